@@ -149,8 +149,9 @@ class Flow:
                 record.answered_s = reply.completed - record.arrived
             admitted.spend(record.output_tokens or reply.events)
             self.requests.add(record)
+            record.headers = call.headers
             self.observe(record)
-            record.chain = None  # the log keeps records for long
+            record.chain = record.headers = None  # the log keeps records for long
 
     async def run(self, ready: Ready, reply: Reply, record: RequestRecord, admitted: Admission) -> None:
         """Runs a request of kvpin's own, which was prepared. It waits for its turn like any other.

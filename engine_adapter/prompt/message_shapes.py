@@ -110,6 +110,18 @@ def kept_by(render: Callable[[Messages], str]) -> set[Roles]:
     return {roles for roles in PROBES if _keeps(render, roles)}
 
 
+def writes_system_first(render: Callable[..., str]) -> bool:
+    """True if a template writes the system prompt before the tools. `render` as in `kept_by`; it takes
+    `tools`, too."""
+    tool = {"type": "function", "function": {"name": "marked_tool", "description": "", "parameters": {}}}
+    messages = _chat(("system", "user"))
+    try:
+        text = render(messages, tools=[tool])
+    except ChatError:
+        return False
+    return 0 <= text.find(messages[0]["content"]) < text.find("marked_tool")
+
+
 def _keeps(render: Callable[[Messages], str], roles: Roles) -> bool:
     try:
         text, *others = map(render, trials(roles))

@@ -74,6 +74,9 @@ def _show(advice: Advice, out: Console) -> None:
     _table("rule", advice.rules, advice, out, "No rule changes any of these prompts.", {})
     if advice.rules:
         out.print("Each rule alone; all: every rule together. `kvpin serve --normalise RULE` chooses one.")
+    for client, rules in advice.clients.items():
+        saved = ", ".join(f"{name} saves {saving.tokens:,.0f} tokens" for name, saving in rules.items())
+        out.print(f"{client}: {saved}.")
     if advice.alone == advice.requests:
         nothing = (
             "No request names its session, so what clients change is not known: let them send session_id or "

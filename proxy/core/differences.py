@@ -66,6 +66,7 @@ class Kind(StrEnum):
     """The kind of part that differs."""
 
     TOOLS = "tools"
+    ORDER = "order"  # a tool has the same fields, in another order
     SYSTEM = "system"
     INPUT = "input"
     MEDIA = "media"
@@ -92,7 +93,8 @@ class Difference(msgspec.Struct, frozen=True):
         item = "" if self.item is None else f"[{self.item}]"
         part = "" if self.part is None else f".content[{self.part}]"
         offset = "" if self.offset is None else f", character {self.offset}"
-        return f"{self.field}{item}{part}{offset}"
+        order = ", the order of its fields" if self.kind is Kind.ORDER else ""
+        return f"{self.field}{item}{part}{offset}{order}"
 
 
 def difference(now: Mapping[str, Any], before: Mapping[str, Any]) -> Difference | None:
@@ -110,8 +112,9 @@ def difference(now: Mapping[str, Any], before: Mapping[str, Any]) -> Difference 
     for name in _INPUT:
         if (found := _of_items(name, now.get(name), before.get(name))) is not None:
             return found
-    changed = (name for name in OPTIONS if now.get(name) != before.get(name))
-    return next((Difference(Kind.OPTION, name) for name in changed), None)
+    changed = (Difference(Kind.OPTION, name) for name in OPTIONS if now.get(name) != before.get(name))
+    # Some templates write fields in an order of their own: the order counts only if nothing else differs.
+    return next(changed, None) or _of_order(now, before)
 
 
 def are_alike(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
@@ -141,6 +144,16 @@ def _of_tools(name: str, now: Any, before: Any) -> Difference | None:  # noqa: A
         return None
     equal = takewhile(lambda pair: _unmarked(pair[0]) == _unmarked(pair[1]), zip(one, other, strict=False))
     return Difference(Kind.TOOLS, name, sum(1 for _ in equal))
+
+
+def _of_order(now: Mapping[str, Any], before: Mapping[str, Any]) -> Difference | None:
+    """The first tool that has the same fields in another order."""
+    for name in _TOOLS:
+        tools = zip(_listed(now.get(name)), _listed(before.get(name)), strict=False)
+        for at, (one, other) in enumerate(tools):
+            if msgspec.json.encode(_unmarked(one)) != msgspec.json.encode(_unmarked(other)):
+                return Difference(Kind.ORDER, name, at)
+    return None
 
 
 def _of_items(name: str, now: Any, before: Any) -> Difference | None:  # noqa: ANN401 - JSON

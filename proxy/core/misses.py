@@ -57,6 +57,7 @@ class Miss(StrEnum):
 _REPEATED = 0.1
 _OF_KIND = {
     Kind.TOOLS: Miss.TOOLS,
+    Kind.ORDER: Miss.TOOLS,
     Kind.SYSTEM: Miss.SYSTEM,
     Kind.INPUT: Miss.INPUT,
     Kind.MEDIA: Miss.MEDIA,

@@ -1,7 +1,8 @@
 """The text of a prompt as hashes, as the engine got it and as rules would make it, for `kvpin advise`.
 
 An id is a keyed hash of a block of 256 bytes and of all bytes before it. The bytes are those of the tools,
-the system prompt and the conversation, in this order. A block ends where the tools or the system prompt end.
+the system prompt and the conversation, in the order in which the chat template writes them. A block ends
+where the tools or the system prompt end.
 Marks for the cache are left out: no prompt contains them.
 """
 
@@ -26,7 +27,7 @@ class TextBlocks(msgspec.Struct, omit_defaults=True):
 
     Attributes:
         ids: of its blocks; the last one is left out if it is not full.
-        tools, system: blocks up to the end of the tools, and of the system prompt.
+        tools, system: blocks up to the end of the tools, and of the system prompt; 0 without any.
         changed: rule → ids after that rule; only rules that change the prompt.
     """
 
@@ -36,29 +37,34 @@ class TextBlocks(msgspec.Struct, omit_defaults=True):
     changed: dict[str, list[int]] = {}
 
 
-def text_blocks(fields: Fields, keyed: Callable[[], blake2b]) -> TextBlocks:
-    """The blocks of a prompt with these fields. `keyed` begins a hash of 8 bytes."""
-    ids, ends = _hashed(fields, keyed)
+def text_blocks(fields: Fields, keyed: Callable[[], blake2b], *, is_system_first: bool = False) -> TextBlocks:
+    """The blocks of a prompt with these fields. `keyed` begins a hash of 8 bytes. `is_system_first`: the chat
+    template writes the system prompt before the tools."""
+    ids, ends = _hashed(fields, keyed, is_system_first=is_system_first)
     found = TextBlocks(ids, *ends, {})
     for name, rules in (*((rule.value, (rule,)) for rule in Rule), (ALL, tuple(Rule))):
         changes, applied, _ = normalised(fields, rules)
         if applied:
-            found.changed[name], _ = _hashed({**fields, **changes}, keyed)
+            now = {**fields, **changes}
+            found.changed[name], _ = _hashed(now, keyed, is_system_first=is_system_first)
     return found
 
 
-def _hashed(fields: Fields, keyed: Callable[[], blake2b]) -> tuple[list[int], tuple[int, int]]:
+def _hashed(
+    fields: Fields, keyed: Callable[[], blake2b], *, is_system_first: bool
+) -> tuple[list[int], tuple[int, int]]:
     """The ids of a prompt, and how many there are up to the end of its tools and of its system prompt."""
     hashed, ids, ends = keyed(), list[int](), list[int]()
-    for part in prompt_parts(fields):
+    tools, system, rest = prompt_parts(fields)
+    for part in (system, tools, rest) if is_system_first else (tools, system, rest):
         text = b"".join(map(_plain, part))
         for at in range(0, len(text), BLOCK_BYTES):
             hashed.update(text[at : at + BLOCK_BYTES])
             ids.append(int.from_bytes(hashed.digest(), "little"))
-        ends.append(len(ids))
+        ends.append(len(ids) if part else 0)
     if len(text) % BLOCK_BYTES:
         del ids[-1]
-    return ids, (ends[0], ends[1])
+    return ids, (ends[1], ends[0]) if is_system_first else (ends[0], ends[1])
 
 
 def _plain(item: Any) -> bytes:  # noqa: ANN401 - JSON

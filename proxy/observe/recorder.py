@@ -59,7 +59,9 @@ ENGINES_S = 30.0
 MAX_WAITING_TOKENS = 8_000_000
 _ID_BYTES = 8
 _TEXT = bytes(8 * BLOCK_TOKENS)  # extra ids of a block without any
-_Waiting = tuple[float, RequestRecord, Prompt, bytes | None]
+# Characters of a client's name.
+_MOST_NAME = 64
+_Waiting = tuple[float, RequestRecord, Prompt, bytes | None, str | None]
 
 
 class RecordedLine(TraceLine, kw_only=True):
@@ -70,12 +72,14 @@ class RecordedLine(TraceLine, kw_only=True):
         cached_tokens: reused prompt tokens that the engine reported.
         text: the prompt's text as hashes, for `kvpin advise`.
         tenant: its hash, if the operator wants it.
+        client: what sent it, by its `user-agent` without version.
     """
 
     counted: bool = False
     cached_tokens: int | None = None
     text: TextBlocks | None = None
     tenant: str | None = None
+    client: str | None = None
 
 
 class Hasher:
@@ -107,7 +111,9 @@ class Hasher:
             ids.append(int.from_bytes(hashed.digest(), "little"))
         return ids
 
-    def text(self, record: RequestRecord, prompt: Prompt, raw: bytes) -> TextBlocks | None:
+    def text(
+        self, record: RequestRecord, prompt: Prompt, raw: bytes, *, is_system_first: bool
+    ) -> TextBlocks | None:
         """The text of a prompt, from the body of its request; None where the body does not have all of it."""
         body = JsonBody(raw)
         if record.route not in ROUTES or CONTINUED in body:
@@ -117,7 +123,7 @@ class Hasher:
         except UnreadableField:
             return None
         scope = msgspec.msgpack.encode(("text", record.served_as, prompt.lora, prompt.salt))
-        return text_blocks(fields, lambda: self._keyed(scope))
+        return text_blocks(fields, lambda: self._keyed(scope), is_system_first=is_system_first)
 
     def session_id(self, session: Session) -> str:
         """An id for the conversation; equal names of two tenants get different ids."""
@@ -144,17 +150,21 @@ class Recorder:
         secret: str | None = None,
         *,
         tells_tenants: bool = False,
+        is_system_first: Callable[[str | None], bool] = lambda _model: False,
     ) -> None:
         """Begins a recording of at most `max_bytes` in a new file: `path`, or `traffic-1.jsonl` if
         `traffic.jsonl` holds another recording. Raises SettingsError if no file can be written there.
 
         `engines` tells what is known of the engines now. Recordings with the same `secret` can be merged.
-        With `tells_tenants`, lines have the hash of their tenant."""
+        With `tells_tenants`, lines have the hash of their tenant.
+        `is_system_first`, called in a thread, tells if the chat template of a model writes the system prompt
+        before the tools."""
         self.path, self._file = _open_new(path)
         self._max_bytes = max_bytes
         self._began, self._began_at = time.monotonic(), time.time()
         self._engines, self._engines_due = engines, -inf
         self._hasher = Hasher(secret, tells_tenants=tells_tenants)
+        self._is_system_first = is_system_first
         self._is_open = True
         self._waiting: list[_Waiting] = []
         self._waiting_tokens = self._unknown = 0
@@ -170,7 +180,8 @@ class Recorder:
             self._unknown += record.runs_prompt
             return
         arrived = time.monotonic() - (record.duration_s or 0.0) - self._began
-        self._waiting.append((max(arrived, 0.0), record, prompt, body))
+        client = client_of(record.headers.get("user-agent", "")) if record.headers is not None else None
+        self._waiting.append((max(arrived, 0.0), record, prompt, body, client))
         self._waiting_tokens += len(prompt.token_ids)
         if self._waiting_tokens > MAX_WAITING_TOKENS:
             self._give_up("the disk is too slow for the traffic")
@@ -188,7 +199,7 @@ class Recorder:
         # A recording without a request stays empty, so that the next start uses its file.
         is_due = time.monotonic() >= self._engines_due and bool(waiting or self._recorded)
         problem = await asyncio.to_thread(self._write, waiting, self._about() if is_due else b"")
-        self._waiting_tokens -= sum(len(prompt.token_ids) for _, _, prompt, _ in waiting)
+        self._waiting_tokens -= sum(len(prompt.token_ids) for _, _, prompt, *_ in waiting)
         if problem is not None and self._is_open:
             self._give_up(problem)
 
@@ -222,8 +233,13 @@ class Recorder:
         with self._lock:
             if self._size + len(about) <= self._max_bytes:
                 data += about
-            for at, record, prompt, body in waiting:
-                line = msgspec.json.encode(line_of(self._hasher, at, record, prompt, body)) + b"\n"
+            for at, record, prompt, body, client in waiting:
+                told = line_of(self._hasher, at, record, prompt)
+                if body is not None:
+                    is_first = self._is_system_first(record.served_as)
+                    told.text = self._hasher.text(record, prompt, body, is_system_first=is_first)
+                told.client = client
+                line = msgspec.json.encode(told) + b"\n"
                 if self._size + len(data) + len(line) > self._max_bytes:
                     problem = f"the file has reached record_traffic_bytes, {self._max_bytes}"
                     break
@@ -247,10 +263,16 @@ class Recorder:
             self._file.close()
 
 
-def line_of(
-    hasher: Hasher, arrived_s: float, record: RequestRecord, prompt: Prompt, body: bytes | None = None
-) -> RecordedLine:
-    """The line of a request that arrived `arrived_s` seconds after the recording began."""
+def client_of(user_agent: str) -> str | None:
+    """The name of a client, without its version: `QwenCode` of `QwenCode/0.15.10 (linux; x64)`, `OpenAI/JS`
+    of `OpenAI/JS 5.0.1`. None without one."""
+    name = user_agent.partition(" ")[0]
+    product, _, version = name.partition("/")
+    return (product if version[:1].isdigit() else name)[:_MOST_NAME] or None
+
+
+def line_of(hasher: Hasher, arrived_s: float, record: RequestRecord, prompt: Prompt) -> RecordedLine:
+    """The line of a request that arrived `arrived_s` seconds after the recording began, without its text."""
     reported, session = record.output_tokens, record.session
     first_byte_s = record.first_byte_s if record.stream else None
     return RecordedLine(
@@ -268,7 +290,6 @@ def line_of(
         ttft_ms=round(first_byte_s * 1000, 1) if first_byte_s is not None else None,
         queued_ms=round(record.queued_s * 1000, 1) if record.queued_s else None,
         tenant=hasher.tenant_id(record.tenant),
-        text=hasher.text(record, prompt, body) if body is not None else None,
     )
 
 

@@ -16,7 +16,7 @@ from engine_adapter.prompt.chat import ChatPrompt, ChatTokenizer
 from engine_adapter.prompt.cuts import find_cut
 from engine_adapter.prompt.forms import Form
 from engine_adapter.prompt.media import mark_embeds, mark_media
-from engine_adapter.prompt.message_shapes import Shape, kept_by, lost_shapes
+from engine_adapter.prompt.message_shapes import Shape, kept_by, lost_shapes, writes_system_first
 from engine_adapter.types import TokenIds
 from proxy.prompt.known_chats import KnownBeginning, KnownChats, Owner
 from proxy.prompt.render import ChatInput, CompletionInput
@@ -46,6 +46,11 @@ class LocalTokenizer:
     def lost_shapes(self) -> frozenset[Shape]:
         """Messages that its chat template refuses or leaves out."""
         return lost_shapes(kept_by(self.tokenizer.render))
+
+    @cached_property
+    def is_system_first(self) -> bool:
+        """True if its chat template writes the system prompt before the tools."""
+        return writes_system_first(self.tokenizer.render)
 
     @cached_property
     def _special(self) -> re.Pattern[str]:

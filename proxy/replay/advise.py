@@ -19,12 +19,13 @@ from proxy.replay.trace import late_by_ms, texts_of
 
 class AdviceLine(msgspec.Struct):
     """A request of a recording, as far as advice needs it. `timestamp`: its arrival in milliseconds since the
-    recording began."""
+    recording began. `client`: what sent it, by its own words."""
 
     input_length: Annotated[int, msgspec.Meta(ge=1)]
     session_id: str | int | None = None
     text: TextBlocks | None = None
     timestamp: float = 0.0
+    client: str | None = None
 
 
 class Saving(msgspec.Struct):
@@ -54,6 +55,7 @@ class Advice(msgspec.Struct):
         alone: requests that name no session: only rules are judged by them.
         cached_tokens: tokens that a cache which keeps everything would have had.
         rules: rule → what it would have saved beyond that; the last is all rules together.
+        clients: client → rule → what it would have saved of this client's prompts.
         changes: what the client changed between two requests of a session (tools, system, input) → what that
             cost at most.
     """
@@ -64,6 +66,7 @@ class Advice(msgspec.Struct):
     alone: int = 0
     cached_tokens: float = 0.0
     rules: dict[str, Saving] = {}
+    clients: dict[str, dict[str, Saving]] = {}
     changes: dict[str, Saving] = {}
 
 
@@ -87,7 +90,10 @@ def advise(lines: Iterable[AdviceLine]) -> Advice:
             seen_after[name], advice.rules[name] = set(seen), Saving()
         for name, known in seen_after.items():
             ids = text.changed.get(name, text.ids)
-            advice.rules[name].add((_leading(ids, known) - cached) * per_block)
+            saved = (_leading(ids, known) - cached) * per_block
+            advice.rules[name].add(saved)
+            if line.client is not None and saved > 0:
+                advice.clients.setdefault(line.client, {}).setdefault(name, Saving()).add(saved)
             known.update(ids)
         seen.update(text.ids)
         if line.session_id is None:
@@ -96,10 +102,16 @@ def advise(lines: Iterable[AdviceLine]) -> Advice:
             _compare(advice, text, before, cached, per_block)
         if line.session_id is not None:
             last[line.session_id] = text
-    order = sorted(advice.rules, key=lambda name: (name == ALL, -advice.rules[name].tokens))
-    advice.rules = {name: advice.rules[name] for name in order}
+    advice.rules = _most_first(advice.rules)
+    advice.clients = {client: _most_first(rules) for client, rules in sorted(advice.clients.items())}
     advice.changes = dict(sorted(advice.changes.items(), key=lambda item: -item[1].tokens))
     return advice
+
+
+def _most_first(rules: dict[str, Saving]) -> dict[str, Saving]:
+    """Rules by what they save; all of them together stand last."""
+    order = sorted(rules, key=lambda name: (name == ALL, -rules[name].tokens, name))
+    return {name: rules[name] for name in order}
 
 
 def _compare(advice: Advice, now: TextBlocks, before: TextBlocks, cached: int, per_block: float) -> None:
@@ -107,7 +119,8 @@ def _compare(advice: Advice, now: TextBlocks, before: TextBlocks, cached: int, p
     shortest = min(len(now.ids), len(before.ids))
     common = next((at for at in range(shortest) if now.ids[at] != before.ids[at]), shortest)
     if common < len(before.ids):
-        where = "tools" if common < now.tools else "system" if common < now.system else "input"
+        ends = sorted(((now.tools, "tools"), (now.system, "system")))
+        where = next((name for end, name in ends if common < end), "input")
         advice.changes.setdefault(where, Saving()).add((shortest - max(common, cached)) * per_block)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import msgspec
 from msgspec.structs import replace
 
-from engine_adapter import JsonBody
+from engine_adapter import Headers, JsonBody
 from proxy.core.first_byte import Moments, Part, parts_of
 from proxy.core.index.blocks import Chain
 from proxy.core.life import Cause
@@ -108,6 +108,7 @@ class RequestRecord(RequestFacts, kw_only=True):
         called_tool: the answer ended with a tool call.
         diagnosis: why no more was reused, once somebody asked.
         events: events of the answer's stream that the client was sent.
+        headers: the client's, until the request is over.
         refusal: the reason of `kvpin_refused_total` for which its key kept it from its model; None otherwise.
     """
 
@@ -127,6 +128,7 @@ class RequestRecord(RequestFacts, kw_only=True):
     chain: Chain | None = None
     placement: Placement | None = None
     events: int = 0
+    headers: Headers | None = None
     refusal: str | None = None
     tokens_agree: bool | None = None
     runs_prompt: bool = True

@@ -196,10 +196,20 @@ class Proxy:
         if settings.record_traffic is None:
             return None
         max_bytes, key = int(settings.record_traffic_bytes), _text(settings.record_traffic_key)
-        tells_tenants = settings.record_traffic_tenants
         return Recorder(
-            settings.record_traffic, max_bytes, self.watch.engines, key, tells_tenants=tells_tenants
+            settings.record_traffic,
+            max_bytes,
+            self.watch.engines,
+            key,
+            tells_tenants=settings.record_traffic_tenants,
+            is_system_first=self._is_system_first,
         )
+
+    def _is_system_first(self, model: str | None) -> bool:
+        """True if a model's chat template is known here, and writes the system prompt before the tools."""
+        pool = self.fleet.pools.get(model) if model is not None else None
+        prompts = pool.prompts if pool is not None else None
+        return prompts is not None and prompts.local is not None and prompts.local.is_system_first
 
     def _peers(self) -> Peers | None:
         """The link to other kvpins, None without an exchange. Raises SettingsError if it cannot be used."""

@@ -3,7 +3,7 @@
 import pytest
 
 from engine_adapter.errors import ChatError
-from engine_adapter.prompt.message_shapes import Shape, kept_by, lost_shapes
+from engine_adapter.prompt.message_shapes import Shape, kept_by, lost_shapes, writes_system_first
 from engine_adapter.prompt.templates import TEMPLATE_ERRORS, render_template
 
 EACH = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ m.tool_calls }}{% endfor %}"
@@ -70,3 +70,20 @@ def rendering(template):
 )
 def test_what_is_refused_or_left_out(template, lost):
     assert lost_shapes(kept_by(rendering(template))) == lost
+
+
+TOOLS = "{% for t in tools %}{{ t.function.name }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "is_first"),
+    [(EACH + TOOLS, True), (TOOLS + EACH, False), (EACH, False), (NONE + TOOLS, False), ("", False)],
+)
+def test_what_a_template_writes_first(template, is_first):
+    def render(messages, tools):
+        try:
+            return render_template(template, messages=messages, tools=tools)
+        except TEMPLATE_ERRORS as error:
+            raise ChatError(str(error), param="messages") from error
+
+    assert writes_system_first(render) is is_first

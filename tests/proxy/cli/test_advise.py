@@ -33,6 +33,11 @@ def test_rules_and_changes_are_told_with_their_shares(path):
     assert any(row[:5] == ["system", "1,000", "50.0%", "1", "50.0%"] for row in rows)
 
 
+def test_the_rules_of_each_client_are_named(path):
+    told = run(path, *(line(None, "pi", **chat(f"In /home/me/{at}. {LONG}", "Hi")) for at in range(2)))
+    assert "pi: paths saves 1,000 tokens, all saves 1,000 tokens." in told.output
+
+
 def test_nothing_to_advise(path):
     told = run(path, line(None, **chat(LONG)), msgspec.json.decode(b'{"input_length": 5}'))
     assert "1 more requests are left out" in told.output

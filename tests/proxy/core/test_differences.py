@@ -168,3 +168,17 @@ def test_the_first_difference(now, before, expected, shown):
 )  # fmt: skip
 def test_requests_that_begin_alike(now, before, expected):
     assert are_alike(now, before) is are_alike(before, now) is expected
+
+
+def test_a_tool_whose_fields_come_in_another_order():
+    def tool(*names):
+        return {"name": "f", "parameters": {name: {"type": "string"} for name in names}}
+
+    now, before = ({"tools": [TOOLS[0], tool(*names)], "input": "Hi"} for names in ("ab", "ba"))
+    found = difference(now, before)
+    assert found == Difference(Kind.ORDER, "tools", 1)
+    assert str(found) == "tools[1], the order of its fields"
+    # Whatever else differs is the likelier cause.
+    assert difference({**now, "input": "Ho"}, before).kind is Kind.INPUT
+    marked = {"tools": [TOOLS[0], {**tool("a", "b"), **MARK}], "input": "Hi"}
+    assert difference(now, marked) is None

@@ -55,6 +55,21 @@ def test_the_tools_and_the_system_prompt_end_somewhere():
     assert found.system <= 3 * each + 2
 
 
+def test_the_order_is_that_of_the_chat_template():
+    def of(system, *, is_system_first):
+        tools, messages = [{"name": LONG}], [{"role": "system", "content": system}, user(LONG)]
+        fields = {"tools": tools, "messages": messages}
+        return text_blocks(fields, lambda: blake2b(digest_size=8, key=b"k"), is_system_first=is_system_first)
+
+    for is_system_first in (False, True):
+        one, other = (of(system + LONG, is_system_first=is_system_first) for system in "ab")
+        shared = common(one.ids, other.ids)
+        assert (shared == 0) is is_system_first
+        assert (0 < one.system < one.tools) is is_system_first
+        assert max(one.system, one.tools) < len(one.ids)
+    assert blocks(messages=[user(LONG)]).tools == blocks(messages=[user(LONG)]).system == 0
+
+
 def test_a_rule_makes_prompts_equal_that_differ_in_what_it_changes():
     one, other = (
         blocks(messages=[system(f"Now 2026-11-25T23:0{minute}:44Z. {LONG}"), user("Hi")]) for minute in (1, 2)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from proxy.core.placement.decision import Cost, Placement
 from proxy.observe import recorder as module
-from proxy.observe.recorder import BLOCK_TOKENS, Hasher, Recorder, line_of
+from proxy.observe.recorder import BLOCK_TOKENS, Hasher, Recorder, client_of, line_of
 from proxy.prompt import Prompt
 from proxy.replay.recorded import RecordedEngine
 from proxy.replay.trace import TraceError, read_trace
@@ -69,9 +69,10 @@ CHAT = {"messages": [{"role": "user", "content": "a tide table, " * 40}]}
 
 
 class TestText:
-    def text_of(self, body, route="/v1/chat/completions", hasher=None, **fields):
+    def text_of(self, body, route="/v1/chat/completions", hasher=None, *, is_system_first=False, **fields):
         told = RequestRecord("r", 0.0, route, "m", None, True, prompt=prompt_of(range(9)), **fields)
-        return line_of(hasher or Hasher(), 0.0, told, told.prompt, json.dumps(body).encode()).text
+        raw = json.dumps(body).encode()
+        return (hasher or Hasher()).text(told, told.prompt, raw, is_system_first=is_system_first)
 
     def test_it_is_hashed_by_the_key_of_the_recording_and_the_namespace(self):
         one = Hasher()
@@ -101,6 +102,20 @@ class TestText:
         assert "text" not in without
         assert line["text"].keys() == {"ids"}
         assert b"tide" not in path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("user_agent", "name"),
+    [
+        ("QwenCode/0.15.10 (linux; x64)", "QwenCode"),
+        ("OpenAI/JS 5.0.1", "OpenAI/JS"),
+        ("pi", "pi"),
+        ("", None),
+        ("x" * 99, "x" * 64),
+    ],
+)
+def test_the_name_of_a_client(user_agent, name):
+    assert client_of(user_agent) == name
 
 
 class TestHasher:

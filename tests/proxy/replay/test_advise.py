@@ -16,9 +16,9 @@ LONG = "a tide table for every port, " * 100
 TOKENS = 1000
 
 
-def line(session="s", **fields):
-    text = text_blocks(fields, lambda: blake2b(digest_size=8, key=b"k"))
-    return AdviceLine(TOKENS, session, text)
+def line(session="s", client=None, *, is_system_first=False, **fields):
+    text = text_blocks(fields, lambda: blake2b(digest_size=8, key=b"k"), is_system_first=is_system_first)
+    return AdviceLine(TOKENS, session, text, client=client)
 
 
 def chat(head, *texts, **fields):
@@ -44,6 +44,36 @@ def test_a_rule_that_changes_a_later_prompt_is_compared_with_the_ones_before():
     assert advice.rules["tools_sorted"].tokens == TOKENS
     assert advice.rules["tools_sorted"].requests == 1
     assert list(advice.changes) == ["tools"]
+
+
+def test_a_directory_in_the_system_prompt_costs_the_tools_that_follow_it():
+    tools = [{"name": "a", "text": LONG}]
+    for is_system_first, saved in ((True, 500), (False, 0)):
+        lines = [
+            line(
+                None,
+                "pi",
+                is_system_first=is_system_first,
+                **chat(f"Working directory: /home/me/{at}. {'Be brief. ' * 20}", LONG, tools=tools),
+            )
+            for at in "xy"
+        ]
+        # The user's words differ by the value that stands before them.
+        rules = advise(lines).rules
+        assert abs(rules["paths"].tokens - saved) < 100
+
+
+def test_each_client_has_its_rules():
+    lines = [
+        line(None, client, **chat(f"{text.format(at)} {LONG}", "Hi"))
+        for client, text in (("pi", "Today is 2026-11-0{}."), ("Cline", "Work in /home/me/{}."), (None, "{}"))
+        for at in (1, 2)
+    ]
+    advice = advise(lines)
+    assert {client: list(rules) for client, rules in advice.clients.items()} == {
+        "Cline": ["paths", "all"],
+        "pi": ["dates", "all"],
+    }
 
 
 def test_a_conversation_that_only_goes_on_needs_no_advice():
