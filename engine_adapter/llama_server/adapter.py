@@ -40,7 +40,7 @@ from engine_adapter.llama_server.mirror_events import MirrorEvents
 from engine_adapter.llama_server.options import LlamaServerSpec
 from engine_adapter.llama_server.requests import ask_of, hold_request
 from engine_adapter.llama_server.router import Router, RouterModel, ServerClient
-from engine_adapter.llama_server.routes import ALL_ROUTES, LOAD, PINNED_ROUTES, ROUTES
+from engine_adapter.llama_server.routes import LOAD, PINNED_ROUTES, ROUTER_ROUTES, ROUTES, SERVED
 from engine_adapter.llama_server.saved import Saved, SavedEvent, SavedPlace, SavedPrefixes
 from engine_adapter.llama_server.scheduler import SlotScheduler
 from engine_adapter.llama_server.server_files import ServerLock
@@ -271,7 +271,7 @@ class LlamaServerAdapter(HttpAdapter):
                 instance=url,
                 names_process=False,
                 any_model=False,
-                routes=ALL_ROUTES,
+                routes=SERVED | ROUTER_ROUTES,
                 models=states,
                 card=card,
             )

@@ -10,7 +10,7 @@ import xxhash
 
 from engine_adapter.llama_server.mirror_events import TOKENS_PER_BLOCK
 from engine_adapter.llama_server.options import LlamaServerSpec
-from engine_adapter.llama_server.routes import ROUTES
+from engine_adapter.llama_server.routes import SERVED
 from engine_adapter.llama_server.session import ServerSession
 from engine_adapter.types import TRANSLATED_ROUTES, Capability, EngineInfo
 
@@ -28,7 +28,7 @@ def absent(model: str, instance: str, card: Mapping[str, Any], *, keeps_none: bo
         shares_prefill=True,
         any_model=True,
         served_as_chats=TRANSLATED_ROUTES,
-        routes=ROUTES,
+        routes=SERVED,
         splits_choices=True,
         card=card,
         too_long=_too_long,

@@ -41,5 +41,7 @@ ROUTES = {
     SLOTS: READ,
     "/lora-adapters": READ,
 }
+SERVED = ROUTES | {"/v1/health": READ}
+"""Those, and one below `/v1` that few other engines have."""
 ALL_ROUTES = ROUTES | ROUTER_ROUTES
 """Those of a router."""

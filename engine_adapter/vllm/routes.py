@@ -15,6 +15,7 @@ ROUTES = {
         ASK,
     ),
     "/ping": READ,
+    "/tokenizer_info": READ,
     "/version": READ,
     REALTIME: READ,
 }

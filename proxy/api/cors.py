@@ -54,7 +54,9 @@ def check_origin(cors: Cors | None, origin: str | None) -> None:
     """Raises Forbidden for a page whose origin may not use the data plane. None: no page asks."""
     if origin is not None and (cors is None or not cors.allows(origin)):
         if origin == UNKNOWN:
-            raise Forbidden("pages whose browser does not name their origin may not use kvpin")
+            # Any page can have this origin, so that no narrower flag would help.
+            why = "pages whose browser does not name their origin may not use kvpin"
+            raise Forbidden(f"{why}: start it with --cors-origin '*', which allows all pages")
         raise Forbidden(f"pages of {origin!r} may not use kvpin: start it with --cors-origin {origin}")
 
 

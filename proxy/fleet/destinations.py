@@ -34,6 +34,7 @@ from proxy.request.translate import RESPONSES_PATH, may_name_more
 
 # Routes whose requests name further models in files.
 _NAMING_UNSEEN = ("/v1/batches", "/v1/messages/batches")
+_HEALTH = "/v1/health"
 # Characters of an id that an error repeats.
 _SHOWN = 256
 
@@ -149,6 +150,7 @@ class Destinations:
     def _by_model(self, call: Call) -> Destination:
         """The destination of a request that names no object. A read that names no model goes to that of its
         key, if the key is for one that is served, and for all its LoRA adapters, which the answer may show.
+        Any other that names no model goes where its route is served, if only one pool serves it, or any may.
         Raises NotFound and NoEngine, see `Fleet.find`."""
         if call.model is None and call.models is not None and call.method in ("GET", "HEAD"):
             aliases, pools = self._fleet.served_aliases(), self._fleet.pools
@@ -156,6 +158,13 @@ class Destinations:
             own = [pools[name] for name in named if name in pools]
             if len(own) == 1 and own[0].loras <= named:
                 return Destination(own[0], None)
+        if call.model is None and len(pools := self._fleet.pools) > 1:
+            route = call.native or call.route
+            able = [
+                each for each in pools.values() if any(one.serves(route) for one in each.engines.values())
+            ]
+            if len(able) == 1 or (able and route == _HEALTH):
+                return Destination(able[0], None)
         return Destination(*self._fleet.find(call.model))
 
     def knows(self, tenant: str | None, name: Name) -> bool:

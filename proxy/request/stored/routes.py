@@ -86,7 +86,15 @@ STATELESS: Mapping[str, tuple[str, ...]] = {
     ),
     "GET": (
         *("/v1/health", "/v1/health/live", "/v1/health/ready", "/v1/metadata", "/v1/version"),
-        *("/get_model_info", "/lora-adapters", "/model_info", "/ping", "/props", "/version"),
+        *(
+            "/get_model_info",
+            "/lora-adapters",
+            "/model_info",
+            "/ping",
+            "/props",
+            "/tokenizer_info",
+            "/version",
+        ),
     ),
 }
 """Method → routes that reach nothing that an engine keeps."""

@@ -57,11 +57,13 @@ async def test_a_preflight_that_asks_for_no_header(client):
     assert "access-control-allow-headers" not in (await client.options(CHAT, headers=headers)).headers
 
 
-@pytest.mark.parametrize("origin", ["https://evil.example", "http://chat.example", f"{PAGE}:8443", "null"])
+@pytest.mark.parametrize(
+    "origin", ["https://evil.example", "http://chat.example", f"{PAGE}:8443", "app://-", "null"]
+)
 async def test_a_page_that_is_not_listed_is_told_nothing(client, origin):
     response = await client.options(CHAT, headers=ASKS | {"origin": origin})
     assert is_openai_error(response, 403, "forbidden")
-    told = "does not name" if origin == "null" else f"--cors-origin {origin}"
+    told = "start it with --cors-origin '*'" if origin == "null" else f"--cors-origin {origin}"
     assert told in response.json()["error"]["message"]
     for answer in (response, await client.post(CHAT, json=ASK, headers={"origin": origin})):
         assert (of_cors(answer), answer.headers["vary"]) == ({}, "origin")

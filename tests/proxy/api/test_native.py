@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from engine_adapter.llama_server.routes import ROUTES as LLAMA
+from engine_adapter.llama_server.routes import SERVED
 from engine_adapter.vllm.routes import ROUTES as VLLM
 from proxy.fleet.engine import EngineState
 from tests.fakes import INFO, FakeAdapter, FakeEngine, is_openai_error
@@ -75,9 +76,32 @@ async def test_a_lost_engine_may_have_the_route(proxy, engine_with_routes, clien
 async def test_with_several_pools_the_query_names_the_model(proxy, engine_with_routes, client):
     other = proxy.add(FakeAdapter("b", model="n"))
     proxy.fleet.join(other, replace(INFO, model="n"))
-    assert is_openai_error(await client.get("/props"), 404, "model_not_found")
     assert (await client.get("/props?model=m")).status_code == 200
     assert [exchange.target for exchange in engine_with_routes.seen] == ["/props?model=m"]
+    other.info = replace(INFO, model="n", routes=LLAMA)
+    assert is_openai_error(await client.get("/props"), 404, "model_not_found")
+
+
+@pytest.mark.parametrize("default", [None, "n"])
+async def test_without_a_name_the_only_model_whose_engines_have_the_route_serves_it(
+    proxy, engine_with_routes, client, default
+):
+    other = proxy.add(FakeAdapter("b", model="n"))
+    proxy.fleet.join(other, replace(INFO, model="n", routes=VLLM))
+    proxy.fleet.default_model = default
+    proxy.fleet.engines["a"].info = replace(INFO, routes=SERVED)
+    assert (await client.post("/infill", json={"input_prefix": "a"})).status_code == 200
+    assert (await client.get("/v1/health")).status_code == 200
+    other.info = replace(INFO, model="n", routes=SERVED)
+    assert (await client.get("/v1/health")).status_code == 200  # any may answer
+    assert [exchange.target for exchange in engine_with_routes.seen] == ["/infill"] + ["/v1/health"] * 2
+
+
+async def test_vllms_tokenizer_info_passes(proxy, engine, client):
+    proxy.fleet.engines["a"].info = replace(INFO, routes=VLLM)
+    assert (await client.get("/tokenizer_info")).status_code == 200
+    assert is_openai_error(await client.post("/tokenizer_info", json={}), 404, "not_found")
+    assert [exchange.target for exchange in engine.seen] == ["/tokenizer_info"]
 
 
 async def test_an_engines_own_error_keeps_its_form(engine_with_routes, client):

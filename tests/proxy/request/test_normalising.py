@@ -229,7 +229,7 @@ async def test_a_repair_is_in_the_log_once_for_each_session():
     ]
     with capture_logs() as logs:
         for call in made:
-            changed, applied = await NO_RULES.apply(call, "a model of this test", {Shape.TURNS})
+            changed, applied, _ = await NO_RULES.apply(call, "a model of this test", {Shape.TURNS})
             assert applied == (Repair.TURNS_ALTERNATE,)
             assert changed.body.view("messages") == [{"role": "user", "content": "A\n\nB"}]
     assert [entry["repairs"] for entry in logs] == ["turns_alternate"] * 3

@@ -13,6 +13,9 @@ from proxy.settings import SettingsError, load_settings
         ("http://localhost:3000", "http://localhost:3000"),
         ("http://[::1]:80", "http://[::1]"),
         ("tauri://localhost", "tauri://localhost"),
+        ("app://obsidian.md", "app://obsidian.md"),
+        ("app://-", "app://-"),
+        ("vscode-file://vscode-app", "vscode-file://vscode-app"),
     ],
 )
 def test_an_origin_is_as_browsers_send_it(given, origin):
