@@ -131,7 +131,7 @@ class Attempts:
                     else:
                         prefilled = await self.first_leg(serving, ready, pair, engine, lease, hold)
                     refined = lease.refine(hold)
-                    record.placement = refined if prefilled is None else placement
+                    record.placement = refined if prefilled is None else _of_leg(placement, prefilled)
                     record.note, record.slot = hold.note, hold.slot
                     forwarded = await self.forward(serving, ready, engine, lease, hold, prefilled)
                 if raw is not None and forwarded.error is None:
@@ -345,6 +345,7 @@ class Attempts:
         if lease.succeeded:
             expect_below(pool, engine, ready.chain)
         if prefilled is not None:  # the prediction was for the engine that computed the prompt
+            record.placement = record.placement and _of_leg(record.placement, prefilled)
             return None
         return check_prediction(self.ingest, engine, ready, lease, record, forwarded.cached_tokens)
 
@@ -376,6 +377,13 @@ def _begin_together(lease: Lease, hold: Hold, half: PromptHalf | None) -> None:
     lease.placement = replace(lease.placement, firm=False)
     if half is not None and isinstance(hold.body, JsonBody):
         hold.body = hold.body.replace(**half.meeting)
+
+
+def _of_leg(placement: Placement, leg: OtherLeg) -> Placement:
+    """The placement of a request whose prompt another engine computes. Its prediction is not firm if requests
+    in flight there may evict what it rests on."""
+    is_firm = placement.firm and not (leg.may_be_evicted and placement.predicted_tokens)
+    return placement if is_firm else replace(placement, firm=False)
 
 
 def _moved(record: RequestRecord, prefilled: OtherLeg, lease: Lease, sent: float) -> None:

@@ -58,6 +58,7 @@ class Prefilled:
         until: when that engine may drop the KV, in monotonic seconds.
         is_checked: its engine took all fields of the request: another one that refuses it refuses the KV.
         is_fetched: the other engine has it.
+        may_be_evicted: requests in flight could evict what that engine was to reuse.
     """
 
     source: str
@@ -65,6 +66,7 @@ class Prefilled:
     until: float
     is_checked: bool
     is_fetched: bool = False
+    may_be_evicted: bool = False
     _limit: asyncio.Timeout | None = None
 
     @property
@@ -221,7 +223,10 @@ class FirstLeg:
             self.engine.keeps_no_kv = True
             log.warning("an engine keeps no KV for others: see its findings", engine=self.engine.id)
             return None
-        return Prefilled(self.engine.id, handover, silent + self.transfer.usable_s, self.transfer.checks_all)
+        until, may_be_evicted = silent + self.transfer.usable_s, lease.placed.may_be_evicted
+        return Prefilled(
+            self.engine.id, handover, until, self.transfer.checks_all, may_be_evicted=may_be_evicted
+        )
 
     async def _ask(self, transport: HttpTransport, engine: Engine, body: JsonBody) -> tuple[bytes, float]:
         """An engine's answer, and a time at which it had surely not begun. Raises EngineRejected for an

@@ -34,6 +34,10 @@ class OtherLeg(Protocol):
     is_fetched: bool
 
     @property
+    def may_be_evicted(self) -> bool:
+        """True if requests in flight may evict what the other engine was to reuse."""
+
+    @property
     def source(self) -> str:
         """The other engine."""
 

@@ -89,6 +89,11 @@ class PromptHalf:
         """Its engine's name."""
         return self.engine.id
 
+    @property
+    def may_be_evicted(self) -> bool:
+        """True if requests in flight may evict what its engine is to reuse."""
+        return self.lease.placed.may_be_evicted
+
     def moves_since(self, sent: float) -> float:
         """When the KV began to move: the engine sends it once it has computed the prompt."""
         return sent if self.answered is None else max(self.answered, sent)

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import httpx
 import pytest
 
-from proxy.core.audit import Trust
+from proxy.core.audit import Trust, Unchecked
 from proxy.core.life import Rules
+from proxy.core.placement.placer import Placer
 from proxy.core.placement.transfers import TransferResult
 from proxy.fleet.engine import EngineState
 from proxy.observe.reasons import Reason, reason_of, why
@@ -260,6 +261,26 @@ class TestWarming:
             assert [part["engine"] for part in done["engines"]] == ["p"]
             refused = await self.warmed(world, {"engine": "d"})
             assert refused["error"]["message"] == "engine 'd' computes no prompts: name one of p"
+
+
+async def test_a_prediction_that_may_be_evicted_is_marked(monkeypatch):
+    note = Placer._note_evictions
+
+    def evicts(placer, placed):
+        note(placer, placed)
+        placed.may_be_evicted = True
+
+    async with world_of() as world:
+        answer, _ = await world.ask()
+        assert "x-kvpin-prediction" not in answer.headers
+        monkeypatch.setattr(Placer, "_note_evictions", evicts)
+        answer, record = await world.ask()
+        assert (record.reported_tokens, record.is_firm) == (
+            int(answer.headers["x-kvpin-predicted-tokens"]),
+            False,
+        )
+        assert answer.headers["x-kvpin-prediction"] == "not-firm"
+        assert world.engine("p").audit.view().unchecked == {Unchecked.MAY_BE_EVICTED: 1}
 
 
 class TestGathering:
