@@ -506,7 +506,7 @@ def post(path: str, body: bytes = b"{}", *headers: str) -> bytes:
     """A request as bytes."""
     lines = [
         f"POST {path} HTTP/1.1",
-        "host: x",
+        "host: localhost",
         f"content-length: {len(body)}",
         "connection: close",
         *headers,

@@ -77,7 +77,7 @@ async def _key_in_a_trailer(a: Attacker) -> None:
 
 
 async def _idle(a: Attacker) -> None:
-    begun = (b"", b"POST / HTTP/1.1\r\nhost: x\r\n", head_of("POST", CHAT, "content-length: 99", key=BAD))
+    begun = (b"", b"POST / HTTP/1.1\r\nhost: [::1]\r\n", head_of("POST", CHAT, "content-length: 99", key=BAD))
     await a.hold([begun[number % 3] for number in range(a.many(600))], 10)
 
 

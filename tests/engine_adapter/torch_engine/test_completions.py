@@ -183,7 +183,7 @@ async def test_a_client_that_leaves_while_it_waits(client, served_engine):
     before = cancelled(served_engine.service)
     with socket.create_connection(httpx.URL(served_engine.url).netloc.decode().split(":")) as connection:
         content = json.dumps(body(max_tokens=3000)).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: [::1]\r\ncontent-length: {len(content)}\r\n\r\n"
         connection.sendall(head.encode() + content)
     await one_more_cancelled(served_engine.service, before)
     await complete(client)
@@ -198,7 +198,7 @@ async def test_a_client_that_does_not_read_stops_nobody(client, served_engine):
         fields = body(max_tokens=3000, stream=True, logprobs=20, cache_salt="slow")
         content = json.dumps(fields).encode()
         slow.sendall(
-            f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n\r\n".encode()
+            f"POST /v1/completions HTTP/1.1\r\nhost: [::1]\r\ncontent-length: {len(content)}\r\n\r\n".encode()
             + content
         )
         answers = await asyncio.gather(*(complete(client) for _ in range(3)))

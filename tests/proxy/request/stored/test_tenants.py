@@ -154,7 +154,7 @@ async def test_no_spelling_reaches_it(client, proxy, engine, objects, target):
     n_seen = len(engine.seen)
     for method in METHODS:
         reader, writer = await connect_to(proxy)
-        lines = [f"{method} {target.format(name)} HTTP/1.1", "host: x", "authorization: Bearer key-b"]
+        lines = [f"{method} {target.format(name)} HTTP/1.1", "host: localhost", "authorization: Bearer key-b"]
         writer.write("\r\n".join([*lines, "content-length: 2", "connection: close", "", "{}"]).encode())
         head = await asyncio.wait_for(reader.read(), 5)
         writer.close()

@@ -111,7 +111,7 @@ async def stream(stack, kvpin):
     reader, writer = await asyncio.open_connection(address.hostname, address.port)
     stack.callback(writer.close)
     body = json.dumps(STREAM).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: [::1]\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
     writer.write(head % len(body) + body)
     await reader.readuntil(b'"x"')
     return reader, holder(kvpin, writer.get_extra_info("sockname")[1])
