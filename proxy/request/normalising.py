@@ -174,7 +174,10 @@ def _applied(
         return None
     if rules & FINDS_VALUES and has_reference(body.raw):
         rules -= FINDS_VALUES  # an answer that repeats it would get another value
-    changes, applied, told = normalised(fields, rules)
+    try:
+        changes, applied, told = normalised(fields, rules)
+    except RecursionError:  # tools that are nested hundreds of levels deep
+        changes, applied, told = normalised(fields, ())
     more, mended = repaired(fields | changes, repairs)
     if not (applied or mended):
         return None

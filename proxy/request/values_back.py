@@ -20,10 +20,11 @@ from proxy.request.transcript import TEXTS
 
 _STREAM = b"text/event-stream"
 # Strings that hold JSON, in whatever API's form.
-_JSON_TEXTS = frozenset({"arguments", "partial_json", "response.function_call_arguments.delta"})
+_JSON_TEXTS = frozenset({"arguments", "partial_json"})
+_ARGUMENTS_PIECE = "response.function_call_arguments.delta"
 _MOST_HALF = 16  # characters
-# Pieces of a text in Anthropic's streams, and events that tell nothing of a text.
-_PIECES, _SILENT = ("text", "thinking", "partial_json"), ("ping",)
+# Pieces of a text in Anthropic's streams, and the event that tells nothing of a text.
+_PIECES, _SILENT = ("text", "thinking", "partial_json"), "ping"
 # Which choice of a chat, and which of its texts.
 _Lane = tuple[Hashable, ...]
 
@@ -102,7 +103,7 @@ class ValuesBack(Through):
             fields = msgspec.json.decode(event[start + len(b"data:") :]) if start >= 0 else None
         except UNREADABLE:  # the end mark
             return self._rest() + event
-        if not isinstance(fields, dict) or fields.get("type") in _SILENT:
+        if not isinstance(fields, dict) or fields.get("type") == _SILENT:
             return event
         head, pieces, is_changed = event[:start], [*_pieces(fields)], b"[[" in event
         told = self._rest(fields, {lane for lane, *_ in pieces})
@@ -126,8 +127,7 @@ class ValuesBack(Through):
         these fields. None: nothing follows."""
         if not self._waiting:
             return b""
-        choices = fields.get("choices") if fields is not None else None
-        ends = {each.get("index", 0) for each in choices or () if isinstance(each, dict)}
+        ends = {index for index, _ in _choices(fields or {})}
         written = list[bytes]()
         for lane in [*self._waiting]:
             if lane in (but or ()) or (ends and lane[0] not in ends):
@@ -135,9 +135,10 @@ class ValuesBack(Through):
             head, held_by, piece = self._waiting.pop(lane)
             for other, holder, name, _ in _pieces(held_by):
                 holder[name] = piece if other == lane else ""
-            for call in _calls(held_by):  # clients add up what they get of a call
-                call.pop("id", None)
-                call["function"].pop("name", None)
+            for _, choice in _choices(held_by):
+                for call in _calls(choice):  # clients add up what they get of a call
+                    call.pop("id", None)
+                    call["function"].pop("name", None)
             written.append(_written(head, held_by))
         return b"".join(written)
 
@@ -146,40 +147,49 @@ def _written(head: bytes, fields: Any) -> bytes:  # noqa: ANN401 - JSON
     return head + b"data: " + msgspec.json.encode(fields) + b"\n\n"
 
 
-def _ends(fields: Mapping[str, Any]) -> bool:
-    """True if no piece of a text follows that this event has."""
-    choices = fields.get("choices")
-    return any(isinstance(each, dict) and each.get("finish_reason") for each in choices or ())
-
-
-def _calls(fields: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The tool calls in a chunk of a chat."""
+def _choices(fields: Mapping[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The choices in a chunk of a chat, with their numbers."""
     choices = fields.get("choices")
     for choice in choices if isinstance(choices, list) else ():
-        delta = choice.get("delta") if isinstance(choice, dict) else None
-        calls = delta.get("tool_calls") if isinstance(delta, dict) else None
-        for call in calls if isinstance(calls, list) else ():
-            if isinstance(call, dict) and isinstance(call.get("function"), dict):
-                yield call
+        if isinstance(choice, dict):
+            yield _number(choice), choice
+
+
+def _number(part: Mapping[str, Any]) -> int:
+    index = part.get("index")
+    return index if isinstance(index, int) else 0
+
+
+def _ends(fields: Mapping[str, Any]) -> bool:
+    """True if no piece of a text follows that this event has."""
+    return any(choice.get("finish_reason") for _, choice in _choices(fields))
+
+
+def _calls(choice: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The tool calls in a choice."""
+    delta = choice.get("delta")
+    calls = delta.get("tool_calls") if isinstance(delta, dict) else None
+    for call in calls if isinstance(calls, list) else ():
+        if isinstance(call, dict) and isinstance(call.get("function"), dict):
+            yield call
 
 
 def _pieces(fields: dict[str, Any]) -> Iterator[tuple[_Lane, dict[str, Any], str, bool]]:
     """The pieces of texts in an event: the text that it belongs to, what holds it, the name of its field, and
     whether the text is JSON."""
-    choices, delta, kind = fields.get("choices"), fields.get("delta"), fields.get("type")
-    for choice in choices if isinstance(choices, list) else ():
-        if isinstance(choice, dict) and isinstance(inner := choice.get("delta"), dict):
-            index = choice.get("index", 0)
+    for index, choice in _choices(fields):
+        if isinstance(inner := choice.get("delta"), dict):
             yield from _named(inner, TEXTS, (index,))
             if isinstance(called := inner.get("function_call"), dict):  # as clients called tools before
                 yield from _named(called, ("arguments",), (index, "function_call"))
-            for call in _calls({"choices": [choice]}):
-                yield from _named(call["function"], ("arguments",), (index, call.get("index", 0)))
+            for call in _calls(choice):
+                yield from _named(call["function"], ("arguments",), (index, _number(call)))
+    delta, kind = fields.get("delta"), fields.get("type")
     if isinstance(delta, dict):
-        yield from _named(delta, _PIECES, (None, fields.get("index")))
+        yield from _named(delta, _PIECES, (None, _number(fields)))
     elif isinstance(delta, str):
-        lane = (None, kind, fields.get("item_id"), fields.get("content_index"), fields.get("summary_index"))
-        yield lane, fields, "delta", kind in _JSON_TEXTS
+        places = (fields.get(name) for name in ("type", "item_id", "content_index", "summary_index"))
+        yield (None, *map(str, places)), fields, "delta", kind == _ARGUMENTS_PIECE
 
 
 def _named(

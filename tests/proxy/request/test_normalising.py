@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 from engine_adapter import JsonBody
 from engine_adapter.prompt.message_shapes import Shape
 from proxy.core.message_repair import Repair
-from proxy.core.normalise import Rule
+from proxy.core.normalise import AGENTS, Rule
 from proxy.request.calls import Call
 from proxy.request.normalising import NO_RULES, ChosenRules, Normalising
 from proxy.request.session import Session
@@ -177,6 +177,12 @@ async def test_the_billing_line_of_messages_is_always_dropped_and_never_silently
 async def test_a_body_that_cannot_be_read_goes_on_as_it_is(client, raw):
     call = call_with(raw)
     assert await Normalising([ChosenRules(frozenset(Rule))]).apply(call, "m") is None
+
+
+async def test_tools_that_are_nested_too_deeply_stay_as_they_are():
+    schema = b'{"a":' * 700 + b"1" + b"}" * 700
+    call = call_with(b'{"messages": [], "tools": [{"name": "f", "parameters": %b}]}' % schema)
+    assert await Normalising([ChosenRules(AGENTS)]).apply(call, "m") is None
 
 
 def call_with(raw):

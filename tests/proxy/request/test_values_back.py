@@ -3,6 +3,8 @@
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from proxy.request.values_back import ValuesBack
 
@@ -181,3 +183,19 @@ def test_other_events_keep_their_bytes():
         b"data: 1\n\n",
     ]
     assert passed([*chunks, b"half"]) == b"".join(chunks) + b"half"
+
+
+NAMES = [
+    *("choices", "delta", "content", "index", "tool_calls", "function", "arguments", "id"),
+    *("type", "text", "finish_reason", "item_id", "function_call"),
+]
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(0, 3) | st.sampled_from(["[[", "path 1]]", "[", "ping", "x"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES), inner),
+    max_leaves=12,
+)
+
+
+@given(st.lists(st.dictionaries(st.sampled_from(["choices", "delta", "index", "type", "item_id"]), JSON)))
+def test_whatever_an_engine_streams_is_passed_on(bodies):
+    assert len(events(passed(stream(*bodies)))) >= len(bodies)
