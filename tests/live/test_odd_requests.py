@@ -1,5 +1,5 @@
-"""Requests as coding agents send them in the field, on a real llama-server with a strict chat template: none of
-them fails, nothing that they say is lost, and what was changed is told."""
+"""Requests as coding agents send them in the field, on a real llama-server with a strict chat template: none
+of them fails, and nothing that they say is lost."""
 
 import gzip
 import json
@@ -23,6 +23,7 @@ RESULT = {
     "content": [text("high"), {"type": "text", "text": "low"}],
 }
 FUNCTION = {"type": "function", "name": "log", "description": "d", "parameters": {"type": "object"}}
+SERVICES = {"type": "web_search_20250305", "name": "web_search"}
 NAMESPACE = {"type": "namespace", "name": "git", "description": "d", "tools": [FUNCTION]}
 OBJECT = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}}
 
@@ -44,10 +45,7 @@ CASES = {
             ]
         },
     ),
-    "a service's tool": (
-        MESSAGES,
-        {"messages": [said("user", "late")], "tools": [{"type": "web_search_20250305", "name": "web_search"}]},
-    ),
+    "a service's tool": (MESSAGES, {"messages": [said("user", "late")], "tools": [SERVICES]}),
     "a service's tool of responses": (RESPONSES, {"input": "late", "tools": [{"type": "web_search"}]}),
     "a history of a service": (
         MESSAGES,
