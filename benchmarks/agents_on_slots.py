@@ -1,8 +1,9 @@
 """Coding agents on a llama-server that has fewer slots than they are: how many prompt tokens are reused?
 
 Each conversation is Codex itself (`codex exec`, then `codex exec resume`) or Claude Code (`claude -p`, then
-with `-c`) about a file of its own. Prompts of all of them begin with the agent's instructions and tools.
-Conversations take turns. A relay before the server, or before kvpin, takes the time to the first token.
+with `-c`; of its tools the shell alone, to save time) about a file of its own. Prompts of all of them begin
+with the agent's instructions and tools. Conversations take turns. A relay before the server, or before
+kvpin, takes the time to the first token.
 
     up         the server stays up
     restart    the server ends and starts again before each round but the first
@@ -12,7 +13,8 @@ The model is tiny and its answers are noise: agents call no tool, and each turn 
 the answers short and lets them end. A limit (`-n`) would not do: kvpin gives an answer that a limit cut the
 status `incomplete`, as OpenAI does, and Codex then ends with an error. llama-server calls it `completed`.
 
-    python benchmarks/agents_on_slots.py [--agent "Claude Code"] [--cases up,restart,two] [--conversations 5] [--slots 2] [--turns 3]
+    python benchmarks/agents_on_slots.py [--agent "Claude Code"] [--cases up,restart,two] [--conversations 5]
+                                         [--slots 2] [--turns 3]
                                          [--setups "default flags,--cache-ram 0,kvpin"] [--lines 300]
 
 `scripts/agents` installs both.
@@ -33,7 +35,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
-from coding_agents import AGENTS, HOME, Notes, started
+from coding_agents import AGENTS, HOME, MODEL, Notes, started
 from default_server import Servers, Setup, alone, behind_kvpin
 from harness import ROOT, host_cache, some_of
 
@@ -97,7 +99,7 @@ def _codex(program: Sequence[str], home: Path, url: str, text: str, *, goes_on: 
     }
     flags = [part for name, value in settings.items() for part in ("-c", f"{name}={json.dumps(value)}")]
     verb = ["exec", "resume", "--last"] if goes_on else ["exec"]
-    common = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "--json", "-m", "tiny"]
+    common = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "--json", "-m", MODEL]
     printed = _run([*program, *verb, *common, *flags, text], home, {"CODEX_HOME": str(home)})
     events = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
     told = [event["usage"] for event in events if event.get("type") == "turn.completed"]
@@ -108,7 +110,7 @@ def _codex(program: Sequence[str], home: Path, url: str, text: str, *, goes_on: 
 
 
 def _claude(program: Sequence[str], home: Path, url: str, text: str, *, goes_on: bool) -> Usage:
-    command = [*program, "-p", text, "--model", "tiny", "--output-format", "json"]
+    command = [*program, "-p", text, "--model", MODEL, "--output-format", "json", "--tools", "Bash"]
     environment = {**AGENTS["Claude Code"].env, "ANTHROPIC_BASE_URL": url}
     printed = _run([*command, *(["-c"] if goes_on else [])], home, environment)
     lines = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
@@ -189,7 +191,10 @@ def main() -> None:
     parser.add_argument("--lines", type=int, default=300, help="of each conversation's file")
     arguments = parser.parse_args()
     for case in arguments.cases:
-        print(f"{arguments.agent}, {case}: {arguments.conversations} conversations, {arguments.slots} slots", flush=True)
+        print(
+            f"{arguments.agent}, {case}: {arguments.conversations} conversations, {arguments.slots} slots",
+            flush=True,
+        )
         for name in arguments.setups:
             for number, (used, first_s) in enumerate(run(case, name, arguments), 1):
                 time = f"first token {statistics.median(first_s):5.2f} s" if first_s else ""

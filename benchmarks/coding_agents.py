@@ -29,21 +29,22 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
-from harness import CACHE, ROOT, engine, free_port, kvpin, llama_server, made_model
+from harness import ROOT, engine, free_port, kvpin, llama_server, made_model
+from new_directory import AGENTS as CHAT_AGENTS
+from new_directory import HOME, Agent
 
 sys.path.insert(0, str(ROOT))
 from scripts.make_gguf import gguf_path
 from scripts.shipped_models import shipped_models
 
-HOME = CACHE / "agents"
-MODEL = "tiny"
+MODEL = "m"
 SAY = "Read tides.py with your shell, and say what it prints."
 TEMPLATES = (
     "Qwen3.5-4B",
@@ -54,28 +55,11 @@ TEMPLATES = (
     "deepseek-ai-DeepSeek-V3.1",
 )
 CTX = 65_536
-RUN_S = 180.0
+RUN_S = 300.0
 BLOCK = 32
 _ERROR = 400
 _CHAT = "/v1/chat/completions"
 _HOP = {"connection", "transfer-encoding", "content-length", "keep-alive", "host"}
-
-
-@dataclass(frozen=True)
-class Agent:
-    """A coding agent.
-
-    Attributes:
-        command: its program below `HOME`, and arguments; {url}, {home}, {work} and {say} are filled in.
-        env: environment variables, filled in likewise.
-        files: what it reads below its home directory.
-        before: a command that sets it up.
-    """
-
-    command: Sequence[str]
-    env: Mapping[str, str] = field(default_factory=dict)
-    files: Mapping[str, str] = field(default_factory=dict)
-    before: Sequence[str] = ()
 
 
 _PROVIDER = "model_providers.kvpin"
@@ -84,7 +68,7 @@ AGENTS = {
         (
             *("codex/node_modules/.bin/codex", "exec", "--skip-git-repo-check", "--json", "-m", MODEL),
             *("--dangerously-bypass-approvals-and-sandbox", "-c", "model_provider=kvpin"),
-            *("-c", f"{_PROVIDER}.name=kvpin", "-c", f'{_PROVIDER}.base_url="{{url}}/v1"'),
+            *("-c", f"{_PROVIDER}.name=kvpin", "-c", f'{_PROVIDER}.base_url="{{url}}"'),
             *("-c", f"{_PROVIDER}.wire_api=responses", "{say}"),
         ),
         {"CODEX_HOME": "{home}"},
@@ -92,7 +76,7 @@ AGENTS = {
     "Claude Code": Agent(
         ("claude-code/node_modules/.bin/claude", "-p", "{say}", "--allowedTools", "Bash", "--model", MODEL),
         {
-            "ANTHROPIC_BASE_URL": "{url}",
+            "ANTHROPIC_BASE_URL": "{base}",
             "ANTHROPIC_AUTH_TOKEN": "x",
             "ANTHROPIC_SMALL_FAST_MODEL": MODEL,
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
@@ -103,12 +87,12 @@ AGENTS = {
         {"OPENCODE_DISABLE_AUTOUPDATE": "1", "OPENCODE_DISABLE_MODELS_FETCH": "1"},
         {
             ".config/opencode/opencode.json": '{"provider": {"kvpin": {"npm": "@ai-sdk/openai-compatible", '
-            '"options": {"baseURL": "{url}/v1", "apiKey": "x"}, "models": {"tiny": {}}}}}'
+            '"options": {"baseURL": "{url}", "apiKey": "x"}, "models": {"m": {}}}}}'
         },
     ),
     "aider": Agent(
         (
-            *("aider/bin/aider", "--model", f"openai/{MODEL}", "--openai-api-base", "{url}/v1"),
+            *("aider/bin/aider", "--model", f"openai/{MODEL}", "--openai-api-base", "{url}"),
             *("--openai-api-key", "x", "--yes-always", "--no-git", "--no-check-update", "--no-analytics"),
             *("--no-show-model-warnings", "--no-show-release-notes", "--no-pretty", "--no-detect-urls"),
             *("--edit-format", "diff", "--map-tokens", "0", "--load", "{home}/turns", "tides.py"),
@@ -116,51 +100,7 @@ AGENTS = {
         {"LITELLM_LOCAL_MODEL_COST_MAP": "True"},
         {"turns": "".join(f"/code Say more about line {turn} of tides.py.\n" for turn in range(5))},
     ),
-    "Qwen Code": Agent(
-        ("npm/node_modules/.bin/qwen", "--auth-type", "openai", "-y", "-p", "{say}"),
-        {"OPENAI_API_KEY": "x", "OPENAI_BASE_URL": "{url}/v1", "OPENAI_MODEL": MODEL},
-    ),
-    "Cline": Agent(
-        ("npm/node_modules/.bin/cline", "--auto-approve", "true", "{say}"),
-        before=(
-            *("npm/node_modules/.bin/cline", "auth", "-p", "openai", "-k", "x", "-m", MODEL),
-            *("-b", "{url}/v1"),
-        ),
-    ),
-    "pi": Agent(
-        ("pi/node_modules/.bin/pi", "--provider", "local", "--model", MODEL, "-p", "{say}"),
-        files={
-            ".pi/agent/models.json": '{"providers": {"local": {"baseUrl": "{url}/v1", "apiKey": "x", '
-            '"api": "openai-completions", "models": [{"id": "tiny"}]}}}'
-        },
-    ),
-    "Continue": Agent(
-        ("npm/node_modules/.bin/cn", "--auto", "--config", "{home}/config.yaml", "-p", "{say}"),
-        {"CONTINUE_TELEMETRY_ENABLED": "0"},
-        {
-            "config.yaml": "name: local\nversion: 0.0.1\nschema: v1\nmodels:\n  - name: tiny\n"
-            "    provider: openai\n    model: tiny\n    apiBase: {url}/v1\n    apiKey: x\n    roles: [chat]\n"
-            "    capabilities: [tool_use]\n"
-        },
-    ),
-    "Kimi Code": Agent(
-        ("kimi/node_modules/.bin/kimi", "-p", "{say}"),
-        files={
-            ".kimi-code/config.toml": 'default_model = "tiny"\n[providers.local]\ntype = "openai"\n'
-            'base_url = "{url}/v1"\napi_key = "x"\n[models.tiny]\nprovider = "local"\nmodel = "tiny"\n'
-            "max_context_size = 200000\n"
-        },
-    ),
-    "Mistral Vibe": Agent(
-        ("mistral-vibe/bin/vibe", "--trust", "--auto-approve", "-p", "{say}"),
-        {"MISTRAL_API_KEY": "x"},
-        {
-            ".vibe/config.toml": 'active_model = "tiny"\nenable_telemetry = false\n'
-            "enable_update_checks = false\n"
-            '[[providers]]\nname = "local"\napi_base = "{url}/v1"\n'
-            '[[models]]\nname = "tiny"\nprovider = "local"\nalias = "tiny"\n'
-        },
-    ),
+    **{name: agent for name, agent in CHAT_AGENTS.items() if name != "gptme"},
 }
 
 
@@ -209,7 +149,7 @@ class Relay(ThreadingHTTPServer):
         self.upstream = urlsplit(upstream).netloc
         self.url = f"http://127.0.0.1:{self.server_port}"
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
+    def handle_error(self, request: object, client_address: object) -> None:
         """Clients leave as they like."""
 
     @contextmanager
@@ -300,6 +240,12 @@ class Script(Relay):
         self.calls_left = 0
         self.turns = list[Turn]()
         self.ids = 0
+        self._engine = threading.Lock()
+
+    def begin(self, calls: int) -> None:
+        """Begins an agent's session, once the engine is done with what the last one left behind."""
+        with self._engine:
+            self.calls_left, self.turns, self.ids = calls, [], 0
 
     def serve(self, handler: _Handler, body: bytes) -> None:
         """Serves a request."""
@@ -309,7 +255,7 @@ class Script(Relay):
         short = {**asked, "max_tokens": 1, "max_completion_tokens": 1}
         if asked.get("stream"):
             short["stream_options"] = {"include_usage": True}
-        with self.ask(handler, json.dumps(short).encode()) as answer:
+        with self._engine, self.ask(handler, json.dumps(short).encode()) as answer:
             raw, status, headers = answer.read(), answer.status, dict(answer.getheaders())
         if status >= _ERROR:
             handler.answer(status, headers, iter([raw]))
@@ -331,7 +277,10 @@ class Script(Relay):
         handler.answer(status, headers, parts)
 
     def _message(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": f"It prints the tides, said {self.ids} times."}
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": f"It prints the tides, said {self.ids} times.",
+        }
         shell = _shell(asked.get("tools") or ())
         if shell and self.calls_left:
             self.calls_left -= 1
@@ -373,7 +322,10 @@ def _shell(tools: Sequence[Mapping[str, Any]]) -> Callable[[str], tuple[str, dic
         properties = (function.get("parameters") or {}).get("properties") or {}
         for name in ("cmd", "command", "commands"):
             if name in properties:
-                return lambda text, function=function, name=name: (function["name"], _filled(function, name, text))
+                return lambda text, function=function, name=name: (
+                    function["name"],
+                    _filled(function, name, text),
+                )
     return None
 
 
@@ -381,12 +333,16 @@ def _filled(function: Mapping[str, Any], name: str, text: str) -> dict[str, Any]
     schema = function["parameters"]
     of_type: dict[str, Any] = {"string": "tides", "boolean": False, "integer": 5, "number": 5}
     wanted = {each: schema["properties"][each] for each in schema.get("required") or ()}
-    arguments = {each: of_type.get(about.get("type", "string")) for each, about in wanted.items() if each != name}
+    arguments = {
+        each: of_type.get(about.get("type", "string")) for each, about in wanted.items() if each != name
+    }
     for each, about in wanted.items():
         if each != name and about.get("enum"):
             arguments[each] = about["enum"][0]
     about = schema["properties"][name]
-    is_list = about.get("type") == "array" or any(each.get("type") == "array" for each in about.get("anyOf", ()))
+    is_list = about.get("type") == "array" or any(
+        each.get("type") == "array" for each in about.get("anyOf", ())
+    )
     return {name: [text] if is_list else text, **arguments}
 
 
@@ -409,11 +365,15 @@ class Outcome:
         later = own[1:]
         share = sum(turn.cached for turn in later) / max(sum(turn.prompt for turn in later), 1)
         lost = max((before.prompt - now.cached for before, now in zip(own, later, strict=False)), default=0)
-        bad = [f"{each.status} {each.path} {each.error[:200]}" for each in self.requests if each.status >= _ERROR]
-        told = sorted({word for each in self.requests for word in f"{each.normalised},{each.changed}".split(",")})
+        bad = [
+            f"{each.status} {each.path} {each.error[:200]}" for each in self.requests if each.status >= _ERROR
+        ]
+        told = sorted(
+            {word for each in self.requests for word in f"{each.normalised},{each.changed}".split(",")}
+        )
         return (
-            f"{len(own)} turns, first prompt {own[0].prompt if own else 0:,}, later turns cached {share:.1%}, "
-            f"at most {lost} of the last prompt lost | {' '.join(shares)} | "
+            f"{len(own)} turns, first prompt {own[0].prompt if own else 0:,}, "
+            f"later turns cached {share:.1%}, at most {lost} of the last prompt lost | {' '.join(shares)} | "
             f"{', '.join(filter(None, told)) or 'unchanged'} | {'; '.join(bad) or 'no error'}"
         )
 
@@ -424,7 +384,13 @@ def work(agent: Agent, notes: Notes, script: Script, calls: int, root: Path) -> 
     for path in (home, directory):
         path.mkdir(parents=True)
     (directory / "tides.py").write_text("print('tides')\n")
-    filled = {"{url}": notes.url, "{home}": str(home), "{work}": str(directory), "{say}": SAY}
+    filled = {
+        "{url}": f"{notes.url}/v1",
+        "{base}": notes.url,
+        "{home}": str(home),
+        "{work}": str(directory),
+        "{say}": SAY,
+    }
 
     def fill(text: str) -> str:
         for mark, value in filled.items():
@@ -440,7 +406,8 @@ def work(agent: Agent, notes: Notes, script: Script, calls: int, root: Path) -> 
         "TERM": "dumb",
         **{key: fill(value) for key, value in agent.env.items()},
     }
-    notes.requests, script.turns, script.calls_left, script.ids = [], [], calls, 0
+    script.begin(calls)
+    notes.requests = []
     if agent.before:
         _run([fill(each) for each in agent.before], directory, env)
     returned, printed = _run([fill(each) for each in agent.command], directory, env)
@@ -477,14 +444,13 @@ def served(kind: str, template: str, log: Path) -> Iterator[tuple[Notes, Script]
             flags = ["--chat-template-file", str(shipped_models() / f"{template}.jinja"), "--cache-ram", "0"]
             url = stack.enter_context(llama_server(gguf_path("tiny"), *flags, slots=2, ctx=CTX))
         elif kind == "vllm":
-            url = stack.enter_context(_vllm(log))
+            url = stack.enter_context(_vllm(log / "vllm", template))
         else:
             model = made_model("agents-model", "--max-model-len", str(CTX))
             options = ("--kv-blocks", "8192", "--threads", "1", "--served-model-name", MODEL)
             url = stack.enter_context(engine("--model", str(model), *options))
         script = started(stack, Script(url))
-        name = {"embedded": "embedded"}.get(kind, kind)
-        proxy = stack.enter_context(kvpin("--engine", f"{name}={script.url}", log=log / "kvpin"))
+        proxy = stack.enter_context(kvpin("--engine", f"{kind}={script.url}", log=log / "kvpin"))
         _wait_tokenised(proxy)
         yield started(stack, Notes(proxy)), script
 
@@ -503,10 +469,17 @@ def _wait_tokenised(url: str) -> None:
 _PENDING = ("being loaded", "not checked")
 
 
-def _vllm(log: Path) -> Any:
+@contextmanager
+def _vllm(log: Path, template: str) -> Iterator[str]:
+    """A vLLM with this template, which parses no calls: the script makes them."""
     from tests.vllm_live.vllm_world import VllmOptions, running_vllm  # noqa: PLC0415 - needs pytest
 
-    raise NotImplementedError(VllmOptions, running_vllm, log)
+    calls = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+    path = str(shipped_models() / f"{template}.jinja")
+    flags = ("--chat-template", path, "--served-model-name", MODEL, *calls)
+    with running_vllm(log, VllmOptions(blocks=1024, context=8192, flags=flags)) as server:
+        server.wait()
+        yield server.url
 
 
 def started(stack: ExitStack, relay: _R) -> _R:

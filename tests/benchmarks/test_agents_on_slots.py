@@ -47,7 +47,8 @@ def test_a_turn_that_codex_does_not_complete_ends_the_benchmark(conversation):
 
 CLAUDE = """
 import json, sys
-usage = {"input_tokens": 10, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 90 * ("-c" in sys.argv[1:])}
+cached = 90 * ("-c" in sys.argv[1:])
+usage = {"input_tokens": 10, "cache_creation_input_tokens": 0, "cache_read_input_tokens": cached}
 print(json.dumps({"type": "result", "is_error": "fail" in sys.argv, "usage": usage}))
 """
 

@@ -8,7 +8,10 @@ import pytest
 
 from tests.clients.fake import running_fake
 
-SHELL = {"name": "run", "parameters": {"properties": {"command": {"type": "string"}}, "required": ["command"]}}
+SHELL = {
+    "name": "run",
+    "parameters": {"properties": {"command": {"type": "string"}}, "required": ["command"]},
+}
 ASKED = {
     "model": "m",
     "messages": [{"role": "user", "content": "do: answer k"}],
