@@ -254,7 +254,7 @@ class Script(Relay):
             return
         short = {**asked, "max_tokens": 1, "max_completion_tokens": 1}
         if asked.get("stream"):
-            short["stream_options"] = {"include_usage": True}
+            short |= {"stream_options": {"include_usage": True}, "return_progress": True}
         with self._engine, self.ask(handler, json.dumps(short).encode()) as answer:
             raw, status, headers = answer.read(), answer.status, dict(answer.getheaders())
         if status >= _ERROR:
@@ -268,6 +268,8 @@ class Script(Relay):
             told["choices"] = [{"index": 0, "message": message, "finish_reason": finish}]
             parts = iter([json.dumps(told).encode()])
         else:
+            if not any(event.get("usage") for event in events):
+                events = _unparsed(events)
             told = next(event for event in reversed(events) if event.get("usage"))
             wants_usage = bool((asked.get("stream_options") or {}).get("include_usage"))
             parts = _events(events, message, wants_usage=wants_usage)
@@ -297,6 +299,18 @@ def _is_an_agents(asked: Mapping[str, Any]) -> bool:
     return len(json.dumps(asked["messages"])) > 2000 or bool(asked.get("tools"))
 
 
+def _unparsed(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The stream of a llama-server that could not parse the noise of its model, with an end and usage."""
+    progress = next(event["prompt_progress"] for event in events if "prompt_progress" in event)
+    total, cached = progress["total"], progress["cache"]
+    usage = {"prompt_tokens": total, "completion_tokens": 1, "total_tokens": total + 1}
+    usage |= {"prompt_tokens_details": {"cached_tokens": cached}}
+    timings = {"cache_n": cached, "prompt_n": total - cached, "predicted_n": 1}
+    head = {name: value for name, value in events[0].items() if name not in {"choices", "prompt_progress"}}
+    end = {"index": 0, "delta": {}, "finish_reason": "stop"}
+    return [events[0], head | {"choices": [end]}, head | {"choices": [], "usage": usage, "timings": timings}]
+
+
 def _events(
     events: Sequence[Mapping[str, Any]], message: Mapping[str, Any], *, wants_usage: bool
 ) -> Iterator[bytes]:
@@ -307,6 +321,8 @@ def _events(
     chunks = [{**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]}]
     finish = {"index": 0, "delta": {}, "finish_reason": "tool_calls" if calls else "stop"}
     for event in events:  # the end, with what the engine tells of it
+        if "prompt_progress" in event:
+            continue
         is_last = any(choice.get("finish_reason") for choice in event["choices"])
         if is_last or (event.get("usage") and wants_usage):
             chunks.append({**event, "choices": [finish] if event["choices"] else []})
