@@ -482,7 +482,7 @@ def _wait_tokenised(url: str) -> None:
     raise TimeoutError("kvpin did not compare its tokens with the engine's within 60 s")
 
 
-_PENDING = ("being loaded", "not checked")
+_PENDING = ("being loaded", "not checked", "is checked once")
 
 
 @contextmanager
