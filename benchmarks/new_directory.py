@@ -74,11 +74,11 @@ AGENTS = {
         },
     ),
     "Cline": Agent(
-        ("npm/node_modules/.bin/cline", "{say}"),
+        ("npm/node_modules/.bin/cline", "--auto-approve", "true", "{say}"),
         before=("npm/node_modules/.bin/cline", "auth", "-p", "openai", "-k", "x", "-m", "m", "-b", "{url}"),
     ),
     "Vibe": Agent(
-        ("mistral-vibe/bin/vibe", "-p", "{say}"),
+        ("mistral-vibe/bin/vibe", "--trust", "--auto-approve", "-p", "{say}"),
         {"MISTRAL_API_KEY": "x"},
         {
             ".vibe/config.toml": 'active_model = "m"\nenable_telemetry = false\n'
@@ -88,7 +88,7 @@ AGENTS = {
         },
     ),
     "Continue": Agent(
-        ("npm/node_modules/.bin/cn", "--config", "{home}/config.yaml", "-p", "{say}"),
+        ("npm/node_modules/.bin/cn", "--auto", "--config", "{home}/config.yaml", "-p", "{say}"),
         {"CONTINUE_TELEMETRY_ENABLED": "0"},
         {
             "config.yaml": "name: local\nversion: 0.0.1\nschema: v1\nmodels:\n  - name: m\n"

@@ -1,4 +1,4 @@
-"""What the benchmark of agents reads from Codex, with a program that prints as Codex does."""
+"""What the benchmark of agents reads from Codex and Claude Code, with programs that print as they do."""
 
 import json
 import sys
@@ -23,7 +23,7 @@ print(json.dumps({"type": "turn.completed", "usage": usage}))
 def conversation(tmp_path):
     from agents_on_slots import Conversation
 
-    return Conversation([sys.executable, "-c", PROGRAM], tmp_path / "home")
+    return Conversation("Codex", [sys.executable, "-c", PROGRAM], tmp_path / "home")
 
 
 def test_a_turns_usage_is_what_it_adds_to_the_conversations(conversation):
@@ -43,6 +43,23 @@ def test_the_second_turn_resumes_the_first_at_any_address(conversation, tmp_path
 def test_a_turn_that_codex_does_not_complete_ends_the_benchmark(conversation):
     with pytest.raises(SystemExit, match=r"Codex did not complete its turn: .*Incomplete response returned"):
         conversation.say("http://a", "fail")
+
+
+CLAUDE = """
+import json, sys
+cached = 90 * ("-c" in sys.argv[1:])
+usage = {"input_tokens": 10, "cache_creation_input_tokens": 0, "cache_read_input_tokens": cached}
+print(json.dumps({"type": "result", "is_error": "fail" in sys.argv, "usage": usage}))
+"""
+
+
+def test_claude_code_tells_the_usage_of_a_turn_alone(tmp_path):
+    from agents_on_slots import Conversation
+
+    talk = Conversation("Claude Code", [sys.executable, "-c", CLAUDE], tmp_path / "home")
+    assert [talk.say("http://a", "one"), talk.say("http://a", "two")] == [(0, 10), (90, 100)]
+    with pytest.raises(SystemExit, match="Claude Code did not complete its turn"):
+        talk.say("http://a", "fail")
 
 
 def test_files_differ():
