@@ -96,7 +96,7 @@ async def _lost_by(server: str) -> frozenset[Shape]:
     adapter = make_adapter(engine_spec("llama_server", server, model=MODEL))
     try:
         await adapter.connect()
-        return await lost_by(adapter, MODEL)
+        return await lost_by(adapter, MODEL) or frozenset()
     finally:
         await adapter.aclose()
 

@@ -17,10 +17,11 @@ from collections.abc import Hashable
 import structlog
 
 from engine_adapter import Capability, EngineError, EngineInfo, Finding, ModelNotLoaded
+from engine_adapter.prompt.message_shapes import Shape
 from engine_adapter.prompt.tokenizer_process import load_tokenizer, version_of
 from proxy.fleet.engine import Engine
 from proxy.fleet.pool import Pool
-from proxy.prompt import FormTable, Load, PromptBuilder, PromptTables, compare
+from proxy.prompt import FormTable, Load, PromptBuilder, PromptTables, compare, lost_by
 from proxy.runtime.tasks import Supervisor
 
 log = structlog.get_logger(__name__)
@@ -81,13 +82,14 @@ class Renderings:
         before: PromptBuilder | None,
     ) -> None:
         """Loads the tokenizer, unless that was done, and finds the builder whose outcome is the engine's."""
-        is_final = False
+        is_final, lost = False, await self._lost_by(engine, pool, builder)
         while not is_final:
             is_final = source is None or await builder.load_once(source, self._load)
             if builder.is_blank and pool.renderings[0] is not builder:
                 pool.render(engine, pool.renderings[0])  # of the same model: most likely it makes the same
                 return
-            own = await self._other_like(engine, pool, builder) or await self._own(engine, pool, builder)
+            own = await self._other_like(engine, pool, builder, lost)
+            own = own or await self._own(engine, pool, builder, lost)
             is_told = before is not None and before.info.rendering != own.info.rendering
             is_same = before is None or not before.is_proven or before.forms.outcome == own.forms.outcome
             if before is not None and not (is_told or is_same):
@@ -100,13 +102,30 @@ class Renderings:
             for other in pool.engines.values():
                 if not other.is_proven and not other.can(Capability.TOKENIZE):
                     pool.render(other, pool.renderings[0])
-            before = None  # what is loaded later is no change of the engine
+            before = lost = None  # what is loaded later is no change of the engine
             if not is_final:
                 await asyncio.sleep(RELOAD_S)
 
-    async def _own(self, engine: Engine, pool: Pool, builder: PromptBuilder) -> PromptBuilder:
+    async def _lost_by(self, engine: Engine, pool: Pool, builder: PromptBuilder) -> frozenset[Shape] | None:
+        """What the engine's template loses; None if it cannot be asked now. Requests come before its
+        tokenizer is loaded and compared, which takes seconds: their messages are repaired by this."""
+        if not builder.can_ask:
+            return None
+        try:
+            async with engine.adapter.kept_loaded(within_s=0.0):
+                lost = await lost_by(engine.adapter, builder.info.model)
+        except EngineError:
+            return None
+        if lost and not builder.is_proven:
+            builder.lost_early = lost
+            pool.render(engine, builder)
+        return lost
+
+    async def _own(
+        self, engine: Engine, pool: Pool, builder: PromptBuilder, lost: frozenset[Shape] | None
+    ) -> PromptBuilder:
         """The builder with the same key whose outcome is the engine's: one of the pool, or a new one."""
-        table = await self._compared(engine, builder)
+        table = await self._compared(engine, builder, lost)
         for each in pool.renderings:
             is_like = each.is_proven and each.key == builder.key and not each.forms.lost
             if is_like and each.forms.outcome == table.outcome:
@@ -125,25 +144,29 @@ class Renderings:
                     self.prove_again(other, pool)  # it may make the same
         return own
 
-    async def _other_like(self, engine: Engine, pool: Pool, builder: PromptBuilder) -> PromptBuilder | None:
+    async def _other_like(
+        self, engine: Engine, pool: Pool, builder: PromptBuilder, lost: frozenset[Shape] | None
+    ) -> PromptBuilder | None:
         """For an engine whose tokenizer is nowhere: a builder of the pool that makes the same tokens."""
         if builder.local is not None or not builder.can_ask:
             return None
         for each in pool.renderings:
             if each.local is not None and each.is_proven:
-                table = await self._compared(engine, each)
+                table = await self._compared(engine, each, lost)
                 if table.outcome == each.forms.outcome:
                     return each
         return None
 
-    async def _compared(self, engine: Engine, builder: PromptBuilder) -> FormTable:
+    async def _compared(
+        self, engine: Engine, builder: PromptBuilder, lost: frozenset[Shape] | None
+    ) -> FormTable:
         """The outcome for the engine, once it answers. It is neither loaded nor woken for that."""
         while True:
             try:
                 if not builder.can_ask:
-                    return await compare(builder, engine.adapter)
+                    return await compare(builder, engine.adapter, lost)
                 async with engine.adapter.kept_loaded(within_s=RETRY_S):
-                    return await compare(builder, engine.adapter)
+                    return await compare(builder, engine.adapter, lost)
             except ModelNotLoaded:
                 continue  # it has waited
             except EngineError:

@@ -12,7 +12,7 @@ builder.py            all of it: body → Prompt
 """
 
 from proxy.prompt.builder import Load, Prompt, PromptBuilder
-from proxy.prompt.exactness import audit_tokens, compare, verify_exactness
+from proxy.prompt.exactness import audit_tokens, compare, lost_by, verify_exactness
 from proxy.prompt.media import MediaUuids
 from proxy.prompt.registered_tables import PromptTables
 from proxy.prompt.trust import Audits, Exactness, FormTable, Trusted

@@ -121,6 +121,7 @@ class PromptBuilder:
         reason: why there is none.
         forms: who makes the ids of each form of prompt.
         is_proven: the forms were compared with what one of the engines makes.
+        lost_early: messages that an engine's chat template loses, until then.
         agreed, differed: served prompts for which the engine reported the same ids, or others.
     """
 
@@ -144,6 +145,7 @@ class PromptBuilder:
         `context` gives the longest prompt that any engine of the pool takes, in tokens; None without a limit.
         """
         self.info, self.key, self.is_proven = info, key, False
+        self.lost_early = frozenset[Shape]()
         self._loading, self._attempts, self._is_nowhere = asyncio.Lock(), 0, False
         self._context = context or (lambda: info.max_model_len)
         self.local: LocalTokenizer | None = None
@@ -254,7 +256,7 @@ class PromptBuilder:
     @property
     def lost_shapes(self) -> frozenset[Shape]:
         """Messages that the engines' chat template refuses or leaves out, as far as is known."""
-        return self.forms.lost_shapes
+        return self.forms.lost_shapes if self.is_proven else self.forms.lost_shapes | self.lost_early
 
     @property
     def can_ask(self) -> bool:

@@ -151,9 +151,11 @@ async def verify_exactness(builder: PromptBuilder, adapter: EngineAdapter) -> Ex
     return builder.exactness
 
 
-async def compare(builder: PromptBuilder, adapter: EngineAdapter) -> FormTable:
+async def compare(
+    builder: PromptBuilder, adapter: EngineAdapter, lost: frozenset[Shape] | None = None
+) -> FormTable:
     """Compares the builder's token ids with those of an engine, form by form. Engines for which the tables
-    have equal outcomes make the same tokens of all probes.
+    have equal outcomes make the same tokens of all probes. `lost`: what `lost_by` found, if it was asked.
 
     Raises:
         EngineUnavailable: the engine went away meanwhile, or its model was unloaded.
@@ -173,14 +175,16 @@ async def compare(builder: PromptBuilder, adapter: EngineAdapter) -> FormTable:
             table.probe(form, await _compare(local, adapter, form, bodies), "as the engine does")
         table.settle(alike=info.renders_alike)
     asked = {form: bodies for form, bodies in probes.items() if table.rows[form].source != "local"}
-    table.lost_shapes = await lost_by(adapter, info.model)  # it may have another template than the tokenizer
+    # It may have another template than the tokenizer.
+    lost = await lost_by(adapter, info.model) if lost is None else lost
+    table.lost_shapes = lost or frozenset()
     table.outcome = (*table.sources.values(), table.lost_shapes, await _theirs(adapter, asked))
     return table
 
 
-async def lost_by(adapter: EngineAdapter, model: str) -> frozenset[Shape]:
-    """Messages that the engine's template loses, by the tokens that it makes; none if it does not answer.
-    Raises ModelNotLoaded if its model left meanwhile."""
+async def lost_by(adapter: EngineAdapter, model: str) -> frozenset[Shape] | None:
+    """Messages that the engine's template loses, by the tokens that it makes; None if it does not answer.
+    Raises ModelNotLoaded if its model is not in memory."""
     kept = set[Roles]()
     for roles in PROBES:
         try:
@@ -192,7 +196,7 @@ async def lost_by(adapter: EngineAdapter, model: str) -> frozenset[Shape]:
         except EngineRejected:
             continue
         except (EngineUnavailable, TimeoutError):
-            return frozenset()
+            return None
     return lost_shapes(kept)
 
 

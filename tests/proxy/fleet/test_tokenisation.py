@@ -16,6 +16,7 @@ from engine_adapter import (
 )
 from engine_adapter.prompt.chat import ChatTokenizer
 from engine_adapter.prompt.forms import Form
+from engine_adapter.prompt.message_shapes import Shape
 from proxy.fleet import tokenisation
 from proxy.fleet.engine import EngineState
 from proxy.fleet.fleet import Fleet
@@ -375,3 +376,23 @@ async def test_a_difference_takes_a_form_from_that_engine_alone_and_it_comes_bac
         await world.settled()
     assert (first.prompts, second.prompts, second.is_proven) == (shared, shared, True)
     assert [line["event"] for line in logs] == ["tokens of these forms are made here again"]
+
+
+async def test_what_a_template_loses_is_known_before_the_tokenizer_is_loaded(world, monkeypatch):
+    async def tokenize(_adapter, _path, body):
+        messages = body.view("messages")
+        if [each["role"] for each in messages] == ["user", "user"]:
+            raise EngineRejected("roles must alternate", status=400)
+        return array("i", map(ord, str(messages)))
+
+    monkeypatch.setattr(Tokenising, "tokenize", tokenize)
+    world.join("a")  # its tokenizer is not loaded before `go`
+    async with asyncio.timeout(5):
+        while not world.fleet.pools["m"].lost_shapes:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    assert world.fleet.pools["m"].lost_shapes == {Shape.TURNS}
+    assert world.loader.sources == ["acme/model"]
+    assert not world.prompts.is_proven
+    world.loader.go.set()
+    await world.settled()
+    assert world.fleet.pools["m"].lost_shapes == {Shape.TURNS}
