@@ -61,7 +61,7 @@ from proxy.request.retries import final_error
 from proxy.request.tenants import Tenants
 from proxy.request.translate import CHAT_PATH, Translated, Translation
 from proxy.request.urgency import deadline_of, priority_of, prompt_tokens_of, tokens_of
-from proxy.request.values_back import ValuesBack
+from proxy.request.values_back import ValuesBack, answers_json
 from proxy.steps.attempt import Attempts
 from proxy.steps.preparation import Preparation, Ready
 from proxy.steps.serving import Serving, cause_for
@@ -306,7 +306,8 @@ class Flow:
         if (keep := ready.keep) is not None:
             reply.through(lambda client: ReasoningSeen(client, keep))
         if values := ready.values:
-            reply.through(lambda client: ValuesBack(client, values))
+            is_json = isinstance(call.body, JsonBody) and answers_json(call.body)
+            reply.through(lambda client: ValuesBack(client, values, answers_json=is_json))
         return Prepared(can_repeat=call.body is None or isinstance(call.body, JsonBody))
 
     async def prepare(self, call: Call) -> Ready:
