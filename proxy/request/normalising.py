@@ -105,7 +105,7 @@ class Normalising:
             call: the request.
             model: of its pool.
             lost: messages that the chat template of this model refuses or leaves out.
-            may_keep: the engine may keep the answer, and show it again.
+            may_keep: the request and its answer may be kept, and be shown or continued later.
         """
         body, route = call.body, call.route
         if not isinstance(body, JsonBody) or route not in ROUTES:
@@ -121,7 +121,7 @@ class Normalising:
         if route.startswith(_MESSAGES) and _BILLING in body.raw:
             rules |= {Rule.BILLING_LINE}
         if may_keep and rules & FINDS_VALUES and body.get("store") is not False:
-            rules -= FINDS_VALUES  # the answer that it shows again would have references
+            rules -= FINDS_VALUES  # what is shown again, or the next prompt, would have these references
         if not all(entry.repairs for entry in suiting):
             repairs = frozenset[Repair]()
         if not (rules or repairs):
