@@ -49,8 +49,9 @@ REPAIRS = {
 }
 """What repairs the messages that a template loses."""
 _BILLING = BILLING.encode()
-# Bytes of a body in which values are looked for in about 1 ms.
+# Bytes of a body in which values are looked for in about 1 ms, and lines or texts.
 _SEARCHED_BYTES_PER_MS = 8 * 1024
+_SEARCHED_LINES_PER_MS = 100
 
 
 class Changed(NamedTuple):
@@ -128,7 +129,8 @@ class Normalising:
             return None
         ms = 2 * len(body.raw) / JSON_BYTES_PER_MS + body.n_values / VALUES_PER_MS
         if rules & FINDS_VALUES:
-            ms += len(body.raw) / _SEARCHED_BYTES_PER_MS
+            n_lines = body.raw.count(b"\\") + body.n_values  # in JSON, a line feed has a backslash
+            ms += len(body.raw) / _SEARCHED_BYTES_PER_MS + n_lines / _SEARCHED_LINES_PER_MS
         changed = await off_loop(lambda: _applied(call, body, rules, repairs), ms=ms)
         if changed is not None and (mended := tuple(each for each in changed.by if isinstance(each, Repair))):
             _tell(call.session, call.tenant, model, mended)
