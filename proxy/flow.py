@@ -61,7 +61,7 @@ from proxy.request.retries import final_error
 from proxy.request.tenants import Tenants
 from proxy.request.translate import CHAT_PATH, Translated, Translation
 from proxy.request.urgency import deadline_of, priority_of, prompt_tokens_of, tokens_of
-from proxy.request.values_back import ValuesBack
+from proxy.request.values_back import ValuesBack, answers_json
 from proxy.steps.attempt import Attempts
 from proxy.steps.preparation import Preparation, Ready
 from proxy.steps.serving import Serving, cause_for
@@ -298,6 +298,7 @@ class Flow:
             if translation.counts:
                 await _answer_count(ready, translation, reply, record)
                 return Answered()
+            _put_values_back(ready, reply)  # a response repeats its instructions and tools
             reply.through(lambda client: Translated(client, translation))
         elif call.socket is None:
             noter = self.preparation.destinations.noter(call, lambda: record.attempts[-1])
@@ -305,8 +306,7 @@ class Flow:
                 reply.through(noter)
         if (keep := ready.keep) is not None:
             reply.through(lambda client: ReasoningSeen(client, keep))
-        if values := ready.values:
-            reply.through(lambda client: ValuesBack(client, values))
+        _put_values_back(ready, reply)
         return Prepared(can_repeat=call.body is None or isinstance(call.body, JsonBody))
 
     async def prepare(self, call: Call) -> Ready:
@@ -494,6 +494,14 @@ def _error_of(end: End, serving: Serving, fleet: Fleet) -> Exception | None:
         ready = serving.ready
         return fleet.none_ready(None, None) if ready is None else fleet.none_ready(ready.pool, ready.lora)
     return end.error
+
+
+def _put_values_back(ready: Ready, reply: Reply) -> None:
+    """Lets the client get values in the place of references."""
+    if values := ready.values:
+        body = ready.call.body
+        is_json = isinstance(body, JsonBody) and answers_json(body)
+        reply.through(partial(ValuesBack, values=values, answers_json=is_json))
 
 
 async def _answer_count(ready: Ready, translation: Translation, reply: Reply, record: RequestRecord) -> None:

@@ -19,7 +19,7 @@ from itertools import takewhile
 from typing import Any
 
 from proxy.core.normalise import Fields, Step, changed_by, is_system, with_text, with_turn_text
-from proxy.core.turn_repair import alternating, calls_as_text, nulls_as_empty, results_in_turns
+from proxy.core.turn_repair import alternating, calls_as_text, nulls_as_empty, results_in_turns, text_of
 
 
 class Repair(StrEnum):
@@ -87,7 +87,7 @@ def _joined(fields: Fields) -> dict[str, Any]:
     changes = dict[str, Any]()
     for name, items in _lists_of(fields):
         head, lead = [*takewhile(is_system, items)], fields.get(_LISTS[name])
-        texts = [_text_of(item.get("content")) for item in head]
+        texts = [text_of(item.get("content")) for item in head]
         if not head or not (lead or head[1:]) or None in texts:
             continue
         text, rest = "\n\n".join(map(str, texts)), items[len(head) :]
@@ -113,7 +113,7 @@ def _all_in_turns(fields: Fields) -> dict[str, Any]:
         fields = {**fields, "input": [{"role": "user", "content": text}]}
     for name, items in _lists_of(fields):
         field = _LISTS[name]
-        lead = _text_of(fields.get(field)) if fields.get(field) else None
+        lead = text_of(fields.get(field)) if fields.get(field) else None
         if lead is not None or any(map(is_system, items)):
             changes[name] = _in_turns([lead] if lead is not None else [], items)
         if lead is not None:
@@ -123,18 +123,16 @@ def _all_in_turns(fields: Fields) -> dict[str, Any]:
 
 def _in_turns(first: list[str], items: list[Any]) -> list[Any]:
     """The items, with the texts of `first` and of system messages in the turns next to them."""
-    turns, waiting = list[Any](), [_marked(text) for text in first]
+    turns, behind = list[Any](), list[str]()
+    waiting = [_marked(text) for text in first]
     for item in items:
-        text = _text_of(item.get("content")) if is_system(item) else None
+        text = text_of(item.get("content")) if is_system(item) else None
         if text is not None:
-            ended = None
-            if turns and not waiting:
-                ended = with_turn_text(turns[-1], _marked(text))
-            if ended is not None:
-                turns[-1] = ended
-            else:
-                waiting.append(_marked(text))
+            ends = bool(behind) or (not waiting and bool(turns) and with_turn_text(turns[-1], "") is not None)
+            (behind if ends else waiting).append(_marked(text))
             continue
+        _end(turns, behind)
+        behind = []
         if waiting:
             block, waiting = "\n\n".join(waiting), []
             begun = None
@@ -143,7 +141,14 @@ def _in_turns(first: list[str], items: list[Any]) -> list[Any]:
             turns += [begun] if begun is not None else [{"role": "user", "content": block}, item]
         else:
             turns.append(item)
+    _end(turns, behind)
     return [*turns, {"role": "user", "content": "\n\n".join(waiting)}] if waiting else turns
+
+
+def _end(turns: list[Any], texts: list[str]) -> None:
+    """Puts texts at the end of the last turn, which can hold them."""
+    if texts:
+        turns[-1] = with_turn_text(turns[-1], "\n\n".join(texts))
 
 
 def _marked(text: str) -> str:
@@ -156,17 +161,6 @@ def _lists_of(fields: Fields) -> Iterable[tuple[str, list[Any]]]:
 
 def _role_of(item: object) -> Any:  # noqa: ANN401 - JSON
     return item.get("role") if isinstance(item, dict) else None
-
-
-def _text_of(content: Any) -> str | None:  # noqa: ANN401 - JSON
-    """What a message says; None if it is more than text."""
-    match content:
-        case str():
-            return content
-        case list() if all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-            return "\n\n".join(part["text"] for part in content)
-        case _:
-            return None
 
 
 _STEPS: Mapping[Repair, Step] = {

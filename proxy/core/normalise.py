@@ -116,7 +116,7 @@ def _without_billing(text: str) -> str:
 
 
 def _to_days(text: str) -> str:
-    return "".join(map(_to_day, text.splitlines(keepends=True)))
+    return "\n".join(_to_day(line) if ":" in line else line for line in text.split("\n"))
 
 
 def _to_day(line: str) -> str:

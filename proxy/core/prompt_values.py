@@ -22,6 +22,8 @@ LINE = 4096
 """Characters of each line in which values are found by their shape."""
 HEAD = 512
 """Characters of each line in which they are found by words."""
+# An empty line takes as long as 1 KiB of text.
+_MOST_LINES = 200_000
 REFERENCE = re.compile(r"\[\[(?:path|date|time|id|count|git) \d{1,6}\]\]")
 _REFERENCE_BYTES = re.compile(REFERENCE.pattern.encode())
 _MOST_BYTES, _PIECE = 16, 1 << 16  # of a reference, and of what is searched at once
@@ -109,6 +111,7 @@ class References:
         self.told: dict[str, str] = {}
         self._of: dict[tuple[str, str], str] = {}
         self._counts: dict[str, int] = {}
+        self._lines_left = _MOST_LINES
 
     def of(self, kind: str, value: str) -> str:
         """The reference of a value; the same one wherever the value stands."""
@@ -119,15 +122,24 @@ class References:
         return reference
 
     def replaced(self, text: str, kinds: Kinds) -> str:
-        """A text whose values are references."""
-        lines = text.splitlines(keepends=True)
+        """A text whose values are references. The rest of a prompt of very many lines stays as it is."""
+        lines = text.split("\n")
         for at, line in enumerate(lines):
-            if "git" in kinds and line.startswith(GIT) and (rest := "".join(lines[at:])[len(GIT) :].strip()):
-                return "".join(lines[:at]) + f"{GIT} {self.of('git', rest)}"
+            if self._lines_left <= 0:
+                break
+            self._lines_left -= 1
+            if not line or line.isspace():
+                continue
+            if (
+                "git" in kinds
+                and line.startswith(GIT)
+                and (rest := "\n".join(lines[at:])[len(GIT) :].strip())
+            ):
+                return "\n".join([*lines[:at], f"{GIT} {self.of('git', rest)}"])
             for kind, finds in kinds.items():
                 for find in finds:
                     lines[at] = self._in_line(lines[at], kind, find)
-        return "".join(lines)
+        return "\n".join(lines)
 
     def lines(self, order: Sequence[str]) -> list[str]:
         """A line for each value, by kind. Paths of programs come first: they are equal in all directories."""

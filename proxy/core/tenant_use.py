@@ -11,7 +11,7 @@ import msgspec
 DAY_S = 86_400
 """Seconds of a day. Days are those of UTC."""
 MOST_DAYS = 400
-"""Days that are kept."""
+"""Days with use that are kept."""
 # The days that are kept have this many rows; older ones are dropped first.
 _MOST_ROWS = 100_000
 
@@ -56,11 +56,15 @@ class UseBook(defaultdict[UseKey, Used]):
         """Begins with these rows."""
         super().__init__(Used, rows)
 
-    def prune(self, now: float) -> None:
-        """Drops days that are too old at `now`, in Unix time, and the oldest of too many rows."""
-        first = int(now // DAY_S) - MOST_DAYS
-        for key in [key for key in self if key[0] <= first] + sorted(self)[:-_MOST_ROWS]:
-            self.pop(key, None)
+    def prune(self) -> None:
+        """Drops the oldest of too many days, and of too many rows. Only days with use count: a clock that was
+        wrong for a while must not drop all the others."""
+        if len(kept := sorted({day for day, _, _ in self})) > MOST_DAYS:
+            for key in [key for key in self if key[0] < kept[-MOST_DAYS]]:
+                del self[key]
+        if len(self) > _MOST_ROWS:
+            for key in sorted(self)[:-_MOST_ROWS]:
+                del self[key]
 
     def since(self, days: int, now: float) -> list[DayUse]:
         """The rows of the last `days` days, the newest first, then by tenant and model."""

@@ -11,8 +11,8 @@ They work on chats, Anthropic's messages and OpenAI's responses, in the client's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain, takewhile
 from typing import Any, Literal
 
 import msgspec
@@ -21,32 +21,36 @@ from proxy.core.normalise import Fields
 
 NO_CONTENT = "(no content)"
 """The text of a turn that had to be put in."""
+_THOUGHTS = ("reasoning_content", "reasoning")
 _Kind = Literal["system", "user", "assistant", "call", "result"]
 _KINDS: Mapping[str, _Kind] = {"system": "system", "developer": "system", "user": "user", "tool": "result"}
 
 
 def calls_as_text(fields: Fields) -> dict[str, Any]:
     """The conversation without calls that have a form of their own."""
-    return _each(fields, lambda item, _: _without_calls(item))
+    return _each(fields, _without_calls)
 
 
 def results_in_turns(fields: Fields) -> dict[str, Any]:
     """The conversation without lone results. A response's first items may answer a stored one's calls."""
-    known = set[str]()
+    known, has_turn = set[str](), False
 
-    def without(item: Any, before: Sequence[Any]) -> Any:  # noqa: ANN401 - JSON
+    def without(item: Any) -> Any:  # noqa: ANN401 - JSON
+        nonlocal has_turn
         known.update(_calls_of(item))
-        return _with_lone_results_as_text(item, known, before)
+        changed = _with_lone_results_as_text(item, known, has_turn=has_turn)
+        has_turn = has_turn or _kind_of(item) in ("user", "assistant")
+        return changed
 
     return _each(fields, without)
 
 
-def _each(fields: Fields, change: Callable[[Any, Sequence[Any]], Any]) -> dict[str, Any]:
-    """The conversation, each item changed; `change` also gets those before it."""
+def _each(fields: Fields, change: Callable[[Any], Any]) -> dict[str, Any]:
+    """The conversation, each item changed."""
     changes = dict[str, Any]()
     for name in ("messages", "input"):
         if isinstance(items := fields.get(name), list):
-            turns = [change(item, items[:at]) for at, item in enumerate(items)]
+            turns = [change(item) for item in items]
             if any(turn is not item for turn, item in zip(turns, items, strict=True)):
                 changes[name] = turns
     return changes
@@ -72,20 +76,19 @@ def alternating(fields: Fields) -> dict[str, Any]:
 
 
 def _alternating(items: list[Any]) -> list[Any]:
-    turns, last = list[Any](), None
+    runs, before, last = list[list[Any]](), None, None  # turns that become one
     for item in chain.from_iterable(map(_parts_of, items)):
         kind = _kind_of(item)
-        is_same = kind in ("user", "assistant") and bool(turns) and _kind_of(turns[-1]) == kind
-        if is_same and (one := _as_one(turns[-1], item)) is not None:
-            turns[-1] = one
+        if kind in ("user", "assistant") and kind == before and _is_known(item) and _is_known(runs[-1][-1]):
+            runs[-1].append(item)
             continue
         if kind == "user" and last == "result":
-            turns.append({"role": "assistant", "content": NO_CONTENT})
+            runs.append([{"role": "assistant", "content": NO_CONTENT}])
         elif kind in ("assistant", "call") and last is None:
-            turns.append({"role": "user", "content": NO_CONTENT})
-        turns.append(item)
-        last = kind if kind not in (None, "system") else last
-    return turns
+            runs.append([{"role": "user", "content": NO_CONTENT}])
+        runs.append([item])
+        before, last = kind, kind if kind not in (None, "system") else last
+    return [_as_one(run) if len(run) > 1 else run[0] for run in runs]
 
 
 def _parts_of(item: Any) -> Iterator[Any]:  # noqa: ANN401 - JSON
@@ -116,30 +119,39 @@ def _kind_of(item: Any) -> _Kind | None:  # noqa: ANN401 - JSON
     return _KINDS.get(role) if isinstance(role, str) else None
 
 
-def _as_one(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any] | None:
-    """Two turns of one role as one; None if one of them has a form that is not known."""
-    match first.get("content"), second.get("content"):
-        case str(before), str(after):
-            return {**first, "content": f"{before}\n\n{after}"}
-        case (str() | list()) as before, (str() | list()) as after:
-            blocks = before if isinstance(before, list) else after
-            kinds = {str(_type_of(block)).partition("_")[0] for block in blocks}
-            kind = next((f"{way}_text" for way in ("input", "output") if way in kinds), "text")
-            parts = [
-                each if isinstance(each, list) else [{"type": kind, "text": each}] for each in (before, after)
-            ]
-            return {**first, "content": [*parts[0], *parts[1]]}
-        case _:
-            return None
+def _is_known(item: dict[str, Any]) -> bool:
+    return isinstance(item.get("content"), str | list)
+
+
+def _as_one(run: list[dict[str, Any]]) -> dict[str, Any]:
+    """Turns of one role as one."""
+    contents, first = [item["content"] for item in run], dict(run[0])
+    for name in _THOUGHTS:
+        if thoughts := [text for item in run if isinstance(text := item.get(name), str) and text]:
+            first[name] = "\n\n".join(thoughts)
+    texts = [*takewhile(lambda content: isinstance(content, str), contents)]
+    rest, text = contents[len(texts) :], "\n\n".join(texts)
+    if not rest:
+        return {**first, "content": text}
+    known = chain.from_iterable(each for each in rest if isinstance(each, list))
+    kinds = {str(_type_of(part)).partition("_")[0] for part in known}
+    kind = next((f"{way}_text" for way in ("input", "output") if way in kinds), "text")
+    parts = list[Any]()
+    for each in [text, *rest] if texts else rest:
+        parts += each if isinstance(each, list) else [{"type": kind, "text": each}]
+    return {**first, "content": parts}
 
 
 def _without_calls(item: Any) -> Any:  # noqa: ANN401 - JSON
     match item:
-        case {"role": "assistant", "tool_calls": [*calls], "content": (str() | None) as said}:
-            asked = [call["function"] for call in calls if isinstance(call, dict) and "function" in call]
-            texts = [said or "", *(_called(each.get("name"), each.get("arguments")) for each in asked)]
+        case {"role": "assistant", "tool_calls": [_, *_] as calls} if isinstance(
+            said := item.get("content"), str | list | None
+        ) and None not in (texts := [*map(_call_as_text, calls)]):
             rest = {name: value for name, value in item.items() if name != "tool_calls"}
-            return {**rest, "content": "\n\n".join(filter(None, texts))}
+            told = "\n\n".join(filter(None, texts))
+            if isinstance(said, list):
+                return {**rest, "content": [*said, {"type": "text", "text": told}]}
+            return {**rest, "content": f"{said}\n\n{told}" if said else told}
         case {"role": "assistant", "content": [*blocks]} if any(
             _type_of(each) == "tool_use" for each in blocks
         ):
@@ -148,6 +160,17 @@ def _without_calls(item: Any) -> Any:  # noqa: ANN401 - JSON
             return {"role": "assistant", "content": _called(name, arguments)}
         case _:
             return item
+
+
+def _call_as_text(call: Any) -> str | None:  # noqa: ANN401 - JSON
+    """A call of a chat's as text; None if its form is not known."""
+    match call:
+        case {"function": dict(function)}:
+            return _called(function.get("name"), function.get("arguments"))
+        case {"custom": dict(custom)}:
+            return _called(custom.get("name"), custom.get("input"))
+        case _:
+            return None
 
 
 def _use_as_text(block: Any) -> Any:  # noqa: ANN401 - JSON
@@ -175,35 +198,49 @@ def _calls_of(item: Any) -> Iterator[str]:  # noqa: ANN401 - JSON
     return (each for each in ids if isinstance(each, str))
 
 
-def _with_lone_results_as_text(item: Any, known: set[str], before: Sequence[Any]) -> Any:  # noqa: ANN401 - JSON
+def _with_lone_results_as_text(item: Any, known: set[str], *, has_turn: bool) -> Any:  # noqa: ANN401 - JSON
     match item:
-        case {"role": "tool", "content": str(text), "tool_call_id": str(call)} if call not in known:
+        case {"role": "tool", "content": content, "tool_call_id": str(call)} if (
+            call not in known and (text := text_of(content)) is not None
+        ):
             return {"role": "user", "content": _marked(text)}
         case {"role": "user", "content": [*blocks]} if any(_is_lone(block, known) for block in blocks):
             texts = [_as_text(block) if _is_lone(block, known) else block for block in blocks]
             # Results stand before texts, for the API's sake.
             return {**item, "content": sorted(texts, key=lambda block: _type_of(block) != "tool_result")}
-        case {"type": "function_call_output", "call_id": str(call), "output": str(text)} if call not in known:
-            is_lone = any(_kind_of(each) in ("user", "assistant") for each in before)
-            return {"role": "user", "content": _marked(text)} if is_lone else item
+        case {"type": "function_call_output", "call_id": str(call), "output": output} if (
+            call not in known and (text := text_of(output)) is not None
+        ):
+            return {"role": "user", "content": _marked(text)} if has_turn else item
         case _:
             return item
 
 
 def _is_lone(block: Any, known: set[str]) -> bool:  # noqa: ANN401 - JSON
     match block:
-        case {"type": "tool_result", "tool_use_id": str(call), "content": str()}:
-            return call not in known
+        case {"type": "tool_result", "tool_use_id": str(call), "content": content}:
+            return call not in known and text_of(content) is not None
         case _:
             return False
 
 
 def _as_text(block: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "text", "text": _marked(block["content"])}
+    return {"type": "text", "text": _marked(text_of(block["content"]) or "")}
 
 
 def _marked(text: str) -> str:
     return f"<tool_result>\n{text}\n</tool_result>"
+
+
+def text_of(content: Any) -> str | None:  # noqa: ANN401 - JSON
+    """What a message says; None if it is more than text."""
+    match content:
+        case str():
+            return content
+        case list() if all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+            return "\n\n".join(part["text"] for part in content)
+        case _:
+            return None
 
 
 def _is_null_call(item: Any) -> bool:  # noqa: ANN401 - JSON

@@ -49,8 +49,9 @@ REPAIRS = {
 }
 """What repairs the messages that a template loses."""
 _BILLING = BILLING.encode()
-# Bytes of a body in which values are looked for in about 1 ms.
+# Bytes of a body in which values are looked for in about 1 ms, and lines or texts.
 _SEARCHED_BYTES_PER_MS = 8 * 1024
+_SEARCHED_LINES_PER_MS = 100
 
 
 class Changed(NamedTuple):
@@ -105,7 +106,7 @@ class Normalising:
             call: the request.
             model: of its pool.
             lost: messages that the chat template of this model refuses or leaves out.
-            may_keep: the engine may keep the answer, and show it again.
+            may_keep: the request and its answer may be kept, and be shown or continued later.
         """
         body, route = call.body, call.route
         if not isinstance(body, JsonBody) or route not in ROUTES:
@@ -121,14 +122,15 @@ class Normalising:
         if route.startswith(_MESSAGES) and _BILLING in body.raw:
             rules |= {Rule.BILLING_LINE}
         if may_keep and rules & FINDS_VALUES and body.get("store") is not False:
-            rules -= FINDS_VALUES  # the answer that it shows again would have references
+            rules -= FINDS_VALUES  # what is shown again, or the next prompt, would have these references
         if not all(entry.repairs for entry in suiting):
             repairs = frozenset[Repair]()
         if not (rules or repairs):
             return None
         ms = 2 * len(body.raw) / JSON_BYTES_PER_MS + body.n_values / VALUES_PER_MS
         if rules & FINDS_VALUES:
-            ms += len(body.raw) / _SEARCHED_BYTES_PER_MS
+            n_lines = body.raw.count(b"\\") + body.n_values  # in JSON, a line feed has a backslash
+            ms += len(body.raw) / _SEARCHED_BYTES_PER_MS + n_lines / _SEARCHED_LINES_PER_MS
         changed = await off_loop(lambda: _applied(call, body, rules, repairs), ms=ms)
         if changed is not None and (mended := tuple(each for each in changed.by if isinstance(each, Repair))):
             _tell(call.session, call.tenant, model, mended)

@@ -13,29 +13,39 @@ from typing import Any
 import msgspec
 from typing_extensions import override
 
-from engine_adapter import UNREADABLE, HeaderPairs, WholeEvents
-from proxy.core.prompt_values import HALF_REFERENCE, REFERENCE
+from engine_adapter import UNREADABLE, HeaderPairs, JsonBody, WholeEvents, decode_object
+from proxy.core.prompt_values import HALF_REFERENCE, REFERENCE, has_reference
 from proxy.request.calls import Client, Through
 from proxy.request.transcript import TEXTS
 
 _STREAM = b"text/event-stream"
 # Strings that hold JSON, in whatever API's form.
 _JSON_TEXTS = frozenset({"arguments", "partial_json"})
-_ARGUMENTS_PIECE = "response.function_call_arguments.delta"
+_ARGUMENTS = ("arguments", "input")  # hold a tool's arguments, also as an object
+# Where an answer's text stands that a client may ask to be JSON.
+_ANSWERS = frozenset({"content", "text"})
+# What a stream of OpenAI's responses tells in pieces of the name `delta`.
+_DELTAS = {
+    "response.function_call_arguments.delta": "arguments",
+    "response.mcp_call_arguments.delta": "arguments",
+    "response.output_text.delta": "text",
+}
 _MOST_HALF = 16  # characters
 # Pieces of a text in Anthropic's streams, and the event that tells nothing of a text.
 _PIECES, _SILENT = ("text", "thinking", "partial_json"), "ping"
 # Which choice of a chat, and which of its texts.
 _Lane = tuple[Hashable, ...]
+_decode_text = msgspec.json.Decoder(str).decode
+_decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
 class ValuesBack(Through):
     """The client of an answer to a prompt with references: it gets the values."""
 
-    def __init__(self, client: Client, values: Mapping[str, str]) -> None:
-        """`values`: reference → value."""
+    def __init__(self, client: Client, values: Mapping[str, str], *, answers_json: bool = False) -> None:
+        """`values`: reference → value. `answers_json`: the client asked for an answer in JSON."""
         super().__init__(client)
-        self._values = values
+        self._values, self._answers_json = values, answers_json
         self._is_stream = False
         self._events = WholeEvents()
         self._whole: list[bytes] = []  # pieces of any other answer
@@ -65,24 +75,42 @@ class ValuesBack(Through):
             self._client.finish(self._of_whole(b"".join([*self._whole, chunk])))
 
     def _of_whole(self, answer: bytes) -> bytes:
-        if b"[[" not in answer:
-            return answer
         try:
-            return msgspec.json.encode(self._back(msgspec.json.decode(answer)))
+            return self._back(answer)
         except UNREADABLE:
             return answer
 
-    def _back(self, value: Any, name: object = None) -> Any:  # noqa: ANN401 - JSON
-        """JSON with values in the place of references. `name`: of the field that holds it."""
-        match value:
-            case str():
-                return self._text_back(value, is_json=name in _JSON_TEXTS)
-            case list():
-                return [self._back(each) for each in value]
-            case dict():
-                return {each: self._back(inner, each) for each, inner in value.items()}
-            case _:
-                return value
+    def _back(self, raw: bytes, name: object = None, *, is_given: bool = False) -> bytes:
+        """JSON with values in the place of references. What has none keeps its bytes, and is not even
+        decoded: an answer may have many megabytes of log probabilities.
+
+        Args:
+            raw: the JSON.
+            name: of the field that holds it.
+            is_given: it is within a tool's arguments, where a field of any name holds a plain text.
+        """
+        if not has_reference(raw):
+            return raw
+        start = raw.lstrip()[:1]
+        if start == b'"':
+            text = self._text_back(_decode_text(raw), is_json=not is_given and self._is_json(name))
+            return msgspec.json.encode(text)
+        is_given = is_given or name in _ARGUMENTS
+        if start == b"[":
+            return msgspec.json.encode(
+                [msgspec.Raw(self._back(bytes(each), name, is_given=is_given)) for each in _decode_list(raw)]
+            )
+        fields = {
+            self._text_back(each, is_json=False): msgspec.Raw(
+                self._back(bytes(inner), each, is_given=is_given)
+            )
+            for each, inner in decode_object(raw).items()
+        }
+        return msgspec.json.encode(fields)
+
+    def _is_json(self, name: object) -> bool:
+        """True if a text of this field is JSON."""
+        return name in _JSON_TEXTS or (self._answers_json and name in _ANSWERS)
 
     def _text_back(self, text: str, *, is_json: bool) -> str:
         if "[[" not in text:
@@ -107,44 +135,57 @@ class ValuesBack(Through):
             return event
         head, pieces, is_changed = event[:start], [*_pieces(fields)], b"[[" in event
         told = self._rest(fields, {lane for lane, *_ in pieces})
-        for lane, holder, name, is_json in pieces:
+        ended = {index for index, choice in _choices(fields) if choice.get("finish_reason")}
+        for lane, holder, name in pieces:
             piece = text = holder[name]
             if (waiting := self._waiting.pop(lane, None)) is not None:
                 text = waiting[2] + text
-            text = self._text_back(text, is_json=is_json)
+            text = self._text_back(text, is_json=self._is_json(_text_name(fields, name)))
             half = HALF_REFERENCE.search(text, max(len(text) - _MOST_HALF, 0))
-            if half is not None and not _ends(fields):
+            if half is not None and lane[0] not in ended:
                 text = text[: half.start()]
                 self._waiting[lane] = head, fields, half[0]
             holder[name] = text
             is_changed |= text != piece
         if not is_changed:
             return told + event
-        return told + _written(head, self._back(fields))
+        return told + _written(head, self._back(msgspec.json.encode(fields)))
 
     def _rest(self, fields: Mapping[str, Any] | None = None, but: set[_Lane] | None = None) -> bytes:
         """Events with what waits, where it is no reference: its text does not go on in this event, which has
-        these fields. None: nothing follows."""
+        these fields, or behind it. None: nothing follows."""
         if not self._waiting:
             return b""
-        ends = {index for index, _ in _choices(fields or {})}
-        written = list[bytes]()
+        written, leaves = list[bytes](), _leaving(fields)
         for lane in [*self._waiting]:
-            if lane in (but or ()) or (ends and lane[0] not in ends):
+            if lane in (but or ()) or not (leaves is None or lane[0] in leaves):
                 continue
             head, held_by, piece = self._waiting.pop(lane)
-            for other, holder, name, _ in _pieces(held_by):
+            for other, holder, name in _pieces(held_by):
                 holder[name] = piece if other == lane else ""
             for _, choice in _choices(held_by):
                 for call in _calls(choice):  # clients add up what they get of a call
                     call.pop("id", None)
                     call["function"].pop("name", None)
-            written.append(_written(head, held_by))
+            written.append(_written(head, msgspec.json.encode(held_by)))
         return b"".join(written)
 
 
-def _written(head: bytes, fields: Any) -> bytes:  # noqa: ANN401 - JSON
-    return head + b"data: " + msgspec.json.encode(fields) + b"\n\n"
+def _leaving(fields: Mapping[str, Any] | None) -> set[int] | None:
+    """The choices that an event tells more of, or ends. None if it is about no choice in particular."""
+    if fields is None or "choices" not in fields:
+        return None
+    return {
+        index
+        for index, choice in _choices(fields)
+        if choice.get("finish_reason")
+        or any(_calls(choice))
+        or any(h[n] for _, h, n in _pieces_of(index, choice))
+    }
+
+
+def _written(head: bytes, fields: bytes) -> bytes:
+    return head + b"data: " + fields + b"\n\n"
 
 
 def _choices(fields: Mapping[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -160,11 +201,6 @@ def _number(part: Mapping[str, Any]) -> int:
     return index if isinstance(index, int) else 0
 
 
-def _ends(fields: Mapping[str, Any]) -> bool:
-    """True if no piece of a text follows that this event has."""
-    return any(choice.get("finish_reason") for _, choice in _choices(fields))
-
-
 def _calls(choice: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The tool calls in a choice."""
     delta = choice.get("delta")
@@ -174,27 +210,45 @@ def _calls(choice: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             yield call
 
 
-def _pieces(fields: dict[str, Any]) -> Iterator[tuple[_Lane, dict[str, Any], str, bool]]:
-    """The pieces of texts in an event: the text that it belongs to, what holds it, the name of its field, and
-    whether the text is JSON."""
+def _text_name(fields: Mapping[str, Any], name: str) -> str:
+    """The field that a piece of text belongs to."""
+    return _DELTAS.get(str(fields.get("type")), name) if name == "delta" else name
+
+
+def _pieces(fields: dict[str, Any]) -> Iterator[tuple[_Lane, dict[str, Any], str]]:
+    """The pieces of texts in an event: the text that it belongs to, what holds it, and the name of its
+    field."""
     for index, choice in _choices(fields):
-        if isinstance(inner := choice.get("delta"), dict):
-            yield from _named(inner, TEXTS, (index,))
-            if isinstance(called := inner.get("function_call"), dict):  # as clients called tools before
-                yield from _named(called, ("arguments",), (index, "function_call"))
-            for call in _calls(choice):
-                yield from _named(call["function"], ("arguments",), (index, _number(call)))
-    delta, kind = fields.get("delta"), fields.get("type")
+        yield from _pieces_of(index, choice)
+    delta = fields.get("delta")
     if isinstance(delta, dict):
         yield from _named(delta, _PIECES, (None, _number(fields)))
     elif isinstance(delta, str):
         places = (fields.get(name) for name in ("type", "item_id", "content_index", "summary_index"))
-        yield (None, *map(str, places)), fields, "delta", kind == _ARGUMENTS_PIECE
+        yield (None, *map(str, places)), fields, "delta"
+
+
+def _pieces_of(index: int, choice: Mapping[str, Any]) -> Iterator[tuple[_Lane, dict[str, Any], str]]:
+    if isinstance(inner := choice.get("delta"), dict):
+        yield from _named(inner, TEXTS, (index,))
+        if isinstance(called := inner.get("function_call"), dict):  # as clients called tools before
+            yield from _named(called, ("arguments",), (index, "function_call"))
+        for call in _calls(choice):
+            yield from _named(call["function"], ("arguments",), (index, _number(call)))
 
 
 def _named(
     holder: dict[str, Any], names: tuple[str, ...], lane: _Lane
-) -> Iterator[tuple[_Lane, dict[str, Any], str, bool]]:
+) -> Iterator[tuple[_Lane, dict[str, Any], str]]:
     for name in names:
         if isinstance(holder.get(name), str):
-            yield (*lane, name), holder, name, name in _JSON_TEXTS
+            yield (*lane, name), holder, name
+
+
+def answers_json(body: JsonBody) -> bool:
+    """True if a request asks for an answer in JSON, in whatever API's form."""
+    formats = [body.hint("response_format"), body.hint("output_format")]
+    formats += [
+        each.get("format") for name in ("text", "output_config") if isinstance(each := body.hint(name), dict)
+    ]
+    return any(isinstance(each, dict) and str(each.get("type")).startswith("json") for each in formats)

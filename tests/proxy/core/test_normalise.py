@@ -2,6 +2,7 @@
 
 import json
 from copy import deepcopy
+from time import thread_time
 
 import pytest
 from hypothesis import given
@@ -305,3 +306,11 @@ def test_cutting_only_takes_characters_out_of_the_system_prompt(fields, rule):
 )
 def test_whatever_is_sent_is_read(fields):
     changed(fields, *Rule)
+
+
+@pytest.mark.parametrize("line", ["\n", "\r\n", "/1:\n"])
+def test_very_many_lines_take_no_long_time(line):
+    fields = {"instructions": line * 400_000 + "Now in /home/me/x", "input": "Hi"}
+    started = thread_time()
+    normalised(fields, AGENTS | {Rule.DATE_TO_DAY})
+    assert thread_time() - started < 10

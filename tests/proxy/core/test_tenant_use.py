@@ -16,10 +16,15 @@ def test_the_last_days_newest_first():
 
 
 def test_old_days_are_dropped_and_the_oldest_of_too_many(monkeypatch):
-    rows = [((day, "t", "m"), Used(1)) for day in (20_000 - MOST_DAYS, 20_001 - MOST_DAYS, 19_000, 20_000)]
-    book = UseBook(rows)
-    book.prune(NOW)
-    assert [day for day, *_ in book] == [20_001 - MOST_DAYS, 20_000]
+    book = UseBook(((day, "t", "m"), Used(1)) for day in range(20_000 - MOST_DAYS, 20_001))
+    book.prune()
+    assert [day for day, *_ in book] == [*range(20_001 - MOST_DAYS, 20_001)]
     monkeypatch.setattr("proxy.core.tenant_use._MOST_ROWS", 1)
-    book.prune(NOW)
+    book.prune()
     assert [day for day, *_ in book] == [20_000]
+
+
+def test_a_clock_that_was_ahead_drops_no_other_days():
+    book = UseBook(((day, "t", "m"), Used(1)) for day in (19_999, 20_000, 47_000))
+    book.prune()
+    assert len(book) == 3

@@ -1,5 +1,7 @@
 """Turns in an order that a chat template takes, in the forms of three APIs."""
 
+import time
+
 import pytest
 
 from proxy.core.message_repair import Repair, may_need, repaired
@@ -154,3 +156,51 @@ def test_other_forms_stay():
 def test_bodies_without_tools_are_not_decoded(repair, raw):
     assert not may_need(b'{"messages":[{"role":"user"}]}', {repair})
     assert may_need(raw, {repair})
+
+
+def test_calls_in_other_forms_are_kept_as_text():
+    call = called("1")
+    as_text = "<tool_call>\nf({})\n</tool_call>"
+    without = {name: value for name, value in call.items() if name != "content"}
+    assert now([without], Repair.CALL_AS_TEXT) == [said("assistant", as_text)]
+    parts = {**call, "content": [text("A")]}
+    assert now([parts], Repair.CALL_AS_TEXT) == [said("assistant", [text("A"), text(as_text)])]
+    custom = said("assistant", None, tool_calls=[{"id": "1", "custom": {"name": "f", "input": "{}"}}])
+    assert now([custom], Repair.CALL_AS_TEXT) == [said("assistant", as_text)]
+
+
+@pytest.mark.parametrize("function", [None, 3, "f", []])
+def test_calls_of_an_unknown_form_stay(function):
+    odd = [said("assistant", None, tool_calls=[{"id": "1", "function": function}, 3])]
+    assert now(odd, Repair.CALL_AS_TEXT) is odd
+
+
+def test_lone_results_may_be_parts():
+    marked = "<tool_result>\n7\n</tool_result>"
+    assert now([result("1", [text("7")])], Repair.RESULT_IN_TURN) == [said("user", marked)]
+    block = {"type": "tool_result", "tool_use_id": "1", "content": [text("7")]}
+    assert now([said("user", [block])], Repair.RESULT_IN_TURN) == [said("user", [text(marked)])]
+    image = [result("1", [{"type": "image_url", "image_url": {"url": "data:"}}])]
+    assert now(image, Repair.RESULT_IN_TURN) is image
+
+
+@pytest.mark.parametrize(
+    ("item", "name"),
+    [
+        (said("user", "x" * 500), "messages"),
+        (said("user", [text("x")]), "messages"),
+        (said("system", "x" * 500), "messages"),
+        ({"type": "function_call_output", "call_id": "1", "output": ""}, "input"),
+    ],
+)
+def test_many_items_take_no_quadratic_time(item, name):
+    items = [said("user", [text("A")] if name == "messages" else "A"), *[item] * 20_000]
+    started = time.thread_time()
+    now(items[name == "input" :], name=name)
+    assert time.thread_time() - started < 5
+
+
+def test_turns_that_become_one_keep_all_their_reasoning():
+    answers = [said("assistant", "A", reasoning_content="a"), said("assistant", "B", reasoning_content="b")]
+    one = said("assistant", "A\n\nB", reasoning_content="a\n\nb")
+    assert now([said("user"), *answers], Repair.TURNS_ALTERNATE) == [said("user"), one]

@@ -146,6 +146,30 @@ async def test_an_answer_that_an_engine_keeps_has_no_reference(client, stored, r
     assert client.proxy.last.normalised == rules
 
 
+async def test_a_response_that_kvpin_keeps_has_no_reference(engine, client):
+    """Its items are the history of the next response, whose references mean other values."""
+    engine_of = client.proxy.fleet.engines["a"]
+    engine_of.info = replace(engine_of.info, served_as_chats=frozenset({"/v1/responses"}))
+
+    async def script(exchange):
+        message = {"role": "assistant", "content": "Hello"}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        await exchange.send(json.dumps({"id": "c", "choices": [choice]}).encode())
+
+    engine.script = script
+    body = {"model": "m", "instructions": "The directory is /home/me/x.", "input": "Hi"}
+    answer = (await ask(client, body, "blue", "/v1/responses")).json()
+    headers = {"authorization": "Bearer blue"}
+    items = await client.get(f"/v1/responses/{answer['id']}/input_items", headers=headers)
+    assert "[[path" not in items.text
+    body |= {"instructions": "The directory is /home/me/y.", "previous_response_id": answer["id"]}
+    last = await ask(client, {**body, "store": False}, "blue", "/v1/responses")
+    assert last.json()["instructions"] == body["instructions"]
+    sent = engine.seen[-1].body.decode()
+    assert "/home/me/y" in sent
+    assert "/home/me/x" not in sent
+
+
 async def test_no_value_is_replaced_where_a_message_holds_a_reference(engine, client):
     """An answer that repeats it would get a path that the message does not mean."""
     body = working_in("/home/me/x", {"role": "user", "content": "What is [[path 1]]?"})

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.request.values_back import ValuesBack
+from engine_adapter import JsonBody
+from proxy.request.values_back import ValuesBack, answers_json
 
 VALUES = {"[[path 1]]": "/home/me/x", "[[path 2]]": 'C:\\Users\\"me"'}
 TEXT = "Look at [[path 1]]/a.py, [[path 1] and [[path 3]] in [[path 2]]. [["
@@ -33,9 +34,9 @@ def events(body):
     return [json.loads(line[6:]) for line in body.decode().split("\n") if line.startswith("data: {")]
 
 
-def passed(chunks, kind="text/event-stream"):
+def passed(chunks, kind="text/event-stream", **options):
     kept = Kept()
-    back = ValuesBack(kept, VALUES)
+    back = ValuesBack(kept, VALUES, **options)
     back.start(200, [(b"content-type", kind.encode()), (b"content-length", b"1")])
     for chunk in chunks:
         back.write(chunk)
@@ -199,3 +200,75 @@ JSON = st.recursive(
 @given(st.lists(st.dictionaries(st.sampled_from(["choices", "delta", "index", "type", "item_id"]), JSON)))
 def test_whatever_an_engine_streams_is_passed_on(bodies):
     assert len(events(passed(stream(*bodies)))) >= len(bodies)
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        choice({}),
+        choice({"content": None}),
+        choice({"reasoning_content": ""}),
+        choice({"content": "B"}, 1),
+        {"choices": [], "usage": {"completion_tokens": 1}},
+        {"choices": [choice({}, 1, "stop")["choices"][0], choice({}, 0)["choices"][0]]},
+    ],
+)
+def test_an_event_that_tells_nothing_of_a_text_does_not_cut_a_reference(between):
+    pieces = choice({"content": "[[pa"}), between, choice({"content": "th 1]]"}), choice({}, reason="stop")
+    told = [each for body in events(passed(stream(*pieces))) for each in body["choices"]]
+    assert "".join(each["delta"].get("content") or "" for each in told if not each["index"]) == "/home/me/x"
+
+
+def test_another_choice_that_ends_does_not_cut_a_reference():
+    both = {
+        "choices": [
+            choice({"content": "B"}, 1, "stop")["choices"][0],
+            choice({"content": "[[pa"})["choices"][0],
+        ]
+    }
+    body = passed(stream(both, choice({"content": "th 1]]"}), choice({}, reason="stop")))
+    told = [each for one in events(body) for each in one["choices"]]
+    assert "".join(each["delta"].get("content", "") for each in told if not each["index"]) == "/home/me/x"
+
+
+def test_arguments_as_an_object_hold_plain_texts_of_any_name():
+    use = {
+        "type": "tool_use",
+        "input": {"arguments": "[[path 2]]", "files": {"[[path 1]]/a": [{"partial_json": "[[path 2]]"}]}},
+    }
+    back = json.loads(passed([json.dumps({"content": [use]}).encode()], "application/json"))
+    path = VALUES["[[path 2]]"]
+    assert back["content"][0]["input"] == {
+        "arguments": path,
+        "files": {"/home/me/x/a": [{"partial_json": path}]},
+    }
+
+
+@pytest.mark.parametrize("size", [1, 3, 200])
+def test_an_answer_in_json_stays_json(size):
+    pieces = [choice({"content": piece}) for piece in cut(ARGUMENTS, size)]
+    body = passed(stream(*pieces, choice({}, reason="stop")), answers_json=True)
+    text = "".join(each["choices"][0]["delta"].get("content", "") for each in events(body))
+    whole = json.dumps({"choices": [{"message": {"content": ARGUMENTS}}]}).encode()
+    said = json.loads(passed([whole], "application/json", answers_json=True))
+    for each in (text, said["choices"][0]["message"]["content"]):
+        assert json.loads(each) == {"path": 'C:\\Users\\"me"\\a.py', "text": BACK}
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_json"),
+    [
+        ({"response_format": {"type": "json_schema"}}, True),
+        ({"response_format": {"type": "text"}}, False),
+        ({"text": {"format": {"type": "json_object"}}}, True),
+        ({"output_config": {"format": {"type": "json_schema"}}}, True),
+        ({"text": "x", "response_format": 3}, False),
+    ],
+)
+def test_which_requests_ask_for_json(fields, is_json):
+    assert answers_json(JsonBody(json.dumps(fields).encode())) is is_json
+
+
+def test_what_has_no_reference_keeps_its_bytes():
+    answer = b'{"choices": [{"message": {"content": "[[path 1]]"}, "logprobs": {"big": 1e400, "n": 1.50}}]}'
+    assert b'"logprobs":{"big": 1e400, "n": 1.50}' in passed([answer], "application/json")
