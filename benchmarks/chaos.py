@@ -43,6 +43,7 @@ import httpx
 from chaos_engines import (
     EMBEDDED,
     LLAMA,
+    MOCK,
     Engine,
     embedded_engine,
     limit_files,
@@ -101,6 +102,18 @@ async def _start_again(engine: Engine) -> None:
     await engine.until_healthy()
 
 
+async def _become_another(engine: Engine) -> None:
+    """Another model answers at its address, with texts that none of the mocks gives."""
+    engine.kill()
+    engine.start("--model", "another", "--number", "97")
+    await engine.until_healthy()
+
+
+async def _become_itself(engine: Engine) -> None:
+    engine.kill()
+    await _start_again(engine)
+
+
 async def _stop(engine: Engine) -> None:
     engine.process.send_signal(SIGSTOP)
 
@@ -128,6 +141,12 @@ async def _heal_events(engine: Engine) -> None:
 
 FAULTS = (
     Kind("kill -9 and restart", _kill, _start_again),
+    Kind(
+        "another model at the address",
+        _become_another,
+        _become_itself,
+        fits=lambda engine: engine.model == MOCK,
+    ),
     Kind("SIGSTOP and SIGCONT", _stop, _continue),
     *(Kind(how.value, partial(_spoil, how=how), _heal) for how in Spoil),
     Kind(

@@ -46,10 +46,10 @@ class Engine:
     events: EventRelay | None = None
     process: subprocess.Popen[bytes] = field(init=False)
 
-    def start(self) -> None:
-        """Starts the process; does not wait for it."""
+    def start(self, *more: str) -> None:
+        """Starts the process, with `more` flags; does not wait for it."""
         self.process = subprocess.Popen(
-            [*_OUTLIVES_FULL_FILES, *self.command, "--port", str(self.port)],
+            [*_OUTLIVES_FULL_FILES, *self.command, "--port", str(self.port), *more],
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

@@ -2,6 +2,7 @@
 
     python benchmarks/chaos_mock.py --number 2 --port 8001
 
+With `--model` it serves another model, and answers whatever it is asked for, as llama-server and SGLang do.
 It serves chats alone; `/v1/messages` and `/v1/responses` reach it as chats. A chat with `padding` gets that
 many bytes more in each chunk, for clients that read slowly.
 """
@@ -35,6 +36,11 @@ class DifferingVllm(MockVllm):
     def __init__(self, options: VllmOptions, clock: Clock, number: int, port: int) -> None:
         self._number = number
         super().__init__(options, clock, port=port)
+
+    async def _body(self, request: Request) -> dict[str, Any]:
+        if self.options.model != MODEL:
+            return json.loads(await request.body())
+        return await super()._body(request)
 
     def _serve(self, path: str, read: Callable[[dict], CachePrompt]) -> Callable:
         other = super()._serve(path, read)
@@ -105,6 +111,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--number", type=int, required=True, help="whose texts it tells")
     parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--model", default=MODEL)
     parser.add_argument("--kv-tokens", type=int, default=12_000)
     parser.add_argument("--prefill-rate", type=float, default=8000, help="tokens a second")
     parser.add_argument("--token-ms", type=float, default=40, help="from token to token")
@@ -112,7 +119,7 @@ def main() -> None:
     parser.add_argument("--event-ports", type=int, nargs=2, default=(0, 0), help="of KV events and replay")
     arguments = parser.parse_args()
     options = VllmOptions(
-        model=MODEL,
+        model=arguments.model,
         block_size=BLOCK_TOKENS,
         num_gpu_blocks=arguments.kv_tokens // BLOCK_TOKENS + 1,
         max_model_len=32_768,
