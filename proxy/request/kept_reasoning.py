@@ -27,6 +27,8 @@ from proxy.request.translate.chats import Chat, ToolCall, read_chat
 
 LIMIT_BYTES = 32 << 20
 """Reasoning that is kept, of all tenants together."""
+OVERHEAD = 300
+"""Bytes of memory that each takes beside its text, which may be one character."""
 # Fields with the thoughts of a message; a client that sends one of them keeps its reasoning itself.
 _THOUGHTS = ("reasoning_content", "reasoning")
 _DONE, _ERROR = b"[DONE]", 400
@@ -39,7 +41,7 @@ class KeptReasoning:
     recently."""
 
     def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
-        self._kept = Sources(limit_bytes)
+        self._kept = Sources(limit_bytes, OVERHEAD)
 
     async def put_back(self, body: JsonBody, tenant: str | None) -> tuple[JsonBody, Keep | None]:
         """A chat with the reasoning that its client left out, and what keeps that of its answer; None for a
