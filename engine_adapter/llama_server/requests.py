@@ -6,6 +6,7 @@ from array import array
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 from engine_adapter.body import JsonBody
 from engine_adapter.hold import Hold, RequestBody
@@ -17,6 +18,7 @@ from engine_adapter.llama_server.scheduler import SlotScheduler
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
 from engine_adapter.llama_server.session import ServerSession
 from engine_adapter.llama_server.turns import Ask
+from engine_adapter.off_loop import JSON_BYTES_PER_MS, VALUES_PER_MS, off_loop
 from engine_adapter.types import KvTarget
 
 _COMPLETIONS = "/v1/completions"
@@ -78,7 +80,9 @@ async def _hold_slot(
     is_known = prompt is not None and not any(body.get(name) for name in _OTHER_KV)
     ask = ask_of(prompt, mirror) if prompt is not None and is_known else _UNKNOWN
     if path == INFILL and not body.get("lora"):
-        ask = replace(ask_of(KvTarget(cache_salt=body.get("cache_salt")), mirror), text=_text_around(body))
+        ms = len(body.raw) / JSON_BYTES_PER_MS + body.n_values / VALUES_PER_MS
+        text = await off_loop(partial(_text_around, body), ms=ms)
+        ask = replace(ask_of(KvTarget(cache_salt=body.get("cache_salt")), mirror), text=text)
     # The server's own prompt cache serves every tenant.
     may_share = session.facts.keeps_none_itself or ask.salt is None
     wants_reuse = body.get("cache_prompt") is not False

@@ -101,6 +101,12 @@ class KeyBook:
         """The limits of each tenant that the keys name some for: those of the newest key that does."""
         return {entry.tenant: entry.limits for entry in self.entries() if entry.limits is not None}
 
+    def _limiting(self) -> frozenset[str]:
+        """The entries that tell the limits of a tenant with a key: without its mark it would have none."""
+        tenants = {key.tenant for key in self.issued()}
+        telling = {entry.tenant: entry.id for entry in self.entries() if entry.limits is not None}
+        return frozenset(entry_id for tenant, entry_id in telling.items() if tenant in tenants)
+
     def entries(self) -> list[IssuedKey]:
         """The keys and the marks, the first issued first."""
         return sorted(self._entries.values(), key=lambda entry: (entry.created, entry.id))
@@ -122,7 +128,9 @@ class KeyBook:
             (entry for entry in self._entries.values() if entry.removed),
             key=lambda entry: (entry.removed, entry.id),
         )
+        needed = self._limiting() if len(marks) > MAX_KEYS else frozenset[str]()
         for mark in marks[:-MAX_KEYS]:
-            del self._entries[mark.id]
+            if mark.id not in needed:
+                del self._entries[mark.id]
         for listener in self.listeners if self._entries != before else ():
             listener()

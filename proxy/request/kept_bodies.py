@@ -20,8 +20,9 @@ MOST_BYTES = 1 << 20
 class Sources:
     """Request id → body. Reasoning is kept in one of its own: key of the answer → reasoning."""
 
-    def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
-        self._limit = limit_bytes
+    def __init__(self, limit_bytes: int = LIMIT_BYTES, overhead: int = 0) -> None:
+        """`overhead`: bytes that each entry counts beside its own, where many are short."""
+        self._limit, self._overhead = limit_bytes, overhead
         self._shares: dict[str | None, OrderedDict[str, bytes]] = {}
         self._sizes: dict[str | None, int] = {}
         self.n_bytes = 0
@@ -32,7 +33,7 @@ class Sources:
         if len(raw) > min(MOST_BYTES, self._limit):
             return
         self._shares.setdefault(tenant, OrderedDict())[request_id] = raw
-        self._count(tenant, len(raw))
+        self._count(tenant, len(raw) + self._overhead)
         while self.n_bytes > self._limit:
             greediest = max(self._sizes, key=self._sizes.__getitem__)
             self.drop(next(iter(self._shares[greediest])), greediest)
@@ -54,7 +55,7 @@ class Sources:
         raw = share.pop(request_id, None)
         if raw is None:
             return
-        self._count(tenant, -len(raw))
+        self._count(tenant, -len(raw) - self._overhead)
         if not share:
             del self._shares[tenant], self._sizes[tenant]
 

@@ -27,8 +27,12 @@ from proxy.request.translate.chats import Chat, ToolCall, read_chat
 
 LIMIT_BYTES = 32 << 20
 """Reasoning that is kept, of all tenants together."""
+OVERHEAD = 300
+"""Bytes of memory that each takes beside its text, which may be one character."""
 # Fields with the thoughts of a message; a client that sends one of them keeps its reasoning itself.
 _THOUGHTS = ("reasoning_content", "reasoning")
+# Hashing a value takes so many times as long as looking at it.
+_WORK_OF_A_VALUE = 8
 _DONE, _ERROR = b"[DONE]", 400
 Keep = Callable[[str, list[tuple[str, str, str]], str], None]
 """Takes what an answer says: its text, its calls (id, name, arguments), its reasoning."""
@@ -39,12 +43,12 @@ class KeptReasoning:
     recently."""
 
     def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
-        self._kept = Sources(limit_bytes)
+        self._kept = Sources(limit_bytes, OVERHEAD)
 
     async def put_back(self, body: JsonBody, tenant: str | None) -> tuple[JsonBody, Keep | None]:
         """A chat with the reasoning that its client left out, and what keeps that of its answer; None for a
         chat whose answer cannot be known again."""
-        ms = len(body.raw) / JSON_BYTES_PER_MS + body.n_values / VALUES_PER_MS
+        ms = len(body.raw) / JSON_BYTES_PER_MS + _WORK_OF_A_VALUE * body.n_values / VALUES_PER_MS
         try:
             lacking, before = await off_loop(partial(_read, body), ms=ms)
         except UNREADABLE:  # whoever reads the chat next says so

@@ -43,6 +43,8 @@ from proxy.request.translate import (
 )
 from proxy.request.urgency import priority_in, priority_of
 
+# Translating a value takes so many times as long as looking at it.
+_WORK_OF_A_VALUE = 16
 # Of bodies with more bytes, each tenant's are read one at a time.
 _LONG_BYTES = 4 << 20
 
@@ -294,7 +296,8 @@ class Preparation:
         if translate is None or not is_chat or not isinstance(body, JsonBody):
             return None
         is_long = call.route.startswith(RESPONSES_PATH) and may_name_more(body)
-        ms = math.inf if is_long else len(body.raw) / JSON_BYTES_PER_MS
+        ms = len(body.raw) / JSON_BYTES_PER_MS + _WORK_OF_A_VALUE * body.n_values / VALUES_PER_MS
+        ms = math.inf if is_long else ms
         return await off_loop(lambda: translate(body, call.tenant), ms=ms)
 
     async def _ready(

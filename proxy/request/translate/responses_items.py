@@ -41,6 +41,9 @@ class Messages:
         self.all: list[Json] = [{"role": "system", "content": instructions}] if instructions else []
         self.places = [Place("instructions", "instructions")] * len(self.all)
         self._told: Json | None = None  # the assistant's message that begins with what a service did
+        # The assistant's message that is being written, and its text so far.
+        self._written: Json | None = None
+        self._pieces: list[str] = []
         # Images of tools' results, and their places: tools' messages have only text.
         self._shown: list[Json] = []
         self._shown_at: list[str] = []
@@ -52,17 +55,35 @@ class Messages:
             BadRequest: it cannot be served.
         """
         if item.get("type") not in _RESULTS:
-            self.finish()
+            self._show()
         row = RESPONSE_ITEMS.get(str(item.get("type")))
         if row is None or row.fate not in TOLD:
             self._add(item, param)
         elif row.fate is Fate.TEXT and (text := text_of(item)):
             self._told = self._turn()
-            self._told["content"] = f"{self._told['content'] or ''}\n{text}\n"
+            self._write(self._told, f"\n{text}\n")
         if len(self.places) < len(self.all):
             self.places.append(_place(item, self.all[-1].get("content"), param))
 
     def finish(self) -> None:
+        """No item follows."""
+        self._show()
+        self._end_writing()
+
+    def _write(self, turn: Json, text: str) -> None:
+        """Adds to the text of the last message, which may have thousands of pieces."""
+        if turn is not self._written:
+            self._end_writing()
+            self._written, self._pieces = turn, [turn["content"] or ""]
+        self._pieces.append(text)
+        turn["content"] = turn["content"] or text
+
+    def _end_writing(self) -> None:
+        if self._written is not None:
+            self._written["content"] = "".join(self._pieces)
+            self._written = None
+
+    def _show(self) -> None:
         """No result follows: the images of tools' results become a message of the user. The user's next item
         stays apart, so that this message is the same in the next turn."""
         if self._shown:
@@ -78,7 +99,7 @@ class Messages:
             case {"role": "assistant", "content": str() | list() as content}:
                 joins = self._told is not None and self._told is self.all[-1]
                 turn = self._turn() if joins else self._turn("content")
-                turn["content"] = (turn["content"] or "") + _said(content, f"{param}.content")
+                self._write(turn, _said(content, f"{param}.content"))
                 self._told = None
             case {
                 "type": "function_call",

@@ -5,6 +5,7 @@ import pytest
 
 from proxy.api.admin.request_bodies import MAX_KEY_MODELS
 from proxy.core.issued_keys import MAX_AGE_S, MAX_KEYS, IssuedKey, KeyBook, signed, verified
+from proxy.core.quotas import TenantLimits
 from proxy.peers.unix_bus import MAX_FRAME_BYTES
 
 
@@ -51,6 +52,16 @@ def test_only_the_newest_marks_are_kept_and_every_key():
     book.listeners.append(lambda: calls.append(1))
     book.merge([key(1, removed=True)])  # a kvpin that still has it would be told, and tell again
     assert calls == []
+
+
+def test_a_tenant_with_a_key_keeps_its_limits_however_many_keys_are_removed():
+    limits = TenantLimits(requests_per_minute=7)
+    told = msgspec.structs.replace(key(1, removed=True), tenant="limited", limits=limits)
+    own = msgspec.structs.replace(key(2), tenant="limited")
+    book = book_of(told, own, *(key(number, removed=True) for number in range(3, MAX_KEYS + 9)))
+    assert book.limits() == {"limited": limits}
+    book.merge([book.removal(own, 9e9)])
+    assert book.limits() == {}
 
 
 @pytest.mark.parametrize("now", [9e9, 0.5])

@@ -8,7 +8,7 @@ import pytest
 from engine_adapter import JsonBody
 from proxy.core.normalise import Rule
 from proxy.request.calls import Nobody
-from proxy.request.kept_reasoning import KeptReasoning, ReasoningSeen
+from proxy.request.kept_reasoning import OVERHEAD, KeptReasoning, ReasoningSeen
 from proxy.request.normalising import ChosenRules, Normalising
 from proxy.request.tenants import ApiKey, Tenants
 from proxy.request.translate import ResponseStore, translations
@@ -192,13 +192,22 @@ async def test_only_of_a_whole_answer():
 
 
 async def test_memory_is_bounded_and_what_is_used_stays():
-    kept = KeptReasoning(limit_bytes=30)
+    kept = KeptReasoning(limit_bytes=30 + 3 * OVERHEAD)
     for at in range(4):
         _, keep = await kept.put_back(body_of({"role": "user", "content": str(at)}), "red")
         keep("High.", [], "x" * 10)
         body, _ = await kept.put_back(body_of({"role": "user", "content": "0"}, SAID), "red")
         assert b"reasoning_content" in body.raw
     gone, _ = await kept.put_back(body_of({"role": "user", "content": "1"}, SAID), "red")
+    assert b"reasoning_content" not in gone.raw
+
+
+async def test_many_short_ones_do_not_fill_the_memory():
+    kept = KeptReasoning(limit_bytes=100 * OVERHEAD)
+    for at in range(200):
+        _, keep = await kept.put_back(body_of({"role": "user", "content": str(at)}), "red")
+        keep("High.", [], "x")
+    gone, _ = await kept.put_back(body_of({"role": "user", "content": "99"}, SAID), "red")
     assert b"reasoning_content" not in gone.raw
 
 

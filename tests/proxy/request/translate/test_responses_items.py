@@ -1,5 +1,7 @@
 """Items of the Responses API as messages of a chat."""
 
+from time import thread_time
+
 import pytest
 
 from proxy.errors import BadRequest
@@ -222,3 +224,13 @@ def test_listed_items_have_ids_and_parts():
     assert listed(CALL, "fc_1") == {"id": "fc_1", "status": "completed", **CALL}
     for item in (user("a"), {"role": "assistant", "content": "a"}, CALL, OUTPUT, said("a"), THOUGHT):
         assert messages_of(listed(item, "x_1")) == messages_of(item)
+
+
+def test_many_items_of_services_take_no_quadratic_time():
+    messages, started = Messages(None), thread_time()
+    for number in range(20_000):
+        messages.add({"type": "web_search_call", "query": "x" * 400}, f"input[{number}]")
+        messages.add({"role": "assistant", "content": "x" * 400}, f"input[{number}]")
+    messages.finish()
+    assert [len(each["content"]) for each in messages.all] == [20_000 * 802]
+    assert thread_time() - started < 5
