@@ -241,10 +241,11 @@ def _with_end(items: Any, text: str) -> Any:  # noqa: ANN401 - JSON
     """The conversation with a text at its end; None if none can stand there."""
     if isinstance(items, str):
         return f"{items}\n\n{text}"
-    if not isinstance(items, list) or not items:
-        return None
-    ended = with_turn_text(items[-1], text)
-    return None if ended is None else [*items[:-1], ended]
+    turns = [at for at, item in enumerate(items) if not is_system(item)] if isinstance(items, list) else []
+    ended = (
+        with_turn_text(items[turns[-1]], text) if turns else None
+    )  # a late system message may stand behind
+    return None if ended is None else [*items[: turns[-1]], ended, *items[turns[-1] + 1 :]]
 
 
 _PLACES = (
@@ -277,7 +278,9 @@ def with_text(content: Any, text: str, *, is_first: bool = False) -> Any:  # noq
         case [*parts]:
             kinds = [part.get("type") for part in parts if isinstance(part, dict)]
             is_response = any(isinstance(kind, str) and kind.startswith("input_") for kind in kinds)
-            part = {"type": "input_text" if is_response else "text", "text": text}
+            # Some templates write parts one right after the other.
+            apart = f"{text}\n\n" if is_first else f"\n\n{text}"
+            part = {"type": "input_text" if is_response else "text", "text": apart}
             # Anthropic's results of tools must stand before texts.
             return [part, *parts] if is_first and "tool_result" not in kinds else [*parts, part]
         case _:

@@ -86,6 +86,8 @@ _TELLS_TIME = re.compile(rf"\d|{_WEEKDAY}|{_MONTH}")
 _COUNTS = re.compile(
     r"\b(?:tokens?|context|usage|budget)\b[^\n]{0,60}\d[^\n]{0,20}\b(?:left|remaining|used)\b", re.IGNORECASE
 )
+# A number in a program is none that changes.
+_CODE = re.compile(r"\w\(|\$\{")
 _NUMBER = re.compile(r"\d[\d,.]*(?<=\d)")
 _GIT_LINE = re.compile(r"^\W*(?:git status|current branch)\b[^\n:]{0,20}:\s*", re.IGNORECASE)
 # Claude Code ends its system prompt with it.
@@ -190,6 +192,8 @@ def _rest(start: re.Pattern[str], *, if_it: re.Pattern[str] | None = None) -> Fi
 
 
 def _counts(line: str) -> Iterator[tuple[int, int]]:
+    if _CODE.search(line, 0, HEAD) is not None:
+        return
     if _DIGIT.search(line, 0, HEAD) is not None and _COUNTS.search(line, 0, HEAD) is not None:
         yield from (found.span() for found in _NUMBER.finditer(line, 0, HEAD))
 

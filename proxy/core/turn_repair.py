@@ -138,8 +138,18 @@ def _as_one(run: list[dict[str, Any]]) -> dict[str, Any]:
     kind = next((f"{way}_text" for way in ("input", "output") if way in kinds), "text")
     parts = list[Any]()
     for each in [text, *rest] if texts else rest:
-        parts += each if isinstance(each, list) else [{"type": kind, "text": each}]
+        more = each if isinstance(each, list) else [{"type": kind, "text": each}]
+        parts += _apart(more) if parts else more
     return {**first, "content": parts}
+
+
+def _apart(parts: list[Any]) -> list[Any]:
+    """Parts behind others, whose text some templates write right after theirs."""
+    match parts:
+        case [{"text": str(text)} as first, *rest]:
+            return [{**first, "text": f"\n\n{text}"}, *rest]
+        case _:
+            return parts
 
 
 def _without_calls(item: Any) -> Any:  # noqa: ANN401 - JSON

@@ -59,7 +59,7 @@ def test_parts_stay_parts():
     late = said("system", [{"type": "text", "text": "B"}, {"type": "text", "text": "C"}])
     fields, _ = now({"messages": [said("user", parts), late]}, ALL)
     assert fields["messages"] == [
-        said("user", [*parts, {"type": "text", "text": "<system>\nB\n\nC\n</system>"}])
+        said("user", [*parts, {"type": "text", "text": "\n\n<system>\nB\n\nC\n</system>"}])
     ]
 
 
@@ -80,7 +80,7 @@ def test_anthropics_system_prompt_takes_leading_ones():
     blocks = [{"type": "text", "text": "A", "cache_control": {"type": "ephemeral"}}]
     turns = [said("system", "B"), said("user", [{"type": "tool_result", "content": "7"}])]
     fields, _ = now({"system": blocks, "messages": turns}, ALL)
-    assert fields == {"system": [*blocks, {"type": "text", "text": "B"}], "messages": turns[1:]}
+    assert fields == {"system": [*blocks, {"type": "text", "text": "\n\nB"}], "messages": turns[1:]}
     fields, _ = now({"system": "A", "messages": turns}, ALL)
     assert fields == {"system": "A\n\nB", "messages": turns[1:]}
 
@@ -96,7 +96,7 @@ def test_responses_have_parts_of_their_own():
     assert fields["instructions"] == "A\n\nB"
     assert fields["input"][1] == {**items[2], "output": "7\n\n<system>\nD\n</system>"}
     fields, _ = now({"input": [items[1], said("developer", "D")]}, ALL)
-    assert fields["input"][0]["content"][-1] == {"type": "input_text", "text": "<system>\nD\n</system>"}
+    assert fields["input"][0]["content"][-1] == {"type": "input_text", "text": "\n\n<system>\nD\n</system>"}
 
 
 def test_without_system_messages_all_of_them_are_in_turns():

@@ -199,9 +199,9 @@ END = f"{TOLD}[[time 1]]: 1"
         ({"input": "Hi"}, "Hi\n\n" + END),
         (
             {"input": [user([{"type": "input_text", "text": "Hi"}])]},
-            {"type": "input_text", "text": END},
+            {"type": "input_text", "text": "\n\n" + END},
         ),
-        ({"messages": [user([{"type": "text", "text": "Hi"}])]}, {"type": "text", "text": END}),
+        ({"messages": [user([{"type": "text", "text": "Hi"}])]}, {"type": "text", "text": "\n\n" + END}),
         ({"input": [{"type": "function_call_output", "call_id": "c", "output": "4"}]}, "4\n\n" + END),
         ({"messages": [{"role": "tool", "tool_call_id": "c", "content": "4"}]}, "4\n\n" + END),
     ],
@@ -213,6 +213,12 @@ def test_the_end_of_each_apis_prompt(fields, end):
     if isinstance(value, list):
         value = value[-1].get("output") or value[-1]["content"]
     assert (value[-1] if isinstance(value, list) else value) == end
+
+
+def test_a_late_system_message_may_stand_behind_the_last_turn():
+    late = {"role": "system", "content": "late"}
+    made = changed({"messages": [system("Date: 1"), user("Hi"), late]}, Rule.VOLATILE_LAST)
+    assert made["messages"] == [system("Date: [[time 1]]"), user("Hi\n\n" + END), late]
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ USER, ASSISTANT = said("user", NO_CONTENT), said("assistant", NO_CONTENT)
     ("items", "turns"),
     [
         ([said("user", "A"), said("user", "B")], [said("user", "A\n\nB")]),
-        ([said("user", "A"), said("user", [text("B")])], [said("user", [text("A"), text("B")])]),
+        ([said("user", "A"), said("user", [text("B")])], [said("user", [text("A"), text("\n\nB")])]),
         (
             [said("user"), said("assistant", "A"), said("assistant", "B")],
             [said("user"), said("assistant", "A\n\nB")],
@@ -97,7 +97,7 @@ def test_items_of_responses():
     items = [said("user", parts), {"type": "reasoning", "summary": []}, call, output, said("user", "B")]
     assert now(items, name="input") == [*items[:4], ASSISTANT, items[4]]
     assert now([items[0], items[4]], name="input") == [
-        said("user", [*parts, {"type": "input_text", "text": "B"}])
+        said("user", [*parts, {"type": "input_text", "text": "\n\nB"}])
     ]
     # Its call may stand in a stored response.
     assert now([output], name="input") == [output]
