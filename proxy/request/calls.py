@@ -223,12 +223,13 @@ class Reply:
     """
 
     __slots__ = (
-        "_ahead", "_client", "_is_over", "_tail", "before", "complete", "completed", "dialect", "events",
-        "has_written", "is_events", "on_begin", "on_end", "on_start", "recorded", "started", "status",
-        "waits",
+        "_ahead", "_client", "_is_over", "_reads_ahead", "_tail", "before", "complete", "completed",
+        "dialect", "events", "has_written", "is_events", "on_begin", "on_end", "on_start", "recorded",
+        "started", "status", "waits",
     )  # fmt: skip
 
-    def __init__(self, client: Client, dialect: Dialect = OPENAI) -> None:
+    def __init__(self, client: Client, dialect: Dialect = OPENAI, *, reads_ahead: bool = True) -> None:
+        """`reads_ahead`: bytes may wait for the client. False where `drain` is what sends them."""
         self._client = client
         self.dialect = dialect
         self.before: Callable[[], Awaitable[None]] | None = None
@@ -240,7 +241,7 @@ class Reply:
         self.complete = self.recorded = self.is_events = self.waits = False
         self.completed: float | None = None
         self.events = 0
-        self._ahead = 0  # bytes written since the client's socket was full
+        self._reads_ahead, self._ahead = reads_ahead, 0  # bytes written since the client's socket was full
         self._tail = b"\n"  # the last bytes of the body
 
     def through(self, wrap: Callable[[Client], Client]) -> None:
@@ -275,12 +276,14 @@ class Reply:
             self._ahead = 0
             return
         self._ahead += len(chunk)
-        if self._ahead > READ_AHEAD:
+        if self._ahead > READ_AHEAD or not self._reads_ahead:
             await self._drain()
 
     async def finish(self, chunk: bytes = b"") -> None:
         """Sends the last body bytes."""
         self.end(chunk)
+        if not self._reads_ahead and self._client.is_full:
+            await self._drain()
 
     def end(self, chunk: bytes = b"") -> None:
         """Ends the answer without waiting for the client. An answer that has ended stays as it is."""

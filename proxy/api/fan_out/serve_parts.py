@@ -195,7 +195,7 @@ async def _serve_part(
         body=part.body,
     )
     with admitted:
-        await flow.serve(own, Reply(client), admitted)
+        await flow.serve(own, Reply(client, reads_ahead=False), admitted)
     client.check()
 
 
