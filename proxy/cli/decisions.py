@@ -31,7 +31,7 @@ _MEANINGS = "others: requests after it wait; later: its next turns wait; regret:
 _OF_PAIRS = "transfer: KV moves; stall: streams and requests that its prefill delays"
 
 # A file has room for all columns of a request.
-_LINE_WIDTH = 200
+_LINE_WIDTH = 280
 
 
 def predicted(request: dict[str, Any]) -> str | None:

@@ -7,7 +7,7 @@ from tests.live.llama_world import llama_world
 pytestmark = pytest.mark.live
 
 _CALLS = (
-    "{% for c in m.tool_calls or [] %}{% for k, v in c.function.arguments.items() %}{{ k }}{% endfor %}"
+    "{% for c in m.tool_calls or [] %}{% for k, v in c.function.arguments.items() %}{{ k }}{{ v }}{% endfor %}"
     "{% endfor %}"
 )
 TEMPLATE = (
