@@ -66,7 +66,7 @@ RULES = (
         "tests/test_packaging.py::test_a_wheel_made_from_the_sdist_is_the_same",
     ),
     Rule(r"docker run \S.* kvpin serve .*", READ, _HERE + "test_kvpin_reads_it"),
-    Rule(r"scripts/(test-|with-|format|vendor-).*", READ, _HERE + "test_bash_reads_it"),
+    Rule(r"scripts/(test-|with-|format|vendor-|agents).*", READ, _HERE + "test_bash_reads_it"),
     Rule(r"llama-server .*", READ, _HERE + "test_llama_server_reads_it"),
     Rule(r"helm install .*", READ, _HERE + "test_helm_renders_it"),
     Rule(
@@ -82,6 +82,9 @@ RULES = (
         "needs a GPU",
     ),
     Rule(r"pip install torch .*", NOT_RUN, "installs gigabytes; scripts/install does the same"),
+    Rule(
+        r"python benchmarks/new_directory\.py .*", NOT_RUN, "needs real agents; scripts/agents installs them"
+    ),
     Rule(r"mkdir -p /dev/shm/kv", NOT_RUN, "makes a directory outside the checkout"),
     Rule(r"printf .* \| sha256sum", RUN, _HERE + "test_the_hash_of_a_key"),
     Rule(r"curl -N .*/admin/v1/events", RUN, _HERE + "test_curl_watches_events"),

@@ -28,6 +28,7 @@ EXAMPLES = {
     "flush": "kvpin flush --messages-file chat.json",
     "route": "kvpin route --messages-file chat.json",
     "requests": "kvpin requests --limit 5",
+    "usage": "kvpin usage",
     "engines": "kvpin engines",
     "engines list": "kvpin engines list",
     "engines add": "kvpin engines add vllm=http://gpu-3:8000,id=third",

@@ -15,6 +15,7 @@ from engine_adapter import Capability
 from engine_adapter.prompt.message_shapes import Shape
 from engine_adapter.types import TRANSLATED_ROUTES
 from tests.fakes import (
+    ANSWER,
     ASK,
     CHAT,
     INFO,
@@ -39,7 +40,8 @@ def world(tokenizer_dir):
 
         async def script(exchange):
             engine.seen.clear()
-            await answer(exchange)
+            is_stream = b'"stream":true' in exchange.body.replace(b" ", b"")
+            await (answer(exchange) if is_stream else exchange.send(ANSWER))
 
         engine = FakeEngine(script=script)
         runner.run(engine.__aenter__())

@@ -212,7 +212,7 @@ class TestPassingOn:
         engine = SocketEngine()
         async with kvpin(engine) as proxy:
             reader, writer = await connect_to(proxy)
-            head = b"GET /v1/realtime HTTP/1.1\r\nhost: x\r\nconnection: keep-alive, Upgrade\r\n"
+            head = b"GET /v1/realtime HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: keep-alive, Upgrade\r\n"
             upgrade = b"upgrade: websocket\r\nsec-websocket-version: 13\r\n"
             key = b"sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
             writer.write(head + upgrade + key + b"\x81\x82\x00\x00\x00\x00hi")
