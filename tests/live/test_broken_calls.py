@@ -7,7 +7,8 @@ from tests.live.llama_world import llama_world
 pytestmark = pytest.mark.live
 
 _CALLS = (
-    "{% for c in m.tool_calls or [] %}{% for k, v in c.function.arguments.items() %}{{ k }}{{ v }}{% endfor %}"
+    "{% for c in m.tool_calls or [] %}"
+    "{% for k, v in c.function.arguments.items() %}{{ k }}{{ v }}{% endfor %}"
     "{% endfor %}"
 )
 TEMPLATE = (
