@@ -38,7 +38,7 @@ from urllib.parse import urlsplit
 import httpx
 from harness import ROOT, engine, free_port, kvpin, llama_server, made_model
 from new_directory import AGENTS as CHAT_AGENTS
-from new_directory import HOME, Agent
+from new_directory import HOME, Agent, settle
 
 sys.path.insert(0, str(ROOT))
 from scripts.make_gguf import gguf_path
@@ -396,37 +396,14 @@ class Outcome:
 
 def work(agent: Agent, notes: Notes, script: Script, calls: int, root: Path) -> Outcome:
     """Runs an agent once: `calls` tool calls, then an answer."""
-    home, directory = root / "home", root / "work"
-    for path in (home, directory):
-        path.mkdir(parents=True)
-    (directory / "tides.py").write_text("print('tides')\n")
-    filled = {
-        "{url}": f"{notes.url}/v1",
-        "{base}": notes.url,
-        "{home}": str(home),
-        "{work}": str(directory),
-        "{say}": SAY,
-    }
-
-    def fill(text: str) -> str:
-        for mark, value in filled.items():
-            text = text.replace(mark, value)
-        return text
-
-    for path, text in agent.files.items():
-        (home / path).parent.mkdir(parents=True, exist_ok=True)
-        (home / path).write_text(fill(text))
-    env = {
-        "HOME": str(home),
-        "PATH": f"{HOME / 'kimi/node_modules/.bin'}:{os.environ['PATH']}",  # Kimi Code needs node 24
-        "TERM": "dumb",
-        **{key: fill(value) for key, value in agent.env.items()},
-    }
+    directory = root / "work"
+    marks = {"{url}": f"{notes.url}/v1", "{base}": notes.url, "{say}": SAY}
+    agent, env = settle(agent, root / "home", directory, marks)
     script.begin(calls)
     notes.requests = []
     if agent.before:
-        _run([fill(each) for each in agent.before], directory, env)
-    returned, printed = _run([fill(each) for each in agent.command], directory, env)
+        _run(agent.before, directory, env)
+    returned, printed = _run(agent.command, directory, env)
     return Outcome(notes.requests, script.turns, printed, returned)
 
 

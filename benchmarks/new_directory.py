@@ -26,7 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -169,12 +169,13 @@ def prompts_of(agent: Agent, root: Path) -> list[dict[str, Any]]:
     ]
 
 
-def _prompt_in(work: Path, agent: Agent, home: Path) -> dict[str, Any]:
-    work.mkdir(parents=True)
+def settle(agent: Agent, home: Path, work: Path, marks: Mapping[str, str]) -> tuple[Agent, dict[str, str]]:
+    """Makes an agent's home, and the directory in which it works. Returns the agent with its words filled in,
+    `marks` among them, and its environment."""
+    for path in (home, work):
+        path.mkdir(parents=True, exist_ok=True)
     (work / "tides.py").write_text("print('tides')\n")
-    server = _Server()
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    filled = {"{url}": f"http://127.0.0.1:{server.server_port}/v1", "{home}": str(home), "{say}": SAY}
+    filled = {"{home}": str(home), "{work}": str(work), "{say}": SAY, **marks}
 
     def fill(text: str) -> str:
         for mark, value in filled.items():
@@ -184,16 +185,23 @@ def _prompt_in(work: Path, agent: Agent, home: Path) -> dict[str, Any]:
     for path, text in agent.files.items():
         (home / path).parent.mkdir(parents=True, exist_ok=True)
         (home / path).write_text(fill(text))
-    home.mkdir(exist_ok=True)
     env = {
         "HOME": str(home),
         "PATH": f"{HOME / 'kimi/node_modules/.bin'}:{os.environ['PATH']}",  # Kimi Code needs node 24
         "TERM": "dumb",
         **{key: fill(value) for key, value in agent.env.items()},
     }
+    before, command = [fill(each) for each in agent.before], [fill(each) for each in agent.command]
+    return replace(agent, before=before, command=command), env
+
+
+def _prompt_in(work: Path, agent: Agent, home: Path) -> dict[str, Any]:
+    server = _Server()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    agent, env = settle(agent, home, work, {"{url}": f"http://127.0.0.1:{server.server_port}/v1"})
     if agent.before:
-        _run([fill(each) for each in agent.before], work, env, lambda: False)
-    _run([fill(each) for each in agent.command], work, env, lambda: _first(server.bodies) is not None)
+        _run(agent.before, work, env, lambda: False)
+    _run(agent.command, work, env, lambda: _first(server.bodies) is not None)
     server.shutdown()
     if (first := _first(server.bodies)) is None:
         raise RuntimeError(f"sent no chat; {len(server.bodies)} requests came")
