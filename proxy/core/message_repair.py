@@ -46,8 +46,8 @@ def repaired(fields: Fields, repairs: Iterable[Repair]) -> tuple[dict[str, Any],
 
 
 _MARKS: Mapping[Repair, tuple[bytes, ...]] = {  # one of these is in each body that needs the repair
-    Repair.CALL_AS_TEXT: (b'"tool_calls"', b'"tool_use"', b'"function_call"'),
-    Repair.RESULT_IN_TURN: (b'"tool"', b'"tool_result"', b'"function_call_output"'),
+    Repair.CALL_AS_TEXT: (b'"tool_calls"', b'"tool_use"', b'_call"'),
+    Repair.RESULT_IN_TURN: (b'"tool"', b'"tool_result"', b'_call_output"'),
     Repair.NULL_AS_EMPTY: (b'"tool_calls"',),
     Repair.TURNS_ALTERNATE: (b"",),
 }

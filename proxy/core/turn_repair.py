@@ -166,8 +166,10 @@ def _without_calls(item: Any) -> Any:  # noqa: ANN401 - JSON
             _type_of(each) == "tool_use" for each in blocks
         ):
             return {**item, "content": [_use_as_text(block) for block in blocks]}
-        case {"type": "function_call", "name": name, "arguments": arguments}:
-            return {"role": "assistant", "content": _called(name, arguments)}
+        case {"type": "function_call", "name": name, "arguments": asked} | {
+            "type": "custom_tool_call", "name": name, "input": asked
+        }:  # fmt: skip
+            return {"role": "assistant", "content": _called(name, asked)}
         case _:
             return item
 
@@ -201,7 +203,7 @@ def _calls_of(item: Any) -> Iterator[str]:  # noqa: ANN401 - JSON
             ids = [call.get("id") for call in calls if isinstance(call, dict)]
         case {"role": "assistant", "content": [*blocks]}:
             ids = [block.get("id") for block in blocks if _type_of(block) == "tool_use"]
-        case {"type": "function_call", "call_id": call}:
+        case {"type": "function_call" | "custom_tool_call", "call_id": call}:
             ids = [call]
         case _:
             ids = []
@@ -218,9 +220,11 @@ def _with_lone_results_as_text(item: Any, known: set[str], *, has_turn: bool) ->
             texts = [_as_text(block) if _is_lone(block, known) else block for block in blocks]
             # Results stand before texts, for the API's sake.
             return {**item, "content": sorted(texts, key=lambda block: _type_of(block) != "tool_result")}
-        case {"type": "function_call_output", "call_id": str(call), "output": output} if (
-            call not in known and (text := text_of(output)) is not None
-        ):
+        case {
+            "type": "function_call_output" | "custom_tool_call_output",
+            "call_id": str(call),
+            "output": output,
+        } if call not in known and (text := text_of(output)) is not None:
             return {"role": "user", "content": _marked(text)} if has_turn else item
         case _:
             return item

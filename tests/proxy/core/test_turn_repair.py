@@ -131,6 +131,12 @@ def test_calls_are_text_where_the_template_has_no_tools():
     ]
     asked = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
     output = {"type": "function_call_output", "call_id": "1", "output": "7"}
+    custom = {"type": "custom_tool_call", "call_id": "1", "name": "f", "input": "{}"}
+    given = {"type": "custom_tool_call_output", "call_id": "1", "output": "7"}
+    assert now([said("user"), custom, given], *every, name="input") == now(
+        [said("user"), asked, output], *every, name="input"
+    )
+    assert now([said("user"), custom, given], name="input") == [said("user"), custom, given]
     assert now([said("user"), asked, output], *every, name="input") == [
         said("user"),
         said("assistant", call),
@@ -151,7 +157,12 @@ def test_other_forms_stay():
 
 @pytest.mark.parametrize(
     ("repair", "raw"),
-    [(Repair.RESULT_IN_TURN, b'"tool_result"'), (Repair.NULL_AS_EMPTY, b'"tool_calls"')],
+    [
+        (Repair.CALL_AS_TEXT, b'"custom_tool_call"'),
+        (Repair.RESULT_IN_TURN, b'"custom_tool_call_output"'),
+        (Repair.RESULT_IN_TURN, b'"tool_result"'),
+        (Repair.NULL_AS_EMPTY, b'"tool_calls"'),
+    ],
 )
 def test_bodies_without_tools_are_not_decoded(repair, raw):
     assert not may_need(b'{"messages":[{"role":"user"}]}', {repair})
