@@ -1,45 +1,28 @@
-"""The read path: carries out what a request's state machine commands, and reports the outcome to it.
+"""The read path: `Flow._live` takes a request from step to step, to the end of its life.
 
-    Prepare   request → parse → render + tokenise → block chain
-    Place     index.match → cost of each engine → the cheapest; wait for a turn if all are busy
-    Run       lease → gather → hold → forward → audit → release      (proxy/steps/attempt.py)
-    End       the client knows how it ended
+    prepare   request → parse → render + tokenise → block chain
+    place     index.match → cost of each engine → the cheapest; wait for a turn if all are busy
+    run       lease → gather → hold → forward → audit → release      (proxy/steps/attempt.py)
+    end       the client knows how it ended
 
-`core/life/` decides the order: which failed attempt is repeated on another engine, and how long each state
-may last. kvpin's own requests take the same path: warming, and prompts that several choices share.
-KV on a lower tier is restored by the engine or by its adapter's `hold`; the placement's cost includes that
-time.
+`core/life/` decides which failed attempt is repeated on another engine, and how long each phase may last.
+kvpin's own requests take the same path: warming, and prompts that several choices share. KV on a lower tier
+is restored by the engine or by its adapter's `hold`; the placement's cost includes that time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Container, Coroutine, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from msgspec.structs import replace
 
 from engine_adapter import Capability, EngineLate, EngineLost, JsonBody, NotSupported
-from proxy.core.life import (
-    Answered,
-    BlameEngine,
-    Cause,
-    End,
-    Event,
-    Life,
-    NoneLeft,
-    Place,
-    Placed,
-    Prepare,
-    Prepared,
-    Rules,
-    Run,
-)
-from proxy.core.life.states import Step
+from proxy.core.life import Cause, Rules
 from proxy.core.placement.decision import Candidate, Placement
 from proxy.core.placement.scores import TIE_S
 from proxy.core.retry_budget import RetryBudget
@@ -47,7 +30,6 @@ from proxy.errors import ModelRefused, Overloaded, TimeLimit, TooLong
 from proxy.fleet.engine import TOKENS_PER_BLOCK
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
-from proxy.request.alarm import Alarm
 from proxy.request.answer_headers import pairs
 from proxy.request.cache_usage import WritesCounted, names_the_cache
 from proxy.request.calls import Call, Reply
@@ -64,7 +46,7 @@ from proxy.request.urgency import deadline_of, priority_of, prompt_tokens_of, to
 from proxy.request.values_back import ValuesBack, answers_json
 from proxy.steps.attempt import Attempts
 from proxy.steps.preparation import Preparation, Ready
-from proxy.steps.serving import Serving, cause_for
+from proxy.steps.request import Request
 
 # Status of a request whose client left, as in nginx.
 CLIENT_LEFT = 499
@@ -129,7 +111,7 @@ class Flow:
         self.budget.requested()
         try:
             self._keep_for_diagnosis(call, record, reply)
-            await self._live(self._serving(call, reply, record, admitted), Prepare())
+            await self._live(Request(call, reply, record, admitted, self.rules, self.budget))
         except ANSWERED as error:
             record.status, record.error = status_of(error), str(error)
             if isinstance(error, ModelRefused):
@@ -159,97 +141,76 @@ class Flow:
         Raises:
             ProxyError, EngineError: the request failed before the answer began.
         """
-        serving = self._serving(ready.call, reply, record, admitted)
-        serving.is_ready(ready)
-        (step,) = serving.life.take(time.monotonic(), Prepared())
-        assert isinstance(step, Place)  # noqa: S101 - what follows Prepared
-        await self._live(serving, step)
-
-    def _serving(self, call: Call, reply: Reply, record: RequestRecord, admitted: Admission) -> Serving:
-        life = Life(self.rules, self.budget, _arrived(record, admitted), time.monotonic())
-        return Serving(call, reply, record, life, Alarm(life), admitted)
+        request = Request(ready.call, reply, record, admitted, self.rules, self.budget)
+        request.is_ready(ready)
+        request.prepared()
+        await self._live(request)
 
     # --- The life -------------------------------------------------------------------------------------
 
-    async def _live(self, serving: Serving, step: Step) -> None:
-        """Carries out `step`, and those that follow, to the end of the request's life."""
-        serving.alarm.set()
-        event: Event | None = None
-        error = None
+    async def _live(self, request: Request) -> None:
+        """Takes a request from step to step, to the end of its life."""
+        request.watch()
         try:
-            while not isinstance(step, End):
+            while request.cause is None:
                 try:
-                    event = await self._do(serving, step)
+                    if request.ready is None:
+                        await self._prepare(request)
+                    elif await self._place(request):
+                        await self.attempts.run(request)
+                    else:
+                        self.attempts.blame(request, request.none_left())
                 except asyncio.CancelledError:
-                    if (event := self._interrupted(serving)) is None:
+                    if (interrupt := request.interrupted()) is None:  # somebody else than its timer did it
                         raise
+                    self._late(request, interrupt)
                 except ANSWERED as failure:
-                    event = self._failed(serving, failure)
-                step = self._take(serving, event)
-            if (error := _error_of(step, serving, self.fleet)) is None:
-                return
-            reply = serving.reply
-            if not (reply.is_events or reply.has_written):
-                if serving.ready is not None and serving.ready.translation is not None:
-                    serving.ready.translation.wording.reword(error)
-                raise error
-            serving.record.status, serving.record.error = reply.status, str(error)
-            reply.break_off(error, serving.call.answer_id)
+                    self._failed(request, failure)
+            self._tell(request)
         except asyncio.CancelledError as cancelled:
-            why = Cause.ANSWERED if serving.reply.complete else _why(cancelled)
-            serving.life.ended(time.monotonic(), why)
+            request.ended(Cause.ANSWERED if request.reply.complete else _why(cancelled))
             raise
         finally:
-            self._close(serving)
+            self._close(request)
+
+    def _tell(self, request: Request) -> None:
+        """Tells the client why it has no whole answer, if it has none: raises the error while the client has
+        nothing, and breaks its stream off if it has."""
+        if (error := self._error_of(request)) is None:
+            return
+        reply, ready = request.reply, request.ready
+        try:
+            if not (reply.is_events or reply.has_written):
+                if ready is not None and ready.translation is not None:
+                    ready.translation.wording.reword(error)
+                raise error
+            request.record.status, request.record.error = reply.status, str(error)
+            reply.break_off(error, request.call.answer_id)
+        finally:
             # A traceback holds this frame: the body would stay until garbage collection.
-            del step, event, error
+            del error, ready
 
-    def _do(self, serving: Serving, step: Prepare | Place | Run) -> Coroutine[Any, Any, Event]:
-        """Carries a step out; gives the outcome as an event."""
-        if isinstance(step, Prepare):
-            return self._prepare(serving)
-        if isinstance(step, Place):
-            return self._place(serving, step)
-        return self.attempts.run(serving, step.turn)
-
-    def _interrupted(self, serving: Serving) -> Event | None:
-        """The outcome of a step that was cancelled; None if somebody else than the request's alarm did it."""
-        if (cause := serving.alarm.interrupted()) is None:
-            return None
-        if serving.reply.complete:  # the engine does not end it, or its client does not read the rest
-            serving.reply.end()
-            serving.record.status = serving.reply.status
-            return Answered()
-        return serving.failure(cause, self._late(cause, serving))
-
-    def _failed(self, serving: Serving, error: Exception) -> Event:
-        """The outcome of a step that raised an error."""
+    def _failed(self, request: Request, error: Exception) -> None:
+        """A step raised an error: another engine is tried, or it is the end."""
         # The error of a step that was interrupted may take the interruption's place, or the client's.
-        cause = serving.alarm.interrupted()
-        if cause is None and serving.alarm.is_cancelled:
+        cause = request.interrupted()
+        if cause is None and request.is_cancelled:
             raise asyncio.CancelledError from error
-        return serving.failure(cause or cause_for(error, serving), error)
+        self.attempts.blame(request, request.fails(cause or request.cause_for(error), error))
 
-    def _take(self, serving: Serving, event: Event) -> Step:
-        """Lets the machine take an event; returns the next step."""
-        *before, step = serving.life.take(time.monotonic(), event)
-        for command in before:
-            if isinstance(command, BlameEngine):
-                self.attempts.blame(serving, command.attempt)
-        assert isinstance(step, Step)  # noqa: S101 - the machine's last command is the next step
-        return step
+    def _late(self, request: Request, cause: Cause) -> None:
+        """A step took too long: another engine is tried, or it is the end."""
+        reply = request.reply
+        if reply.complete:  # the engine does not end it, or its client does not read the rest
+            reply.end()
+            request.record.status = reply.status
+            request.answered()
+        else:
+            self.attempts.blame(request, request.fails(cause, self._too_late(request, cause)))
 
-    def _close(self, serving: Serving) -> None:
-        """Frees what the request holds, however it ended."""
-        serving.alarm.stop()
-        if serving.kept:
-            self.attempts.room.give_back(serving.kept)
-        serving.record.cause = serving.life.ended(time.monotonic())
-        serving.first = serving.ready = None
-
-    def _late(self, cause: Cause, serving: Serving) -> Exception:
+    def _too_late(self, request: Request, cause: Cause) -> Exception:
         """The error of a step that took too long."""
-        rules, reply = self.rules, serving.reply
+        rules, reply = self.rules, request.reply
         first_byte = f"{rules.first_byte_s:g} s (timeouts.first_byte_s)"
         match cause:
             case Cause.ENGINE_LATE:
@@ -264,40 +225,61 @@ class Flow:
                 text = f"the engine had no room for the request within {first_byte}"
                 return Overloaded(text, retry_after_s=1)
             case _:
-                lasted_s = time.monotonic() - _arrived(serving.record, serving.admitted)
-                if rules.total_s is not None and lasted_s >= rules.total_s:
+                if rules.total_s is not None and time.monotonic() - request.arrived >= rules.total_s:
                     return longer_than_total(rules.total_s)
                 return TimeLimit(
                     f"the request reached no engine within {rules.placed_s:g} s "
                     "(timeouts.first_byte_s + limits.queue_s)"
                 )
 
+    def _error_of(self, request: Request) -> Exception | None:
+        """The error that the client gets; None if it has its answer."""
+        cause, error = request.cause, request.error
+        if cause is None or cause is Cause.ANSWERED or (cause is Cause.ENGINE_REJECTED and error is None):
+            return None
+        if request.attempts and cause.elsewhere and not request.reply.started:
+            return final_error([each.error for each in request.attempts])
+        if error is None:
+            ready = request.ready
+            return self.fleet.none_ready(*((None, None) if ready is None else (ready.pool, ready.lora)))
+        return error
+
+    def _close(self, request: Request) -> None:
+        """Frees what the request holds, however it ended."""
+        request.stop()
+        if request.kept:
+            self.attempts.room.give_back(request.kept)
+        request.record.cause = request.ended()
+        request.first = request.ready = request.error = None
+        request.attempts = ()  # their errors hold frames, which hold the request
+
     # --- Prepare --------------------------------------------------------------------------------------
 
-    async def _prepare(self, serving: Serving) -> Event:
-        record, reply = serving.record, serving.reply
+    async def _prepare(self, request: Request) -> None:
+        record, reply = request.record, request.reply
         try:
-            ready = await self.prepare(serving.call)
+            ready = await self.prepare(request.call)
         except TooLong as error:
-            serving.admitted.spend_prompt(error.tokens)
+            request.admitted.spend_prompt(error.tokens)
             raise
         if isinstance(ready.asked, JsonBody):
             record.normalised = list(ready.rules)
             self.requests.keep_source(record, ready.asked.raw)  # later requests are compared with this prompt
             ready = replace(ready, asked=None)
-        serving.is_ready(ready)
+        request.is_ready(ready)
         record.prepared = time.monotonic()
         call = ready.call
         record.prompt, record.chain = ready.prompt, ready.chain
         record.changed = list(call.changed)
         record.served_as, record.lora = ready.pool.model, ready.lora
-        serving.admitted.spend_prompt(prompt_tokens_of(call, record.n_tokens))
+        request.admitted.spend_prompt(prompt_tokens_of(call, record.n_tokens))
         if (translation := ready.translation) is not None:
             if translation.source is not None:  # with the items that the body only names
                 self.requests.keep_source(record, translation.source.raw)
             if translation.counts:
                 await _answer_count(ready, translation, reply, record)
-                return Answered()
+                request.answered()
+                return
             _put_values_back(ready, reply)  # a response repeats its instructions and tools
             reply.through(lambda client: Translated(client, translation))
         elif call.socket is None:
@@ -307,7 +289,7 @@ class Flow:
         if (keep := ready.keep) is not None:
             reply.through(lambda client: ReasoningSeen(client, keep))
         _put_values_back(ready, reply)
-        return Prepared(can_repeat=call.body is None or isinstance(call.body, JsonBody))
+        request.prepared(can_repeat=call.body is None or isinstance(call.body, JsonBody))
 
     async def prepare(self, call: Call) -> Ready:
         """Reads a request as far as placement needs it: pool, prompt, block chain.
@@ -348,37 +330,40 @@ class Flow:
 
     # --- Place ----------------------------------------------------------------------------------------
 
-    async def _place(self, serving: Serving, step: Place) -> Event:
-        """Chooses the engine to try next. Waits where all engines are too busy.
+    async def _place(self, request: Request) -> bool:
+        """Chooses the engine to try next. Waits where all engines are too busy. Returns False if no engine is
+        left.
 
         Raises:
             Overloaded: that takes too long.
         """
-        placement = await self._placement(serving, step)
+        placement = await self._placement(request)
         if placement is None:
-            return NoneLeft()
-        record, engine = serving.record, placement.engine
-        record.placement = serving.placement = placement
+            return False
+        record, engine = request.record, placement.engine
+        record.placement = request.placement = placement
         record.attempts.append(engine)
         self.placed(record, placement)
-        return Placed(engine)
+        request.placed(engine)
+        return True
 
-    async def _placement(self, serving: Serving, step: Place) -> Placement | None:
+    async def _placement(self, request: Request) -> Placement | None:
         """The engine to try next; None if there is none. The request gets the prompt that it makes."""
-        ready, candidates = await self._candidates(serving, step)
+        ready, candidates = await self._candidates(request)
         if not candidates:
             return None
         placement = self.choose(ready, candidates)
-        if step.waits and ready.pool.must_queue(placement, ready.needs):
-            await self._in_turn(ready, serving.record)
-            ready, candidates = await self._candidates(serving, step)  # engines hold other KV by now
+        # A retry does not wait again.
+        if not request.attempts and ready.pool.must_queue(placement, ready.needs):
+            await self._in_turn(ready, request.record)
+            ready, candidates = await self._candidates(request)  # engines hold other KV by now
             if not candidates:
                 return None
             placement = self.choose(ready, candidates)
         if ready.others:
             ready = ready.for_engine(ready.pool.engines[placement.engine])
-            serving.record.prompt, serving.record.chain = ready.prompt, ready.chain
-        serving.ready, serving.n_candidates = ready, len(candidates)
+            request.record.prompt, request.record.chain = ready.prompt, ready.chain
+        request.ready, request.n_candidates = ready, len(candidates)
         return placement
 
     def choose(self, ready: Ready, candidates: Sequence[Candidate]) -> Placement:
@@ -413,32 +398,32 @@ class Flow:
             found += self.candidates(each, without)
         return found
 
-    async def _candidates(self, serving: Serving, step: Place) -> tuple[Ready, list[Candidate]]:
+    async def _candidates(self, request: Request) -> tuple[Ready, list[Candidate]]:
         """The request, with the prompts that its engines make now, and those to try next. If no engine takes
         requests yet, waits for one up to `wait_s`."""
-        ready = await self._renewed(serving)
-        found = self.candidates(ready, without=step.without)
-        if not found and not step.without and ready.pool.is_coming_back:
+        ready = await self._renewed(request)
+        found = self.candidates(ready, without=request.tried)
+        if not found and not request.attempts and ready.pool.is_coming_back:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self.wait_s):
                     while not found:
                         await self.fleet.until_ready()
-                        ready = await self._renewed(serving)
+                        ready = await self._renewed(request)
                         found = self.candidates(ready)
         return ready, found
 
-    async def _renewed(self, serving: Serving) -> Ready:
+    async def _renewed(self, request: Request) -> Ready:
         """The request, with a prompt for each builder that its pool has now. A stream goes on only on engines
         that make the same tokens as the one that began it."""
-        if serving.told is not None:
-            assert serving.ready is not None  # noqa: S101 - it was prepared
-            return serving.ready
-        ready = serving.first
+        if request.told is not None:
+            assert request.ready is not None  # noqa: S101 - it was prepared
+            return request.ready
+        ready = request.first
         assert ready is not None  # noqa: S101 - likewise
         while ready.renderings not in (None, ready.pool.renderings) and ready.is_stale:
             ready = await self.preparation.prepare_again(ready)
-            serving.is_ready(ready)
-            serving.record.prompt, serving.record.chain = ready.prompt, ready.chain
+            request.is_ready(ready)
+            request.record.prompt, request.record.chain = ready.prompt, ready.chain
         return ready
 
     async def _in_turn(self, ready: Ready, record: RequestRecord) -> None:
@@ -473,27 +458,10 @@ def longer_than_total(total_s: float) -> TimeLimit:
     return TimeLimit(f"the request took longer than {total_s:g} s, kvpin's limit (timeouts.total_s)")
 
 
-def _arrived(record: RequestRecord, admitted: Admission) -> float:
-    """When the request's head came, or that of the whole of which it is a part."""
-    return record.arrived if admitted.since is None else admitted.since
-
-
 def _why(cancelled: asyncio.CancelledError) -> Cause:
     """The cause given by the caller that cancelled the request's task."""
     why = cancelled.args[0] if cancelled.args else None
     return why if isinstance(why, Cause) else Cause.CLIENT_LEFT
-
-
-def _error_of(end: End, serving: Serving, fleet: Fleet) -> Exception | None:
-    """The error that the client gets; None if it has its answer."""
-    if end.cause is Cause.ANSWERED or (end.cause is Cause.ENGINE_REJECTED and end.error is None):
-        return None
-    if end.attempts and end.cause.elsewhere and not serving.reply.started:
-        return final_error([each.error for each in end.attempts])
-    if end.error is None:
-        ready = serving.ready
-        return fleet.none_ready(None, None) if ready is None else fleet.none_ready(ready.pool, ready.lora)
-    return end.error
 
 
 def _put_values_back(ready: Ready, reply: Reply) -> None:

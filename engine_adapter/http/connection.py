@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import select
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Protocol, Self, cast
 
 import httptools
@@ -54,8 +54,8 @@ class IncomingResponse:
     """
 
     __slots__ = (
-        "_connection", "_has_body", "_may_switch", "_pairs", "_parts", "_waiter", "failure", "headers",
-        "is_complete", "keeps_connection", "overran", "received", "status", "waiting_bytes",
+        "_connection", "_has_body", "_may_switch", "_pairs", "_parts", "_pass_on", "_waiter", "failure",
+        "headers", "is_complete", "keeps_connection", "overran", "received", "status", "waiting_bytes",
     )  # fmt: skip
 
     def __init__(self, connection: Connection, *, has_body: bool, may_switch: bool) -> None:
@@ -68,6 +68,7 @@ class IncomingResponse:
         self._parts: list[bytes] = []
         self.waiting_bytes = 0
         self._waiter: asyncio.Future[None] | None = None
+        self._pass_on: Callable[[bytes], bool] | None = None
         self.status = 0  # until the head is there
         self.headers = _NO_HEADERS
         self.received = 0
@@ -90,10 +91,30 @@ class IncomingResponse:
             if self.is_complete:
                 return b""
             await self._more()
-        parts, self._parts, self.waiting_bytes = self._parts, [], 0
-        if self._connection is not None and self._connection.is_paused:
-            self._connection.resume_reading()
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        return self._taken()
+
+    async def relay(self, pass_on: Callable[[bytes], bool]) -> bool:
+        """Gives the rest of the body to `pass_on`, each piece in the callback that reads it: no task wakes.
+
+        `pass_on` returns False if it takes no more for now: then `relay` returns False. Returns True at the
+        end. Raises EngineUnavailable if the engine went away, and what `pass_on` raises.
+        """
+        while True:
+            while self._parts:
+                if not pass_on(self._taken()):
+                    return False
+            if self.is_complete:
+                return True
+            more, self._pass_on = self._more(), pass_on
+            try:
+                await more
+            finally:
+                is_full = self._pass_on is None
+                # An error of `pass_on` holds this frame, and its future the error.
+                self._pass_on = self._waiter = None
+                del more
+            if is_full:
+                return False
 
     async def read(self) -> bytes:
         """The whole body. Raises EngineGarbled if it is longer than MAX_WHOLE_BYTES."""
@@ -129,12 +150,29 @@ class IncomingResponse:
 
     def wake(self) -> None:
         """Tells the reader that there is something new: bytes, the end, or a failure."""
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        waiter, pass_on = self._waiter, self._pass_on
+        if waiter is None or waiter.done():
+            return
+        if pass_on is not None and self._parts:
+            try:
+                if not pass_on(self._taken()):
+                    self._pass_on = None
+                elif not self.is_complete and self.failure is None:
+                    return
+            except Exception as error:  # noqa: BLE001 - the reader's own: it gets it
+                waiter.set_exception(error)
+                return
+        waiter.set_result(None)
 
     def detach(self) -> None:
         """The answer has no connection any more."""
         self._connection = None
+
+    def _taken(self) -> bytes:
+        parts, self._parts, self.waiting_bytes = self._parts, [], 0
+        if self._connection is not None and self._connection.is_paused:
+            self._connection.resume_reading()
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _more(self) -> asyncio.Future[None]:
         """Done when there is something new."""

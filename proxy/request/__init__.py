@@ -28,6 +28,5 @@ values_back.py     puts values back where an answer repeats a reference to one
 known_routes.py    routes that take only POST, and what a wrong path means
 translate/         requests of other APIs, served as chats
 stored/            objects that engines keep: whose they are, and which routes reach them
-alarm.py           ends a step of a request's life that takes too long
 records.py         the last requests, for `GET /admin/v1/requests`
 """

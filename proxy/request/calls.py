@@ -264,6 +264,11 @@ class Reply:
 
     async def write(self, chunk: bytes) -> None:
         """Sends body bytes."""
+        if not self.put(chunk):
+            await self.drain()
+
+    def put(self, chunk: bytes) -> bool:
+        """Sends body bytes. Returns False if the client has to take some before it gets more."""
         self.has_written = True
         if not self.complete:
             # The end may come in several pieces, and may be followed by a comment.
@@ -274,16 +279,15 @@ class Reply:
         self._client.write(chunk)
         if not self._client.is_full:
             self._ahead = 0
-            return
+            return True
         self._ahead += len(chunk)
-        if self._ahead > READ_AHEAD or not self._reads_ahead:
-            await self._drain()
+        return self._ahead <= READ_AHEAD and self._reads_ahead
 
     async def finish(self, chunk: bytes = b"") -> None:
         """Sends the last body bytes."""
         self.end(chunk)
         if not self._reads_ahead and self._client.is_full:
-            await self._drain()
+            await self.drain()
 
     def end(self, chunk: bytes = b"") -> None:
         """Ends the answer without waiting for the client. An answer that has ended stays as it is."""
@@ -308,7 +312,8 @@ class Reply:
         if self.on_end is not None:
             self.on_end()
 
-    async def _drain(self) -> None:
+    async def drain(self) -> None:
+        """Waits until the client takes more."""
         self.waits = True
         await self._client.drain()
         self.waits = False

@@ -224,12 +224,16 @@ class Forwarding:
             must_end=must_end,
             opening=opening,
         )
-        first = chunk = await stream.receive()
+        first = await stream.receive()
         await reply.start(response.status, [*headers, *of_cached(self._told(cached))], is_events=is_events)
         try:
-            while chunk:
-                await reply.write(chunk)
-                chunk = await stream.receive()
+            if first:
+                await reply.write(first)
+                while not await response.relay(
+                    lambda chunk: not (kept := stream.take(chunk)) or reply.put(kept)
+                ):
+                    await reply.drain()
+                stream.end()
         except EngineUnavailable:
             if not reply.complete:
                 raise
@@ -369,30 +373,32 @@ class _Stream:
         self.tail = bytearray()
 
     async def receive(self) -> bytes:
-        """The next bytes for the client; b"" at the end.
+        """The first bytes for the client; b"" if the stream ends before.
 
         Raises:
             EngineUnavailable: the engine failed, or ended its stream too early.
             EngineRejected: it has begun with an error.
         """
         while chunk := await self._response.receive():
-            self.tail += chunk
-            if len(self.tail) > 2 * _TAIL_BYTES:
-                self._is_whole = self._is_whole or (self._must_end and is_whole(bytes(self.tail)))
-                del self.tail[:-_TAIL_BYTES]
-            kept = chunk if self._reader is None else self._reader.feed(chunk)
-            if self._passage is not None:
-                kept = self._passage.feed(kept)
-            elif self._events is not None and kept:
-                kept = self._whole_events(self._events, kept)
-            if self._speaks is not None:
-                kept = self._begun(chunk, kept)
-            if kept:
+            if kept := self.take(chunk):
                 return kept
-        self._end()
+        self.end()
         return b""
 
-    def _end(self) -> None:
+    def take(self, chunk: bytes) -> bytes:
+        """Takes the engine's next bytes; returns those for the client. Raises as `receive` does."""
+        self.tail += chunk
+        if len(self.tail) > 2 * _TAIL_BYTES:
+            self._is_whole = self._is_whole or (self._must_end and is_whole(bytes(self.tail)))
+            del self.tail[:-_TAIL_BYTES]
+        kept = chunk if self._reader is None else self._reader.feed(chunk)
+        if self._passage is not None:
+            kept = self._passage.feed(kept)
+        elif self._events is not None and kept:
+            kept = self._whole_events(self._events, kept)
+        return kept if self._speaks is None else self._begun(chunk, kept)
+
+    def end(self) -> None:
         """The engine has ended its stream. Raises EngineUnavailable: too early."""
         tail = bytes(self.tail)
         if self._speaks is not None and self._opening is None:

@@ -1,6 +1,6 @@
 """The steps of `proxy/flow.py`.
 
-serving.py      the request that they serve, from step to step
+request.py      the request that they serve: its life, and its timer
 preparation.py  prepare: reads and tokenises the request, finds the pool that may serve it
 attempt.py      run: one attempt on one engine, from the lease to its release
 first_leg.py    within it: another engine computes the prompt

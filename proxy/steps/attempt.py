@@ -4,14 +4,14 @@
 
 Where two engines serve a request together, the other one's half runs beside `forward`.
 
-Running takes an `InTurn`, which only the machine of the request's life makes (`core/life/`). A failure is
-raised; the machine decides whether to try another engine.
+It must be the request's turn: `Life.entered` checks it. A failure is raised, and `Life.failed` decides
+whether to try another engine.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,17 +33,7 @@ from engine_adapter import (
 )
 from proxy.core.audit import Unchecked
 from proxy.core.budget import ByteBudget
-from proxy.core.life import (
-    Answered,
-    Attempt,
-    Began,
-    Blame,
-    BlameEngine,
-    Cause,
-    Entered,
-    InTurn,
-    Sent,
-)
+from proxy.core.life import Attempt, Blame, Cause
 from proxy.core.placement.decision import Pair, Placement
 from proxy.core.placement.transfers import TransferResult
 from proxy.core.placement.whole_answers import Report
@@ -70,7 +60,7 @@ from proxy.steps.first_leg import FirstLeg, Prefilled
 from proxy.steps.legs import OtherLeg
 from proxy.steps.preparation import Ready
 from proxy.steps.prompt_half import PromptHalf
-from proxy.steps.serving import Serving, cause_for
+from proxy.steps.request import Request
 
 log = structlog.get_logger(__name__)
 
@@ -94,27 +84,27 @@ class Attempts:
     tenants: Tenants
     room: ByteBudget = field(default_factory=lambda: ByteBudget(MAX_BODIES))
 
-    async def run(self, serving: Serving, turn: InTurn) -> Answered:
+    async def run(self, request: Request) -> None:
         """Leases the engine whose turn it is, sends the request there, and audits the prediction.
 
         Raises:
             EngineUnavailable, EngineRejected: the engine failed.
         """
-        ready, placement, record = serving.ready, serving.placement, serving.record
-        assert ready is not None and placement is not None  # noqa: S101, PT018 - `turn` says so
-        pool, pair, engine = ready.pool, placement.pair, ready.pool.engines[turn.engine]
-        serving.passage, serving.cached, serving.half = None, None, None
+        ready, placement, record = request.ready, request.placement, request.record
+        assert ready is not None and placement is not None  # noqa: S101, PT018 - it was placed
+        pool, pair, engine = ready.pool, placement.pair, ready.pool.engines[request.engine]
+        request.passage, request.cached, request.half = None, None, None
         record.placement = placement
         if record.prefilled_by is not None:
             record.leaves_leg()
         unchecked: Unchecked | None = Unchecked.ENDED_EARLY
         try:
             with (
-                self._lease(serving, ready, placement) as lease,
-                self.prompt_half(serving, ready, pair) if pair is not None else _ALONE as half,
+                self._lease(request, ready, placement) as lease,
+                self.prompt_half(request, ready, pair) if pair is not None else _ALONE as half,
             ):
-                serving.half = half
-                serving.life.take(monotonic(), Entered())
+                request.half = half
+                request.entered(monotonic())
                 engine.salts.note(self.tenants.owner(ready.salt), ready.salt)
                 await lease.gather()
                 lease.gathered = monotonic()
@@ -129,26 +119,26 @@ class Attempts:
                         prefilled = half
                         _begin_together(lease, hold, half)
                     else:
-                        prefilled = await self.first_leg(serving, ready, pair, engine, lease, hold)
+                        prefilled = await self.first_leg(request, ready, pair, engine, lease, hold)
                     refined = lease.refine(hold)
                     record.placement = refined if prefilled is None else _of_leg(placement, prefilled)
                     record.note, record.slot = hold.note, hold.slot
-                    forwarded = await self.forward(serving, ready, engine, lease, hold, prefilled)
+                    forwarded = await self.forward(request, ready, engine, lease, hold, prefilled)
                 if raw is not None and forwarded.error is None:
                     await ask_tokens(engine, hold, ready.call.route, raw)
-                unchecked = self._close(serving, ready, engine, lease, hold, forwarded, prefilled)
+                unchecked = self._close(request, ready, engine, lease, hold, forwarded, prefilled)
         except EngineError:
             unchecked = Unchecked.FAILED
             raise
         finally:
-            if serving.half is not None:
-                record.first_leg_s = serving.half.took_s
+            if request.half is not None:
+                record.first_leg_s = request.half.took_s
             if unchecked is not None:
                 engine.audit.skip(unchecked)
-        return Answered(is_error=forwarded.error is not None)
+        request.answered(is_error=forwarded.error is not None)
 
     @contextmanager
-    def _lease(self, serving: Serving, ready: Ready, placement: Placement) -> Iterator[Lease]:
+    def _lease(self, request: Request, ready: Ready, placement: Placement) -> Iterator[Lease]:
         """The request's lease of the engine that answers."""
         pair = placement.pair
         leasing = ready.pool.lease(
@@ -158,27 +148,27 @@ class Attempts:
             known=ready.prompt is not None and ready.prompt.whole,
             session=ready.session,
             part=Role.BOTH if pair is None else Role.DECODE,
-            on_lost=serving.alarm.engine_lost,
+            on_lost=request.engine_lost,
         )
         with leasing as lease:
             try:
                 yield lease
             except asyncio.CancelledError:
                 # The engine was lost or too slow, or the client has left.
-                lease.failed = serving.alarm.has_interrupted and not serving.reply.complete
+                lease.failed = request.has_interrupted and not request.reply.complete
                 raise
 
     async def first_leg(
-        self, serving: Serving, ready: Ready, pair: Pair, engine: Engine, lease: Lease, hold: Hold
+        self, request: Request, ready: Ready, pair: Pair, engine: Engine, lease: Lease, hold: Hold
     ) -> Prefilled | None:
         """Lets another engine compute the prompt. None without success: then the leased engine does so."""
-        record, name, began = serving.record, pair.prefill.engine, monotonic()
+        record, name, began = request.record, pair.prefill.engine, monotonic()
         source = ready.pool.engines.get(name)
         transfer = source.adapter.transfer if source is not None else None  # its lease is the one that counts
         record.prefilled_by, record.transfer, prefilled = name, TransferResult.FAILED, None
         if source is not None and transfer is not None and isinstance(hold.body, JsonBody):
             source.salts.note(self.tenants.owner(ready.salt), ready.salt)
-            serving.life.take(monotonic(), Sent())
+            request.sent()
             leg = FirstLeg.of(ready, pair, source, transfer, hold.body, self.ingest)
             prefilled = await leg.run(self.transport)
             record.first_leg_s = monotonic() - began
@@ -196,13 +186,13 @@ class Attempts:
         return prefilled
 
     def prompt_half(
-        self, serving: Serving, ready: Ready, pair: Pair
+        self, request: Request, ready: Ready, pair: Pair
     ) -> AbstractContextManager[PromptHalf | None]:
         """The half of the request that another engine serves at the same time, with its lease; None for a
         request that has no halves."""
         if not pair.together:
             return _ALONE
-        reply, record, source = serving.reply, serving.record, ready.pool.engines[pair.prefill.engine]
+        reply, record, source = request.reply, request.record, ready.pool.engines[pair.prefill.engine]
         rendezvous = source.adapter.rendezvous
         if rendezvous is None or not rendezvous.takes(ready.call.route):
             return _ALONE
@@ -228,7 +218,7 @@ class Attempts:
 
     async def forward(
         self,
-        serving: Serving,
+        request: Request,
         ready: Ready,
         engine: Engine,
         lease: Lease,
@@ -240,17 +230,15 @@ class Attempts:
         `prefilled`: another engine has computed its prompt, or does so meanwhile. Raises EngineLate if the
         engine was to fetch its KV, and does not begin to answer while it is surely kept.
         """
-        call, reply, record = ready.call_for(engine), serving.reply, serving.record
+        call, reply, record = ready.call_for(engine), request.reply, request.record
         placement = record.placement if prefilled is not None and record.placement else lease.placement
         kept = None if prefilled is None or prefilled.is_fetched else prefilled
         sent, has_begun = monotonic(), reply.started
 
         def began(answer: IncomingResponse, cached: int | None) -> None:
-            serving.cached = cached
-            serving.alarm.progress = lambda: (answer.received, reply.waits)
-            for command in serving.life.take(monotonic(), Began(is_socket=answer.status == _SWITCHED)):
-                if isinstance(command, BlameEngine):
-                    self.blame(serving, command.attempt)
+            request.cached = cached
+            request.progress = lambda: (answer.received, reply.waits)
+            self.blame(request, request.began(monotonic(), is_socket=answer.status == _SWITCHED))
 
         def spoke() -> None:
             if kept is not None:
@@ -263,16 +251,16 @@ class Attempts:
 
         if ready.translation is not None:
             ready.translation.predicted = ready.predicted(placement, engine)
-        passage = serving.passage = self._passage(serving, ready, call, hold, engine)
-        for_others = serving.call.body if serving.kept else None
+        passage = request.passage = self._passage(request, ready, call, hold, engine)
+        for_others = request.call.body if request.kept else None
         reply.on_start = partial(_forget_bodies, call, hold, for_others)
         headers = _headers(call, placement, hold, reply) | ready.told | _retained(ready, hold)
         refuses_kv = isinstance(kept, Prefilled) and kept.is_checked
 
         def refuses(error: EngineRejected) -> bool:
-            return refuses_kv or cause_for(error, serving) is not Cause.ENGINE_REJECTED
+            return refuses_kv or request.cause_for(error) is not Cause.ENGINE_REJECTED
 
-        serving.life.take(monotonic(), Sent())
+        request.sent()
         answer = Forwarding(engine.adapter, call, hold, reply, headers, refuses, passage, began, spoke).run(
             self.transport, lease.confirm
         )
@@ -280,44 +268,45 @@ class Attempts:
         record.reports(forwarded.prefill, forwarded.decode_s)
         return forwarded
 
-    def blame(self, serving: Serving, attempt: Attempt) -> None:
-        """Notes what a failed attempt says about its engine."""
-        engines = serving.ready.pool.engines if serving.ready is not None else {}
-        engine, error, route = engines.get(attempt.engine), attempt.error, serving.call.route
-        if engine is None:  # it has left
-            return
-        match attempt.cause.blame:
-            case Blame.SUSPECT:
-                engine.suspect(error)
-            case Blame.CHECK:
-                engine.check_now.set()
-            case Blame.REFUSED | Blame.UNLESS_ALL | Blame.IF_ANSWERED:
-                log.warning("the engine refused a request", engine=engine.id, error=log_text(error))
-                engine.refused(error)
-            case Blame.LACKS if route in PASSED_ON:
-                engine.lacks.add(route)
+    def blame(self, request: Request, attempts: Iterable[Attempt]) -> None:
+        """Notes what failed attempts say about their engines."""
+        for attempt in attempts:
+            engines = request.ready.pool.engines if request.ready is not None else {}
+            engine, error, route = engines.get(attempt.engine), attempt.error, request.call.route
+            if engine is None:  # it has left
+                continue
+            match attempt.cause.blame:
+                case Blame.SUSPECT:
+                    engine.suspect(error)
+                case Blame.CHECK:
+                    engine.check_now.set()
+                case Blame.REFUSED | Blame.UNLESS_ALL | Blame.IF_ANSWERED:
+                    log.warning("the engine refused a request", engine=engine.id, error=log_text(error))
+                    engine.refused(error)
+                case Blame.LACKS if route in PASSED_ON:
+                    engine.lacks.add(route)
 
     def _passage(
-        self, serving: Serving, ready: Ready, call: Call, hold: Hold, engine: Engine
+        self, request: Request, ready: Ready, call: Call, hold: Hold, engine: Engine
     ) -> Passage | None:
         """The reader of the stream, if another engine could go on with it. Keeps the body for that engine.
 
         A stream that goes on always has one: it leaves out what the client has.
         """
-        if serving.told is None and (ready.home is not None or len(ready.pool.engines) == 1):
+        if request.told is None and (ready.home is not None or len(ready.pool.engines) == 1):
             return None
-        passage = passage_for(call, hold, engine.adapter.spec.kind, serving.told)
-        if passage is not None and not serving.kept and isinstance(call.body, JsonBody):
+        passage = passage_for(call, hold, engine.adapter.spec.kind, request.told)
+        if passage is not None and not request.kept and isinstance(call.body, JsonBody):
             size = len(call.body.raw)
             if not self.room.has(size):
                 return None
             self.room.take(size)
-            serving.kept = size
+            request.kept = size
         return passage
 
     def _close(
         self,
-        serving: Serving,
+        request: Request,
         ready: Ready,
         engine: Engine,
         lease: Lease,
@@ -327,7 +316,7 @@ class Attempts:
     ) -> Unchecked | None:
         """Notes what the engine reported of a complete answer, and what it holds now. Returns why its
         prediction was not checked."""
-        record, pool = serving.record, ready.pool
+        record, pool = request.record, ready.pool
         lease.report = Report(forwarded.cached_tokens, forwarded.output_tokens, forwarded.prefill)
         record.status, record.error = forwarded.status, forwarded.error
         record.called_tool = forwarded.called_tool

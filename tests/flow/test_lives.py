@@ -15,8 +15,8 @@ from engine_adapter.types import MESSAGES_ROUTES, RESPONSES_ROUTES
 from proxy.api import openai
 from proxy.core.life import Cause, Rules
 from proxy.core.quotas import TenantLimits
-from proxy.request import alarm
 from proxy.request.tenants import ApiKey, Tenants
+from proxy.steps import request
 from tests.fakes import (
     ANSWER,
     ASK,
@@ -547,7 +547,7 @@ class TestWhatATrialFound:
                     await asyncio.sleep(60)
 
         monkeypatch.setattr(openai, "CLEAN_UP_S", 0.1)
-        monkeypatch.setattr(alarm, "CLEAN_UP_S", 1)  # where both interrupt at once
+        monkeypatch.setattr(request, "CLEAN_UP_S", 1)  # where both interrupt at once
         async with (
             FakeEngine("a", stalling()) as engine,
             proxy_over(rules=Rules(total_s=0.2), reuse=True) as proxy,

@@ -23,7 +23,7 @@ from engine_adapter import (
 )
 from proxy.core.audit import Unchecked
 from proxy.core.index.view import EngineView
-from proxy.core.life import Cause, Rules, machine
+from proxy.core.life import Cause, Rules, life
 from proxy.core.placement.demand import MIN_UTILISATION
 from proxy.fleet.engine import EngineState, order_name
 from proxy.request.session import Session
@@ -160,7 +160,7 @@ class TestRetries:
         assert not client.proxy.fleet.engines["a"].unanswered
 
     async def test_an_answer_that_has_begun_ends_with_its_engine(self, engine, other, client, monkeypatch):
-        monkeypatch.setattr(machine, "SILENCE_S", 0.02)
+        monkeypatch.setattr(life, "SILENCE_S", 0.02)
 
         async def script(exchange):
             await exchange.start()
@@ -184,7 +184,7 @@ class TestRetries:
         assert (client.proxy.fleet.engines["a"].leases, other.seen) == (set(), [])
 
     async def test_an_answer_that_goes_on_outlives_a_failed_health_check(self, engine, client, monkeypatch):
-        monkeypatch.setattr(machine, "SILENCE_S", 0.05)
+        monkeypatch.setattr(life, "SILENCE_S", 0.05)
 
         async def script(exchange):
             await exchange.start()

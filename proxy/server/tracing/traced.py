@@ -41,7 +41,6 @@ from structlog.contextvars import STRUCTLOG_KEY_PREFIX
 
 from engine_adapter import Headers, Hold, JsonBody, RequestBody
 from proxy.api.openai import DataPlane
-from proxy.core.life import Place
 from proxy.core.placement.decision import Pair, Placement
 from proxy.fleet.engine import Engine
 from proxy.fleet.lease import Lease
@@ -58,7 +57,7 @@ from proxy.steps.first_leg import Prefilled
 from proxy.steps.legs import OtherLeg
 from proxy.steps.preparation import Ready
 from proxy.steps.prompt_half import PromptHalf
-from proxy.steps.serving import Serving
+from proxy.steps.request import Request
 
 _W3C = TraceContextTextMapPropagator()
 _W3C_HEADERS = frozenset(name.encode() for name in _W3C.fields)
@@ -160,11 +159,11 @@ class TracedFlow(Flow):
                 span.set_attribute("gen_ai.usage.input_tokens", len(ready.prompt.token_ids))
             return ready
 
-    async def _placement(self, serving: Serving, step: Place) -> Placement | None:
+    async def _placement(self, request: Request) -> Placement | None:
         with _span(self.tracer, spans.PLACE) as span:
-            placed = await super()._placement(serving, step)
+            placed = await super()._placement(request)
             if placed is not None:
-                span.set_attributes(spans.of_placement(placed, serving.record))
+                span.set_attributes(spans.of_placement(placed, request.record))
             return placed
 
     async def _in_turn(self, ready: Ready, record: RequestRecord) -> None:
@@ -179,11 +178,11 @@ class TracedAttempts(Attempts):
     tracer: Tracer = field(kw_only=True)
 
     async def first_leg(
-        self, serving: Serving, ready: Ready, pair: Pair, engine: Engine, lease: Lease, hold: Hold
+        self, request: Request, ready: Ready, pair: Pair, engine: Engine, lease: Lease, hold: Hold
     ) -> Prefilled | None:
         """Lets another engine compute the prompt, within a span."""
         with self._leg_on(pair.prefill.engine):
-            return await super().first_leg(serving, _leading_on(ready), pair, engine, lease, hold)
+            return await super().first_leg(request, _leading_on(ready), pair, engine, lease, hold)
 
     async def half_leg(self, half: PromptHalf, ready: Ready) -> None:
         """Lets another engine compute the prompt at the same time, within a span."""
@@ -192,7 +191,7 @@ class TracedAttempts(Attempts):
 
     async def forward(
         self,
-        serving: Serving,
+        request: Request,
         ready: Ready,
         engine: Engine,
         lease: Lease,
@@ -201,11 +200,11 @@ class TracedAttempts(Attempts):
     ) -> Forwarded:
         """Sends the request to the engine that it holds, within a span."""
         self._add_hold(lease)
-        record = serving.record
+        record = request.record
         with _span(self.tracer, spans.engine_span_name(record), SpanKind.CLIENT) as span:
             if span.is_recording():
                 span.set_attributes(spans.of_engine_request(record, engine.adapter.spec))
-            answer = await super().forward(serving, _leading_on(ready), engine, lease, hold, prefilled)
+            answer = await super().forward(request, _leading_on(ready), engine, lease, hold, prefilled)
             if span.is_recording():
                 span.set_attributes(spans.of_answer(record, answer))
                 if answer.error is not None:

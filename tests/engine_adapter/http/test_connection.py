@@ -45,6 +45,49 @@ def closing(answer: bytes):
     return serve
 
 
+class TestRelay:
+    """Pieces that are passed on in the callback that reads them."""
+
+    @pytest.mark.parametrize("pieces", [1, 7, 40])
+    async def test_gives_every_byte_in_order_to_a_taker_that_is_often_full(self, transport, pieces):
+        answer = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + b"3\r\nabc\r\n" * 9 + b"0\r\n\r\n"
+        taken, fulls = [], 0
+
+        def take(piece):
+            taken.append(piece)
+            return len(taken) % 2 == 1
+
+        async with raw_engine(answering(answer, OK, pieces=pieces)) as (url, wires):
+            async with await transport.send(OutgoingRequest("POST", url, [], b"{}")) as response:
+                while not await response.relay(take):
+                    fulls += 1
+            assert b"".join(taken) == b"abc" * 9
+            assert fulls == len(taken) // 2 or pieces == 1
+            assert await fetch(transport, url) == (200, b"ok")
+            assert len(wires) == 1
+
+    async def test_raises_what_the_taker_raises_and_drops_the_connection(self, transport):
+        def take(_piece):
+            raise ValueError("no")
+
+        async with raw_engine(answering(OK, pieces=40)) as (url, wires):
+            with pytest.raises(ValueError, match="no"):
+                async with await transport.send(OutgoingRequest("POST", url, [], b"{}")) as response:
+                    await response.relay(take)
+            assert (await fetch(transport, url))[1] == b"ok"
+            assert len(wires) == 2
+
+    async def test_raises_the_engines_failure_after_its_last_bytes(self, transport):
+        taken = []
+        async with (
+            raw_engine(closing(OK[:-1])) as (url, _),
+            await transport.send(OutgoingRequest("POST", url, [], b"{}")) as response,
+        ):
+            with pytest.raises(EngineDied):
+                await response.relay(lambda piece: taken.append(piece) is None)
+        assert b"".join(taken) == b"o"
+
+
 class TestAnswers:
     @pytest.mark.parametrize("pieces", [1, 7, 1000])
     @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ async def test_only_some_causes_say_something_about_the_engine(cause):
     engine = add_ready(Fleet(), "a")
     ready = SimpleNamespace(pool=SimpleNamespace(engines={"a": engine}))
     made = SimpleNamespace(ready=ready, call=SimpleNamespace(route="/v1/files"))
-    Attempts(None, None, Tenants(())).blame(made, Attempt("a", cause, EngineRejected("x", status=503)))
+    Attempts(None, None, Tenants(())).blame(made, [Attempt("a", cause, EngineRejected("x", status=503))])
     is_suspect = cause in (
         Cause.ENGINE_UNREACHABLE, Cause.ENGINE_DIED, Cause.ENGINE_LATE, Cause.ENGINE_GARBLED
     )  # fmt: skip

@@ -10,39 +10,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engine_adapter import EngineDiverged
-from proxy.core.life import (
-    Admitted,
-    Answered,
-    Answering,
-    Began,
-    BlameEngine,
-    Cause,
-    End,
-    Ended,
-    Entered,
-    Failed,
-    Interrupt,
-    InTurn,
-    Leased,
-    Left,
-    Life,
-    Lost,
-    NoneLeft,
-    Place,
-    Placed,
-    Prepare,
-    Prepared,
-    Rules,
-    Run,
-    Sent,
-    Tick,
-)
+from proxy.core.life import Cause, Life, Phase, Rules
 from proxy.core.retry_budget import RetryBudget
 from proxy.request.migration import Passage
 
 RULES = Rules(first_byte_s=10, idle_s=8, total_s=100, retries=3, queue_s=5)
 ENGINES = ("a", "b", "c", "d")
 ANSWER = "ababababab! The quick brown fox \n\n jumps over [DONE] the lazy dog."
+RUNNING = Phase.IN_TURN, Phase.LEASED, Phase.ANSWERING
 FAILURES = [cause for cause in Cause if cause.elsewhere and cause is not Cause.DIVERGED]
 
 
@@ -72,90 +47,92 @@ class RandomLife(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.now, self.life = 0.0, Life(RULES, RetryBudget(), 0.0)
-        self.step, self.ends, self.interrupted = Prepare(), [], None
-        self.quota, self.leased, self.paid = 1, [], []  # what is held; engines that were sent the request
+        self.is_prepared_yet, self.interrupted = False, None
+        self.leased, self.paid = [], []  # what is held; engines that were sent the request
         self.client, self.told, self.passage, self.rest = b"", None, None, []
         self.dice = Random(0)  # noqa: S311 - a test
 
-    def take(self, event):
-        for command in self.life.take(self.now, event):
-            match command:
-                case BlameEngine(attempt=attempt):
-                    assert attempt.engine == self.paid_or_leased
-                case Interrupt(cause=cause):
-                    self.interrupted = cause
-                case End():
-                    self.ends.append(command)
-                    self.quota -= 1
-                    self.step = command
-                case Prepare() | Place() | Run():
-                    self.step = command
+    def blame(self, attempts):
+        for attempt in attempts:
+            assert attempt.engine == self.paid_or_leased
 
     def release(self):
-        self.paid_or_leased = self.leased.pop() if self.leased else self.step.turn.engine
+        self.paid_or_leased = self.leased.pop() if self.leased else self.life.engine
 
     def fail(self, cause):
-        if isinstance(self.step, Run):
+        if self.is_in(*RUNNING):
             if self.client and self.passage is not None:
                 self.told = self.passage.told(None)
             self.passage = None
             self.release()
         self.interrupted = None
-        self.take(Failed(cause, ValueError(), bool(self.client), self.told is not None))
+        went_on = self.told is not None
+        self.blame(
+            self.life.failed(self.now, cause, ValueError(), has_begun=bool(self.client), can_go_on=went_on)
+        )
 
-    def is_in(self, *states):
-        return isinstance(self.life.state, states)
+    def is_in(self, *phases):
+        return self.life.phase in phases
+
+    def look(self, received=0):
+        if (cause := self.life.look(self.now, received)) is not None:
+            self.interrupted = cause
+        return cause
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 3.0, 6.0]))
     def time_passes(self, seconds):
         self.now += seconds
 
-    @precondition(lambda self: isinstance(self.step, Prepare))
+    @precondition(lambda self: self.is_in(Phase.ADMITTED) and not self.is_prepared_yet)
     @rule(is_wrong=st.booleans())
     def is_prepared(self, is_wrong):
         if is_wrong and self.dice.random() < 0.1:
             self.fail(Cause.INVALID)
         else:
-            self.take(Prepared())
+            self.life.prepared()
+        self.is_prepared_yet = True
 
-    @precondition(lambda self: isinstance(self.step, Place) and self.is_in(Admitted))
+    @precondition(lambda self: self.is_prepared_yet and self.is_in(Phase.ADMITTED))
     @rule()
     def is_placed(self):
-        left = [engine for engine in ENGINES if engine not in self.step.without]
-        self.take(Placed(left[0]) if left else NoneLeft())
+        left = [engine for engine in ENGINES if engine not in self.life.tried]
+        if left:
+            self.life.placed(left[0])
+        else:
+            self.blame(self.life.none_left())
 
-    @precondition(lambda self: self.is_in(InTurn))
+    @precondition(lambda self: self.is_in(Phase.IN_TURN))
     @rule(seed=st.integers(0, 3), differs=st.booleans())
     def enters(self, seed, differs):
         assert not self.leased
-        self.leased.append(self.step.turn.engine)
-        self.take(Entered())
+        self.leased.append(self.life.engine)
+        self.life.entered(self.now)
         self.dice = Random(seed)  # noqa: S311 - a test
-        is_other = differs and self.step.turn.engine in "bc"
+        is_other = differs and self.life.engine in "bc"
         answer = ANSWER.replace("fox", "cat").replace("ababababab", "abababab") if is_other else ANSWER
         stream = [*map(chunk, cut(answer, self.dice, 9)), chunk("", "stop"), b"data: [DONE]\n\n"]
         self.rest = cut(b"".join(stream), self.dice, 200)
         self.passage = Passage("k", None, self.told)
 
-    @precondition(lambda self: self.is_in(Leased) and not self.life.state.is_sent)
+    @precondition(lambda self: self.is_in(Phase.LEASED) and not self.life._is_sent)
     @rule()
     def is_sent(self):
         self.paid.append(self.leased[0])
-        self.take(Sent())
+        self.life.sent()
 
-    @precondition(lambda self: self.is_in(Leased) and self.life.state.is_sent)
+    @precondition(lambda self: self.is_in(Phase.LEASED) and self.life._is_sent)
     @rule()
     def begins(self):
-        self.take(Began())
+        self.blame(self.life.began(self.now))
 
-    @precondition(lambda self: self.is_in(Answering))
+    @precondition(lambda self: self.is_in(Phase.ANSWERING))
     @rule(pieces=st.integers(1, 9))
     def sends(self, pieces):
         for _ in range(pieces):
             if not self.rest:
                 self.client += self.passage.finish()
                 self.release()
-                self.take(Answered())
+                self.life.answered()
                 return
             try:
                 self.client += self.passage.feed(self.rest.pop(0))
@@ -163,38 +140,37 @@ class RandomLife(RuleBasedStateMachine):
                 self.fail(Cause.DIVERGED)
                 return
 
-    @precondition(lambda self: isinstance(self.step, Run) and self.is_in(InTurn, Leased, Answering))
+    @precondition(lambda self: self.is_in(*RUNNING))
     @rule(cause=st.sampled_from(FAILURES))
     def fails(self, cause):
         self.fail(cause)
 
-    @precondition(lambda self: self.is_in(Leased, Answering))
+    @precondition(lambda self: self.life.is_on_engine)
     @rule()
     def is_lost(self):
-        self.take(Lost())
+        self.interrupted = self.life.lost(self.now) or self.interrupted
 
-    @precondition(lambda self: not self.is_in(Ended))
+    @precondition(lambda self: not self.is_in(Phase.ENDED))
     @rule()
     def is_looked_at(self):
-        self.take(Tick())
+        self.look()
 
-    @precondition(lambda self: self.interrupted is not None and not self.is_in(Ended))
+    @precondition(lambda self: self.interrupted is not None and not self.is_in(Phase.ENDED))
     @rule()
     def is_interrupted(self):
         self.fail(self.interrupted)
 
-    @precondition(lambda self: not self.is_in(Ended) and self.now > 20)
+    @precondition(lambda self: not self.is_in(Phase.ENDED) and self.now > 20)
     @rule()
     def leaves(self):
         if self.leased:
             self.release()
-        self.take(Left(Cause.CLIENT_LEFT))
+        self.life.ended(Cause.CLIENT_LEFT)
 
     @invariant()
-    def it_ends_once_and_gives_back_once(self):
-        is_over = self.is_in(Ended)
-        assert len(self.ends) == int(is_over)
-        assert self.quota == int(not is_over)
+    def it_ends_with_a_cause_on_no_engine(self):
+        is_over = self.is_in(Phase.ENDED)
+        assert (self.life.cause is not None) is is_over
         assert not (is_over and self.leased)
 
     @invariant()
@@ -202,43 +178,42 @@ class RandomLife(RuleBasedStateMachine):
         assert len(self.leased) <= 1
         assert len(self.paid) == len(set(self.paid)) <= RULES.retries + 1
 
-    @precondition(lambda self: not self.is_in(Ended))
+    @precondition(lambda self: not self.is_in(Phase.ENDED))
     @rule()
     def nothing_more_happens(self):
         self.now += self.may_last()
-        (command,) = self.life.take(self.now, Tick())
-        assert isinstance(command, Interrupt)
-        assert command.cause in (self.too_long, Cause.OUR_LIMIT)
-        self.fail(command.cause)
+        cause = self.look()
+        assert cause in (self.too_long, Cause.OUR_LIMIT)
+        self.fail(cause)
 
     def may_last(self):
         """Seconds until the state will have lasted too long, by the words of docs/life.md."""
-        match self.life.state:
-            case Admitted() | InTurn():
+        match self.life.phase:
+            case Phase.ADMITTED | Phase.IN_TURN:
                 self.too_long = Cause.OUR_LIMIT
                 return RULES.first_byte_s + RULES.queue_s
-            case Leased(is_sent=is_sent):
-                self.too_long = Cause.ENGINE_LATE if is_sent else Cause.ENGINE_BUSY
+            case Phase.LEASED:
+                self.too_long = Cause.ENGINE_LATE if self.life._is_sent else Cause.ENGINE_BUSY
                 return RULES.first_byte_s
-            case Answering(is_lost=is_lost):
-                self.too_long = Cause.ENGINE_LOST if is_lost else Cause.ENGINE_SILENT
+            case Phase.ANSWERING:
+                self.too_long = Cause.ENGINE_LOST if self.life._is_lost else Cause.ENGINE_SILENT
                 return RULES.idle_s
 
-    @precondition(lambda self: not self.is_in(Ended) and self.now < RULES.total_s)
+    @precondition(lambda self: not self.is_in(Phase.ENDED) and self.now < RULES.total_s)
     @rule()
     def the_whole_time_is_over(self):
         self.now = RULES.total_s
-        (command,) = self.life.take(self.now, Tick(received=self.dice.randint(1, 9)))
-        assert isinstance(command, Interrupt)
-        self.fail(command.cause)
-        assert self.is_in(Ended)
+        cause = self.look(self.dice.randint(1, 9))
+        assert cause is not None
+        self.fail(cause)
+        assert self.is_in(Phase.ENDED)
 
     @invariant()
     def the_client_has_the_beginning_of_one_answer(self):
         text = text_of(self.client)
         other = ANSWER.replace("fox", "cat").replace("ababababab", "abababab")
         assert ANSWER.startswith(text) or other.startswith(text)
-        if self.ends and self.ends[0].cause is Cause.ANSWERED:
+        if self.life.cause is Cause.ANSWERED:
             assert text in (ANSWER, other)
             assert self.client.count(b"[DONE]\n\n") == self.client.count(b'"stop"') == 1
 

@@ -1,0 +1,194 @@
+"""A request that is being served: its life, what its steps have made so far, and its timer.
+
+Each request has one timer. It rings at the phase's deadline, and so often before that no limit can pass
+between two rings: a change of phase need not set it. At a ring, `Life.look` tells whether the phase has
+lasted too long, and then the timer interrupts the request's task. Engines and monitors take no part in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from time import monotonic
+from typing import Any
+
+from engine_adapter import EngineRejected, ModelFailed
+from proxy.core.life import Attempt, Cause, Life, Phase, Rules
+from proxy.core.placement.decision import Placement
+from proxy.core.retry_budget import RetryBudget
+from proxy.request.calls import Call, Reply
+from proxy.request.error_table import cause_of
+from proxy.request.gate import Admission
+from proxy.request.migration import Passage
+from proxy.request.records import RequestRecord
+from proxy.request.retries import cause_of_error
+from proxy.request.transcript import SentStream
+from proxy.steps.preparation import Ready
+from proxy.steps.prompt_half import PromptHalf
+
+# The least time between two looks, in seconds.
+_LEAST_S = 0.01
+# Seconds that an interrupted step has to clean up, for example to save a slot. Then it is interrupted again.
+CLEAN_UP_S = 60.0
+
+
+class Request(Life):
+    """A request that is being served by the task that makes it.
+
+    Attributes:
+        call: the request as it came.
+        reply: the way back to its client.
+        record: its entry in the log.
+        admitted: the permission to serve it: its tenant's quota, and memory for its body.
+        arrived: when its head came, or that of the whole of which it is a part.
+        ready: the request for the next attempt; `first`: the request of the first attempt.
+        placement: the engine it goes to, one of `n_candidates`.
+        half: the half of that attempt on another engine, if neither can answer alone.
+        passage: reads the running stream for a later engine; None if the stream ends with its engine.
+        cached: prompt tokens that the engine of the running attempt reused, as its headers tell.
+        told: what the client has of the answer; None before another engine goes on with it.
+        kept: bytes of its body that are kept so that another engine can go on.
+        progress: pieces of the running answer that have arrived, and whether kvpin waits for the client.
+    """
+
+    __slots__ = (
+        "_cancelled_before", "_cancels", "_handle", "_interrupt", "_task", "admitted", "arrived", "cached",
+        "call", "first", "half", "kept", "n_candidates", "passage", "placement", "progress", "ready",
+        "record", "reply", "told",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        call: Call,
+        reply: Reply,
+        record: RequestRecord,
+        admitted: Admission,
+        rules: Rules,
+        budget: RetryBudget,
+    ) -> None:
+        """`rules` and `budget` are those of its life."""
+        self.arrived = record.arrived if admitted.since is None else admitted.since
+        super().__init__(rules, budget, self.arrived, monotonic())
+        self.call, self.reply, self.record, self.admitted = call, reply, record, admitted
+        self.ready: Ready | None = None
+        self.first: Ready | None = None
+        self.placement: Placement | None = None
+        self.half: PromptHalf | None = None
+        self.passage: Passage | None = None
+        self.told: SentStream | None = None
+        self.cached: int | None = None
+        self.n_candidates = self.kept = 0
+        self.progress: Callable[[], tuple[int, bool]] = lambda: (0, False)
+        self._task: asyncio.Task[Any] | None = asyncio.current_task()
+        self._cancelled_before = self._task.cancelling() if self._task is not None else 0
+        self._handle: asyncio.TimerHandle | None = None
+        self._interrupt: Cause | None = None
+        self._cancels = 0
+
+    def is_ready(self, ready: Ready) -> None:
+        """Notes the prepared request. Drops the client's body if engines get a translated one."""
+        self.ready = self.first = ready
+        self.call = ready.call
+
+    def cause_for(self, error: Exception) -> Cause:
+        """The cause of an attempt that failed with this error."""
+        if not isinstance(error, EngineRejected) or isinstance(error, ModelFailed):
+            return cause_of(error)
+        is_first = len(self.record.attempts) == 1
+        cause = cause_of_error(error, self.call, self.n_candidates, is_first=is_first)
+        # In the middle of a stream, another engine may still go on, whatever error this one gives.
+        goes_on = self.told is not None and not self.reply.complete
+        return Cause.ENGINE_REFUSED if goes_on and cause is Cause.ENGINE_REJECTED else cause
+
+    def fails(self, cause: Cause, error: Exception) -> Sequence[Attempt]:
+        """The running step failed: as `Life.failed`. Notes what the client has, for the engine that goes on
+        with it."""
+        has_begun = self.reply.started
+        if has_begun and self.phase is Phase.ANSWERING and cause is not Cause.DIVERGED:
+            self.record.interrupted += 1
+            self.record.died.append(self.record.attempts[-1])
+        if has_begun and self.passage is not None and not self.reply.complete:
+            self.told = self.passage.told(self.cached)
+        self.passage = None
+        if self.told is not None and self.first is not None:
+            if self.ready is not None and self.first.others:
+                same = (self.first, *self.first.others)
+                self.first = next(each for each in same if each.rendering is self.ready.rendering)
+            self.ready = self.first.going_on(self.told)
+        error.__traceback__ = None  # it holds frames, and they hold the body
+        blamed = None
+        if self.half is not None and self.half.is_to_blame(cause):
+            blamed = self.half.source
+        return self.failed(
+            monotonic(), cause, error, has_begun=has_begun, can_go_on=self.told is not None, engine=blamed
+        )
+
+    # --- The timer ------------------------------------------------------------------------------------
+
+    def watch(self) -> None:
+        """Sets the timer to its next ring."""
+        if self._handle is not None:
+            self._handle.cancel()
+        wait_s = max(min(self.deadline - monotonic(), self.rules.looks_s), _LEAST_S)
+        self._handle = asyncio.get_running_loop().call_later(wait_s, self._ring)
+
+    def engine_lost(self) -> None:
+        """Reports soon that the engine was lost: by then, an answer that is just being read has begun, or the
+        attempt is over."""
+        if self.is_on_engine:
+            asyncio.get_running_loop().call_soon(self._engine_lost, len(self.attempts))
+
+    def interrupted(self) -> Cause | None:
+        """Why the timer cancelled the request's task; None if its client has left. Sets the timer again."""
+        cause, self._interrupt = self._interrupt, None
+        cancels, self._cancels = self._cancels, 0
+        self.watch()
+        if self._task is not None:
+            for _ in range(cancels):
+                self._task.uncancel()
+        return None if self.is_cancelled else cause
+
+    @property
+    def is_cancelled(self) -> bool:
+        """True if somebody else cancelled the request's task: its client has left, or kvpin stops."""
+        others = self._task.cancelling() - self._cancels if self._task is not None else 0
+        return others > self._cancelled_before
+
+    @property
+    def has_interrupted(self) -> bool:
+        """True if the timer alone cancelled the request's task, until `interrupted` says why."""
+        return self._interrupt is not None and not self.is_cancelled
+
+    def stop(self) -> None:
+        """Ends the timer: the request is over."""
+        if self._handle is not None:
+            self._handle.cancel()
+        self._task = self._handle = None
+
+    def _ring(self) -> None:
+        self._handle = None
+        if self._interrupt is not None:  # the step still cleans up
+            self._cancel()
+            return
+        received, at_client = self.progress()
+        self._carry_out(self.look(monotonic(), received, at_client=at_client))
+
+    def _engine_lost(self, attempt: int) -> None:
+        if self._task is not None and self.is_on_engine and len(self.attempts) == attempt:
+            self._carry_out(self.lost(monotonic(), self.progress()[0]))
+
+    def _carry_out(self, interrupt: Cause | None) -> None:
+        if interrupt is not None and self._interrupt is None:
+            self._interrupt = interrupt
+            self._cancel()
+        if self._task is not None and self._interrupt is None:
+            self.watch()
+
+    def _cancel(self) -> None:
+        if self._task is None:
+            return
+        self._cancels += 1
+        self._task.cancel()
+        if self._handle is not None:
+            self._handle.cancel()
+        self._handle = asyncio.get_running_loop().call_later(CLEAN_UP_S, self._ring)

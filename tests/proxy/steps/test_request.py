@@ -1,0 +1,183 @@
+"""A request that is being served. Deadlines over real sockets: tests/flow/test_lives.py."""
+
+import asyncio
+from contextlib import suppress
+
+import pytest
+
+from engine_adapter import (
+    EngineDied,
+    EngineDiverged,
+    EngineGarbled,
+    EngineLost,
+    EngineRejected,
+    EngineUnreachable,
+    Headers,
+    ModelFailed,
+)
+from proxy.core.life import Cause, Phase, Rules, life
+from proxy.core.retry_budget import RetryBudget
+from proxy.request.calls import Call, Nobody, Reply
+from proxy.request.gate import Admission
+from proxy.request.records import RequestRecord
+from proxy.request.transcript import SentStream
+from proxy.steps import request
+from proxy.steps.request import Request
+from tests.fakes import CHAT
+
+QUIET = Rules()
+FILES = "/v1/files/f-1"
+
+
+def request_for(path=CHAT, rules=QUIET):
+    call = Call("r", "POST", path, Headers([]), None)
+    made = Request(call, Reply(Nobody()), RequestRecord.of(call), Admission.of_kvpin(), rules, RetryBudget())
+    made.n_candidates = 2
+    return made
+
+
+@pytest.mark.parametrize(
+    ("error", "path", "cause"),
+    [
+        (EngineUnreachable("x"), CHAT, Cause.ENGINE_UNREACHABLE),
+        (EngineDied("x"), CHAT, Cause.ENGINE_DIED),
+        (EngineGarbled("x"), CHAT, Cause.ENGINE_GARBLED),
+        (EngineLost("x"), CHAT, Cause.ENGINE_LOST),
+        (EngineDiverged("x"), CHAT, Cause.DIVERGED),
+        (EngineRejected("x", status=503), CHAT, Cause.ENGINE_REFUSED),
+        (EngineRejected("x", status=400), CHAT, Cause.ENGINE_REJECTED),
+        (EngineRejected("x", status=404), CHAT, Cause.ENGINE_REJECTED),
+        (EngineRejected("x", status=404), FILES, Cause.ENGINE_LACKS),
+        (EngineRejected("x", status=401), CHAT, Cause.ENGINE_DENIED),
+        (ModelFailed("x"), CHAT, Cause.ENGINE_MODEL_FAILED),
+        (ValueError("x"), CHAT, Cause.BUG),
+    ],
+)
+async def test_the_cause_of_an_error(error, path, cause):
+    assert request_for(path).cause_for(error) is cause
+
+
+async def test_in_mid_stream_another_engine_may_go_on_whatever_this_one_says():
+    made = request_for()
+    made.told = SentStream("vllm", None, has_role=False, texts=(), resumption=None, cached_tokens=None)
+    assert made.cause_for(EngineRejected("x", status=400)) is Cause.ENGINE_REFUSED
+    made.reply.complete = True  # with the error itself as its end
+    assert made.cause_for(EngineRejected("x", status=400)) is Cause.ENGINE_REJECTED
+
+
+class World:
+    """A request and its timer, in a task of its own."""
+
+    def __init__(self, rules, *happens):
+        self.rules, self.happens = rules, happens
+        self.works = lambda: asyncio.sleep(60)
+
+    async def live(self):
+        self.request = request_for(rules=self.rules)
+        self.request.watch()
+        for happens in self.happens:
+            happens(self.request)
+        try:
+            await self.works()
+        except asyncio.CancelledError:
+            return self.request.interrupted()
+        finally:
+            self.request.stop()
+
+
+def began(it, **how):
+    it.began(asyncio.get_running_loop().time(), **how)
+
+
+ON_A = (
+    lambda it: it.prepared(),
+    lambda it: it.placed("a"),
+    lambda it: it.entered(asyncio.get_running_loop().time()),
+    lambda it: it.sent(),
+)
+
+
+@pytest.mark.parametrize(
+    ("rules", "happens", "cause"),
+    [
+        (Rules(first_byte_s=0.03, queue_s=0.02), (), Cause.OUR_LIMIT),
+        (Rules(first_byte_s=0.05), ON_A[:3], Cause.ENGINE_BUSY),
+        (Rules(first_byte_s=0.05), ON_A, Cause.ENGINE_LATE),
+        (Rules(idle_s=0.05), (*ON_A, began), Cause.ENGINE_SILENT),
+        (Rules(total_s=0.05), (*ON_A, began), Cause.OUR_LIMIT),
+        (Rules(total_s=0.05), (*ON_A, lambda it: began(it, is_socket=True)), Cause.OUR_LIMIT),
+    ],
+)
+async def test_it_interrupts_the_task_when_a_state_lasts_too_long(rules, happens, cause):
+    world = World(rules, *happens)
+    task = asyncio.create_task(world.live())
+    assert await asyncio.wait_for(task, 5) is cause
+    assert not task.cancelling()
+
+
+async def test_progress_puts_it_off():
+    world, seen = World(Rules(idle_s=0.05), *ON_A, began), []
+
+    def progress():
+        seen.append(len(seen) + 1)
+        return min(len(seen), 30), False
+
+    task = asyncio.create_task(world.live())
+    await asyncio.sleep(0)
+    world.request.progress = progress
+    assert await asyncio.wait_for(task, 5) is Cause.ENGINE_SILENT
+    assert len(seen) > 30
+
+
+async def test_a_client_that_leaves_as_well_is_the_cause():
+    world = World(Rules())
+    task = asyncio.create_task(world.live())
+    await asyncio.sleep(0)
+    world.request._interrupt = Cause.OUR_LIMIT
+    world.request._cancel()
+    task.cancel()
+    assert await task is None
+    assert task.cancelling() == 1
+
+
+async def test_a_clean_up_that_hangs_is_interrupted_again(monkeypatch):
+    monkeypatch.setattr(request, "CLEAN_UP_S", 0.02)
+    world, cancels = World(Rules(total_s=0.02)), []
+
+    async def hangs():
+        try:
+            await asyncio.sleep(60)
+        finally:
+            for _ in range(2):  # each takes an interruption of its own
+                with suppress(asyncio.CancelledError):
+                    await asyncio.sleep(60)
+                cancels.append(asyncio.current_task().cancelling())
+
+    world.works = hangs
+    task = asyncio.create_task(world.live())
+    assert await asyncio.wait_for(task, 5) is Cause.OUR_LIMIT
+    assert cancels == [2, 3]
+    assert not task.cancelling()
+
+
+@pytest.mark.parametrize("has_answer", [False, True])
+async def test_a_lost_engine(monkeypatch, has_answer):
+    monkeypatch.setattr(life, "SILENCE_S", 0.05)
+    world = World(Rules(), *ON_A, *([began] if has_answer else []))
+    task = asyncio.create_task(world.live())
+    await asyncio.sleep(0)
+    world.request.engine_lost()
+    assert await asyncio.wait_for(task, 5) is Cause.ENGINE_LOST
+
+
+async def test_an_engine_that_is_lost_between_two_attempts_or_after_the_end_is_no_matter():
+    world = World(Rules())
+    task = asyncio.create_task(world.live())
+    await asyncio.sleep(0)
+    world.request.engine_lost()
+    await asyncio.sleep(0.01)
+    assert world.request.phase is Phase.ADMITTED
+    task.cancel()
+    assert await task is None
+    world.request.engine_lost()
+    await asyncio.sleep(0.01)
