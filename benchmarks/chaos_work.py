@@ -400,7 +400,7 @@ def _judge(answer: Answer, read: Read, right: Right) -> None:
         if not right.begins(read.text):
             flaw = _difference(read.text, right)
             answer.fate, answer.detail = "WRONG", f"{answer.fate}, {answer.detail}: {flaw}"
-        elif read.is_done or (read.error and not read.problem):
+        elif read.is_done or (read.error and not read.problem and not read.has_left):
             answer.fate, answer.detail = "WRONG", f"a clean end after {answer.fate}, {answer.detail}"
 
 

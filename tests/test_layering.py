@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-# Lines of a room's Python, by the beginning of its paths: the longest that fits counts. A room only shrinks, or
-# grows in a commit that raises its budget and says why.
+# Lines of a room's Python, by the beginning of its paths: the longest that fits counts. A room only shrinks,
+# or grows in a commit that raises its budget and says why.
 BUDGETS = dict(reversed(line.split()) for line in (ROOT / "tests/budgets.txt").read_text().splitlines())
 # So much may a room be below its budget: then the budget has to fall, too.
 SLACK = 150

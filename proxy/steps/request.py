@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any
 
+from msgspec.structs import replace
+
 from engine_adapter import EngineRejected, ModelFailed
 from proxy.core.life import Attempt, Cause, Life, Phase, Rules
 from proxy.core.placement.decision import Placement
@@ -113,7 +115,8 @@ class Request(Life):
         if self.told is not None and self.first is not None:
             if self.ready is not None and self.first.others:
                 same = (self.first, *self.first.others)
-                self.first = next(each for each in same if each.rendering is self.ready.rendering)
+                begun = next(each for each in same if each.rendering is self.ready.rendering)
+                self.first = replace(begun, others=())  # engines with another prompt cannot go on with it
             self.ready = self.first.going_on(self.told)
         error.__traceback__ = None  # it holds frames, and they hold the body
         blamed = None

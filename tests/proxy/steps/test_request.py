@@ -1,8 +1,11 @@
 """A request that is being served. Deadlines over real sockets: tests/flow/test_lives.py."""
 
 import asyncio
+from array import array
 from contextlib import suppress
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from engine_adapter import (
@@ -13,15 +16,19 @@ from engine_adapter import (
     EngineRejected,
     EngineUnreachable,
     Headers,
+    JsonBody,
     ModelFailed,
+    Resumption,
 )
 from proxy.core.life import Cause, Phase, Rules, life
 from proxy.core.retry_budget import RetryBudget
+from proxy.prompt import Prompt
 from proxy.request.calls import Call, Nobody, Reply
 from proxy.request.gate import Admission
 from proxy.request.records import RequestRecord
 from proxy.request.transcript import SentStream
 from proxy.steps import request
+from proxy.steps.preparation import Ready
 from proxy.steps.request import Request
 from tests.fakes import CHAT
 
@@ -63,6 +70,35 @@ async def test_in_mid_stream_another_engine_may_go_on_whatever_this_one_says():
     assert made.cause_for(EngineRejected("x", status=400)) is Cause.ENGINE_REFUSED
     made.reply.complete = True  # with the error itself as its end
     assert made.cause_for(EngineRejected("x", status=400)) is Cause.ENGINE_REJECTED
+
+
+@pytest.mark.parametrize("begun", [0, 1])
+async def test_a_stream_goes_on_only_where_engines_make_the_prompt_with_which_it_began(begun):
+    """The other prompts do not end with the tokens that the client has: such an engine would begin again."""
+    pool, builders = SimpleNamespace(chain=lambda prompt: prompt.token_ids), [object(), object()]
+    body = JsonBody(b'{"model":"m","stream":true}')
+    call = Call("r", "POST", CHAT, Headers([]), body)
+    mine, other = (
+        Ready(call, pool, None, None, prompt=Prompt(token_ids=array("i", [one])), rendering=builders[one])
+        for one in (0, 1)
+    )
+    made = request_for()
+    made.is_ready(msgspec.structs.replace(mine, others=(other,)))
+    made.prepared()
+    made.placed("a")
+    made.record.attempts.append("a")
+    made.entered(0.0)
+    made.began(0.0)
+    made.ready = (mine, other)[begun]
+    made.reply.started = True
+    resumption = Resumption(array("i", [7, 8]), {"answer_token_ids": [7, 8]})
+    told = SentStream("embedded", {}, True, (), resumption, None)
+    made.passage = SimpleNamespace(told=lambda _cached: told)
+    made.fails(Cause.ENGINE_DIED, EngineDied("x"))
+    assert made.ready.others == ()
+    assert made.ready.rendering is builders[begun]
+    assert made.ready.call.body.get("answer_token_ids") == [7, 8]
+    assert list(made.ready.prompt.token_ids) == [begun, 7, 8]
 
 
 class World:
