@@ -13,6 +13,7 @@ The last two functions say it in the words of OpenAI's and Anthropic's APIs.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
 
@@ -64,6 +65,20 @@ _OF_KIND = {
     Kind.MEDIA: Miss.MEDIA,
     Kind.OPTION: Miss.OPTION,
 }
+
+
+REMEDIES: Mapping[Miss, str] = {
+    Miss.SYSTEM: "put what changes at the end of the prompt, or choose rules: `kvpin advise` says which",
+    Miss.TOOLS: "send tools in a fixed order, or choose the rules tools_sorted and schemas_sorted",
+    Miss.INPUT: "only append messages",
+    Miss.OPTION: "keep this field for a conversation",
+    Miss.TEMPLATE: "where the client leaves reasoning out, the rule reasoning_kept puts it back",
+    Miss.KVPIN: "leave out the rule or repair that `kvpin requests ID` names",
+    Miss.EVICTED: "more memory, a host tier, retention or a pin",
+    Miss.WINDOW: "more memory",
+    Miss.STATE: "more memory",
+}
+"""What a person can do about a miss."""
 
 
 class Compared(msgspec.Struct, frozen=True, kw_only=True):
