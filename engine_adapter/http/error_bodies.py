@@ -18,8 +18,11 @@ _MAX_REASON_BYTES = 500
 _OPENAIS = ("message", "type", "param", "code")
 # llama-server has this type, but not OpenAI's code, which clients look for.
 _CODES = {"exceed_context_size_error": "context_length_exceeded"}
+_REFUSED = "the model's chat template refuses the request: "
 # llama-server answers these with 500: another engine with the same model would do so, too.
-_CLIENTS_FAULT = re.compile(r"(image|audio|video) input is not supported")
+_CLIENTS_FAULT = re.compile(
+    rf"(image|audio|video) input is not supported|Failed to parse messages: |{_REFUSED}"
+)
 # llama-servers answer these with 500 after they have generated the whole answer, which their parser does not
 # take. Another engine would generate it once more.
 _UNPARSED = re.compile(
@@ -153,6 +156,4 @@ def _reason(value: object) -> str:
         wrong = text.rpartition(_AFTER_SOURCE)[2].removeprefix(_RAISED)
     elif (found := _BEFORE_ROW.match(text)) is not None:
         wrong = found[1]
-    return (
-        text if wrong is None else f"the model's chat template refuses the request: {' '.join(wrong.split())}"
-    )
+    return text if wrong is None else _REFUSED + " ".join(wrong.split())

@@ -89,7 +89,9 @@ def route(*, target: RequestOptions, kvpin: AdminClient, as_json: JsonOption = F
 
 def requests(
     *,
-    request_id: Annotated[str | None, typer.Argument(metavar="ID", help="Explain this request.")] = None,
+    request_id: Annotated[
+        str | None, typer.Argument(metavar="ID", help="Explain this request: its id, or how that begins.")
+    ] = None,
     limit: Annotated[int, typer.Option(metavar="N", help="How many requests to list.")] = 20,
     kvpin: AdminClient,
     as_json: JsonOption = False,

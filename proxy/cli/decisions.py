@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from proxy.cli.grid import Columns, TerminalTable, console
+from proxy.core.misses import REMEDIES
 
 # The terms of a cost and the titles of their columns. They fit into 80 characters without `_RARE`, which are
 # shown only where one of them is not zero.
@@ -76,9 +77,23 @@ def show_list(answer: dict[str, Any]) -> None:
 
 
 def show_requests(requests: list[dict[str, Any]]) -> None:
-    """Prints one row per request."""
-    less = ("route", "predicted", "first byte", "tokens", "took", "model", "tenant")
-    TerminalTable.of(requests, _REQUESTS, text="why", less=less).print(console(_LINE_WIDTH))
+    """Prints one row per request; below, what the marks mean, and what can be done about their misses."""
+    less, out = (
+        ("route", "predicted", "first byte", "tokens", "took", "model", "tenant"),
+        console(_LINE_WIDTH),
+    )
+    TerminalTable.of(requests, _REQUESTS, text="why", less=less).print(out)
+    if rules := sorted({rule for request in requests for rule in _rules(request)}):
+        out.print(f"* kvpin changed the prompt: {', '.join(rules)}", markup=False, style="dim")
+    for miss in dict.fromkeys(request["miss"] for request in requests if request["error"] is None):
+        if miss in REMEDIES:
+            out.print(f"{miss}: {REMEDIES[miss]}", markup=False, style="dim")
+
+
+def _rules(request: dict[str, Any]) -> list[str]:
+    """The rules and repairs that changed its prompt."""
+    rules: list[str] = request.get("normalised", [])
+    return rules
 
 
 def show_request(request: dict[str, Any]) -> None:
@@ -152,13 +167,15 @@ def _prefiller(request: dict[str, Any]) -> str | None:
 
 def _why(request: dict[str, Any], waited: float | None, at: str | None) -> str:
     """Text on a request: the seconds it waited for busy engines, and the engine whose KV was not used as it
-    should; then the cause of its failure and the error, or why no more was reused and what differs first."""
+    should; then the cause of its failure and the error, or why no more was reused, a mark if kvpin changed
+    the prompt, and what differs first."""
     before = f"queued {waited:.1f} s; " if waited is not None else ""
     if request["prefilled_by"] is not None and _prefiller(request) is None:
         before += f"no KV from {request['prefilled_by']}: {request['transfer']}; "
     if request["error"] is not None:
         return f"{before}{request['cause']}: {request['error']}"
-    return before + str(request["miss"] or "") + (f": {at}" if at is not None else "")
+    mark = " *" if _rules(request) else ""
+    return before + str(request["miss"] or "") + mark + (f": {at}" if at is not None else "")
 
 
 def _ms(seconds: float | None) -> str:

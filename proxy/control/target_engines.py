@@ -192,7 +192,8 @@ class Targets:
     def _prefix_of_request(self, target: Target) -> Prefix:
         record = self._requests.get(target.request_id or "", target.tenant)
         if record is None:
-            raise NotFound(f"no recent request has the id {target.request_id!r}", param="request_id")
+            problem = f"no recent request has the id {target.request_id!r}, or several begin so"
+            raise NotFound(problem, param="request_id")
         if record.prompt is None or record.served_as is None:
             raise BadRequest("the prompt of this request is not known here", param="request_id")
         own = record.lora or record.served_as

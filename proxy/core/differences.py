@@ -6,7 +6,7 @@ A longer list with the same beginning is no difference: a chat's next turn adds 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from itertools import takewhile
 from typing import Any
@@ -73,6 +73,10 @@ class Kind(StrEnum):
     OPTION = "option"
 
 
+# Where such a part stands in a prompt.
+_RANKS = {Kind.TOOLS: 0, Kind.SYSTEM: 1, Kind.INPUT: 2, Kind.MEDIA: 2, Kind.OPTION: 3, Kind.ORDER: 3}
+
+
 class Difference(msgspec.Struct, frozen=True):
     """The first difference.
 
@@ -100,21 +104,41 @@ class Difference(msgspec.Struct, frozen=True):
 def difference(now: Mapping[str, Any], before: Mapping[str, Any]) -> Difference | None:
     """The first difference between the fields of two requests. None if one only continues the other, or if
     their inputs continue different responses, so that their positions cannot be compared."""
+    return next(_differences(now, before), None)
+
+
+def cause_as_sent(
+    changed: Difference, now: Mapping[str, Any], before: Mapping[str, Any]
+) -> Difference | None:
+    """The clients' part in `changed`, the first difference of two requests as kvpin changed them. The fields
+    are as their clients sent them.
+
+    It is `changed` itself if they also differ in such a part as sent; else the first difference as sent,
+    unless it stands behind. None: kvpin's changes alone made the difference.
+    """
+    found = list(_differences(now, before))
+    if any(each.kind is changed.kind for each in found):
+        return changed
+    return next((each for each in found if _RANKS[each.kind] <= _RANKS[changed.kind]), None)
+
+
+def _differences(now: Mapping[str, Any], before: Mapping[str, Any]) -> Iterator[Difference]:
+    """The differences, one of each field, and one of each message."""
     for name in _TOOLS:
         if (tools := _of_tools(name, now.get(name), before.get(name))) is not None:
-            return tools
+            yield tools
     for name in _SYSTEM:
         system = _of_content(Kind.SYSTEM, name, None, now.get(name), before.get(name))
         if system is not None:
-            return system
+            yield system
     if now.get(CONTINUED) != before.get(CONTINUED):
-        return None
+        return
     for name in _INPUT:
-        if (found := _of_items(name, now.get(name), before.get(name))) is not None:
-            return found
-    changed = (Difference(Kind.OPTION, name) for name in OPTIONS if now.get(name) != before.get(name))
+        yield from _of_items(name, now.get(name), before.get(name))
+    yield from (Difference(Kind.OPTION, name) for name in OPTIONS if now.get(name) != before.get(name))
     # Some templates write fields in an order of their own: the order counts only if nothing else differs.
-    return next(changed, None) or _of_order(now, before)
+    if (order := _of_order(now, before)) is not None:
+        yield order
 
 
 def are_alike(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
@@ -156,15 +180,16 @@ def _of_order(now: Mapping[str, Any], before: Mapping[str, Any]) -> Difference |
     return None
 
 
-def _of_items(name: str, now: Any, before: Any) -> Difference | None:  # noqa: ANN401 - JSON
-    """The first difference of messages, of a response's input, or of a completion's prompt."""
+def _of_items(name: str, now: Any, before: Any) -> Iterator[Difference]:  # noqa: ANN401 - JSON
+    """The differences of messages, of a response's input, or of a completion's prompt."""
     if name == "prompt" and isinstance(now, str) and isinstance(before, str):
         at = common_prefix(now, before)
-        return None if at == min(len(now), len(before)) else Difference(Kind.INPUT, name, offset=at)
+        if at < min(len(now), len(before)):
+            yield Difference(Kind.INPUT, name, offset=at)
+        return
     for at, (one, other) in enumerate(zip(_listed(now), _listed(before), strict=False)):
         if one != other and (found := _of_message(name, at, one, other)) is not None:
-            return found
-    return None
+            yield found
 
 
 def _of_message(field: str, at: int, now: Any, before: Any) -> Difference | None:  # noqa: ANN401 - JSON

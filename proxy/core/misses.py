@@ -13,6 +13,7 @@ The last two functions say it in the words of OpenAI's and Anthropic's APIs.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
 
@@ -37,6 +38,7 @@ class Miss(StrEnum):
     MEDIA = "media_changed"
     OPTION = "option_changed"  # another field that goes into the prompt
     TEMPLATE = "template_changed"  # the fields agree; the template renders earlier messages in another way
+    KVPIN = "changed_by_kvpin"  # a rule or a repair made it differ, where the client did not
     EVICTED = "evicted"
     WINDOW = "window_gone"  # full attention holds it, the blocks of a sliding window are gone
     STATE = "state_gone"  # full attention holds it, the state of linear attention is gone
@@ -65,6 +67,20 @@ _OF_KIND = {
 }
 
 
+REMEDIES: Mapping[Miss, str] = {
+    Miss.SYSTEM: "put what changes at the end of the prompt, or choose rules: `kvpin advise` says which",
+    Miss.TOOLS: "send tools in a fixed order, or choose the rules tools_sorted and schemas_sorted",
+    Miss.INPUT: "only append messages",
+    Miss.OPTION: "keep this field for a conversation",
+    Miss.TEMPLATE: "where the client leaves reasoning out, the rule reasoning_kept puts it back",
+    Miss.KVPIN: "leave out the rule or repair that `kvpin requests ID` names",
+    Miss.EVICTED: "more memory, a host tier, retention or a pin",
+    Miss.WINDOW: "more memory",
+    Miss.STATE: "more memory",
+}
+"""What a person can do about a miss."""
+
+
 class Compared(msgspec.Struct, frozen=True, kw_only=True):
     """An earlier request of the same tenant, beside the one that is explained.
 
@@ -75,6 +91,7 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
         same_model, same_lora: both ran on the same.
         has_fields: the fields of both requests are known.
         difference: the first difference of the fields.
+        changes: the rules and repairs of kvpin's that alone made this difference.
         is_running: it was not finished when the other began.
         engine: the engine that it left its KV on.
         is_candidate: the engine could have taken the other request.
@@ -89,6 +106,7 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
     same_lora: bool = True
     has_fields: bool = False
     difference: Difference | None = None
+    changes: tuple[str, ...] = ()
     is_running: bool = False
     engine: str | None = None
     is_candidate: bool = True
@@ -156,7 +174,7 @@ def diagnose(facts: Facts) -> Diagnosis:
     """Why no more of a prompt was reused."""
     miss, compared = miss_of(facts), facts.compared
     detail = _detail(miss, facts)
-    if facts.rules:
+    if facts.rules and miss is not Miss.KVPIN:
         detail += f" (the prompt as changed by {', '.join(facts.rules)})"
     if compared is None:
         return Diagnosis(miss, detail)
@@ -165,7 +183,7 @@ def diagnose(facts: Facts) -> Diagnosis:
         miss,
         detail,
         compared.request_id,
-        compared.difference if miss in (*_OF_KIND.values(), Miss.SHARED) else None,
+        compared.difference if miss in (*_OF_KIND.values(), Miss.KVPIN, Miss.SHARED) else None,
         common,
         max(min(own, compared.n_tokens) - common, 0),
         max(own - common, 0),
@@ -229,6 +247,8 @@ def _change(facts: Facts, compared: Compared) -> Miss:
     is_new = facts.is_whole and compared.repeated_tokens < _REPEATED * (facts.n_tokens or 0)
     if is_new and facts.reused_tokens:
         return Miss.SHARED
+    if compared.changes:
+        return Miss.KVPIN
     if compared.difference is not None:
         return _OF_KIND[compared.difference.kind]
     if not facts.is_whole:
@@ -259,6 +279,7 @@ def _detail(miss: Miss, facts: Facts) -> str:
         engine=compared.engine,
         common=common,
         cut=facts.cut_tokens,
+        changes=", ".join(compared.changes),
         at="" if difference is None else f" at {difference},",
         within=f", within the first block of {block}" if common < block else "",
     )
@@ -304,6 +325,10 @@ _BESIDE = {
     Miss.RESTARTED: "request {other} left {common} tokens of it, but {engine} was restarted or flushed since",
     Miss.AWAY: "request {other} left {common} tokens of it on {engine}, which took no requests",
     Miss.RUNNING: "it shares {common} tokens with request {other}, which was still running on {engine}",
+    Miss.KVPIN: (
+        "kvpin's own changes ({changes}) made it differ from request {other}{at} from token {common} "
+        "on{within}; as their clients sent them, both are equal there"
+    ),
     Miss.TEMPLATE: (
         "it only continues request {other}, but the chat template renders earlier messages anew from token "
         "{common} on"

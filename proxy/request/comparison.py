@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from engine_adapter import EngineInfo, common_prefix
 from engine_adapter.off_loop import off_loop
-from proxy.core.differences import CONTINUED, Difference, are_alike, difference
+from proxy.core.differences import CONTINUED, Difference, are_alike, cause_as_sent, difference
 from proxy.core.misses import Compared, Diagnosis, Facts, diagnose
 from proxy.prompt import Prompt
 from proxy.request.records import RequestLog, RequestRecord
@@ -43,6 +43,7 @@ class _Likeness(NamedTuple):
     repeated_tokens: int = 0
     has_fields: bool = False
     difference: Difference | None = None
+    changes: tuple[str, ...] = ()
 
 
 class ComparedEngine(Protocol):
@@ -98,9 +99,10 @@ class Comparison:
 
     def _ms(self, *records: RequestRecord) -> float:
         """Milliseconds that it takes at most to compare these requests."""
-        sources, n_bytes, n_tokens = self._log.sources, 0, 0
+        n_bytes, n_tokens = 0, 0
         for record in records:
-            n_bytes += len(sources.raw(record.request_id, record.tenant) or b"")
+            # As kvpin changed it, and as it was sent.
+            n_bytes += (1 + bool(record.normalised)) * len(self._log.source(record) or b"")
             n_tokens += record.n_tokens or 0
         return n_bytes / _BYTES_PER_MS + n_tokens / _TOKENS_PER_MS
 
@@ -215,24 +217,39 @@ class Comparison:
             same_lora=lora == other_lora,
             has_fields=like.has_fields,
             difference=like.difference,
+            changes=like.changes,
             is_running=record.started < _answered(other),
             engine=left_on,
             is_candidate=left_on in candidates,
             is_emptied=self._is_emptied(record, other, left_on),
         )
 
-    def _difference(self, record: RequestRecord, other: RequestRecord) -> tuple[bool, Difference | None]:
-        """(the fields show every difference, the first difference). Each API has its own fields. A response's
-        `input` holds only what follows the response that it continues."""
+    def _difference(
+        self, record: RequestRecord, other: RequestRecord
+    ) -> tuple[bool, Difference | None, tuple[str, ...]]:
+        """(the fields show every difference, the first difference, what of kvpin's alone made it). Each API
+        has its own fields. A response's `input` holds only what follows the response that it continues."""
         fields, others = self._fields(record), self._fields(other)
         if fields is None or others is None or record.route != other.route:
-            return False, None
+            return False, None, ()
         continued = fields.get(CONTINUED)
         is_told = continued == others.get(CONTINUED) or continued == other.answer_id
         try:
-            return is_told, difference(fields, others)
+            found = difference(fields, others)
+            if found is None or not (is_told and (record.normalised or other.normalised)):
+                return is_told, found, ()
+            sent, others = self._log.fields_sent(record), self._log.fields_sent(other)
+            if sent is None or others is None or sent.get(CONTINUED) != others.get(CONTINUED):
+                return is_told, found, ()
+            cause = cause_as_sent(found, sent, others)
         except RecursionError:  # values that are nested hundreds of levels deep
-            return False, None
+            return False, None, ()
+        if cause is not None:
+            return is_told, cause, ()
+        # What changed one of them alone is the cause. If there is none, any of them may be.
+        one, two = record.normalised, other.normalised
+        alone = [name for name in (*one, *two) if (name in one) != (name in two)]
+        return is_told, found, tuple(alone or one)
 
     def _is_emptied(self, record: RequestRecord, other: RequestRecord, left_on: str | None) -> bool:
         engine = self._engines.get(left_on) if left_on is not None else None
@@ -243,7 +260,7 @@ class Comparison:
         return any(_end(other) <= emptied <= end for emptied in engine.emptied)
 
     def _fields(self, record: RequestRecord) -> dict[str, Any] | None:
-        return self._log.sources.fields(record.request_id, record.tenant)
+        return self._log.fields(record)
 
 
 def _ms_of(earlier: Sequence[RequestRecord]) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -259,6 +260,11 @@ class RequestRecord(RequestFacts, kw_only=True):
         return (whole - first) / (tokens - 1)
 
 
+def _key(record: RequestRecord) -> str:
+    """The key of its body as the rules changed it. As it was sent, it has the request's id."""
+    return f"{record.request_id} changed" if record.normalised else record.request_id
+
+
 class RequestLog:
     """The last requests, newest last.
 
@@ -276,9 +282,22 @@ class RequestLog:
         return iter(self._records.values())
 
     def keep_source(self, record: RequestRecord, raw: bytes) -> None:
-        """Keeps the body of a request that will be added."""
+        """Keeps the body of a request that will be added: as it was sent, and once rules changed it also
+        as they did."""
         if self.capacity:
-            self.sources.keep(record.request_id, record.tenant, raw)
+            self.sources.keep(_key(record), record.tenant, raw)
+
+    def source(self, record: RequestRecord) -> bytes | None:
+        """The body of a request as kvpin's rules changed it; None if it is not known."""
+        return self.sources.raw(_key(record), record.tenant)
+
+    def fields(self, record: RequestRecord) -> dict[str, Any] | None:
+        """The fields that make its prompt, as kvpin's rules changed them; None if they are not known."""
+        return self.sources.fields(_key(record), record.tenant)
+
+    def fields_sent(self, record: RequestRecord) -> dict[str, Any] | None:
+        """The fields that make its prompt, as its client sent them; None if they are not known."""
+        return self.sources.fields(record.request_id, record.tenant)
 
     def add(self, record: RequestRecord) -> None:
         """Keeps a finished request. Drops the oldest when there is no room."""
@@ -288,11 +307,12 @@ class RequestLog:
         while len(self._records) > self.capacity or (self._tokens > MAX_TOKENS and len(self._records) > 1):
             _, dropped = self._records.popitem(last=False)
             self._tokens -= dropped.n_tokens or 0
-            self.sources.drop(dropped.request_id, dropped.tenant)
+            for key in {dropped.request_id, _key(dropped)}:
+                self.sources.drop(key, dropped.tenant)
 
     def get(self, request_id: str, tenant: str | None = None) -> RequestRecord | None:
-        """The request with that id of kvpin's, or the newest with that id of its client's. `tenant` limits
-        the search to that tenant's requests."""
+        """The request with that id of kvpin's, or the newest with that id of its client's; else the newest
+        with the one id that begins so. `tenant` limits the search to that tenant's requests."""
         own = self._records.get(request_id)
         for record in (own,) if own is not None else reversed(self._records.values()):
             if request_id in (record.request_id, record.client_request_id) and tenant in (
@@ -300,7 +320,13 @@ class RequestLog:
                 record.tenant,
             ):
                 return record
-        return None
+        found = dict[str, RequestRecord]()
+        for record in self._records.values() if request_id and own is None else ():
+            ids = record.client_request_id or "", record.request_id
+            begins = next((each for each in ids if each.startswith(request_id)), None)
+            if begins is not None and tenant in (None, record.tenant):
+                found[begins] = record
+        return next(iter(found.values())) if len(found) == 1 else None
 
     def answered(self, answer_id: str, tenant: str | None) -> RequestRecord | None:
         """The tenant's request whose answer has that id, in its body or as its `x-request-id`."""

@@ -300,7 +300,7 @@ class Proxy:
         self.live.finished(record)
         if self.recorder is not None:
             self.watch.observe(record)
-            body = self.flow.requests.sources.raw(record.request_id, record.tenant)
+            body = self.flow.requests.source(record)
             self.recorder.observe(record, body)
         if self.ahead is not None:
             self.ahead.observe(record)

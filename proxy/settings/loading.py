@@ -181,7 +181,9 @@ def _read_file(config: Path, model: type[BaseModel]) -> tuple[dict[str, Any], li
     faults = []
     for holder, parents, name, known in list(_unknown_keys(values, model, ())):
         full = ".".join((*parents, name))
-        faults.append(f"unknown setting {full!r} in {str(config)!r}: {_hint(name, known)}")
+        is_of_all = bool(parents) and name in model.model_fields and language == "TOML"
+        hint = f"write {name} above the first [table] of the file" if is_of_all else _hint(name, known)
+        faults.append(f"unknown setting {full!r} in {str(config)!r}: {hint}")
         del holder[name]
     return values, faults
 

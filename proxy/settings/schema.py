@@ -9,6 +9,7 @@ import hashlib
 import os
 import socket
 from collections.abc import Iterator
+from difflib import get_close_matches
 from typing import Annotated, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
@@ -69,10 +70,22 @@ def _some(models: tuple[str, ...]) -> tuple[str, ...]:
     return models
 
 
+_RULES = ("agents", *(str(rule) for rule in Rule))
+# Characters of a wrong word that an error shows.
+_SHOWN = 40
+
+
 def _named_rules(rules: object) -> object:
     """Names of rules. `agents`, alone or in a list, stands for those for coding agents."""
     listed = [rules] if isinstance(rules, str) else rules
-    if not isinstance(listed, list | tuple) or "agents" not in listed:
+    if not isinstance(listed, list | tuple):
+        return listed
+    for each in listed:
+        if isinstance(each, str) and each not in _RULES:
+            near = get_close_matches(each.lower(), _RULES, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ValueError(f"{each[:_SHOWN]!r} is no rule: {hint}The rules are {', '.join(_RULES)}")
+    if "agents" not in listed:
         return listed
     return tuple(dict.fromkeys([*(each for each in listed if each != "agents"), *sorted(AGENTS)]))
 

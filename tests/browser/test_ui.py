@@ -315,8 +315,8 @@ async def test_without_an_admin_key_only_kvpins_own_page_may_change_anything(pag
 
 
 async def test_a_request_that_is_gone_is_said_to_be(opened):
-    await opened.evaluate("location.hash = 'why/req-0'")
-    await expect(opened.get_by_role("alert")).to_contain_text("no recent request has the id 'req-0'")
+    await opened.evaluate("location.hash = 'why/req-none'")
+    await expect(opened.get_by_role("alert")).to_contain_text("no recent request has the id 'req-none'")
 
 
 async def test_many_engines_and_requests_fill_pages_not_the_browser(page, kvpin):

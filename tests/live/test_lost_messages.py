@@ -24,6 +24,12 @@ LOSES = (
     + "{% endif %}{% endfor %}"
     + _END
 )
+ROLES = (
+    "{% for m in messages %}{% if m.role == 'critic' %}{{ raise_exception('No such role') }}{% endif %}"
+    + _TURN
+    + "{% endfor %}"
+    + _END
+)
 LATE = "Only the tide table of Brest counts."
 
 
@@ -74,3 +80,22 @@ def _whole_in(world, answer):
     url = f"{world.servers[0].url}/tokenize"
     late = httpx.post(url, json={"content": LATE}, timeout=WAIT_S, trust_env=False).json()["tokens"]
     assert n_tokens > len(late) + 10
+
+
+def test_a_role_that_the_template_refuses_is_the_clients_fault(tmp_path):
+    """llama-server mostly says 500, which SDKs would try again."""
+    path = tmp_path / "template.jinja"
+    path.write_text(ROLES)
+    with llama_world(tmp_path, "--chat-template-file", str(path), servers=2) as world:
+        for messages in ([{"role": "critic", "content": "Hm."}], [{"content": "Hi"}]):
+            body = {"model": MODEL, "messages": messages, "max_tokens": 2}
+            straight = httpx.post(
+                f"{world.servers[0].url}/v1/chat/completions", json=body, timeout=WAIT_S, trust_env=False
+            )
+            answer = world.post("chat/completions", body)
+            assert answer.status_code == 400
+            assert answer.json()["error"]["type"] == "invalid_request_error"
+            record = world.kvpin.admin("GET", f"requests/{answer.headers['x-request-id']}").json()
+            assert len(record["attempts"]) <= 1
+        assert straight.status_code == 500
+        assert "Missing 'role'" in answer.json()["error"]["message"]

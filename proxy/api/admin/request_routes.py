@@ -49,8 +49,8 @@ def request_routes(flow: Flow) -> tuple[Endpoint, ...]:
         if record is None:
             others = ", ".join(flow.fleet.passed_on)
             passed_on = f"; requests were passed on to another kvpin, which has their records: {others}"
-            problem = f"no recent request has the id {request_id!r}{passed_on if others else ''}"
-            raise NotFound(problem, param="request_id")
+            problem = f"no recent request has the id {request_id!r}, or several begin so"
+            raise NotFound(problem + (passed_on if others else ""), param="request_id")
         return answer(await explain(flow, record))
 
     whose = Query("tenant", "string", "Whose request it is, where several clients send the same id.")

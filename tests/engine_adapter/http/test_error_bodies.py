@@ -37,6 +37,10 @@ SHAPES = [
         {"error": {"message": "image input is not supported - hint: …", "type": "server_error", "code": 500}},
         EngineErrorBody("image input is not supported - hint: …", "invalid_request_error", is_clients=True),
     ),
+    (
+        {"error": {"message": "Failed to parse messages: Missing 'role'", "code": 500}},
+        EngineErrorBody("Failed to parse messages: Missing 'role'", "invalid_request_error", is_clients=True),
+    ),
 ]
 
 
@@ -55,6 +59,11 @@ def test_what_is_not_json_is_cut_short():
 @pytest.mark.parametrize(
     "message",
     [
+        (  # the late system message that Qwen3.5's template refuses
+            "\n------------\nWhile executing CallExpression at line 85, column 32 in source:\n"
+            "...first %}\u21b5            {{- raise_exception('No such role...\n           ^\n"
+            "Error: Jinja Exception: No such role: x"
+        ),
         (
             "Unable to generate parser for this template. Automatic parser generation failed: \n-----\n"
             "While executing CallExpression at line 2, column 19 in source:\n...].content == 'bad' %}\u21b5"
@@ -67,6 +76,7 @@ def test_an_error_of_a_chat_template_is_one_line(message):
     """As real llama-servers write it, today and in 2025."""
     found = read_error(msgspec.json.encode({"error": {"code": 500, "message": message}}))
     assert found.message == "the model's chat template refuses the request: No such role: x"
+    assert (found.rejection(500).status, found.type) == (400, "invalid_request_error")
 
 
 def test_lines_of_another_error_stay():

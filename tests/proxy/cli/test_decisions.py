@@ -145,6 +145,14 @@ def test_a_row_says_why_it_missed_or_failed(capsys):
     )
 
 
+def test_changed_prompts_are_marked_and_remedies_named(capsys):
+    hit = {"miss": "hit", "differs_at": None, "normalised": ["paths", "dates"]}
+    decisions.show_requests([REQUEST, REQUEST | hit, REQUEST])
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert lines[2].endswith(" ms  hit *")
+    assert lines[4:] == ["* kvpin changed the prompt: dates, paths", "input_changed: only append messages"]
+
+
 @pytest.mark.parametrize(
     ("transfer", "engine", "why"),
     [

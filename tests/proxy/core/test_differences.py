@@ -1,6 +1,6 @@
 import pytest
 
-from proxy.core.differences import Difference, Kind, are_alike, difference
+from proxy.core.differences import Difference, Kind, are_alike, cause_as_sent, difference
 
 SYSTEM = {"role": "system", "content": "You are kind."}
 ASKED = {"role": "user", "content": "What time is it?"}
@@ -182,3 +182,18 @@ def test_a_tool_whose_fields_come_in_another_order():
     assert difference({**now, "input": "Ho"}, before).kind is Kind.INPUT
     marked = {"tools": [TOOLS[0], {**tool("a", "b"), **MARK}], "input": "Hi"}
     assert difference(now, marked) is None
+
+
+def test_the_clients_part_in_a_difference_that_kvpin_changed():
+    def asks(system, *turns, **more):
+        messages = [{"role": "system", "content": system}, *({"role": "user", "content": t} for t in turns)]
+        return {"messages": messages, **more}
+
+    at_system, at_input = Difference(Kind.SYSTEM, "messages", 0), Difference(Kind.INPUT, "messages", 1)
+    before = asks("Be brief.", "Hi")
+    assert cause_as_sent(at_system, asks("Be brief.", "Hi", "And?"), before) is None
+    assert cause_as_sent(at_system, asks("Be brief.", "Ho"), before) is None
+    assert cause_as_sent(at_input, asks("Be brief.", "Hi", thinking={}), before) is None
+    assert cause_as_sent(at_input, asks("Be kind.", "Ho"), before) is at_input
+    carried = cause_as_sent(at_input, asks("Be kind.", "Hi"), before)
+    assert str(carried) == "messages[0], character 3"

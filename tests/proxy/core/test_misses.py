@@ -18,8 +18,8 @@ def other(common=0, **fields):
     return Compared(**(given | fields))
 
 
-def differing(kind, common=20, field="messages"):
-    return other(common, has_fields=True, difference=Difference(kind, field, 1, None, 7))
+def differing(kind, common=20, field="messages", **more):
+    return other(common, has_fields=True, difference=Difference(kind, field, 1, None, 7), **more)
 
 
 AT_SYSTEM = Difference(Kind.SYSTEM, "messages", 1, None, 7)
@@ -80,6 +80,10 @@ CASES = [
     Case(
         Miss.TOOLS, "tools_changed", "tools_changed", "at messages[1], character 7, from token 5 on, within",
         {"compared": differing(Kind.TOOLS, 5)},
+    ),
+    Case(
+        Miss.KVPIN, NO_WORD, NO_WORD, "changes (paths, ids) made it differ from request r1 at messages[1]",
+        {"compared": differing(Kind.SYSTEM, changes=("paths", "ids")), "rules": ("ids",)},
     ),
     Case(
         Miss.SYSTEM, "input_changed", "system_changed", "r1 at messages[1], character 7, from token 20 on",

@@ -86,9 +86,30 @@ async def test_the_miss_is_that_of_the_changed_prompt(client):
     assert found.detail.endswith("(the prompt as changed by date_to_day)")
 
 
-def working_in(path, *more):
-    text = f"The current working directory is `{path}`. Be brief."
-    messages = [{"role": "system", "content": text}, {"role": "user", "content": "Hi"}, *more]
+async def test_a_miss_that_a_rule_alone_made_names_the_rule(client):
+    """The second request only goes on. It holds a reference, so no path is replaced in it."""
+    more = ({"role": "assistant", "content": "Yes"}, {"role": "user", "content": "What is [[path 9]]?"})
+    for turns in ((), more):
+        await ask(client, working_in("/home/me/x", *turns, said="Be brief. " * 20), "blue")
+    first, last = client.proxy.requests
+    found = await client.proxy.flow.comparison.explain(last)
+    assert (first.normalised, last.normalised, found.miss) == (["paths"], [], "changed_by_kvpin")
+    assert f"kvpin's own changes (paths) made it differ from request {first.request_id}" in found.detail
+
+
+async def test_a_miss_that_the_client_made_is_told_where_it_wrote(client):
+    """The rule tells the path before the first turn. The client wrote it in the system prompt."""
+    for path in ("/home/me/x", "/home/me/y"):
+        await ask(client, working_in(path, said="Be brief. " * 20, asks="Tell more. " * 20), "blue")
+    *_, last = client.proxy.requests
+    last.reported_tokens = last.predicted_tokens
+    found = await client.proxy.flow.comparison.explain(last)
+    assert (found.miss, str(found.at)) == ("system_changed", "messages[0], character 43")
+
+
+def working_in(path, *more, said="Be brief.", asks="Hi"):
+    text = f"The current working directory is `{path}`. {said}"
+    messages = [{"role": "system", "content": text}, {"role": "user", "content": asks}, *more]
     return {**ASK, "messages": messages}
 
 

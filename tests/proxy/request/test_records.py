@@ -73,6 +73,16 @@ def test_a_clients_id_finds_its_own_newest_request_and_hides_no_other():
     assert log.get("other") is None
 
 
+def test_the_beginning_of_an_id_finds_the_only_request_with_it():
+    one, two = record("req-12", tenant="red"), record("req-13", tenant="blue")
+    part, last = record("req-2-1", client_id="req-2"), record("req-2-2", client_id="req-2")
+    log = log_of(one, two, part, last)
+    assert (log.get("req-12"), log.get("req-13"), log.get("req-1", "blue")) == (one, two, two)
+    assert (log.get("req-1"), log.get(""), log.get("eq-1")) == (None, None, None)
+    assert log_of(part, last).get("req-") is last
+    assert log.get("req-2-") is None
+
+
 def test_the_prompt_of_a_cache_key_is_its_tenants_newest():
     log = log_of(
         record("a", [1], key="k"),

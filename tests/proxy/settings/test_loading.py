@@ -1,3 +1,5 @@
+import re
+
 import pytest
 
 from proxy.settings import EngineSettings, SettingsError, load_settings
@@ -238,3 +240,24 @@ def test_names_and_origins_come_from_each_source(write, monkeypatch):
     settings = load_settings(path)
     assert (settings.model_aliases["gpt-5"], settings.default_model) == ("n", "n")
     assert settings.cors_origins == ("https://chat.example",)
+
+
+def test_a_setting_behind_a_table_belongs_above_the_first(write):
+    """TOML takes such a line as a part of the table before it."""
+    for text, named in (
+        ("[limits]\nbody_bytes = 9\nreuse = true", "limits.reuse"),
+        ("[[engines]]\nkind = 'vllm'\nurl = 'http://127.0.0.1:1'\nreuse = true", "engines[0].reuse"),
+    ):
+        with pytest.raises(SettingsError, match=re.escape(f"unknown setting {named!r} in ")) as raised:
+            load_settings(write(text))
+        assert str(raised.value).endswith(": write reuse above the first [table] of the file")
+
+
+@pytest.mark.parametrize("origin", ["flag", "variable", "file"])
+def test_a_wrong_rule_is_named_wherever_it_is_set(write, monkeypatch, origin):
+    if origin == "variable":
+        monkeypatch.setenv("KVPIN_NORMALISE", '[{"rules": "agnets"}]')
+    path = write("[[normalise]]\nrules = 'agnets'" if origin == "file" else "")
+    flags = {"normalise": ({"rules": ["agnets"]},)} if origin == "flag" else {}
+    with pytest.raises(SettingsError, match="'agnets' is no rule: did you mean 'agents'"):
+        load_settings(path, **flags)

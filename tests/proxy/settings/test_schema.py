@@ -1,5 +1,6 @@
 import hashlib
 import os
+import re
 from contextlib import nullcontext
 
 import pytest
@@ -34,6 +35,19 @@ def test_a_named_set_of_rules(rules):
     assert Settings(normalise=[{"rules": ["paths", "paths"]}]).normalise[0].rules == (Rule.PATHS, Rule.PATHS)
     with pytest.raises(ValidationError, match="schemas_sorted"):
         Settings(normalise=[{"rules": "agent"}])
+
+
+@pytest.mark.parametrize(
+    ("rules", "said"),
+    [
+        ("agnets", "'agnets' is no rule: did you mean 'agents'? The rules are agents, billing_line, "),
+        (["paths", "Path"], "'Path' is no rule: did you mean 'paths'? The rules are agents, "),
+        (["x" * 99], f"'{'x' * 40}' is no rule: The rules are agents, "),
+    ],
+)
+def test_a_wrong_rule_is_named(rules, said):
+    with pytest.raises(ValidationError, match=re.escape(said)):
+        Settings(normalise=[{"rules": rules}])
 
 
 def test_two_engines_cannot_have_one_id():
