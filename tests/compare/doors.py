@@ -1,0 +1,203 @@
+"""Doors: each stands before a fake engine, notes what kvpin sends, and does to the answer what a case says.
+
+An `Act` is what happens to one answer. Answers are whole before they are passed on, so a cut or a death comes
+at the same byte each time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+CASE = b"x-case"
+"""Requests with this header are those of a client. All others are kvpin's own."""
+PROMPTS = re.compile(rb"POST /(v1/(chat/completions|completions|responses|messages|embeddings)|generate) ")
+
+
+@dataclass(frozen=True, slots=True)
+class Act:
+    """What happens to an answer.
+
+    Attributes:
+        raw: bytes in place of the engine's answer, which is not asked.
+        cut: bytes of each piece; 0: one piece.
+        stop: bytes after which the connection ends; None: never; negative: so many before the end.
+        reset: it ends by RST, not FIN.
+        hold: bytes after which the answer waits until the comparison lets it go; None: it does not wait.
+    """
+
+    raw: bytes | None = None
+    cut: int = 0
+    stop: int | None = None
+    reset: bool = False
+    hold: int | None = None
+
+
+PASS = Act()
+
+
+@dataclass(slots=True)
+class Doors:
+    """All doors of a world, and what came in since `begin`.
+
+    Attributes:
+        seen: (engine, head, body) of each request of a case, in order of arrival.
+        control: (engine, head, body) of all control calls so far.
+        held: answers that wait, in order of arrival.
+        closed: engines that answer nothing yet.
+    """
+
+    acts: deque[Act] = field(default_factory=deque)
+    seen: list[tuple[str, bytes, bytes]] = field(default_factory=list)
+    control: set[tuple[str, bytes, bytes]] = field(default_factory=set)
+    held: deque[asyncio.Event] = field(default_factory=deque)
+    closed: set[str] = field(default_factory=set)
+    busy: int = 0
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    async def open(self, name: str, port: int) -> int:
+        """A door before the engine at `port`; returns its own port."""
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            self._tasks.add(asyncio.current_task())
+            with suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
+                while True:
+                    head = await reader.readuntil(b"\r\n\r\n")
+                    body = await read_body(reader, head)
+                    if not await self._serve(name, head, body, port, reader, writer):
+                        break
+            writer.close()
+            self._tasks.discard(asyncio.current_task())
+
+        self.closed.add(name)
+        server = await asyncio.start_server(serve, "127.0.0.1", 0, limit=1 << 24)
+        return server.sockets[0].getsockname()[1]
+
+    def begin(self, acts: tuple[Act, ...]) -> None:
+        """The next requests are those of another case."""
+        self.acts, self.seen = deque(acts), []
+
+    async def _serve(
+        self,
+        name: str,
+        head: bytes,
+        body: bytes,
+        port: int,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> bool:
+        """Answers a request; False if its connection is over."""
+        while name in self.closed:
+            await asyncio.sleep(0.01)
+        if b"\r\n" + CASE + b":" not in head.lower():
+            if PROMPTS.match(head):
+                self.seen.append((name, head, body))
+            else:
+                self.control.add((name, head, body))
+            writer.write(await asked(port, head, body))
+            await writer.drain()
+            return True
+        self.busy += 1
+        try:
+            self.seen.append((name, head, body))
+            act = self.acts.popleft() if self.acts else PASS
+            answer = act.raw if act.raw is not None else await asked(port, head, body)
+            return await self._act(name, act, answer, reader, writer)
+        finally:
+            self.busy -= 1
+
+    async def _act(
+        self, name: str, act: Act, answer: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> bool:
+        sent, end = 0, len(answer)
+        if act.stop is not None:
+            end = act.stop if act.stop >= 0 else max(end + act.stop, 0)
+        while True:
+            if act.hold is not None and sent >= min(act.hold, end):
+                if not await self._wait(reader):
+                    self.seen.append((name, b"(kvpin left)", b""))
+                    return False
+                act = Act(cut=act.cut, stop=act.stop, reset=act.reset)
+            if sent >= end:
+                break
+            piece = min(act.cut or end, end - sent)
+            if act.hold is not None:
+                piece = min(piece, act.hold - sent)
+            writer.write(answer[sent : sent + piece])
+            sent += piece
+            await writer.drain()
+            if act.cut:
+                await asyncio.sleep(0.0003)
+        if act.reset:
+            await asyncio.sleep(0.02)  # what was sent is read before the connection breaks
+            writer.transport.abort()
+        head = answer.partition(b"\r\n\r\n")[0].lower()
+        return act.stop is None and (b"\r\ncontent-length:" in head or b"\r\ntransfer-encoding:" in head)
+
+    async def _wait(self, reader: asyncio.StreamReader) -> bool:
+        """Returns once the comparison lets the answer go; False if kvpin leaves before."""
+        self.held.append(gate := asyncio.Event())
+        opened, left = asyncio.create_task(gate.wait()), asyncio.create_task(reader.read(1))
+        await asyncio.wait((opened, left), return_when=asyncio.FIRST_COMPLETED)
+        for task in (opened, left):
+            task.cancel()
+        await asyncio.gather(opened, left, return_exceptions=True)
+        if gate in self.held:
+            self.held.remove(gate)
+        return gate.is_set()
+
+
+async def asked(port: int, head: bytes, body: bytes) -> bytes:
+    """The whole answer of a server, as bytes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 24)
+    writer.write(head + body)
+    try:
+        return await read_answer(reader, is_head=head.startswith(b"HEAD"))
+    finally:
+        writer.close()
+
+
+async def read_answer(reader: asyncio.StreamReader, *, is_head: bool = False) -> bytes:
+    """The head of an answer and its body as it came."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    if head.startswith(b"HTTP/1.1 100"):
+        return head + await read_answer(reader)
+    return head if is_head else head + await read_body(reader, head, is_answer=True)
+
+
+async def read_body(reader: asyncio.StreamReader, head: bytes, *, is_answer: bool = False) -> bytes:
+    """The body that belongs to a head, as it came; what there is if the connection ends before."""
+    lower, parts = head.lower(), []
+    try:
+        if found := re.search(rb"\r\ncontent-length: *(\d+)", lower):
+            parts.append(await reader.readexactly(int(found[1])))
+        elif b"\r\ntransfer-encoding: chunked" in lower:
+            while True:
+                parts.append(line := await reader.readuntil(b"\r\n"))
+                parts.append(await reader.readexactly(int(line, 16) + 2))
+                if line == b"0\r\n":
+                    break
+        elif is_answer and not re.match(rb"http/1.1 (1..|204|304)", lower):
+            parts.append(await reader.read())
+    except asyncio.IncompleteReadError as error:
+        parts.append(error.partial)
+    except OSError:
+        parts.append(b"(reset)")
+    return b"".join(parts)
+
+
+def joined(answer: bytes) -> bytes:
+    """An answer with the chunks of its body joined. Says so if its end is missing."""
+    head, gap, body = answer.partition(b"\r\n\r\n")
+    if b"transfer-encoding: chunked" not in head.lower():
+        return answer
+    parts, whole = [], False
+    while body and not whole:
+        size, _, rest = body.partition(b"\r\n")
+        count = int(size or b"0", 16)
+        parts.append(rest[:count])
+        whole, body = count == 0, rest[count + 2 :]
+    return head + gap + b"".join(parts) + (b"" if whole else b"(the end is missing)")

@@ -1,0 +1,282 @@
+"""A kvpin of any version before the fake engines of the tests, and what one sees of it in each case.
+
+kvpin's clocks are the comparison's (`clocked_kvpin.py`), so that durations and all that is learned from them
+are the same in each run. Before and after each case, the world is at rest: no request runs, every event of the
+engines has been read, and all threads of kvpin sleep.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.compare.cases import ADMIN, KEYS, Case
+from tests.compare.doors import Doors, asked, joined, read_answer
+from tests.fake_engines.sglang import running_sglang
+from tests.fake_engines.text import MODEL_DIR
+from tests.fake_engines.vllm import running_vllm
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = Path(__file__).with_name("clocked_kvpin.py")
+START_S, REST_S, SETTLE_S = 300.0, 30.0, 0.5
+_LOOKS, _LOOK_S = 3, 0.002
+CASE_S = 1.0
+"""Seconds by which kvpin's clocks move before each case."""
+
+Transcript = dict[str, dict[str, str]]
+"""Case → what is seen of it: by clients, engines, in records and in the log → text."""
+
+SETTINGS = f"""
+reuse = true
+admin_key = "{ADMIN}"
+tenant_metrics = 8
+model_aliases = {{ alias = "tiny" }}
+cors_origins = ["https://chat.example"]
+
+[logs]
+format = "json"
+level = "debug"
+
+[health]
+interval_s = 0.05
+timeout_s = 60
+
+[limits]
+json_values = 20000
+body_bytes = "1MiB"
+request_records = 4000
+
+[[normalise]]
+rules = ["billing_line", "date_to_day", "tools_sorted", "schemas_sorted"]
+model = "plain"
+"""
+
+
+@dataclass(slots=True)
+class World:
+    """What a run needs of its kvpin.
+
+    Attributes:
+        port: of kvpin.
+        pid: its process.
+        doors: before its engines.
+        clock: the file of its clocks.
+        log: its log file.
+        batches: engine → batches of KV events that it has published.
+    """
+
+    port: int
+    pid: int
+    doors: Doors
+    clock: Path
+    log: Path
+    batches: dict[str, object]
+    now: float = 0.0
+    read: int = 0
+
+    def tick(self, seconds: float) -> None:
+        """Moves kvpin's clocks."""
+        self.now += seconds
+        with self.clock.open("r+b") as file:
+            file.write(struct.pack("d", self.now))
+
+    async def admin(self, path: str) -> bytes:
+        """A GET of the admin API."""
+        head = f"GET /admin/v1/{path} HTTP/1.1\r\nhost: kvpin\r\nauthorization: Bearer {ADMIN}\r\n\r\n"
+        return await asked(self.port, head.encode(), b"")
+
+    async def quiet(self) -> None:
+        """Returns when all threads of kvpin sleep."""
+        looks = 0
+        while looks < _LOOKS:
+            await asyncio.sleep(_LOOK_S)
+            looks = looks + 1 if all(state in "SI" for state in _states(self.pid)) else 0
+
+    async def rest(self) -> None:
+        """Returns when the world is at rest."""
+        ends = time.monotonic() + REST_S
+        while self.doors.busy or (why := await self._unrest()):
+            if time.monotonic() > ends:
+                raise SystemExit(f"the world does not come to rest: {why}\n{self.log.read_text()[-3000:]}")
+            await asyncio.sleep(0.005)
+
+    async def _unrest(self) -> str:
+        """Why the world is not at rest; empty if it is."""
+        await self.quiet()
+        stats = json.loads((await self.admin("stats")).partition(b"\r\n\r\n")[2])
+        for engine in (engine for pool in stats["pools"] for engine in pool["engines"]):
+            name, told = engine["id"], self.batches.get(engine["id"])
+            heard = ((engine["kv"] or {}).get("events") or {}).get("batches")
+            if engine["state"] not in {"ready", "draining"} or engine["in_flight"]:
+                return f"{name} is {engine['state']}, {engine['in_flight']} in flight"
+            if told is not None and heard != told.published:
+                return f"{name}: {heard} of {told.published} batches"
+        return ""
+
+    def new_log(self) -> list[str]:
+        """Lines that were written since the last call."""
+        with self.log.open("rb") as file:
+            file.seek(self.read)
+            text = file.read()
+            self.read = file.tell()
+        return text.decode(errors="replace").splitlines()
+
+
+def _states(pid: int) -> Iterator[str]:
+    for path in Path(f"/proc/{pid}/task").glob("*/stat"):
+        try:
+            yield path.read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+
+
+@asynccontextmanager
+async def running_world(checkout: Path, directory: Path) -> AsyncIterator[World]:
+    """Starts engines and the kvpin of `checkout`; yields the world once it is at rest; ends all."""
+    with ExitStack() as stack:
+        doors, tables, batches = Doors(), [], {}
+
+        async def add(name: str, kind: str, url: str, **fields: object) -> None:
+            port = await doors.open(name, int(url.rpartition(":")[2]))
+            settings = {"kind": kind, "id": name, "url": f"http://127.0.0.1:{port}", **fields}
+            tables.append(
+                "\n".join(["[[engines]]", *(f"{k} = {json.dumps(v)}" for k, v in settings.items()), ""])
+            )
+
+        for name, model in (("v0", "tiny"), ("v1", "tiny"), ("w", "solo")):
+            fake = stack.enter_context(running_vllm(model=model, loras=("lora",) if model == "solo" else ()))
+            batches[name] = fake.publisher
+            await add(name, "vllm", fake.url)
+        fake = stack.enter_context(running_sglang(model="sg"))
+        await add("sg", "sglang", fake.url)
+        for name in ("p0", "p1"):
+            fake = stack.enter_context(running_vllm(model="plain", kv_events=False, enable_scale_out=False))
+            await add(
+                name, "openai_compatible", fake.url, model="plain", tokenizer=str(MODEL_DIR), share_kv=True
+            )
+        config, clock, log = directory / "kvpin.toml", directory / "clock", directory / "log"
+        keys = [
+            "\n".join(["[[api_keys]]", *(f"{k} = {json.dumps(v)}" for k, v in key.items()), ""])
+            for key in KEYS
+        ]
+        config.write_text(SETTINGS + "\n".join([*keys, *tables]))
+        clock.write_bytes(bytes(8))
+        with _process(checkout, clock, log, config) as process:
+            async with asyncio.timeout(START_S):
+                while not (
+                    found := re.search(r"base_url +http\S+?:(\d+)/v1\n", log.read_text(errors="replace"))
+                ):
+                    if process.poll() is not None:
+                        raise SystemExit(f"kvpin of {checkout} ended:\n{log.read_text()}")
+                    await asyncio.sleep(0.05)
+                world = World(int(found[1]), process.pid, doors, clock, log, batches)
+                await _until_ready(world)
+            yield world
+            process.terminate()
+            process.wait(30)
+
+
+async def _until_ready(world: World) -> None:
+    """Lets the engines join one after the other, so that their order is the same each time."""
+    for name in sorted(world.doors.closed):
+        world.doors.closed.remove(name)
+        while f'"{name}", "model"' not in world.log.read_text():
+            await asyncio.sleep(0.02)
+    while True:
+        pools = json.loads((await world.admin("stats")).partition(b"\r\n\r\n")[2])["pools"]
+        details = [pool["tokenisation"]["detail"] for pool in pools]
+        if not any("being loaded" in each or "not checked" in each for each in details):
+            break
+        await asyncio.sleep(0.1)
+    await world.rest()
+    await asyncio.sleep(SETTLE_S)
+    await world.rest()
+    world.new_log()
+
+
+@contextmanager
+def _process(checkout: Path, clock: Path, log: Path, config: Path) -> Iterator[subprocess.Popen[bytes]]:
+    command = ["setpriv", "--pdeathsig", "KILL", sys.executable, "-P", str(PROGRAM), str(clock)]
+    command += ["serve", "--port", "0", "--config", str(config)]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("KVPIN_")}
+    environment |= {"PYTHONPATH": str(checkout), "HF_HUB_OFFLINE": "1", "PYTHONHASHSEED": "0", "TZ": "UTC"}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=checkout
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def run(checkout: Path, directory: Path, cases: list[Case]) -> Transcript:
+    """Sends all cases, one after the other."""
+    found: Transcript = {}
+    async with running_world(checkout, directory) as world:
+        for case in cases:
+            found[case.name] = await _run(world, case)
+        calls = sorted({f"{name} {_text(head)}{_text(body)}" for name, head, body in world.doors.control})
+        found["control calls of engines"] = {"engines": "\n".join(calls)}
+    return found
+
+
+async def _run(world: World, case: Case) -> dict[str, str]:
+    world.tick(CASE_S + case.later)
+    world.doors.begin(case.acts)
+    tasks = []
+    for number, request in enumerate(case.requests):
+        tasks.append(asyncio.create_task(_asked(world.port, request, case.leaves)))
+        if len(case.requests) > 1 or case.acts:
+            await asyncio.sleep(0.005)
+            await world.quiet()
+            del number
+    while not all(task.done() for task in tasks):
+        await asyncio.sleep(0.002)
+        if world.doors.held:
+            await world.quiet()
+            world.tick(case.takes)
+            world.doors.held.popleft().set()
+    await world.rest()
+    answers = [task.result() for task in tasks]
+    seen = {f"client {n}": _text(each) for n, each in enumerate(answers)}
+    seen |= {f"engine {n}": f"{e}\n{_text(h)}{_text(b)}" for n, (e, h, b) in enumerate(world.doors.seen)}
+    ids = [each for answer in answers for each in re.findall(rb"\r\nx-request-id: (\S+)", answer)]
+    for number, name in enumerate(ids):
+        told = (await world.admin(f"requests/{name.decode()}")).partition(b"\r\n\r\n")[2]
+        seen[f"record {number}"] = json.dumps(json.loads(told), indent=1) if told else ""
+    seen["log"] = "\n".join(sorted(world.new_log()))
+    return seen
+
+
+async def _asked(port: int, request: bytes, leaves: int | None) -> bytes:
+    """What a client gets: as many answers as it sent requests on its connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 24)
+    try:
+        writer.write(request)
+        if leaves is not None:
+            got = await reader.readexactly(leaves) if leaves else b""
+            await asyncio.sleep(0.01)
+            return got
+        async with asyncio.timeout(REST_S):
+            return joined(await read_answer(reader, is_head=request.startswith(b"HEAD")))
+    except (asyncio.IncompleteReadError, OSError) as error:
+        return b"(no answer) " + getattr(error, "partial", b"")
+    finally:
+        writer.close()
+
+
+def _text(data: bytes) -> str:
+    """Bytes as text; what is no UTF-8 is escaped."""
+    return data.decode(errors="backslashreplace").replace("\r\n", "\n")
