@@ -2,7 +2,7 @@
 
     bytes → parser → Exchange → the dispatcher, in a task of its own → bytes
 
-uvicorn accepts connections and counts them and their tasks. A connection serves one request at a
+uvicorn counts connections and their tasks. A connection serves one request at a
 time: while an answer runs, pipelined requests wait. When many wait, the connection is not read. A request
 for a WebSocket is the last one: its exchange gets the bytes that follow as they come.
 """

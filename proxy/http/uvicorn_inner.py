@@ -1,6 +1,6 @@
 """The undocumented parts of uvicorn that `proxy/server/run.py` uses. A test compares them with the release.
 
-uvicorn accepts connections on sockets, counts them and the tasks of their answers, and keeps the Date header.
+uvicorn counts connections and the tasks of their answers, and keeps the Date header.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The values that kvpin's connections read from uvicorn, which opens their port.
+"""The values that kvpin's connections read from uvicorn, which counts them.
 
 uvicorn documents none of them. tests/proxy/http/test_uvicorn_port.py fails when a release changes it.
 """

@@ -34,7 +34,7 @@ from proxy.core.life import Cause
 from proxy.http.connection_limits import ConnectionLimits, connection_limit
 from proxy.http.handshake import over_tls
 from proxy.http.http1 import Http1Protocol
-from proxy.http.listeners import inherited, listen_on
+from proxy.http.listeners import Door, inherited, listen_on
 from proxy.http.tls import load_certificate, server_context
 from proxy.http.uvicorn_inner import UvicornServer
 from proxy.observe.banner import Banner
@@ -133,7 +133,7 @@ async def _run(
     if watchdog is not None:
         proxy.tasks.keep("watchdog", watchdog.run)
     try:
-        await server.listen_to_peers()  # before they are told of it
+        server.listen_to_peers()  # before they are told of it
         proxy.start()
         if proxy.siblings is not None and orders is not None and orders.follows:
             await catch_up(proxy.siblings, proxy.fleet.book)
@@ -162,7 +162,7 @@ class _Server:
         self._hurry = asyncio.Event()  # no waiting for requests that may still come
         self._protocol = _protocol(proxy)
         self._peer_ports = list[PeerPort]()
-        self._door: FairAcceptor | None = None
+        self._door: Door | None = None
         tls = proxy.settings.tls
         self._context = server_context(tls) if tls is not None else None
         self._tally = ConnectionTally(Path(orders.directory), orders.of) if orders is not None else None
@@ -174,7 +174,7 @@ class _Server:
             self._site, http if context is None else over_tls(http, context), self._stop
         )
 
-    async def listen_to_peers(self) -> None:
+    def listen_to_peers(self) -> None:
         """Serves other kvpins of this machine: other workers, and those of its exchange. Raises OSError."""
         peers = self._proxy.peers
         paths = {peers.http_socket if peers is not None else None}
@@ -183,7 +183,7 @@ class _Server:
         connect = self.uvicorn.connect(protocol)
         for path in paths:
             if path is not None:
-                self._peer_ports.append(await PeerPort.open(path, connect))
+                self._peer_ports.append(PeerPort(path, connect))
 
     def close_peer_ports(self) -> None:
         """Accepts no more connections of other kvpins."""
@@ -192,13 +192,14 @@ class _Server:
 
     async def serve(self) -> None:
         """Accepts connections until kvpin has stopped; of several workers, each accepts its share."""
+        connect = self.uvicorn.connect()
         if self._orders is None or self._tally is None:
-            await self.uvicorn.serve(self._listeners)
+            self._door = Door(self._listeners, connect)
         else:
-            number, tasks = self._orders.number, self._proxy.tasks
-            self._door = FairAcceptor(self._listeners, self._tally, number, self.uvicorn.connect(), tasks)
-            tasks.start("join", self._join(self._tally, number))
-            await self.uvicorn.serve([])
+            number = self._orders.number
+            self._door = FairAcceptor(self._listeners, self._tally, number, connect)
+            self._proxy.tasks.start("join", self._join(self._tally, number))
+        await self.uvicorn.serve([])
         running = self._cancel_answers()
         if running:
             await asyncio.wait(running, timeout=_CUT_S)
@@ -279,13 +280,9 @@ class _Server:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(drain_s):
                     await self._hurry.wait()
-        for server in self.uvicorn.servers:
-            server.close()
         self.close_peer_ports()
         if self._door is not None:
             self._door.close()
-        for listener in self._listeners:
-            listener.close()
         for connection in self.uvicorn.connections:
             connection.hurry()
         log.info("stopping: waiting for running answers", answers=len(self.uvicorn.answers))

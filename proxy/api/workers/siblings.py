@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 
 from engine_adapter import HeaderPairs
+from proxy.http.listeners import Door
 
 # An operation may be waited for as long as a minute. Other requests leave a hanging worker out: `kvpin stats`
 # itself waits 2 s for an engine, Prometheus 10 s for a page.
@@ -126,36 +127,25 @@ class PeerPort:
     Its requests are trusted: whoever makes them is the same user. Each says so by `is_from_peer`.
     """
 
-    def __init__(self, path: Path, server: asyncio.Server) -> None:
-        self._path, self._server = path, server
-
-    @classmethod
-    async def open(cls, path: Path, connect: Callable[[], asyncio.Protocol]) -> PeerPort:
+    def __init__(self, path: Path, connect: Callable[[], asyncio.Protocol]) -> None:
         """Listens at `path`, in a directory that only its owner may open. `connect` makes the protocol
         of each connection. Raises OSError."""
-        listener = _bound(path)
-        try:
-            server = await asyncio.get_running_loop().create_unix_server(
-                connect, sock=listener, backlog=_BACKLOG
-            )
-        except OSError:
-            listener.close()
-            raise
-        return cls(path, server)
+        self._path, self._door = path, Door([_bound(path)], connect)
 
     def close(self) -> None:
         """Accepts no more connections. Those that are open stay."""
-        self._server.close()
+        self._door.close()
         self._path.unlink(missing_ok=True)
 
 
 def _bound(path: Path) -> socket.socket:
-    """A socket at `path`, in place of one that a killed process left there."""
+    """A socket that listens at `path`, in place of one that a killed process left there."""
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         os.fchmod(bound.fileno(), _MODE)  # the mode that the path gets
         path.unlink(missing_ok=True)
         bound.bind(str(path))
+        bound.listen(_BACKLOG)
     except OSError:
         bound.close()
         raise

@@ -16,16 +16,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import structlog
+from typing_extensions import override
 
-from proxy.runtime.tasks import Supervisor
-
-log = structlog.get_logger(__name__)
+from proxy.http.listeners import Door
 
 # A connection that no other worker takes for that long is taken by any.
 HOLD_S = 0.01
-# After an error, e.g. no more files.
-_RETRY_S = 0.5
+# A worker with so many connections may take one more than its share at once, one with twice as many two more.
+_MORE_AT_ONCE = 8
 # What a worker counts for: while it has no engine, besides its connections; and when it takes none.
 _UNREADY = 2**30
 _GONE = 2**31
@@ -63,16 +61,20 @@ class ConnectionTally:
         self._left.add(worker)
         self._counts[worker - 1] = _GONE
 
-    def is_due(self, worker: int) -> bool:
-        """True if no other worker that takes connections has fewer, or only others without engines."""
-        return self._counts[worker - 1] <= min(self._counts)
+    def is_due(self, worker: int, beginning: int = 0) -> bool:
+        """True if no other worker that takes connections has fewer, or only others without engines.
+        `beginning`: connections of this worker that are not told yet. A worker with many may take some more
+        at once, because all that it has get their turn before it accepts again."""
+        own = self._counts[worker - 1]
+        own += max(beginning - own % _UNREADY // _MORE_AT_ONCE, 0)
+        return all(own <= others for number, others in enumerate(self._counts, 1) if number != worker)
 
     def may_take(self, worker: int) -> bool:
         """True if a worker may take what was left to others: it has engines, or none of them has."""
         return self._counts[worker - 1] < _UNREADY or min(self._counts) >= _UNREADY
 
 
-class FairAcceptor:
+class FairAcceptor(Door):
     """Accepts connections for one worker, while it is its turn."""
 
     def __init__(
@@ -81,70 +83,35 @@ class FairAcceptor:
         tally: ConnectionTally,
         worker: int,
         connect: Callable[[], asyncio.Protocol],
-        tasks: Supervisor,
     ) -> None:
         """`connect` makes the protocol of each connection."""
-        self._listeners, self._tally, self._worker = listeners, tally, worker
-        self._connect, self._tasks = connect, tasks
-        self._held: dict[int, asyncio.TimerHandle] = {}
-        self._accepted = 0
+        self._tally, self._worker = tally, worker
         tally.put(worker, 0)
-        for listener in listeners:
-            listener.setblocking(False)
-            self._loop.add_reader(listener, self._knock, listener)
+        super().__init__(listeners, connect)
 
-    @property
-    def _loop(self) -> asyncio.AbstractEventLoop:
-        return asyncio.get_running_loop()
-
+    @override
     def close(self) -> None:
-        """Accepts no more."""
         self._tally.leave(self._worker)
-        for timer in self._held.values():
-            timer.cancel()
-        for listener in self._listeners:
-            if listener.fileno() >= 0:
-                self._loop.remove_reader(listener)
-                listener.close()
+        super().close()
 
+    @override
+    def _is_due(self) -> bool:
+        return self._tally.is_due(self._worker, len(self._beginning))
+
+    @override
     def _knock(self, listener: socket.socket) -> None:
-        """A connection waits."""
-        if self._tally.is_due(self._worker):
-            self._accept(listener)
+        if self._is_due():
+            super()._knock(listener)
         else:
             self._hold(listener, HOLD_S)
 
-    def _hold(self, listener: socket.socket, seconds: float) -> None:
-        self._loop.remove_reader(listener)
-        self._held[listener.fileno()] = self._loop.call_later(seconds, self._go_on, listener)
-
+    @override
     def _go_on(self, listener: socket.socket) -> None:
-        del self._held[listener.fileno()]
-        self._loop.add_reader(listener, self._knock, listener)
+        super()._go_on(listener)
         poll = select.poll()
         poll.register(listener, select.POLLIN)
         if poll.poll(0) and self._tally.may_take(self._worker):
             self._accept(listener)  # nobody else did
-
-    def _accept(self, listener: socket.socket) -> None:
-        try:
-            connection, _ = listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):
-            return  # another worker took it, or its client has left
-        except OSError as error:
-            log.warning("connections cannot be accepted for now", error=error.strerror)
-            self._hold(listener, _RETRY_S)
-            return
-        connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._accepted += 1
-        self._tasks.start(f"connection {self._accepted}", self._begin(connection))
-
-    async def _begin(self, connection: socket.socket) -> None:
-        try:
-            await self._loop.connect_accepted_socket(self._connect, connection)
-        except OSError:
-            connection.close()
 
 
 def tallied(protocol: type[Any], tally: ConnectionTally, worker: int) -> type[Any]:

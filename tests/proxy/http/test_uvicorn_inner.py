@@ -3,7 +3,7 @@
 import asyncio
 import signal
 
-from proxy.http.listeners import listen
+from proxy.http.listeners import Door, listen
 from proxy.http.uvicorn_inner import UvicornServer
 
 MADE = []
@@ -33,16 +33,14 @@ async def test_it_makes_and_counts_connections_and_leaves_signals_and_the_stop_t
 
     async def stop():
         stopped.append([*server.connections])
-        assert server.servers
-        for each in server.servers:
-            each.close()
         for each in server.connections:
             each.transport.close()
 
     handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
     server = UvicornServer(site, Recorded, stop)
     with listen("127.0.0.1", 0) as listener:
-        serving = asyncio.create_task(server.serve([listener]))
+        serving = asyncio.create_task(server.serve([]))
+        door = Door([listener], server.connect())
         _, client = await asyncio.open_connection(*listener.getsockname()[:2])
         async with asyncio.timeout(30):
             while not server.connections:  # noqa: ASYNC110 - uvicorn tells nobody
@@ -63,6 +61,7 @@ async def test_it_makes_and_counts_connections_and_leaves_signals_and_the_stop_t
         async with asyncio.timeout(30):
             await serving
         assert [type(each) for [each] in stopped] == [Recorded]
+        door.close()
         client.close()
 
 

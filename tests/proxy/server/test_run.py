@@ -5,10 +5,12 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import sys
 
 import httpx
 import pytest
+import uvloop
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
@@ -202,3 +204,38 @@ async def test_a_new_drain_s_counts_without_a_restart():
     assert [entry["drain_s"] for entry in entries if "drain_s" in entry] == [0.01]
     assert not [entry for entry in entries if "settings" in entry]  # none needs a restart
     await proxy.stop()
+
+
+def test_connections_that_wait_are_accepted_in_one_round_of_the_loop(monkeypatch):
+    """Else each waits until all that are open have had their turn, as many times as there are before it."""
+    rounds, accepted = 0, []  # `accepted`: the round of each
+    begin = run.Http1Protocol.connection_made
+
+    def begin_noted(self, transport):
+        begin(self, transport)
+        accepted.append(rounds)
+
+    async def serve_some(n):
+        proxy = run.Proxy(Settings(engines=(ELSEWHERE,)), HttpTransport())
+
+        def count():
+            nonlocal rounds
+            rounds += 1
+            if len(accepted) < n:
+                asyncio.get_running_loop().call_soon(count)
+            else:
+                running.on_signal(signal.SIGINT)
+
+        with listen("127.0.0.1", 0) as listener, contextlib.ExitStack() as stack:
+            for _ in range(n):
+                stack.enter_context(socket.create_connection(listener.getsockname()))
+            running = run._Server(proxy, None, [listener])
+            count()
+            async with asyncio.timeout(60):
+                await running.serve()
+        await proxy.stop()
+
+    monkeypatch.setattr(run.Http1Protocol, "connection_made", begin_noted)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve_some(32))
+    assert accepted == [accepted[0]] * 32

@@ -8,7 +8,6 @@ import socket
 import pytest
 
 from proxy.http.listeners import listen
-from proxy.runtime.tasks import Supervisor
 from proxy.server.workers.fairness import ConnectionTally, FairAcceptor, tallied
 
 
@@ -23,6 +22,14 @@ def test_it_is_the_turn_of_those_with_the_fewest_connections(tmp_path):
     two.put(2, 0)  # its last connections end
     one.put(1, 100)
     assert one.is_due(1)
+
+
+def test_one_with_many_connections_takes_some_at_once(tmp_path):
+    tally = ConnectionTally(tmp_path, 2)
+    for each, at_once in ((0, 1), (7, 1), (8, 2), (64, 9)):
+        tally.put(1, each)
+        tally.put(2, each)
+        assert [tally.is_due(1, beginning) for beginning in range(at_once + 1)] == [*[True] * at_once, False]
 
 
 def test_while_one_has_engines_it_is_not_the_turn_of_one_that_has_none(tmp_path):
@@ -62,16 +69,15 @@ class Named(asyncio.Protocol):
 @pytest.fixture
 async def port(tmp_path):
     """A port with two workers; gives its address, the doors and the tallies."""
-    tasks, doors, tallies = Supervisor(), [], [ConnectionTally(tmp_path, 2) for _ in range(2)]
+    doors, tallies = [], [ConnectionTally(tmp_path, 2) for _ in range(2)]
     with listen("127.0.0.1", 0) as listener:
         for worker, tally in enumerate(tallies, 1):
             protocol = tallied(Named, tally, worker)
             own = socket.socket(fileno=os.dup(listener.fileno()))
-            doors.append(FairAcceptor([own], tally, worker, lambda p=protocol, n=worker: p(n), tasks))
+            doors.append(FairAcceptor([own], tally, worker, lambda p=protocol, n=worker: p(n)))
         yield listener.getsockname(), doors, tallies
     for door in doors:
         door.close()
-    await tasks.stop()
 
 
 async def connect(stack, address):
