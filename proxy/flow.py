@@ -26,7 +26,7 @@ from proxy.core.life import Cause, Rules
 from proxy.core.placement.decision import Candidate, Placement
 from proxy.core.placement.scores import TIE_S
 from proxy.core.retry_budget import RetryBudget
-from proxy.errors import ModelRefused, Overloaded, TimeLimit, TooLong
+from proxy.errors import ANSWERED, ModelRefused, Overloaded, TimeLimit, TooLong, status_of
 from proxy.fleet.engine import TOKENS_PER_BLOCK
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
@@ -35,7 +35,6 @@ from proxy.request.cache_usage import WritesCounted, names_the_cache
 from proxy.request.calls import Call, Reply
 from proxy.request.comparison import Comparison
 from proxy.request.diagnostics import APIS, Diagnose, Diagnosed
-from proxy.request.error_table import ANSWERED, refusal_of, status_of
 from proxy.request.gate import Admission
 from proxy.request.kept_reasoning import ReasoningSeen
 from proxy.request.records import RequestLog, RequestRecord
@@ -115,7 +114,7 @@ class Flow:
         except ANSWERED as error:
             record.status, record.error = status_of(error), str(error)
             if isinstance(error, ModelRefused):
-                record.refusal = refusal_of(error)
+                record.refusal = error.refusal
             raise
         except asyncio.CancelledError as cancelled:
             if reply.complete:  # its client has left with the whole answer

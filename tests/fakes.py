@@ -29,6 +29,7 @@ from proxy.api.relay.to_object_home import PassedToKeeper
 from proxy.api.relay.to_owner import PassedToOwner
 from proxy.core.budget import ByteBudget
 from proxy.core.life import Rules
+from proxy.errors import ANSWERED
 from proxy.fleet.destinations import Destinations
 from proxy.fleet.engine import Engine, EngineState
 from proxy.fleet.fleet import Fleet
@@ -40,7 +41,6 @@ from proxy.observe.metrics import Metrics
 from proxy.peers.bus import Bus as PeerExchange
 from proxy.peers.peers import Peers
 from proxy.prompt import MediaUuids, PromptBuilder, PromptTables
-from proxy.request.error_table import ANSWERED
 from proxy.request.gate import Gate
 from proxy.request.normalising import NO_RULES, Normalising
 from proxy.request.records import RequestLog

@@ -33,4 +33,4 @@ def lines_by_room():
 
 @pytest.mark.parametrize(("room", "lines"), lines_by_room().items())
 def test_a_room_keeps_to_its_budget_of_lines(room, lines):
-    assert int(BUDGETS[room]) - SLACK <= lines <= int(BUDGETS[room])
+    assert int(BUDGETS[room]) - SLACK <= lines <= int(BUDGETS[room]), "see tests/budgets.txt"

@@ -1,4 +1,4 @@
-"""Failed requests as Starlette responses, by their codes: `proxy/request/error_table.py`."""
+"""Failed requests as Starlette responses, by their codes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from proxy.errors.codes import Code
+from engine_adapter.codes import Code
+from proxy.errors import ANSWERED, code_of, status_of
 from proxy.headers import REQUEST_ID_HEADER
-from proxy.request.dialects import OPENAI, Dialect
-from proxy.request.error_table import ANSWERED, NO_MORE, code_of, error_body, status_of
+from proxy.request.dialects import NO_MORE, OPENAI, Dialect, error_body
 
 NOT_FOUND = 404
 _CODES = {code.status: code for code in (Code.INVALID_VALUE, Code.NOT_FOUND, Code.METHOD_NOT_ALLOWED)}
@@ -29,7 +29,7 @@ def error_response(error: Exception, request_id: str | None = None, dialect: Dia
         message,
         kind=getattr(error, "type", None) or code.type,
         param=getattr(error, "param", None),
-        code=getattr(error, "code", None) or code,
+        code=getattr(error, "engine_code", None) or code,
         request_id=request_id,
         more=getattr(error, "more", NO_MORE),
     )

@@ -35,14 +35,22 @@ from proxy.api.relay.to_object_home import PassedToKeeper, is_asked
 from proxy.api.relay.to_owner import PassedToOwner
 from proxy.api.websockets import WebSocketClient, check_websocket, with_key
 from proxy.core.life import Cause
-from proxy.errors import BadRequest, BodyTooLarge, MethodNotAllowed, NoEngine, RateLimited
+from proxy.errors import (
+    ANSWERED,
+    BadRequest,
+    BodyTooLarge,
+    MethodNotAllowed,
+    NoEngine,
+    RateLimited,
+    cause_of,
+    status_of,
+)
 from proxy.flow import Flow, longer_than_total
 from proxy.headers import REQUEST_ID_HEADER
 from proxy.http.exchange import ClientLeft, Exchange
 from proxy.request.answer_headers import with_limits
 from proxy.request.calls import Call, Reply
 from proxy.request.dialects import dialect_of
-from proxy.request.error_table import ANSWERED, cause_of, refusal_of, status_of
 from proxy.request.gate import Admission, Gate
 from proxy.request.half_characters import HALF_CHARACTERS
 from proxy.request.json_bodies import parse
@@ -130,7 +138,7 @@ class DataPlane:
             _answer_error(stopping, client_id or own_id, exchange, reply)
         except ANSWERED as error:
             if not reply.recorded:
-                self.refused(status_of(error), refusal_of(error))
+                self.refused(status_of(error), getattr(error, "refusal", None))
             _answer_error(error, client_id or own_id, exchange, reply)
         except Exception as error:
             # A bug must fail one request, not the connection or the process.

@@ -15,8 +15,7 @@ import anyio
 import msgspec
 
 from engine_adapter import EngineError, KvProgress
-from proxy.errors import NotFound, ProxyError
-from proxy.request.error_table import status_of
+from proxy.errors import NotFound, ProxyError, status_of
 from proxy.runtime.tasks import Supervisor
 
 HISTORY = 256

@@ -9,9 +9,9 @@ from typing import Any
 from msgspec import Struct
 
 from engine_adapter import ADAPTER_FIELDS, JsonBody
+from engine_adapter.codes import Code
 from engine_adapter.off_loop import JSON_BYTES_PER_MS, off_loop
 from proxy.errors import BadRequest, Forbidden, ModelRefused, NotFound
-from proxy.errors.codes import Code
 from proxy.fleet.engine import Engine
 from proxy.fleet.fleet import MAX_NAME, Fleet
 from proxy.fleet.pool import Pool

@@ -15,12 +15,12 @@ from typing import Any
 import structlog
 
 from engine_adapter import EngineAdapter, EngineInfo, Role
+from engine_adapter.codes import Code
 from proxy.core.admission import Needs
 from proxy.core.engine_book import EngineBook
 from proxy.core.peers.telling import OwnRequests
 from proxy.core.pins import PinBook
 from proxy.errors import Conflict, NoEngine, NotFound
-from proxy.errors.codes import Code
 from proxy.fleet.engine import TOKENS_PER_BLOCK, DrainReason, Engine, EngineState, order_name
 from proxy.fleet.pool import Pool
 from proxy.settings import LimitSettings

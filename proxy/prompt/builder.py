@@ -20,6 +20,7 @@ from engine_adapter import (
     JsonBody,
     KvTarget,
 )
+from engine_adapter.codes import Code
 from engine_adapter.off_loop import (
     JSON_BYTES_PER_MS,
     TOKEN_ID_BYTES_PER_MS,
@@ -35,7 +36,6 @@ from engine_adapter.prompt.message_shapes import Shape
 from engine_adapter.prompt.tokenizer_process import load_tokenizer
 from engine_adapter.types import ExtraIds, TokenIds
 from proxy.errors import TooLong
-from proxy.errors.codes import Code
 from proxy.prompt.known_chats import KnownBeginning, Owner
 from proxy.prompt.known_media import KnownMedia, TextAround, head_key
 from proxy.prompt.media import find_media, is_text_message, media_fields, not_plain, texts_only

@@ -10,7 +10,6 @@ forward.py         sends a request to an engine, streams the answer back
 tenants.py         API key → tenant → cache salt
 broken_calls.py    earlier calls of tools whose arguments no template can read
 answer_headers.py  which of the answer's headers the client gets
-error_table.py     error class → code, status, reason of a refusal
 dialects.py        how each API words an error
 retries.py         which answers of an engine let another one be tried, and the error when all fail
 urgency.py         priority, deadline and cost, in the client's words

@@ -20,9 +20,9 @@ from engine_adapter import (
     route_of,
     websocket,
 )
-from proxy.errors.codes import Code
+from engine_adapter.codes import Code
+from proxy.errors import code_of
 from proxy.request.dialects import OPENAI, Dialect
-from proxy.request.error_table import code_of
 from proxy.request.session import Session
 
 # Routes below `/v1` that go on from a prompt.

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import msgspec
 from typing_extensions import override
 
-from proxy.errors.codes import Code
+from engine_adapter.codes import Code
 from proxy.headers import ANTHROPICS_ID_HEADER, REQUEST_ID_HEADER
-from proxy.request.error_table import NO_MORE, error_body
 
+NO_MORE: Mapping[str, object] = MappingProxyType({})
 _MESSAGES = b"/v1/messages"
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -29,6 +30,19 @@ _ANTHROPIC_TYPES = {
     504: "timeout_error",
     529: "overloaded_error",
 }
+
+
+def error_body(
+    message: str,
+    *,
+    kind: str,
+    param: str | None = None,
+    code: str | None = None,
+    more: Mapping[str, object] = NO_MORE,
+) -> bytes:
+    """An error in OpenAI's shape. `more` fields may replace these."""
+    error = {"message": message, "type": kind, "param": param, "code": code, **more}
+    return msgspec.json.encode({"error": error})
 
 
 class Dialect:

@@ -45,8 +45,8 @@ from engine_adapter import (
     read_streamed_usage,
     what_is_said,
 )
+from engine_adapter.codes import Code
 from engine_adapter.off_loop import MOST_MS, off_loop
-from proxy.errors.codes import Code
 from proxy.headers import NOTE_HEADER, REQUEST_ID_HEADER
 from proxy.request.answer_headers import of_cached, of_json, pairs, passed_on, told_with_error
 from proxy.request.broken_calls import naming_call
@@ -290,7 +290,7 @@ class Forwarding:
             message,
             kind=error.type or ("server_error" if status in REFUSALS else _CLIENTS),
             param=error.param,
-            code=error.code,
+            code=error.engine_code,
             request_id=self.headers.get(REQUEST_ID_HEADER),
             more=error.more,
         )

@@ -23,9 +23,9 @@ from engine_adapter import (
     JsonBody,
     decode_object,
 )
+from engine_adapter.codes import Code
 from engine_adapter.shape import Shape, is_deeper, shape_of
 from proxy.errors import BadRequest, BodyTooLarge
-from proxy.errors.codes import Code
 from proxy.request.half_characters import whole_characters
 
 # The most entries of each list that makes a prompt, and of each list in such an entry. Even an empty entry

@@ -8,9 +8,9 @@ from functools import partial
 
 import zstandard
 
+from engine_adapter.codes import Code
 from engine_adapter.off_loop import off_loop
 from proxy.errors import BadRequest, BodyTooLarge, EncodedBody
-from proxy.errors.codes import Code
 
 KNOWN = ("gzip", "deflate", "zstd")
 # Characters of a client's content-encoding that an error repeats.

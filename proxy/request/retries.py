@@ -60,7 +60,7 @@ def cause_of_error(error: EngineRejected, call: Call, n_candidates: int, *, is_f
 
 
 def _is_about_model(error: EngineRejected) -> bool:
-    about = error.param == "model" or error.code == "model_not_found"
+    about = error.param == "model" or error.engine_code == "model_not_found"
     return about or _NO_MODEL.search(str(error)) is not None
 
 

@@ -67,6 +67,7 @@ from proxy.core.engine_book import encode_marks
 from proxy.core.issued_keys import KeyBook
 from proxy.core.life import Rules
 from proxy.core.tenant_use import UseBook
+from proxy.errors import ANSWERED
 from proxy.fleet.destinations import Destinations
 from proxy.fleet.discovery import finders_of
 from proxy.fleet.fleet import Fleet
@@ -84,7 +85,6 @@ from proxy.observe.recorded_engines import EngineWatch
 from proxy.observe.recorder import Recorder
 from proxy.peers.peers import Peers
 from proxy.prompt import MediaUuids, PromptTables
-from proxy.request.error_table import ANSWERED
 from proxy.request.gate import Gate
 from proxy.request.normalising import ChosenRules, Normalising
 from proxy.request.records import RequestLog, RequestRecord

@@ -34,9 +34,9 @@ from engine_adapter import (
 )
 from proxy.core.life import Blame, Cause
 from proxy.core.placement.decision import Pair
+from proxy.errors import cause_of
 from proxy.fleet.engine import Engine
 from proxy.fleet.ingest import Ingest
-from proxy.request.error_table import cause_of
 from proxy.request.retries import REFUSALS
 from proxy.steps.checks import check_leg
 from proxy.steps.legs import end_now, read_leg, send_leg

@@ -18,14 +18,13 @@ from proxy.core.index.blocks import Chain
 from proxy.core.normalise import Rule
 from proxy.core.placement.decision import Placement
 from proxy.core.retention import may_ask, retention_of
-from proxy.errors import MethodNotAllowed
+from proxy.errors import ANSWERED, MethodNotAllowed
 from proxy.fleet.destinations import Destination, Destinations
 from proxy.fleet.engine import Engine
 from proxy.fleet.pool import Pool
 from proxy.headers import CHANGED_HEADER, NORMALISED_HEADER
 from proxy.prompt import MediaUuids, Prompt, PromptBuilder
 from proxy.request.calls import Call
-from proxy.request.error_table import ANSWERED
 from proxy.request.kept_reasoning import Keep
 from proxy.request.known_routes import ALLOW_POST
 from proxy.request.normalising import NO_RULES, Change, Normalising

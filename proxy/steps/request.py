@@ -18,8 +18,8 @@ from engine_adapter import EngineRejected, ModelFailed
 from proxy.core.life import Attempt, Cause, Life, Phase, Rules
 from proxy.core.placement.decision import Placement
 from proxy.core.retry_budget import RetryBudget
+from proxy.errors import cause_of
 from proxy.request.calls import Call, Reply
-from proxy.request.error_table import cause_of
 from proxy.request.gate import Admission
 from proxy.request.migration import Passage
 from proxy.request.records import RequestRecord

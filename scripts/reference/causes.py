@@ -22,7 +22,7 @@ def causes_page() -> str:
         """
         # Causes
 
-        `scripts/docs` writes this page from `proxy/core/life/causes.py`: why a request, or its attempt on one
+        `scripts/docs` writes this page from `engine_adapter/causes.py`: why a request, or its attempt on one
         engine, ended. `kvpin requests` and the metric `kvpin_request_ends_total` show the cause. What follows
         from what: [a request's life](../life.md).
 

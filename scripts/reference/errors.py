@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from proxy.errors.codes import Code
+from engine_adapter.codes import Code
 from scripts.reference.markdown import page, table
 
 
@@ -13,9 +13,9 @@ def errors_page() -> str:
         """
         # Error codes
 
-        `scripts/docs` writes this page from `proxy/errors/codes.py`: the `error.code` of kvpin's own errors.
-        An error of an engine keeps its status, code and further fields; some engines give a number or null as
-        code. The [embedded engine](../engines/embedded.md) uses these codes, and a few of its own.
+        `scripts/docs` writes this page from `engine_adapter/codes.py`: the `error.code` of kvpin's own
+        errors. An error of an engine keeps its status, code and further fields; some engines give a number or
+        null as code. The [embedded engine](../engines/embedded.md) uses these codes, and a few of its own.
 
         A request that is no HTTP/1.1 gets a 400, one with a head of more than 64 KiB a 431, both in plain
         text. Errors under `/v1/messages` have [Anthropic's shape](../api.md#anthropics-api), which has

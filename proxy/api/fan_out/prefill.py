@@ -11,10 +11,9 @@ import asyncio
 from msgspec.structs import replace
 
 from engine_adapter import Capability, JsonBody
-from proxy.errors import Overloaded
+from proxy.errors import ANSWERED, Overloaded
 from proxy.flow import Flow
 from proxy.request.calls import Call, Nobody, Reply
-from proxy.request.error_table import ANSWERED
 from proxy.request.gate import Admission
 
 # Fewer tokens are computed with each choice. One request more would cost about as much.

@@ -25,10 +25,10 @@ from proxy.api.fan_out.join import (
 from proxy.api.fan_out.prefill import compute_once
 from proxy.api.fan_out.split import CHAT, COMPLETIONS, OnePrompt, Part, Place, Several, prompts_of, several_of
 from proxy.core.life import Cause
-from proxy.errors import EngineFailed, NoEngine, NotFound
+from proxy.errors import ANSWERED, EngineFailed, NoEngine, NotFound
 from proxy.flow import Flow
 from proxy.request.calls import Call, Reply
-from proxy.request.error_table import ANSWERED, error_body
+from proxy.request.dialects import error_body
 from proxy.request.gate import Admission
 from proxy.request.translate.sse import Events
 

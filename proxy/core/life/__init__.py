@@ -10,9 +10,8 @@ The gate (`core/quotas.py` and `core/budget.py`) admits a request by its head: i
 for its body. From then on `Life` decides whether to try another engine after a failed attempt, and how long
 each phase may last. `flow.py` is the loop that follows it.
 
-causes.py   why a request or an attempt ended, and all that follows from it
-life.py     the phases, and what may happen in each
+life.py     the phases, and what may happen in each; why it ended: `engine_adapter/causes.py`
 """
 
-from proxy.core.life.causes import Blame, Cause
+from engine_adapter.causes import Blame, Cause
 from proxy.core.life.life import Attempt, Life, Phase, Rules, WrongPhase

@@ -9,7 +9,7 @@ from math import inf
 
 from msgspec import Struct
 
-from proxy.core.life.causes import Blame, Cause
+from engine_adapter.causes import Blame, Cause
 from proxy.core.retry_budget import RetryBudget
 
 # Attempts in which the engine died or sent nonsense. A request with this many probably causes it.

@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 
 from engine_adapter import read_error
+from engine_adapter.codes import Code
 from proxy.errors import EngineFailed
-from proxy.errors.codes import Code
 from proxy.request.dialects import ANTHROPIC
 from proxy.request.translate.chats import ChatMessage, ChatUsage, read_chat
 from proxy.request.translate.translation import Predicted

@@ -23,9 +23,9 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from engine_adapter import UNREADABLE, JsonBody
+from engine_adapter.codes import Code
 from engine_adapter.options import plain_error
 from proxy.errors import BadRequest
-from proxy.errors.codes import Code
 from proxy.request.translate.fates import (
     MESSAGE_BLOCKS,
     MESSAGE_FIELDS,

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from engine_adapter import JsonBody
+from engine_adapter.codes import Code
 from proxy.errors import BadRequest, NotFound
-from proxy.errors.codes import Code
 from proxy.request.translate.fates import (
     RESPONSE_FIELDS,
     RESPONSE_ITEMS,

@@ -1,4 +1,4 @@
-"""Errors that kvpin itself answers with. `request/error_table.py` gives each class its code.
+"""Errors that kvpin itself answers with: the other branch of the tree in `engine_adapter/errors.py`.
 
 ProxyError
 ├── BadRequest           a field is wrong; names the field
@@ -25,16 +25,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from proxy.errors.codes import Code
+import msgspec
+
+from engine_adapter.causes import Cause
+from engine_adapter.codes import Code
+from engine_adapter.errors import KvpinError
 from proxy.headers import RETRY_AFTER_HEADER, SHOULD_RETRY_HEADER
 
+ANSWERED = (KvpinError, msgspec.DecodeError)
+"""Errors with an answer of their own. Any other is a bug."""
+_SHAPE_CODES = (Code.TOO_COMPLEX, Code.ARRAY_ABOVE_MAX_LENGTH)
 
-class ProxyError(Exception):
+
+class ProxyError(KvpinError):
     """Base of every error kvpin answers with.
 
     Attributes:
         param: the request field at fault, if any.
-        code: its code; None takes that of the class.
+        code: its own, or that of its class.
         more: further fields of the error, in OpenAI's shape.
         headers: added to the answer; `retry_after_s` becomes one.
     """
@@ -51,7 +59,10 @@ class ProxyError(Exception):
         super().__init__(message)
         self.message = message
         self.param = param
-        self.code = code
+        if code is not None:
+            self.code = code
+        if code in _SHAPE_CODES:
+            self.refusal = "shape"
         self.more = more or {}
         self.headers: Mapping[str, str] = (
             {} if retry_after_s is None else {RETRY_AFTER_HEADER: str(retry_after_s)}
@@ -61,6 +72,8 @@ class ProxyError(Exception):
 class BadRequest(ProxyError):
     """The request is wrong."""
 
+    code = Code.INVALID_VALUE
+
 
 class TooLong(BadRequest):
     """The prompt is longer than the model's context. Its tenant pays for what was counted of it.
@@ -68,6 +81,8 @@ class TooLong(BadRequest):
     Attributes:
         tokens: those that were counted.
     """
+
+    code = Code.CONTEXT_LENGTH_EXCEEDED
 
     def __init__(self, message: str, tokens: int, **more: Any) -> None:  # noqa: ANN401 - as ProxyError takes it
         super().__init__(message, **more)
@@ -77,13 +92,21 @@ class TooLong(BadRequest):
 class NotFound(ProxyError):
     """The request names something that does not exist."""
 
+    code = Code.NOT_FOUND
+
 
 class ModelRefused(NotFound):
     """The request names no model that its key may use, whether there is such a model or not."""
 
+    code = Code.MODEL_NOT_FOUND
+    cause = Cause.MODEL_REFUSED
+    refusal = "model"
+
 
 class MethodNotAllowed(ProxyError):
     """The route takes other methods, which the answer names."""
+
+    code = Code.METHOD_NOT_ALLOWED
 
     def __init__(self, message: str, *, allow: str) -> None:
         super().__init__(message)
@@ -93,9 +116,13 @@ class MethodNotAllowed(ProxyError):
 class Conflict(ProxyError):
     """The request would create something that exists with other content."""
 
+    code = Code.CONFLICT
+
 
 class Unauthorized(ProxyError):
     """The key is missing, wrong or expired."""
+
+    code = Code.INVALID_API_KEY
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -105,33 +132,55 @@ class Unauthorized(ProxyError):
 class Forbidden(ProxyError):
     """The caller may not do this from where it is, or as one of several tenants."""
 
+    code = Code.FORBIDDEN
+
 
 class BodyTooLarge(ProxyError):
     """The request body is over the limit."""
+
+    code = Code.BODY_TOO_LARGE
+    refusal = "size"
 
 
 class SlowBody(ProxyError):
     """The request body did not arrive in time."""
 
+    code = Code.SLOW_BODY
+    cause = Cause.CLIENT_SLOW
+    refusal = "slow"
+
 
 class EncodedBody(ProxyError):
     """The request body is compressed in a way that kvpin does not read."""
+
+    code = Code.ENCODED_BODY
 
 
 class RateLimited(ProxyError):
     """The tenant is over one of its limits."""
 
+    code = Code.RATE_LIMIT_EXCEEDED
+    cause = Cause.QUOTA
+
 
 class Overloaded(ProxyError):
     """Engines are ready, but too busy."""
+
+    code = Code.OVERLOADED
+    cause = Cause.OVERLOADED
 
 
 class NoMemory(Overloaded):
     """The bodies of requests take all the memory that they may."""
 
+    refusal = "memory"
+
 
 class TimeLimit(ProxyError):
     """The request took longer than kvpin allows. Repeating it would take as long again."""
+
+    code = Code.TIME_LIMIT
+    cause = Cause.OUR_LIMIT
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -142,9 +191,36 @@ class NoEngine(ProxyError):
     """No engine can take the request now. The client should retry in a second, unless an operator has to act
     first (`lasts`)."""
 
+    code = Code.NO_ENGINE
+    cause = Cause.NO_ENGINE
+
     def __init__(self, message: str, *, lasts: bool = False) -> None:
         super().__init__(message, retry_after_s=None if lasts else 1)
 
 
 class EngineFailed(ProxyError):
     """The engines that were asked went away before the answer began."""
+
+    code = Code.ENGINE_FAILED
+    cause = Cause.ENGINE_GARBLED
+
+
+def code_of(error: Exception) -> Code:
+    """The code of an error: of a bug, too."""
+    if isinstance(error, KvpinError):
+        return error.code
+    if isinstance(error, msgspec.ValidationError):
+        return Code.INVALID_VALUE
+    return Code.INVALID_JSON if isinstance(error, msgspec.DecodeError) else Code.INTERNAL_ERROR
+
+
+def status_of(error: Exception) -> int:
+    """The HTTP status an error is answered with."""
+    return error.status if isinstance(error, KvpinError) else code_of(error).status
+
+
+def cause_of(error: BaseException) -> Cause:
+    """The cause of a request's end with this error; `BUG` for an unexpected one."""
+    if isinstance(error, KvpinError):
+        return error.cause
+    return Cause.INVALID if isinstance(error, msgspec.DecodeError) else Cause.BUG

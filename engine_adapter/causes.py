@@ -8,7 +8,7 @@ from __future__ import annotations
 from enum import Enum, StrEnum
 from typing import Self
 
-from proxy.errors.codes import Code
+from engine_adapter.codes import Code
 
 
 class Blame(Enum):

@@ -1,9 +1,9 @@
 import pytest
 
 from engine_adapter import EngineRejected
+from engine_adapter.codes import Code
 from proxy import errors
-from proxy.errors.codes import Code
-from proxy.request.error_table import code_of, refusal_of, status_of
+from proxy.errors import code_of, status_of
 
 
 def test_a_subclass_answers_like_its_nearest_base():
@@ -40,4 +40,4 @@ def test_a_bug_is_a_500():
     ],
 )
 def test_a_refusal_has_the_reason_of_its_limit(error, reason):
-    assert refusal_of(error) == reason
+    assert error.refusal == reason
