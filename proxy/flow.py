@@ -158,7 +158,7 @@ class Flow:
                     elif await self._place(request):
                         await self.attempts.run(request)
                     else:
-                        self.attempts.blame(request, request.none_left())
+                        request.blame(request.none_left())
                 except asyncio.CancelledError:
                     if (interrupt := request.interrupted()) is None:  # somebody else than its timer did it
                         raise
@@ -195,7 +195,7 @@ class Flow:
         cause = request.interrupted()
         if cause is None and request.is_cancelled:
             raise asyncio.CancelledError from error
-        self.attempts.blame(request, request.fails(cause or request.cause_for(error), error))
+        request.fails(cause or request.cause_for(error), error)
 
     def _late(self, request: Request, cause: Cause) -> None:
         """A step took too long: another engine is tried, or it is the end."""
@@ -205,7 +205,7 @@ class Flow:
             request.record.status = reply.status
             request.answered()
         else:
-            self.attempts.blame(request, request.fails(cause, self._too_late(request, cause)))
+            request.fails(cause, self._too_late(request, cause))
 
     def _too_late(self, request: Request, cause: Cause) -> Exception:
         """The error of a step that took too long."""

@@ -6,7 +6,6 @@ gate.py            the permission to run: the tenant's quota and memory for the 
 packed_bodies.py   compressed bodies
 half_characters.py halves of emojis in JSON
 json_bodies.py     JSON bodies: their shape, and how long their lists may be
-forward.py         sends a request to an engine, streams the answer back
 tenants.py         API key → tenant → cache salt
 broken_calls.py    earlier calls of tools whose arguments no template can read
 answer_headers.py  which of the answer's headers the client gets

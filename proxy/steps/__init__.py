@@ -3,7 +3,8 @@
 request.py      the request that they serve: its life, and its timer
 preparation.py  prepare: reads and tokenises the request, finds the pool that may serve it
 attempt.py      run: one attempt on one engine, from the lease to its release
-first_leg.py    within it: another engine computes the prompt
+forward.py      within it: sends the request to its engine, and the answer to the client
+first_leg.py    before that: another engine computes the prompt
 prompt_half.py  or does so at the same time, as neither can answer alone
 legs.py         what both have in common
 checks.py       at its end: what the engine reports, compared with what was expected

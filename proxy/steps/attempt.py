@@ -11,7 +11,7 @@ whether to try another engine.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,17 +23,13 @@ from msgspec.structs import replace
 
 from engine_adapter import (
     EngineError,
-    EngineRejected,
     Hold,
     HttpTransport,
-    IncomingResponse,
     JsonBody,
     Role,
-    log_text,
 )
 from proxy.core.audit import Unchecked
 from proxy.core.budget import ByteBudget
-from proxy.core.life import Attempt, Blame, Cause
 from proxy.core.placement.decision import Pair, Placement
 from proxy.core.placement.transfers import TransferResult
 from proxy.core.placement.whole_answers import Report
@@ -41,22 +37,12 @@ from proxy.fleet.engine import Engine
 from proxy.fleet.ingest import Ingest
 from proxy.fleet.lease import Lease
 from proxy.fleet.lower_tiers import expect_below, look_below
-from proxy.headers import (
-    ENGINE_HEADER,
-    FIRM_HEADER,
-    NOTE_HEADER,
-    POLICY_HEADER,
-    PREDICTED_HEADER,
-    RETENTION_HEADER,
-)
-from proxy.request.calls import Call, Reply
-from proxy.request.forward import Forwarded, Forwarding
+from proxy.request.calls import Call
 from proxy.request.migration import MAX_BODIES, Passage, passage_for
-from proxy.request.records import RequestRecord
-from proxy.request.retries import PASSED_ON
 from proxy.request.tenants import Tenants
 from proxy.steps.checks import ask_tokens, check_prediction, check_tokens, is_audited
 from proxy.steps.first_leg import FirstLeg, Prefilled
+from proxy.steps.forward import Forwarded, Forwarding, note_moved
 from proxy.steps.legs import OtherLeg
 from proxy.steps.preparation import Ready
 from proxy.steps.prompt_half import PromptHalf
@@ -181,7 +167,7 @@ class Attempts:
             await lease.computes(streams=ready.call.streams)
         else:
             if prefilled.is_fetched:
-                _moved(record, prefilled, lease, began + (record.first_leg_s or 0.0))
+                note_moved(record, prefilled, lease, began + (record.first_leg_s or 0.0))
             lease.begins()
         return prefilled
 
@@ -225,66 +211,14 @@ class Attempts:
         hold: Hold,
         prefilled: OtherLeg | None,
     ) -> Forwarded:
-        """Sends the request to the engine that it holds, and the answer to the client.
-
-        `prefilled`: another engine has computed its prompt, or does so meanwhile. Raises EngineLate if the
-        engine was to fetch its KV, and does not begin to answer while it is surely kept.
-        """
-        call, reply, record = ready.call_for(engine), request.reply, request.record
-        placement = record.placement if prefilled is not None and record.placement else lease.placement
-        kept = None if prefilled is None or prefilled.is_fetched else prefilled
-        sent, has_begun = monotonic(), reply.started
-
-        def began(answer: IncomingResponse, cached: int | None) -> None:
-            request.cached = cached
-            request.progress = lambda: (answer.received, reply.waits)
-            self.blame(request, request.began(monotonic(), is_socket=answer.status == _SWITCHED))
-
-        def spoke() -> None:
-            if kept is not None:
-                kept.begins()
-                _moved(record, kept, lease, sent)
-            lease.first_byte(streamed=call.streams)
-            if record.first_byte_s is None or not has_begun:
-                # Now, because the client may leave before the end.
-                record.begins(lease.started, lease.gathered, sent, lease.first_byte_s or 0.0)
-
-        if ready.translation is not None:
-            ready.translation.predicted = ready.predicted(placement, engine)
-        passage = request.passage = self._passage(request, ready, call, hold, engine)
+        """Sends the request to the engine that it holds, and the answer to the client. `prefilled`: another
+        engine has computed its prompt, or does so meanwhile. Raises EngineError."""
+        call = ready.call_for(engine)
+        request.passage = self._passage(request, ready, call, hold, engine)
         for_others = request.call.body if request.kept else None
-        reply.on_start = partial(_forget_bodies, call, hold, for_others)
-        headers = _headers(call, placement, hold, reply) | ready.told | _retained(ready, hold)
-        refuses_kv = isinstance(kept, Prefilled) and kept.is_checked
-
-        def refuses(error: EngineRejected) -> bool:
-            return refuses_kv or request.cause_for(error) is not Cause.ENGINE_REJECTED
-
+        request.reply.on_start = partial(_forget_bodies, call, hold, for_others)
         request.sent()
-        answer = Forwarding(engine.adapter, call, hold, reply, headers, refuses, passage, began, spoke).run(
-            self.transport, lease.confirm
-        )
-        forwarded = await (answer if kept is None else kept.in_time(answer))
-        record.reports(forwarded.prefill, forwarded.decode_s)
-        return forwarded
-
-    def blame(self, request: Request, attempts: Iterable[Attempt]) -> None:
-        """Notes what failed attempts say about their engines."""
-        for attempt in attempts:
-            engines = request.ready.pool.engines if request.ready is not None else {}
-            engine, error, route = engines.get(attempt.engine), attempt.error, request.call.route
-            if engine is None:  # it has left
-                continue
-            match attempt.cause.blame:
-                case Blame.SUSPECT:
-                    engine.suspect(error)
-                case Blame.CHECK:
-                    engine.check_now.set()
-                case Blame.REFUSED | Blame.UNLESS_ALL | Blame.IF_ANSWERED:
-                    log.warning("the engine refused a request", engine=engine.id, error=log_text(error))
-                    engine.refused(error)
-                case Blame.LACKS if route in PASSED_ON:
-                    engine.lacks.add(route)
+        return await Forwarding(request, ready, call, engine, lease, hold, prefilled).run(self.transport)
 
     def _passage(
         self, request: Request, ready: Ready, call: Call, hold: Hold, engine: Engine
@@ -317,6 +251,7 @@ class Attempts:
         """Notes what the engine reported of a complete answer, and what it holds now. Returns why its
         prediction was not checked."""
         record, pool = request.record, ready.pool
+        record.reports(forwarded.prefill, forwarded.decode_s)
         lease.report = Report(forwarded.cached_tokens, forwarded.output_tokens, forwarded.prefill)
         record.status, record.error = forwarded.status, forwarded.error
         record.called_tool = forwarded.called_tool
@@ -375,16 +310,6 @@ def _of_leg(placement: Placement, leg: OtherLeg) -> Placement:
     return placement if is_firm else replace(placement, firm=False)
 
 
-def _moved(record: RequestRecord, prefilled: OtherLeg, lease: Lease, sent: float) -> None:
-    """Notes that an engine has the KV that another one computed, and how long moving that took."""
-    now, book = monotonic(), lease.placed.book
-    record.transfer, record.transfer_s = TransferResult.MOVED, now - prefilled.moves_since(sent)
-    pulled = record.placement.chosen.pulled_tokens if record.placement is not None else 0
-    waited = book.ledger.view(now).queue_s > 0  # then the time is not that of the transfer alone
-    measured = 0 if waited else pulled
-    lease.placer.transfers.measured(now, prefilled.source, book.engine, measured, record.transfer_s)
-
-
 def _forget_bodies(call: Call, hold: Hold, kept: object) -> None:
     """Frees a request's bodies once no further engine needs them: a stream may run for minutes.
 
@@ -393,25 +318,3 @@ def _forget_bodies(call: Call, hold: Hold, kept: object) -> None:
     for body in {call.body, hold.body}:
         if isinstance(body, JsonBody) and body is not kept:
             body.forget()
-
-
-def _headers(call: Call, placement: Placement, hold: Hold, reply: Reply) -> dict[str, str]:
-    """The headers kvpin adds to the answer."""
-    headers = {
-        **dict.fromkeys(reply.dialect.id_headers, call.answer_id),
-        ENGINE_HEADER: placement.engine,
-        PREDICTED_HEADER: str(placement.predicted_tokens),
-        # A page that an engine answered must not act as kvpin's own page, which may use the admin API.
-        POLICY_HEADER: "sandbox",
-    }
-    if not placement.firm:
-        headers[FIRM_HEADER] = "not-firm"
-    return {**headers, NOTE_HEADER: hold.note} if hold.note else headers
-
-
-def _retained(ready: Ready, hold: Hold) -> dict[str, str]:
-    """The header that says whether the client's wish to keep its KV is honoured, if it has one."""
-    wish = ready.retention
-    if wish is None or not wish.priority:
-        return {}
-    return {RETENTION_HEADER: f"{wish.ttl_s:g}" if hold.retains else "0"}

@@ -29,9 +29,11 @@ class OtherLeg(Protocol):
 
     Attributes:
         is_fetched: the engine that answers had the KV before it got the request.
+        is_checked: the engine that answers may refuse the other's KV with any error.
     """
 
     is_fetched: bool
+    is_checked: bool
 
     @property
     def may_be_evicted(self) -> bool:

@@ -74,6 +74,7 @@ class PromptHalf:
     answered: float | None = None
     took_s: float | None = None
     is_fetched: bool = False  # the KV comes with the request
+    is_checked: bool = False
     _has_begun: bool = False
     _leased: ExitStack = field(default_factory=ExitStack)
 

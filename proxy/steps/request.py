@@ -8,14 +8,15 @@ lasted too long, and then the timer interrupts the request's task. Engines and m
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from time import monotonic
 from typing import Any
 
+import structlog
 from msgspec.structs import replace
 
-from engine_adapter import EngineRejected, ModelFailed
-from proxy.core.life import Attempt, Cause, Life, Phase, Rules
+from engine_adapter import EngineRejected, ModelFailed, log_text
+from proxy.core.life import Attempt, Blame, Cause, Life, Phase, Rules
 from proxy.core.placement.decision import Placement
 from proxy.core.retry_budget import RetryBudget
 from proxy.errors import cause_of
@@ -23,10 +24,12 @@ from proxy.request.calls import Call, Reply
 from proxy.request.gate import Admission
 from proxy.request.migration import Passage
 from proxy.request.records import RequestRecord
-from proxy.request.retries import cause_of_error
+from proxy.request.retries import PASSED_ON, cause_of_error
 from proxy.request.transcript import SentStream
 from proxy.steps.preparation import Ready
 from proxy.steps.prompt_half import PromptHalf
+
+log = structlog.get_logger(__name__)
 
 # The least time between two looks, in seconds.
 _LEAST_S = 0.01
@@ -102,9 +105,9 @@ class Request(Life):
         goes_on = self.told is not None and not self.reply.complete
         return Cause.ENGINE_REFUSED if goes_on and cause is Cause.ENGINE_REJECTED else cause
 
-    def fails(self, cause: Cause, error: Exception) -> Sequence[Attempt]:
-        """The running step failed: as `Life.failed`. Notes what the client has, for the engine that goes on
-        with it."""
+    def fails(self, cause: Cause, error: Exception) -> None:
+        """The running step failed: another engine is tried, or it is the end. Notes what the client has, for
+        the engine that goes on with it."""
         has_begun = self.reply.started
         if has_begun and self.phase is Phase.ANSWERING and cause is not Cause.DIVERGED:
             self.record.interrupted += 1
@@ -122,9 +125,28 @@ class Request(Life):
         blamed = None
         if self.half is not None and self.half.is_to_blame(cause):
             blamed = self.half.source
-        return self.failed(
-            monotonic(), cause, error, has_begun=has_begun, can_go_on=self.told is not None, engine=blamed
+        goes_on = self.told is not None
+        self.blame(
+            self.failed(monotonic(), cause, error, has_begun=has_begun, can_go_on=goes_on, engine=blamed)
         )
+
+    def blame(self, attempts: Iterable[Attempt]) -> None:
+        """Notes what failed attempts say about their engines."""
+        for attempt in attempts:
+            engines = self.ready.pool.engines if self.ready is not None else {}
+            engine, error, route = engines.get(attempt.engine), attempt.error, self.call.route
+            if engine is None:  # it has left
+                continue
+            match attempt.cause.blame:
+                case Blame.SUSPECT:
+                    engine.suspect(error)
+                case Blame.CHECK:
+                    engine.check_now.set()
+                case Blame.REFUSED | Blame.UNLESS_ALL | Blame.IF_ANSWERED:
+                    log.warning("the engine refused a request", engine=engine.id, error=log_text(error))
+                    engine.refused(error)
+                case Blame.LACKS if route in PASSED_ON:
+                    engine.lacks.add(route)
 
     # --- The timer ------------------------------------------------------------------------------------
 

@@ -19,8 +19,8 @@ from proxy.replay.simulated_engine import EngineModel
 from proxy.replay.simulator import ReplayRun, simulate
 from proxy.replay.trace import Trace, TraceRequest
 from proxy.request.calls import Call, Reply
-from proxy.request.forward import Forwarded, Forwarding
 from proxy.request.gate import Admission
+from proxy.steps.forward import Forwarded, Forwarding
 from tests.fakes import FakeEngine, client_of, proxy_over
 
 PREFILL_TOK_S, STEP_S = 40_000, 0.001

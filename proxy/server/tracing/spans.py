@@ -16,8 +16,8 @@ from proxy.core.placement.decision import Placement
 from proxy.observe.reasons import reason_of
 from proxy.observe.reuse import available_tokens
 from proxy.request.calls import PROMPT_ROUTES
-from proxy.request.forward import Forwarded
 from proxy.request.records import RequestRecord
+from proxy.steps.forward import Forwarded
 
 Attributes = dict[str, str | int | float | bool]
 

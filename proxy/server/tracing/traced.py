@@ -47,13 +47,13 @@ from proxy.fleet.lease import Lease
 from proxy.flow import CLIENT_LEFT, Flow
 from proxy.http.exchange import Exchange
 from proxy.request.calls import Call
-from proxy.request.forward import Forwarded
 from proxy.request.gate import Admission
 from proxy.request.records import RequestRecord
 from proxy.request.tenants import ApiKey
 from proxy.server.tracing import spans
 from proxy.steps.attempt import Attempts
 from proxy.steps.first_leg import Prefilled
+from proxy.steps.forward import Forwarded
 from proxy.steps.legs import OtherLeg
 from proxy.steps.preparation import Ready
 from proxy.steps.prompt_half import PromptHalf

@@ -99,7 +99,10 @@ def test_no_class_is_without_a_row_or_a_test():
         if issubclass(each, Exception)
     }
     rows = {type(error) for error, *_ in CASES}
-    assert classes - {engine_adapter.errors.KvpinError} == rows - {msgspec.ValidationError, msgspec.DecodeError}
+    assert classes - {engine_adapter.errors.KvpinError} == rows - {
+        msgspec.ValidationError,
+        msgspec.DecodeError,
+    }
 
 
 def test_a_bug_keeps_its_text_to_the_log():

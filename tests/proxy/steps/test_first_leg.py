@@ -6,9 +6,9 @@ from time import monotonic
 import pytest
 
 from engine_adapter import EngineLate, EngineRejected, Handover
-from proxy.request.forward import Forwarded
 from proxy.steps import first_leg
 from proxy.steps.first_leg import Prefilled
+from proxy.steps.forward import Forwarded
 
 NOTHING = Handover({}, 0)
 

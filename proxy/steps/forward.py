@@ -13,10 +13,11 @@ send → refused                  raise: nothing was sent to the client, so anot
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine
 from functools import partial
 from http import HTTPStatus
+from time import monotonic
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -24,7 +25,6 @@ from msgspec.structs import replace
 from engine_adapter import (
     UNREAD,
     AnswerReader,
-    EngineAdapter,
     EngineDied,
     EngineGarbled,
     EngineRejected,
@@ -45,19 +45,37 @@ from engine_adapter import (
     read_streamed_usage,
     what_is_said,
 )
+from engine_adapter.causes import Cause
 from engine_adapter.codes import Code
 from engine_adapter.off_loop import MOST_MS, off_loop
-from proxy.headers import NOTE_HEADER, REQUEST_ID_HEADER
+from proxy.core.placement.decision import Placement
+from proxy.core.placement.transfers import TransferResult
+from proxy.fleet.engine import Engine
+from proxy.fleet.lease import Lease
+from proxy.headers import (
+    ENGINE_HEADER,
+    FIRM_HEADER,
+    NOTE_HEADER,
+    POLICY_HEADER,
+    PREDICTED_HEADER,
+    REQUEST_ID_HEADER,
+    RETENTION_HEADER,
+)
 from proxy.request.answer_headers import of_cached, of_json, pairs, passed_on, told_with_error
 from proxy.request.broken_calls import naming_call
 from proxy.request.calls import Call, Reply
 from proxy.request.known_routes import of_lacking
 from proxy.request.migration import ROUTES, Passage
+from proxy.request.records import RequestRecord
 from proxy.request.retries import REFUSALS, is_no_websocket
 from proxy.request.transcript import is_whole, without_half
+from proxy.steps.legs import OtherLeg
+from proxy.steps.preparation import Ready
+from proxy.steps.request import Request
 
 _CLIENTS = "invalid_request_error"
 _EVENTS, _JSON, _HTML = "text/event-stream", "application/json", "text/html"
+_SWITCHED = 101
 # Statuses below 400 that answer no prompt: nothing, and redirections.
 _NO_ANSWERS = frozenset({204, *range(300, 400)})
 _STOPPED = re.compile(rb'"finish_reason"\s*:\s*"stop"')
@@ -80,41 +98,81 @@ class Forwarded(msgspec.Struct, frozen=True):
     is_empty: bool = False
 
 
-@dataclass(slots=True, eq=False)
 class Forwarding:
     """One request on its way to one engine, and the answer on its way back.
 
     Attributes:
+        call: the request as this engine gets it.
         hold: the body for the engine, and who reads the answer as it passes.
+        leg: the part that another engine does meanwhile; None if nothing hangs on when it ends.
         headers: added to the answer.
-        refuses: tells whether the engine leaves the request to another one with this error.
-        passage: reads the stream for a later engine; None if the stream ends with its engine.
-        begins: called with the answer when it begins, and `cached`.
-        speaks: called at the first bytes that say something, which comments of a stream do not.
         cached: cached tokens that the headers of the answer tell; None if they do not.
     """
 
-    adapter: EngineAdapter
-    call: Call
-    hold: Hold
-    reply: Reply
-    headers: Mapping[str, str]
-    refuses: Callable[[EngineRejected], bool]
-    passage: Passage | None
-    begins: Callable[[IncomingResponse, int | None], None]
-    speaks: Callable[[], None]
-    cached: int | None = None
+    __slots__ = (
+        "_continues", "_sent", "adapter", "cached", "call", "headers", "hold", "lease", "leg", "reply",
+        "request",
+    )  # fmt: skip
 
-    async def run(
-        self, transport: HttpTransport, confirm: Callable[[], Awaitable[None]] | None = None
-    ) -> Forwarded:
-        """Forwards and answers. `confirm` is awaited before a new connection is used.
+    def __init__(
+        self,
+        request: Request,
+        ready: Ready,
+        call: Call,
+        engine: Engine,
+        lease: Lease,
+        hold: Hold,
+        leg: OtherLeg | None,
+    ) -> None:
+        """`leg`: another engine has computed the prompt, or does so meanwhile."""
+        self.request, self.call, self.lease, self.hold = request, call, lease, hold
+        self.reply, self.adapter = request.reply, engine.adapter
+        self.leg = None if leg is None or leg.is_fetched else leg
+        self.cached: int | None = None
+        self._sent, self._continues = monotonic(), self.reply.started
+        record = request.record
+        placement = record.placement if leg is not None and record.placement else lease.placement
+        self.headers = _added_headers(call, placement, hold, self.reply) | ready.told | _retained(ready, hold)
+        if ready.translation is not None:
+            ready.translation.predicted = ready.predicted(placement, engine)
+
+    def run(self, transport: HttpTransport) -> Coroutine[Any, Any, Forwarded]:
+        """Forwards and answers.
 
         Raises:
             EngineUnavailable, EngineRejected: the engine failed. The client keeps what `reply` has sent.
+            EngineLate: it was to fetch another engine's KV, and did not begin while that was surely kept.
         """
+        answer = self._run(transport)
+        return answer if self.leg is None else self.leg.in_time(answer)
+
+    def begins(self, response: IncomingResponse) -> None:
+        """The answer begins."""
+        request, reply = self.request, self.reply
+        request.cached = self.cached
+        request.progress = lambda: (response.received, reply.waits)
+        request.blame(request.began(monotonic(), is_socket=response.status == _SWITCHED))
+
+    def speaks(self) -> None:
+        """The first bytes are here that say something, which comments of a stream do not."""
+        lease, record = self.lease, self.request.record
+        if self.leg is not None:
+            self.leg.begins()
+            note_moved(record, self.leg, lease, self._sent)
+        lease.first_byte(streamed=self.call.streams)
+        if record.first_byte_s is None or not self._continues:
+            # Now, because the client may leave before the end.
+            record.begins(lease.started, lease.gathered, self._sent, lease.first_byte_s or 0.0)
+
+    def refuses(self, error: EngineRejected) -> bool:
+        """True if the engine leaves the request to another one with this error."""
+        if self.leg is not None and self.leg.is_checked:
+            return True
+        return self.request.cause_for(error) is not Cause.ENGINE_REJECTED
+
+    async def _run(self, transport: HttpTransport) -> Forwarded:
         # Nothing here keeps the request: its body may be long.
-        async with await transport.send(self._outgoing(), confirm) as response:
+        async with await transport.send(self._outgoing(), self.lease.confirm) as response:
             call = self.call
             if call.socket is not None and is_no_websocket(response.status):
                 raise _no_websocket(response.status, read_error(await response.read()).message)
@@ -170,7 +228,7 @@ class Forwarding:
             if says is Says.NO_ANSWER:
                 kind = response.headers.get("content-type", "")
                 raise EngineGarbled(_other_form(self.call.route, kind, content))
-        self.begins(response, self.cached)
+        self.begins(response)
         self.speaks()
         cached = self.cached if self.cached is not None else usage.cached_tokens
         if reader is not None:
@@ -188,7 +246,7 @@ class Forwarding:
         while chunk := await response.receive():
             reader.feed(chunk)
         content = await off_loop(reader.finish, ms=reader.finish_ms)
-        self.begins(response, self.cached)
+        self.begins(response)
         self.speaks()
         usage, headers = read_answer_usage(content), of_json(headers)
         if reader.note:
@@ -217,9 +275,9 @@ class Forwarding:
         stream = _Stream(
             response,
             reader,
-            self.passage if is_events else None,
-            WholeEvents() if is_events and self.passage is None else None,
-            partial(self.begins, response, cached),
+            self.request.passage if is_events else None,
+            WholeEvents() if is_events and self.request.passage is None else None,
+            partial(self.begins, response),
             self.speaks,
             must_end=must_end,
             opening=opening,
@@ -258,7 +316,7 @@ class Forwarding:
 
     async def _as_websocket(self, response: IncomingResponse, headers: HeaderPairs) -> Forwarded:
         """Passes a WebSocket on. The client's frames travel at the same time."""
-        self.begins(response, self.cached)
+        self.begins(response)
         self.speaks()
         await self.reply.start(response.status, headers)
         chunk = b""  # the head leaves at once: the client waits for it before it sends
@@ -298,6 +356,38 @@ class Forwarding:
         await reply.start(status, pairs({"content-type": content_type, **error.headers, **self.headers}))
         await reply.finish(content if as_it_is else body)
         return Forwarded(status, error=message)
+
+
+def _added_headers(call: Call, placement: Placement, hold: Hold, reply: Reply) -> dict[str, str]:
+    """The headers kvpin adds to the answer."""
+    headers = {
+        **dict.fromkeys(reply.dialect.id_headers, call.answer_id),
+        ENGINE_HEADER: placement.engine,
+        PREDICTED_HEADER: str(placement.predicted_tokens),
+        # A page that an engine answered must not act as kvpin's own page, which may use the admin API.
+        POLICY_HEADER: "sandbox",
+    }
+    if not placement.firm:
+        headers[FIRM_HEADER] = "not-firm"
+    return {**headers, NOTE_HEADER: hold.note} if hold.note else headers
+
+
+def _retained(ready: Ready, hold: Hold) -> dict[str, str]:
+    """The header that says whether the client's wish to keep its KV is honoured, if it has one."""
+    wish = ready.retention
+    if wish is None or not wish.priority:
+        return {}
+    return {RETENTION_HEADER: f"{wish.ttl_s:g}" if hold.retains else "0"}
+
+
+def note_moved(record: RequestRecord, prefilled: OtherLeg, lease: Lease, sent: float) -> None:
+    """Notes that an engine has the KV that another one computed, and how long moving that took."""
+    now, book = monotonic(), lease.placed.book
+    record.transfer, record.transfer_s = TransferResult.MOVED, now - prefilled.moves_since(sent)
+    pulled = record.placement.chosen.pulled_tokens if record.placement is not None else 0
+    waited = book.ledger.view(now).queue_s > 0  # then the time is not that of the transfer alone
+    measured = 0 if waited else pulled
+    lease.placer.transfers.measured(now, prefilled.source, book.engine, measured, record.transfer_s)
 
 
 def _forwarded(status: int, cached: int | None, usage: TokenUsage) -> Forwarded:
