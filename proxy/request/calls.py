@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from functools import cached_property
 from typing import Protocol
 from urllib.parse import parse_qs, parse_qsl, urlencode
 
@@ -38,8 +37,8 @@ _MOST_END = max(map(len, _END_EVENT))
 _EVENT_END, _EVENT_END_CR = b"\n\n", b"\n\r\n"
 
 
-class Call(msgspec.Struct, frozen=True, dict=True):
-    """A client's request, authenticated and read. What follows from its fields is found out once.
+class Call(msgspec.Struct, frozen=True):
+    """A client's request, authenticated and read. What follows from its fields is found out at once.
 
     Attributes:
         request_id: kvpin's own, unique.
@@ -52,6 +51,12 @@ class Call(msgspec.Struct, frozen=True, dict=True):
         session: the conversation it belongs to, if it names one.
         changed: what was changed in its body when it was read, as the client is told of it.
         socket: what the client sends on the WebSocket that the request asks for; None for a plain request.
+        route: found out: the route, as engines will understand the path.
+        native: found out: the route, if only engines that declare it get the request: one beside `/v1`, or a
+            WebSocket.
+        runs_prompt: found out: an engine computes a prompt for this request.
+        streams: found out: the client asked for a stream, or for a WebSocket.
+        model: found out: the model that the body names; if it names none, the query may.
     """
 
     request_id: str
@@ -65,6 +70,35 @@ class Call(msgspec.Struct, frozen=True, dict=True):
     socket: AsyncIterator[bytes] | None = None
     models: frozenset[str] | None = None
     changed: tuple[str, ...] = ()
+    route: str = ""
+    native: str | None = None
+    runs_prompt: bool = False
+    streams: bool = False
+    model: str | None = None
+
+    def __post_init__(self) -> None:
+        """Finds out what follows from the other fields."""
+        route, path, body = route_of(self.path), self.path.partition("?")[0], self.body
+        native = path if path in NATIVE_ROUTES else None
+        streams, model = False, None
+        if isinstance(body, JsonBody):
+            streams, model = body.get("stream") is True, body.get("model")
+        elif body is not None and body.named is not None:
+            model = body.named.model
+        if self.socket is not None:
+            native, streams = websocket(path), True
+        if model is None and "?" in self.path:
+            model = next(iter(parse_qs(self.path.partition("?")[2]).get("model", ())), None)
+        if (found := NATIVE_ROUTES.get(native or "")) is not None:
+            runs = found.runs
+        else:
+            runs = route in PROMPT_ROUTES and isinstance(body, JsonBody)
+        set_field = msgspec.structs.force_setattr
+        set_field(self, "route", route)
+        set_field(self, "native", native)
+        set_field(self, "runs_prompt", runs)
+        set_field(self, "streams", streams)
+        set_field(self, "model", model if isinstance(model, str) else None)
 
     def __repr__(self) -> str:
         """Without headers and body, which must not get into logs."""
@@ -74,39 +108,6 @@ class Call(msgspec.Struct, frozen=True, dict=True):
     def answer_id(self) -> str:
         """The `x-request-id` of the answer."""
         return self.client_id or self.request_id
-
-    @cached_property
-    def route(self) -> str:
-        """The route, as engines will understand the path."""
-        return route_of(self.path)
-
-    @cached_property
-    def native(self) -> str | None:
-        """The route, if only engines that declare it get the request: one beside `/v1`, or a WebSocket."""
-        route = self.path.partition("?")[0]
-        if self.socket is not None:
-            return websocket(route)
-        return route if route in NATIVE_ROUTES else None
-
-    @cached_property
-    def runs_prompt(self) -> bool:
-        """True if an engine computes a prompt for this request."""
-        native = NATIVE_ROUTES.get(self.native or "")
-        if native is not None:
-            return native.runs
-        return self.route in PROMPT_ROUTES and isinstance(self.body, JsonBody)
-
-    @cached_property
-    def model(self) -> str | None:
-        """The model that the body names; if it names none, the query may."""
-        body, model = self.body, None
-        if isinstance(body, JsonBody):
-            model = body.get("model")
-        elif body is not None and body.named is not None:
-            model = body.named.model
-        if model is None and "?" in self.path:
-            model = next(iter(parse_qs(self.path.partition("?")[2]).get("model", ())), None)
-        return model if isinstance(model, str) else None
 
     @property
     def models_in_query(self) -> frozenset[str]:
@@ -121,13 +122,6 @@ class Call(msgspec.Struct, frozen=True, dict=True):
             return self
         named = [(name, model if name == "model" else value) for name, value in fields]
         return msgspec.structs.replace(self, path=f"{path}?{urlencode(named)}")
-
-    @cached_property
-    def streams(self) -> bool:
-        """True if the client asked for a stream, or for a WebSocket."""
-        if self.socket is not None:
-            return True
-        return isinstance(self.body, JsonBody) and self.body.get("stream") is True
 
 
 # Bytes of a stream that are read from its engine while its client takes no more: about 4,000 tokens.
