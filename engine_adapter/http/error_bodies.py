@@ -15,6 +15,9 @@ from engine_adapter.errors import NO_HEADERS, EngineRejected
 
 # An error that is not JSON may be a whole web page: only its beginning is kept.
 _MAX_REASON_BYTES = 500
+# Characters of a message that are kept, half of them from its end: engines may repeat the prompt in one, and
+# every pattern that reads it costs time.
+_MAX_REASON = 32_768
 _OPENAIS = ("message", "type", "param", "code")
 # llama-server has this type, but not OpenAI's code, which clients look for.
 _CODES = {"exceed_context_size_error": "context_length_exceeded"}
@@ -151,6 +154,8 @@ def _reason(value: object) -> str:
     if not value:
         return "the engine gave no reason"
     text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+    if len(text) > _MAX_REASON:
+        text = f"{text[: _MAX_REASON // 2]} … {text[-_MAX_REASON // 2 :]}"
     wrong = None
     if _SOURCE in text and _AFTER_SOURCE in text:
         wrong = text.rpartition(_AFTER_SOURCE)[2].removeprefix(_RAISED)

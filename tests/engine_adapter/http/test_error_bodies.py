@@ -49,6 +49,13 @@ def test_every_shape_becomes_one(answer, error):
     assert read_error(json.dumps(answer).encode()) == error
 
 
+def test_a_long_message_keeps_its_beginning_and_its_end():
+    told = read_error(json.dumps({"error": {"message": "first " + "x" * 100_000 + " last"}}).encode()).message
+    assert told.startswith("first x")
+    assert told.endswith("x last")
+    assert len(told) < 40_000
+
+
 def test_what_is_not_json_is_cut_short():
     assert read_error(b"boom \xff") == EngineErrorBody("boom \ufffd")
     assert read_error(b"") == EngineErrorBody("the engine gave no reason")
