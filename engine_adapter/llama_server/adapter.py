@@ -160,7 +160,8 @@ class LlamaServerAdapter(HttpAdapter):
                 await self._meet()
             if self._router is not None and self.spec.model is None:
                 return EngineInfo("", self.spec.server, frozenset(), models=self._router.states)
-            self._lock.take()
+            if self.may_try:  # who only looks takes no slots
+                self._lock.take()
             name = self._control.model
             if self.model_state is None:
                 await self._take_up()
@@ -226,7 +227,8 @@ class LlamaServerAdapter(HttpAdapter):
             return
         lock = ServerLock(Path(directory), self._place.url)
         try:
-            lock.take()
+            if self.may_try:
+                lock.take()
             self._found = directory
             self._save_to(_place(self._place))
         except (EngineTaken, EngineSpecError):  # another kvpin saves there, or an engine with other sizes

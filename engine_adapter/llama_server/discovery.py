@@ -232,20 +232,8 @@ def findings_of(facts: ServerFacts) -> Iterator[Finding]:
             "its RAM cache is on: it changes slots unseen by kvpin, and can corrupt an answer",
             "start the server with --cache-ram 0",
         )
-    is_untried = facts.ram_cache is None and facts.is_unified is None and facts.can_save
-    if facts.looks_unified and is_untried:  # -np 2 with twice the model's context looks like -kvu
-        yield Finding(
-            "it is not known yet whether its slots share one KV pool (-kvu, or no -np), where a prompt can "
-            "evict those of other slots",
-            "kvpin doctor --probe finds out, and so does kvpin serve on an idle slot",
-        )
-    elif facts.looks_unified:
-        verb = "share" if facts.is_unified else "seem to share"
-        yield Finding(
-            f"its slots {verb} one KV pool (-kvu, or no -np): a prompt can evict those of other slots",
-            f"start the server with -no-kvu -np {facts.slots} -c {facts.slots}*CTX, where CTX is the context "
-            "of one slot",
-        )
+    if facts.looks_unified:
+        yield _of_pool(facts)
     if not facts.can_save:
         yield Finding(
             "no prefix can be saved or restored",
@@ -274,6 +262,28 @@ def findings_of(facts: ServerFacts) -> Iterator[Finding]:
             "it sleeps when idle and loses all KV",
             "start the server without --sleep-idle-seconds, or with -1",
         )
+
+
+def _of_pool(facts: ServerFacts) -> Finding:
+    """About slots that share one KV pool, as far as that is known: -np 2 with twice the model's context looks
+    like -kvu."""
+    flags = f"-no-kvu -np {facts.slots} -c {facts.slots}*CTX, where CTX is the context of one slot"
+    if facts.is_unified:
+        return Finding(
+            "its slots share one KV pool (-kvu, or no -np): a prompt can evict those of other slots",
+            f"start the server with {flags}",
+        )
+    if facts.ram_cache is None and facts.can_save:
+        return Finding(
+            "it is not known yet whether its slots share one KV pool (-kvu, or no -np), where a prompt can "
+            "evict those of other slots",
+            "kvpin doctor --probe finds out, and so does kvpin serve on an idle slot",
+        )
+    return Finding(
+        "its slots may share one KV pool (-kvu, or no -np), as each has the model's whole context: kvpin "
+        "cannot tell, and leaves them alone",
+        f"start the server with --slot-save-path DIR, by which kvpin finds out, and with {flags}",
+    )
 
 
 async def _props(control: ControlClient, spec: EngineSpec) -> _Props:

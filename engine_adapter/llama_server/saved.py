@@ -148,6 +148,11 @@ class SavedPrefixes:
 
     # --- What comes in ---------------------------------------------------------------------------
 
+    async def look(self) -> None:
+        """Raises StateFileError if the directory is not there; changes nothing in it, and reads no entry."""
+        if not await asyncio.to_thread(self.place.host.is_dir):
+            raise StateFileError(self.place.host, FileFault.MISSING, "there is no such directory")
+
     async def rebuild(self) -> None:
         """Reads the directories once; concurrent callers wait. After an error, the next call tries again."""
         if self._rebuilding is None:

@@ -201,7 +201,8 @@ class ServerSession:
         self._note_probe()
         clock = time.monotonic
         directory = saved.place.host if saved is not None else None
-        process = directory, self._spec.url, self.facts.instance
+        # Records of what the server holds are those of the kvpin that uses it.
+        process = directory if self.may_try else None, self._spec.url, self.facts.instance
         owners = SlotOwners(*process, self.facts.slots)
         contents = Contents(self._spec.id, self.facts, self._control, saved, mirror, clock, owners)
         scheduler = self.scheduler = SlotScheduler(self._spec.id, self._control, contents, clock=clock)
@@ -280,7 +281,7 @@ class ServerSession:
             return None
         directory = registry.place.host
         try:
-            await registry.rebuild()
+            await (registry.rebuild() if self.may_try else registry.look())
         except StateFileError as error:
             self.findings.append(f"nothing is saved: host_cache_dir {directory} cannot be used ({error})")
             return None

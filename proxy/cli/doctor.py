@@ -33,7 +33,9 @@ def doctor(
     ],
     *,
     options: DoctorOptions,
-    probe: Annotated[bool, typer.Option("--probe", help="Send two short requests and compare.")] = False,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Send two short requests and compare; a llama-server loses slots.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the examination as JSON.")] = False,
 ) -> None:
     """Examine an engine: what it is, what kvpin can do with it.

@@ -35,6 +35,10 @@ _FIRST, _EVERY = 16, 100
 ENOUGH_AGREED = 20
 # Forms that no probe can settle: what they contain differs from request to request.
 _UNPROBED = frozenset({Form.DOCUMENTS, Form.OTHER})
+_NAME_ITS_OWN = (
+    "To tokenise here, name tokenizer=DIR: a directory with its tokenizer, and its chat template as "
+    "chat_template.jinja"
+)
 # What becomes of prompts that differ here.
 _ELSEWHERE: dict[Trusted, str] = {
     "engine": "the engine tokenises these forms, which costs a round trip for each prompt",
@@ -237,14 +241,17 @@ class FormTable:
         why."""
         forms = {form: msgspec.convert(row, RowView, from_attributes=True) for form, row in self.rows.items()}
         chats, differing = self.rows[Form.PLAIN], list(self._differing())
-        why = ", ".join(f"{form} ({row.detail})" for form, row in differing)
         if here is None or not self.uses_local:
             how = (
                 "the engine tokenises each prompt" if chats.source == "engine" else "prompts are not followed"
             )
             return Exactness(chats.ok, f"{how}: {reason}", chats.source, forms)
         if chats.source != "local":
-            detail = f"the engine tokenises each chat: {here!r} differs: {why}"
+            what = "chat template" if self.rows[Form.TEXT].probed else "tokenizer or chat template"
+            detail = (
+                "the engine tokenises each chat, which costs a round trip: kvpin does not make its tokens "
+                f"with the {what} of {here!r} ({chats.detail}). {_NAME_ITS_OWN}"
+            )
             return Exactness(chats.ok, detail, chats.source, forms)
         detail = f"tokenised here with {here!r}, "
         if chats.probed:

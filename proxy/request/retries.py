@@ -9,6 +9,7 @@ from http import HTTPStatus
 from engine_adapter import EngineRejected
 from proxy.core.life import Cause
 from proxy.errors import EngineFailed, Overloaded, ProxyError
+from proxy.errors.codes import Code
 from proxy.headers import RETRY_HEADERS, SHOULD_RETRY_HEADER
 from proxy.request.calls import PROMPT_ROUTES, Call
 
@@ -62,6 +63,13 @@ def cause_of_error(error: EngineRejected, call: Call, n_candidates: int, *, is_f
 def _is_about_model(error: EngineRejected) -> bool:
     about = error.param == "model" or error.engine_code == "model_not_found"
     return about or _NO_MODEL.search(str(error)) is not None
+
+
+def engines_code(error: EngineRejected) -> str | None:
+    """The code of an engine's error: the engine's own, else that of a 404."""
+    if error.code is not None or error.status != HTTPStatus.NOT_FOUND:
+        return error.code
+    return Code.MODEL_NOT_FOUND if _is_about_model(error) else Code.NOT_FOUND
 
 
 def is_no_websocket(status: int) -> bool:

@@ -7,7 +7,9 @@ pieces: what may be the beginning of one waits for the next piece of the same te
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import msgspec
@@ -22,6 +24,7 @@ _STREAM = b"text/event-stream"
 # Strings that hold JSON, in whatever API's form.
 _JSON_TEXTS = frozenset({"arguments", "partial_json"})
 _ARGUMENTS = ("arguments", "input")  # hold a tool's arguments, also as an object
+_OPENERS = frozenset(":,[{")  # of what a string follows
 # Where an answer's text stands that a client may ask to be JSON.
 _ANSWERS = frozenset({"content", "text"})
 # What a stream of OpenAI's responses tells in pieces of the name `delta`.
@@ -31,6 +34,10 @@ _DELTAS = {
     "response.output_text.delta": "text",
 }
 _MOST_HALF = 16  # characters
+# Where a value is put into JSON within JSON, the quotes before it tell how deep: this many of them, within so
+# many characters.
+_MOST_QUOTES, _BEFORE = 16, 1024
+_MOST_SLASHES = 64
 # Pieces of a text in Anthropic's streams, and the event that tells nothing of a text.
 _PIECES, _SILENT = ("text", "thinking", "partial_json"), "ping"
 # Which choice of a chat, and which of its texts.
@@ -51,6 +58,7 @@ class ValuesBack(Through):
         self._whole: list[bytes] = []  # pieces of any other answer
         # A text whose last piece waits → the event that held it, without that piece, and the piece.
         self._waiting: dict[_Lane, tuple[bytes, dict[str, Any], str]] = {}
+        self._before: dict[_Lane, str] = {}  # the end of each text in JSON
 
     @override
     def start(self, status: int, headers: HeaderPairs) -> None:
@@ -93,8 +101,8 @@ class ValuesBack(Through):
             return raw
         start = raw.lstrip()[:1]
         if start == b'"':
-            text = self._text_back(_decode_text(raw), is_json=not is_given and self._is_json(name))
-            return msgspec.json.encode(text)
+            is_json = not is_given and self._is_json(name)
+            return msgspec.json.encode(self._text_back(_decode_text(raw), is_json=is_json, is_given=is_given))
         is_given = is_given or name in _ARGUMENTS
         if start == b"[":
             return msgspec.json.encode(
@@ -112,14 +120,20 @@ class ValuesBack(Through):
         """True if a text of this field is JSON."""
         return name in _JSON_TEXTS or (self._answers_json and name in _ANSWERS)
 
-    def _text_back(self, text: str, *, is_json: bool) -> str:
+    def _text_back(self, text: str, *, is_json: bool, is_given: bool = False, before: str = "") -> str:
+        """A text with values. `is_given`: it is a plain text that may hold JSON. `before`: the text before
+        it, which may begin JSON."""
         if "[[" not in text:
             return text
-        values = self._values
+        values, whole = self._values, before + text
 
-        def back(found: Any) -> str:  # noqa: ANN401 - re.Match[str]
+        def back(found: re.Match[str]) -> str:
             value = values.get(found[0], found[0])
-            return msgspec.json.encode(value)[1:-1].decode() if is_json else value
+            if not (is_json or is_given) or (escaped := _escaped(value)) == value:
+                return value
+            for _ in range(_strings_around(whole, len(before) + found.start(), is_json=is_json)):
+                value, escaped = escaped, _escaped(escaped)
+            return value
 
         return REFERENCE.sub(back, text)
 
@@ -134,31 +148,46 @@ class ValuesBack(Through):
         if not isinstance(fields, dict) or fields.get("type") == _SILENT:
             return event
         head, pieces, is_changed = event[:start], [*_pieces(fields)], b"[[" in event
-        told = self._rest(fields, {lane for lane, *_ in pieces})
         ended = {index for index, choice in _choices(fields) if choice.get("finish_reason")}
+        told = self._rest(fields, {lane for lane, *_ in pieces}, ended)
         for lane, holder, name in pieces:
             piece = text = holder[name]
             if (waiting := self._waiting.pop(lane, None)) is not None:
                 text = waiting[2] + text
-            text = self._text_back(text, is_json=self._is_json(_text_name(fields, name)))
+            is_json, before = self._is_json(_text_name(fields, name)), self._before.get(lane, "")
+            text = self._text_back(text, is_json=is_json, before=before)
             half = HALF_REFERENCE.search(text, max(len(text) - _MOST_HALF, 0))
             if half is not None and lane[0] not in ended:
                 text = text[: half.start()]
                 self._waiting[lane] = head, fields, half[0]
+            if is_json:
+                self._before[lane] = (before + text)[-_BEFORE:]
             holder[name] = text
             is_changed |= text != piece
         if not is_changed:
             return told + event
         return told + _written(head, self._back(msgspec.json.encode(fields)))
 
-    def _rest(self, fields: Mapping[str, Any] | None = None, but: set[_Lane] | None = None) -> bytes:
-        """Events with what waits, where it is no reference: its text does not go on in this event, which has
-        these fields, or behind it. None: nothing follows."""
+    def _rest(
+        self,
+        fields: Mapping[str, Any] | None = None,
+        told: AbstractSet[_Lane] = frozenset(),
+        ended: AbstractSet[int] = frozenset(),
+    ) -> bytes:
+        """Events with what waits, where it is no reference: its text does not go on in this event, or behind
+        it. Arguments of a call may go on behind those of another.
+
+        Args:
+            fields: of the event; None: nothing follows.
+            told: the texts that the event goes on with.
+            ended: the choices that it ends.
+        """
         if not self._waiting:
             return b""
         written, leaves = list[bytes](), _leaving(fields)
         for lane in [*self._waiting]:
-            if lane in (but or ()) or not (leaves is None or lane[0] in leaves):
+            stays = lane in told or not (leaves is None or lane[0] in leaves)
+            if stays or (told and lane[0] not in ended and _is_of_call(lane)):
                 continue
             head, held_by, piece = self._waiting.pop(lane)
             for other, holder, name in _pieces(held_by):
@@ -169,6 +198,46 @@ class ValuesBack(Through):
                     call["function"].pop("name", None)
             written.append(_written(head, msgspec.json.encode(held_by)))
         return b"".join(written)
+
+
+def _escaped(text: str) -> str:
+    """A text as it is written within a JSON string."""
+    return msgspec.json.encode(text)[1:-1].decode()
+
+
+def _strings_around(text: str, at: int, *, is_json: bool) -> int:
+    """The number of JSON strings, one within the other, that a place in a text is in. The text is JSON, or is
+    plain and may be. A quote that begins a string within n others has 2**n - 1 backslashes before it."""
+    least = int(is_json)
+    end, first, deepest = at, max(at - _BEFORE, 0), 0
+    for _ in range(_MOST_QUOTES):
+        if (quote := text.rfind('"', first, end)) < 0:
+            break
+        head = text[max(quote - _MOST_SLASHES, 0) : quote]
+        end = quote - (len(head) - len(head.rstrip("\\")))
+        n_slashes = quote - end
+        if (
+            not deepest
+            and n_slashes & (n_slashes + 1) == 0
+            and text[max(end - _MOST_SLASHES, 0) : end].rstrip()[-1:] in _OPENERS
+        ):
+            deepest = (n_slashes + 1).bit_length()
+        if is_json and not n_slashes:  # the string that holds all others
+            return deepest if deepest and _is_json_from(text, quote + 1) else least
+    if not is_json and not _is_json_from(text, 0):
+        return least
+    return max(deepest, least)
+
+
+def _is_json_from(text: str, at: int) -> bool:
+    """True if it goes on there as JSON does."""
+    beginning = text[at : at + _MOST_SLASHES].lstrip()
+    return beginning[:1] in ("{", "[") and not REFERENCE.match(beginning)
+
+
+def _is_of_call(lane: _Lane) -> bool:
+    """True for the arguments of a call."""
+    return lane[-1] in _JSON_TEXTS or _DELTAS.get(str(lane[1])) == "arguments"
 
 
 def _leaving(fields: Mapping[str, Any] | None) -> set[int] | None:

@@ -48,14 +48,15 @@ OPEN_TO_ALL = (
 
 def check(settings: Settings) -> None:
     """Raises SettingsError with a line for each fault."""
-    if lines := "\n".join(faults_here(settings)):
+    if lines := "\n".join(faults_here(settings, managed_engines(settings))):
         raise SettingsError(lines)
 
 
-def faults_here(settings: Settings) -> Iterator[str]:
-    """A sentence for each setting that cannot be used on this machine. Nothing is started; directories
-    for the caches of engines are made."""
-    for each in _checks(settings):
+def faults_here(settings: Settings, starts: Iterable[ManagedSettings] | None = None) -> Iterator[str]:
+    """A sentence for each setting, and each engine that kvpin `starts`, that cannot be used on this machine.
+    Nothing is started; directories for the caches of engines are made. By default, only engines that the
+    settings name are started: without any, flags may name some."""
+    for each in _checks(settings, settings.managed if starts is None else starts):
         try:
             each()
         except (EngineSpecError, SettingsError) as error:
@@ -195,8 +196,8 @@ def telemetry_module() -> type[otlp.Telemetry]:
     return Telemetry
 
 
-def _checks(settings: Settings) -> Iterator[Callable[[], object]]:
-    yield from (partial(_check_managed, engine) for engine in managed_engines(settings))
+def _checks(settings: Settings, starts: Iterable[ManagedSettings]) -> Iterator[Callable[[], object]]:
+    yield from (partial(_check_managed, engine) for engine in starts)
     yield lambda: list(finders_of(settings))
     yield partial(_check_roles, settings)
     if settings.exchange is not None:

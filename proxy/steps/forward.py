@@ -67,7 +67,7 @@ from proxy.request.calls import Call, Reply
 from proxy.request.known_routes import of_lacking
 from proxy.request.migration import ROUTES, Passage
 from proxy.request.records import RequestRecord
-from proxy.request.retries import REFUSALS, is_no_websocket
+from proxy.request.retries import REFUSALS, engines_code, is_no_websocket
 from proxy.request.transcript import is_whole, without_half
 from proxy.steps.legs import OtherLeg
 from proxy.steps.preparation import Ready
@@ -348,7 +348,7 @@ class Forwarding:
             message,
             kind=error.type or ("server_error" if status in REFUSALS else _CLIENTS),
             param=error.param,
-            code=error.engine_code,
+            code=engines_code(error),
             request_id=self.headers.get(REQUEST_ID_HEADER),
             more=error.more,
         )

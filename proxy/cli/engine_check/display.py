@@ -100,10 +100,14 @@ async def _examine(text: str, options: dict[str, str], *, probe: bool) -> Examin
     try:
         spec, more = _engine_of(text, options)
         address = spec.url
-        return await examine(spec, options=more, probe=probe)
+        return await examine(spec, options=more, probe=probe, warn=_warn)
     except (SettingsError, EngineError) as error:
         message = str(error)
         raise UnusableEngine(message if address in message else f"{address}: {message}") from error
+
+
+def _warn(text: str) -> None:
+    Console(stderr=True).print(f"kvpin: {text}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _engine_of(text: str, options: dict[str, str]) -> tuple[EngineSpec, dict[str, str]]:

@@ -6,7 +6,7 @@ connect → first view of its KV events → with `probe`: two equal requests →
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
@@ -35,6 +35,10 @@ from proxy.prompt import Exactness, PromptBuilder, PromptTables, verify_exactnes
 CONNECT_S = 30.0
 # Engines of every kind may be named so: they are any engine, or have another one inside.
 _ANY_KIND = frozenset({"openai_compatible", "nim"})
+_TAKES_SLOTS = (
+    "--probe empties slots of {url}: a kvpin that uses it loses what they hold. Name its host_cache_dir=DIR, "
+    "and kvpin doctor refuses while one does"
+)
 _REACH_EVENTS = (
     "make its event address reachable from this machine, or name one that is: events=tcp://HOST:PORT"
 )
@@ -92,10 +96,14 @@ class Examination:
 
 
 async def examine(
-    spec: EngineSpec, *, probe: bool, options: Mapping[str, object] = MappingProxyType({})
+    spec: EngineSpec,
+    *,
+    probe: bool,
+    options: Mapping[str, object] = MappingProxyType({}),
+    warn: Callable[[str], None] = lambda _: None,
 ) -> Examination:
     """Examines the engine at `spec.url`, with two short requests if `probe` is set. An empty `kind` is
-    detected, and has these options.
+    detected, and has these options. `warn` is told of what a probe may cost, before it begins.
 
     Raises:
         EngineSpecError: the description cannot be used, or the engine seems to be of another kind.
@@ -108,6 +116,8 @@ async def examine(
         spec = replace(spec, kind=kind, options=make_options(kind, options))
     adapter = make_adapter(spec)
     adapter.may_try = probe  # else a slot of a llama-server that a kvpin manages would lose its content
+    if probe and adapter.one_owner and not adapter.has_lock:
+        warn(_TAKES_SLOTS.format(url=spec.url))
     try:
         info, load = await _connected(adapter, detected=detected)
         if not info.model:

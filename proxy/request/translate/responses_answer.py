@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Mapping
+from math import ceil
 from typing import Any
 
 from msgspec import Raw
@@ -13,12 +14,26 @@ from proxy.request.translate.responses_items import custom_input, sealed
 
 
 def usage_of(
-    usage: ChatUsage, tokens_per_block: int | None, *, prewarms: bool = False, ttl: object = None
+    usage: ChatUsage,
+    tokens_per_block: int | None,
+    *,
+    thoughts: float = 0.0,
+    prewarms: bool = False,
+    ttl: object = None,
 ) -> dict[str, Any]:
-    """The usage of a response, of an engine that keeps full blocks. `prewarms`: it has no output. `ttl`: how
-    long the client asked its prompt to be kept."""
+    """The usage of a response, of an engine that keeps full blocks.
+
+    Args:
+        usage: the engine's.
+        tokens_per_block: of the engine; None if it is not known.
+        thoughts: the share of reasoning in the text. Where the engine counts no reasoning, this share of all
+            tokens counts as reasoning.
+        prewarms: the response has no output.
+        ttl: how long the client asked its prompt to be kept.
+    """
     written, is_long = usage.written(tokens_per_block), ttl == "12h"
     generated = 0 if prewarms else usage.completion_tokens or 0
+    reasoning = min(usage.reasoning or ceil(thoughts * generated), generated)
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {
@@ -30,7 +45,7 @@ def usage_of(
             },
         },
         "output_tokens": generated,
-        "output_tokens_details": {"reasoning_tokens": min(usage.reasoning, generated)},
+        "output_tokens_details": {"reasoning_tokens": reasoning},
         "total_tokens": usage.prompt_tokens + generated,
     }
 
@@ -139,6 +154,12 @@ class Output:
         self._tools, self._seals = tools, seals
         self._open: dict[str | int, tuple[int, _Part | _CallItem]] = {}
         self._done: dict[int, Item] = {}
+        self._n_thought = self._n_written = 0  # characters
+
+    @property
+    def thoughts(self) -> float:
+        """The share of reasoning in its text."""
+        return self._n_thought / (self._n_thought + self._n_written or 1)
 
     @property
     def items(self) -> list[Item]:
@@ -162,6 +183,10 @@ class Output:
             yield from self._end(key, status)
 
     def _write(self, kind: str, text: str, logprobs: list[Raw]) -> Iterator[Event]:
+        if kind == "reasoning_text":
+            self._n_thought += len(text)
+        else:
+            self._n_written += len(text)
         if kind not in self._open:
             yield from self._end_text()
             yield from self._begin(kind, _Part(kind))
@@ -174,6 +199,7 @@ class Output:
         item = self._open[index][1]
         if isinstance(item, _CallItem):
             item.name = call.name or item.name  # it may grow
+        self._n_written += len(call.name) + len(call.arguments)
         if call.arguments:
             yield from self._at(index, item.add(call.arguments, []))
 

@@ -177,6 +177,7 @@ class ResponseTranslation:
         return usage_of(
             self._usage or ChatUsage(),
             self.predicted.tokens_per_block,
+            thoughts=self._output.thoughts,
             prewarms=self._prewarms,
             ttl=self._ttl,
         )

@@ -72,7 +72,7 @@ async def test_the_flags_of_a_plain_start(found):
     assert facts.looks_unified
     ram, pool, save = map(str, findings_of(facts))
     assert "--cache-ram 0" in ram
-    assert "seem to share" in pool
+    assert "may share" in pool
     assert "-no-kvu -np 4 -c 4*CTX" in pool
     assert "--slot-save-path DIR" in save
 

@@ -39,7 +39,10 @@ def test_a_server_with_all_flags():
             {"slot_ctx": 2048, "is_unified": None, "ram_cache": None},
             "not known yet whether its slots share one KV pool.*kvpin doctor --probe finds out",
         ),
-        ({"slot_ctx": 2048, "ram_cache": False}, "its slots seem to share one KV pool"),
+        (
+            {"slot_ctx": 2048, "is_unified": None, "ram_cache": False},
+            r"its slots may share one KV pool.*cannot tell.*--slot-save-path DIR.*-np 4 -c 4\*CTX",
+        ),
         ({"can_save": False}, "no prefix can be saved.*--slot-save-path DIR"),
         ({"has_slots": False}, "cannot watch its slots.*--slots"),
         ({"memory": MemoryRules(window=128)}, "sliding windows.*nothing is saved.*--swa-full"),

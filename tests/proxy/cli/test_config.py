@@ -31,6 +31,16 @@ def test_the_environment_alone(kvpin):
     assert kvpin("config", "check").stdout.startswith("environment: no faults; engines: 0")
 
 
+def test_without_torch_only_engines_that_the_settings_name_need_it(kvpin, check, monkeypatch):
+    """Those that `kvpin serve` would start without any are not named: its flags may name others."""
+    monkeypatch.setattr("engine_adapter.managed.find_spec", lambda _: None)
+    for result in (kvpin("config", "check"), check("reuse = true")):
+        assert (result.exit_code, result.stderr) == (0, "")
+    result = check('[[managed]]\nkind = "embedded"\n')
+    assert result.exit_code == 2
+    assert "embedded engines need torch" in result.stderr
+
+
 def test_every_fault_in_a_sentence(check):
     text = "prot = 1\nport = 99999\nretries = -1\n[limits]\nbody_bites = 1\n"
     text += '[[engines]]\nkind = "vllm"\nur = "x"\n'

@@ -64,7 +64,15 @@ async def test_one_token_off_costs_one_form(check, info_of, engine, is_off, form
     assert {form for form, row in rows.items() if row.source == "engine"} == forms | unprobed
     assert all(row.ok for row in rows.values())
     assert (exactness.ok, exactness.source) == (True, "engine" if Form.PLAIN in forms else "local")
-    assert all(f"{form} ('" in exactness.detail for form in forms - unprobed)
+    if Form.PLAIN in forms:
+        what = "tokenizer or chat template" if Form.TEXT in forms else "chat template"
+        assert f"does not make its tokens with the {what} of " in exactness.detail
+        assert (
+            ". To tokenise here, name tokenizer=DIR: a directory with its tokenizer, and" in exactness.detail
+        )
+        assert len(exactness.detail) < 400, "two sentences, however many forms differ"
+    else:
+        assert all(f"{form} ('" in exactness.detail for form in forms - unprobed)
     assert " here, 0 there" in exactness.detail
 
 
@@ -136,7 +144,7 @@ async def test_probes_that_both_sides_refuse_prove_nothing(embedded, engine):
     builder.local.tokenizer._tokenizer.chat_template = None
     exactness = await verify_exactness(builder, engine)
     assert exactness.source == "engine"
-    assert "plain (nothing is proven: the engine refuses all probes, and so does kvpin)" in exactness.detail
+    assert "(nothing is proven: the engine refuses all probes, and so does kvpin)" in exactness.detail
     assert builder.forms.rows[Form.TEXT].source == "local"
 
 
@@ -171,7 +179,7 @@ async def test_what_only_the_engine_can_render(embedded, engine):
     builder.local.tokenizer._tokenizer.chat_template = None
     exactness = await verify_exactness(builder, engine)
     assert exactness.source == "engine"
-    assert "plain ('one message': kvpin cannot render it" in exactness.detail
+    assert "('one message': kvpin cannot render it" in exactness.detail
 
 
 async def test_without_a_tokenizer_here_the_engine_is_asked(check, info_of):

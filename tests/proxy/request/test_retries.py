@@ -6,7 +6,7 @@ from engine_adapter import EngineRejected, EngineUnavailable, Headers
 from proxy.core.life import Cause
 from proxy.errors import EngineFailed
 from proxy.request.calls import Call
-from proxy.request.retries import cause_of_error, final_error
+from proxy.request.retries import cause_of_error, engines_code, final_error
 
 DOWN, FULL = EngineUnavailable("down"), EngineRejected("full", status=429)
 
@@ -81,3 +81,21 @@ def test_where_all_refuse_the_first_ones_word_counts():
 def test_what_an_engine_says_of_retries_stands():
     busy = EngineRejected("busy", status=503, headers={"retry-after": "3"})
     assert final_error([DOWN, busy]).headers == {"retry-after": "3"}
+
+
+@pytest.mark.parametrize(
+    ("status", "told", "code"),
+    [
+        (
+            404,
+            {"message": "The model `m` does not exist.", "type": "NotFoundError"},
+            "model_not_found",
+        ),  # vLLM
+        (404, {"message": "File Not Found", "type": "not_found_error"}, "not_found"),  # llama-server
+        (404, {"message": "gone", "code": "own"}, "own"),
+        (400, {"message": "The model `m` does not exist."}, None),
+    ],
+)
+def test_a_404_has_a_code_whether_the_engine_gives_one_or_not(status, told, code):
+    message, told = told["message"], {name: told[name] for name in told if name != "message"}
+    assert engines_code(EngineRejected(message, status=status, **told)) == code

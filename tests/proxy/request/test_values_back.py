@@ -99,6 +99,53 @@ def test_arguments_of_calls_in_a_stream_stay_json(size):
         assert json.loads(text) == {"path": 'C:\\Users\\"me"\\a.py', "text": BACK}
 
 
+@pytest.mark.parametrize("size", [1, 3, 7])
+def test_calls_whose_pieces_come_by_turns(size):
+    def piece(at, text):
+        return choice({"tool_calls": [{"index": at, "function": {"arguments": text}}]})
+
+    pieces = [piece(at, text) for text in cut(ARGUMENTS, size) for at in range(2)]
+    got = {0: "", 1: ""}
+    for each in events(passed(stream(*pieces, choice({}, 0, "tool_calls")))):
+        for made in each["choices"][0]["delta"].get("tool_calls", ()):
+            got[made["index"]] += made["function"]["arguments"]
+    assert [json.loads(text)["text"] for text in got.values()] == [BACK, BACK]
+    kind = "response.function_call_arguments.delta"
+    turns = [
+        {"type": kind, "item_id": name, "delta": text} for text in cut(ARGUMENTS, size) for name in ("i", "j")
+    ]
+    told = events(passed(stream(*turns)))
+    for name in ("i", "j"):
+        text = "".join(each["delta"] for each in told if each["item_id"] == name)
+        assert json.loads(text)["text"] == BACK
+
+
+INSIDE = {"cwd": "[[path 2]]", "run": 'cd "[[path 2]]"', "more": json.dumps({"at": "see [[path 2]]"})}
+DEEP = {"payload": json.dumps(INSIDE), "list": json.dumps(["[[path 2]]"]), "say": 'in "[[path 2]]"'}
+
+
+@pytest.mark.parametrize("size", [1, 5, 500])
+def test_json_within_json_stays_json(size):
+    def check(got):
+        inside = json.loads(got["payload"])
+        path = VALUES["[[path 2]]"]
+        assert (inside["cwd"], inside["run"]) == (path, f'cd "{path}"')
+        assert json.loads(inside["more"]) == {"at": f"see {path}"}
+        assert (json.loads(got["list"]), got["say"]) == ([path], f'in "{path}"')
+
+    pieces = [choice({"function_call": {"arguments": piece}}) for piece in cut(json.dumps(DEEP), size)]
+    got = events(passed(stream(*pieces, choice({}, reason="function_call"))))
+    check(
+        json.loads(
+            "".join(each["choices"][0]["delta"].get("function_call", {}).get("arguments", "") for each in got)
+        )
+    )
+    whole = {"content": [{"type": "tool_use", "input": DEEP}, {"arguments": json.dumps(DEEP)}]}
+    told = json.loads(passed([json.dumps(whole).encode()], "application/json"))["content"]
+    check(told[0]["input"])
+    check(json.loads(told[1]["arguments"]))
+
+
 def test_arguments_as_clients_called_tools_before():
     pieces = [choice({"function_call": {"arguments": piece}}) for piece in cut(ARGUMENTS, 3)]
     got = events(passed(stream(*pieces, choice({}, reason="function_call"))))

@@ -4,18 +4,19 @@ import httpx
 import pytest
 import zmq
 
-from engine_adapter import EngineRejected, EngineSpec, EngineSpecError, EngineUnavailable
+from engine_adapter import EngineRejected, EngineSpec, EngineSpecError, EngineTaken, EngineUnavailable
 from proxy.cli.engine_check import examine as doctor
 from proxy.cli.engine_check.examine import examine
+from tests.engine_adapter.llama_server.slot_world import prompt_of, slot_world
 from tests.fake_engines.sglang import running_sglang
 from tests.fake_engines.tensorrt_llm import running_trtllm
 from tests.fake_engines.vllm import running_vllm
 from tests.fakes import FakeEngine
 
 
-async def of(url, *, kind="", probe=True, **fields):
+async def of(url, *, kind="", probe=True, warn=print, **fields):
     common = {name: fields.pop(name) for name in EngineSpec.__slots__ if name in fields}
-    return await examine(EngineSpec(kind, url, "x", **common), probe=probe, options=fields)
+    return await examine(EngineSpec(kind, url, "x", **common), probe=probe, options=fields, warn=warn)
 
 
 def said(examination):
@@ -33,7 +34,9 @@ class TestRealEngines:
         assert found.missing["render"]
 
     async def test_so_is_a_llama_server_that_saves_slots(self, llama):
-        found = await of(llama.url, host_cache_dir=str(llama.save_dir))
+        warned = list[str]()
+        found = await of(llama.url, host_cache_dir=str(llama.save_dir), warn=warned.append)
+        assert warned == []  # the lock in its directory tells whether a kvpin uses it
         assert (found.spec.kind, found.findings) == ("llama_server", ())
         assert found.probe.reported == found.probe.predicted > 0
 
@@ -47,6 +50,28 @@ class TestRealEngines:
             found = await of(server.url, probe=False)
             assert found.view.state == "current"
             assert (await client.get("/slots")).json() == held
+
+    async def test_beside_a_kvpin_that_uses_it_it_only_looks(self, start_llama, save_dir):
+        server = start_llama(slots=2, ctx=1024, save_dir=save_dir)
+        async with slot_world(server.url, host_cache_dir=str(save_dir)) as world:
+            text, *_ = await world.ask(prompt_of(1))
+            before = {each: each.read_bytes() for each in save_dir.iterdir()}
+            place = {"host_cache_dir": str(save_dir)}
+            found = await of(server.url, probe=False, **place)
+            assert (found.spec.kind, found.findings) == ("llama_server", ())
+            assert {"offload", "cache_salt"} <= found.info.capabilities  # by the probe of the other kvpin
+            with pytest.raises(EngineTaken):
+                await of(server.url, **place)
+            assert {each: each.read_bytes() for each in before} == before
+            assert await world.ask(prompt_of(1)) == (text, 99, 99)
+
+    async def test_it_says_what_a_probe_may_cost_before_it_begins(self, start_llama, save_dir):
+        warned = list[str]()
+        server = start_llama(slots=2, ctx=1024, save_dir=save_dir)
+        await of(server.url, warn=warned.append)
+        assert warned[0].startswith(f"--probe empties slots of {server.url}: a kvpin that uses it loses")
+        (missing,) = (await of(server.url, probe=False, host_cache_dir=str(save_dir / "no"))).findings
+        assert "no such directory" in missing.problem
 
     async def test_an_openai_compatible_one_needs_its_tokenizer_named(self, embedded_engine, tokenizer_dir):
         found = await of(embedded_engine.url, kind="openai_compatible", probe=False)

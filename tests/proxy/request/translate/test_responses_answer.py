@@ -52,6 +52,20 @@ class TestAnswers:
             "tools": [],
         }
 
+    def test_reasoning_that_the_engine_does_not_count_is_counted_by_its_share_of_the_text(self):
+        usage = {"prompt_tokens": 40, "completion_tokens": 20, "completion_tokens_details": None}
+        thought = {"reasoning_content": "h" * 30, "content": "o" * 10}
+        for told, message, reasoning in (
+            (None, thought, 15),
+            ({"reasoning_tokens": 0}, thought, 15),
+            ({"reasoning_tokens": 9}, thought, 9),
+            (None, {"content": "ok"}, 0),
+            (None, {"reasoning_content": "h"}, 20),
+        ):
+            given = usage | {"completion_tokens_details": told}
+            answer = answered(translation(), usage=given, **message)
+            assert answer["usage"]["output_tokens_details"] == {"reasoning_tokens": reasoning}
+
     def test_reasoning_and_calls(self):
         calls = [
             {"id": "c1", "type": "function", "function": {"name": "tide", "arguments": "{}"}},
