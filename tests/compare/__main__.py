@@ -1,16 +1,16 @@
-"""`scripts/compare`: says what two versions of kvpin do differently with the same requests.
+"""`scripts/compare`: what two versions of kvpin do differently with the same requests, byte for byte.
 
-scripts/compare OLD NEW            each a checkout, a revision, or a file that --record wrote
-scripts/compare --record FILE NEW  writes what NEW does
+It says nothing, and exits with 0, if there is no difference.
+
+    scripts/compare OLD NEW            each a checkout, a revision, or a file that --record wrote
+    scripts/compare --record FILE NEW  writes what NEW does
+    scripts/compare --mutations [NEW]  changes its code in one place after the other: how many are found?
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import difflib
-import json
-import lzma
 import subprocess
 import sys
 import tempfile
@@ -20,8 +20,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.compare.cases import cases
-from tests.compare.masks import masked
-from tests.compare.world import ROOT, Transcript, run
+from tests.compare.mutations import MUTATIONS, Mutation, mutated
+from tests.compare.transcripts import Transcript, differences, masked, read, write
+from tests.compare.world import ROOT, run
 
 
 def main() -> None:
@@ -33,38 +34,46 @@ def main() -> None:
         "versions", nargs="*", metavar="VERSION", help="a checkout, a revision or a recorded file"
     )
     parser.add_argument("--record", type=Path, metavar="FILE", help="write what the version does to FILE")
+    parser.add_argument("--mutations", action="store_true", help="how many changes of the code are found?")
     parser.add_argument(
-        "--only", default="", metavar="TEXT", help="cases whose name contains TEXT, in a new world"
+        "--only", default="", metavar="TEXT", help="cases, or mutations, whose name contains TEXT"
     )
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    versions, only = arguments.versions, arguments.only
+    expected = 1 if arguments.record or arguments.child else 2
+    if arguments.mutations:
+        sys.exit(not find_mutations((versions or [str(ROOT)])[0], only))
+    if len(versions) != expected:
+        parser.error(f"name {expected} version{'s' if expected > 1 else ''}")
     if arguments.child:
-        wanted = [case for case in cases() if arguments.only in case.name]
-        checkout = Path(arguments.versions[0])
         with tempfile.TemporaryDirectory() as directory:
-            write(arguments.child, masked(asyncio.run(run(checkout, Path(directory), wanted)), checkout))
+            wanted = [case for case in cases() if only in case.name]
+            write(arguments.child, asyncio.run(run(Path(versions[0]), Path(directory), wanted)))
         return
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda version: transcript_of(version, arguments.only), arguments.versions))
+        found = list(pool.map(lambda version: transcript_of(version, only), versions))
     if arguments.record:
         write(arguments.record, found[0])
         return
-    differs = False
-    for line in differences(*found):
-        differs = True
-        print(line)
-    sys.exit(differs)
+    lines = list(differences(*found))
+    print("\n".join(lines), end="\n" if lines else "")
+    sys.exit(bool(lines))
 
 
 def transcript_of(version: str, only: str = "") -> Transcript:
-    """What a version does: recorded in a file, or run in a process of its own."""
+    """What a version does: recorded in a file, or run in a process of its own.
+
+    Raises:
+        CalledProcessError: its kvpin does not run.
+    """
     if Path(version).is_file():
         return read(Path(version))
     with checkout_of(version) as checkout, tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "transcript"
-        command = [sys.executable, "-m", "tests.compare", "--child", str(file), "--only", only, str(checkout)]
+        command = [sys.executable, "-m", "tests.compare", "--child", file, "--only", only, checkout]
         subprocess.run(command, cwd=ROOT, check=True)
-        return read(file)
+        return masked(read(file), (checkout, ROOT))
 
 
 @contextmanager
@@ -73,37 +82,39 @@ def checkout_of(version: str) -> Iterator[Path]:
     if Path(version).is_dir():
         yield Path(version).resolve()
         return
-    git = ["git", "-C", str(ROOT), "worktree"]
+    git = ["git", "-C", ROOT, "worktree"]
     with tempfile.TemporaryDirectory() as parent:
         place = Path(parent) / "checkout"
-        subprocess.run([*git, "add", "--quiet", "--detach", str(place), version], check=True)
+        subprocess.run([*git, "add", "--quiet", "--detach", place, version], check=True)
         try:
             yield place
         finally:
-            subprocess.run([*git, "remove", "--force", str(place)], check=True)
+            subprocess.run([*git, "remove", "--force", place], check=True)
 
 
-def differences(old: Transcript, new: Transcript) -> Iterator[str]:
-    """A unified diff of each part of each case that differs."""
-    for case in dict.fromkeys((*old, *new)):
-        before, after = old.get(case, {}), new.get(case, {})
-        for part in dict.fromkeys((*before, *after)):
-            texts = before.get(part, ""), after.get(part, "")
-            if texts[0] != texts[1]:
-                lines = (text.splitlines() for text in texts)
-                yield from difflib.unified_diff(
-                    *lines, f"{case}, {part}, old", f"{case}, {part}, new", n=2, lineterm=""
-                )
+def find_mutations(version: str, only: str) -> bool:
+    """Prints for each mutation of a version's code whether it is found; True if all are."""
+    wanted = [each for each in MUTATIONS if only in each.about]
+    with checkout_of(version) as checkout, ThreadPoolExecutor(2) as pool:
+        before = transcript_of(str(checkout))
 
+        def look(mutation: Mutation) -> str:
+            with tempfile.TemporaryDirectory() as directory:
+                if not mutated(checkout, mutation, Path(directory)):
+                    return "mutation gone: give it another text"
+                try:
+                    after = transcript_of(directory)
+                except subprocess.CalledProcessError:
+                    return "found: kvpin does not run"
+            heads = [line for line in differences(before, after) if line.startswith("+++ ")]
+            return f"found in {len(heads)} places, first: {heads[0][4:]}" if heads else "NOT FOUND"
 
-def write(file: Path, transcript: Transcript) -> None:
-    """Writes a transcript, compressed."""
-    file.write_bytes(lzma.compress(json.dumps(transcript).encode(), preset=9))
-
-
-def read(file: Path) -> Transcript:
-    """Reads one."""
-    return json.loads(lzma.decompress(file.read_bytes()))
+        found = 0
+        for mutation, result in zip(wanted, pool.map(look, wanted), strict=True):
+            found += result.startswith("found")
+            print(f"{mutation.about}: {result}", flush=True)
+    print(f"found {found} of {len(wanted)}")
+    return found == len(wanted)
 
 
 if __name__ == "__main__":

@@ -47,6 +47,7 @@ class Doors:
         seen: (engine, head, body) of each request of a case, in order of arrival.
         control: (engine, head, body) of all control calls so far.
         held: answers that wait, in order of arrival.
+        ports: of the engines.
         closed: engines that answer nothing yet.
     """
 
@@ -54,12 +55,13 @@ class Doors:
     seen: list[tuple[str, bytes, bytes]] = field(default_factory=list)
     control: set[tuple[str, bytes, bytes]] = field(default_factory=set)
     held: deque[asyncio.Event] = field(default_factory=deque)
+    ports: dict[str, int] = field(default_factory=dict)
     closed: set[str] = field(default_factory=set)
     busy: int = 0
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
-    async def open(self, name: str, port: int) -> int:
-        """A door before the engine at `port`; returns its own port."""
+    async def open(self, name: str) -> int:
+        """A door before an engine that begins later, at `ports[name]`; returns its own port."""
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             self._tasks.add(asyncio.current_task())
@@ -67,7 +69,7 @@ class Doors:
                 while True:
                     head = await reader.readuntil(b"\r\n\r\n")
                     body = await read_body(reader, head)
-                    if not await self._serve(name, head, body, port, reader, writer):
+                    if not await self._serve(name, head, body, reader, writer):
                         break
             writer.close()
             self._tasks.discard(asyncio.current_task())
@@ -80,12 +82,16 @@ class Doors:
         """The next requests are those of another case."""
         self.acts, self.seen = deque(acts), []
 
+    def let_go(self) -> None:
+        """Lets the oldest answer that waits go on."""
+        if self.held:
+            self.held.popleft().set()
+
     async def _serve(
         self,
         name: str,
         head: bytes,
         body: bytes,
-        port: int,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> bool:
@@ -97,14 +103,14 @@ class Doors:
                 self.seen.append((name, head, body))
             else:
                 self.control.add((name, head, body))
-            writer.write(await asked(port, head, body))
+            writer.write(await asked(self.ports[name], head, body))
             await writer.drain()
             return True
         self.busy += 1
         try:
             self.seen.append((name, head, body))
             act = self.acts.popleft() if self.acts else PASS
-            answer = act.raw if act.raw is not None else await asked(port, head, body)
+            answer = act.raw if act.raw is not None else await asked(self.ports[name], head, body)
             return await self._act(name, act, answer, reader, writer)
         finally:
             self.busy -= 1

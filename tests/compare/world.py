@@ -15,15 +15,18 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tests.compare.cases import ADMIN, KEYS, Case
 from tests.compare.doors import Doors, asked, joined, read_answer
+from tests.compare.transcripts import Transcript
+from tests.fake_engines.publisher import Publisher
 from tests.fake_engines.sglang import running_sglang
-from tests.fake_engines.text import MODEL_DIR
+from tests.fake_engines.text import MODEL_DIR, words
 from tests.fake_engines.vllm import running_vllm
 
 ROOT = Path(__file__).parents[2]
@@ -33,11 +36,9 @@ _LOOKS, _LOOK_S = 3, 0.002
 CASE_S = 1.0
 """Seconds by which kvpin's clocks move before each case."""
 
-Transcript = dict[str, dict[str, str]]
-"""Case → what is seen of it: by clients, engines, in records and in the log → text."""
-
 SETTINGS = f"""
 reuse = true
+name = "compared"
 admin_key = "{ADMIN}"
 tenant_metrics = 8
 model_aliases = {{ alias = "tiny" }}
@@ -48,7 +49,7 @@ format = "json"
 level = "debug"
 
 [health]
-interval_s = 0.05
+interval_s = 1
 timeout_s = 60
 
 [limits]
@@ -72,7 +73,8 @@ class World:
         doors: before its engines.
         clock: the file of its clocks.
         log: its log file.
-        batches: engine → batches of KV events that it has published.
+        batches: engine → what publishes its KV events.
+        heard: engine → batches of these events that kvpin had read when it was last asked.
     """
 
     port: int
@@ -80,9 +82,10 @@ class World:
     doors: Doors
     clock: Path
     log: Path
-    batches: dict[str, object]
+    batches: dict[str, Publisher]
     now: float = 0.0
     read: int = 0
+    heard: dict[str, int] = field(default_factory=dict)
 
     def tick(self, seconds: float) -> None:
         """Moves kvpin's clocks."""
@@ -90,10 +93,10 @@ class World:
         with self.clock.open("r+b") as file:
             file.write(struct.pack("d", self.now))
 
-    async def admin(self, path: str) -> bytes:
-        """A GET of the admin API."""
+    async def told(self, path: str) -> Any:
+        """What a GET of the admin API answers."""
         head = f"GET /admin/v1/{path} HTTP/1.1\r\nhost: kvpin\r\nauthorization: Bearer {ADMIN}\r\n\r\n"
-        return await asked(self.port, head.encode(), b"")
+        return json.loads((await asked(self.port, head.encode(), b"")).partition(b"\r\n\r\n")[2])
 
     async def quiet(self) -> None:
         """Returns when all threads of kvpin sleep."""
@@ -113,15 +116,16 @@ class World:
     async def _unrest(self) -> str:
         """Why the world is not at rest; empty if it is."""
         await self.quiet()
-        stats = json.loads((await self.admin("stats")).partition(b"\r\n\r\n")[2])
-        for engine in (engine for pool in stats["pools"] for engine in pool["engines"]):
-            name, told = engine["id"], self.batches.get(engine["id"])
-            heard = ((engine["kv"] or {}).get("events") or {}).get("batches")
+        published = {name: publisher.published for name, publisher in self.batches.items()}
+        for engine in (await self.told("engines"))["engines"]:
             if engine["state"] not in {"ready", "draining"} or engine["in_flight"]:
-                return f"{name} is {engine['state']}, {engine['in_flight']} in flight"
-            if told is not None and heard != told.published:
-                return f"{name}: {heard} of {told.published} batches"
-        return ""
+                return f"{engine['id']} is {engine['state']}, {engine['in_flight']} in flight"
+        if published == self.heard:
+            return ""
+        for engine in (engine for pool in (await self.told("stats"))["pools"] for engine in pool["engines"]):
+            if (name := engine["id"]) in published:
+                self.heard[name] = engine["kv"]["events"]["batches"]
+        return "" if published == self.heard else f"batches of events: {self.heard} of {published}"
 
     def new_log(self) -> list[str]:
         """Lines that were written since the last call."""
@@ -140,50 +144,54 @@ def _states(pid: int) -> Iterator[str]:
             continue
 
 
+_PLAIN: dict[str, object] = {"model": "plain", "share_kv": True, "tokenizer": str(MODEL_DIR)}
+_WITHOUT: dict[str, object] = {"model": "plain", "kv_events": False, "enable_scale_out": False}
+ENGINES: tuple[
+    tuple[str, dict[str, object], Callable[..., AbstractContextManager], dict[str, object]], ...
+] = (
+    # its name, its settings, its fake, and the fake's options
+    ("v0", {"kind": "vllm"}, running_vllm, {"model": "tiny"}),
+    ("v1", {"kind": "vllm"}, running_vllm, {"model": "tiny"}),
+    ("w", {"kind": "vllm"}, running_vllm, {"model": "solo", "loras": ("lora",)}),
+    ("sg", {"kind": "sglang"}, running_sglang, {"model": "sg"}),
+    ("p0", {"kind": "openai_compatible", **_PLAIN}, running_vllm, _WITHOUT),
+    ("p1", {"kind": "openai_compatible", **_PLAIN}, running_vllm, _WITHOUT),
+)
+
+
 @asynccontextmanager
 async def running_world(checkout: Path, directory: Path) -> AsyncIterator[World]:
     """Starts engines and the kvpin of `checkout`; yields the world once it is at rest; ends all."""
+    config, clock, log = directory / "kvpin.toml", directory / "clock", directory / "log"
+    doors, fakes = Doors(), {}
+    tables = [_table("api_keys", key) for key in KEYS]
+    for name, settings, _, _ in ENGINES:
+        url = f"http://127.0.0.1:{await doors.open(name)}"
+        tables.append(_table("engines", {"id": name, "url": url, **settings}))
+    config.write_text(SETTINGS + "\n".join(tables))
+    clock.write_bytes(bytes(8))
     with ExitStack() as stack:
-        doors, tables, batches = Doors(), [], {}
+        process = stack.enter_context(_process(checkout, clock, log, config))  # it begins while engines do
+        await asyncio.to_thread(words)
+        for name, _, fake, options in ENGINES:
+            fakes[name] = stack.enter_context(fake(**options))
+            doors.ports[name] = int(fakes[name].url.rpartition(":")[2])
+        ends = time.monotonic() + START_S
+        while not (found := re.search(r"base_url +http\S+?:(\d+)/v1\n", log.read_text(errors="replace"))):
+            if process.poll() is not None or time.monotonic() > ends:
+                raise SystemExit(f"kvpin of {checkout} does not start:\n{log.read_text()}")
+            await asyncio.sleep(0.05)
+        batches = {name: fakes[name].publisher for name in ("v0", "v1", "w")}
+        world = World(int(found[1]), process.pid, doors, clock, log, batches)
+        await _until_ready(world)
+        yield world
+        process.terminate()
+        process.wait(30)
 
-        async def add(name: str, kind: str, url: str, **fields: object) -> None:
-            port = await doors.open(name, int(url.rpartition(":")[2]))
-            settings = {"kind": kind, "id": name, "url": f"http://127.0.0.1:{port}", **fields}
-            tables.append(
-                "\n".join(["[[engines]]", *(f"{k} = {json.dumps(v)}" for k, v in settings.items()), ""])
-            )
 
-        for name, model in (("v0", "tiny"), ("v1", "tiny"), ("w", "solo")):
-            fake = stack.enter_context(running_vllm(model=model, loras=("lora",) if model == "solo" else ()))
-            batches[name] = fake.publisher
-            await add(name, "vllm", fake.url)
-        fake = stack.enter_context(running_sglang(model="sg"))
-        await add("sg", "sglang", fake.url)
-        for name in ("p0", "p1"):
-            fake = stack.enter_context(running_vllm(model="plain", kv_events=False, enable_scale_out=False))
-            await add(
-                name, "openai_compatible", fake.url, model="plain", tokenizer=str(MODEL_DIR), share_kv=True
-            )
-        config, clock, log = directory / "kvpin.toml", directory / "clock", directory / "log"
-        keys = [
-            "\n".join(["[[api_keys]]", *(f"{k} = {json.dumps(v)}" for k, v in key.items()), ""])
-            for key in KEYS
-        ]
-        config.write_text(SETTINGS + "\n".join([*keys, *tables]))
-        clock.write_bytes(bytes(8))
-        with _process(checkout, clock, log, config) as process:
-            async with asyncio.timeout(START_S):
-                while not (
-                    found := re.search(r"base_url +http\S+?:(\d+)/v1\n", log.read_text(errors="replace"))
-                ):
-                    if process.poll() is not None:
-                        raise SystemExit(f"kvpin of {checkout} ended:\n{log.read_text()}")
-                    await asyncio.sleep(0.05)
-                world = World(int(found[1]), process.pid, doors, clock, log, batches)
-                await _until_ready(world)
-            yield world
-            process.terminate()
-            process.wait(30)
+def _table(name: str, fields: dict[str, object]) -> str:
+    """An entry of a list of tables in TOML."""
+    return "\n".join([f"[[{name}]]", *(f"{key} = {json.dumps(value)}" for key, value in fields.items()), ""])
 
 
 async def _until_ready(world: World) -> None:
@@ -193,7 +201,7 @@ async def _until_ready(world: World) -> None:
         while f'"{name}", "model"' not in world.log.read_text():
             await asyncio.sleep(0.02)
     while True:
-        pools = json.loads((await world.admin("stats")).partition(b"\r\n\r\n")[2])["pools"]
+        pools = (await world.told("stats"))["pools"]
         details = [pool["tokenisation"]["detail"] for pool in pools]
         if not any("being loaded" in each or "not checked" in each for each in details):
             break
@@ -236,26 +244,27 @@ async def _run(world: World, case: Case) -> dict[str, str]:
     world.tick(CASE_S + case.later)
     world.doors.begin(case.acts)
     tasks = []
-    for number, request in enumerate(case.requests):
+    for request in case.requests:
         tasks.append(asyncio.create_task(_asked(world.port, request, case.leaves)))
-        if len(case.requests) > 1 or case.acts:
+        if len(case.requests) > 1:
             await asyncio.sleep(0.005)
             await world.quiet()
-            del number
     while not all(task.done() for task in tasks):
         await asyncio.sleep(0.002)
-        if world.doors.held:
+        if world.doors.held and case.leaves is None:
             await world.quiet()
             world.tick(case.takes)
-            world.doors.held.popleft().set()
+            world.doors.let_go()
+    await world.quiet()
+    while world.doors.held:  # kvpin has not left, though its client has
+        world.doors.let_go()
     await world.rest()
     answers = [task.result() for task in tasks]
     seen = {f"client {n}": _text(each) for n, each in enumerate(answers)}
     seen |= {f"engine {n}": f"{e}\n{_text(h)}{_text(b)}" for n, (e, h, b) in enumerate(world.doors.seen)}
     ids = [each for answer in answers for each in re.findall(rb"\r\nx-request-id: (\S+)", answer)]
     for number, name in enumerate(ids):
-        told = (await world.admin(f"requests/{name.decode()}")).partition(b"\r\n\r\n")[2]
-        seen[f"record {number}"] = json.dumps(json.loads(told), indent=1) if told else ""
+        seen[f"record {number}"] = json.dumps(await world.told(f"requests/{name.decode()}"), indent=1)
     seen["log"] = "\n".join(sorted(world.new_log()))
     return seen
 
