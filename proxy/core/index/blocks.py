@@ -11,17 +11,19 @@ collision can at worst misroute a request: engines compare content themselves.
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from collections.abc import Iterator
 from hashlib import blake2b
+from itertools import chain as joined
 from struct import iter_unpack
 
+import msgspec
 from xxhash import xxh3_64_intdigest
 
 BlockHash = int
+_ROW = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Chain:
+class Chain(msgspec.Struct, frozen=True, gc=False):
     """The full blocks of a prompt.
 
     Attributes:
@@ -55,7 +57,10 @@ def namespace_root(
 
 
 def extend(
-    parent: BlockHash, token_ids: array[int], extra_ids: array[int] | None, tokens_per_block: int
+    parent: BlockHash,
+    token_ids: array[int] | memoryview,
+    extra_ids: array[int] | memoryview | None,
+    tokens_per_block: int,
 ) -> tuple[BlockHash, ...]:
     """Hashes of the full blocks of `token_ids` that follow the block `parent`.
 
@@ -65,16 +70,25 @@ def extend(
         extra_ids: uint64 per token, or None when all are 0 (which hashes the same).
         tokens_per_block: block size in tokens.
     """
-    step, blocks = 4 * tokens_per_block, len(token_ids) // tokens_per_block
-    tokens = iter_unpack(f"{step}s", token_ids.tobytes()[: step * blocks])
+    tokens = _pieces(token_ids, 4 * tokens_per_block)
     if extra_ids is None:
-        return tuple([parent := xxh3_64_intdigest(block, parent) for (block,) in tokens])
-    extras = iter_unpack(f"{2 * step}s", extra_ids.tobytes()[: 2 * step * blocks])
-    text, hashes = bytes(2 * step), list[BlockHash]()
-    for (block,), (extra,) in zip(tokens, extras, strict=True):
+        return tuple([parent := xxh3_64_intdigest(block, parent) for row in tokens for block in row])
+    extras, text, hashes = (
+        _pieces(extra_ids, 8 * tokens_per_block),
+        bytes(8 * tokens_per_block),
+        list[BlockHash](),
+    )
+    for block, extra in zip(joined.from_iterable(tokens), joined.from_iterable(extras), strict=True):
         parent = xxh3_64_intdigest(block if extra == text else block + extra, parent)
         hashes.append(parent)
     return tuple(hashes)
+
+
+def _pieces(ids: array[int] | memoryview, size: int) -> Iterator[tuple[bytes, ...]]:
+    """Whole pieces of `size` bytes, in rows: piece by piece takes three times as long."""
+    data = memoryview(ids).cast("B")
+    rows, end = len(data) // (_ROW * size) * _ROW * size, len(data) // size * size
+    return joined(iter_unpack(f"{size}s" * _ROW, data[:rows]), iter_unpack(f"{size}s", data[rows:end]))
 
 
 def chain(
@@ -90,8 +104,8 @@ def chain(
     same tokens; they are not hashed again.
     """
     parent, start = known[-1] if known else root, len(known) * tokens_per_block
-    rest = None if extra_ids is None else extra_ids[start:]
-    hashes = known + extend(parent, token_ids[start:], rest, tokens_per_block)
+    rest = None if extra_ids is None else memoryview(extra_ids)[start:]
+    hashes = known + extend(parent, memoryview(token_ids)[start:], rest, tokens_per_block)
     return Chain(hashes, len(token_ids), tokens_per_block)
 
 

@@ -55,7 +55,7 @@ class InFlight:
     def last_of(self, blocks: tuple[BlockHash, ...]) -> tuple[BlockHash, ...]:
         """Counts each block down by one request. Returns the blocks that no other request will leave."""
         awaited = self.awaited
-        if awaited.keys().isdisjoint(blocks):
+        if not awaited or awaited.keys().isdisjoint(blocks):
             return blocks
         last = []
         for block in blocks:

@@ -13,12 +13,11 @@ from collections.abc import Iterator, Sequence
 from proxy.core.index import segments
 from proxy.core.index.blocks import BlockHash
 from proxy.core.index.segments import SEGMENT_BLOCKS, Segment
-from proxy.core.index.spread import FULL, Spread, few, halve
+from proxy.core.index.spread import Spread, spread
 
-# 10 million blocks fill 4,096 dicts. Dicts with fewer than 32,768 places also need half the memory for their
-# tables.
-_PART_BITS = 12
-_PART = 64 - _PART_BITS
+# A block's dict, by its remainder: Python keeps numbers up to 256 ready, and a shift takes longer.
+# Of a million blocks, each dict has 4,000.
+_PARTS = 251
 # Segments are in sets by their address, whose last four bits are 0.
 _SETS = 256
 # A step looks at one segment and takes a third of a microsecond; clearing one takes as long as this many
@@ -35,7 +34,7 @@ class Locations:
     """
 
     def __init__(self) -> None:
-        self._parts: Spread[BlockHash, Segment] = few(_PART_BITS)
+        self._parts: Spread[BlockHash, Segment] = spread(_PARTS)
         self._segments: list[set[Segment]] = [set() for _ in range(_SETS)]
         self.retired = 0
         self._leaving = 0  # retired bits that the current pass clears
@@ -43,11 +42,11 @@ class Locations:
 
     def __len__(self) -> int:
         """Blocks that have a location."""
-        return sum(map(len, {id(part): part for part in self._parts}.values()))
+        return sum(map(len, self._parts))
 
     def get(self, block: BlockHash) -> int:
         """The block's location bits."""
-        segment = self._parts[block >> _PART].get(block)
+        segment = self._parts[block % _PARTS].get(block)
         if segment is None:
             return 0
         if len(segment.masks) == 1:
@@ -61,7 +60,7 @@ class Locations:
         parts, at, end = self._parts, 0, len(chain)
         while at < end:
             block = chain[at]
-            segment = parts[block >> _PART].get(block)
+            segment = parts[block % _PARTS].get(block)
             if segment is None:
                 return
             masks, hashes, first, stop = segment.masks, segment.hashes, segment.first, segment.ends[-1]
@@ -108,7 +107,7 @@ class Locations:
         parts, added, both, at = self._parts, 0, 0, 0
         while at < len(chain):
             block = chain[at]
-            segment = parts[block >> _PART].get(block)
+            segment = parts[block % _PARTS].get(block)
             if segment is None:
                 blocks = self._insert(chain, at, bit, chain[at - 1] if at else after)
                 added += blocks
@@ -140,7 +139,7 @@ class Locations:
         lost: dict[int, int] = {}
         while at < len(blocks):
             block = blocks[at]
-            segment = parts[block >> _PART].get(block)
+            segment = parts[block % _PARTS].get(block)
             if segment is None:
                 at += 1
                 continue
@@ -193,19 +192,17 @@ class Locations:
             self._set_of(segment).add(segment)
         room = SEGMENT_BLOCKS - segment.ends[-1]
         fresh = chain if not at and len(chain) <= room else chain[at : at + room]
-        for n, block in enumerate(fresh):
-            if parts[block >> _PART].setdefault(block, segment) is not segment:
-                fresh = fresh[:n]
+        for block in fresh:
+            if parts[block % _PARTS].setdefault(block, segment) is not segment:
+                fresh = fresh[: fresh.index(block)]
                 break
-        if len(parts[block >> _PART]) > FULL:
-            halve(parts, block >> _PART)
         segments.extend(segment, fresh)
         return len(fresh)
 
     def _open(self, after: BlockHash, mask: int) -> Segment | None:
         """The segment that ends in the block `after`, if it has room and its end has the location bits
         `mask`."""
-        segment = self._parts[after >> _PART].get(after)
+        segment = self._parts[after % _PARTS].get(after)
         if segment is None or segment.masks[-1] != mask:
             return None
         end = segment.ends[-1]
@@ -230,7 +227,7 @@ class Locations:
         """Takes blocks out of the segment and the index. Blocks behind them move to a new segment."""
         parts, first, last = self._parts, segment.first, segment.ends[-1]
         for block in segment.hashes[start:end]:
-            del parts[block >> _PART][block]
+            del parts[block % _PARTS][block]
         if start > first:
             if end < last:
                 self._move(segments.split(segment, end))
@@ -244,7 +241,7 @@ class Locations:
         """Points the segment's blocks to it."""
         self._set_of(segment).add(segment)
         for block in segment.hashes:
-            self._parts[block >> _PART][block] = segment
+            self._parts[block % _PARTS][block] = segment
         if self._leaving:
             self._take(segment, segment.first, segment.ends[-1], self._leaving)
 

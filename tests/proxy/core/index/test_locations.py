@@ -41,7 +41,7 @@ def check(where):
         assert list(segment.ends) == sorted(set(segment.ends))
         assert len(segment.masks) == len(segment.ends)
         assert 0 not in segment.masks
-        assert all(where._parts[block >> locations._PART][block] is segment for block in blocks_of(segment))
+        assert all(where._parts[block % locations._PARTS][block] is segment for block in blocks_of(segment))
 
 
 class LocationsMachine(RuleBasedStateMachine):
@@ -56,7 +56,6 @@ class LocationsMachine(RuleBasedStateMachine):
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(locations, "SEGMENT_BLOCKS", 5)
         self.patch.setattr(locations, "SLICE_STEPS", 1)
-        self.patch.setattr(locations, "FULL", 3)
         self.where, self.masks, self.retired = Locations(), Counter(), 0
 
     @rule(
