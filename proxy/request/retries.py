@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from http import HTTPStatus
 
 from engine_adapter import EngineRejected
+from engine_adapter.codes import Code
 from proxy.core.life import Cause
 from proxy.errors import EngineFailed, Overloaded, ProxyError
-from proxy.errors.codes import Code
 from proxy.headers import RETRY_HEADERS, SHOULD_RETRY_HEADER
 from proxy.request.calls import PROMPT_ROUTES, Call
 
@@ -67,8 +67,8 @@ def _is_about_model(error: EngineRejected) -> bool:
 
 def engines_code(error: EngineRejected) -> str | None:
     """The code of an engine's error: the engine's own, else that of a 404."""
-    if error.code is not None or error.status != HTTPStatus.NOT_FOUND:
-        return error.code
+    if error.engine_code is not None or error.status != HTTPStatus.NOT_FOUND:
+        return error.engine_code
     return Code.MODEL_NOT_FOUND if _is_about_model(error) else Code.NOT_FOUND
 
 
