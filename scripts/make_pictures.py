@@ -119,11 +119,11 @@ def request() -> Figure:
 def life() -> Figure:
     """A request's life: its states, from the gate to the end."""
     figure, axes = _canvas(292)
-    states = ("Arrived", "Admitted", "InTurn", "Leased", "Answering")
+    states = ("Arrived", "Admitted", "In turn", "Leased", "Answering")
     notes = ("head", "quota, memory", "its engine is free", "load counts", "bytes pass")
     left = [16 + 150 * at for at in range(len(states))]
     for x, state, note in zip(left, states, notes, strict=True):
-        _box(axes, x, 96, 126, 60, state, note, fill=BLUE if state == "InTurn" else None)
+        _box(axes, x, 96, 126, 60, state, note, fill=BLUE if state == "In turn" else None)
     for x, says in zip(left[1:], ("gate", "queue", "", "first byte"), strict=True):
         _arrow(axes, (x - 24, 126), (x, 126))
         _say(axes, x - 12, 84, says, QUIET, size=9, ha="center")
