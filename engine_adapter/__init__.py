@@ -56,7 +56,7 @@ from engine_adapter.http.openai_answer import tell_cached
 from engine_adapter.http.prepare import base_url, route_of
 from engine_adapter.http.sse import Speech, WholeEvents, is_silent
 from engine_adapter.http.transport import OutgoingRequest
-from engine_adapter.http.usage import UNREAD, TokenUsage, read_answer_usage, read_streamed_usage
+from engine_adapter.http.usage import UNREAD, read_answer_usage, read_streamed_usage
 from engine_adapter.managed import managed_kind, run_engine_cli
 from engine_adapter.options import EngineOptions, OptionError, plain_error
 from engine_adapter.private_fields import (

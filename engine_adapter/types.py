@@ -466,6 +466,24 @@ class Retention:
 NOT_RETAINED = Retention()
 
 
+class Usage(msgspec.Struct, frozen=True, gc=False):
+    """An engine's report about an answer; None where it did not report.
+
+    Attributes:
+        cached_tokens: prompt tokens that it reused.
+        output_tokens: tokens that it generated.
+        prefill: prompt tokens that it computed, and the seconds that took by its own clock.
+        decode_s: seconds that the other tokens took, by the same clock.
+        called_tool: the answer ended with a tool call.
+    """
+
+    cached_tokens: int | None = None
+    output_tokens: int | None = None
+    prefill: tuple[int, float] | None = None
+    decode_s: float | None = None
+    called_tool: bool = False
+
+
 class KvTarget(msgspec.Struct, frozen=True):
     """The KV that an operation acts on.
 

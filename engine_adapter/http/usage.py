@@ -8,22 +8,7 @@ from collections.abc import Iterator
 import msgspec
 
 from engine_adapter.body import UNREADABLE, RawFields, decode_object
-
-
-class TokenUsage(msgspec.Struct, frozen=True):
-    """Token counts of an answer; None where the engine did not report them.
-
-    Attributes:
-        called_tool: the answer ended with a tool call.
-        prefill: prompt tokens the engine computed, and the seconds that took by its own clock.
-        decode_s: seconds that the other tokens took, by the same clock.
-    """
-
-    cached_tokens: int | None = None
-    output_tokens: int | None = None
-    prefill: tuple[int, float] | None = None
-    decode_s: float | None = None
-    called_tool: bool = False
+from engine_adapter.types import Usage
 
 
 class _Details(msgspec.Struct):
@@ -45,8 +30,8 @@ class _AnswerFields(msgspec.Struct):
     timings: object = None
 
 
-NOTHING = TokenUsage()
-UNREAD = TokenUsage()
+NOTHING = Usage()
+UNREAD = Usage()
 """The usage of an answer that could not be read."""
 # Figures beyond these are no measurement: no answer has so many tokens, and no prefill takes weeks.
 _MAX_TOKENS, _LEAST_MS, _MAX_MS = 1 << 31, 1e-3, 1e9
@@ -66,7 +51,7 @@ _TIMINGS_KEY = b'"timings"'
 _TIMINGS = re.compile(_TIMINGS_KEY + rb"\s*:\s*(\{[^{}]*\})")
 
 
-def read_answer_usage(content: bytes) -> TokenUsage:
+def read_answer_usage(content: bytes) -> Usage:
     """The usage of a JSON answer; `UNREAD` itself if it has an odd form, or is no JSON."""
     try:
         answer = _decode_answer(content)
@@ -75,7 +60,7 @@ def read_answer_usage(content: bytes) -> TokenUsage:
     return _told(_read(answer.usage), answer.timings, content)
 
 
-def read_usage(usage: bytes) -> TokenUsage:
+def read_usage(usage: bytes) -> Usage:
     """The usage from a usage object alone."""
     try:
         return _read(_decode_usage(usage))
@@ -83,7 +68,7 @@ def read_usage(usage: bytes) -> TokenUsage:
         return NOTHING
 
 
-def read_streamed_usage(part: bytes) -> TokenUsage:
+def read_streamed_usage(part: bytes) -> Usage:
     """The usage in a part of an event stream: for each count, the last one reported."""
     cached = output = None
     for usage in _backwards(part):
@@ -91,7 +76,7 @@ def read_streamed_usage(part: bytes) -> TokenUsage:
         output = usage.output_tokens if output is None else output
         if cached is not None and output is not None:
             break
-    return _told(TokenUsage(cached, output), _last_timings(part), part)
+    return _told(Usage(cached, output), _last_timings(part), part)
 
 
 def choices_of(chunk: RawFields) -> list[RawFields]:
@@ -124,7 +109,7 @@ def _last_timings(part: bytes) -> object:
         return None
 
 
-def _backwards(part: bytes) -> Iterator[TokenUsage]:
+def _backwards(part: bytes) -> Iterator[Usage]:
     at = len(part)
     while (at := part.rfind(USAGE_KEY, 0, at)) >= 0:
         usage = _USAGE.match(part, at)
@@ -132,13 +117,13 @@ def _backwards(part: bytes) -> Iterator[TokenUsage]:
             yield read_usage(usage[1])
 
 
-def _read(usage: _UsageFields | None) -> TokenUsage:
+def _read(usage: _UsageFields | None) -> Usage:
     if usage is None:
         return NOTHING
     details = usage.prompt_tokens_details or usage.input_tokens_details
     cached = details.cached_tokens if details is not None else usage.cache_read_input_tokens
     output = usage.completion_tokens if usage.completion_tokens is not None else usage.output_tokens
-    return TokenUsage(_count(cached), _count(output))
+    return Usage(_count(cached), _count(output))
 
 
 def _count(tokens: int | None) -> int | None:
@@ -146,7 +131,7 @@ def _count(tokens: int | None) -> int | None:
     return tokens if tokens is not None and 0 <= tokens <= _MAX_TOKENS else None
 
 
-def _told(usage: TokenUsage, timings: object, answer: bytes) -> TokenUsage:
+def _told(usage: Usage, timings: object, answer: bytes) -> Usage:
     """The usage with the times of an answer's `timings`, as llama.cpp writes them, and what the answer, or
     its last part, ended with."""
     if _CALLED_TOOL.search(answer) is not None:

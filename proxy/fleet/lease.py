@@ -12,6 +12,7 @@ from typing import Protocol, Self
 from msgspec.structs import replace
 
 from engine_adapter import EngineError, EngineInfo, Hold, Role
+from engine_adapter.types import Usage
 from proxy.core.index.blocks import BlockHash, Chain
 from proxy.core.peers.telling import Telling
 from proxy.core.placement.decision import NOTHING, Placement
@@ -19,7 +20,6 @@ from proxy.core.placement.load import Work
 from proxy.core.placement.placer import PlacedRequest, Placer
 from proxy.core.placement.prefix_wait import leader, patience_s
 from proxy.core.placement.scores import predict
-from proxy.core.placement.whole_answers import Report
 
 
 class LeasedEngine(Protocol):
@@ -120,7 +120,7 @@ class Lease:
     succeeded: bool = False
     failed: bool = False
     found: int = 0
-    report: Report | None = None
+    report: Usage | None = None
     is_lost: bool = False
     connections: int = 0
     begun: asyncio.Event = field(default_factory=asyncio.Event)

@@ -22,6 +22,7 @@ from engine_adapter import (
     Transfer,
 )
 from engine_adapter.prompt.message_shapes import Shape
+from engine_adapter.types import Usage
 from proxy.core.admission import HOLD_S, KEPT_BUSY, Needs
 from proxy.core.audit import Trust
 from proxy.core.index.blocks import BlockHash, Chain, chain, namespace_root
@@ -30,7 +31,6 @@ from proxy.core.peers.telling import OwnRequests
 from proxy.core.placement.decision import Candidate, Cost, Placement
 from proxy.core.placement.pairs import Prefillers
 from proxy.core.placement.placer import PlacedRequest, Placer
-from proxy.core.placement.whole_answers import Report
 from proxy.errors import NotFound
 from proxy.fleet.engine import Engine, EngineState
 from proxy.fleet.lease import Lease
@@ -509,7 +509,7 @@ class Pool:
         """The engine gave an answer without any text."""
         engine.answered_nothing(sum(each.empty.texts for each in self.engines.values() if each is not engine))
 
-    def end(self, engine: Engine, placed: PlacedRequest, computed: int | None, report: Report | None) -> None:
+    def end(self, engine: Engine, placed: PlacedRequest, computed: int | None, report: Usage | None) -> None:
         """A request on the engine is over, its own or one of another kvpin; see `Placer.end`."""
         placer = self.placer
         placer.end(monotonic(), placed, computed, report)

@@ -9,11 +9,11 @@ import msgspec
 import structlog
 from typing_extensions import override
 
+from engine_adapter.types import Usage
 from proxy.core.peers.follower import Follower, LocalEngine, RoundTrip
 from proxy.core.peers.matching import disagreement, hash_alike, match
 from proxy.core.peers.messages import Heard, Times, ToldEngine, ToldPin
 from proxy.core.placement.placer import PlacedRequest, Placer
-from proxy.core.placement.whole_answers import Report
 from proxy.fleet.engine import Engine
 from proxy.fleet.lease import PeerRequest
 from proxy.fleet.pool import Pool
@@ -57,7 +57,7 @@ class PooledEngine(LocalEngine):
         self._forget(placed, has_answer=True)
 
     @override
-    def end(self, placed: PlacedRequest, computed: int | None, report: Report | None) -> None:
+    def end(self, placed: PlacedRequest, computed: int | None, report: Usage | None) -> None:
         self._forget(placed, has_answer=computed is not None)
         self.pool.end(self.target, placed, computed, report)
 

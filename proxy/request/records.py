@@ -14,6 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from engine_adapter import Headers, JsonBody
+from engine_adapter.types import Usage
 from proxy.core.first_byte import Moments, Part, parts_of
 from proxy.core.index.blocks import Chain
 from proxy.core.life import Cause
@@ -238,12 +239,12 @@ class RequestRecord(RequestFacts, kw_only=True):
             return self.past_legs
         return [*self.past_legs, (self.prefilled_by, self.transfer)]
 
-    def reports(self, prefill: tuple[int, float] | None, decode_s: float | None) -> None:
+    def reports(self, usage: Usage) -> None:
         """Notes the engine's own timings of the answer that has ended."""
         # Of a stream that another engine continued, they are about the rest.
         if self.moments is not None and not self.died:
-            prefill_s = prefill[1] if prefill is not None else None
-            self.moments = replace(self.moments, prefill_s=prefill_s, decode_s=decode_s)
+            prefill_s = usage.prefill[1] if usage.prefill is not None else None
+            self.moments = replace(self.moments, prefill_s=prefill_s, decode_s=usage.decode_s)
 
     @property
     def first_byte_parts(self) -> dict[Part, float] | None:

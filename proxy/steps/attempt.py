@@ -32,7 +32,6 @@ from proxy.core.audit import Unchecked
 from proxy.core.budget import ByteBudget
 from proxy.core.placement.decision import Pair, Placement
 from proxy.core.placement.transfers import TransferResult
-from proxy.core.placement.whole_answers import Report
 from proxy.fleet.engine import Engine
 from proxy.fleet.ingest import Ingest
 from proxy.fleet.lease import Lease
@@ -251,11 +250,11 @@ class Attempts:
         """Notes what the engine reported of a complete answer, and what it holds now. Returns why its
         prediction was not checked."""
         record, pool = request.record, ready.pool
-        record.reports(forwarded.prefill, forwarded.decode_s)
-        lease.report = Report(forwarded.cached_tokens, forwarded.output_tokens, forwarded.prefill)
+        usage = lease.report = forwarded.usage
+        record.reports(usage)
         record.status, record.error = forwarded.status, forwarded.error
-        record.called_tool = forwarded.called_tool
-        record.reported_tokens, record.output_tokens = forwarded.cached_tokens, forwarded.output_tokens
+        record.called_tool = usage.called_tool
+        record.reported_tokens, record.output_tokens = usage.cached_tokens, usage.output_tokens
         if prefilled is not None:
             record.reported_tokens = prefilled.cached_tokens
         check_tokens(ready, engine, hold, record)
@@ -271,7 +270,7 @@ class Attempts:
         if prefilled is not None:  # the prediction was for the engine that computed the prompt
             record.placement = record.placement and _of_leg(record.placement, prefilled)
             return None
-        return check_prediction(self.ingest, engine, ready, lease, record, forwarded.cached_tokens)
+        return check_prediction(self.ingest, engine, ready, lease, record, usage.cached_tokens)
 
     def _hold(
         self, engine: Engine, ready: Ready, *, audited: bool = False

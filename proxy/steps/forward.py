@@ -37,7 +37,6 @@ from engine_adapter import (
     OutgoingRequest,
     Says,
     Speech,
-    TokenUsage,
     WholeEvents,
     read_answer_usage,
     read_error,
@@ -47,7 +46,9 @@ from engine_adapter import (
 )
 from engine_adapter.causes import Cause
 from engine_adapter.codes import Code
+from engine_adapter.http.usage import NOTHING
 from engine_adapter.off_loop import MOST_MS, off_loop
+from engine_adapter.types import Usage
 from proxy.core.placement.decision import Placement
 from proxy.core.placement.transfers import TransferResult
 from proxy.fleet.engine import Engine
@@ -84,17 +85,12 @@ _TAIL_BYTES = 8192
 
 
 class Forwarded(msgspec.Struct, frozen=True):
-    """A complete answer: the status that the client got, the engine's own error about the request, and what
-    the engine reported: cached tokens, generated tokens, its own timings. `called_tool`: it ended so.
-    `is_empty`: it ended by itself, and said nothing."""
+    """A complete answer: the status that the client got, what the engine reported, and the engine's own error
+    about the request. `is_empty`: it ended by itself, and said nothing."""
 
     status: int
-    cached_tokens: int | None = None
+    usage: Usage = NOTHING
     error: str | None = None
-    output_tokens: int | None = None
-    prefill: tuple[int, float] | None = None
-    decode_s: float | None = None
-    called_tool: bool = False
     is_empty: bool = False
 
 
@@ -256,7 +252,7 @@ class Forwarding:
         return replace(sent, is_empty=True) if is_empty else sent
 
     async def _send(
-        self, status: int, content: bytes, headers: HeaderPairs, cached: int | None, usage: TokenUsage
+        self, status: int, content: bytes, headers: HeaderPairs, cached: int | None, usage: Usage
     ) -> Forwarded:
         await self.reply.start(status, [*headers, *of_cached(self._told(cached))])
         await self.reply.finish(content)
@@ -390,10 +386,8 @@ def note_moved(record: RequestRecord, prefilled: OtherLeg, lease: Lease, sent: f
     lease.placer.transfers.measured(now, prefilled.source, book.engine, measured, record.transfer_s)
 
 
-def _forwarded(status: int, cached: int | None, usage: TokenUsage) -> Forwarded:
-    return Forwarded(
-        status, cached, None, usage.output_tokens, usage.prefill, usage.decode_s, usage.called_tool
-    )
+def _forwarded(status: int, cached: int | None, usage: Usage) -> Forwarded:
+    return Forwarded(status, usage if cached == usage.cached_tokens else replace(usage, cached_tokens=cached))
 
 
 def _other_form(route: str, kind: str, content: bytes) -> str:

@@ -9,8 +9,9 @@ from random import Random
 import pytest
 
 from engine_adapter import Capability, Headers, JsonBody
+from engine_adapter.types import Usage
 from proxy.core.index.blocks import Chain
-from proxy.core.placement.whole_answers import MIN_ANSWERS, Report
+from proxy.core.placement.whole_answers import MIN_ANSWERS
 from proxy.fleet.pool import Pool
 from proxy.fleet.restore_ahead import RestoreAhead
 from proxy.replay import policy_names
@@ -85,7 +86,7 @@ class WholeAnswers(Kvpin):
     def finished(self, now, engine, request):
         placed, computed = self._placed.pop(request.id)
         self._placer.answered(now, placed)
-        self._placer.end(now, placed, computed, Report(None, request.output_tokens))
+        self._placer.end(now, placed, computed, Usage(None, request.output_tokens))
         self._placer.settled(placed)
 
 

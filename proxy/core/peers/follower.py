@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from engine_adapter.types import Usage
 from proxy.core.peers.messages import (
     AnsweredWhole,
     Batch,
@@ -31,7 +32,6 @@ from proxy.core.peers.messages import (
 )
 from proxy.core.peers.telling import digest_of
 from proxy.core.placement.placer import PlacedRequest, Placer
-from proxy.core.placement.whole_answers import Report
 
 
 class LocalEngine(Protocol):
@@ -55,7 +55,7 @@ class LocalEngine(Protocol):
     def answered(self, placed: PlacedRequest) -> None:
         """The answer to a request has begun."""
 
-    def end(self, placed: PlacedRequest, computed: int | None, report: Report | None) -> None:
+    def end(self, placed: PlacedRequest, computed: int | None, report: Usage | None) -> None:
         """A request is over, see `Placer.end`."""
 
 
@@ -218,7 +218,7 @@ class Follower:
         self.in_step = False
 
 
-def _count_out(request: _Request, computed: int | None = None, report: Report | None = None) -> None:
+def _count_out(request: _Request, computed: int | None = None, report: Usage | None = None) -> None:
     """Takes the request out of the load. If it is over, its engine has `computed` new tokens; otherwise it
     may be placed again."""
     if request.site is not None and request.placed is not None:

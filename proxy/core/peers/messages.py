@@ -14,13 +14,12 @@ from typing import Annotated
 
 import msgspec
 
-from engine_adapter.types import Role
+from engine_adapter.types import Role, Usage
 from proxy.core.engine_book import EngineMark
 from proxy.core.index.blocks import BlockHash, Chain
 from proxy.core.peers.claims import Claim
 from proxy.core.placement.load import Work
 from proxy.core.placement.rates import Timings
-from proxy.core.placement.whole_answers import Report
 from proxy.core.quotas import Use
 
 # Kvpins of other versions of this format do not understand each other: they ignore each other's frames.
@@ -99,7 +98,7 @@ class RequestOver(_Message, tag=4, frozen=True):
 
     id: int
     computed: int | None
-    report: Report | None
+    report: Usage | None
 
 
 class Used(_Message, tag=5, frozen=True):

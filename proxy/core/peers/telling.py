@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from xxhash import xxh3_64_intdigest
 
-from engine_adapter.types import Role
+from engine_adapter.types import Role, Usage
 from proxy.core.index.blocks import Chain
 from proxy.core.peers.messages import (
     AnsweredWhole,
@@ -21,7 +21,6 @@ from proxy.core.peers.messages import (
     packed,
 )
 from proxy.core.placement.load import Work
-from proxy.core.placement.whole_answers import Report
 
 
 def digest_of(ids: Iterable[int]) -> int:
@@ -53,7 +52,7 @@ class Telling:
         self._step = 2
         self._own.tell(AnsweredWhole(self._begun.id))
 
-    def ended(self, computed: int | None, report: Report | None) -> None:
+    def ended(self, computed: int | None, report: Usage | None) -> None:
         """It is over, see `Placer.end`."""
         self._own.forget(self._begun.id)
         self._own.tell(RequestOver(self._begun.id, computed, report))

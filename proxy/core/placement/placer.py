@@ -15,7 +15,7 @@ from functools import partial
 from itertools import islice
 
 from engine_adapter.hold import Forecast
-from engine_adapter.types import Role, Tier
+from engine_adapter.types import Role, Tier, Usage
 from proxy.core.index.blocks import BlockHash, Chain
 from proxy.core.index.match import Match
 from proxy.core.index.prefix_index import PrefixIndex
@@ -29,7 +29,7 @@ from proxy.core.placement.rates import EngineRates, PoolRates
 from proxy.core.placement.recent import WINDOW_S, Rate
 from proxy.core.placement.scores import place, spare_of
 from proxy.core.placement.transfers import Transfers
-from proxy.core.placement.whole_answers import AnswerSample, Report
+from proxy.core.placement.whole_answers import AnswerSample
 
 # Conversations whose last engine is remembered: more than run at a time.
 MAX_SESSIONS = 50_000
@@ -395,7 +395,7 @@ class Placer:
         placed.spent = placed.book.ledger.answered(now, placed.ticket)
 
     def end(
-        self, now: float, placed: PlacedRequest, computed: int | None, report: Report | None = None
+        self, now: float, placed: PlacedRequest, computed: int | None, report: Usage | None = None
     ) -> None:
         """The request is over. `computed` tokens of its prompt are new on the engine; None if it failed. If
         its answer came whole, the engine's `report` teaches rates."""
@@ -421,7 +421,7 @@ class Placer:
         if book.on_gpu is not None:
             book.on_gpu.use(now, chain.hashes, (computed + placed.work.host + placed.work.disk) // size)
 
-    def _learn(self, now: float, placed: PlacedRequest, chain: Chain, spent: Spent, report: Report) -> None:
+    def _learn(self, now: float, placed: PlacedRequest, chain: Chain, spent: Spent, report: Usage) -> None:
         """Learns rates from a whole answer: from the engine's own timing if it reports one, else from the
         time the answer took."""
         rates, work, output = placed.book.rates, placed.work, report.output_tokens

@@ -34,18 +34,6 @@ STEP_TOKENS = 64
 GUESS_WEIGHT = 0.25
 
 
-class Report(msgspec.Struct, frozen=True, gc=False):
-    """An engine's report about an answer. A field is None where the engine did not report it.
-
-    Attributes:
-        prefill: prompt tokens that it computed, and the seconds this took by the engine's clock.
-    """
-
-    cached_tokens: int | None = None
-    output_tokens: int | None = None
-    prefill: tuple[int, float] | None = None
-
-
 class AnswerSample(msgspec.Struct, frozen=True, gc=False):
     """One whole answer.
 

@@ -85,8 +85,8 @@ def of_answer(record: RequestRecord, answer: Forwarded) -> Attributes:
     known = {
         "http.response.status_code": answer.status,
         "gen_ai.usage.input_tokens": record.n_tokens,
-        "gen_ai.usage.cache_read.input_tokens": answer.cached_tokens,
-        "gen_ai.usage.output_tokens": answer.output_tokens,
+        "gen_ai.usage.cache_read.input_tokens": answer.usage.cached_tokens,
+        "gen_ai.usage.output_tokens": answer.usage.output_tokens,
         "gen_ai.response.time_to_first_chunk": record.first_byte_s if record.stream else None,
     }
     attributes: Attributes = {name: value for name, value in known.items() if value is not None}

@@ -4,21 +4,22 @@ import json
 
 import pytest
 
-from engine_adapter.http.usage import NOTHING, TokenUsage, read_answer_usage, read_streamed_usage, read_usage
+from engine_adapter.http.usage import NOTHING, read_answer_usage, read_streamed_usage, read_usage
+from engine_adapter.types import Usage
 from tests.fakes import DONE, event
 
 DETAILS = {"cached_tokens": 7}
 USAGES = [
-    ({"prompt_tokens": 9, "completion_tokens": 4, "prompt_tokens_details": DETAILS}, TokenUsage(7, 4)),
-    ({"input_tokens": 9, "input_tokens_details": DETAILS, "output_tokens_details": {"x": 1}}, TokenUsage(7)),
-    ({"input_tokens": 9, "cache_read_input_tokens": 7, "output_tokens": 0}, TokenUsage(7, 0)),
-    ({"cache_read_input_tokens": 0, "cache_creation": {"a": 1}}, TokenUsage(0)),
-    ({"prompt_tokens_details": None, "input_tokens_details": DETAILS}, TokenUsage(7)),
+    ({"prompt_tokens": 9, "completion_tokens": 4, "prompt_tokens_details": DETAILS}, Usage(7, 4)),
+    ({"input_tokens": 9, "input_tokens_details": DETAILS, "output_tokens_details": {"x": 1}}, Usage(7)),
+    ({"input_tokens": 9, "cache_read_input_tokens": 7, "output_tokens": 0}, Usage(7, 0)),
+    ({"cache_read_input_tokens": 0, "cache_creation": {"a": 1}}, Usage(0)),
+    ({"prompt_tokens_details": None, "input_tokens_details": DETAILS}, Usage(7)),
     ({"prompt_tokens_details": {}}, NOTHING),
     ({"prompt_tokens_details": {"cached_tokens": "7"}}, NOTHING),
-    ({"output_tokens": 3}, TokenUsage(None, 3)),
+    ({"output_tokens": 3}, Usage(None, 3)),
     ({"output_tokens": -3, "cache_read_input_tokens": 10**400}, NOTHING),
-    ({"output_tokens": 10**30, "cache_read_input_tokens": 7}, TokenUsage(7)),
+    ({"output_tokens": 10**30, "cache_read_input_tokens": 7}, Usage(7)),
     ({}, NOTHING),
     (None, NOTHING),
 ]
@@ -46,7 +47,7 @@ class TestUsage:
     )
     def test_timings_of_an_answer(self, timings, prefill):
         answer = {"usage": {"completion_tokens": 4}, "timings": timings}
-        assert read_answer_usage(json.dumps(answer).encode()) == TokenUsage(None, 4, prefill)
+        assert read_answer_usage(json.dumps(answer).encode()) == Usage(None, 4, prefill)
 
     @pytest.mark.parametrize(
         ("choice", "called"),
@@ -58,7 +59,7 @@ class TestUsage:
     )
     def test_a_tool_call_is_seen_in_an_answer_and_in_a_stream(self, choice, called):
         answer = {"choices": [choice], "usage": {"completion_tokens": 4}}
-        said = TokenUsage(None, 4, called_tool=called)
+        said = Usage(None, 4, called_tool=called)
         assert read_answer_usage(json.dumps(answer).encode()) == said
         assert read_streamed_usage(event({"choices": []}) + event(answer) + DONE) == said
 
@@ -68,7 +69,7 @@ class TestUsage:
             "usage": {"completion_tokens": 4},
             "timings": {"prompt_n": 9, "prompt_ms": 250.0, "predicted_ms": 30},
         }
-        said = TokenUsage(None, 4, (9, 0.25), 0.03)
+        said = Usage(None, 4, (9, 0.25), 0.03)
         assert read_streamed_usage(event(early) + event(last) + DONE) == said
         assert read_streamed_usage(event(early)[:-9]) == NOTHING
         quoted = event({"delta": json.dumps(early)})
@@ -98,16 +99,16 @@ class TestUsage:
                 {"output_tokens": 3},
             )
         ]
-        assert read_streamed_usage(b"".join(events)) == TokenUsage(2, 3)
+        assert read_streamed_usage(b"".join(events)) == Usage(2, 3)
 
     def test_of_an_event_whose_start_is_cut_off(self):
         last = event(
             {"response": {"output": ["x" * 50], "usage": {"input_tokens_details": DETAILS}, "user": "u"}}
         )
-        assert read_streamed_usage(last[40:]) == TokenUsage(7)
+        assert read_streamed_usage(last[40:]) == Usage(7)
         assert read_streamed_usage(last[:-30]) == NOTHING
 
     def test_is_not_looked_for_in_texts(self):
         quoted = json.dumps({"usage": {"cache_read_input_tokens": 5}})
         delta = event({"delta": quoted, "of": "usage", "usage": {"cache_read_input_tokens": 6}})
-        assert read_streamed_usage(delta + event({"delta": quoted})) == TokenUsage(6)
+        assert read_streamed_usage(delta + event({"delta": quoted})) == Usage(6)

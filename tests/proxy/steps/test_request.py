@@ -75,7 +75,7 @@ async def test_in_mid_stream_another_engine_may_go_on_whatever_this_one_says():
 @pytest.mark.parametrize("begun", [0, 1])
 async def test_a_stream_goes_on_only_where_engines_make_the_prompt_with_which_it_began(begun):
     """The other prompts do not end with the tokens that the client has: such an engine would begin again."""
-    pool, builders = SimpleNamespace(chain=lambda prompt: prompt.token_ids), [object(), object()]
+    pool, builders = SimpleNamespace(chain=lambda prompt: prompt.token_ids, engines={}), [object(), object()]
     body = JsonBody(b'{"model":"m","stream":true}')
     call = Call("r", "POST", CHAT, Headers([]), body)
     mine, other = (

@@ -1,6 +1,7 @@
 import msgspec
 import pytest
 
+from engine_adapter.types import Usage
 from proxy.core.index.blocks import Chain
 from proxy.core.peers import messages
 from proxy.core.peers.messages import (
@@ -18,7 +19,6 @@ from proxy.core.peers.messages import (
     unpacked,
 )
 from proxy.core.placement.load import Work
-from proxy.core.placement.whole_answers import Report
 from proxy.core.quotas import Use
 
 BEGUN = Begun(1, "a", packed([7, 2**64 - 1]), 40, Work(8, 16), streams=True, known=False, session=2**63)
@@ -29,7 +29,7 @@ def test_a_batch_comes_back_as_it_was():
         3,
         [
             BEGUN,
-            RequestOver(1, None, Report(3, 4, (5, 0.5))),
+            RequestOver(1, None, Usage(3, 4, (5, 0.5))),
             Used("t", Use(1, 2, 3)),
             Heartbeat(0, 2**64 - 1),
         ],

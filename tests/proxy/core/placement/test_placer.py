@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_adapter import Forecast, Tier
-from engine_adapter.types import Attention, KvGroup, Role
+from engine_adapter.types import Attention, KvGroup, Role, Usage
 from proxy.core.index.blocks import Chain
 from proxy.core.index.match import Match
 from proxy.core.placement import placer as module
 from proxy.core.placement.load import IDLE, EngineLedger, Work
 from proxy.core.placement.pairs import STALL
 from proxy.core.placement.placer import Placer
-from proxy.core.placement.whole_answers import MIN_ANSWERS, Report
+from proxy.core.placement.whole_answers import MIN_ANSWERS
 
 
 def prompt(name, blocks=10, size=16):
@@ -532,7 +532,7 @@ class TestWholeAnswers:
         placed = begin(placer, 100.0 * at, chain, streams=False)
         took_s = (chain.n_tokens - report.get("cached_tokens", 0)) / 2000 + output / 20
         placer.answered(100.0 * at + took_s, placed)
-        placer.end(100.0 * at + 99.0, placed, chain.n_tokens, Report(output_tokens=output, **report))
+        placer.end(100.0 * at + 99.0, placed, chain.n_tokens, Usage(output_tokens=output, **report))
 
     @pytest.mark.parametrize("report", [{}, {"cached_tokens": 160}])
     def test_teach_rates_and_how_long_answers_take(self, placer, report):
@@ -550,7 +550,7 @@ class TestWholeAnswers:
         for at in range(2 * MIN_ANSWERS):
             placed = begin(placer, float(at), prompt(at), streams=False)
             placer.answered(at + 0.5, placed)
-            placer.end(at + 0.5, placed, 161, Report() if at % 2 else None)
+            placer.end(at + 0.5, placed, 161, Usage() if at % 2 else None)
         assert not placer.rates.learned
 
 
