@@ -22,19 +22,18 @@ from functools import partial
 from msgspec.structs import replace
 
 from engine_adapter import Capability, EngineLate, EngineLost, JsonBody, NotSupported
+from proxy.core.budget import RetryBudget
 from proxy.core.life import Cause, Rules
 from proxy.core.placement.decision import Candidate, Placement
 from proxy.core.placement.scores import TIE_S
-from proxy.core.retry_budget import RetryBudget
 from proxy.errors import ANSWERED, ModelRefused, Overloaded, TimeLimit, TooLong, status_of
 from proxy.fleet.engine import TOKENS_PER_BLOCK
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
 from proxy.request.answer_headers import pairs
-from proxy.request.cache_usage import WritesCounted, names_the_cache
 from proxy.request.calls import Call, Reply
 from proxy.request.comparison import Comparison
-from proxy.request.diagnostics import APIS, Diagnose, Diagnosed
+from proxy.request.diagnostics import APIS, Diagnose, Diagnosed, WritesCounted, names_the_cache
 from proxy.request.gate import Admission
 from proxy.request.kept_reasoning import ReasoningSeen
 from proxy.request.records import RequestLog, RequestRecord

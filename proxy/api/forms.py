@@ -21,7 +21,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 
 from engine_adapter import ADAPTER_FIELDS, Named, Upload
 from proxy.errors import BadRequest
-from proxy.request.temporary import room_for
+from proxy.request.bodies import room_for
 
 Spool = SpooledTemporaryFile[bytes]
 MAX_IN_MEMORY = 1 << 20

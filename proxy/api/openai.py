@@ -49,13 +49,11 @@ from proxy.flow import Flow, longer_than_total
 from proxy.headers import REQUEST_ID_HEADER
 from proxy.http.exchange import ClientLeft, Exchange
 from proxy.request.answer_headers import with_limits
+from proxy.request.bodies import HALF_CHARACTERS, parse, unpacked
 from proxy.request.calls import Call, Reply
 from proxy.request.dialects import dialect_of
 from proxy.request.gate import Admission, Gate
-from proxy.request.half_characters import HALF_CHARACTERS
-from proxy.request.json_bodies import parse
 from proxy.request.known_routes import ALLOW_POST, POST_ONLY
-from proxy.request.packed_bodies import unpacked
 from proxy.request.records import RequestRecord
 from proxy.request.session import session_of
 from proxy.request.stored import (

@@ -16,7 +16,7 @@ import msgspec
 
 from engine_adapter import ends_with_parent
 from proxy.errors import BadRequest
-from proxy.request.temporary import room_for
+from proxy.request.bodies import room_for
 
 MAX_TRACE_BYTES = 32 * 2**20
 LONGEST_S = 600.0

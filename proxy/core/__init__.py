@@ -8,7 +8,6 @@ quotas.py           what one tenant may use
 tenant_use.py       what tenants have used, by day
 budget.py           memory that requests share
 breaker.py          whether an engine that fails requests gets more
-retry_budget.py     retries of all requests together
 audit.py            predicted against reported cached tokens → trust
 pins.py             what operators asked to keep
 issued_keys.py      which keys the admin API has issued and removed, at any kvpin of a group

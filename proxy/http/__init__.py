@@ -7,5 +7,4 @@ handshake.py          TLS handshakes under the limit
 listeners.py          sockets, own or handed on
 tls.py                TLS of the port
 uvicorn_inner.py      the undocumented parts of uvicorn that kvpin's server uses
-uvicorn_port.py       the values that connections read from uvicorn
 """

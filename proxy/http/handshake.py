@@ -22,7 +22,7 @@ from uvicorn.server import ServerState
 from proxy.http.connection_limits import Permission
 from proxy.http.exchange import STOPPING_S
 from proxy.http.http1 import Http1Protocol
-from proxy.http.uvicorn_port import Port
+from proxy.http.uvicorn_inner import Port
 
 # Seconds that a handshake may take.
 HANDSHAKE_S = 10.0

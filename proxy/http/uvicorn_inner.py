@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, MutableSet
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol, cast
 
 import uvicorn
 from typing_extensions import override
+from uvicorn.server import ServerState
 
 # What uvicorn makes a connection's protocol with.
 MakesProtocol = Callable[..., asyncio.Protocol]
@@ -74,3 +75,28 @@ class UvicornServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         # uvicorn's closes the port at once, and cuts clients off between two requests.
         await self._stop()
+
+
+class Port:
+    """The port of a connection.
+
+    Attributes:
+        handler: the app of uvicorn's settings; here it takes exchanges.
+        idle_s: how long a connection may wait for a request, in seconds.
+        connections: all of the port. uvicorn calls `shutdown` of each when it stops.
+        tasks: those of running requests.
+    """
+
+    __slots__ = ("_state", "connections", "handler", "idle_s", "tasks")
+
+    def __init__(self, config: uvicorn.Config, state: ServerState) -> None:
+        self.handler: Callable[[Any], Coroutine[Any, Any, None]] = config.loaded_app
+        self.idle_s = float(config.timeout_keep_alive)
+        self.connections: MutableSet[Any] = state.connections
+        self.tasks: set[asyncio.Task[None]] = state.tasks
+        self._state = state
+
+    @property
+    def date(self) -> bytes:
+        """The `date` header of an answer, as a line. uvicorn writes it anew each second."""
+        return b"".join([b"%b: %b\r\n" % pair for pair in self._state.default_headers])

@@ -3,9 +3,7 @@
 calls.py           the request and its reply
 session.py         the conversation it belongs to
 gate.py            the permission to run: the tenant's quota and memory for the body, held to the end
-packed_bodies.py   compressed bodies
-half_characters.py halves of emojis in JSON
-json_bodies.py     JSON bodies: their shape, and how long their lists may be
+bodies.py          JSON bodies: unpacked, whole characters, their shape, and how long their lists may be
 tenants.py         API key → tenant → cache salt
 broken_calls.py    earlier calls of tools whose arguments no template can read
 answer_headers.py  which of the answer's headers the client gets
@@ -15,12 +13,9 @@ urgency.py         priority, deadline and cost, in the client's words
 migration.py       which streams go on on another engine after their engine died; joins the rest to
                    the part that the client has
 transcript.py      the part of a stream that its client has
-temporary.py       what is refused when the temporary directory is full
-kept_bodies.py     the last requests' bodies
 kept_reasoning.py  the reasoning of the last answers, for clients that do not send it back
 comparison.py      why a request's cache missed
-diagnostics.py     the reason of a cache miss, as a field of the answer
-cache_usage.py     what the cache got, in the usage of chats
+diagnostics.py     the reason of a cache miss, and what the cache got, as fields of the answer
 normalising.py     which rules change whose prompts
 values_back.py     puts values back where an answer repeats a reference to one
 known_routes.py    routes that take only POST, and what a wrong path means

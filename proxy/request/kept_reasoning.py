@@ -22,7 +22,7 @@ from engine_adapter import UNREADABLE, HeaderPairs, JsonBody, WholeEvents, decod
 from engine_adapter.off_loop import JSON_BYTES_PER_MS, VALUES_PER_MS, off_loop
 from proxy.errors import EngineFailed
 from proxy.request.calls import Client, Through
-from proxy.request.kept_bodies import Sources
+from proxy.request.records import Sources
 from proxy.request.translate.chats import Chat, ToolCall, read_chat
 
 LIMIT_BYTES = 32 << 20

@@ -8,7 +8,6 @@ flags.py              the short forms of `--engine`, `--managed`, `--engines-fro
 changes.py            what differs when the settings are read again
 discovery_sources.py  the addresses of `[[discovery]]`
 key_file.py           the admin key in a file of its own
-exposed_keys.py       keys that other users of the machine can read
 sentences.py          validation errors in plain English
 
 A setting that every engine has is a field of `EngineSpec` and of `_EngineSettings` in engine_settings.py. A

@@ -17,9 +17,8 @@ from pydantic_settings import SettingsError as SourceError
 from typing_extensions import override
 
 from proxy.settings.engine_settings import EngineSettings, EnginesFile, option_names
-from proxy.settings.exposed_keys import exposed_keys
 from proxy.settings.fields import SettingsError
-from proxy.settings.key_file import key_in
+from proxy.settings.key_file import exposed_keys, key_in
 from proxy.settings.schema import Settings
 from proxy.settings.sentences import details_of, plain_message
 

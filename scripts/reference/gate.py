@@ -15,7 +15,7 @@ from engine_adapter.prompt.lengths import MAX_CHARS_PER_TOKEN
 from proxy.http.connection_limits import MAX_CONNECTIONS
 from proxy.http.exchange import BODY_BYTES_PER_S, BODY_S
 from proxy.http.http1 import MAX_HEAD
-from proxy.request.json_bodies import (
+from proxy.request.bodies import (
     MAX_ENTRIES,
     MAX_FIELDS,
     MAX_OWN_BYTES,

@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from proxy.core import breaker
+from proxy.core.budget import FLOOR
 from proxy.core.life import Rules
-from proxy.core.retry_budget import FLOOR
 from proxy.steps.attempt import Attempts
 from tests.fakes import (
     ASK,

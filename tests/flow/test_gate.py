@@ -51,7 +51,7 @@ async def test_what_a_quota_refuses_is_not_parsed(engine, path, monkeypatch):
 
 async def test_a_body_of_a_bad_shape_is_refused_before_it_is_decoded(engine, monkeypatch):
     decoded = []
-    monkeypatch.setattr("proxy.request.json_bodies.JsonBody", decoded.append)
+    monkeypatch.setattr("proxy.request.bodies.JsonBody", decoded.append)
     raw = b"{" + b",".join(b'"%x":0' % i for i in range(131_073))  # no JSON, but nobody finds out
     async with proxy_over(engine, max_body_bytes=64 << 20) as proxy, client_of(proxy) as client:
         answer = await client.post(CHAT, content=raw)

@@ -17,7 +17,7 @@ from engine_adapter import UNREADABLE, RawFields, decode_object
 from engine_adapter.http.usage import choices_of, is_usage_alone
 from proxy.api.fan_out.split import Place, Several
 from proxy.errors import EngineFailed
-from proxy.request.translate.sse import DONE
+from proxy.request.translate.translation import DONE
 
 _decode_choices = msgspec.json.Decoder(list[RawFields]).decode
 _encode = msgspec.json.encode

@@ -30,7 +30,7 @@ from proxy.flow import Flow
 from proxy.request.calls import Call, Reply
 from proxy.request.dialects import error_body
 from proxy.request.gate import Admission
-from proxy.request.translate.sse import Events
+from proxy.request.translate.translation import Events
 
 # Parts of one request that are served at the same time, and the most that their bodies take. Others wait.
 AT_ONCE = 128

@@ -10,7 +10,7 @@ from math import inf
 from msgspec import Struct
 
 from engine_adapter.causes import Blame, Cause
-from proxy.core.retry_budget import RetryBudget
+from proxy.core.budget import RetryBudget
 
 # Attempts in which the engine died or sent nonsense. A request with this many probably causes it.
 MAX_POISON = 2

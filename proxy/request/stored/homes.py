@@ -18,7 +18,7 @@ from engine_adapter import UNREADABLE, HeaderPairs
 from proxy.request.calls import Client, Through
 from proxy.request.stored.names import Name
 from proxy.request.stored.routes import FOLLOWED, Kind
-from proxy.request.translate.sse import Events
+from proxy.request.translate.translation import Events
 
 MAX_NAMES = 10_000
 """The most objects of a kind whose engines are known, for each tenant."""

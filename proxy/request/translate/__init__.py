@@ -1,12 +1,10 @@
 """Requests of other APIs, served as chats, for engines that lack a route or would run it unpinned.
 
-translation.py        one translated request: the chat, and its answer in the words of its API
-translated.py         its client: gets the answer to the chat, sends the translated one
+translation.py        one translated request, and its client
 wording.py            errors about the chat, in the client's words
 translations.py       the routes that can be translated
 fates.py              what becomes of each tool, block, item and field
 chats.py              the answers of chats as engines send them
-sse.py                the events of a stream, from its chunks
 messages_api.py       Anthropic's Messages API
 messages_request.py   its requests
 messages_answer.py    its answers
@@ -25,6 +23,11 @@ from __future__ import annotations
 from proxy.request.translate.responses_api import RESPONSES_PATH
 from proxy.request.translate.responses_request import may_name_more
 from proxy.request.translate.responses_store import ResponseStore
-from proxy.request.translate.translated import Translated
-from proxy.request.translate.translation import CHAT_PATH, Predicted, Translate, Translation
+from proxy.request.translate.translation import (
+    CHAT_PATH,
+    Predicted,
+    Translate,
+    Translated,
+    Translation,
+)
 from proxy.request.translate.translations import translations

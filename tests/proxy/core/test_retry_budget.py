@@ -1,4 +1,4 @@
-from proxy.core.retry_budget import FLOOR, MOST, PER_S, RetryBudget
+from proxy.core.budget import FLOOR, MOST, PER_S, RetryBudget
 
 
 def taken(budget, now):

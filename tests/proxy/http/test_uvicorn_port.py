@@ -8,7 +8,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from proxy.http.http1 import Http1Protocol
-from proxy.http.uvicorn_port import Port
+from proxy.http.uvicorn_inner import Port
 from tests.fakes import client_of
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from engine_adapter import JsonBody
-from proxy.request.cache_usage import WritesCounted, names_the_cache
+from proxy.request.diagnostics import WritesCounted, names_the_cache
 from tests.proxy.request.test_diagnostics import Client
 
 HEAD = 200, [(b"content-type", b"application/json"), (b"content-length", b"9")]

@@ -7,8 +7,7 @@ from random import Random
 import msgspec
 import pytest
 
-from proxy.request.half_characters import whole_characters
-from proxy.request.json_bodies import parse
+from proxy.request.bodies import parse, whole_characters
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import pytest
 
 from engine_adapter.shape import Shape
 from proxy.errors import BadRequest, BodyTooLarge
-from proxy.request.json_bodies import MAX_ENTRIES, parse
+from proxy.request.bodies import MAX_ENTRIES, parse
 
 
 def body_of(name: str, entries: int) -> bytes:

@@ -1,7 +1,7 @@
 import json
 
-from proxy.request import kept_bodies as module
-from proxy.request.kept_bodies import Sources
+from proxy.request import records as module
+from proxy.request.records import Sources
 
 
 def body(prompt, **more):

@@ -8,7 +8,7 @@ import pytest
 import zstandard
 
 from proxy.errors import BadRequest, BodyTooLarge, EncodedBody, NoMemory
-from proxy.request.packed_bodies import unpacked
+from proxy.request.bodies import unpacked
 
 TEXT = b'{"messages": "' + b"hello, world. " * 300_000 + b'"}'
 PACK = {

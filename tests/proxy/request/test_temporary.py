@@ -4,7 +4,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from proxy.errors import NoMemory
-from proxy.request.temporary import room_for
+from proxy.request.bodies import room_for
 
 
 def test_a_full_directory_is_told_to_client_and_operator():

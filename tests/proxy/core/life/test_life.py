@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from proxy.core.budget import FLOOR, RetryBudget
 from proxy.core.life import Blame, Cause, Life, Phase, Rules, WrongPhase
-from proxy.core.retry_budget import FLOOR, RetryBudget
 
 RULES = Rules(first_byte_s=10, idle_s=8, total_s=100, retries=2, queue_s=5)
 RULES_UNDER = {

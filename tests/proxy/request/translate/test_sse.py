@@ -1,4 +1,4 @@
-from proxy.request.translate.sse import Events
+from proxy.request.translate.translation import Events
 from tests.fakes import event
 
 
