@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
+from heapq import merge
 
 import msgspec
 
@@ -14,6 +15,9 @@ MOST_DAYS = 400
 """Days with use that are kept."""
 # The days that are kept have this many rows; older ones are dropped first.
 _MOST_ROWS = 100_000
+
+# A call of `sorted` keeps the interpreter's lock. This many rows take about 1 ms.
+_SORTED_AT_ONCE = 2048
 
 UseKey = tuple[int, str, str]
 """The day's number since 1970, the tenant and the model; "" for none."""
@@ -66,16 +70,15 @@ class UseBook(defaultdict[UseKey, Used]):
             for key in sorted(self)[:-_MOST_ROWS]:
                 del self[key]
 
-    def since(self, days: int, now: float) -> list[DayUse]:
+    def since(self, days: int, now: float) -> Iterator[DayUse]:
         """The rows of the last `days` days, the newest first, then by tenant and model."""
         first = int(now // DAY_S) - days
-        rows = sorted((-day, tenant, model) for day, tenant, model in self if day > first)
-        return [
-            DayUse(
+        keys = [(-day, tenant, model) for day, tenant, model in self if day > first]
+        parts = [sorted(keys[at : at + _SORTED_AT_ONCE]) for at in range(0, len(keys), _SORTED_AT_ONCE)]
+        for day, tenant, model in merge(*parts):
+            yield DayUse(
                 datetime.fromtimestamp(-day * DAY_S, UTC).date().isoformat(),
                 tenant or None,
                 model or None,
                 *msgspec.structs.astuple(self[-day, tenant, model]),
             )
-            for day, tenant, model in rows
-        ]

@@ -31,6 +31,8 @@ OVERHEAD = 300
 """Bytes of memory that each takes beside its text, which may be one character."""
 # Fields with the thoughts of a message; a client that sends one of them keeps its reasoning itself.
 _THOUGHTS = ("reasoning_content", "reasoning")
+# Fields beside the messages that a prompt is made of.
+_BESIDE = ("tools", "functions", "documents", "chat_template_kwargs")
 # Hashing a value takes so many times as long as looking at it.
 _WORK_OF_A_VALUE = 8
 _DONE, _ERROR = b"[DONE]", 400
@@ -137,6 +139,8 @@ def _read(body: JsonBody) -> tuple[dict[int, str], blake2b]:
     hashed, lacking = blake2b(digest_size=16), dict[int, str]()
     # Another model would not have thought that, and another salt is another user.
     hashed.update(_bytes(body.hint("model"), body.hint("cache_salt")))
+    # So are others' documents, and other tools.
+    hashed.update(_bytes(*({name: body.hint(name)} for name in _BESIDE if name in body)))
     for index, raw in enumerate(body.items("messages") or ()):
         message = msgspec.json.decode(raw)
         if not isinstance(message, dict):

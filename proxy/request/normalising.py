@@ -22,7 +22,7 @@ from proxy.core.prompt_values import has_reference
 from proxy.request.calls import Call
 from proxy.request.kept_reasoning import Keep, KeptReasoning
 from proxy.request.session import Session
-from proxy.request.translate import CHAT_PATH
+from proxy.request.translate import CHAT_PATH, RESPONSES_PATH
 
 _log = structlog.get_logger(__name__)
 
@@ -97,16 +97,13 @@ class Normalising:
     chosen: Sequence[ChosenRules] = ()
     reasoning: KeptReasoning = field(default_factory=KeptReasoning)
 
-    async def apply(
-        self, call: Call, model: str, lost: AbstractSet[Shape] = frozenset(), *, may_keep: bool = False
-    ) -> Changed | None:
+    async def apply(self, call: Call, model: str, lost: AbstractSet[Shape] = frozenset()) -> Changed | None:
         """The request with a normalised body, and what changed it; None if it stays as it is.
 
         Args:
             call: the request.
             model: of its pool.
             lost: messages that the chat template of this model refuses or leaves out.
-            may_keep: the request and its answer may be kept, and be shown or continued later.
         """
         body, route = call.body, call.route
         if not isinstance(body, JsonBody) or route not in ROUTES:
@@ -121,7 +118,7 @@ class Normalising:
         rules = _rules_of(suiting) - {Rule.REASONING_KEPT}
         if route.startswith(_MESSAGES) and _BILLING in body.raw:
             rules |= {Rule.BILLING_LINE}
-        if may_keep and rules & FINDS_VALUES and body.get("store") is not False:
+        if rules & FINDS_VALUES and _may_be_kept(route, body):
             rules -= FINDS_VALUES  # what is shown again, or the next prompt, would have these references
         if not all(entry.repairs for entry in suiting):
             repairs = frozenset[Repair]()
@@ -149,6 +146,13 @@ class Normalising:
 
     def _suiting(self, call: Call, model: str) -> list[ChosenRules]:
         return [entry for entry in self.chosen if entry.suit(call.tenant, (model, call.model))]
+
+
+def _may_be_kept(route: str, body: JsonBody) -> bool:
+    """True if the request and its answer may be kept, by the engine or kvpin, and be shown or continued
+    later: responses unless the client says no, chats only if it asks for that."""
+    store = body.get("store")
+    return (route == RESPONSES_PATH and store is not False) or (route == CHAT_PATH and store is True)
 
 
 def _rules_of(chosen: Sequence[ChosenRules]) -> frozenset[Rule]:

@@ -241,8 +241,7 @@ class Preparation:
         kept, keep = tuple[Change, ...](), None
         if self.normalising.chosen:
             call, kept, keep = await self._with_reasoning(call, to.pool)
-        may_keep = call.route == RESPONSES_PATH  # the engine, or kvpin
-        changed = await self.normalising.apply(call, to.pool.model, to.pool.lost_shapes, may_keep=may_keep)
+        changed = await self.normalising.apply(call, to.pool.model, to.pool.lost_shapes)
         if changed is not None:
             call = changed.call
         retention = await self._retention(call, to.pool)

@@ -20,6 +20,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine_adapter import HeaderPairs, WholeEvents
+from engine_adapter.off_loop import off_loop
 from proxy.api.auth import FROM_PEER
 from proxy.api.workers.siblings import Neighbours, Siblings, WorkerAnswer
 from proxy.control.merged_answers import (
@@ -38,6 +39,8 @@ from proxy.observe.metric_families import merge_pages
 _SNAPSHOT = b"event: snapshot\ndata: "
 _END = b"\n\n"
 _OK = 200
+# Bytes of answers that are merged in about 1 ms.
+_MERGED_BYTES_PER_MS = 16 * 1024
 # How long the first snapshot waits for those of the other workers.
 _FIRST_S = 1.0
 
@@ -220,7 +223,9 @@ class MergedAnswers:
         if rule.merge is None or len(good) == 1:
             return good[0]
         status = max(answer.status for answer in good)  # 202 while any worker is not done
-        return _answer(status, good[0].headers, rule.merge(scope, good))
+        merged = partial(rule.merge, scope, good)
+        ms = sum(len(answer.body) for answer in good) / _MERGED_BYTES_PER_MS
+        return _answer(status, good[0].headers, await off_loop(merged, ms=ms))
 
 
 def _request(rule: _Rule, scope: Scope, own: WorkerAnswer, body: bytes) -> _Request:

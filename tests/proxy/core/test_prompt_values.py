@@ -1,5 +1,7 @@
 """Values are found by their shape, wherever they stand."""
 
+import timeit
+
 import pytest
 
 from proxy.core.prompt_values import (
@@ -119,6 +121,22 @@ def test_ids():
 )
 def test_what_changes_within_a_session(text, left):
     assert replaced(text, VOLATILE)[0] == left
+
+
+@pytest.mark.parametrize(
+    ("to_digit", "to_left", "is_count"), [(60, 20, True), (61, 20, False), (60, 21, False), (0, 0, False)]
+)
+def test_the_words_of_a_count_stand_close_together(to_digit, to_left, is_count):
+    line = f"tokens{' ' * to_digit}7{' ' * to_left}left"
+    assert ("[[count 1]]" in replaced(line, VOLATILE)[0]) is is_count
+
+
+def test_many_words_of_counts_take_about_as_long_as_any_line():
+    def seconds(line):
+        text = "\n".join([line[:500]] * 100)
+        return min(timeit.repeat(lambda: References().replaced(text, VOLATILE), number=1, repeat=5))
+
+    assert seconds("token 1 " * 70) < 8 * seconds("the budget of tokens that are used is small " * 12)
 
 
 def test_a_value_that_the_bound_cuts_stays_whole():

@@ -8,7 +8,7 @@ def test_the_last_days_newest_first():
     for day, tenant, model in ((20_000, "b", "m"), (20_000, "a", "m"), (19_999, "", ""), (19_998, "a", "m")):
         book[day, tenant, model].requests += 1
     book[20_000, "a", "m"].output_tokens += 7
-    assert book.since(2, NOW) == [
+    assert [*book.since(2, NOW)] == [
         DayUse("2024-10-04", "a", "m", 1, 0, 0, 0, 7),
         DayUse("2024-10-04", "b", "m", 1, 0, 0, 0, 0),
         DayUse("2024-10-03", None, None, 1, 0, 0, 0, 0),

@@ -126,6 +126,17 @@ async def test_that_of_no_other_conversation_or_tenant(client):
         assert set(thoughts(client)) == {None}, messages
 
 
+@pytest.mark.parametrize("beside", ["tools", "documents", "chat_template_kwargs"])
+async def test_that_of_no_prompt_with_other_things_beside_the_messages(client, beside):
+    """Two users of a tenant may ask the same about two documents."""
+    one, other = ([{"text": name}] if beside != "chat_template_kwargs" else {"at": name} for name in "ab")
+    await ask(client, USER, **{beside: one})
+    await ask(client, USER, CALLED, RESULT, **{beside: other})
+    assert not any(thoughts(client))
+    await ask(client, USER, CALLED, RESULT, **{beside: one})
+    assert any(thoughts(client))
+
+
 async def test_messages_that_leave_it_out(client):
     tool = {"type": "tool_use", "id": "c1", "name": "tide", "input": {"port": "Brest"}}
     fields = {"path": "/v1/messages", "max_tokens": 9}

@@ -167,6 +167,12 @@ async def test_an_answer_that_an_engine_keeps_has_no_reference(client, stored, r
     assert client.proxy.last.normalised == rules
 
 
+@pytest.mark.parametrize(("stored", "rules"), [({}, ["paths"]), ({"store": True}, [])])
+async def test_a_chat_that_an_engine_keeps_has_no_reference(client, stored, rules):
+    await ask(client, working_in("/home/me/x") | stored, "blue")
+    assert client.proxy.last.normalised == rules
+
+
 async def test_a_response_that_kvpin_keeps_has_no_reference(engine, client):
     """Its items are the history of the next response, whose references mean other values."""
     engine_of = client.proxy.fleet.engines["a"]
