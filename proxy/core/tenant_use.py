@@ -60,6 +60,12 @@ class UseBook(defaultdict[UseKey, Used]):
         """Begins with these rows."""
         super().__init__(Used, rows)
 
+    def add(self, rows: Iterable[tuple[UseKey, Used]]) -> None:
+        """Adds further counts."""
+        for key, more in rows:
+            counts = zip(msgspec.structs.astuple(self[key]), msgspec.structs.astuple(more), strict=True)
+            self[key] = Used(*map(sum, counts))
+
     def prune(self) -> None:
         """Drops the oldest of too many days, and of too many rows. Only days with use count: a clock that was
         wrong for a while must not drop all the others."""

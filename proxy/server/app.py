@@ -143,7 +143,9 @@ class Proxy:
         self.responses = ResponseStore(self.tenants.names)
         self.use = UseBook()
         self.state = (
-            StateSaver(settings.state_dir, self.tenants, self.use) if settings.state_dir is not None else None
+            StateSaver(settings.state_dir, self.tenants, self.use, self._left_by_workers(settings.state_dir))
+            if settings.state_dir is not None
+            else None
         )
         memories = self.state.memories if self.state is not None else Memories()
         self.ingest = Ingest(self.fleet, self.tasks, self.tenants.owner, memories) if settings.reuse else None
@@ -266,6 +268,16 @@ class Proxy:
         """The file of issued keys; None without `state_dir`."""
         directory = self._shared_state_dir()
         return KeyBookFile(directory) if directory is not None else None
+
+    def _left_by_workers(self, own: Path) -> list[Path]:
+        """The directories in `state_dir` that no process of this kvpin has, because there were more or fewer
+        workers before. The first worker takes care of them."""
+        if self.siblings is None:
+            return sorted(own.glob("worker-*"))
+        if own.name != "worker-1":
+            return []
+        run = {f"worker-{number}" for number in range(1, len(self.siblings) + 2)}
+        return [own.parent, *sorted(each for each in own.parent.glob("worker-*") if each.name not in run)]
 
     def _shared_state_dir(self) -> Path | None:
         """What the workers of a kvpin share lies above their own directories."""

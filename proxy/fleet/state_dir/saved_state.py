@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -91,9 +92,9 @@ class StateSaver:
         memories: the memories of engines that have not connected since the start.
     """
 
-    def __init__(self, directory: Path, tenants: Tenants, use: UseBook) -> None:
-        """Reads the snapshot. If it cannot be used, logs a warning and begins without one. Raises
-        SettingsError if the directory cannot be written."""
+    def __init__(self, directory: Path, tenants: Tenants, use: UseBook, left: Sequence[Path] = ()) -> None:
+        """Reads the snapshot, and the use in directories that workers `left`. If the snapshot cannot be used,
+        logs a warning and begins without one. Raises SettingsError if the directory cannot be written."""
         make_directory(directory)
         self._path = directory / FILE
         self._tenants = tenants
@@ -103,7 +104,7 @@ class StateSaver:
         self._wanted = asyncio.Event()
         self.memories = Memories(self._before.engines)
         self.tables = TableFiles(directory / "tables")
-        self._use = UseFile(directory, use)
+        self._use = UseFile(directory, use, left)
 
     def restore(self, pins: PinBook, tables: PromptTables, book: EngineBook) -> None:
         """Gives back the pins, the prompt tables and the orders about engines. From now on, a change of pins

@@ -8,6 +8,7 @@ msgpack      a list of pairs: UseKey, Used
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,23 +30,17 @@ _decode = msgspec.msgpack.Decoder(list[tuple[UseKey, Used]]).decode
 class UseFile:
     """The file of a use book."""
 
-    def __init__(self, directory: Path, book: UseBook) -> None:
-        """Puts what is in the file into `book`. If it cannot be used, logs a warning and begins without."""
+    def __init__(self, directory: Path, book: UseBook, left: Sequence[Path] = ()) -> None:
+        """Puts what is in the file into `book`, and what is in those of the directories that workers `left`
+        because there are more or fewer now. Of one that cannot be used, logs a warning."""
         self._path, self._book = directory / _FILE, book
         self._saved = b""
-        try:
-            book.update(_decode(opened(_HEAD, read(self._path))))
-        except FileNotFoundError:
-            pass
-        except (OSError, UnusableFileError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-            aside = directory / _UNREAD
-            with suppress(OSError):
-                self._path.replace(aside)
-            log.warning(
-                "the saved use of tenants cannot be read: counting begins anew",
-                file=str(aside),
-                why=str(error),
-            )
+        self._left = list[Path]()  # files that the first save makes superfluous
+        for each in (directory, *left):
+            rows = _rows(each)
+            book.add(rows or ())
+            if each is not directory and rows is not None:
+                self._left.append(each / _FILE)
 
     async def save(self) -> None:
         """Writes the book, if it has changed. Logs a failure."""
@@ -63,6 +58,26 @@ class UseFile:
             )
         else:
             self._saved = data
+            while self._left:
+                with suppress(OSError):
+                    await asyncio.to_thread(self._left.pop().unlink)
+
+
+def _rows(directory: Path) -> list[tuple[UseKey, Used]] | None:
+    """The rows of the file in a directory; None without one that can be read."""
+    path = directory / _FILE
+    try:
+        return _decode(opened(_HEAD, read(path)))
+    except FileNotFoundError:
+        pass
+    except (OSError, UnusableFileError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        aside = directory / _UNREAD
+        with suppress(OSError):
+            path.replace(aside)
+        log.warning(
+            "the saved use of tenants cannot be read: counting begins anew", file=str(aside), why=str(error)
+        )
+    return None
 
 
 async def _encoded(book: UseBook) -> bytes:

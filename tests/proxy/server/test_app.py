@@ -10,6 +10,7 @@ from safetensors.numpy import save
 from structlog.testing import capture_logs
 
 from engine_adapter import HttpTransport, JsonBody
+from proxy.api.workers.siblings import Siblings
 from proxy.control.tables import SharedTables
 from proxy.core.pins import Pin
 from proxy.errors import BodyTooLarge
@@ -87,6 +88,26 @@ async def test_pins_and_tables_outlive_a_proxy_that_was_stopped(tmp_path):
         await then.stop()
     await SharedTables(then.fleet, then.tables, then.state.tables).delete("t")
     assert Proxy(settings, HttpTransport()).tables.list() == []
+
+
+async def test_use_is_kept_when_the_number_of_workers_changes(tmp_path):
+    """Three workers, then one process, then two workers: the first one has what no other counts."""
+    key, of_two = (20_000, "acme", "m"), Siblings([tmp_path / "2.http"])
+
+    def made(name, siblings=None):
+        return Proxy(Settings(state_dir=tmp_path / name), HttpTransport(), siblings)
+
+    for number in (1, 2, 3):
+        worker = made(f"worker-{number}", Siblings([tmp_path / f"{n}.http" for n in (8, 9)]))
+        worker.use[key].requests = number
+        await worker.stop()
+    alone = made(".")
+    assert alone.use[key].requests == 6
+    await alone.stop()
+    second, first = made("worker-2", of_two), made("worker-1", of_two)
+    assert (first.use[key].requests, second.use) == (6, {})
+    await first.stop()
+    await second.stop()
 
 
 async def test_every_request_is_counted_and_recorded(tmp_path):

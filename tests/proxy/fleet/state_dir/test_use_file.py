@@ -23,6 +23,22 @@ async def test_counts_outlive_a_restart(tmp_path):
     assert later == {KEY: Used(3, 1, 30, 20, 10)}
 
 
+async def test_what_workers_left_is_counted_once(tmp_path):
+    """There were three workers, and now there is one process."""
+    for number in (1, 2, 3):
+        (tmp_path / f"worker-{number}").mkdir()
+        await UseFile(tmp_path / f"worker-{number}", UseBook({KEY: Used(number)}.items())).save()
+    left = sorted(tmp_path.glob("worker-*"))
+    (left[2] / "use").write_bytes(b"?")
+    for _ in range(2):  # it may be killed before it saves
+        file = UseFile(tmp_path, book := UseBook(), left)
+        assert book == {KEY: Used(3)}
+    await file.save()
+    assert [*tmp_path.glob("worker-*/use")] == []
+    UseFile(tmp_path, later := UseBook(), left)
+    assert later == {KEY: Used(3)}
+
+
 async def test_only_a_change_is_written_and_old_days_go(tmp_path):
     book = UseBook(((TODAY - ago, "acme", "m"), Used(1)) for ago in range(MOST_DAYS + 1))
     file = UseFile(tmp_path, book)
