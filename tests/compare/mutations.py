@@ -53,7 +53,7 @@ MUTATIONS = (
     Mutation("salts: tenants share one", "proxy/request/tenants.py", 'f"kvpin-{self._digest(tenant)}"', 'f"kvpin-{self._digest(\'\')}"'),
     Mutation("usage: tokens of answers", "proxy/observe/metrics.py", "used.output_tokens += record.output_tokens or 0", "pass"),
     Mutation("metrics: a bucket", "proxy/observe/metrics.py", "7.5, 10, 20, 40, 80)", "7.5, 10, 20, 40)"),
-    Mutation("admin: days of use", "proxy/core/tenant_use.py", "if day > first)", "if day > first + days)"),
+    Mutation("admin: days of use", "proxy/core/tenant_use.py", "if day > first]", "if day > first + days]"),
     Mutation("log: what an engine did", "proxy/steps/request.py", '"the engine refused a request"', '"the engine refused it"'),
     Mutation("normalise: tools stay as they are", "proxy/core/normalise.py",
              '_SCHEMAS = ("parameters", "input_schema")', '_SCHEMAS = ("input_schema",)'),
