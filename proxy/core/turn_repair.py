@@ -3,8 +3,9 @@
     call_as_text      the call of a tool becomes text of the assistant's
     result_in_turn    a tool's result without its call becomes a turn of the user's
     null_as_empty     the content of a call is an empty text instead of null
-    turns_alternate   turns of one role become one; a turn that says "(no content)" is put before a talk that
-                      the assistant begins, and between a tool's result and the user's turn right after it
+    turns_alternate   turns of one role become one, also a text of the assistant's and its call; a turn that
+                      says "(no content)" is put before a talk that the assistant begins, and between a tool's
+                      result and the user's turn right after it
 
 They work on chats, Anthropic's messages and OpenAI's responses, in the client's own form.
 """
@@ -82,6 +83,10 @@ def _alternating(items: list[Any]) -> list[Any]:
         if kind in ("user", "assistant") and kind == before and _is_known(item) and _is_known(runs[-1][-1]):
             runs[-1].append(item)
             continue
+        if kind == "call" and before == "assistant" and "role" in item and _is_known(runs[-1][-1]):
+            runs[-1].append(item)  # what the assistant says before its call belongs to that
+            before = last = kind
+            continue
         if kind == "user" and last == "result":
             runs.append([{"role": "assistant", "content": NO_CONTENT}])
         elif kind in ("assistant", "call") and last is None:
@@ -125,7 +130,9 @@ def _is_known(item: dict[str, Any]) -> bool:
 
 def _as_one(run: list[dict[str, Any]]) -> dict[str, Any]:
     """Turns of one role as one."""
-    contents, first = [item["content"] for item in run], dict(run[0])
+    calls = {name: run[-1][name] for name in ("tool_calls",) if name in run[-1]}
+    contents = [item["content"] for item in run if item.get("content") or not calls]
+    first = run[0] | calls
     for name in _THOUGHTS:
         if thoughts := [text for item in run if isinstance(text := item.get(name), str) and text]:
             first[name] = "\n\n".join(thoughts)

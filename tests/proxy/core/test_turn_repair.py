@@ -215,3 +215,23 @@ def test_turns_that_become_one_keep_all_their_reasoning():
     answers = [said("assistant", "A", reasoning_content="a"), said("assistant", "B", reasoning_content="b")]
     one = said("assistant", "A\n\nB", reasoning_content="a\n\nb")
     assert now([said("user"), *answers], Repair.TURNS_ALTERNATE) == [said("user"), one]
+
+
+def test_what_the_assistant_says_before_its_call_is_one_message_with_it():
+    """Mistral's templates count the text as a turn, and refuse the assistant's next one."""
+    told = said("assistant", "I look.", reasoning_content="Hm.")
+    rest = [result("c"), said("assistant", "7."), said("user", "Thanks")]
+    both = {**told, "tool_calls": called("c")["tool_calls"]}
+    for call in (called("c"), called("c", content="")):
+        assert now([said("user"), told, call, *rest]) == [said("user"), both, *rest]
+    more = {**both, "content": "I look.\n\nNow."}
+    assert now([said("user"), told, called("c", content="Now."), *rest]) == [said("user"), more, *rest]
+    use = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+    blocks = [said("user"), said("assistant", "I look."), said("assistant", [use])]
+    assert now(blocks) == [said("user"), said("assistant", [text("I look."), use])]
+    items = [
+        said("user"),
+        said("assistant", "I look."),
+        {"type": "function_call", "call_id": "c", "name": "f"},
+    ]
+    assert now(items, name="input") == items
