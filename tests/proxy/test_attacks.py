@@ -163,7 +163,8 @@ class TestEngines:
                 for _ in range(6):  # until the engine is known to fail
                     answer = await client.post(CHAT, json=ASK)
         assert answer.status_code == 500
-        assert answer.json()["error"]["message"] == text
+        told = answer.json()["error"]["message"]
+        assert (told[:1000], told[-1000:]) == (text[:1000], text[-1000:])  # the middle is cut out
         assert {line["event"] for line in logs} >= {"the engine refused a request"}
         assert any(line["event"].startswith("requests keep failing") for line in logs)
         assert {line["error"] for line in logs} == {"the engine answered 500"}
