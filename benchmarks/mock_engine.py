@@ -49,7 +49,7 @@ from tests.fake_engines.vllm import FakeVllm, VllmOptions
 
 CHAT = "/v1/chat/completions"
 # Who asks for one of these gets the fake's own, slower answer.
-RARE_FIELDS = ("return_token_ids", "vllm_xargs", "tools")
+RARE_FIELDS = ("vllm_xargs", "tools")
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +222,10 @@ class MockVllm(FakeVllm):
         cached = 0 if was_pulled else generation.cached_tokens
         return self._usage(generation.prompt_tokens, count, cached)
 
+    def prompt_of(self, token_ids: list[int]) -> CachePrompt:
+        """The prompt of a request that names nothing else."""
+        return self._prompt({"model": MODEL}, token_ids)
+
     async def pulled(self, prompt: CachePrompt, body: dict) -> tuple[CachePrompt, bool]:
         """Pulls a prompt's KV if the request names an engine that keeps it. Returns the prompt that this
         engine has then, and whether it pulled."""
@@ -276,7 +280,8 @@ class MockVllm(FakeVllm):
                 return await thorough(request)
             limit = body.get("max_completion_tokens") or body.get("max_tokens") or 16
             prompt, was_pulled = await self.pulled(read(body), body)
-            return QuickStream(self, prompt, limit, was_pulled=was_pulled)
+            tells_tokens = body.get("return_token_ids") is True
+            return QuickStream(self, prompt, limit, was_pulled=was_pulled, tells_tokens=tells_tokens)
 
         return serve
 
@@ -300,25 +305,35 @@ class QuickStream:
     """An answer as an event stream: what `answers.event_stream` sends, for less of a busy machine's time."""
 
     def __init__(
-        self, engine: MockVllm, prompt: CachePrompt, max_tokens: int, *, was_pulled: bool = False
+        self,
+        engine: MockVllm,
+        prompt: CachePrompt,
+        max_tokens: int,
+        *,
+        was_pulled: bool = False,
+        tells_tokens: bool = False,
     ) -> None:
+        """`tells_tokens`: the ids of the prompt and the answer, as kvpin asks for to move a stream."""
         self._engine = engine
         self._prompt = prompt
         self._max_tokens = max_tokens
         self._was_pulled = was_pulled
+        self._tells_tokens = tells_tokens
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI
         """Serves the request."""
-        core, prompt = self._engine.cores[0], self._prompt
+        core, prompt, tells = self._engine.cores[0], self._prompt, self._tells_tokens
         headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
         async with core.generate(prompt, self._max_tokens) as generation:
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-            await _send(send, _chunk({"role": "assistant", "content": ""}))
+            ids = {"prompt_token_ids": list(prompt.tokens)} if tells else {}
+            await _send(send, _chunk({"role": "assistant", "content": ""}, **ids))
             count = 0
             async for token in generation.output:
                 count += 1
                 finish = "length" if count == self._max_tokens else None
-                await _send(send, _chunk({"content": words()[token]}, finish))
+                more = {"token_ids": [token]} if tells else {}
+                await _send(send, _chunk({"content": words()[token]}, finish, more))
             usage = self._engine.usage(generation, count, was_pulled=self._was_pulled)
             await _send(send, _event(choices=[], usage=usage))
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
@@ -328,8 +343,8 @@ async def _send(send: Send, body: bytes) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
-def _chunk(delta: dict, finish: str | None = None) -> bytes:
-    return _event(choices=[{"index": 0, "delta": delta, "finish_reason": finish}])
+def _chunk(delta: dict, finish: str | None = None, more: dict | None = None, **fields: object) -> bytes:
+    return _event(choices=[{"index": 0, "delta": delta, "finish_reason": finish, **(more or {})}], **fields)
 
 
 def _event(**fields: object) -> bytes:
@@ -343,19 +358,23 @@ async def _until(moment: float) -> None:
         await asyncio.sleep(seconds)
 
 
-def main() -> None:
-    """Serves one engine until it is ended."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--kv-tokens", type=int, default=100_000)
-    parser.add_argument("--prefill-rate", type=float, default=10_000, help="tokens a second")
-    parser.add_argument("--token-ms", type=float, default=15, help="from token to token")
-    parser.add_argument("--window-groups", type=int, default=0, help="of a hybrid model")
-    parser.add_argument("--window", type=int, default=1024, help="tokens of their window")
-    parser.add_argument("--nixl", action="store_true", help="passes KV to others and pulls theirs")
-    parser.add_argument("--transfer-rate", type=float, default=80_000, help="tokens a second")
-    parser.add_argument("--event-ports", type=int, nargs=2, default=(0, 0), help="of KV events and replay")
-    arguments = parser.parse_args()
+def parser() -> argparse.ArgumentParser:
+    """The options of an engine."""
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("--port", type=int, required=True)
+    options.add_argument("--kv-tokens", type=int, default=100_000)
+    options.add_argument("--prefill-rate", type=float, default=10_000, help="tokens a second")
+    options.add_argument("--token-ms", type=float, default=15, help="from token to token")
+    options.add_argument("--window-groups", type=int, default=0, help="of a hybrid model")
+    options.add_argument("--window", type=int, default=1024, help="tokens of their window")
+    options.add_argument("--nixl", action="store_true", help="passes KV to others and pulls theirs")
+    options.add_argument("--transfer-rate", type=float, default=80_000, help="tokens a second")
+    options.add_argument("--event-ports", type=int, nargs=2, default=(0, 0), help="of KV events and replay")
+    return options
+
+
+def made_engine(arguments: argparse.Namespace) -> MockVllm:
+    """The engine that the options describe, with all loaded that it needs."""
     options = VllmOptions(
         model=MODEL,
         block_size=BLOCK_TOKENS,
@@ -364,10 +383,9 @@ def main() -> None:
         event_ports=tuple(arguments.event_ports),
         nixl=arguments.nixl,
     )
-    clock = Clock(arguments.prefill_rate, arguments.token_ms / 1000)
     engine = MockVllm(
         options,
-        clock,
+        Clock(arguments.prefill_rate, arguments.token_ms / 1000),
         window_groups=arguments.window_groups,
         window_tokens=arguments.window,
         port=arguments.port,
@@ -376,8 +394,14 @@ def main() -> None:
     words()  # not while a client waits
     gc.collect()
     gc.freeze()  # what was loaded need not be looked through again and again
+    return engine
+
+
+def main() -> None:
+    """Serves one engine until it is ended."""
+    arguments = parser().parse_args()
     # Routers try out other protocols on it, which is worth no warning.
-    uvicorn.run(engine.app, port=arguments.port, log_level="critical", access_log=False)
+    uvicorn.run(made_engine(arguments).app, port=arguments.port, log_level="critical", access_log=False)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from the moment the request was due, so they include this client's own delay."""
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
@@ -11,12 +12,33 @@ from dataclasses import dataclass
 
 import msgspec
 from router_work import Question, text_of
+from typing_extensions import override
 
 from engine_adapter import EngineUnavailable, Headers, HttpTransport, IncomingResponse, OutgoingRequest
+from engine_adapter.http import origin
+from engine_adapter.http.connection import Connection
 
 CHAT = "/v1/chat/completions"
 # An answer that takes longer has failed.
 TIMEOUT_S = 120
+
+
+class Acknowledging(Connection):
+    """A connection that acknowledges at once what it has read, as clients of another machine mostly do.
+
+    sglang-router and Dynamo leave Nagle's algorithm on: what follows the head of an answer waits for the
+    client's acknowledgement. Linux delays that by 40 ms on connections that are used by turns.
+    """
+
+    __slots__ = ()
+
+    @override
+    def data_received(self, data: bytes) -> None:
+        self._transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
+        super().data_received(data)
+
+
+origin.Connection = Acknowledging  # type: ignore[misc,attr-defined]  # this process is a client and no proxy
 
 
 @dataclass(slots=True)

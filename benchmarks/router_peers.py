@@ -49,12 +49,14 @@ class Router:
         release: what pip installs; None for what needs no installation.
         flags: of its command line, before the addresses.
         session_header: the header with the session of a request; None if it gets none.
+        checkout: of kvpin, if it is not this one; it has a `.venv`.
     """
 
     title: str
     release: str | None
     flags: tuple[str, ...] = ()
     session_header: str | None = None
+    checkout: Path | None = None
 
 
 _SGLANG, _VLLM = "sglang-router==0.3.2", "vllm-router==0.1.17"
@@ -62,7 +64,7 @@ _VLLM_SESSION = "x-session-id"
 # An eighth of the difference in load that by default makes it give up the cache (64, and 1.5 times as many).
 _TUNED = ("--balance-abs-threshold", "8", "--balance-rel-threshold", "1.2", "--cache-threshold", "0.5")
 
-DIRECT, KVPIN = "direct", "kvpin"
+DIRECT, KVPIN, DYNAMO = "direct", "kvpin", "dynamo"
 ROUTERS = {
     DIRECT: Router("no router, engines in turn", None),
     "sglang-cache": Router("sglang-router cache_aware", _SGLANG, ("--policy", "cache_aware")),
@@ -94,22 +96,41 @@ ROUTERS = {
 }  # fmt: skip
 
 
-def install(*releases: str) -> Path:
+# Its engines are workers of its own (`dynamo_engine.py`), so that only `live_routers.py` compares it.
+OF_DYNAMO = Router(
+    "Dynamo 1.6.1, KV router, fastokens",
+    "ai-dynamo==1.6.1",
+    (
+        *("--router-mode", "kv", "--tokenizer", "fastokens", "--kv-cache-block-size", str(BLOCK_TOKENS)),
+        *("--discovery-backend", "file", "--request-plane", "tcp", "--event-plane", "zmq"),
+    ),
+)
+# What its frontend and its workers import. It also wants a planner's simulator, which has no wheels here.
+_DYNAMO_NEEDS = (
+    *("ai-dynamo-runtime==1.6.1", "aiohttp", "kubernetes<33", "msgspec", "prometheus-client", "pyzmq"),
+    *("redis<9", "tqdm", "transformers", "zstandard", "uvloop"),
+)
+
+
+def install(*releases: str, alone: str = "") -> Path:
     """The virtual environment of some releases, made if it is not there; the first gives it its name.
+
+    Args:
+        releases: with all that they need.
+        alone: one that gives the name instead, without what it needs.
 
     Raises:
         RouterUnavailableError: pip's last words.
     """
-    release = releases[0]
+    release = alone or releases[0]
     home = CACHE / "routers" / release.replace("==", "-")
     done = home / "installed"
     if done.exists():
         return home
     print(f"installing {release} in {home}", file=sys.stderr)
-    for command in (
-        [sys.executable, "-m", "venv", "--clear", home],
-        [home / "bin" / "python", "-m", "pip", "install", "--quiet", "--no-input", *releases],
-    ):
+    pip = [home / "bin" / "python", "-m", "pip", "install", "--quiet", "--no-input"]
+    commands = [[sys.executable, "-m", "venv", "--clear", home], [*pip, *releases]]
+    for command in commands + ([[*pip, "--no-deps", alone]] if alone else []):
         ran = subprocess.run(command, check=False, capture_output=True, text=True)
         if ran.returncode:
             raise RouterUnavailableError(f"{release} cannot be installed: {_last_line(ran.stderr)}")
@@ -158,15 +179,33 @@ class Start:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
+def dynamo_engine() -> Start:
+    """A mock engine that is a worker of Dynamo.
+
+    Raises:
+        RouterUnavailableError: it cannot be installed.
+    """
+    places = (ROOT, ROOT / "benchmarks", *(path for path in sys.path if path.endswith("site-packages")))
+    environment = {"PYTHONPATH": os.pathsep.join(map(str, places)), "DYN_LOG": "off"}
+    return Start([_dynamo(), ROOT / "benchmarks" / "dynamo_engine.py"], "/health", environment)
+
+
+def _dynamo() -> Path:
+    return install(*_DYNAMO_NEEDS, alone=str(OF_DYNAMO.release)) / "bin" / "python"
+
+
 @contextmanager
-def running(router: str, engines: Sequence[Engine], log: Path) -> Iterator[tuple[str, Callable[[], float]]]:
+def running(
+    router: str, engines: Sequence[Engine], log: Path, core: int | None = None
+) -> Iterator[tuple[str, Callable[[], float]]]:
     """Starts a router before the engines and ends it; yields its address and a look at its CPU seconds.
+    `core` is the only one it may use.
 
     Raises:
         RouterUnavailableError: it is not ready in time; the message has the end of its log.
     """
     port = free_port()
-    with started(router, start_of(router, engines, port), port, log) as process:
+    with started(router, start_of(router, engines, port), port, log, core) as process:
         yield f"http://127.0.0.1:{port}", lambda: cpu_s(process.pid)
 
 
@@ -234,10 +273,16 @@ def start_of(router: str, engines: Sequence[Engine], port: int) -> Start:
     """
     known = ROUTERS[router]
     if known.release is None:
-        command: list[str | Path] = [sys.executable, "-m", "proxy.cli", "serve", "--port", str(port)]
+        checkout = known.checkout or ROOT
+        python = checkout / ".venv" / "bin" / "python" if known.checkout else sys.executable
+        command: list[str | Path] = [python, "-P", "-m", "proxy.cli", "serve", "--port", str(port)]
         for engine in engines:
             command += ["--engine", f"vllm={engine.url}"]
-        return Start(command, "/health/ready", {"ENABLE_KV_CACHE_REUSE": str(int(router == KVPIN))})
+        environment = {"ENABLE_KV_CACHE_REUSE": str(int(router != "kvpin-off")), "PYTHONPATH": str(checkout)}
+        return Start(command, "/health/ready", environment)
+    if router == DYNAMO:
+        command = [_dynamo(), "-m", "dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(port)]
+        return Start([*command, *known.flags], "/health")
     home = install(known.release)
     is_sglang = known.release == _SGLANG
     start = ["-m", "sglang_router.launch_router"] if is_sglang else ["-m", "vllm_router.launch_router"]

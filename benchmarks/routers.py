@@ -33,11 +33,12 @@ import msgspec
 from harness import ROOT, free_port, some_of, wait_ready
 from rich.console import Console
 from router_client import play
-from router_peers import DIRECT, ROUTERS, Engine, RouterUnavailableError, end, running
+from router_peers import DIRECT, ROUTERS, Engine, RouterUnavailableError, Start, end, running
 from router_result import EngineRecord, Reading, Result, summarise, table
 from router_work import MIXES, Mix, Question, make_warm_up, make_work, write_trace
 
 ENGINES = 4
+MOCK = Start([sys.executable, ROOT / "benchmarks" / "mock_engine.py"], "/health")
 # For the events of the warm-up to arrive, and those who look at engines to look once.
 SETTLE_S = 2.0
 
@@ -118,21 +119,27 @@ def run(workload: str, router: str, seed: int, work: Sequence[Question], served:
 
 @contextmanager
 def engines(
-    mix: Mix, prefill_rate: float, token_ms: float, count: int = ENGINES, window_groups: int = 0
+    mix: Mix,
+    prefill_rate: float,
+    token_ms: float,
+    count: int = ENGINES,
+    window_groups: int = 0,
+    start: Start = MOCK,
 ) -> Iterator[list[Engine]]:
-    """Starts the engines of a workload; ends them."""
+    """Starts the engines of a workload; ends them. `start`: the way to start each, without its options."""
     with ExitStack() as stack:
         started = []
         for _ in range(count):
             port = free_port()
-            command = [sys.executable, ROOT / "benchmarks" / "mock_engine.py", "--port", str(port)]
-            command += ["--kv-tokens", str(mix.kv_tokens), "--prefill-rate", str(prefill_rate)]
-            command += ["--token-ms", str(token_ms), "--window-groups", str(window_groups)]
-            process = subprocess.Popen(command, cwd=ROOT, process_group=0)
+            command = [*start.command, "--port", str(port), "--kv-tokens", str(mix.kv_tokens)]
+            command += ["--prefill-rate", str(prefill_rate), "--token-ms", str(token_ms)]
+            command += ["--window-groups", str(window_groups)]
+            environment = {**os.environ, **start.environment}
+            process = subprocess.Popen(command, cwd=ROOT, env=environment, process_group=0)
             stack.callback(end, process)
             started.append((f"http://127.0.0.1:{port}", process))
         for url, process in started:
-            wait_ready(f"{url}/health", process, 120)
+            wait_ready(f"{url}{start.health}", process, 120)
         yield [Engine(url, _events_of(url)) for url, _ in started]
 
 

@@ -1,4 +1,5 @@
 import asyncio
+import json
 from array import array
 
 import httpx
@@ -152,4 +153,19 @@ async def test_a_restart_forgets_what_it_was_sent(mock):
         (await client.post("/mock/restart")).raise_for_status()
     assert (engine.seen, engine.rendered) == ([], [])
     assert engine.cores[0].record.requests == 0
+    engine.close()
+
+
+async def test_a_quick_stream_says_what_the_fakes_own_says(mock):
+    engine = mock.MockVllm(mock.VllmOptions(model=mock.MODEL), mock.Clock(RATE, 0.0))
+    body = {"model": mock.MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
+    body |= {"stream": True, "return_token_ids": True}
+
+    async def events(**more):
+        answer = await client.post(mock.CHAT, json=body | more)
+        told = [json.loads(line[6:]) for line in answer.text.split("\n\n") if line.startswith("data: {")]
+        return [(event["choices"], event.get("prompt_token_ids")) for event in told if event["choices"]]
+
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(engine.app), base_url="http://e") as client:
+        assert await events() == await events(vllm_xargs={})
     engine.close()
