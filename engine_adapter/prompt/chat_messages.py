@@ -14,7 +14,7 @@ from typing import Any
 from engine_adapter.errors import ChatError
 from engine_adapter.prompt.extra_ids import Embeddings
 from engine_adapter.prompt.media import read_embeds
-from engine_adapter.prompt.template_input import ContentFormat
+from engine_adapter.prompt.template_input import ContentFormat, is_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def normalize_messages(
     if not isinstance(messages, list) or not messages:
         raise ChatError("messages must be a list of at least one message", param="messages")
     reader = _Reader(wanted, joint, make_word, hidden_size)
-    normal = [reader.message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    normal = [reader.message(message, i) for i, message in enumerate(messages)]
     return NormalMessages(normal, reader.embeddings, reader.word)
 
 
@@ -80,7 +80,10 @@ class _Reader:
     embeddings: list[EmbeddingSlot] = field(default_factory=list)
     word: str = ""
 
-    def message(self, message: object, name: str) -> dict[str, Any]:
+    def message(self, message: object, index: int) -> dict[str, Any]:
+        if type(message) is dict and is_text(message) and message["role"]:
+            return message
+        name = f"messages[{index}]"
         if not isinstance(message, dict):
             raise ChatError(f"{name} must be an object", param=name)
         role = message.get("role")

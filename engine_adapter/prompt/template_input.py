@@ -5,7 +5,7 @@ Most do it alike; an adapter declares what its engine does otherwise in `EngineI
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -34,6 +34,11 @@ class TemplateInput:
     message: Callable[[dict[str, Any], ContentFormat], dict[str, Any]] | None = None
     joint: str = "\n"
     content_format: Callable[[str], ContentFormat] | None = None
+
+
+def is_text(message: Mapping[str, Any]) -> bool:
+    """True if a message is a text that someone says, and no more."""
+    return len(message) == 2 and type(message.get("content")) is type(message.get("role")) is str  # noqa: PLR2004
 
 
 def _usual_message(message: dict[str, Any], _wanted: ContentFormat) -> dict[str, Any]:

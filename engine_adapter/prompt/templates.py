@@ -29,6 +29,7 @@ from engine_adapter.prompt.bounds import (
     checked_filter,
 )
 from engine_adapter.prompt.sandbox import Sandbox
+from engine_adapter.prompt.template_input import is_text
 
 TEMPLATE_ERRORS = (
     TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
@@ -114,7 +115,7 @@ def _bounded(pieces: Iterator[str]) -> str:
 
 def _prepared(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """The message without keys that hold None, whose reasoning has the names that templates read."""
-    if None not in message.values() and message.keys().isdisjoint(_REASONING):
+    if is_text(message) or (None not in message.values() and message.keys().isdisjoint(_REASONING)):
         return message
     known = {key: value for key, value in message.items() if value is not None}
     reasoning = next((known[key] for key in _REASONING if key in known), None)

@@ -9,13 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 from engine_adapter.prompt.forms import BILLING
-from engine_adapter.prompt.template_input import ContentFormat, TemplateInput
+from engine_adapter.prompt.template_input import ContentFormat, TemplateInput, is_text
 
 _REASONING = ("reasoning", "reasoning_content")
 
 
 def _message(message: dict[str, Any], wanted: ContentFormat) -> dict[str, Any]:
     role, content = message["role"], message.get("content")
+    if wanted is ContentFormat.STRING and role != "system" and is_text(message):
+        return {"role": role, "content": content}
     parts = (
         content
         if isinstance(content, list)

@@ -20,6 +20,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
+import msgspec
+
 from engine_adapter.types import TokenIds
 
 LIMIT_BYTES = 32 * 2**20
@@ -34,8 +36,7 @@ _ERRORS = "surrogatepass"
 _Key = tuple[Hashable, bytes]
 
 
-@dataclass(frozen=True, slots=True)
-class Owner:
+class Owner(msgspec.Struct, frozen=True, gc=False):
     """The owner of a chat.
 
     Attributes:
@@ -103,18 +104,19 @@ class _Share:
         return segment.n_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class ChatText:
+class ChatText(msgspec.Struct, frozen=True):
     """A chat's text: its known segments, and the pieces that must be encoded.
 
     Attributes:
         owner: whose chat it is.
         new: the pieces after them. All but the last one are segments, too.
+        written: the same as UTF-8.
     """
 
     owner: Owner
     known: Sequence[_Segment]
     new: Sequence[str]
+    written: Sequence[bytes]
 
 
 class KnownBeginning:
@@ -167,16 +169,17 @@ class KnownChats:
         while segment := share.find(before, whole, start, self._cut):
             known.append(segment)
             before, start = segment.number, start + len(segment.key[1])
-        return ChatText(owner, known, self._pieces(whole, start))
+        written = self._pieces(whole, start)
+        return ChatText(owner, known, [piece.decode(errors=_ERRORS) for piece in written], written)
 
     def add(self, chat: ChatText, encoded: Sequence[TokenIds[int]]) -> tuple[TokenIds[int], KnownBeginning]:
         """Remembers the new segments of a chat that `read` gave; `encoded` are the ids of each piece in
         `chat.new`. Returns the ids of the whole text, and its known beginning."""
         share = self._shares.setdefault(chat.owner.tenant, _Share())
         segments = list(chat.known)
-        for piece, ids in zip(chat.new[:-1], encoded, strict=False):
+        for piece, ids in zip(chat.written[:-1], encoded, strict=False):
             before = segments[-1].number if segments else chat.owner.namespace
-            segments.append(self._keep(share, (before, piece.encode(errors=_ERRORS)), ids))
+            segments.append(self._keep(share, (before, piece), ids))
         # The last segment first: it is of no use without those before it.
         for segment in reversed(segments):
             if segment.key in share.segments:
@@ -188,13 +191,13 @@ class KnownChats:
         self._shrink()
         return token_ids, KnownBeginning(segments)
 
-    def _pieces(self, text: bytes, start: int) -> list[str]:
+    def _pieces(self, text: bytes, start: int) -> list[bytes]:
         """The segments of a text from `start`, and the rest of it. They depend only on what precedes them."""
-        pieces = list[str]()
+        pieces = list[bytes]()
         while (end := text.find(self._cut, start + _LEAST_BYTES)) >= 0:
-            pieces.append(text[start:end].decode(errors=_ERRORS))
+            pieces.append(text[start:end])
             start = end
-        return [*pieces, text[start:].decode(errors=_ERRORS)]
+        return [*pieces, text[start:]]
 
     def _keep(self, share: _Share, key: _Key, ids: TokenIds[int]) -> _Segment:
         """The segment under this key: a request that ran meanwhile may have added it."""

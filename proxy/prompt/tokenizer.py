@@ -96,8 +96,10 @@ class LocalTokenizer:
         """The chat's text. A template may look at any message for any other: it always gets all of them."""
         messages = len(source.messages) if isinstance(source.messages, list) else 0
         ms, size = messages / _MESSAGES_PER_MS, len(body.raw)
-        if size > VALUES_PER_MS:  # a template may write out each value
-            ms = max(ms, size / JSON_BYTES_PER_MS, body.n_values / VALUES_PER_MS)
+        if size > VALUES_PER_MS:
+            ms = max(ms, size / JSON_BYTES_PER_MS)
+            if source.more or source.tools or source.template_kwargs:  # a template may write out each value
+                ms = max(ms, body.n_values / VALUES_PER_MS)
         return await off_loop(partial(self.tokenizer.render, **_of_template(source)), ms=ms, what="render")
 
     async def text(self, source: CompletionInput, limit: int | None = None) -> ChatPrompt:

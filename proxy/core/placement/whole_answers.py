@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, combinations
 from math import inf
+from operator import itemgetter
 
 import msgspec
 
@@ -101,17 +102,15 @@ def fit(answers: Sequence[AnswerSample]) -> Fit | None:
 def _token_seconds(answers: Sequence[AnswerSample]) -> list[tuple[float, float]]:
     """Seconds for each prompt token, with a weight: by each two answers, and by each with the guess."""
     found = [(each.seconds / (each.prefilled + STEP_TOKENS * each.output), GUESS_WEIGHT) for each in answers]
-    shares = [(each, each.prefill_share) for each in answers]
-    for (one, own), (other, others) in combinations(shares, 2):
-        apart = one.prefilled * other.output - other.prefilled * one.output
-        if apart:
-            seconds = one.seconds * other.output - other.seconds * one.output
-            found.append((seconds / apart, abs(own - others)))
+    plain = [(each.prefilled, each.output, each.seconds, each.prefill_share) for each in answers]
+    for (tokens, output, seconds, share), (others, theirs, while_s, their_share) in combinations(plain, 2):
+        if apart := tokens * theirs - others * output:
+            found.append(((seconds * theirs - while_s * output) / apart, abs(share - their_share)))
     return found
 
 
 def weighted_median(values: Iterable[tuple[float, float]]) -> float:
     """The value below which half of the weight lies. There must be one."""
-    ordered = sorted(values)
+    ordered = sorted(values, key=itemgetter(0))
     below = list(accumulate([weight for _, weight in ordered]))
     return ordered[bisect_left(below, below[-1] / 2)][0]
