@@ -188,7 +188,7 @@ class Request:
     changed: str
     texts: Sequence[str] = ()
     begun: float = 0.0
-    ended: float = 0.0
+    ended: float = float("inf")
     error: str = ""
     first_s: float | None = None
 
@@ -439,12 +439,13 @@ class Outcome:
         told = sorted(
             {word for each in self.requests for word in f"{each.normalised},{each.changed}".split(",")}
         )
+        n_read = sum(bool(turn.text) for turn in self.turns)
         lost_texts = sorted({text[:60] for each in self.requests for text in each.lost(self.turns)})
         return (
             f"{len(own)} turns, first prompt {own[0].prompt if own else 0:,}, "
             f"later turns cached {share:.1%}, at most {lost} of the last prompt lost | {' '.join(shares)} | "
             f"{', '.join(filter(None, told)) or 'unchanged'} | {'; '.join(bad) or 'no error'} | "
-            f"{f'not in the prompt: {lost_texts}' if lost_texts else 'no text lost'}"
+            f"{f'not in the prompt: {lost_texts}' if lost_texts else f'no text lost in {n_read} prompts'}"
         )
 
 
