@@ -55,7 +55,7 @@ TEMPLATES = (
     "deepseek-ai-DeepSeek-V3.1",
 )
 CTX = 65_536
-RUN_S = 300.0
+RUN_S = 900.0
 BLOCK = 32
 _ERROR = 400
 _CHAT = "/v1/chat/completions"
@@ -95,10 +95,10 @@ AGENTS = {
             *("aider/bin/aider", "--model", f"openai/{MODEL}", "--openai-api-base", "{url}"),
             *("--openai-api-key", "x", "--yes-always", "--no-git", "--no-check-update", "--no-analytics"),
             *("--no-show-model-warnings", "--no-show-release-notes", "--no-pretty", "--no-detect-urls"),
-            *("--edit-format", "diff", "--map-tokens", "0", "--load", "{home}/turns", "tides.py"),
+            *("--edit-format", "diff", "--map-tokens", "0", "tides.py"),
         ),
         {"LITELLM_LOCAL_MODEL_COST_MAP": "True"},
-        {"turns": "".join(f"/code Say more about line {turn} of tides.py.\n" for turn in range(5))},
+        typed="".join(f"Say more about line {turn} of tides.py.\n" for turn in range(5)),
     ),
     **{name: agent for name, agent in CHAT_AGENTS.items() if name != "gptme"},
 }
@@ -177,6 +177,8 @@ class Request:
     """A request of an agent's, as the relay before kvpin saw it.
 
     Attributes:
+        texts: what its messages say.
+        begun, ended: when it came and when its answer was whole, in seconds.
         first_s: time to the first part of the answer that tells a token or a call; None without one.
     """
 
@@ -184,8 +186,37 @@ class Request:
     status: int
     normalised: str
     changed: str
+    texts: Sequence[str] = ()
+    begun: float = 0.0
+    ended: float = float("inf")
     error: str = ""
     first_s: float | None = None
+
+    def lost(self, turns: Sequence[Turn]) -> list[str]:
+        """The texts that stand in no prompt that the engine rendered while the request was served, but for a
+        line that kvpin drops and tells."""
+        prompts = [_bare(each.text) for each in turns if self.begun <= each.at <= self.ended and each.text]
+        texts = [each for each in self.texts if not each.startswith("x-anthropic-billing-header")]
+        return [each for each in texts if prompts and not any(_bare(each) in told for told in prompts)]
+
+
+_ESCAPES = re.compile(r'\\+(u[0-9a-fA-F]{4}|[nrt"])|[^A-Za-z0-9]')
+
+
+def _bare(text: str) -> str:
+    """Letters and digits of a text: templates trim it, and some write it as JSON."""
+    return _ESCAPES.sub("", text)
+
+
+def _texts(told: object) -> Iterator[str]:
+    """What messages, items, blocks and results say, at any depth."""
+    if isinstance(told, list):
+        for each in told:
+            yield from [each] if isinstance(each, str) else _texts(each)
+    elif isinstance(told, dict):
+        for name in ("system", "instructions", "messages", "input", "content", "text", "output"):
+            value = told.get(name)
+            yield from [value] if isinstance(value, str) else _texts(value)
 
 
 class Notes(Relay):
@@ -199,20 +230,25 @@ class Notes(Relay):
         """Serves a request, and notes it."""
         begun = time.monotonic()
         with self.ask(handler, body) as answer:
-            told = [answer.getheader(f"x-kvpin-{name}", "") for name in ("normalised", "changed")]
-            request = Request(urlsplit(handler.path).path, answer.status, *told)
+            normalised, changed = (
+                answer.getheader(f"x-kvpin-{name}", "") for name in ("normalised", "changed")
+            )
+            asked = json.loads(body) if body[:1] == b"{" else {}
+            path = urlsplit(handler.path).path
+            request = Request(path, answer.status, normalised, changed, [*_texts(asked)], begun)
             self.requests.append(request)
-            parts = self._watched(answer, request, begun)
+            parts = self._watched(answer, request)
             handler.answer(answer.status, dict(answer.getheaders()), parts)
+            request.ended = time.monotonic()
 
     @staticmethod
-    def _watched(answer: http.client.HTTPResponse, request: Request, begun: float) -> Iterator[bytes]:
+    def _watched(answer: http.client.HTTPResponse, request: Request) -> Iterator[bytes]:
         seen = b""
         for part in _parts(answer):
             if request.first_s is None:
                 seen += part
                 if _TOKEN.search(seen):
-                    request.first_s = time.monotonic() - begun
+                    request.first_s = time.monotonic() - request.begun
             if answer.status >= _ERROR:
                 request.error += part.decode(errors="replace")
             yield part
@@ -225,11 +261,18 @@ _TOKEN = re.compile(
 
 @dataclass
 class Turn:
-    """A prompt that the engine computed."""
+    """A prompt that the engine computed.
+
+    Attributes:
+        at: when its answer began, in seconds.
+        text: as the engine's template made it; empty where the engine does not tell.
+    """
 
     cached: int
     prompt: int
     is_agents: bool
+    at: float
+    text: str
 
 
 class Script(Relay):
@@ -275,8 +318,17 @@ class Script(Relay):
             parts = _events(events, message, wants_usage=wants_usage)
         usage = told["usage"]
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        self.turns.append(Turn(cached, usage["prompt_tokens"], bool(asked.get("tools"))))
+        turn = Turn(cached, usage["prompt_tokens"], bool(asked.get("tools")), time.monotonic(), "")
+        turn.text = self._rendered(asked)
+        self.turns.append(turn)
         handler.answer(status, headers, parts)
+
+    def _rendered(self, asked: Mapping[str, Any]) -> str:
+        """The prompt, as a llama-server's template makes it; empty from another engine."""
+        told = httpx.post(
+            f"http://{self.upstream}/apply-template", json=asked, timeout=RUN_S, trust_env=False
+        )
+        return str(told.json().get("prompt", "")) if told.is_success else ""
 
     def _message(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         message: dict[str, Any] = {
@@ -387,10 +439,13 @@ class Outcome:
         told = sorted(
             {word for each in self.requests for word in f"{each.normalised},{each.changed}".split(",")}
         )
+        n_read = sum(bool(turn.text) for turn in self.turns)
+        lost_texts = sorted({text[:60] for each in self.requests for text in each.lost(self.turns)})
         return (
             f"{len(own)} turns, first prompt {own[0].prompt if own else 0:,}, "
             f"later turns cached {share:.1%}, at most {lost} of the last prompt lost | {' '.join(shares)} | "
-            f"{', '.join(filter(None, told)) or 'unchanged'} | {'; '.join(bad) or 'no error'}"
+            f"{', '.join(filter(None, told)) or 'unchanged'} | {'; '.join(bad) or 'no error'} | "
+            f"{f'not in the prompt: {lost_texts}' if lost_texts else f'no text lost in {n_read} prompts'}"
         )
 
 
@@ -403,18 +458,22 @@ def work(agent: Agent, notes: Notes, script: Script, calls: int, root: Path) -> 
     notes.requests = []
     if agent.before:
         _run(agent.before, directory, env)
-    returned, printed = _run(agent.command, directory, env)
+    returned, printed = _run(agent.command, directory, env, agent.typed)
     return Outcome(notes.requests, script.turns, printed, returned)
 
 
-def _run(command: Sequence[str], directory: Path, env: Mapping[str, str]) -> tuple[int | None, str]:
+def _run(
+    command: Sequence[str], directory: Path, env: Mapping[str, str], typed: str = ""
+) -> tuple[int | None, str]:
     """Runs a command to its end, or for `RUN_S`; returns its status and what it printed."""
-    with tempfile.TemporaryFile() as output:
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as keys:
+        keys.write(typed.encode())
+        keys.seek(0)
         process = subprocess.Popen(
             [str(HOME / command[0]), *command[1:]],
             cwd=directory,
             env=dict(env),
-            stdin=subprocess.DEVNULL,
+            stdin=keys,
             stdout=output,
             stderr=output,
             start_new_session=True,
@@ -450,13 +509,13 @@ def served(kind: str, template: str, log: Path) -> Iterator[tuple[Notes, Script]
 
 def _wait_tokenised(url: str) -> None:
     """Returns once kvpin knows what the engine's template loses."""
-    end = time.monotonic() + 60
+    end = time.monotonic() + 300
     while time.monotonic() < end:
         pools = httpx.get(f"{url}/admin/v1/stats", trust_env=False).json()["pools"]
         if not any(word in pool["tokenisation"]["detail"] for pool in pools for word in _PENDING):
             return
         time.sleep(0.2)
-    raise TimeoutError("kvpin did not compare its tokens with the engine's within 60 s")
+    raise TimeoutError("kvpin did not compare its tokens with the engine's within 300 s")
 
 
 _PENDING = ("being loaded", "not checked", "is checked once")
@@ -492,7 +551,7 @@ def main() -> None:
     parser.add_argument("--template", action="append", help="of a llama-server; repeatable")
     parser.add_argument("--engine", default="llama_server", choices=("llama_server", "vllm", "embedded"))
     parser.add_argument("--calls", type=int, default=4)
-    parser.add_argument("--show", action="store_true", help="print what the agents print")
+    parser.add_argument("--show", action="store_true", help="what the agents print, and why kvpin missed")
     options = parser.parse_args()
     for template in options.template or TEMPLATES:
         with tempfile.TemporaryDirectory() as log, served(options.engine, template, Path(log)) as relays:
@@ -506,6 +565,9 @@ def main() -> None:
                 print(f"{template} | {name} | {outcome}", flush=True)
                 if options.show:
                     print(outcome.returned, outcome.printed[-3000:], flush=True)
+                    url = f"http://{relays[0].upstream}/admin/v1/requests"
+                    for record in httpx.get(url, timeout=RUN_S, trust_env=False).json()["requests"]:
+                        print(f"kvpin: {record['miss']} {record['differs_at']}", flush=True)
                 shutil.rmtree(root, ignore_errors=True)
 
 

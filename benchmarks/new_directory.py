@@ -52,12 +52,14 @@ class Agent:
         env: environment variables, filled in likewise.
         files: what it reads below its home directory.
         before: a command that sets it up.
+        typed: what it reads from its standard input.
     """
 
     command: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
     before: Sequence[str] = ()
+    typed: str = ""
 
 
 AGENTS = {

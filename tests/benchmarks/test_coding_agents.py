@@ -66,3 +66,20 @@ def test_notes_have_status_headers_and_the_first_token(script):
     first, second = notes.requests
     assert (first.path, first.status, first.first_s is not None) == ("/v1/chat/completions", 200, True)
     assert (second.path, second.status, second.first_s) == ("/v1/none", 404, None)
+
+
+def test_a_text_that_no_prompt_holds_is_lost():
+    from coding_agents import Request, Turn, _texts
+
+    block = {"type": "tool_result", "content": [{"type": "text", "text": 'He said "high".'}]}
+    asked = {
+        "system": "Be brief.",
+        "messages": [{"role": "user", "content": [block]}, {"content": " Go\non "}],
+    }
+    texts = [*_texts(asked)]
+    assert texts == ["Be brief.", 'He said "high".', " Go\non "]
+    request = Request("/v1/messages", 200, "", "", texts, begun=1.0, ended=3.0)
+    whole = Turn(0, 9, is_agents=True, at=2.0, text='Be brief.\n"He said \\"high\\"." Go\non')
+    assert request.lost([whole]) == []
+    assert request.lost([Turn(0, 9, is_agents=True, at=2.0, text="Be brief. Go\non")]) == ['He said "high".']
+    assert request.lost([Turn(0, 9, is_agents=True, at=4.0, text="another's")]) == []
