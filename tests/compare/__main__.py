@@ -19,7 +19,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.compare.cases import cases
 from tests.compare.mutations import MUTATIONS, Mutation, mutated
 from tests.compare.transcripts import Transcript, differences, masked, read, write
 from tests.compare.world import ROOT, run
@@ -48,8 +47,7 @@ def main() -> None:
         parser.error(f"name {expected} version{'s' if expected > 1 else ''}")
     if arguments.child:
         with tempfile.TemporaryDirectory() as directory:
-            wanted = [case for case in cases() if only in case.name]
-            write(arguments.child, asyncio.run(run(Path(versions[0]), Path(directory), wanted)))
+            write(arguments.child, asyncio.run(run(Path(versions[0]), Path(directory), only)))
         return
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda version: transcript_of(version, only), versions))

@@ -1,4 +1,4 @@
-"""kvpin whose clocks stand still until the comparison moves them: durations, rates and costs are the same each time.
+"""kvpin whose clocks stand still until the comparison moves them: all durations are the same each time.
 
     python -P clocked_kvpin.py FILE serve …
 

@@ -22,6 +22,7 @@ class Mutation:
     new: str
 
 
+# ruff: noqa: E501 - a mutation a line
 # fmt: off
 MUTATIONS = (
     Mutation("wire: an answer's header goes on to the client", "proxy/headers.py", '    "set-cookie",\n', ""),

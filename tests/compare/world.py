@@ -1,8 +1,8 @@
 """A kvpin of any version before the fake engines of the tests, and what one sees of it in each case.
 
-kvpin's clocks are the comparison's (`clocked_kvpin.py`), so that durations and all that is learned from them
-are the same in each run. Before and after each case, the world is at rest: no request runs, every event of the
-engines has been read, and all threads of kvpin sleep.
+kvpin's clocks are the comparison's (`clocked_kvpin.py`), so that durations, and all that is learned from
+them, are the same in each run. Before and after each case, the world is at rest: no request runs, every
+event of the engines has been read, and all threads of kvpin sleep.
 """
 
 from __future__ import annotations
@@ -15,52 +15,27 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.compare.cases import ADMIN, KEYS, Case
+from tests.compare.cases import cases
 from tests.compare.doors import Doors, asked, joined, read_answer
+from tests.compare.messages import ADMIN, Case
+from tests.compare.setups import SETUPS, Setup
 from tests.compare.transcripts import Transcript
 from tests.fake_engines.publisher import Publisher
-from tests.fake_engines.sglang import running_sglang
-from tests.fake_engines.text import MODEL_DIR, words
-from tests.fake_engines.vllm import running_vllm
+from tests.fake_engines.text import words
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).with_name("clocked_kvpin.py")
-START_S, REST_S, SETTLE_S = 300.0, 30.0, 0.5
+START_S, REST_S, SETTLE_S, STOP_S = 300.0, 60.0, 1.0, 30.0
 _LOOKS, _LOOK_S = 3, 0.002
+_loading = asyncio.Lock()  # two threads must not import transformers at once
 CASE_S = 1.0
 """Seconds by which kvpin's clocks move before each case."""
-
-SETTINGS = f"""
-reuse = true
-name = "compared"
-admin_key = "{ADMIN}"
-tenant_metrics = 8
-model_aliases = {{ alias = "tiny" }}
-cors_origins = ["https://chat.example"]
-
-[logs]
-format = "json"
-level = "debug"
-
-[health]
-interval_s = 1
-timeout_s = 60
-
-[limits]
-json_values = 20000
-body_bytes = "1MiB"
-request_records = 4000
-
-[[normalise]]
-rules = ["billing_line", "date_to_day", "tools_sorted", "schemas_sorted"]
-model = "plain"
-"""
 
 
 @dataclass(slots=True)
@@ -95,8 +70,9 @@ class World:
 
     async def told(self, path: str) -> Any:
         """What a GET of the admin API answers."""
-        head = f"GET /admin/v1/{path} HTTP/1.1\r\nhost: kvpin\r\nauthorization: Bearer {ADMIN}\r\n\r\n"
-        return json.loads((await asked(self.port, head.encode(), b"")).partition(b"\r\n\r\n")[2])
+        head = f"GET /admin/v1/{path} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {ADMIN}\r\n\r\n"
+        answer = await asked(self.port, head.encode(), b"")
+        return json.loads(answer.partition(b"\r\n\r\n")[2])
 
     async def quiet(self) -> None:
         """Returns when all threads of kvpin sleep."""
@@ -108,7 +84,7 @@ class World:
     async def rest(self) -> None:
         """Returns when the world is at rest."""
         ends = time.monotonic() + REST_S
-        while self.doors.busy or (why := await self._unrest()):
+        while why := await self._unrest():
             if time.monotonic() > ends:
                 raise SystemExit(f"the world does not come to rest: {why}\n{self.log.read_text()[-3000:]}")
             await asyncio.sleep(0.005)
@@ -116,10 +92,16 @@ class World:
     async def _unrest(self) -> str:
         """Why the world is not at rest; empty if it is."""
         await self.quiet()
-        published = {name: publisher.published for name, publisher in self.batches.items()}
+        if self.doors.busy:
+            return "engines answer"
         for engine in (await self.told("engines"))["engines"]:
             if engine["state"] not in {"ready", "draining"} or engine["in_flight"]:
                 return f"{engine['id']} is {engine['state']}, {engine['in_flight']} in flight"
+        return await self.unread()
+
+    async def unread(self) -> str:
+        """Which events kvpin has not read; empty if it has read all."""
+        published = {name: publisher.published for name, publisher in self.batches.items()}
         if published == self.heard:
             return ""
         for engine in (engine for pool in (await self.told("stats"))["pools"] for engine in pool["engines"]):
@@ -144,72 +126,52 @@ def _states(pid: int) -> Iterator[str]:
             continue
 
 
-_PLAIN: dict[str, object] = {"model": "plain", "share_kv": True, "tokenizer": str(MODEL_DIR)}
-_WITHOUT: dict[str, object] = {"model": "plain", "kv_events": False, "enable_scale_out": False}
-ENGINES: tuple[
-    tuple[str, dict[str, object], Callable[..., AbstractContextManager], dict[str, object]], ...
-] = (
-    # its name, its settings, its fake, and the fake's options
-    ("v0", {"kind": "vllm"}, running_vllm, {"model": "tiny"}),
-    ("v1", {"kind": "vllm"}, running_vllm, {"model": "tiny"}),
-    ("w", {"kind": "vllm"}, running_vllm, {"model": "solo", "loras": ("lora",)}),
-    ("sg", {"kind": "sglang"}, running_sglang, {"model": "sg"}),
-    ("p0", {"kind": "openai_compatible", **_PLAIN}, running_vllm, _WITHOUT),
-    ("p1", {"kind": "openai_compatible", **_PLAIN}, running_vllm, _WITHOUT),
-)
-
-
 @asynccontextmanager
-async def running_world(checkout: Path, directory: Path) -> AsyncIterator[World]:
+async def running_world(setup: Setup, checkout: Path, directory: Path) -> AsyncIterator[World]:
     """Starts engines and the kvpin of `checkout`; yields the world once it is at rest; ends all."""
     config, clock, log = directory / "kvpin.toml", directory / "clock", directory / "log"
-    doors, fakes = Doors(), {}
-    tables = [_table("api_keys", key) for key in KEYS]
-    for name, settings, _, _ in ENGINES:
-        url = f"http://127.0.0.1:{await doors.open(name)}"
-        tables.append(_table("engines", {"id": name, "url": url, **settings}))
-    config.write_text(SETTINGS + "\n".join(tables))
+    doors, publishers = Doors(), dict[str, Publisher]()
+    config.write_text(setup.toml({engine.name: await doors.open(engine.name) for engine in setup.engines}))
     clock.write_bytes(bytes(8))
     with ExitStack() as stack:
         process = stack.enter_context(_process(checkout, clock, log, config))  # it begins while engines do
-        await asyncio.to_thread(words)
-        for name, _, fake, options in ENGINES:
-            fakes[name] = stack.enter_context(fake(**options))
-            doors.ports[name] = int(fakes[name].url.rpartition(":")[2])
+        async with _loading:
+            await asyncio.to_thread(words)
+        for engine in setup.engines:
+            running = stack.enter_context(engine.start(**engine.options))
+            doors.ports[engine.name] = int(running.url.rpartition(":")[2])
+            if engine.kind == "vllm" and setup.follows_events:
+                publishers[engine.name] = running.publisher
         ends = time.monotonic() + START_S
         while not (found := re.search(r"base_url +http\S+?:(\d+)/v1\n", log.read_text(errors="replace"))):
             if process.poll() is not None or time.monotonic() > ends:
                 raise SystemExit(f"kvpin of {checkout} does not start:\n{log.read_text()}")
             await asyncio.sleep(0.05)
-        batches = {name: fakes[name].publisher for name in ("v0", "v1", "w")}
-        world = World(int(found[1]), process.pid, doors, clock, log, batches)
-        await _until_ready(world)
+        world = World(int(found[1]), process.pid, doors, clock, log, publishers)
+        await _until_ready(world, setup)
         yield world
         process.terminate()
-        process.wait(30)
+        process.wait(STOP_S)
 
 
-def _table(name: str, fields: dict[str, object]) -> str:
-    """An entry of a list of tables in TOML."""
-    return "\n".join([f"[[{name}]]", *(f"{key} = {json.dumps(value)}" for key, value in fields.items()), ""])
-
-
-async def _until_ready(world: World) -> None:
+async def _until_ready(world: World, setup: Setup) -> None:
     """Lets the engines join one after the other, so that their order is the same each time."""
-    for name in sorted(world.doors.closed):
-        world.doors.closed.remove(name)
-        while f'"{name}", "model"' not in world.log.read_text():
+    for engine in setup.engines:
+        world.doors.closed.remove(engine.name)
+        joined = f'"engine": "{engine.name}", "model"'
+        while joined not in world.log.read_text():  # noqa: ASYNC110 - another process
             await asyncio.sleep(0.02)
-    while True:
-        pools = (await world.told("stats"))["pools"]
-        details = [pool["tokenisation"]["detail"] for pool in pools]
-        if not any("being loaded" in each or "not checked" in each for each in details):
-            break
-        await asyncio.sleep(0.1)
-    await world.rest()
-    await asyncio.sleep(SETTLE_S)
-    await world.rest()
+    size = -1
+    while size != (size := world.log.stat().st_size) or not await _is_tokenised(world, setup):
+        await world.rest()
+        await asyncio.sleep(SETTLE_S)
     world.new_log()
+
+
+async def _is_tokenised(world: World, setup: Setup) -> bool:
+    """True if kvpin has checked all tokenizers, or none is used."""
+    details = [pool["tokenisation"]["detail"] for pool in (await world.told("stats"))["pools"]]
+    return not setup.follows_events or all("as the engine" in each or "unchecked" in each for each in details)
 
 
 @contextmanager
@@ -229,39 +191,54 @@ def _process(checkout: Path, clock: Path, log: Path, config: Path) -> Iterator[s
         process.wait()
 
 
-async def run(checkout: Path, directory: Path, cases: list[Case]) -> Transcript:
-    """Sends all cases, one after the other."""
-    found: Transcript = {}
-    async with running_world(checkout, directory) as world:
-        for case in cases:
+async def run(checkout: Path, directory: Path, only: str = "") -> Transcript:
+    """Sends the cases of all worlds; those of a world one after the other. `only`: a part of their names."""
+    transcripts = await asyncio.gather(*(_run_all(name, checkout, directory, only) for name in SETUPS))
+    return {name: parts for transcript in transcripts for name, parts in transcript.items()}
+
+
+async def _run_all(name: str, checkout: Path, directory: Path, only: str) -> Transcript:
+    wanted, found = [case for case in cases(name) if only in case.name], Transcript()
+    if not wanted:
+        return found
+    (directory / name).mkdir()
+    async with running_world(SETUPS[name], checkout, directory / name) as world:
+        for case in wanted:
             found[case.name] = await _run(world, case)
-        calls = sorted({f"{name} {_text(head)}{_text(body)}" for name, head, body in world.doors.control})
-        found["control calls of engines"] = {"engines": "\n".join(calls)}
+        calls = sorted({f"{engine} {_text(head)}{_text(body)}" for engine, head, body in world.doors.control})
+        found[f"{name} control calls"] = {"engines": "\n".join(calls)}
     return found
 
 
 async def _run(world: World, case: Case) -> dict[str, str]:
     world.tick(CASE_S + case.later)
     world.doors.begin(case.acts)
-    tasks = []
+    tasks, late = [], 0
     for request in case.requests:
         tasks.append(asyncio.create_task(_asked(world.port, request, case.leaves)))
         if len(case.requests) > 1:
             await asyncio.sleep(0.005)
             await world.quiet()
+            while await world.unread():  # noqa: ASYNC110 - another process
+                await asyncio.sleep(0.005)
+            await world.quiet()
     while not all(task.done() for task in tasks):
         await asyncio.sleep(0.002)
-        if world.doors.held and case.leaves is None:
+        if world.doors.n_held > late and case.leaves is None:
             await world.quiet()
             world.tick(case.takes)
-            world.doors.let_go()
+            late += 1
+            if not case.stuck:
+                world.doors.let_go()
     await world.quiet()
     while world.doors.held:  # kvpin has not left, though its client has
         world.doors.let_go()
     await world.rest()
     answers = [task.result() for task in tasks]
     seen = {f"client {n}": _text(each) for n, each in enumerate(answers)}
-    seen |= {f"engine {n}": f"{e}\n{_text(h)}{_text(b)}" for n, (e, h, b) in enumerate(world.doors.seen)}
+    # Parts of one request are sent side by side: their order is chance, that of attempts is not.
+    sent = sorted(world.doors.seen, key=lambda each: each[2])
+    seen |= {f"engine {n}": f"{e}\n{_text(h)}{_text(b)}" for n, (e, h, b) in enumerate(sent)}
     ids = [each for answer in answers for each in re.findall(rb"\r\nx-request-id: (\S+)", answer)]
     for number, name in enumerate(ids):
         seen[f"record {number}"] = json.dumps(await world.told(f"requests/{name.decode()}"), indent=1)
@@ -273,13 +250,18 @@ async def _asked(port: int, request: bytes, leaves: int | None) -> bytes:
     """What a client gets: as many answers as it sent requests on its connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 24)
     try:
-        writer.write(request)
+        head, gap, body = request.partition(b"\r\n\r\n")
+        got = b""
+        writer.write(head + gap)
+        if b"100-continue" in head:
+            got = await reader.readuntil(gap)  # the body is sent once kvpin asks for it
+        writer.write(body)
         if leaves is not None:
             got = await reader.readexactly(leaves) if leaves else b""
             await asyncio.sleep(0.01)
             return got
         async with asyncio.timeout(REST_S):
-            return joined(await read_answer(reader, is_head=request.startswith(b"HEAD")))
+            return got + joined(await read_answer(reader, is_head=request.startswith(b"HEAD")))
     except (asyncio.IncompleteReadError, OSError) as error:
         return b"(no answer) " + getattr(error, "partial", b"")
     finally:

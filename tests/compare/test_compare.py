@@ -1,0 +1,44 @@
+"""kvpin does what it did when `recorded.xz` was written."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tests.compare.mutations import MUTATIONS, mutated
+from tests.compare.transcripts import differences, masked, read
+from tests.compare.world import ROOT, run
+
+RECORDED = Path(__file__).with_name("recorded.xz")
+
+
+@pytest.mark.live
+@pytest.mark.timeout(600)
+def test_kvpin_does_what_was_recorded(tmp_path):
+    now = masked(asyncio.run(run(ROOT, tmp_path)), (ROOT,))
+    lines = list(differences(read(RECORDED), now))
+    assert not lines, "\n".join(
+        [*lines[:200], "wanted? scripts/compare --record tests/compare/recorded.xz ."]
+    )
+
+
+def test_the_text_of_every_mutation_stands_once_in_the_code(tmp_path):
+    gone = [
+        each.about for number, each in enumerate(MUTATIONS) if not mutated(ROOT, each, tmp_path / str(number))
+    ]
+    assert not gone
+
+
+def test_ids_and_salts_are_numbered_and_times_are_left_out():
+    salts = [f"kvpin-{digit * 32}" for digit in "ab"]
+    before = {"a": {"x": f"{salts[0]} req-{'c' * 32}\nDate: today"}, "b": {"x": salts[1]}}
+    after = {"a": {"x": f"{salts[1]} req-{'d' * 32}\ndate: later"}, "b": {"x": salts[0]}}
+    assert not list(differences(masked(before, ()), masked(after, ())))
+    after["b"]["x"] = salts[1]
+    assert list(differences(masked(before, ()), masked(after, ())))[2:] == [
+        "@@ -1 +1 @@",
+        "-<salt 2>",
+        "+<salt 1>",
+    ]
