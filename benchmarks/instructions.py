@@ -6,10 +6,12 @@ time is subtracted. The counts do not depend on what else the machine does.
 
     apt-get install valgrind
     python benchmarks/instructions.py [--shapes whole,next,…] [--requests 192] [--before CHECKOUT]
+                                      [--peers asgi,nginx,sglang,vllm]
 
-`--before` counts those of another checkout of kvpin, too, which has a `.venv`. Take a multiple of 64
-requests: a refit of learned rates, 10 million instructions, comes once per 64 answers. A Python that was
-built without profile-guided optimisation needs about 10% more than Debian's, so name it with each figure.
+`--before` counts those of another checkout of kvpin, too, which has a `.venv`, and `--peers` those of other
+routers that are one process, installed on first use (`router_peers.py`). Take a multiple of 64 requests: a
+refit of learned rates, 10 million instructions, comes once per 64 answers. A Python that was built without
+profile-guided optimisation needs about 10% more than Debian's, so name it with each figure.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import router_peers
@@ -36,6 +39,8 @@ from large_tokenizer import QWEN_ENTRIES, QWEN_TEMPLATE, large_tokenizer
 from router_peers import RouterUnavailableError, Start
 
 WARM_UPS = 320
+NGINX = "nginx"
+PEERS = ("asgi", NGINX, "sglang", "vllm")
 # kvpin starts slowly under valgrind.
 READY_S = 600.0
 IDLE_S = 10.0
@@ -58,7 +63,7 @@ def shapes(requests: int) -> dict[str, Shape]:
 
 
 class Subject:
-    """A kvpin under valgrind, which writes each count to a file that begins with `out`."""
+    """A router under valgrind, which writes each count to a file that begins with `out`."""
 
     def __init__(self, port: int, pid: int, out: Path) -> None:
         self.port, self._pid, self._out, self._dumps = port, pid, out, 0
@@ -97,6 +102,8 @@ def main() -> None:
     arguments = _arguments()
     wanted = {name: shape for name, shape in shapes(arguments.requests).items() if name in arguments.shapes}
     checkouts = {"now": ROOT} | ({"before": arguments.before.resolve()} if arguments.before else {})
+    subjects = {name: partial(_kvpin, checkout) for name, checkout in checkouts.items()}
+    subjects |= {name: partial(_peer, name) for name in arguments.peers}
     found: dict[str, dict[str, float]] = {}
     router_peers.READY_S = READY_S
     try:
@@ -106,8 +113,8 @@ def main() -> None:
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             engines = [stack.enter_context(mock_engine()) for _ in range(ENGINES)]
             tokenizer = large_tokenizer(QWEN_ENTRIES, QWEN_TEMPLATE)
-            for name, checkout in checkouts.items():
-                found[name] = _counts(checkout, wanted, engines, tokenizer, directory / name)
+            for name, start in subjects.items():
+                found[name] = _counts(name, start, wanted, engines, tokenizer, directory / name)
     except (NativeError, RouterUnavailableError) as error:
         raise SystemExit(f"instructions.py cannot count here: {error}") from error
     print(f"Million instructions per request, Python {sys.version.split()[0]} at {sys.base_prefix}\n")
@@ -123,16 +130,18 @@ def _check_valgrind() -> None:
 
 
 def _counts(
-    checkout: Path,
+    router: str,
+    start: Callable[[Place], Start],
     wanted: dict[str, Shape],
     engines: Sequence[MockEngine],
     tokenizer: Path,
     directory: Path,
 ) -> dict[str, float]:
-    """The instructions for each shape, in a kvpin of that checkout."""
+    """The instructions for each shape, in a router."""
     directory.mkdir()
-    out, name, found = directory / "callgrind", f"{KVPIN}-valgrind", dict[str, float]()
-    SUBJECTS[name] = replace(SUBJECTS[KVPIN], start=lambda place: _start(place, checkout, out))
+    out, name, found = directory / "callgrind", f"{router}-valgrind", dict[str, float]()
+    known = SUBJECTS.get(router, SUBJECTS[KVPIN])
+    SUBJECTS[name] = replace(known, start=lambda place: _under_valgrind(start(place), out))
     with running(name, engines, tokenizer, directory) as (port, pid):
         subject = Subject(port, pid, out)
         for seed, (shape, asked) in enumerate(wanted.items()):
@@ -151,18 +160,23 @@ def _counts(
             found[shape] = subject.per_request(bodies, load.wave)
             for engine in engines:
                 engine.pace(0)
-            print(f"{checkout}, {shape}: {found[shape] / 1e6:.3f} M", file=sys.stderr)
+            print(f"{router}, {shape}: {found[shape] / 1e6:.3f} M", file=sys.stderr)
     return found
 
 
-def _start(place: Place, checkout: Path, out: Path) -> Start:
-    """The start of a kvpin under valgrind, which counts nothing until it is told."""
+def _under_valgrind(start: Start, out: Path) -> Start:
+    """The same under valgrind, which counts nothing until it is told."""
+    valgrind = ["valgrind", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={out}"]
+    return replace(start, command=[*valgrind, *start.command])
+
+
+def _kvpin(checkout: Path, place: Place) -> Start:
+    """The start of the kvpin of a checkout."""
     start = SUBJECTS[KVPIN].start(place)
     python = checkout / PROGRAMS.relative_to(ROOT) / "python"
-    valgrind = ["valgrind", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={out}"]
     return replace(
         start,
-        command=[*valgrind, python, "-P", "-m", "proxy.cli", *start.command[1:]],
+        command=[python, "-P", "-m", "proxy.cli", *start.command[1:]],
         environment={
             **start.environment,
             "KVPIN_HEALTH__INTERVAL_S": HEALTH_S,
@@ -170,6 +184,12 @@ def _start(place: Place, checkout: Path, out: Path) -> Start:
             "PYTHONPATH": str(checkout),
         },
     )
+
+
+def _peer(name: str, place: Place) -> Start:
+    """The start of a peer, as one process."""
+    start = SUBJECTS[name].start(place)
+    return replace(start, command=[*start.command, "-g", "master_process off;"]) if name == NGINX else start
 
 
 def _arguments() -> argparse.Namespace:
@@ -180,6 +200,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--before", type=Path, metavar="CHECKOUT", help="another checkout of kvpin, with its .venv"
     )
+    parser.add_argument("--peers", type=some_of(PEERS), default=[], help="some of " + ",".join(PEERS))
     return parser.parse_args()
 
 
