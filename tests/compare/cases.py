@@ -229,7 +229,7 @@ ROUTES: dict[str, bytes] = {
     "completions ids": _text("tiny", [*range(300, 340)]),
     "completions list": _text("tiny", ["One", "Two"]),
     "completions list stream": _text("sg", ["One", "Two"], stream=True),
-    "completions lists of ids": _text("plain", [[300, 301], [302]]),
+    "completions lists of ids": _text("solo", [[300, 301], [302]]),
     "completions n": _text("sg", "Some", n=2),
     "completions echo": _text("tiny", "Some", echo=True),
     "completions empty": _text("tiny", ""),
@@ -418,7 +418,9 @@ def _with_keys() -> Iterator[Case]:
 
 def _open() -> Iterator[Case]:
     yield from _chats(("tiny",))
-    yield from (Case(f"route: {name}", (request,)) for name, request in ROUTES.items())
+    for name, request in ROUTES.items():
+        if not name.startswith(("messages", "responses")):  # they load a tokenizer in the background here
+            yield Case(f"route: {name}", (request,))
     yield from (
         Case(f"stored: {name}", (request,), (Act(raw),) * 2) for name, (request, raw) in STORED.items()
     )
