@@ -70,7 +70,8 @@ def parse(raw: bytes, most: Shape = Shape()) -> JsonBody:  # noqa: B008 - immuta
         UnreadableField: such a list cannot be decoded.
         msgspec.DecodeError: it is no JSON.
     """
-    if b"\\u" in raw and (b"\\ud" in raw or b"\\uD" in raw):
+    # One byte is found thirty times as fast as two.
+    if b"\\" in raw and b"\\u" in raw and (b"\\ud" in raw or b"\\uD" in raw):
         raw = whole_characters(raw)
     if len(raw) > min(_LIST_BYTES * most.fields, _VALUE_BYTES * most.values, most.text):
         _check_shape(raw, most)
