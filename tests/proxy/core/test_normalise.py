@@ -319,4 +319,4 @@ def test_very_many_lines_take_no_long_time(line):
     fields = {"instructions": line * 400_000 + "Now in /home/me/x", "input": "Hi"}
     started = thread_time()
     normalised(fields, AGENTS | {Rule.DATE_TO_DAY})
-    assert thread_time() - started < 10
+    assert thread_time() - started < 30  # 3 s on a machine without other work
