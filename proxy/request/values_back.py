@@ -209,19 +209,22 @@ def _strings_around(text: str, at: int, *, is_json: bool) -> int:
     """The number of JSON strings, one within the other, that a place in a text is in. The text is JSON, or is
     plain and may be. A quote that begins a string within n others has 2**n - 1 backslashes before it."""
     least = int(is_json)
-    end, first, deepest = at, max(at - _BEFORE, 0), 0
+    end, first, deepest, lowest = at, max(at - _BEFORE, 0), 0, 0
     for _ in range(_MOST_QUOTES):
         if (quote := text.rfind('"', first, end)) < 0:
             break
         head = text[max(quote - _MOST_SLASHES, 0) : quote]
         end = quote - (len(head) - len(head.rstrip("\\")))
         n_slashes = quote - end
+        level = (n_slashes + 1).bit_length()
         if (
-            not deepest
+            (not deepest or level < lowest)
             and n_slashes & (n_slashes + 1) == 0
             and text[max(end - _MOST_SLASHES, 0) : end].rstrip()[-1:] in _OPENERS
         ):
-            deepest = (n_slashes + 1).bit_length()
+            if not deepest or not _is_json_from(text, quote + 1):  # a text that has quotes is no JSON
+                deepest = level
+            lowest = level
         if is_json and not n_slashes:  # the string that holds all others
             return deepest if deepest and _is_json_from(text, quote + 1) else least
     if not is_json and not _is_json_from(text, 0):

@@ -319,3 +319,18 @@ def test_which_requests_ask_for_json(fields, is_json):
 def test_what_has_no_reference_keeps_its_bytes():
     answer = b'{"choices": [{"message": {"content": "[[path 1]]"}, "logprobs": {"big": 1e400, "n": 1.50}}]}'
     assert b'"logprobs":{"big": 1e400, "n": 1.50}' in passed([answer], "application/json")
+
+
+def test_a_text_with_quotes_in_json_within_json_is_no_json():
+    """A quote behind a colon began another string, so that a value was escaped once too often."""
+    inner = json.dumps(['x: "[[path 1]]"'])
+    arguments = json.dumps({"body": inner})
+    call = {"function": {"arguments": arguments}}
+    body = json.dumps({"choices": [{"index": 0, "message": {"tool_calls": [call]}}]})
+    client = Kept()
+    back = ValuesBack(client, {"[[path 1]]": "C:\\a"})
+    back.start(200, [(b"content-type", b"application/json")])
+    back.finish(body.encode())
+    answer = json.loads(client.body)
+    told = answer["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"]
+    assert json.loads(json.loads(told)["body"]) == ['x: "C:\\a"']
