@@ -309,5 +309,7 @@ class Reply:
     async def drain(self) -> None:
         """Waits until the client takes more."""
         self.waits = True
-        await self._client.drain()
-        self.waits = False
+        try:
+            await self._client.drain()
+        finally:
+            self.waits = False  # the engine that goes on with an interrupted stream may be silent, too

@@ -1,3 +1,5 @@
+import asyncio
+
 import pytest
 
 from engine_adapter import Headers, JsonBody, Upload
@@ -173,3 +175,16 @@ class TestReply:
         await reply.write(b"data: [DONE]\n\n")
         await reply.finish()
         assert (reply.started, reply.complete, reply.events) == (True, True, 1)
+
+
+async def test_a_wait_for_the_client_that_is_interrupted_is_over():
+    class Full(Nobody):
+        is_full = True
+
+        async def drain(self):
+            raise asyncio.CancelledError
+
+    reply = Reply(Full())
+    with pytest.raises(asyncio.CancelledError):
+        await reply.drain()
+    assert not reply.waits
