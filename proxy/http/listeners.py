@@ -83,9 +83,8 @@ class Door:
         self._listeners, self._connect = listeners, connect
         self._loop = asyncio.get_running_loop()
         self._held: dict[int, asyncio.TimerHandle] = {}
-        self._beginning = set[
-            asyncio.Task[None]
-        ]()  # of accepted connections whose protocol does not know yet
+        # Of accepted connections that have no protocol yet.
+        self._beginning = set[asyncio.Task[None]]()
         for listener in listeners:
             listener.setblocking(False)
             self._loop.add_reader(listener, self._knock, listener)
@@ -128,8 +127,6 @@ class Door:
             self._hold(listener, _RETRY_S)
             return False
         connection.setblocking(False)
-        if connection.family != socket.AF_UNIX:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         task = self._loop.create_task(self._begin(connection))
         self._beginning.add(task)
         task.add_done_callback(self._beginning.discard)
@@ -137,6 +134,10 @@ class Door:
 
     async def _begin(self, connection: socket.socket) -> None:
         try:
+            if connection.family != socket.AF_UNIX:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             await self._loop.connect_accepted_socket(self._connect, connection)
-        except OSError:
+        except BaseException as error:
             connection.close()
+            if not isinstance(error, OSError):  # else its client has left
+                raise

@@ -49,7 +49,6 @@ from proxy.steps.request import Request
 
 log = structlog.get_logger(__name__)
 
-_SWITCHED = 101
 _ALONE = nullcontext[None]()
 
 

@@ -37,6 +37,10 @@ _LEAST_S = 0.01
 CLEAN_UP_S = 60.0
 
 
+def _no_progress() -> tuple[int, bool]:
+    return 0, False
+
+
 class Request(Life):
     """A request that is being served by the task that makes it.
 
@@ -83,7 +87,7 @@ class Request(Life):
         self.told: SentStream | None = None
         self.cached: int | None = None
         self.n_candidates = self.kept = 0
-        self.progress: Callable[[], tuple[int, bool]] = lambda: (0, False)
+        self.progress: Callable[[], tuple[int, bool]] = _no_progress
         self._task: asyncio.Task[Any] | None = asyncio.current_task()
         self._cancelled_before = self._task.cancelling() if self._task is not None else 0
         self._handle: asyncio.TimerHandle | None = None
@@ -132,9 +136,9 @@ class Request(Life):
 
     def blame(self, attempts: Iterable[Attempt]) -> None:
         """Notes what failed attempts say about their engines."""
+        engines, route = self.ready.pool.engines if self.ready is not None else {}, self.call.route
         for attempt in attempts:
-            engines = self.ready.pool.engines if self.ready is not None else {}
-            engine, error, route = engines.get(attempt.engine), attempt.error, self.call.route
+            engine, error = engines.get(attempt.engine), attempt.error
             if engine is None:  # it has left
                 continue
             match attempt.cause.blame:

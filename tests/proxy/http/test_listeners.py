@@ -1,13 +1,15 @@
 """Sockets of kvpin's own, and sockets that a service manager hands on."""
 
+import asyncio
 import contextlib
 import os
 import socket
 
 import pytest
 
-from proxy.http.listeners import inherited, listen, listen_on
+from proxy.http.listeners import Door, inherited, listen, listen_on
 from proxy.settings import SettingsError
+from tests.kv_world import until
 
 
 def test_a_port_is_taken_once():
@@ -62,3 +64,25 @@ def test_what_is_no_listening_socket_is_one_sentence(third):
     third(socket.socket())
     with pytest.raises(SettingsError, match=r"LISTEN_FDS: descriptor \d+ is no listening TCP socket"):
         inherited()
+
+
+async def test_a_connection_whose_protocol_fails_is_closed_and_others_come_in():
+    made = []
+
+    def connect():
+        made.append(1)
+        if len(made) == 1:
+            raise ValueError("a bug")
+        return asyncio.Protocol()
+
+    listener = listen("127.0.0.1", 0)
+    door = Door([listener], connect)
+    try:
+        reader, writer = await asyncio.open_connection(*listener.getsockname())
+        assert await asyncio.wait_for(reader.read(), 5) == b""
+        writer.close()
+        _, writer = await asyncio.open_connection(*listener.getsockname())
+        await until(lambda: len(made) == 2)
+        writer.close()
+    finally:
+        door.close()
