@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, KeysView
 from collections.abc import Set as AbstractSet
 from functools import cache
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -23,6 +23,34 @@ _NO_NUMBERS = re.compile(rb'\[\s*["[{]')
 # Of a longer body, nobody counts the values: a walk through it leaves the event loop.
 _COUNTED_BYTES = 1 << 20
 _NOTHING = re.compile(rb'null|""|\[\s*\]')
+BILLING = "x-anthropic-billing-header"
+"""Begins the line that Claude Code puts before its system prompt."""
+# Fields of a plain chat: none of them changes its prompt, its identity or who may see it.
+_OF_PLAIN_CHATS = frozenset(
+    {
+        "frequency_penalty",
+        "ignore_eos",
+        "max_completion_tokens",
+        "max_tokens",
+        "messages",
+        "min_p",
+        "min_tokens",
+        "model",
+        "presence_penalty",
+        "seed",
+        "stream",
+        "stream_options",
+        "temperature",
+        "top_k",
+        "top_p",
+        "user",
+    }
+)
+_SPEAKERS = frozenset({"system", "user", "assistant"})
+_Text = Annotated[dict[Literal["role", "content"], str], msgspec.Meta(min_length=2)]
+_decode_texts = msgspec.json.Decoder(Annotated[list[_Text], msgspec.Meta(min_length=1)]).decode
+# Messages of a longer body are not decoded on the event loop.
+_PLAIN_BYTES = 256 * 1024
 
 
 class UnreadableField(msgspec.ValidationError):
@@ -50,7 +78,7 @@ class JsonBody:
     their bytes. Of a repeated key the last value counts, as in engines.
     """
 
-    __slots__ = ("_fields", "_n_values", "_scalars", "_views", "raw")
+    __slots__ = ("_fields", "_is_plain", "_n_values", "_scalars", "_views", "raw")
 
     def __init__(self, raw: bytes) -> None:
         """Raises msgspec.DecodeError if `raw` is not a JSON object."""
@@ -59,6 +87,31 @@ class JsonBody:
         self._scalars: dict[str, Any] = {}  # decoded; not lists and objects, which callers may change
         self._views: dict[str, Any] = {}  # decoded; no caller changes them
         self._n_values: int | None = None
+        self._is_plain: bool | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """True if it is a chat of texts that a system, a user or an assistant says, and no field asks for
+        anything else: most chats without tools. False for a long one."""
+        if self._is_plain is None:
+            self._is_plain = self._finds_plain()
+        return self._is_plain
+
+    def _finds_plain(self) -> bool:
+        raw = self._fields.get("messages")
+        if raw is None or not self._fields.keys() <= _OF_PLAIN_CHATS or len(self.raw) > _PLAIN_BYTES:
+            return False
+        try:
+            messages = _decode_texts(raw)
+        except UNREADABLE:
+            return False
+        for message in messages:
+            role = message["role"]
+            if role not in _SPEAKERS or (role == "system" and message["content"].startswith(BILLING)):
+                return False
+        self._views["messages"] = messages
+        self._n_values = 3 * len(messages) + len(self._fields)
+        return True
 
     @property
     def n_values(self) -> int:
@@ -152,7 +205,7 @@ class JsonBody:
         changed.raw, changed._fields = msgspec.json.encode(fields), fields
         kept, viewed = self._scalars.items(), self._views.items()
         changed._scalars = {name: value for name, value in kept if name not in changes}  # noqa: SLF001
-        changed._n_values = None  # noqa: SLF001
+        changed._n_values = changed._is_plain = None  # noqa: SLF001
         changed._views = {name: value for name, value in viewed if name not in changes}  # noqa: SLF001
         return changed
 

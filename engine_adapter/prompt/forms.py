@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from engine_adapter.body import JsonBody
+from engine_adapter.body import BILLING, JsonBody
 
 
 class Form(StrEnum):
@@ -46,9 +46,7 @@ class Form(StrEnum):
     """Fields, roles or values that some engines leave out, rename, reorder or join differently."""
 
 
-BILLING = "x-anthropic-billing-header"
-"""Begins the line that Claude Code puts before its system prompt."""
-_PLAIN = frozenset({Form.PLAIN})
+_PLAIN, _CONTINUED = frozenset({Form.PLAIN}), frozenset({Form.PLAIN, Form.CONTINUED})
 # Fields that make the prompt, or the namespace of its KV, in a way that only the engine knows.
 _OF_THE_ENGINE = frozenset(
     {
@@ -97,6 +95,8 @@ def gives(body: JsonBody, names: AbstractSet[str]) -> bool:
 
 def only_the_engine_knows(body: JsonBody, *, completion: bool = False) -> bool:
     """True if fields of the engine's own make the prompt. vLLM takes the ids that another server computed."""
+    if body.is_plain:
+        return False
     transfer = body.get("kv_transfer_params")
     brings_token_ids = isinstance(transfer, dict) and transfer.get("prompt_token_ids") is not None
     return brings_token_ids or gives(body, _OF_THE_ENGINE_IN_COMPLETIONS if completion else _OF_THE_ENGINE)
@@ -106,6 +106,8 @@ def forms_of(body: JsonBody, not_plain: Sequence[Any]) -> frozenset[Form]:
     """The forms of a chat, without SPECIAL_TOKENS, which depend on the model. `not_plain` are those of its
     messages that are more than a text."""
     messages = body.view("messages")
+    if body.is_plain:
+        return _CONTINUED if messages[-1]["role"] == "assistant" else _PLAIN
     last = messages[-1] if isinstance(messages, list) and messages else None
     tools, template_kwargs = body.view("tools"), body.view("chat_template_kwargs")
     found = {form for message in not_plain for form in _forms_of(message)}

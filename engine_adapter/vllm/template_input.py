@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine_adapter.prompt.forms import BILLING
+from engine_adapter.body import BILLING
 from engine_adapter.prompt.template_input import ContentFormat, TemplateInput, is_text
 
 _REASONING = ("reasoning", "reasoning_content")

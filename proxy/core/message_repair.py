@@ -18,6 +18,7 @@ from enum import StrEnum
 from itertools import takewhile
 from typing import Any
 
+from engine_adapter.body import JsonBody
 from proxy.core.normalise import Fields, Step, changed_by, is_system, with_text, with_turn_text
 from proxy.core.turn_repair import alternating, calls_as_text, nulls_as_empty, results_in_turns, text_of
 
@@ -53,11 +54,15 @@ _MARKS: Mapping[Repair, tuple[bytes, ...]] = {  # one of these is in each body t
 }
 
 
-def may_need(raw: bytes, repairs: AbstractSet[Repair]) -> bool:
+def may_need(body: JsonBody, repairs: AbstractSet[Repair]) -> bool:
     """False if a body surely needs none of these repairs, by its bytes."""
+    raw = body.raw
     if any(mark in raw for repair in repairs for mark in _MARKS.get(repair, ())):
         return True
     takes_system = Repair.SYSTEM_IN_TURN not in repairs
+    if body.is_plain:
+        rest = body.view("messages")[takes_system:]
+        return not repairs <= _MARKS.keys() and any(each["role"] == "system" for each in rest)
     return not repairs <= _MARKS.keys() and _may_lose_systems(raw, takes_system=takes_system)
 
 

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from engine_adapter.body import BILLING
 from proxy.core.prompt_values import (
     DATES,
     HEAD,
@@ -75,7 +76,6 @@ AGENTS = frozenset(Rule) - {Rule.DATE_TO_DAY, Rule.REASONING_KEPT}
 """The rules for coding agents: what they say of each session stands behind what is the same in all."""
 FIELDS = ("system", "instructions", "tools", "messages", "input")
 """The fields that rules read and change."""
-BILLING = "x-anthropic-billing-header"
 _BILLING = re.compile(BILLING + r":(?: *\w+=[^;\n]*;)*\s*")
 _SYSTEM_ROLES = ("system", "developer")
 _SCHEMAS = ("parameters", "input_schema")

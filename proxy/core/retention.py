@@ -46,7 +46,7 @@ _Path: TypeAlias = "tuple[_Path | None, str | int]"
 
 def may_ask(body: JsonBody) -> bool:
     """False if a request has no field that `retention_of` would read."""
-    return _CACHE_CONTROL in body.raw or _PROMPT_CACHE in body.raw
+    return not body.is_plain and (_CACHE_CONTROL in body.raw or _PROMPT_CACHE in body.raw)
 
 
 def retention_of(body: JsonBody, owner: str | None = None) -> Retention:

@@ -22,7 +22,8 @@ from engine_adapter import (
     ModelNotLoaded,
     common_prefix,
 )
-from engine_adapter.prompt.forms import BILLING, Form
+from engine_adapter.body import BILLING
+from engine_adapter.prompt.forms import Form
 from engine_adapter.prompt.message_shapes import PROBES, Messages, Roles, Shape, lost_shapes, trials
 from engine_adapter.types import TokenIds
 from proxy.prompt.builder import Prompt, PromptBuilder

@@ -21,8 +21,8 @@ from typing import Any
 import msgspec
 
 from engine_adapter import JsonBody
+from engine_adapter.body import BILLING
 from engine_adapter.off_loop import JSON_BYTES_PER_MS, off_loop
-from engine_adapter.prompt.forms import BILLING
 from proxy.errors import BadRequest
 
 # The field of a part that holds an item → its kind, in chats, Responses and Messages. The field decides, not
@@ -260,6 +260,8 @@ class MediaUuids:
         Raises:
             BadRequest: a uuid has other content already, or is not a string; or there are too many items.
         """
+        if body.is_plain:
+            return body
         # JSON may write any letter as \u00xx.
         size = len(body.raw)
         may_hold = await off_loop(partial(_may_hold_media, body), ms=size / JSON_BYTES_PER_MS)

@@ -33,10 +33,10 @@ class ChatInput:
 
     param: ClassVar[str] = "messages"
     messages: object = field(repr=False)
-    tools: object = field(repr=False)
-    template_kwargs: object = field(repr=False)
-    add_generation_prompt: bool
-    continue_final_message: bool
+    tools: object = field(default=None, repr=False)
+    template_kwargs: object = field(default=None, repr=False)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
     n_media: int = 0
     more: Sequence[Any] = field(default=(), repr=False, compare=False)
 
@@ -106,6 +106,8 @@ def read_prompt(path: str, body: JsonBody) -> PromptInput | None:
     """
     if path == COMPLETIONS_PATH:
         return _completion(body)
+    if path == CHAT_PATH and body.is_plain:
+        return ChatInput(body.view("messages"))
     if only_the_engine_knows(body):
         return None
     if path == CHAT_PATH:

@@ -80,13 +80,15 @@ def parse(raw: bytes, most: Shape = Shape()) -> JsonBody:  # noqa: B008 - immuta
     except msgspec.DecodeError as error:
         _check_kind(raw, error)
         raise
+    if body.is_plain:
+        return body
     names = body.names
     if len(names) > MAX_FIELDS:
         text = f"the body has {len(names)} fields; the limit is {MAX_FIELDS}"
         raise BadRequest(text, code=Code.TOO_COMPLEX)
     if {*map(str.casefold, names)} != names:
         _check_case(names)
-    if len(raw) > _SHORT and raw.count(b",") >= MAX_ENTRIES:
+    if len(raw) > _SHORT and body.n_values >= MAX_ENTRIES:
         _check_lists(body)
     if body.has_any(_OWN_FIELDS):
         for name in body.names & _OWN_FIELDS:

@@ -239,7 +239,7 @@ _DETAILS = "prompt_tokens_details"
 
 def names_the_cache(body: JsonBody) -> bool:
     """True if a chat has one of OpenAI's fields of the cache."""
-    return _FIELDS in body.raw
+    return not body.is_plain and _FIELDS in body.raw
 
 
 class WritesCounted(Through):

@@ -13,11 +13,11 @@ import structlog
 from msgspec.structs import replace
 
 from engine_adapter import JsonBody
-from engine_adapter.body import UnreadableField
+from engine_adapter.body import BILLING, UnreadableField
 from engine_adapter.off_loop import JSON_BYTES_PER_MS, VALUES_PER_MS, off_loop
 from engine_adapter.prompt.message_shapes import Shape
 from proxy.core.message_repair import Repair, may_need, repaired
-from proxy.core.normalise import BILLING, FIELDS, FINDS_VALUES, Rule, normalised
+from proxy.core.normalise import FIELDS, FINDS_VALUES, Rule, normalised
 from proxy.core.prompt_values import has_reference
 from proxy.request.calls import Call
 from proxy.request.kept_reasoning import Keep, KeptReasoning
@@ -111,7 +111,7 @@ class Normalising:
         repairs = frozenset[Repair]()
         if lost:
             needed = frozenset(REPAIRS[shape] for shape in lost)
-            repairs = needed if may_need(body.raw, needed) else repairs
+            repairs = needed if may_need(body, needed) else repairs
         if not (self.chosen or repairs or route.startswith(_MESSAGES)):
             return None
         suiting = self._suiting(call, model)

@@ -42,7 +42,7 @@ def session_of(tenant: str | None, headers: Headers, body: RequestBody) -> Sessi
     for _, value in sorted(named, key=itemgetter(0)):
         if 0 < len(value) <= MAX_NAME:
             return Session(tenant, value.decode("latin-1"))
-    if isinstance(body, JsonBody):
+    if isinstance(body, JsonBody) and not body.is_plain:
         for field in FIELDS:
             name = body.hint(field)
             if isinstance(name, str) and 0 < len(name) <= MAX_NAME:

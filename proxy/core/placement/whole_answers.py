@@ -27,7 +27,7 @@ import msgspec
 WINDOW = 64
 MIN_ANSWERS = 16
 REFIT = 8
-REFIT_S = 1.0
+REFIT_S = 10.0
 # Prompt tokens that cost as much as a decode step, until answers of different kinds are seen: 100 to 300 on
 # GPUs, 10 to 50 on CPUs.
 STEP_TOKENS = 64
