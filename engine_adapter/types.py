@@ -448,8 +448,7 @@ class RenderedPrompt:
 TOOL_S = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class Retention:
+class Retention(msgspec.Struct, frozen=True, gc=False):
     """A client's wish to have its request's KV retained, on engines that can.
 
     Attributes:

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -289,13 +290,13 @@ class Flow:
         _put_values_back(ready, reply)
         request.prepared(can_repeat=call.body is None or isinstance(call.body, JsonBody))
 
-    async def prepare(self, call: Call) -> Ready:
+    def prepare(self, call: Call) -> Coroutine[Any, Any, Ready]:
         """Reads a request as far as placement needs it: pool, prompt, block chain.
 
         Raises:
             ProxyError, EngineError: the request is wrong, or no engine serves its model.
         """
-        return await self.preparation.prepare(call)
+        return self.preparation.prepare(call)
 
     def _keep_for_diagnosis(self, call: Call, record: RequestRecord, reply: Reply) -> None:
         """Keeps the body. Notes the answer's id, and adds to it what the client asks for: diagnostics, and

@@ -10,8 +10,7 @@ import re
 import secrets
 import threading
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar, Unpack
@@ -45,8 +44,7 @@ _RESERVED_KWARGS = frozenset(
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class ChatPrompt:
+class ChatPrompt(msgspec.Struct, frozen=True):
     """A tokenised prompt.
 
     Attributes:
@@ -57,7 +55,7 @@ class ChatPrompt:
 
     token_ids: TokenIds[int]
     extra_ids: ExtraIds[int] | None = None
-    embeddings: Mapping[int, Embeddings] = field(default_factory=dict, repr=False)
+    embeddings: Mapping[int, Embeddings] = {}
 
     @classmethod
     def of_embeddings(cls, embeddings: Embeddings, vocab_size: int) -> ChatPrompt:
@@ -154,10 +152,10 @@ class ChatTokenizer:
         check_fits(texts, limit, partial(self.encode, add_special_tokens=False))
         return [self.encode(text, add_special_tokens=add_special_tokens) for text in texts]
 
-    async def off_loop(self, chars: int, work: Callable[[], _Result]) -> _Result:
+    def off_loop(self, chars: int, work: Callable[[], _Result]) -> Coroutine[Any, Any, _Result]:
         """Does `work`, which encodes a text of `chars` characters: here if it takes about 1 ms at most, else
         in a thread, so that it does not block the event loop."""
-        return await off_loop(work, ms=chars / self._encoder.chars_per_ms, what="encode")
+        return off_loop(work, ms=chars / self._encoder.chars_per_ms, what="encode")
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = False) -> str:
         """The text of `token_ids`; ids outside the vocabulary are left out."""

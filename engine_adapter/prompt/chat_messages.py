@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from engine_adapter.errors import ChatError
 from engine_adapter.prompt.extra_ids import Embeddings
 from engine_adapter.prompt.media import read_embeds
@@ -26,8 +28,7 @@ class EmbeddingSlot:
     embeddings: Embeddings = field(repr=False)
 
 
-@dataclass(frozen=True, slots=True)
-class NormalMessages:
+class NormalMessages(msgspec.Struct, frozen=True):
     """Messages ready for a template, and the embeddings taken out of them, in order.
 
     Attributes:
@@ -64,6 +65,8 @@ def normalize_messages(
     """
     if not isinstance(messages, list) or not messages:
         raise ChatError("messages must be a list of at least one message", param="messages")
+    if all(type(each) is dict and is_text(each) and each["role"] for each in messages):
+        return NormalMessages(messages, [])
     reader = _Reader(wanted, joint, make_word, hidden_size)
     normal = [reader.message(message, i) for i, message in enumerate(messages)]
     return NormalMessages(normal, reader.embeddings, reader.word)
@@ -81,8 +84,6 @@ class _Reader:
     word: str = ""
 
     def message(self, message: object, index: int) -> dict[str, Any]:
-        if type(message) is dict and is_text(message) and message["role"]:
-            return message
         name = f"messages[{index}]"
         if not isinstance(message, dict):
             raise ChatError(f"{name} must be an object", param=name)

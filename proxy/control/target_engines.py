@@ -5,7 +5,9 @@ A prefix is tokenised by the pool's own prompt builder, so it is exactly what a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from engine_adapter import Capability, KvTarget
 from proxy.control.operations import Part

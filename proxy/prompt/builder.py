@@ -6,9 +6,11 @@ import asyncio
 from array import array
 from collections.abc import Awaitable, Callable, Hashable, Iterable
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
 from functools import partial
 from weakref import ref
+
+import msgspec
+from msgspec.structs import replace
 
 from engine_adapter import (
     Capability,
@@ -75,8 +77,7 @@ def _call(ask: Ask, of: ref[PromptBuilder]) -> Iterable[EngineAdapter]:
     return ask(of())
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(msgspec.Struct, frozen=True, eq=False):
     """A prompt as the engine sees it.
 
     Attributes:
@@ -92,16 +93,20 @@ class Prompt:
         beginning: what is known of its blocks from earlier chats; None where nothing can be.
     """
 
-    token_ids: TokenIds[int] = field(repr=False)
-    extra_ids: ExtraIds[int] | None = field(default=None, repr=False)
+    token_ids: TokenIds[int]
+    extra_ids: ExtraIds[int] | None = None
     salt: str | None = None
     lora: str | None = None
-    exact: bool = field(default=False, compare=False)
-    source: Source = field(default="client", compare=False)
-    media: bool = field(default=False, compare=False)
-    whole: bool = field(default=True, compare=False)
-    forms: frozenset[Form] = field(default=frozenset(), compare=False)
-    beginning: KnownBeginning | None = field(default=None, compare=False, repr=False)
+    exact: bool = False
+    source: Source = "client"
+    media: bool = False
+    whole: bool = True
+    forms: frozenset[Form] = frozenset()
+    beginning: KnownBeginning | None = None
+
+    def __repr__(self) -> str:
+        """Without its tokens."""
+        return f"Prompt(of {len(self.token_ids)} tokens, exact={self.exact}, source={self.source!r})"
 
     @property
     def kv(self) -> KvTarget:
@@ -305,7 +310,7 @@ class PromptBuilder:
         # An engine's own routes have errors of their own.
         if bounded and native is None and limit is not None and tokens > limit:
             raise self._too_long(tokens, "has", source.param)
-        return replace(prompt, salt=salt, lora=lora)
+        return prompt if salt is None is lora else replace(prompt, salt=salt, lora=lora)
 
     def decode(self, token_ids: TokenIds[int]) -> str | None:
         """The text of token ids, None without a tokenizer here."""

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
+import msgspec
+
 from engine_adapter import JsonBody
 from engine_adapter.prompt.forms import gives, only_the_engine_knows
 from engine_adapter.routes import PromptFields
@@ -21,8 +23,7 @@ _T = TypeVar("_T")
 _INT32_MAX = 2**31 - 1
 
 
-@dataclass(frozen=True, slots=True)
-class ChatInput:
+class ChatInput(msgspec.Struct, frozen=True, gc=False):
     """A chat, as its template will get it.
 
     Attributes:
@@ -32,13 +33,17 @@ class ChatInput:
     """
 
     param: ClassVar[str] = "messages"
-    messages: object = field(repr=False)
-    tools: object = field(default=None, repr=False)
-    template_kwargs: object = field(default=None, repr=False)
+    messages: object
+    tools: object = None
+    template_kwargs: object = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     n_media: int = 0
-    more: Sequence[Any] = field(default=(), repr=False, compare=False)
+    more: Sequence[Any] = ()
+
+    def __repr__(self) -> str:
+        """Without the texts."""
+        return f"ChatInput(n_media={self.n_media})"
 
     @property
     def is_text(self) -> bool:

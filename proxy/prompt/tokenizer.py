@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property, partial
@@ -92,7 +92,7 @@ class LocalTokenizer:
         token_ids, beginning = known.add(chat, encoded)
         return ChatPrompt(token_ids), beginning
 
-    async def _render(self, source: ChatInput, body: JsonBody) -> str:
+    def _render(self, source: ChatInput, body: JsonBody) -> Coroutine[Any, Any, str]:
         """The chat's text. A template may look at any message for any other: it always gets all of them."""
         messages = len(source.messages) if isinstance(source.messages, list) else 0
         ms, size = messages / _MESSAGES_PER_MS, len(body.raw)
@@ -100,7 +100,7 @@ class LocalTokenizer:
             ms = max(ms, size / JSON_BYTES_PER_MS)
             if source.more or source.tools or source.template_kwargs:  # a template may write out each value
                 ms = max(ms, body.n_values / VALUES_PER_MS)
-        return await off_loop(partial(self.tokenizer.render, **_of_template(source)), ms=ms, what="render")
+        return off_loop(partial(self.tokenizer.render, **_of_template(source)), ms=ms, what="render")
 
     async def text(self, source: CompletionInput, limit: int | None = None) -> ChatPrompt:
         """The prompt of a completion's text."""
@@ -108,12 +108,12 @@ class LocalTokenizer:
         (ids,) = await self._encode([text], len(text), limit, add_special_tokens=source.add_special_tokens)
         return ChatPrompt(ids)
 
-    async def _encode(
+    def _encode(
         self, texts: Sequence[str], chars: int, limit: int | None, *, add_special_tokens: bool
-    ) -> list[TokenIds[int]]:
+    ) -> Coroutine[Any, Any, list[TokenIds[int]]]:
         """Token ids of each text; `chars`: of all."""
         encode_all = self.tokenizer.encode_all
-        return await self.tokenizer.off_loop(
+        return self.tokenizer.off_loop(
             chars, partial(encode_all, texts, add_special_tokens=add_special_tokens, limit=limit)
         )
 

@@ -97,6 +97,12 @@ class Normalising:
     chosen: Sequence[ChosenRules] = ()
     reasoning: KeptReasoning = field(default_factory=KeptReasoning)
 
+    def may_apply(self, call: Call, lost: AbstractSet[Shape]) -> bool:
+        """False if `apply` surely changes nothing."""
+        if self.chosen or call.route != CHAT_PATH:
+            return True
+        return bool(lost) and isinstance(call.body, JsonBody) and may_need(call.body, _needed(lost))
+
     async def apply(self, call: Call, model: str, lost: AbstractSet[Shape] = frozenset()) -> Changed | None:
         """The request with a normalised body, and what changed it; None if it stays as it is.
 
@@ -110,7 +116,7 @@ class Normalising:
             return None
         repairs = frozenset[Repair]()
         if lost:
-            needed = frozenset(REPAIRS[shape] for shape in lost)
+            needed = _needed(lost)
             repairs = needed if may_need(body, needed) else repairs
         if not (self.chosen or repairs or route.startswith(_MESSAGES)):
             return None
@@ -153,6 +159,12 @@ def _may_be_kept(route: str, body: JsonBody) -> bool:
     later: responses unless the client says no, chats only if it asks for that."""
     store = body.get("store")
     return (route == RESPONSES_PATH and store is not False) or (route == CHAT_PATH and store is True)
+
+
+@lru_cache
+def _needed(lost: AbstractSet[Shape]) -> frozenset[Repair]:
+    """The repairs of a model whose chat template loses these messages."""
+    return frozenset(REPAIRS[shape] for shape in lost)
 
 
 def _rules_of(chosen: Sequence[ChosenRules]) -> frozenset[Rule]:

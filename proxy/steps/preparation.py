@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
+from typing import Any
 from weakref import WeakValueDictionary
 
 from msgspec import Struct
@@ -186,7 +187,7 @@ class Ready(Struct, frozen=True):
         if prompt is None or prompt.extra_ids is not None:
             return replace(self, call=call, kind=told.kind)
         token_ids = prompt.token_ids + resumption.token_ids
-        prompt = dataclasses.replace(prompt, token_ids=token_ids, beginning=None)
+        prompt = replace(prompt, token_ids=token_ids, beginning=None)
         return replace(self, call=call, kind=told.kind, prompt=prompt, chain=self.pool.chain(prompt))
 
 
@@ -218,7 +219,7 @@ class Preparation:
         bare = replace(ready, prompt=None, chain=None, rendering=None, others=(), context=0)
         return await self._with_prompts(bare)
 
-    async def prepare(self, call: Call) -> Ready:
+    def prepare(self, call: Call) -> Coroutine[Any, Any, Ready]:
         """Finds the pool of a request, and reads its prompt.
 
         A tenant's long bodies are read one after the other: meanwhile, each takes about ten times its length
@@ -227,10 +228,12 @@ class Preparation:
         Raises:
             ProxyError, EngineError: the request is wrong, or no engine serves its model.
         """
-        if isinstance(call.body, JsonBody) and len(call.body.raw) > _LONG_BYTES:
-            async with self._turns.setdefault(call.tenant, asyncio.Lock()):
-                return await self._prepare(call)
-        return await self._prepare(call)
+        is_long = isinstance(call.body, JsonBody) and len(call.body.raw) > _LONG_BYTES
+        return self._in_turn(call) if is_long else self._prepare(call)
+
+    async def _in_turn(self, call: Call) -> Ready:
+        async with self._turns.setdefault(call.tenant, asyncio.Lock()):
+            return await self._prepare(call)
 
     async def _prepare(self, call: Call) -> Ready:
         priority_in(call.headers)  # an invalid priority is refused even if no request waits
@@ -241,11 +244,15 @@ class Preparation:
         kept, keep = tuple[Change, ...](), None
         if self.normalising.chosen:
             call, kept, keep = await self._with_reasoning(call, to.pool)
-        changed = await self.normalising.apply(call, to.pool.model, to.pool.lost_shapes)
+        changed = retention = translation = None
+        if self.normalising.may_apply(call, to.pool.lost_shapes):
+            changed = await self.normalising.apply(call, to.pool.model, to.pool.lost_shapes)
         if changed is not None:
             call = changed.call
-        retention = await self._retention(call, to.pool)
-        translation = await self._translation(call, to.pool)
+        if self.reuse and call.runs_prompt and to.pool.prompts is not None:
+            retention = await self._retention(call)
+        if call.route in self.translations or call.method != "POST":
+            translation = await self._translation(call, to.pool)
         if translation is None:
             ready = await self._ready(call, to, retention)
         else:
@@ -268,10 +275,10 @@ class Preparation:
         whole, keep = await self.normalising.with_reasoning(chat, pool.model)
         return whole, (() if whole is chat else (Rule.REASONING_KEPT,)), keep
 
-    async def _retention(self, call: Call, pool: Pool) -> Retention | None:
+    async def _retention(self, call: Call) -> Retention | None:
         """How long the client wants its KV kept. Raises BadRequest for a wish that cannot be read."""
-        body, is_followed = call.body, self.reuse and pool.prompts is not None and call.runs_prompt
-        if not is_followed or not isinstance(body, JsonBody):
+        body = call.body
+        if not isinstance(body, JsonBody):
             return None
         if not may_ask(body):
             return Retention(owner=call.tenant)
@@ -313,7 +320,9 @@ class Preparation:
         if isinstance(call.body, JsonBody):
             given = call.body.get("cache_salt")
             salt = self.tenants.salt(call.tenant, given)
-            body = await self.media.admit(self.tenants.without_private(call.body), salt, call.tenant)
+            body = call.body
+            if not body.is_plain:
+                body = await self.media.admit(self.tenants.without_private(body), salt, call.tenant)
             if body is not call.body:
                 priority, call = priority_of(call), replace(call, body=body)
             if salt != given and pool.shares_kv:

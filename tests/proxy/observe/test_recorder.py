@@ -6,13 +6,13 @@ import resource
 import signal
 import stat
 from array import array
-from dataclasses import replace
 
 import msgspec
 import pytest
 import structlog
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from proxy.core.placement.decision import Cost, Placement
 from proxy.observe import recorder as module
