@@ -93,6 +93,7 @@ class Lease:
         removals: blocks the engine had removed by then.
         ended: called once it is over.
         on_lost: called if its engine is lost meanwhile.
+        is_late: asked when its request is cancelled: was it because the engine was lost or too slow?
         tell: tells other kvpins that it begins; None if there are none.
         telling: tells them of its further steps; None before it has begun.
         gathered: when no other request computed its prefix any more; until then, `started`.
@@ -113,6 +114,7 @@ class Lease:
     removals: int
     ended: Callable[[Lease], None]
     on_lost: Callable[[], None]
+    is_late: Callable[[], bool]
     tell: Callable[..., Telling] | None = None
     telling: Telling | None = None
     gathered: float = 0.0
@@ -151,7 +153,10 @@ class Lease:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.failed = self.failed or isinstance(error, EngineError)
+        if isinstance(error, asyncio.CancelledError):
+            self.failed = self.is_late()
+        elif isinstance(error, EngineError):
+            self.failed = True
         self.engine.leases.discard(self)
         self.engine.failed += self.failed
         self.engine.prefilled += self.placed.part is Role.PREFILL and not self.failed

@@ -471,13 +471,15 @@ class Pool:
         session: Session | None = None,
         part: Role = Role.BOTH,
         on_lost: Callable[[], None] = lambda: None,
+        is_late: Callable[[], bool] = lambda: False,
     ) -> Lease:
         """The hold of a request, or of a `part` of it, on its engine, to be entered at once: counts its load,
         marks its blocks pending.
 
         Nothing is learned from a request whose tokens are not all `known`.
 
-        `on_lost` is called if the engine is lost meanwhile.
+        `on_lost` is called if the engine is lost meanwhile, and `is_late` when it is cancelled: was it
+        because the engine was lost or too slow?
         """
         engine, now = self.engines[placement.engine], monotonic()
         key = self._key_of(session)
@@ -491,7 +493,9 @@ class Pool:
                 self._told.begun, engine.id, chain=chain, streams=streams, known=known, session=digest
             )
         ended = partial(self._ended, engine)
-        return Lease(engine, placement, self.placer, placed, now, engine.removals, ended, on_lost, tell=tell)
+        return Lease(
+            engine, placement, self.placer, placed, now, engine.removals, ended, on_lost, is_late, tell=tell
+        )
 
     def _key_of(self, session: Session | None) -> Hashable:
         """Placement's key of a conversation. Kvpins that share their requests use the digest."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import suppress
+from copy import copy
 
 import msgspec
 
@@ -238,7 +239,7 @@ class Live:
             unshown=self._unshown,
             waiting={pool.model: len(pool.line) for pool in pools},
             unserved=fleet.unserved(),
-            reuse=self._metrics.total_reuse,
+            reuse=copy(self._metrics.total_reuse),
             engines=[
                 self._engine(engine, by_engine.get(engine.id, ReuseCounts()))
                 for engine in fleet.engines.values()
@@ -322,7 +323,7 @@ class Live:
             decoding=load.decoding,
             held_tokens=held,
             capacity_tokens=capacity,
-            reuse=reuse,
+            reuse=copy(reuse),
             problem=None if engine.state is EngineState.READY else engine.last_error,
         )
 

@@ -232,27 +232,24 @@ class Metrics:
         """Counts what was reused of a prompt that kvpin knows."""
         reuse = reuse_of(record, placement)
         self._add_reuse(engine, reuse)
-        counts = {
-            "kvpin_prompt_tokens_total": reuse.prompt_tokens,
-            "kvpin_available_cached_tokens_total": reuse.available_tokens,
-            "kvpin_predicted_cached_tokens_total": reuse.selected_tokens,
-        }
+        counters, labels = self._counters, (model, engine)
+        counters["kvpin_prompt_tokens_total"].series[labels].number += reuse.prompt_tokens
+        counters["kvpin_available_cached_tokens_total"].series[labels].number += reuse.available_tokens
+        counters["kvpin_predicted_cached_tokens_total"].series[labels].number += reuse.selected_tokens
         if record.reported_tokens is not None:
             missed = placement.firm and record.reported_tokens != placement.predicted_tokens
-            counts |= {
-                "kvpin_cached_tokens_total": reuse.delivered_tokens,
-                "kvpin_saved_prefill_seconds_total": 0,
-                "kvpin_mispredictions_total": int(missed),
-            }
-        for name, number in counts.items():
-            self._counters[name].series[model, engine].number += number
+            counters["kvpin_cached_tokens_total"].series[labels].number += reuse.delivered_tokens
+            counters["kvpin_saved_prefill_seconds_total"].series[labels].number += 0
+            counters["kvpin_mispredictions_total"].series[labels].number += missed
         for served, saver, saved_s in self._saved.observe(record):
             self._add_reuse(saver, ReuseCounts(saved_s=saved_s))
             self._count("kvpin_saved_prefill_seconds_total", served, saver, by=saved_s)
 
     def _add_reuse(self, engine: str, reuse: ReuseCounts) -> None:
-        self.total_reuse = self.total_reuse.plus(reuse)
-        self.reuse[engine] = self.reuse.get(engine, ReuseCounts()).plus(reuse)
+        self.total_reuse.add(reuse)
+        if (own := self.reuse.get(engine)) is None:
+            own = self.reuse[engine] = ReuseCounts()
+        own.add(reuse)
 
     def _label(self, engine: str) -> str:
         """An engine's name in labels."""

@@ -40,15 +40,13 @@ class ReuseCounts(msgspec.Struct, kw_only=True):
     delivered_tokens: int = 0
     saved_s: float = 0.0
 
-    def plus(self, more: ReuseCounts) -> ReuseCounts:
-        """Both together."""
-        return ReuseCounts(
-            prompt_tokens=self.prompt_tokens + more.prompt_tokens,
-            available_tokens=self.available_tokens + more.available_tokens,
-            selected_tokens=self.selected_tokens + more.selected_tokens,
-            delivered_tokens=self.delivered_tokens + more.delivered_tokens,
-            saved_s=self.saved_s + more.saved_s,
-        )
+    def add(self, more: ReuseCounts) -> None:
+        """Adds these counts."""
+        self.prompt_tokens += more.prompt_tokens
+        self.available_tokens += more.available_tokens
+        self.selected_tokens += more.selected_tokens
+        self.delivered_tokens += more.delivered_tokens
+        self.saved_s += more.saved_s
 
 
 def reuse_of(record: RequestRecord, placement: Placement) -> ReuseCounts:

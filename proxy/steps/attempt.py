@@ -10,13 +10,13 @@ whether to try another engine.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterator
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Coroutine
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
 from time import monotonic
+from typing import Any
 
 import structlog
 from msgspec.structs import replace
@@ -26,6 +26,7 @@ from engine_adapter import (
     Hold,
     HttpTransport,
     JsonBody,
+    KvTarget,
     Role,
 )
 from proxy.core.audit import Unchecked
@@ -35,7 +36,7 @@ from proxy.core.placement.transfers import TransferResult
 from proxy.fleet.engine import Engine
 from proxy.fleet.ingest import Ingest
 from proxy.fleet.lease import Lease
-from proxy.fleet.lower_tiers import expect_below, look_below
+from proxy.fleet.lower_tiers import expect_below, has_lower_tiers, look_below
 from proxy.request.calls import Call
 from proxy.request.migration import MAX_BODIES, Passage, passage_for
 from proxy.request.tenants import Tenants
@@ -98,7 +99,8 @@ class Attempts:
                 async with self._hold(engine, ready, audited=audited) as hold:
                     prefilled: OtherLeg | None = None
                     if pair is None:
-                        await look_below(pool, engine, lease, ready.prompt, ready.chain)
+                        if has_lower_tiers(engine):
+                            await look_below(pool, engine, lease, ready.prompt, ready.chain)
                     elif pair.together:
                         prefilled = half
                         _begin_together(lease, hold, half)
@@ -121,11 +123,11 @@ class Attempts:
                 engine.audit.skip(unchecked)
         request.answered(is_error=forwarded.error is not None)
 
-    @contextmanager
-    def _lease(self, request: Request, ready: Ready, placement: Placement) -> Iterator[Lease]:
+    @staticmethod
+    def _lease(request: Request, ready: Ready, placement: Placement) -> Lease:
         """The request's lease of the engine that answers."""
         pair = placement.pair
-        leasing = ready.pool.lease(
+        return ready.pool.lease(
             placement if pair is None else pair.decode,
             ready.chain,
             streams=ready.call.streams,
@@ -133,14 +135,8 @@ class Attempts:
             session=ready.session,
             part=Role.BOTH if pair is None else Role.DECODE,
             on_lost=request.engine_lost,
+            is_late=request.is_late,
         )
-        with leasing as lease:
-            try:
-                yield lease
-            except asyncio.CancelledError:
-                # The engine was lost or too slow, or the client has left.
-                lease.failed = request.has_interrupted and not request.reply.complete
-                raise
 
     async def first_leg(
         self, request: Request, ready: Ready, pair: Pair, engine: Engine, lease: Lease, hold: Hold
@@ -200,7 +196,7 @@ class Attempts:
         async with self._hold(half.engine, ready) as hold:
             await half.compute(ready, hold)
 
-    async def forward(
+    def forward(
         self,
         request: Request,
         ready: Ready,
@@ -208,7 +204,7 @@ class Attempts:
         lease: Lease,
         hold: Hold,
         prefilled: OtherLeg | None,
-    ) -> Forwarded:
+    ) -> Coroutine[Any, Any, Forwarded]:
         """Sends the request to the engine that it holds, and the answer to the client. `prefilled`: another
         engine has computed its prompt, or does so meanwhile. Raises EngineError."""
         call = ready.call_for(engine)
@@ -216,7 +212,7 @@ class Attempts:
         for_others = request.call.body if request.kept else None
         request.reply.on_start = partial(_forget_bodies, call, hold, for_others)
         request.sent()
-        return await Forwarding(request, ready, call, engine, lease, hold, prefilled).run(self.transport)
+        return Forwarding(request, ready, call, engine, lease, hold, prefilled).run(self.transport)
 
     def _passage(
         self, request: Request, ready: Ready, call: Call, hold: Hold, engine: Engine
@@ -283,8 +279,11 @@ class Attempts:
             return engine.adapter.hold(call.route, body, None)
         session = ready.session.digest if ready.session is not None else None
         is_made_there = audited or not (engine.is_proven or prompt.source == "client")
-        kv = replace(
-            prompt.kv,
+        kv = KvTarget(
+            prompt.token_ids,
+            prompt.extra_ids,
+            prompt.salt,
+            prompt.lora,
             exact=prompt.exact and not is_made_there,
             audit=audited,
             retention=ready.retention,

@@ -183,10 +183,10 @@ class Request(Life):
         others = self._task.cancelling() - self._cancels if self._task is not None else 0
         return others > self._cancelled_before
 
-    @property
-    def has_interrupted(self) -> bool:
-        """True if the timer alone cancelled the request's task, until `interrupted` says why."""
-        return self._interrupt is not None and not self.is_cancelled
+    def is_late(self) -> bool:
+        """True if its engine was lost or too slow: the timer alone cancelled the task, and the client lacks
+        some of its answer."""
+        return self._interrupt is not None and not self.is_cancelled and not self.reply.complete
 
     def stop(self) -> None:
         """Ends the timer: the request is over."""
