@@ -104,6 +104,12 @@ class Prompt(msgspec.Struct, frozen=True, eq=False):
     forms: frozenset[Form] = frozenset()
     beginning: KnownBeginning | None = None
 
+    def __eq__(self, other: object) -> bool:
+        """True if it is the same to an engine."""
+        return isinstance(other, Prompt) and self.kv == other.kv
+
+    __hash__ = None  # type: ignore[assignment]
+
     def __repr__(self) -> str:
         """Without its tokens."""
         return f"Prompt(of {len(self.token_ids)} tokens, exact={self.exact}, source={self.source!r})"

@@ -101,7 +101,9 @@ class Normalising:
         """False if `apply` surely changes nothing."""
         if self.chosen or call.route != CHAT_PATH:
             return True
-        return bool(lost) and isinstance(call.body, JsonBody) and may_need(call.body, _needed(lost))
+        return (
+            bool(lost) and isinstance(call.body, JsonBody) and may_need(call.body, _needed(frozenset(lost)))
+        )
 
     async def apply(self, call: Call, model: str, lost: AbstractSet[Shape] = frozenset()) -> Changed | None:
         """The request with a normalised body, and what changed it; None if it stays as it is.
@@ -116,7 +118,7 @@ class Normalising:
             return None
         repairs = frozenset[Repair]()
         if lost:
-            needed = _needed(lost)
+            needed = _needed(frozenset(lost))
             repairs = needed if may_need(body, needed) else repairs
         if not (self.chosen or repairs or route.startswith(_MESSAGES)):
             return None
@@ -162,7 +164,7 @@ def _may_be_kept(route: str, body: JsonBody) -> bool:
 
 
 @lru_cache
-def _needed(lost: AbstractSet[Shape]) -> frozenset[Repair]:
+def _needed(lost: frozenset[Shape]) -> frozenset[Repair]:
     """The repairs of a model whose chat template loses these messages."""
     return frozenset(REPAIRS[shape] for shape in lost)
 

@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import msgspec
 import pytest
 from msgspec import structs
@@ -240,7 +238,7 @@ async def test_other_tokens_explain_it_all(world, pair):
 
 async def test_a_prompt_that_is_known_in_part(world, pair):
     record = world.record("r", tokens(40), placement=placed("a", 40, ("a", 0.1, 32)), reported_tokens=500)
-    record.prompt = replace(record.prompt, whole=False)
+    record.prompt = structs.replace(record.prompt, whole=False)
     assert (await told(world, record))["explanation"] == (
         "only the part before the first image is known here: "
         "32 of its 40 tokens were predicted; a reused 500; "

@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
+from msgspec import structs
 
 from engine_adapter import Capability, KvTarget, NotSupported
 from proxy.control.target import Target
@@ -96,7 +97,7 @@ async def test_an_alias_names_its_model_and_its_adapter(world, pair):
 @pytest.mark.parametrize("unlike_text", [{"media": True}, {"whole": False}])
 async def test_a_prefix_that_holds_images_is_none(world, pair, unlike_text):
     record = world.record("r1", tokens(40), prompt_cache_key="k")
-    record.prompt = replace(record.prompt, **unlike_text)
+    record.prompt = structs.replace(record.prompt, **unlike_text)
     with pytest.raises(BadRequest, match="images") as caught:
         await world.targets.prefix_of(Target(prompt_cache_key="k"))
     assert caught.value.param == "prompt_cache_key"

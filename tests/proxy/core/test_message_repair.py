@@ -151,8 +151,8 @@ def test_the_history_keeps_its_bytes_from_turn_to_turn(repairs):
 )
 def test_a_usual_chat_is_not_even_decoded(messages, needs):
     raw = json.dumps({"messages": messages}).encode()
-    assert may_need(raw, ALL) == needs
-    assert may_need(raw, {Repair.SYSTEM_IN_TURN}) == (len(messages) > 1)
+    assert may_need(JsonBody(raw), ALL) == needs
+    assert may_need(JsonBody(raw), {Repair.SYSTEM_IN_TURN}) == (len(messages) > 1)
 
 
 @pytest.mark.parametrize("odd", [None, 1, "x", [None], [1, "x", {}], [{"role": 5}], [{"role": ["system"]}]])

@@ -165,8 +165,8 @@ def test_other_forms_stay():
     ],
 )
 def test_bodies_without_tools_are_not_decoded(repair, raw):
-    assert not may_need(b'{"messages":[{"role":"user"}]}', {repair})
-    assert may_need(raw, {repair})
+    assert not may_need(JsonBody(b'{"messages":[{"role":"user"}]}'), {repair})
+    assert may_need(JsonBody(raw), {repair})
 
 
 def test_calls_in_other_forms_are_kept_as_text():

@@ -3,6 +3,7 @@ from dataclasses import replace
 
 import pytest
 import structlog
+from msgspec import structs
 
 from engine_adapter import Tier
 from proxy.core.admission import Needs
@@ -42,7 +43,7 @@ class TestAdapters:
 
     def test_only_engines_that_serve_it_are_candidates(self, fleet, engines):
         pool = fleet.pool("ada")
-        prompt = replace(PROMPT, lora="ada")
+        prompt = structs.replace(PROMPT, lora="ada")
         chain = pool.chain(prompt)
         pool.index.store("b", Tier.GPU, chain.hashes)  # a hash is a hash; nobody could have put it there
         for candidates in (pool.candidates(chain, prompt, ADA), pool.candidates(None, needs=ADA)):
@@ -64,7 +65,9 @@ class TestAdapters:
 
     def test_its_chain_is_its_own_under_each_salt(self, fleet, engines):
         pool = fleet.pool("m")
-        prompts = [replace(PROMPT, lora=a, salt=s) for a in (None, "ada", "lin") for s in (None, "ada", "s")]
+        prompts = [
+            structs.replace(PROMPT, lora=a, salt=s) for a in (None, "ada", "lin") for s in (None, "ada", "s")
+        ]
         assert len({pool.chain(prompt).hashes for prompt in prompts}) == len(prompts)
 
     def test_it_is_waited_for_while_its_engine_is_lost_and_forgotten_with_it(self, fleet, engines):

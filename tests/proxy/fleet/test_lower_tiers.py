@@ -4,6 +4,7 @@ from array import array
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from engine_adapter import BelowGpu, Tier
 from proxy.core.index.match import Match
@@ -94,7 +95,7 @@ async def test_no_prediction_rests_on_what_was_not_confirmed(fleet):
 async def test_tiers_are_not_asked_for_what_is_more_than_text(fleet, unlike_text):
     engine, pool = add(fleet, TieredAdapter("a"))
     pool.index.store("a", Tier.GPU, pool.chain(PROMPT).hashes[:4])
-    placement, _ = await looked(pool, replace(PROMPT, **unlike_text))
+    placement, _ = await looked(pool, structs.replace(PROMPT, **unlike_text))
     assert (placement.predicted_tokens, placement.firm, engine.adapter.asked) == (64, False, [])
 
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 from time import monotonic
 
 import pytest
+from msgspec import structs
 
 from engine_adapter import BlocksStored, Capability, Forecast, JsonBody, Tier
 from proxy.core.admission import Needs
@@ -75,7 +76,7 @@ class TestCandidates:
     def test_nothing_is_foreseen_of_a_prompt_that_is_known_in_part(self, fleet):
         leasing, _ = add_ready(fleet, "a"), add_ready(fleet, "b")
         leasing.adapter.forecast = lambda target: Forecast(7)
-        pool, part = fleet.pools["m"], replace(PROMPT, whole=False)
+        pool, part = fleet.pools["m"], structs.replace(PROMPT, whole=False)
         chain = pool.chain(part)
         for name in "ab":
             pool.index.store(name, Tier.GPU, chain.hashes)

@@ -7,6 +7,7 @@ from array import array
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from engine_adapter import Capability, EngineUnavailable, Tier
 from proxy.core.placement.load import Work
@@ -358,7 +359,7 @@ async def test_what_left_nothing_known_is_no_turn(world, fields):
 
 
 async def test_a_prompt_known_in_part_is_no_turn(world):
-    world.prompt = lambda _name: replace(Prompt(array("i", range(64))), whole=False)
+    world.prompt = lambda _name: structs.replace(Prompt(array("i", range(64))), whole=False)
     world.answer(1)
     assert len(world.ahead._threads) == 0
 

@@ -1,9 +1,9 @@
 import asyncio
 from array import array
-from dataclasses import replace
 
 import msgspec
 import pytest
+from msgspec import structs
 
 from engine_adapter import Capability, EngineRejected, EngineUnavailable, JsonBody
 from engine_adapter.prompt.forms import Form
@@ -316,7 +316,7 @@ class TestAudit:
         assert not unchecked.exactness.ok
 
     async def test_ids_that_the_client_gave_prove_nothing(self, unchecked, build):
-        prompt = replace(await build(unchecked), source="client")
+        prompt = structs.replace(await build(unchecked), source="client")
         for theirs in (prompt.token_ids, prompt.token_ids[1:]):
             assert audit_tokens(unchecked, prompt, theirs) is None
         assert (unchecked.agreed, unchecked.differed) == (0, 0)

@@ -35,6 +35,7 @@ def test_a_chat():
         template_kwargs={"a": 1},
         add_generation_prompt=True,
         continue_final_message=False,
+        more=[],
     )
 
 
