@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from engine_adapter import JsonBody
 from proxy.core.message_repair import Repair, may_need, repaired
 
 ALL = {Repair.DEVELOPER_AS_SYSTEM, Repair.SYSTEMS_JOINED, Repair.LATE_SYSTEM_IN_TURN}
