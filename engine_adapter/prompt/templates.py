@@ -19,7 +19,7 @@ from jinja2 import Template, TemplateError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import Macro
+from jinja2.runtime import Context, Macro
 from jinja2.utils import Namespace
 
 from engine_adapter.prompt.bounds import (
@@ -81,7 +81,7 @@ def render_template(
     if documents is not None and not all(isinstance(document, dict) for document in documents):
         raise TypeError("documents must be a list of objects")
     made = compiled(template)
-    # Does the same as `made.render`, which copies the globals one by one: half the time of a short chat.
+    # Does the same as `made.render`, which lists and copies the globals: half the time of a short chat.
     seen = {
         **environment.globals,
         **variables,
@@ -91,7 +91,7 @@ def render_template(
         "add_generation_prompt": add_generation_prompt,
     }
     begin_rendering()
-    text = _bounded(made.root_render_func(made.new_context(seen, shared=True)))
+    text = _bounded(made.root_render_func(Context(environment, seen, made.name, made.blocks)))
     return _cut_at_end(text, final) if continue_final_message else text
 
 

@@ -106,7 +106,8 @@ class Prompt(msgspec.Struct, frozen=True, eq=False):
 
     def __eq__(self, other: object) -> bool:
         """True if it is the same to an engine."""
-        return isinstance(other, Prompt) and self.kv == other.kv
+        same = isinstance(other, Prompt) and replace(self.kv, exact=False) == replace(other.kv, exact=False)
+        return bool(same)
 
     __hash__ = None  # type: ignore[assignment]
 

@@ -170,11 +170,17 @@ class KnownChats:
             known.append(segment)
             before, start = segment.number, start + len(segment.key[1])
         written = self._pieces(whole, start)
+        if not known and len(written) == 1:
+            return ChatText(owner, (), [text], written)
         return ChatText(owner, known, [piece.decode(errors=_ERRORS) for piece in written], written)
 
-    def add(self, chat: ChatText, encoded: Sequence[TokenIds[int]]) -> tuple[TokenIds[int], KnownBeginning]:
+    def add(
+        self, chat: ChatText, encoded: Sequence[TokenIds[int]]
+    ) -> tuple[TokenIds[int], KnownBeginning | None]:
         """Remembers the new segments of a chat that `read` gave; `encoded` are the ids of each piece in
-        `chat.new`. Returns the ids of the whole text, and its known beginning."""
+        `chat.new`. Returns the ids of the whole text, and its known beginning; None if it is short."""
+        if not chat.known and len(encoded) == 1:
+            return encoded[0], None
         share = self._shares.setdefault(chat.owner.tenant, _Share())
         segments = list(chat.known)
         for piece, ids in zip(chat.written[:-1], encoded, strict=False):
