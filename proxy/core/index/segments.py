@@ -7,7 +7,6 @@ A segment therefore equals a part of a chain if their last blocks do.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 import msgspec
@@ -74,7 +73,7 @@ def whole(segment: Segment, chain: Sequence[BlockHash], at: int) -> int:
 def common(one: Sequence[BlockHash], start: int, other: Sequence[BlockHash], at: int, blocks: int) -> int:
     """Number of leading blocks in which two chains agree, at most `blocks`: `one` from `start` on and `other`
     from `at` on. The first blocks must be equal."""
-    if one[start + blocks - 1] == other[at + blocks - 1]:
+    if blocks == 1 or one[start + blocks - 1] == other[at + blocks - 1]:
         return blocks
     same, differs = 0, blocks - 1
     while differs - same > 1:
@@ -103,12 +102,18 @@ def equal(segment: Segment, start: int, blocks: tuple[BlockHash, ...], at: int) 
 
 def runs(segment: Segment, start: int, end: int) -> Sequence[tuple[int, int, int]]:
     """The runs between two places of the segment: location bits, begin, end."""
-    masks, ends = segment.masks, segment.ends
+    masks, at = segment.masks, start
     if len(masks) == 1:
         return ((masks[0], start, end),)
-    first, last = bisect_right(ends, start), bisect_left(ends, end)
-    inner = ends[first:last]
-    return tuple(zip(masks[first : last + 1], (start, *inner), (*inner, end), strict=True))
+    found = list[tuple[int, int, int]]()
+    for mask, stop in zip(masks, segment.ends):  # noqa: B905 - faster
+        if stop >= end:
+            found.append((mask, at, end))
+            break
+        if stop > at:
+            found.append((mask, at, stop))
+            at = stop
+    return found
 
 
 def change(segment: Segment, start: int, end: int, on: int = 0, off: int = 0) -> None:

@@ -174,6 +174,8 @@ class Scores:
     def elsewhere(self, best: int) -> int | None:
         """Most tokens of the prompt that a candidate other than `best` would reuse; None without another."""
         own = self.reuses[best]
+        if len(self._kinds) == 1:
+            return own.cached_tokens if len(self.reuses) > 1 else None
         is_shared = self.reuses.count(own) > 1
         others = [each.cached_tokens for each in self._kinds.values() if is_shared or each is not own]
         return max(others, default=None)
@@ -292,13 +294,16 @@ def choose(candidates: Sequence[Candidate], scores: Scores, chain: Chain, outloo
     first = scores.within(min(totals))[0]
     regrets[first] = regret_of(candidates[first], scores.reuses[first], chain, outlook)
     least = totals[first] + regrets[first]
-    for at in scores.within(least + TIE_S)[1:MAX_LOOKS]:
-        if totals[at] > least + TIE_S:
-            break  # costs more, even without its regret
-        regrets[at] = regret_of(candidates[at], scores.reuses[at], chain, outlook)
-        least = min(least, totals[at] + regrets[at])
-    equal = [at for at, regret_s in regrets.items() if totals[at] + regret_s <= least + TIE_S]
-    return scores.placement(min(equal, key=scores.among_equals), chain, outlook)
+    if len(totals) > 1:
+        for at in scores.within(least + TIE_S)[1:MAX_LOOKS]:
+            if totals[at] > least + TIE_S:
+                break  # costs more, even without its regret
+            regrets[at] = regret_of(candidates[at], scores.reuses[at], chain, outlook)
+            least = min(least, totals[at] + regrets[at])
+    if len(regrets) > 1:
+        equal = [at for at, regret_s in regrets.items() if totals[at] + regret_s <= least + TIE_S]
+        first = min(equal, key=scores.among_equals)
+    return scores.placement(first, chain, outlook)
 
 
 def regret_of(candidate: Candidate, reuse: Reuse, chain: Chain, outlook: Outlook) -> float:
