@@ -21,7 +21,7 @@ from starlette.responses import Response
 
 from engine_adapter import NATIVE_ROUTES, Headers, JsonBody, RequestBody, Upload, route_of
 from engine_adapter.http.web_pages import page_asking
-from engine_adapter.off_loop import JSON_BYTES_PER_MS, PAYER, off_loop
+from engine_adapter.off_loop import JSON_BYTES_PER_MS, PAYER, may_stay, off_loop
 from engine_adapter.shape import Shape
 from proxy.api.auth import authenticate, passed_on_headers
 from proxy.api.cors import METHODS, SERVED, Cors, check_origin, is_preflight, preflight
@@ -369,7 +369,10 @@ class DataPlane:
                 [pair for pair in exchange.headers.raw if pair[0] != b"content-encoding"]
             )
         raw = raw.removeprefix(codecs.BOM_UTF8)
-        body = await off_loop(partial(parse, raw, self.shape), ms=len(raw) / JSON_BYTES_PER_MS)
+        if may_stay(ms := len(raw) / JSON_BYTES_PER_MS):
+            body = parse(raw, self.shape)
+        else:
+            body = await off_loop(partial(parse, raw, self.shape), ms=ms)
         return body, () if body.raw is raw else (HALF_CHARACTERS,)
 
     def _length(self, headers: Headers) -> int | None:

@@ -28,6 +28,7 @@ from engine_adapter.off_loop import (
     TOKEN_ID_BYTES_PER_MS,
     VALUES_PER_MS,
     in_own_thread,
+    may_stay,
     off_loop,
 )
 from engine_adapter.prompt.chat import ChatPrompt, ChatTokenizer
@@ -299,10 +300,13 @@ class PromptBuilder:
         """
         per_ms = TOKEN_ID_BYTES_PER_MS if path == COMPLETIONS_PATH else JSON_BYTES_PER_MS
         native = self.info.routes.get(path)
-        source: PromptInput | None = await off_loop(
-            partial(read_prompt, path, body) if native is None else partial(read_native, native.prompt, body),
-            ms=len(body.raw) / per_ms,
-        )
+        source: PromptInput | None
+        if native is None and may_stay(ms := len(body.raw) / per_ms):
+            source = read_prompt(path, body)
+        else:
+            fields = None if native is None else native.prompt
+            read = partial(read_prompt, path) if native is None else partial(read_native, fields)
+            source = await off_loop(partial(read, body), ms=len(body.raw) / per_ms)
         if source is None:
             return None
         try:
