@@ -300,13 +300,13 @@ class PromptBuilder:
         """
         per_ms = TOKEN_ID_BYTES_PER_MS if path == COMPLETIONS_PATH else JSON_BYTES_PER_MS
         native = self.info.routes.get(path)
-        source: PromptInput | None
-        if native is None and may_stay(ms := len(body.raw) / per_ms):
+        ms, source = len(body.raw) / per_ms, None
+        if native is None and may_stay(ms):
             source = read_prompt(path, body)
         else:
             fields = None if native is None else native.prompt
             read = partial(read_prompt, path) if native is None else partial(read_native, fields)
-            source = await off_loop(partial(read, body), ms=len(body.raw) / per_ms)
+            source = await off_loop(partial(read, body), ms=ms)
         if source is None:
             return None
         try:
