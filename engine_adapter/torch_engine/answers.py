@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
+from engine_adapter.torch_engine.detokenize import TextOffsets, TokenBytes, shown
 from engine_adapter.torch_engine.requests import Token
-from engine_adapter.torch_engine.token_bytes import TextOffsets, TokenBytes, shown
 from engine_adapter.torch_engine.tool_calls import CallPart
 
 _LOWEST_LOGPROB = -9999.0  # JSON has no infinity

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from starlette.types import Receive, Scope, Send
 
 from engine_adapter.off_loop import off_loop
-from engine_adapter.torch_engine.admission import check_token_id
 from engine_adapter.torch_engine.completions import while_client_stays
 from engine_adapter.torch_engine.generation import Generation
 from engine_adapter.torch_engine.protocol import EmbeddingRequest, inputs_of, parse, salt_of
 from engine_adapter.torch_engine.requests import GenerationRequest, SamplingParams, Token
+from engine_adapter.torch_engine.scheduler import check_token_id
 from engine_adapter.torch_engine.service import EngineService
 from engine_adapter.torch_engine.web import ApiError, json_response, read_body
 from engine_adapter.types import TokenIds

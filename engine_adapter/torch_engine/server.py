@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 from collections.abc import Mapping
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine_adapter.errors import EngineError
-from engine_adapter.torch_engine.admission import check_token_id
+from engine_adapter.http.web_pages import page_asking
 from engine_adapter.torch_engine.completions import CompletionRoute
 from engine_adapter.torch_engine.embeddings import EmbeddingRoute
-from engine_adapter.torch_engine.guard import Guard
 from engine_adapter.torch_engine.kv_routes import body_of, kv_routes, kv_stats, service_of
 from engine_adapter.torch_engine.metrics import EngineMetrics
 from engine_adapter.torch_engine.options import DEFAULT_MAX_BODY_BYTES
@@ -27,6 +30,7 @@ from engine_adapter.torch_engine.protocol import (
     parse,
     parse_tokenize,
 )
+from engine_adapter.torch_engine.scheduler import check_token_id
 from engine_adapter.torch_engine.service import EngineService
 from engine_adapter.torch_engine.web import ApiError, as_api_error, error_response, json_response
 
@@ -172,3 +176,38 @@ async def _fault(_request: Request, _error: Exception) -> Response:
     return error_response(
         ApiError("internal error; the engine's log has the details", status=500, code="internal_error")
     )
+
+
+_OPEN = "/health"
+
+
+class Guard:
+    """Answers a refused request by itself, and passes all others on. `/health` needs no key."""
+
+    def __init__(self, app: ASGIApp, key: str | None = None) -> None:
+        """`key`: what requests must give as `Authorization: Bearer <key>`; None for no key."""
+        self._app = app
+        self._digest = None if key is None else _digest(f"Bearer {key}".encode())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request."""
+        refusal = self._refusal(scope) if scope["type"] == "http" else None
+        await (self._app if refusal is None else error_response(refusal))(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        if self._digest is not None:
+            given = Headers(scope=scope).get("authorization", "")
+            if scope["path"] == _OPEN or hmac.compare_digest(self._digest, _digest(given.encode("latin-1"))):
+                return None
+            return ApiError(
+                "the engine needs its key: Authorization: Bearer <key>", status=401, code="invalid_api_key"
+            )
+        page = page_asking(scope["headers"], lambda: scope["scheme"], lambda: scope["server"])
+        if page is None:
+            return None
+        return ApiError(f"the engine answers no web page ({page})", status=403, code="forbidden")
+
+
+def _digest(text: bytes) -> bytes:
+    """Of equal length for all texts: the time of a comparison tells nothing of the key."""
+    return hashlib.sha256(text).digest()

@@ -15,6 +15,7 @@ from engine_adapter.off_loop import off_loop
 from engine_adapter.prompt.chat import ChatPrompt, ChatTokenizer
 from engine_adapter.prompt.lengths import MAX_CHARS_PER_TOKEN
 from engine_adapter.prompt.media import read_embeds, reading_ms
+from engine_adapter.torch_engine.detokenize import TokenBytes
 from engine_adapter.torch_engine.engine import Engine
 from engine_adapter.torch_engine.event_publisher import EventPublisher
 from engine_adapter.torch_engine.grammar import Grammars
@@ -24,7 +25,6 @@ from engine_adapter.torch_engine.options import EmbeddedOptions
 from engine_adapter.torch_engine.prompt_tables import Prompt, PromptTables, embedding_tensor
 from engine_adapter.torch_engine.protocol import ChatRequest, PromptRequest, embeds_of, prompt_of
 from engine_adapter.torch_engine.runner import LoadedModel
-from engine_adapter.torch_engine.token_bytes import TokenBytes
 from engine_adapter.torch_engine.web import ApiError
 
 T = TypeVar("T")

@@ -11,11 +11,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine_adapter import KvVerb
-from proxy.api.admin.endpoint import Endpoint, answer, read_body
+from proxy.api.admin.endpoint import Endpoint, Query, answer, int_query, read_body
 from proxy.api.admin.request_bodies import Flush, Offload, OnTarget, Pin, Restore, Unpin, Warm
 from proxy.control.kv import KvVerbs
 from proxy.control.operations import Operation, OperationAnswer, Operations, OperationState
 from proxy.control.pinning import Pinning
+from proxy.control.prefixes import MAX_DEPTH, MAX_PREFIXES, Prefixes, PrefixesAnswer
 from proxy.control.warm import Warming
 
 _Body = TypeVar("_Body", bound=OnTarget | Unpin)
@@ -100,3 +101,34 @@ def _start(
 
 def _described(operation: Operation) -> OperationAnswer:
     return msgspec.convert(operation, OperationAnswer, from_attributes=True)
+
+
+DEPTH, PREFIXES = 8, 200
+
+
+def prefix_routes(prefixes: Prefixes) -> tuple[Endpoint, ...]:
+    """Shows what engines hold of the last prompts."""
+
+    async def get_prefixes(request: Request) -> Response:
+        depth = int_query(request, "depth", DEPTH, MAX_DEPTH)
+        most = int_query(request, "limit", PREFIXES, MAX_PREFIXES)
+        under, words = request.query_params.get("under"), request.query_params.get("words") == "true"
+        return answer(await prefixes.look(under, depth, most, words=words))
+
+    return (
+        Endpoint(
+            "GET",
+            "/prefixes",
+            get_prefixes,
+            "The prefix tree of the last prompts, and which engines hold what of it.",
+            PrefixesAnswer,
+            query=(
+                Query("under", "string", "The id of the prefix to begin with; by default all prompts."),
+                Query(
+                    "depth", "integer", f"How many below each other, 1 to {MAX_DEPTH}; {DEPTH} by default."
+                ),
+                Query("words", "boolean", "With the first words of each: prompt text. By default without."),
+                Query("limit", "integer", f"How many in all, 1 to {MAX_PREFIXES}; {PREFIXES} by default."),
+            ),
+        ),
+    )

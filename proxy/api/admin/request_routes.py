@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Iterator
 
+import anyio
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
 
 from engine_adapter import JsonBody
-from proxy.api.admin.endpoint import Endpoint, Query, answer, decode, int_query, read_bytes
+from engine_adapter.off_loop import off_loop
+from proxy.api.admin.endpoint import Endpoint, Query, answer, decode, int_query, read_bytes, until_left
 from proxy.api.admin.request_bodies import DryRun
 from proxy.control.dry_run import RouteAnswer, route
 from proxy.control.explain import RequestAnswer, RequestSummary, explain, summarize
-from proxy.errors import NotFound
+from proxy.control.replays import MAX_TRACE_BYTES, OPTIONS, ReplayAnswer, Replays
+from proxy.core.tenant_use import MOST_DAYS, DayUse, UseBook
+from proxy.errors import BadRequest, NotFound, ProxyError
 from proxy.flow import Flow
+from proxy.observe.live import Live, Missed, RequestNow, Snapshot, Viewer
 
 MOST = 10_000
 
@@ -79,5 +87,140 @@ def request_routes(flow: Flow) -> tuple[Endpoint, ...]:
             "One request, by kvpin's id or its client's: why its cache missed or hit.",
             RequestAnswer,
             query=(whose,),
+        ),
+    )
+
+
+_HEADERS = {
+    "content-type": "text/event-stream",
+    "cache-control": "no-cache, no-transform",
+    "x-accel-buffering": "no",  # nginx would hold events back
+}
+
+
+class LiveEvents(msgspec.Struct, kw_only=True):
+    """The events by name, and their data.
+
+    `snapshot` comes first, then about every second; `placed` and `finished` at once, for 20 requests a second
+    at most; `missed` after a client has read too slowly.
+    """
+
+    snapshot: Snapshot
+    placed: RequestNow
+    finished: RequestNow
+    missed: Missed
+
+
+def event_routes(live: Live) -> tuple[Endpoint, ...]:
+    """Lets clients watch."""
+
+    async def get_events(request: Request) -> Response:
+        """The stream; HEAD gets its headers alone."""
+        return Response(headers=_HEADERS) if request.method == "HEAD" else _EventStream(live, live.join())
+
+    return (
+        Endpoint(
+            "GET",
+            "/events",
+            get_events,
+            "What happens, as server-sent events: each is named as a field here, with its data as value. "
+            "No prompt text.",
+            LiveEvents,
+            is_stream=True,
+        ),
+    )
+
+
+class _EventStream(Response):
+    """A viewer's events, until its client leaves or kvpin stops."""
+
+    def __init__(self, live: Live, viewer: Viewer) -> None:
+        super().__init__(headers=_HEADERS)
+        self._live, self._viewer = live, viewer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's
+        del self.headers["content-length"]
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            async with anyio.create_task_group() as group:
+                group.start_soon(until_left, receive, group)
+                while events := await self._viewer.take():
+                    await send(_body(events, more=True))
+                await send(_body(b"", more=False))
+                group.cancel_scope.cancel()
+        finally:
+            self._live.leave(self._viewer)
+
+
+def _body(content: bytes, *, more: bool) -> Message:
+    return {"type": "http.response.body", "body": content, "more_body": more}
+
+
+_USUAL_DAYS = 30
+# Rows that are sorted and written in about 1 ms.
+_ROWS_PER_MS = 256
+
+
+class UseList(msgspec.Struct):
+    """The use of tenants, the newest day first."""
+
+    usage: list[DayUse]
+
+
+def _written(rows: Iterator[DayUse]) -> bytes:
+    """A `UseList`, encoded row by row: 100,000 rows at once would hold up the loop."""
+    return b'{"usage":[%b]}' % b",".join(map(msgspec.json.encode, rows))
+
+
+def use_routes(book: UseBook) -> tuple[Endpoint, ...]:
+    """Tells the use by day, tenant and model."""
+
+    async def list_use(request: Request) -> Response:
+        days = int_query(request, "days", _USUAL_DAYS, MOST_DAYS)
+        kept, now = UseBook(book.items()), time.time()  # the book changes meanwhile
+        content = await off_loop(lambda: _written(kept.since(days, now)), ms=len(kept) / _ROWS_PER_MS)
+        return Response(content, media_type="application/json")
+
+    days = Query("days", "integer", f"How many days, 1 to {MOST_DAYS}; {_USUAL_DAYS} by default.")
+    return (
+        Endpoint(
+            "GET",
+            "/usage",
+            list_use,
+            "Requests and tokens by day (UTC), tenant and model, the newest day first.",
+            UseList,
+            query=(days,),
+        ),
+    )
+
+
+def replay_routes(replays: Replays) -> tuple[Endpoint, ...]:
+    """Shows what other engines, sizes and policies would do with recorded traffic."""
+
+    async def post_replay(request: Request) -> Response:
+        """Replays the body; ends if the client leaves."""
+        trace = await read_bytes(request, MAX_TRACE_BYTES)
+        outcome: ReplayAnswer | ProxyError = BadRequest("the client left")
+        async with anyio.create_task_group() as group:
+            group.start_soon(until_left, request.receive, group)
+            try:
+                outcome = await replays.play(trace, dict(request.query_params))
+            except ProxyError as error:
+                outcome = error
+            group.cancel_scope.cancel()
+        if isinstance(outcome, ProxyError):
+            raise outcome
+        return answer(outcome)
+
+    return (
+        Endpoint(
+            "POST",
+            "/replays",
+            post_replay,
+            "Replays the recording in the body (JSON lines, not compressed, 32 MiB at most) on simulated "
+            "engines, as `kvpin replay` does; one at a time, 10 minutes at most each.",
+            ReplayAnswer,
+            raw_body=True,
+            query=tuple(Query(name, "string", f"As --{name.replace('_', '-')}.") for name in OPTIONS),
         ),
     )

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from engine_adapter import NATIVE_ROUTES, HeaderPairs, JsonBody
+from engine_adapter import NATIVE_ROUTES, Capability, HeaderPairs, JsonBody
 from engine_adapter.off_loop import VALUES_PER_MS, off_loop
 from proxy.api.fan_out.join import (
     JoinedStream,
@@ -22,12 +22,11 @@ from proxy.api.fan_out.join import (
     joined,
     joined_list,
 )
-from proxy.api.fan_out.prefill import compute_once
 from proxy.api.fan_out.split import CHAT, COMPLETIONS, OnePrompt, Part, Place, Several, prompts_of, several_of
 from proxy.core.life import Cause
-from proxy.errors import ANSWERED, EngineFailed, NoEngine, NotFound
+from proxy.errors import ANSWERED, EngineFailed, NoEngine, NotFound, Overloaded
 from proxy.flow import Flow
-from proxy.request.calls import Call, Reply
+from proxy.request.calls import Call, Nobody, Reply
 from proxy.request.dialects import error_body
 from proxy.request.gate import Admission
 from proxy.request.translate.translation import Events
@@ -316,3 +315,54 @@ class _PartClient:
             self._answer.whole[self._place.index] = self._place, content
             if not self._place.index:
                 self._answer.headers = self._headers
+
+
+# Fewer tokens are computed with each choice. One request more would cost about as much.
+LEAST_TOKENS = 256
+_ONE_TOKEN = {"max_tokens": 1, "max_completion_tokens": 1, "stream": None, "stream_options": None}
+
+
+async def compute_once(flow: Flow, call: Call, body: JsonBody, admitted: Admission) -> int | None:
+    """Computes the prompt of a choice on the engine it would go to, if that has to compute much of it and can
+    restore it afterwards. It waits for its turn like any request, and its tenant pays for its tokens here and
+    not again with the choices.
+
+    Returns the tokens that were cached before; None if nothing was computed, or if that failed. The choices
+    then find out why.
+
+    Raises:
+        Overloaded: all engines are too busy.
+    """
+    limits = _ONE_TOKEN if call.native is None else {**_ONE_TOKEN, "n_predict": 1}
+    own = replace(
+        call,
+        request_id=f"{call.request_id}-prompt",
+        client_id=call.answer_id,
+        body=body.replace(**limits),
+    )
+    try:
+        if not await _is_worth_it(flow, own):
+            return None
+        with admitted.part(len(body.raw)) as part:
+            record = await flow.serve(own, Reply(Nobody()), part)
+    except Overloaded:
+        raise
+    except ANSWERED:
+        return None
+    admitted.prompt_is_paid = record.error is None
+    return record.reported_tokens
+
+
+async def _is_worth_it(flow: Flow, call: Call) -> bool:
+    try:
+        async with asyncio.timeout(flow.rules.placed_s):
+            ready = await flow.prepare(call)
+    except TimeoutError:
+        return False
+    candidates = flow.candidates(ready)
+    if ready.prompt is None or not candidates:
+        return False
+    placement = ready.pool.place(candidates, ready.chain)
+    to_compute = len(ready.prompt.token_ids) - placement.predicted_tokens
+    can_restore = ready.pool.engines[placement.engine].can(Capability.RESTORE)
+    return to_compute >= LEAST_TOKENS and can_restore

@@ -8,5 +8,4 @@ finders.py       settings → finders; a file that is watched
 A finder raises SourceError if its source fails. It is asked again; until it answers, the last set counts.
 """
 
-from proxy.fleet.discovery.finders import finders_of
-from proxy.fleet.discovery.found import Finder, FoundEngine, FoundEngines, Source, SourceError
+from proxy.fleet.discovery.finders import Finder, FoundEngine, FoundEngines, Source, SourceError, finders_of

@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import secrets
 import signal
 import socket
 import time
 from asyncio.subprocess import Process
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from io import FileIO
+from pathlib import Path
 
 import structlog
 
@@ -33,8 +35,6 @@ from engine_adapter import (
     ends_with_parent,
     managed_kind,
 )
-from proxy.fleet.process.cpu_time import CpuTime
-from proxy.fleet.process.output import log_output
 from proxy.settings import ManagedSettings
 
 log = structlog.get_logger(__name__)
@@ -381,3 +381,78 @@ def _signal_group(pid: int, number: signal.Signals) -> None:
     """Sends a signal to a process and its children, if they still exist."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, number)
+
+
+# Of a CPU. A server that waits takes less.
+_SHARE = 0.02
+
+
+class CpuTime:
+    """The CPU time of a process, from look to look."""
+
+    def __init__(self, pid: int) -> None:
+        self._stat = Path(f"/proc/{pid}/stat")
+        self._last = self._now()
+
+    def is_used(self) -> bool:
+        """True if the process has taken CPU time since the last call; False where nobody knows."""
+        (before_s, used_before_s), self._last = self._last, self._now()
+        now_s, used_s = self._last
+        return used_s - used_before_s > _SHARE * (now_s - before_s)
+
+    def _now(self) -> tuple[float, float]:
+        """The time, and the seconds that all threads of the process have taken; 0.0 for one that is gone."""
+        try:
+            fields = self._stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            return time.monotonic(), 0.0
+        return time.monotonic(), (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+log = structlog.get_logger(__name__)
+
+MAX_LINE_BYTES = 8192
+_CHUNK_BYTES = 65_536
+_LINE_END = re.compile(rb"[\r\n]+")  # progress bars end lines with \r
+# Lines that call themselves information: llama-server's, and those of Python's engines, with the time before.
+_INFORMATION = re.compile(r"[\d.]+ [ID] |(?:\(.*?\) |\d{4}-\d\d-\d\d [\d:,]+ )?(?:INFO|DEBUG)\b")
+_COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+async def log_output(
+    output: FileIO, last_lines: deque[str], *, engine: str, is_ready: Callable[[], bool]
+) -> None:
+    """Logs each line that comes out of a pipe, with the engine's id, until the pipe ends.
+
+    Lines beyond 8 KiB are split. The level is info. While the engine is ready, lines that call themselves
+    information have the level debug: there are several for each request.
+
+    `last_lines` gets each line that may say why a process ends, so none of information; its `maxlen` bounds
+    it. The pipe is closed in the end.
+    """
+
+    def log_line(line: bytes) -> None:
+        text = _COLOUR.sub("", line.decode(errors="replace")).rstrip()
+        if text:
+            is_information = _INFORMATION.match(text)
+            if not is_information:
+                last_lines.append(text)
+            level = log.debug if is_ready() and is_information else log.info
+            level("engine output", engine=engine, line=text)
+
+    reader = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), output
+    )
+    pending = b""
+    try:
+        while chunk := await reader.read(_CHUNK_BYTES):
+            *lines, pending = _LINE_END.split(pending + chunk)
+            for line in lines:
+                log_line(line)
+            while len(pending) > MAX_LINE_BYTES:
+                log_line(pending[:MAX_LINE_BYTES])
+                pending = pending[MAX_LINE_BYTES:]
+    finally:
+        transport.close()
+        log_line(pending)

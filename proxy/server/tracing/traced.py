@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 from msgspec.structs import replace
 from opentelemetry.trace import (
@@ -39,18 +40,20 @@ from opentelemetry.trace import (
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from structlog.contextvars import STRUCTLOG_KEY_PREFIX
 
-from engine_adapter import Headers, Hold, JsonBody, RequestBody
+from engine_adapter import NATIVE_ROUTES, EngineSpec, Headers, Hold, JsonBody, RequestBody, base_url
 from proxy.api.openai import DataPlane
+from proxy.core.first_byte import Part
 from proxy.core.placement.decision import Pair, Placement
 from proxy.fleet.engine import Engine
 from proxy.fleet.lease import Lease
 from proxy.flow import CLIENT_LEFT, Flow
 from proxy.http.exchange import Exchange
-from proxy.request.calls import Call
+from proxy.observe.reasons import reason_of
+from proxy.observe.reuse import available_tokens
+from proxy.request.calls import PROMPT_ROUTES, Call
 from proxy.request.gate import Admission
 from proxy.request.records import RequestRecord
 from proxy.request.tenants import ApiKey
-from proxy.server.tracing import spans
 from proxy.steps.attempt import Attempts
 from proxy.steps.first_leg import Prefilled
 from proxy.steps.forward import Forwarded
@@ -105,10 +108,10 @@ class TracedDataPlane(DataPlane):
         """Serves a request in a span that goes on from the client's."""
         path = exchange.target.partition(b"?")[0].decode("latin-1")
         with self.tracer.start_as_current_span(
-            f"{exchange.method} {spans.route_name(path)}",
+            f"{exchange.method} {route_name(path)}",
             context=_W3C.extract(exchange.headers),
             kind=SpanKind.SERVER,
-            attributes=spans.of_exchange(exchange.method, path),
+            attributes=of_exchange(exchange.method, path),
             record_exception=False,
             set_status_on_exception=False,
         ) as span:
@@ -125,7 +128,7 @@ class TracedDataPlane(DataPlane):
                     _fail(span, str(status))
 
     async def _body(self, exchange: Exchange, admitted: Admission) -> tuple[JsonBody | None, tuple[str, ...]]:
-        with _span(self.tracer, spans.PARSE):
+        with _span(self.tracer, PARSE):
             return await super()._body(exchange, admitted)
 
     def _call(
@@ -153,21 +156,21 @@ class TracedFlow(Flow):
 
     async def prepare(self, call: Call) -> Ready:
         """Prepares a request in a span."""
-        with _span(self.tracer, spans.TOKENISE) as span:
+        with _span(self.tracer, TOKENISE) as span:
             ready = await super().prepare(call)
             if ready.prompt is not None:
                 span.set_attribute("gen_ai.usage.input_tokens", len(ready.prompt.token_ids))
             return ready
 
     async def _placement(self, request: Request) -> Placement | None:
-        with _span(self.tracer, spans.PLACE) as span:
+        with _span(self.tracer, PLACE) as span:
             placed = await super()._placement(request)
             if placed is not None:
-                span.set_attributes(spans.of_placement(placed, request.record))
+                span.set_attributes(of_placement(placed, request.record))
             return placed
 
     async def _in_turn(self, ready: Ready, record: RequestRecord) -> None:
-        with _span(self.tracer, spans.QUEUE):
+        with _span(self.tracer, QUEUE):
             await super()._in_turn(ready, record)
 
 
@@ -201,19 +204,19 @@ class TracedAttempts(Attempts):
         """Sends the request to the engine that it holds, within a span."""
         self._add_hold(lease)
         record = request.record
-        with _span(self.tracer, spans.engine_span_name(record), SpanKind.CLIENT) as span:
+        with _span(self.tracer, engine_span_name(record), SpanKind.CLIENT) as span:
             if span.is_recording():
-                span.set_attributes(spans.of_engine_request(record, engine.adapter.spec))
+                span.set_attributes(of_engine_request(record, engine.adapter.spec))
             answer = await super().forward(request, _leading_on(ready), engine, lease, hold, prefilled)
             if span.is_recording():
-                span.set_attributes(spans.of_answer(record, answer))
+                span.set_attributes(of_answer(record, answer))
                 if answer.error is not None:
                     _fail(span, str(answer.status))
             return answer
 
     @contextmanager
     def _leg_on(self, engine: str) -> Iterator[None]:
-        with _span(self.tracer, spans.FIRST_LEG, SpanKind.CLIENT) as span:
+        with _span(self.tracer, FIRST_LEG, SpanKind.CLIENT) as span:
             if span.is_recording():
                 span.set_attribute("kvpin.engine", engine)
             yield
@@ -222,7 +225,7 @@ class TracedAttempts(Attempts):
         """Adds the span from a request's placement until now. It is over only once the hold is entered."""
         if get_current_span().is_recording():
             began = time.time_ns() - round((time.monotonic() - lease.started) * 1e9)
-            self.tracer.start_span(spans.HOLD, start_time=began).end()
+            self.tracer.start_span(HOLD, start_time=began).end()
 
 
 def _leading_on(ready: Ready) -> Ready:
@@ -236,3 +239,83 @@ def _leading_here(headers: Headers) -> Headers:
     _W3C.inject(here)
     kept = [pair for pair in headers.raw if pair[0] not in _W3C_HEADERS]
     return Headers(kept + Headers.of(here.items()).raw)
+
+
+Attributes = dict[str, str | int | float | bool]
+
+# Names of the other spans: kvpin's own steps.
+PARSE, TOKENISE, PLACE, QUEUE, HOLD, FIRST_LEG = "parse", "tokenise", "place", "queue", "hold", "first leg"
+# Route → the operation that it asks of the model.
+_OPERATIONS = {
+    "/v1/chat/completions": "chat",
+    "/v1/messages": "chat",
+    "/v1/responses": "chat",
+    "/v1/completions": "text_completion",
+    "/v1/embeddings": "embeddings",
+}
+_FORWARD = "forward"
+_OTHER_ROUTE = "/v1/*"
+# Characters of a path in a span: thousands of spans wait while no collector takes them.
+_MOST_PATH = 256
+
+
+def route_name(path: str) -> str:
+    """The path, if it names no single thing: else a span's name would be another one for each of them."""
+    is_route = path in PROMPT_ROUTES or path in _OPERATIONS or path in NATIVE_ROUTES
+    return path if is_route else _OTHER_ROUTE
+
+
+def of_exchange(method: str, path: str) -> Attributes:
+    """The attributes of a client's request."""
+    return {"http.request.method": method, "url.path": path[:_MOST_PATH], "http.route": route_name(path)}
+
+
+def engine_span_name(record: RequestRecord) -> str:
+    """`chat qwen3`; for requests that are none of a model's operations, `forward qwen3`."""
+    return f"{_OPERATIONS.get(record.route, _FORWARD)} {record.lora or record.served_as}"
+
+
+def of_placement(placement: Placement, record: RequestRecord) -> Attributes:
+    """The attributes of a decision."""
+    attributes: Attributes = {"kvpin.engine": placement.engine, "kvpin.reason": reason_of(placement).value}
+    if record.prompt is not None:
+        attributes["kvpin.available_tokens"] = available_tokens(placement)
+        attributes["kvpin.predicted_tokens"] = placement.predicted_tokens
+        attributes["kvpin.expected_first_token_s"] = placement.chosen.first_token_s
+    return attributes
+
+
+def of_engine_request(record: RequestRecord, spec: EngineSpec) -> Attributes:
+    """The attributes of a request to an engine, before its answer."""
+    engine = urlsplit(base_url(spec))
+    attributes: Attributes = {
+        "gen_ai.provider.name": spec.kind,
+        "gen_ai.request.model": record.lora or record.served_as or "",
+        "server.address": engine.hostname or "",
+        "kvpin.engine": spec.id,
+        "kvpin.request.id": record.request_id,
+    }
+    if record.route in _OPERATIONS:
+        attributes["gen_ai.operation.name"] = _OPERATIONS[record.route]
+    if engine.port is not None:
+        attributes["server.port"] = engine.port
+    return attributes
+
+
+def of_answer(record: RequestRecord, answer: Forwarded) -> Attributes:
+    """The attributes of an engine's answer."""
+    known = {
+        "http.response.status_code": answer.status,
+        "gen_ai.usage.input_tokens": record.n_tokens,
+        "gen_ai.usage.cache_read.input_tokens": answer.usage.cached_tokens,
+        "gen_ai.usage.output_tokens": answer.usage.output_tokens,
+        "gen_ai.response.time_to_first_chunk": record.first_byte_s if record.stream else None,
+    }
+    attributes: Attributes = {name: value for name, value in known.items() if value is not None}
+    for part, seconds in (record.first_byte_parts or {}).items():
+        attributes[f"kvpin.first_byte.{_word(part)}_s"] = seconds
+    return attributes
+
+
+def _word(part: Part) -> str:
+    return part.value.replace(" ", "_")

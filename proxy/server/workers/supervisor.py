@@ -11,28 +11,32 @@ The supervisor serves no request. If it is killed, its workers stop in order.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
+import re
 import secrets
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import time
 from asyncio.subprocess import Process
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
+from pathlib import Path
 
 import structlog
 
 from engine_adapter import EngineSpecError, ends_with_parent
-from proxy.fleet.process.managed_engine import end_of
+from proxy.fleet.process.managed_engine import ManagedEngine, ProcessState, end_of
+from proxy.peers.unix_bus import MAX_PATH_BYTES
 from proxy.runtime.tasks import Supervisor
-from proxy.server.checks import check, check_reload, issued_keys
-from proxy.server.workers.directory import OwnDirectory
+from proxy.server.checks import check, check_reload, issued_keys, managed_engines
 from proxy.server.workers.fairness import ConnectionTally
-from proxy.server.workers.orders import Orders, write_refusal
-from proxy.server.workers.shared_engines import SharedEngines
+from proxy.server.workers.orders import Orders, write_engines, write_refusal
 from proxy.server.workers.watchdog import SILENT_S, Watchdog, WorkerPulse
-from proxy.settings import Settings, SettingsError
+from proxy.settings import EngineEntry, ManagedSettings, Settings, SettingsError, engine_changes
 
 log = structlog.get_logger(__name__)
 
@@ -192,3 +196,145 @@ class Workers:
             self._tell(signal.SIGHUP)
         else:
             self._settings = settings.model_copy(update={"workers": self._settings.workers})
+
+
+_POLL_S = 0.05
+# The workers look every 2 s whether an engine is back (`MAX_BACKOFF_S` in `fleet/monitor.py`).
+_CONNECT_S = 3.0
+
+
+class SharedEngines:
+    """Runs them, and writes down where they are for the workers."""
+
+    def __init__(self, directory: Path, tasks: Supervisor, tell: Callable[[], None]) -> None:
+        """`tell` has the workers read what was written."""
+        self._directory, self._tasks, self._tell = directory, tasks, tell
+        self._engines: dict[str, ManagedEngine] = {}
+        self._entries: dict[str, EngineEntry] = {}
+        self._turn = asyncio.Lock()
+
+    def follow(self, settings: Settings) -> None:
+        """Changes the engines to those of the settings, and tells the workers. One that leaves, or changes,
+        goes on for `graceful_shutdown_s`, in which the workers' requests on it end. Changed ones are replaced
+        one after the other: the others serve meanwhile. Raises EngineSpecError if an engine cannot be used;
+        then nothing changed."""
+        changes = engine_changes(self._entries, managed_engines(settings))
+        new = {
+            entry.id: (entry, ManagedEngine(entry))
+            for entry in (*changes.added, *changes.changed)
+            if isinstance(entry, ManagedSettings)
+        }
+        grace_s = settings.graceful_shutdown_s
+        for name in changes.removed:
+            del self._entries[name]
+            old = self._engines.pop(name)
+            self._tasks.start(f"end of engine {name} {id(old)}", _end(old, grace_s))
+        for name, (entry, engine) in new.items():
+            self._entries[name] = entry
+            if name in self._engines:
+                work = self._replace(entry, engine, grace_s)
+                self._tasks.start(f"turn of engine {name} {id(engine)}", work)
+            else:
+                self._engines[name] = engine
+                self._run(engine)
+        self._publish()
+
+    async def aclose(self) -> None:
+        """Stops them."""
+        await asyncio.gather(*(engine.stop() for engine in self._engines.values()))
+
+    async def _replace(self, entry: EngineEntry, new: ManagedEngine, grace_s: float) -> None:
+        """Puts an engine in the place of the one of its id, and waits until it is healthy. A machine may not
+        have room for both."""
+
+        def is_wanted() -> bool:
+            return self._entries.get(entry.id) is entry
+
+        async with self._turn:
+            if not is_wanted():
+                return
+            old, self._engines[entry.id] = self._engines[entry.id], new
+            self._publish()
+            await _end(old, grace_s)
+            if self._engines.get(entry.id) is not new:  # it was removed meanwhile
+                return
+            self._run(new)
+            while is_wanted() and new.status.state is not ProcessState.READY:  # noqa: ASYNC110 - a rare wait
+                await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(_CONNECT_S)
+
+    def _run(self, engine: ManagedEngine) -> None:
+        self._tasks.start(f"engine {engine.id} {id(engine)}", engine.run())
+
+    def _publish(self) -> None:
+        write_engines(self._directory, [engine.spec for engine in self._engines.values()])
+        self._tell()
+
+
+async def _end(engine: ManagedEngine, grace_s: float) -> None:
+    """Stops an engine after the time in which the workers' requests on it end."""
+    await asyncio.sleep(grace_s)
+    await engine.stop()
+
+
+# What comes after the place: the directory's name (`tempfile` adds 8 characters), and the longest name in it.
+_PREFIX = "kvpin-"
+_NAME = re.compile(rf"{_PREFIX}[a-z0-9_]{{8}}")
+_MORE_BYTES = len(f"/{_PREFIX}12345678/.0123456789abcdef.sock")
+
+
+class OwnDirectory:
+    """A directory that only its owner may open.
+
+    While it is there, it is locked: systemd-tmpfiles removes old files of temporary directories, but nothing
+    below a directory with a lock (tmpfiles.d(5)). Workers hold the lock, too: the directory of a supervisor
+    that was killed is in use until the last of them has ended. The next supervisor removes it."""
+
+    def __init__(self) -> None:
+        """Makes it. Raises SettingsError if that is not possible."""
+        for place in dict.fromkeys(_places()):
+            _remove_left_in(place)
+        self.path = _made()
+        self.lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(self.lock, fcntl.LOCK_EX)
+
+    def remove(self) -> None:
+        """Removes it, with all that is in it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self.lock)
+
+
+def _made() -> Path:
+    """A new directory in the first place that allows it: sockets need short paths, and TMPDIR may be long."""
+    for place in _places():
+        if len(os.fsencode(place)) + _MORE_BYTES <= MAX_PATH_BYTES:
+            try:
+                return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place))
+            except OSError:
+                continue
+    raise SettingsError(
+        f"workers have no place for their sockets: TMPDIR must name a directory that can be written, with a "
+        f"path of at most {MAX_PATH_BYTES - _MORE_BYTES} bytes"
+    )
+
+
+def _places() -> Iterator[str]:
+    yield tempfile.gettempdir()
+    if "XDG_RUNTIME_DIR" in os.environ:
+        yield os.environ["XDG_RUNTIME_DIR"]
+    yield from ("/tmp", "/dev/shm")  # noqa: S108 - `mkdtemp` makes a name that nobody knows
+
+
+def _remove_left_in(place: str) -> None:
+    """Removes those of killed supervisors: of this user, with files of workers, and without a lock."""
+    for path in Path(place).glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # a lock, or another supervisor removes it
+            is_left = path.lstat().st_uid == os.geteuid() and any(path.glob("worker-*.alive"))
+            if not is_left or not _NAME.fullmatch(path.name):
+                continue
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(lock)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine_adapter.events.fields import RemovedFields, StoredFields
-from engine_adapter.events.groups import NOT_FOLLOWED, KvGroups
+from engine_adapter.events.wire import NOT_FOLLOWED, KvGroups
 from engine_adapter.types import Attention, KvGroup
 
 

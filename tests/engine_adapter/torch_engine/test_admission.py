@@ -5,8 +5,8 @@ from array import array
 import pytest
 import torch
 
-from engine_adapter.torch_engine.admission import check_request
 from engine_adapter.torch_engine.requests import GenerationRequest, RequestRefused, SamplingParams
+from engine_adapter.torch_engine.scheduler import check_request
 from tests.engine_adapter.torch_engine.engine_world import tiny
 
 FAKE = 4096

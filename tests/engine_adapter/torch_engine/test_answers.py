@@ -17,8 +17,8 @@ from engine_adapter.torch_engine.answers import (
     TokenUsage,
     error_event,
 )
+from engine_adapter.torch_engine.detokenize import TokenBytes
 from engine_adapter.torch_engine.requests import Token
-from engine_adapter.torch_engine.token_bytes import TokenBytes
 from engine_adapter.torch_engine.tool_calls import CallPart
 
 USAGE = TokenUsage(prompt=10, cached=4, completion=2)

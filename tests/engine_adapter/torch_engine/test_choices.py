@@ -7,8 +7,8 @@ from array import array
 import pytest
 
 from engine_adapter.prompt.chat import ChatTokenizer
-from engine_adapter.torch_engine.choices import ChoiceReader, Echo
 from engine_adapter.torch_engine.detokenize import Detokenizer
+from engine_adapter.torch_engine.prepare import ChoiceReader, Echo
 from engine_adapter.torch_engine.requests import Finished, PromptScores, Token
 from engine_adapter.torch_engine.tool_calls import HERMES, MarkedCalls
 

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 
-from engine_adapter.torch_engine.drawing import Filters, draw
+from engine_adapter.torch_engine.sampling import Filters, draw
 
 SCORES = torch.tensor([2.0, 1.0, 0.0, -1.0, -2.0, -30.0])
 NUMBERS = torch.arange(4000) / 4000

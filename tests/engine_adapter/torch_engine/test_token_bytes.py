@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from engine_adapter.prompt.chat import ChatTokenizer
-from engine_adapter.torch_engine.token_bytes import TextOffsets, TokenBytes, shown
+from engine_adapter.torch_engine.detokenize import TextOffsets, TokenBytes, shown
 
 TEXT = "größe 漢字\U0001f9ff <|im_end|> ok\n"
 

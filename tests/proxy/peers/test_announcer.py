@@ -8,7 +8,6 @@ import pytest
 
 from engine_adapter import Tier
 from proxy.core.audit import Trust
-from proxy.core.peers.matching import match
 from proxy.core.peers.messages import ContentsTold, Learned, Sessions, Timed, ToldEngine, unpacked
 from proxy.core.placement.load import LoadSample, Work
 from proxy.core.placement.rates import Timings
@@ -18,6 +17,7 @@ from proxy.fleet.fleet import Fleet
 from proxy.peers import announcer
 from proxy.peers import peers as peers_module
 from proxy.peers.announcer import contents, described
+from proxy.peers.peer import match
 from proxy.request.tenants import ApiKey, Tenants
 from proxy.settings import EngineSettings
 from tests.fakes import INFO, FakeAdapter, add_ready, client_of, proxy_over

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-replay_routes = import_module("proxy.api.admin.replay_routes")  # the package has a function of that name
+replay_routes = import_module("proxy.api.admin.request_routes")  # the package has a function of that name
 TRACES = Path(__file__).parents[3] / "data" / "traces"
 
 

@@ -9,7 +9,7 @@ from safetensors.numpy import save
 from engine_adapter.prompt import extra_ids
 from tests.kv_world import rejected, safetensors_of
 
-routes = import_module("proxy.api.admin.table_routes")  # the package has a function of that name
+routes = import_module("proxy.api.admin.key_routes")  # the package has a function of that name
 RAW = {"content-type": "application/octet-stream"}
 
 

@@ -7,7 +7,7 @@ from time import monotonic
 import pytest
 
 from engine_adapter import Capability
-from proxy.api.fan_out.prefill import LEAST_TOKENS
+from proxy.api.fan_out.serve_parts import LEAST_TOKENS
 from proxy.core.quotas import TenantLimits
 from proxy.request.tenants import ApiKey
 from proxy.settings import LimitSettings

@@ -1,6 +1,6 @@
 import pytest
 
-from proxy.server.tracing.spans import engine_span_name, of_exchange, route_name
+from proxy.server.tracing.traced import engine_span_name, of_exchange, route_name
 from tests.proxy.observe.test_metrics import record
 
 

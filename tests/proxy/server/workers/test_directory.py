@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from proxy.peers.unix_bus import UnixBus
-from proxy.server.workers import directory as directory_module
-from proxy.server.workers.directory import OwnDirectory
+from proxy.server.workers import supervisor as directory_module
+from proxy.server.workers.supervisor import OwnDirectory
 from proxy.settings import SettingsError
 
 
@@ -87,7 +87,7 @@ def place(monkeypatch):
 
 KILLED = """
 import os, signal, subprocess, sys
-from proxy.server.workers import directory
+from proxy.server.workers import supervisor as directory
 directory._places = lambda: iter([sys.argv[1]])
 own = directory.OwnDirectory()
 (own.path / "worker-1.alive").touch()

@@ -8,7 +8,7 @@ import pytest
 
 from engine_adapter import EngineSpecError
 from proxy.runtime.tasks import Supervisor
-from proxy.server.workers.shared_engines import SharedEngines
+from proxy.server.workers.supervisor import SharedEngines
 from proxy.settings import ManagedSettings, Settings
 
 SERVER = f"{sys.executable} -m http.server --bind 127.0.0.1 {{port}}"
