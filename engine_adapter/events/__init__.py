@@ -3,6 +3,5 @@
 subscriber.py  a ZMQ stream without holes: sequence numbers, replay, restarts
 zmq_inbox.py   receives off the event loop           options.py  settings and addresses of publishers
 fields.py      msgpack → fields, in one pass         wire.py     fields → events, and back
-groups.py      the KV cache groups of models with several kinds of attention
 keys.py        the keys beside a block's tokens, typed: LoRA, image, salt, embeddings
 """

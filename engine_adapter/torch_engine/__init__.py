@@ -2,15 +2,14 @@
 
 serving    serve.py the command · options.py its options · process.py its process
            server.py, kv_routes.py, completions.py, embeddings.py the routes · web.py what they share
-           guard.py which clients are answered
            protocol.py, structure.py request bodies · prepare.py what they ask of the engine
-           choices.py, detokenize.py, tool_calls.py tokens to text and calls · grammar.py keeps to a structure
-           answers.py, token_bytes.py what clients get
+           detokenize.py, tool_calls.py tokens to text and calls · grammar.py keeps to a structure
+           answers.py what clients get
            service.py an engine with its tokenizer and tables · generation.py its bridge to the event loop
            prompt_tables.py p-tuning · event_publisher.py KV events over ZMQ · metrics.py
 engine     engine.py the step loop, in its own thread · requests.py what goes in and out
-           admission.py what may run · scheduler.py what runs next · compute.py one step
-           sampling.py the next tokens · drawing.py random ones
+           scheduler.py what may run, and what next · compute.py one step
+           sampling.py the next tokens, random ones
 model      model.py loads it and checks its answers
            runner.py one forward pass · attention.py attention over paged KV · storage.py where KV lies
            memory.py what memory there is

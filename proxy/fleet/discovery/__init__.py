@@ -1,7 +1,5 @@
 """Finds engines: in a file, in DNS, in Kubernetes. `proxy.control.discovered` lets them join and leave.
 
-found.py         what a finder gives: the whole set of engines to use now, whenever it changes
-dns.py           A, AAAA and SRV records, asked for again after their TTL
 kubernetes.py    EndpointSlices, from list and watch
 finders.py       settings → finders; a file that is watched
 

@@ -1,4 +1,5 @@
-"""The finder of each source that the settings name."""
+"""What finds engines: for each source that the settings name a finder, which gives the whole set of engines to
+use now, whenever that changes. DNS: A, AAAA and SRV records, asked for again after their TTL."""
 
 from __future__ import annotations
 
