@@ -1,5 +1,5 @@
-"""What finds engines: for each source that the settings name a finder, which gives the whole set of engines to
-use now, whenever that changes. DNS: A, AAAA and SRV records, asked for again after their TTL."""
+"""The finder of each source that the settings name. DNS: A, AAAA and SRV records are asked for again after
+their TTL."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import dns.exception
 import dns.name
@@ -16,6 +15,7 @@ from dns.flags import AA
 from dns.message import Message
 from dns.resolver import NXDOMAIN, Answer
 
+from proxy.fleet.discovery.found import Finder, FoundEngine, FoundEngines, SourceError
 from proxy.fleet.discovery.kubernetes import KubernetesFinder
 from proxy.settings import (
     DiscoverySettings,
@@ -137,41 +137,3 @@ class DnsFinder:
     def _check_authority(self, responses: Iterable[Message]) -> None:
         if not all(response.flags & AA for response in responses):
             raise SourceError(f"DNS knows no engine at {self.source.name!r}, but not from its authority")
-
-
-class SourceError(Exception):
-    """A source of engines cannot be asked, or its answer cannot be used. The text is one sentence."""
-
-
-@dataclass(frozen=True, slots=True)
-class FoundEngine:
-    """An engine of a source. `is_ready`: False if its source says that it should get no new requests."""
-
-    entry: EngineSettings
-    is_ready: bool = True
-
-
-FoundEngines = tuple[FoundEngine, ...]
-
-
-class Finder(Protocol):
-    """Asks one source."""
-
-    def found(self) -> AsyncIterator[FoundEngines]:
-        """The whole set of its engines, now and whenever it may have changed. Never ends. Raises SourceError:
-        the source fails. Call again later."""
-
-
-@dataclass(slots=True)
-class Source:
-    """A source as it is now.
-
-    Attributes:
-        found: its engines by its last usable answer.
-        error: why `found` may be old; None if its last answer could be used.
-    """
-
-    name: str
-    finder: Finder
-    found: FoundEngines = ()
-    error: str | None = "not asked yet"

@@ -20,7 +20,7 @@ from pathlib import Path
 import httpx
 import msgspec
 
-from proxy.fleet.discovery.finders import FoundEngine, FoundEngines, SourceError
+from proxy.fleet.discovery.found import FoundEngine, FoundEngines, SourceError
 from proxy.settings import DiscoverySettings, KubernetesSource
 
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
