@@ -528,7 +528,8 @@ class Pool:
         if engine.audit.trust is not Trust.APPROXIMATE or engine.id not in self.engines:
             return False
         self.index.served(engine.id, hashes)
-        self.index.remove(engine.id, Tier.GPU, engine.learned.learn(hashes))
+        if evicted := engine.learned.learn(hashes):
+            self.index.remove(engine.id, Tier.GPU, evicted)
         return True
 
     def forget(self, engine: Engine, hashes: tuple[BlockHash, ...]) -> None:

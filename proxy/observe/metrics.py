@@ -282,17 +282,21 @@ class Metrics:
             used.prompt_tokens += len(record.prompt.token_ids)
         used.cached_tokens += record.reported_tokens or 0
         used.output_tokens += record.output_tokens or 0
-        for name, labels, seconds in (
-            ("kvpin_request_duration_seconds", (model, engine), record.duration_s),
-            ("kvpin_queued_seconds", (record.served_as or "",), record.queued_s),
-            ("kvpin_placement_seconds", (model,), record.placement_s),
-            ("kvpin_first_leg_seconds", (model,), record.first_leg_s),
-            ("kvpin_transfer_seconds", (model,), record.transfer_s),
-            ("kvpin_time_to_first_token_seconds", (model, engine), record.first_token_s),
-            ("kvpin_time_per_output_token_seconds", (model, engine), record.per_token_s),
-        ):
-            if seconds is not None:
-                self._histograms[name].series[labels].observe(seconds, trace_id)
+        self._took("kvpin_request_duration_seconds", (model, engine), record.duration_s, trace_id)
+        self._took("kvpin_placement_seconds", (model,), record.placement_s, trace_id)
+        if record.queued_s is not None:
+            self._took("kvpin_queued_seconds", (record.served_as or "",), record.queued_s, trace_id)
+        if record.prefilled_by is not None:
+            self._took("kvpin_first_leg_seconds", (model,), record.first_leg_s, trace_id)
+            self._took("kvpin_transfer_seconds", (model,), record.transfer_s, trace_id)
+        if record.stream:
+            first_s, token_s = record.first_token_s, record.per_token_s
+            self._took("kvpin_time_to_first_token_seconds", (model, engine), first_s, trace_id)
+            self._took("kvpin_time_per_output_token_seconds", (model, engine), token_s, trace_id)
+
+    def _took(self, name: str, labels: tuple[str, ...], seconds: float | None, trace_id: str | None) -> None:
+        if seconds is not None:
+            self._histograms[name].series[labels].observe(seconds, trace_id)
 
     def _count_tenant(self, record: RequestRecord, tenant: str) -> None:
         """Counts one finished request of a tenant. The first ones that come have series of their own."""
