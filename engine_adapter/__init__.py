@@ -4,7 +4,8 @@
 `prompt/`, `types.py`, `off_loop.py`, `shape.py`.
 
 base.py        the contract of every adapter     types.py       the data both sides share
-errors.py      its errors                        detect.py      address → kind
+errors.py      its errors                        codes.py       error code → HTTP status
+causes.py      cause → retry, blame              detect.py      address → kind
 hold.py        forecasts, and holds on an engine body.py        a request's JSON body; upload.py: other bodies
 registry.py    kind → adapter and options        options.py     settings of one kind
 managed.py     how kvpin starts an engine, and the `kvpin engine` command

@@ -34,7 +34,8 @@ class Cause(StrEnum):
     """A cause, and what follows from it.
 
     Attributes:
-        code: kvpin's error if nothing has reached the client; None where there is none, or an engine's own.
+        code: kvpin's error if nothing has reached the client, as the documentation tells it: what counts is
+            the error's own code. None where there is none, or an engine's own.
         elsewhere: another engine may still answer the request.
         blame: the consequence for the engine.
         is_poison: the request itself may kill engines. After two such attempts, no other engine is tried.

@@ -4,9 +4,9 @@ A request's way down:
 http/       connections, requests and answers, TLS
 api/        routes: the data plane (/v1), the admin API, health, metrics, the page
 flow.py     the read path: start here
-steps/      its steps: preparation, one attempt on one engine
+steps/      its steps: preparation, one attempt on one engine, forwarding
 fleet/      engines: pools, leases, health, KV events; discovery/, process/, state_dir/
-request/    one request: call, tenant, session, record, forwarding; translate/ serves other APIs as chats
+request/    one request: call, tenant, session, record; translate/ serves other APIs as chats
 prompt/     body → token ids and extra ids
 core/       pure decisions: index/ knows what engines hold, placement/ chooses one, life/ says what comes next
 
@@ -20,7 +20,7 @@ Above and below:
 cli/        the commands
 server/     builds kvpin and runs it: workers/ on one port, tracing/
 settings/   flags, environment and TOML
-errors/     the errors that kvpin answers with
+errors.py   the errors that kvpin answers with, and their statuses
 headers.py  the headers that kvpin reads, sets and drops
 runtime/    background tasks, garbage collection
 """

@@ -5,8 +5,12 @@
     run       lease → gather → hold → forward → audit → release      (proxy/steps/attempt.py)
     end       the client knows how it ended
 
-`core/life/` decides which failed attempt is repeated on another engine, and how long each phase may last.
-kvpin's own requests take the same path: warming, and prompts that several choices share. KV on a lower tier
+From the socket to here: `Http1Protocol` → `DataPlane.serve` (api/openai.py) → `serve` (api/fan_out/, which
+splits some requests) → `Flow.serve`. From here to the engine: `Attempts.run` → `Forwarding._run` →
+`HttpTransport.send`.
+
+`core/life/` decides which failed attempt is repeated on another engine (`Life.failed`), and how long each phase
+may last. kvpin's own requests take the same path: warming, and prompts that several choices share. KV on a lower tier
 is restored by the engine or by its adapter's `hold`; the placement's cost includes that time.
 """
 
@@ -35,10 +39,10 @@ from proxy.request.answer_headers import pairs
 from proxy.request.calls import Call, Reply
 from proxy.request.comparison import Comparison
 from proxy.request.diagnostics import APIS, Diagnose, Diagnosed, WritesCounted, names_the_cache
+from proxy.request.engine_errors import final_error
 from proxy.request.gate import Admission
 from proxy.request.kept_reasoning import ReasoningSeen
 from proxy.request.records import RequestLog, RequestRecord
-from proxy.request.retries import final_error
 from proxy.request.tenants import Tenants
 from proxy.request.translate import CHAT_PATH, Translated, Translation
 from proxy.request.urgency import deadline_of, priority_of, prompt_tokens_of, tokens_of

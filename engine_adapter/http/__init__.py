@@ -8,6 +8,6 @@ headers.py        headers as bytes
 openai_answer.py  fields kvpin asks of an answer and hides from the client
 answer_shape.py   whether an answer is one           error_bodies.py   engines' error bodies in one shape
 sse.py            whole events of a stream
-usage.py          cached tokens in answers           prometheus_text.py  an engine's metrics
+usage.py          tokens that answers report         prometheus_text.py  an engine's metrics
 web_pages.py      which web page asks, loopback
 """

@@ -37,7 +37,7 @@ from proxy.core.placement.decision import Pair
 from proxy.errors import cause_of
 from proxy.fleet.engine import Engine
 from proxy.fleet.ingest import Ingest
-from proxy.request.retries import REFUSALS
+from proxy.request.engine_errors import REFUSALS
 from proxy.steps.checks import check_leg
 from proxy.steps.legs import end_now, read_leg, send_leg
 from proxy.steps.preparation import Ready

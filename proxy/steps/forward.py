@@ -65,10 +65,10 @@ from proxy.headers import (
 from proxy.request.answer_headers import of_cached, of_json, pairs, passed_on, told_with_error
 from proxy.request.broken_calls import naming_call
 from proxy.request.calls import Call, Reply
+from proxy.request.engine_errors import REFUSALS, engines_code, is_no_websocket
 from proxy.request.known_routes import of_lacking
 from proxy.request.migration import ROUTES, Passage
 from proxy.request.records import RequestRecord
-from proxy.request.retries import REFUSALS, engines_code, is_no_websocket
 from proxy.request.transcript import is_whole, without_half
 from proxy.steps.legs import OtherLeg
 from proxy.steps.preparation import Ready

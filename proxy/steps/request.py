@@ -21,10 +21,10 @@ from proxy.core.life import Attempt, Blame, Cause, Life, Phase, Rules
 from proxy.core.placement.decision import Placement
 from proxy.errors import cause_of
 from proxy.request.calls import Call, Reply
+from proxy.request.engine_errors import PASSED_ON, cause_of_error
 from proxy.request.gate import Admission
 from proxy.request.migration import Passage
 from proxy.request.records import RequestRecord
-from proxy.request.retries import PASSED_ON, cause_of_error
 from proxy.request.transcript import SentStream
 from proxy.steps.preparation import Ready
 from proxy.steps.prompt_half import PromptHalf
@@ -122,7 +122,7 @@ class Request(Life):
         if self.told is not None and self.first is not None:
             if self.ready is not None and self.first.others:
                 same = (self.first, *self.first.others)
-                begun = next(each for each in same if each.rendering is self.ready.rendering)
+                begun = next((each for each in same if each.rendering is self.ready.rendering), self.ready)
                 self.first = replace(begun, others=())  # engines with another prompt cannot go on with it
             self.ready = self.first.going_on(self.told)
         error.__traceback__ = None  # it holds frames, and they hold the body

@@ -9,7 +9,7 @@ import pytest
 from engine_adapter import NATIVE_ROUTES
 from proxy.errors import Forbidden
 from proxy.request.calls import PROMPT_ROUTES
-from proxy.request.retries import PASSED_ON
+from proxy.request.engine_errors import PASSED_ON
 from proxy.request.stored import COLLECTIONS, Kind, check_route, open_route
 from proxy.request.stored.routes import why_refused
 

@@ -6,7 +6,7 @@ from engine_adapter import EngineRejected, EngineUnavailable, Headers
 from proxy.core.life import Cause
 from proxy.errors import EngineFailed
 from proxy.request.calls import Call
-from proxy.request.retries import cause_of_error, engines_code, final_error
+from proxy.request.engine_errors import cause_of_error, engines_code, final_error
 
 DOWN, FULL = EngineUnavailable("down"), EngineRejected("full", status=429)
 
