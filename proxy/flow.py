@@ -9,9 +9,9 @@ From the socket to here: `Http1Protocol` → `DataPlane.serve` (api/openai.py) �
 splits some requests) → `Flow.serve`. From here to the engine: `Attempts.run` → `Forwarding._run` →
 `HttpTransport.send`.
 
-`core/life/` decides which failed attempt is repeated on another engine (`Life.failed`), and how long each phase
-may last. kvpin's own requests take the same path: warming, and prompts that several choices share. KV on a lower tier
-is restored by the engine or by its adapter's `hold`; the placement's cost includes that time.
+`core/life/` decides which failed attempt is repeated on another engine (`Life.failed`), and how long each
+phase may last. kvpin's own requests take the same path: warming, and prompts that several choices share. KV
+on a lower tier is restored by the engine or by its adapter's `hold`; the placement's cost includes that time.
 """
 
 from __future__ import annotations
