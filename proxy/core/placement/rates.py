@@ -86,6 +86,7 @@ class PoolRates:
         self._seconds: list[float] = []  # and their seconds
         self._memo: dict[int, float] = {}
         self._slowdowns = deque[tuple[float, float]](maxlen=4 * WINDOW)  # (streams, seconds over the curve's)
+        self._until_interference = WINDOW
         self._restores = {tier: deque[float](maxlen=WINDOW) for tier in (Tier.HOST, Tier.DISK)}
         self._restore_tok_s: dict[Tier, float] = {}
         self._ratios = WeakKeyDictionary[EngineRates, float]()  # engine → its seconds over the curve's
@@ -133,7 +134,10 @@ class PoolRates:
     def computed(self, tokens: int, seconds: float, decoding: float) -> None:
         """A prefill of `tokens` took `seconds` while `decoding` streams ran."""
         self._slowdowns.append((decoding, seconds / self.prefill_s(tokens)))
-        self._relearn_interference()
+        self._until_interference -= 1
+        if self._until_interference <= 0:
+            self._until_interference = REFIT
+            self._relearn_interference()
         if self.fit is not None:  # a first token tells more
             self.fit = None
             self._points.clear()
@@ -171,7 +175,7 @@ class PoolRates:
         """True if a sample counts. Blurred samples count until the first clear one, which replaces them."""
         if blurred or self._clear:
             return not (blurred and self._clear)
-        self._clear = True
+        self._clear, self._until_interference = True, WINDOW
         for learned in (self._samples, self._points, self._slowdowns):
             learned.clear()
         return True
@@ -195,8 +199,6 @@ class PoolRates:
     def _relearn_interference(self) -> None:
         """Relearns the share that a decoding stream adds: the slope between the busier and the quieter half
         of the samples."""
-        if len(self._slowdowns) < WINDOW:
-            return
         by_streams = sorted(self._slowdowns)
         half = len(by_streams) // 2
         quiet, busy = by_streams[:half], by_streams[half:]
@@ -275,7 +277,10 @@ class EngineRates:
             pool.computed(work.computed, computing_s / self.pace, sample.decoding)
             alone_s = computing_s / (1 + pool.interference * sample.decoding)
             self._samples.append((work.computed, alone_s))
-            self._relearn_pace([seconds / pool.prefill_s(tokens) for tokens, seconds in self._samples])
+            self._until_pace -= 1
+            if self._until_pace <= 0 and len(self._samples) >= WINDOW:
+                self._until_pace = REFIT
+                self._relearn_pace([seconds / pool.prefill_s(tokens) for tokens, seconds in self._samples])
 
     def answered(self, now: float, answer: AnswerSample) -> None:
         """Learns from a whole answer of the engine."""
