@@ -5,29 +5,101 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from tests.compare.doors import Act
-from tests.compare.messages import (
-    ADMIN,
-    CHAT,
-    EMBEDDINGS,
-    MESSAGES,
-    RESPONSES,
-    SYSTEM,
-    TEXT,
-    USAGE,
-    Case,
-    admin,
-    answer,
-    chat,
-    error,
-    events,
-    http,
-    piece,
-    user,
-    whole,
-)
+
+ADMIN = "key-of-the-operator"
+CHAT, TEXT, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
+RESPONSES, EMBEDDINGS = "/v1/responses", "/v1/embeddings"
+SYSTEM = "You are a careful assistant. " * 12
+USAGE = {"prompt_tokens": 40, "completion_tokens": 2, "total_tokens": 42}
+USAGE |= {"prompt_tokens_details": {"cached_tokens": 16}}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Requests that are sent together, in their order, each on a connection of its own.
+
+    Attributes:
+        acts: what happens to the engines' answers, in the order of the engines' requests.
+        takes: seconds by which kvpin's clocks move before a held answer goes on.
+        later: seconds by which they move before the case.
+        leaves: bytes of the answer after which the client leaves.
+        stuck: held answers never go on.
+    """
+
+    name: str
+    requests: tuple[bytes, ...]
+    acts: tuple[Act, ...] = ()
+    takes: float = 0.25
+    later: float = 0.0
+    leaves: int | None = None
+    stuck: bool = False
+
+
+def http(path: str, body: object = None, *more: str, method: str = "", key: str | None = "key-one") -> bytes:
+    """A request as bytes. A body that is not bytes is sent as JSON; `more` are further headers."""
+    data = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
+    lines = [f"{method or ('GET' if body is None else 'POST')} {path} HTTP/1.1", "host: localhost"]
+    lines += [f"authorization: Bearer {key}"] if key else []
+    lines += ["x-case: 1"] if path.startswith(("/v1", "/tok", "/gen", "/inf")) else []
+    if body is not None:
+        named = any(header.startswith("content-type") for header in more)
+        lines += [f"content-length: {len(data)}", *([] if named else ["content-type: application/json"])]
+    return "\r\n".join([*lines, *more, "", ""]).encode() + data
+
+
+def admin(path: str, body: object = None, **more: str) -> bytes:
+    """A request to the admin API."""
+    return http(f"/admin/v1/{path}", body, key=ADMIN, **more)
+
+
+def user(text: str, *before: dict) -> list[dict]:
+    """A chat that ends with a message of the user."""
+    return [*before, {"role": "user", "content": text}]
+
+
+def chat(text: str = "hello", model: str = "tiny", *, system: str = SYSTEM, **fields: object) -> dict:
+    """A chat, by default with a long system prompt, so that its beginning is reused."""
+    messages = user(text, {"role": "system", "content": system})
+    return {"model": model, "messages": messages, "max_tokens": 4, **fields}
+
+
+def answer(content: object, status: int = 200, *more: str, kind: str = "application/json") -> bytes:
+    """An engine's answer as bytes."""
+    data = content if isinstance(content, bytes) else json.dumps(content).encode()
+    head = f"HTTP/1.1 {status} Said", f"content-type: {kind}", f"content-length: {len(data)}"
+    return "\r\n".join([*head, *more, "", ""]).encode() + data
+
+
+def events(*contents: object, done: bool = True) -> bytes:
+    """A stream as bytes, with a chunk for each event."""
+    data = [b"data: " + (e if isinstance(e, bytes) else json.dumps(e).encode()) + b"\n\n" for e in contents]
+    data += [b"data: [DONE]\n\n"] if done else []
+    chunks = b"".join(b"%x\r\n%b\r\n" % (len(each), each) for each in data)
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+    return head + chunks + b"0\r\n\r\n"
+
+
+def piece(text: str | None = None, finish: str | None = None, **delta: object) -> dict:
+    """A chunk of a chat's stream."""
+    delta = {"content": text, **delta} if text is not None else delta
+    head = {"id": "c-1", "object": "chat.completion.chunk", "created": 1, "model": "tiny"}
+    return {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}
+
+
+def whole(**message: object) -> dict:
+    """An answer to a chat."""
+    choice = {"index": 0, "message": {"role": "assistant", **message}, "finish_reason": "stop"}
+    head = {"id": "c-1", "object": "chat.completion", "created": 1, "model": "tiny"}
+    return {**head, "choices": [choice], "usage": USAGE}
+
+
+def error(message: str = "out of order", **fields: object) -> dict:
+    """An error in OpenAI's form."""
+    return {"error": {"message": message, "type": "server_error", "param": None, "code": None, **fields}}
+
 
 # fmt: off
 SHAPES: dict[str, dict[str, object]] = {  # fields of chats
@@ -345,6 +417,10 @@ ORDERS: dict[str, bytes] = {  # the admin API
 # fmt: on
 
 
+def _each(kind: str, requests: dict[str, bytes], only: tuple[str, ...] = ()) -> Iterator[Case]:
+    return (Case(f"{kind}: {name}", (requests[name],)) for name in only or requests)
+
+
 def _chats(models: tuple[str, ...]) -> Iterator[Case]:
     for model in models:
         for name, fields in SHAPES.items():
@@ -376,14 +452,12 @@ def _troubles() -> Iterator[Case]:
     yield Case("slow engine", (http(CHAT, chat("slow")),), (Act(hold=0),), takes=2.0)
     yield Case("slow stream", (http(CHAT, chat("slow", stream=True)),), (Act(hold=400),), takes=0.5)
     yield Case("late engine", (http(CHAT, chat("late")),), (Act(hold=0),), takes=4.0, stuck=True)
-    yield Case(
-        "late engine, alone", (http(CHAT, chat("late", "solo")),), (Act(hold=0),), takes=4.0, stuck=True
-    )
+    alone = http(CHAT, chat("late", "solo"))
+    yield Case("late engine, alone", (alone,), (Act(hold=0),), takes=4.0, stuck=True)
     yield Case("too long in all", (http(CHAT, chat("late")),), (Act(hold=0),), takes=90.0, stuck=True)
     yield Case("client leaves", (http(CHAT, chat("leave")),), (Act(hold=0),), leaves=0)
-    yield Case(
-        "client leaves a stream", (http(CHAT, chat("leave", stream=True)),), (Act(hold=500),), leaves=100
-    )
+    stream = http(CHAT, chat("leave", stream=True))
+    yield Case("client leaves a stream", (stream,), (Act(hold=500),), leaves=100)
 
 
 def _crowds() -> Iterator[Case]:
@@ -405,33 +479,29 @@ def _crowds() -> Iterator[Case]:
 
 def _with_keys() -> Iterator[Case]:
     yield from _chats(("tiny", "sg", "plain"))
-    yield from (Case(f"route: {name}", (request,)) for name, request in ROUTES.items())
+    yield from _each("route", ROUTES)
     for turn in (2, 4, 6):
         for key in ("key-one", "key-two"):
             body = {"model": "tiny", "messages": _TURNS[:turn], "max_tokens": 4}
             yield Case(f"turn {turn // 2}, {key}", (http(CHAT, body, key=key),))
     yield from _troubles()
-    yield from (Case(f"request: {name}", (request,)) for name, request in BAD.items())
+    yield from _each("request", BAD)
     yield from _crowds()
-    yield from (Case(f"admin: {name}", (request,)) for name, request in ORDERS.items())
+    yield from _each("admin", ORDERS)
 
 
 def _open() -> Iterator[Case]:
     yield from _chats(("tiny",))
-    for name, request in ROUTES.items():
-        if not name.startswith(("messages", "responses")):  # they load a tokenizer in the background here
-            yield Case(f"route: {name}", (request,))
-    yield from (
-        Case(f"stored: {name}", (request,), (Act(raw),) * 2) for name, (request, raw) in STORED.items()
-    )
+    yield from _each("route", ROUTES)
+    yield from (Case(f"stored: {name}", (sent,), (Act(raw),) * 2) for name, (sent, raw) in STORED.items())
     for name in ("status 401", "status 429", "status 500", "broken JSON"):
         yield Case(f"engine: {name}", (http(CHAT, chat("bad luck")),), (Act(ANSWERS[name]),))
     yield Case("engine dies", (http(CHAT, chat("death")),), (DEATHS["before the head"],))
-    for name in ("no model", "unknown model", "too long a prompt", "salt as number", "session header"):
-        yield Case(f"request: {name}", (BAD[name],))
+    few = ("no model", "unknown model", "too long a prompt", "salt as number", "session header")
+    yield from _each("request", BAD, few)
     yield Case("admin: through a proxy", (http("/admin/v1/stats", None, "x-forwarded-for: 1.2.3.4"),))
-    for name in ("without a key", "route", "flush one", "requests", "usage", "metrics without a key"):
-        yield Case(f"admin: {name}", (ORDERS[name],))
+    few = ("without a key", "route", "flush one", "requests", "usage", "metrics without a key")
+    yield from _each("admin", ORDERS, few)
 
 
 def cases(world: str) -> list[Case]:

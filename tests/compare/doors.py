@@ -59,21 +59,15 @@ class Doors:
     closed: set[str] = field(default_factory=set)
     busy: int = 0
     n_held: int = 0
-    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def open(self, name: str) -> int:
         """A door before an engine that begins later, at `ports[name]`; returns its own port."""
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            self._tasks.add(asyncio.current_task())
             with suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
-                while True:
-                    head = await reader.readuntil(b"\r\n\r\n")
-                    body = await read_body(reader, head)
-                    if not await self._serve(name, head, body, reader, writer):
-                        break
+                while await self._serve(name, reader, writer):
+                    pass
             writer.close()
-            self._tasks.discard(asyncio.current_task())
 
         self.closed.add(name)
         server = await asyncio.start_server(serve, "127.0.0.1", 0, limit=1 << 24)
@@ -88,56 +82,44 @@ class Doors:
         if self.held:
             self.held.popleft().set()
 
-    async def _serve(
-        self,
-        name: str,
-        head: bytes,
-        body: bytes,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-    ) -> bool:
+    async def _serve(self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Answers a request; False if its connection is over."""
+        head = await reader.readuntil(b"\r\n\r\n")
+        body = await read_body(reader, head)
         while name in self.closed:  # noqa: ASYNC110 - only at the start
             await asyncio.sleep(0.01)
-        if b"\r\n" + CASE + b":" not in head.lower():
-            if PROMPTS.match(head):
-                self.seen.append((name, head, body))
-            else:
-                self.control.add((name, head, body))
-            writer.write(await asked(self.ports[name], head, body))
-            await writer.drain()
-            return True
-        self.busy += 1
-        try:
-            self.seen.append((name, head, body))
+        act = PASS
+        if is_clients := b"\r\n" + CASE + b":" in head.lower():
             act = self.acts.popleft() if self.acts else PASS
+        if is_clients or PROMPTS.match(head):
+            self.seen.append((name, head, body))
+        else:
+            self.control.add((name, head, body))
+        self.busy += is_clients
+        try:
             answer = act.raw if act.raw is not None else await asked(self.ports[name], head, body)
-            return await self._act(name, act, answer, reader, writer)
+            return await self._act(name, act, answer, reader, writer) or not is_clients
         finally:
-            self.busy -= 1
+            self.busy -= is_clients
 
     async def _act(
         self, name: str, act: Act, answer: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> bool:
-        sent, end = 0, len(answer)
-        if act.stop is not None:
-            end = act.stop if act.stop >= 0 else max(end + act.stop, 0)
-        while True:
-            if act.hold is not None and sent >= min(act.hold, end):
-                if not await self._wait(reader):
-                    self.seen.append((name, b"(kvpin left)", b""))
-                    return False
-                act = Act(cut=act.cut, stop=act.stop, reset=act.reset)
-            if sent >= end:
-                break
-            piece = min(act.cut or end, end - sent)
-            if act.hold is not None:
-                piece = min(piece, act.hold - sent)
-            writer.write(answer[sent : sent + piece])
-            sent += piece
-            await writer.drain()
-            if act.cut:
-                await asyncio.sleep(0.0003)
+        sent = answer[: act.stop]
+
+        async def send(part: bytes) -> None:
+            for at in range(0, len(part), act.cut or len(part) or 1):
+                writer.write(part[at : at + (act.cut or len(part))])
+                await writer.drain()
+                if act.cut:
+                    await asyncio.sleep(0.0003)
+
+        await send(sent[: act.hold])
+        if act.hold is not None:
+            if not await self._wait(reader):
+                self.seen.append((name, b"(kvpin left)", b""))
+                return False
+            await send(sent[act.hold :])
         if act.reset:
             await asyncio.sleep(0.02)  # what was sent is read before the connection breaks
             writer.transport.abort()

@@ -14,9 +14,10 @@ PACKAGES = ("proxy", "engine_adapter")
 
 @dataclass(frozen=True, slots=True)
 class Mutation:
-    """`old` becomes `new` in `file`; `about`: what it breaks."""
+    """`old` becomes `new` in `file`; `about`: what it breaks. Cases whose name contains `case` must show it."""
 
     about: str
+    case: str
     file: str
     old: str
     new: str
@@ -24,42 +25,37 @@ class Mutation:
 
 # ruff: noqa: E501 - a mutation a line
 # fmt: off
-MUTATIONS = (
-    Mutation("wire: an answer's header goes on to the client", "proxy/headers.py", '    "set-cookie",\n', ""),
-    Mutation("wire: a client's header goes on to the engine", "engine_adapter/http/prepare.py", '        "te",\n', ""),
-    Mutation("wire: the word before a body", "proxy/http/exchange.py", "HTTP/1.1 100 Continue", "HTTP/1.1 100 Go on"),
-    Mutation("gate: one request more at a time", "proxy/core/quotas.py",
-             "+ elsewhere < self._concurrent", "+ elsewhere <= self._concurrent"),
-    Mutation("gate: the time until a retry", "proxy/core/quotas.py",
-             "(amount - self._left) * MINUTE_S", "(amount - self._left) * 2 * MINUTE_S"),
-    Mutation("errors: a status", "engine_adapter/codes.py", '"invalid_api_key", 401,', '"invalid_api_key", 403,'),
-    Mutation("errors: the sentence when all engines failed", "proxy/request/engine_errors.py",
-             "failed this request; the last said", "failed this request. The last said"),
-    Mutation("retries: 429 is the client's", "proxy/request/engine_errors.py", "{429, *range(500, 600)}", "{*range(500, 600)}"),
-    Mutation("retries: a refused key is not tried elsewhere", "engine_adapter/causes.py",
-             'Blame.IF_ANSWERED, "elsewhere")', "Blame.IF_ANSWERED)"),
-    Mutation("placement: ties go to the fullest cache", "proxy/core/placement/scores.py",
-             "-(candidate.free_blocks or 0)", "(candidate.free_blocks or 0)"),
-    Mutation("index: a prompt's last token is reused", "proxy/core/index/blocks.py",
-             "max(self.n_tokens - 1, 0) //", "max(self.n_tokens, 0) //"),
-    Mutation("tokenising: chats begin with one more token", "engine_adapter/prompt/chat.py",
-             "self.encode_all([text], add_special_tokens=False", "self.encode_all([text], add_special_tokens=True"),
-    Mutation("translation: why a message stopped", "proxy/request/translate/messages_answer.py",
-             '"length": "max_tokens"', '"length": "end_turn"'),
-    Mutation("translation: why a response stopped", "proxy/request/translate/responses_api.py",
-             '"length": "max_output_tokens"', '"length": "max_tokens"'),
-    Mutation("streams: token ids that nobody asked for", "engine_adapter/http/openai_answer.py",
-             "dict.fromkeys(fields.keys() & names, NULL)", "{}"),
-    Mutation("migration: a second role", "proxy/request/migration.py", "names_role = self._has_role and", "names_role = False and"),
-    Mutation("salts: tenants share one", "proxy/request/tenants.py", 'f"kvpin-{self._digest(tenant)}"', 'f"kvpin-{self._digest(\'\')}"'),
-    Mutation("usage: tokens of answers", "proxy/observe/metrics.py", "used.output_tokens += record.output_tokens or 0", "pass"),
-    Mutation("metrics: a bucket", "proxy/observe/metrics.py", "7.5, 10, 20, 40, 80)", "7.5, 10, 20, 40)"),
-    Mutation("admin: days of use", "proxy/core/tenant_use.py", "if day > first]", "if day > first + days]"),
-    Mutation("log: what an engine did", "proxy/steps/request.py", '"the engine refused a request"', '"the engine refused it"'),
-    Mutation("normalise: tools stay as they are", "proxy/core/normalise.py",
-             '_SCHEMAS = ("parameters", "input_schema")', '_SCHEMAS = ("input_schema",)'),
-    Mutation("sessions: a header", "proxy/headers.py", '    "x-session-id",\n', ""),
-)
+MUTATIONS = tuple(Mutation(*row) for row in (
+    ("wire: an answer's header goes on to the client", "headers for browsers", "proxy/headers.py", '    "set-cookie",\n', ""),
+    ("wire: a client's header goes on to the engine", "headers that end here", "engine_adapter/http/prepare.py", '        "te",\n', ""),
+    ("wire: the word before a body", "expect", "proxy/http/exchange.py", "HTTP/1.1 100 Continue", "HTTP/1.1 100 Go on"),
+    ("gate: one request more at a time", "quota, two at once", "proxy/core/quotas.py", "+ elsewhere < self._concurrent", "+ elsewhere <= self._concurrent"),
+    ("gate: the time until a retry", "quota", "proxy/core/quotas.py", "(amount - self._left) * MINUTE_S", "(amount - self._left) * 2 * MINUTE_S"),
+    ("request: the range of priorities", "priority header odd", "proxy/request/urgency.py", "int(given)) <= MAX_PRIORITY", "int(given)) <= 99"),
+    ("errors: a status", "wrong key", "engine_adapter/codes.py", '"invalid_api_key", 401,', '"invalid_api_key", 403,'),
+    ("errors: the sentence when all engines failed", "twice: status 500", "proxy/request/engine_errors.py", "failed this request; the last said", "failed this request. The last said"),
+    ("retries: 429 is the client's", "engine: status 429", "proxy/request/engine_errors.py", "{429, *range(500, 600)}", "{*range(500, 600)}"),
+    ("retries: a refused key is not tried elsewhere", "engine: status 401", "engine_adapter/causes.py", 'Blame.IF_ANSWERED, "elsewhere")', "Blame.IF_ANSWERED)"),
+    ("placement: ties go to the fullest cache", "chat tiny", "proxy/core/placement/scores.py", "-(candidate.free_blocks or 0)", "(candidate.free_blocks or 0)"),
+    ("placement: running streams cost nothing", "at once", "proxy/core/placement/scores.py", "load.queue_s + reuse.total_s + reuse.stream_s * load.decoding", "load.queue_s + reuse.total_s"),
+    ("index: a prompt's last token is reused", "chat tiny", "proxy/core/index/blocks.py", "max(self.n_tokens - 1, 0) //", "max(self.n_tokens, 0) //"),
+    ("prompt: chats begin with one more token", "chat tiny", "engine_adapter/prompt/chat.py", "self.encode_all([text], add_special_tokens=False", "self.encode_all([text], add_special_tokens=True"),
+    ("vLLM: a text goes as text", "completions list", "engine_adapter/vllm/requests.py", 'return {"prompt": ids.tolist()} if is_text else {}', "return {}"),
+    ("SGLang: a chat goes as text", "chat sg", "engine_adapter/sglang/requests.py", 'return {"input_ids": token_ids} if jinja and', "return {} if jinja and"),
+    ("translation: why a message stopped", "route: messages", "proxy/request/translate/messages_answer.py", '"length": "max_tokens"', '"length": "end_turn"'),
+    ("translation: why a response stopped", "route: responses", "proxy/request/translate/responses_api.py", '"length": "max_output_tokens"', '"length": "max_tokens"'),
+    ("streams: token ids that nobody asked for", "chat tiny: stream", "engine_adapter/http/openai_answer.py", "dict.fromkeys(fields.keys() & names, NULL)", "{}"),
+    ("migration: a second role", "stream dies", "proxy/request/migration.py", "names_role = self._has_role and", "names_role = False and"),
+    ("tenants: they share a salt", "key-two", "proxy/request/tenants.py", 'f"kvpin-{self._digest(tenant)}"', 'f"kvpin-{self._digest(\'\')}"'),
+    ("keys: one that has expired is good", "old key", "proxy/request/tenants.py", "self.expires <= now", "self.expires <= 0"),
+    ("usage: tokens of answers", "admin: usage", "proxy/observe/metrics.py", "used.output_tokens += record.output_tokens or 0", "pass"),
+    ("metrics: a bucket", "admin: metrics", "proxy/observe/metrics.py", "7.5, 10, 20, 40, 80)", "7.5, 10, 20, 40)"),
+    ("admin: days of use", "admin: usage", "proxy/core/tenant_use.py", "if day > first]", "if day > first + days]"),
+    ("admin: an engine stays drained", "admin: undrain", "proxy/control/engine_orders.py", "return self._engines.drain(engine, DrainReason.ORDERED, undo=undo)", "return self._engines.drain(engine, DrainReason.ORDERED, undo=False)"),
+    ("log: what an engine did", "engine: status 400", "proxy/steps/request.py", '"the engine refused a request"', '"the engine refused it"'),
+    ("normalise: tools stay as they are", "chat plain: tools", "proxy/core/normalise.py", '_SCHEMAS = ("parameters", "input_schema")', '_SCHEMAS = ("input_schema",)'),
+    ("sessions: a header", "session header", "proxy/headers.py", '    "x-session-id",\n', ""),
+))
 # fmt: on
 
 

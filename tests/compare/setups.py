@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from tests.compare.messages import ADMIN
+from tests.compare.cases import ADMIN
 from tests.fake_engines.sglang import running_sglang
 from tests.fake_engines.text import MODEL_DIR
 from tests.fake_engines.vllm import running_vllm
@@ -32,6 +31,14 @@ admin_key = "{ADMIN}"
 tenant_metrics = 8
 model_aliases = {{ alias = "tiny" }}
 cors_origins = ["https://chat.example"]
+api_keys = [
+  {{ key = "key-one", tenant = "one" }},
+  {{ key = "key-two", tenant = "two" }},
+  {{ key = "key-few", tenant = "few", requests_per_minute = 2, concurrent_requests = 1 }},
+  {{ key = "key-tokens", tenant = "tokens", tokens_per_minute = 60 }},
+  {{ key = "key-plain", tenant = "of-plain", models = ["plain"] }},
+  {{ key = "key-old", tenant = "old", expires = "2026-12-31T00:00:00Z" }},
+]
 {_COMMON}
 [limits]
 json_values = 20000
@@ -46,47 +53,35 @@ reuse = false
 default_model = "tiny"
 {_COMMON}
 """
-_KEYS: tuple[dict[str, object], ...] = (
-    {"key": "key-one", "tenant": "one"},
-    {"key": "key-two", "tenant": "two"},
-    {"key": "key-few", "tenant": "few", "requests_per_minute": 2, "concurrent_requests": 1},
-    {"key": "key-tokens", "tenant": "tokens", "tokens_per_minute": 60},
-    {"key": "key-plain", "tenant": "of-plain", "models": ["plain"]},
-    {"key": "key-old", "tenant": "old", "expires": "2026-12-31T00:00:00Z"},
-)
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """A fake and kvpin's settings of it.
-
-    Attributes:
-        start: the fake, which takes `options`.
-    """
+    """A fake, which takes `options`, and kvpin's settings of it."""
 
     name: str
     kind: str
-    start: Callable[..., AbstractContextManager[Any]]
     options: dict[str, Any]
-    settings: dict[str, Any]
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def start(self) -> AbstractContextManager[Any]:
+        """The running fake."""
+        return (running_sglang if self.kind == "sglang" else running_vllm)(**self.options)
 
 
-def _vllm(name: str, model: str, **options: object) -> Engine:
-    return Engine(name, "vllm", running_vllm, {"model": model, **options}, {})
-
-
-def _plain(name: str) -> Engine:
-    options = {"model": "plain", "kv_events": False, "enable_scale_out": False}
-    settings = {"model": "plain", "share_kv": True, "tokenizer": str(MODEL_DIR)}
-    return Engine(name, "openai_compatible", running_vllm, options, settings)
+_PLAIN = {"model": "plain", "kv_events": False, "enable_scale_out": False}
+_OF_PLAIN = {"model": "plain", "share_kv": True, "tokenizer": str(MODEL_DIR)}
+_V0, _V1 = (Engine(name, "vllm", {"model": "tiny"}) for name in ("v0", "v1"))
+_W = Engine("w", "vllm", {"model": "solo", "loras": ("lora",)})
+_SG = Engine("sg", "sglang", {"model": "sg"})
+_P0, _P1 = (Engine(name, "openai_compatible", _PLAIN, _OF_PLAIN) for name in ("p0", "p1"))
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What makes a world: the main settings of its kvpin, keys and engines."""
+    """What makes a world: the settings of its kvpin, and engines."""
 
     settings: str
-    keys: tuple[dict[str, object], ...]
     engines: tuple[Engine, ...]
 
     @property
@@ -96,39 +91,15 @@ class Setup:
 
     def toml(self, ports: dict[str, int]) -> str:
         """kvpin's settings, with the ports of its engines."""
-        tables = [("api_keys", key) for key in self.keys]
-        for engine in self.engines:
-            url = f"http://127.0.0.1:{ports[engine.name]}"
-            tables.append(
-                ("engines", {"id": engine.name, "kind": engine.kind, "url": url, **engine.settings})
-            )
         lines = [self.settings]
-        for name, fields in tables:
-            lines += [f"[[{name}]]", *(f"{key} = {json.dumps(value)}" for key, value in fields.items())]
+        for each in self.engines:
+            place = {"id": each.name, "kind": each.kind, "url": f"http://127.0.0.1:{ports[each.name]}"}
+            fields = (place | each.settings).items()
+            lines += ["[[engines]]", *(f"{name} = {json.dumps(value)}" for name, value in fields)]
         return "\n".join(lines)
 
 
 SETUPS = {
-    "keys": Setup(
-        _WITH_KEYS,
-        _KEYS,
-        (
-            _vllm("v0", "tiny"),
-            _vllm("v1", "tiny"),
-            _vllm("w", "solo", loras=("lora",)),
-            Engine("sg", "sglang", running_sglang, {"model": "sg"}, {}),
-            _plain("p0"),
-            _plain("p1"),
-        ),
-    ),
-    "open": Setup(
-        _OPEN,
-        (),
-        (
-            _vllm("v0", "tiny"),
-            _vllm("v1", "tiny"),
-            _plain("p0"),
-            Engine("sg", "sglang", running_sglang, {"model": "sg"}, {}),
-        ),
-    ),
+    "keys": Setup(_WITH_KEYS, (_V0, _V1, _W, _SG, _P0, _P1)),
+    "open": Setup(_OPEN, (_V0, _V1, _P0, _SG)),
 }
