@@ -38,7 +38,7 @@ from proxy.fleet.ingest import Ingest
 from proxy.request.answer_headers import pairs
 from proxy.request.calls import Call, Reply
 from proxy.request.comparison import Comparison
-from proxy.request.diagnostics import APIS, Diagnose, Diagnosed, WritesCounted, names_the_cache
+from proxy.request.diagnostics import APIS, Diagnosed, IdNoted, WritesCounted, names_the_cache
 from proxy.request.engine_errors import final_error
 from proxy.request.gate import Admission
 from proxy.request.kept_reasoning import ReasoningSeen
@@ -312,24 +312,20 @@ class Flow:
         if (api := APIS.get(record.route)) is None:
             return
         asked = api.asked(body, call.headers)
-
-        compared: Diagnose | None = None
+        reply.through(lambda client: IdNoted(client, record))
         if asked is not None:
-
-            async def compare() -> None:
-                nonlocal compared
-                compared = await self.comparison.with_answer(asked, record)
-
-            reply.before = compare
-
-        def note_id(answer_id: str) -> None:
-            record.answer_id = answer_id
-
-        reply.through(partial(Diagnosed, api=api, asked=asked, compared=lambda: compared, note_id=note_id))
+            reply.through(lambda client: self._diagnosed(Diagnosed(client, api), asked, record, reply))
         if record.route == CHAT_PATH and names_the_cache(body):
             reply.through(
                 lambda client: WritesCounted(client, lambda: self.comparison.tokens_per_block(record))
             )
+
+    def _diagnosed(self, stage: Diagnosed, asked: str, record: RequestRecord, reply: Reply) -> Diagnosed:
+        async def compare() -> None:
+            stage.diagnose = await self.comparison.with_answer(asked, record)
+
+        reply.before = compare
+        return stage
 
     # --- Place ----------------------------------------------------------------------------------------
 

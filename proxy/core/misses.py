@@ -257,31 +257,27 @@ def _change(facts: Facts, compared: Compared) -> Miss:
 
 
 def _detail(miss: Miss, facts: Facts) -> str:
-    compared, block = facts.compared, facts.tokens_per_block
-    has_all = _without_another(facts) is Miss.HIT
+    compared, block, has_all = facts.compared, facts.tokens_per_block, _without_another(facts) is Miss.HIT
     if compared is None:
         said = _COMPUTED_ELSEWHERE if miss is Miss.HIT and not has_all else _ALONE[miss]
-        return said.format(
-            block=block,
-            parts=_parts(facts),
-            holder=facts.holder,
-            held=facts.held_tokens,
-            cut=facts.cut_tokens,
-        )
-    difference, common = compared.difference, compared.common_tokens
-    beside = None if has_all else _BESIDE.get(miss)
-    return (beside or _ALONE.get(miss) or _CHANGED).format(
+        beside = {}
+    else:
+        said = (not has_all and _BESIDE.get(miss)) or _ALONE.get(miss) or _CHANGED
+        beside = {
+            "other": compared.request_id,
+            "engine": compared.engine,
+            "common": compared.common_tokens,
+            "changes": ", ".join(compared.changes),
+            "at": "" if compared.difference is None else f" at {compared.difference},",
+            "within": f", within the first block of {block}" if compared.common_tokens < block else "",
+        }
+    return said.format(
         block=block,
         parts=_parts(facts),
         holder=facts.holder,
         held=facts.held_tokens,
-        other=compared.request_id,
-        engine=compared.engine,
-        common=common,
         cut=facts.cut_tokens,
-        changes=", ".join(compared.changes),
-        at="" if difference is None else f" at {difference},",
-        within=f", within the first block of {block}" if common < block else "",
+        **beside,
     )
 
 
@@ -337,15 +333,15 @@ _BESIDE = {
 _CHANGED = "it differs from request {other}{at} from token {common} on{within}"
 
 
-_OPENAI = {
-    Miss.MODEL: "model_changed",
-    Miss.LORA: "model_changed",
-    Miss.TOOLS: "tools_changed",
-    Miss.SYSTEM: "input_changed",
-    Miss.SHARED: "input_changed",
-    Miss.INPUT: "input_changed",
-    Miss.MEDIA: "input_changed",
-    Miss.TEMPLATE: "input_changed",
+# Miss → the words of OpenAI's and of Anthropic's API for it.
+_WORDS = {
+    Miss.MODEL: ("model_changed", "model_changed"),
+    Miss.LORA: ("model_changed", "model_changed"),
+    Miss.TOOLS: ("tools_changed", "tools_changed"),
+    Miss.SYSTEM: ("input_changed", "system_changed"),
+    **dict.fromkeys(
+        (Miss.SHARED, Miss.INPUT, Miss.MEDIA, Miss.TEMPLATE), ("input_changed", "messages_changed")
+    ),
 }
 # Options that OpenAI's API has a reason for.
 _OPENAI_OPTIONS = {
@@ -355,16 +351,7 @@ _OPENAI_OPTIONS = {
     "reasoning_effort": "reasoning_effort_changed",
     "verbosity": "verbosity_changed",
 }
-_ANTHROPIC = {
-    Miss.MODEL: "model_changed",
-    Miss.LORA: "model_changed",
-    Miss.TOOLS: "tools_changed",
-    Miss.SYSTEM: "system_changed",
-    Miss.SHARED: "messages_changed",
-    Miss.INPUT: "messages_changed",
-    Miss.MEDIA: "messages_changed",
-    Miss.TEMPLATE: "messages_changed",
-}
+_NO_WORDS = None, None
 
 
 def openai_diagnostics(diagnosis: Diagnosis | None) -> dict[str, Any]:
@@ -378,7 +365,7 @@ def openai_diagnostics(diagnosis: Diagnosis | None) -> dict[str, Any]:
     if miss is Miss.HIT:
         return {"type": "cache_hit"}
     option = _OPENAI_OPTIONS.get(at.field) if at is not None and miss is Miss.OPTION else None
-    reason = option or _OPENAI.get(miss)
+    reason = option or _WORDS.get(miss, _NO_WORDS)[0]
     if reason is None:
         return {"type": "unavailable", "kvpin": _own_words(diagnosis)}
     return {
@@ -397,7 +384,7 @@ def anthropic_diagnostics(diagnosis: Diagnosis | None) -> dict[str, Any] | None:
         return {"cache_miss_reason": {"type": "previous_message_not_found"}}
     if diagnosis.miss is Miss.HIT:
         return None
-    kind = _ANTHROPIC.get(diagnosis.miss)
+    _, kind = _WORDS.get(diagnosis.miss, _NO_WORDS)
     reason: dict[str, Any] = {"type": kind or "unavailable"}
     if kind is not None:
         reason["cache_missed_input_tokens"] = diagnosis.missed_tokens

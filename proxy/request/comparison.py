@@ -10,7 +10,9 @@ import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
+
+from msgspec.structs import replace
 
 from engine_adapter import EngineInfo, common_prefix
 from engine_adapter.off_loop import off_loop
@@ -34,16 +36,6 @@ _TRIES = 8
 _BYTES_PER_MS = 2048
 # Tokens that are compared in about 1 ms.
 _TOKENS_PER_MS = 8192
-
-
-class _Likeness(NamedTuple):
-    """The part of a comparison that takes long. See `Compared` for the fields."""
-
-    common_tokens: int = 0
-    repeated_tokens: int = 0
-    has_fields: bool = False
-    difference: Difference | None = None
-    changes: tuple[str, ...] = ()
 
 
 class ComparedEngine(Protocol):
@@ -83,19 +75,16 @@ class Comparison:
         return lambda reused: self._diagnose(record, other, like, reused)
 
     async def explain(self, record: RequestRecord) -> Diagnosis:
-        """Why no more of a finished request's prompt was reused, compared with the nearest earlier one."""
+        """Why no more of a finished request's prompt was reused, compared with the nearest earlier one: the
+        request of the same tenant that shares most of its prompt; of equals the newest of the same API. If
+        none shares a block: the one that it continues, or one whose text is alike, on whatever model."""
         if record.diagnosis is None:
             earlier = self._earlier(record)
-            other, like = await off_loop(lambda: self._nearest(record, earlier), ms=_ms_of(earlier))
+            # It may decode the bodies of many.
+            ms = math.inf if earlier else 0.0
+            other, like = await off_loop(lambda: self._nearest(record, earlier), ms=ms)
             record.diagnosis = self._diagnose(record, other, like, record.reported_tokens)
         return record.diagnosis
-
-    async def nearest(self, record: RequestRecord) -> RequestRecord | None:
-        """The earlier request of the same tenant that shares most of its prompt; of equals the newest of the
-        same API. If none shares a block: the one that it continues, or one whose text is alike, on whatever
-        model."""
-        earlier = self._earlier(record)
-        return (await off_loop(lambda: self._nearest(record, earlier), ms=_ms_of(earlier)))[0]
 
     def _ms(self, *records: RequestRecord) -> float:
         """Milliseconds that it takes at most to compare these requests."""
@@ -107,7 +96,7 @@ class Comparison:
         return n_bytes / _BYTES_PER_MS + n_tokens / _TOKENS_PER_MS
 
     def _diagnose(
-        self, record: RequestRecord, other: RequestRecord | None, like: _Likeness, reused: int | None
+        self, record: RequestRecord, other: RequestRecord | None, like: Compared | None, reused: int | None
     ) -> Diagnosis:
         """Why no more of a prompt was reused. `other` is the request it is compared with, `reused` are the
         tokens that the engine reported; None: as predicted."""
@@ -128,7 +117,9 @@ class Comparison:
                 holder=holder.computed_by,
                 held_tokens=holder.cached_tokens if holder.computed_by != record.computed_by else 0,
                 tokens_per_block=self.tokens_per_block(record),
-                compared=self._compared(record, other, like) if other is not None else None,
+                compared=self._compared(record, other, like)
+                if other is not None and like is not None
+                else None,
                 rules=tuple(record.normalised),
             )
         )
@@ -151,10 +142,10 @@ class Comparison:
 
     def _nearest(
         self, record: RequestRecord, earlier: Sequence[RequestRecord]
-    ) -> tuple[RequestRecord | None, _Likeness]:
+    ) -> tuple[RequestRecord | None, Compared | None]:
         """The nearest of these requests, and how they compare; runs in a thread."""
         other = self._most_like(record, earlier)
-        return other, _Likeness() if other is None else self._likeness(record, other)
+        return other, None if other is None else self._likeness(record, other)
 
     def _most_like(self, record: RequestRecord, earlier: Sequence[RequestRecord]) -> RequestRecord | None:
         best, most = None, 0
@@ -167,7 +158,7 @@ class Comparison:
             shared = common_tokens(record.prompt, other.prompt)
             if shared > most:
                 best, most = other, shared
-        fields = self._fields(record)
+        fields = self._log.fields(record)
         if most >= self.tokens_per_block(record) or fields is None:
             return best if most else None
         return self._alike(fields, earlier)
@@ -179,7 +170,7 @@ class Comparison:
             if continued is not None and other.answer_id == continued:
                 return other
         for other in islice(reversed(earlier), _LOOKS):
-            others = self._fields(other)
+            others = self._log.fields(other)
             if others is not None and are_alike(fields, others):
                 return other
         return None
@@ -195,29 +186,32 @@ class Comparison:
         own = engine.info.tokens_per_block if engine is not None and engine.info is not None else None
         return own or self._block
 
-    def _likeness(self, record: RequestRecord, other: RequestRecord) -> _Likeness:
-        """How two requests compare; runs in a thread."""
-        is_same = _namespace(record) == _namespace(other)
-        common = common_tokens(record.prompt, other.prompt) if is_same else 0
-        repeated = repeated_tokens(record.prompt, other.prompt, common)
-        return _Likeness(common, repeated, *self._difference(record, other))
-
-    def _compared(self, record: RequestRecord, other: RequestRecord, like: _Likeness) -> Compared:
+    def _likeness(self, record: RequestRecord, other: RequestRecord) -> Compared:
+        """How the prompts of two requests compare; runs in a thread."""
         (model, lora), (other_model, other_lora) = _namespace(record), _namespace(other)
+        is_same = (model, lora) == (other_model, other_lora)
+        common = common_tokens(record.prompt, other.prompt) if is_same else 0
+        has_fields, found, changes = self._difference(record, other)
+        return Compared(
+            request_id=other.request_id,
+            n_tokens=other.n_tokens or 0,
+            common_tokens=common,
+            repeated_tokens=repeated_tokens(record.prompt, other.prompt, common),
+            same_model=model == other_model,
+            same_lora=lora == other_lora,
+            has_fields=has_fields,
+            difference=found,
+            changes=changes,
+        )
+
+    def _compared(self, record: RequestRecord, other: RequestRecord, like: Compared) -> Compared:
+        """The same with what became of the KV in between."""
         placement, own = record.placement, record.computed_by
         candidates = {cost.computed_by for cost in placement.costs} if placement is not None else set()
         # An engine that answers may have got the KV of the one that computed it.
         left_on = own if own in (other.computed_by, other.engine) else other.computed_by
-        return Compared(
-            request_id=other.request_id,
-            n_tokens=other.n_tokens or 0,
-            common_tokens=like.common_tokens,
-            repeated_tokens=like.repeated_tokens,
-            same_model=model == other_model,
-            same_lora=lora == other_lora,
-            has_fields=like.has_fields,
-            difference=like.difference,
-            changes=like.changes,
+        return replace(
+            like,
             is_running=record.started < _answered(other),
             engine=left_on,
             is_candidate=left_on in candidates,
@@ -229,7 +223,7 @@ class Comparison:
     ) -> tuple[bool, Difference | None, tuple[str, ...]]:
         """(the fields show every difference, the first difference, what of kvpin's alone made it). Each API
         has its own fields. A response's `input` holds only what follows the response that it continues."""
-        fields, others = self._fields(record), self._fields(other)
+        fields, others = self._log.fields(record), self._log.fields(other)
         if fields is None or others is None or record.route != other.route:
             return False, None, ()
         continued = fields.get(CONTINUED)
@@ -258,14 +252,6 @@ class Comparison:
         is_surprise = (record.reported_tokens or 0) < (record.predicted_tokens or 0)
         end = _end(record) + _NOTICED_S * is_surprise
         return any(_end(other) <= emptied <= end for emptied in engine.emptied)
-
-    def _fields(self, record: RequestRecord) -> dict[str, Any] | None:
-        return self._log.fields(record)
-
-
-def _ms_of(earlier: Sequence[RequestRecord]) -> float:
-    """Milliseconds that it takes to find the nearest of these requests: it may decode the bodies of many."""
-    return math.inf if earlier else 0.0
 
 
 def common_tokens(one: Prompt | None, other: Prompt | None) -> int:

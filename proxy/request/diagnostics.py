@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,7 @@ from proxy.core.misses import Diagnosis, anthropic_diagnostics, openai_diagnosti
 from proxy.errors import BadRequest
 from proxy.headers import COMPARISON_HEADER
 from proxy.request.calls import Client, Through
+from proxy.request.records import RequestRecord
 from proxy.request.translate.chats import ChatUsage
 
 _ERROR = 400
@@ -114,143 +116,60 @@ APIS: Mapping[str, Api] = {
 """Route → the API with diagnostics."""
 
 
-class Diagnosed(Through):
-    """Notes the id of an answer on its way to the client, and adds diagnostics if they were asked for."""
+class IdNoted(Through):
+    """Notes the id of an answer on its way to the client: later requests may ask to be compared with it."""
 
-    def __init__(
-        self,
-        client: Client,
-        api: Api,
-        *,
-        asked: str | None,
-        compared: Callable[[], Diagnose | None],
-        note_id: Callable[[str], None],
-    ) -> None:
-        """A client.
-
-        Args:
-            client: gets the answer.
-            api: its API.
-            asked: the id of the answer to compare with; None: no diagnostics are asked for.
-            compared: gives the comparison with it; None for an answer that is not known. Asked once the
-                answer has begun.
-            note_id: gets the id of this answer.
-        """
+    def __init__(self, client: Client, record: RequestRecord) -> None:
         super().__init__(client)
-        self._api = api
-        self._asked = asked
-        self._compared = compared
-        self._note_id = note_id
-        self._is_stream = self._is_error = self._has_id = False
-        self._events = None if asked is None else WholeEvents()
+        self._record = record
+        self._is_stream = self._is_error = False
 
     @override
     def start(self, status: int, headers: HeaderPairs) -> None:
         self._is_error = status >= _ERROR
-        if self._asked is not None:
-            headers = [pair for pair in headers if pair[0] != b"content-length"]
         self._client.start(status, headers)
 
     @override
     def write(self, chunk: bytes) -> None:
         self._is_stream = True
-        if whole := self._streamed(chunk):
-            self._client.write(whole)
+        if self._finds_id(chunk):
+            self.write = self._client.write  # type: ignore[method-assign]  # nothing more is read
+        self._client.write(chunk)
 
     @override
     def finish(self, chunk: bytes) -> None:
-        if self._is_error:
-            self._client.finish(chunk)
-        elif self._is_stream:
-            whole = self._streamed(chunk)
-            self._client.finish(whole if self._events is None else whole + self._events.rest)
-        else:
-            self._note(_id_of(chunk))
-            self._client.finish(self._with_field(chunk) if self._asked is not None else chunk)
+        if self._is_stream:
+            self._finds_id(chunk)
+        elif not self._is_error:
+            with suppress(*UNREADABLE):
+                self._record.answer_id = msgspec.json.decode(chunk, type=_Answer).id
+        self._client.finish(chunk)
 
-    def _streamed(self, chunk: bytes) -> bytes:
-        """The part of a stream that the client can get now: whole events if one of them may change."""
-        if not self._has_id and (found := _ID.search(chunk)) is not None:
-            self._note(found[1].decode(errors="replace"))
-        if self._events is None:
-            if self._has_id:
-                self.write = self._client.write  # type: ignore[method-assign]  # nothing more is read
-            return chunk
-        return b"".join(map(self._event, self._events.feed(chunk)))
-
-    def _event(self, event: bytes) -> bytes:
-        """An event, with the diagnostics if they belong to it."""
-        start = event.find(b"data:")
-        if start < 0 or not any(name in event for name in self._api.events):
-            return event
-        line = event[start + len(b"data:") :]
-        data = line.strip()
-        try:
-            fields = decode_object(data)
-        except UNREADABLE:
-            return event
-        within = self._api.within
-        answer = fields.get(within or "usage")
-        if answer is None or bytes(answer) == b"null":
-            return event
-        if within is None:
-            data = self._with_field(data)
-        else:
-            fields[within] = msgspec.Raw(self._with_field(bytes(answer)))
-            data = msgspec.json.encode(fields)
-        return event[:start] + b"data: " + data + line[len(line.rstrip()) :]
-
-    def _with_field(self, answer: bytes) -> bytes:
-        """The answer with the diagnostics; every other field keeps its bytes."""
-        try:
-            fields = decode_object(answer)
-        except UNREADABLE:
-            return answer
-        reused = read_streamed_usage(answer).cached_tokens
-        is_open = self._is_stream and self._api.is_early
-        diagnose = self._compared()
-        diagnosis = None if diagnose is None else diagnose((reused or None) if is_open else reused)
-        fields[self._api.field] = msgspec.Raw(msgspec.json.encode(self._api.written(diagnosis)))
-        return msgspec.json.encode(fields)
-
-    def _note(self, answer_id: str | None) -> None:
-        if answer_id is not None:
-            self._has_id = True
-            self._note_id(answer_id)
+    def _finds_id(self, chunk: bytes) -> bool:
+        """Notes the first id in a stream. True once it is known."""
+        if self._record.answer_id is None and (found := _ID.search(chunk)) is not None:
+            self._record.answer_id = found[1].decode(errors="replace")
+        return self._record.answer_id is not None
 
 
 class _Answer(msgspec.Struct):
     id: str | None = None
 
 
-def _id_of(answer: bytes) -> str | None:
-    """The id of a whole answer."""
-    try:
-        return msgspec.json.decode(answer, type=_Answer).id
-    except UNREADABLE:
-        return None
+class Rewritten(Through):
+    """Changes the JSON of an answer on its way to the client: a whole answer, and the events of a stream that
+    hold one of `_marks`. Errors, and all that `_changed` cannot read, keep their bytes."""
 
+    _marks: tuple[bytes, ...]
 
-# `prompt_cache_options`, `prompt_cache_key`, `prompt_cache_retention`, `prompt_cache_breakpoint`.
-_FIELDS = b'"prompt_cache_'
-_ERROR = 400
-_DETAILS = "prompt_tokens_details"
-
-
-def names_the_cache(body: JsonBody) -> bool:
-    """True if a chat has one of OpenAI's fields of the cache."""
-    return not body.is_plain and _FIELDS in body.raw
-
-
-class WritesCounted(Through):
-    """Adds `cache_write_tokens` to the usage of an answer on its way to the client."""
-
-    def __init__(self, client: Client, tokens_per_block: Callable[[], int | None]) -> None:
-        """`tokens_per_block`: of the engine that answers, asked when its usage comes."""
+    def __init__(self, client: Client) -> None:
         super().__init__(client)
-        self._block = tokens_per_block
         self._is_stream = self._is_error = False
         self._events = WholeEvents()
+
+    def _changed(self, data: bytes) -> bytes:
+        """A whole answer, or the data of an event. Raises KeyError, or an error of UNREADABLE."""
+        raise NotImplementedError
 
     @override
     def start(self, status: int, headers: HeaderPairs) -> None:
@@ -269,25 +188,88 @@ class WritesCounted(Through):
             last = b"".join(map(self._event, self._events.feed(chunk)))
             self._client.finish(last + self._events.rest)
         else:
-            self._client.finish(chunk if self._is_error else self._counted(chunk))
+            self._client.finish(chunk if self._is_error else self._or_as_it_was(chunk))
 
     def _event(self, event: bytes) -> bytes:
-        """An event of a stream, with the count if it has the usage."""
         start = event.find(b"data:")
-        if start < 0 or b'"prompt_tokens"' not in event:
+        if start < 0 or not any(mark in event for mark in self._marks):
             return event
         line = event[start + len(b"data:") :]
-        return event[:start] + b"data: " + self._counted(line.strip()) + line[len(line.rstrip()) :]
+        data = line.strip()
+        if (changed := self._or_as_it_was(data)) is data:
+            return event
+        return event[:start] + b"data: " + changed + line[len(line.rstrip()) :]
 
-    def _counted(self, answer: bytes) -> bytes:
-        """A whole answer, or a chunk of one, with the count in its usage."""
+    def _or_as_it_was(self, data: bytes) -> bytes:
         try:
-            fields = decode_object(answer)
-            usage = msgspec.json.decode(fields["usage"], type=dict[str, msgspec.Raw])
-            counts = msgspec.json.decode(fields["usage"], type=ChatUsage)
-            details = decode_object(usage.get(_DETAILS, b"null")) if counts.prompt_tokens_details else {}
+            return self._changed(data)
         except (KeyError, *UNREADABLE):
-            return answer
+            return data
+
+
+class Diagnosed(Rewritten):
+    """Adds the diagnostics that a client asked for.
+
+    Attributes:
+        diagnose: the comparison with the answer that the client named; None if that is not known. Set before
+            the answer begins.
+    """
+
+    def __init__(self, client: Client, api: Api) -> None:
+        super().__init__(client)
+        self._api, self._marks = api, api.events
+        self.diagnose: Diagnose | None = None
+
+    @override
+    def _changed(self, data: bytes) -> bytes:
+        within = self._api.within
+        if not self._is_stream:
+            return self._with_field(data)
+        fields = decode_object(data)
+        part = bytes(fields[within or "usage"])
+        if part == b"null":
+            return data
+        if within is None:
+            return self._with_field(data)
+        fields[within] = msgspec.Raw(self._with_field(part))
+        return msgspec.json.encode(fields)
+
+    def _with_field(self, answer: bytes) -> bytes:
+        """The answer with the diagnostics; every other field keeps its bytes."""
+        fields = decode_object(answer)
+        reused = read_streamed_usage(answer).cached_tokens
+        is_open = self._is_stream and self._api.is_early
+        diagnosis = None if self.diagnose is None else self.diagnose((reused or None) if is_open else reused)
+        fields[self._api.field] = msgspec.Raw(msgspec.json.encode(self._api.written(diagnosis)))
+        return msgspec.json.encode(fields)
+
+
+# `prompt_cache_options`, `prompt_cache_key`, `prompt_cache_retention`, `prompt_cache_breakpoint`.
+_FIELDS = b'"prompt_cache_'
+_DETAILS = "prompt_tokens_details"
+
+
+def names_the_cache(body: JsonBody) -> bool:
+    """True if a chat has one of OpenAI's fields of the cache."""
+    return not body.is_plain and _FIELDS in body.raw
+
+
+class WritesCounted(Rewritten):
+    """Adds `cache_write_tokens` to the usage of an answer."""
+
+    _marks = (b'"prompt_tokens"',)
+
+    def __init__(self, client: Client, tokens_per_block: Callable[[], int | None]) -> None:
+        """`tokens_per_block`: of the engine that answers, asked when its usage comes."""
+        super().__init__(client)
+        self._block = tokens_per_block
+
+    @override
+    def _changed(self, data: bytes) -> bytes:
+        fields = decode_object(data)
+        usage = msgspec.json.decode(fields["usage"], type=dict[str, msgspec.Raw])
+        counts = msgspec.json.decode(fields["usage"], type=ChatUsage)
+        details = decode_object(usage.get(_DETAILS, b"null")) if counts.prompt_tokens_details else {}
         details["cache_write_tokens"] = msgspec.Raw(b"%d" % counts.written(self._block()))
         usage[_DETAILS] = msgspec.Raw(msgspec.json.encode(details))
         fields["usage"] = msgspec.Raw(msgspec.json.encode(usage))

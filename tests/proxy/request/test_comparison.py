@@ -49,6 +49,12 @@ class World:
         self.log.add(record)
         return record
 
+    async def nearest(self, record):
+        """The request that it is compared with."""
+        record.diagnosis = None
+        like = (await self.comparison.explain(record)).request_id
+        return self.log.get(like) if like is not None else None
+
 
 @pytest.fixture
 def world():
@@ -61,22 +67,22 @@ class TestNearest:
         world.record("far", tokens(20))
         new = world.record("new", [*tokens(35), 7])
         world.record("later", tokens(36), started=new.started + 1)
-        assert await world.comparison.nearest(new) is near
+        assert await world.nearest(new) is near
 
     async def test_is_the_newest_of_equals(self, world):
         world.record("one", tokens(20))
         two = world.record("two", tokens(20))
-        assert await world.comparison.nearest(world.record("new", tokens(20))) is two
+        assert await world.nearest(world.record("new", tokens(20))) is two
 
     async def test_of_equals_is_one_of_the_same_api(self, world):
         said = {"messages": [{"role": "user", "content": "What time is it?"}]}
         same = world.record("same", tokens(20), body=said)
         world.record("other", tokens(20), body={"input": "What time is it?"}, route="/v1/y")
-        assert await world.comparison.nearest(world.record("new", tokens(20))) is same
+        assert await world.nearest(world.record("new", tokens(20))) is same
         alike = world.record("alike", tokens(20, 50), body={**said, "tools": []})
-        assert await world.comparison.nearest(alike) is same
+        assert await world.nearest(alike) is same
         longer = world.record("longer", tokens(24), route="/v1/y")
-        assert await world.comparison.nearest(world.record("newer", tokens(24))) is longer
+        assert await world.nearest(world.record("newer", tokens(24))) is longer
 
     async def test_is_the_one_it_continues_if_none_shares_a_block(self, world):
         body = {"instructions": "Be brief.", "input": "Who wrote it?"}
@@ -84,7 +90,7 @@ class TestNearest:
         world.record("between", tokens(64, 200), body={"input": "And when?"}, answer_id="resp_2")
         body = {"input": "And when?", "previous_response_id": "resp_1"}
         new = world.record("new", tokens(64, 100), body=body)
-        assert await world.comparison.nearest(new) is first
+        assert await world.nearest(new) is first
         assert (await world.comparison.explain(new)).miss is Miss.SYSTEM
 
     @pytest.mark.parametrize(
@@ -92,12 +98,12 @@ class TestNearest:
     )
     async def test_what_shares_no_cache_is_not_compared(self, world, fields):
         world.record("other", **({"ids": tokens(40)} | fields))
-        assert await world.comparison.nearest(world.record("new", tokens(40))) is None
+        assert await world.nearest(world.record("new", tokens(40))) is None
 
     async def test_an_unknown_prompt_has_none(self, world):
         world.record("other", tokens(40))
         new = world.record("new", None)
-        assert await world.comparison.nearest(new) is None
+        assert await world.nearest(new) is None
         assert (await world.comparison.explain(new)).miss is Miss.UNKNOWN
 
     async def test_is_one_with_a_text_alike_if_none_shares_a_block(self, world):
@@ -106,13 +112,10 @@ class TestNearest:
         world.record("bodiless", tokens(40, 200))
         alike = world.record("alike", tokens(40, 300), body={"prompt": f"10:31 {said}"})
         new = world.record("new", tokens(40), body={"prompt": f"10:32 {said}"})
-        assert await world.comparison.nearest(new) is alike
+        assert await world.nearest(new) is alike
         diagnosis = await world.comparison.explain(new)
         assert (diagnosis.miss, str(diagnosis.at)) == (Miss.INPUT, "prompt, character 4")
-        assert (
-            await world.comparison.nearest(world.record("lone", tokens(40, 400), body={"prompt": "x"}))
-            is None
-        )
+        assert await world.nearest(world.record("lone", tokens(40, 400), body={"prompt": "x"})) is None
 
     async def test_other_images_part_prompts_of_the_same_tokens(self, world):
         def with_image(name, identity):
@@ -121,7 +124,7 @@ class TestNearest:
             return world.record(name, tokens(48), extra_ids=array("Q", marks) if identity else None)
 
         cat, _ = with_image("cat", 1), with_image("text", 0)
-        assert await world.comparison.nearest(with_image("again", 1)) is cat
+        assert await world.nearest(with_image("again", 1)) is cat
         dog = await world.comparison.explain(with_image("dog", 2))
         assert dog.common_tokens == 20
 
