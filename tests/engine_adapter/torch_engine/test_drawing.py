@@ -71,9 +71,9 @@ def test_tokens_with_equal_scores_stay_together():
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.7}, {"min_p": 0.2, "temperature": 0.5}])
 def test_the_best_alone_give_the_same_tokens_as_the_whole_vocabulary(more, filters, monkeypatch):
     scores = torch.randn(500, generator=torch.Generator().manual_seed(1)).mul(4).round().div(2)  # with equals
-    monkeypatch.setattr("engine_adapter.torch_engine.drawing._MORE", more)
+    monkeypatch.setattr("engine_adapter.torch_engine.sampling._MORE", more)
     narrow = drawn(scores, top_k=20, **filters)
-    monkeypatch.setattr("engine_adapter.torch_engine.drawing._draw_of_best", nothing)
+    monkeypatch.setattr("engine_adapter.torch_engine.sampling._draw_of_best", nothing)
     assert drawn(scores, top_k=20, **filters) == narrow
 
 
@@ -91,7 +91,7 @@ def test_no_number_draws_a_token_that_is_left_out():
 @pytest.mark.parametrize("width", [1, 4, 20])
 def test_the_end_of_top_p_is_found_wherever_it_lies(width, monkeypatch):
     scores = torch.linspace(3, -3, 40)
-    monkeypatch.setattr("engine_adapter.torch_engine.drawing._CANDIDATES", width)
+    monkeypatch.setattr("engine_adapter.torch_engine.sampling._CANDIDATES", width)
     chances = scores.softmax(-1)
     for top_p in (0.1, 0.5, 0.9, 0.999):
         kept = int((chances.cumsum(-1) - chances < top_p).sum())
