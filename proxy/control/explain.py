@@ -209,15 +209,16 @@ def _deaths(record: RequestRecord) -> str:
 
 def _divergence(flow: Flow, record: RequestRecord, diagnosis: Diagnosis) -> DivergenceAnswer | None:
     """The first tokens that differ from the request that it was compared with, and their text."""
-    other = flow.requests.get(diagnosis.request_id) if diagnosis.request_id is not None else None
-    if record.prompt is None or other is None or other.prompt is None:
+    compared = diagnosis.compared
+    other = flow.requests.get(compared.request_id) if compared is not None else None
+    if compared is None or record.prompt is None or other is None or other.prompt is None:
         return None
-    here = slice(diagnosis.common_tokens, diagnosis.common_tokens + _CONTEXT_TOKENS)
+    here = slice(compared.common_tokens, compared.common_tokens + _CONTEXT_TOKENS)
     own, others = record.prompt.token_ids[here], other.prompt.token_ids[here]
     return DivergenceAnswer(
         request_id=other.request_id,
         at=diagnosis.at,
-        common_tokens=diagnosis.common_tokens,
+        common_tokens=compared.common_tokens,
         token_ids=list(own),
         other_token_ids=list(others),
         text=_decode(flow.fleet, record, own),

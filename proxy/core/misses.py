@@ -113,8 +113,8 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
     is_emptied: bool = False
 
 
-class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts about a request, from which the reason of a miss follows.
+class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
+    """What a prompt reused, and what it could have: facts. The reason is put into words for who asks.
 
     Attributes:
         n_tokens: tokens of its prompt; None where the prompt is not known.
@@ -148,51 +148,26 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
         block = self.tokens_per_block
         return min(tokens, (self.n_tokens or 1) - 1) // block * block
 
+    @property
+    def miss(self) -> Miss:
+        """Why no more of the prompt was reused."""
+        return _miss_of(self)
 
-class Diagnosis(msgspec.Struct, frozen=True):
-    """Why no more of a prompt was reused.
+    @property
+    def at(self) -> Difference | None:
+        """The first difference from the earlier request, where that is the reason."""
+        is_reason = self.miss in (*_OF_KIND.values(), Miss.KVPIN, Miss.SHARED)
+        return self.compared.difference if self.compared is not None and is_reason else None
 
-    Attributes:
-        request_id: the earlier request that it was compared with.
-        at: the first difference.
-        common_tokens: leading tokens that both share.
-        missed_tokens: tokens of the earlier prompt that could not be reused.
-        changed_tokens: tokens of this prompt from the first that differs.
-    """
-
-    miss: Miss
-    detail: str
-    request_id: str | None = None
-    at: Difference | None = None
-    common_tokens: int = 0
-    missed_tokens: int = 0
-    changed_tokens: int = 0
-    earlier_tokens: int = 0
+    @property
+    def detail(self) -> str:
+        """The reason, in a sentence."""
+        miss = self.miss
+        rules = self.rules if miss is not Miss.KVPIN else ()
+        return _detail(miss, self) + (f" (the prompt as changed by {', '.join(rules)})" if rules else "")
 
 
-def diagnose(facts: Facts) -> Diagnosis:
-    """Why no more of a prompt was reused."""
-    miss, compared = miss_of(facts), facts.compared
-    detail = _detail(miss, facts)
-    if facts.rules and miss is not Miss.KVPIN:
-        detail += f" (the prompt as changed by {', '.join(facts.rules)})"
-    if compared is None:
-        return Diagnosis(miss, detail)
-    own, common = facts.n_tokens or 0, compared.common_tokens
-    return Diagnosis(
-        miss,
-        detail,
-        compared.request_id,
-        compared.difference if miss in (*_OF_KIND.values(), Miss.KVPIN, Miss.SHARED) else None,
-        common,
-        max(min(own, compared.n_tokens) - common, 0),
-        max(own - common, 0),
-        compared.n_tokens,
-    )
-
-
-def miss_of(facts: Facts) -> Miss:
-    """The reason alone."""
+def _miss_of(facts: Diagnosis) -> Miss:
     compared, reused = facts.compared, facts.reused_tokens
     if (alone := _without_another(facts)) is not None:
         return alone
@@ -212,7 +187,7 @@ def miss_of(facts: Facts) -> Miss:
     return _loss(facts, compared) if is_lost else _change(facts, compared)
 
 
-def _without_another(facts: Facts) -> Miss | None:
+def _without_another(facts: Diagnosis) -> Miss | None:
     """The miss, if no other request is needed to tell it; else None."""
     if facts.n_tokens is None:
         return Miss.UNKNOWN
@@ -222,7 +197,7 @@ def _without_another(facts: Facts) -> Miss | None:
     return Miss.HIT if facts.is_whole and facts.reused_tokens >= reusable else None
 
 
-def _loss(facts: Facts, compared: Compared) -> Miss:
+def _loss(facts: Diagnosis, compared: Compared) -> Miss:
     """Why KV that was computed was not reused."""
     if compared.is_running:
         return Miss.RUNNING
@@ -233,14 +208,14 @@ def _loss(facts: Facts, compared: Compared) -> Miss:
     return _evicted(facts) if compared.is_candidate else Miss.AWAY
 
 
-def _evicted(facts: Facts) -> Miss:
+def _evicted(facts: Diagnosis) -> Miss:
     """What was evicted: all, or only what a kind of attention beside full attention needs."""
     if not facts.cut_tokens:
         return Miss.EVICTED
     return Miss.STATE if facts.lacks is Attention.STATE else Miss.WINDOW
 
 
-def _change(facts: Facts, compared: Compared) -> Miss:
+def _change(facts: Diagnosis, compared: Compared) -> Miss:
     """The miss of a prompt that differs from an earlier one. All that both share was reused."""
     if facts.is_whole and facts.reusable(compared.common_tokens) == facts.reusable(compared.n_tokens):
         return Miss.HIT
@@ -256,7 +231,7 @@ def _change(facts: Facts, compared: Compared) -> Miss:
     return Miss.TEMPLATE if compared.has_fields else Miss.INPUT
 
 
-def _detail(miss: Miss, facts: Facts) -> str:
+def _detail(miss: Miss, facts: Diagnosis) -> str:
     compared, block, has_all = facts.compared, facts.tokens_per_block, _without_another(facts) is Miss.HIT
     if compared is None:
         said = _COMPUTED_ELSEWHERE if miss is Miss.HIT and not has_all else _ALONE[miss]
@@ -281,7 +256,7 @@ def _detail(miss: Miss, facts: Facts) -> str:
     )
 
 
-def _parts(facts: Facts) -> str:
+def _parts(facts: Diagnosis) -> str:
     """Words for what was reused: a llama-server's slot keeps tokens, not whole blocks."""
     return "reusable tokens" if facts.reused_tokens % facts.tokens_per_block else "full blocks"
 
@@ -365,14 +340,14 @@ def openai_diagnostics(diagnosis: Diagnosis | None) -> dict[str, Any]:
     if miss is Miss.HIT:
         return {"type": "cache_hit"}
     option = _OPENAI_OPTIONS.get(at.field) if at is not None and miss is Miss.OPTION else None
-    reason = option or _WORDS.get(miss, _NO_WORDS)[0]
-    if reason is None:
+    reason, compared = option or _WORDS.get(miss, _NO_WORDS)[0], diagnosis.compared
+    if reason is None or compared is None:
         return {"type": "unavailable", "kvpin": _own_words(diagnosis)}
     return {
         "type": "cache_miss",
         "reason": reason,
-        "cache_missed_tokens": diagnosis.changed_tokens,
-        "comparison_reusable_tokens": diagnosis.earlier_tokens,
+        "cache_missed_tokens": max((diagnosis.n_tokens or 0) - compared.common_tokens, 0),
+        "comparison_reusable_tokens": compared.n_tokens,
         "kvpin": _own_words(diagnosis),
     }
 
@@ -385,9 +360,10 @@ def anthropic_diagnostics(diagnosis: Diagnosis | None) -> dict[str, Any] | None:
     if diagnosis.miss is Miss.HIT:
         return None
     _, kind = _WORDS.get(diagnosis.miss, _NO_WORDS)
-    reason: dict[str, Any] = {"type": kind or "unavailable"}
-    if kind is not None:
-        reason["cache_missed_input_tokens"] = diagnosis.missed_tokens
+    reason, compared = dict[str, Any](type=kind or "unavailable"), diagnosis.compared
+    if kind is not None and compared is not None:
+        shorter = min(diagnosis.n_tokens or 0, compared.n_tokens)
+        reason["cache_missed_input_tokens"] = max(shorter - compared.common_tokens, 0)
     return {"cache_miss_reason": {**reason, "kvpin": _own_words(diagnosis)}}
 
 

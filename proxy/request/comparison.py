@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from engine_adapter import EngineInfo, common_prefix
 from engine_adapter.off_loop import off_loop
 from proxy.core.differences import CONTINUED, Difference, are_alike, cause_as_sent, difference
-from proxy.core.misses import Compared, Diagnosis, Facts, diagnose
+from proxy.core.misses import Compared, Diagnosis
 from proxy.prompt import Prompt
 from proxy.request.records import RequestLog, RequestRecord
 
@@ -103,25 +103,21 @@ class Comparison:
         prompt, placement = record.prompt, record.placement
         is_known = prompt is not None and placement is not None and record.tokens_agree is not False
         if not is_known or prompt is None or placement is None:
-            return diagnose(Facts(n_tokens=None))
+            return Diagnosis(n_tokens=None)
         predicted = placement.predicted_tokens
         holder = max(placement.costs, key=lambda cost: cost.cached_tokens)
-        return diagnose(
-            Facts(
-                n_tokens=len(prompt.token_ids),
-                is_whole=prompt.whole,
-                reused_tokens=predicted if reused is None else reused,
-                predicted_tokens=predicted if placement.firm else 0,
-                cut_tokens=placement.cut_tokens,
-                lacks=placement.lacks,
-                holder=holder.computed_by,
-                held_tokens=holder.cached_tokens if holder.computed_by != record.computed_by else 0,
-                tokens_per_block=self.tokens_per_block(record),
-                compared=self._compared(record, other, like)
-                if other is not None and like is not None
-                else None,
-                rules=tuple(record.normalised),
-            )
+        return Diagnosis(
+            n_tokens=len(prompt.token_ids),
+            is_whole=prompt.whole,
+            reused_tokens=predicted if reused is None else reused,
+            predicted_tokens=predicted if placement.firm else 0,
+            cut_tokens=placement.cut_tokens,
+            lacks=placement.lacks,
+            holder=holder.computed_by,
+            held_tokens=holder.cached_tokens if holder.computed_by != record.computed_by else 0,
+            tokens_per_block=self.tokens_per_block(record),
+            compared=self._compared(record, other, like) if other is not None and like is not None else None,
+            rules=tuple(record.normalised),
         )
 
     def _earlier(self, record: RequestRecord) -> list[RequestRecord]:

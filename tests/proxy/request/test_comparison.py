@@ -52,8 +52,8 @@ class World:
     async def nearest(self, record):
         """The request that it is compared with."""
         record.diagnosis = None
-        like = (await self.comparison.explain(record)).request_id
-        return self.log.get(like) if like is not None else None
+        like = (await self.comparison.explain(record)).compared
+        return self.log.get(like.request_id) if like is not None else None
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ class TestNearest:
         cat, _ = with_image("cat", 1), with_image("text", 0)
         assert await world.nearest(with_image("again", 1)) is cat
         dog = await world.comparison.explain(with_image("dog", 2))
-        assert dog.common_tokens == 20
+        assert dog.compared.common_tokens == 20
 
 
 class TestWhyItMissed:

@@ -3,14 +3,21 @@ import json
 import pytest
 
 from engine_adapter import Headers, JsonBody
-from proxy.core.misses import Diagnosis, Miss
+from proxy.core.differences import Difference, Kind
+from proxy.core.misses import Compared, Diagnosis
 from proxy.errors import BadRequest
 from proxy.request.diagnostics import APIS, Diagnosed, IdNoted
 from proxy.request.records import RequestRecord
 
 RESPONSES, MESSAGES = APIS["/v1/responses"], APIS["/v1/messages"]
 CHATS = APIS["/v1/chat/completions"]
-MISSED = Diagnosis(Miss.TOOLS, "why", "r1", None, 20, 30, 44, 50)
+MISSED = Diagnosis(
+    n_tokens=64,
+    compared=Compared(
+        request_id="r1", n_tokens=50, common_tokens=20, repeated_tokens=40,
+        difference=Difference(Kind.TOOLS, "tools"),
+    ),
+)  # fmt: skip
 
 
 class Client:
@@ -148,7 +155,7 @@ class TestWholeAnswers:
         assert world.client.head == (200, [(b"content-type", b"application/json")])
 
     def test_without_a_divergence_the_field_is_null(self):
-        world = World(MESSAGES, "msg_1", Diagnosis(Miss.HIT, "all"))
+        world = World(MESSAGES, "msg_1", Diagnosis(n_tokens=64, reused_tokens=63))
         world.json(b'{"id":"msg_2","usage":{"cache_read_input_tokens":0}}')
         assert json.loads(world.client.body)["diagnostics"] is None
         assert world.compared == [0]
