@@ -47,10 +47,14 @@ class AnswerReader(Protocol):
 
     Attributes:
         assembles: the engine streams although the client wants one JSON answer, which `finish` returns.
+        takes_pieces: it gets a stream as it arrives; False: as whole events.
+        marks: events without any of these bytes pass unread; None if all are read.
         note: how that differs from what the client wants, for people; known after `finish`.
     """
 
     assembles: bool = False
+    takes_pieces: bool = False
+    marks: tuple[bytes, ...] | None = None
     note: str = ""
 
     @property
@@ -59,13 +63,14 @@ class AnswerReader(Protocol):
         return 0.0
 
     def feed(self, chunk: bytes) -> bytes:
-        """Takes the next bytes of the answer: chunks of a stream, or a whole JSON answer. Returns the bytes
+        """Takes the next bytes of the answer: those of a stream, or a whole JSON answer. Returns the bytes
         for the client; b"" while they are held back, and always if `assembles`."""
 
-    def finish(self) -> bytes:
-        """Ends the answer. Returns the bytes still held back, or, if `assembles`, the JSON body. Raises
-        EngineUnavailable if the stream broke off or contains an error."""
-        return b""
+    def finish(self, rest: bytes = b"") -> bytes:
+        """Ends the answer; `rest` is the last event of a stream, if that has no end. Returns the client's
+        part of it, or, if `assembles`, the JSON body. Raises EngineUnavailable if the stream broke off or
+        contains an error."""
+        return rest
 
     def cached_tokens(self) -> int | None:
         """Reused prompt tokens, if the engine reported them; call it after `finish`."""

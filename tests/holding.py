@@ -5,8 +5,16 @@ from collections.abc import Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from engine_adapter import Forecast, Hold
+from engine_adapter import Forecast, Hold, WholeEvents
 from tests.fakes import FakeAdapter, FakeEngine
+
+
+def read_by(reader, chunks) -> bytes:
+    """What the client gets of a stream, from the chunks in which it arrives."""
+    events = WholeEvents()
+    return b"".join(
+        [*(reader.feed(events.joined(chunk)) for chunk in chunks), reader.finish(events.take_rest())]
+    )
 
 
 @dataclass
@@ -20,17 +28,19 @@ class Reader:
     seen: list[bytes] = field(default_factory=list)
     finished: int = 0
     note: str = ""
+    takes_pieces: bool = False
+    marks: None = None
     finish_ms: float = 0.0
 
     def feed(self, chunk):
         self.seen.append(chunk)
         return b"" if self.assembles else chunk
 
-    def finish(self):
+    def finish(self, rest=b""):
         self.finished += 1
         if isinstance(self.answer, Exception):
             raise self.answer
-        return self.answer
+        return rest + self.answer
 
     def cached_tokens(self):
         return self.cached

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from engine_adapter.body import UNREADABLE, JsonBody, RawFields, decode_object
 from engine_adapter.hold import AnswerReader, Hold
-from engine_adapter.http.sse import END, ENDS, WholeEvents
+from engine_adapter.http.sse import END, ENDS
 from engine_adapter.http.usage import NULL, choices_of, is_usage_alone, read_usage
 from engine_adapter.types import TokenIds
 
@@ -76,8 +76,7 @@ def tell_cached(hold: Hold, route: str, cached: int) -> None:
     hold.told_cached = cached
     if hold.answer is None and isinstance(hold.body, JsonBody):
         streams = hold.body.get("stream") is True
-        is_usual = route in _ROUTES
-        hold.answer = OpenAIAnswer(streams=streams) if is_usual else ResponseTold(cached, streams=streams)
+        hold.answer = OpenAIAnswer(streams=streams) if route in _ROUTES else ResponseTold(cached)
     if isinstance(hold.answer, OpenAIAnswer):
         hold.answer.told_cached = cached
 
@@ -88,6 +87,8 @@ class OpenAIAnswer(AnswerReader):
     Attributes:
         told_cached: reused tokens that the client is told; None for those that the engine reports.
     """
+
+    marks: tuple[bytes, ...] | None
 
     def __init__(
         self,
@@ -102,18 +103,18 @@ class OpenAIAnswer(AnswerReader):
         self._hides_usage = hides_usage
         self._reads_tokens = reads_tokens
         self._hides_tokens = hides_tokens
-        self._events = WholeEvents()
+        self.marks = (b'"usage"', b'token_ids"') if reads_tokens else (b'"usage"',)
         self._cached: int | None = None
         self._prompt: TokenIds[int] | None = None
         self.told_cached: int | None = None
 
     @override
     def feed(self, chunk: bytes) -> bytes:
-        return self._pass_events(self._events.joined(chunk)) if self._streams else self._pass(chunk)
+        return self._pass_events(chunk) if self._streams else self._pass(chunk)
 
     @override
-    def finish(self) -> bytes:
-        return self._pass_events(self._events.take_rest())
+    def finish(self, rest: bytes = b"") -> bytes:
+        return self._pass_events(rest)
 
     @override
     def cached_tokens(self) -> int | None:
@@ -165,18 +166,14 @@ class OpenAIAnswer(AnswerReader):
 class ResponseTold(AnswerReader):
     """Reads an answer of the Responses API, and tells other cached tokens in its usage."""
 
-    def __init__(self, cached: int, *, streams: bool) -> None:
+    marks = (b'"input_tokens_details"',)
+
+    def __init__(self, cached: int) -> None:
         self._told = rb"\g<1>%d" % cached
-        self._events = WholeEvents()
-        self._streams = streams
 
     @override
     def feed(self, chunk: bytes) -> bytes:
-        return _CACHED_INPUT.sub(self._told, self._events.joined(chunk) if self._streams else chunk)
-
-    @override
-    def finish(self) -> bytes:
-        return self._events.take_rest()
+        return _CACHED_INPUT.sub(self._told, chunk)
 
 
 def _usage_options(body: JsonBody) -> dict[str, object] | None:

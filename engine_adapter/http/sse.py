@@ -38,15 +38,26 @@ class Speech:
         return not is_silent(lines)
 
 
+def events_in(whole: bytes) -> list[bytes]:
+    """The events, of bytes that hold whole ones, each with its end."""
+    ends = [end.end() for end in END.finditer(whole)]
+    return [whole[begin:end] for begin, end in pairwise((0, *ends))]
+
+
 class WholeEvents:
     """Collects chunks, and gives each event when it is complete. Each byte is looked at once. A method that
-    takes a chunk raises EngineGarbled for an event longer than `MAX_EVENT_BYTES`."""
+    takes a chunk raises EngineGarbled for an event longer than `MAX_EVENT_BYTES`.
 
-    __slots__ = ("_rest", "_seen")
+    Attributes:
+        is_between: no event has begun.
+    """
+
+    __slots__ = ("_rest", "_seen", "is_between")
 
     def __init__(self) -> None:
         self._rest = bytearray()
         self._seen = 0  # bytes of it in which no end begins
+        self.is_between = True
 
     @property
     def rest(self) -> bytes:
@@ -59,16 +70,11 @@ class WholeEvents:
 
     def feed(self, chunk: bytes) -> list[bytes]:
         """The events that `chunk` completes, in order, each with its end."""
-        self._rest += chunk
-        ends = [end.end() for end in END.finditer(self._rest, self._seen)]
-        with memoryview(self._rest) as rest:
-            events = [bytes(rest[begin:end]) for begin, end in pairwise((0, *ends))]
-        self._keep_from(ends[-1] if ends else 0)
-        return events
+        return events_in(self.joined(chunk))
 
     def joined(self, chunk: bytes) -> bytes:
         """The same events as one piece: a chunk of whole events passes as it is."""
-        if not self._rest and chunk.endswith(ENDS):
+        if self.is_between and chunk.endswith(ENDS):
             return chunk
         self._rest += chunk
         lf, crlf = self._rest.rfind(b"\n\n", self._seen), self._rest.rfind(b"\n\r\n", self._seen)
@@ -82,7 +88,7 @@ class WholeEvents:
         """The beginning of an event that has no end: the stream is over."""
         rest = self.rest
         self._rest.clear()
-        self._seen = 0
+        self._seen, self.is_between = 0, True
         return rest
 
     def _keep_from(self, end: int) -> None:
@@ -93,3 +99,4 @@ class WholeEvents:
             self._rest.clear()
             raise EngineGarbled(f"an event of the engine's stream is longer than {MAX_EVENT_BYTES >> 20} MiB")
         self._seen = max(len(self._rest) - _BEFORE_THE_LAST, 0)
+        self.is_between = not self._rest

@@ -46,7 +46,8 @@ SAYS_NOTHING = (NULL, msgspec.Raw(b'""'), msgspec.Raw(b"[]"), msgspec.Raw(b"{}")
 # strings have a backslash.
 USAGE_KEY = b'"usage"'
 _USAGE = re.compile(USAGE_KEY + rb"\s*:\s*(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})")
-_CALLED_TOOL = re.compile(rb'"finish_reason"\s*:\s*"tool_calls"')
+_TOOL_CALLS = b'"tool_calls"'
+_CALLED_TOOL = re.compile(rb'"finish_reason"\s*:\s*' + _TOOL_CALLS)
 _TIMINGS_KEY = b'"timings"'
 _TIMINGS = re.compile(_TIMINGS_KEY + rb"\s*:\s*(\{[^{}]*\})")
 
@@ -134,7 +135,7 @@ def _count(tokens: int | None) -> int | None:
 def _told(usage: Usage, timings: object, answer: bytes) -> Usage:
     """The usage with the times of an answer's `timings`, as llama.cpp writes them, and what the answer, or
     its last part, ended with."""
-    if _CALLED_TOOL.search(answer) is not None:
+    if _TOOL_CALLS in answer and _CALLED_TOOL.search(answer) is not None:  # found ten times as fast
         usage = msgspec.structs.replace(usage, called_tool=True)
     if not isinstance(timings, dict):
         return usage

@@ -189,6 +189,8 @@ def read_by(path: str, body: JsonBody, lease: SlotLease) -> tuple[JsonBody, Answ
 class SlotAnswer(AnswerReader):
     """`AnswerReader` of a request on a leased slot. Reads the answer once, when it is over."""
 
+    takes_pieces = True
+
     def __init__(self, path: str, lease: SlotLease, *, assembles: bool) -> None:
         self.assembles = assembles
         self._path = path
@@ -210,13 +212,13 @@ class SlotAnswer(AnswerReader):
         return b"" if self.assembles else chunk
 
     @override
-    def finish(self) -> bytes:
+    def finish(self, rest: bytes = b"") -> bytes:
         raw = b"".join(self._chunks)
         self._chunks.clear()
         if self._size <= MAX_BYTES:
             self._lease.answer = read_answer(raw)
         if not self.assembles:
-            return b""
+            return rest
         answer = assemble(self._path, raw)
         if self._lease.answer is not None and self._lease.answer.error is not None:
             self.note = _UNPARSED  # any other error is raised
@@ -243,8 +245,8 @@ class NativeAnswer(SlotAnswer):
         return _without_token_ids(chunk) if self._hides_tokens else chunk
 
     @override
-    def finish(self) -> bytes:
-        return b""
+    def finish(self, rest: bytes = b"") -> bytes:
+        return rest
 
 
 class SlotsAnswer(AnswerReader):

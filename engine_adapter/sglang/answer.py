@@ -44,6 +44,7 @@ class DetailsAnswer(OpenAIAnswer):
     def __init__(self, *, streams: bool, hides_details: bool) -> None:
         """`hides_details`: the client did not ask for them."""
         super().__init__(streams=streams)
+        self.marks = (b'"usage"', b'"sglext"', _FINISHED)
         self._hides_details = hides_details
         self._finished = False
 
@@ -99,6 +100,8 @@ class DetailsAnswer(OpenAIAnswer):
 
 class GenerateAnswer(AnswerReader):
     """Reads answers of `/generate`: every answer and event tells the cached tokens. Changes nothing."""
+
+    takes_pieces = True
 
     def __init__(self) -> None:
         self._cached: int | None = None

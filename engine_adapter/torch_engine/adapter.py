@@ -20,7 +20,6 @@ from engine_adapter.events.subscriber import EventEndpoints, KvEventSubscriber
 from engine_adapter.events.wire import CacheSnapshot, decode_snapshot
 from engine_adapter.hold import AnswerReader, Hold, RequestBody, Resumption
 from engine_adapter.http.adapter import HttpAdapter
-from engine_adapter.http.sse import WholeEvents
 from engine_adapter.torch_engine.event_publisher import EventSource
 from engine_adapter.torch_engine.kv_admin import SliceResult
 from engine_adapter.torch_engine.routes import ROUTES
@@ -61,11 +60,9 @@ class ToldTokens(AnswerReader):
         """`answered`: the tokens with which the request begins its answer, if it does."""
         self._answered = answered if isinstance(answered, list) else []
         self._told = bytearray()  # as text: five bytes per token
-        self._events = WholeEvents()
 
     @override
     def feed(self, chunk: bytes) -> bytes:
-        chunk = self._events.joined(chunk)
         if _ENDS in chunk and _ENDED.search(chunk) is not None:
             raise EngineDied("the engine ended in mid-answer")
         if b"\n: " not in chunk and (first := _TOLD.match(chunk)) is not None:  # one event, as nearly always
@@ -77,10 +74,6 @@ class ToldTokens(AnswerReader):
             raise EngineGarbled("the engine told tokens that are no ids")
         self._told += b"".join(b" " + told for told in parts[1::2])
         return events
-
-    @override
-    def finish(self) -> bytes:
-        return self._events.take_rest()
 
     def resume(self) -> Resumption:
         """The tokens that another engine needs to go on with the answer."""

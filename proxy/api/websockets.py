@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from engine_adapter import NATIVE_ROUTES, HeaderPairs, Headers, websocket
 from proxy.errors import Forbidden, NotFound
-from proxy.request.calls import Client, Through
+from proxy.request.calls import Through, Writer
 
 _SUBPROTOCOLS = b"sec-websocket-protocol"
 # A page cannot set headers on a WebSocket: OpenAI's API takes its key as a subprotocol.
@@ -47,7 +47,7 @@ class WebSocketClient(Through):
     """The client of a WebSocket. If the engine chooses none of its subprotocols, it gets the first one: most
     engines know none, and without a choice browsers close the WebSocket again."""
 
-    def __init__(self, client: Client, headers: Headers) -> None:
+    def __init__(self, client: Writer, headers: Headers) -> None:
         """`headers`: those of the opening handshake, without a key."""
         super().__init__(client)
         self._first = next(iter(_offered(headers)), None)

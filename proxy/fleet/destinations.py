@@ -15,7 +15,7 @@ from proxy.errors import BadRequest, Forbidden, ModelRefused, NotFound
 from proxy.fleet.engine import Engine
 from proxy.fleet.fleet import MAX_NAME, Fleet
 from proxy.fleet.pool import Pool
-from proxy.request.calls import Call, Client
+from proxy.request.calls import Call, Writer
 from proxy.request.stored import (
     FOLLOWED,
     AnswerNoter,
@@ -175,7 +175,7 @@ class Destinations:
         """An engine has made an object for a tenant."""
         self._homes.keep(tenant, name, Home(engine_id, _instance_of(self._fleet.engines.get(engine_id))))
 
-    def noter(self, call: Call, engine_id: Callable[[], str]) -> Callable[[Client], Client] | None:
+    def noter(self, call: Call, engine_id: Callable[[], str]) -> Callable[[Writer], Writer] | None:
         """A wrapper for the client of a request whose answer makes or deletes an object; None for any other.
 
         `engine_id` tells, once the answer has begun, which engine gives it.

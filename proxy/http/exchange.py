@@ -309,7 +309,10 @@ class Exchange:
 
     def write(self, chunk: bytes) -> None:
         """Sends bytes of the body."""
-        data = (self._end_of_head() if self._head else b"") + self._framed(chunk)
+        if self._chunked and chunk:
+            data = b"%x\r\n%b\r\n" % (len(chunk), chunk)
+        else:
+            data = (self._end_of_head() if self._head else b"") + self._framed(chunk)
         if data and not self.left:
             self._connection.transport.write(data)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Protocol
+from typing import Protocol, cast
 from urllib.parse import parse_qs, parse_qsl, urlencode
 
 import msgspec
@@ -20,6 +20,7 @@ from engine_adapter import (
     websocket,
 )
 from engine_adapter.codes import Code
+from engine_adapter.http.sse import ENDS
 from proxy.errors import code_of
 from proxy.request.dialects import OPENAI, Dialect
 from proxy.request.session import Session
@@ -128,15 +129,8 @@ class Call(msgspec.Struct, frozen=True):
 READ_AHEAD = 1024 * 1024
 
 
-class Client(Protocol):
+class Writer(Protocol):
     """Where an answer goes."""
-
-    @property
-    def is_full(self) -> bool:
-        """True if its socket takes no more bytes for now."""
-
-    async def drain(self) -> None:
-        """Waits until the socket takes more bytes."""
 
     def start(self, status: int, headers: HeaderPairs) -> None:
         """Begins the answer."""
@@ -146,6 +140,17 @@ class Client(Protocol):
 
     def finish(self, chunk: bytes) -> None:
         """Sends the last bytes of the body."""
+
+
+class Client(Writer, Protocol):
+    """Where an answer goes in the end."""
+
+    @property
+    def is_full(self) -> bool:
+        """True if its socket takes no more bytes for now."""
+
+    async def drain(self) -> None:
+        """Waits until the socket takes more bytes."""
 
 
 class Nobody:
@@ -169,17 +174,8 @@ class Nobody:
 class Through:
     """Passes the answer on to another client. Subclasses change the answer on its way."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Writer) -> None:
         self._client = client
-
-    @property
-    def is_full(self) -> bool:
-        """True if the client's socket takes no more bytes for now."""
-        return self._client.is_full
-
-    async def drain(self) -> None:
-        """Waits until the client's socket takes more bytes."""
-        await self._client.drain()
 
     def start(self, status: int, headers: HeaderPairs) -> None:
         """Passes status and headers on."""
@@ -217,14 +213,14 @@ class Reply:
     """
 
     __slots__ = (
-        "_ahead", "_client", "_is_over", "_reads_ahead", "_tail", "before", "complete", "completed",
-        "dialect", "events", "has_written", "is_events", "on_begin", "on_end", "on_start", "recorded",
-        "started", "status", "waits",
+        "_ahead", "_client", "_is_over", "_reads_ahead", "_tail", "_writer", "before", "complete",
+        "completed", "dialect", "events", "has_written", "is_events", "on_begin", "on_end", "on_start",
+        "recorded", "started", "status", "waits",
     )  # fmt: skip
 
     def __init__(self, client: Client, dialect: Dialect = OPENAI, *, reads_ahead: bool = True) -> None:
         """`reads_ahead`: bytes may wait for the client. False where `drain` is what sends them."""
-        self._client = client
+        self._client, self._writer = client, cast("Writer", client)
         self.dialect = dialect
         self.before: Callable[[], Awaitable[None]] | None = None
         self.on_begin: Callable[[], None] | None = None
@@ -238,9 +234,9 @@ class Reply:
         self._reads_ahead, self._ahead = reads_ahead, 0  # bytes written since the client's socket was full
         self._tail = b"\n"  # the last bytes of the body
 
-    def through(self, wrap: Callable[[Client], Client]) -> None:
-        """Wraps the client, before the answer begins, in what `wrap` returns."""
-        self._client = wrap(self._client)
+    def through(self, wrap: Callable[[Writer], Writer]) -> None:
+        """Sends the answer, before it begins, through what `wrap` returns."""
+        self._writer = wrap(self._writer)
 
     async def start(self, status: int, headers: HeaderPairs, *, is_events: bool = False) -> None:
         """Sends status and headers; names are in lower case. If another engine goes on with the answer, its
@@ -248,7 +244,7 @@ class Reply:
         if not self.started:
             if self.before is not None:
                 await self.before()
-            self._client.start(status, headers)
+            self._writer.start(status, headers)
             self.status = status
             if self.on_begin is not None:
                 self.on_begin()
@@ -264,13 +260,16 @@ class Reply:
     def put(self, chunk: bytes) -> bool:
         """Sends body bytes. Returns False if the client has to take some before it gets more."""
         self.has_written = True
-        if not self.complete:
+        if self.is_events and not self.complete:
             # The end may come in several pieces, and may be followed by a comment.
-            self._tail = (self._tail + chunk[-_MOST_END:])[-_MOST_END:]
-            if self.is_events and self._tail.endswith(_END_EVENT):
-                self._note_end()
+            if not chunk.endswith(ENDS) or chunk.endswith(_STREAM_END):
+                self._tail = (self._tail + chunk[-_MOST_END:])[-_MOST_END:]
+                if self._tail.endswith(_END_EVENT):
+                    self._note_end()
+            else:
+                self._tail = b"\n"
         self.events += chunk.count(_EVENT_END) or chunk.count(_EVENT_END_CR)
-        self._client.write(chunk)
+        self._writer.write(chunk)
         if not self._client.is_full:
             self._ahead = 0
             return True
@@ -289,7 +288,7 @@ class Reply:
             self._note_end()
         if not self._is_over:
             self._is_over = True
-            self._client.finish(chunk)
+            self._writer.finish(chunk)
 
     def break_off(self, error: Exception, request_id: str) -> None:
         """Tells the client that its stream broke off, without waiting for it. Leaves out the end of the body:
@@ -299,7 +298,7 @@ class Reply:
             body = self.dialect.error(
                 code.status, str(error), kind="server_error", code=code, request_id=request_id
             )
-            self._client.write(b"\n\n" + self.dialect.error_event(body))
+            self._writer.write(b"\n\n" + self.dialect.error_event(body))
 
     def _note_end(self) -> None:
         self.complete, self.completed = True, time.monotonic()

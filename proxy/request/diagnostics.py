@@ -30,7 +30,7 @@ from engine_adapter import (
 from proxy.core.misses import Diagnosis, anthropic_diagnostics, openai_diagnostics
 from proxy.errors import BadRequest
 from proxy.headers import COMPARISON_HEADER
-from proxy.request.calls import Client, Through
+from proxy.request.calls import Through, Writer
 from proxy.request.records import RequestRecord
 from proxy.request.translate.chats import ChatUsage
 
@@ -119,7 +119,7 @@ APIS: Mapping[str, Api] = {
 class IdNoted(Through):
     """Notes the id of an answer on its way to the client: later requests may ask to be compared with it."""
 
-    def __init__(self, client: Client, record: RequestRecord) -> None:
+    def __init__(self, client: Writer, record: RequestRecord) -> None:
         super().__init__(client)
         self._record = record
         self._is_stream = self._is_error = False
@@ -162,7 +162,7 @@ class Rewritten(Through):
 
     _marks: tuple[bytes, ...]
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Writer) -> None:
         super().__init__(client)
         self._is_stream = self._is_error = False
         self._events = WholeEvents()
@@ -215,7 +215,7 @@ class Diagnosed(Rewritten):
             the answer begins.
     """
 
-    def __init__(self, client: Client, api: Api) -> None:
+    def __init__(self, client: Writer, api: Api) -> None:
         super().__init__(client)
         self._api, self._marks = api, api.events
         self.diagnose: Diagnose | None = None
@@ -259,7 +259,7 @@ class WritesCounted(Rewritten):
 
     _marks = (b'"prompt_tokens"',)
 
-    def __init__(self, client: Client, tokens_per_block: Callable[[], int | None]) -> None:
+    def __init__(self, client: Writer, tokens_per_block: Callable[[], int | None]) -> None:
         """`tokens_per_block`: of the engine that answers, asked when its usage comes."""
         super().__init__(client)
         self._block = tokens_per_block

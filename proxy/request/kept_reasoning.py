@@ -21,7 +21,7 @@ from typing_extensions import override
 from engine_adapter import UNREADABLE, HeaderPairs, JsonBody, WholeEvents, decode_object
 from engine_adapter.off_loop import JSON_BYTES_PER_MS, VALUES_PER_MS, off_loop
 from proxy.errors import EngineFailed
-from proxy.request.calls import Client, Through
+from proxy.request.calls import Through, Writer
 from proxy.request.records import Sources
 from proxy.request.translate.chats import Chat, ToolCall, read_chat
 
@@ -75,7 +75,7 @@ class KeptReasoning:
 class ReasoningSeen(Through):
     """Reads the reasoning of a chat's answer on its way to the client. All bytes pass as they are."""
 
-    def __init__(self, client: Client, keep: Keep) -> None:
+    def __init__(self, client: Writer, keep: Keep) -> None:
         """`keep` is called once, before the client has the end of the answer."""
         super().__init__(client)
         self._keep: Keep | None = keep

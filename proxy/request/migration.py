@@ -23,9 +23,9 @@ from engine_adapter import (
     JsonBody,
     RawFields,
     Resumption,
-    WholeEvents,
     decode_object,
 )
+from engine_adapter.http.sse import events_in
 from engine_adapter.http.usage import NULL
 from proxy.request.calls import Call
 from proxy.request.transcript import Event, SentStream, Transcript, read_event
@@ -48,19 +48,14 @@ class Splice:
         self._known = deque(told.texts if told.resumption is None else ())
         self._same = 0  # characters that both engines wrote
         self._cached = told.cached_tokens
-        self._events = WholeEvents()
 
-    def feed(self, chunk: bytes) -> bytes:
-        """Takes the stream's next bytes; returns those for the client.
+    def feed(self, events: bytes) -> bytes:
+        """Takes the stream's next events; returns those for the client.
 
         Raises:
             EngineDiverged: this engine's answer is another one.
         """
-        return b"".join(map(self._pass, self._events.feed(chunk)))
-
-    def finish(self) -> bytes:
-        """The bytes still held back, of a stream that is over."""
-        return self._events.rest
+        return b"".join(map(self._pass, events_in(events)))
 
     def _pass(self, part: bytes) -> bytes:
         event = read_event(part)
@@ -146,18 +141,11 @@ class Passage:
         self._splice = Splice(before) if before is not None else None
         self._sent = Transcript(before, keeps_text=resume is None)
 
-    def feed(self, chunk: bytes) -> bytes:
-        """Takes the stream's next bytes; returns those for the client.
-
-        Raises:
-            EngineDiverged: the engine's text differs from the beginning that the client has.
-        """
-        return self._sent.feed(self._splice.feed(chunk) if self._splice is not None else chunk)
-
-    def finish(self) -> bytes:
-        """The bytes still held back, of a stream that is over."""
-        rest = self._splice.finish() if self._splice is not None else b""
-        return (self._sent.feed(rest) if rest else b"") + self._sent.finish()
+    @property
+    def stages(self) -> list[Callable[[bytes], bytes]]:
+        """What whole events of the stream pass, in turn, on their way to the client. Raises EngineDiverged:
+        the engine's text differs from the beginning that the client has."""
+        return [self._sent.feed] if self._splice is None else [self._splice.feed, self._sent.feed]
 
     def told(self, cached_tokens: int | None) -> SentStream | None:
         """The client's part of the stream, for the next attempt; None if no engine can continue it.

@@ -1,7 +1,6 @@
 """The transcript of a stream: what the client was sent, as far as another engine needs it to go on.
 
-Only whole events pass, so that no client is left with half an event when its engine dies. A chunk is only
-appended. Chunks are read when 16 KiB of them have gathered, or when the engine has died.
+Events are only appended. They are read when 16 KiB of them have gathered, or when the engine has died.
 """
 
 from __future__ import annotations
@@ -194,7 +193,6 @@ class Transcript:
         self.has_role = before is not None and before.has_role
         self.is_plain = True
         self._keeps_text = keeps_text
-        self._events = WholeEvents()
         self._texts: list[tuple[str, list[str]]] = []
         self._raw: list[bytes] = []
         self._raw_size = self._text_size = 0
@@ -202,8 +200,7 @@ class Transcript:
             self._say(name, text)
 
     def feed(self, chunk: bytes) -> bytes:
-        """Takes the stream's next bytes; returns those for the client."""
-        chunk = self._events.joined(chunk)
+        """Takes the stream's next events, and returns them."""
         if not self._keeps_text and self.head is not None:
             if b'"error"' in chunk or b'"finish_reason":"' in chunk:
                 self.is_plain = False
@@ -218,10 +215,6 @@ class Transcript:
     def texts(self) -> tuple[tuple[str, str], ...]:
         """The generated text that was read, in order, each piece with its field."""
         return tuple((name, parts[0]) for name, parts in self._texts)
-
-    def finish(self) -> bytes:
-        """The bytes still held back, of a stream that is over."""
-        return self._events.rest
 
     def read(self) -> None:
         """Reads the chunks that were not read yet."""

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from engine_adapter import UNREADABLE, HeaderPairs, JsonBody, WholeEvents, decode_object
 from proxy.core.prompt_values import HALF_REFERENCE, REFERENCE, has_reference
-from proxy.request.calls import Client, Through
+from proxy.request.calls import Through, Writer
 from proxy.request.transcript import TEXTS
 
 _STREAM = b"text/event-stream"
@@ -49,7 +49,7 @@ _decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
 class ValuesBack(Through):
     """The client of an answer to a prompt with references: it gets the values."""
 
-    def __init__(self, client: Client, values: Mapping[str, str], *, answers_json: bool = False) -> None:
+    def __init__(self, client: Writer, values: Mapping[str, str], *, answers_json: bool = False) -> None:
         """`values`: reference → value. `answers_json`: the client asked for an answer in JSON."""
         super().__init__(client)
         self._values, self._answers_json = values, answers_json

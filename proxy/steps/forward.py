@@ -46,6 +46,7 @@ from engine_adapter import (
 )
 from engine_adapter.causes import Cause
 from engine_adapter.codes import Code
+from engine_adapter.http.sse import ENDS
 from engine_adapter.http.usage import NOTHING
 from engine_adapter.off_loop import MOST_MS, off_loop
 from engine_adapter.types import Usage
@@ -270,11 +271,12 @@ class Forwarding:
         must_end = is_events and self.call.streams and self.call.route in ROUTES
         stream = _Stream(
             response,
+            reply,
             reader,
             self.request.passage if is_events else None,
-            WholeEvents() if is_events and self.request.passage is None else None,
             partial(self.begins, response),
             self.speaks,
+            is_events=is_events,
             must_end=must_end,
             opening=opening,
         )
@@ -283,9 +285,7 @@ class Forwarding:
         try:
             if first:
                 await reply.write(first)
-                while not await response.relay(
-                    lambda chunk: not (kept := stream.take(chunk)) or reply.put(kept)
-                ):
+                while not await response.relay(stream.pass_on):
                     await reply.drain()
                 stream.end()
         except EngineUnavailable:
@@ -300,7 +300,7 @@ class Forwarding:
         told = reader.cached_tokens() if reader is not None else None
         cached = cached if told is None else told
         await reply.finish()
-        usage = read_streamed_usage(bytes(stream.tail))
+        usage = read_streamed_usage(stream.tail)
         if cached is None:
             # /v1/messages reports it in the first event, other routes in the last.
             cached = usage.cached_tokens
@@ -413,19 +413,20 @@ class _Stream:
     """An engine's stream as the client gets it."""
 
     __slots__ = (
-        "_begins", "_events", "_held", "_is_whole", "_must_end", "_opening", "_passage", "_reader",
-        "_response", "_speaks", "_speech", "error", "is_empty", "tail",
+        "_begins", "_events", "_held", "_is_whole", "_must_end", "_opening", "_put", "_read_piece", "_reader",
+        "_recent", "_recent_bytes", "_response", "_speaks", "_speech", "_stages", "error", "is_empty",
     )  # fmt: skip
 
     def __init__(
         self,
         response: IncomingResponse,
+        reply: Reply,
         reader: AnswerReader | None,
         passage: Passage | None,
-        events: WholeEvents | None,
         begins: Callable[[], None],
         speaks: Callable[[], None],
         *,
+        is_events: bool,
         must_end: bool,
         opening: Opening | None = None,
     ) -> None:
@@ -433,18 +434,28 @@ class _Stream:
 
         Args:
             response: the engine's.
+            reply: passes it on to the client.
             reader: reads it, and may change it.
             passage: reads it for a later engine.
-            events: holds back half events, which an error event must not follow; None for other streams.
             begins: called at its first bytes.
             speaks: called at the first bytes that are no comments, or at the end.
+            is_events: half events are held back: an error event must not follow them.
             must_end: a whole answer has an end mark.
             opening: reads its first events, where these must be an answer to a prompt.
         """
         self._response = response
+        self._put = reply.put
         self._reader = reader
-        self._passage = passage
-        self._events = events
+        self._events = WholeEvents() if is_events else None
+        # What whole events pass in turn, and the bytes without which they need not; None: they do anyway.
+        self._stages: list[tuple[tuple[bytes, ...] | None, Callable[[bytes], bytes]]] = []
+        self._read_piece: Callable[[bytes], bytes] | None = None
+        if reader is not None and is_events and not reader.takes_pieces:
+            self._stages.append((reader.marks, reader.feed))
+        elif reader is not None:
+            self._read_piece = reader.feed
+        if passage is not None:
+            self._stages += [(None, stage) for stage in passage.stages]
         self._must_end = must_end
         self._is_whole = False  # what was dropped from the tail had an end mark
         self._begins: Callable[[], None] | None = begins
@@ -454,7 +465,13 @@ class _Stream:
         self._held = b""  # the client's part of events that may be no answer
         self.error: EngineRejected | None = None  # the one that ended it
         self.is_empty = False
-        self.tail = bytearray()
+        self._recent = list[bytes]()  # the last pieces
+        self._recent_bytes = 0
+
+    @property
+    def tail(self) -> bytes:
+        """The stream's last bytes."""
+        return b"".join(self._recent)
 
     async def receive(self) -> bytes:
         """The first bytes for the client; b"" if the stream ends before.
@@ -471,20 +488,40 @@ class _Stream:
 
     def take(self, chunk: bytes) -> bytes:
         """Takes the engine's next bytes; returns those for the client. Raises as `receive` does."""
-        self.tail += chunk
-        if len(self.tail) > 2 * _TAIL_BYTES:
-            self._is_whole = self._is_whole or (self._must_end and is_whole(bytes(self.tail)))
-            del self.tail[:-_TAIL_BYTES]
-        kept = chunk if self._reader is None else self._reader.feed(chunk)
-        if self._passage is not None:
-            kept = self._passage.feed(kept)
-        elif self._events is not None and kept:
-            kept = self._whole_events(self._events, kept)
+        self._recent.append(chunk)
+        self._recent_bytes += len(chunk)
+        if self._recent_bytes > 2 * _TAIL_BYTES:
+            self._drop()
+        events, kept = self._events, chunk
+        if self._read_piece is not None:
+            kept = self._read_piece(chunk)
+        if events is not None and not (events.is_between and kept.endswith(ENDS)):
+            kept = self._whole_events(events, kept)
+        for marks, stage in self._stages:
+            if marks is None:
+                kept = stage(kept)
+                continue
+            for mark in marks:
+                if mark in kept:
+                    kept = stage(kept)
+                    break
         return kept if self._speaks is None else self._begun(chunk, kept)
+
+    def pass_on(self, chunk: bytes) -> bool:
+        """Passes the engine's next bytes on. Returns False if the client has to take some before it gets
+        more. Raises as `receive` does."""
+        kept = self.take(chunk)
+        return not kept or self._put(kept)
+
+    def _drop(self) -> None:
+        """Keeps nothing but the end of the last pieces."""
+        tail = self.tail
+        self._is_whole = self._is_whole or (self._must_end and is_whole(tail))
+        self._recent, self._recent_bytes = [tail[-_TAIL_BYTES:]], _TAIL_BYTES
 
     def end(self) -> None:
         """The engine has ended its stream. Raises EngineUnavailable: too early."""
-        tail = bytes(self.tail)
+        tail = self.tail
         if self._speaks is not None and self._opening is None:
             self._note_begin(b"")
         if self._must_end and not (self._is_whole or is_whole(tail)):
@@ -500,17 +537,15 @@ class _Stream:
 
     def finish(self) -> bytes:
         """The last bytes for the client."""
-        rest = self._reader.finish() if self._reader is not None else b""
-        if self._passage is not None:
-            rest = (self._passage.feed(rest) if rest else b"") + self._passage.finish()
-        elif self._events is not None:
-            rest = self._events.rest + rest
+        rest = self._events.take_rest() if self._events is not None else b""
+        if self._reader is not None:
+            rest = self._reader.finish(rest)
         return without_half(rest) if rest and self._must_end else rest
 
     def _whole_events(self, events: WholeEvents, chunk: bytes) -> bytes:
         """The events that a chunk completes. From one on that is too long to be held back, the stream passes
-        as it comes."""
-        if events.may_hold(chunk):
+        as it comes, if nobody reads its events."""
+        if self._stages or events.may_hold(chunk):
             return events.joined(chunk)
         self._events = None
         return events.take_rest() + chunk
@@ -523,7 +558,7 @@ class _Stream:
             self._note_begin(chunk)
             return kept
         says = opening.read(chunk)
-        if says is Says.ERROR and (error := read_streamed_error(bytes(self.tail))) is not None:
+        if says is Says.ERROR and (error := read_streamed_error(self.tail)) is not None:
             raise error.rejection()
         kept = self._held + kept
         if says is Says.NOTHING and opening.waits:

@@ -15,7 +15,7 @@ import msgspec
 from typing_extensions import override
 
 from engine_adapter import UNREADABLE, HeaderPairs
-from proxy.request.calls import Client, Through
+from proxy.request.calls import Through, Writer
 from proxy.request.stored.names import Name
 from proxy.request.stored.routes import FOLLOWED, Kind
 from proxy.request.translate.translation import Events
@@ -92,7 +92,7 @@ class AnswerNoter(Through):
 
     def __init__(
         self,
-        client: Client,
+        client: Writer,
         makes: Mapping[str, Kind],
         note: Callable[[Name], None],
         gone: Callable[[], None] | None = None,

@@ -10,7 +10,7 @@ import msgspec
 from typing_extensions import override
 
 from engine_adapter import HeaderPairs, JsonBody, WholeEvents, is_silent
-from proxy.request.calls import Client, Through
+from proxy.request.calls import Through, Writer
 from proxy.request.translate.wording import Wording
 
 CHAT_PATH = "/v1/chat/completions"
@@ -83,7 +83,7 @@ class Translated(Through):
     already (`proxy/request/dialects.py`).
     """
 
-    def __init__(self, client: Client, translation: Translation) -> None:
+    def __init__(self, client: Writer, translation: Translation) -> None:
         super().__init__(client)
         self._translation = translation
         self._events: Events | None = None  # those of a stream

@@ -13,6 +13,7 @@ from engine_adapter import JsonBody
 from engine_adapter.hold import Hold
 from engine_adapter.http.openai_answer import OpenAIAnswer, hold_openai, pass_marked, tell_cached
 from tests.fakes import DONE, event
+from tests.holding import read_by
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 # As a real vLLM 0.32 streams them, with usage and ids asked for and without.
@@ -76,7 +77,7 @@ def sent(hold) -> dict:
 
 def read(answer: OpenAIAnswer, chunks) -> bytes:
     """What the client gets."""
-    return b"".join([*map(answer.feed, chunks), answer.finish()])
+    return read_by(answer, chunks)
 
 
 @st.composite
@@ -175,12 +176,6 @@ class TestUsageOfAStream:
         ping, one, two, last = (event + ends for event in (b": ping", b"data: a", b"data: aa\ndata: a", b"b"))
         passed = pass_marked(ping + one + ping + two + last, re.compile(b"a"), pass_event)
         assert passed == ping + b"<" + one + b">" + ping + b"<" + two + b">" + last
-
-    def test_an_event_is_held_until_it_is_whole(self, answer):
-        first, second = chat_chunk(text="a"), chat_chunk(text="b")
-        assert answer.feed(first + second[:-1]) == first
-        assert answer.feed(b"\n") == second
-        assert answer.feed(DONE) == DONE
 
     def test_a_chunk_that_says_more_passes(self, answer):
         counts = {"prompt_tokens_details": {"cached_tokens": 3}}
@@ -306,7 +301,7 @@ class TestTokenIds:
             fields["prompt_token_ids"] = PROMPT
         hold = hold_openai(COMPLETIONS, body_of(return_token_ids=client_asked), ask_tokens=True)
         raw = json.dumps(answer).encode()
-        passed = hold.answer.feed(raw) + hold.answer.finish()
+        passed = hold.answer.feed(raw)
         assert (hold.answer.prompt_tokens(), hold.answer.cached_tokens()) == (array("i", PROMPT), 8)
         if client_asked:
             assert passed == raw
@@ -360,7 +355,7 @@ class TestToldReuse:
         hold = hold_openai(CHAT, body_of())
         tell_cached(hold, CHAT, 640)
         answer = {"id": "c-1", "choices": [{"index": 0}], "usage": COUNTS}
-        passed = json.loads(read(hold.answer, [json.dumps(answer).encode()]))
+        passed = json.loads(hold.answer.feed(json.dumps(answer).encode()))
         assert passed == answer | {"usage": COUNTS | {"prompt_tokens_details": {"cached_tokens": 640}}}
         assert hold.told_cached == 640
 
@@ -373,7 +368,7 @@ class TestToldReuse:
             hold = Hold(body_of(stream=not whole))
             tell_cached(hold, "/v1/responses", 640)
             if whole:
-                passed = read(hold.answer, [json.dumps(response).encode()])
+                passed = hold.answer.feed(json.dumps(response).encode())
                 assert json.loads(passed) == told
             else:
                 events = compact({"response": {"usage": None}}) + compact({"response": response})

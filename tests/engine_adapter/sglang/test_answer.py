@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_adapter.sglang.answer import DetailsAnswer
+from tests.holding import read_by
 
 # As SGLang 0.5.23 writes them.
 CARD = {"id": "c-1", "object": "chat.completion.chunk", "created": 1, "model": "m"}
@@ -32,8 +33,8 @@ def streamed(*events, hides=True, size=None):
     """What the client gets of the stream, cut into chunks of `size`, and the cached tokens."""
     reader, stream = DetailsAnswer(streams=True, hides_details=hides), b"".join(events)
     step = size or len(stream)
-    kept = [reader.feed(stream[at : at + step]) for at in range(0, len(stream), step)]
-    return b"".join(kept) + reader.finish(), reader.cached_tokens()
+    kept = read_by(reader, [stream[at : at + step] for at in range(0, len(stream), step)])
+    return kept, reader.cached_tokens()
 
 
 def whole(answer, *, hides=True):

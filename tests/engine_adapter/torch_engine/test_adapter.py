@@ -11,6 +11,7 @@ import pytest
 from engine_adapter import Capability, EngineSpec, EngineUnavailable, JsonBody, KvTarget
 from engine_adapter.torch_engine.adapter import EmbeddedAdapter, ToldTokens
 from engine_adapter.types import Retention
+from tests.holding import read_by
 
 CHAT = "/v1/chat/completions"
 
@@ -127,8 +128,7 @@ CLEAN = b'data: {"role": 1}\n\ndata: {"text": ": 4\\n"}\n\ndata: {}\n\ndata: [DO
 @pytest.mark.parametrize("size", [1, 5, 23, 1000])
 def test_they_are_read_and_removed(size):
     told = ToldTokens()
-    assert b"".join(told.feed(EVENTS[at : at + size]) for at in range(0, len(EVENTS), size)) == CLEAN
-    assert told.finish() == b""
+    assert read_by(told, [EVENTS[at : at + size] for at in range(0, len(EVENTS), size)]) == CLEAN
     assert told.resume().token_ids.tolist() == [5, 16, 7]
     assert told.resume().fields == {"answer_token_ids": [5, 16, 7]}
     assert told.cached_tokens() is told.prompt_tokens() is None
@@ -137,9 +137,9 @@ def test_they_are_read_and_removed(size):
 def test_tokens_of_half_an_event_do_not_count():
     told = ToldTokens([3])
     end = EVENTS.index(b": 7") + 6
-    assert told.feed(EVENTS[:end]) == b'data: {"role": 1}\n\ndata: {"text": ": 4\\n"}\n\n'
+    got = read_by(told, [EVENTS[:end]])
+    assert got == b'data: {"role": 1}\n\ndata: {"text": ": 4\\n"}\n\n: 7\nda'
     assert told.resume().token_ids.tolist() == [3, 5, 16]
-    assert told.finish() == b": 7\nda"
 
 
 def test_an_engine_that_ends_says_so():

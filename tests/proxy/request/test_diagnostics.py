@@ -233,9 +233,3 @@ class TestStreams:
         world = World(RESPONSES, "resp_1")
         world.stream(event, b"")
         assert world.client.body == event
-
-    async def test_a_full_client_is_waited_for(self):
-        world = World(RESPONSES, "resp_1")
-        assert not world.through.is_full
-        await world.through.drain()
-        assert world.client.chunks == ["drained"]

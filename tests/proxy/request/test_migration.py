@@ -283,7 +283,7 @@ def spliced(sent, rest, *, again, cached=None):
     resumption = None if again else Resumption(array("i", [1]), {})
     told = SentStream("k", transcript.head, transcript.has_role, transcript.texts, resumption, cached)
     splice = Splice(told)
-    got = b"".join(map(splice.feed, rest)) + splice.finish()
+    got = b"".join(map(splice.feed, rest))
     return [json.loads(part[6:]) if b"{" in part else part for part in got.split(b"\n\n")[:-1]]
 
 

@@ -482,9 +482,9 @@ class TestReaders:
 
         where, finish = [], reader.finish
 
-        def noting():
+        def noting(rest):
             where.append(threading.current_thread())
-            return finish()
+            return finish(rest)
 
         engine.script, reader.finish, reader.finish_ms = script, noting, ms
         assert (await client.post(CHAT, json=ASK | {"stream": True})).status_code == 200

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine_adapter import EngineDiverged
+from engine_adapter import EngineDiverged, WholeEvents
 from proxy.core.budget import RetryBudget
 from proxy.core.life import Cause, Life, Phase, Rules
 from proxy.request.migration import Passage
@@ -112,7 +112,7 @@ class RandomLife(RuleBasedStateMachine):
         answer = ANSWER.replace("fox", "cat").replace("ababababab", "abababab") if is_other else ANSWER
         stream = [*map(chunk, cut(answer, self.dice, 9)), chunk("", "stop"), b"data: [DONE]\n\n"]
         self.rest = cut(b"".join(stream), self.dice, 200)
-        self.passage = Passage("k", None, self.told)
+        self.passage, self.events = Passage("k", None, self.told), WholeEvents()
 
     @precondition(lambda self: self.is_in(Phase.LEASED) and not self.life._is_sent)
     @rule()
@@ -130,12 +130,14 @@ class RandomLife(RuleBasedStateMachine):
     def sends(self, pieces):
         for _ in range(pieces):
             if not self.rest:
-                self.client += self.passage.finish()
                 self.release()
                 self.life.answered()
                 return
             try:
-                self.client += self.passage.feed(self.rest.pop(0))
+                piece = self.events.joined(self.rest.pop(0))
+                for stage in self.passage.stages:
+                    piece = stage(piece)
+                self.client += piece
             except EngineDiverged:
                 self.fail(Cause.DIVERGED)
                 return
