@@ -287,7 +287,7 @@ class Reply:
         if not self.complete:
             self._note_end()
         if not self._is_over:
-            self._is_over = True
+            self._is_over, self.has_written = True, self.has_written or bool(chunk)
             self._writer.finish(chunk)
 
     def break_off(self, error: Exception, request_id: str) -> None:

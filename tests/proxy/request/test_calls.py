@@ -188,3 +188,11 @@ async def test_a_wait_for_the_client_that_is_interrupted_is_over():
     with pytest.raises(asyncio.CancelledError):
         await reply.drain()
     assert not reply.waits
+
+
+async def test_a_whole_answer_was_written():
+    """An engine's error after it is not told the client as another answer."""
+    reply = Reply(Nobody())
+    await reply.start(200, [])
+    await reply.finish(b"{}")
+    assert reply.has_written
