@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from typing import TypeVar, overload
 
 HeaderPairs = list[tuple[bytes, bytes]]
 _T = TypeVar("_T")
 
 
+@lru_cache(1024)
+def _in_bytes(name: str) -> bytes:
+    return name.lower().encode("latin-1")
+
+
 class Headers(Mapping[str, str]):
     """Headers in the order they came, names in lower case. Of a repeated name, `get` gives the first value.
 
-    As a mapping it shows Latin-1 text. A search goes through the list: requests have few headers, and most of
-    these are only passed on.
+    As a mapping it shows Latin-1 text.
 
     Attributes:
-        raw: (name, value) pairs, names in lower case.
+        raw: (name, value) pairs, names in lower case. They stay as they are.
     """
 
-    __slots__ = ("raw",)
+    __slots__ = ("_first", "raw")
 
     def __init__(self, raw: HeaderPairs) -> None:
         self.raw = raw
+        self._first: dict[bytes, bytes] | None = None  # made when somebody asks: most are only passed on
 
     @classmethod
     def of(cls, fields: Iterable[tuple[str, str]]) -> Headers:
@@ -42,11 +48,11 @@ class Headers(Mapping[str, str]):
 
     def get(self, name: str, /, default: str | _T | None = None) -> str | _T | None:
         """The first value of a header. Called often, so it does not raise and catch as `Mapping.get` does."""
-        wanted = name.lower().encode("latin-1")
-        for each, value in self.raw:
-            if each == wanted:
-                return value.decode("latin-1")
-        return default
+        first = self._first
+        if first is None:
+            first = self._first = dict(reversed(self.raw))
+        value = first.get(_in_bytes(name))
+        return default if value is None else value.decode("latin-1")
 
     def __getitem__(self, name: str) -> str:
         value = self.get(name)
