@@ -49,7 +49,7 @@ class AnswerReader(Protocol):
         assembles: the engine streams although the client wants one JSON answer, which `finish` returns.
         takes_pieces: it gets a stream as it arrives; False: as whole events.
         marks: events without any of these bytes pass unread; None if all are read.
-        note: how that differs from what the client wants, for people; known after `finish`.
+        note: how that differs from what the client wants; known after `finish`.
     """
 
     assembles: bool = False
@@ -63,13 +63,12 @@ class AnswerReader(Protocol):
         return 0.0
 
     def feed(self, chunk: bytes) -> bytes:
-        """Takes the next bytes of the answer: those of a stream, or a whole JSON answer. Returns the bytes
-        for the client; b"" while they are held back, and always if `assembles`."""
+        """Takes the next bytes of a stream, or a whole JSON answer. Returns the bytes for the client; b""
+        while they are held back, and always if `assembles`."""
 
     def finish(self, rest: bytes = b"") -> bytes:
-        """Ends the answer; `rest` is the last event of a stream, if that has no end. Returns the client's
-        part of it, or, if `assembles`, the JSON body. Raises EngineUnavailable if the stream broke off or
-        contains an error."""
+        """Ends the answer. Returns the client's part of `rest`, a last event without an end, or the JSON body
+        if `assembles`. Raises EngineUnavailable: the stream broke off, or has an error."""
         return rest
 
     def cached_tokens(self) -> int | None:

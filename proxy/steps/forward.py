@@ -68,7 +68,7 @@ from proxy.request.broken_calls import naming_call
 from proxy.request.calls import Call, Reply
 from proxy.request.engine_errors import REFUSALS, engines_code, is_no_websocket
 from proxy.request.known_routes import of_lacking
-from proxy.request.migration import ROUTES, Passage
+from proxy.request.migration import ROUTES
 from proxy.request.records import RequestRecord
 from proxy.request.transcript import is_whole, without_half
 from proxy.steps.legs import OtherLeg
@@ -268,18 +268,7 @@ class Forwarding:
     ) -> Forwarded:
         """Sends nothing before the engine's first byte: until then another engine can be tried."""
         reply, reader, cached = self.reply, self.hold.answer, self.cached
-        must_end = is_events and self.call.streams and self.call.route in ROUTES
-        stream = _Stream(
-            response,
-            reply,
-            reader,
-            self.request.passage if is_events else None,
-            partial(self.begins, response),
-            self.speaks,
-            is_events=is_events,
-            must_end=must_end,
-            opening=opening,
-        )
+        stream = _Stream(self, response, opening, is_events=is_events)
         first = await stream.receive()
         await reply.start(response.status, [*headers, *of_cached(self._told(cached))], is_events=is_events)
         try:
@@ -418,34 +407,13 @@ class _Stream:
     )  # fmt: skip
 
     def __init__(
-        self,
-        response: IncomingResponse,
-        reply: Reply,
-        reader: AnswerReader | None,
-        passage: Passage | None,
-        begins: Callable[[], None],
-        speaks: Callable[[], None],
-        *,
-        is_events: bool,
-        must_end: bool,
-        opening: Opening | None = None,
+        self, forwarding: Forwarding, response: IncomingResponse, opening: Opening | None, *, is_events: bool
     ) -> None:
-        """A stream.
-
-        Args:
-            response: the engine's.
-            reply: passes it on to the client.
-            reader: reads it, and may change it.
-            passage: reads it for a later engine.
-            begins: called at its first bytes.
-            speaks: called at the first bytes that are no comments, or at the end.
-            is_events: half events are held back: an error event must not follow them.
-            must_end: a whole answer has an end mark.
-            opening: reads its first events, where these must be an answer to a prompt.
-        """
-        self._response = response
-        self._put = reply.put
-        self._reader = reader
+        """`opening`: reads its first events, where these must be an answer to a prompt. `is_events`: half
+        events are held back: an error event must not follow them."""
+        reader, call = forwarding.hold.answer, forwarding.call
+        passage = forwarding.request.passage if is_events else None
+        self._response, self._reader, self._put = response, reader, forwarding.reply.put
         self._events = WholeEvents() if is_events else None
         # What whole events pass in turn, and the bytes without which they need not; None: they do anyway.
         self._stages: list[tuple[tuple[bytes, ...] | None, Callable[[bytes], bytes]]] = []
@@ -456,10 +424,11 @@ class _Stream:
             self._read_piece = reader.feed
         if passage is not None:
             self._stages += [(None, stage) for stage in passage.stages]
-        self._must_end = must_end
+        self._must_end = is_events and call.streams and call.route in ROUTES  # a whole answer has an end mark
         self._is_whole = False  # what was dropped from the tail had an end mark
-        self._begins: Callable[[], None] | None = begins
-        self._speaks: Callable[[], None] | None = speaks
+        # Called at its first bytes, and at the first that are no comments, or at the end.
+        self._begins: Callable[[], None] | None = partial(forwarding.begins, response)
+        self._speaks: Callable[[], None] | None = forwarding.speaks
         self._speech = Speech()
         self._opening = opening
         self._held = b""  # the client's part of events that may be no answer
@@ -491,7 +460,8 @@ class _Stream:
         self._recent.append(chunk)
         self._recent_bytes += len(chunk)
         if self._recent_bytes > 2 * _TAIL_BYTES:
-            self._drop()
+            self._is_whole = self._is_whole or (self._must_end and is_whole(self.tail))
+            self._recent, self._recent_bytes = [self.tail[-_TAIL_BYTES:]], _TAIL_BYTES
         events, kept = self._events, chunk
         if self._read_piece is not None:
             kept = self._read_piece(chunk)
@@ -512,12 +482,6 @@ class _Stream:
         more. Raises as `receive` does."""
         kept = self.take(chunk)
         return not kept or self._put(kept)
-
-    def _drop(self) -> None:
-        """Keeps nothing but the end of the last pieces."""
-        tail = self.tail
-        self._is_whole = self._is_whole or (self._must_end and is_whole(tail))
-        self._recent, self._recent_bytes = [tail[-_TAIL_BYTES:]], _TAIL_BYTES
 
     def end(self) -> None:
         """The engine has ended its stream. Raises EngineUnavailable: too early."""
