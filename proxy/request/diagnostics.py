@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -84,25 +84,18 @@ class Api:
         return value
 
 
+_RESPONSES = Api(
+    options="prompt_cache_options",
+    name="comparison_response_id",
+    field="prompt_cache_diagnostics",
+    within="response",
+    events=(b'"response.completed"', b'"response.incomplete"'),
+    is_early=False,
+    written=openai_diagnostics,
+)
 APIS: Mapping[str, Api] = {
-    "/v1/responses": Api(
-        options="prompt_cache_options",
-        name="comparison_response_id",
-        field="prompt_cache_diagnostics",
-        within="response",
-        events=(b'"response.completed"', b'"response.incomplete"'),
-        is_early=False,
-        written=openai_diagnostics,
-    ),
-    "/v1/chat/completions": Api(
-        options="prompt_cache_options",
-        name="comparison_response_id",
-        field="prompt_cache_diagnostics",
-        within=None,
-        events=(b'"usage"',),
-        is_early=False,
-        written=openai_diagnostics,
-    ),
+    "/v1/responses": _RESPONSES,
+    "/v1/chat/completions": replace(_RESPONSES, within=None, events=(b'"usage"',)),
     "/v1/messages": Api(
         options="diagnostics",
         name="previous_message_id",

@@ -97,15 +97,8 @@ def test_only_streams_tell_when_the_first_token_came(capsys, other):
 
 def test_a_prompt_is_never_read_as_markup(capsys):
     divergence = {"request_id": "r0", "common_tokens": 3, "text": "[/x]", "other_text": "[red]y"}
-    gone = {
-        "status": None,
-        "engine": None,
-        "error": "bad [/] tag",
-        "miss": None,
-        "differs_at": None,
-        "decision": None,
-        "n_tokens": None,
-    }
+    gone = dict.fromkeys(("status", "engine", "miss", "differs_at", "decision", "n_tokens"))
+    gone["error"] = "bad [/] tag"
     decisions.show_request(REQUEST | gone | {"divergence": divergence})
     output = capsys.readouterr().out
     for text in ("why [bold]", "[/x]", "[red]y", "1500.0 ms", "from token 3 on", "bad [/] tag", "r[1]"):
@@ -113,26 +106,20 @@ def test_a_prompt_is_never_read_as_markup(capsys):
     assert "placed on" not in output
 
 
-def test_text_that_cannot_be_shown_is_left_out(capsys):
-    unread = {"request_id": "r0", "common_tokens": 3, "text": None, "other_text": None}
-    decisions.show_request(REQUEST | {"divergence": unread})
-    assert "from token" not in capsys.readouterr().out
-
-
-def test_a_prompt_that_goes_on_from_another_is_said_to(capsys):
-    longer = {"request_id": "r0", "common_tokens": 3, "text": "and on", "other_text": ""}
-    decisions.show_request(REQUEST | {"divergence": longer})
+@pytest.mark.parametrize(
+    ("text", "other_text", "said", "unsaid"),
+    [
+        (None, None, "", "from token"),  # it cannot be shown
+        ("and on", "", "request r0 had its first 3 tokens as its prompt", "''"),
+        ("", "", "request r0 had the same prompt", "from token"),
+    ],
+)
+def test_a_prompt_beside_an_earlier_one(capsys, text, other_text, said, unsaid):
+    divergence = {"request_id": "r0", "common_tokens": 3, "text": text, "other_text": other_text}
+    decisions.show_request(REQUEST | {"divergence": divergence})
     output = capsys.readouterr().out
-    assert "request r0 had its first 3 tokens as its prompt" in output
-    assert "''" not in output
-
-
-def test_equal_prompts_are_said_to_be_equal(capsys):
-    equal = {"request_id": "r0", "common_tokens": 3, "text": "", "other_text": ""}
-    decisions.show_request(REQUEST | {"divergence": equal})
-    output = capsys.readouterr().out
-    assert "request r0 had the same prompt" in output
-    assert "from token" not in output
+    assert said in output
+    assert unsaid not in output
 
 
 def test_a_row_says_why_it_missed_or_failed(capsys):

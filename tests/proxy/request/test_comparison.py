@@ -138,21 +138,33 @@ class TestWhyItMissed:
         world.engines["a"].emptied.append(new.started - 5)
         assert await world.comparison.explain(new) is first
 
-    async def test_the_engine_was_emptied_in_between(self, world):
-        first = world.record("r1", tokens(64))
-        world.engines["a"].emptied += [first.started - 3, first.started + 5]
-        assert (await world.comparison.explain(world.record("r2", tokens(64)))).miss is Miss.RESTARTED
-
-    async def test_a_restart_that_kvpin_noticed_late(self, world):
-        world.record("r1", tokens(64))
-        new = world.record("r2", tokens(64), cached=(48,))
-        world.engines["a"].emptied.append(new.started + 4)
-        assert (await world.comparison.explain(new)).miss is Miss.RESTARTED
-
-    async def test_another_engine_holds_it(self, world):
-        world.record("r1", tokens(64))
-        new = world.record("r2", tokens(64), cached=(0, 48))
-        assert (await world.comparison.explain(new)).detail.startswith("b holds 48 tokens")
+    @pytest.mark.parametrize(
+        ("before", "now", "emptied", "miss"),
+        [
+            ({}, {}, (), Miss.EVICTED),
+            ({}, {}, (-3.0, 5.0), Miss.RESTARTED),
+            ({}, {"cached": (48,)}, (14.0,), Miss.RESTARTED),  # kvpin noticed it late
+            ({}, {"cached": (0, 48)}, (), Miss.ELSEWHERE),
+            ({"duration_s": 60.0}, {}, (), Miss.RUNNING),
+            # It was answered while its engine was still busy with it.
+            ({"duration_s": 60.0, "answered_s": 1.0}, {}, (), Miss.EVICTED),
+            ({}, {"tokens_agree": False}, (), Miss.UNKNOWN),  # the engine made other tokens
+            ({"lora": "ada"}, {}, (), Miss.LORA),
+            ({"served_as": "n"}, {}, (), Miss.MODEL),
+            # Another question about the same document is no miss.
+            (
+                {"ids": tokens(200)}, {"ids": [*tokens(180), *tokens(20, 900)], "reported_tokens": 176}, (),
+                Miss.SHARED,
+            ),
+        ],
+    )  # fmt: skip
+    async def test_beside_an_earlier_request(self, world, before, now, emptied, miss):
+        """`emptied`: when the engine lost its cache, in seconds after the earlier request came."""
+        asked = {"ids": tokens(64), "body": {"messages": [{"role": "user", "content": "Who wrote it?"}]}}
+        first = world.record("r1", **asked | before)
+        new = world.record("r2", **asked | now)
+        world.engines["a"].emptied += [first.started + after for after in emptied]
+        assert (await world.comparison.explain(new)).miss is miss
 
     @staticmethod
     def in_halves(cached, prefiller="a"):
@@ -193,22 +205,6 @@ class TestWhyItMissed:
         away.placement = Placement.of("z", 0, 64, (Cost("z"),), "lowest cost")
         assert (await world.comparison.explain(world.record("r4", tokens(64, 100)))).miss is Miss.AWAY
 
-    async def test_the_other_still_ran(self, world):
-        world.record("r1", tokens(64), duration_s=60.0)
-        assert (await world.comparison.explain(world.record("r2", tokens(64)))).miss is Miss.RUNNING
-
-    async def test_the_other_was_answered_while_its_engine_was_still_busy_with_it(self, world):
-        world.record("r1", tokens(64), duration_s=60.0, answered_s=1.0)
-        assert (await world.comparison.explain(world.record("r2", tokens(64)))).miss is Miss.EVICTED
-
-    @pytest.mark.parametrize(
-        ("fields", "miss"), [({"lora": "ada"}, Miss.LORA), ({"served_as": "n"}, Miss.MODEL)]
-    )
-    async def test_it_ran_on_something_else(self, world, fields, miss):
-        body = {"messages": [{"role": "user", "content": "Who wrote it?"}]}
-        world.record("r1", tokens(64), body=body, **fields)
-        assert (await world.comparison.explain(world.record("r2", tokens(64), body=body))).miss is miss
-
     async def test_it_differs_from_a_request_of_another_api(self, world):
         chat = {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "one"}]}
         world.record("r1", tokens(64), body=chat)
@@ -230,11 +226,6 @@ class TestWhyItMissed:
         diagnosis = await world.comparison.explain(new)
         assert diagnosis.miss is miss
         assert (diagnosis.at is not None) is (continued is None)
-
-    async def test_another_question_about_the_same_document_is_no_miss(self, world):
-        world.record("r1", tokens(200))
-        new = world.record("r2", [*tokens(180), *tokens(20, 900)], reported_tokens=176)
-        assert (await world.comparison.explain(new)).miss is Miss.SHARED
 
     @pytest.mark.parametrize(
         ("own", "repeated"),
@@ -264,12 +255,6 @@ class TestWhyItMissed:
         asked("r1", "data:1")
         diagnosis = await world.comparison.explain(asked("r2", "data:2"))
         assert (diagnosis.miss, str(diagnosis.at)) == (Miss.MEDIA, "messages[0].content[0]")
-
-    async def test_tokens_that_the_engine_made_otherwise_say_nothing(self, world):
-        world.record("r1", tokens(64))
-        assert (
-            await world.comparison.explain(world.record("r2", tokens(64), tokens_agree=False))
-        ).miss is Miss.UNKNOWN
 
 
 @pytest.mark.parametrize("has_earlier", [True, False])
