@@ -299,6 +299,8 @@ ROUTES: dict[str, bytes] = {
     "completions": _text("tiny", "Once upon a time " * 10),
     "completions stream": _text("tiny", "Once upon", stream=True),
     "completions ids": _text("tiny", [*range(300, 340)]),
+    "completions of whole blocks": _text("tiny", [*range(300, 332)]),
+    "completions of whole blocks again": _text("tiny", [*range(300, 332)]),
     "completions list": _text("tiny", ["One", "Two"]),
     "completions list stream": _text("sg", ["One", "Two"], stream=True),
     "completions lists of ids": _text("solo", [[300, 301], [302]]),
