@@ -43,7 +43,7 @@ MUTATIONS = tuple(Mutation(*row) for row in (
     ("vLLM: chats go without their tokens", "three at once", "engine_adapter/vllm/requests.py", 'return {"kv_transfer_params": {"prompt_token_ids": ids.tolist()}}', "return {}"),
     ("SGLang: a chat goes as text", "chat sg", "engine_adapter/sglang/requests.py", 'return {"input_ids": token_ids} if jinja and', "return {} if jinja and"),
     ("translation: why a message stopped", "route: messages", "proxy/request/translate/messages_answer.py", '"length": "max_tokens"', '"length": "end_turn"'),
-    ("translation: why a response stopped", "route: responses", "proxy/request/translate/responses_api.py", '"length": "max_output_tokens"', '"length": "max_tokens"'),
+    ("translation: why a response stopped", "responses as chats", "proxy/request/translate/responses_api.py", '"length": "max_output_tokens"', '"length": "max_tokens"'),
     ("streams: token ids that nobody asked for", "chat tiny: stream", "engine_adapter/http/openai_answer.py", "dict.fromkeys(fields.keys() & names, NULL)", "{}"),
     ("migration: a second role", "stream dies", "proxy/request/migration.py", "names_role = self._has_role and", "names_role = False and"),
     ("tenants: they share a salt", "key-two", "proxy/request/tenants.py", 'f"kvpin-{self._digest(tenant)}"', 'f"kvpin-{self._digest(\'\')}"'),
