@@ -118,11 +118,15 @@ class World:
 
 
 def _states(pid: int) -> Iterator[str]:
-    for path in Path(f"/proc/{pid}/task").glob("*/stat"):
+    """The states of all threads of a process, and of the processes that it began: they tokenise."""
+    for task in Path(f"/proc/{pid}/task").glob("*"):
         try:
-            yield path.read_text().rpartition(")")[2].split()[0]
+            yield (task / "stat").read_text().rpartition(")")[2].split()[0]
+            children = (task / "children").read_text().split()
         except OSError:
             continue
+        for child in children:
+            yield from _states(int(child))
 
 
 @asynccontextmanager
@@ -212,7 +216,10 @@ async def _run(world: World, case: Case) -> dict[str, str]:
     world.doors.begin(case.acts)
     tasks, late = [], 0
     for request in case.requests:
-        tasks.append(asyncio.create_task(_asked(world.port, request, case.leaves)))
+        sent = asyncio.Event()
+        streams = await asyncio.open_connection("127.0.0.1", world.port, limit=1 << 24)
+        tasks.append(asyncio.create_task(_asked(*streams, request, case.leaves, sent)))
+        await sent.wait()
         if len(case.requests) > 1:
             await asyncio.sleep(0.005)
             await world.quiet()
@@ -243,9 +250,14 @@ async def _run(world: World, case: Case) -> dict[str, str]:
     return seen
 
 
-async def _asked(port: int, request: bytes, leaves: int | None) -> bytes:
-    """What a client gets: as many answers as it sent requests on its connection."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 24)
+async def _asked(
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    request: bytes,
+    leaves: int | None,
+    sent: asyncio.Event,
+) -> bytes:
+    """What a client gets on its connection. `sent` is set once it has asked."""
     try:
         head, gap, body = request.partition(b"\r\n\r\n")
         got = b""
@@ -253,6 +265,7 @@ async def _asked(port: int, request: bytes, leaves: int | None) -> bytes:
         if b"100-continue" in head:
             got = await reader.readuntil(gap)  # the body is sent once kvpin asks for it
         writer.write(body)
+        sent.set()
         if leaves is not None:
             got = await reader.readexactly(leaves) if leaves else b""
             await asyncio.sleep(0.01)
@@ -262,6 +275,7 @@ async def _asked(port: int, request: bytes, leaves: int | None) -> bytes:
     except (asyncio.IncompleteReadError, OSError) as error:
         return b"(no answer) " + getattr(error, "partial", b"")
     finally:
+        sent.set()
         writer.close()
 
 
