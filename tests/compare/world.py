@@ -43,7 +43,6 @@ class World:
 
     Attributes:
         port: of kvpin.
-        pid: its process.
         doors: before its engines.
         clock: the file of its clocks.
         log: its log file.
@@ -52,7 +51,6 @@ class World:
     """
 
     port: int
-    pid: int
     doors: Doors
     clock: Path
     log: Path
@@ -78,7 +76,7 @@ class World:
         looks = 0
         while looks < _LOOKS:
             await asyncio.sleep(_LOOK_S)
-            looks = looks + 1 if all(state in "SI" for state in _states(self.pid)) else 0
+            looks = looks + 1 if self.doors.is_read() else 0
 
     async def rest(self) -> None:
         """Returns when the world is at rest."""
@@ -117,18 +115,6 @@ class World:
         return text.decode(errors="replace").splitlines()
 
 
-def _states(pid: int) -> Iterator[str]:
-    """The states of all threads of a process, and of the processes that it began: they tokenise."""
-    for task in Path(f"/proc/{pid}/task").glob("*"):
-        try:
-            yield (task / "stat").read_text().rpartition(")")[2].split()[0]
-            children = (task / "children").read_text().split()
-        except OSError:
-            continue
-        for child in children:
-            yield from _states(int(child))
-
-
 @asynccontextmanager
 async def running_world(setup: Setup, checkout: Path, directory: Path) -> AsyncIterator[World]:
     """Starts engines and the kvpin of `checkout`; yields the world once it is at rest; ends all."""
@@ -138,6 +124,7 @@ async def running_world(setup: Setup, checkout: Path, directory: Path) -> AsyncI
     clock.write_bytes(bytes(8))
     with ExitStack() as stack:
         process = stack.enter_context(_process(checkout, clock, log, config))  # it begins while engines do
+        doors.pid = process.pid
         async with _loading:
             await asyncio.to_thread(words)
         for engine in setup.engines:
@@ -150,7 +137,7 @@ async def running_world(setup: Setup, checkout: Path, directory: Path) -> AsyncI
             if process.poll() is not None or time.monotonic() > ends:
                 raise SystemExit(f"kvpin of {checkout} does not start:\n{log.read_text()}")
             await asyncio.sleep(0.05)
-        world = World(int(found[1]), process.pid, doors, clock, log, publishers)
+        world = World(int(found[1]), doors, clock, log, publishers)
         await _until_ready(world, setup)
         yield world
         process.terminate()
