@@ -299,6 +299,8 @@ ROUTES: dict[str, bytes] = {
     "completions": _text("tiny", "Once upon a time " * 10),
     "completions stream": _text("tiny", "Once upon", stream=True),
     "completions ids": _text("tiny", [*range(300, 340)]),
+    "completions of whole blocks": _text("tiny", [*range(300, 332)]),
+    "completions of whole blocks again": _text("tiny", [*range(300, 332)]),
     "completions list": _text("tiny", ["One", "Two"]),
     "completions list stream": _text("sg", ["One", "Two"], stream=True),
     "completions lists of ids": _text("solo", [[300, 301], [302]]),
@@ -327,6 +329,9 @@ ROUTES: dict[str, bytes] = {
     "responses get": http(RESPONSES + "/resp_none"),
     "responses count": http(RESPONSES + "/input_tokens", {"model": "plain", "input": "hi"}),
     "responses of vLLM": _response("tiny"),
+    "responses as chats": _response("sg"),
+    "responses as chats, stream": _response("sg", stream=True),
+    "responses as chats, tools": _response("sg", tools=[{"type": "function", "name": "look"}], input=user("hi")),
     "embeddings": http(EMBEDDINGS, {"model": "plain", "input": "hi"}),
     "embeddings list": http(EMBEDDINGS, {"model": "plain", "input": ["hi", "ho"]}),
     "embeddings of vLLM": http(EMBEDDINGS, {"model": "tiny", "input": "hi"}),
@@ -442,7 +447,7 @@ def _troubles() -> Iterator[Case]:
         yield Case(f"stream in bytes: {name}", (http(CHAT, chat("stream", stream=True)),), (Act(raw, cut),))
         yield Case(f"messages: {name}", (http(MESSAGES, chat("s", "plain", stream=True)),), (Act(raw, 17),))
     for name in ("no role", "tool call", "reasoning", "without an end"):
-        yield Case(f"responses: {name}", (_response(stream=True),), (Act(STREAMS[name], 13),))
+        yield Case(f"responses: {name}", (_response("sg", stream=True),), (Act(STREAMS[name], 13),))
     dying = http(CHAT, chat("death", stream=True, temperature=0, stream_options={"include_usage": True}))
     for stop in (150, 400, 700, 1000, -40, -8):
         yield Case(f"stream dies at {stop}", (dying,), (Act(stop=stop),))

@@ -13,6 +13,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 EPOCH = 1_800_000_000.0
@@ -33,6 +34,10 @@ def main() -> None:
         return now
 
     time.monotonic, time.time = of(time.monotonic, 1000.0), of(time.time, EPOCH)
+    with suppress(ImportError):  # of other versions
+        from proxy.prompt import tokenizer
+
+        tokenizer.ANSWER_S = 60.0  # kvpin waits 2 s by the real clock: a busy machine takes longer
     from proxy.cli import main as kvpin
 
     sys.argv[0] = "kvpin"

@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import deque
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 CASE = b"x-case"
 """Requests with this header are those of a client. All others are kvpin's own."""
@@ -49,6 +51,7 @@ class Doors:
         held: answers that wait, in order of arrival. `n_held`: so many have waited since `begin`.
         ports: of the engines.
         closed: engines that answer nothing yet.
+        pid: kvpin's.
     """
 
     acts: deque[Act] = field(default_factory=deque)
@@ -57,6 +60,7 @@ class Doors:
     held: deque[asyncio.Event] = field(default_factory=deque)
     ports: dict[str, int] = field(default_factory=dict)
     closed: set[str] = field(default_factory=set)
+    pid: int = 0
     busy: int = 0
     n_held: int = 0
 
@@ -76,6 +80,10 @@ class Doors:
     def begin(self, acts: tuple[Act, ...]) -> None:
         """The next requests are those of another case."""
         self.acts, self.seen, self.n_held = deque(acts), [], 0
+
+    def is_read(self) -> bool:
+        """True if all threads of kvpin sleep: it has read what was sent."""
+        return all(state in "SI" for state in _states(self.pid))
 
     def let_go(self) -> None:
         """Lets the oldest answer that waits go on."""
@@ -111,7 +119,7 @@ class Doors:
             for at in range(0, len(part), act.cut or len(part) or 1):
                 writer.write(part[at : at + (act.cut or len(part))])
                 await writer.drain()
-                if act.cut:
+                while act.cut and not self.is_read():  # noqa: ASYNC110 - another process
                     await asyncio.sleep(0.0003)
 
         await send(sent[: act.hold])
@@ -138,6 +146,18 @@ class Doors:
         if gate in self.held:
             self.held.remove(gate)
         return gate.is_set()
+
+
+def _states(pid: int) -> Iterator[str]:
+    """The states of all threads of a process, and of the processes that it began: they tokenise."""
+    for task in Path(f"/proc/{pid}/task").glob("*"):
+        try:
+            yield (task / "stat").read_text().rpartition(")")[2].split()[0]
+            children = (task / "children").read_text().split()
+        except OSError:
+            continue
+        for child in children:
+            yield from _states(int(child))
 
 
 async def asked(port: int, head: bytes, body: bytes) -> bytes:

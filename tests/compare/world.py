@@ -43,7 +43,6 @@ class World:
 
     Attributes:
         port: of kvpin.
-        pid: its process.
         doors: before its engines.
         clock: the file of its clocks.
         log: its log file.
@@ -52,7 +51,6 @@ class World:
     """
 
     port: int
-    pid: int
     doors: Doors
     clock: Path
     log: Path
@@ -78,7 +76,7 @@ class World:
         looks = 0
         while looks < _LOOKS:
             await asyncio.sleep(_LOOK_S)
-            looks = looks + 1 if all(state in "SI" for state in _states(self.pid)) else 0
+            looks = looks + 1 if self.doors.is_read() else 0
 
     async def rest(self) -> None:
         """Returns when the world is at rest."""
@@ -117,14 +115,6 @@ class World:
         return text.decode(errors="replace").splitlines()
 
 
-def _states(pid: int) -> Iterator[str]:
-    for path in Path(f"/proc/{pid}/task").glob("*/stat"):
-        try:
-            yield path.read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            continue
-
-
 @asynccontextmanager
 async def running_world(setup: Setup, checkout: Path, directory: Path) -> AsyncIterator[World]:
     """Starts engines and the kvpin of `checkout`; yields the world once it is at rest; ends all."""
@@ -134,6 +124,7 @@ async def running_world(setup: Setup, checkout: Path, directory: Path) -> AsyncI
     clock.write_bytes(bytes(8))
     with ExitStack() as stack:
         process = stack.enter_context(_process(checkout, clock, log, config))  # it begins while engines do
+        doors.pid = process.pid
         async with _loading:
             await asyncio.to_thread(words)
         for engine in setup.engines:
@@ -146,7 +137,7 @@ async def running_world(setup: Setup, checkout: Path, directory: Path) -> AsyncI
             if process.poll() is not None or time.monotonic() > ends:
                 raise SystemExit(f"kvpin of {checkout} does not start:\n{log.read_text()}")
             await asyncio.sleep(0.05)
-        world = World(int(found[1]), process.pid, doors, clock, log, publishers)
+        world = World(int(found[1]), doors, clock, log, publishers)
         await _until_ready(world, setup)
         yield world
         process.terminate()
@@ -212,7 +203,10 @@ async def _run(world: World, case: Case) -> dict[str, str]:
     world.doors.begin(case.acts)
     tasks, late = [], 0
     for request in case.requests:
-        tasks.append(asyncio.create_task(_asked(world.port, request, case.leaves)))
+        sent = asyncio.Event()
+        streams = await asyncio.open_connection("127.0.0.1", world.port, limit=1 << 24)
+        tasks.append(asyncio.create_task(_asked(*streams, request, case.leaves, sent)))
+        await sent.wait()
         if len(case.requests) > 1:
             await asyncio.sleep(0.005)
             await world.quiet()
@@ -243,9 +237,14 @@ async def _run(world: World, case: Case) -> dict[str, str]:
     return seen
 
 
-async def _asked(port: int, request: bytes, leaves: int | None) -> bytes:
-    """What a client gets: as many answers as it sent requests on its connection."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 24)
+async def _asked(
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    request: bytes,
+    leaves: int | None,
+    sent: asyncio.Event,
+) -> bytes:
+    """What a client gets on its connection. `sent` is set once it has asked."""
     try:
         head, gap, body = request.partition(b"\r\n\r\n")
         got = b""
@@ -253,6 +252,7 @@ async def _asked(port: int, request: bytes, leaves: int | None) -> bytes:
         if b"100-continue" in head:
             got = await reader.readuntil(gap)  # the body is sent once kvpin asks for it
         writer.write(body)
+        sent.set()
         if leaves is not None:
             got = await reader.readexactly(leaves) if leaves else b""
             await asyncio.sleep(0.01)
@@ -262,6 +262,7 @@ async def _asked(port: int, request: bytes, leaves: int | None) -> bytes:
     except (asyncio.IncompleteReadError, OSError) as error:
         return b"(no answer) " + getattr(error, "partial", b"")
     finally:
+        sent.set()
         writer.close()
 
 
