@@ -473,6 +473,22 @@ class TestReaders:
         assert (b"".join(reader.seen), reader.finished) == (response.content, 0)
         assert proxy.last.reported_tokens == 32
 
+    async def test_a_reader_gets_the_whole_events_that_have_its_marks(self, engine, reader, client):
+        events = [event({"choices": [{"index": 0, "delta": {"content": text}}]}) for text in ("a", "b")]
+        usage = event({"choices": [], "usage": {"completion_tokens": 2}})
+
+        async def script(exchange):
+            await exchange.start(headers=[("content-type", "text/event-stream")])
+            for chunk in (events[0], events[1][:20], events[1][20:], usage[:9], usage[9:], DONE):
+                await exchange.chunk(chunk)
+                await asyncio.sleep(0.01)
+            await exchange.end()
+
+        engine.script, reader.marks = script, (b'"usage"',)
+        response = await client.post(CHAT, json=ASK | {"stream": True})
+        assert response.content == b"".join([*events, usage, DONE])
+        assert reader.seen == [usage]
+
     @pytest.mark.parametrize("ms", [0.5, 50.0])
     async def test_a_reader_that_takes_long_ends_a_stream_in_a_thread(self, engine, reader, client, ms):
         async def script(exchange):
