@@ -98,7 +98,7 @@ def find_mutations(version: str, only: str) -> bool:
     same code, so that nothing is found by chance.
     """
     wanted = [each for each in MUTATIONS if re.search(only, each.about)]
-    sent = f"^keys .*({'|'.join(re.escape(each.case) for each in wanted)})"
+    sent = f"^keys .*({'|'.join(re.escape(each.case) for each in MUTATIONS)})"
     with checkout_of(version) as checkout, ThreadPoolExecutor(2) as pool:
         before, again = pool.map(lambda _: transcript_of(str(checkout), sent), range(2))
         noise = list(differences(before, again))
