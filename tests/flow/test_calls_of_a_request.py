@@ -77,4 +77,4 @@ async def test_a_piece_of_a_stream(engines):
 
         await ask(1)
         few, many = [await calls_of(lambda pieces=pieces: ask(pieces)) for pieces in (10, 160)]
-        assert (many - few) / 150 <= 9
+        assert (many - few) / 150 <= 10
