@@ -110,7 +110,6 @@ class JsonBody:
             if role not in _SPEAKERS or (role == "system" and message["content"].startswith(BILLING)):
                 return False
         self._views["messages"] = messages
-        self._n_values = 3 * len(messages) + len(self._fields)
         return True
 
     @property

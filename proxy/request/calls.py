@@ -262,7 +262,8 @@ class Reply:
         self.has_written = True
         if self.is_events and not self.complete:
             # The end may come in several pieces, and may be followed by a comment.
-            if not chunk.endswith(ENDS) or chunk.endswith(_STREAM_END):
+            is_rest = self._tail != b"\n" and len(chunk) < _MOST_END
+            if is_rest or not chunk.endswith(ENDS) or chunk.endswith(_STREAM_END):
                 self._tail = (self._tail + chunk[-_MOST_END:])[-_MOST_END:]
                 if self._tail.endswith(_END_EVENT):
                     self._note_end()

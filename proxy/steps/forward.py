@@ -414,11 +414,13 @@ class _Stream:
         reader, call = forwarding.hold.answer, forwarding.call
         passage = forwarding.request.passage if is_events else None
         self._response, self._reader, self._put = response, reader, forwarding.reply.put
-        self._events = WholeEvents() if is_events else None
+        # A reader of events gets whole ones, whatever the engine calls its stream.
+        reads_events = reader is not None and not reader.takes_pieces
+        self._events = WholeEvents() if is_events or reads_events else None
         # What whole events pass in turn, and the bytes without which they need not; None: they do anyway.
         self._stages: list[tuple[tuple[bytes, ...] | None, Callable[[bytes], bytes]]] = []
         self._read_piece: Callable[[bytes], bytes] | None = None
-        if reader is not None and is_events and not reader.takes_pieces:
+        if reader is not None and reads_events:
             self._stages.append((reader.marks, reader.feed))
         elif reader is not None:
             self._read_piece = reader.feed

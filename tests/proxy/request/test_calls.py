@@ -196,3 +196,14 @@ async def test_a_whole_answer_was_written():
     await reply.start(200, [])
     await reply.finish(b"{}")
     assert reply.has_written
+
+
+@pytest.mark.parametrize("end", [b"data: [DONE]\n\n", b"data:[DONE]\r\n\r\n"])
+async def test_the_end_of_a_stream_may_be_cut_anywhere(end):
+    for cut in range(1, len(end)):
+        reply = Reply(Nobody())
+        await reply.start(200, [], is_events=True)
+        reply.put(b"data: {}\n\n" + end[:cut])
+        assert not reply.complete
+        reply.put(end[cut:])
+        assert reply.complete, cut

@@ -473,12 +473,13 @@ class TestReaders:
         assert (b"".join(reader.seen), reader.finished) == (response.content, 0)
         assert proxy.last.reported_tokens == 32
 
-    async def test_a_reader_gets_the_whole_events_that_have_its_marks(self, engine, reader, client):
+    @pytest.mark.parametrize("kind", ["text/event-stream", "application/octet-stream"])
+    async def test_a_reader_gets_the_whole_events_that_have_its_marks(self, engine, reader, client, kind):
         events = [event({"choices": [{"index": 0, "delta": {"content": text}}]}) for text in ("a", "b")]
         usage = event({"choices": [], "usage": {"completion_tokens": 2}})
 
         async def script(exchange):
-            await exchange.start(headers=[("content-type", "text/event-stream")])
+            await exchange.start(headers=[("content-type", kind)])
             for chunk in (events[0], events[1][:20], events[1][20:], usage[:9], usage[9:], DONE):
                 await exchange.chunk(chunk)
                 await asyncio.sleep(0.01)

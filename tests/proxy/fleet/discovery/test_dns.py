@@ -11,8 +11,8 @@ import pytest
 from dns.asyncresolver import Resolver
 
 from proxy.fleet.discovery import SourceError
-from proxy.fleet.discovery import finders as finder
-from proxy.fleet.discovery.finders import DnsFinder
+from proxy.fleet.discovery import dns as finder
+from proxy.fleet.discovery.dns import DnsFinder
 from proxy.settings import DiscoverySettings
 
 

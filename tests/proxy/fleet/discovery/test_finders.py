@@ -4,7 +4,8 @@ import sys
 import pytest
 
 from proxy.fleet.discovery import SourceError, finders, finders_of
-from proxy.fleet.discovery.finders import DnsFinder, FileFinder
+from proxy.fleet.discovery.dns import DnsFinder
+from proxy.fleet.discovery.finders import FileFinder
 from proxy.fleet.discovery.kubernetes import KubernetesFinder
 from proxy.settings import Settings, SettingsError, read_engines
 
@@ -25,7 +26,7 @@ def test_each_source_has_its_finder_which_equals_that_of_the_same_settings(tmp_p
 
 
 def test_without_dnspython_the_settings_are_refused(monkeypatch):
-    monkeypatch.setitem(sys.modules, "proxy.fleet.discovery.finders", None)
+    monkeypatch.setitem(sys.modules, "proxy.fleet.discovery.dns", None)
     with pytest.raises(
         SettingsError, match=r"discovery 'dns://a:1' needs dnspython: pip install 'kvpin\[dns\]'"
     ):
