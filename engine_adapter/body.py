@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, KeysView
+from collections.abc import Callable, KeysView, Mapping
 from collections.abc import Set as AbstractSet
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar
@@ -46,7 +46,7 @@ _OF_PLAIN_CHATS = frozenset(
         "user",
     }
 )
-_SPEAKERS = frozenset({"system", "user", "assistant"})
+_SPEAKERS = ("system", "user", "assistant")
 _Text = Annotated[dict[Literal["role", "content"], str], msgspec.Meta(min_length=2)]
 _decode_texts = msgspec.json.Decoder(Annotated[list[_Text], msgspec.Meta(min_length=1)]).decode
 # Messages of a longer body are not decoded on the event loop.
@@ -105,10 +105,8 @@ class JsonBody:
             messages = _decode_texts(raw)
         except UNREADABLE:
             return False
-        for message in messages:
-            role = message["role"]
-            if role not in _SPEAKERS or (role == "system" and message["content"].startswith(BILLING)):
-                return False
+        if not all(map(is_said, messages)):
+            return False
         self._views["messages"] = messages
         return True
 
@@ -211,6 +209,12 @@ class JsonBody:
     def forget(self) -> None:
         """Frees the memory: the body was sent and is not needed again. To read it now is a bug."""
         del self.raw, self._fields, self._scalars, self._views
+
+
+def is_said(message: Mapping[str, Any]) -> bool:
+    """True if a message of a role and a text is one that all engines give their templates alike."""
+    role = message["role"]
+    return role in _SPEAKERS and not (role == "system" and message["content"].startswith(BILLING))
 
 
 def _has_more(raw: msgspec.Raw, most: int) -> bool:

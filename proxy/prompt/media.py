@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from engine_adapter import JsonBody
-from engine_adapter.body import BILLING
+from engine_adapter.body import is_said
 from engine_adapter.off_loop import JSON_BYTES_PER_MS, off_loop
 from proxy.errors import BadRequest
 
@@ -123,8 +123,7 @@ def not_plain(messages: object) -> list[Any]:
         if type(each) is not dict
         or each.keys() != _OF_PLAIN
         or type(each["content"]) is not str
-        or each["role"] not in ("user", "assistant", "system")
-        or (each["role"] == "system" and each["content"].startswith(BILLING))
+        or not is_said(each)
     ]
 
 

@@ -196,3 +196,27 @@ def test_items_that_cannot_be_decoded():
     with pytest.raises(UnreadableField) as caught:
         body.items("prompt")
     assert caught.value.param == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("raw", "is_plain"),
+    [
+        (b'{"model":"m","messages":[{"role":"user","content":"hi"}],"temperature":0}', True),
+        (b'{"messages":[{"content":"a","role":"system"},{"role":"assistant","content":""}]}', True),
+        (b'{"messages":[{"role":"user","content":"hi"}],"cache_salt":"x"}', False),
+        (b'{"messages":[{"role":"user","content":"hi"}],"n":2}', False),
+        (b'{"messages":[{"role":"user","content":"hi","name":"x"}]}', False),
+        (b'{"messages":[{"role":"user","role":"user"}]}', False),
+        (b'{"messages":[{"role":"tool","content":"hi"}]}', False),
+        (b'{"messages":[{"role":"assistant","content":null}]}', False),
+        (b'{"messages":[{"role":"system","content":"x-anthropic-billing-header: cch=1;"}]}', False),
+        (b'{"messages":[{"role":["user"],"content":"hi"}]}', False),
+        (b'{"messages":[]}', False),
+        (b'{"prompt":"hi"}', False),
+    ],
+)
+def test_a_plain_chat_is_texts_that_somebody_says_and_asks_for_nothing_else(raw, is_plain):
+    body = JsonBody(raw)
+    assert body.is_plain is is_plain
+    assert body.replace(tools=[{}]).is_plain is False
+    assert body.view("messages") == msgspec.json.decode(raw).get("messages")
