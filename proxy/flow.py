@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Container, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
@@ -44,7 +43,7 @@ from proxy.request.gate import Admission
 from proxy.request.kept_reasoning import ReasoningSeen
 from proxy.request.records import RequestLog, RequestRecord
 from proxy.request.tenants import Tenants
-from proxy.request.translate import CHAT_PATH, Translated, Translation
+from proxy.request.translate import CHAT_PATH, Translation
 from proxy.request.urgency import deadline_of, priority_of, prompt_tokens_of, tokens_of
 from proxy.request.values_back import ValuesBack, answers_json
 from proxy.steps.attempt import Attempts
@@ -284,13 +283,13 @@ class Flow:
                 request.answered()
                 return
             _put_values_back(ready, reply)  # a response repeats its instructions and tools
-            reply.through(lambda client: Translated(client, translation))
+            reply.stages.insert(0, translation)
         elif call.socket is None:
             noter = self.preparation.destinations.noter(call, lambda: record.attempts[-1])
             if noter is not None:
-                reply.through(noter)
+                reply.stages.insert(0, noter)
         if (keep := ready.keep) is not None:
-            reply.through(lambda client: ReasoningSeen(client, keep))
+            reply.stages.insert(0, ReasoningSeen(keep))
         _put_values_back(ready, reply)
         request.prepared(can_repeat=call.body is None or isinstance(call.body, JsonBody))
 
@@ -312,20 +311,16 @@ class Flow:
         if (api := APIS.get(record.route)) is None:
             return
         asked = api.asked(body, call.headers)
-        reply.through(lambda client: IdNoted(client, record))
+        reply.stages.insert(0, IdNoted(record))
         if asked is not None:
-            reply.through(lambda client: self._diagnosed(Diagnosed(client, api), asked, record, reply))
+            reply.stages.insert(0, stage := Diagnosed(api))
+
+            async def compare() -> None:
+                stage.diagnose = await self.comparison.with_answer(asked, record)
+
+            reply.before = compare
         if record.route == CHAT_PATH and names_the_cache(body):
-            reply.through(
-                lambda client: WritesCounted(client, lambda: self.comparison.tokens_per_block(record))
-            )
-
-    def _diagnosed(self, stage: Diagnosed, asked: str, record: RequestRecord, reply: Reply) -> Diagnosed:
-        async def compare() -> None:
-            stage.diagnose = await self.comparison.with_answer(asked, record)
-
-        reply.before = compare
-        return stage
+            reply.stages.insert(0, WritesCounted(lambda: self.comparison.tokens_per_block(record)))
 
     # --- Place ----------------------------------------------------------------------------------------
 
@@ -468,7 +463,7 @@ def _put_values_back(ready: Ready, reply: Reply) -> None:
     if values := ready.values:
         body = ready.call.body
         is_json = isinstance(body, JsonBody) and answers_json(body)
-        reply.through(partial(ValuesBack, values=values, answers_json=is_json))
+        reply.stages.insert(0, ValuesBack(values, answers_json=is_json))
 
 
 async def _answer_count(ready: Ready, translation: Translation, reply: Reply, record: RequestRecord) -> None:

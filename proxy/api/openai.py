@@ -33,7 +33,7 @@ from proxy.api.models import ALLOW_READS, answer_models, is_of_models, name_in
 from proxy.api.paths import check_method, checked_path
 from proxy.api.relay.to_object_home import PassedToKeeper, is_asked
 from proxy.api.relay.to_owner import PassedToOwner
-from proxy.api.websockets import WebSocketClient, check_websocket, with_key
+from proxy.api.websockets import Subprotocol, check_websocket, with_key
 from proxy.core.life import Cause
 from proxy.errors import (
     ANSWERED,
@@ -287,7 +287,7 @@ class DataPlane:
         tenant, models = (key.tenant, key.models) if key is not None else (None, None)
         check_websocket(path, isolated=self.tenants.isolated)
         passed_on, session = passed_on_headers(headers, self.tenants), session_of(tenant, headers, None)
-        reply.through(lambda client: WebSocketClient(client, headers))
+        reply.stages.append(Subprotocol(headers))
         socket = exchange.socket()
         call = Call(
             own_id, exchange.method, path, passed_on, None, tenant, client_id, session, socket, models

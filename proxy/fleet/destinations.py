@@ -15,7 +15,7 @@ from proxy.errors import BadRequest, Forbidden, ModelRefused, NotFound
 from proxy.fleet.engine import Engine
 from proxy.fleet.fleet import MAX_NAME, Fleet
 from proxy.fleet.pool import Pool
-from proxy.request.calls import Call, Writer
+from proxy.request.calls import Call
 from proxy.request.stored import (
     FOLLOWED,
     AnswerNoter,
@@ -175,8 +175,8 @@ class Destinations:
         """An engine has made an object for a tenant."""
         self._homes.keep(tenant, name, Home(engine_id, _instance_of(self._fleet.engines.get(engine_id))))
 
-    def noter(self, call: Call, engine_id: Callable[[], str]) -> Callable[[Writer], Writer] | None:
-        """A wrapper for the client of a request whose answer makes or deletes an object; None for any other.
+    def noter(self, call: Call, engine_id: Callable[[], str]) -> AnswerNoter | None:
+        """Notes what the answer to a request makes or deletes; None for one that does neither.
 
         `engine_id` tells, once the answer has begun, which engine gives it.
         """
@@ -187,9 +187,7 @@ class Destinations:
             return None
         tenant, homes, name = call.tenant, self._homes, name_in_path(call.path, isolated=self.isolated)
         gone = partial(homes.forget, tenant, name) if route.ends and name is not None else None
-        return lambda client: AnswerNoter(
-            client, route.makes, lambda made: self.note(tenant, made, engine_id()), gone
-        )
+        return AnswerNoter(route.makes, lambda made: self.note(tenant, made, engine_id()), gone)
 
     async def _check(self, call: Call, unknown: Iterable[Name]) -> None:
         """Checks what a request of one of several tenants names, of which kvpin knows no engine.

@@ -24,6 +24,7 @@ from engine_adapter.http.sse import ENDS
 from proxy.errors import code_of
 from proxy.request.dialects import OPENAI, Dialect
 from proxy.request.session import Session
+from proxy.request.stages import Stage, Staged, Writer
 
 # Routes below `/v1` that go on from a prompt.
 PROMPT_ROUTES = frozenset(
@@ -129,19 +130,6 @@ class Call(msgspec.Struct, frozen=True):
 READ_AHEAD = 1024 * 1024
 
 
-class Writer(Protocol):
-    """Where an answer goes."""
-
-    def start(self, status: int, headers: HeaderPairs) -> None:
-        """Begins the answer."""
-
-    def write(self, chunk: bytes) -> None:
-        """Sends bytes of the body."""
-
-    def finish(self, chunk: bytes) -> None:
-        """Sends the last bytes of the body."""
-
-
 class Client(Writer, Protocol):
     """Where an answer goes in the end."""
 
@@ -171,25 +159,6 @@ class Nobody:
         """Drops the last bytes."""
 
 
-class Through:
-    """Passes the answer on to another client. Subclasses change the answer on its way."""
-
-    def __init__(self, client: Writer) -> None:
-        self._client = client
-
-    def start(self, status: int, headers: HeaderPairs) -> None:
-        """Passes status and headers on."""
-        self._client.start(status, headers)
-
-    def write(self, chunk: bytes) -> None:
-        """Passes bytes of the body on."""
-        self._client.write(chunk)
-
-    def finish(self, chunk: bytes) -> None:
-        """Passes the last bytes of the body on."""
-        self._client.finish(chunk)
-
-
 class Reply:
     """An answer on its way to the client.
 
@@ -210,18 +179,19 @@ class Reply:
         on_begin: called once, when the answer begins.
         on_end: called once, when the client has the whole answer. Its engine may still be busy with it.
         on_start: called when the answer of an engine begins. From then on no other engine can be tried.
+        stages: what the answer passes, from its beginning on; the first one gets the engine's bytes.
     """
 
     __slots__ = (
         "_ahead", "_client", "_is_over", "_reads_ahead", "_tail", "_writer", "before", "complete",
         "completed", "dialect", "events", "has_written", "is_events", "on_begin", "on_end", "on_start",
-        "recorded", "started", "status", "waits",
+        "recorded", "stages", "started", "status", "waits",
     )  # fmt: skip
 
     def __init__(self, client: Client, dialect: Dialect = OPENAI, *, reads_ahead: bool = True) -> None:
         """`reads_ahead`: bytes may wait for the client. False where `drain` is what sends them."""
         self._client, self._writer = client, cast("Writer", client)
-        self.dialect = dialect
+        self.dialect, self.stages = dialect, list[Stage]()
         self.before: Callable[[], Awaitable[None]] | None = None
         self.on_begin: Callable[[], None] | None = None
         self.on_end: Callable[[], None] | None = None
@@ -234,16 +204,14 @@ class Reply:
         self._reads_ahead, self._ahead = reads_ahead, 0  # bytes written since the client's socket was full
         self._tail = b"\n"  # the last bytes of the body
 
-    def through(self, wrap: Callable[[Writer], Writer]) -> None:
-        """Sends the answer, before it begins, through what `wrap` returns."""
-        self._writer = wrap(self._writer)
-
     async def start(self, status: int, headers: HeaderPairs, *, is_events: bool = False) -> None:
         """Sends status and headers; names are in lower case. If another engine goes on with the answer, its
         status and headers are dropped."""
         if not self.started:
             if self.before is not None:
                 await self.before()
+            if self.stages:
+                self._writer = Staged(self._client, self.stages)
             self._writer.start(status, headers)
             self.status = status
             if self.on_begin is not None:

@@ -10,7 +10,7 @@ each answer on these routes. All other fields keep their bytes.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,21 +20,18 @@ from typing_extensions import override
 
 from engine_adapter import (
     UNREADABLE,
-    HeaderPairs,
     Headers,
     JsonBody,
-    WholeEvents,
     decode_object,
     read_streamed_usage,
 )
 from proxy.core.misses import Diagnosis, anthropic_diagnostics, openai_diagnostics
 from proxy.errors import BadRequest
 from proxy.headers import COMPARISON_HEADER
-from proxy.request.calls import Through, Writer
+from proxy.request.chats import ChatUsage
 from proxy.request.records import RequestRecord
-from proxy.request.translate.chats import ChatUsage
+from proxy.request.stages import ERROR, Event, Stage
 
-_ERROR = 400
 # The first id of a stream is that of its answer.
 _ID = re.compile(rb'"id"\s*:\s*"([^"\\]{1,256})"')
 
@@ -109,95 +106,45 @@ APIS: Mapping[str, Api] = {
 """Route → the API with diagnostics."""
 
 
-class IdNoted(Through):
+class IdNoted(Stage):
     """Notes the id of an answer on its way to the client: later requests may ask to be compared with it."""
 
-    def __init__(self, client: Writer, record: RequestRecord) -> None:
-        super().__init__(client)
-        self._record = record
-        self._is_stream = self._is_error = False
+    def __init__(self, record: RequestRecord) -> None:
+        self._record, self.marks = record, (b'"id"',)
 
     @override
-    def start(self, status: int, headers: HeaderPairs) -> None:
-        self._is_error = status >= _ERROR
-        self._client.start(status, headers)
-
-    @override
-    def write(self, chunk: bytes) -> None:
-        self._is_stream = True
-        if self._finds_id(chunk):
-            self.write = self._client.write  # type: ignore[method-assign]  # nothing more is read
-        self._client.write(chunk)
-
-    @override
-    def finish(self, chunk: bytes) -> None:
-        if self._is_stream:
-            self._finds_id(chunk)
-        elif not self._is_error:
+    def event(self, event: Event) -> Iterable[Event]:
+        if not event.is_whole:
+            if (found := _ID.search(event.raw)) is not None and self.marks:
+                self._record.answer_id, self.marks = found[1].decode(errors="replace"), ()
+        elif self.status < ERROR:
             with suppress(*UNREADABLE):
-                self._record.answer_id = msgspec.json.decode(chunk, type=_Answer).id
-        self._client.finish(chunk)
-
-    def _finds_id(self, chunk: bytes) -> bool:
-        """Notes the first id in a stream. True once it is known."""
-        if self._record.answer_id is None and (found := _ID.search(chunk)) is not None:
-            self._record.answer_id = found[1].decode(errors="replace")
-        return self._record.answer_id is not None
+                self._record.answer_id = msgspec.json.decode(event.raw, type=_Answer).id
+        return (event,)
 
 
 class _Answer(msgspec.Struct):
     id: str | None = None
 
 
-class Rewritten(Through):
+class Rewritten(Stage):
     """Changes the JSON of an answer on its way to the client: a whole answer, and the events of a stream that
-    hold one of `_marks`. Errors, and all that `_changed` cannot read, keep their bytes."""
+    hold one of `marks`. Errors, and all that `_changed` cannot read, keep their bytes."""
 
-    _marks: tuple[bytes, ...]
+    changes = True
 
-    def __init__(self, client: Writer) -> None:
-        super().__init__(client)
-        self._is_stream = self._is_error = False
-        self._events = WholeEvents()
+    @override
+    def event(self, event: Event) -> Iterable[Event]:
+        if event.is_whole and self.status >= ERROR:
+            return (event,)
+        with suppress(KeyError, *UNREADABLE):
+            if (changed := self._changed(event)) is not None:
+                return (event.with_data(changed),)
+        return (event,)
 
-    def _changed(self, data: bytes) -> bytes:
-        """A whole answer, or the data of an event. Raises KeyError, or an error of UNREADABLE."""
+    def _changed(self, event: Event) -> bytes | None:
+        """The data with the change; None if there is none. Raises KeyError, or an error of UNREADABLE."""
         raise NotImplementedError
-
-    @override
-    def start(self, status: int, headers: HeaderPairs) -> None:
-        self._is_error = status >= _ERROR
-        self._client.start(status, [pair for pair in headers if pair[0] != b"content-length"])
-
-    @override
-    def write(self, chunk: bytes) -> None:
-        self._is_stream = True
-        if whole := b"".join(map(self._event, self._events.feed(chunk))):
-            self._client.write(whole)
-
-    @override
-    def finish(self, chunk: bytes) -> None:
-        if self._is_stream:
-            last = b"".join(map(self._event, self._events.feed(chunk)))
-            self._client.finish(last + self._events.rest)
-        else:
-            self._client.finish(chunk if self._is_error else self._or_as_it_was(chunk))
-
-    def _event(self, event: bytes) -> bytes:
-        start = event.find(b"data:")
-        if start < 0 or not any(mark in event for mark in self._marks):
-            return event
-        line = event[start + len(b"data:") :]
-        data = line.strip()
-        if (changed := self._or_as_it_was(data)) is data:
-            return event
-        return event[:start] + b"data: " + changed + line[len(line.rstrip()) :]
-
-    def _or_as_it_was(self, data: bytes) -> bytes:
-        try:
-            return self._changed(data)
-        except (KeyError, *UNREADABLE):
-            return data
 
 
 class Diagnosed(Rewritten):
@@ -208,33 +155,31 @@ class Diagnosed(Rewritten):
             the answer begins.
     """
 
-    def __init__(self, client: Writer, api: Api) -> None:
-        super().__init__(client)
-        self._api, self._marks = api, api.events
+    def __init__(self, api: Api) -> None:
+        self._api, self.marks = api, api.events
         self.diagnose: Diagnose | None = None
 
     @override
-    def _changed(self, data: bytes) -> bytes:
-        within = self._api.within
-        if not self._is_stream:
-            return self._with_field(data)
-        fields = decode_object(data)
-        part = bytes(fields[within or "usage"])
-        if part == b"null":
-            return data
+    def _changed(self, event: Event) -> bytes | None:
+        within, is_early = self._api.within, self._api.is_early
+        if event.is_whole:
+            return self._with_field(event)
+        part = Event(bytes(event.fields[within or "usage"]), is_whole=True)
+        if part.raw == b"null":
+            return None
         if within is None:
-            return self._with_field(data)
-        fields[within] = msgspec.Raw(self._with_field(part))
-        return msgspec.json.encode(fields)
+            return self._with_field(event, is_early=is_early)
+        told = msgspec.Raw(self._with_field(part, is_early=is_early))
+        return msgspec.json.encode(event.fields | {within: told})
 
-    def _with_field(self, answer: bytes) -> bytes:
+    def _with_field(self, answer: Event, *, is_early: bool = False) -> bytes:
         """The answer with the diagnostics; every other field keeps its bytes."""
-        fields = decode_object(answer)
-        reused = read_streamed_usage(answer).cached_tokens
-        is_open = self._is_stream and self._api.is_early
-        diagnosis = None if self.diagnose is None else self.diagnose((reused or None) if is_open else reused)
-        fields[self._api.field] = msgspec.Raw(msgspec.json.encode(self._api.written(diagnosis)))
-        return msgspec.json.encode(fields)
+        reused = read_streamed_usage(answer.data).cached_tokens
+        if is_early:
+            reused = reused or None
+        diagnosis = None if self.diagnose is None else self.diagnose(reused)
+        told = msgspec.Raw(msgspec.json.encode(self._api.written(diagnosis)))
+        return msgspec.json.encode(answer.fields | {self._api.field: told})
 
 
 # `prompt_cache_options`, `prompt_cache_key`, `prompt_cache_retention`, `prompt_cache_breakpoint`.
@@ -250,20 +195,18 @@ def names_the_cache(body: JsonBody) -> bool:
 class WritesCounted(Rewritten):
     """Adds `cache_write_tokens` to the usage of an answer."""
 
-    _marks = (b'"prompt_tokens"',)
+    marks = (b'"prompt_tokens"',)
 
-    def __init__(self, client: Writer, tokens_per_block: Callable[[], int | None]) -> None:
+    def __init__(self, tokens_per_block: Callable[[], int | None]) -> None:
         """`tokens_per_block`: of the engine that answers, asked when its usage comes."""
-        super().__init__(client)
         self._block = tokens_per_block
 
     @override
-    def _changed(self, data: bytes) -> bytes:
-        fields = decode_object(data)
-        usage = msgspec.json.decode(fields["usage"], type=dict[str, msgspec.Raw])
-        counts = msgspec.json.decode(fields["usage"], type=ChatUsage)
+    def _changed(self, event: Event) -> bytes:
+        given = event.fields["usage"]
+        usage = msgspec.json.decode(given, type=dict[str, msgspec.Raw])
+        counts = msgspec.json.decode(given, type=ChatUsage)
         details = decode_object(usage.get(_DETAILS, b"null")) if counts.prompt_tokens_details else {}
         details["cache_write_tokens"] = msgspec.Raw(b"%d" % counts.written(self._block()))
         usage[_DETAILS] = msgspec.Raw(msgspec.json.encode(details))
-        fields["usage"] = msgspec.Raw(msgspec.json.encode(usage))
-        return msgspec.json.encode(fields)
+        return msgspec.json.encode(event.fields | {"usage": msgspec.Raw(msgspec.json.encode(usage))})

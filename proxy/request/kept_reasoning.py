@@ -9,7 +9,7 @@ one conversation gets into no other, and a tenant gets only its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from hashlib import blake2b
@@ -18,12 +18,12 @@ from typing import Any
 import msgspec
 from typing_extensions import override
 
-from engine_adapter import UNREADABLE, HeaderPairs, JsonBody, WholeEvents, decode_object
+from engine_adapter import UNREADABLE, JsonBody, decode_object
 from engine_adapter.off_loop import JSON_BYTES_PER_MS, VALUES_PER_MS, off_loop
 from proxy.errors import EngineFailed
-from proxy.request.calls import Through, Writer
+from proxy.request.chats import Chat, ToolCall
 from proxy.request.records import Sources
-from proxy.request.translate.chats import Chat, ToolCall, read_chat
+from proxy.request.stages import DONE, ERROR, Event, Stage
 
 LIMIT_BYTES = 32 << 20
 """Reasoning that is kept, of all tenants together."""
@@ -35,7 +35,6 @@ _THOUGHTS = ("reasoning_content", "reasoning")
 _BESIDE = ("tools", "functions", "documents", "chat_template_kwargs")
 # Hashing a value takes so many times as long as looking at it.
 _WORK_OF_A_VALUE = 8
-_DONE, _ERROR = b"[DONE]", 400
 Keep = Callable[[str, list[tuple[str, str, str]], str], None]
 """Takes what an answer says: its text, its calls (id, name, arguments), its reasoning."""
 
@@ -72,47 +71,26 @@ class KeptReasoning:
         return body, None if body.hint("n") not in (None, 1) else keep
 
 
-class ReasoningSeen(Through):
-    """Reads the reasoning of a chat's answer on its way to the client. All bytes pass as they are."""
+class ReasoningSeen(Stage):
+    """Reads the reasoning of a chat's answer on its way to the client."""
 
-    def __init__(self, client: Writer, keep: Keep) -> None:
+    def __init__(self, keep: Keep) -> None:
         """`keep` is called once, before the client has the end of the answer."""
-        super().__init__(client)
-        self._keep: Keep | None = keep
-        self._events = WholeEvents()
-        self._is_stream = False
+        self._keep = keep
         self._texts, self._thoughts = list[str](), list[str]()
         self._calls = dict[int, list[str]]()
 
     @override
-    def start(self, status: int, headers: HeaderPairs) -> None:
-        if status >= _ERROR:
-            self._keep = None
-        self._client.start(status, headers)
-
-    @override
-    def write(self, chunk: bytes) -> None:
-        self._is_stream = True
-        if self._keep is not None and not self._events.may_hold(chunk):
-            self._keep = None
-        for event in self._events.feed(chunk) if self._keep is not None else ():
-            self._read(event.partition(b"data:")[2].strip())
-        self._client.write(chunk)
-
-    @override
-    def finish(self, chunk: bytes) -> None:
-        if not self._is_stream:
-            self._read(chunk)
-        self._client.finish(chunk)
-
-    def _read(self, content: bytes) -> None:
+    def event(self, event: Event) -> Iterable[Event]:
         """Reads a whole answer, or a chunk of one; nothing is kept of what is none."""
-        if self._keep is None or not content or content == _DONE:
-            return
-        try:
-            self._take(read_chat(content))
-        except EngineFailed:
-            self._keep = None
+        if self.marks is None and event.data and event.data != DONE:
+            try:
+                chat = event.chat
+            except EngineFailed:
+                self.marks = ()
+            else:
+                self._take(chat)
+        return (event,)
 
     def _take(self, chunk: Chat) -> None:
         for choice in chunk.choices[:1]:
@@ -122,11 +100,11 @@ class ReasoningSeen(Through):
                 self._thoughts.append(said.thoughts)
                 for at, call in enumerate(said.tool_calls or ()):
                     self._add(at if call.index is None else call.index, call)
-            if (choice.finish_reason or choice.message is not None) and self._keep is not None:
-                if thoughts := "".join(self._thoughts):
+            if choice.finish_reason or choice.message is not None:
+                self.marks = ()
+                if self.status < ERROR and (thoughts := "".join(self._thoughts)):
                     calls = [(name, tool, given) for name, tool, given in self._calls.values()]
                     self._keep("".join(self._texts), calls, thoughts)
-                self._keep = None
 
     def _add(self, index: int, call: ToolCall) -> None:
         known = self._calls.setdefault(index, ["", "", ""])

@@ -17,7 +17,7 @@ from engine_adapter import UNREADABLE, RawFields, decode_object
 from engine_adapter.http.usage import choices_of, is_usage_alone
 from proxy.api.fan_out.split import Place, Several
 from proxy.errors import EngineFailed
-from proxy.request.translate.translation import DONE
+from proxy.request.stages import DONE, Event
 
 _decode_choices = msgspec.json.Decoder(list[RawFields]).decode
 _encode = msgspec.json.encode
@@ -103,23 +103,22 @@ class JoinedStream:
         self._head: RawFields = {}
         self._usages: dict[int, tuple[Place, RawFields, dict[str, Any]]] = {}
 
-    def event(self, place: Place, data: bytes) -> bytes:
+    def event(self, place: Place, event: Event) -> bytes:
         """Turns a part's event into the client's. Returns b"" for usage, which is held back, and for the end.
 
         Raises:
             EngineFailed: it is no event of a chat or completion.
         """
-        if data == DONE:
+        if event.data == DONE:
             return b""
         try:
-            fields = decode_object(data)
-            choices = choices_of(fields)
-            usage = _usage_in(fields) if is_usage_alone(fields, choices) else None
+            choices = choices_of(event.fields)
+            usage = _usage_in(event.fields) if is_usage_alone(event.fields, choices) else None
         except UNREADABLE as error:
             raise EngineFailed("an engine's stream has an event that is none of a chat") from error
         if not self._head:
-            self._head = {name: fields[name] for name in _OF_ALL if name in fields}
-        fields |= self._head
+            self._head = {name: event.fields[name] for name in _OF_ALL if name in event.fields}
+        fields = event.fields | self._head
         if usage is not None:
             self._usages[place.index] = place, fields, usage
             return b""
@@ -130,9 +129,9 @@ class JoinedStream:
         return b"data: " + _encode(fields) + b"\n\n"
 
     @staticmethod
-    def ends(data: bytes) -> bool:
+    def ends(event: Event) -> bool:
         """True if an event is the last of a part."""
-        return data == DONE
+        return event.data == DONE
 
     def end(self, cached: int | None = None) -> bytes:
         """The last events, when all streams have ended: usage, if the engines sent it, and the end. `cached`:
@@ -144,12 +143,12 @@ class JoinedStream:
         return b"data: " + _encode({**usages[0][1], "choices": [], "usage": total}) + b"\n\n" + _LAST
 
 
-def is_error(data: bytes) -> bool:
-    """True if the data of an event says that the stream has failed."""
-    if b'"error"' not in data:
+def is_error(event: Event) -> bool:
+    """True if an event says that the stream has failed."""
+    if b'"error"' not in event.data:
         return False
     try:
-        return decode_object(data).get("error", _NOTHING) != _NOTHING
+        return event.fields.get("error", _NOTHING) != _NOTHING
     except UNREADABLE:
         return False
 
@@ -200,50 +199,41 @@ def _score(choice: RawFields) -> float:
     return sum(known) / len(known) if known else float("-inf")
 
 
-_decode_any = msgspec.json.Decoder(RawFields | None).decode
-
-
-def _object(content: bytes) -> RawFields:
-    """The answer to a single request."""
-    try:
-        return decode_object(content)
-    except UNREADABLE as error:
-        raise EngineFailed("an engine's answer to a single request is no object") from error
-
-
 def joined_list(
     several: Several,  # noqa: ARG001 - as `joined` has it
     answers: Iterable[tuple[Place, bytes]],
     cached: int | None = None,  # noqa: ARG001 - likewise
 ) -> bytes:
     """The list. `answers` are those of all parts, in their order. Raises EngineFailed: one is no object."""
-    return _encode([_numbered(place, _object(content)) for place, content in answers])
+    return _encode([_numbered(place, Event(content, is_whole=True)) for place, content in answers])
 
 
 class ListedStream:
     """The events of several streams, as those of one. Each ends with an event that says `stop`."""
 
-    def event(self, place: Place, data: bytes) -> bytes:
+    def event(self, place: Place, event: Event) -> bytes:
         """The event for the client, from one of a part; b"" for one without content.
 
         Raises:
             EngineFailed: it is no object.
         """
-        try:
-            fields = _decode_any(data)
-        except UNREADABLE as error:
-            raise EngineFailed("an engine's stream has an event that is no object") from error
-        return b"data: " + _encode(_numbered(place, fields)) + b"\n\n" if fields else b""
+        fields = {} if event.data == b"null" else _numbered(place, event)
+        return b"data: " + _encode(fields) + b"\n\n" if fields else b""
 
     @staticmethod
-    def ends(data: bytes) -> bool:
+    def ends(event: Event) -> bool:
         """True if an event is the last of a part."""
-        return b'"stop":true' in data
+        return b'"stop":true' in event.data
 
     def end(self, cached: int | None = None) -> bytes:  # noqa: ARG002 - as `JoinedStream` has it
         """Nothing: these streams have no event for their end."""
         return b""
 
 
-def _numbered(place: Place, fields: RawFields) -> RawFields:
+def _numbered(place: Place, answer: Event) -> RawFields:
+    """The fields of an answer to a single request, or of an event of one, with the index of their place."""
+    try:
+        fields = answer.fields
+    except UNREADABLE as error:
+        raise EngineFailed("an engine's answer to a single request is no object") from error
     return fields | {"index": Raw(b"%d" % place.index)} if "index" in fields else fields

@@ -7,11 +7,12 @@ event of the stream, which then breaks off. The other parts are cancelled.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
+from typing_extensions import override
 
 from engine_adapter import NATIVE_ROUTES, Capability, HeaderPairs, JsonBody
 from engine_adapter.off_loop import VALUES_PER_MS, off_loop
@@ -29,7 +30,7 @@ from proxy.flow import Flow
 from proxy.request.calls import Call, Nobody, Reply
 from proxy.request.dialects import error_body
 from proxy.request.gate import Admission
-from proxy.request.translate.translation import Events
+from proxy.request.stages import Event, Stage
 
 # Parts of one request that are served at the same time, and the most that their bodies take. Others wait.
 AT_ONCE = 128
@@ -193,8 +194,10 @@ async def _serve_part(
         client_id=call.answer_id,
         body=part.body,
     )
+    reply = Reply(client, reads_ahead=False)
+    reply.stages.append(client)
     with admitted:
-        await flow.serve(own, Reply(client, reads_ahead=False), admitted)
+        await flow.serve(own, reply, admitted)
     client.check()
 
 
@@ -262,13 +265,15 @@ class _Answer:
         await self._reply.finish(content)
 
 
-class _PartClient:
-    """The client of one part. Holds the events that it got until it is drained."""
+class _PartClient(Stage):
+    """The client of one part, and the last stage that its answer passes: of a stream, it makes the client's
+    events, and holds them until it is drained."""
+
+    changes = True
 
     def __init__(self, place: Place, answer: _Answer) -> None:
         self._place, self._answer = place, answer
-        self._events = Events() if answer.streams else None
-        self._status, self._headers = _OK, HeaderPairs()
+        self._headers = HeaderPairs()
         self._content: list[bytes] = []  # of an answer that is no stream
         self._to_send = b""
         self._error: bytes | None = None
@@ -282,36 +287,48 @@ class _PartClient:
         events, self._to_send = self._to_send, b""
         await self._answer.send(events, self._headers)
 
+    @override
+    def event(self, event: Event) -> Iterable[Event]:
+        stream = self._answer.stream
+        if event.is_whole or not self._is_merged:
+            return (event,)
+        if not event.data or self._error is not None:
+            return ()
+        self._is_complete = self._is_complete or stream.ends(event)
+        if is_error(event):
+            self._error = event.data
+            return ()
+        return (Event(stream.event(self._place, event)),)
+
     def start(self, status: int, headers: HeaderPairs) -> None:
-        self._status, self._headers = status, [pair for pair in headers if pair[0] != b"content-length"]
+        self.status, self._headers = status, headers
 
     def write(self, chunk: bytes) -> None:
-        if self._events is None or self._status != _OK:
+        if self._is_merged:
+            self._to_send += chunk
+        else:
             self._content.append(chunk)
-            return
-        for data in self._events.feed(chunk):
-            if self._answer.stream.ends(data):
-                self._is_complete = True
-            if self._error is None and is_error(data):
-                self._error = data
-            elif self._error is None:
-                self._to_send += self._answer.stream.event(self._place, data)
 
     def finish(self, chunk: bytes) -> None:
         self.write(chunk)
-        self._is_complete = self._is_complete or self._events is None
+        self._is_complete = self._is_complete or not self._answer.streams
+
+    @property
+    def _is_merged(self) -> bool:
+        """True if its events are events of the client's."""
+        return self._answer.streams and self.status == _OK
 
     def check(self) -> None:
         """The part has ended: notes its answer. Raises _Failed if that is an error or not complete."""
         content = b"".join(self._content)
-        if self._status != _OK:
-            raise _Failed(content, self._headers, self._status)
-        if self._events is None and not self._is_complete:
+        if self.status != _OK:
+            raise _Failed(content, self._headers, self.status)
+        if not (self._answer.streams or self._is_complete):
             raise EngineFailed(_BROKEN_OFF)
         if self._error is not None or not self._is_complete:
             error = self._error or error_body(_BROKEN_OFF, kind="server_error")
             raise _Failed(error, self._headers)
-        if self._events is None:
+        if not self._answer.streams:
             self._answer.whole[self._place.index] = self._place, content
             if not self._place.index:
                 self._answer.headers = self._headers

@@ -182,6 +182,22 @@ RESPONSE_FIELDS: Rows = {
     ),
 }  # fmt: skip
 
+
+class Stop(NamedTuple):
+    """Why an answer ended: Anthropic's `stop_reason`, and the reason of a response that is incomplete."""
+
+    of_message: str
+    of_response: str | None = None
+
+
+STOPS: Mapping[str, Stop] = {
+    "stop": Stop("end_turn"),
+    "length": Stop("max_tokens", "max_output_tokens"),
+    "tool_calls": Stop("tool_use"),
+    "content_filter": Stop("refusal", "content_filter"),
+}
+"""A chat's `finish_reason` → what it is in the other APIs."""
+
 TOLD = frozenset({Fate.TEXT, Fate.LEFT_OUT})
 """Fates that the client is told of."""
 _VERSION = re.compile(r"_\d{8}|_\d{4}_\d\d_\d\d")

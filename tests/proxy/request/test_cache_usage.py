@@ -6,28 +6,17 @@ import pytest
 
 from engine_adapter import JsonBody
 from proxy.request.diagnostics import WritesCounted, names_the_cache
-from tests.proxy.request.test_diagnostics import Client
-
-HEAD = 200, [(b"content-type", b"application/json"), (b"content-length", b"9")]
+from tests.proxy.request.passing import passed
 
 
 def whole(answer, status=200):
-    client = Client()
-    counted = WritesCounted(client, lambda: 16)
-    counted.start(status, HEAD[1])
-    counted.finish(answer)
+    client = passed(WritesCounted(lambda: 16), whole=answer, status=status)
     assert (b"content-length", b"9") not in client.head[1]
     return client.body
 
 
 def streamed(*chunks):
-    client = Client()
-    counted = WritesCounted(client, lambda: 16)
-    counted.start(*HEAD)
-    for chunk in chunks[:-1]:
-        counted.write(chunk)
-    counted.finish(chunks[-1])
-    return client.body
+    return passed(WritesCounted(lambda: 16), chunks=chunks).body
 
 
 @pytest.mark.parametrize(

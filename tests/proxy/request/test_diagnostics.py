@@ -8,6 +8,7 @@ from proxy.core.misses import Compared, Diagnosis
 from proxy.errors import BadRequest
 from proxy.request.diagnostics import APIS, Diagnosed, IdNoted
 from proxy.request.records import RequestRecord
+from tests.proxy.request.passing import passed
 
 RESPONSES, MESSAGES = APIS["/v1/responses"], APIS["/v1/messages"]
 CHATS = APIS["/v1/chat/completions"]
@@ -20,59 +21,31 @@ MISSED = Diagnosis(
 )  # fmt: skip
 
 
-class Client:
-    """Collects what a client gets."""
-
-    is_full = False
-
-    def __init__(self):
-        self.head, self.chunks = None, []
-
-    async def drain(self):
-        self.chunks.append("drained")
-
-    def start(self, status, headers):
-        self.head = status, headers
-
-    def write(self, chunk):
-        self.chunks.append(chunk)
-
-    finish = write
-
-    @property
-    def body(self):
-        return b"".join(self.chunks)
-
-
 class World:
     """A client behind the diagnostics, the ids that were noted, and what was asked about them."""
 
     def __init__(self, api, asked, diagnosis=MISSED):
-        self.client, self.compared = Client(), []
+        self.compared = []
         self.record = RequestRecord("r", 0.0, "/v1/x", None, None, stream=False)
-        self.through = IdNoted(self.client, self.record)
+        self.stages = [IdNoted(self.record)]
         if asked is not None:
-            self.through = Diagnosed(self.through, api)
+            self.stages.insert(0, Diagnosed(api))
 
             def diagnose(reused):
                 self.compared.append(reused)
                 return diagnosis
 
-            self.through.diagnose = diagnose if diagnosis is not None else None
+            self.stages[0].diagnose = diagnose if diagnosis is not None else None
 
     @property
     def ids(self):
         return [self.record.answer_id] if self.record.answer_id is not None else []
 
     def json(self, answer, status=200):
-        self.through.start(status, [(b"content-type", b"application/json"), (b"content-length", b"9")])
-        self.through.finish(answer)
+        self.client = passed(*self.stages, whole=answer, status=status)
 
     def stream(self, *chunks):
-        self.through.start(200, [(b"content-type", b"text/event-stream")])
-        for chunk in chunks[:-1]:
-            self.through.write(chunk)
-        self.through.finish(chunks[-1])
+        self.client = passed(*self.stages, chunks=chunks)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +94,7 @@ def test_nothing_more_is_read_once_the_id_is_known():
     world = World(CHATS, None)
     world.stream(b'data: {"id": "chatcmpl-1"}\n\n', b'data: {"id": "chatcmpl-2"}\n\n', b"data: [DONE]\n\n")
     assert world.ids == ["chatcmpl-1"]
-    assert world.through.write == world.client.write
+    assert world.stages[0].marks == ()
     assert world.client.body.endswith(b"[DONE]\n\n")
 
 
@@ -184,7 +157,7 @@ class TestStreams:
     def test_keep_their_chunks_unless_asked(self):
         world = World(RESPONSES, None)
         world.stream(CREATED, DELTA[:9], DELTA[9:] + DONE)
-        assert world.client.chunks == [CREATED, DELTA[:9], DELTA[9:] + DONE]
+        assert world.client.chunks == [CREATED, DELTA[:9], DELTA[9:] + DONE, b""]
         assert world.ids == ["resp_2"]
 
     def test_a_response_gets_the_field_in_its_last_event(self):

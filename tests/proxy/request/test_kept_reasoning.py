@@ -7,12 +7,12 @@ import pytest
 
 from engine_adapter import JsonBody
 from proxy.core.normalise import Rule
-from proxy.request.calls import Nobody
 from proxy.request.kept_reasoning import OVERHEAD, KeptReasoning, ReasoningSeen
 from proxy.request.normalising import ChosenRules, Normalising
 from proxy.request.tenants import ApiKey, Tenants
 from proxy.request.translate import ResponseStore, translations
 from tests.fakes import ASK, CHAT, INFO, FakeAdapter, client_of, event, proxy_over
+from tests.proxy.request.passing import passed
 
 USER = {"role": "user", "content": "How high is the water?"}
 CALL = {"id": "c1", "type": "function", "function": {"name": "tide", "arguments": '{"port": "Brest"}'}}
@@ -177,11 +177,8 @@ async def kept_after(*chunks, status=200, whole=False, limit=None):
     """What is put back after an answer to USER that came so."""
     kept = KeptReasoning() if limit is None else KeptReasoning(limit)
     _, keep = await kept.put_back(body_of(USER), None)
-    seen = ReasoningSeen(Nobody(), keep)
-    seen.start(status, [])
-    for chunk in () if whole else chunks:
-        seen.write(chunk)
-    seen.finish(chunks[0] if whole else b"")
+    sent = {"whole": chunks[0]} if whole else {"chunks": chunks}
+    assert passed(ReasoningSeen(keep), status=status, **sent).body == b"".join(chunks)
     body, _ = await kept.put_back(body_of(USER, SAID), None)
     return json.loads(body.raw)["messages"][1].get("reasoning_content")
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from engine_adapter import JsonBody
 from proxy.request.values_back import ValuesBack, answers_json
+from tests.proxy.request.passing import passed
 
 VALUES = {"[[path 1]]": "/home/me/x", "[[path 2]]": 'C:\\Users\\"me"'}
 TEXT = "Look at [[path 1]]/a.py, [[path 1] and [[path 3]] in [[path 2]]. [["
@@ -15,34 +16,16 @@ BACK = 'Look at /home/me/x/a.py, [[path 1] and [[path 3]] in C:\\Users\\"me". [[
 ARGUMENTS = json.dumps({"path": "[[path 2]]\\a.py", "text": TEXT})
 
 
-class Kept:
-    is_full = False
-
-    def __init__(self):
-        self.body = b""
-
-    def start(self, status, headers):
-        self.headers = dict(headers)
-
-    def write(self, chunk):
-        self.body += chunk
-
-    finish = write
-
-
 def events(body):
     return [json.loads(line[6:]) for line in body.decode().split("\n") if line.startswith("data: {")]
 
 
-def passed(chunks, kind="text/event-stream", **options):
-    kept = Kept()
-    back = ValuesBack(kept, VALUES, **options)
-    back.start(200, [(b"content-type", kind.encode()), (b"content-length", b"1")])
-    for chunk in chunks:
-        back.write(chunk)
-    back.finish(b"")
-    assert b"content-length" not in kept.headers
-    return kept.body
+def streamed(chunks, **options):
+    return passed(ValuesBack(VALUES, **options), chunks=chunks).body
+
+
+def answered(answer, **options):
+    return passed(ValuesBack(VALUES, **options), whole=answer).body
 
 
 def stream(*bodies, name=None):
@@ -62,7 +45,7 @@ def choice(delta, index=0, reason=None):
 @pytest.mark.parametrize("field", ["content", "reasoning_content"])
 def test_texts_of_a_stream(size, field):
     pieces = [choice({field: piece}) for piece in cut(TEXT, size)]
-    body = passed([*stream(*pieces, choice({}, reason="stop")), b"data: [DONE]\n\n"])
+    body = streamed([*stream(*pieces, choice({}, reason="stop")), b"data: [DONE]\n\n"])
     deltas = [each["choices"][0] for each in events(body)]
     assert "".join(each["delta"].get(field, "") for each in deltas) == BACK
     assert [each["finish_reason"] for each in deltas[:-1]] == [None] * (len(deltas) - 1)
@@ -88,7 +71,7 @@ def test_arguments_of_calls_in_a_stream_stay_json(size):
     # Two choices at a time.
     both = [each for one in calls for each in (one, {"choices": [{**one["choices"][0], "index": 1}]})]
     got, ids = {}, []
-    for each in events(passed(stream(*both, choice({}, 0, "tool_calls"), choice({}, 1, "tool_calls")))):
+    for each in events(streamed(stream(*both, choice({}, 0, "tool_calls"), choice({}, 1, "tool_calls")))):
         for told in each["choices"]:
             for made in told["delta"].get("tool_calls", ()):
                 ids += [made["id"]] if "id" in made else []
@@ -106,7 +89,7 @@ def test_calls_whose_pieces_come_by_turns(size):
 
     pieces = [piece(at, text) for text in cut(ARGUMENTS, size) for at in range(2)]
     got = {0: "", 1: ""}
-    for each in events(passed(stream(*pieces, choice({}, 0, "tool_calls")))):
+    for each in events(streamed(stream(*pieces, choice({}, 0, "tool_calls")))):
         for made in each["choices"][0]["delta"].get("tool_calls", ()):
             got[made["index"]] += made["function"]["arguments"]
     assert [json.loads(text)["text"] for text in got.values()] == [BACK, BACK]
@@ -114,7 +97,7 @@ def test_calls_whose_pieces_come_by_turns(size):
     turns = [
         {"type": kind, "item_id": name, "delta": text} for text in cut(ARGUMENTS, size) for name in ("i", "j")
     ]
-    told = events(passed(stream(*turns)))
+    told = events(streamed(stream(*turns)))
     for name in ("i", "j"):
         text = "".join(each["delta"] for each in told if each["item_id"] == name)
         assert json.loads(text)["text"] == BACK
@@ -134,28 +117,21 @@ def test_json_within_json_stays_json(size):
         assert (json.loads(got["list"]), got["say"]) == ([path], f'in "{path}"')
 
     pieces = [choice({"function_call": {"arguments": piece}}) for piece in cut(json.dumps(DEEP), size)]
-    got = events(passed(stream(*pieces, choice({}, reason="function_call"))))
+    got = events(streamed(stream(*pieces, choice({}, reason="function_call"))))
     check(
         json.loads(
             "".join(each["choices"][0]["delta"].get("function_call", {}).get("arguments", "") for each in got)
         )
     )
     whole = {"content": [{"type": "tool_use", "input": DEEP}, {"arguments": json.dumps(DEEP)}]}
-    told = json.loads(passed([json.dumps(whole).encode()], "application/json"))["content"]
+    told = json.loads(answered(json.dumps(whole).encode()))["content"]
     check(told[0]["input"])
     check(json.loads(told[1]["arguments"]))
 
 
-def test_arguments_as_clients_called_tools_before():
-    pieces = [choice({"function_call": {"arguments": piece}}) for piece in cut(ARGUMENTS, 3)]
-    got = events(passed(stream(*pieces, choice({}, reason="function_call"))))
-    text = "".join(each["choices"][0]["delta"].get("function_call", {}).get("arguments", "") for each in got)
-    assert json.loads(text)["text"] == BACK
-
-
 def test_what_waits_is_told_before_the_call_that_follows():
     called = {"tool_calls": [{"index": 0, "id": "c", "function": {"name": "f", "arguments": "[["}}]}
-    body = passed(stream(choice({"content": "a [[pa"}), choice(called), choice({}, reason="stop")))
+    body = streamed(stream(choice({"content": "a [[pa"}), choice(called), choice({}, reason="stop")))
     texts = [each["choices"][0]["delta"] for each in events(body)]
     assert [each.get("content") for each in texts] == ["a ", "[[pa", None, None, None]
     calls = [each["tool_calls"][0] for each in texts if "tool_calls" in each]
@@ -164,7 +140,7 @@ def test_what_waits_is_told_before_the_call_that_follows():
 
 
 def test_a_piece_that_ends_its_text_waits_for_nothing():
-    body = passed(stream(choice({"content": "a [["}, reason="length")))
+    body = streamed(stream(choice({"content": "a [["}, reason="length")))
     assert [each["choices"][0]["delta"]["content"] for each in events(body)] == ["a [["]
 
 
@@ -176,10 +152,10 @@ def test_messages(size):
     text = [delta(0, "text_delta", text=piece) for piece in cut(TEXT, size)]
     call = [delta(1, "input_json_delta", partial_json=piece) for piece in cut(ARGUMENTS, size)]
     stop = [{"type": "content_block_stop", "index": at} for at in range(2)]
-    told = [*text, {"type": "ping"}, stop[0], *call, stop[1]]
+    sent = [*text, {"type": "ping"}, stop[0], *call, stop[1]]
     if size == 4:
-        told.insert(3, {"type": "ping"})
-    got = events(passed(stream(*told, name="x")))
+        sent.insert(3, {"type": "ping"})
+    got = events(streamed(stream(*sent, name="x")))
     pieces = [each["delta"] for each in got if "delta" in each]
     assert "".join(each.get("text", "") for each in pieces) == BACK
     assert json.loads("".join(each.get("partial_json", "") for each in pieces))["text"] == BACK
@@ -202,7 +178,7 @@ def test_responses(size):
         {"type": f"{name}.done", "item_id": "i", "text": TEXT},
         {"type": "response.function_call_arguments.done", "item_id": "j", "arguments": ARGUMENTS},
     ]
-    got = events(passed(stream(*pieces, done[0], *calls, done[1])))
+    got = events(streamed(stream(*pieces, done[0], *calls, done[1])))
     assert "".join(each["delta"] for each in got if each["type"] == f"{name}.delta") == BACK
     arguments = "".join(each["delta"] for each in got if each["type"] == calls[0]["type"])
     assert json.loads(arguments)["text"] == BACK
@@ -214,13 +190,13 @@ def test_responses(size):
 def test_whole_answers():
     message = {"content": TEXT, "tool_calls": [{"function": {"name": "f", "arguments": ARGUMENTS}}]}
     told = json.dumps({"choices": [{"message": message}], "n": 1.5}).encode()
-    (got,) = json.loads(passed([told[:20], told[20:]], "application/json"))["choices"]
+    (got,) = json.loads(answered(told))["choices"]
     assert got["message"]["content"] == BACK
     assert json.loads(got["message"]["tool_calls"][0]["function"]["arguments"])["text"] == BACK
     used = json.dumps({"content": [{"type": "tool_use", "input": {"path": "[[path 2]]"}}]}).encode()
-    assert json.loads(passed([used], "application/json"))["content"][0]["input"]["path"] == 'C:\\Users\\"me"'
+    assert json.loads(answered(used))["content"][0]["input"]["path"] == 'C:\\Users\\"me"'
     for other in (b'{"a":  1}', b"no [[json"):
-        assert passed([other], "application/json") == other
+        assert answered(other) == other
 
 
 def test_other_events_keep_their_bytes():
@@ -230,7 +206,7 @@ def test_other_events_keep_their_bytes():
         b"data: [DONE]\n\n",
         b"data: 1\n\n",
     ]
-    assert passed([*chunks, b"half"]) == b"".join(chunks) + b"half"
+    assert streamed([*chunks, b"half"]) == b"".join(chunks) + b"half"
 
 
 NAMES = [
@@ -246,7 +222,7 @@ JSON = st.recursive(
 
 @given(st.lists(st.dictionaries(st.sampled_from(["choices", "delta", "index", "type", "item_id"]), JSON)))
 def test_whatever_an_engine_streams_is_passed_on(bodies):
-    assert len(events(passed(stream(*bodies)))) >= len(bodies)
+    assert len(events(streamed(stream(*bodies)))) >= len(bodies)
 
 
 @pytest.mark.parametrize(
@@ -262,7 +238,7 @@ def test_whatever_an_engine_streams_is_passed_on(bodies):
 )
 def test_an_event_that_tells_nothing_of_a_text_does_not_cut_a_reference(between):
     pieces = choice({"content": "[[pa"}), between, choice({"content": "th 1]]"}), choice({}, reason="stop")
-    told = [each for body in events(passed(stream(*pieces))) for each in body["choices"]]
+    told = [each for body in events(streamed(stream(*pieces))) for each in body["choices"]]
     assert "".join(each["delta"].get("content") or "" for each in told if not each["index"]) == "/home/me/x"
 
 
@@ -273,7 +249,7 @@ def test_another_choice_that_ends_does_not_cut_a_reference():
             choice({"content": "[[pa"})["choices"][0],
         ]
     }
-    body = passed(stream(both, choice({"content": "th 1]]"}), choice({}, reason="stop")))
+    body = streamed(stream(both, choice({"content": "th 1]]"}), choice({}, reason="stop")))
     told = [each for one in events(body) for each in one["choices"]]
     assert "".join(each["delta"].get("content", "") for each in told if not each["index"]) == "/home/me/x"
 
@@ -283,7 +259,7 @@ def test_arguments_as_an_object_hold_plain_texts_of_any_name():
         "type": "tool_use",
         "input": {"arguments": "[[path 2]]", "files": {"[[path 1]]/a": [{"partial_json": "[[path 2]]"}]}},
     }
-    back = json.loads(passed([json.dumps({"content": [use]}).encode()], "application/json"))
+    back = json.loads(answered(json.dumps({"content": [use]}).encode()))
     path = VALUES["[[path 2]]"]
     assert back["content"][0]["input"] == {
         "arguments": path,
@@ -294,10 +270,10 @@ def test_arguments_as_an_object_hold_plain_texts_of_any_name():
 @pytest.mark.parametrize("size", [1, 3, 200])
 def test_an_answer_in_json_stays_json(size):
     pieces = [choice({"content": piece}) for piece in cut(ARGUMENTS, size)]
-    body = passed(stream(*pieces, choice({}, reason="stop")), answers_json=True)
+    body = streamed(stream(*pieces, choice({}, reason="stop")), answers_json=True)
     text = "".join(each["choices"][0]["delta"].get("content", "") for each in events(body))
     whole = json.dumps({"choices": [{"message": {"content": ARGUMENTS}}]}).encode()
-    said = json.loads(passed([whole], "application/json", answers_json=True))
+    said = json.loads(answered(whole, answers_json=True))
     for each in (text, said["choices"][0]["message"]["content"]):
         assert json.loads(each) == {"path": 'C:\\Users\\"me"\\a.py', "text": BACK}
 
@@ -318,7 +294,7 @@ def test_which_requests_ask_for_json(fields, is_json):
 
 def test_what_has_no_reference_keeps_its_bytes():
     answer = b'{"choices": [{"message": {"content": "[[path 1]]"}, "logprobs": {"big": 1e400, "n": 1.50}}]}'
-    assert b'"logprobs":{"big": 1e400, "n": 1.50}' in passed([answer], "application/json")
+    assert b'"logprobs":{"big": 1e400, "n": 1.50}' in answered(answer)
 
 
 def test_a_text_with_quotes_in_json_within_json_is_no_json():
@@ -327,10 +303,7 @@ def test_a_text_with_quotes_in_json_within_json_is_no_json():
     arguments = json.dumps({"body": inner})
     call = {"function": {"arguments": arguments}}
     body = json.dumps({"choices": [{"index": 0, "message": {"tool_calls": [call]}}]})
-    client = Kept()
-    back = ValuesBack(client, {"[[path 1]]": "C:\\a"})
-    back.start(200, [(b"content-type", b"application/json")])
-    back.finish(body.encode())
-    answer = json.loads(client.body)
+    back = ValuesBack({"[[path 1]]": "C:\\a"})
+    answer = json.loads(passed(back, whole=body.encode()).body)
     told = answer["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"]
     assert json.loads(json.loads(told)["body"]) == ['x: "C:\\a"']

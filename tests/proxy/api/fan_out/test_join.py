@@ -16,6 +16,7 @@ from proxy.api.fan_out.join import (
 )
 from proxy.api.fan_out.split import Place, Several
 from proxy.errors import EngineFailed
+from proxy.request.stages import Event
 
 BODY = JsonBody(b"{}")
 
@@ -142,7 +143,7 @@ def test_what_is_no_answer(content):
 class TestStream:
     @staticmethod
     def event(stream, at, **fields):
-        sent = stream.event(part(index=at), json.dumps(fields).encode())
+        sent = stream.event(part(index=at), Event(json.dumps(fields).encode(), is_whole=True))
         return json.loads(sent.removeprefix(b"data: ")) if sent else None
 
     def test_events_have_one_head_and_the_joined_index(self):
@@ -201,7 +202,7 @@ class TestStream:
     @pytest.mark.parametrize("data", [b"x", b'{"choices":5}', b"\xff", b'{"a":' + b"[" * 9999])
     def test_what_is_no_event(self, data):
         with pytest.raises(EngineFailed):
-            JoinedStream().event(part(), data)
+            JoinedStream().event(part(), Event(data, is_whole=True))
 
 
 @pytest.mark.parametrize(
@@ -216,7 +217,7 @@ class TestStream:
     ],
 )
 def test_errors_are_told_from_text(data, expected):
-    assert is_error(data) is expected
+    assert is_error(Event(data, is_whole=True)) is expected
 
 
 GARBAGE = [5, "x", [], [1], {"prompt_tokens": {"a": 1}}, {"prompt_tokens": []}, {"prompt_tokens": None}]
@@ -273,10 +274,10 @@ def test_events_have_it_too_until_the_one_that_says_stop():
         (b'{"index":0,"content":"\\"stop\\":true","stop":false}', False),
         (b'{"index":0,"content":"","stop":true,"model":"m"}', True),
     ):
-        assert stream.ends(data) is ends
-        told += stream.event(THIRD, data)
+        assert stream.ends(Event(data, is_whole=True)) is ends
+        told += stream.event(THIRD, Event(data, is_whole=True))
     events = [json.loads(event[6:]) for event in told.split(b"\n\n")[:-1]]
     assert [event["index"] for event in events] == [2, 2]
     assert stream.end() == b""
     with pytest.raises(EngineFailed):
-        stream.event(THIRD, b"[1]")
+        stream.event(THIRD, Event(b"[1]", is_whole=True))

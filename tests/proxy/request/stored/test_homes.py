@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from engine_adapter.types import RESPONSES_ROUTES
+from proxy.request.stages import Event
 from proxy.request.stored import AnswerNoter, Home, Kind, Name, ObjectHomes
 from proxy.request.stored.homes import MAX_NAME, MAX_NAMES
 from proxy.request.tenants import ApiKey, Tenants
@@ -164,19 +165,6 @@ def test_names_of_tenants_that_are_gone_go():
 
 @pytest.mark.parametrize("content", [b"", b"no", b'"\xff"', b"[1]", b'{"object": "list"}'])
 def test_an_answer_without_a_name_passes(content):
-    class Sink:
-        got = b""
-
-        def start(self, status, headers):
-            pass
-
-        def write(self, chunk):
-            self.got += chunk
-
-        finish = write
-
-    sink, noted = Sink(), []
-    noting = AnswerNoter(sink, {"id": Kind.RESPONSE}, noted.append)
-    noting.start(200, [(b"content-type", b"application/json")])
-    noting.finish(content)
-    assert (sink.got, noted) == (content, [])
+    noted, event = [], Event(content, is_whole=True)
+    assert AnswerNoter({"id": Kind.RESPONSE}, noted.append).event(event) == (event,)
+    assert noted == []

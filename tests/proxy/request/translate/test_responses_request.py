@@ -7,10 +7,8 @@ import pytest
 
 from engine_adapter import JsonBody
 from proxy.errors import BadRequest
-from proxy.request.translate import responses_request
-from proxy.request.translate.responses_api import ResponseTranslation
+from proxy.request.translate import ResponseStore, ResponseTranslation, responses_request
 from proxy.request.translate.responses_request import may_name_more
-from proxy.request.translate.responses_store import ResponseStore
 from tests.proxy.request.translate.response_world import (
     FUNCTION,
     TOOL,

@@ -1,0 +1,198 @@
+"""What an answer passes on its way to its client: stages, each a function of whole events.
+
+    engine → Reply → Staged → values back, translation, diagnostics, … → client
+
+An answer is cut into events once, and only where a stage has to look. The JSON of an event is parsed when a
+stage asks for it. An event that no stage changes keeps its bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import Protocol
+
+import msgspec
+
+from engine_adapter import HeaderPairs, RawFields, WholeEvents, decode_object, is_silent
+from engine_adapter.http.sse import events_in
+from proxy.request.chats import Chat, read_chat
+
+ERROR = 400
+"""The least status of an error."""
+DONE = b"[DONE]"
+"""The data of the event that ends a stream of OpenAI's."""
+_STREAM = b"text/event-stream"
+_DATA = b"data:"
+_COMMENT = b":\n\n"
+
+
+class Event(msgspec.Struct, dict=True, weakref=False):
+    """An event of a stream, with its end; or a whole answer, which is all data.
+
+    Attributes:
+        raw: the bytes.
+        is_whole: it is a whole answer.
+    """
+
+    raw: bytes
+    is_whole: bool = False
+
+    @cached_property
+    def data(self) -> bytes:
+        """Its data; empty for a comment."""
+        if self.is_whole:
+            return self.raw
+        lines = (line[len(_DATA) :].strip() for line in self.raw.splitlines() if line.startswith(_DATA))
+        return b"\n".join(lines)
+
+    @cached_property
+    def chat(self) -> Chat:
+        """A chat's answer, or a chunk of one. Raises EngineFailed if it is none."""
+        return read_chat(self.data)
+
+    @cached_property
+    def fields(self) -> RawFields:
+        """Its fields, undecoded. Raises one of `UNREADABLE` if it is no object."""
+        return decode_object(self.data)
+
+    def with_data(self, data: bytes) -> Event:
+        """The same event with other data."""
+        if self.is_whole:
+            return Event(data, is_whole=True)
+        start, end = self.raw.index(_DATA), len(self.raw.rstrip())
+        return Event(b"%bdata: %b%b" % (self.raw[:start], data, self.raw[end:]))
+
+
+class Stage:
+    """Reads or changes an answer.
+
+    Attributes:
+        marks: an event without any of these bytes passes unread; None: each is read. Without marks, the stage
+            has seen enough: nothing more is read.
+        changes: it may change bytes. So a whole answer has to be complete before any of it is sent, and an
+            event that is too long to be collected is an error.
+        status: that of the answer, once it begins.
+    """
+
+    marks: Sequence[bytes] | None = None
+    changes = False
+    status = 200
+
+    def begin(self, status: int, headers: HeaderPairs) -> HeaderPairs:
+        """The answer begins. Returns the headers for the client."""
+        self.status = status
+        return headers
+
+    def event(self, event: Event) -> Iterable[Event]:
+        """What becomes of an event; of a whole answer, another one."""
+        return (event,)
+
+    def end(self) -> Iterable[Event]:
+        """The stream is over: what follows its last event."""
+        return ()
+
+
+class Writer(Protocol):
+    """Where an answer goes."""
+
+    def start(self, status: int, headers: HeaderPairs) -> None:
+        """Begins the answer."""
+
+    def write(self, chunk: bytes) -> None:
+        """Sends bytes of the body."""
+
+    def finish(self, chunk: bytes) -> None:
+        """Sends the last bytes of the body."""
+
+
+class Staged:
+    """A client whose answer passes stages.
+
+    For an engine's comment of which the stages leave nothing, the client gets one, too: it keeps the
+    connection open. A stream that breaks off is not finished: its last events do not come, so the client
+    notices.
+    """
+
+    def __init__(self, client: Writer, stages: list[Stage]) -> None:
+        """`stages`: the one that gets the engine's bytes comes first."""
+        self._client, self._stages = client, stages
+        self._changes = False
+        self._events: WholeEvents | None = None  # of a stream
+        self._head: tuple[int, HeaderPairs] | None = None  # of a whole answer, until it is complete
+        self._pieces: list[bytes] = []  # of such an answer
+
+    def start(self, status: int, headers: HeaderPairs) -> None:
+        """Begins the answer. Of a whole one that may be changed, nothing is sent yet: it can still fail."""
+        for stage in self._stages:
+            headers = stage.begin(status, headers)
+            self._changes = self._changes or stage.changes
+        if self._changes:
+            headers = [pair for pair in headers if pair[0] != b"content-length"]
+        for name, value in headers:
+            if name == b"content-type" and value.lower().startswith(_STREAM):
+                self._events = WholeEvents()
+        if self._changes and self._events is None:
+            self._head = status, headers
+        else:
+            self._client.start(status, headers)
+
+    def write(self, chunk: bytes) -> None:
+        """Passes bytes of the body on. Raises EngineGarbled for an event that is too long to be changed."""
+        events = self._events
+        if self._head is not None:
+            self._pieces.append(chunk)
+        elif events is None:  # neither JSON nor events
+            for stage in self._stages:
+                stage.event(Event(chunk, is_whole=True))
+            self._client.write(chunk)
+            self.write = self._client.write  # type: ignore[method-assign]  # one look is enough
+        elif not (self._changes or events.may_hold(chunk)):
+            self._stages.clear()
+            self._client.write(events.take_rest() + chunk)
+            self.write = self._client.write  # type: ignore[method-assign]  # nothing more is read
+        elif whole := events.joined(chunk):
+            if left := self._seen(whole):
+                self._client.write(left)
+            elif is_silent(whole):
+                self._client.write(_COMMENT)
+            if not self._stages and events.is_between:
+                self.write = self._client.write  # type: ignore[method-assign]  # likewise
+
+    def finish(self, chunk: bytes) -> None:
+        """Ends the answer. Raises EngineFailed for one that cannot be translated."""
+        if (events := self._events) is None:
+            whole = Event(b"".join([*self._pieces, chunk]) if self._pieces else chunk, is_whole=True)
+            for stage in self._stages:
+                (whole,) = stage.event(whole)
+            if self._head is not None:
+                self._client.start(*self._head)
+            self._client.finish(whole.raw)
+        elif not self._stages:
+            self._client.finish(events.take_rest() + chunk)
+        else:
+            last = [Event(raw) for raw in events_in(events.joined(chunk))]
+            if rest := events.take_rest():  # the last event may lack its blank line
+                last.append(Event(rest))
+            self._client.finish(self._passed(last, ends=True))
+
+    def _seen(self, whole: bytes) -> bytes:
+        """What is left of whole events. They are not even cut if no stage has to look."""
+        if not any(_has_mark(whole, stage.marks) for stage in self._stages):
+            return whole
+        left = self._passed([Event(raw) for raw in events_in(whole)])
+        self._stages = [stage for stage in self._stages if stage.marks != ()]
+        return left
+
+    def _passed(self, events: list[Event], *, ends: bool = False) -> bytes:
+        """What is left of events. `ends`: they are the last."""
+        for stage in self._stages:
+            left = list[Event]()
+            for event in events:
+                left += stage.event(event) if _has_mark(event.raw, stage.marks) else (event,)
+            events = [*left, *stage.end()] if ends else left
+        return b"".join([event.raw for event in events])
+
+
+def _has_mark(raw: bytes, marks: Sequence[bytes] | None) -> bool:
+    return marks is None or any(mark in raw for mark in marks)
