@@ -19,7 +19,6 @@ differences.py      where two requests differ
 normalise.py        rules that change prompts, so that more of them is equal
 prompt_values.py    paths, dates and the like in a prompt, and the references that stand for them
 message_repair.py   messages in a shape that their chat template keeps
-turn_repair.py      its turns and calls, likewise
 prompt_text.py      hashes of a prompt's text, as it is and after each rule
 life/               the life of a request as a state machine: causes, states, events
 """

@@ -5,8 +5,8 @@ import time
 import pytest
 
 from engine_adapter import JsonBody
-from proxy.core.message_repair import Repair, may_need, repaired
-from proxy.core.turn_repair import NO_CONTENT
+from proxy.core.message_repair import NO_CONTENT, Repair, may_need, repaired
+
 
 
 def said(role, content="Hi", **fields):
