@@ -14,7 +14,7 @@ from typing import Protocol
 
 import msgspec
 
-from engine_adapter import HeaderPairs, RawFields, WholeEvents, decode_object, is_silent
+from engine_adapter import HeaderPairs, RawFields, WholeEvents, decode_object
 from engine_adapter.http.sse import events_in
 from proxy.request.chats import Chat, read_chat
 
@@ -24,7 +24,6 @@ DONE = b"[DONE]"
 """The data of the event that ends a stream of OpenAI's."""
 _STREAM = b"text/event-stream"
 _DATA = b"data:"
-_COMMENT = b":\n\n"
 
 
 class Event(msgspec.Struct, dict=True, weakref=False):
@@ -107,12 +106,8 @@ class Writer(Protocol):
 
 
 class Staged:
-    """A client whose answer passes stages.
-
-    For an engine's comment of which the stages leave nothing, the client gets one, too: it keeps the
-    connection open. A stream that breaks off is not finished: its last events do not come, so the client
-    notices.
-    """
+    """A client whose answer passes stages. A stream that breaks off is not finished: its last events do not
+    come, so the client notices."""
 
     def __init__(self, client: Writer, stages: list[Stage]) -> None:
         """`stages`: the one that gets the engine's bytes comes first."""
@@ -154,8 +149,6 @@ class Staged:
         elif whole := events.joined(chunk):
             if left := self._seen(whole):
                 self._client.write(left)
-            elif is_silent(whole):
-                self._client.write(_COMMENT)
             if not self._stages and events.is_between:
                 self.write = self._client.write  # type: ignore[method-assign]  # likewise
 

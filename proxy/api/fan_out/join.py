@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 from msgspec import Raw
+from typing_extensions import override
 
 from engine_adapter import UNREADABLE, RawFields, decode_object
 from engine_adapter.http.usage import choices_of, is_usage_alone
@@ -47,31 +48,6 @@ class PartAnswer(msgspec.Struct):
         return cls(fields, choices, _usage_in(fields))
 
 
-def joined(several: Several, answers: Iterable[tuple[Place, bytes]], cached: int | None = None) -> bytes:
-    """The one answer. `answers` are those of all parts, in their order; `cached`: see `usage_of`.
-
-    Raises:
-        EngineFailed: one of them is no chat or completion.
-    """
-    pairs = [(place, PartAnswer.of(content)) for place, content in answers]
-    of_prompts: dict[int, list[RawFields]] = {}
-    for place, answer in pairs:
-        of_prompts.setdefault(place.prompt, []).extend(answer.choices)
-    choices = []
-    for number, made in of_prompts.items():
-        kept = sorted(made, key=_score, reverse=True)[: several.choices] if several.picks else made
-        for at, choice in enumerate(kept):
-            choice["index"] = _raw(number * several.choices + at)
-            if several.hides_logprobs:
-                choice["logprobs"] = _NOTHING
-            choices.append(choice)
-    fields = {**pairs[0][1].fields, "choices": _raw(choices)}
-    usage = usage_of(((place, answer.usage) for place, answer in pairs), cached)
-    if usage is not None:
-        fields["usage"] = _raw(usage)
-    return _encode(fields)
-
-
 def usage_of(
     usages: Iterable[tuple[Place, Mapping[str, Any] | None]], cached: int | None = None
 ) -> dict[str, Any] | None:
@@ -96,12 +72,42 @@ def usage_of(
     return total or None
 
 
-class JoinedStream:
-    """The events of several streams, as those of one."""
+class Joined:
+    """The answers of several requests, as that of one: whole ones, or the events of streams.
 
-    def __init__(self) -> None:
+    Attributes:
+        cached: prompt tokens that were cached before kvpin let the prompt be computed; None if it did not.
+    """
+
+    def __init__(self, several: Several) -> None:
+        self.cached: int | None = None
+        self._several = several
         self._head: RawFields = {}
         self._usages: dict[int, tuple[Place, RawFields, dict[str, Any]]] = {}
+
+    def whole(self, answers: Iterable[tuple[Place, bytes]]) -> bytes:
+        """The one answer. `answers` are those of all parts, in their order.
+
+        Raises:
+            EngineFailed: one of them is no chat or completion.
+        """
+        several, pairs = self._several, [(place, PartAnswer.of(content)) for place, content in answers]
+        of_prompts: dict[int, list[RawFields]] = {}
+        for place, answer in pairs:
+            of_prompts.setdefault(place.prompt, []).extend(answer.choices)
+        choices = []
+        for number, made in of_prompts.items():
+            kept = sorted(made, key=_score, reverse=True)[: several.choices] if several.picks else made
+            for at, choice in enumerate(kept):
+                choice["index"] = _raw(number * several.choices + at)
+                if several.hides_logprobs:
+                    choice["logprobs"] = _NOTHING
+                choices.append(choice)
+        fields = {**pairs[0][1].fields, "choices": _raw(choices)}
+        usage = usage_of(((place, answer.usage) for place, answer in pairs), self.cached)
+        if usage is not None:
+            fields["usage"] = _raw(usage)
+        return _encode(fields)
 
     def event(self, place: Place, event: Event) -> bytes:
         """Turns a part's event into the client's. Returns b"" for usage, which is held back, and for the end.
@@ -128,18 +134,16 @@ class JoinedStream:
             fields["choices"] = _raw(choices)
         return b"data: " + _encode(fields) + b"\n\n"
 
-    @staticmethod
-    def ends(event: Event) -> bool:
+    def ends(self, event: Event) -> bool:
         """True if an event is the last of a part."""
         return event.data == DONE
 
-    def end(self, cached: int | None = None) -> bytes:
-        """The last events, when all streams have ended: usage, if the engines sent it, and the end. `cached`:
-        see `usage_of`."""
+    def end(self) -> bytes:
+        """The last events, when all streams have ended: usage, if the engines sent it, and the end."""
         if not self._usages:
             return _LAST
         usages = [self._usages[index] for index in sorted(self._usages)]
-        total = usage_of(((place, usage) for place, _, usage in usages), cached)
+        total = usage_of(((place, usage) for place, _, usage in usages), self.cached)
         return b"data: " + _encode({**usages[0][1], "choices": [], "usage": total}) + b"\n\n" + _LAST
 
 
@@ -199,35 +203,25 @@ def _score(choice: RawFields) -> float:
     return sum(known) / len(known) if known else float("-inf")
 
 
-def joined_list(
-    several: Several,  # noqa: ARG001 - as `joined` has it
-    answers: Iterable[tuple[Place, bytes]],
-    cached: int | None = None,  # noqa: ARG001 - likewise
-) -> bytes:
-    """The list. `answers` are those of all parts, in their order. Raises EngineFailed: one is no object."""
-    return _encode([_numbered(place, Event(content, is_whole=True)) for place, content in answers])
+class JoinedList(Joined):
+    """The answers of several requests, as a list; the events of streams, of which each says `stop` last."""
 
+    @override
+    def whole(self, answers: Iterable[tuple[Place, bytes]]) -> bytes:
+        return _encode([_numbered(place, Event(content, is_whole=True)) for place, content in answers])
 
-class ListedStream:
-    """The events of several streams, as those of one. Each ends with an event that says `stop`."""
-
+    @override
     def event(self, place: Place, event: Event) -> bytes:
-        """The event for the client, from one of a part; b"" for one without content.
-
-        Raises:
-            EngineFailed: it is no object.
-        """
         fields = {} if event.data == b"null" else _numbered(place, event)
         return b"data: " + _encode(fields) + b"\n\n" if fields else b""
 
-    @staticmethod
-    def ends(event: Event) -> bool:
-        """True if an event is the last of a part."""
+    @override
+    def ends(self, event: Event) -> bool:
         return b'"stop":true' in event.data
 
-    def end(self, cached: int | None = None) -> bytes:  # noqa: ARG002 - as `JoinedStream` has it
-        """Nothing: these streams have no event for their end."""
-        return b""
+    @override
+    def end(self) -> bytes:
+        return b""  # these streams have no event for their end
 
 
 def _numbered(place: Place, answer: Event) -> RawFields:

@@ -8,21 +8,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Iterator
-from functools import partial
-from typing import Any, NamedTuple
+from contextlib import suppress
+from typing import Any
 
 from msgspec.structs import replace
 from typing_extensions import override
 
 from engine_adapter import NATIVE_ROUTES, Capability, HeaderPairs, JsonBody
 from engine_adapter.off_loop import VALUES_PER_MS, off_loop
-from proxy.api.fan_out.join import (
-    JoinedStream,
-    ListedStream,
-    is_error,
-    joined,
-    joined_list,
-)
+from proxy.api.fan_out.join import Joined, JoinedList, is_error
 from proxy.api.fan_out.split import CHAT, COMPLETIONS, OnePrompt, Part, Place, Several, prompts_of, several_of
 from proxy.core.life import Cause
 from proxy.errors import ANSWERED, EngineFailed, NoEngine, NotFound, Overloaded
@@ -42,76 +36,41 @@ _OK = 200
 _BROKEN_OFF = "an engine's answer broke off"
 
 
-class _Shape(NamedTuple):
-    """The functions that join the answers of parts, and join them as streams."""
-
-    join: Callable[[Several, list[tuple[Place, bytes]], int | None], bytes]
-    stream: Callable[[], JoinedStream | ListedStream]
-
-
-_CHOICES = _Shape(joined, JoinedStream)
-_LISTED = _Shape(joined_list, ListedStream)
-
-
 def serve(flow: Flow, call: Call, reply: Reply, admitted: Admission) -> Coroutine[Any, Any, object]:
     """Answers a request, split if its pool needs that. The caller closes `admitted`.
 
     Raises:
         ProxyError, EngineError: the request failed before the answer began.
     """
-    body, route = call.body, call.route
-    if isinstance(body, JsonBody) and len(body.raw) > VALUES_PER_MS and route != CHAT:
-        listed = route != COMPLETIONS and _is_listed(call)
-        if listed or route == COMPLETIONS:
-            read = partial(prompts_of, body, listed=listed)
-            return _serve_long(flow, call, reply, admitted, read, ms=body.n_values / VALUES_PER_MS)
-    several = _several(flow, call)
-    if several is None:
+    body, route, native = call.body, call.route, NATIVE_ROUTES.get(call.native or "")
+    listed = route not in _ROUTES and native is not None and native.lists
+    if not isinstance(body, JsonBody) or not (listed or route in _ROUTES):
         return flow.serve(call, reply, admitted)
-    return _serve(flow, call, several, reply, admitted)
 
+    def work(prompts: list[OnePrompt] | None) -> Coroutine[Any, Any, object]:
+        several = None
+        with suppress(NoEngine, NotFound):  # the flow finds that, too, and keeps a record
+            several = several_of(
+                body,
+                lambda: flow.fleet.pool(call.model),
+                prompts,
+                reuse=flow.ingest is not None,
+                listed=listed,
+                takes_best=route == COMPLETIONS,
+            )
+        if several is None:
+            return flow.serve(call, reply, admitted)
+        return _serve(flow, call, several, reply, admitted)
 
-async def _serve_long(
-    flow: Flow,
-    call: Call,
-    reply: Reply,
-    admitted: Admission,
-    read: Callable[[], list[OnePrompt] | None],
-    *,
-    ms: float,
-) -> None:
-    """`serve` of a request that may have very many prompts: to `read` them takes about `ms`."""
-    prompts = await off_loop(read, ms=ms)
-    several = _several(flow, call, lambda: prompts)
-    if several is None:
-        await flow.serve(call, reply, admitted)
-    else:
-        await _serve(flow, call, several, reply, admitted)
+    async def work_off_loop() -> None:
+        ms = body.n_values / VALUES_PER_MS
+        await work(await off_loop(lambda: prompts_of(body, listed=listed), ms=ms))
 
-
-def _several(
-    flow: Flow, call: Call, read: Callable[[], list[OnePrompt] | None] | None = None
-) -> Several | None:
-    listed = call.route not in _ROUTES and _is_listed(call)
-    if not (listed or call.route in _ROUTES) or not isinstance(call.body, JsonBody):
-        return None
-    try:
-        return several_of(
-            call.route,
-            call.body,
-            lambda: flow.fleet.pool(call.model),
-            reuse=flow.ingest is not None,
-            listed=listed,
-            read=read,
-        )
-    except (NoEngine, NotFound):
-        return None  # the flow finds that, too, and keeps a record
-
-
-def _is_listed(call: Call) -> bool:
-    """True if its route answers several prompts with a list."""
-    native = NATIVE_ROUTES.get(call.native or "")
-    return native is not None and native.lists
+    if route == CHAT:
+        return work(None)
+    if len(body.raw) > VALUES_PER_MS:  # it may have very many prompts
+        return work_off_loop()
+    return work(prompts_of(body, listed=listed))
 
 
 async def _serve(flow: Flow, call: Call, several: Several, reply: Reply, admitted: Admission) -> None:
@@ -128,7 +87,7 @@ async def _serve(flow: Flow, call: Call, several: Several, reply: Reply, admitte
     reply.recorded = True
     try:
         if several.shares_prompt:
-            answer.cached = await compute_once(flow, call, next(several.parts()).body, admitted)
+            answer.joined.cached = await compute_once(flow, call, next(several.parts()).body, admitted)
         await _run(parts(), lambda running: running < at_once and admitted.has_room(size))
     except _Failed as failed:
         if failed.status is None or reply.started:
@@ -220,9 +179,7 @@ class _Answer:
 
     Attributes:
         streams: the client asked for a stream.
-        cached: prompt tokens that were cached before the prompt was computed for all choices, if it was.
-        shape: of the answers.
-        stream: joins the events of the parts.
+        joined: joins the answers of the parts.
         whole: the parts' answers that are no streams, by the index of their first choice; as bytes: with
             very many, a walk of the garbage collector through objects would hold up all other requests.
         headers: those of the first part's answer.
@@ -230,12 +187,9 @@ class _Answer:
 
     def __init__(self, reply: Reply, several: Several, *, streams: bool) -> None:
         self.streams = streams
-        self.cached: int | None = None
-        self.shape = _LISTED if several.listed else _CHOICES
-        self.stream = self.shape.stream()
+        self.joined = (JoinedList if several.listed else Joined)(several)
         self.whole: dict[int, tuple[Place, bytes]] = {}
         self.headers: HeaderPairs = []
-        self._several = several
         self._reply = reply
         self._turn = asyncio.Lock()
 
@@ -255,12 +209,10 @@ class _Answer:
     async def finish(self) -> None:
         """Sends the end of a stream, or the joined answer with the headers of the first part."""
         if self.streams:
-            await self._reply.finish(self.stream.end(self.cached))
+            await self._reply.finish(self.joined.end())
             return
         pairs = [self.whole[index] for index in sorted(self.whole)]
-        content = await off_loop(
-            lambda: self.shape.join(self._several, pairs, self.cached), ms=len(pairs) / _JOINED_PER_MS
-        )
+        content = await off_loop(lambda: self.joined.whole(pairs), ms=len(pairs) / _JOINED_PER_MS)
         await self._reply.start(_OK, self.headers)
         await self._reply.finish(content)
 
@@ -289,16 +241,18 @@ class _PartClient(Stage):
 
     @override
     def event(self, event: Event) -> Iterable[Event]:
-        stream = self._answer.stream
-        if event.is_whole or not self._is_merged:
+        joined = self._answer.joined
+        if not self._is_merged:
             return (event,)
+        if event.is_whole:  # no stream: it counts as one that broke off
+            return (Event(b"", is_whole=True),)
         if not event.data or self._error is not None:
             return ()
-        self._is_complete = self._is_complete or stream.ends(event)
+        self._is_complete = self._is_complete or joined.ends(event)
         if is_error(event):
             self._error = event.data
             return ()
-        return (Event(stream.event(self._place, event)),)
+        return (Event(joined.event(self._place, event)),)
 
     def start(self, status: int, headers: HeaderPairs) -> None:
         self.status, self._headers = status, headers

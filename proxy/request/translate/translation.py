@@ -75,7 +75,9 @@ class Translation(Stage, ABC):
             return (Event(content, is_whole=True),)
         if event.data == DONE:  # an engine may close its stream a while later
             return self.end()
-        return self._of_chunk(event) if event.data and not self._is_over else ()
+        if not event.data:  # a comment keeps the connection open
+            return (Event(b":\n\n"),) if event.raw.startswith(b":") else ()
+        return () if self._is_over else self._of_chunk(event)
 
     @override
     def end(self) -> Iterable[Event]:

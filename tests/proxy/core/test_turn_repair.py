@@ -8,7 +8,6 @@ from engine_adapter import JsonBody
 from proxy.core.message_repair import NO_CONTENT, Repair, may_need, repaired
 
 
-
 def said(role, content="Hi", **fields):
     return {"role": role, "content": content, **fields}
 

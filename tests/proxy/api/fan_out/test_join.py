@@ -6,12 +6,10 @@ import pytest
 
 from engine_adapter import JsonBody
 from proxy.api.fan_out.join import (
-    JoinedStream,
-    ListedStream,
+    Joined,
+    JoinedList,
     PartAnswer,
     is_error,
-    joined,
-    joined_list,
     usage_of,
 )
 from proxy.api.fan_out.split import Place, Several
@@ -19,6 +17,7 @@ from proxy.errors import EngineFailed
 from proxy.request.stages import Event
 
 BODY = JsonBody(b"{}")
+ONE = Several(BODY, None, 1, 1)
 
 
 def part(prompt=0, index=0):
@@ -38,7 +37,8 @@ def usage(prompt, completion, cached):
 def join(*answers, choices=1, per_prompt=1, hides=False):
     """The joined answer of parts in order: (prompt, answer)."""
     pairs = [(part(prompt, at), json.dumps(answer).encode()) for at, (prompt, answer) in enumerate(answers)]
-    return json.loads(joined(Several(BODY, None, choices, per_prompt, hides_logprobs=hides), pairs))
+    several = Several(BODY, None, choices, per_prompt, hides_logprobs=hides)
+    return json.loads(Joined(several).whole(pairs))
 
 
 def answer(text, tokens=None, **fields):
@@ -147,7 +147,7 @@ class TestStream:
         return json.loads(sent.removeprefix(b"data: ")) if sent else None
 
     def test_events_have_one_head_and_the_joined_index(self):
-        stream = JoinedStream()
+        stream = Joined(ONE)
         first = self.event(stream, 3, id="a", created=1, model="m", choices=[{"index": 0, "text": "x"}])
         assert first == {"id": "a", "created": 1, "model": "m", "choices": [{"index": 3, "text": "x"}]}
         other = self.event(
@@ -168,7 +168,7 @@ class TestStream:
         }
 
     def test_usage_comes_once_at_the_end(self):
-        stream = JoinedStream()
+        stream = Joined(ONE)
         assert self.event(stream, 1, id="b", choices=[], usage=usage(10, 3, 9)) is None
         assert self.event(stream, 0, id="a", choices=[], usage=usage(10, 2, 8)) is None
         end = stream.end().split(b"\n\n")
@@ -179,7 +179,7 @@ class TestStream:
         assert made["usage"]["total_tokens"] == 15
 
     def test_usage_in_other_shapes_is_held_back_too(self):
-        stream = JoinedStream()
+        stream = Joined(ONE)
         blank = [{"index": 0, "delta": {}}]
         assert self.event(stream, 0, id="a", choices=blank, usage=usage(10, 2, 8)) is None
         assert self.event(stream, 1, id="b", choices=None, usage=usage(10, 3, 9)) is None
@@ -188,10 +188,10 @@ class TestStream:
         assert made["usage"]["total_tokens"] == 15
 
     def test_without_usage_the_end_is_bare(self):
-        assert JoinedStream().end() == b"data: [DONE]\n\n"
+        assert Joined(ONE).end() == b"data: [DONE]\n\n"
 
     def test_other_events_pass(self):
-        stream = JoinedStream()
+        stream = Joined(ONE)
         assert self.event(stream, 0, id="a", progress=1) == {"id": "a", "progress": 1}
         assert self.event(stream, 0, id="a", choices=[], usage=None) == {
             "id": "a",
@@ -202,7 +202,7 @@ class TestStream:
     @pytest.mark.parametrize("data", [b"x", b'{"choices":5}', b"\xff", b'{"a":' + b"[" * 9999])
     def test_what_is_no_event(self, data):
         with pytest.raises(EngineFailed):
-            JoinedStream().event(part(), Event(data, is_whole=True))
+            Joined(ONE).event(part(), Event(data, is_whole=True))
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_each_answer_has_the_index_of_its_prompt_and_choice():
         b'{"content":"b"}',
     ]
     answers.append(b'{"content":"c","index":0}')
-    made = joined_list(Several(BODY, None, 1, 1), zip(parts, answers, strict=True))
+    made = JoinedList(ONE).whole(zip(parts, answers, strict=True))
     assert made == (
         b'[{"index":0,"content":"a","timings":{"x":1.50}},{"content":"b"},{"content":"c","index":2}]'
     )
@@ -264,11 +264,11 @@ def test_each_answer_has_the_index_of_its_prompt_and_choice():
 @pytest.mark.parametrize("content", [b"", b"[]", b"null", b"{", b"\xff"])
 def test_what_is_no_object(content):
     with pytest.raises(EngineFailed):
-        joined_list(Several(BODY, None, 1, 1), [(part(), content)])
+        JoinedList(ONE).whole([(part(), content)])
 
 
 def test_events_have_it_too_until_the_one_that_says_stop():
-    stream, told = ListedStream(), b""
+    stream, told = JoinedList(ONE), b""
     for data, ends in (
         (b"null", False),
         (b'{"index":0,"content":"\\"stop\\":true","stop":false}', False),
