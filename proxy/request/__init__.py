@@ -2,7 +2,6 @@
 
 calls.py           the request and its reply
 stages.py          what an answer passes on its way to the client, cut into events once
-chats.py           answers of chats as engines send them
 session.py         the conversation it belongs to
 gate.py            the permission to run: the tenant's quota and memory for the body, held to the end
 bodies.py          JSON bodies: unpacked, whole characters, their shape, and how long their lists may be

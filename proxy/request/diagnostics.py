@@ -28,9 +28,9 @@ from engine_adapter import (
 from proxy.core.misses import Diagnosis, anthropic_diagnostics, openai_diagnostics
 from proxy.errors import BadRequest
 from proxy.headers import COMPARISON_HEADER
-from proxy.request.chats import ChatUsage
 from proxy.request.records import RequestRecord
 from proxy.request.stages import ERROR, Event, Stage
+from proxy.request.translate.chats import ChatUsage
 
 # The first id of a stream is that of its answer.
 _ID = re.compile(rb'"id"\s*:\s*"([^"\\]{1,256})"')

@@ -21,9 +21,9 @@ from typing_extensions import override
 from engine_adapter import UNREADABLE, JsonBody, decode_object
 from engine_adapter.off_loop import JSON_BYTES_PER_MS, VALUES_PER_MS, off_loop
 from proxy.errors import EngineFailed
-from proxy.request.chats import Chat, ToolCall
 from proxy.request.records import Sources
 from proxy.request.stages import DONE, ERROR, Event, Stage
+from proxy.request.translate.chats import Chat, ToolCall, read_chat
 
 LIMIT_BYTES = 32 << 20
 """Reasoning that is kept, of all tenants together."""
@@ -85,7 +85,7 @@ class ReasoningSeen(Stage):
         """Reads a whole answer, or a chunk of one; nothing is kept of what is none."""
         if self.marks is None and event.data and event.data != DONE:
             try:
-                chat = event.chat
+                chat = event.read(read_chat)
             except EngineFailed:
                 self.marks = ()
             else:

@@ -8,16 +8,16 @@ stage asks for it. An event that no stage changes keeps its bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from engine_adapter import HeaderPairs, RawFields, WholeEvents, decode_object
 from engine_adapter.http.sse import events_in
-from proxy.request.chats import Chat, read_chat
 
+_T = TypeVar("_T")
 ERROR = 400
 """The least status of an error."""
 DONE = b"[DONE]"
@@ -32,10 +32,12 @@ class Event(msgspec.Struct, dict=True, weakref=False):
     Attributes:
         raw: the bytes.
         is_whole: it is a whole answer.
+        known: what was read of it.
     """
 
     raw: bytes
     is_whole: bool = False
+    known: dict[Callable[[bytes], Any], Any] = {}
 
     @cached_property
     def data(self) -> bytes:
@@ -45,15 +47,17 @@ class Event(msgspec.Struct, dict=True, weakref=False):
         lines = (line[len(_DATA) :].strip() for line in self.raw.splitlines() if line.startswith(_DATA))
         return b"\n".join(lines)
 
-    @cached_property
-    def chat(self) -> Chat:
-        """A chat's answer, or a chunk of one. Raises EngineFailed if it is none."""
-        return read_chat(self.data)
+    def read(self, decode: Callable[[bytes], _T]) -> _T:
+        """What `decode` makes of its data, once for all who read it like that. Raises as `decode` does."""
+        if decode not in self.known:
+            self.known[decode] = decode(self.data)
+        found: _T = self.known[decode]
+        return found
 
-    @cached_property
+    @property
     def fields(self) -> RawFields:
         """Its fields, undecoded. Raises one of `UNREADABLE` if it is no object."""
-        return decode_object(self.data)
+        return self.read(decode_object)
 
     def with_data(self, data: bytes) -> Event:
         """The same event with other data."""

@@ -2,6 +2,7 @@
 
 translation.py        one translated request, and the stage that its answer passes
 wording.py            errors about the chat, in the client's words
+chats.py              the answers of chats as engines send them
 fates.py              what becomes of each tool, block, item, field and stop reason
 messages.py           Anthropic's Messages API: its answers
 messages_request.py   its requests

@@ -19,19 +19,19 @@ from msgspec import UNSET
 from typing_extensions import override
 
 from engine_adapter import JsonBody
-from proxy.request.chats import Chat, ChatUsage, Choice, Error
 from proxy.request.stages import Event
+from proxy.request.translate.chats import Chat, ChatUsage, Choice, Error, read_chat
 from proxy.request.translate.fates import STOPS
 from proxy.request.translate.responses_output import Item, ItemEvent, Output
-from proxy.request.translate.responses_request import read_request
+from proxy.request.translate.responses_request import ResponseRequest
 from proxy.request.translate.responses_store import ResponseStore
-from proxy.request.translate.translation import BROKEN_OFF, Json, Translation, named_event
+from proxy.request.translate.translation import BROKEN_OFF, Json, named_event
 
 RESPONSES_PATH = "/v1/responses"
 INPUT_TOKENS_PATH = "/v1/responses/input_tokens"
 
 
-class ResponseTranslation(Translation):
+class ResponseTranslation(ResponseRequest):
     """`Translation` of one request for a response."""
 
     def __init__(
@@ -39,17 +39,10 @@ class ResponseTranslation(Translation):
     ) -> None:
         """Raises BadRequest or NotFound for a request that cannot be served."""
         self._id = f"resp_{secrets.token_hex(24)}"
-        self._created_at = int(time.time())
-        self._asked = asked = read_request(body, store.of(tenant), self._id)
-        self.chat, self.source, self.wording, self.changed = (
-            asked.chat,
-            asked.source,
-            asked.wording,
-            asked.changed,
-        )
-        self.model, self.prewarms, self.counts = body.get("model"), asked.prewarms, counts
+        super().__init__(body, store.of(tenant), self._id)
+        self.counts, self._created_at = counts, int(time.time())
         self._keep = partial(store.put, tenant, self._id)
-        self._output = Output(asked.tools, seals=asked.seals)
+        self._output = Output(self.tools, seals=self.seals)
         self._number = 0  # of the next event
         self._timings: dict[str, msgspec.Raw] = {}  # llama-server's, which its own events have, too
 
@@ -79,7 +72,7 @@ class ResponseTranslation(Translation):
 
     @override
     def failure(self, event: Event | None) -> Iterable[Event]:
-        error = event.chat.error if event is not None else None
+        error = event.read(read_chat).error if event is not None else None
         if not isinstance(error, Error):
             error = Error(error or BROKEN_OFF)
         code = error.code if isinstance(error.code, str) else "server_error"
@@ -114,7 +107,7 @@ class ResponseTranslation(Translation):
 
     def _final(self) -> bytes:
         """The response, which is kept if the client wants that."""
-        items, turn = self._output.items, self._asked.turn
+        items, turn = self._output.items, self.turn
         content = msgspec.json.encode(self._response(self._status, items))
         if turn is not None:
             turn.answered = {item["id"]: msgspec.json.encode(item) for item in items}
@@ -133,7 +126,7 @@ class ResponseTranslation(Translation):
             "model": self.model,
             "error": None,
             "incomplete_details": None if reason is None else {"reason": reason},
-            **self._asked.repeated,
+            **self.repeated,
             "output": items,
             "usage": self._counted(self.usage or ChatUsage()) if is_over else None,
         }
@@ -141,7 +134,7 @@ class ResponseTranslation(Translation):
     def _counted(self, usage: ChatUsage) -> Json:
         """The usage of an engine that keeps full blocks. Where it counts no reasoning, the share of reasoning
         in the text is that of the tokens."""
-        written, is_long = usage.written(self.predicted.tokens_per_block), self._asked.ttl == "12h"
+        written, is_long = usage.written(self.predicted.tokens_per_block), self.ttl == "12h"
         generated = 0 if self.prewarms else usage.completion_tokens or 0
         reasoning = min(usage.reasoning or ceil(self._output.thoughts * generated), generated)
         return {

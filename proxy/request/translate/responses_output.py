@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec import Raw
 
-from proxy.request.chats import ChatMessage, ToolCall
+from proxy.request.translate.chats import ChatMessage, ToolCall
 from proxy.request.translate.responses_items import custom_input, sealed
 
 Item = dict[str, Any]

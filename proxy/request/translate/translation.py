@@ -11,8 +11,8 @@ from typing_extensions import override
 
 from engine_adapter import JsonBody
 from proxy.errors import EngineFailed
-from proxy.request.chats import Chat, ChatMessage, ChatUsage, Choice
 from proxy.request.stages import DONE, ERROR, Event, Stage
+from proxy.request.translate.chats import Chat, ChatMessage, ChatUsage, Choice, read_chat
 from proxy.request.translate.wording import Wording
 
 Json = dict[str, Any]
@@ -71,8 +71,8 @@ class Translation(Stage, ABC):
     @override
     def event(self, event: Event) -> Iterable[Event]:
         if event.is_whole:
-            content = self._of_error(event.data) if self.status >= ERROR else self._of_answer(event.chat)
-            return (Event(content, is_whole=True),)
+            made = self._of_error(event.data) if self.status >= ERROR else self._of_answer(event)
+            return (Event(made, is_whole=True),)
         if event.data == DONE:  # an engine may close its stream a while later
             return self.end()
         if not event.data:  # a comment keeps the connection open
@@ -88,7 +88,8 @@ class Translation(Stage, ABC):
             return self.failure(None)
         return self.last()
 
-    def _of_answer(self, chat: Chat) -> bytes:
+    def _of_answer(self, event: Event) -> bytes:
+        chat = event.read(read_chat)
         choice = next(iter(chat.choices), None)
         if choice is None or choice.message is None:
             raise EngineFailed(_NO_CHAT)
@@ -99,7 +100,7 @@ class Translation(Stage, ABC):
         """The events that a chunk makes. Nothing follows what is no chunk, such as half an event of an engine
         that died, but an error. Nothing follows an error."""
         try:
-            chunk = event.chat
+            chunk = event.read(read_chat)
         except EngineFailed:
             self._is_garbled = True
             return ()

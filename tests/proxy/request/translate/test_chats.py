@@ -2,7 +2,7 @@ import msgspec
 import pytest
 
 from proxy.errors import EngineFailed
-from proxy.request.chats import ChatUsage, Error, read_chat
+from proxy.request.translate.chats import ChatUsage, Error, read_chat
 
 
 def test_a_call_without_a_function_has_no_name_yet():
