@@ -23,7 +23,7 @@ from engine_adapter.off_loop import JSON_BYTES_PER_MS, VALUES_PER_MS, off_loop
 from proxy.errors import EngineFailed
 from proxy.request.records import Sources
 from proxy.request.stages import DONE, ERROR, Event, Stage
-from proxy.request.translate.chats import Chat, ToolCall, read_chat
+from proxy.request.translate.chats import Chat, read_chat
 
 LIMIT_BYTES = 32 << 20
 """Reasoning that is kept, of all tenants together."""
@@ -99,16 +99,13 @@ class ReasoningSeen(Stage):
                 self._texts.append(said.content or "")
                 self._thoughts.append(said.thoughts)
                 for at, call in enumerate(said.tool_calls or ()):
-                    self._add(at if call.index is None else call.index, call)
+                    known = self._calls.setdefault(at if call.index is None else call.index, ["", "", ""])
+                    known[:] = [call.id or known[0], call.name or known[1], known[2] + call.arguments]
             if choice.finish_reason or choice.message is not None:
                 self.marks = ()
                 if self.status < ERROR and (thoughts := "".join(self._thoughts)):
                     calls = [(name, tool, given) for name, tool, given in self._calls.values()]
                     self._keep("".join(self._texts), calls, thoughts)
-
-    def _add(self, index: int, call: ToolCall) -> None:
-        known = self._calls.setdefault(index, ["", "", ""])
-        known[:] = [call.id or known[0], call.name or known[1], known[2] + call.arguments]
 
 
 def _read(body: JsonBody) -> tuple[dict[int, str], blake2b]:
@@ -124,7 +121,8 @@ def _read(body: JsonBody) -> tuple[dict[int, str], blake2b]:
         if not isinstance(message, dict):
             continue
         role = message.get("role")
-        calls = [_call(each) for each in _list(message.get("tool_calls"))]
+        given = message.get("tool_calls")
+        calls = [*map(_call, given)] if isinstance(given, list) else []
         hashed.update(_identity(role, message.get("content"), calls, message.get("tool_call_id")))
         if role == "assistant" and not any(message.get(name) for name in _THOUGHTS):
             lacking[index] = hashed.hexdigest()
@@ -171,7 +169,3 @@ def _parsed(arguments: object) -> object:
     with suppress(*UNREADABLE):
         return msgspec.json.decode(arguments) if isinstance(arguments, str) else arguments
     return arguments
-
-
-def _list(value: Any) -> list[Any]:  # noqa: ANN401 - JSON
-    return value if isinstance(value, list) else []

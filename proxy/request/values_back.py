@@ -40,7 +40,7 @@ _MOST_QUOTES, _BEFORE = 16, 1024
 _MOST_SLASHES = 64
 # Pieces of a text in Anthropic's streams, and the event that tells nothing of a text.
 _PIECES, _SILENT = ("text", "thinking", "partial_json"), "ping"
-# Which choice of a chat, and which of its texts.
+# Which choice of a chat, which of its texts, and the field that the text belongs to.
 _Lane = tuple[Hashable, ...]
 _decode_text = msgspec.json.Decoder(str).decode
 _decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
@@ -115,10 +115,8 @@ class ValuesBack(Stage):
             with suppress(*UNREADABLE):
                 return (event.with_data(self._back(event.raw)),)
             return (event,)
-        if not event.data:
-            return (event,)
         try:
-            fields = msgspec.json.decode(event.data)
+            fields = msgspec.json.decode(event.data or b"null")
         except UNREADABLE:  # the end mark
             return [*self._rest(), event]
         if not isinstance(fields, dict) or fields.get("type") == _SILENT:
@@ -130,7 +128,7 @@ class ValuesBack(Stage):
             piece = text = holder[name]
             if (waiting := self._waiting.pop(lane, None)) is not None:
                 text = waiting[2] + text
-            is_json, before = self._is_json(_text_name(fields, name)), self._before.get(lane, "")
+            is_json, before = self._is_json(lane[-1]), self._before.get(lane, "")
             text = self._text_back(text, is_json=is_json, before=before)
             half = HALF_REFERENCE.search(text, max(len(text) - _MOST_HALF, 0))
             if half is not None and lane[0] not in ended:
@@ -165,7 +163,7 @@ class ValuesBack(Stage):
         rest, leaves = list[Event](), _leaving(fields)
         for lane in [*self._waiting]:
             stays = lane in told or not (leaves is None or lane[0] in leaves)
-            if stays or (told and lane[0] not in ended and _is_of_call(lane)):
+            if stays or (told and lane[0] not in ended and lane[-1] in _JSON_TEXTS):
                 continue
             event, held_by, piece = self._waiting.pop(lane)
             for other, holder, name in _pieces(held_by):
@@ -216,11 +214,6 @@ def _is_json_from(text: str, at: int) -> bool:
     return beginning[:1] in ("{", "[") and not REFERENCE.match(beginning)
 
 
-def _is_of_call(lane: _Lane) -> bool:
-    """True for the arguments of a call."""
-    return lane[-1] in _JSON_TEXTS or _DELTAS.get(str(lane[1])) == "arguments"
-
-
 def _leaving(fields: Mapping[str, Any] | None) -> set[int] | None:
     """The choices that an event tells more of, or ends. None if it is about no choice in particular."""
     if fields is None or "choices" not in fields:
@@ -256,11 +249,6 @@ def _calls(choice: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             yield call
 
 
-def _text_name(fields: Mapping[str, Any], name: str) -> str:
-    """The field that a piece of text belongs to."""
-    return _DELTAS.get(str(fields.get("type")), name) if name == "delta" else name
-
-
 def _pieces(fields: dict[str, Any]) -> Iterator[tuple[_Lane, dict[str, Any], str]]:
     """The pieces of texts in an event: the text that it belongs to, what holds it, and the name of its
     field."""
@@ -271,7 +259,7 @@ def _pieces(fields: dict[str, Any]) -> Iterator[tuple[_Lane, dict[str, Any], str
         yield from _named(delta, _PIECES, (None, _number(fields)))
     elif isinstance(delta, str):
         places = (fields.get(name) for name in ("type", "item_id", "content_index", "summary_index"))
-        yield (None, *map(str, places)), fields, "delta"
+        yield (None, *map(str, places), _DELTAS.get(str(fields.get("type")), "delta")), fields, "delta"
 
 
 def _pieces_of(index: int, choice: Mapping[str, Any]) -> Iterator[tuple[_Lane, dict[str, Any], str]]:
