@@ -98,12 +98,6 @@ def test_without_usage_there_is_none():
     assert usage_of([(part(), None)]) is None
 
 
-def test_what_was_cached_before_kvpin_computed_the_prompt_counts():
-    usages = [(part(), usage(10, 2, 9)), (part(0, 1), usage(10, 2, 9))]
-    assert usage_of(usages, 3)["prompt_tokens_details"] == {"cached_tokens": 3}
-    assert usage_of([(part(), {"prompt_tokens": 3})], 3) == {"prompt_tokens": 3}
-
-
 def test_counts_that_no_engine_names_are_left_out():
     assert usage_of([(part(), {"prompt_tokens": 3, "cost": None}), (part(1, 1), {"prompt_tokens": 4})]) == {
         "prompt_tokens": 7
@@ -167,9 +161,10 @@ class TestStream:
             "choices": [{"index": 6, "text": "y"}],
         }
 
-    def test_usage_comes_once_at_the_end(self):
+    @pytest.mark.parametrize("choices", [[], None, [{"index": 0, "delta": {}}]])
+    def test_usage_comes_once_at_the_end(self, choices):
         stream = Joined(ONE)
-        assert self.event(stream, 1, id="b", choices=[], usage=usage(10, 3, 9)) is None
+        assert self.event(stream, 1, id="b", choices=choices, usage=usage(10, 3, 9)) is None
         assert self.event(stream, 0, id="a", choices=[], usage=usage(10, 2, 8)) is None
         end = stream.end().split(b"\n\n")
         assert end[1:] == [b"data: [DONE]", b""]
@@ -177,18 +172,6 @@ class TestStream:
         assert (made["id"], made["choices"]) == ("b", [])
         assert made["usage"]["prompt_tokens_details"] == {"cached_tokens": 8}
         assert made["usage"]["total_tokens"] == 15
-
-    def test_usage_in_other_shapes_is_held_back_too(self):
-        stream = Joined(ONE)
-        blank = [{"index": 0, "delta": {}}]
-        assert self.event(stream, 0, id="a", choices=blank, usage=usage(10, 2, 8)) is None
-        assert self.event(stream, 1, id="b", choices=None, usage=usage(10, 3, 9)) is None
-        made = json.loads(stream.end().split(b"\n\n")[0].removeprefix(b"data: "))
-        assert made["choices"] == []
-        assert made["usage"]["total_tokens"] == 15
-
-    def test_without_usage_the_end_is_bare(self):
-        assert Joined(ONE).end() == b"data: [DONE]\n\n"
 
     def test_other_events_pass(self):
         stream = Joined(ONE)

@@ -11,7 +11,7 @@ from tests.fakes import ANSWER, DONE, event
 from tests.proxy.request.passing import passed
 
 USER = [{"role": "user", "content": "Hi"}]
-USAGE = {"choices": [], "usage": ANSWER["usage"]}
+USAGE = {"choices": None, "usage": ANSWER["usage"]}
 CALL = {"id": "c1", "type": "function", "function": {"name": "tide", "arguments": '{"port": "Brest"}'}}
 MARKED = {"system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]}
 
@@ -149,6 +149,7 @@ class TestStream:
             chunk({"tool_calls": [{"index": 0, "id": "c1", "function": function}]}),
             chunk({"tool_calls": [{"index": 0, "function": {"arguments": '{"port"'}}]}),
             chunk({"tool_calls": [{"index": 0, "function": {"arguments": ":1}"}}]}),
+            chunk({"tool_calls": [{"index": 1}]}),  # it has no name yet
             chunk({"tool_calls": [{"index": 1, "function": {"name": "wind", "arguments": "{}"}}]}),
             chunk(finish="tool_calls"),
             USAGE,

@@ -127,19 +127,6 @@ class TestRequests:
         with pytest.raises(BadRequest, match=r"^store must be true or false$"):
             ResponseTranslation(body, None, store=ResponseStore())
 
-    @pytest.mark.parametrize(
-        ("of_chat", "param"),
-        [
-            ("messages", "input"),
-            ("messages[0].content", "input[0].content"),
-            ("max_tokens", "max_output_tokens"),
-            ("response_format.json_schema", "text.format"),
-            ("temperature", "temperature"),
-        ],
-    )
-    def test_errors_of_the_chat_name_the_clients_field(self, of_chat, param):
-        assert translation().wording.path(of_chat) == param
-
 
 def test_many_allowed_tools_take_no_quadratic_time():
     tools = [{"type": "function", "name": f"t{number}"} for number in range(20_000)]
