@@ -63,12 +63,14 @@ class ResponseTranslation(ResponseRequest):
 
     @override
     def more(self, chunk: Chat, choice: Choice) -> Iterable[Event]:
+        events = list[Event]()
         if chunk.prompt_progress is not UNSET:
             fields = {"response": self._response("in_progress", []), "prompt_progress": chunk.prompt_progress}
-            yield from self._told([("response.in_progress", fields)])
+            events += self._told([("response.in_progress", fields)])
         if chunk.timings is not UNSET:
             self._timings = {"timings": chunk.timings}
-        yield from self._told((kind, fields | self._timings) for kind, fields in self._items_of(choice))
+        events += self._told(self._items_of(choice), self._timings)
+        return events
 
     @override
     def failure(self, event: Event | None) -> Iterable[Event]:
@@ -83,8 +85,8 @@ class ResponseTranslation(ResponseRequest):
     def last(self) -> Iterable[Event]:
         status = self._status
         yield from self._told(self._output.end(status))
-        final = {"response": msgspec.Raw(self._final()), **self._timings}
-        yield from self._told([(f"response.{status}", final)])
+        final = {"response": msgspec.Raw(self._final())}
+        yield from self._told([(f"response.{status}", final)], self._timings)
 
     @property
     def _incomplete(self) -> str | None:
@@ -100,9 +102,10 @@ class ResponseTranslation(ResponseRequest):
         logprobs = choice.logprobs.content if choice.logprobs is not None else None
         return self._output.add(self.said(choice), logprobs or [])
 
-    def _told(self, events: Iterable[ItemEvent]) -> Iterable[Event]:
+    def _told(self, events: Iterable[ItemEvent], beside: Json = {}) -> Iterable[Event]:  # noqa: B006 - read
+        """These events, numbered. `beside`: fields of each."""
         for kind, fields in events:
-            yield named_event({"type": kind, "sequence_number": self._number, **fields})
+            yield named_event({"type": kind, "sequence_number": self._number, **fields, **beside})
             self._number += 1
 
     def _final(self) -> bytes:

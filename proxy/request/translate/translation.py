@@ -109,9 +109,10 @@ class Translation(Stage, ABC):
             return self.failure(event)
         if self._is_garbled:
             return ()
-        choice = next(iter(chunk.choices), Choice())
+        choices = chunk.choices
+        choice = choices[0] if choices else Choice()
         self._note(chunk, choice)
-        return [*self._first(), *self.more(chunk, choice)]
+        return self.more(chunk, choice) if self._begun else [*self._first(), *self.more(chunk, choice)]
 
     def _first(self) -> Iterable[Event]:
         """The events before those of the first chunk, once."""
