@@ -141,16 +141,18 @@ class Normalising:
             _tell(call.session, call.tenant, model, mended)
         return changed
 
-    async def with_reasoning(self, chat: Call, model: str) -> tuple[Call, Keep | None]:
-        """A chat with the reasoning that its client left out, where that rule was chosen, and what keeps the
-        reasoning of its answer; None if nothing is to be kept."""
+    async def with_reasoning(self, chat: Call, model: str) -> tuple[Call, tuple[Rule, ...], Keep | None]:
+        """A chat with the reasoning that its client left out, where that rule was chosen; the rule, if it did
+        so; and what keeps the reasoning of its answer, None if nothing is to be kept."""
         body = chat.body
         if chat.route != CHAT_PATH or not isinstance(body, JsonBody):
-            return chat, None
+            return chat, (), None
         if Rule.REASONING_KEPT not in _rules_of(self._suiting(chat, model)):
-            return chat, None
+            return chat, (), None
         whole, keep = await self.reasoning.put_back(body, chat.tenant)
-        return (chat if whole is body else replace(chat, body=whole)), keep
+        if whole is body:
+            return chat, (), keep
+        return replace(chat, body=whole), (Rule.REASONING_KEPT,), keep
 
     def _suiting(self, call: Call, model: str) -> list[ChosenRules]:
         return [entry for entry in self.chosen if entry.suit(call.tenant, (model, call.model))]

@@ -16,7 +16,6 @@ from engine_adapter import Capability, JsonBody, RequestBody, Retention, Transfe
 from engine_adapter.off_loop import JSON_BYTES_PER_MS, VALUES_PER_MS, off_loop
 from proxy.core.admission import Needs
 from proxy.core.index.blocks import Chain
-from proxy.core.normalise import Rule
 from proxy.core.placement.decision import Placement
 from proxy.core.retention import may_ask, retention_of
 from proxy.errors import ANSWERED, MethodNotAllowed
@@ -243,7 +242,7 @@ class Preparation:
         # Of a chat before the rules: some put at its end what stood elsewhere a turn before.
         kept, keep = tuple[Change, ...](), None
         if self.normalising.chosen:
-            call, kept, keep = await self._with_reasoning(call, to.pool)
+            call, kept, keep = await self.normalising.with_reasoning(call, to.pool.model)
         changed = retention = translation = None
         if self.normalising.may_apply(call, to.pool.lost_shapes):
             changed = await self.normalising.apply(call, to.pool.model, to.pool.lost_shapes)
@@ -258,7 +257,7 @@ class Preparation:
         else:
             noted = (*call.changed, *translation.changed)
             chat = replace(call, path=CHAT_PATH, body=translation.chat, changed=noted)
-            chat, kept, keep = await self._with_reasoning(chat, to.pool)
+            chat, kept, keep = await self.normalising.with_reasoning(chat, to.pool.model)
             with translation.wording.errors(*ANSWERED):
                 ready = await self._ready(chat, to, retention, counts=translation.counts)
             ready = replace(ready, translation=translation)
@@ -268,12 +267,6 @@ class Preparation:
             ready = replace(ready, values=changed.told)
             kept = (*changed.by, *kept)
         return _with_rules(ready, kept, call)
-
-    async def _with_reasoning(self, chat: Call, pool: Pool) -> tuple[Call, tuple[Change, ...], Keep | None]:
-        """A chat with the reasoning that its client left out, the rule that did so, and what keeps the
-        reasoning of its answer."""
-        whole, keep = await self.normalising.with_reasoning(chat, pool.model)
-        return whole, (() if whole is chat else (Rule.REASONING_KEPT,)), keep
 
     async def _retention(self, call: Call) -> Retention | None:
         """How long the client wants its KV kept. Raises BadRequest for a wish that cannot be read."""
