@@ -1,6 +1,8 @@
 """A client never gets a reference: it gets the value."""
 
 import json
+import re
+from collections import defaultdict
 
 import pytest
 from hypothesis import given
@@ -41,66 +43,56 @@ def choice(delta, index=0, reason=None):
     return {"id": "c", "choices": [{"index": index, "delta": delta, "finish_reason": reason}]}
 
 
+def added_up(body):
+    """Each text of a stream, as a client adds up its pieces: by choice and field or call, block, or item."""
+    texts = defaultdict(str)
+    for event in events(body):
+        for each in event.get("choices", ()):
+            at, delta = each["index"], each["delta"]
+            for name in ("content", "reasoning_content"):
+                texts[at, name] += delta.get(name) or ""
+            texts[at, "call"] += delta.get("function_call", {}).get("arguments", "")
+            for call in delta.get("tool_calls", ()):
+                texts[at, call["index"]] += call["function"]["arguments"]
+        delta = event.get("delta", "")
+        if isinstance(delta, dict):
+            texts[event["index"]] += delta.get("text", "") + delta.get("partial_json", "")
+        elif delta:
+            texts[event["item_id"]] += delta
+    return {place: text for place, text in texts.items() if text}
+
+
+def call(at, piece, **more):
+    return choice({"tool_calls": [{"index": at, **more, "function": {"arguments": piece}}]})
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 200])
 @pytest.mark.parametrize("field", ["content", "reasoning_content"])
 def test_texts_of_a_stream(size, field):
     pieces = [choice({field: piece}) for piece in cut(TEXT, size)]
     body = streamed([*stream(*pieces, choice({}, reason="stop")), b"data: [DONE]\n\n"])
-    deltas = [each["choices"][0] for each in events(body)]
-    assert "".join(each["delta"].get(field, "") for each in deltas) == BACK
-    assert [each["finish_reason"] for each in deltas[:-1]] == [None] * (len(deltas) - 1)
-    assert deltas[-1] == {"index": 0, "delta": {}, "finish_reason": "stop"}
+    assert added_up(body) == {(0, field): BACK}
+    *deltas, last = [each["choices"][0] for each in events(body)]
+    assert {each["finish_reason"] for each in deltas} == {None}
+    assert last == {"index": 0, "delta": {}, "finish_reason": "stop"}
     assert body.endswith(b"data: [DONE]\n\n")
 
 
-@pytest.mark.parametrize("size", [1, 3, 200])
-def test_arguments_of_calls_in_a_stream_stay_json(size):
-    def call(at, piece, **more):
-        return choice({"tool_calls": [{"index": at, **more, "function": {"arguments": piece}}]})
-
-    calls = [
-        each
-        for at in range(2)
-        for each in (
-            choice(
-                {"tool_calls": [{"index": at, "id": f"c{at}", "function": {"name": "f", "arguments": ""}}]}
-            ),
-            *(call(at, piece) for piece in cut(ARGUMENTS, size)),
-        )
-    ]
-    # Two choices at a time.
-    both = [each for one in calls for each in (one, {"choices": [{**one["choices"][0], "index": 1}]})]
-    got, ids = {}, []
-    for each in events(streamed(stream(*both, choice({}, 0, "tool_calls"), choice({}, 1, "tool_calls")))):
-        for told in each["choices"]:
-            for made in told["delta"].get("tool_calls", ()):
-                ids += [made["id"]] if "id" in made else []
-                key = told["index"], made["index"]
-                got[key] = got.get(key, "") + made["function"]["arguments"]
-    assert len(ids) == len(got) == 4
+@pytest.mark.parametrize("by_turns", [False, True])
+@pytest.mark.parametrize("size", [1, 3, 7, 200])
+def test_arguments_of_calls_in_a_stream_stay_json(size, by_turns):
+    """Of two calls, in each of two choices."""
+    pieces = [call(at, "", id=f"c{at}") for at in range(2)]
+    pieces += [call(at, piece) for at in range(2) for piece in cut(ARGUMENTS, size)]
+    if by_turns:
+        pieces[2:] = [call(at, piece) for piece in cut(ARGUMENTS, size) for at in range(2)]
+    both = [each for one in pieces for each in (one, {"choices": [{**one["choices"][0], "index": 1}]})]
+    body = streamed(stream(*both, choice({}, 0, "tool_calls"), choice({}, 1, "tool_calls")))
+    assert len(re.findall(rb'"id": ?"c[01]"', body)) == 4
+    got = added_up(body)
+    assert set(got) == {(0, 0), (0, 1), (1, 0), (1, 1)}
     for text in got.values():
         assert json.loads(text) == {"path": 'C:\\Users\\"me"\\a.py', "text": BACK}
-
-
-@pytest.mark.parametrize("size", [1, 3, 7])
-def test_calls_whose_pieces_come_by_turns(size):
-    def piece(at, text):
-        return choice({"tool_calls": [{"index": at, "function": {"arguments": text}}]})
-
-    pieces = [piece(at, text) for text in cut(ARGUMENTS, size) for at in range(2)]
-    got = {0: "", 1: ""}
-    for each in events(streamed(stream(*pieces, choice({}, 0, "tool_calls")))):
-        for made in each["choices"][0]["delta"].get("tool_calls", ()):
-            got[made["index"]] += made["function"]["arguments"]
-    assert [json.loads(text)["text"] for text in got.values()] == [BACK, BACK]
-    kind = "response.function_call_arguments.delta"
-    turns = [
-        {"type": kind, "item_id": name, "delta": text} for text in cut(ARGUMENTS, size) for name in ("i", "j")
-    ]
-    told = events(streamed(stream(*turns)))
-    for name in ("i", "j"):
-        text = "".join(each["delta"] for each in told if each["item_id"] == name)
-        assert json.loads(text)["text"] == BACK
 
 
 INSIDE = {"cwd": "[[path 2]]", "run": 'cd "[[path 2]]"', "more": json.dumps({"at": "see [[path 2]]"})}
@@ -109,24 +101,16 @@ DEEP = {"payload": json.dumps(INSIDE), "list": json.dumps(["[[path 2]]"]), "say"
 
 @pytest.mark.parametrize("size", [1, 5, 500])
 def test_json_within_json_stays_json(size):
-    def check(got):
+    pieces = [choice({"function_call": {"arguments": piece}}) for piece in cut(json.dumps(DEEP), size)]
+    of_stream = added_up(streamed(stream(*pieces, choice({}, reason="function_call"))))[0, "call"]
+    whole = {"content": [{"type": "tool_use", "input": DEEP}, {"arguments": json.dumps(DEEP)}]}
+    used, called = json.loads(answered(json.dumps(whole).encode()))["content"]
+    path = VALUES["[[path 2]]"]
+    for got in (json.loads(of_stream), used["input"], json.loads(called["arguments"])):
         inside = json.loads(got["payload"])
-        path = VALUES["[[path 2]]"]
         assert (inside["cwd"], inside["run"]) == (path, f'cd "{path}"')
         assert json.loads(inside["more"]) == {"at": f"see {path}"}
         assert (json.loads(got["list"]), got["say"]) == ([path], f'in "{path}"')
-
-    pieces = [choice({"function_call": {"arguments": piece}}) for piece in cut(json.dumps(DEEP), size)]
-    got = events(streamed(stream(*pieces, choice({}, reason="function_call"))))
-    check(
-        json.loads(
-            "".join(each["choices"][0]["delta"].get("function_call", {}).get("arguments", "") for each in got)
-        )
-    )
-    whole = {"content": [{"type": "tool_use", "input": DEEP}, {"arguments": json.dumps(DEEP)}]}
-    told = json.loads(answered(json.dumps(whole).encode()))["content"]
-    check(told[0]["input"])
-    check(json.loads(told[1]["arguments"]))
 
 
 def test_what_waits_is_told_before_the_call_that_follows():
@@ -149,42 +133,37 @@ def test_messages(size):
     def delta(at, kind, **piece):
         return {"type": "content_block_delta", "index": at, "delta": {"type": kind, **piece}}
 
-    text = [delta(0, "text_delta", text=piece) for piece in cut(TEXT, size)]
+    sent = [delta(0, "text_delta", text=piece) for piece in cut(TEXT, size)]
     call = [delta(1, "input_json_delta", partial_json=piece) for piece in cut(ARGUMENTS, size)]
     stop = [{"type": "content_block_stop", "index": at} for at in range(2)]
-    sent = [*text, {"type": "ping"}, stop[0], *call, stop[1]]
+    sent += [{"type": "ping"}, stop[0], *call, stop[1]]
     if size == 4:
         sent.insert(3, {"type": "ping"})
-    got = events(streamed(stream(*sent, name="x")))
-    pieces = [each["delta"] for each in got if "delta" in each]
-    assert "".join(each.get("text", "") for each in pieces) == BACK
-    assert json.loads("".join(each.get("partial_json", "") for each in pieces))["text"] == BACK
-    at_stop = got.index(stop[0])
-    assert all(each.get("index") == 1 for each in got[at_stop + 1 :] if each["type"] != "ping")
+    body = streamed(stream(*sent, name="x"))
+    got = added_up(body)
+    assert (got[0], json.loads(got[1])["text"]) == (BACK, BACK)
+    _, _, behind = body.partition(stream(stop[0], name="x")[0])
+    assert {each.get("index") for each in events(behind)} == {1}
 
 
-@pytest.mark.parametrize("size", [1, 200])
+@pytest.mark.parametrize("size", [1, 3, 200])
 def test_responses(size):
-    name = "response.output_text"
-    pieces = [
-        {"type": f"{name}.delta", "item_id": "i", "content_index": 0, "delta": piece}
-        for piece in cut(TEXT, size)
-    ]
+    text, call = "response.output_text", "response.function_call_arguments"
+    sent = [{"type": f"{text}.delta", "item_id": "i", "content_index": 0, "delta": piece}
+            for piece in cut(TEXT, size)]  # fmt: skip
+    done = [{"type": f"{text}.done", "item_id": "i", "text": TEXT},
+            {"type": f"{call}.done", "item_id": "j", "arguments": ARGUMENTS}]  # fmt: skip
     calls = [
-        {"type": "response.function_call_arguments.delta", "item_id": "j", "delta": piece}
+        {"type": f"{call}.delta", "item_id": name, "delta": piece}
         for piece in cut(ARGUMENTS, size)
+        for name in ("j", "k")  # by turns
     ]
-    done = [
-        {"type": f"{name}.done", "item_id": "i", "text": TEXT},
-        {"type": "response.function_call_arguments.done", "item_id": "j", "arguments": ARGUMENTS},
-    ]
-    got = events(streamed(stream(*pieces, done[0], *calls, done[1])))
-    assert "".join(each["delta"] for each in got if each["type"] == f"{name}.delta") == BACK
-    arguments = "".join(each["delta"] for each in got if each["type"] == calls[0]["type"])
-    assert json.loads(arguments)["text"] == BACK
-    texts = [each["text"] for each in got if "text" in each]
-    assert texts == [BACK]
-    assert got[-1]["arguments"] == arguments
+    body = streamed(stream(*sent, done[0], *calls, done[1]))
+    got = added_up(body)
+    assert got["i"] == BACK
+    assert json.loads(got["j"])["text"] == json.loads(got["k"])["text"] == BACK
+    assert [each["text"] for each in events(body) if "text" in each] == [BACK]
+    assert events(body)[-1]["arguments"] == got["j"]
 
 
 def test_whole_answers():
@@ -238,20 +217,14 @@ def test_whatever_an_engine_streams_is_passed_on(bodies):
 )
 def test_an_event_that_tells_nothing_of_a_text_does_not_cut_a_reference(between):
     pieces = choice({"content": "[[pa"}), between, choice({"content": "th 1]]"}), choice({}, reason="stop")
-    told = [each for body in events(streamed(stream(*pieces))) for each in body["choices"]]
-    assert "".join(each["delta"].get("content") or "" for each in told if not each["index"]) == "/home/me/x"
+    assert added_up(streamed(stream(*pieces)))[0, "content"] == "/home/me/x"
 
 
 def test_another_choice_that_ends_does_not_cut_a_reference():
-    both = {
-        "choices": [
-            choice({"content": "B"}, 1, "stop")["choices"][0],
-            choice({"content": "[[pa"})["choices"][0],
-        ]
-    }
+    first, other = choice({"content": "[[pa"}), choice({"content": "B"}, 1, "stop")
+    both = {"choices": [*other["choices"], *first["choices"]]}
     body = streamed(stream(both, choice({"content": "th 1]]"}), choice({}, reason="stop")))
-    told = [each for one in events(body) for each in one["choices"]]
-    assert "".join(each["delta"].get("content", "") for each in told if not each["index"]) == "/home/me/x"
+    assert added_up(body)[0, "content"] == "/home/me/x"
 
 
 def test_arguments_as_an_object_hold_plain_texts_of_any_name():
@@ -271,7 +244,7 @@ def test_arguments_as_an_object_hold_plain_texts_of_any_name():
 def test_an_answer_in_json_stays_json(size):
     pieces = [choice({"content": piece}) for piece in cut(ARGUMENTS, size)]
     body = streamed(stream(*pieces, choice({}, reason="stop")), answers_json=True)
-    text = "".join(each["choices"][0]["delta"].get("content", "") for each in events(body))
+    text = added_up(body)[0, "content"]
     whole = json.dumps({"choices": [{"message": {"content": ARGUMENTS}}]}).encode()
     said = json.loads(answered(whole, answers_json=True))
     for each in (text, said["choices"][0]["message"]["content"]):
