@@ -28,7 +28,7 @@ from engine_adapter import (
 from engine_adapter.http.sse import events_in
 from engine_adapter.http.usage import NULL
 from proxy.request.calls import Call
-from proxy.request.transcript import Event, SentStream, Transcript, read_event
+from proxy.request.transcript import Chunk, SentStream, Transcript, read_chunk
 
 _NAMES = ("id", "object", "created", "model", "system_fingerprint")
 
@@ -58,7 +58,7 @@ class Splice:
         return b"".join(map(self._pass, events_in(events)))
 
     def _pass(self, part: bytes) -> bytes:
-        event = read_event(part)
+        event = read_chunk(part)
         if event is None:
             self._check(not self._known or b"data:" not in part)
             return b"" if self._known else part
@@ -75,7 +75,7 @@ class Splice:
         self._correct_usage(event.fields)
         return event.encode()
 
-    def _skip(self, event: Event) -> None:
+    def _skip(self, event: Chunk) -> None:
         """Removes from an event what the client has of it."""
         texts = event.texts()
         self._check(texts is not None)

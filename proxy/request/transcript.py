@@ -36,7 +36,7 @@ _FIRST = msgspec.Raw(b"0")
 _decode_text = msgspec.json.Decoder(str).decode
 
 
-class Event(msgspec.Struct):
+class Chunk(msgspec.Struct):
     """A chunk of a chat or a completion with at most one choice.
 
     Attributes:
@@ -104,7 +104,7 @@ class _PlainChunk(msgspec.Struct):
 _decode_plain = msgspec.json.Decoder(_PlainChunk).decode
 
 
-def read_event(event: bytes) -> Event | None:
+def read_chunk(event: bytes) -> Chunk | None:
     """The chunk that an event holds; None for any other event: a comment, the end mark."""
     start = event.find(b"data:")
     try:
@@ -113,9 +113,9 @@ def read_event(event: bytes) -> Event | None:
             return None
         choices = choices_of(fields)
         if len(choices) != 1:
-            return Event(fields) if not choices else None
+            return Chunk(fields) if not choices else None
         choice = choices[0]
-        return Event(fields, choice, decode_object(choice["delta"]) if "delta" in choice else choice)
+        return Chunk(fields, choice, decode_object(choice["delta"]) if "delta" in choice else choice)
     except UNREADABLE:
         return None
 
@@ -222,7 +222,7 @@ class Transcript:
         for part in raw.replace(b"\r\n", b"\n").split(b"\n\n") if self.is_plain else ():
             if not part or self._is_plain_chunk(part):
                 continue
-            event = read_event(part)
+            event = read_chunk(part)
             if event is None:
                 self.is_plain &= b"data:" not in part
                 continue
@@ -251,7 +251,7 @@ class Transcript:
                 self._say(name, text)
         return True
 
-    def _note(self, event: Event) -> None:
+    def _note(self, event: Chunk) -> None:
         texts = event.texts() if self.is_plain and event.is_plain else None
         self.is_plain = texts is not None
         for name, text in texts or ():
