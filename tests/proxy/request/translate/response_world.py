@@ -21,6 +21,12 @@ USAGE = {
     "completion_tokens_details": {"reasoning_tokens": 1},
 }
 TOOL = {"type": "function", "name": "tide", "description": "Height", "parameters": {"type": "object"}}
+SPACE = {
+    "type": "namespace",
+    "name": "sea",
+    "description": "d",
+    "tools": [TOOL, {"type": "custom", "name": "log"}],
+}
 FUNCTION = {
     "type": "function",
     "function": {"name": "tide", "description": "Height", "parameters": {"type": "object"}},

@@ -11,6 +11,7 @@ from proxy.request.translate import ResponseStore, ResponseTranslation, response
 from proxy.request.translate.responses_request import may_name_more
 from tests.proxy.request.translate.response_world import (
     FUNCTION,
+    SPACE,
     TOOL,
     answered,
     chat_of,
@@ -58,6 +59,7 @@ class TestRequests:
             ({"tools": [TOOL], "tool_choice": "auto"}, {"tools": [FUNCTION]}),
             ({"tools": [{"type": "web_search"}, TOOL, {"type": "mcp"}]}, {"tools": [FUNCTION]}),
             ({"tools": [{"type": "web_search"}]}, {}),
+            ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, {}),
             ({"tools": [TOOL], "tool_choice": "required"}, {"tools": [FUNCTION], "tool_choice": "required"}),
             (
                 {"tools": [TOOL], "tool_choice": {"type": "function", "name": "tide"}},
@@ -108,7 +110,17 @@ class TestRequests:
             ({"tools": {}}, "tools"),
             ({"tools": [{"type": "function"}]}, "tools[0]"),
             ({"tools": [1]}, "tools[0]"),
+            ({"tools": [{"type": "namespace", "name": "sea", "tools": [7]}]}, "tools[0].tools[0]"),
+            (
+                {"tools": [{"type": "namespace", "name": "sea", "tools": [{"type": "function"}]}]},
+                "tools[0].tools[0]",
+            ),
+            ({"tools": [TOOL, TOOL]}, "tools[1]"),
+            ({"tools": [SPACE, TOOL | {"name": "sea__tide"}]}, "tools[1]"),
+            ({"tools": [SPACE, SPACE | {"name": "sea__"}]}, "tools[1].tools[0]"),
             ({"tool_choice": {"type": "file_search"}}, "tool_choice"),
+            ({"tools": [SPACE], "tool_choice": {"type": "function", "name": "search"}}, "tool_choice"),
+            ({"tools": [SPACE], "tool_choice": {"type": "function", "name": "log"}}, "tool_choice"),
             ({"text": "a"}, "text"),
             ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
             ({"metadata": {"a": 1}}, "metadata"),
