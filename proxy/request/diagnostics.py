@@ -38,6 +38,7 @@ _ERROR = 400
 # The first id of a stream is that of its answer.
 _ID = re.compile(rb'"id"\s*:\s*"([^"\\]{1,256})"')
 
+_COMPARISON = COMPARISON_HEADER.encode()
 Diagnose = Callable[[int | None], Diagnosis]
 """The diagnosis, from what the engine reports as reused; None: not yet known. The comparison itself was made
 before the answer began: an engine may report with each chunk of a stream."""
@@ -72,9 +73,9 @@ class Api:
         Raises:
             BadRequest: the field has another type.
         """
-        if (named := headers.get(COMPARISON_HEADER)) is not None:
-            return named
-        options = body.hint(self.options)
+        if _COMPARISON in headers.first:
+            return headers.get(COMPARISON_HEADER)
+        options = None if body.is_plain else body.hint(self.options)
         if options is not None and not isinstance(options, dict):
             raise BadRequest(f"{self.options} must be an object", param=self.options)
         value = options.get(self.name) if options is not None else None
@@ -113,8 +114,7 @@ class IdNoted(Through):
     """Notes the id of an answer on its way to the client: later requests may ask to be compared with it."""
 
     def __init__(self, client: Writer, record: RequestRecord) -> None:
-        super().__init__(client)
-        self._record = record
+        self._client, self._record = client, record
         self._is_stream = self._is_error = False
 
     @override
@@ -244,7 +244,7 @@ _DETAILS = "prompt_tokens_details"
 
 def names_the_cache(body: JsonBody) -> bool:
     """True if a chat has one of OpenAI's fields of the cache."""
-    return not body.is_plain and _FIELDS in body.raw
+    return _FIELDS in body.raw
 
 
 class WritesCounted(Rewritten):
