@@ -134,8 +134,11 @@ class IdNoted(Through):
         if self._is_stream:
             self._finds_id(chunk)
         elif not self._is_error:
-            with suppress(*UNREADABLE):
-                self._record.answer_id = msgspec.json.decode(chunk, type=_Answer).id
+            if (found := _ID.match(chunk, 1)) is not None:  # most answers begin with it
+                self._record.answer_id = found[1].decode(errors="replace")
+            else:
+                with suppress(*UNREADABLE):
+                    self._record.answer_id = msgspec.json.decode(chunk, type=_Answer).id
         self._client.finish(chunk)
 
     def _finds_id(self, chunk: bytes) -> bool:
