@@ -77,7 +77,7 @@ class KeptResponses:
 
 def _listed(stored: StoredResponse, query: dict[str, list[str]]) -> bytes:
     """A page of the items that were the input of a response, the turns before it included."""
-    items = dict[str, bytes]()
+    items: dict[str, bytes] = {}
     for part in stored.turn.input():
         items.update(part)  # ten times as fast as from single items
     names = list(items)

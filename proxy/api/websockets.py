@@ -47,16 +47,16 @@ class Subprotocol(Stage):
     """Gives the client of a WebSocket the first of its subprotocols if the engine chooses none: most engines
     know none, and without a choice browsers close the WebSocket again."""
 
-    marks = ()
+    marks, reads_head = (), True
 
     def __init__(self, headers: Headers) -> None:
         """`headers`: those of the opening handshake, without a key."""
         self._first = next(iter(_offered(headers)), None)
 
     @override
-    def begin(self, status: int, headers: HeaderPairs) -> HeaderPairs:
+    def begin(self, headers: HeaderPairs) -> HeaderPairs:
         is_chosen = any(name == _SUBPROTOCOLS for name, _ in headers)
-        if status == HTTPStatus.SWITCHING_PROTOCOLS and self._first is not None and not is_chosen:
+        if self.status == HTTPStatus.SWITCHING_PROTOCOLS and self._first is not None and not is_chosen:
             return [*headers, (_SUBPROTOCOLS, self._first.encode("latin-1"))]
         return headers
 

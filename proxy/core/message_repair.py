@@ -68,12 +68,14 @@ _MARKS: Mapping[Repair, tuple[bytes, ...]] = {  # one of these is in each body t
 def may_need(body: JsonBody, repairs: AbstractSet[Repair]) -> bool:
     """False if a body surely needs none of these repairs, by its bytes."""
     raw = body.raw
-    if any(mark in raw for repair in repairs for mark in _MARKS.get(repair, ())):
-        return True
     takes_system = Repair.SYSTEM_IN_TURN not in repairs
     if body.is_plain:
+        if Repair.TURNS_ALTERNATE in repairs:
+            return True
         rest = body.view("messages")[takes_system:]
         return not repairs <= _MARKS.keys() and any(each["role"] == "system" for each in rest)
+    if any(mark in raw for repair in repairs for mark in _MARKS.get(repair, ())):
+        return True
     return not repairs <= _MARKS.keys() and _may_lose_systems(raw, takes_system=takes_system)
 
 
@@ -131,7 +133,7 @@ def _as_system(items: _Items) -> _Items:
 
 
 def _joined(fields: Fields) -> dict[str, Any]:
-    changes = dict[str, Any]()
+    changes: dict[str, Any] = {}
     for name, items in _lists_of(fields):
         head, lead = [*takewhile(is_system, items)], fields.get(_LISTS[name])
         texts = [text_of(item.get("content")) for item in head]
@@ -151,7 +153,7 @@ def _late_in_turns(items: _Items) -> _Items:
 
 
 def _all_in_turns(fields: Fields) -> dict[str, Any]:
-    changes = dict[str, Any]()
+    changes: dict[str, Any] = {}
     if isinstance(text := fields.get("input"), str):
         fields = {**fields, "input": [{"role": "user", "content": text}]}
     for name, items in _lists_of(fields):
@@ -166,7 +168,8 @@ def _all_in_turns(fields: Fields) -> dict[str, Any]:
 
 def _in_turns(first: list[str], items: list[Any]) -> list[Any]:
     """The items, with the texts of `first` and of system messages in the turns next to them."""
-    turns, behind = list[Any](), list[str]()
+    turns: _Items = []
+    behind: list[str] = []
     waiting = [_marked("system", text) for text in first]
     for item in items:
         text = text_of(item.get("content")) if is_system(item) else None
@@ -210,7 +213,8 @@ def _is_null_call(item: Any) -> bool:  # noqa: ANN401 - JSON
 
 
 def _alternating(items: list[Any]) -> list[Any]:
-    runs, before, last = list[list[Any]](), None, None  # turns that become one
+    before, last = None, None
+    runs: list[_Items] = []  # turns that become one
     for item in chain.from_iterable(map(_parts_of, items)):
         kind = _kind_of(item)
         if kind in ("user", "assistant") and kind == before and _is_known(item) and _is_known(runs[-1][-1]):
@@ -276,7 +280,7 @@ def _as_one(run: list[dict[str, Any]]) -> dict[str, Any]:
     known = chain.from_iterable(each for each in rest if isinstance(each, list))
     kinds = {str(_get(part, "type")).partition("_")[0] for part in known}
     kind = next((f"{way}_text" for way in ("input", "output") if way in kinds), "text")
-    parts = list[Any]()
+    parts: _Items = []
     for each in [text, *rest] if texts else rest:
         more = each if isinstance(each, list) else [{"type": kind, "text": each}]
         parts += _apart(more) if parts else more
@@ -345,7 +349,9 @@ def _called(name: object, arguments: object) -> str:
 
 def _results_in_turns(items: _Items) -> _Items:
     """The conversation without lone results. A response's first items may answer a stored one's calls."""
-    known, has_turn, turns = set[str](), False, _Items()
+    has_turn = False
+    known: set[str] = set()
+    turns: _Items = []
     for item in items:
         known.update(_calls_of(item))
         turns.append(_with_lone_results_as_text(item, known, has_turn=has_turn))

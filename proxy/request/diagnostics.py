@@ -35,6 +35,7 @@ from proxy.request.translate.chats import ChatUsage
 # The first id of a stream is that of its answer.
 _ID = re.compile(rb'"id"\s*:\s*"([^"\\]{1,256})"')
 
+_COMPARISON = COMPARISON_HEADER.encode()
 Diagnose = Callable[[int | None], Diagnosis]
 """The diagnosis, from what the engine reports as reused; None: not yet known. The comparison itself was made
 before the answer began: an engine may report with each chunk of a stream."""
@@ -69,9 +70,9 @@ class Api:
         Raises:
             BadRequest: the field has another type.
         """
-        if (named := headers.get(COMPARISON_HEADER)) is not None:
-            return named
-        options = body.hint(self.options)
+        if _COMPARISON in headers.first:
+            return headers.get(COMPARISON_HEADER)
+        options = None if body.is_plain else body.hint(self.options)
         if options is not None and not isinstance(options, dict):
             raise BadRequest(f"{self.options} must be an object", param=self.options)
         value = options.get(self.name) if options is not None else None
@@ -118,8 +119,11 @@ class IdNoted(Stage):
             if (found := _ID.search(event.raw)) is not None and self.marks:
                 self._record.answer_id, self.marks = found[1].decode(errors="replace"), ()
         elif self.status < ERROR:
-            with suppress(*UNREADABLE):
-                self._record.answer_id = msgspec.json.decode(event.raw, type=_Answer).id
+            if (found := _ID.match(event.raw, 1)) is not None:  # most answers begin with it
+                self._record.answer_id = found[1].decode(errors="replace")
+            else:
+                with suppress(*UNREADABLE):
+                    self._record.answer_id = msgspec.json.decode(event.raw, type=_Answer).id
         return (event,)
 
 
@@ -189,7 +193,7 @@ _DETAILS = "prompt_tokens_details"
 
 def names_the_cache(body: JsonBody) -> bool:
     """True if a chat has one of OpenAI's fields of the cache."""
-    return not body.is_plain and _FIELDS in body.raw
+    return _FIELDS in body.raw
 
 
 class WritesCounted(Rewritten):

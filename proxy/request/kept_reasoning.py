@@ -54,7 +54,7 @@ class KeptReasoning:
             lacking, before = await off_loop(partial(_read, body), ms=ms)
         except UNREADABLE:  # whoever reads the chat next says so
             return body, None
-        found = dict[int, bytes]()
+        found: dict[int, bytes] = {}
         for index, key in lacking.items():
             if (reasoning := self._kept.raw(key, tenant)) is not None:
                 self._kept.keep(key, tenant, reasoning)  # as the last that was used
@@ -77,8 +77,9 @@ class ReasoningSeen(Stage):
     def __init__(self, keep: Keep) -> None:
         """`keep` is called once, before the client has the end of the answer."""
         self._keep = keep
-        self._texts, self._thoughts = list[str](), list[str]()
-        self._calls = dict[int, list[str]]()
+        self._texts: list[str] = []
+        self._thoughts: list[str] = []
+        self._calls: dict[int, list[str]] = {}
 
     @override
     def event(self, event: Event) -> Iterable[Event]:
@@ -111,7 +112,8 @@ class ReasoningSeen(Stage):
 def _read(body: JsonBody) -> tuple[dict[int, str], blake2b]:
     """The keys of the assistant's messages without reasoning, by their numbers, and the hash of all messages.
     Reasoning does not count: whoever keeps some of it has the same keys. Raises one of `UNREADABLE`."""
-    hashed, lacking = blake2b(digest_size=16), dict[int, str]()
+    hashed = blake2b(digest_size=16)
+    lacking: dict[int, str] = {}
     # Another model would not have thought that, and another salt is another user.
     hashed.update(_bytes(body.hint("model"), body.hint("cache_salt")))
     # So are others' documents, and other tools.
@@ -130,7 +132,7 @@ def _read(body: JsonBody) -> tuple[dict[int, str], blake2b]:
 
 
 def _with_reasoning(body: JsonBody, found: dict[int, bytes]) -> JsonBody:
-    messages = list[msgspec.Raw]()
+    messages: list[msgspec.Raw] = []
     for index, raw in enumerate(body.items("messages") or ()):
         reasoning = found.get(index)
         if reasoning is None:

@@ -286,7 +286,8 @@ class RequestLog:
         """Keeps the body of a request that will be added: as it was sent, and once rules changed it also
         as they did."""
         if self.capacity:
-            self.sources.keep(_key(record), record.tenant, raw)
+            key = _key(record) if record.normalised else record.request_id
+            self.sources.keep(key, record.tenant, raw)
 
     def source(self, record: RequestRecord) -> bytes | None:
         """The body of a request as kvpin's rules changed it; None if it is not known."""
@@ -321,7 +322,7 @@ class RequestLog:
                 record.tenant,
             ):
                 return record
-        found = dict[str, RequestRecord]()
+        found: dict[str, RequestRecord] = {}
         for record in self._records.values() if request_id and own is None else ():
             ids = record.client_request_id or "", record.request_id
             begins = next((each for each in ids if each.startswith(request_id)), None)
@@ -362,10 +363,14 @@ class Sources:
 
     def keep(self, request_id: str, tenant: str | None, raw: bytes) -> None:
         """Keeps a body in place of an earlier one of the request, unless it is too large."""
-        self.drop(request_id, tenant)
-        if len(raw) > min(MOST_BYTES, self._limit):
+        share = self._shares.get(tenant)
+        if share is not None and request_id in share:
+            self.drop(request_id, tenant)
+        if len(raw) > MOST_BYTES or len(raw) > self._limit:
             return
-        self._shares.setdefault(tenant, OrderedDict())[request_id] = raw
+        if share is None or not share:
+            share = self._shares[tenant] = OrderedDict()
+        share[request_id] = raw
         self._count(tenant, len(raw) + self._overhead)
         while self.n_bytes > self._limit:
             greediest = max(self._sizes, key=self._sizes.__getitem__)

@@ -77,16 +77,16 @@ class Stage:
             has seen enough: nothing more is read.
         changes: it may change bytes. So a whole answer has to be complete before any of it is sent, and an
             event that is too long to be collected is an error.
+        reads_head: `begin` is called.
         status: that of the answer, once it begins.
     """
 
     marks: Sequence[bytes] | None = None
-    changes = False
+    changes = reads_head = False
     status = 200
 
-    def begin(self, status: int, headers: HeaderPairs) -> HeaderPairs:
+    def begin(self, headers: HeaderPairs) -> HeaderPairs:
         """The answer begins. Returns the headers for the client."""
-        self.status = status
         return headers
 
     def event(self, event: Event) -> Iterable[Event]:
@@ -111,73 +111,83 @@ class Writer(Protocol):
         """Sends the last bytes of the body."""
 
 
-class Staged:
+class Staged(msgspec.Struct, dict=True):
     """A client whose answer passes stages. A stream that breaks off is not finished: its last events do not
-    come, so the client notices."""
+    come, so the client notices.
 
-    def __init__(self, client: Writer, stages: list[Stage]) -> None:
-        """`stages`: the one that gets the engine's bytes comes first."""
-        self._client, self._stages = client, stages
-        self._changes = False
-        self._events: WholeEvents | None = None  # of a stream
-        self._head: tuple[int, HeaderPairs] | None = None  # of a whole answer, until it is complete
-        self._pieces: list[bytes] = []  # of such an answer
+    Attributes:
+        client: gets what is left.
+        stages: the one that gets the engine's bytes comes first.
+        changes: one of them may change bytes.
+        events: cuts a stream.
+        head: of a whole answer, until it is complete; None where nothing is held back.
+        pieces: of such an answer.
+    """
+
+    client: Writer
+    stages: list[Stage]
+    changes: bool = False
+    events: WholeEvents | None = None
+    head: tuple[int, HeaderPairs] | None = None
+    pieces: list[bytes] = []
 
     def start(self, status: int, headers: HeaderPairs) -> None:
         """Begins the answer. Of a whole one that may be changed, nothing is sent yet: it can still fail."""
-        for stage in self._stages:
-            headers = stage.begin(status, headers)
-            self._changes = self._changes or stage.changes
-        if self._changes:
+        for stage in self.stages:
+            stage.status = status
+            if stage.reads_head:
+                headers = stage.begin(headers)
+            self.changes = self.changes or stage.changes
+        if self.changes:
             headers = [pair for pair in headers if pair[0] != b"content-length"]
         for name, value in headers:
             if name == b"content-type" and value.lower().startswith(_STREAM):
-                self._events = WholeEvents()
-        if self._changes and self._events is None:
-            self._head = status, headers
+                self.events = WholeEvents()
+        if self.changes and self.events is None:
+            self.head = status, headers
         else:
-            self._client.start(status, headers)
+            self.client.start(status, headers)
 
     def write(self, chunk: bytes) -> None:
         """Passes bytes of the body on. Raises EngineGarbled for an event that is too long to be changed."""
-        events = self._events
-        if self._head is not None:
-            self._pieces.append(chunk)
+        events = self.events
+        if self.head is not None:
+            self.pieces.append(chunk)
         elif events is None:  # neither JSON nor events
-            for stage in self._stages:
+            for stage in self.stages:
                 stage.event(Event(chunk, is_whole=True))
-            self._client.write(chunk)
-            self.write = self._client.write  # type: ignore[method-assign]  # one look is enough
-        elif not (self._changes or events.may_hold(chunk)):
-            self._stages.clear()
-            self._client.write(events.take_rest() + chunk)
-            self.write = self._client.write  # type: ignore[method-assign]  # nothing more is read
+            self.client.write(chunk)
+            self.write = self.client.write  # type: ignore[method-assign]  # one look is enough
+        elif not (self.changes or events.may_hold(chunk)):
+            self.stages.clear()
+            self.client.write(events.take_rest() + chunk)
+            self.write = self.client.write  # type: ignore[method-assign]  # nothing more is read
         elif whole := chunk if events.is_between and chunk.endswith(ENDS) else events.joined(chunk):
             if left := self._seen(whole):
-                self._client.write(left)
-            if not self._stages and events.is_between:
-                self.write = self._client.write  # type: ignore[method-assign]  # likewise
+                self.client.write(left)
+            if not self.stages and events.is_between:
+                self.write = self.client.write  # type: ignore[method-assign]  # likewise
 
     def finish(self, chunk: bytes) -> None:
         """Ends the answer. Raises EngineFailed for one that cannot be translated."""
-        if (events := self._events) is None:
-            whole = Event(b"".join([*self._pieces, chunk]) if self._pieces else chunk, is_whole=True)
-            for stage in self._stages:
+        if (events := self.events) is None:
+            whole = Event(b"".join([*self.pieces, chunk]) if self.pieces else chunk, is_whole=True)
+            for stage in self.stages:
                 (whole,) = stage.event(whole)
-            if self._head is not None:
-                self._client.start(*self._head)
-            self._client.finish(whole.raw)
-        elif not self._stages:
-            self._client.finish(events.take_rest() + chunk)
+            if self.head is not None:
+                self.client.start(*self.head)
+            self.client.finish(whole.raw)
+        elif not self.stages:
+            self.client.finish(events.take_rest() + chunk)
         else:
             last = [Event(raw) for raw in events_in(events.joined(chunk))]
             if rest := events.take_rest():  # the last event may lack its blank line
                 last.append(Event(rest))
-            self._client.finish(self._passed(last, ends=True))
+            self.client.finish(self._passed(last, ends=True))
 
     def _seen(self, whole: bytes) -> bytes:
         """What is left of whole events. They are not even cut if no stage has to look."""
-        for stage in self._stages:
+        for stage in self.stages:
             if _has_mark(whole, stage.marks):
                 break
         else:
@@ -185,16 +195,16 @@ class Staged:
         end = END.search(whole)  # mostly, there is one event
         is_one = end is not None and end.end() == len(whole)
         left = self._passed([Event(whole)] if is_one else [Event(raw) for raw in events_in(whole)])
-        for stage in self._stages:
+        for stage in self.stages:
             if stage.marks == ():
-                self._stages = [each for each in self._stages if each.marks != ()]
+                self.stages = [each for each in self.stages if each.marks != ()]
                 break
         return left
 
     def _passed(self, events: list[Event], *, ends: bool = False) -> bytes:
         """What is left of events. `ends`: they are the last."""
-        for stage in self._stages:
-            left = list[Event]()
+        for stage in self.stages:
+            left: list[Event] = []
             for event in events:
                 if stage.marks is None or _has_mark(event.raw, stage.marks):
                     left += stage.event(event)

@@ -160,7 +160,8 @@ class ValuesBack(Stage):
         """
         if not self._waiting:
             return []
-        rest, leaves = list[Event](), _leaving(fields)
+        leaves = _leaving(fields)
+        rest: list[Event] = []
         for lane in [*self._waiting]:
             stays = lane in told or not (leaves is None or lane[0] in leaves)
             if stays or (told and lane[0] not in ended and lane[-1] in _JSON_TEXTS):

@@ -89,6 +89,8 @@ _decode = msgspec.json.Decoder(_Made).decode
 class AnswerNoter(Stage):
     """Notes the new objects in an answer, or that its object is gone."""
 
+    reads_head = True
+
     def __init__(
         self, makes: Mapping[str, Kind], note: Callable[[Name], None], gone: Callable[[], None] | None = None
     ) -> None:
@@ -100,10 +102,10 @@ class AnswerNoter(Stage):
         self._makes, self._note, self._gone = makes, note, gone
 
     @override
-    def begin(self, status: int, headers: HeaderPairs) -> HeaderPairs:
-        if status >= _FAILED or not self._makes:
+    def begin(self, headers: HeaderPairs) -> HeaderPairs:
+        if self.status >= _FAILED or not self._makes:
             self.marks = ()
-        if status < _FAILED and self._gone is not None:
+        if self.status < _FAILED and self._gone is not None:
             self._gone()
         return headers
 

@@ -82,7 +82,8 @@ class MessageTranslation(Translation):
     def more(self, chunk: Chat, choice: Choice) -> Iterable[Event]:
         if choice.finish_reason:
             self._sequence = choice.stop_sequence
-        said, events = self.said(choice), list[Json]()
+        said = self.said(choice)
+        events: list[Json] = []
         if said.thoughts:
             events += self._open(_thinking("", ""))
             events.append(self._delta("thinking_delta", thinking=said.thoughts))

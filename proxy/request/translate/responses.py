@@ -63,7 +63,7 @@ class ResponseTranslation(ResponseRequest):
 
     @override
     def more(self, chunk: Chat, choice: Choice) -> Iterable[Event]:
-        events = list[Event]()
+        events: list[Event] = []
         if chunk.prompt_progress is not UNSET:
             fields = {"response": self._response("in_progress", []), "prompt_progress": chunk.prompt_progress}
             events += self._told([("response.in_progress", fields)])
