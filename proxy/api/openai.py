@@ -51,7 +51,6 @@ from proxy.http.exchange import ClientLeft, Exchange
 from proxy.request.answer_headers import with_limits
 from proxy.request.bodies import HALF_CHARACTERS, parse, unpacked
 from proxy.request.calls import PROMPT_ROUTES, Call, Reply
-from proxy.request.dialects import dialect_of
 from proxy.request.gate import Admission, Gate
 from proxy.request.known_routes import ALLOW_POST, POST_ONLY
 from proxy.request.records import RequestRecord
@@ -68,6 +67,7 @@ from proxy.request.stored import (
 )
 from proxy.request.tenants import ApiKey, Tenants
 from proxy.request.translate import ResponseStore
+from proxy.request.translate.dialects import dialect_of
 
 log = structlog.get_logger(__name__)
 

@@ -8,7 +8,6 @@ bodies.py          JSON bodies: unpacked, whole characters, their shape, and how
 tenants.py         API key → tenant → cache salt
 broken_calls.py    earlier calls of tools whose arguments no template can read
 answer_headers.py  which of the answer's headers the client gets
-dialects.py        how each API words an error
 engine_errors.py   which answers of an engine let another one be tried, and the error when all fail
 urgency.py         priority, deadline and cost, in the client's words
 migration.py       which streams go on on another engine after their engine died; joins the rest to

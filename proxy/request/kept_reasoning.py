@@ -132,16 +132,12 @@ def _read(body: JsonBody) -> tuple[dict[int, str], blake2b]:
 
 
 def _with_reasoning(body: JsonBody, found: dict[int, bytes]) -> JsonBody:
-    messages: list[msgspec.Raw] = []
-    for index, raw in enumerate(body.items("messages") or ()):
-        reasoning = found.get(index)
-        if reasoning is None:
-            messages.append(raw)
-            continue
-        fields: dict[str, Any] = dict(decode_object(raw))
-        fields |= {"reasoning_content": reasoning.decode()}
-        messages.append(msgspec.Raw(msgspec.json.encode(fields)))
-    return body.replace(messages=messages)
+    def with_it(raw: msgspec.Raw, reasoning: bytes) -> msgspec.Raw:
+        fields = {**decode_object(raw), "reasoning_content": reasoning.decode()}
+        return msgspec.Raw(msgspec.json.encode(fields))
+
+    messages = enumerate(body.items("messages") or ())
+    return body.replace(messages=[with_it(raw, found[at]) if at in found else raw for at, raw in messages])
 
 
 def _call(call: Any) -> tuple[Any, Any, Any]:  # noqa: ANN401 - JSON
@@ -160,7 +156,7 @@ def _identity(role: object, content: object, calls: list[tuple[Any, Any, Any]], 
     elif isinstance(content, list) and all(isinstance(part, dict) and "text" in part for part in content):
         content = "".join(str(part["text"]) for part in content)
     said = content.strip() if isinstance(content, str) else content
-    return _bytes(role, said, [(*call[:2], _parsed(call[2])) for call in calls], of)
+    return _bytes(role, said, [(call_id, name, _parsed(given)) for call_id, name, given in calls], of)
 
 
 def _bytes(*values: object) -> bytes:

@@ -22,21 +22,15 @@ from proxy.core.prompt_values import has_reference
 from proxy.request.calls import Call
 from proxy.request.kept_reasoning import Keep, KeptReasoning
 from proxy.request.session import Session
-from proxy.request.translate import CHAT_PATH, RESPONSES_PATH
+from proxy.request.translate import CHAT_PATH, INPUT_TOKENS_PATH, RESPONSES_PATH
 
 _log = structlog.get_logger(__name__)
 
-ROUTES = frozenset(
-    f"/v1/{name}"
-    for name in (
-        *("chat/completions", "messages", "messages/count_tokens"),
-        *("responses", "responses/input_tokens"),
-    )
-)
+_MESSAGES = "/v1/messages"
+ROUTES = frozenset({CHAT_PATH, _MESSAGES, f"{_MESSAGES}/count_tokens", RESPONSES_PATH, INPUT_TOKENS_PATH})
 """Routes whose prompts the rules know."""
 Change = Rule | Repair
 """What changes a prompt."""
-_MESSAGES = "/v1/messages"
 REPAIRS = {
     Shape.DEVELOPER: Repair.DEVELOPER_AS_SYSTEM,
     Shape.SEVERAL_SYSTEMS: Repair.SYSTEMS_JOINED,

@@ -153,20 +153,21 @@ class Staged(msgspec.Struct, dict=True):
         events = self.events
         if self.head is not None:
             self.pieces.append(chunk)
-        elif events is None:  # neither JSON nor events
+            return
+        if events is None:  # neither JSON nor events: one look is enough
             for stage in self.stages:
                 stage.event(Event(chunk, is_whole=True))
+            self.stages = []
             self.client.write(chunk)
-            self.write = self.client.write  # type: ignore[method-assign]  # one look is enough
-        elif not (self.changes or events.may_hold(chunk)):
-            self.stages.clear()
-            self.client.write(events.take_rest() + chunk)
-            self.write = self.client.write  # type: ignore[method-assign]  # nothing more is read
-        elif whole := chunk if events.is_between and chunk.endswith(ENDS) else events.joined(chunk):
-            if left := self._seen(whole):
+        elif self.changes or events.may_hold(chunk):
+            whole = chunk if events.is_between and chunk.endswith(ENDS) else events.joined(chunk)
+            if whole and (left := self._passed(whole)):
                 self.client.write(left)
-            if not self.stages and events.is_between:
-                self.write = self.client.write  # type: ignore[method-assign]  # likewise
+        else:
+            self.stages = []
+            self.client.write(events.take_rest() + chunk)
+        if not self.stages and (events is None or events.is_between):
+            self.write = self.client.write  # type: ignore[method-assign]  # nothing more is read
 
     def finish(self, chunk: bytes) -> None:
         """Ends the answer. Raises EngineFailed for one that cannot be translated."""
@@ -177,40 +178,39 @@ class Staged(msgspec.Struct, dict=True):
             if self.head is not None:
                 self.client.start(*self.head)
             self.client.finish(whole.raw)
-        elif not self.stages:
+        elif self.stages:
+            self.client.finish(self._passed(events.joined(chunk), events.take_rest(), ends=True))
+        else:
             self.client.finish(events.take_rest() + chunk)
-        else:
-            last = [Event(raw) for raw in events_in(events.joined(chunk))]
-            if rest := events.take_rest():  # the last event may lack its blank line
-                last.append(Event(rest))
-            self.client.finish(self._passed(last, ends=True))
 
-    def _seen(self, whole: bytes) -> bytes:
-        """What is left of whole events. They are not even cut if no stage has to look."""
-        for stage in self.stages:
-            if _has_mark(whole, stage.marks):
-                break
-        else:
-            return whole
-        end = END.search(whole)  # mostly, there is one event
-        is_one = end is not None and end.end() == len(whole)
-        left = self._passed([Event(whole)] if is_one else [Event(raw) for raw in events_in(whole)])
-        for stage in self.stages:
-            if stage.marks == ():
-                self.stages = [each for each in self.stages if each.marks != ()]
-                break
-        return left
+    def _passed(self, whole: bytes, rest: bytes = b"", *, ends: bool = False) -> bytes:
+        """What is left of whole events. They are not even cut if no stage has to look.
 
-    def _passed(self, events: list[Event], *, ends: bool = False) -> bytes:
-        """What is left of events. `ends`: they are the last."""
+        Args:
+            whole: the events.
+            rest: the last event, which may lack its blank line.
+            ends: they are the last.
+        """
+        events: list[Event] | None = None
         for stage in self.stages:
+            marks = stage.marks
+            if events is None:
+                if not ends and not _has_mark(whole, marks):
+                    continue
+                end = END.search(whole)  # mostly, there is one event
+                is_one = end is not None and end.end() == len(whole) and not rest
+                events = [Event(raw) for raw in ([whole] if is_one else [*events_in(whole), rest]) if raw]
             left: list[Event] = []
             for event in events:
-                if stage.marks is None or _has_mark(event.raw, stage.marks):
+                if marks is None or _has_mark(event.raw, marks):
                     left += stage.event(event)
                 else:
                     left.append(event)
             events = [*left, *stage.end()] if ends else left
+            if stage.marks == ():
+                self.stages = [each for each in self.stages if each is not stage]
+        if events is None:
+            return whole
         return events[0].raw if len(events) == 1 else b"".join([event.raw for event in events])
 
 

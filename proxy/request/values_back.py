@@ -122,8 +122,13 @@ class ValuesBack(Stage):
         if not isinstance(fields, dict) or fields.get("type") == _SILENT:
             return (event,)
         pieces, is_changed = [*_pieces(fields)], b"[[" in event.raw
-        ended = {index for index, choice in _choices(fields) if choice.get("finish_reason")}
-        told = self._rest(fields, {lane for lane, *_ in pieces}, ended)
+        lanes, choices = {lane for lane, *_ in pieces}, [*_choices(fields)]
+        ended = {index for index, choice in choices if choice.get("finish_reason")}
+        # The choices that it tells more of, or ends; None if it is about no choice in particular.
+        leaves = {lane[0] for lane, holder, name in pieces if holder[name]} if "choices" in fields else None
+        if leaves is not None:
+            leaves |= ended | {index for index, choice in choices if any(_calls(choice))}
+        told = self._rest(leaves, lanes, ended)
         for lane, holder, name in pieces:
             piece = text = holder[name]
             if (waiting := self._waiting.pop(lane, None)) is not None:
@@ -146,7 +151,7 @@ class ValuesBack(Stage):
 
     def _rest(
         self,
-        fields: Mapping[str, Any] | None = None,
+        leaves: AbstractSet[Hashable] | None = None,
         told: AbstractSet[_Lane] = frozenset(),
         ended: AbstractSet[int] = frozenset(),
     ) -> list[Event]:
@@ -154,13 +159,10 @@ class ValuesBack(Stage):
         it. Arguments of a call may go on behind those of another.
 
         Args:
-            fields: of the event; None: nothing follows.
+            leaves: the choices whose texts do not go on behind the event; None: those of all.
             told: the texts that the event goes on with.
             ended: the choices that it ends.
         """
-        if not self._waiting:
-            return []
-        leaves = _leaving(fields)
         rest: list[Event] = []
         for lane in [*self._waiting]:
             stays = lane in told or not (leaves is None or lane[0] in leaves)
@@ -215,19 +217,6 @@ def _is_json_from(text: str, at: int) -> bool:
     return beginning[:1] in ("{", "[") and not REFERENCE.match(beginning)
 
 
-def _leaving(fields: Mapping[str, Any] | None) -> set[int] | None:
-    """The choices that an event tells more of, or ends. None if it is about no choice in particular."""
-    if fields is None or "choices" not in fields:
-        return None
-    return {
-        index
-        for index, choice in _choices(fields)
-        if choice.get("finish_reason")
-        or any(_calls(choice))
-        or any(h[n] for _, h, n in _pieces_of(index, choice))
-    }
-
-
 def _choices(fields: Mapping[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
     """The choices in a chunk of a chat, with their numbers."""
     choices = fields.get("choices")
@@ -254,22 +243,18 @@ def _pieces(fields: dict[str, Any]) -> Iterator[tuple[_Lane, dict[str, Any], str
     """The pieces of texts in an event: the text that it belongs to, what holds it, and the name of its
     field."""
     for index, choice in _choices(fields):
-        yield from _pieces_of(index, choice)
+        if isinstance(inner := choice.get("delta"), dict):
+            yield from _named(inner, TEXTS, (index,))
+            if isinstance(called := inner.get("function_call"), dict):  # as clients called tools before
+                yield from _named(called, ("arguments",), (index, "function_call"))
+            for call in _calls(choice):
+                yield from _named(call["function"], ("arguments",), (index, _number(call)))
     delta = fields.get("delta")
     if isinstance(delta, dict):
         yield from _named(delta, _PIECES, (None, _number(fields)))
     elif isinstance(delta, str):
         places = (fields.get(name) for name in ("type", "item_id", "content_index", "summary_index"))
         yield (None, *map(str, places), _DELTAS.get(str(fields.get("type")), "delta")), fields, "delta"
-
-
-def _pieces_of(index: int, choice: Mapping[str, Any]) -> Iterator[tuple[_Lane, dict[str, Any], str]]:
-    if isinstance(inner := choice.get("delta"), dict):
-        yield from _named(inner, TEXTS, (index,))
-        if isinstance(called := inner.get("function_call"), dict):  # as clients called tools before
-            yield from _named(called, ("arguments",), (index, "function_call"))
-        for call in _calls(choice):
-            yield from _named(call["function"], ("arguments",), (index, _number(call)))
 
 
 def _named(

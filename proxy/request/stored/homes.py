@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import NamedTuple
 
 import msgspec
@@ -114,16 +115,11 @@ class AnswerNoter(Stage):
         """Looks for the ids in a whole answer, or in the first event of a stream that says something."""
         if event.data and self.marks is None:
             self.marks = ()
-            for name in _made_in(event.data, self._makes):
-                self._note(name)
+            with suppress(*UNREADABLE):
+                made = event.read(_decode)
+                made = made.response or made
+                ids = {"id": made.id, "file": made.file.id if made.file is not None else None}
+                for field, kind in self._makes.items():
+                    if (given := ids[field]) is not None:
+                        self._note(Name(kind, given))
         return (event,)
-
-
-def _made_in(content: bytes, makes: Mapping[str, Kind]) -> list[Name]:
-    try:
-        made = _decode(content)
-    except UNREADABLE:
-        return []
-    made = made.response or made
-    ids = {"id": made.id, "file": made.file.id if made.file is not None else None}
-    return [Name(kind, given) for field, kind in makes.items() if (given := ids[field]) is not None]

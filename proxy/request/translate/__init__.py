@@ -1,6 +1,7 @@
 """Requests of other APIs, served as chats, for engines that lack a route or would run it unpinned.
 
 translation.py        one translated request, and the stage that its answer passes
+dialects.py           how each API words an error
 wording.py            errors about the chat, in the client's words
 chats.py              the answers of chats as engines send them
 fates.py              what becomes of each tool, block, item, field and stop reason

@@ -21,9 +21,9 @@ from typing_extensions import override
 from engine_adapter import JsonBody, read_error
 from engine_adapter.codes import Code
 from proxy.errors import BadRequest
-from proxy.request.dialects import ANTHROPIC
 from proxy.request.stages import Event
 from proxy.request.translate.chats import Chat, ChatUsage, Choice, read_chat
+from proxy.request.translate.dialects import ANTHROPIC
 from proxy.request.translate.fates import STOPS
 from proxy.request.translate.messages_request import NAMES, changed_in, chat_of, read_request
 from proxy.request.translate.translation import BROKEN_OFF, Json, Translation, named_event

@@ -40,7 +40,7 @@ class Translation(Stage, ABC):
     One object serves one request.
 
     A stream is translated event by event: what tells nothing to the client is left out. A stream that breaks
-    off has no end. Errors have the shape of the client's API already (`proxy/request/dialects.py`).
+    off has no end. Errors have the shape of the client's API already (`proxy/request/translate/dialects.py`).
 
     Attributes:
         chat: the body of the chat that is served in its place. A stream asks for usage.
