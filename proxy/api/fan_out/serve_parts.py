@@ -42,9 +42,12 @@ def serve(flow: Flow, call: Call, reply: Reply, admitted: Admission) -> Coroutin
     Raises:
         ProxyError, EngineError: the request failed before the answer began.
     """
-    body, route, native = call.body, call.route, NATIVE_ROUTES.get(call.native or "")
+    body, route = call.body, call.route
+    if not isinstance(body, JsonBody) or body.is_plain:  # of one choice and one prompt
+        return flow.serve(call, reply, admitted)
+    native = NATIVE_ROUTES.get(call.native or "")
     listed = route not in _ROUTES and native is not None and native.lists
-    if not isinstance(body, JsonBody) or not (listed or route in _ROUTES):
+    if not (listed or route in _ROUTES):
         return flow.serve(call, reply, admitted)
 
     def work(prompts: list[OnePrompt] | None) -> Coroutine[Any, Any, object]:
