@@ -218,20 +218,16 @@ def plain(kind: str) -> str:
     return _VERSION.sub("", kind)
 
 
-def changed(what: str, rows: Rows, kinds: Iterable[str]) -> list[str]:
-    """The kinds that are left out or turned into text, as the client is told of them: `tool:web_search`."""
-    named = dict.fromkeys(plain(kind) for kind in kinds)
+def told(*parts: tuple[str, Rows, Iterable[str]]) -> tuple[str, ...]:
+    """The kinds that are left out or turned into text, as the client is told of them: `tool:web_search`. At
+    most 16 names, then `more`. Each part: what the kinds are, their rows, and the kinds of a request."""
     other = Row(Fate.LEFT_OUT, "")
-    return [
-        f"{what}:{kind if _NAME.fullmatch(kind) else 'other'}"
-        for kind in named
-        if rows.get(kind, other).fate in TOLD
-    ]
-
-
-def told(names: Iterable[str]) -> tuple[str, ...]:
-    """At most 16 names, then `more`."""
-    every = tuple(dict.fromkeys(names))
+    names: dict[str, None] = {}
+    for what, rows, kinds in parts:
+        for kind in dict.fromkeys(map(plain, kinds)):
+            if rows.get(kind, other).fate in TOLD:
+                names[f"{what}:{kind if _NAME.fullmatch(kind) else 'other'}"] = None
+    every = tuple(names)
     return every if len(every) <= _MOST_TOLD else (*every[:_MOST_TOLD], "more")
 
 

@@ -32,7 +32,6 @@ from proxy.request.translate.fates import (
     MESSAGE_TOOLS,
     TOLD,
     Fate,
-    changed,
     plain,
     text_of,
     told,
@@ -277,18 +276,11 @@ def chat_of(request: Request, body: JsonBody) -> tuple[JsonBody, Sequence[Place]
 
 def changed_in(request: Request, body: JsonBody) -> tuple[str, ...]:
     """What the chat leaves out of the request or has as text, as the client is told of it."""
-    blocks = [
-        block
-        for message in request.messages
-        if isinstance(message.content, list)
-        for block in message.content
-    ]
+    contents = [message.content for message in request.messages if isinstance(message.content, list)]
     return told(
-        [
-            *changed("tool", MESSAGE_TOOLS, (tool.type or "custom" for tool in request.tools or ())),
-            *changed("block", MESSAGE_BLOCKS, map(_kind, blocks)),
-            *changed("field", MESSAGE_FIELDS, (name for name in _LEFT_OUT if name in body)),
-        ]
+        ("tool", MESSAGE_TOOLS, (tool.type or "custom" for tool in request.tools or ())),
+        ("block", MESSAGE_BLOCKS, (_kind(block) for blocks in contents for block in blocks)),
+        ("field", MESSAGE_FIELDS, (name for name in _LEFT_OUT if name in body)),
     )
 
 

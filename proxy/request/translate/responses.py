@@ -11,7 +11,6 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterable
-from functools import partial
 from math import ceil
 
 import msgspec
@@ -41,7 +40,7 @@ class ResponseTranslation(ResponseRequest):
         self._id = f"resp_{secrets.token_hex(24)}"
         super().__init__(body, store.of(tenant), self._id)
         self.counts, self._created_at = counts, int(time.time())
-        self._keep = partial(store.put, tenant, self._id)
+        self._store, self._tenant = store, tenant
         self._output = Output(self.tools, seals=self.seals)
         self._number = 0  # of the next event
         self._timings: dict[str, msgspec.Raw] = {}  # llama-server's, which its own events have, too
@@ -114,7 +113,7 @@ class ResponseTranslation(ResponseRequest):
         content = msgspec.json.encode(self._response(self._status, items))
         if turn is not None:
             turn.answered = {item["id"]: msgspec.json.encode(item) for item in items}
-            self._keep(content, turn)
+            self._store.of(self._tenant).put(self._id, content, turn)
         return content
 
     def _response(self, status: str, items: list[Item]) -> Json:

@@ -15,7 +15,6 @@ from proxy.request.translate.fates import (
     RESPONSE_ITEMS,
     RESPONSE_TOOLS,
     Fate,
-    changed,
     plain,
     told,
 )
@@ -137,11 +136,9 @@ class ResponseRequest(Translation):
         self.repeated = _repeated(body, [tool for tool in given if _is_kept(tool)], text, reasoning)
         self.source = body.replace(input=items) if room.has_items else None
         self.changed = told(
-            [
-                *changed("tool", RESPONSE_TOOLS, (tool.own["type"] for tool in tools)),
-                *changed("item", RESPONSE_ITEMS, (str(item.get("type") or "message") for item in items)),
-                *changed("field", RESPONSE_FIELDS, (name for name in _NOT_OF_A_CHAT if name in body)),
-            ]
+            ("tool", RESPONSE_TOOLS, (tool.own["type"] for tool in tools)),
+            ("item", RESPONSE_ITEMS, (str(item.get("type") or "message") for item in items)),
+            ("field", RESPONSE_FIELDS, (name for name in _NOT_OF_A_CHAT if name in body)),
         )
         self.seals = _SEALED in include
         numbers = [offered[tool["function"]["name"]].number for tool in changes["tools"] or ()]
