@@ -20,37 +20,26 @@ from typing_extensions import override
 
 from engine_adapter import JsonBody, read_error
 from engine_adapter.codes import Code
-from proxy.errors import BadRequest
 from proxy.request.stages import Event
 from proxy.request.translate.chats import Chat, ChatUsage, Choice, read_chat
 from proxy.request.translate.dialects import ANTHROPIC
 from proxy.request.translate.fates import STOPS
-from proxy.request.translate.messages_request import NAMES, changed_in, chat_of, read_request
-from proxy.request.translate.translation import BROKEN_OFF, Json, Translation, named_event
-from proxy.request.translate.wording import Wording
+from proxy.request.translate.messages_request import MessageRequest
+from proxy.request.translate.translation import BROKEN_OFF, Json, named_event
 
-_MARK = b'"cache_control"'
 # Clients send a thinking block back only if it is signed. kvpin does not check it.
 _SIGNATURE = "kvpin"
 # The status of each error of kvpin: it decides the type of the error.
 _STATUSES = {str(code): code.status for code in Code}
 
 
-class MessageTranslation(Translation):
+class MessageTranslation(MessageRequest):
     """`Translation` of `/v1/messages`, or with `counts` of `/v1/messages/count_tokens`."""
 
     def __init__(self, body: JsonBody, *, counts: bool = False) -> None:
         """Raises BadRequest for a request that cannot be served."""
-        request = read_request(body)
-        if request.max_tokens is None and not counts:
-            raise BadRequest("max_tokens is missing", param="max_tokens")
-        self.model, self.prewarms, self.counts = body.hint("model"), request.prewarms, counts
-        self.chat, places, tools = chat_of(request, body)
-        self.changed = changed_in(request, body)
-        self.wording = Wording(NAMES, places, tools)
+        super().__init__(body, counts=counts)
         self._id = f"msg_{os.urandom(12).hex()}"
-        # Without a mark of what is to be cached, Anthropic counts nothing as written.
-        self._marks = _MARK in body.raw
         self._kind = ""  # of the open block
         self._call: int | None = None  # index of the open block's call
         self._index = -1  # of the open block, or of the last one
@@ -150,7 +139,8 @@ class MessageTranslation(Translation):
 
     def _counted(self, usage: ChatUsage) -> Json:
         read = usage.cached
-        written = usage.written(self.predicted.tokens_per_block) if self._marks else 0
+        # Without a mark of what is to be cached, Anthropic counts nothing as written.
+        written = usage.written(self.predicted.tokens_per_block) if self.marks_cache else 0
         fresh = max(usage.prompt_tokens - read - written, 0)
         return _counts(fresh, written, read, 0 if self.prewarms else usage.completion_tokens or 0)
 

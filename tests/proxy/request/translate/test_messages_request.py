@@ -6,7 +6,7 @@ import pytest
 
 from engine_adapter import JsonBody
 from proxy.errors import BadRequest
-from proxy.request.translate.messages_request import changed_in, chat_of, read_request
+from proxy.request.translate import MessageTranslation
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
 IMAGE_PART = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
@@ -45,14 +45,12 @@ def body_of(messages, **fields):
 
 def translated(messages=("Hi",), **fields):
     """The chat of a request."""
-    body = body_of(messages, **fields)
-    return json.loads(chat_of(read_request(body), body)[0].raw)
+    return json.loads(MessageTranslation(body_of(messages, **fields)).chat.raw)
 
 
 def told(messages=("Hi",), **fields):
     """What the client is told that became of its request."""
-    body = body_of(messages, **fields)
-    return changed_in(read_request(body), body)
+    return MessageTranslation(body_of(messages, **fields)).changed
 
 
 def chat(*messages, **fields):
@@ -144,7 +142,7 @@ def test_numbers_keep_their_digits():
         b'{"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "i", "name": "n",'
         b'"input": {"a": 123456789012345678901234567890, "b": 1.10}}]}]}'
     )
-    (message,) = json.loads(chat_of(read_request(body), body)[0].raw)["messages"]
+    (message,) = json.loads(MessageTranslation(body, counts=True).chat.raw)["messages"]
     arguments = message["tool_calls"][0]["function"]["arguments"]
     assert arguments == '{"a":123456789012345678901234567890,"b":1.10}'
 
@@ -329,5 +327,5 @@ def test_what_cannot_be_served_is_named(fields, param, says):
 
 def test_text_that_is_no_text():
     with pytest.raises(BadRequest) as caught:
-        read_request(JsonBody(b'{"messages": [{"role": "user", "content": "\xff"}]}'))
+        MessageTranslation(JsonBody(b'{"messages": [{"role": "user", "content": "\xff"}]}'))
     assert caught.value.code == "invalid_json"
