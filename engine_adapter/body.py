@@ -127,8 +127,10 @@ class JsonBody:
         if name in self._scalars:
             return self._scalars[name]
         raw = self._fields.get(name)
+        if raw is None:
+            return None
         try:
-            value = None if raw is None else msgspec.json.decode(raw)
+            value = msgspec.json.decode(raw)
         except UNREADABLE as error:
             raise UnreadableField(name, _fault_of(error)) from error
         if not isinstance(value, (dict, list)):
