@@ -299,6 +299,7 @@ class TestFailures:
                 await exchange.chunk(
                     event({"error": {"message": "oh no"}}) if how == "error event" else b"data: x\n\n"
                 )
+                await exchange.chunk(event({"id": "b", "choices": [{"index": 0, "text": "c"}]}))
             await exchange.end()
 
         async def go_on(exchange):
@@ -317,6 +318,8 @@ class TestFailures:
         sent = events_of(whole.decode())
         assert sent[0]["choices"][0] == {"index": 0, "text": "a"}
         assert sent[-1]["error"]["message"]
+        texts = {each["choices"][0]["text"] for each in sent[:-1]}
+        assert texts <= ({"a"} if how in ("refused", "no stream") else {"a", "b"})
         assert b"[DONE]" not in whole
         assert not whole.endswith(b"0\r\n\r\n")
         await proxy.settled()

@@ -10,6 +10,7 @@ from proxy.request.stored import AnswerNoter, Home, Kind, Name, ObjectHomes
 from proxy.request.stored.homes import MAX_NAME, MAX_NAMES
 from proxy.request.tenants import ApiKey, Tenants
 from tests.fakes import INFO, FakeAdapter, FakeEngine, client_of, event, is_openai_error, proxy_over
+from tests.proxy.request.passing import passed
 
 ROUTE = "/v1/responses"
 KEYS = {name: {"authorization": f"Bearer key-{name}"} for name in ("a", "b")}
@@ -168,3 +169,10 @@ def test_an_answer_without_a_name_passes(content):
     noted, event = [], Event(content, is_whole=True)
     assert AnswerNoter({"id": Kind.RESPONSE}, noted.append).event(event) == (event,)
     assert noted == []
+
+
+def test_the_first_event_that_says_something_names_the_object():
+    noted = []
+    chunks = [b": quiet\n\n", event({"response": {"id": "r"}}) + event({"id": "no"})]
+    passed(AnswerNoter({"id": Kind.RESPONSE}, noted.append), chunks=chunks)
+    assert [name.id for name in noted] == ["r"]

@@ -190,12 +190,12 @@ class TestStreams:
         ("error", "code"),
         [({"message": "no room", "code": "full", "param": None}, "full"), ("no room", "server_error")],
     )
-    @pytest.mark.parametrize("first", [(), ({"choices": [{"delta": {"content": "a"}}]},)])
-    def test_an_error_is_the_last_event(self, error, code, first):
-        last = events_from(
-            translation(), *first, {"error": error}, {"choices": [{"delta": {"content": "b"}}]}
-        )[-1]
+    @pytest.mark.parametrize("n_before", [0, 1])
+    def test_an_error_is_the_last_event(self, error, code, n_before):
+        chunk = {"choices": [{"delta": {"content": "a"}}]}
+        first, *_, last = events_from(translation(), *[chunk] * n_before, {"error": error}, chunk)
         assert (last["type"], last["message"], last["code"]) == ("error", "no room", code)
+        assert first["type"] == "response.created"
 
 
 @pytest.mark.parametrize(("ttl", "counts"), [("30m", (10, 0)), ("12h", (0, 10)), (None, (10, 0))])

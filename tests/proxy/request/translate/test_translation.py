@@ -156,6 +156,7 @@ def translated(route):
     "chunks",
     [
         (DONE,),
+        (chunk(finish="stop"), b"what?", DONE),
         *((garbage, chunk({"content": "y"}, "stop"), DONE)
           for garbage in (b"what?", b'{"choices": 5}', b'{"choices": [{"de', b"[" * 9999, b"\xff")),
     ],
@@ -164,7 +165,7 @@ def test_a_stream_that_does_not_say_why_it_ended_ends_with_an_error(route, chunk
     """Nothing else follows what is no chunk."""
     sent = [event(each) if isinstance(each, dict) else b"data: %b\n\n" % each for each in chunks[:-1]]
     *_, before, last = events_of(passed(translated(route), chunks=[X, *sent, DONE]).body)
-    assert before["type"].endswith(".delta" if route == RESPONSES else "_delta")
+    assert (before["delta"] if route == RESPONSES else before["delta"]["text"]) == "x"
     told = last if route == RESPONSES else last["error"]
     assert (last["type"], told["message"]) == ("error", "the engine broke off its answer")
 
