@@ -38,7 +38,7 @@ from proxy.fleet.ingest import Ingest
 from proxy.request.answer_headers import pairs
 from proxy.request.calls import Call, Reply
 from proxy.request.comparison import Comparison
-from proxy.request.diagnostics import APIS, Diagnosed, IdNoted, WritesCounted, names_the_cache
+from proxy.request.diagnostics import APIS, Diagnosed, IdNoted, names_the_cache, writes_counted
 from proxy.request.engine_errors import final_error
 from proxy.request.gate import Admission
 from proxy.request.kept_reasoning import ReasoningSeen
@@ -317,7 +317,7 @@ class Flow:
             reply.through(lambda client: self._diagnosed(Diagnosed(client, api), asked, record, reply))
         if record.route == CHAT_PATH and names_the_cache(body):
             reply.through(
-                lambda client: WritesCounted(client, lambda: self.comparison.tokens_per_block(record))
+                lambda client: writes_counted(client, lambda: self.comparison.tokens_per_block(record))
             )
 
     def _diagnosed(self, stage: Diagnosed, asked: str, record: RequestRecord, reply: Reply) -> Diagnosed:

@@ -27,7 +27,8 @@ from engine_adapter import (
     decode_object,
     read_streamed_usage,
 )
-from proxy.core.misses import Diagnosis, anthropic_diagnostics, openai_diagnostics
+from proxy.core.misses import Diagnosis, Miss
+from proxy.core.reasons import detail_of
 from proxy.errors import BadRequest
 from proxy.headers import COMPARISON_HEADER
 from proxy.request.calls import Through, Writer
@@ -39,8 +40,73 @@ _ERROR = 400
 _ID = re.compile(rb'"id"\s*:\s*"([^"\\]{1,256})"')
 
 Diagnose = Callable[[int | None], Diagnosis]
-"""The diagnosis, from what the engine reports as reused; None: not yet known. The comparison itself was made
-before the answer began: an engine may report with each chunk of a stream."""
+"""See `Comparison.with_answer`."""
+
+
+# Miss → the words of OpenAI's and of Anthropic's API for it.
+_WORDS = {
+    Miss.MODEL: ("model_changed", "model_changed"),
+    Miss.LORA: ("model_changed", "model_changed"),
+    Miss.TOOLS: ("tools_changed", "tools_changed"),
+    Miss.SYSTEM: ("input_changed", "system_changed"),
+    **dict.fromkeys(
+        (Miss.SHARED, Miss.INPUT, Miss.MEDIA, Miss.TEMPLATE), ("input_changed", "messages_changed")
+    ),
+}
+# Options that OpenAI's API has a reason for.
+_OPENAI_OPTIONS = {
+    "text": "text_format_changed",
+    "response_format": "text_format_changed",
+    "reasoning": "reasoning_effort_changed",
+    "reasoning_effort": "reasoning_effort_changed",
+    "verbosity": "verbosity_changed",
+}
+
+
+def openai_diagnostics(diagnosis: Diagnosis | None) -> dict[str, Any]:
+    """The `prompt_cache_diagnostics` of a response; None: the compared response is not known.
+
+    `unavailable` stands for reasons that the API has no word for; the field `kvpin` then names the reason.
+    """
+    if diagnosis is None:
+        return {"type": "comparison_response_not_found"}
+    miss, at = diagnosis.miss, diagnosis.at
+    if miss is Miss.HIT:
+        return {"type": "cache_hit"}
+    option = _OPENAI_OPTIONS.get(at.field) if at is not None and miss is Miss.OPTION else None
+    reason, compared = option or _WORDS.get(miss, (None,))[0], diagnosis.compared
+    if reason is None or compared is None:
+        return {"type": "unavailable", "kvpin": _own_words(diagnosis)}
+    return {
+        "type": "cache_miss",
+        "reason": reason,
+        "cache_missed_tokens": max((diagnosis.n_tokens or 0) - compared.common_tokens, 0),
+        "comparison_reusable_tokens": compared.n_tokens,
+        "kvpin": _own_words(diagnosis),
+    }
+
+
+def anthropic_diagnostics(diagnosis: Diagnosis | None) -> dict[str, Any] | None:
+    """The `diagnostics` of a message. The argument is None if the earlier message is not known. The result
+    is None if the prompt does not diverge, as in Anthropic's API."""
+    if diagnosis is None:
+        return {"cache_miss_reason": {"type": "previous_message_not_found"}}
+    if diagnosis.miss is Miss.HIT:
+        return None
+    _, kind = _WORDS.get(diagnosis.miss, ("", "unavailable"))
+    reason: dict[str, Any] = {"type": kind}
+    if (compared := diagnosis.compared) is not None and diagnosis.miss in _WORDS:
+        shorter = min(diagnosis.n_tokens or 0, compared.n_tokens)
+        reason["cache_missed_input_tokens"] = max(shorter - compared.common_tokens, 0)
+    return {"cache_miss_reason": {**reason, "kvpin": _own_words(diagnosis)}}
+
+
+def _own_words(diagnosis: Diagnosis) -> dict[str, Any]:
+    """The reason and the detail in kvpin's own words, for which the APIs have no field."""
+    words: dict[str, Any] = {"reason": diagnosis.miss.value, "detail": detail_of(diagnosis)}
+    if diagnosis.at is not None:
+        words["at"] = msgspec.to_builtins(diagnosis.at)
+    return words
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,20 +215,20 @@ class _Answer(msgspec.Struct):
     id: str | None = None
 
 
+# Takes a whole answer, or the data of an event, and whether it is an event. Raises KeyError, or UNREADABLE.
+_Change = Callable[[bytes, bool], bytes]
+
+
 class Rewritten(Through):
-    """Changes the JSON of an answer on its way to the client: a whole answer, and the events of a stream that
-    hold one of `_marks`. Errors, and all that `_changed` cannot read, keep their bytes."""
+    """Changes the JSON of an answer on its way to the client: a whole answer, and some events of a stream.
+    Errors, and all that cannot be read, keep their bytes."""
 
-    _marks: tuple[bytes, ...]
-
-    def __init__(self, client: Writer) -> None:
+    def __init__(self, client: Writer, marks: tuple[bytes, ...], changed: _Change) -> None:
+        """`marks`: an event is changed if it holds one of these."""
         super().__init__(client)
+        self._marks, self._changed = marks, changed
         self._is_stream = self._is_error = False
         self._events = WholeEvents()
-
-    def _changed(self, data: bytes) -> bytes:
-        """A whole answer, or the data of an event. Raises KeyError, or an error of UNREADABLE."""
-        raise NotImplementedError
 
     @override
     def start(self, status: int, headers: HeaderPairs) -> None:
@@ -195,7 +261,7 @@ class Rewritten(Through):
 
     def _or_as_it_was(self, data: bytes) -> bytes:
         try:
-            return self._changed(data)
+            return self._changed(data, self._is_stream)
         except (KeyError, *UNREADABLE):
             return data
 
@@ -209,31 +275,25 @@ class Diagnosed(Rewritten):
     """
 
     def __init__(self, client: Writer, api: Api) -> None:
-        super().__init__(client)
-        self._api, self._marks = api, api.events
+        super().__init__(client, api.events, self._with_diagnostics)
+        self._api = api
         self.diagnose: Diagnose | None = None
 
-    @override
-    def _changed(self, data: bytes) -> bytes:
-        within = self._api.within
-        if not self._is_stream:
-            return self._with_field(data)
+    def _with_diagnostics(self, data: bytes, is_event: bool) -> bytes:
+        """The answer with the diagnostics, or the event that holds it; every other field keeps its bytes."""
+        api = self._api
         fields = decode_object(data)
-        part = bytes(fields[within or "usage"])
-        if part == b"null":
-            return data
-        if within is None:
-            return self._with_field(data)
-        fields[within] = msgspec.Raw(self._with_field(part))
-        return msgspec.json.encode(fields)
-
-    def _with_field(self, answer: bytes) -> bytes:
-        """The answer with the diagnostics; every other field keeps its bytes."""
-        fields = decode_object(answer)
-        reused = read_streamed_usage(answer).cached_tokens
-        is_open = self._is_stream and self._api.is_early
+        if is_event:
+            part = bytes(fields[api.within or "usage"])
+            if part == b"null":
+                return data
+            if api.within is not None:
+                fields[api.within] = msgspec.Raw(self._with_diagnostics(part, is_event=False))
+                return msgspec.json.encode(fields)
+        reused = read_streamed_usage(data).cached_tokens
+        is_open = self._is_stream and api.is_early
         diagnosis = None if self.diagnose is None else self.diagnose((reused or None) if is_open else reused)
-        fields[self._api.field] = msgspec.Raw(msgspec.json.encode(self._api.written(diagnosis)))
+        fields[api.field] = msgspec.Raw(msgspec.json.encode(api.written(diagnosis)))
         return msgspec.json.encode(fields)
 
 
@@ -247,23 +307,18 @@ def names_the_cache(body: JsonBody) -> bool:
     return not body.is_plain and _FIELDS in body.raw
 
 
-class WritesCounted(Rewritten):
-    """Adds `cache_write_tokens` to the usage of an answer."""
+def writes_counted(client: Writer, tokens_per_block: Callable[[], int | None]) -> Rewritten:
+    """A client whose answer gets `cache_write_tokens` in its usage. `tokens_per_block`: of the engine that
+    answers, asked when its usage comes."""
 
-    _marks = (b'"prompt_tokens"',)
-
-    def __init__(self, client: Writer, tokens_per_block: Callable[[], int | None]) -> None:
-        """`tokens_per_block`: of the engine that answers, asked when its usage comes."""
-        super().__init__(client)
-        self._block = tokens_per_block
-
-    @override
-    def _changed(self, data: bytes) -> bytes:
+    def counted(data: bytes, _is_event: bool) -> bytes:
         fields = decode_object(data)
         usage = msgspec.json.decode(fields["usage"], type=dict[str, msgspec.Raw])
         counts = msgspec.json.decode(fields["usage"], type=ChatUsage)
         details = decode_object(usage.get(_DETAILS, b"null")) if counts.prompt_tokens_details else {}
-        details["cache_write_tokens"] = msgspec.Raw(b"%d" % counts.written(self._block()))
+        details["cache_write_tokens"] = msgspec.Raw(b"%d" % counts.written(tokens_per_block()))
         usage[_DETAILS] = msgspec.Raw(msgspec.json.encode(details))
         fields["usage"] = msgspec.Raw(msgspec.json.encode(usage))
         return msgspec.json.encode(fields)
+
+    return Rewritten(client, (b'"prompt_tokens"',), counted)

@@ -16,8 +16,7 @@ from engine_adapter import JsonBody
 from engine_adapter.off_loop import off_loop
 from proxy.api.admin.endpoint import Endpoint, Query, answer, decode, int_query, read_bytes, until_left
 from proxy.api.admin.request_bodies import DryRun
-from proxy.control.dry_run import RouteAnswer, route
-from proxy.control.explain import RequestAnswer, RequestSummary, explain, summarize
+from proxy.control.explain import RequestAnswer, RequestSummary, RouteAnswer, explain, route, summarize
 from proxy.control.replays import MAX_TRACE_BYTES, OPTIONS, ReplayAnswer, Replays
 from proxy.core.tenant_use import MOST_DAYS, DayUse, UseBook
 from proxy.errors import BadRequest, NotFound, ProxyError
@@ -40,8 +39,8 @@ def request_routes(flow: Flow) -> tuple[Endpoint, ...]:
 
     async def post_route(request: Request) -> Response:
         raw = await read_bytes(request) or b"{}"
-        decode(raw, DryRun)
-        return answer(await route(flow, JsonBody(raw)))
+        asked = decode(raw, DryRun)
+        return answer(await route(flow, JsonBody(raw), asked.path, asked.tenant))
 
     async def list_requests(request: Request) -> Response:
         limit = int_query(request, "limit", 50, MOST)

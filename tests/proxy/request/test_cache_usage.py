@@ -5,7 +5,7 @@ import json
 import pytest
 
 from engine_adapter import JsonBody
-from proxy.request.diagnostics import WritesCounted, names_the_cache
+from proxy.request.diagnostics import names_the_cache, writes_counted
 from tests.proxy.request.test_diagnostics import Client
 
 HEAD = 200, [(b"content-type", b"application/json"), (b"content-length", b"9")]
@@ -13,7 +13,7 @@ HEAD = 200, [(b"content-type", b"application/json"), (b"content-length", b"9")]
 
 def whole(answer, status=200):
     client = Client()
-    counted = WritesCounted(client, lambda: 16)
+    counted = writes_counted(client, lambda: 16)
     counted.start(status, HEAD[1])
     counted.finish(answer)
     assert (b"content-length", b"9") not in client.head[1]
@@ -22,7 +22,7 @@ def whole(answer, status=200):
 
 def streamed(*chunks):
     client = Client()
-    counted = WritesCounted(client, lambda: 16)
+    counted = writes_counted(client, lambda: 16)
     counted.start(*HEAD)
     for chunk in chunks[:-1]:
         counted.write(chunk)

@@ -26,6 +26,7 @@ async def test_where_a_request_would_go(world, client, pair):
         ({"prompt": [1, -1]}, 400, "prompt[1]"),
         ({"prompt": "x", "path": 3}, 400, "path"),
         ({"prompt": "x", "model": "n"}, 404, "model"),
+        ({"prompt": "x", "model": 3}, 400, "model"),
         ({"prompt": "x", "cache_salt": ""}, 400, "cache_salt"),
     ],
 )

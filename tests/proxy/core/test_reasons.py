@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from proxy.core.placement.decision import Cost, Pair, Placement
-from proxy.observe.reasons import Reason, reason_of, tie_of, utilisation_of, why
+from proxy.core.reasons import Reason, reason_of, tie_of, utilisation_of, why
 
 
 def cost(engine, cached=0, *, prefill=None, strain=1.0, **terms):
