@@ -379,7 +379,8 @@ class Flow:
     def _choose_prompt(self, ready: Ready, candidates: Sequence[Candidate]) -> Placement:
         """The cheapest choice, where engines make different tokens of the prompt; of equal ones, that of the
         engine that was chosen longest ago."""
-        engines, found = ready.pool.engines, list[Placement]()
+        engines = ready.pool.engines
+        found: list[Placement] = []
         for each in (ready, *ready.others):
             own = [one for one in candidates if engines[one.engine].prompts is each.rendering]
             if own:  # without a prompt, its costs are those of the others

@@ -131,7 +131,7 @@ class FairQueue(Generic[Item]):
         self.max_bytes = max_bytes
         self.tokens: dict[Needs, dict[str | None, int]] = {}
         self._shares: dict[str | None, _Share[Item]] = {}
-        self._refused = set[Entry[Item]]()  # by placement, lately
+        self._refused: set[Entry[Item]] = set()  # by placement, lately
         self._size = 0
         self._entries = 0
         self._added = 0
@@ -143,7 +143,7 @@ class FairQueue(Generic[Item]):
     def ahead(self, tenant: str | None, priority: int, tokens: int, needs: Collection[Needs]) -> int:
         """Tokens that leave the queue before a new request ends, its own included. Only requests with one of
         these `needs` count."""
-        others = Counter[str | None]()
+        others: Counter[str | None] = Counter()
         for each in needs:
             others.update(self.tokens[each])
         if others.pop(tenant, None) is not None:

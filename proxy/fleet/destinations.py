@@ -130,7 +130,8 @@ class Destinations:
                 if not await self._fleet.look_up():
                     raise
                 return self._by_model(call)
-        homes, unknown = dict[Home, Name](), list[Name]()
+        homes: dict[Home, Name] = {}
+        unknown: list[Name] = []
         for name in await names_of(call, isolated=self.isolated):
             if (home := self._homes.find(call.tenant, name)) is None:
                 unknown.append(name)

@@ -151,7 +151,8 @@ class Engine:
         self.sure = asyncio.Event()
         self.sure.set()
         self.connections = self.doubts = 0
-        self._false_doubts, self._trusted_until = deque[float](maxlen=FALSE_DOUBTS), 0.0
+        self._trusted_until = 0.0
+        self._false_doubts: deque[float] = deque(maxlen=FALSE_DOUBTS)
         self.ledger = EngineLedger()
         self.audit = EngineAudit()
         self.learned = LearnedBlocks(ASSUMED_CAPACITY_TOKENS // TOKENS_PER_BLOCK)
@@ -164,7 +165,7 @@ class Engine:
         self.process: ManagedEngine | None = None
         self.has_supervisor = False
         self.emptied: deque[float] = deque(maxlen=16)
-        self.drains = set[DrainReason]()
+        self.drains: set[DrainReason] = set()
         self.last_error: str | None = None
         self.refuses = False
         self.check_now = asyncio.Event()
@@ -250,7 +251,8 @@ class Engine:
         self.info, self.is_proven, self.keeps_no_kv = info, self.prompts is None, False
         self.lacks.clear()
         self.audits, self.heals_at = Audits(), None
-        self._false_doubts, self._trusted_until = deque[float](maxlen=FALSE_DOUBTS), 0.0
+        self._trusted_until = 0.0
+        self._false_doubts = deque(maxlen=FALSE_DOUBTS)
         self.sure.set()
 
     def has_gone(self) -> None:

@@ -85,7 +85,7 @@ class Pool:
         self.engines: dict[str, Engine] = {}
         self.placer = Placer(tokens_per_block)
         self.renderings: tuple[PromptBuilder, ...] = ()
-        self.lost_shapes = frozenset[Shape]()
+        self.lost_shapes: frozenset[Shape] = frozenset()
         self.context: int | None = None
         self._contexts: tuple[int, ...] = ()
         self._lora_paths: dict[str, str] = {}
@@ -123,7 +123,7 @@ class Pool:
     def _note_renderings(self) -> None:
         found = dict.fromkeys(each.prompts for each in self.engines.values() if each.prompts is not None)
         self.renderings = tuple(sorted(found, key=lambda each: (each.is_blank, not each.is_proven)))
-        self.lost_shapes = frozenset[Shape]().union(*(each.lost_shapes for each in self.renderings))
+        self.lost_shapes = self.lost_shapes.union(*(each.lost_shapes for each in self.renderings))
 
     @property
     def prompts(self) -> PromptBuilder | None:
@@ -392,8 +392,8 @@ class Pool:
         `moves_by`: whether the request can be served in two legs, by that transfer. `prompts`: what made its
         prompt; engines of another builder cannot use its KV.
         """
-        moved = dict[str, bool]()
-        givers = dict[str, Engine]()
+        moved: dict[str, bool] = {}
+        givers: dict[str, Engine] = {}
         for engine in self.engines.values():
             transfer = engine.adapter.transfer
             if transfer is None or engine.role is Role.DECODE or not engine.gives_kv(lora):

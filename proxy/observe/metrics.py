@@ -342,7 +342,7 @@ class Metrics:
 
     async def page(self, *, openmetrics: bool = False) -> bytes:
         """The page, made in parts. Requests are served in between: with many engines, the page is long."""
-        parts = list[str]()
+        parts: list[str] = []
         for part in self._parts(openmetrics):
             parts.append(part)
             if not len(parts) % _SLICE:

@@ -38,7 +38,9 @@ def _hashed(
     fields: Fields, keyed: Callable[[], blake2b], *, is_system_first: bool
 ) -> tuple[list[int], tuple[int, int]]:
     """The ids of a prompt, and how many there are up to the end of its tools and of its system prompt."""
-    hashed, ids, ends = keyed(), list[int](), list[int]()
+    hashed = keyed()
+    ids: list[int] = []
+    ends: list[int] = []
     tools, system, rest = prompt_parts(fields)
     for part in (system, tools, rest) if is_system_first else (tools, system, rest):
         text = b"".join(map(_plain, part))

@@ -109,7 +109,7 @@ def _check_kind(raw: bytes, error: msgspec.DecodeError) -> None:
 
 def _check_case(names: Collection[str]) -> None:
     """Refuses names that some servers, such as those written in Go, read as a field that kvpin checks."""
-    spelled = dict[str, str]()  # in lower case → as sent
+    spelled: dict[str, str] = {}  # in lower case → as sent
     for name in names:
         folded = name.casefold()
         if (other := spelled.setdefault(folded, name)) != name:
@@ -280,7 +280,8 @@ def whole_characters(raw: bytes) -> bytes:
             halves += _halves(raw, found.end(), _end_of_string(raw, found.end()), 2)
     if not halves:
         return raw
-    pieces, end = list[bytes](), 0
+    end = 0
+    pieces: list[bytes] = []
     for at in sorted(halves):
         pieces += (raw[end:at], _REPLACEMENT)
         end = at + _HALF_BYTES

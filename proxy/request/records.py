@@ -323,7 +323,7 @@ class RequestLog:
                 record.tenant,
             ):
                 return record
-        found = dict[str, RequestRecord]()
+        found: dict[str, RequestRecord] = {}
         for record in self._records.values() if request_id and own is None else ():
             ids = record.client_request_id or "", record.request_id
             begins = next((each for each in ids if each.startswith(request_id)), None)

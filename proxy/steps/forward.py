@@ -436,7 +436,7 @@ class _Stream:
         self._held = b""  # the client's part of events that may be no answer
         self.error: EngineRejected | None = None  # the one that ended it
         self.is_empty = False
-        self._recent = list[bytes]()  # the last pieces
+        self._recent: list[bytes] = []  # the last pieces
         self._recent_bytes = 0
 
     @property

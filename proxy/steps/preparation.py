@@ -241,7 +241,8 @@ class Preparation:
         if call.native is not None:
             to.pool.check_serves(call.native)
         # Of a chat before the rules: some put at its end what stood elsewhere a turn before.
-        kept, keep = tuple[Change, ...](), None
+        keep = None
+        kept: tuple[Change, ...] = ()
         if self.normalising.chosen:
             call, kept, keep = await self._with_reasoning(call, to.pool)
         changed = retention = translation = None
@@ -346,7 +347,8 @@ class Preparation:
 
     async def _with_prompts(self, ready: Ready, *, counts: bool = False) -> Ready:
         """The request with a prompt by each builder of its pool: mostly there is one."""
-        call, pool, lora, made = ready.call, ready.pool, ready.lora, list[Ready]()
+        call, pool, lora = ready.call, ready.pool, ready.lora
+        made: list[Ready] = []
         assert isinstance(call.body, JsonBody)  # noqa: S101 - others have no prompts
         renderings = pool.renderings
         for rendering in renderings:

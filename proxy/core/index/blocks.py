@@ -73,11 +73,8 @@ def extend(
     tokens = _pieces(token_ids, 4 * tokens_per_block)
     if extra_ids is None:
         return tuple([parent := xxh3_64_intdigest(block, parent) for row in tokens for block in row])
-    extras, text, hashes = (
-        _pieces(extra_ids, 8 * tokens_per_block),
-        bytes(8 * tokens_per_block),
-        list[BlockHash](),
-    )
+    extras, text = _pieces(extra_ids, 8 * tokens_per_block), bytes(8 * tokens_per_block)
+    hashes: list[BlockHash] = []
     for block, extra in zip(joined.from_iterable(tokens), joined.from_iterable(extras), strict=True):
         parent = xxh3_64_intdigest(block if extra == text else block + extra, parent)
         hashes.append(parent)

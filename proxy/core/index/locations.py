@@ -211,7 +211,7 @@ class Locations:
     def _take(self, segment: Segment, start: int, end: int, bits: int) -> list[tuple[int, int]]:
         """Clears location bits of blocks of a segment; blocks that then lie nowhere leave it. Returns the old
         bits of those that lost any, and how many had them."""
-        lost = list[tuple[int, int]]()
+        lost: list[tuple[int, int]] = []
         # From the end: places before a removed block stay the same.
         for mask, begin, stop in segments.runs(segment, start, end)[::-1]:
             gone = mask & bits

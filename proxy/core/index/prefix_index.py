@@ -249,7 +249,8 @@ class PrefixIndex:
         tier of the engine holds, or that a further group cannot reuse."""
         chain, shift, flight = tuple(hashes), self._shifts[engine], self._flights[engine]
         if chain:
-            start, boundaries = self._stored(chain, shift), tuple[BlockHash, ...]()
+            start = self._stored(chain, shift)
+            boundaries: tuple[BlockHash, ...] = ()
             if engine in self._chunks:
                 match = self.match(chain).get(engine)
                 start = min(start, match.blocks) if match is not None else 0
@@ -355,7 +356,8 @@ class PrefixIndex:
     ) -> dict[str, Match]:
         """The matches of engines with further groups. `digits`: see `match`."""
         found, others = self._match_alike(digits, masks, ends, most)
-        width, within = len(self._slots), dict[tuple[str, ...], Match]()
+        width = len(self._slots)
+        within: dict[tuple[str, ...], Match] = {}
         for engine in others:
             own = self._grouped[engine]
             columns = [digits[slot::width] for slot in own.slots]
@@ -415,7 +417,9 @@ class PrefixIndex:
     def _reach(self, chain: Sequence[BlockHash]) -> tuple[list[int], list[int]]:
         """Location bits of the engines that hold all blocks so far, and where each stretch of equal bits
         ends; up to the first block that none of them holds."""
-        masks, ends, at = list[int](), list[int](), 0
+        at = 0
+        masks: list[int] = []
+        ends: list[int] = []
         last, alive, groups = -1, self._each * ALL, self._group_bits
         for mask, blocks in self._locations.stretches(chain):
             at += blocks

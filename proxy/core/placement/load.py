@@ -138,15 +138,15 @@ class EngineLedger:
         self._prefills: dict[int, _Prefill] = {}  # by ticket, in the order they were placed
         self._first: _Prefill | None = None  # of them: the one that the engine is computing
         self._expected_s = 0.0  # of all of them
-        self._decoding = set[int]()
-        self._pulls = set[int]()  # requests whose KV another engine has yet to send
+        self._decoding: set[int] = set()
+        self._pulls: set[int] = set()  # requests whose KV another engine has yet to send
         self._turn = 0.0  # when the engine began the first of the prefills
         self._busy: _BusyPeriod | None = None  # None while a prefill is queued whose end is not seen
         self._whole: dict[int, _Begun] = {}  # requests whose answers do not stream
         self._computed = 0  # prompt tokens computed so far
         self._unknown = 0  # prompts whose computed tokens are not known
         self._foreign, self._foreign_until = 0, 0.0
-        self._missing = frozenset[int]()
+        self._missing: frozenset[int] = frozenset()
 
     @property
     def in_flight(self) -> int:

@@ -85,7 +85,9 @@ class PoolRates:
         self._lengths: list[float] = []  # points of the curve: tokens
         self._seconds: list[float] = []  # and their seconds
         self._memo: dict[int, float] = {}
-        self._slowdowns = deque[tuple[float, float]](maxlen=4 * WINDOW)  # (streams, seconds over the curve's)
+        self._slowdowns: deque[tuple[float, float]] = deque(
+            maxlen=4 * WINDOW
+        )  # (streams, seconds over the curve's)
         self._until_interference = WINDOW
         self._restores = {tier: deque[float](maxlen=WINDOW) for tier in (Tier.HOST, Tier.DISK)}
         self._restore_tok_s: dict[Tier, float] = {}
@@ -219,8 +221,10 @@ class EngineRates:
     def __init__(self, pool: PoolRates) -> None:
         self.pool = pool
         self.pace = 1.0
-        self._samples = deque[tuple[int, float]](maxlen=WINDOW)  # (tokens, seconds with nothing decoding)
-        self._answers = deque[AnswerSample](maxlen=WINDOW)
+        self._samples: deque[tuple[int, float]] = deque(
+            maxlen=WINDOW
+        )  # (tokens, seconds with nothing decoding)
+        self._answers: deque[AnswerSample] = deque(maxlen=WINDOW)
         self._until_pace = REFIT
 
     @property

@@ -118,8 +118,10 @@ class Scores:
     )  # fmt: skip
 
     def __init__(self, candidates: Sequence[Candidate], chain: Chain, outlook: Outlook) -> None:
-        totals, reuses = list[float](), list[Reuse]()
-        rooms, waiting_s = dict[int, float](), dict[int, float]()
+        totals: list[float] = []
+        reuses: list[Reuse] = []
+        rooms: dict[int, float] = {}
+        waiting_s: dict[int, float] = {}
         shared: dict[object, Reuse] = {}
         blocks, later_s, parted = len(chain.hashes), (outlook.turns - 1) * outlook.rest_s, 0
         arrivals, spare = outlook.arrivals, outlook.spare

@@ -69,7 +69,7 @@ class AnswerFit:
     """Fits the last answers of a pool."""
 
     def __init__(self) -> None:
-        self._answers = deque[AnswerSample](maxlen=WINDOW)
+        self._answers: deque[AnswerSample] = deque(maxlen=WINDOW)
         self._until_fit = MIN_ANSWERS
         self._not_before = -inf
 
