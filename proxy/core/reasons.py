@@ -10,7 +10,7 @@ A sentence is made when somebody asks, out of what was known at the decision.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from enum import StrEnum
 
 from proxy.core.misses import Diagnosis, Miss
@@ -69,32 +69,36 @@ def tie_of(placement: Placement) -> str | None:
 
 def why(placement: Placement, *, is_reusing: bool = True) -> str:
     """The term that made the difference, in one sentence."""
-    name, chosen, total = placement.engine, placement.chosen, placement.n_tokens
-    reason = reason_of(placement)
-    if reason is Reason.BALANCED:
-        unknown = "the prompt is not known here" if is_reusing else "reuse is off"
-        fewest = f"{name} has the fewest requests in flight ({chosen.in_flight})"
-        return f"{unknown}: {fewest}{_tie(placement)}"
-    if reason in _OF_TWO:
-        return _OF_TWO[reason](placement)
-    if reason is Reason.ONLY:
-        return f"{name} is the only engine that can take the request; it holds {_held(chosen, total)}"
-    said, subject = f"{name} holds {_held(chosen, total)}", "it"
-    if reason is Reason.GATHERED:
-        said = f"{name} is computing {chosen.pending_tokens:,} of {total:,} tokens for requests in flight"
-    elif reason is Reason.SPREAD:
-        said, subject = "no engine holds any of the prompt", name
-    if _equals(placement):
-        return said + _tie(placement)
+    name, chosen, total, subject = placement.engine, placement.chosen, placement.n_tokens, "it"
+    match reason_of(placement):
+        case Reason.BALANCED:
+            unknown = "the prompt is not known here" if is_reusing else "reuse is off"
+            fewest = f"{name} has the fewest requests in flight ({chosen.in_flight})"
+            return f"{unknown}: {fewest}{_tie(placement)}"
+        case Reason.PAIRED:
+            return _of_a_pair(placement)
+        case Reason.RELEASED:
+            return _of_a_release(placement)
+        case Reason.ONLY:
+            return f"{name} is the only engine that can take the request; it holds {_held(chosen, total)}"
+        case Reason.GATHERED:
+            said = f"{name} is computing {chosen.pending_tokens:,} of {total:,} tokens for requests in flight"
+        case Reason.SPREAD:
+            said, subject = "no engine holds any of the prompt", name
+        case Reason.HELD:
+            said = f"{name} holds {_held(chosen, total)}"
+    if tie := _tie(placement):
+        return said + tie
     others = _others(placement)
     sooner = min(others, key=lambda cost: cost.first_token_s)
     if sooner.first_token_s + TIE_S < chosen.first_token_s:
         times = f"{_s(sooner.first_token_s)} against {_s(chosen.first_token_s)}"
-        price = _dearest(_PRICES, sooner, placement)
-        return f"{said}; {sooner.engine} would answer sooner, in {times}, but would {price}"
-    rival = min(others, key=lambda cost: cost.total_s)
-    obstacle = _dearest(_OBSTACLES, rival, placement, f"on {rival.engine}")
-    return f"{said}; {subject} {_takes(chosen, total)}, but {obstacle}"
+        against = f"{sooner.engine} would answer sooner, in {times}, but would "
+        against += _dearest(_PRICES, sooner, placement)
+    else:
+        rival = min(others, key=lambda cost: cost.total_s)
+        against = f"{subject} {_takes(chosen, total)}, but {_dearest(_OBSTACLES, rival, placement)}"
+    return f"{said}; {against}"
 
 
 def _of_a_pair(placement: Placement) -> str:
@@ -105,7 +109,7 @@ def _of_a_pair(placement: Placement) -> str:
         return f"{holds}, and {chosen.engine} answers: neither of them can alone"
     rival = min(_others(placement), key=lambda cost: cost.total_s)
     read = f"{chosen.engine} reads the KV of {chosen.pulled_tokens:,} from it in {_s(chosen.transfer_s)}"
-    alone = _dearest(_OBSTACLES, rival, placement, f"on {rival.engine}")
+    alone = _dearest(_OBSTACLES, rival, placement)
     return f"{chosen.prefiller} {_takes(chosen, total)}, and {read}; without a pair, {alone}"
 
 
@@ -119,13 +123,6 @@ def _of_a_release(placement: Placement) -> str:
         return f"{said}, which saves less than a millisecond{_tie(placement)}"
     obstacle = _dearest(_OBSTACLES, holder, placement, "there")
     return f"{said}, but {obstacle}; {chosen.engine} {_takes(chosen, total)}"
-
-
-# The sentences about another engine's part in a decision.
-_OF_TWO: Mapping[Reason, Callable[[Placement], str]] = {
-    Reason.PAIRED: _of_a_pair,
-    Reason.RELEASED: _of_a_release,
-}
 
 
 # Term of a cost → what an engine would do to other requests; of equal terms, the first counts.
@@ -152,7 +149,8 @@ _STRAINED = ("restore_s", "prefill_s")
 
 
 def _dearest(words: Mapping[str, str], rival: Cost, placement: Placement, place: str = "") -> str:
-    """The words for the term that adds most to the rival's cost over the chosen engine's."""
+    """The words for the term that adds most to the rival's cost over the chosen engine's. `place` stands for
+    the rival; its name by default."""
 
     def more(name: str) -> float:
         added = _term(rival, name) - _term(placement.chosen, name)
@@ -162,7 +160,7 @@ def _dearest(words: Mapping[str, str], rival: Cost, placement: Placement, place:
     return words[name].format(
         term=_s(_term(rival, name)),
         more=_s(more(name)),
-        place=place,
+        place=place or f"on {rival.engine}",
         busy=utilisation_of(placement),
         restored=_restored(rival),
         computed=placement.n_tokens - rival.cached_tokens,
@@ -240,24 +238,30 @@ def _s(seconds: float) -> str:
 def detail_of(facts: Diagnosis) -> str:
     """What is behind its `miss`, in a sentence; the rules that changed its prompt."""
     miss, compared, block = facts.miss, facts.compared, facts.tokens_per_block
-    parts = "reusable tokens" if facts.reused_tokens % block else "full blocks"  # a slot keeps tokens
-    filled: dict[str, object] = {"block": block, "parts": parts, "engine": facts.left_on}
-    said = _ALONE.get(miss, _CHANGED)
-    if miss is Miss.HIT and not facts.has_all:
-        said = _COMPUTED_ELSEWHERE
-    if compared is not None:
-        if not facts.has_all:
-            said = _BESIDE.get(miss) or _ALONE.get(miss) or _CHANGED
-        filled |= {
+    if compared is None:
+        said = _COMPUTED_ELSEWHERE if miss is Miss.HIT and not facts.has_all else _ALONE[miss]
+        beside = {}
+    else:
+        said = (not facts.has_all and _BESIDE.get(miss)) or _ALONE.get(miss, _CHANGED)
+        beside = {
             "other": compared.request_id,
             "common": compared.common_tokens,
             "changes": ", ".join(compared.changes),
             "at": "" if compared.difference is None else f" at {compared.difference},",
             "within": f", within the first block of {block}" if compared.common_tokens < block else "",
         }
+    said = said.format(
+        block=block,
+        # A llama-server's slot keeps tokens, not whole blocks.
+        parts="reusable tokens" if facts.reused_tokens % block else "full blocks",
+        engine=facts.left_on,
+        holder=facts.holder,
+        held=facts.held_tokens,
+        cut=facts.cut_tokens,
+        **beside,
+    )
     rules = facts.rules if miss is not Miss.KVPIN else ()
-    changed = f" (the prompt as changed by {', '.join(rules)})" if rules else ""
-    return said.format(holder=facts.holder, held=facts.held_tokens, cut=facts.cut_tokens, **filled) + changed
+    return f"{said} (the prompt as changed by {', '.join(rules)})" if rules else said
 
 
 _ALONE = {
