@@ -132,7 +132,7 @@ class Flow:
             record.duration_s, record.events = time.monotonic() - record.arrived, reply.events
             if reply.completed is not None:
                 record.answered_s = reply.completed - record.arrived
-            admitted.spend(record.output_tokens or reply.events)
+            admitted.spend(record.output_tokens or record.events)
             self.requests.add(record)
             record.headers = call.headers
             self.observe(record)

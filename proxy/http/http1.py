@@ -304,7 +304,7 @@ class Http1Protocol(asyncio.Protocol):
             self._close_after = True
             return
         target = self._target
-        if not target.startswith(b"/") or b"#" in target:
+        if not target.startswith(b"/") or target.find(b"#") >= 0:
             target = _origin_form(target)
         exchange = self._reading = Exchange(
             self,

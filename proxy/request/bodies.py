@@ -70,8 +70,8 @@ def parse(raw: bytes, most: Shape = Shape()) -> JsonBody:  # noqa: B008 - immuta
         UnreadableField: such a list cannot be decoded.
         msgspec.DecodeError: it is no JSON.
     """
-    # One byte is found thirty times as fast as two.
-    if b"\\" in raw and b"\\u" in raw and (b"\\ud" in raw or b"\\uD" in raw):
+    # One byte is found thirty times as fast as more, and what is not there from the end in half the time.
+    if raw.find(b"\\") >= 0 and (raw.rfind(b"\\ud") >= 0 or raw.rfind(b"\\uD") >= 0):
         raw = whole_characters(raw)
     if len(raw) > min(_LIST_BYTES * most.fields, _VALUE_BYTES * most.values, most.text):
         _check_shape(raw, most)

@@ -36,6 +36,10 @@ _END_EVENT = tuple(b"\ndata:%b%b" % (space, end) for space in (b" ", b"") for en
 _MOST_END = max(map(len, _END_EVENT))
 # The blank line after an event of a stream: engines send either.
 _EVENT_END, _EVENT_END_CR = b"\n\n", b"\n\r\n"
+# Nearly every event ends so.
+_OF_JSON = b"}\n\n"
+# Pieces that are counted together: to count in each of them takes several times as long.
+_COUNTED, _COUNTED_BYTES = 64, 1024
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -213,9 +217,9 @@ class Reply:
     """
 
     __slots__ = (
-        "_ahead", "_client", "_is_over", "_reads_ahead", "_tail", "_writer", "before", "complete",
-        "completed", "dialect", "events", "has_written", "is_events", "on_begin", "on_end", "on_start",
-        "recorded", "started", "status", "waits",
+        "_ahead", "_client", "_events", "_is_over", "_reads_ahead", "_tail", "_uncounted", "_writer",
+        "before", "complete", "completed", "dialect", "has_written", "is_events", "on_begin", "on_end",
+        "on_start", "recorded", "started", "status", "waits",
     )  # fmt: skip
 
     def __init__(self, client: Client, dialect: Dialect = OPENAI, *, reads_ahead: bool = True) -> None:
@@ -230,7 +234,8 @@ class Reply:
         self.status: int | None = None
         self.complete = self.recorded = self.is_events = self.waits = False
         self.completed: float | None = None
-        self.events = 0
+        self._events = 0
+        self._uncounted: list[bytes] = []  # the last short pieces
         self._reads_ahead, self._ahead = reads_ahead, 0  # bytes written since the client's socket was full
         self._tail = b"\n"  # the last bytes of the body
 
@@ -260,22 +265,38 @@ class Reply:
     def put(self, chunk: bytes) -> bool:
         """Sends body bytes. Returns False if the client has to take some before it gets more."""
         self.has_written = True
-        if self.is_events and not self.complete:
-            # The end may come in several pieces, and may be followed by a comment.
-            is_rest = self._tail != b"\n" and len(chunk) < _MOST_END
-            if is_rest or not chunk.endswith(ENDS) or chunk.endswith(_STREAM_END):
-                self._tail = (self._tail + chunk[-_MOST_END:])[-_MOST_END:]
-                if self._tail.endswith(_END_EVENT):
-                    self._note_end()
-            else:
-                self._tail = b"\n"
-        self.events += chunk.count(_EVENT_END) or chunk.count(_EVENT_END_CR)
+        if self.is_events and (chunk[-3:] != _OF_JSON or self._tail != b"\n") and not self.complete:
+            self._look_for_end(chunk)
+        self._uncounted.append(chunk)
+        if len(chunk) > _COUNTED_BYTES or len(self._uncounted) == _COUNTED:
+            self._count()
         self._writer.write(chunk)
         if not self._client.is_full:
             self._ahead = 0
             return True
         self._ahead += len(chunk)
         return self._ahead <= READ_AHEAD and self._reads_ahead
+
+    @property
+    def events(self) -> int:
+        """Events of the stream that the client was sent."""
+        self._count()
+        return self._events
+
+    def _count(self) -> None:
+        sent = b"".join(self._uncounted)
+        self._uncounted.clear()
+        self._events += sent.count(_EVENT_END) or sent.count(_EVENT_END_CR)
+
+    def _look_for_end(self, chunk: bytes) -> None:
+        """Notes the end of the stream. It may come in several pieces, and may be followed by a comment."""
+        is_rest = self._tail != b"\n" and len(chunk) < _MOST_END
+        if is_rest or not chunk.endswith(ENDS) or chunk.endswith(_STREAM_END):
+            self._tail = (self._tail + chunk[-_MOST_END:])[-_MOST_END:]
+            if self._tail.endswith(_END_EVENT):
+                self._note_end()
+        else:
+            self._tail = b"\n"
 
     async def finish(self, chunk: bytes = b"") -> None:
         """Sends the last body bytes."""

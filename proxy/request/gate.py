@@ -41,13 +41,10 @@ class Admission:
     is_counted: bool = False
     whole: Admission | None = None
     came: float | None = None
-    since: float | None = field(init=False)
+    since: float | None = None
     prompt_is_paid: bool = field(default=False, init=False)
     _held: int = field(default=0, init=False)  # bytes
     _parts: set[Admission] = field(default_factory=set, init=False)  # those that run
-
-    def __post_init__(self) -> None:
-        self.since = self.came
 
     @classmethod
     def of_kvpin(cls) -> Admission:
@@ -79,8 +76,8 @@ class Admission:
 
     def spend_prompt(self, tokens: int) -> None:
         """Charges the tenant for the tokens of the prompt, once."""
-        if not self.prompt_is_paid:
-            self.spend(tokens)
+        if not self.prompt_is_paid and self._quota is not None:
+            self._quota.spend(tokens)
         self.prompt_is_paid = True
 
     def has_room(self, size: int = 0) -> bool:
@@ -102,8 +99,9 @@ class Admission:
 
     def close(self, *_error: object) -> None:
         """Gives back everything that the request and its parts hold. A second call does nothing."""
-        for part in [*self._parts]:
-            part.close()
+        if self._parts:
+            for part in [*self._parts]:
+                part.close()
         if self._held:
             self.free_body()
         if self.is_counted and self._quota is not None:
@@ -154,23 +152,23 @@ class Gate:
             RateLimited: the tenant is over one of its limits.
             NoMemory: there is no room for its body now.
         """
-        bodies = self._bodies_of(tenant)
+        bodies = self.bodies
+        if tenant is not None and self._tenants.isolated:
+            bodies = self._bodies_of(tenant)
         if length and not bodies.has(length):
             raise no_memory()
         quota = self._tenants.quota(tenant)
         if quota is None or is_from_peer:
-            return Admission(quota, bodies, came=now)
+            return Admission(quota, bodies, came=now, since=now)
         if (denied := quota.enter(now)) is not None:
             raise RateLimited(
                 f"the limit {denied.what} = {denied.limit} is reached: try again in {denied.retry_after_s} s",
                 retry_after_s=denied.retry_after_s,
             )
-        return Admission(quota, bodies, is_counted=True, came=now)
+        return Admission(quota, bodies, is_counted=True, came=now, since=now)
 
-    def _bodies_of(self, tenant: str | None) -> ByteBudget:
-        """The memory for a tenant's bodies."""
-        if tenant is None or not self._tenants.isolated:
-            return self.bodies
+    def _bodies_of(self, tenant: str) -> ByteBudget:
+        """The memory for the bodies of one of several tenants."""
         if (found := self._by_tenant.get(tenant)) is None:
             found = self._by_tenant[tenant] = ByteBudget(
                 max(self.bodies.limit // 2, self._longest), self.bodies

@@ -202,7 +202,7 @@ class Transcript:
     def feed(self, chunk: bytes) -> bytes:
         """Takes the stream's next events, and returns them."""
         if not self._keeps_text and self.head is not None:
-            if b'"error"' in chunk or b'"finish_reason":"' in chunk:
+            if chunk.rfind(b'"error"') >= 0 or chunk.rfind(b'"finish_reason":"') >= 0:
                 self.is_plain = False
             return chunk
         self._raw.append(chunk)
