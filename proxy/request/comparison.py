@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
+from itertools import chain
 from typing import Protocol
 
 from msgspec.structs import replace
@@ -30,6 +30,11 @@ _NOTICED_S = 10.0
 _SAMPLES, _SAMPLE_TOKENS = 32, 16
 # Bytes may match between two tokens, too; a prompt that is made of such matches must not cost more.
 _TRIES = 8
+
+
+Diagnose = Callable[[int | None], Diagnosis]
+"""Why no more of a prompt was reused, where the engine reports that many reused tokens; None: as predicted.
+It may be asked for each event of a stream."""
 
 
 class ComparedEngine(Protocol):
@@ -53,15 +58,8 @@ class Comparison:
         self._engines = engines
         self._block = tokens_per_block
 
-    async def with_answer(
-        self, answer_id: str, record: RequestRecord
-    ) -> Callable[[int | None], Diagnosis] | None:
-        """Compares with the request that has this answer; None if its tenant has no such request.
-
-        Returns:
-            Why no more of the prompt was reused, where the engine reports that many reused tokens; None: as
-            predicted. It may be asked for each event of a stream.
-        """
+    async def with_answer(self, answer_id: str, record: RequestRecord) -> Diagnose | None:
+        """Compares with the request that has this answer; None if its tenant has no such request."""
         other = self._log.answered(answer_id, record.tenant)
         if other is None or not _may_compare(record, other):
             return None
@@ -158,15 +156,10 @@ class Comparison:
         fields = self._log.fields(record)
         if most >= self.tokens_per_block(record) or fields is None:
             return best
-        continued = fields.get(CONTINUED)
-        for other in reversed(earlier):
-            if continued is not None and other.answer_id == continued:
-                return other
-        for other in islice(reversed(earlier), _LOOKS):
-            others = self._log.fields(other)
-            if others is not None and are_alike(fields, others):
-                return other
-        return None
+        newest, continued = earlier[::-1], fields.get(CONTINUED)
+        goes_on = [other for other in newest if continued is not None and other.answer_id == continued]
+        alike = (each for each in newest[:_LOOKS] if are_alike(fields, self._log.fields(each) or {}))
+        return next(chain(goes_on, alike), None)
 
     def _likeness(self, record: RequestRecord, other: RequestRecord) -> Compared:
         """How the prompts of two requests compare."""

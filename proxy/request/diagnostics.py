@@ -27,22 +27,19 @@ from engine_adapter import (
     decode_object,
     read_streamed_usage,
 )
+from engine_adapter.http.usage import NULL
 from proxy.core.misses import Diagnosis, Miss
 from proxy.core.reasons import detail_of
 from proxy.errors import BadRequest
 from proxy.headers import COMPARISON_HEADER
 from proxy.request.calls import Through, Writer
+from proxy.request.comparison import Diagnose
 from proxy.request.records import RequestRecord
 from proxy.request.translate.chats import ChatUsage
 
 _ERROR = 400
 # The first id of a stream is that of its answer.
 _ID = re.compile(rb'"id"\s*:\s*"([^"\\]{1,256})"')
-
-Diagnose = Callable[[int | None], Diagnosis]
-"""See `Comparison.with_answer`."""
-
-
 # Miss → the words of OpenAI's and of Anthropic's API for it.
 _WORDS = {
     Miss.MODEL: ("model_changed", "model_changed"),
@@ -175,44 +172,41 @@ APIS: Mapping[str, Api] = {
 """Route → the API with diagnostics."""
 
 
+class _Answer(msgspec.Struct):
+    id: str | None = None
+
+
+_decode_answer = msgspec.json.Decoder(_Answer).decode
+
+
 class IdNoted(Through):
     """Notes the id of an answer on its way to the client: later requests may ask to be compared with it."""
 
     def __init__(self, client: Writer, record: RequestRecord) -> None:
         super().__init__(client)
-        self._record = record
-        self._is_stream = self._is_error = False
-
-    @override
-    def start(self, status: int, headers: HeaderPairs) -> None:
-        self._is_error = status >= _ERROR
-        self._client.start(status, headers)
+        self._record, self._is_stream = record, False
 
     @override
     def write(self, chunk: bytes) -> None:
         self._is_stream = True
-        if self._finds_id(chunk):
+        self._find_in(chunk)
+        if self._record.answer_id is not None:
             self.write = self._client.write  # type: ignore[method-assign]  # nothing more is read
         self._client.write(chunk)
 
     @override
     def finish(self, chunk: bytes) -> None:
         if self._is_stream:
-            self._finds_id(chunk)
-        elif not self._is_error:
+            self._find_in(chunk)
+        else:
             with suppress(*UNREADABLE):
-                self._record.answer_id = msgspec.json.decode(chunk, type=_Answer).id
+                self._record.answer_id = _decode_answer(chunk).id
         self._client.finish(chunk)
 
-    def _finds_id(self, chunk: bytes) -> bool:
-        """Notes the first id in a stream. True once it is known."""
+    def _find_in(self, chunk: bytes) -> None:
+        """Notes the first id in a stream."""
         if self._record.answer_id is None and (found := _ID.search(chunk)) is not None:
             self._record.answer_id = found[1].decode(errors="replace")
-        return self._record.answer_id is not None
-
-
-class _Answer(msgspec.Struct):
-    id: str | None = None
 
 
 # Takes a whole answer, or the data of an event, and whether it is an event. Raises KeyError, or UNREADABLE.
@@ -266,45 +260,30 @@ class Rewritten(Through):
             return data
 
 
-class Diagnosed(Rewritten):
-    """Adds the diagnostics that a client asked for.
+def diagnosed(client: Writer, api: Api, diagnose: Callable[[], Diagnose | None]) -> Rewritten:
+    """A client whose answer gets the diagnostics that it asked for; every other field keeps its bytes.
+    `diagnose`: the comparison with the answer that it named, None if that is not known; asked when the
+    diagnostics are due."""
 
-    Attributes:
-        diagnose: the comparison with the answer that the client named; None if that is not known. Set before
-            the answer begins.
-    """
-
-    def __init__(self, client: Writer, api: Api) -> None:
-        super().__init__(client, api.events, self._with_diagnostics)
-        self._api = api
-        self.diagnose: Diagnose | None = None
-
-    def _with_diagnostics(self, data: bytes, is_event: bool) -> bytes:
-        """The answer with the diagnostics, or the event that holds it; every other field keeps its bytes."""
-        api = self._api
-        fields = decode_object(data)
-        if is_event:
-            part = bytes(fields[api.within or "usage"])
-            if part == b"null":
-                return data
-            if api.within is not None:
-                fields[api.within] = msgspec.Raw(self._with_diagnostics(part, is_event=False))
-                return msgspec.json.encode(fields)
+    def with_diagnostics(data: bytes, is_event: bool) -> bytes:
+        fields, within = decode_object(data), api.within if is_event else None
+        if is_event and fields[within or "usage"] == NULL:
+            return data
+        answer = fields if within is None else decode_object(fields[within])
         reused = read_streamed_usage(data).cached_tokens
-        is_open = self._is_stream and api.is_early
-        diagnosis = None if self.diagnose is None else self.diagnose((reused or None) if is_open else reused)
-        fields[api.field] = msgspec.Raw(msgspec.json.encode(api.written(diagnosis)))
+        if is_event and api.is_early:
+            reused = reused or None
+        compared = diagnose()
+        told = api.written(None if compared is None else compared(reused))
+        answer[api.field] = msgspec.Raw(msgspec.json.encode(told))
+        if within is not None:
+            fields[within] = msgspec.Raw(msgspec.json.encode(answer))
         return msgspec.json.encode(fields)
 
+    return Rewritten(client, api.events, with_diagnostics)
 
-# `prompt_cache_options`, `prompt_cache_key`, `prompt_cache_retention`, `prompt_cache_breakpoint`.
-_FIELDS = b'"prompt_cache_'
+
 _DETAILS = "prompt_tokens_details"
-
-
-def names_the_cache(body: JsonBody) -> bool:
-    """True if a chat has one of OpenAI's fields of the cache."""
-    return not body.is_plain and _FIELDS in body.raw
 
 
 def writes_counted(client: Writer, tokens_per_block: Callable[[], int | None]) -> Rewritten:
