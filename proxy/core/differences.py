@@ -140,7 +140,6 @@ def _differences(now: Mapping[str, Any], before: Mapping[str, Any]) -> Iterator[
         one, other = (list(map(msgspec.json.encode, each)) for each in both)
         if (at := common_prefix(one, other)) < min(len(one), len(other)):
             yield Difference(Kind.ORDER, name, at)
-            return
 
 
 def are_alike(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
@@ -176,15 +175,14 @@ def _of_items(name: str, now: Any, before: Any) -> Iterator[Difference]:  # noqa
 
 
 def _of_message(field: str, at: int, now: Any, before: Any) -> Iterator[Difference]:  # noqa: ANN401 - JSON
-    if not isinstance(now, dict) or not isinstance(before, dict):
-        yield Difference(Kind.INPUT, field, at)
-        return
-    role = now.get("role")
-    kind = Kind.SYSTEM if role in _SYSTEM_ROLES else Kind.INPUT
-    if role == before.get("role"):
-        yield from _of_content(kind, field, at, now.get("content"), before.get("content"))
-    rest, other = (_unmarked({"type": "message", **each, **_NOT_OF_A_PROMPT}) for each in (now, before))
-    if rest != other:
+    kind = Kind.INPUT
+    if isinstance(now, dict) and isinstance(before, dict):
+        role = now.get("role")
+        kind = Kind.SYSTEM if role in _SYSTEM_ROLES else Kind.INPUT
+        if role == before.get("role"):
+            yield from _of_content(kind, field, at, now.get("content"), before.get("content"))
+        now, before = ({"type": "message", **each, **_NOT_OF_A_PROMPT} for each in (now, before))
+    if _unmarked(now) != _unmarked(before):
         yield Difference(kind, field, at)
 
 

@@ -69,7 +69,8 @@ def tie_of(placement: Placement) -> str | None:
 
 def why(placement: Placement, *, is_reusing: bool = True) -> str:
     """The term that made the difference, in one sentence."""
-    name, chosen, total, subject = placement.engine, placement.chosen, placement.n_tokens, "it"
+    name, chosen, total = placement.engine, placement.chosen, placement.n_tokens
+    said, subject = f"{name} holds {_held(chosen, total)}", "it"
     match reason_of(placement):
         case Reason.BALANCED:
             unknown = "the prompt is not known here" if is_reusing else "reuse is off"
@@ -85,8 +86,6 @@ def why(placement: Placement, *, is_reusing: bool = True) -> str:
             said = f"{name} is computing {chosen.pending_tokens:,} of {total:,} tokens for requests in flight"
         case Reason.SPREAD:
             said, subject = "no engine holds any of the prompt", name
-        case Reason.HELD:
-            said = f"{name} holds {_held(chosen, total)}"
     if tie := _tie(placement):
         return said + tie
     others = _others(placement)

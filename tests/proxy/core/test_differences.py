@@ -127,6 +127,12 @@ def test_what_is_equal_or_goes_on(now, before):
             "messages[0].content[1]",
         ),
         (
+            chat(said([IMAGE, text("a")])),
+            chat(said([IMAGE, text("b")])),
+            Difference(Kind.INPUT, "messages", 0, 1, 0),
+            None,
+        ),
+        (
             chat(said([IMAGE])),
             chat(said([])),
             Difference(Kind.MEDIA, "messages", 0, 0),
