@@ -80,7 +80,7 @@ def parse(raw: bytes, most: Shape = Shape()) -> JsonBody:  # noqa: B008 - immuta
     except msgspec.DecodeError as error:
         _check_kind(raw, error)
         raise
-    if body.is_plain:
+    if body.find_plain():
         return body
     names = body.names
     if len(names) > MAX_FIELDS:

@@ -18,16 +18,8 @@ from typing import Any
 import msgspec
 from typing_extensions import override
 
-from engine_adapter import (
-    UNREADABLE,
-    HeaderPairs,
-    Headers,
-    JsonBody,
-    WholeEvents,
-    decode_object,
-    read_streamed_usage,
-)
-from engine_adapter.http.usage import NULL
+from engine_adapter import UNREADABLE, HeaderPairs, Headers, JsonBody, WholeEvents, decode_object
+from engine_adapter.http.usage import NULL, read_streamed_usage
 from proxy.core.misses import Diagnosis, Miss
 from proxy.core.reasons import detail_of
 from proxy.errors import BadRequest
@@ -40,6 +32,7 @@ from proxy.request.translate.chats import ChatUsage
 _ERROR = 400
 # The first id of a stream is that of its answer.
 _ID = re.compile(rb'"id"\s*:\s*"([^"\\]{1,256})"')
+_COMPARISON = COMPARISON_HEADER.encode()
 # Miss → the words of OpenAI's and of Anthropic's API for it.
 _WORDS = {
     Miss.MODEL: ("model_changed", "model_changed"),
@@ -135,9 +128,9 @@ class Api:
         Raises:
             BadRequest: the field has another type.
         """
-        if (named := headers.get(COMPARISON_HEADER)) is not None:
-            return named
-        options = body.hint(self.options)
+        if _COMPARISON in headers.first:
+            return headers.get(COMPARISON_HEADER)
+        options = None if body.is_plain else body.hint(self.options)
         if options is not None and not isinstance(options, dict):
             raise BadRequest(f"{self.options} must be an object", param=self.options)
         value = options.get(self.name) if options is not None else None
@@ -183,8 +176,7 @@ class IdNoted(Through):
     """Notes the id of an answer on its way to the client: later requests may ask to be compared with it."""
 
     def __init__(self, client: Writer, record: RequestRecord) -> None:
-        super().__init__(client)
-        self._record, self._is_stream = record, False
+        self._client, self._record, self._is_stream = client, record, False
 
     @override
     def write(self, chunk: bytes) -> None:

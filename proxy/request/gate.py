@@ -29,6 +29,7 @@ class Admission:
     `of_kvpin` and `part` make one.
 
     Attributes:
+        quota: the tenant's; None without limits.
         is_counted: the request counts in the tenant's quota until it is closed.
         whole: the request of which this is a part.
         came: when the head was read, in monotonic seconds; None for parts, and for kvpin's own requests.
@@ -36,7 +37,7 @@ class Admission:
         prompt_is_paid: the tenant was charged for the prompt; later parts inherit this.
     """
 
-    _quota: Quota | None  # None without limits
+    quota: Quota | None
     _bodies: ByteBudget
     is_counted: bool = False
     whole: Admission | None = None
@@ -71,27 +72,27 @@ class Admission:
 
     def spend(self, tokens: int) -> None:
         """Charges the tenant for tokens."""
-        if self._quota is not None:
-            self._quota.spend(tokens)
+        if self.quota is not None:
+            self.quota.spend(tokens)
 
     def spend_prompt(self, tokens: int) -> None:
         """Charges the tenant for the tokens of the prompt, once."""
-        if not self.prompt_is_paid and self._quota is not None:
-            self._quota.spend(tokens)
+        if not self.prompt_is_paid and self.quota is not None:
+            self.quota.spend(tokens)
         self.prompt_is_paid = True
 
     def has_room(self, size: int = 0) -> bool:
         """True if a further part with a body of `size` bytes may run now. One part always may."""
         if not self._parts:
             return True
-        return self._bodies.has(size) and (self._quota is None or self._quota.has_room)
+        return self._bodies.has(size) and (self.quota is None or self.quota.has_room)
 
     def part(self, size: int = 0) -> Admission:
         """Admits a part of the request, with a body of `size` bytes. The first part that runs takes the place
         of the whole in `concurrent_requests`; each further one counts."""
-        if self._parts and self._quota is not None:
-            self._quota.join()
-        part = Admission(self._quota, self._bodies, whole=self)
+        if self._parts and self.quota is not None:
+            self.quota.join()
+        part = Admission(self.quota, self._bodies, whole=self)
         part.prompt_is_paid, part.since, part._held = self.prompt_is_paid, self.since, size
         self._bodies.take(size)
         self._parts.add(part)
@@ -104,8 +105,8 @@ class Admission:
                 part.close()
         if self._held:
             self.free_body()
-        if self.is_counted and self._quota is not None:
-            self._quota.leave()
+        if self.is_counted and self.quota is not None:
+            self.quota.leave()
         self.is_counted = False
         if self.whole is not None:
             self.whole._end(self)  # noqa: SLF001 - of the same class
@@ -114,8 +115,8 @@ class Admission:
     def _end(self, part: Admission) -> None:
         """Takes a finished part off the count."""
         self._parts.discard(part)
-        if self._parts and self._quota is not None:
-            self._quota.leave()
+        if self._parts and self.quota is not None:
+            self.quota.leave()
 
     def __enter__(self) -> Self:
         return self

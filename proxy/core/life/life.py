@@ -59,6 +59,9 @@ class Rules(Struct, frozen=True, dict=True):
         return (self.retries + 1) * (self.placed_s + self.first_byte_s)
 
 
+_NONE: frozenset[str] = frozenset()
+
+
 class Phase(Enum):
     """Where a request is in its life."""
 
@@ -152,7 +155,7 @@ class Life:
     @property
     def tried(self) -> frozenset[str]:
         """The engines that failed: the next attempt is on another one, and does not wait in the queue."""
-        return frozenset(each.engine for each in self.attempts)
+        return frozenset([each.engine for each in self.attempts]) if self.attempts else _NONE
 
     # --- What happens ---------------------------------------------------------------------------------
 

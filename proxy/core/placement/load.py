@@ -268,7 +268,7 @@ class EngineLedger:
 
     def view(self, now: float) -> LoadView:
         """The load now."""
-        first = self._settle(now)
+        first = self._first if self._first is None else self._settle(now)
         streams = len(self._decoding)
         if self._foreign:
             streams += self._others(now)

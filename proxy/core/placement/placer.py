@@ -212,10 +212,10 @@ class Placer:
         free = room = None
         if book.gpu_blocks is not None:
             gpu, host, _, pending = self.index.counts(engine)
-            free = room = max(book.gpu_blocks - gpu - pending, 0)
-            groups = self.index.groups_of(engine)
-            if groups is not None:
-                free = room = max(groups.room(book.gpu_blocks, gpu) - pending, 0)
+            free = book.gpu_blocks - gpu
+            if engine in self.index.grouped:
+                free = self.index.grouped[engine].groups.room(book.gpu_blocks, gpu)
+            free = room = max(free - pending, 0)
             if book.host_blocks > host:
                 room += book.host_blocks - host
         busy = book.worked.per_s(now)
