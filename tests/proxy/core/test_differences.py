@@ -96,6 +96,7 @@ def test_what_is_equal_or_goes_on(now, before):
             "tools[0]",
         ),
         (chat(ASKED, tools=TOOLS), chat(ASKED), Difference(Kind.TOOLS, "tools", 0), "tools[0]"),
+        (chat(tools=TOOLS), chat(tools=TOOLS[:1] * 2), Difference(Kind.TOOLS, "tools", 1), "tools[1]"),
         (
             chat(SYSTEM, said("at 10:31, hi")),
             chat(SYSTEM, said("at 10:32, hi")),
