@@ -49,7 +49,7 @@ _USAGE = re.compile(USAGE_KEY + rb"\s*:\s*(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})")
 _TOOL_CALLS = b'"tool_calls"'
 _CALLED_TOOL = re.compile(rb'"finish_reason"\s*:\s*' + _TOOL_CALLS)
 _TIMINGS_KEY = b'"timings"'
-# Timings stand in the event of the last usage, or in one shortly before it.
+# The reason of the end and timings stand in the event of the last usage, or in one shortly before it.
 _BESIDE_BYTES = 2048
 _TIMINGS = re.compile(_TIMINGS_KEY + rb"\s*:\s*(\{[^{}]*\})")
 
@@ -76,12 +76,12 @@ def read_streamed_usage(part: bytes) -> Usage:
     cached = output = None
     begins = 0
     for at, usage in _backwards(part):
-        begins = begins or max(at - _BESIDE_BYTES, 0)
+        begins = max(at - _BESIDE_BYTES, begins)
         cached = usage.cached_tokens if cached is None else cached
         output = usage.output_tokens if output is None else output
         if cached is not None and output is not None:
             break
-    return _told(Usage(cached, output), _last_timings(part, begins), part)
+    return _told(Usage(cached, output), _last_timings(part, begins), part, begins)
 
 
 def choices_of(chunk: RawFields) -> list[RawFields]:
@@ -137,10 +137,12 @@ def _count(tokens: int | None) -> int | None:
     return tokens if tokens is not None and 0 <= tokens <= _MAX_TOKENS else None
 
 
-def _told(usage: Usage, timings: object, answer: bytes) -> Usage:
+def _told(usage: Usage, timings: object, answer: bytes, begin: int = 0) -> Usage:
     """The usage with the times of an answer's `timings`, as llama.cpp writes them, and what the answer, or
-    its last part, ended with."""
-    if answer.rfind(_TOOL_CALLS) >= 0 and _CALLED_TOOL.search(answer) is not None:  # found ten times as fast
+    its last part, ended with, from a place on."""
+    if (
+        answer.rfind(_TOOL_CALLS, begin) >= 0 and _CALLED_TOOL.search(answer) is not None
+    ):  # found ten times as fast
         usage = msgspec.structs.replace(usage, called_tool=True)
     if not isinstance(timings, dict):
         return usage

@@ -57,12 +57,14 @@ _MARKS: Mapping[Repair, tuple[bytes, ...]] = {  # one of these is in each body t
 def may_need(body: JsonBody, repairs: AbstractSet[Repair]) -> bool:
     """False if a body surely needs none of these repairs, by its bytes."""
     raw = body.raw
-    if any(mark in raw for repair in repairs for mark in _MARKS.get(repair, ())):
-        return True
     takes_system = Repair.SYSTEM_IN_TURN not in repairs
     if body.is_plain:
+        if Repair.TURNS_ALTERNATE in repairs:
+            return True
         rest = body.view("messages")[takes_system:]
         return not repairs <= _MARKS.keys() and any(each["role"] == "system" for each in rest)
+    if any(mark in raw for repair in repairs for mark in _MARKS.get(repair, ())):
+        return True
     return not repairs <= _MARKS.keys() and _may_lose_systems(raw, takes_system=takes_system)
 
 

@@ -214,6 +214,11 @@ class Engine:
         own = (lease for lease in self.unanswered if lease.placed.part is not Role.DECODE)
         return [*own, *self.of_peers.values()]
 
+    @property
+    def has_lower_tiers(self) -> bool:
+        """True if there are tiers below its GPU that can be asked what they hold."""
+        return self.info is not None and bool(self.info.tokens_per_chunk)
+
     def can(self, capability: Capability) -> bool:
         """True if the engine, as connected, declares the capability."""
         return self.info is not None and capability in self.info.capabilities

@@ -190,6 +190,8 @@ class IdNoted(Through):
     def finish(self, chunk: bytes) -> None:
         if self._is_stream:
             self._find_in(chunk)
+        elif (found := _ID.match(chunk, 1)) is not None:  # most answers begin with it
+            self._record.answer_id = found[1].decode(errors="replace")
         else:
             with suppress(*UNREADABLE):
                 self._record.answer_id = _decode_answer(chunk).id

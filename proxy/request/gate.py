@@ -9,9 +9,10 @@ client has its end (`Reply.on_end`). What an engine still does after that does n
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Self
 from weakref import WeakValueDictionary
+
+from msgspec import Struct
 
 from proxy.core.budget import ByteBudget
 from proxy.core.quotas import Quota
@@ -23,8 +24,7 @@ _RETRY_S = 1
 _UNLIMITED = ByteBudget(1 << 62)
 
 
-@dataclass(eq=False, slots=True)
-class Admission:
+class Admission(Struct, eq=False):
     """The permission to serve one request. Use it as a context manager, or `close` it. Only `Gate.admit`,
     `of_kvpin` and `part` make one.
 
@@ -43,9 +43,9 @@ class Admission:
     whole: Admission | None = None
     came: float | None = None
     since: float | None = None
-    prompt_is_paid: bool = field(default=False, init=False)
-    _held: int = field(default=0, init=False)  # bytes
-    _parts: set[Admission] = field(default_factory=set, init=False)  # those that run
+    prompt_is_paid: bool = False
+    _held: int = 0  # bytes
+    _parts: set[Admission] = set()  # those that run; each has its own
 
     @classmethod
     def of_kvpin(cls) -> Admission:

@@ -83,6 +83,7 @@ _STOPPED = re.compile(rb'"finish_reason"\s*:\s*"stop"')
 _LINE_FEEDS = b"\n\n"
 # Bytes kept of the end of a stream: usage, and what follows it, fit well within this.
 _TAIL_BYTES = 8192
+_MOST_RECENT_BYTES = 2 * _TAIL_BYTES
 
 
 class Forwarded(msgspec.Struct, frozen=True):
@@ -461,7 +462,7 @@ class _Stream:
         """Takes the engine's next bytes; returns those for the client. Raises as `receive` does."""
         self._recent.append(chunk)
         self._recent_bytes += len(chunk)
-        if self._recent_bytes > 2 * _TAIL_BYTES:
+        if self._recent_bytes > _MOST_RECENT_BYTES:
             self._is_whole = self._is_whole or (self._must_end and is_whole(self.tail))
             self._recent, self._recent_bytes = [self.tail[-_TAIL_BYTES:]], _TAIL_BYTES
         events, kept = self._events, chunk

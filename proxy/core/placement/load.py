@@ -9,10 +9,10 @@ a request is given up.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
+from msgspec import Struct
 
 from proxy.core.admission import Backlog
 
@@ -89,8 +89,7 @@ class _Begun(NamedTuple):
     unknown: int
 
 
-@dataclass(slots=True)
-class _Prefill:
+class _Prefill(Struct):
     ticket: int
     work: Work | None  # None if it is not known
     expected_s: float
@@ -98,8 +97,7 @@ class _Prefill:
     seen: bool  # its first token will be
 
 
-@dataclass(slots=True)
-class _BusyPeriod:
+class _BusyPeriod(Struct):
     """Prefills that ended one after the other, without a gap, since the engine began the first of them."""
 
     since: float

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 
+from msgspec import Struct
+
 from engine_adapter.hold import Forecast
 from engine_adapter.types import Role, Tier, Usage
 from proxy.core.index.blocks import BlockHash, Chain
@@ -89,8 +91,7 @@ class EngineBook:
             self.on_gpu.clear()
 
 
-@dataclass(slots=True, eq=False)
-class PlacedRequest:
+class PlacedRequest(Struct, eq=False):
     """A request that was placed, until it ends.
 
     Attributes:

@@ -293,7 +293,8 @@ def place(candidates: Sequence[Candidate], chain: Chain, outlook: Outlook = CALM
 def choose(candidates: Sequence[Candidate], scores: Scores, chain: Chain, outlook: Outlook) -> Placement:
     """The candidate that costs least, by these scores and with regret."""
     totals, regrets = scores.totals, scores.regrets
-    first = scores.within(min(totals))[0]
+    lowest = min(totals)
+    first = totals.index(lowest) if totals.count(lowest) == 1 else scores.within(lowest)[0]
     regrets[first] = regret_of(candidates[first], scores.reuses[first], chain, outlook)
     least = totals[first] + regrets[first]
     if len(totals) > 1:
