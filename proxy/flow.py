@@ -356,7 +356,7 @@ class Flow:
         placement = await self._placement(request)
         if placement is None:
             return False
-        record, engine = request.record, placement.engine
+        record, engine = request.record, placement.chosen.engine
         record.placement = request.placement = placement
         record.attempts.append(engine)
         self.placed(record, placement)

@@ -123,6 +123,8 @@ class IncomingResponse:
 
     async def read(self) -> bytes:
         """The whole body. Raises EngineGarbled if it is longer than MAX_WHOLE_BYTES."""
+        if self.is_complete:
+            return self._taken()
         parts, size = [], 0
         while part := await self.receive():
             parts.append(part)
@@ -135,6 +137,9 @@ class IncomingResponse:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
+        self.leave()
+
+    def leave(self) -> None:
         """Drops the connection if the answer is not complete: the engine cancels the request."""
         if self._connection is not None:
             self._connection.drop()

@@ -280,7 +280,8 @@ class Reply:
     @property
     def events(self) -> int:
         """Events of the stream that the client was sent."""
-        self._count()
+        if self._uncounted:
+            self._count()
         return self._events
 
     def _count(self) -> None:

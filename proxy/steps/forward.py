@@ -35,6 +35,7 @@ from engine_adapter import (
     IncomingResponse,
     Opening,
     OutgoingRequest,
+    Retention,
     Says,
     Speech,
     WholeEvents,
@@ -130,7 +131,11 @@ class Forwarding:
         self._sent, self._continues = monotonic(), self.reply.started
         record = request.record
         placement = record.placement if leg is not None and record.placement else lease.placement
-        self.headers = _added_headers(call, placement, hold, self.reply) | ready.told | _retained(ready, hold)
+        self.headers = _added_headers(call, placement, hold, self.reply)
+        if ready.rules or call.changed:
+            self.headers |= ready.told
+        if ready.retention is not None:
+            self.headers |= _retained(ready.retention, hold)
         if ready.translation is not None:
             ready.translation.predicted = ready.predicted(placement, engine)
 
@@ -170,7 +175,8 @@ class Forwarding:
 
     async def _run(self, transport: HttpTransport) -> Forwarded:
         # Nothing here keeps the request: its body may be long.
-        async with await transport.send(self._outgoing(), self.lease.confirm) as response:
+        response = await transport.send(self._outgoing(), self.lease.confirm)
+        try:
             call = self.call
             if call.socket is not None and is_no_websocket(response.status):
                 raise _no_websocket(response.status, read_error(await response.read()).message)
@@ -181,7 +187,7 @@ class Forwarding:
             if has_form and response.status in _NO_ANSWERS:
                 raise EngineGarbled(f"the engine answered {response.status} to a prompt")
             self.cached = self.adapter.cached_tokens(response.headers)
-            kind = response.headers.get("content-type", "").lower()
+            kind = response.headers.first.get(b"content-type", b"").decode("latin-1").lower()
             headers = self._headers(response, kind)
             if call.socket is not None:
                 return await self._as_websocket(response, headers)
@@ -196,6 +202,8 @@ class Forwarding:
                 return await self._assembled(response, headers, reader)
             opening = Opening() if is_events and has_form else None
             return await self._as_stream(response, headers, opening, is_events=is_events)
+        finally:
+            response.leave()
 
     def _outgoing(self) -> OutgoingRequest:
         call, hold = self.call, self.hold
@@ -348,7 +356,7 @@ def _added_headers(call: Call, placement: Placement, hold: Hold, reply: Reply) -
     """The headers kvpin adds to the answer."""
     headers = {
         **dict.fromkeys(reply.dialect.id_headers, call.answer_id),
-        ENGINE_HEADER: placement.engine,
+        ENGINE_HEADER: placement.chosen.engine,
         PREDICTED_HEADER: str(placement.predicted_tokens),
         # A page that an engine answered must not act as kvpin's own page, which may use the admin API.
         POLICY_HEADER: "sandbox",
@@ -358,10 +366,9 @@ def _added_headers(call: Call, placement: Placement, hold: Hold, reply: Reply) -
     return {**headers, NOTE_HEADER: hold.note} if hold.note else headers
 
 
-def _retained(ready: Ready, hold: Hold) -> dict[str, str]:
+def _retained(wish: Retention, hold: Hold) -> dict[str, str]:
     """The header that says whether the client's wish to keep its KV is honoured, if it has one."""
-    wish = ready.retention
-    if wish is None or not wish.priority:
+    if not wish.priority:
         return {}
     return {RETENTION_HEADER: f"{wish.ttl_s:g}" if hold.retains else "0"}
 
@@ -387,7 +394,7 @@ def _other_form(route: str, kind: str, content: bytes) -> str:
 
 
 def _is_plain(response: IncomingResponse) -> bool:
-    return response.headers.get("content-encoding", "identity") == "identity"
+    return response.headers.first.get(b"content-encoding", b"identity") == b"identity"
 
 
 def _no_websocket(status: int, said: str) -> EngineRejected:

@@ -161,7 +161,8 @@ class EngineLedger:
             seen: its first token will be seen, because the answer is a stream.
         """
         self.placed += 1
-        self.backlog.placed()
+        if self.backlog.waiting:
+            self.backlog.placed()
         self._queue(now, _Prefill(self.placed, work, expected_s, now, seen))
         return self.placed
 
@@ -182,7 +183,7 @@ class EngineLedger:
         self._queue(now, _Prefill(ticket, work, expected_s, now, seen))
 
     def _queue(self, now: float, prefill: _Prefill) -> None:
-        if self._settle(now) is None:
+        if self._first is None or self._settle(now) is None:
             self._turn, self._busy = now, _BusyPeriod(now)
         if not prefill.seen:
             self._busy = None
@@ -210,7 +211,8 @@ class EngineLedger:
 
     def first_token(self, now: float, ticket: int) -> LoadSample | None:
         """Its first token came. Returns a sample of the engine's time, if one is complete."""
-        self.backlog.began(now)
+        if self.backlog.waiting:
+            self.backlog.began(now)
         self._settle(now)
         prefill = self._take(ticket, computed=True)
         if prefill is None:
@@ -233,7 +235,8 @@ class EngineLedger:
     def answered(self, now: float, ticket: int) -> Spent | None:
         """A whole answer came: the engine has finished the request, and the prompts placed before it.
         Returns what the engine did meanwhile; None if that is not known."""
-        self.backlog.began(now)
+        if self.backlog.waiting:
+            self.backlog.began(now)
         begun = self._whole.pop(ticket, None)
         if begun is None:
             return None
@@ -251,8 +254,12 @@ class EngineLedger:
     def end(self, now: float, ticket: int) -> None:
         """The request is over: answered, failed or cancelled."""
         self._whole.pop(ticket, None)
-        self._turn_of(ticket, now)
-        self._drop(ticket)
+        if ticket in self._prefills:
+            self._turn_of(ticket, now)
+            self._drop(ticket)
+        else:
+            self._decoding.discard(ticket)
+            self._pulls.discard(ticket)
 
     def reported(self, now: float, requests: int) -> None:
         """The engine reports `requests` running requests. Those beyond ours belong to others. If it reports

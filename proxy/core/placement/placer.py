@@ -389,7 +389,8 @@ class Placer:
         sample = placed.book.ledger.first_token(now, placed.ticket)
         if sample is not None:
             placed.book.rates.learn(sample)
-        self._count(now, placed)
+        if placed.begun is None:
+            self._count(now, placed)
 
     def answered(self, now: float, placed: PlacedRequest) -> None:
         """Its answer came whole, and showed no first token."""
@@ -401,7 +402,8 @@ class Placer:
         """The request is over. `computed` tokens of its prompt are new on the engine; None if it failed. If
         its answer came whole, the engine's `report` teaches rates."""
         book, chain, size = placed.book, placed.chain, self.tokens_per_block
-        self._was_read(placed)
+        if placed.ticket in book.unread:
+            self._was_read(placed)
         book.in_flight -= 1
         book.ledger.end(now, placed.ticket)
         if chain is not None and book.in_use is not None:
@@ -415,7 +417,8 @@ class Placer:
             self.demand.answered(now, now - placed.begun)
         if placed.spent is not None and chain is not None and report is not None:
             self._learn(now, placed, chain, placed.spent, report)
-        self._count(now, placed)
+        if placed.begun is None:
+            self._count(now, placed)
         if chain is None:
             return
         book.residents.use(now, chain.hashes, computed // size)
@@ -438,12 +441,11 @@ class Placer:
             self.demand.answered(now, output * self.rates.fit.step_s)
 
     def _count(self, now: float, placed: PlacedRequest) -> None:
-        """Counts a prompt that an engine has computed, once per request: further attempts of the
-        request do not count. Its seconds count only after rates were learned."""
-        if placed.begun is not None:
-            return
+        """Counts a prompt that an engine has computed, once per request. Its seconds count only after rates
+        were learned."""
         placed.begun = now
-        self._was_read(placed)
+        if placed.ticket in placed.book.unread:
+            self._was_read(placed)
         if placed.part is Role.DECODE:
             return  # the other leg counts
         if self.rates.learned:
