@@ -126,8 +126,7 @@ class Comparison:
         # An engine that answers may have got the KV of the one that computed it.
         left_on = own if own in (other.computed_by, other.engine) else other.computed_by
         over = _end(other)
-        is_surprise = (record.reported_tokens or 0) < predicted
-        until = _end(record) + _NOTICED_S * is_surprise
+        until = _end(record) + _NOTICED_S * ((record.reported_tokens or 0) < predicted)
         engine = self._engines.get(left_on or "")
         return replace(
             facts,
