@@ -37,8 +37,8 @@ from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
 from proxy.request.answer_headers import pairs
 from proxy.request.calls import Call, Reply
-from proxy.request.comparison import Comparison
-from proxy.request.diagnostics import APIS, Diagnosed, IdNoted, WritesCounted, names_the_cache
+from proxy.request.comparison import Comparison, Diagnose
+from proxy.request.diagnostics import APIS, Api, IdNoted, diagnosed, writes_counted
 from proxy.request.engine_errors import final_error
 from proxy.request.gate import Admission
 from proxy.request.kept_reasoning import ReasoningSeen
@@ -60,6 +60,8 @@ _LEFT = {
     Cause.PART_FAILED: "another part of the request failed",
     Cause.STOPPING: "kvpin stopped",
 }
+# Of OpenAI's `prompt_cache_options`, `prompt_cache_key`, `prompt_cache_retention`, `prompt_cache_breakpoint`.
+_CACHE_FIELDS = b'"prompt_cache_'
 # Seconds that a request waits when no engine takes requests. Short: clients retry by themselves.
 ENGINE_WAIT_S = 2.0
 
@@ -326,18 +328,21 @@ class Flow:
         asked = api.asked(body, call.headers)
         reply.through(partial(IdNoted, record=record))
         if asked is not None:
-            reply.through(lambda client: self._diagnosed(Diagnosed(client, api), asked, record, reply))
-        if not body.is_plain and record.route == CHAT_PATH and names_the_cache(body):
+            self._diagnose(api, asked, record, reply)
+        if not body.is_plain and record.route == CHAT_PATH and _CACHE_FIELDS in body.raw:
             reply.through(
-                lambda client: WritesCounted(client, lambda: self.comparison.tokens_per_block(record))
+                lambda client: writes_counted(client, lambda: self.comparison.tokens_per_block(record))
             )
 
-    def _diagnosed(self, stage: Diagnosed, asked: str, record: RequestRecord, reply: Reply) -> Diagnosed:
+    def _diagnose(self, api: Api, asked: str, record: RequestRecord, reply: Reply) -> None:
+        diagnose: Diagnose | None = None
+
         async def compare() -> None:
-            stage.diagnose = await self.comparison.with_answer(asked, record)
+            nonlocal diagnose
+            diagnose = await self.comparison.with_answer(asked, record)
 
         reply.before = compare
-        return stage
+        reply.through(lambda client: diagnosed(client, api, lambda: diagnose))
 
     # --- Place ----------------------------------------------------------------------------------------
 
