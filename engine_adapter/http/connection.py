@@ -165,9 +165,13 @@ class IncomingResponse:
         waiter, pass_on = self._waiter, self._pass_on
         if waiter is None or waiter.done():
             return
-        if pass_on is not None and self.parts:
+        parts = self.parts
+        if pass_on is not None and parts:
+            # As `_taken` does. Nothing has paused the connection: this reader waits for the next piece.
+            piece = parts[0] if len(parts) == 1 else b"".join(parts)
+            parts.clear()
             try:
-                if not pass_on(self._taken()):
+                if not pass_on(piece):
                     self._pass_on = None
                 elif not self.is_complete and self.failure is None:
                     return

@@ -410,8 +410,9 @@ class _Stream:
     """An engine's stream as the client gets it."""
 
     __slots__ = (
-        "_begins", "_events", "_held", "_is_whole", "_must_end", "_opening", "_put", "_read_piece", "_reader",
-        "_recent", "_recent_bytes", "_response", "_speaks", "_speech", "_stages", "error", "is_empty",
+        "_begins", "_events", "_held", "_is_whole", "_marks", "_must_end", "_opening", "_passage", "_put",
+        "_read_piece", "_reader", "_reads_all", "_recent", "_recent_bytes", "_response", "_speaks",
+        "_speech", "_stages", "error", "is_empty",
     )  # fmt: skip
 
     def __init__(
@@ -420,7 +421,9 @@ class _Stream:
         """`opening`: reads its first events, where these must be an answer to a prompt. `is_events`: half
         events are held back: an error event must not follow them."""
         reader, call = forwarding.hold.answer, forwarding.call
-        passage = forwarding.request.passage if is_events else None
+        passage = self._passage = forwarding.request.passage if is_events else None
+        # Once it has begun: whole events without these bytes pass unread. None: all are read.
+        self._marks: tuple[bytes, ...] | None = None
         self._response, self._reader, self._put = response, reader, forwarding.reply.put
         # A reader of events gets whole ones, whatever the engine calls its stream.
         reads_events = reader is not None and not reader.takes_pieces
@@ -434,6 +437,8 @@ class _Stream:
             self._read_piece = reader.feed
         if passage is not None:
             self._stages += [(None, stage) for stage in passage.stages]
+        reads_text = passage is not None and passage.reads_text
+        self._reads_all = self._events is None or self._read_piece is not None or reads_text
         self._must_end = is_events and call.streams and call.route in ROUTES  # a whole answer has an end mark
         self._is_whole = False  # what was dropped from the tail had an end mark
         # Called at its first bytes, and at the first that are no comments, or at the end.
@@ -470,8 +475,7 @@ class _Stream:
         self._recent.append(chunk)
         self._recent_bytes += len(chunk)
         if self._recent_bytes > _MOST_RECENT_BYTES:
-            self._is_whole = self._is_whole or (self._must_end and is_whole(self.tail))
-            self._recent, self._recent_bytes = [self.tail[-_TAIL_BYTES:]], _TAIL_BYTES
+            self._trim()
         events, kept = self._events, chunk
         if self._read_piece is not None:
             kept = self._read_piece(chunk)
@@ -490,8 +494,37 @@ class _Stream:
     def pass_on(self, chunk: bytes) -> bool:
         """Passes the engine's next bytes on. Returns False if the client has to take some before it gets
         more. Raises as `receive` does."""
+        # Most pieces are one event that nobody reads.
+        if self._marks is not None and chunk[-2:] == _LINE_FEEDS:
+            for mark in self._marks:
+                if chunk.rfind(mark) >= 0:
+                    break
+            else:
+                self._recent.append(chunk)
+                self._recent_bytes += len(chunk)
+                if self._recent_bytes > _MOST_RECENT_BYTES:
+                    self._trim()
+                return self._put(chunk)
         kept = self.take(chunk)
+        if not self._reads_all:
+            self._marks = self._unread()
         return not kept or self._put(kept)
+
+    def _unread(self) -> tuple[bytes, ...] | None:
+        """The bytes without which the next events need not be read, if whole ones come; None: all must."""
+        if self._speaks is not None or self._events is None or not self._events.is_between:
+            return None
+        found = [
+            self._passage.marks if marks is None and self._passage else marks for marks, _ in self._stages
+        ]
+        if None in found:
+            return None
+        return tuple(mark for marks in found if marks is not None for mark in marks)
+
+    def _trim(self) -> None:
+        """Keeps the last bytes alone."""
+        self._is_whole = self._is_whole or (self._must_end and is_whole(self.tail))
+        self._recent, self._recent_bytes = [self.tail[-_TAIL_BYTES:]], _TAIL_BYTES
 
     def end(self) -> None:
         """The engine has ended its stream. Raises EngineUnavailable: too early."""
