@@ -13,11 +13,10 @@ send → refused                  raise: nothing was sent to the client, so anot
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
 from time import monotonic
-from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -139,16 +138,6 @@ class Forwarding:
         if ready.translation is not None:
             ready.translation.predicted = ready.predicted(placement, engine)
 
-    def run(self, transport: HttpTransport) -> Coroutine[Any, Any, Forwarded]:
-        """Forwards and answers.
-
-        Raises:
-            EngineUnavailable, EngineRejected: the engine failed. The client keeps what `reply` has sent.
-            EngineLate: it was to fetch another engine's KV, and did not begin while that was surely kept.
-        """
-        answer = self._run(transport)
-        return answer if self.leg is None else self.leg.in_time(answer)
-
     def begins(self, response: IncomingResponse) -> None:
         """The answer begins."""
         request, reply = self.request, self.reply
@@ -173,7 +162,12 @@ class Forwarding:
             return True
         return self.request.cause_for(error) is not Cause.ENGINE_REJECTED
 
-    async def _run(self, transport: HttpTransport) -> Forwarded:
+    async def run(self, transport: HttpTransport) -> Forwarded:
+        """Forwards and answers.
+
+        Raises:
+            EngineUnavailable, EngineRejected: the engine failed. The client keeps what `reply` has sent.
+        """
         # Nothing here keeps the request: its body may be long.
         response = await transport.send(self._outgoing(), self.lease.confirm)
         try:
