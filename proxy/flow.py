@@ -6,7 +6,7 @@
     end       the client knows how it ended
 
 From the socket to here: `Http1Protocol` → `DataPlane.serve` (api/openai.py) → `serve` (api/fan_out/, which
-splits some requests) → `Flow.serve`. From here to the engine: `Attempts.run` → `Forwarding._run` →
+splits some requests) → `Flow.serve`. From here to the engine: `Attempts.run` → `Forwarding.run` →
 `HttpTransport.send`.
 
 `core/life/` decides which failed attempt is repeated on another engine (`Life.failed`), and how long each
@@ -36,8 +36,8 @@ from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
 from proxy.request.answer_headers import pairs
 from proxy.request.calls import Call, Reply
-from proxy.request.comparison import Comparison
-from proxy.request.diagnostics import APIS, Diagnosed, IdNoted, WritesCounted, names_the_cache
+from proxy.request.comparison import Comparison, Diagnose
+from proxy.request.diagnostics import APIS, Api, IdNoted, diagnosed, writes_counted
 from proxy.request.engine_errors import final_error
 from proxy.request.gate import Admission
 from proxy.request.kept_reasoning import ReasoningSeen
@@ -59,6 +59,8 @@ _LEFT = {
     Cause.PART_FAILED: "another part of the request failed",
     Cause.STOPPING: "kvpin stopped",
 }
+# Of OpenAI's `prompt_cache_options`, `prompt_cache_key`, `prompt_cache_retention`, `prompt_cache_breakpoint`.
+_CACHE_FIELDS = b'"prompt_cache_'
 # Seconds that a request waits when no engine takes requests. Short: clients retry by themselves.
 ENGINE_WAIT_S = 2.0
 
@@ -325,14 +327,20 @@ class Flow:
         asked = api.asked(body, call.headers)
         reply.stages.insert(0, IdNoted(record))
         if asked is not None:
-            reply.stages.insert(0, stage := Diagnosed(api))
+            self._diagnose(api, asked, record, reply)
+        if not body.is_plain and record.route == CHAT_PATH and _CACHE_FIELDS in body.raw:
+            counted = writes_counted(lambda: self.comparison.tokens_per_block(record))
+            reply.stages.insert(0, counted)
 
-            async def compare() -> None:
-                stage.diagnose = await self.comparison.with_answer(asked, record)
+    def _diagnose(self, api: Api, asked: str, record: RequestRecord, reply: Reply) -> None:
+        diagnose: Diagnose | None = None
 
-            reply.before = compare
-        if not body.is_plain and record.route == CHAT_PATH and names_the_cache(body):
-            reply.stages.insert(0, WritesCounted(lambda: self.comparison.tokens_per_block(record)))
+        async def compare() -> None:
+            nonlocal diagnose
+            diagnose = await self.comparison.with_answer(asked, record)
+
+        reply.before = compare
+        reply.stages.insert(0, diagnosed(api, lambda: diagnose))
 
     # --- Place ----------------------------------------------------------------------------------------
 

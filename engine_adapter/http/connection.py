@@ -47,16 +47,18 @@ class IncomingResponse:
     A slow reader slows the engine down: only a few socket reads are buffered.
 
     Attributes:
+        connection: the one that it comes over; None once it has all of it, or gets no more.
         failure: why the rest of the answer will never come.
         overran: bytes came after the end of the answer, so the connection cannot be used again.
         parts: the pieces of the body that wait for the reader.
         on_body: takes the next piece, see `Connection.data_received`.
+        ends_at: the place among them where the body has ended.
         received: pieces of the body that have arrived.
         waiting_bytes: bytes of `parts`, without the end of an answer.
     """
 
     __slots__ = (
-        "_connection", "_ends_at", "_has_body", "_may_switch", "_pairs", "_pass_on", "_waiter", "failure",
+        "_has_body", "_may_switch", "_pairs", "_pass_on", "_waiter", "connection", "ends_at", "failure",
         "headers", "is_complete", "keeps_connection", "on_body", "overran", "parts", "received", "status",
         "waiting_bytes",
     )  # fmt: skip
@@ -64,13 +66,13 @@ class IncomingResponse:
     def __init__(self, connection: Connection, *, has_body: bool, may_switch: bool) -> None:
         """`has_body`: False for the answer to a HEAD request, whatever its headers say. `may_switch`: the
         request asks for a WebSocket."""
-        self._connection: Connection | None = connection
+        self.connection: Connection | None = connection
         self._has_body = has_body
         self._may_switch = may_switch
         self._pairs: HeaderPairs = []
         self.parts: list[bytes] = []
         self.on_body = self.parts.append  # called for each piece of a stream, so not a function of ours
-        self._ends_at: int | None = None  # where among the parts the body ended
+        self.ends_at = 0
         self.waiting_bytes = 0
         self._waiter: asyncio.Future[None] | None = None
         self._pass_on: Callable[[bytes], bool] | None = None
@@ -141,8 +143,8 @@ class IncomingResponse:
 
     def leave(self) -> None:
         """Drops the connection if the answer is not complete: the engine cancels the request."""
-        if self._connection is not None:
-            self._connection.drop()
+        if self.connection is not None:
+            self.connection.drop()
 
     # --- For the connection ---------------------------------------------------------------------------
 
@@ -154,20 +156,18 @@ class IncomingResponse:
             return coding.lower() != "chunked"
         return self.status != 0 and "content-length" not in self.headers
 
-    def cut(self) -> None:
-        """Drops what came after the end of the body."""
-        if self._ends_at is not None and len(self.parts) > self._ends_at:
-            del self.parts[self._ends_at :]
-            self.overran = True
-
     def wake(self) -> None:
         """Tells the reader that there is something new: bytes, the end, or a failure."""
         waiter, pass_on = self._waiter, self._pass_on
         if waiter is None or waiter.done():
             return
-        if pass_on is not None and self.parts:
+        parts = self.parts
+        if pass_on is not None and parts:
+            # As `_taken` does. Nothing has paused the connection: this reader waits for the next piece.
+            piece = parts[0] if len(parts) == 1 else b"".join(parts)
+            parts.clear()
             try:
-                if not pass_on(self._taken()):
+                if not pass_on(piece):
                     self._pass_on = None
                 elif not self.is_complete and self.failure is None:
                     return
@@ -176,17 +176,13 @@ class IncomingResponse:
                 return
         waiter.set_result(None)
 
-    def detach(self) -> None:
-        """The answer has no connection any more."""
-        self._connection = None
-
     def _taken(self) -> bytes:
         parts = self.parts
         taken = parts[0] if len(parts) == 1 else b"".join(parts)
         parts.clear()
         self.waiting_bytes = 0
-        if self._connection is not None and self._connection.is_paused:
-            self._connection.resume_reading()
+        if self.connection is not None and self.connection.is_paused:
+            self.connection.resume_reading()
         return taken
 
     def _more(self) -> asyncio.Future[None]:
@@ -210,14 +206,14 @@ class IncomingResponse:
             return
         name, value = name.lower(), value.rstrip(b" \t")
         self._pairs.append((name, value))
-        if name == b"transfer-encoding" and value.lower() not in _READABLE and self._connection is not None:
+        if name == b"transfer-encoding" and value.lower() not in _READABLE and self.connection is not None:
             # Its framing would reach the client as text.
             coding = value[:40].decode("latin-1")
-            self._connection.fail(EngineGarbled(f"the engine's answer has the transfer coding {coding!r}"))
+            self.connection.fail(EngineGarbled(f"the engine's answer has the transfer coding {coding!r}"))
 
     def on_headers_complete(self) -> None:
         """The head is there. Interim answers (1xx) are skipped."""
-        connection = self._connection
+        connection = self.connection
         if connection is None or self.status or connection.parser is None:
             return
         status = connection.parser.get_status_code()
@@ -231,12 +227,12 @@ class IncomingResponse:
         self.keeps_connection = connection.parser.should_keep_alive()
         self.status = status
         if not self._has_body:
-            self.is_complete, self._ends_at = True, 0
+            self.is_complete, self.ends_at = True, 0
 
     def on_message_complete(self) -> None:
         """The answer is over, or an interim one. What follows a switch is its body."""
         if self.status and self.status != _SWITCHED and not self.is_complete:
-            self.is_complete, self._ends_at = True, len(self.parts)
+            self.is_complete, self.ends_at = True, len(self.parts)
 
 
 class Connection(asyncio.Protocol):
@@ -355,7 +351,6 @@ class Connection(asyncio.Protocol):
         if self._answer is not answer:
             return  # it was refused
         if answer.is_complete:
-            answer.cut()
             self._end(answer)
         elif not answer.status:
             self._head_bytes += len(data)
@@ -381,7 +376,7 @@ class Connection(asyncio.Protocol):
             return
         why = describe(exc) if exc is not None else "it closed the connection"
         if exc is None and answer.ends_with_connection:
-            answer.is_complete = True
+            answer.is_complete, answer.ends_at = True, len(answer.parts)
             self._end(answer)
             answer.wake()
         elif answer.status:
@@ -443,6 +438,9 @@ class Connection(asyncio.Protocol):
 
     def _end(self, answer: IncomingResponse) -> None:
         """The answer is complete. The connection is used again if both sides want that and all was sent."""
+        if len(answer.parts) > answer.ends_at:
+            del answer.parts[answer.ends_at :]
+            answer.overran = True
         is_sent = self._upload is None or self._upload.done()
         self._forget_answer()
         if self._is_lost:
@@ -459,7 +457,7 @@ class Connection(asyncio.Protocol):
     def _forget_answer(self) -> None:
         """Parts the connection from its answer, and from a body that is still being sent."""
         if self._answer is not None:
-            self._answer.detach()
+            self._answer.connection = None
         self._answer = self.parser = None
         if self._upload is not None:
             # An upload that fails the answer runs this itself: it must not be cancelled by its own error.

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from engine_adapter.body import UNREADABLE, JsonBody, RawFields, decode_object
 from engine_adapter.hold import AnswerReader, Hold
-from engine_adapter.http.sse import END
+from engine_adapter.http.sse import END, ENDS
 from engine_adapter.http.usage import NULL, choices_of, is_usage_alone, read_usage
 from engine_adapter.types import TokenIds
 
@@ -191,14 +191,6 @@ def _usage_options(body: JsonBody) -> dict[str, object] | None:
     }
 
 
-def _begin_of(events: bytes, at: int) -> int:
-    """Where the event begins that a place is in."""
-    after_lf = events.rfind(b"\n\n", 0, at)
-    begin = 0 if after_lf < 0 else after_lf + 2
-    after_crlf = events.rfind(b"\r\n\r\n", begin, at)
-    return begin if after_crlf < 0 else after_crlf + 4
-
-
 def pass_marked(events: bytes, marks: Marks, pass_event: Callable[[bytes], bytes]) -> bytes:
     """The client's part of whole events: that of an event with one of the marks comes from `pass_event`, all
     other events pass as they are."""
@@ -208,8 +200,9 @@ def pass_marked(events: bytes, marks: Marks, pass_event: Callable[[bytes], bytes
     while (at := max([events.rfind(mark, 0, before) for mark in marks])) >= 0:
         before = at
         if any(pattern.match(events, at) is not None for pattern in marks.values()):
-            before = _begin_of(events, at)
             after = END.search(events, at)
+            begins = (found + len(end) for end in ENDS if (found := events.rfind(end, 0, at)) >= 0)
+            before = max(begins, default=0)
             marked.append((before, len(events) if after is None else after.end()))
     if not marked:
         return events

@@ -11,12 +11,12 @@ from engine_adapter.off_loop import THREADS
 from proxy.core.budget import ByteBudget
 from proxy.core.life import Cause
 from proxy.core.placement.decision import Placement
+from proxy.core.reasons import reason_of
 from proxy.core.tenant_use import DAY_S, UseBook
 from proxy.fleet.discovery import Source
 from proxy.fleet.fleet import Fleet
 from proxy.observe.gauges import GAUGES, ScrapedState, counters_of, gauges_of
 from proxy.observe.metric_families import Counter, Family, Histogram
-from proxy.observe.reasons import reason_of
 from proxy.observe.reuse import ReuseCounts, SavedPrefill, reuse_of
 from proxy.peers.peers import Peers
 from proxy.request.records import RequestRecord

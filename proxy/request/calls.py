@@ -39,8 +39,8 @@ _MOST_END = max(map(len, _END_EVENT))
 _EVENT_END, _EVENT_END_CR = b"\n\n", b"\n\r\n"
 # Nearly every event ends so.
 _OF_JSON = b"}\n\n"
-# Pieces that are counted together: to count in each of them takes several times as long.
-_COUNTED, _COUNTED_BYTES = 64, 1024
+# So few bytes are one event, if they end one: to count takes as long as the rest of a piece's way.
+_ONE_EVENT = 256
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -187,9 +187,9 @@ class Reply:
     """
 
     __slots__ = (
-        "_ahead", "_client", "_events", "_is_over", "_reads_ahead", "_tail", "_uncounted", "_writer",
-        "before", "complete", "completed", "dialect", "has_written", "is_events", "on_begin", "on_end",
-        "on_start", "recorded", "stages", "started", "status", "waits",
+        "_ahead", "_client", "_is_over", "_reads_ahead", "_tail", "_writer", "before", "complete",
+        "completed", "dialect", "events", "has_written", "is_events", "on_begin", "on_end", "on_start",
+        "recorded", "stages", "started", "status", "waits",
     )  # fmt: skip
 
     def __init__(self, client: Client, dialect: Dialect = OPENAI, *, reads_ahead: bool = True) -> None:
@@ -205,8 +205,7 @@ class Reply:
         self.status: int | None = None
         self.complete = self.recorded = self.is_events = self.waits = False
         self.completed: float | None = None
-        self._events = 0
-        self._uncounted: list[bytes] = []  # the last short pieces
+        self.events = 0
         self._reads_ahead, self._ahead = reads_ahead, 0  # bytes written since the client's socket was full
         self._tail = b"\n"  # the last bytes of the body
 
@@ -234,30 +233,19 @@ class Reply:
     def put(self, chunk: bytes) -> bool:
         """Sends body bytes. Returns False if the client has to take some before it gets more."""
         self.has_written = True
-        if self.is_events and (chunk[-3:] != _OF_JSON or self._tail != b"\n") and not self.complete:
+        is_usual = chunk[-3:] == _OF_JSON
+        if self.is_events and not (is_usual and self._tail == b"\n") and not self.complete:
             self._look_for_end(chunk)
-        self._uncounted.append(chunk)
-        if len(chunk) > _COUNTED_BYTES or len(self._uncounted) == _COUNTED:
-            self._count()
+        if is_usual and len(chunk) < _ONE_EVENT:
+            self.events += 1
+        else:
+            self.events += chunk.count(_EVENT_END) or chunk.count(_EVENT_END_CR)
         self._writer.write(chunk)
         if not self._client.is_full:
             self._ahead = 0
             return True
         self._ahead += len(chunk)
         return self._ahead <= READ_AHEAD and self._reads_ahead
-
-    @property
-    def events(self) -> int:
-        """Events of the stream that the client was sent."""
-        if self._uncounted:
-            self._count()
-        return self._events
-
-    def _count(self) -> None:
-        sent = b"".join(self._uncounted)
-        self._uncounted.clear()
-        # What is found from the end takes half the time of `count`.
-        self._events += len(sent.rsplit(_EVENT_END)) - 1 or sent.count(_EVENT_END_CR)
 
     def _look_for_end(self, chunk: bytes) -> None:
         """Notes the end of the stream. It may come in several pieces, and may be followed by a comment."""

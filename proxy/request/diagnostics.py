@@ -18,27 +18,84 @@ from typing import Any
 import msgspec
 from typing_extensions import override
 
-from engine_adapter import (
-    UNREADABLE,
-    Headers,
-    JsonBody,
-    decode_object,
-    read_streamed_usage,
-)
-from proxy.core.misses import Diagnosis, anthropic_diagnostics, openai_diagnostics
+from engine_adapter import UNREADABLE, Headers, JsonBody, decode_object
+from engine_adapter.http.usage import NULL, read_streamed_usage
+from proxy.core.misses import Diagnosis, Miss
+from proxy.core.reasons import detail_of
 from proxy.errors import BadRequest
 from proxy.headers import COMPARISON_HEADER
+from proxy.request.comparison import Diagnose
 from proxy.request.records import RequestRecord
 from proxy.request.stages import ERROR, Event, Stage
 from proxy.request.translate.chats import ChatUsage
 
 # The first id of a stream is that of its answer.
 _ID = re.compile(rb'"id"\s*:\s*"([^"\\]{1,256})"')
-
 _COMPARISON = COMPARISON_HEADER.encode()
-Diagnose = Callable[[int | None], Diagnosis]
-"""The diagnosis, from what the engine reports as reused; None: not yet known. The comparison itself was made
-before the answer began: an engine may report with each chunk of a stream."""
+# Miss → the words of OpenAI's and of Anthropic's API for it.
+_WORDS = {
+    Miss.MODEL: ("model_changed", "model_changed"),
+    Miss.LORA: ("model_changed", "model_changed"),
+    Miss.TOOLS: ("tools_changed", "tools_changed"),
+    Miss.SYSTEM: ("input_changed", "system_changed"),
+    **dict.fromkeys(
+        (Miss.SHARED, Miss.INPUT, Miss.MEDIA, Miss.TEMPLATE), ("input_changed", "messages_changed")
+    ),
+}
+# Options that OpenAI's API has a reason for.
+_OPENAI_OPTIONS = {
+    "text": "text_format_changed",
+    "response_format": "text_format_changed",
+    "reasoning": "reasoning_effort_changed",
+    "reasoning_effort": "reasoning_effort_changed",
+    "verbosity": "verbosity_changed",
+}
+
+
+def openai_diagnostics(diagnosis: Diagnosis | None) -> dict[str, Any]:
+    """The `prompt_cache_diagnostics` of a response; None: the compared response is not known.
+
+    `unavailable` stands for reasons that the API has no word for; the field `kvpin` then names the reason.
+    """
+    if diagnosis is None:
+        return {"type": "comparison_response_not_found"}
+    miss, at = diagnosis.miss, diagnosis.at
+    if miss is Miss.HIT:
+        return {"type": "cache_hit"}
+    option = _OPENAI_OPTIONS.get(at.field) if at is not None and miss is Miss.OPTION else None
+    reason, compared = option or _WORDS.get(miss, (None,))[0], diagnosis.compared
+    if reason is None or compared is None:
+        return {"type": "unavailable", "kvpin": _own_words(diagnosis)}
+    return {
+        "type": "cache_miss",
+        "reason": reason,
+        "cache_missed_tokens": max((diagnosis.n_tokens or 0) - compared.common_tokens, 0),
+        "comparison_reusable_tokens": compared.n_tokens,
+        "kvpin": _own_words(diagnosis),
+    }
+
+
+def anthropic_diagnostics(diagnosis: Diagnosis | None) -> dict[str, Any] | None:
+    """The `diagnostics` of a message. The argument is None if the earlier message is not known. The result
+    is None if the prompt does not diverge, as in Anthropic's API."""
+    if diagnosis is None:
+        return {"cache_miss_reason": {"type": "previous_message_not_found"}}
+    if diagnosis.miss is Miss.HIT:
+        return None
+    _, kind = _WORDS.get(diagnosis.miss, ("", "unavailable"))
+    reason: dict[str, Any] = {"type": kind}
+    if (compared := diagnosis.compared) is not None and diagnosis.miss in _WORDS:
+        shorter = min(diagnosis.n_tokens or 0, compared.n_tokens)
+        reason["cache_missed_input_tokens"] = max(shorter - compared.common_tokens, 0)
+    return {"cache_miss_reason": {**reason, "kvpin": _own_words(diagnosis)}}
+
+
+def _own_words(diagnosis: Diagnosis) -> dict[str, Any]:
+    """The reason and the detail in kvpin's own words, for which the APIs have no field."""
+    words: dict[str, Any] = {"reason": diagnosis.miss.value, "detail": detail_of(diagnosis)}
+    if diagnosis.at is not None:
+        words["at"] = msgspec.to_builtins(diagnosis.at)
+    return words
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +164,13 @@ APIS: Mapping[str, Api] = {
 """Route → the API with diagnostics."""
 
 
+class _Answer(msgspec.Struct):
+    id: str | None = None
+
+
+_decode_answer = msgspec.json.Decoder(_Answer).decode
+
+
 class IdNoted(Stage):
     """Notes the id of an answer on its way to the client: later requests may ask to be compared with it."""
 
@@ -115,27 +179,30 @@ class IdNoted(Stage):
 
     @override
     def event(self, event: Event) -> Iterable[Event]:
-        if not event.is_whole:
-            if (found := _ID.search(event.raw)) is not None and self.marks:
-                self._record.answer_id, self.marks = found[1].decode(errors="replace"), ()
-        elif self.status < ERROR:
+        if event.is_whole:
             if (found := _ID.match(event.raw, 1)) is not None:  # most answers begin with it
                 self._record.answer_id = found[1].decode(errors="replace")
             else:
                 with suppress(*UNREADABLE):
-                    self._record.answer_id = msgspec.json.decode(event.raw, type=_Answer).id
+                    self._record.answer_id = _decode_answer(event.raw).id
+        elif self.marks and (found := _ID.search(event.raw)) is not None:
+            self._record.answer_id, self.marks = found[1].decode(errors="replace"), ()
         return (event,)
 
 
-class _Answer(msgspec.Struct):
-    id: str | None = None
+# Gives the data of an event with the change; None if there is none. Raises KeyError, or UNREADABLE.
+_Change = Callable[[Event], bytes | None]
 
 
 class Rewritten(Stage):
-    """Changes the JSON of an answer on its way to the client: a whole answer, and the events of a stream that
-    hold one of `marks`. Errors, and all that `_changed` cannot read, keep their bytes."""
+    """Changes the JSON of an answer on its way to the client: a whole answer, and some events of a stream.
+    Errors, and all that cannot be read, keep their bytes."""
 
     changes = True
+
+    def __init__(self, marks: tuple[bytes, ...], changed: _Change) -> None:
+        """`marks`: an event is changed if it holds one of these."""
+        self.marks, self._changed = marks, changed
 
     @override
     def event(self, event: Event) -> Iterable[Event]:
@@ -146,71 +213,44 @@ class Rewritten(Stage):
                 return (event.with_data(changed),)
         return (event,)
 
-    def _changed(self, event: Event) -> bytes | None:
-        """The data with the change; None if there is none. Raises KeyError, or an error of UNREADABLE."""
-        raise NotImplementedError
 
+def diagnosed(api: Api, diagnose: Callable[[], Diagnose | None]) -> Rewritten:
+    """Gives an answer the diagnostics that its client asked for; every other field keeps its bytes.
+    `diagnose`: the comparison with the answer that it named, None if that is not known; asked when the
+    diagnostics are due."""
 
-class Diagnosed(Rewritten):
-    """Adds the diagnostics that a client asked for.
-
-    Attributes:
-        diagnose: the comparison with the answer that the client named; None if that is not known. Set before
-            the answer begins.
-    """
-
-    def __init__(self, api: Api) -> None:
-        self._api, self.marks = api, api.events
-        self.diagnose: Diagnose | None = None
-
-    @override
-    def _changed(self, event: Event) -> bytes | None:
-        within, is_early = self._api.within, self._api.is_early
-        if event.is_whole:
-            return self._with_field(event)
-        part = Event(bytes(event.fields[within or "usage"]), is_whole=True)
-        if part.raw == b"null":
+    def with_diagnostics(event: Event) -> bytes | None:
+        fields, within = event.fields, None if event.is_whole else api.within
+        if not event.is_whole and fields[within or "usage"] == NULL:
             return None
-        if within is None:
-            return self._with_field(event, is_early=is_early)
-        told = msgspec.Raw(self._with_field(part, is_early=is_early))
-        return msgspec.json.encode(event.fields | {within: told})
-
-    def _with_field(self, answer: Event, *, is_early: bool = False) -> bytes:
-        """The answer with the diagnostics; every other field keeps its bytes."""
-        reused = read_streamed_usage(answer.data).cached_tokens
-        if is_early:
+        answer = fields if within is None else decode_object(fields[within])
+        reused = read_streamed_usage(event.data).cached_tokens
+        if not event.is_whole and api.is_early:
             reused = reused or None
-        diagnosis = None if self.diagnose is None else self.diagnose(reused)
-        told = msgspec.Raw(msgspec.json.encode(self._api.written(diagnosis)))
-        return msgspec.json.encode(answer.fields | {self._api.field: told})
+        compared = diagnose()
+        told = api.written(None if compared is None else compared(reused))
+        answer = answer | {api.field: msgspec.Raw(msgspec.json.encode(told))}
+        if within is not None:
+            answer = fields | {within: msgspec.Raw(msgspec.json.encode(answer))}
+        return msgspec.json.encode(answer)
+
+    return Rewritten(api.events, with_diagnostics)
 
 
-# `prompt_cache_options`, `prompt_cache_key`, `prompt_cache_retention`, `prompt_cache_breakpoint`.
-_FIELDS = b'"prompt_cache_'
 _DETAILS = "prompt_tokens_details"
 
 
-def names_the_cache(body: JsonBody) -> bool:
-    """True if a chat has one of OpenAI's fields of the cache."""
-    return _FIELDS in body.raw
+def writes_counted(tokens_per_block: Callable[[], int | None]) -> Rewritten:
+    """Gives an answer `cache_write_tokens` in its usage. `tokens_per_block`: of the engine that answers,
+    asked when its usage comes."""
 
-
-class WritesCounted(Rewritten):
-    """Adds `cache_write_tokens` to the usage of an answer."""
-
-    marks = (b'"prompt_tokens"',)
-
-    def __init__(self, tokens_per_block: Callable[[], int | None]) -> None:
-        """`tokens_per_block`: of the engine that answers, asked when its usage comes."""
-        self._block = tokens_per_block
-
-    @override
-    def _changed(self, event: Event) -> bytes:
+    def counted(event: Event) -> bytes:
         given = event.fields["usage"]
         usage = msgspec.json.decode(given, type=dict[str, msgspec.Raw])
         counts = msgspec.json.decode(given, type=ChatUsage)
         details = decode_object(usage.get(_DETAILS, b"null")) if counts.prompt_tokens_details else {}
-        details["cache_write_tokens"] = msgspec.Raw(b"%d" % counts.written(self._block()))
+        details["cache_write_tokens"] = msgspec.Raw(b"%d" % counts.written(tokens_per_block()))
         usage[_DETAILS] = msgspec.Raw(msgspec.json.encode(details))
         return msgspec.json.encode(event.fields | {"usage": msgspec.Raw(msgspec.json.encode(usage))})
+
+    return Rewritten((b'"prompt_tokens"',), counted)

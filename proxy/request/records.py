@@ -273,8 +273,10 @@ class RequestLog:
         sources: the bodies of the last requests.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, *, keeps_bodies: bool = True) -> None:
+        """`keeps_bodies`: prompts are known, so that somebody may ask where two bodies differ."""
         self.sources = Sources()
+        self._keeps_bodies = keeps_bodies and capacity > 0
         self.capacity = capacity
         self._records: OrderedDict[str, RequestRecord] = OrderedDict()
         self._tokens = 0
@@ -283,9 +285,9 @@ class RequestLog:
         return iter(self._records.values())
 
     def keep_source(self, record: RequestRecord, raw: bytes) -> None:
-        """Keeps the body of a request that will be added: as it was sent, and once rules changed it also
-        as they did."""
-        if self.capacity:
+        """Keeps the body of a request that will be added, if it has a prompt: as it was sent, and once rules
+        changed it also as they did."""
+        if self._keeps_bodies and record.runs_prompt:
             key = _key(record) if record.normalised else record.request_id
             self.sources.keep(key, record.tenant, raw)
 

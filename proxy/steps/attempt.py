@@ -213,7 +213,9 @@ class Attempts:
         for_others = request.call.body if request.kept else None
         request.reply.on_start = partial(_forget_bodies, call, hold, for_others)
         request.sent()
-        return Forwarding(request, ready, call, engine, lease, hold, prefilled).run(self.transport)
+        forwarding = Forwarding(request, ready, call, engine, lease, hold, prefilled)
+        answer = forwarding.run(self.transport)
+        return answer if forwarding.leg is None else forwarding.leg.in_time(answer)
 
     def _passage(
         self, request: Request, ready: Ready, call: Call, hold: Hold, engine: Engine

@@ -13,11 +13,10 @@ send → refused                  raise: nothing was sent to the client, so anot
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
 from time import monotonic
-from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -139,16 +138,6 @@ class Forwarding:
         if ready.translation is not None:
             ready.translation.predicted = ready.predicted(placement, engine)
 
-    def run(self, transport: HttpTransport) -> Coroutine[Any, Any, Forwarded]:
-        """Forwards and answers.
-
-        Raises:
-            EngineUnavailable, EngineRejected: the engine failed. The client keeps what `reply` has sent.
-            EngineLate: it was to fetch another engine's KV, and did not begin while that was surely kept.
-        """
-        answer = self._run(transport)
-        return answer if self.leg is None else self.leg.in_time(answer)
-
     def begins(self, response: IncomingResponse) -> None:
         """The answer begins."""
         request, reply = self.request, self.reply
@@ -173,7 +162,12 @@ class Forwarding:
             return True
         return self.request.cause_for(error) is not Cause.ENGINE_REJECTED
 
-    async def _run(self, transport: HttpTransport) -> Forwarded:
+    async def run(self, transport: HttpTransport) -> Forwarded:
+        """Forwards and answers.
+
+        Raises:
+            EngineUnavailable, EngineRejected: the engine failed. The client keeps what `reply` has sent.
+        """
         # Nothing here keeps the request: its body may be long.
         response = await transport.send(self._outgoing(), self.lease.confirm)
         try:
@@ -410,8 +404,9 @@ class _Stream:
     """An engine's stream as the client gets it."""
 
     __slots__ = (
-        "_begins", "_events", "_held", "_is_whole", "_must_end", "_opening", "_put", "_read_piece", "_reader",
-        "_recent", "_recent_bytes", "_response", "_speaks", "_speech", "_stages", "error", "is_empty",
+        "_begins", "_events", "_held", "_is_whole", "_marks", "_must_end", "_opening", "_passage", "_put",
+        "_read_piece", "_reader", "_reads_all", "_recent", "_recent_bytes", "_response", "_speaks",
+        "_speech", "_stages", "error", "is_empty",
     )  # fmt: skip
 
     def __init__(
@@ -420,7 +415,9 @@ class _Stream:
         """`opening`: reads its first events, where these must be an answer to a prompt. `is_events`: half
         events are held back: an error event must not follow them."""
         reader, call = forwarding.hold.answer, forwarding.call
-        passage = forwarding.request.passage if is_events else None
+        passage = self._passage = forwarding.request.passage if is_events else None
+        # Once it has begun: whole events without these bytes pass unread. None: all are read.
+        self._marks: tuple[bytes, ...] | None = None
         self._response, self._reader, self._put = response, reader, forwarding.reply.put
         # A reader of events gets whole ones, whatever the engine calls its stream.
         reads_events = reader is not None and not reader.takes_pieces
@@ -434,6 +431,8 @@ class _Stream:
             self._read_piece = reader.feed
         if passage is not None:
             self._stages += [(None, stage) for stage in passage.stages]
+        reads_text = passage is not None and passage.reads_text
+        self._reads_all = self._events is None or self._read_piece is not None or reads_text
         self._must_end = is_events and call.streams and call.route in ROUTES  # a whole answer has an end mark
         self._is_whole = False  # what was dropped from the tail had an end mark
         # Called at its first bytes, and at the first that are no comments, or at the end.
@@ -470,8 +469,7 @@ class _Stream:
         self._recent.append(chunk)
         self._recent_bytes += len(chunk)
         if self._recent_bytes > _MOST_RECENT_BYTES:
-            self._is_whole = self._is_whole or (self._must_end and is_whole(self.tail))
-            self._recent, self._recent_bytes = [self.tail[-_TAIL_BYTES:]], _TAIL_BYTES
+            self._trim()
         events, kept = self._events, chunk
         if self._read_piece is not None:
             kept = self._read_piece(chunk)
@@ -490,8 +488,37 @@ class _Stream:
     def pass_on(self, chunk: bytes) -> bool:
         """Passes the engine's next bytes on. Returns False if the client has to take some before it gets
         more. Raises as `receive` does."""
+        # Most pieces are one event that nobody reads.
+        if self._marks is not None and chunk[-2:] == _LINE_FEEDS:
+            for mark in self._marks:
+                if chunk.rfind(mark) >= 0:
+                    break
+            else:
+                self._recent.append(chunk)
+                self._recent_bytes += len(chunk)
+                if self._recent_bytes > _MOST_RECENT_BYTES:
+                    self._trim()
+                return self._put(chunk)
         kept = self.take(chunk)
+        if not self._reads_all:
+            self._marks = self._unread()
         return not kept or self._put(kept)
+
+    def _unread(self) -> tuple[bytes, ...] | None:
+        """The bytes without which the next events need not be read, if whole ones come; None: all must."""
+        if self._speaks is not None or self._events is None or not self._events.is_between:
+            return None
+        found = [
+            self._passage.marks if marks is None and self._passage else marks for marks, _ in self._stages
+        ]
+        if None in found:
+            return None
+        return tuple(mark for marks in found if marks is not None for mark in marks)
+
+    def _trim(self) -> None:
+        """Keeps the last bytes alone."""
+        self._is_whole = self._is_whole or (self._must_end and is_whole(self.tail))
+        self._recent, self._recent_bytes = [self.tail[-_TAIL_BYTES:]], _TAIL_BYTES
 
     def end(self) -> None:
         """The engine has ended its stream. Raises EngineUnavailable: too early."""

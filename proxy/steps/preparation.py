@@ -119,9 +119,7 @@ class Ready(Struct, frozen=True):
     @property
     def needs(self) -> Needs:
         """The abilities that an engine must have to take the request, with any of its prompts."""
-        call = self.call
-        route = call.route if call.route in PASSED_ON else None
-        return Needs(self.lora, call.native, route, self.home, self.kind, None, self.context, self.shares)
+        return replace(self.own_needs, prompts=None)
 
     @property
     def own_needs(self) -> Needs:
