@@ -78,6 +78,8 @@ class PrefixIndex:
         self._grouped_bits = self._group_bits = 0  # all location bits of those, and of their groups
         self._alike: dict[int, Alike] = {}  # see `_holders`
         self._chunks: dict[str, int] = {}  # see `set_chunk`
+        # What `_reach` found last: of which chain, and in which version of the locations.
+        self._reached: tuple[Sequence[BlockHash], int, list[int], list[int]] = (), -1, [], []
 
     def __len__(self) -> int:
         """Blocks of all engines, and blocks of wiped engines that are not tidied yet."""
@@ -291,10 +293,10 @@ class PrefixIndex:
     def _stored(self, chain: Sequence[BlockHash], shift: int) -> int:
         """Leading blocks of the chain that a tier of the engine holds."""
         stored = 0
-        for mask, blocks in self._locations.stretches(chain):
+        for mask, end in zip(*self._reach(chain), strict=True):
             if not mask >> shift & _STORED:
                 break
-            stored += blocks
+            stored = end
         return stored
 
     def _left_in_groups(
@@ -420,9 +422,10 @@ class PrefixIndex:
     def _reach(self, chain: Sequence[BlockHash]) -> tuple[list[int], list[int]]:
         """Location bits of the engines that hold all blocks so far, and where each stretch of equal bits
         ends; up to the first block that none of them holds."""
-        at = 0
-        masks: list[int] = []
-        ends: list[int] = []
+        reached, version, masks, ends = self._reached
+        if reached is chain and version == self._locations.version:  # of the prompt that was just placed
+            return masks, ends
+        at, masks, ends = 0, [], []
         last, alive, groups = -1, self._each * ALL, self._group_bits
         for mask, blocks in self._locations.stretches(chain):
             at += blocks
@@ -436,4 +439,5 @@ class PrefixIndex:
             last = here
             masks.append(here)
             ends.append(at)
+        self._reached = chain, self._locations.version, masks, ends
         return masks, ends
