@@ -44,8 +44,6 @@ ASSUMED_CAPACITY_TOKENS = 131_072
 # Most blocks remembered per engine on lower tiers that send no events.
 HINTED_BLOCKS = 65_536
 _EMPTY = "its answers are empty, while other engines of its model answer with text"
-
-
 # After this many doubts within so many seconds that were none, it closes connections by habit: for a while,
 # only its regular checks count.
 FALSE_DOUBTS, FALSE_WITHIN_S, TRUSTED_S = 3, 30.0, 300.0
@@ -308,11 +306,6 @@ class Engine:
             self.state = EngineState.CONNECTING
         self.owner, self.is_served_there = None, False
         self.mine.set()
-
-    def drain(self, why: DrainReason) -> None:
-        """New requests stop, until this reason and all others are gone. `Engines.drain` undoes it."""
-        self.drains.add(why)
-        self.state = EngineState.DRAINING
 
     def suspect(self, error: Exception) -> None:
         """A request failed on it. The monitor checks it at once; until then other engines are preferred.

@@ -21,7 +21,7 @@ from proxy.core.engine_book import EngineBook
 from proxy.core.peers.telling import OwnRequests
 from proxy.core.pins import PinBook
 from proxy.errors import Conflict, NoEngine, NotFound
-from proxy.fleet.engine import TOKENS_PER_BLOCK, DrainReason, Engine, EngineState, order_name
+from proxy.fleet.engine import TOKENS_PER_BLOCK, Engine, EngineState, order_name
 from proxy.fleet.pool import Pool
 from proxy.settings import LimitSettings
 
@@ -89,8 +89,6 @@ class Fleet:
         engine = self.engines[adapter.spec.id] = Engine(adapter, self._wake)
         if self.claims_engines and adapter.one_owner:
             engine.give_to(None)
-        if self.is_drained(engine):
-            engine.drain(DrainReason.ORDERED)
         return engine
 
     def is_drained(self, engine: Engine) -> bool:
