@@ -285,3 +285,21 @@ async def test_a_first_start_is_not_told_as_a_change():
         "a server has other ranks or models than were known: each is an engine",
     ]
     assert not [each for each in events if "engine has left" in each]
+
+
+async def test_an_engine_that_waits_for_its_turn_drains_when_its_source_says_so(tmp_path):
+    source = Scripted()
+    async with FakeEngine("a") as a, FakeEngine("b") as b, running(engines_file=tmp_path / "none") as proxy:
+        proxy.engines.follow([], [("one", source)], grace_s=60)
+        source.say(engine("a", a.url), engine("b", b.url))
+        await until(lambda: state(proxy, "a") is state(proxy, "b") is EngineState.READY)
+        old = proxy.fleet.engine("a")
+        old.leases.add(request := object())
+        for is_ready in (True, False):
+            changed = engine("b", b.url, is_ready=is_ready, api_key="k")
+            source.say(engine("a", a.url, api_key="k"), changed)
+        await until(lambda: state(proxy, "b") is EngineState.DRAINING)
+        old.leases.discard(request)
+        await until(lambda: proxy.fleet.engine("b").adapter.spec.api_key == "k")
+        await until(lambda: proxy.fleet.engine("b").info is not None)
+        assert state(proxy, "b") is EngineState.DRAINING
