@@ -117,14 +117,15 @@ def named_engines(
         replace(each, entry=part, order=order, is_overruled=order in joined or order in removed)
         for each in _by_settings_and_sources(settings, found, have)
         for part in parts.split(each.whole)
-        for order in (order_of(part),)
+        for order in (each.order if part is each.whole else order_of(part),)
     ]
     named = _with_kept_ids(named, have)
     used = {each.order: each.entry for each in have if each.should_exist and each.ordered is None}
     kept = {each.id for each in joined.values()}
     ids = {each.id for each in named if each.should_exist}
     here = [each for each in named if each.should_exist and each.id not in kept]
-    served = {*(each.order for each in here), *(order_of(each.whole) for each in here)}
+    served = {each.order for each in here}
+    served |= {order_of(each.whole) for each in here if each.whole is not each.entry}
     for order, entry in added.items():
         if order in joined:
             named.append(joined[order])
@@ -136,11 +137,12 @@ def named_engines(
     return named
 
 
-def order_of(entry: EngineEntry) -> str | None:
-    """The engine's name in operators' orders; None for one that kvpin starts, which cannot be removed."""
+def order_of(entry: EngineEntry, spec: EngineSpec | None = None) -> str | None:
+    """The engine's name in operators' orders; None for one that kvpin starts, which cannot be removed.
+    `spec`: its description, if it is at hand."""
     if not isinstance(entry, EngineSettings) or isinstance(entry, StartedSettings):
         return None
-    return order_name(entry.spec())
+    return order_name(spec or entry.spec())
 
 
 def _by_settings_and_sources(
@@ -152,36 +154,27 @@ def _by_settings_and_sources(
         each.whole.id: each.whole for each in have if each.origin is not Origin.OPERATOR and each.counts
     }
 
-    def is_new(entry: EngineEntry) -> bool:
-        """True if nothing has this id or this server yet; it does from now on."""
-        if entry.id in ids:
-            return False
-        if not isinstance(entry, EngineSettings):
-            return True
-        spec = entry.spec()
-        others = servers[spec.server]
-        is_known = any(map(spec.is_same, others))
-        others.append(spec)
-        return not is_known
+    def named(entry: EngineEntry, origin: Origin, *, is_ready: bool = True) -> NamedEngine:
+        """It counts if nothing has its id or its server yet, and it is ready, or was."""
+        spec = entry.spec() if isinstance(entry, EngineSettings) else None
+        others = servers[spec.server] if spec is not None and entry.id not in ids else []
+        is_new = entry.id not in ids and not (spec is not None and any(map(spec.is_same, others)))
+        others += [spec] if spec is not None else []
+        counts = origin is Origin.SETTINGS or (is_new and (is_ready or entry.id in before))
+        ids.update([entry.id] if counts else [])
+        return NamedEngine(entry, origin, order_of(entry, spec), entry, is_ready=is_ready, counts=counts)
 
     for entry in settings:
-        is_new(entry)
-        ids.add(entry.id)
-        yield NamedEngine(entry, Origin.SETTINGS, None, entry)
+        yield named(entry, Origin.SETTINGS)
     for each in found:
         entry = each.entry if each.is_ready else before.get(each.entry.id, each.entry)
-        counts = is_new(entry) and (each.is_ready or entry.id in before)
-        if counts:
-            ids.add(entry.id)
-        yield NamedEngine(entry, Origin.SOURCE, None, entry, is_ready=each.is_ready, counts=counts)
+        yield named(entry, Origin.SOURCE, is_ready=each.is_ready)
 
 
 def _with_kept_ids(named: list[NamedEngine], have: Iterable[NamedEngine]) -> list[NamedEngine]:
     """Gives engines without an id of their own the ones that they have. Of two with one id, the first
     counts."""
-    before = {
-        each.id: each.entry for each in have if each.origin is not Origin.OPERATOR and each.should_exist
-    }
+    before = {each.id: each.entry for each in have if each.ordered is None and each.should_exist}
     wanted = [at for at, each in enumerate(named) if each.should_exist]
     taken = set[str]()
     for at, entry in zip(wanted, kept_ids(before, [named[at].entry for at in wanted]), strict=True):

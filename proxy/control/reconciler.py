@@ -281,17 +281,16 @@ class Reconciler:
                 f"kvpin runs {engine.id!r} itself: drain it, or take it out of the settings",
                 param="engine_id",
             )
-        order = order_name(engine.adapter.spec)
         # Before its adapter is closed, which takes long: an order to add it again may come meanwhile.
-        self._fleet.book.remove(order, now=time.time())
+        self._fleet.book.remove(engine.order, now=time.time())
         if self._fleet.has(engine):
             self._drop_by_order(engine)
             await self._close(engine)
-        return undo_of(self._by_order().get(order))
+        return undo_of(self._by_order().get(engine.order))
 
     def drain(self, engine: Engine, *, undo: bool) -> Engine:
         """An operator drains an engine, or undoes that."""
-        self._fleet.book.drain(order_name(engine.adapter.spec), drained=not undo, now=time.time())
+        self._fleet.book.drain(engine.order, drained=not undo, now=time.time())
         self._drain(engine)
         return engine
 
@@ -342,7 +341,7 @@ class Reconciler:
 
     def _find(self, order: str) -> Engine | None:
         engines = self._fleet.engines.values()
-        return next((engine for engine in engines if order_name(engine.adapter.spec) == order), None)
+        return next((engine for engine in engines if engine.order == order), None)
 
     # The loop.
 
@@ -402,7 +401,7 @@ class Reconciler:
                 plan.staying[member] = each
             elif each.origin is Origin.OPERATOR:
                 plan.ordered.append(each)
-            elif each.id not in (*self._fleet.engines, *plan.joining):
+            elif each.id not in self._fleet.engines and each.id not in plan.joining:
                 plan.joining[each.id] = self._make(each)
             elif member is None or member.is_leaving or member.named.origin is Origin.OPERATOR:
                 plan.waiting.append(each)
@@ -582,10 +581,10 @@ class Reconciler:
         """True if an operator has removed an engine, or has added it with other settings than it has here."""
         if _is_own(engine):
             return False
-        order, member = order_name(engine.adapter.spec), self._members.get(engine)
+        member = self._members.get(engine)
         ordered = member.named.ordered if member is not None else None
-        is_replaced = ordered is not None and added.get(order, ordered) != ordered
-        return is_replaced or self._fleet.book.is_removed(order)
+        is_replaced = ordered is not None and added.get(engine.order, ordered) != ordered
+        return is_replaced or self._fleet.book.is_removed(engine.order)
 
     def _drop_by_order(self, engine: Engine) -> None:
         log.info("engine leaves: an operator has removed or replaced it", engine=engine.id)

@@ -101,6 +101,7 @@ class Engine:
     """One engine: its adapter, what it declared, its load, its audit.
 
     Attributes:
+        order: its name in operators' orders.
         info: its declaration when it connected; None before that.
         prompts: the builder of its prompts; None before it has connected. It stays while the engine is away.
         is_proven: this connection was compared, and makes the tokens that `prompts` makes.
@@ -137,7 +138,7 @@ class Engine:
     def __init__(self, adapter: EngineAdapter, on_ready: Callable[[], None] = lambda: None) -> None:
         """`on_ready` is called whenever the engine becomes ready."""
         self.adapter = adapter
-        self.id = adapter.spec.id
+        self.id, self.order = adapter.spec.id, order_name(adapter.spec)
         self._state = EngineState.CONNECTING
         self._on_ready = on_ready
         self._failed = 0  # requests, since it was ready last

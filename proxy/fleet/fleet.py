@@ -21,7 +21,7 @@ from proxy.core.engine_book import EngineBook
 from proxy.core.peers.telling import OwnRequests
 from proxy.core.pins import PinBook
 from proxy.errors import Conflict, NoEngine, NotFound
-from proxy.fleet.engine import TOKENS_PER_BLOCK, Engine, EngineState, order_name
+from proxy.fleet.engine import TOKENS_PER_BLOCK, Engine, EngineState
 from proxy.fleet.pool import Pool
 from proxy.settings import LimitSettings
 
@@ -93,7 +93,7 @@ class Fleet:
 
     def is_drained(self, engine: Engine) -> bool:
         """True if an operator has drained the engine."""
-        return self.book.is_drained(order_name(engine.adapter.spec))
+        return self.book.is_drained(engine.order)
 
     def bound_queues(self, queue: LimitSettings) -> None:
         """Other bounds of each pool's queue."""

@@ -270,8 +270,7 @@ class Monitor:
         if reasons:
             engine.state = EngineState.DRAINING
         elif engine.state is EngineState.DRAINING:
-            # It is checked at once, and not trusted before. One that may not be used is not suspect: where
-            # no engine is ready, suspect ones get requests.
+            # It is checked before it is trusted. As a suspect, one that may not be used would get requests.
             state = EngineState.SUSPECT if self.allows(engine) else EngineState.REFUSED
             state = state if self._fleet.pool_of(engine) is not None else EngineState.DOWN
             engine.state = state if engine.mine.is_set() else EngineState.ELSEWHERE
