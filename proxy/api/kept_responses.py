@@ -87,7 +87,7 @@ def _deleted(shelf: TenantResponses, response_id: str) -> bytes:
 
 def _listed(stored: StoredResponse, query: dict[str, list[str]]) -> bytes:
     """A page of the items that were the input of a response, the turns before it included."""
-    items = dict[str, bytes]()
+    items: dict[str, bytes] = {}
     for part in stored.turn.input():
         items.update(part)  # ten times as fast as from single items
     names = list(items)

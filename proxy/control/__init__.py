@@ -13,8 +13,7 @@ named_engines.py   which engines should exist, as settings, sources and operator
 reconciler.py      brings the fleet there: engines join, change, drain and leave
 stats.py           what everything holds
 merged_answers.py  answers of several workers as one
-dry_run.py         where would this request go?
-explain.py         why did the cache miss?
+explain.py         where would this request go, and why did the cache of past ones miss?
 prefixes.py        the prefix tree of the last prompts
 replays.py         recorded traffic on simulated engines
 

@@ -70,7 +70,7 @@ class EngineAudit:
         self._recent: deque[bool] = deque(maxlen=WINDOW)
         self._patience = MIN_MISSES
         self._checked = self._exact = self._predicted = self._reported = self._cached = 0
-        self._unchecked = Counter[Unchecked]()
+        self._unchecked: Counter[Unchecked] = Counter()
 
     def synced(self) -> None:
         """The view is up to date with the engine's events."""

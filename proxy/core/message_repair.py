@@ -57,12 +57,14 @@ _MARKS: Mapping[Repair, tuple[bytes, ...]] = {  # one of these is in each body t
 def may_need(body: JsonBody, repairs: AbstractSet[Repair]) -> bool:
     """False if a body surely needs none of these repairs, by its bytes."""
     raw = body.raw
-    if any(mark in raw for repair in repairs for mark in _MARKS.get(repair, ())):
-        return True
     takes_system = Repair.SYSTEM_IN_TURN not in repairs
     if body.is_plain:
+        if Repair.TURNS_ALTERNATE in repairs:
+            return True
         rest = body.view("messages")[takes_system:]
         return not repairs <= _MARKS.keys() and any(each["role"] == "system" for each in rest)
+    if any(mark in raw for repair in repairs for mark in _MARKS.get(repair, ())):
+        return True
     return not repairs <= _MARKS.keys() and _may_lose_systems(raw, takes_system=takes_system)
 
 
@@ -79,7 +81,7 @@ def _first_turn(raw: bytes) -> int:
 
 
 def _as_system(fields: Fields) -> dict[str, Any]:
-    changes = dict[str, Any]()
+    changes: dict[str, Any] = {}
     for name, items in _lists_of(fields):
         if any(_role_of(item) == "developer" for item in items):
             changes[name] = [
@@ -89,7 +91,7 @@ def _as_system(fields: Fields) -> dict[str, Any]:
 
 
 def _joined(fields: Fields) -> dict[str, Any]:
-    changes = dict[str, Any]()
+    changes: dict[str, Any] = {}
     for name, items in _lists_of(fields):
         head, lead = [*takewhile(is_system, items)], fields.get(_LISTS[name])
         texts = [text_of(item.get("content")) for item in head]
@@ -104,7 +106,7 @@ def _joined(fields: Fields) -> dict[str, Any]:
 
 
 def _late_in_turns(fields: Fields) -> dict[str, Any]:
-    changes = dict[str, Any]()
+    changes: dict[str, Any] = {}
     for name, items in _lists_of(fields):
         n_first = sum(1 for _ in takewhile(is_system, items))
         if any(map(is_system, items[n_first:])):
@@ -113,7 +115,7 @@ def _late_in_turns(fields: Fields) -> dict[str, Any]:
 
 
 def _all_in_turns(fields: Fields) -> dict[str, Any]:
-    changes = dict[str, Any]()
+    changes: dict[str, Any] = {}
     if isinstance(text := fields.get("input"), str):
         fields = {**fields, "input": [{"role": "user", "content": text}]}
     for name, items in _lists_of(fields):
@@ -128,7 +130,8 @@ def _all_in_turns(fields: Fields) -> dict[str, Any]:
 
 def _in_turns(first: list[str], items: list[Any]) -> list[Any]:
     """The items, with the texts of `first` and of system messages in the turns next to them."""
-    turns, behind = list[Any](), list[str]()
+    turns: list[Any] = []
+    behind: list[str] = []
     waiting = [_marked(text) for text in first]
     for item in items:
         text = text_of(item.get("content")) if is_system(item) else None

@@ -86,7 +86,8 @@ _ENDS = {"user": "content", "tool": "content", "function_call_output": "output"}
 
 def normalised(fields: Fields, rules: Iterable[Rule]) -> Normalised:
     """The fields that these rules change."""
-    chosen, told = frozenset(rules), dict[str, str]()
+    chosen = frozenset(rules)
+    told: dict[str, str] = {}
     changes, applied = changed_by(fields, {rule: step for rule, step in _STEPS.items() if rule in chosen})
     for place in _PLACES:
         found = {rule: place.finders[rule]() for rule in place.finders if rule in chosen}
@@ -99,7 +100,8 @@ def normalised(fields: Fields, rules: Iterable[Rule]) -> Normalised:
 def changed_by(fields: Fields, steps: Mapping[_Name, Step]) -> tuple[dict[str, Any], tuple[_Name, ...]]:
     """The fields that these steps change one after the other, in their new form, None for one that is
     dropped; and the names of those that changed something."""
-    now, applied = dict(fields), list[_Name]()
+    now = dict(fields)
+    applied: list[_Name] = []
     for name, step in steps.items():
         if changes := step(now):
             now |= changes
@@ -132,7 +134,7 @@ def _to_day(line: str) -> str:
 
 def _with_system(fields: Fields, change: Callable[[str], str]) -> dict[str, Any]:
     """The fields whose part of the system prompt `change` changes."""
-    changes = dict[str, Any]()
+    changes: dict[str, Any] = {}
     for name in ("system", "instructions"):
         given = fields.get(name)
         if (content := _with_texts(given, change)) != given:
@@ -190,7 +192,9 @@ class _Place(NamedTuple):
 
 def _told(fields: Fields, found: Mapping[Rule, Kinds], place: _Place) -> Normalised | None:
     """The prompt with references in the place of these values, which it tells there; None if it cannot."""
-    references, changes, applied = References(), dict[str, Any](), list[Rule]()
+    references = References()
+    changes: dict[str, Any] = {}
+    applied: list[Rule] = []
     for rule, kinds in found.items():
         known, now = len(references.told), {**fields, **changes}
 
@@ -353,7 +357,7 @@ def prompt_parts(fields: Fields) -> Sequence[Sequence[Any]]:
     """What a prompt is made of, in its order: the tools, the system prompt, the rest of the conversation."""
     tools = fields.get("tools")
     system = [value for name in ("system", "instructions") if (value := fields.get(name))]
-    rest = list[Any]()
+    rest: list[Any] = []
     for name in ("messages", "input"):
         items = fields.get(name)
         rest += items if isinstance(items, list) else [items] if items else []

@@ -34,7 +34,8 @@ def calls_as_text(fields: Fields) -> dict[str, Any]:
 
 def results_in_turns(fields: Fields) -> dict[str, Any]:
     """The conversation without lone results. A response's first items may answer a stored one's calls."""
-    known, has_turn = set[str](), False
+    has_turn = False
+    known: set[str] = set()
 
     def without(item: Any) -> Any:  # noqa: ANN401 - JSON
         nonlocal has_turn
@@ -48,7 +49,7 @@ def results_in_turns(fields: Fields) -> dict[str, Any]:
 
 def _each(fields: Fields, change: Callable[[Any], Any]) -> dict[str, Any]:
     """The conversation, each item changed."""
-    changes = dict[str, Any]()
+    changes: dict[str, Any] = {}
     for name in ("messages", "input"):
         if isinstance(items := fields.get(name), list):
             turns = [change(item) for item in items]
@@ -67,7 +68,7 @@ def nulls_as_empty(fields: Fields) -> dict[str, Any]:
 
 def alternating(fields: Fields) -> dict[str, Any]:
     """The conversation, in turns that alternate."""
-    changes = dict[str, Any]()
+    changes: dict[str, Any] = {}
     for name in ("messages", "input"):
         if isinstance(items := fields.get(name), list):
             turns = _alternating(items)
@@ -77,7 +78,8 @@ def alternating(fields: Fields) -> dict[str, Any]:
 
 
 def _alternating(items: list[Any]) -> list[Any]:
-    runs, before, last = list[list[Any]](), None, None  # turns that become one
+    before, last = None, None
+    runs: list[list[Any]] = []  # turns that become one
     for item in chain.from_iterable(map(_parts_of, items)):
         kind = _kind_of(item)
         if kind in ("user", "assistant") and kind == before and _is_known(item) and _is_known(runs[-1][-1]):
@@ -143,7 +145,7 @@ def _as_one(run: list[dict[str, Any]]) -> dict[str, Any]:
     known = chain.from_iterable(each for each in rest if isinstance(each, list))
     kinds = {str(_type_of(part)).partition("_")[0] for part in known}
     kind = next((f"{way}_text" for way in ("input", "output") if way in kinds), "text")
-    parts = list[Any]()
+    parts: list[Any] = []
     for each in [text, *rest] if texts else rest:
         more = each if isinstance(each, list) else [{"type": kind, "text": each}]
         parts += _apart(more) if parts else more

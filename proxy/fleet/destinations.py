@@ -72,6 +72,16 @@ class Destinations:
         self.isolated = len(names) > 1
         self._homes.divide(names)
 
+    def by_model_alone(self, call: Call) -> Destination | None:
+        """The destination of a request that has only its model to go by, and a key for any; None for others,
+        and for a model that nothing serves: see `find`."""
+        if call.models is not None or self.isolated or call.model is None:
+            return None
+        pool = self._fleet.pools.get(call.model)
+        if pool is None or not (isinstance(call.body, JsonBody) and call.body.is_plain):
+            return None
+        return Destination(pool, call.model)
+
     def find(self, call: Call) -> Coroutine[Any, Any, Destination]:
         """The destination of a request.
 
@@ -130,7 +140,8 @@ class Destinations:
                 if not await self._fleet.look_up():
                     raise
                 return self._by_model(call)
-        homes, unknown = dict[Home, Name](), list[Name]()
+        homes: dict[Home, Name] = {}
+        unknown: list[Name] = []
         for name in await names_of(call, isolated=self.isolated):
             if (home := self._homes.find(call.tenant, name)) is None:
                 unknown.append(name)

@@ -49,7 +49,7 @@ def merge_pages(pages: Sequence[str], gauges: Mapping[str, Combine]) -> str:
             if found is not None:
                 values, _ = series.setdefault(family, {}).setdefault(found[1], ([], found[3] or ""))
                 values.append(float(found[2]))
-    merged = list[str]()
+    merged: list[str] = []
     for family, lines in heads.items():
         combine = gauges.get(family, sum)
         merged += lines

@@ -55,7 +55,7 @@ class KeptReasoning:
             lacking, before = await off_loop(partial(_read, body), ms=ms)
         except UNREADABLE:  # whoever reads the chat next says so
             return body, None
-        found = dict[int, bytes]()
+        found: dict[int, bytes] = {}
         for index, key in lacking.items():
             if (reasoning := self._kept.raw(key, tenant)) is not None:
                 self._kept.keep(key, tenant, reasoning)  # as the last that was used
@@ -81,8 +81,9 @@ class ReasoningSeen(Through):
         self._keep: Keep | None = keep
         self._events = WholeEvents()
         self._is_stream = False
-        self._texts, self._thoughts = list[str](), list[str]()
-        self._calls = dict[int, list[str]]()
+        self._texts: list[str] = []
+        self._thoughts: list[str] = []
+        self._calls: dict[int, list[str]] = {}
 
     @override
     def start(self, status: int, headers: HeaderPairs) -> None:
@@ -136,7 +137,8 @@ class ReasoningSeen(Through):
 def _read(body: JsonBody) -> tuple[dict[int, str], blake2b]:
     """The keys of the assistant's messages without reasoning, by their numbers, and the hash of all messages.
     Reasoning does not count: whoever keeps some of it has the same keys. Raises one of `UNREADABLE`."""
-    hashed, lacking = blake2b(digest_size=16), dict[int, str]()
+    hashed = blake2b(digest_size=16)
+    lacking: dict[int, str] = {}
     # Another model would not have thought that, and another salt is another user.
     hashed.update(_bytes(body.hint("model"), body.hint("cache_salt")))
     # So are others' documents, and other tools.
@@ -154,7 +156,7 @@ def _read(body: JsonBody) -> tuple[dict[int, str], blake2b]:
 
 
 def _with_reasoning(body: JsonBody, found: dict[int, bytes]) -> JsonBody:
-    messages = list[msgspec.Raw]()
+    messages: list[msgspec.Raw] = []
     for index, raw in enumerate(body.items("messages") or ()):
         reasoning = found.get(index)
         if reasoning is None:

@@ -125,7 +125,11 @@ MAX_BODIES = 256 << 20
 
 
 class Passage:
-    """Reads one attempt's stream on its way to the client, so that another engine can go on with it."""
+    """Reads one attempt's stream on its way to the client, so that another engine can go on with it.
+
+    Attributes:
+        reads_text: all events must pass the stages.
+    """
 
     def __init__(self, kind: str, resume: Callable[[], Resumption] | None, before: SentStream | None) -> None:
         """A passage.
@@ -140,6 +144,12 @@ class Passage:
         self._is_known = resume is not None or before is None or before.resumption is None
         self._splice = Splice(before) if before is not None else None
         self._sent = Transcript(before, keeps_text=resume is None)
+        self.reads_text = resume is None or before is not None
+
+    @property
+    def marks(self) -> tuple[bytes, ...] | None:
+        """From now on, events without these bytes need not pass the stages; None: all must."""
+        return self._sent.marks if self._splice is None else None
 
     @property
     def stages(self) -> list[Callable[[bytes], bytes]]:

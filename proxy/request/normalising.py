@@ -116,7 +116,7 @@ class Normalising:
         body, route = call.body, call.route
         if not isinstance(body, JsonBody) or route not in ROUTES:
             return None
-        repairs = frozenset[Repair]()
+        repairs: frozenset[Repair] = frozenset()
         if lost:
             needed = _needed(frozenset(lost))
             repairs = needed if may_need(body, needed) else repairs
@@ -129,7 +129,7 @@ class Normalising:
         if rules & FINDS_VALUES and _may_be_kept(route, body):
             rules -= FINDS_VALUES  # what is shown again, or the next prompt, would have these references
         if not all(entry.repairs for entry in suiting):
-            repairs = frozenset[Repair]()
+            repairs = frozenset()
         if not (rules or repairs):
             return None
         ms = 2 * len(body.raw) / JSON_BYTES_PER_MS + body.n_values / VALUES_PER_MS

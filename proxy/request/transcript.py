@@ -199,10 +199,15 @@ class Transcript:
         for name, text in before.texts if before is not None else ():
             self._say(name, text)
 
+    @property
+    def marks(self) -> tuple[bytes, ...] | None:
+        """From now on, events without these bytes need not be fed; None: all must be."""
+        return _ENDINGS if not self._keeps_text and self.head is not None else None
+
     def feed(self, chunk: bytes) -> bytes:
         """Takes the stream's next events, and returns them."""
         if not self._keeps_text and self.head is not None:
-            if b'"error"' in chunk or b'"finish_reason":"' in chunk:
+            if any(chunk.rfind(mark) >= 0 for mark in _ENDINGS):
                 self.is_plain = False
             return chunk
         self._raw.append(chunk)
@@ -267,5 +272,6 @@ class Transcript:
             self._texts.append((name, [text]))
 
 
+_ENDINGS = (b'"error"', b'"finish_reason":"')
 # RawFields of a chunk that are not those of all chunks of its stream.
 _OF_A_CHUNK = frozenset({"choices", "usage", "timings"})

@@ -184,7 +184,8 @@ class ValuesBack(Through):
         """
         if not self._waiting:
             return b""
-        written, leaves = list[bytes](), _leaving(fields)
+        leaves = _leaving(fields)
+        written: list[bytes] = []
         for lane in [*self._waiting]:
             stays = lane in told or not (leaves is None or lane[0] in leaves)
             if stays or (told and lane[0] not in ended and _is_of_call(lane)):

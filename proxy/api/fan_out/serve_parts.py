@@ -59,6 +59,8 @@ def serve(flow: Flow, call: Call, reply: Reply, admitted: Admission) -> Coroutin
         ProxyError, EngineError: the request failed before the answer began.
     """
     body, route = call.body, call.route
+    if isinstance(body, JsonBody) and body.is_plain:  # of one choice and one prompt
+        return flow.serve(call, reply, admitted)
     if isinstance(body, JsonBody) and len(body.raw) > VALUES_PER_MS and route != CHAT:
         listed = route != COMPLETIONS and _is_listed(call)
         if listed or route == COMPLETIONS:

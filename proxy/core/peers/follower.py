@@ -244,7 +244,7 @@ class RoundTrip:
         self._heard: tuple[float, float] | None = (
             None  # when the peer sent its times last, and when they came
         )
-        self._trips = deque[float](maxlen=_TRIPS)
+        self._trips: deque[float] = deque(maxlen=_TRIPS)
 
     def heard(self, now: float, sent: float) -> None:
         """The peer told its time: `sent` by its own clock."""
