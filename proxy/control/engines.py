@@ -11,7 +11,7 @@ import msgspec
 from engine_adapter import Finding, ModelState, Role
 from proxy.core.audit import Trust
 from proxy.core.engine_book import EngineBook
-from proxy.fleet.engine import DrainReason, Engine, EngineState, place_of
+from proxy.fleet.engine import DrainReason, Engine, EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.pool import Pool
 from proxy.fleet.roles import of_role, of_sharing
@@ -176,6 +176,13 @@ def removed_engines(book: EngineBook, known: Mapping[str, EngineSettings]) -> li
         for mark in book.removals()
         if mark.engine in known or mark.at >= since
     ]
+
+
+def place_of(order: str) -> str:
+    """The name of an engine in operators' orders, for people: where only one machine reaches the address, it
+    begins with the machine."""
+    machine, _, address = order.partition(" ")
+    return order if "://" in machine else f"{address} on {machine}, the machine of its kvpin"
 
 
 def undo_of(entry: EngineSettings | None) -> str:

@@ -480,8 +480,10 @@ class Reconciler:
             self._monitor.watch(engine)
         elif not member.is_held:
             member.is_held = True
-            for user in users:
-                self._fleet.stands_in(engine, user)
+            for user in users:  # until it has connected, requests for their models wait
+                pool = self._fleet.pool_of(user)
+                if pool is not None and user.info is not None:
+                    pool.away[engine.id] = user.info
             if any(user.info is not None for user in users):  # one that has not connected leaves at once
                 log.info(
                     "engine waits: its server is still in use under another name, or by its old settings",
@@ -620,7 +622,19 @@ class Reconciler:
             DrainReason.NOT_READY: member is not None and not member.named.is_ready,
             DrainReason.LEAVING: member is not None and member.is_drained,
         }
-        self._monitor.drain(engine, {reason for reason, holds in reasons.items() if holds})
+        self.drain_for(engine, {reason for reason, holds in reasons.items() if holds})
+
+    def drain_for(self, engine: Engine, reasons: set[DrainReason]) -> None:
+        """Sends an engine no new requests, for these reasons; without one, it takes requests again."""
+        engine.drains = reasons
+        if reasons:
+            engine.state = EngineState.DRAINING
+        elif engine.state is EngineState.DRAINING:
+            # It is checked before it is trusted. As a suspect, one that may not be used would get requests.
+            state = EngineState.SUSPECT if self._monitor.allows(engine) else EngineState.REFUSED
+            state = state if self._fleet.pool_of(engine) is not None else EngineState.DOWN
+            engine.state = state if engine.mine.is_set() else EngineState.ELSEWHERE
+            engine.check_now.set()
 
     @property
     def processes(self) -> list[ManagedEngine]:

@@ -90,13 +90,6 @@ def order_name(spec: EngineSpec) -> str:
     return name
 
 
-def place_of(order: str) -> str:
-    """The name of an engine in operators' orders, for people: where only one machine reaches the address, it
-    begins with the machine."""
-    machine, _, address = order.partition(" ")
-    return order if "://" in machine else f"{address} on {machine}, the machine of its kvpin"
-
-
 class Engine:
     """One engine: its adapter, what it declared, its load, its audit.
 

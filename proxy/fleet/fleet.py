@@ -118,13 +118,6 @@ class Fleet:
         self.leave(old)
         return self._made(adapter)
 
-    def stands_in(self, engine: Engine, other: Engine) -> None:
-        """The engine will take the place of another one, which leaves. Until it has connected, requests for
-        the model wait."""
-        pool = self.pool_of(other)
-        if pool is not None and other.info is not None:
-            pool.away[engine.id] = other.info
-
     def engine(self, engine_id: str) -> Engine:
         """The engine with that id. Raises NotFound."""
         engine = self.engines.get(engine_id)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from time import monotonic
@@ -23,7 +23,7 @@ from engine_adapter import (
     Finding,
     Role,
 )
-from proxy.fleet.engine import DrainReason, Engine, EngineState
+from proxy.fleet.engine import Engine, EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
 from proxy.fleet.pool import Pool
@@ -263,18 +263,6 @@ class Monitor:
             pool.note_roles()
         self._log_findings(engine)
         self._admit(engine)
-
-    def drain(self, engine: Engine, reasons: Collection[DrainReason]) -> None:
-        """Sends an engine no new requests, for these reasons; without one, it takes requests again."""
-        engine.drains = {*reasons}
-        if reasons:
-            engine.state = EngineState.DRAINING
-        elif engine.state is EngineState.DRAINING:
-            # It is checked before it is trusted. As a suspect, one that may not be used would get requests.
-            state = EngineState.SUSPECT if self.allows(engine) else EngineState.REFUSED
-            state = state if self._fleet.pool_of(engine) is not None else EngineState.DOWN
-            engine.state = state if engine.mine.is_set() else EngineState.ELSEWHERE
-            engine.check_now.set()
 
     def allows(self, engine: Engine) -> bool:
         """True if a connected engine may be used: it keeps tenants' KV apart where there are several."""

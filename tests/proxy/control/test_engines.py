@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from engine_adapter import EngineSpecError, KvVerb, Role
-from proxy.control.engines import describe_drained, describe_engine
+from proxy.control.engines import describe_drained, describe_engine, place_of
 from proxy.control.target import Target
 from proxy.errors import Conflict
 from proxy.fleet.engine import DrainReason, EngineState
@@ -99,34 +99,34 @@ async def test_why_its_process_does_not_run_is_its_last_error(world, pair, monke
 
 
 async def test_draining_and_back(world, pair):
-    engine, drain = world.engines["a"], world.proxy.monitor.drain
-    drain(engine, [DrainReason.ORDERED])
+    engine, drain = world.engines["a"], world.proxy.engines.drain_for
+    drain(engine, {DrainReason.ORDERED})
     assert engine.state is EngineState.DRAINING
     assert [candidate.engine for candidate in world.pool.candidates(None)] == ["b"]
-    drain(engine, [DrainReason.LEAVING])  # no reason is left but that
+    drain(engine, {DrainReason.LEAVING})  # no reason is left but that
     assert engine.state is EngineState.DRAINING
-    drain(engine, ())
+    drain(engine, set())
     assert engine.state is EngineState.SUSPECT  # it is asked before it is trusted
     assert engine.check_now.is_set()
-    drain(world.engines["b"], ())
+    drain(world.engines["b"], set())
     assert world.engines["b"].state is EngineState.READY
 
 
 async def test_an_end_of_draining_lets_no_requests_in_where_none_may_be(world, pair, monkeypatch):
-    drain, (a, b) = world.proxy.monitor.drain, world.engines.values()
+    drain, (a, b) = world.proxy.engines.drain_for, world.engines.values()
     for engine in (a, b):
-        drain(engine, [DrainReason.ORDERED])
+        drain(engine, {DrainReason.ORDERED})
     world.fleet.leave(a)
     monkeypatch.setattr(world.proxy.monitor, "allows", lambda _: False)
     for engine in (a, b):
-        drain(engine, ())
+        drain(engine, set())
     assert (a.state, b.state) == (EngineState.DOWN, EngineState.REFUSED)
     assert world.pool.candidates(None) == []
 
 
 async def test_an_undo_that_changes_nothing_says_why(world, pair):
     for engine in world.engines.values():
-        world.proxy.monitor.drain(engine, [DrainReason.LEAVING])
+        world.proxy.engines.drain_for(engine, {DrainReason.LEAVING})
     warning = describe_drained(world.engines["a"], world.fleet, is_told=True).warning
     assert warning.endswith("a also drains for another reason: nothing names it any more")
 
@@ -144,3 +144,14 @@ async def test_an_order_that_others_do_not_hear_of_is_told(world, pair):
 async def test_its_key_is_not_shown(world):
     fake = KvFake("a", api_key="secret")
     assert "secret" not in str(describe_engine(world.add(fake), world.pool))
+
+
+@pytest.mark.parametrize(
+    ("order", "place"),
+    [
+        ("http://gpu:8000 rank 1", "http://gpu:8000 rank 1"),
+        ("vm http://127.0.0.1:1 model m", "http://127.0.0.1:1 model m on vm, the machine of its kvpin"),
+    ],
+)
+def test_the_machine_of_an_order_is_said_to_be_one(order, place):
+    assert place_of(order) == place

@@ -12,8 +12,9 @@ from structlog.testing import capture_logs
 
 from engine_adapter import EngineSpecError, HttpTransport
 from engine_adapter.openai_compatible import OpenAICompatibleAdapter
+from proxy.control.engines import place_of
 from proxy.errors import Conflict
-from proxy.fleet.engine import EngineState, order_name, place_of
+from proxy.fleet.engine import EngineState, order_name
 from proxy.fleet.process import managed_engine
 from proxy.fleet.process.managed_engine import ManagedEngine
 from proxy.server.app import Proxy
