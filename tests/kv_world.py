@@ -19,7 +19,6 @@ from engine_adapter import (
     KvProgress,
     KvVerb,
     Pinned,
-    make_adapter,
 )
 from proxy.api.admin import (
     admin_mount,
@@ -33,18 +32,13 @@ from proxy.api.admin import (
 )
 from proxy.api.auth import AdminGuard
 from proxy.api.error_answers import handle_http
-from proxy.control.engine_orders import EngineOrders
-from proxy.control.engines import Engines
 from proxy.control.kv import KvVerbs
-from proxy.control.operations import Operations
 from proxy.control.pinning import Pinning
 from proxy.control.prefixes import KeptPrompts, Prefixes
 from proxy.control.replays import Replays
-from proxy.control.server_use import ServerUse
 from proxy.control.tables import SharedTables
 from proxy.control.target_engines import Targets
 from proxy.control.warm import Warming
-from proxy.core.pins import PinBook
 from proxy.fleet.engine import Engine, EngineState
 from proxy.flow import Flow
 from proxy.prompt import Prompt
@@ -163,10 +157,10 @@ class KvWorld:
     engines: dict[str, Engine] = field(default_factory=dict)
 
     def __post_init__(self):
-        proxy, self.pins = self.proxy, PinBook()
-        self.fleet, self.flow, self.tenants = proxy.fleet, proxy.flow, proxy.tenants
+        proxy = self.proxy
+        self.fleet, self.flow, self.tenants, self.pins = proxy.fleet, proxy.flow, proxy.tenants, proxy.pins
         self.reuse = proxy.ingest is not None
-        self.operations = Operations(proxy.tasks)
+        self.operations = proxy.operations
         self.targets = Targets(self.fleet, self.tenants, self.flow.requests, has_views=self.reuse)
         self.warming = Warming(self.flow, self.targets, self.operations)
         self.pinning = Pinning(self.fleet, self.targets, self.pins, self.operations, lambda: self.now)
@@ -174,14 +168,9 @@ class KvWorld:
         self.prompts = KeptPrompts(self.fleet, self.flow.requests, self.pins, self._tell, lambda: self.now)
         self.prefixes = Prefixes(self.fleet, self.prompts)
         self.kv = KvVerbs(self.targets, self.warming, self.pins, proxy.ingest, self.operations)
-        servers = ServerUse(self.fleet, proxy.tasks)
-        self.engine_set = Engines(
-            self.fleet, proxy.monitor, self.pins, self.operations, servers, make_adapter
-        )
-        self.orders = EngineOrders(self.fleet, self.engine_set, proxy.discovered, proxy.tasks)
         self.tables = SharedTables(self.fleet, proxy.tables)
         self.endpoints = (
-            *engine_routes(self.fleet, self.orders, self.pinning, {}, reuse=self.reuse),
+            *engine_routes(self.fleet, proxy.engines, self.pinning, reuse=self.reuse),
             *kv_routes(self.kv, self.warming, self.pinning, self.operations),
             *request_routes(self.flow),
             *prefix_routes(self.prefixes),

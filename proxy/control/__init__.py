@@ -6,13 +6,11 @@ operations.py      long work, its progress and history
 kv.py              flush, offload, restore
 warm.py            compute a prefix ahead of need
 pinning.py         pins over engines
-engines.py         add, remove, drain
-engine_orders.py   the same for all kvpins, as operators order it
+engines.py         what is told of engines
 keys.py            keys of clients: issue, list, remove; what that changes for others
 tables.py          prompt tables, on all engines or on none
-configured.py      the engines of the settings join and leave
-discovered.py      likewise those found elsewhere
-server_use.py      one adapter at a time, where a server takes only one
+named_engines.py   which engines should exist, as settings, sources and operators name them
+reconciler.py      brings the fleet there: engines join, change, drain and leave
 stats.py           what everything holds
 merged_answers.py  answers of several workers as one
 explain.py         where would this request go, and why did the cache of past ones miss?

@@ -1,26 +1,25 @@
-"""Engines that come, go and drain while kvpin runs, and what the admin API says of each."""
+"""What the admin API says of engines."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from itertools import count
-from time import monotonic
+from collections.abc import Collection, Mapping
+from datetime import UTC, datetime
+from time import monotonic, time
 
 import msgspec
 
-from engine_adapter import EngineAdapter, EngineSpec, Finding, ModelState, Role
-from proxy.control.operations import Operations
-from proxy.control.server_use import ServerUse
+from engine_adapter import Finding, ModelState, Role
 from proxy.core.audit import Trust
-from proxy.core.pins import PinBook
-from proxy.errors import Conflict
+from proxy.core.engine_book import EngineBook
 from proxy.fleet.engine import DrainReason, Engine, EngineState
 from proxy.fleet.fleet import Fleet
-from proxy.fleet.monitor import Monitor
 from proxy.fleet.pool import Pool
 from proxy.fleet.roles import of_role, of_sharing
 from proxy.fleet.tokenisation import of_tokens
+from proxy.settings import EngineSettings
+
+# A removed engine that nothing names is listed for this long.
+_RECENT_S = 86_400.0
 
 
 class EngineAnswer(msgspec.Struct, kw_only=True):
@@ -79,70 +78,18 @@ class DrainedEngine(EngineAnswer, kw_only=True):
     warning: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class Engines:
-    """Adds and removes engines, and lets them drain. What operators order: `engine_orders.py`."""
+class RemovedEngine(msgspec.Struct, kw_only=True):
+    """An engine that an operator has removed.
 
-    _fleet: Fleet
-    _monitor: Monitor
-    _pins: PinBook
-    _operations: Operations
-    _servers: ServerUse
-    _make_adapter: Callable[[EngineSpec], EngineAdapter]
+    `engine` is its address, what tells it from others there, and the machine, where only that one reaches the
+    address. `named`: settings or sources name it, so it would be used. `undo` is the command that brings it
+    back.
+    """
 
-    def add(self, spec: EngineSpec) -> Engine:
-        """Adds an engine and starts watching it, once no engine that has left uses its server.
-
-        Raises:
-            Conflict: an engine of that id or at that address exists.
-            EngineSpecError: the description cannot be used.
-        """
-        if spec.id in self._fleet.engines:
-            raise Conflict(f"an engine with id {spec.id!r} exists", param="id")
-        known = [each.id for each in self._fleet.engines.values() if each.adapter.spec.is_same(spec)]
-        if known:
-            names = ", ".join(map(repr, known))
-            one, several = f"engine {names} is", f"engines {names}, its ranks or models, are"
-            raise Conflict(f"{one if len(known) == 1 else several} already at {spec.server}", param="url")
-        engine = self._fleet.add(self._make_adapter(spec))
-        self._servers.begin(engine, lambda: self._monitor.watch(engine))
-        return engine
-
-    def free_id(self, kind: str) -> str:
-        """The first free `<kind>-<number>`."""
-        return next(name for n in count() if (name := f"{kind}-{n}") not in self._fleet.engines)
-
-    async def remove(self, engine: Engine) -> None:
-        """Drops an engine. Its requests in flight go on to their end. Has no effect on one that was dropped
-        before: another may have its id."""
-        if not self._fleet.has(engine):
-            return
-        self._monitor.forget(engine)
-        self._operations.stop_on(engine.id)
-        self._fleet.remove(engine)
-        self._pins.forget_engine(engine.id)
-        await self._servers.close(engine)
-
-    def drain(self, engine: Engine, why: DrainReason, *, undo: bool) -> Engine:
-        """Sends an engine no new requests, for this reason; with `undo`, sends it requests again, unless
-        there is another reason."""
-        if not undo:
-            engine.drain(why)
-            return engine
-        engine.drains.discard(why)
-        if engine.state is EngineState.DRAINING and not engine.drains:
-            if not engine.mine.is_set():
-                engine.state = EngineState.ELSEWHERE
-            elif self._fleet.pool_of(engine) is None:
-                engine.state = EngineState.DOWN
-            elif self._monitor.allows(engine):
-                # It is checked before it is trusted; the monitor does that at once.
-                engine.state = EngineState.SUSPECT
-            else:
-                # Not suspect: where no engine is ready, suspect ones get requests.
-                engine.state = EngineState.REFUSED
-            engine.check_now.set()
-        return engine
+    engine: str
+    removed: datetime
+    named: bool
+    undo: str
 
 
 def describe_engine(engine: Engine, pool: Pool | None) -> EngineAnswer:
@@ -213,3 +160,36 @@ def warning_of(fleet: Fleet, names: Collection[str], undo: str, *, is_told: bool
     if not is_told:
         warnings.append("the exchange is gone: other kvpins follow this order when it is back")
     return "; ".join(warnings) or None
+
+
+def removed_engines(book: EngineBook, known: Mapping[str, EngineSettings]) -> list[RemovedEngine]:
+    """The engines that operators have removed, the last first: those that settings or sources name, which are
+    the `known` ones, and those of the last day."""
+    since = time() - _RECENT_S
+    return [
+        RemovedEngine(
+            engine=place_of(mark.engine),
+            removed=datetime.fromtimestamp(mark.at, UTC).replace(microsecond=0),
+            named=mark.engine in known,
+            undo=undo_of(known.get(mark.engine)),
+        )
+        for mark in book.removals()
+        if mark.engine in known or mark.at >= since
+    ]
+
+
+def place_of(order: str) -> str:
+    """The name of an engine in operators' orders, for people: where only one machine reaches the address, it
+    begins with the machine."""
+    machine, _, address = order.partition(" ")
+    return order if "://" in machine else f"{address} on {machine}, the machine of its kvpin"
+
+
+def undo_of(entry: EngineSettings | None) -> str:
+    """The command that brings a removed engine back: what tells it from others, without secrets."""
+    if entry is None:
+        return "kvpin engines add KIND=URL"
+    spec = entry.spec()
+    more = {"model": spec.model, "dp_rank": spec.options.rank, "headers": "…" if spec.headers else None}
+    parts = (f",{name}={value}" for name, value in more.items() if value is not None)
+    return f"kvpin engines add {spec.kind}={spec.url}{''.join(parts)}"

@@ -44,8 +44,6 @@ ASSUMED_CAPACITY_TOKENS = 131_072
 # Most blocks remembered per engine on lower tiers that send no events.
 HINTED_BLOCKS = 65_536
 _EMPTY = "its answers are empty, while other engines of its model answer with text"
-
-
 # After this many doubts within so many seconds that were none, it closes connections by habit: for a while,
 # only its regular checks count.
 FALSE_DOUBTS, FALSE_WITHIN_S, TRUSTED_S = 3, 30.0, 300.0
@@ -92,17 +90,11 @@ def order_name(spec: EngineSpec) -> str:
     return name
 
 
-def place_of(order: str) -> str:
-    """The name of an engine in operators' orders, for people: where only one machine reaches the address, it
-    begins with the machine."""
-    machine, _, address = order.partition(" ")
-    return order if "://" in machine else f"{address} on {machine}, the machine of its kvpin"
-
-
 class Engine:
     """One engine: its adapter, what it declared, its load, its audit.
 
     Attributes:
+        order: its name in operators' orders.
         info: its declaration when it connected; None before that.
         prompts: the builder of its prompts; None before it has connected. It stays while the engine is away.
         is_proven: this connection was compared, and makes the tokens that `prompts` makes.
@@ -139,7 +131,7 @@ class Engine:
     def __init__(self, adapter: EngineAdapter, on_ready: Callable[[], None] = lambda: None) -> None:
         """`on_ready` is called whenever the engine becomes ready."""
         self.adapter = adapter
-        self.id = adapter.spec.id
+        self.id, self.order = adapter.spec.id, order_name(adapter.spec)
         self._state = EngineState.CONNECTING
         self._on_ready = on_ready
         self._failed = 0  # requests, since it was ready last
@@ -315,11 +307,6 @@ class Engine:
             self.state = EngineState.CONNECTING
         self.owner, self.is_served_there = None, False
         self.mine.set()
-
-    def drain(self, why: DrainReason) -> None:
-        """New requests stop, until this reason and all others are gone. `Engines.drain` undoes it."""
-        self.drains.add(why)
-        self.state = EngineState.DRAINING
 
     def suspect(self, error: Exception) -> None:
         """A request failed on it. The monitor checks it at once; until then other engines are preferred.

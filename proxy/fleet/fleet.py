@@ -21,7 +21,7 @@ from proxy.core.engine_book import EngineBook
 from proxy.core.peers.telling import OwnRequests
 from proxy.core.pins import PinBook
 from proxy.errors import Conflict, NoEngine, NotFound
-from proxy.fleet.engine import TOKENS_PER_BLOCK, DrainReason, Engine, EngineState, order_name
+from proxy.fleet.engine import TOKENS_PER_BLOCK, Engine, EngineState
 from proxy.fleet.pool import Pool
 from proxy.settings import LimitSettings
 
@@ -89,13 +89,11 @@ class Fleet:
         engine = self.engines[adapter.spec.id] = Engine(adapter, self._wake)
         if self.claims_engines and adapter.one_owner:
             engine.give_to(None)
-        if self.is_drained(engine):
-            engine.drain(DrainReason.ORDERED)
         return engine
 
     def is_drained(self, engine: Engine) -> bool:
         """True if an operator has drained the engine."""
-        return self.book.is_drained(order_name(engine.adapter.spec))
+        return self.book.is_drained(engine.order)
 
     def bound_queues(self, queue: LimitSettings) -> None:
         """Other bounds of each pool's queue."""
@@ -119,13 +117,6 @@ class Fleet:
         connected, requests for the model wait."""
         self.leave(old)
         return self._made(adapter)
-
-    def stands_in(self, engine: Engine, other: Engine) -> None:
-        """The engine will take the place of another one, which leaves. Until it has connected, requests for
-        the model wait."""
-        pool = self.pool_of(other)
-        if pool is not None and other.info is not None:
-            pool.away[engine.id] = other.info
 
     def engine(self, engine_id: str) -> Engine:
         """The engine with that id. Raises NotFound."""

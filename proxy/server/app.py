@@ -48,17 +48,13 @@ from proxy.api.relay.to_object_home import PassedToKeeper
 from proxy.api.relay.to_owner import PassedToOwner
 from proxy.api.workers.merging_app import ORDERS_PATH, MergedAnswers
 from proxy.api.workers.siblings import Neighbours, Siblings
-from proxy.control.configured import ConfiguredEngines
-from proxy.control.discovered import DiscoveredEngines
-from proxy.control.engine_orders import EngineOrders
-from proxy.control.engines import Engines
 from proxy.control.keys import KEYS_PATH, IssuedKeys
 from proxy.control.kv import KvVerbs
 from proxy.control.operations import Operations
 from proxy.control.pinning import Pinning
 from proxy.control.prefixes import PROMPTS_PATH, KeptPrompts, Prefixes
+from proxy.control.reconciler import Reconciler
 from proxy.control.replays import Replays
-from proxy.control.server_use import ServerUse
 from proxy.control.tables import SharedTables
 from proxy.control.target_engines import Targets
 from proxy.control.warm import Warming
@@ -164,19 +160,11 @@ class Proxy:
         self.operations, self.pins = Operations(self.tasks), self.fleet.pins
         if self.state is not None:
             self.state.restore(self.pins, self.tables, self.fleet.book)
-        self.servers = ServerUse(self.fleet, self.tasks)
-        self.engines = Engines(
-            self.fleet, self.monitor, self.pins, self.operations, self.servers, make_adapter
-        )
-        self.configured = ConfiguredEngines(
-            self.fleet, self.monitor, self.engines, self.tasks, self.servers, make_adapter
-        )
-        self.discovered = DiscoveredEngines(self.fleet, self.configured, self.engines, self.tasks)
-        self.monitor.split = self.discovered.split
-        self.orders = EngineOrders(self.fleet, self.engines, self.discovered, self.tasks)
+        self.engines = Reconciler(self.fleet, self.monitor, self.operations, self.tasks, make_adapter)
+        self.monitor.split = self.engines.split
         self.metrics = Metrics(
             self.fleet,
-            self.discovered.sources,
+            self.engines.sources,
             self.peers,
             tenants=settings.tenant_metrics,
             bodies=self.gate.bodies,
@@ -335,7 +323,6 @@ class Proxy:
             self.tasks.keep("state", partial(self.state.run, self.fleet, self.pins))
             self.tasks.keep("issued keys", self.keys.run)
         self._follow(self.settings)
-        self.orders.start()
         if self.peers is not None:
             self.peers.start(self.tasks)
 
@@ -366,7 +353,7 @@ class Proxy:
         self.responses.divide(self.tenants.names)
 
     def _follow(self, settings: Settings) -> EngineChanges:
-        return self.discovered.follow(
+        return self.engines.follow(
             all_engines(settings), finders_of(settings), grace_s=settings.graceful_shutdown_s
         )
 
@@ -380,7 +367,7 @@ class Proxy:
         for engine in self.fleet.engines.values():
             self.monitor.forget(engine)
         # Managed engines still run here: an adapter may have KV to save.
-        leaving = self.servers.stop(within_s=self.settings.graceful_shutdown_s)
+        leaving = self.engines.stop(within_s=self.settings.graceful_shutdown_s)
         closing = {engine.id: engine.adapter.aclose() for engine in self.fleet.engines.values()}
         await asyncio.gather(leaving, _close_all(closing))
         if self.peers is not None:
@@ -390,7 +377,7 @@ class Proxy:
             await self.recorder.aclose()
         if self.telemetry is not None:
             await self.telemetry.aclose()
-        await _close_all({process.id: process.stop() for process in self.configured.processes.values()})
+        await _close_all({process.id: process.stop() for process in self.engines.processes})
         await self.transport.aclose()
         if self.siblings is not None:
             await self.siblings.aclose()
@@ -502,7 +489,7 @@ def admin_api(proxy: Proxy) -> Mount:
     pinning = Pinning(fleet, targets, pins, operations)
     kv = KvVerbs(targets, warming, pins, proxy.ingest, operations)
     endpoints = (
-        *engine_routes(fleet, proxy.orders, pinning, proxy.discovered.sources, proxy.peers, reuse=reuse),
+        *engine_routes(fleet, proxy.engines, pinning, proxy.peers, reuse=reuse),
         *key_routes(proxy.keys, proxy.tenants, fleet),
         *kv_routes(kv, warming, pinning, operations),
         *request_routes(flow),

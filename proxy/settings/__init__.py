@@ -15,7 +15,14 @@ setting of one kind of engine is a field of that kind's options in engine_adapte
 API read both.
 """
 
-from proxy.settings.changes import EngineChanges, EngineEntry, engine_changes, needs_restart
+from proxy.settings.changes import (
+    EngineChanges,
+    EngineEntry,
+    are_alike,
+    engine_changes,
+    kept_ids,
+    needs_restart,
+)
 from proxy.settings.discovery_sources import DnsSource, KubernetesSource, SrvSource
 from proxy.settings.engine_settings import (
     DiscoverySettings,

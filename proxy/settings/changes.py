@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from proxy.settings.engine_settings import EngineSettings, ManagedSettings, numbered
@@ -37,30 +37,20 @@ RELOADED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class EngineChanges:
-    """The engines that join, leave, and are connected anew with other settings.
-
-    Attributes:
-        waiting: engines that would join, but others have their ids.
-    """
+    """The engines that join, leave, and are connected anew with other settings."""
 
     added: tuple[EngineEntry, ...]
     removed: tuple[str, ...]
     changed: tuple[EngineEntry, ...]
-    waiting: tuple[EngineEntry, ...] = ()
 
 
-def engine_changes(
-    have: Mapping[str, EngineEntry], want: Iterable[EngineEntry], taken: Container[str] = ()
-) -> EngineChanges:
-    """Compares the engines that run, by id, with those of the settings. Engines that are not of the settings
-    may have ids, too: these are among the `taken` ones."""
-    wanted = _keep_ids(have, list(want))
-    new = [entry for entry in wanted if entry.id not in have]
+def engine_changes(have: Mapping[str, EngineEntry], want: Iterable[EngineEntry]) -> EngineChanges:
+    """Compares the engines that run, by id, with those of the settings."""
+    wanted = kept_ids(have, list(want))
     return EngineChanges(
-        added=tuple(entry for entry in new if entry.id not in taken),
+        added=tuple(entry for entry in wanted if entry.id not in have),
         removed=tuple(sorted(have.keys() - {entry.id for entry in wanted})),
         changed=tuple(entry for entry in wanted if have.get(entry.id, entry) != entry),
-        waiting=tuple(entry for entry in new if entry.id in taken),
     )
 
 
@@ -72,15 +62,15 @@ def needs_restart(old: Settings, new: Settings) -> list[str]:
     return changed if old_ca == new_ca else [*changed, "tls"]  # certificate and key are read again
 
 
-def _keep_ids(have: Mapping[str, EngineEntry], want: list[EngineEntry]) -> list[EngineEntry]:
-    """Gives an engine the id that it has. Ids that count engines shift when one before is taken out."""
+def kept_ids(have: Mapping[str, EngineEntry], want: list[EngineEntry]) -> list[EngineEntry]:
+    """Gives each engine the id that it has. Ids that count engines shift when one before is taken out."""
     named = {entry.id for entry in want if not _is_counted(entry)}
     left = [entry for entry in have.values() if entry.id not in named]
     kept = dict[int, EngineEntry]()
     for position, entry in enumerate(want):
         if not _is_counted(entry):
             kept[position] = entry
-        elif (same := next((each for each in left if _is_same(each, entry)), None)) is not None:
+        elif (same := next((each for each in left if are_alike(each, entry)), None)) is not None:
             kept[position] = same
             left.remove(same)
     taken = {entry.id for entry in kept.values()}
@@ -96,6 +86,6 @@ def _is_counted(entry: EngineEntry) -> bool:
     return re.fullmatch(re.escape(entry.kind) + r"-\d+(-dp\d+)?", entry.id) is not None
 
 
-def _is_same(one: EngineEntry, other: EngineEntry) -> bool:
+def are_alike(one: EngineEntry, other: EngineEntry) -> bool:
     """True if they differ in nothing but their id."""
     return one == other.model_copy(update={"id": one.id})

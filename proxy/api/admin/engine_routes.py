@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -13,20 +12,20 @@ from starlette.responses import Response
 from engine_adapter import EngineSpecError
 from proxy.api.admin.endpoint import Endpoint, answer, read_body
 from proxy.api.admin.request_bodies import Drain
-from proxy.control.engine_orders import EngineOrders, RemovedEngine
 from proxy.control.engines import (
     DrainedEngine,
     EngineAnswer,
     RemovalAnswer,
+    RemovedEngine,
     describe_drained,
     describe_engine,
     names_served,
     warning_of,
 )
 from proxy.control.pinning import Pinning
+from proxy.control.reconciler import Reconciler
 from proxy.control.stats import Stats, stats
 from proxy.errors import BadRequest
-from proxy.fleet.discovery import Source
 from proxy.fleet.engine import Engine
 from proxy.fleet.fleet import Fleet
 from proxy.peers.peers import Peers
@@ -53,9 +52,8 @@ class EngineList(msgspec.Struct):
 
 def engine_routes(
     fleet: Fleet,
-    orders: EngineOrders,
+    reconciler: Reconciler,
     pinning: Pinning,
-    sources: Mapping[str, Source],
     peers: Peers | None = None,
     *,
     reuse: bool,
@@ -77,25 +75,25 @@ def engine_routes(
     async def list_engines(_request: Request) -> Response:
         found = [
             SourceAnswer(source.name, [each.entry.id for each in source.found], source.error)
-            for source in sources.values()
+            for source in reconciler.sources.values()
         ]
-        engines = [described(engine) for engine in fleet.engines.values()]
-        return answer(EngineList(engines, found, orders.removed()))
+        listed = [described(engine) for engine in fleet.engines.values()]
+        return answer(EngineList(listed, found, reconciler.removed()))
 
     async def post_engine(request: Request) -> Response:
         settings = _settings(await read_body(request, dict[str, Any]))
-        return answer(described(orders.add(settings)), 201)
+        return answer(described(reconciler.add(settings)), 201)
 
     async def delete_engine(request: Request) -> Response:
         engine = named(request)
         names = names_served(engine, fleet)
-        undo = f"they fail; {await orders.remove(engine)} brings {engine.id} back"
+        undo = f"they fail; {await reconciler.remove(engine)} brings {engine.id} back"
         warning = warning_of(fleet, names, undo, is_told=is_told())
         return answer(RemovalAnswer(id=engine.id, warning=warning))
 
     async def post_drain(request: Request) -> Response:
         body = await read_body(request, Drain)
-        engine = orders.drain(named(request), undo=body.undo)
+        engine = reconciler.drain(named(request), undo=body.undo)
         return answer(describe_drained(engine, fleet, is_told=is_told()))
 
     return (

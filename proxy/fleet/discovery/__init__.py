@@ -1,4 +1,4 @@
-"""Finds engines: in a file, in DNS, in Kubernetes. `proxy.control.discovered` lets them join and leave.
+"""Finds engines: in a file, in DNS, in Kubernetes. `proxy.control.reconciler` lets them join and leave.
 
 found.py         what a finder gives: the whole set of engines to use now, whenever it changes
 dns.py           A, AAAA and SRV records, asked for again after their TTL

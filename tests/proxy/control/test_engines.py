@@ -2,56 +2,58 @@ from dataclasses import replace
 
 import pytest
 
-from engine_adapter import EngineSpec, EngineSpecError, KvVerb, Role
-from proxy.control.engines import describe_drained, describe_engine
+from engine_adapter import EngineSpecError, KvVerb, Role
+from proxy.control.engines import describe_drained, describe_engine, place_of
 from proxy.control.target import Target
 from proxy.errors import Conflict
 from proxy.fleet.engine import DrainReason, EngineState
 from proxy.fleet.process.managed_engine import ManagedEngine
-from proxy.settings import ManagedSettings
+from proxy.settings import EngineSettings, ManagedSettings
 from tests.fakes import FakeEngine
 from tests.kv_world import KvFake, tokens, until
 
 
+def named(engine_id, url, **more):
+    return EngineSettings(kind="openai_compatible", url=url, id=engine_id, **more)
+
+
 async def test_an_added_engine_is_looked_after(world):
+    engines = world.proxy.engines
     async with FakeEngine("a") as server:
-        engine = world.engine_set.add(EngineSpec("openai_compatible", server.url, "new"))
+        engine = engines.add(named("new", server.url))
         assert engine.state is EngineState.CONNECTING
         await until(lambda: engine.state is EngineState.READY)
         assert world.fleet.pool("m").engines["new"] is engine
         with pytest.raises(Conflict) as caught:
-            world.engine_set.add(EngineSpec("openai_compatible", server.url, "new"))
+            engines.add(named("new", server.url))
         assert caught.value.param == "id"
         with pytest.raises(Conflict, match="engine 'new' is already at ") as caught:
-            world.engine_set.add(EngineSpec("vllm", server.url.replace("127.0.0.1", "localhost"), "other"))
+            engines.add(named("other", server.url.replace("127.0.0.1", "localhost")))
         assert caught.value.param == "url"
-        await world.engine_set.remove(world.fleet.engine("new"))
-        assert world.fleet.engines == {}
+        without = EngineSettings(kind="openai_compatible", url="http://127.0.0.1:1")
+        assert engines.add(without).id == "openai_compatible-0"
+        assert engines.add(without.model_copy(update={"url": "http://127.0.0.1:2"})).id.endswith("-1")
+        await engines.remove(world.fleet.engine("new"))
+        assert len(world.fleet.engines) == 2
 
 
 async def test_an_address_of_several_engines_is_refused_with_all_of_them(world):
-    router = EngineSpec("openai_compatible", "http://127.0.0.1:1", "r-chat", model="chat")
-    world.engine_set.add(router)
-    world.engine_set.add(replace(router, id="r-code", model="code"))
+    engines, router = world.proxy.engines, named("r-chat", "http://127.0.0.1:1", model="chat")
+    engines.add(router)
+    engines.add(router.model_copy(update={"id": "r-code", "model": "code"}))
     with pytest.raises(Conflict) as caught:
-        world.engine_set.add(replace(router, id="r", model=None))
+        engines.add(router.model_copy(update={"id": "r", "model": None}))
     assert str(caught.value) == (
         "engines 'r-chat', 'r-code', its ranks or models, are already at http://127.0.0.1:1"
     )
     with pytest.raises(Conflict, match=r"^engine 'r-code' is already at "):
-        world.engine_set.add(replace(router, id="r", model="code"))
+        engines.add(router.model_copy(update={"id": "r", "model": "code"}))
 
 
-async def test_an_unknown_kind_is_refused(world):
-    with pytest.raises(EngineSpecError, match="teapot"):
-        world.engine_set.add(EngineSpec("teapot", "http://127.0.0.1:1", "x"))
-    assert world.fleet.engines == {}
-
-
-async def test_free_ids(world, pair):
-    world.add(KvFake("vllm-0"))
-    assert world.engine_set.free_id("vllm") == "vllm-1"
-    assert world.engine_set.free_id("nim") == "nim-0"
+async def test_an_engine_that_cannot_be_used_is_not_added(world, tmp_path):
+    with pytest.raises(EngineSpecError, match="ca: "):
+        world.proxy.engines.add(named("x", "https://127.0.0.1:1", ca=str(tmp_path / "none.pem")))
+    assert (world.fleet.engines, world.fleet.book.marks()) == ({}, [])
 
 
 async def test_a_removed_engine_ends_its_part_of_operations(world, pair):
@@ -62,11 +64,11 @@ async def test_a_removed_engine_ends_its_part_of_operations(world, pair):
     operation = await world.kv.operate(KvVerb.FLUSH, Target(all=True))
     await until(lambda: not b.tiers)
     removed = world.fleet.engine("a")
-    await world.engine_set.remove(removed)
+    await world.proxy.engines.remove(removed)
     assert await operation.wait(5)
     assert operation.error == "1 of 2 engines failed: a: the engine was removed"
     assert a.closed
-    await world.engine_set.remove(removed)  # a second time has no effect
+    await world.proxy.engines.remove(removed)  # a second time has no effect
 
 
 async def test_its_role_and_what_it_lacks_are_told(world, pair):
@@ -97,68 +99,59 @@ async def test_why_its_process_does_not_run_is_its_last_error(world, pair, monke
 
 
 async def test_draining_and_back(world, pair):
-    engine = world.engine_set.drain(world.fleet.engine("a"), DrainReason.ORDERED, undo=False)
+    engine, drain = world.engines["a"], world.proxy.engines.drain_for
+    drain(engine, {DrainReason.ORDERED})
     assert engine.state is EngineState.DRAINING
     assert [candidate.engine for candidate in world.pool.candidates(None)] == ["b"]
-    world.engine_set.drain(world.fleet.engine("a"), DrainReason.ORDERED, undo=True)
-    # It is asked before it is trusted.
-    assert engine.state is EngineState.SUSPECT
-    assert engine.check_now.is_set()
-    assert (
-        world.engine_set.drain(world.fleet.engine("b"), DrainReason.ORDERED, undo=True).state
-        is EngineState.READY
-    )
-
-
-async def test_undo_on_an_engine_that_is_refused_does_not_let_requests_in(world, pair, monkeypatch):
-    monkeypatch.setattr(world.engine_set._monitor, "allows", lambda _: False)
-    for name in "ab":
-        world.engine_set.drain(world.fleet.engine(name), DrainReason.ORDERED, undo=False)
-        assert (
-            world.engine_set.drain(world.fleet.engine(name), DrainReason.ORDERED, undo=True).state
-            is EngineState.REFUSED
-        )
-    assert world.pool.candidates(None) == []
-
-
-async def test_an_engine_takes_requests_when_no_reason_to_drain_is_left(world, pair):
-    engine, drain = world.engines["a"], world.engine_set.drain
-    drain(engine, DrainReason.LEAVING, undo=False)
-    world.orders.drain(engine, undo=True)  # an operator never ordered it
+    drain(engine, {DrainReason.LEAVING})  # no reason is left but that
     assert engine.state is EngineState.DRAINING
-    world.orders.drain(engine, undo=False)
-    drain(engine, DrainReason.NOT_READY, undo=False)
-    for why in (DrainReason.LEAVING, DrainReason.NOT_READY):
-        assert drain(engine, why, undo=True).state is EngineState.DRAINING
-    assert world.orders.drain(engine, undo=True).state is EngineState.SUSPECT
+    drain(engine, set())
+    assert engine.state is EngineState.SUSPECT  # it is asked before it is trusted
+    assert engine.check_now.is_set()
+    drain(world.engines["b"], set())
+    assert world.engines["b"].state is EngineState.READY
+
+
+async def test_an_end_of_draining_lets_no_requests_in_where_none_may_be(world, pair, monkeypatch):
+    drain, (a, b) = world.proxy.engines.drain_for, world.engines.values()
+    for engine in (a, b):
+        drain(engine, {DrainReason.ORDERED})
+    world.fleet.leave(a)
+    monkeypatch.setattr(world.proxy.monitor, "allows", lambda _: False)
+    for engine in (a, b):
+        drain(engine, set())
+    assert (a.state, b.state) == (EngineState.DOWN, EngineState.REFUSED)
+    assert world.pool.candidates(None) == []
 
 
 async def test_an_undo_that_changes_nothing_says_why(world, pair):
     for engine in world.engines.values():
-        world.engine_set.drain(engine, DrainReason.LEAVING, undo=False)
-    undone = world.orders.drain(world.engines["a"], undo=True)
-    warning = describe_drained(undone, world.fleet, is_told=True).warning
+        world.proxy.engines.drain_for(engine, {DrainReason.LEAVING})
+    warning = describe_drained(world.engines["a"], world.fleet, is_told=True).warning
     assert warning.endswith("a also drains for another reason: nothing names it any more")
 
 
-async def test_undo_on_an_engine_that_is_gone(world, pair):
-    world.engine_set.drain(world.fleet.engine("a"), DrainReason.ORDERED, undo=False)
-    world.fleet.leave(world.engines["a"])
-    assert (
-        world.engine_set.drain(world.fleet.engine("a"), DrainReason.ORDERED, undo=True).state
-        is EngineState.DOWN
-    )
-
-
 async def test_an_order_that_others_do_not_hear_of_is_told(world, pair):
-    engine = world.engine_set.drain(world.fleet.engine("a"), DrainReason.ORDERED, undo=False)
-    assert describe_drained(engine, world.fleet, is_told=True).warning is None
+    first, last = (world.engines[name] for name in "ab")
+    world.proxy.engines.drain(first, undo=False)
     warning = "the exchange is gone: other kvpins follow this order when it is back"
-    assert describe_drained(engine, world.fleet, is_told=False).warning == warning
-    last = world.engine_set.drain(world.fleet.engine("b"), DrainReason.ORDERED, undo=False)
-    assert describe_drained(last, world.fleet, is_told=False).warning.endswith(f"--undo ends that; {warning}")
+    assert describe_drained(first, world.fleet, is_told=True).warning is None
+    assert describe_drained(first, world.fleet, is_told=False).warning == warning
+    world.proxy.engines.drain(last, undo=False)
+    assert describe_drained(last, world.fleet, is_told=False).warning.endswith(f"ends that; {warning}")
 
 
 async def test_its_key_is_not_shown(world):
     fake = KvFake("a", api_key="secret")
     assert "secret" not in str(describe_engine(world.add(fake), world.pool))
+
+
+@pytest.mark.parametrize(
+    ("order", "place"),
+    [
+        ("http://gpu:8000 rank 1", "http://gpu:8000 rank 1"),
+        ("vm http://127.0.0.1:1 model m", "http://127.0.0.1:1 model m on vm, the machine of its kvpin"),
+    ],
+)
+def test_the_machine_of_an_order_is_said_to_be_one(order, place):
+    assert place_of(order) == place

@@ -6,7 +6,7 @@ import pytest
 import structlog
 
 from engine_adapter import Capability, EngineLost
-from proxy.fleet.engine import FALSE_DOUBTS, Engine, EngineState, place_of
+from proxy.fleet.engine import FALSE_DOUBTS, Engine, EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.prompt import Prompt
 from tests.fakes import INFO, FakeAdapter, add_ready
@@ -17,17 +17,6 @@ PROMPT = Prompt(array("i", range(40)))
 @pytest.fixture
 def fleet():
     return Fleet()
-
-
-@pytest.mark.parametrize(
-    ("order", "place"),
-    [
-        ("http://gpu:8000 rank 1", "http://gpu:8000 rank 1"),
-        ("vm http://127.0.0.1:1 model m", "http://127.0.0.1:1 model m on vm, the machine of its kvpin"),
-    ],
-)
-def test_the_machine_of_an_order_is_said_to_be_one(order, place):
-    assert place_of(order) == place
 
 
 class TestEngine:

@@ -114,8 +114,8 @@ async def test_an_engine_is_added_by_those_who_have_the_admin_key_and_told_witho
         with capture_logs() as logs:
             one, two, other = [await start(key) for key in ("k", "k", "another")]
             await until(lambda: all(len(each.peers.stats().peers) == 2 for each in (one, two, other)))
-            one.orders.add(added(a, api_key="secret"))
-            one.orders.add(added(b))
+            one.engines.add(added(a, api_key="secret"))
+            one.engines.add(added(b))
             await until(lambda: listed(two) == ["b"])
             await until(lambda: any("give both the same admin_key" in each["event"] for each in logs))
             assert listed(other) == []

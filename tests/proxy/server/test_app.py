@@ -11,6 +11,7 @@ from structlog.testing import capture_logs
 
 from engine_adapter import HttpTransport, JsonBody
 from proxy.api.workers.siblings import Siblings
+from proxy.control.reconciler import Reconciler
 from proxy.control.tables import SharedTables
 from proxy.core.pins import Pin
 from proxy.errors import BodyTooLarge
@@ -142,7 +143,7 @@ class FailsToClose(FakeAdapter):
         raise OSError("disk full")
 
 
-async def test_a_failure_to_close_one_engine_does_not_keep_the_others_open():
+async def test_a_failure_to_close_one_engine_does_not_keep_the_others_open(monkeypatch):
     proxy = Proxy(Settings(), HttpTransport())
     closed = []
 
@@ -161,7 +162,7 @@ async def test_a_failure_to_close_one_engine_does_not_keep_the_others_open():
 
     for adapter in (Closes("a"), FailsToClose("b"), Closes("c")):
         proxy.fleet.add(adapter)
-    proxy.configured.processes |= {name: Stops(name) for name in ("p0", "p1")}
+    monkeypatch.setattr(Reconciler, "processes", [Stops(name) for name in ("p0", "p1")])
     with capture_logs() as entries:
         await proxy.stop()
     assert closed == ["a", "c", "p0", "p1"]

@@ -64,7 +64,7 @@ async def test_only_the_last_engine_of_a_model_is_removed_with_a_warning(world, 
 async def test_a_drain_while_the_exchange_is_gone_has_a_warning(world, pair):
     bus = Wire([])
     peers = Peers(bus, 1, world.fleet, world.tenants)
-    world.endpoints = engine_routes(world.fleet, world.orders, world.pinning, {}, peers, reuse=True)
+    world.endpoints = engine_routes(world.fleet, world.proxy.engines, world.pinning, peers, reuse=True)
     async with world.client() as client:
         for bus.is_connected, warning in ((True, None), (False, "the exchange is gone: other kvpins follow")):
             told = (await client.post("/engines/a/drain")).json()["warning"]

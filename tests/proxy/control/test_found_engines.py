@@ -10,15 +10,14 @@ import pytest
 import trustme
 from structlog.testing import capture_logs
 
-from engine_adapter import EngineSpec, HttpTransport
-from proxy.control import discovered
-from proxy.control.discovered import Parts
+from engine_adapter import HttpTransport
+from proxy.control import reconciler
 from proxy.core.audit import Trust
 from proxy.fleet.discovery import FoundEngine, SourceError, finders, kubernetes
 from proxy.fleet.discovery.kubernetes import KubernetesFinder
 from proxy.fleet.engine import EngineState
 from proxy.server.app import Proxy, build_app
-from proxy.settings import DiscoverySettings, EngineSettings, HealthSettings, ManagedSettings, Settings
+from proxy.settings import DiscoverySettings, EngineSettings, HealthSettings, Settings
 from tests import kubernetes_api
 from tests.fake_engines.sglang import running_sglang
 from tests.fake_engines.vllm import running_vllm
@@ -32,7 +31,7 @@ CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 def quick(monkeypatch):
     monkeypatch.setattr(finders, "PAUSE_S", 0.01)
     monkeypatch.setattr(kubernetes, "PAUSE_S", 0.01)
-    monkeypatch.setattr(discovered, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(reconciler, "FIRST_BACKOFF_S", 0.01)
 
 
 @contextlib.asynccontextmanager
@@ -116,7 +115,7 @@ async def test_engines_of_a_file_come_and_go_under_load(tmp_path):
                     count = len(statuses)
                     await until(lambda count=count: len(statuses) > count + 20, 60)
                 path.write_text("[[engines]]")  # not JSON: the engine stays
-                source = proxy.discovered.sources[str(path)]
+                source = proxy.engines.sources[str(path)]
                 await until(lambda: source.error is not None and "is not JSON" in source.error, 60)
                 assert set(proxy.fleet.engines) == {"a"}
                 listed = (await client.get("/admin/v1/engines")).json()["sources"]
@@ -143,13 +142,13 @@ async def test_a_pod_that_is_not_ready_drains_and_one_that_is_gone_leaves_under_
 
         put("a", a)
         put("b", b, ready=False)
-        proxy.discovered.follow([], [(settings.source, finder)], grace_s=60)
+        proxy.engines.follow([], [(settings.source, finder)], grace_s=60)
         await until(lambda: state(proxy, "a.llm") is EngineState.READY, 60)
         assert state(proxy, "b.llm") is None  # it starts
         async with loaded(proxy) as (_, statuses):
             put("b", b)
             await until(lambda: state(proxy, "b.llm") is EngineState.READY, 60)
-            source = proxy.discovered.sources[settings.source]
+            source = proxy.engines.sources[settings.source]
             api.bookmark()
             api.status = 503
             api.fail(500, "broken")  # the watch ends, and the server is gone: its engines stay
@@ -171,7 +170,7 @@ async def test_a_pod_that_is_not_ready_drains_and_one_that_is_gone_leaves_under_
             old.leases.add(request := object())
             api.delete("slice-b")
             api.fail(410, "expired")
-            await until(lambda: proxy.configured.entry("b.llm") is None, 60)
+            await until(lambda: proxy.engines._member("b.llm").is_leaving, 60)
             put("b", b)  # it is back before its last request has ended: it stays
             await until(lambda: state(proxy, "b.llm") is EngineState.READY, 60)
             assert proxy.fleet.engine("b.llm") is old
@@ -182,7 +181,7 @@ async def test_a_pod_that_is_not_ready_drains_and_one_that_is_gone_leaves_under_
 async def test_a_source_that_fails_or_names_what_cannot_be_used_keeps_its_engines(tmp_path):
     one, other = Scripted(), Scripted()
     async with FakeEngine("a") as a, running(engines_file=tmp_path / "none.toml") as proxy:
-        found, sources = proxy.discovered, proxy.discovered.sources
+        found, sources = proxy.engines, proxy.engines.sources
         static = EngineSettings(kind="openai_compatible", url=a.url, id="s")
         found.follow([static], [("one", one), ("other", other)], grace_s=60)
         one.say(engine("a", a.url, headers={"x-to": "a"}), engine("s", "http://127.0.0.1:1"))
@@ -196,7 +195,7 @@ async def test_a_source_that_fails_or_names_what_cannot_be_used_keeps_its_engine
         await until(lambda: "ca: " in (sources["one"].error or ""))
         assert set(proxy.fleet.engines) == {"s", "a", "b"}
         assert [each.entry.id for each in sources["one"].found] == ["a", "s"]
-        mine = proxy.engines.add(EngineSpec("openai_compatible", a.url, "mine", headers={"x-to": "mine"}))
+        mine = proxy.engines.add(engine("mine", a.url, headers={"x-to": "mine"}).entry)
         found.follow([static], [("one", one)], grace_s=60)  # the other is gone
         await until(lambda: set(proxy.fleet.engines) == {"s", "a", "mine"})
         again = Scripted()
@@ -209,95 +208,6 @@ async def test_a_source_that_fails_or_names_what_cannot_be_used_keeps_its_engine
         assert (proxy.fleet.engines["mine"], found._waiting) == (mine, {"mine"})
         await proxy.engines.remove(mine)
         await until(lambda: not found._waiting and "mine" in proxy.fleet.engines)
-
-
-async def test_an_engine_that_is_found_where_another_is_named_counts_once(tmp_path):
-    path = tmp_path / "engines.json"
-    async with FakeEngine("a") as a, FakeEngine("b") as b:
-        found = [{"kind": "openai_compatible", "url": each.url, "id": f"found-{each.id}"} for each in (a, b)]
-        path.write_text(json.dumps({"engines": found}))
-        named = {"kind": "openai_compatible", "url": a.url.replace("127.0.0.1", "localhost"), "id": "a"}
-        async with running(engines=[named], engines_file=path) as proxy:
-            await until(lambda: set(proxy.fleet.engines) == {"a", "found-b"}, 60)
-            assert len(proxy.discovered.sources[str(path)].found) == 2
-
-
-async def test_an_engine_that_the_admin_api_removed_may_stop_being_ready_at_its_source(tmp_path):
-    source = Scripted()
-    async with FakeEngine("a") as a, running(engines_file=tmp_path / "none.toml") as proxy:
-        proxy.discovered.follow([], [("one", source)], grace_s=60)
-        source.say(engine("a", a.url))
-        await until(lambda: state(proxy, "a") is EngineState.READY)
-        await proxy.engines.remove(proxy.fleet.engine("a"))
-        source.say(engine("a", a.url, is_ready=False))
-        await until(lambda: not proxy.discovered.sources["one"].found[0].is_ready)
-        namesake = proxy.engines.add(EngineSpec("openai_compatible", a.url, "a"))
-        await until(lambda: namesake.state is EngineState.READY)
-        source.say()
-        await until(lambda: not proxy.discovered.sources["one"].found)
-        assert proxy.fleet.engines == {"a": namesake}
-        assert namesake.state is EngineState.READY
-
-
-URL = "http://gpu7:8000"
-
-
-def vllm(**more):
-    return EngineSettings(kind="vllm", id="v", url=URL, **more)
-
-
-def ids(engines):
-    return [each.id for each in engines]
-
-
-def test_an_entry_stands_for_the_models_of_a_router():
-    router = EngineSettings(kind="llama_server", id="r", url=URL)
-    named = router.model_copy(update={"id": "n", "model": "b"})
-    parts = Parts()
-    assert parts.learn(URL, ("org/a:Q8",))
-    assert [(each.id, each.model) for each in parts.split(router)] == [("r-org.a.Q8", "org/a:Q8")]
-    assert parts.learn(URL, ("a", "b"))
-    assert ids(parts.split(router)) == ["r-a", "r-b"]
-    assert parts.split(named) == [named]
-    assert not parts.learn(URL, ())
-
-
-def test_an_entry_stands_for_the_ranks_that_its_server_told():
-    parts = Parts()
-    assert not parts.learn(URL, ())
-    assert not parts.learn(URL, (0,))
-    assert parts.split(vllm()) == [vllm()]
-    assert parts.learn(URL, (0, 1))
-    assert not parts.learn(URL, (0, 1))
-    assert not parts.learn(URL, ())
-    assert ids(parts.split(vllm())) == ["v-dp0", "v-dp1"]
-    assert [each.spec().options.rank for each in parts.split(vllm())] == [0, 1]
-    assert parts.learn(URL, (0, 1, 2))
-    assert ids(parts.split(vllm())) == ["v-dp0", "v-dp1", "v-dp2"]
-    assert parts.learn(URL, (0,))
-    assert parts.split(vllm()) == [vllm()]
-
-
-@pytest.mark.parametrize(
-    "entry",
-    [
-        vllm(dp_rank=1),
-        EngineSettings(kind="openai_compatible", id="o", url=URL),
-        ManagedSettings(kind="vllm", id="m", command="vllm serve --port {port}"),
-    ],
-)
-def test_what_names_its_rank_or_can_have_none_is_one_engine(entry):
-    parts = Parts()
-    parts.learn(URL, (0, 1))
-    assert parts.split(entry) == [entry]
-
-
-def test_each_rank_has_the_settings_of_the_server_and_the_next_event_ports():
-    entry = vllm(events="tcp://gpu7:5557", replay="tcp://gpu7:5657", api_key="k", share_kv=True)
-    spec = entry.of_part(2).spec()
-    assert (spec.api_key, spec.share_kv, spec.url) == ("k", True, URL)
-    assert (spec.options.events, spec.options.replay) == ("tcp://gpu7:5559", "tcp://gpu7:5659")
-    assert entry.spec().options.events == "tcp://gpu7:5557"
 
 
 @contextlib.asynccontextmanager
@@ -323,11 +233,6 @@ def engines(proxy):
     return {
         each.id for each in found if each.state is EngineState.READY and each.audit.trust is Trust.PRECISE
     }
-
-
-def stored(proxy):
-    """Blocks that the engines have told of."""
-    return sum(each.view.counts.stored for each in proxy.fleet.engines.values())
 
 
 async def complete(client, first):
@@ -369,9 +274,9 @@ async def test_a_first_start_is_not_told_as_a_change():
     proxy.start()
     try:
         with capture_logs() as logs:
-            assert proxy.discovered.split(proxy.fleet.engine("e"), replace(INFO, ranks=(0, 1)))
+            assert proxy.engines.split(proxy.fleet.engine("e"), replace(INFO, ranks=(0, 1)))
             await until(lambda: set(proxy.fleet.engines) == {"e-dp0", "e-dp1"})
-            assert not proxy.discovered.split(proxy.fleet.engine("e-dp0"), replace(INFO, ranks=(0, 1, 2)))
+            assert not proxy.engines.split(proxy.fleet.engine("e-dp0"), replace(INFO, ranks=(0, 1, 2)))
     finally:
         await proxy.stop()
     events = [each["event"] for each in logs]
@@ -382,63 +287,19 @@ async def test_a_first_start_is_not_told_as_a_change():
     assert not [each for each in events if "engine has left" in each]
 
 
-async def test_a_server_that_comes_back_with_other_ranks_becomes_other_engines():
-    with running_vllm(ranks=2) as server:
-        async with kvpin_over("vllm", server.url) as (proxy, client):
-            await until(lambda: set(proxy.fleet.engines) == {"e-dp0", "e-dp1"} == engines(proxy), 60)
-            server.fake.options = replace(server.fake.options, ranks=1)
-            server.fake.restart()
-            await until(lambda: set(proxy.fleet.engines) == {"e"}, 60)
-            assert (await complete(client, 100))[0] == "e"
-            server.fake.options = replace(server.fake.options, ranks=2)
-            server.fake.restart()
-            await until(lambda: set(proxy.fleet.engines) == {"e-dp0", "e-dp1"} == engines(proxy), 60)
-            assert (await complete(client, 100))[0] in ("e-dp0", "e-dp1")
-
-
-class Source:
-    """A source of engines that says what a test puts."""
-
-    def __init__(self):
-        self.said = asyncio.Queue()
-
-    async def found(self):
-        while True:
-            yield await self.said.get()
-
-
-async def test_all_ranks_of_a_server_drain_and_come_back_when_its_source_says_so():
-    source = Source()
-    with running_vllm(ranks=2) as server:
-        pod = EngineSettings(kind="vllm", id="pod.llm", url=server.url)
-        async with kvpin_over("vllm", "http://127.0.0.1:1") as (proxy, _):
-            proxy.discovered.follow([], [("pods", source)], grace_s=1)
-            for is_ready, state in ((True, "ready"), (False, "draining"), (True, "ready")):
-                source.said.put_nowait((FoundEngine(pod, is_ready),))
-                states = {"pod.llm-dp0": state, "pod.llm-dp1": state}
-                await until(lambda told=states: states_of(proxy) == told, 60)
-            source.said.put_nowait(())
-            await until(lambda: states_of(proxy) == {}, 60)
-
-
-def states_of(proxy):
-    return {each.id: each.state.value for each in proxy.fleet.engines.values()}
-
-
-async def test_a_rank_whose_id_is_taken_waits_for_it():
-    with running_vllm(ranks=2) as server:
-        server.fake.options = replace(server.fake.options, ranks=1)
-        server.fake.restart()
-        async with kvpin_over("vllm", server.url) as (proxy, client):
-            await until(lambda: proxy.fleet.engines["e"].state is EngineState.READY, 60)
-            added = proxy.engines.add(EngineSpec("vllm", server.url, "e-dp1", headers={"x-to": "e-dp1"}))
-            server.fake.options = replace(server.fake.options, ranks=2)
-            server.fake.restart()
-            both = {"e-dp0": "ready", "e-dp1": "ready"}
-            await until(lambda: states_of(proxy) == both, 60)
-            await until(lambda: "dp_rank=0 to 1" in str(added.adapter.findings()), 60)
-            assert proxy.fleet.engines["e-dp1"] is added  # the admin API adds what it was told
-            assert (await complete(client, 100))[0] in both
-            await proxy.engines.remove(added)
-            await until(lambda: states_of(proxy) == both, 60)
-            assert proxy.fleet.engines["e-dp1"].adapter.spec.options.rank == 1
+async def test_an_engine_that_waits_for_its_turn_drains_when_its_source_says_so(tmp_path):
+    source = Scripted()
+    async with FakeEngine("a") as a, FakeEngine("b") as b, running(engines_file=tmp_path / "none") as proxy:
+        proxy.engines.follow([], [("one", source)], grace_s=60)
+        source.say(engine("a", a.url), engine("b", b.url))
+        await until(lambda: state(proxy, "a") is state(proxy, "b") is EngineState.READY)
+        old = proxy.fleet.engine("a")
+        old.leases.add(request := object())
+        for is_ready in (True, False):
+            changed = engine("b", b.url, is_ready=is_ready, api_key="k")
+            source.say(engine("a", a.url, api_key="k"), changed)
+        await until(lambda: state(proxy, "b") is EngineState.DRAINING)
+        old.leases.discard(request)
+        await until(lambda: proxy.fleet.engine("b").adapter.spec.api_key == "k")
+        await until(lambda: proxy.fleet.engine("b").info is not None)
+        assert state(proxy, "b") is EngineState.DRAINING

@@ -1,0 +1,521 @@
+"""Engines join, change and leave; requests in flight end where they began; operators' orders are followed."""
+
+import asyncio
+import contextlib
+import socket
+import time
+from pathlib import Path
+
+import pytest
+import structlog
+from structlog.testing import capture_logs
+
+from engine_adapter import EngineSpecError, HttpTransport
+from engine_adapter.openai_compatible import OpenAICompatibleAdapter
+from proxy.control.engines import place_of
+from proxy.errors import Conflict
+from proxy.fleet.engine import EngineState, order_name
+from proxy.fleet.process import managed_engine
+from proxy.fleet.process.managed_engine import ManagedEngine
+from proxy.server.app import Proxy
+from proxy.settings import EngineSettings, ManagedSettings, Settings, StartedSettings, engine_as_json
+from tests.fakes import FakeEngine
+from tests.kv_world import until
+
+NOWHERE = "http://127.0.0.1:1"
+
+
+def named(engine_id, url, **more):
+    return EngineSettings(
+        kind="openai_compatible", url=url, **({"id": engine_id} if engine_id else {}), **more
+    )
+
+
+@contextlib.asynccontextmanager
+async def running(*engines):
+    """A proxy with these engines, all ready."""
+    proxy = Proxy(Settings(engines=engines), HttpTransport())
+    proxy.engines.follow(engines, grace_s=60)
+    await until(lambda: all(e.state is EngineState.READY for e in proxy.fleet.engines.values()))
+    try:
+        yield proxy
+    finally:
+        await proxy.stop()
+
+
+async def test_an_engine_that_is_no_longer_named_leaves_after_its_requests_and_after_others_were_tried():
+    async with FakeEngine("a") as server, running(named("a", server.url)) as proxy:
+        old = proxy.fleet.engine("a")
+        old.leases.add(request := object())
+        changes = proxy.engines.follow([named("b", server.url)], grace_s=60)
+        assert ([e.id for e in changes.added], changes.removed) == (["b"], ("a",))
+        assert old.state is EngineState.READY
+        await until(lambda: old.state is EngineState.DRAINING)
+        assert proxy.fleet.engine("b").state is EngineState.READY
+        assert "a" in proxy.fleet.engines
+        old.leases.discard(request)
+        await until(lambda: list(proxy.fleet.engines) == ["b"])
+
+
+async def test_an_engine_with_other_settings_is_connected_anew_once_its_requests_have_ended():
+    async with FakeEngine("a") as server, running(named("a", server.url)) as proxy:
+        old = proxy.fleet.engine("a")
+        old.leases.add(request := object())
+        changes = proxy.engines.follow([named("a", server.url, api_key="k")], grace_s=60)
+        assert [entry.id for entry in changes.changed] == ["a"]
+        new = proxy.fleet.engine("a")
+        assert (new is not old, new.state) == (True, EngineState.CONNECTING)
+        assert proxy.fleet.pool("m").is_coming_back  # requests wait for it
+        old.leases.discard(request)
+        await until(lambda: new.state is EngineState.READY)
+        assert new.adapter.spec.api_key == "k"
+
+
+async def test_one_engine_that_cannot_be_used_leaves_all_as_they_are(tmp_path):
+    async with FakeEngine("a") as server, running(named("a", server.url)) as proxy:
+        bad = named("c", "https://127.0.0.1:1", ca=str(tmp_path / "none"))
+        with pytest.raises(EngineSpecError, match="engine 'c': ca: "):
+            proxy.engines.follow([named("b", server.url), bad], grace_s=60)
+        assert list(proxy.fleet.engines) == ["a"]
+        assert proxy.engines.follow([named("a", server.url)], grace_s=60).removed == ()
+
+
+async def test_a_process_ends_with_its_engine():
+    proxy = Proxy(Settings(engines=(named("a", NOWHERE),)), HttpTransport())
+    started = ManagedSettings(kind="openai_compatible", id="p", command="sh -c 'sleep 100 # {port}'")
+    try:
+        proxy.engines.follow([started], grace_s=60)
+        process = proxy.fleet.engine("p").process
+        await until(lambda: process.status.pid is not None)
+        proxy.engines.follow([], grace_s=0.1)
+        await until(lambda: process.status.state == "stopped" and process.status.pid is None)
+        assert (list(proxy.fleet.engines), proxy.engines.processes) == ([], [])
+    finally:
+        await proxy.stop()
+
+
+async def test_engines_of_one_model_get_other_settings_one_after_the_other():
+    async with (
+        FakeEngine("a") as a,
+        FakeEngine("b") as b,
+        running(named("a", a.url), named("b", b.url)) as proxy,
+    ):
+        old_a, old_b = proxy.fleet.engine("a"), proxy.fleet.engine("b")
+        old_a.leases.add(request := object())
+        proxy.engines.follow([named("a", a.url, api_key="k"), named("b", b.url, api_key="k")], grace_s=60)
+        assert proxy.fleet.engine("a") is not old_a
+        await asyncio.sleep(0.2)
+        assert proxy.fleet.pool("m").ready() == [old_b]
+        old_a.leases.discard(request)
+        await until(lambda: proxy.fleet.engine("b") is not old_b)
+        assert proxy.fleet.engine("a").state is EngineState.READY
+        await until(lambda: proxy.fleet.engine("b").state is EngineState.READY)
+        assert proxy.fleet.engine("b").adapter.spec.api_key == "k"
+
+
+async def test_an_engine_that_waits_for_its_turn_takes_the_newest_settings():
+    async with (
+        FakeEngine("a") as a,
+        FakeEngine("b") as b,
+        running(named("a", a.url), named("b", b.url)) as proxy,
+    ):
+        old_a, old_b = proxy.fleet.engine("a"), proxy.fleet.engine("b")
+        old_a.leases.add(request := object())
+        for key in ("first", "second"):
+            entries = [named("a", a.url, api_key="k"), named("b", b.url, api_key=key)]
+            proxy.engines.follow(entries, grace_s=60)
+        old_a.leases.discard(request)
+        await until(lambda: proxy.fleet.engine("b") is not old_b)
+        assert proxy.fleet.engine("b").adapter.spec.api_key == "second"
+        await until(lambda: proxy.fleet.engine("b").state is EngineState.READY)
+
+
+async def test_an_engine_that_the_supervisor_starts_is_known_as_one():
+    async with FakeEngine("a") as server, FakeEngine("b") as other:
+        started = StartedSettings(kind="openai_compatible", url=server.url, id="a")
+        async with running(started, named("b", other.url)) as proxy:
+            assert [engine.has_supervisor for engine in proxy.fleet.engines.values()] == [True, False]
+
+
+async def test_a_managed_engine_that_was_drained_is_drained_on_its_next_port(monkeypatch):
+    mine = ManagedSettings(kind="openai_compatible", id="mine", command="sleep 60 {port}")
+    marks = []
+    for port in (49_152, 49_153):
+        monkeypatch.setattr(managed_engine, "_free_port", lambda port=port: port)
+        proxy = Proxy(Settings(), HttpTransport())
+        proxy.fleet.book.merge(marks, now=time.time())  # as those of a state_dir
+        proxy.engines.follow([mine], grace_s=0)
+        engine = proxy.fleet.engine("mine")
+        assert (engine.state is EngineState.DRAINING) == bool(marks)
+        if not marks:
+            proxy.fleet.book.drain(order_name(engine.adapter.spec), drained=True, now=time.time())
+        marks = proxy.fleet.book.marks()
+        await proxy.stop()
+
+
+async def test_a_managed_engine_on_the_port_of_one_that_was_drained_is_not_drained(monkeypatch):
+    monkeypatch.setattr(managed_engine, "_free_port", lambda: 49_152)
+    mine = ManagedSettings(kind="openai_compatible", id="mine", command="sleep 60 {port}")
+    proxy = Proxy(Settings(), HttpTransport())
+    before = EngineSettings(kind="openai_compatible", id="other", url="http://127.0.0.1:49152")
+    proxy.fleet.book.drain(order_name(before.spec()), drained=True, now=time.time() + 60)
+    proxy.engines.follow([mine], grace_s=0)
+    assert not proxy.fleet.is_drained(proxy.fleet.engine("mine"))
+    await proxy.stop()
+
+
+@pytest.fixture
+def one_adapter(monkeypatch):
+    """Engines take one kvpin at a time, as a llama-server does."""
+    monkeypatch.setattr(OpenAICompatibleAdapter, "one_owner", True)
+
+
+async def test_a_server_under_another_name_is_connected_once_the_old_one_has_left(one_adapter):
+    async with FakeEngine("a") as server, running(named("a", server.url)) as proxy:
+        old = proxy.fleet.engine("a")
+        old.leases.add(request := object())
+        with structlog.testing.capture_logs() as logs:
+            proxy.engines.follow([named("b", server.url)], grace_s=60)
+        (line,) = logs
+        assert line["event"].startswith("engine waits: its server is still in use under another name")
+        new = proxy.fleet.engine("b")
+        await until(lambda: old.state is EngineState.DRAINING)
+        await asyncio.sleep(0.2)
+        assert (new.state, new.info) == (EngineState.CONNECTING, None)
+        assert proxy.fleet.pool("m").is_coming_back  # requests wait for it
+        old.leases.discard(request)
+        await until(lambda: new.state is EngineState.READY)
+        assert proxy.fleet.engines == {"b": new}
+        assert list(proxy.fleet.pool("m").engines) == ["b"]
+
+
+async def test_one_that_never_connected_leaves_its_server_to_another_name_without_a_word(one_adapter):
+    """As the engine that stands for all models of a router."""
+    proxy = Proxy(Settings(), HttpTransport())
+    proxy.engines.follow([named("a", NOWHERE)], grace_s=60)
+    with structlog.testing.capture_logs() as logs:
+        proxy.engines.follow([named("b", NOWHERE)], grace_s=60)
+        await until(lambda: list(proxy.fleet.engines) == ["b"])
+    assert not [line for line in logs if line["event"].startswith("engine waits")]
+    await proxy.stop()
+
+
+async def test_a_server_under_another_name_is_connected_once_the_old_one_has_saved(one_adapter, monkeypatch):
+    async with FakeEngine("a") as server, running(named("a", server.url)) as proxy:
+        old, is_saved = proxy.fleet.engine("a"), asyncio.Event()
+        aclose = old.adapter.aclose
+
+        async def slow_aclose():
+            await is_saved.wait()
+            await aclose()
+
+        monkeypatch.setattr(old.adapter, "aclose", slow_aclose)
+        proxy.engines.follow([named("b", server.url)], grace_s=60)
+        new = proxy.fleet.engine("b")
+        await until(lambda: not proxy.fleet.has(old))
+        await asyncio.sleep(0.5)
+        assert (new.state, new.info) == (EngineState.CONNECTING, None)
+        assert proxy.fleet.pool("m").is_coming_back  # requests wait for it
+        is_saved.set()
+        await until(lambda: new.state is EngineState.READY)
+
+
+@pytest.mark.parametrize("settings", [{"api_key": "k"}, None], ids=["replaced", "left"])
+async def test_an_engine_that_fails_to_close_holds_up_nothing(one_adapter, monkeypatch, settings):
+    async with FakeEngine("a") as server, running(named("a", server.url)) as proxy:
+        old = proxy.fleet.engine("a")
+
+        async def broken():
+            raise OSError("the disk is full")
+
+        monkeypatch.setattr(old.adapter, "aclose", broken)
+        entries = [named("a", server.url, **settings)] if settings else []
+        proxy.engines.follow(entries, grace_s=60)
+        if settings:
+            new = proxy.fleet.engine("a")
+        else:
+            await until(lambda: not proxy.fleet.engines)
+            new = proxy.engines.add(named("b", server.url))
+        await until(lambda: new.state is EngineState.READY)
+        assert new is not old
+
+
+async def test_servers_that_swap_their_names_are_each_used_by_one_adapter(one_adapter):
+    async with (
+        FakeEngine("a") as one,
+        FakeEngine("b") as two,
+        running(named("a", one.url), named("b", two.url)) as proxy,
+    ):
+        old = proxy.fleet.engine("b")
+        old.leases.add(request := object())
+        proxy.engines.follow([named("a", two.url), named("b", one.url)], grace_s=60)
+        await until(lambda: not proxy.fleet.has(old))  # `a` waits for its server: it is not waited for
+        await asyncio.sleep(0.2)
+        assert [proxy.fleet.engine(name).info for name in "ab"] == [None, None]
+        old.leases.discard(request)
+        await until(lambda: all(proxy.fleet.engine(name).state is EngineState.READY for name in "ab"))
+        assert [proxy.fleet.engine(name).adapter.spec.url for name in "ab"] == [two.url, one.url]
+
+
+async def test_a_new_name_that_is_taken_back_leaves_the_engine_as_it_was(one_adapter):
+    async with FakeEngine("a") as server, running(named("a", server.url)) as proxy:
+        old = proxy.fleet.engine("a")
+        old.leases.add(object())
+        for name in "ba":
+            proxy.engines.follow([named(name, server.url)], grace_s=60)
+        await until(lambda: proxy.fleet.engines == {"a": old} and old.state is EngineState.READY)
+
+
+@pytest.mark.parametrize("settings", [{"api_key": "k"}, None], ids=["replaced", "removed"])
+async def test_a_stop_lets_an_adapter_that_leaves_save_and_connects_no_other(
+    one_adapter, monkeypatch, settings
+):
+    async with FakeEngine("a") as server, running(named("a", server.url)) as proxy:
+        old, saved = proxy.fleet.engine("a"), []
+        aclose = old.adapter.aclose
+
+        async def slow_aclose():
+            await asyncio.sleep(0.3)
+            saved.append(old.id)
+            await aclose()
+
+        monkeypatch.setattr(old.adapter, "aclose", slow_aclose)
+        if settings:
+            proxy.engines.follow([named("a", server.url, **settings)], grace_s=60)
+        else:
+            proxy.engines.follow([], grace_s=60)
+            await until(lambda: not proxy.fleet.has(old))
+            proxy.engines.add(named("a", server.url))
+        new = proxy.fleet.engine("a")
+        await asyncio.sleep(0.1)
+        await proxy.stop()
+        assert saved == ["a"]
+        assert (new.state, new.info, proxy.tasks._tasks) == (EngineState.CONNECTING, None, {})
+
+
+@contextlib.asynccontextmanager
+async def started(*engines, **settings):
+    if not engines:
+        settings.setdefault("engines_file", Path("/none.toml"))  # else kvpin would start some
+    proxy = Proxy(Settings(engines=engines, **settings), HttpTransport())
+    proxy.start()
+    try:
+        yield proxy
+    finally:
+        await proxy.stop()
+
+
+def ids(proxy):
+    return list(proxy.fleet.engines)
+
+
+def tell(proxy, *others):
+    """What one kvpin knows, the others hear."""
+    for other in others:
+        other.fleet.book.merge(proxy.fleet.book.marks(), now=time.time())
+
+
+def state(proxy, engine_id):
+    engine = proxy.fleet.engines.get(engine_id)
+    return engine and engine.state
+
+
+async def test_drains_ordered_at_other_kvpins_are_followed(world, pair):
+    world.proxy.engines.follow((), grace_s=60)
+    name = order_name(world.engines["a"].adapter.spec)
+    for drained, then in ((True, EngineState.DRAINING), (False, EngineState.SUSPECT)):
+        world.fleet.book.drain(name, drained=drained, now=1.0)
+        assert world.engines["a"].state is then
+
+
+async def test_an_engine_kvpin_runs_is_not_removed(world, pair):
+    a, b = (world.engines[name] for name in "ab")
+    a.process, b.has_supervisor = ManagedEngine(ManagedSettings(kind="embedded", id="a")), True
+    world.proxy.engines.follow((), grace_s=60)
+    for engine in (a, b):
+        with pytest.raises(Conflict, match="itself"):
+            await world.proxy.engines.remove(engine)
+        world.fleet.book.remove(order_name(engine.adapter.spec), now=1.0)
+    await asyncio.sleep(0.05)
+    assert ids(world) == ["a", "b"]
+
+
+async def test_an_engine_added_at_one_kvpin_joins_the_others_and_leaves_with_it():
+    async with FakeEngine("a") as server, started() as one, started() as two:
+        added = one.engines.add(named("", server.url, headers={"x-to": "a"}))
+        assert added.id == "openai_compatible-0"
+        tell(one, two)
+        await until(lambda: state(two, added.id) is EngineState.READY)
+        assert two.fleet.engine(added.id).adapter.spec == added.adapter.spec
+        one.engines.drain(added, undo=False)
+        tell(one, two)
+        await one.engines.remove(added)
+        tell(one, two)
+        await until(lambda: not ids(two))
+        assert [(each.engine, each.named) for each in two.engines.removed()] == [
+            (place_of(order_name(added.adapter.spec)), False)
+        ]
+        one.engines.add(named("again", server.url))
+        tell(one, two)
+        await until(lambda: state(two, "again") is EngineState.READY)
+
+
+async def test_a_configured_engine_that_was_drained_removed_and_added_elsewhere_serves_again():
+    async with FakeEngine("a") as server:
+        entry = named("a", server.url)
+        async with started(entry) as one, started(entry) as two, started(entry) as late:
+            await until(lambda: two.fleet.engine("a").state is EngineState.READY)
+            one.engines.drain(one.fleet.engine("a"), undo=False)
+            tell(one, two, late)
+            assert two.fleet.engine("a").state is EngineState.DRAINING
+            await one.engines.remove(one.fleet.engine("a"))
+            tell(one, two)
+            await until(lambda: not ids(two))
+            one.engines.add(entry)
+            tell(one, two, late)
+            await until(lambda: {*map(tuple, map(ids, (one, two, late)))} == {("a",)})
+            for each in (one, two, late):
+                await until(lambda each=each: each.fleet.engine("a").state is EngineState.READY)
+
+
+async def test_orders_outlive_a_restart(tmp_path):
+    async with FakeEngine("a") as a, FakeEngine("b") as b, FakeEngine("c") as c:
+        engines, state_dir = [named("a", a.url), named("b", b.url)], tmp_path / "state"
+        async with started(*engines, state_dir=state_dir) as proxy:
+            proxy.engines.add(named("c", c.url, api_key="secret"))
+            await proxy.engines.remove(proxy.fleet.engine("b"))
+        async with started(*engines, state_dir=state_dir) as proxy:
+            assert ids(proxy) == ["a", "c"]
+            assert proxy.fleet.engine("c").adapter.spec.api_key == "secret"
+            (removed,) = proxy.engines.removed()
+            said = f"{b.url} on {socket.gethostname()}, the machine of its kvpin"
+            assert (removed.engine, removed.named) == (said, True)
+            assert removed.undo == f"kvpin engines add openai_compatible={b.url}"
+            proxy.reload(proxy.settings)
+            assert ids(proxy) == ["a", "c"]
+            back = proxy.engines.add(named("other", b.url))
+            assert (back.id, proxy.engines.removed()) == ("b", [])
+        async with started(*engines, state_dir=state_dir) as proxy:
+            assert ids(proxy) == ["a", "b", "c"]
+
+
+async def test_removed_engines_are_listed_while_that_may_matter():
+    entry = named("a", "http://127.0.0.1:1", model="m", headers={"x-key": "secret"})
+    ranked = EngineSettings(kind="vllm", id="b", url="http://gpu:8000", dp_rank=1)
+    async with started(entry, ranked) as proxy:
+        book, now = proxy.fleet.book, time.time()
+        book.remove("http://long-ago", now=now - 90_000)
+        book.remove("http://today", now=now - 80_000)
+        for age_s, each in enumerate((entry, ranked)):
+            book.remove(order_name(each.spec()), now=now - 100_000 - age_s)
+        assert [(each.named, each.undo) for each in proxy.engines.removed()] == [
+            (False, "kvpin engines add KIND=URL"),
+            (True, "kvpin engines add openai_compatible=http://127.0.0.1:1,model=m,headers=…"),
+            (True, "kvpin engines add vllm=http://gpu:8000,dp_rank=1"),
+        ]
+
+
+async def test_an_id_that_is_taken_keeps_a_removed_engine_out():
+    async with FakeEngine("a") as a, FakeEngine("b") as b, started(named("a", a.url)) as proxy:
+        await proxy.engines.remove(proxy.fleet.engine("a"))
+        proxy.engines.add(named("a", b.url))
+        with pytest.raises(Conflict, match="under an id that is taken: it joins when that is free"):
+            proxy.engines.add(named("other", a.url))
+        assert proxy.fleet.engine("a").adapter.spec.url == b.url
+        await proxy.engines.remove(proxy.fleet.engine("a"))
+        await until(lambda: "a" in ids(proxy) and proxy.fleet.engine("a").adapter.spec.url == a.url)
+
+
+async def test_engines_stay_until_one_that_waits_for_its_id_was_tried():
+    async with (
+        FakeEngine("a") as a,
+        FakeEngine("b") as b,
+        FakeEngine("c") as c,
+        started(named("a", a.url)) as proxy,
+    ):
+
+        def reload(entry):
+            proxy.reload(proxy.settings.model_copy(update={"engines": (entry,)}))
+
+        old = proxy.fleet.engine("a")
+        await until(lambda: old.state is EngineState.READY)
+        old.leases.add(request := object())
+        reload(named("b", b.url))
+        await until(
+            lambda: (state(proxy, "a"), state(proxy, "b")) == (EngineState.DRAINING, EngineState.READY)
+        )
+        reload(named("a", c.url))  # a request holds the id: without b, all others would fail
+        await asyncio.sleep(0.2)
+        assert state(proxy, "b") is EngineState.READY
+        old.leases.discard(request)
+        await until(lambda: ids(proxy) == ["a"])
+        assert (state(proxy, "a"), proxy.fleet.engine("a").adapter.spec.url) == (EngineState.READY, c.url)
+
+
+async def test_an_engine_that_is_named_again_as_it_was_while_it_leaves_stays():
+    """An operator takes back wrong settings: requests would wait until the last one of before has ended."""
+    async with FakeEngine("a") as a, started(named("a", a.url)) as proxy:
+        old, before = proxy.fleet.engine("a"), proxy.settings
+        await until(lambda: old.state is EngineState.READY)
+        old.leases.add(request := object())
+        proxy.reload(before.model_copy(update={"engines": (named("b", "http://127.0.0.1:9"),)}))
+        await until(lambda: old.state is EngineState.DRAINING)
+        proxy.reload(before)
+        await until(lambda: old.state is EngineState.READY)
+        old.leases.discard(request)
+        await until(lambda: ids(proxy) == ["a"])
+        await asyncio.sleep(0.2)
+        assert proxy.fleet.engines == {"a": old}
+
+
+async def test_an_engine_without_an_id_is_no_newcomer_while_the_one_that_had_its_number_leaves():
+    async with (
+        FakeEngine("b") as b,
+        FakeEngine("c") as c,
+        started(named("", "http://127.0.0.1:9"), named("", b.url)) as proxy,
+    ):
+
+        def reload(*urls):
+            engines = Settings(engines=[named("", url) for url in urls]).engines
+            return proxy.reload(proxy.settings.model_copy(update={"engines": engines}))
+
+        old, kept = (proxy.fleet.engine(f"openai_compatible-{number}") for number in (0, 1))
+        await until(lambda: kept.state is EngineState.READY)
+        old.leases.add(request := object())
+        for _ in range(2):  # the settings number it 0 now, and 0 still leaves
+            reload(b.url)
+        assert reload(b.url, c.url).added == ()  # c is the first that has no number of its own: it waits
+        assert proxy.fleet.engine(kept.id) is kept
+        old.leases.discard(request)
+        await until(lambda: sorted(ids(proxy)) == [old.id, kept.id] and not proxy.fleet.has(old))
+        assert proxy.fleet.has(kept)
+
+
+async def test_an_engine_that_is_removed_and_added_again_at_once_stays():
+    async with FakeEngine("a") as a, started(named("a", a.url)) as proxy:
+        engine, book = proxy.fleet.engine("a"), proxy.fleet.book
+        await until(lambda: engine.state is EngineState.READY)
+        name = order_name(engine.adapter.spec)
+        book.remove(name, now=1.0)
+        book.readmit(name, now=2.0)
+        await asyncio.sleep(0.1)
+        assert proxy.fleet.engines == {"a": engine}
+
+
+async def test_an_added_engine_that_does_not_fit_here_is_told_without_its_key(tmp_path):
+    async with started(named("a", "http://127.0.0.1:1")) as proxy:
+        book = proxy.fleet.book
+        with capture_logs() as logs:
+            other = named("a", "http://127.0.0.1:2")
+            book.add(order_name(other.spec()), engine_as_json(other), now=1.0)
+            no_ca = named("c", "https://127.0.0.1:3", ca=str(tmp_path / "none.pem"))
+            book.add(order_name(no_ca.spec()), engine_as_json(no_ca), now=1.0)
+            book.add("x", b'{"kind": "vllm", "api_key": "secret"}', now=1.0)
+            elsewhere = named("e", "http://127.0.0.1:4")
+            book.add("host9 http://127.0.0.1:4", engine_as_json(elsewhere), now=1.0)
+            await asyncio.sleep(0.01)
+        assert ids(proxy) == ["a"]
+        told = sorted(each["error"] for each in logs if "cannot be used here" in each["event"])
+        assert (told[0], told[2]) == ("an engine with id 'a' exists", "its settings cannot be read")
+        assert "none.pem" in told[1]
+        assert "secret" not in str(logs)
