@@ -203,9 +203,8 @@ def counters_of(fleet: Fleet, peers: Peers | None) -> tuple[Counter, ...]:
     )
     faults = Counter(
         "kvpin_exchange_faults_total",
-        "What went wrong between kvpins, by fault: dropped (a peer had not read enough), gap (batches were "
-        "lost), divergence (books differed), lost (a kvpin fell silent), behind (messages came too late to "
-        "tell its load)",
+        "What went wrong between kvpins, by fault: dropped (a peer had not read enough), missed (the "
+        "beginnings of requests were lost), lost (a kvpin fell silent)",
         ("fault",),
     )
     if peers is not None:
@@ -214,9 +213,7 @@ def counters_of(fleet: Fleet, peers: Peers | None) -> tuple[Counter, ...]:
         messages.of("heard").add(counts.heard)
         faults.of("dropped").add(told.dropped)
         faults.of("lost").add(told.lost)
-        faults.of("behind").add(counts.behind)
-        faults.of("gap").add(counts.gaps + sum(peer.gaps for peer in told.peers))
-        faults.of("divergence").add(counts.divergences + sum(peer.divergences for peer in told.peers))
+        faults.of("missed").add(counts.missed + sum(peer.missed for peer in told.peers))
     return restores, messages, faults
 
 

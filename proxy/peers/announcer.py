@@ -1,6 +1,6 @@
 """Tells the other kvpins of this one's requests, engines, and tenants' use of their limits.
 
-    own requests ──→ Telling ──→ OwnRequests ──batches, 1 ms──→ bus ──→ the others
+    own requests ──→ Telling ──→ OwnRequests ──frames, 1 ms──→ bus ──→ the others
 
 A kvpin that asks is told of all requests in flight. A newcomer is also told the contents of engines.
 """
@@ -16,7 +16,6 @@ from proxy.core.audit import Trust
 from proxy.core.engine_book import EngineMark
 from proxy.core.peers.claims import Claim
 from proxy.core.peers.messages import (
-    Batch,
     ContentsTold,
     KvpinState,
     Learned,
@@ -24,7 +23,6 @@ from proxy.core.peers.messages import (
     Message,
     Sessions,
     Timed,
-    Times,
     ToldEngine,
     ToldPin,
     Used,
@@ -39,9 +37,9 @@ from proxy.peers.bus import Bus
 from proxy.peers.peer import ExchangeCounts
 from proxy.request.tenants import Tenants
 
-# How long messages are collected for one batch.
+# How long messages are collected for one frame.
 BATCH_S = 0.001
-# A listing goes out in batches of about this many bytes of hashes.
+# Requests in flight are told in frames of about this many bytes of hashes.
 _PART_BYTES = 256 * 1024
 # Blocks or digests in one message: half a millisecond to read.
 PART = 4096
@@ -75,9 +73,8 @@ class Announcer:
         self._bus, self._owner, self._fleet, self._tenants = bus, owner, fleet, tenants
         self._claim_of, self._marks, self._counts, self._keys = claim_of, marks, counts, keys
         self._own = fleet.told = OwnRequests(self._flush_soon)
-        self._number = 0
         self._flush_at: asyncio.TimerHandle | None = None
-        self._asked: dict[int, bool] = {}  # who waits for a listing → with contents
+        self._asked: dict[int, bool] = {}  # who waits for requests in flight → with contents
         self._somebody_asked = asyncio.Event()
         self._is_over = False
 
@@ -85,9 +82,8 @@ class Announcer:
         """Sends messages at once."""
         if self._is_over:
             return
-        self._number += 1
         self._counts.told += len(messages)
-        self._bus.publish(frame_of(self._owner, Batch(self._number, list(messages))))
+        self._bus.publish(frame_of(self._owner, messages))
 
     def flush(self) -> None:
         """Sends the collected messages."""
@@ -120,10 +116,9 @@ class Announcer:
         keys."""
         self._own.tell(self._state())
 
-    def beat(self, times: Times) -> None:
+    def beat(self) -> None:
         """Gives a sign of life."""
         self._own.tell(self._own.heartbeat())
-        self._own.tell(times)
         self.flush()
 
     def leave(self) -> None:
@@ -133,7 +128,7 @@ class Announcer:
         self._is_over = True
 
     def is_asked(self, by: int, *, with_contents: bool) -> None:
-        """Notes that another kvpin asks for a listing, or for the contents of engines."""
+        """Notes that another kvpin asks for requests in flight, and perhaps for the contents of engines."""
         self._asked[by] = self._asked.get(by, False) or with_contents
         self._somebody_asked.set()
 
@@ -150,7 +145,7 @@ class Announcer:
             self.flush()
             uses = self._tenants.take_used(anew=True)
             self.say([self._state(), *(Used(tenant, use) for tenant, use in uses)])
-            for part in self._listing():
+            for part in self._in_flight():
                 self.say(part)
 
     def _flush_soon(self) -> None:
@@ -168,9 +163,9 @@ class Announcer:
         marks, keys, secret = self._marks(), self._keys(), self._fleet.secret_name
         return KvpinState(self.name, self.engines, socket_path, marks, pins, keys, secret)
 
-    def _listing(self) -> Iterator[list[Message]]:
+    def _in_flight(self) -> Iterator[list[Message]]:
         part, size = list[Message](), 0
-        for message in self._own.listing():
+        for message in self._own.in_flight():
             part.append(message)
             size += len(getattr(message, "hashes", None) or b"")
             if size > _PART_BYTES:

@@ -7,12 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
-import structlog
 from typing_extensions import override
 
 from engine_adapter.types import Usage
-from proxy.core.peers.follower import Follower, LocalEngine, RoundTrip
-from proxy.core.peers.messages import Heard, Times, ToldEngine, ToldPin
+from proxy.core.peers.follower import Follower, LocalEngine
+from proxy.core.peers.messages import ToldEngine, ToldPin
 from proxy.core.placement.placer import PlacedRequest, Placer
 from proxy.fleet.engine import Engine
 from proxy.fleet.lease import PeerRequest
@@ -75,22 +74,16 @@ class PeerStats(msgspec.Struct, kw_only=True):
         engines: engines of it that are engines here, too.
         in_flight: its requests.
         in_step: all of them are known.
-        round_trip_s: what a message to it and back takes; None before that was measured.
-        behind: the round trip is too long, so its requests count only after their end.
         silent_s: since it was heard.
-        gaps: how often batches of it were lost.
-        divergences: how often its requests differed from those known here, without a gap.
+        missed: how often the beginnings of requests were lost.
     """
 
     name: str
     engines: int
     in_flight: int
     in_step: bool
-    round_trip_s: float | None
-    behind: bool
     silent_s: float
-    gaps: int
-    divergences: int
+    missed: int
 
 
 class ExchangeStats(msgspec.Struct, kw_only=True):
@@ -99,7 +92,7 @@ class ExchangeStats(msgspec.Struct, kw_only=True):
     Attributes:
         connected: the exchange works.
         peers: the other kvpins.
-        dropped: batches that were not sent because a peer had not read enough.
+        dropped: frames that were not sent because a peer had not read enough.
         lost: kvpins that fell silent.
     """
 
@@ -111,19 +104,13 @@ class ExchangeStats(msgspec.Struct, kw_only=True):
 
 @dataclass(slots=True, eq=False)
 class ExchangeCounts:
-    """Counts of the exchange so far: messages told and heard, listings asked for, kvpins that fell silent,
-    how often one fell behind, and gaps and divergences of kvpins that are gone."""
+    """Counts of the exchange so far: messages told and heard, kvpins that fell silent, and how often requests
+    of kvpins that are gone were missed."""
 
     told: int = 0
     heard: int = 0
-    asked: int = 0
     lost: int = 0
-    behind: int = 0
-    gaps: int = 0
-    divergences: int = 0
-
-
-log = structlog.get_logger(__name__)
+    missed: int = 0
 
 
 @dataclass(slots=True)
@@ -137,7 +124,7 @@ class Peer:
         pins: the pins that it holds.
         socket: serves HTTP to this kvpin; None if this kvpin cannot reach it.
         here: its id of an engine → the id here, and whether both make the same block hashes.
-        asked: when it was asked for a listing last.
+        asked: when it was asked for what was missed last.
         is_doubted: keys or orders that it told last do not count here.
     """
 
@@ -149,7 +136,6 @@ class Peer:
     here: dict[str, tuple[str, bool]] = field(default_factory=dict)
     asked: float = float("-inf")
     is_doubted: bool = False
-    _trip: RoundTrip = field(default_factory=RoundTrip)
 
     @property
     def label(self) -> str:
@@ -170,30 +156,6 @@ class Peer:
             if told.claim is not None and told.id in self.here:
                 yield self.here[told.id][0], ToldClaim(told.claim, self.label, told.model, self.socket)
 
-    def answer(self, now: float, owner: int) -> Heard | None:
-        """The answer by which it measures the round trip; None before it told its time."""
-        return self._trip.answer(now, owner)
-
-    def time(self, now: float, times: Times, own: int) -> bool:
-        """It tells its time. Returns whether it falls behind with that. `own`: this kvpin's number."""
-        trip, follower = self._trip, self.follower
-        trip.heard(now, times.sent)
-        for heard in times.heard:
-            if heard.of == own:
-                trip.measure(now, heard)
-        if trip.is_behind == follower.is_behind:
-            return False
-        follower.note_behind(now, is_behind=trip.is_behind)
-        if not follower.is_behind:
-            log.info("another kvpin has caught up", peer=self.label)
-            return False
-        log.warning(
-            "another kvpin is behind: its requests count only when they are over",
-            peer=self.label,
-            round_trip_s=round(trip.seconds or 0, 2),
-        )
-        return True
-
     def stats(self, now: float) -> PeerStats:
         """For people."""
         return PeerStats(
@@ -201,11 +163,8 @@ class Peer:
             engines=len(self.here),
             in_flight=self.follower.in_flight,
             in_step=self.follower.in_step,
-            round_trip_s=self._trip.seconds,
-            behind=self.follower.is_behind,
             silent_s=round(now - self.follower.heard, 3),
-            gaps=self.follower.gaps,
-            divergences=self.follower.divergences,
+            missed=self.follower.missed,
         )
 
 

@@ -21,7 +21,7 @@ from proxy.core.engine_book import MAX_AHEAD_S, EngineMark, decode_marks, encode
 from proxy.core.issued_keys import MAX_AGE_S, signed, verified
 from proxy.core.peers.follower import Follower
 from proxy.core.peers.messages import (
-    AskListing,
+    Ask,
     ContentsTold,
     KvpinState,
     Learned,
@@ -29,10 +29,9 @@ from proxy.core.peers.messages import (
     Message,
     Sessions,
     Timed,
-    Times,
     ToldPin,
     Used,
-    batch_of,
+    messages_of,
     owner_of,
     unpacked,
 )
@@ -198,10 +197,10 @@ class Peers:
         if owner == self._owner:
             return
         try:
-            batch = batch_of(frame) if owner is not None else None
+            messages = messages_of(frame) if owner is not None else None
         except msgspec.MsgspecError:
-            batch = None
-        if owner is None or batch is None:
+            messages = None
+        if owner is None or messages is None:
             self._complain(
                 "another kvpin has another version: nothing is shared with it, and load and limits count for "
                 "each alone, until both run the same one"
@@ -211,8 +210,8 @@ class Peers:
         if peer is None:
             peer = self._peers[owner] = Peer(Follower(owner, self._site_of, now))
             self._announcer.introduce()
-        self.counts.heard += len(batch.messages)
-        for message in peer.follower.receive(now, batch):
+        self.counts.heard += len(messages)
+        for message in peer.follower.receive(now, messages):
             if owner in self._peers:  # nothing counts after it has left
                 self._hear(now, owner, peer, message)
         if owner in self._peers and not peer.follower.in_step:
@@ -222,11 +221,9 @@ class Peers:
         match message:
             case KvpinState():
                 self._meet(now, peer, message)
-            case Times():
-                self.counts.behind += peer.time(now, message, self._owner)
             case Used():
                 self._tenants.used_elsewhere(now, owner, message.tenant, message.use)
-            case AskListing() if message.of == self._owner:
+            case Ask() if message.of == self._owner:
                 self._announcer.is_asked(owner, with_contents=message.contents)
             case Leaving():
                 self._drop(owner)
@@ -349,8 +346,7 @@ class Peers:
         if now - peer.asked < HEARTBEAT_S:
             return
         peer.asked = now
-        self.counts.asked += 1
-        self._announcer.say([AskListing(owner, contents=self._joining.wants_contents(owner))])
+        self._announcer.say([Ask(owner, contents=self._joining.wants_contents(owner))])
 
     # --- engines -----------------------------------------------------------------------------------
 
@@ -410,7 +406,7 @@ class Peers:
             self._decide_owners(now)
             if now - beat >= HEARTBEAT_S or joins:
                 beat = now
-                self._announcer.beat(self._times(now))
+                self._announcer.beat()
             for owner, peer in list(self._peers.items()):
                 if now - peer.follower.heard > LOST_S:
                     self._lose(owner)
@@ -422,10 +418,6 @@ class Peers:
                     self._ask(now, owner, peer)
             followers = [peer.follower for peer in self._peers.values()]
             self._joining.look(now, followers, is_alone=self._bus.is_alone and not followers)
-
-    def _times(self, now: float) -> Times:
-        answers = (peer.answer(now, owner) for owner, peer in self._peers.items())
-        return Times(now, [answer for answer in answers if answer is not None])
 
     def _lose(self, owner: int) -> None:
         """A peer that did not say that it stops is gone."""
@@ -441,7 +433,6 @@ class Peers:
         """A peer is gone, and its requests with it."""
         peer = self._peers.pop(owner)
         peer.follower.lose()
-        self.counts.gaps += peer.follower.gaps
-        self.counts.divergences += peer.follower.divergences
+        self.counts.missed += peer.follower.missed
         self._tenants.leave_elsewhere(owner)
         self._decide_owners(monotonic())

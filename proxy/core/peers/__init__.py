@@ -6,5 +6,5 @@ conversations, demand, rates and learned contents follow without a second mechan
 messages.py    what is told, and its bytes
 telling.py     what a kvpin tells of its own requests
 claims.py      which of several kvpins owns an engine that only one may use
-follower.py    one peer as seen here: its requests, and whether all of them are known
+follower.py    one peer as seen here: its requests, which its heartbeats keep alive
 """
