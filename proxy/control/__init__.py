@@ -8,13 +8,13 @@ warm.py            compute a prefix ahead of need
 pinning.py         pins over engines
 engines.py         add, remove, drain
 engine_orders.py   the same for all kvpins, as operators order it
+handed.py          what a worker counts, handed over to the one that speaks for all
 keys.py            keys of clients: issue, list, remove; what that changes for others
 tables.py          prompt tables, on all engines or on none
 configured.py      the engines of the settings join and leave
 discovered.py      likewise those found elsewhere
 server_use.py      one adapter at a time, where a server takes only one
 stats.py           what everything holds
-merged_answers.py  answers of several workers as one
 dry_run.py         where would this request go?
 explain.py         why did the cache miss?
 prefixes.py        the prefix tree of the last prompts

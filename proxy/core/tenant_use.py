@@ -9,6 +9,8 @@ from heapq import merge
 
 import msgspec
 
+from proxy.core.counts import plus
+
 DAY_S = 86_400
 """Seconds of a day. Days are those of UTC."""
 MOST_DAYS = 400
@@ -63,8 +65,7 @@ class UseBook(defaultdict[UseKey, Used]):
     def add(self, rows: Iterable[tuple[UseKey, Used]]) -> None:
         """Adds further counts."""
         for key, more in rows:
-            counts = zip(msgspec.structs.astuple(self[key]), msgspec.structs.astuple(more), strict=True)
-            self[key] = Used(*map(sum, counts))
+            self[key] = plus(self[key], more)
 
     def prune(self) -> None:
         """Drops the oldest of too many days, and of too many rows. Only days with use count: a clock that was

@@ -99,7 +99,7 @@ class Announcer:
         """Introduces this kvpin to the others."""
         self.engines = described(self._fleet, self._claim_of)
         self._own.tell(self._state())
-        self._own.tell(self._own.heartbeat())
+        self._own.tell(self._own.heartbeat(monotonic()))
         self.flush()
 
     def follow_engines(self) -> bool:
@@ -118,7 +118,7 @@ class Announcer:
 
     def beat(self) -> None:
         """Gives a sign of life."""
-        self._own.tell(self._own.heartbeat())
+        self._own.tell(self._own.heartbeat(monotonic()))
         self.flush()
 
     def leave(self) -> None:
@@ -165,7 +165,7 @@ class Announcer:
 
     def _in_flight(self) -> Iterator[list[Message]]:
         part, size = list[Message](), 0
-        for message in self._own.in_flight():
+        for message in self._own.in_flight(monotonic()):
             part.append(message)
             size += len(getattr(message, "hashes", None) or b"")
             if size > _PART_BYTES:

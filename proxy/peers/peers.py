@@ -115,11 +115,14 @@ class Peers:
         tenants: Tenants,
         hang_up: Callable[[str, str], None] = lambda _socket, _reason: None,
         admin_key: Callable[[], str | None] = lambda: None,
+        may_own: Callable[[], bool] = lambda: True,
     ) -> None:
         """Tells of the pools that `fleet` makes from now on. `owner` is a number that no other kvpin has.
         `hang_up` drops the connections to the socket of a kvpin that is lost, for that reason. `admin_key`
-        gives the key that seals orders to add engines, and signs issued keys."""
+        gives the key that seals orders to add engines, and signs issued keys. `may_own`: this kvpin may
+        claim engines that only one kvpin may use."""
         self.counts, self._hang_up, self._admin_key = ExchangeCounts(), hang_up, admin_key
+        self._may_own = may_own
         self._bus, self._owner, self._fleet, self._tenants = bus, owner, fleet, tenants
         self._owners, self._joining = Owners(owner, fleet), Joining(fleet)
         self._sealing = None if bus.is_private else Sealing(admin_key)
@@ -372,7 +375,9 @@ class Peers:
                 others.setdefault(engine, {})[owner] = claim
         was_bidding = self._owners.is_bidding
         is_alone = self._bus.is_alone and not self._peers
-        self._owners.decide(now, others, is_heard=self.is_connected, is_alone=is_alone)
+        self._owners.decide(
+            now, others, is_heard=self.is_connected, is_alone=is_alone, may_own=self._may_own()
+        )
         if self._owners.is_bidding and not was_bidding:
             self._has_bid.set()
         if self._announcer.follow_engines():

@@ -2,12 +2,16 @@
 
 They are soft state: each heartbeat of the peer names those that go on. A request that it does not name is
 over: the message about its end was lost. If it names one that is not known here, the peer is asked for all.
+
+While its messages come later than before, its times say nothing: rates that were learned from them would stay
+wrong for long. Its requests count as load nevertheless.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from math import inf
 from typing import Protocol
 
 from engine_adapter.types import Usage
@@ -22,6 +26,11 @@ from proxy.core.peers.messages import (
     unpacked,
 )
 from proxy.core.placement.placer import PlacedRequest, Placer
+
+# What a peer has in flight changes in less than that.
+LATE_S = 0.5
+# From heartbeat to heartbeat, clocks of two machines differ by at most that more.
+DRIFT_S = 0.001
 
 
 class LocalEngine(Protocol):
@@ -67,14 +76,16 @@ class Follower:
         heard: when it was heard last.
         in_step: its last heartbeat named no request that is not known here.
         missed: how often one did, after one that did not.
+        is_late: its last heartbeat came `LATE_S` later than others did.
     """
 
     def __init__(self, owner: int, site_of: Callable[[int, str], LocalEngine | None], now: float) -> None:
         """`site_of` finds the engine that this owner calls by that id; None if it is not here now."""
         self.owner = owner
         self.heard = now
-        self.in_step = False
+        self.in_step = self.is_late = False
         self.missed = 0
+        self._least_s = inf  # between the clocks, with the way of a heartbeat
         self._site_of = site_of
         self._requests: dict[int, _Request] = {}
 
@@ -103,6 +114,9 @@ class Follower:
                     _end(request, message.computed, message.report)
             case Heartbeat():
                 self._compare({*unpacked(message.requests)})
+                way_s = now - message.sent
+                self._least_s = min(way_s, self._least_s + DRIFT_S)
+                self.is_late = way_s - self._least_s > LATE_S
             case _:
                 return False
         return True
@@ -116,7 +130,7 @@ class Follower:
 
     def _place(self, now: float, request: _Request, *, is_new: bool = True) -> bool:
         """Places the request, if its engine is here. Of a request that is not new, the times are unknown."""
-        begun = request.begun
+        begun, is_new = request.begun, is_new and not self.is_late
         site = request.site = self._site_of(self.owner, begun.engine)
         if site is None:
             return False

@@ -210,9 +210,11 @@ class ContentsTold(_Message, tag=10, frozen=True):
 
 
 class Heartbeat(_Message, tag=11, frozen=True):
-    """The sender lives, and so do these of its requests, by their ids, see `packed`: all others are over."""
+    """The sender lives, and so do these of its requests, by their ids, see `packed`: all others are over.
+    `sent`: when, by the sender's clock, in seconds."""
 
     requests: bytes
+    sent: float
 
     def __post_init__(self) -> None:
         """Raises ValueError for ids that are not whole."""

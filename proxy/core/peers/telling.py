@@ -111,12 +111,12 @@ class OwnRequests:
         untold, self._untold = self._untold, []
         return untold
 
-    def in_flight(self) -> Iterator[Message]:
+    def in_flight(self, now: float) -> Iterator[Message]:
         """All requests in flight, for a peer that does not know them, and the heartbeat that names them."""
         for telling in self._in_flight.values():
             yield telling.now()
-        yield self.heartbeat()
+        yield self.heartbeat(now)
 
-    def heartbeat(self) -> Heartbeat:
+    def heartbeat(self, now: float) -> Heartbeat:
         """The sign of life of this kvpin and of its requests."""
-        return Heartbeat(packed(self._in_flight))
+        return Heartbeat(packed(self._in_flight), now)

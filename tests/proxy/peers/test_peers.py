@@ -67,7 +67,7 @@ async def test_one_that_stops_is_gone_at_once(unix):
 
 async def test_one_of_another_version_is_ignored(wires):
     async with world(lambda _: Wire(wires)) as (_, (one, _two)):
-        wires[0].ears.receive(b"\x63" + frame_of(7, [Heartbeat(b"")])[1:])
+        wires[0].ears.receive(b"\x63" + frame_of(7, [Heartbeat(b"", 0.0)])[1:])
         wires[0].ears.receive(frame_of(7, [])[:9])
         assert in_step(one)
 

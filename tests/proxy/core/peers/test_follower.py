@@ -55,11 +55,11 @@ class World:
         messages = [*self.own.take(), *messages]
         return None if lost else self.follower.receive(now, messages)
 
-    def beat(self):
-        self.send(self.own.heartbeat())
+    def beat(self, now=1.0, late_s=0.0):
+        self.send(self.own.heartbeat(now), now=now + late_s)
 
     def all(self):
-        self.send(*self.own.in_flight())
+        self.send(*self.own.in_flight(1.0))
 
     @property
     def known(self):
@@ -108,7 +108,7 @@ def test_an_answer_that_does_not_stream(world):
 
 def test_what_is_not_about_requests_is_handed_back(world):
     ask = Ask(3, contents=True)
-    assert world.send(ask, world.own.heartbeat()) == [ask]
+    assert world.send(ask, world.own.heartbeat(1.0)) == [ask]
 
 
 def test_a_request_whose_beginning_was_lost_is_missed_until_it_is_told(world):
@@ -191,6 +191,34 @@ def test_all_requests_of_a_lost_peer_are_over(world):
     assert (world.ledger.in_flight, world.pending, world.follower.in_flight) == (0, 0, 0)
     assert world.here.ended == [None, None]
     assert world.here.placer.index.held("mine", Tier.GPU) == 0
+
+
+def test_the_times_of_a_late_peer_teach_nothing_and_it_moves_no_conversation(world):
+    def learned(now, late_s):
+        """Whether rates were learned from a request, and whether its conversation moved."""
+        world.beat(now, late_s)
+        world.here.placer.begin(now, "other", Work(165), CHAIN, session=5)
+        samples = len(world.here.placer.books["mine"].rates._samples)
+        telling = world.begin()
+        world.send(now=now)
+        telling.first_token()
+        telling.ended(80, None)
+        world.send(now=now + 1)
+        after = len(world.here.placer.books["mine"].rates._samples)
+        return after > samples, world.here.placer.last_engine(5) == "mine"
+
+    world.here.placer.add("other", gpu_blocks=100)
+    assert learned(100.0, 0.2) == (True, True)
+    assert learned(110.0, 0.8) == (False, False)
+    assert learned(120.0, 0.2) == (True, True)
+
+
+def test_a_way_that_stays_long_is_no_delay_after_a_while(world):
+    world.beat(0.0, 0.1)
+    for second in range(1, 400):
+        world.beat(float(second), 0.8)
+        assert world.follower.is_late or second > 190
+    assert not world.follower.is_late
 
 
 def test_a_decode_leg_of_a_peer_is_no_prefill_here():

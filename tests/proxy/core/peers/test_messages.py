@@ -28,7 +28,7 @@ def test_messages_come_back_as_they_were():
         BEGUN,
         RequestOver(1, None, Usage(3, 4, (5, 0.5))),
         Used("t", Use(1, 2, 3)),
-        Heartbeat(packed([2**64 - 1])),
+        Heartbeat(packed([2**64 - 1]), 1.5),
     ]
     frame = frame_of(2**63, messages)
     assert owner_of(frame) == 2**63
@@ -63,7 +63,7 @@ def test_a_request_that_is_none(name, changed):
 
 
 @pytest.mark.parametrize(
-    "told", [[7, 1, "a", [b"12345678", b"123"]], [8, 1, "a", b"123456789"], [11, b"1234567"]]
+    "told", [[7, 1, "a", [b"12345678", b"123"]], [8, 1, "a", b"123456789"], [11, b"1234567", 1.0]]
 )
 def test_hashes_that_are_not_whole_make_a_frame_none(told):
     with pytest.raises(msgspec.ValidationError):

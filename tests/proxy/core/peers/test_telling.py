@@ -50,12 +50,12 @@ def test_what_runs_is_told_as_it_is_now():
     running, answered = begin(own), begin(own, Chain((3,), 16, 16))
     running.refined(Work(1))
     answered.answered()
-    one, two, last = own.in_flight()
+    one, two, last = own.in_flight(5.0)
     assert (one.id, one.hashes, one.work, one.step, one.known) == (2, None, Work(1), 0, False)
     assert (two.id, two.hashes, two.work, two.step) == (3, packed([3]), Work(9), 2)
-    assert last == own.heartbeat() == Heartbeat(packed([2, 3]))
+    assert last == own.heartbeat(5.0) == Heartbeat(packed([2, 3]), 5.0)
     running.first_token()
-    assert next(own.in_flight()).step == 1
+    assert next(own.in_flight(5.0)).step == 1
 
 
 def test_a_part_of_a_request_is_told_as_one():
