@@ -16,13 +16,10 @@ from proxy.core.audit import Trust
 from proxy.core.engine_book import EngineMark
 from proxy.core.peers.claims import Claim
 from proxy.core.peers.messages import (
-    ContentsTold,
+    Contents,
     KvpinState,
-    Learned,
     Leaving,
     Message,
-    Sessions,
-    Timed,
     ToldEngine,
     ToldPin,
     Used,
@@ -32,7 +29,6 @@ from proxy.core.peers.messages import (
 from proxy.core.peers.telling import OwnRequests
 from proxy.fleet.engine import Engine, address_of
 from proxy.fleet.fleet import Fleet
-from proxy.fleet.pool import Pool
 from proxy.peers.bus import Bus
 from proxy.peers.peer import ExchangeCounts
 from proxy.request.tenants import Tenants
@@ -185,37 +181,31 @@ def described(fleet: Fleet, claim_of: Callable[[Engine], Claim | None]) -> list[
     return told
 
 
-def contents(fleet: Fleet, to: int) -> Iterator[Message]:
-    """Messages for a newcomer, `to`, beyond requests in flight: the speed of engines, the blocks that engines
-    without events probably hold, and the engines of conversations. Each part takes little time."""
+def contents(fleet: Fleet, to: int) -> Iterator[Contents]:
+    """Messages for a newcomer, `to`, beyond requests in flight. Each takes little time to read."""
     for pool in list(fleet.pools.values()):
+        by_engine: dict[str, list[int]] = {}
+        for session, engine_id in pool.placer.recent_sessions(MAX_SESSIONS):
+            if isinstance(session, int):
+                by_engine.setdefault(engine_id, []).append(session)
         for engine in list(pool.engines.values()):
-            timings = pool.placer.books[engine.id].rates.timings
-            if timings is not None:
-                yield Timed(to, engine.id, timings)
+            yield Contents(to, engine.id, pool.placer.books[engine.id].rates.timings)
             if engine.audit.trust is Trust.APPROXIMATE:
-                yield from _learned(engine.id, engine.learned.recent(), to)
-        yield from _sessions(pool, to)
-    yield ContentsTold(to)
+                for stretches in _parts(engine.learned.recent()):
+                    yield Contents(to, engine.id, stretches=stretches)
+        for engine_id, digests in by_engine.items():
+            for start in range(0, len(digests), PART):
+                yield Contents(to, engine_id, sessions=packed(digests[start : start + PART]))
+    yield Contents(to)
 
 
-def _learned(engine: str, stretches: list[tuple[int, ...]], to: int) -> Iterator[Message]:
+def _parts(stretches: list[tuple[int, ...]]) -> Iterator[list[bytes]]:
     part, blocks = list[bytes](), 0
     for stretch in stretches:
         part.append(packed(stretch))
         blocks += len(stretch)
         if blocks >= PART:
-            yield Learned(to, engine, part)
+            yield part
             part, blocks = [], 0
     if part:
-        yield Learned(to, engine, part)
-
-
-def _sessions(pool: Pool, to: int) -> Iterator[Message]:
-    by_engine: dict[str, list[int]] = {}
-    for session, engine in pool.placer.recent_sessions(MAX_SESSIONS):
-        if isinstance(session, int):
-            by_engine.setdefault(engine, []).append(session)
-    for engine, digests in by_engine.items():
-        for start in range(0, len(digests), PART):
-            yield Sessions(to, engine, packed(digests[start : start + PART]))
+        yield part

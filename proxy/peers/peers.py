@@ -19,16 +19,12 @@ import structlog
 
 from proxy.core.engine_book import MAX_AHEAD_S, EngineMark, decode_marks, encode_marks
 from proxy.core.issued_keys import MAX_AGE_S, signed, verified
-from proxy.core.peers.follower import Follower
 from proxy.core.peers.messages import (
     Ask,
-    ContentsTold,
+    Contents,
     KvpinState,
-    Learned,
     Leaving,
     Message,
-    Sessions,
-    Timed,
     ToldPin,
     Used,
     messages_of,
@@ -39,7 +35,7 @@ from proxy.fleet.fleet import Fleet
 from proxy.peers.announcer import Announcer
 from proxy.peers.bus import Bus, BusCallbacks
 from proxy.peers.owners import Owners, ToldClaim
-from proxy.peers.peer import ExchangeCounts, ExchangeStats, Peer, PooledEngine
+from proxy.peers.peer import ExchangeCounts, ExchangeStats, Peer
 from proxy.peers.sealing import NEEDS_KEY, Sealing, secret_of
 from proxy.request.tenants import Tenants
 from proxy.runtime.tasks import Supervisor
@@ -77,7 +73,7 @@ class Joining:
         """A kvpin is lost."""
         self._missed.add(kvpin)
 
-    def look(self, now: float, others: Collection[Follower], *, is_alone: bool) -> None:
+    def look(self, now: float, others: Collection[Peer], *, is_alone: bool) -> None:
         """Checks whether joining is over. `is_alone`: it is known that there is no other kvpin."""
         if self.is_over or not self._fleet.is_ready():
             return
@@ -211,13 +207,13 @@ class Peers:
             return
         now, peer = monotonic(), self._peers.get(owner)
         if peer is None:
-            peer = self._peers[owner] = Peer(Follower(owner, self._site_of, now))
+            peer = self._peers[owner] = Peer(owner, self._fleet, now)
             self._announcer.introduce()
         self.counts.heard += len(messages)
-        for message in peer.follower.receive(now, messages):
+        for message in peer.receive(now, messages):
             if owner in self._peers:  # nothing counts after it has left
                 self._hear(now, owner, peer, message)
-        if owner in self._peers and not peer.follower.in_step:
+        if owner in self._peers and not peer.in_step:
             self._ask(now, owner, peer)
 
     def _hear(self, now: float, owner: int, peer: Peer, message: Message) -> None:
@@ -231,10 +227,8 @@ class Peers:
             case Leaving():
                 self._drop(owner)
                 log.info("another kvpin has stopped", peer=peer.label)
-            case Learned() | Sessions() | Timed() if message.to == self._owner:
-                self._adopt(now, owner, message)
-            case ContentsTold() if message.to == self._owner:
-                self._joining.told_by(owner)
+            case Contents() if message.to == self._owner:
+                self._adopt(now, peer, message)
             case _:
                 pass
 
@@ -330,19 +324,18 @@ class Peers:
         if told and (own := encode_marks(told)) != kept:
             self._bus.keep(own)
 
-    def _adopt(self, now: float, owner: int, message: Learned | Sessions | Timed) -> None:
-        site = self._site_of(owner, message.engine)
-        if site is None or not site.hashes_alike:
-            return
-        match message:
-            case Timed():
-                site.placer.books[site.engine].rates.adopt(now, message.timings)
-            case Learned():
-                for stretch in message.stretches:
-                    site.pool.adopt(site.target, unpacked(stretch))
-            case Sessions():
-                for digest in unpacked(message.digests):
-                    site.placer.note_earlier(digest, site.engine)
+    def _adopt(self, now: float, peer: Peer, told: Contents) -> None:
+        """Takes over what engines hold."""
+        if told.engine is None:
+            self._joining.told_by(peer.owner)
+        elif (site := peer.site(told.engine)) is not None and site.hashes_alike:
+            pool, engine = site.pool, site.engine
+            if told.timings is not None:
+                pool.placer.books[engine.id].rates.adopt(now, told.timings)
+            for stretch in told.stretches:
+                pool.adopt(engine, unpacked(stretch))
+            for digest in unpacked(told.sessions):
+                pool.placer.note_earlier(digest, engine.id)
 
     def _ask(self, now: float, owner: int, peer: Peer) -> None:
         """Asks a kvpin for its requests, unless it was just asked."""
@@ -357,15 +350,6 @@ class Peers:
         """Finds a peer's engines here. Says what the operator has to change."""
         for problem in peer.match(now, self._announcer.engines):
             self._complain("kvpins disagree", peer=peer.label, problem=problem)
-
-    def _site_of(self, owner: int, engine_id: str) -> PooledEngine | None:
-        peer = self._peers.get(owner)
-        found = peer.here.get(engine_id) if peer is not None else None
-        engine = self._fleet.engines.get(found[0]) if found is not None else None
-        pool = self._fleet.pool_of(engine) if engine is not None else None
-        if found is None or engine is None or pool is None:
-            return None
-        return PooledEngine(pool, engine, found[1])
 
     def _decide_owners(self, now: float) -> None:
         """Takes engines that only one kvpin may use, or leaves them to a peer. Tells what changed."""
@@ -406,23 +390,23 @@ class Peers:
             now = monotonic()
             if now - beat > LOST_S:  # this kvpin was stopped: the others may have spoken meanwhile
                 for peer in self._peers.values():
-                    peer.follower.heard = now
+                    peer.heard = now
                 self._owners.doubt(now)
             self._decide_owners(now)
             if now - beat >= HEARTBEAT_S or joins:
                 beat = now
                 self._announcer.beat()
             for owner, peer in list(self._peers.items()):
-                if now - peer.follower.heard > LOST_S:
+                if now - peer.heard > LOST_S:
                     self._lose(owner)
                 elif (
-                    not peer.follower.in_step
+                    not peer.in_step
                     or self._joining.wants_contents(owner)
                     or (peer.is_doubted and now - peer.asked > AGAIN_S)
                 ):
                     self._ask(now, owner, peer)
-            followers = [peer.follower for peer in self._peers.values()]
-            self._joining.look(now, followers, is_alone=self._bus.is_alone and not followers)
+            others = self._peers.values()
+            self._joining.look(now, others, is_alone=self._bus.is_alone and not others)
 
     def _lose(self, owner: int) -> None:
         """A peer that did not say that it stops is gone."""
@@ -437,7 +421,7 @@ class Peers:
     def _drop(self, owner: int) -> None:
         """A peer is gone, and its requests with it."""
         peer = self._peers.pop(owner)
-        peer.follower.lose()
-        self.counts.missed += peer.follower.missed
+        peer.lose()
+        self.counts.missed += peer.missed
         self._tenants.leave_elsewhere(owner)
         self._decide_owners(monotonic())

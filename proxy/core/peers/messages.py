@@ -169,47 +169,30 @@ class Ask(_Message, tag=6, frozen=True):
     contents: bool
 
 
-class Learned(_Message, tag=7, frozen=True):
-    """Blocks that an engine holds, for the kvpin `to`: consecutive blocks of one chain each, see `packed`;
-    the last to be evicted first."""
+class Contents(_Message, tag=7, frozen=True):
+    """A part of what an engine holds, for the kvpin `to`.
+
+    Attributes:
+        engine: its id at the sender; None when all engines were told.
+        timings: its speed.
+        stretches: consecutive blocks of one chain each that an engine without events probably holds, see
+            `packed`; the last to be evicted first.
+        sessions: digests of conversations whose last engine it is, packed; the last first.
+    """
 
     to: int
-    engine: str
-    stretches: list[bytes]
+    engine: str | None = None
+    timings: Timings | None = None
+    stretches: list[bytes] = msgspec.field(default_factory=list)
+    sessions: bytes = b""
 
     def __post_init__(self) -> None:
         """Raises ValueError for hashes that are not whole."""
-        for stretch in self.stretches:
-            _check_packed(stretch)
+        for each in (*self.stretches, self.sessions):
+            _check_packed(each)
 
 
-class Sessions(_Message, tag=8, frozen=True):
-    """Digests of conversations whose last engine this is, for the kvpin `to`, packed; the last first."""
-
-    to: int
-    engine: str
-    digests: bytes
-
-    def __post_init__(self) -> None:
-        """Raises ValueError for hashes that are not whole."""
-        _check_packed(self.digests)
-
-
-class Timed(_Message, tag=9, frozen=True):
-    """The speed of an engine, for the kvpin `to`."""
-
-    to: int
-    engine: str
-    timings: Timings
-
-
-class ContentsTold(_Message, tag=10, frozen=True):
-    """Everything that the kvpin `to` asked for with `contents` was told."""
-
-    to: int
-
-
-class Heartbeat(_Message, tag=11, frozen=True):
+class Heartbeat(_Message, tag=8, frozen=True):
     """The sender lives, and so do these of its requests, by their ids, see `packed`: all others are over.
     `sent`: when, by the sender's clock, in seconds."""
 
@@ -221,24 +204,12 @@ class Heartbeat(_Message, tag=11, frozen=True):
         _check_packed(self.requests)
 
 
-class Leaving(_Message, tag=12, frozen=True):
+class Leaving(_Message, tag=9, frozen=True):
     """The sender stops: all its requests are over."""
 
 
 Message = (
-    Begun
-    | Refined
-    | AnswerBegan
-    | RequestOver
-    | Used
-    | KvpinState
-    | Ask
-    | Learned
-    | Sessions
-    | Timed
-    | ContentsTold
-    | Heartbeat
-    | Leaving
+    Begun | Refined | AnswerBegan | RequestOver | Used | KvpinState | Ask | Contents | Heartbeat | Leaving
 )
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -8,7 +8,8 @@ import pytest
 
 from engine_adapter import Tier
 from proxy.core.audit import Trust
-from proxy.core.peers.messages import ContentsTold, Learned, Sessions, Timed, ToldEngine, unpacked
+from proxy.core.peers.matching import match
+from proxy.core.peers.messages import Contents, ToldEngine, unpacked
 from proxy.core.placement.load import LoadSample, Work
 from proxy.core.placement.rates import Timings
 from proxy.core.quotas import TenantLimits
@@ -17,7 +18,6 @@ from proxy.fleet.fleet import Fleet
 from proxy.peers import announcer
 from proxy.peers import peers as peers_module
 from proxy.peers.announcer import contents, described
-from proxy.peers.peer import match
 from proxy.request.tenants import ApiKey, Tenants
 from proxy.settings import EngineSettings
 from tests.fakes import INFO, FakeAdapter, add_ready, client_of, proxy_over
@@ -108,15 +108,12 @@ def test_what_is_learned_and_where_conversations_were_is_told_in_parts(monkeypat
         pool.placer._note(session, "a")
     pool.placer._note("a name", "a")
     pool.placer.books["a"].rates.learn(LoadSample(Work(512), 0.5, 0.0))
-    timed, first, second, *others = contents(fleet, 9)
-    assert timed == Timed(9, "a", Timings([(512, 0.5)], are_blurred=False, answers=[]))
-    assert isinstance(first, Learned)
+    timed, first, second, _, *sessions, last = contents(fleet, 9)
+    assert timed.timings == Timings([(512, 0.5)], are_blurred=False, answers=[])
     assert [unpacked(each) for each in first.stretches] == [(5,), (3, 4)]
     assert [unpacked(each) for each in second.stretches] == [(1, 2)]
-    *sessions, last = others
-    assert all(isinstance(each, Sessions) for each in sessions)
-    assert [unpacked(each.digests) for each in sessions] == [(13, 12, 11), (10,)]
-    assert last == ContentsTold(9)
+    assert [unpacked(each.sessions) for each in sessions] == [(13, 12, 11), (10,)]
+    assert last == Contents(9)
 
 
 def test_what_is_adopted_is_older_than_all_that_is_known():

@@ -96,7 +96,7 @@ async def test_kvpins_of_two_versions_serve_side_by_side_and_share_nothing(wires
 
 async def test_a_frame_with_broken_hashes_is_ignored(wires):
     async with world(lambda _: Wire(wires)) as (_, (one, _two)):
-        told = msgspec.msgpack.encode([[8, one.peers._owner, "a", b"123"]])
+        told = msgspec.msgpack.encode([[7, one.peers._owner, "a", None, [b"123"]]])
         wires[0].ears.receive(frame_of(7, [])[:9] + told)
         assert in_step(one)
 

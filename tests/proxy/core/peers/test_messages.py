@@ -62,8 +62,12 @@ def test_a_request_that_is_none(name, changed):
         messages_of(frame_of(1, [])[:9] + body)
 
 
+WHOLE = b"12345678"
+
+
 @pytest.mark.parametrize(
-    "told", [[7, 1, "a", [b"12345678", b"123"]], [8, 1, "a", b"123456789"], [11, b"1234567", 1.0]]
+    "told",
+    [[7, 1, "a", None, [WHOLE, b"123"]], [7, 1, "a", None, [WHOLE], b"123"], [8, b"1234567", 1.0]],
 )
 def test_hashes_that_are_not_whole_make_a_frame_none(told):
     with pytest.raises(msgspec.ValidationError):

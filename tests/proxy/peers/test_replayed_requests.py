@@ -1,51 +1,37 @@
-"""One peer as seen here. Its messages are those that a kvpin makes, so that both sides are tested."""
-
-from dataclasses import dataclass, field
+"""The requests of another kvpin, replayed. Its messages are those that a kvpin makes, so that both sides are
+tested."""
 
 import pytest
+from msgspec.structs import replace
 
 from engine_adapter import Role, Tier
 from proxy.core.index.blocks import Chain
-from proxy.core.peers.follower import Follower
-from proxy.core.peers.messages import Ask
+from proxy.core.peers.messages import Ask, ToldEngine
 from proxy.core.peers.telling import OwnRequests
 from proxy.core.placement.load import Work
-from proxy.core.placement.placer import Placer
+from proxy.fleet.fleet import Fleet
+from proxy.peers.peer import Peer
+from tests.fakes import add_ready
 
 CHAIN = Chain(tuple(range(1, 11)), 165, 16)
-
-
-@dataclass
-class Here:
-    """An engine of this kvpin."""
-
-    placer: Placer
-    engine: str = "mine"
-    tokens_per_block: int | None = 16
-    ended: list = field(default_factory=list)
-    steps: list = field(default_factory=list)
-
-    def begun(self, placed):
-        self.steps.append(("begun", placed.hashes))
-
-    def answered(self, placed):
-        self.steps.append(("answered", placed.hashes))
-
-    def end(self, placed, computed, report):
-        self.ended.append(computed)
-        self.placer.end(9.0, placed, computed, report)
-        self.placer.settled(placed)
 
 
 class World:
     """A peer, and how it is followed here."""
 
     def __init__(self):
-        self.own = OwnRequests(lambda: None)
-        self.here = Here(Placer(16))
-        self.here.placer.add("mine", gpu_blocks=100)
-        self.sites = {"theirs": self.here}
-        self.follower = Follower(1, lambda _, engine: self.sites.get(engine), 0.0)
+        self.own, self.fleet = OwnRequests(lambda: None), Fleet()
+        self.engine = add_ready(self.fleet, "mine", gpu_blocks=100)
+        self.pool = self.fleet.pools["m"]
+        self.ended, end = [], self.pool.end
+
+        def note_end(engine, placed, computed, report):
+            self.ended.append(computed)
+            end(engine, placed, computed, report)
+
+        self.pool.end = note_end
+        self.peer = Peer(1, self.fleet, 0.0)
+        self.peer.here["theirs"] = "mine", True
 
     def begin(self, chain=CHAIN, **more):
         more = {"streams": True, "known": True, "session": 5, **more}
@@ -53,26 +39,39 @@ class World:
 
     def send(self, *messages, now=1.0, lost=False):
         messages = [*self.own.take(), *messages]
-        return None if lost else self.follower.receive(now, messages)
+        return None if lost else self.peer.receive(now, messages)
 
     def beat(self, now=1.0, late_s=0.0):
         self.send(self.own.heartbeat(now), now=now + late_s)
+
+    def match(self, *engines):
+        """The peer tells its engines, and this kvpin has some."""
+        self.peer.engines = [ToldEngine("theirs", "http://gpu:1", False, "m", 16)]
+        self.peer.match(1.0, [replace(self.peer.engines[0], id=each) for each in engines])
 
     def all(self):
         self.send(*self.own.in_flight(1.0))
 
     @property
+    def in_flight(self):
+        return self.peer.stats(0.0).in_flight
+
+    @property
     def known(self):
         """Whether all requests are known here, how many are, and how many count as load."""
-        return self.follower.in_step, self.follower.in_flight, self.ledger.in_flight
+        return self.peer.in_step, self.in_flight, self.ledger.in_flight
+
+    @property
+    def placer(self):
+        return self.pool.placer
 
     @property
     def ledger(self):
-        return self.here.placer.books["mine"].ledger
+        return self.engine.ledger
 
     @property
     def pending(self):
-        return self.here.placer.index.pending("mine")
+        return self.pool.index.pending("mine")
 
 
 @pytest.fixture
@@ -84,7 +83,7 @@ def test_a_request_is_replayed(world):
     telling = world.begin()
     world.send(now=1.0)
     assert (world.ledger.in_flight, world.pending) == (1, 10)
-    assert world.here.placer.last_engine(5) == "mine"
+    assert world.placer.last_engine(5) == "mine"
     before = world.ledger.view(1.0).queue_s
     telling.refined(Work(80))
     world.send(now=1.0)
@@ -94,8 +93,8 @@ def test_a_request_is_replayed(world):
     assert world.ledger.view(2.0).decoding == 1
     telling.ended(80, None)
     world.send(now=3.0)
-    assert world.here.ended == [80]
-    assert (world.ledger.in_flight, world.pending, world.follower.in_flight) == (0, 0, 0)
+    assert world.ended == [80]
+    assert (world.ledger.in_flight, world.pending, world.in_flight) == (0, 0, 0)
 
 
 def test_an_answer_that_does_not_stream(world):
@@ -103,7 +102,7 @@ def test_an_answer_that_does_not_stream(world):
     telling.answered()
     telling.ended(0, None)
     world.send()
-    assert world.here.ended == [0]
+    assert world.ended == [0]
 
 
 def test_what_is_not_about_requests_is_handed_back(world):
@@ -119,9 +118,9 @@ def test_a_request_whose_beginning_was_lost_is_missed_until_it_is_told(world):
     world.send()
     assert world.known == (True, 1, 1)
     world.beat()
-    assert (world.known, world.follower.missed) == ((False, 1, 1), 1)
+    assert (world.known, world.peer.missed) == ((False, 1, 1), 1)
     world.all()
-    assert (world.known, world.follower.missed) == ((True, 2, 2), 1)
+    assert (world.known, world.peer.missed) == ((True, 2, 2), 1)
     assert world.ledger.view(1.0).decoding == 1
 
 
@@ -133,8 +132,8 @@ def test_a_request_whose_end_was_lost_ends_with_the_next_heartbeat(world):
     world.send(lost=True)
     assert world.known == (False, 2, 2)
     world.beat()
-    assert (world.known, world.follower.missed) == ((True, 1, 1), 0)
-    assert world.here.ended == [None, None]
+    assert (world.known, world.peer.missed) == ((True, 1, 1), 0)
+    assert world.ended == [None, None]
 
 
 def test_requests_that_are_told_again_change_nothing_for_who_knows_them(world):
@@ -152,31 +151,29 @@ def test_messages_of_unknown_requests_are_ignored(world):
     telling.first_token()
     telling.ended(1, None)
     world.send()
-    assert world.here.ended == []
+    assert world.ended == []
 
 
 def test_an_engine_that_comes_later_gets_its_requests_then(world):
-    world.sites.clear()
+    world.peer.here.clear()
     running, waiting = world.begin(), world.begin()
     running.refined(Work(3))
     running.first_token()
     gone = world.begin()
     gone.ended(1, None)
     world.send()
-    assert (world.follower.in_flight, world.ledger.in_flight) == (2, 0)
-    world.follower.place_late(1.0)
-    world.sites["theirs"] = world.here
-    world.follower.place_late(1.0)
-    world.follower.place_late(1.0)
+    assert (world.in_flight, world.ledger.in_flight) == (2, 0)
+    for engines in ([], ["mine"], ["mine"]):
+        world.match(*engines)
     assert (world.ledger.in_flight, world.ledger.view(1.0).decoding) == (2, 1)
     running.ended(1, None)
     waiting.ended(None, None)
     world.send()
-    assert world.here.ended == [1, None]
+    assert world.ended == [1, None]
 
 
 def test_a_peer_that_hashes_otherwise_shares_its_load(world):
-    world.here.tokens_per_block = None
+    world.peer.here["theirs"] = "mine", False
     world.begin()
     world.begin(None)
     world.send()
@@ -186,28 +183,28 @@ def test_a_peer_that_hashes_otherwise_shares_its_load(world):
 def test_all_requests_of_a_lost_peer_are_over(world):
     world.begin(), world.begin(None).first_token()
     world.send(now=4.0)
-    assert world.follower.heard == 4.0
-    world.follower.lose()
-    assert (world.ledger.in_flight, world.pending, world.follower.in_flight) == (0, 0, 0)
-    assert world.here.ended == [None, None]
-    assert world.here.placer.index.held("mine", Tier.GPU) == 0
+    assert world.peer.heard == 4.0
+    world.peer.lose()
+    assert (world.ledger.in_flight, world.pending, world.in_flight) == (0, 0, 0)
+    assert world.ended == [None, None]
+    assert world.pool.index.held("mine", Tier.GPU) == 0
 
 
 def test_the_times_of_a_late_peer_teach_nothing_and_it_moves_no_conversation(world):
     def learned(now, late_s):
         """Whether rates were learned from a request, and whether its conversation moved."""
         world.beat(now, late_s)
-        world.here.placer.begin(now, "other", Work(165), CHAIN, session=5)
-        samples = len(world.here.placer.books["mine"].rates._samples)
+        world.placer.begin(now, "other", Work(165), CHAIN, session=5)
+        samples = len(world.placer.books["mine"].rates._samples)
         telling = world.begin()
         world.send(now=now)
         telling.first_token()
         telling.ended(80, None)
         world.send(now=now + 1)
-        after = len(world.here.placer.books["mine"].rates._samples)
-        return after > samples, world.here.placer.last_engine(5) == "mine"
+        after = len(world.placer.books["mine"].rates._samples)
+        return after > samples, world.placer.last_engine(5) == "mine"
 
-    world.here.placer.add("other", gpu_blocks=100)
+    world.placer.add("other", gpu_blocks=100)
     assert learned(100.0, 0.2) == (True, True)
     assert learned(110.0, 0.8) == (False, False)
     assert learned(120.0, 0.2) == (True, True)
@@ -217,8 +214,8 @@ def test_a_way_that_stays_long_is_no_delay_after_a_while(world):
     world.beat(0.0, 0.1)
     for second in range(1, 400):
         world.beat(float(second), 0.8)
-        assert world.follower.is_late or second > 190
-    assert not world.follower.is_late
+        assert world.peer.is_late or second > 190
+    assert not world.peer.is_late
 
 
 def test_a_decode_leg_of_a_peer_is_no_prefill_here():
