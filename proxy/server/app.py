@@ -182,7 +182,7 @@ class Proxy:
             bodies=self.gate.bodies,
             use=self.use,
         )
-        self.telemetry = telemetry_module()(self.metrics.render) if settings.otel else None
+        self.telemetry = telemetry_module()(self.page) if settings.otel else None
         self.draining = asyncio.Event()
         self.live = Live(self.fleet, self.metrics, self.tasks, self.draining, reuse=settings.reuse)
         self.hand_over = (
@@ -240,8 +240,16 @@ class Proxy:
             self.tenants,
             self.transport.hang_up,
             lambda: _text(self.settings.admin_key),
-            lambda: self.siblings is None or self.siblings.speaks(),
+            self._speaks,
         )
+
+    def _speaks(self) -> bool:
+        """True for a single kvpin, and for the one worker that speaks for all."""
+        return self.siblings is None or self.siblings.speaks()
+
+    def page(self) -> bytes:
+        """The metrics for a collector. Those of a worker are sent by the one that speaks for all."""
+        return self.metrics.render() if self._speaks() else b""
 
     def _group_secret(self) -> GroupSecret:
         """The secret of the kvpins that exchange hashes. Raises SettingsError if it cannot be kept."""

@@ -74,8 +74,9 @@ class Siblings:
 
 @dataclass(frozen=True, slots=True)
 class PeerAnswer:
-    """The answer of one kvpin."""
+    """The answer of the kvpin that listens at `socket`."""
 
+    socket: str
     status: int
     headers: HeaderPairs
     body: bytes
@@ -93,17 +94,17 @@ async def ask(
     target: str,
     headers: HeaderPairs = [],  # noqa: B006 - nobody changes it
     body: bytes = b"",
+    *,
+    within_s: float | None = None,
 ) -> list[PeerAnswer]:
     """The answers of those of the kvpins that run and answer in time, each for itself alone."""
+    seconds = within_s or (_SHOW_S if method == "GET" else ASK_S)
 
     async def of(path: str) -> PeerAnswer | None:
         request = OutgoingRequest(method, f"{HOST}{target}", headers, body or None, unix=path)
         try:
-            async with (
-                asyncio.timeout(_SHOW_S if method == "GET" else ASK_S),
-                await transport.send(request) as answer,
-            ):
-                return PeerAnswer(answer.status, answer.headers.raw, await answer.read())
+            async with asyncio.timeout(seconds), await transport.send(request) as answer:
+                return PeerAnswer(path, answer.status, answer.headers.raw, await answer.read())
         except (EngineUnavailable, TimeoutError):
             return None
 

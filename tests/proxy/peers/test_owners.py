@@ -107,6 +107,18 @@ async def test_of_two_that_start_together_one_owns_the_engine(kvpin):
     assert "kvpin 5" in nine.engine.last_error
 
 
+async def test_one_that_may_not_own_engines_leaves_it_to_another(kvpin):
+    """Of the workers of one kvpin, only the one that speaks for all may."""
+    five = kvpin(5)
+    five.peers._may_own = lambda: False
+    nine = kvpin(9)
+    await until(lambda: nine.is_owner and five.sees_at(9))
+    await nine.die()
+    await until(lambda: five.engine.owner is None)
+    five.peers._may_own = lambda: True
+    await until(lambda: five.is_owner)
+
+
 async def test_a_newcomer_leaves_it_to_the_owner(kvpin):
     nine = kvpin(9)
     await until(lambda: nine.is_owner)

@@ -137,6 +137,16 @@ async def test_a_recording_ends_before_it_is_too_long(tmp_path):
     assert "hash_ids" not in path.read_text()
 
 
+async def test_of_several_workers_one_sends_metrics_to_a_collector(tmp_path):
+    one, two = (Siblings(tmp_path, number, 2) for number in (1, 2))
+    assert one.speaks()
+    proxy = Proxy(Settings(), HttpTransport(), two)
+    assert proxy.page() == b""
+    one.retire()
+    assert b"kvpin_requests_total" in proxy.page()
+    await proxy.stop()
+
+
 class FailsToClose(FakeAdapter):
     async def aclose(self):
         raise OSError("disk full")
