@@ -118,7 +118,7 @@ def _where(engine: Engine) -> str | None:
 
 def _exchange(peers: Peers, *, stands_by: bool) -> str:
     """The state of the exchange, in words. A kvpin that is alone still serves."""
-    if not peers.is_connected:
+    if not peers.bus.is_connected:
         return "gone: this kvpin goes on alone"
     return "ok" if peers.is_ready or stands_by else "joining"
 

@@ -1,17 +1,17 @@
-"""One kvpin among several: listens to the others, replays their requests, and notices who is lost.
+"""One kvpin among several: tells of its requests, listens to the others, and notices who is lost.
 
-    this kvpin ──→ Announcer ──→ bus ──→ the others
-    the others ──→ bus ──→ Follower ──→ Placer, as for own requests
+    own requests ──→ Telling ──→ OwnRequests ──frames, 1 ms──→ bus ──→ the others
+    the others ──→ bus ──→ Peer ──→ Placer, as for own requests
 
-A request never waits for the exchange. A kvpin that is silent for `LOST_S` is lost, and its requests end.
+A kvpin that asks is told of all requests in flight; a newcomer, what engines hold, too. A request never waits
+for the exchange. A kvpin that is silent for `LOST_S` is lost, and its requests end.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterator, Sequence
 from time import monotonic, time
 
 import msgspec
@@ -25,21 +25,28 @@ from proxy.core.peers.messages import (
     KvpinState,
     Leaving,
     Message,
+    ToldEngine,
     ToldPin,
     Used,
+    frame_of,
     messages_of,
     owner_of,
     unpacked,
 )
+from proxy.core.peers.telling import OwnRequests
 from proxy.fleet.fleet import Fleet
-from proxy.peers.announcer import Announcer
 from proxy.peers.bus import Bus, BusCallbacks
 from proxy.peers.owners import Owners, ToldClaim
 from proxy.peers.peer import ExchangeCounts, ExchangeStats, Peer
 from proxy.peers.sealing import NEEDS_KEY, Sealing, secret_of
+from proxy.peers.told import contents, described
 from proxy.request.tenants import Tenants
 from proxy.runtime.tasks import Supervisor
 
+# How long messages are collected for one frame.
+BATCH_S = 0.001
+# Requests in flight are told in frames of about this many bytes of hashes.
+_PART_BYTES = 256 * 1024
 # A newcomer waits this long for the others before it says that it is ready.
 JOIN_S = 2.0
 
@@ -100,7 +107,10 @@ class Peers:
     """The other kvpins, and what this one shares with them.
 
     Attributes:
+        name: this kvpin, for people.
+        bus: carries the messages.
         counts: messages, and what went wrong with them.
+        owners: who uses the engines that only one kvpin may use.
     """
 
     def __init__(
@@ -119,12 +129,16 @@ class Peers:
         claim engines that only one kvpin may use."""
         self.counts, self._hang_up, self._admin_key = ExchangeCounts(), hang_up, admin_key
         self._may_own = may_own
-        self._bus, self._owner, self._fleet, self._tenants = bus, owner, fleet, tenants
-        self._owners, self._joining = Owners(owner, fleet), Joining(fleet)
+        self.name, self.bus, self.owners = fleet.name, bus, Owners(owner, fleet)
+        self._owner, self._fleet, self._tenants = owner, fleet, tenants
+        self._joining = Joining(fleet)
         self._sealing = None if bus.is_private else Sealing(admin_key)
-        self._announcer = Announcer(
-            bus, owner, fleet, tenants, self._owners.claim_of, self._told_marks, self.counts, self._keys
-        )
+        self._own = fleet.told = OwnRequests(self._flush_soon)
+        self._flush_at: asyncio.TimerHandle | None = None
+        self._engines = list[ToldEngine]()  # as they were told last
+        self._asked: dict[int, bool] = {}  # who waits for requests in flight → with contents
+        self._somebody_asked = asyncio.Event()
+        self._is_over = False
         self._peers: dict[int, Peer] = {}
         self._has_bid = asyncio.Event()
         self._complained = set[str]()
@@ -133,43 +147,25 @@ class Peers:
 
     def start(self, tasks: Supervisor) -> None:
         """Begins to exchange."""
-        callbacks = BusCallbacks(self._receive, self._announcer.introduce, self._lose, self._remember)
+        callbacks = BusCallbacks(self._receive, self._introduce, self._lose, self._remember)
         self._fleet.book.listeners.append(self._tell_marks)
-        self._fleet.pins.listeners.append(self._announcer.tell_state)
-        self._tenants.listeners.append(self._announcer.tell_state)
-        tasks.keep("exchange", lambda: self._bus.run(callbacks))
+        self._fleet.pins.listeners.append(self._tell_state)
+        self._tenants.listeners.append(self._tell_state)
+        tasks.keep("exchange", lambda: self.bus.run(callbacks))
         tasks.keep("exchange watch", self._watch)
-        tasks.keep("exchange answers", self._announcer.answer)
+        tasks.keep("exchange answers", self._answer)
 
     async def aclose(self) -> None:
-        """Tells the others that all requests here are over."""
-        self._announcer.leave()
-        await self._bus.aclose()
+        """Tells the others that all requests here are over. Nothing follows."""
+        self._own.tell(Leaving())
+        self._flush()
+        self._is_over = True
+        await self.bus.aclose()
 
     @property
     def is_ready(self) -> bool:
         """True if this kvpin knows what the others know, or has waited long enough."""
         return self._joining.is_over
-
-    @property
-    def is_connected(self) -> bool:
-        """True if the exchange works."""
-        return self._bus.is_connected
-
-    @property
-    def http_socket(self) -> Path | None:
-        """The socket on which this kvpin serves HTTP to the others; None if none can reach it."""
-        return self._bus.http_socket
-
-    @property
-    def claims_engines(self) -> bool:
-        """True if there are engines that only one kvpin may use."""
-        return self._owners.has_claimed
-
-    @property
-    def elsewhere(self) -> Mapping[str, ToldClaim]:
-        """Engines that only one kvpin may use, and the one that does in place of this one."""
-        return self._owners.elsewhere
 
     def sockets(self) -> list[str]:
         """The sockets on which the other kvpins of this machine serve HTTP to this one."""
@@ -183,11 +179,92 @@ class Peers:
         """For people."""
         now = monotonic()
         return ExchangeStats(
-            connected=self.is_connected,
+            connected=self.bus.is_connected,
             peers=[peer.stats(now) for peer in self._peers.values()],
-            dropped=self._bus.dropped,
+            dropped=self.bus.dropped,
             lost=self.counts.lost,
         )
+
+    # --- telling -----------------------------------------------------------------------------------
+
+    def _say(self, messages: Sequence[Message]) -> None:
+        """Sends messages at once."""
+        if self._is_over:
+            return
+        self.counts.told += len(messages)
+        self.bus.publish(frame_of(self._owner, messages))
+
+    def _flush(self) -> None:
+        """Sends the collected messages."""
+        if self._flush_at is not None:
+            self._flush_at.cancel()
+            self._flush_at = None
+        messages = self._own.take()
+        messages += [Used(tenant, use) for tenant, use in self._tenants.take_used()]
+        if messages:
+            self._say(messages)
+
+    def _introduce(self) -> None:
+        """Introduces this kvpin to the others."""
+        self._engines = described(self._fleet, self.owners.claim_of)
+        self._own.tell(self._state())
+        self._own.tell(self._own.heartbeat(monotonic()))
+        self._flush()
+
+    def _follow_engines(self) -> bool:
+        """Tells of engines that came, left, or have connected. Returns whether any did."""
+        engines = described(self._fleet, self.owners.claim_of)
+        if engines == self._engines:
+            return False
+        self._engines = engines
+        self._own.tell(self._state())
+        return True
+
+    def _tell_state(self) -> None:
+        """Tells again who this kvpin is, with its engines, pins, what operators have ordered, and issued
+        keys."""
+        self._own.tell(self._state())
+
+    async def _answer(self) -> None:
+        """Answers the kvpins that ask, for ever. Long answers go out in parts, between requests."""
+        while True:
+            await self._somebody_asked.wait()
+            self._somebody_asked.clear()
+            asked, self._asked = self._asked, {}
+            for to in (owner for owner, with_contents in asked.items() if with_contents):
+                for message in contents(self._fleet, to):
+                    self._say([message])
+                    await asyncio.sleep(0)
+            self._flush()
+            uses = self._tenants.take_used(anew=True)
+            self._say([self._state(), *(Used(tenant, use) for tenant, use in uses)])
+            for part in self._in_flight():
+                self._say(part)
+
+    def _flush_soon(self) -> None:
+        if self._flush_at is None:
+            self._flush_at = asyncio.get_running_loop().call_later(BATCH_S, self._flush)
+
+    def _state(self) -> KvpinState:
+        path = self.bus.http_socket
+        socket_path = str(path) if path is not None else None
+        ahead_s = time() - monotonic()
+        pins = [
+            ToldPin(pin.pin_id, list(pin.engine_pins), pin.blocks, pin.expires + ahead_s, pin.label)
+            for pin in self._fleet.pins.active(monotonic())
+        ]
+        marks, keys, secret = self._told_marks(), self._keys(), self._fleet.secret_name
+        return KvpinState(self.name, self._engines, socket_path, marks, pins, keys, secret)
+
+    def _in_flight(self) -> Iterator[list[Message]]:
+        part, size = list[Message](), 0
+        for message in self._own.in_flight(monotonic()):
+            part.append(message)
+            size += len(getattr(message, "hashes", None) or b"")
+            if size > _PART_BYTES:
+                yield part
+                part, size = [], 0
+        yield part
 
     # --- listening ---------------------------------------------------------------------------------
 
@@ -208,7 +285,7 @@ class Peers:
         now, peer = monotonic(), self._peers.get(owner)
         if peer is None:
             peer = self._peers[owner] = Peer(owner, self._fleet, now)
-            self._announcer.introduce()
+            self._introduce()
         self.counts.heard += len(messages)
         for message in peer.receive(now, messages):
             if owner in self._peers:  # nothing counts after it has left
@@ -223,7 +300,8 @@ class Peers:
             case Used():
                 self._tenants.used_elsewhere(now, owner, message.tenant, message.use)
             case Ask() if message.of == self._owner:
-                self._announcer.is_asked(owner, with_contents=message.contents)
+                self._asked[owner] = self._asked.get(owner, False) or message.contents
+                self._somebody_asked.set()
             case Leaving():
                 self._drop(owner)
                 log.info("another kvpin has stopped", peer=peer.label)
@@ -236,7 +314,7 @@ class Peers:
         """A peer says who it is, and which engines it has."""
         is_new, path = peer.name is None, state.http_socket
         peer.name, peer.engines, peer.pins = state.name, state.engines, state.pins
-        peer.socket = path if path is not None and self._bus.reaches(path) else None
+        peer.socket = path if path is not None and self.bus.reaches(path) else None
         if state.secret not in (b"", self._fleet.secret_name):
             self._complain(
                 "another kvpin has other hashes and salts, because Redis was away when one of both started: "
@@ -252,7 +330,7 @@ class Peers:
 
     def _secret(self) -> bytes | None:
         """Signs issued keys for the others; None keeps them here. On a private bus, all are this user's."""
-        if self._bus.is_private:
+        if self.bus.is_private:
             return b""
         return secret_of(self._admin_key())
 
@@ -270,7 +348,7 @@ class Peers:
         """Takes over the issued keys of another kvpin, if it has this one's secret. False if they do not
         count."""
         secret = self._secret()
-        now = None if self._bus.is_private else time()
+        now = None if self.bus.is_private else time()
         entries = verified(told, secret, now) if told and secret is not None else None
         if entries is not None:
             self._tenants.issued.merge(entries)
@@ -282,8 +360,8 @@ class Peers:
         return entries is not None or not told
 
     def _tell_marks(self, _changed: list[str]) -> None:
-        self._announcer.tell_state()
-        self._bus.keep(encode_marks(self._told_marks()))
+        self._tell_state()
+        self.bus.keep(encode_marks(self._told_marks()))
 
     def _told_marks(self) -> list[EngineMark]:
         """The operators' orders about engines, as the others are told them."""
@@ -322,7 +400,7 @@ class Peers:
             self._complain("the orders that the exchange keeps cannot be read: they are replaced")
         told = self._told_marks()
         if told and (own := encode_marks(told)) != kept:
-            self._bus.keep(own)
+            self.bus.keep(own)
 
     def _adopt(self, now: float, peer: Peer, told: Contents) -> None:
         """Takes over what engines hold."""
@@ -342,13 +420,13 @@ class Peers:
         if now - peer.asked < HEARTBEAT_S:
             return
         peer.asked = now
-        self._announcer.say([Ask(owner, contents=self._joining.wants_contents(owner))])
+        self._say([Ask(owner, contents=self._joining.wants_contents(owner))])
 
     # --- engines -----------------------------------------------------------------------------------
 
     def _match(self, now: float, peer: Peer) -> None:
         """Finds a peer's engines here. Says what the operator has to change."""
-        for problem in peer.match(now, self._announcer.engines):
+        for problem in peer.match(now, self._engines):
             self._complain("kvpins disagree", peer=peer.label, problem=problem)
 
     def _decide_owners(self, now: float) -> None:
@@ -357,14 +435,14 @@ class Peers:
         for owner, peer in self._peers.items():
             for engine, claim in peer.claims():
                 others.setdefault(engine, {})[owner] = claim
-        was_bidding = self._owners.is_bidding
-        is_alone = self._bus.is_alone and not self._peers
-        self._owners.decide(
-            now, others, is_heard=self.is_connected, is_alone=is_alone, may_own=self._may_own()
+        was_bidding = self.owners.is_bidding
+        is_alone = self.bus.is_alone and not self._peers
+        self.owners.decide(
+            now, others, is_heard=self.bus.is_connected, is_alone=is_alone, may_own=self._may_own()
         )
-        if self._owners.is_bidding and not was_bidding:
+        if self.owners.is_bidding and not was_bidding:
             self._has_bid.set()
-        if self._announcer.follow_engines():
+        if self._follow_engines():
             for peer in self._peers.values():
                 self._match(now, peer)
 
@@ -382,7 +460,7 @@ class Peers:
         beat = monotonic()
         while True:
             joins = not (self.is_ready or self._fleet.stands_by)
-            is_quiet = not joins and not self._owners.is_bidding
+            is_quiet = not joins and not self.owners.is_bidding
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(HEARTBEAT_S if is_quiet else _JOIN_POLL_S):
                     await self._has_bid.wait()
@@ -391,11 +469,12 @@ class Peers:
             if now - beat > LOST_S:  # this kvpin was stopped: the others may have spoken meanwhile
                 for peer in self._peers.values():
                     peer.heard = now
-                self._owners.doubt(now)
+                self.owners.doubt(now)
             self._decide_owners(now)
             if now - beat >= HEARTBEAT_S or joins:
                 beat = now
-                self._announcer.beat()
+                self._own.tell(self._own.heartbeat(now))
+                self._flush()
             for owner, peer in list(self._peers.items()):
                 if now - peer.heard > LOST_S:
                     self._lose(owner)
@@ -406,7 +485,7 @@ class Peers:
                 ):
                     self._ask(now, owner, peer)
             others = self._peers.values()
-            self._joining.look(now, others, is_alone=self._bus.is_alone and not others)
+            self._joining.look(now, others, is_alone=self.bus.is_alone and not others)
 
     def _lose(self, owner: int) -> None:
         """A peer that did not say that it stops is gone."""

@@ -512,7 +512,7 @@ def _peer_routes(proxy: Proxy) -> list[Route]:
 def _sockets(proxy: Proxy) -> Callable[[], Sequence[str]] | None:
     """What the other kvpins of this machine listen on; None if there can be none."""
     peers, siblings = proxy.peers, proxy.siblings
-    if peers is not None and peers.http_socket is not None:
+    if peers is not None and peers.bus.http_socket is not None:
         return peers.sockets
     return (lambda: siblings.sockets) if siblings is not None else None
 

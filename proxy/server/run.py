@@ -178,7 +178,7 @@ class _Server:
         """Serves other kvpins of this machine: other workers, and those of its exchange. Raises OSError."""
         peers = self._proxy.peers
         siblings = self._proxy.siblings
-        paths = {peers.http_socket if peers is not None else None}
+        paths = {peers.bus.http_socket if peers is not None else None}
         paths |= {siblings.own if siblings is not None else None}
         protocol = type("PeerProtocol", (self._protocol,), {"__slots__": (), "is_of_peer": True})
         connect = self.uvicorn.connect(protocol)

@@ -66,7 +66,7 @@ def engine_routes(
         return fleet.engine(request.path_params["engine_id"])
 
     def is_told() -> bool:
-        return peers is None or peers.is_connected
+        return peers is None or peers.bus.is_connected
 
     def described(engine: Engine) -> EngineAnswer:
         return describe_engine(engine, fleet.pool_of(engine))

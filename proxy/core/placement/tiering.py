@@ -174,7 +174,7 @@ class Threads(Generic[Prompt]):
         self._due.pop(thread, None)
 
 
-class AheadCounts(msgspec.Struct, array_like=True):
+class AheadCounts(msgspec.Struct):
     """Restores ahead on one engine: how many so far, how many blocks, how many were used because the turn
     came and found them, and how many were wasted."""
 

@@ -53,7 +53,7 @@ class Kvpin:
         self.number, self.wire = number, Wire(wires)
         self.fleet, self.tasks = Fleet(), Supervisor()
         self.peers = Peers(self.wire, number, self.fleet, Tenants([]))
-        self.peers._announcer.name = f"kvpin {number}"
+        self.peers.name = f"kvpin {number}"
         ingest = Ingest(self.fleet, self.tasks)
         monitor = Monitor(self.fleet, self.tasks, ingest, PromptTables(), interval_s=0.05, timeout_s=5)
         self.adapter = Slots(number, users, lock)
@@ -181,7 +181,7 @@ async def test_one_that_stood_still_is_no_owner_before_it_has_heard_the_others(k
     five = kvpin(5)
     await until(lambda: five.is_owner)
     with structlog.testing.capture_logs() as logs:
-        five.peers._owners.doubt(asyncio.get_running_loop().time())
+        five.peers.owners.doubt(asyncio.get_running_loop().time())
         await until(lambda: five.engine.state is EngineState.CONNECTING)
         assert five.engine.owner is None
         await until(lambda: any(log["event"] == "this kvpin owns the engine" for log in logs))
@@ -191,12 +191,12 @@ async def test_one_that_stood_still_is_no_owner_before_it_has_heard_the_others(k
 async def test_one_that_stood_still_stays_the_owner_where_a_lock_kept_others_off(kvpin):
     five = kvpin(5, locks=True)
     await until(lambda: five.is_owner)
-    five.peers._owners.doubt(asyncio.get_running_loop().time())
-    assert not five.peers._owners.is_bidding
+    five.peers.owners.doubt(asyncio.get_running_loop().time())
+    assert not five.peers.owners.is_bidding
 
 
 async def test_one_that_is_locked_out_says_so_before_its_next_decision(kvpin):
     five = kvpin(5, locks=True)
     await until(lambda: five.is_owner)
     five.engine.state = EngineState.ELSEWHERE
-    assert not five.peers._owners.claim_of(five.engine).is_held
+    assert not five.peers.owners.claim_of(five.engine).is_held

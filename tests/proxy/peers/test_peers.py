@@ -23,12 +23,12 @@ from tests.proxy.peers.world import Gated, Wire, ask, in_step, placer, until, wo
 
 async def test_each_knows_where_the_other_serves_its_peers(unix):
     async with world(unix) as (_engines, (one, two)):
-        assert one.peers.sockets() == [str(two.peers.http_socket)]
+        assert one.peers.sockets() == [str(two.peers.bus.http_socket)]
 
 
 async def test_only_paths_that_the_exchange_reaches_are_believed(wires):
     async with world(lambda _owner: Wire(wires)) as (_engines, (one, two)):
-        one.peers._bus.reaches = lambda socket: socket == "/run/two.http"
+        one.peers.bus.reaches = lambda socket: socket == "/run/two.http"
         for number, path in enumerate(("/etc/socket", "/run/two.http", None)):
             other = frame_of(two.peers._owner, [KvpinState("x", [], path)])
             one.peers._receive(other)
@@ -206,7 +206,7 @@ async def test_an_old_message_that_is_repeated_opens_no_key_where_others_may_wri
         old = signed(issued("k"), b"", time.time() - 2 * MAX_AGE_S)
         one.peers._secret = two.peers._secret = lambda: b""
         for proxy, is_private, keys in ((one, False, []), (two, True, [b"k"])):
-            proxy.peers._bus.is_private = is_private
+            proxy.peers.bus.is_private = is_private
             proxy.peers._take_keys(old)
             assert [key.digest for key in proxy.tenants.keys] == keys
 

@@ -47,7 +47,7 @@ async def test_what_one_served_the_other_predicts_until_the_server_dies_and_agai
         assert (await ask(second)).headers["x-kvpin-predicted-tokens"] == "320"
         with capture_logs() as logs:
             server.kill()
-            await until(lambda: not one.peers.is_connected and not two.peers.is_connected)
+            await until(lambda: not one.peers.bus.is_connected and not two.peers.bus.is_connected)
             assert (await ask(first)).status_code == (await ask(second)).status_code == 200
             ready = (await first.get("/health/ready")).json()
             assert ready["exchange"] == "gone: this kvpin goes on alone"
@@ -136,7 +136,7 @@ async def test_a_partition_and_a_delay_lose_no_request_and_heal(server, monkeypa
             client_of(two) as second,
         ):
             relay.cut()
-            await until(lambda: not one.peers.is_connected and not two.peers.stats().peers)
+            await until(lambda: not one.peers.bus.is_connected and not two.peers.stats().peers)
             home = (await ask(first)).headers["x-kvpin-engine"]
             assert (await ask(second, tokens(400, 3))).status_code == 200
             assert placer(two).index.held(home, "gpu") in {0, 25}  # not what the first one served

@@ -15,9 +15,9 @@ from proxy.core.placement.rates import Timings
 from proxy.core.quotas import TenantLimits
 from proxy.fleet.engine import address_of
 from proxy.fleet.fleet import Fleet
-from proxy.peers import announcer
 from proxy.peers import peers as peers_module
-from proxy.peers.announcer import contents, described
+from proxy.peers import told as told_module
+from proxy.peers.told import contents, described
 from proxy.request.tenants import ApiKey, Tenants
 from proxy.settings import EngineSettings
 from tests.fakes import INFO, FakeAdapter, add_ready, client_of, proxy_over
@@ -33,7 +33,7 @@ async def test_after_a_lost_frame_they_agree_again(wires, monkeypatch):
             wires[0].is_cut = True
             running = group.create_task(ask(client, stream=True))
             await until(lambda: any(e.ledger.in_flight for e in one.fleet.engines.values()))
-            await asyncio.sleep(20 * announcer.BATCH_S)
+            await asyncio.sleep(20 * peers_module.BATCH_S)
             wires[0].is_cut = False
             await until(lambda: any(e.ledger.in_flight for e in two.fleet.engines.values()))
             await until(lambda: in_step(two))
@@ -95,7 +95,7 @@ async def test_nothing_of_a_prompt_or_a_name_goes_over_the_wire(wires):
 
 
 def test_what_is_learned_and_where_conversations_were_is_told_in_parts(monkeypatch):
-    monkeypatch.setattr(announcer, "PART", 3)
+    monkeypatch.setattr(told_module, "PART", 3)
     fleet = Fleet()
     learned, precise = add_ready(fleet, "a"), add_ready(fleet, "b")
     learned.audit.lost("no events")
