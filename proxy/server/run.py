@@ -169,6 +169,7 @@ class _Server:
         http = self._protocol
         if orders is not None and self._tally is not None:
             http = tallied(http, self._tally, orders.number)
+            proxy.tasks.keep("pulse", partial(self._tally.pulse, orders.number))
         context = self._context
         self.uvicorn = UvicornServer(
             self._site, http if context is None else over_tls(http, context), self._stop

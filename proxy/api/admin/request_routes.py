@@ -104,10 +104,10 @@ def request_routes(flow: Flow) -> tuple[Endpoint, ...]:
 
 
 def _newest(request: Request, answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """The newest requests of all workers. `passed_on` is that of the one that answers, which knows of all."""
+    """The newest requests of all workers. Those that one worker passed on to another are among them."""
     requests = [each for answer in answers for each in answer["requests"]]
     requests.sort(key=lambda request: -request["started"])
-    return answers[0] | {"requests": requests[: int_query(request, "limit", _USUAL, MOST)]}
+    return {"requests": requests[: int_query(request, "limit", _USUAL, MOST)], "passed_on": {}}
 
 
 _HEADERS = {
