@@ -13,6 +13,7 @@ from proxy.fleet.fleet import Fleet
 from proxy.observe.metric_families import Taken
 from proxy.observe.metrics import Metrics
 from proxy.observe.reuse import ReuseCounts
+from proxy.prompt import PromptBuilder
 
 
 class EngineCounts(msgspec.Struct, array_like=True, frozen=True):
@@ -34,6 +35,7 @@ class Counts(msgspec.Struct, array_like=True, frozen=True):
         series: those of the page, by name and labels.
         reuse, engines: by engine.
         cpu_s: by tenant and kind of work, see `FairThreads.spent`.
+        prompts: those whose tokens agreed with the engine's and differed, by model.
         passed_on: see `Fleet.passed_on`.
     """
 
@@ -43,6 +45,7 @@ class Counts(msgspec.Struct, array_like=True, frozen=True):
     total_reuse: ReuseCounts
     cpu_s: list[tuple[str | None, What, float]]
     engines: dict[str, EngineCounts]
+    prompts: dict[str, tuple[int, int]]
     passed_on: dict[str, int]
 
 
@@ -63,11 +66,18 @@ def take(fleet: Fleet, metrics: Metrics) -> Counts:
         metrics.total_reuse,
         cpu_s,
         {engine.id: _take(engine) for engine in fleet.engines.values()},
+        {model: (builder.agreed, builder.differed) for model, builder in _builders(fleet)},
         dict(fleet.passed_on),
     )
     metrics.ended, metrics.reuse, metrics.total_reuse = 0, {}, ReuseCounts()
     fleet.passed_on.clear()
+    for _, builder in _builders(fleet):
+        builder.agreed = builder.differed = 0
     return taken
+
+
+def _builders(fleet: Fleet) -> list[tuple[str, PromptBuilder]]:
+    return [(pool.model, pool.prompts) for pool in fleet.pools.values() if pool.prompts is not None]
 
 
 def _take(engine: Engine) -> EngineCounts:
@@ -97,6 +107,9 @@ def add(fleet: Fleet, metrics: Metrics, counts: Counts) -> None:
     for engine_id, more in counts.engines.items():
         if (engine := fleet.engines.get(engine_id)) is not None:
             _add(engine, more)
+    for model, builder in _builders(fleet):
+        agreed, differed = counts.prompts.get(model, (0, 0))
+        builder.agreed, builder.differed = builder.agreed + agreed, builder.differed + differed
     fleet.passed_on.update(counts.passed_on)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -109,6 +110,8 @@ from proxy.steps.preparation import Preparation
 
 log = structlog.get_logger(__name__)
 
+# How long a worker that stops waits for the one that speaks for all.
+_LAST_S = 1.0
 # Where the system does not tell how much memory is available.
 _USUAL_MEMORY = 4 << 30
 
@@ -404,7 +407,9 @@ class Proxy:
             await self.peers.aclose()
         await self.tasks.stop()
         if self.hand_over is not None:
-            await self.hand_over.once()  # what the last requests counted
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_S):
+                    await self.hand_over.once()  # what the last requests counted
         if self.recorder is not None:
             await self.recorder.aclose()
         if self.telemetry is not None:

@@ -25,6 +25,8 @@ HAND_OVER_PATH = "/workers/hand_over"
 # Between two messages: usually, and while somebody watches.
 USUAL_S = 1.0
 WATCHED_S = 0.2
+# One that does not answer within that time gets the message again.
+_WITHIN_S = 5.0
 # A worker that was silent for that long says nothing of now.
 _SILENT_S = 3.0
 
@@ -93,7 +95,8 @@ class HandOver:
             return
         handed = self._unanswered = self._unanswered or self._take()
         body = msgspec.msgpack.encode(handed)
-        for answer in await ask(self._transport, [self._siblings.speaker], "POST", HAND_OVER_PATH, body=body):
+        to = self._transport, [self._siblings.speaker], "POST", HAND_OVER_PATH
+        for answer in await ask(*to, body=body, within_s=_WITHIN_S):
             if answer.is_good:
                 self._unanswered = None
                 told = msgspec.msgpack.decode(answer.body, type=Told)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 
+import httpx
 import msgspec
 from starlette.applications import Starlette
 
@@ -133,6 +134,13 @@ async def test_orders_about_engines_come_with_the_answer(tmp_path):
         one.fleet.book.drain("gpu1:8000", drained=True, now=5.0)
         await two.part.once()
         assert two.fleet.book.is_drained("gpu1:8000")
+
+
+async def test_nobody_but_a_worker_may_ask_what_workers_ask(tmp_path):
+    worker = Worker(tmp_path, 1)
+    transport = httpx.ASGITransport(worker.app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://kvpin") as stranger:
+        assert (await stranger.post(HAND_OVER_PATH, content=b"x")).status_code == 404
 
 
 async def test_who_watches_one_sees_the_requests_of_both(tmp_path):
