@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 
 import msgspec
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
@@ -185,7 +186,7 @@ def peer_routes(told: dict[str, Callable[[bytes], Awaitable[bytes]]]) -> list[Ro
     def route(path: str, tell: Callable[[bytes], Awaitable[bytes]]) -> Route:
         async def serve(request: Request) -> Response:
             if not is_from_peer(request):
-                return Response(status_code=HTTPStatus.NOT_FOUND)
+                raise HTTPException(HTTPStatus.NOT_FOUND)
             return Response(await tell(await read_bytes(request)))
 
         return Route(path, serve, methods=["GET", "POST"])

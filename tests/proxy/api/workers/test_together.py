@@ -146,6 +146,28 @@ async def test_events_pass_as_they_come_and_end_when_their_client_leaves(two):
     await end()
 
 
+async def test_events_end_with_the_one_that_sends_them(tmp_path):
+    one, other = Siblings(tmp_path, 1, 2), Worker(tmp_path, 2)
+    assert one.speaks()
+
+    async def dies(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n")
+        writer.write(b"transfer-encoding: chunked\r\n\r\n5\r\nevent\r\n")
+        await writer.drain()
+        writer.close()
+
+    async with (
+        asyncio.timeout(20),
+        await asyncio.start_unix_server(dies, one.own),
+        serving(other.app) as url,
+        httpx.AsyncClient(trust_env=False) as client,
+    ):
+        with pytest.raises(httpx.RemoteProtocolError):  # cut short: clients come again
+            await client.get(f"{url}/admin/v1/events")
+    await other.transport.aclose()
+
+
 async def test_what_perhaps_was_done_is_not_done_again(tmp_path):
     """The one that speaks is lost while it carries something out."""
     one, other, ended = Siblings(tmp_path, 1, 2), Worker(tmp_path, 2), asyncio.Event()
