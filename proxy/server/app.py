@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -49,7 +50,7 @@ from proxy.api.relay.to_object_home import PassedToKeeper
 from proxy.api.relay.to_owner import PassedToOwner
 from proxy.api.workers.hand_over import HAND_OVER_PATH, HandOver
 from proxy.api.workers.siblings import Siblings, ask
-from proxy.api.workers.together import Together, peer_routes
+from proxy.api.workers.together import ORDERS_PATH, Together, peer_routes
 from proxy.control.configured import ConfiguredEngines
 from proxy.control.discovered import DiscoveredEngines
 from proxy.control.engine_orders import EngineOrders
@@ -65,6 +66,7 @@ from proxy.control.tables import SharedTables
 from proxy.control.target_engines import Targets
 from proxy.control.warm import Warming
 from proxy.core.budget import ByteBudget
+from proxy.core.engine_book import decode_marks, encode_marks
 from proxy.core.issued_keys import KeyBook
 from proxy.core.life import Rules
 from proxy.core.tenant_use import UseBook
@@ -318,6 +320,15 @@ class Proxy:
         sockets = self.siblings.sockets if self.siblings is not None else ()
         return [each.body for each in await ask(self.transport, sockets, "GET", path) if each.is_good]
 
+    def told_orders(self) -> bytes:
+        """What operators have ordered about engines, for other workers."""
+        return encode_marks(self.fleet.book.marks())
+
+    async def follow_orders(self, told: bytes) -> bytes:
+        """Another worker tells what operators have ordered."""
+        self.fleet.book.merge(decode_marks(told), now=time.time())
+        return b""
+
     async def told_keys(self, _body: bytes) -> bytes:
         """Another worker has changed the key book's file."""
         await self.keys.look()
@@ -479,7 +490,7 @@ def build_app(proxy: Proxy) -> Dispatcher:
         PassedToKeeper(sockets, proxy.transport) if sockets is not None else None,
     )
     guard = MetricsGuard(_text(settings.admin_key), _text(settings.metrics_key), proxy.tenants)
-    together = Together(proxy.transport, proxy.siblings, sockets or tuple)
+    together = Together(proxy.transport, proxy.siblings, sockets or tuple, proxy.told_orders)
     ops = Ops(
         proxy.fleet,
         proxy.metrics,
@@ -510,6 +521,7 @@ def _peer_routes(proxy: Proxy) -> list[Route]:
             HAND_OVER_PATH: proxy.hand_over.receive,
             PROMPTS_PATH: lambda _body: proxy.prompts.told(),
             KEYS_PATH: proxy.told_keys,
+            ORDERS_PATH: proxy.follow_orders,
         }
     )
 

@@ -65,8 +65,8 @@ class Endpoint:
         is_stream: the answer is a stream of server-sent events. Each has the name of a field of `answer` and
             its value as data.
         query: query parameters.
-        others: the other kvpins of the machine `do` it, too, or one of them may `know` what is named if this
-            one does not; None if they have nothing to do with it.
+        others: the other kvpins of the machine `do` it, too; one of them may `know` what is named if this one
+            does not; or it is an order about engines, which other workers `follow` before it is answered.
         join: where each worker has a part of the answer: makes one of all.
     """
 
@@ -81,7 +81,7 @@ class Endpoint:
     statuses: tuple[int, ...] = (200,)
     is_stream: bool = False
     query: tuple[Query, ...] = field(default=())
-    others: Literal["do", "know"] | None = None
+    others: Literal["do", "know", "follow"] | None = None
     join: Join | None = None
 
     def check_query(self, request: Request) -> None:

@@ -109,6 +109,7 @@ def engine_routes(
             EngineAnswer,
             body=EngineSettings,
             statuses=(201,),
+            others="follow",
         ),
         Endpoint(
             "DELETE",
@@ -116,6 +117,7 @@ def engine_routes(
             delete_engine,
             "Drops an engine at all kvpins of the group; its requests in flight go on to their end.",
             RemovalAnswer,
+            others="follow",
         ),
         Endpoint(
             "POST",
@@ -124,6 +126,7 @@ def engine_routes(
             "No kvpin of the group sends the engine new requests; with `undo`, they do again.",
             DrainedEngine,
             body=Drain,
+            others="follow",
         ),
     )
 

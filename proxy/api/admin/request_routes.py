@@ -15,15 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from engine_adapter import JsonBody
 from engine_adapter.off_loop import off_loop
-from proxy.api.admin.endpoint import (
-    Endpoint,
-    Query,
-    answer,
-    decode,
-    int_query,
-    read_bytes,
-    until_left,
-)
+from proxy.api.admin.endpoint import Endpoint, Query, answer, decode, int_query, read_bytes, until_left
 from proxy.api.admin.request_bodies import DryRun
 from proxy.control.dry_run import RouteAnswer, route
 from proxy.control.explain import RequestAnswer, RequestSummary, explain, summarize

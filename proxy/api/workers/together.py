@@ -33,6 +33,8 @@ from proxy.api.auth import is_from_peer
 from proxy.api.workers.siblings import ASK_S, HOST, PeerAnswer, Siblings, ask
 from proxy.errors import NoEngine, NotFound
 
+# Where a worker is told what operators have ordered about engines.
+ORDERS_PATH = "/workers/orders"
 _Here = Callable[[Request], Awaitable[Response]]
 # Headers that others need to understand the request.
 _PASSED_ON = (b"accept", b"content-type", b"x-request-id")
@@ -60,11 +62,13 @@ class Together:
         transport: asks them.
         siblings: the other workers; None for a single kvpin.
         nearby: what all others listen on, those of the exchange included.
+        orders: what operators have ordered about engines, encoded.
     """
 
     transport: HttpTransport | None = None
     siblings: Siblings | None = None
     nearby: Callable[[], Sequence[str]] = field(default=_nobody)
+    orders: Callable[[], bytes] = bytes
 
     async def serve(self, endpoint: Endpoint, request: Request) -> Response:
         """Serves a request of the admin API. Raises what its handler raises, and NoEngine if no worker speaks
@@ -121,11 +125,16 @@ class Together:
         try:
             answered = await endpoint.handler(own)
         except NotFound:
+            if endpoint.others == "follow":
+                raise
             known = [each for each in await others() if each.status != HTTPStatus.NOT_FOUND]
             if not known:
                 raise
             first = next((each for each in known if each.is_good), known[0])
             return _response(first.status, first.headers, first.body)
+        if endpoint.others == "follow":
+            await ask(transport, workers, "POST", ORDERS_PATH, body=self.orders())
+            return answered
         if endpoint.others == "know" or answered.status_code >= HTTPStatus.MULTIPLE_CHOICES:
             return answered
         bodies = [bytes(answered.body), *(each.body for each in await others() if each.is_good)]

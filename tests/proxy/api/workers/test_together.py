@@ -14,7 +14,7 @@ from proxy.api.admin.endpoint import Endpoint, Query, read_bytes
 from proxy.api.auth import AdminGuard
 from proxy.api.workers import together as together_module
 from proxy.api.workers.siblings import Siblings
-from proxy.api.workers.together import Together
+from proxy.api.workers.together import ORDERS_PATH, Together, peer_routes
 from proxy.errors import NotFound
 from tests.fakes import serving
 from tests.proxy.api.workers.test_siblings import at_socket
@@ -26,7 +26,7 @@ class Worker:
     def __init__(self, directory, number):
         self.number, self.done, self.viewers = number, [], 0
         self.siblings, self.transport = Siblings(directory, number, 2), HttpTransport()
-        together = Together(self.transport, self.siblings, lambda: self.siblings.sockets)
+        together = Together(self.transport, self.siblings, lambda: self.siblings.sockets, lambda: b"orders")
         endpoints = (
             Endpoint("GET", "/who", self.who, "", None),
             Endpoint("POST", "/do", self.do, "", None, others="do"),
@@ -42,8 +42,14 @@ class Worker:
                 join=self.join,
             ),
             Endpoint("GET", "/events", self.events, "", None),
+            Endpoint("POST", "/order", self.do, "", None, others="follow"),
         )
-        self.app = Starlette(routes=[admin_mount(endpoints, AdminGuard(None), together.serve)])
+        admin = admin_mount(endpoints, AdminGuard(None), together.serve)
+        self.app = Starlette(routes=[admin, *peer_routes({ORDERS_PATH: self.follow})])
+
+    async def follow(self, told):
+        self.done.append(told)
+        return b""
 
     async def who(self, _request):
         return JSONResponse({"of": self.number}, headers={"x-of": str(self.number)})
@@ -119,6 +125,12 @@ async def test_both_do_what_all_must_do_and_each_does_it_once(two):
     answer = await client.post("/do", content=b"it")
     assert (answer.status_code, answer.json()) == (202, {"of": 1})
     assert (one.done, other.done) == ([b"it"], [b"it"])
+
+
+async def test_what_is_ordered_about_engines_both_know_before_it_is_answered(two):
+    one, other, client, _ = two
+    assert (await client.post("/order", content=b"drain")).json() == {"of": 1}
+    assert (one.done, other.done) == ([b"drain"], [b"orders"])
 
 
 @pytest.mark.parametrize("knows", [1, 2])
