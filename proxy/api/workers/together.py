@@ -43,6 +43,8 @@ _FOR_ALL = "x-kvpin-for-all"
 # Headers of an answer that this kvpin writes itself.
 _OWN = (b"connection", b"content-length", b"date", b"keep-alive", b"transfer-encoding")
 _SAFE = ("GET", "HEAD")
+# What these ask for may be done twice.
+_REPEATED = (*_SAFE, "DELETE")
 # How long a request that changes nothing may take at the worker that speaks for all.
 _SHOW_S = 20.0
 # How long a request waits while another worker takes over to speak for all, and between two tries.
@@ -103,7 +105,7 @@ class Together:
                     answer = await self.transport.send(to)
             except (EngineUnavailable, TimeoutError) as error:
                 is_perhaps_done = isinstance(error, (EngineDied, EngineGarbled, TimeoutError))
-                if is_perhaps_done and request.method not in _SAFE:
+                if is_perhaps_done and request.method not in _REPEATED:
                     raise NoEngine("the worker that did this was lost: look whether it is done") from error
                 if clock() > until:
                     raise NoEngine("no worker answers for all now; try again shortly") from error
