@@ -76,9 +76,13 @@ class JsonBody:
 
     Values stay raw until requested. A changed body re-encodes only the top level, so all other values keep
     their bytes. Of a repeated key the last value counts, as in engines.
+
+    Attributes:
+        is_plain: it was read and found to be a chat of texts that a system, a user or an assistant says, and
+            no field asks for anything else: most chats without tools. Nobody need look for more in it.
     """
 
-    __slots__ = ("_fields", "_is_plain", "_n_values", "_scalars", "_views", "raw")
+    __slots__ = ("_fields", "_n_values", "_scalars", "_views", "is_plain", "raw")
 
     def __init__(self, raw: bytes) -> None:
         """Raises msgspec.DecodeError if `raw` is not a JSON object."""
@@ -87,17 +91,10 @@ class JsonBody:
         self._scalars: dict[str, Any] = {}  # decoded; not lists and objects, which callers may change
         self._views: dict[str, Any] = {}  # decoded; no caller changes them
         self._n_values: int | None = None
-        self._is_plain: bool | None = None
+        self.is_plain = False
 
-    @property
-    def is_plain(self) -> bool:
-        """True if it is a chat of texts that a system, a user or an assistant says, and no field asks for
-        anything else: most chats without tools. False for a long one."""
-        if self._is_plain is None:
-            self._is_plain = self._finds_plain()
-        return self._is_plain
-
-    def _finds_plain(self) -> bool:
+    def find_plain(self) -> bool:
+        """Finds out whether it `is_plain`. A long one is not."""
         raw = self._fields.get("messages")
         if raw is None or not self._fields.keys() <= _OF_PLAIN_CHATS or len(self.raw) > _PLAIN_BYTES:
             return False
@@ -108,6 +105,7 @@ class JsonBody:
         if not all(map(is_said, messages)):
             return False
         self._views["messages"] = messages
+        self.is_plain = True
         return True
 
     @property
@@ -129,8 +127,10 @@ class JsonBody:
         if name in self._scalars:
             return self._scalars[name]
         raw = self._fields.get(name)
+        if raw is None:
+            return None
         try:
-            value = None if raw is None else msgspec.json.decode(raw)
+            value = msgspec.json.decode(raw)
         except UNREADABLE as error:
             raise UnreadableField(name, _fault_of(error)) from error
         if not isinstance(value, (dict, list)):
@@ -202,7 +202,8 @@ class JsonBody:
         changed.raw, changed._fields = msgspec.json.encode(fields), fields
         kept, viewed = self._scalars.items(), self._views.items()
         changed._scalars = {name: value for name, value in kept if name not in changes}  # noqa: SLF001
-        changed._n_values = changed._is_plain = None  # noqa: SLF001
+        changed._n_values = None  # noqa: SLF001
+        changed.is_plain = self.is_plain and "messages" not in changes and changes.keys() <= _OF_PLAIN_CHATS
         changed._views = {name: value for name, value in viewed if name not in changes}  # noqa: SLF001
         return changed
 

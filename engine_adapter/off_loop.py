@@ -74,7 +74,7 @@ class FairThreads:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="off-loop")
         self._lock = threading.Lock()
         self._waiting: OrderedDict[str | None, deque[_Job]] = OrderedDict()  # the next tenant comes first
-        self._running = Counter[str | None]()
+        self._running: Counter[str | None] = Counter()
 
     @property
     def spent(self) -> dict[tuple[str | None, What], float]:

@@ -25,7 +25,7 @@ from engine_adapter.routes import NativeRoute
 
 TokenIds = array  # array('i'): one int32 per token
 ExtraIds = array  # array('Q'): one uint64 per token, 0 for text
-_Run = TypeVar("_Run", "TokenIds[int]", str)
+_Run = TypeVar("_Run", "TokenIds[int]", str, "list[Any]")
 
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -596,7 +596,7 @@ def extra_array(values: Sequence[int]) -> ExtraIds[int]:
 
 
 def common_prefix(a: _Run, b: _Run) -> int:
-    """Number of leading items that two arrays or texts share, by a binary search over slices."""
+    """Number of leading items that two arrays, texts or lists share, by a binary search over slices."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2

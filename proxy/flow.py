@@ -6,7 +6,7 @@
     end       the client knows how it ended
 
 From the socket to here: `Http1Protocol` → `DataPlane.serve` (api/openai.py) → `serve` (api/fan_out/, which
-splits some requests) → `Flow.serve`. From here to the engine: `Attempts.run` → `Forwarding._run` →
+splits some requests) → `Flow.serve`. From here to the engine: `Attempts.run` → `Forwarding.run` →
 `HttpTransport.send`.
 
 `core/life/` decides which failed attempt is repeated on another engine (`Life.failed`), and how long each
@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Container, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
@@ -37,14 +36,14 @@ from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
 from proxy.request.answer_headers import pairs
 from proxy.request.calls import Call, Reply
-from proxy.request.comparison import Comparison
-from proxy.request.diagnostics import APIS, Diagnosed, IdNoted, WritesCounted, names_the_cache
+from proxy.request.comparison import Comparison, Diagnose
+from proxy.request.diagnostics import APIS, Api, IdNoted, diagnosed, writes_counted
 from proxy.request.engine_errors import final_error
 from proxy.request.gate import Admission
 from proxy.request.kept_reasoning import ReasoningSeen
 from proxy.request.records import RequestLog, RequestRecord
 from proxy.request.tenants import Tenants
-from proxy.request.translate import CHAT_PATH, Translated, Translation
+from proxy.request.translate import CHAT_PATH, RESPONSES_PATH, Translation
 from proxy.request.urgency import deadline_of, priority_of, prompt_tokens_of, tokens_of
 from proxy.request.values_back import ValuesBack, answers_json
 from proxy.steps.attempt import Attempts
@@ -60,6 +59,8 @@ _LEFT = {
     Cause.PART_FAILED: "another part of the request failed",
     Cause.STOPPING: "kvpin stopped",
 }
+# Of OpenAI's `prompt_cache_options`, `prompt_cache_key`, `prompt_cache_retention`, `prompt_cache_breakpoint`.
+_CACHE_FIELDS = b'"prompt_cache_'
 # Seconds that a request waits when no engine takes requests. Short: clients retry by themselves.
 ENGINE_WAIT_S = 2.0
 
@@ -132,7 +133,8 @@ class Flow:
             record.duration_s, record.events = time.monotonic() - record.arrived, reply.events
             if reply.completed is not None:
                 record.answered_s = reply.completed - record.arrived
-            admitted.spend(record.output_tokens or reply.events)
+            if admitted.quota is not None:
+                admitted.spend(record.output_tokens or record.events)
             self.requests.add(record)
             record.headers = call.headers
             self.observe(record)
@@ -275,7 +277,8 @@ class Flow:
         record.prompt, record.chain = ready.prompt, ready.chain
         record.changed = list(call.changed)
         record.served_as, record.lora = ready.pool.model, ready.lora
-        request.admitted.spend_prompt(prompt_tokens_of(call, record.n_tokens))
+        if request.admitted.quota is not None:
+            request.admitted.spend_prompt(prompt_tokens_of(call, record.n_tokens))
         if (translation := ready.translation) is not None:
             if translation.source is not None:  # with the items that the body only names
                 self.requests.keep_source(record, translation.source.raw)
@@ -283,16 +286,26 @@ class Flow:
                 await _answer_count(ready, translation, reply, record)
                 request.answered()
                 return
-            _put_values_back(ready, reply)  # a response repeats its instructions and tools
-            reply.through(lambda client: Translated(client, translation))
-        elif call.socket is None:
-            noter = self.preparation.destinations.noter(call, lambda: record.attempts[-1])
-            if noter is not None:
-                reply.through(noter)
-        if (keep := ready.keep) is not None:
-            reply.through(lambda client: ReasoningSeen(client, keep))
-        _put_values_back(ready, reply)
+        self._lead(reply, ready, record)
         request.prepared(can_repeat=call.body is None or isinstance(call.body, JsonBody))
+
+    def _lead(self, reply: Reply, ready: Ready, record: RequestRecord) -> None:
+        """Leads the answer through what changes or reads it on its way to the client."""
+        call, translation, keep, stages = ready.call, ready.translation, ready.keep, reply.stages
+        if translation is not None:
+            if ready.values:
+                stages.insert(0, _values_back(ready))  # a response repeats its instructions and tools
+            stages.insert(0, translation)
+        elif call.socket is None:
+            destinations = self.preparation.destinations
+            if destinations.isolated or call.route == RESPONSES_PATH:
+                noter = destinations.noter(call, lambda: record.attempts[-1])
+                if noter is not None:
+                    stages.insert(0, noter)
+        if keep is not None:
+            stages.insert(0, ReasoningSeen(keep))
+        if ready.values:
+            stages.insert(0, _values_back(ready))
 
     def prepare(self, call: Call) -> Coroutine[Any, Any, Ready]:
         """Reads a request as far as placement needs it: pool, prompt, block chain.
@@ -312,20 +325,22 @@ class Flow:
         if (api := APIS.get(record.route)) is None:
             return
         asked = api.asked(body, call.headers)
-        reply.through(lambda client: IdNoted(client, record))
+        reply.stages.insert(0, IdNoted(record))
         if asked is not None:
-            reply.through(lambda client: self._diagnosed(Diagnosed(client, api), asked, record, reply))
-        if record.route == CHAT_PATH and names_the_cache(body):
-            reply.through(
-                lambda client: WritesCounted(client, lambda: self.comparison.tokens_per_block(record))
-            )
+            self._diagnose(api, asked, record, reply)
+        if not body.is_plain and record.route == CHAT_PATH and _CACHE_FIELDS in body.raw:
+            counted = writes_counted(lambda: self.comparison.tokens_per_block(record))
+            reply.stages.insert(0, counted)
 
-    def _diagnosed(self, stage: Diagnosed, asked: str, record: RequestRecord, reply: Reply) -> Diagnosed:
+    def _diagnose(self, api: Api, asked: str, record: RequestRecord, reply: Reply) -> None:
+        diagnose: Diagnose | None = None
+
         async def compare() -> None:
-            stage.diagnose = await self.comparison.with_answer(asked, record)
+            nonlocal diagnose
+            diagnose = await self.comparison.with_answer(asked, record)
 
         reply.before = compare
-        return stage
+        reply.stages.insert(0, diagnosed(api, lambda: diagnose))
 
     # --- Place ----------------------------------------------------------------------------------------
 
@@ -339,7 +354,7 @@ class Flow:
         placement = await self._placement(request)
         if placement is None:
             return False
-        record, engine = request.record, placement.engine
+        record, engine = request.record, placement.chosen.engine
         record.placement = request.placement = placement
         record.attempts.append(engine)
         self.placed(record, placement)
@@ -348,17 +363,22 @@ class Flow:
 
     async def _placement(self, request: Request) -> Placement | None:
         """The engine to try next; None if there is none. The request gets the prompt that it makes."""
-        ready, candidates = await self._candidates(request)
-        if not candidates:
-            return None
-        placement = self.choose(ready, candidates)
-        # A retry does not wait again.
-        if not request.attempts and ready.pool.must_queue(placement, ready.needs):
-            await self._in_turn(ready, request.record)
-            ready, candidates = await self._candidates(request)  # engines hold other KV by now
+        has_waited = bool(request.attempts)  # a retry does not wait again
+        while True:
+            ready = request.first if request.told is None else request.ready
+            assert ready is not None  # noqa: S101 - it was prepared
+            if ready.renderings is not ready.pool.renderings and request.told is None:
+                ready = await self._renewed(request, ready)
+            candidates = self.candidates(ready, request.tried)
+            if not candidates and not request.attempts and ready.pool.is_coming_back:
+                ready, candidates = await self._awaited(request, ready)
             if not candidates:
                 return None
-            placement = self.choose(ready, candidates)
+            placement, pool = self.choose(ready, candidates), ready.pool
+            if has_waited or not (pool.is_busy(placement) or (pool.line and pool.line.competes(ready.needs))):
+                break
+            await self._in_turn(ready, request.record)
+            has_waited = True  # engines hold other KV by now
         if ready.others:
             ready = ready.for_engine(ready.pool.engines[placement.engine])
             request.record.prompt, request.record.chain = ready.prompt, ready.chain
@@ -379,7 +399,8 @@ class Flow:
     def _choose_prompt(self, ready: Ready, candidates: Sequence[Candidate]) -> Placement:
         """The cheapest choice, where engines make different tokens of the prompt; of equal ones, that of the
         engine that was chosen longest ago."""
-        engines, found = ready.pool.engines, list[Placement]()
+        engines = ready.pool.engines
+        found: list[Placement] = []
         for each in (ready, *ready.others):
             own = [one for one in candidates if engines[one.engine].prompts is each.rendering]
             if own:  # without a prompt, its costs are those of the others
@@ -397,29 +418,21 @@ class Flow:
             found += self.candidates(each, without)
         return found
 
-    async def _candidates(self, request: Request) -> tuple[Ready, list[Candidate]]:
-        """The request, with the prompts that its engines make now, and those to try next. If no engine takes
-        requests yet, waits for one up to `wait_s`."""
-        ready = await self._renewed(request)
-        found = self.candidates(ready, without=request.tried)
-        if not found and not request.attempts and ready.pool.is_coming_back:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self.wait_s):
-                    while not found:
-                        await self.fleet.until_ready()
-                        ready = await self._renewed(request)
-                        found = self.candidates(ready)
+    async def _awaited(self, request: Request, ready: Ready) -> tuple[Ready, list[Candidate]]:
+        """The request and its candidates, once an engine takes requests: waits for one up to `wait_s`."""
+        found: list[Candidate] = []
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.wait_s):
+                while not found:
+                    await self.fleet.until_ready()
+                    ready = await self._renewed(request, ready)
+                    found = self.candidates(ready)
         return ready, found
 
-    async def _renewed(self, request: Request) -> Ready:
+    async def _renewed(self, request: Request, ready: Ready) -> Ready:
         """The request, with a prompt for each builder that its pool has now. A stream goes on only on engines
         that make the same tokens as the one that began it."""
-        if request.told is not None:
-            assert request.ready is not None  # noqa: S101 - it was prepared
-            return request.ready
-        ready = request.first
-        assert ready is not None  # noqa: S101 - likewise
-        while ready.renderings not in (None, ready.pool.renderings) and ready.is_stale:
+        while request.told is None and ready.renderings is not None and ready.is_stale:
             ready = await self.preparation.prepare_again(ready)
             request.is_ready(ready)
             request.record.prompt, request.record.chain = ready.prompt, ready.chain
@@ -463,12 +476,10 @@ def _why(cancelled: asyncio.CancelledError) -> Cause:
     return why if isinstance(why, Cause) else Cause.CLIENT_LEFT
 
 
-def _put_values_back(ready: Ready, reply: Reply) -> None:
-    """Lets the client get values in the place of references."""
-    if values := ready.values:
-        body = ready.call.body
-        is_json = isinstance(body, JsonBody) and answers_json(body)
-        reply.through(partial(ValuesBack, values=values, answers_json=is_json))
+def _values_back(ready: Ready) -> ValuesBack:
+    """Gives the client values in the place of references."""
+    body = ready.call.body
+    return ValuesBack(ready.values, answers_json=isinstance(body, JsonBody) and answers_json(body))
 
 
 async def _answer_count(ready: Ready, translation: Translation, reply: Reply, record: RequestRecord) -> None:

@@ -21,7 +21,7 @@ from proxy.cli.engine_check.probe import View
 from proxy.cli.main import app
 from proxy.core.misses import Miss
 from proxy.core.placement import demand, load, rates, whole_answers
-from proxy.observe.reasons import Reason
+from proxy.core.reasons import Reason
 from proxy.settings import Settings, check_settings
 
 ROOT = Path(__file__).parent.parent

@@ -109,7 +109,7 @@ def _said_in(event: bytes) -> Says | None:
     it first, is no answer yet."""
     if not event.startswith(b"data:") and is_silent(event):
         return None
-    if b"error" in event and read_streamed_error(event) is not None:
+    if event.rfind(b"error") >= 0 and read_streamed_error(event) is not None:
         return Says.ERROR
     data = event.partition(b"data:")[2].strip()
     try:

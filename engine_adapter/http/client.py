@@ -6,6 +6,7 @@ import asyncio
 import re
 import ssl
 from collections.abc import Awaitable, Callable
+from functools import lru_cache
 
 from engine_adapter.errors import EngineUnavailable
 from engine_adapter.http.connection import IncomingResponse
@@ -95,16 +96,20 @@ class HttpTransport:
         return origin
 
 
+@lru_cache(256)
+def _first_lines(method: str, target: str, host: bytes) -> bytes:
+    if not _TARGET.fullmatch(target):
+        raise ValueError("the target of a request must be percent-encoded")
+    return f"{method} {target} HTTP/1.1\r\nhost: ".encode("latin-1") + host
+
+
 def _head(request: OutgoingRequest, target: str, host: bytes) -> bytes:
     """The request line and the headers, up to the body.
 
     Raises:
         ValueError: the target is not percent-encoded.
     """
-    if not _TARGET.fullmatch(target):
-        raise ValueError("the target of a request must be percent-encoded")
-    first = f"{request.method} {target} HTTP/1.1\r\nhost: ".encode("latin-1") + host
-    lines = [first, *map(b": ".join, request.headers)]
+    lines = [_first_lines(request.method, target, host), *map(b": ".join, request.headers)]
     if request.socket is not None:
         lines += _UPGRADE
     body = request.body

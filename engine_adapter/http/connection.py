@@ -47,25 +47,32 @@ class IncomingResponse:
     A slow reader slows the engine down: only a few socket reads are buffered.
 
     Attributes:
+        connection: the one that it comes over; None once it has all of it, or gets no more.
         failure: why the rest of the answer will never come.
         overran: bytes came after the end of the answer, so the connection cannot be used again.
+        parts: the pieces of the body that wait for the reader.
+        on_body: takes the next piece, see `Connection.data_received`.
+        ends_at: the place among them where the body has ended.
         received: pieces of the body that have arrived.
-        waiting_bytes: bytes of them that wait for the reader.
+        waiting_bytes: bytes of `parts`, without the end of an answer.
     """
 
     __slots__ = (
-        "_connection", "_has_body", "_may_switch", "_pairs", "_parts", "_pass_on", "_waiter", "failure",
-        "headers", "is_complete", "keeps_connection", "overran", "received", "status", "waiting_bytes",
+        "_has_body", "_may_switch", "_pairs", "_pass_on", "_waiter", "connection", "ends_at", "failure",
+        "headers", "is_complete", "keeps_connection", "on_body", "overran", "parts", "received", "status",
+        "waiting_bytes",
     )  # fmt: skip
 
     def __init__(self, connection: Connection, *, has_body: bool, may_switch: bool) -> None:
         """`has_body`: False for the answer to a HEAD request, whatever its headers say. `may_switch`: the
         request asks for a WebSocket."""
-        self._connection: Connection | None = connection
+        self.connection: Connection | None = connection
         self._has_body = has_body
         self._may_switch = may_switch
         self._pairs: HeaderPairs = []
-        self._parts: list[bytes] = []
+        self.parts: list[bytes] = []
+        self.on_body = self.parts.append  # called for each piece of a stream, so not a function of ours
+        self.ends_at = 0
         self.waiting_bytes = 0
         self._waiter: asyncio.Future[None] | None = None
         self._pass_on: Callable[[bytes], bool] | None = None
@@ -87,7 +94,7 @@ class IncomingResponse:
     async def receive(self) -> bytes:
         """The body bytes that arrived since the last call; waits until there are some. b"" at the end. Raises
         EngineUnavailable if the engine went away."""
-        while not self._parts:
+        while not self.parts:
             if self.is_complete:
                 return b""
             await self._more()
@@ -100,7 +107,7 @@ class IncomingResponse:
         end. Raises EngineUnavailable if the engine went away, and what `pass_on` raises.
         """
         while True:
-            while self._parts:
+            while self.parts:
                 if not pass_on(self._taken()):
                     return False
             if self.is_complete:
@@ -118,6 +125,8 @@ class IncomingResponse:
 
     async def read(self) -> bytes:
         """The whole body. Raises EngineGarbled if it is longer than MAX_WHOLE_BYTES."""
+        if self.is_complete:
+            return self._taken()
         parts, size = [], 0
         while part := await self.receive():
             parts.append(part)
@@ -130,9 +139,12 @@ class IncomingResponse:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
+        self.leave()
+
+    def leave(self) -> None:
         """Drops the connection if the answer is not complete: the engine cancels the request."""
-        if self._connection is not None:
-            self._connection.drop()
+        if self.connection is not None:
+            self.connection.drop()
 
     # --- For the connection ---------------------------------------------------------------------------
 
@@ -144,18 +156,18 @@ class IncomingResponse:
             return coding.lower() != "chunked"
         return self.status != 0 and "content-length" not in self.headers
 
-    def forget(self, pieces: int) -> None:
-        """Drops the last pieces that wait: they may hold what could not be parsed."""
-        del self._parts[len(self._parts) - pieces :]
-
     def wake(self) -> None:
         """Tells the reader that there is something new: bytes, the end, or a failure."""
         waiter, pass_on = self._waiter, self._pass_on
         if waiter is None or waiter.done():
             return
-        if pass_on is not None and self._parts:
+        parts = self.parts
+        if pass_on is not None and parts:
+            # As `_taken` does. Nothing has paused the connection: this reader waits for the next piece.
+            piece = parts[0] if len(parts) == 1 else b"".join(parts)
+            parts.clear()
             try:
-                if not pass_on(self._taken()):
+                if not pass_on(piece):
                     self._pass_on = None
                 elif not self.is_complete and self.failure is None:
                     return
@@ -164,15 +176,14 @@ class IncomingResponse:
                 return
         waiter.set_result(None)
 
-    def detach(self) -> None:
-        """The answer has no connection any more."""
-        self._connection = None
-
     def _taken(self) -> bytes:
-        parts, self._parts, self.waiting_bytes = self._parts, [], 0
-        if self._connection is not None and self._connection.is_paused:
-            self._connection.resume_reading()
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        parts = self.parts
+        taken = parts[0] if len(parts) == 1 else b"".join(parts)
+        parts.clear()
+        self.waiting_bytes = 0
+        if self.connection is not None and self.connection.is_paused:
+            self.connection.resume_reading()
+        return taken
 
     def _more(self) -> asyncio.Future[None]:
         """Done when there is something new."""
@@ -195,14 +206,14 @@ class IncomingResponse:
             return
         name, value = name.lower(), value.rstrip(b" \t")
         self._pairs.append((name, value))
-        if name == b"transfer-encoding" and value.lower() not in _READABLE and self._connection is not None:
+        if name == b"transfer-encoding" and value.lower() not in _READABLE and self.connection is not None:
             # Its framing would reach the client as text.
             coding = value[:40].decode("latin-1")
-            self._connection.fail(EngineGarbled(f"the engine's answer has the transfer coding {coding!r}"))
+            self.connection.fail(EngineGarbled(f"the engine's answer has the transfer coding {coding!r}"))
 
     def on_headers_complete(self) -> None:
         """The head is there. Interim answers (1xx) are skipped."""
-        connection = self._connection
+        connection = self.connection
         if connection is None or self.status or connection.parser is None:
             return
         status = connection.parser.get_status_code()
@@ -215,21 +226,13 @@ class IncomingResponse:
         self.headers = Headers(self._pairs)
         self.keeps_connection = connection.parser.should_keep_alive()
         self.status = status
-        self.is_complete = not self._has_body
-
-    def on_body(self, part: bytes) -> None:
-        """Bytes of the body."""
-        if self.is_complete:
-            self.overran = True
-            return
-        self._parts.append(part)
-        self.waiting_bytes += len(part)
-        self.received += 1
+        if not self._has_body:
+            self.is_complete, self.ends_at = True, 0
 
     def on_message_complete(self) -> None:
         """The answer is over, or an interim one. What follows a switch is its body."""
-        if self.status and self.status != _SWITCHED:
-            self.is_complete = True
+        if self.status and self.status != _SWITCHED and not self.is_complete:
+            self.is_complete, self.ends_at = True, len(self.parts)
 
 
 class Connection(asyncio.Protocol):
@@ -336,14 +339,15 @@ class Connection(asyncio.Protocol):
         if answer is None:
             self.close()  # nobody asked for anything
             return
-        received = answer.received
+        parts = answer.parts
+        waiting = len(parts)
         try:
             if self.parser is None:  # it is a WebSocket
                 answer.on_body(data)
             else:
                 self.parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self._stop_parsing(answer, error, data, answer.received - received)
+            self._stop_parsing(answer, error, data, waiting)
         if self._answer is not answer:
             return  # it was refused
         if answer.is_complete:
@@ -354,10 +358,13 @@ class Connection(asyncio.Protocol):
                 too_long = f"the headers of the engine's answer are longer than {MAX_HEAD_BYTES} bytes"
                 self.fail(EngineGarbled(too_long))
             return
-        elif answer.waiting_bytes > MAX_WAITING_BYTES and not self.is_paused:
-            self.is_paused = True
-            self._transport.pause_reading()
+        answer.received += len(parts) - waiting
         answer.wake()
+        if parts and self._answer is answer:  # its reader is busy
+            answer.waiting_bytes += sum(map(len, parts[waiting:]))
+            if answer.waiting_bytes > MAX_WAITING_BYTES and not self.is_paused:
+                self.is_paused = True
+                self._transport.pause_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is closed: ends the running answer, or fails it."""
@@ -369,7 +376,7 @@ class Connection(asyncio.Protocol):
             return
         why = describe(exc) if exc is not None else "it closed the connection"
         if exc is None and answer.ends_with_connection:
-            answer.is_complete = True
+            answer.is_complete, answer.ends_at = True, len(answer.parts)
             self._end(answer)
             answer.wake()
         elif answer.status:
@@ -389,9 +396,9 @@ class Connection(asyncio.Protocol):
 
     # --- Within ---------------------------------------------------------------------------------------
 
-    def _stop_parsing(self, answer: IncomingResponse, error: Exception, data: bytes, pieces: int) -> None:
-        """The parser stops within `data`, after it took `pieces` of it. The rest is a WebSocket's, or
-        not HTTP/1.1."""
+    def _stop_parsing(self, answer: IncomingResponse, error: Exception, data: bytes, waiting: int) -> None:
+        """The parser stops within `data`, when so many parts were waiting. The rest is a WebSocket's, or not
+        HTTP/1.1."""
         if isinstance(error, httptools.HttpParserUpgrade) and answer.status == _SWITCHED:
             self.parser = None
             if rest := data[error.args[0] :]:
@@ -399,7 +406,7 @@ class Connection(asyncio.Protocol):
         elif answer.is_complete:
             answer.overran = True
         else:
-            answer.forget(pieces)
+            del answer.parts[waiting:]  # they may hold what could not be parsed
             self.fail(EngineGarbled(f"the engine's answer is not HTTP/1.1: {error}"))
 
     async def _send_stream(self, source: AsyncIterator[bytes], length: int | None) -> None:
@@ -431,6 +438,9 @@ class Connection(asyncio.Protocol):
 
     def _end(self, answer: IncomingResponse) -> None:
         """The answer is complete. The connection is used again if both sides want that and all was sent."""
+        if len(answer.parts) > answer.ends_at:
+            del answer.parts[answer.ends_at :]
+            answer.overran = True
         is_sent = self._upload is None or self._upload.done()
         self._forget_answer()
         if self._is_lost:
@@ -447,7 +457,7 @@ class Connection(asyncio.Protocol):
     def _forget_answer(self) -> None:
         """Parts the connection from its answer, and from a body that is still being sent."""
         if self._answer is not None:
-            self._answer.detach()
+            self._answer.connection = None
         self._answer = self.parser = None
         if self._upload is not None:
             # An upload that fails the answer runs this itself: it must not be cancelled by its own error.

@@ -22,13 +22,14 @@ class Headers(Mapping[str, str]):
 
     Attributes:
         raw: (name, value) pairs, names in lower case. They stay as they are.
+        first: name → its first value.
     """
 
-    __slots__ = ("_first", "raw")
+    __slots__ = ("first", "raw")
 
     def __init__(self, raw: HeaderPairs) -> None:
         self.raw = raw
-        self._first: dict[bytes, bytes] | None = None  # made when somebody asks: most are only passed on
+        self.first = dict(reversed(raw))
 
     @classmethod
     def of(cls, fields: Iterable[tuple[str, str]]) -> Headers:
@@ -48,10 +49,7 @@ class Headers(Mapping[str, str]):
 
     def get(self, name: str, /, default: str | _T | None = None) -> str | _T | None:
         """The first value of a header. Called often, so it does not raise and catch as `Mapping.get` does."""
-        first = self._first
-        if first is None:
-            first = self._first = dict(reversed(self.raw))
-        value = first.get(_in_bytes(name))
+        value = self.first.get(_in_bytes(name))
         return default if value is None else value.decode("latin-1")
 
     def __getitem__(self, name: str) -> str:

@@ -21,10 +21,12 @@ from engine_adapter.http.usage import NULL, choices_of, is_usage_alone, read_usa
 from engine_adapter.types import TokenIds
 
 _ROUTES = ("/v1/chat/completions", "/v1/completions")
-# The mark of an event that is read. Text cannot contain it: quotes in JSON strings have a backslash. Some
-# engines put `"usage": null` into every event.
-_USAGE = re.compile(rb'"usage"\s*:\s*\{')
-_USAGE_OR_IDS = re.compile(rb'"(?:usage"\s*:\s*\{|(?:prompt_)?token_ids")')
+Marks = Mapping[bytes, re.Pattern[bytes]]
+"""Marks of events that are read: how each begins, and the whole of it. Text cannot contain one: quotes in
+JSON strings have a backslash. Some engines put `"usage": null` into every event."""
+USAGE: Marks = {b'"usage"': re.compile(rb'"usage"\s*:\s*\{')}
+_IDS = b'"token_ids"', b'"prompt_token_ids"'
+_USAGE_OR_IDS: Marks = {**USAGE, **{name: re.compile(name) for name in _IDS}}
 _DETAILS = "prompt_tokens_details"
 # Cached tokens in a usage of the Responses API. Text cannot contain it, likewise.
 _CACHED_INPUT = re.compile(rb'("input_tokens_details"\s*:\s*\{[^{}]*?"cached_tokens"\s*:\s*)\d+')
@@ -127,7 +129,7 @@ class OpenAIAnswer(AnswerReader):
     def _pass_events(self, events: bytes) -> bytes:
         """The client's part of whole events."""
         wants_tokens = self._hides_tokens or (self._reads_tokens and self._prompt is None)
-        return pass_marked(events, _USAGE_OR_IDS if wants_tokens else _USAGE, self._pass)
+        return pass_marked(events, _USAGE_OR_IDS if wants_tokens else USAGE, self._pass)
 
     def _pass(self, event: bytes) -> bytes:
         """The client's part of a marked event, or of a JSON answer."""
@@ -189,17 +191,27 @@ def _usage_options(body: JsonBody) -> dict[str, object] | None:
     }
 
 
-def pass_marked(events: bytes, mark: re.Pattern[bytes], pass_event: Callable[[bytes], bytes]) -> bytes:
-    """The client's part of whole events: that of an event with the mark comes from `pass_event`, all other
-    events pass as they are."""
-    parts, done = [], 0
-    while found := mark.search(events, done):
-        begins = [at + len(end) for end in ENDS if (at := events.rfind(end, done, found.start())) >= 0]
-        begin, end = max(begins, default=done), END.search(events, found.end())
-        parts.append(events[done:begin])
-        done = len(events) if end is None else end.end()
-        parts.append(pass_event(events[begin:done]))
-    return b"".join([*parts, events[done:]]) if parts else events
+def pass_marked(events: bytes, marks: Marks, pass_event: Callable[[bytes], bytes]) -> bytes:
+    """The client's part of whole events: that of an event with one of the marks comes from `pass_event`, all
+    other events pass as they are."""
+    marked: list[tuple[int, int]] = []  # where those events begin and end, the last first
+    before = len(events)
+    # From the end: that takes a third of the time, and usage is in the last events.
+    while (at := max([events.rfind(mark, 0, before) for mark in marks])) >= 0:
+        before = at
+        if any(pattern.match(events, at) is not None for pattern in marks.values()):
+            after = END.search(events, at)
+            begins = (found + len(end) for end in ENDS if (found := events.rfind(end, 0, at)) >= 0)
+            before = max(begins, default=0)
+            marked.append((before, len(events) if after is None else after.end()))
+    if not marked:
+        return events
+    parts: list[bytes] = []
+    done = 0
+    for begin, end in reversed(marked):
+        parts += events[done:begin], pass_event(events[begin:end])
+        done = end
+    return b"".join([*parts, events[done:]])
 
 
 def _prompt_in(fields: RawFields, choices: list[RawFields]) -> TokenIds[int] | None:

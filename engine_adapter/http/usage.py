@@ -49,6 +49,8 @@ _USAGE = re.compile(USAGE_KEY + rb"\s*:\s*(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})")
 _TOOL_CALLS = b'"tool_calls"'
 _CALLED_TOOL = re.compile(rb'"finish_reason"\s*:\s*' + _TOOL_CALLS)
 _TIMINGS_KEY = b'"timings"'
+# The reason of the end and timings stand in the event of the last usage, or in one shortly before it.
+_BESIDE_BYTES = 2048
 _TIMINGS = re.compile(_TIMINGS_KEY + rb"\s*:\s*(\{[^{}]*\})")
 
 
@@ -72,12 +74,14 @@ def read_usage(usage: bytes) -> Usage:
 def read_streamed_usage(part: bytes) -> Usage:
     """The usage in a part of an event stream: for each count, the last one reported."""
     cached = output = None
-    for usage in _backwards(part):
+    begins = 0
+    for at, usage in _backwards(part):
+        begins = max(at - _BESIDE_BYTES, begins)
         cached = usage.cached_tokens if cached is None else cached
         output = usage.output_tokens if output is None else output
         if cached is not None and output is not None:
             break
-    return _told(Usage(cached, output), _last_timings(part), part)
+    return _told(Usage(cached, output), _last_timings(part, begins), part, begins)
 
 
 def choices_of(chunk: RawFields) -> list[RawFields]:
@@ -101,21 +105,22 @@ def _adds_nothing(choice: RawFields) -> bool:
     return all(value in SAYS_NOTHING for value in (*beside, *added.values()))
 
 
-def _last_timings(part: bytes) -> object:
-    """The last `timings` in a part of an event stream; None without one."""
-    found = _TIMINGS.match(part, at) if (at := part.rfind(_TIMINGS_KEY)) >= 0 else None
+def _last_timings(part: bytes, begin: int) -> object:
+    """The last `timings` in a part of an event stream, from a place on; None without one."""
+    found = _TIMINGS.match(part, at) if (at := part.rfind(_TIMINGS_KEY, begin)) >= 0 else None
     try:
         return _decode_any(found[1]) if found is not None else None
     except UNREADABLE:
         return None
 
 
-def _backwards(part: bytes) -> Iterator[Usage]:
+def _backwards(part: bytes) -> Iterator[tuple[int, Usage]]:
+    """Each usage, the last one first, and where it begins."""
     at = len(part)
     while (at := part.rfind(USAGE_KEY, 0, at)) >= 0:
         usage = _USAGE.match(part, at)
         if usage is not None:
-            yield read_usage(usage[1])
+            yield at, read_usage(usage[1])
 
 
 def _read(usage: _UsageFields | None) -> Usage:
@@ -132,10 +137,12 @@ def _count(tokens: int | None) -> int | None:
     return tokens if tokens is not None and 0 <= tokens <= _MAX_TOKENS else None
 
 
-def _told(usage: Usage, timings: object, answer: bytes) -> Usage:
+def _told(usage: Usage, timings: object, answer: bytes, begin: int = 0) -> Usage:
     """The usage with the times of an answer's `timings`, as llama.cpp writes them, and what the answer, or
-    its last part, ended with."""
-    if _TOOL_CALLS in answer and _CALLED_TOOL.search(answer) is not None:  # found ten times as fast
+    its last part, ended with, from a place on."""
+    if (
+        answer.rfind(_TOOL_CALLS, begin) >= 0 and _CALLED_TOOL.search(answer) is not None
+    ):  # found ten times as fast
         usage = msgspec.structs.replace(usage, called_tool=True)
     if not isinstance(timings, dict):
         return usage

@@ -15,7 +15,7 @@ import socket
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 
-from engine_adapter.http.headers import HeaderPairs
+from engine_adapter.http.headers import Headers
 
 Address = tuple[str, int] | None
 """Host and port; None for a socket that has none."""
@@ -24,7 +24,6 @@ UNKNOWN = "null"
 LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 # Values of `sec-fetch-site`: a page of this origin, or what a person typed.
 _OF_OWN_PAGES = ("same-origin", "none")
-_TELLING = {b"host": "host", b"origin": "origin", b"sec-fetch-site": "sec-fetch-site"}
 # Kubernetes sets it in each pod. No browser runs there, and services have such names.
 _IN_POD = "KUBERNETES_SERVICE_HOST"
 _PORT = re.compile(r":\d*$")
@@ -34,24 +33,25 @@ _PRIVATE = (".localhost", ".internal")
 _OF_NETWORK = ".local"
 
 
-def page_asking(pairs: HeaderPairs, scheme: Callable[[], str], here: Callable[[], Address]) -> str | None:
+def page_asking(headers: Headers, scheme: Callable[[], str], here: Callable[[], Address]) -> str | None:
     """The origin of the web page that asks, if it may be another than this server's; None for other clients.
 
     Args:
-        pairs: the headers of the request.
+        headers: those of the request.
         scheme: tells that of the connection.
         here: tells the address of this server's end of the connection. Few requests need either.
     """
-    headers = {_TELLING[name]: value.decode("latin-1") for name, value in pairs if name in _TELLING}
-    if not is_own_page(headers, scheme):
+    first = headers.first
+    if (b"origin" in first or b"sec-fetch-site" in first) and not is_own_page(headers, scheme):
         return headers.get("origin", UNKNOWN)
-    name = name_of(headers)
+    host = first.get(b"host", b"").decode("latin-1")
+    name = _without_port(host) or "localhost"
     if name in LOCAL_NAMES or not _may_be_a_pages(name):
         return None
     address = here()
     if address is None or not is_loopback(address[0]):
         return None
-    return f"{scheme()}://{headers.get('host', '')}".lower()
+    return f"{scheme()}://{host}".lower()
 
 
 def is_own_page(headers: Mapping[str, str], scheme: Callable[[], str]) -> bool:

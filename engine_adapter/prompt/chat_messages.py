@@ -90,7 +90,8 @@ class _Reader:
         role = message.get("role")
         if not isinstance(role, str) or not role:
             raise ChatError(f"{name}.role must be a non-empty string", param=f"{name}.role")
-        content, changes = message.get("content"), dict[str, Any]()
+        content = message.get("content")
+        changes: dict[str, Any] = {}
         if isinstance(content, list):
             changes["content"] = self._parts(content, f"{name}.content")
         elif content is not None and not isinstance(content, str):

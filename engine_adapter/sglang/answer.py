@@ -14,14 +14,13 @@ from typing_extensions import override
 
 from engine_adapter.body import RawFields, decode_object
 from engine_adapter.hold import AnswerReader
-from engine_adapter.http.openai_answer import OpenAIAnswer, pass_marked
+from engine_adapter.http.openai_answer import USAGE, OpenAIAnswer, pass_marked
 from engine_adapter.http.usage import NULL
 
 _DETAILS = "cached_tokens_details"
 # Stands beside the details where there are several choices, empty if the client did not ask for it.
 _SPECULATION, _NOTHING = "spec_tokens_details", msgspec.Raw(b"[]")
-# The mark of an event that is read.
-_USAGE_OR_EXTENSION = re.compile(rb'"(?:usage|sglext)"\s*:\s*\{')
+_USAGE_OR_EXTENSION = {**USAGE, b'"sglext"': re.compile(rb'"sglext"\s*:\s*\{')}
 # The answer is complete.
 _FINISHED = b'"finish_reason":"'
 # In `meta_info`. Text cannot contain it: quotes in JSON strings have a backslash.

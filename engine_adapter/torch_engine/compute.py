@@ -32,6 +32,11 @@ def is_fatal(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _DEVICE_ERRORS)
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line: torch adds advice on debugging to errors of the device."""
+    return str(error).partition("\n")[0]
+
+
 def compute(runner: Runner, items: Sequence[Item]) -> list[Outcome]:
     """The outcome of each item, in order. Keeps the logprobs of prompts that want them in `Active.scores`.
 

@@ -20,7 +20,7 @@ import torch
 
 from engine_adapter.errors import EngineSpecError, EngineUnavailable
 from engine_adapter.memory import available_bytes
-from engine_adapter.torch_engine.compute import Outcome, compute, is_fatal
+from engine_adapter.torch_engine.compute import Outcome, compute, first_line, is_fatal
 from engine_adapter.torch_engine.kv_cache import KvCache
 from engine_adapter.torch_engine.kv_tree import CopyFailed
 from engine_adapter.torch_engine.options import EmbeddedOptions
@@ -411,9 +411,9 @@ def _allocate(model: LoadedModel, options: EmbeddedOptions, gpu_blocks: int, hos
     except (RuntimeError, MemoryError, OSError, OverflowError) as error:
         raise EngineSpecError(
             f"cannot allocate {gpu_blocks} + {host_blocks} KV blocks of "
-            f"{model.block_bytes(options.tokens_per_block)} bytes: {error}"
+            f"{model.block_bytes(options.tokens_per_block)} bytes: {first_line(error)}"
         ) from error
 
 
 def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {first_line(error)}"

@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from engine_adapter.errors import EngineSpecError
 from engine_adapter.torch_engine.attention import IMPLEMENTATION, LayerShape, Probe, attention_context
+from engine_adapter.torch_engine.compute import first_line
 from engine_adapter.torch_engine.kv_cache import KvSequence
 from engine_adapter.torch_engine.runner import LoadedModel, Runner, Work
 from engine_adapter.torch_engine.storage import KvStorage, bytes_per_token
@@ -67,7 +68,12 @@ def load_model(
         path = Path(source)
         tokenizer = str(path.resolve()) if path.is_dir() else source
         name = path.resolve().name if path.is_dir() else source
-    module.eval().requires_grad_(False).to(device)
+    try:
+        module.eval().requires_grad_(False).to(device)
+    except (RuntimeError, AssertionError) as error:  # no such device, no room on it, a torch without it
+        raise EngineSpecError(
+            f"cannot load model {name!r} to device {device!r}: {first_line(error)}"
+        ) from error
     model = _describe(module, served_name or name, tokenizer, is_default=source is None)
     _log.info("checking that %s answers over paged KV as it does without", model.name)
     try:
@@ -75,7 +81,9 @@ def load_model(
     except EngineSpecError as error:
         raise EngineSpecError(f"{_refused(module, name)}{error}") from error
     except _UNRUNNABLE as error:
-        raise EngineSpecError(f"{_refused(module, name)}it cannot be checked ({error})") from error
+        raise EngineSpecError(
+            f"{_refused(module, name)}it cannot be checked ({first_line(error)})"
+        ) from error
     return model
 
 
@@ -178,7 +186,7 @@ def _probe(module: Any, config: PretrainedConfig, name: str) -> tuple[LayerShape
     except EngineSpecError as error:
         raise EngineSpecError(f"{refused}{error}") from error
     except _UNRUNNABLE as error:
-        raise EngineSpecError(f"{refused}a forward pass over paged KV fails ({error})") from error
+        raise EngineSpecError(f"{refused}a forward pass over paged KV fails ({first_line(error)})") from error
     total = config.num_hidden_layers
     if sorted(probe.shapes) != list(range(total)):
         raise EngineSpecError(

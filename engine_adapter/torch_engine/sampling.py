@@ -338,8 +338,21 @@ def _lowest(values: Tensor, filters: Filters, total: Tensor | None = None) -> Te
 
 def _pick(chances: Tensor, numbers: Tensor) -> Tensor:
     """The place in each row whose share of the sum holds the row's number. Changes `chances`."""
+    if chances.device.type != "cpu":
+        return _first_above(chances.cumsum(-1), chances, numbers)
     sums = chances.cumsum_(-1)
-    total = sums[:, -1]
     # The first sum above the target ends a token that may be drawn. No sum is above the total.
-    target = torch.minimum(numbers.to(total.dtype) * total, total.nextafter(torch.zeros_like(total)))
-    return torch.searchsorted(sums, target[:, None], right=True)[:, 0]
+    return torch.searchsorted(sums, _target(sums[:, -1], numbers)[:, None], right=True)[:, 0]
+
+
+def _first_above(sums: Tensor, chances: Tensor, numbers: Tensor) -> Tensor:
+    """The place of `_pick` from sums that a GPU made. It adds in parallel, so rounding may leave a sum below
+    the one before it, or above it at a token that has no chance (PyTorch's issue 13867). Changes `sums`."""
+    sums.masked_fill_(chances == 0, 0.0)
+    above = sums > _target(sums.amax(-1), numbers)[:, None]
+    return above.to(torch.uint8).argmax(-1)  # the first of equals
+
+
+def _target(total: Tensor, numbers: Tensor) -> Tensor:
+    """The sum at which each row's number lies, always below its total."""
+    return torch.minimum(numbers.to(total.dtype) * total, total.nextafter(torch.zeros_like(total)))

@@ -36,8 +36,8 @@ def engine(**given: Any) -> None:  # noqa: ANN401 - the fields of `EmbeddedOptio
         raise typer.Exit(2) from error
     except EngineUnavailable as error:
         typer.echo(f"kvpin engine: {error}", err=True)
-        raise typer.Exit(1) from error
-    _end_now()
+        _end_now(1)
+    _end_now(0)
 
 
 _hints = get_type_hints(EmbeddedOptions, include_extras=True)
@@ -62,9 +62,10 @@ def check_words(words: Sequence[str]) -> None:
     EmbeddedOptions(**given)
 
 
-def _end_now() -> None:
-    """Ends the process. All is closed by now, and Python's own end takes torch 1 to 3 s."""
+def _end_now(status: int) -> None:
+    """Ends the process. All is closed by now, and Python's own end takes torch 1 to 3 s. After an error of
+    the device, it aborts: torch cannot free the host tier's pinned memory."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(status)

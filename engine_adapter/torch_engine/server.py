@@ -17,6 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine_adapter.errors import EngineError
+from engine_adapter.http.headers import Headers as RawHeaders
 from engine_adapter.http.web_pages import page_asking
 from engine_adapter.torch_engine.completions import CompletionRoute
 from engine_adapter.torch_engine.embeddings import EmbeddingRoute
@@ -202,7 +203,7 @@ class Guard:
             return ApiError(
                 "the engine needs its key: Authorization: Bearer <key>", status=401, code="invalid_api_key"
             )
-        page = page_asking(scope["headers"], lambda: scope["scheme"], lambda: scope["server"])
+        page = page_asking(RawHeaders(scope["headers"]), lambda: scope["scheme"], lambda: scope["server"])
         if page is None:
             return None
         return ApiError(f"the engine answers no web page ({page})", status=403, code="forbidden")

@@ -166,7 +166,9 @@ class MetricsGuard:
             await self._guard.admit(connection)
         elif not is_from_peer(connection):
             scope = connection.scope
-            page = page_asking(connection.headers.raw, lambda: scope["scheme"], lambda: scope["server"])
+            page = page_asking(
+                Headers(connection.headers.raw), lambda: scope["scheme"], lambda: scope["server"]
+            )
             if page is not None:
                 raise Forbidden("/metrics answers no web page: ask as http://127.0.0.1, or set metrics_key")
 

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from engine_adapter.off_loop import off_loop
 from proxy.errors import BadRequest, NotFound
 from proxy.request.translate import ResponseStore
-from proxy.request.translate.responses_store import StoredResponse, TenantResponses
+from proxy.request.translate.responses_store import StoredResponse
 
 _ROUTE = "/v1/responses/"
 _MOST_ITEMS, _ITEMS = 100, 20
@@ -59,35 +59,25 @@ class KeptResponses:
         long = stored.turn.n_items / _ITEMS_PER_MS
         match method, part:
             case "GET", "":
-                return _json(_whole(stored, parse_qs(query)))
+                if parse_qs(query).get("stream") == ["true"]:
+                    raise BadRequest("a response is streamed while it is made, and not again", param="stream")
+                content = stored.content
             case "DELETE", "":
-                return _json(await off_loop(lambda: _deleted(shelf, response_id), ms=long))
+                await off_loop(lambda: shelf.delete(response_id), ms=long)
+                gone = {"id": response_id, "object": "response", "deleted": True}
+                content = msgspec.json.encode(gone)
             case "POST", "cancel":
                 raise BadRequest("Only responses that are made in the background can be cancelled.")
             case "GET", "input_items":
-                return _json(await off_loop(lambda: _listed(stored, parse_qs(query)), ms=long))
+                content = await off_loop(lambda: _listed(stored, parse_qs(query)), ms=long)
             case _:
                 raise NotFound(f"there is no route {method} {path!r}")
-
-
-def _json(content: bytes) -> Response:
-    return Response(content, media_type="application/json")
-
-
-def _whole(stored: StoredResponse, query: dict[str, list[str]]) -> bytes:
-    if query.get("stream") == ["true"]:
-        raise BadRequest("a response is streamed while it is made, and not again", param="stream")
-    return stored.content
-
-
-def _deleted(shelf: TenantResponses, response_id: str) -> bytes:
-    shelf.delete(response_id)
-    return msgspec.json.encode({"id": response_id, "object": "response", "deleted": True})
+        return Response(content, media_type="application/json")
 
 
 def _listed(stored: StoredResponse, query: dict[str, list[str]]) -> bytes:
     """A page of the items that were the input of a response, the turns before it included."""
-    items = dict[str, bytes]()
+    items: dict[str, bytes] = {}
     for part in stored.turn.input():
         items.update(part)  # ten times as fast as from single items
     names = list(items)

@@ -33,7 +33,7 @@ from proxy.api.models import ALLOW_READS, answer_models, is_of_models, name_in
 from proxy.api.paths import check_method, checked_path
 from proxy.api.relay.to_object_home import PassedToKeeper, is_asked
 from proxy.api.relay.to_owner import PassedToOwner
-from proxy.api.websockets import WebSocketClient, check_websocket, with_key
+from proxy.api.websockets import Subprotocol, check_websocket, with_key
 from proxy.core.life import Cause
 from proxy.errors import (
     ANSWERED,
@@ -50,8 +50,7 @@ from proxy.headers import REQUEST_ID_HEADER
 from proxy.http.exchange import ClientLeft, Exchange
 from proxy.request.answer_headers import with_limits
 from proxy.request.bodies import HALF_CHARACTERS, parse, unpacked
-from proxy.request.calls import Call, Reply
-from proxy.request.dialects import dialect_of
+from proxy.request.calls import PROMPT_ROUTES, Call, Reply
 from proxy.request.gate import Admission, Gate
 from proxy.request.known_routes import ALLOW_POST, POST_ONLY
 from proxy.request.records import RequestRecord
@@ -68,6 +67,7 @@ from proxy.request.stored import (
 )
 from proxy.request.tenants import ApiKey, Tenants
 from proxy.request.translate import ResponseStore
+from proxy.request.translate.dialects import dialect_of
 
 log = structlog.get_logger(__name__)
 
@@ -83,7 +83,8 @@ CLEAN_UP_S = 30.0
 # its prefix; to bind one through structlog would look at all of them.
 _OWN_ID = ContextVar[str](f"{structlog.contextvars.STRUCTLOG_KEY_PREFIX}request")
 _CLIENT_ID = ContextVar[str](f"{structlog.contextvars.STRUCTLOG_KEY_PREFIX}client_request")
-_NO_LIMIT = nullcontext()
+_NO_LIMIT: AbstractContextManager[None] = nullcontext()
+_REQUEST_ID = REQUEST_ID_HEADER.encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,9 @@ class DataPlane:
 
     async def serve(self, exchange: Exchange) -> None:
         """Serves one request."""
-        own_id, client_id = f"req-{os.urandom(16).hex()}", _client_id(exchange.headers)
+        own_id, client_id = f"req-{os.urandom(16).hex()}", None
+        if _REQUEST_ID in exchange.headers.first:
+            client_id = _client_id(exchange.headers)
         _OWN_ID.set(own_id)
         if client_id is not None:
             _CLIENT_ID.set(client_id)
@@ -151,29 +154,26 @@ class DataPlane:
             _send(self._options(exchange), exchange)
             return
         if self.tenants.open and not exchange.is_from_peer:  # no page sends a key that it does not know
-            page = page_asking(headers.raw, lambda: exchange.scheme, lambda: exchange.address("sockname"))
+            page = page_asking(headers, lambda: exchange.scheme, lambda: exchange.address("sockname"))
             check_origin(self.cors, page)
         if exchange.asks_for_websocket:
             await self._serve_websocket(exchange, reply, own_id, client_id)
             return
         key = authenticate(headers, self.tenants)
-        tenant, models = (key.tenant, key.models) if key is not None else (None, None)
+        tenant = key.tenant if key is not None else None
         PAYER.set(tenant)
         path = checked_path(exchange.target)
-        check_method(method, path)
-        if is_of_models(path):
-            await self._serve_models(exchange, reply, path, own_id, models)
+        asks_prompt = method == "POST" and path in PROMPT_ROUTES  # these need no look at the path
+        if not asks_prompt and await self._is_answered_here(exchange, reply, path, own_id, key):
             return
-        asked = name_in_path(path, isolated=self.tenants.isolated) if is_asked(exchange) else None
-        if asked is not None:
-            _send(Response(status_code=204 if self._keeps(tenant, asked) else 404), exchange)
-            return
-        self._check_route(method, path)
         call = partial(self._call, exchange, path, key, own_id, client_id)
-        is_upload = _is_upload(path, headers)
-        head = partial(call, None)
-        with self._admit(tenant, exchange, reply, head, is_upload=is_upload) as admitted, self._limit():
-            if may_be_kept(path) and (kept := await self.responses.answer(method, path, tenant)) is not None:
+        is_upload = not asks_prompt and _is_upload(path, headers)
+        limit = _NO_LIMIT if (total_s := self.flow.rules.total_s) is None else _within(total_s)
+        with self._admit(tenant, exchange, reply, call, is_upload=is_upload) as admitted, limit:
+            kept = None
+            if not asks_prompt and may_be_kept(path):
+                kept = await self.responses.answer(method, path, tenant)
+            if kept is not None:
                 _send(kept, exchange)
             elif is_upload:
                 await self._serve_upload(exchange, reply, call, admitted)
@@ -181,29 +181,43 @@ class DataPlane:
                 # No name for the call and its body here: the body is freed before the answer ends.
                 await self._work(call(*await self._body(exchange, admitted)), exchange, reply, admitted)
 
-    def _check_route(self, method: str, path: str) -> None:
-        """Checks what may be passed on.
+    async def _is_answered_here(
+        self, exchange: Exchange, reply: Reply, path: str, own_id: str, key: ApiKey | None
+    ) -> bool:
+        """Answers what no engine is needed for: which models there are, and whether an object is kept here.
+        False for all other requests, which may be passed on.
 
         Raises:
-            MethodNotAllowed: no API has the method.
+            NotFound, MethodNotAllowed: no API has the route or the method.
             Forbidden: several tenants may not use the route.
         """
+        method = exchange.method
+        check_method(method, path)
+        if is_of_models(path):
+            await self._serve_models(exchange, reply, path, own_id, key.models if key is not None else None)
+            return True
+        asked = name_in_path(path, isolated=self.tenants.isolated) if is_asked(exchange) else None
+        if asked is not None:
+            is_kept = self._keeps(key.tenant if key is not None else None, asked)
+            _send(Response(status_code=204 if is_kept else 404), exchange)
+            return True
         if method not in SERVED:
             raise MethodNotAllowed(f"{method} is not served", allow=METHODS)
         if self.tenants.isolated:
             check_route(method, path)
+        return False
 
     def _admit(
         self,
         tenant: str | None,
         exchange: Exchange,
         reply: Reply,
-        head: Callable[[], Call],
+        call: Callable[[RequestBody], Call],
         *,
         is_upload: bool = False,
     ) -> Admission:
-        """Admits a request. A request over its tenant's limits gets a record, made of its `head`. Its answer
-        tells what is left of these limits.
+        """Admits a request. A request over its tenant's limits gets a record, made of its `call` without a
+        body. Its answer tells what is left of these limits.
 
         With `is_upload`, its body is passed on as it arrives: its length is not the memory that it takes.
 
@@ -218,7 +232,7 @@ class DataPlane:
                 tenant, None if is_upload else length, now, is_from_peer=exchange.is_from_peer
             )
         except RateLimited as error:
-            record = RequestRecord.of(head())
+            record = RequestRecord.of(call(None))
             record.status, record.error, record.duration_s = status_of(error), str(error), 0.0
             record.cause = cause_of(error)
             reply.recorded = True
@@ -287,22 +301,13 @@ class DataPlane:
         tenant, models = (key.tenant, key.models) if key is not None else (None, None)
         check_websocket(path, isolated=self.tenants.isolated)
         passed_on, session = passed_on_headers(headers, self.tenants), session_of(tenant, headers, None)
-        reply.through(lambda client: WebSocketClient(client, headers))
+        reply.stages.append(Subprotocol(headers))
         socket = exchange.socket()
         call = Call(
             own_id, exchange.method, path, passed_on, None, tenant, client_id, session, socket, models
         )
-        with self._admit(tenant, exchange, reply, lambda: call) as admitted:
+        with self._admit(tenant, exchange, reply, lambda _body: call) as admitted:
             await self._work(call, exchange, reply, admitted)
-
-    def _limit(self) -> AbstractContextManager[None]:
-        """Limits the work of a request. Its life ends in time by itself: this ends what is around it.
-
-        Raises:
-            TimeLimit: it took longer than `timeouts.total_s`, and the time to clean up.
-        """
-        total_s = self.flow.rules.total_s
-        return _NO_LIMIT if total_s is None else _within(total_s)
 
     async def _serve_upload(
         self, exchange: Exchange, reply: Reply, call: Callable[[RequestBody], Call], admitted: Admission
@@ -361,8 +366,12 @@ class DataPlane:
         raw = await exchange.read(self.max_body_bytes, admitted.hold)
         if not raw:
             return None, ()
-        encoding = exchange.headers.get("content-encoding", "identity")
-        if encoding.lower() != "identity":
+        encoding = (
+            exchange.headers.get("content-encoding")
+            if b"content-encoding" in exchange.headers.first
+            else None
+        )
+        if encoding is not None and encoding.lower() != "identity":
             raw = await unpacked(raw, encoding, self.max_body_bytes, admitted.hold)
             admitted.hold(len(raw))
             exchange.headers = Headers(
@@ -377,12 +386,12 @@ class DataPlane:
 
     def _length(self, headers: Headers) -> int | None:
         """The length of the body as its client gave it. Raises BodyTooLarge."""
-        given = headers.get("content-length", "")
+        given = headers.first.get(b"content-length", b"")
         if not given.isdigit():
             return None
-        if int(given) > self.max_body_bytes:
-            raise BodyTooLarge(f"the body has {given} bytes; the limit is {self.max_body_bytes}")
-        return int(given)
+        if (length := int(given)) > self.max_body_bytes:
+            raise BodyTooLarge(f"the body has {length} bytes; the limit is {self.max_body_bytes}")
+        return length
 
     def _options(self, exchange: Exchange) -> Response:
         """Answers an OPTIONS request. Engines decide about the methods of their own routes."""
@@ -399,7 +408,11 @@ class DataPlane:
 
 @contextmanager
 def _within(total_s: float) -> Iterator[None]:
-    """Ends what the running task does here a while after `total_s`; see `DataPlane._limit`."""
+    """Limits the work of a request. Its life ends in time by itself: this ends what is around it.
+
+    Raises:
+        TimeLimit: it took longer than `total_s`, and the time to clean up.
+    """
     task = asyncio.current_task()
     assert task is not None  # noqa: S101 - it runs in one
     timer = asyncio.get_running_loop().call_later(total_s + CLEAN_UP_S, task.cancel, Cause.OUR_LIMIT)

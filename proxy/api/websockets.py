@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from engine_adapter import NATIVE_ROUTES, HeaderPairs, Headers, websocket
 from proxy.errors import Forbidden, NotFound
-from proxy.request.calls import Through, Writer
+from proxy.request.stages import Stage
 
 _SUBPROTOCOLS = b"sec-websocket-protocol"
 # A page cannot set headers on a WebSocket: OpenAI's API takes its key as a subprotocol.
@@ -43,21 +43,22 @@ def with_key(headers: Headers) -> Headers:
     return Headers([*kept, (_SUBPROTOCOLS, others.encode("latin-1"))] if others else kept)
 
 
-class WebSocketClient(Through):
-    """The client of a WebSocket. If the engine chooses none of its subprotocols, it gets the first one: most
-    engines know none, and without a choice browsers close the WebSocket again."""
+class Subprotocol(Stage):
+    """Gives the client of a WebSocket the first of its subprotocols if the engine chooses none: most engines
+    know none, and without a choice browsers close the WebSocket again."""
 
-    def __init__(self, client: Writer, headers: Headers) -> None:
+    marks, reads_head = (), True
+
+    def __init__(self, headers: Headers) -> None:
         """`headers`: those of the opening handshake, without a key."""
-        super().__init__(client)
         self._first = next(iter(_offered(headers)), None)
 
     @override
-    def start(self, status: int, headers: HeaderPairs) -> None:
+    def begin(self, headers: HeaderPairs) -> HeaderPairs:
         is_chosen = any(name == _SUBPROTOCOLS for name, _ in headers)
-        if status == HTTPStatus.SWITCHING_PROTOCOLS and self._first is not None and not is_chosen:
-            headers = [*headers, (_SUBPROTOCOLS, self._first.encode("latin-1"))]
-        self._client.start(status, headers)
+        if self.status == HTTPStatus.SWITCHING_PROTOCOLS and self._first is not None and not is_chosen:
+            return [*headers, (_SUBPROTOCOLS, self._first.encode("latin-1"))]
+        return headers
 
 
 def _offered(headers: Headers) -> list[str]:

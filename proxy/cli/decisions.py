@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -9,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from proxy.cli.grid import Columns, TerminalTable, console
-from proxy.core.misses import REMEDIES
+from proxy.core.misses import Miss
 
 # The terms of a cost and the titles of their columns. They fit into 80 characters without `_RARE`, which are
 # shown only where one of them is not zero.
@@ -30,6 +31,19 @@ _TERMS = {
 _RARE = ("room_s", "transfer_s", "stall_s", "again_s")
 _MEANINGS = "others: requests after it wait; later: its next turns wait; regret: KV it evicts"
 _OF_PAIRS = "transfer: KV moves; stall: streams and requests that its prefill delays"
+
+# What a person can do about a miss.
+_REMEDIES: Mapping[str, str] = {
+    Miss.SYSTEM: "put what changes at the end of the prompt, or choose rules: `kvpin advise` says which",
+    Miss.TOOLS: "send tools in a fixed order, or choose the rules tools_sorted and schemas_sorted",
+    Miss.INPUT: "only append messages",
+    Miss.OPTION: "keep this field for a conversation",
+    Miss.TEMPLATE: "where the client leaves reasoning out, the rule reasoning_kept puts it back",
+    Miss.KVPIN: "leave out the rule or repair that `kvpin requests ID` names",
+    Miss.EVICTED: "more memory, a host tier, retention or a pin",
+    Miss.WINDOW: "more memory",
+    Miss.STATE: "more memory",
+}
 
 # A file has room for all columns of a request.
 _LINE_WIDTH = 280
@@ -86,8 +100,8 @@ def show_requests(requests: list[dict[str, Any]]) -> None:
     if rules := sorted({rule for request in requests for rule in _rules(request)}):
         out.print(f"* kvpin changed the prompt: {', '.join(rules)}", markup=False, style="dim")
     for miss in dict.fromkeys(request["miss"] for request in requests if request["error"] is None):
-        if miss in REMEDIES:
-            out.print(f"{miss}: {REMEDIES[miss]}", markup=False, style="dim")
+        if miss in _REMEDIES:
+            out.print(f"{miss}: {_REMEDIES[miss]}", markup=False, style="dim")
 
 
 def _rules(request: dict[str, Any]) -> list[str]:

@@ -15,8 +15,7 @@ configured.py      the engines of the settings join and leave
 discovered.py      likewise those found elsewhere
 server_use.py      one adapter at a time, where a server takes only one
 stats.py           what everything holds
-dry_run.py         where would this request go?
-explain.py         why did the cache miss?
+explain.py         where would this request go, and why did the cache of past ones miss?
 prefixes.py        the prefix tree of the last prompts
 replays.py         recorded traffic on simulated engines
 

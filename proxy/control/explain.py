@@ -1,4 +1,7 @@
-"""One past request: what was predicted, what the engine reported, and why, in one sentence.
+"""Where a request goes, and why: one that is not sent (`route`), and past ones (`summarize`, `explain`).
+
+A dry run changes nothing. Of a past request, one sentence tells what was predicted, what the engine reported,
+and why. The reasons in it come from `core/reasons.py`.
 
 Prompt text leaves kvpin here and, if somebody asks, in `prefixes.py`: here the few tokens from the first that
 differs, decoded for the operator.
@@ -6,21 +9,85 @@ differs, decoded for the operator.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
+from engine_adapter import Headers, JsonBody
 from engine_adapter.types import TokenIds
-from proxy.control.dry_run import CostAnswer, Decision, cost_answer, reasons
+from proxy.core.audit import Trust
 from proxy.core.differences import Difference
 from proxy.core.first_byte import Part
 from proxy.core.misses import Diagnosis, Miss
-from proxy.core.placement.decision import Placement
+from proxy.core.placement.decision import Cost, Placement
 from proxy.core.placement.transfers import TransferResult
+from proxy.core.reasons import Reason, detail_of, reason_of, tie_of, utilisation_of, why
+from proxy.errors import NotFound
 from proxy.fleet.fleet import Fleet
 from proxy.flow import Flow
+from proxy.request.calls import Call
 from proxy.request.records import RequestFacts, RequestRecord
+from proxy.request.session import session_of
+from proxy.request.translate import CHAT_PATH
 
 # Tokens that are shown of each prompt.
 _CONTEXT_TOKENS = 16
+
+
+class CostAnswer(Cost, frozen=True, kw_only=True):
+    """Cost of a request on an engine, term by term, in seconds. The lowest `total_s` wins.
+
+    `first_token_s` is the time that the request itself waits for its first token. It leaves out
+    `congestion_s`, `regret_s` and `again_s`, which other requests pay, and `later_s`, which the
+    conversation's next turns pay. `regret_s` is null where the engine already cost more without it. Totals
+    within a millisecond are equal: `is_last`, `free_blocks` and `turn` then decide.
+    """
+
+    first_token_s: float
+
+
+class CandidateAnswer(CostAnswer, frozen=True, kw_only=True):
+    """A cost with what it follows from: how much the view is trusted, and prompt tokens held on each tier."""
+
+    trust: Trust
+    matched_tokens: dict[str, int]
+
+
+class Decision(msgspec.Struct, kw_only=True):
+    """A placement and its reasons. `tie` is null where costs decided.
+
+    At this `utilisation` of the engines, a second of prefill counts as `strain` seconds.
+    """
+
+    rule: str
+    reason: Reason
+    why: str
+    tie: str | None
+    utilisation: float
+    strain: float
+
+
+class RouteAnswer(Decision, kw_only=True):
+    """The placement that a request would get, and why.
+
+    `n_tokens` and `blocks` are null when the prompt is not known here, `lora` when the request names no
+    LoRA adapter.
+
+    Attributes:
+        is_firm: false if the engine may reuse another number of tokens than predicted; null when the prompt
+            is not known here.
+    """
+
+    model: str
+    lora: str | None
+    path: str
+    n_tokens: int | None
+    blocks: int | None
+    tokens_per_block: int
+    engine: str
+    predicted_tokens: int
+    is_firm: bool | None
+    candidates: list[CandidateAnswer]
 
 
 class RequestSummary(RequestFacts, kw_only=True):
@@ -90,19 +157,80 @@ class RequestAnswer(RequestSummary, kw_only=True):
     divergence: DivergenceAnswer | None
 
 
+# Fields of a summary that its record has by the same name.
+_OF_RECORD = (
+    *RequestFacts.__struct_fields__,
+    *("engine", "n_tokens", "predicted_tokens", "is_firm", "expected_first_token_s"),
+)
+
+
+async def route(
+    flow: Flow, body: JsonBody, path: str | None = None, tenant: str | None = None
+) -> RouteAnswer:
+    """Places the request in `body`, and sends nothing. `path` is its route [by its fields], `tenant` its
+    sender; the body has these two beside the request's own fields.
+
+    Raises:
+        BadRequest, ChatError, PromptTableError: a field is wrong.
+        NotFound: no such model or tenant.
+        NoEngine: no engine is ready.
+    """
+    if tenant is not None and tenant not in flow.tenants.names:
+        raise NotFound(f"there is no tenant {tenant!r}", param="tenant")
+    path = path or (CHAT_PATH if "messages" in body or "prompt" not in body else "/v1/completions")
+    asked = body.replace(path=None, tenant=None)
+    session = session_of(tenant, Headers([]), asked)
+    ready = await flow.prepare(
+        Call("route", "POST", path, Headers([]), asked, tenant=tenant, session=session)
+    )
+    pool, chain = ready.pool, ready.chain
+    candidates = flow.candidates(ready)
+    if not candidates:
+        raise flow.fleet.none_ready(pool, ready.lora)
+    placement = flow.choose(ready, candidates)
+    matches = {candidate.engine: candidate.match for candidate in candidates}
+    return RouteAnswer(
+        model=pool.model,
+        lora=ready.lora,
+        path=path,
+        n_tokens=chain.n_tokens if chain is not None else None,
+        blocks=len(chain.hashes) if chain is not None else None,
+        tokens_per_block=pool.tokens_per_block,
+        engine=placement.engine,
+        predicted_tokens=placement.predicted_tokens,
+        is_firm=placement.firm if chain is not None else None,
+        **_decided(placement, flow),
+        candidates=[
+            CandidateAnswer(
+                **msgspec.structs.asdict(cost),
+                first_token_s=cost.first_token_s,
+                trust=pool.engines[cost.engine].audit.trust,
+                matched_tokens=matches[cost.engine].tokens(pool.tokens_per_block),
+            )
+            for cost in placement.costs
+        ],
+    )
+
+
+def _decided(placement: Placement, flow: Flow) -> dict[str, Any]:
+    """The fields of a `Decision`."""
+    return {
+        "rule": placement.rule,
+        "reason": reason_of(placement),
+        "why": why(placement, is_reusing=flow.ingest is not None),
+        "tie": tie_of(placement),
+        "utilisation": utilisation_of(placement),
+        "strain": placement.strain,
+    }
+
+
 async def summarize(flow: Flow, record: RequestRecord) -> RequestSummary:
     """A record without its prompt, and why its cache missed."""
-    facts = {name: getattr(record, name) for name in RequestFacts.__struct_fields__}
     is_served = record.error is None and record.placement is not None and record.runs_prompt
     diagnosis = await flow.comparison.explain(record) if is_served else None
     return RequestSummary(
-        **facts,
+        **{name: getattr(record, name) for name in _OF_RECORD},
         session=record.session.name if record.session is not None else None,
-        engine=record.engine,
-        n_tokens=record.n_tokens,
-        predicted_tokens=record.predicted_tokens,
-        is_firm=record.is_firm,
-        expected_first_token_s=record.expected_first_token_s,
         miss=diagnosis.miss if diagnosis is not None else None,
         is_miss=diagnosis is not None and diagnosis.miss.is_miss,
         differs_at=str(diagnosis.at) if diagnosis is not None and diagnosis.at is not None else None,
@@ -112,12 +240,11 @@ async def summarize(flow: Flow, record: RequestRecord) -> RequestSummary:
 async def explain(flow: Flow, record: RequestRecord) -> RequestAnswer:
     """A record with the reason of its hit or miss, and where it leaves the earlier request most like it."""
     placement, diagnosis = record.placement, await flow.comparison.explain(record)
-    is_reusing = flow.ingest is not None
     return RequestAnswer(
         **msgspec.structs.asdict(await summarize(flow, record)),
         explanation=explanation(record, diagnosis),
         first_byte_parts=record.first_byte_parts,
-        decision=_decision(record, placement, reuse=is_reusing) if placement is not None else None,
+        decision=_decision(flow, record, placement) if placement is not None else None,
         divergence=_divergence(flow, record, diagnosis),
     )
 
@@ -125,9 +252,20 @@ async def explain(flow: Flow, record: RequestRecord) -> RequestAnswer:
 def explanation(record: RequestRecord, diagnosis: Diagnosis) -> str:
     """Why the request failed, or why the cache missed or hit, in one sentence; that an engine which was to
     compute its prompt gave no KV; and what kvpin changed in the request."""
+    placement = record.placement
+    if placement is None:
+        said = f"{record.route} was not placed: {record.error or 'kvpin answered it without an engine'}"
+    elif record.error is not None:
+        said = f"{record.route} failed on {placement.engine} with status {record.status}: {record.error}"
+    elif record.tokens_agree is False or record.prompt is None or not record.prompt.whole:
+        said = _of_the_unknown(record, placement, diagnosis)
+    elif record.died:
+        said = f"{_deaths(record)}; {placement.engine} went on with the answer"
+    else:
+        said = _of_the_known(record, placement, diagnosis)
     without = [f"{engine} {_WITHOUT_KV[result]}" for engine, result in record.legs if result in _WITHOUT_KV]
     changed = [f"kvpin left out or changed {', '.join(record.changed)}"] if record.changed else []
-    return "; ".join([_explanation(record, diagnosis), *without, *changed])
+    return "; ".join([said, *without, *changed])
 
 
 _WITHOUT_KV = {
@@ -136,66 +274,44 @@ _WITHOUT_KV = {
 }
 
 
-def _explanation(record: RequestRecord, diagnosis: Diagnosis) -> str:
-    placement = record.placement
-    if placement is None:
-        return f"{record.route} was not placed: {record.error or 'kvpin answered it without an engine'}"
-    if record.error is not None:
-        return f"{record.route} failed on {placement.engine} with status {record.status}: {record.error}"
-    if record.prompt is None or not record.prompt.whole or record.tokens_agree is False:
-        return _of_the_unknown(record, placement, diagnosis)
-    if record.died:
-        return f"{_deaths(record)}; {placement.engine} went on with the answer"
-    return _of_the_known(record, placement, diagnosis)
-
-
 def _of_the_known(record: RequestRecord, placement: Placement, diagnosis: Diagnosis) -> str:
     """The explanation for a prompt that an engine computed whole."""
-    predicted, reported, total = placement.predicted_tokens, record.reported_tokens, placement.n_tokens
-    engine = _computed_by(placement)
-    if reported is None:
-        return f"{engine} did not report cached tokens; predicted were {predicted} of {total} tokens"
-    if reported > predicted and not placement.firm:
-        surplus = f"{reported - predicted} more than a prediction that was not firm"
-        return f"{engine} reused {reported} of {total} tokens, {surplus}; {diagnosis.detail}"
-    if reported < predicted:
-        return f"{engine} reused {reported} of {predicted} predicted tokens; {diagnosis.detail}"
-    surplus = f"{reported - predicted} more than predicted" if reported > predicted else "as predicted"
-    return f"{engine} reused {reported} of {total} tokens, {surplus}; {diagnosis.detail}"
-
-
-def _computed_by(placement: Placement) -> str:
-    """The engine whose cached tokens count: the one that computed the prompt."""
+    engine, predicted, total = placement.engine, placement.predicted_tokens, placement.n_tokens
     if placement.chosen.prefiller is not None:
-        return f"{placement.chosen.prefiller}, which computed the prompt for {placement.engine},"
-    return placement.engine
+        engine = f"{placement.chosen.prefiller}, which computed the prompt for {engine},"
+    if (reported := record.reported_tokens) is None:
+        return f"{engine} did not report cached tokens; predicted were {predicted} of {total} tokens"
+    if reported < predicted:
+        return f"{engine} reused {reported} of {predicted} predicted tokens; {detail_of(diagnosis)}"
+    expected = "predicted" if placement.firm else "a prediction that was not firm"
+    surplus = f"{reported - predicted} more than {expected}" if reported > predicted else "as predicted"
+    return f"{engine} reused {reported} of {total} tokens, {surplus}; {detail_of(diagnosis)}"
 
 
 def _of_the_unknown(record: RequestRecord, placement: Placement, diagnosis: Diagnosis) -> str:
     """The explanation for a prompt whose tokens are unknown, known in part, or wrong."""
-    engine, reported = placement.engine, record.reported_tokens
+    engine, predicted, reported = placement.engine, placement.predicted_tokens, record.reported_tokens
     if record.tokens_agree is False:
         return f"{engine} tokenised the prompt differently than kvpin, so the prediction does not count"
     if not record.runs_prompt:
         return f"{engine} served it; it had no prompt"
+    if record.prompt is not None:
+        known = "only the part before the first image is known here: "
+        said = f"{known}{predicted} of its {placement.n_tokens} tokens were predicted"
+    elif predicted:
+        said = f"{engine} tokenised the prompt: {predicted} of its tokens were predicted then"
+    else:
+        return f"nothing was predicted: {detail_of(diagnosis)}"
     reused = "did not report cached tokens" if reported is None else f"reused {reported}"
-    if record.prompt is None and placement.predicted_tokens:
-        return (
-            f"{engine} tokenised the prompt: {placement.predicted_tokens} of its tokens were predicted then; "
-            f"{engine} {reused}; {diagnosis.detail}"
-        )
-    if record.prompt is None:
-        return f"nothing was predicted: {diagnosis.detail}"
-    return (
-        "only the part before the first image is known here: "
-        f"{placement.predicted_tokens} of its {placement.n_tokens} tokens were predicted; {engine} {reused}; "
-        f"{diagnosis.detail}"
-    )
+    return f"{said}; {engine} {reused}; {detail_of(diagnosis)}"
 
 
-def _decision(record: RequestRecord, placement: Placement, *, reuse: bool) -> DecisionAnswer:
-    costs = [cost_answer(cost) for cost in placement.costs]
-    said = reasons(placement, reuse=reuse)
+def _decision(flow: Flow, record: RequestRecord, placement: Placement) -> DecisionAnswer:
+    costs = [
+        CostAnswer(**msgspec.structs.asdict(cost), first_token_s=cost.first_token_s)
+        for cost in placement.costs
+    ]
+    said = _decided(placement, flow)
     if record.died:
         sent = placement.n_tokens - (record.n_tokens or placement.n_tokens)
         beside = f", with {sent:,} tokens of the answer in its prompt" if sent > 0 else ""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from operator import add as added
+from typing import TypeVar
+
 import msgspec
 
 from engine_adapter.off_loop import THREADS, What
 from proxy.core.audit import AuditCounts, Unchecked
-from proxy.core.counts import plus
 from proxy.core.placement.tiering import AheadCounts
 from proxy.fleet.engine import Engine
 from proxy.fleet.fleet import Fleet
@@ -14,6 +16,8 @@ from proxy.observe.metric_families import Taken
 from proxy.observe.metrics import Metrics
 from proxy.observe.reuse import ReuseCounts
 from proxy.prompt import PromptBuilder
+
+_Counts = TypeVar("_Counts", AuditCounts, AheadCounts)
 
 
 class EngineCounts(msgspec.Struct, array_like=True, frozen=True):
@@ -117,6 +121,11 @@ def _add(engine: Engine, counts: EngineCounts) -> None:
     engine.from_peers -= counts.served + counts.prefilled + counts.failed
     engine.prefilled += counts.prefilled
     engine.failed += counts.failed
-    engine.audit.counts = plus(engine.audit.counts, counts.audit)
+    engine.audit.counts = _sum(engine.audit.counts, counts.audit)
     engine.audit.unchecked.update(counts.unchecked)
-    engine.ahead = plus(engine.ahead, counts.ahead)
+    engine.ahead = _sum(engine.ahead, counts.ahead)
+
+
+def _sum(one: _Counts, more: _Counts) -> _Counts:
+    """Both together, field by field."""
+    return type(one)(*map(added, msgspec.structs.astuple(one), msgspec.structs.astuple(more)))

@@ -14,12 +14,11 @@ issued_keys.py      which keys the admin API has issued and removed, at any kvpi
 engine_book.py      what operators ordered about engines, at any kvpin of a group
 retention.py        what clients asked to keep
 first_byte.py       what the time to the first byte was spent on
-misses.py           the reason that a prompt's KV was not reused
+misses.py           the reason that a prompt's KV was not reused, in one word
+reasons.py          sentences about placements and misses
 differences.py      where two requests differ
 normalise.py        rules that change prompts, so that more of them is equal
 prompt_values.py    paths, dates and the like in a prompt, and the references that stand for them
 message_repair.py   messages in a shape that their chat template keeps
-turn_repair.py      its turns and calls, likewise
-prompt_text.py      hashes of a prompt's text, as it is and after each rule
 life/               the life of a request as a state machine: causes, states, events
 """

@@ -123,6 +123,7 @@ class FairQueue(Generic[Item]):
     Attributes:
         max_entries: the most requests in it. A lower value counts when the next one comes.
         max_bytes: the most bytes that they hold.
+        entries: how many there are.
         tokens: tokens of the requests in it, by their needs and their tenants.
     """
 
@@ -131,19 +132,19 @@ class FairQueue(Generic[Item]):
         self.max_bytes = max_bytes
         self.tokens: dict[Needs, dict[str | None, int]] = {}
         self._shares: dict[str | None, _Share[Item]] = {}
-        self._refused = set[Entry[Item]]()  # by placement, lately
+        self._refused: set[Entry[Item]] = set()  # by placement, lately
         self._size = 0
-        self._entries = 0
+        self.entries = 0
         self._added = 0
         self._served = 0
 
     def __len__(self) -> int:
-        return self._entries
+        return self.entries
 
     def ahead(self, tenant: str | None, priority: int, tokens: int, needs: Collection[Needs]) -> int:
         """Tokens that leave the queue before a new request ends, its own included. Only requests with one of
         these `needs` count."""
-        others = Counter[str | None]()
+        others: Counter[str | None] = Counter()
         for each in needs:
             others.update(self.tokens[each])
         if others.pop(tenant, None) is not None:
@@ -160,8 +161,8 @@ class FairQueue(Generic[Item]):
         insort(share.lanes.setdefault(entry.needs, []), entry, key=_order)
         self._change(share, entry, 1)
         displaced = []
-        while self._entries > self.max_entries or self._size > self.max_bytes:
-            by_size = self._entries <= self.max_entries
+        while self.entries > self.max_entries or self._size > self.max_bytes:
+            by_size = self.entries <= self.max_entries
             largest = max(
                 self._shares.values(),
                 key=lambda each: (each.size if by_size else each.entries, each is share),
@@ -243,7 +244,7 @@ class FairQueue(Generic[Item]):
         share.head = min((lane[0] for lane in share.lanes.values()), key=_order, default=entry)
         share.entries += sign
         share.size += sign * entry.size
-        self._entries += sign
+        self.entries += sign
         self._size += sign * entry.size
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
-from itertools import takewhile
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -124,21 +124,22 @@ def cause_as_sent(
 
 def _differences(now: Mapping[str, Any], before: Mapping[str, Any]) -> Iterator[Difference]:
     """The differences, one of each field, and one of each message."""
-    for name in _TOOLS:
-        if (tools := _of_tools(name, now.get(name), before.get(name))) is not None:
-            yield tools
+    tools = {name: tuple(_unmarked(_listed(fields.get(name))) for fields in (now, before)) for name in _TOOLS}
+    for name, (one, other) in tools.items():
+        if one != other:
+            yield Difference(Kind.TOOLS, name, common_prefix(one, other))
     for name in _SYSTEM:
-        system = _of_content(Kind.SYSTEM, name, None, now.get(name), before.get(name))
-        if system is not None:
-            yield system
+        yield from islice(_of_content(Kind.SYSTEM, name, None, now.get(name), before.get(name)), 1)
     if now.get(CONTINUED) != before.get(CONTINUED):
         return
     for name in _INPUT:
         yield from _of_items(name, now.get(name), before.get(name))
     yield from (Difference(Kind.OPTION, name) for name in OPTIONS if now.get(name) != before.get(name))
     # Some templates write fields in an order of their own: the order counts only if nothing else differs.
-    if (order := _of_order(now, before)) is not None:
-        yield order
+    for name, both in tools.items():
+        one, other = (list(map(msgspec.json.encode, each)) for each in both)
+        if (at := common_prefix(one, other)) < min(len(one), len(other)):
+            yield Difference(Kind.ORDER, name, at)
 
 
 def are_alike(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
@@ -156,28 +157,9 @@ def _beginning(fields: Mapping[str, Any]) -> str:
     for name in (*_SYSTEM, *_INPUT):
         for item in _listed(fields.get(name)):
             content = item.get("content", [item]) if isinstance(item, dict) else item
-            texts = [_text(part) for part in _parts(content)]
-            if text := "".join(text for text in texts if text is not None):
+            if text := "".join(_text(part) or "" for part in _parts(content)):
                 return text
     return ""
-
-
-def _of_tools(name: str, now: Any, before: Any) -> Difference | None:  # noqa: ANN401 - JSON
-    one, other = _listed(now), _listed(before)
-    if _unmarked(one) == _unmarked(other):
-        return None
-    equal = takewhile(lambda pair: _unmarked(pair[0]) == _unmarked(pair[1]), zip(one, other, strict=False))
-    return Difference(Kind.TOOLS, name, sum(1 for _ in equal))
-
-
-def _of_order(now: Mapping[str, Any], before: Mapping[str, Any]) -> Difference | None:
-    """The first tool that has the same fields in another order."""
-    for name in _TOOLS:
-        tools = zip(_listed(now.get(name)), _listed(before.get(name)), strict=False)
-        for at, (one, other) in enumerate(tools):
-            if msgspec.json.encode(_unmarked(one)) != msgspec.json.encode(_unmarked(other)):
-                return Difference(Kind.ORDER, name, at)
-    return None
 
 
 def _of_items(name: str, now: Any, before: Any) -> Iterator[Difference]:  # noqa: ANN401 - JSON
@@ -188,21 +170,20 @@ def _of_items(name: str, now: Any, before: Any) -> Iterator[Difference]:  # noqa
             yield Difference(Kind.INPUT, name, offset=at)
         return
     for at, (one, other) in enumerate(zip(_listed(now), _listed(before), strict=False)):
-        if one != other and (found := _of_message(name, at, one, other)) is not None:
-            yield found
+        if one != other:
+            yield from islice(_of_message(name, at, one, other), 1)
 
 
-def _of_message(field: str, at: int, now: Any, before: Any) -> Difference | None:  # noqa: ANN401 - JSON
-    if not isinstance(now, dict) or not isinstance(before, dict):
-        return Difference(Kind.INPUT, field, at)
-    role = now.get("role")
-    kind = Kind.SYSTEM if role in _SYSTEM_ROLES else Kind.INPUT
-    if role == before.get("role"):
-        found = _of_content(kind, field, at, now.get("content"), before.get("content"))
-        if found is not None:
-            return found
-    rest, other = ({"type": "message", **message, **_NOT_OF_A_PROMPT} for message in (now, before))
-    return None if _unmarked(rest) == _unmarked(other) else Difference(kind, field, at)
+def _of_message(field: str, at: int, now: Any, before: Any) -> Iterator[Difference]:  # noqa: ANN401 - JSON
+    kind = Kind.INPUT
+    if isinstance(now, dict) and isinstance(before, dict):
+        role = now.get("role")
+        kind = Kind.SYSTEM if role in _SYSTEM_ROLES else Kind.INPUT
+        if role == before.get("role"):
+            yield from _of_content(kind, field, at, now.get("content"), before.get("content"))
+        now, before = ({"type": "message", **each, **_NOT_OF_A_PROMPT} for each in (now, before))
+    if _unmarked(now) != _unmarked(before):
+        yield Difference(kind, field, at)
 
 
 def _of_content(
@@ -211,23 +192,21 @@ def _of_content(
     item: int | None,
     now: Any,  # noqa: ANN401 - JSON
     before: Any,  # noqa: ANN401 - JSON
-) -> Difference | None:
-    """The first difference of two contents: texts, or lists of parts."""
+) -> Iterator[Difference]:
+    """The differences of two contents: texts, or lists of parts."""
     one, other = _parts(now), _parts(before)
     for at, (part, old) in enumerate(zip(one, other, strict=False)):
-        if _unmarked(part) == _unmarked(old):
-            continue
         where = at if isinstance(now, list) else None
         text, old_text = _text(part), _text(old)
         if text is None or old_text is None:
-            return Difference(_kind(kind, part, old), field, item, where)
-        if text != old_text:
-            return Difference(kind, field, item, where, common_prefix(text, old_text))
-    if len(one) == len(other):
-        return None
-    at = min(len(one), len(other))
-    where = at if isinstance(now, list) or isinstance(before, list) else None
-    return Difference(_kind(kind, *one[at:], *other[at:]), field, item, where)
+            if _unmarked(part) != _unmarked(old):
+                yield Difference(_kind(kind, part, old), field, item, where)
+        elif text != old_text:
+            yield Difference(kind, field, item, where, common_prefix(text, old_text))
+    if len(one) != len(other):
+        at = min(len(one), len(other))
+        where = at if isinstance(now, list) or isinstance(before, list) else None
+        yield Difference(_kind(kind, *one[at:], *other[at:]), field, item, where)
 
 
 def _kind(of_text: Kind, *parts: Any) -> Kind:  # noqa: ANN401 - JSON

@@ -64,8 +64,8 @@ class EngineBook:
     """
 
     def __init__(self) -> None:
-        self.listeners = list[Callable[[list[str]], None]]()
-        self._marks = dict[str, EngineMark]()
+        self.listeners: list[Callable[[list[str]], None]] = []
+        self._marks: dict[str, EngineMark] = {}
 
     def is_drained(self, engine: str) -> bool:
         """True if the last order about the engine was to drain it."""
@@ -116,7 +116,7 @@ class EngineBook:
         return len(heard) == len(told)
 
     def _take(self, marks: Iterable[EngineMark]) -> None:
-        changed = list[str]()
+        changed: list[str] = []
         for mark in marks:
             before = self._marks.get(mark.engine, EngineMark(mark.engine, drained=False, at=-1.0))
             if (before.at, before.order) < (mark.at, mark.order):

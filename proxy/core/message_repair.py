@@ -4,7 +4,12 @@
     systems_joined        system messages before the first turn become one
     late_system_in_turn   a later system message becomes text of the turn before it, or of the next one
     system_in_turn        so does any system message
-    …                     and those of `turn_repair`, on the order of turns
+    call_as_text          the call of a tool becomes text of the assistant's
+    result_in_turn        a tool's result without its call becomes a turn of the user's
+    null_as_empty         the content of a call is an empty text instead of null
+    turns_alternate       turns of one role become one, also a text of the assistant's and its call; a turn
+                          that says "(no content)" is put before a talk that the assistant begins, and
+                          between a tool's result and the user's turn right after it
 
 They work on the fields of chats, of Anthropic's messages and of OpenAI's responses, in the client's own form.
 What a message becomes depends only on those next to it: the next request of a conversation begins alike.
@@ -12,15 +17,24 @@ What a message becomes depends only on those next to it: the next request of a c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from enum import StrEnum
-from itertools import takewhile
-from typing import Any
+from itertools import chain, takewhile
+from typing import Any, Literal
+
+import msgspec
 
 from engine_adapter.body import JsonBody
 from proxy.core.normalise import Fields, Step, changed_by, is_system, with_text, with_turn_text
-from proxy.core.turn_repair import alternating, calls_as_text, nulls_as_empty, results_in_turns, text_of
+
+NO_CONTENT = "(no content)"
+"""The text of a turn that had to be put in."""
+_LISTS = {"messages": "system", "input": "instructions"}  # → the field whose text stands before them
+_THOUGHTS = ("reasoning_content", "reasoning")
+_Kind = Literal["system", "user", "assistant", "call", "result"]
+_KINDS: Mapping[str, _Kind] = {"system": "system", "developer": "system", "user": "user", "tool": "result"}
+_Items = list[Any]
 
 
 class Repair(StrEnum):
@@ -34,9 +48,6 @@ class Repair(StrEnum):
     RESULT_IN_TURN = "result_in_turn"
     NULL_AS_EMPTY = "null_as_empty"
     TURNS_ALTERNATE = "turns_alternate"
-
-
-_LISTS = {"messages": "system", "input": "instructions"}  # → the field whose text stands before them
 
 
 def repaired(fields: Fields, repairs: Iterable[Repair]) -> tuple[dict[str, Any], tuple[Repair, ...]]:
@@ -57,12 +68,14 @@ _MARKS: Mapping[Repair, tuple[bytes, ...]] = {  # one of these is in each body t
 def may_need(body: JsonBody, repairs: AbstractSet[Repair]) -> bool:
     """False if a body surely needs none of these repairs, by its bytes."""
     raw = body.raw
-    if any(mark in raw for repair in repairs for mark in _MARKS.get(repair, ())):
-        return True
     takes_system = Repair.SYSTEM_IN_TURN not in repairs
     if body.is_plain:
+        if Repair.TURNS_ALTERNATE in repairs:
+            return True
         rest = body.view("messages")[takes_system:]
         return not repairs <= _MARKS.keys() and any(each["role"] == "system" for each in rest)
+    if any(mark in raw for repair in repairs for mark in _MARKS.get(repair, ())):
+        return True
     return not repairs <= _MARKS.keys() and _may_lose_systems(raw, takes_system=takes_system)
 
 
@@ -78,18 +91,49 @@ def _first_turn(raw: bytes) -> int:
     return min([at for role in (b'"user"', b'"assistant"') if (at := raw.find(role)) >= 0], default=-1)
 
 
-def _as_system(fields: Fields) -> dict[str, Any]:
-    changes = dict[str, Any]()
-    for name, items in _lists_of(fields):
-        if any(_role_of(item) == "developer" for item in items):
-            changes[name] = [
-                {**item, "role": "system"} if _role_of(item) == "developer" else item for item in items
-            ]
-    return changes
+def _step(change: Callable[[_Items], _Items]) -> Step:
+    """A repair of each list of messages or items by itself."""
+
+    def step(fields: Fields) -> dict[str, Any]:
+        lists = ((name, items, change(items)) for name, items in _lists_of(fields))
+        return {name: changed for name, items, changed in lists if changed != items}
+
+    return step
+
+
+def _lists_of(fields: Fields) -> Iterable[tuple[str, _Items]]:
+    return ((name, items) for name in _LISTS if isinstance(items := fields.get(name), list))
+
+
+def _get(item: object, name: str) -> Any:  # noqa: ANN401 - JSON
+    """A field of what may be no object."""
+    return item.get(name) if isinstance(item, dict) else None
+
+
+def _marked(tag: str, text: str) -> str:
+    return f"<{tag}>\n{text}\n</{tag}>"
+
+
+def text_of(content: Any) -> str | None:  # noqa: ANN401 - JSON
+    """What a message says; None if it is more than text."""
+    match content:
+        case str():
+            return content
+        case list() if all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+            return "\n\n".join(part["text"] for part in content)
+        case _:
+            return None
+
+
+# --- system messages ----------------------------------------------------------------------------------
+
+
+def _as_system(items: _Items) -> _Items:
+    return [{**item, "role": "system"} if _get(item, "role") == "developer" else item for item in items]
 
 
 def _joined(fields: Fields) -> dict[str, Any]:
-    changes = dict[str, Any]()
+    changes: dict[str, Any] = {}
     for name, items in _lists_of(fields):
         head, lead = [*takewhile(is_system, items)], fields.get(_LISTS[name])
         texts = [text_of(item.get("content")) for item in head]
@@ -103,17 +147,13 @@ def _joined(fields: Fields) -> dict[str, Any]:
     return changes
 
 
-def _late_in_turns(fields: Fields) -> dict[str, Any]:
-    changes = dict[str, Any]()
-    for name, items in _lists_of(fields):
-        n_first = sum(1 for _ in takewhile(is_system, items))
-        if any(map(is_system, items[n_first:])):
-            changes[name] = items[:n_first] + _in_turns([], items[n_first:])
-    return changes
+def _late_in_turns(items: _Items) -> _Items:
+    n_first = sum(1 for _ in takewhile(is_system, items))
+    return items[:n_first] + _in_turns([], items[n_first:])
 
 
 def _all_in_turns(fields: Fields) -> dict[str, Any]:
-    changes = dict[str, Any]()
+    changes: dict[str, Any] = {}
     if isinstance(text := fields.get("input"), str):
         fields = {**fields, "input": [{"role": "user", "content": text}]}
     for name, items in _lists_of(fields):
@@ -128,20 +168,21 @@ def _all_in_turns(fields: Fields) -> dict[str, Any]:
 
 def _in_turns(first: list[str], items: list[Any]) -> list[Any]:
     """The items, with the texts of `first` and of system messages in the turns next to them."""
-    turns, behind = list[Any](), list[str]()
-    waiting = [_marked(text) for text in first]
+    turns: _Items = []
+    behind: list[str] = []
+    waiting = [_marked("system", text) for text in first]
     for item in items:
         text = text_of(item.get("content")) if is_system(item) else None
         if text is not None:
             ends = bool(behind) or (not waiting and bool(turns) and with_turn_text(turns[-1], "") is not None)
-            (behind if ends else waiting).append(_marked(text))
+            (behind if ends else waiting).append(_marked("system", text))
             continue
         _end(turns, behind)
         behind = []
         if waiting:
             block, waiting = "\n\n".join(waiting), []
             begun = None
-            if _role_of(item) == "user":
+            if _get(item, "role") == "user":
                 begun = with_turn_text(item, block, is_first=True)
             turns += [begun] if begun is not None else [{"role": "user", "content": block}, item]
         else:
@@ -156,25 +197,221 @@ def _end(turns: list[Any], texts: list[str]) -> None:
         turns[-1] = with_turn_text(turns[-1], "\n\n".join(texts))
 
 
-def _marked(text: str) -> str:
-    return f"<system>\n{text}\n</system>"
+# --- turns --------------------------------------------------------------------------------------------
 
 
-def _lists_of(fields: Fields) -> Iterable[tuple[str, list[Any]]]:
-    return ((name, items) for name in _LISTS if isinstance(items := fields.get(name), list))
+def _nulls_as_empty(items: _Items) -> _Items:
+    return [{**item, "content": ""} if _is_null_call(item) else item for item in items]
 
 
-def _role_of(item: object) -> Any:  # noqa: ANN401 - JSON
-    return item.get("role") if isinstance(item, dict) else None
+def _is_null_call(item: Any) -> bool:  # noqa: ANN401 - JSON
+    match item:
+        case {"role": "assistant", "tool_calls": [_, *_]}:
+            return item.get("content") is None
+        case _:
+            return False
+
+
+def _alternating(items: list[Any]) -> list[Any]:
+    before, last = None, None
+    runs: list[_Items] = []  # turns that become one
+    for item in chain.from_iterable(map(_parts_of, items)):
+        kind = _kind_of(item)
+        if kind in ("user", "assistant") and kind == before and _is_known(item) and _is_known(runs[-1][-1]):
+            runs[-1].append(item)
+            continue
+        if kind == "call" and before == "assistant" and "role" in item and _is_known(runs[-1][-1]):
+            runs[-1].append(item)  # what the assistant says before its call belongs to that
+            before = last = kind
+            continue
+        if kind == "user" and last == "result":
+            runs.append([{"role": "assistant", "content": NO_CONTENT}])
+        elif kind in ("assistant", "call") and last is None:
+            runs.append([{"role": "user", "content": NO_CONTENT}])
+        runs.append([item])
+        before, last = kind, kind if kind not in (None, "system") else last
+    return [_as_one(run) if len(run) > 1 else run[0] for run in runs]
+
+
+def _parts_of(item: Any) -> Iterator[Any]:  # noqa: ANN401 - JSON
+    """An item; a turn of Anthropic's in two, where it has results of tools and something else."""
+    content = item.get("content") if isinstance(item, dict) else None
+    blocks = content if isinstance(content, list) else []
+    results = [block for block in blocks if _get(block, "type") == "tool_result"]
+    if results and len(results) < len(blocks):
+        yield {**item, "content": results}
+        yield {**item, "content": [block for block in blocks if _get(block, "type") != "tool_result"]}
+    else:
+        yield item
+
+
+def _kind_of(item: Any) -> _Kind | None:  # noqa: ANN401 - JSON
+    """What an item is; None for one that is no turn, such as reasoning."""
+    if not isinstance(item, dict):
+        return None
+    kind, content = str(item.get("type") or "message"), item.get("content")
+    if kind != "message":
+        return "result" if kind.endswith("_call_output") else "call" if kind.endswith("_call") else None
+    blocks = [_get(block, "type") for block in content] if isinstance(content, list) else []
+    role: Any = item.get("role")
+    if role == "assistant":
+        return "call" if item.get("tool_calls") or "tool_use" in blocks else "assistant"
+    if role == "user" and "tool_result" in blocks:
+        return "result"
+    return _KINDS.get(role) if isinstance(role, str) else None
+
+
+def _is_known(item: dict[str, Any]) -> bool:
+    return isinstance(item.get("content"), str | list)
+
+
+def _as_one(run: list[dict[str, Any]]) -> dict[str, Any]:
+    """Turns of one role as one."""
+    calls = {name: run[-1][name] for name in ("tool_calls",) if name in run[-1]}
+    contents = [item["content"] for item in run if item.get("content") or not calls]
+    first = run[0] | calls
+    for name in _THOUGHTS:
+        if thoughts := [text for item in run if isinstance(text := item.get(name), str) and text]:
+            first[name] = "\n\n".join(thoughts)
+    texts = [*takewhile(lambda content: isinstance(content, str), contents)]
+    rest, text = contents[len(texts) :], "\n\n".join(texts)
+    if not rest:
+        return {**first, "content": text}
+    known = chain.from_iterable(each for each in rest if isinstance(each, list))
+    kinds = {str(_get(part, "type")).partition("_")[0] for part in known}
+    kind = next((f"{way}_text" for way in ("input", "output") if way in kinds), "text")
+    parts: _Items = []
+    for each in [text, *rest] if texts else rest:
+        more = each if isinstance(each, list) else [{"type": kind, "text": each}]
+        parts += _apart(more) if parts else more
+    return {**first, "content": parts}
+
+
+def _apart(parts: list[Any]) -> list[Any]:
+    """Parts behind others, whose text some templates write right after theirs."""
+    match parts:
+        case [{"text": str(text)} as first, *rest]:
+            return [{**first, "text": f"\n\n{text}"}, *rest]
+        case _:
+            return parts
+
+
+# --- calls of tools, and their results ----------------------------------------------------------------
+
+
+def _calls_as_text(items: _Items) -> _Items:
+    return [*map(_without_calls, items)]
+
+
+def _without_calls(item: Any) -> Any:  # noqa: ANN401 - JSON
+    match item:
+        case {"role": "assistant", "tool_calls": [_, *_] as calls} if isinstance(
+            said := item.get("content"), str | list | None
+        ) and None not in (texts := [*map(_call_as_text, calls)]):
+            rest = {name: value for name, value in item.items() if name != "tool_calls"}
+            told = "\n\n".join(filter(None, texts))
+            if isinstance(said, list):
+                return {**rest, "content": [*said, {"type": "text", "text": told}]}
+            return {**rest, "content": f"{said}\n\n{told}" if said else told}
+        case {"role": "assistant", "content": [*blocks]} if any(
+            _get(each, "type") == "tool_use" for each in blocks
+        ):
+            return {**item, "content": [_use_as_text(block) for block in blocks]}
+        case {"type": "function_call", "name": name, "arguments": asked} | {
+            "type": "custom_tool_call", "name": name, "input": asked
+        }:  # fmt: skip
+            return {"role": "assistant", "content": _called(name, asked)}
+        case _:
+            return item
+
+
+def _call_as_text(call: Any) -> str | None:  # noqa: ANN401 - JSON
+    """A call of a chat's as text; None if its form is not known."""
+    match call:
+        case {"function": dict(function)}:
+            return _called(function.get("name"), function.get("arguments"))
+        case {"custom": dict(custom)}:
+            return _called(custom.get("name"), custom.get("input"))
+        case _:
+            return None
+
+
+def _use_as_text(block: Any) -> Any:  # noqa: ANN401 - JSON
+    if _get(block, "type") != "tool_use":
+        return block
+    return {"type": "text", "text": _called(block.get("name"), block.get("input"))}
+
+
+def _called(name: object, arguments: object) -> str:
+    text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
+    return _marked("tool_call", f"{name}({text})")
+
+
+def _results_in_turns(items: _Items) -> _Items:
+    """The conversation without lone results. A response's first items may answer a stored one's calls."""
+    has_turn = False
+    known: set[str] = set()
+    turns: _Items = []
+    for item in items:
+        known.update(_calls_of(item))
+        turns.append(_with_lone_results_as_text(item, known, has_turn=has_turn))
+        has_turn = has_turn or _kind_of(item) in ("user", "assistant")
+    return turns
+
+
+def _calls_of(item: Any) -> Iterator[str]:  # noqa: ANN401 - JSON
+    """The ids of the calls in a turn."""
+    match item:
+        case {"tool_calls": [*calls]}:
+            ids = [call.get("id") for call in calls if isinstance(call, dict)]
+        case {"role": "assistant", "content": [*blocks]}:
+            ids = [block.get("id") for block in blocks if _get(block, "type") == "tool_use"]
+        case {"type": "function_call" | "custom_tool_call", "call_id": call}:
+            ids = [call]
+        case _:
+            ids = []
+    return (each for each in ids if isinstance(each, str))
+
+
+def _with_lone_results_as_text(item: Any, known: set[str], *, has_turn: bool) -> Any:  # noqa: ANN401 - JSON
+    match item:
+        case {"role": "tool", "content": content, "tool_call_id": str(call)} if (
+            call not in known and (text := text_of(content)) is not None
+        ):
+            return {"role": "user", "content": _marked("tool_result", text)}
+        case {"role": "user", "content": [*blocks]} if any(_is_lone(block, known) for block in blocks):
+            texts = [_as_text(block) if _is_lone(block, known) else block for block in blocks]
+            # Results stand before texts, for the API's sake.
+            return {**item, "content": sorted(texts, key=lambda block: _get(block, "type") != "tool_result")}
+        case {
+            "type": "function_call_output" | "custom_tool_call_output",
+            "call_id": str(call),
+            "output": output,
+        } if call not in known and (text := text_of(output)) is not None:
+            return {"role": "user", "content": _marked("tool_result", text)} if has_turn else item
+        case _:
+            return item
+
+
+def _is_lone(block: Any, known: set[str]) -> bool:  # noqa: ANN401 - JSON
+    match block:
+        case {"type": "tool_result", "tool_use_id": str(call), "content": content}:
+            return call not in known and text_of(content) is not None
+        case _:
+            return False
+
+
+def _as_text(block: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "text", "text": _marked("tool_result", text_of(block["content"]) or "")}
 
 
 _STEPS: Mapping[Repair, Step] = {
-    Repair.DEVELOPER_AS_SYSTEM: _as_system,
+    Repair.DEVELOPER_AS_SYSTEM: _step(_as_system),
     Repair.SYSTEMS_JOINED: _joined,
-    Repair.LATE_SYSTEM_IN_TURN: _late_in_turns,
+    Repair.LATE_SYSTEM_IN_TURN: _step(_late_in_turns),
     Repair.SYSTEM_IN_TURN: _all_in_turns,
-    Repair.CALL_AS_TEXT: calls_as_text,
-    Repair.RESULT_IN_TURN: results_in_turns,
-    Repair.NULL_AS_EMPTY: nulls_as_empty,
-    Repair.TURNS_ALTERNATE: alternating,
+    Repair.CALL_AS_TEXT: _step(_calls_as_text),
+    Repair.RESULT_IN_TURN: _step(_results_in_turns),
+    Repair.NULL_AS_EMPTY: _step(_nulls_as_empty),
+    Repair.TURNS_ALTERNATE: _step(_alternating),
 }

@@ -86,7 +86,8 @@ _ENDS = {"user": "content", "tool": "content", "function_call_output": "output"}
 
 def normalised(fields: Fields, rules: Iterable[Rule]) -> Normalised:
     """The fields that these rules change."""
-    chosen, told = frozenset(rules), dict[str, str]()
+    chosen = frozenset(rules)
+    told: dict[str, str] = {}
     changes, applied = changed_by(fields, {rule: step for rule, step in _STEPS.items() if rule in chosen})
     for place in _PLACES:
         found = {rule: place.finders[rule]() for rule in place.finders if rule in chosen}
@@ -99,7 +100,8 @@ def normalised(fields: Fields, rules: Iterable[Rule]) -> Normalised:
 def changed_by(fields: Fields, steps: Mapping[_Name, Step]) -> tuple[dict[str, Any], tuple[_Name, ...]]:
     """The fields that these steps change one after the other, in their new form, None for one that is
     dropped; and the names of those that changed something."""
-    now, applied = dict(fields), list[_Name]()
+    now = dict(fields)
+    applied: list[_Name] = []
     for name, step in steps.items():
         if changes := step(now):
             now |= changes
@@ -132,7 +134,7 @@ def _to_day(line: str) -> str:
 
 def _with_system(fields: Fields, change: Callable[[str], str]) -> dict[str, Any]:
     """The fields whose part of the system prompt `change` changes."""
-    changes = dict[str, Any]()
+    changes: dict[str, Any] = {}
     for name in ("system", "instructions"):
         given = fields.get(name)
         if (content := _with_texts(given, change)) != given:
@@ -158,17 +160,14 @@ def _with_texts(content: Any, change: Callable[[str], str]) -> Any:  # noqa: ANN
         case str():
             return change(content)
         case list():
-            return [_with_text(part, change) for part in content]
+            return [
+                {**part, "text": change(text)}
+                if isinstance(part, dict) and isinstance(text := part.get("text"), str)
+                else part
+                for part in content
+            ]
         case _:
             return content
-
-
-def _with_text(part: Any, change: Callable[[str], str]) -> Any:  # noqa: ANN401 - JSON
-    match part:
-        case {"text": str(text)}:
-            return {**part, "text": change(text)}
-        case _:
-            return part
 
 
 # --- values that are told in another place -------------------------------------------------------------
@@ -178,19 +177,21 @@ class _Place(NamedTuple):
     """Where a prompt tells values.
 
     Attributes:
-        put: gives the conversation with a text there; None if none can stand there.
+        is_first: at the beginning of the first turn; else at the end of the last one.
         finders: rule → makes what finds its values, anew for each prompt.
         order: how values of these kinds stand there: what changes least comes first.
     """
 
-    put: Callable[[Any, str], Any]
+    is_first: bool
     finders: Mapping[Rule, Callable[[], Kinds]]
     order: Sequence[str]
 
 
 def _told(fields: Fields, found: Mapping[Rule, Kinds], place: _Place) -> Normalised | None:
     """The prompt with references in the place of these values, which it tells there; None if it cannot."""
-    references, changes, applied = References(), dict[str, Any](), list[Rule]()
+    references = References()
+    changes: dict[str, Any] = {}
+    applied: list[Rule] = []
     for rule, kinds in found.items():
         known, now = len(references.told), {**fields, **changes}
 
@@ -205,7 +206,8 @@ def _told(fields: Fields, found: Mapping[Rule, Kinds], place: _Place) -> Normali
             applied.append(rule)
     text = "\n".join((_VALUES, *references.lines(place.order)))
     for name in ("messages", "input") if applied else ():
-        if (items := place.put(changes.get(name, fields.get(name)), text)) is not None:
+        given = changes.get(name, fields.get(name))
+        if (items := _with_told(given, text, is_first=place.is_first)) is not None:
             return Normalised({**changes, name: items}, tuple(applied), references.told)
     return None
 
@@ -226,38 +228,28 @@ def _with_descriptions(value: Any, change: Callable[[str], str]) -> Any:  # noqa
             return value
 
 
-def _with_beginning(items: Any, text: str) -> Any:  # noqa: ANN401 - JSON
-    """The conversation with a text at the beginning of its first turn; None if none can stand there."""
+def _with_told(items: Any, text: str, *, is_first: bool) -> Any:  # noqa: ANN401 - JSON
+    """The conversation with a text at the beginning of the first turn that can hold it, or at the end of the
+    last one, behind which late system messages may stand; None if none can hold it."""
     if isinstance(items, str):
-        return f"{text}\n\n{items}"
-    if isinstance(items, list):
-        for at, item in enumerate(items):
-            if not is_system(item) and (begun := with_turn_text(item, text, is_first=True)) is not None:
-                return [*items[:at], begun, *items[at + 1 :]]
-    return None
-
-
-def _with_end(items: Any, text: str) -> Any:  # noqa: ANN401 - JSON
-    """The conversation with a text at its end; None if none can stand there."""
-    if isinstance(items, str):
-        return f"{items}\n\n{text}"
+        return with_text(items, text, is_first=is_first)
     turns = [at for at, item in enumerate(items) if not is_system(item)] if isinstance(items, list) else []
-    ended = (
-        with_turn_text(items[turns[-1]], text) if turns else None
-    )  # a late system message may stand behind
-    return None if ended is None else [*items[: turns[-1]], ended, *items[turns[-1] + 1 :]]
+    for at in turns if is_first else turns[-1:]:
+        if (turn := with_turn_text(items[at], text, is_first=is_first)) is not None:
+            return [*items[:at], turn, *items[at + 1 :]]
+    return None
 
 
 _PLACES = (
     # Before the first turn, all prompts of a session are equal up to their last message.
     _Place(
-        _with_beginning,
+        True,
         # A date or an id in a path belongs to the path.
         {Rule.PATHS: lambda: {"path": (Paths(),)}, Rule.DATES: lambda: DATES, Rule.IDS: lambda: IDS},
         ("date", "path", "id"),
     ),
     # What changes within a session stands behind all that does not.
-    _Place(_with_end, {Rule.VOLATILE_LAST: lambda: VOLATILE}, ("time", "count", "git")),
+    _Place(False, {Rule.VOLATILE_LAST: lambda: VOLATILE}, ("time", "count", "git")),
 )
 
 
@@ -290,12 +282,14 @@ def with_text(content: Any, text: str, *, is_first: bool = False) -> Any:  # noq
 # --- tools ---------------------------------------------------------------------------------------------
 
 
-def _sorted_tools(fields: Fields) -> dict[str, Any]:
+def _with_tools(fields: Fields, change: Callable[[list[Any]], list[Any]]) -> dict[str, Any]:
+    """The tools, if `change` changes them, or only their order."""
     tools = fields.get("tools")
     if not isinstance(tools, list):
         return {}
-    by_name = sorted(tools, key=_name)
-    return {"tools": by_name} if by_name != tools else {}
+    changed = change(tools)
+    # Equal objects may have another order.
+    return {"tools": changed} if msgspec.json.encode(changed) != msgspec.json.encode(tools) else {}
 
 
 def _name(tool: object) -> str:
@@ -305,15 +299,6 @@ def _name(tool: object) -> str:
             return name
         case _:
             return ""
-
-
-def _sorted_schemas(fields: Fields) -> dict[str, Any]:
-    tools = fields.get("tools")
-    if not isinstance(tools, list):
-        return {}
-    by_name = [_with_sorted_schema(each) for each in tools]
-    # Equal objects may have another order.
-    return {"tools": by_name} if msgspec.json.encode(by_name) != msgspec.json.encode(tools) else {}
 
 
 def _with_sorted_schema(tool: Any) -> Any:  # noqa: ANN401 - JSON
@@ -344,8 +329,8 @@ def _in_order(value: Any) -> Any:  # noqa: ANN401 - JSON
 _STEPS: Mapping[Rule, Step] = {
     Rule.BILLING_LINE: lambda fields: _with_system(fields, _without_billing),
     Rule.DATE_TO_DAY: lambda fields: _with_system(fields, _to_days),
-    Rule.TOOLS_SORTED: _sorted_tools,
-    Rule.SCHEMAS_SORTED: _sorted_schemas,
+    Rule.TOOLS_SORTED: lambda fields: _with_tools(fields, lambda tools: sorted(tools, key=_name)),
+    Rule.SCHEMAS_SORTED: lambda fields: _with_tools(fields, lambda tools: [*map(_with_sorted_schema, tools)]),
 }
 
 
@@ -353,7 +338,7 @@ def prompt_parts(fields: Fields) -> Sequence[Sequence[Any]]:
     """What a prompt is made of, in its order: the tools, the system prompt, the rest of the conversation."""
     tools = fields.get("tools")
     system = [value for name in ("system", "instructions") if (value := fields.get(name))]
-    rest = list[Any]()
+    rest: list[Any] = []
     for name in ("messages", "input"):
         items = fields.get(name)
         rest += items if isinstance(items, list) else [items] if items else []

@@ -40,7 +40,7 @@ class PinBook:
 
     def __init__(self) -> None:
         self._pins: dict[str, Pin] = {}
-        self.listeners = list[Callable[[], None]]()
+        self.listeners: list[Callable[[], None]] = []
 
     def add(self, pin: Pin) -> None:
         """Notes a pin."""

@@ -154,7 +154,8 @@ class References:
         return [f"{reference}: {value}" for reference, value in sorted(self.told.items(), key=rank)]
 
     def _in_line(self, line: str, kind: str, find: Find) -> str:
-        pieces, end = list[str](), 0
+        end = 0
+        pieces: list[str] = []
         for start, stop in sorted(find(line)):
             value = line[start:stop]
             if start >= end and "[[" not in value:
@@ -216,7 +217,7 @@ class Paths:
     """Finds paths of people's files. Below one that was found, all are."""
 
     def __init__(self) -> None:
-        self._known = set[str]()
+        self._known: set[str] = set()
 
     def __call__(self, line: str) -> Iterator[tuple[int, int]]:
         """Where the paths in a line begin and end."""

@@ -134,7 +134,7 @@ def _refusal(at: _Path, value: Any, rule: str) -> BadRequest:  # noqa: ANN401 - 
 
 def _written(at: _Path) -> str:
     """A path as clients write it: `messages[0].content[1]`."""
-    steps = list[str | int]()
+    steps: list[str | int] = []
     before: _Path | None = at
     while before is not None:
         before, step = before

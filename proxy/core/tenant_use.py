@@ -9,8 +9,6 @@ from heapq import merge
 
 import msgspec
 
-from proxy.core.counts import plus
-
 DAY_S = 86_400
 """Seconds of a day. Days are those of UTC."""
 MOST_DAYS = 400
@@ -65,7 +63,8 @@ class UseBook(defaultdict[UseKey, Used]):
     def add(self, rows: Iterable[tuple[UseKey, Used]]) -> None:
         """Adds further counts."""
         for key, more in rows:
-            self[key] = plus(self[key], more)
+            counts = zip(msgspec.structs.astuple(self[key]), msgspec.structs.astuple(more), strict=True)
+            self[key] = Used(*map(sum, counts))
 
     def prune(self) -> None:
         """Drops the oldest of too many days, and of too many rows. Only days with use count: a clock that was

@@ -15,7 +15,7 @@ from proxy.errors import BadRequest, Forbidden, ModelRefused, NotFound
 from proxy.fleet.engine import Engine
 from proxy.fleet.fleet import MAX_NAME, Fleet
 from proxy.fleet.pool import Pool
-from proxy.request.calls import Call, Writer
+from proxy.request.calls import Call
 from proxy.request.stored import (
     FOLLOWED,
     AnswerNoter,
@@ -71,6 +71,16 @@ class Destinations:
         names = frozenset(tenants)
         self.isolated = len(names) > 1
         self._homes.divide(names)
+
+    def by_model_alone(self, call: Call) -> Destination | None:
+        """The destination of a request that has only its model to go by, and a key for any; None for others,
+        and for a model that nothing serves: see `find`."""
+        if call.models is not None or self.isolated or call.model is None:
+            return None
+        pool = self._fleet.pools.get(call.model)
+        if pool is None or not (isinstance(call.body, JsonBody) and call.body.is_plain):
+            return None
+        return Destination(pool, call.model)
 
     def find(self, call: Call) -> Coroutine[Any, Any, Destination]:
         """The destination of a request.
@@ -130,7 +140,8 @@ class Destinations:
                 if not await self._fleet.look_up():
                     raise
                 return self._by_model(call)
-        homes, unknown = dict[Home, Name](), list[Name]()
+        homes: dict[Home, Name] = {}
+        unknown: list[Name] = []
         for name in await names_of(call, isolated=self.isolated):
             if (home := self._homes.find(call.tenant, name)) is None:
                 unknown.append(name)
@@ -175,8 +186,8 @@ class Destinations:
         """An engine has made an object for a tenant."""
         self._homes.keep(tenant, name, Home(engine_id, _instance_of(self._fleet.engines.get(engine_id))))
 
-    def noter(self, call: Call, engine_id: Callable[[], str]) -> Callable[[Writer], Writer] | None:
-        """A wrapper for the client of a request whose answer makes or deletes an object; None for any other.
+    def noter(self, call: Call, engine_id: Callable[[], str]) -> AnswerNoter | None:
+        """Notes what the answer to a request makes or deletes; None for one that does neither.
 
         `engine_id` tells, once the answer has begun, which engine gives it.
         """
@@ -187,9 +198,7 @@ class Destinations:
             return None
         tenant, homes, name = call.tenant, self._homes, name_in_path(call.path, isolated=self.isolated)
         gone = partial(homes.forget, tenant, name) if route.ends and name is not None else None
-        return lambda client: AnswerNoter(
-            client, route.makes, lambda made: self.note(tenant, made, engine_id()), gone
-        )
+        return AnswerNoter(route.makes, lambda made: self.note(tenant, made, engine_id()), gone)
 
     async def _check(self, call: Call, unknown: Iterable[Name]) -> None:
         """Checks what a request of one of several tenants names, of which kvpin knows no engine.

@@ -150,7 +150,8 @@ class Engine:
         self.sure = asyncio.Event()
         self.sure.set()
         self.connections = self.doubts = 0
-        self._false_doubts, self._trusted_until = deque[float](maxlen=FALSE_DOUBTS), 0.0
+        self._trusted_until = 0.0
+        self._false_doubts: deque[float] = deque(maxlen=FALSE_DOUBTS)
         self.ledger = EngineLedger()
         self.audit = EngineAudit()
         self.learned = LearnedBlocks(ASSUMED_CAPACITY_TOKENS // TOKENS_PER_BLOCK)
@@ -163,7 +164,7 @@ class Engine:
         self.process: ManagedEngine | None = None
         self.has_supervisor = False
         self.emptied: deque[float] = deque(maxlen=16)
-        self.drains = set[DrainReason]()
+        self.drains: set[DrainReason] = set()
         self.last_error: str | None = None
         self.refuses = False
         self.check_now = asyncio.Event()
@@ -212,6 +213,11 @@ class Engine:
         own = (lease for lease in self.unanswered if lease.placed.part is not Role.DECODE)
         return [*own, *self.of_peers.values()]
 
+    @property
+    def has_lower_tiers(self) -> bool:
+        """True if there are tiers below its GPU that can be asked what they hold."""
+        return self.info is not None and bool(self.info.tokens_per_chunk)
+
     def can(self, capability: Capability) -> bool:
         """True if the engine, as connected, declares the capability."""
         return self.info is not None and capability in self.info.capabilities
@@ -254,7 +260,8 @@ class Engine:
         self.info, self.is_proven, self.keeps_no_kv = info, self.prompts is None, False
         self.lacks.clear()
         self.audits, self.heals_at = Audits(), None
-        self._false_doubts, self._trusted_until = deque[float](maxlen=FALSE_DOUBTS), 0.0
+        self._trusted_until = 0.0
+        self._false_doubts = deque(maxlen=FALSE_DOUBTS)
         self.sure.set()
 
     def has_gone(self) -> None:

@@ -73,7 +73,7 @@ class Fleet:
         self.claims_engines = False
         self.book = EngineBook()
         self.pins = PinBook()
-        self.passed_on = Counter[str]()
+        self.passed_on: Counter[str] = Counter()
         self._warned: set[str] = set()
         self._an_engine_is_ready = asyncio.Event()
         self._has_started = False

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol, Self
 
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from engine_adapter import EngineError, EngineInfo, Hold, Role
@@ -55,8 +55,7 @@ class LeasedEngine(Protocol):
         """Its requests whose answer has not begun, also those of other kvpins."""
 
 
-@dataclass(slots=True, eq=False)
-class PeerRequest:
+class PeerRequest(Struct, eq=False):
     """A request that another kvpin has on the engine.
 
     Attributes:
@@ -84,8 +83,7 @@ class PeerRequest:
         self.begun.set()
 
 
-@dataclass(slots=True, eq=False)
-class Lease:
+class Lease(Struct, eq=False):
     """A request's hold on an engine, as a context.
 
     Attributes:
@@ -148,7 +146,8 @@ class Lease:
         token will be seen if it `streams`."""
         self.placer.computes(time.monotonic(), self.placed, self.placement.work, streams=streams)
         self.begins()
-        await self.gather()
+        if self.has_company():
+            await self.gather()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -163,19 +162,21 @@ class Lease:
         self.begun.set()
         self.ended(self)
 
-    async def gather(self) -> None:
-        """Waits if another request is already computing this prefix and the engine would compute it twice.
-
-        Each lease does so before its engine gets the request, whatever its part. A decode leg computes no
-        prompt, so it waits for none. If the other request fails or takes too long, this one computes the
-        prefix, and later ones may wait for it.
-        """
+    def has_company(self) -> bool:
+        """Notes what it computes. True if another request may be computing its prefix, and the engine would
+        compute that twice: then it has to `gather`. A decode leg computes no prompt, so it waits for none."""
         chain, info = self.placed.chain, self.engine.info
         if chain is None or (info is not None and info.shares_prefill) or self.placed.part is Role.DECODE:
-            return
+            return False
         self.found = self.placement.predicted_tokens // chain.tokens_per_block
-        shared = self.placement.chosen.pending_tokens
-        if shared and not await self._is_shared(self.placed.book.rates.prefill_s(shared)):
+        return self.placement.chosen.pending_tokens > 0
+
+    async def gather(self) -> None:
+        """Waits for the request that computes this prefix. Each lease does so before its engine gets the
+        request, whatever its part. If the other request fails or takes too long, this one computes the
+        prefix, and later ones may wait for it."""
+        chain, shared = self.placed.chain, self.placement.chosen.pending_tokens
+        if chain is not None and not await self._is_shared(self.placed.book.rates.prefill_s(shared)):
             self._compute(chain)
 
     def _compute(self, chain: Chain) -> None:

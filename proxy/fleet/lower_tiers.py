@@ -20,11 +20,6 @@ from proxy.prompt import Prompt
 _LOWER = (Tier.HOST, Tier.DISK)
 
 
-def has_lower_tiers(engine: Engine) -> bool:
-    """True if there are tiers below its GPU that can be asked what they hold."""
-    return engine.info is not None and bool(engine.info.tokens_per_chunk)
-
-
 async def look_below(
     pool: Pool, engine: Engine, lease: Lease, prompt: Prompt | None, chain: Chain | None
 ) -> None:

@@ -26,6 +26,7 @@ from engine_adapter.types import Usage
 from proxy.core.admission import HOLD_S, KEPT_BUSY, Needs
 from proxy.core.audit import Trust
 from proxy.core.index.blocks import BlockHash, Chain, chain, namespace_root
+from proxy.core.index.match import Match
 from proxy.core.index.prefix_index import PrefixIndex
 from proxy.core.peers.telling import OwnRequests
 from proxy.core.placement.decision import Candidate, Cost, Placement
@@ -85,7 +86,7 @@ class Pool:
         self.engines: dict[str, Engine] = {}
         self.placer = Placer(tokens_per_block)
         self.renderings: tuple[PromptBuilder, ...] = ()
-        self.lost_shapes = frozenset[Shape]()
+        self.lost_shapes: frozenset[Shape] = frozenset()
         self.context: int | None = None
         self._contexts: tuple[int, ...] = ()
         self._lora_paths: dict[str, str] = {}
@@ -123,7 +124,7 @@ class Pool:
     def _note_renderings(self) -> None:
         found = dict.fromkeys(each.prompts for each in self.engines.values() if each.prompts is not None)
         self.renderings = tuple(sorted(found, key=lambda each: (each.is_blank, not each.is_proven)))
-        self.lost_shapes = frozenset[Shape]().union(*(each.lost_shapes for each in self.renderings))
+        self.lost_shapes = self.lost_shapes.union(*(each.lost_shapes for each in self.renderings))
 
     @property
     def prompts(self) -> PromptBuilder | None:
@@ -292,35 +293,44 @@ class Pool:
         without: Container[str] = (),
     ) -> list[Candidate]:
         """The engines a request may go to: what each holds of its chain or forecasts, and its load."""
-        last = self.placer.last_engine(self._key_of(session))
+        last = None if session is None else self.placer.last_engine(self._key_of(session))
+        asked = monotonic(), self.placer.match(chain), prompt, last
+        if not self.has_halves:
+            return self._candidates(self._able(needs, without), *asked)
+        ways = self._partners(needs, without)
+        partners = {way: tuple(self._candidates(engines, *asked)) for way, engines in ways.items()}
+        return self._candidates(self._able(needs, without), *asked, partners)
+
+    def _candidates(
+        self,
+        engines: Iterable[Engine],
+        now: float,
+        matches: Mapping[str, Match],
+        prompt: Prompt | None,
+        last: str | None,
+        partners: Mapping[str, tuple[Candidate, ...]] = {},
+    ) -> list[Candidate]:
+        """These engines as candidates; `last`: the one that the conversation was last placed on; `partners`:
+        the other halves by their rendezvous."""
         target, whole = (None, True) if prompt is None else (prompt.kv, prompt.whole)
-        now, matches = monotonic(), self.placer.match(chain)
-
-        def made(engines: Iterable[Engine], partners: Mapping[str, tuple[Candidate, ...]]) -> list[Candidate]:
-            found = []
-            for engine in engines:
-                match = matches.get(engine.id)
-                forecast = engine.adapter.forecast(target) if target is not None else None
-                if forecast is not None and not whole:
-                    # An engine with slots reuses nothing if it does not know the whole prompt.
-                    match = forecast = None
-                candidate = self.placer.candidate(
-                    now,
-                    engine.id,
-                    match,
-                    forecast=forecast,
-                    complete=whole and engine.is_proven and (engine.view is None or engine.view.complete),
-                    is_last=engine.id == last,
-                    partners=partners.get(_way_of(engine) or "", ()) if partners else (),
-                )
-                found.append(candidate)
-            return found
-
-        partners = {}
-        if self.has_halves:
-            ways = self._partners(needs, without)
-            partners = {way: tuple(made(engines, {})) for way, engines in ways.items()}
-        return made(self._able(needs, without), partners)
+        found = []
+        for engine in engines:
+            match = matches.get(engine.id)
+            forecast = engine.adapter.forecast(target) if target is not None else None
+            if forecast is not None and not whole:
+                # An engine with slots reuses nothing if it does not know the whole prompt.
+                match = forecast = None
+            candidate = self.placer.candidate(
+                now,
+                engine.id,
+                match,
+                forecast=forecast,
+                complete=whole and engine.is_proven and (engine.view is None or engine.view.complete),
+                is_last=engine.id == last,
+                partners=partners.get(_way_of(engine) or "", ()) if partners else (),
+            )
+            found.append(candidate)
+        return found
 
     def check_serves(self, native: str) -> None:
         """Raises NotFound if no engine of the pool has this route. Lost engines may have it."""
@@ -392,8 +402,8 @@ class Pool:
         `moves_by`: whether the request can be served in two legs, by that transfer. `prompts`: what made its
         prompt; engines of another builder cannot use its KV.
         """
-        moved = dict[str, bool]()
-        givers = dict[str, Engine]()
+        moved: dict[str, bool] = {}
+        givers: dict[str, Engine] = {}
         for engine in self.engines.values():
             transfer = engine.adapter.transfer
             if transfer is None or engine.role is Role.DECODE or not engine.gives_kv(lora):
@@ -429,10 +439,6 @@ class Pool:
         not known."""
         return self.placer.place(monotonic(), candidates, chain, prefillers)
 
-    def must_queue(self, placement: Placement, needs: Needs) -> bool:
-        """True if a placed request has to wait here: others wait for its engines, or these are all busy."""
-        return self.line.competes(needs) or self.is_busy(placement)
-
     def is_busy(self, placement: Placement) -> bool:
         """True if every engine would begin a placed request so late that it had better wait here.
 
@@ -450,7 +456,9 @@ class Pool:
         return forecast is not None and not self._is_late(engine, forecast.wait_s)
 
     def _begins_late(self, cost: Cost) -> bool:
-        return self._is_late(self.engines[cost.prefiller or cost.engine], cost.queue_s + cost.room_s)
+        engine, wait_s = self.engines[cost.prefiller or cost.engine], cost.queue_s + cost.room_s
+        may_be = wait_s > HOLD_S or engine.ledger.backlog.waiting  # mostly not
+        return bool(may_be) and self._is_late(engine, wait_s)
 
     def _is_late(self, engine: Engine, wait_s: float) -> bool:
         """True if a request would wait long at the engine, by the engine's report or by `wait_s`, our
@@ -570,22 +578,23 @@ def _able_of(engines: Collection[Engine], needs: Needs, without: Container[str])
     lora, native, home, kind = needs.lora, needs.native, needs.home, needs.kind
     prompts, context = needs.prompts, needs.context
     for state in (EngineState.READY, EngineState.SUSPECT):
-        able = [
-            engine
-            for engine in engines
-            if engine.state is state
-            and engine.id not in without
-            and (lora is None or lora in engine.loras)
-            and (native is None or engine.serves(native))
-            and (home is None or home == engine.id)
-            and (kind is None or kind == engine.adapter.spec.kind)
-            and (prompts is None or engine.prompts is prompts)
-            and (not context or engine.takes(context))
-            and (not needs.shares or engine.adapter.spec.share_kv)
-        ]
+        able = []
+        for engine in engines:
+            if (
+                engine.state is state
+                and engine.id not in without
+                and (lora is None or lora in engine.loras)
+                and (native is None or engine.serves(native))
+                and (home is None or home == engine.id)
+                and (kind is None or kind == engine.adapter.spec.kind)
+                and (prompts is None or engine.prompts is prompts)
+                and (not context or engine.takes(context))
+                and (not needs.shares or engine.adapter.spec.share_kv)
+            ):
+                able.append(engine)  # noqa: PERF401 - a list in brackets takes a call
         if able:
             # Never none: where all fail, one may still succeed.
-            able = [engine for engine in able if engine.is_allowed] or able
+            able = [engine for engine in able if engine.breaker is None or engine.is_allowed] or able
             if needs.route is None:
                 return able
             return [engine for engine in able if needs.route not in engine.lacks] or able

@@ -60,7 +60,8 @@ async def keep(engine: Engine, pool: Pool) -> EngineMemory | None:
     position = engine.adapter.event_position() if engine.audit.trust is Trust.PRECISE else None
     if info is None or (position is None and not engine.learned):
         return None
-    runs, learned = list[msgspec.Raw](), list[bytes]()
+    runs: list[msgspec.Raw] = []
+    learned: list[bytes] = []
     salts = engine.salts.kept()
     if view is not None and position is not None:
         # Events that are applied meanwhile are replayed later: applying them twice changes nothing.

@@ -48,7 +48,7 @@ class Line:
         self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return self._queue.entries
 
     def bound(self, limits: LimitSettings) -> None:
         """Changes the bounds. Requests beyond lower bounds are refused when the next request comes."""
@@ -57,7 +57,7 @@ class Line:
 
     def competes(self, needs: Needs) -> bool:
         """True if any waiting request competes with a request with these needs."""
-        if not self._queue:
+        if not self._queue.entries:
             return False
         engines = self._engines_for(needs)
         return any(not engines.isdisjoint(self._engines_for(each)) for each in self._queue.tokens)

@@ -67,7 +67,7 @@ class ConnectionLimits:
         """`clock` gives seconds."""
         self._limit, self._clock = limit, clock
         self._warned = float("-inf")
-        self._turned_away = deque[LimitedConnection]()
+        self._turned_away: deque[LimitedConnection] = deque()
 
     def admit(self, new: _Connection, connections: MutableSet[_Connection]) -> Permission:
         """Admits a new connection, already in `connections`. May close others and remove them there."""

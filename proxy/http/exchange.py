@@ -294,7 +294,7 @@ class Exchange:
         if self.reword is not None:
             headers = self.reword(headers)
         head = b"\r\n".join([*map(b": ".join, headers), b""])
-        if not head.count(b"\n") == head.count(b"\r") == len(headers) or b"\0" in head:
+        if not head.count(b"\n") == head.count(b"\r") == len(headers) or head.find(b"\0") >= 0:
             raise ValueError("a header of the answer has a line break in it")
         if self._awaits_invitation():
             self.keep_alive = False  # without an invitation, clients may leave the body out or send it

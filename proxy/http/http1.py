@@ -299,18 +299,19 @@ class Http1Protocol(asyncio.Protocol):
         if self._close_after or self._parser.should_upgrade():
             return
         is_1_0 = self._parser.get_http_version() == "1.0"
-        self._fault = _fault_of(self._target, self._headers, is_1_0=is_1_0)
+        headers = Headers(self._headers)
+        self._fault = self._fault_of(headers, is_1_0=is_1_0)
         if self._fault is not None:
             self._close_after = True
             return
         target = self._target
-        if not target.startswith(b"/") or b"#" in target:
+        if not target.startswith(b"/") or target.find(b"#") >= 0:
             target = _origin_form(target)
         exchange = self._reading = Exchange(
             self,
             self._parser.get_method().decode("ascii"),
             target,
-            Headers(self._headers),
+            headers,
             is_1_0=is_1_0,
             keep_alive=self._parser.should_keep_alive() and not (self._to_websocket or self._is_reserved),
             asks_for_websocket=self._to_websocket,
@@ -327,6 +328,17 @@ class Http1Protocol(asyncio.Protocol):
             self._waiting.append(exchange)
             if len(self._waiting) >= MAX_WAITING:
                 self.pause_reading()
+
+    def _fault_of(self, headers: Headers, *, is_1_0: bool) -> tuple[int, bytes] | None:
+        """Status and reason for a head that cannot be served; None for a good one."""
+        pairs = headers.raw
+        size = len(self._target) + sum(map(len, chain.from_iterable(pairs)))
+        if size + _HEADER_MARKS * len(pairs) > MAX_HEAD:
+            return _TOO_LONG
+        hosts = int(b"host" in headers.first)
+        if hosts and len(headers.first) < len(pairs):
+            hosts = [name for name, _ in pairs].count(b"host")
+        return None if hosts == 1 or (is_1_0 and not hosts) else _NOT_ONE_HOST
 
     def on_body(self, body: bytes) -> None:
         """The parser found a piece of a body."""
@@ -469,15 +481,6 @@ class Http1Protocol(asyncio.Protocol):
         if self._paused and not self._waiting:
             self._paused = False
             self.transport.resume_reading()
-
-
-def _fault_of(target: bytes, headers: HeaderPairs, *, is_1_0: bool) -> tuple[int, bytes] | None:
-    """Status and reason for a head that cannot be served; None for a good one."""
-    size = len(target) + sum(map(len, chain.from_iterable(headers)))
-    if size + _HEADER_MARKS * len(headers) > MAX_HEAD:
-        return _TOO_LONG
-    hosts = [name for name, _ in headers].count(b"host")
-    return None if hosts == 1 or (is_1_0 and not hosts) else _NOT_ONE_HOST
 
 
 def _unread(transport: asyncio.Transport) -> bool:

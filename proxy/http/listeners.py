@@ -56,7 +56,7 @@ def _handed_on(number: int) -> socket.socket:
 
 def listen_on(hosts: Sequence[str], port: int) -> list[socket.socket]:
     """A socket for each address, all with the same port; raises OSError."""
-    listeners = list[socket.socket]()
+    listeners: list[socket.socket] = []
     with contextlib.ExitStack() as opened:
         for host in hosts:
             listeners.append(opened.enter_context(listen(host, port)))
@@ -84,7 +84,7 @@ class Door:
         self._loop = asyncio.get_running_loop()
         self._held: dict[int, asyncio.TimerHandle] = {}
         # Of accepted connections that have no protocol yet.
-        self._beginning = set[asyncio.Task[None]]()
+        self._beginning: set[asyncio.Task[None]] = set()
         for listener in listeners:
             listener.setblocking(False)
             self._loop.add_reader(listener, self._knock, listener)

@@ -87,7 +87,7 @@ class Port:
         tasks: those of running requests.
     """
 
-    __slots__ = ("_state", "connections", "handler", "idle_s", "tasks")
+    __slots__ = ("_date", "_dated", "_state", "connections", "handler", "idle_s", "tasks")
 
     def __init__(self, config: uvicorn.Config, state: ServerState) -> None:
         self.handler: Callable[[Any], Coroutine[Any, Any, None]] = config.loaded_app
@@ -95,8 +95,12 @@ class Port:
         self.connections: MutableSet[Any] = state.connections
         self.tasks: set[asyncio.Task[None]] = state.tasks
         self._state = state
+        self._dated: list[tuple[bytes, bytes]] | None = None  # the headers that `_date` is made of
+        self._date = b""
 
     @property
     def date(self) -> bytes:
         """The `date` header of an answer, as a line. uvicorn writes it anew each second."""
-        return b"".join([b"%b: %b\r\n" % pair for pair in self._state.default_headers])
+        if (headers := self._state.default_headers) is not self._dated:
+            self._dated, self._date = headers, b"".join([b"%b: %b\r\n" % pair for pair in headers])
+        return self._date

@@ -19,12 +19,12 @@ from engine_adapter import Tier
 from engine_adapter.prompt.forms import Form
 from proxy.core.audit import AuditView, Trust
 from proxy.core.placement.decision import Placement
+from proxy.core.reasons import Reason, reason_of, why
 from proxy.errors import Overloaded
 from proxy.fleet.engine import Engine, EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.observe.gauges import waiting_of
 from proxy.observe.metrics import Metrics
-from proxy.observe.reasons import Reason, reason_of, why
 from proxy.observe.reuse import ReuseCounts, available_tokens
 from proxy.prompt import Trusted
 from proxy.request.records import RequestRecord
@@ -281,7 +281,6 @@ class Live:
 
     def _request(self, record: RequestRecord, placement: Placement | None, *, explain: bool) -> RequestNow:
         known = placement if record.prompt is not None else None
-        unknown = "the prompt is not known here" if self._reuse else "reuse is off"
         return RequestNow(
             request_id=record.request_id,
             started=record.started,
@@ -304,7 +303,7 @@ class Live:
             interrupted=record.interrupted,
             status=record.status,
             reason=reason_of(placement) if placement is not None else None,
-            why=why(placement, unknown=unknown) if placement is not None and explain else None,
+            why=why(placement, is_reusing=self._reuse) if placement is not None and explain else None,
         )
 
     def _engine(self, engine: Engine, reuse: ReuseCounts) -> EngineNow:

@@ -11,12 +11,12 @@ from engine_adapter.off_loop import THREADS
 from proxy.core.budget import ByteBudget
 from proxy.core.life import Cause
 from proxy.core.placement.decision import Placement
+from proxy.core.reasons import reason_of
 from proxy.core.tenant_use import DAY_S, UseBook
 from proxy.fleet.discovery import Source
 from proxy.fleet.fleet import Fleet
 from proxy.observe.gauges import GAUGES, ScrapedState, WorkerNow, counters_of, gauges_of
 from proxy.observe.metric_families import Counter, Family, Histogram
-from proxy.observe.reasons import reason_of
 from proxy.observe.reuse import ReuseCounts, SavedPrefill, reuse_of
 from proxy.peers.peers import Peers
 from proxy.request.records import RequestRecord
@@ -202,14 +202,16 @@ class Metrics:
         model = (record.lora or record.served_as or "") if placement is not None else ""
         engine = self.label(placement.engine) if placement is not None else ""
         self.ended += 1
-        self._count("kvpin_requests_total", model, engine, str(record.status or "failed"))
-        self._count("kvpin_request_ends_total", record.cause or Cause.BUG)
-        self._count("kvpin_retries_total", model, by=max(len(record.attempts) - 1, 0))
+        counters = self._counters
+        status = str(record.status or "failed")
+        counters["kvpin_requests_total"].series[model, engine, status].number += 1
+        counters["kvpin_request_ends_total"].series[(record.cause or Cause.BUG,)].number += 1
+        counters["kvpin_retries_total"].series[(model,)].number += max(len(record.attempts) - 1, 0)
         if record.interrupted:
             self._count(
                 "kvpin_interrupted_streams_total", model, "migrated" if record.error is None else "broken"
             )
-        if (reason := _refusal(record)) is not None:
+        if not record.attempts and (reason := _refusal(record)) is not None:
             self._count("kvpin_refused_total", reason)
         self._count_spent(record, model, engine, trace_id)
         if record.prefilled_by is not None or record.past_legs:
@@ -218,7 +220,7 @@ class Metrics:
         if self._max_tenants and record.tenant is not None:
             self._count_tenant(record, record.tenant)
         if record.output_tokens is not None:
-            self._count("kvpin_generation_tokens_total", model, engine, by=record.output_tokens)
+            counters["kvpin_generation_tokens_total"].series[model, engine].number += record.output_tokens
         if record.tokens_agree is not None:
             self._count(
                 "kvpin_tokenisation_checks_total",
@@ -228,7 +230,7 @@ class Metrics:
             )
         if placement is None:
             return
-        self._count("kvpin_placements_total", model, reason_of(placement))
+        counters["kvpin_placements_total"].series[model, reason_of(placement)].number += 1
         if record.prompt is not None:
             self._count_reuse(record, placement, model, engine)
 
@@ -284,8 +286,13 @@ class Metrics:
             used.prompt_tokens += len(record.prompt.token_ids)
         used.cached_tokens += record.reported_tokens or 0
         used.output_tokens += record.output_tokens or 0
-        self._took("kvpin_request_duration_seconds", (model, engine), record.duration_s, trace_id)
-        self._took("kvpin_placement_seconds", (model,), record.placement_s, trace_id)
+        histograms = self._histograms
+        if record.duration_s is not None:
+            histograms["kvpin_request_duration_seconds"].series[model, engine].observe(
+                record.duration_s, trace_id
+            )
+        if (placement_s := record.placement_s) is not None:
+            histograms["kvpin_placement_seconds"].series[(model,)].observe(placement_s, trace_id)
         if record.queued_s is not None:
             self._took("kvpin_queued_seconds", (record.served_as or "",), record.queued_s, trace_id)
         if record.prefilled_by is not None:
@@ -348,7 +355,7 @@ class Metrics:
 
     async def page(self, *, openmetrics: bool = False) -> bytes:
         """The page, made in parts. Requests are served in between: with many engines, the page is long."""
-        parts = list[str]()
+        parts: list[str] = []
         for part in self._parts(openmetrics):
             parts.append(part)
             if not len(parts) % _SLICE:
@@ -365,10 +372,8 @@ class Metrics:
 
 
 def _refusal(record: RequestRecord) -> str | None:
-    """Why kvpin refused a request that it might have sent to an engine: `limit`, of its tenant, `busy`, or
-    `model`, of its key."""
-    if record.attempts:
-        return None
+    """Why kvpin refused a request that it sent to no engine: `limit`, of its tenant, `busy`, or `model`, of
+    its key. None: it did not refuse it."""
     if record.refusal is not None:
         return record.refusal
     if record.status == HTTPStatus.TOO_MANY_REQUESTS:

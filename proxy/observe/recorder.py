@@ -1,7 +1,7 @@
 """Records kvpin's traffic as a trace that `kvpin replay` reads: arrival times, lengths and shared blocks. No
 text and no token ids. Now and then a line tells the figures of the engines (`recorded_engines.py`).
 
-Beside the tokens, the text is hashed alike (`proxy/core/prompt_text.py`), for `kvpin advise`.
+Beside the tokens, the text is hashed alike (`prompt_text.py`), for `kvpin advise`.
 
 A block's id is a keyed hash of its tokens and all tokens before them, of the model, the LoRA adapter and the
 tenant's salt. The key is never stored: it is random for each recording, or a secret that several kvpins
@@ -36,9 +36,9 @@ from engine_adapter import JsonBody
 from engine_adapter.body import UnreadableField
 from proxy.core.differences import CONTINUED
 from proxy.core.normalise import FIELDS
-from proxy.core.prompt_text import TextBlocks, text_blocks
+from proxy.observe.prompt_text import text_blocks
 from proxy.prompt import Prompt
-from proxy.replay.recorded import RecordedEngine, Recording, RecordingLine
+from proxy.replay.recorded import RecordedEngine, Recording, RecordingLine, TextBlocks
 from proxy.replay.trace import TraceLine
 from proxy.request.normalising import ROUTES
 from proxy.request.records import RequestRecord

@@ -158,7 +158,7 @@ class PromptBuilder:
         `context` gives the longest prompt that any engine of the pool takes, in tokens; None without a limit.
         """
         self.info, self.key, self.is_proven = info, key, False
-        self.lost_early = frozenset[Shape]()
+        self.lost_early: frozenset[Shape] = frozenset()
         self._loading, self._attempts, self._is_nowhere = asyncio.Lock(), 0, False
         self._context = context or (lambda: info.max_model_len)
         self.local: LocalTokenizer | None = None

@@ -186,7 +186,7 @@ async def compare(
 async def lost_by(adapter: EngineAdapter, model: str) -> frozenset[Shape] | None:
     """Messages that the engine's template loses, by the tokens that it makes; None if it does not answer.
     Raises ModelNotLoaded if its model is not in memory."""
-    kept = set[Roles]()
+    kept: set[Roles] = set()
     for roles in PROBES:
         try:
             async with asyncio.timeout(_PROBE_S):

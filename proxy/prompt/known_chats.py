@@ -128,7 +128,7 @@ class KnownBeginning:
     @property
     def hashes(self) -> tuple[int, ...]:
         """Hashes of the prompt's leading blocks, as many as are known."""
-        found = list[int]()
+        found: list[int] = []
         for segment in self._segments:
             if segment.hashes is None:
                 break
@@ -165,7 +165,8 @@ class KnownChats:
         """Finds the known segments that a rendered chat begins with."""
         share = self._shares.get(owner.tenant) or _Share()
         whole, start = text.encode(errors=_ERRORS), 0
-        known, before = list[_Segment](), owner.namespace
+        before = owner.namespace
+        known: list[_Segment] = []
         while segment := share.find(before, whole, start, self._cut):
             known.append(segment)
             before, start = segment.number, start + len(segment.key[1])
@@ -199,7 +200,7 @@ class KnownChats:
 
     def _pieces(self, text: bytes, start: int) -> list[bytes]:
         """The segments of a text from `start`, and the rest of it. They depend only on what precedes them."""
-        pieces = list[bytes]()
+        pieces: list[bytes] = []
         while (end := text.find(self._cut, start + _LEAST_BYTES)) >= 0:
             pieces.append(text[start:end])
             start = end

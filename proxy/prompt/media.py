@@ -206,7 +206,7 @@ def _parts(value: object, param: str) -> Iterator[MediaPart]:
 
 def _name_of(path: _Path) -> str:
     """The path as an error names it, e.g. `messages[0].content`."""
-    names = list[str]()
+    names: list[str] = []
     step: _Path | None = path
     while step is not None:
         at, step, _ = step

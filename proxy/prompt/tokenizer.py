@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from engine_adapter import EngineAdapter, EngineRejected, EngineUnavailable, JsonBody
-from engine_adapter.off_loop import JSON_BYTES_PER_MS, VALUES_PER_MS, off_loop
+from engine_adapter.off_loop import JSON_BYTES_PER_MS, VALUES_PER_MS, may_stay, off_loop
 from engine_adapter.prompt.chat import ChatPrompt, ChatTokenizer
 from engine_adapter.prompt.cuts import find_cut
 from engine_adapter.prompt.forms import Form
@@ -87,20 +87,27 @@ class LocalTokenizer:
         known = self._known
         if known is None or not source.is_text:
             return await self.chat(source, body, limit), None
-        chat = known.read(await self._render(source, body), owner)
+        options = _of_template(source)
+        if may_stay(ms := self._render_ms(source, body), "render"):
+            text = self.tokenizer.render(**options)
+        else:
+            text = await off_loop(partial(self.tokenizer.render, **options), ms=ms, what="render")
+        chat = known.read(text, owner)
         encoded = await self._encode(chat.new, sum(map(len, chat.new)), limit, add_special_tokens=False)
         token_ids, beginning = known.add(chat, encoded)
         return ChatPrompt(token_ids), beginning
 
-    def _render(self, source: ChatInput, body: JsonBody) -> Coroutine[Any, Any, str]:
-        """The chat's text. A template may look at any message for any other: it always gets all of them."""
+    @staticmethod
+    def _render_ms(source: ChatInput, body: JsonBody) -> float:
+        """The milliseconds that rendering a chat takes. A template may look at any message for any other: it
+        always gets all of them."""
         messages = len(source.messages) if isinstance(source.messages, list) else 0
         ms, size = messages / _MESSAGES_PER_MS, len(body.raw)
         if size > VALUES_PER_MS:
             ms = max(ms, size / JSON_BYTES_PER_MS)
             if source.more or source.tools or source.template_kwargs:  # a template may write out each value
                 ms = max(ms, body.n_values / VALUES_PER_MS)
-        return off_loop(partial(self.tokenizer.render, **_of_template(source)), ms=ms, what="render")
+        return ms
 
     async def text(self, source: CompletionInput, limit: int | None = None) -> ChatPrompt:
         """The prompt of a completion's text."""

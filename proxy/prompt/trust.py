@@ -117,7 +117,7 @@ class Audits:
 
     def __init__(self) -> None:
         self.healed = 0
-        self._seen = Counter[Form]()
+        self._seen: Counter[Form] = Counter()
 
     def begin(self) -> None:
         """Another process may serve from now on, or forms came back: the first prompts are audited again."""
@@ -169,7 +169,7 @@ class FormTable:
         self.can_ask = can_ask
         self.uses_local = False
         self.outcome: Hashable = None
-        self.lost_shapes = frozenset[Shape]()
+        self.lost_shapes: frozenset[Shape] = frozenset()
         self.rows = {form: Row("engine" if can_ask else "none", can_ask, detail) for form in Form}
 
     def make_here(self, detail: str, *, alike: bool) -> None:

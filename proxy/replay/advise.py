@@ -12,8 +12,7 @@ from typing import Annotated
 
 import msgspec
 
-from proxy.core.prompt_text import ALL, TextBlocks
-from proxy.replay.recorded import HEAD, Recording, RecordingLine
+from proxy.replay.recorded import ALL, HEAD, Recording, RecordingLine, TextBlocks
 from proxy.replay.trace import late_by_ms, texts_of
 
 

@@ -22,6 +22,25 @@ Curve = tuple[tuple[float, float], ...]
 HEAD = b'{"recording":'
 
 
+ALL = "all"
+"""The name of all rules together."""
+
+
+class TextBlocks(msgspec.Struct, omit_defaults=True):
+    """A prompt's text as hashes of its blocks, for `kvpin advise`; `proxy/observe/prompt_text.py` makes them.
+
+    Attributes:
+        ids: of its blocks; the last one is left out if it is not full.
+        tools, system: blocks up to the end of the tools, and of the system prompt; 0 without any.
+        changed: rule → ids after that rule; only rules that change the prompt.
+    """
+
+    ids: list[int]
+    tools: int = 0
+    system: int = 0
+    changed: dict[str, list[int]] = {}
+
+
 class RecordedEngine(msgspec.Struct, omit_defaults=True):
     """One engine as its kvpin knew it. A figure is missing where it was neither told nor measured.
 

@@ -1,13 +1,13 @@
 """One data-plane request.
 
 calls.py           the request and its reply
+stages.py          what an answer passes on its way to the client, cut into events once
 session.py         the conversation it belongs to
 gate.py            the permission to run: the tenant's quota and memory for the body, held to the end
 bodies.py          JSON bodies: unpacked, whole characters, their shape, and how long their lists may be
 tenants.py         API key → tenant → cache salt
 broken_calls.py    earlier calls of tools whose arguments no template can read
 answer_headers.py  which of the answer's headers the client gets
-dialects.py        how each API words an error
 engine_errors.py   which answers of an engine let another one be tried, and the error when all fail
 urgency.py         priority, deadline and cost, in the client's words
 migration.py       which streams go on on another engine after their engine died; joins the rest to

@@ -70,8 +70,8 @@ def parse(raw: bytes, most: Shape = Shape()) -> JsonBody:  # noqa: B008 - immuta
         UnreadableField: such a list cannot be decoded.
         msgspec.DecodeError: it is no JSON.
     """
-    # One byte is found thirty times as fast as two.
-    if b"\\" in raw and b"\\u" in raw and (b"\\ud" in raw or b"\\uD" in raw):
+    # One byte is found thirty times as fast as more, and what is not there from the end in half the time.
+    if raw.find(b"\\") >= 0 and (raw.rfind(b"\\ud") >= 0 or raw.rfind(b"\\uD") >= 0):
         raw = whole_characters(raw)
     if len(raw) > min(_LIST_BYTES * most.fields, _VALUE_BYTES * most.values, most.text):
         _check_shape(raw, most)
@@ -80,7 +80,7 @@ def parse(raw: bytes, most: Shape = Shape()) -> JsonBody:  # noqa: B008 - immuta
     except msgspec.DecodeError as error:
         _check_kind(raw, error)
         raise
-    if body.is_plain:
+    if body.find_plain():
         return body
     names = body.names
     if len(names) > MAX_FIELDS:
@@ -109,7 +109,7 @@ def _check_kind(raw: bytes, error: msgspec.DecodeError) -> None:
 
 def _check_case(names: Collection[str]) -> None:
     """Refuses names that some servers, such as those written in Go, read as a field that kvpin checks."""
-    spelled = dict[str, str]()  # in lower case → as sent
+    spelled: dict[str, str] = {}  # in lower case → as sent
     for name in names:
         folded = name.casefold()
         if (other := spelled.setdefault(folded, name)) != name:
@@ -280,7 +280,8 @@ def whole_characters(raw: bytes) -> bytes:
             halves += _halves(raw, found.end(), _end_of_string(raw, found.end()), 2)
     if not halves:
         return raw
-    pieces, end = list[bytes](), 0
+    end = 0
+    pieces: list[bytes] = []
     for at in sorted(halves):
         pieces += (raw[end:at], _REPLACEMENT)
         end = at + _HALF_BYTES

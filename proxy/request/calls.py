@@ -22,8 +22,9 @@ from engine_adapter import (
 from engine_adapter.codes import Code
 from engine_adapter.http.sse import ENDS
 from proxy.errors import code_of
-from proxy.request.dialects import OPENAI, Dialect
 from proxy.request.session import Session
+from proxy.request.stages import Stage, Staged, Writer
+from proxy.request.translate.dialects import OPENAI, Dialect
 
 # Routes below `/v1` that go on from a prompt.
 PROMPT_ROUTES = frozenset(
@@ -36,6 +37,10 @@ _END_EVENT = tuple(b"\ndata:%b%b" % (space, end) for space in (b" ", b"") for en
 _MOST_END = max(map(len, _END_EVENT))
 # The blank line after an event of a stream: engines send either.
 _EVENT_END, _EVENT_END_CR = b"\n\n", b"\n\r\n"
+# Nearly every event ends so.
+_OF_JSON = b"}\n\n"
+# So few bytes are one event, if they end one: to count takes as long as the rest of a piece's way.
+_ONE_EVENT = 256
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -129,19 +134,6 @@ class Call(msgspec.Struct, frozen=True):
 READ_AHEAD = 1024 * 1024
 
 
-class Writer(Protocol):
-    """Where an answer goes."""
-
-    def start(self, status: int, headers: HeaderPairs) -> None:
-        """Begins the answer."""
-
-    def write(self, chunk: bytes) -> None:
-        """Sends bytes of the body."""
-
-    def finish(self, chunk: bytes) -> None:
-        """Sends the last bytes of the body."""
-
-
 class Client(Writer, Protocol):
     """Where an answer goes in the end."""
 
@@ -171,25 +163,6 @@ class Nobody:
         """Drops the last bytes."""
 
 
-class Through:
-    """Passes the answer on to another client. Subclasses change the answer on its way."""
-
-    def __init__(self, client: Writer) -> None:
-        self._client = client
-
-    def start(self, status: int, headers: HeaderPairs) -> None:
-        """Passes status and headers on."""
-        self._client.start(status, headers)
-
-    def write(self, chunk: bytes) -> None:
-        """Passes bytes of the body on."""
-        self._client.write(chunk)
-
-    def finish(self, chunk: bytes) -> None:
-        """Passes the last bytes of the body on."""
-        self._client.finish(chunk)
-
-
 class Reply:
     """An answer on its way to the client.
 
@@ -210,18 +183,20 @@ class Reply:
         on_begin: called once, when the answer begins.
         on_end: called once, when the client has the whole answer. Its engine may still be busy with it.
         on_start: called when the answer of an engine begins. From then on no other engine can be tried.
+        stages: what the answer passes, from its beginning on; the first one gets the engine's bytes.
     """
 
     __slots__ = (
         "_ahead", "_client", "_is_over", "_reads_ahead", "_tail", "_writer", "before", "complete",
         "completed", "dialect", "events", "has_written", "is_events", "on_begin", "on_end", "on_start",
-        "recorded", "started", "status", "waits",
+        "recorded", "stages", "started", "status", "waits",
     )  # fmt: skip
 
     def __init__(self, client: Client, dialect: Dialect = OPENAI, *, reads_ahead: bool = True) -> None:
         """`reads_ahead`: bytes may wait for the client. False where `drain` is what sends them."""
         self._client, self._writer = client, cast("Writer", client)
         self.dialect = dialect
+        self.stages: list[Stage] = []
         self.before: Callable[[], Awaitable[None]] | None = None
         self.on_begin: Callable[[], None] | None = None
         self.on_end: Callable[[], None] | None = None
@@ -234,16 +209,14 @@ class Reply:
         self._reads_ahead, self._ahead = reads_ahead, 0  # bytes written since the client's socket was full
         self._tail = b"\n"  # the last bytes of the body
 
-    def through(self, wrap: Callable[[Writer], Writer]) -> None:
-        """Sends the answer, before it begins, through what `wrap` returns."""
-        self._writer = wrap(self._writer)
-
     async def start(self, status: int, headers: HeaderPairs, *, is_events: bool = False) -> None:
         """Sends status and headers; names are in lower case. If another engine goes on with the answer, its
         status and headers are dropped."""
         if not self.started:
             if self.before is not None:
                 await self.before()
+            if self.stages:
+                self._writer = Staged(self._client, self.stages)
             self._writer.start(status, headers)
             self.status = status
             if self.on_begin is not None:
@@ -260,22 +233,29 @@ class Reply:
     def put(self, chunk: bytes) -> bool:
         """Sends body bytes. Returns False if the client has to take some before it gets more."""
         self.has_written = True
-        if self.is_events and not self.complete:
-            # The end may come in several pieces, and may be followed by a comment.
-            is_rest = self._tail != b"\n" and len(chunk) < _MOST_END
-            if is_rest or not chunk.endswith(ENDS) or chunk.endswith(_STREAM_END):
-                self._tail = (self._tail + chunk[-_MOST_END:])[-_MOST_END:]
-                if self._tail.endswith(_END_EVENT):
-                    self._note_end()
-            else:
-                self._tail = b"\n"
-        self.events += chunk.count(_EVENT_END) or chunk.count(_EVENT_END_CR)
+        is_usual = chunk[-3:] == _OF_JSON
+        if self.is_events and not (is_usual and self._tail == b"\n") and not self.complete:
+            self._look_for_end(chunk)
+        if is_usual and len(chunk) < _ONE_EVENT:
+            self.events += 1
+        else:
+            self.events += chunk.count(_EVENT_END) or chunk.count(_EVENT_END_CR)
         self._writer.write(chunk)
         if not self._client.is_full:
             self._ahead = 0
             return True
         self._ahead += len(chunk)
         return self._ahead <= READ_AHEAD and self._reads_ahead
+
+    def _look_for_end(self, chunk: bytes) -> None:
+        """Notes the end of the stream. It may come in several pieces, and may be followed by a comment."""
+        is_rest = self._tail != b"\n" and len(chunk) < _MOST_END
+        if is_rest or not chunk.endswith(ENDS) or chunk.endswith(_STREAM_END):
+            self._tail = (self._tail + chunk[-_MOST_END:])[-_MOST_END:]
+            if self._tail.endswith(_END_EVENT):
+                self._note_end()
+        else:
+            self._tail = b"\n"
 
     async def finish(self, chunk: bytes = b"") -> None:
         """Sends the last body bytes."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
-from typing import Any, Protocol
+from itertools import chain
+from typing import Protocol
 
 from msgspec.structs import replace
 
@@ -32,10 +32,9 @@ _SAMPLES, _SAMPLE_TOKENS = 32, 16
 _TRIES = 8
 
 
-# Bytes of bodies that are decoded and compared in about 1 ms, where each value is short.
-_BYTES_PER_MS = 2048
-# Tokens that are compared in about 1 ms.
-_TOKENS_PER_MS = 8192
+Diagnose = Callable[[int | None], Diagnosis]
+"""Why no more of a prompt was reused, where the engine reports that many reused tokens; None: as predicted.
+It may be asked for each event of a stream."""
 
 
 class ComparedEngine(Protocol):
@@ -59,19 +58,13 @@ class Comparison:
         self._engines = engines
         self._block = tokens_per_block
 
-    async def with_answer(
-        self, answer_id: str, record: RequestRecord
-    ) -> Callable[[int | None], Diagnosis] | None:
-        """Compares with the request that has this answer; None if its tenant has no such request.
-
-        Returns:
-            Why no more of the prompt was reused, where the engine reports that many reused tokens; None: as
-            predicted. It may be asked for each event of a stream.
-        """
+    async def with_answer(self, answer_id: str, record: RequestRecord) -> Diagnose | None:
+        """Compares with the request that has this answer; None if its tenant has no such request."""
         other = self._log.answered(answer_id, record.tenant)
-        if other is None or not self.may_compare(record, other):
+        if other is None or not _may_compare(record, other):
             return None
-        like = await off_loop(lambda: self._likeness(record, other), ms=self._ms(record, other))
+        # Many values are compared slowly.
+        like = await off_loop(lambda: self._likeness(record, other), ms=math.inf)
         return lambda reused: self._diagnose(record, other, like, reused)
 
     async def explain(self, record: RequestRecord) -> Diagnosis:
@@ -79,34 +72,44 @@ class Comparison:
         request of the same tenant that shares most of its prompt; of equals the newest of the same API. If
         none shares a block: the one that it continues, or one whose text is alike, on whatever model."""
         if record.diagnosis is None:
-            earlier = self._earlier(record)
+            earlier = [
+                other
+                for other in self._log
+                if other.started < record.started
+                and record.prompt is not None
+                and other.prompt is not None
+                and other.error is None
+                and _may_compare(record, other)
+            ]
+            # Only requests of one API can be compared by their fields. The last one is compared first.
+            earlier.sort(key=lambda other: other.route == record.route)
+
+            def nearest() -> tuple[RequestRecord | None, Compared | None]:
+                other = self._most_like(record, earlier)
+                return other, None if other is None else self._likeness(record, other)
+
             # It may decode the bodies of many.
-            ms = math.inf if earlier else 0.0
-            other, like = await off_loop(lambda: self._nearest(record, earlier), ms=ms)
+            other, like = await off_loop(nearest, ms=math.inf if earlier else 0.0)
             record.diagnosis = self._diagnose(record, other, like, record.reported_tokens)
         return record.diagnosis
 
-    def _ms(self, *records: RequestRecord) -> float:
-        """Milliseconds that it takes at most to compare these requests."""
-        n_bytes, n_tokens = 0, 0
-        for record in records:
-            # As kvpin changed it, and as it was sent.
-            n_bytes += (1 + bool(record.normalised)) * len(self._log.source(record) or b"")
-            n_tokens += record.n_tokens or 0
-        return n_bytes / _BYTES_PER_MS + n_tokens / _TOKENS_PER_MS
+    def tokens_per_block(self, record: RequestRecord) -> int:
+        """The block size of the engine that computed its prompt: only full blocks are reused."""
+        engine = self._engines.get(record.computed_by or "")
+        own = engine.info.tokens_per_block if engine is not None and engine.info is not None else None
+        return own or self._block
 
     def _diagnose(
         self, record: RequestRecord, other: RequestRecord | None, like: Compared | None, reused: int | None
     ) -> Diagnosis:
         """Why no more of a prompt was reused. `other` is the request it is compared with, `reused` are the
         tokens that the engine reported; None: as predicted."""
-        prompt, placement = record.prompt, record.placement
-        is_known = prompt is not None and placement is not None and record.tokens_agree is not False
-        if not is_known or prompt is None or placement is None:
+        prompt, placement, own = record.prompt, record.placement, record.computed_by
+        if prompt is None or placement is None or record.tokens_agree is False:
             return Diagnosis(n_tokens=None)
         predicted = placement.predicted_tokens
         holder = max(placement.costs, key=lambda cost: cost.cached_tokens)
-        return Diagnosis(
+        facts = Diagnosis(
             n_tokens=len(prompt.token_ids),
             is_whole=prompt.whole,
             reused_tokens=predicted if reused is None else reused,
@@ -114,36 +117,31 @@ class Comparison:
             cut_tokens=placement.cut_tokens,
             lacks=placement.lacks,
             holder=holder.computed_by,
-            held_tokens=holder.cached_tokens if holder.computed_by != record.computed_by else 0,
+            held_tokens=holder.cached_tokens if holder.computed_by != own else 0,
             tokens_per_block=self.tokens_per_block(record),
-            compared=self._compared(record, other, like) if other is not None and like is not None else None,
             rules=tuple(record.normalised),
         )
+        if other is None or like is None:
+            return facts
+        # An engine that answers may have got the KV of the one that computed it.
+        left_on = own if own in (other.computed_by, other.engine) else other.computed_by
+        over = _end(other)
+        until = _end(record) + _NOTICED_S * ((record.reported_tokens or 0) < predicted)
+        engine = self._engines.get(left_on or "")
+        return replace(
+            facts,
+            compared=like,
+            is_running=record.started
+            < (over if other.answered_s is None else other.started + other.answered_s),
+            left_on=left_on,
+            is_candidate=left_on in {cost.computed_by for cost in placement.costs},
+            is_emptied=engine is not None and any(over <= emptied <= until for emptied in engine.emptied),
+        )
 
-    def _earlier(self, record: RequestRecord) -> list[RequestRecord]:
-        """The requests that it may be compared with. The last one is compared first."""
-        if record.prompt is None:
-            return []
-        earlier = [
-            other
-            for other in self._log
-            if other.started < record.started
-            and other.prompt is not None
-            and other.error is None
-            and self.may_compare(record, other)
-        ]
-        # Only requests of one API can be compared by their fields.
-        earlier.sort(key=lambda other: other.route == record.route)
-        return earlier
-
-    def _nearest(
-        self, record: RequestRecord, earlier: Sequence[RequestRecord]
-    ) -> tuple[RequestRecord | None, Compared | None]:
-        """The nearest of these requests, and how they compare; runs in a thread."""
-        other = self._most_like(record, earlier)
-        return other, None if other is None else self._likeness(record, other)
+    # --- in a thread ----------------------------------------------------------------------------------
 
     def _most_like(self, record: RequestRecord, earlier: Sequence[RequestRecord]) -> RequestRecord | None:
+        """The nearest of these requests."""
         best, most = None, 0
         for other in reversed(earlier):
             if record.prompt is None or other.prompt is None or _namespace(other) != _namespace(record):
@@ -156,34 +154,14 @@ class Comparison:
                 best, most = other, shared
         fields = self._log.fields(record)
         if most >= self.tokens_per_block(record) or fields is None:
-            return best if most else None
-        return self._alike(fields, earlier)
-
-    def _alike(self, fields: dict[str, Any], earlier: Sequence[RequestRecord]) -> RequestRecord | None:
-        """The request that a response with these fields continues, or the newest whose text is alike."""
-        continued = fields.get(CONTINUED)
-        for other in reversed(earlier):
-            if continued is not None and other.answer_id == continued:
-                return other
-        for other in islice(reversed(earlier), _LOOKS):
-            others = self._log.fields(other)
-            if others is not None and are_alike(fields, others):
-                return other
-        return None
-
-    @staticmethod
-    def may_compare(record: RequestRecord, other: RequestRecord) -> bool:
-        """True if the tenant may learn of the other request: the tenant sent it, under the same salt."""
-        return other.tenant == record.tenant and _salt(other) == _salt(record)
-
-    def tokens_per_block(self, record: RequestRecord) -> int:
-        """The block size of the engine that computed its prompt: only full blocks are reused."""
-        engine = self._engines.get(record.computed_by) if record.computed_by is not None else None
-        own = engine.info.tokens_per_block if engine is not None and engine.info is not None else None
-        return own or self._block
+            return best
+        newest, continued = earlier[::-1], fields.get(CONTINUED)
+        goes_on = [other for other in newest if continued is not None and other.answer_id == continued]
+        alike = (each for each in newest[:_LOOKS] if are_alike(fields, self._log.fields(each) or {}))
+        return next(chain(goes_on, alike), None)
 
     def _likeness(self, record: RequestRecord, other: RequestRecord) -> Compared:
-        """How the prompts of two requests compare; runs in a thread."""
+        """How the prompts of two requests compare."""
         (model, lora), (other_model, other_lora) = _namespace(record), _namespace(other)
         is_same = (model, lora) == (other_model, other_lora)
         common = common_tokens(record.prompt, other.prompt) if is_same else 0
@@ -198,20 +176,6 @@ class Comparison:
             has_fields=has_fields,
             difference=found,
             changes=changes,
-        )
-
-    def _compared(self, record: RequestRecord, other: RequestRecord, like: Compared) -> Compared:
-        """The same with what became of the KV in between."""
-        placement, own = record.placement, record.computed_by
-        candidates = {cost.computed_by for cost in placement.costs} if placement is not None else set()
-        # An engine that answers may have got the KV of the one that computed it.
-        left_on = own if own in (other.computed_by, other.engine) else other.computed_by
-        return replace(
-            like,
-            is_running=record.started < _answered(other),
-            engine=left_on,
-            is_candidate=left_on in candidates,
-            is_emptied=self._is_emptied(record, other, left_on),
         )
 
     def _difference(
@@ -240,14 +204,6 @@ class Comparison:
         one, two = record.normalised, other.normalised
         alone = [name for name in (*one, *two) if (name in one) != (name in two)]
         return is_told, found, tuple(alone or one)
-
-    def _is_emptied(self, record: RequestRecord, other: RequestRecord, left_on: str | None) -> bool:
-        engine = self._engines.get(left_on) if left_on is not None else None
-        if engine is None:
-            return False
-        is_surprise = (record.reported_tokens or 0) < (record.predicted_tokens or 0)
-        end = _end(record) + _NOTICED_S * is_surprise
-        return any(_end(other) <= emptied <= end for emptied in engine.emptied)
 
 
 def common_tokens(one: Prompt | None, other: Prompt | None) -> int:
@@ -286,18 +242,15 @@ def _has(raw: bytes, sample: bytes, size: int) -> bool:
     return False
 
 
-def _salt(record: RequestRecord) -> str | None:
-    return record.prompt.salt if record.prompt is not None else None
+def _may_compare(record: RequestRecord, other: RequestRecord) -> bool:
+    """True if the tenant may learn of the other request: the tenant sent it, under the same salt."""
+    own, others = (each.prompt.salt if each.prompt is not None else None for each in (record, other))
+    return other.tenant == record.tenant and own == others
 
 
 def _namespace(record: RequestRecord) -> tuple[str | None, str | None]:
     """The model and the LoRA adapter that it ran on."""
     return record.served_as or record.model, record.prompt.lora if record.prompt is not None else None
-
-
-def _answered(record: RequestRecord) -> float:
-    """When its client had the whole answer, in Unix time; when it was over, if the client never had."""
-    return _end(record) if record.answered_s is None else record.started + record.answered_s
 
 
 def _end(record: RequestRecord) -> float:

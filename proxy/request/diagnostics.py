@@ -10,7 +10,7 @@ each answer on these routes. All other fields keep their bytes.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,29 +18,84 @@ from typing import Any
 import msgspec
 from typing_extensions import override
 
-from engine_adapter import (
-    UNREADABLE,
-    HeaderPairs,
-    Headers,
-    JsonBody,
-    WholeEvents,
-    decode_object,
-    read_streamed_usage,
-)
-from proxy.core.misses import Diagnosis, anthropic_diagnostics, openai_diagnostics
+from engine_adapter import UNREADABLE, Headers, JsonBody, decode_object
+from engine_adapter.http.usage import NULL, read_streamed_usage
+from proxy.core.misses import Diagnosis, Miss
+from proxy.core.reasons import detail_of
 from proxy.errors import BadRequest
 from proxy.headers import COMPARISON_HEADER
-from proxy.request.calls import Through, Writer
+from proxy.request.comparison import Diagnose
 from proxy.request.records import RequestRecord
+from proxy.request.stages import ERROR, Event, Stage
 from proxy.request.translate.chats import ChatUsage
 
-_ERROR = 400
 # The first id of a stream is that of its answer.
 _ID = re.compile(rb'"id"\s*:\s*"([^"\\]{1,256})"')
+_COMPARISON = COMPARISON_HEADER.encode()
+# Miss → the words of OpenAI's and of Anthropic's API for it.
+_WORDS = {
+    Miss.MODEL: ("model_changed", "model_changed"),
+    Miss.LORA: ("model_changed", "model_changed"),
+    Miss.TOOLS: ("tools_changed", "tools_changed"),
+    Miss.SYSTEM: ("input_changed", "system_changed"),
+    **dict.fromkeys(
+        (Miss.SHARED, Miss.INPUT, Miss.MEDIA, Miss.TEMPLATE), ("input_changed", "messages_changed")
+    ),
+}
+# Options that OpenAI's API has a reason for.
+_OPENAI_OPTIONS = {
+    "text": "text_format_changed",
+    "response_format": "text_format_changed",
+    "reasoning": "reasoning_effort_changed",
+    "reasoning_effort": "reasoning_effort_changed",
+    "verbosity": "verbosity_changed",
+}
 
-Diagnose = Callable[[int | None], Diagnosis]
-"""The diagnosis, from what the engine reports as reused; None: not yet known. The comparison itself was made
-before the answer began: an engine may report with each chunk of a stream."""
+
+def openai_diagnostics(diagnosis: Diagnosis | None) -> dict[str, Any]:
+    """The `prompt_cache_diagnostics` of a response; None: the compared response is not known.
+
+    `unavailable` stands for reasons that the API has no word for; the field `kvpin` then names the reason.
+    """
+    if diagnosis is None:
+        return {"type": "comparison_response_not_found"}
+    miss, at = diagnosis.miss, diagnosis.at
+    if miss is Miss.HIT:
+        return {"type": "cache_hit"}
+    option = _OPENAI_OPTIONS.get(at.field) if at is not None and miss is Miss.OPTION else None
+    reason, compared = option or _WORDS.get(miss, (None,))[0], diagnosis.compared
+    if reason is None or compared is None:
+        return {"type": "unavailable", "kvpin": _own_words(diagnosis)}
+    return {
+        "type": "cache_miss",
+        "reason": reason,
+        "cache_missed_tokens": max((diagnosis.n_tokens or 0) - compared.common_tokens, 0),
+        "comparison_reusable_tokens": compared.n_tokens,
+        "kvpin": _own_words(diagnosis),
+    }
+
+
+def anthropic_diagnostics(diagnosis: Diagnosis | None) -> dict[str, Any] | None:
+    """The `diagnostics` of a message. The argument is None if the earlier message is not known. The result
+    is None if the prompt does not diverge, as in Anthropic's API."""
+    if diagnosis is None:
+        return {"cache_miss_reason": {"type": "previous_message_not_found"}}
+    if diagnosis.miss is Miss.HIT:
+        return None
+    _, kind = _WORDS.get(diagnosis.miss, ("", "unavailable"))
+    reason: dict[str, Any] = {"type": kind}
+    if (compared := diagnosis.compared) is not None and diagnosis.miss in _WORDS:
+        shorter = min(diagnosis.n_tokens or 0, compared.n_tokens)
+        reason["cache_missed_input_tokens"] = max(shorter - compared.common_tokens, 0)
+    return {"cache_miss_reason": {**reason, "kvpin": _own_words(diagnosis)}}
+
+
+def _own_words(diagnosis: Diagnosis) -> dict[str, Any]:
+    """The reason and the detail in kvpin's own words, for which the APIs have no field."""
+    words: dict[str, Any] = {"reason": diagnosis.miss.value, "detail": detail_of(diagnosis)}
+    if diagnosis.at is not None:
+        words["at"] = msgspec.to_builtins(diagnosis.at)
+    return words
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +127,9 @@ class Api:
         Raises:
             BadRequest: the field has another type.
         """
-        if (named := headers.get(COMPARISON_HEADER)) is not None:
-            return named
-        options = body.hint(self.options)
+        if _COMPARISON in headers.first:
+            return headers.get(COMPARISON_HEADER)
+        options = None if body.is_plain else body.hint(self.options)
         if options is not None and not isinstance(options, dict):
             raise BadRequest(f"{self.options} must be an object", param=self.options)
         value = options.get(self.name) if options is not None else None
@@ -109,161 +164,93 @@ APIS: Mapping[str, Api] = {
 """Route → the API with diagnostics."""
 
 
-class IdNoted(Through):
-    """Notes the id of an answer on its way to the client: later requests may ask to be compared with it."""
-
-    def __init__(self, client: Writer, record: RequestRecord) -> None:
-        super().__init__(client)
-        self._record = record
-        self._is_stream = self._is_error = False
-
-    @override
-    def start(self, status: int, headers: HeaderPairs) -> None:
-        self._is_error = status >= _ERROR
-        self._client.start(status, headers)
-
-    @override
-    def write(self, chunk: bytes) -> None:
-        self._is_stream = True
-        if self._finds_id(chunk):
-            self.write = self._client.write  # type: ignore[method-assign]  # nothing more is read
-        self._client.write(chunk)
-
-    @override
-    def finish(self, chunk: bytes) -> None:
-        if self._is_stream:
-            self._finds_id(chunk)
-        elif not self._is_error:
-            with suppress(*UNREADABLE):
-                self._record.answer_id = msgspec.json.decode(chunk, type=_Answer).id
-        self._client.finish(chunk)
-
-    def _finds_id(self, chunk: bytes) -> bool:
-        """Notes the first id in a stream. True once it is known."""
-        if self._record.answer_id is None and (found := _ID.search(chunk)) is not None:
-            self._record.answer_id = found[1].decode(errors="replace")
-        return self._record.answer_id is not None
-
-
 class _Answer(msgspec.Struct):
     id: str | None = None
 
 
-class Rewritten(Through):
-    """Changes the JSON of an answer on its way to the client: a whole answer, and the events of a stream that
-    hold one of `_marks`. Errors, and all that `_changed` cannot read, keep their bytes."""
+_decode_answer = msgspec.json.Decoder(_Answer).decode
 
-    _marks: tuple[bytes, ...]
 
-    def __init__(self, client: Writer) -> None:
-        super().__init__(client)
-        self._is_stream = self._is_error = False
-        self._events = WholeEvents()
+class IdNoted(Stage):
+    """Notes the id of an answer on its way to the client: later requests may ask to be compared with it."""
 
-    def _changed(self, data: bytes) -> bytes:
-        """A whole answer, or the data of an event. Raises KeyError, or an error of UNREADABLE."""
-        raise NotImplementedError
+    def __init__(self, record: RequestRecord) -> None:
+        self._record, self.marks = record, (b'"id"',)
 
     @override
-    def start(self, status: int, headers: HeaderPairs) -> None:
-        self._is_error = status >= _ERROR
-        self._client.start(status, [pair for pair in headers if pair[0] != b"content-length"])
+    def event(self, event: Event) -> Iterable[Event]:
+        if event.is_whole:
+            if (found := _ID.match(event.raw, 1)) is not None:  # most answers begin with it
+                self._record.answer_id = found[1].decode(errors="replace")
+            else:
+                with suppress(*UNREADABLE):
+                    self._record.answer_id = _decode_answer(event.raw).id
+        elif self.marks and (found := _ID.search(event.raw)) is not None:
+            self._record.answer_id, self.marks = found[1].decode(errors="replace"), ()
+        return (event,)
+
+
+# Gives the data of an event with the change; None if there is none. Raises KeyError, or UNREADABLE.
+_Change = Callable[[Event], bytes | None]
+
+
+class Rewritten(Stage):
+    """Changes the JSON of an answer on its way to the client: a whole answer, and some events of a stream.
+    Errors, and all that cannot be read, keep their bytes."""
+
+    changes = True
+
+    def __init__(self, marks: tuple[bytes, ...], changed: _Change) -> None:
+        """`marks`: an event is changed if it holds one of these."""
+        self.marks, self._changed = marks, changed
 
     @override
-    def write(self, chunk: bytes) -> None:
-        self._is_stream = True
-        if whole := b"".join(map(self._event, self._events.feed(chunk))):
-            self._client.write(whole)
-
-    @override
-    def finish(self, chunk: bytes) -> None:
-        if self._is_stream:
-            last = b"".join(map(self._event, self._events.feed(chunk)))
-            self._client.finish(last + self._events.rest)
-        else:
-            self._client.finish(chunk if self._is_error else self._or_as_it_was(chunk))
-
-    def _event(self, event: bytes) -> bytes:
-        start = event.find(b"data:")
-        if start < 0 or not any(mark in event for mark in self._marks):
-            return event
-        line = event[start + len(b"data:") :]
-        data = line.strip()
-        if (changed := self._or_as_it_was(data)) is data:
-            return event
-        return event[:start] + b"data: " + changed + line[len(line.rstrip()) :]
-
-    def _or_as_it_was(self, data: bytes) -> bytes:
-        try:
-            return self._changed(data)
-        except (KeyError, *UNREADABLE):
-            return data
+    def event(self, event: Event) -> Iterable[Event]:
+        if event.is_whole and self.status >= ERROR:
+            return (event,)
+        with suppress(KeyError, *UNREADABLE):
+            if (changed := self._changed(event)) is not None:
+                return (event.with_data(changed),)
+        return (event,)
 
 
-class Diagnosed(Rewritten):
-    """Adds the diagnostics that a client asked for.
+def diagnosed(api: Api, diagnose: Callable[[], Diagnose | None]) -> Rewritten:
+    """Gives an answer the diagnostics that its client asked for; every other field keeps its bytes.
+    `diagnose`: the comparison with the answer that it named, None if that is not known; asked when the
+    diagnostics are due."""
 
-    Attributes:
-        diagnose: the comparison with the answer that the client named; None if that is not known. Set before
-            the answer begins.
-    """
+    def with_diagnostics(event: Event) -> bytes | None:
+        fields, within = event.fields, None if event.is_whole else api.within
+        if not event.is_whole and fields[within or "usage"] == NULL:
+            return None
+        answer = fields if within is None else decode_object(fields[within])
+        reused = read_streamed_usage(event.data).cached_tokens
+        if not event.is_whole and api.is_early:
+            reused = reused or None
+        compared = diagnose()
+        told = api.written(None if compared is None else compared(reused))
+        answer = answer | {api.field: msgspec.Raw(msgspec.json.encode(told))}
+        if within is not None:
+            answer = fields | {within: msgspec.Raw(msgspec.json.encode(answer))}
+        return msgspec.json.encode(answer)
 
-    def __init__(self, client: Writer, api: Api) -> None:
-        super().__init__(client)
-        self._api, self._marks = api, api.events
-        self.diagnose: Diagnose | None = None
-
-    @override
-    def _changed(self, data: bytes) -> bytes:
-        within = self._api.within
-        if not self._is_stream:
-            return self._with_field(data)
-        fields = decode_object(data)
-        part = bytes(fields[within or "usage"])
-        if part == b"null":
-            return data
-        if within is None:
-            return self._with_field(data)
-        fields[within] = msgspec.Raw(self._with_field(part))
-        return msgspec.json.encode(fields)
-
-    def _with_field(self, answer: bytes) -> bytes:
-        """The answer with the diagnostics; every other field keeps its bytes."""
-        fields = decode_object(answer)
-        reused = read_streamed_usage(answer).cached_tokens
-        is_open = self._is_stream and self._api.is_early
-        diagnosis = None if self.diagnose is None else self.diagnose((reused or None) if is_open else reused)
-        fields[self._api.field] = msgspec.Raw(msgspec.json.encode(self._api.written(diagnosis)))
-        return msgspec.json.encode(fields)
+    return Rewritten(api.events, with_diagnostics)
 
 
-# `prompt_cache_options`, `prompt_cache_key`, `prompt_cache_retention`, `prompt_cache_breakpoint`.
-_FIELDS = b'"prompt_cache_'
 _DETAILS = "prompt_tokens_details"
 
 
-def names_the_cache(body: JsonBody) -> bool:
-    """True if a chat has one of OpenAI's fields of the cache."""
-    return not body.is_plain and _FIELDS in body.raw
+def writes_counted(tokens_per_block: Callable[[], int | None]) -> Rewritten:
+    """Gives an answer `cache_write_tokens` in its usage. `tokens_per_block`: of the engine that answers,
+    asked when its usage comes."""
 
-
-class WritesCounted(Rewritten):
-    """Adds `cache_write_tokens` to the usage of an answer."""
-
-    _marks = (b'"prompt_tokens"',)
-
-    def __init__(self, client: Writer, tokens_per_block: Callable[[], int | None]) -> None:
-        """`tokens_per_block`: of the engine that answers, asked when its usage comes."""
-        super().__init__(client)
-        self._block = tokens_per_block
-
-    @override
-    def _changed(self, data: bytes) -> bytes:
-        fields = decode_object(data)
-        usage = msgspec.json.decode(fields["usage"], type=dict[str, msgspec.Raw])
-        counts = msgspec.json.decode(fields["usage"], type=ChatUsage)
+    def counted(event: Event) -> bytes:
+        given = event.fields["usage"]
+        usage = msgspec.json.decode(given, type=dict[str, msgspec.Raw])
+        counts = msgspec.json.decode(given, type=ChatUsage)
         details = decode_object(usage.get(_DETAILS, b"null")) if counts.prompt_tokens_details else {}
-        details["cache_write_tokens"] = msgspec.Raw(b"%d" % counts.written(self._block()))
+        details["cache_write_tokens"] = msgspec.Raw(b"%d" % counts.written(tokens_per_block()))
         usage[_DETAILS] = msgspec.Raw(msgspec.json.encode(details))
-        fields["usage"] = msgspec.Raw(msgspec.json.encode(usage))
-        return msgspec.json.encode(fields)
+        return msgspec.json.encode(event.fields | {"usage": msgspec.Raw(msgspec.json.encode(usage))})
+
+    return Rewritten((b'"prompt_tokens"',), counted)

@@ -9,9 +9,10 @@ client has its end (`Reply.on_end`). What an engine still does after that does n
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Self
 from weakref import WeakValueDictionary
+
+from msgspec import Struct
 
 from proxy.core.budget import ByteBudget
 from proxy.core.quotas import Quota
@@ -23,12 +24,12 @@ _RETRY_S = 1
 _UNLIMITED = ByteBudget(1 << 62)
 
 
-@dataclass(eq=False, slots=True)
-class Admission:
+class Admission(Struct, eq=False):
     """The permission to serve one request. Use it as a context manager, or `close` it. Only `Gate.admit`,
     `of_kvpin` and `part` make one.
 
     Attributes:
+        quota: the tenant's; None without limits.
         is_counted: the request counts in the tenant's quota until it is closed.
         whole: the request of which this is a part.
         came: when the head was read, in monotonic seconds; None for parts, and for kvpin's own requests.
@@ -36,18 +37,15 @@ class Admission:
         prompt_is_paid: the tenant was charged for the prompt; later parts inherit this.
     """
 
-    _quota: Quota | None  # None without limits
+    quota: Quota | None
     _bodies: ByteBudget
     is_counted: bool = False
     whole: Admission | None = None
     came: float | None = None
-    since: float | None = field(init=False)
-    prompt_is_paid: bool = field(default=False, init=False)
-    _held: int = field(default=0, init=False)  # bytes
-    _parts: set[Admission] = field(default_factory=set, init=False)  # those that run
-
-    def __post_init__(self) -> None:
-        self.since = self.came
+    since: float | None = None
+    prompt_is_paid: bool = False
+    _held: int = 0  # bytes
+    _parts: set[Admission] = set()  # those that run; each has its own
 
     @classmethod
     def of_kvpin(cls) -> Admission:
@@ -74,27 +72,27 @@ class Admission:
 
     def spend(self, tokens: int) -> None:
         """Charges the tenant for tokens."""
-        if self._quota is not None:
-            self._quota.spend(tokens)
+        if self.quota is not None:
+            self.quota.spend(tokens)
 
     def spend_prompt(self, tokens: int) -> None:
         """Charges the tenant for the tokens of the prompt, once."""
-        if not self.prompt_is_paid:
-            self.spend(tokens)
+        if not self.prompt_is_paid and self.quota is not None:
+            self.quota.spend(tokens)
         self.prompt_is_paid = True
 
     def has_room(self, size: int = 0) -> bool:
         """True if a further part with a body of `size` bytes may run now. One part always may."""
         if not self._parts:
             return True
-        return self._bodies.has(size) and (self._quota is None or self._quota.has_room)
+        return self._bodies.has(size) and (self.quota is None or self.quota.has_room)
 
     def part(self, size: int = 0) -> Admission:
         """Admits a part of the request, with a body of `size` bytes. The first part that runs takes the place
         of the whole in `concurrent_requests`; each further one counts."""
-        if self._parts and self._quota is not None:
-            self._quota.join()
-        part = Admission(self._quota, self._bodies, whole=self)
+        if self._parts and self.quota is not None:
+            self.quota.join()
+        part = Admission(self.quota, self._bodies, whole=self)
         part.prompt_is_paid, part.since, part._held = self.prompt_is_paid, self.since, size
         self._bodies.take(size)
         self._parts.add(part)
@@ -102,12 +100,13 @@ class Admission:
 
     def close(self, *_error: object) -> None:
         """Gives back everything that the request and its parts hold. A second call does nothing."""
-        for part in [*self._parts]:
-            part.close()
+        if self._parts:
+            for part in [*self._parts]:
+                part.close()
         if self._held:
             self.free_body()
-        if self.is_counted and self._quota is not None:
-            self._quota.leave()
+        if self.is_counted and self.quota is not None:
+            self.quota.leave()
         self.is_counted = False
         if self.whole is not None:
             self.whole._end(self)  # noqa: SLF001 - of the same class
@@ -116,8 +115,8 @@ class Admission:
     def _end(self, part: Admission) -> None:
         """Takes a finished part off the count."""
         self._parts.discard(part)
-        if self._parts and self._quota is not None:
-            self._quota.leave()
+        if self._parts and self.quota is not None:
+            self.quota.leave()
 
     def __enter__(self) -> Self:
         return self
@@ -154,23 +153,23 @@ class Gate:
             RateLimited: the tenant is over one of its limits.
             NoMemory: there is no room for its body now.
         """
-        bodies = self._bodies_of(tenant)
+        bodies = self.bodies
+        if tenant is not None and self._tenants.isolated:
+            bodies = self._bodies_of(tenant)
         if length and not bodies.has(length):
             raise no_memory()
         quota = self._tenants.quota(tenant)
         if quota is None or is_from_peer:
-            return Admission(quota, bodies, came=now)
+            return Admission(quota, bodies, came=now, since=now)
         if (denied := quota.enter(now)) is not None:
             raise RateLimited(
                 f"the limit {denied.what} = {denied.limit} is reached: try again in {denied.retry_after_s} s",
                 retry_after_s=denied.retry_after_s,
             )
-        return Admission(quota, bodies, is_counted=True, came=now)
+        return Admission(quota, bodies, is_counted=True, came=now, since=now)
 
-    def _bodies_of(self, tenant: str | None) -> ByteBudget:
-        """The memory for a tenant's bodies."""
-        if tenant is None or not self._tenants.isolated:
-            return self.bodies
+    def _bodies_of(self, tenant: str) -> ByteBudget:
+        """The memory for the bodies of one of several tenants."""
         if (found := self._by_tenant.get(tenant)) is None:
             found = self._by_tenant[tenant] = ByteBudget(
                 max(self.bodies.limit // 2, self._longest), self.bodies

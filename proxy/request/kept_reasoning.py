@@ -9,7 +9,7 @@ one conversation gets into no other, and a tenant gets only its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from hashlib import blake2b
@@ -18,12 +18,12 @@ from typing import Any
 import msgspec
 from typing_extensions import override
 
-from engine_adapter import UNREADABLE, HeaderPairs, JsonBody, WholeEvents, decode_object
+from engine_adapter import UNREADABLE, JsonBody, decode_object
 from engine_adapter.off_loop import JSON_BYTES_PER_MS, VALUES_PER_MS, off_loop
 from proxy.errors import EngineFailed
-from proxy.request.calls import Through, Writer
 from proxy.request.records import Sources
-from proxy.request.translate.chats import Chat, ToolCall, read_chat
+from proxy.request.stages import DONE, ERROR, Event, Stage
+from proxy.request.translate.chats import Chat, read_chat
 
 LIMIT_BYTES = 32 << 20
 """Reasoning that is kept, of all tenants together."""
@@ -35,7 +35,6 @@ _THOUGHTS = ("reasoning_content", "reasoning")
 _BESIDE = ("tools", "functions", "documents", "chat_template_kwargs")
 # Hashing a value takes so many times as long as looking at it.
 _WORK_OF_A_VALUE = 8
-_DONE, _ERROR = b"[DONE]", 400
 Keep = Callable[[str, list[tuple[str, str, str]], str], None]
 """Takes what an answer says: its text, its calls (id, name, arguments), its reasoning."""
 
@@ -55,7 +54,7 @@ class KeptReasoning:
             lacking, before = await off_loop(partial(_read, body), ms=ms)
         except UNREADABLE:  # whoever reads the chat next says so
             return body, None
-        found = dict[int, bytes]()
+        found: dict[int, bytes] = {}
         for index, key in lacking.items():
             if (reasoning := self._kept.raw(key, tenant)) is not None:
                 self._kept.keep(key, tenant, reasoning)  # as the last that was used
@@ -72,47 +71,27 @@ class KeptReasoning:
         return body, None if body.hint("n") not in (None, 1) else keep
 
 
-class ReasoningSeen(Through):
-    """Reads the reasoning of a chat's answer on its way to the client. All bytes pass as they are."""
+class ReasoningSeen(Stage):
+    """Reads the reasoning of a chat's answer on its way to the client."""
 
-    def __init__(self, client: Writer, keep: Keep) -> None:
+    def __init__(self, keep: Keep) -> None:
         """`keep` is called once, before the client has the end of the answer."""
-        super().__init__(client)
-        self._keep: Keep | None = keep
-        self._events = WholeEvents()
-        self._is_stream = False
-        self._texts, self._thoughts = list[str](), list[str]()
-        self._calls = dict[int, list[str]]()
+        self._keep = keep
+        self._texts: list[str] = []
+        self._thoughts: list[str] = []
+        self._calls: dict[int, list[str]] = {}
 
     @override
-    def start(self, status: int, headers: HeaderPairs) -> None:
-        if status >= _ERROR:
-            self._keep = None
-        self._client.start(status, headers)
-
-    @override
-    def write(self, chunk: bytes) -> None:
-        self._is_stream = True
-        if self._keep is not None and not self._events.may_hold(chunk):
-            self._keep = None
-        for event in self._events.feed(chunk) if self._keep is not None else ():
-            self._read(event.partition(b"data:")[2].strip())
-        self._client.write(chunk)
-
-    @override
-    def finish(self, chunk: bytes) -> None:
-        if not self._is_stream:
-            self._read(chunk)
-        self._client.finish(chunk)
-
-    def _read(self, content: bytes) -> None:
+    def event(self, event: Event) -> Iterable[Event]:
         """Reads a whole answer, or a chunk of one; nothing is kept of what is none."""
-        if self._keep is None or not content or content == _DONE:
-            return
-        try:
-            self._take(read_chat(content))
-        except EngineFailed:
-            self._keep = None
+        if self.marks is None and event.data and event.data != DONE:
+            try:
+                chat = event.read(read_chat)
+            except EngineFailed:
+                self.marks = ()
+            else:
+                self._take(chat)
+        return (event,)
 
     def _take(self, chunk: Chat) -> None:
         for choice in chunk.choices[:1]:
@@ -121,22 +100,20 @@ class ReasoningSeen(Through):
                 self._texts.append(said.content or "")
                 self._thoughts.append(said.thoughts)
                 for at, call in enumerate(said.tool_calls or ()):
-                    self._add(at if call.index is None else call.index, call)
-            if (choice.finish_reason or choice.message is not None) and self._keep is not None:
-                if thoughts := "".join(self._thoughts):
+                    known = self._calls.setdefault(at if call.index is None else call.index, ["", "", ""])
+                    known[:] = [call.id or known[0], call.name or known[1], known[2] + call.arguments]
+            if choice.finish_reason or choice.message is not None:
+                self.marks = ()
+                if self.status < ERROR and (thoughts := "".join(self._thoughts)):
                     calls = [(name, tool, given) for name, tool, given in self._calls.values()]
                     self._keep("".join(self._texts), calls, thoughts)
-                self._keep = None
-
-    def _add(self, index: int, call: ToolCall) -> None:
-        known = self._calls.setdefault(index, ["", "", ""])
-        known[:] = [call.id or known[0], call.name or known[1], known[2] + call.arguments]
 
 
 def _read(body: JsonBody) -> tuple[dict[int, str], blake2b]:
     """The keys of the assistant's messages without reasoning, by their numbers, and the hash of all messages.
     Reasoning does not count: whoever keeps some of it has the same keys. Raises one of `UNREADABLE`."""
-    hashed, lacking = blake2b(digest_size=16), dict[int, str]()
+    hashed = blake2b(digest_size=16)
+    lacking: dict[int, str] = {}
     # Another model would not have thought that, and another salt is another user.
     hashed.update(_bytes(body.hint("model"), body.hint("cache_salt")))
     # So are others' documents, and other tools.
@@ -146,7 +123,8 @@ def _read(body: JsonBody) -> tuple[dict[int, str], blake2b]:
         if not isinstance(message, dict):
             continue
         role = message.get("role")
-        calls = [_call(each) for each in _list(message.get("tool_calls"))]
+        given = message.get("tool_calls")
+        calls = [*map(_call, given)] if isinstance(given, list) else []
         hashed.update(_identity(role, message.get("content"), calls, message.get("tool_call_id")))
         if role == "assistant" and not any(message.get(name) for name in _THOUGHTS):
             lacking[index] = hashed.hexdigest()
@@ -154,16 +132,12 @@ def _read(body: JsonBody) -> tuple[dict[int, str], blake2b]:
 
 
 def _with_reasoning(body: JsonBody, found: dict[int, bytes]) -> JsonBody:
-    messages = list[msgspec.Raw]()
-    for index, raw in enumerate(body.items("messages") or ()):
-        reasoning = found.get(index)
-        if reasoning is None:
-            messages.append(raw)
-            continue
-        fields: dict[str, Any] = dict(decode_object(raw))
-        fields |= {"reasoning_content": reasoning.decode()}
-        messages.append(msgspec.Raw(msgspec.json.encode(fields)))
-    return body.replace(messages=messages)
+    def with_it(raw: msgspec.Raw, reasoning: bytes) -> msgspec.Raw:
+        fields = {**decode_object(raw), "reasoning_content": reasoning.decode()}
+        return msgspec.Raw(msgspec.json.encode(fields))
+
+    messages = enumerate(body.items("messages") or ())
+    return body.replace(messages=[with_it(raw, found[at]) if at in found else raw for at, raw in messages])
 
 
 def _call(call: Any) -> tuple[Any, Any, Any]:  # noqa: ANN401 - JSON
@@ -182,7 +156,7 @@ def _identity(role: object, content: object, calls: list[tuple[Any, Any, Any]], 
     elif isinstance(content, list) and all(isinstance(part, dict) and "text" in part for part in content):
         content = "".join(str(part["text"]) for part in content)
     said = content.strip() if isinstance(content, str) else content
-    return _bytes(role, said, [(*call[:2], _parsed(call[2])) for call in calls], of)
+    return _bytes(role, said, [(call_id, name, _parsed(given)) for call_id, name, given in calls], of)
 
 
 def _bytes(*values: object) -> bytes:
@@ -193,7 +167,3 @@ def _parsed(arguments: object) -> object:
     with suppress(*UNREADABLE):
         return msgspec.json.decode(arguments) if isinstance(arguments, str) else arguments
     return arguments
-
-
-def _list(value: Any) -> list[Any]:  # noqa: ANN401 - JSON
-    return value if isinstance(value, list) else []

@@ -28,7 +28,7 @@ from engine_adapter import (
 from engine_adapter.http.sse import events_in
 from engine_adapter.http.usage import NULL
 from proxy.request.calls import Call
-from proxy.request.transcript import Event, SentStream, Transcript, read_event
+from proxy.request.transcript import Chunk, SentStream, Transcript, read_chunk
 
 _NAMES = ("id", "object", "created", "model", "system_fingerprint")
 
@@ -58,7 +58,7 @@ class Splice:
         return b"".join(map(self._pass, events_in(events)))
 
     def _pass(self, part: bytes) -> bytes:
-        event = read_event(part)
+        event = read_chunk(part)
         if event is None:
             self._check(not self._known or b"data:" not in part)
             return b"" if self._known else part
@@ -75,7 +75,7 @@ class Splice:
         self._correct_usage(event.fields)
         return event.encode()
 
-    def _skip(self, event: Event) -> None:
+    def _skip(self, event: Chunk) -> None:
         """Removes from an event what the client has of it."""
         texts = event.texts()
         self._check(texts is not None)
@@ -125,7 +125,11 @@ MAX_BODIES = 256 << 20
 
 
 class Passage:
-    """Reads one attempt's stream on its way to the client, so that another engine can go on with it."""
+    """Reads one attempt's stream on its way to the client, so that another engine can go on with it.
+
+    Attributes:
+        reads_text: all events must pass the stages.
+    """
 
     def __init__(self, kind: str, resume: Callable[[], Resumption] | None, before: SentStream | None) -> None:
         """A passage.
@@ -140,6 +144,12 @@ class Passage:
         self._is_known = resume is not None or before is None or before.resumption is None
         self._splice = Splice(before) if before is not None else None
         self._sent = Transcript(before, keeps_text=resume is None)
+        self.reads_text = resume is None or before is not None
+
+    @property
+    def marks(self) -> tuple[bytes, ...] | None:
+        """From now on, events without these bytes need not pass the stages; None: all must."""
+        return self._sent.marks if self._splice is None else None
 
     @property
     def stages(self) -> list[Callable[[bytes], bytes]]:

@@ -22,21 +22,15 @@ from proxy.core.prompt_values import has_reference
 from proxy.request.calls import Call
 from proxy.request.kept_reasoning import Keep, KeptReasoning
 from proxy.request.session import Session
-from proxy.request.translate import CHAT_PATH, RESPONSES_PATH
+from proxy.request.translate import CHAT_PATH, INPUT_TOKENS_PATH, RESPONSES_PATH
 
 _log = structlog.get_logger(__name__)
 
-ROUTES = frozenset(
-    f"/v1/{name}"
-    for name in (
-        *("chat/completions", "messages", "messages/count_tokens"),
-        *("responses", "responses/input_tokens"),
-    )
-)
+_MESSAGES = "/v1/messages"
+ROUTES = frozenset({CHAT_PATH, _MESSAGES, f"{_MESSAGES}/count_tokens", RESPONSES_PATH, INPUT_TOKENS_PATH})
 """Routes whose prompts the rules know."""
 Change = Rule | Repair
 """What changes a prompt."""
-_MESSAGES = "/v1/messages"
 REPAIRS = {
     Shape.DEVELOPER: Repair.DEVELOPER_AS_SYSTEM,
     Shape.SEVERAL_SYSTEMS: Repair.SYSTEMS_JOINED,
@@ -116,7 +110,7 @@ class Normalising:
         body, route = call.body, call.route
         if not isinstance(body, JsonBody) or route not in ROUTES:
             return None
-        repairs = frozenset[Repair]()
+        repairs: frozenset[Repair] = frozenset()
         if lost:
             needed = _needed(frozenset(lost))
             repairs = needed if may_need(body, needed) else repairs
@@ -129,7 +123,7 @@ class Normalising:
         if rules & FINDS_VALUES and _may_be_kept(route, body):
             rules -= FINDS_VALUES  # what is shown again, or the next prompt, would have these references
         if not all(entry.repairs for entry in suiting):
-            repairs = frozenset[Repair]()
+            repairs = frozenset()
         if not (rules or repairs):
             return None
         ms = 2 * len(body.raw) / JSON_BYTES_PER_MS + body.n_values / VALUES_PER_MS
@@ -141,16 +135,18 @@ class Normalising:
             _tell(call.session, call.tenant, model, mended)
         return changed
 
-    async def with_reasoning(self, chat: Call, model: str) -> tuple[Call, Keep | None]:
-        """A chat with the reasoning that its client left out, where that rule was chosen, and what keeps the
-        reasoning of its answer; None if nothing is to be kept."""
+    async def with_reasoning(self, chat: Call, model: str) -> tuple[Call, tuple[Rule, ...], Keep | None]:
+        """A chat with the reasoning that its client left out, where that rule was chosen; the rule, if it did
+        so; and what keeps the reasoning of its answer, None if nothing is to be kept."""
         body = chat.body
         if chat.route != CHAT_PATH or not isinstance(body, JsonBody):
-            return chat, None
+            return chat, (), None
         if Rule.REASONING_KEPT not in _rules_of(self._suiting(chat, model)):
-            return chat, None
+            return chat, (), None
         whole, keep = await self.reasoning.put_back(body, chat.tenant)
-        return (chat if whole is body else replace(chat, body=whole)), keep
+        if whole is body:
+            return chat, (), keep
+        return replace(chat, body=whole), (Rule.REASONING_KEPT,), keep
 
     def _suiting(self, call: Call, model: str) -> list[ChosenRules]:
         return [entry for entry in self.chosen if entry.suit(call.tenant, (model, call.model))]

@@ -273,8 +273,10 @@ class RequestLog:
         sources: the bodies of the last requests.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, *, keeps_bodies: bool = True) -> None:
+        """`keeps_bodies`: prompts are known, so that somebody may ask where two bodies differ."""
         self.sources = Sources()
+        self._keeps_bodies = keeps_bodies and capacity > 0
         self.capacity = capacity
         self._records: OrderedDict[str, RequestRecord] = OrderedDict()
         self._tokens = 0
@@ -283,10 +285,11 @@ class RequestLog:
         return iter(self._records.values())
 
     def keep_source(self, record: RequestRecord, raw: bytes) -> None:
-        """Keeps the body of a request that will be added: as it was sent, and once rules changed it also
-        as they did."""
-        if self.capacity:
-            self.sources.keep(_key(record), record.tenant, raw)
+        """Keeps the body of a request that will be added, if it has a prompt: as it was sent, and once rules
+        changed it also as they did."""
+        if self._keeps_bodies and record.runs_prompt:
+            key = _key(record) if record.normalised else record.request_id
+            self.sources.keep(key, record.tenant, raw)
 
     def source(self, record: RequestRecord) -> bytes | None:
         """The body of a request as kvpin's rules changed it; None if it is not known."""
@@ -321,7 +324,7 @@ class RequestLog:
                 record.tenant,
             ):
                 return record
-        found = dict[str, RequestRecord]()
+        found: dict[str, RequestRecord] = {}
         for record in self._records.values() if request_id and own is None else ():
             ids = record.client_request_id or "", record.request_id
             begins = next((each for each in ids if each.startswith(request_id)), None)
@@ -362,10 +365,14 @@ class Sources:
 
     def keep(self, request_id: str, tenant: str | None, raw: bytes) -> None:
         """Keeps a body in place of an earlier one of the request, unless it is too large."""
-        self.drop(request_id, tenant)
-        if len(raw) > min(MOST_BYTES, self._limit):
+        share = self._shares.get(tenant)
+        if share is not None and request_id in share:
+            self.drop(request_id, tenant)
+        if len(raw) > MOST_BYTES or len(raw) > self._limit:
             return
-        self._shares.setdefault(tenant, OrderedDict())[request_id] = raw
+        if share is None or not share:
+            share = self._shares[tenant] = OrderedDict()
+        share[request_id] = raw
         self._count(tenant, len(raw) + self._overhead)
         while self.n_bytes > self._limit:
             greediest = max(self._sizes, key=self._sizes.__getitem__)

@@ -36,10 +36,15 @@ class Session(NamedTuple):
         )
 
 
+def _named(headers: Headers) -> list[tuple[int, bytes]]:
+    """The names in headers with their ranks, best first."""
+    named = [(_RANKS[name], value) for name, value in headers.raw if name in _RANKS]
+    return sorted(named, key=itemgetter(0))
+
+
 def session_of(tenant: str | None, headers: Headers, body: RequestBody) -> Session | None:
     """The conversation that a request names; None if it names none."""
-    named = [(_RANKS[name], value) for name, value in headers.raw if name in _RANKS]
-    for _, value in sorted(named, key=itemgetter(0)):
+    for _, value in () if _RANKS.keys().isdisjoint(headers.first) else _named(headers):
         if 0 < len(value) <= MAX_NAME:
             return Session(tenant, value.decode("latin-1"))
     if isinstance(body, JsonBody) and not body.is_plain:

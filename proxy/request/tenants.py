@@ -78,11 +78,11 @@ class Tenants:
         """Begins with these keys of the settings and their limits; `replace` changes them later. `issued`:
         those that the admin API issued; none by default. `secret`: the key of the salts."""
         self._secret = secret
-        self.listeners = list[Callable[[], None]]()
+        self.listeners: list[Callable[[], None]] = []
         self.issued = issued if issued is not None else KeyBook()
         self.issued.listeners.append(self._follow)
         self._quotas: dict[str, Quota] = {}
-        self._changed = set[Quota]()
+        self._changed: set[Quota] = set()
         self.replace(keys, limits or {})
 
     def replace(self, keys: Iterable[ApiKey], limits: Mapping[str, TenantLimits]) -> None:

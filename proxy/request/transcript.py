@@ -36,7 +36,7 @@ _FIRST = msgspec.Raw(b"0")
 _decode_text = msgspec.json.Decoder(str).decode
 
 
-class Event(msgspec.Struct):
+class Chunk(msgspec.Struct):
     """A chunk of a chat or a completion with at most one choice.
 
     Attributes:
@@ -104,7 +104,7 @@ class _PlainChunk(msgspec.Struct):
 _decode_plain = msgspec.json.Decoder(_PlainChunk).decode
 
 
-def read_event(event: bytes) -> Event | None:
+def read_chunk(event: bytes) -> Chunk | None:
     """The chunk that an event holds; None for any other event: a comment, the end mark."""
     start = event.find(b"data:")
     try:
@@ -113,9 +113,9 @@ def read_event(event: bytes) -> Event | None:
             return None
         choices = choices_of(fields)
         if len(choices) != 1:
-            return Event(fields) if not choices else None
+            return Chunk(fields) if not choices else None
         choice = choices[0]
-        return Event(fields, choice, decode_object(choice["delta"]) if "delta" in choice else choice)
+        return Chunk(fields, choice, decode_object(choice["delta"]) if "delta" in choice else choice)
     except UNREADABLE:
         return None
 
@@ -199,10 +199,15 @@ class Transcript:
         for name, text in before.texts if before is not None else ():
             self._say(name, text)
 
+    @property
+    def marks(self) -> tuple[bytes, ...] | None:
+        """From now on, events without these bytes need not be fed; None: all must be."""
+        return _ENDINGS if not self._keeps_text and self.head is not None else None
+
     def feed(self, chunk: bytes) -> bytes:
         """Takes the stream's next events, and returns them."""
         if not self._keeps_text and self.head is not None:
-            if b'"error"' in chunk or b'"finish_reason":"' in chunk:
+            if any(chunk.rfind(mark) >= 0 for mark in _ENDINGS):
                 self.is_plain = False
             return chunk
         self._raw.append(chunk)
@@ -222,7 +227,7 @@ class Transcript:
         for part in raw.replace(b"\r\n", b"\n").split(b"\n\n") if self.is_plain else ():
             if not part or self._is_plain_chunk(part):
                 continue
-            event = read_event(part)
+            event = read_chunk(part)
             if event is None:
                 self.is_plain &= b"data:" not in part
                 continue
@@ -251,7 +256,7 @@ class Transcript:
                 self._say(name, text)
         return True
 
-    def _note(self, event: Event) -> None:
+    def _note(self, event: Chunk) -> None:
         texts = event.texts() if self.is_plain and event.is_plain else None
         self.is_plain = texts is not None
         for name, text in texts or ():
@@ -267,5 +272,6 @@ class Transcript:
             self._texts.append((name, [text]))
 
 
+_ENDINGS = (b'"error"', b'"finish_reason":"')
 # RawFields of a chunk that are not those of all chunks of its stream.
 _OF_A_CHUNK = frozenset({"choices", "usage", "timings"})

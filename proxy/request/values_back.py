@@ -8,19 +8,19 @@ pieces: what may be the beginning of one waits for the next piece of the same te
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 from typing_extensions import override
 
-from engine_adapter import UNREADABLE, HeaderPairs, JsonBody, WholeEvents, decode_object
+from engine_adapter import UNREADABLE, JsonBody, decode_object
 from proxy.core.prompt_values import HALF_REFERENCE, REFERENCE, has_reference
-from proxy.request.calls import Through, Writer
+from proxy.request.stages import Event, Stage
 from proxy.request.transcript import TEXTS
 
-_STREAM = b"text/event-stream"
 # Strings that hold JSON, in whatever API's form.
 _JSON_TEXTS = frozenset({"arguments", "partial_json"})
 _ARGUMENTS = ("arguments", "input")  # hold a tool's arguments, also as an object
@@ -40,53 +40,23 @@ _MOST_QUOTES, _BEFORE = 16, 1024
 _MOST_SLASHES = 64
 # Pieces of a text in Anthropic's streams, and the event that tells nothing of a text.
 _PIECES, _SILENT = ("text", "thinking", "partial_json"), "ping"
-# Which choice of a chat, and which of its texts.
+# Which choice of a chat, which of its texts, and the field that the text belongs to.
 _Lane = tuple[Hashable, ...]
 _decode_text = msgspec.json.Decoder(str).decode
 _decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
-class ValuesBack(Through):
-    """The client of an answer to a prompt with references: it gets the values."""
+class ValuesBack(Stage):
+    """Gives the client values in place of the references that an answer repeats."""
 
-    def __init__(self, client: Writer, values: Mapping[str, str], *, answers_json: bool = False) -> None:
+    changes = True
+
+    def __init__(self, values: Mapping[str, str], *, answers_json: bool = False) -> None:
         """`values`: reference → value. `answers_json`: the client asked for an answer in JSON."""
-        super().__init__(client)
         self._values, self._answers_json = values, answers_json
-        self._is_stream = False
-        self._events = WholeEvents()
-        self._whole: list[bytes] = []  # pieces of any other answer
-        # A text whose last piece waits → the event that held it, without that piece, and the piece.
-        self._waiting: dict[_Lane, tuple[bytes, dict[str, Any], str]] = {}
+        # A text whose last piece waits → the event that held it, its fields without the piece, and the piece.
+        self._waiting: dict[_Lane, tuple[Event, dict[str, Any], str]] = {}
         self._before: dict[_Lane, str] = {}  # the end of each text in JSON
-
-    @override
-    def start(self, status: int, headers: HeaderPairs) -> None:
-        self._is_stream = any(
-            name == b"content-type" and value.startswith(_STREAM) for name, value in headers
-        )
-        self._client.start(status, [pair for pair in headers if pair[0] != b"content-length"])
-
-    @override
-    def write(self, chunk: bytes) -> None:
-        if not self._is_stream:
-            self._whole.append(chunk)
-        elif whole := b"".join(map(self._event, self._events.feed(chunk))):
-            self._client.write(whole)
-
-    @override
-    def finish(self, chunk: bytes) -> None:
-        if self._is_stream:
-            last = b"".join(map(self._event, self._events.feed(chunk)))
-            self._client.finish(last + self._rest() + self._events.take_rest())
-        else:
-            self._client.finish(self._of_whole(b"".join([*self._whole, chunk])))
-
-    def _of_whole(self, answer: bytes) -> bytes:
-        try:
-            return self._back(answer)
-        except UNREADABLE:
-            return answer
 
     def _back(self, raw: bytes, name: object = None, *, is_given: bool = False) -> bytes:
         """JSON with values in the place of references. What has none keeps its bytes, and is not even
@@ -137,67 +107,76 @@ class ValuesBack(Through):
 
         return REFERENCE.sub(back, text)
 
-    # --- streams --------------------------------------------------------------------------------------
+    # --- events ---------------------------------------------------------------------------------------
 
-    def _event(self, event: bytes) -> bytes:
-        start = event.find(b"data:")
+    @override
+    def event(self, event: Event) -> Iterable[Event]:
+        if event.is_whole:
+            with suppress(*UNREADABLE):
+                return (event.with_data(self._back(event.raw)),)
+            return (event,)
         try:
-            fields = msgspec.json.decode(event[start + len(b"data:") :]) if start >= 0 else None
+            fields = msgspec.json.decode(event.data or b"null")
         except UNREADABLE:  # the end mark
-            return self._rest() + event
+            return [*self._rest(), event]
         if not isinstance(fields, dict) or fields.get("type") == _SILENT:
-            return event
-        head, pieces, is_changed = event[:start], [*_pieces(fields)], b"[[" in event
-        ended = {index for index, choice in _choices(fields) if choice.get("finish_reason")}
-        told = self._rest(fields, {lane for lane, *_ in pieces}, ended)
+            return (event,)
+        pieces, is_changed = [*_pieces(fields)], b"[[" in event.raw
+        lanes, choices = {lane for lane, *_ in pieces}, [*_choices(fields)]
+        ended = {index for index, choice in choices if choice.get("finish_reason")}
+        # The choices that it tells more of, or ends; None if it is about no choice in particular.
+        leaves = {lane[0] for lane, holder, name in pieces if holder[name]} if "choices" in fields else None
+        if leaves is not None:
+            leaves |= ended | {index for index, choice in choices if any(_calls(choice))}
+        told = self._rest(leaves, lanes, ended)
         for lane, holder, name in pieces:
             piece = text = holder[name]
             if (waiting := self._waiting.pop(lane, None)) is not None:
                 text = waiting[2] + text
-            is_json, before = self._is_json(_text_name(fields, name)), self._before.get(lane, "")
+            is_json, before = self._is_json(lane[-1]), self._before.get(lane, "")
             text = self._text_back(text, is_json=is_json, before=before)
             half = HALF_REFERENCE.search(text, max(len(text) - _MOST_HALF, 0))
             if half is not None and lane[0] not in ended:
                 text = text[: half.start()]
-                self._waiting[lane] = head, fields, half[0]
+                self._waiting[lane] = event, fields, half[0]
             if is_json:
                 self._before[lane] = (before + text)[-_BEFORE:]
             holder[name] = text
             is_changed |= text != piece
-        if not is_changed:
-            return told + event
-        return told + _written(head, self._back(msgspec.json.encode(fields)))
+        return [*told, event.with_data(self._back(msgspec.json.encode(fields))) if is_changed else event]
+
+    @override
+    def end(self) -> Iterable[Event]:
+        return self._rest()
 
     def _rest(
         self,
-        fields: Mapping[str, Any] | None = None,
+        leaves: AbstractSet[Hashable] | None = None,
         told: AbstractSet[_Lane] = frozenset(),
         ended: AbstractSet[int] = frozenset(),
-    ) -> bytes:
+    ) -> list[Event]:
         """Events with what waits, where it is no reference: its text does not go on in this event, or behind
         it. Arguments of a call may go on behind those of another.
 
         Args:
-            fields: of the event; None: nothing follows.
+            leaves: the choices whose texts do not go on behind the event; None: those of all.
             told: the texts that the event goes on with.
             ended: the choices that it ends.
         """
-        if not self._waiting:
-            return b""
-        written, leaves = list[bytes](), _leaving(fields)
+        rest: list[Event] = []
         for lane in [*self._waiting]:
             stays = lane in told or not (leaves is None or lane[0] in leaves)
-            if stays or (told and lane[0] not in ended and _is_of_call(lane)):
+            if stays or (told and lane[0] not in ended and lane[-1] in _JSON_TEXTS):
                 continue
-            head, held_by, piece = self._waiting.pop(lane)
+            event, held_by, piece = self._waiting.pop(lane)
             for other, holder, name in _pieces(held_by):
                 holder[name] = piece if other == lane else ""
             for _, choice in _choices(held_by):
                 for call in _calls(choice):  # clients add up what they get of a call
                     call.pop("id", None)
                     call["function"].pop("name", None)
-            written.append(_written(head, msgspec.json.encode(held_by)))
-        return b"".join(written)
+            rest.append(event.with_data(msgspec.json.encode(held_by)))
+        return rest
 
 
 def _escaped(text: str) -> str:
@@ -238,28 +217,6 @@ def _is_json_from(text: str, at: int) -> bool:
     return beginning[:1] in ("{", "[") and not REFERENCE.match(beginning)
 
 
-def _is_of_call(lane: _Lane) -> bool:
-    """True for the arguments of a call."""
-    return lane[-1] in _JSON_TEXTS or _DELTAS.get(str(lane[1])) == "arguments"
-
-
-def _leaving(fields: Mapping[str, Any] | None) -> set[int] | None:
-    """The choices that an event tells more of, or ends. None if it is about no choice in particular."""
-    if fields is None or "choices" not in fields:
-        return None
-    return {
-        index
-        for index, choice in _choices(fields)
-        if choice.get("finish_reason")
-        or any(_calls(choice))
-        or any(h[n] for _, h, n in _pieces_of(index, choice))
-    }
-
-
-def _written(head: bytes, fields: bytes) -> bytes:
-    return head + b"data: " + fields + b"\n\n"
-
-
 def _choices(fields: Mapping[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
     """The choices in a chunk of a chat, with their numbers."""
     choices = fields.get("choices")
@@ -282,31 +239,22 @@ def _calls(choice: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             yield call
 
 
-def _text_name(fields: Mapping[str, Any], name: str) -> str:
-    """The field that a piece of text belongs to."""
-    return _DELTAS.get(str(fields.get("type")), name) if name == "delta" else name
-
-
 def _pieces(fields: dict[str, Any]) -> Iterator[tuple[_Lane, dict[str, Any], str]]:
     """The pieces of texts in an event: the text that it belongs to, what holds it, and the name of its
     field."""
     for index, choice in _choices(fields):
-        yield from _pieces_of(index, choice)
+        if isinstance(inner := choice.get("delta"), dict):
+            yield from _named(inner, TEXTS, (index,))
+            if isinstance(called := inner.get("function_call"), dict):  # as clients called tools before
+                yield from _named(called, ("arguments",), (index, "function_call"))
+            for call in _calls(choice):
+                yield from _named(call["function"], ("arguments",), (index, _number(call)))
     delta = fields.get("delta")
     if isinstance(delta, dict):
         yield from _named(delta, _PIECES, (None, _number(fields)))
     elif isinstance(delta, str):
         places = (fields.get(name) for name in ("type", "item_id", "content_index", "summary_index"))
-        yield (None, *map(str, places)), fields, "delta"
-
-
-def _pieces_of(index: int, choice: Mapping[str, Any]) -> Iterator[tuple[_Lane, dict[str, Any], str]]:
-    if isinstance(inner := choice.get("delta"), dict):
-        yield from _named(inner, TEXTS, (index,))
-        if isinstance(called := inner.get("function_call"), dict):  # as clients called tools before
-            yield from _named(called, ("arguments",), (index, "function_call"))
-        for call in _calls(choice):
-            yield from _named(call["function"], ("arguments",), (index, _number(call)))
+        yield (None, *map(str, places), _DELTAS.get(str(fields.get("type")), "delta")), fields, "delta"
 
 
 def _named(

@@ -286,7 +286,7 @@ class Proxy:
             ),
             attempts=make_attempts(self.transport, self.ingest, self.tenants),
             tenants=self.tenants,
-            requests=RequestLog(settings.limits.request_records),
+            requests=RequestLog(settings.limits.request_records, keeps_bodies=settings.reuse),
             rules=_rules(settings),
             observe=self.observe,
             placed=self.live.placed,

@@ -36,7 +36,7 @@ from proxy.core.placement.transfers import TransferResult
 from proxy.fleet.engine import Engine
 from proxy.fleet.ingest import Ingest
 from proxy.fleet.lease import Lease
-from proxy.fleet.lower_tiers import expect_below, has_lower_tiers, look_below
+from proxy.fleet.lower_tiers import expect_below, look_below
 from proxy.request.calls import Call
 from proxy.request.migration import MAX_BODIES, Passage, passage_for
 from proxy.request.tenants import Tenants
@@ -85,13 +85,13 @@ class Attempts:
         unchecked: Unchecked | None = Unchecked.ENDED_EARLY
         try:
             with (
-                self._lease(request, ready, placement) as lease,
+                self._lease(request, ready, placement, engine) as lease,
                 self.prompt_half(request, ready, pair) if pair is not None else _ALONE as half,
             ):
                 request.half = half
                 request.entered(monotonic())
-                engine.salts.note(self.tenants.owner(ready.salt), ready.salt)
-                await lease.gather()
+                if lease.has_company():
+                    await lease.gather()
                 lease.gathered = monotonic()
                 audited = ready.prompt is not None and is_audited(engine, ready.prompt)
                 body = ready.body_for(engine) if audited else None
@@ -99,7 +99,7 @@ class Attempts:
                 async with self._hold(engine, ready, audited=audited) as hold:
                     prefilled: OtherLeg | None = None
                     if pair is None:
-                        if has_lower_tiers(engine):
+                        if engine.has_lower_tiers:
                             await look_below(pool, engine, lease, ready.prompt, ready.chain)
                     elif pair.together:
                         prefilled = half
@@ -123,10 +123,11 @@ class Attempts:
                 engine.audit.skip(unchecked)
         request.answered(is_error=forwarded.error is not None)
 
-    @staticmethod
-    def _lease(request: Request, ready: Ready, placement: Placement) -> Lease:
+    def _lease(self, request: Request, ready: Ready, placement: Placement, engine: Engine) -> Lease:
         """The request's lease of the engine that answers."""
         pair = placement.pair
+        if ready.salt is not None:
+            engine.salts.note(self.tenants.owner(ready.salt), ready.salt)
         return ready.pool.lease(
             placement if pair is None else pair.decode,
             ready.chain,
@@ -212,7 +213,9 @@ class Attempts:
         for_others = request.call.body if request.kept else None
         request.reply.on_start = partial(_forget_bodies, call, hold, for_others)
         request.sent()
-        return Forwarding(request, ready, call, engine, lease, hold, prefilled).run(self.transport)
+        forwarding = Forwarding(request, ready, call, engine, lease, hold, prefilled)
+        answer = forwarding.run(self.transport)
+        return answer if forwarding.leg is None else forwarding.leg.in_time(answer)
 
     def _passage(
         self, request: Request, ready: Ready, call: Call, hold: Hold, engine: Engine
@@ -222,6 +225,8 @@ class Attempts:
         A stream that goes on always has one: it leaves out what the client has.
         """
         if request.told is None and (ready.home is not None or len(ready.pool.engines) == 1):
+            return None
+        if request.told is None and not call.streams:
             return None
         passage = passage_for(call, hold, engine.adapter.spec.kind, request.told)
         if passage is not None and not request.kept and isinstance(call.body, JsonBody):
@@ -252,7 +257,8 @@ class Attempts:
         record.reported_tokens, record.output_tokens = usage.cached_tokens, usage.output_tokens
         if prefilled is not None:
             record.reported_tokens = prefilled.cached_tokens
-        check_tokens(ready, engine, hold, record)
+        if hold.answer is not None or hold.told_tokens is not None:
+            check_tokens(ready, engine, hold, record)
         lease.failed = forwarded.error is not None
         if forwarded.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
             log.warning("the engine refused the key of kvpin: give it as api_key=KEY", engine=engine.id)
@@ -260,7 +266,7 @@ class Attempts:
             pool.note_empty(engine)
         # The time of an empty answer says nothing about the engine's rates.
         lease.succeeded = not (lease.failed or forwarded.is_empty) and record.tokens_agree is not False
-        if lease.succeeded:
+        if lease.succeeded and engine.has_lower_tiers:
             expect_below(pool, engine, ready.chain)
         if prefilled is not None:  # the prediction was for the engine that computed the prompt
             record.placement = record.placement and _of_leg(record.placement, prefilled)

@@ -207,7 +207,8 @@ class FirstLeg:
         ) as lease:
             try:
                 async with limit:
-                    await lease.gather()
+                    if lease.has_company():
+                        await lease.gather()
                     asked = self.transfer.first_leg(self.body)
                     content, silent = await self._ask(transport, self.engine, asked)
             except TimeoutError:

@@ -13,11 +13,10 @@ send → refused                  raise: nothing was sent to the client, so anot
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
 from time import monotonic
-from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -35,6 +34,7 @@ from engine_adapter import (
     IncomingResponse,
     Opening,
     OutgoingRequest,
+    Retention,
     Says,
     Speech,
     WholeEvents,
@@ -46,7 +46,6 @@ from engine_adapter import (
 )
 from engine_adapter.causes import Cause
 from engine_adapter.codes import Code
-from engine_adapter.http.sse import ENDS
 from engine_adapter.http.usage import NOTHING
 from engine_adapter.off_loop import MOST_MS, off_loop
 from engine_adapter.types import Usage
@@ -81,8 +80,10 @@ _SWITCHED = 101
 # Statuses below 400 that answer no prompt: nothing, and redirections.
 _NO_ANSWERS = frozenset({204, *range(300, 400)})
 _STOPPED = re.compile(rb'"finish_reason"\s*:\s*"stop"')
+_LINE_FEEDS = b"\n\n"
 # Bytes kept of the end of a stream: usage, and what follows it, fit well within this.
 _TAIL_BYTES = 8192
+_MOST_RECENT_BYTES = 2 * _TAIL_BYTES
 
 
 class Forwarded(msgspec.Struct, frozen=True):
@@ -129,19 +130,13 @@ class Forwarding:
         self._sent, self._continues = monotonic(), self.reply.started
         record = request.record
         placement = record.placement if leg is not None and record.placement else lease.placement
-        self.headers = _added_headers(call, placement, hold, self.reply) | ready.told | _retained(ready, hold)
+        self.headers = _added_headers(call, placement, hold, self.reply)
+        if ready.rules or call.changed:
+            self.headers |= ready.told
+        if ready.retention is not None:
+            self.headers |= _retained(ready.retention, hold)
         if ready.translation is not None:
             ready.translation.predicted = ready.predicted(placement, engine)
-
-    def run(self, transport: HttpTransport) -> Coroutine[Any, Any, Forwarded]:
-        """Forwards and answers.
-
-        Raises:
-            EngineUnavailable, EngineRejected: the engine failed. The client keeps what `reply` has sent.
-            EngineLate: it was to fetch another engine's KV, and did not begin while that was surely kept.
-        """
-        answer = self._run(transport)
-        return answer if self.leg is None else self.leg.in_time(answer)
 
     def begins(self, response: IncomingResponse) -> None:
         """The answer begins."""
@@ -167,9 +162,15 @@ class Forwarding:
             return True
         return self.request.cause_for(error) is not Cause.ENGINE_REJECTED
 
-    async def _run(self, transport: HttpTransport) -> Forwarded:
+    async def run(self, transport: HttpTransport) -> Forwarded:
+        """Forwards and answers.
+
+        Raises:
+            EngineUnavailable, EngineRejected: the engine failed. The client keeps what `reply` has sent.
+        """
         # Nothing here keeps the request: its body may be long.
-        async with await transport.send(self._outgoing(), self.lease.confirm) as response:
+        response = await transport.send(self._outgoing(), self.lease.confirm)
+        try:
             call = self.call
             if call.socket is not None and is_no_websocket(response.status):
                 raise _no_websocket(response.status, read_error(await response.read()).message)
@@ -180,7 +181,7 @@ class Forwarding:
             if has_form and response.status in _NO_ANSWERS:
                 raise EngineGarbled(f"the engine answered {response.status} to a prompt")
             self.cached = self.adapter.cached_tokens(response.headers)
-            kind = response.headers.get("content-type", "").lower()
+            kind = response.headers.first.get(b"content-type", b"").decode("latin-1").lower()
             headers = self._headers(response, kind)
             if call.socket is not None:
                 return await self._as_websocket(response, headers)
@@ -195,6 +196,8 @@ class Forwarding:
                 return await self._assembled(response, headers, reader)
             opening = Opening() if is_events and has_form else None
             return await self._as_stream(response, headers, opening, is_events=is_events)
+        finally:
+            response.leave()
 
     def _outgoing(self) -> OutgoingRequest:
         call, hold = self.call, self.hold
@@ -347,7 +350,7 @@ def _added_headers(call: Call, placement: Placement, hold: Hold, reply: Reply) -
     """The headers kvpin adds to the answer."""
     headers = {
         **dict.fromkeys(reply.dialect.id_headers, call.answer_id),
-        ENGINE_HEADER: placement.engine,
+        ENGINE_HEADER: placement.chosen.engine,
         PREDICTED_HEADER: str(placement.predicted_tokens),
         # A page that an engine answered must not act as kvpin's own page, which may use the admin API.
         POLICY_HEADER: "sandbox",
@@ -357,10 +360,9 @@ def _added_headers(call: Call, placement: Placement, hold: Hold, reply: Reply) -
     return {**headers, NOTE_HEADER: hold.note} if hold.note else headers
 
 
-def _retained(ready: Ready, hold: Hold) -> dict[str, str]:
+def _retained(wish: Retention, hold: Hold) -> dict[str, str]:
     """The header that says whether the client's wish to keep its KV is honoured, if it has one."""
-    wish = ready.retention
-    if wish is None or not wish.priority:
+    if not wish.priority:
         return {}
     return {RETENTION_HEADER: f"{wish.ttl_s:g}" if hold.retains else "0"}
 
@@ -386,7 +388,7 @@ def _other_form(route: str, kind: str, content: bytes) -> str:
 
 
 def _is_plain(response: IncomingResponse) -> bool:
-    return response.headers.get("content-encoding", "identity") == "identity"
+    return response.headers.first.get(b"content-encoding", b"identity") == b"identity"
 
 
 def _no_websocket(status: int, said: str) -> EngineRejected:
@@ -402,8 +404,9 @@ class _Stream:
     """An engine's stream as the client gets it."""
 
     __slots__ = (
-        "_begins", "_events", "_held", "_is_whole", "_must_end", "_opening", "_put", "_read_piece", "_reader",
-        "_recent", "_recent_bytes", "_response", "_speaks", "_speech", "_stages", "error", "is_empty",
+        "_begins", "_events", "_held", "_is_whole", "_marks", "_must_end", "_opening", "_passage", "_put",
+        "_read_piece", "_reader", "_reads_all", "_recent", "_recent_bytes", "_response", "_speaks",
+        "_speech", "_stages", "error", "is_empty",
     )  # fmt: skip
 
     def __init__(
@@ -412,7 +415,9 @@ class _Stream:
         """`opening`: reads its first events, where these must be an answer to a prompt. `is_events`: half
         events are held back: an error event must not follow them."""
         reader, call = forwarding.hold.answer, forwarding.call
-        passage = forwarding.request.passage if is_events else None
+        passage = self._passage = forwarding.request.passage if is_events else None
+        # Once it has begun: whole events without these bytes pass unread. None: all are read.
+        self._marks: tuple[bytes, ...] | None = None
         self._response, self._reader, self._put = response, reader, forwarding.reply.put
         # A reader of events gets whole ones, whatever the engine calls its stream.
         reads_events = reader is not None and not reader.takes_pieces
@@ -426,6 +431,8 @@ class _Stream:
             self._read_piece = reader.feed
         if passage is not None:
             self._stages += [(None, stage) for stage in passage.stages]
+        reads_text = passage is not None and passage.reads_text
+        self._reads_all = self._events is None or self._read_piece is not None or reads_text
         self._must_end = is_events and call.streams and call.route in ROUTES  # a whole answer has an end mark
         self._is_whole = False  # what was dropped from the tail had an end mark
         # Called at its first bytes, and at the first that are no comments, or at the end.
@@ -436,7 +443,7 @@ class _Stream:
         self._held = b""  # the client's part of events that may be no answer
         self.error: EngineRejected | None = None  # the one that ended it
         self.is_empty = False
-        self._recent = list[bytes]()  # the last pieces
+        self._recent: list[bytes] = []  # the last pieces
         self._recent_bytes = 0
 
     @property
@@ -461,20 +468,19 @@ class _Stream:
         """Takes the engine's next bytes; returns those for the client. Raises as `receive` does."""
         self._recent.append(chunk)
         self._recent_bytes += len(chunk)
-        if self._recent_bytes > 2 * _TAIL_BYTES:
-            self._is_whole = self._is_whole or (self._must_end and is_whole(self.tail))
-            self._recent, self._recent_bytes = [self.tail[-_TAIL_BYTES:]], _TAIL_BYTES
+        if self._recent_bytes > _MOST_RECENT_BYTES:
+            self._trim()
         events, kept = self._events, chunk
         if self._read_piece is not None:
             kept = self._read_piece(chunk)
-        if events is not None and not (events.is_between and kept.endswith(ENDS)):
+        if events is not None and (kept[-2:] != _LINE_FEEDS or not events.is_between):
             kept = self._whole_events(events, kept)
         for marks, stage in self._stages:
             if marks is None:
                 kept = stage(kept)
                 continue
             for mark in marks:
-                if mark in kept:
+                if kept.rfind(mark) >= 0:  # what is not there is found out in a third of the time of `in`
                     kept = stage(kept)
                     break
         return kept if self._speaks is None else self._begun(chunk, kept)
@@ -482,8 +488,37 @@ class _Stream:
     def pass_on(self, chunk: bytes) -> bool:
         """Passes the engine's next bytes on. Returns False if the client has to take some before it gets
         more. Raises as `receive` does."""
+        # Most pieces are one event that nobody reads.
+        if self._marks is not None and chunk[-2:] == _LINE_FEEDS:
+            for mark in self._marks:
+                if chunk.rfind(mark) >= 0:
+                    break
+            else:
+                self._recent.append(chunk)
+                self._recent_bytes += len(chunk)
+                if self._recent_bytes > _MOST_RECENT_BYTES:
+                    self._trim()
+                return self._put(chunk)
         kept = self.take(chunk)
+        if not self._reads_all:
+            self._marks = self._unread()
         return not kept or self._put(kept)
+
+    def _unread(self) -> tuple[bytes, ...] | None:
+        """The bytes without which the next events need not be read, if whole ones come; None: all must."""
+        if self._speaks is not None or self._events is None or not self._events.is_between:
+            return None
+        found = [
+            self._passage.marks if marks is None and self._passage else marks for marks, _ in self._stages
+        ]
+        if None in found:
+            return None
+        return tuple(mark for marks in found if marks is not None for mark in marks)
+
+    def _trim(self) -> None:
+        """Keeps the last bytes alone."""
+        self._is_whole = self._is_whole or (self._must_end and is_whole(self.tail))
+        self._recent, self._recent_bytes = [self.tail[-_TAIL_BYTES:]], _TAIL_BYTES
 
     def end(self) -> None:
         """The engine has ended its stream. Raises EngineUnavailable: too early."""

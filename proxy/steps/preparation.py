@@ -16,14 +16,13 @@ from engine_adapter import Capability, JsonBody, RequestBody, Retention, Transfe
 from engine_adapter.off_loop import JSON_BYTES_PER_MS, VALUES_PER_MS, off_loop
 from proxy.core.admission import Needs
 from proxy.core.index.blocks import Chain
-from proxy.core.normalise import Rule
 from proxy.core.placement.decision import Placement
 from proxy.core.retention import may_ask, retention_of
 from proxy.errors import ANSWERED, MethodNotAllowed
 from proxy.fleet.destinations import Destination, Destinations
 from proxy.fleet.engine import Engine
 from proxy.fleet.pool import Pool
-from proxy.headers import CHANGED_HEADER, NORMALISED_HEADER
+from proxy.headers import CHANGED_HEADER, NORMALISED_HEADER, PRIORITY_HEADER
 from proxy.prompt import MediaUuids, Prompt, PromptBuilder
 from proxy.request.calls import Call
 from proxy.request.engine_errors import PASSED_ON
@@ -43,6 +42,7 @@ from proxy.request.translate import (
 )
 from proxy.request.urgency import priority_in, priority_of
 
+_PRIORITY = PRIORITY_HEADER.encode()
 # Translating a value takes so many times as long as looking at it.
 _WORK_OF_A_VALUE = 16
 # Of bodies with more bytes, each tenant's are read one at a time.
@@ -119,9 +119,7 @@ class Ready(Struct, frozen=True):
     @property
     def needs(self) -> Needs:
         """The abilities that an engine must have to take the request, with any of its prompts."""
-        call = self.call
-        route = call.route if call.route in PASSED_ON else None
-        return Needs(self.lora, call.native, route, self.home, self.kind, None, self.context, self.shares)
+        return replace(self.own_needs, prompts=None)
 
     @property
     def own_needs(self) -> Needs:
@@ -228,6 +226,8 @@ class Preparation:
         Raises:
             ProxyError, EngineError: the request is wrong, or no engine serves its model.
         """
+        if _PRIORITY in call.headers.first:
+            priority_in(call.headers)  # an invalid priority is refused even if no request waits
         is_long = isinstance(call.body, JsonBody) and len(call.body.raw) > _LONG_BYTES
         return self._in_turn(call) if is_long else self._prepare(call)
 
@@ -236,14 +236,14 @@ class Preparation:
             return await self._prepare(call)
 
     async def _prepare(self, call: Call) -> Ready:
-        priority_in(call.headers)  # an invalid priority is refused even if no request waits
-        to = await self.destinations.find(call)
+        to = self.destinations.by_model_alone(call) or await self.destinations.find(call)
         if call.native is not None:
             to.pool.check_serves(call.native)
         # Of a chat before the rules: some put at its end what stood elsewhere a turn before.
-        kept, keep = tuple[Change, ...](), None
+        keep = None
+        kept: tuple[Change, ...] = ()
         if self.normalising.chosen:
-            call, kept, keep = await self._with_reasoning(call, to.pool)
+            call, kept, keep = await self.normalising.with_reasoning(call, to.pool.model)
         changed = retention = translation = None
         if self.normalising.may_apply(call, to.pool.lost_shapes):
             changed = await self.normalising.apply(call, to.pool.model, to.pool.lost_shapes)
@@ -258,7 +258,7 @@ class Preparation:
         else:
             noted = (*call.changed, *translation.changed)
             chat = replace(call, path=CHAT_PATH, body=translation.chat, changed=noted)
-            chat, kept, keep = await self._with_reasoning(chat, to.pool)
+            chat, kept, keep = await self.normalising.with_reasoning(chat, to.pool.model)
             with translation.wording.errors(*ANSWERED):
                 ready = await self._ready(chat, to, retention, counts=translation.counts)
             ready = replace(ready, translation=translation)
@@ -267,13 +267,7 @@ class Preparation:
         if changed is not None:
             ready = replace(ready, values=changed.told)
             kept = (*changed.by, *kept)
-        return _with_rules(ready, kept, call)
-
-    async def _with_reasoning(self, chat: Call, pool: Pool) -> tuple[Call, tuple[Change, ...], Keep | None]:
-        """A chat with the reasoning that its client left out, the rule that did so, and what keeps the
-        reasoning of its answer."""
-        whole, keep = await self.normalising.with_reasoning(chat, pool.model)
-        return whole, (() if whole is chat else (Rule.REASONING_KEPT,)), keep
+        return replace(ready, rules=kept, asked=call.body) if kept else ready
 
     async def _retention(self, call: Call) -> Retention | None:
         """How long the client wants its KV kept. Raises BadRequest for a wish that cannot be read."""
@@ -318,16 +312,18 @@ class Preparation:
         """
         pool, salt, shares, priority = to.pool, None, False, None
         if isinstance(call.body, JsonBody):
-            given = call.body.get("cache_salt")
-            salt = self.tenants.salt(call.tenant, given)
             body = call.body
+            given = None if body.is_plain else body.get("cache_salt")
+            salt = self.tenants.salt(call.tenant, given)
             if not body.is_plain:
                 body = await self.media.admit(self.tenants.without_private(body), salt, call.tenant)
             if body is not call.body:
                 priority, call = priority_of(call), replace(call, body=body)
             if salt != given and pool.shares_kv:
                 salt, shares = given, True
-        lora, call = pool.lora_of(to.model), _naming(call, to)
+        lora = None
+        if to.model is not None and (to.model != pool.model or to.model != call.model):
+            lora, call = pool.lora_of(to.model), _naming(call, to)
         session = call.session if self.reuse else None
         ready = Ready(
             call,
@@ -346,7 +342,8 @@ class Preparation:
 
     async def _with_prompts(self, ready: Ready, *, counts: bool = False) -> Ready:
         """The request with a prompt by each builder of its pool: mostly there is one."""
-        call, pool, lora, made = ready.call, ready.pool, ready.lora, list[Ready]()
+        call, pool, lora = ready.call, ready.pool, ready.lora
+        made: list[Ready] = []
         assert isinstance(call.body, JsonBody)  # noqa: S101 - others have no prompts
         renderings = pool.renderings
         for rendering in renderings:
@@ -375,10 +372,6 @@ class Preparation:
         if not made:
             return replace(ready, renderings=())
         return replace(made[0], others=tuple(made[1:])) if len(made) > 1 else made[0]
-
-
-def _with_rules(ready: Ready, rules: tuple[Change, ...], call: Call) -> Ready:
-    return replace(ready, rules=rules, asked=call.body) if rules else ready
 
 
 def _naming(call: Call, to: Destination) -> Call:

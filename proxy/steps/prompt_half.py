@@ -152,7 +152,8 @@ class PromptHalf:
                 async with lost:
                     if self.lease.is_lost:
                         raise EngineLost(_LOST)
-                    await self.lease.gather()
+                    if self.lease.has_company():
+                        await self.lease.gather()
                     await self.leg(self, _in_one_piece(self.ready))
             except TimeoutError:
                 if not self.lease.is_lost:

@@ -217,6 +217,7 @@ def test_items_that_cannot_be_decoded():
 )
 def test_a_plain_chat_is_texts_that_somebody_says_and_asks_for_nothing_else(raw, is_plain):
     body = JsonBody(raw)
-    assert body.is_plain is is_plain
+    assert (body.find_plain(), body.is_plain) == (is_plain, is_plain)
+    assert body.replace(model="m").is_plain is is_plain
     assert body.replace(tools=[{}]).is_plain is False
     assert body.view("messages") == msgspec.json.decode(raw).get("messages")

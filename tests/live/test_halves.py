@@ -16,8 +16,8 @@ from proxy.core.audit import Trust, Unchecked
 from proxy.core.life import Rules
 from proxy.core.placement.placer import Placer
 from proxy.core.placement.transfers import TransferResult
+from proxy.core.reasons import Reason, reason_of, why
 from proxy.fleet.engine import EngineState
-from proxy.observe.reasons import Reason, reason_of, why
 from proxy.request.records import RequestRecord
 from proxy.settings import EngineSettings
 from tests.collector import collecting

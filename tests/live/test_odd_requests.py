@@ -10,7 +10,7 @@ import zstandard
 
 from tests.live.llama_world import MODEL, WAIT_S, llama_world
 from tests.live.test_lost_messages import REFUSES
-from tests.proxy.core.test_turn_repair import called, result, said, text
+from tests.proxy.core.test_message_repair import called, result, said, text
 
 pytestmark = pytest.mark.live
 

@@ -1256,6 +1256,17 @@ class TestDiagnostics:
         answer, _ = await chat(compared="resp_9")
         assert answer["prompt_cache_diagnostics"] == {"type": "comparison_response_not_found"}
 
+    @pytest.mark.parametrize("fields", [{"metadata": {"a": "b"}}, {"prompt_cache_key": "k"}])
+    async def test_a_chat_that_names_the_cache_is_told_what_it_got(self, engine, client, fields):
+        async def script(exchange):
+            await exchange.send({**self.SAID, "usage": {"prompt_tokens": 50}})
+
+        engine.script = script
+        body = {"model": "m", "messages": [{"role": "user", "content": "x"}]} | fields
+        headers = {"authorization": "Bearer red"}
+        usage = (await client.post("/v1/chat/completions", json=body, headers=headers)).json()["usage"]
+        assert ("prompt_tokens_details" in usage) is ("prompt_cache_key" in fields)
+
     @pytest.mark.parametrize("tenant", ["red", "blue"])
     async def test_an_answer_of_nobody_or_of_another_tenant_is_not_found(self, client, tenant):
         await self.ask(client)

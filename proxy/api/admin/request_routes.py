@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import anyio
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from engine_adapter import JsonBody
 from engine_adapter.off_loop import off_loop
 from proxy.api.admin.endpoint import Endpoint, Query, answer, decode, int_query, read_bytes, until_left
 from proxy.api.admin.request_bodies import DryRun
-from proxy.control.dry_run import RouteAnswer, route
-from proxy.control.explain import RequestAnswer, RequestSummary, explain, summarize
+from proxy.control.explain import RequestAnswer, RequestSummary, RouteAnswer, explain, route, summarize
 from proxy.control.replays import MAX_TRACE_BYTES, OPTIONS, ReplayAnswer, Replays
 from proxy.core.tenant_use import MOST_DAYS, DayUse, UseBook, Used
 from proxy.errors import BadRequest, NotFound, ProxyError
 from proxy.flow import Flow
-from proxy.observe.live import Live, Missed, RequestNow, Snapshot, Viewer
+from proxy.observe.live import Live, Missed, RequestNow, Snapshot
 
 MOST, _USUAL = 10_000, 50
 
@@ -41,8 +40,8 @@ def request_routes(flow: Flow) -> tuple[Endpoint, ...]:
 
     async def post_route(request: Request) -> Response:
         raw = await read_bytes(request) or b"{}"
-        decode(raw, DryRun)
-        return answer(await route(flow, JsonBody(raw)))
+        asked = decode(raw, DryRun)
+        return answer(await route(flow, JsonBody(raw), asked.path, asked.tenant))
 
     async def list_requests(request: Request) -> Response:
         limit = int_query(request, "limit", _USUAL, MOST)
@@ -127,7 +126,7 @@ def event_routes(live: Live) -> tuple[Endpoint, ...]:
 
     async def get_events(request: Request) -> Response:
         """The stream; HEAD gets its headers alone."""
-        return Response(headers=_HEADERS) if request.method == "HEAD" else _EventStream(live, live.join())
+        return Response(headers=_HEADERS) if request.method == "HEAD" else _EventStream(live)
 
     return (
         Endpoint(
@@ -142,29 +141,22 @@ def event_routes(live: Live) -> tuple[Endpoint, ...]:
     )
 
 
-class _EventStream(Response):
-    """A viewer's events, until its client leaves or kvpin stops."""
+class _EventStream(StreamingResponse):
+    """A new viewer's events, until its client leaves or kvpin stops."""
 
-    def __init__(self, live: Live, viewer: Viewer) -> None:
-        super().__init__(headers=_HEADERS)
-        self._live, self._viewer = live, viewer
+    def __init__(self, live: Live) -> None:
+        self._live, self._viewer = live, live.join()
+        super().__init__(self._events(), headers=_HEADERS)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's
-        del self.headers["content-length"]
+    async def _events(self) -> AsyncIterator[bytes]:
+        while events := await self._viewer.take():
+            yield events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async with anyio.create_task_group() as group:
-                group.start_soon(until_left, receive, group)
-                while events := await self._viewer.take():
-                    await send(_body(events, more=True))
-                await send(_body(b"", more=False))
-                group.cancel_scope.cancel()
+            await super().__call__(scope, receive, send)
         finally:
             self._live.leave(self._viewer)
-
-
-def _body(content: bytes, *, more: bool) -> Message:
-    return {"type": "http.response.body", "body": content, "more_body": more}
 
 
 _USUAL_DAYS = 30

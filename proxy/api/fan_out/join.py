@@ -12,12 +12,13 @@ from typing import Any
 
 import msgspec
 from msgspec import Raw
+from typing_extensions import override
 
 from engine_adapter import UNREADABLE, RawFields, decode_object
 from engine_adapter.http.usage import choices_of, is_usage_alone
 from proxy.api.fan_out.split import Place, Several
 from proxy.errors import EngineFailed
-from proxy.request.translate.translation import DONE
+from proxy.request.stages import DONE, Event
 
 _decode_choices = msgspec.json.Decoder(list[RawFields]).decode
 _encode = msgspec.json.encode
@@ -47,31 +48,6 @@ class PartAnswer(msgspec.Struct):
         return cls(fields, choices, _usage_in(fields))
 
 
-def joined(several: Several, answers: Iterable[tuple[Place, bytes]], cached: int | None = None) -> bytes:
-    """The one answer. `answers` are those of all parts, in their order; `cached`: see `usage_of`.
-
-    Raises:
-        EngineFailed: one of them is no chat or completion.
-    """
-    pairs = [(place, PartAnswer.of(content)) for place, content in answers]
-    of_prompts: dict[int, list[RawFields]] = {}
-    for place, answer in pairs:
-        of_prompts.setdefault(place.prompt, []).extend(answer.choices)
-    choices = []
-    for number, made in of_prompts.items():
-        kept = sorted(made, key=_score, reverse=True)[: several.choices] if several.picks else made
-        for at, choice in enumerate(kept):
-            choice["index"] = _raw(number * several.choices + at)
-            if several.hides_logprobs:
-                choice["logprobs"] = _NOTHING
-            choices.append(choice)
-    fields = {**pairs[0][1].fields, "choices": _raw(choices)}
-    usage = usage_of(((place, answer.usage) for place, answer in pairs), cached)
-    if usage is not None:
-        fields["usage"] = _raw(usage)
-    return _encode(fields)
-
-
 def usage_of(
     usages: Iterable[tuple[Place, Mapping[str, Any] | None]], cached: int | None = None
 ) -> dict[str, Any] | None:
@@ -96,30 +72,59 @@ def usage_of(
     return total or None
 
 
-class JoinedStream:
-    """The events of several streams, as those of one."""
+class Joined:
+    """The answers of several requests, as that of one: whole ones, or the events of streams.
 
-    def __init__(self) -> None:
+    Attributes:
+        cached: prompt tokens that were cached before kvpin let the prompt be computed; None if it did not.
+    """
+
+    def __init__(self, several: Several) -> None:
+        self.cached: int | None = None
+        self._several = several
         self._head: RawFields = {}
         self._usages: dict[int, tuple[Place, RawFields, dict[str, Any]]] = {}
 
-    def event(self, place: Place, data: bytes) -> bytes:
+    def whole(self, answers: Iterable[tuple[Place, bytes]]) -> bytes:
+        """The one answer. `answers` are those of all parts, in their order.
+
+        Raises:
+            EngineFailed: one of them is no chat or completion.
+        """
+        several, pairs = self._several, [(place, PartAnswer.of(content)) for place, content in answers]
+        of_prompts: dict[int, list[RawFields]] = {}
+        for place, answer in pairs:
+            of_prompts.setdefault(place.prompt, []).extend(answer.choices)
+        choices = []
+        for number, made in of_prompts.items():
+            kept = sorted(made, key=_score, reverse=True)[: several.choices] if several.picks else made
+            for at, choice in enumerate(kept):
+                choice["index"] = _raw(number * several.choices + at)
+                if several.hides_logprobs:
+                    choice["logprobs"] = _NOTHING
+                choices.append(choice)
+        fields = {**pairs[0][1].fields, "choices": _raw(choices)}
+        usage = usage_of(((place, answer.usage) for place, answer in pairs), self.cached)
+        if usage is not None:
+            fields["usage"] = _raw(usage)
+        return _encode(fields)
+
+    def event(self, place: Place, event: Event) -> bytes:
         """Turns a part's event into the client's. Returns b"" for usage, which is held back, and for the end.
 
         Raises:
             EngineFailed: it is no event of a chat or completion.
         """
-        if data == DONE:
+        if event.data == DONE:
             return b""
         try:
-            fields = decode_object(data)
-            choices = choices_of(fields)
-            usage = _usage_in(fields) if is_usage_alone(fields, choices) else None
+            choices = choices_of(event.fields)
+            usage = _usage_in(event.fields) if is_usage_alone(event.fields, choices) else None
         except UNREADABLE as error:
             raise EngineFailed("an engine's stream has an event that is none of a chat") from error
         if not self._head:
-            self._head = {name: fields[name] for name in _OF_ALL if name in fields}
-        fields |= self._head
+            self._head = {name: event.fields[name] for name in _OF_ALL if name in event.fields}
+        fields = event.fields | self._head
         if usage is not None:
             self._usages[place.index] = place, fields, usage
             return b""
@@ -129,27 +134,25 @@ class JoinedStream:
             fields["choices"] = _raw(choices)
         return b"data: " + _encode(fields) + b"\n\n"
 
-    @staticmethod
-    def ends(data: bytes) -> bool:
+    def ends(self, event: Event) -> bool:
         """True if an event is the last of a part."""
-        return data == DONE
+        return event.data == DONE
 
-    def end(self, cached: int | None = None) -> bytes:
-        """The last events, when all streams have ended: usage, if the engines sent it, and the end. `cached`:
-        see `usage_of`."""
+    def end(self) -> bytes:
+        """The last events, when all streams have ended: usage, if the engines sent it, and the end."""
         if not self._usages:
             return _LAST
         usages = [self._usages[index] for index in sorted(self._usages)]
-        total = usage_of(((place, usage) for place, _, usage in usages), cached)
+        total = usage_of(((place, usage) for place, _, usage in usages), self.cached)
         return b"data: " + _encode({**usages[0][1], "choices": [], "usage": total}) + b"\n\n" + _LAST
 
 
-def is_error(data: bytes) -> bool:
-    """True if the data of an event says that the stream has failed."""
-    if b'"error"' not in data:
+def is_error(event: Event) -> bool:
+    """True if an event says that the stream has failed."""
+    if b'"error"' not in event.data:
         return False
     try:
-        return decode_object(data).get("error", _NOTHING) != _NOTHING
+        return event.fields.get("error", _NOTHING) != _NOTHING
     except UNREADABLE:
         return False
 
@@ -200,50 +203,31 @@ def _score(choice: RawFields) -> float:
     return sum(known) / len(known) if known else float("-inf")
 
 
-_decode_any = msgspec.json.Decoder(RawFields | None).decode
+class JoinedList(Joined):
+    """The answers of several requests, as a list; the events of streams, of which each says `stop` last."""
+
+    @override
+    def whole(self, answers: Iterable[tuple[Place, bytes]]) -> bytes:
+        return _encode([_numbered(place, Event(content, is_whole=True)) for place, content in answers])
+
+    @override
+    def event(self, place: Place, event: Event) -> bytes:
+        fields = {} if event.data == b"null" else _numbered(place, event)
+        return b"data: " + _encode(fields) + b"\n\n" if fields else b""
+
+    @override
+    def ends(self, event: Event) -> bool:
+        return b'"stop":true' in event.data
+
+    @override
+    def end(self) -> bytes:
+        return b""  # these streams have no event for their end
 
 
-def _object(content: bytes) -> RawFields:
-    """The answer to a single request."""
+def _numbered(place: Place, answer: Event) -> RawFields:
+    """The fields of an answer to a single request, or of an event of one, with the index of their place."""
     try:
-        return decode_object(content)
+        fields = answer.fields
     except UNREADABLE as error:
         raise EngineFailed("an engine's answer to a single request is no object") from error
-
-
-def joined_list(
-    several: Several,  # noqa: ARG001 - as `joined` has it
-    answers: Iterable[tuple[Place, bytes]],
-    cached: int | None = None,  # noqa: ARG001 - likewise
-) -> bytes:
-    """The list. `answers` are those of all parts, in their order. Raises EngineFailed: one is no object."""
-    return _encode([_numbered(place, _object(content)) for place, content in answers])
-
-
-class ListedStream:
-    """The events of several streams, as those of one. Each ends with an event that says `stop`."""
-
-    def event(self, place: Place, data: bytes) -> bytes:
-        """The event for the client, from one of a part; b"" for one without content.
-
-        Raises:
-            EngineFailed: it is no object.
-        """
-        try:
-            fields = _decode_any(data)
-        except UNREADABLE as error:
-            raise EngineFailed("an engine's stream has an event that is no object") from error
-        return b"data: " + _encode(_numbered(place, fields)) + b"\n\n" if fields else b""
-
-    @staticmethod
-    def ends(data: bytes) -> bool:
-        """True if an event is the last of a part."""
-        return b'"stop":true' in data
-
-    def end(self, cached: int | None = None) -> bytes:  # noqa: ARG002 - as `JoinedStream` has it
-        """Nothing: these streams have no event for their end."""
-        return b""
-
-
-def _numbered(place: Place, fields: RawFields) -> RawFields:
     return fields | {"index": Raw(b"%d" % place.index)} if "index" in fields else fields

@@ -7,29 +7,24 @@ event of the stream, which then breaks off. The other parts are cancelled.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from contextlib import suppress
+from typing import Any
 
 from msgspec.structs import replace
+from typing_extensions import override
 
 from engine_adapter import NATIVE_ROUTES, Capability, HeaderPairs, JsonBody
 from engine_adapter.off_loop import VALUES_PER_MS, off_loop
-from proxy.api.fan_out.join import (
-    JoinedStream,
-    ListedStream,
-    is_error,
-    joined,
-    joined_list,
-)
+from proxy.api.fan_out.join import Joined, JoinedList, is_error
 from proxy.api.fan_out.split import CHAT, COMPLETIONS, OnePrompt, Part, Place, Several, prompts_of, several_of
 from proxy.core.life import Cause
 from proxy.errors import ANSWERED, EngineFailed, NoEngine, NotFound, Overloaded
 from proxy.flow import Flow
 from proxy.request.calls import Call, Nobody, Reply
-from proxy.request.dialects import error_body
 from proxy.request.gate import Admission
-from proxy.request.translate.translation import Events
+from proxy.request.stages import Event, Stage
+from proxy.request.translate.dialects import error_body
 
 # Parts of one request that are served at the same time, and the most that their bodies take. Others wait.
 AT_ONCE = 128
@@ -41,17 +36,6 @@ _OK = 200
 _BROKEN_OFF = "an engine's answer broke off"
 
 
-class _Shape(NamedTuple):
-    """The functions that join the answers of parts, and join them as streams."""
-
-    join: Callable[[Several, list[tuple[Place, bytes]], int | None], bytes]
-    stream: Callable[[], JoinedStream | ListedStream]
-
-
-_CHOICES = _Shape(joined, JoinedStream)
-_LISTED = _Shape(joined_list, ListedStream)
-
-
 def serve(flow: Flow, call: Call, reply: Reply, admitted: Admission) -> Coroutine[Any, Any, object]:
     """Answers a request, split if its pool needs that. The caller closes `admitted`.
 
@@ -59,58 +43,37 @@ def serve(flow: Flow, call: Call, reply: Reply, admitted: Admission) -> Coroutin
         ProxyError, EngineError: the request failed before the answer began.
     """
     body, route = call.body, call.route
-    if isinstance(body, JsonBody) and len(body.raw) > VALUES_PER_MS and route != CHAT:
-        listed = route != COMPLETIONS and _is_listed(call)
-        if listed or route == COMPLETIONS:
-            read = partial(prompts_of, body, listed=listed)
-            return _serve_long(flow, call, reply, admitted, read, ms=body.n_values / VALUES_PER_MS)
-    several = _several(flow, call)
-    if several is None:
+    if not isinstance(body, JsonBody) or body.is_plain:  # of one choice and one prompt
         return flow.serve(call, reply, admitted)
-    return _serve(flow, call, several, reply, admitted)
-
-
-async def _serve_long(
-    flow: Flow,
-    call: Call,
-    reply: Reply,
-    admitted: Admission,
-    read: Callable[[], list[OnePrompt] | None],
-    *,
-    ms: float,
-) -> None:
-    """`serve` of a request that may have very many prompts: to `read` them takes about `ms`."""
-    prompts = await off_loop(read, ms=ms)
-    several = _several(flow, call, lambda: prompts)
-    if several is None:
-        await flow.serve(call, reply, admitted)
-    else:
-        await _serve(flow, call, several, reply, admitted)
-
-
-def _several(
-    flow: Flow, call: Call, read: Callable[[], list[OnePrompt] | None] | None = None
-) -> Several | None:
-    listed = call.route not in _ROUTES and _is_listed(call)
-    if not (listed or call.route in _ROUTES) or not isinstance(call.body, JsonBody):
-        return None
-    try:
-        return several_of(
-            call.route,
-            call.body,
-            lambda: flow.fleet.pool(call.model),
-            reuse=flow.ingest is not None,
-            listed=listed,
-            read=read,
-        )
-    except (NoEngine, NotFound):
-        return None  # the flow finds that, too, and keeps a record
-
-
-def _is_listed(call: Call) -> bool:
-    """True if its route answers several prompts with a list."""
     native = NATIVE_ROUTES.get(call.native or "")
-    return native is not None and native.lists
+    listed = route not in _ROUTES and native is not None and native.lists
+    if not (listed or route in _ROUTES):
+        return flow.serve(call, reply, admitted)
+
+    def work(prompts: list[OnePrompt] | None) -> Coroutine[Any, Any, object]:
+        several = None
+        with suppress(NoEngine, NotFound):  # the flow finds that, too, and keeps a record
+            several = several_of(
+                body,
+                lambda: flow.fleet.pool(call.model),
+                prompts,
+                reuse=flow.ingest is not None,
+                listed=listed,
+                takes_best=route == COMPLETIONS,
+            )
+        if several is None:
+            return flow.serve(call, reply, admitted)
+        return _serve(flow, call, several, reply, admitted)
+
+    async def work_off_loop() -> None:
+        ms = body.n_values / VALUES_PER_MS
+        await work(await off_loop(lambda: prompts_of(body, listed=listed), ms=ms))
+
+    if route == CHAT:
+        return work(None)
+    if len(body.raw) > VALUES_PER_MS:  # it may have very many prompts
+        return work_off_loop()
+    return work(prompts_of(body, listed=listed))
 
 
 async def _serve(flow: Flow, call: Call, several: Several, reply: Reply, admitted: Admission) -> None:
@@ -127,7 +90,7 @@ async def _serve(flow: Flow, call: Call, several: Several, reply: Reply, admitte
     reply.recorded = True
     try:
         if several.shares_prompt:
-            answer.cached = await compute_once(flow, call, next(several.parts()).body, admitted)
+            answer.joined.cached = await compute_once(flow, call, next(several.parts()).body, admitted)
         await _run(parts(), lambda running: running < at_once and admitted.has_room(size))
     except _Failed as failed:
         if failed.status is None or reply.started:
@@ -193,8 +156,10 @@ async def _serve_part(
         client_id=call.answer_id,
         body=part.body,
     )
+    reply = Reply(client, reads_ahead=False)
+    reply.stages.append(client)
     with admitted:
-        await flow.serve(own, Reply(client, reads_ahead=False), admitted)
+        await flow.serve(own, reply, admitted)
     client.check()
 
 
@@ -217,9 +182,7 @@ class _Answer:
 
     Attributes:
         streams: the client asked for a stream.
-        cached: prompt tokens that were cached before the prompt was computed for all choices, if it was.
-        shape: of the answers.
-        stream: joins the events of the parts.
+        joined: joins the answers of the parts.
         whole: the parts' answers that are no streams, by the index of their first choice; as bytes: with
             very many, a walk of the garbage collector through objects would hold up all other requests.
         headers: those of the first part's answer.
@@ -227,12 +190,9 @@ class _Answer:
 
     def __init__(self, reply: Reply, several: Several, *, streams: bool) -> None:
         self.streams = streams
-        self.cached: int | None = None
-        self.shape = _LISTED if several.listed else _CHOICES
-        self.stream = self.shape.stream()
+        self.joined = (JoinedList if several.listed else Joined)(several)
         self.whole: dict[int, tuple[Place, bytes]] = {}
         self.headers: HeaderPairs = []
-        self._several = several
         self._reply = reply
         self._turn = asyncio.Lock()
 
@@ -252,23 +212,23 @@ class _Answer:
     async def finish(self) -> None:
         """Sends the end of a stream, or the joined answer with the headers of the first part."""
         if self.streams:
-            await self._reply.finish(self.stream.end(self.cached))
+            await self._reply.finish(self.joined.end())
             return
         pairs = [self.whole[index] for index in sorted(self.whole)]
-        content = await off_loop(
-            lambda: self.shape.join(self._several, pairs, self.cached), ms=len(pairs) / _JOINED_PER_MS
-        )
+        content = await off_loop(lambda: self.joined.whole(pairs), ms=len(pairs) / _JOINED_PER_MS)
         await self._reply.start(_OK, self.headers)
         await self._reply.finish(content)
 
 
-class _PartClient:
-    """The client of one part. Holds the events that it got until it is drained."""
+class _PartClient(Stage):
+    """The client of one part, and the last stage that its answer passes: of a stream, it makes the client's
+    events, and holds them until it is drained."""
+
+    changes = True
 
     def __init__(self, place: Place, answer: _Answer) -> None:
         self._place, self._answer = place, answer
-        self._events = Events() if answer.streams else None
-        self._status, self._headers = _OK, HeaderPairs()
+        self._headers = HeaderPairs()
         self._content: list[bytes] = []  # of an answer that is no stream
         self._to_send = b""
         self._error: bytes | None = None
@@ -282,36 +242,50 @@ class _PartClient:
         events, self._to_send = self._to_send, b""
         await self._answer.send(events, self._headers)
 
+    @override
+    def event(self, event: Event) -> Iterable[Event]:
+        joined = self._answer.joined
+        if not self._is_merged:
+            return (event,)
+        if event.is_whole:  # no stream: it counts as one that broke off
+            return (Event(b"", is_whole=True),)
+        if not event.data or self._error is not None:
+            return ()
+        self._is_complete = self._is_complete or joined.ends(event)
+        if is_error(event):
+            self._error = event.data
+            return ()
+        return (Event(joined.event(self._place, event)),)
+
     def start(self, status: int, headers: HeaderPairs) -> None:
-        self._status, self._headers = status, [pair for pair in headers if pair[0] != b"content-length"]
+        self.status, self._headers = status, headers
 
     def write(self, chunk: bytes) -> None:
-        if self._events is None or self._status != _OK:
+        if self._is_merged:
+            self._to_send += chunk
+        else:
             self._content.append(chunk)
-            return
-        for data in self._events.feed(chunk):
-            if self._answer.stream.ends(data):
-                self._is_complete = True
-            if self._error is None and is_error(data):
-                self._error = data
-            elif self._error is None:
-                self._to_send += self._answer.stream.event(self._place, data)
 
     def finish(self, chunk: bytes) -> None:
         self.write(chunk)
-        self._is_complete = self._is_complete or self._events is None
+        self._is_complete = self._is_complete or not self._answer.streams
+
+    @property
+    def _is_merged(self) -> bool:
+        """True if its events are events of the client's."""
+        return self._answer.streams and self.status == _OK
 
     def check(self) -> None:
         """The part has ended: notes its answer. Raises _Failed if that is an error or not complete."""
         content = b"".join(self._content)
-        if self._status != _OK:
-            raise _Failed(content, self._headers, self._status)
-        if self._events is None and not self._is_complete:
+        if self.status != _OK:
+            raise _Failed(content, self._headers, self.status)
+        if not (self._answer.streams or self._is_complete):
             raise EngineFailed(_BROKEN_OFF)
         if self._error is not None or not self._is_complete:
             error = self._error or error_body(_BROKEN_OFF, kind="server_error")
             raise _Failed(error, self._headers)
-        if self._events is None:
+        if not self._answer.streams:
             self._answer.whole[self._place.index] = self._place, content
             if not self._place.index:
                 self._answer.headers = self._headers

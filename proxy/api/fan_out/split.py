@@ -119,33 +119,29 @@ class Several(Struct, frozen=True):
 
 
 def several_of(
-    route: str,
     body: JsonBody,
     find_pool: Callable[[], Pool],
+    prompts: list[OnePrompt] | None = None,
     *,
     reuse: bool,
     listed: bool = False,
-    read: Callable[[], list[OnePrompt] | None] | None = None,
+    takes_best: bool = False,
 ) -> Several | None:
     """The request, split; None if the pool's engines get it unchanged.
 
     Args:
-        route: the request's route.
-        body: its body.
+        body: the request's.
         find_pool: finds the pool of its model; not called for a plain request.
+        prompts: what `prompts_of` found, on a route that takes several.
         reuse: kvpin places requests by what engines hold.
         listed: the route is one beside `/v1` that answers with a list.
-        read: gives what `prompts_of` found; None: it is called here.
+        takes_best: the route takes `best_of`.
 
     Raises:
         BadRequest: a number of choices that nobody serves.
         UnreadableField: a field that cannot be decoded.
     """
-    prompts, has_choices = None, body.has_any(_CHOICES)
-    if read is not None:
-        prompts = read()
-    elif listed or route == COMPLETIONS:
-        prompts = prompts_of(body, listed=listed)
+    has_choices = body.has_any(_CHOICES)
     if prompts is None and not has_choices:
         return None
     pool = find_pool()
@@ -158,7 +154,7 @@ def several_of(
             choices = asked if type(asked) is int and asked > 0 else 1
         else:
             choices = _number(body, "n" if body.get("n") is not None else "n_cmpl", 1)
-            runs = max(choices, _best_of(body, choices) if route == COMPLETIONS else 1)
+            runs = max(choices, _best_of(body, choices) if takes_best else 1)
     n_parts = runs * len(prompts or [None])
     if n_parts == 1:
         return None

@@ -108,7 +108,7 @@ class GroupKind:
 
 def _joined(runs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     """The same runs from the last to the first; those that touch are one."""
-    joined = list[tuple[int, int]]()
+    joined: list[tuple[int, int]] = []
     for first, last in sorted(runs):
         if joined and first <= joined[-1][1]:
             joined[-1] = joined[-1][0], max(joined[-1][1], last)

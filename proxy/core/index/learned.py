@@ -42,7 +42,8 @@ class LearnedBlocks:
         self.forget(chain)
         self._put(next(self._served), chain)
         self._size += len(chain)
-        stretches, evicted = self._stretches, list[Blocks]()
+        stretches = self._stretches
+        evicted: list[Blocks] = []
         while self._size > self.capacity:
             number, stretch = stretches.popitem(last=False)
             kept = max(len(stretch) - (self._size - self.capacity), 0)

@@ -31,12 +31,13 @@ class Locations:
 
     Attributes:
         retired: bits that no longer mean anything, and that some blocks may still have.
+        version: a number that changes with them.
     """
 
     def __init__(self) -> None:
         self._parts: Spread[BlockHash, Segment] = spread(_PARTS)
         self._segments: list[set[Segment]] = [set() for _ in range(_SETS)]
-        self.retired = 0
+        self.retired = self.version = 0
         self._leaving = 0  # retired bits that the current pass clears
         self._pass: Iterator[None] = iter(())
 
@@ -104,6 +105,7 @@ class Locations:
         Returns:
             How many blocks had not had the bit, and how many of those have `beside`.
         """
+        self.version += 1
         parts, added, both, at = self._parts, 0, 0, 0
         while at < len(chain):
             block = chain[at]
@@ -135,6 +137,7 @@ class Locations:
     def clear(self, bits: int, blocks: tuple[BlockHash, ...], of: int) -> dict[int, int]:
         """Clears location bits of blocks; these need not be one chain, but consecutive blocks of one are
         faster. Returns how many lost any bit, by the bits in `of` that they had before."""
+        self.version += 1
         parts, at = self._parts, 0
         lost: dict[int, int] = {}
         while at < len(blocks):
@@ -155,6 +158,7 @@ class Locations:
         """Declares location bits meaningless; `tidy` clears them. Do not mark them before `tidy` has returned
         them."""
         self.retired |= bits
+        self.version += 1
 
     def tidy(self) -> int:
         """Clears retired bits of some blocks, for half a millisecond. Returns the bits that no block has
@@ -211,7 +215,7 @@ class Locations:
     def _take(self, segment: Segment, start: int, end: int, bits: int) -> list[tuple[int, int]]:
         """Clears location bits of blocks of a segment; blocks that then lie nowhere leave it. Returns the old
         bits of those that lost any, and how many had them."""
-        lost = list[tuple[int, int]]()
+        lost: list[tuple[int, int]] = []
         # From the end: places before a removed block stay the same.
         for mask, begin, stop in segments.runs(segment, start, end)[::-1]:
             gone = mask & bits

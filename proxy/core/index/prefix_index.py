@@ -60,6 +60,9 @@ class PrefixIndex:
     """Index of the blocks that each engine of a pool holds, as far as known.
 
     Not thread-safe: one event loop owns it.
+
+    Attributes:
+        grouped: the engines with further KV cache groups.
     """
 
     def __init__(self) -> None:
@@ -71,10 +74,12 @@ class PrefixIndex:
         self._flights: dict[str, InFlight] = {}
         self._counts: dict[str, list[int]] = {}  # see `counts`
         self._alone: dict[str, int] = {}  # as `_shifts`, of engines without further groups
-        self._grouped: dict[str, Grouped] = {}  # the other engines
+        self.grouped: dict[str, Grouped] = {}  # the other engines
         self._grouped_bits = self._group_bits = 0  # all location bits of those, and of their groups
         self._alike: dict[int, Alike] = {}  # see `_holders`
         self._chunks: dict[str, int] = {}  # see `set_chunk`
+        # What `_reach` found last: of which chain, and in which version of the locations.
+        self._reached: tuple[Sequence[BlockHash], int, list[int], list[int]] = (), -1, [], []
 
     def __len__(self) -> int:
         """Blocks of all engines, and blocks of wiped engines that are not tidied yet."""
@@ -110,10 +115,10 @@ class PrefixIndex:
             tokens_per_block: the group's block size.
             pool: the pool's block size.
         """
-        own = self._grouped.get(engine)
+        own = self.grouped.get(engine)
         if own is None:
             shift = self._alone.pop(engine)
-            own = self._grouped[engine] = Grouped(KvGroups(pool), [shift // WIDTH])
+            own = self.grouped[engine] = Grouped(KvGroups(pool), [shift // WIDTH])
             self._grouped_bits |= ALL << shift
         groups, slots = own.groups, own.slots
         if group.number in groups.bits:
@@ -132,17 +137,17 @@ class PrefixIndex:
 
     def groups_of(self, engine: str) -> KvGroups | None:
         """The further KV cache groups of the engine; None if none is known."""
-        own = self._grouped.get(engine)
+        own = self.grouped.get(engine)
         return None if own is None else own.groups
 
     def store_group(self, engine: str, group: KvGroup, hashes: tuple[BlockHash, ...]) -> None:
         """The group now holds these blocks, of one chain and in its order."""
-        groups = self._grouped[engine].groups
+        groups = self.grouped[engine].groups
         groups.count(group, self._locations.mark(groups.bits[group.number], hashes)[0])
 
     def remove_group(self, engine: str, group: KvGroup, hashes: tuple[BlockHash, ...]) -> None:
         """The group no longer holds these blocks."""
-        groups = self._grouped[engine].groups
+        groups = self.grouped[engine].groups
         groups.count(group, -self._locations.clear(groups.bits[group.number], hashes, 0).get(0, 0))
 
     def in_groups(self, engine: str, block: BlockHash) -> bool:
@@ -165,7 +170,7 @@ class PrefixIndex:
             self._tidy()
         else:
             self._free.append(shift // WIDTH)
-        own = self._grouped.pop(engine, None)
+        own = self.grouped.pop(engine, None)
         if own is None:
             del self._alone[engine]
             return
@@ -249,11 +254,12 @@ class PrefixIndex:
         tier of the engine holds, or that a further group cannot reuse."""
         chain, shift, flight = tuple(hashes), self._shifts[engine], self._flights[engine]
         if chain:
-            start, boundaries = self._stored(chain, shift), tuple[BlockHash, ...]()
+            start = self._stored(chain, shift)
+            boundaries: tuple[BlockHash, ...] = ()
             if engine in self._chunks:
                 match = self.match(chain).get(engine)
                 start = min(start, match.blocks) if match is not None else 0
-            if engine in self._grouped:
+            if engine in self.grouped:
                 start, boundaries = self._left_in_groups(engine, chain, start, reusable)
             flight.begin(chain[-1], start, boundaries)
             bits = PENDING << shift, GPU << shift
@@ -287,10 +293,10 @@ class PrefixIndex:
     def _stored(self, chain: Sequence[BlockHash], shift: int) -> int:
         """Leading blocks of the chain that a tier of the engine holds."""
         stored = 0
-        for mask, blocks in self._locations.stretches(chain):
+        for mask, end in zip(*self._reach(chain), strict=True):
             if not mask >> shift & _STORED:
                 break
-            stored += blocks
+            stored = end
         return stored
 
     def _left_in_groups(
@@ -298,7 +304,7 @@ class PrefixIndex:
     ) -> tuple[int, tuple[BlockHash, ...]]:
         """How many of the `stored` leading blocks the engine's further groups can reuse, and the boundaries
         at which a request for the chain leaves windows and states whole: see `groups.py`."""
-        groups, shift = self._grouped[engine].groups, self._shifts[engine]
+        groups, shift = self.grouped[engine].groups, self._shifts[engine]
         stretches = [*self._locations.stretches(chain)]
         masks, ends = [mask for mask, _ in stretches], [*accumulate(blocks for _, blocks in stretches)]
         reused, lacks = groups.reach(masks, ends, stored)
@@ -346,7 +352,7 @@ class PrefixIndex:
                 found[engine] = match
                 if not match.blocks:
                     del found[engine]
-        if self._grouped:
+        if self.grouped:
             found |= self._match_grouped(digits, masks, ends, hashes, most)
         return found
 
@@ -355,9 +361,10 @@ class PrefixIndex:
     ) -> dict[str, Match]:
         """The matches of engines with further groups. `digits`: see `match`."""
         found, others = self._match_alike(digits, masks, ends, most)
-        width, within = len(self._slots), dict[tuple[str, ...], Match]()
+        width = len(self._slots)
+        within: dict[tuple[str, ...], Match] = {}
         for engine in others:
-            own = self._grouped[engine]
+            own = self.grouped[engine]
             columns = [digits[slot::width] for slot in own.slots]
             column = columns[0]
             if max(column) >= PENDING_DIGIT:  # what is in flight differs from engine to engine
@@ -387,7 +394,7 @@ class PrefixIndex:
                 same += 1
         if not same:
             return {}, engines
-        own = self._grouped[engines[0]]
+        own = self.grouped[engines[0]]
         match = within_groups(own, masks[:same], ends[:same], "1" * same, most)
         found = dict.fromkeys(engines, match)
         if same == len(masks):
@@ -402,10 +409,10 @@ class PrefixIndex:
         held = mask & self._grouped_bits
         alike = self._alike.get(held)
         if alike is None:
-            engines = tuple([each for each in self._grouped if held >> self._shifts[each] & ALL])
-            shapes = {self._grouped[each].groups.shape for each in engines}
+            engines = tuple([each for each in self.grouped if held >> self._shifts[each] & ALL])
+            shapes = {self.grouped[each].groups.shape for each in engines}
             is_alike = len(shapes) == 1 and held & ~self._each == 0
-            groups = sum(self._grouped[each].groups.mask for each in engines) if is_alike else 0
+            groups = sum(self.grouped[each].groups.mask for each in engines) if is_alike else 0
             if len(self._alike) == _MAX_ALIKE:
                 self._alike.clear()
             slots = tuple([self._shifts[each] // WIDTH for each in engines])
@@ -415,7 +422,10 @@ class PrefixIndex:
     def _reach(self, chain: Sequence[BlockHash]) -> tuple[list[int], list[int]]:
         """Location bits of the engines that hold all blocks so far, and where each stretch of equal bits
         ends; up to the first block that none of them holds."""
-        masks, ends, at = list[int](), list[int](), 0
+        reached, version, masks, ends = self._reached
+        if reached is chain and version == self._locations.version:  # of the prompt that was just placed
+            return masks, ends
+        at, masks, ends = 0, [], []
         last, alive, groups = -1, self._each * ALL, self._group_bits
         for mask, blocks in self._locations.stretches(chain):
             at += blocks
@@ -429,4 +439,5 @@ class PrefixIndex:
             last = here
             masks.append(here)
             ends.append(at)
+        self._reached = chain, self._locations.version, masks, ends
         return masks, ends

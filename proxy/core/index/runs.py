@@ -167,7 +167,8 @@ class BlockRun:
 
     def stretches(self, bit: int) -> list[tuple[int, int]]:
         """Where blocks in a row begin and end that the tier of `bit` holds."""
-        blocks, found = len(self.names), list[tuple[int, int]]()
+        blocks = len(self.names)
+        found: list[tuple[int, int]] = []
         held, every = self.held & bit * _ONES[blocks], bit * _ONES[blocks]
         if held in (0, every):
             return [(0, blocks)] if held else []
@@ -190,7 +191,8 @@ class BlockRun:
     def inner(self, first: int, end: int | None = None) -> list[BlockHash]:
         """The pool blocks that end inside the blocks from `first` to before `end`, and not at their ends."""
         end = len(self.names) if end is None else end
-        size, pool, inner = self.size, self._pool, list[BlockHash]()
+        size, pool = self.size, self._pool
+        inner: list[BlockHash] = []
         if not self.shares:
             return inner
         if self.is_whole:

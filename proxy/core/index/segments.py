@@ -105,7 +105,7 @@ def runs(segment: Segment, start: int, end: int) -> Sequence[tuple[int, int, int
     masks, at = segment.masks, start
     if len(masks) == 1:
         return ((masks[0], start, end),)
-    found = list[tuple[int, int, int]]()
+    found: list[tuple[int, int, int]] = []
     for mask, stop in zip(masks, segment.ends):  # noqa: B905 - faster
         if stop >= end:
             found.append((mask, at, end))
@@ -121,7 +121,9 @@ def change(segment: Segment, start: int, end: int, on: int = 0, off: int = 0) ->
     if start == segment.first and end == segment.ends[0] and len(segment.masks) == 1:
         segment.masks = ((segment.masks[0] | on) & ~off,)
         return
-    masks, ends, at = list[int](), list[int](), segment.first
+    at = segment.first
+    masks: list[int] = []
+    ends: list[int] = []
     for mask, stop in zip(segment.masks, segment.ends, strict=True):
         for upto, bits in ((min(stop, start), mask), (min(stop, end), (mask | on) & ~off), (stop, mask)):
             if upto <= at:

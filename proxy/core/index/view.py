@@ -153,7 +153,7 @@ class EngineView:
 
     def runs(self) -> Iterator[BlockRun]:
         """All runs. The view may change between two of them."""
-        seen = set[BlockRun]()
+        seen: set[BlockRun] = set()
         for part in self._runs:
             for run in set(part.values()) - seen:
                 seen.add(run)
@@ -325,7 +325,8 @@ class EngineView:
     # --- removed -----------------------------------------------------------------------------------
 
     def _remove(self, event: BlocksRemoved) -> None:
-        bit, ended = TIER_BITS[event.tier], list[Sequence[BlockHash]]()
+        bit = TIER_BITS[event.tier]
+        ended: list[Sequence[BlockHash]] = []
         before, falls = 0, 0
         has_groups = self._index.groups_of(self._engine) is not None
         for name in event.hashes:
@@ -374,7 +375,8 @@ class EngineView:
 
     def _unshare(self, inner: Sequence[BlockHash], tier: Tier) -> list[BlockHash]:
         """One block less on the tier holds these entries. Returns the entries that none holds now."""
-        one, ended = _ONE[tier], list[BlockHash]()
+        one = _ONE[tier]
+        ended: list[BlockHash] = []
         for block in inner:
             here = self._holders[block >> KEY_SHIFT]
             left = here[block] - one

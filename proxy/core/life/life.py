@@ -59,6 +59,9 @@ class Rules(Struct, frozen=True, dict=True):
         return (self.retries + 1) * (self.placed_s + self.first_byte_s)
 
 
+_NONE: frozenset[str] = frozenset()
+
+
 class Phase(Enum):
     """Where a request is in its life."""
 
@@ -152,23 +155,26 @@ class Life:
     @property
     def tried(self) -> frozenset[str]:
         """The engines that failed: the next attempt is on another one, and does not wait in the queue."""
-        return frozenset(each.engine for each in self.attempts)
+        return frozenset([each.engine for each in self.attempts]) if self.attempts else _NONE
 
     # --- What happens ---------------------------------------------------------------------------------
 
     def prepared(self, *, can_repeat: bool = True) -> None:
         """It was read: it can be placed. `can_repeat`: its body can be sent again."""
-        self._check(Phase.ADMITTED)
+        if self.phase is not Phase.ADMITTED:
+            raise self._wrong_phase()
         self._can_repeat = can_repeat
 
     def placed(self, engine: str) -> None:
         """It is its turn, on this engine."""
-        self._check(Phase.ADMITTED)
+        if self.phase is not Phase.ADMITTED:
+            raise self._wrong_phase()
         self.phase, self.engine = Phase.IN_TURN, engine
 
     def none_left(self) -> Sequence[Attempt]:
         """No engine is left to try: the end. Returns the attempts whose engines are to blame."""
-        self._check(Phase.ADMITTED)
+        if self.phase is not Phase.ADMITTED:
+            raise self._wrong_phase()
         attempts = self.attempts
         if not attempts:
             self._end(Cause.NO_ENGINE)
@@ -179,26 +185,31 @@ class Life:
 
     def entered(self, now: float) -> None:
         """The engine is leased."""
-        self._check(Phase.IN_TURN)
+        if self.phase is not Phase.IN_TURN:
+            raise self._wrong_phase()
         self.phase, self._since, self._is_sent = Phase.LEASED, now, False
 
     def sent(self) -> None:
         """The engine gets the request. Before that, it waits for a slot or for another request's prefix."""
-        self._check(Phase.LEASED)
+        if self.phase is not Phase.LEASED:
+            raise self._wrong_phase()
         self._is_sent = True
 
     def began(self, now: float, *, is_socket: bool = False) -> Sequence[Attempt]:
         """The answer begins. `is_socket`: as a WebSocket, which may be silent for ever. Returns the attempts
         whose engines refused what this one answers."""
-        self._check(Phase.LEASED)
+        if self.phase is not Phase.LEASED:
+            raise self._wrong_phase()
         self.phase, self._heard, self._seen, self._is_lost = Phase.ANSWERING, now, 0, False
         self._idle_s = inf if is_socket else self.rules.idle_s
         return _blamed(self.attempts[self._judged :], *_COMPARED) if self.attempts else ()
 
     def answered(self, *, is_error: bool = False) -> None:
         """The answer is complete: the end. `is_error`: it is the engine's own error about the request."""
-        self._check(Phase.ADMITTED, Phase.LEASED, Phase.ANSWERING)  # kvpin counts a prompt's tokens itself
-        self._end(Cause.ENGINE_REJECTED if is_error else Cause.ANSWERED)
+        if self.phase is Phase.IN_TURN or self.phase is Phase.ENDED:  # kvpin counts a prompt's tokens itself
+            raise self._wrong_phase()
+        self.phase, self.cause = Phase.ENDED, Cause.ENGINE_REJECTED if is_error else Cause.ANSWERED
+        self.error = None
 
     def failed(
         self,
@@ -224,7 +235,8 @@ class Life:
         if self.phase is Phase.ADMITTED:  # it is invalid, or would wait too long
             self._end(cause, error)
             return ()
-        self._check(Phase.IN_TURN, Phase.LEASED, Phase.ANSWERING)
+        if self.phase is Phase.ENDED:
+            raise self._wrong_phase()
         attempt = Attempt(engine or self.engine, cause, error)
         self.attempts = attempts = (*self.attempts, attempt)
         is_blamed = cause.blame is not Blame.NOBODY and cause.blame not in _COMPARED
@@ -244,7 +256,8 @@ class Life:
         still go on. `received`: pieces of the answer that have arrived."""
         if self.phase is Phase.LEASED:
             return Cause.ENGINE_LOST
-        self._check(Phase.ANSWERING)
+        if self.phase is not Phase.ANSWERING:
+            raise self._wrong_phase()
         if not self._is_lost:
             self._seen, self._heard, self._is_lost = received, now, True
         return None
@@ -255,7 +268,8 @@ class Life:
         `received`: pieces of the answer that have arrived. `at_client`: kvpin waits for the client to take
         more: an engine is silent only while kvpin waits for it.
         """
-        self._check(Phase.ADMITTED, Phase.IN_TURN, Phase.LEASED, Phase.ANSWERING)
+        if self.phase is Phase.ENDED:
+            raise self._wrong_phase()
         rules = self.rules
         if self.phase is Phase.ANSWERING:
             if rules.total_s is not None and now >= self._arrived + rules.total_s:
@@ -298,9 +312,8 @@ class Life:
         # An engine that refuses is busy with others: retries would multiply the load. A lost one is not.
         return last.blame not in _COMPARED or self._budget.take(now)
 
-    def _check(self, *phases: Phase) -> None:
-        if self.phase not in phases:
-            raise WrongPhase(f"this cannot be while a request is {self.phase.value}")
+    def _wrong_phase(self) -> WrongPhase:
+        return WrongPhase(f"this cannot be while a request is {self.phase.value}")
 
     def _end(self, cause: Cause, error: Exception | None = None) -> None:
         self.phase, self.cause, self.error = Phase.ENDED, cause, error

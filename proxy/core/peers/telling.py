@@ -62,7 +62,7 @@ class OwnRequests:
     def __init__(self, wake: Callable[[], None]) -> None:
         """`wake` is called when there is something to tell, once until that is taken."""
         self._wake = wake
-        self._untold = list[Message]()
+        self._untold: list[Message] = []
         self._in_flight: dict[int, Telling] = {}
         self._last = 0  # id
 

@@ -48,7 +48,8 @@ class Residents:
         `blocks` is not positive. Forgets prompts that the engine no longer holds."""
         if blocks <= 0:
             return 0.0
-        prompts, gone = self._prompts, list[BlockHash]()
+        prompts = self._prompts
+        gone: list[BlockHash] = []
         seen, looked_at, lost = 0, 0, 0.0
         for last, (then, size, _) in prompts.items():
             if not self._holds(last):
@@ -68,7 +69,8 @@ class Residents:
     def oldest(self, blocks: int) -> list[tuple[int, int, BlockHash]]:
         """The least recently used prompts, as far as evicting `blocks` blocks reaches. For each: the blocks
         of those before it, its own number of blocks, and its last block. At most MAX_LOOKED_AT prompts."""
-        found, seen = list[tuple[int, int, BlockHash]](), 0
+        seen = 0
+        found: list[tuple[int, int, BlockHash]] = []
         for last, (_, size, length) in islice(self._prompts.items(), MAX_LOOKED_AT):
             if seen >= blocks:
                 break

@@ -9,10 +9,10 @@ a request is given up.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
+from msgspec import Struct
 
 from proxy.core.admission import Backlog
 
@@ -89,8 +89,7 @@ class _Begun(NamedTuple):
     unknown: int
 
 
-@dataclass(slots=True)
-class _Prefill:
+class _Prefill(Struct):
     ticket: int
     work: Work | None  # None if it is not known
     expected_s: float
@@ -98,8 +97,7 @@ class _Prefill:
     seen: bool  # its first token will be
 
 
-@dataclass(slots=True)
-class _BusyPeriod:
+class _BusyPeriod(Struct):
     """Prefills that ended one after the other, without a gap, since the engine began the first of them."""
 
     since: float
@@ -138,15 +136,15 @@ class EngineLedger:
         self._prefills: dict[int, _Prefill] = {}  # by ticket, in the order they were placed
         self._first: _Prefill | None = None  # of them: the one that the engine is computing
         self._expected_s = 0.0  # of all of them
-        self._decoding = set[int]()
-        self._pulls = set[int]()  # requests whose KV another engine has yet to send
+        self._decoding: set[int] = set()
+        self._pulls: set[int] = set()  # requests whose KV another engine has yet to send
         self._turn = 0.0  # when the engine began the first of the prefills
         self._busy: _BusyPeriod | None = None  # None while a prefill is queued whose end is not seen
         self._whole: dict[int, _Begun] = {}  # requests whose answers do not stream
         self._computed = 0  # prompt tokens computed so far
         self._unknown = 0  # prompts whose computed tokens are not known
         self._foreign, self._foreign_until = 0, 0.0
-        self._missing = frozenset[int]()
+        self._missing: frozenset[int] = frozenset()
 
     @property
     def in_flight(self) -> int:
@@ -163,7 +161,8 @@ class EngineLedger:
             seen: its first token will be seen, because the answer is a stream.
         """
         self.placed += 1
-        self.backlog.placed()
+        if self.backlog.waiting:
+            self.backlog.placed()
         self._queue(now, _Prefill(self.placed, work, expected_s, now, seen))
         return self.placed
 
@@ -184,7 +183,7 @@ class EngineLedger:
         self._queue(now, _Prefill(ticket, work, expected_s, now, seen))
 
     def _queue(self, now: float, prefill: _Prefill) -> None:
-        if self._settle(now) is None:
+        if self._first is None or self._settle(now) is None:
             self._turn, self._busy = now, _BusyPeriod(now)
         if not prefill.seen:
             self._busy = None
@@ -212,7 +211,8 @@ class EngineLedger:
 
     def first_token(self, now: float, ticket: int) -> LoadSample | None:
         """Its first token came. Returns a sample of the engine's time, if one is complete."""
-        self.backlog.began(now)
+        if self.backlog.waiting:
+            self.backlog.began(now)
         self._settle(now)
         prefill = self._take(ticket, computed=True)
         if prefill is None:
@@ -235,7 +235,8 @@ class EngineLedger:
     def answered(self, now: float, ticket: int) -> Spent | None:
         """A whole answer came: the engine has finished the request, and the prompts placed before it.
         Returns what the engine did meanwhile; None if that is not known."""
-        self.backlog.began(now)
+        if self.backlog.waiting:
+            self.backlog.began(now)
         begun = self._whole.pop(ticket, None)
         if begun is None:
             return None
@@ -253,8 +254,12 @@ class EngineLedger:
     def end(self, now: float, ticket: int) -> None:
         """The request is over: answered, failed or cancelled."""
         self._whole.pop(ticket, None)
-        self._turn_of(ticket, now)
-        self._drop(ticket)
+        if ticket in self._prefills:
+            self._turn_of(ticket, now)
+            self._drop(ticket)
+        else:
+            self._decoding.discard(ticket)
+            self._pulls.discard(ticket)
 
     def reported(self, now: float, requests: int) -> None:
         """The engine reports `requests` running requests. Those beyond ours belong to others. If it reports
@@ -268,7 +273,7 @@ class EngineLedger:
 
     def view(self, now: float) -> LoadView:
         """The load now."""
-        first = self._settle(now)
+        first = self._first if self._first is None else self._settle(now)
         streams = len(self._decoding)
         if self._foreign:
             streams += self._others(now)

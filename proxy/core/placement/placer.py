@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 
+from msgspec import Struct
+
 from engine_adapter.hold import Forecast
 from engine_adapter.types import Role, Tier, Usage
 from proxy.core.index.blocks import BlockHash, Chain
@@ -89,8 +91,7 @@ class EngineBook:
             self.on_gpu.clear()
 
 
-@dataclass(slots=True, eq=False)
-class PlacedRequest:
+class PlacedRequest(Struct, eq=False):
     """A request that was placed, until it ends.
 
     Attributes:
@@ -212,10 +213,10 @@ class Placer:
         free = room = None
         if book.gpu_blocks is not None:
             gpu, host, _, pending = self.index.counts(engine)
-            free = room = max(book.gpu_blocks - gpu - pending, 0)
-            groups = self.index.groups_of(engine)
-            if groups is not None:
-                free = room = max(groups.room(book.gpu_blocks, gpu) - pending, 0)
+            free = book.gpu_blocks - gpu
+            if engine in self.index.grouped:
+                free = self.index.grouped[engine].groups.room(book.gpu_blocks, gpu)
+            free = room = max(free - pending, 0)
             if book.host_blocks > host:
                 room += book.host_blocks - host
         busy = book.worked.per_s(now)
@@ -388,7 +389,8 @@ class Placer:
         sample = placed.book.ledger.first_token(now, placed.ticket)
         if sample is not None:
             placed.book.rates.learn(sample)
-        self._count(now, placed)
+        if placed.begun is None:
+            self._count(now, placed)
 
     def answered(self, now: float, placed: PlacedRequest) -> None:
         """Its answer came whole, and showed no first token."""
@@ -400,7 +402,8 @@ class Placer:
         """The request is over. `computed` tokens of its prompt are new on the engine; None if it failed. If
         its answer came whole, the engine's `report` teaches rates."""
         book, chain, size = placed.book, placed.chain, self.tokens_per_block
-        self._was_read(placed)
+        if placed.ticket in book.unread:
+            self._was_read(placed)
         book.in_flight -= 1
         book.ledger.end(now, placed.ticket)
         if chain is not None and book.in_use is not None:
@@ -414,7 +417,8 @@ class Placer:
             self.demand.answered(now, now - placed.begun)
         if placed.spent is not None and chain is not None and report is not None:
             self._learn(now, placed, chain, placed.spent, report)
-        self._count(now, placed)
+        if placed.begun is None:
+            self._count(now, placed)
         if chain is None:
             return
         book.residents.use(now, chain.hashes, computed // size)
@@ -437,12 +441,11 @@ class Placer:
             self.demand.answered(now, output * self.rates.fit.step_s)
 
     def _count(self, now: float, placed: PlacedRequest) -> None:
-        """Counts a prompt that an engine has computed, once per request: further attempts of the
-        request do not count. Its seconds count only after rates were learned."""
-        if placed.begun is not None:
-            return
+        """Counts a prompt that an engine has computed, once per request. Its seconds count only after rates
+        were learned."""
         placed.begun = now
-        self._was_read(placed)
+        if placed.ticket in placed.book.unread:
+            self._was_read(placed)
         if placed.part is Role.DECODE:
             return  # the other leg counts
         if self.rates.learned:

@@ -30,6 +30,8 @@ DISK_SPEEDUP = 3.0
 MIN_SAMPLE_TOKENS = 64
 # Medians are of this many samples.
 WINDOW = 16
+# The curve is drawn anew after so many samples, once its windows are full.
+EACH = 4
 # Length of a prompt whose rate stands for the whole curve.
 TYPICAL_TOKENS = 1024
 # If three quarters of an engine's samples are this far off the usual pace, it is other hardware; less is
@@ -85,8 +87,11 @@ class PoolRates:
         self._lengths: list[float] = []  # points of the curve: tokens
         self._seconds: list[float] = []  # and their seconds
         self._memo: dict[int, float] = {}
-        self._slowdowns = deque[tuple[float, float]](maxlen=4 * WINDOW)  # (streams, seconds over the curve's)
+        self._slowdowns: deque[tuple[float, float]] = deque(
+            maxlen=4 * WINDOW
+        )  # (streams, seconds over the curve's)
         self._until_interference = WINDOW
+        self._seen = 0  # samples of the curve
         self._restores = {tier: deque[float](maxlen=WINDOW) for tier in (Tier.HOST, Tier.DISK)}
         self._restore_tok_s: dict[Tier, float] = {}
         self._ratios = WeakKeyDictionary[EngineRates, float]()  # engine → its seconds over the curve's
@@ -144,6 +149,9 @@ class PoolRates:
         octave = tokens.bit_length()
         samples = self._samples.setdefault(octave, deque(maxlen=WINDOW))
         samples.append((tokens, seconds / (1 + self.interference * decoding)))
+        self._seen += 1
+        if len(samples) == WINDOW and octave in self._points and self._seen % EACH:
+            return
         self._points[octave] = median([n for n, _ in samples]), median([s for _, s in samples])
         self._redraw()
 
@@ -219,8 +227,10 @@ class EngineRates:
     def __init__(self, pool: PoolRates) -> None:
         self.pool = pool
         self.pace = 1.0
-        self._samples = deque[tuple[int, float]](maxlen=WINDOW)  # (tokens, seconds with nothing decoding)
-        self._answers = deque[AnswerSample](maxlen=WINDOW)
+        self._samples: deque[tuple[int, float]] = deque(
+            maxlen=WINDOW
+        )  # (tokens, seconds with nothing decoding)
+        self._answers: deque[AnswerSample] = deque(maxlen=WINDOW)
         self._until_pace = REFIT
 
     @property

@@ -118,8 +118,10 @@ class Scores:
     )  # fmt: skip
 
     def __init__(self, candidates: Sequence[Candidate], chain: Chain, outlook: Outlook) -> None:
-        totals, reuses = list[float](), list[Reuse]()
-        rooms, waiting_s = dict[int, float](), dict[int, float]()
+        totals: list[float] = []
+        reuses: list[Reuse] = []
+        rooms: dict[int, float] = {}
+        waiting_s: dict[int, float] = {}
         shared: dict[object, Reuse] = {}
         blocks, later_s, parted = len(chain.hashes), (outlook.turns - 1) * outlook.rest_s, 0
         arrivals, spare = outlook.arrivals, outlook.spare
@@ -291,7 +293,8 @@ def place(candidates: Sequence[Candidate], chain: Chain, outlook: Outlook = CALM
 def choose(candidates: Sequence[Candidate], scores: Scores, chain: Chain, outlook: Outlook) -> Placement:
     """The candidate that costs least, by these scores and with regret."""
     totals, regrets = scores.totals, scores.regrets
-    first = scores.within(min(totals))[0]
+    lowest = min(totals)
+    first = totals.index(lowest) if totals.count(lowest) == 1 else scores.within(lowest)[0]
     regrets[first] = regret_of(candidates[first], scores.reuses[first], chain, outlook)
     least = totals[first] + regrets[first]
     if len(totals) > 1:

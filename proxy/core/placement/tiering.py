@@ -175,8 +175,7 @@ class Threads(Generic[Prompt]):
 
 
 class AheadCounts(msgspec.Struct):
-    """Restores ahead on one engine: how many so far, how many blocks, how many were used because the turn
-    came and found them, and how many were wasted."""
+    """Restores ahead on one engine: how many, of how many blocks; how many a turn found, and how many not."""
 
     restores: int = 0
     blocks: int = 0

@@ -15,7 +15,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, combinations
+from itertools import accumulate
 from math import inf
 from operator import itemgetter
 
@@ -31,6 +31,8 @@ REFIT_S = 10.0
 # Prompt tokens that cost as much as a decode step, until answers of different kinds are seen: 100 to 300 on
 # GPUs, 10 to 50 on CPUs.
 STEP_TOKENS = 64
+# Two answers whose shares of prefill differ by less tell nothing: their difference is noise.
+LEAST_APART = 0.02
 # Weight of that guess, for each answer: two answers of quite different kinds have a weight of 1.
 GUESS_WEIGHT = 0.25
 
@@ -69,7 +71,7 @@ class AnswerFit:
     """Fits the last answers of a pool."""
 
     def __init__(self) -> None:
-        self._answers = deque[AnswerSample](maxlen=WINDOW)
+        self._answers: deque[AnswerSample] = deque(maxlen=WINDOW)
         self._until_fit = MIN_ANSWERS
         self._not_before = -inf
 
@@ -102,10 +104,12 @@ def fit(answers: Sequence[AnswerSample]) -> Fit | None:
 def _token_seconds(answers: Sequence[AnswerSample]) -> list[tuple[float, float]]:
     """Seconds for each prompt token, with a weight: by each two answers, and by each with the guess."""
     found = [(each.seconds / (each.prefilled + STEP_TOKENS * each.output), GUESS_WEIGHT) for each in answers]
-    plain = [(each.prefilled, each.output, each.seconds, each.prefill_share) for each in answers]
-    for (tokens, output, seconds, share), (others, theirs, while_s, their_share) in combinations(plain, 2):
-        if apart := tokens * theirs - others * output:
-            found.append(((seconds * theirs - while_s * output) / apart, abs(share - their_share)))
+    plain = sorted([(each.prefill_share, each.prefilled, each.output, each.seconds) for each in answers])
+    shares = [share for share, *_ in plain]
+    for share, tokens, output, seconds in plain:
+        for their_share, others, theirs, while_s in plain[bisect_left(shares, share + LEAST_APART) :]:
+            if apart := tokens * theirs - others * output:
+                found.append(((seconds * theirs - while_s * output) / apart, their_share - share))
     return found
 
 

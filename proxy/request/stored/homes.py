@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import NamedTuple
 
 import msgspec
 from typing_extensions import override
 
 from engine_adapter import UNREADABLE, HeaderPairs
-from proxy.request.calls import Through, Writer
+from proxy.request.stages import Event, Stage
 from proxy.request.stored.names import Name
 from proxy.request.stored.routes import FOLLOWED, Kind
-from proxy.request.translate.translation import Events
 
 MAX_NAMES = 10_000
 """The most objects of a kind whose engines are known, for each tenant."""
@@ -87,62 +87,39 @@ class _Made(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Made).decode
 
 
-class AnswerNoter(Through):
-    """A client whose answer passes unchanged. Notes the new objects in it, or that the object is gone."""
+class AnswerNoter(Stage):
+    """Notes the new objects in an answer, or that its object is gone."""
+
+    reads_head = True
 
     def __init__(
-        self,
-        client: Writer,
-        makes: Mapping[str, Kind],
-        note: Callable[[Name], None],
-        gone: Callable[[], None] | None = None,
+        self, makes: Mapping[str, Kind], note: Callable[[Name], None], gone: Callable[[], None] | None = None
     ) -> None:
         """Args:
-        client: gets the answer.
         makes: the field that holds the id of a new object → its kind.
         note: is told each new object.
         gone: is called if the answer is no error.
         """
-        super().__init__(client)
         self._makes, self._note, self._gone = makes, note, gone
-        self._events: Events | None = None  # those of a stream
 
     @override
-    def start(self, status: int, headers: HeaderPairs) -> None:
-        if any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers):
-            self._events = Events()
-        if status >= _FAILED:
-            self._makes = {}
-        elif self._gone is not None:
+    def begin(self, headers: HeaderPairs) -> HeaderPairs:
+        if self.status >= _FAILED or not self._makes:
+            self.marks = ()
+        if self.status < _FAILED and self._gone is not None:
             self._gone()
-        self._client.start(status, headers)
+        return headers
 
     @override
-    def write(self, chunk: bytes) -> None:
-        self._look(chunk)
-        self._client.write(chunk)
-
-    @override
-    def finish(self, chunk: bytes) -> None:
-        self._look(chunk)
-        self._client.finish(chunk)
-
-    def _look(self, chunk: bytes) -> None:
-        """Looks for the ids in a whole answer, or in the first event of a stream."""
-        if not self._makes:
-            return
-        contents = [chunk] if self._events is None else self._events.feed(chunk)
-        if contents:
-            for name in _made_in(contents[0], self._makes):
-                self._note(name)
-            self._makes = {}
-
-
-def _made_in(content: bytes, makes: Mapping[str, Kind]) -> list[Name]:
-    try:
-        made = _decode(content)
-    except UNREADABLE:
-        return []
-    made = made.response or made
-    ids = {"id": made.id, "file": made.file.id if made.file is not None else None}
-    return [Name(kind, given) for field, kind in makes.items() if (given := ids[field]) is not None]
+    def event(self, event: Event) -> Iterable[Event]:
+        """Looks for the ids in a whole answer, or in the first event of a stream that says something."""
+        if event.data and self.marks is None:
+            self.marks = ()
+            with suppress(*UNREADABLE):
+                made = event.read(_decode)
+                made = made.response or made
+                ids = {"id": made.id, "file": made.file.id if made.file is not None else None}
+                for field, kind in self._makes.items():
+                    if (given := ids[field]) is not None:
+                        self._note(Name(kind, given))
+        return (event,)

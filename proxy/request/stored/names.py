@@ -17,7 +17,7 @@ from engine_adapter.off_loop import JSON_BYTES_PER_MS, off_loop
 from proxy.errors import BadRequest, Forbidden
 from proxy.request.calls import Call
 from proxy.request.stored.routes import COLLECTIONS, Kind, open_route, segments
-from proxy.request.translate.responses_api import INPUT_TOKENS_PATH, RESPONSES_PATH
+from proxy.request.translate import INPUT_TOKENS_PATH, RESPONSES_PATH
 
 CONTINUING = frozenset({RESPONSES_PATH, INPUT_TOKENS_PATH})
 """Routes whose body may name a response to go on from. Where engines get chats, kvpin keeps the responses."""

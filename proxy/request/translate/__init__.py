@@ -1,17 +1,16 @@
 """Requests of other APIs, served as chats, for engines that lack a route or would run it unpinned.
 
-translation.py        one translated request, and its client
+translation.py        one translated request, and the stage that its answer passes
+dialects.py           how each API words an error
 wording.py            errors about the chat, in the client's words
-translations.py       the routes that can be translated
-fates.py              what becomes of each tool, block, item and field
 chats.py              the answers of chats as engines send them
-messages_api.py       Anthropic's Messages API
+fates.py              what becomes of each tool, block, item, field and stop reason
+messages.py           Anthropic's Messages API: its answers
 messages_request.py   its requests
-messages_answer.py    its answers
-responses_api.py      OpenAI's Responses API
+responses.py          OpenAI's Responses API: its answers
+responses_output.py   their items
 responses_request.py  its requests
 responses_items.py    their items
-responses_answer.py   its answers
 responses_store.py    what is kept of them
 
 `EngineInfo.served_as_chats` names the routes that an engine wants translated. `Flow.prepare` translates, so
@@ -20,14 +19,21 @@ that all later steps, and dry runs, see a chat.
 
 from __future__ import annotations
 
-from proxy.request.translate.responses_api import RESPONSES_PATH
+from collections.abc import Mapping
+from functools import partial
+
+from proxy.request.translate.messages import MessageTranslation
+from proxy.request.translate.responses import INPUT_TOKENS_PATH, RESPONSES_PATH, ResponseTranslation
 from proxy.request.translate.responses_request import may_name_more
 from proxy.request.translate.responses_store import ResponseStore
-from proxy.request.translate.translation import (
-    CHAT_PATH,
-    Predicted,
-    Translate,
-    Translated,
-    Translation,
-)
-from proxy.request.translate.translations import translations
+from proxy.request.translate.translation import CHAT_PATH, Predicted, Translate, Translation
+
+
+def translations(responses: ResponseStore) -> Mapping[str, Translate]:
+    """Route → what translates a body that was sent there. `responses` keeps those that clients want kept."""
+    return {
+        "/v1/messages": lambda body, _tenant: MessageTranslation(body),
+        "/v1/messages/count_tokens": lambda body, _tenant: MessageTranslation(body, counts=True),
+        RESPONSES_PATH: partial(ResponseTranslation, store=responses),
+        INPUT_TOKENS_PATH: partial(ResponseTranslation, store=responses, counts=True),
+    }

@@ -182,6 +182,22 @@ RESPONSE_FIELDS: Rows = {
     ),
 }  # fmt: skip
 
+
+class Stop(NamedTuple):
+    """Why an answer ended: Anthropic's `stop_reason`, and the reason of a response that is incomplete."""
+
+    of_message: str
+    of_response: str | None = None
+
+
+STOPS: Mapping[str, Stop] = {
+    "stop": Stop("end_turn"),
+    "length": Stop("max_tokens", "max_output_tokens"),
+    "tool_calls": Stop("tool_use"),
+    "content_filter": Stop("refusal", "content_filter"),
+}
+"""A chat's `finish_reason` → what it is in the other APIs."""
+
 TOLD = frozenset({Fate.TEXT, Fate.LEFT_OUT})
 """Fates that the client is told of."""
 _VERSION = re.compile(r"_\d{8}|_\d{4}_\d\d_\d\d")
@@ -202,20 +218,16 @@ def plain(kind: str) -> str:
     return _VERSION.sub("", kind)
 
 
-def changed(what: str, rows: Rows, kinds: Iterable[str]) -> list[str]:
-    """The kinds that are left out or turned into text, as the client is told of them: `tool:web_search`."""
-    named = dict.fromkeys(plain(kind) for kind in kinds)
+def told(*parts: tuple[str, Rows, Iterable[str]]) -> tuple[str, ...]:
+    """The kinds that are left out or turned into text, as the client is told of them: `tool:web_search`. At
+    most 16 names, then `more`. Each part: what the kinds are, their rows, and the kinds of a request."""
     other = Row(Fate.LEFT_OUT, "")
-    return [
-        f"{what}:{kind if _NAME.fullmatch(kind) else 'other'}"
-        for kind in named
-        if rows.get(kind, other).fate in TOLD
-    ]
-
-
-def told(names: Iterable[str]) -> tuple[str, ...]:
-    """At most 16 names, then `more`."""
-    every = tuple(dict.fromkeys(names))
+    names: dict[str, None] = {}
+    for what, rows, kinds in parts:
+        for kind in dict.fromkeys(map(plain, kinds)):
+            if rows.get(kind, other).fate in TOLD:
+                names[f"{what}:{kind if _NAME.fullmatch(kind) else 'other'}"] = None
+    every = tuple(names)
     return every if len(every) <= _MOST_TOLD else (*every[:_MOST_TOLD], "more")
 
 

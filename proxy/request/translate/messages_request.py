@@ -32,12 +32,12 @@ from proxy.request.translate.fates import (
     MESSAGE_TOOLS,
     TOLD,
     Fate,
-    changed,
     plain,
     text_of,
     told,
 )
-from proxy.request.translate.wording import Names, Place
+from proxy.request.translate.translation import Translation
+from proxy.request.translate.wording import Names, Place, Wording
 
 # --- the fields that are read -------------------------------------------------------------------------
 
@@ -168,7 +168,7 @@ class _Metadata(Struct):
     user_id: str | None = None
 
 
-class Request(Struct):
+class _Request(Struct):
     """The fields of a request that differ from those of a chat."""
 
     messages: list[_Message]
@@ -185,19 +185,15 @@ class Request(Struct):
     container: Any = None
     mcp_servers: Any = None
 
-    @property
-    def prewarms(self) -> bool:
-        """True if the prompt is only to be computed, and no answer is wanted."""
-        return self.max_tokens == 0
 
-
-_decode = msgspec.json.Decoder(Request).decode
+_decode = msgspec.json.Decoder(_Request).decode
 # Fields of Anthropic's that a chat does not have.
 _LEFT_OUT = [name for name, row in MESSAGE_FIELDS.items() if row.fate is not Fate.KEPT]
 _REFUSED = [name for name, row in MESSAGE_FIELDS.items() if row.fate is Fate.REFUSED]
+_MARK = b'"cache_control"'
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
 _EFFORTS = {"xhigh": "high", "max": "high"}
-NAMES = Names(
+_NAMES = Names(
     fields={
         "response_format": "output_config.format",
         "reasoning_effort": "output_config.effort",
@@ -214,10 +210,9 @@ NAMES = Names(
     },
     types={"image_url": "image"},
 )
-"""Anthropic's names of what chats name otherwise."""
 
 
-def read_request(body: JsonBody) -> Request:
+def _read(body: JsonBody) -> _Request:
     """The request's own fields.
 
     Raises:
@@ -249,56 +244,13 @@ def _invalid(fault: str) -> BadRequest:
     return BadRequest(f"{param}: {reason[:1].lower()}{reason[1:]}", param=param)
 
 
-def chat_of(request: Request, body: JsonBody) -> tuple[JsonBody, Sequence[Place], Sequence[int]]:
-    """The chat that is served in place of the request, where each of its messages comes from, and the number
-    in the request of each of its tools.
-
-    Raises:
-        BadRequest: naming a field that cannot be served.
-    """
-    changes: dict[str, Any] = dict.fromkeys(_LEFT_OUT)
-    messages = list(_messages(request))
-    changes["messages"] = [message for message, _ in messages]
-    offered = [i for i, tool in enumerate(request.tools or ()) if _is_offered(tool)]
-    changes |= _tool_fields(request, offered)
-    if request.prewarms:
-        changes["max_tokens"] = 1
-    if request.stop_sequences:
-        changes["stop"] = request.stop_sequences
-    if request.stream:
-        changes["stream_options"] = {"include_usage": True}
-    if request.metadata is not None and request.metadata.user_id:
-        changes["user"] = request.metadata.user_id
-    if _is_prefill(request.messages[-1]):
-        changes |= {"continue_final_message": True, "add_generation_prompt": False}
-    chat = body.replace(**changes, **_thinking_fields(request, body), **_output_fields(request))
-    return chat, [place for _, place in messages], offered
-
-
-def changed_in(request: Request, body: JsonBody) -> tuple[str, ...]:
-    """What the chat leaves out of the request or has as text, as the client is told of it."""
-    blocks = [
-        block
-        for message in request.messages
-        if isinstance(message.content, list)
-        for block in message.content
-    ]
-    return told(
-        [
-            *changed("tool", MESSAGE_TOOLS, (tool.type or "custom" for tool in request.tools or ())),
-            *changed("block", MESSAGE_BLOCKS, map(_kind, blocks)),
-            *changed("field", MESSAGE_FIELDS, (name for name in _LEFT_OUT if name in body)),
-        ]
-    )
-
-
 def _is_offered(tool: _Tool) -> bool:
     """True for a tool of the client's own. Those that only a service runs are left out."""
     row = MESSAGE_TOOLS.get(plain(tool.type or "custom"))
     return row is not None and row.fate is Fate.KEPT
 
 
-def _tool_fields(request: Request, offered: Sequence[int]) -> dict[str, Any]:
+def _tool_fields(request: _Request, offered: Sequence[int]) -> dict[str, Any]:
     given = request.tools or []
     tools = [_tool(given[index], f"tools[{index}]") for index in offered]
     fields: dict[str, Any] = {"tools": tools or None, "tool_choice": None}
@@ -337,7 +289,7 @@ def _tool(tool: _Tool, path: str) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _thinking_fields(request: Request, body: JsonBody) -> dict[str, Any]:
+def _thinking_fields(request: _Request, body: JsonBody) -> dict[str, Any]:
     """Templates of models that can think know `enable_thinking`; others ignore it. A client's own counts."""
     kind = request.thinking.type if request.thinking is not None else None
     if kind not in ("enabled", "disabled"):
@@ -348,7 +300,7 @@ def _thinking_fields(request: Request, body: JsonBody) -> dict[str, Any]:
     return {"chat_template_kwargs": {"enable_thinking": kind == "enabled", **(given or {})}}
 
 
-def _output_fields(request: Request) -> dict[str, Any]:
+def _output_fields(request: _Request) -> dict[str, Any]:
     output, fields = request.output_config or _Output(), dict[str, Any]()
     if (wanted := output.format or request.output_format) is not None:
         schema = {"name": "answer", "schema": wanted.schema, "strict": True}
@@ -358,10 +310,49 @@ def _output_fields(request: Request) -> dict[str, Any]:
     return fields
 
 
+class MessageRequest(Translation):
+    """A request for a message, read.
+
+    Attributes:
+        marks_cache: it marks what is to be cached.
+    """
+
+    def __init__(self, body: JsonBody, *, counts: bool) -> None:
+        """Raises BadRequest, naming a field that is wrong or cannot be served."""
+        request = _read(body)
+        if request.max_tokens is None and not counts:
+            raise BadRequest("max_tokens is missing", param="max_tokens")
+        self.model, self.counts, self.prewarms = body.hint("model"), counts, request.max_tokens == 0
+        self.marks_cache = _MARK in body.raw
+        changes: dict[str, Any] = dict.fromkeys(_LEFT_OUT)
+        messages = list(_messages(request))
+        changes["messages"] = [message for message, _ in messages]
+        offered = [i for i, tool in enumerate(request.tools or ()) if _is_offered(tool)]
+        changes |= _tool_fields(request, offered)
+        if self.prewarms:
+            changes["max_tokens"] = 1
+        if request.stop_sequences:
+            changes["stop"] = request.stop_sequences
+        if request.stream:
+            changes["stream_options"] = {"include_usage": True}
+        if request.metadata is not None and request.metadata.user_id:
+            changes["user"] = request.metadata.user_id
+        if _is_prefill(request.messages[-1]):
+            changes |= {"continue_final_message": True, "add_generation_prompt": False}
+        self.chat = body.replace(**changes, **_thinking_fields(request, body), **_output_fields(request))
+        self.wording = Wording(_NAMES, [place for _, place in messages], offered)
+        contents = [message.content for message in request.messages if isinstance(message.content, list)]
+        self.changed = told(
+            ("tool", MESSAGE_TOOLS, (tool.type or "custom" for tool in request.tools or ())),
+            ("block", MESSAGE_BLOCKS, (_kind(block) for blocks in contents for block in blocks)),
+            ("field", MESSAGE_FIELDS, (name for name in _LEFT_OUT if name in body)),
+        )
+
+
 # --- messages -----------------------------------------------------------------------------------------
 
 
-def _messages(request: Request) -> Iterator[tuple[dict[str, Any], Place]]:
+def _messages(request: _Request) -> Iterator[tuple[dict[str, Any], Place]]:
     """The messages of the chat, and what each is made of."""
     if (system := _system_text(request.system)) is not None:
         yield {"role": "system", "content": system}, Place("system", "system")

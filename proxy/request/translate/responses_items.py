@@ -41,9 +41,8 @@ class Messages:
         self.all: list[Json] = [{"role": "system", "content": instructions}] if instructions else []
         self.places = [Place("instructions", "instructions")] * len(self.all)
         self._told: Json | None = None  # the assistant's message that begins with what a service did
-        # The assistant's message that is being written, and its text so far.
-        self._written: Json | None = None
-        self._pieces: list[str] = []
+        # The number of a message of the assistant's → its text, which may have thousands of pieces.
+        self._texts: dict[int, list[str]] = {}
         # Images of tools' results, and their places: tools' messages have only text.
         self._shown: list[Json] = []
         self._shown_at: list[str] = []
@@ -61,27 +60,20 @@ class Messages:
             self._add(item, param)
         elif row.fate is Fate.TEXT and (text := text_of(item)):
             self._told = self._turn()
-            self._write(self._told, f"\n{text}\n")
+            self._write(f"\n{text}\n")
         if len(self.places) < len(self.all):
             self.places.append(_place(item, self.all[-1].get("content"), param))
 
     def finish(self) -> None:
         """No item follows."""
         self._show()
-        self._end_writing()
+        for number, pieces in self._texts.items():
+            self.all[number]["content"] = "".join(pieces)
 
-    def _write(self, turn: Json, text: str) -> None:
-        """Adds to the text of the last message, which may have thousands of pieces."""
-        if turn is not self._written:
-            self._end_writing()
-            self._written, self._pieces = turn, [turn["content"] or ""]
-        self._pieces.append(text)
-        turn["content"] = turn["content"] or text
-
-    def _end_writing(self) -> None:
-        if self._written is not None:
-            self._written["content"] = "".join(self._pieces)
-            self._written = None
+    def _write(self, text: str) -> None:
+        """Adds to the text of the last message."""
+        self._texts.setdefault(len(self.all) - 1, []).append(text)
+        self.all[-1]["content"] = self.all[-1]["content"] or text
 
     def _show(self) -> None:
         """No result follows: the images of tools' results become a message of the user. The user's next item
@@ -97,9 +89,10 @@ class Messages:
             case {"role": "user" | "system" | "developer" as role, "content": str() | list() as content}:
                 self.all.append({"role": role, "content": _asked(content, f"{param}.content")})
             case {"role": "assistant", "content": str() | list() as content}:
+                text = _said(content, f"{param}.content")
                 joins = self._told is not None and self._told is self.all[-1]
-                turn = self._turn() if joins else self._turn("content")
-                self._write(turn, _said(content, f"{param}.content"))
+                self._turn(*(() if joins else ("content",)))
+                self._write(text)
                 self._told = None
             case {
                 "type": "function_call",

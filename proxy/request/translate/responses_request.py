@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
@@ -16,12 +15,12 @@ from proxy.request.translate.fates import (
     RESPONSE_ITEMS,
     RESPONSE_TOOLS,
     Fate,
-    changed,
     plain,
     told,
 )
 from proxy.request.translate.responses_items import CUSTOM_ARGUMENT, Json, Messages, flat_name, listed
 from proxy.request.translate.responses_store import TenantResponses, Turn
+from proxy.request.translate.translation import Translation
 from proxy.request.translate.wording import Names, Wording
 
 # Fields of the API that a chat does not have. All others, such as `cache_salt`, stay in the chat.
@@ -64,35 +63,6 @@ MAX_NAMED_BYTES = 64 << 20
 _LOGPROBS, _SEALED = "message.output_text.logprobs", "reasoning.encrypted_content"
 
 
-@dataclass(frozen=True, slots=True)
-class ResponseRequest:
-    """A request for a response, read.
-
-    Attributes:
-        chat: the chat with the same prompt.
-        turn: its items, which the next turn needs; None if nothing is to be stored.
-        repeated: what the response repeats of the request.
-        source: the body with the items that it only names; None if it names none.
-        tools: the client's tools, by the name of the function that the chat offers for each.
-        changed: what was left out or turned into text, see `Translation`.
-        seals: the client wants reasoning as `encrypted_content`, too.
-        prewarms: the prompt is only to be computed, and no output is wanted.
-        ttl: how long the prompt is to be kept, as the client wrote it.
-        wording: says errors about the chat in the client's words.
-    """
-
-    chat: JsonBody = field(repr=False)
-    turn: Turn | None = field(repr=False)
-    repeated: Json = field(repr=False)
-    source: JsonBody | None = field(repr=False)
-    tools: Mapping[str, Json] = field(repr=False)
-    changed: tuple[str, ...]
-    seals: bool
-    prewarms: bool
-    ttl: object
-    wording: Wording = field(repr=False)
-
-
 class _Tool(NamedTuple):
     """A tool of a request.
 
@@ -109,67 +79,70 @@ class _Tool(NamedTuple):
     name: str = ""
 
 
-def read_request(body: JsonBody, shelf: TenantResponses, response_id: str) -> ResponseRequest:
-    """Reads a request. `shelf`: the responses of its tenant. `response_id`: that of the answer.
+class ResponseRequest(Translation):
+    """A request for a response, read.
 
-    Raises:
-        BadRequest: a field is wrong, or cannot be served.
-        NotFound: it names a response or an item that is not kept.
+    Attributes:
+        turn: its items, which the next turn needs; None if nothing is to be stored.
+        repeated: what the response repeats of the request.
+        tools: the client's tools, by the name of the function that the chat offers for each.
+        seals: the client wants reasoning as `encrypted_content`, too.
+        ttl: how long the prompt is to be kept, as the client wrote it.
     """
-    for name, reason in _REFUSED.items():
-        if body.get(name):
-            raise BadRequest(reason, param=name)
-    previous = _previous(body, shelf)
-    room = _Room(previous)
-    items = _items(body, shelf, room, needed=previous is None)
-    messages = Messages(_of(body, "instructions", str))
-    if previous is not None:
-        for _, stored in previous.conversation():
-            messages.add(msgspec.json.decode(stored), "previous_response_id")
-    for index, item in enumerate(items):
-        messages.add(item, f"input[{index}]")
-    messages.finish()
-    include = _of(body, "include", list) or []
-    given, choice = _of(body, "tools", list) or [], body.get("tool_choice")
-    tools = _tools(given)
-    offered = {tool.name: tool for tool in tools if tool.name}
-    text, reasoning = _of(body, "text", dict) or {}, _of(body, "reasoning", dict) or {}
-    changes: dict[str, Any] = dict.fromkeys(_NOT_OF_A_CHAT)
-    changes["messages"] = messages.all
-    changes |= _choice(choice, [tool.own for tool in offered.values()], is_given=bool(given))
-    cache_options = _of(body, "prompt_cache_options", dict) or {}
-    prewarms = bool(_checked(cache_options.get("prewarm"), "prompt_cache_options.prewarm", bool))
-    changes |= _limit(1 if prewarms else body.get("max_output_tokens"))
-    changes |= _format(text.get("format"))
-    if (effort := reasoning.get("effort")) is not None:
-        changes["reasoning_effort"] = effort
-    if body.get("top_logprobs") or _LOGPROBS in include:
-        changes |= {"logprobs": True, "top_logprobs": body.get("top_logprobs") or 0}
-    if body.get("stream") is True:
-        changes["stream_options"] = {"include_usage": True}
-    stores = _of(body, "store", bool) is not False
-    return ResponseRequest(
-        body.replace(**changes),
-        _turn(previous, items, response_id) if stores else None,
-        _repeated(body, [tool for tool in given if _is_kept(tool)], text, reasoning),
-        body.replace(input=items) if room.has_items else None,
-        {name: tool.own for name, tool in offered.items()},
-        told(
-            [
-                *changed("tool", RESPONSE_TOOLS, (tool.own["type"] for tool in tools)),
-                *changed("item", RESPONSE_ITEMS, (str(item.get("type") or "message") for item in items)),
-                *changed("field", RESPONSE_FIELDS, (name for name in _NOT_OF_A_CHAT if name in body)),
-            ]
-        ),
-        _SEALED in include,
-        prewarms,
-        cache_options.get("ttl"),
-        Wording(
-            _NAMES,
-            messages.places,
-            [offered[tool["function"]["name"]].number for tool in changes["tools"] or ()],
-        ),
-    )
+
+    def __init__(self, body: JsonBody, shelf: TenantResponses, response_id: str) -> None:
+        """`shelf`: the responses of its tenant. `response_id`: that of the answer.
+
+        Raises:
+            BadRequest: a field is wrong, or cannot be served.
+            NotFound: it names a response or an item that is not kept.
+        """
+        for name, reason in _REFUSED.items():
+            if body.get(name):
+                raise BadRequest(reason, param=name)
+        previous = _previous(body, shelf)
+        room = _Room(previous)
+        items = _items(body, shelf, room, needed=previous is None)
+        messages = Messages(_of(body, "instructions", str))
+        if previous is not None:
+            for _, stored in previous.conversation():
+                messages.add(msgspec.json.decode(stored), "previous_response_id")
+        for index, item in enumerate(items):
+            messages.add(item, f"input[{index}]")
+        messages.finish()
+        include = _of(body, "include", list) or []
+        given, choice = _of(body, "tools", list) or [], body.get("tool_choice")
+        tools = _tools(given)
+        offered = {tool.name: tool for tool in tools if tool.name}
+        self.tools = {name: tool.own for name, tool in offered.items()}
+        text, reasoning = _of(body, "text", dict) or {}, _of(body, "reasoning", dict) or {}
+        changes: dict[str, Any] = dict.fromkeys(_NOT_OF_A_CHAT)
+        changes["messages"] = messages.all
+        changes |= _choice(choice, [*self.tools.values()], is_given=bool(given))
+        cache_options = _of(body, "prompt_cache_options", dict) or {}
+        prewarms = _checked(cache_options.get("prewarm"), "prompt_cache_options.prewarm", bool)
+        self.prewarms, self.ttl = bool(prewarms), cache_options.get("ttl")
+        changes |= _limit(1 if self.prewarms else body.get("max_output_tokens"))
+        changes |= _format(text.get("format"))
+        if (effort := reasoning.get("effort")) is not None:
+            changes["reasoning_effort"] = effort
+        if body.get("top_logprobs") or _LOGPROBS in include:
+            changes |= {"logprobs": True, "top_logprobs": body.get("top_logprobs") or 0}
+        if body.get("stream") is True:
+            changes["stream_options"] = {"include_usage": True}
+        stores = _of(body, "store", bool) is not False
+        self.chat, self.model = body.replace(**changes), body.get("model")
+        self.turn = _turn(previous, items, response_id) if stores else None
+        self.repeated = _repeated(body, [tool for tool in given if _is_kept(tool)], text, reasoning)
+        self.source = body.replace(input=items) if room.has_items else None
+        self.changed = told(
+            ("tool", RESPONSE_TOOLS, (tool.own["type"] for tool in tools)),
+            ("item", RESPONSE_ITEMS, (str(item.get("type") or "message") for item in items)),
+            ("field", RESPONSE_FIELDS, (name for name in _NOT_OF_A_CHAT if name in body)),
+        )
+        self.seals = _SEALED in include
+        numbers = [offered[tool["function"]["name"]].number for tool in changes["tools"] or ()]
+        self.wording = Wording(_NAMES, messages.places, numbers)
 
 
 def may_name_more(body: JsonBody) -> bool:

@@ -88,23 +88,24 @@ class StoredResponse:
 
 
 class TenantResponses:
-    """The responses of one tenant. Threads may use it at once: long requests are read in some."""
+    """The responses of one tenant, of at most `room` bytes. Threads may use it at once: long requests are
+    read in some."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self.bytes = 0
+        self.bytes = self.room = 0
         self._clock = clock
         self._stored: OrderedDict[str, StoredResponse] = OrderedDict()  # the one used longest ago first
         self._items: dict[str, Turn] = {}
         self._lock = RLock()  # no answer waits for long: nothing is done under it but looking up and counting
 
-    def put(self, response_id: str, content: bytes, turn: Turn, room: int) -> None:
+    def put(self, response_id: str, content: bytes, turn: Turn) -> None:
         """Keeps a response. Others, or this one, go if there is no room for all."""
         with self._lock:
             self._expire()
             self._stored[response_id] = StoredResponse(content, turn, self._clock())
             self.bytes += len(content) + _OVERHEAD
             self._keep(turn)
-            while self.bytes > room:
+            while self.bytes > self.room:
                 self._drop(next(iter(self._stored)))
 
     def get(self, response_id: str) -> StoredResponse | None:
@@ -182,13 +183,10 @@ class ResponseStore:
         """Divides the room among these tenants; none are one without a name. What others had is dropped. A
         tenant that has more than its part loses its oldest responses when it gets its next one."""
         names: set[str | None] = {*tenants} or {None}
-        self._room = self._max_bytes // len(names)
         self._shelves = {name: self._shelves.get(name) or TenantResponses(self._clock) for name in names}
+        for shelf in self._shelves.values():
+            shelf.room = self._max_bytes // len(names)
 
     def of(self, tenant: str | None) -> TenantResponses:
         """The responses of a tenant. Of one that was removed, none are kept."""
         return self._shelves.get(tenant) or TenantResponses(self._clock)
-
-    def put(self, tenant: str | None, response_id: str, content: bytes, turn: Turn) -> None:
-        """Keeps a response of a tenant."""
-        self.of(tenant).put(response_id, content, turn, self._room)

@@ -1,19 +1,24 @@
-"""One request in the words of another API, served as a chat: what a translation is, and the client that gets
-the answer to the chat and sends the translated one."""
+"""One request in the words of another API, served as a chat: what is common to all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import msgspec
 from typing_extensions import override
 
-from engine_adapter import HeaderPairs, JsonBody, WholeEvents, is_silent
-from proxy.request.calls import Through, Writer
+from engine_adapter import JsonBody
+from proxy.errors import EngineFailed
+from proxy.request.stages import DONE, ERROR, Event, Stage
+from proxy.request.translate.chats import Chat, ChatMessage, ChatUsage, Choice, read_chat
 from proxy.request.translate.wording import Wording
 
+Json = dict[str, Any]
 CHAT_PATH = "/v1/chat/completions"
+BROKEN_OFF = "the engine broke off its answer"
+_NO_CHAT = "the engine's answer is not that of a chat"
 
 
 class Predicted(NamedTuple):
@@ -30,8 +35,12 @@ class Predicted(NamedTuple):
     tokens_per_block: int | None = None
 
 
-class Translation(Protocol):
-    """A request and its answer. One object serves one request.
+class Translation(Stage, ABC):
+    """A request, and the stage that turns the answer to its chat into the answer that its client asked for.
+    One object serves one request.
+
+    A stream is translated event by event: what tells nothing to the client is left out. A stream that breaks
+    off has no end. Errors have the shape of the client's API already (`proxy/request/translate/dialects.py`).
 
     Attributes:
         chat: the body of the chat that is served in its place. A stream asks for usage.
@@ -40,124 +49,126 @@ class Translation(Protocol):
         source: the client's body with the items that it only names; None if it names none.
         changed: what was left out of the request or turned into text, at most 17 short names.
         predicted: for usage that the client gets before the engine tells it. Set before the answer begins.
+        prewarms: only the prompt is to be computed: the client gets no answer.
+        model: the model's name, as it was asked; else as the engine names it.
+        usage: as the engine reports it.
+        finish: why the engine ended its answer; None while it has not.
     """
 
+    changes = True
     chat: JsonBody
     wording: Wording
     counts: bool = False
     source: JsonBody | None = None
     changed: tuple[str, ...] = ()
-    predicted: Predicted = Predicted()
-
-    def answer(self, content: bytes) -> bytes:
-        """The answer, from a whole `chat.completion`."""
-
-    def count(self, tokens: int) -> bytes:
-        """The answer to a request that counts."""
-
-    def event(self, payload: bytes) -> bytes:
-        """Translates the data of one event of the chat's stream into events for the client, or into nothing.
-
-        An event with `error` ends the stream.
-        """
-
-    def end(self) -> bytes:
-        """The client's events for the end of the chat's stream, which may have come too early."""
-
-
-Translate = Callable[[JsonBody, str | None], Translation]
-"""Translates a body, for the tenant that sent it. Raises ProxyError for one that cannot be served."""
-
-
-_STREAM = b"text/event-stream"
-_COMMENT = b":\n\n"
-_ERROR = 400
-
-
-class Translated(Through):
-    """Takes the answer to the chat, and sends its translation to the client.
-
-    A stream is translated event by event. A stream that breaks off has no end: the client notices. For an
-    engine's comment the client gets one, too: it keeps the connection open. Of any other answer nothing is
-    sent before it was translated: until then it can still fail. Errors have the shape of the client's API
-    already (`proxy/request/dialects.py`).
-    """
-
-    def __init__(self, client: Writer, translation: Translation) -> None:
-        super().__init__(client)
-        self._translation = translation
-        self._events: Events | None = None  # those of a stream
-        self._ended = False  # the end of a stream was sent
-        self._whole: list[bytes] = []  # pieces of any other answer
-        self._head: tuple[int, HeaderPairs] = 200, []  # of any other answer
+    predicted = Predicted()
+    prewarms = False
+    model: str | None = None
+    usage: ChatUsage | None = None
+    finish: str | None = None
+    _begun = _is_garbled = _is_over = False
 
     @override
-    def start(self, status: int, headers: HeaderPairs) -> None:
-        if (b"content-type", True) in ((name, value.startswith(_STREAM)) for name, value in headers):
-            self._events = Events()
-            self._client.start(status, headers)
-        else:
-            self._head = status, [pair for pair in headers if pair[0] != b"content-length"]
+    def event(self, event: Event) -> Iterable[Event]:
+        if event.is_whole:
+            made = self._of_error(event.data) if self.status >= ERROR else self._of_answer(event)
+            return (Event(made, is_whole=True),)
+        if event.data == DONE:  # an engine may close its stream a while later
+            return self.end()
+        if not event.data:  # a comment keeps the connection open
+            return (Event(b":\n\n"),) if event.raw.startswith(b":") else ()
+        return () if self._is_over else self._of_chunk(event)
 
     @override
-    def write(self, chunk: bytes) -> None:
-        if self._events is None:
-            self._whole.append(chunk)
-        elif events := self._translated(self._events, chunk):
-            self._client.write(events)
-        elif is_silent(chunk):
-            self._client.write(_COMMENT)
+    def end(self) -> Iterable[Event]:
+        if self._is_over:
+            return ()
+        self._is_over = True
+        if self._is_garbled or self.finish is None:  # it does not say why it ended
+            return self.failure(None)
+        return self.last()
 
-    @override
-    def finish(self, chunk: bytes) -> None:
-        if self._events is not None:
-            events = self._translated(self._events, chunk)
-            self._client.finish(events if self._ended else events + self._translation.end())
-            return
-        content, (status, headers) = b"".join([*self._whole, chunk]), self._head
-        content = self._translation.answer(content) if status < _ERROR else self._error(content)
-        self._client.start(status, headers)
-        self._client.finish(content)
+    def _of_answer(self, event: Event) -> bytes:
+        chat = event.read(read_chat)
+        choice = next(iter(chat.choices), None)
+        if choice is None or choice.message is None:
+            raise EngineFailed(_NO_CHAT)
+        self._note(chat, choice)
+        return self.whole(choice)
 
-    def _error(self, content: bytes) -> bytes:
+    def _of_chunk(self, event: Event) -> Iterable[Event]:
+        """The events that a chunk makes. Nothing follows what is no chunk, such as half an event of an engine
+        that died, but an error. Nothing follows an error."""
+        try:
+            chunk = event.read(read_chat)
+        except EngineFailed:
+            self._is_garbled = True
+            return ()
+        if chunk.error:
+            self._is_over = True
+            return self.failure(event)
+        if self._is_garbled:
+            return ()
+        choices = chunk.choices
+        choice = choices[0] if choices else Choice()
+        self._note(chunk, choice)
+        return self.more(chunk, choice) if self._begun else [*self._first(), *self.more(chunk, choice)]
+
+    def _first(self) -> Iterable[Event]:
+        """The events before those of the first chunk, once."""
+        has_begun, self._begun = self._begun, True
+        return () if has_begun else self.first()
+
+    def _note(self, chat: Chat, choice: Choice) -> None:
+        self.model = self.model or chat.model
+        self.usage = chat.usage or self.usage
+        self.finish = choice.finish_reason or self.finish
+
+    def _of_error(self, content: bytes) -> bytes:
         """An error of the engine, in the client's words."""
-        wording, error = self._translation.wording, msgspec.json.decode(content)
+        error = msgspec.json.decode(content)
         match error:
             case {"error": {"message": str(message)} as told}:
-                told["message"] = wording.text(message)
+                told["message"] = self.wording.text(message)
                 if isinstance(param := told.get("param"), str):
-                    told["param"] = wording.path(param)
+                    told["param"] = self.wording.path(param)
                 return msgspec.json.encode(error)
             case _:
                 return content
 
-    def _translated(self, events: Events, chunk: bytes) -> bytes:
-        return b"".join(map(self._event, events.feed(chunk)))
+    def said(self, choice: Choice) -> ChatMessage:
+        """What a choice says to the client."""
+        return (not self.prewarms and (choice.message or choice.delta)) or ChatMessage()
 
-    def _event(self, data: bytes) -> bytes:
-        if data != DONE:
-            return self._translation.event(data)
-        self._ended = True  # an engine may close its stream a while later
-        return self._translation.end()
+    @abstractmethod
+    def whole(self, choice: Choice) -> bytes:
+        """The answer to a request that is not streamed, from the first choice of a whole chat."""
+
+    @abstractmethod
+    def first(self) -> Iterable[Event]:
+        """The events before those of the first chunk."""
+
+    @abstractmethod
+    def more(self, chunk: Chat, choice: Choice) -> Iterable[Event]:
+        """The events of a chunk, `choice` is its first."""
+
+    @abstractmethod
+    def failure(self, event: Event | None) -> Iterable[Event]:
+        """The last events of a stream that fails; `event` tells the error; None: the engine broke off."""
+
+    @abstractmethod
+    def last(self) -> Iterable[Event]:
+        """The last events of a stream that is complete."""
+
+    @abstractmethod
+    def count(self, tokens: int) -> bytes:
+        """The answer to a request that counts."""
 
 
-_DATA = b"data:"
-DONE = b"[DONE]"
+def named_event(fields: Json) -> Event:
+    """An event whose name is its type."""
+    return Event(b"event: %b\ndata: %b\n\n" % (fields["type"].encode(), msgspec.json.encode(fields)))
 
 
-class Events:
-    """Collects chunks, and gives the data of each event that is complete."""
-
-    __slots__ = ("_whole",)
-
-    def __init__(self) -> None:
-        self._whole = WholeEvents()
-
-    def feed(self, chunk: bytes) -> list[bytes]:
-        """The data of the events that `chunk` completes, in order; events without data are left out."""
-        return [data for data in map(_data_of, self._whole.feed(chunk)) if data]
-
-
-def _data_of(event: bytes) -> bytes:
-    lines = (line[len(_DATA) :].strip() for line in event.splitlines() if line.startswith(_DATA))
-    return b"\n".join(lines)
+Translate = Callable[[JsonBody, str | None], Translation]
+"""Translates a body, for the tenant that sent it. Raises ProxyError for one that cannot be served."""

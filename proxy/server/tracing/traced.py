@@ -44,11 +44,11 @@ from engine_adapter import NATIVE_ROUTES, EngineSpec, Headers, Hold, JsonBody, R
 from proxy.api.openai import DataPlane
 from proxy.core.first_byte import Part
 from proxy.core.placement.decision import Pair, Placement
+from proxy.core.reasons import reason_of
 from proxy.fleet.engine import Engine
 from proxy.fleet.lease import Lease
 from proxy.flow import CLIENT_LEFT, Flow
 from proxy.http.exchange import Exchange
-from proxy.observe.reasons import reason_of
 from proxy.observe.reuse import available_tokens
 from proxy.request.calls import PROMPT_ROUTES, Call
 from proxy.request.gate import Admission

@@ -174,7 +174,7 @@ class TestUsageOfAStream:
             return b"<" + event + b">"
 
         ping, one, two, last = (event + ends for event in (b": ping", b"data: a", b"data: aa\ndata: a", b"b"))
-        passed = pass_marked(ping + one + ping + two + last, re.compile(b"a"), pass_event)
+        passed = pass_marked(ping + one + ping + two + last, {b"a": re.compile(b"a")}, pass_event)
         assert passed == ping + b"<" + one + b">" + ping + b"<" + two + b">" + last
 
     def test_a_chunk_that_says_more_passes(self, answer):

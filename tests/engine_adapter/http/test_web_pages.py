@@ -14,7 +14,7 @@ HERE, ELSEWHERE = ("127.0.0.1", 8000), ("10.1.2.3", 8000)
 
 def asking(host="localhost:8000", here=HERE, scheme="http", **headers):
     fields = {"host": host, **{name.replace("_", "-"): value for name, value in headers.items()}}
-    return page_asking(Headers.of(fields.items()).raw, lambda: scheme, lambda: here)
+    return page_asking(Headers.of(fields.items()), lambda: scheme, lambda: here)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_loopback_is_told_by_address(host, local):
 class TestPageAsking:
     def test_a_program_is_no_page(self):
         assert asking() is None
-        assert page_asking([], lambda: "http", lambda: HERE) is None  # HTTP/1.0
+        assert page_asking(Headers([]), lambda: "http", lambda: HERE) is None  # HTTP/1.0
 
     @pytest.mark.parametrize("host", ["localhost:8000", "127.0.0.1:8000", "[::1]:8000", HOSTNAME])
     def test_nor_is_the_page_of_kvpin_another(self, host):

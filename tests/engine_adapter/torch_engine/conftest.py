@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -9,12 +10,16 @@ import httpx
 import pytest
 import torch
 
+from engine_adapter.torch_engine.model import load_model
 from engine_adapter.torch_engine.options import EmbeddedOptions
 from engine_adapter.torch_engine.server import EngineHost, create_app
 from engine_adapter.torch_engine.service import EngineService
 from tests.engines import served
 
 MAX_BODY_BYTES = 4 << 20
+# With KVPIN_TEST_DEVICE=cuda, engines and models that name no device run there.
+for function in (load_model, EmbeddedOptions.__init__):
+    function.__kwdefaults__["device"] = os.environ.get("KVPIN_TEST_DEVICE", "cpu")
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 
-from engine_adapter.torch_engine.sampling import Filters, draw
+from engine_adapter.torch_engine.sampling import Filters, _first_above, _pick, draw
 
 SCORES = torch.tensor([2.0, 1.0, 0.0, -1.0, -2.0, -30.0])
 NUMBERS = torch.arange(4000) / 4000
@@ -86,6 +86,22 @@ def test_no_number_draws_a_token_that_is_left_out():
     scores[7] = scores[100] = 0.0
     ends = torch.tensor([0.0, 1 - 2**-24, 1.0])
     assert drawn(scores, ends) == {7: 1, 100: 2}
+
+
+def test_sums_of_a_gpu_give_no_chance_to_a_token_without_one():
+    chances = torch.tensor([0.0, 0.5, 0.0, 0.0, 1e-9, 0.5, 0.0]).expand(len(NUMBERS) + 1, -1)
+    sums = torch.tensor([1e-7, 0.5, 0.50001, 0.49999, 0.49999, 1.0, 1.00001]).repeat(len(chances), 1)
+    numbers = torch.cat([NUMBERS, torch.ones(1)])
+    assert Counter(_first_above(sums, chances, numbers).tolist()) == {1: 2000, 5: 2001}
+
+
+def test_a_gpu_picks_what_a_cpu_does():
+    draw = torch.Generator().manual_seed(2)
+    chances = torch.rand(500, 40, generator=draw) * (torch.rand(500, 40, generator=draw) < 0.3)
+    chances[:, 7] = 0.1
+    numbers = torch.rand(500, generator=draw)
+    found = _first_above(chances.cumsum(-1), chances, numbers)
+    assert torch.equal(found, _pick(chances.clone(), numbers))
 
 
 @pytest.mark.parametrize("width", [1, 4, 20])

@@ -164,6 +164,18 @@ def test_what_cannot_be_loaded_says_why(arguments, message):
         load_model(**{"source": None, **arguments})
 
 
+def test_a_device_that_is_not_there_or_has_no_room_says_so_in_one_line(monkeypatch):
+    with pytest.raises(EngineSpecError, match=r"cannot load model 'kvpin-tiny' to device 'xpu': .*XPU"):
+        load_model(None, device="xpu")
+
+    def full(module, device):
+        raise torch.OutOfMemoryError("CUDA out of memory\nFor debugging")
+
+    monkeypatch.setattr(torch.nn.Module, "to", full)
+    with pytest.raises(EngineSpecError, match=r"to device 'cpu': CUDA out of memory$"):
+        load_model(None)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_cuda_without_cuda_is_refused():
     with pytest.raises(EngineSpecError, match="no CUDA device"):

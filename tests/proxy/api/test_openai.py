@@ -11,6 +11,7 @@ import structlog
 import zstandard
 
 from engine_adapter import Capability
+from proxy.fleet.destinations import Destinations
 from proxy.request.tenants import ApiKey, Tenants
 from tests.fakes import (
     ASK,
@@ -229,10 +230,10 @@ class TestStopping:
 class TestRefusals:
     @pytest.mark.parametrize("error", [KeyError("a secret"), TimeoutError("a secret")])
     async def test_a_bug_is_a_500_that_tells_nothing(self, proxy, client, monkeypatch, error):
-        def bug(_model):
+        def bug(_destinations, _call):
             raise error
 
-        monkeypatch.setattr(proxy.fleet, "find", bug)
+        monkeypatch.setattr(Destinations, "by_model_alone", bug)
         with structlog.testing.capture_logs() as logs:
             response = await client.post(CHAT, json=ASK)
         assert is_openai_error(response, 500, "internal_error")

@@ -30,18 +30,18 @@ REQUEST = {
     "first_byte_parts": None,
     "decision": DECISION | {"costs": COSTS},
 }  # fmt: skip
-BALANCED = {"rule": "least loaded", "candidates": [cost("e0", in_flight=2), cost("e1", in_flight=3)]}
+LONG = "first byte 1760.0 ms after the request came: tokenise 10.0 ms, hold 1700.0 ms, engine 50.0 ms\n"
 
 
-@pytest.fixture
-def narrow(monkeypatch):
-    """A terminal of eighty columns."""
+def told(capsys, show, answer):
+    """What it prints."""
+    show(answer)
+    return capsys.readouterr().out
+
+
+def test_every_term_fits_into_eighty_columns(monkeypatch, capsys):
     monkeypatch.setattr(decisions, "console", lambda *_: Console(highlight=False, width=80))
-
-
-def test_every_term_fits_into_eighty_columns(narrow, capsys):
-    decisions.show_route(ROUTE)
-    output = capsys.readouterr().out
+    output = told(capsys, decisions.show_route, ROUTE)
     lines = [line.split() for line in output.splitlines()]
     assert " ".join(lines[2]) == "engine cached queue restore prefill decode others later regret total"
     assert lines[3] == ["tensorrt_llm-12", "0", "0", "0", "1,000", "4.2", "3,000", "0", "0", "4,000"]
@@ -52,55 +52,57 @@ def test_every_term_fits_into_eighty_columns(narrow, capsys):
     assert " ".join(output.split()).startswith(f"would go to tensorrt_llm-12: {WHY}")
 
 
-def test_a_wait_for_room_is_shown_where_there_is_one(capsys):
-    decisions.show_route(ROUTE | {"candidates": [COSTS[0], COSTS[1] | {"room_s": 0.7}]})
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert [line[:4] for line in lines[-5:-2]] == [
-        ["engine", "cached", "queue", "room"],
-        ["tensorrt_llm-12", "0", "0", "700"],
-        ["e1", "131,072", "23,456", "0"],
-    ]
-
-
-def test_engines_chosen_by_load_alone_have_no_terms(capsys):
-    decisions.show_route(ROUTE | BALANCED | {"engine": "e0", "n_tokens": None})
-    output = capsys.readouterr().out
-    assert [line.split() for line in output.splitlines()[1:]] == [
-        ["engine", "in", "flight"],
-        ["e0", "2"],
-        ["e1", "3"],
-    ]
+@pytest.mark.parametrize(
+    ("route", "rows", "said"),
+    [
+        (  # a wait for room, where there is one
+            {"candidates": [COSTS[0], COSTS[1] | {"room_s": 0.7}]},
+            [["engine", "cached", "queue", "room"], ["tensorrt_llm-12", "0", "0", "700"], ["e1", "131,072"]],
+            "",
+        ),
+        (  # of load alone, no terms
+            {"rule": "least loaded", "engine": "e0", "n_tokens": None,
+             "candidates": [cost("e0", in_flight=2), cost("e1", in_flight=3)]},
+            [["engine", "in", "flight"], ["e0", "2"], ["e1", "3"]], "",
+        ),
+        (  # a pair, by its two engines
+            {"engine": "d", "candidates": [
+                cost("d", transfer_s=0.0, stall_s=0.5, total_s=4.0),
+                cost("d", prefiller="p", transfer_s=0.05, stall_s=0.0, total_s=2.0)]},
+            [["engine", "cached", "queue", "restore", "prefill", "transfer", "decode", "stall"],
+             ["p", "→", "d", "0"], ["d", "0"]],
+            "stall: streams and requests that its prefill delays",
+        ),
+        (
+            {"is_firm": False}, [],
+            "tensorrt_llm-12 may reuse another number of tokens: its prediction is not firm\n",
+        ),
+    ],
+)  # fmt: skip
+def test_the_costs_of_a_route(capsys, route, rows, said):
+    output = told(capsys, decisions.show_route, ROUTE | route)
+    lines = [line.split() for line in output.splitlines()]
+    at = next(number for number, line in enumerate(lines) if line[:1] == ["engine"])
+    assert [line[: len(row)] for line, row in zip(lines[at:], rows, strict=False)] == rows
+    assert said in output
 
 
 def test_a_past_request_shows_why_it_went_there_and_when_it_was_expected(capsys):
-    decisions.show_request(REQUEST)
-    output = capsys.readouterr().out
+    output = told(capsys, decisions.show_request, REQUEST)
     for text in ("r[1]", "why [bold]", f"placed on tensorrt_llm-12: {WHY}", "3,000", "4.0 times"):
         assert text in output
     assert output.endswith("first token expected after 1000.0 ms, came after 1010.0 ms\n")
-
-
-def test_it_says_what_the_time_to_the_first_byte_was_spent_on(capsys):
-    decisions.show_request(REQUEST | {"first_byte_parts": {"tokenise": 0.01, "hold": 1.7, "engine": 0.05}})
-    assert capsys.readouterr().out.endswith(
-        "first byte 1760.0 ms after the request came: tokenise 10.0 ms, hold 1700.0 ms, engine 50.0 ms\n"
-    )
-
-
-@pytest.mark.parametrize(
-    "other", [{"stream": False}, {"first_byte_s": None}, {"expected_first_token_s": None}]
-)
-def test_only_streams_tell_when_the_first_token_came(capsys, other):
-    decisions.show_request(REQUEST | other)
-    assert "first token" not in capsys.readouterr().out
+    for other in ({"stream": False}, {"first_byte_s": None}, {"expected_first_token_s": None}):
+        assert "first token" not in told(capsys, decisions.show_request, REQUEST | other)
+    parts = {"first_byte_parts": {"tokenise": 0.01, "hold": 1.7, "engine": 0.05}}
+    assert told(capsys, decisions.show_request, REQUEST | parts).endswith(LONG)
 
 
 def test_a_prompt_is_never_read_as_markup(capsys):
     divergence = {"request_id": "r0", "common_tokens": 3, "text": "[/x]", "other_text": "[red]y"}
     gone = dict.fromkeys(("status", "engine", "miss", "differs_at", "decision", "n_tokens"))
-    gone["error"] = "bad [/] tag"
-    decisions.show_request(REQUEST | gone | {"divergence": divergence})
-    output = capsys.readouterr().out
+    failed = gone | {"error": "bad [/] tag", "divergence": divergence}
+    output = told(capsys, decisions.show_request, REQUEST | failed)
     for text in ("why [bold]", "[/x]", "[red]y", "1500.0 ms", "from token 3 on", "bad [/] tag", "r[1]"):
         assert text in output
     assert "placed on" not in output
@@ -116,74 +118,55 @@ def test_a_prompt_is_never_read_as_markup(capsys):
 )
 def test_a_prompt_beside_an_earlier_one(capsys, text, other_text, said, unsaid):
     divergence = {"request_id": "r0", "common_tokens": 3, "text": text, "other_text": other_text}
-    decisions.show_request(REQUEST | {"divergence": divergence})
-    output = capsys.readouterr().out
+    output = told(capsys, decisions.show_request, REQUEST | {"divergence": divergence})
     assert said in output
     assert unsaid not in output
 
 
-def test_a_row_says_why_it_missed_or_failed(capsys):
-    error = {"status": 400, "cause": "invalid", "error": "prompt [is] too long"}
-    decisions.show_requests([REQUEST, REQUEST | error | {"miss": None, "differs_at": None}])
-    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-    assert lines[1].endswith("input_changed: messages[1], character 17")
-    assert lines[2].endswith(
-        "400     4000    0          0       1010.0 ms   1500.0 ms  invalid: prompt [is] too long"
-    )
-
-
-def test_changed_prompts_are_marked_and_remedies_named(capsys):
-    hit = {"miss": "hit", "differs_at": None, "normalised": ["paths", "dates"]}
-    decisions.show_requests([REQUEST, REQUEST | hit, REQUEST])
-    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-    assert lines[2].endswith(" ms  hit *")
-    assert lines[4:] == ["* kvpin changed the prompt: dates, paths", "input_changed: only append messages"]
+ENDED = "4000 0 0 1010.0 ms 1500.0 ms"
 
 
 @pytest.mark.parametrize(
-    ("transfer", "engine", "why"),
+    ("fields", "row"),
     [
-        ("moved", "p → d", ""),
-        ("failed", "d", "no KV from p: failed; "),
-        ("late", "d", "no KV from p: late; "),
+        ({}, f"tensorrt_llm-12 200 {ENDED} input_changed: messages[1], character 17"),
+        (
+            {"status": 400, "cause": "invalid", "error": "prompt [is] too long", "miss": None},
+            f"tensorrt_llm-12 400 {ENDED} invalid: prompt [is] too long",
+        ),
+        ({"miss": "hit", "differs_at": None, "normalised": ["x"]}, f"tensorrt_llm-12 200 {ENDED} hit *"),
+        ({"queued_s": 3.21, "differs_at": None}, f"tensorrt_llm-12 200 {ENDED} queued 3.2 s; input_changed"),
+        (
+            {"queued_s": 0.04, "cause": "overloaded", "error": "all are busy"},
+            f"tensorrt_llm-12 200 {ENDED} queued 0.0 s; overloaded: all are busy",
+        ),
+        (
+            {"predicted_tokens": 2416, "is_firm": False, "differs_at": None},
+            "tensorrt_llm-12 200 4000 ~2416 0 1010.0 ms 1500.0 ms input_changed",
+        ),
+        (
+            {"prefilled_by": "p", "transfer": "moved", "differs_at": None},
+            f"p → tensorrt_llm-12 200 {ENDED} input_changed",
+        ),
+        *(
+            (
+                {"prefilled_by": "p", "transfer": transfer, "differs_at": None},
+                f"tensorrt_llm-12 200 {ENDED} no KV from p: {transfer}; input_changed",
+            )
+            for transfer in ("failed", "late")
+        ),
     ],
 )
-def test_a_row_says_which_engine_computed_the_prompt_or_did_not(capsys, transfer, engine, why):
-    decisions.show_requests([REQUEST | {"engine": "d", "prefilled_by": "p", "transfer": transfer}])
-    row = " ".join(capsys.readouterr().out.splitlines()[1].split())
-    assert row.startswith(f"08:00:00 r[1] acme qwen /v1/chat/completions {engine} 200 ")
-    assert f" ms {why}input_changed" in row
+def test_a_row(capsys, fields, row):
+    output = told(capsys, decisions.show_requests, [REQUEST | fields])
+    assert " ".join(output.splitlines()[1].split()) == f"08:00:00 r[1] acme qwen /v1/chat/completions {row}"
 
 
-def test_a_row_says_how_long_it_was_queued(capsys):
-    refused = REQUEST | {"cause": "overloaded", "error": "all engines are busy", "queued_s": 0.04}
-    decisions.show_requests([REQUEST | {"queued_s": 3.21}, refused])
-    output = capsys.readouterr().out
-    assert "queued 3.2 s; input_changed" in output
-    assert "queued 0.0 s; overloaded: all engines are busy" in output
-
-
-def test_a_prediction_that_is_not_firm_is_marked(capsys):
-    decisions.show_requests([REQUEST | {"predicted_tokens": 2416, "is_firm": False}])
-    assert " ~2416 " in capsys.readouterr().out
-    decisions.show_route(ROUTE | {"is_firm": False})
-    said = "tensorrt_llm-12 may reuse another number of tokens: its prediction is not firm\n"
-    assert said in capsys.readouterr().out
-
-
-def test_a_list_says_where_the_records_of_requests_are_that_were_passed_on(capsys):
-    decisions.show_list({"requests": [], "passed_on": {"vm:7": 3}})
-    assert "3 requests were answered by the kvpin vm:7, which has their records\n" in capsys.readouterr().out
-
-
-def test_a_pair_is_shown_by_its_two_engines(capsys):
-    pair = cost("d", prefiller="p", transfer_s=0.05, stall_s=0.0, total_s=2.0)
-    alone = cost("d", transfer_s=0.0, stall_s=0.5, total_s=4.0)
-    decisions.show_route(ROUTE | {"engine": "d", "candidates": [alone, pair]})
-    output = capsys.readouterr().out
-    assert "stall: streams and requests that its prefill delays" in output
-    header, first, second = [line.split() for line in output.splitlines()][-6:-3]
-    assert "transfer" in header
-    assert "stall" in header
-    assert first[:4] == ["p", "→", "d", "0"]
-    assert second[:2] == ["d", "0"]
+def test_a_list_names_rules_remedies_and_where_other_records_are(capsys):
+    changed = REQUEST | {"miss": "hit", "differs_at": None, "normalised": ["paths", "dates"]}
+    answer = {"requests": [REQUEST, changed, REQUEST], "passed_on": {"vm:7": 3}}
+    assert told(capsys, decisions.show_list, answer).splitlines()[4:] == [
+        "* kvpin changed the prompt: dates, paths",
+        "input_changed: only append messages",
+        "3 requests were answered by the kvpin vm:7, which has their records",
+    ]

@@ -4,10 +4,15 @@ import msgspec
 import pytest
 from msgspec import structs
 
-from proxy.control.explain import explain, summarize
+from engine_adapter import JsonBody, Tier
+from proxy.control.explain import explain, route, summarize
 from proxy.core.placement.decision import Cost, Placement
 from proxy.core.placement.transfers import TransferResult
-from tests.kv_world import KvFake, tokens
+from proxy.errors import NoEngine, NotFound
+from proxy.fleet.engine import EngineState
+from tests.kv_world import KvFake, kv_world, tokens
+
+IDS = tokens(64)
 
 
 def placed(engine, n_tokens, *costs):
@@ -26,6 +31,11 @@ async def told(world, record):
 async def explained(world, ids, placement, reported, **fields):
     record = world.record("now", ids, placement=placement, reported_tokens=reported, **fields)
     return await told(world, record)
+
+
+async def routed(world, path=None, tenant=None, **body):
+    answer = await route(world.flow, JsonBody(msgspec.json.encode(body)), path, tenant)
+    return msgspec.to_builtins(answer)
 
 
 HERE = placed("a", 64, ("a", 0.1, 0))
@@ -83,6 +93,7 @@ UNKNOWN = "kvpin did not know the prompt when it placed it: reuse was off, *"
             None, HERE, None, {"status": 404, "error": "File Not Found"},
             "/v1/completions failed on a with status 404: File Not Found",
         ),
+        (None, HERE, None, {"ids": None, "runs_prompt": False}, "a served it; it had no prompt"),
         (None, HERE, None, {"ids": None}, f"nothing was predicted: {UNKNOWN}"),
         (
             None, placed("a", 64, ("a", 0.1, 48)), 48, {"ids": None},
@@ -117,21 +128,6 @@ async def test_it_diverges_and_the_text_shows_where(world, pair):
     decode = world.pool.prompts.local.tokenizer.decode
     assert divergence["text"] == decode(tokens(64)[40:56])
     assert divergence["other_text"] == decode(other[40:56])
-
-
-async def test_evicted_before_it_came(world, pair):
-    world.record("r1", tokens(64), placement=placed("a", 64, ("a", 0.1, 0)))
-    answer = await explained(world, tokens(64), placed("a", 64, ("a", 0.1, 0)), 0)
-    assert answer["explanation"].endswith(
-        "; it shares 64 tokens with request r1, but a evicted or flushed them before it computed this prompt"
-    )
-    assert answer["miss"] == "evicted"
-
-
-async def test_placed_elsewhere(world, pair):
-    placement = placed("a", 64, ("a", 0.1, 0), ("b", 0.5, 48))
-    answer = await explained(world, tokens(64), placement, 0)
-    assert answer["miss"] == "placed_elsewhere"
 
 
 async def test_the_decision_is_told_with_the_terms_of_every_engine(world, pair):
@@ -179,33 +175,6 @@ async def test_ids_alone_without_a_tokenizer(world, pair):
     assert (await told(world, world.flow.requests.get("now")))["divergence"]["text"] is None
 
 
-async def test_a_summary_holds_no_prompt(world, pair):
-    record = world.record("r1", tokens(64), prompt_cache_key="k")
-    summary = msgspec.to_builtins(await summarize(world.flow, record))
-    assert (summary["n_tokens"], summary["prompt_cache_key"], summary["engine"]) == (64, "k", None)
-    assert "prompt" not in summary
-
-
-async def test_what_no_engine_served_missed_nothing(world, pair):
-    placements = (None, placed("a", 64, ("a", 0.1, 0)))
-    records = [world.record("r", None, placement=placement) for placement in placements]
-    assert [(await summarize(world.flow, record)).miss for record in records] == [None, "not_followed"]
-
-
-async def test_what_has_no_prompt_missed_nothing(world, pair):
-    placement = placed("a", 0, ("a", 0.1, 0))
-    record = world.record("r", None, placement=placement, runs_prompt=False)
-    assert (await summarize(world.flow, record)).miss is None
-    assert (await told(world, record))["explanation"] == "a served it; it had no prompt"
-
-
-async def test_a_summary_says_how_it_was_served(world, pair):
-    served = world.record("r1", tokens(64), note="it ran alone")
-    notes = [(await summarize(world.flow, each)).note for each in (served, world.record("r2", None))]
-    assert notes == ["it ran alone", ""]
-    assert (await told(world, served))["note"] == "it ran alone"
-
-
 async def test_a_prompt_that_is_known_in_part(world, pair):
     record = world.record("r", tokens(40), placement=placed("a", 40, ("a", 0.1, 32)), reported_tokens=500)
     record.prompt = structs.replace(record.prompt, whole=False)
@@ -228,3 +197,90 @@ async def test_the_text_of_an_adapters_request_is_shown_and_of_no_models_is_not(
     for request_id in ("r2", "r3"):
         record = world.record(request_id, tokens(40), model="gone", placement=placed("c", 40, ("c", 0.1, 0)))
     assert (await told(world, record))["divergence"]["text"] is None
+
+
+async def test_a_summary_holds_no_prompt_and_says_how_it_was_served(world, pair):
+    record = world.record("r1", tokens(64), prompt_cache_key="k", note="it ran alone")
+    summary = msgspec.to_builtins(await summarize(world.flow, record))
+    assert (summary["n_tokens"], summary["prompt_cache_key"], summary["engine"]) == (64, "k", None)
+    assert (summary["note"], (await told(world, record))["note"]) == ("it ran alone", "it ran alone")
+    assert "prompt" not in summary
+
+
+@pytest.mark.parametrize(
+    ("fields", "miss"),
+    [
+        ({}, None),  # no engine served it
+        ({"placement": HERE}, "not_followed"),
+        ({"placement": HERE, "error": "no"}, None),
+        ({"placement": HERE, "runs_prompt": False}, None),
+    ],
+)
+async def test_only_what_an_engine_served_can_miss(world, pair, fields, miss):
+    record = world.record("r", None, **fields)
+    assert (await summarize(world.flow, record)).miss == miss
+
+
+class TestDryRun:
+    """A request that is not sent."""
+
+    async def test_it_goes_where_the_prefix_lies_and_says_why(self, world, pair):
+        world.pool.index.store("a", Tier.HOST, world.pool.chain(world.served(pair[1], IDS)).hashes)
+        before = len(world.pool.index), world.engines["b"].ledger.placed
+        answer = await routed(world, prompt=IDS, max_tokens=4)
+        assert (answer["engine"], answer["predicted_tokens"], answer["n_tokens"]) == ("b", 48, 64)
+        assert (answer["blocks"], answer["rule"], answer["path"]) == (4, "lowest cost", "/v1/completions")
+        assert answer["why"].startswith("b holds 48 of 64 tokens; it computes 16 tokens in ")
+        assert (answer["reason"], answer["tie"], answer["is_firm"]) == ("held", None, True)
+        assert answer["strain"] == pytest.approx(1 / (1 - answer["utilisation"]))
+        a, b = answer["candidates"]
+        assert (a["matched_tokens"]["host"], b["matched_tokens"]["gpu"]) == (64, 64)
+        assert a["restore_s"] > b["restore_s"] == 0
+        assert b["first_token_s"] == b["prefill_s"]
+        # It changed nothing.
+        assert (len(world.pool.index), world.engines["b"].ledger.placed) == before
+        assert list(world.flow.requests) == []
+        for engine in world.engines.values():
+            engine.is_proven = False
+        assert (await routed(world, prompt=IDS))["is_firm"] is False
+
+    async def test_its_route_follows_from_its_fields_unless_it_is_named(self, world, pair):
+        answer = await routed(world, messages=[{"role": "user", "content": "hi"}], model="m")
+        tie = "was not chosen before"
+        assert (answer["path"], answer["tie"]) == ("/v1/chat/completions", tie)
+        assert answer["why"] == f"no engine holds any of the prompt; of 2 engines within 1 ms, a {tie}"
+        answer = await routed(world, path="/v1/embeddings", input="x")
+        assert (answer["n_tokens"], answer["rule"]) == (None, "least loaded")
+        assert "not known here" in answer["why"]
+
+    async def test_without_reuse_it_balances(self, tokenizer_dir):
+        async with kv_world(tokenizer_dir, reuse=False) as world:
+            world.add(KvFake("a"))
+            assert (await routed(world, prompt=IDS))["why"].startswith("reuse is off")
+
+    async def test_a_tenant_has_its_own_cache(self, tokenizer_dir):
+        keys = ({"key": "ka", "tenant": "alice"}, {"key": "kb", "tenant": "bob"})
+        async with kv_world(tokenizer_dir, api_keys=keys) as world:
+            fake = KvFake("a")
+            world.add(fake)
+            world.served(fake, IDS, world.tenants.salt("alice", None))
+            for tenant, predicted in (("alice", 48), ("bob", 0)):
+                assert (await routed(world, prompt=IDS, tenant=tenant))["predicted_tokens"] == predicted
+            with pytest.raises(NotFound):
+                await routed(world, prompt=IDS, tenant="carol")
+
+    async def test_an_adapters_request_goes_where_the_adapter_is_served(self, world, pair):
+        ada = KvFake("c", loras=("ada",))
+        world.add(ada)
+        world.served(pair[0], IDS)
+        answer = await routed(world, prompt=IDS, model="ada")
+        assert (answer["engine"], answer["model"], answer["lora"]) == ("c", "m", "ada")
+        assert (answer["predicted_tokens"], len(answer["candidates"])) == (0, 1)
+        world.served(ada, IDS, lora="ada")
+        assert (await routed(world, prompt=IDS, model="ada"))["predicted_tokens"] == 48
+        assert (await routed(world, prompt=IDS, model="m"))["engine"] == "a"
+        world.engines["c"].state = EngineState.DRAINING
+        with pytest.raises(NoEngine, match="LoRA adapter 'ada'"):
+            await routed(world, prompt=IDS, model="ada")
+        with pytest.raises(NotFound):
+            await routed(world, prompt=IDS, model="n")

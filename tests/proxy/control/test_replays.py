@@ -1,6 +1,5 @@
 import asyncio
 import gzip
-import json
 import os
 import subprocess
 import sys
@@ -58,36 +57,6 @@ def children():
         return found
 
     return look
-
-
-async def test_it_is_what_the_command_says(trace, tmp_path):
-    options = {"engines": "1,2", "policies": "kvpin,oracle", "gpu_tokens": "300k"}
-    answer = await Replays().play(trace, options)
-    path = tmp_path / "recording.jsonl"
-    path.write_bytes(trace)
-    words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    document = json.loads(CliRunner().invoke(app, ["replay", str(path), *words, "--json", "-"]).stdout)
-    assert answer.runs == document["runs"]
-    assert answer.notes == [*document["doubts"], *document["notes"]]
-    assert answer.title == document["title"].replace("recording.jsonl", "recording")
-    assert [each.x for each in answer.curves] == [[1, 2]] * 3
-
-
-@pytest.mark.parametrize(
-    ("body", "options", "message", "param"),
-    [
-        (b"{}\n", {}, "the recording, line 1: Object missing", None),
-        (b"", {}, "the recording: ", None),
-        (None, {"gpu_tokens": "much"}, "--gpu-tokens: 'much' is not an amount", "gpu_tokens"),
-        (None, {"policies": "--html=/tmp/x"}, "--policies: there is no policy '--html=/tmp/x'", "policies"),
-        (None, {"load": "fast"}, "Invalid value for '--load'", "load"),
-    ],
-)
-async def test_what_cannot_be_replayed_is_said(trace, body, options, message, param):
-    with pytest.raises(BadRequest) as told:
-        await Replays().play(trace if body is None else body, options)
-    assert message in told.value.message
-    assert told.value.param == param
 
 
 async def test_one_at_a_time_and_its_process_ends_with_the_call(trace, children):

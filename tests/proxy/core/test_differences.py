@@ -96,6 +96,7 @@ def test_what_is_equal_or_goes_on(now, before):
             "tools[0]",
         ),
         (chat(ASKED, tools=TOOLS), chat(ASKED), Difference(Kind.TOOLS, "tools", 0), "tools[0]"),
+        (chat(tools=TOOLS), chat(tools=TOOLS[:1] * 2), Difference(Kind.TOOLS, "tools", 1), "tools[1]"),
         (
             chat(SYSTEM, said("at 10:31, hi")),
             chat(SYSTEM, said("at 10:32, hi")),
@@ -125,6 +126,12 @@ def test_what_is_equal_or_goes_on(now, before):
             chat(said([text("what is this?"), OTHER_IMAGE])),
             Difference(Kind.MEDIA, "messages", 0, 1),
             "messages[0].content[1]",
+        ),
+        (
+            chat(said([IMAGE, text("a")])),
+            chat(said([IMAGE, text("b")])),
+            Difference(Kind.INPUT, "messages", 0, 1, 0),
+            None,
         ),
         (
             chat(said([IMAGE])),

@@ -1,141 +1,241 @@
-"""Repairs of messages, in the forms of three APIs."""
+"""Messages in a shape that a chat template keeps, in the forms of three APIs."""
 
 import json
+import time
 
 import pytest
 
 from engine_adapter import JsonBody
-from proxy.core.message_repair import Repair, may_need, repaired
+from proxy.core.message_repair import NO_CONTENT, Repair, may_need, repaired
 
-ALL = {Repair.DEVELOPER_AS_SYSTEM, Repair.SYSTEMS_JOINED, Repair.LATE_SYSTEM_IN_TURN}
+EVERY = frozenset(Repair)
+SYSTEMS = {Repair.DEVELOPER_AS_SYSTEM, Repair.SYSTEMS_JOINED, Repair.LATE_SYSTEM_IN_TURN}
+IN_TURN = {Repair.SYSTEM_IN_TURN}
+TAKES_TOOLS = EVERY - {Repair.SYSTEM_IN_TURN, Repair.CALL_AS_TEXT}
+ALTERNATE, LONE, CALLS = {Repair.TURNS_ALTERNATE}, {Repair.RESULT_IN_TURN}, {Repair.CALL_AS_TEXT}
+NULLS = {Repair.NULL_AS_EMPTY}
 
 
-def said(role, content="Hi"):
-    return {"role": role, "content": content}
+def said(role, content="Hi", **fields):
+    return {"role": role, "content": content, **fields}
+
+
+def called(*ids, content=None):
+    calls = [{"id": each, "type": "function", "function": {"name": "f", "arguments": "{}"}} for each in ids]
+    return said("assistant", content, tool_calls=calls)
+
+
+def result(call, text="7"):
+    return said("tool", text, tool_call_id=call)
+
+
+def text(words, kind="text"):
+    return {"type": kind, "text": words}
+
+
+def marked(words, tag="system"):
+    return f"<{tag}>\n{words}\n</{tag}>"
+
+
+USER, ASSISTANT = said("user", NO_CONTENT), said("assistant", NO_CONTENT)
+IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
+USE = said("assistant", [{"type": "tool_use", "id": "1", "name": "f", "input": {}}])
+KNOWN = {"type": "tool_result", "tool_use_id": "1", "content": "7"}
+CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+OUTPUT = {"type": "function_call_output", "call_id": "1", "output": "7"}
+CUSTOM = {"type": "custom_tool_call", "call_id": "1", "name": "f", "input": "{}"}
+GIVEN = {"type": "custom_tool_call_output", "call_id": "1", "output": "7"}
+AS_TEXT, LONE_TEXT = marked("f({})", "tool_call"), marked("7", "tool_result")
+A_CUSTOM_CALL = said("assistant", None, tool_calls=[{"id": "1", "custom": {"name": "f", "input": "{}"}}])
+INPUT_A = [text("A", "input_text")]
+BLOCKS = [text("A") | {"cache_control": {"type": "ephemeral"}}]
+RESULT_BLOCK = said("user", [{"type": "tool_result", "content": "7"}])
 
 
 def now(fields, repairs):
-    """The fields after the repairs, and their names."""
+    """The fields after the repairs, and the repairs that changed some."""
     changes, applied = repaired(fields, repairs)
-    merged = {name: value for name, value in (fields | changes).items() if value is not None}
-    return merged, [str(each) for each in applied]
+    return {name: value for name, value in (fields | changes).items() if value is not None}, applied
 
 
-def test_a_chat_that_needs_nothing_stays():
-    fields = {"messages": [said("system"), said("user"), said("assistant"), said("user")]}
-    assert repaired(fields, ALL) == ({}, ())
+@pytest.mark.parametrize(
+    ("repairs", "messages", "turns"),
+    [
+        # A late system message joins the turn before it, or the one after it behind an answer, or is one.
+        (
+            SYSTEMS,
+            [said("system"), said("user", "A"), said("system", "B"), said("assistant"), said("user")],
+            [said("system"), said("user", f"A\n\n{marked('B')}"), said("assistant"), said("user")],
+        ),
+        (
+            SYSTEMS,
+            [said("user"), said("assistant"), said("system", "B"), said("system", "C"), said("user", "D")],
+            [said("user"), said("assistant"), said("user", f"{marked('B')}\n\n{marked('C')}\n\nD")],
+        ),
+        (
+            SYSTEMS,
+            [said("user"), said("assistant"), said("system", "B"), said("assistant")],
+            [said("user"), said("assistant"), said("user", marked("B")), said("assistant")],
+        ),
+        (
+            SYSTEMS,
+            [said("user"), said("assistant"), said("system", "B")],
+            [said("user"), said("assistant"), said("user", marked("B"))],
+        ),
+        (
+            SYSTEMS,
+            [said("user"), called(), result("1"), said("system", "B")],
+            [said("user"), called(), result("1", f"7\n\n{marked('B')}")],
+        ),
+        (
+            SYSTEMS,
+            [said("user", [text("A"), IMAGE]), said("system", [text("B"), text("C")])],
+            [said("user", [text("A"), IMAGE, text(f"\n\n{marked(f'B{chr(10) * 2}C')}")])],
+        ),
+        (SYSTEMS, [said("system", "A"), said("developer", "B"), said("user")],
+         [said("system", "A\n\nB"), said("user")]),
+        (IN_TURN, [said("assistant"), said("system", "B"), said("user", [KNOWN])],
+         [said("assistant"), said("user", [KNOWN, text(f"{marked('B')}\n\n")])]),
+        # Turns.
+        (ALTERNATE, [said("user", "A"), said("user", "B")], [said("user", "A\n\nB")]),
+        (ALTERNATE, [said("user", "A"), said("user", [text("B")])],
+         [said("user", [text("A"), text("\n\nB")])]),
+        (ALTERNATE, [said("user"), said("assistant", "A"), said("assistant", "B")],
+         [said("user"), said("assistant", "A\n\nB")]),
+        (ALTERNATE, [said("assistant"), said("user")], [USER, said("assistant"), said("user")]),
+        (ALTERNATE, [said("system"), said("assistant")], [said("system"), USER, said("assistant")]),
+        (ALTERNATE, [said("user"), called("1", content=""), result("1"), said("user", "B")],
+         [said("user"), called("1", content=""), result("1"), ASSISTANT, said("user", "B")]),
+        (
+            ALTERNATE,
+            [said("user"), said("assistant", "A", reasoning_content="a"),
+             said("assistant", "B", reasoning_content="b")],
+            [said("user"), said("assistant", "A\n\nB", reasoning_content="a\n\nb")],
+        ),
+        # Mistral's templates count a text before a call as a turn, and refuse the assistant's next one.
+        (TAKES_TOOLS, [said("user"), said("assistant", "I look."), called("c"), result("c")],
+         [said("user"), {**called("c"), "content": "I look."}, result("c")]),
+        (TAKES_TOOLS, [said("user"), said("assistant", "I look."), called("c", content="Now."), result("c")],
+         [said("user"), called("c", content="I look.\n\nNow."), result("c")]),
+        (TAKES_TOOLS, [said("user"), said("assistant", "I look."), USE],
+         [said("user"), said("assistant", [text("I look."), *USE["content"]])]),
+        (TAKES_TOOLS, [said("user"), USE, said("user", [KNOWN, text("Go on.")])],
+         [said("user"), USE, said("user", [KNOWN]), ASSISTANT, said("user", [text("Go on.")])]),
+        (NULLS, [called("1")], [called("1", content="")]),
+        # Calls of tools, and their results.
+        (LONE, [said("user"), result("9")], [said("user"), said("user", LONE_TEXT)]),
+        (LONE, [result("1", [text("7")])], [said("user", LONE_TEXT)]),
+        (LONE, [said("user", [KNOWN | {"content": [text("7")]}])], [said("user", [text(LONE_TEXT)])]),
+        (LONE, [said("user"), USE, said("user", [KNOWN | {"tool_use_id": "9"}, KNOWN])],
+         [said("user"), USE, said("user", [KNOWN, text(LONE_TEXT)])]),
+        (CALLS, [{"role": "assistant", "tool_calls": called("1")["tool_calls"]}],
+         [said("assistant", AS_TEXT)]),
+        (CALLS, [called("1", content=[text("A")])], [said("assistant", [text("A"), text(AS_TEXT)])]),
+        (CALLS, [A_CUSTOM_CALL], [said("assistant", AS_TEXT)]),
+        (EVERY, [said("user"), USE, said("user", [KNOWN])],
+         [said("user"), said("assistant", [text(AS_TEXT)]), said("user", [text(LONE_TEXT)])]),
+        (
+            EVERY,
+            [said("user"), called("1", "2", content="A"), result("1"), result("2"), said("user", "B")],
+            [said("user"), said("assistant", f"A\n\n{AS_TEXT}\n\n{AS_TEXT}"),
+             said("user", f"{LONE_TEXT}\n\n{LONE_TEXT}\n\nB")],
+        ),
+    ],
+)  # fmt: skip
+def test_chats_and_anthropics_messages(repairs, messages, turns):
+    assert now({"messages": messages}, repairs)[0] == {"messages": turns}
+    assert repaired({"messages": turns}, repairs) == ({}, ())  # once is enough
 
 
-def test_a_late_system_message_joins_the_turn_before_it():
-    turns = [said("system"), said("user", "A"), said("system", "B"), said("assistant"), said("user")]
-    fields, applied = now({"messages": turns}, ALL)
-    assert applied == ["late_system_in_turn"]
-    assert fields["messages"] == [turns[0], said("user", "A\n\n<system>\nB\n</system>"), *turns[3:]]
+@pytest.mark.parametrize(
+    ("repairs", "fields", "changed"),
+    [
+        (SYSTEMS, {"system": BLOCKS, "messages": [said("system", "B"), RESULT_BLOCK]},
+         {"system": [*BLOCKS, text("\n\nB")], "messages": [RESULT_BLOCK]}),
+        (SYSTEMS, {"system": "A", "messages": [said("system", "B"), RESULT_BLOCK]},
+         {"system": "A\n\nB", "messages": [RESULT_BLOCK]}),
+        (IN_TURN, {"system": "A", "messages": [said("user", "C")]},
+         {"messages": [said("user", f"{marked('A')}\n\nC")]}),
+        (IN_TURN, {"instructions": "A", "input": "C"}, {"input": [said("user", f"{marked('A')}\n\nC")]}),
+        (IN_TURN, {"input": "C"}, {"input": "C"}),
+        (
+            SYSTEMS,
+            {"instructions": "A",
+             "input": [said("developer", [text("B", "input_text")]), said("user", INPUT_A), OUTPUT,
+                       said("developer", "D")]},
+            {"instructions": "A\n\nB",
+             "input": [said("user", INPUT_A), OUTPUT | {"output": f"7\n\n{marked('D')}"}]},
+        ),
+        (SYSTEMS, {"input": [said("user", INPUT_A), said("developer", "D")]},
+         {"input": [said("user", [*INPUT_A, text(f"\n\n{marked('D')}", "input_text")])]}),
+        (TAKES_TOOLS, {"input": [{"type": "reasoning"}, said("user"), CALL, OUTPUT, said("user", "B")]},
+         {"input": [{"type": "reasoning"}, said("user"), CALL, OUTPUT, ASSISTANT, said("user", "B")]}),
+        (TAKES_TOOLS, {"input": [said("user", INPUT_A), said("user", "B")]},
+         {"input": [said("user", [*INPUT_A, text("\n\nB", "input_text")])]}),
+        *((EVERY, {"input": [said("user"), call, output]},
+           {"input": [said("user"), said("assistant", AS_TEXT), said("user", LONE_TEXT)]})
+          for call, output in ((CALL, OUTPUT), (CUSTOM, GIVEN))),
+    ],
+)  # fmt: skip
+def test_other_fields(repairs, fields, changed):
+    assert now(fields, repairs)[0] == changed
 
 
-def test_or_the_one_after_it_behind_an_answer():
-    turns = [said("user"), said("assistant"), said("system", "B"), said("system", "C"), said("user", "D")]
-    fields, _ = now({"messages": turns}, ALL)
-    assert fields["messages"][2:] == [said("user", "<system>\nB\n</system>\n\n<system>\nC\n</system>\n\nD")]
+@pytest.mark.parametrize(
+    ("repairs", "fields"),
+    [
+        (SYSTEMS, {"messages": [said("system"), said("user"), said("assistant"), said("user")]}),
+        (SYSTEMS, {"messages": [said("user"), said("system", [IMAGE])]}),
+        (SYSTEMS, {"messages": [said("system", [IMAGE]), said("system", [IMAGE]), said("user")]}),
+        (TAKES_TOOLS, {"messages": [
+            said("system"), said("user"), called("1", "2", content="A"), result("1"), result("2"),
+            called("3", content=""), result("3"), said("assistant"), said("user"),
+        ]}),
+        (TAKES_TOOLS, {"input": [OUTPUT]}),  # its call may stand in a stored response
+        (TAKES_TOOLS, {"input": [said("user"), CUSTOM, GIVEN]}),
+        (TAKES_TOOLS, {"input": [said("user"), said("assistant", "I look."), CALL]}),
+        (NULLS, {"messages": [said("assistant", None), said("user")]}),
+        (LONE, {"messages": [called("9", content=""), result("9")]}),
+        (LONE, {"messages": [result("1", [IMAGE])]}),
+        (TAKES_TOOLS, {"messages": [
+            said("user", None), said("user", 5), {"type": "custom"}, said("ipython"), said("user", "A"), None,
+        ]}),
+        *((CALLS, {"messages": [said("assistant", None, tool_calls=[{"id": "1", "function": odd}, 3])]})
+          for odd in (None, 3, "f", [])),
+    ],
+)  # fmt: skip
+def test_what_needs_nothing_or_has_an_odd_form_stays(repairs, fields):
+    assert repaired(fields, repairs) == ({}, ())
 
 
-def test_or_a_turn_of_its_own():
-    turns = [said("user"), said("assistant"), said("system", "B"), said("assistant")]
-    fields, _ = now({"messages": turns}, ALL)
-    assert fields["messages"] == [*turns[:2], said("user", "<system>\nB\n</system>"), turns[3]]
-    fields, _ = now({"messages": turns[:3]}, ALL)
-    assert fields["messages"][2:] == [said("user", "<system>\nB\n</system>")]
+@pytest.mark.parametrize("odd", [None, 1, "x", [None], [1, "x", {}], [{"role": 5}], [{"role": ["system"]}]])
+def test_odd_messages_are_left_to_others(odd):
+    repaired({"messages": odd, "input": odd, "system": odd, "instructions": odd}, EVERY)
 
 
-def test_a_tools_result_takes_it_too():
-    call = {"role": "assistant", "content": None, "tool_calls": []}
-    turns = [said("user"), call, {"role": "tool", "tool_call_id": "1", "content": "7"}, said("system", "B")]
-    fields, _ = now({"messages": turns}, ALL)
-    assert fields["messages"][2]["content"] == "7\n\n<system>\nB\n</system>"
-    assert len(fields["messages"]) == 3
+def test_each_repair_is_named():
+    turns = [said("system", "A"), said("developer", "B"), said("user", "C"), called("1"), result("1")]
+    fields, applied = now({"messages": [*turns, said("system", "D")]}, EVERY)
+    assert applied == (
+        Repair.DEVELOPER_AS_SYSTEM, Repair.SYSTEMS_JOINED, Repair.LATE_SYSTEM_IN_TURN, Repair.SYSTEM_IN_TURN,
+        Repair.CALL_AS_TEXT, Repair.RESULT_IN_TURN,
+    )  # fmt: skip
+    assert [turn["role"] for turn in fields["messages"]] == ["user", "assistant", "user"]
 
 
-def test_parts_stay_parts():
-    parts = [{"type": "text", "text": "A"}, {"type": "image_url", "image_url": {"url": "x"}}]
-    late = said("system", [{"type": "text", "text": "B"}, {"type": "text", "text": "C"}])
-    fields, _ = now({"messages": [said("user", parts), late]}, ALL)
-    assert fields["messages"] == [
-        said("user", [*parts, {"type": "text", "text": "\n\n<system>\nB\n\nC\n</system>"}])
-    ]
-
-
-def test_a_system_message_with_an_image_stays():
-    odd = said("system", [{"type": "image_url", "image_url": {"url": "x"}}])
-    assert now({"messages": [said("user"), odd]}, ALL)[0]["messages"] == [said("user"), odd]
-    assert repaired({"messages": [odd, odd, said("user")]}, ALL) == ({}, ())
-
-
-def test_leading_messages_become_one_and_developers_are_systems():
-    turns = [said("system", "A"), said("developer", "B"), said("user")]
-    fields, applied = now({"messages": turns}, ALL)
-    assert applied == ["developer_as_system", "systems_joined"]
-    assert fields["messages"] == [said("system", "A\n\nB"), turns[2]]
-
-
-def test_anthropics_system_prompt_takes_leading_ones():
-    blocks = [{"type": "text", "text": "A", "cache_control": {"type": "ephemeral"}}]
-    turns = [said("system", "B"), said("user", [{"type": "tool_result", "content": "7"}])]
-    fields, _ = now({"system": blocks, "messages": turns}, ALL)
-    assert fields == {"system": [*blocks, {"type": "text", "text": "\n\nB"}], "messages": turns[1:]}
-    fields, _ = now({"system": "A", "messages": turns}, ALL)
-    assert fields == {"system": "A\n\nB", "messages": turns[1:]}
-
-
-def test_responses_have_parts_of_their_own():
-    items = [
-        said("developer", [{"type": "input_text", "text": "B"}]),
-        said("user", [{"type": "input_text", "text": "C"}]),
-        {"type": "function_call_output", "call_id": "1", "output": "7"},
-        said("developer", "D"),
-    ]
-    fields, _ = now({"instructions": "A", "input": items}, ALL)
-    assert fields["instructions"] == "A\n\nB"
-    assert fields["input"][1] == {**items[2], "output": "7\n\n<system>\nD\n</system>"}
-    fields, _ = now({"input": [items[1], said("developer", "D")]}, ALL)
-    assert fields["input"][0]["content"][-1] == {"type": "input_text", "text": "\n\n<system>\nD\n</system>"}
-
-
-def test_without_system_messages_all_of_them_are_in_turns():
-    turns = [said("system", "A"), said("developer", "B"), said("user", "C"), said("system", "D")]
-    fields, applied = now({"messages": turns}, frozenset(Repair))
-    assert "system_in_turn" in applied
-    (turn,) = fields["messages"]
-    assert turn["role"] == "user"
-    order = [turn["content"].index(text) for text in ("A", "B", "C", "<system>\nD")]
-    assert order == sorted(order)
-    fields, _ = now({"system": "A", "messages": [said("user", "C")]}, {Repair.SYSTEM_IN_TURN})
-    assert fields == {"messages": [said("user", "<system>\nA\n</system>\n\nC")]}
-    fields, _ = now({"instructions": "A", "input": "C"}, {Repair.SYSTEM_IN_TURN})
-    assert fields == {"input": [said("user", "<system>\nA\n</system>\n\nC")]}
-    assert repaired({"input": "C"}, {Repair.SYSTEM_IN_TURN}) == ({}, ())
-
-
-def test_results_of_tools_stay_in_front_of_texts():
-    result = {"type": "tool_result", "tool_use_id": "1", "content": "7"}
-    turns = [said("assistant"), said("system", "B"), said("user", [result])]
-    fields, _ = now({"messages": turns}, ALL | {Repair.SYSTEM_IN_TURN})
-    assert fields["messages"][-1]["content"][0] == result
-
-
-@pytest.mark.parametrize("repairs", [ALL, frozenset(Repair)])
+@pytest.mark.parametrize("repairs", [SYSTEMS, TAKES_TOOLS, EVERY])
 def test_the_history_keeps_its_bytes_from_turn_to_turn(repairs):
-    """Of 20 turns, with odd messages behind each of them, every request begins as the one before it."""
-    turns, before = [said("system", "S"), said("developer", "D")], ""
+    """Of 20 turns, with odd messages among them, every request begins as the one before it."""
+    turns, before = [said("system", "S"), said("developer", "D"), said("assistant", "?")], ""
     for at in range(20):
-        turns += [said("user", f"q{at}"), said("system", f"late {at}")]
+        turns += [said("user", f"q{at}"), said("user", "and"), said("system", f"late {at}")]
         if at % 3 == 0:
-            turns += [{"role": "assistant", "tool_calls": [{"id": str(at)}]}]
-            turns += [{"role": "tool", "tool_call_id": str(at), "content": "7"}, said("developer", "x")]
+            turns += [called(f"{at}"), result(f"{at}"), said("developer", "x")]
         fields, _ = now({"messages": turns}, repairs)
-        text = json.dumps(fields["messages"])[:-1]
-        assert text.startswith(before)
+        sent = json.dumps(fields["messages"])[:-1]
+        assert sent.startswith(before)
         assert [each["role"] for each in fields["messages"]].count("system") <= 1
-        before = text
+        before = sent
         turns.append(said("assistant", f"a{at}"))
 
 
@@ -152,10 +252,35 @@ def test_the_history_keeps_its_bytes_from_turn_to_turn(repairs):
 )
 def test_a_usual_chat_is_not_even_decoded(messages, needs):
     raw = json.dumps({"messages": messages}).encode()
-    assert may_need(JsonBody(raw), ALL) == needs
-    assert may_need(JsonBody(raw), {Repair.SYSTEM_IN_TURN}) == (len(messages) > 1)
+    assert may_need(JsonBody(raw), SYSTEMS) == needs
+    assert may_need(JsonBody(raw), IN_TURN) == (len(messages) > 1)
 
 
-@pytest.mark.parametrize("odd", [None, 1, "x", [None], [1, "x", {}], [{"role": 5}], [{"role": ["system"]}]])
-def test_odd_messages_are_left_to_others(odd):
-    repaired({"messages": odd, "input": odd, "system": odd, "instructions": odd}, frozenset(Repair))
+@pytest.mark.parametrize(
+    ("repairs", "raw"),
+    [
+        (CALLS, b'"custom_tool_call"'),
+        (LONE, b'"custom_tool_call_output"'),
+        (LONE, b'"tool_result"'),
+        (NULLS, b'"tool_calls"'),
+    ],
+)
+def test_bodies_without_tools_are_not_decoded(repairs, raw):
+    assert not may_need(JsonBody(b'{"messages":[{"role":"user"}]}'), repairs)
+    assert may_need(JsonBody(b'{"x":%b}' % raw), repairs)
+
+
+@pytest.mark.parametrize(
+    ("item", "name"),
+    [
+        (said("user", "x" * 500), "messages"),
+        (said("user", [text("x")]), "messages"),
+        (said("system", "x" * 500), "messages"),
+        (OUTPUT, "input"),
+    ],
+)
+def test_many_items_take_no_quadratic_time(item, name):
+    items = [said("user", [text("A")])] * (name == "messages") + [item] * 20_000
+    started = time.thread_time()
+    now({name: items}, TAKES_TOOLS)
+    assert time.thread_time() - started < 5

@@ -1,143 +1,91 @@
-from dataclasses import dataclass
+"""Every way to miss: the word, the sentence, and the words of OpenAI's and Anthropic's APIs."""
 
 import pytest
 
 from engine_adapter.types import Attention
 from proxy.core.differences import Difference, Kind
-from proxy.core.misses import Compared, Diagnosis, Miss, anthropic_diagnostics, openai_diagnostics
+from proxy.core.misses import Compared, Diagnosis, Miss
+from proxy.core.reasons import detail_of
+from proxy.request.diagnostics import anthropic_diagnostics, openai_diagnostics
 
 
 def other(common=0, **fields):
-    given = {
-        "request_id": "r1",
-        "n_tokens": 64,
-        "common_tokens": common,
-        "repeated_tokens": 40,
-        "engine": "a",
-    }
-    return Compared(**(given | fields))
+    given = {"request_id": "r1", "n_tokens": 64, "common_tokens": common, "repeated_tokens": 40}
+    return {"compared": Compared(**(given | fields))}
 
 
 def differing(kind, common=20, field="messages", **more):
     return other(common, has_fields=True, difference=Difference(kind, field, 1, None, 7), **more)
 
 
-AT_SYSTEM = Difference(Kind.SYSTEM, "messages", 1, None, 7)
+def diagnosis_of(**facts):
+    return Diagnosis(**({"n_tokens": 64, "tokens_per_block": 16, "left_on": "a"} | facts))
 
 
-@dataclass
-class Case:
-    """A way to miss: the reason, in the words of OpenAI's and Anthropic's APIs too, and what leads to it."""
-
-    miss: Miss
-    openai: str
-    anthropic: str | None
-    detail: str
-    facts: dict
-
-
-def diagnosis_of(case):
-    return Diagnosis(**({"n_tokens": 64, "tokens_per_block": 16} | case.facts))
-
-
-NO_WORD = "unavailable"
+BY_B, REUSED = {"holder": "b", "held_tokens": 32}, {"reused_tokens": 16}
+IN_PART = REUSED | {"is_whole": False}
+AT = "r1 at messages[1], character 7, from token"
 CASES = [
-    Case(Miss.UNKNOWN, NO_WORD, NO_WORD, "did not know the prompt", {"n_tokens": None}),
-    Case(Miss.UNKNOWN, NO_WORD, NO_WORD, "did not know the prompt", {"n_tokens": None, "compared": other()}),
-    Case(Miss.SHORT, NO_WORD, NO_WORD, "blocks of 16 tokens", {"n_tokens": 16}),
-    Case(Miss.HIT, "cache_hit", None, "all its full blocks", {"reused_tokens": 48}),
-    Case(Miss.HIT, "cache_hit", None, "all its full", {"reused_tokens": 48, "compared": other(64)}),
-    Case(
-        Miss.HIT, "cache_hit", None, "full blocks that it shares with request r1",
-        {"reused_tokens": 32, "compared": other(35, n_tokens=40)},
-    ),
-    Case(
-        Miss.HIT, "cache_hit", None, "all reusable tokens that it shares with request r1",
-        {"reused_tokens": 35, "compared": other(35, n_tokens=40)},
-    ),
-    Case(Miss.FIRST, NO_WORD, NO_WORD, "no recent request", {}),
-    Case(
-        Miss.HIT, "cache_hit", None, "came to another kvpin or worker",
-        {"predicted_tokens": 32, "reused_tokens": 32},
-    ),
-    Case(Miss.FIRST, NO_WORD, NO_WORD, "no recent request", {"n_tokens": 400, "reused_tokens": 16}),
-    Case(Miss.EVICTED, NO_WORD, NO_WORD, "its beginning was evicted", {"predicted_tokens": 32}),
-    Case(Miss.ELSEWHERE, NO_WORD, NO_WORD, "b holds 32 tokens", {"holder": "b", "held_tokens": 32}),
-    Case(Miss.MODEL, "model_changed", "model_changed", "another", {"compared": other(same_model=False)}),
-    Case(Miss.LORA, "model_changed", "model_changed", "another LoRA", {"compared": other(same_lora=False)}),
-    Case(Miss.EVICTED, NO_WORD, NO_WORD, "a evicted or flushed", {"compared": other(40)}),
-    Case(
-        Miss.EVICTED, NO_WORD, NO_WORD, "a evicted",
-        {"compared": other(40), "predicted_tokens": 48, "reused_tokens": 16},
-    ),
-    Case(Miss.RUNNING, NO_WORD, NO_WORD, "running on a", {"compared": other(40, is_running=True)}),
-    Case(
-        Miss.ELSEWHERE, NO_WORD, NO_WORD, "b holds 32",
-        {"compared": other(40), "holder": "b", "held_tokens": 32},
-    ),
-    Case(Miss.RESTARTED, NO_WORD, NO_WORD, "a was restarted", {"compared": other(40, is_emptied=True)}),
-    Case(Miss.AWAY, NO_WORD, NO_WORD, "which took no requests", {"compared": other(40, is_candidate=False)}),
-    Case(
-        Miss.TOOLS, "tools_changed", "tools_changed", "at messages[1], character 7, from token 5 on, within",
-        {"compared": differing(Kind.TOOLS, 5)},
-    ),
-    Case(
-        Miss.KVPIN, NO_WORD, NO_WORD, "changes (paths, ids) made it differ from request r1 at messages[1]",
-        {"compared": differing(Kind.SYSTEM, changes=("paths", "ids")), "rules": ("ids",)},
-    ),
-    Case(
-        Miss.SYSTEM, "input_changed", "system_changed", "r1 at messages[1], character 7, from token 20 on",
-        {"compared": differing(Kind.SYSTEM), "reused_tokens": 16},
-    ),
-    Case(
-        Miss.SYSTEM, "input_changed", "system_changed", "from token 20 on",
-        {"compared": differing(Kind.SYSTEM)},
-    ),
-    Case(
-        Miss.INPUT, "input_changed", "messages_changed", "from token 20 on",
-        {"compared": differing(Kind.INPUT), "reused_tokens": 16},
-    ),
-    Case(
-        Miss.INPUT, "input_changed", "messages_changed", "from request r1 from token 20 on",
-        {"compared": other(20), "reused_tokens": 16},
-    ),
-    Case(
-        Miss.SHARED, "input_changed", "messages_changed", "r1; from there on it is new",
-        {"compared": other(32, repeated_tokens=6), "reused_tokens": 32},
-    ),
-    Case(
-        Miss.INPUT, "input_changed", "messages_changed", "from token 32 on",
-        {"compared": other(32, repeated_tokens=7), "reused_tokens": 32},
-    ),
-    Case(
-        Miss.SYSTEM, "input_changed", "system_changed", "from token 5 on, within",
-        {"compared": other(5, has_fields=True, repeated_tokens=0, difference=AT_SYSTEM)},
-    ),
-    Case(
-        Miss.EVICTED, NO_WORD, NO_WORD, "a evicted",
-        {"compared": other(48, repeated_tokens=0), "reused_tokens": 16},
-    ),
-    Case(
-        Miss.MEDIA, "input_changed", "messages_changed", "at messages[1]",
-        {"compared": differing(Kind.MEDIA), "reused_tokens": 16, "is_whole": False},
-    ),
-    Case(
-        Miss.HIT, "cache_hit", None, "full blocks",
-        {"compared": other(20), "reused_tokens": 16, "is_whole": False},
-    ),
-    Case(
-        Miss.TEMPLATE, "input_changed", "messages_changed", "renders earlier messages anew",
-        {"compared": other(20, has_fields=True), "reused_tokens": 16},
-    ),
-    Case(
-        Miss.OPTION, "text_format_changed", NO_WORD, "r1 at response_format",
-        {"compared": differing(Kind.OPTION, field="response_format"), "reused_tokens": 16},
-    ),
-    Case(
-        Miss.OPTION, NO_WORD, NO_WORD, "at thinking",
-        {"compared": differing(Kind.OPTION, field="thinking"), "reused_tokens": 16},
-    ),
+    (Miss.UNKNOWN, "did not know the prompt", {"n_tokens": None}),
+    (Miss.UNKNOWN, "did not know the prompt", other() | {"n_tokens": None}),
+    (Miss.SHORT, "blocks of 16 tokens", {"n_tokens": 16}),
+    (Miss.HIT, "all its full blocks", {"reused_tokens": 48}),
+    (Miss.HIT, "all its full", other(64) | {"reused_tokens": 48}),
+    (Miss.HIT, "all full blocks that it shares with request r1",
+     other(35, n_tokens=40) | {"reused_tokens": 32}),
+    (Miss.HIT, "all reusable tokens that it shares with", other(35, n_tokens=40) | {"reused_tokens": 35}),
+    (Miss.HIT, "came to another kvpin or worker", {"predicted_tokens": 32, "reused_tokens": 32}),
+    (Miss.HIT, "full blocks", other(20) | IN_PART),
+    (Miss.FIRST, "no recent request", {}),
+    (Miss.FIRST, "no recent request", {"n_tokens": 400, "reused_tokens": 16}),
+    (Miss.EVICTED, "its beginning was evicted", {"predicted_tokens": 32}),
+    (Miss.EVICTED, "a evicted or flushed", other(40)),
+    (Miss.EVICTED, "a evicted", other(40) | REUSED | {"predicted_tokens": 48}),
+    (Miss.EVICTED, "a evicted", other(48, repeated_tokens=0) | REUSED),
+    (Miss.WINDOW, "64 more tokens of it, but the blocks of the sliding window",
+     {"cut_tokens": 64, "lacks": Attention.WINDOW}),
+    (Miss.WINDOW, "sliding window", {"cut_tokens": 64, "lacks": Attention.CHUNK}),
+    (Miss.WINDOW, "sliding window", other(60) | {"cut_tokens": 64, "lacks": Attention.WINDOW}),
+    (Miss.STATE, "64 more tokens of it, but the state that linear attention",
+     {"cut_tokens": 64, "lacks": Attention.STATE}),
+    (Miss.ELSEWHERE, "b holds 32 tokens", BY_B),
+    (Miss.ELSEWHERE, "b holds 32", other(40) | BY_B),
+    (Miss.RUNNING, "running on a", other(40) | {"is_running": True}),
+    (Miss.RESTARTED, "a was restarted", other(40) | {"is_emptied": True}),
+    (Miss.AWAY, "on a, which took no requests", other(40) | {"is_candidate": False}),
+    (Miss.MODEL, "another", other(same_model=False)),
+    (Miss.LORA, "another LoRA", other(same_lora=False)),
+    (Miss.TOOLS, f"{AT} 5 on, within the first block of 16", differing(Kind.TOOLS, 5)),
+    (Miss.TOOLS, "messages[1], character 7, the order of its fields", differing(Kind.ORDER)),
+    (Miss.KVPIN, "changes (paths, ids) made it differ from request r1 at messages[1]",
+     differing(Kind.SYSTEM, changes=("paths", "ids")) | {"rules": ("ids",)}),
+    (Miss.SYSTEM, f"{AT} 20 on", differing(Kind.SYSTEM) | REUSED),
+    (Miss.SYSTEM, "from token 20 on (the prompt as changed by ids)",
+     differing(Kind.SYSTEM) | {"rules": ("ids",)}),
+    (Miss.SYSTEM, "from token 5 on, within", differing(Kind.SYSTEM, 5, repeated_tokens=0)),
+    (Miss.INPUT, f"{AT} 20 on", differing(Kind.INPUT) | REUSED),
+    (Miss.INPUT, "from request r1 from token 20 on", other(20) | REUSED),
+    # A tenth of the prompt is repeated, or less.
+    (Miss.INPUT, "from token 32 on", other(32, repeated_tokens=7) | {"reused_tokens": 32}),
+    (Miss.SHARED, "r1; from there on it is new", other(32, repeated_tokens=6) | {"reused_tokens": 32}),
+    (Miss.SHARED, "from there on at messages[1], character 7, it is new",
+     differing(Kind.INPUT, 32, repeated_tokens=0) | {"reused_tokens": 32}),
+    (Miss.MEDIA, "at messages[1]", differing(Kind.MEDIA) | IN_PART),
+    (Miss.TEMPLATE, "renders earlier messages anew", other(20, has_fields=True) | REUSED),
+    (Miss.OPTION, "r1 at response_format", differing(Kind.OPTION, field="response_format") | REUSED),
+    (Miss.OPTION, "at thinking", differing(Kind.OPTION, field="thinking") | REUSED),
 ]  # fmt: skip
+# The words of OpenAI's and of Anthropic's API; they have none for the others.
+WORDS = {
+    Miss.HIT: ("cache_hit", None),
+    Miss.MODEL: ("model_changed", "model_changed"),
+    Miss.LORA: ("model_changed", "model_changed"),
+    Miss.TOOLS: ("tools_changed", "tools_changed"),
+    Miss.SYSTEM: ("input_changed", "system_changed"),
+    **dict.fromkeys(
+        (Miss.INPUT, Miss.SHARED, Miss.MEDIA, Miss.TEMPLATE), ("input_changed", "messages_changed")
+    ),
+}
 
 
 def test_only_what_could_have_been_reused_and_was_not_is_a_miss():
@@ -145,36 +93,27 @@ def test_only_what_could_have_been_reused_and_was_not_is_a_miss():
     assert {miss for miss in Miss if not miss.is_miss} == hits
 
 
-def test_the_question_that_is_new_is_named():
-    compared = other(32, has_fields=True, repeated_tokens=0, difference=Difference(Kind.INPUT, "messages", 1))
-    diagnosis = diagnosis_of(Case(Miss.SHARED, "", "", "", {"compared": compared, "reused_tokens": 32}))
-    assert (str(diagnosis.at), diagnosis.miss) == ("messages[1]", Miss.SHARED)
-    assert diagnosis.detail == "it shares 32 tokens with request r1; from there on at messages[1], it is new"
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.miss}")
-def test_each_way_to_miss_in_the_words_of_each_api(case):
-    diagnosis = diagnosis_of(case)
-    assert diagnosis.miss is case.miss
-    assert case.detail in diagnosis.detail
-    ours = {"reason": str(case.miss), "detail": diagnosis.detail}
-    if diagnosis.at is not None:
-        at = diagnosis.at
+@pytest.mark.parametrize(("miss", "detail", "facts"), CASES, ids=lambda each: str(each)[:40])
+def test_each_way_to_miss_in_the_words_of_each_api(miss, detail, facts):
+    diagnosis = diagnosis_of(**facts)
+    assert diagnosis.miss is miss
+    assert detail in detail_of(diagnosis)
+    ours = {"reason": str(miss), "detail": detail_of(diagnosis)}
+    if (at := diagnosis.at) is not None:
         ours["at"] = {"kind": at.kind, "field": at.field, "item": 1, "part": None, "offset": 7}
-    openai = openai_diagnostics(diagnosis)
-    assert case.openai in (openai["type"], openai.get("reason"))
+    first, second = WORDS.get(miss, ("unavailable", "unavailable"))
+    if "response_format" in detail:
+        first = "text_format_changed"
+    openai, anthropic = openai_diagnostics(diagnosis), anthropic_diagnostics(diagnosis)
+    assert first in (openai["type"], openai.get("reason"))
     assert openai.get("kvpin", ours) == ours
-    anthropic = anthropic_diagnostics(diagnosis)
-    if case.anthropic is None:
-        assert anthropic is None
-    else:
-        assert anthropic["cache_miss_reason"]["type"] == case.anthropic
-        assert anthropic["cache_miss_reason"]["kvpin"] == ours
+    assert anthropic is second is None or (
+        anthropic["cache_miss_reason"]["type"] == second and anthropic["cache_miss_reason"]["kvpin"] == ours
+    )
 
 
 def test_how_many_tokens_the_apis_say_were_missed():
-    before = other(20, n_tokens=100, has_fields=True, difference=Difference(Kind.INPUT, "input"))
-    diagnosis = Diagnosis(n_tokens=64, reused_tokens=16, tokens_per_block=16, compared=before)
+    diagnosis = diagnosis_of(**differing(Kind.INPUT, n_tokens=100), **REUSED)
     assert openai_diagnostics(diagnosis)["cache_missed_tokens"] == 44
     assert openai_diagnostics(diagnosis)["comparison_reusable_tokens"] == 100
     assert anthropic_diagnostics(diagnosis)["cache_miss_reason"]["cache_missed_input_tokens"] == 44
@@ -183,29 +122,3 @@ def test_how_many_tokens_the_apis_say_were_missed():
 def test_an_answer_that_is_not_known():
     assert openai_diagnostics(None) == {"type": "comparison_response_not_found"}
     assert anthropic_diagnostics(None) == {"cache_miss_reason": {"type": "previous_message_not_found"}}
-
-
-class TestSeveralKindsOfAttention:
-    """Full attention holds a prefix that another kind cannot use any more."""
-
-    @pytest.mark.parametrize(
-        ("lacks", "miss", "word"),
-        [
-            (Attention.WINDOW, Miss.WINDOW, "sliding window"),
-            (Attention.CHUNK, Miss.WINDOW, "sliding window"),
-            (Attention.STATE, Miss.STATE, "linear attention"),
-        ],
-    )
-    def test_it_is_named(self, lacks, miss, word):
-        diagnosis = Diagnosis(n_tokens=100, tokens_per_block=16, cut_tokens=64, lacks=lacks)
-        assert diagnosis.miss is miss
-        assert word in diagnosis.detail
-        assert "64 more tokens" in diagnosis.detail
-        assert diagnosis.miss.is_miss
-
-    def test_beside_an_earlier_request(self):
-        compared = Compared(request_id="r", n_tokens=100, common_tokens=90, engine="a")
-        diagnosis = Diagnosis(
-            n_tokens=100, tokens_per_block=16, cut_tokens=64, lacks=Attention.WINDOW, compared=compared
-        )
-        assert diagnosis.miss is Miss.WINDOW

@@ -89,14 +89,11 @@ def test_tools_are_sorted_by_name():
     ("line", "left", "values"),
     [
         ("Current time: 23:05", "Current time: [[time 1]]", ["[[time 1]]: 23:05"]),
-        ("- Today's date is Wednesday", "- Today's date is [[time 1]]", ["[[time 1]]: Wednesday"]),
-        ("The report of 2026-11-25T23:05", "The report of [[time 1]]", ["[[time 1]]: 2026-11-25T23:05"]),
         (
             "Context: 40,324 of 71,000 tokens used",
             "Context: [[count 1]] of [[count 2]] tokens used",
             ["[[count 1]]: 40,324", "[[count 2]]: 71,000"],
         ),
-        ("Current branch: main", "Current branch: [[git 1]]", ["[[git 1]]: main"]),
     ],
 )
 def test_what_changes_within_a_session_is_told_behind_the_last_message(line, left, values):
@@ -107,11 +104,6 @@ def test_what_changes_within_a_session_is_told_behind_the_last_message(line, lef
     assert made["messages"][0] == system(f"You are brief.\n{left}\nYou know tides.")
     assert made["messages"][1:3] == fields["messages"][1:3]
     assert made["messages"][3] == user("And?\n\n" + TOLD + "\n".join(values))
-
-
-@pytest.mark.parametrize("line", ["## Current Date", "Time zone: the client's", "Date format: as they like"])
-def test_headings_and_lines_without_a_time_stay(line):
-    assert changed(ask(line), *Rule) == ask(line)
 
 
 def test_what_is_equal_in_a_session_is_told_before_its_first_turn():

@@ -113,6 +113,9 @@ def test_ids():
     [
         ("It is 2026-11-29T23:05:44Z, 23:05:44", "It is [[time 1]], [[time 2]]"),
         ("Current time: 9", "Current time: [[time 1]]"),
+        ("- Today's date is Wednesday", "- Today's date is [[time 1]]"),
+        ("Current branch: main", "Current branch: [[git 1]]"),
+        *((line, line) for line in ("Time zone: the client's", "Date format: as they like")),
         ("Budget: 500 of 1,000 tokens left.", "Budget: [[count 1]] of [[count 2]] tokens left."),
         ("log(`${Math.round(budget.remaining()/1000)}k remaining`)",) * 2,
         ("Git status: clean\n", "Git status: [[git 1]]\n"),

@@ -7,7 +7,7 @@ from hashlib import blake2b
 import msgspec
 import pytest
 
-from proxy.core.prompt_text import text_blocks
+from proxy.observe.prompt_text import text_blocks
 from proxy.replay.advise import AdviceLine, advise, read_recordings
 from proxy.replay.recorded import Recording, RecordingLine
 from proxy.replay.trace import TraceError

@@ -11,6 +11,7 @@ from proxy.core.index.blocks import chain, namespace_root
 from proxy.core.misses import Miss
 from proxy.core.placement.decision import Cost, Placement
 from proxy.core.placement.placer import Placer
+from proxy.core.reasons import detail_of
 from proxy.prompt import Prompt
 from proxy.request.comparison import Comparison, repeated_tokens
 from proxy.request.records import RequestLog, RequestRecord
@@ -178,24 +179,24 @@ class TestWhyItMissed:
         evicted = world.record("r2", tokens(64), placement=self.in_halves((48, 0)))
         diagnosis = await world.comparison.explain(evicted)
         assert diagnosis.miss is Miss.EVICTED
-        assert "but a evicted or flushed them" in diagnosis.detail
+        assert "but a evicted or flushed them" in detail_of(diagnosis)
         elsewhere = world.record("r3", tokens(64), placement=self.in_halves((48, 0), "b"))
         diagnosis = await world.comparison.explain(elsewhere)
         assert diagnosis.miss is Miss.ELSEWHERE
-        assert diagnosis.detail.startswith("a holds 48 tokens of it")
+        assert detail_of(diagnosis).startswith("a holds 48 tokens of it")
         world.engines["a"].emptied.append(first.started + 5)
         flushed = await world.comparison.explain(
             world.record("r4", tokens(64), placement=self.in_halves((0, 0)), started=first.started + 9)
         )
         assert flushed.miss is Miss.RESTARTED
-        assert "but a was restarted or flushed" in flushed.detail
+        assert "but a was restarted or flushed" in detail_of(flushed)
 
     async def test_an_engine_that_got_its_kv_is_named_if_it_lost_that(self, world):
         world.record("r1", tokens(64), placement=self.in_halves((0, 0)))
         alone = Placement.of("d", 48, 64, (Cost("d", cached_tokens=48),), "lowest cost")
         diagnosis = await world.comparison.explain(world.record("r2", tokens(64), placement=alone))
         assert diagnosis.miss is Miss.EVICTED
-        assert "but d evicted or flushed them" in diagnosis.detail
+        assert "but d evicted or flushed them" in detail_of(diagnosis)
 
     async def test_its_engine_is_gone(self, world):
         world.record("r1", tokens(64))
@@ -214,7 +215,7 @@ class TestWhyItMissed:
         )
         diagnosis = await world.comparison.explain(new)
         assert (diagnosis.miss, diagnosis.at) == (Miss.INPUT, None)
-        assert diagnosis.detail == "it differs from request r1 from token 40 on"
+        assert detail_of(diagnosis) == "it differs from request r1 from token 40 on"
 
     @pytest.mark.parametrize(
         ("continued", "miss"), [("resp_1", Miss.TEMPLATE), ("resp_2", Miss.INPUT), (None, Miss.INPUT)]
@@ -280,4 +281,4 @@ async def test_the_attention_that_cut_a_prefix_names_the_miss(world, group, cut,
     diagnosis = await world.comparison.explain(new)
     assert placement.predicted_tokens == 160 - cut
     assert diagnosis.miss is miss
-    assert f"{cut} more tokens" in diagnosis.detail
+    assert f"{cut} more tokens" in detail_of(diagnosis)

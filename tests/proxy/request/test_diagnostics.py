@@ -1,3 +1,5 @@
+"""The stages of an answer: its id is noted, the diagnostics and `cache_write_tokens` are added."""
+
 import json
 
 import pytest
@@ -6,8 +8,9 @@ from engine_adapter import Headers, JsonBody
 from proxy.core.differences import Difference, Kind
 from proxy.core.misses import Compared, Diagnosis
 from proxy.errors import BadRequest
-from proxy.request.diagnostics import APIS, Diagnosed, IdNoted
+from proxy.request.diagnostics import APIS, IdNoted, diagnosed, writes_counted
 from proxy.request.records import RequestRecord
+from tests.proxy.request.passing import passed
 
 RESPONSES, MESSAGES = APIS["/v1/responses"], APIS["/v1/messages"]
 CHATS = APIS["/v1/chat/completions"]
@@ -18,61 +21,30 @@ MISSED = Diagnosis(
         difference=Difference(Kind.TOOLS, "tools"),
     ),
 )  # fmt: skip
-
-
-class Client:
-    """Collects what a client gets."""
-
-    is_full = False
-
-    def __init__(self):
-        self.head, self.chunks = None, []
-
-    async def drain(self):
-        self.chunks.append("drained")
-
-    def start(self, status, headers):
-        self.head = status, headers
-
-    def write(self, chunk):
-        self.chunks.append(chunk)
-
-    finish = write
-
-    @property
-    def body(self):
-        return b"".join(self.chunks)
+JSON = (b"content-type", b"application/json")
 
 
 class World:
-    """A client behind the diagnostics, the ids that were noted, and what was asked about them."""
+    """A client behind the diagnostics, the id that was noted, and what was asked about reuse."""
 
-    def __init__(self, api, asked, diagnosis=MISSED):
-        self.client, self.compared = Client(), []
+    def __init__(self, api=None, diagnosis=MISSED):
+        """`api`: the client asks for its diagnostics."""
+        self.compared, self.diagnosis = [], diagnosis
         self.record = RequestRecord("r", 0.0, "/v1/x", None, None, stream=False)
-        self.through = IdNoted(self.client, self.record)
-        if asked is not None:
-            self.through = Diagnosed(self.through, api)
+        self.stages = [IdNoted(self.record)]
+        if api is not None:
+            asked = self._diagnose if diagnosis is not None else None
+            self.stages.insert(0, diagnosed(api, lambda: asked))
 
-            def diagnose(reused):
-                self.compared.append(reused)
-                return diagnosis
+    def _diagnose(self, reused):
+        self.compared.append(reused)
+        return self.diagnosis
 
-            self.through.diagnose = diagnose if diagnosis is not None else None
+    def whole(self, answer, status=200):
+        self.client = passed(*self.stages, whole=answer, status=status)
 
-    @property
-    def ids(self):
-        return [self.record.answer_id] if self.record.answer_id is not None else []
-
-    def json(self, answer, status=200):
-        self.through.start(status, [(b"content-type", b"application/json"), (b"content-length", b"9")])
-        self.through.finish(answer)
-
-    def stream(self, *chunks):
-        self.through.start(200, [(b"content-type", b"text/event-stream")])
-        for chunk in chunks[:-1]:
-            self.through.write(chunk)
-        self.through.finish(chunks[-1])
+    def streamed(self, *chunks):
+        self.client = passed(*self.stages, chunks=chunks)
 
 
 @pytest.mark.parametrize(
@@ -89,6 +61,7 @@ class World:
 )
 def test_who_asks(api, body, asked):
     assert api.asked(JsonBody(json.dumps(body).encode()), Headers([])) == asked
+    assert api.asked(JsonBody(b"{}"), Headers([(b"x-kvpin-compare-with", b"c")])) == "c"
 
 
 @pytest.mark.parametrize(
@@ -110,68 +83,6 @@ def test_a_question_of_another_type_is_refused(api, body, param):
     assert caught.value.param == param
 
 
-@pytest.mark.parametrize("api", APIS.values())
-def test_a_header_asks_too(api):
-    headers = Headers([(b"x-kvpin-compare-with", b"chatcmpl-1")])
-    assert api.asked(JsonBody(b"{}"), headers) == "chatcmpl-1"
-
-
-def test_nothing_more_is_read_once_the_id_is_known():
-    """A stream is long, and its first chunk has the id."""
-    world = World(CHATS, None)
-    world.stream(b'data: {"id": "chatcmpl-1"}\n\n', b'data: {"id": "chatcmpl-2"}\n\n', b"data: [DONE]\n\n")
-    assert world.ids == ["chatcmpl-1"]
-    assert world.through.write == world.client.write
-    assert world.client.body.endswith(b"[DONE]\n\n")
-
-
-def test_the_id_may_come_with_the_last_chunk_of_a_stream():
-    world = World(CHATS, None)
-    world.stream(b":\n\n", b'data: {"id": "chatcmpl-1"}\n\ndata: [DONE]\n\n')
-    assert world.ids == ["chatcmpl-1"]
-
-
-class TestWholeAnswers:
-    def test_keep_their_bytes_unless_asked(self):
-        answer = b'{"output": [{"id": "fc_1"}],  "id" : "resp_2"}'
-        world = World(RESPONSES, None)
-        world.json(answer)
-        assert (world.client.body, world.ids, world.compared) == (answer, ["resp_2"], [])
-        assert (b"content-length", b"9") in world.client.head[1]
-
-    def test_get_the_field(self):
-        world = World(RESPONSES, "resp_1")
-        world.json(
-            b'{"id":"resp_2","x":1.50,"usage":{"input_tokens":64,"input_tokens_details":{"cached_tokens":16}}}'
-        )
-        assert world.compared == [16]
-        assert b'"x":1.50' in world.client.body
-        found = json.loads(world.client.body)["prompt_cache_diagnostics"]
-        assert (found["type"], found["reason"], found["cache_missed_tokens"]) == (
-            "cache_miss",
-            "tools_changed",
-            44,
-        )
-        assert world.client.head == (200, [(b"content-type", b"application/json")])
-
-    def test_without_a_divergence_the_field_is_null(self):
-        world = World(MESSAGES, "msg_1", Diagnosis(n_tokens=64, reused_tokens=63))
-        world.json(b'{"id":"msg_2","usage":{"cache_read_input_tokens":0}}')
-        assert json.loads(world.client.body)["diagnostics"] is None
-        assert world.compared == [0]
-
-    @pytest.mark.parametrize("answer", [b'{"id": "x", "error": "no"}', b"not json", b"[1]"])
-    def test_errors_stay_as_they_are(self, answer):
-        world = World(RESPONSES, "resp_1")
-        world.json(answer, status=400)
-        assert (world.client.body, world.ids) == (answer, [])
-
-    def test_what_is_no_object_stays_as_it_is(self):
-        world = World(RESPONSES, "resp_1")
-        world.json(b"[1]")
-        assert (world.client.body, world.ids) == (b"[1]", [])
-
-
 CREATED = b'event: response.created\ndata: {"type":"response.created","response":{"id":"resp_2"}}\n\n'
 DELTA = b'event: d\r\ndata: {"delta":"say \\"response.completed\\" now"}\r\n\r\n'
 DONE = (
@@ -180,17 +91,62 @@ DONE = (
 )
 
 
-class TestStreams:
-    def test_keep_their_chunks_unless_asked(self):
-        world = World(RESPONSES, None)
-        world.stream(CREATED, DELTA[:9], DELTA[9:] + DONE)
-        assert world.client.chunks == [CREATED, DELTA[:9], DELTA[9:] + DONE]
-        assert world.ids == ["resp_2"]
+class TestIds:
+    """All bytes pass as they are."""
 
+    def test_of_a_whole_answer(self):
+        answer, world = b'{"output": [{"id": "fc_1"}],  "id" : "resp_2"}', World()
+        world.whole(answer)
+        assert (world.client.body, world.record.answer_id) == (answer, "resp_2")
+        assert (b"content-length", b"9") in world.client.head[1]
+
+    @pytest.mark.parametrize(
+        "chunks",
+        [
+            (CREATED, DELTA[:9], DELTA[9:] + DONE),
+            (b":\n\n", CREATED.replace(b"response.created", b"x")),
+            (CREATED, DONE.replace(b"resp_2", b"resp_3"), b"data: [DONE]\n\n"),
+        ],
+    )
+    def test_of_a_stream(self, chunks):
+        world = World()
+        world.streamed(*chunks)
+        assert (world.client.chunks, world.record.answer_id) == ([*chunks, b""], "resp_2")
+        assert world.stages[0].marks == ()  # a stream is long: nothing more is read
+
+
+class TestWholeAnswers:
+    def test_get_the_field(self):
+        world = World(RESPONSES)
+        world.whole(
+            b'{"id":"resp_2","x":1.50,"usage":{"input_tokens":64,"input_tokens_details":{"cached_tokens":16}}}',
+        )
+        assert (world.compared, world.client.head) == ([16], (200, [JSON]))
+        assert b'"x":1.50' in world.client.body
+        found = json.loads(world.client.body)["prompt_cache_diagnostics"]
+        told = found["type"], found["reason"], found["cache_missed_tokens"]
+        assert told == ("cache_miss", "tools_changed", 44)
+
+    def test_without_a_divergence_the_field_is_null(self):
+        world = World(MESSAGES, Diagnosis(n_tokens=64, reused_tokens=63))
+        world.whole(b'{"id":"msg_2","usage":{"cache_read_input_tokens":0}}')
+        assert json.loads(world.client.body)["diagnostics"] is None
+        assert world.compared == [0]
+
+    @pytest.mark.parametrize(
+        ("status", "answer"),
+        [(400, b'{"id": "x", "error": "no"}'), (400, b"not json"), (400, b"[1]"), (200, b"[1]")],
+    )
+    def test_errors_and_what_is_no_object_stay_as_they_are(self, status, answer):
+        world = World(RESPONSES)
+        world.whole(answer, status)
+        assert world.client.body == answer
+
+
+class TestStreams:
     def test_a_response_gets_the_field_in_its_last_event(self):
-        world = World(RESPONSES, "resp_1")
-        stream = CREATED + DELTA + DONE + b"data: [DONE]\n\n"
-        world.stream(*(stream[at : at + 7] for at in range(0, len(stream), 7)))
+        world, stream = World(RESPONSES), CREATED + DELTA + DONE + b"data: [DONE]\n\n"
+        world.streamed(*(stream[at : at + 7] for at in range(0, len(stream), 7)))
         body = world.client.body
         assert body.startswith(CREATED + DELTA + b"event: response.completed\ndata: {")
         assert body.endswith(b"}\n\ndata: [DONE]\n\n")
@@ -199,25 +155,23 @@ class TestStreams:
         assert world.compared == [0]
 
     def test_a_chat_gets_it_in_the_chunk_with_the_usage(self):
-        world = World(CHATS, "chatcmpl-1")
+        world = World(CHATS)
         text = b'data: {"id":"chatcmpl-2","choices":[{"delta":{"content":"usage"}}],"usage":null}\n\n'
         usage = b'"usage":{"prompt_tokens":64,"prompt_tokens_details":{"cached_tokens":16}}'
-        world.stream(text, b'data: {"choices":[],' + usage + b"}\n\n", b"data: [DONE]\n\n")
-        assert (world.ids, world.compared) == (["chatcmpl-2"], [16])
+        world.streamed(text, b'data: {"choices":[],' + usage + b"}\n\n", b"data: [DONE]\n\n")
         first, last, end = world.client.body.split(b"\n\n")[:3]
-        assert (first + b"\n\n", end) == (text, b"data: [DONE]")
-        assert (
-            json.loads(last.removeprefix(b"data:"))["prompt_cache_diagnostics"]["reason"] == "tools_changed"
-        )
+        assert (first + b"\n\n", end, world.compared) == (text, b"data: [DONE]", [16])
+        assert json.loads(last[5:])["prompt_cache_diagnostics"]["reason"] == "tools_changed"
         assert usage in last
 
-    def test_a_message_gets_it_in_its_first_event_when_nothing_is_counted(self):
-        world = World(MESSAGES, "msg_1", None)
+    @pytest.mark.parametrize("diagnosis", [None, MISSED])
+    def test_a_message_gets_it_in_its_first_event_when_nothing_is_counted(self, diagnosis):
+        world = World(MESSAGES, diagnosis)
         message = b'{"id":"msg_2","usage":{"cache_read_input_tokens":0}}'
-        world.stream(b'data: {"type":"message_start","message":' + message + b"}\n\n", b"")
-        found = json.loads(world.client.body[6:])["message"]["diagnostics"]
-        assert found == {"cache_miss_reason": {"type": "previous_message_not_found"}}
-        assert world.compared == []  # no answer of that id is known
+        world.streamed(b'data: {"type":"message_start","message":' + message + b"}\n\n", b"")
+        reason = json.loads(world.client.body[6:])["message"]["diagnostics"]["cache_miss_reason"]["type"]
+        assert reason == ("tools_changed" if diagnosis is not None else "previous_message_not_found")
+        assert world.compared == ([None] if diagnosis is not None else [])
 
     @pytest.mark.parametrize(
         "event",
@@ -230,6 +184,48 @@ class TestStreams:
         ],
     )
     def test_events_of_another_shape_stay_as_they_are(self, event):
-        world = World(RESPONSES, "resp_1")
-        world.stream(event, b"")
+        world = World(RESPONSES)
+        world.streamed(event, b"")
         assert world.client.body == event
+
+
+class TestCacheWrites:
+    """`cache_write_tokens` in the usage of chats."""
+
+    @pytest.mark.parametrize(
+        ("details", "written"),
+        [
+            ({"cached_tokens": 16}, {"cached_tokens": 16, "cache_write_tokens": 32}),
+            ({"created_cache_tokens": 3}, {"created_cache_tokens": 3, "cache_write_tokens": 3}),
+            ({"cache_write_tokens": 0}, {"cache_write_tokens": 0}),
+            (None, {"cache_write_tokens": 48}),
+        ],
+    )
+    def test_of_a_whole_answer(self, details, written):
+        usage = {"prompt_tokens": 50, "completion_tokens": 1, "prompt_tokens_details": details}
+        answer = {"id": "c", "x": 1.5, "usage": usage}
+        client = passed(writes_counted(lambda: 16), whole=json.dumps(answer).encode())
+        assert json.loads(client.body) == {**answer, "usage": {**usage, "prompt_tokens_details": written}}
+
+    @pytest.mark.parametrize(
+        ("status", "answer"),
+        [
+            (200, b'{"id":  "c"}'),
+            (200, b"no json"),
+            (200, b'{"usage": 1}'),
+            (200, b'{"usage": null}'),
+            (400, b'{"usage": {"prompt_tokens": 50}}'),
+        ],
+    )
+    def test_an_answer_without_usage_keeps_its_bytes(self, status, answer):
+        client = passed(writes_counted(lambda: 16), whole=answer, status=status)
+        assert (client.body, client.head) == (answer, (status, [JSON]))
+
+    @pytest.mark.parametrize("rest", [b"", b"data:"])
+    def test_of_the_event_of_a_stream_that_has_the_usage(self, rest):
+        first, usage = b'data: {"id":  "c", "usage": null}\n\n', b'data: {"usage":{"prompt_tokens":50}}\n\n'
+        end = b"data: [DONE]\n\n"
+        client = passed(writes_counted(lambda: 16), chunks=[first, usage[:20], usage[20:] + end, rest])
+        assert client.body.startswith(first)
+        written = b'"prompt_tokens_details":{"cache_write_tokens":48}}}\n\n'
+        assert client.body.endswith(written + end + rest)

@@ -7,12 +7,12 @@ import pytest
 
 from engine_adapter import JsonBody
 from proxy.core.normalise import Rule
-from proxy.request.calls import Nobody
 from proxy.request.kept_reasoning import OVERHEAD, KeptReasoning, ReasoningSeen
 from proxy.request.normalising import ChosenRules, Normalising
 from proxy.request.tenants import ApiKey, Tenants
 from proxy.request.translate import ResponseStore, translations
 from tests.fakes import ASK, CHAT, INFO, FakeAdapter, client_of, event, proxy_over
+from tests.proxy.request.passing import passed
 
 USER = {"role": "user", "content": "How high is the water?"}
 CALL = {"id": "c1", "type": "function", "function": {"name": "tide", "arguments": '{"port": "Brest"}'}}
@@ -105,11 +105,10 @@ async def test_a_client_may_write_the_same_in_another_form(client):
 
 
 async def test_lines_that_move_to_the_end_do_not_matter(client):
-    for n, minute in enumerate(("01", "02", "03")):
-        system = {"role": "system", "content": f"Be brief.\nCurrent time: 2026-11-29 10:{minute}:00"}
-        turns = [USER, CALLED, RESULT, SAID, USER]
-        system["content"] = "Be brief.\nCurrent time: 2026-11-29 10:01:00"
-        await ask(client, system, *turns[: 2 * n + 1])
+    system = {"role": "system", "content": "Be brief.\nCurrent time: 2026-11-29 10:01:00"}
+    turns = [USER, CALLED, RESULT, SAID, USER]
+    for n in (1, 3, 5):
+        await ask(client, system, *turns[:n])
     assert thoughts(client) == [None, None, "Hm, 2.", None, "Hm, 4.", None]
 
 
@@ -177,11 +176,8 @@ async def kept_after(*chunks, status=200, whole=False, limit=None):
     """What is put back after an answer to USER that came so."""
     kept = KeptReasoning() if limit is None else KeptReasoning(limit)
     _, keep = await kept.put_back(body_of(USER), None)
-    seen = ReasoningSeen(Nobody(), keep)
-    seen.start(status, [])
-    for chunk in () if whole else chunks:
-        seen.write(chunk)
-    seen.finish(chunks[0] if whole else b"")
+    sent = {"whole": chunks[0]} if whole else {"chunks": chunks}
+    assert passed(ReasoningSeen(keep), status=status, **sent).body == b"".join(chunks)
     body, _ = await kept.put_back(body_of(USER, SAID), None)
     return json.loads(body.raw)["messages"][1].get("reasoning_content")
 
@@ -210,15 +206,6 @@ async def test_memory_is_bounded_and_what_is_used_stays():
         body, _ = await kept.put_back(body_of({"role": "user", "content": "0"}, SAID), "red")
         assert b"reasoning_content" in body.raw
     gone, _ = await kept.put_back(body_of({"role": "user", "content": "1"}, SAID), "red")
-    assert b"reasoning_content" not in gone.raw
-
-
-async def test_many_short_ones_do_not_fill_the_memory():
-    kept = KeptReasoning(limit_bytes=100 * OVERHEAD)
-    for at in range(200):
-        _, keep = await kept.put_back(body_of({"role": "user", "content": str(at)}), "red")
-        keep("High.", [], "x")
-    gone, _ = await kept.put_back(body_of({"role": "user", "content": "99"}, SAID), "red")
     assert b"reasoning_content" not in gone.raw
 
 

@@ -11,6 +11,7 @@ from engine_adapter import JsonBody
 from engine_adapter.prompt.message_shapes import Shape
 from proxy.core.message_repair import Repair
 from proxy.core.normalise import AGENTS, Rule
+from proxy.core.reasons import detail_of
 from proxy.request.calls import Call
 from proxy.request.normalising import NO_RULES, ChosenRules, Normalising
 from proxy.request.session import Session
@@ -83,7 +84,7 @@ async def test_the_miss_is_that_of_the_changed_prompt(client):
     *_, last = client.proxy.requests
     found = await client.proxy.flow.comparison.explain(last)
     assert (found.miss, found.at.kind) == ("shared_prefix", "input")
-    assert found.detail.endswith("(the prompt as changed by date_to_day)")
+    assert detail_of(found).endswith("(the prompt as changed by date_to_day)")
 
 
 async def test_a_miss_that_a_rule_alone_made_names_the_rule(client):
@@ -94,7 +95,7 @@ async def test_a_miss_that_a_rule_alone_made_names_the_rule(client):
     first, last = client.proxy.requests
     found = await client.proxy.flow.comparison.explain(last)
     assert (first.normalised, last.normalised, found.miss) == (["paths"], [], "changed_by_kvpin")
-    assert f"kvpin's own changes (paths) made it differ from request {first.request_id}" in found.detail
+    assert f"kvpin's own changes (paths) made it differ from request {first.request_id}" in detail_of(found)
 
 
 async def test_a_miss_that_the_client_made_is_told_where_it_wrote(client):

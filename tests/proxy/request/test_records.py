@@ -1,5 +1,7 @@
 from array import array
 
+import pytest
+
 from engine_adapter import Headers, JsonBody
 from proxy.prompt import Prompt
 from proxy.request import records as module
@@ -129,6 +131,14 @@ def test_a_body_leaves_with_its_record():
         log.add(record(name))
     assert log.sources.fields("a", None) is None
     assert log.sources.fields("b", None) == {"prompt": "x"}
-    nothing = log_of(capacity=0)
-    nothing.keep_source(record("a"), b"{}")
-    assert nothing.sources.n_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("log", "runs_prompt"),
+    [(RequestLog(0), True), (RequestLog(9, keeps_bodies=False), True), (RequestLog(9), False)],
+)
+def test_no_body_is_kept_that_nobody_can_ask_about(log, runs_prompt):
+    new = record("a")
+    new.runs_prompt = runs_prompt
+    log.keep_source(new, b"{}")
+    assert log.sources.n_bytes == 0

@@ -2,7 +2,7 @@
 
 import pytest
 
-from proxy.request.transcript import Transcript, is_whole, read_event
+from proxy.request.transcript import Transcript, is_whole, read_chunk
 from tests.fakes import DONE, event
 
 
@@ -71,8 +71,8 @@ def test_the_end_of_an_answer():
 
 
 def test_other_events():
-    assert read_event(DONE) is None
-    assert read_event(b"event: ping\n\n") is None
-    assert read_event(event({"choices": [{}, {}]})) is None
-    assert read_event(event({"usage": {}})).choice is None
-    assert read_event(event({"choices": None, "usage": {}})).choice is None
+    assert read_chunk(DONE) is None
+    assert read_chunk(b"event: ping\n\n") is None
+    assert read_chunk(event({"choices": [{}, {}]})) is None
+    assert read_chunk(event({"usage": {}})).choice is None
+    assert read_chunk(event({"choices": None, "usage": {}})).choice is None

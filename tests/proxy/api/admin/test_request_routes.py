@@ -18,6 +18,8 @@ async def test_where_a_request_would_go(world, client, pair):
     assert (answer["engine"], answer["predicted_tokens"]) == ("b", 48)
     assert [c["engine"] for c in answer["candidates"]] == ["a", "b"]
     assert all(c["total_s"] >= c["prefill_s"] for c in answer["candidates"])
+    named = (await client.post("/route", json={"prompt": "x", "path": "/v1/embeddings"})).json()
+    assert (named["path"], named["n_tokens"]) == ("/v1/embeddings", None)
 
 
 @pytest.mark.parametrize(
@@ -26,6 +28,8 @@ async def test_where_a_request_would_go(world, client, pair):
         ({"prompt": [1, -1]}, 400, "prompt[1]"),
         ({"prompt": "x", "path": 3}, 400, "path"),
         ({"prompt": "x", "model": "n"}, 404, "model"),
+        ({"prompt": "x", "model": 3}, 400, "model"),
+        ({"prompt": "x", "tenant": "carol"}, 404, "tenant"),
         ({"prompt": "x", "cache_salt": ""}, 400, "cache_salt"),
     ],
 )

@@ -6,18 +6,18 @@ import pytest
 
 from engine_adapter import JsonBody
 from proxy.api.fan_out.join import (
-    JoinedStream,
-    ListedStream,
+    Joined,
+    JoinedList,
     PartAnswer,
     is_error,
-    joined,
-    joined_list,
     usage_of,
 )
 from proxy.api.fan_out.split import Place, Several
 from proxy.errors import EngineFailed
+from proxy.request.stages import Event
 
 BODY = JsonBody(b"{}")
+ONE = Several(BODY, None, 1, 1)
 
 
 def part(prompt=0, index=0):
@@ -37,7 +37,8 @@ def usage(prompt, completion, cached):
 def join(*answers, choices=1, per_prompt=1, hides=False):
     """The joined answer of parts in order: (prompt, answer)."""
     pairs = [(part(prompt, at), json.dumps(answer).encode()) for at, (prompt, answer) in enumerate(answers)]
-    return json.loads(joined(Several(BODY, None, choices, per_prompt, hides_logprobs=hides), pairs))
+    several = Several(BODY, None, choices, per_prompt, hides_logprobs=hides)
+    return json.loads(Joined(several).whole(pairs))
 
 
 def answer(text, tokens=None, **fields):
@@ -97,12 +98,6 @@ def test_without_usage_there_is_none():
     assert usage_of([(part(), None)]) is None
 
 
-def test_what_was_cached_before_kvpin_computed_the_prompt_counts():
-    usages = [(part(), usage(10, 2, 9)), (part(0, 1), usage(10, 2, 9))]
-    assert usage_of(usages, 3)["prompt_tokens_details"] == {"cached_tokens": 3}
-    assert usage_of([(part(), {"prompt_tokens": 3})], 3) == {"prompt_tokens": 3}
-
-
 def test_counts_that_no_engine_names_are_left_out():
     assert usage_of([(part(), {"prompt_tokens": 3, "cost": None}), (part(1, 1), {"prompt_tokens": 4})]) == {
         "prompt_tokens": 7
@@ -142,11 +137,11 @@ def test_what_is_no_answer(content):
 class TestStream:
     @staticmethod
     def event(stream, at, **fields):
-        sent = stream.event(part(index=at), json.dumps(fields).encode())
+        sent = stream.event(part(index=at), Event(json.dumps(fields).encode(), is_whole=True))
         return json.loads(sent.removeprefix(b"data: ")) if sent else None
 
     def test_events_have_one_head_and_the_joined_index(self):
-        stream = JoinedStream()
+        stream = Joined(ONE)
         first = self.event(stream, 3, id="a", created=1, model="m", choices=[{"index": 0, "text": "x"}])
         assert first == {"id": "a", "created": 1, "model": "m", "choices": [{"index": 3, "text": "x"}]}
         other = self.event(
@@ -166,9 +161,10 @@ class TestStream:
             "choices": [{"index": 6, "text": "y"}],
         }
 
-    def test_usage_comes_once_at_the_end(self):
-        stream = JoinedStream()
-        assert self.event(stream, 1, id="b", choices=[], usage=usage(10, 3, 9)) is None
+    @pytest.mark.parametrize("choices", [[], None, [{"index": 0, "delta": {}}]])
+    def test_usage_comes_once_at_the_end(self, choices):
+        stream = Joined(ONE)
+        assert self.event(stream, 1, id="b", choices=choices, usage=usage(10, 3, 9)) is None
         assert self.event(stream, 0, id="a", choices=[], usage=usage(10, 2, 8)) is None
         end = stream.end().split(b"\n\n")
         assert end[1:] == [b"data: [DONE]", b""]
@@ -177,20 +173,8 @@ class TestStream:
         assert made["usage"]["prompt_tokens_details"] == {"cached_tokens": 8}
         assert made["usage"]["total_tokens"] == 15
 
-    def test_usage_in_other_shapes_is_held_back_too(self):
-        stream = JoinedStream()
-        blank = [{"index": 0, "delta": {}}]
-        assert self.event(stream, 0, id="a", choices=blank, usage=usage(10, 2, 8)) is None
-        assert self.event(stream, 1, id="b", choices=None, usage=usage(10, 3, 9)) is None
-        made = json.loads(stream.end().split(b"\n\n")[0].removeprefix(b"data: "))
-        assert made["choices"] == []
-        assert made["usage"]["total_tokens"] == 15
-
-    def test_without_usage_the_end_is_bare(self):
-        assert JoinedStream().end() == b"data: [DONE]\n\n"
-
     def test_other_events_pass(self):
-        stream = JoinedStream()
+        stream = Joined(ONE)
         assert self.event(stream, 0, id="a", progress=1) == {"id": "a", "progress": 1}
         assert self.event(stream, 0, id="a", choices=[], usage=None) == {
             "id": "a",
@@ -201,7 +185,7 @@ class TestStream:
     @pytest.mark.parametrize("data", [b"x", b'{"choices":5}', b"\xff", b'{"a":' + b"[" * 9999])
     def test_what_is_no_event(self, data):
         with pytest.raises(EngineFailed):
-            JoinedStream().event(part(), data)
+            Joined(ONE).event(part(), Event(data, is_whole=True))
 
 
 @pytest.mark.parametrize(
@@ -216,7 +200,7 @@ class TestStream:
     ],
 )
 def test_errors_are_told_from_text(data, expected):
-    assert is_error(data) is expected
+    assert is_error(Event(data, is_whole=True)) is expected
 
 
 GARBAGE = [5, "x", [], [1], {"prompt_tokens": {"a": 1}}, {"prompt_tokens": []}, {"prompt_tokens": None}]
@@ -254,7 +238,7 @@ def test_each_answer_has_the_index_of_its_prompt_and_choice():
         b'{"content":"b"}',
     ]
     answers.append(b'{"content":"c","index":0}')
-    made = joined_list(Several(BODY, None, 1, 1), zip(parts, answers, strict=True))
+    made = JoinedList(ONE).whole(zip(parts, answers, strict=True))
     assert made == (
         b'[{"index":0,"content":"a","timings":{"x":1.50}},{"content":"b"},{"content":"c","index":2}]'
     )
@@ -263,20 +247,20 @@ def test_each_answer_has_the_index_of_its_prompt_and_choice():
 @pytest.mark.parametrize("content", [b"", b"[]", b"null", b"{", b"\xff"])
 def test_what_is_no_object(content):
     with pytest.raises(EngineFailed):
-        joined_list(Several(BODY, None, 1, 1), [(part(), content)])
+        JoinedList(ONE).whole([(part(), content)])
 
 
 def test_events_have_it_too_until_the_one_that_says_stop():
-    stream, told = ListedStream(), b""
+    stream, told = JoinedList(ONE), b""
     for data, ends in (
         (b"null", False),
         (b'{"index":0,"content":"\\"stop\\":true","stop":false}', False),
         (b'{"index":0,"content":"","stop":true,"model":"m"}', True),
     ):
-        assert stream.ends(data) is ends
-        told += stream.event(THIRD, data)
+        assert stream.ends(Event(data, is_whole=True)) is ends
+        told += stream.event(THIRD, Event(data, is_whole=True))
     events = [json.loads(event[6:]) for event in told.split(b"\n\n")[:-1]]
     assert [event["index"] for event in events] == [2, 2]
     assert stream.end() == b""
     with pytest.raises(EngineFailed):
-        stream.event(THIRD, b"[1]")
+        stream.event(THIRD, Event(b"[1]", is_whole=True))

@@ -56,11 +56,6 @@ async def echo(exchange):
     await exchange.stream(*pieces, DONE)
 
 
-async def only(exchange, *, fails, script):
-    """`script` for the part that asks for `fails`, `echo` for the others."""
-    await (script if asked(exchange) == fails else echo)(exchange)
-
-
 async def never(exchange):
     await exchange.left.wait()
 
@@ -83,20 +78,18 @@ class TestWhole:
             for _ in range(2)
         )
 
-    async def test_each_part_has_a_record_with_the_number_after_its_id(self, engine, proxy, client):
+    @pytest.mark.parametrize("headers", [{}, {"x-request-id": "mine"}])
+    async def test_each_part_has_a_record_with_the_number_after_its_id(self, engine, proxy, client, headers):
         engine.script = echo
-        response = await client.post(CHAT, json={**ASK, "n": 3})
-        own = response.headers["x-request-id"]
+        response = await client.post(CHAT, json={**ASK, "n": 3}, headers=headers)
+        named = response.headers["x-request-id"]
+        assert headers.get("x-request-id", named) == named
         assert response.headers["x-kvpin-engine"] == "a"
-        assert sorted(record.request_id for record in proxy.requests) == [f"{own}-{at}" for at in range(3)]
-        assert proxy.requests.get(own).client_request_id == own
+        ids = sorted(record.request_id for record in proxy.requests)
+        assert ids == [f"{ids[0].removesuffix('-0')}-{at}" for at in range(3)]
+        assert ids[0] == f"{named}-0" or headers
+        assert proxy.requests.get(named).client_request_id == named
         assert all(record.output_tokens == 2 for record in proxy.requests)
-
-    async def test_a_clients_own_id_is_kept(self, engine, proxy, client):
-        engine.script = echo
-        response = await client.post(CHAT, json={**ASK, "n": 2}, headers={"x-request-id": "mine"})
-        assert response.headers["x-request-id"] == "mine"
-        assert proxy.requests.get("mine").client_request_id == "mine"
 
     async def test_the_best_choices(self, engine, client):
         scores = iter([-3.0, -1.0, -2.0])
@@ -273,14 +266,6 @@ class TestFailures:
         errors = {record.status: record.error for record in proxy.requests}
         assert errors == {400: "no such prompt", 499: "another part of the request failed"}
 
-    async def test_so_is_the_error_of_a_part_that_no_engine_takes(self, engine, client):
-        async def script(exchange):
-            await exchange.send({"error": {"message": "full"}}, status=503)
-
-        engine.script = script
-        response = await client.post(CHAT, json={**ASK, "n": 2})
-        assert is_openai_error(response, 503)
-
     async def test_what_failed_is_let_go_at_once(self, engine, proxy, client):
         async def script(exchange):
             await exchange.send({"error": {"message": "full"}}, status=503)
@@ -297,12 +282,13 @@ class TestFailures:
         finally:
             gc.enable()
 
-    @pytest.mark.parametrize("how", ["dies", "error event", "refused", "ends early", "no event"])
+    @pytest.mark.parametrize("how", ["dies", "error event", "refused", "ends early", "no event", "no stream"])
     async def test_in_mid_stream_the_stream_breaks_off(self, engine, proxy, client, how):
         async def fail(exchange):
             await begun.wait()
-            if how == "refused":
-                await exchange.send({"error": {"message": "oh no"}}, status=400)
+            if how in ("refused", "no stream"):
+                told = {"error": {"message": "oh no"}} if how == "refused" else {"choices": [{"text": "b"}]}
+                await exchange.send(told, status=400 if how == "refused" else 200)
                 return
             await exchange.start()
             await exchange.chunk(event({"id": "b", "choices": [{"index": 0, "text": "b"}]}))
@@ -313,6 +299,7 @@ class TestFailures:
                 await exchange.chunk(
                     event({"error": {"message": "oh no"}}) if how == "error event" else b"data: x\n\n"
                 )
+                await exchange.chunk(event({"id": "b", "choices": [{"index": 0, "text": "c"}]}))
             await exchange.end()
 
         async def go_on(exchange):
@@ -331,34 +318,34 @@ class TestFailures:
         sent = events_of(whole.decode())
         assert sent[0]["choices"][0] == {"index": 0, "text": "a"}
         assert sent[-1]["error"]["message"]
+        texts = {each["choices"][0]["text"] for each in sent[:-1]}
+        assert texts <= ({"a"} if how in ("refused", "no stream") else {"a", "b"})
         assert b"[DONE]" not in whole
         assert not whole.endswith(b"0\r\n\r\n")
         await proxy.settled()
 
-    async def test_a_stream_that_begins_with_an_error(self, engine, client):
+    @pytest.mark.parametrize(
+        ("how", "stream", "status", "code"),
+        [
+            ("begins with an error", True, 500, "engine_rejected"),
+            ("breaks off", False, 502, "engine_failed"),
+            ("no choices", False, 502, "engine_failed"),
+        ],
+    )
+    async def test_an_answer_that_is_none(self, engine, client, how, stream, status, code):
         async def script(exchange):
-            await exchange.stream(event({"error": {"message": "oh no"}}))
+            if how == "begins with an error":
+                await exchange.stream(event({"error": {"message": "oh no"}}))
+            elif how == "breaks off":
+                await exchange.start(200, [("content-type", "text/plain")])
+                await exchange.chunk(b"{")
+                exchange.die()
+            else:
+                await exchange.send({"object": "list"})
 
         engine.script = script
-        answer = await client.post(CHAT, json={**STREAM, "n": 2})
-        assert is_openai_error(answer, 500, "engine_rejected")
-        assert answer.json()["error"]["message"] == "oh no"
-
-    async def test_a_whole_answer_that_breaks_off(self, engine, client):
-        async def script(exchange):
-            await exchange.start(200, [("content-type", "text/plain")])
-            await exchange.chunk(b"{")
-            exchange.die()
-
-        engine.script = script
-        assert is_openai_error(await client.post(CHAT, json={**ASK, "n": 2}), 502, "engine_failed")
-
-    async def test_an_answer_without_choices(self, engine, client):
-        async def script(exchange):
-            await exchange.send({"object": "list"})
-
-        engine.script = script
-        assert is_openai_error(await client.post(CHAT, json={**ASK, "n": 2}), 502, "engine_failed")
+        answer = await client.post(CHAT, json={**ASK, "n": 2, "stream": stream})
+        assert is_openai_error(answer, status, code)
 
     async def test_a_part_is_tried_on_another_engine(self, engine, proxy, client):
         async def refuse(exchange):

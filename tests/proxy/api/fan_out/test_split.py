@@ -6,7 +6,7 @@ from typing import ClassVar
 import pytest
 
 from engine_adapter import JsonBody
-from proxy.api.fan_out.split import CHAT, COMPLETIONS, MAX_PARTS, several_of
+from proxy.api.fan_out.split import CHAT, COMPLETIONS, MAX_PARTS, prompts_of, several_of
 from proxy.errors import BadRequest
 from proxy.fleet.fleet import Fleet
 from tests.fakes import add_ready
@@ -19,7 +19,13 @@ def split(route, fields, *infos, reuse=True):
     fleet = Fleet()
     for number, info in enumerate(infos or [NEVER]):
         add_ready(fleet, f"e{number}", **info)
-    return several_of(route, JsonBody(json.dumps(fields).encode()), lambda: fleet.pools["m"], reuse=reuse)
+    return several_in(route, JsonBody(json.dumps(fields).encode()), fleet, reuse=reuse)
+
+
+def several_in(route, body, fleet, *, reuse=True):
+    is_text = route == COMPLETIONS
+    prompts = prompts_of(body) if is_text else None
+    return several_of(body, lambda: fleet.pools["m"], prompts, reuse=reuse, takes_best=is_text)
 
 
 def bodies(several):
@@ -59,9 +65,8 @@ def listed(fields, **options):
     fleet = Fleet()
     add_ready(fleet, "e", **SLOTS)
     body = JsonBody(json.dumps(fields).encode())
-    return several_of(
-        "/completion", body, lambda: fleet.pools["m"], listed=True, **{"reuse": True, **options}
-    )
+    prompts = prompts_of(body, listed=True)
+    return several_of(body, lambda: fleet.pools["m"], prompts, listed=True, **{"reuse": True, **options})
 
 
 def test_a_route_that_answers_with_a_list():
@@ -77,7 +82,7 @@ def test_a_route_that_answers_with_a_list():
 
 def test_of_a_plain_request_not_even_the_pool_is_looked_up():
     body = JsonBody(b'{"model":"m","messages":[],"prompt":"a"}')
-    assert several_of(CHAT, body, None, reuse=True) is several_of(COMPLETIONS, body, None, reuse=True) is None
+    assert several_of(body, None, reuse=True) is several_in(COMPLETIONS, body, None) is None
 
 
 @pytest.mark.parametrize("name", ["n", "n_cmpl"])
@@ -104,7 +109,7 @@ def test_a_part_keeps_the_bytes_of_its_prompt():
     body = JsonBody(b'{"prompt": [ "a\\u0062", "\\u00e4" ]}')
     fleet = Fleet()
     add_ready(fleet, "e")
-    several = several_of(COMPLETIONS, body, lambda: fleet.pools["m"], reuse=True)
+    several = several_in(COMPLETIONS, body, fleet)
     assert [part.body.raw for part in several.parts()] == [
         b'{"prompt":"a\\u0062"}',
         b'{"prompt":"\\u00e4"}',

@@ -5,10 +5,12 @@ from dataclasses import replace
 import pytest
 
 from engine_adapter.types import RESPONSES_ROUTES
+from proxy.request.stages import Event
 from proxy.request.stored import AnswerNoter, Home, Kind, Name, ObjectHomes
 from proxy.request.stored.homes import MAX_NAME, MAX_NAMES
 from proxy.request.tenants import ApiKey, Tenants
 from tests.fakes import INFO, FakeAdapter, FakeEngine, client_of, event, is_openai_error, proxy_over
+from tests.proxy.request.passing import passed
 
 ROUTE = "/v1/responses"
 KEYS = {name: {"authorization": f"Bearer key-{name}"} for name in ("a", "b")}
@@ -164,19 +166,13 @@ def test_names_of_tenants_that_are_gone_go():
 
 @pytest.mark.parametrize("content", [b"", b"no", b'"\xff"', b"[1]", b'{"object": "list"}'])
 def test_an_answer_without_a_name_passes(content):
-    class Sink:
-        got = b""
+    noted, event = [], Event(content, is_whole=True)
+    assert AnswerNoter({"id": Kind.RESPONSE}, noted.append).event(event) == (event,)
+    assert noted == []
 
-        def start(self, status, headers):
-            pass
 
-        def write(self, chunk):
-            self.got += chunk
-
-        finish = write
-
-    sink, noted = Sink(), []
-    noting = AnswerNoter(sink, {"id": Kind.RESPONSE}, noted.append)
-    noting.start(200, [(b"content-type", b"application/json")])
-    noting.finish(content)
-    assert (sink.got, noted) == (content, [])
+def test_the_first_event_that_says_something_names_the_object():
+    noted = []
+    chunks = [b": quiet\n\n", event({"response": {"id": "r"}}) + event({"id": "no"})]
+    passed(AnswerNoter({"id": Kind.RESPONSE}, noted.append), chunks=chunks)
+    assert [name.id for name in noted] == ["r"]

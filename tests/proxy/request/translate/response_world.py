@@ -9,9 +9,9 @@ from openai.types.responses import Response as SdkResponse
 from engine_adapter import JsonBody
 from engine_adapter.types import RESPONSES_ROUTES
 from proxy.request.tenants import ApiKey, Tenants
-from proxy.request.translate.responses_api import ResponseTranslation
-from proxy.request.translate.responses_store import ResponseStore
+from proxy.request.translate import ResponseStore, ResponseTranslation
 from tests.fakes import DONE, INFO, FakeAdapter, client_of, event, proxy_over
+from tests.proxy.request.passing import passed
 
 ROUTE = "/v1/responses"
 USAGE = {
@@ -21,6 +21,12 @@ USAGE = {
     "completion_tokens_details": {"reasoning_tokens": 1},
 }
 TOOL = {"type": "function", "name": "tide", "description": "Height", "parameters": {"type": "object"}}
+SPACE = {
+    "type": "namespace",
+    "name": "sea",
+    "description": "d",
+    "tools": [TOOL, {"type": "custom", "name": "log"}],
+}
 FUNCTION = {
     "type": "function",
     "function": {"name": "tide", "description": "Height", "parameters": {"type": "object"}},
@@ -41,18 +47,20 @@ def answered(made, finish="stop", usage=USAGE, **message):
     """The response of a translation, from a chat whose message has these fields."""
     choice = {"index": 0, "message": {"role": "assistant", **message}, "finish_reason": finish}
     content = json.dumps({"model": "served", "choices": [choice], "usage": usage}).encode()
-    response = json.loads(made.answer(content))
+    response = json.loads(passed(made, whole=content).body)
     SdkResponse.model_validate(response)
     return response
 
 
-def streamed(made, *deltas, finish="stop", end=True):
+def streamed(made, *deltas, finish="stop"):
     """The events of a translation, from a chat that streams these."""
-    raw = b"".join(made.event(json.dumps({"choices": [{"delta": delta}]}).encode()) for delta in deltas)
     last = {"choices": [{"delta": {}, "finish_reason": finish}], "usage": USAGE}
-    raw += made.event(json.dumps(last).encode())
-    raw += made.end() if end else b""
-    return events_of(raw)
+    return events_from(made, *({"choices": [{"delta": delta}]} for delta in deltas), last)
+
+
+def events_from(made, *chunks):
+    """The events of a translation, from a chat that streams these chunks."""
+    return events_of(passed(made, chunks=[*map(event, chunks), DONE]).body)
 
 
 def events_of(raw):

@@ -13,7 +13,6 @@ from proxy.request.translate.fates import (
     RESPONSE_FIELDS,
     RESPONSE_ITEMS,
     RESPONSE_TOOLS,
-    changed,
     plain,
     text_of,
     told,
@@ -52,10 +51,10 @@ def test_an_unknown_type_shows():
 
 
 def test_names_are_short_ascii_and_few():
-    named = changed("tool", MESSAGE_TOOLS, ["custom", "web_search_20250305", "é\r\n", "x" * 99])
-    assert named == ["tool:web_search", "tool:other", "tool:other"]
-    assert told(named) == ("tool:web_search", "tool:other")
-    assert told(map(str, range(99))) == (*map(str, range(16)), "more")
+    kinds = ["custom", "web_search_20250305", "é\r\n", "x" * 99]
+    assert told(("tool", MESSAGE_TOOLS, kinds)) == ("tool:web_search", "tool:other")
+    numbers = [*map(str, range(99))]
+    assert told(("tool", {}, numbers)) == (*(f"tool:{each}" for each in numbers[:16]), "more")
 
 
 def test_texts_of_what_a_service_wrote():

@@ -6,14 +6,18 @@ import pytest
 
 from engine_adapter import JsonBody
 from proxy.errors import BadRequest
-from proxy.request.translate.messages_request import changed_in, chat_of, read_request
+from proxy.request.translate import MessageTranslation
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
 IMAGE_PART = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 
 
 CALL = {"type": "tool_use", "id": "t1", "name": "tide", "input": {"port": "Brest", "at": 1.0}}
-CALLED = {"id": "t1", "type": "function", "function": {"name": "tide"}}
+CALLED = {
+    "id": "t1",
+    "type": "function",
+    "function": {"name": "tide", "arguments": '{"port":"Brest","at":1.0}'},
+}
 
 
 def result(content=None, **fields):
@@ -32,18 +36,21 @@ def assistant(content):
     return {"role": "assistant", "content": content}
 
 
+def body_of(messages, **fields):
+    """A request; messages that are strings are the user's."""
+    if isinstance(messages, list | tuple):
+        messages = [user(each) if isinstance(each, str) else each for each in messages]
+    return JsonBody(json.dumps({"model": "m", "max_tokens": 9, "messages": messages, **fields}).encode())
+
+
 def translated(messages=("Hi",), **fields):
-    """The chat of a request; messages that are strings are the user's."""
-    messages = [user(each) if isinstance(each, str) else each for each in messages]
-    body = JsonBody(json.dumps({"model": "m", "max_tokens": 9, "messages": messages, **fields}).encode())
-    return json.loads(chat_of(read_request(body), body)[0].raw)
+    """The chat of a request."""
+    return json.loads(MessageTranslation(body_of(messages, **fields)).chat.raw)
 
 
 def told(messages=("Hi",), **fields):
     """What the client is told that became of its request."""
-    messages = [user(each) if isinstance(each, str) else each for each in messages]
-    body = JsonBody(json.dumps({"model": "m", "max_tokens": 9, "messages": messages, **fields}).encode())
-    return changed_in(read_request(body), body)
+    return MessageTranslation(body_of(messages, **fields)).changed
 
 
 def chat(*messages, **fields):
@@ -64,98 +71,83 @@ def test_what_only_anthropics_service_knows_goes():
     assert translated(**fields) == translated()
 
 
-class TestSystem:
-    def test_a_text_and_blocks_are_one_message(self):
-        assert chat("Hi", system="Be brief.") == [{"role": "system", "content": "Be brief."}, user("Hi")]
-        blocks = [{**text("Be"), "cache_control": {"type": "ephemeral"}}, text(" brief.")]
-        assert chat("Hi", system=blocks) == chat("Hi", system="Be brief.")
+SCHEMA = {"type": "json_schema", "schema": {"type": "object"}}
+FORMAT = {
+    "type": "json_schema",
+    "json_schema": {"name": "answer", "schema": {"type": "object"}, "strict": True},
+}
+BY_URL = {"type": "image", "source": {"type": "url", "url": "https://x/y.png"}}
+CACHED = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+FOUND_IT = {"type": "search_result", "source": "s", "title": "T", "content": [text("a"), text("b")]}
+THOUGHT = [
+    {"type": "thinking", "thinking": "hm", "signature": "s"},
+    {"type": "redacted_thinking", "data": "x"},
+    text("Yes."),
+]
 
-    @pytest.mark.parametrize("system", [None, "", []])
-    def test_none(self, system):
-        assert chat("Hi", system=system) == [user("Hi")]
 
-    def test_within_the_conversation(self):
-        said = {"role": "system", "content": [text("Now "), text("brief.")]}
-        assert chat("Hi", said) == [user("Hi"), {"role": "system", "content": "Now brief."}]
+def tool(content):
+    return {"role": "tool", "tool_call_id": "t1", "content": content}
 
 
-class TestUser:
-    def test_one_text_is_a_string_however_it_is_written(self):
-        marked = {**text("Hi"), "cache_control": {"type": "ephemeral", "ttl": "1h"}}
-        assert chat("Hi") == chat(user([text("Hi")])) == chat(user([marked])) == [user("Hi")]
+@pytest.mark.parametrize(
+    ("message", "messages"),
+    [
+        ({"role": "system", "content": [text("Now "), text("brief.")]},
+         [{"role": "system", "content": "Now brief."}]),
+        # One text is a string however it is written.
+        (user([text("Hi")]), [user("Hi")]),
+        (user([text("Hi") | CACHED]), [user("Hi")]),
+        (user([]), [user("")]),
+        (user([text("a"), IMAGE, BY_URL, text("b")]),
+         [user([text("a"), IMAGE_PART, {"type": "image_url", "image_url": {"url": "https://x/y.png"}},
+                text("b")])]),
+        (user([FOUND_IT]), [user("T\ns\na\nb")]),
+        (assistant([CALL]), [assistant("") | {"tool_calls": [CALLED]}]),
+        (assistant([text("I look."), CALL]), [assistant("I look.") | {"tool_calls": [CALLED]}]),
+        (assistant(THOUGHT), [assistant("Yes.") | {"reasoning_content": "hm"}]),
+        (user([result("4 m")]), [tool("4 m")]),
+        (user([result([text("4"), text("m")])]), [tool("4\nm")]),
+        (user([result()]), [tool("")]),
+        (user([result([{"type": "tool_reference"}])]), [tool("")]),
+        (user([result("no boat", is_error=True)]), [tool("Error: no boat")]),
+        # What the user says and images of results follow all results.
+        (user([result([text("a"), IMAGE]), result("b"), text("And?")]),
+         [tool("a"), tool("b"), user([IMAGE_PART, text("And?")])]),
+        *((user([{"type": "document", "source": source, "title": "T", "context": "C"}, text("?")]),
+           [user([text("T"), text("C"), *parts, text("?")])])
+          for source, parts in (
+              ({"type": "text", "media_type": "text/plain", "data": "d"}, [text("d")]),
+              ({"type": "content", "content": "d"}, [text("d")]),
+              ({"type": "content", "content": [text("d"), IMAGE]}, [text("d"), IMAGE_PART]),
+          )),
+    ],
+)  # fmt: skip
+def test_each_message(message, messages):
+    assert chat("Hi", message, "So?") == [user("Hi"), *messages, user("So?")]
 
-    def test_texts_and_images_are_parts(self):
-        by_url = {"type": "image", "source": {"type": "url", "url": "https://x/y.png"}}
-        assert chat(user([text("a"), IMAGE, by_url, text("b")])) == [
-            user(
-                [
-                    text("a"),
-                    IMAGE_PART,
-                    {"type": "image_url", "image_url": {"url": "https://x/y.png"}},
-                    text("b"),
-                ]
-            )
-        ]
 
-    def test_nothing(self):
-        assert chat(user([])) == [user("")]
+@pytest.mark.parametrize(
+    ("system", "said"),
+    [("Be brief.", "Be brief."), ([text("Be") | CACHED, text(" brief.")], "Be brief."),
+     (None, None), ("", None), ([], None)],
+)  # fmt: skip
+def test_the_system_prompt(system, said):
+    first = [{"role": "system", "content": said}] if said else []
+    assert chat("Hi", system=system) == [*first, user("Hi")]
 
-    @pytest.mark.parametrize(
-        ("source", "parts"),
-        [
-            ({"type": "text", "media_type": "text/plain", "data": "d"}, [text("d")]),
-            ({"type": "content", "content": "d"}, [text("d")]),
-            ({"type": "content", "content": [text("d"), IMAGE]}, [text("d"), IMAGE_PART]),
-        ],
+
+def test_numbers_keep_their_digits():
+    body = JsonBody(
+        b'{"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "i", "name": "n",'
+        b'"input": {"a": 123456789012345678901234567890, "b": 1.10}}]}]}'
     )
-    def test_documents(self, source, parts):
-        block = {"type": "document", "source": source, "title": "T", "context": "C"}
-        assert chat(user([block, text("?")])) == [user([text("T"), text("C"), *parts, text("?")])]
-
-    def test_search_results(self):
-        block = {"type": "search_result", "source": "s", "title": "T", "content": [text("a"), text("b")]}
-        assert chat(user([block])) == [user("T\ns\na\nb")]
+    (message,) = json.loads(MessageTranslation(body, counts=True).chat.raw)["messages"]
+    arguments = message["tool_calls"][0]["function"]["arguments"]
+    assert arguments == '{"a":123456789012345678901234567890,"b":1.10}'
 
 
 class TestTools:
-    def test_a_call(self):
-        (message,) = chat(assistant([text("I look."), CALL]))
-        (call,) = message.pop("tool_calls")
-        assert json.loads(call["function"].pop("arguments")) == CALL["input"]
-        assert (message, call) == (assistant("I look."), CALLED)
-
-    def test_a_call_alone(self):
-        (message,) = chat(assistant([CALL]))
-        assert message["content"] == ""
-
-    def test_numbers_keep_their_digits(self):
-        body = JsonBody(
-            b'{"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "i", "name": "n",'
-            b'"input": {"a": 123456789012345678901234567890, "b": 1.10}}]}]}'
-        )
-        (message,) = json.loads(chat_of(read_request(body), body)[0].raw)["messages"]
-        arguments = message["tool_calls"][0]["function"]["arguments"]
-        assert arguments == '{"a":123456789012345678901234567890,"b":1.10}'
-
-    @pytest.mark.parametrize(
-        ("content", "said"),
-        [("4 m", "4 m"), ([text("4"), text("m")], "4\nm"), (None, ""), ([{"type": "tool_reference"}], "")],
-    )
-    def test_a_result(self, content, said):
-        assert chat(user([result(content)])) == [{"role": "tool", "tool_call_id": "t1", "content": said}]
-
-    def test_a_failure(self):
-        (message,) = chat(user([result("no boat", is_error=True)]))
-        assert message["content"] == "Error: no boat"
-
-    def test_what_the_user_says_and_images_of_results_follow_all_results(self):
-        blocks = [result([text("a"), IMAGE]), result("b"), text("And?")]
-        assert [(each["role"], each["content"]) for each in chat(user(blocks))] == [
-            ("tool", "a"),
-            ("tool", "b"),
-            ("user", [IMAGE_PART, text("And?")]),
-        ]
-
     def test_offered(self):
         schema = {"type": "object", "properties": {"b": {}, "a": {}}}
         named = {"name": "n", "input_schema": schema}
@@ -235,36 +227,16 @@ class TestOfAService:
         assert told() == ()
 
 
-class TestThinking:
-    def test_that_of_earlier_turns(self):
-        blocks = [
-            {"type": "thinking", "thinking": "hm", "signature": "s"},
-            {"type": "redacted_thinking", "data": "x"},
-            text("Yes."),
-        ]
-        assert chat("Hi", assistant(blocks), "Why?")[1] == {**assistant("Yes."), "reasoning_content": "hm"}
-
-    @pytest.mark.parametrize(
-        ("thinking", "kwargs"),
-        [
-            ({"type": "enabled", "budget_tokens": 2048}, {"enable_thinking": True}),
-            ({"type": "disabled"}, {"enable_thinking": False}),
-            ({"type": "adaptive"}, None),
-            (None, None),
-        ],
-    )
-    def test_asked_of_the_template(self, thinking, kwargs):
-        assert translated(thinking=thinking).get("chat_template_kwargs") == kwargs
-
-    def test_what_the_client_gives_the_template_counts(self):
-        given = {"enable_thinking": True, "tone": "calm"}
-        sent = translated(thinking={"type": "disabled"}, chat_template_kwargs=given)
-        assert sent["chat_template_kwargs"] == given
-
-
 @pytest.mark.parametrize(
     ("fields", "wanted"),
     [
+        *(({"thinking": {"type": kind}}, {"chat_template_kwargs": {"enable_thinking": is_on}})
+          for kind, is_on in (("enabled", True), ("disabled", False))),
+        ({"thinking": {"type": "adaptive"}}, {}),
+        ({"thinking": None}, {}),
+        # What the client gives the template counts.
+        ({"thinking": {"type": "disabled"}, "chat_template_kwargs": {"enable_thinking": True, "a": 1}},
+         {"chat_template_kwargs": {"enable_thinking": True, "a": 1}}),
         ({"stop_sequences": ["x", "y"]}, {"stop": ["x", "y"]}),
         ({"stop_sequences": []}, {}),
         ({"stream": True}, {"stream": True, "stream_options": {"include_usage": True}}),
@@ -272,30 +244,21 @@ class TestThinking:
         ({"max_tokens": 0}, {"max_tokens": 1}),
         ({"output_config": {"effort": "low"}}, {"reasoning_effort": "low"}),
         ({"output_config": {"effort": "max"}}, {"reasoning_effort": "high"}),
+        ({"output_config": {"format": SCHEMA}}, {"response_format": FORMAT}),
+        ({"output_format": SCHEMA}, {"response_format": FORMAT}),
     ],
-)
+)  # fmt: skip
 def test_fields_with_other_names(fields, wanted):
     assert translated(**fields) == {**translated(), **wanted}
 
 
-@pytest.mark.parametrize("name", ["output_config", "output_format"])
-def test_structured_output(name):
-    given = {"type": "json_schema", "schema": {"type": "object"}}
-    sent = translated(**{name: {"format": given} if name == "output_config" else given})
-    assert sent["response_format"] == {
-        "type": "json_schema",
-        "json_schema": {"name": "answer", "schema": {"type": "object"}, "strict": True},
-    }
-
-
-class TestTheLastMessage:
-    def test_of_the_assistant_is_continued(self):
-        sent = translated(["Hi", assistant("The sea")])
-        assert (sent["continue_final_message"], sent["add_generation_prompt"]) == (True, False)
-
-    @pytest.mark.parametrize("last", ["Hi", assistant(""), assistant([CALL])])
-    def test_any_other_is_not(self, last):
-        assert "continue_final_message" not in translated(["Hi", last])
+@pytest.mark.parametrize(
+    ("last", "is_continued"),
+    [(assistant("The sea"), True), ("Hi", False), (assistant(""), False), (assistant([CALL]), False)],
+)
+def test_the_assistants_last_message_is_continued(last, is_continued):
+    goes_on = {"continue_final_message": True, "add_generation_prompt": False}
+    assert (translated(["Hi", last]).items() >= goes_on.items()) is is_continued
 
 
 def test_the_next_turn_begins_with_the_same_messages():
@@ -356,18 +319,13 @@ def test_the_next_turn_begins_with_the_same_messages():
 )
 def test_what_cannot_be_served_is_named(fields, param, says):
     with pytest.raises(BadRequest) as caught:
-        raw({"messages": [user("Hi")], **fields})
+        translated(**fields)
     assert caught.value.param == param
     assert param in str(caught.value)
     assert says in str(caught.value)
 
 
-def raw(fields):
-    body = JsonBody(json.dumps(fields).encode())
-    return chat_of(read_request(body), body)[0]
-
-
 def test_text_that_is_no_text():
     with pytest.raises(BadRequest) as caught:
-        read_request(JsonBody(b'{"messages": [{"role": "user", "content": "\xff"}]}'))
+        MessageTranslation(JsonBody(b'{"messages": [{"role": "user", "content": "\xff"}]}'))
     assert caught.value.code == "invalid_json"

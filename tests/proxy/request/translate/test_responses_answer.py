@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from proxy.errors import BadRequest, EngineFailed
-from proxy.request.translate.chats import ChatUsage
-from proxy.request.translate.responses_answer import usage_of
+from proxy.errors import EngineFailed
+from tests.proxy.request.passing import passed
 from tests.proxy.request.translate.response_world import (
+    SPACE,
     TOOL,
     answered,
-    events_of,
+    events_from,
     streamed,
     translation,
 )
@@ -109,7 +109,7 @@ class TestAnswers:
     @pytest.mark.parametrize("content", [b"", b"{}", b'{"choices": []}', b'{"choices": 7}', b'"\xff"'])
     def test_what_is_no_chat(self, content):
         with pytest.raises(EngineFailed, match="not that of a chat"):
-            translation().answer(content)
+            passed(translation(), whole=content)
 
 
 class TestStreams:
@@ -127,30 +127,15 @@ class TestStreams:
             {"tool_calls": [{"index": 0, "function": {"arguments": "}"}}]},
             finish="tool_calls",
         )
-        assert [each["type"].removeprefix("response.") for each in events] == [
-            "created",
-            "in_progress",
-            "output_item.added",
-            "content_part.added",
-            "reasoning_text.delta",
-            "reasoning_text.delta",
-            "reasoning_text.done",
-            "content_part.done",
-            "output_item.done",
-            "output_item.added",
-            "content_part.added",
-            "output_text.delta",
-            "output_text.delta",
-            "output_text.done",
-            "content_part.done",
-            "output_item.done",
-            "output_item.added",
-            "function_call_arguments.delta",
-            "function_call_arguments.delta",
-            "function_call_arguments.done",
-            "output_item.done",
-            "completed",
-        ]
+        part = "output_item.added content_part.added"
+        done = "content_part.done output_item.done"
+        call = "function_call_arguments"
+        assert [each["type"].removeprefix("response.") for each in events] == (
+            f"created in_progress {part} "
+            f"reasoning_text.delta reasoning_text.delta reasoning_text.done {done} "
+            f"{part} output_text.delta output_text.delta output_text.done {done} "
+            f"output_item.added {call}.delta {call}.delta {call}.done output_item.done completed"
+        ).split()
         response = events[-1]["response"]
         done = [each for each in events if each["type"] == "response.output_item.done"]
         assert [each["item"] for each in done] == response["output"]
@@ -185,21 +170,16 @@ class TestStreams:
         assert "response.refusal.done" in [each["type"] for each in events]
 
     def test_logprobs(self):
-        made, one = (
-            translation(top_logprobs=1),
-            {"token": "a", "logprob": -1.0, "bytes": [97], "top_logprobs": []},
-        )
+        one = {"token": "a", "logprob": -1.0, "bytes": [97], "top_logprobs": []}
         chunk = {"choices": [{"delta": {"content": "a"}, "logprobs": {"content": [one]}}]}
-        events = events_of(made.event(json.dumps(chunk).encode()))
-        assert events[-1]["logprobs"] == [one]
+        events = events_from(translation(top_logprobs=1), chunk)
+        assert [each["logprobs"] for each in events if each["type"].endswith("text.delta")] == [[one]]
 
     def test_telemetry_passes(self):
-        made = translation()
         timings = {"timings": {"prompt_ms": 1.5}}
         chunk = {"choices": [{"delta": {"content": "a"}, "finish_reason": "stop"}], **timings}
         progress = {"choices": [{"delta": {"content": None}}], "prompt_progress": {"total": 3}}
-        raw = made.event(json.dumps(progress).encode()) + made.event(json.dumps(chunk).encode())
-        events = events_of(raw + made.end())
+        events = events_from(translation(), progress, chunk)
         shown = [each["type"] for each in events if "prompt_progress" in each]
         assert (shown, events[2]["prompt_progress"]) == (["response.in_progress"], {"total": 3})
         timed = {each["type"] for each in events if "timings" in each}
@@ -210,78 +190,36 @@ class TestStreams:
         ("error", "code"),
         [({"message": "no room", "code": "full", "param": None}, "full"), ("no room", "server_error")],
     )
-    def test_an_error_is_the_last_event(self, error, code):
-        made = translation()
-        raw = made.event(b'{"choices": [{"delta": {"content": "a"}}]}')
-        raw += made.event(json.dumps({"error": error}).encode()) + made.end()
-        last = events_of(raw)[-1]
+    @pytest.mark.parametrize("n_before", [0, 1])
+    def test_an_error_is_the_last_event(self, error, code, n_before):
+        chunk = {"choices": [{"delta": {"content": "a"}}]}
+        first, *_, last = events_from(translation(), *[chunk] * n_before, {"error": error}, chunk)
         assert (last["type"], last["message"], last["code"]) == ("error", "no room", code)
-
-    def test_a_stream_without_a_reason_ends_with_an_error(self):
-        made = translation()
-        raw = made.event(b'{"choices": [{"delta": {"content": "a"}}]}') + made.end()
-        last = events_of(raw)[-1]
-        assert (last["type"], last["code"]) == ("error", "server_error")
-        assert made.end() == b""
-
-    def test_nothing_follows_an_error(self):
-        made = translation()
-        raw = made.event(b'{"error": "no room"}') + made.event(b'{"choices": [{"delta": {"content": "a"}}]}')
-        assert events_of(raw)[-1]["type"] == "error"
-
-    @pytest.mark.parametrize(
-        "garbage", [b"what?", b'{"choices": 5}', b'{"choices": [{"de', b"[" * 9999, b"\xff"]
-    )
-    def test_what_is_no_chunk_is_an_error_in_its_words(self, garbage):
-        made = translation()
-        raw = made.event(b'{"choices": [{"delta": {"content": "a"}}]}') + made.event(garbage)
-        raw += made.event(b'{"choices": [{"delta": {"content": "b"}, "finish_reason": "stop"}]}') + made.end()
-        *_, before, last = events_of(raw)
-        assert (before["delta"], last["type"]) == ("a", "error")
+        assert first["type"] == "response.created"
 
 
 @pytest.mark.parametrize(("ttl", "counts"), [("30m", (10, 0)), ("12h", (0, 10)), (None, (10, 0))])
 def test_written_tokens_count_under_the_time_that_was_asked_for(ttl, counts):
     made = translation(prompt_cache_options={"ttl": ttl})
-    answer = made.answer(b'{"choices": [{"message": {"content": "a"}}], "usage": {"prompt_tokens": 10}}')
-    written = json.loads(answer)["usage"]["input_tokens_details"]["cache_write_tokens_details"]
+    written = answered(made, usage={"prompt_tokens": 10})["usage"]["input_tokens_details"][
+        "cache_write_tokens_details"
+    ]
     assert (written["ttl_30m_tokens"], written["ttl_12h_tokens"]) == counts
 
 
-def test_a_prewarmed_prompt_has_no_output():
-    usage = usage_of(ChatUsage(prompt_tokens=10, completion_tokens=1), None, prewarms=True)
-    assert (usage["output_tokens"], usage["total_tokens"]) == (0, 10)
-
-
-@pytest.mark.parametrize("streams", [False, True])
-def test_a_prewarm_computes_one_token_and_shows_none(streams):
-    made = translation(prompt_cache_options={"prewarm": True}, max_output_tokens=50)
-    assert json.loads(made.chat.raw)["max_tokens"] == 1
-    choice = {"finish_reason": "length", "delta" if streams else "message": {"content": "a"}}
-    chunk = json.dumps({"choices": [choice], "usage": {"prompt_tokens": 9, "completion_tokens": 1}}).encode()
-    if streams:
-        kinds = [event["type"] for event in events_of(made.event(chunk) + made.end())]
-        assert kinds == ["response.created", "response.in_progress", "response.completed"]
-    else:
-        response = json.loads(made.answer(chunk))
-        assert (response["status"], response["output"], response["usage"]["output_tokens"]) == (
-            "completed",
-            [],
-            0,
-        )
+def test_a_prewarm_computes_one_token_and_shows_none():
+    asked = {"prompt_cache_options": {"prewarm": True}, "max_output_tokens": 50}
+    assert json.loads(translation(**asked).chat.raw)["max_tokens"] == 1
+    events = streamed(translation(**asked), {"content": "a"}, finish="length")
+    kinds = [each["type"].rpartition(".")[2] for each in events]
+    assert kinds == ["created", "in_progress", "completed"]
+    for response in (events[-1]["response"], answered(translation(**asked), "length", content="a")):
+        assert (response["status"], response["output"]) == ("completed", [])
+        assert (response["usage"]["output_tokens"], response["usage"]["total_tokens"]) == (0, 40)
 
 
 class TestNamespaces:
-    TOOLS = (
-        {
-            "type": "namespace",
-            "name": "sea",
-            "description": "d",
-            "tools": [TOOL, {"type": "custom", "name": "log"}],
-        },
-        {"type": "web_search"},
-        TOOL,
-    )
+    TOOLS = (SPACE, {"type": "web_search"}, TOOL)
 
     def test_each_tool_is_a_function(self):
         made = translation(
@@ -301,39 +239,6 @@ class TestNamespaces:
         made = translation(tools=[space])
         assert [tool["function"]["name"] for tool in json.loads(made.chat.raw)["tools"]] == ["sea__tide"]
         assert made.changed == ("tool:web_search",)
-
-    @pytest.mark.parametrize(
-        ("tools", "param"),
-        [
-            ([{"type": "namespace", "name": "sea", "tools": [7]}], "tools[0].tools[0]"),
-            ([{"type": "namespace", "name": "sea", "tools": [{"type": "function"}]}], "tools[0].tools[0]"),
-            ([TOOL, TOOL], "tools[1]"),
-            ([TOOLS[0], TOOL | {"name": "sea__tide"}], "tools[1]"),
-            ([TOOLS[0], TOOLS[0] | {"name": "sea__"}], "tools[1].tools[0]"),
-        ],
-    )
-    def test_tools_that_nobody_can_call_are_refused(self, tools, param):
-        with pytest.raises(BadRequest) as caught:
-            translation(tools=tools)
-        assert caught.value.param == param
-
-    @pytest.mark.parametrize(
-        "choice",
-        [
-            {"type": "web_search"},
-            {"type": "function", "name": "search"},
-            {"type": "function", "name": "log"},  # it is in a namespace
-        ],
-    )
-    def test_the_choice_of_a_tool_that_is_left_out_is_refused(self, choice):
-        with pytest.raises(BadRequest) as caught:
-            translation(tools=self.TOOLS, tool_choice=choice)
-        assert caught.value.param == "tool_choice"
-
-    def test_no_tool_is_left_to_choose(self):
-        chat = json.loads(translation(tools=[{"type": "web_search"}], tool_choice="required").chat.raw)
-        assert "tools" not in chat
-        assert "tool_choice" not in chat
 
     def test_the_model_is_told_the_grammar_of_a_custom_tool(self):
         grammar = {"type": "grammar", "syntax": "lark", "definition": "start: WORD"}

@@ -3,15 +3,12 @@
 import json
 from importlib import import_module
 
-import httpx
 import pytest
 
 from engine_adapter import JsonBody
 from engine_adapter.off_loop import MOST_MS, off_loop
 from proxy.errors import NotFound
-from proxy.request.translate.responses_api import ResponseTranslation
-from proxy.request.translate.responses_store import ResponseStore
-from tests.fakes import event, is_openai_error
+from proxy.request.translate import ResponseStore, ResponseTranslation
 from tests.proxy.request.translate.response_world import (
     KEYS,
     ROUTE,
@@ -94,35 +91,6 @@ async def test_a_stream_over_a_socket(client):
     assert events[-1]["type"] == "response.completed"
     kept = await client.get(f"{ROUTE}/{events[-1]['response']['id']}", headers=KEYS["a"])
     assert kept.json() == events[-1]["response"]
-
-
-@pytest.mark.parametrize("cut", [b"", b'data: {"choices": [{"de'])
-async def test_an_engine_that_dies_leaves_an_error_and_no_end(client, engine, cut):
-    async def script(exchange):
-        await exchange.start()
-        await exchange.chunk(event({"choices": [{"delta": {"content": "hi"}}]}) + cut)
-        exchange.die()
-
-    engine.script = script
-    parts = []
-    with pytest.raises(httpx.RemoteProtocolError):
-        await read_stream(client, parts)
-    assert events_of(b"".join(parts))[-1]["type"] == "error"
-
-
-async def read_stream(client, parts):
-    asked = {"model": "m", "input": "hi", "stream": True}
-    async with client.stream("POST", ROUTE, json=asked, headers=KEYS["a"]) as answer:
-        async for part in answer.aiter_bytes():
-            parts.append(part)
-
-
-async def test_an_error_of_the_engine_names_the_clients_field(client, engine):
-    async def script(exchange):
-        await exchange.send({"error": {"message": "too many", "param": "max_tokens"}}, status=400)
-
-    engine.script = script
-    assert is_openai_error(await ask(client, max_output_tokens=7), 400, param="max_output_tokens")
 
 
 async def test_what_names_a_kept_response_is_read_off_the_loop(client, monkeypatch):

@@ -7,12 +7,11 @@ import pytest
 
 from engine_adapter import JsonBody
 from proxy.errors import BadRequest
-from proxy.request.translate import responses_request
-from proxy.request.translate.responses_api import ResponseTranslation
+from proxy.request.translate import ResponseStore, ResponseTranslation, responses_request
 from proxy.request.translate.responses_request import may_name_more
-from proxy.request.translate.responses_store import ResponseStore
 from tests.proxy.request.translate.response_world import (
     FUNCTION,
+    SPACE,
     TOOL,
     answered,
     chat_of,
@@ -60,6 +59,7 @@ class TestRequests:
             ({"tools": [TOOL], "tool_choice": "auto"}, {"tools": [FUNCTION]}),
             ({"tools": [{"type": "web_search"}, TOOL, {"type": "mcp"}]}, {"tools": [FUNCTION]}),
             ({"tools": [{"type": "web_search"}]}, {}),
+            ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, {}),
             ({"tools": [TOOL], "tool_choice": "required"}, {"tools": [FUNCTION], "tool_choice": "required"}),
             (
                 {"tools": [TOOL], "tool_choice": {"type": "function", "name": "tide"}},
@@ -110,7 +110,17 @@ class TestRequests:
             ({"tools": {}}, "tools"),
             ({"tools": [{"type": "function"}]}, "tools[0]"),
             ({"tools": [1]}, "tools[0]"),
+            ({"tools": [{"type": "namespace", "name": "sea", "tools": [7]}]}, "tools[0].tools[0]"),
+            (
+                {"tools": [{"type": "namespace", "name": "sea", "tools": [{"type": "function"}]}]},
+                "tools[0].tools[0]",
+            ),
+            ({"tools": [TOOL, TOOL]}, "tools[1]"),
+            ({"tools": [SPACE, TOOL | {"name": "sea__tide"}]}, "tools[1]"),
+            ({"tools": [SPACE, SPACE | {"name": "sea__"}]}, "tools[1].tools[0]"),
             ({"tool_choice": {"type": "file_search"}}, "tool_choice"),
+            ({"tools": [SPACE], "tool_choice": {"type": "function", "name": "search"}}, "tool_choice"),
+            ({"tools": [SPACE], "tool_choice": {"type": "function", "name": "log"}}, "tool_choice"),
             ({"text": "a"}, "text"),
             ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
             ({"metadata": {"a": 1}}, "metadata"),
@@ -128,19 +138,6 @@ class TestRequests:
         body = JsonBody(b'{"input": "hi", "store": "false"}')
         with pytest.raises(BadRequest, match=r"^store must be true or false$"):
             ResponseTranslation(body, None, store=ResponseStore())
-
-    @pytest.mark.parametrize(
-        ("of_chat", "param"),
-        [
-            ("messages", "input"),
-            ("messages[0].content", "input[0].content"),
-            ("max_tokens", "max_output_tokens"),
-            ("response_format.json_schema", "text.format"),
-            ("temperature", "temperature"),
-        ],
-    )
-    def test_errors_of_the_chat_name_the_clients_field(self, of_chat, param):
-        assert translation().wording.path(of_chat) == param
 
 
 def test_many_allowed_tools_take_no_quadratic_time():

@@ -28,10 +28,10 @@ def turn(previous=None, asked=b"q", name="1"):
 def test_a_conversation_is_kept_once():
     store = ResponseStore()
     first, shelf = turn(name="1"), store.of(None)
-    store.put(None, "r1", b"{}", first)
+    store.of(None).put("r1", b"{}", first)
     alone = shelf.bytes
     second = turn(first, name="2")
-    store.put(None, "r2", b"{}", second)
+    store.of(None).put("r2", b"{}", second)
     assert shelf.bytes == 2 * alone
     assert [name for name, _ in second.conversation()] == ["msg_1", "out_1", "msg_2", "out_2"]
     assert list(map(list, second.input())) == [["msg_1"], ["out_1"], ["msg_2"]]
@@ -46,19 +46,19 @@ def test_a_conversation_is_kept_once():
 def test_what_was_used_longest_ago_goes_first():
     store = ResponseStore(max_bytes=5 * 1024)
     for name in ("1", "2", "3"):
-        store.put(None, f"r{name}", b"x" * 1000, turn(name=name))
+        store.of(None).put(f"r{name}", b"x" * 1000, turn(name=name))
         store.of(None).get("r1")
     assert [store.of(None).get(f"r{name}") is not None for name in ("1", "2", "3")] == [True, False, True]
-    store.put(None, "r4", b"x" * 10_000, turn(name="4"))
+    store.of(None).put("r4", b"x" * 10_000, turn(name="4"))
     assert store.of(None).bytes == 0
 
 
 def test_a_turn_that_went_while_its_next_one_was_made_comes_back():
     store = ResponseStore()
     first = turn(name="1")
-    store.put(None, "r1", b"{}", first)
+    store.of(None).put("r1", b"{}", first)
     store.of(None).delete("r1")
-    store.put(None, "r2", b"{}", turn(first, name="2"))
+    store.of(None).put("r2", b"{}", turn(first, name="2"))
     assert store.of(None).item("out_1") == b"a"
     store.of(None).delete("r2")
     assert store.of(None).bytes == 0
@@ -66,17 +66,17 @@ def test_a_turn_that_went_while_its_next_one_was_made_comes_back():
 
 def test_an_item_that_a_later_turn_has_too_stays():
     store = ResponseStore()
-    store.put(None, "r1", b"{}", turn(name="1"))
-    store.put(None, "r2", b"{}", turn(name="1"))
+    store.of(None).put("r1", b"{}", turn(name="1"))
+    store.of(None).put("r2", b"{}", turn(name="1"))
     store.of(None).delete("r1")
     assert store.of(None).item("msg_1") == b"q"
 
 
 def test_tenants_do_not_see_or_crowd_out_each_other(clock):
     store = ResponseStore("ab", max_bytes=4 * 1024, clock=clock)
-    store.put("a", "r1", b"{}", turn(name="1"))
+    store.of("a").put("r1", b"{}", turn(name="1"))
     for name in range(50):
-        store.put("b", f"r{name + 2}", b"{}", turn(asked=b"q" * 500, name=str(name + 2)))
+        store.of("b").put(f"r{name + 2}", b"{}", turn(asked=b"q" * 500, name=str(name + 2)))
     assert store.of("a").get("r1") is not None
     assert store.of("b").get("r1") is None
     assert store.of("b").item("msg_1") is None
@@ -86,9 +86,9 @@ def test_tenants_do_not_see_or_crowd_out_each_other(clock):
 def test_a_tenant_that_was_removed_leaves_nothing():
     store = ResponseStore(("acme", "globex"))
     for tenant in ("acme", "globex"):
-        store.put(tenant, "r1", b"{}", turn(name="1"))
+        store.of(tenant).put("r1", b"{}", turn(name="1"))
     store.divide(["acme"])
-    store.put("globex", "r2", b"{}", turn(name="2"))  # of a request that was in flight
+    store.of("globex").put("r2", b"{}", turn(name="2"))  # of a request that was in flight
     assert list(store._shelves) == ["acme"]
     assert store.of("acme").get("r1") is not None
     store.divide(["acme", "globex"])
@@ -98,7 +98,7 @@ def test_a_tenant_that_was_removed_leaves_nothing():
 def test_what_nobody_uses_expires(clock):
     store = ResponseStore(clock=clock)
     for name in ("1", "2"):
-        store.put(None, f"r{name}", b"{}", turn(name=name))
+        store.of(None).put(f"r{name}", b"{}", turn(name=name))
     clock.now = IDLE_S
     assert store.of(None).get("r1") is not None
     clock.now += 1
@@ -111,7 +111,7 @@ def test_what_is_counted_is_what_it_takes():
     try:
         before, _ = tracemalloc.get_traced_memory()
         asked = {f"msg_{'0' * 48}{number}": b"{%d}" % number for number in range(20_000)}
-        store.put(None, "r", b"{}", Turn(None, asked, {}))
+        store.of(None).put("r", b"{}", Turn(None, asked, {}))
         took = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()
@@ -125,7 +125,7 @@ def test_threads_may_use_it_at_once():
     def use(worker):
         for number in range(2000):
             name = f"{worker}-{number}"
-            store.put(None, name, b"x", turn(name=name))
+            store.of(None).put(name, b"x", turn(name=name))
             clock.now += IDLE_S / 20
             store.of(None).get(f"{worker}-{number - 3}")
             store.of(None).delete(f"{worker}-{number - 2}")

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from engine_adapter import ChatError, JsonBody
-from proxy.request.translate.messages_api import MessageTranslation
+from proxy.request.translate import MessageTranslation
 from tests.proxy.request.translate.response_world import translation
 
 PICTURE = {"type": "image", "source": {"type": "url", "url": "data:,x"}}

@@ -4,55 +4,16 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Mapping
-from math import ceil
 from typing import Any
 
 from msgspec import Raw
 
-from proxy.request.translate.chats import ChatMessage, ChatUsage, ToolCall
+from proxy.request.translate.chats import ChatMessage, ToolCall
 from proxy.request.translate.responses_items import custom_input, sealed
 
-
-def usage_of(
-    usage: ChatUsage,
-    tokens_per_block: int | None,
-    *,
-    thoughts: float = 0.0,
-    prewarms: bool = False,
-    ttl: object = None,
-) -> dict[str, Any]:
-    """The usage of a response, of an engine that keeps full blocks.
-
-    Args:
-        usage: the engine's.
-        tokens_per_block: of the engine; None if it is not known.
-        thoughts: the share of reasoning in the text. Where the engine counts no reasoning, this share of all
-            tokens counts as reasoning.
-        prewarms: the response has no output.
-        ttl: how long the client asked its prompt to be kept.
-    """
-    written, is_long = usage.written(tokens_per_block), ttl == "12h"
-    generated = 0 if prewarms else usage.completion_tokens or 0
-    reasoning = min(usage.reasoning or ceil(thoughts * generated), generated)
-    return {
-        "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {
-            "cached_tokens": usage.cached,
-            "cache_write_tokens": written,
-            "cache_write_tokens_details": {
-                "ttl_30m_tokens": 0 if is_long else written,
-                "ttl_12h_tokens": written if is_long else 0,
-            },
-        },
-        "output_tokens": generated,
-        "output_tokens_details": {"reasoning_tokens": reasoning},
-        "total_tokens": usage.prompt_tokens + generated,
-    }
-
-
 Item = dict[str, Any]
-# The type of an event, and its fields beside the number of its item.
-Event = tuple[str, dict[str, Any]]
+# The type of an event, and its fields beside its number in the stream.
+ItemEvent = tuple[str, dict[str, Any]]
 
 
 class _Part:
@@ -77,11 +38,11 @@ class _Part:
             return {"type": self.kind, "text": text, "annotations": [], "logprobs": self.logprobs}
         return {"type": self.kind, "refusal" if self.kind == "refusal" else "text": text}
 
-    def begin(self) -> Iterator[Event]:
+    def begin(self) -> Iterator[ItemEvent]:
         yield "response.output_item.added", {"item": self.item("in_progress")}
         yield "response.content_part.added", {"item_id": self.id, "content_index": 0, "part": self._part()}
 
-    def add(self, text: str, logprobs: list[Raw]) -> Iterator[Event]:
+    def add(self, text: str, logprobs: list[Raw]) -> Iterator[ItemEvent]:
         self.pieces.append(text)
         self.logprobs += logprobs
         known = {"logprobs": logprobs} if self.kind == "output_text" else {}
@@ -90,7 +51,7 @@ class _Part:
             {"item_id": self.id, "content_index": 0, "delta": text, **known},
         )
 
-    def end(self, item: Item) -> Iterator[Event]:
+    def end(self, item: Item) -> Iterator[ItemEvent]:
         at, part = {"item_id": self.id, "content_index": 0}, self._part()
         whole = {name: value for name, value in part.items() if name not in ("type", "annotations")}
         yield f"response.{self.kind}.done", {**at, **whole}
@@ -123,15 +84,15 @@ class _CallItem:
             return {"type": "custom_tool_call", **known, "input": custom_input(given) if given else ""}
         return {"type": "function_call", **known, "arguments": given}
 
-    def begin(self) -> Iterator[Event]:
+    def begin(self) -> Iterator[ItemEvent]:
         yield "response.output_item.added", {"item": self.item("in_progress")}
 
-    def add(self, text: str, logprobs: list[Raw]) -> Iterator[Event]:  # noqa: ARG002 - text has them
+    def add(self, text: str, logprobs: list[Raw]) -> Iterator[ItemEvent]:  # noqa: ARG002 - text has them
         self.pieces.append(text)
         if not self.is_custom:  # its input is known when it is complete
             yield "response.function_call_arguments.delta", {"item_id": self.id, "delta": text}
 
-    def end(self, item: Item) -> Iterator[Event]:
+    def end(self, item: Item) -> Iterator[ItemEvent]:
         if self.is_custom:
             yield "response.custom_tool_call_input.delta", {"item_id": self.id, "delta": item["input"]}
             yield "response.custom_tool_call_input.done", {"item_id": self.id, "input": item["input"]}
@@ -166,7 +127,7 @@ class Output:
         """The items that are complete, in order."""
         return [item for _, item in sorted(self._done.items(), key=lambda pair: pair[0])]
 
-    def add(self, delta: ChatMessage, logprobs: list[Raw]) -> Iterator[Event]:
+    def add(self, delta: ChatMessage, logprobs: list[Raw]) -> Iterator[ItemEvent]:
         """Takes what a chunk adds, and gives the events that say so."""
         if thought := delta.thoughts:
             yield from self._write("reasoning_text", thought, [])
@@ -177,12 +138,12 @@ class Output:
         for at, call in enumerate(delta.tool_calls or ()):
             yield from self._call(at if call.index is None else call.index, call)
 
-    def end(self, status: str) -> Iterator[Event]:
+    def end(self, status: str) -> Iterator[ItemEvent]:
         """No chunk follows: completes the items that are not complete."""
         for key in list(self._open):
             yield from self._end(key, status)
 
-    def _write(self, kind: str, text: str, logprobs: list[Raw]) -> Iterator[Event]:
+    def _write(self, kind: str, text: str, logprobs: list[Raw]) -> Iterator[ItemEvent]:
         if kind == "reasoning_text":
             self._n_thought += len(text)
         else:
@@ -192,7 +153,7 @@ class Output:
             yield from self._begin(kind, _Part(kind))
         yield from self._at(kind, self._open[kind][1].add(text, logprobs))
 
-    def _call(self, index: int, call: ToolCall) -> Iterator[Event]:
+    def _call(self, index: int, call: ToolCall) -> Iterator[ItemEvent]:
         if index not in self._open:
             yield from self._end_text()
             yield from self._begin(index, _CallItem(call, self._tools))
@@ -203,22 +164,22 @@ class Output:
         if call.arguments:
             yield from self._at(index, item.add(call.arguments, []))
 
-    def _begin(self, key: str | int, item: _Part | _CallItem) -> Iterator[Event]:
+    def _begin(self, key: str | int, item: _Part | _CallItem) -> Iterator[ItemEvent]:
         self._open[key] = len(self._open) + len(self._done), item
         yield from self._at(key, item.begin())
 
-    def _end_text(self) -> Iterator[Event]:
+    def _end_text(self) -> Iterator[ItemEvent]:
         """Something else begins: a message or reasoning is complete. Calls may be written side by side."""
         for key in [key for key in self._open if isinstance(key, str)]:
             yield from self._end(key, "completed")
 
-    def _end(self, key: str | int, status: str) -> Iterator[Event]:
+    def _end(self, key: str | int, status: str) -> Iterator[ItemEvent]:
         index, made = self._open[key]
         item = self._done[index] = made.item(status, seals=self._seals)
         yield from self._at(key, made.end(item))
         del self._open[key]
 
-    def _at(self, key: str | int, events: Iterator[Event]) -> Iterator[Event]:
+    def _at(self, key: str | int, events: Iterator[ItemEvent]) -> Iterator[ItemEvent]:
         index = self._open[key][0]
         for kind, fields in events:
             yield kind, {"output_index": index, **fields}

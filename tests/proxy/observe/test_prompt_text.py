@@ -2,7 +2,8 @@
 
 from hashlib import blake2b
 
-from proxy.core.prompt_text import ALL, BLOCK_BYTES, text_blocks
+from proxy.observe.prompt_text import BLOCK_BYTES, text_blocks
+from proxy.replay.recorded import ALL
 
 LONG = "a tide table for every port, " * 40
 

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from proxy.core.placement.decision import Cost, Pair, Placement
-from proxy.observe.reasons import Reason, reason_of, tie_of, utilisation_of, why
+from proxy.core.reasons import Reason, reason_of, tie_of, utilisation_of, why
 
 
 def cost(engine, cached=0, *, prefill=None, strain=1.0, **terms):
@@ -36,13 +36,13 @@ def held(*others, strain=1.0, **terms):
     return placed("e1", *others, cost("e1", 3200, strain=strain, **terms), strain=strain)
 
 
-def paired(alone, **terms):
-    """A pair of p and d, where d alone would cost `alone`."""
+def paired(alone, *, together=False, **terms):
+    """A pair of p and d, where d alone would cost `alone`; `together`: neither can answer alone."""
     both = replace(
         cost("d", prefill=0.2, **terms), prefiller="p", pulled_tokens=4000, transfer_s=0.05,
         cached_tokens=3200, total_s=0.25,
     )  # fmt: skip
-    legs = Pair(placed("p", cost("p", 3200)), placed("d", alone), 1.0)
+    legs = Pair(placed("p", cost("p", 3200)), placed("d", alone), 1.0, together)
     return replace(placed("d", alone), chosen=both, pair=legs, all_costs=lambda: (alone, both))
 
 
@@ -105,6 +105,8 @@ CASES = [
      "e0 is the only engine that can take the request; it holds 800 of 4,000 tokens"),
     (Reason.PAIRED, paired(cost("d", queue=2.0)),
      "p computes 800 tokens in 200 ms, and d reads the KV of 4,000 from it in 50 ms; without a pair, 2.0 s*"),
+    (Reason.PAIRED, paired(cost("d"), together=True),
+     "p holds 3,200 of 4,000 tokens; it computes 800 tokens in 200 ms, and d answers: neither of them can*"),
     (Reason.PAIRED, paired(replace(cost("d"), stall_s=3.0)),
      "* without a pair, computing 4,000 tokens on d delays other requests by 3.0 s in all"),
     *(

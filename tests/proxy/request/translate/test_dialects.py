@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from proxy.request.dialects import ANTHROPIC, OPENAI, dialect_of
+from proxy.request.translate.dialects import ANTHROPIC, OPENAI, dialect_of
 
 
 @pytest.mark.parametrize(
@@ -74,8 +74,3 @@ def test_agents_know_a_prompt_that_does_not_fit_by_its_message():
         "code": "context_length_exceeded",
         "n_ctx": 8,
     }
-
-
-def test_events():
-    assert OPENAI.error_event(b"{}") == b"data: {}\n\n"
-    assert ANTHROPIC.error_event(b"{}") == b"event: error\ndata: {}\n\n"

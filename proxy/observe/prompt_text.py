@@ -15,26 +15,10 @@ from typing import Any
 import msgspec
 
 from proxy.core.normalise import Fields, Rule, normalised, prompt_parts
+from proxy.replay.recorded import ALL, TextBlocks
 
 BLOCK_BYTES = 256
-ALL = "all"
-"""The name of all rules together."""
 _MARKS = frozenset({"cache_control", "prompt_cache_breakpoint", "id", "status"})
-
-
-class TextBlocks(msgspec.Struct, omit_defaults=True):
-    """A prompt's text.
-
-    Attributes:
-        ids: of its blocks; the last one is left out if it is not full.
-        tools, system: blocks up to the end of the tools, and of the system prompt; 0 without any.
-        changed: rule → ids after that rule; only rules that change the prompt.
-    """
-
-    ids: list[int]
-    tools: int = 0
-    system: int = 0
-    changed: dict[str, list[int]] = {}
 
 
 def text_blocks(fields: Fields, keyed: Callable[[], blake2b], *, is_system_first: bool = False) -> TextBlocks:
@@ -54,7 +38,9 @@ def _hashed(
     fields: Fields, keyed: Callable[[], blake2b], *, is_system_first: bool
 ) -> tuple[list[int], tuple[int, int]]:
     """The ids of a prompt, and how many there are up to the end of its tools and of its system prompt."""
-    hashed, ids, ends = keyed(), list[int](), list[int]()
+    hashed = keyed()
+    ids: list[int] = []
+    ends: list[int] = []
     tools, system, rest = prompt_parts(fields)
     for part in (system, tools, rest) if is_system_first else (tools, system, rest):
         text = b"".join(map(_plain, part))
@@ -71,14 +57,13 @@ def _plain(item: Any) -> bytes:  # noqa: ANN401 - JSON
     """An item of a prompt, without what no prompt contains. A single text is a text, also as a part."""
     if not isinstance(item, dict):
         return msgspec.json.encode(item)
-    kept = {name: value for name, value in item.items() if name not in _MARKS}
+    kept = _unmarked(item)
     if isinstance(content := kept.get("content"), list):
         content = [_unmarked(part) for part in content]
         match content:
             case [{"type": "text" | "input_text" | "output_text", "text": str(text), **rest}] if not rest:
-                kept["content"] = text
-            case _:
-                kept["content"] = content
+                content = text
+        kept["content"] = content
     return msgspec.json.encode(kept)
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import NamedTuple
 
 import msgspec
-from typing_extensions import override
 
 from engine_adapter.codes import Code
 from proxy.headers import ANTHROPICS_ID_HEADER, REQUEST_ID_HEADER
@@ -45,46 +45,25 @@ def error_body(
     return msgspec.json.encode({"error": error})
 
 
-class Dialect:
-    """One API's way: here OpenAI's, and that of every route but Anthropic's.
-
-    Attributes:
-        id_headers: the headers of an answer that name its request.
-    """
-
-    id_headers: tuple[str, ...] = (REQUEST_ID_HEADER,)
-
-    def error(
-        self,
-        status: int,  # noqa: ARG002 - only Anthropic uses it
-        message: str,
-        *,
-        kind: str,
-        param: str | None = None,
-        code: str | None = None,
-        request_id: str | None = None,  # noqa: ARG002 - only Anthropic uses it
-        more: Mapping[str, object] = NO_MORE,
-    ) -> bytes:
-        """The body of an error. `kind`, `param`, `code` and `more` fields are OpenAI's, or an engine's."""
-        return error_body(message, kind=kind, param=param, code=code, more=more)
-
-    def error_event(self, error: bytes) -> bytes:
-        """An event of a stream that holds an error."""
-        return b"data: " + error + b"\n\n"
-
-
 # kvpin's own error, and vLLM's: the limit, then the prompt's tokens.
 _CONTEXT = re.compile(
     r"context (?:is|length is) (\d+) tokens[;.] .*?(?:prompt has (?:at least )?|requested )(\d+)"
 )
 
 
-class _Anthropic(Dialect):
-    """Anthropic's way. The status alone decides an error's type, as it decides the SDK's class of error."""
+class Dialect(NamedTuple):
+    """One API's way.
 
-    id_headers = (REQUEST_ID_HEADER, ANTHROPICS_ID_HEADER)
+    Attributes:
+        id_headers: the headers of an answer that name its request.
+        event: the beginning of an event of a stream that holds an error.
+        is_anthropics: the status alone decides an error's type, as it decides the SDK's class of error.
+    """
 
-    @override
+    id_headers: tuple[str, ...]
+    event: bytes
+    is_anthropics: bool
+
     def error(
         self,
         status: int,
@@ -96,6 +75,9 @@ class _Anthropic(Dialect):
         request_id: str | None = None,
         more: Mapping[str, object] = NO_MORE,
     ) -> bytes:
+        """The body of an error. `kind`, `param`, `code` and `more` fields are OpenAI's, or an engine's."""
+        if not self.is_anthropics:
+            return error_body(message, kind=kind, param=param, code=code, more=more)
         other = "invalid_request_error" if status < 500 else "api_error"  # noqa: PLR2004 - HTTP
         if code == Code.CONTEXT_LENGTH_EXCEEDED:  # with Anthropic's words, agents shorten their chats
             numbers = _CONTEXT.search(message)
@@ -104,12 +86,14 @@ class _Anthropic(Dialect):
         error = {"type": _ANTHROPIC_TYPES.get(status, other), "message": message}
         return msgspec.json.encode({"type": "error", "error": error, "request_id": request_id})
 
-    @override
     def error_event(self, error: bytes) -> bytes:
-        return b"event: error\ndata: " + error + b"\n\n"
+        """An event of a stream that holds an error."""
+        return b"%bdata: %b\n\n" % (self.event, error)
 
 
-OPENAI, ANTHROPIC = Dialect(), _Anthropic()
+OPENAI = Dialect((REQUEST_ID_HEADER,), b"", is_anthropics=False)
+"""The way of every route but Anthropic's."""
+ANTHROPIC = Dialect((REQUEST_ID_HEADER, ANTHROPICS_ID_HEADER), b"event: error\n", is_anthropics=True)
 
 
 def dialect_of(target: bytes) -> Dialect:

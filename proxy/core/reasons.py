@@ -1,0 +1,310 @@
+"""Why a request was placed where it was, and why no more of its prompt was reused: sentences for people.
+
+reason_of   the case that a placement is, out of seven: a word for metrics
+why         the term that made the difference, with figures
+tie_of      what decided when costs were equal
+detail_of   what is behind a miss, with figures
+
+A sentence is made when somebody asks, out of what was known at the decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+
+from proxy.core.misses import Diagnosis, Miss
+from proxy.core.placement.decision import Cost, Placement
+from proxy.core.placement.scores import TIE_S
+
+
+class Reason(StrEnum):
+    """The reason why a request went to its engine."""
+
+    HELD = "held"  # the engine holds the most of the prompt
+    GATHERED = "gathered"  # the engine will hold the most, once its requests in flight are computed
+    RELEASED = "released"  # another engine holds more of the prompt, and costs more
+    SPREAD = "spread"  # no engine holds any of the prompt
+    ONLY = "only"  # no other engine could take the request
+    PAIRED = "paired"  # another engine computes the prompt for it, and costs less together with it
+    BALANCED = "balanced"  # the prompt is not known here: placed by requests in flight alone
+
+
+def reason_of(placement: Placement) -> Reason:
+    """The case that a placement is."""
+    if placement.rule == "least loaded":
+        return Reason.BALANCED
+    if placement.pair is not None:
+        return Reason.PAIRED
+    chosen, elsewhere = placement.chosen, placement.elsewhere
+    if elsewhere is None:
+        return Reason.ONLY
+    if elsewhere > chosen.cached_tokens:
+        return Reason.RELEASED
+    if not chosen.cached_tokens:
+        return Reason.SPREAD
+    there_now = chosen.cached_tokens - chosen.pending_tokens
+    is_ahead_by_it = there_now <= elsewhere < chosen.cached_tokens
+    return Reason.GATHERED if is_ahead_by_it or there_now < chosen.pending_tokens else Reason.HELD
+
+
+def utilisation_of(placement: Placement) -> float:
+    """The share of their time that the engines compute prompts, as this placement counted it."""
+    return 1 - 1 / placement.strain
+
+
+def tie_of(placement: Placement) -> str | None:
+    """The fact that decided between engines of equal cost; None where costs decided."""
+    chosen, equals = placement.chosen, _equals(placement)
+    if not equals:
+        return None
+    equals = [cost for cost in equals if cost.is_last == chosen.is_last]
+    if not equals:
+        return "served this session before"
+    free = chosen.free_blocks or 0
+    if all(free > (cost.free_blocks or 0) for cost in equals):
+        return f"has the most free cache ({free:,} blocks)"
+    return "was chosen longest ago" if chosen.turn else "was not chosen before"
+
+
+def why(placement: Placement, *, is_reusing: bool = True) -> str:
+    """The term that made the difference, in one sentence."""
+    name, chosen, total = placement.engine, placement.chosen, placement.n_tokens
+    said, subject = f"{name} holds {_held(chosen, total)}", "it"
+    match reason_of(placement):
+        case Reason.BALANCED:
+            unknown = "the prompt is not known here" if is_reusing else "reuse is off"
+            fewest = f"{name} has the fewest requests in flight ({chosen.in_flight})"
+            return f"{unknown}: {fewest}{_tie(placement)}"
+        case Reason.PAIRED:
+            return _of_a_pair(placement)
+        case Reason.RELEASED:
+            return _of_a_release(placement)
+        case Reason.ONLY:
+            return f"{name} is the only engine that can take the request; it holds {_held(chosen, total)}"
+        case Reason.GATHERED:
+            said = f"{name} is computing {chosen.pending_tokens:,} of {total:,} tokens for requests in flight"
+        case Reason.SPREAD:
+            said, subject = "no engine holds any of the prompt", name
+    if tie := _tie(placement):
+        return said + tie
+    others = _others(placement)
+    sooner = min(others, key=lambda cost: cost.first_token_s)
+    if sooner.first_token_s + TIE_S < chosen.first_token_s:
+        times = f"{_s(sooner.first_token_s)} against {_s(chosen.first_token_s)}"
+        against = f"{sooner.engine} would answer sooner, in {times}, but would "
+        against += _dearest(_PRICES, sooner, placement)
+    else:
+        rival = min(others, key=lambda cost: cost.total_s)
+        against = f"{subject} {_takes(chosen, total)}, but {_dearest(_OBSTACLES, rival, placement)}"
+    return f"{said}; {against}"
+
+
+def _of_a_pair(placement: Placement) -> str:
+    """The sentence when another engine computes the prompt."""
+    chosen, total = placement.chosen, placement.n_tokens
+    if placement.pair is not None and placement.pair.together:
+        holds = f"{chosen.prefiller} holds {_held(chosen, total)}; it {_takes(chosen, total)}"
+        return f"{holds}, and {chosen.engine} answers: neither of them can alone"
+    rival = min(_others(placement), key=lambda cost: cost.total_s)
+    read = f"{chosen.engine} reads the KV of {chosen.pulled_tokens:,} from it in {_s(chosen.transfer_s)}"
+    alone = _dearest(_OBSTACLES, rival, placement)
+    return f"{chosen.prefiller} {_takes(chosen, total)}, and {read}; without a pair, {alone}"
+
+
+def _of_a_release(placement: Placement) -> str:
+    """The sentence when another engine holds more of the prompt."""
+    chosen, total = placement.chosen, placement.n_tokens
+    holder = max(_others(placement), key=lambda cost: (cost.cached_tokens, -cost.total_s))
+    verb = "is computing" if holder.pending_tokens == holder.cached_tokens else "holds"
+    said = f"{holder.engine} {verb} {_held(holder, total)}"
+    if holder in _equals(placement):
+        return f"{said}, which saves less than a millisecond{_tie(placement)}"
+    obstacle = _dearest(_OBSTACLES, holder, placement, "there")
+    return f"{said}, but {obstacle}; {chosen.engine} {_takes(chosen, total)}"
+
+
+# Term of a cost → what an engine would do to other requests; of equal terms, the first counts.
+_PRICES = {
+    "regret_s": "evict KV worth {term}",
+    "later_s": "make the next turns wait {more} longer, because it is busier",
+    "congestion_s": "delay later requests by {term}, at {busy:.0%} utilisation",
+    "again_s": "have the next prompt with this beginning compute it again",
+}
+# Term of a cost → why it costs too much at `place`; likewise.
+_OBSTACLES = {
+    "later_s": "the next turns would wait {term} {place}",
+    "again_s": "the next prompt with this beginning would compute it {place} again: {term}",
+    "interference_s": "running streams {place} slow the prompt by {term}",
+    "room_s": "running streams {place} leave no memory for it for {term}",
+    "restore_s": "restoring {restored} {place} takes {term}",
+    "regret_s": "making room {place} evicts KV worth {term}",
+    "prefill_s": "computing {computed:,} tokens {place} takes {term}",
+    "stall_s": "computing {computed:,} tokens {place} delays other requests by {term} in all",
+    "queue_s": "{term} of prefill wait {place}",
+}
+# Terms that count for other requests, too.
+_STRAINED = ("restore_s", "prefill_s")
+
+
+def _dearest(words: Mapping[str, str], rival: Cost, placement: Placement, place: str = "") -> str:
+    """The words for the term that adds most to the rival's cost over the chosen engine's. `place` stands for
+    the rival; its name by default."""
+
+    def more(name: str) -> float:
+        added = _term(rival, name) - _term(placement.chosen, name)
+        return added * placement.strain if name in _STRAINED else added
+
+    name = max(words, key=more)
+    return words[name].format(
+        term=_s(_term(rival, name)),
+        more=_s(more(name)),
+        place=place or f"on {rival.engine}",
+        busy=utilisation_of(placement),
+        restored=_restored(rival),
+        computed=placement.n_tokens - rival.cached_tokens,
+    )
+
+
+def _term(cost: Cost, name: str) -> float:
+    """A term of a cost; 0 for a regret that was not looked at."""
+    return getattr(cost, name) or 0.0
+
+
+# Term of a cost → what its engine does before the first token.
+_STEPS = {
+    "queue_s": "is free in {term}",
+    "room_s": "has memory {term} later",
+    "restore_s": "restores {restored} in {term}",
+}
+
+
+def _takes(cost: Cost, total: int) -> str:
+    """The steps of an engine before the first token, as a part of a sentence."""
+    terms = ((text, getattr(cost, name)) for name, text in _STEPS.items())
+    steps = [text.format(term=_s(term), restored=_restored(cost)) for text, term in terms if term > TIE_S]
+    computes = f"computes {total - cost.cached_tokens:,} tokens in {_s(cost.prefill_s)}"
+    return f"{', '.join(steps)} and {computes}" if steps else computes
+
+
+def _tie(placement: Placement) -> str:
+    """The fact that decided between equal costs, as the end of a sentence; empty where costs decided."""
+    tie = tie_of(placement)
+    if tie is None:
+        return ""
+    count = len(_equals(placement)) + 1
+    if placement.rule == "least loaded":
+        return f"; of {count} engines with as few, {placement.engine} {tie}"
+    return f"; of {count} engines within {TIE_S * 1000:.0f} ms, {placement.engine} {tie}"
+
+
+def _equals(placement: Placement) -> list[Cost]:
+    """The other engines that cost the same."""
+    chosen, others = placement.chosen, _others(placement)
+    if placement.rule == "least loaded":
+        return [cost for cost in others if cost.in_flight == chosen.in_flight]
+    looked_at = [cost for cost in others if cost.regret_s is not None]
+    least = min(cost.total_s for cost in (chosen, *looked_at))
+    return [cost for cost in looked_at if cost.total_s <= least + TIE_S]
+
+
+def _others(placement: Placement) -> list[Cost]:
+    """The single engines that were not chosen. An engine of the chosen pair is one: it could do all alone."""
+    pair = placement.pair
+    chosen = None if pair is not None and not pair.together else placement.engine
+    return [cost for cost in placement.costs if cost.prefiller is None and cost.engine != chosen]
+
+
+def _held(cost: Cost, total: int) -> str:
+    return f"{cost.cached_tokens:,} of {total:,} tokens"
+
+
+def _restored(cost: Cost) -> str:
+    tokens = cost.host_tokens + cost.disk_tokens
+    return f"{tokens:,} tokens" if tokens else "its KV"
+
+
+def _s(seconds: float) -> str:
+    """A time, rounded for people."""
+    if seconds >= 1:
+        return f"{seconds:.1f} s"
+    return f"{seconds * 1000:.0f} ms" if seconds >= 0.01 else f"{seconds * 1000:.1f} ms"  # noqa: PLR2004 - rounding
+
+
+# --- why no more was reused -----------------------------------------------------------------------------
+
+
+def detail_of(facts: Diagnosis) -> str:
+    """What is behind its `miss`, in a sentence; the rules that changed its prompt."""
+    miss, compared, block = facts.miss, facts.compared, facts.tokens_per_block
+    if compared is None:
+        said = _COMPUTED_ELSEWHERE if miss is Miss.HIT and not facts.has_all else _ALONE[miss]
+        beside = {}
+    else:
+        said = (not facts.has_all and _BESIDE.get(miss)) or _ALONE.get(miss, _CHANGED)
+        beside = {
+            "other": compared.request_id,
+            "common": compared.common_tokens,
+            "changes": ", ".join(compared.changes),
+            "at": "" if compared.difference is None else f" at {compared.difference},",
+            "within": f", within the first block of {block}" if compared.common_tokens < block else "",
+        }
+    said = said.format(
+        block=block,
+        # A llama-server's slot keeps tokens, not whole blocks.
+        parts="reusable tokens" if facts.reused_tokens % block else "full blocks",
+        engine=facts.left_on,
+        holder=facts.holder,
+        held=facts.held_tokens,
+        cut=facts.cut_tokens,
+        **beside,
+    )
+    rules = facts.rules if miss is not Miss.KVPIN else ()
+    return f"{said} (the prompt as changed by {', '.join(rules)})" if rules else said
+
+
+_ALONE = {
+    Miss.UNKNOWN: (
+        "kvpin did not know the prompt when it placed it: reuse was off, its model was not in memory, "
+        "or only the engine can read it"
+    ),
+    Miss.SHORT: "the prompt is too short: engines reuse blocks of {block} tokens, and never the last token",
+    Miss.HIT: "these are all its {parts}; the last token is always computed",
+    Miss.FIRST: "no recent request begins like it",
+    Miss.ELSEWHERE: "{holder} holds {held} tokens of it, but would have cost more",
+    Miss.EVICTED: "its beginning was evicted before the engine computed the prompt",
+    Miss.WINDOW: (
+        "full attention still holds {cut} more tokens of it, but the blocks of the sliding window that "
+        "would be needed there were evicted"
+    ),
+    Miss.STATE: (
+        "full attention still holds {cut} more tokens of it, but the state that linear attention would need "
+        "there was evicted, or never kept"
+    ),
+}
+_COMPUTED_ELSEWHERE = (
+    "the request that computed them is not known here: "
+    "it came to another kvpin or worker, or was too long ago"
+)
+_BESIDE = {
+    Miss.HIT: "these are all {parts} that it shares with request {other}",
+    Miss.SHARED: "it shares {common} tokens with request {other}; from there on{at} it is new",
+    Miss.MODEL: "request {other} ran on another model",
+    Miss.LORA: "request {other} ran with another LoRA adapter, or none",
+    Miss.EVICTED: (
+        "it shares {common} tokens with request {other}, but {engine} evicted or flushed them before it "
+        "computed this prompt"
+    ),
+    Miss.RESTARTED: "request {other} left {common} tokens of it, but {engine} was restarted or flushed since",
+    Miss.AWAY: "request {other} left {common} tokens of it on {engine}, which took no requests",
+    Miss.RUNNING: "it shares {common} tokens with request {other}, which was still running on {engine}",
+    Miss.KVPIN: (
+        "kvpin's own changes ({changes}) made it differ from request {other}{at} from token {common} "
+        "on{within}; as their clients sent them, both are equal there"
+    ),
+    Miss.TEMPLATE: (
+        "it only continues request {other}, but the chat template renders earlier messages anew from token "
+        "{common} on"
+    ),
+}
+_CHANGED = "it differs from request {other}{at} from token {common} on{within}"

@@ -1,0 +1,223 @@
+"""What an answer passes on its way to its client: stages, each a function of whole events.
+
+    engine → Reply → Staged → values back, translation, diagnostics, … → client
+
+An answer is cut into events once, and only where a stage has to look. The JSON of an event is parsed when a
+stage asks for it. An event that no stage changes keeps its bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from engine_adapter import HeaderPairs, RawFields, WholeEvents, decode_object
+from engine_adapter.http.sse import END, ENDS, events_in
+
+_T = TypeVar("_T")
+ERROR = 400
+"""The least status of an error."""
+DONE = b"[DONE]"
+"""The data of the event that ends a stream of OpenAI's."""
+_STREAM = b"text/event-stream"
+_DATA = b"data:"
+
+
+class Event(msgspec.Struct, dict=True, weakref=False):
+    """An event of a stream, with its end; or a whole answer, which is all data.
+
+    Attributes:
+        raw: the bytes.
+        is_whole: it is a whole answer.
+        known: what was read of it.
+    """
+
+    raw: bytes
+    is_whole: bool = False
+    known: dict[Callable[[bytes], Any], Any] = {}
+
+    @cached_property
+    def data(self) -> bytes:
+        """Its data; empty for a comment."""
+        if self.is_whole:
+            return self.raw
+        raw = self.raw.strip()
+        if raw.startswith(_DATA) and b"\n" not in raw:
+            return raw[len(_DATA) :].strip()
+        return b"\n".join([line[len(_DATA) :].strip() for line in raw.splitlines() if line.startswith(_DATA)])
+
+    def read(self, decode: Callable[[bytes], _T]) -> _T:
+        """What `decode` makes of its data, once for all who read it like that. Raises as `decode` does."""
+        if decode not in self.known:
+            self.known[decode] = decode(self.data)
+        found: _T = self.known[decode]
+        return found
+
+    @property
+    def fields(self) -> RawFields:
+        """Its fields, undecoded. Raises one of `UNREADABLE` if it is no object."""
+        return self.read(decode_object)
+
+    def with_data(self, data: bytes) -> Event:
+        """The same event with other data."""
+        if self.is_whole:
+            return Event(data, is_whole=True)
+        start, end = self.raw.index(_DATA), len(self.raw.rstrip())
+        return Event(b"%bdata: %b%b" % (self.raw[:start], data, self.raw[end:]))
+
+
+class Stage:
+    """Reads or changes an answer.
+
+    Attributes:
+        marks: an event without any of these bytes passes unread; None: each is read. Without marks, the stage
+            has seen enough: nothing more is read.
+        changes: it may change bytes. So a whole answer has to be complete before any of it is sent, and an
+            event that is too long to be collected is an error.
+        reads_head: `begin` is called.
+        status: that of the answer, once it begins.
+    """
+
+    marks: Sequence[bytes] | None = None
+    changes = reads_head = False
+    status = 200
+
+    def begin(self, headers: HeaderPairs) -> HeaderPairs:
+        """The answer begins. Returns the headers for the client."""
+        return headers
+
+    def event(self, event: Event) -> Iterable[Event]:
+        """What becomes of an event; of a whole answer, another one."""
+        return (event,)
+
+    def end(self) -> Iterable[Event]:
+        """The stream is over: what follows its last event."""
+        return ()
+
+
+class Writer(Protocol):
+    """Where an answer goes."""
+
+    def start(self, status: int, headers: HeaderPairs) -> None:
+        """Begins the answer."""
+
+    def write(self, chunk: bytes) -> None:
+        """Sends bytes of the body."""
+
+    def finish(self, chunk: bytes) -> None:
+        """Sends the last bytes of the body."""
+
+
+class Staged(msgspec.Struct, dict=True):
+    """A client whose answer passes stages. A stream that breaks off is not finished: its last events do not
+    come, so the client notices.
+
+    Attributes:
+        client: gets what is left.
+        stages: the one that gets the engine's bytes comes first.
+        changes: one of them may change bytes.
+        events: cuts a stream.
+        head: of a whole answer, until it is complete; None where nothing is held back.
+        pieces: of such an answer.
+    """
+
+    client: Writer
+    stages: list[Stage]
+    changes: bool = False
+    events: WholeEvents | None = None
+    head: tuple[int, HeaderPairs] | None = None
+    pieces: list[bytes] = []
+
+    def start(self, status: int, headers: HeaderPairs) -> None:
+        """Begins the answer. Of a whole one that may be changed, nothing is sent yet: it can still fail."""
+        for stage in self.stages:
+            stage.status = status
+            if stage.reads_head:
+                headers = stage.begin(headers)
+            self.changes = self.changes or stage.changes
+        if self.changes:
+            headers = [pair for pair in headers if pair[0] != b"content-length"]
+        for name, value in headers:
+            if name == b"content-type" and value.lower().startswith(_STREAM):
+                self.events = WholeEvents()
+        if self.changes and self.events is None:
+            self.head = status, headers
+        else:
+            self.client.start(status, headers)
+
+    def write(self, chunk: bytes) -> None:
+        """Passes bytes of the body on. Raises EngineGarbled for an event that is too long to be changed."""
+        events = self.events
+        if self.head is not None:
+            self.pieces.append(chunk)
+            return
+        if events is None:  # neither JSON nor events: one look is enough
+            for stage in self.stages:
+                stage.event(Event(chunk, is_whole=True))
+            self.stages = []
+            self.client.write(chunk)
+        elif self.changes or events.may_hold(chunk):
+            whole = chunk if events.is_between and chunk.endswith(ENDS) else events.joined(chunk)
+            if whole and (left := self._passed(whole)):
+                self.client.write(left)
+        else:
+            self.stages = []
+            self.client.write(events.take_rest() + chunk)
+        if not self.stages and (events is None or events.is_between):
+            self.write = self.client.write  # type: ignore[method-assign]  # nothing more is read
+
+    def finish(self, chunk: bytes) -> None:
+        """Ends the answer. Raises EngineFailed for one that cannot be translated."""
+        if (events := self.events) is None:
+            whole = Event(b"".join([*self.pieces, chunk]) if self.pieces else chunk, is_whole=True)
+            for stage in self.stages:
+                (whole,) = stage.event(whole)
+            if self.head is not None:
+                self.client.start(*self.head)
+            self.client.finish(whole.raw)
+        elif self.stages:
+            self.client.finish(self._passed(events.joined(chunk), events.take_rest(), ends=True))
+        else:
+            self.client.finish(events.take_rest() + chunk)
+
+    def _passed(self, whole: bytes, rest: bytes = b"", *, ends: bool = False) -> bytes:
+        """What is left of whole events. They are not even cut if no stage has to look.
+
+        Args:
+            whole: the events.
+            rest: the last event, which may lack its blank line.
+            ends: they are the last.
+        """
+        events: list[Event] | None = None
+        for stage in self.stages:
+            marks = stage.marks
+            if events is None:
+                if not ends and not _has_mark(whole, marks):
+                    continue
+                end = END.search(whole)  # mostly, there is one event
+                is_one = end is not None and end.end() == len(whole) and not rest
+                events = [Event(raw) for raw in ([whole] if is_one else [*events_in(whole), rest]) if raw]
+            left: list[Event] = []
+            for event in events:
+                if marks is None or _has_mark(event.raw, marks):
+                    left += stage.event(event)
+                else:
+                    left.append(event)
+            events = [*left, *stage.end()] if ends else left
+            if stage.marks == ():
+                self.stages = [each for each in self.stages if each is not stage]
+        if events is None:
+            return whole
+        return events[0].raw if len(events) == 1 else b"".join([event.raw for event in events])
+
+
+def _has_mark(raw: bytes, marks: Sequence[bytes] | None) -> bool:
+    if marks is None:
+        return True
+    for mark in marks:  # noqa: SIM110 - a generator takes several times as long
+        if mark in raw:
+            return True
+    return False
