@@ -163,7 +163,7 @@ class Group:
         return all(
             look["connected"]
             and len(look["peers"]) == len(self.urls) - 1
-            and all(peer["in_step"] and not peer["behind"] for peer in look["peers"])
+            and all(peer["in_step"] for peer in look["peers"])
             for look in looks
         )
 

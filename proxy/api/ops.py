@@ -10,6 +10,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from proxy.api.auth import MetricsGuard
+from proxy.api.workers.together import Together
 from proxy.fleet.engine import Engine, EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.observe.metrics import Metrics
@@ -39,6 +40,7 @@ class Ops:
     peers: Peers | None = None
     has_page: bool = False
     guard: MetricsGuard = field(default_factory=lambda: MetricsGuard(None, None, Tenants(())))
+    together: Together = field(default_factory=Together)
 
     @property
     def _takes_requests(self) -> bool:
@@ -98,6 +100,9 @@ class Ops:
             Unauthorized, Forbidden: the client may not see it.
         """
         await self.guard.admit(request)
+        return await self.together.by_speaker(request, self._page)
+
+    async def _page(self, request: Request) -> Response:
         openmetrics = _OPENMETRICS in request.headers.get("accept", "")
         kind = f"{_OPENMETRICS}; version=1.0.0" if openmetrics else "text/plain; version=0.0.4"
         page = await self.metrics.page(openmetrics=openmetrics)
@@ -113,7 +118,7 @@ def _where(engine: Engine) -> str | None:
 
 def _exchange(peers: Peers, *, stands_by: bool) -> str:
     """The state of the exchange, in words. A kvpin that is alone still serves."""
-    if not peers.is_connected:
+    if not peers.bus.is_connected:
         return "gone: this kvpin goes on alone"
     return "ok" if peers.is_ready or stands_by else "joining"
 

@@ -70,10 +70,8 @@ _PEERS: Columns = {
     "engines shared": "engines",
     "in flight": "in_flight",
     "in step": lambda peer: "yes" if peer["in_step"] else "no",
-    "round trip": lambda peer: _round_trip(peer["round_trip_s"], peer["behind"]),
     "heard": lambda peer: f"{peer['silent_s']:.1f} s ago",
-    "gaps": "gaps",
-    "divergences": "divergences",
+    "missed": "missed",
 }
 _SLOTS: Columns = {
     "slot": "id",
@@ -249,11 +247,6 @@ def _show_exchange(out: Console, exchange: dict[str, Any]) -> None:
         out.print("the exchange is gone: this kvpin goes on alone")
     if exchange["peers"]:
         TerminalTable.of(exchange["peers"], _PEERS).print(out)
-
-
-def _round_trip(seconds: float | None, is_behind: bool) -> str:
-    """The time of a message to another kvpin and back; `behind` if the kvpin's load does not count."""
-    return "–" if seconds is None else f"{1000 * seconds:.0f} ms" + ", behind" * is_behind
 
 
 def _show_slots(out: Console, engine: dict[str, Any]) -> None:

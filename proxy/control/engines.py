@@ -113,7 +113,7 @@ def describe_engine(engine: Engine, pool: Pool | None) -> EngineAnswer:
         max_model_len=info.max_model_len if info is not None else None,
         trust=audit.trust,
         why=audit.why,
-        in_flight=load.in_flight,
+        in_flight=engine.in_flight,
         decoding=load.decoding,
         queue_s=load.queue_s,
         served=engine.served,

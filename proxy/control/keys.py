@@ -26,7 +26,7 @@ from proxy.settings import SettingsError
 log = structlog.get_logger(__name__)
 
 # Where a worker has another one look into the book.
-KEYS_PATH = "/admin/v1/keys/told"
+KEYS_PATH = "/workers/keys"
 # The tenant of keys where neither the settings nor the request name one.
 DEFAULT_TENANT = "default"
 NO_LIMITS = TenantLimits()

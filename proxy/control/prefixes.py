@@ -26,7 +26,7 @@ from proxy.prompt import Prompt
 from proxy.request.records import RequestLog
 
 # Where a worker tells the others of its own.
-PROMPTS_PATH = "/admin/v1/kept_prompts"
+PROMPTS_PATH = "/workers/kept_prompts"
 # Blocks that are hashed in a row: 0.3 ms.
 _SLICE_BLOCKS = 1024
 # Tokens whose text names a prefix.

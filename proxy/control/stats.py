@@ -172,7 +172,7 @@ def _totals(fleet: Fleet) -> Totals:
         engines=len(engines),
         ready=sum(engine.state is EngineState.READY for engine in engines),
         elsewhere=sum(engine.is_served_there for engine in engines),
-        in_flight=sum(engine.ledger.in_flight for engine in engines),
+        in_flight=sum(engine.in_flight for engine in engines),
         served=sum(engine.served for engine in engines),
         failed=sum(engine.failed for engine in engines),
         index_entries=sum(len(pool.index) for pool in fleet.pools.values()),

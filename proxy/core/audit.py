@@ -10,6 +10,8 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from enum import StrEnum
 
+import msgspec
+
 WINDOW = 50
 # A view is doubted when more than this share of the last WINDOW predictions missed, and at least this many.
 MAX_MISS_SHARE = 0.2
@@ -61,16 +63,29 @@ class AuditView:
     recent_miss_share: float
 
 
+class AuditCounts(msgspec.Struct, array_like=True):
+    """Counts of `AuditView`."""
+
+    checked: int = 0
+    exact: int = 0
+    predicted_tokens: int = 0
+    reported_tokens: int = 0
+    cached_tokens: int = 0
+
+
 class EngineAudit:
-    """Compares the predictions for one engine with its reports."""
+    """Compares the predictions for one engine with its reports.
+
+    Attributes:
+        counts, unchecked: those of `AuditView`. Trust does not depend on them.
+    """
 
     def __init__(self) -> None:
+        self.counts, self.unchecked = AuditCounts(), Counter[Unchecked]()
         self.trust = Trust.APPROXIMATE
         self.why = "no events yet: learning from responses"
         self._recent: deque[bool] = deque(maxlen=WINDOW)
         self._patience = MIN_MISSES
-        self._checked = self._exact = self._predicted = self._reported = self._cached = 0
-        self._unchecked: Counter[Unchecked] = Counter()
 
     def synced(self) -> None:
         """The view is up to date with the engine's events."""
@@ -83,11 +98,11 @@ class EngineAudit:
 
     def reported(self, cached: int) -> None:
         """The engine reported cached tokens, whether a prediction is compared with them or not."""
-        self._cached += cached
+        self.counts.cached_tokens += cached
 
     def skip(self, why: Unchecked) -> None:
         """A request is over, and its prediction is not checked."""
-        self._unchecked[why] += 1
+        self.unchecked[why] += 1
 
     def observe(self, predicted: int, reported: int, *, within: int = 1, evicted_since: bool = False) -> bool:
         """Notes a finished request; both counts in tokens. Returns True if the view must be rebuilt now.
@@ -99,10 +114,11 @@ class EngineAudit:
         the blocks may have been there when they were predicted. Such a miss is counted, but lowers no trust.
         """
         is_exact = 0 <= reported - predicted < within
-        self._checked += 1
-        self._exact += is_exact
-        self._predicted += predicted
-        self._reported += reported
+        counts = self.counts
+        counts.checked += 1
+        counts.exact += is_exact
+        counts.predicted_tokens += predicted
+        counts.reported_tokens += reported
         if evicted_since and not is_exact:
             return False
         self._recent.append(not is_exact)
@@ -123,11 +139,7 @@ class EngineAudit:
         return AuditView(
             trust=self.trust,
             why=self.why,
-            checked=self._checked,
-            exact=self._exact,
-            unchecked=dict(self._unchecked),
-            predicted_tokens=self._predicted,
-            reported_tokens=self._reported,
-            cached_tokens=self._cached,
+            unchecked=dict(self.unchecked),
+            **msgspec.structs.asdict(self.counts),
             recent_miss_share=share,
         )

@@ -118,9 +118,10 @@ class Engine:
         refuses: it can be reached, and its answer to kvpin was an error, as `last_error` says.
         check_now: wakes its monitor.
         of_peers: requests that other kvpins have on it and that have no answer yet, by ticket.
-        from_peers: requests that other kvpins have placed on it so far.
+        from_peers: requests that other kvpins placed, or other workers count; less those they handed over.
         prefilled: requests of this kvpin whose prompt it computed for another engine.
         failed: requests of this kvpin whose answer was an error, or that got none.
+        at_others: requests in flight of other workers that do not count as load here.
         empty: its empty answers beside those of others.
         breaker: lets few requests through after several failed in a row; None after none did.
         mine: an event, set while this kvpin may use the engine.
@@ -163,7 +164,7 @@ class Engine:
         self.check_now = asyncio.Event()
         self.leases: set[Lease] = set()
         self.of_peers: dict[int, PeerRequest] = {}
-        self.from_peers = self.prefilled = self.failed = 0
+        self.from_peers = self.prefilled = self.failed = self.at_others = 0
         self.empty = EmptyAnswers()
         self.breaker: Breaker | None = None
         self.mine = asyncio.Event()
@@ -237,6 +238,11 @@ class Engine:
     def served(self) -> int:
         """Requests of this kvpin that it answered, not counting those that failed."""
         return self.ledger.placed - self.from_peers - len(self.leases) - self.prefilled - self.failed
+
+    @property
+    def in_flight(self) -> int:
+        """Its requests in flight, also those of other workers."""
+        return self.ledger.in_flight + self.at_others
 
     @property
     def removals(self) -> int:

@@ -23,6 +23,7 @@ from proxy.core.reasons import Reason, reason_of, why
 from proxy.errors import Overloaded
 from proxy.fleet.engine import Engine, EngineState
 from proxy.fleet.fleet import Fleet
+from proxy.observe.gauges import waiting_of
 from proxy.observe.metrics import Metrics
 from proxy.observe.reuse import ReuseCounts, available_tokens
 from proxy.prompt import Trusted
@@ -145,9 +146,10 @@ class Missed(msgspec.Struct):
 
 
 class Viewer:
-    """The events that one client has yet to get."""
+    """The events that one client has yet to get. `snapshots`: snapshots are among them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, snapshots: bool = True) -> None:
+        self.snapshots = snapshots
         self._waiting = bytearray()
         self._missed = 0
         self._is_over = False
@@ -171,6 +173,10 @@ class Viewer:
         while not self._waiting and not self._is_over:
             self._news.clear()
             await self._news.wait()
+        return self.taken()
+
+    def taken(self) -> bytes:
+        """The events that wait now."""
         taken, self._waiting = self._waiting, bytearray()
         if self._missed:
             taken += _event("missed", Missed(self._missed))
@@ -179,7 +185,7 @@ class Viewer:
 
 
 class Live:
-    """The viewers, and the events they get."""
+    """The `viewers`, and the events they get."""
 
     def __init__(
         self, fleet: Fleet, metrics: Metrics, tasks: Supervisor, draining: asyncio.Event, *, reuse: bool
@@ -187,43 +193,44 @@ class Live:
         """`draining` is set when kvpin is about to stop: viewers must not hold that up."""
         self._fleet, self._metrics, self._tasks, self._draining = fleet, metrics, tasks, draining
         self._reuse = reuse
-        self._viewers: set[Viewer] = set()
+        self.viewers: set[Viewer] = set()
         self._shown = self._unshown = 0  # requests since the last snapshot
         self._followed = set[str]()  # requests in flight whose placement was shown
 
-    def join(self) -> Viewer:
-        """A new viewer, whose first event is a snapshot. `leave` ends it. Raises Overloaded if there are too
-        many."""
-        if len(self._viewers) >= MAX_VIEWERS:
+    def join(self, *, snapshots: bool = True) -> Viewer:
+        """A new viewer, whose first event is a snapshot; without `snapshots`, it gets the other events, for
+        viewers at another worker. `leave` ends it. Raises Overloaded if there are too many."""
+        if len(self.viewers) >= MAX_VIEWERS:
             raise Overloaded(f"{MAX_VIEWERS} clients watch already: close one of them", retry_after_s=10)
-        viewer = Viewer()
-        viewer.give(_event("snapshot", self.snapshot()))
-        self._viewers.add(viewer)
-        if len(self._viewers) == 1:
+        viewer = Viewer(snapshots=snapshots)
+        if snapshots:
+            viewer.give(_event("snapshot", self.snapshot()))
+        self.viewers.add(viewer)
+        if len(self.viewers) == 1:
             self._tasks.start("live", self._run())
         return viewer
 
     def leave(self, viewer: Viewer) -> None:
         """The viewer's client has left."""
-        self._viewers.discard(viewer)
-        if not self._viewers:
+        self.viewers.discard(viewer)
+        if not self.viewers:
             self._tasks.cancel("live")
             self._followed.clear()
 
     def end(self) -> None:
         """Ends all viewers. Their clients may come again, if they still have the key."""
-        for viewer in self._viewers:
+        for viewer in self.viewers:
             viewer.end()
 
     def placed(self, record: RequestRecord, placement: Placement) -> None:
         """A request was placed; again for each further attempt."""
-        if self._viewers and self._may_show(record):
+        if self.viewers and self._may_show(record):
             self._followed.add(record.request_id)
             self._publish("placed", self._request(record, placement, explain=True))
 
     def finished(self, record: RequestRecord) -> None:
         """A request has ended."""
-        if self._viewers and self._may_show(record):
+        if self.viewers and self._may_show(record):
             explain = record.request_id not in self._followed
             self._followed.discard(record.request_id)
             self._publish("finished", self._request(record, record.placement, explain=explain))
@@ -231,13 +238,12 @@ class Live:
     def snapshot(self) -> Snapshot:
         """Everything now."""
         fleet, by_engine = self._fleet, self._metrics.reuse
-        pools = [pool for pool in fleet.pools.values() if len(pool.line)]
         return Snapshot(
             at=time.time(),
             reuse_on=self._reuse,
             requests=self._metrics.ended,
             unshown=self._unshown,
-            waiting={pool.model: len(pool.line) for pool in pools},
+            waiting=dict(+waiting_of(fleet, self._metrics.others)),
             unserved=fleet.unserved(),
             reuse=copy(self._metrics.total_reuse),
             engines=[
@@ -252,7 +258,10 @@ class Live:
             with suppress(TimeoutError):
                 async with asyncio.timeout(TICK_S):
                     await self._draining.wait()
-            self._publish("snapshot", self.snapshot())
+            if viewers := [viewer for viewer in self.viewers if viewer.snapshots]:
+                event = _event("snapshot", self.snapshot())
+                for viewer in viewers:
+                    viewer.give(event)
             self._shown = self._unshown = 0
         self.end()
 
@@ -267,7 +276,7 @@ class Live:
 
     def _publish(self, name: str, content: msgspec.Struct) -> None:
         event = _event(name, content)
-        for viewer in self._viewers:
+        for viewer in self.viewers:
             viewer.give(event)
 
     def _request(self, record: RequestRecord, placement: Placement | None, *, explain: bool) -> RequestNow:
@@ -318,7 +327,7 @@ class Live:
             audit=engine.audit.view(),
             forms=pool.prompts.forms.sources if pool is not None and pool.prompts is not None else {},
             queue_s=round(load.queue_s, 4),
-            in_flight=load.in_flight,
+            in_flight=engine.in_flight,
             decoding=load.decoding,
             held_tokens=held,
             capacity_tokens=capacity,

@@ -11,54 +11,19 @@ exemplars.
 
 from __future__ import annotations
 
-import re
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from functools import lru_cache
 from itertools import accumulate
-from typing import Generic, NamedTuple, TypeVar
+from operator import add
+from typing import Generic, NamedTuple, TypeVar, cast
 
 from typing_extensions import override
 
-Combine = Callable[[Iterable[float]], float]
-
-# name and labels, value, exemplar
-_SAMPLE = re.compile(r'([\w:]+(?:\{(?:[^"}]|"(?:[^"\\]|\\.)*")*\})?) (\S+)( #.*)?')
-_EOF = "# EOF"
-
-
-def merge_pages(pages: Sequence[str], gauges: Mapping[str, Combine]) -> str:
-    """One page in the format of `pages`: counters and histograms are summed, gauges as `gauges` says by name.
-
-    Of several exemplars of a series, the first stays.
-    """
-    heads: dict[str, list[str]] = {}
-    series: dict[str, dict[str, tuple[list[float], str]]] = {}
-    for page in pages:
-        family = ""
-        for line in page.split("\n"):  # a label's value may hold other ends of lines
-            if line.startswith("# HELP "):
-                family = line.split(" ", 3)[2]
-            if line.startswith("#"):
-                lines = heads.setdefault(family, []) if line != _EOF else []
-                lines += [line] if line not in lines else []
-                continue
-            found = _SAMPLE.fullmatch(line)
-            if found is not None:
-                values, _ = series.setdefault(family, {}).setdefault(found[1], ([], found[3] or ""))
-                values.append(float(found[2]))
-    merged: list[str] = []
-    for family, lines in heads.items():
-        combine = gauges.get(family, sum)
-        merged += lines
-        for name, (values, exemplar) in series.get(family, {}).items():
-            merged.append(f"{name} {float(combine(values))}{exemplar}")
-    merged += [_EOF] if any(page.rstrip().endswith(_EOF) for page in pages) else []
-    return "\n".join((*merged, ""))
-
-
+Taken = float | tuple[list[int], float]
+"""What a series counted: the number of a counter, or the counts of a histogram's buckets and their sum."""
 _ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 
 
@@ -112,6 +77,15 @@ class Count:
     def add(self, number: float = 1) -> None:
         """Counts `number` more."""
         self.number += number
+
+    def take(self) -> Taken | None:
+        """The number, which begins anew; None for 0."""
+        number, self.number = self.number, 0
+        return number or None
+
+    def give(self, taken: Taken) -> None:
+        """Adds what another one's `take` gave."""
+        self.number += cast("float", taken)
 
 
 _Each = TypeVar("_Each")
@@ -199,6 +173,20 @@ class Buckets:
         self.sum += value
         if trace_id is not None:
             self.exemplars[bucket] = f' # {{trace_id="{trace_id}"}} {value!r} {time.time():.3f}\n'
+
+    def take(self) -> Taken | None:
+        """The counts of its buckets and its sum, which begin anew; None without any."""
+        if not any(self.counts):
+            return None
+        taken = self.counts, self.sum
+        self.counts, self.sum = [0] * len(self.counts), 0.0
+        return taken
+
+    def give(self, taken: Taken) -> None:
+        """Adds what another one's `take` gave."""
+        counts, total = cast("tuple[list[int], float]", taken)
+        self.counts = [*map(add, self.counts, counts)]
+        self.sum += total
 
     def lines(self, *, exemplars: bool) -> str:
         """Its part of the page."""

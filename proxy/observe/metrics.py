@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from http import HTTPStatus
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from proxy.core.reasons import reason_of
 from proxy.core.tenant_use import DAY_S, UseBook
 from proxy.fleet.discovery import Source
 from proxy.fleet.fleet import Fleet
-from proxy.observe.gauges import GAUGES, ScrapedState, counters_of, gauges_of
+from proxy.observe.gauges import GAUGES, ScrapedState, WorkerNow, counters_of, gauges_of
 from proxy.observe.metric_families import Counter, Family, Histogram
 from proxy.observe.reuse import ReuseCounts, SavedPrefill, reuse_of
 from proxy.peers.peers import Peers
@@ -154,6 +154,9 @@ class Metrics:
         reload_ok: the settings were taken over when they were last read again.
         reuse: the reuse of the fleet's engines, by engine.
         total_reuse: the reuse of all requests.
+        others: what other workers told last, where this one speaks for all.
+        families: those that are counted here, by name.
+        bodies: memory for requests' bodies.
     """
 
     def __init__(
@@ -175,12 +178,12 @@ class Metrics:
         """
         self._fleet, self._peers, self._max_tenants = fleet, peers, tenants
         self._sources = {} if sources is None else sources
-        self._bodies = ByteBudget(0) if bodies is None else bodies
+        self.bodies = ByteBudget(0) if bodies is None else bodies
         rows = _FAMILIES.items()
         self._counters = {name: Counter(name, row.text, row.labels) for name, row in rows if not row.bounds}
         self._histograms = {name: Histogram(name, *row) for name, row in rows if row.bounds}
         either: dict[str, Counter | Histogram] = {**self._counters, **self._histograms}
-        self._families = [either[name] for name in _FAMILIES]
+        self.families = {name: either[name] for name in _FAMILIES}
         self.loop_lag = self._histograms["kvpin_loop_lag_seconds"].of()
         self._tenants: set[str] = set()  # those that have series
         self._engines: set[str] = set()  # those that have series
@@ -188,6 +191,7 @@ class Metrics:
         self.reload_ok = True
         self.reuse: dict[str, ReuseCounts] = {}
         self.total_reuse = ReuseCounts()
+        self.others: Sequence[WorkerNow] = ()
         self._saved = SavedPrefill(fleet)
         self._use = UseBook() if use is None else use
 
@@ -196,7 +200,7 @@ class Metrics:
         placement = record.placement
         # Not the client's name for it, which may be anything.
         model = (record.lora or record.served_as or "") if placement is not None else ""
-        engine = self._label(placement.engine) if placement is not None else ""
+        engine = self.label(placement.engine) if placement is not None else ""
         self.ended += 1
         counters = self._counters
         status = str(record.status or "failed")
@@ -212,7 +216,7 @@ class Metrics:
         self._count_spent(record, model, engine, trace_id)
         if record.prefilled_by is not None or record.past_legs:
             for prefiller, result in record.legs:
-                self._count("kvpin_transfers_total", model, self._label(prefiller), result)
+                self._count("kvpin_transfers_total", model, self.label(prefiller), result)
         if self._max_tenants and record.tenant is not None:
             self._count_tenant(record, record.tenant)
         if record.output_tokens is not None:
@@ -249,11 +253,9 @@ class Metrics:
 
     def _add_reuse(self, engine: str, reuse: ReuseCounts) -> None:
         self.total_reuse.add(reuse)
-        if (own := self.reuse.get(engine)) is None:
-            own = self.reuse[engine] = ReuseCounts()
-        own.add(reuse)
+        self.reuse.setdefault(engine, ReuseCounts()).add(reuse)
 
-    def _label(self, engine: str) -> str:
+    def label(self, engine: str) -> str:
         """An engine's name in labels."""
         if engine not in self._fleet.engines:
             return LEFT
@@ -268,7 +270,7 @@ class Metrics:
         if left:
             self._engines -= left
             self.reuse = {engine: each for engine, each in self.reuse.items() if engine not in left}
-            for family in self._families:
+            for family in self.families.values():
                 family.drop("engine", left)
                 family.drop("prefiller", left)
 
@@ -306,16 +308,20 @@ class Metrics:
             self._histograms[name].series[labels].observe(seconds, trace_id)
 
     def _count_tenant(self, record: RequestRecord, tenant: str) -> None:
-        """Counts one finished request of a tenant. The first ones that come have series of their own."""
-        if tenant not in self._tenants:
-            if len(self._tenants) < self._max_tenants:
-                self._tenants.add(tenant)
-            else:
-                tenant = OTHER_TENANTS
+        """Counts one finished request of a tenant."""
+        tenant = self.tenant_label(tenant)
         self._count("kvpin_tenant_requests_total", tenant, str(record.status or "failed"))
         self._count("kvpin_tenant_prompt_tokens_total", tenant, by=record.n_tokens or 0)
         self._count("kvpin_tenant_cached_tokens_total", tenant, by=record.reported_tokens or 0)
         self._count("kvpin_tenant_generation_tokens_total", tenant, by=record.output_tokens or 0)
+
+    def tenant_label(self, tenant: str) -> str:
+        """A tenant's name in labels. The first ones that come have series of their own."""
+        if tenant not in self._tenants:
+            if len(self._tenants) >= self._max_tenants:
+                return OTHER_TENANTS
+            self._tenants.add(tenant)
+        return tenant
 
     def _cpu_seconds(self) -> Counter:
         """The time that tenants' requests took here."""
@@ -340,7 +346,7 @@ class Metrics:
     @property
     def declared(self) -> tuple[Family, ...]:
         """All families, whether they have series or not."""
-        counted = (*self._families, self._cpu_seconds(), *counters_of(self._fleet, self._peers))
+        counted = (*self.families.values(), self._cpu_seconds(), *counters_of(self._fleet, self._peers))
         return (*(each.family for each in counted), *GAUGES)
 
     def render(self, *, openmetrics: bool = False) -> bytes:
@@ -358,9 +364,9 @@ class Metrics:
 
     def _parts(self, openmetrics: bool) -> Iterator[str]:
         self._drop_left()
-        for family in (*self._families, self._cpu_seconds(), *counters_of(self._fleet, self._peers)):
+        for family in (*self.families.values(), self._cpu_seconds(), *counters_of(self._fleet, self._peers)):
             yield from family.lines(openmetrics=openmetrics)
-        now = ScrapedState(self._fleet, self._sources, self._peers, self._bodies, self.reload_ok)
+        now = ScrapedState(self._fleet, self._sources, self._peers, self.bodies, self.reload_ok, self.others)
         yield from gauges_of(now)
         yield "# EOF\n" if openmetrics else ""
 

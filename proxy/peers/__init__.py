@@ -4,8 +4,8 @@ They share the facts that engines' events lack: requests in flight, what engines
 conversations, rates, and what tenants have used. Each kvpin decides alone; since all know nearly the
 same, they decide alike. `proxy/core/peers/` defines the messages.
 
-peers.py           one kvpin among several: listens, notices who is lost
-announcer.py       tells the others of this kvpin
+peers.py           one kvpin among several: tells, listens, notices who is lost
+told.py            what a kvpin tells of its engines
 peer.py            another kvpin, as seen here
 owners.py          claims engines that only one kvpin may use
 bus.py             the seam: how frames reach the others

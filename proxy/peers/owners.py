@@ -73,6 +73,7 @@ class Owners:
         *,
         is_heard: bool,
         is_alone: bool,
+        may_own: bool = True,
     ) -> None:
         """Takes the engines that this kvpin owns by now. Leaves engines that another kvpin owns.
 
@@ -81,6 +82,7 @@ class Owners:
             others: engine → the claims of other kvpins, by the numbers that they drew.
             is_heard: other kvpins hear what this one tells.
             is_alone: there is no other kvpin.
+            may_own: of the workers of one kvpin, only the one that speaks for all claims engines.
         """
         claimed, self.elsewhere = {}, {}
         for engine in self._fleet.engines.values():
@@ -91,7 +93,9 @@ class Owners:
             told = others.get(engine.id, {})
             claims = {kvpin: each.claim for kvpin, each in told.items()}
             own.is_locked_out = _is_locked_out(engine)
-            own.decide(now, claims, may_bid=is_heard or engine.adapter.has_lock, is_alone=is_alone)
+            own.decide(
+                now, claims, may_bid=may_own and (is_heard or engine.adapter.has_lock), is_alone=is_alone
+            )
             if own.is_owner:
                 _take(engine)
             else:

@@ -1,27 +1,50 @@
-"""Another kvpin, as this one sees it."""
+"""Another kvpin, as this one sees it: its engines, and its requests, replayed.
+
+The requests are soft state: each heartbeat of the peer names those that go on. A request that it does not
+name is over: the message about its end was lost. If it names one that is not known here, the peer is asked
+for all.
+
+While its messages come later than before, its times say nothing: rates that were learned from them would stay
+wrong for long. Its requests count as load nevertheless.
+"""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from math import inf
+from typing import NamedTuple
 
 import msgspec
-import structlog
-from typing_extensions import override
 
 from engine_adapter.types import Usage
-from proxy.core.peers.follower import Follower, LocalEngine, RoundTrip
-from proxy.core.peers.messages import Heard, Times, ToldEngine, ToldPin
-from proxy.core.placement.placer import PlacedRequest, Placer
+from proxy.core.peers.matching import disagreement, hash_alike, match
+from proxy.core.peers.messages import (
+    AnswerBegan,
+    Begun,
+    Heartbeat,
+    Message,
+    Refined,
+    RequestOver,
+    ToldEngine,
+    ToldPin,
+    chain_of,
+    unpacked,
+)
+from proxy.core.placement.placer import PlacedRequest
 from proxy.fleet.engine import Engine
+from proxy.fleet.fleet import Fleet
 from proxy.fleet.lease import PeerRequest
 from proxy.fleet.pool import Pool
 from proxy.peers.owners import ToldClaim
 
+# What a peer has in flight changes in less than that.
+LATE_S = 0.5
+# From heartbeat to heartbeat, clocks of two machines differ by at most that more.
+DRIFT_S = 0.001
 
-@dataclass(frozen=True, slots=True)
-class PooledEngine(LocalEngine):
+
+class Site(NamedTuple):
     """An engine of this kvpin on which requests of another one run.
 
     Attributes:
@@ -29,42 +52,31 @@ class PooledEngine(LocalEngine):
     """
 
     pool: Pool
-    target: Engine
+    engine: Engine
     hashes_alike: bool
 
-    @property
-    @override
-    def engine(self) -> str:
-        return self.target.id
 
-    @property
-    @override
-    def placer(self) -> Placer:
-        return self.pool.placer
+@dataclass(slots=True)
+class _Request:
+    """A peer's request. It has no site while this kvpin does not have its engine."""
 
-    @property
-    @override
-    def tokens_per_block(self) -> int | None:
-        return self.pool.tokens_per_block if self.hashes_alike else None
+    begun: Begun
+    site: Site | None = None
+    placed: PlacedRequest | None = None
+    step: int = 0
 
-    @override
-    def begun(self, placed: PlacedRequest) -> None:
-        self.target.of_peers[placed.ticket] = PeerRequest(placed)
-        self.target.from_peers += 1
+    def answered(self, *, has_answer: bool = True) -> None:
+        """Nobody waits for its answer any more: it begins, or never will."""
+        if self.site is not None and self.placed is not None:
+            waited = self.site.engine.of_peers.pop(self.placed.ticket, None)
+            if waited is not None:
+                waited.ends(has_answer=has_answer)
 
-    @override
-    def answered(self, placed: PlacedRequest) -> None:
-        self._forget(placed, has_answer=True)
-
-    @override
-    def end(self, placed: PlacedRequest, computed: int | None, report: Usage | None) -> None:
-        self._forget(placed, has_answer=computed is not None)
-        self.pool.end(self.target, placed, computed, report)
-
-    def _forget(self, placed: PlacedRequest, *, has_answer: bool) -> None:
-        """Nobody waits for the answer to a request any more."""
-        if (request := self.target.of_peers.pop(placed.ticket, None)) is not None:
-            request.ends(has_answer=has_answer)
+    def end(self, computed: int | None = None, report: Usage | None = None) -> None:
+        """It is over: its engine has `computed` new tokens, None if that is not known."""
+        self.answered(has_answer=computed is not None)
+        if self.site is not None and self.placed is not None:
+            self.site.pool.end(self.site.engine, self.placed, computed, report)
 
 
 class PeerStats(msgspec.Struct, kw_only=True):
@@ -75,22 +87,16 @@ class PeerStats(msgspec.Struct, kw_only=True):
         engines: engines of it that are engines here, too.
         in_flight: its requests.
         in_step: all of them are known.
-        round_trip_s: what a message to it and back takes; None before that was measured.
-        behind: the round trip is too long, so its requests count only after their end.
         silent_s: since it was heard.
-        gaps: how often batches of it were lost.
-        divergences: how often its requests differed from those known here, without a gap.
+        missed: how often the beginnings of requests were lost.
     """
 
     name: str
     engines: int
     in_flight: int
     in_step: bool
-    round_trip_s: float | None
-    behind: bool
     silent_s: float
-    gaps: int
-    divergences: int
+    missed: int
 
 
 class ExchangeStats(msgspec.Struct, kw_only=True):
@@ -99,7 +105,7 @@ class ExchangeStats(msgspec.Struct, kw_only=True):
     Attributes:
         connected: the exchange works.
         peers: the other kvpins.
-        dropped: batches that were not sent because a peer had not read enough.
+        dropped: frames that were not sent because a peer had not read enough.
         lost: kvpins that fell silent.
     """
 
@@ -111,56 +117,60 @@ class ExchangeStats(msgspec.Struct, kw_only=True):
 
 @dataclass(slots=True, eq=False)
 class ExchangeCounts:
-    """Counts of the exchange so far: messages told and heard, listings asked for, kvpins that fell silent,
-    how often one fell behind, and gaps and divergences of kvpins that are gone."""
+    """Counts of the exchange so far: messages told and heard, kvpins that fell silent, and how often requests
+    of kvpins that are gone were missed."""
 
     told: int = 0
     heard: int = 0
-    asked: int = 0
     lost: int = 0
-    behind: int = 0
-    gaps: int = 0
-    divergences: int = 0
+    missed: int = 0
 
 
-log = structlog.get_logger(__name__)
-
-
-@dataclass(slots=True)
 class Peer:
-    """Another kvpin, its engines, and how far this one follows it.
+    """Another kvpin.
 
     Attributes:
-        follower: replays its requests.
+        owner: the number that it drew when it started.
         name: for people; None before it told its name.
         engines: its engines.
         pins: the pins that it holds.
         socket: serves HTTP to this kvpin; None if this kvpin cannot reach it.
         here: its id of an engine → the id here, and whether both make the same block hashes.
-        asked: when it was asked for a listing last.
+        asked: when it was asked for what was missed last.
         is_doubted: keys or orders that it told last do not count here.
+        heard: when it was heard last.
+        in_step: its last heartbeat named no request that is not known here.
+        missed: how often one did, after one that did not.
+        is_late: its last heartbeat came `LATE_S` later than others did.
     """
 
-    follower: Follower
-    name: str | None = None
-    engines: list[ToldEngine] = field(default_factory=list)
-    pins: list[ToldPin] = field(default_factory=list)
-    socket: str | None = None
-    here: dict[str, tuple[str, bool]] = field(default_factory=dict)
-    asked: float = float("-inf")
-    is_doubted: bool = False
-    _trip: RoundTrip = field(default_factory=RoundTrip)
+    def __init__(self, owner: int, fleet: Fleet, now: float) -> None:
+        self.owner, self.heard, self.asked = owner, now, -inf
+        self.name: str | None = None
+        self.engines, self.pins = list[ToldEngine](), list[ToldPin]()
+        self.socket: str | None = None
+        self.here = dict[str, tuple[str, bool]]()
+        self.is_doubted = self.in_step = self.is_late = False
+        self.missed = 0
+        self._fleet = fleet
+        self._least_s = inf  # between the clocks, with the way of a heartbeat
+        self._requests: dict[int, _Request] = {}
 
     @property
     def label(self) -> str:
         """Its name, or the number that it drew."""
-        return self.name or f"{self.follower.owner:016x}"
+        return self.name or f"{self.owner:016x}"
+
+    # --- engines -----------------------------------------------------------------------------------
 
     def match(self, now: float, engines: Sequence[ToldEngine]) -> list[str]:
         """Finds its engines among those of this kvpin. Returns what the operator has to change."""
         found = [(told, match(told, engines)) for told in self.engines]
         self.here = {told.id: (mine.id, hash_alike(told, mine)) for told, mine in found if mine is not None}
-        self.follower.place_late(now)
+        for request in self._requests.values():  # those whose engine was not here when they began
+            if request.site is None and self._place(now, request, is_new=False) and request.step:
+                step, request.step = request.step, 0
+                self._answer_began(now, request, step)
         problems = (disagreement(told, engines) for told in self.engines)
         return [problem for problem in problems if problem is not None]
 
@@ -170,80 +180,102 @@ class Peer:
             if told.claim is not None and told.id in self.here:
                 yield self.here[told.id][0], ToldClaim(told.claim, self.label, told.model, self.socket)
 
-    def answer(self, now: float, owner: int) -> Heard | None:
-        """The answer by which it measures the round trip; None before it told its time."""
-        return self._trip.answer(now, owner)
+    def site(self, engine_id: str) -> Site | None:
+        """The engine here that it calls by that id; None if there is none now."""
+        engine_here, hashes_alike = self.here.get(engine_id, ("", False))
+        engine = self._fleet.engines.get(engine_here)
+        pool = self._fleet.pool_of(engine) if engine is not None else None
+        return Site(pool, engine, hashes_alike) if engine is not None and pool is not None else None
 
-    def time(self, now: float, times: Times, own: int) -> bool:
-        """It tells its time. Returns whether it falls behind with that. `own`: this kvpin's number."""
-        trip, follower = self._trip, self.follower
-        trip.heard(now, times.sent)
-        for heard in times.heard:
-            if heard.of == own:
-                trip.measure(now, heard)
-        if trip.is_behind == follower.is_behind:
-            return False
-        follower.note_behind(now, is_behind=trip.is_behind)
-        if not follower.is_behind:
-            log.info("another kvpin has caught up", peer=self.label)
-            return False
-        log.warning(
-            "another kvpin is behind: its requests count only when they are over",
-            peer=self.label,
-            round_trip_s=round(trip.seconds or 0, 2),
-        )
+    # --- requests ----------------------------------------------------------------------------------
+
+    def receive(self, now: float, messages: Iterable[Message]) -> list[Message]:
+        """Replays messages. Returns those that are about something else than requests."""
+        self.heard = now
+        return [message for message in messages if not self._replay(now, message)]
+
+    def _replay(self, now: float, message: Message) -> bool:
+        match message:
+            case Begun():
+                if (request := self._requests.get(message.id)) is None:
+                    request = self._requests[message.id] = _Request(message)
+                    self._place(now, request)
+                if message.step:
+                    self._answer_began(now, request, message.step)
+            case Refined() | AnswerBegan() | RequestOver():
+                if (request := self._requests.get(message.id)) is not None:
+                    self._go_on(now, request, message)
+            case Heartbeat():
+                self._compare({*unpacked(message.requests)}, now - message.sent)
+            case _:
+                return False
         return True
+
+    def _go_on(self, now: float, request: _Request, message: Refined | AnswerBegan | RequestOver) -> None:
+        match message:
+            case Refined() if request.site is not None and request.placed is not None:
+                request.site.pool.placer.refine(request.placed, message.work)
+            case AnswerBegan():
+                self._answer_began(now, request, message.step)
+            case RequestOver():
+                del self._requests[message.id]
+                request.end(message.computed, message.report)
+            case _:
+                pass
+
+    def _place(self, now: float, request: _Request, *, is_new: bool = True) -> bool:
+        """Places the request, if its engine is here. Of a request that is not new, the times are unknown."""
+        begun, is_new = request.begun, is_new and not self.is_late
+        site = request.site = self.site(begun.engine)
+        if site is None:
+            return False
+        placer, engine = site.pool.placer, site.engine
+        request.placed = placer.begin(
+            now,
+            engine.id,
+            begun.work,
+            chain_of(begun, site.pool.tokens_per_block) if site.hashes_alike else None,
+            streams=begun.streams,
+            known=begun.known and is_new,
+            session=begun.session if is_new else None,
+            part=begun.part,
+        )
+        engine.of_peers[request.placed.ticket] = PeerRequest(request.placed)
+        engine.from_peers += 1
+        if not is_new and begun.session is not None:
+            placer.note_earlier(begun.session, engine.id)
+        return True
+
+    def _answer_began(self, now: float, request: _Request, step: int) -> None:
+        if request.step:
+            return
+        request.step = step
+        if request.site is not None and request.placed is not None:
+            placer = request.site.pool.placer
+            (placer.first_token if step == 1 else placer.answered)(now, request.placed)
+            request.answered()
+
+    def _compare(self, alive: set[int], way_s: float = inf) -> None:
+        """A heartbeat names the requests that go on, and came in `way_s` by the clocks of both."""
+        self._least_s = min(way_s, self._least_s + DRIFT_S)
+        self.is_late = way_s - self._least_s > LATE_S
+        for number in self._requests.keys() - alive:
+            self._requests.pop(number).end()
+        was_in_step, self.in_step = self.in_step, alive <= self._requests.keys()
+        self.missed += was_in_step and not self.in_step
+
+    def lose(self) -> None:
+        """It is gone: all its requests are over."""
+        self._compare(set())
+        self.in_step = False
 
     def stats(self, now: float) -> PeerStats:
         """For people."""
         return PeerStats(
             name=self.label,
             engines=len(self.here),
-            in_flight=self.follower.in_flight,
-            in_step=self.follower.in_step,
-            round_trip_s=self._trip.seconds,
-            behind=self.follower.is_behind,
-            silent_s=round(now - self.follower.heard, 3),
-            gaps=self.follower.gaps,
-            divergences=self.follower.divergences,
+            in_flight=len(self._requests),
+            in_step=self.in_step,
+            silent_s=round(now - self.heard, 3),
+            missed=self.missed,
         )
-
-
-_COUNTED = re.compile(r"[a-z][a-z0-9_-]*-\d+(-dp\d+)?")
-
-
-def match(told: ToldEngine, own: Iterable[ToldEngine]) -> ToldEngine | None:
-    """The own engine that equals a peer's engine; None without one."""
-    named = None
-    for each in own:
-        if each.address == told.address:
-            return each
-        if each.id == told.id and not (each.is_local or told.is_local or _COUNTED.fullmatch(told.id)):
-            named = each
-    return named
-
-
-def hash_alike(told: ToldEngine, own: ToldEngine) -> bool:
-    """True if both kvpins make the same block hashes of a prompt for this engine."""
-    return (told.model, told.tokens_per_block) == (own.model, own.tokens_per_block)
-
-
-def disagreement(told: ToldEngine, own: Iterable[ToldEngine]) -> str | None:
-    """One sentence about settings of two kvpins that disagree; None if none do."""
-    own = list(own)
-    mine = match(told, own)
-    if mine is None:
-        same = next((each for each in own if each.id == told.id), None)
-        if same is None or (same.is_local and told.is_local):
-            return None  # single machines reach them: they are two, and a port may just have changed
-        return (
-            f"engine {told.id!r} is {told.address} there and {same.address} here, so it counts as two; "
-            "give both kvpins the same address, or an id of your own"
-        )
-    if None in (told.model, mine.model) or hash_alike(told, mine):
-        return None
-    return (
-        f"engine {mine.id!r} serves {told.model!r} in blocks of {told.tokens_per_block} tokens there and "
-        f"{mine.model!r} in blocks of {mine.tokens_per_block} here: only its load is shared; "
-        "give both kvpins the same engines and models"
-    )

@@ -1,17 +1,17 @@
-"""One kvpin among several: listens to the others, replays their requests, and notices who is lost.
+"""One kvpin among several: tells of its requests, listens to the others, and notices who is lost.
 
-    this kvpin ──→ Announcer ──→ bus ──→ the others
-    the others ──→ bus ──→ Follower ──→ Placer, as for own requests
+    own requests ──→ Telling ──→ OwnRequests ──frames, 1 ms──→ bus ──→ the others
+    the others ──→ bus ──→ Peer ──→ Placer, as for own requests
 
-A request never waits for the exchange. A kvpin that is silent for `LOST_S` is lost, and its requests end.
+A kvpin that asks is told of all requests in flight; a newcomer, what engines hold, too. A request never waits
+for the exchange. A kvpin that is silent for `LOST_S` is lost, and its requests end.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterator, Sequence
 from time import monotonic, time
 
 import msgspec
@@ -19,32 +19,34 @@ import structlog
 
 from proxy.core.engine_book import MAX_AHEAD_S, EngineMark, decode_marks, encode_marks
 from proxy.core.issued_keys import MAX_AGE_S, signed, verified
-from proxy.core.peers.follower import Follower
 from proxy.core.peers.messages import (
-    AskListing,
-    ContentsTold,
+    Ask,
+    Contents,
     KvpinState,
-    Learned,
     Leaving,
     Message,
-    Sessions,
-    Timed,
-    Times,
+    ToldEngine,
     ToldPin,
     Used,
-    batch_of,
+    frame_of,
+    messages_of,
     owner_of,
     unpacked,
 )
+from proxy.core.peers.telling import OwnRequests
 from proxy.fleet.fleet import Fleet
-from proxy.peers.announcer import Announcer
 from proxy.peers.bus import Bus, BusCallbacks
 from proxy.peers.owners import Owners, ToldClaim
-from proxy.peers.peer import ExchangeCounts, ExchangeStats, Peer, PooledEngine
+from proxy.peers.peer import ExchangeCounts, ExchangeStats, Peer
 from proxy.peers.sealing import NEEDS_KEY, Sealing, secret_of
+from proxy.peers.told import contents, described
 from proxy.request.tenants import Tenants
 from proxy.runtime.tasks import Supervisor
 
+# How long messages are collected for one frame.
+BATCH_S = 0.001
+# Requests in flight are told in frames of about this many bytes of hashes.
+_PART_BYTES = 256 * 1024
 # A newcomer waits this long for the others before it says that it is ready.
 JOIN_S = 2.0
 
@@ -78,7 +80,7 @@ class Joining:
         """A kvpin is lost."""
         self._missed.add(kvpin)
 
-    def look(self, now: float, others: Collection[Follower], *, is_alone: bool) -> None:
+    def look(self, now: float, others: Collection[Peer], *, is_alone: bool) -> None:
         """Checks whether joining is over. `is_alone`: it is known that there is no other kvpin."""
         if self.is_over or not self._fleet.is_ready():
             return
@@ -105,7 +107,10 @@ class Peers:
     """The other kvpins, and what this one shares with them.
 
     Attributes:
+        name: this kvpin, for people.
+        bus: carries the messages.
         counts: messages, and what went wrong with them.
+        owners: who uses the engines that only one kvpin may use.
     """
 
     def __init__(
@@ -116,17 +121,24 @@ class Peers:
         tenants: Tenants,
         hang_up: Callable[[str, str], None] = lambda _socket, _reason: None,
         admin_key: Callable[[], str | None] = lambda: None,
+        may_own: Callable[[], bool] = lambda: True,
     ) -> None:
         """Tells of the pools that `fleet` makes from now on. `owner` is a number that no other kvpin has.
         `hang_up` drops the connections to the socket of a kvpin that is lost, for that reason. `admin_key`
-        gives the key that seals orders to add engines, and signs issued keys."""
+        gives the key that seals orders to add engines, and signs issued keys. `may_own`: this kvpin may
+        claim engines that only one kvpin may use."""
         self.counts, self._hang_up, self._admin_key = ExchangeCounts(), hang_up, admin_key
-        self._bus, self._owner, self._fleet, self._tenants = bus, owner, fleet, tenants
-        self._owners, self._joining = Owners(owner, fleet), Joining(fleet)
+        self._may_own = may_own
+        self.name, self.bus, self.owners = fleet.name, bus, Owners(owner, fleet)
+        self._owner, self._fleet, self._tenants = owner, fleet, tenants
+        self._joining = Joining(fleet)
         self._sealing = None if bus.is_private else Sealing(admin_key)
-        self._announcer = Announcer(
-            bus, owner, fleet, tenants, self._owners.claim_of, self._told_marks, self.counts, self._keys
-        )
+        self._own = fleet.told = OwnRequests(self._flush_soon)
+        self._flush_at: asyncio.TimerHandle | None = None
+        self._engines = list[ToldEngine]()  # as they were told last
+        self._asked: dict[int, bool] = {}  # who waits for requests in flight → with contents
+        self._somebody_asked = asyncio.Event()
+        self._is_over = False
         self._peers: dict[int, Peer] = {}
         self._has_bid = asyncio.Event()
         self._complained = set[str]()
@@ -135,43 +147,25 @@ class Peers:
 
     def start(self, tasks: Supervisor) -> None:
         """Begins to exchange."""
-        callbacks = BusCallbacks(self._receive, self._announcer.introduce, self._lose, self._remember)
+        callbacks = BusCallbacks(self._receive, self._introduce, self._lose, self._remember)
         self._fleet.book.listeners.append(self._tell_marks)
-        self._fleet.pins.listeners.append(self._announcer.tell_state)
-        self._tenants.listeners.append(self._announcer.tell_state)
-        tasks.keep("exchange", lambda: self._bus.run(callbacks))
+        self._fleet.pins.listeners.append(self._tell_state)
+        self._tenants.listeners.append(self._tell_state)
+        tasks.keep("exchange", lambda: self.bus.run(callbacks))
         tasks.keep("exchange watch", self._watch)
-        tasks.keep("exchange answers", self._announcer.answer)
+        tasks.keep("exchange answers", self._answer)
 
     async def aclose(self) -> None:
-        """Tells the others that all requests here are over."""
-        self._announcer.leave()
-        await self._bus.aclose()
+        """Tells the others that all requests here are over. Nothing follows."""
+        self._own.tell(Leaving())
+        self._flush()
+        self._is_over = True
+        await self.bus.aclose()
 
     @property
     def is_ready(self) -> bool:
         """True if this kvpin knows what the others know, or has waited long enough."""
         return self._joining.is_over
-
-    @property
-    def is_connected(self) -> bool:
-        """True if the exchange works."""
-        return self._bus.is_connected
-
-    @property
-    def http_socket(self) -> Path | None:
-        """The socket on which this kvpin serves HTTP to the others; None if none can reach it."""
-        return self._bus.http_socket
-
-    @property
-    def claims_engines(self) -> bool:
-        """True if there are engines that only one kvpin may use."""
-        return self._owners.has_claimed
-
-    @property
-    def elsewhere(self) -> Mapping[str, ToldClaim]:
-        """Engines that only one kvpin may use, and the one that does in place of this one."""
-        return self._owners.elsewhere
 
     def sockets(self) -> list[str]:
         """The sockets on which the other kvpins of this machine serve HTTP to this one."""
@@ -185,11 +179,92 @@ class Peers:
         """For people."""
         now = monotonic()
         return ExchangeStats(
-            connected=self.is_connected,
+            connected=self.bus.is_connected,
             peers=[peer.stats(now) for peer in self._peers.values()],
-            dropped=self._bus.dropped,
+            dropped=self.bus.dropped,
             lost=self.counts.lost,
         )
+
+    # --- telling -----------------------------------------------------------------------------------
+
+    def _say(self, messages: Sequence[Message]) -> None:
+        """Sends messages at once."""
+        if self._is_over:
+            return
+        self.counts.told += len(messages)
+        self.bus.publish(frame_of(self._owner, messages))
+
+    def _flush(self) -> None:
+        """Sends the collected messages."""
+        if self._flush_at is not None:
+            self._flush_at.cancel()
+            self._flush_at = None
+        messages = self._own.take()
+        messages += [Used(tenant, use) for tenant, use in self._tenants.take_used()]
+        if messages:
+            self._say(messages)
+
+    def _introduce(self) -> None:
+        """Introduces this kvpin to the others."""
+        self._engines = described(self._fleet, self.owners.claim_of)
+        self._own.tell(self._state())
+        self._own.tell(self._own.heartbeat(monotonic()))
+        self._flush()
+
+    def _follow_engines(self) -> bool:
+        """Tells of engines that came, left, or have connected. Returns whether any did."""
+        engines = described(self._fleet, self.owners.claim_of)
+        if engines == self._engines:
+            return False
+        self._engines = engines
+        self._own.tell(self._state())
+        return True
+
+    def _tell_state(self) -> None:
+        """Tells again who this kvpin is, with its engines, pins, what operators have ordered, and issued
+        keys."""
+        self._own.tell(self._state())
+
+    async def _answer(self) -> None:
+        """Answers the kvpins that ask, for ever. Long answers go out in parts, between requests."""
+        while True:
+            await self._somebody_asked.wait()
+            self._somebody_asked.clear()
+            asked, self._asked = self._asked, {}
+            for to in (owner for owner, with_contents in asked.items() if with_contents):
+                for message in contents(self._fleet, to):
+                    self._say([message])
+                    await asyncio.sleep(0)
+            self._flush()
+            uses = self._tenants.take_used(anew=True)
+            self._say([self._state(), *(Used(tenant, use) for tenant, use in uses)])
+            for part in self._in_flight():
+                self._say(part)
+
+    def _flush_soon(self) -> None:
+        if self._flush_at is None:
+            self._flush_at = asyncio.get_running_loop().call_later(BATCH_S, self._flush)
+
+    def _state(self) -> KvpinState:
+        path = self.bus.http_socket
+        socket_path = str(path) if path is not None else None
+        ahead_s = time() - monotonic()
+        pins = [
+            ToldPin(pin.pin_id, list(pin.engine_pins), pin.blocks, pin.expires + ahead_s, pin.label)
+            for pin in self._fleet.pins.active(monotonic())
+        ]
+        marks, keys, secret = self._told_marks(), self._keys(), self._fleet.secret_name
+        return KvpinState(self.name, self._engines, socket_path, marks, pins, keys, secret)
+
+    def _in_flight(self) -> Iterator[list[Message]]:
+        part, size = list[Message](), 0
+        for message in self._own.in_flight(monotonic()):
+            part.append(message)
+            size += len(getattr(message, "hashes", None) or b"")
+            if size > _PART_BYTES:
+                yield part
+                part, size = [], 0
+        yield part
 
     # --- listening ---------------------------------------------------------------------------------
 
@@ -198,10 +273,10 @@ class Peers:
         if owner == self._owner:
             return
         try:
-            batch = batch_of(frame) if owner is not None else None
+            messages = messages_of(frame) if owner is not None else None
         except msgspec.MsgspecError:
-            batch = None
-        if owner is None or batch is None:
+            messages = None
+        if owner is None or messages is None:
             self._complain(
                 "another kvpin has another version: nothing is shared with it, and load and limits count for "
                 "each alone, until both run the same one"
@@ -209,32 +284,29 @@ class Peers:
             return
         now, peer = monotonic(), self._peers.get(owner)
         if peer is None:
-            peer = self._peers[owner] = Peer(Follower(owner, self._site_of, now))
-            self._announcer.introduce()
-        self.counts.heard += len(batch.messages)
-        for message in peer.follower.receive(now, batch):
+            peer = self._peers[owner] = Peer(owner, self._fleet, now)
+            self._introduce()
+        self.counts.heard += len(messages)
+        for message in peer.receive(now, messages):
             if owner in self._peers:  # nothing counts after it has left
                 self._hear(now, owner, peer, message)
-        if owner in self._peers and not peer.follower.in_step:
+        if owner in self._peers and not peer.in_step:
             self._ask(now, owner, peer)
 
     def _hear(self, now: float, owner: int, peer: Peer, message: Message) -> None:
         match message:
             case KvpinState():
                 self._meet(now, peer, message)
-            case Times():
-                self.counts.behind += peer.time(now, message, self._owner)
             case Used():
                 self._tenants.used_elsewhere(now, owner, message.tenant, message.use)
-            case AskListing() if message.of == self._owner:
-                self._announcer.is_asked(owner, with_contents=message.contents)
+            case Ask() if message.of == self._owner:
+                self._asked[owner] = self._asked.get(owner, False) or message.contents
+                self._somebody_asked.set()
             case Leaving():
                 self._drop(owner)
                 log.info("another kvpin has stopped", peer=peer.label)
-            case Learned() | Sessions() | Timed() if message.to == self._owner:
-                self._adopt(now, owner, message)
-            case ContentsTold() if message.to == self._owner:
-                self._joining.told_by(owner)
+            case Contents() if message.to == self._owner:
+                self._adopt(now, peer, message)
             case _:
                 pass
 
@@ -242,7 +314,7 @@ class Peers:
         """A peer says who it is, and which engines it has."""
         is_new, path = peer.name is None, state.http_socket
         peer.name, peer.engines, peer.pins = state.name, state.engines, state.pins
-        peer.socket = path if path is not None and self._bus.reaches(path) else None
+        peer.socket = path if path is not None and self.bus.reaches(path) else None
         if state.secret not in (b"", self._fleet.secret_name):
             self._complain(
                 "another kvpin has other hashes and salts, because Redis was away when one of both started: "
@@ -258,7 +330,7 @@ class Peers:
 
     def _secret(self) -> bytes | None:
         """Signs issued keys for the others; None keeps them here. On a private bus, all are this user's."""
-        if self._bus.is_private:
+        if self.bus.is_private:
             return b""
         return secret_of(self._admin_key())
 
@@ -276,7 +348,7 @@ class Peers:
         """Takes over the issued keys of another kvpin, if it has this one's secret. False if they do not
         count."""
         secret = self._secret()
-        now = None if self._bus.is_private else time()
+        now = None if self.bus.is_private else time()
         entries = verified(told, secret, now) if told and secret is not None else None
         if entries is not None:
             self._tenants.issued.merge(entries)
@@ -288,8 +360,8 @@ class Peers:
         return entries is not None or not told
 
     def _tell_marks(self, _changed: list[str]) -> None:
-        self._announcer.tell_state()
-        self._bus.keep(encode_marks(self._told_marks()))
+        self._tell_state()
+        self.bus.keep(encode_marks(self._told_marks()))
 
     def _told_marks(self) -> list[EngineMark]:
         """The operators' orders about engines, as the others are told them."""
@@ -328,45 +400,34 @@ class Peers:
             self._complain("the orders that the exchange keeps cannot be read: they are replaced")
         told = self._told_marks()
         if told and (own := encode_marks(told)) != kept:
-            self._bus.keep(own)
+            self.bus.keep(own)
 
-    def _adopt(self, now: float, owner: int, message: Learned | Sessions | Timed) -> None:
-        site = self._site_of(owner, message.engine)
-        if site is None or not site.hashes_alike:
-            return
-        match message:
-            case Timed():
-                site.placer.books[site.engine].rates.adopt(now, message.timings)
-            case Learned():
-                for stretch in message.stretches:
-                    site.pool.adopt(site.target, unpacked(stretch))
-            case Sessions():
-                for digest in unpacked(message.digests):
-                    site.placer.note_earlier(digest, site.engine)
+    def _adopt(self, now: float, peer: Peer, told: Contents) -> None:
+        """Takes over what engines hold."""
+        if told.engine is None:
+            self._joining.told_by(peer.owner)
+        elif (site := peer.site(told.engine)) is not None and site.hashes_alike:
+            pool, engine = site.pool, site.engine
+            if told.timings is not None:
+                pool.placer.books[engine.id].rates.adopt(now, told.timings)
+            for stretch in told.stretches:
+                pool.adopt(engine, unpacked(stretch))
+            for digest in unpacked(told.sessions):
+                pool.placer.note_earlier(digest, engine.id)
 
     def _ask(self, now: float, owner: int, peer: Peer) -> None:
         """Asks a kvpin for its requests, unless it was just asked."""
         if now - peer.asked < HEARTBEAT_S:
             return
         peer.asked = now
-        self.counts.asked += 1
-        self._announcer.say([AskListing(owner, contents=self._joining.wants_contents(owner))])
+        self._say([Ask(owner, contents=self._joining.wants_contents(owner))])
 
     # --- engines -----------------------------------------------------------------------------------
 
     def _match(self, now: float, peer: Peer) -> None:
         """Finds a peer's engines here. Says what the operator has to change."""
-        for problem in peer.match(now, self._announcer.engines):
+        for problem in peer.match(now, self._engines):
             self._complain("kvpins disagree", peer=peer.label, problem=problem)
-
-    def _site_of(self, owner: int, engine_id: str) -> PooledEngine | None:
-        peer = self._peers.get(owner)
-        found = peer.here.get(engine_id) if peer is not None else None
-        engine = self._fleet.engines.get(found[0]) if found is not None else None
-        pool = self._fleet.pool_of(engine) if engine is not None else None
-        if found is None or engine is None or pool is None:
-            return None
-        return PooledEngine(pool, engine, found[1])
 
     def _decide_owners(self, now: float) -> None:
         """Takes engines that only one kvpin may use, or leaves them to a peer. Tells what changed."""
@@ -374,12 +435,14 @@ class Peers:
         for owner, peer in self._peers.items():
             for engine, claim in peer.claims():
                 others.setdefault(engine, {})[owner] = claim
-        was_bidding = self._owners.is_bidding
-        is_alone = self._bus.is_alone and not self._peers
-        self._owners.decide(now, others, is_heard=self.is_connected, is_alone=is_alone)
-        if self._owners.is_bidding and not was_bidding:
+        was_bidding = self.owners.is_bidding
+        is_alone = self.bus.is_alone and not self._peers
+        self.owners.decide(
+            now, others, is_heard=self.bus.is_connected, is_alone=is_alone, may_own=self._may_own()
+        )
+        if self.owners.is_bidding and not was_bidding:
             self._has_bid.set()
-        if self._announcer.follow_engines():
+        if self._follow_engines():
             for peer in self._peers.values():
                 self._match(now, peer)
 
@@ -397,7 +460,7 @@ class Peers:
         beat = monotonic()
         while True:
             joins = not (self.is_ready or self._fleet.stands_by)
-            is_quiet = not joins and not self._owners.is_bidding
+            is_quiet = not joins and not self.owners.is_bidding
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(HEARTBEAT_S if is_quiet else _JOIN_POLL_S):
                     await self._has_bid.wait()
@@ -405,27 +468,24 @@ class Peers:
             now = monotonic()
             if now - beat > LOST_S:  # this kvpin was stopped: the others may have spoken meanwhile
                 for peer in self._peers.values():
-                    peer.follower.heard = now
-                self._owners.doubt(now)
+                    peer.heard = now
+                self.owners.doubt(now)
             self._decide_owners(now)
             if now - beat >= HEARTBEAT_S or joins:
                 beat = now
-                self._announcer.beat(self._times(now))
+                self._own.tell(self._own.heartbeat(now))
+                self._flush()
             for owner, peer in list(self._peers.items()):
-                if now - peer.follower.heard > LOST_S:
+                if now - peer.heard > LOST_S:
                     self._lose(owner)
                 elif (
-                    not peer.follower.in_step
+                    not peer.in_step
                     or self._joining.wants_contents(owner)
                     or (peer.is_doubted and now - peer.asked > AGAIN_S)
                 ):
                     self._ask(now, owner, peer)
-            followers = [peer.follower for peer in self._peers.values()]
-            self._joining.look(now, followers, is_alone=self._bus.is_alone and not followers)
-
-    def _times(self, now: float) -> Times:
-        answers = (peer.answer(now, owner) for owner, peer in self._peers.items())
-        return Times(now, [answer for answer in answers if answer is not None])
+            others = self._peers.values()
+            self._joining.look(now, others, is_alone=self.bus.is_alone and not others)
 
     def _lose(self, owner: int) -> None:
         """A peer that did not say that it stops is gone."""
@@ -440,8 +500,7 @@ class Peers:
     def _drop(self, owner: int) -> None:
         """A peer is gone, and its requests with it."""
         peer = self._peers.pop(owner)
-        peer.follower.lose()
-        self.counts.gaps += peer.follower.gaps
-        self.counts.divergences += peer.follower.divergences
+        peer.lose()
+        self.counts.missed += peer.missed
         self._tenants.leave_elsewhere(owner)
         self._decide_owners(monotonic())

@@ -1,7 +1,7 @@
 """Frames between kvpins of several machines, through a channel of Redis or Valkey.
 
-A channel carries a message to the present listeners and keeps none. A kvpin that missed one asks for a
-listing. While the server is gone, this kvpin works alone.
+A channel carries a message to the present listeners and keeps none. While the server is gone, this kvpin
+works alone.
 """
 
 from __future__ import annotations

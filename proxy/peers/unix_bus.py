@@ -28,9 +28,9 @@ _LENGTH_BYTES = 4
 _HTTP = ".http"
 # Names of the sockets on which kvpins hear each other: the number of each.
 _SOCKETS = "[0-9a-f]" * 16 + ".sock"
-# A peer that does not read misses frames beyond this size. It asks for a listing when it reads again.
+# A peer that does not read misses frames beyond this size.
 OUTBOX_BYTES = 32 * 2**20
-# No frame is longer: listings and contents are sent in parts.
+# No frame is longer: requests in flight and contents are told in parts.
 MAX_FRAME_BYTES = 64 * 2**20
 # Linux: `sun_path` has 108 bytes.
 MAX_PATH_BYTES = 107

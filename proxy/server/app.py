@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -19,7 +21,7 @@ import structlog
 from pydantic import SecretStr
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.routing import Mount
+from starlette.routing import Mount, Route
 
 from engine_adapter import HttpTransport, make_adapter
 from engine_adapter.memory import available_bytes
@@ -46,8 +48,9 @@ from proxy.api.ops import Ops
 from proxy.api.page import WebPage
 from proxy.api.relay.to_object_home import PassedToKeeper
 from proxy.api.relay.to_owner import PassedToOwner
-from proxy.api.workers.merging_app import ORDERS_PATH, MergedAnswers
-from proxy.api.workers.siblings import Neighbours, Siblings
+from proxy.api.workers.hand_over import HAND_OVER_PATH, HandOver
+from proxy.api.workers.siblings import Siblings, ask
+from proxy.api.workers.together import ORDERS_PATH, Together, peer_routes
 from proxy.control.keys import KEYS_PATH, IssuedKeys
 from proxy.control.kv import KvVerbs
 from proxy.control.operations import Operations
@@ -59,7 +62,7 @@ from proxy.control.tables import SharedTables
 from proxy.control.target_engines import Targets
 from proxy.control.warm import Warming
 from proxy.core.budget import ByteBudget
-from proxy.core.engine_book import encode_marks
+from proxy.core.engine_book import decode_marks, encode_marks
 from proxy.core.issued_keys import KeyBook
 from proxy.core.life import Rules
 from proxy.core.tenant_use import UseBook
@@ -105,6 +108,8 @@ from proxy.steps.preparation import Preparation
 
 log = structlog.get_logger(__name__)
 
+# How long a worker that stops waits for the one that speaks for all.
+_LAST_S = 1.0
 # Where the system does not tell how much memory is available.
 _USUAL_MEMORY = 4 << 30
 
@@ -133,7 +138,7 @@ class Proxy:
         issued = KeyBook()
         issued.merge(key_file.read() if key_file is not None else ())
         self.tenants = Tenants(_keys(settings), settings.tenant_limits, issued, secret.for_salts)
-        self.keys = IssuedKeys(issued, key_file, self._named_tenants, self._tell_keys)
+        self.keys = IssuedKeys(issued, key_file, self._named_tenants, partial(self._ask_workers, KEYS_PATH))
         self.gate = Gate(self.tenants, ByteBudget(_bodies_bytes(settings)), int(settings.limits.body_bytes))
         self.peers = self._peers()
         self.responses = ResponseStore(self.tenants.names)
@@ -170,15 +175,29 @@ class Proxy:
             bodies=self.gate.bodies,
             use=self.use,
         )
-        self.telemetry = telemetry_module()(self.metrics.render) if settings.otel else None
+        self.telemetry = telemetry_module()(self.page) if settings.otel else None
         self.draining = asyncio.Event()
         self.live = Live(self.fleet, self.metrics, self.tasks, self.draining, reuse=settings.reuse)
+        self.hand_over = (
+            HandOver(
+                siblings,
+                transport,
+                self.fleet,
+                self.metrics,
+                self.live,
+                is_shared=self.peers is not None,
+            )
+            if siblings is not None
+            else None
+        )
         self.watch = EngineWatch(self.fleet)
         self.recorder = self._recorder()
         self.destinations = Destinations(self.fleet, self.tenants.names)
         self.tenants.listeners.append(self._divide)
         self.flow = self._flow()
-        self.prompts = KeptPrompts(self.fleet, self.flow.requests, self.pins, self._told_prompts)
+        self.prompts = KeptPrompts(
+            self.fleet, self.flow.requests, self.pins, partial(self._ask_workers, PROMPTS_PATH)
+        )
 
     def _recorder(self) -> Recorder | None:
         """Writes the traffic to a file; None unless the settings name one."""
@@ -214,7 +233,16 @@ class Proxy:
             self.tenants,
             self.transport.hang_up,
             lambda: _text(self.settings.admin_key),
+            self._speaks,
         )
+
+    def _speaks(self) -> bool:
+        """True for a single kvpin, and for the one worker that speaks for all."""
+        return self.siblings is None or self.siblings.speaks()
+
+    def page(self) -> bytes:
+        """The metrics for a collector. Those of a worker are sent by the one that speaks for all."""
+        return self.metrics.render() if self._speaks() else b""
 
     def _group_secret(self) -> GroupSecret:
         """The secret of the kvpins that exchange hashes. Raises SettingsError if it cannot be kept."""
@@ -264,7 +292,7 @@ class Proxy:
             return sorted(own.glob("worker-*"))
         if own.name != "worker-1":
             return []
-        run = {f"worker-{number}" for number in range(1, len(self.siblings) + 2)}
+        run = {f"worker-{number}" for number in range(1, len(self.siblings.sockets) + 2)}
         return [own.parent, *sorted(each for each in own.parent.glob("worker-*") if each.name not in run)]
 
     def _shared_state_dir(self) -> Path | None:
@@ -275,23 +303,24 @@ class Proxy:
     def _named_tenants(self) -> set[str]:
         return {entry.tenant for entry in self.settings.api_keys if entry.tenant is not None}
 
-    async def _tell_keys(self) -> None:
-        """Has the other workers read the key book's file."""
-        if self.siblings is not None:
-            await self.siblings.told(KEYS_PATH)
+    async def _ask_workers(self, path: str) -> list[bytes]:
+        """The answers of the other workers at a path that only workers may ask."""
+        sockets = self.siblings.sockets if self.siblings is not None else ()
+        return [each.body for each in await ask(self.transport, sockets, "GET", path) if each.is_good]
 
-    async def told_orders(self) -> bytes:
-        """What operators have ordered about engines, encoded for another worker."""
+    def told_orders(self) -> bytes:
+        """What operators have ordered about engines, for other workers."""
         return encode_marks(self.fleet.book.marks())
 
-    async def told_keys(self) -> bytes:
+    async def follow_orders(self, told: bytes) -> bytes:
+        """Another worker tells what operators have ordered."""
+        self.fleet.book.merge(decode_marks(told), now=time.time())
+        return b""
+
+    async def told_keys(self, _body: bytes) -> bytes:
         """Another worker has changed the key book's file."""
         await self.keys.look()
         return b""
-
-    async def _told_prompts(self) -> list[bytes]:
-        """The prompts that the other workers keep, encoded."""
-        return await self.siblings.told(PROMPTS_PATH) if self.siblings is not None else []
 
     def observe(self, record: RequestRecord) -> None:
         """Counts and records a finished request."""
@@ -325,6 +354,8 @@ class Proxy:
         self._follow(self.settings)
         if self.peers is not None:
             self.peers.start(self.tasks)
+        if self.hand_over is not None:
+            self.tasks.keep("hand over", self.hand_over.run)
 
     def reload(self, settings: Settings) -> EngineChanges:
         """Takes over the settings that `RELOADED` names. Requests in flight go on with the old ones.
@@ -373,14 +404,16 @@ class Proxy:
         if self.peers is not None:
             await self.peers.aclose()
         await self.tasks.stop()
+        if self.hand_over is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_S):
+                    await self.hand_over.once()  # what the last requests counted
         if self.recorder is not None:
             await self.recorder.aclose()
         if self.telemetry is not None:
             await self.telemetry.aclose()
         await _close_all({process.id: process.stop() for process in self.engines.processes})
         await self.transport.aclose()
-        if self.siblings is not None:
-            await self.siblings.aclose()
 
 
 async def _close_all(closing: Mapping[str, Coroutine[Any, Any, None]]) -> None:
@@ -444,42 +477,51 @@ def build_app(proxy: Proxy) -> Dispatcher:
         PassedToKeeper(sockets, proxy.transport) if sockets is not None else None,
     )
     guard = MetricsGuard(_text(settings.admin_key), _text(settings.metrics_key), proxy.tenants)
-    ops = Ops(proxy.fleet, proxy.metrics, proxy.draining, proxy.peers, has_page=settings.ui, guard=guard)
+    together = Together(proxy.transport, proxy.siblings, sockets or tuple, proxy.told_orders)
+    ops = Ops(
+        proxy.fleet,
+        proxy.metrics,
+        proxy.draining,
+        proxy.peers,
+        has_page=settings.ui,
+        guard=guard,
+        together=together,
+    )
     page = WebPage().routes() if settings.ui else []
     rest = Starlette(
-        routes=[admin_api(proxy), *ops.routes(), *page],
+        routes=[admin_api(proxy, together), *ops.routes(), *_peer_routes(proxy), *page],
         exception_handlers={
             **dict.fromkeys(ANSWERED, handle),
             HTTPException: handle_http,
         },
     )
     rest.router.redirect_slashes = False  # such an answer leads to the host that the client named
-    if sockets is None:
-        return Dispatcher(data_plane, rest, proxy.draining)
-    told = {
-        ORDERS_PATH: proxy.told_orders,
-        PROMPTS_PATH: proxy.prompts.told,
-        KEYS_PATH: proxy.told_keys,
-    }
-    together = MergedAnswers(
-        rest,
-        proxy.siblings or Siblings([]),
-        told,
-        shared=proxy.peers is not None,
-        neighbours=Neighbours(sockets),
+    return Dispatcher(data_plane, rest, proxy.draining)
+
+
+def _peer_routes(proxy: Proxy) -> list[Route]:
+    """What the other workers ask this one."""
+    if proxy.hand_over is None:
+        return []
+    return peer_routes(
+        {
+            HAND_OVER_PATH: proxy.hand_over.receive,
+            PROMPTS_PATH: lambda _body: proxy.prompts.told(),
+            KEYS_PATH: proxy.told_keys,
+            ORDERS_PATH: proxy.follow_orders,
+        }
     )
-    return Dispatcher(data_plane, together, proxy.draining)
 
 
 def _sockets(proxy: Proxy) -> Callable[[], Sequence[str]] | None:
     """What the other kvpins of this machine listen on; None if there can be none."""
     peers, siblings = proxy.peers, proxy.siblings
-    if peers is not None and peers.http_socket is not None:
+    if peers is not None and peers.bus.http_socket is not None:
         return peers.sockets
     return (lambda: siblings.sockets) if siblings is not None else None
 
 
-def admin_api(proxy: Proxy) -> Mount:
+def admin_api(proxy: Proxy, together: Together) -> Mount:
     """The admin API over a proxy's collaborators."""
     fleet, flow, reuse = proxy.fleet, proxy.flow, proxy.ingest is not None
     operations, pins = proxy.operations, proxy.pins
@@ -499,7 +541,7 @@ def admin_api(proxy: Proxy) -> Mount:
         *replay_routes(Replays()),
         *table_routes(SharedTables(fleet, proxy.tables, files)),
     )
-    return admin_mount(endpoints, AdminGuard(_text(proxy.settings.admin_key)))
+    return admin_mount(endpoints, AdminGuard(_text(proxy.settings.admin_key)), together.serve)
 
 
 def _text(key: SecretStr | None) -> str | None:

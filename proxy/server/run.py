@@ -43,7 +43,7 @@ from proxy.runtime.interpreter import settle, steady
 from proxy.server.app import Proxy, build_app
 from proxy.server.checks import OPEN_TO_ALL, check, issued_keys, warnings_of
 from proxy.server.workers.fairness import ConnectionTally, FairAcceptor, tallied
-from proxy.server.workers.orders import Orders, catch_up
+from proxy.server.workers.orders import Orders
 from proxy.server.workers.supervisor import Workers
 from proxy.server.workers.watchdog import Watchdog
 from proxy.settings import Settings, SettingsError, needs_restart
@@ -119,7 +119,7 @@ async def _run(
     `watchdog`: that of this process. Raises SettingsError or EngineSpecError."""
     transport = HttpTransport(connect_timeout_s=settings.timeouts.connect_s, setting="timeouts.connect_s")
     try:
-        siblings = Siblings(orders.siblings, orders.http_socket) if orders is not None else None
+        siblings = Siblings(Path(orders.directory), orders.number, orders.of) if orders is not None else None
         proxy = Proxy(settings, transport, siblings)
         server = _Server(proxy, load, listeners, orders)
     except SettingsError:
@@ -135,8 +135,8 @@ async def _run(
     try:
         server.listen_to_peers()  # before they are told of it
         proxy.start()
-        if proxy.siblings is not None and orders is not None and orders.follows:
-            await catch_up(proxy.siblings, proxy.fleet.book)
+        if proxy.hand_over is not None and orders is not None and orders.follows:
+            await proxy.hand_over.once()  # it learns what operators have ordered
         settle()
         if orders is None or (orders.number == 1 and not orders.follows):
             banner.print_addresses()
@@ -169,6 +169,7 @@ class _Server:
         http = self._protocol
         if orders is not None and self._tally is not None:
             http = tallied(http, self._tally, orders.number)
+            proxy.tasks.keep("pulse", partial(self._tally.pulse, orders.number))
         context = self._context
         self.uvicorn = UvicornServer(
             self._site, http if context is None else over_tls(http, context), self._stop
@@ -177,8 +178,9 @@ class _Server:
     def listen_to_peers(self) -> None:
         """Serves other kvpins of this machine: other workers, and those of its exchange. Raises OSError."""
         peers = self._proxy.peers
-        paths = {peers.http_socket if peers is not None else None}
-        paths |= {self._orders.http_socket if self._orders is not None else None}
+        siblings = self._proxy.siblings
+        paths = {peers.bus.http_socket if peers is not None else None}
+        paths |= {siblings.own if siblings is not None else None}
         protocol = type("PeerProtocol", (self._protocol,), {"__slots__": (), "is_of_peer": True})
         connect = self.uvicorn.connect(protocol)
         for path in paths:
@@ -186,7 +188,9 @@ class _Server:
                 self._peer_ports.append(PeerPort(path, connect))
 
     def close_peer_ports(self) -> None:
-        """Accepts no more connections of other kvpins."""
+        """Accepts no more connections of other kvpins, and speaks for no other worker."""
+        if (siblings := self._proxy.siblings) is not None:
+            siblings.retire()
         for port in self._peer_ports:
             port.close()
 

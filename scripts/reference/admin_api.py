@@ -11,6 +11,7 @@ import httpx
 from starlette.applications import Starlette
 
 from engine_adapter import HttpTransport
+from proxy.api.workers.together import Together
 from proxy.server.app import Proxy, admin_api
 from proxy.settings import Settings
 
@@ -40,7 +41,7 @@ async def _document() -> dict[str, Any]:
     transport = HttpTransport()
     proxy = Proxy(Settings(), transport)
     try:
-        local = httpx.ASGITransport(Starlette(routes=[admin_api(proxy)]))
+        local = httpx.ASGITransport(Starlette(routes=[admin_api(proxy, Together())]))
         async with httpx.AsyncClient(transport=local, base_url="http://127.0.0.1") as client:
             answer = await client.get("/admin/v1/openapi.json")
             found: dict[str, Any] = answer.raise_for_status().json()

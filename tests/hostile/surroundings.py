@@ -63,23 +63,23 @@ async def _clock_jumps(a: Attacker) -> None:
 def _frames(a: Attacker) -> Iterator[bytes]:
     """Noise, huge and broken frames, and those of kvpins that are not there."""
     from proxy.core.issued_keys import IssuedKey, signed
-    from proxy.core.peers.messages import VERSION, Batch, Begun, KvpinState, Leaving, Used, frame_of
+    from proxy.core.peers.messages import VERSION, Begun, KvpinState, Leaving, Used, frame_of
     from proxy.core.placement.load import Work
     from proxy.core.quotas import Use
 
     yield from (b"", os.urandom(99), VERSION, VERSION + bytes(8), VERSION + os.urandom(200))
     yield b"\xff" * a.size(60)
-    yield VERSION + _FORGED.to_bytes(8, "little") + b"\x92\x63" + b"\x91" * a.size(6)
+    yield VERSION + _FORGED.to_bytes(8, "little") + b"\x91" * a.size(6)
     key = signed([IssuedKey("key-1", "nobody", bytes(32), "evil", 0.0)], b"", 0.0)
     forged = (KvpinState("evil \x1b[2J", [], "/nowhere", keys=key), Used("nobody", Use(9, 9, 9)))
-    yield from (frame_of(_FORGED, Batch(number, [message])) for number, message in enumerate(forged))
+    yield from (frame_of(_FORGED, [message]) for message in forged)
     hashes = os.urandom(a.size(6))
     for number in range(8):
         begun = Begun(number, "well", hashes, 10**9, Work(10**9), streams=True, known=True, session=None)
-        yield frame_of(_FORGED, Batch(2 + number, [begun]))
-    yield frame_of(_FORGED, Batch(99, [Leaving()]))
+        yield frame_of(_FORGED, [begun])
+    yield frame_of(_FORGED, [Leaving()])
     for number in range(a.many(3_000)):
-        yield frame_of(1_000 + number, Batch(0, [KvpinState(f"kvpin {number}", [], None)]))
+        yield frame_of(1_000 + number, [KvpinState(f"kvpin {number}", [], None)])
 
 
 async def _poisoned_channel(a: Attacker) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from anyio.abc import TaskGroup
@@ -44,6 +44,10 @@ class Query:
     text: str
 
 
+Join = Callable[[Request, list[dict[str, Any]]], dict[str, Any]]
+"""Makes one answer of those of all workers, this one's first."""
+
+
 @dataclass(frozen=True, slots=True)
 class Endpoint:
     """One method of one path.
@@ -61,6 +65,9 @@ class Endpoint:
         is_stream: the answer is a stream of server-sent events. Each has the name of a field of `answer` and
             its value as data.
         query: query parameters.
+        others: the other kvpins of the machine `do` it, too; one of them may `know` what is named if this one
+            does not; or it is an order about engines, which other workers `follow` before it is answered.
+        join: where each worker has a part of the answer: makes one of all.
     """
 
     method: str
@@ -74,6 +81,8 @@ class Endpoint:
     statuses: tuple[int, ...] = (200,)
     is_stream: bool = False
     query: tuple[Query, ...] = field(default=())
+    others: Literal["do", "know", "follow"] | None = None
+    join: Join | None = None
 
     def check_query(self, request: Request) -> None:
         """Raises BadRequest for a query parameter that the route does not have: a misspelt filter would

@@ -64,7 +64,7 @@ def engine_routes(
         return fleet.engine(request.path_params["engine_id"])
 
     def is_told() -> bool:
-        return peers is None or peers.is_connected
+        return peers is None or peers.bus.is_connected
 
     def described(engine: Engine) -> EngineAnswer:
         return describe_engine(engine, fleet.pool_of(engine))
@@ -107,6 +107,7 @@ def engine_routes(
             EngineAnswer,
             body=EngineSettings,
             statuses=(201,),
+            others="follow",
         ),
         Endpoint(
             "DELETE",
@@ -114,6 +115,7 @@ def engine_routes(
             delete_engine,
             "Drops an engine at all kvpins of the group; its requests in flight go on to their end.",
             RemovalAnswer,
+            others="follow",
         ),
         Endpoint(
             "POST",
@@ -122,6 +124,7 @@ def engine_routes(
             "No kvpin of the group sends the engine new requests; with `undo`, they do again.",
             DrainedEngine,
             body=Drain,
+            others="follow",
         ),
     )
 

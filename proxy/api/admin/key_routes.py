@@ -77,6 +77,7 @@ def key_routes(keys: IssuedKeys, tenants: Tenants, fleet: Fleet) -> tuple[Endpoi
             delete_key,
             "Removes an issued key, even if that cannot be saved; its requests in flight go on to their end.",
             RemovedKey,
+            others="do",  # they read it in the file of keys, unless that cannot be written
         ),
     )
 
@@ -130,6 +131,7 @@ def table_routes(tables: SharedTables) -> tuple[Endpoint, ...]:
             body=PutTable,
             raw_body=True,
             query=ids,
+            others="do",
         ),
         Endpoint(
             "DELETE",
@@ -138,6 +140,7 @@ def table_routes(tables: SharedTables) -> tuple[Endpoint, ...]:
             "Forgets a table here and on the engines.",
             None,
             statuses=(204,),
+            others="do",
         ),
     )
 

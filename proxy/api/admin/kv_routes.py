@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -69,16 +69,30 @@ def kv_routes(
             "Protects a prefix from eviction for a time.",
         ),
         _start("/unpin", Unpin, unpin, "Ends a pin."),
-        Endpoint("GET", "/operations", list_operations, "Running and recent operations.", OperationList),
-        Endpoint("GET", one, get_operation, progress, OperationAnswer),
+        Endpoint(
+            "GET",
+            "/operations",
+            list_operations,
+            "Running and recent operations.",
+            OperationList,
+            others="do",
+            join=_all_operations,
+        ),
+        Endpoint("GET", one, get_operation, progress, OperationAnswer, others="know"),
         Endpoint(
             "DELETE",
             one,
             delete_operation,
             "Cancels an operation; what is done stays done.",
             OperationAnswer,
+            others="know",
         ),
     )
+
+
+def _all_operations(_request: Request, answers: list[dict[str, Any]]) -> dict[str, Any]:
+    operations = [each for answer in answers for each in answer["operations"]]
+    return {"operations": sorted(operations, key=lambda operation: -operation["started"])}
 
 
 def _start(
@@ -96,7 +110,8 @@ def _start(
         await operation.wait(body.wait_s)
         return answer(_described(operation), operation.status)
 
-    return Endpoint("POST", path, handler, summary, OperationAnswer, body=kind, statuses=(200, 202, 502))
+    more: dict[str, Any] = {"statuses": (200, 202, 502), "others": "do" if kind is Flush else "know"}
+    return Endpoint("POST", path, handler, summary, OperationAnswer, body=kind, **more)
 
 
 def _described(operation: Operation) -> OperationAnswer:

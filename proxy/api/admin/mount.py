@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
@@ -38,30 +38,38 @@ _MOST = 200
 _KEY = re.compile(KEY_PREFIX.encode() + rb"[\w-]*")
 
 
-def admin_mount(endpoints: Iterable[Endpoint], guard: AdminGuard) -> Mount:
-    """The admin API, to mount at the root."""
+Serve = Callable[[Endpoint, Request], Awaitable[Response]]
+"""Answers a request to an endpoint."""
+
+
+async def _alone(endpoint: Endpoint, request: Request) -> Response:
+    return await endpoint.handler(request)
+
+
+def admin_mount(endpoints: Iterable[Endpoint], guard: AdminGuard, serve: Serve = _alone) -> Mount:
+    """The admin API, to mount at the root. `serve` answers together with other kvpins."""
     document = with_document(PREFIX, endpoints)
     # A redirect would lead to the host that the client named.
-    router = Router(routes(document), redirect_slashes=False, default=_not_found)
+    router = Router(routes(document, serve), redirect_slashes=False, default=_not_found)
     return Mount(PREFIX, app=_Guarded(router, guard))
 
 
-def routes(endpoints: Iterable[Endpoint]) -> list[Route]:
+def routes(endpoints: Iterable[Endpoint], serve: Serve = _alone) -> list[Route]:
     """One route for each path, with all its methods."""
     by_path = sorted(endpoints, key=lambda endpoint: endpoint.path)
     made = []
     for path, group in groupby(by_path, key=lambda endpoint: endpoint.path):
         by_method = {endpoint.method: endpoint for endpoint in group}
-        made.append(Route(path, partial(_serve, by_method), methods=list(by_method)))
+        made.append(Route(path, partial(_serve, by_method, serve), methods=list(by_method)))
     return made
 
 
-async def _serve(by_method: Mapping[str, Endpoint], request: Request) -> Response:
+async def _serve(by_method: Mapping[str, Endpoint], serve: Serve, request: Request) -> Response:
     """One request to one path; HEAD is answered like GET."""
     endpoint = by_method.get(request.method) or by_method["GET"]
     try:
         endpoint.check_query(request)
-        return await endpoint.handler(request)
+        return await serve(endpoint, request)
     except (ProxyError, EngineError) as error:
         return error_response(error, request.headers.get(REQUEST_ID_HEADER))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import anyio
 import msgspec
@@ -18,12 +19,12 @@ from proxy.api.admin.endpoint import Endpoint, Query, answer, decode, int_query,
 from proxy.api.admin.request_bodies import DryRun
 from proxy.control.explain import RequestAnswer, RequestSummary, RouteAnswer, explain, route, summarize
 from proxy.control.replays import MAX_TRACE_BYTES, OPTIONS, ReplayAnswer, Replays
-from proxy.core.tenant_use import MOST_DAYS, DayUse, UseBook
+from proxy.core.tenant_use import MOST_DAYS, DayUse, UseBook, Used
 from proxy.errors import BadRequest, NotFound, ProxyError
 from proxy.flow import Flow
 from proxy.observe.live import Live, Missed, RequestNow, Snapshot
 
-MOST = 10_000
+MOST, _USUAL = 10_000, 50
 
 
 class RequestList(msgspec.Struct):
@@ -43,7 +44,7 @@ def request_routes(flow: Flow) -> tuple[Endpoint, ...]:
         return answer(await route(flow, JsonBody(raw), asked.path, asked.tenant))
 
     async def list_requests(request: Request) -> Response:
-        limit = int_query(request, "limit", 50, MOST)
+        limit = int_query(request, "limit", _USUAL, MOST)
         summaries = []
         for record in list(flow.requests)[: -limit - 1 : -1]:
             summaries.append(await summarize(flow, record))
@@ -77,7 +78,9 @@ def request_routes(flow: Flow) -> tuple[Endpoint, ...]:
             list_requests,
             "The last requests, newest first.",
             RequestList,
-            query=(Query("limit", "integer", f"How many, 1 to {MOST}; 50 by default."),),
+            query=(Query("limit", "integer", f"How many, 1 to {MOST}; {_USUAL} by default."),),
+            others="do",
+            join=_newest,
         ),
         Endpoint(
             "GET",
@@ -86,8 +89,16 @@ def request_routes(flow: Flow) -> tuple[Endpoint, ...]:
             "One request, by kvpin's id or its client's: why its cache missed or hit.",
             RequestAnswer,
             query=(whose,),
+            others="know",
         ),
     )
+
+
+def _newest(request: Request, answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """The newest requests of all workers. Those that one worker passed on to another are among them."""
+    requests = [each for answer in answers for each in answer["requests"]]
+    requests.sort(key=lambda request: -request["started"])
+    return {"requests": requests[: int_query(request, "limit", _USUAL, MOST)], "passed_on": {}}
 
 
 _HEADERS = {
@@ -182,8 +193,20 @@ def use_routes(book: UseBook) -> tuple[Endpoint, ...]:
             "Requests and tokens by day (UTC), tenant and model, the newest day first.",
             UseList,
             query=(days,),
+            others="do",
+            join=_summed,
         ),
     )
+
+
+def _summed(_request: Request, answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """The use that all workers counted."""
+    rows = dict[tuple[str, str, str], dict[str, Any]]()
+    for row in (row for each in answers for row in each["usage"]):
+        known = rows.setdefault((row["day"], row["tenant"] or "", row["model"] or ""), row)
+        if known is not row:
+            known.update({name: known[name] + row[name] for name in Used.__struct_fields__})
+    return {"usage": [rows[key] for key in sorted(sorted(rows), key=lambda key: key[0], reverse=True)]}
 
 
 def replay_routes(replays: Replays) -> tuple[Endpoint, ...]:

@@ -10,13 +10,12 @@ import asyncio
 from math import inf
 
 from engine_adapter import EngineUnavailable, HeaderPairs, HttpTransport, JsonBody, OutgoingRequest, Upload
+from proxy.api.workers.siblings import HOST
 from proxy.errors import TimeLimit
 from proxy.headers import CHANGED_HEADER
 from proxy.http.exchange import Exchange
 from proxy.request.calls import Call, Reply
 
-HOST = "http://kvpin"
-"""The host of URLs that are asked over a Unix socket."""
 # Headers that end at each server, and those that the transport writes itself.
 _OF_ONE_HOP = frozenset(
     {

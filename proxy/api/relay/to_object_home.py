@@ -7,13 +7,13 @@ what that key may see.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from urllib.parse import quote
 
-from engine_adapter import EngineUnavailable, HttpTransport, OutgoingRequest
-from proxy.api.relay.pass_on import HOST, headers_of, pass_on
+from engine_adapter import EngineUnavailable, HttpTransport
+from proxy.api.relay.pass_on import headers_of, pass_on
+from proxy.api.workers.siblings import ask
 from proxy.http.exchange import Exchange
 from proxy.request.calls import Call, Reply
 from proxy.request.stored import COLLECTIONS, Name
@@ -44,27 +44,12 @@ class PassedToKeeper:
 
     async def _find(self, name: Name, exchange: Exchange) -> str | None:
         """The socket of the kvpin that keeps an object; None if none says that it does."""
-        async with asyncio.TaskGroup() as group:
-            asked = [group.create_task(self._ask(each, name, exchange)) for each in self._sockets()]
-            try:
-                for answer in asyncio.as_completed(asked, timeout=ASK_S):
-                    if (socket := await answer) is not None:
-                        return socket
-            except TimeoutError:
-                pass
-            finally:
-                for each in asked:
-                    each.cancel()
-        return None
-
-    async def _ask(self, socket: str, name: Name, exchange: Exchange) -> str | None:
-        url = f"{HOST}{COLLECTIONS[name.kind]}/{quote(name.id, safe='')}"
-        request = OutgoingRequest(_ASKS, url, headers_of(exchange), unix=socket)
-        try:
-            async with await self._transport.send(request) as response:
-                return socket if response.status == HTTPStatus.NO_CONTENT else None
-        except EngineUnavailable:
-            return None
+        target = f"{COLLECTIONS[name.kind]}/{quote(name.id, safe='')}"
+        to = self._transport, self._sockets(), _ASKS, target, headers_of(exchange)
+        keeps = (
+            each.socket for each in await ask(*to, within_s=ASK_S) if each.status == HTTPStatus.NO_CONTENT
+        )
+        return next(keeps, None)
 
 
 def is_asked(exchange: Exchange) -> bool:

@@ -36,7 +36,7 @@ class PassedToOwner:
     @property
     def models(self) -> frozenset[str]:
         """The models that other kvpins serve for this one."""
-        told = self._peers.elsewhere.values()
+        told = self._peers.owners.elsewhere.values()
         return frozenset(each.model for each in told if each.model is not None and each.socket is not None)
 
     def way(self, model: str | None, exchange: Exchange) -> ToldClaim | None:
@@ -47,7 +47,7 @@ class PassedToOwner:
         Raises:
             NoEngine: that kvpin cannot be reached, or another one has just passed the request on.
         """
-        told = self._peers.elsewhere
+        told = self._peers.owners.elsewhere
         if not told or self._is_served_here(model):
             return None
         to = self._owner_of(model, [*told.values()])
@@ -102,7 +102,7 @@ class PassedToOwner:
     @property
     def is_concerned(self) -> bool:
         """True if there are engines that only one kvpin may use."""
-        return self._peers.claims_engines
+        return self._peers.owners.has_claimed
 
     @property
     def _is_changing_hands(self) -> bool:

@@ -1,5 +1,6 @@
-"""Several workers answer as one: the asked one asks the others and merges their answers.
+"""Several workers answer as one: one of them speaks for all.
 
-merging_app.py     asks all workers, merges their answers and their streams of events
-siblings.py        the other workers, asked over their sockets; the socket that serves them
+siblings.py    the other workers, and who speaks for all
+hand_over.py   what a worker hands over to that one: counts, events
+together.py    passes operators' requests on to it; it asks others where they must do or know something
 """

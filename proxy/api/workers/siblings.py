@@ -1,34 +1,82 @@
-"""The other workers of this kvpin, and other kvpins of this machine, asked over their sockets."""
+"""The other workers of this kvpin, and who of all speaks for all. Asks other kvpins of this machine."""
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import socket
-import ssl
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
+import structlog
 
-from engine_adapter import HeaderPairs
+from engine_adapter import EngineUnavailable, HeaderPairs, HttpTransport, OutgoingRequest
 from proxy.http.listeners import Door
 
+log = structlog.get_logger(__name__)
+
+HOST = "http://kvpin"
+"""The host of URLs that are asked over a Unix socket."""
 # An operation may be waited for as long as a minute. Other requests leave a hanging worker out: `kvpin stats`
 # itself waits 2 s for an engine, Prometheus 10 s for a page.
-_ASK_S = 70.0
+ASK_S = 70.0
 _SHOW_S = 5.0
-_CONNECT_S = 1.0
-_AGAIN_S = 1.0
-# Sockets need no TLS. Without this, each client would load all certificate authorities.
-_NO_AUTHORITIES = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+_LOCK = "speaker"
+_NUMBER_BYTES = 2
+
+
+class Siblings:
+    """The workers of one kvpin. One of them speaks for all, as long as it lives: it holds a lock, which the
+    system takes from a process that ends. The first that asks for it after that speaks from then on.
+
+    Attributes:
+        own: what this worker listens on.
+        sockets: what the others listen on while they run.
+    """
+
+    def __init__(self, directory: Path, number: int, of: int) -> None:
+        """`number`: this worker, from 1 to `of`. `directory` is the supervisor's. Raises OSError."""
+        self._directory, self.number = directory, number
+        self.own = self._socket(number)
+        self.sockets = [str(self._socket(each)) for each in range(1, of + 1) if each != number]
+        self._lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._speaks = self._is_retired = False
+
+    def speaks(self) -> bool:
+        """True if this worker speaks for all. Takes that over if nobody does."""
+        if not self._speaks:
+            if self._is_retired:
+                return False
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            os.pwrite(self._lock, self.number.to_bytes(_NUMBER_BYTES), 0)
+            self._speaks = True
+            log.info("this worker answers operators for all")
+        return True
+
+    @property
+    def speaker(self) -> str:
+        """What the one listens on that speaks for all. For a moment, it may be the one before."""
+        return str(self._socket(int.from_bytes(os.pread(self._lock, _NUMBER_BYTES, 0))))
+
+    def retire(self) -> None:
+        """This worker is about to stop: another one speaks for all from now on."""
+        self._speaks, self._is_retired = False, True
+        fcntl.flock(self._lock, fcntl.LOCK_UN)
+
+    def _socket(self, number: int) -> Path:
+        return self._directory / f"worker-{number}.http"
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerAnswer:
-    """The answer of one worker."""
+class PeerAnswer:
+    """The answer of the kvpin that listens at `socket`."""
 
+    socket: str
     status: int
     headers: HeaderPairs
     body: bytes
@@ -39,81 +87,28 @@ class WorkerAnswer:
         return 200 <= self.status < 300  # noqa: PLR2004 - HTTP
 
 
-class Siblings:
-    """Asks the other workers. A worker that does not run or answer in time is left out.
+async def ask(
+    transport: HttpTransport,
+    sockets: Iterable[str],
+    method: str,
+    target: str,
+    headers: HeaderPairs = [],  # noqa: B006 - nobody changes it
+    body: bytes = b"",
+    *,
+    within_s: float | None = None,
+) -> list[PeerAnswer]:
+    """The answers of those of the kvpins that run and answer in time, each for itself alone."""
+    seconds = within_s or (_SHOW_S if method == "GET" else ASK_S)
 
-    Attributes:
-        sockets: what they listen on while they run.
-        own: what this worker listens on.
-    """
-
-    def __init__(self, sockets: Sequence[Path], own: Path | None = None) -> None:
-        self.sockets, self.own = [str(path) for path in sockets], own
-        self._clients = [_client(path) for path in self.sockets]
-
-    async def ask(self, method: str, target: str, headers: HeaderPairs, body: bytes) -> list[WorkerAnswer]:
-        """The answers of those that answer in time. The request is not passed on any further."""
-        return await _ask(self._clients, method, target, headers, body)
-
-    async def told(self, path: str) -> list[bytes]:
-        """The other workers' answers at a path that only workers may ask."""
-        return [answer.body for answer in await self.ask("GET", path, [], b"") if answer.is_good]
-
-    def __len__(self) -> int:
-        return len(self._clients)
-
-    async def stream(self, number: int, target: str) -> AsyncIterator[bytes | None]:
-        """Yields the stream of one of them, for ever: None whenever it ends, before it is asked for again."""
-        while True:
-            try:
-                async with self._clients[number].stream("GET", target) as answer:
-                    async for data in answer.aiter_raw():
-                        yield data
-            except httpx.TransportError:
-                pass
-            yield None
-            await asyncio.sleep(_AGAIN_S)
-
-    async def aclose(self) -> None:
-        """Closes the connections."""
-        await asyncio.gather(*(client.aclose() for client in self._clients))
-
-
-class Neighbours:
-    """Asks the kvpins of this machine that are there now: other workers, and those of the exchange."""
-
-    def __init__(self, sockets: Callable[[], Iterable[str]]) -> None:
-        """`sockets`: what they listen on."""
-        self._sockets = sockets
-
-    async def ask(self, method: str, target: str, headers: HeaderPairs, body: bytes) -> list[WorkerAnswer]:
-        """See `Siblings.ask`."""
-        clients = [_client(path) for path in self._sockets()]
+    async def of(path: str) -> PeerAnswer | None:
+        request = OutgoingRequest(method, f"{HOST}{target}", headers, body or None, unix=path)
         try:
-            return await _ask(clients, method, target, headers, body)
-        finally:
-            await asyncio.gather(*(client.aclose() for client in clients))
-
-
-def _client(path: str) -> httpx.AsyncClient:
-    timeout = httpx.Timeout(_ASK_S, connect=_CONNECT_S)
-    transport = httpx.AsyncHTTPTransport(uds=path, verify=_NO_AUTHORITIES)
-    return httpx.AsyncClient(transport=transport, base_url="http://kvpin", timeout=timeout, trust_env=False)
-
-
-async def _ask(
-    clients: Iterable[httpx.AsyncClient], method: str, target: str, headers: HeaderPairs, body: bytes
-) -> list[WorkerAnswer]:
-    timeout = httpx.Timeout(_SHOW_S if method == "GET" else _ASK_S, connect=_CONNECT_S)
-
-    async def of(client: httpx.AsyncClient) -> WorkerAnswer | None:
-        try:
-            answer = await client.request(method, target, headers=headers, content=body, timeout=timeout)
-        except httpx.TransportError:
+            async with asyncio.timeout(seconds), await transport.send(request) as answer:
+                return PeerAnswer(path, answer.status, answer.headers.raw, await answer.read())
+        except (EngineUnavailable, TimeoutError):
             return None
-        return WorkerAnswer(answer.status_code, answer.headers.raw, answer.content)
 
-    answers = await asyncio.gather(*map(of, clients))
+    answers = await asyncio.gather(*map(of, sockets))
     return [answer for answer in answers if answer is not None]
 
 

@@ -5,6 +5,6 @@ conversations, demand, rates and learned contents follow without a second mechan
 
 messages.py    what is told, and its bytes
 telling.py     what a kvpin tells of its own requests
+matching.py    which engines of two kvpins are the same
 claims.py      which of several kvpins owns an engine that only one may use
-follower.py    one peer as seen here: its requests, and whether all of them are known
 """

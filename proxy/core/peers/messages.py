@@ -1,15 +1,15 @@
 """The messages between kvpins, as MessagePack.
 
-    frame = version, owner, Batch
+    frame = version, owner, messages that were sent together
 
-A batch has a number, one more than the batch before, so that a gap shows. Prompts are told as block hashes,
-conversations as digests. No text of a prompt leaves a kvpin.
+Frames may be lost: a heartbeat names the requests that go on, and so mends what was missed. Prompts are told
+as block hashes, conversations as digests. No text of a prompt leaves a kvpin.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated
 
 import msgspec
@@ -23,7 +23,7 @@ from proxy.core.placement.rates import Timings
 from proxy.core.quotas import Use
 
 # Kvpins of other versions of this format do not understand each other: they ignore each other's frames.
-VERSION = b"\x02"
+VERSION = b"\x03"
 _OWNER_BYTES = 8
 _HEAD = len(VERSION) + _OWNER_BYTES
 
@@ -70,7 +70,7 @@ class Begun(_Message, tag=0, frozen=True):
     part: Role = Role.BOTH
 
     def __post_init__(self) -> None:
-        """Raises ValueError for hashes that are not whole, which makes a frame no batch."""
+        """Raises ValueError for hashes that are not whole: nothing of their frame counts."""
         _check_packed(self.hashes or b"")
 
 
@@ -81,19 +81,14 @@ class Refined(_Message, tag=1, frozen=True):
     work: Work
 
 
-class FirstToken(_Message, tag=2, frozen=True):
-    """A stream began."""
+class AnswerBegan(_Message, tag=2, frozen=True):
+    """The answer to a request began: its `step` is 1 after a stream's first token, 2 for a whole answer."""
 
     id: int
+    step: int
 
 
-class AnsweredWhole(_Message, tag=3, frozen=True):
-    """A request was answered whole."""
-
-    id: int
-
-
-class RequestOver(_Message, tag=4, frozen=True):
+class RequestOver(_Message, tag=3, frozen=True):
     """A request is over: `computed` tokens of its prompt are new on the engine, None if it failed."""
 
     id: int
@@ -101,7 +96,7 @@ class RequestOver(_Message, tag=4, frozen=True):
     report: Usage | None
 
 
-class Used(_Message, tag=5, frozen=True):
+class Used(_Message, tag=4, frozen=True):
     """A tenant's use of its limits since the last such message."""
 
     tenant: str
@@ -145,7 +140,7 @@ class ToldPin(msgspec.Struct, frozen=True, array_like=True):
     label: str
 
 
-class KvpinState(_Message, tag=6, frozen=True):
+class KvpinState(_Message, tag=5, frozen=True):
     """The sender as it is now.
 
     Attributes:
@@ -166,118 +161,64 @@ class KvpinState(_Message, tag=6, frozen=True):
     secret: bytes = b""
 
 
-class AskListing(_Message, tag=7, frozen=True):
-    """Asks the kvpin `of` for all its requests. With `contents`, also for the learned contents of engines
-    without events, and for the engines of conversations."""
+class Ask(_Message, tag=6, frozen=True):
+    """Asks the kvpin `of` for all its requests in flight. With `contents`, also for the learned contents of
+    engines without events, and for the engines of conversations."""
 
     of: int
     contents: bool
 
 
-class Learned(_Message, tag=8, frozen=True):
-    """Blocks that an engine holds, for the kvpin `to`: consecutive blocks of one chain each, see `packed`;
-    the last to be evicted first."""
+class Contents(_Message, tag=7, frozen=True):
+    """A part of what an engine holds, for the kvpin `to`.
+
+    Attributes:
+        engine: its id at the sender; None when all engines were told.
+        timings: its speed.
+        stretches: consecutive blocks of one chain each that an engine without events probably holds, see
+            `packed`; the last to be evicted first.
+        sessions: digests of conversations whose last engine it is, packed; the last first.
+    """
 
     to: int
-    engine: str
-    stretches: list[bytes]
+    engine: str | None = None
+    timings: Timings | None = None
+    stretches: list[bytes] = msgspec.field(default_factory=list)
+    sessions: bytes = b""
 
     def __post_init__(self) -> None:
         """Raises ValueError for hashes that are not whole."""
-        for stretch in self.stretches:
-            _check_packed(stretch)
+        for each in (*self.stretches, self.sessions):
+            _check_packed(each)
 
 
-class Sessions(_Message, tag=9, frozen=True):
-    """Digests of conversations whose last engine this is, for the kvpin `to`, packed; the last first."""
+class Heartbeat(_Message, tag=8, frozen=True):
+    """The sender lives, and so do these of its requests, by their ids, see `packed`: all others are over.
+    `sent`: when, by the sender's clock, in seconds."""
 
-    to: int
-    engine: str
-    digests: bytes
+    requests: bytes
+    sent: float
 
     def __post_init__(self) -> None:
-        """Raises ValueError for hashes that are not whole."""
-        _check_packed(self.digests)
+        """Raises ValueError for ids that are not whole."""
+        _check_packed(self.requests)
 
 
-class Timed(_Message, tag=14, frozen=True):
-    """The speed of an engine, for the kvpin `to`."""
-
-    to: int
-    engine: str
-    timings: Timings
-
-
-class ContentsTold(_Message, tag=13, frozen=True):
-    """Everything that the kvpin `to` asked for with `contents` was told."""
-
-    to: int
-
-
-class Listing(_Message, tag=10, frozen=True):
-    """All requests in flight follow, each as begun, up to the next heartbeat."""
-
-
-class Heartbeat(_Message, tag=11, frozen=True):
-    """The sender lives. The number of its requests in flight, and the digest of their ids."""
-
-    in_flight: int
-    digest: int
-
-
-class Leaving(_Message, tag=12, frozen=True):
+class Leaving(_Message, tag=9, frozen=True):
     """The sender stops: all its requests are over."""
 
 
-class Heard(_Message, frozen=True):
-    """The kvpin `of` told its time: `sent` by its clock, `held_s` seconds ago by the sender's."""
-
-    of: int
-    sent: float
-    held_s: float
-
-
-class Times(_Message, tag=15, frozen=True):
-    """The sender's time in seconds, and the last time that each other kvpin told it. See `RoundTrip`."""
-
-    sent: float
-    heard: list[Heard]
-
-
 Message = (
-    Begun
-    | Refined
-    | FirstToken
-    | AnsweredWhole
-    | RequestOver
-    | Used
-    | KvpinState
-    | AskListing
-    | Learned
-    | Sessions
-    | Timed
-    | ContentsTold
-    | Listing
-    | Heartbeat
-    | Leaving
-    | Times
+    Begun | Refined | AnswerBegan | RequestOver | Used | KvpinState | Ask | Contents | Heartbeat | Leaving
 )
 
-
-class Batch(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Messages that were sent together."""
-
-    number: int
-    messages: list[Message]
-
-
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Batch).decode
+_decode = msgspec.msgpack.Decoder(list[Message]).decode
 
 
-def frame_of(owner: int, batch: Batch) -> bytes:
-    """The bytes of a batch. `owner` is the number that the sender drew when it started."""
-    return VERSION + owner.to_bytes(_OWNER_BYTES, "little") + _encode(batch)
+def frame_of(owner: int, messages: Sequence[Message]) -> bytes:
+    """The bytes of messages. `owner` is the number that the sender drew when it started."""
+    return VERSION + owner.to_bytes(_OWNER_BYTES, "little") + _encode(messages)
 
 
 def owner_of(frame: bytes) -> int | None:
@@ -287,8 +228,8 @@ def owner_of(frame: bytes) -> int | None:
     return int.from_bytes(frame[len(VERSION) : _HEAD], "little")
 
 
-def batch_of(frame: bytes) -> Batch:
-    """The batch of a frame. Raises msgspec.MsgspecError if it is none."""
+def messages_of(frame: bytes) -> list[Message]:
+    """The messages of a frame. Raises msgspec.MsgspecError if it has none."""
     try:
         return _decode(memoryview(frame)[_HEAD:])
     except UnicodeDecodeError as error:

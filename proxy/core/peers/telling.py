@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
-from xxhash import xxh3_64_intdigest
+from msgspec.structs import replace
 
 from engine_adapter.types import Role, Usage
 from proxy.core.index.blocks import Chain
 from proxy.core.peers.messages import (
-    AnsweredWhole,
+    AnswerBegan,
     Begun,
-    FirstToken,
     Heartbeat,
-    Listing,
     Message,
     Refined,
     RequestOver,
     packed,
 )
 from proxy.core.placement.load import Work
-
-
-def digest_of(ids: Iterable[int]) -> int:
-    """The digest of the ids of requests in flight, in any order."""
-    return xxh3_64_intdigest(array("Q", sorted(ids)).tobytes())
 
 
 class Telling:
@@ -44,13 +36,15 @@ class Telling:
 
     def first_token(self) -> None:
         """Its stream began."""
-        self._step = 1
-        self._own.tell(FirstToken(self._begun.id))
+        self._answer_began(1)
 
     def answered(self) -> None:
         """It was answered whole."""
-        self._step = 2
-        self._own.tell(AnsweredWhole(self._begun.id))
+        self._answer_began(2)
+
+    def _answer_began(self, step: int) -> None:
+        self._step = step
+        self._own.tell(AnswerBegan(self._begun.id, step))
 
     def ended(self, computed: int | None, report: Usage | None) -> None:
         """It is over, see `Placer.end`."""
@@ -59,19 +53,7 @@ class Telling:
 
     def now(self) -> Begun:
         """The request as it is now, for a peer that did not see its earlier steps and so not their times."""
-        begun = self._begun
-        return Begun(
-            begun.id,
-            begun.engine,
-            begun.hashes,
-            begun.n_tokens,
-            self._work,
-            streams=begun.streams,
-            known=False,
-            session=begun.session,
-            step=self._step,
-            part=begun.part,
-        )
+        return replace(self._begun, work=self._work, known=False, step=self._step)
 
 
 class OwnRequests:
@@ -115,7 +97,7 @@ class OwnRequests:
         return telling
 
     def tell(self, message: Message) -> None:
-        """Adds a message to the next batch."""
+        """Adds a message to the next frame."""
         if not self._untold:
             self._wake()
         self._untold.append(message)
@@ -129,13 +111,12 @@ class OwnRequests:
         untold, self._untold = self._untold, []
         return untold
 
-    def listing(self) -> Iterator[Message]:
-        """All requests in flight, for a peer that does not know them."""
-        yield Listing()
+    def in_flight(self, now: float) -> Iterator[Message]:
+        """All requests in flight, for a peer that does not know them, and the heartbeat that names them."""
         for telling in self._in_flight.values():
             yield telling.now()
-        yield self.heartbeat()
+        yield self.heartbeat(now)
 
-    def heartbeat(self) -> Heartbeat:
-        """The sign of life. Peers compare its counts with their own."""
-        return Heartbeat(len(self._in_flight), digest_of(self._in_flight))
+    def heartbeat(self, now: float) -> Heartbeat:
+        """The sign of life of this kvpin and of its requests."""
+        return Heartbeat(packed(self._in_flight), now)

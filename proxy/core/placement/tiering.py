@@ -19,6 +19,8 @@ from heapq import heappop, heappush
 from statistics import median
 from typing import Generic, TypeVar
 
+import msgspec
+
 from proxy.core.index.blocks import BlockHash
 from proxy.core.placement.demand import continued
 
@@ -172,10 +174,8 @@ class Threads(Generic[Prompt]):
         self._due.pop(thread, None)
 
 
-@dataclass(slots=True)
-class AheadCounts:
-    """Restores ahead on one engine: how many so far, how many blocks, how many were used because the turn
-    came and found them, and how many were wasted."""
+class AheadCounts(msgspec.Struct):
+    """Restores ahead on one engine: how many, of how many blocks; how many a turn found, and how many not."""
 
     restores: int = 0
     blocks: int = 0

@@ -22,25 +22,29 @@ from proxy.http.listeners import Door
 
 # A connection that no other worker takes for that long is taken by any.
 HOLD_S = 0.01
+# Between two signs of life of a worker.
+BEAT_S = 0.25
 # A worker with so many connections may take one more than its share at once, one with twice as many two more.
 _MORE_AT_ONCE = 8
 # What a worker counts for: while it has no engine, besides its connections; and when it takes none.
 _UNREADY = 2**30
 _GONE = 2**31
-_FILE = "connections"
+TALLY = "connections"
+"""The file of that memory, in the supervisor's directory."""
 _BYTES = 8
 
 
 class ConnectionTally:
-    """The number of connections of each worker, in memory that all share."""
+    """The number of connections of each worker, and its signs of life, in memory that all share."""
 
     def __init__(self, directory: Path, workers: int) -> None:
         """The file is made if it is missing. Raises OSError."""
-        size = workers * _BYTES
-        with (directory / _FILE).open("a+b") as file:
+        size = 2 * workers * _BYTES
+        with (directory / TALLY).open("a+b") as file:
             file.truncate(size)
             self._memory = mmap.mmap(file.fileno(), size)
-        self._counts = memoryview(self._memory).cast("q")
+        numbers = memoryview(self._memory).cast("q")
+        self._counts, self._beats = numbers[:workers], numbers[workers:]
         self._left = set[int]()
         self._ready = set[int]()
 
@@ -48,6 +52,16 @@ class ConnectionTally:
         """Tells how many connections a worker has; workers count from 1."""
         if worker not in self._left:
             self._counts[worker - 1] = connections + (0 if worker in self._ready else _UNREADY)
+
+    async def pulse(self, worker: int) -> None:
+        """Shows that the event loop of a worker turns, for ever."""
+        while True:
+            self._beats[worker - 1] += 1
+            await asyncio.sleep(BEAT_S)
+
+    def beats(self, worker: int) -> int:
+        """How often a worker has shown that."""
+        return self._beats[worker - 1]
 
     def be_ready(self, worker: int) -> None:
         """A worker has engines from now on."""

@@ -6,7 +6,6 @@ import json
 import os
 import socket
 import stat
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,6 @@ import msgspec
 from pydantic import SecretStr
 
 from engine_adapter import EngineSpec
-from proxy.api.workers.merging_app import ORDERS_PATH
-from proxy.api.workers.siblings import Siblings
-from proxy.core.engine_book import EngineBook, decode_marks
 from proxy.settings import (
     WORKER_VARIABLE,
     EngineSettings,
@@ -78,16 +74,6 @@ class Orders(msgspec.Struct, frozen=True):
             listener.set_inheritable(False)
         return taken
 
-    @property
-    def http_socket(self) -> Path:
-        """Where this worker serves HTTP to the others."""
-        return _http_socket(self.directory, self.number)
-
-    @property
-    def siblings(self) -> list[Path]:
-        """Where the other workers do."""
-        return [_http_socket(self.directory, n) for n in range(1, self.of + 1) if n != self.number]
-
     def settings(self, load: Callable[[], Settings]) -> Settings:
         """The settings of this worker: those of `load`, but the engines that kvpin starts run already, and
         the workers share their requests. Raises SettingsError, also if the supervisor has refused them."""
@@ -135,14 +121,3 @@ def _described(spec: EngineSpec[Any]) -> dict[str, Any]:
 def _is_socket(descriptor: int) -> bool:
     """Raises OSError if nothing is open there."""
     return stat.S_ISSOCK(os.fstat(descriptor).st_mode)
-
-
-def _http_socket(directory: str, number: int) -> Path:
-    return Path(directory) / f"worker-{number}.http"
-
-
-async def catch_up(siblings: Siblings, book: EngineBook) -> None:
-    """Takes over the orders about engines that the other workers know. This worker's own socket listens
-    already: what is ordered from now on comes there."""
-    for told in await siblings.told(ORDERS_PATH):
-        book.merge(decode_marks(told), now=time.time())

@@ -23,7 +23,8 @@ import tempfile
 import time
 from asyncio.subprocess import Process
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -33,9 +34,9 @@ from proxy.fleet.process.managed_engine import ManagedEngine, ProcessState, end_
 from proxy.peers.unix_bus import MAX_PATH_BYTES
 from proxy.runtime.tasks import Supervisor
 from proxy.server.checks import check, check_reload, issued_keys, managed_engines
-from proxy.server.workers.fairness import ConnectionTally
+from proxy.server.workers.fairness import TALLY, ConnectionTally
 from proxy.server.workers.orders import Orders, write_engines, write_refusal
-from proxy.server.workers.watchdog import SILENT_S, Watchdog, WorkerPulse
+from proxy.server.workers.watchdog import SILENT_S, Watchdog, until_silent
 from proxy.settings import EngineEntry, ManagedSettings, Settings, SettingsError, engine_changes
 
 log = structlog.get_logger(__name__)
@@ -135,28 +136,27 @@ class Workers:
             follows=follows,
             recording_key=self._recording_key,
         )
-        with closing(WorkerPulse(self._directory.path / f"worker-{number}.alive", self._silent_s)) as pulse:
-            process = await asyncio.create_subprocess_exec(
-                *ends_with_parent([sys.executable, "-m", "proxy.cli", *sys.argv[1:]]),
-                env={**os.environ, **orders.variable(), **pulse.variables()},
-                pass_fds=(*descriptors, self._directory.lock),
-                start_new_session=True,  # Ctrl-C reaches the supervisor alone, which passes it on
-            )
-            self._running[number] = process
-            self._tasks.start(f"watch of worker {number}", self._watch(number, process, pulse))
-            if self._stopping.is_set():  # kvpin was told during the start
-                process.terminate()
-            log.info("worker started", worker=number, pid=process.pid)
-            try:
-                return await process.wait()
-            finally:
-                self._tasks.cancel(f"watch of worker {number}")
-                del self._running[number]
-                self._tally.leave(number)
+        process = await asyncio.create_subprocess_exec(
+            *ends_with_parent([sys.executable, "-m", "proxy.cli", *sys.argv[1:]]),
+            env={**os.environ, **orders.variable()},
+            pass_fds=(*descriptors, self._directory.lock),
+            start_new_session=True,  # Ctrl-C reaches the supervisor alone, which passes it on
+        )
+        self._running[number] = process
+        self._tasks.start(f"watch of worker {number}", self._watch(number, process))
+        if self._stopping.is_set():  # kvpin was told during the start
+            process.terminate()
+        log.info("worker started", worker=number, pid=process.pid)
+        try:
+            return await process.wait()
+        finally:
+            self._tasks.cancel(f"watch of worker {number}")
+            del self._running[number]
+            self._tally.leave(number)
 
-    async def _watch(self, number: int, process: Process, pulse: WorkerPulse) -> None:
+    async def _watch(self, number: int, process: Process) -> None:
         """Kills a worker when it hangs."""
-        await pulse.until_silent()
+        await until_silent(partial(self._tally.beats, number), self._silent_s)
         log.error(
             "worker hangs: it is killed, and the answers that it was giving are lost",
             worker=number,
@@ -329,7 +329,7 @@ def _remove_left_in(place: str) -> None:
     """Removes those of killed supervisors: of this user, with files of workers, and without a lock."""
     for path in Path(place).glob(f"{_PREFIX}*"):
         with suppress(OSError):  # a lock, or another supervisor removes it
-            is_left = path.lstat().st_uid == os.geteuid() and any(path.glob("worker-*.alive"))
+            is_left = path.lstat().st_uid == os.geteuid() and (path / TALLY).exists()
             if not is_left or not _NAME.fullmatch(path.name):
                 continue
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

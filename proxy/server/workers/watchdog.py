@@ -1,8 +1,7 @@
-"""Notices a process whose event loop stands still, by systemd's protocol: see sd_watchdog_enabled(3).
+"""Notices a process whose event loop stands still.
 
-    worker, `Watchdog` ──WATCHDOG=1──→ supervisor, `WorkerPulse`      supervisor or single kvpin ──→ systemd
-
-systemd sets the two variables if the unit has WatchdogSec=, and the supervisor sets them for its workers.
+A supervisor or a single kvpin tells systemd that it lives if the unit has WatchdogSec=, by the protocol of
+sd_watchdog_enabled(3). Workers tell their supervisor in the memory that they share.
 """
 
 from __future__ import annotations
@@ -10,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
 # A worker that is silent for that long hangs, unless systemd says another time.
 SILENT_S = 30.0
@@ -20,7 +19,6 @@ _US_PER_S = 1_000_000
 _ALIVE = b"WATCHDOG=1"
 _LOOKS = 10
 _BEATS = 4
-_MOST_BYTES = 4096
 
 
 class Watchdog:
@@ -50,44 +48,16 @@ class Watchdog:
                 await asyncio.sleep(self.silent_s / _BEATS)
 
 
-class WorkerPulse:
-    """Listens to the watchdog of one worker."""
+async def until_silent(beats: Callable[[], int], silent_s: float) -> None:
+    """Returns when a worker gives no sign of life any more; `beats` tells how many it has given.
 
-    def __init__(self, path: Path, silent_s: float) -> None:
-        """Listens at `path`. Raises OSError."""
-        self._path, self._silent_s = path, silent_s
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._socket.setblocking(False)
-        path.unlink(missing_ok=True)
-        self._socket.bind(str(path))
-
-    def variables(self) -> dict[str, str]:
-        """The environment of the worker."""
-        return {_SOCKET: str(self._path), _TIME: str(int(self._silent_s * _US_PER_S))}
-
-    async def until_silent(self) -> None:
-        """Returns when a worker that was heard is not heard any more.
-
-        The start of a worker may take long: until it was heard, it is not missed. Looks are counted, not
-        time: after the whole machine stood still, a worker has time to be heard.
-        """
-        missed: int | None = None
-        while missed is None or missed < _LOOKS:
-            await asyncio.sleep(self._silent_s / _LOOKS)
-            if self._is_heard():
-                missed = 0
-            elif missed is not None:
-                missed += 1
-
-    def _is_heard(self) -> bool:
-        """True if something came since the last look."""
-        is_heard = False
-        with suppress(BlockingIOError):
-            while self._socket.recv(_MOST_BYTES):
-                is_heard = True
-        return is_heard
-
-    def close(self) -> None:
-        """Listens no more."""
-        self._socket.close()
-        self._path.unlink(missing_ok=True)
+    The start of a worker may take long: until it gave one, it is not missed. Looks are counted, not time:
+    after the whole machine stood still, a worker has time to give one.
+    """
+    missed, before = None, beats()
+    while missed is None or missed < _LOOKS:
+        await asyncio.sleep(silent_s / _LOOKS)
+        if (now := beats()) != before:
+            missed, before = 0, now
+        elif missed is not None:
+            missed += 1

@@ -7,7 +7,7 @@ from proxy.core.budget import ByteBudget
 from proxy.core.placement.load import Work
 from proxy.fleet.engine import EngineState
 from proxy.fleet.fleet import Fleet
-from proxy.observe.gauges import ScrapedState, counters_of, gauges_of, of_workers
+from proxy.observe.gauges import ScrapedState, counters_of, gauges_of
 from tests.fakes import INFO, FakeAdapter
 
 
@@ -41,7 +41,6 @@ async def test_gauges_are_read_from_the_fleet():
     engine.state = EngineState.DRAINING
     now = values(fleet)
     assert (now["kvpin_engine_ready", "a"], now["kvpin_engine_draining", "a"]) == (0, 1)
-    assert of_workers(shared=True)["kvpin_engine_draining"] is max
 
 
 async def test_tasks_of_the_event_loop_are_counted():
@@ -49,11 +48,6 @@ async def test_tasks_of_the_event_loop_are_counted():
     task = asyncio.create_task(asyncio.sleep(60))
     assert values(Fleet())["kvpin_tasks",] == before + 1
     task.cancel()
-
-
-def test_workers_that_share_their_requests_count_all_of_them():
-    assert of_workers(shared=False)["kvpin_engine_in_flight"] is sum
-    assert of_workers(shared=True) == of_workers(shared=False) | {"kvpin_engine_in_flight": max}
 
 
 def test_restores_ahead_are_counted_by_engine():

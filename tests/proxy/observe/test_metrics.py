@@ -196,7 +196,7 @@ async def test_engines_that_came_and_went_leave_no_series_and_stay_in_the_totals
         fleet.remove(engine)
         metrics.observe(done)  # one of its requests ends after it has left
     # Also where nobody reads the page, nothing is kept of engines that have left.
-    assert sum(len(family.series) for family in metrics._families) < 100
+    assert sum(len(family.series) for family in metrics.families.values()) < 100
     later = metrics.render()
     assert b"pod-" not in later
     assert len(later) < len(page) + 20_000

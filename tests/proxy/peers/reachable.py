@@ -16,6 +16,6 @@ class OfPeer(Http1Protocol):
 async def reachable(proxy):
     """Serves a proxy to the other ones."""
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(proxy.peers.http_socket))
+        listener.bind(str(proxy.peers.bus.http_socket))
         async with serving(proxy.site, listener, OfPeer):
             yield

@@ -53,7 +53,7 @@ class Kvpin:
         self.number, self.wire = number, Wire(wires)
         self.fleet, self.tasks = Fleet(), Supervisor()
         self.peers = Peers(self.wire, number, self.fleet, Tenants([]))
-        self.peers._announcer.name = f"kvpin {number}"
+        self.peers.name = f"kvpin {number}"
         ingest = Ingest(self.fleet, self.tasks)
         monitor = Monitor(self.fleet, self.tasks, ingest, PromptTables(), interval_s=0.05, timeout_s=5)
         self.adapter = Slots(number, users, lock)
@@ -105,6 +105,18 @@ async def test_of_two_that_start_together_one_owns_the_engine(kvpin):
     await until(lambda: five.is_owner and nine.sees_at(5))
     assert nine.adapter.checks == 0  # it was never asked anything
     assert "kvpin 5" in nine.engine.last_error
+
+
+async def test_one_that_may_not_own_engines_leaves_it_to_another(kvpin):
+    """Of the workers of one kvpin, only the one that speaks for all may."""
+    five = kvpin(5)
+    five.peers._may_own = lambda: False
+    nine = kvpin(9)
+    await until(lambda: nine.is_owner and five.sees_at(9))
+    await nine.die()
+    await until(lambda: five.engine.owner is None)
+    five.peers._may_own = lambda: True
+    await until(lambda: five.is_owner)
 
 
 async def test_a_newcomer_leaves_it_to_the_owner(kvpin):
@@ -169,7 +181,7 @@ async def test_one_that_stood_still_is_no_owner_before_it_has_heard_the_others(k
     five = kvpin(5)
     await until(lambda: five.is_owner)
     with structlog.testing.capture_logs() as logs:
-        five.peers._owners.doubt(asyncio.get_running_loop().time())
+        five.peers.owners.doubt(asyncio.get_running_loop().time())
         await until(lambda: five.engine.state is EngineState.CONNECTING)
         assert five.engine.owner is None
         await until(lambda: any(log["event"] == "this kvpin owns the engine" for log in logs))
@@ -179,12 +191,12 @@ async def test_one_that_stood_still_is_no_owner_before_it_has_heard_the_others(k
 async def test_one_that_stood_still_stays_the_owner_where_a_lock_kept_others_off(kvpin):
     five = kvpin(5, locks=True)
     await until(lambda: five.is_owner)
-    five.peers._owners.doubt(asyncio.get_running_loop().time())
-    assert not five.peers._owners.is_bidding
+    five.peers.owners.doubt(asyncio.get_running_loop().time())
+    assert not five.peers.owners.is_bidding
 
 
 async def test_one_that_is_locked_out_says_so_before_its_next_decision(kvpin):
     five = kvpin(5, locks=True)
     await until(lambda: five.is_owner)
     five.engine.state = EngineState.ELSEWHERE
-    assert not five.peers._owners.claim_of(five.engine).is_held
+    assert not five.peers.owners.claim_of(five.engine).is_held

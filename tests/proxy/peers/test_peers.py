@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 from proxy.control.pinning import PinAnswer
 from proxy.control.stats import stats
 from proxy.core.issued_keys import MAX_AGE_S, IssuedKey, signed
-from proxy.core.peers.messages import Batch, Heartbeat, KvpinState, Leaving, frame_of
+from proxy.core.peers.messages import Heartbeat, KvpinState, Leaving, frame_of
 from proxy.core.pins import Pin
 from proxy.core.placement.load import LoadSample, Work
 from proxy.fleet.engine import order_name
@@ -23,14 +23,14 @@ from tests.proxy.peers.world import Gated, Wire, ask, in_step, placer, until, wo
 
 async def test_each_knows_where_the_other_serves_its_peers(unix):
     async with world(unix) as (_engines, (one, two)):
-        assert one.peers.sockets() == [str(two.peers.http_socket)]
+        assert one.peers.sockets() == [str(two.peers.bus.http_socket)]
 
 
 async def test_only_paths_that_the_exchange_reaches_are_believed(wires):
     async with world(lambda _owner: Wire(wires)) as (_engines, (one, two)):
-        one.peers._bus.reaches = lambda socket: socket == "/run/two.http"
+        one.peers.bus.reaches = lambda socket: socket == "/run/two.http"
         for number, path in enumerate(("/etc/socket", "/run/two.http", None)):
-            other = frame_of(two.peers._owner, Batch(10**6 + number, [KvpinState("x", [], path)]))
+            other = frame_of(two.peers._owner, [KvpinState("x", [], path)])
             one.peers._receive(other)
             assert one.peers.sockets() == ["/run/two.http"] * (number == 1)
 
@@ -67,8 +67,8 @@ async def test_one_that_stops_is_gone_at_once(unix):
 
 async def test_one_of_another_version_is_ignored(wires):
     async with world(lambda _: Wire(wires)) as (_, (one, _two)):
-        wires[0].ears.receive(b"\x63" + frame_of(7, Batch(1, [Heartbeat(0, 0)]))[1:])
-        wires[0].ears.receive(frame_of(7, Batch(1, []))[:10])
+        wires[0].ears.receive(b"\x63" + frame_of(7, [Heartbeat(b"", 0.0)])[1:])
+        wires[0].ears.receive(frame_of(7, [])[:9])
         assert in_step(one)
 
 
@@ -96,15 +96,15 @@ async def test_kvpins_of_two_versions_serve_side_by_side_and_share_nothing(wires
 
 async def test_a_frame_with_broken_hashes_is_ignored(wires):
     async with world(lambda _: Wire(wires)) as (_, (one, _two)):
-        told = msgspec.msgpack.encode([1, [[9, one.peers._owner, "a", b"123"]]])
-        wires[0].ears.receive(frame_of(7, Batch(1, []))[:9] + told)
+        told = msgspec.msgpack.encode([[7, one.peers._owner, "a", None, [b"123"]]])
+        wires[0].ears.receive(frame_of(7, [])[:9] + told)
         assert in_step(one)
 
 
 async def test_one_may_say_twice_that_it_stops_and_has_a_name_though_it_told_none(wires):
     async with world(lambda _: Wire(wires)) as (_, (one, _two)):
         with capture_logs() as logs:
-            wires[0].ears.receive(frame_of(7, Batch(1, [Leaving(), KvpinState("x", []), Leaving()])))
+            wires[0].ears.receive(frame_of(7, [Leaving(), KvpinState("x", []), Leaving()]))
         assert in_step(one)
         assert [(entry["event"], entry["peer"]) for entry in logs] == [
             ("another kvpin has stopped", "0000000000000007")
@@ -190,7 +190,7 @@ async def test_who_lacks_the_secret_issues_no_key(wires):
         with capture_logs() as logs:
             for number, told in enumerate(forged):
                 state = KvpinState("evil", [], keys=told)
-                wires[0].ears.receive(frame_of(100 + number, Batch(1, [state])))
+                wires[0].ears.receive(frame_of(100 + number, [state]))
             one.tenants.issued.merge(issued("own"))
             await until(lambda: sum("same admin_key" in each["event"] for each in logs) == 2)  # once at each
         assert [key.digest for key in one.tenants.keys] == [b"own"]
@@ -206,7 +206,7 @@ async def test_an_old_message_that_is_repeated_opens_no_key_where_others_may_wri
         old = signed(issued("k"), b"", time.time() - 2 * MAX_AGE_S)
         one.peers._secret = two.peers._secret = lambda: b""
         for proxy, is_private, keys in ((one, False, []), (two, True, [b"k"])):
-            proxy.peers._bus.is_private = is_private
+            proxy.peers.bus.is_private = is_private
             proxy.peers._take_keys(old)
             assert [key.digest for key in proxy.tenants.keys] == keys
 

@@ -93,13 +93,13 @@ async def test_pins_and_tables_outlive_a_proxy_that_was_stopped(tmp_path):
 
 async def test_use_is_kept_when_the_number_of_workers_changes(tmp_path):
     """Three workers, then one process, then two workers: the first one has what no other counts."""
-    key, of_two = (20_000, "acme", "m"), Siblings([tmp_path / "2.http"])
+    key, of_two = (20_000, "acme", "m"), Siblings(tmp_path, 1, 2)
 
     def made(name, siblings=None):
         return Proxy(Settings(state_dir=tmp_path / name), HttpTransport(), siblings)
 
     for number in (1, 2, 3):
-        worker = made(f"worker-{number}", Siblings([tmp_path / f"{n}.http" for n in (8, 9)]))
+        worker = made(f"worker-{number}", Siblings(tmp_path, number, 3))
         worker.use[key].requests = number
         await worker.stop()
     alone = made(".")
@@ -136,6 +136,16 @@ async def test_a_recording_ends_before_it_is_too_long(tmp_path):
         await proxy.stop()
     assert path.stat().st_size <= 100
     assert "hash_ids" not in path.read_text()
+
+
+async def test_of_several_workers_one_sends_metrics_to_a_collector(tmp_path):
+    one, two = (Siblings(tmp_path, number, 2) for number in (1, 2))
+    assert one.speaks()
+    proxy = Proxy(Settings(), HttpTransport(), two)
+    assert proxy.page() == b""
+    one.retire()
+    assert b"kvpin_requests_total" in proxy.page()
+    await proxy.stop()
 
 
 class FailsToClose(FakeAdapter):

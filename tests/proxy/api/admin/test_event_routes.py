@@ -62,14 +62,14 @@ async def test_a_request_is_seen_as_it_passes(tokenizer_dir):
         assert (finished["status"], finished["reported_tokens"]) == (200, 32)
         assert "nobody" not in str((placed, finished))
         assert (await next_of(stream, "snapshot"))["requests"] == 1
-        assert len(world.proxy.live._viewers) == 1
+        assert len(world.proxy.live.viewers) == 1
 
 
 async def test_a_client_that_leaves_is_forgotten(tokenizer_dir):
     async with watched(tokenizer_dir) as (world, client):
         async with client.stream("GET", "/admin/v1/events") as answer:
             await next_of(events(answer), "snapshot")
-        await until(lambda: not world.proxy.live._viewers)
+        await until(lambda: not world.proxy.live.viewers)
 
 
 async def test_it_needs_the_admin_key_and_a_new_one_after_a_reload(tokenizer_dir):
@@ -95,7 +95,7 @@ async def test_head_gets_the_headers_alone(tokenizer_dir):
     async with watched(tokenizer_dir) as (world, client):
         answer = await client.head("/admin/v1/events")
         assert (answer.status_code, answer.headers["content-type"]) == (200, "text/event-stream")
-        assert not world.proxy.live._viewers
+        assert not world.proxy.live.viewers
 
 
 async def test_the_document_names_its_events(tokenizer_dir):

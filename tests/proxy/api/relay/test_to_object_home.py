@@ -109,7 +109,7 @@ async def test_a_response_of_an_engine_is_found_by_who_got_it(tmp_path, engine):
 async def test_what_a_kvpin_kept_is_gone_with_it(many):
     proxies, (one, two, three) = many
     gone, kept = [(await ask(client)).json()["id"] for client in (one, three)]
-    proxies[0].peers.http_socket.unlink()
+    proxies[0].peers.bus.http_socket.unlink()
     assert is_openai_error(await two.get(f"{ROUTE}/{gone}", headers=KEYS["a"]), 404)
     assert is_openai_error(await ask(two, previous_response_id=gone), 404, param="previous_response_id")
     assert (await ask(two, previous_response_id=kept)).status_code == 200
@@ -119,7 +119,7 @@ async def test_a_kvpin_that_hangs_is_not_waited_for(many, monkeypatch):
     monkeypatch.setattr(to_object_home, "ASK_S", 0.2)
     proxies, (_, two, three) = many
     kept = (await ask(three)).json()["id"]
-    path = proxies[0].peers.http_socket
+    path = proxies[0].peers.bus.http_socket
     path.unlink()
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind(str(path))

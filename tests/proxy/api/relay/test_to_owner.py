@@ -60,7 +60,7 @@ async def two(bus, engine, *others, is_reachable=True, **options):
         if is_reachable:
             await stack.enter_async_context(reachable(owner))
         else:
-            owner.peers._bus.http_socket = None
+            owner.peers.bus.http_socket = None
         await until(owner.fleet.engines["slots"].mine.is_set)
         other = await stack.enter_async_context(proxy_over(*others, reuse=True, exchange=bus, **options))
         other.fleet.add(slots(engine))
@@ -81,7 +81,7 @@ async def test_the_owner_answers_as_if_it_had_been_asked(bus, engine):
         wrong = await client.post(COMPLETIONS, content=BODY, headers={"authorization": "Bearer no"})
         assert is_openai_error(wrong, 401)
         assert (await client.get("/health/ready")).json()["elsewhere"]["slots"].startswith("used through the")
-        name = owner.peers._announcer.name
+        name = owner.peers.name
         told = await stats(other.fleet, [], other.peers, reuse=True)
         (unconnected,) = told.unconnected
         assert (unconnected.last_error, unconnected.owner) == (None, name)
@@ -211,7 +211,7 @@ async def test_one_that_stands_by_has_joined_and_is_quiet(bus, engine):
 
 async def test_what_was_passed_on_is_not_passed_on_again(bus, engine):
     async with two(bus, engine) as (_, other), reachable(other):
-        transport = httpx.AsyncHTTPTransport(uds=str(other.peers.http_socket))
+        transport = httpx.AsyncHTTPTransport(uds=str(other.peers.bus.http_socket))
         async with httpx.AsyncClient(transport=transport, base_url="http://kvpin") as peer:
             answer = await peer.post(COMPLETIONS, content=BODY)
             assert is_openai_error(answer, 503, "no_engine")
@@ -223,10 +223,10 @@ async def test_an_owner_that_cannot_be_reached_is_named(bus, engine):
     async with two(bus, engine, is_reachable=False) as (owner, other), client_of(other) as client:
         answer = await client.post(COMPLETIONS, content=BODY)
         assert is_openai_error(answer, 503, "no_engine")
-        assert f"send them to the kvpin {owner.peers._announcer.name}" in answer.text
+        assert f"send them to the kvpin {owner.peers.name}" in answer.text
         ready = await client.get("/health/ready")
         assert ready.status_code == 503
-        assert owner.peers._announcer.name in ready.json()["elsewhere"]["slots"]
+        assert owner.peers.name in ready.json()["elsewhere"]["slots"]
 
 
 async def test_an_owner_that_goes_away_is_a_503_and_a_broken_stream_says_so(bus, engine, stream):
@@ -236,7 +236,7 @@ async def test_an_owner_that_goes_away_is_a_503_and_a_broken_stream_says_so(bus,
         async with client.stream("POST", COMPLETIONS, json=STREAM) as answer:
             chunks = answer.aiter_bytes()
             await anext(chunks)
-            owner.peers.http_socket.unlink()
+            owner.peers.bus.http_socket.unlink()
             (origin,) = [each for each in other.transport._origins.values() if each._unix]
             for connection in list(origin._open):
                 connection.fail(EngineUnavailable("the connection broke"))
@@ -256,7 +256,7 @@ async def test_a_request_waits_while_the_engine_changes_hands(bus, engine, monke
     monkeypatch.setattr(to_owner, "WAIT_S", 20)
     async with two(bus, engine) as (owner, other), client_of(other) as client:
         slots = other.fleet.engines["slots"]
-        owner.peers.http_socket.unlink()
+        owner.peers.bus.http_socket.unlink()
         async with asyncio.TaskGroup() as group:
             asked = [
                 group.create_task(client.post(COMPLETIONS, content=BODY)),
@@ -308,7 +308,7 @@ async def test_a_request_without_an_answer_goes_from_a_dead_owner_to_the_next(
             asked = group.create_task(client.post(COMPLETIONS, content=BODY))
             await reached.get()
             recover()
-            owner.peers.http_socket.unlink()
+            owner.peers.bus.http_socket.unlink()
             break_passed_on(other)
             await owner.peers.aclose()
             await until(slots.mine.is_set)
@@ -325,7 +325,7 @@ def silent(monkeypatch):
 
     def silence(owner):
         monkeypatch.setattr(peers, "LOST_S", 0.5)  # not before: a busy machine is silent for longer
-        owner.peers._announcer._is_over = True
+        owner.peers._is_over = True
 
     return silence
 

@@ -1,4 +1,4 @@
-"""The other workers, asked over real sockets."""
+"""Who of several workers speaks for all, and what a kvpin serves to the others of its machine."""
 
 import asyncio
 import contextlib
@@ -10,13 +10,12 @@ import stat
 import httpx
 import pytest
 import uvicorn
-from starlette.applications import Starlette
-from starlette.responses import JSONResponse
-from starlette.routing import Route
 from structlog.testing import capture_logs
 
+from engine_adapter import HttpTransport
+from proxy.api.auth import FROM_PEER
 from proxy.api.workers import siblings as siblings_module
-from proxy.api.workers.siblings import Siblings
+from proxy.api.workers.siblings import Siblings, ask
 from proxy.http.listeners import listen
 from proxy.server import run
 from proxy.settings import EngineSettings, Settings
@@ -24,8 +23,12 @@ from proxy.settings import EngineSettings, Settings
 
 @contextlib.asynccontextmanager
 async def at_socket(app, path):
-    """Serves an application at a Unix socket."""
-    server = uvicorn.Server(uvicorn.Config(app, uds=str(path), log_config=None, lifespan="off"))
+    """Serves an application to peers, at a Unix socket."""
+
+    async def to_peer(scope, receive, send):
+        await app({**scope, FROM_PEER: True}, receive, send)
+
+    server = uvicorn.Server(uvicorn.Config(to_peer, uds=str(path), log_config=None, lifespan="off"))
     with contextlib.suppress(asyncio.CancelledError):
         serving = asyncio.create_task(server.serve())
         while not server.started:  # noqa: ASYNC110
@@ -33,38 +36,31 @@ async def at_socket(app, path):
         try:
             yield
         finally:
-            server.should_exit = True
+            server.should_exit = server.force_exit = True
             await serving
 
 
-async def echo(request):
-    body = (await request.body()).decode()
-    return JSONResponse([request.method, request.url.query, request.headers.get("accept"), body], 202)
+def test_one_speaks_for_all_until_it_is_gone(tmp_path):
+    one, two, three = (Siblings(tmp_path, number, 3) for number in (1, 2, 3))
+    assert [each.speaks() for each in (two, one, three, two)] == [True, False, False, True]
+    assert one.speaker == three.speaker == str(two.own)
+    assert two.sockets == [str(one.own), str(three.own)]
+    two.retire()
+    assert [each.speaks() for each in (two, three, one)] == [False, True, False]
+    assert one.speaker == str(three.own)
 
 
-async def test_those_that_run_answer_and_others_are_passed_over(tmp_path):
-    app = Starlette(routes=[Route("/x", echo, methods=["POST"])])
-    siblings = Siblings([tmp_path / "1.http", tmp_path / "2.http"])
-    async with at_socket(app, tmp_path / "1.http"):
-        (answer,) = await siblings.ask("POST", "/x?a=1", [(b"accept", b"text/plain")], b"hi")
-        assert (answer.status, answer.is_good, answer.body) == (
-            202,
-            True,
-            b'["POST","a=1","text/plain","hi"]',
-        )
-        await siblings.aclose()
-
-
-async def test_what_is_shown_is_shown_without_one_that_hangs(tmp_path, monkeypatch):
+async def test_one_that_hangs_is_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr(siblings_module, "_SHOW_S", 0.05)
-    siblings = Siblings([tmp_path / "1.http"])
+    transport = HttpTransport()
+    paths = [str(tmp_path / name) for name in ("1.http", "none.http")]
     with socket.socket(socket.AF_UNIX) as hung:  # takes connections and answers nothing
-        hung.bind(str(tmp_path / "1.http"))
+        hung.bind(paths[0])
         hung.listen()
-        assert await siblings.ask("GET", "/metrics", [], b"") == []
+        assert await ask(transport, paths, "GET", "/metrics") == []
         with pytest.raises(TimeoutError):  # a change may take its time
-            await asyncio.wait_for(siblings.ask("POST", "/flush", [], b""), 0.5)
-    await siblings.aclose()
+            await asyncio.wait_for(ask(transport, paths, "POST", "/flush"), 0.5)
+    await transport.aclose()
 
 
 ENGINE = EngineSettings(kind="vllm", url="http://127.0.0.1:1", id="a")

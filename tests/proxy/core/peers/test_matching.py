@@ -1,7 +1,7 @@
 from msgspec.structs import replace
 
+from proxy.core.peers.matching import disagreement, hash_alike, match
 from proxy.core.peers.messages import ToldEngine
-from proxy.peers.peer import disagreement, hash_alike, match
 
 OWN = ToldEngine("gpu", "http://one:8000", False, "m", 16)
 COUNTED = ToldEngine("vllm-0", "http://two:8000", False, "m", 16)

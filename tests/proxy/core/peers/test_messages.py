@@ -5,15 +5,14 @@ from engine_adapter.types import Usage
 from proxy.core.index.blocks import Chain
 from proxy.core.peers import messages
 from proxy.core.peers.messages import (
-    Batch,
     Begun,
     Heartbeat,
     KvpinState,
     RequestOver,
     Used,
-    batch_of,
     chain_of,
     frame_of,
+    messages_of,
     owner_of,
     packed,
     unpacked,
@@ -24,31 +23,28 @@ from proxy.core.quotas import Use
 BEGUN = Begun(1, "a", packed([7, 2**64 - 1]), 40, Work(8, 16), streams=True, known=False, session=2**63)
 
 
-def test_a_batch_comes_back_as_it_was():
-    batch = Batch(
-        3,
-        [
-            BEGUN,
-            RequestOver(1, None, Usage(3, 4, (5, 0.5))),
-            Used("t", Use(1, 2, 3)),
-            Heartbeat(0, 2**64 - 1),
-        ],
-    )
-    frame = frame_of(2**63, batch)
+def test_messages_come_back_as_they_were():
+    messages = [
+        BEGUN,
+        RequestOver(1, None, Usage(3, 4, (5, 0.5))),
+        Used("t", Use(1, 2, 3)),
+        Heartbeat(packed([2**64 - 1]), 1.5),
+    ]
+    frame = frame_of(2**63, messages)
     assert owner_of(frame) == 2**63
-    assert batch_of(frame) == batch
+    assert messages_of(frame) == messages
 
 
 def test_a_frame_of_another_version_has_no_owner(monkeypatch):
-    frame = frame_of(1, Batch(1, []))
+    frame = frame_of(1, [])
     monkeypatch.setattr(messages, "VERSION", b"\xff")
     assert owner_of(frame) is None
     assert owner_of(b"\xff") is None
 
 
-def test_what_is_no_batch():
+def test_a_frame_that_is_cut():
     with pytest.raises(msgspec.MsgspecError):
-        batch_of(frame_of(1, Batch(1, [BEGUN]))[:-1])
+        messages_of(frame_of(1, [BEGUN])[:-1])
 
 
 @pytest.mark.parametrize(
@@ -61,15 +57,21 @@ def test_what_is_no_batch():
 )
 def test_a_request_that_is_none(name, changed):
     begun = dict(zip(Begun.__struct_fields__, msgspec.structs.astuple(BEGUN), strict=True)) | {name: changed}
-    body = msgspec.msgpack.encode([1, [[0, *begun.values()]]])
+    body = msgspec.msgpack.encode([[0, *begun.values()]])
     with pytest.raises(msgspec.ValidationError):
-        batch_of(frame_of(1, Batch(1, []))[:9] + body)
+        messages_of(frame_of(1, [])[:9] + body)
 
 
-@pytest.mark.parametrize("told", [[8, 1, "a", [b"12345678", b"123"]], [9, 1, "a", b"123456789"]])
-def test_hashes_that_are_not_whole_are_no_batch(told):
+WHOLE = b"12345678"
+
+
+@pytest.mark.parametrize(
+    "told",
+    [[7, 1, "a", None, [WHOLE, b"123"]], [7, 1, "a", None, [WHOLE], b"123"], [8, b"1234567", 1.0]],
+)
+def test_hashes_that_are_not_whole_make_a_frame_none(told):
     with pytest.raises(msgspec.ValidationError):
-        batch_of(frame_of(1, Batch(1, []))[:9] + msgspec.msgpack.encode([1, [told]]))
+        messages_of(frame_of(1, [])[:9] + msgspec.msgpack.encode([told]))
 
 
 def test_hashes():
@@ -84,6 +86,6 @@ def test_a_prompt_that_is_not_known_has_no_chain():
 
 def test_a_text_that_is_no_utf_8_makes_a_frame_none():
     """Who may write to a Redis channel ended the exchange by it."""
-    frame = frame_of(1, Batch(1, [KvpinState("a name", [])])).replace(b"a name", b"a n\xffme")
+    frame = frame_of(1, [KvpinState("a name", [])]).replace(b"a name", b"a n\xffme")
     with pytest.raises(msgspec.MsgspecError):
-        batch_of(frame)
+        messages_of(frame)

@@ -1,16 +1,14 @@
 from engine_adapter import Role
 from proxy.core.index.blocks import Chain
 from proxy.core.peers.messages import (
-    AnsweredWhole,
+    AnswerBegan,
     Begun,
-    FirstToken,
     Heartbeat,
-    Listing,
     Refined,
     RequestOver,
     packed,
 )
-from proxy.core.peers.telling import OwnRequests, digest_of
+from proxy.core.peers.telling import OwnRequests
 from proxy.core.placement.load import Work
 
 
@@ -32,7 +30,7 @@ def test_a_request_is_told_from_its_begin_to_its_end():
     telling.ended(4, None)
     begun, *rest = own.take()
     assert begun == Begun(1, "a", packed([1, 2]), 40, Work(9), streams=True, known=True, session=5)
-    assert rest == [Refined(1, Work(4)), FirstToken(1), RequestOver(1, 4, None)]
+    assert rest == [Refined(1, Work(4)), AnswerBegan(1, 1), RequestOver(1, 4, None)]
     assert own.take() == []
     assert len(woken) == 1
 
@@ -42,28 +40,22 @@ def test_after_all_was_taken_the_next_message_wakes_again():
     begin(own)
     own.take()
     begin(own, streams=False).answered()
-    assert own.take()[1:] == [AnsweredWhole(2)]
+    assert own.take()[1:] == [AnswerBegan(2, 2)]
     assert len(woken) == 2
 
 
-def test_a_listing_has_what_runs_as_it_is_now():
+def test_what_runs_is_told_as_it_is_now():
     own, _ = made()
     begin(own).ended(None, None)
     running, answered = begin(own), begin(own, Chain((3,), 16, 16))
     running.refined(Work(1))
     answered.answered()
-    first, one, two, last = own.listing()
-    assert isinstance(first, Listing)
+    one, two, last = own.in_flight(5.0)
     assert (one.id, one.hashes, one.work, one.step, one.known) == (2, None, Work(1), 0, False)
     assert (two.id, two.hashes, two.work, two.step) == (3, packed([3]), Work(9), 2)
-    assert last == own.heartbeat() == Heartbeat(2, digest_of([3, 2]))
+    assert last == own.heartbeat(5.0) == Heartbeat(packed([2, 3]), 5.0)
     running.first_token()
-    assert [*own.listing()][1].step == 1
-
-
-def test_a_digest_tells_requests_apart_and_needs_no_order():
-    assert digest_of([1, 2]) == digest_of([2, 1])
-    assert len({digest_of(ids) for ids in ([], [1], [2], [1, 2], [1, 3])}) == 5
+    assert next(own.in_flight(5.0)).step == 1
 
 
 def test_a_part_of_a_request_is_told_as_one():

@@ -90,7 +90,7 @@ import os, signal, subprocess, sys
 from proxy.server.workers import supervisor as directory
 directory._places = lambda: iter([sys.argv[1]])
 own = directory.OwnDirectory()
-(own.path / "worker-1.alive").touch()
+(own.path / "connections").touch()
 worker = subprocess.Popen(["sleep", "60"], pass_fds=[own.lock], stdout=subprocess.DEVNULL)
 print(worker.pid, own.path, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
@@ -116,8 +116,8 @@ def test_that_of_a_killed_supervisor_goes_once_its_workers_have_ended(place):
 
 def test_what_another_supervisor_or_program_uses_stays(place):
     first = OwnDirectory()
-    (first.path / "worker-1.alive").touch()
-    for name, file in (("kvpin-replay-a1b2c3d4", "worker-1.alive"), ("kvpin-a1b2c3d4", "mine")):
+    (first.path / "connections").touch()
+    for name, file in (("kvpin-replay-a1b2c3d4", "connections"), ("kvpin-a1b2c3d4", "mine")):
         (place / name).mkdir()
         (place / name / file).touch()
     OwnDirectory().remove()

@@ -6,17 +6,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from starlette.applications import Starlette
-from starlette.responses import Response
-from starlette.routing import Route
 
 from engine_adapter import EngineSpec
-from proxy.api.workers.merging_app import ORDERS_PATH
-from proxy.api.workers.siblings import Siblings
-from proxy.core.engine_book import EngineBook, encode_marks
-from proxy.server.workers.orders import Orders, catch_up, write_engines, write_refusal
+from proxy.server.workers.orders import Orders, write_engines, write_refusal
 from proxy.settings import WORKER_VARIABLE, ManagedSettings, Settings, SettingsError, StartedSettings
-from tests.proxy.api.workers.test_siblings import at_socket
 
 
 @pytest.fixture
@@ -52,11 +45,6 @@ def test_a_variable_that_no_supervisor_set_is_one_sentence(orders, wrong, monkey
     monkeypatch.setenv(WORKER_VARIABLE, value)
     with pytest.raises(SettingsError, match="KVPIN_WORKER is set, but this process is no worker"):
         Orders.take()
-
-
-def test_a_worker_finds_the_others(orders):
-    assert orders.http_socket.name == "worker-2.http"
-    assert [path.name for path in orders.siblings] == ["worker-1.http", "worker-3.http"]
 
 
 @pytest.mark.parametrize("kind", ["llama_server", "embedded"])
@@ -104,27 +92,5 @@ def test_what_the_supervisor_refuses_no_worker_takes_over_until_it_is_mended(ord
 
 
 def test_a_worker_has_a_name_of_its_own(orders):
-    write_engines(orders.http_socket.parent, [])
+    write_engines(Path(orders.directory), [])
     assert orders.settings(lambda: Settings(name="blue")).name == "blue/2"
-
-
-async def test_it_knows_what_any_of_the_others_knows(tmp_path):
-    def telling(book):
-        return Starlette(routes=[Route(ORDERS_PATH, lambda _: Response(encode_marks(book.marks())))])
-
-    second, third, learned = EngineBook(), EngineBook(), EngineBook()
-    second.drain("gpu1:8000", drained=True, now=5.0)
-    third.add("gpu2:8000", b"{}", now=5.0)
-    sockets = [tmp_path / f"worker-{number}.http" for number in (2, 3, 4)]
-    siblings = Siblings(sockets)  # the fourth does not run
-    async with at_socket(telling(second), sockets[0]), at_socket(telling(third), sockets[1]):
-        await catch_up(siblings, learned)
-        await siblings.aclose()
-    assert learned.is_drained("gpu1:8000")
-    assert learned.added("gpu2:8000")
-
-
-async def test_alone_it_has_nothing_to_do(tmp_path):
-    siblings = Siblings([tmp_path / "worker-2.http"])
-    await catch_up(siblings, EngineBook())
-    await siblings.aclose()

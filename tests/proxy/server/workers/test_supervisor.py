@@ -10,6 +10,7 @@ import signal
 import socket
 import tempfile
 from pathlib import Path
+from time import monotonic
 from urllib.parse import urlsplit
 
 import httpx
@@ -209,6 +210,46 @@ async def test_workers_serve_one_port_and_come_back_when_killed(tmp_path, monkey
             assert probe.connect_ex((address.hostname, address.port)) != 0
         assert not running() & {*old.values(), *pids(kvpin).values()}
         assert not left_in(temporary)
+
+
+async def test_when_the_one_that_speaks_is_killed_under_load_another_answers_operators(tmp_path):
+    async with two_workers(tmp_path) as (kvpin, _), asyncio.TaskGroup() as group:
+        await until_all_serve(kvpin)
+        statuses, failed, is_over = [], [], asyncio.Event()
+
+        async def ask(path, body=None):
+            async with httpx.AsyncClient(base_url=kvpin.url, timeout=60, trust_env=False) as client:
+                return await (client.get(path) if body is None else client.post(path, json=body))
+
+        async def load():
+            while not is_over.is_set():
+                began = monotonic()
+                try:
+                    statuses.append((await ask("/v1/completions", COMPLETION)).status_code)
+                except httpx.TransportError:
+                    failed.append(began)
+
+        for _ in range(8):
+            group.create_task(load())
+        speaks = "this worker answers operators for all"
+        await until(lambda: len(statuses) > 50)
+        (before,) = logged(kvpin, speaks)
+        served = (await ask("/admin/v1/stats")).json()["totals"]["served"]
+        assert served > 0
+        killed = monotonic()
+        os.kill(pids(kvpin)[before["worker"]], signal.SIGKILL)
+        while monotonic() < killed + 30:
+            with contextlib.suppress(httpx.TransportError):  # its connection was at the killed worker
+                if (await ask("/admin/v1/stats")).status_code == 200:
+                    break
+        took_s, asked = monotonic() - killed, len(statuses)
+        assert took_s < 5
+        await until(lambda: len(statuses) > asked + 50)
+        is_over.set()
+        assert logged(kvpin, speaks)[-1]["worker"] != before["worker"]
+        assert set(statuses) == {200}
+        assert all(began < killed for began in failed)
+        assert len(failed) <= 8
 
 
 async def test_who_comes_while_the_workers_start_waits(tmp_path):

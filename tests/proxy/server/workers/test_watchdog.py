@@ -1,4 +1,4 @@
-"""Heartbeats over real sockets: between a worker and its supervisor, and to systemd."""
+"""Signs of life: of a worker to its supervisor, and to systemd over real sockets."""
 
 import asyncio
 import contextlib
@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from proxy.server.workers.watchdog import Watchdog, WorkerPulse
+from proxy.server.workers import fairness
+from proxy.server.workers.fairness import ConnectionTally
+from proxy.server.workers.watchdog import Watchdog, until_silent
 from tests.live.conftest import starting_kvpin
 
 
@@ -70,19 +72,18 @@ async def test_who_is_asked_says_that_it_lives_and_its_children_do_not(environme
         task.cancel()
 
 
-async def test_one_that_was_heard_and_is_no_more_hangs(directory, environment):
-    pulse = WorkerPulse(directory / "alive", 0.2)
-    watch = asyncio.create_task(pulse.until_silent())
+async def test_one_that_was_heard_and_is_no_more_hangs(tmp_path, monkeypatch):
+    monkeypatch.setattr(fairness, "BEAT_S", 0.01)
+    here, there = (ConnectionTally(tmp_path, 2) for _ in range(2))  # as two processes have them
+    watch = asyncio.create_task(until_silent(lambda: here.beats(2), 0.2))
     await asyncio.sleep(0.5)
     assert not watch.done()  # it starts
-    environment(**pulse.variables())
-    watchdog = asyncio.create_task(Watchdog.take().run())
-    await asyncio.sleep(0.1)
-    watchdog.cancel()
+    pulse = asyncio.create_task(there.pulse(2))
+    await asyncio.sleep(0.5)
+    assert not watch.done()
+    pulse.cancel()
     async with asyncio.timeout(60):
         await watch
-    pulse.close()
-    assert not (directory / "alive").exists()
 
 
 async def test_nobody_need_listen(directory):

@@ -8,23 +8,23 @@ import pytest
 
 from engine_adapter import Tier
 from proxy.core.audit import Trust
-from proxy.core.peers.messages import ContentsTold, Learned, Sessions, Timed, ToldEngine, unpacked
+from proxy.core.peers.matching import match
+from proxy.core.peers.messages import Contents, ToldEngine, unpacked
 from proxy.core.placement.load import LoadSample, Work
 from proxy.core.placement.rates import Timings
 from proxy.core.quotas import TenantLimits
 from proxy.fleet.engine import address_of
 from proxy.fleet.fleet import Fleet
-from proxy.peers import announcer
 from proxy.peers import peers as peers_module
-from proxy.peers.announcer import contents, described
-from proxy.peers.peer import match
+from proxy.peers import told as told_module
+from proxy.peers.told import contents, described
 from proxy.request.tenants import ApiKey, Tenants
 from proxy.settings import EngineSettings
 from tests.fakes import INFO, FakeAdapter, add_ready, client_of, proxy_over
 from tests.proxy.peers.world import COMPLETIONS, Gated, Wire, ask, in_step, until, world
 
 
-async def test_after_a_gap_they_agree_again(wires, monkeypatch):
+async def test_after_a_lost_frame_they_agree_again(wires, monkeypatch):
     monkeypatch.setattr(peers_module, "HEARTBEAT_S", 0.05)
     async with world(lambda _: Wire(wires)) as (engines, (one, two)), client_of(one) as client:
         for engine in engines:
@@ -33,12 +33,12 @@ async def test_after_a_gap_they_agree_again(wires, monkeypatch):
             wires[0].is_cut = True
             running = group.create_task(ask(client, stream=True))
             await until(lambda: any(e.ledger.in_flight for e in one.fleet.engines.values()))
-            await until(lambda: wires[0].dropped)
+            await asyncio.sleep(20 * peers_module.BATCH_S)
             wires[0].is_cut = False
             await until(lambda: any(e.ledger.in_flight for e in two.fleet.engines.values()))
             await until(lambda: in_step(two))
-            assert two.peers.stats().peers[0].gaps == 1
-            assert b'kvpin_exchange_faults_total{fault="gap"} 1.0' in two.metrics.render()
+            assert two.peers.stats().peers[0].missed == 1
+            assert b'kvpin_exchange_faults_total{fault="missed"} 1.0' in two.metrics.render()
             for engine in engines:
                 engine.gate.set()
             await running
@@ -95,7 +95,7 @@ async def test_nothing_of_a_prompt_or_a_name_goes_over_the_wire(wires):
 
 
 def test_what_is_learned_and_where_conversations_were_is_told_in_parts(monkeypatch):
-    monkeypatch.setattr(announcer, "PART", 3)
+    monkeypatch.setattr(told_module, "PART", 3)
     fleet = Fleet()
     learned, precise = add_ready(fleet, "a"), add_ready(fleet, "b")
     learned.audit.lost("no events")
@@ -108,15 +108,12 @@ def test_what_is_learned_and_where_conversations_were_is_told_in_parts(monkeypat
         pool.placer._note(session, "a")
     pool.placer._note("a name", "a")
     pool.placer.books["a"].rates.learn(LoadSample(Work(512), 0.5, 0.0))
-    timed, first, second, *others = contents(fleet, 9)
-    assert timed == Timed(9, "a", Timings([(512, 0.5)], are_blurred=False, answers=[]))
-    assert isinstance(first, Learned)
+    timed, first, second, _, *sessions, last = contents(fleet, 9)
+    assert timed.timings == Timings([(512, 0.5)], are_blurred=False, answers=[])
     assert [unpacked(each) for each in first.stretches] == [(5,), (3, 4)]
     assert [unpacked(each) for each in second.stretches] == [(1, 2)]
-    *sessions, last = others
-    assert all(isinstance(each, Sessions) for each in sessions)
-    assert [unpacked(each.digests) for each in sessions] == [(13, 12, 11), (10,)]
-    assert last == ContentsTold(9)
+    assert [unpacked(each.sessions) for each in sessions] == [(13, 12, 11), (10,)]
+    assert last == Contents(9)
 
 
 def test_what_is_adopted_is_older_than_all_that_is_known():
