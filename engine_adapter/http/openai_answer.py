@@ -196,13 +196,21 @@ def pass_marked(events: bytes, marks: Marks, pass_event: Callable[[bytes], bytes
     other events pass as they are."""
     marked: list[tuple[int, int]] = []  # where those events begin and end, the last first
     before = len(events)
+    places = dict.fromkeys((*marks, *ENDS), before)  # where each was found last
+
+    def last(what: bytes) -> int:
+        """Where it is found last before `before`. What was found there, or nowhere, is not searched again: of
+        many events, each byte is looked at once."""
+        if places[what] + len(what) > before:
+            places[what] = events.rfind(what, 0, before)
+        return places[what]
+
     # From the end: that takes a third of the time, and usage is in the last events.
-    while (at := max([events.rfind(mark, 0, before) for mark in marks])) >= 0:
+    while (at := max(map(last, marks))) >= 0:
         before = at
         if any(pattern.match(events, at) is not None for pattern in marks.values()):
             after = END.search(events, at)
-            begins = (found + len(end) for end in ENDS if (found := events.rfind(end, 0, at)) >= 0)
-            before = max(begins, default=0)
+            before = max([found + len(end) for end in ENDS if (found := last(end)) >= 0], default=0)
             marked.append((before, len(events) if after is None else after.end()))
     if not marked:
         return events

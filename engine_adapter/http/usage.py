@@ -49,8 +49,9 @@ _USAGE = re.compile(USAGE_KEY + rb"\s*:\s*(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})")
 _TOOL_CALLS = b'"tool_calls"'
 _CALLED_TOOL = re.compile(rb'"finish_reason"\s*:\s*' + _TOOL_CALLS)
 _TIMINGS_KEY = b'"timings"'
-# The reason of the end and timings stand in the event of the last usage, or in one shortly before it.
-_BESIDE_BYTES = 2048
+# The reason of the end and timings stand in the event of the last usage, or in one before it: events of other
+# choices may come in between.
+_BESIDE_BYTES = 8192
 _TIMINGS = re.compile(_TIMINGS_KEY + rb"\s*:\s*(\{[^{}]*\})")
 
 

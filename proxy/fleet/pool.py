@@ -124,7 +124,7 @@ class Pool:
     def _note_renderings(self) -> None:
         found = dict.fromkeys(each.prompts for each in self.engines.values() if each.prompts is not None)
         self.renderings = tuple(sorted(found, key=lambda each: (each.is_blank, not each.is_proven)))
-        self.lost_shapes = self.lost_shapes.union(*(each.lost_shapes for each in self.renderings))
+        self.lost_shapes = frozenset[Shape]().union(*(each.lost_shapes for each in self.renderings))
 
     @property
     def prompts(self) -> PromptBuilder | None:

@@ -432,7 +432,8 @@ class _Stream:
         if passage is not None:
             self._stages += [(None, stage) for stage in passage.stages]
         reads_text = passage is not None and passage.reads_text
-        self._reads_all = self._events is None or self._read_piece is not None or reads_text
+        reads_each = reader is not None and reader.marks is None
+        self._reads_all = self._events is None or self._read_piece is not None or reads_each or reads_text
         self._must_end = is_events and call.streams and call.route in ROUTES  # a whole answer has an end mark
         self._is_whole = False  # what was dropped from the tail had an end mark
         # Called at its first bytes, and at the first that are no comments, or at the end.

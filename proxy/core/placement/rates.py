@@ -9,7 +9,7 @@ slower has a pace of its own.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from itertools import accumulate
 from statistics import fmean, median, median_low, quantiles
@@ -30,7 +30,7 @@ DISK_SPEEDUP = 3.0
 MIN_SAMPLE_TOKENS = 64
 # Medians are of this many samples.
 WINDOW = 16
-# The curve is drawn anew after so many samples, once its windows are full.
+# A point of the curve is drawn anew after so many samples of it, once its window is full.
 EACH = 4
 # Length of a prompt whose rate stands for the whole curve.
 TYPICAL_TOKENS = 1024
@@ -91,7 +91,7 @@ class PoolRates:
             maxlen=4 * WINDOW
         )  # (streams, seconds over the curve's)
         self._until_interference = WINDOW
-        self._seen = 0  # samples of the curve
+        self._seen: Counter[int] = Counter()  # octave → samples of the curve
         self._restores = {tier: deque[float](maxlen=WINDOW) for tier in (Tier.HOST, Tier.DISK)}
         self._restore_tok_s: dict[Tier, float] = {}
         self._ratios = WeakKeyDictionary[EngineRates, float]()  # engine → its seconds over the curve's
@@ -149,8 +149,8 @@ class PoolRates:
         octave = tokens.bit_length()
         samples = self._samples.setdefault(octave, deque(maxlen=WINDOW))
         samples.append((tokens, seconds / (1 + self.interference * decoding)))
-        self._seen += 1
-        if len(samples) == WINDOW and octave in self._points and self._seen % EACH:
+        self._seen[octave] += 1
+        if len(samples) == WINDOW and octave in self._points and self._seen[octave] % EACH:
             return
         self._points[octave] = median([n for n, _ in samples]), median([s for _, s in samples])
         self._redraw()

@@ -168,6 +168,22 @@ class TestUsageOfAStream:
         chunk = chat_chunk(text="a") + chat_chunk(text="b")
         assert answer.feed(chunk) is chunk
 
+    @pytest.mark.parametrize("usage", [None, {"completion_tokens": 1}])
+    @pytest.mark.parametrize("ends", [b"\n\n", b"\r\n\r\n"])
+    def test_of_many_events_each_byte_is_looked_at_once(self, ends, usage):
+        class Events(bytes):
+            looked_at = 0
+
+            def rfind(self, what, start, stop):
+                found = bytes.rfind(self, what, start, stop)
+                self.looked_at += stop - max(found, start)
+                return found
+
+        answer = hold_openai(CHAT, body_of(stream=True), ask_usage=True, ask_tokens=True).answer
+        events = Events(chat_chunk(text="a", usage=usage).replace(b"\n\n", ends) * 1000)
+        answer.feed(events)
+        assert events.looked_at < 8 * len(events)
+
     @pytest.mark.parametrize("ends", [b"\n\n", b"\r\n\r\n"])
     def test_only_events_with_a_mark_are_read(self, ends):
         def pass_event(event):

@@ -63,6 +63,12 @@ class TestUsage:
         assert read_answer_usage(json.dumps(answer).encode()) == said
         assert read_streamed_usage(event({"choices": []}) + event(answer) + DONE) == said
 
+    def test_a_tool_call_is_seen_while_another_choice_goes_on(self):
+        called, usage = event({"choices": [{"finish_reason": "tool_calls"}]}), {"completion_tokens": 4}
+        others = [event({"choices": [{"index": 1, "delta": {"content": "word"}}]}) for _ in range(60)]
+        stream = called + b"".join(others) + event({"usage": usage}) + DONE
+        assert read_streamed_usage(stream) == Usage(None, 4, called_tool=True)
+
     def test_timings_of_a_stream_are_the_last_ones(self):
         early = {"timings": {"prompt_n": 1, "prompt_ms": 1.0}}
         last = {

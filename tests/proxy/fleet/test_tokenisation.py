@@ -396,3 +396,15 @@ async def test_what_a_template_loses_is_known_before_the_tokenizer_is_loaded(wor
     world.loader.go.set()
     await world.settled()
     assert world.fleet.pools["m"].lost_shapes == {Shape.TURNS}
+
+
+async def test_what_a_template_loses_counts_while_one_of_its_engines_is_there(world):
+    engine = world.join("a")
+    world.loader.go.set()
+    await world.settled()
+    engine.prompts.forms.lost_shapes = frozenset({Shape.TURNS})
+    pool = world.fleet.pools["m"]
+    pool.render(engine, engine.prompts, is_proven=True)
+    assert pool.lost_shapes == {Shape.TURNS}
+    pool.leave(engine)
+    assert pool.lost_shapes == frozenset()

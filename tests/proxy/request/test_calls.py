@@ -142,7 +142,8 @@ class TestReply:
     async def test_the_events_of_a_stream_are_counted(self, reply, end):
         await reply.write(b'data: {"text": "a\\n\\n"}' + end)
         await reply.write(b": note" + end + b"data: [DONE]" + end)
-        assert reply.events == 3
+        await reply.write(b"data: {}" + end + b"data: {}" + end)  # short ones, in a piece
+        assert reply.events == 5
 
     async def test_the_end_of_the_body_completes_it(self, reply, client):
         await reply.finish(b"{}")

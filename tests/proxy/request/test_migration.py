@@ -1,6 +1,7 @@
 """Streams whose engine dies in mid-answer, over real sockets: which go on, and which end. The rest
 of a stream joined to what its client has."""
 
+import asyncio
 import json
 from array import array
 from dataclasses import replace
@@ -10,6 +11,7 @@ import httpx
 import pytest
 
 from engine_adapter import EngineDiverged, Hold, Resumption
+from engine_adapter.torch_engine.adapter import ToldTokens
 from proxy.core.life import Rules
 from proxy.request.migration import Splice
 from proxy.request.transcript import SentStream, Transcript
@@ -204,6 +206,29 @@ class TestOnward:
             assert (record.died, record.expected_first_token_s) == (["a"], None)
             assert 0 < record.answered_s <= record.duration_s
             await proxy.settled()
+
+    async def test_a_reader_of_all_events_reads_those_after_the_head(self, engine, other):
+        def make(body):
+            told = ToldTokens()
+            return Hold(body, answer=told, resume=told.resume)
+
+        def telling_tokens(text, *token_ids):
+            return b": %b\n" % b" ".join(b"%d" % each for each in token_ids) + self.text(text)
+
+        async def script(exchange):
+            await exchange.start()
+            for number, word in enumerate(WORDS, 40):  # a piece of its own for each event
+                await exchange.chunk(telling_tokens(word, number))
+                await asyncio.sleep(0.01)
+            exchange.die()
+
+        engine.script = script
+        other.script = telling(self.text("", "2", finish_reason="length"), DONE)
+        adapters = HoldingAdapter(engine, make), HoldingAdapter(other, make)
+        async with proxy_over(*adapters, reuse=True) as proxy, client_of(proxy) as client:
+            response = await client.post("/v1/completions", json=self.ASK)
+            assert response.content.startswith(b"".join(map(self.text, WORDS)))
+            assert other.seen[0].json["answer_token_ids"] == [40, 41, 42, 43, 44]
 
     async def test_another_kind_of_engine_cannot(self, engine, other):
         engine.script = dying(self.text("One"))

@@ -60,6 +60,15 @@ class TestCurve:
         compute(rates, 1000, 1.0, times=WINDOW)
         assert rates.prefill_s(1000) == pytest.approx(1.0)
 
+    @pytest.mark.parametrize("lengths", [(300, 3000), (3000, 300), (100, 300, 1000, 3000)])
+    def test_what_is_long_ago_is_forgotten_of_each_length_of_prompts_in_turn(self, rates, lengths):
+        for pace in (9.0, 1.0):
+            for _ in range(2 * WINDOW):
+                for tokens in lengths:
+                    compute(rates, tokens, pace * tokens / 1000)
+        for tokens in lengths:
+            assert rates.prefill_s(tokens) == pytest.approx(tokens / 1000)
+
     def test_lines_between_the_lengths_that_were_seen(self, rates):
         compute(rates, 1000, 1.0), compute(rates, 3000, 5.0)
         assert [rates.prefill_s(tokens) for tokens in (0, 500, 1000, 2000, 3000, 6000)] == pytest.approx(
