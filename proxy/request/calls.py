@@ -234,9 +234,7 @@ class Reply:
         is_usual = chunk[-3:] == _OF_JSON
         if self.is_events and not (is_usual and self._tail == b"\n") and not self.complete:
             self._look_for_end(chunk)
-        if (
-            is_usual and chunk.find(b"\n") == len(chunk) - 2
-        ):  # found three times as fast as events are counted
+        if is_usual and chunk.find(b"\n") == len(chunk) - 2:  # one event: counting takes three times as long
             self.events += 1
         else:
             self.events += chunk.count(_EVENT_END) or chunk.count(_EVENT_END_CR)
