@@ -196,7 +196,8 @@ def pass_marked(events: bytes, marks: Marks, pass_event: Callable[[bytes], bytes
     other events pass as they are."""
     marked: list[tuple[int, int]] = []  # where those events begin and end, the last first
     before = len(events)
-    places = dict.fromkeys((*marks, *ENDS), before)  # where each was found last
+    ends = ENDS if events.find(b"\r") >= 0 else ENDS[:1]
+    places = dict.fromkeys((*marks, *ends), before)  # where each was found last
 
     def last(what: bytes) -> int:
         """Where it is found last before `before`. What was found there, or nowhere, is not searched again: of
@@ -210,7 +211,7 @@ def pass_marked(events: bytes, marks: Marks, pass_event: Callable[[bytes], bytes
         before = at
         if any(pattern.match(events, at) is not None for pattern in marks.values()):
             after = END.search(events, at)
-            before = max([found + len(end) for end in ENDS if (found := last(end)) >= 0], default=0)
+            before = max([found + len(end) for end in ends if (found := last(end)) >= 0], default=0)
             marked.append((before, len(events) if after is None else after.end()))
     if not marked:
         return events
