@@ -49,9 +49,9 @@ _USAGE = re.compile(USAGE_KEY + rb"\s*:\s*(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})")
 _TOOL_CALLS = b'"tool_calls"'
 _CALLED_TOOL = re.compile(rb'"finish_reason"\s*:\s*' + _TOOL_CALLS)
 _TIMINGS_KEY = b'"timings"'
-# Timings stand in the event of the last usage, or in the one before it. Between that usage and the reason of
-# the end, events of other choices may come.
-_TIMINGS_BYTES, _REASON_BYTES = 2048, 8192
+# The reason of the end and timings stand in the event of the last usage, or in one before it: events of other
+# choices may come in between.
+_BESIDE_BYTES = 8192
 _TIMINGS = re.compile(_TIMINGS_KEY + rb"\s*:\s*(\{[^{}]*\})")
 
 
@@ -82,8 +82,8 @@ def read_streamed_usage(part: bytes) -> Usage:
         output = usage.output_tokens if output is None else output
         if cached is not None and output is not None:
             break
-    timings = _last_timings(part, max(last - _TIMINGS_BYTES, 0))
-    return _told(Usage(cached, output), timings, part, max(last - _REASON_BYTES, 0))
+    begin = max(last - _BESIDE_BYTES, 0)
+    return _told(Usage(cached, output), _last_timings(part, begin), part, begin)
 
 
 def choices_of(chunk: RawFields) -> list[RawFields]:
