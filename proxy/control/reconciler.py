@@ -153,6 +153,13 @@ class Reconciler:
             self.sources.update(gone)
             raise
         self._grace_s = grace_s
+        for order, entry in self._by_order(self._settings).items():
+            if self._fleet.book.is_removed(order):
+                log.warning(
+                    "an engine of the settings is not used: an operator has removed it",
+                    engine=entry.id,
+                    undo=undo_of(entry),
+                )
         for name in gone:
             self._tasks.cancel(f"find {name}")
         for name, finder in wanted.items():

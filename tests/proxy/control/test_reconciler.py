@@ -391,7 +391,10 @@ async def test_orders_outlive_a_restart(tmp_path):
             said = f"{b.url} on {socket.gethostname()}, the machine of its kvpin"
             assert (removed.engine, removed.named) == (said, True)
             assert removed.undo == f"kvpin engines add openai_compatible={b.url}"
-            proxy.reload(proxy.settings)
+            with capture_logs() as logs:
+                proxy.reload(proxy.settings)
+            told = [each for each in logs if each["log_level"] == "warning"]
+            assert [(each["engine"], each["undo"]) for each in told] == [("b", removed.undo)]
             assert ids(proxy) == ["a", "c"]
             back = proxy.engines.add(named("other", b.url))
             assert (back.id, proxy.engines.removed()) == ("b", [])
