@@ -574,7 +574,7 @@ class Reconciler:
         engine = self._fleet.engines.get(engine_id)
         if engine_id in self._waiting and (engine is None or self._is_left(engine_id)):
             return True
-        return engine is not None and self._is_connecting(engine)
+        return engine is not None and (self._is_connecting(engine) or _is_starting(engine))
 
     def _is_left(self, engine_id: str) -> bool:
         """True if nothing names the engine of that id any more."""
@@ -669,6 +669,12 @@ def _read(added: bytes) -> EngineSettings | None:
         return EngineSettings.model_validate_json(added)
     except ValidationError:
         return None
+
+
+def _is_starting(engine: Engine) -> bool:
+    """True if the supervisor of the workers runs the engine, and it has not been reached yet: nothing listens
+    there while its process starts."""
+    return engine.has_supervisor and engine.state is EngineState.DOWN and engine.info is None
 
 
 def _is_own(engine: Engine) -> bool:

@@ -455,6 +455,19 @@ async def test_engines_stay_until_one_that_waits_for_its_id_was_tried():
         assert (state(proxy, "a"), proxy.fleet.engine("a").adapter.spec.url) == (EngineState.READY, c.url)
 
 
+async def test_an_engine_stays_while_the_supervisor_starts_the_one_that_comes_in_its_place():
+    async with FakeEngine("a") as a, FakeEngine("b") as b, running(named("a", a.url)) as proxy:
+        port = b.port
+        await b.stop()
+        started = StartedSettings(kind="openai_compatible", url=f"http://127.0.0.1:{port}", id="b")
+        proxy.engines.follow([started], grace_s=60)
+        await until(lambda: state(proxy, "b") is EngineState.DOWN)
+        await asyncio.sleep(0.2)
+        assert state(proxy, "a") is EngineState.READY
+        proxy.fleet.engine("b").info = proxy.fleet.engine("a").info  # it was reached
+        await until(lambda: ids(proxy) == ["b"])
+
+
 async def test_an_engine_that_is_named_again_as_it_was_while_it_leaves_stays():
     """An operator takes back wrong settings: requests would wait until the last one of before has ended."""
     async with FakeEngine("a") as a, started(named("a", a.url)) as proxy:
