@@ -134,7 +134,7 @@ class Flow:
             if reply.completed is not None:
                 record.answered_s = reply.completed - record.arrived
             if admitted.quota is not None:
-                admitted.spend(record.output_tokens or record.events)
+                admitted.spend(record.answer_tokens)
             self.requests.add(record)
             record.headers = call.headers
             self.observe(record)

@@ -153,6 +153,13 @@ class Reconciler:
             self.sources.update(gone)
             raise
         self._grace_s = grace_s
+        for order, entry in self._by_order(self._settings).items():
+            if self._fleet.book.is_removed(order):
+                log.warning(
+                    "an engine of the settings is not used: an operator has removed it",
+                    engine=entry.id,
+                    undo=undo_of(entry),
+                )
         for name in gone:
             self._tasks.cancel(f"find {name}")
         for name, finder in wanted.items():
@@ -567,7 +574,7 @@ class Reconciler:
         engine = self._fleet.engines.get(engine_id)
         if engine_id in self._waiting and (engine is None or self._is_left(engine_id)):
             return True
-        return engine is not None and self._is_connecting(engine)
+        return engine is not None and (self._is_connecting(engine) or _is_starting(engine))
 
     def _is_left(self, engine_id: str) -> bool:
         """True if nothing names the engine of that id any more."""
@@ -662,6 +669,12 @@ def _read(added: bytes) -> EngineSettings | None:
         return EngineSettings.model_validate_json(added)
     except ValidationError:
         return None
+
+
+def _is_starting(engine: Engine) -> bool:
+    """True if the supervisor of the workers runs the engine, and it has not been reached yet: nothing listens
+    there while its process starts."""
+    return engine.has_supervisor and engine.state is EngineState.DOWN and engine.info is None
 
 
 def _is_own(engine: Engine) -> bool:

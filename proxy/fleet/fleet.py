@@ -300,6 +300,8 @@ class Fleet:
             return _ALL_REFUSE
         if self.stands_by:
             return "only one kvpin may use the engine, and another one does: `kvpin engines` says which"
+        if not self.engines and self.book.removals():
+            return "there is no engine: `kvpin engines` lists those that an operator has removed"
         return "no engine is connected yet; try again shortly"
 
     def has_model(self, name: str) -> bool:

@@ -79,7 +79,9 @@ _FAMILIES = {
     "kvpin_cached_tokens_total": _Row(
         "Of the prompt tokens, those that engines reported from cache", _BY_ENGINE
     ),
-    "kvpin_generation_tokens_total": _Row("Tokens of answers, where engines report them", _BY_ENGINE),
+    "kvpin_generation_tokens_total": _Row(
+        "Tokens of answers; events of streams whose tokens the engine did not report", _BY_ENGINE
+    ),
     "kvpin_saved_prefill_seconds_total": _Row(
         "Seconds of prefill that cached tokens saved, by learned rates, less restores", _BY_ENGINE
     ),
@@ -219,8 +221,8 @@ class Metrics:
                 self._count("kvpin_transfers_total", model, self.label(prefiller), result)
         if self._max_tenants and record.tenant is not None:
             self._count_tenant(record, record.tenant)
-        if record.output_tokens is not None:
-            counters["kvpin_generation_tokens_total"].series[model, engine].number += record.output_tokens
+        if tokens := record.answer_tokens:
+            self._count("kvpin_generation_tokens_total", model, engine, by=tokens)
         if record.tokens_agree is not None:
             self._count(
                 "kvpin_tokenisation_checks_total",
@@ -285,7 +287,7 @@ class Metrics:
         if record.prompt is not None and record.placement is not None:
             used.prompt_tokens += len(record.prompt.token_ids)
         used.cached_tokens += record.reported_tokens or 0
-        used.output_tokens += record.output_tokens or 0
+        used.output_tokens += record.answer_tokens
         histograms = self._histograms
         if record.duration_s is not None:
             histograms["kvpin_request_duration_seconds"].series[model, engine].observe(
@@ -313,7 +315,7 @@ class Metrics:
         self._count("kvpin_tenant_requests_total", tenant, str(record.status or "failed"))
         self._count("kvpin_tenant_prompt_tokens_total", tenant, by=record.n_tokens or 0)
         self._count("kvpin_tenant_cached_tokens_total", tenant, by=record.reported_tokens or 0)
-        self._count("kvpin_tenant_generation_tokens_total", tenant, by=record.output_tokens or 0)
+        self._count("kvpin_tenant_generation_tokens_total", tenant, by=record.answer_tokens)
 
     def tenant_label(self, tenant: str) -> str:
         """A tenant's name in labels. The first ones that come have series of their own."""

@@ -252,10 +252,15 @@ class RequestRecord(RequestFacts, kw_only=True):
         return None if self.moments is None else parts_of(self.moments)
 
     @property
+    def answer_tokens(self) -> int:
+        """Tokens of the answer. If the engine did not report them, as in a stream whose client did not ask
+        for the usage, the stream's events are counted: a few more."""
+        return self.output_tokens or self.events
+
+    @property
     def per_token_s(self) -> float | None:
-        """Mean seconds between the tokens of a stream that ended well. If the engine did not report them, the
-        stream's events are counted: a few more."""
-        first, whole, tokens = self.first_token_s, self.duration_s, self.output_tokens or self.events
+        """Mean seconds between the tokens of a stream that ended well."""
+        first, whole, tokens = self.first_token_s, self.duration_s, self.answer_tokens
         if first is None or whole is None or tokens <= 1 or self.error is not None:
             return None
         return (whole - first) / (tokens - 1)

@@ -17,9 +17,8 @@ _Model = TypeVar("_Model", bound=BaseModel)
 _COMMON = tuple(name for name in EngineSettings.model_fields if name not in ("kind", "url"))
 
 _COMMAND_LINE = re.compile(r"\s*[A-Za-z][A-Za-z0-9_-]*:(\s|-|$)")
-_FORM = (
-    "KIND=URL, e.g. vllm=http://127.0.0.1:8000, or 'KIND: command line', e.g. 'llama-server: -m model.gguf'"
-)
+_ADDRESS = "KIND=URL, e.g. vllm=http://127.0.0.1:8000"
+_FORM = f"{_ADDRESS}, or 'KIND: command line', e.g. 'llama-server: -m model.gguf'"
 
 
 def is_command_line(text: str) -> bool:
@@ -51,16 +50,17 @@ def parse_discovery_flag(text: str) -> DiscoverySettings:
 
 
 def split_engine_flag(
-    text: str, *, flag: str = "--engine", form: str = _FORM, more: Mapping[str, str] = MappingProxyType({})
+    text: str, *, flag: str = "--engine", form: str = "", more: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, str]:
     """The names and values of `KIND=URL[,name=value…]`, with only the names checked; else as above.
 
-    `form`: the way to write it, for the error.
+    `form`: the way to write it, for the error; by default also an engine to start, where it is a flag.
     """
     head, *options = text.split(",")
     kind, equals, url = head.partition("=")
     if not equals or not kind.strip() or not url.strip():
         url_alone = f"; `kvpin doctor {head}` says which kind it is" if "://" in kind else ""
+        form = form or (_FORM if flag else _ADDRESS)
         raise SettingsError(f"{flag} {head!r}: write {form}{url_alone}")
     label = _label(flag, kind.strip())
     if "://" not in url:

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from asyncio.subprocess import Process
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -215,9 +215,9 @@ class SharedEngines:
 
     def follow(self, settings: Settings) -> None:
         """Changes the engines to those of the settings, and tells the workers. One that leaves, or changes,
-        goes on for `graceful_shutdown_s`, in which the workers' requests on it end. Changed ones are replaced
-        one after the other: the others serve meanwhile. Raises EngineSpecError if an engine cannot be used;
-        then nothing changed."""
+        goes on for `graceful_shutdown_s`, in which the workers' requests on it end. Before that, one that
+        leaves waits as long at most for those that join. Changed ones are replaced one after the other: the
+        others serve meanwhile. Raises EngineSpecError if an engine cannot be used; then nothing changed."""
         changes = engine_changes(self._entries, managed_engines(settings))
         new = {
             entry.id: (entry, ManagedEngine(entry))
@@ -225,10 +225,11 @@ class SharedEngines:
             if isinstance(entry, ManagedSettings)
         }
         grace_s = settings.graceful_shutdown_s
+        joining = [new[entry.id][1] for entry in changes.added if entry.id in new]
         for name in changes.removed:
             del self._entries[name]
             old = self._engines.pop(name)
-            self._tasks.start(f"end of engine {name} {id(old)}", _end(old, grace_s))
+            self._tasks.start(f"end of engine {name} {id(old)}", _end(old, grace_s, joining))
         for name, (entry, engine) in new.items():
             self._entries[name] = entry
             if name in self._engines:
@@ -271,8 +272,13 @@ class SharedEngines:
         self._tell()
 
 
-async def _end(engine: ManagedEngine, grace_s: float) -> None:
-    """Stops an engine after the time in which the workers' requests on it end."""
+async def _end(engine: ManagedEngine, grace_s: float, joining: Collection[ManagedEngine] = ()) -> None:
+    """Stops an engine after the time in which the workers' requests on it end. Before that, the workers use
+    it until they have reached those that join, but not longer than so."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(grace_s):
+            while not all(each.status.state is ProcessState.READY for each in joining):  # noqa: ASYNC110
+                await asyncio.sleep(_POLL_S)
     await asyncio.sleep(grace_s)
     await engine.stop()
 

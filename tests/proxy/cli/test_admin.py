@@ -197,6 +197,9 @@ def test_engines_come_and_go(kvpin, ask, show, live_proxy):
     for words in (("remove", "gone"), *(("add", text) for text in wrong)):
         result = kvpin("engines", *words, "--url", live_proxy, *KEY)
         assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+    started = kvpin("engines", "add", "embedded: --kv-blocks 9", "--url", live_proxy, *KEY)
+    assert "write KIND=URL" in started.stderr
+    assert "command line" not in started.stderr
 
 
 def test_a_drain_that_is_waited_for_says_when_it_is_over(capsys, monkeypatch):

@@ -391,7 +391,10 @@ async def test_orders_outlive_a_restart(tmp_path):
             said = f"{b.url} on {socket.gethostname()}, the machine of its kvpin"
             assert (removed.engine, removed.named) == (said, True)
             assert removed.undo == f"kvpin engines add openai_compatible={b.url}"
-            proxy.reload(proxy.settings)
+            with capture_logs() as logs:
+                proxy.reload(proxy.settings)
+            told = [each for each in logs if each["log_level"] == "warning"]
+            assert [(each["engine"], each["undo"]) for each in told] == [("b", removed.undo)]
             assert ids(proxy) == ["a", "c"]
             back = proxy.engines.add(named("other", b.url))
             assert (back.id, proxy.engines.removed()) == ("b", [])
@@ -450,6 +453,19 @@ async def test_engines_stay_until_one_that_waits_for_its_id_was_tried():
         old.leases.discard(request)
         await until(lambda: ids(proxy) == ["a"])
         assert (state(proxy, "a"), proxy.fleet.engine("a").adapter.spec.url) == (EngineState.READY, c.url)
+
+
+async def test_an_engine_stays_while_the_supervisor_starts_the_one_that_comes_in_its_place():
+    async with FakeEngine("a") as a, FakeEngine("b") as b, running(named("a", a.url)) as proxy:
+        port = b.port
+        await b.stop()
+        started = StartedSettings(kind="openai_compatible", url=f"http://127.0.0.1:{port}", id="b")
+        proxy.engines.follow([started], grace_s=60)
+        await until(lambda: state(proxy, "b") is EngineState.DOWN)
+        await asyncio.sleep(0.2)
+        assert state(proxy, "a") is EngineState.READY
+        proxy.fleet.engine("b").info = proxy.fleet.engine("a").info  # it was reached
+        await until(lambda: ids(proxy) == ["b"])
 
 
 async def test_an_engine_that_is_named_again_as_it_was_while_it_leaves_stays():

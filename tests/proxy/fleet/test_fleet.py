@@ -343,6 +343,15 @@ def test_where_every_engine_refuses_kvpin_the_operator_has_to_act(fleet):
     assert "try again shortly" in str(fleet.none_ready(None, None))
 
 
+def test_where_an_operator_removed_every_engine_clients_are_told(fleet):
+    fleet.book.remove("http://gpu", now=1.0)
+    with pytest.raises(NoEngine, match="lists those that an operator has removed"):
+        fleet.find("m")
+    fleet.add(FakeAdapter("a"))
+    with pytest.raises(NoEngine, match="try again shortly"):
+        fleet.find("m")
+
+
 def test_where_every_engine_was_given_up_nobody_is_told_to_try_again(fleet):
     with pytest.raises(NoEngine, match="try again shortly"):
         fleet.find("m")

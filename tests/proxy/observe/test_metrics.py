@@ -97,6 +97,7 @@ def test_the_use_of_each_tenant_is_counted_by_day_and_model(fleet):
         ("acme", DAY_S - 1.0, {"error": "died"}),
         ("acme", float(DAY_S), {"lora": "l"}),
         (None, 5.0, {"placement": None, "reported_tokens": None, "output_tokens": None}),
+        ("globex", 5.0, {"output_tokens": None, "events": 9}),  # its client did not ask for the usage
     ):
         each = record(**{"reported_tokens": 16, "output_tokens": 3, **fields})
         each.tenant, each.started = tenant, started
@@ -105,7 +106,9 @@ def test_the_use_of_each_tenant_is_counted_by_day_and_model(fleet):
         (0, "acme", "m"): Used(2, 1, 80, 32, 6),
         (1, "acme", "l"): Used(1, 0, 40, 16, 3),
         (0, "", ""): Used(1, 0, 0, 0, 0),
+        (0, "globex", "m"): Used(1, 0, 40, 16, 9),
     }
+    assert value(metrics, "kvpin_generation_tokens_total", **LABELS) == 15
 
 
 def test_so_many_tenants_have_metrics_of_their_own(fleet):

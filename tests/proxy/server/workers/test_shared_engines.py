@@ -3,12 +3,16 @@
 import asyncio
 import json
 import sys
+import time
+from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 
 from engine_adapter import EngineSpecError
+from proxy.fleet.process.managed_engine import ProcessState
 from proxy.runtime.tasks import Supervisor
-from proxy.server.workers.supervisor import SharedEngines
+from proxy.server.workers.supervisor import SharedEngines, _end
 from proxy.settings import ManagedSettings, Settings
 
 SERVER = f"{sys.executable} -m http.server --bind 127.0.0.1 {{port}}"
@@ -90,3 +94,12 @@ async def test_changed_engines_are_replaced_one_after_the_other(shared, tmp_path
         assert await listens(now["a"]["url"])
         while not await listens(now["b"]["url"]):  # noqa: ASYNC110
             await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize(("state", "seconds"), [(ProcessState.READY, 0.2), (ProcessState.STARTING, 0.4)])
+async def test_an_engine_that_leaves_waits_for_those_that_join(state, seconds):
+    old = SimpleNamespace(stop=AsyncMock())
+    began = time.monotonic()
+    await _end(old, 0.2, [SimpleNamespace(status=SimpleNamespace(state=state))])
+    assert seconds <= time.monotonic() - began + 0.01
+    old.stop.assert_awaited_once()
