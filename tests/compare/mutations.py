@@ -48,7 +48,7 @@ MUTATIONS = tuple(Mutation(*row) for row in (
     ("migration: a second role", "stream dies", "proxy/request/migration.py", "names_role = self._has_role and", "names_role = False and"),
     ("tenants: they share a salt", "key-two", "proxy/request/tenants.py", 'f"kvpin-{self._digest(tenant)}"', 'f"kvpin-{self._digest(\'\')}"'),
     ("keys: one that has expired is good", "old key", "proxy/request/tenants.py", "self.expires <= now", "self.expires <= 0"),
-    ("usage: tokens of answers", "admin: usage", "proxy/observe/metrics.py", "used.output_tokens += record.output_tokens or 0", "pass"),
+    ("usage: tokens of answers", "admin: usage", "proxy/observe/metrics.py", "used.output_tokens += record.answer_tokens", "pass"),
     ("metrics: a bucket", "admin: metrics", "proxy/observe/metrics.py", "7.5, 10, 20, 40, 80)", "7.5, 10, 20, 40)"),
     ("admin: days of use", "admin: usage", "proxy/core/tenant_use.py", "if day > first]", "if day > first + days]"),
     ("admin: an engine stays drained", "admin: undrain", "proxy/control/reconciler.py", "elif engine.state is EngineState.DRAINING:", "elif engine.state is EngineState.REFUSED:"),

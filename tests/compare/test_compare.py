@@ -15,7 +15,7 @@ from tests.compare.world import ROOT
 # What several requests at once bring about hangs on how busy the machine is, and so do the lists of them.
 BY_CHANCE = (
     *("at once", "list stream", "queue", "client leaves"),
-    *("admin: requests", "admin: stats", "metrics", "without a key"),
+    *("admin: requests", "admin: stats", "admin: usage", "metrics", "without a key"),
 )
 RECORDED = Path(__file__).with_name("recorded.xz")
 
