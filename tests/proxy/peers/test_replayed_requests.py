@@ -75,7 +75,8 @@ class World:
 
 
 @pytest.fixture
-def world():
+def world(monkeypatch):
+    monkeypatch.setattr("proxy.fleet.pool.monotonic", lambda: 1.0)  # ends of requests, as all else here
     return World()
 
 
