@@ -86,6 +86,16 @@ class LlamaWorld:
             time.sleep(POLL_S)
         raise AssertionError(f"{what} did not come to be:\n{self.kvpin.log.read_text()}")
 
+    def record_of(self, answer: httpx.Response) -> dict[str, Any]:
+        """The record of a request, which is kept once its slot is free."""
+        path = f"requests/{answer.headers['x-request-id']}"
+
+        def record() -> dict[str, Any] | None:
+            found = self.kvpin.admin("GET", path)
+            return found.json() if found.status_code == 200 else None
+
+        return self.until(record, "a record")
+
     def until_idle(self, number: int = 0) -> list[dict[str, Any]]:
         """The slots of a server as kvpin sees them, once nothing runs on any."""
 

@@ -32,5 +32,4 @@ def test_the_call_is_named_once(tmp_path):
             answer = world.post("chat/completions", {"messages": messages, "max_tokens": 2})
             assert answer.status_code == 400
             assert answer.json()["error"]["param"] == "messages[1].tool_calls[0].function.arguments"
-            record = world.kvpin.admin("GET", f"requests/{answer.headers['x-request-id']}").json()
-            assert len(record["attempts"]) == 1
+            assert len(world.record_of(answer)["attempts"]) == 1

@@ -95,11 +95,6 @@ def test_a_role_that_the_template_refuses_is_the_clients_fault(tmp_path):
             answer = world.post("chat/completions", body)
             assert answer.status_code == 400
             assert answer.json()["error"]["type"] == "invalid_request_error"
-
-            def record(path=f"requests/{answer.headers['x-request-id']}"):
-                found = world.kvpin.admin("GET", path).json()
-                return found if "attempts" in found else None  # once its slot is free
-
-            assert len(world.until(record, "a record")["attempts"]) <= 1
+            assert len(world.record_of(answer)["attempts"]) <= 1
         assert straight.status_code == 500
         assert "Missing 'role'" in answer.json()["error"]["message"]
