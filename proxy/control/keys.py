@@ -7,7 +7,6 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -238,47 +237,25 @@ def _fields(key: IssuedKey) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class Before:
-    """Before the key was issued: whether requests needed no key, and which engines were used."""
-
-    open: bool
-    used: frozenset[str]
+def used_engines(fleet: Fleet) -> frozenset[str]:
+    """The ids of the engines that are not refused because several tenants would share their KV."""
+    return frozenset(each.id for each in fleet.engines.values() if each.state is not EngineState.REFUSED)
 
 
-@dataclass(frozen=True, slots=True)
-class KeyNotes:
-    """Says what an issued key has changed."""
-
-    tenants: Tenants
-    fleet: Fleet
-
-    def before(self) -> Before:
-        """To be asked before the key is issued."""
-        return Before(
-            self.tenants.open,
-            frozenset(each.id for each in self.fleet.engines.values() if not _is_refused(each.state)),
+def notes_of(
+    key: KeyAnswer, tenants: Tenants, fleet: Fleet, *, was_open: bool, used: frozenset[str]
+) -> Iterator[str]:
+    """A sentence for each change by a new key that may surprise. Before it was issued, requests needed no key
+    if kvpin `was_open`, and these engines were `used`."""
+    if was_open and not tenants.open:
+        yield "this is the first key: from now on, every request needs one"
+    if lost := [name for name in fleet.engines if name in used - used_engines(fleet)]:
+        yield (
+            f"not used any more, because several tenants would share their KV: {', '.join(lost)}; set "
+            f"share_kv=true on them, or remove the key: kvpin keys remove {key.id}"
         )
-
-    def since(self, before: Before, key: KeyAnswer) -> list[str]:
-        """A sentence for each change that may surprise."""
-        return [*self._notes(before, key)]
-
-    def _notes(self, before: Before, key: KeyAnswer) -> Iterator[str]:
-        if before.open and not self.tenants.open:
-            yield "this is the first key: from now on, every request needs one"
-        engines = self.fleet.engines.values()
-        if lost := [each.id for each in engines if each.id in before.used and _is_refused(each.state)]:
-            yield (
-                f"not used any more, because several tenants would share their KV: {', '.join(lost)}; set "
-                f"share_kv=true on them, or remove the key: kvpin keys remove {key.id}"
-            )
-        if any(each.is_served_there for each in engines):
-            return  # another kvpin knows what these serve
-        for model in key.models or ():
-            if not self.fleet.has_model(model):
-                yield f"no engine serves {model!r} now"
-
-
-def _is_refused(state: EngineState) -> bool:
-    return state is EngineState.REFUSED
+    if any(each.is_served_there for each in fleet.engines.values()):
+        return  # another kvpin knows what these serve
+    for model in key.models or ():
+        if not fleet.has_model(model):
+            yield f"no engine serves {model!r} now"
