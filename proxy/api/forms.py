@@ -20,7 +20,8 @@ _BOUNDARY = re.compile(r';\s*boundary=(?:"([^"\\]{1,70})"|([^\s";,]{1,70}))\s*(?
 # All names of a field, as servers may read them: the first or the last, encoded or not.
 _NAMES = re.compile(rb'\bname\*?\d*\*?\s*=\s*"?([^";\r]*)', re.IGNORECASE)
 _NEW_LINE, _HEAD_END, _LAST = b"\r\n", b"\r\n\r\n", (b"--", b"--\r\n")
-_LONE_ENDS = re.compile(rb"\r(?!\n)|(?<!\r)\n")
+# Ends of lines that some servers take for one, and names in pieces, which some join.
+_ODD = re.compile(rb"\r(?!\n)|(?<!\r)\n|\bname\*\d", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ def read_form(body: bytes, kind: str) -> Form:
         start, end = head_end + len(_HEAD_END), after - len(_NEW_LINE)
         head = body[head_at:head_end]
         is_field = at >= 0 and head_end >= 0 and start <= end and body.startswith(_NEW_LINE, end)
-        if not is_field or not head.startswith(_NEW_LINE) or _LONE_ENDS.search(head):
+        if not is_field or not head.startswith(_NEW_LINE) or _ODD.search(head):
             raise BadRequest("the body is no multipart form, or an unusual one")
         given = {each.replace(b"\\", b"").rstrip() for each in _NAMES.findall(head)}
         names += sorted(unquote(each.decode("latin-1")) for each in given)

@@ -61,9 +61,8 @@ class Named(NamedTuple):
 
 def response_in(route: str) -> str | None:
     """The id of the response that a route is about; None if it is about none."""
-    _, _, below = route.partition(f"{RESPONSES_PATH}/")
-    found = below.partition("/")[0]
-    return found if route.startswith(RESPONSES_PATH) and found and below not in _NO_IDS else None
+    below = route.removeprefix(f"{RESPONSES_PATH}/")
+    return None if below == route or below in _NO_IDS else below.partition("/")[0]
 
 
 def response_of(call: Call) -> Named | None:

@@ -92,6 +92,7 @@ def test_what_is_no_form_is_the_clients_fault(body, kind, said):
         form(part("a", b"b").replace(b'"a"', b'"a"\r; name="file_id"')),
         form(b"--b0undary\r\nContent-Disposition: form-data; name=a\r\n"),
         form(part("a" * 9000, b"b")),
+        form(part("a", b"b").replace(b'name="a"', b'name*0="file"; NAME*1="_id"')),
     ],
 )
 def test_a_form_that_servers_may_read_in_another_way_is_refused(body):
