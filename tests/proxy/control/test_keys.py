@@ -85,7 +85,7 @@ async def test_what_another_kvpin_tells_is_saved_as_soon_as_there_is_room(tmp_pa
                 await asyncio.sleep(0.01)
         task.cancel()
     assert [(each["event"].partition(":")[0], each.get("error")) for each in logs][:1] == [
-        ("issued keys are not saved", "[Errno 28] No space left on device")
+        ("issued keys are not saved", "the file of keys cannot be written: No space left on device")
     ]
 
 
