@@ -168,13 +168,13 @@ class DataPlane:
             elif is_upload:
                 await self._serve_upload(exchange, reply, call, admitted)
             else:
-                # No name for the call and its body here: the body is freed before the answer ends.
-                await self._work(
-                    await self._read(call, exchange, reply, admitted, is_needed=asks_prompt),
-                    exchange,
-                    reply,
-                    admitted,
-                )
+                try:
+                    # No name for the call and its body here: the body is freed before the answer ends.
+                    work = self._work(call(*await self._body(exchange, admitted)), exchange, reply, admitted)
+                except ANSWERED as error:  # it cannot be read
+                    self._record(call(None), error, reply)
+                    raise
+                await work
 
     async def _is_answered_here(
         self, exchange: Exchange, reply: Reply, path: str, own_id: str, key: ApiKey | None
@@ -240,29 +240,6 @@ class DataPlane:
         reply.recorded = True
         self.flow.requests.add(record)
         self.flow.observe(record)
-
-    async def _read(
-        self,
-        call: Callable[..., Call],
-        exchange: Exchange,
-        reply: Reply,
-        admitted: Admission,
-        *,
-        is_needed: bool,
-    ) -> Call:
-        """The request with its body. Without one that `is_needed`, or that can be read, it gets a record.
-
-        Raises:
-            BadRequest, BodyTooLarge, SlowBody, NoMemory, msgspec.DecodeError: it is refused.
-        """
-        try:
-            body, changed = await self._body(exchange, admitted)
-            if body is None and is_needed:
-                raise BadRequest("the body is empty: send a JSON object", code=Code.INVALID_JSON)
-        except ANSWERED as error:
-            self._record(call(None), error, reply)
-            raise
-        return call(body, changed)
 
     def _work(
         self, call: Call, exchange: Exchange, reply: Reply, admitted: Admission
@@ -394,6 +371,8 @@ class DataPlane:
         """The body, and what was changed in it."""
         raw = await exchange.read(self.max_body_bytes, admitted.hold)
         if not raw:
+            if exchange.method == "POST" and checked_path(exchange.target) in PROMPT_ROUTES:
+                raise BadRequest("the body is empty: send a JSON object", code=Code.INVALID_JSON)
             return None, ()
         encoding = (
             exchange.headers.get("content-encoding")
