@@ -19,9 +19,15 @@ _MAX_FIELDS, _MAX_HEAD, _MAX_NAME = 1024, 8192, 1024
 _BOUNDARY = re.compile(r';\s*boundary=(?:"([^"\\]{1,70})"|([^\s";,]{1,70}))\s*(?:;|$)', re.IGNORECASE)
 # All names of a field, as servers may read them: the first or the last, encoded or not.
 _NAMES = re.compile(rb'\bname\*?\d*\*?\s*=\s*"?([^";\r]*)', re.IGNORECASE)
+_UNUSUAL = "the body is no multipart form, or an unusual one"
 _NEW_LINE, _HEAD_END, _LAST = b"\r\n", b"\r\n\r\n", (b"--", b"--\r\n")
-# Ends of lines that some servers take for one, and names in pieces, which some join.
-_ODD = re.compile(rb"\r(?!\n)|(?<!\r)\n|\bname\*\d", re.IGNORECASE)
+# Header lines as all servers read them. Some join names in pieces (`name*0`).
+_HEAD = re.compile(rb"(?:\r\n[!#-'*+.0-9A-Z^-z|~-]+:[^\0\r\n]*)+")
+_IN_PIECES = re.compile(rb"\bname\*\d", re.IGNORECASE)
+_MODEL = re.compile(
+    rb'\r\ncontent-disposition:[ \t]*form-data;[ \t]*name="?model"?[ \t]*(?=\r\n|$)', re.IGNORECASE
+)
+_DISPOSITION = b"\r\ncontent-disposition:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +68,14 @@ def read_form(body: bytes, kind: str) -> Form:
         start, end = head_end + len(_HEAD_END), after - len(_NEW_LINE)
         head = body[head_at:head_end]
         is_field = at >= 0 and head_end >= 0 and start <= end and body.startswith(_NEW_LINE, end)
-        if not is_field or not head.startswith(_NEW_LINE) or _ODD.search(head):
-            raise BadRequest("the body is no multipart form, or an unusual one")
+        if not is_field or _HEAD.fullmatch(head) is None or _IN_PIECES.search(head):
+            raise BadRequest(_UNUSUAL)
         given = {each.replace(b"\\", b"").rstrip() for each in _NAMES.findall(head)}
         names += sorted(unquote(each.decode("latin-1")) for each in given)
-        if given == {b"model"} and model is None and start < end:
-            model = _model(body[start:end], start)
+        if b"model" in given:
+            if _MODEL.search(head) is None or head.lower().count(_DISPOSITION) > 1:
+                raise BadRequest(_UNUSUAL, param="model")
+            model = _model(body[start:end], start) if model is None and start < end else model
         at = after
     raise BadRequest(f"the form has more than {_MAX_FIELDS} fields")
 

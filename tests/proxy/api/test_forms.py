@@ -93,6 +93,12 @@ def test_what_is_no_form_is_the_clients_fault(body, kind, said):
         form(b"--b0undary\r\nContent-Disposition: form-data; name=a\r\n"),
         form(part("a" * 9000, b"b")),
         form(part("a", b"b").replace(b'name="a"', b'name*0="file"; NAME*1="_id"')),
+        form(part("model", b"m").replace(b"Disposition", b"Dispositon")),
+        form(part("model", b"m").replace(b"\r\n\r\n", b"\r\nContent-Disposition: form-data\r\n\r\n")),
+        form(part("model", b"m").replace(b"form-data;", b"form-data; name=x;")),
+        form(part("model", b"m", '; filename="f"')),
+        form(part("a", b"b").replace(b"; name", b";\r\n name")),
+        form(part("a", b"b").replace(b"form-data", b"form\0data")),
     ],
 )
 def test_a_form_that_servers_may_read_in_another_way_is_refused(body):
