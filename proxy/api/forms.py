@@ -25,7 +25,7 @@ _NEW_LINE, _HEAD_END, _LAST = b"\r\n", b"\r\n\r\n", (b"--", b"--\r\n")
 _HEAD = re.compile(rb"(?:\r\n[!#-'*+.0-9A-Z^-z|~-]+:[^\0\r\n]*)+")
 _IN_PIECES = re.compile(rb"\bname\*\d", re.IGNORECASE)
 _MODEL = re.compile(
-    rb'\r\ncontent-disposition:[ \t]*form-data;[ \t]*name="?model"?[ \t]*(?=\r\n|$)', re.IGNORECASE
+    rb'\r\ncontent-disposition:[ \t]*form-data;[ \t]*name=(?:"model"|model)[ \t]*(?=\r\n|$)', re.IGNORECASE
 )
 _DISPOSITION = b"\r\ncontent-disposition:"
 

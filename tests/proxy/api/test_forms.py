@@ -97,6 +97,7 @@ def test_what_is_no_form_is_the_clients_fault(body, kind, said):
         form(part("model", b"m").replace(b"\r\n\r\n", b"\r\nContent-Disposition: form-data\r\n\r\n")),
         form(part("model", b"m").replace(b"form-data;", b"form-data; name=x;")),
         form(part("model", b"m", '; filename="f"')),
+        form(part("model", b"m").replace(b'"model"', b'model"')),
         form(part("a", b"b").replace(b"; name", b";\r\n name")),
         form(part("a", b"b").replace(b"form-data", b"form\0data")),
     ],
