@@ -90,8 +90,7 @@ class LMDeployAdapter(HttpAdapter):
             tokens_per_block=BLOCK_TOKENS,
             # Without --model-name, the model's name is its directory or hub id.
             tokenizer=self.spec.tokenizer or (model.name if "/" in model.name else None),
-            version="LMDeploy",
-            loras=frozenset(each["id"] for each in listed["data"]) - {model.name},
+            loras=model.others,  # it names no parents
             template_input=LMDEPLOY_INPUT,
             runs_several=False,  # completions ignore `n`, and streams do not tell their prompts apart
             served_as_chats=TRANSLATED_ROUTES,
@@ -121,7 +120,7 @@ class LMDeployAdapter(HttpAdapter):
         and conversations do not need it."""
         prompt_field = body.get("prompt") if path == COMPLETIONS else None
         if isinstance(prompt_field, list) and not all(isinstance(each, str) for each in prompt_field):
-            raise EngineRejected(_ONLY_TEXT, status=400, param="prompt")
+            raise EngineRejected(_ONLY_TEXT, status=400, param="prompt", type="invalid_request_error")
         dropped = ("session_id",) if path in (CHAT, COMPLETIONS) and "session_id" in body else ()
         return hold_openai(path, body, drop=dropped, ask_usage=True)
 
