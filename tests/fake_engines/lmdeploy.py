@@ -1,8 +1,8 @@
 """An LMDeploy `api_server` without a model: routes, answers and refusals of 0.18.
 
-It answers as LMDeploy's own server does over an engine without a model: 21 requests were sent to both, and their
-answers are equal. It was not compared with a server that has a model. Where the real one renews its counts every
-10 s, this one does at once.
+It answers as LMDeploy's own server does over an engine without a model: 21 requests were sent to both, and
+their answers are equal. It was not compared with a server that has a model. Where the real one renews its
+counts every 10 s, this one does at once.
 """
 
 from __future__ import annotations
