@@ -153,8 +153,9 @@ class LMDeployAdapter(HttpAdapter):
             async with asyncio.timeout(_PATIENCE_S):
                 chat = msgspec.json.encode({"model": model, **_TRIAL})
                 for _ in range(2):
-                    if read_answer_usage(await self._control.fetch("POST", CHAT, chat)).cached_tokens:
-                        return True
+                    cached = read_answer_usage(await self._control.fetch("POST", CHAT, chat)).cached_tokens
+                    if cached != 0:  # older versions do not tell
+                        return None if cached is None else True
         except (EngineRejected, TimeoutError):
             return None
         return False

@@ -40,6 +40,7 @@ class LMDeployOptions:
         metrics: False with `--disable-metrics`.
         adapters: names of its LoRA adapters.
         tool_parser: `--tool-call-parser`.
+        tells_cached: False as in older versions, whose usage does not tell reused tokens.
     """
 
     model: str = "org/tiny"
@@ -50,6 +51,7 @@ class LMDeployOptions:
     metrics: bool = True
     adapters: tuple[str, ...] = ()
     tool_parser: bool = True
+    tells_cached: bool = True
 
 
 class FakeLMDeploy:
@@ -170,6 +172,8 @@ class FakeLMDeploy:
         else:
             choice = {"index": 0, "text": said, "logprobs": None, "finish_reason": "length"}
         usage = _usage(path, len(tokens), count, generation.cached_tokens)
+        if not self.options.tells_cached:
+            usage.pop("prompt_tokens_details", None)
         usage = {"prompt_tokens_details": None, **usage, "completion_tokens_details": None}
         answer = {**_head(path, body), "choices": [choice], "usage": usage}
         return JSONResponse(answer | {"service_tier": None} if path == CHAT else answer)

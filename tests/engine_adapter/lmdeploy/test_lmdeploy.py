@@ -115,6 +115,13 @@ async def test_it_tries_once_whether_the_cache_is_on(adapter_of, caching, may_tr
             assert (adapter.findings(), len(server.fake.seen)) == (found, trials)
 
 
+async def test_an_older_server_does_not_tell_whether_the_cache_is_on(adapter_of):
+    with running_lmdeploy(tells_cached=False, caching=False) as server:
+        adapter = adapter_of(server.url)
+        await adapter.connect()
+        assert (adapter.findings(), len(server.fake.seen)) == ((), 1)
+
+
 async def test_a_server_that_has_reused_kv_is_not_tried(adapter_of):
     with running_lmdeploy() as server:
         await adapter_of(server.url).connect()
