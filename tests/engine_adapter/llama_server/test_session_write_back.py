@@ -21,8 +21,7 @@ SAVE = SlotOperation.SAVE
 @pytest.fixture
 def world(scheduler):
     # A prefill of 1,000 tokens is worth a second, whatever this machine needs for it.
-    for _ in range(9):
-        scheduler.contents.rates.prefilled(1000, 1.0)
+    scheduler.contents.rates.prefill_s = lambda tokens: tokens / 1000
     return scheduler
 
 
@@ -70,8 +69,7 @@ class TestWriteBack:
 
     async def test_not_what_is_not_worth_it(self, world):
         """Nor what nobody here knows; though it has been idle for longer."""
-        for _ in range(60):
-            world.contents.rates.prefilled(10_000, 1.0)
+        world.contents.rates.prefill_s = lambda tokens: tokens / 10_000
         await world.ask(prompt_of(1, 3), max_tokens=1)
         async with writing_back(world):
             await world.ask(prompt_of(2, 300))
@@ -120,8 +118,7 @@ class TestWriteBack:
         """Both slots are to be saved; a request comes in the first save and starts before the second."""
         for seed in (1, 2):
             lease = await world.ask(prompt_of(seed))
-        for _ in range(9):
-            world.contents.rates.held(0.001)
+        world.contents.rates.hold_s = 0.001
         first = 1 - lease.slot
         turn = world.table[first].tokens + prompt_of(3, 10)
 
