@@ -16,11 +16,11 @@ from engine_adapter.errors import EngineError, EngineRejected
 from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server.checkpoints import UNPROBED
 from engine_adapter.llama_server.contents import Contents
-from engine_adapter.llama_server.discovery import ServerFacts, probe, probe_file
-from engine_adapter.llama_server.memory_probe import MemoryKind, memory_rules, probe_memory
+from engine_adapter.llama_server.discovery import ServerFacts
 from engine_adapter.llama_server.mirror_events import MirrorEvents
 from engine_adapter.llama_server.options import LlamaServerSpec
 from engine_adapter.llama_server.plan import SlotRates, worth_saving
+from engine_adapter.llama_server.probe import MemoryKind, memory_rules, probe, probe_file, probe_memory
 from engine_adapter.llama_server.saved import SavedPrefixes
 from engine_adapter.llama_server.scheduler import SlotScheduler
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER, ServerRecord, SlotOwners
