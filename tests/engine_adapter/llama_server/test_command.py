@@ -147,7 +147,7 @@ def test_what_the_words_say_of_the_server():
         (("--no-slots",), "--no-slots hides"),
         (("--no-cache-prompt",), "--no-cache-prompt makes"),
         (("--context-shift",), "--context-shift drops"),
-        (("--cache-reuse", "256"), "--cache-reuse reuses shifted KV"),
+        (("--cache-reuse", "256"), "--cache-reuse has no effect"),
         (("--sleep-idle-seconds", "60"), "--sleep-idle-seconds lets"),
     ],
 )

@@ -23,9 +23,9 @@ from engine_adapter.llama_server.discovery import (
     file_digest,
     findings_of,
     model_parts,
-    probe,
     remote_digest,
 )
+from engine_adapter.llama_server.probe import probe
 from engine_adapter.llama_server.slot_io import SlotState, read_pulse, read_slots, spare_slot
 from engine_adapter.types import EngineSpec
 from scripts.make_gguf import gguf_path

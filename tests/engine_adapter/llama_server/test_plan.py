@@ -671,7 +671,7 @@ def test_what_measures_nothing_teaches_nothing(book, seconds):
 def test_one_odd_sample_changes_no_mind(book):
     book.held(60.0)
     assert book.hold_s == SlotRates().hold_s
-    teach(book.held, *[(0.5,)] * 4, (60.0,))
+    teach(book.held, *[(0.5,)] * 6, (60.0,))
     assert book.hold_s == 0.5
 
 
