@@ -17,6 +17,7 @@ What a message becomes depends only on those next to it: the next request of a c
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from enum import StrEnum
@@ -65,6 +66,12 @@ _MARKS: Mapping[Repair, tuple[bytes, ...]] = {  # one of these is in each body t
 }
 
 
+_SYSTEM = b'"system"'
+_FIRST = re.compile(rb'\[\s*\{\s*(?:"type"\s*:\s*"message"\s*,\s*)?"role"\s*:\s*\Z')
+_FIELD = re.compile(rb"\s*:")
+_BEFORE = 128  # bytes before a role that may tell that its message is the first one
+
+
 def may_need(body: JsonBody, repairs: AbstractSet[Repair]) -> bool:
     """False if a body surely needs none of these repairs, by its bytes."""
     raw = body.raw
@@ -81,14 +88,16 @@ def may_need(body: JsonBody, repairs: AbstractSet[Repair]) -> bool:
 
 def _may_lose_systems(raw: bytes, *, takes_system: bool) -> bool:
     """`takes_system`: the template takes a system message before the first turn."""
-    first = raw.find(b'"system"')
-    if first >= 0 and not (takes_system and first == raw.rfind(b'"system"') and first < _first_turn(raw)):
+    at = raw.find(_SYSTEM)
+    if at >= 0 and not (takes_system and at == raw.rfind(_SYSTEM) and _is_no_late_one(raw, at)):
         return True
     return b'"developer"' in raw or b'"instructions"' in raw
 
 
-def _first_turn(raw: bytes) -> int:
-    return min([at for role in (b'"user"', b'"assistant"') if (at := raw.find(role)) >= 0], default=-1)
+def _is_no_late_one(raw: bytes, at: int) -> bool:
+    """True if the word at this place is surely the role of a first message, or the name of a field."""
+    before = _FIRST.search(raw, max(at - _BEFORE, 0), at)
+    return before is not None or _FIELD.match(raw, at + len(_SYSTEM)) is not None
 
 
 def _step(change: Callable[[_Items], _Items]) -> Step:
