@@ -1,7 +1,7 @@
 """Makes token ids of a request's text, as engines do.
 
-chat.py               render + tokenise as transformers does  chat_messages.py  messages before the template
-templates.py          renders templates                       template_check.py  … as transformers does?
+chat.py               render + tokenise as transformers does
+templates.py          renders templates
 tokenizer_process.py  loads a tokenizer in a second process   described.py      one from its description
 content_format.py     string or list content                  encoders.py       the fastest exact encoder
 gguf_tokenizer.py     tokenizers inside GGUF files            llama_cpp_letters.py  … with llama.cpp's letters
@@ -10,7 +10,6 @@ sandbox.py            the sandbox templates run in            cuts.py           
 torch_file.py         reads a saved tensor
 message_shapes.py     messages that a template refuses or leaves out
 forms.py              prompts that all engines make alike
-bounds.py             what one call in a template may make
 template_input.py     what an engine gives its template
 lengths.py            refuses texts that cannot fit, before they are encoded whole
 """

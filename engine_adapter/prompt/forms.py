@@ -102,15 +102,14 @@ def only_the_engine_knows(body: JsonBody, *, completion: bool = False) -> bool:
     return brings_token_ids or gives(body, _OF_THE_ENGINE_IN_COMPLETIONS if completion else _OF_THE_ENGINE)
 
 
-def forms_of(body: JsonBody, not_plain: Sequence[Any]) -> frozenset[Form]:
-    """The forms of a chat, without SPECIAL_TOKENS, which depend on the model. `not_plain` are those of its
-    messages that are more than a text."""
+def forms_of(body: JsonBody) -> frozenset[Form]:
+    """The forms of a chat, without SPECIAL_TOKENS, which depend on the model."""
     messages = body.view("messages")
     if body.is_plain:
         return _CONTINUED if messages[-1]["role"] == "assistant" else _PLAIN
     last = messages[-1] if isinstance(messages, list) and messages else None
     tools, template_kwargs = body.view("tools"), body.view("chat_template_kwargs")
-    found = {form for message in not_plain for form in _forms_of(message)}
+    found = {form for message in body.not_plain for form in _forms_of(message)}
     if (
         (isinstance(last, dict) and last.get("role") == "assistant")
         or body.get("continue_final_message") is True

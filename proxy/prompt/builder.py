@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Awaitable, Callable, Hashable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable
 from copy import deepcopy
 from functools import partial
-from weakref import ref
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -41,17 +41,16 @@ from engine_adapter.types import ExtraIds, TokenIds
 from proxy.errors import TooLong
 from proxy.prompt.known_chats import KnownBeginning, Owner
 from proxy.prompt.known_media import KnownMedia, TextAround, head_key
-from proxy.prompt.media import find_media, is_text_message, media_fields, not_plain, texts_only
+from proxy.prompt.media import find_media, is_text_message, media_fields, texts_only
 from proxy.prompt.registered_tables import PromptTables
 from proxy.prompt.render import (
     CHAT_PATH,
     COMPLETIONS_PATH,
+    AskedInput,
     ChatInput,
     CompletionInput,
     EmbeddedInput,
-    MixedInput,
     PromptInput,
-    ResponseInput,
     read_native,
     read_prompt,
 )
@@ -66,16 +65,12 @@ _ANY_TEXT = ("0", "x")
 _OTHER, _TEXT = frozenset({Form.OTHER}), frozenset({Form.TEXT})
 
 
-Ask = Callable[["PromptBuilder | None"], Iterable[EngineAdapter]]
+Ask = Callable[["PromptBuilder"], Iterable[EngineAdapter]]
 """Gives the engines of a builder that can be asked now."""
 
 
-def _nobody(_builder: PromptBuilder | None) -> Iterable[EngineAdapter]:
+def _nobody(_builder: PromptBuilder) -> Iterable[EngineAdapter]:
     return ()
-
-
-def _call(ask: Ask, of: ref[PromptBuilder]) -> Iterable[EngineAdapter]:
-    return ask(of())
 
 
 class Prompt(msgspec.Struct, frozen=True, eq=False):
@@ -166,8 +161,7 @@ class PromptBuilder:
         self.agreed = self.differed = 0
         self._tables = tables
         self._asked = engines, renderers, embedders
-        of = ref(self)  # no cycle: that would keep a tokenizer in memory until garbage collection
-        self._engines = EngineTokenizer(*(partial(_call, each, of) for each in self._asked))
+        self._engines = EngineTokenizer()
         self._known_media = KnownMedia()
         # An engine that renders with the same code refuses what cannot be rendered here: the client's fault.
         # Any other may take more than kvpin does: a prompt that cannot be rendered here is only unknown.
@@ -327,18 +321,22 @@ class PromptBuilder:
         """The text of token ids, None without a tokenizer here."""
         return None if self.local is None else self.local.tokenizer.decode(token_ids)
 
+    def _ask(self, path: str, body: JsonBody) -> Coroutine[Any, Any, ChatPrompt | None]:
+        return self._engines.ask(self._asked[0](self), path, body)
+
+    def _ask_renderer(self, path: str, body: JsonBody) -> Coroutine[Any, Any, ChatPrompt | None]:
+        return self._engines.render(self._asked[1](self), path, body)
+
     async def _tokenise(self, source: PromptInput, path: str, body: JsonBody, owner: Owner) -> Prompt | None:
         match source:
             case CompletionInput():
                 return await self._completion(source, path, body)
             case EmbeddedInput():
                 return await self._embedded(source.data, path, body)
-            case MixedInput():
-                return self._made(await self._engines.ask(path, body), "engine", _OTHER)
             case ChatInput() if source.is_text or self._strict:
                 return await self._chat(source, body, owner)
-            case ResponseInput() if source.is_text:
-                return self._made(await self._engines.ask(path, body), "engine", _OTHER)
+            case AskedInput() if source.is_text:
+                return self._made(await self._ask(path, body), "engine", _OTHER)
             case _:
                 return await self._with_media(source, path, body, owner)
 
@@ -358,7 +356,7 @@ class PromptBuilder:
         return Prompt(prompt.token_ids, prompt.extra_ids, exact=True)
 
     async def _with_media(
-        self, source: ChatInput | ResponseInput, path: str, body: JsonBody, owner: Owner
+        self, source: ChatInput | AskedInput, path: str, body: JsonBody, owner: Owner
     ) -> Prompt | None:
         """A prompt with media: all of it where an engine renders it, else the text before the first item."""
         price = body.n_values / VALUES_PER_MS
@@ -378,13 +376,13 @@ class PromptBuilder:
 
     async def _with_embeddings(self, path: str, body: JsonBody) -> Prompt | None:
         """A prompt with embeddings. Never whole: an engine may convert them, and identify others then."""
-        prompt = await self._engines.render(path, body, embeds=True)
+        prompt = await self._engines.render(self._asked[2](self), path, body)
         if prompt is None:
             return None
         return Prompt(prompt.token_ids, prompt.extra_ids, source="engine", media=True, whole=False)
 
     async def _rendered(
-        self, source: ChatInput | ResponseInput, path: str, body: JsonBody, owner: Owner
+        self, source: ChatInput | AskedInput, path: str, body: JsonBody, owner: Owner
     ) -> ChatPrompt | None:
         """A prompt with media, as an engine renders it. Of a chat whose messages with media are known, the
         text behind these is encoded here."""
@@ -392,7 +390,7 @@ class PromptBuilder:
         if isinstance(source, ChatInput) and self.local is not None:
             around = await self._around_media(source, body, owner, here=True)
         if around is None:
-            return await self._engines.render(path, body)
+            return await self._ask_renderer(path, body)
         messages = body.view("messages")
         key = await off_loop(
             partial(head_key, body, messages, around, owner),
@@ -400,7 +398,7 @@ class PromptBuilder:
             what="media",
         )
         known = self._known_media.find(key, around)
-        if known is None and (rendered := await self._engines.render(path, body)) is not None:
+        if known is None and (rendered := await self._ask_renderer(path, body)) is not None:
             self._known_media.learn(key, around, rendered)
             return rendered
         return known
@@ -422,9 +420,9 @@ class PromptBuilder:
             messages = texts_only(source.messages, text)
             if messages is None:
                 return None
-            chat = replace(source, messages=messages, n_media=0, more=not_plain(messages))
+            chat = replace(source, messages=messages, n_media=0)
             text_body = body.replace(messages=messages)
-            if here and self.forms.source(forms_of(text_body, chat.more)) != "local":
+            if here and self.forms.source(forms_of(text_body)) != "local":
                 return None
             tokens = await self._chat(chat, text_body, owner)
             if tokens is None:
@@ -433,7 +431,7 @@ class PromptBuilder:
         return TextAround.of(*made)
 
     async def _chat(self, source: ChatInput, body: JsonBody, owner: Owner) -> Prompt | None:
-        forms = forms_of(body, source.more)
+        forms = forms_of(body)
         if self.local is not None and self.forms.rows[Form.SPECIAL_TOKENS].source != "local":
             forms |= self.local.forms_in(source.messages)
         if self.local is not None and self.forms.source(forms) == "local":
@@ -444,7 +442,7 @@ class PromptBuilder:
                 if self._strict:
                     raise
         # Also what cannot be rendered here: the engine may render more. Ids do not tell images apart.
-        asked = await self._engines.ask(CHAT_PATH, body) if source.is_text else None
+        asked = await self._ask(CHAT_PATH, body) if source.is_text else None
         return self._made(asked, "engine", forms)
 
     async def _completion(self, source: CompletionInput, path: str, body: JsonBody) -> Prompt | None:
@@ -453,7 +451,7 @@ class PromptBuilder:
         elif self.local is not None and self.forms.source(_TEXT) == "local":
             prompt = self._made(await self.local.text(source, self._context()), "local", _TEXT)
         else:
-            prompt = self._made(await self._engines.ask(path, body), "engine", _TEXT)
+            prompt = self._made(await self._ask(path, body), "engine", _TEXT)
         if prompt is None:
             return None
         vocab_size = self.info.vocab_size

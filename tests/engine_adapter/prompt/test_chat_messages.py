@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import save
 
 from engine_adapter.errors import ChatError, PromptTableError
-from engine_adapter.prompt.chat_messages import normalize_messages
+from engine_adapter.prompt.chat import normalize_messages
 from engine_adapter.prompt.template_input import ContentFormat
 
 PNG = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
@@ -18,9 +18,7 @@ def embeds(rows=2, hidden=4):
 
 
 def content_of(parts, wanted=ContentFormat.STRING):
-    normal = normalize_messages(
-        [{"role": "user", "content": parts}], wanted, make_word=lambda: "M", hidden_size=4
-    )
+    normal = normalize_messages([{"role": "user", "content": parts}], wanted, hidden_size=4)
     return normal.messages[0]["content"], normal.embeddings
 
 
@@ -40,8 +38,9 @@ def test_text_parts_stay_parts_where_the_template_takes_them():
 def test_embeddings_touch_the_text_beside_them():
     part = {"type": "prompt_embeds", "data": embeds()}
     content, slots = content_of([text("a"), part, part, text("b"), text("c")])
-    assert content == "aMx0xMx1xb\nc"
-    assert [(s.param, s.embeddings.rows) for s in slots] == [
+    one, two = slots
+    assert content == f"a{one}{two}b\nc"
+    assert [(param, embeddings.rows) for param, embeddings in slots.values()] == [
         ("messages[0].content[1].data", 2),
         ("messages[0].content[2].data", 2),
     ]
@@ -106,15 +105,12 @@ def test_bad_embeddings_name_their_field(data):
 def test_embeddings_need_a_hidden_size():
     message = {"role": "user", "content": [{"type": "prompt_embeds", "data": embeds()}]}
     with pytest.raises(ChatError, match="cannot be used here"):
-        normalize_messages([message], ContentFormat.STRING, make_word=lambda: "M")
+        normalize_messages([message], ContentFormat.STRING)
 
 
 def test_markers_are_found_by_one_pattern_however_many_there_are():
     """An alternative for each of them took time that grows with the square of their number."""
     parts = [{"type": "prompt_embeds", "data": embeds()}] * 12
-    normal = normalize_messages(
-        [{"role": "user", "content": parts}], ContentFormat.STRING, make_word=lambda: "w0rd", hidden_size=4
-    )
-    assert normal.marker_pattern == "(w0rdx[0-9]+x)"
-    found = re.findall(normal.marker_pattern, normal.messages[0]["content"])
-    assert found == [slot.marker for slot in normal.embeddings]
+    normal = normalize_messages([{"role": "user", "content": parts}], ContentFormat.STRING, hidden_size=4)
+    assert re.fullmatch(r"\(kvpin[0-9a-f]{32}x\[0-9\]\+x\)", normal.marker_pattern)
+    assert re.findall(normal.marker_pattern, normal.messages[0]["content"]) == list(normal.embeddings)

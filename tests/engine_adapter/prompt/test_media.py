@@ -19,7 +19,6 @@ from engine_adapter.errors import PromptTableError
 from engine_adapter.prompt.chat import ChatPrompt
 from engine_adapter.prompt.extra_ids import extra_id
 from engine_adapter.prompt.media import (
-    mark_embeds,
     mark_media,
     media_extra_id,
     read_embeds,
@@ -44,15 +43,15 @@ def test_the_identity_is_a_typed_hash_of_its_bytes():
 
 def test_a_prompt_without_items_has_no_extra_ids():
     assert mark_media(6, []) is None
-    assert mark_embeds(None, 6, []) is None
+    assert mark_media(6, [], []) is None
 
 
 def test_embeddings_mark_their_blocks_also_beside_an_item():
     one, two = (extra_id("prompt_embeds_rows", digest) for digest in (b"one", b"two"))
-    ids = mark_embeds(None, 6, [(0, b"one"), (4, b"two")])
+    ids = mark_media(6, [], [(0, b"one"), (4, b"two")])
     assert ids is not None
     assert ids.tolist() == [one, 0, 0, 0, two, 0]
-    beside = mark_embeds(mark_media(6, [MediaSpan("cat", 4, 1)]), 6, [(4, b"two")])
+    beside = mark_media(6, [MediaSpan("cat", 4, 1)], [(4, b"two")])
     assert beside is not None
     assert beside.tolist() == [0, 0, 0, 0, (media_extra_id("cat") + two) % 2**64 or 1, 0]
 

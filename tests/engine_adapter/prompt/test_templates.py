@@ -1,4 +1,4 @@
-"""What is compared with transformers on every template is in test_template_check.py."""
+"""What is compared with transformers on every template is in test_templates_alike.py."""
 
 import copy
 
@@ -6,7 +6,7 @@ import pytest
 from jinja2 import TemplateError
 from jinja2.exceptions import SecurityError
 
-from engine_adapter.prompt import bounds, templates
+from engine_adapter.prompt import sandbox, templates
 from engine_adapter.prompt.templates import TEMPLATE_ERRORS, choose_template, compiled, render_template
 
 ASKED = [{"role": "user", "content": "hello"}]
@@ -115,7 +115,7 @@ CALLS += "{% call f() %}" * 40 + "{% endcall %}" * 40
     ],
 )
 def test_a_template_fills_neither_time_nor_memory(template, monkeypatch):
-    monkeypatch.setattr(bounds, "MAX_S", 0.2)
+    monkeypatch.setattr(sandbox, "MAX_S", 0.2)
     monkeypatch.setattr(templates, "MAX_CHARS", 1 << 20)
     with pytest.raises(TemplateError):
         render_template(template, [{"role": "user", "content": "a" * 1000}])

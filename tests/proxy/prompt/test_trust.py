@@ -83,6 +83,8 @@ class TestAudit:
         assert not table.rows[Form.PLAIN].ok
         table.audit(PLAIN, "local", None)
         assert table.rows[Form.PLAIN].ok
+        assert "20 prompts" in table.summary("a tokenizer", "").detail
+        assert not table.is_exact(PLAIN, "local"), "a few prompts do not show all that a template does"
 
     def test_not_if_one_differed(self):
         table = FormTable(can_ask=False, detail="")
