@@ -32,23 +32,6 @@ def again(tokenizer):
     return ChatTokenizer(described, source="here", encoder=described.encoder)
 
 
-def test_a_described_tokenizer_is_the_same(reference):
-    tokenizer = again(reference)
-    assert tokenizer.vocab_size == len(reference)
-    assert tokenizer.eos_token_id == reference.eos_token_id
-    ids = tokenizer.chat(HELLO).token_ids.tolist()
-    assert ids == list(reference.apply_chat_template(HELLO, add_generation_prompt=True, return_dict=False))
-    assert tokenizer.decode(ids) == reference.decode(ids)
-
-
-def test_templates_by_name(tokenizer_dir):
-    tokenizer = load_transformers(str(tokenizer_dir))
-    tokenizer.chat_template = {"default": "plain", "tool_use": "tools {{ eos_token }}"}
-    described = again(tokenizer)
-    assert described.render(HELLO) == "plain"
-    assert described.render(HELLO, tools=[{}]) == f"tools {tokenizer.eos_token}"
-
-
 def test_special_tokens_may_be_text(tokenizer_dir):
     tokenizer = load_transformers(str(tokenizer_dir))
     tokenizer.split_special_tokens = True

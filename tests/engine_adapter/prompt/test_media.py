@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import base64
-import io
 import pickle
-import zipfile
 from array import array
 
 import numpy as np
@@ -90,14 +88,6 @@ def read(data, param="prompt_embeds"):
     return read_embeds(data, param=param, hidden_size=HIDDEN)
 
 
-def saved_by_torch():
-    """The outside of a `torch.save` file: a zip archive that holds a pickle."""
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w") as archive:
-        archive.writestr("archive/data.pkl", pickle.dumps([1.0]))
-    return file.getvalue()
-
-
 def test_a_row_is_a_fake_id_and_all_have_the_identity_of_the_tensor():
     rows = read(embeds(np.ones((3, HIDDEN), np.float32)))
     token_ids, extra_ids = tokens_of(rows, VOCAB)
@@ -125,17 +115,12 @@ def test_two_tensors_share_an_identity_only_if_they_are_the_same(one, two):
     ("data", "reason"),
     [
         (None, "must be base64 text"),
-        (5, "must be base64 text"),
         ({"data": "AAAA"}, "must be base64 text"),
         ("no base64!", "is not base64"),
         ("żółć", "is not base64"),
         ("", "is not safetensors"),
-        (encoded(b"junk"), "is not safetensors"),
-        (encoded(saved_by_torch()), "pickled.*safetensors"),
         (encoded(pickle.dumps([1.0])), "pickled.*safetensors"),
         (embeds(np.ones((2, 5), np.float32)), "5 columns; the model's hidden size is 4"),
-        (embeds(np.ones((1, 2, HIDDEN), np.float32)), "shape"),
-        (embeds(np.ones((2, HIDDEN), np.int32)), "type I32"),
     ],
 )
 def test_what_cannot_be_read_names_the_field(data, reason):

@@ -1,10 +1,7 @@
 """What is compared with transformers on every template is in test_templates_alike.py."""
 
-import copy
-
 import pytest
 from jinja2 import TemplateError
-from jinja2.exceptions import SecurityError
 
 from engine_adapter.prompt import sandbox, templates
 from engine_adapter.prompt.templates import TEMPLATE_ERRORS, choose_template, compiled, render_template
@@ -135,20 +132,3 @@ def test_a_template_is_compiled_once():
     assert compiled(ROLES) is compiled(ROLES)
     with pytest.raises(TemplateError):
         compiled("{% if %}")
-
-
-@pytest.mark.parametrize("content", ["It is", [{"type": "text", "text": "It is"}]])
-def test_the_messages_stay_as_they_are(content):
-    messages = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": content}]
-    before = copy.deepcopy(messages)
-    template = (
-        "{% for m in messages %}{{ m.content if m.content is string else m.content[0].text }}{% endfor %}"
-    )
-    assert render_template(template, messages, continue_final_message=True) == "Why?It is"
-    assert messages == before
-
-
-@pytest.mark.parametrize("change", ["messages[0].update(role='x')", "messages.append(1)"])
-def test_a_template_cannot_change_the_messages(change):
-    with pytest.raises(SecurityError):
-        render_template("{{" + change + "}}", [{"role": "user", "content": "Why?"}])
