@@ -20,19 +20,19 @@ from engine_adapter.prompt.templates import environment
 def content_format(template: str) -> ContentFormat:
     """The format of `template`; STRING for one that does not parse, as rendering it reports the error."""
     try:
-        root = environment.parse(template)
-    except TemplateError:
+        takes_parts = any(_content_loops(environment.parse(template)))
+    except (TemplateError, RecursionError):
         return ContentFormat.STRING
-    return ContentFormat.PARTS if any(_content_loops(root)) else ContentFormat.STRING
+    return ContentFormat.PARTS if takes_parts else ContentFormat.STRING
 
 
-def looped(template: str) -> Iterator[str]:
+def looped(template: str) -> set[str]:
     """What a template's loops go over, as `name` or `name.key`; nothing of one that does not parse."""
     try:
-        root = environment.parse(template)
-    except TemplateError:
-        return
-    yield from filter(None, (_source(loop.iter) for loop in root.find_all(nodes.For)))
+        loops = [*environment.parse(template).find_all(nodes.For)]
+        return {source for loop in loops if (source := _source(loop.iter))}
+    except (TemplateError, RecursionError):
+        return set()
 
 
 def _content_loops(root: nodes.Template) -> Iterator[nodes.For]:

@@ -95,10 +95,21 @@ def render_template(
     return _cut_at_end(text, final) if continue_final_message else text
 
 
-@lru_cache(maxsize=64)
 def compiled(template: str) -> Template:
     """The compiled template. Raises TemplateError where it is not one."""
-    return environment.from_string(template)
+    made = _compiled(template)
+    if isinstance(made, str):
+        raise TemplateError(made)
+    return made
+
+
+@lru_cache(maxsize=64)
+def _compiled(template: str) -> Template | str:
+    """The template, or why it is none: what is too much for Python's compiler is found out only once."""
+    try:
+        return environment.from_string(template)
+    except (TemplateError, SyntaxError, MemoryError, RecursionError) as error:
+        return str(error) or type(error).__name__
 
 
 def _bounded(pieces: Iterator[str]) -> str:

@@ -4,6 +4,8 @@ import pytest
 from jinja2 import TemplateError
 
 from engine_adapter.prompt import sandbox, templates
+from engine_adapter.prompt.content_format import content_format, looped
+from engine_adapter.prompt.template_input import ContentFormat
 from engine_adapter.prompt.templates import TEMPLATE_ERRORS, choose_template, compiled, render_template
 
 ASKED = [{"role": "user", "content": "hello"}]
@@ -128,7 +130,27 @@ def test_a_text_of_many_pieces_is_whole():
     assert render_template(text, []) == "".join(f"{a}," for a in range(9000))
 
 
-def test_a_template_is_compiled_once():
+def test_a_template_is_compiled_once(monkeypatch):
     assert compiled(ROLES) is compiled(ROLES)
+    for _ in range(2):
+        with pytest.raises(TemplateError):
+            compiled("{% if %}")
+        monkeypatch.setattr(templates.environment, "from_string", None)  # nor is one that is none
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{# a #}" * 50_000,
+        "{{ " + "(" * 5000 + ")" * 5000 + " }}",
+        "{{ " + "1 + " * 5000 + "1 }}",
+        "{% for m in messages %}" * 30 + "{% endfor %}" * 30,
+        "{% if a %}{% elif b %}" + "{% elif b %}" * 5000 + "{% endif %}",
+    ],
+    ids=["long", "deep", "a long sum", "deep loops", "many branches"],
+)
+def test_a_template_that_is_too_much_for_its_compiler_is_refused(template):
     with pytest.raises(TemplateError):
-        compiled("{% if %}")
+        render_template(template, ASKED)
+    assert content_format(template) is ContentFormat.STRING
+    looped(template)
