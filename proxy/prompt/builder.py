@@ -63,6 +63,7 @@ Load = Callable[[str], Awaitable[ChatTokenizer]]
 _ANY_TEXT = ("0", "x")
 # What only the engine reads has no form that kvpin knows.
 _OTHER, _TEXT = frozenset({Form.OTHER}), frozenset({Form.TEXT})
+_LOADED = "the tokenizer {source!r} is loaded; it is checked once the engine has the model in memory"
 
 
 Ask = Callable[["PromptBuilder"], Iterable[EngineAdapter]]
@@ -138,7 +139,6 @@ class PromptBuilder:
         info: EngineInfo,
         *,
         tables: PromptTables,
-        tokenizer: ChatTokenizer | None = None,
         key: Hashable = None,
         context: Callable[[], int | None] | None = None,
         engines: Ask = _nobody,
@@ -147,9 +147,8 @@ class PromptBuilder:
     ) -> None:
         """Until there is a tokenizer here, the engines tokenise.
 
-        `tokenizer` is used at once, see `adopt` for one that is yet to be checked. `engines`, `renderers` and
-        `embedders` give those of this builder that can tokenise a prompt now: of text, with images, and with
-        embeddings.
+        `engines`, `renderers` and `embedders` give those of this builder that can tokenise a prompt now: of
+        text, with images, and with embeddings.
         `context` gives the longest prompt that any engine of the pool takes, in tokens; None without a limit.
         """
         self.info, self.key, self.is_proven = info, key, False
@@ -167,36 +166,16 @@ class PromptBuilder:
         # Any other may take more than kvpin does: a prompt that cannot be rendered here is only unknown.
         self._strict = info.renders_alike
         self.ask_engines(self.reason)
-        if tokenizer is not None:
-            self.adopt(tokenizer)
-            self.use_local()
 
     def adopt(self, tokenizer: ChatTokenizer) -> None:
-        """The engine's tokenizer is loaded here. Prompts are tokenised with it after `use_local`."""
-        self.local = LocalTokenizer(
-            tokenizer,
-            vocab_size=self.info.vocab_size,
-            hidden_size=self.info.hidden_size,
-        )
+        """The engine's tokenizer is loaded here. Prompts are tokenised with it as far as it is proven."""
+        vocab_size, hidden_size = self.info.vocab_size, self.info.hidden_size
+        self.local = LocalTokenizer(tokenizer, vocab_size=vocab_size, hidden_size=hidden_size)
 
     async def load(self, source: str, load: Load = load_tokenizer) -> bool:
         """Loads the engine's tokenizer from a directory, a GGUF file or the hub, and adopts it, which takes
-        seconds; `reason` says why it failed, or is not used yet. Returns False if it failed now and may
-        succeed later."""
-        try:
-            tokenizer = (await load(source)).rendering(self.info.template_input)
-            await in_own_thread(lambda: self.adopt(tokenizer))  # compiles and tries the chat template
-        except (EngineSpecError, EngineUnavailable) as error:
-            self.reason = str(error)
-            return isinstance(error, EngineSpecError)
-        self.reason = (
-            f"the tokenizer {source!r} is loaded; it is checked once the engine has the model in memory"
-        )
-        return True
-
-    async def load_once(self, source: str, load: Load = load_tokenizer) -> bool:
-        """Loads the engine's tokenizer, see `load`, unless that was done. Who waits for an attempt does not
-        make another one."""
+        seconds, unless that was done. Who waits for an attempt does not make another one. `reason` says why
+        it failed, or is not used yet. Returns False if it failed now and may succeed later."""
         before = self._attempts
         async with self._loading:
             if self.local is not None or self._is_nowhere:
@@ -205,7 +184,12 @@ class PromptBuilder:
                 return False
             if not (self.is_proven or before):
                 self.ask_engines(f"the tokenizer {source!r} is being loaded")
-            is_final = await self.load(source, load)
+            try:
+                tokenizer = (await load(source)).rendering(self.info.template_input)
+                await in_own_thread(lambda: self.adopt(tokenizer))  # compiles and tries the chat template
+                is_final, self.reason = True, _LOADED.format(source=source)
+            except (EngineSpecError, EngineUnavailable) as error:
+                is_final, self.reason = isinstance(error, EngineSpecError), str(error)
             self._attempts += 1
             if not self.is_proven and self.local is None:
                 self.ask_engines(self.reason)
@@ -243,12 +227,6 @@ class PromptBuilder:
     def is_blank(self) -> bool:
         """True if it can make no prompts: no tokenizer is known, and its engines do not tokenise."""
         return self.local is None and not self.can_ask
-
-    def use_local(self) -> None:
-        """From now on prompts are made here, unchecked, with the tokenizer that was adopted."""
-        self.forms = FormTable(can_ask=self.can_ask, detail=self.reason)
-        self.forms.make_here("unchecked: the engine has no route to check", alike=self._strict)
-        self.forms.lost_shapes = self.local.lost_shapes if self.local is not None else frozenset()
 
     def ask_engines(self, why: str) -> None:
         """From now on the engines tokenise everything, if they can."""

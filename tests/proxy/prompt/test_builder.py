@@ -14,7 +14,7 @@ from engine_adapter.prompt.forms import Form
 from proxy.errors import BadRequest
 from proxy.prompt import PromptBuilder, PromptTables
 from proxy.prompt.render import read_prompt
-from tests.fakes import prompts_of
+from tests.fakes import prompts_of, use_unchecked
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 VOCAB, HIDDEN = 1000, 4
@@ -224,7 +224,7 @@ async def test_a_tokenizer_that_is_loaded_is_not_used_before_it_is_checked(build
 
     await builder.load("here", load)
     assert (await build(None, CHAT, builder=builder, messages=HELLO)).source == "engine"
-    builder.use_local()
+    use_unchecked(builder)
     assert (await build(None, CHAT, builder=builder, messages=HELLO)).source == "local"
 
 
