@@ -64,12 +64,9 @@ _MARKS: Mapping[Repair, tuple[bytes, ...]] = {  # one of these is in each body t
     Repair.NULL_AS_EMPTY: (b'"tool_calls"',),
     Repair.TURNS_ALTERNATE: (b"",),
 }
-
-
-_SYSTEM = b'"system"'
+# What is right before and behind the word of a first message's role, or of a field.
 _FIRST = re.compile(rb'\[\s*\{\s*(?:"type"\s*:\s*"message"\s*,\s*)?"role"\s*:\s*\Z')
-_FIELD = re.compile(rb"\s*:")
-_BEFORE = 128  # bytes before a role that may tell that its message is the first one
+_FIELD = re.compile(rb'"system"\s*:')
 
 
 def may_need(body: JsonBody, repairs: AbstractSet[Repair]) -> bool:
@@ -88,16 +85,11 @@ def may_need(body: JsonBody, repairs: AbstractSet[Repair]) -> bool:
 
 def _may_lose_systems(raw: bytes, *, takes_system: bool) -> bool:
     """`takes_system`: the template takes a system message before the first turn."""
-    at = raw.find(_SYSTEM)
-    if at >= 0 and not (takes_system and at == raw.rfind(_SYSTEM) and _is_no_late_one(raw, at)):
+    at = raw.find(b'"system"')
+    is_kept = takes_system and at == raw.rfind(b'"system"')
+    if at >= 0 and not (is_kept and (_FIRST.search(raw, max(at - 128, 0), at) or _FIELD.match(raw, at))):
         return True
     return b'"developer"' in raw or b'"instructions"' in raw
-
-
-def _is_no_late_one(raw: bytes, at: int) -> bool:
-    """True if the word at this place is surely the role of a first message, or the name of a field."""
-    before = _FIRST.search(raw, max(at - _BEFORE, 0), at)
-    return before is not None or _FIELD.match(raw, at + len(_SYSTEM)) is not None
 
 
 def _step(change: Callable[[_Items], _Items]) -> Step:
