@@ -42,6 +42,8 @@ MAX_LONG = 512 << 20
 LONG = 64 << 10
 # The most CPU seconds that one rendering's loops and macros may take: many times those of the longest body.
 MAX_S = 20.0
+# The same in the main thread. There only short chats are rendered, and all other requests wait meanwhile.
+MAX_LOOP_S = 1.0
 # Bytes by which the process may grow while loops and macros run.
 MAX_BYTES = 1 << 30
 # CPU seconds between two looks at that. A usual chat takes less.
@@ -89,15 +91,19 @@ def _look(_: None) -> Iterator[None]:
     """Steps until the next look; an error where this thread's rendering takes too long."""
     now = time.thread_time()
     if _made.until is None:
-        _made.until, _made.look = now + MAX_S, now + _LOOK_S
+        _made.until, _made.look = now + _most_s(), now + _LOOK_S
     if now > _made.until:
-        return _failing(f"loop for more than {MAX_S:g} s of CPU time")
+        return _failing(f"loop for more than {_most_s():g} s of CPU time")
     if now > _made.look:
         _made.look, taken = now + _LOOK_S, _memory()
         _made.most = taken + MAX_BYTES if _made.most is None else _made.most
         if taken > _made.most:
             return _failing(f"take over {MAX_BYTES >> 30} GiB of memory")
     return repeat(None, _STEPS)
+
+
+def _most_s() -> float:
+    return min(MAX_S, MAX_LOOP_S) if threading.current_thread() is threading.main_thread() else MAX_S
 
 
 def _memory() -> int:

@@ -1,5 +1,7 @@
 """The sandbox gives templates what jinja2's own gives them, but nothing that would fill time or memory."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -169,6 +171,15 @@ def test_where_the_system_does_not_tell_its_memory(monkeypatch, tmp_path):
     monkeypatch.setattr(sandbox, "_STATM", tmp_path / "none")
     long = "{% for _ in range(1000) %}{% for i in range(200) %}{% endfor %}{% endfor %}done"
     assert render_template(long, []) == "done"
+
+
+def test_in_the_main_thread_where_others_wait_it_has_less_time(monkeypatch):
+    monkeypatch.setattr(sandbox, "MAX_LOOP_S", 0.05)
+    long = "{% for _ in range(1000) %}{% for i in range(2000) %}{% endfor %}{% endfor %}done"
+    with pytest.raises(TemplateError, match=r"more than 0\.05 s of CPU time"):
+        render_template(long, [])
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(render_template, long, []).result() == "done"
 
 
 def test_a_whole_of_few_long_pieces_is_not_made():
