@@ -4,7 +4,7 @@ chat.py               render + tokenise as transformers does
 templates.py          renders templates
 tokenizer_process.py  loads a tokenizer in a second process   described.py      one from its description
 content_format.py     string or list content                  encoders.py       the fastest exact encoder
-gguf_tokenizer.py     tokenizers inside GGUF files            llama_cpp_letters.py  … with llama.cpp's letters
+gguf_tokenizer.py     tokenizers inside GGUF files, with llama.cpp's letters
 extra_ids.py          identity of embeddings                  media.py          identity of images, embeddings
 sandbox.py            the sandbox templates run in            cuts.py               where a text can be cut
 torch_file.py         reads a saved tensor
