@@ -120,11 +120,6 @@ def test_a_template_fills_neither_time_nor_memory(template, monkeypatch):
         render_template(template, [{"role": "user", "content": "a" * 1000}])
 
 
-def test_products_of_usual_size_are_made():
-    text = "{{ '-' * 3 }}{{ 3 * '-' }}{{ 2 * 3 }}{{ 2 ** 10 }}{{ 2 ** -1 }}{{ 1.5 * 2 }}{{ [1] * 2 }}"
-    assert render_template(text, []) == "------610240.53.0[1, 1]"
-
-
 def test_a_text_of_many_pieces_is_whole():
     text = "{% for a in range(3000) %}{{ '' }}{% endfor %}{% for a in range(9000) %}{{ a }},{% endfor %}"
     assert render_template(text, []) == "".join(f"{a}," for a in range(9000))

@@ -142,11 +142,6 @@ async def test_a_prompt_table(build, embedded):
     assert prompt.extra_ids == array("Q", [1, 1, 0])
 
 
-@pytest.mark.parametrize("fields", [{"prompt": ["a", "b"]}, {"prompt": None}])
-async def test_what_is_not_followed(build, embedded, fields):
-    assert await build(embedded, COMPLETIONS, **fields) is None
-
-
 @pytest.mark.parametrize(
     ("path", "fields", "error", "param"),
     [
@@ -155,7 +150,6 @@ async def test_what_is_not_followed(build, embedded, fields):
         (COMPLETIONS, {"prompt": [VOCAB]}, PromptTableError, "prompt[0]"),
         (COMPLETIONS, {"prompt": [VOCAB], "prompt_table": "two"}, BadRequest, "prompt_table"),
         (COMPLETIONS, {"prompt": "x", "extra_ids": [0]}, PromptTableError, "extra_ids"),
-        (COMPLETIONS, {"prompt": [1, "x"]}, BadRequest, "prompt"),
         (COMPLETIONS, {"prompt_embeds": 5}, PromptTableError, "prompt_embeds"),
         (COMPLETIONS, {"prompt_embeds": "UEsDBA=="}, PromptTableError, "prompt_embeds"),
     ],
