@@ -272,8 +272,8 @@ bounded_lipsum = _bounded(
     lambda n=5, html=True, min=20, max=100: 12 * n * max,  # noqa: A006, ARG005 - jinja2's
 )
 """jinja2's global of that name, with its limit."""
-# They make a text some times as long as theirs: applied again and again, it has no end.
-_GROWING = ("e", "escape", "forceescape", "list", "pprint", "string", "urlencode", "urlize", "xmlattr")
+# They make a text or list some times as long as theirs: applied again and again, it has no end.
+_GROWING = ("e", "escape", "forceescape", "list", "pprint", "string", "sum", "urlencode", "urlize", "xmlattr")
 
 
 def checked_filter(made: Callable[..., Any]) -> Callable[..., Any]:

@@ -137,6 +137,7 @@ def test_a_text_is_not_doubled_without_end(step):
     [
         ("[1]", "{% set ns.a = a + a %}"),
         ("(1,)", "{% set ns.a = a + a %}"),
+        ("[1]", "{% set ns.a = [a, a] | sum(start=[]) %}"),
         ("'x'", "{% set b %}{{ a }}{{ a }}{% endset %}{% set ns.a = b %}"),
         ("'x'", "{% set b %}{% call around(1) %}{{ a }}{% endcall %}{% endset %}{% set ns.a = b %}"),
         ("'x'", "{{ deep(a, 60) }}"),
@@ -234,6 +235,7 @@ def test_sums_are_what_they_were(call, text):
         ("'a b' | wordwrap(1, wrapstring='|')", "a|b"),
         ("[1, 2, 3] | batch(2, 0) | list", "[[1, 2], [3, 0]]"),
         ("[1, 2] | slice(2) | list", "[[1], [2]]"),
+        ("([1, 2] | sum, [{'n': 3}] | sum(attribute='n'), [[1], [2]] | sum(start=[]))", "(3, 3, [1, 2])"),
         ("lipsum(1, html=false) | length > 0", "True"),
     ],
 )
