@@ -16,7 +16,7 @@ from engine_adapter.http.control import ControlClient
 from engine_adapter.http.headers import HeaderPairs
 from engine_adapter.http.prepare import prepare_request
 from engine_adapter.http.transport import OutgoingRequest
-from engine_adapter.types import EngineSpec, EventPosition, KvTarget
+from engine_adapter.types import EngineSpec, EventPosition, Finding, KvTarget
 
 
 class HttpAdapter(EngineAdapter):
@@ -24,10 +24,12 @@ class HttpAdapter(EngineAdapter):
 
     Attributes:
         _own_headers: headers of every request of a client, in place of the client's own of the same name.
+        _findings: what `connect` found, for `findings`.
         _subscriber: follows the engine's events, where these come over ZMQ.
     """
 
     _own_headers: HeaderPairs = []  # noqa: RUF012 - no adapter changes it
+    _findings: tuple[Finding, ...] = ()
     _subscriber: KvEventSubscriber | None = None
     _control: ControlClient
 
@@ -35,6 +37,10 @@ class HttpAdapter(EngineAdapter):
         """Raises EngineSpecError for an address, a header or a TLS file that cannot be used."""
         self.spec = spec
         self._control = ControlClient(spec)
+
+    @override
+    def findings(self) -> tuple[Finding, ...]:
+        return self._findings
 
     @override
     def hold(

@@ -46,7 +46,6 @@ from engine_adapter.types import (
     EngineInfo,
     EngineLoad,
     EventPosition,
-    Finding,
     KvEvent,
     KvProgress,
     KvTarget,
@@ -83,7 +82,6 @@ class SglangAdapter(HttpAdapter):
             self._own_headers = [(_RANK_HEADER, b"%d" % spec.options.dp_rank)]
         self._loads = Loads(self._control, spec.options.dp_rank)
         self._info: ServerInfo | None = None
-        self._findings: tuple[Finding, ...] = ()
         self._tells_ready = True
         self._tokenizes = self._jinja = False
         self._clearings = 0  # of the cache, as its events tell
@@ -105,10 +103,6 @@ class SglangAdapter(HttpAdapter):
         model = read_models(await self._control.get("/v1/models"))
         is_same = (model.loras, model.lora_paths) == (info.loras, info.lora_paths)
         return replace(load, outdated=not is_same)
-
-    @override
-    def findings(self) -> tuple[Finding, ...]:
-        return self._findings
 
     @override
     def _hold(self, path: str, body: JsonBody, prompt: KvTarget | None) -> Hold:
