@@ -22,6 +22,7 @@ import msgspec
 
 from engine_adapter import JsonBody
 from engine_adapter.off_loop import JSON_BYTES_PER_MS, off_loop
+from engine_adapter.prompt.forms import not_plain
 from proxy.errors import BadRequest
 
 # The field of a part that holds an item → its kind, in chats, Responses and Messages. The field decides, not
@@ -298,7 +299,7 @@ def _may_hold_media(body: JsonBody) -> bool:
         return True
     try:
         messages = body.view("messages")
-        return not (messages is None or isinstance(messages, list)) or bool(body.not_plain)
+        return not (messages is None or isinstance(messages, list)) or bool(not_plain(body))
     except msgspec.DecodeError:
         return True
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeVar
 import msgspec
 
 from engine_adapter import JsonBody
-from engine_adapter.prompt.forms import gives, only_the_engine_knows
+from engine_adapter.prompt.forms import gives, not_plain, only_the_engine_knows
 from engine_adapter.routes import PromptFields
 from engine_adapter.types import TokenIds
 from proxy.errors import BadRequest
@@ -114,7 +114,7 @@ def read_prompt(path: str, body: JsonBody) -> PromptInput | None:
             template_kwargs=body.view("chat_template_kwargs"),
             add_generation_prompt=_flag(body, "add_generation_prompt", default=True) and not continues,
             continue_final_message=continues,
-            n_media=_count_media(body.not_plain),
+            n_media=_count_media(not_plain(body)),
         )
     if path == RESPONSES_PATH:
         return AskedInput("input", is_text=not find_media(media_fields(body)))

@@ -14,7 +14,7 @@ from engine_adapter import EngineAdapter, EngineRejected, EngineUnavailable, Jso
 from engine_adapter.off_loop import JSON_BYTES_PER_MS, VALUES_PER_MS, may_stay, off_loop
 from engine_adapter.prompt.chat import ChatPrompt, ChatTokenizer
 from engine_adapter.prompt.cuts import find_cut
-from engine_adapter.prompt.forms import Form
+from engine_adapter.prompt.forms import Form, not_plain
 from engine_adapter.prompt.media import mark_media
 from engine_adapter.prompt.message_shapes import Shape, kept_by, lost_shapes, writes_system_first
 from engine_adapter.types import TokenIds
@@ -105,7 +105,7 @@ class LocalTokenizer:
         ms, size = messages / _MESSAGES_PER_MS, len(body.raw)
         if size > VALUES_PER_MS:
             ms = max(ms, size / JSON_BYTES_PER_MS)
-            if source.tools or source.template_kwargs or body.not_plain:  # a template may write each value
+            if source.tools or source.template_kwargs or not_plain(body):  # a template may write each value
                 ms = max(ms, body.n_values / VALUES_PER_MS)
         return ms
 
