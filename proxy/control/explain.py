@@ -20,7 +20,7 @@ from proxy.core.differences import Difference
 from proxy.core.first_byte import Part
 from proxy.core.misses import Diagnosis, Miss
 from proxy.core.placement.decision import Cost, Placement
-from proxy.core.placement.transfers import TransferResult
+from proxy.core.placement.pairs import TransferResult
 from proxy.core.reasons import Reason, detail_of, reason_of, tie_of, utilisation_of, why
 from proxy.errors import NotFound
 from proxy.fleet.fleet import Fleet

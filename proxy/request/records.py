@@ -21,7 +21,7 @@ from proxy.core.index.blocks import Chain
 from proxy.core.life import Cause
 from proxy.core.misses import Diagnosis
 from proxy.core.placement.decision import Placement
-from proxy.core.placement.transfers import TransferResult
+from proxy.core.placement.pairs import TransferResult
 from proxy.prompt import Prompt
 from proxy.request.calls import Call
 from proxy.request.session import Session

@@ -32,7 +32,7 @@ from engine_adapter import (
 from proxy.core.audit import Unchecked
 from proxy.core.budget import ByteBudget
 from proxy.core.placement.decision import Pair, Placement
-from proxy.core.placement.transfers import TransferResult
+from proxy.core.placement.pairs import TransferResult
 from proxy.fleet.engine import Engine
 from proxy.fleet.ingest import Ingest
 from proxy.fleet.lease import Lease
@@ -41,11 +41,9 @@ from proxy.request.calls import Call
 from proxy.request.migration import MAX_BODIES, Passage, passage_for
 from proxy.request.tenants import Tenants
 from proxy.steps.checks import ask_tokens, check_prediction, check_tokens, is_audited
-from proxy.steps.first_leg import FirstLeg, Prefilled
 from proxy.steps.forward import Forwarded, Forwarding, note_moved
-from proxy.steps.legs import OtherLeg
+from proxy.steps.other_leg import FirstLeg, OtherLeg, PromptHalf
 from proxy.steps.preparation import Ready
-from proxy.steps.prompt_half import PromptHalf
 from proxy.steps.request import Request
 
 log = structlog.get_logger(__name__)
@@ -141,22 +139,25 @@ class Attempts:
 
     async def first_leg(
         self, request: Request, ready: Ready, pair: Pair, engine: Engine, lease: Lease, hold: Hold
-    ) -> Prefilled | None:
+    ) -> FirstLeg | None:
         """Lets another engine compute the prompt. None without success: then the leased engine does so."""
         record, name, began = request.record, pair.prefill.engine, monotonic()
         source = ready.pool.engines.get(name)
         transfer = source.adapter.transfer if source is not None else None  # its lease is the one that counts
-        record.prefilled_by, record.transfer, prefilled = name, TransferResult.FAILED, None
+        record.prefilled_by, record.transfer = name, TransferResult.FAILED
+        prefilled: FirstLeg | None = None
         if source is not None and transfer is not None and isinstance(hold.body, JsonBody):
             source.salts.note(self.tenants.owner(ready.salt), ready.salt)
             request.sent()
-            leg = FirstLeg.of(ready, pair, source, transfer, hold.body, self.ingest)
-            prefilled = await leg.run(self.transport)
+            leg = FirstLeg.of(self.transport, ready, pair, source, transfer, hold.body, self.ingest)
+            is_computed = await leg.run()
             record.first_leg_s = monotonic() - began
-            if prefilled is not None:
+            if is_computed:
                 record.transfer = TransferResult.LATE  # until the engine has shown that it has the KV
-                if not await leg.hand_over(self.transport, engine, hold, prefilled):
-                    record.transfer, prefilled = TransferResult.FAILED, None
+                if await leg.hand_over(engine, hold):
+                    prefilled = leg
+                else:
+                    record.transfer = TransferResult.FAILED
         record.legs_s = monotonic() - began
         if prefilled is None:
             await lease.computes(streams=ready.call.streams)

@@ -50,7 +50,7 @@ from engine_adapter.http.usage import NOTHING
 from engine_adapter.off_loop import MOST_MS, off_loop
 from engine_adapter.types import Usage
 from proxy.core.placement.decision import Placement
-from proxy.core.placement.transfers import TransferResult
+from proxy.core.placement.pairs import TransferResult
 from proxy.fleet.engine import Engine
 from proxy.fleet.lease import Lease
 from proxy.headers import (
@@ -70,7 +70,7 @@ from proxy.request.known_routes import of_lacking
 from proxy.request.migration import ROUTES
 from proxy.request.records import RequestRecord
 from proxy.request.transcript import is_whole, without_half
-from proxy.steps.legs import OtherLeg
+from proxy.steps.other_leg import OtherLeg
 from proxy.steps.preparation import Ready
 from proxy.steps.request import Request
 

@@ -26,8 +26,8 @@ from proxy.request.gate import Admission
 from proxy.request.migration import Passage
 from proxy.request.records import RequestRecord
 from proxy.request.transcript import SentStream
+from proxy.steps.other_leg import PromptHalf
 from proxy.steps.preparation import Ready
-from proxy.steps.prompt_half import PromptHalf
 
 log = structlog.get_logger(__name__)
 

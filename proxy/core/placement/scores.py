@@ -186,6 +186,12 @@ class Scores:
         """The cost of every candidate, in their order."""
         return tuple([self.cost(at) for at in range(len(self.totals))])
 
+    def wait_s(self, at: int) -> float:
+        """Seconds until a candidate has room, if it computes no prompt."""
+        foreseen = self._candidates[at].forecast
+        queue_s = self._candidates[at].load.queue_s if foreseen is None else foreseen.wait_s
+        return queue_s + self._rooms.get(at, 0.0)
+
     def apart_s(self, at: int) -> float:
         """The total of a candidate if another engine computed the prompt: without the prefill, and what that
         delays."""
@@ -345,8 +351,10 @@ def place_least_loaded(candidates: Sequence[Candidate]) -> Placement:
 
     For requests whose prompt is not known (reuse off, audio). `candidates` is not empty.
     """
-    costs = tuple(
-        Cost(c.engine, in_flight=c.load.in_flight, turn=c.turn, is_last=c.is_last) for c in candidates
-    )
-    best = min(costs, key=lambda cost: (cost.in_flight, not cost.is_last, cost.turn))
-    return Placement.of(best.engine, 0, 0, costs, "least loaded")
+
+    def cost(each: Candidate) -> Cost:
+        return Cost(each.engine, in_flight=each.load.in_flight, turn=each.turn, is_last=each.is_last)
+
+    best = min(candidates, key=lambda each: (each.load.in_flight, not each.is_last, each.turn))
+    elsewhere = 0 if len(candidates) > 1 else None
+    return Placement(cost(best), 0, 0, lambda: tuple(map(cost, candidates)), "least loaded", elsewhere)

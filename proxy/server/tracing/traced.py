@@ -55,11 +55,9 @@ from proxy.request.gate import Admission
 from proxy.request.records import RequestRecord
 from proxy.request.tenants import ApiKey
 from proxy.steps.attempt import Attempts
-from proxy.steps.first_leg import Prefilled
 from proxy.steps.forward import Forwarded
-from proxy.steps.legs import OtherLeg
+from proxy.steps.other_leg import FirstLeg, OtherLeg, PromptHalf
 from proxy.steps.preparation import Ready
-from proxy.steps.prompt_half import PromptHalf
 from proxy.steps.request import Request
 
 _W3C = TraceContextTextMapPropagator()
@@ -182,7 +180,7 @@ class TracedAttempts(Attempts):
 
     async def first_leg(
         self, request: Request, ready: Ready, pair: Pair, engine: Engine, lease: Lease, hold: Hold
-    ) -> Prefilled | None:
+    ) -> FirstLeg | None:
         """Lets another engine compute the prompt, within a span."""
         with self._leg_on(pair.prefill.engine):
             return await super().first_leg(request, _leading_on(ready), pair, engine, lease, hold)

@@ -5,8 +5,9 @@ from fnmatch import fnmatchcase
 import pytest
 from msgspec.structs import replace
 
-from proxy.core.placement.decision import Cost, Pair, Placement
+from proxy.core.placement.decision import Cost, Pair
 from proxy.core.reasons import Reason, reason_of, tie_of, utilisation_of, why
+from tests.placements import placement_of
 
 
 def cost(engine, cached=0, *, prefill=None, strain=1.0, **terms):
@@ -28,7 +29,7 @@ def cost(engine, cached=0, *, prefill=None, strain=1.0, **terms):
 
 def placed(engine, *costs, strain=1.0, rule="lowest cost"):
     chosen = next(each for each in costs if each.engine == engine)
-    return replace(Placement.of(engine, chosen.cached_tokens, 4000, costs, rule), strain=strain)
+    return replace(placement_of(engine, chosen.cached_tokens, 4000, costs, rule), strain=strain)
 
 
 def held(*others, strain=1.0, **terms):
