@@ -16,12 +16,12 @@ from msgspec.structs import replace
 from engine_adapter import Headers, JsonBody
 from engine_adapter.types import Usage
 from proxy.core.differences import PROMPT_FIELDS
-from proxy.core.first_byte import Moments, Part, parts_of
 from proxy.core.index.blocks import Chain
 from proxy.core.life import Cause
 from proxy.core.misses import Diagnosis
 from proxy.core.placement.decision import Placement
 from proxy.core.placement.pairs import TransferResult
+from proxy.core.reasons import Moments, Part, parts_of
 from proxy.prompt import Prompt
 from proxy.request.calls import Call
 from proxy.request.session import Session

@@ -30,9 +30,9 @@ from engine_adapter import (
     Role,
 )
 from proxy.core.audit import Unchecked
-from proxy.core.budget import ByteBudget
 from proxy.core.placement.decision import Pair, Placement
 from proxy.core.placement.pairs import TransferResult
+from proxy.core.quotas import ByteBudget
 from proxy.fleet.engine import Engine
 from proxy.fleet.ingest import Ingest
 from proxy.fleet.lease import Lease

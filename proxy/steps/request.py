@@ -16,8 +16,7 @@ import structlog
 from msgspec.structs import replace
 
 from engine_adapter import EngineRejected, ModelFailed, log_text
-from proxy.core.budget import RetryBudget
-from proxy.core.life import Attempt, Blame, Cause, Life, Phase, Rules
+from proxy.core.life import Attempt, Blame, Cause, Life, Phase, RetryBudget, Rules
 from proxy.core.placement.decision import Placement
 from proxy.errors import cause_of
 from proxy.request.calls import Call, Reply

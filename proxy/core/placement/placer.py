@@ -22,7 +22,7 @@ from proxy.core.index.blocks import BlockHash, Chain
 from proxy.core.index.match import Match
 from proxy.core.index.prefix_index import PrefixIndex
 from proxy.core.placement.decision import NOTHING, Candidate, Outlook, Placement
-from proxy.core.placement.demand import Demand
+from proxy.core.placement.demand import WINDOW_S, Demand, Rate
 from proxy.core.placement.in_use import InUse, Residents
 from proxy.core.placement.load import EngineLedger, LoadSample, Spent, Work
 from proxy.core.placement.pairs import (
@@ -33,7 +33,6 @@ from proxy.core.placement.pairs import (
     place_with_pairs,
 )
 from proxy.core.placement.rates import EngineRates, PoolRates
-from proxy.core.placement.recent import WINDOW_S, Rate
 from proxy.core.placement.scores import spare_of
 from proxy.core.placement.whole_answers import AnswerSample
 

@@ -21,9 +21,9 @@ import msgspec
 import structlog
 import xxhash
 
-from proxy.core.engine_book import EngineBook, EngineMark
-from proxy.core.pins import Pin, PinBook
-from proxy.core.tenant_use import UseBook
+from proxy.core.peers.engines import EngineBook, EngineMark
+from proxy.core.quotas import UseBook
+from proxy.core.retention import Pin, PinBook
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.recall import EngineMemory, Memories, keep
 from proxy.fleet.state_dir.private_files import (

@@ -42,9 +42,8 @@ from structlog.contextvars import STRUCTLOG_KEY_PREFIX
 
 from engine_adapter import NATIVE_ROUTES, EngineSpec, Headers, Hold, JsonBody, RequestBody, base_url
 from proxy.api.openai import DataPlane
-from proxy.core.first_byte import Part
 from proxy.core.placement.decision import Pair, Placement
-from proxy.core.reasons import reason_of
+from proxy.core.reasons import Part, reason_of
 from proxy.fleet.engine import Engine
 from proxy.fleet.lease import Lease
 from proxy.flow import CLIENT_LEFT, Flow

@@ -6,7 +6,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from proxy.core.placement.decision import Cost
 from proxy.core.placement.pairs import TransferResult
-from proxy.core.tenant_use import DAY_S, UseBook, Used
+from proxy.core.quotas import DAY_S, UseBook, Used
 from proxy.fleet.fleet import Fleet
 from proxy.observe.metrics import LEFT, OTHER_TENANTS, Metrics
 from proxy.prompt import Prompt

@@ -8,10 +8,9 @@ import pytest
 from engine_adapter import EngineInfo, Tier
 from engine_adapter.types import Attention, KvGroup
 from proxy.core.index.blocks import chain, namespace_root
-from proxy.core.misses import Miss
+from proxy.core.misses import Miss, detail_of
 from proxy.core.placement.decision import Cost, Placement
 from proxy.core.placement.placer import Placer
-from proxy.core.reasons import detail_of
 from proxy.prompt import Prompt
 from proxy.request.comparison import Comparison, repeated_tokens
 from proxy.request.records import RequestLog, RequestRecord
