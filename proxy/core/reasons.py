@@ -258,7 +258,7 @@ class Part(StrEnum):
     ENGINE = "engine"  # the rest: the engine's own queue, its other requests, the network
 
 
-class Moments(msgspec.Struct, frozen=True, kw_only=True):
+class Moments(msgspec.Struct, kw_only=True):
     """When a request passed each step, in monotonic seconds, and what its engine reports.
 
     Attributes:

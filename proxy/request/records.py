@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
-from msgspec.structs import replace
 
 from engine_adapter import Headers, JsonBody
 from engine_adapter.types import Usage
@@ -243,8 +242,8 @@ class RequestRecord(RequestFacts, kw_only=True):
         """Notes the engine's own timings of the answer that has ended."""
         # Of a stream that another engine continued, they are about the rest.
         if self.moments is not None and not self.died:
-            prefill_s = usage.prefill[1] if usage.prefill is not None else None
-            self.moments = replace(self.moments, prefill_s=prefill_s, decode_s=usage.decode_s)
+            self.moments.prefill_s = usage.prefill[1] if usage.prefill is not None else None
+            self.moments.decode_s = usage.decode_s
 
     @property
     def first_byte_parts(self) -> dict[Part, float] | None:
