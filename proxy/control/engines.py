@@ -10,7 +10,7 @@ import msgspec
 
 from engine_adapter import Finding, ModelState, Role
 from proxy.core.audit import Trust
-from proxy.core.peers.engines import EngineBook
+from proxy.core.engine_book import EngineBook
 from proxy.fleet.engine import DrainReason, Engine, EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.pool import Pool

@@ -34,7 +34,7 @@ from engine_adapter import EngineAdapter, EngineInfo, EngineSpec, EngineSpecErro
 from proxy.control.engines import RemovedEngine, removed_engines, undo_of
 from proxy.control.named_engines import NamedEngine, Origin, Parts, named_engines, order_of
 from proxy.control.operations import Operations
-from proxy.core.peers.engines import MAX_MARKS
+from proxy.core.engine_book import MAX_MARKS
 from proxy.errors import Conflict
 from proxy.fleet.discovery import Finder, FoundEngines, Source, SourceError
 from proxy.fleet.engine import DrainReason, Engine, EngineState, order_name

@@ -2,10 +2,11 @@
 
 index/              which engine holds which block, on which tier
 placement/          which engine a request goes to, with the reasons
-peers/              messages between kvpins, and what they agree on about engines
+peers/              messages between kvpins, and their replay
 admission.py        which requests wait for an engine, and who goes first
 quotas.py           what one tenant may use, and has used, by day; memory that requests share
 audit.py            predicted against reported cached tokens → trust; whether an engine that fails gets more
+engine_book.py      what operators ordered about engines, at any kvpin of a group
 issued_keys.py      which keys the admin API has issued and removed, at any kvpin of a group
 retention.py        what clients and operators asked to keep
 misses.py           the reason that a prompt's KV was not reused, in one word and in a sentence

@@ -17,8 +17,8 @@ from time import monotonic, time
 import msgspec
 import structlog
 
+from proxy.core.engine_book import MAX_AHEAD_S, EngineMark, decode_marks, encode_marks
 from proxy.core.issued_keys import MAX_AGE_S, signed, verified
-from proxy.core.peers.engines import MAX_AHEAD_S, EngineMark, decode_marks, encode_marks
 from proxy.core.peers.messages import (
     Ask,
     Contents,

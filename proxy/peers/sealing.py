@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 from msgspec.structs import replace
 
-from proxy.core.peers.engines import EngineMark, encode_marks
+from proxy.core.engine_book import EngineMark, encode_marks
 
 # Settings of an engine that are told to nobody who may listen.
 _SECRET = ("api_key", "headers")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from proxy.core.audit import Trust
-from proxy.core.peers.engines import Claim
+from proxy.core.peers.claims import Claim
 from proxy.core.peers.messages import Contents, ToldEngine, packed
 from proxy.fleet.engine import Engine, address_of
 from proxy.fleet.fleet import Fleet

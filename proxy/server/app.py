@@ -61,9 +61,9 @@ from proxy.control.replays import Replays
 from proxy.control.tables import SharedTables
 from proxy.control.target_engines import Targets
 from proxy.control.warm import Warming
+from proxy.core.engine_book import decode_marks, encode_marks
 from proxy.core.issued_keys import KeyBook
 from proxy.core.life import Rules
-from proxy.core.peers.engines import decode_marks, encode_marks
 from proxy.core.quotas import ByteBudget, UseBook
 from proxy.errors import ANSWERED
 from proxy.fleet.destinations import Destinations

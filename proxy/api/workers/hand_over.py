@@ -15,7 +15,7 @@ import msgspec
 from engine_adapter import HttpTransport
 from proxy.api.workers.siblings import Siblings, ask
 from proxy.control.handed import Counts, add, take
-from proxy.core.peers.engines import decode_marks, encode_marks
+from proxy.core.engine_book import decode_marks, encode_marks
 from proxy.fleet.fleet import Fleet
 from proxy.observe.gauges import WorkerNow, tasks, waiting_of
 from proxy.observe.live import Live, Viewer

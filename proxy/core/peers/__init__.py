@@ -5,5 +5,5 @@ conversations, demand, rates and learned contents follow without a second mechan
 
 messages.py    what is told, and its bytes; which engines of two kvpins are the same
 telling.py     what a kvpin tells of its own requests
-engines.py     which of several kvpins owns an engine that only one may use; what operators ordered
+claims.py      which of several kvpins owns an engine that only one may use
 """

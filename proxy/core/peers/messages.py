@@ -16,8 +16,9 @@ from typing import Annotated
 import msgspec
 
 from engine_adapter.types import Role, Usage
+from proxy.core.engine_book import EngineMark
 from proxy.core.index.blocks import BlockHash, Chain
-from proxy.core.peers.engines import Claim, EngineMark
+from proxy.core.peers.claims import Claim
 from proxy.core.placement.load import Work
 from proxy.core.placement.rates import Timings
 from proxy.core.quotas import Use

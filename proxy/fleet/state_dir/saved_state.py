@@ -21,7 +21,7 @@ import msgspec
 import structlog
 import xxhash
 
-from proxy.core.peers.engines import EngineBook, EngineMark
+from proxy.core.engine_book import EngineBook, EngineMark
 from proxy.core.quotas import UseBook
 from proxy.core.retention import Pin, PinBook
 from proxy.fleet.fleet import Fleet

@@ -18,7 +18,7 @@ from engine_adapter import EngineUnavailable
 from proxy.control import reconciler
 from proxy.control.operations import Operations
 from proxy.control.reconciler import Reconciler
-from proxy.core.peers.engines import EngineBook
+from proxy.core.engine_book import EngineBook
 from proxy.errors import Conflict
 from proxy.fleet.discovery import FoundEngine
 from proxy.fleet.engine import DrainReason, EngineState, order_name

@@ -6,7 +6,7 @@ import pytest
 import structlog
 
 from engine_adapter import EngineTaken
-from proxy.core.peers import engines as claims
+from proxy.core.peers import claims
 from proxy.fleet import monitor as monitor_module
 from proxy.fleet.engine import EngineState
 from proxy.fleet.fleet import Fleet

@@ -2,7 +2,7 @@ import hashlib
 
 from msgspec.structs import replace
 
-from proxy.core.peers.engines import EngineMark
+from proxy.core.engine_book import EngineMark
 from proxy.peers.sealing import Sealing, _seal, secret_of
 
 DRAINED = EngineMark("a", True, 1.0)

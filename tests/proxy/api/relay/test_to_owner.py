@@ -14,7 +14,7 @@ from engine_adapter import EngineDied, EngineUnavailable
 from engine_adapter.openai_compatible import ROUTES
 from proxy.api.relay import to_owner
 from proxy.control.stats import stats
-from proxy.core.peers import engines as claims
+from proxy.core.peers import claims
 from proxy.core.quotas import TenantLimits
 from proxy.fleet.engine import EngineState
 from proxy.peers import peers
