@@ -419,8 +419,8 @@ class Placer:
             self._learn(now, placed, chain, placed.spent, report)
         if placed.begun is None:
             self._count(now, placed)
-        if chain is None:
-            return
+        if chain is None or (book.in_use is None and book.on_gpu is None):
+            return  # nobody asks what an engine of unknown capacity would evict
         book.residents.use(now, chain.hashes, computed // size)
         if book.on_gpu is not None:
             book.on_gpu.use(now, chain.hashes, (computed + placed.work.host + placed.work.disk) // size)
