@@ -79,7 +79,9 @@ def test_it_is_made_of_the_last_answers_every_few_of_them_then_once_a_window():
     fits = AnswerFit()
     made = [fits.add(float(at), AnswerSample(1000, 0, 1.0 + at // WINDOW)) for at in range(3 * WINDOW)]
     found = [at for at, each in enumerate(made, 1) if each]
-    assert found == [*range(MIN_ANSWERS, WINDOW + 1, REFIT), 2 * WINDOW, 3 * WINDOW]
+    assert found == [*range(MIN_ANSWERS, WINDOW, REFIT), 2 * WINDOW, 3 * WINDOW], (
+        "the first full window is explained"
+    )
     last = [found for at in range(WINDOW) if (found := fits.add(1000.0 + at, AnswerSample(1000, 0, 9.0)))]
     assert last == [Fit(0.009, 0.0)]
 
