@@ -46,7 +46,7 @@ PATIENCE_S = 60.0
 _THREADS = {"OMP_NUM_THREADS": "1"}
 
 
-Placing = Callable[[Sequence[Candidate], Prefillers, Chain, Outlook], Placement]
+Placing = Callable[[Sequence[Candidate], Prefillers | None, Chain, Outlook], Placement]
 
 
 def serve(rule_name: str, arguments: Sequence[str]) -> None:
@@ -63,8 +63,10 @@ def by_rule(rule_name: str, own: Placing) -> Placing:
         return own
 
     def place_by_rule(
-        candidates: Sequence[Candidate], prefillers: Prefillers, chain: Chain, outlook: Outlook
+        candidates: Sequence[Candidate], prefillers: Prefillers | None, chain: Chain, outlook: Outlook
     ) -> Placement:
+        if prefillers is None:
+            return own(candidates, prefillers, chain, outlook)
         decoders = [each for each in candidates if each.engine in prefillers.decoders]
         home = [each for each in decoders if each.is_last]  # it answered the turn before
         if rule_name == "conserve" and home:

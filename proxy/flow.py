@@ -9,7 +9,7 @@ From the socket to here: `Http1Protocol` → `DataPlane.serve` (api/openai.py) �
 splits some requests) → `Flow.serve`. From here to the engine: `Attempts.run` → `Forwarding.run` →
 `HttpTransport.send`.
 
-`core/life/` decides which failed attempt is repeated on another engine (`Life.failed`), and how long each
+`core/life.py` decides which failed attempt is repeated on another engine (`Life.failed`), and how long each
 phase may last. kvpin's own requests take the same path: warming, and prompts that several choices share. KV
 on a lower tier is restored by the engine or by its adapter's `hold`; the placement's cost includes that time.
 """
@@ -26,8 +26,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from engine_adapter import Capability, EngineLate, EngineLost, JsonBody, NotSupported
-from proxy.core.budget import RetryBudget
-from proxy.core.life import Cause, Rules
+from proxy.core.life import Cause, RetryBudget, Rules
 from proxy.core.placement.decision import Candidate, Placement
 from proxy.core.placement.scores import TIE_S
 from proxy.errors import ANSWERED, ModelRefused, Overloaded, TimeLimit, TooLong, status_of

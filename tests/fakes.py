@@ -27,8 +27,8 @@ from proxy.api.openai import DataPlane
 from proxy.api.ops import Ops
 from proxy.api.relay.to_object_home import PassedToKeeper
 from proxy.api.relay.to_owner import PassedToOwner
-from proxy.core.budget import ByteBudget
 from proxy.core.life import Rules
+from proxy.core.quotas import ByteBudget
 from proxy.errors import ANSWERED
 from proxy.fleet.destinations import Destinations
 from proxy.fleet.engine import Engine, EngineState

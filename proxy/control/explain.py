@@ -17,11 +17,10 @@ from engine_adapter import Headers, JsonBody
 from engine_adapter.types import TokenIds
 from proxy.core.audit import Trust
 from proxy.core.differences import Difference
-from proxy.core.first_byte import Part
-from proxy.core.misses import Diagnosis, Miss
+from proxy.core.misses import Diagnosis, Miss, detail_of
 from proxy.core.placement.decision import Cost, Placement
-from proxy.core.placement.transfers import TransferResult
-from proxy.core.reasons import Reason, detail_of, reason_of, tie_of, utilisation_of, why
+from proxy.core.placement.pairs import TransferResult
+from proxy.core.reasons import Part, Reason, reason_of, tie_of, utilisation_of, why
 from proxy.errors import NotFound
 from proxy.fleet.fleet import Fleet
 from proxy.flow import Flow

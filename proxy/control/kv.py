@@ -12,7 +12,7 @@ from proxy.control.target import Target
 from proxy.control.target_engines import Selection, Share, Targets, parts_of, require_able
 from proxy.control.warm import Warming
 from proxy.core.audit import Trust
-from proxy.core.pins import PinBook
+from proxy.core.retention import PinBook
 from proxy.errors import BadRequest
 from proxy.fleet.ingest import Ingest
 

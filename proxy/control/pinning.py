@@ -15,7 +15,7 @@ from proxy.control.operations import Operation, Operations, OperationState, Part
 from proxy.control.target import PREFIXES, Target, kind_of
 from proxy.control.target_engines import Share, Targets, parts_of, require_able
 from proxy.core.index.blocks import BlockHash
-from proxy.core.pins import Pin, PinBook
+from proxy.core.retention import Pin, PinBook
 from proxy.errors import BadRequest, NotFound
 from proxy.fleet.fleet import Fleet
 

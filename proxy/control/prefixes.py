@@ -18,7 +18,7 @@ import msgspec
 from proxy.core.index.blocks import BlockHash, chain
 from proxy.core.index.tree import PrefixNode, PrefixTree
 from proxy.core.peers.messages import packed, unpacked
-from proxy.core.pins import PinBook
+from proxy.core.retention import PinBook
 from proxy.errors import BadRequest, NotFound
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.pool import Pool

@@ -21,7 +21,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from proxy.core.placement.recent import Rate
+from proxy.core.placement.demand import Rate
 
 # A request waits here if its engine would begin it later than this.
 HOLD_S = 1.0

@@ -8,7 +8,7 @@
 Only tokens that could have been reused and were not make a miss. Another question about the same document is
 none. A date at the beginning of a system prompt is one: all that follows it could have been reused.
 
-`reasons.py` makes the sentence.
+`detail_of` makes the sentence.
 """
 
 from __future__ import annotations
@@ -192,3 +192,82 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
         if not self.is_whole:
             return Miss.HIT
         return Miss.TEMPLATE if compared.has_fields else Miss.INPUT
+
+
+# --- the sentence -------------------------------------------------------------------------------------------
+
+
+def detail_of(facts: Diagnosis) -> str:
+    """What is behind its `miss`, in a sentence; the rules that changed its prompt."""
+    miss, compared, block = facts.miss, facts.compared, facts.tokens_per_block
+    if compared is None:
+        said = _COMPUTED_ELSEWHERE if miss is Miss.HIT and not facts.has_all else _ALONE[miss]
+        beside = {}
+    else:
+        said = (not facts.has_all and _BESIDE.get(miss)) or _ALONE.get(miss, _CHANGED)
+        beside = {
+            "other": compared.request_id,
+            "common": compared.common_tokens,
+            "changes": ", ".join(compared.changes),
+            "at": "" if compared.difference is None else f" at {compared.difference},",
+            "within": f", within the first block of {block}" if compared.common_tokens < block else "",
+        }
+    said = said.format(
+        block=block,
+        # A llama-server's slot keeps tokens, not whole blocks.
+        parts="reusable tokens" if facts.reused_tokens % block else "full blocks",
+        engine=facts.left_on,
+        holder=facts.holder,
+        held=facts.held_tokens,
+        cut=facts.cut_tokens,
+        **beside,
+    )
+    rules = facts.rules if miss is not Miss.KVPIN else ()
+    return f"{said} (the prompt as changed by {', '.join(rules)})" if rules else said
+
+
+_ALONE = {
+    Miss.UNKNOWN: (
+        "kvpin did not know the prompt when it placed it: reuse was off, its model was not in memory, "
+        "or only the engine can read it"
+    ),
+    Miss.SHORT: "the prompt is too short: engines reuse blocks of {block} tokens, and never the last token",
+    Miss.HIT: "these are all its {parts}; the last token is always computed",
+    Miss.FIRST: "no recent request begins like it",
+    Miss.ELSEWHERE: "{holder} holds {held} tokens of it, but would have cost more",
+    Miss.EVICTED: "its beginning was evicted before the engine computed the prompt",
+    Miss.WINDOW: (
+        "full attention still holds {cut} more tokens of it, but the blocks of the sliding window that "
+        "would be needed there were evicted"
+    ),
+    Miss.STATE: (
+        "full attention still holds {cut} more tokens of it, but the state that linear attention would need "
+        "there was evicted, or never kept"
+    ),
+}
+_COMPUTED_ELSEWHERE = (
+    "the request that computed them is not known here: "
+    "it came to another kvpin or worker, or was too long ago"
+)
+_BESIDE = {
+    Miss.HIT: "these are all {parts} that it shares with request {other}",
+    Miss.SHARED: "it shares {common} tokens with request {other}; from there on{at} it is new",
+    Miss.MODEL: "request {other} ran on another model",
+    Miss.LORA: "request {other} ran with another LoRA adapter, or none",
+    Miss.EVICTED: (
+        "it shares {common} tokens with request {other}, but {engine} evicted or flushed them before it "
+        "computed this prompt"
+    ),
+    Miss.RESTARTED: "request {other} left {common} tokens of it, but {engine} was restarted or flushed since",
+    Miss.AWAY: "request {other} left {common} tokens of it on {engine}, which took no requests",
+    Miss.RUNNING: "it shares {common} tokens with request {other}, which was still running on {engine}",
+    Miss.KVPIN: (
+        "kvpin's own changes ({changes}) made it differ from request {other}{at} from token {common} "
+        "on{within}; as their clients sent them, both are equal there"
+    ),
+    Miss.TEMPLATE: (
+        "it only continues request {other}, but the chat template renders earlier messages anew from token "
+        "{common} on"
+    ),
+}
+_CHANGED = "it differs from request {other}{at} from token {common} on{within}"

@@ -1,11 +1,18 @@
-"""Why a request was placed where it was, and why no more of its prompt was reused: sentences for people.
+"""One request, explained: why it was placed where it was, and what its time to the first byte was spent on.
 
 reason_of   the case that a placement is, out of seven: a word for metrics
-why         the term that made the difference, with figures
+why         the term that made the difference, with figures, in a sentence
 tie_of      what decided when costs were equal
-detail_of   what is behind a miss, with figures
+parts_of    the parts of the time to the first byte
 
-A sentence is made when somebody asks, out of what was known at the decision.
+A sentence is made when somebody asks, out of what was known at the decision. The parts of the time are made
+of the moments at which the request passed each step:
+
+    read → tokenise → queue → (failed attempts) → place → gather → first leg → hold      measured here
+    → prefill, decode                                                                    as the engine reports
+    → engine                                                                             the rest
+
+They add up to the measured time: what no step and no report accounts for is the engine's part.
 """
 
 from __future__ import annotations
@@ -13,7 +20,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import StrEnum
 
-from proxy.core.misses import Diagnosis, Miss
+import msgspec
+
 from proxy.core.placement.decision import Cost, Placement
 from proxy.core.placement.scores import TIE_S
 
@@ -231,80 +239,82 @@ def _s(seconds: float) -> str:
     return f"{seconds * 1000:.0f} ms" if seconds >= 0.01 else f"{seconds * 1000:.1f} ms"  # noqa: PLR2004 - rounding
 
 
-# --- why no more was reused -----------------------------------------------------------------------------
+# --- the time to the first byte -----------------------------------------------------------------------------
 
 
-def detail_of(facts: Diagnosis) -> str:
-    """What is behind its `miss`, in a sentence; the rules that changed its prompt."""
-    miss, compared, block = facts.miss, facts.compared, facts.tokens_per_block
-    if compared is None:
-        said = _COMPUTED_ELSEWHERE if miss is Miss.HIT and not facts.has_all else _ALONE[miss]
-        beside = {}
-    else:
-        said = (not facts.has_all and _BESIDE.get(miss)) or _ALONE.get(miss, _CHANGED)
-        beside = {
-            "other": compared.request_id,
-            "common": compared.common_tokens,
-            "changes": ", ".join(compared.changes),
-            "at": "" if compared.difference is None else f" at {compared.difference},",
-            "within": f", within the first block of {block}" if compared.common_tokens < block else "",
-        }
-    said = said.format(
-        block=block,
-        # A llama-server's slot keeps tokens, not whole blocks.
-        parts="reusable tokens" if facts.reused_tokens % block else "full blocks",
-        engine=facts.left_on,
-        holder=facts.holder,
-        held=facts.held_tokens,
-        cut=facts.cut_tokens,
-        **beside,
-    )
-    rules = facts.rules if miss is not Miss.KVPIN else ()
-    return f"{said} (the prompt as changed by {', '.join(rules)})" if rules else said
+class Part(StrEnum):
+    """A part of the time to the first byte, in the order of the steps."""
+
+    READ = "read"  # receive and parse the body
+    TOKENISE = "tokenise"  # render, tokenise, hash
+    QUEUE = "queue"  # wait in kvpin because all engines were busy
+    FAILED = "failed attempts"  # on engines that failed, and the placements between
+    PLACE = "place"  # choose the engine
+    GATHER = "gather"  # wait for another request that computes the same prefix
+    FIRST_LEG = "first leg"  # another engine computed the prompt, or failed to; a fetch of its KV
+    HOLD = "hold"  # the adapter's work: wait for a slot, save, restore
+    PREFILL = "prefill"  # by the engine's clock
+    DECODE = "decode"  # likewise; only of an answer that came whole
+    ENGINE = "engine"  # the rest: the engine's own queue, its other requests, the network
 
 
-_ALONE = {
-    Miss.UNKNOWN: (
-        "kvpin did not know the prompt when it placed it: reuse was off, its model was not in memory, "
-        "or only the engine can read it"
-    ),
-    Miss.SHORT: "the prompt is too short: engines reuse blocks of {block} tokens, and never the last token",
-    Miss.HIT: "these are all its {parts}; the last token is always computed",
-    Miss.FIRST: "no recent request begins like it",
-    Miss.ELSEWHERE: "{holder} holds {held} tokens of it, but would have cost more",
-    Miss.EVICTED: "its beginning was evicted before the engine computed the prompt",
-    Miss.WINDOW: (
-        "full attention still holds {cut} more tokens of it, but the blocks of the sliding window that "
-        "would be needed there were evicted"
-    ),
-    Miss.STATE: (
-        "full attention still holds {cut} more tokens of it, but the state that linear attention would need "
-        "there was evicted, or never kept"
-    ),
-}
-_COMPUTED_ELSEWHERE = (
-    "the request that computed them is not known here: "
-    "it came to another kvpin or worker, or was too long ago"
-)
-_BESIDE = {
-    Miss.HIT: "these are all {parts} that it shares with request {other}",
-    Miss.SHARED: "it shares {common} tokens with request {other}; from there on{at} it is new",
-    Miss.MODEL: "request {other} ran on another model",
-    Miss.LORA: "request {other} ran with another LoRA adapter, or none",
-    Miss.EVICTED: (
-        "it shares {common} tokens with request {other}, but {engine} evicted or flushed them before it "
-        "computed this prompt"
-    ),
-    Miss.RESTARTED: "request {other} left {common} tokens of it, but {engine} was restarted or flushed since",
-    Miss.AWAY: "request {other} left {common} tokens of it on {engine}, which took no requests",
-    Miss.RUNNING: "it shares {common} tokens with request {other}, which was still running on {engine}",
-    Miss.KVPIN: (
-        "kvpin's own changes ({changes}) made it differ from request {other}{at} from token {common} "
-        "on{within}; as their clients sent them, both are equal there"
-    ),
-    Miss.TEMPLATE: (
-        "it only continues request {other}, but the chat template renders earlier messages anew from token "
-        "{common} on"
-    ),
-}
-_CHANGED = "it differs from request {other}{at} from token {common} on{within}"
+class Moments(msgspec.Struct, kw_only=True):
+    """When a request passed each step, in monotonic seconds, and what its engine reports.
+
+    Attributes:
+        came: its head was read.
+        arrived: its body was read.
+        prepared: its prompt was tokenised.
+        queued_s: seconds that it waited for busy engines after that.
+        placed: it was placed on the engine that answered.
+        gathered: no other request computes its prefix any more.
+        legs_s: seconds that another engine took to compute its prompt, or to fail, after that; and its own
+            engine, to fetch the KV before it got the request.
+        sent: it was sent to the engine.
+        began: the first byte of the answer came.
+        has_failed: other engines had failed before.
+        is_whole: the answer is no stream: its first byte came last.
+        prefill_s, decode_s: the engine's own timings; None where it reports none.
+    """
+
+    came: float
+    arrived: float
+    prepared: float
+    placed: float
+    gathered: float
+    sent: float
+    began: float
+    queued_s: float = 0.0
+    legs_s: float = 0.0
+    has_failed: bool = False
+    is_whole: bool = False
+    prefill_s: float | None = None
+    decode_s: float | None = None
+
+
+def parts_of(moments: Moments) -> dict[Part, float]:
+    """Seconds of each part, which add up to `began - came`. Parts that took no time are left out."""
+    between = Part.FAILED if moments.has_failed else Part.PLACE
+    decode_s = moments.decode_s if moments.is_whole else None
+    measured = {
+        Part.READ: moments.arrived - moments.came,
+        Part.TOKENISE: moments.prepared - moments.arrived,
+        Part.QUEUE: moments.queued_s,
+        between: moments.placed - moments.prepared - moments.queued_s,
+        Part.GATHER: moments.gathered - moments.placed,
+        Part.FIRST_LEG: moments.legs_s,
+        Part.HOLD: moments.sent - moments.gathered - moments.legs_s,
+        Part.PREFILL: moments.prefill_s or 0.0,
+        Part.DECODE: decode_s or 0.0,
+    }
+    left = moments.began - moments.came
+    parts = {}
+    for part, seconds in measured.items():
+        # The engine has another clock: its report may exceed what was measured here.
+        taken = min(max(seconds, 0.0), left)
+        if taken > 0:
+            parts[part] = taken
+            left -= taken
+    if left > 0:
+        parts[Part.ENGINE] = left
+    return parts

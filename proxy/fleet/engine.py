@@ -24,8 +24,7 @@ from engine_adapter import (
     Role,
     log_text,
 )
-from proxy.core.audit import EngineAudit
-from proxy.core.breaker import Breaker, EmptyAnswers
+from proxy.core.audit import Breaker, EmptyAnswers, EngineAudit
 from proxy.core.index.learned import LearnedBlocks
 from proxy.core.index.view import EngineView
 from proxy.core.placement.load import EngineLedger

@@ -19,7 +19,7 @@ from engine_adapter.codes import Code
 from proxy.core.admission import Needs
 from proxy.core.engine_book import EngineBook
 from proxy.core.peers.telling import OwnRequests
-from proxy.core.pins import PinBook
+from proxy.core.retention import PinBook
 from proxy.errors import Conflict, NoEngine, NotFound
 from proxy.fleet.engine import TOKENS_PER_BLOCK, Engine, EngineState
 from proxy.fleet.pool import Pool

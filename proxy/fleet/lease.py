@@ -1,10 +1,15 @@
-"""A request's hold on an engine, and its wait for other requests that compute the same prefix."""
+"""A request's hold on an engine, and its wait for other requests that compute the same prefix.
+
+Some engines share a prompt's KV only once the whole prompt is computed. Two prompts with one prefix that run
+side by side then compute it twice, each at half the speed. There the second prompt waits for the first token
+of the first, unless running beside it is faster.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -16,10 +21,12 @@ from engine_adapter.types import Usage
 from proxy.core.index.blocks import BlockHash, Chain
 from proxy.core.peers.telling import Telling
 from proxy.core.placement.decision import NOTHING, Placement
-from proxy.core.placement.load import Work
+from proxy.core.placement.load import Remaining, Work
 from proxy.core.placement.placer import PlacedRequest, Placer
-from proxy.core.placement.prefix_wait import leader, patience_s
 from proxy.core.placement.scores import predict
+
+# Nobody waits longer than this many times the expected time of a first token.
+LENIENCE = 2.0
 
 
 class LeasedEngine(Protocol):
@@ -257,3 +264,22 @@ class Lease(Struct, eq=False):
             self.placer.answered(time.monotonic(), self.placed)
         if self.telling is not None:
             (self.telling.first_token if streamed else self.telling.answered)()
+
+
+def leader(
+    underway: Iterable[Lease | PeerRequest], hashes: Sequence[BlockHash], blocks: int
+) -> Lease | PeerRequest | None:
+    """The running request that computes block number `blocks` of a chain; None if there is none."""
+    for each in underway:
+        if each.found < blocks <= len(each.hashes) and each.hashes[blocks - 1] == hashes[blocks - 1]:
+            return each
+    return None
+
+
+def patience_s(remaining: Remaining, shared_s: float) -> float | None:
+    """The longest wait for a running request, in seconds; None if running beside it is faster. Its first
+    token comes after `remaining`; computing what both share takes `shared_s`."""
+    if remaining.own_s >= 2 * shared_s:
+        return None
+    expected_s = remaining.before_s + remaining.own_s
+    return LENIENCE * expected_s if remaining.seen else expected_s

@@ -12,7 +12,7 @@ import msgspec
 
 from engine_adapter import Tier
 from proxy.core.audit import Trust
-from proxy.core.budget import ByteBudget
+from proxy.core.quotas import ByteBudget
 from proxy.fleet.discovery import Source
 from proxy.fleet.engine import EngineState
 from proxy.fleet.fleet import Fleet

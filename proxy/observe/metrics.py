@@ -8,11 +8,10 @@ from http import HTTPStatus
 from typing import NamedTuple
 
 from engine_adapter.off_loop import THREADS
-from proxy.core.budget import ByteBudget
 from proxy.core.life import Cause
 from proxy.core.placement.decision import Placement
+from proxy.core.quotas import DAY_S, ByteBudget, UseBook
 from proxy.core.reasons import reason_of
-from proxy.core.tenant_use import DAY_S, UseBook
 from proxy.fleet.discovery import Source
 from proxy.fleet.fleet import Fleet
 from proxy.observe.gauges import GAUGES, ScrapedState, WorkerNow, counters_of, gauges_of

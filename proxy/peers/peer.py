@@ -18,7 +18,6 @@ from typing import NamedTuple
 import msgspec
 
 from engine_adapter.types import Usage
-from proxy.core.peers.matching import disagreement, hash_alike, match
 from proxy.core.peers.messages import (
     AnswerBegan,
     Begun,
@@ -29,6 +28,9 @@ from proxy.core.peers.messages import (
     ToldEngine,
     ToldPin,
     chain_of,
+    disagreement,
+    hash_alike,
+    match,
     unpacked,
 )
 from proxy.core.placement.placer import PlacedRequest

@@ -14,8 +14,7 @@ from weakref import WeakValueDictionary
 
 from msgspec import Struct
 
-from proxy.core.budget import ByteBudget
-from proxy.core.quotas import Quota
+from proxy.core.quotas import ByteBudget, Quota
 from proxy.errors import NoMemory, RateLimited
 from proxy.request.tenants import Tenants
 

@@ -11,17 +11,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
-from msgspec.structs import replace
 
 from engine_adapter import Headers, JsonBody
 from engine_adapter.types import Usage
 from proxy.core.differences import PROMPT_FIELDS
-from proxy.core.first_byte import Moments, Part, parts_of
 from proxy.core.index.blocks import Chain
 from proxy.core.life import Cause
 from proxy.core.misses import Diagnosis
 from proxy.core.placement.decision import Placement
-from proxy.core.placement.transfers import TransferResult
+from proxy.core.placement.pairs import TransferResult
+from proxy.core.reasons import Moments, Part, parts_of
 from proxy.prompt import Prompt
 from proxy.request.calls import Call
 from proxy.request.session import Session
@@ -243,8 +242,8 @@ class RequestRecord(RequestFacts, kw_only=True):
         """Notes the engine's own timings of the answer that has ended."""
         # Of a stream that another engine continued, they are about the rest.
         if self.moments is not None and not self.died:
-            prefill_s = usage.prefill[1] if usage.prefill is not None else None
-            self.moments = replace(self.moments, prefill_s=prefill_s, decode_s=usage.decode_s)
+            self.moments.prefill_s = usage.prefill[1] if usage.prefill is not None else None
+            self.moments.decode_s = usage.decode_s
 
     @property
     def first_byte_parts(self) -> dict[Part, float] | None:

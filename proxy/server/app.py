@@ -61,11 +61,10 @@ from proxy.control.replays import Replays
 from proxy.control.tables import SharedTables
 from proxy.control.target_engines import Targets
 from proxy.control.warm import Warming
-from proxy.core.budget import ByteBudget
 from proxy.core.engine_book import decode_marks, encode_marks
 from proxy.core.issued_keys import KeyBook
 from proxy.core.life import Rules
-from proxy.core.tenant_use import UseBook
+from proxy.core.quotas import ByteBudget, UseBook
 from proxy.errors import ANSWERED
 from proxy.fleet.destinations import Destinations
 from proxy.fleet.discovery import finders_of

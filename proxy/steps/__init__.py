@@ -5,8 +5,7 @@ preparation.py  prepare: reads and tokenises the request, finds the pool that ma
 attempt.py      run: one attempt on one engine, from the lease to its release
 forward.py      within it: sends the request to its engine, and the answer to the client; reads what
                 that reports of its tokens (engine_adapter/http/usage.py)
-first_leg.py    before that: another engine computes the prompt
-prompt_half.py  or does so at the same time, as neither can answer alone
-legs.py         what both have in common
+other_leg.py    another engine computes the prompt: before that, or at the same time, as neither can answer
+                alone
 checks.py       at its end: what the engine reports, compared with what was expected
 """

@@ -30,9 +30,9 @@ from engine_adapter import (
     Role,
 )
 from proxy.core.audit import Unchecked
-from proxy.core.budget import ByteBudget
 from proxy.core.placement.decision import Pair, Placement
-from proxy.core.placement.transfers import TransferResult
+from proxy.core.placement.pairs import TransferResult
+from proxy.core.quotas import ByteBudget
 from proxy.fleet.engine import Engine
 from proxy.fleet.ingest import Ingest
 from proxy.fleet.lease import Lease
@@ -41,11 +41,9 @@ from proxy.request.calls import Call
 from proxy.request.migration import MAX_BODIES, Passage, passage_for
 from proxy.request.tenants import Tenants
 from proxy.steps.checks import ask_tokens, check_prediction, check_tokens, is_audited
-from proxy.steps.first_leg import FirstLeg, Prefilled
-from proxy.steps.forward import Forwarded, Forwarding, note_moved
-from proxy.steps.legs import OtherLeg
+from proxy.steps.forward import Attempt, Forwarded, Forwarding, note_moved
+from proxy.steps.other_leg import FirstLeg, OtherLeg, PromptHalf
 from proxy.steps.preparation import Ready
-from proxy.steps.prompt_half import PromptHalf
 from proxy.steps.request import Request
 
 log = structlog.get_logger(__name__)
@@ -97,22 +95,22 @@ class Attempts:
                 body = ready.body_for(engine) if audited else None
                 raw = body.raw if isinstance(body, JsonBody) else None  # an answer frees the body
                 async with self._hold(engine, ready, audited=audited) as hold:
-                    prefilled: OtherLeg | None = None
+                    attempt = Attempt(request, ready, engine, lease, hold)
                     if pair is None:
                         if engine.has_lower_tiers:
                             await look_below(pool, engine, lease, ready.prompt, ready.chain)
                     elif pair.together:
-                        prefilled = half
+                        attempt.leg = half
                         _begin_together(lease, hold, half)
                     else:
-                        prefilled = await self.first_leg(request, ready, pair, engine, lease, hold)
+                        attempt.leg = await self.first_leg(attempt, pair)
                     refined = lease.refine(hold)
-                    record.placement = refined if prefilled is None else _of_leg(placement, prefilled)
+                    record.placement = refined if attempt.leg is None else _of_leg(placement, attempt.leg)
                     record.note, record.slot = hold.note, hold.slot
-                    forwarded = await self.forward(request, ready, engine, lease, hold, prefilled)
+                    forwarded = await self.forward(attempt)
                 if raw is not None and forwarded.error is None:
                     await ask_tokens(engine, hold, ready.call.route, raw)
-                unchecked = self._close(request, ready, engine, lease, hold, forwarded, prefilled)
+                unchecked = self._close(attempt, forwarded)
         except EngineError:
             unchecked = Unchecked.FAILED
             raise
@@ -139,24 +137,26 @@ class Attempts:
             is_late=request.is_late,
         )
 
-    async def first_leg(
-        self, request: Request, ready: Ready, pair: Pair, engine: Engine, lease: Lease, hold: Hold
-    ) -> Prefilled | None:
+    async def first_leg(self, attempt: Attempt, pair: Pair) -> FirstLeg | None:
         """Lets another engine compute the prompt. None without success: then the leased engine does so."""
+        request, ready, hold, lease = attempt.request, attempt.ready, attempt.hold, attempt.lease
         record, name, began = request.record, pair.prefill.engine, monotonic()
         source = ready.pool.engines.get(name)
         transfer = source.adapter.transfer if source is not None else None  # its lease is the one that counts
-        record.prefilled_by, record.transfer, prefilled = name, TransferResult.FAILED, None
+        record.prefilled_by, record.transfer = name, TransferResult.FAILED
+        prefilled: FirstLeg | None = None
         if source is not None and transfer is not None and isinstance(hold.body, JsonBody):
             source.salts.note(self.tenants.owner(ready.salt), ready.salt)
             request.sent()
-            leg = FirstLeg.of(ready, pair, source, transfer, hold.body, self.ingest)
-            prefilled = await leg.run(self.transport)
+            leg = FirstLeg.of(self.transport, ready, pair, source, transfer, hold.body, self.ingest)
+            is_computed = await leg.run()
             record.first_leg_s = monotonic() - began
-            if prefilled is not None:
+            if is_computed:
                 record.transfer = TransferResult.LATE  # until the engine has shown that it has the KV
-                if not await leg.hand_over(self.transport, engine, hold, prefilled):
-                    record.transfer, prefilled = TransferResult.FAILED, None
+                if await leg.hand_over(attempt.engine, hold):
+                    prefilled = leg
+                else:
+                    record.transfer = TransferResult.FAILED
         record.legs_s = monotonic() - began
         if prefilled is None:
             await lease.computes(streams=ready.call.streams)
@@ -197,38 +197,28 @@ class Attempts:
         async with self._hold(half.engine, ready) as hold:
             await half.compute(ready, hold)
 
-    def forward(
-        self,
-        request: Request,
-        ready: Ready,
-        engine: Engine,
-        lease: Lease,
-        hold: Hold,
-        prefilled: OtherLeg | None,
-    ) -> Coroutine[Any, Any, Forwarded]:
-        """Sends the request to the engine that it holds, and the answer to the client. `prefilled`: another
-        engine has computed its prompt, or does so meanwhile. Raises EngineError."""
-        call = ready.call_for(engine)
-        request.passage = self._passage(request, ready, call, hold, engine)
+    def forward(self, attempt: Attempt) -> Coroutine[Any, Any, Forwarded]:
+        """Sends the request to the engine that it holds, and the answer to the client. Raises EngineError."""
+        request, call = attempt.request, attempt.ready.call_for(attempt.engine)
+        request.passage = self._passage(attempt, call)
         for_others = request.call.body if request.kept else None
-        request.reply.on_start = partial(_forget_bodies, call, hold, for_others)
+        request.reply.on_start = partial(_forget_bodies, call, attempt.hold, for_others)
         request.sent()
-        forwarding = Forwarding(request, ready, call, engine, lease, hold, prefilled)
+        forwarding = Forwarding(attempt, call)
         answer = forwarding.run(self.transport)
         return answer if forwarding.leg is None else forwarding.leg.in_time(answer)
 
-    def _passage(
-        self, request: Request, ready: Ready, call: Call, hold: Hold, engine: Engine
-    ) -> Passage | None:
+    def _passage(self, attempt: Attempt, call: Call) -> Passage | None:
         """The reader of the stream, if another engine could go on with it. Keeps the body for that engine.
 
         A stream that goes on always has one: it leaves out what the client has.
         """
+        request, ready = attempt.request, attempt.ready
         if request.told is None and (ready.home is not None or len(ready.pool.engines) == 1):
             return None
         if request.told is None and not call.streams:
             return None
-        passage = passage_for(call, hold, engine.adapter.spec.kind, request.told)
+        passage = passage_for(call, attempt.hold, attempt.engine.adapter.spec.kind, request.told)
         if passage is not None and not request.kept and isinstance(call.body, JsonBody):
             size = len(call.body.raw)
             if not self.room.has(size):
@@ -237,26 +227,18 @@ class Attempts:
             request.kept = size
         return passage
 
-    def _close(
-        self,
-        request: Request,
-        ready: Ready,
-        engine: Engine,
-        lease: Lease,
-        hold: Hold,
-        forwarded: Forwarded,
-        prefilled: OtherLeg | None,
-    ) -> Unchecked | None:
+    def _close(self, attempt: Attempt, forwarded: Forwarded) -> Unchecked | None:
         """Notes what the engine reported of a complete answer, and what it holds now. Returns why its
         prediction was not checked."""
-        record, pool = request.record, ready.pool
+        ready, engine, lease, hold = attempt.ready, attempt.engine, attempt.lease, attempt.hold
+        record, pool, leg = attempt.request.record, ready.pool, attempt.leg
         usage = lease.report = forwarded.usage
         record.reports(usage)
         record.status, record.error = forwarded.status, forwarded.error
         record.called_tool = usage.called_tool
         record.reported_tokens, record.output_tokens = usage.cached_tokens, usage.output_tokens
-        if prefilled is not None:
-            record.reported_tokens = prefilled.cached_tokens
+        if leg is not None:
+            record.reported_tokens = leg.cached_tokens
         if hold.answer is not None or hold.told_tokens is not None:
             check_tokens(ready, engine, hold, record)
         lease.failed = forwarded.error is not None
@@ -268,8 +250,8 @@ class Attempts:
         lease.succeeded = not (lease.failed or forwarded.is_empty) and record.tokens_agree is not False
         if lease.succeeded and engine.has_lower_tiers:
             expect_below(pool, engine, ready.chain)
-        if prefilled is not None:  # the prediction was for the engine that computed the prompt
-            record.placement = record.placement and _of_leg(record.placement, prefilled)
+        if leg is not None:  # the prediction was for the engine that computed the prompt
+            record.placement = record.placement and _of_leg(record.placement, leg)
             return None
         return check_prediction(self.ingest, engine, ready, lease, record, usage.cached_tokens)
 

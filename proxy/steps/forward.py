@@ -50,7 +50,7 @@ from engine_adapter.http.usage import NOTHING
 from engine_adapter.off_loop import MOST_MS, off_loop
 from engine_adapter.types import Usage
 from proxy.core.placement.decision import Placement
-from proxy.core.placement.transfers import TransferResult
+from proxy.core.placement.pairs import TransferResult
 from proxy.fleet.engine import Engine
 from proxy.fleet.lease import Lease
 from proxy.headers import (
@@ -70,7 +70,7 @@ from proxy.request.known_routes import of_lacking
 from proxy.request.migration import ROUTES
 from proxy.request.records import RequestRecord
 from proxy.request.transcript import is_whole, without_half
-from proxy.steps.legs import OtherLeg
+from proxy.steps.other_leg import OtherLeg
 from proxy.steps.preparation import Ready
 from proxy.steps.request import Request
 
@@ -96,6 +96,22 @@ class Forwarded(msgspec.Struct, frozen=True):
     is_empty: bool = False
 
 
+class Attempt(msgspec.Struct, eq=False):
+    """An attempt on one engine.
+
+    Attributes:
+        ready: the request.
+        leg: its leg on another engine; None without one, and if that failed.
+    """
+
+    request: Request
+    ready: Ready
+    engine: Engine
+    lease: Lease
+    hold: Hold
+    leg: OtherLeg | None = None
+
+
 class Forwarding:
     """One request on its way to one engine, and the answer on its way back.
 
@@ -112,17 +128,9 @@ class Forwarding:
         "request",
     )  # fmt: skip
 
-    def __init__(
-        self,
-        request: Request,
-        ready: Ready,
-        call: Call,
-        engine: Engine,
-        lease: Lease,
-        hold: Hold,
-        leg: OtherLeg | None,
-    ) -> None:
-        """`leg`: another engine has computed the prompt, or does so meanwhile."""
+    def __init__(self, attempt: Attempt, call: Call) -> None:
+        request, ready, engine, leg = attempt.request, attempt.ready, attempt.engine, attempt.leg
+        lease, hold = attempt.lease, attempt.hold
         self.request, self.call, self.lease, self.hold = request, call, lease, hold
         self.reply, self.adapter = request.reply, engine.adapter
         self.leg = None if leg is None or leg.is_fetched else leg

@@ -16,8 +16,7 @@ import structlog
 from msgspec.structs import replace
 
 from engine_adapter import EngineRejected, ModelFailed, log_text
-from proxy.core.budget import RetryBudget
-from proxy.core.life import Attempt, Blame, Cause, Life, Phase, Rules
+from proxy.core.life import Attempt, Blame, Cause, Life, Phase, RetryBudget, Rules
 from proxy.core.placement.decision import Placement
 from proxy.errors import cause_of
 from proxy.request.calls import Call, Reply
@@ -26,8 +25,8 @@ from proxy.request.gate import Admission
 from proxy.request.migration import Passage
 from proxy.request.records import RequestRecord
 from proxy.request.transcript import SentStream
+from proxy.steps.other_leg import PromptHalf
 from proxy.steps.preparation import Ready
-from proxy.steps.prompt_half import PromptHalf
 
 log = structlog.get_logger(__name__)
 

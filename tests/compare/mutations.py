@@ -50,7 +50,7 @@ MUTATIONS = tuple(Mutation(*row) for row in (
     ("keys: one that has expired is good", "old key", "proxy/request/tenants.py", "self.expires <= now", "self.expires <= 0"),
     ("usage: tokens of answers", "admin: usage", "proxy/observe/metrics.py", "used.output_tokens += record.answer_tokens", "pass"),
     ("metrics: a bucket", "admin: metrics", "proxy/observe/metrics.py", "7.5, 10, 20, 40, 80)", "7.5, 10, 20, 40)"),
-    ("admin: days of use", "admin: usage", "proxy/core/tenant_use.py", "if day > first]", "if day > first + days]"),
+    ("admin: days of use", "admin: usage", "proxy/core/quotas.py", "if day > first]", "if day > first + days]"),
     ("admin: an engine stays drained", "admin: drain", "proxy/control/reconciler.py", "elif engine.state is EngineState.DRAINING:", "elif engine.state is EngineState.REFUSED:"),
     ("log: what an engine did", "engine: status 500", "proxy/steps/request.py", '"the engine refused a request"', '"the engine refused it"'),
     ("normalise: tools stay as they are", "chat plain: tools", "proxy/core/normalise.py", '_SCHEMAS = ("parameters", "input_schema")', '_SCHEMAS = ("input_schema",)'),

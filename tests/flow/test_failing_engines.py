@@ -8,9 +8,8 @@ from functools import partial
 import httpx
 import pytest
 
-from proxy.core import breaker
-from proxy.core.budget import FLOOR
-from proxy.core.life import Rules
+from proxy.core import audit
+from proxy.core.life import RETRY_FLOOR, Rules
 from proxy.steps.attempt import Attempts
 from tests.fakes import (
     ASK,
@@ -54,8 +53,8 @@ async def statuses(client, count):
 
 @pytest.mark.parametrize("status", [429, 500])
 async def test_an_engine_that_refuses_all_gets_little_and_all_again_once_it_is_well(monkeypatch, status):
-    monkeypatch.setattr(breaker, "OPEN_S", 0.2)
-    monkeypatch.setattr(breaker, "MAX_OPEN_S", 0.2)
+    monkeypatch.setattr(audit, "OPEN_S", 0.2)
+    monkeypatch.setattr(audit, "MAX_OPEN_S", 0.2)
     async with two() as (bad, _, proxy, client):
         bad.script = partial(failing, status=status)
         engine = proxy.fleet.engines["a"]
@@ -72,7 +71,7 @@ async def test_an_engine_that_refuses_all_gets_little_and_all_again_once_it_is_w
 
 
 async def test_where_all_fail_all_are_still_asked(monkeypatch):
-    monkeypatch.setattr(breaker, "OPEN_S", 60)
+    monkeypatch.setattr(audit, "OPEN_S", 60)
     async with two(rules=Rules(retries=0)) as (_, good, proxy, client):
         good.script = failing
         assert await statuses(client, 20) == [500] * 20
@@ -86,7 +85,7 @@ async def test_retries_do_not_multiply_the_load():
         good.script = failing
         assert await statuses(client, 100) == [500] * 100
         retried = len(bad.seen) + len(good.seen) - 100
-        assert retried <= FLOOR + 0.2 * 100 + 10  # and one for each second of the test
+        assert retried <= RETRY_FLOOR + 0.2 * 100 + 10  # and one for each second of the test
 
 
 async def hanging(exchange, chunks=()):

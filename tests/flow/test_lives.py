@@ -1,5 +1,5 @@
 """What four trials broke between good modules, over real sockets. Each failed before a request's life had
-one owner (`proxy/core/life/`). The names begin with the number in the trials' list."""
+one owner (`proxy/core/life.py`). The names begin with the number in the trials' list."""
 
 import asyncio
 import gzip

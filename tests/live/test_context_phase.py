@@ -13,7 +13,7 @@ import pytest
 
 from engine_adapter import Role
 from engine_adapter.tensorrt_llm.context_phase import ContextPhase
-from proxy.core.placement.transfers import TransferResult
+from proxy.core.placement.pairs import TransferResult
 from proxy.request.records import RequestRecord
 from proxy.settings import EngineSettings
 from tests.fake_engines.tensorrt_llm import FakeTrtllm, RunningTrtllm, running_trtllm

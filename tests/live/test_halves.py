@@ -14,8 +14,8 @@ import pytest
 
 from proxy.core.audit import Trust, Unchecked
 from proxy.core.life import Rules
+from proxy.core.placement.pairs import TransferResult
 from proxy.core.placement.placer import Placer
-from proxy.core.placement.transfers import TransferResult
 from proxy.core.reasons import Reason, reason_of, why
 from proxy.fleet.engine import EngineState
 from proxy.request.records import RequestRecord

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from engine_adapter import Role
 from proxy.core.audit import Trust
-from proxy.core.placement.transfers import TransferResult
+from proxy.core.placement.pairs import TransferResult
 from proxy.core.reasons import Reason, reason_of, why
 from proxy.settings import EngineSettings
 from tests.fake_engines.nixl import Found

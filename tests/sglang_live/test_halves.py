@@ -7,7 +7,7 @@ from statistics import median
 
 import pytest
 
-from proxy.core.placement.transfers import TransferResult
+from proxy.core.placement.pairs import TransferResult
 from proxy.request.records import RequestRecord
 from tests.live.server_world import MODEL
 from tests.sglang_live.halves_world import real_halves

@@ -14,7 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from engine_adapter import Tier
-from proxy.core.placement.transfers import TransferResult
+from proxy.core.placement.pairs import TransferResult
 from proxy.request.records import RequestRecord
 from tests.live.fake_world import until
 from tests.live.server_world import MODEL

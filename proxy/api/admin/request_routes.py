@@ -19,7 +19,7 @@ from proxy.api.admin.endpoint import Endpoint, Query, answer, decode, int_query,
 from proxy.api.admin.request_bodies import DryRun
 from proxy.control.explain import RequestAnswer, RequestSummary, RouteAnswer, explain, route, summarize
 from proxy.control.replays import MAX_TRACE_BYTES, OPTIONS, ReplayAnswer, Replays
-from proxy.core.tenant_use import MOST_DAYS, DayUse, UseBook, Used
+from proxy.core.quotas import MOST_DAYS, DayUse, UseBook, Used
 from proxy.errors import BadRequest, NotFound, ProxyError
 from proxy.flow import Flow
 from proxy.observe.live import Live, Missed, RequestNow, Snapshot

@@ -2,16 +2,13 @@
 
 decision.py       a placement in data: candidates, their costs, the choice
 scores.py         the cost of each candidate; chooses the lowest
-pairs.py          one engine computes the prompt, another one answers
-halves.py         two engines answer together, as neither can alone
+pairs.py          one engine computes the prompt, another one answers: before it, or with it as neither can
+                  alone; how long moving KV between two engines takes
 placer.py         all state of one pool that the choice uses
 load.py           each engine's work in flight
 rates.py          how fast each engine is
-transfers.py      how long moving KV between two engines takes
-demand.py         how likely a prompt is requested again
+demand.py         how likely a prompt is requested again; amounts that fade with time
 in_use.py         blocks held by running requests, and prompts that an engine would evict
-recent.py         sums that fade with time
 whole_answers.py  rates from answers that do not stream
-prefix_wait.py    whether to wait for another request that computes the same prefix
 tiering.py        what to restore ahead of the next turn
 """

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from math import inf
 
 import msgspec
@@ -188,15 +187,6 @@ class Placement(msgspec.Struct, frozen=True, gc=False):
     cut_tokens: int = 0
     lacks: Attention | None = None
     pair: Pair | None = None
-
-    @classmethod
-    def of(
-        cls, engine: str, predicted_tokens: int, n_tokens: int, costs: tuple[Cost, ...], rule: str
-    ) -> Placement:
-        """A decision for `engine` whose costs are all built."""
-        chosen = next(cost for cost in costs if cost.engine == engine)
-        elsewhere = max((cost.cached_tokens for cost in costs if cost is not chosen), default=None)
-        return cls(chosen, predicted_tokens, n_tokens, partial(tuple, costs), rule, elsewhere)
 
     @property
     def engine(self) -> str:

@@ -22,15 +22,18 @@ from proxy.core.index.blocks import BlockHash, Chain
 from proxy.core.index.match import Match
 from proxy.core.index.prefix_index import PrefixIndex
 from proxy.core.placement.decision import NOTHING, Candidate, Outlook, Placement
-from proxy.core.placement.demand import Demand
-from proxy.core.placement.halves import least_loaded_of, place_halves
+from proxy.core.placement.demand import WINDOW_S, Demand, Rate
 from proxy.core.placement.in_use import InUse, Residents
 from proxy.core.placement.load import EngineLedger, LoadSample, Spent, Work
-from proxy.core.placement.pairs import Prefillers, place_with_pairs
+from proxy.core.placement.pairs import (
+    Prefillers,
+    Transfers,
+    least_loaded_of,
+    place_halves,
+    place_with_pairs,
+)
 from proxy.core.placement.rates import EngineRates, PoolRates
-from proxy.core.placement.recent import WINDOW_S, Rate
-from proxy.core.placement.scores import place, spare_of
-from proxy.core.placement.transfers import Transfers
+from proxy.core.placement.scores import spare_of
 from proxy.core.placement.whole_answers import AnswerSample
 
 # Conversations whose last engine is remembered: more than run at a time.
@@ -252,12 +255,9 @@ class Placer:
         if chain is None:
             return least_loaded_of(candidates)
         outlook = self.outlook(now, spare_of(candidates, chain))
-        halves = [each for each in candidates if each.partners]
-        if not halves:
-            return _alone(candidates, chain, prefillers, outlook)
-        whole = [each for each in candidates if not each.partners]
-        alone = _alone(whole, chain, prefillers, outlook) if whole else None
-        return place_halves(halves, chain, outlook, alone)
+        if [each for each in candidates if each.partners]:
+            return place_halves(candidates, prefillers, chain, outlook)
+        return place_with_pairs(candidates, prefillers, chain, outlook)
 
     def prefillers(
         self,
@@ -420,8 +420,8 @@ class Placer:
             self._learn(now, placed, chain, report)
         if placed.begun is None:
             self._count(now, placed)
-        if chain is None:
-            return
+        if chain is None or (book.in_use is None and book.on_gpu is None):
+            return  # nobody asks what an engine of unknown capacity would evict
         book.residents.use(now, chain.hashes, computed // size)
         if book.on_gpu is not None:
             book.on_gpu.use(now, chain.hashes, (computed + placed.work.host + placed.work.disk) // size)
@@ -469,15 +469,6 @@ class Placer:
             return  # it had none
         if chain is not None and self.books.get(book.engine) is book:
             self.index.end_pending(book.engine, chain.hashes)
-
-
-def _alone(
-    candidates: Sequence[Candidate], chain: Chain, prefillers: Prefillers | None, outlook: Outlook
-) -> Placement:
-    """The choice among engines that can answer alone."""
-    if prefillers is not None:
-        return place_with_pairs(candidates, prefillers, chain, outlook)
-    return place(candidates, chain, outlook)
 
 
 def _goes_on_from(

@@ -155,9 +155,7 @@ class PoolRates:
         self._redraw()
 
     def answered(self, now: float, answer: AnswerSample) -> None:
-        """Learns from a whole answer. Does nothing once a first token has been seen."""
-        if self._samples:
-            return
+        """Learns from a whole answer, while no first token has been seen."""
         fit = self._answers.add(now, answer)
         if fit is not None:
             self.fit = fit
@@ -291,8 +289,8 @@ class EngineRates:
                 self._relearn_pace([seconds / pool.prefill_s(tokens) for tokens, seconds in self._samples])
 
     def answered(self, now: float, answer: AnswerSample) -> None:
-        """Learns from a whole answer of the engine."""
-        if answer.seconds <= 0 or answer.prefilled < 1:
+        """Learns from a whole answer of the engine. Does nothing once a first token has been seen."""
+        if answer.seconds <= 0 or answer.prefilled < 1 or self.pool.samples:
             return
         self.pool.answered(now, AnswerSample(answer.prefilled, answer.output, answer.seconds / self.pace))
         self._answers.append(answer)

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
+from msgspec.structs import replace
 
 from proxy.core.index.blocks import Chain, reusable_tokens
 from proxy.core.placement.decision import CALM, NOTHING, Candidate, Cost, Outlook, Placement
@@ -52,35 +52,12 @@ def predict(chain: Chain, blocks: int, tokens_per_block: int) -> int:
     return held // tokens_per_block * tokens_per_block if held < most else most
 
 
-class Reuse(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """The part of a prompt that an engine reuses, and the time for the rest. Times in seconds.
+def reuse_of(candidate: Candidate, chain: Chain, outlook: Outlook) -> Cost:
+    """The part of a prompt that an engine reuses, and the time for the rest.
 
-    Engines that hold the same part of the prompt and are equally fast share one `Reuse`.
-
-    Attributes:
-        host_tokens: those of them on its host tier.
-        disk_tokens: those of them on its disk tier.
-        pending_tokens: those of them that requests in flight have yet to compute.
-        stream_s: time that each decoding stream adds to the total.
-        stall_s: the part of it by which that stream is delayed; the rest delays the prefill.
-        congestion_s: time that later requests wait because of it.
-        total_s: `restore_s`, `prefill_s` and `congestion_s` together: the total without other streams.
+    It is a cost without load: `interference_s` and `stall_s` are those of one decoding stream. Engines that
+    hold the same part of the prompt and are equally fast share it.
     """
-
-    cached_tokens: int
-    host_tokens: int
-    disk_tokens: int
-    pending_tokens: int
-    restore_s: float
-    prefill_s: float
-    stream_s: float
-    stall_s: float
-    congestion_s: float
-    total_s: float
-
-
-def reuse_of(candidate: Candidate, chain: Chain, outlook: Outlook) -> Reuse:
-    """The part of a prompt that an engine reuses, and the time for the rest."""
     foreseen, match, rates = candidate.forecast, candidate.match, candidate.rates
     cached = host = disk = pending = 0
     restore_s = 0.0
@@ -94,11 +71,20 @@ def reuse_of(candidate: Candidate, chain: Chain, outlook: Outlook) -> Reuse:
             pending = min(match.pending * size, cached - host - disk)
             restore_s = rates.restore_s(host, disk)
         prefill_s = rates.prefill_s(chain.n_tokens - cached)
-    stall_s = prefill_s * outlook.stall
-    stream_s = prefill_s * rates.pool.interference + stall_s
     congestion_s = (restore_s + prefill_s) * (outlook.strain - 1)
-    total_s = restore_s + prefill_s + congestion_s
-    return Reuse(cached, host, disk, pending, restore_s, prefill_s, stream_s, stall_s, congestion_s, total_s)
+    return Cost(
+        candidate.engine,
+        restore_s=restore_s,
+        prefill_s=prefill_s,
+        interference_s=prefill_s * rates.pool.interference,
+        stall_s=prefill_s * outlook.stall,
+        congestion_s=congestion_s,
+        total_s=restore_s + prefill_s + congestion_s,
+        cached_tokens=cached,
+        host_tokens=host,
+        disk_tokens=disk,
+        pending_tokens=pending,
+    )
 
 
 class Scores:
@@ -119,10 +105,10 @@ class Scores:
 
     def __init__(self, candidates: Sequence[Candidate], chain: Chain, outlook: Outlook) -> None:
         totals: list[float] = []
-        reuses: list[Reuse] = []
+        reuses: list[Cost] = []
         rooms: dict[int, float] = {}
         waiting_s: dict[int, float] = {}
-        shared: dict[object, Reuse] = {}
+        shared: dict[object, Cost] = {}
         blocks, later_s, parted = len(chain.hashes), (outlook.turns - 1) * outlook.rest_s, 0
         arrivals, spare = outlook.arrivals, outlook.spare
         for candidate in candidates:
@@ -135,7 +121,8 @@ class Scores:
                     reuse = shared[key] = reuse_of(candidate, chain, outlook)
                     if candidate.match.cut:
                         parted = max(parted, candidate.match.of_full_attention)
-                total_s = load.queue_s + reuse.total_s + reuse.stream_s * load.decoding
+                stream_s = reuse.interference_s + reuse.stall_s
+                total_s = load.queue_s + reuse.total_s + stream_s * load.decoding
                 is_full = in_use is not None and in_use.blocks + blocks > in_use.capacity
                 if in_use is not None and is_full:
                     rooms[len(totals)] = room_s = in_use.wait_s(chain.hashes, outlook.answer_s)
@@ -178,7 +165,7 @@ class Scores:
         own = self.reuses[best]
         if len(self._kinds) == 1:
             return own.cached_tokens if len(self.reuses) > 1 else None
-        is_shared = self.reuses.count(own) > 1
+        is_shared = sum([each is own for each in self.reuses]) > 1
         others = [each.cached_tokens for each in self._kinds.values() if is_shared or each is not own]
         return max(others, default=None)
 
@@ -186,11 +173,17 @@ class Scores:
         """The cost of every candidate, in their order."""
         return tuple([self.cost(at) for at in range(len(self.totals))])
 
+    def wait_s(self, at: int) -> float:
+        """Seconds until a candidate has room, if it computes no prompt."""
+        foreseen = self._candidates[at].forecast
+        queue_s = self._candidates[at].load.queue_s if foreseen is None else foreseen.wait_s
+        return queue_s + self._rooms.get(at, 0.0)
+
     def apart_s(self, at: int) -> float:
         """The total of a candidate if another engine computed the prompt: without the prefill, and what that
         delays."""
         reuse, decoding = self.reuses[at], self._candidates[at].load.decoding
-        own_s = reuse.total_s - reuse.restore_s + reuse.stream_s * decoding
+        own_s = reuse.total_s - reuse.restore_s + (reuse.interference_s + reuse.stall_s) * decoding
         return self.totals[at] - own_s - self._waiting_s.get(at, 0.0)
 
     def placement(self, at: int, chain: Chain, outlook: Outlook) -> Placement:
@@ -214,25 +207,22 @@ class Scores:
         """The terms of one candidate."""
         candidate, reuse, regret_s = self._candidates[at], self.reuses[at], self.regrets.get(at)
         foreseen, load = candidate.forecast, candidate.load
-        slowed_s = (reuse.stream_s - reuse.stall_s) * load.decoding
-        stall_s = reuse.stall_s * load.decoding + self._waiting_s.get(at, 0.0)
-        return Cost(
+        if foreseen is None:
+            queue_s, slowed_s = load.queue_s, reuse.interference_s * load.decoding
+            stall_s = reuse.stall_s * load.decoding + self._waiting_s.get(at, 0.0)
+        else:
+            queue_s, slowed_s, stall_s = foreseen.wait_s, foreseen.interference_s, 0.0
+        return replace(
+            reuse,
             engine=candidate.engine,
-            queue_s=load.queue_s if foreseen is None else foreseen.wait_s,
+            queue_s=queue_s,
             room_s=self._rooms.get(at, 0.0),
-            restore_s=reuse.restore_s,
-            prefill_s=reuse.prefill_s,
-            interference_s=slowed_s if foreseen is None else foreseen.interference_s,
-            stall_s=stall_s if foreseen is None else 0.0,
-            congestion_s=reuse.congestion_s,
+            interference_s=slowed_s,
+            stall_s=stall_s,
             later_s=self._later_s * candidate.busy,
             again_s=self._again.get(at, 0.0),
             regret_s=regret_s,
             total_s=self.totals[at] + (regret_s or 0.0),
-            cached_tokens=reuse.cached_tokens,
-            host_tokens=reuse.host_tokens,
-            disk_tokens=reuse.disk_tokens,
-            pending_tokens=reuse.pending_tokens,
             in_flight=load.in_flight,
             free_blocks=candidate.free_blocks,
             turn=candidate.turn,
@@ -254,7 +244,7 @@ def _again_s(
     return found
 
 
-def _waiting_s(reuse: Reuse, load: LoadView, per_s: float, *, is_full: bool) -> float:
+def _waiting_s(reuse: Cost, load: LoadView, per_s: float, *, is_full: bool) -> float:
     """What a prefill costs the requests that wait for its engine.
 
     Those that come while it runs, `per_s` a second, wait for half of it on average. Where memory `is_full`,
@@ -265,7 +255,7 @@ def _waiting_s(reuse: Reuse, load: LoadView, per_s: float, *, is_full: bool) -> 
     return work_s * work_s / 2 * per_s + reuse.prefill_s * for_memory
 
 
-def _followers_s(reuse: Reuse, load: LoadView) -> float:
+def _followers_s(reuse: Cost, load: LoadView) -> float:
     """What this work costs the rest of a burst: all of it for each request that is expected to come to its
     engine, judging by those that wait there now."""
     return (reuse.restore_s + reuse.prefill_s) * (load.in_flight - load.decoding) * GROWTH
@@ -309,7 +299,7 @@ def choose(candidates: Sequence[Candidate], scores: Scores, chain: Chain, outloo
     return scores.placement(first, chain, outlook)
 
 
-def regret_of(candidate: Candidate, reuse: Reuse, chain: Chain, outlook: Outlook) -> float:
+def regret_of(candidate: Candidate, reuse: Cost, chain: Chain, outlook: Outlook) -> float:
     """The cost of computing or restoring again what this placement evicts, if it is requested again."""
     if candidate.forecast is not None:
         return candidate.forecast.regret_s * outlook.strain
@@ -345,8 +335,10 @@ def place_least_loaded(candidates: Sequence[Candidate]) -> Placement:
 
     For requests whose prompt is not known (reuse off, audio). `candidates` is not empty.
     """
-    costs = tuple(
-        Cost(c.engine, in_flight=c.load.in_flight, turn=c.turn, is_last=c.is_last) for c in candidates
-    )
-    best = min(costs, key=lambda cost: (cost.in_flight, not cost.is_last, cost.turn))
-    return Placement.of(best.engine, 0, 0, costs, "least loaded")
+
+    def cost(each: Candidate) -> Cost:
+        return Cost(each.engine, in_flight=each.load.in_flight, turn=each.turn, is_last=each.is_last)
+
+    best = min(candidates, key=lambda each: (each.load.in_flight, not each.is_last, each.turn))
+    elsewhere = 0 if len(candidates) > 1 else None
+    return Placement(cost(best), 0, 0, lambda: tuple(map(cost, candidates)), "least loaded", elsewhere)

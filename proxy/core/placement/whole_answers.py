@@ -18,12 +18,13 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from math import inf
 from operator import itemgetter
+from statistics import median
 
 import msgspec
 
 # The fit uses the last answers, once there are enough of them, and is repeated after every few. Once the
-# window is full, it is repeated for each new window only, and at most once in REFIT_S seconds: a fit of 2,000
-# pairs takes milliseconds.
+# window is full, it is repeated only for a new window that it does not explain, and at most once in REFIT_S
+# seconds: a fit of 2,000 pairs takes milliseconds.
 WINDOW = 64
 MIN_ANSWERS = 16
 REFIT = 8
@@ -33,6 +34,8 @@ REFIT_S = 10.0
 STEP_TOKENS = 64
 # Two answers whose shares of prefill differ by less tell nothing: their difference is noise.
 LEAST_APART = 0.02
+# A fit explains answers that take this share more or less than it says.
+CLOSE = 0.05
 # Weight of that guess, for each answer: two answers of quite different kinds have a weight of 1.
 GUESS_WEIGHT = 0.25
 
@@ -74,6 +77,7 @@ class AnswerFit:
         self._answers: deque[AnswerSample] = deque(maxlen=WINDOW)
         self._until_fit = MIN_ANSWERS
         self._not_before = -inf
+        self._last: Fit | None = None
 
     def add(self, now: float, answer: AnswerSample) -> Fit | None:
         """Notes an answer. Returns a new fit from time to time, None in between."""
@@ -84,7 +88,19 @@ class AnswerFit:
         self._until_fit = REFIT
         if len(self._answers) == WINDOW:
             self._until_fit, self._not_before = WINDOW, now + REFIT_S
-        return fit(self._answers)
+            if self._last is not None and explains(self._last, self._answers):
+                return None
+        found = fit(self._answers)
+        self._last = found or self._last
+        return found
+
+
+def explains(found: Fit, answers: Iterable[AnswerSample]) -> bool:
+    """True if the median answer took as long as the fit says: of those that are mostly prefill, and of the
+    others."""
+    by_share = sorted(answers, key=lambda each: each.prefill_share)
+    ratios, half = [each.seconds / found.seconds(each) for each in by_share], len(by_share) // 2
+    return all(abs(median(part) - 1) < CLOSE for part in (ratios[:half], ratios[half:]))
 
 
 def fit(answers: Sequence[AnswerSample]) -> Fit | None:

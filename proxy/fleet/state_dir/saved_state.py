@@ -22,8 +22,8 @@ import structlog
 import xxhash
 
 from proxy.core.engine_book import EngineBook, EngineMark
-from proxy.core.pins import Pin, PinBook
-from proxy.core.tenant_use import UseBook
+from proxy.core.quotas import UseBook
+from proxy.core.retention import Pin, PinBook
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.recall import EngineMemory, Memories, keep
 from proxy.fleet.state_dir.private_files import (

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from proxy.core.tenant_use import UseBook, Used, UseKey
+from proxy.core.quotas import UseBook, Used, UseKey
 from proxy.fleet.state_dir.private_files import UnusableFileError, opened, read, sealed, write
 
 log = structlog.get_logger(__name__)

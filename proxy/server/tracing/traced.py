@@ -40,12 +40,10 @@ from opentelemetry.trace import (
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from structlog.contextvars import STRUCTLOG_KEY_PREFIX
 
-from engine_adapter import NATIVE_ROUTES, EngineSpec, Headers, Hold, JsonBody, RequestBody, base_url
+from engine_adapter import NATIVE_ROUTES, EngineSpec, Headers, JsonBody, RequestBody, base_url
 from proxy.api.openai import DataPlane
-from proxy.core.first_byte import Part
 from proxy.core.placement.decision import Pair, Placement
-from proxy.core.reasons import reason_of
-from proxy.fleet.engine import Engine
+from proxy.core.reasons import Part, reason_of
 from proxy.fleet.lease import Lease
 from proxy.flow import CLIENT_LEFT, Flow
 from proxy.http.exchange import Exchange
@@ -55,11 +53,9 @@ from proxy.request.gate import Admission
 from proxy.request.records import RequestRecord
 from proxy.request.tenants import ApiKey
 from proxy.steps.attempt import Attempts
-from proxy.steps.first_leg import Prefilled
-from proxy.steps.forward import Forwarded
-from proxy.steps.legs import OtherLeg
+from proxy.steps.forward import Attempt, Forwarded
+from proxy.steps.other_leg import FirstLeg, PromptHalf
 from proxy.steps.preparation import Ready
-from proxy.steps.prompt_half import PromptHalf
 from proxy.steps.request import Request
 
 _W3C = TraceContextTextMapPropagator()
@@ -180,34 +176,24 @@ class TracedAttempts(Attempts):
 
     tracer: Tracer = field(kw_only=True)
 
-    async def first_leg(
-        self, request: Request, ready: Ready, pair: Pair, engine: Engine, lease: Lease, hold: Hold
-    ) -> Prefilled | None:
+    async def first_leg(self, attempt: Attempt, pair: Pair) -> FirstLeg | None:
         """Lets another engine compute the prompt, within a span."""
         with self._leg_on(pair.prefill.engine):
-            return await super().first_leg(request, _leading_on(ready), pair, engine, lease, hold)
+            return await super().first_leg(replace(attempt, ready=_leading_on(attempt.ready)), pair)
 
     async def half_leg(self, half: PromptHalf, ready: Ready) -> None:
         """Lets another engine compute the prompt at the same time, within a span."""
         with self._leg_on(half.source):
             await super().half_leg(half, _leading_on(ready))
 
-    async def forward(
-        self,
-        request: Request,
-        ready: Ready,
-        engine: Engine,
-        lease: Lease,
-        hold: Hold,
-        prefilled: OtherLeg | None,
-    ) -> Forwarded:
+    async def forward(self, attempt: Attempt) -> Forwarded:
         """Sends the request to the engine that it holds, within a span."""
-        self._add_hold(lease)
-        record = request.record
+        self._add_hold(attempt.lease)
+        record = attempt.request.record
         with _span(self.tracer, engine_span_name(record), SpanKind.CLIENT) as span:
             if span.is_recording():
-                span.set_attributes(of_engine_request(record, engine.adapter.spec))
-            answer = await super().forward(request, _leading_on(ready), engine, lease, hold, prefilled)
+                span.set_attributes(of_engine_request(record, attempt.engine.adapter.spec))
+            answer = await super().forward(replace(attempt, ready=_leading_on(attempt.ready)))
             if span.is_recording():
                 span.set_attributes(of_answer(record, answer))
                 if answer.error is not None:

@@ -6,11 +6,12 @@ from msgspec import structs
 
 from engine_adapter import JsonBody, Tier
 from proxy.control.explain import explain, route, summarize
-from proxy.core.placement.decision import Cost, Placement
-from proxy.core.placement.transfers import TransferResult
+from proxy.core.placement.decision import Cost
+from proxy.core.placement.pairs import TransferResult
 from proxy.errors import NoEngine, NotFound
 from proxy.fleet.engine import EngineState
 from tests.kv_world import KvFake, kv_world, tokens
+from tests.placements import placement_of
 
 IDS = tokens(64)
 
@@ -21,7 +22,7 @@ def placed(engine, n_tokens, *costs):
         Cost(name, prefill_s=total, total_s=total, cached_tokens=cached) for name, total, cached in costs
     )
     predicted = next(cached for name, _, cached in costs if name == engine)
-    return Placement.of(engine, predicted, n_tokens, terms, "lowest cost")
+    return placement_of(engine, predicted, n_tokens, terms, "lowest cost")
 
 
 async def told(world, record):
@@ -135,7 +136,7 @@ async def test_the_decision_is_told_with_the_terms_of_every_engine(world, pair):
         Cost("a", prefill_s=0.1, regret_s=0.0, total_s=0.1),
         Cost("b", queue_s=0.5, total_s=0.5, cached_tokens=48),
     )
-    placement = structs.replace(Placement.of("a", 0, 64, costs, "lowest cost"), strain=4.0)
+    placement = structs.replace(placement_of("a", 0, 64, costs, "lowest cost"), strain=4.0)
     decision = (await explained(world, tokens(64), placement, 0))["decision"]
     assert decision["why"].startswith("b holds 48 of 64 tokens, but 500 ms of prefill wait there; a computes")
     assert (decision["reason"], decision["rule"], decision["tie"]) == ("released", "lowest cost", None)
@@ -159,7 +160,7 @@ async def test_a_stream_that_another_engine_went_on_with(world, pair):
 
 
 async def test_the_first_token_was_expected_by_the_engines_own_terms(world, pair):
-    placement = Placement.of("a", 0, 64, (Cost("a", 0.25, prefill_s=0.5, total_s=9.0),), "lowest cost")
+    placement = placement_of("a", 0, 64, (Cost("a", 0.25, prefill_s=0.5, total_s=9.0),), "lowest cost")
     known = world.record("r", tokens(64), placement=placement)
     assert (await summarize(world.flow, known)).expected_first_token_s == 0.75
     for unknown in (world.record("r", tokens(64)), world.record("r", None, placement=placement)):

@@ -1,4 +1,18 @@
-from proxy.core.audit import MIN_MISSES, WINDOW, AuditView, EngineAudit, Trust, Unchecked
+from proxy.core.audit import (
+    ENOUGH,
+    FAILURES,
+    MAX_OPEN_S,
+    MIN_MISSES,
+    ODD,
+    OPEN_S,
+    WINDOW,
+    AuditView,
+    Breaker,
+    EmptyAnswers,
+    EngineAudit,
+    Trust,
+    Unchecked,
+)
 
 
 def synced():
@@ -114,3 +128,68 @@ def test_less_than_a_block_more_than_predicted_is_exact_where_pages_are_smaller(
     for reported in (15, 32):
         audit.observe(16, reported, within=16)
     assert (audit.view().exact, audit.view().checked) == (3, 5)
+
+
+def opened(at=0.0):
+    breaker = Breaker()
+    assert [breaker.failed(at) for _ in range(FAILURES)] == [False] * (FAILURES - 1) + [True]
+    return breaker
+
+
+def test_some_failures_in_a_row_open_it():
+    breaker = Breaker()
+    for _ in range(3 * FAILURES):
+        for _ in range(FAILURES - 1):
+            assert not breaker.failed(0.0)
+        breaker.answered(0.0)
+    assert breaker.is_closed
+    assert breaker.allows(0.0, 1000)
+    assert not opened().allows(0.0, 0)
+
+
+def test_then_it_lets_one_through_and_twice_as_many_after_each_answer():
+    breaker, now = opened(), OPEN_S
+    most = []
+    while not breaker.is_closed:
+        most.append(sum(breaker.allows(now, count) for count in range(100)))
+        breaker.answered(now)
+    assert most == [1, 2, 4, 8, 16]
+    assert breaker.allows(now, ENOUGH)
+
+
+def test_a_failure_then_opens_it_for_twice_as_long():
+    breaker, now, spans = opened(), 0.0, []
+    for _ in range(7):
+        closed = now
+        while not breaker.allows(now, 0):
+            now += 0.5
+        spans.append(now - closed)
+        assert breaker.failed(now)
+    assert spans == [1, 2, 4, 8, 16, MAX_OPEN_S, MAX_OPEN_S]
+
+
+def test_what_was_sent_before_it_opened_says_nothing():
+    breaker = opened()
+    assert not breaker.failed(OPEN_S / 2)
+    breaker.answered(OPEN_S / 2)
+    assert not breaker.allows(OPEN_S / 2, 0)
+    assert [breaker.allows(OPEN_S, count) for count in (0, 1)] == [True, False]
+
+
+def test_empty_answers_fail_only_beside_others_with_text():
+    empty = EmptyAnswers()
+    assert [empty.fails(7) for _ in range(20)] == [False] * 20  # the others have given none since
+    assert not empty.is_odd
+    assert empty.fails(8)
+    assert empty.is_odd
+
+
+def test_one_empty_answer_is_no_finding_and_a_text_ends_the_row():
+    empty = EmptyAnswers()
+    for texts in range(ODD, 50, ODD):
+        assert not empty.fails(texts)
+        assert not empty.is_odd
+        assert empty.fails(texts + 1)
+        assert empty.is_odd
+        empty.in_a_row = 0  # it gave a text
+        assert not empty.is_odd

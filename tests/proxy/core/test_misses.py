@@ -4,8 +4,7 @@ import pytest
 
 from engine_adapter.types import Attention
 from proxy.core.differences import Difference, Kind
-from proxy.core.misses import Compared, Diagnosis, Miss
-from proxy.core.reasons import detail_of
+from proxy.core.misses import Compared, Diagnosis, Miss, detail_of
 from proxy.request.diagnostics import anthropic_diagnostics, openai_diagnostics
 
 

@@ -1,4 +1,16 @@
-from proxy.core.quotas import Denied, Left, Quota, TenantLimits, Use
+from proxy.core.quotas import (
+    DAY_S,
+    MOST_DAYS,
+    ByteBudget,
+    DayUse,
+    Denied,
+    Left,
+    Quota,
+    TenantLimits,
+    Use,
+    UseBook,
+    Used,
+)
 
 
 def test_without_limits_all_is_allowed():
@@ -70,3 +82,43 @@ def test_what_is_left_is_what_decides():
     assert quota.enter(30.0).what == "tokens_per_minute"
     assert quota.left(60.0) == [Left("requests", 2, 2, 0.0), Left("tokens", 600, 300, 30.0)]
     assert Quota(TenantLimits(concurrent_requests=1)).left(0.0) == []
+
+
+def test_what_was_given_back_may_be_taken_again():
+    budget = ByteBudget(10)
+    budget.take(8)
+    assert (budget.has(2), budget.has(3)) == (True, False)
+    budget.take(5)  # who must, takes more than there is
+    assert (budget.used, budget.has(0)) == (13, False)
+    budget.give_back(13)
+    assert budget.has(10)
+
+
+NOW = 20_000 * DAY_S + 5.0  # 2024-10-04
+
+
+def test_the_last_days_newest_first():
+    book = UseBook()
+    for day, tenant, model in ((20_000, "b", "m"), (20_000, "a", "m"), (19_999, "", ""), (19_998, "a", "m")):
+        book[day, tenant, model].requests += 1
+    book[20_000, "a", "m"].output_tokens += 7
+    assert [*book.since(2, NOW)] == [
+        DayUse("2024-10-04", "a", "m", 1, 0, 0, 0, 7),
+        DayUse("2024-10-04", "b", "m", 1, 0, 0, 0, 0),
+        DayUse("2024-10-03", None, None, 1, 0, 0, 0, 0),
+    ]
+
+
+def test_old_days_are_dropped_and_the_oldest_of_too_many(monkeypatch):
+    book = UseBook(((day, "t", "m"), Used(1)) for day in range(20_000 - MOST_DAYS, 20_001))
+    book.prune()
+    assert [day for day, *_ in book] == [*range(20_001 - MOST_DAYS, 20_001)]
+    monkeypatch.setattr("proxy.core.quotas._MOST_ROWS", 1)
+    book.prune()
+    assert [day for day, *_ in book] == [20_000]
+
+
+def test_a_clock_that_was_ahead_drops_no_other_days():
+    book = UseBook(((day, "t", "m"), Used(1)) for day in (19_999, 20_000, 47_000))
+    book.prune()
+    assert len(book) == 3

@@ -10,12 +10,13 @@ from engine_adapter import BlocksStored, Capability, Forecast, JsonBody, Tier
 from proxy.core.admission import Needs
 from proxy.core.index import segments
 from proxy.core.index.match import Match
-from proxy.core.placement.decision import Cost, Placement
+from proxy.core.placement.decision import Cost
 from proxy.fleet.engine import ASSUMED_CAPACITY_TOKENS, Engine, EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.pool import Pool
 from proxy.prompt import Prompt
 from tests.fakes import INFO, FakeAdapter, add_ready
+from tests.placements import placement_of
 
 PROMPT = Prompt(array("i", range(40)))
 
@@ -229,10 +230,10 @@ class TestBusy:
         """A request may still go to the busy one, where its prefix lies: its cost holds the wait."""
         pool = fleet.pools["m"]
         busy, other = Cost("a", queue_s=9.0), Cost("b", queue_s=9.0)
-        assert pool.is_busy(Placement.of("a", 0, 40, (busy, other), "lowest cost"))
-        assert not pool.is_busy(Placement.of("a", 0, 40, (busy, Cost("b")), "lowest cost"))
+        assert pool.is_busy(placement_of("a", 0, 40, (busy, other), "lowest cost"))
+        assert not pool.is_busy(placement_of("a", 0, 40, (busy, Cost("b")), "lowest cost"))
         kept["b"].clear()
-        assert not pool.is_busy(Placement.of("a", 0, 40, (busy, other), "lowest cost"))
+        assert not pool.is_busy(placement_of("a", 0, 40, (busy, other), "lowest cost"))
 
     def test_an_engine_is_free_if_it_would_begin_a_short_prompt_soon(self, fleet, kept):
         pool, engine = fleet.pools["m"], fleet.engines["a"]

@@ -3,8 +3,8 @@ import asyncio
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine_adapter import Tier
-from proxy.core.budget import ByteBudget
 from proxy.core.placement.load import Work
+from proxy.core.quotas import ByteBudget
 from proxy.fleet.engine import EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.observe.gauges import ScrapedState, counters_of, gauges_of

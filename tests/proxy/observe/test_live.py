@@ -4,7 +4,7 @@ from array import array
 import msgspec
 import pytest
 
-from proxy.core.placement.decision import Cost, Placement
+from proxy.core.placement.decision import Cost
 from proxy.errors import Overloaded
 from proxy.fleet.engine import EngineState
 from proxy.fleet.fleet import Fleet
@@ -14,6 +14,7 @@ from proxy.prompt import Prompt
 from proxy.request.records import RequestRecord
 from proxy.runtime.tasks import Supervisor
 from tests.fakes import add_ready
+from tests.placements import placement_of
 
 SECRET = "the words of the prompt"
 
@@ -29,7 +30,7 @@ def events(taken: bytes) -> list[tuple[str, dict]]:
 def record(request_id="r", **fields):
     costs = Cost("a", cached_tokens=32), Cost("b", cached_tokens=16)
     given = {
-        "placement": Placement.of("a", 32, 40, costs, "lowest cost"),
+        "placement": placement_of("a", 32, 40, costs, "lowest cost"),
         "prompt": Prompt(array("i", range(40))),
         "served_as": "m",
         "attempts": ["a"],

@@ -4,14 +4,15 @@ from array import array
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from proxy.core.placement.decision import Cost, Placement
-from proxy.core.placement.transfers import TransferResult
-from proxy.core.tenant_use import DAY_S, UseBook, Used
+from proxy.core.placement.decision import Cost
+from proxy.core.placement.pairs import TransferResult
+from proxy.core.quotas import DAY_S, UseBook, Used
 from proxy.fleet.fleet import Fleet
 from proxy.observe.metrics import LEFT, OTHER_TENANTS, Metrics
 from proxy.prompt import Prompt
 from proxy.request.records import RequestRecord
 from tests.fakes import INFO, FakeAdapter
+from tests.placements import placement_of
 
 LABELS = {"model": "m", "engine": "a"}
 
@@ -36,7 +37,7 @@ def value(metrics, name, **labels):
 
 
 def record(**fields):
-    placement = Placement.of("a", 32, 40, (Cost("a"),), "lowest cost")
+    placement = placement_of("a", 32, 40, (Cost("a"),), "lowest cost")
     prompt = Prompt(array("i", range(40)))
     defaults = {
         "placement": placement,
@@ -134,7 +135,7 @@ def test_placements_are_counted_by_what_decided_them(fleet):
     metrics = Metrics(fleet)
     for cached in (0, 16, 16):
         costs = Cost("a"), Cost("b", cached_tokens=cached, queue_s=1.0)
-        metrics.observe(record(placement=Placement.of("a", 0, 40, costs, "lowest cost")))
+        metrics.observe(record(placement=placement_of("a", 0, 40, costs, "lowest cost")))
     assert value(metrics, "kvpin_placements_total", model="m", reason="spread") == 1
     assert value(metrics, "kvpin_placements_total", model="m", reason="released") == 2
 
@@ -175,7 +176,7 @@ def test_the_page_has_every_engine(fleet):
     for number in range(256):
         engine = fleet.add(FakeAdapter(f"engine-{number}"))
         fleet.join(engine, INFO)
-        placement = Placement.of(engine.id, 32, 40, (Cost(engine.id),), "lowest cost")
+        placement = placement_of(engine.id, 32, 40, (Cost(engine.id),), "lowest cost")
         metrics.observe(record(placement=placement, reported_tokens=32, first_byte_s=0.04, duration_s=1.5))
     assert metrics.render().count(b"kvpin_request_duration_seconds_bucket") == 256 * 15
 
@@ -193,7 +194,7 @@ async def test_engines_that_came_and_went_leave_no_series_and_stay_in_the_totals
     for number in range(2000):
         engine = fleet.add(FakeAdapter(f"pod-{number}"))
         fleet.join(engine, INFO)
-        placement = Placement.of(engine.id, 32, 40, (Cost(engine.id),), "lowest cost")
+        placement = placement_of(engine.id, 32, 40, (Cost(engine.id),), "lowest cost")
         done = record(placement=placement, reported_tokens=32, first_byte_s=0.04, duration_s=1.5)
         metrics.observe(done)
         fleet.remove(engine)
@@ -214,7 +215,7 @@ async def test_requests_are_served_while_the_page_of_many_engines_is_written(fle
     metrics = Metrics(fleet)
     for number in range(2000):
         engine = fleet.add(FakeAdapter(f"pod-{number}"))
-        metrics.observe(record(placement=Placement.of(engine.id, 32, 40, (Cost(engine.id),), "lowest cost")))
+        metrics.observe(record(placement=placement_of(engine.id, 32, 40, (Cost(engine.id),), "lowest cost")))
     served = 0
 
     async def serve():

@@ -1,10 +1,11 @@
 import pytest
 
-from proxy.core.placement.decision import Cost, Placement
+from proxy.core.placement.decision import Cost
 from proxy.core.placement.load import LoadSample, Work
 from proxy.observe.recorded_engines import EngineWatch, seconds_per_token
 from proxy.request.records import RequestRecord
 from tests.kv_world import KvFake, kv_world
+from tests.placements import placement_of
 
 
 def record(**fields):
@@ -43,7 +44,7 @@ async def test_what_engines_told_and_what_was_measured(tokenizer_dir):
         assert (unmeasured.host_tokens, unmeasured.restore_tok_s) == (None, None)
 
         world.pool.placer.books["a"].rates.learn(LoadSample(Work(500), 0.25, 0.0))
-        placement = Placement.of("a", 0, 100, (Cost("a"),), "lowest cost")
+        placement = placement_of("a", 0, 100, (Cost("a"),), "lowest cost")
         for _ in range(3):
             watch.observe(record(placement=placement))
         watch.observe(record(placement=placement, output_tokens=None))

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from proxy.core.placement.decision import Cost, Placement
+from proxy.core.placement.decision import Cost
 from proxy.observe import recorder as module
 from proxy.observe.recorder import BLOCK_TOKENS, Hasher, Recorder, client_of, line_of
 from proxy.prompt import Prompt
@@ -23,6 +23,7 @@ from proxy.replay.trace import TraceError, read_trace
 from proxy.request.records import RequestRecord
 from proxy.request.session import Session
 from proxy.settings import SettingsError
+from tests.placements import placement_of
 
 ROOM = 1 << 20
 
@@ -174,7 +175,7 @@ class TestHasher:
 
 class TestLine:
     def test_what_replay_reads_and_what_else_is_known(self):
-        placement = Placement.of("e1", 64, 200, (Cost("e1"),), "lowest cost")
+        placement = placement_of("e1", 64, 200, (Cost("e1"),), "lowest cost")
         told = record(placement=placement, first_byte_s=0.0125, reported_tokens=64, output_tokens=7, events=9)
         line = msgspec.to_builtins(line_of(Hasher(), 1.5, told, told.prompt))
         assert len(line.pop("hash_ids")) == 3

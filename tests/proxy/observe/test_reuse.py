@@ -2,7 +2,7 @@ from array import array
 
 import pytest
 
-from proxy.core.placement.decision import Cost, Placement
+from proxy.core.placement.decision import Cost
 from proxy.core.placement.load import LoadSample, Work
 from proxy.fleet.fleet import Fleet
 from proxy.observe import reuse
@@ -11,6 +11,7 @@ from proxy.observe.reuse import SavedPrefill, available_tokens
 from proxy.prompt import Prompt
 from proxy.request.records import RequestRecord
 from tests.fakes import add_ready
+from tests.placements import placement_of
 
 
 def placed(predicted, *elsewhere, restore_s=0.0):
@@ -18,7 +19,7 @@ def placed(predicted, *elsewhere, restore_s=0.0):
         Cost("a", cached_tokens=predicted, restore_s=restore_s),
         *(Cost(f"b{held}", cached_tokens=held) for held in elsewhere),
     )
-    return Placement.of("a", predicted, 1024, costs, "lowest cost")
+    return placement_of("a", predicted, 1024, costs, "lowest cost")
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from proxy.control.pinning import PinAnswer
 from proxy.control.stats import stats
 from proxy.core.issued_keys import MAX_AGE_S, IssuedKey, signed
 from proxy.core.peers.messages import Heartbeat, KvpinState, Leaving, frame_of
-from proxy.core.pins import Pin
 from proxy.core.placement.load import LoadSample, Work
+from proxy.core.retention import Pin
 from proxy.fleet.engine import order_name
 from proxy.peers import peers
 from proxy.peers import peers as peers_module

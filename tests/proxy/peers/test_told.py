@@ -8,8 +8,7 @@ import pytest
 
 from engine_adapter import Tier
 from proxy.core.audit import Trust
-from proxy.core.peers.matching import match
-from proxy.core.peers.messages import Contents, ToldEngine, unpacked
+from proxy.core.peers.messages import Contents, ToldEngine, match, unpacked
 from proxy.core.placement.load import LoadSample, Work
 from proxy.core.placement.rates import Timings
 from proxy.core.quotas import TenantLimits

@@ -1,7 +1,7 @@
 import pytest
 
 from engine_adapter.types import Tier
-from proxy.core.placement.recent import Rate
+from proxy.core.placement.demand import Rate
 from proxy.replay.arrivals import speedup_for_load
 from proxy.replay.kvpin import TERMS, Kvpin
 from proxy.replay.policy_names import POLICIES

@@ -8,13 +8,13 @@ import pytest
 from engine_adapter import EngineInfo, Tier
 from engine_adapter.types import Attention, KvGroup
 from proxy.core.index.blocks import chain, namespace_root
-from proxy.core.misses import Miss
+from proxy.core.misses import Miss, detail_of
 from proxy.core.placement.decision import Cost, Placement
 from proxy.core.placement.placer import Placer
-from proxy.core.reasons import detail_of
 from proxy.prompt import Prompt
 from proxy.request.comparison import Comparison, repeated_tokens
 from proxy.request.records import RequestLog, RequestRecord
+from tests.placements import placement_of
 
 
 @dataclass
@@ -42,7 +42,7 @@ class World:
         costs = tuple(Cost(engine, cached_tokens=n) for engine, n in zip("ab", cached, strict=False))
         self.now += 10
         given = {"model": "m", "tenant": None, "started": self.now, "duration_s": 1.0, "reported_tokens": 0}
-        given["placement"] = Placement.of("a", cached[0], len(ids or ()), costs, "lowest cost")
+        given["placement"] = placement_of("a", cached[0], len(ids or ()), costs, "lowest cost")
         given["route"] = "/v1/x"
         record = RequestRecord(name, stream=False, prompt=prompt, **(given | fields))
         if body is not None:
@@ -193,7 +193,7 @@ class TestWhyItMissed:
 
     async def test_an_engine_that_got_its_kv_is_named_if_it_lost_that(self, world):
         world.record("r1", tokens(64), placement=self.in_halves((0, 0)))
-        alone = Placement.of("d", 48, 64, (Cost("d", cached_tokens=48),), "lowest cost")
+        alone = placement_of("d", 48, 64, (Cost("d", cached_tokens=48),), "lowest cost")
         diagnosis = await world.comparison.explain(world.record("r2", tokens(64), placement=alone))
         assert diagnosis.miss is Miss.EVICTED
         assert "but d evicted or flushed them" in detail_of(diagnosis)
@@ -203,7 +203,7 @@ class TestWhyItMissed:
         del world.engines["a"]
         assert (await world.comparison.explain(world.record("r2", tokens(64)))).miss is Miss.EVICTED
         away = world.record("r3", tokens(64, 100))
-        away.placement = Placement.of("z", 0, 64, (Cost("z"),), "lowest cost")
+        away.placement = placement_of("z", 0, 64, (Cost("z"),), "lowest cost")
         assert (await world.comparison.explain(world.record("r4", tokens(64, 100)))).miss is Miss.AWAY
 
     async def test_it_differs_from_a_request_of_another_api(self, world):

@@ -2,8 +2,7 @@
 
 import pytest
 
-from proxy.core.budget import ByteBudget
-from proxy.core.quotas import TenantLimits
+from proxy.core.quotas import ByteBudget, TenantLimits
 from proxy.errors import NoMemory, RateLimited
 from proxy.request.gate import Admission, Gate
 from proxy.request.tenants import ApiKey, Tenants

@@ -10,8 +10,8 @@ from structlog.testing import capture_logs
 from engine_adapter import JsonBody
 from engine_adapter.prompt.message_shapes import Shape
 from proxy.core.message_repair import Repair
+from proxy.core.misses import detail_of
 from proxy.core.normalise import AGENTS, Rule
-from proxy.core.reasons import detail_of
 from proxy.request.calls import Call
 from proxy.request.normalising import NO_RULES, ChosenRules, Normalising
 from proxy.request.session import Session

@@ -13,7 +13,7 @@ from engine_adapter import HttpTransport, JsonBody
 from proxy.api.workers.siblings import Siblings
 from proxy.control.reconciler import Reconciler
 from proxy.control.tables import SharedTables
-from proxy.core.pins import Pin
+from proxy.core.retention import Pin
 from proxy.errors import BodyTooLarge
 from proxy.prompt import Prompt
 from proxy.request.records import RequestRecord

@@ -20,8 +20,8 @@ from engine_adapter import (
     ModelFailed,
     Resumption,
 )
-from proxy.core.budget import RetryBudget
-from proxy.core.life import Cause, Phase, Rules, life
+from proxy.core import life
+from proxy.core.life import Cause, Phase, RetryBudget, Rules
 from proxy.prompt import Prompt
 from proxy.request.calls import Call, Nobody, Reply
 from proxy.request.gate import Admission

@@ -6,7 +6,7 @@ import pytest
 
 from proxy.api.admin import admin_mount, use_routes
 from proxy.api.auth import AdminGuard
-from proxy.core.tenant_use import DAY_S, UseBook
+from proxy.core.quotas import DAY_S, UseBook
 
 TODAY = int(time.time() // DAY_S)
 

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from engine_adapter import HttpTransport
-from proxy.core.pins import Pin
+from proxy.core.retention import Pin
 from proxy.server.app import Proxy, build_app
 from proxy.settings import ExchangeSettings, Settings
 from tests.fakes import serving

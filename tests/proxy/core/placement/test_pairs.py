@@ -8,15 +8,22 @@ from proxy.core.placement.decision import CALM, Candidate, Outlook
 from proxy.core.placement.in_use import InUse, Residents
 from proxy.core.placement.load import LoadView
 from proxy.core.placement.pairs import (
+    HANDSHAKE_S,
+    KEPT_S,
     LEAST_PATIENCE_S,
     MAX_SOURCES,
     MAX_TARGETS,
+    SPEEDUP,
     STALL,
+    WINDOW,
     Prefillers,
+    Transfers,
+    least_loaded_of,
+    place_halves,
     place_with_pairs,
 )
 from proxy.core.placement.rates import EngineRates, PoolRates
-from proxy.core.placement.scores import TIE_S, place
+from proxy.core.placement.scores import TIE_S, Scores, place
 
 # Engines compute 1,000 tokens a second.
 POOL = PoolRates()
@@ -253,3 +260,160 @@ def test_a_pair_never_costs_more_than_a_single_engine(decoders, prefillers, tran
     else:
         assert placement.chosen.total_s < min(singles)
         assert placement.chosen in placement.costs
+
+
+# --- engines that answer only two at a time -----------------------------------------------------------------
+
+# Answers take two seconds.
+ANSWERS = Outlook(0.0, 1.0, lambda _idle_s: 0.0, answer_s=2.0)
+
+
+def full():
+    """Memory in which no request has room until one of them ends."""
+    in_use = InUse(130)
+    in_use.add(tuple(range(1000, 1100)))
+    return in_use
+
+
+def pair_of(placement):
+    return placement.chosen.prefiller, placement.engine
+
+
+def both(prefillers, decoders, *whole):
+    partners = tuple(prefillers)
+    answering = [engine(name, partners=partners, **more) for name, more in decoders.items()]
+    return place_halves([*answering, *whole], None, prompt(), ANSWERS)
+
+
+class TestHalves:
+    def test_the_prompt_goes_where_it_costs_least(self):
+        prefillers = [engine("p", queue_s=0.5), engine("q", queue_s=0.1), engine("r", gpu=100)]
+        placement = both(prefillers, {"d": {}})
+        assert pair_of(placement) == ("r", "d")
+        assert placement.predicted_tokens == 1600
+        assert placement.chosen.total_s == pytest.approx(0.4)
+        assert placement.pair.together
+        assert (placement.pair.prefill.engine, placement.pair.decode.engine) == ("r", "d")
+
+    def test_the_answer_comes_from_the_engine_that_has_room(self):
+        placement = both([engine("p")], {"d": {"in_use": full()}, "e": {"decoding": 5}})
+        assert pair_of(placement) == ("p", "e")
+        (other,) = [cost for cost in placement.costs if cost.engine == "d"]
+        assert other.room_s > 0
+        assert other.total_s == pytest.approx(placement.chosen.total_s + other.room_s)
+
+    def test_then_from_the_one_with_the_fewest_requests(self):
+        decoders = {"c": {"decoding": 3}, "d": {"decoding": 1, "turn": 9}, "e": {"decoding": 1, "turn": 4}}
+        assert pair_of(both([engine("p")], decoders)) == ("p", "e")
+        decoders["d"]["is_last"] = True
+        assert pair_of(both([engine("p")], decoders)) == ("p", "d")
+
+    def test_every_engine_is_in_the_costs(self):
+        placement = both([engine("p"), engine("q", gpu=9)], {"d": {}, "e": {"decoding": 1}})
+        found = {(cost.prefiller, cost.engine) for cost in placement.costs}
+        assert found == {("p", "d"), ("q", "d"), ("q", "e")}
+        assert placement.chosen in placement.costs
+
+    def test_an_engine_that_answers_alone_wins_if_it_costs_no_more(self):
+        assert both([engine("p")], {"d": {}}, engine("w")).pair is None
+        placement = both([engine("p", gpu=50)], {"d": {}}, engine("w"))
+        assert pair_of(placement) == ("p", "d")
+        assert {cost.engine for cost in placement.costs} == {"w", "d"}
+
+    def test_a_choice_among_many_looks_at_each_engine_a_few_times(self, monkeypatch):
+        looks = []
+        wait_s = Scores.wait_s
+        monkeypatch.setattr(Scores, "wait_s", lambda self, at: looks.append(at) or wait_s(self, at))
+        both([engine("p")], {f"d{n}": {} for n in range(256)})
+        assert len(looks) <= 3 * 256
+
+    def test_engines_meet_only_their_own_partners(self):
+        one, other = (engine("p", queue_s=1.0),), (engine("q"),)
+        ones = [engine("d", partners=one), engine("e", partners=other, decoding=7)]
+        assert pair_of(place_halves(ones, None, prompt(), ANSWERS)) == ("q", "e")
+
+    @given(st.lists(st.floats(0, 3), min_size=1, max_size=5), st.lists(st.booleans(), min_size=1, max_size=5))
+    def test_no_other_pair_costs_less(self, queues, are_full):
+        prefillers = [engine(f"p{at}", queue_s=queue_s) for at, queue_s in enumerate(queues)]
+        decoders = {f"d{at}": {"in_use": full() if is_full else None} for at, is_full in enumerate(are_full)}
+        placement = both(prefillers, decoders)
+        least_s = 2.0 + min(queues) + placement.chosen.room_s
+        assert least_s - 1e-6 <= placement.chosen.total_s <= least_s + TIE_S + 1e-6
+        assert (placement.chosen.room_s > 0) == all(are_full)
+
+
+class TestLeastLoaded:
+    def test_of_each_half(self):
+        partners = engine("p", decoding=2), engine("q", decoding=1)
+        ones = [engine("d", decoding=4, partners=partners), engine("e", decoding=3, partners=partners)]
+        placement = least_loaded_of(ones)
+        assert pair_of(placement) == ("q", "e")
+        assert placement.pair.together
+        assert {(cost.prefiller, cost.engine) for cost in placement.costs} == {("q", "d"), ("q", "e")}
+
+    def test_or_of_those_that_are_whole(self):
+        ones = [engine("d", decoding=4, partners=(engine("p"),)), engine("w", decoding=3)]
+        placement = least_loaded_of(ones)
+        assert (pair_of(placement), placement.pair) == ((None, "w"), None)
+        assert least_loaded_of([engine("w"), engine("v", decoding=1)]).engine == "w"
+
+
+# --- transfers ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def transfers():
+    return Transfers(lambda: 1000.0)
+
+
+def met(transfers, *links):
+    for source, target in links:
+        transfers.measured(0.0, source, target, 1000, 9.0)
+
+
+def test_before_anything_was_measured_moving_is_faster_than_computing(transfers):
+    assert transfers.seconds(0.0, "p", "d", 2000) == HANDSHAKE_S + 2000 / (SPEEDUP * 1000)
+
+
+def test_the_first_transfer_tells_nothing_of_the_rate(transfers):
+    met(transfers, ("p", "d"))
+    assert transfers.seconds(0.0, "p", "d", 2000) == 2000 / (SPEEDUP * 1000)
+    assert transfers.seconds(0.0, "p", "e", 0) == HANDSHAKE_S, "these two have not met"
+
+
+def test_a_link_is_as_fast_as_its_fastest_transfer(transfers):
+    """Requests that waited for their engine make no link slow."""
+    met(transfers, ("p", "d"))
+    for seconds in (40.0, 1.0, 2.0, 40.0):
+        transfers.measured(1.0, "p", "d", 1000, seconds)
+    assert transfers.seconds(1.0, "p", "d", 500) == 0.5
+    transfers.measured(1.0, "p", "d", 10, 0.001)  # a round trip
+    assert transfers.seconds(1.0, "p", "d", 500) == 0.5
+
+
+def test_a_link_that_has_become_slow_is_slow_after_some_transfers(transfers):
+    met(transfers, ("p", "d"))
+    transfers.measured(1.0, "p", "d", 1000, 1.0)
+    for _ in range(WINDOW):
+        transfers.measured(2.0, "p", "d", 1000, 4.0)
+    assert transfers.seconds(2.0, "p", "d", 1000) == 4.0
+
+
+def test_a_link_that_is_not_known_is_expected_to_be_as_the_others(transfers):
+    met(transfers, ("p", "d"), ("p", "e"))
+    transfers.measured(1.0, "p", "d", 1000, 2.0)
+    assert transfers.seconds(1.0, "p", "e", 1000) == 2.0
+
+
+def test_a_slow_link_is_tried_again_after_a_while(transfers):
+    met(transfers, ("p", "d"))
+    transfers.measured(1.0, "p", "d", 1000, 50.0)
+    assert transfers.seconds(KEPT_S, "p", "d", 1000) == 50.0
+    assert transfers.seconds(KEPT_S + 2, "p", "d", 1000) == 1000 / (SPEEDUP * 1000)
+
+
+def test_an_engine_that_was_replaced_is_met_anew(transfers):
+    met(transfers, ("p", "d"), ("q", "d"))
+    transfers.forget("p")
+    assert transfers.seconds(0.0, "p", "d", 0) == HANDSHAKE_S
+    assert transfers.seconds(0.0, "q", "d", 0) == 0.0

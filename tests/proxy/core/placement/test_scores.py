@@ -115,6 +115,13 @@ class TestTerms:
             turn=9,
         )
 
+    def test_the_first_token_waits_for_the_requests_own_terms_alone(self):
+        cost = Cost(
+            "a", queue_s=1.0, room_s=2.0, restore_s=0.25, prefill_s=0.5, interference_s=0.125,
+            congestion_s=8.0, later_s=9.0, again_s=5.0, regret_s=7.0, total_s=32.875,
+        )  # fmt: skip
+        assert cost.first_token_s == 3.875
+
     def test_an_idle_engine_that_holds_nothing(self):
         cost = cost_of(candidate(), prompt(500))
         assert (cost.total_s, cost.prefill_s, cost.cached_tokens) == (pytest.approx(0.5),) * 2 + (0,)

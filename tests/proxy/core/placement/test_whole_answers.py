@@ -77,16 +77,34 @@ def test_longer_answers_that_take_less_time_cost_no_less_than_nothing():
 
 def test_it_is_made_of_the_last_answers_every_few_of_them_then_once_a_window():
     fits = AnswerFit()
-    made = [fits.add(float(at), AnswerSample(1000, 0, 1.0)) for at in range(3 * WINDOW)]
+    made = [fits.add(float(at), AnswerSample(1000, 0, 1.0 + at // WINDOW)) for at in range(3 * WINDOW)]
     found = [at for at, each in enumerate(made, 1) if each]
-    assert found == [*range(MIN_ANSWERS, WINDOW + 1, REFIT), 2 * WINDOW, 3 * WINDOW]
-    last = [found for at in range(WINDOW) if (found := fits.add(1000.0 + at, AnswerSample(1000, 0, 3.0)))]
-    assert last == [Fit(0.003, 0.0)]
+    assert found == [*range(MIN_ANSWERS, WINDOW, REFIT), 2 * WINDOW, 3 * WINDOW], (
+        "the first full window is explained"
+    )
+    last = [found for at in range(WINDOW) if (found := fits.add(1000.0 + at, AnswerSample(1000, 0, 9.0)))]
+    assert last == [Fit(0.009, 0.0)]
+
+
+@pytest.mark.parametrize(
+    ("long", "short", "is_made"),
+    [(1, 1, False), (1.04, 0.96, False), (2, 1, True), (1, 2, True)],
+)
+def test_a_window_that_the_last_fit_explains_is_not_fitted_again(long, short, is_made):
+    """Answers to long prompts, which are mostly prefill, and to short ones take so many times as long."""
+    fits = AnswerFit()
+    for at in range(WINDOW):
+        fits.add(0.0, AnswerSample(1000, 10, 1.1) if at % 2 else AnswerSample(100, 100, 1.1))
+    made = [
+        fits.add(100.0, AnswerSample(1000, 10, 1.1 * long) if at % 2 else AnswerSample(100, 100, 1.1 * short))
+        for at in range(WINDOW)
+    ]
+    assert any(made) is is_made
 
 
 def test_a_full_window_is_fitted_once_in_a_while_however_many_answers_come():
     fits, a_second = AnswerFit(), 20 * WINDOW
-    made = [fits.add(at / a_second * REFIT_S, AnswerSample(1000, 0, 1.0)) for at in range(3 * a_second)]
+    made = [fits.add(at / a_second * REFIT_S, AnswerSample(1000, 0, 1.0 + at)) for at in range(3 * a_second)]
     assert [at for at, each in enumerate(made, 1) if each] == [
         *range(MIN_ANSWERS, WINDOW + 1, REFIT),
         *(WINDOW + seconds * a_second for seconds in (1, 2)),

@@ -8,8 +8,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from engine_adapter import EventPosition
-from proxy.core.pins import Pin, PinBook
-from proxy.core.tenant_use import UseBook, Used
+from proxy.core.quotas import UseBook, Used
+from proxy.core.retention import Pin, PinBook
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.recall import EngineMemory
 from proxy.fleet.salts import KeptSalts

@@ -4,7 +4,7 @@ import time
 import pytest
 from structlog.testing import capture_logs
 
-from proxy.core.tenant_use import DAY_S, MOST_DAYS, UseBook, Used
+from proxy.core.quotas import DAY_S, MOST_DAYS, UseBook, Used
 from proxy.fleet.state_dir import use_file
 from proxy.fleet.state_dir.use_file import UseFile
 

@@ -5,8 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from proxy.core.budget import FLOOR, RetryBudget
-from proxy.core.life import Blame, Cause, Life, Phase, Rules, WrongPhase
+from proxy.core.life import (
+    MOST_RETRIES,
+    RETRIES_PER_S,
+    RETRY_FLOOR,
+    Blame,
+    Cause,
+    Life,
+    Phase,
+    RetryBudget,
+    Rules,
+    WrongPhase,
+)
 
 RULES = Rules(first_byte_s=10, idle_s=8, total_s=100, retries=2, queue_s=5)
 RULES_UNDER = {
@@ -95,7 +105,7 @@ def play(lines, rules=RULES, budget=None):
 def test_playbook(heading, name):
     budget = RetryBudget()
     if heading == "with an empty budget of retries":
-        for _ in range(int(FLOOR)):
+        for _ in range(int(RETRY_FLOOR)):
             assert budget.take(0.0)
     play(BOOKS[heading, name], RULES_UNDER.get(heading, RULES), budget)
 
@@ -141,3 +151,28 @@ def test_a_life_that_is_given_up_has_a_cause():
     assert life.deadline == float("inf")
     assert play(START[Phase.LEASED]).is_on_engine
     assert play(START[Phase.ANSWERING]).is_on_engine
+
+
+def taken(budget, now):
+    count = 0
+    while budget.take(now):
+        count += 1
+    return count
+
+
+def test_a_few_retries_are_always_there():
+    budget = RetryBudget()
+    assert taken(budget, 0.0) == RETRY_FLOOR
+    assert taken(budget, 3 / RETRIES_PER_S) == 3
+    assert taken(budget, 1e6) == RETRY_FLOOR
+
+
+def test_each_request_adds_a_fifth():
+    budget = RetryBudget()
+    taken(budget, 0.0)
+    for _ in range(50):
+        budget.requested()
+    assert taken(budget, 0.0) in (9, 10)  # of binary fractions
+    for _ in range(10_000):
+        budget.requested()
+    assert MOST_RETRIES <= taken(budget, 0.0) <= MOST_RETRIES + 1

@@ -1,4 +1,15 @@
-"""A request's life: what comes next, whether another engine is tried, and how long each phase may last."""
+"""A request's life, as pure decisions: no await, no I/O, no clock.
+
+    Arrived ──► ADMITTED ──► IN_TURN ──► LEASED ──► ANSWERING ──► ENDED (cause)
+    (the gate)   ▲   │                    │            │            ▲
+                 │   └─ wrong, too late ──┼────────────┼────────────┤
+                 └──── another engine ◄───┴────────────┘            │
+                       may still answer            the last one ────┘
+
+The gate (`core/quotas.py`) admits a request by its head: its tenant's quota, and memory
+for its body. From then on `Life` decides whether to try another engine after a failed attempt, and how long
+each phase may last. `flow.py` is the loop that follows it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +21,6 @@ from math import inf
 from msgspec import Struct
 
 from engine_adapter.causes import Blame, Cause
-from proxy.core.budget import RetryBudget
 
 # Attempts in which the engine died or sent nonsense. A request with this many probably causes it.
 MAX_POISON = 2
@@ -322,3 +332,38 @@ class Life:
 def _blamed(attempts: Sequence[Attempt], *kinds: Blame) -> tuple[Attempt, ...]:
     """The attempts with a blame of these kinds."""
     return tuple(each for each in attempts if each.cause.blame in kinds)
+
+
+# --- retries of all requests --------------------------------------------------------------------------------
+
+
+# Retries that each request adds: a fifth of the load.
+RETRY_SHARE = 0.2
+# Retries that are always there for a few requests at a time, and what is added in each second.
+RETRY_FLOOR, RETRIES_PER_S = 10.0, 1.0
+# Most that is saved up.
+MOST_RETRIES = 100.0
+
+
+class RetryBudget:
+    """The number of retries that are left."""
+
+    __slots__ = ("_at", "_left")
+
+    def __init__(self) -> None:
+        self._left, self._at = RETRY_FLOOR, 0.0
+
+    def requested(self) -> None:
+        """A request has come."""
+        if self._left < MOST_RETRIES:
+            self._left += RETRY_SHARE
+
+    def take(self, now: float) -> bool:
+        """Takes a retry, if one is left."""
+        if self._left < RETRY_FLOOR:
+            self._left = min(self._left + (now - self._at) * RETRIES_PER_S, RETRY_FLOOR)
+        self._at = now
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True

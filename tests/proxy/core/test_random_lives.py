@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engine_adapter import EngineDiverged, WholeEvents
-from proxy.core.budget import RetryBudget
-from proxy.core.life import Cause, Life, Phase, Rules
+from proxy.core.life import Cause, Life, Phase, RetryBudget, Rules
 from proxy.request.migration import Passage
 
 RULES = Rules(first_byte_s=10, idle_s=8, total_s=100, retries=3, queue_s=5)
