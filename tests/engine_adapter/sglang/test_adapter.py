@@ -61,6 +61,10 @@ async def flushed(adapter, target=ALL, verb=KvVerb.FLUSH):
         return [part async for part in progress]
 
 
+async def drained(events):
+    return [event async for event in events]
+
+
 async def complete(adapter, body):
     """A completion of the engine itself."""
     return await adapter._control.call("POST", COMPLETIONS, json=body)
@@ -378,7 +382,7 @@ class TestFlush:
             sent = asyncio.create_task(complete(adapter_of(running, dp_rank=busy), asked))
             while not core.running:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
-            following = asyncio.create_task(anext(events, None))
+            following = asyncio.create_task(drained(events))
             (progress,) = await flushed(adapter)
             core.release()
             await sent
@@ -400,8 +404,7 @@ class TestFlush:
         running = start(admin_api_key="admin")
         without, having = adapter_of(running), adapter_of(running, api_key="admin")
         assert Capability.FLUSH not in (await without.connect()).capabilities
-        with pytest.raises(EngineRejected) as caught:
+        with pytest.raises(NotSupported, match="--admin-api-key"):
             await flushed(without)
-        assert caught.value.status == 401
         assert Capability.FLUSH in (await having.connect()).capabilities
         await flushed(having)
