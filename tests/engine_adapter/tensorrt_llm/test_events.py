@@ -6,6 +6,7 @@ from array import array
 import pytest
 
 from engine_adapter.events.fields import MalformedEvents
+from engine_adapter.prompt.media import media_extra_id
 from engine_adapter.tensorrt_llm.events import PolledEventReader
 from engine_adapter.types import Attention, BlocksRemoved, BlocksStored, KvGroup, Tier, ViewCurrent, ViewLost
 from proxy.core.index.blocks import chain, namespace_root
@@ -139,6 +140,24 @@ class TestBlocks:
         older = {key: value for key, value in TWO.items() if key != "cache_salt"}
         reader.read(answer(stored(older | {"lora_id": 3}), first=2))
         assert reader.lacks_salt
+
+    def test_every_field_of_a_block_is_read(self, reader):
+        """As trtllm-serve 1.4 writes it. A newer field is passed over, and a frame may have more, too."""
+        told = {
+            "type": "stored_block",
+            "block_hash": 2**64 - 1,
+            "tokens": [{"type": "unique_token", "token_id": 7, "token_extra_id": 2**63}] * 4,
+            "cache_level": 1,
+            "priority": 35,
+            "cache_salt": "s",
+            "lora_id": 3,
+            "mm_keys": [{"type": "mm_key", "hash": "ab", "start_offset": 0}],
+            "newer": 1,
+        }
+        (event,) = reader.read(answer(stored(told), first=1, hash_algo="sha256"))
+        marker = (media_extra_id("ab") + 2**63) % 2**64
+        assert (event.tier, event.hashes, event.salt) == (Tier.HOST, (2**64 - 1,), "s")
+        assert (event.lora, event.extra_ids.tolist()) == ("lora_id 3", [marker, *[2**63] * 3])
 
 
 class TestProcesses:
@@ -302,6 +321,14 @@ class TestUnreadable:
             stored(block(None, range(4))),
             stored(block(1, [2**40, 1, 2, 3])),
             updated([], 0, 1),
+            updated(1, 0, 1) | {"cache_level": 1},
+            updated(1, 0, 1) | {"layer_group_id": "0"},
+            stored(ONE, parent=1.5),
+            stored(ONE) | {"blocks": None},
+            stored(block(1, range(4), cache_salt=7)),
+            stored(block(1, range(4), lora_id="one")),
+            stored(block(1, range(4), mm_keys=[{"hash": 1, "start_offset": 0}])),
+            {"type": "created", "num_blocks_per_cache_level": [None]},
             {"no": "type"},
             17,
         ],
@@ -327,6 +354,7 @@ class TestUnreadable:
         ]
         assert reader.skipped == 1
 
-    def test_an_answer_that_is_none(self, reader):
+    @pytest.mark.parametrize("content", [b"", b"null", b'{"error": "no"}', b"\xff", b"[" * 100_000])
+    def test_an_answer_that_is_none(self, reader, content):
         with pytest.raises(MalformedEvents):
-            reader.read(b'{"error": "no events here"}')
+            reader.read(content)
