@@ -54,6 +54,7 @@ class EventWatch:
         capacity: of the GPU, in the engine's blocks; None where unknown.
         clearings: how often the cache was cleared.
         is_followed: somebody reads the events now.
+        tokens_per_block: the block size; None until blocks show it.
     """
 
     def __init__(self) -> None:
@@ -62,6 +63,7 @@ class EventWatch:
         self._learned: int | None = None  # newly known blocks while the view is incomplete, else None
         self.clearings = 0
         self.is_followed = False
+        self.tokens_per_block: int | None = None
         self._cleared = asyncio.Event()
 
     @property
@@ -78,6 +80,7 @@ class EventWatch:
         """Notes an event that its reader has processed."""
         match event:
             case BlocksStored(tier=Tier.GPU, hashes=hashes, group=None):
+                self.tokens_per_block = event.tokens_per_block
                 self._store(hashes)
             case BlocksRemoved(tier=Tier.GPU, hashes=hashes, group=None):
                 self._known.difference_update(hashes)
