@@ -159,6 +159,29 @@ class TestBlocks:
         assert (event.tier, event.hashes, event.salt) == (Tier.HOST, (2**64 - 1,), "s")
         assert (event.lora, event.extra_ids.tolist()) == ("lora_id 3", [marker, *[2**63] * 3])
 
+    def test_runs_end_where_the_tier_changes(self, reader):
+        blocks = [block(name, range(4), cache_level=level) for name, level in enumerate((0, 1, 1, 0), 1)]
+        runs = reader.read(answer(stored(*blocks), first=1))
+        assert [(each.tier, each.parent, each.hashes) for each in runs] == [
+            (Tier.GPU, None, (1,)),
+            (Tier.HOST, 1, (2, 3)),
+            (Tier.GPU, 3, (4,)),
+        ]
+
+    def test_salt_and_adapter_stand_at_the_root_of_a_chain(self, reader):
+        (root,) = reader.read(answer(stored(block(1, range(4), cache_salt="s", lora_id=7)), first=1))
+        assert (root.salt, root.lora) == ("s", "lora_id 7")
+        child = stored(block(2, range(4), cache_salt="s", lora_id=7), parent=1)
+        assert reader.read(answer(child, first=2)) == [run((2,), range(4), parent=1)]
+
+    def test_an_image_is_marked_once_on_the_block_it_begins_in(self, reader):
+        keys = [[{"hash": "ab", "start_offset": at}] for at in (0, 1)]
+        blocks = [block(1, range(4)), *(block(n, range(4), mm_keys=key) for n, key in enumerate(keys, 2))]
+        (event,) = reader.read(answer(stored(*blocks), first=1))
+        assert event.extra_ids.tolist() == [*[0] * 4, media_extra_id("ab"), *[0] * 7]
+        (rest,) = reader.read(answer(stored(block(4, range(4), mm_keys=keys[1]), parent=2), first=2))
+        assert rest.extra_ids is None
+
 
 class TestProcesses:
     def test_whoever_comes_later_does_not_know_all(self):
@@ -320,6 +343,9 @@ class TestUnreadable:
             stored(block(1, ["a", 1, 2, 3])),
             stored(block(None, range(4))),
             stored(block(1, [2**40, 1, 2, 3])),
+            stored(block(1, [-(2**31) - 1, 1, 2, 3])),
+            stored(block(1, []) | {"tokens": [{"token_id": 1, "token_extra_id": -1}] * 4}),
+            stored(ONE, block(2, range(4), lora_id=1)),
             updated([], 0, 1),
             updated(1, 0, 1) | {"cache_level": 1},
             updated(1, 0, 1) | {"layer_group_id": "0"},
