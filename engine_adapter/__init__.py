@@ -12,7 +12,8 @@ managed.py     how kvpin starts an engine, and the `kvpin engine` command
 private_fields.py  what clients of several tenants may not send
 transfer.py    KV from the engine that computed it to the one that answers
 
-openai_compatible.py, vllm/, sglang/, tensorrt_llm/, nim.py, llama_server/, torch_engine/  the adapters
+openai_compatible.py, vllm/, sglang/, tensorrt_llm/, lmdeploy/, nim.py, llama_server/, torch_engine/
+               the adapters
 lmcache/       host and disk tier of vLLM        events/        KV events of engines
 http/          HTTP towards engines              prompt/        text → token ids, as engines do it
 off_loop.py    threads for long computations     routes.py      routes beside `/v1`, and WebSockets

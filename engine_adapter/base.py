@@ -1,7 +1,8 @@
 """The contract of every engine adapter. `tests/contract` tests each adapter against it.
 
-An adapter inherits it, and writes only the methods of the capabilities that it declares. The others refuse,
-and say what to do instead.
+Read it from top to bottom, then `EngineInfo` and `Capability` in types.py; docs/add-an-engine.md is the way
+through both. An adapter inherits `HttpAdapter` (http/adapter.py), which has `prepare`, and writes `connect`
+and `load`. All other methods have a default: those of a capability refuse, and say what to do instead.
 """
 
 from __future__ import annotations
@@ -83,56 +84,48 @@ class EngineAdapter(Protocol):
     rendezvous: Rendezvous | None = None
     instead: ClassVar[Mapping[Capability, str]] = MappingProxyType({})
 
-    @property
-    def model_state(self) -> ModelState | None:
-        """The state of its model, if the engine loads and unloads it; else None. kvpin's own questions must
-        neither load nor wake a model."""
-        return None
-
-    async def is_loaded(self) -> bool:
-        """True if its model is in memory now, by the engine's own word: a question loads or wakes none."""
-        return self.model_state in (None, ModelState.LOADED)
-
-    @asynccontextmanager
-    async def kept_loaded(self, within_s: float) -> AsyncIterator[None]:
-        """Waits until its model is in memory, and keeps it there, if it can, until the block ends. Raises
-        ModelNotLoaded if no request has loaded or woken it within `within_s` seconds."""
-        if not await self.is_loaded():
-            await asyncio.sleep(within_s)
-            if not await self.is_loaded():
-                raise ModelNotLoaded("the model is not in memory")
-        yield
-
     async def connect(self) -> EngineInfo:
-        """Asks the engine what it is; called again after each outage. It does not affect other requests. The
-        first time, it may send the engine a few one-token requests to find out what it can do. Raises
-        EngineTaken if another kvpin uses the engine, and only one may."""
+        """Asks the engine what it is; called again after each outage. It does not affect other requests. Once
+        for each process, it may try out what the engine can do, by a few requests for one token [`may_try`].
 
-    async def leave(self) -> None:
-        """Forgets the engine's cache: another kvpin uses the engine now. `connect` starts again."""
-        return  # several kvpins may use it
-
-    def on_closed(self, call: Callable[[], None]) -> None:  # noqa: ARG002 - of adapters with connections
-        """Calls back when the engine closes an idle connection: another process may answer from now on. While
-        kvpin checks the engine often, it keeps a connection open, so this is soon known."""
-        return
+        Raises:
+            EngineUnavailable: the engine is gone, not ready, or too busy to be tried out.
+            EngineRejected: it wants another key, or is not of this kind.
+            EngineTaken: another kvpin uses the engine, and only one may.
+        """
 
     async def load(self) -> EngineLoad:
         """Running and waiting requests; also the health check.
 
         Raises:
             EngineUnhealthy, EngineRejected: the engine is not healthy, but the process is the same.
-            EngineUnavailable: it is gone, or its process was replaced since `connect`: so is all its KV.
+            EngineUnavailable: its KV is gone: the process was replaced since `connect`, sleeps or is gone.
         """
 
     def findings(self) -> tuple[Finding, ...]:
         """The findings that keep kvpin from using the engine fully, as of the last `connect`."""
         return ()
 
-    def forecast(self, prompt: KvTarget) -> Forecast | None:  # noqa: ARG002 - of adapters that can tell
-        """The cost of the prompt now, if the adapter manages the engine's cache itself; None if the index and
-        the learned rates give it. No I/O, no side effects."""
-        return None
+    async def stats(self) -> dict[str, Any]:
+        """The engine's own KV statistics, for people: blocks per tier, pins, hits; {} if unknown."""
+        return {}
+
+    def on_closed(self, call: Callable[[], None]) -> None:  # noqa: ARG002 - of adapters with connections
+        """Calls back when the engine closes an idle connection: another process may answer from now on. While
+        kvpin checks the engine often, it keeps a connection open, so this is soon known."""
+        return
+
+    async def aclose(self) -> None:
+        """Closes connections; the engine keeps running."""
+
+    # --- requests -------------------------------------------------------------------------------------
+
+    def prepare(
+        self, method: str, path: str, headers: Mapping[str, str], body: RequestBody
+    ) -> OutgoingRequest:
+        """The client's request for this engine: its address, key and headers, and the client's headers
+        without hop-by-hop ones. A JSON body keeps its bytes unless a field was changed with
+        `JsonBody.replace`. An upload is streamed unread. None is a request without a body."""
 
     def hold(
         self,
@@ -146,24 +139,22 @@ class EngineAdapter(Protocol):
             path: the request's route.
             body: its body.
             prompt: its tokens, and how long to keep its KV; None if unknown.
+
+        Raises:
+            EngineRejected: the engine cannot serve this (400), e.g. token ids where it takes only text.
         """
         return nullcontext(Hold(body))
-
-    def prepare(
-        self, method: str, path: str, headers: Mapping[str, str], body: RequestBody
-    ) -> OutgoingRequest:
-        """The client's request for this engine: its address, key and headers, and the client's headers
-        without hop-by-hop ones. A JSON body keeps its bytes unless a field was changed with
-        `JsonBody.replace`. An upload is streamed unread. None is a request without a body."""
 
     def cached_tokens(self, headers: Mapping[str, str]) -> int | None:  # noqa: ARG002 - likewise
         """Reused prompt tokens, if the engine reports them in response headers; else None."""
         return None
 
-    def not_supported(self, capability: Capability) -> NotSupported:
-        """The error for a missing capability; it says what to do instead."""
-        advice = self.instead.get(capability, _ANY_ENGINE[capability])
-        return NotSupported(capability.value, engine=self.spec.id, instead=advice)
+    def forecast(self, prompt: KvTarget) -> Forecast | None:  # noqa: ARG002 - of adapters that can tell
+        """The cost of the prompt now, if the adapter manages the engine's cache itself; None if the index and
+        the learned rates give it. No I/O, no side effects."""
+        return None
+
+    # --- what an engine lacks -------------------------------------------------------------------------
 
     async def require(self, capability: Capability) -> None:
         """Connects if that has not happened yet. Raises NotSupported for a missing capability."""
@@ -172,10 +163,17 @@ class EngineAdapter(Protocol):
         if capability not in (self.capabilities or ()):
             raise self.not_supported(capability)
 
+    def not_supported(self, capability: Capability) -> NotSupported:
+        """The error for a missing capability; it says what to do instead."""
+        advice = self.instead.get(capability, _ANY_ENGINE[capability])
+        return NotSupported(capability.value, engine=self.spec.id, instead=advice)
+
     def check_flushes_all(self, target: KvTarget) -> None:
         """Raises NotSupported unless the target is everything: for engines that cannot flush less."""
         if not target.is_everything:
             raise NotSupported(Capability.FLUSH.value, engine=self.spec.id, instead=_FLUSHES_ALL)
+
+    # --- capabilities: each raises NotSupported where it is not declared ------------------------------
 
     async def tokenize(self, path: str, body: JsonBody) -> TokenIds[int]:  # noqa: ARG002 - likewise
         """Token ids of a request, exactly as the engine would serve it [Capability.TOKENIZE]. `path` is the
@@ -237,9 +235,28 @@ class EngineAdapter(Protocol):
         """Removes a table [Capability.PROMPT_TABLES]; an unknown id is fine."""
         raise self.not_supported(Capability.PROMPT_TABLES)
 
-    async def stats(self) -> dict[str, Any]:
-        """The engine's own KV statistics, for people: blocks per tier, pins, hits; {} if unknown."""
-        return {}
+    # --- engines that load and unload their model, or that only one kvpin may use ---------------------
 
-    async def aclose(self) -> None:
-        """Closes connections; the engine keeps running."""
+    @property
+    def model_state(self) -> ModelState | None:
+        """The state of its model, if the engine loads and unloads it; else None. kvpin's own questions must
+        neither load nor wake a model."""
+        return None
+
+    async def is_loaded(self) -> bool:
+        """True if its model is in memory now, by the engine's own word: a question loads or wakes none."""
+        return self.model_state in (None, ModelState.LOADED)
+
+    @asynccontextmanager
+    async def kept_loaded(self, within_s: float) -> AsyncIterator[None]:
+        """Waits until its model is in memory, and keeps it there, if it can, until the block ends. Raises
+        ModelNotLoaded if no request has loaded or woken it within `within_s` seconds."""
+        if not await self.is_loaded():
+            await asyncio.sleep(within_s)
+            if not await self.is_loaded():
+                raise ModelNotLoaded("the model is not in memory")
+        yield
+
+    async def leave(self) -> None:
+        """Forgets the engine's cache: another kvpin uses the engine now. `connect` starts again."""
+        return  # several kvpins may use it

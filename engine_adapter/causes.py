@@ -68,7 +68,9 @@ class Cause(StrEnum):
     CLIENT_LEFT = "client_left", None, "the client disconnected before the end of its answer"
     CLIENT_SLOW = "client_slow", Code.SLOW_BODY, "the client sent its body, or took its answer, too slowly"
     PART_FAILED = "part_failed", None, "another part of the same request failed"
-    INVALID = "invalid", Code.INVALID_VALUE, "kvpin refused the request: it is wrong, or not allowed"
+    INVALID = (
+        "invalid", Code.INVALID_VALUE,
+        "the request is wrong, or not allowed: kvpin refused it, or no engine has what its path names")
     MODEL_REFUSED = "model_refused", Code.MODEL_NOT_FOUND, "the client's key is not for the model"
     # kvpin.
     QUOTA = "quota", Code.RATE_LIMIT_EXCEEDED, "the tenant is over one of its limits"

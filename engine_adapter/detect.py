@@ -19,6 +19,7 @@ _BY_OWNER = {
     "sglang": "sglang",
     "tensorrt_llm": "tensorrt_llm",
     "llamacpp": "llama_server",
+    "lmdeploy": "lmdeploy",
 }
 # By the same, where an operator named the kind: kvpin's own engine, or a kvpin in front of engines.
 _BY_NAME = {**_BY_OWNER, "kvpin": "embedded"}

@@ -25,8 +25,11 @@ PRIVATE_FIELDS = frozenset(
         "disaggregated_params",
         "ec_transfer_params",
         "kv_transfer_params",
+        "migration_request",
+        "preserve_cache",
         "routed_dp_rank",
         "session_params",
+        "with_cache",
     }
 )
 """Fields that name other servers, other sessions' KV, ranks, or code to run."""

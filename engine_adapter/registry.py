@@ -15,6 +15,7 @@ from engine_adapter.events.options import EventAddresses, EventOptions
 from engine_adapter.llama_server.adapter import LlamaServerAdapter
 from engine_adapter.llama_server.options import LlamaServerOptions
 from engine_adapter.llama_server.routes import ALL_ROUTES as LLAMA_SERVER_ROUTES
+from engine_adapter.lmdeploy.adapter import LMDeployAdapter
 from engine_adapter.nim import NimOptions, make_nim
 from engine_adapter.openai_compatible import ROUTES as OPENAI_SOCKETS
 from engine_adapter.openai_compatible import OpenAICompatibleAdapter
@@ -68,6 +69,7 @@ KINDS = {
     "tensorrt_llm": EngineKind(
         TensorRTLLMAdapter, EventAddresses, transfers=True, routes=TENSORRT_LLM_ROUTES
     ),
+    "lmdeploy": EngineKind(LMDeployAdapter, keeps_apart="such an engine never does"),
     "nim": EngineKind(lambda spec: make_nim(spec, _as_kind), NimOptions),
 }
 

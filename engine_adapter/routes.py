@@ -2,7 +2,7 @@
 
 A declared route changes nothing for other clients of the engine. An engine's other routes beside `/v1`, and
 its other WebSockets, cannot be reached through kvpin. A declared route needs a line in
-`proxy/request/stored/routes.py`, or several tenants cannot use it.
+`proxy/request/known_routes.py`, or several tenants cannot use it.
 """
 
 from __future__ import annotations

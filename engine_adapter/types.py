@@ -44,8 +44,8 @@ class Capability(StrEnum):
     """A capability that an engine declares."""
 
     KV_EVENTS = "kv_events"  # streams stored and removed blocks
-    CACHED_TOKENS = "cached_tokens"  # reports the reused tokens of each answer
-    TOKENIZE = "tokenize"  # tokenises a request exactly as it would serve it
+    CACHED_TOKENS = "cached_tokens"  # reports the reused tokens of its chats, at least
+    TOKENIZE = "tokenize"  # tokenises a chat or a completion exactly as it would serve it
     RENDER = "render"  # tokenises requests with images, and says where each lies
     CACHE_SALT = "cache_salt"  # keeps KV apart by a salt in the request
     EXTRA_IDS = "extra_ids"  # takes fake token ids with extra ids
@@ -171,50 +171,67 @@ def _nothing_more(tokens: int, limit: int) -> Mapping[str, Any]:  # noqa: ARG001
 class EngineInfo:
     """Facts about an engine, as of its last connection.
 
-    Attributes:
+    What an engine does not tell stays at its default: None means that it is not known.
+
+    Attributes, of every engine:
         model: the served name, which clients send as `model`.
-        instance: identity of the process; if it changes, all its KV is gone.
+        instance: identity of the process; if it changes, all its KV is gone. Where the process has none, one
+            that the adapter makes once for itself, and `names_process` is False.
+        capabilities: what it can do, as it was started.
         names_process: `instance` comes from the process itself. If not, a new process may have the same.
         rendering: all that it tells of what makes prompts, in lines that begin with `model` (its files)
             or `template`. If it changes, prompts that were made before are no longer the engine's.
+        tokenizer: directory or hub id of its tokenizer; None where unknown. Without one, or
+            Capability.TOKENIZE, kvpin cannot follow its cache.
+        template_input: how it gives a chat to the model's template.
         tokens_per_block: its own block size in tokens, None where unknown.
         max_model_len: longest prompt + output in tokens, None where unknown.
-        vocab_size: ids below it are text, ids from it on are fake ids; None where unknown.
-        hidden_size: columns of a prompt table; None where unknown.
-        tokenizer: directory or hub id of its tokenizer; None where unknown.
         gpu_blocks: capacity of its GPU tier in its own blocks, None where unknown.
-        host_blocks: capacity of its host tier in its own blocks, None where unknown.
         version: free text, for people.
-        loras: names of the LoRA adapters it serves beside `model`; clients send them as `model`.
-        lora_paths: where it read each from, as far as it tells.
-        loads_loras: it can load and unload adapters while it runs.
-        tokens_per_chunk: chunk size of tiers below the GPU that send no events and are asked with `lookup`;
-            None if there are none.
-        shares_prefill: concurrent prompts compute a shared prefix only once. If False, kvpin lets the second
-            one wait.
-        events_read_once: reading KV events removes them, so two readers would each get a part.
-        shared_tiers: name of the tiers below its GPU. Engines with the same name share them. None if it
-            shares none.
-        renders_alike: it renders and tokenises with the code in engine_adapter/prompt, as kvpin does: what
-            cannot be rendered here, it refuses.
-        template_input: how it gives a chat to the model's template.
-        runs_several: it takes several choices or prompts in one request. If False, kvpin always splits them.
+        card: its own fields of the model in `/v1/models`, e.g. `max_model_len` or `meta`.
+        routes: its routes beside `/v1` that clients may use.
+
+    Of its requests:
+        served_as_chats: routes of other APIs that kvpin serves as chats, because the engine lacks them or
+            would not serve them on the slot or with the salt that kvpin chooses: always MESSAGES_ROUTES,
+            TRANSLATED_ROUTES unless kvpin can follow the responses of the engine itself.
+        runs_several: it takes several choices or prompts in one request, also streamed. If False, kvpin
+            always splits them.
         splits_choices: it would run several choices of a prompt where kvpin did not place them. With reuse,
             kvpin sends each choice by itself.
-        served_as_chats: routes of other APIs that kvpin serves as chats, because the engine lacks them or
-            would not serve them on the slot or with the salt that kvpin chooses.
-        renders_embeds: its `render` takes requests with prompt embeddings, also without Capability.RENDER.
         any_model: it serves its model whatever name a request gives.
+        shares_prefill: concurrent prompts compute a shared prefix only once. If False, kvpin lets the second
+            one wait.
+        renders_alike: it renders and tokenises with the code in engine_adapter/prompt, as kvpin does: what
+            cannot be rendered here, it refuses.
+        too_long: (tokens of a prompt, tokens of its context) → the fields that it adds to the error of a
+            prompt that is too long.
+
+    Of LoRA adapters:
+        loras: names of those it serves beside `model`; clients send them as `model`.
+        lora_paths: where it read each from, as far as it tells.
+        loads_loras: it can load and unload adapters while it runs.
+
+    Of KV events and tiers below the GPU:
+        host_blocks: capacity of its host tier in its own blocks, None where unknown.
+        events_read_once: reading KV events removes them, so two readers would each get a part.
+        tokens_per_chunk: chunk size of tiers below the GPU that send no events and are asked with `lookup`;
+            None if there are none.
+        shared_tiers: name of the tiers below its GPU. Engines with the same name share them. None if it
+            shares none.
+
+    Of prompts with more than text:
+        vocab_size: ids below it are text, ids from it on are fake ids; None where unknown.
+        hidden_size: columns of a prompt table; None where unknown.
+        renders_embeds: its `render` takes requests with prompt embeddings, also without Capability.RENDER.
+
+    Of servers that are several engines, or half of one:
         ranks: the data-parallel ranks of its server, each with its own cache, if a request may name one; ()
             where that is not known.
         models: the models of its server, each an engine of its own, and their states; empty where its server
             has only one. `model` is "" where the operator named none of them.
         role: the part of requests that it is meant for: as its settings say, else as it says itself; None
             where neither says it.
-        routes: its routes beside `/v1` that clients may use.
-        card: its own fields of the model in `/v1/models`, e.g. `max_model_len` or `meta`.
-        too_long: (tokens of a prompt, tokens of its context) → the fields that it adds to the error of a
-            prompt that is too long.
     """
 
     model: str
@@ -222,34 +239,34 @@ class EngineInfo:
     capabilities: frozenset[Capability]
     names_process: bool = True
     rendering: str = ""
+    tokenizer: str | None = None
+    template_input: TemplateInput = field(default=USUAL, repr=False, compare=False)
     tokens_per_block: int | None = None
     max_model_len: int | None = None
-    vocab_size: int | None = None
-    hidden_size: int | None = None
-    tokenizer: str | None = None
     gpu_blocks: int | None = None
-    host_blocks: int | None = None
     version: str = ""
+    card: Mapping[str, Any] = field(default_factory=dict, repr=False, hash=False)
+    routes: Mapping[str, NativeRoute] = field(default_factory=dict, repr=False, hash=False)
+    served_as_chats: frozenset[str] = frozenset()
+    runs_several: bool = True
+    splits_choices: bool = False
+    any_model: bool = False
+    shares_prefill: bool = False
+    renders_alike: bool = False
+    too_long: Callable[[int, int], Mapping[str, Any]] = field(default=_nothing_more, repr=False)
     loras: frozenset[str] = frozenset()
     lora_paths: Mapping[str, str] = field(default_factory=dict, hash=False)
     loads_loras: bool = False
-    tokens_per_chunk: int | None = None
-    shares_prefill: bool = False
+    host_blocks: int | None = None
     events_read_once: bool = False
+    tokens_per_chunk: int | None = None
     shared_tiers: str | None = None
-    renders_alike: bool = False
-    template_input: TemplateInput = field(default=USUAL, repr=False, compare=False)
-    runs_several: bool = True
-    splits_choices: bool = False
-    served_as_chats: frozenset[str] = frozenset()
+    vocab_size: int | None = None
+    hidden_size: int | None = None
     renders_embeds: bool = False
-    any_model: bool = False
     ranks: tuple[int, ...] = ()
     models: Mapping[str, ModelState] = field(default_factory=dict, hash=False, compare=False)
     role: Role | None = None
-    routes: Mapping[str, NativeRoute] = field(default_factory=dict, repr=False, hash=False)
-    card: Mapping[str, Any] = field(default_factory=dict, repr=False, hash=False)
-    too_long: Callable[[int, int], Mapping[str, Any]] = field(default=_nothing_more, repr=False)
 
     def is_another(self, now: EngineInfo) -> bool:
         """True if the engine now serves another model, or makes other prompts. A process may change its

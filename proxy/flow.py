@@ -38,12 +38,13 @@ from proxy.request.answer_headers import pairs
 from proxy.request.calls import Call, Reply
 from proxy.request.comparison import Comparison, Diagnose
 from proxy.request.diagnostics import APIS, Api, IdNoted, diagnosed, writes_counted
-from proxy.request.engine_errors import final_error
+from proxy.request.engine_errors import NOT_HERE, final_error
 from proxy.request.gate import Admission
 from proxy.request.kept_reasoning import ReasoningSeen
+from proxy.request.known_routes import is_known
 from proxy.request.records import RequestLog, RequestRecord
 from proxy.request.tenants import Tenants
-from proxy.request.translate import CHAT_PATH, RESPONSES_PATH, Translation
+from proxy.request.translate import CHAT_PATH, Translation
 from proxy.request.urgency import deadline_of, priority_of, prompt_tokens_of, tokens_of
 from proxy.request.values_back import ValuesBack, answers_json
 from proxy.steps.attempt import Attempts
@@ -59,6 +60,8 @@ _LEFT = {
     Cause.PART_FAILED: "another part of the request failed",
     Cause.STOPPING: "kvpin stopped",
 }
+# Of an unknown path, they say nothing of the engines.
+_REJECTIONS = (Cause.ENGINE_REJECTED, Cause.ENGINE_LACKS)
 # Of OpenAI's `prompt_cache_options`, `prompt_cache_key`, `prompt_cache_retention`, `prompt_cache_breakpoint`.
 _CACHE_FIELDS = b'"prompt_cache_'
 # Seconds that a request waits when no engine takes requests. Short: clients retry by themselves.
@@ -135,6 +138,8 @@ class Flow:
                 record.answered_s = reply.completed - record.arrived
             if admitted.quota is not None:
                 admitted.spend(record.answer_tokens)
+            if record.cause in _REJECTIONS and record.status in NOT_HERE and not is_known(call.route):
+                record.cause = Cause.INVALID
             self.requests.add(record)
             record.headers = call.headers
             self.observe(record)
@@ -297,11 +302,9 @@ class Flow:
                 stages.insert(0, _values_back(ready))  # a response repeats its instructions and tools
             stages.insert(0, translation)
         elif call.socket is None:
-            destinations = self.preparation.destinations
-            if destinations.isolated or call.route == RESPONSES_PATH:
-                noter = destinations.noter(call, lambda: record.attempts[-1])
-                if noter is not None:
-                    stages.insert(0, noter)
+            noter = self.preparation.destinations.noter(call, lambda: record.attempts[-1])
+            if noter is not None:
+                stages.insert(0, noter)
         if keep is not None:
             stages.insert(0, ReasoningSeen(keep))
         if ready.values:

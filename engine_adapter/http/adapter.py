@@ -27,6 +27,7 @@ from engine_adapter.types import (
     Capability,
     EngineSpec,
     EventPosition,
+    Finding,
     KvEvent,
     KvProgress,
     KvTarget,
@@ -124,6 +125,7 @@ class HttpAdapter(EngineAdapter):
     Attributes:
         _own_headers: headers of every request of a client, in place of the client's own of the same name:
             those that name its rank.
+        _findings: what `connect` found, for `findings`.
         _endpoints: the addresses of its events, as of the last `connect`; None if they cannot be followed.
         _read_keys: reads the keys beside its blocks' tokens.
         _silent_s: seconds that its replay socket may be silent.
@@ -131,6 +133,7 @@ class HttpAdapter(EngineAdapter):
         _watch: what these have told.
     """
 
+    _findings: tuple[Finding, ...] = ()
     _endpoints: EventEndpoints | None = None
     _read_keys: KeyReader | None = None
     _silent_s = 30.0
@@ -143,6 +146,10 @@ class HttpAdapter(EngineAdapter):
         self._control = ControlClient(spec)
         self._own_headers: HeaderPairs = Headers.pairs_of(rank_headers(spec.options.rank))
         self._watch = EventWatch()
+
+    @override
+    def findings(self) -> tuple[Finding, ...]:
+        return self._findings
 
     @override
     def hold(

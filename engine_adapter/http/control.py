@@ -86,18 +86,19 @@ class ControlClient:
         EngineUnavailable for an answer of another form, too."""
         if content is None and json is not None:
             content = msgspec.json.encode(json)
-        raw = await self.fetch(method, path, content, headers, answer_s=answer_s)
-        try:
-            return msgspec.json.decode(raw, type=kind)
-        except msgspec.ValidationError as error:
-            raise EngineUnavailable(f"{method} {path}: the answer is not as expected: {error}") from error
-        except UNREADABLE as error:
-            raise EngineUnhealthy(f"{method} {path}: the answer is not JSON") from error
+        return _decoded(
+            kind, f"{method} {path}", await self.fetch(method, path, content, headers, answer_s=answer_s)
+        )
 
     async def read_optional(self, kind: type[_Answer], path: str) -> _Answer | None:
         """The JSON at `path` as `kind`; None if the engine has no such route."""
+        raw = await self.fetch_optional(path)
+        return None if raw is None else _decoded(kind, f"GET {path}", raw)
+
+    async def fetch_optional(self, path: str) -> bytes | None:
+        """The bytes at `path`; None if the engine has no such route."""
         try:
-            return await self.read(kind, "GET", path)
+            return await self.fetch("GET", path)
         except EngineRejected as error:
             if error.status in NO_SUCH_ROUTE:
                 return None
@@ -182,3 +183,13 @@ class ControlClient:
             wish = "refuses the key of kvpin: give another one" if self._has_key else "wants a key: give it"
             reason = f"it {wish} as api_key=KEY (it says: {reason})"
         return EngineRejected(reason, status=status, param=error.param)
+
+
+def _decoded(kind: type[_Answer], call: str, raw: bytes) -> _Answer:
+    """The JSON of an answer as `kind`; see `ControlClient.read`."""
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except msgspec.ValidationError as error:
+        raise EngineUnavailable(f"{call}: the answer is not as expected: {error}") from error
+    except UNREADABLE as error:
+        raise EngineUnhealthy(f"{call}: the answer is not JSON") from error

@@ -22,6 +22,8 @@ class ServedModel:
         card: the engine's own fields of it, without those that kvpin sets itself.
         loras: names of the LoRA adapters beside it.
         lora_paths: where the engine read each of them from, as far as it says.
+        others: names of the other base models: more names of this one, or LoRA adapters of an engine that
+            names no parents.
     """
 
     name: str
@@ -30,6 +32,7 @@ class ServedModel:
     card: Mapping[str, Any] = field(repr=False)
     loras: frozenset[str]
     lora_paths: Mapping[str, str]
+    others: frozenset[str] = frozenset()
 
 
 def read_models(answer: object, wanted: str | None = None) -> ServedModel:
@@ -56,4 +59,5 @@ def read_models(answer: object, wanted: str | None = None) -> ServedModel:
         card={name: value for name, value in base.items() if name not in _NOT_THE_ENGINES},
         loras=frozenset(each["id"] for each in adapters),
         lora_paths={each["id"]: each["root"] for each in adapters if isinstance(each.get("root"), str)},
+        others=frozenset(each["id"] for each in bases) - {base["id"]},
     )

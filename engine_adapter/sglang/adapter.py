@@ -43,7 +43,6 @@ from engine_adapter.types import (
     EngineInfo,
     EngineLoad,
     EventPosition,
-    Finding,
     KvEvent,
     KvTarget,
     TokenIds,
@@ -78,7 +77,6 @@ class SglangAdapter(HttpAdapter):
         self._health = HealthRoute(self._control, "/ready")
         self._loads = Loads(self._control, spec.options.dp_rank)
         self._info: ServerInfo | None = None
-        self._findings: tuple[Finding, ...] = ()
         self._tokenizes = self._jinja = False
         self._window: int | None = None  # tokens of the model's sliding window, if it is followed
         self._windows: Windows | None = None
@@ -119,10 +117,6 @@ class SglangAdapter(HttpAdapter):
         model = read_models(await self._control.get("/v1/models"))
         is_same = (model.loras, model.lora_paths) == (info.loras, info.lora_paths)
         return replace(load, outdated=not is_same)
-
-    @override
-    def findings(self) -> tuple[Finding, ...]:
-        return self._findings
 
     @override
     def _hold(self, path: str, body: JsonBody, prompt: KvTarget | None) -> Hold:

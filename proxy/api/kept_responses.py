@@ -4,31 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import parse_qs, unquote
+from urllib.parse import parse_qs
 
 import msgspec
 from starlette.responses import Response
 
+from engine_adapter import route_of
 from engine_adapter.off_loop import off_loop
 from proxy.errors import BadRequest, NotFound
+from proxy.request.stored import response_in
 from proxy.request.translate import ResponseStore
 from proxy.request.translate.responses_store import StoredResponse
 
-_ROUTE = "/v1/responses/"
+_COMPACT = "/v1/responses/compact"
 _MOST_ITEMS, _ITEMS = 100, 20
 _ORDERS = ("asc", "desc")
 # Items that are listed or deleted in about 1 ms.
 _ITEMS_PER_MS = 1024
-
-
-def may_be_kept(path: str) -> bool:
-    """True if a request for this path may be about a response that kvpin keeps."""
-    return path.startswith(_ROUTE)
-
-
-def name_of(path: str) -> str:
-    """The id of the response that a request for such a path is about."""
-    return unquote(path.partition("?")[0].removeprefix(_ROUTE).partition("/")[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +41,14 @@ class KeptResponses:
             NotFound: there is no such route.
         """
         path, _, query = target.partition("?")
-        if path == f"{_ROUTE}compact":
+        if (route := route_of(path)) == _COMPACT:
             raise NotFound("conversations are not compacted here: send a shorter input")
-        part = path.removeprefix(_ROUTE).partition("/")[2]
-        shelf, response_id = self.store.of(tenant), name_of(path)
-        stored = shelf.get(response_id)
-        if stored is None:
+        if (response_id := response_in(route)) is None:
             return None
+        shelf = self.store.of(tenant)
+        if (stored := shelf.get(response_id)) is None:
+            return None
+        part = "/".join(route.split("/")[4:])
         long = stored.turn.n_items / _ITEMS_PER_MS
         match method, part:
             case "GET", "":

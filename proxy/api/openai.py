@@ -20,6 +20,7 @@ import structlog
 from starlette.responses import Response
 
 from engine_adapter import NATIVE_ROUTES, Headers, JsonBody, RequestBody, Upload, route_of
+from engine_adapter.codes import Code
 from engine_adapter.http.web_pages import page_asking
 from engine_adapter.off_loop import JSON_BYTES_PER_MS, PAYER, may_stay, off_loop
 from engine_adapter.shape import Shape
@@ -27,8 +28,8 @@ from proxy.api.auth import authenticate, passed_on_headers
 from proxy.api.cors import METHODS, SERVED, Cors, check_origin, is_preflight, preflight
 from proxy.api.error_answers import error_response
 from proxy.api.fan_out import serve
-from proxy.api.forms import checked, new_spool, one_model, read_form
-from proxy.api.kept_responses import KeptResponses, may_be_kept
+from proxy.api.forms import FORM_BYTES_PER_MS, read_form
+from proxy.api.kept_responses import KeptResponses
 from proxy.api.models import ALLOW_READS, answer_models, is_of_models, name_in
 from proxy.api.paths import check_method, checked_path
 from proxy.api.relay.to_object_home import PassedToKeeper, is_asked
@@ -52,19 +53,10 @@ from proxy.request.answer_headers import with_limits
 from proxy.request.bodies import HALF_CHARACTERS, parse, unpacked
 from proxy.request.calls import PROMPT_ROUTES, Call, Reply
 from proxy.request.gate import Admission, Gate
-from proxy.request.known_routes import ALLOW_POST, POST_ONLY
+from proxy.request.known_routes import ALLOW_POST, POST_ONLY, check_route
 from proxy.request.records import RequestRecord
 from proxy.request.session import session_of
-from proxy.request.stored import (
-    COLLECTIONS,
-    Kind,
-    Name,
-    check_form_field,
-    check_route,
-    may_name,
-    name_in_path,
-    names_of,
-)
+from proxy.request.stored import check_form, response_in, response_of
 from proxy.request.tenants import ApiKey, Tenants
 from proxy.request.translate import ResponseStore
 from proxy.request.translate.dialects import dialect_of
@@ -99,7 +91,7 @@ class DataPlane:
         refused: called with the status of each request that is refused before the flow, and with a reason of
             `kvpin_refused_total` where there is one.
         elsewhere: passes requests on to the kvpin that owns their engine; None for a single kvpin.
-        to_keeper: passes requests on to the kvpin that keeps the named object; None for a single kvpin.
+        to_keeper: passes requests on to the kvpin that keeps the named response; None for a single kvpin.
     """
 
     flow: Flow
@@ -170,21 +162,24 @@ class DataPlane:
         is_upload = not asks_prompt and _is_upload(path, headers)
         limit = _NO_LIMIT if (total_s := self.flow.rules.total_s) is None else _within(total_s)
         with self._admit(tenant, exchange, reply, call, is_upload=is_upload) as admitted, limit:
-            kept = None
-            if not asks_prompt and may_be_kept(path):
-                kept = await self.responses.answer(method, path, tenant)
+            kept = None if asks_prompt else await self.responses.answer(method, path, tenant)
             if kept is not None:
                 _send(kept, exchange)
             elif is_upload:
                 await self._serve_upload(exchange, reply, call, admitted)
             else:
-                # No name for the call and its body here: the body is freed before the answer ends.
-                await self._work(call(*await self._body(exchange, admitted)), exchange, reply, admitted)
+                try:
+                    # No name for the call and its body here: the body is freed before the answer ends.
+                    work = self._work(call(*await self._body(exchange, admitted)), exchange, reply, admitted)
+                except ANSWERED as error:  # it cannot be read
+                    self._record(call(None), error, reply)
+                    raise
+                await work
 
     async def _is_answered_here(
         self, exchange: Exchange, reply: Reply, path: str, own_id: str, key: ApiKey | None
     ) -> bool:
-        """Answers what no engine is needed for: which models there are, and whether an object is kept here.
+        """Answers what no engine is needed for: which models there are, and whether a response is kept here.
         False for all other requests, which may be passed on.
 
         Raises:
@@ -196,7 +191,7 @@ class DataPlane:
         if is_of_models(path):
             await self._serve_models(exchange, reply, path, own_id, key.models if key is not None else None)
             return True
-        asked = name_in_path(path, isolated=self.tenants.isolated) if is_asked(exchange) else None
+        asked = response_in(route_of(path)) if is_asked(exchange) else None
         if asked is not None:
             is_kept = self._keeps(key.tenant if key is not None else None, asked)
             _send(Response(status_code=204 if is_kept else 404), exchange)
@@ -232,39 +227,46 @@ class DataPlane:
                 tenant, None if is_upload else length, now, is_from_peer=exchange.is_from_peer
             )
         except RateLimited as error:
-            record = RequestRecord.of(call(None))
-            record.status, record.error, record.duration_s = status_of(error), str(error), 0.0
-            record.cause = cause_of(error)
-            reply.recorded = True
-            self.flow.requests.add(record)
-            self.flow.observe(record)
+            self._record(call(None), error, reply)
             raise
         reply.on_begin, reply.on_end = admitted.free_body, admitted.close
         return admitted
 
+    def _record(self, call: Call, error: Exception, reply: Reply) -> None:
+        """Notes a request that is refused before the flow."""
+        record = RequestRecord.of(call)
+        record.status, record.error, record.duration_s = status_of(error), str(error), 0.0
+        record.cause, record.refusal = cause_of(error), getattr(error, "refusal", None)
+        reply.recorded = True
+        self.flow.requests.add(record)
+        self.flow.observe(record)
+
     def _work(
         self, call: Call, exchange: Exchange, reply: Reply, admitted: Admission
     ) -> Coroutine[Any, Any, object]:
-        """Serves a request on an engine, or passes it on to the kvpin that keeps the named object."""
+        """Serves a request on an engine, or passes it on to the kvpin that keeps the named response."""
         to_keeper = None if exchange.is_from_peer else self.to_keeper
-        if to_keeper is None or not may_name(call, isolated=self.tenants.isolated):
+        named = response_of(call) if to_keeper is not None else None
+        if to_keeper is None or named is None or self._keeps(call.tenant, named.id):
             return self._at_engine(call, exchange, reply, admitted)
-        return self._at_keeper(to_keeper, call, exchange, reply, admitted)
+        return self._at_keeper(to_keeper, named.id, call, exchange, reply, admitted)
 
-    def _keeps(self, tenant: str | None, name: Name) -> bool:
-        """True if a tenant's object is kept here, or by an engine that is known here."""
-        is_kept = name.kind is Kind.RESPONSE and self.responses.keeps(tenant, name.id)
-        return is_kept or self.flow.preparation.destinations.knows(tenant, name)
+    def _keeps(self, tenant: str | None, response_id: str) -> bool:
+        """True if a tenant's response is kept here, or by an engine that is known here."""
+        knows = self.flow.preparation.destinations.knows
+        return self.responses.keeps(tenant, response_id) or knows(tenant, response_id)
 
     async def _at_keeper(
-        self, to_keeper: PassedToKeeper, call: Call, exchange: Exchange, reply: Reply, admitted: Admission
+        self,
+        to_keeper: PassedToKeeper,
+        response_id: str,
+        call: Call,
+        exchange: Exchange,
+        reply: Reply,
+        admitted: Admission,
     ) -> None:
-        for name in await names_of(call, isolated=self.tenants.isolated):
-            if name.kind in COLLECTIONS and not self._keeps(call.tenant, name):
-                if await to_keeper.serve(name, call, exchange, reply, self.flow.rules.all_placed_s):
-                    return
-                break
-        await self._at_engine(call, exchange, reply, admitted)
+        if not await to_keeper.serve(response_id, call, exchange, reply, self.flow.rules.all_placed_s):
+            await self._at_engine(call, exchange, reply, admitted)
 
     def _at_engine(
         self, call: Call, exchange: Exchange, reply: Reply, admitted: Admission
@@ -312,27 +314,31 @@ class DataPlane:
     async def _serve_upload(
         self, exchange: Exchange, reply: Reply, call: Callable[[RequestBody], Call], admitted: Admission
     ) -> None:
-        """Serves a request whose body is passed on as it arrives. A form is read as far as its model's name,
-        where that matters."""
-        length = self._length(exchange.headers)
-        chunks: AsyncIterator[bytes] = exchange.chunks(self.max_body_bytes)
+        """Serves a request whose body is a file or a form. It is passed on as it arrives, but for a form of
+        which kvpin needs to know the model, or the names of the fields: that is read first."""
+        headers, isolated = exchange.headers, self.tenants.isolated
         is_limited = call(None).models is not None
-        checks: list[Callable[[str], None]] = [check_form_field] if self.tenants.isolated else []
-        checks += [one_model()] if is_limited else []
-        if checks:
-            if sum(name == b"content-type" for name, _ in exchange.headers.raw) > 1:
-                raise BadRequest("the request has several content types")  # the engine may read another one
-            if _kind(exchange.headers).startswith("multipart/"):
-                for check in checks:
-                    chunks = checked(chunks, exchange.headers["content-type"], check)
+        if (isolated or is_limited) and sum(name == b"content-type" for name, _ in headers.raw) > 1:
+            raise BadRequest("the request has several content types")  # the engine may read another one
         has_choice = self.flow.fleet.has_choice or (self.elsewhere is not None and self.elsewhere.models)
-        has_choice = has_choice or is_limited
-        if not (_kind(exchange.headers).startswith("multipart/form-data") and has_choice):
-            await self._work(call(Upload(chunks, length)), exchange, reply, admitted)
-            return
-        with new_spool() as spool:
-            form = await read_form(chunks, exchange.headers["content-type"], length, spool, admitted.hold)
+        is_form = _kind(headers).startswith("multipart/")
+        if is_form and (isolated or is_limited or has_choice):
+            form = await self._form(exchange, admitted, one_model=is_limited)
             await self._work(call(form), exchange, reply, admitted)
+            return
+        chunks = exchange.chunks(self.max_body_bytes)
+        await self._work(call(Upload(chunks, self._length(headers))), exchange, reply, admitted)
+
+    async def _form(self, exchange: Exchange, admitted: Admission, *, one_model: bool) -> Upload:
+        raw = await exchange.read(self.max_body_bytes, admitted.hold)
+        form = await off_loop(
+            partial(read_form, raw, exchange.headers["content-type"]), ms=len(raw) / FORM_BYTES_PER_MS
+        )
+        if self.tenants.isolated:
+            check_form(form.names)
+        if one_model:
+            form.check_one_model()
+        return Upload(_once([raw]), len(raw), form.model)
 
     def _call(
         self,
@@ -365,6 +371,8 @@ class DataPlane:
         """The body, and what was changed in it."""
         raw = await exchange.read(self.max_body_bytes, admitted.hold)
         if not raw:
+            if exchange.method == "POST" and checked_path(exchange.target) in PROMPT_ROUTES:
+                raise BadRequest("the body is empty: send a JSON object", code=Code.INVALID_JSON)
             return None, ()
         encoding = (
             exchange.headers.get("content-encoding")
@@ -440,8 +448,14 @@ def _cancel(exchange: Exchange, reply: Reply) -> None:
         asyncio.get_running_loop().call_later(ENGINE_END_S if ends_itself else 0, exchange.task.cancel, why)
 
 
+async def _once(parts: list[bytes]) -> AsyncIterator[bytes]:
+    """Yields the parts, and forgets each."""
+    while parts:
+        yield parts.pop(0)
+
+
 def _is_upload(path: str, headers: Headers) -> bool:
-    """True if the body is passed on as it arrives."""
+    """True if the body is a file or a form."""
     return route_of(path).startswith(FILE_ROUTES) and _kind(headers).startswith(("multipart/", "audio/"))
 
 

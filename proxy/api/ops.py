@@ -78,7 +78,7 @@ class Ops:
 
         It is also 503 when kvpin is about to stop: a load balancer then sends requests elsewhere. `models`
         tells whether the model of an engine that loads and unloads it is in memory. `why` tells why no
-        request can be taken although an engine is ready.
+        request can be taken although an engine is ready, or why there is no engine.
         """
         engines = self.fleet.engines.values()
         states = {engine.id: engine.state for engine in engines}
@@ -89,6 +89,8 @@ class Ops:
         idle = [] if self.fleet.serves else [each for each in self.fleet.pools.values() if each.ready()]
         if idle:
             more["why"] = str(self.fleet.none_ready(idle[0], None))
+        elif not states:
+            more["why"] = self.fleet.why_none()
         if self.peers is not None:
             more["exchange"] = _exchange(self.peers, stands_by=self.fleet.stands_by)
         return _health(ok=self._takes_requests, engines=states, **more)

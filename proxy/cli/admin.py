@@ -140,6 +140,7 @@ def engines_add(
     typer.echo(
         f"added {added['id']}, not connected yet: `kvpin engines` says when it is ready, or why it is not"
     )
+    _warn(added)
 
 
 @engines_app.command("remove")

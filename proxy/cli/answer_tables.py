@@ -115,8 +115,12 @@ def show_engines(answer: dict[str, Any]) -> None:
     less, out = ("served", "kind", "view", "in flight", "model"), console()
     TerminalTable.of(answer["engines"], _ENGINES, text="last error", less=less).print(out)
     for each in answer.get("removed", ()):  # engines that are not connected come without it
-        why = "settings name it; " if each["named"] else ""
-        line = f"removed {_day(each['removed'])} UTC: {each['engine']}; {why}undo: {each['undo']}"
+        why = (
+            "settings name it"
+            if each["named"]
+            else "nothing names it any more, so an undo needs its settings"
+        )
+        line = f"removed {_day(each['removed'])} UTC: {each['engine']}; {why}; undo: {each['undo']}"
         out.print(line, markup=False, style="dim", soft_wrap=True)
 
 

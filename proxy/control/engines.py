@@ -136,11 +136,13 @@ def describe_drained(engine: Engine, fleet: Fleet, *, is_told: bool) -> DrainedE
 
     `is_told`: other kvpins, if there are any, hear of it now."""
     names = names_served(engine, fleet) if engine.state is EngineState.DRAINING else ()
-    if others := sorted(engine.drains - {DrainReason.ORDERED}):
-        undo = f"{engine.id} also drains for another reason: {'; '.join(others)}"
-    else:
-        undo = f"they get 503 no_engine; kvpin engines drain {engine.id} --undo ends that"
+    others = "; ".join(sorted(engine.drains - {DrainReason.ORDERED}))
+    undo = "they get 503 no_engine"
+    if not others:
+        undo += f"; kvpin engines drain {engine.id} --undo ends that"
     warning = warning_of(fleet, names, undo, is_told=is_told)
+    if others:
+        warning = "; ".join(filter(None, (f"{engine.id} drains whatever is ordered: {others}", warning)))
     described = msgspec.structs.asdict(describe_engine(engine, fleet.pool_of(engine)))
     return DrainedEngine(**described, warning=warning)
 

@@ -7,7 +7,6 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -140,7 +139,11 @@ class IssuedKeys:
             min(expires.timestamp(), _LAST) if expires is not None else None,
             limits=limits if limits != NO_LIMITS else None,
         )
-        await self._save([*self._book.entries(), key])
+        if self._file is None:
+            raise Conflict("there is no place to keep keys: start kvpin with --state-dir, or set state_dir")
+        if (why := await self._exchange(self._file, [key])) is not None:
+            raise ProxyError(why)
+        await self._tell()
         return NewKey(**_fields(key), key=secret)
 
     async def remove(self, key_id: str) -> RemovedKey:
@@ -152,10 +155,9 @@ class IssuedKeys:
         self._book.merge([self._book.removal(key, time.time())])
         if self._file is None:
             return RemovedKey(key_id, _SAVED_ELSEWHERE)
-        try:
-            await self._save(self._book.entries())
-        except ProxyError as error:
-            return RemovedKey(key_id, _UNSAVED.format(error))
+        if (why := await self._exchange(self._file)) is not None:
+            return RemovedKey(key_id, _UNSAVED.format(why))
+        await self._tell()
         return RemovedKey(key_id, None)
 
     async def run(self) -> None:
@@ -168,45 +170,35 @@ class IssuedKeys:
 
     async def look(self) -> None:
         """Takes over what is new in the file, and saves what it lacks."""
-        file, entries = self._file, self._book.entries()
+        file = self._file
         if file is None or (file.version == self._seen and not self._is_wanted.is_set()):
             return
-        if file.version is None and not entries:
+        if file.version is None and not self._book.has_issued:
             return
-        try:
-            await self._exchange(file, entries)
-        except (OSError, SettingsError) as error:
-            if not self._has_complained:
-                self._has_complained = True
-                log.error(  # noqa: TRY400 - one sentence
-                    "issued keys are not saved: those that are known count; repair the file",
-                    error=str(error),
-                )
-        else:
-            if self._has_complained:
-                self._has_complained = False
-                log.info("issued keys are saved again")
+        why = await self._exchange(file)
+        if why is not None and not self._has_complained:
+            log.error(
+                "issued keys are not saved: those that are known count; repair the file",
+                error=why,
+            )
+        elif why is None and self._has_complained:
+            log.info("issued keys are saved again")
+        self._has_complained = why is not None
 
-    async def _save(self, entries: list[IssuedKey]) -> None:
-        """Saves entries and lets them count, here and at the other workers. Raises Conflict and ProxyError if
-        they cannot be saved."""
-        if self._file is None:
-            raise Conflict("there is no place to keep keys: start kvpin with --state-dir, or set state_dir")
-        try:
-            await self._exchange(self._file, entries)
-        except OSError as error:
-            raise ProxyError(f"the file of keys cannot be written: {error.strerror or error}") from error
-        except SettingsError as error:
-            raise ProxyError(str(error)) from error
-        await self._tell()
-
-    async def _exchange(self, file: KeyBookFile, entries: list[IssuedKey]) -> None:
-        """Saves entries, and takes over what the file holds. Raises OSError and SettingsError: `look` tries
-        again."""
+    async def _exchange(self, file: KeyBookFile, added: Collection[IssuedKey] = ()) -> str | None:
+        """Saves the book and what is added, and takes over what the file holds. Returns why that failed, else
+        None: `look` tries again."""
         self._is_wanted.clear()
         seen, self._seen = file.version, _NEVER
-        self._book.merge(await asyncio.to_thread(file.add, entries))
+        try:
+            entries = await asyncio.to_thread(file.add, [*self._book.entries(), *added])
+        except OSError as error:
+            return f"the file of keys cannot be written: {error.strerror or error}"
+        except SettingsError as error:
+            return str(error)
+        self._book.merge(entries)
         self._seen = seen  # if the file has changed, it is read once more
+        return None
 
     def _tenant(self, tenant: str | None, *, is_new: bool) -> str:
         """The tenant of a new key: one of the settings or of an issued key, or a new one; where the settings
@@ -238,47 +230,25 @@ def _fields(key: IssuedKey) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class Before:
-    """Before the key was issued: whether requests needed no key, and which engines were used."""
-
-    open: bool
-    used: frozenset[str]
+def used_engines(fleet: Fleet) -> frozenset[str]:
+    """The ids of the engines that are not refused because several tenants would share their KV."""
+    return frozenset(each.id for each in fleet.engines.values() if each.state is not EngineState.REFUSED)
 
 
-@dataclass(frozen=True, slots=True)
-class KeyNotes:
-    """Says what an issued key has changed."""
-
-    tenants: Tenants
-    fleet: Fleet
-
-    def before(self) -> Before:
-        """To be asked before the key is issued."""
-        return Before(
-            self.tenants.open,
-            frozenset(each.id for each in self.fleet.engines.values() if not _is_refused(each.state)),
+def notes_of(
+    key: KeyAnswer, tenants: Tenants, fleet: Fleet, *, was_open: bool, used: frozenset[str]
+) -> Iterator[str]:
+    """A sentence for each change by a new key that may surprise. Before it was issued, requests needed no key
+    if kvpin `was_open`, and these engines were `used`."""
+    if was_open and not tenants.open:
+        yield "this is the first key: from now on, every request needs one"
+    if lost := [name for name in fleet.engines if name in used - used_engines(fleet)]:
+        yield (
+            f"not used any more, because several tenants would share their KV: {', '.join(lost)}; set "
+            f"share_kv=true on them, or remove the key: kvpin keys remove {key.id}"
         )
-
-    def since(self, before: Before, key: KeyAnswer) -> list[str]:
-        """A sentence for each change that may surprise."""
-        return [*self._notes(before, key)]
-
-    def _notes(self, before: Before, key: KeyAnswer) -> Iterator[str]:
-        if before.open and not self.tenants.open:
-            yield "this is the first key: from now on, every request needs one"
-        engines = self.fleet.engines.values()
-        if lost := [each.id for each in engines if each.id in before.used and _is_refused(each.state)]:
-            yield (
-                f"not used any more, because several tenants would share their KV: {', '.join(lost)}; set "
-                f"share_kv=true on them, or remove the key: kvpin keys remove {key.id}"
-            )
-        if any(each.is_served_there for each in engines):
-            return  # another kvpin knows what these serve
-        for model in key.models or ():
-            if not self.fleet.has_model(model):
-                yield f"no engine serves {model!r} now"
-
-
-def _is_refused(state: EngineState) -> bool:
-    return state is EngineState.REFUSED
+    if any(each.is_served_there for each in fleet.engines.values()):
+        return  # another kvpin knows what these serve
+    for model in key.models or ():
+        if not fleet.has_model(model):
+            yield f"no engine serves {model!r} now"

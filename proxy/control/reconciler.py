@@ -19,7 +19,6 @@ A source that fails keeps its last engines; it is asked again after 1 to 30 s.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
@@ -41,7 +40,7 @@ from proxy.fleet.engine import DrainReason, Engine, EngineState, order_name
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.monitor import Monitor
 from proxy.fleet.process.managed_engine import ManagedEngine
-from proxy.runtime.tasks import Supervisor
+from proxy.runtime.tasks import Supervisor, until
 from proxy.settings import (
     EngineChanges,
     EngineEntry,
@@ -56,8 +55,6 @@ log = structlog.get_logger(__name__)
 
 FIRST_BACKOFF_S = 1.0
 MAX_BACKOFF_S = 30.0
-_POLL_S = 0.05
-
 _Made = tuple[NamedEngine, EngineAdapter, ManagedEngine | None]
 
 
@@ -643,6 +640,10 @@ class Reconciler:
             engine.state = state if engine.mine.is_set() else EngineState.ELSEWHERE
             engine.check_now.set()
 
+    async def told_uses(self, url: bytes) -> bytes:
+        """Not empty while an adapter uses the engine at that address, also if it has left the fleet."""
+        return b"1" if any(engine.adapter.spec.url == url.decode() for engine in self._members) else b""
+
     @property
     def processes(self) -> list[ManagedEngine]:
         """The processes that kvpin runs."""
@@ -653,13 +654,6 @@ class Reconciler:
         longer: they save their slots."""
         self._is_stopped = True
         await until(lambda: all(map(self._fleet.has, self._members)), within_s)
-
-
-async def until(is_so: Callable[[], bool], seconds: float = math.inf) -> None:
-    """Waits until something is so, but not longer."""
-    deadline = asyncio.get_running_loop().time() + seconds
-    while not is_so() and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110 - a rare wait
-        await asyncio.sleep(_POLL_S)
 
 
 @lru_cache(maxsize=MAX_MARKS)

@@ -1,42 +1,36 @@
-"""The destination of a request: the pool of its model, or the engine that keeps the objects it names."""
+"""The destination of a request: the pool of its model, or the engine that keeps the response it names."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Iterable
-from functools import partial
 from typing import Any
 
 from msgspec import Struct
 
 from engine_adapter import ADAPTER_FIELDS, JsonBody
 from engine_adapter.codes import Code
-from engine_adapter.off_loop import JSON_BYTES_PER_MS, off_loop
-from proxy.errors import BadRequest, Forbidden, ModelRefused, NotFound
+from proxy.errors import Forbidden, ModelRefused, NotFound
 from proxy.fleet.engine import Engine
 from proxy.fleet.fleet import MAX_NAME, Fleet
 from proxy.fleet.pool import Pool
 from proxy.request.calls import Call
 from proxy.request.stored import (
-    FOLLOWED,
-    AnswerNoter,
+    CONTINUING,
+    MAX_ID,
     Home,
-    Kind,
-    Name,
-    ObjectHomes,
-    may_name,
-    name_in_path,
-    names_items,
-    names_of,
-    open_route,
+    Named,
+    ResponseHomes,
+    ResponseNoter,
+    check_fields,
+    check_items,
+    response_of,
 )
-from proxy.request.stored.names import CONTINUING, ITEM_ROUTES, PREVIOUS
 from proxy.request.translate import RESPONSES_PATH, may_name_more
 
 # Routes whose requests name further models in files.
 _NAMING_UNSEEN = ("/v1/batches", "/v1/messages/batches")
 _HEALTH = "/v1/health"
-# Characters of an id that an error repeats.
-_SHOWN = 256
+_PREVIOUS = "Previous response", Code.PREVIOUS_RESPONSE_NOT_FOUND
 
 
 class Destination(Struct, frozen=True):
@@ -54,20 +48,20 @@ class Destination(Struct, frozen=True):
 
 
 class Destinations:
-    """Finds destinations, and remembers which engine keeps which objects of whom.
+    """Finds destinations, and remembers which engine keeps which responses of whom.
 
     Attributes:
-        isolated: there are several tenants, who must not reach each other's objects.
+        isolated: there are several tenants, who must not reach what engines keep for others.
     """
 
     def __init__(self, fleet: Fleet, tenants: Iterable[str] = ()) -> None:
         """`tenants`: see `divide`."""
         self._fleet = fleet
-        self._homes = ObjectHomes()
+        self._homes = ResponseHomes()
         self.divide(tenants)
 
     def divide(self, tenants: Iterable[str]) -> None:
-        """There are only these tenants from now on. What is known of others' objects is forgotten."""
+        """There are only these tenants from now on. What is known of others' responses is forgotten."""
         names = frozenset(tenants)
         self.isolated = len(names) > 1
         self._homes.divide(names)
@@ -123,43 +117,33 @@ class Destinations:
     async def _find(self, call: Call) -> Destination:
         """The destination of a request for any model.
 
-        An object that kvpin did not see may be on any engine. With several tenants it may be another
+        A response that kvpin did not see may be on any engine. With several tenants it may be another
         tenant's, so it is refused.
 
         Raises:
-            NotFound: nothing serves its model, or an object cannot be reached.
+            NotFound: nothing serves its model, or a response cannot be reached.
             Forbidden: it names what may be another tenant's.
-            BadRequest: its objects lie on several engines, or are too many.
             msgspec.DecodeError: its body cannot be decoded.
             NoEngine: no engine has connected yet, or an engine that may serve the model is still connecting.
         """
-        if not (self.isolated or may_name(call, isolated=False)):
-            try:
-                return self._by_model(call)
-            except NotFound:
-                if not await self._fleet.look_up():
-                    raise
-                return self._by_model(call)
-        homes: dict[Home, Name] = {}
-        unknown: list[Name] = []
-        for name in await names_of(call, isolated=self.isolated):
-            if (home := self._homes.find(call.tenant, name)) is None:
-                unknown.append(name)
-            else:
-                homes[home] = name
         if self.isolated:
-            await self._check(call, unknown)
-        elif unknown:
-            return self._anywhere(call, unknown[0])
-        if len(homes) > 1:
-            names = ", ".join(repr(name.id) for name in homes.values())
-            raise BadRequest(f"the request names objects of several engines: {names}")
-        for home, name in homes.items():
-            return self._at(home, call, name)
-        return self._by_model(call)
+            await self._check(call)
+        if (named := response_of(call)) is not None:
+            if (home := self._homes.find(call.tenant, named.id)) is not None:
+                return self._at(home, call, named)
+            if not self.isolated:
+                return self._anywhere(call, named)
+            if not self._keeps_responses(call):
+                raise _no_response(named)
+        try:
+            return self._by_model(call)
+        except NotFound:
+            if not await self._fleet.look_up():
+                raise
+            return self._by_model(call)
 
     def _by_model(self, call: Call) -> Destination:
-        """The destination of a request that names no object. A read that names no model goes to that of its
+        """The destination of a request that names no response. A read that names no model goes to that of its
         key, if the key is for one that is served, and for all its LoRA adapters, which the answer may show.
         Any other that names no model goes where its route is served, if only one pool serves it, or any may.
         Raises NotFound and NoEngine, see `Fleet.find`."""
@@ -178,64 +162,52 @@ class Destinations:
                 return Destination(able[0], None)
         return Destination(*self._fleet.find(call.model))
 
-    def knows(self, tenant: str | None, name: Name) -> bool:
-        """True if an engine keeps that object for a tenant."""
-        return self._homes.find(tenant, name) is not None
+    def knows(self, tenant: str | None, response_id: str) -> bool:
+        """True if an engine keeps that response for a tenant."""
+        return self._homes.find(tenant, response_id) is not None
 
-    def note(self, tenant: str | None, name: Name, engine_id: str) -> None:
-        """An engine has made an object for a tenant."""
-        self._homes.keep(tenant, name, Home(engine_id, _instance_of(self._fleet.engines.get(engine_id))))
+    def note(self, tenant: str | None, response_id: str, engine_id: str) -> None:
+        """An engine has made a response for a tenant."""
+        home = Home(engine_id, _instance_of(self._fleet.engines.get(engine_id)))
+        self._homes.keep(tenant, response_id, home)
 
-    def noter(self, call: Call, engine_id: Callable[[], str]) -> AnswerNoter | None:
-        """Notes what the answer to a request makes or deletes; None for one that does neither.
+    def noter(self, call: Call, engine_id: Callable[[], str]) -> ResponseNoter | None:
+        """Notes the response that the answer to a request makes; None if it makes none.
 
         `engine_id` tells, once the answer has begun, which engine gives it.
         """
-        if not self.isolated and call.route != RESPONSES_PATH:
+        if call.route != RESPONSES_PATH or call.method != "POST":
             return None
-        route = open_route(call.method, call.route)
-        if route is None or not (route.makes or route.ends):
-            return None
-        tenant, homes, name = call.tenant, self._homes, name_in_path(call.path, isolated=self.isolated)
-        gone = partial(homes.forget, tenant, name) if route.ends and name is not None else None
-        return AnswerNoter(route.makes, lambda made: self.note(tenant, made, engine_id()), gone)
+        tenant = call.tenant
+        return ResponseNoter(lambda made: self.note(tenant, made, engine_id()))
 
-    async def _check(self, call: Call, unknown: Iterable[Name]) -> None:
-        """Checks what a request of one of several tenants names, of which kvpin knows no engine.
-
-        Raises:
-            NotFound: an object is not the tenant's, or exists nowhere.
-            Forbidden: it is of a kind that is not followed.
-        """
-        for name in unknown:
-            if name.kind not in FOLLOWED:
-                raise _not_followed(name.kind, name.param)
-            if name.kind is not Kind.RESPONSE or not self._keeps_responses(call):
-                raise _no_object(name)
+    async def _check(self, call: Call) -> None:
+        """Raises Forbidden if a request of one of several tenants names what engines keep."""
+        await check_fields(call)
         body = call.body
-        if isinstance(body, JsonBody) and call.route.startswith(ITEM_ROUTES) and may_name_more(body):
-            ms = len(body.raw) / JSON_BYTES_PER_MS
-            if not self._keeps_responses(call) and await off_loop(lambda: names_items(body), ms=ms):
-                raise _not_followed("item", None)
+        if not isinstance(body, JsonBody) or not call.route.startswith(RESPONSES_PATH):
+            return
+        if may_name_more(body) and not self._keeps_responses(call):
+            await check_items(body)
 
     def _keeps_responses(self, call: Call) -> bool:
         """True if kvpin itself looks up what a request continues: engines of its model get chats."""
         return call.route in CONTINUING and RESPONSES_PATH in self._fleet.find(call.model)[0].served_as_chats
 
-    def _anywhere(self, call: Call, name: Name) -> Destination:
+    def _anywhere(self, call: Call, named: Named) -> Destination:
         """Where to look for a response that kvpin did not see, with one tenant."""
         if call.route in CONTINUING:
             return Destination(*self._fleet.find(call.model))
         keepers = [each for each in self._fleet.pools.values() if RESPONSES_PATH not in each.served_as_chats]
         if len(keepers) != 1:
-            raise _no_object(name)
+            raise _no_response(named)
         return Destination(keepers[0], None)
 
-    def _at(self, home: Home, call: Call, name: Name) -> Destination:
+    def _at(self, home: Home, call: Call, named: Named) -> Destination:
         engine = self._fleet.engines.get(home.engine)
         pool = self._fleet.pool_of(engine) if engine is not None else None
         if pool is None or _instance_of(engine) != home.instance:
-            raise _no_object(name, f": engine {home.engine!r}, which made it, was restarted")
+            raise _no_response(named, f": engine {home.engine!r}, which made it, was restarted")
         model = self._fleet.find(call.model)[1] if call.model is not None else None
         return Destination(pool, model, home.engine)
 
@@ -256,19 +228,7 @@ def _instance_of(engine: Engine | None) -> str | None:
     return engine.info.instance if engine is not None and engine.info is not None else None
 
 
-def _no_object(name: Name, why: str = "") -> NotFound:
-    """The error for an unknown object. Another tenant's object gets the same error."""
-    what, code = (
-        ("Previous response", Code.PREVIOUS_RESPONSE_NOT_FOUND)
-        if name.param == PREVIOUS
-        else (name.kind.capitalize(), None)
-    )
-    return NotFound(f"{what} with id {name.id[:_SHOWN]!r} not found{why}.", param=name.param, code=code)
-
-
-def _not_followed(what: str, param: str | None) -> Forbidden:
-    return Forbidden(
-        f"the request names {what}s that an engine keeps: kvpin has several tenants, and cannot tell whose "
-        "they are",
-        param=param,
-    )
+def _no_response(named: Named, why: str = "") -> NotFound:
+    """The error for an unknown response. Another tenant's response gets the same error."""
+    what, code = ("Response", None) if named.param is None else _PREVIOUS
+    return NotFound(f"{what} with id {named.id[:MAX_ID]!r} not found{why}.", param=named.param, code=code)

@@ -281,7 +281,7 @@ class Fleet:
         elif len(self.pools) == 1:
             return next(iter(self.pools.values())), None
         if not self.pools:
-            raise NoEngine(self._why_none())
+            raise NoEngine(self.why_none())
         self._require_all_known(model)
         if model not in self.aliases:
             takers = [pool for pool in self.pools.values() if model is not None and pool.any_model]
@@ -291,7 +291,7 @@ class Fleet:
                 return found
         raise self.not_served(model)
 
-    def _why_none(self) -> str:
+    def why_none(self) -> str:
         """The error's text while no engine has connected."""
         processes = [engine.process for engine in self.engines.values()]
         if processes and all(each is not None and each.given_up for each in processes):

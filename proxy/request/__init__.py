@@ -18,8 +18,8 @@ comparison.py      why a request's cache missed
 diagnostics.py     the reason of a cache miss, and what the cache got, as fields of the answer
 normalising.py     which rules change whose prompts
 values_back.py     puts values back where an answer repeats a reference to one
-known_routes.py    routes that take only POST, and what a wrong path means
+known_routes.py    routes for several tenants, routes that take only POST, and what a wrong path means
+stored.py          what engines keep: which of it several tenants may name, and which engine keeps a response
 translate/         requests of other APIs, served as chats
-stored/            objects that engines keep: whose they are, and which routes reach them
 records.py         the last requests, for `GET /admin/v1/requests`
 """

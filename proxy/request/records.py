@@ -111,7 +111,7 @@ class RequestRecord(RequestFacts, kw_only=True):
         diagnosis: why no more was reused, once somebody asked.
         events: events of the answer's stream that the client was sent.
         headers: the client's, until the request is over.
-        refusal: the reason of `kvpin_refused_total` for which its key kept it from its model; None otherwise.
+        refusal: the reason of `kvpin_refused_total` for which it reached no engine, if its error tells it.
     """
 
     arrived: float = msgspec.field(default_factory=time.monotonic)

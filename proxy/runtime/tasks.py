@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from math import inf
 from typing import Any
 
 import structlog
@@ -11,6 +12,7 @@ import structlog
 log = structlog.get_logger(__name__)
 
 RESTART_S = 1.0
+_POLL_S = 0.05
 
 
 class Supervisor:
@@ -62,3 +64,10 @@ class Supervisor:
         except Exception:
             # The only broad except: a bug in background work is logged and must not stop kvpin.
             log.exception("background task crashed: this is a bug in kvpin", task=name)
+
+
+async def until(is_so: Callable[[], bool], seconds: float = inf) -> None:
+    """Waits until something is so, but not longer."""
+    deadline = asyncio.get_running_loop().time() + seconds
+    while not is_so() and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110 - a rare wait
+        await asyncio.sleep(_POLL_S)

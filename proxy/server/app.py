@@ -49,7 +49,7 @@ from proxy.api.page import WebPage
 from proxy.api.relay.to_object_home import PassedToKeeper
 from proxy.api.relay.to_owner import PassedToOwner
 from proxy.api.workers.hand_over import HAND_OVER_PATH, HandOver
-from proxy.api.workers.siblings import Siblings, ask
+from proxy.api.workers.siblings import USES_PATH, Siblings, ask
 from proxy.api.workers.together import ORDERS_PATH, Together, peer_routes
 from proxy.control.keys import KEYS_PATH, IssuedKeys
 from proxy.control.kv import KvVerbs
@@ -508,6 +508,7 @@ def _peer_routes(proxy: Proxy) -> list[Route]:
             HAND_OVER_PATH: proxy.hand_over.receive,
             PROMPTS_PATH: lambda _body: proxy.prompts.told(),
             KEYS_PATH: proxy.told_keys,
+            USES_PATH: proxy.engines.told_uses,
             ORDERS_PATH: proxy.follow_orders,
         }
     )

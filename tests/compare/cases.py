@@ -388,7 +388,7 @@ ORDERS: dict[str, bytes] = {  # the admin API
     "drain": admin("engines/v0/drain", {}),
     "engines, one drained": admin("engines"),
     "chat, one drained": http(CHAT, chat("drained")),
-    "undrain": admin("engines/v0/drain", {"undo": True}),
+    "drain, undone": admin("engines/v0/drain", {"undo": True}),
     "drain unknown": admin("engines/none/drain", {}),
     "remove unknown": admin("engines/none", method="DELETE"),
     "add bad": admin("engines", {"kind": "vllm"}),

@@ -51,7 +51,7 @@ MUTATIONS = tuple(Mutation(*row) for row in (
     ("usage: tokens of answers", "admin: usage", "proxy/observe/metrics.py", "used.output_tokens += record.answer_tokens", "pass"),
     ("metrics: a bucket", "admin: metrics", "proxy/observe/metrics.py", "7.5, 10, 20, 40, 80)", "7.5, 10, 20, 40)"),
     ("admin: days of use", "admin: usage", "proxy/core/tenant_use.py", "if day > first]", "if day > first + days]"),
-    ("admin: an engine stays drained", "admin: undrain", "proxy/control/reconciler.py", "elif engine.state is EngineState.DRAINING:", "elif engine.state is EngineState.REFUSED:"),
+    ("admin: an engine stays drained", "admin: drain", "proxy/control/reconciler.py", "elif engine.state is EngineState.DRAINING:", "elif engine.state is EngineState.REFUSED:"),
     ("log: what an engine did", "engine: status 500", "proxy/steps/request.py", '"the engine refused a request"', '"the engine refused it"'),
     ("normalise: tools stay as they are", "chat plain: tools", "proxy/core/normalise.py", '_SCHEMAS = ("parameters", "input_schema")', '_SCHEMAS = ("input_schema",)'),
     ("sessions: a header", "session header", "proxy/headers.py", '    "x-session-id",\n', ""),

@@ -12,6 +12,7 @@ import pytest
 from engine_adapter import EngineAdapter, HttpTransport, make_adapter
 from tests.engines import engine_spec
 from tests.fake_engines.core import EngineCore
+from tests.fake_engines.lmdeploy import running_lmdeploy
 from tests.fake_engines.nim import FakeNim, running_nim
 from tests.fake_engines.sglang import running_sglang
 from tests.fake_engines.tensorrt_llm import RunningTrtllm, running_trtllm
@@ -122,6 +123,16 @@ def trtllm_server() -> Iterator[RunningTrtllm]:
 
 
 @pytest.fixture(scope="session")
+def lmdeploy() -> Iterator[str]:
+    """The address of a fake one, or of a real one at KVPIN_TEST_LMDEPLOY: idle, with prefix caching."""
+    if address := os.environ.get("KVPIN_TEST_LMDEPLOY"):
+        yield address
+        return
+    with running_lmdeploy() as running:
+        yield running.url
+
+
+@pytest.fixture(scope="session")
 def nim() -> Iterator[str]:
     """The address of a fake one, with a fake TensorRT-LLM inside."""
     with running_trtllm() as inside, running_nim(FakeNim(tuple(inside.fake.app.routes))) as url:
@@ -129,10 +140,19 @@ def nim() -> Iterator[str]:
 
 
 @pytest.fixture(
-    params=["embedded", "openai_compatible", "llama_server", "vllm", "sglang", "tensorrt_llm", "nim"]
+    params=[
+        "embedded",
+        "openai_compatible",
+        "llama_server",
+        "vllm",
+        "sglang",
+        "tensorrt_llm",
+        "lmdeploy",
+        "nim",
+    ]
 )
 async def adapter(
-    request, embedded_engine, llama, vllm_server, sglang_server, trtllm_server, nim
+    request, embedded_engine, llama, vllm_server, sglang_server, trtllm_server, lmdeploy, nim
 ) -> AsyncIterator[EngineAdapter]:
     """Each kind of adapter, with a shared engine of its kind."""
     is_llama = request.param == "llama_server"
@@ -141,6 +161,7 @@ async def adapter(
         "vllm": vllm_server.url,
         "sglang": sglang_server.url,
         "tensorrt_llm": trtllm_server.url,
+        "lmdeploy": lmdeploy,
         "nim": nim,
     }
     spec = engine_spec(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 
 import httpx
 import pytest
@@ -28,9 +28,12 @@ from engine_adapter import (
 from engine_adapter.http.models import read_models
 from engine_adapter.types import MESSAGES_ROUTES, EngineSpec, token_array
 from tests.engines import served
+from tests.fake_engines.text import decode
 
 CHAT = {"messages": [{"role": "user", "content": "Hello there"}], "max_tokens": 3, "temperature": 0}
 TARGET = KvTarget(token_array([1, 2, 3]))
+ONLY_TEXT = ("lmdeploy",)
+"""Kinds whose completions take no token ids."""
 
 
 def body(**fields) -> JsonBody:
@@ -58,7 +61,7 @@ async def test_connect_says_what_it_is_and_changes_nothing(adapter):
     assert first == second
     assert first.model
     assert first.instance
-    assert first.max_model_len > 0
+    assert first.max_model_len is None or first.max_model_len > 0
 
 
 async def test_it_says_what_the_engine_says_of_its_model(adapter):
@@ -90,7 +93,7 @@ async def test_a_prepared_request_is_answered(adapter, transport, path):
         answer = json.loads(await response.read())
         assert response.status == 200
         reported = adapter.cached_tokens(response.headers)
-    assert reported in (None, answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert reported in (None, (answer["usage"]["prompt_tokens_details"] or {}).get("cached_tokens"))
 
 
 async def test_a_made_up_name_of_a_model_is_served_or_not_found(adapter, transport):
@@ -114,7 +117,8 @@ async def test_a_held_request_is_answered_and_its_reuse_is_what_was_said(adapter
     """Sends a request twice: the hold's prediction for the second equals the engine's report."""
     info = await adapter.connect()
     path, sent = "/v1/completions", list(range(300, 340))
-    fields = {"model": info.model, "prompt": sent, "max_tokens": 2, "temperature": 0}
+    given = decode(sent) if adapter.spec.kind in ONLY_TEXT else sent
+    fields = {"model": info.model, "prompt": given, "max_tokens": 2, "temperature": 0}
     if streamed:
         fields |= {"stream": True, "stream_options": {"include_usage": True}}
     prompt = KvTarget(token_array(sent))
@@ -129,10 +133,20 @@ async def test_a_held_request_is_answered_and_its_reuse_is_what_was_said(adapter
                 finished, reported = hold.answer.finish(), hold.answer.cached_tokens()
                 answer = finished if hold.answer.assembles else raw
         assert response.status == 200
-    if not streamed:
+    if not streamed and given == sent:
         assert json.loads(answer)["usage"]["prompt_tokens"] == len(sent)
     if hold.cached_tokens is not None:
         assert reported == hold.cached_tokens > 0
+
+
+async def test_completions_take_token_ids_or_refuse_them(adapter):
+    """Warming and `doctor --probe` send token ids."""
+    model = (await adapter.connect()).model
+    sent = JsonBody(json.dumps({"model": model, "prompt": [300, 301], "max_tokens": 1}).encode())
+    refuses = adapter.spec.kind in ONLY_TEXT
+    with pytest.raises(EngineRejected, match="token ids") if refuses else nullcontext():
+        async with adapter.hold("/v1/completions", sent, KvTarget(token_array([300, 301]))):
+            pass
 
 
 async def test_what_is_forecast_is_within_the_prompt(adapter):
@@ -191,8 +205,8 @@ async def test_lower_tiers_are_asked_only_where_there_are_some(adapter):
 
 
 async def test_it_is_known_who_computes_what_two_prompts_share_twice(adapter):
-    twice = ("openai_compatible", "sglang", "tensorrt_llm", "nim")  # the one here has TensorRT-LLM inside
-    assert (await adapter.connect()).shares_prefill is (adapter.spec.kind not in twice)
+    once = ("embedded", "llama_server", "vllm")
+    assert (await adapter.connect()).shares_prefill is (adapter.spec.kind in once)
 
 
 async def test_stats_are_for_people(adapter):

@@ -4,6 +4,7 @@ import pytest
 
 from engine_adapter import EngineRejected, EngineSpec, EngineSpecError, EngineUnavailable, detect_kind
 from engine_adapter.detect import wrong_kind
+from tests.fake_engines.lmdeploy import running_lmdeploy
 from tests.fake_engines.sglang import running_sglang
 from tests.fake_engines.tensorrt_llm import running_trtllm
 from tests.fake_engines.vllm import running_vllm
@@ -27,7 +28,12 @@ async def test_a_llama_server(llama):
 
 @pytest.mark.parametrize(
     ("running", "kind"),
-    [(running_vllm, "vllm"), (running_sglang, "sglang"), (running_trtllm, "tensorrt_llm")],
+    [
+        (running_vllm, "vllm"),
+        (running_sglang, "sglang"),
+        (running_trtllm, "tensorrt_llm"),
+        (running_lmdeploy, "lmdeploy"),
+    ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 async def test_the_large_engines(running, kind):

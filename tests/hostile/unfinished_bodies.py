@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import itertools
-import os
 
-from tests.hostile.attacker import ANY, CLOSED, HELD, MIB, REFUSED, Attack, Attacker, Run, each
+from tests.hostile.attacker import ANY, CLOSED, HELD, REFUSED, Attack, Attacker, Run, each
 from tests.hostile.client import CHAT, chat, head_of, post
 from tests.hostile.place import BAD, BROKEN, LIMITED
 
@@ -27,29 +24,10 @@ def _held(target: str, begin: bytes, *headers: str) -> Run:
     """The last byte of 20 bodies does not come, by a tenant with one request at a time."""
 
     async def run(a: Attacker) -> None:
-        size = a.size(60)
-        whole = post(target, begin + b"x" * size, *headers, key=LIMITED)
-        most = _in_files(a) + 2 * size
-        await asyncio.gather(a.hold(itertools.repeat(whole[:-1], 20), 5), _watch_files(a, most))
+        whole = post(target, begin + b"x" * a.size(60), *headers, key=LIMITED)
+        await a.hold(itertools.repeat(whole[:-1], 20), 5)
 
     return run
-
-
-def _in_files(a: Attacker) -> int:
-    """Bytes in kvpin's temporary files, which have no name."""
-    total = 0
-    for entry in os.scandir(f"/proc/{a.place.pid}/fd"):
-        with contextlib.suppress(OSError):
-            if os.readlink(entry.path).startswith(str(a.place.tmp)):  # noqa: PTH115 - not of a Path
-                total += entry.stat().st_size
-    return total
-
-
-async def _watch_files(a: Attacker, most: int) -> None:
-    for _ in range(8):
-        await asyncio.sleep(0.2)
-        if _in_files(a) > most:
-            a.fault(f"more than {most // MIB} MiB in temporary files")
 
 
 async def _drip(a: Attacker) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.fakes import FakeEngine, answer
 from tests.live.conftest import running_kvpin
-from tests.proxy.request.stored.objects_world import FOLLOWED, KEYS, Objects
+from tests.proxy.request.objects_world import KEYS, Objects
 
 pytestmark = pytest.mark.live
 
@@ -37,7 +37,7 @@ async def ask(kvpin, method, path, tenant, **options):
         return await client.request(method, f"{kvpin.url}{path}", headers=KEYS[tenant], **options)
 
 
-async def test_any_worker_reaches_a_tenants_objects(tmp_path):
+async def test_any_worker_reaches_a_tenants_responses(tmp_path):
     config = tmp_path / "kvpin.toml"
     async with FakeEngine("a", Engine()) as engine:
         config.write_text(settings(engine))
@@ -46,12 +46,12 @@ async def test_any_worker_reaches_a_tenants_objects(tmp_path):
         kvpin = await asyncio.to_thread(running.__enter__)
         try:
             made = []
-            for number in range(N):
-                collection = f"/v1/{FOLLOWED[number % len(FOLLOWED)]}".replace("uploads", "files")
+            for _ in range(N):
                 body = {"model": "m", "input": "hi"}
-                created = await ask(kvpin, "POST", collection, "a", json=body)
-                made.append(f"{collection}/{created.raise_for_status().json()['id']}")
-                assert (await ask(kvpin, "GET", collection, "b")).status_code == 403
+                created = await ask(kvpin, "POST", "/v1/responses", "a", json=body)
+                made.append(f"/v1/responses/{created.raise_for_status().json()['id']}")
+                for path in ("/v1/responses", "/v1/files", f"/v1/files/{created.json()['id']}"):
+                    assert (await ask(kvpin, "GET", path, "b")).status_code == 403
             for path in made:
                 for _ in range(3):
                     assert (await ask(kvpin, "GET", path, "a")).status_code == 200

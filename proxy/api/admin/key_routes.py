@@ -11,7 +11,7 @@ from starlette.responses import Response
 from engine_adapter.off_loop import JSON_BYTES_PER_MS, off_loop
 from proxy.api.admin.endpoint import Endpoint, Query, answer, decode, read_body, read_bytes
 from proxy.api.admin.request_bodies import AddKey, PutTable
-from proxy.control.keys import IssuedKeys, KeyAnswer, KeyNotes, NewKey, RemovedKey
+from proxy.control.keys import IssuedKeys, KeyAnswer, NewKey, RemovedKey, notes_of, used_engines
 from proxy.control.tables import SharedTables, TableAnswer
 from proxy.core.quotas import TenantLimits
 from proxy.errors import BadRequest
@@ -32,7 +32,6 @@ class KeyList(msgspec.Struct):
 
 def key_routes(keys: IssuedKeys, tenants: Tenants, fleet: Fleet) -> tuple[Endpoint, ...]:
     """Issues, lists and removes keys."""
-    notes = KeyNotes(tenants, fleet)
 
     async def list_keys(_request: Request) -> Response:
         return answer(
@@ -41,7 +40,7 @@ def key_routes(keys: IssuedKeys, tenants: Tenants, fleet: Fleet) -> tuple[Endpoi
 
     async def post_key(request: Request) -> Response:
         body = await read_body(request, AddKey)
-        before = notes.before()
+        was_open, used = tenants.open, used_engines(fleet)
         key = await keys.add(
             tenant=body.tenant,
             name=body.name,
@@ -50,7 +49,7 @@ def key_routes(keys: IssuedKeys, tenants: Tenants, fleet: Fleet) -> tuple[Endpoi
             limits=TenantLimits(body.requests_per_minute, body.tokens_per_minute, body.concurrent_requests),
             new_tenant=body.new_tenant,
         )
-        key.notes = notes.since(before, key)
+        key.notes = [*notes_of(key, tenants, fleet, was_open=was_open, used=used)]
         added = answer(key, 201)
         added.headers["cache-control"] = "no-store"
         return added

@@ -17,6 +17,8 @@ from proxy.http.listeners import Door
 
 log = structlog.get_logger(__name__)
 
+USES_PATH = "/workers/uses"
+"""Where the supervisor asks a worker whether it uses the engine at an address; an empty answer means no."""
 HOST = "http://kvpin"
 """The host of URLs that are asked over a Unix socket."""
 # An operation may be waited for as long as a minute. Other requests leave a hanging worker out: `kvpin stats`
@@ -25,6 +27,11 @@ ASK_S = 70.0
 _SHOW_S = 5.0
 _LOCK = "speaker"
 _NUMBER_BYTES = 2
+
+
+def socket_of(directory: Path, number: int) -> Path:
+    """What a worker listens on, in the supervisor's directory."""
+    return directory / f"worker-{number}.http"
 
 
 class Siblings:
@@ -39,8 +46,8 @@ class Siblings:
     def __init__(self, directory: Path, number: int, of: int) -> None:
         """`number`: this worker, from 1 to `of`. `directory` is the supervisor's. Raises OSError."""
         self._directory, self.number = directory, number
-        self.own = self._socket(number)
-        self.sockets = [str(self._socket(each)) for each in range(1, of + 1) if each != number]
+        self.own = socket_of(directory, number)
+        self.sockets = [str(socket_of(directory, each)) for each in range(1, of + 1) if each != number]
         self._lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._speaks = self._is_retired = False
 
@@ -61,15 +68,12 @@ class Siblings:
     @property
     def speaker(self) -> str:
         """What the one listens on that speaks for all. For a moment, it may be the one before."""
-        return str(self._socket(int.from_bytes(os.pread(self._lock, _NUMBER_BYTES, 0))))
+        return str(socket_of(self._directory, int.from_bytes(os.pread(self._lock, _NUMBER_BYTES, 0))))
 
     def retire(self) -> None:
         """This worker is about to stop: another one speaks for all from now on."""
         self._speaks, self._is_retired = False, True
         fcntl.flock(self._lock, fcntl.LOCK_UN)
-
-    def _socket(self, number: int) -> Path:
-        return self._directory / f"worker-{number}.http"
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,11 +45,19 @@ _OWN = (b"connection", b"content-length", b"date", b"keep-alive", b"transfer-enc
 _SAFE = ("GET", "HEAD")
 # What these ask for may be done twice.
 _REPEATED = (*_SAFE, "DELETE")
-# How long a request that changes nothing may take at the worker that speaks for all.
-_SHOW_S = 20.0
+# How long a request that changes nothing, or an order about engines, may take at the worker that speaks for
+# all. Prometheus waits 10 s for a page.
+_SHOW_S = 8.0
+# How long another worker may take to follow an order about engines.
+_FOLLOW_S = 4.0
 # How long a request waits while another worker takes over to speak for all, and between two tries.
 _TAKE_OVER_S = 5.0
 _AGAIN_S = 0.05
+_LATE = f"a worker has not answered for {_FOLLOW_S:g} s: it follows when it does, or when it is started again"
+_HANGS = (
+    f"the worker that answers for all has been silent for {_SHOW_S:g} s; if it hangs, kvpin starts it again: "
+    "try again in half a minute"
+)
 
 
 def _nobody() -> Sequence[str]:
@@ -82,10 +90,11 @@ class Together:
                 return await endpoint.handler(request)
             return await self._with_others(self.transport, endpoint, request)
 
-        return await self.by_speaker(request, here)
+        return await self.by_speaker(request, here, is_quick=endpoint.others == "follow")
 
-    async def by_speaker(self, request: Request, here: _Here) -> Response:
-        """The answer of the worker that speaks for all: by `here` in this one, or passed on.
+    async def by_speaker(self, request: Request, here: _Here, *, is_quick: bool = False) -> Response:
+        """The answer of the worker that speaks for all: by `here` in this one, or passed on. A request that
+        `is_quick` takes no longer than one that changes nothing.
 
         Raises:
             NoEngine: no worker speaks for all now, or it was lost while it carried the request out.
@@ -95,16 +104,19 @@ class Together:
             return await here(request)
         body, clock = await read_bytes(request), asyncio.get_running_loop().time
         headers = [*_passed_on(request), (_FOR_ALL.encode(), b"1")]
-        until = clock() + _TAKE_OVER_S
+        until, show_until = clock() + _TAKE_OVER_S, clock() + _SHOW_S
+        is_quick = is_quick or request.method in _SAFE
         while not siblings.speaks():
             to = OutgoingRequest(
                 request.method, f"{HOST}{_target(request)}", headers, body or None, unix=siblings.speaker
             )
             try:
-                async with asyncio.timeout(_SHOW_S if request.method in _SAFE else ASK_S):
+                async with asyncio.timeout_at(show_until if is_quick else clock() + ASK_S):
                     answer = await self.transport.send(to)
             except (EngineUnavailable, TimeoutError) as error:
                 is_perhaps_done = isinstance(error, (EngineDied, EngineGarbled, TimeoutError))
+                if is_quick and clock() >= show_until:
+                    raise NoEngine(_HANGS) from error
                 if is_perhaps_done and request.method not in _REPEATED:
                     raise NoEngine("the worker that did this was lost: look whether it is done") from error
                 if clock() > until:
@@ -135,8 +147,10 @@ class Together:
             first = next((each for each in known if each.is_good), known[0])
             return _response(first.status, first.headers, first.body)
         if endpoint.others == "follow":
-            await ask(transport, workers, "POST", ORDERS_PATH, body=self.orders())
-            return answered
+            clock = asyncio.get_running_loop().time
+            began = clock()
+            await ask(transport, workers, "POST", ORDERS_PATH, body=self.orders(), within_s=_FOLLOW_S)
+            return answered if clock() < began + _FOLLOW_S else _with_warning(answered)
         if endpoint.others == "know" or answered.status_code >= HTTPStatus.MULTIPLE_CHOICES:
             return answered
         bodies = [bytes(answered.body), *(each.body for each in await others() if each.is_good)]
@@ -148,6 +162,13 @@ class Together:
 
         content = await off_loop(joined, ms=sum(map(len, bodies)) / JSON_BYTES_PER_MS)
         return Response(content, media_type="application/json")
+
+
+def _with_warning(answered: Response) -> Response:
+    """An answer that says that another worker has not followed yet."""
+    said = msgspec.json.decode(bytes(answered.body))
+    said["warning"] = f"{said['warning']}; {_LATE}" if said.get("warning") else _LATE
+    return Response(msgspec.json.encode(said), answered.status_code, media_type="application/json")
 
 
 def _target(request: Request) -> str:

@@ -29,10 +29,11 @@ from pathlib import Path
 
 import structlog
 
-from engine_adapter import EngineSpecError, ends_with_parent
+from engine_adapter import EngineSpecError, HttpTransport, ends_with_parent
+from proxy.api.workers.siblings import USES_PATH, ask, socket_of
 from proxy.fleet.process.managed_engine import ManagedEngine, ProcessState, end_of
 from proxy.peers.unix_bus import MAX_PATH_BYTES
-from proxy.runtime.tasks import Supervisor
+from proxy.runtime.tasks import Supervisor, until
 from proxy.server.checks import check, check_reload, issued_keys, managed_engines
 from proxy.server.workers.fairness import TALLY, ConnectionTally
 from proxy.server.workers.orders import Orders, write_engines, write_refusal
@@ -72,7 +73,8 @@ class Workers:
         for number in range(1, settings.workers + 1):
             self._tally.leave(number)  # until it has started
         self._running: dict[int, Process] = {}
-        self._engines = SharedEngines(self._directory.path, self._tasks, lambda: self._tell(signal.SIGHUP))
+        follow = partial(self._tell, signal.SIGHUP)
+        self._engines = SharedEngines(self._directory.path, self._tasks, follow, settings.workers)
         self._recording_key = secrets.token_hex()
         self._status = 0
         self._stops = 0
@@ -198,7 +200,7 @@ class Workers:
             self._settings = settings.model_copy(update={"workers": self._settings.workers})
 
 
-_POLL_S = 0.05
+_ASK_S, _ASK_AGAIN_S = 2.0, 0.5
 # The workers look every 2 s whether an engine is back (`MAX_BACKOFF_S` in `fleet/monitor.py`).
 _CONNECT_S = 3.0
 
@@ -206,18 +208,21 @@ _CONNECT_S = 3.0
 class SharedEngines:
     """Runs them, and writes down where they are for the workers."""
 
-    def __init__(self, directory: Path, tasks: Supervisor, tell: Callable[[], None]) -> None:
-        """`tell` has the workers read what was written."""
+    def __init__(self, directory: Path, tasks: Supervisor, tell: Callable[[], None], workers: int) -> None:
+        """`tell` has the workers read what was written. `workers`: how many there are."""
         self._directory, self._tasks, self._tell = directory, tasks, tell
+        self._sockets = [str(socket_of(directory, number + 1)) for number in range(workers)]
+        self._transport = HttpTransport()
         self._engines: dict[str, ManagedEngine] = {}
         self._entries: dict[str, EngineEntry] = {}
         self._turn = asyncio.Lock()
 
     def follow(self, settings: Settings) -> None:
         """Changes the engines to those of the settings, and tells the workers. One that leaves, or changes,
-        goes on for `graceful_shutdown_s`, in which the workers' requests on it end. Before that, one that
-        leaves waits as long at most for those that join. Changed ones are replaced one after the other: the
-        others serve meanwhile. Raises EngineSpecError if an engine cannot be used; then nothing changed."""
+        goes on until the workers' requests on it have ended, for `graceful_shutdown_s` at most. Before that,
+        one that leaves waits as long at most for those that join. Changed ones are replaced one after the
+        other: the others serve meanwhile. Raises EngineSpecError if an engine cannot be used; then nothing
+        changed."""
         changes = engine_changes(self._entries, managed_engines(settings))
         new = {
             entry.id: (entry, ManagedEngine(entry))
@@ -229,7 +234,7 @@ class SharedEngines:
         for name in changes.removed:
             del self._entries[name]
             old = self._engines.pop(name)
-            self._tasks.start(f"end of engine {name} {id(old)}", _end(old, grace_s, joining))
+            self._tasks.start(f"end of engine {name} {id(old)}", self._end(old, grace_s, joining))
         for name, (entry, engine) in new.items():
             self._entries[name] = entry
             if name in self._engines:
@@ -243,26 +248,39 @@ class SharedEngines:
     async def aclose(self) -> None:
         """Stops them."""
         await asyncio.gather(*(engine.stop() for engine in self._engines.values()))
+        await self._transport.aclose()
 
     async def _replace(self, entry: EngineEntry, new: ManagedEngine, grace_s: float) -> None:
         """Puts an engine in the place of the one of its id, and waits until it is healthy. A machine may not
         have room for both."""
-
-        def is_wanted() -> bool:
-            return self._entries.get(entry.id) is entry
-
         async with self._turn:
-            if not is_wanted():
+            if self._entries.get(entry.id) is not entry:  # the settings have changed again
                 return
             old, self._engines[entry.id] = self._engines[entry.id], new
             self._publish()
-            await _end(old, grace_s)
+            await self._end(old, grace_s)
             if self._engines.get(entry.id) is not new:  # it was removed meanwhile
                 return
             self._run(new)
-            while is_wanted() and new.status.state is not ProcessState.READY:  # noqa: ASYNC110 - a rare wait
-                await asyncio.sleep(_POLL_S)
+            ready = ProcessState.READY
+            await until(lambda: new.status.state is ready or self._entries.get(entry.id) is not entry)
             await asyncio.sleep(_CONNECT_S)
+
+    async def _end(self, old: ManagedEngine, grace_s: float, joining: Collection[ManagedEngine] = ()) -> None:
+        """Stops an engine once the workers have left it, but not later than `grace_s` from now. Before that,
+        they use it until they have reached those that join, but not longer than so."""
+        await until(lambda: all(each.status.state is ProcessState.READY for each in joining), grace_s)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                while await self._is_used(old.spec.url):  # noqa: ASYNC110 - it is asked
+                    await asyncio.sleep(_ASK_AGAIN_S)
+        await old.stop()
+
+    async def _is_used(self, url: str) -> bool:
+        """False once every worker says that it has left the engine at that address."""
+        to, sockets = self._transport, self._sockets
+        answers = await ask(to, sockets, "POST", USES_PATH, body=url.encode(), within_s=_ASK_S)
+        return len(answers) < len(sockets) or any(each.body for each in answers)
 
     def _run(self, engine: ManagedEngine) -> None:
         self._tasks.start(f"engine {engine.id} {id(engine)}", engine.run())
@@ -270,17 +288,6 @@ class SharedEngines:
     def _publish(self) -> None:
         write_engines(self._directory, [engine.spec for engine in self._engines.values()])
         self._tell()
-
-
-async def _end(engine: ManagedEngine, grace_s: float, joining: Collection[ManagedEngine] = ()) -> None:
-    """Stops an engine after the time in which the workers' requests on it end. Before that, the workers use
-    it until they have reached those that join, but not longer than so."""
-    with suppress(TimeoutError):
-        async with asyncio.timeout(grace_s):
-            while not all(each.status.state is ProcessState.READY for each in joining):  # noqa: ASYNC110
-                await asyncio.sleep(_POLL_S)
-    await asyncio.sleep(grace_s)
-    await engine.stop()
 
 
 # What comes after the place: the directory's name (`tempfile` adds 8 characters), and the longest name in it.

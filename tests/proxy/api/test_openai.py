@@ -19,6 +19,7 @@ from tests.fakes import (
     DONE,
     STREAM,
     FakeAdapter,
+    FakeEngine,
     answer,
     client_of,
     connect_to,
@@ -267,6 +268,36 @@ class TestRefusals:
         assert is_openai_error(await client.post(CHAT, content=body), 400)
         assert not engine.seen
         assert (await client.post(CHAT, json=ASK)).status_code == 200
+
+    @pytest.mark.parametrize(
+        ("path", "body"),
+        [(CHAT, b"{"), (CHAT, b""), ("/v1/embeddings", b"no JSON"), ("/v1/messages", b""), (CHAT, b"[1]")],
+    )
+    async def test_a_body_that_cannot_be_read_gets_a_record(self, proxy, engine, client, path, body):
+        """An empty one went to the engine, whose error it was then."""
+        assert (await client.post(path, content=body)).status_code == 400
+        record = proxy.last
+        assert (record.route, record.status, record.cause) == (path, 400, "invalid")
+        assert record.error
+        assert not engine.seen
+        assert proxy.metrics.ended == 1
+
+    @pytest.mark.parametrize("path", ["/v1/mesages", "/v1/files/none"])
+    @pytest.mark.parametrize("n_engines", [1, 2])
+    async def test_a_path_that_no_engine_has_is_the_clients_fault(self, path, n_engines):
+        async def lacks(exchange):
+            await exchange.send({"error": {"message": "Not Found"}}, status=404)
+
+        async with (
+            FakeEngine("a", lacks) as one,
+            FakeEngine("b", lacks) as two,
+            proxy_over(*(one, two)[:n_engines]) as proxy,
+            client_of(proxy) as client,
+        ):
+            assert (await client.post(path, json=ASK)).status_code == 404
+            assert (proxy.last.status, proxy.last.cause) == (404, "invalid")
+            assert (await client.post("/v1/rerank", json=ASK)).status_code == 404
+            assert proxy.last.cause != "invalid"  # some engines have it
 
     @pytest.mark.parametrize("kind", ["audio/wav", "multipart/form-data; boundary=b"])
     @pytest.mark.parametrize("path", [CHAT, "/v1/chat%2fcompletions", "/v1//completions", "/v1/embeddings"])

@@ -43,6 +43,18 @@ async def test_ready_while_an_engine_is(proxy, client):
     assert response.headers["retry-after"] == "1"
 
 
+async def test_not_ready_without_any_engine(proxy, client):
+    proxy.fleet.remove(proxy.fleet.engine("a"))
+    assert "no engine is connected" in (await client.get("/health/ready")).json()["why"]
+    proxy.fleet.book.remove("http://a", now=1.0)
+    response = await client.get("/health/ready")
+    assert response.status_code == 503
+    assert (
+        response.json()["why"]
+        == "there is no engine: `kvpin engines` lists those that an operator has removed"
+    )
+
+
 async def test_not_ready_while_one_half_of_a_pair_is(proxy, client):
     engine = proxy.fleet.engines["a"]
     engine.adapter.spec = replace(engine.adapter.spec, role=Role.PREFILL)

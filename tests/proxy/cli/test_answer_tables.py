@@ -47,7 +47,10 @@ def test_engines_that_were_removed_are_listed(capsys):
         "removed 2027-01-31 09:05 UTC: http://gpu1:8000; settings name it; "
         "undo: kvpin engines add vllm=http://gpu1:8000"
     )
-    assert second == "removed 2027-01-31 09:05 UTC: http://127.0.0.1:1 on h; undo: kvpin engines add KIND=URL"
+    assert second == (
+        "removed 2027-01-31 09:05 UTC: http://127.0.0.1:1 on h; nothing names it any more, so an undo "
+        "needs its settings; undo: kvpin engines add KIND=URL"
+    )
 
 
 def test_the_role_of_an_engine_stands_beside_its_state(capsys):

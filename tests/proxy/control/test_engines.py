@@ -124,11 +124,14 @@ async def test_an_end_of_draining_lets_no_requests_in_where_none_may_be(world, p
     assert world.pool.candidates(None) == []
 
 
-async def test_an_undo_that_changes_nothing_says_why(world, pair):
-    for engine in world.engines.values():
+@pytest.mark.parametrize("n_left", [1, 0])
+async def test_an_undo_that_changes_nothing_says_why(world, pair, n_left):
+    """Also while other engines take requests for the model."""
+    for engine in [*world.engines.values()][n_left:]:
         world.proxy.engines.drain_for(engine, {DrainReason.LEAVING})
-    warning = describe_drained(world.engines["a"], world.fleet, is_told=True).warning
-    assert warning.endswith("a also drains for another reason: nothing names it any more")
+    warning = describe_drained(world.engines["b"], world.fleet, is_told=True).warning
+    assert warning.startswith("b drains whatever is ordered: nothing names it any more")
+    assert ("no engine takes requests for" in warning) is (n_left == 0)
 
 
 async def test_an_order_that_others_do_not_hear_of_is_told(world, pair):

@@ -7,7 +7,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from proxy.control import keys as module
-from proxy.control.keys import IssuedKeys, KeyNotes
+from proxy.control.keys import IssuedKeys, notes_of, used_engines
 from proxy.core.issued_keys import IssuedKey, KeyBook
 from proxy.errors import NotFound, ProxyError
 from proxy.fleet.engine import EngineState
@@ -85,7 +85,7 @@ async def test_what_another_kvpin_tells_is_saved_as_soon_as_there_is_room(tmp_pa
                 await asyncio.sleep(0.01)
         task.cancel()
     assert [(each["event"].partition(":")[0], each.get("error")) for each in logs][:1] == [
-        ("issued keys are not saved", "[Errno 28] No space left on device")
+        ("issued keys are not saved", "the file of keys cannot be written: No space left on device")
     ]
 
 
@@ -163,14 +163,15 @@ class NotedWorld:
         self.one, self.two = (
             SimpleNamespace(id=name, state=READY, is_served_there=False) for name in ("e1", "e2")
         )
-        fleet = SimpleNamespace(engines={"e1": self.one, "e2": self.two}, has_model=lambda name: name == "m")
-        self.notes = KeyNotes(self.tenants, fleet)
+        engines = {"e1": self.one, "e2": self.two}
+        self.fleet = SimpleNamespace(engines=engines, has_model=lambda name: name == "m")
 
     def issued(self, models=None, *, then=lambda: None):
-        before = self.notes.before()
+        was_open, used = self.tenants.open, used_engines(self.fleet)
         self.tenants.open = False
         then()
-        return self.notes.since(before, SimpleNamespace(id="key-1", models=models))
+        key = SimpleNamespace(id="key-1", models=models)
+        return [*notes_of(key, self.tenants, self.fleet, was_open=was_open, used=used)]
 
 
 @pytest.fixture

@@ -71,6 +71,21 @@ async def test_an_engine_with_other_settings_is_connected_anew_once_its_requests
         assert new.adapter.spec.api_key == "k"
 
 
+async def test_an_engine_that_was_replaced_is_used_until_its_requests_have_ended():
+    """The supervisor of the workers asks: then it ends the old process."""
+    async with FakeEngine("a") as server, FakeEngine("b") as other, running(named("a", server.url)) as proxy:
+        address = server.url.encode()
+        old = proxy.fleet.engine("a")
+        old.leases.add(request := object())
+        proxy.engines.follow([named("a", other.url)], grace_s=60)
+        assert old is not proxy.fleet.engine("a")
+        assert await proxy.engines.told_uses(address)
+        old.leases.discard(request)
+        await until(lambda: proxy.fleet.engine("a").state is EngineState.READY)
+        assert await proxy.engines.told_uses(address) == b""
+        assert await proxy.engines.told_uses(other.url.encode())
+
+
 async def test_one_engine_that_cannot_be_used_leaves_all_as_they_are(tmp_path):
     async with FakeEngine("a") as server, running(named("a", server.url)) as proxy:
         bad = named("c", "https://127.0.0.1:1", ca=str(tmp_path / "none"))

@@ -1,4 +1,4 @@
-"""Where a request may go. Over real sockets: tests/proxy/request/stored."""
+"""Where a request may go. Over real sockets: tests/proxy/request/test_stored.py."""
 
 from dataclasses import replace
 
@@ -11,7 +11,6 @@ from proxy.errors import Forbidden, ModelRefused, NotFound
 from proxy.fleet.destinations import Destination, Destinations
 from proxy.fleet.fleet import Fleet
 from proxy.request.calls import Call
-from proxy.request.stored import Kind, Name
 from tests.fakes import add_ready
 
 
@@ -50,7 +49,7 @@ async def test_a_request_goes_to_the_pool_of_its_model_under_the_engines_name_of
 
 async def test_a_response_leads_to_the_process_that_made_it_and_to_its_tenant_only(fleet):
     to = Destinations(fleet, ("t", "u"))
-    to.note("t", Name(Kind.RESPONSE, "resp_1"), "b")
+    to.note("t", "resp_1", "b")
     assert (await to.find(response("resp_1", tenant="t"))).home == "b"
     assert await to.find(response("resp_1", tenant="t", model="also")) == Destination(
         fleet.pools["m"], "ada", "b"
@@ -92,8 +91,8 @@ async def test_where_kvpin_keeps_responses_no_engine_is_asked_for_one():
 async def test_what_an_engine_of_another_model_keeps_is_not_reached(fleet):
     add_ready(fleet, "n", model="n")
     to, key = Destinations(fleet, ("t", "u")), frozenset({"alias"})
-    to.note("t", Name(Kind.RESPONSE, "resp_m"), "a")
-    to.note("t", Name(Kind.RESPONSE, "resp_n"), "n")
+    to.note("t", "resp_m", "a")
+    to.note("t", "resp_n", "n")
     assert (await to.find(msgspec.structs.replace(reading("resp_m", tenant="t"), models=key))).home == "a"
     going_on = response("resp_m", tenant="t", model="alias")
     assert (await to.find(msgspec.structs.replace(going_on, models=key))).home == "a"

@@ -17,7 +17,6 @@ from proxy.core.pins import Pin
 from proxy.errors import BodyTooLarge
 from proxy.prompt import Prompt
 from proxy.request.records import RequestRecord
-from proxy.request.stored import Kind, Name
 from proxy.server.app import Proxy, build_app
 from proxy.settings import EngineSettings, Settings
 from tests.fakes import FakeAdapter, serving
@@ -59,13 +58,12 @@ async def test_a_reload_forgets_the_objects_of_tenants_that_go():
         return Settings(api_keys=[{"key": f"key-{name}", "tenant": name} for name in tenants])
 
     proxy = Proxy(settings("a", "b"), HttpTransport())
-    names = {tenant: Name(Kind.FILE, tenant) for tenant in "ab"}
-    for tenant, name in names.items():
-        proxy.destinations.note(tenant, name, "e")
+    for tenant in "ab":
+        proxy.destinations.note(tenant, tenant, "e")
     for tenants, isolated in (("b", False), ("ab", True)):
         proxy.reload(settings(*tenants))
         assert proxy.destinations.isolated is isolated
-    assert [proxy.destinations.knows(tenant, name) for tenant, name in names.items()] == [False, True]
+    assert [proxy.destinations.knows(tenant, tenant) for tenant in "ab"] == [False, True]
     await proxy.stop()
 
 

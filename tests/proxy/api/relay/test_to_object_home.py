@@ -1,4 +1,4 @@
-"""Several proxies of one machine: each serves the responses, and reaches the objects, of the others."""
+"""Several proxies of one machine: each serves the responses, and reaches those of engines, of the others."""
 
 import contextlib
 import socket
@@ -13,7 +13,7 @@ from proxy.request.tenants import Tenants
 from tests.fakes import INFO, FakeAdapter, FakeEngine, client_of, is_openai_error, proxy_over
 from tests.proxy.peers.reachable import reachable
 from tests.proxy.peers.world import until
-from tests.proxy.request.stored.objects_world import FOLLOWED, Objects, make
+from tests.proxy.request.objects_world import Objects
 from tests.proxy.request.translate.response_world import KEYS, ROUTE, TENANTS, ask, chats
 
 COUNTS = f"{ROUTE}/input_tokens"
@@ -126,47 +126,6 @@ async def test_a_kvpin_that_hangs_is_not_waited_for(many, monkeypatch):
         silent.listen()
         assert (await ask(two, previous_response_id=kept)).status_code == 200
         assert is_openai_error(await two.get(f"{ROUTE}/resp_none", headers=KEYS["a"]), 404)
-
-
-@pytest.mark.parametrize("collection", FOLLOWED)
-async def test_an_object_is_reached_through_any_kvpin_by_its_tenant_alone(tmp_path, engine, collection):
-    engine.script = objects = Objects()
-    other = FakeEngine("b", objects)
-    async with other, several(tmp_path, engine, frozenset()) as (proxies, (one, two, three)):
-        address = f"/v1/{collection}/{await make(one, 'a', collection)}"
-        if collection == "uploads":
-            done = await two.post(f"{address}/complete", json={}, headers=KEYS["a"])
-            address = f"/v1/files/{done.json()['file']['id']}"
-        for proxy in proxies:
-            proxy.add(FakeAdapter("b", other.url, INFO))  # a request without a home may go there
-        n_seen = len(engine.seen)
-        for method in ("GET", "DELETE"):
-            for client in (one, two, three):
-                assert is_openai_error(await client.request(method, address, headers=KEYS["b"]), 404)
-        assert (await one.head(address, headers=KEYS["b"])).status_code == 404
-        assert len(engine.seen) == n_seen
-        for client in (one, two, three):
-            assert (await client.get(f"{address}?x=1", headers=KEYS["a"])).json()["id"] in address
-        assert (await three.delete(address, headers=KEYS["a"])).json()["deleted"] is True
-        assert address not in objects.kept
-        for client in (one, two, three):
-            assert is_openai_error(await client.get(address, headers=KEYS["a"]), 404)
-        assert not other.seen
-
-
-async def test_what_a_body_names_is_looked_for_at_the_others(tmp_path, engine):
-    engine.script = Objects()
-    async with several(tmp_path, engine, frozenset()) as (_, (one, two, _)):
-        name = await make(one, "a", "files")
-        content = [{"type": "input_file", "file_id": name}]
-        body = {"model": "m", "input": [{"role": "user", "content": content}]}
-        made = await two.post(ROUTE, json=body, headers=KEYS["a"])
-        assert made.status_code == 200
-        assert (await one.get(f"{ROUTE}/{made.json()['id']}", headers=KEYS["a"])).status_code == 200
-        for client in (one, two):
-            assert is_openai_error(
-                await client.post(ROUTE, json=body, headers=KEYS["b"]), 404, param="file_id"
-            )
 
 
 async def test_one_tenant_asks_for_responses_only(tmp_path, engine):

@@ -198,3 +198,43 @@ async def test_what_perhaps_was_done_is_done_again_only_if_that_does_no_harm(tmp
         assert ("look whether it is done" in lost.text) is (status == 503)
         assert (await client.get("/who")).json() == {"of": 2}
     await other.transport.aclose()
+
+
+@contextlib.asynccontextmanager
+async def hanging(path):
+    """A worker that takes requests and never answers."""
+
+    async def hangs(reader, writer):
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            await reader.readuntil(b"no end")
+        writer.close()
+
+    async with await asyncio.start_unix_server(hangs, path):
+        yield
+
+
+@pytest.mark.parametrize(("method", "path"), [("GET", "/who"), ("POST", "/order")])
+async def test_one_that_speaks_and_hangs_is_not_waited_for(tmp_path, monkeypatch, method, path):
+    """Before, 20 and 70 s; Prometheus gives up after 10 s."""
+    assert together_module._SHOW_S <= 8
+    monkeypatch.setattr(together_module, "_SHOW_S", 0.3)
+    one, other = Siblings(tmp_path, 1, 2), Worker(tmp_path, 2)
+    assert one.speaks()
+    async with hanging(one.own), other.client() as client, asyncio.timeout(3):
+        answer = await client.request(method, path)
+    assert answer.status_code == 503
+    assert "the worker that answers for all has been silent" in answer.text
+    await other.transport.aclose()
+
+
+async def test_an_order_says_that_a_worker_hangs(tmp_path, monkeypatch):
+    """Before, nothing for 23 s: until the supervisor had killed it."""
+    monkeypatch.setattr(together_module, "_FOLLOW_S", 0.2)
+    one = Worker(tmp_path, 1)
+    assert one.siblings.speaks()
+    async with hanging(one.siblings.sockets[0]), one.client() as client, asyncio.timeout(3):
+        answer = await client.post("/order", content=b"drain")
+    assert answer.json()["of"] == 1
+    assert answer.json()["warning"].startswith("a worker has not answered for ")
+    assert answer.headers["content-length"] == str(len(answer.content))
+    await one.transport.aclose()

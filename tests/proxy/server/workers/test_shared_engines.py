@@ -12,7 +12,7 @@ import pytest
 from engine_adapter import EngineSpecError
 from proxy.fleet.process.managed_engine import ProcessState
 from proxy.runtime.tasks import Supervisor
-from proxy.server.workers.supervisor import SharedEngines, _end
+from proxy.server.workers.supervisor import SharedEngines
 from proxy.settings import ManagedSettings, Settings
 
 SERVER = f"{sys.executable} -m http.server --bind 127.0.0.1 {{port}}"
@@ -31,7 +31,7 @@ async def shared(tmp_path, monkeypatch):
     (tmp_path / "health").touch()  # what the engines serve
     monkeypatch.chdir(tmp_path)
     tasks = Supervisor()
-    shared = SharedEngines(tmp_path, tasks, lambda: None)
+    shared = SharedEngines(tmp_path, tasks, lambda: None, workers=1)
     yield shared
     await shared.aclose()
     await tasks.stop()
@@ -97,9 +97,19 @@ async def test_changed_engines_are_replaced_one_after_the_other(shared, tmp_path
 
 
 @pytest.mark.parametrize(("state", "seconds"), [(ProcessState.READY, 0.2), (ProcessState.STARTING, 0.4)])
-async def test_an_engine_that_leaves_waits_for_those_that_join(state, seconds):
-    old = SimpleNamespace(stop=AsyncMock())
+async def test_an_engine_that_leaves_waits_for_those_that_join(shared, state, seconds):
+    old = SimpleNamespace(stop=AsyncMock(), spec=SimpleNamespace(url="http://old"))
     began = time.monotonic()
-    await _end(old, 0.2, [SimpleNamespace(status=SimpleNamespace(state=state))])
+    await shared._end(old, 0.2, [SimpleNamespace(status=SimpleNamespace(state=state))])
     assert seconds <= time.monotonic() - began + 0.01
+    old.stop.assert_awaited_once()
+
+
+async def test_an_engine_that_leaves_ends_once_no_worker_uses_it(shared):
+    """Before, after `graceful_shutdown_s`, however idle it was."""
+    old = SimpleNamespace(stop=AsyncMock(), spec=SimpleNamespace(url="http://old"))
+    shared._is_used = AsyncMock(side_effect=[True, False])
+    async with asyncio.timeout(5):
+        await shared._end(old, 60.0)
+    shared._is_used.assert_awaited_with("http://old")
     old.stop.assert_awaited_once()

@@ -1,4 +1,4 @@
-"""Objects that engines keep: who names one reaches the engine that made it."""
+"""Responses that engines keep: who names one reaches the engine that made it."""
 
 from dataclasses import replace
 
@@ -6,15 +6,11 @@ import pytest
 
 from engine_adapter.types import RESPONSES_ROUTES
 from proxy.request.stages import Event
-from proxy.request.stored import AnswerNoter, Home, Kind, Name, ObjectHomes
-from proxy.request.stored.homes import MAX_NAME, MAX_NAMES
-from proxy.request.tenants import ApiKey, Tenants
+from proxy.request.stored import MAX_HOMES, MAX_ID, Home, ResponseHomes, ResponseNoter
 from tests.fakes import INFO, FakeAdapter, FakeEngine, client_of, event, is_openai_error, proxy_over
 from tests.proxy.request.passing import passed
 
 ROUTE = "/v1/responses"
-KEYS = {name: {"authorization": f"Bearer key-{name}"} for name in ("a", "b")}
-TENANTS = Tenants(ApiKey.of(f"key-{name}", name) for name in KEYS)
 
 
 def serving(name):
@@ -46,10 +42,9 @@ async def engines():
         yield [one, two]
 
 
-async def make(client, tenant=None, **fields):
+async def make(client, **fields):
     """The id of a new response, and the engine that made it."""
-    headers = KEYS[tenant] if tenant else {}
-    answer = await client.post(ROUTE, json={"model": "m", "input": "hi", **fields}, headers=headers)
+    answer = await client.post(ROUTE, json={"model": "m", "input": "hi", **fields})
     assert answer.status_code == 200
     engine = answer.headers["x-kvpin-engine"]
     if fields.get("stream"):
@@ -88,20 +83,6 @@ async def test_a_home_that_was_restarted_or_is_gone(engines):
         await proxy.settled()
 
 
-async def test_another_tenant_cannot_tell_that_it_is_there(engines):
-    async with proxy_over(*engines, tenants=TENANTS) as proxy, client_of(proxy) as client:
-        name, _ = await make(client, "a")
-        assert (await client.get(f"{ROUTE}/{name}", headers=KEYS["a"])).status_code == 200
-        answers = [await client.get(f"{ROUTE}/{each}", headers=KEYS["b"]) for each in (name, "resp_none")]
-        assert is_openai_error(answers[0], 404)
-        assert answers[0].text.replace(name, "ID") == answers[1].text.replace("resp_none", "ID")
-        body = {"model": "m", "input": "more", "previous_response_id": name}
-        stolen = await client.post(ROUTE, json=body, headers=KEYS["b"])
-        assert is_openai_error(stolen, 404, "previous_response_not_found")
-        assert sum(len(engine.seen) for engine in engines) == 2
-        await proxy.settled()
-
-
 async def test_a_response_that_kvpin_did_not_see_may_be_the_engines(engines):
     async with proxy_over(engines[0]) as proxy, client_of(proxy) as client:
         assert (await client.get(f"{ROUTE}/resp_old")).json() == {"by": "one"}
@@ -118,61 +99,56 @@ async def test_engines_that_get_chats_keep_nothing(engines):
         assert engines[0].seen == []
 
 
-def named(name, kind=Kind.FILE):
-    return Name(kind, name)
-
-
-def test_the_name_used_longest_ago_is_forgotten():
-    homes, home = ObjectHomes("ab"), Home("e", "i")
-    homes.keep("a", named("v", Kind.VIDEO), home)
-    for number in range(MAX_NAMES):
-        homes.keep("a", named(f"f{number}"), home)
-    assert homes.find("a", named("f0")) == home
-    homes.keep("a", named("more"), home)
-    assert homes.find("a", named("f1")) is None
-    for name in (named("f0"), named("more"), named("v", Kind.VIDEO)):
+def test_the_response_used_longest_ago_is_forgotten():
+    homes, home = ResponseHomes(), Home("e", "i")
+    homes.divide("ab")
+    for number in range(MAX_HOMES):
+        homes.keep("a", f"r{number}", home)
+    assert homes.find("a", "r0") == home
+    homes.keep("a", "more", home)
+    assert homes.find("a", "r1") is None
+    for name in ("r0", "more"):
         assert homes.find("a", name) == home
         assert homes.find("b", name) is homes.find(None, name) is None
-    homes.keep("a", named("x" * (MAX_NAME + 1)), home)
-    assert homes.find("a", named("x" * (MAX_NAME + 1))) is None
+    homes.keep("a", "x" * (MAX_ID + 1), home)
+    assert homes.find("a", "x" * (MAX_ID + 1)) is None
 
 
 def test_an_id_that_an_engine_gives_again_is_the_last_ones():
-    homes = ObjectHomes("ab")
-    homes.keep("a", named("1"), Home("e", "i"))
-    homes.keep("b", named("1"), Home("f", "i"))  # of another engine
-    assert homes.find("a", named("1")) == Home("e", "i")
-    homes.keep("b", named("1", Kind.VIDEO), Home("e", "i"))
-    assert homes.find("a", named("1")) == Home("e", "i")
-    homes.keep("b", named("1"), Home("e", "i"))
-    assert homes.find("a", named("1")) is None
-    assert homes.find("b", named("1")) == Home("e", "i")
+    homes = ResponseHomes()
+    homes.divide("ab")
+    homes.keep("a", "1", Home("e", "i"))
+    homes.keep("b", "1", Home("f", "i"))  # of another engine
+    assert homes.find("a", "1") == Home("e", "i")
+    homes.keep("b", "1", Home("e", "i"))
+    assert homes.find("a", "1") is None
+    assert homes.find("b", "1") == Home("e", "i")
 
 
-def test_names_of_tenants_that_are_gone_go():
-    homes, home = ObjectHomes("ab"), Home("e", "i")
+def test_responses_of_tenants_that_are_gone_go():
+    homes, home = ResponseHomes(), Home("e", "i")
+    homes.divide("ab")
     for tenant in "ab":
-        homes.keep(tenant, named(tenant), home)
+        homes.keep(tenant, tenant, home)
     homes.divide("bc")
-    homes.keep("a", named("late"), home)  # of a request that was in flight
-    homes.forget("a", named("a"))
+    homes.keep("a", "late", home)  # of a request that was in flight
     homes.divide("abc")
-    assert [homes.find(name, named(name)) for name in "abc"] == [None, home, None]
-    assert homes.find("a", named("late")) is None
+    assert [homes.find(name, name) for name in "abc"] == [None, home, None]
+    assert homes.find("a", "late") is None
     homes.divide(())
-    homes.keep(None, named("n"), home)
-    assert homes.find(None, named("n")) == home
+    homes.keep(None, "n", home)
+    assert homes.find(None, "n") == home
 
 
 @pytest.mark.parametrize("content", [b"", b"no", b'"\xff"', b"[1]", b'{"object": "list"}'])
-def test_an_answer_without_a_name_passes(content):
+def test_an_answer_without_an_id_passes(content):
     noted, event = [], Event(content, is_whole=True)
-    assert AnswerNoter({"id": Kind.RESPONSE}, noted.append).event(event) == (event,)
+    assert ResponseNoter(noted.append).event(event) == (event,)
     assert noted == []
 
 
-def test_the_first_event_that_says_something_names_the_object():
+def test_the_first_event_that_says_something_names_the_response():
     noted = []
     chunks = [b": quiet\n\n", event({"response": {"id": "r"}}) + event({"id": "no"})]
-    passed(AnswerNoter({"id": Kind.RESPONSE}, noted.append), chunks=chunks)
-    assert [name.id for name in noted] == ["r"]
+    passed(ResponseNoter(noted.append), chunks=chunks)
+    assert noted == ["r"]
