@@ -30,8 +30,7 @@ from typing import Any
 import msgspec
 
 from engine_adapter import ChatError, EngineSpecError, JsonBody
-from engine_adapter.prompt.chat import ChatTokenizer, load_transformers
-from engine_adapter.prompt.chat_messages import normalize_messages
+from engine_adapter.prompt.chat import ChatTokenizer, load_transformers, normalize_messages
 from engine_adapter.prompt.content_format import content_format
 from engine_adapter.prompt.cuts import find_cut
 from engine_adapter.prompt.encoders import exact_encoder

@@ -35,6 +35,7 @@ from proxy.fleet.engine import EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.pool import Pool
 from proxy.prompt import PromptBuilder, PromptTables
+from tests.fakes import use_unchecked
 
 CHAT = "/v1/chat/completions"
 LARGE_VOCABULARY = 50_000
@@ -78,7 +79,9 @@ def measure_steps(source: Path, sizes: tuple[int, ...], repeats: int) -> list[St
     """The steps for one tokenizer."""
     info = EngineInfo("m", "i", frozenset[Capability](), tokens_per_block=16, gpu_blocks=100_000)
     tokenizer = ChatTokenizer.load(str(source))
-    builder = PromptBuilder(info, tables=PromptTables(max_bytes=1), tokenizer=tokenizer)
+    builder = PromptBuilder(info, tables=PromptTables(max_bytes=1))
+    builder.adopt(tokenizer)
+    use_unchecked(builder)
     pool = _pool(info)
     chats = Chats(tokenizer)
     plain = Tokenizer.from_file(str(source / "tokenizer.json"))

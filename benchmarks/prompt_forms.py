@@ -22,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from engine_adapter import EngineAdapter, EngineRejected, JsonBody, make_adapter
+from engine_adapter import ChatError, EngineAdapter, EngineRejected, JsonBody, make_adapter
 from engine_adapter.prompt.chat import ChatTokenizer, load_transformers
 from engine_adapter.prompt.encoders import exact_encoder
 from engine_adapter.prompt.forms import Form
@@ -71,7 +71,11 @@ async def compare(adapter: EngineAdapter, chats: ChatTokenizer) -> Counter[str]:
         print(f"{chats.source}: {len(here)} of {len(PROBED)} forms: {builder.exactness.detail}", flush=True)
         for name, fields in FORMS.items():
             body = JsonBody(msgspec.json.encode({"model": MODEL, **fields}))
-            prompt = await builder.build(CHAT_PATH, body, salt=None)
+            prompt = None
+            try:
+                prompt = await builder.build(CHAT_PATH, body, salt=None)
+            except ChatError:  # the embedded engine refuses it, too
+                counts["refused here"] += 1
             try:
                 theirs = await adapter.tokenize(CHAT_PATH, body)
             except EngineRejected:

@@ -19,7 +19,7 @@ from array import array
 from pathlib import Path
 from typing import Any
 
-from engine_adapter.llama_server.plan import RateBook, plan
+from engine_adapter.llama_server.plan import SlotRates, plan
 from engine_adapter.llama_server.slots import SlotTable
 from engine_adapter.torch_engine.kv_cache import KvCache, KvSequence
 from engine_adapter.types import TOOL_S, KvTarget, Retention
@@ -41,12 +41,12 @@ def read(path: Path, sessions: int) -> list[dict[str, Any]]:
 
 def reused(requests: list[dict[str, Any]], n_slots: int, *, knows: bool) -> float:
     """The share of prompt tokens that lay in the chosen slot. A block of the trace stands for a token."""
-    table, rates = SlotTable(n_slots), RateBook().view
+    table, rates = SlotTable(n_slots), SlotRates()
     cached = total = 0
     for each in requests:
         now, prompt = each["timestamp"] / 1000, array("i", each["hash_ids"])
         chosen = plan(prompt, None, table, (), rates, now, can_save=False, can_restore=False)
-        cached += chosen.cached_tokens
+        cached += chosen.cost.cached_tokens
         total += len(prompt)
         table.hold(chosen.slot, prompt, None)
         slot = table[chosen.slot]

@@ -149,6 +149,11 @@ class EngineAdapter(Protocol):
         """Reused prompt tokens, if the engine reports them in response headers; else None."""
         return None
 
+    def priced_by(self, prefill_s: Callable[[int], float]) -> None:  # noqa: ARG002 - of adapters that plan
+        """The engine has joined a pool. `prefill_s`: tokens → the seconds in which it computes so many, as
+        the pool has learned by the time of the call."""
+        return
+
     def forecast(self, prompt: KvTarget) -> Forecast | None:  # noqa: ARG002 - of adapters that can tell
         """The cost of the prompt now, if the adapter manages the engine's cache itself; None if the index and
         the learned rates give it. No I/O, no side effects."""

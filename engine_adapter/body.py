@@ -80,9 +80,10 @@ class JsonBody:
     Attributes:
         is_plain: it was read and found to be a chat of texts that a system, a user or an assistant says, and
             no field asks for anything else: most chats without tools. Nobody need look for more in it.
+        notes: what its readers found in it once.
     """
 
-    __slots__ = ("_fields", "_n_values", "_scalars", "_views", "is_plain", "raw")
+    __slots__ = ("_fields", "_n_values", "_scalars", "_views", "is_plain", "notes", "raw")
 
     def __init__(self, raw: bytes) -> None:
         """Raises msgspec.DecodeError if `raw` is not a JSON object."""
@@ -91,7 +92,7 @@ class JsonBody:
         self._scalars: dict[str, Any] = {}  # decoded; not lists and objects, which callers may change
         self._views: dict[str, Any] = {}  # decoded; no caller changes them
         self._n_values: int | None = None
-        self.is_plain = False
+        self.is_plain, self.notes = False, dict[str, Any]()
 
     def find_plain(self) -> bool:
         """Finds out whether it `is_plain`. A long one is not."""
@@ -202,14 +203,14 @@ class JsonBody:
         changed.raw, changed._fields = msgspec.json.encode(fields), fields
         kept, viewed = self._scalars.items(), self._views.items()
         changed._scalars = {name: value for name, value in kept if name not in changes}  # noqa: SLF001
-        changed._n_values = None  # noqa: SLF001
+        changed._n_values, changed.notes = None, {}  # noqa: SLF001
         changed.is_plain = self.is_plain and "messages" not in changes and changes.keys() <= _OF_PLAIN_CHATS
         changed._views = {name: value for name, value in viewed if name not in changes}  # noqa: SLF001
         return changed
 
     def forget(self) -> None:
         """Frees the memory: the body was sent and is not needed again. To read it now is a bug."""
-        del self.raw, self._fields, self._scalars, self._views
+        del self.raw, self._fields, self._scalars, self._views, self.notes
 
 
 def is_said(message: Mapping[str, Any]) -> bool:

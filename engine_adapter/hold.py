@@ -41,6 +41,11 @@ class Forecast:
     interference_s: float = 0.0
     regret_s: float = 0.0
 
+    @property
+    def total_s(self) -> float:
+        """All of it."""
+        return self.wait_s + self.restore_s + self.prefill_s + self.interference_s + self.regret_s
+
 
 class AnswerReader(Protocol):
     """Reads an answer on its way to the client, and may remove what the client did not ask for.

@@ -40,7 +40,7 @@ from proxy.http.http1 import Http1Protocol
 from proxy.observe.metrics import Metrics
 from proxy.peers.bus import Bus as PeerExchange
 from proxy.peers.peers import Peers
-from proxy.prompt import MediaUuids, PromptBuilder, PromptTables
+from proxy.prompt import FormTable, MediaUuids, PromptBuilder, PromptTables
 from proxy.request.gate import Gate
 from proxy.request.normalising import NO_RULES, Normalising
 from proxy.request.records import RequestLog
@@ -325,8 +325,18 @@ class FakeAdapter(OpenAICompatibleAdapter):
 
 def prompts_of(info: EngineInfo, *, tables: PromptTables | None = None, **engines) -> PromptBuilder:
     """A builder that tokenises with the engine's tokenizer from the start, unchecked."""
-    tokenizer = ChatTokenizer.load(info.tokenizer) if info.tokenizer is not None else None
-    return PromptBuilder(info, tables=tables or PromptTables(), tokenizer=tokenizer, **engines)
+    builder = PromptBuilder(info, tables=tables or PromptTables(), **engines)
+    if info.tokenizer is not None:
+        builder.adopt(ChatTokenizer.load(info.tokenizer))
+        use_unchecked(builder)
+    return builder
+
+
+def use_unchecked(builder: PromptBuilder) -> None:
+    """From now on prompts are made with the tokenizer that was adopted."""
+    builder.forms = FormTable(can_ask=builder.can_ask, detail=builder.reason)
+    builder.forms.make_here("unchecked: the engine has no route to check", alike=builder.info.renders_alike)
+    builder.forms.lost_shapes = builder.local.lost_shapes
 
 
 def give_prompts(pool: Pool, builder: PromptBuilder) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from engine_adapter.events.fields import MalformedEvents, StoredFields
 from engine_adapter.prompt.extra_ids import extra_id
-from engine_adapter.prompt.media import mark_embeds, mark_media
+from engine_adapter.prompt.media import mark_media
 from engine_adapter.types import ExtraIds, MediaSpan, TokenIds, token_array
 
 _EXTRA_IDS, _CACHE_SALT = "extra_ids", "cache_salt"
@@ -114,7 +114,7 @@ class _Found:
     salt: str | None = None
 
     def extra_ids(self, n_tokens: int) -> ExtraIds[int] | None:
-        return mark_embeds(mark_media(n_tokens, self.media), n_tokens, self.embeds)
+        return mark_media(n_tokens, self.media, self.embeds)
 
 
 def read_vllm_keys(fields: StoredFields) -> BlockKeys:

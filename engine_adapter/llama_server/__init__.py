@@ -12,8 +12,8 @@ answer.py       which tokens an answer left            answer_reader.py  reads i
 tokens.py       a request's token ids, by the server
 saved.py        the registry of saved prefixes         saved_entry.py    one of them, and eviction order
 saved_files.py  names, sidecars, checked moves         state_file.py     the format of a saved file
-discovery.py    what a server is, asked and tried; which model made its KV
-checkpoints.py  how much of a slot is reused           memory_probe.py   tries that out
+discovery.py    what a server is, by its own word      probe.py          what has to be tried out
+checkpoints.py  how much of a slot is reused
 command.py      how kvpin starts one                   options.py        settings of this kind
 router.py       router mode: states of its models, and whose turn it is to be loaded
 """

@@ -38,6 +38,7 @@ from engine_adapter.llama_server.discovery import discover, findings_of
 from engine_adapter.llama_server.engine_info import absent, info_of
 from engine_adapter.llama_server.mirror_events import MirrorEvents
 from engine_adapter.llama_server.options import LlamaServerSpec
+from engine_adapter.llama_server.plan import SlotRates
 from engine_adapter.llama_server.requests import ask_of, hold_request
 from engine_adapter.llama_server.router import Router, RouterModel, ServerClient
 from engine_adapter.llama_server.routes import LOAD, PINNED_ROUTES, ROUTER_ROUTES, ROUTES, SERVED
@@ -108,6 +109,7 @@ class LlamaServerAdapter(HttpAdapter):
         super().__init__(spec)
         self._control: ServerClient = ServerClient(spec)
         self._mirror = MirrorEvents()
+        self._rates = SlotRates()
         self._registry: SavedPrefixes | None = None
         self._unsubscribe: Callable[[], None] | None = None
         self._found: str | None = None  # the directory where it saves, if the settings name none
@@ -246,9 +248,14 @@ class LlamaServerAdapter(HttpAdapter):
         if session is None or session.is_lost or session.facts.identity != facts.identity:
             await self._end(farewell=False)
             told = self._probed if self._router is not None else None
-            is_slow, may_try = self._is_too_slow, self.may_try
             session = ServerSession(
-                self._place, self._control, facts, may_try=may_try, told=told, is_too_slow=is_slow
+                self._place,
+                self._control,
+                facts,
+                may_try=self.may_try,
+                told=told,
+                is_too_slow=self._is_too_slow,
+                rates=self._rates,
             )
             try:
                 await session.begin(self._registry, self._mirror)
@@ -359,6 +366,10 @@ class LlamaServerAdapter(HttpAdapter):
         return await self.tokenize(path, body)
 
     # --- requests -------------------------------------------------------------------------------------
+
+    @override
+    def priced_by(self, prefill_s: Callable[[int], float]) -> None:
+        self._rates.prefill_s = prefill_s
 
     @override
     def forecast(self, prompt: KvTarget) -> Forecast | None:
@@ -484,7 +495,6 @@ class LlamaServerAdapter(HttpAdapter):
             "most_in_flight": contents.table.most_in_flight,
             "counts": asdict(contents.counts),
             "rates": contents.rates.measured,
-            "assumed_rates": contents.rates.assumed,
             "files": self._registry.stats() if self._registry is not None else {},
         }
 

@@ -37,11 +37,10 @@ class _Usage(msgspec.Struct):
 
 
 class _Timings(msgspec.Struct):
-    """The server's own counts and times, which some streams have without any usage."""
+    """The server's own counts, which some streams have without any usage."""
 
     cache_n: int | None = None
     prompt_n: int | None = None
-    prompt_ms: float | None = None
     predicted_n: int | None = None
 
 

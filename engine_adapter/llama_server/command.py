@@ -149,7 +149,7 @@ _ADVICE: tuple[tuple[tuple[str, ...], str | tuple[str, ...], str], ...] = (
     (
         ("--cache-reuse",),
         "0",
-        "--cache-reuse reuses shifted KV: answers are not exact, and kvpin cannot predict it; leave it out",
+        "--cache-reuse has no effect: shifted KV gives other answers, so kvpin asks for none; leave it out",
     ),
     (
         ("--sleep-idle-seconds",),

@@ -19,7 +19,7 @@ from engine_adapter.llama_server import saved_files, slot_io
 from engine_adapter.llama_server.checkpoints import MemoryRules, SlotMemory, user_starts
 from engine_adapter.llama_server.discovery import ServerFacts
 from engine_adapter.llama_server.mirror_events import MirrorEvents
-from engine_adapter.llama_server.plan import RateBook
+from engine_adapter.llama_server.plan import SlotRates
 from engine_adapter.llama_server.saved import Saved, SavedPrefixes, salt_digest
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER, SlotOwners
 from engine_adapter.llama_server.slots import Slot, SlotTable
@@ -71,7 +71,7 @@ class Contents:
     _mirror: MirrorEvents
     _clock: Callable[[], float]
     owners: SlotOwners
-    rates: RateBook = field(default_factory=RateBook, init=False)
+    rates: SlotRates = field(default_factory=SlotRates)
     counts: Counts = field(default_factory=Counts, init=False)
     findings: list[str] = field(default_factory=list, init=False)
     reuses_any_prefix: bool = field(default=True, init=False)
@@ -184,7 +184,7 @@ class Contents:
         name, entry = saved_files.new_name(self._facts.key), None
         try:
             # A server that finds no room may leave half a file and report success, so make room first.
-            await registry.make_room(round(length * self.rates.view.bytes_per_token))
+            await registry.make_room(round(length * self.rates.bytes_per_token))
             moved = await slot_io.save(self._control, slot.id, name)
             if moved.tokens:
                 entry = await registry.add(

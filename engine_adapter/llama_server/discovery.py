@@ -1,7 +1,7 @@
 """Facts about a llama-server, read from its own routes.
 
 `discover` only reads, except that it uses one slot if the model's file is out of reach. What no route tells,
-`probe` tries out: one slot loses its content, and the caller chooses when.
+probe.py tries out.
 
 A digest names the model, because KV of one model is noise to another model of the same shape. A GGUF that
 kvpin can read is identified by its bytes. Otherwise the digest covers what the server says of the model, and
@@ -14,12 +14,11 @@ import asyncio
 import re
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import msgspec
 import xxhash
@@ -27,7 +26,6 @@ import xxhash
 from engine_adapter.errors import EngineRejected, EngineSpecError, EngineUnavailable
 from engine_adapter.http.control import ControlClient
 from engine_adapter.http.models import read_models
-from engine_adapter.llama_server import slot_io
 from engine_adapter.llama_server.checkpoints import PLAIN, MemoryRules
 from engine_adapter.llama_server.slot_io import read_slots, spare_slot
 from engine_adapter.types import EngineSpec, Finding
@@ -105,10 +103,6 @@ def _samples(size: int) -> Iterator[tuple[int, int]]:
     yield size - _ENDS, _ENDS
 
 
-_PROBE_TOKENS = 48
-_STATE_WORDS = 7  # of an empty slot's file, before its caches: magic, version, 4 of tokens and their count
-# Caches of a model with plain attention, and of one that has sliding windows too.
-_PLAIN_ATTENTION, WITH_WINDOW = 1, 2
 _METADATA = 64 << 20  # bytes of a GGUF that are no tensors, at the most: vocabulary and padding
 
 
@@ -337,68 +331,3 @@ async def _fingerprint(
     # The loaded LoRA adapters change the KV of the model.
     adapters = await control.read_optional(list[Any], "/lora-adapters")
     return xxhash.xxh3_128_hexdigest(msgspec.json.encode([model, adapters])) if adapters else model
-
-
-def probe_file(spec: EngineSpec | None = None) -> str:
-    """The name of the small file that a probe leaves behind: a new one, because servers may share a
-    directory; or that of a server whose directory kvpin does not know, where the next probe overwrites it."""
-    name = uuid4().hex if spec is None else xxhash.xxh3_64_hexdigest(f"{spec.url} {spec.model}".encode())
-    return f"kvpin-probe-{name}.bin"
-
-
-async def probe(control: ControlClient, facts: ServerFacts, slot_id: int, *, file: str) -> ServerFacts:
-    """Completes `facts` by trying. Slot `slot_id` must be idle; its content is lost.
-
-    Leaves `file`, about 50 bytes, in the server's save directory. Takes a few milliseconds on an idle server,
-    plus the prefill of about 150 tokens.
-    """
-    ram_cache = await probe_ram_cache(control, slot_id)
-    is_unified, can_save = facts.is_unified, facts.can_save
-    if can_save and is_unified is None:
-        try:
-            is_unified = await probe_unified(control, slot_id, facts.slots, file=file)
-        except EngineRejected:
-            can_save = False  # the directory is gone or full; the server can still be used
-    if facts.can_save:
-        await slot_io.erase(control, slot_id)
-    return replace(facts, ram_cache=ram_cache, is_unified=is_unified, can_save=can_save)
-
-
-async def probe_ram_cache(control: ControlClient, slot_id: int) -> bool:
-    """True if `--cache-ram` is on: a prompt comes back after another one has replaced it in its slot.
-
-    The content of slot `slot_id` is lost.
-    """
-    first, second = list(range(10, 10 + _PROBE_TOKENS)), list(range(110, 110 + _PROBE_TOKENS))
-    for prompt in (first, second):
-        await prefill(control, prompt, slot_id)
-    return await prefill(control, [*first, second[0]], slot_id) > 0
-
-
-async def probe_unified(control: ControlClient, slot_id: int, slots: int, *, file: str) -> bool | None:
-    """True if all slots share one KV pool, by the size of an empty slot's file; None if that does not tell.
-
-    The file counts the cells of each stream, and a unified pool is one stream. The content of slot `slot_id`
-    is lost, and `file` is left in the server's save directory.
-    """
-    await slot_io.erase(control, slot_id)
-    size = (await slot_io.save(control, slot_id, file)).size
-    if caches_in(size, slots):
-        return False
-    return True if caches_in(size, 1) else None
-
-
-def caches_in(size: int, streams: int) -> int | None:
-    """The number of caches in an empty slot's file of `size` bytes; None if it is of another kind."""
-    counts = (_PLAIN_ATTENTION, WITH_WINDOW)
-    return next((each for each in counts if size == 4 * (_STATE_WORDS + each * (1 + streams))), None)
-
-
-async def prefill(control: ControlClient, prompt: list[int], slot_id: int) -> int:
-    """Computes a prompt on a slot; returns the number of reused tokens."""
-    request = {"prompt": prompt, "n_predict": 0, "cache_prompt": True, "id_slot": slot_id}
-    match await control.call("POST", "/completion", json=request):
-        case {"timings": {"cache_n": int(reused)}}:
-            return reused
-        case _:
-            raise EngineUnavailable("POST /completion: the answer has no 'timings.cache_n'")

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
+from engine_adapter.hold import Forecast
 from engine_adapter.llama_server.checkpoints import PLAIN, MemoryRules
 from engine_adapter.llama_server.saved_entry import Saved, recency
 from engine_adapter.llama_server.slots import Slot, SlotOperation
 from engine_adapter.types import Tier, TokenIds, common_prefix
 
-WINDOW = 32
 _NO_TEXT = array("i")
 _CHARACTERS = 4  # of a token, about
 # How often the next turn comes within `TOOL_S` of a tool call: vLLM's router, issue 285.
@@ -29,29 +29,30 @@ AFTER_TOOL_CALL = 0.95
 # alike, or go on from where it was. With 0, 0.3 and 1, simulated requests like those of
 # tests/live/test_llama_checkpoints.py reused 111,000, 110,000 and 83,000 tokens of 288,000.
 OUTDATED = 0.3
-# The time of a shorter prefill is mostly the round trip.
-MIN_PREFILL_TOKENS = 32
-# The first guess of the prefill rate weighs as much as two prompts of so many tokens.
-_GUESS_TOKENS = 1000
+WINDOW = 32
 
 
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """The rates of this server; every rate is above 0. The defaults are first guesses. Saves count as cheap:
-    its real rate is learned only if it is tried.
+@dataclass(slots=True)
+class SlotRates:
+    """How long work on the slots of one server takes.
+
+    The time of prompts is learned by the engine's pool, from what the server reports. Only a server with
+    slots saves and restores files and waits for slots: this is learned here. Each rate is the median of its
+    last samples. The first guess counts as two samples, so one outlier has no effect. Saves count as cheap:
+    their real rate is learned only if they are tried.
 
     Attributes:
+        prefill_s: tokens → seconds to compute so many prompt tokens.
         save_bytes_s: bytes per second from a slot to the host tier.
         restore_bytes_s: bytes per second from the host tier to a slot.
         disk_bytes_s: bytes per second from the disk tier to the host tier.
         hold_s: usual seconds that a request holds a slot.
         reuse_probability: prior that a conversation goes on right after an answer.
         half_life_s: idle seconds that halve this probability.
-        save_overhead_s: seconds of a save that do not depend on its bytes.
-        restore_overhead_s: the same for a restore.
+        overhead_s: seconds of a save or a restore that do not depend on its bytes.
     """
 
-    prefill_tok_s: float = 500.0
+    prefill_s: Callable[[int], float] = lambda tokens: tokens / 500.0  # a guess, before it is in a pool
     save_bytes_s: float = 1e9
     restore_bytes_s: float = 2e9
     disk_bytes_s: float = 400e6
@@ -59,73 +60,32 @@ class Rates:
     hold_s: float = 2.0
     reuse_probability: float = 0.8
     half_life_s: float = 1800.0
-    save_overhead_s: float = 0.002
-    restore_overhead_s: float = 0.002
-
-    def prefill_s(self, tokens: int) -> float:
-        """Seconds to compute `tokens` prompt tokens."""
-        return tokens / self.prefill_tok_s
+    overhead_s: float = 0.002
+    measured: dict[str, float] = field(default_factory=dict)
+    _samples: dict[str, deque[float]] = field(default_factory=dict)
 
     def save_s(self, tokens: int) -> float:
         """Seconds to save a slot of `tokens` tokens."""
-        return self.save_overhead_s + tokens * self.bytes_per_token / self.save_bytes_s
+        return self.overhead_s + tokens * self.bytes_per_token / self.save_bytes_s
 
     def restore_s(self, tokens: int) -> float:
         """Seconds to restore a file of `tokens` tokens that lies in the host tier."""
-        return self.restore_overhead_s + tokens * self.bytes_per_token / self.restore_bytes_s
+        return self.overhead_s + tokens * self.bytes_per_token / self.restore_bytes_s
 
     def file_s(self, entry: Saved) -> float:
         """Seconds to restore this file from its tier."""
-        seconds = self.restore_overhead_s + entry.size / self.restore_bytes_s
+        seconds = self.overhead_s + entry.size / self.restore_bytes_s
         return seconds + entry.size / self.disk_bytes_s if entry.tier is Tier.DISK else seconds
-
-
-class RateBook:
-    """Learns `Rates` from measured operations. Each is the median of its last samples. The first guess counts
-    as two samples, so one outlier has no effect. A prefill counts by its tokens: what a hit leaves to compute
-    is short, and its time is mostly overhead.
-    """
-
-    def __init__(self) -> None:
-        self.view = Rates()
-        self._samples: dict[str, deque[float]] = {}
-        guess = self.view.prefill_tok_s, _GUESS_TOKENS
-        self._prefills = deque((guess, guess), maxlen=WINDOW)  # rate, tokens
-        self._measured = set[str]()
-
-    @property
-    def measured(self) -> dict[str, float]:
-        """The rates that were measured, by name."""
-        return {name: rate for name, rate in asdict(self.view).items() if name in self._measured}
-
-    @property
-    def assumed(self) -> dict[str, float]:
-        """The other rates: first guesses."""
-        return {name: rate for name, rate in asdict(self.view).items() if name not in self._measured}
-
-    def prefilled(self, tokens: int, seconds: float) -> None:
-        """`tokens` prompt tokens were computed in `seconds`."""
-        if tokens < MIN_PREFILL_TOKENS or seconds <= 0:
-            return
-        self._measured.add("prefill_tok_s")
-        self._prefills.append((tokens / seconds, tokens))
-        below, half = 0, sum(weight for _, weight in self._prefills) / 2
-        for rate, weight in sorted(self._prefills):
-            below += weight
-            if below >= half:
-                self.view = replace(self.view, prefill_tok_s=rate)
-                return
 
     def saved(self, tokens: int, size: int, seconds: float) -> None:
         """A slot of `tokens` tokens became a file of `size` bytes in `seconds`."""
         if tokens:  # exact: it is a property of the model
-            self._measured.add("bytes_per_token")
-            self.view = replace(self.view, bytes_per_token=size / tokens)
-        self._learn("save_bytes_s", size, seconds - self.view.save_overhead_s)
+            self.bytes_per_token = self.measured["bytes_per_token"] = size / tokens
+        self._learn("save_bytes_s", size, seconds - self.overhead_s)
 
     def restored(self, size: int, seconds: float) -> None:
         """A file of `size` bytes in the host tier went into a slot in `seconds`."""
-        self._learn("restore_bytes_s", size, seconds - self.view.restore_overhead_s)
+        self._learn("restore_bytes_s", size, seconds - self.overhead_s)
 
     def held(self, seconds: float) -> None:
         """A request held its slot for `seconds`."""
@@ -133,11 +93,11 @@ class RateBook:
 
     def _learn(self, rate: str, amount: float, per: float) -> None:
         if amount > 0 and per > 0:
-            self._measured.add(rate)
-            guess = getattr(self.view, rate)
+            guess = getattr(self, rate)
             samples = self._samples.setdefault(rate, deque((guess, guess), maxlen=WINDOW))
             samples.append(amount / per)
-            self.view = replace(self.view, **{rate: median(samples)})
+            self.measured[rate] = median(samples)
+            setattr(self, rate, self.measured[rate])
 
 
 LEAST_GAIN = 16  # least shared tokens for a restore: all chats share their first tokens
@@ -150,39 +110,23 @@ LEAST_REST = 0.25  # an overdue operation is expected to take this share of its 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A choice of slot for a request, with its expected costs in seconds.
+    """A choice of slot for a request.
 
     Attributes:
-        cached_tokens: how many of them the server will report as cached.
-        firm: False if unknown tokens of the slot may make it more.
+        cost: what the server will report as cached, and the expected seconds: `restore_s` has the save before
+            the restore, and `interference_s` the delay of other slots' streams during both.
         restore: the saved prefix to restore into the slot first, None to use the slot as it is.
         save_first: save the slot's content before anything else.
         is_ready: the slot is idle; if not, the request waits for it.
         over_pin: the slot's pin yields, because every slot has a pin in the way.
-        wait_s: wait until the slot is idle.
-        restore_s: restore, and the save before it.
-        prefill_s: prefill of the tokens that are not cached.
-        stall_s: total delay of the streams of other slots during save and restore.
-        regret_s: expected later cost of the overwritten content.
     """
 
     slot: int
-    cached_tokens: int
-    firm: bool
+    cost: Forecast
     restore: Saved | None
     save_first: bool
     is_ready: bool
     over_pin: bool
-    wait_s: float
-    restore_s: float
-    prefill_s: float
-    stall_s: float
-    regret_s: float
-
-    @property
-    def total_s(self) -> float:
-        """The total cost; the plan with the least is chosen."""
-        return self.wait_s + self.restore_s + self.prefill_s + self.stall_s + self.regret_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +135,7 @@ class _Inputs:
 
     prompt: TokenIds[int]
     salt: str | None
-    rates: Rates
+    rates: SlotRates
     now: float
     streams: int
     can_save: bool
@@ -221,7 +165,7 @@ def plan(
     salt: str | None,
     slots: Iterable[Slot],
     saved: Iterable[Saved],
-    rates: Rates,
+    rates: SlotRates,
     now: float,
     *,
     can_save: bool,
@@ -247,7 +191,7 @@ def plan(
     return min(candidates, key=lambda each: (each[0].pinned_until, *_rank(each)))[1]
 
 
-def worth_saving(slot: Slot, rates: Rates, now: float, streams: int, *, idle_s: float) -> bool:
+def worth_saving(slot: Slot, rates: SlotRates, now: float, streams: int, *, idle_s: float) -> bool:
     """True if saving an idle slot pays: a file is expected to spare more than the save costs.
 
     The cost of the save counts once for the slot and once for each of `streams` running streams. A slot is
@@ -266,22 +210,23 @@ def _best_file(given: _Inputs, saved: Iterable[Saved]) -> _File | None:
     compared with the prompt at most once, and only if one token shows that it may beat the best so far.
     """
     best: _File | None = None
-    least = given.rates.prefill_s(len(given.prompt))
+    length, prefill_s = len(given.prompt), given.rates.prefill_s
+    least_s = prefill_s(length)
     for entry in saved:
-        seconds = given.rates.file_s(entry)
-        cost = seconds * (1 + given.streams)
-        # A file that spares no more tokens than this loses.
-        needed = max(len(given.prompt) - (least - cost) * given.rates.prefill_tok_s, LEAST_GAIN - 1)
-        if entry.salt != given.salt or min(len(entry.tokens), given.most) <= needed:
+        seconds, most = given.rates.file_s(entry), min(len(entry.tokens), given.most)
+        cost_s = seconds * (1 + given.streams)
+        if entry.salt != given.salt or cost_s + prefill_s(length - most) >= least_s:
             continue
-        probe = int(needed)
-        if entry.tokens[probe] != given.prompt[probe]:
+        # A file that costs no less than the best so far has to spare more tokens.
+        has_to = best is not None and seconds >= best.seconds
+        needed = max(best.reused if best is not None and has_to else 0, LEAST_GAIN - 1)
+        if most <= needed or entry.tokens[needed] != given.prompt[needed]:
             continue
         restored = given.rules.restored(len(entry.tokens))
-        reused = restored.reused(common_prefix(entry.tokens, given.prompt), len(given.prompt))
-        if reused > needed:
-            best = _File(entry, reused, seconds)
-            least = cost + given.rates.prefill_s(len(given.prompt) - reused)
+        reused = restored.reused(common_prefix(entry.tokens, given.prompt), length)
+        total_s = cost_s + prefill_s(length - reused)
+        if reused > needed and total_s < least_s:
+            best, least_s = _File(entry, reused, seconds), total_s
     return best
 
 
@@ -305,19 +250,22 @@ def _choice(slot: Slot, kept: int, file: _File | None, given: _Inputs) -> Plan:
         # go through one slot.
         regret_s += given.rates.prefill_s(in_place)
     io_s = save_s + (0.0 if file is None else file.seconds)
-    return Plan(
-        slot=slot.id,
+    cost = Forecast(
         cached_tokens=cached,
         firm=given.rules.is_sure if file is not None else _is_firm(slot, kept, given),
+        wait_s=_wait_s(slot, given.rates, given.now),
+        restore_s=io_s,
+        prefill_s=given.rates.prefill_s(max(given.length - (cached or likely), 0)),
+        interference_s=io_s * others,
+        regret_s=regret_s,
+    )
+    return Plan(
+        slot=slot.id,
+        cost=cost,
         restore=None if file is None else file.entry,
         save_first=save_s > 0,
         is_ready=slot.is_idle,
         over_pin=slot.pinned_until > given.now and kept < slot.pinned,
-        wait_s=_wait_s(slot, given.rates, given.now),
-        restore_s=io_s,
-        prefill_s=given.rates.prefill_s(max(given.length - (cached or likely), 0)),
-        stall_s=io_s * others,
-        regret_s=regret_s,
     )
 
 
@@ -339,7 +287,7 @@ def _loss(slot: Slot, kept: int, others: int, given: _Inputs) -> tuple[float, fl
     return (save_s, after_s) if save_s * (1 + others) + after_s < regret_s else (0.0, regret_s)
 
 
-def _regret_s(slot: Slot, kept: int, saved: int, rates: Rates, now: float) -> float:
+def _regret_s(slot: Slot, kept: int, saved: int, rates: SlotRates, now: float) -> float:
     """Expected cost of overwriting all but `kept` leading tokens, with `saved` of them in a file.
 
     If the conversation comes back, the file is restored and the rest computed. A conversation that goes on in
@@ -359,7 +307,7 @@ def _regret_s(slot: Slot, kept: int, saved: int, rates: Rates, now: float) -> fl
     return probability * recency(idle_s, rates.half_life_s) * later_s
 
 
-def _wait_s(slot: Slot, rates: Rates, now: float) -> float:
+def _wait_s(slot: Slot, rates: SlotRates, now: float) -> float:
     """Expected seconds until the slot is idle. An overdue operation counts as taking a while longer."""
     match slot.operation:
         case None:
@@ -378,4 +326,4 @@ def _wait_s(slot: Slot, rates: Rates, now: float) -> float:
 def _rank(candidate: tuple[Slot, Plan]) -> tuple[float, bool, float, int, bool]:
     """Least total first; then an empty slot, the longest idle one, the lower id, no restore."""
     slot, choice = candidate
-    return choice.total_s, not slot.is_empty, slot.since, slot.id, choice.restore is not None
+    return choice.cost.total_s, not slot.is_empty, slot.since, slot.id, choice.restore is not None

@@ -30,6 +30,10 @@ _PARSED = ("tools", "response_format", "json_schema", "grammar")
 # Fields that change the KV of a prompt: its tokens alone do not identify it.
 _OTHER_KV = ("lora",)
 
+# Equal tokens further on in a slot count for nothing: shifted to another place, their KV gives other answers,
+# also to the requests after. Neither a client's field nor the server's `--cache-reuse` may ask for it.
+_NO_SHIFT = {"n_cache_reuse": 0}
+
 # Characters by which texts to fill in are told apart.
 _TEXT_LOOKED_AT = 65_536
 
@@ -92,8 +96,9 @@ async def _hold_slot(
         lease.shows_text = _shows_text(path, session.facts.chat_template, body)
         reuses = lease.may_reuse
         sent, answer = read_by(path, body, lease)
+        slot = {"id_slot": lease.slot, "cache_prompt": reuses, **_NO_SHIFT}
         yield Hold(
-            sent.replace(id_slot=lease.slot, cache_prompt=reuses, **_ids_for_text(path, body, prompt)),
+            sent.replace(**slot, **_ids_for_text(path, body, prompt)),
             cached_tokens=lease.cached_tokens if reuses else 0,
             firm=not reuses or (is_known and lease.firm and session.facts.keeps_none_itself),
             answer=answer,

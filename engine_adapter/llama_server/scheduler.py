@@ -14,6 +14,7 @@ import time
 from array import array
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from engine_adapter.errors import EngineError, EngineUnavailable
@@ -87,17 +88,10 @@ class SlotScheduler:
 
     def forecast(self, ask: Ask) -> Forecast:
         """The cost of `ask` now; changes nothing."""
-        best = self._plan(ask, self._table)
-        queue_s = self._turns.waiting * self.contents.rates.view.hold_s / len(self._table)
-        return Forecast(
-            cached_tokens=best.cached_tokens,
-            firm=best.firm,
-            wait_s=best.wait_s + queue_s,
-            restore_s=best.restore_s,
-            prefill_s=best.prefill_s,
-            interference_s=best.stall_s + INTERFERENCE_S * self.streams,
-            regret_s=best.regret_s,
-        )
+        cost = self._plan(ask, self._table).cost
+        queue_s = self._turns.waiting * self.contents.rates.hold_s / len(self._table)
+        interference_s = cost.interference_s + INTERFERENCE_S * self.streams
+        return replace(cost, wait_s=cost.wait_s + queue_s, interference_s=interference_s)
 
     @asynccontextmanager
     async def lease(self, ask: Ask) -> AsyncIterator[SlotLease]:
@@ -276,7 +270,7 @@ class SlotScheduler:
             ask.salt,
             slots,
             contents.entries(),
-            contents.rates.view,
+            contents.rates,
             self._clock(),
             can_save=contents.can_save,
             can_restore=contents.can_restore,
@@ -407,15 +401,11 @@ class SlotScheduler:
         return count or 0
 
     def _learn(self, lease: SlotLease, answer: CompletionOutput) -> None:
-        rates, cached, total = self.contents.rates, answer.cached_tokens, answer.prompt_tokens
-        rates.held(self._clock() - lease.started)
+        cached = answer.cached_tokens
+        self.contents.rates.held(self._clock() - lease.started)
         if cached is not None and lease.firm and lease.ask.reuse:
             self.contents.note_prediction(is_right=cached == lease.cached_tokens)
-        if cached is None or total is None:
-            return
-        if answer.timings.prompt_ms is not None:
-            rates.prefilled(total - cached, answer.timings.prompt_ms / 1000)
-        if lease.restored and lease.may_reuse:
+        if cached is not None and lease.restored and lease.may_reuse:
             self.contents.note_restored(in_vain=cached < lease.cached_tokens / 2)
 
     def _watch_foreign(self, slot: Slot) -> None:

@@ -16,11 +16,11 @@ from engine_adapter.errors import EngineError, EngineRejected
 from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server.checkpoints import UNPROBED
 from engine_adapter.llama_server.contents import Contents
-from engine_adapter.llama_server.discovery import ServerFacts, probe, probe_file
-from engine_adapter.llama_server.memory_probe import MemoryKind, memory_rules, probe_memory
+from engine_adapter.llama_server.discovery import ServerFacts
 from engine_adapter.llama_server.mirror_events import MirrorEvents
 from engine_adapter.llama_server.options import LlamaServerSpec
-from engine_adapter.llama_server.plan import worth_saving
+from engine_adapter.llama_server.plan import SlotRates, worth_saving
+from engine_adapter.llama_server.probe import MemoryKind, memory_rules, probe, probe_file, probe_memory
 from engine_adapter.llama_server.saved import SavedPrefixes
 from engine_adapter.llama_server.scheduler import SlotScheduler
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER, ServerRecord, SlotOwners
@@ -61,6 +61,7 @@ class ServerSession:
         may_try: it may probe the server, and empty and save slots; else it changes nothing there.
         told: what probing a process with the same flags has told.
         is_too_slow: the server did not answer the probe in time before; it is not probed again.
+        rates: what is known of how long its work takes, from earlier processes too.
         scheduler: manages its slots; None if they cannot be managed, and the server chooses them itself.
         verbs: the admin verbs on its slots; None likewise.
         findings: reasons why kvpin cannot use it fully, beyond the findings of the facts.
@@ -74,6 +75,7 @@ class ServerSession:
     may_try: bool = True
     told: Probed | None = None
     is_too_slow: bool = False
+    rates: SlotRates = field(default_factory=SlotRates)
     scheduler: SlotScheduler | None = field(default=None, init=False)
     verbs: SlotVerbs | None = field(default=None, init=False)
     findings: list[str] = field(default_factory=list, init=False)
@@ -204,7 +206,9 @@ class ServerSession:
         # Records of what the server holds are those of the kvpin that uses it.
         process = directory if self.may_try else None, self._spec.url, self.facts.instance
         owners = SlotOwners(*process, self.facts.slots)
-        contents = Contents(self._spec.id, self.facts, self._control, saved, mirror, clock, owners)
+        contents = Contents(
+            self._spec.id, self.facts, self._control, saved, mirror, clock, owners, self.rates
+        )
         scheduler = self.scheduler = SlotScheduler(self._spec.id, self._control, contents, clock=clock)
         verbs = self.verbs = SlotVerbs(scheduler, ServerRecord(*process, "pins", list[RecordedPin]))
         for state in await read_slots(self._control) if self.may_try else ():
@@ -354,6 +358,6 @@ def _worth_most(scheduler: SlotScheduler) -> Slot | None:
     contents = scheduler.contents
     if not contents.can_save:
         return None
-    rates, now, streams = contents.rates.view, scheduler.now(), scheduler.streams
+    rates, now, streams = contents.rates, scheduler.now(), scheduler.streams
     worth = [s for s in dirty_slots(scheduler) if worth_saving(s, rates, now, streams, idle_s=IDLE_S)]
     return min(worth, key=lambda slot: slot.since, default=None)

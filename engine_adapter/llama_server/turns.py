@@ -189,7 +189,7 @@ class Turns:
             return best, 0.0
         # Wait as long as the alternative would have cost: the total is then at most twice the best possible.
         alternative = self._decide(ask, self._table.idle())
-        left_s = alternative.total_s - (self._clock() - waiter.since)
+        left_s = alternative.cost.total_s - (self._clock() - waiter.since)
         return (alternative, 0.0) if left_s <= 0 else (None, left_s)
 
     def _grant(self, waiter: _Waiter, plan: Plan | None) -> None:

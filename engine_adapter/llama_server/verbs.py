@@ -200,7 +200,7 @@ class SlotVerbs:
             reason = await self._offload_slot(slot)
             if reason is None:
                 tally.done += blocks
-                tally.size += round(blocks * TOKENS_PER_BLOCK * self._contents.rates.view.bytes_per_token)
+                tally.size += round(blocks * TOKENS_PER_BLOCK * self._contents.rates.bytes_per_token)
             else:
                 tally.left[reason] += blocks
             yield tally.progress()

@@ -1,16 +1,19 @@
 """Renders and tokenises requests exactly as transformers does. The proxy and the embedded engine share it.
 
 `ChatTokenizer.load` reads a tokenizer, `render` gives a prompt's text, `encode` its ids. `chat` does both,
-and puts prompt embeddings where their content parts stood.
+and puts prompt embeddings where their content parts stood. Templates are always rendered by templates.py,
+whoever reads the tokenizer: what a template may take is bounded there.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 import threading
 from array import array
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar, Unpack
@@ -19,15 +22,14 @@ import msgspec
 
 from engine_adapter.errors import ChatError, EngineSpecError
 from engine_adapter.off_loop import off_loop
-from engine_adapter.prompt.chat_messages import NormalMessages, normalize_messages
 from engine_adapter.prompt.content_format import content_format
 from engine_adapter.prompt.encoders import Encoder, exact_encoder
 from engine_adapter.prompt.extra_ids import Embeddings
 from engine_adapter.prompt.gguf_tokenizer import load_gguf_tokenizer
 from engine_adapter.prompt.lengths import check_fits
-from engine_adapter.prompt.media import tokens_of
-from engine_adapter.prompt.template_input import USUAL, TemplateInput
-from engine_adapter.prompt.templates import TEMPLATE_ERRORS
+from engine_adapter.prompt.media import read_embeds, tokens_of
+from engine_adapter.prompt.template_input import USUAL, ContentFormat, TemplateInput, is_text
+from engine_adapter.prompt.templates import TEMPLATE_ERRORS, choose_template, render_template
 from engine_adapter.types import ExtraIds, TokenIds
 
 _Result = TypeVar("_Result")
@@ -136,10 +138,9 @@ class ChatTokenizer:
     def template(self, tools: object) -> str | None:
         """The chat template for these tools; None for a tokenizer without one."""
         try:
-            template: str = self._tokenizer.get_chat_template(None, tools)
+            return choose_template(self._tokenizer.chat_template, tools)
         except ValueError:
             return None
-        return template
 
     def encode(self, text: str, *, add_special_tokens: bool) -> TokenIds[int]:
         """Token ids of `text`, as transformers gives them."""
@@ -172,8 +173,7 @@ class ChatTokenizer:
         A template that loops over parts gets a list of text parts; any other gets them joined. A tool call's
         `arguments` are given as an object. Raises ChatError, which names the field that cannot be
         rendered."""
-        chat = _Chat(self._tokenizer, self._input, **options)
-        return chat.render(normalize_messages(messages, chat.format, joint=self._input.joint).messages)
+        return self._render(messages, None, **options)[0]
 
     def chat(
         self,
@@ -195,15 +195,7 @@ class ChatTokenizer:
             PromptTableError: embeddings that cannot be read.
             CannotFit: the text has clearly more than `limit` tokens.
         """
-        chat = _Chat(self._tokenizer, self._input, **options)
-        normal = normalize_messages(
-            messages,
-            chat.format,
-            joint=self._input.joint,
-            make_word=lambda: _word_absent_from(messages, options),
-            hidden_size=hidden_size,
-        )
-        text = chat.render(normal.messages)
+        text, normal = self._render(messages, hidden_size, **options)
         if not normal.embeddings:
             (ids,) = self.encode_all([text], add_special_tokens=False, limit=limit)
             return ChatPrompt(ids)
@@ -214,14 +206,56 @@ class ChatTokenizer:
             )
         return self._join(text, normal, vocab_size)
 
+    def _render(
+        self,
+        messages: object,
+        hidden_size: int | None,
+        *,
+        tools: object = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: object = None,
+    ) -> tuple[str, NormalMessages]:
+        """The text of a chat, and its messages with the embeddings whose markers are in the text."""
+        given, offered, variables = self._input, _checked_tools(tools), _checked_kwargs(template_kwargs)
+        if offered is not None and given.tools is not None:
+            offered = given.tools(offered)
+        if add_generation_prompt and continue_final_message:
+            raise ChatError(
+                "continue_final_message and add_generation_prompt exclude each other",
+                param="continue_final_message",
+            )
+        template = self.template(offered)
+        if template is None:
+            raise ChatError("this model has no chat template: use /v1/completions", param="messages")
+        wanted = (given.content_format or content_format)(template)
+        normal = normalize_messages(messages, wanted, joint=given.joint, hidden_size=hidden_size)
+        chat = normal.messages
+        if given.message is not None:
+            chat = [given.message(message, wanted) for message in chat]
+        try:
+            text = render_template(
+                template,
+                chat,
+                tools=offered,
+                documents=variables.get("documents"),
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                variables={**self._tokenizer.special_tokens_map, **variables},
+            )
+        except TEMPLATE_ERRORS as error:
+            raise ChatError(
+                f"the chat template cannot render these messages: {error}", param="messages"
+            ) from error
+        return text, normal
+
     def _join(self, text: str, normal: NormalMessages, vocab_size: int) -> ChatPrompt:
         """Encodes the text between the markers, and replaces each marker by rows of fake ids."""
-        by_marker = {slot.marker: slot for slot in normal.embeddings}
         pieces = re.split(normal.marker_pattern, text)
         rendered = set(pieces[1::2])
-        for slot in normal.embeddings:
-            if slot.marker not in rendered:
-                raise ChatError(f"the chat template leaves out {slot.param}", param=slot.param)
+        for marker, (param, _) in normal.embeddings.items():
+            if marker not in rendered:
+                raise ChatError(f"the chat template leaves out {param}", param=param)
         token_ids, extra_ids = array("i"), array("Q")
         embeddings: dict[int, Embeddings] = {}
         for index, piece in enumerate(pieces):
@@ -229,7 +263,7 @@ class ChatTokenizer:
                 ids = self.encode(piece, add_special_tokens=False) if piece else array("i")
                 extras = array("Q", bytes(8 * len(ids)))
             else:
-                rows = by_marker[piece].embeddings
+                rows = normal.embeddings[piece][1]
                 ids, extras = tokens_of(rows, vocab_size)
                 embeddings[extras[0]] = rows
             token_ids.extend(ids)
@@ -264,58 +298,6 @@ def _is_path(source: str) -> bool:
     return source.startswith(("/", ".", "~"))
 
 
-class _Chat:
-    """The template and options of one call, checked."""
-
-    def __init__(
-        self,
-        tokenizer: Any,  # noqa: ANN401 - transformers is untyped
-        given: TemplateInput,
-        *,
-        tools: object = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        template_kwargs: object = None,
-    ) -> None:
-        self._tokenizer = tokenizer
-        checked = _checked_tools(tools)
-        self._tools = checked if given.tools is None or checked is None else given.tools(checked)
-        self._message = given.message
-        self._kwargs = _checked_kwargs(template_kwargs)
-        self._add_generation_prompt = add_generation_prompt
-        self._continue_final_message = continue_final_message
-        if add_generation_prompt and continue_final_message:
-            raise ChatError(
-                "continue_final_message and add_generation_prompt exclude each other",
-                param="continue_final_message",
-            )
-        try:
-            template: str = tokenizer.get_chat_template(None, self._tools)
-        except ValueError as error:
-            raise ChatError(
-                "this model has no chat template: use /v1/completions", param="messages"
-            ) from error
-        self.format = (given.content_format or content_format)(template)
-
-    def render(self, messages: list[dict[str, Any]]) -> str:
-        if self._message is not None:
-            messages = [self._message(message, self.format) for message in messages]
-        try:
-            text: str = self._tokenizer.apply_chat_template(
-                messages,
-                tools=self._tools,
-                add_generation_prompt=self._add_generation_prompt,
-                continue_final_message=self._continue_final_message,
-                tokenize=False,
-                **self._kwargs,
-            )
-        except TEMPLATE_ERRORS as error:
-            raise ChatError(
-                f"the chat template cannot render these messages: {error}", param="messages"
-            ) from error
-        return text
-
-
 def _checked_tools(tools: object) -> list[dict[str, Any]] | None:
     if tools is None:
         return None
@@ -341,9 +323,131 @@ def _checked_kwargs(template_kwargs: object) -> dict[str, Any]:
     return template_kwargs
 
 
-def _word_absent_from(*values: object) -> str:
-    """A random word of 128 bits that occurs nowhere in `values`."""
-    text = msgspec.json.encode(values)
-    while (word := f"kvpin{secrets.token_hex(16)}").encode() in text:
-        pass
-    return word
+# --- messages in the form that templates expect -------------------------------------------------------
+
+
+class NormalMessages(msgspec.Struct, frozen=True):
+    """Messages ready for a template.
+
+    Attributes:
+        embeddings: those taken out of the messages, in order: marker → the field they came in, and they.
+        word: begins every marker. It is drawn for this chat, so no client can have written it.
+    """
+
+    messages: list[dict[str, Any]]
+    embeddings: dict[str, tuple[str, Embeddings]] = {}
+    word: str = ""
+
+    @property
+    def marker_pattern(self) -> str:
+        """Matches the markers, in time linear in the text however many there are."""
+        return f"({self.word}x[0-9]+x)"
+
+
+def normalize_messages(
+    messages: object, wanted: ContentFormat, *, joint: str = "\n", hidden_size: int | None = None
+) -> NormalMessages:
+    """Checks and converts `messages`, decoded from JSON; the originals are not changed.
+
+    `wanted` is the form in which the template reads a list of parts, and `joint` joins texts that become one.
+    Without the `hidden_size` of the model, embeddings are refused.
+
+    Raises:
+        ChatError: naming the field at fault.
+        PromptTableError: embeddings that cannot be read.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise ChatError("messages must be a list of at least one message", param="messages")
+    if all(type(each) is dict and is_text(each) and each["role"] for each in messages):
+        return NormalMessages(messages)
+    reader = _Reader(wanted, joint, hidden_size)
+    normal = [reader.message(message, i) for i, message in enumerate(messages)]
+    return NormalMessages(normal, reader.embeddings, reader.word)
+
+
+@dataclass(slots=True)
+class _Reader:
+    """Converts the messages of one chat and collects its embeddings."""
+
+    _wanted: ContentFormat
+    _joint: str
+    _hidden_size: int | None
+    embeddings: dict[str, tuple[str, Embeddings]] = field(default_factory=dict)
+    word: str = ""
+
+    def message(self, message: object, index: int) -> dict[str, Any]:
+        name = f"messages[{index}]"
+        if not isinstance(message, dict):
+            raise ChatError(f"{name} must be an object", param=name)
+        role = message.get("role")
+        if not isinstance(role, str) or not role:
+            raise ChatError(f"{name}.role must be a non-empty string", param=f"{name}.role")
+        content = message.get("content")
+        changes: dict[str, Any] = {}
+        if isinstance(content, list):
+            changes["content"] = self._parts(content, f"{name}.content")
+        elif content is not None and not isinstance(content, str):
+            raise ChatError(f"{name}.content must be a string or a list of parts", param=f"{name}.content")
+        if message.get("tool_calls") is not None:
+            changes["tool_calls"] = _tool_calls(message["tool_calls"], f"{name}.tool_calls")
+        return message | changes if changes else message
+
+    def _parts(self, parts: list[Any], name: str) -> str | list[dict[str, Any]]:
+        texts = [self._part(part, f"{name}[{j}]") for j, part in enumerate(parts)]
+        if self._wanted is ContentFormat.PARTS:
+            return [{"type": "text", "text": text} for text, _ in texts]
+        joined = ""
+        after_text = False
+        for text, is_embedding in texts:
+            # Embeddings join their neighbours directly.
+            joined += self._joint + text if after_text and not is_embedding else text
+            after_text = not is_embedding
+        return joined
+
+    def _part(self, part: object, name: str) -> tuple[str, bool]:
+        """The text of a part, and whether it is a marker."""
+        if not isinstance(part, dict):
+            raise ChatError(f"{name} must be an object with a type", param=name)
+        kind = part.get("type")
+        if kind == "text":
+            text = part.get("text")
+            if not isinstance(text, str):
+                raise ChatError(f"{name}.text must be a string", param=f"{name}.text")
+            return text, False
+        if kind == "prompt_embeds":
+            return self._embedding(part.get("data"), f"{name}.data"), True
+        raise ChatError(
+            f"{name} has type {kind!r}: this engine takes text and prompt_embeds", param=f"{name}.type"
+        )
+
+    def _embedding(self, data: object, name: str) -> str:
+        if self._hidden_size is None:
+            raise ChatError(f"{name}: prompt embeddings cannot be used here", param=name)
+        embeddings = read_embeds(data, param=name, hidden_size=self._hidden_size)
+        self.word = self.word or f"kvpin{secrets.token_hex(16)}"
+        marker = f"{self.word}x{len(self.embeddings)}x"
+        self.embeddings[marker] = name, embeddings
+        return marker
+
+
+def _tool_calls(calls: object, name: str) -> list[dict[str, Any]]:
+    """Tool calls with `arguments` as objects, which templates expect; OpenAI clients send JSON text."""
+    if not isinstance(calls, list):
+        raise ChatError(f"{name} must be a list", param=name)
+    normal = []
+    for index, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict):
+            raise ChatError(f"{name}[{index}].function must be an object", param=f"{name}[{index}].function")
+        if isinstance(function.get("arguments"), str):
+            function = function | {"arguments": _arguments(function["arguments"])}
+        normal.append(call | {"function": function})
+    return normal
+
+
+def _arguments(text: str) -> Any:  # noqa: ANN401 - JSON
+    """A call's arguments; broken JSON from a model counts as none, as it does in vLLM."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return {}

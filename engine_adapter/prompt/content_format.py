@@ -7,6 +7,7 @@ rules are those of vLLM's automatic detection, so that both render a list of par
 from __future__ import annotations
 
 from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
 from functools import lru_cache
 
 from jinja2 import TemplateError, nodes
@@ -19,61 +20,61 @@ from engine_adapter.prompt.templates import environment
 def content_format(template: str) -> ContentFormat:
     """The format of `template`; STRING for one that does not parse, as rendering it reports the error."""
     try:
-        root = environment.parse(template)
-    except TemplateError:
+        takes_parts = any(_content_loops(environment.parse(template)))
+    except (TemplateError, RecursionError):
         return ContentFormat.STRING
-    return ContentFormat.PARTS if any(_content_loops(root)) else ContentFormat.STRING
+    return ContentFormat.PARTS if takes_parts else ContentFormat.STRING
 
 
-def looped(template: str) -> Iterator[str]:
+def looped(template: str) -> set[str]:
     """What a template's loops go over, as `name` or `name.key`; nothing of one that does not parse."""
     try:
-        root = environment.parse(template)
-    except TemplateError:
-        return
-    yield from filter(None, (_source(loop.iter) for loop in root.find_all(nodes.For)))
+        loops = [*environment.parse(template).find_all(nodes.For)]
+        return {source for loop in loops if (source := _source(loop.iter))}
+    except (TemplateError, RecursionError):
+        return set()
 
 
 def _content_loops(root: nodes.Template) -> Iterator[nodes.For]:
     """Loops over a message's content, directly, through the name `content`, or inside a macro."""
-    messages = _aliases(root, "messages")
-    items = {_name(loop.target) for loop in root.find_all(nodes.For) if _source(loop.iter) in messages}
+    messages, loops = _aliases(root, "messages"), [*root.find_all(nodes.For)]
+    items = {_name(loop.target) for loop in loops if _source(loop.iter) in messages}
     contents = {f"{item}.content" for item in items if item}
+    calls: dict[str | None, list[nodes.Call]] = {}  # by the name of what is called
+    for call in root.find_all(nodes.Call):
+        calls.setdefault(_name(call.node), []).append(call)
     in_macros: set[int] = set()
     for macro in root.find_all(nodes.Macro):
-        bound = _parameters_bound_to(root, macro, contents)
+        bound = {name for call in calls.get(macro.name, ()) for name in _bound_by(call, macro, contents)}
         for loop in macro.find_all(nodes.For):
             in_macros.add(id(loop))
             if _source(loop.iter) in bound:
                 yield loop
-    for loop in root.find_all(nodes.For):
+    for loop in loops:
         source = _source(loop.iter)
         if source in contents or (source == "content" and id(loop) not in in_macros):
             yield loop
 
 
 def _aliases(root: nodes.Template, name: str) -> set[str]:
-    """`name`, and every variable assigned from it, directly or through others."""
-    found: set[str] = set()
-    waiting = [name]
+    """`name`, and every variable assigned from it, directly or through others. One walk: templates of a
+    hostile model may be long."""
+    named: dict[str | None, list[str]] = {}  # what is assigned → the names it gets
+    for each in root.find_all(nodes.Assign):
+        if target := _name(each.target):
+            named.setdefault(_source(each.node), []).append(target)
+    found, waiting = set[str](), [name]
     while waiting:
-        current = waiting.pop()
-        found.add(current)
-        targets = (_name(a.target) for a in root.find_all(nodes.Assign) if _source(a.node) == current)
-        waiting.extend(target for target in targets if target and target not in found)
+        found.add(current := waiting.pop())
+        waiting += named.pop(current, ())
     return found
 
 
-def _parameters_bound_to(root: nodes.Template, macro: nodes.Macro, sources: set[str]) -> set[str]:
-    """The parameters of `macro` that any call sets to one of `sources`."""
-    names = [arg.name for arg in macro.args]
-    bound: set[str] = set()
-    for call in root.find_all(nodes.Call):
-        if _name(call.node) != macro.name:
-            continue
-        bound.update(name for name, arg in zip(names, call.args, strict=False) if _source(arg) in sources)
-        bound.update(kwarg.key for kwarg in call.kwargs if _source(kwarg.value) in sources)
-    return bound
+def _bound_by(call: nodes.Call, macro: nodes.Macro, sources: AbstractSet[str]) -> Iterator[str]:
+    """The parameters of `macro` that a call sets to one of `sources`."""
+    given = [(param.name, arg) for param, arg in zip(macro.args, call.args, strict=False)]
+    given += [(kwarg.key, kwarg.value) for kwarg in call.kwargs]
+    return (name for name, arg in given if _source(arg) in sources)
 
 
 def _name(node: nodes.Node) -> str | None:

@@ -11,12 +11,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator
 from itertools import product
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from engine_adapter.errors import ChatError
-from engine_adapter.types import TokenIds
+
+if TYPE_CHECKING:
+    from engine_adapter.prompt.chat import ChatTokenizer
 
 
 class AddedToken(msgspec.Struct, frozen=True):
@@ -26,20 +28,6 @@ class AddedToken(msgspec.Struct, frozen=True):
     single_word: bool = False
     lstrip: bool = False
     normalized: bool = True
-
-
-class ChatEncoder(Protocol):
-    """The part of a `ChatTokenizer` that is used here."""
-
-    @property
-    def cuts(self) -> tuple[str, ...]:
-        """Added tokens before which a text can be cut."""
-
-    def render(self, messages: object) -> str:
-        """The text of a chat. Raises ChatError where the template does not take it."""
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> TokenIds[int]:
-        """Token ids of a text."""
 
 
 _CHAT = [
@@ -81,7 +69,7 @@ def _hides(other: str, cut: str) -> bool:
     return is_longer or any(cut.startswith(end) or end.startswith(cut) for end in ends)
 
 
-def find_cut(tokenizer: ChatEncoder) -> str | None:
+def find_cut(tokenizer: ChatTokenizer) -> str | None:
     """The added token before which this tokenizer's chats are cut; None if they must be encoded whole.
 
     It is the one that the chat template writes most often.
@@ -96,7 +84,7 @@ def find_cut(tokenizer: ChatEncoder) -> str | None:
     return cut if cut is not None and _is_exact(tokenizer, cut, text) else None
 
 
-def _is_exact(tokenizer: ChatEncoder, cut: str, chat: str) -> bool:
+def _is_exact(tokenizer: ChatTokenizer, cut: str, chat: str) -> bool:
     """True if texts cut before `cut` give the ids of the whole texts."""
     for text in (chat, *_texts(cut, tokenizer.cuts[:_NEIGHBOURS])):
         head, *tails = text.split(cut)

@@ -1,8 +1,7 @@
 """A tokenizer put together from its description, without transformers' loader and what that takes.
 
 `describe` makes the description, in the process that loads the tokenizer. `DescribedTokenizer` is what the
-proxy keeps: one encoder, and the templates. It imports transformers only if templates.py does not render as
-transformers does.
+proxy keeps: one encoder, and the templates.
 """
 
 from __future__ import annotations
@@ -23,8 +22,6 @@ from engine_adapter.prompt.encoders import (
     TransformersEncoder,
     exact_encoder,
 )
-from engine_adapter.prompt.template_check import renders_alike
-from engine_adapter.prompt.templates import choose_template, render_template
 
 _DECODED = 200
 
@@ -37,7 +34,6 @@ class Description(msgspec.Struct, frozen=True, tag=True):
         tokenizer: a `tokenizer.json`, compressed by zlib; None where only transformers itself is right.
         splits_special: special tokens in a text are encoded as text.
         decodes: the encoder also decodes as transformers does.
-        renders: templates.py renders as transformers does.
         vocab_size: ids the tokenizer knows, added tokens included.
         eos_token_id: the id that ends a text, where the tokenizer names one.
         chat_template: the template, or several by name.
@@ -48,7 +44,6 @@ class Description(msgspec.Struct, frozen=True, tag=True):
     tokenizer: bytes | None = None
     splits_special: bool = False
     decodes: bool = False
-    renders: bool = False
     vocab_size: int = 0
     eos_token_id: int | None = None
     chat_template: str | dict[str, str] | None = None
@@ -60,15 +55,11 @@ def describe(tokenizer: Any) -> Description:  # noqa: ANN401 - transformers is u
     encoder = exact_encoder(tokenizer)
     if isinstance(encoder, TransformersEncoder):
         return Description(encoder.name)
-    renders = renders_alike(tokenizer)
-    if not renders and type(tokenizer).apply_chat_template is not _transformers().apply_chat_template:
-        return Description(TransformersEncoder.name)  # a class that renders in a way of its own
     return Description(
         encoder=encoder.name,
         tokenizer=zlib.compress(tokenizer.backend_tokenizer.to_str().encode()),
         splits_special=bool(tokenizer.split_special_tokens),
         decodes=isinstance(encoder, FastokensEncoder | TokenizersEncoder) and _decodes(encoder, tokenizer),
-        renders=renders,
         vocab_size=len(tokenizer),
         eos_token_id=tokenizer.eos_token_id,
         chat_template=tokenizer.chat_template,
@@ -116,8 +107,6 @@ class DescribedTokenizer:
         self.eos_token_id = description.eos_token_id
         self._description = description
         self.encoder: Encoder = self._fast if description.encoder == FastokensEncoder.name else self._plain
-        if not description.renders:
-            _transformers()
         give_back_memory()
 
     def __len__(self) -> int:
@@ -160,45 +149,6 @@ class DescribedTokenizer:
         is_fast = self._description.decodes and isinstance(self.encoder, FastokensEncoder)
         decoder = self._fast if is_fast else self._plain
         return decoder.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
-
-    def get_chat_template(self, chat_template: str | None = None, tools: object = None) -> str:
-        """The template for these tools, like transformers' method of that name."""
-        return chat_template or choose_template(self.chat_template, tools)
-
-    def apply_chat_template(
-        self,
-        conversation: list[dict[str, Any]],
-        *,
-        tools: list[dict[str, Any]] | None = None,
-        documents: list[dict[str, Any]] | None = None,
-        add_generation_prompt: bool = False,
-        continue_final_message: bool = False,
-        tokenize: bool = False,
-        **variables: Any,  # noqa: ANN401 - as the client has it
-    ) -> str:
-        """The text of a chat, like transformers' method of that name."""
-        options: dict[str, Any] = {
-            "tools": tools,
-            "documents": documents,
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-        }
-        if not self._description.renders:
-            text: str = _transformers().apply_chat_template(
-                self, conversation, tokenize=tokenize, **options, **variables
-            )
-            return text
-        template = self.get_chat_template(None, tools)
-        return render_template(
-            template, conversation, variables={**self.special_tokens_map, **variables}, **options
-        )
-
-
-def _transformers() -> Any:  # noqa: ANN401 - transformers is untyped
-    """The class that renders templates; it loads nothing and imports no torch."""
-    from transformers.tokenization_utils_base import PreTrainedTokenizerBase  # noqa: PLC0415 - see above
-
-    return PreTrainedTokenizerBase
 
 
 def give_back_memory() -> None:

@@ -23,7 +23,7 @@ import msgspec
 from typing_extensions import override
 
 from engine_adapter.prompt.cuts import AddedToken, cut_tokens
-from engine_adapter.prompt.llama_cpp_letters import has_new, plain_classes
+from engine_adapter.prompt.gguf_tokenizer import has_new, plain_classes
 from engine_adapter.types import TokenIds
 
 # fastokens encodes in the calling thread. By default it has a helper thread for each other core, with caches

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from engine_adapter.body import BILLING, JsonBody
+from engine_adapter.body import BILLING, JsonBody, is_said
 
 
 class Form(StrEnum):
@@ -81,7 +81,7 @@ _SPECIAL = frozenset(
 _ROLES = ("system", "user", "assistant", "tool")
 _OF_MESSAGES = frozenset({"role", "content", "tool_calls", "tool_call_id", "reasoning_content"})
 _OF_TOOLS, _OF_FUNCTIONS = ["type", "function"], ["name", "description", "parameters"]
-_OF_PARTS = {"type", "text"}
+_OF_PARTS, _OF_TEXTS = {"type", "text"}, {"role", "content"}
 _OF_CALLS, _OF_CALLED = ["id", "type", "function"], ["name", "arguments"]
 # Fields that replace a chat's template, or change what it adds.
 _OWN_TEMPLATE = frozenset({"chat_template", "documents", "add_special_tokens"})
@@ -102,15 +102,33 @@ def only_the_engine_knows(body: JsonBody, *, completion: bool = False) -> bool:
     return brings_token_ids or gives(body, _OF_THE_ENGINE_IN_COMPLETIONS if completion else _OF_THE_ENGINE)
 
 
-def forms_of(body: JsonBody, not_plain: Sequence[Any]) -> frozenset[Form]:
-    """The forms of a chat, without SPECIAL_TOKENS, which depend on the model. `not_plain` are those of its
-    messages that are more than a text."""
+def not_plain(body: JsonBody) -> list[Any]:
+    """The messages of a chat that are more than a text that someone says, found once: most are not, and need
+    no other look. Raises UnreadableField if the messages cannot be decoded."""
+    if body.is_plain:
+        return []
+    found: list[Any] | None = body.notes.get("not plain")
+    if found is None:
+        messages = body.view("messages")
+        found = body.notes["not plain"] = [
+            each
+            for each in (messages if isinstance(messages, list) else ())
+            if type(each) is not dict
+            or each.keys() != _OF_TEXTS
+            or type(each["content"]) is not str
+            or not is_said(each)
+        ]
+    return found
+
+
+def forms_of(body: JsonBody) -> frozenset[Form]:
+    """The forms of a chat, without SPECIAL_TOKENS, which depend on the model."""
     messages = body.view("messages")
     if body.is_plain:
         return _CONTINUED if messages[-1]["role"] == "assistant" else _PLAIN
     last = messages[-1] if isinstance(messages, list) and messages else None
     tools, template_kwargs = body.view("tools"), body.view("chat_template_kwargs")
-    found = {form for message in not_plain for form in _forms_of(message)}
+    found = {form for message in not_plain(body) for form in _forms_of(message)}
     if (
         (isinstance(last, dict) and last.get("role") == "assistant")
         or body.get("continue_final_message") is True

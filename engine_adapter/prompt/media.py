@@ -28,29 +28,22 @@ def media_extra_id(identity: str) -> int:
     return extra_id("media", identity.encode())
 
 
-def mark_media(n_tokens: int, media: Iterable[MediaSpan]) -> ExtraIds[int] | None:
-    """Extra ids of a prompt of `n_tokens` tokens with these items; None without items. Raises ValueError if
-    an item begins outside the prompt."""
-    ids: ExtraIds[int] | None = None
-    for span in media:
-        if not 0 <= span.offset < n_tokens:
-            raise ValueError(f"an item begins at token {span.offset} of a prompt of {n_tokens}")
-        if ids is None:
-            ids = array("Q", bytes(8 * n_tokens))
-        # Items that begin at the same token are added: their order does not matter.
-        ids[span.offset] = (ids[span.offset] + media_extra_id(span.identity)) & UINT64_MAX or 1
-    return ids
-
-
-def mark_embeds(
-    ids: ExtraIds[int] | None, n_tokens: int, embeds: Iterable[tuple[int, bytes]]
+def mark_media(
+    n_tokens: int, media: Iterable[MediaSpan], embeds: Iterable[tuple[int, bytes]] = ()
 ) -> ExtraIds[int] | None:
-    """Adds embeddings to the extra ids of a prompt's images, and returns them; `ids` itself without any.
-    `embeds` are the first token of each block, and the engine's digest of its embeddings."""
-    for at, digest in embeds:
-        if ids is None:
-            ids = array("Q", bytes(8 * n_tokens))
-        ids[at] = (ids[at] + extra_id("prompt_embeds_rows", digest)) & UINT64_MAX or 1
+    """Extra ids of a prompt of `n_tokens` tokens with these items and embeddings; None without any. `embeds`
+    are the first token of each block, and the engine's digest of its embeddings. Raises ValueError if an item
+    begins outside the prompt."""
+    marks = [(span.offset, media_extra_id(span.identity)) for span in media]
+    marks += [(at, extra_id("prompt_embeds_rows", digest)) for at, digest in embeds]
+    if not marks:
+        return None
+    ids: ExtraIds[int] = array("Q", bytes(8 * n_tokens))
+    for at, identity in marks:
+        if not 0 <= at < n_tokens:
+            raise ValueError(f"an item begins at token {at} of a prompt of {n_tokens}")
+        # Items that begin at the same token are added: their order does not matter.
+        ids[at] = (ids[at] + identity) & UINT64_MAX or 1
     return ids
 
 

@@ -1,8 +1,8 @@
 """Renders chat templates by the rules of transformers, without importing it.
 
-transformers takes 35 MB and a second of a core. A template needs of it only a jinja2 environment and the way
-messages are prepared, which are written here as transformers 5 has them. `described.py` compares both when a
-tokenizer is loaded; where they differ, transformers renders.
+transformers takes 35 MB and a second of a core, and has no limits of time and memory. A template needs of it
+only a jinja2 environment and the way messages are prepared, which are written here as transformers 5 has
+them. Tests compare both. Whether an engine has the same rules, its own ids show (proxy/prompt/exactness.py).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context, Macro
 from jinja2.utils import Namespace
 
-from engine_adapter.prompt.bounds import (
+from engine_adapter.prompt.sandbox import (
     BOUNDED_FILTERS,
+    Sandbox,
     begin_rendering,
     bounded_lipsum,
     checked_filter,
 )
-from engine_adapter.prompt.sandbox import Sandbox
 from engine_adapter.prompt.template_input import is_text
 
 TEMPLATE_ERRORS = (
@@ -95,10 +95,21 @@ def render_template(
     return _cut_at_end(text, final) if continue_final_message else text
 
 
-@lru_cache(maxsize=64)
 def compiled(template: str) -> Template:
     """The compiled template. Raises TemplateError where it is not one."""
-    return environment.from_string(template)
+    made = _compiled(template)
+    if isinstance(made, str):
+        raise TemplateError(made)
+    return made
+
+
+@lru_cache(maxsize=64)
+def _compiled(template: str) -> Template | str:
+    """The template, or why it is none: what is too much for Python's compiler is found out only once."""
+    try:
+        return environment.from_string(template)
+    except (TemplateError, SyntaxError, MemoryError, RecursionError) as error:
+        return str(error) or type(error).__name__
 
 
 def _bounded(pieces: Iterator[str]) -> str:

@@ -67,7 +67,7 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
 @lru_cache(maxsize=64)
 def _content_format(template: str) -> ContentFormat:
     has_media = any(word in template for word in _OF_MEDIA)
-    return ContentFormat.PARTS if has_media or _CONTENTS & set(looped(template)) else ContentFormat.STRING
+    return ContentFormat.PARTS if has_media or _CONTENTS & looped(template) else ContentFormat.STRING
 
 
 SGLANG_INPUT = TemplateInput(_tools, _message, _JOINT, _content_format)

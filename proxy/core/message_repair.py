@@ -17,6 +17,7 @@ What a message becomes depends only on those next to it: the next request of a c
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from enum import StrEnum
@@ -63,6 +64,9 @@ _MARKS: Mapping[Repair, tuple[bytes, ...]] = {  # one of these is in each body t
     Repair.NULL_AS_EMPTY: (b'"tool_calls"',),
     Repair.TURNS_ALTERNATE: (b"",),
 }
+# What is right before and behind the word of a first message's role, or of a field.
+_FIRST = re.compile(rb'\[\s*\{\s*(?:"type"\s*:\s*"message"\s*,\s*)?"role"\s*:\s*\Z')
+_FIELD = re.compile(rb'"system"\s*:')
 
 
 def may_need(body: JsonBody, repairs: AbstractSet[Repair]) -> bool:
@@ -81,14 +85,11 @@ def may_need(body: JsonBody, repairs: AbstractSet[Repair]) -> bool:
 
 def _may_lose_systems(raw: bytes, *, takes_system: bool) -> bool:
     """`takes_system`: the template takes a system message before the first turn."""
-    first = raw.find(b'"system"')
-    if first >= 0 and not (takes_system and first == raw.rfind(b'"system"') and first < _first_turn(raw)):
+    at = raw.find(b'"system"')
+    is_kept = takes_system and at == raw.rfind(b'"system"')
+    if at >= 0 and not (is_kept and (_FIRST.search(raw, max(at - 128, 0), at) or _FIELD.match(raw, at))):
         return True
     return b'"developer"' in raw or b'"instructions"' in raw
-
-
-def _first_turn(raw: bytes) -> int:
-    return min([at for role in (b'"user"', b'"assistant"') if (at := raw.find(role)) >= 0], default=-1)
 
 
 def _step(change: Callable[[_Items], _Items]) -> Step:

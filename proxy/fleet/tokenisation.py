@@ -84,7 +84,7 @@ class Renderings:
         """Loads the tokenizer, unless that was done, and finds the builder whose outcome is the engine's."""
         is_final, lost = False, await self._lost_by(engine, pool, builder)
         while not is_final:
-            is_final = source is None or await builder.load_once(source, self._load)
+            is_final = source is None or await builder.load(source, self._load)
             if builder.is_blank and pool.renderings[0] is not builder:
                 pool.render(engine, pool.renderings[0])  # of the same model: most likely it makes the same
                 return

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Awaitable, Callable, Hashable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable
 from copy import deepcopy
 from functools import partial
-from weakref import ref
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -41,17 +41,16 @@ from engine_adapter.types import ExtraIds, TokenIds
 from proxy.errors import TooLong
 from proxy.prompt.known_chats import KnownBeginning, Owner
 from proxy.prompt.known_media import KnownMedia, TextAround, head_key
-from proxy.prompt.media import find_media, is_text_message, media_fields, not_plain, texts_only
+from proxy.prompt.media import find_media, is_text_message, media_fields, texts_only
 from proxy.prompt.registered_tables import PromptTables
 from proxy.prompt.render import (
     CHAT_PATH,
     COMPLETIONS_PATH,
+    AskedInput,
     ChatInput,
     CompletionInput,
     EmbeddedInput,
-    MixedInput,
     PromptInput,
-    ResponseInput,
     read_native,
     read_prompt,
 )
@@ -64,18 +63,15 @@ Load = Callable[[str], Awaitable[ChatTokenizer]]
 _ANY_TEXT = ("0", "x")
 # What only the engine reads has no form that kvpin knows.
 _OTHER, _TEXT = frozenset({Form.OTHER}), frozenset({Form.TEXT})
+_LOADED = "the tokenizer {source!r} is loaded; it is checked once the engine has the model in memory"
 
 
-Ask = Callable[["PromptBuilder | None"], Iterable[EngineAdapter]]
+Ask = Callable[["PromptBuilder"], Iterable[EngineAdapter]]
 """Gives the engines of a builder that can be asked now."""
 
 
-def _nobody(_builder: PromptBuilder | None) -> Iterable[EngineAdapter]:
+def _nobody(_builder: PromptBuilder) -> Iterable[EngineAdapter]:
     return ()
-
-
-def _call(ask: Ask, of: ref[PromptBuilder]) -> Iterable[EngineAdapter]:
-    return ask(of())
 
 
 class Prompt(msgspec.Struct, frozen=True, eq=False):
@@ -143,7 +139,6 @@ class PromptBuilder:
         info: EngineInfo,
         *,
         tables: PromptTables,
-        tokenizer: ChatTokenizer | None = None,
         key: Hashable = None,
         context: Callable[[], int | None] | None = None,
         engines: Ask = _nobody,
@@ -152,9 +147,8 @@ class PromptBuilder:
     ) -> None:
         """Until there is a tokenizer here, the engines tokenise.
 
-        `tokenizer` is used at once, see `adopt` for one that is yet to be checked. `engines`, `renderers` and
-        `embedders` give those of this builder that can tokenise a prompt now: of text, with images, and with
-        embeddings.
+        `engines`, `renderers` and `embedders` give those of this builder that can tokenise a prompt now: of
+        text, with images, and with embeddings.
         `context` gives the longest prompt that any engine of the pool takes, in tokens; None without a limit.
         """
         self.info, self.key, self.is_proven = info, key, False
@@ -166,43 +160,22 @@ class PromptBuilder:
         self.agreed = self.differed = 0
         self._tables = tables
         self._asked = engines, renderers, embedders
-        of = ref(self)  # no cycle: that would keep a tokenizer in memory until garbage collection
-        self._engines = EngineTokenizer(*(partial(_call, each, of) for each in self._asked))
+        self._engines = EngineTokenizer()
         self._known_media = KnownMedia()
         # An engine that renders with the same code refuses what cannot be rendered here: the client's fault.
         # Any other may take more than kvpin does: a prompt that cannot be rendered here is only unknown.
         self._strict = info.renders_alike
         self.ask_engines(self.reason)
-        if tokenizer is not None:
-            self.adopt(tokenizer)
-            self.use_local()
 
     def adopt(self, tokenizer: ChatTokenizer) -> None:
-        """The engine's tokenizer is loaded here. Prompts are tokenised with it after `use_local`."""
-        self.local = LocalTokenizer(
-            tokenizer,
-            vocab_size=self.info.vocab_size,
-            hidden_size=self.info.hidden_size,
-        )
+        """The engine's tokenizer is loaded here. Prompts are tokenised with it as far as it is proven."""
+        vocab_size, hidden_size = self.info.vocab_size, self.info.hidden_size
+        self.local = LocalTokenizer(tokenizer, vocab_size=vocab_size, hidden_size=hidden_size)
 
     async def load(self, source: str, load: Load = load_tokenizer) -> bool:
         """Loads the engine's tokenizer from a directory, a GGUF file or the hub, and adopts it, which takes
-        seconds; `reason` says why it failed, or is not used yet. Returns False if it failed now and may
-        succeed later."""
-        try:
-            tokenizer = (await load(source)).rendering(self.info.template_input)
-            await in_own_thread(lambda: self.adopt(tokenizer))  # compiles and tries the chat template
-        except (EngineSpecError, EngineUnavailable) as error:
-            self.reason = str(error)
-            return isinstance(error, EngineSpecError)
-        self.reason = (
-            f"the tokenizer {source!r} is loaded; it is checked once the engine has the model in memory"
-        )
-        return True
-
-    async def load_once(self, source: str, load: Load = load_tokenizer) -> bool:
-        """Loads the engine's tokenizer, see `load`, unless that was done. Who waits for an attempt does not
-        make another one."""
+        seconds, unless that was done. Who waits for an attempt does not make another one. `reason` says why
+        it failed, or is not used yet. Returns False if it failed now and may succeed later."""
         before = self._attempts
         async with self._loading:
             if self.local is not None or self._is_nowhere:
@@ -211,7 +184,12 @@ class PromptBuilder:
                 return False
             if not (self.is_proven or before):
                 self.ask_engines(f"the tokenizer {source!r} is being loaded")
-            is_final = await self.load(source, load)
+            try:
+                tokenizer = (await load(source)).rendering(self.info.template_input)
+                await in_own_thread(lambda: self.adopt(tokenizer))  # compiles and tries the chat template
+                is_final, self.reason = True, _LOADED.format(source=source)
+            except (EngineSpecError, EngineUnavailable) as error:
+                is_final, self.reason = isinstance(error, EngineSpecError), str(error)
             self._attempts += 1
             if not self.is_proven and self.local is None:
                 self.ask_engines(self.reason)
@@ -249,12 +227,6 @@ class PromptBuilder:
     def is_blank(self) -> bool:
         """True if it can make no prompts: no tokenizer is known, and its engines do not tokenise."""
         return self.local is None and not self.can_ask
-
-    def use_local(self) -> None:
-        """From now on prompts are made here, unchecked, with the tokenizer that was adopted."""
-        self.forms = FormTable(can_ask=self.can_ask, detail=self.reason)
-        self.forms.make_here("unchecked: the engine has no route to check", alike=self._strict)
-        self.forms.lost_shapes = self.local.lost_shapes if self.local is not None else frozenset()
 
     def ask_engines(self, why: str) -> None:
         """From now on the engines tokenise everything, if they can."""
@@ -327,18 +299,22 @@ class PromptBuilder:
         """The text of token ids, None without a tokenizer here."""
         return None if self.local is None else self.local.tokenizer.decode(token_ids)
 
+    def _ask(self, path: str, body: JsonBody) -> Coroutine[Any, Any, ChatPrompt | None]:
+        return self._engines.ask(self._asked[0](self), path, body)
+
+    def _ask_renderer(self, path: str, body: JsonBody) -> Coroutine[Any, Any, ChatPrompt | None]:
+        return self._engines.render(self._asked[1](self), path, body)
+
     async def _tokenise(self, source: PromptInput, path: str, body: JsonBody, owner: Owner) -> Prompt | None:
         match source:
             case CompletionInput():
                 return await self._completion(source, path, body)
             case EmbeddedInput():
                 return await self._embedded(source.data, path, body)
-            case MixedInput():
-                return self._made(await self._engines.ask(path, body), "engine", _OTHER)
             case ChatInput() if source.is_text or self._strict:
                 return await self._chat(source, body, owner)
-            case ResponseInput() if source.is_text:
-                return self._made(await self._engines.ask(path, body), "engine", _OTHER)
+            case AskedInput() if source.is_text:
+                return self._made(await self._ask(path, body), "engine", _OTHER)
             case _:
                 return await self._with_media(source, path, body, owner)
 
@@ -358,7 +334,7 @@ class PromptBuilder:
         return Prompt(prompt.token_ids, prompt.extra_ids, exact=True)
 
     async def _with_media(
-        self, source: ChatInput | ResponseInput, path: str, body: JsonBody, owner: Owner
+        self, source: ChatInput | AskedInput, path: str, body: JsonBody, owner: Owner
     ) -> Prompt | None:
         """A prompt with media: all of it where an engine renders it, else the text before the first item."""
         price = body.n_values / VALUES_PER_MS
@@ -378,13 +354,13 @@ class PromptBuilder:
 
     async def _with_embeddings(self, path: str, body: JsonBody) -> Prompt | None:
         """A prompt with embeddings. Never whole: an engine may convert them, and identify others then."""
-        prompt = await self._engines.render(path, body, embeds=True)
+        prompt = await self._engines.render(self._asked[2](self), path, body)
         if prompt is None:
             return None
         return Prompt(prompt.token_ids, prompt.extra_ids, source="engine", media=True, whole=False)
 
     async def _rendered(
-        self, source: ChatInput | ResponseInput, path: str, body: JsonBody, owner: Owner
+        self, source: ChatInput | AskedInput, path: str, body: JsonBody, owner: Owner
     ) -> ChatPrompt | None:
         """A prompt with media, as an engine renders it. Of a chat whose messages with media are known, the
         text behind these is encoded here."""
@@ -392,7 +368,7 @@ class PromptBuilder:
         if isinstance(source, ChatInput) and self.local is not None:
             around = await self._around_media(source, body, owner, here=True)
         if around is None:
-            return await self._engines.render(path, body)
+            return await self._ask_renderer(path, body)
         messages = body.view("messages")
         key = await off_loop(
             partial(head_key, body, messages, around, owner),
@@ -400,7 +376,7 @@ class PromptBuilder:
             what="media",
         )
         known = self._known_media.find(key, around)
-        if known is None and (rendered := await self._engines.render(path, body)) is not None:
+        if known is None and (rendered := await self._ask_renderer(path, body)) is not None:
             self._known_media.learn(key, around, rendered)
             return rendered
         return known
@@ -422,9 +398,9 @@ class PromptBuilder:
             messages = texts_only(source.messages, text)
             if messages is None:
                 return None
-            chat = replace(source, messages=messages, n_media=0, more=not_plain(messages))
+            chat = replace(source, messages=messages, n_media=0)
             text_body = body.replace(messages=messages)
-            if here and self.forms.source(forms_of(text_body, chat.more)) != "local":
+            if here and self.forms.source(forms_of(text_body)) != "local":
                 return None
             tokens = await self._chat(chat, text_body, owner)
             if tokens is None:
@@ -433,7 +409,7 @@ class PromptBuilder:
         return TextAround.of(*made)
 
     async def _chat(self, source: ChatInput, body: JsonBody, owner: Owner) -> Prompt | None:
-        forms = forms_of(body, source.more)
+        forms = forms_of(body)
         if self.local is not None and self.forms.rows[Form.SPECIAL_TOKENS].source != "local":
             forms |= self.local.forms_in(source.messages)
         if self.local is not None and self.forms.source(forms) == "local":
@@ -444,7 +420,7 @@ class PromptBuilder:
                 if self._strict:
                     raise
         # Also what cannot be rendered here: the engine may render more. Ids do not tell images apart.
-        asked = await self._engines.ask(CHAT_PATH, body) if source.is_text else None
+        asked = await self._ask(CHAT_PATH, body) if source.is_text else None
         return self._made(asked, "engine", forms)
 
     async def _completion(self, source: CompletionInput, path: str, body: JsonBody) -> Prompt | None:
@@ -453,7 +429,7 @@ class PromptBuilder:
         elif self.local is not None and self.forms.source(_TEXT) == "local":
             prompt = self._made(await self.local.text(source, self._context()), "local", _TEXT)
         else:
-            prompt = self._made(await self._engines.ask(path, body), "engine", _TEXT)
+            prompt = self._made(await self._ask(path, body), "engine", _TEXT)
         if prompt is None:
             return None
         vocab_size = self.info.vocab_size

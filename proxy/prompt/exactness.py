@@ -213,22 +213,36 @@ async def _keeps(adapter: EngineAdapter, model: str, roles: Roles) -> bool:
 
 
 async def _theirs(adapter: EngineAdapter, probes: Mapping[Form, Mapping[str, JsonBody]]) -> int:
-    """A digest of what the engine makes of these probes. Raises EngineUnavailable, as `_compare` does."""
+    """A digest of what the engine makes of these probes. Raises EngineUnavailable, as `_asked` does."""
     seen = xxhash.xxh3_64()
     for form, bodies in probes.items():
         for body in bodies.values():
-            try:
-                async with asyncio.timeout(_PROBE_S):
-                    seen.update((await adapter.tokenize_if_loaded(_path_of(form), body)).tobytes())
-            except EngineRejected:
-                seen.update(b"refused")
-            except ModelNotLoaded:
-                raise
-            except (EngineUnavailable, TimeoutError) as error:
-                if form is Form.PLAIN:
-                    raise EngineUnavailable(str(error) or f"no answer within {_PROBE_S:g} s") from error
-                seen.update(b"silent")
+            made = await _asked(adapter, form, body)
+            if isinstance(made, Exception):
+                seen.update(b"refused" if isinstance(made, EngineRejected) else b"silent")
+            else:
+                seen.update(made.tobytes())
     return seen.intdigest()
+
+
+async def _asked(adapter: EngineAdapter, form: Form, body: JsonBody) -> TokenIds[int] | Exception:
+    """What the engine makes of a probe; if it refuses it, or does not answer, its error.
+
+    Raises:
+        EngineUnavailable: it does not answer a plain chat.
+        ModelNotLoaded: its model left meanwhile.
+    """
+    try:
+        async with asyncio.timeout(_PROBE_S):
+            return await adapter.tokenize_if_loaded(_path_of(form), body)
+    except ModelNotLoaded:
+        raise
+    except EngineRejected as error:
+        return error
+    except (EngineUnavailable, TimeoutError) as error:
+        if form is Form.PLAIN:
+            raise EngineUnavailable(str(error) or f"no answer within {_PROBE_S:g} s") from error
+        return error
 
 
 def audit_tokens(builder: PromptBuilder, prompt: Prompt, theirs: TokenIds[int]) -> str | None:
@@ -277,12 +291,8 @@ async def _compare(
     local: LocalTokenizer, adapter: EngineAdapter, form: Form, bodies: Mapping[str, JsonBody]
 ) -> str | None:
     """How the first of a form's probes differs; None if none does. An engine that does not answer one probe
-    costs its form. So does one that refuses all of them as kvpin does: that proves nothing.
-
-    Raises:
-        EngineUnavailable: it does not answer a plain chat.
-        ModelNotLoaded: its model left meanwhile.
-    """
+    costs its form. So does one that refuses all of them as kvpin does: that proves nothing. Raises
+    EngineUnavailable, as `_asked` does."""
     difference = await _first_difference(local, adapter, form, bodies)
     if difference is _UNPROVEN and form is not Form.TEXT:  # some templates take no chat without tools
         with_tools = {f"{name}, with tools": body.replace(tools=[_TOOL]) for name, body in bodies.items()}
@@ -293,35 +303,22 @@ async def _compare(
 async def _first_difference(
     local: LocalTokenizer, adapter: EngineAdapter, form: Form, bodies: Mapping[str, JsonBody]
 ) -> str | None:
-    path, proven = _path_of(form), False
+    proven = False
     for name, body in bodies.items():
-        try:
-            async with asyncio.timeout(_PROBE_S):
-                ours = await _ours(local, path, body)
-                difference = await _difference(ours, adapter, path, body)
-        except EngineRejected as error:
-            if ours is None:
+        ours, theirs = await _ours(local, _path_of(form), body), await _asked(adapter, form, body)
+        match theirs:
+            case EngineRejected() if ours is None:
                 continue
-            difference = f"the engine refuses it ({error})"
-        except ModelNotLoaded:
-            raise
-        except (EngineUnavailable, TimeoutError) as error:
-            if form is Form.PLAIN:
-                raise EngineUnavailable(str(error) or f"no answer within {_PROBE_S:g} s") from error
-            difference = f"the engine did not answer ({error})"
+            case EngineRejected():
+                difference: str | None = f"the engine refuses it ({theirs})"
+            case Exception():
+                difference = f"the engine did not answer ({theirs})"
+            case _:
+                difference = "kvpin cannot render it" if ours is None else difference_of(ours, theirs)
         if difference is not None:
             return f"{name!r}: {difference}"
         proven = True
     return None if proven else _UNPROVEN
-
-
-async def _difference(
-    ours: TokenIds[int] | None, adapter: EngineAdapter, path: str, body: JsonBody
-) -> str | None:
-    """The difference between our ids of a test prompt and the engine's; None if equal. Raises EngineRejected
-    if the engine refuses it."""
-    theirs = await adapter.tokenize_if_loaded(path, body)
-    return "kvpin cannot render it" if ours is None else difference_of(ours, theirs)
 
 
 async def _ours(local: LocalTokenizer, path: str, body: JsonBody) -> TokenIds[int] | None:

@@ -21,8 +21,8 @@ from typing import Any
 import msgspec
 
 from engine_adapter import JsonBody
-from engine_adapter.body import is_said
 from engine_adapter.off_loop import JSON_BYTES_PER_MS, off_loop
+from engine_adapter.prompt.forms import not_plain
 from proxy.errors import BadRequest
 
 # The field of a part that holds an item → its kind, in chats, Responses and Messages. The field decides, not
@@ -50,7 +50,6 @@ MOST_MEDIA = 4096
 # Request fields that hold parts, and the fields within them that do.
 _FIELDS = ("messages", "input", "query", "queries", "documents", "data_1", "data_2", "text_1", "text_2")
 _BESIDE_MESSAGES = frozenset(_FIELDS[1:])
-_OF_PLAIN = frozenset({"role", "content"})
 _WITHIN = ("content", "output")
 # Decoding and hashing this many bytes takes about 1 ms; more is done in a thread.
 _BYTES_PER_MS = 500_000
@@ -111,20 +110,6 @@ class MediaPart:
             else msgspec.json.encode(self.item, order="sorted")
         )
         return _digest(self.kind.encode(), content)
-
-
-def not_plain(messages: object) -> list[Any]:
-    """The messages that are more than a text that someone says. Most are not, and need no other look."""
-    if not isinstance(messages, list):
-        return []
-    return [
-        each
-        for each in messages
-        if type(each) is not dict
-        or each.keys() != _OF_PLAIN
-        or type(each["content"]) is not str
-        or not is_said(each)
-    ]
 
 
 def is_text(part: object) -> bool:
@@ -314,9 +299,9 @@ def _may_hold_media(body: JsonBody) -> bool:
         return True
     try:
         messages = body.view("messages")
+        return not (messages is None or isinstance(messages, list)) or bool(not_plain(body))
     except msgspec.DecodeError:
         return True
-    return not (messages is None or isinstance(messages, list)) or bool(not_plain(messages))
 
 
 def _scoped(body: JsonBody, values: dict[str, Any], parts: Sequence[MediaPart], salt: str) -> JsonBody:

@@ -10,11 +10,11 @@ from typing import Any, ClassVar, TypeVar
 import msgspec
 
 from engine_adapter import JsonBody
-from engine_adapter.prompt.forms import gives, only_the_engine_knows
+from engine_adapter.prompt.forms import gives, not_plain, only_the_engine_knows
 from engine_adapter.routes import PromptFields
 from engine_adapter.types import TokenIds
 from proxy.errors import BadRequest
-from proxy.prompt.media import check_number, find_media, is_text, media_fields, not_plain
+from proxy.prompt.media import check_number, find_media, is_text, media_fields
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
@@ -29,7 +29,6 @@ class ChatInput(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         messages, tools, template_kwargs: shared with all who read the request; not to be changed.
         n_media: parts that are not text.
-        more: the messages that are not plain.
     """
 
     param: ClassVar[str] = "messages"
@@ -39,7 +38,6 @@ class ChatInput(msgspec.Struct, frozen=True, gc=False):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     n_media: int = 0
-    more: Sequence[Any] = ()
 
     def __repr__(self) -> str:
         """Without the texts."""
@@ -70,18 +68,11 @@ class CompletionInput:
 
 
 @dataclass(frozen=True, slots=True)
-class ResponseInput:
-    """A response's prompt, which only the engine can make."""
+class AskedInput:
+    """A prompt that only the engine can make: a response's, or texts and token ids that it joins."""
 
-    param: ClassVar[str] = "input"
+    param: str
     is_text: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class MixedInput:
-    """A completion's prompt of texts and token ids, which only the engine can join."""
-
-    param: ClassVar[str] = "prompt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +87,7 @@ class EmbeddedInput:
     data: object = field(default=None, repr=False)
 
 
-PromptInput = ChatInput | CompletionInput | ResponseInput | MixedInput | EmbeddedInput
+PromptInput = ChatInput | CompletionInput | AskedInput | EmbeddedInput
 """The fields that make a prompt. `param` is the field that an error about its length names."""
 
 
@@ -117,19 +108,16 @@ def read_prompt(path: str, body: JsonBody) -> PromptInput | None:
         return None
     if path == CHAT_PATH:
         continues = _flag(body, "continue_final_message", default=False)
-        messages = body.view("messages")
-        more = not_plain(messages)
         return ChatInput(
-            messages=messages,
+            messages=body.view("messages"),
             tools=body.view("tools"),
             template_kwargs=body.view("chat_template_kwargs"),
             add_generation_prompt=_flag(body, "add_generation_prompt", default=True) and not continues,
             continue_final_message=continues,
-            n_media=_count_media(more),
-            more=more,
+            n_media=_count_media(not_plain(body)),
         )
     if path == RESPONSES_PATH:
-        return ResponseInput(is_text=not find_media(media_fields(body)))
+        return AskedInput("input", is_text=not find_media(media_fields(body)))
     return None
 
 
@@ -150,7 +138,7 @@ def _completion(body: JsonBody) -> CompletionInput | EmbeddedInput | None:
     )
 
 
-def read_native(fields: PromptFields | None, body: JsonBody) -> CompletionInput | MixedInput | None:
+def read_native(fields: PromptFields | None, body: JsonBody) -> CompletionInput | AskedInput | None:
     """The prompt of a route beside `/v1`, if it has one prompt that can be known.
 
     Raises:
@@ -164,7 +152,7 @@ def read_native(fields: PromptFields | None, body: JsonBody) -> CompletionInput 
         given = given[0]
     kinds = set(map(type, given)) if isinstance(given, list) else {type(given)}
     if kinds == {int, str}:
-        return MixedInput()
+        return AskedInput("prompt")
     prompt = _single_prompt(given) if kinds in ({str}, {int}) else None
     return None if prompt is None else CompletionInput(prompt)
 

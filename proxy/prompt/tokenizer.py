@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -14,8 +14,8 @@ from engine_adapter import EngineAdapter, EngineRejected, EngineUnavailable, Jso
 from engine_adapter.off_loop import JSON_BYTES_PER_MS, VALUES_PER_MS, may_stay, off_loop
 from engine_adapter.prompt.chat import ChatPrompt, ChatTokenizer
 from engine_adapter.prompt.cuts import find_cut
-from engine_adapter.prompt.forms import Form
-from engine_adapter.prompt.media import mark_embeds, mark_media
+from engine_adapter.prompt.forms import Form, not_plain
+from engine_adapter.prompt.media import mark_media
 from engine_adapter.prompt.message_shapes import Shape, kept_by, lost_shapes, writes_system_first
 from engine_adapter.types import TokenIds
 from proxy.prompt.known_chats import KnownBeginning, KnownChats, Owner
@@ -105,7 +105,7 @@ class LocalTokenizer:
         ms, size = messages / _MESSAGES_PER_MS, len(body.raw)
         if size > VALUES_PER_MS:
             ms = max(ms, size / JSON_BYTES_PER_MS)
-            if source.more or source.tools or source.template_kwargs:  # a template may write out each value
+            if source.tools or source.template_kwargs or not_plain(body):  # a template may write each value
                 ms = max(ms, body.n_values / VALUES_PER_MS)
         return ms
 
@@ -144,48 +144,41 @@ def _texts_in(messages: object) -> Iterator[str]:
                 yield text
 
 
-@dataclass(slots=True)
 class EngineTokenizer:
-    """Asks the engines in turn, one call per prompt: slower, and always right.
+    """Asks engines in turn, one call per prompt: slower, and always right.
 
     A prompt that no engine tokenises within 2 s stays unknown and does not fail: it is placed by session and
-    load, and an error in it is the engine's to report. `_engines` gives those that can be asked now,
-    `_renderers` those that also say where images lie, and `_embedders` those that identify prompt embeddings.
+    load, and an error in it is the engine's to report.
     """
 
-    _engines: Callable[[], Iterable[EngineAdapter]]
-    _renderers: Callable[[], Iterable[EngineAdapter]] = tuple
-    _embedders: Callable[[], Iterable[EngineAdapter]] = tuple
-    _turn: int = field(default=-1, init=False)
+    def __init__(self) -> None:
+        self._turn = -1
 
-    async def ask(self, path: str, body: JsonBody) -> ChatPrompt | None:
+    async def ask(self, engines: Iterable[EngineAdapter], path: str, body: JsonBody) -> ChatPrompt | None:
         """Token ids of a request; None where the engine refuses it, or none answers in time."""
         with suppress(TimeoutError, EngineRejected):
             async with asyncio.timeout(ANSWER_S):
-                for adapter in self._in_turn(self._engines):
+                for adapter in self._in_turn(engines):
                     with suppress(EngineUnavailable):
                         return ChatPrompt(await adapter.tokenize(path, body))
         return None
 
-    async def render(self, path: str, body: JsonBody, *, embeds: bool = False) -> ChatPrompt | None:
-        """Tokens of a request that holds images, audio or video, each marked where it begins; None where no
-        engine answers in time. One that refuses may lack an item that was sent to another: all are asked.
-
-        With `embeds` the request holds prompt embeddings, which mark each block of the engine's cache.
-        """
+    async def render(self, engines: Iterable[EngineAdapter], path: str, body: JsonBody) -> ChatPrompt | None:
+        """Tokens of a request that holds images, audio or video, each marked where it begins, or prompt
+        embeddings, which mark each block of the engine's cache; None where no engine answers in time. One
+        that refuses may lack an item that was sent to another: all are asked."""
         with suppress(TimeoutError):
             async with asyncio.timeout(ANSWER_S):
-                for adapter in self._in_turn(self._embedders if embeds else self._renderers):
+                for adapter in self._in_turn(engines):
                     with suppress(EngineUnavailable, EngineRejected):
                         rendered = await adapter.render(path, body)
-                        n_tokens = len(rendered.token_ids)
-                        marks = mark_media(n_tokens, rendered.media)
-                        return ChatPrompt(rendered.token_ids, mark_embeds(marks, n_tokens, rendered.embeds))
+                        ids = rendered.token_ids
+                        return ChatPrompt(ids, mark_media(len(ids), rendered.media, rendered.embeds))
         return None
 
-    def _in_turn(self, engines: Callable[[], Iterable[EngineAdapter]]) -> list[EngineAdapter]:
+    def _in_turn(self, engines: Iterable[EngineAdapter]) -> list[EngineAdapter]:
         """The engines, each call beginning with the next one."""
-        found = list(engines())
+        found = list(engines)
         self._turn += 1
         first = self._turn % len(found) if found else 0
         return found[first:] + found[:first]

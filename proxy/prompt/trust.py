@@ -12,7 +12,7 @@ when its probes pass again. A prompt may have several forms: it is made by the o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -240,7 +240,13 @@ class FormTable:
         """The table in a sentence. `here` is the tokenizer loaded here. While it is not used, `reason` tells
         why."""
         forms = {form: msgspec.convert(row, RowView, from_attributes=True) for form, row in self.rows.items()}
-        chats, differing = self.rows[Form.PLAIN], list(self._differing())
+        chats = self.rows[Form.PLAIN]
+        # Those whose ids are not made here although probes or served prompts could have shown them.
+        differing = [
+            (form, row)
+            for form, row in self.rows.items()
+            if row.source != "local" and (form not in _UNPROBED or row.differed)
+        ]
         if here is None or not self.uses_local:
             how = (
                 "the engine tokenises each prompt" if chats.source == "engine" else "prompts are not followed"
@@ -264,9 +270,3 @@ class FormTable:
             if some := ", ".join(f"{form} ({row.detail})" for form, row in differing if row.source == source):
                 detail += f"; {what}: {some}"
         return Exactness(chats.ok and all(row.ok for _, row in differing), detail, "local", forms)
-
-    def _differing(self) -> Iterator[tuple[Form, Row]]:
-        """The forms whose ids are not made here although probes or served prompts could have shown them."""
-        for form, row in self.rows.items():
-            if row.source != "local" and (form not in _UNPROBED or row.differed):
-                yield form, row

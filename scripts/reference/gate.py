@@ -10,8 +10,8 @@ from typing import NamedTuple
 from pydantic.fields import FieldInfo
 
 from engine_adapter.codes import Code
-from engine_adapter.prompt.bounds import MAX_S
 from engine_adapter.prompt.lengths import MAX_CHARS_PER_TOKEN
+from engine_adapter.prompt.sandbox import MAX_S
 from proxy.http.connection_limits import MAX_CONNECTIONS
 from proxy.http.exchange import BODY_BYTES_PER_S, BODY_S
 from proxy.http.http1 import MAX_HEAD

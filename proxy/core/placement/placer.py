@@ -61,6 +61,7 @@ class EngineBook:
             conversations away from its engine, and their prefills elsewhere would drive the next ones away.
         arrived: requests that were placed on it, over the last minutes, `counted` of them so far: only
             decisions about pairs ask for it.
+        reports: its answers tell how long prompts took. First tokens may have waited for a slot, too.
         unread: requests that have no first token yet, by their tickets.
         unread_blocks: those of their prompts.
         in_flight: requests that have not ended, legs included.
@@ -80,6 +81,7 @@ class EngineBook:
     worked: Rate = field(default_factory=partial(Rate, WINDOW_S))
     arrived: Rate = field(default_factory=partial(Rate, WINDOW_S))
     counted: int = 0
+    reports: bool = False
     unread: dict[int, PlacedRequest] = field(default_factory=dict)
     unread_blocks: int = 0
     in_flight: int = 0
@@ -173,8 +175,7 @@ class Placer:
         """Removes an engine and everything it held."""
         self.index.remove_engine(engine)
         self.transfers.forget(engine)
-        book = self.books.pop(engine, None)
-        if book is not None:
+        if (book := self.books.pop(engine, None)) is not None:
             book.forget()  # costs of past decisions still refer to it
 
     def wipe(self, engine: str) -> None:
@@ -387,7 +388,7 @@ class Placer:
     def first_token(self, now: float, placed: PlacedRequest) -> None:
         """Its first token came."""
         sample = placed.book.ledger.first_token(now, placed.ticket)
-        if sample is not None:
+        if sample is not None and not placed.book.reports:
             placed.book.rates.learn(sample)
         if placed.begun is None:
             self._count(now, placed)
@@ -399,8 +400,8 @@ class Placer:
     def end(
         self, now: float, placed: PlacedRequest, computed: int | None, report: Usage | None = None
     ) -> None:
-        """The request is over. `computed` tokens of its prompt are new on the engine; None if it failed. If
-        its answer came whole, the engine's `report` teaches rates."""
+        """The request is over. `computed` tokens of its prompt are new on the engine; None if it failed. The
+        engine's `report` teaches rates."""
         book, chain, size = placed.book, placed.chain, self.tokens_per_block
         if placed.ticket in book.unread:
             self._was_read(placed)
@@ -415,8 +416,8 @@ class Placer:
         decodes = placed.part is not Role.PREFILL
         if placed.begun is not None and decodes and chain is not None:  # a WebSocket may be open for hours
             self.demand.answered(now, now - placed.begun)
-        if placed.spent is not None and chain is not None and report is not None:
-            self._learn(now, placed, chain, placed.spent, report)
+        if chain is not None and report is not None and (report.prefill or placed.spent is not None):
+            self._learn(now, placed, chain, report)
         if placed.begun is None:
             self._count(now, placed)
         if chain is None:
@@ -425,19 +426,20 @@ class Placer:
         if book.on_gpu is not None:
             book.on_gpu.use(now, chain.hashes, (computed + placed.work.host + placed.work.disk) // size)
 
-    def _learn(self, now: float, placed: PlacedRequest, chain: Chain, spent: Spent, report: Usage) -> None:
-        """Learns rates from a whole answer: from the engine's own timing if it reports one, else from the
-        time the answer took."""
-        rates, work, output = placed.book.rates, placed.work, report.output_tokens
-        others = spent.computed - work.computed
+    def _learn(self, now: float, placed: PlacedRequest, chain: Chain, report: Usage) -> None:
+        """Learns rates from an answer: from the engine's own timing if it reports one, else from the time
+        that a whole answer took."""
+        book, work, spent, output = placed.book, placed.work, placed.spent, report.output_tokens
+        rates, others = book.rates, spent.computed - work.computed if spent is not None else 0
         own = work.computed if report.cached_tokens is None else chain.n_tokens - report.cached_tokens
         if report.prefill is not None:
-            tokens, seconds = report.prefill
-            rates.learn(LoadSample(Work(tokens), seconds, spent.decoding, blurred=others > 0))
-        elif output is not None:
+            book.reports, (tokens, seconds) = True, report.prefill
+            decoding = book.ledger.view(now).decoding if spent is None else spent.decoding
+            rates.learn(LoadSample(Work(tokens), seconds, decoding, blurred=others > 0))
+        elif output is not None and spent is not None:
             computing_s = spent.seconds - rates.restore_s(work.host, work.disk)
             rates.answered(now, AnswerSample(own + others, output, computing_s))
-        if output is not None and self.rates.fit is not None:
+        if spent is not None and output is not None and self.rates.fit is not None:
             self.demand.answered(now, output * self.rates.fit.step_s)
 
     def _count(self, now: float, placed: PlacedRequest) -> None:

@@ -87,9 +87,8 @@ class PoolRates:
         self._lengths: list[float] = []  # points of the curve: tokens
         self._seconds: list[float] = []  # and their seconds
         self._memo: dict[int, float] = {}
-        self._slowdowns: deque[tuple[float, float]] = deque(
-            maxlen=4 * WINDOW
-        )  # (streams, seconds over the curve's)
+        # (streams, seconds over the curve's)
+        self._slowdowns: deque[tuple[float, float]] = deque(maxlen=4 * WINDOW)
         self._until_interference = WINDOW
         self._seen: Counter[int] = Counter()  # octave → samples of the curve
         self._restores = {tier: deque[float](maxlen=WINDOW) for tier in (Tier.HOST, Tier.DISK)}
@@ -227,9 +226,8 @@ class EngineRates:
     def __init__(self, pool: PoolRates) -> None:
         self.pool = pool
         self.pace = 1.0
-        self._samples: deque[tuple[int, float]] = deque(
-            maxlen=WINDOW
-        )  # (tokens, seconds with nothing decoding)
+        # (tokens, seconds with nothing decoding)
+        self._samples: deque[tuple[int, float]] = deque(maxlen=WINDOW)
         self._answers: deque[AnswerSample] = deque(maxlen=WINDOW)
         self._until_pace = REFIT
 

@@ -15,8 +15,9 @@ from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server import slot_io
 from engine_adapter.llama_server.answer_reader import SlotAnswer
 from engine_adapter.llama_server.contents import Contents
-from engine_adapter.llama_server.discovery import ServerFacts, discover, probe
+from engine_adapter.llama_server.discovery import ServerFacts, discover
 from engine_adapter.llama_server.mirror_events import MirrorEvents
+from engine_adapter.llama_server.probe import probe
 from engine_adapter.llama_server.saved import SavedEvent, SavedPlace, SavedPrefixes
 from engine_adapter.llama_server.scheduler import SlotScheduler
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER, SlotOwners

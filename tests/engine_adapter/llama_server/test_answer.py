@@ -81,9 +81,8 @@ async def test_all_of_a_plain_answer_is_known(control, llama, seed):
     for _ in range(20):
         path, fields = random_request(random)
         extra = random.choice([{}, {"return_progress": True}, {"timings_per_token": True}])
-        _, unknown, _, answer = await content_after(control, llama, path, fields | extra)
+        _, unknown, _, _ = await content_after(control, llama, path, fields | extra)
         assert unknown == 0
-        assert answer.timings.prompt_ms is not None
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -209,7 +208,7 @@ def test_counts_are_found_where_they_stand():
     end = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
     answer = read(event(**end, timings=timings), b"data: [DONE]\n\n")
     assert (answer.prompt_tokens, answer.cached_tokens, answer.sampled_tokens) == (5, 3, 4)
-    assert (answer.timings.prompt_ms, answer.finish_reason) == (1.0, "stop")
+    assert answer.finish_reason == "stop"
     usage = {"prompt_tokens": 5, "completion_tokens": 0, "prompt_tokens_details": {"cached_tokens": 0}}
     answer = read(event(**end), event(choices=[], usage=usage))
     assert (answer.prompt_tokens, answer.cached_tokens, answer.sampled_tokens) == (5, 0, 0)

@@ -76,7 +76,7 @@ class TestSave:
         assert (slot.saved, slot.dirty) == (103, False)
         counts = world.contents.counts
         assert (counts.saves, counts.saved_tokens) == (1, 103)
-        assert world.contents.rates.view.bytes_per_token == entry.size / 103
+        assert world.contents.rates.bytes_per_token == entry.size / 103
 
     async def test_what_was_not_known_of_it_is_known_then(self, world):
         lease = await world.ask(prompt_of(1), chunks=40, max_tokens=500, ignore_eos=True)

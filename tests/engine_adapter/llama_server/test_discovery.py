@@ -16,14 +16,16 @@ from starlette.routing import Route
 
 from engine_adapter.errors import EngineRejected, EngineSpecError, EngineUnavailable
 from engine_adapter.http.control import ControlClient
+from engine_adapter.llama_server.checkpoints import MemoryRules
 from engine_adapter.llama_server.discovery import (
+    ServerFacts,
     discover,
     file_digest,
     findings_of,
     model_parts,
-    probe,
     remote_digest,
 )
+from engine_adapter.llama_server.probe import probe
 from engine_adapter.llama_server.slot_io import SlotState, read_pulse, read_slots, spare_slot
 from engine_adapter.types import EngineSpec
 from scripts.make_gguf import gguf_path
@@ -393,3 +395,51 @@ async def test_an_answer_without_tokens(control_of, answer):
     app = Starlette(routes=[Route("/completion", lambda _: JSONResponse(answer), methods=["POST"])])
     with served(app) as url, pytest.raises(EngineUnavailable, match="no 'tokens'"):
         await remote_digest(control_of(url), {}, "m", 0)
+
+
+FACTS = ServerFacts(
+    model="m",
+    card={},
+    slots=4,
+    slot_ctx=512,
+    train_ctx=2048,
+    local_model=None,
+    vocab_size=None,
+    build="",
+    chat_template="",
+    instance=None,
+    is_sleeping=False,
+    has_slots=True,
+    can_save=True,
+    fingerprint="f",
+)
+
+
+def test_a_server_with_all_flags():
+    assert [*findings_of(FACTS)] == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "finding"),
+    [
+        ({"ram_cache": True}, "its RAM cache is on.*--cache-ram 0"),
+        ({"is_unified": True}, r"its slots share one KV pool.*-np 4 -c 4\*CTX"),
+        (
+            {"slot_ctx": 2048, "is_unified": None, "ram_cache": None},
+            "not known yet whether its slots share one KV pool.*kvpin doctor --probe finds out",
+        ),
+        (
+            {"slot_ctx": 2048, "is_unified": None, "ram_cache": False},
+            r"its slots may share one KV pool.*cannot tell.*--slot-save-path DIR.*-np 4 -c 4\*CTX",
+        ),
+        ({"can_save": False}, "no prefix can be saved.*--slot-save-path DIR"),
+        ({"has_slots": False}, "cannot watch its slots.*--slots"),
+        ({"memory": MemoryRules(window=128)}, "sliding windows.*nothing is saved.*--swa-full"),
+        ({"has_draft": True}, "draft model.*nothing is saved or restored.*without --model-draft"),
+        ({"memory": MemoryRules(is_recurrent=True, most=0)}, "no context checkpoints.*--ctx-checkpoints 32"),
+        ({"is_sleeping": True}, "it sleeps when idle.*--sleep-idle-seconds"),
+    ],
+)
+def test_each_missing_flag_is_named(changes, finding):
+    (found,) = findings_of(replace(FACTS, **changes))
+    assert re.search(finding, str(found))

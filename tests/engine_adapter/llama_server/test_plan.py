@@ -10,10 +10,8 @@ from msgspec import structs
 from engine_adapter.llama_server.plan import (
     LEAST_GAIN,
     LEAST_SHARED,
-    MIN_PREFILL_TOKENS,
     WINDOW,
-    RateBook,
-    Rates,
+    SlotRates,
     plan,
     worth_saving,
 )
@@ -21,9 +19,14 @@ from engine_adapter.llama_server.saved_entry import Saved
 from engine_adapter.llama_server.slots import Slot, SlotOperation, SlotTable
 from engine_adapter.types import Tier
 
+
+def in_proportion(tok_s, power=1.0):
+    return lambda tokens: tokens**power / tok_s
+
+
 # A token takes 1 ms to compute, 0.1 ms to save, 0.01 ms to restore, 0.02 ms more from disk.
-RATES = Rates(
-    prefill_tok_s=1000.0,
+RATES = SlotRates(
+    prefill_s=in_proportion(1000.0),
     save_bytes_s=1e6,
     restore_bytes_s=1e7,
     disk_bytes_s=5e6,
@@ -32,7 +35,7 @@ RATES = Rates(
     reuse_probability=0.5,
 )
 # As on a CPU with a model of 98M parameters: 5.6 ms to compute, 0.29 ms to save, 0.035 ms to restore a token.
-SLOW_PREFILL = replace(RATES, prefill_tok_s=180.0, save_bytes_s=3.5e5, restore_bytes_s=2.9e6)
+SLOW_PREFILL = replace(RATES, prefill_s=in_proportion(180.0), save_bytes_s=3.5e5, restore_bytes_s=2.9e6)
 
 
 def run(*bounds):
@@ -62,31 +65,31 @@ def decide(prompt, slots, saved=(), *, salt=None, now=0.0, can_save=True, can_re
 
 def test_a_conversation_goes_on_where_it_is_and_costs_only_its_new_tokens():
     choice = decide(run(2093), [slot(0), slot(1, run(2020)), slot(2, run(5000, 6000))])
-    assert (choice.slot, choice.cached_tokens, choice.firm, choice.restore) == (1, 2020, True, None)
-    assert choice.prefill_s == pytest.approx(0.073)
-    assert choice.total_s == choice.prefill_s
+    assert (choice.slot, choice.cost.cached_tokens, choice.cost.firm, choice.restore) == (1, 2020, True, None)
+    assert choice.cost.prefill_s == pytest.approx(0.073)
+    assert choice.cost.total_s == choice.cost.prefill_s
 
 
 @pytest.mark.parametrize("held", [run(100), run(300)])
 def test_the_last_token_is_always_computed(held):
     choice = decide(run(100), [slot(0, held)])
-    assert (choice.cached_tokens, choice.firm) == (99, True)
+    assert (choice.cost.cached_tokens, choice.cost.firm) == (99, True)
 
 
 def test_an_empty_prompt_reuses_nothing():
     choice = decide(run(0), [slot(0, run(10))], [file("f", run(10))])
-    assert (choice.cached_tokens, choice.prefill_s, choice.restore) == (0, 0.0, None)
+    assert (choice.cost.cached_tokens, choice.cost.prefill_s, choice.restore) == (0, 0.0, None)
 
 
 def test_content_of_another_salt_is_not_reused():
     choice = decide(run(100), [slot(0, run(90), salt="a")], salt="b")
-    assert (choice.cached_tokens, choice.firm) == (0, True)
-    assert decide(run(100), [slot(0, run(90), salt="b")], salt="b").cached_tokens == 90
+    assert (choice.cost.cached_tokens, choice.cost.firm) == (0, True)
+    assert decide(run(100), [slot(0, run(90), salt="b")], salt="b").cost.cached_tokens == 90
 
 
 def test_an_unknown_tail_may_make_it_more():
     choice = decide(run(100), [slot(0, run(90), unknown=5)])
-    assert (choice.cached_tokens, choice.firm) == (90, False)
+    assert (choice.cost.cached_tokens, choice.cost.firm) == (90, False)
 
 
 @pytest.mark.parametrize(
@@ -100,12 +103,12 @@ def test_an_unknown_tail_may_make_it_more():
     ],
 )
 def test_otherwise_the_figure_is_firm(held, unknown, salt):
-    assert decide(run(100), [slot(0, held, unknown=unknown, salt=salt)]).firm
+    assert decide(run(100), [slot(0, held, unknown=unknown, salt=salt)]).cost.firm
 
 
 def test_a_new_conversation_takes_an_empty_slot():
     choice = decide(run(100), [slot(0, run(5000, 5100)), slot(1), slot(2, run(6000, 6100))])
-    assert (choice.slot, choice.regret_s, choice.save_first) == (1, 0.0, False)
+    assert (choice.slot, choice.cost.regret_s, choice.save_first) == (1, 0.0, False)
 
 
 def test_a_prompt_whose_text_alone_is_known_goes_where_its_beginning_was():
@@ -117,7 +120,7 @@ def test_a_prompt_whose_text_alone_is_known_goes_where_its_beginning_was():
         return plan(array("i"), salt, slots, (), RATES, 0.0, can_save=False, can_restore=False, text=text)
 
     choice = choose()
-    assert (choice.slot, choice.cached_tokens) == (1, 0), "nothing is predicted for it"
+    assert (choice.slot, choice.cost.cached_tokens) == (1, 0), "nothing is predicted for it"
     assert choose(text=text[:-8] + text[:20]).slot == 1
     assert choose(text=text[::-1]).slot != 1
     assert choose(salt="another").slot != 1
@@ -130,9 +133,9 @@ def test_a_few_shared_tokens_are_no_reason_to_overwrite_a_conversation(saved):
     assert decide(prompt, [held, slot(1)]).slot == 1
     longer = slot(0, run(2000), saved=2000)
     choice = decide(array("i", [*range(1000), 7]), [longer, slot(1)])
-    assert (choice.slot, choice.cached_tokens) == (0, 1000), "a shared document is"
+    assert (choice.slot, choice.cost.cached_tokens) == (0, 1000), "a shared document is"
     choice = decide(run(20), [held, slot(1)])
-    assert (choice.slot, choice.cached_tokens) == (0, 19), "a short prompt that is asked again is"
+    assert (choice.slot, choice.cost.cached_tokens) == (0, 19), "a short prompt that is asked again is"
 
 
 def test_among_empty_slots_the_one_unused_for_longest_then_the_lower_id():
@@ -159,22 +162,22 @@ def test_saved_content_is_given_up_before_content_that_is_not():
     slots = [slot(0, run(500, 1500)), slot(1, run(2000, 3000), saved=1000)]
     choice = decide(run(9), slots, can_save=False)
     assert choice.slot == 1
-    assert choice.regret_s == pytest.approx(0.5 * (0.002 + 0.01))  # a restore, if it comes back
+    assert choice.cost.regret_s == pytest.approx(0.5 * (0.002 + 0.01))  # a restore, if it comes back
 
 
 def test_lost_are_the_tokens_neither_kept_nor_saved():
     held = array("i", [*range(300), *range(5000, 5700)])
     choice = decide(run(1000), [slot(0, held, saved=400)], can_save=False)
-    assert choice.cached_tokens == 300
-    assert choice.regret_s == pytest.approx(0.5 * (0.6 + 0.002 + 0.004))
+    assert choice.cost.cached_tokens == 300
+    assert choice.cost.regret_s == pytest.approx(0.5 * (0.6 + 0.002 + 0.004))
     choice = decide(run(1000), [slot(0, held, saved=200)], can_save=False)
-    assert choice.regret_s == pytest.approx(0.5 * 0.7)
+    assert choice.cost.regret_s == pytest.approx(0.5 * 0.7)
 
 
 def test_content_nobody_knows_is_lost_as_well():
     choice = decide(run(10), [slot(0, unknown=1000)], can_save=False)
-    assert choice.regret_s == pytest.approx(0.5)
-    assert not choice.firm
+    assert choice.cost.regret_s == pytest.approx(0.5)
+    assert not choice.cost.firm
 
 
 # --- restore -------------------------------------------------------------------------------------
@@ -183,8 +186,13 @@ def test_content_nobody_knows_is_lost_as_well():
 def test_a_saved_prefix_is_restored_where_it_beats_the_slots():
     files = [file("short", run(500)), file("long", run(2020)), file("else", run(1, 3000))]
     choice = decide(run(2093), [slot(0, run(600)), slot(1)], files)
-    assert (choice.slot, choice.restore, choice.cached_tokens, choice.firm) == (1, files[1], 2020, True)
-    assert choice.restore_s == pytest.approx(0.002 + 0.0202)
+    assert (choice.slot, choice.restore, choice.cost.cached_tokens, choice.cost.firm) == (
+        1,
+        files[1],
+        2020,
+        True,
+    )
+    assert choice.cost.restore_s == pytest.approx(0.002 + 0.0202)
 
 
 @pytest.mark.parametrize("salt", ["other", None])
@@ -197,13 +205,13 @@ def test_no_file_where_restoring_does_not_pay_and_nothing_is_saved():
     slots = [slot(0, run(5000, 6000), saved=1000)]
     choice = decide(run(1000), slots, [file("f", run(900))], can_restore=False)
     assert (choice.restore, choice.save_first) == (None, False)
-    assert choice.regret_s == pytest.approx(0.5)  # a file that cannot be restored spares nothing
+    assert choice.cost.regret_s == pytest.approx(0.5)  # a file that cannot be restored spares nothing
 
 
 def test_a_slower_tier_may_still_pay():
     files = [file("slow", run(2020), tier=Tier.DISK)]
     choice = decide(run(2093), [slot(0)], files)
-    assert choice.restore_s == pytest.approx(0.002 + 0.0202 + 0.0404)
+    assert choice.cost.restore_s == pytest.approx(0.002 + 0.0202 + 0.0404)
     assert decide(run(2093), [slot(0)], [*files, file("near", run(2015))]).restore.name == "near"
 
 
@@ -216,10 +224,10 @@ def test_running_streams_make_a_restore_dear():
     files = [file("f", run(1000))]
     busy = [slot(n, run(9000 + n, 9100), operation=SlotOperation.REQUEST) for n in range(1, 101)]
     free = decide(run(1010), [slot(0)], files)
-    assert free.stall_s == 0.0
+    assert free.cost.interference_s == 0.0
     few = decide(run(1010), [slot(0), *busy[:3]], files)
     assert few.restore is files[0]
-    assert few.stall_s == pytest.approx(3 * 0.012)
+    assert few.cost.interference_s == pytest.approx(3 * 0.012)
     assert decide(run(1010), [slot(0), *busy], files).restore is None
 
 
@@ -254,8 +262,8 @@ def test_of_two_files_that_cost_the_same_the_first():
 def test_what_would_be_lost_is_saved_first_when_that_is_cheaper():
     choice = decide(run(10), [slot(0, run(5000, 6000))])
     assert choice.save_first
-    assert choice.restore_s == pytest.approx(0.002 + 0.1)
-    assert choice.regret_s == pytest.approx(0.5 * (0.002 + 0.01))
+    assert choice.cost.restore_s == pytest.approx(0.002 + 0.1)
+    assert choice.cost.regret_s == pytest.approx(0.5 * (0.002 + 0.01))
 
 
 def test_not_when_it_is_saved_cannot_be_saved_or_hardly_comes_back():
@@ -270,7 +278,7 @@ def test_running_streams_pay_for_a_save_too():
     busy = [slot(n, operation=SlotOperation.REQUEST, unknown=10**6) for n in range(1, 9)]
     choice = decide(run(10), [held, *busy[:2]])
     assert choice.save_first
-    assert choice.stall_s == pytest.approx(2 * 0.102)
+    assert choice.cost.interference_s == pytest.approx(2 * 0.102)
     assert not decide(run(10), [held, *busy]).save_first
 
 
@@ -278,7 +286,7 @@ def test_save_and_restore_are_counted_together():
     files = [file("f", run(2000))]
     choice = decide(run(2010), [slot(0, run(5000, 6000))], files)
     assert (choice.save_first, choice.restore) == (True, files[0])
-    assert choice.restore_s == pytest.approx(0.102 + 0.022)
+    assert choice.cost.restore_s == pytest.approx(0.102 + 0.022)
 
 
 # --- busy slots ----------------------------------------------------------------------------------
@@ -298,15 +306,15 @@ def test_save_and_restore_are_counted_together():
 )
 def test_a_busy_slot_is_waited_for_as_long_as_its_operation_usually_takes(operation, began, wait_s):
     choice = decide(run(1100), [slot(0, run(1000), operation=operation, since=began)], now=10.0)
-    assert choice.wait_s == pytest.approx(wait_s)
+    assert choice.cost.wait_s == pytest.approx(wait_s)
     assert not choice.is_ready
-    assert choice.cached_tokens == 1000
-    assert not choice.firm  # the answer that runs adds tokens
+    assert choice.cost.cached_tokens == 1000
+    assert not choice.cost.firm  # the answer that runs adds tokens
 
 
 def test_a_wait_is_told():
     choice = decide(run(1100), [slot(0, run(1000), operation=SlotOperation.REQUEST)], now=1.0)
-    assert (choice.is_ready, choice.wait_s) == (False, 3.0)
+    assert (choice.is_ready, choice.cost.wait_s) == (False, 3.0)
 
 
 def test_waiting_pays_when_computing_takes_longer():
@@ -332,7 +340,7 @@ def test_a_request_does_not_stall_itself():
     held = slot(0, run(5000, 6000), operation=SlotOperation.REQUEST)
     choice = decide(run(10), [held])
     assert choice.save_first
-    assert choice.stall_s == 0.0
+    assert choice.cost.interference_s == 0.0
 
 
 # --- pins ----------------------------------------------------------------------------------------
@@ -347,7 +355,7 @@ def test_a_pinned_slot_is_no_victim():
 def test_but_it_serves_what_keeps_the_pinned_tokens():
     held = array("i", [*range(1000), 7, 7, 7])
     choice = decide(run(1500), [pinned(0, held, 60.0, 1000), slot(1)])
-    assert (choice.slot, choice.cached_tokens, choice.over_pin) == (0, 1000, False)
+    assert (choice.slot, choice.cost.cached_tokens, choice.over_pin) == (0, 1000, False)
 
 
 def test_nothing_is_restored_over_a_pin():
@@ -388,9 +396,9 @@ def regret(each, kept, safe, rates, now):
     """What overwriting is expected to cost when `safe` leading tokens lie in a file."""
     if kept > 0 and kept == len(each.tokens):
         return 0.0
-    later = max(each.length - max(kept, safe), 0) / rates.prefill_tok_s
+    later = rates.prefill_s(max(each.length - max(kept, safe), 0))
     if safe > kept:
-        later += rates.restore_overhead_s + safe * rates.bytes_per_token / rates.restore_bytes_s
+        later += rates.overhead_s + safe * rates.bytes_per_token / rates.restore_bytes_s
     age = now - each.since if each.operation is None else 0.0
     return later * rates.reuse_probability * 2 ** -(age / rates.half_life_s)
 
@@ -404,14 +412,14 @@ def every_total(prompt, slots, saved, rates, now):
         wait = max(rates.hold_s - (now - each.since), rates.hold_s / 4) if running else 0.0
         io = 0.0
         if save_first:
-            io += rates.save_overhead_s + each.length * rates.bytes_per_token / rates.save_bytes_s
+            io += rates.overhead_s + each.length * rates.bytes_per_token / rates.save_bytes_s
         if entry is not None:
-            io += rates.restore_overhead_s + entry.size / rates.restore_bytes_s
+            io += rates.overhead_s + entry.size / rates.restore_bytes_s
             io += entry.size / rates.disk_bytes_s if entry.tier is Tier.DISK else 0.0
-        prefill = (len(prompt) - max(min(gain, len(prompt) - 1), 0)) / rates.prefill_tok_s
+        prefill = rates.prefill_s(len(prompt) - max(min(gain, len(prompt) - 1), 0))
         later = regret(each, kept, each.length if save_first else each.saved, rates, now)
         if kept < min(LEAST_SHARED, len(each.tokens), len(prompt)):
-            later += max(min(kept, len(prompt) - 1), 0) / rates.prefill_tok_s
+            later += rates.prefill_s(max(min(kept, len(prompt) - 1), 0))
         totals[each.id, entry and entry.name, save_first] = wait + io * (1 + others) + prefill + later
     return totals
 
@@ -461,8 +469,8 @@ def file_lists(draw):
 
 
 SOME_RATES = st.builds(
-    Rates,
-    prefill_tok_s=st.floats(10, 1e4),
+    SlotRates,
+    prefill_s=st.builds(in_proportion, st.floats(10, 1e4), st.floats(0.7, 1.3)),
     save_bytes_s=st.floats(1e3, 1e7),
     restore_bytes_s=st.floats(1e3, 1e8),
     disk_bytes_s=st.floats(1e3, 1e8),
@@ -485,8 +493,8 @@ def test_the_choice_is_the_least_of_all_there_is(prompt, slots, saved, rates):
         return
     key = (choice.slot, choice.restore and choice.restore.name, choice.save_first)
     assert not choice.over_pin
-    assert choice.total_s == pytest.approx(totals[key])
-    assert choice.total_s == pytest.approx(min(totals.values()))
+    assert choice.cost.total_s == pytest.approx(totals[key])
+    assert choice.cost.total_s == pytest.approx(min(totals.values()))
 
 
 @settings(max_examples=50)
@@ -517,7 +525,7 @@ class World:
         if choice.restore is not None:
             self.table.hold(choice.slot, choice.restore.tokens, None, saved=len(choice.restore.tokens))
         hit = min(naive_prefix(self.table[choice.slot].tokens, prompt), len(prompt) - 1)
-        assert hit == choice.cached_tokens
+        assert hit == choice.cost.cached_tokens
         self.table.begin(choice.slot, SlotOperation.REQUEST, self.now)
         self.table.hold(choice.slot, prompt, None)
         self.table.hold(choice.slot, prompt + answer, None)
@@ -610,12 +618,14 @@ def test_a_slot_whose_conversation_went_on_elsewhere_is_overwritten_first():
     assert decide(run(5000, 5100), [moved, other], can_save=False).slot == 1
     moved.is_outdated = True
     assert decide(run(5000, 5100), [moved, other], can_save=False).slot == 0
-    assert decide(run(1000), [moved, other], can_save=False).cached_tokens == 900  # it may go on for all that
+    assert (
+        decide(run(1000), [moved, other], can_save=False).cost.cached_tokens == 900
+    )  # it may go on for all that
 
 
 @pytest.fixture
 def book():
-    return RateBook()
+    return SlotRates()
 
 
 def teach(learn, *samples):
@@ -623,79 +633,48 @@ def teach(learn, *samples):
         learn(*sample)
 
 
-def test_before_anything_is_seen_every_rate_is_above_none(book):
-    rates = book.view
-    assert min(rates.prefill_tok_s, rates.save_bytes_s, rates.restore_bytes_s, rates.disk_bytes_s) > 0
-    assert min(rates.bytes_per_token, rates.hold_s, rates.reuse_probability) > 0
-
-
-def test_what_was_measured_is_told_apart_from_first_guesses(book):
-    assert book.measured == {}
-    book.prefilled(1000, 0.5)
-    book.saved(100, 1_000_000, 0.502)
-    assert set(book.measured) == {"prefill_tok_s", "save_bytes_s", "bytes_per_token"}
-    assert book.assumed["restore_bytes_s"] == book.view.restore_bytes_s
-    assert not book.measured.keys() & book.assumed.keys()
-
-
-def test_prefills_teach_tokens_per_second(book):
-    teach(book.prefilled, *[(1000, 0.5)] * 3)
-    assert book.view.prefill_tok_s == pytest.approx(2000)
-
-
-def test_what_a_hit_leaves_to_compute_says_less_than_a_long_prompt(book):
-    teach(book.prefilled, *[(1600, 0.5)] * 3, *[(40, 0.1)] * 20)
-    assert book.view.prefill_tok_s == pytest.approx(3200)
-
-
 def test_saves_teach_bytes_per_second_beyond_the_overhead(book):
     teach(book.saved, *[(100, 1_000_000, 0.502)] * 3)
-    assert book.view.save_bytes_s == pytest.approx(2_000_000)
-    assert book.view.save_s(100) == pytest.approx(0.502)
+    assert book.save_bytes_s == pytest.approx(2_000_000)
+    assert book.save_s(100) == pytest.approx(0.502)
+    assert book.measured == {"save_bytes_s": book.save_bytes_s, "bytes_per_token": 10_000}
 
 
 def test_a_save_tells_the_size_of_a_token_at_once_however_quick_it_was(book):
     book.saved(100, 1_000_000, 0.0)
-    assert book.view.bytes_per_token == 10_000
+    assert book.bytes_per_token == 10_000
     book.saved(10, 0, 0.1)
-    assert book.view.bytes_per_token == 0
+    assert book.bytes_per_token == 0
 
 
 def test_an_empty_slot_teaches_nothing(book):
-    before = book.view
     book.saved(0, 60, 0.001)
-    assert book.view == before
+    assert (book, book.measured) == (SlotRates(), {})
 
 
 def test_restores_teach_bytes_per_second_beyond_the_overhead(book):
     teach(book.restored, *[(1_000_000, 0.102)] * 3)
-    assert book.view.restore_bytes_s == pytest.approx(10_000_000)
+    assert book.restore_bytes_s == pytest.approx(10_000_000)
 
 
 def test_requests_teach_how_long_a_slot_is_held(book):
     teach(book.held, (5.0,), (7.0,), (6.0,))
-    assert book.view.hold_s == 5.0
+    assert book.hold_s == 5.0
 
 
-@pytest.mark.parametrize(
-    "sample",
-    [(MIN_PREFILL_TOKENS - 1, 0.5), (1000, 0.0), (1000, -1.0), (0, 1.0)],
-    ids=["a round trip", "no time", "less than none", "no tokens"],
-)
-def test_what_measures_nothing_teaches_nothing(book, sample):
-    before = book.view
-    teach(book.prefilled, *[sample] * 5)
-    assert book.view == before
+@pytest.mark.parametrize("seconds", [0.0, -1.0])
+def test_what_measures_nothing_teaches_nothing(book, seconds):
+    book.restored(1000, seconds)
+    assert book == SlotRates()
 
 
 def test_one_odd_sample_changes_no_mind(book):
-    before = book.view
-    book.prefilled(1000, 1e-9)
-    assert book.view == before
-    teach(book.prefilled, *[(1000, 0.5)] * 4, (1000, 60.0))
-    assert book.view.prefill_tok_s == pytest.approx(2000)
+    book.held(60.0)
+    assert book.hold_s == SlotRates().hold_s
+    teach(book.held, *[(0.5,)] * 6, (60.0,))
+    assert book.hold_s == 0.5
 
 
 def test_what_is_long_past_does_not_count(book):
-    teach(book.prefilled, *[(1000, 1.0)] * WINDOW, *[(1000, 0.1)] * (WINDOW // 2 + 1))
-    assert book.view.prefill_tok_s == pytest.approx(10_000)
+    teach(book.held, *[(1.0,)] * WINDOW, *[(0.1,)] * (WINDOW // 2 + 1))
+    assert book.hold_s == 0.1

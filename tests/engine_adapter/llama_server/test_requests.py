@@ -78,6 +78,18 @@ class TestRequests:
         ]
         assert (await world.ask(array("i", [1, 2, 3])))[1:] == (0, 0)
 
+    @pytest.mark.parametrize("flags", [(), ("--cache-reuse", "32")])
+    async def test_kv_is_never_shifted_to_another_place(self, start_llama, save_dir, flags):
+        """A server that is asked to shift it reuses more, answers otherwise, and so do all requests after."""
+        server = start_llama(*flags, slots=1, ctx=1024, save_dir=save_dir)
+        start, gone, rest = (list(prompt_of(seed, count)) for seed, count in ((1, 60), (2, 100), (3, 300)))
+        shorter = array("i", start + rest)
+        async with slot_world(server.url) as world:
+            text, *_ = await world.ask(shorter, max_tokens=24, cache_prompt=False)
+            await world.ask(array("i", start + gone + rest), cache_prompt=False)
+            assert await world.ask(shorter, max_tokens=24, n_cache_reuse=16) == (text, 60, 60)
+            assert await world.ask(shorter, max_tokens=24) == (text, 359, 359)
+
     async def test_the_kv_of_an_adapter_is_not_that_of_its_tokens(self, world):
         await world.ask(prompt_of(1))
         assert (await world.ask(prompt_of(1), lora=[{"id": 0, "scale": 1.0}]))[2] == 0
@@ -124,6 +136,10 @@ class TestRequests:
         together = await asyncio.gather(*(world.ask(tokens) for tokens in prompts))
         assert [text for text, *_ in together] == [text for text, *_ in alone]
         assert all(reported == said for _, reported, said in together)
+
+    async def test_a_forecast_has_the_times_of_the_pool(self, world):
+        world.adapter.priced_by(lambda tokens: 7.0 * tokens)
+        assert world.adapter.forecast(KvTarget(prompt_of(1))).prefill_s == 700.0
 
     async def test_a_forecast_is_what_happens(self, world):
         await world.ask(prompt_of(1))

@@ -13,7 +13,6 @@ import pytest
 
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineUnavailable
-from engine_adapter.llama_server.plan import WINDOW
 from engine_adapter.llama_server.saved import salt_digest
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
 from engine_adapter.llama_server.slot_io import read_slots
@@ -156,8 +155,7 @@ class TestToolCalls:
 class TestTurns:
     async def test_a_request_waits_for_the_slot_of_its_conversation(self, world):
         first = await world.ask(prompt_of(1, 800))
-        for _ in range(5):
-            world.contents.rates.held(0.01)  # requests are over soon: it is worth waiting
+        world.contents.rates.hold_s = 0.01  # requests are over soon: it is worth waiting
         second_turn = world.table[first.slot].tokens + prompt_of(2, 20)
         with stopped(world.server):
             running = asking(world, second_turn)
@@ -546,8 +544,7 @@ class TestOthers:
     async def test_what_happens_meanwhile_is_nobody_elses(self, world):
         """Slots in use, and ones used since the question was sent, are not held against the answer."""
         await fill(world, 1, 2)
-        for _ in range(WINDOW):  # where computing costs nothing, no slot is saved first
-            world.contents.rates.prefilled(10**6, 1e-3)
+        world.contents.rates.prefill_s = lambda tokens: 0.0  # so no slot is saved first
         with stopped(world.server):
             question = asyncio.create_task(world.scheduler.reconcile())
             await asyncio.sleep(0)

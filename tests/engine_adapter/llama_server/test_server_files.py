@@ -1,8 +1,11 @@
 """Who may use a server. That a second kvpin keeps off: test_adapter.py, and tests/live/test_owners.py."""
 
+from __future__ import annotations
+
 import os
 import re
 import socket
+import stat
 import subprocess
 import sys
 
@@ -11,7 +14,7 @@ import pytest
 
 from engine_adapter.errors import EngineTaken
 from engine_adapter.llama_server import server_files
-from engine_adapter.llama_server.server_files import ServerLock
+from engine_adapter.llama_server.server_files import UNKNOWN_OWNER, ServerLock, ServerRecord, SlotOwners
 
 URL = "http://127.0.0.1:8081"
 HOLD = """
@@ -153,3 +156,93 @@ class TestServersThatAreGone:
         lock().take()
         with pytest.raises(EngineTaken):
             lock().take()
+
+
+SERVER = "http://127.0.0.1:1"
+
+
+def owners(directory, instance="one", url=SERVER):
+    return SlotOwners(directory, url, instance, 3)
+
+
+def known(record):
+    return [record[slot] for slot in range(3)]
+
+
+def test_owners_outlive_kvpin(tmp_path):
+    record = owners(tmp_path)
+    assert known(record) == [UNKNOWN_OWNER] * 3
+    record.holds(0, "a")
+    record.holds(1, None)
+    assert known(owners(tmp_path)) == known(record) == ["a", None, UNKNOWN_OWNER]
+
+
+def test_a_slot_that_changes_owners_has_none_meanwhile(tmp_path):
+    record = owners(tmp_path)
+    record.holds(0, "a")
+    record.changes(0, "a")
+    assert owners(tmp_path)[0] == "a"
+    record.changes(0, "b")
+    assert owners(tmp_path)[0] == UNKNOWN_OWNER
+    record.holds(0, "b")
+    assert owners(tmp_path)[0] == "b"
+
+
+def test_a_record_of_another_number_of_slots_tells_nothing(tmp_path):
+    owners(tmp_path).holds(0, "a")
+    assert SlotOwners(tmp_path, SERVER, "one", 2)[0] == UNKNOWN_OWNER
+
+
+def test_without_a_directory_nothing_is_written(tmp_path):
+    record = owners(None)
+    record.holds(0, "a")
+    assert record[0] == "a"
+    assert list(tmp_path.iterdir()) == []
+
+
+def record(directory, instance="one", url=SERVER, kind=list[int]):
+    return ServerRecord(directory, url, instance, "numbers", kind)
+
+
+def test_content_outlives_kvpin(tmp_path):
+    assert record(tmp_path).read() is None
+    for content in ([1, 2], [], [3]):
+        record(tmp_path).write(content)
+        assert record(tmp_path).read() == content
+    (path,) = tmp_path.iterdir()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("other", [{"instance": "two"}, {"instance": None}, {"url": "http://127.0.0.1:2"}])
+def test_the_record_of_another_process_or_server_counts_for_nothing(tmp_path, other):
+    record(tmp_path).write([1])
+    assert record(tmp_path, **other).read() is None
+
+
+@pytest.mark.parametrize("damage", [b"", b"?", msgspec.msgpack.encode(("one", ["a"]))])
+def test_a_damaged_record_counts_for_nothing(tmp_path, damage):
+    record(tmp_path).write([1])
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(damage)
+    assert record(tmp_path).read() is None
+
+
+def test_a_record_that_cannot_be_written_is_removed_and_told_once(tmp_path, caplog):
+    kept = record(tmp_path)
+    kept.write([1])
+    (path,) = tmp_path.iterdir()
+    part = path.with_name(f"{path.name}.part")
+    part.mkdir()
+    kept.write([2])
+    kept.write([3])
+    assert not path.exists()
+    assert [message.partition(": ")[2] for message in caplog.messages] == ["numbers will not outlive kvpin"]
+    part.rmdir()
+    kept.write([4])
+    assert record(tmp_path).read() == [4]
+
+
+def test_without_a_directory_nothing_is_recorded(caplog):
+    record(None).write([1])
+    assert record(None).read() is None
+    assert caplog.messages == []

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_adapter.errors import EngineUnavailable
+from engine_adapter.hold import Forecast
 from engine_adapter.llama_server.answer import CompletionOutput
 from engine_adapter.llama_server.plan import Plan
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
@@ -22,17 +23,11 @@ ANYWHERE = -1
 def plan_of(slot, *, is_ready=True, save_first=False, restore=None, cost_s=0.0):
     return Plan(
         slot=slot,
-        cached_tokens=0,
-        firm=True,
+        cost=Forecast(0, prefill_s=cost_s),
         restore=restore,
         save_first=save_first,
         is_ready=is_ready,
         over_pin=False,
-        wait_s=0.0,
-        restore_s=0.0,
-        prefill_s=cost_s,
-        stall_s=0.0,
-        regret_s=0.0,
     )
 
 

@@ -3,7 +3,6 @@ import pytest
 
 from engine_adapter import JsonBody
 from engine_adapter.prompt.forms import BILLING, Form, forms_of
-from proxy.prompt.media import not_plain
 
 HELLO = {"role": "user", "content": "hello"}
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -21,7 +20,7 @@ def tool(**parameters):
 
 def forms(*messages, **fields):
     body = JsonBody(msgspec.json.encode({"messages": list(messages), **fields}))
-    found = forms_of(body, not_plain(body.view("messages")))
+    found = forms_of(body)
     assert Form.PLAIN in found
     return found - {Form.PLAIN}
 

@@ -18,7 +18,15 @@ from hypothesis import strategies as st
 from tokenizers.pre_tokenizers import ByteLevel
 
 from engine_adapter.prompt.encoders import exact_encoder
-from engine_adapter.prompt.gguf_tokenizer import GgufError, load_gguf_tokenizer, read_metadata
+from engine_adapter.prompt.gguf_tokenizer import (
+    _NEW,
+    GgufError,
+    has_new,
+    load_gguf_tokenizer,
+    old_classes,
+    plain_classes,
+    read_metadata,
+)
 from scripts.make_gguf import gguf_path
 from tests.llama import running_llama_server
 
@@ -286,3 +294,20 @@ def test_no_damage_is_more_than_told(path, data):
 def test_a_file_that_is_gone(tmp_path):
     with pytest.raises(FileNotFoundError):
         read_metadata(tmp_path / "none.gguf")
+
+
+def test_classes_come_back():
+    pattern = r"[^\r\n\p{L}]?[\p{L}\p{M}]+|\p{N}"
+    assert old_classes(pattern) != pattern
+    doubled = old_classes(pattern).replace("\\", "\\\\")
+    assert plain_classes(f'"{doubled}"').replace("\\\\", "\\") == f'"{pattern}"'
+
+
+@pytest.mark.parametrize("text", ["", "plain", "zażółć 漢字 한국어 हिन्दी 🙂 𝐛 \ud83d", "\u0301\u2003"])
+def test_texts_of_usual_letters(text):
+    assert not has_new(text)
+
+
+def test_each_new_letter_is_found():
+    ends = _NEW.replace("-", "")
+    assert all(has_new(f"a漢{letter}b") for letter in ends)

@@ -1,12 +1,11 @@
-"""What is compared with transformers on every template is in test_template_check.py."""
-
-import copy
+"""What is compared with transformers on every template is in test_templates_alike.py."""
 
 import pytest
 from jinja2 import TemplateError
-from jinja2.exceptions import SecurityError
 
-from engine_adapter.prompt import bounds, templates
+from engine_adapter.prompt import sandbox, templates
+from engine_adapter.prompt.content_format import content_format, looped
+from engine_adapter.prompt.template_input import ContentFormat
 from engine_adapter.prompt.templates import TEMPLATE_ERRORS, choose_template, compiled, render_template
 
 ASKED = [{"role": "user", "content": "hello"}]
@@ -115,15 +114,10 @@ CALLS += "{% call f() %}" * 40 + "{% endcall %}" * 40
     ],
 )
 def test_a_template_fills_neither_time_nor_memory(template, monkeypatch):
-    monkeypatch.setattr(bounds, "MAX_S", 0.2)
+    monkeypatch.setattr(sandbox, "MAX_S", 0.2)
     monkeypatch.setattr(templates, "MAX_CHARS", 1 << 20)
     with pytest.raises(TemplateError):
         render_template(template, [{"role": "user", "content": "a" * 1000}])
-
-
-def test_products_of_usual_size_are_made():
-    text = "{{ '-' * 3 }}{{ 3 * '-' }}{{ 2 * 3 }}{{ 2 ** 10 }}{{ 2 ** -1 }}{{ 1.5 * 2 }}{{ [1] * 2 }}"
-    assert render_template(text, []) == "------610240.53.0[1, 1]"
 
 
 def test_a_text_of_many_pieces_is_whole():
@@ -131,24 +125,27 @@ def test_a_text_of_many_pieces_is_whole():
     assert render_template(text, []) == "".join(f"{a}," for a in range(9000))
 
 
-def test_a_template_is_compiled_once():
+def test_a_template_is_compiled_once(monkeypatch):
     assert compiled(ROLES) is compiled(ROLES)
+    for _ in range(2):
+        with pytest.raises(TemplateError):
+            compiled("{% if %}")
+        monkeypatch.setattr(templates.environment, "from_string", None)  # nor is one that is none
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{# a #}" * 50_000,
+        "{{ " + "(" * 5000 + ")" * 5000 + " }}",
+        "{{ " + "1 + " * 5000 + "1 }}",
+        "{% for m in messages %}" * 30 + "{% endfor %}" * 30,
+        "{% if a %}{% elif b %}" + "{% elif b %}" * 5000 + "{% endif %}",
+    ],
+    ids=["long", "deep", "a long sum", "deep loops", "many branches"],
+)
+def test_a_template_that_is_too_much_for_its_compiler_is_refused(template):
     with pytest.raises(TemplateError):
-        compiled("{% if %}")
-
-
-@pytest.mark.parametrize("content", ["It is", [{"type": "text", "text": "It is"}]])
-def test_the_messages_stay_as_they_are(content):
-    messages = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": content}]
-    before = copy.deepcopy(messages)
-    template = (
-        "{% for m in messages %}{{ m.content if m.content is string else m.content[0].text }}{% endfor %}"
-    )
-    assert render_template(template, messages, continue_final_message=True) == "Why?It is"
-    assert messages == before
-
-
-@pytest.mark.parametrize("change", ["messages[0].update(role='x')", "messages.append(1)"])
-def test_a_template_cannot_change_the_messages(change):
-    with pytest.raises(SecurityError):
-        render_template("{{" + change + "}}", [{"role": "user", "content": "Why?"}])
+        render_template(template, ASKED)
+    assert content_format(template) is ContentFormat.STRING
+    looped(template)

@@ -4,6 +4,8 @@ import json
 import time
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from engine_adapter import JsonBody
 from proxy.core.message_repair import NO_CONTENT, Repair, may_need, repaired
@@ -254,6 +256,31 @@ def test_a_usual_chat_is_not_even_decoded(messages, needs):
     raw = json.dumps({"messages": messages}).encode()
     assert may_need(JsonBody(raw), SYSTEMS) == needs
     assert may_need(JsonBody(raw), IN_TURN) == (len(messages) > 1)
+
+
+ITEMS = (
+    *(said(role) for role in ("system", "user", "developer", "assistant", "critic")),
+    *(USE, called("1"), result("1"), CALL, OUTPUT, said("system", type="message"), {"type": "reasoning"}, 5),
+)
+
+
+@example("messages", [result("1"), said("system"), said("user")], SYSTEMS, {})
+@example("input", [OUTPUT, said("system"), said("user")], SYSTEMS, {})
+@settings(deadline=None, max_examples=300)
+@given(
+    st.sampled_from(["messages", "input"]),
+    st.lists(
+        st.sampled_from(ITEMS),
+        max_size=4,
+    ),
+    st.sets(st.sampled_from(Repair), min_size=1),
+    st.sampled_from([{}, {"system": "S"}, {"instructions": "S"}]),
+)
+def test_a_body_that_needs_nothing_stays(name, items, repairs, more):
+    """Among others, a system message behind a tool's result with which the list begins."""
+    fields = {**more, name: items}
+    if not may_need(JsonBody(json.dumps(fields).encode()), repairs):
+        assert repaired(fields, repairs) == ({}, ())
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from msgspec import structs
 
 from engine_adapter import Tier
 from proxy.core.admission import Needs
+from proxy.core.placement.load import LoadSample, Work
 from proxy.errors import Conflict, NoEngine, NotFound
 from proxy.fleet.engine import EngineState
 from proxy.fleet.fleet import Fleet
@@ -20,6 +21,15 @@ ADA = Needs(lora="ada")
 @pytest.fixture
 def fleet():
     return Fleet()
+
+
+def test_an_adapter_hears_how_long_prompts_take_from_its_pool(fleet, monkeypatch):
+    told = []
+    monkeypatch.setattr(FakeAdapter, "priced_by", lambda _self, prefill_s: told.append(prefill_s))
+    engine = add_ready(fleet, "a")
+    fleet.pool_of(engine).placer.books["a"].rates.learn(LoadSample(Work(1000), 2.0, 0.0))
+    (prefill_s,) = told
+    assert prefill_s(500) == pytest.approx(1.0)
 
 
 class TestAdapters:

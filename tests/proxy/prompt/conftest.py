@@ -5,7 +5,7 @@ import pytest
 from engine_adapter import Capability, EngineInfo, EngineRejected, EngineUnavailable
 from engine_adapter.prompt.chat import ChatTokenizer
 from engine_adapter.types import token_array
-from proxy.prompt.render import ChatInput, ResponseInput, read_prompt
+from proxy.prompt.render import AskedInput, ChatInput, read_prompt
 
 VOCAB, HIDDEN = 1000, 4
 
@@ -24,7 +24,7 @@ class TokenizingEngine:
         if self.error is not None:
             raise self.error
         source = read_prompt(path, body)
-        if isinstance(source, ResponseInput):
+        if isinstance(source, AskedInput):
             ids = self.tokenizer.chat([{"role": "user", "content": body.get("input")}]).token_ids
         elif isinstance(source, ChatInput):
             try:

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from engine_adapter import Capability, EngineRejected, EngineUnavailable, JsonBody
-from engine_adapter.prompt.media import mark_embeds, mark_media
+from engine_adapter.prompt.media import mark_media
 from engine_adapter.types import MediaSpan, RenderedPrompt, token_array
 from proxy.errors import BadRequest
 from proxy.prompt import MediaUuids, PromptTables
@@ -125,7 +125,8 @@ class TestFindingMedia:
 
 class TestUuids:
     async def test_most_requests_pass_as_they_are(self):
-        for body in (chat(image()), chat(text("uuid"), text("\u0001")), body_of(prompt="uuid"), body_of()):
+        bodies = chat(image()), chat(image(uuid=None)), chat(text("uuid"), text("\u0001")), body_of()
+        for body in (*bodies, body_of(prompt="uuid")):
             assert await MediaUuids().admit(body, "salt") is body
 
     async def test_text_is_not_searched_for_a_uuid(self):
@@ -215,10 +216,6 @@ class TestUuids:
         body = JsonBody(b'{"messages":[{"role":"user","content":[%b]}]}' % b",".join([deep] * 500))
         with pytest.raises(BadRequest, match="messages is nested more than 12 deep"):
             await MediaUuids().admit(body, "salt")
-
-    async def test_null_is_none(self):
-        body = chat(image(uuid=None))
-        assert await MediaUuids().admit(body, "salt") is body
 
     async def test_under_a_salt_it_is_that_salts_own(self):
         uuids = MediaUuids()
@@ -334,12 +331,8 @@ class TestRendering:
             assert prompt.token_ids == engine.tokenizer.chat(body.get("messages")).token_ids
             assert (prompt.media, prompt.whole, prompt.source) == (False, True, "local")
         assert (renderer.asked, engine.asked) == ([], [])
-
-    async def test_text_responses_are_asked_for_as_before(self, builder_of, engine):
-        renderer = RenderingEngine()
-        prompt = await build(builder_of(renderer), body_of(input="hi"), RESPONSES)
-        assert (prompt.media, prompt.whole) == (False, True)
-        assert (renderer.asked, len(engine.asked)) == ([], 1)
+        prompt = await build(builder, body_of(input="hi"), RESPONSES)
+        assert (prompt.media, prompt.whole, renderer.asked, len(engine.asked)) == (False, True, [], 1)
 
     async def test_a_part_that_calls_itself_text(self, builder_of):
         disguised = {"type": "text", "text": "a", "image_url": None, "uuid": "cat"}
@@ -388,7 +381,7 @@ class TestEmbeddings:
     )
     async def test_they_mark_the_blocks_of_the_engine(self, builder, path, body):
         prompt = await build(builder, body, path)
-        assert prompt.extra_ids == mark_embeds(None, 5, [(0, b"one"), (4, b"two")])
+        assert prompt.extra_ids == mark_media(5, [], [(0, b"one"), (4, b"two")])
         # An engine may convert them, so that it holds other blocks than these.
         assert (prompt.media, prompt.whole, prompt.exact, prompt.source) == (True, False, False, "engine")
 

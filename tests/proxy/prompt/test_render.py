@@ -7,11 +7,10 @@ from engine_adapter import JsonBody
 from engine_adapter.routes import PromptFields
 from proxy.errors import BadRequest
 from proxy.prompt.render import (
+    AskedInput,
     ChatInput,
     CompletionInput,
     EmbeddedInput,
-    MixedInput,
-    ResponseInput,
     read_native,
     read_prompt,
 )
@@ -35,7 +34,6 @@ def test_a_chat():
         template_kwargs={"a": 1},
         add_generation_prompt=True,
         continue_final_message=False,
-        more=[],
     )
 
 
@@ -122,7 +120,7 @@ def test_ids_from_the_server_that_computed_the_prompt_are_not_read():
 
 
 def test_a_response_is_the_engines_to_read():
-    assert read("/v1/responses", input={"never": "looked at"}) == ResponseInput()
+    assert read("/v1/responses", input={"never": "looked at"}) == AskedInput("input")
     assert read("/v1/responses/input_tokens", input="x") is None
 
 
@@ -190,7 +188,7 @@ def test_what_only_the_engine_knows_of_a_native_route(fields, body):
 
 def test_texts_and_ids_of_one_prompt_are_joined_by_the_engine():
     for prompt in ([1, "a"], [["a", 1]]):
-        assert isinstance(read_native(COMPLETION, body_of({"prompt": prompt})), MixedInput)
+        assert read_native(COMPLETION, body_of({"prompt": prompt})) == AskedInput("prompt")
 
 
 def test_an_id_out_of_range_on_a_native_route():

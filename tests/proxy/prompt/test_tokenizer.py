@@ -46,11 +46,11 @@ async def test_long_work_leaves_the_event_loop(watched, size, inline):
 
 async def test_the_engine_is_asked_with_the_request_itself(engine):
     source, body = request(CHAT, messages=[{"role": "user", "content": "hello"}])
-    chat = await EngineTokenizer(lambda: [engine]).ask(CHAT, body)
+    chat = await EngineTokenizer().ask([engine], CHAT, body)
     assert chat.token_ids == engine.tokenizer.chat(source.messages).token_ids
     assert engine.asked == [body]
     source, body = request(COMPLETIONS, prompt="hello", add_special_tokens=False)
-    text = await EngineTokenizer(lambda: [engine]).ask(COMPLETIONS, body)
+    text = await EngineTokenizer().ask([engine], COMPLETIONS, body)
     assert text.token_ids == engine.tokenizer.encode("hello", add_special_tokens=False)
 
 
@@ -59,10 +59,10 @@ async def test_engines_are_asked_until_one_answers(engine):
     gone.is_gone()
     refusing.refuses()
     _, body = request(COMPLETIONS, prompt="hello")
-    text = await EngineTokenizer(lambda: [gone, engine, refusing]).ask(COMPLETIONS, body)
+    text = await EngineTokenizer().ask([gone, engine, refusing], COMPLETIONS, body)
     assert text is not None
-    assert await EngineTokenizer(lambda: [refusing, engine]).ask(COMPLETIONS, body) is None
-    assert await EngineTokenizer(tuple).ask(COMPLETIONS, body) is None
+    assert await EngineTokenizer().ask([refusing, engine], COMPLETIONS, body) is None
+    assert await EngineTokenizer().ask((), COMPLETIONS, body) is None
     assert [len(each.asked) for each in (gone, engine, refusing)] == [1, 1, 1]
 
 
@@ -70,15 +70,15 @@ async def test_engines_are_asked_until_one_answers(engine):
 async def test_an_engine_that_does_not_answer_leaves_the_prompt_unknown(engine, how):
     getattr(engine, how)()
     _, body = request(COMPLETIONS, prompt="hello")
-    assert await EngineTokenizer(lambda: [engine]).ask(COMPLETIONS, body) is None
+    assert await EngineTokenizer().ask([engine], COMPLETIONS, body) is None
 
 
 async def test_engines_are_asked_in_turn(engine):
     engines = [TokenizingEngine(engine.tokenizer) for _ in range(3)]
-    asker = EngineTokenizer(lambda: engines)
+    asker = EngineTokenizer()
     _, body = request(COMPLETIONS, prompt="hello")
     for _ in range(6):
-        await asker.ask(COMPLETIONS, body)
+        await asker.ask(engines, COMPLETIONS, body)
     assert [len(each.asked) for each in engines] == [2, 2, 2]
 
 
@@ -89,6 +89,5 @@ async def test_an_engine_that_does_not_answer_in_time_leaves_the_prompt_unknown(
     monkeypatch.setattr("proxy.prompt.tokenizer.ANSWER_S", 0.01)
     engine.tokenize = engine.render = hang
     _, body = request(COMPLETIONS, prompt="hello")
-    asker = EngineTokenizer(lambda: [engine], lambda: [engine])
-    assert await asker.ask(COMPLETIONS, body) is None
-    assert await asker.render(CHAT, body) is None
+    assert await EngineTokenizer().ask([engine], COMPLETIONS, body) is None
+    assert await EngineTokenizer().render([engine], CHAT, body) is None

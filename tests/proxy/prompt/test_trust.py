@@ -21,18 +21,6 @@ def table():
     return table
 
 
-def test_without_a_tokenizer_the_engine_makes_all():
-    table = FormTable(can_ask=True, detail="no tokenizer yet")
-    assert set(table.sources.values()) == {"engine"}
-    assert table.summary(None, "none is named").detail == "the engine tokenises each prompt: none is named"
-
-
-def test_without_a_tokenizer_and_an_engine_to_ask_nobody_does():
-    table = FormTable(can_ask=False, detail="no tokenizer yet")
-    assert table.source(PLAIN) == "none"
-    assert not table.summary(None, "none is named").ok
-
-
 def test_a_form_that_differs_costs_itself_alone(table):
     table.probe(Form.TOOLS, "token 7 differs", "")
     assert table.source(TOOLS) == "engine"
@@ -83,6 +71,8 @@ class TestAudit:
         assert not table.rows[Form.PLAIN].ok
         table.audit(PLAIN, "local", None)
         assert table.rows[Form.PLAIN].ok
+        assert "20 prompts" in table.summary("a tokenizer", "").detail
+        assert not table.is_exact(PLAIN, "local"), "a few prompts do not show all that a template does"
 
     def test_not_if_one_differed(self):
         table = FormTable(can_ask=False, detail="")

@@ -546,6 +546,15 @@ class TestWholeAnswers:
         self.serve(placer, 1, prefill=(1000, 0.25))
         assert (placer.rates.prefill_s(1000), placer.rates.fit) == (pytest.approx(0.25), None)
 
+    def test_its_first_tokens_count_no_more_once_it_has(self, placer):
+        """They may have waited in a slot's queue."""
+        for at in range(4):
+            placed = begin(placer, 100.0 * at, prompt(at, blocks=63))
+            placer.first_token(100.0 * at + 50, placed)
+            placer.end(100.0 * at + 60, placed, 1009, Usage(prefill=(1000, 0.25)))
+        assert placer.rates.prefill_s(1000) == pytest.approx(0.25)
+        assert placer.rates.samples == 5, "one of them came before its first report"
+
     def test_an_engine_that_says_nothing_teaches_nothing(self, placer):
         for at in range(2 * MIN_ANSWERS):
             placed = begin(placer, float(at), prompt(at), streams=False)
