@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from http import HTTPStatus
 from typing import Any, cast
 
 from engine_adapter.base import EngineAdapter
 from engine_adapter.detect import detect_inside
 from engine_adapter.errors import EngineRejected
+from engine_adapter.http.adapter import HealthRoute
 from engine_adapter.http.control import ControlClient
 from engine_adapter.types import EngineInfo, EngineLoad, EngineSpec, Finding
 from engine_adapter.vllm.options import VllmOptions
@@ -57,6 +57,7 @@ class NimAdapter:
         self.spec = spec
         self._as_kind = as_kind
         self._control = ControlClient(spec)
+        self._health = HealthRoute(self._control, READY)  # a server without it is not a NIM
         self._inner = as_kind(spec, UNKNOWN)
         self._findings: tuple[Finding, ...] = ()
 
@@ -65,7 +66,8 @@ class NimAdapter:
 
     async def connect(self) -> EngineInfo:
         """Connects as the engine inside, once the NIM is ready."""
-        await self._check_ready()
+        self._health = HealthRoute(self._control, READY)
+        await self._health.check()
         version = await self._version()
         info, finding = await self._connect_inside(await detect_inside(self._control))
         found = (NOT_A_NIM if version is None else None, finding)
@@ -74,7 +76,7 @@ class NimAdapter:
 
     async def load(self) -> EngineLoad:
         """The load of the engine inside; also the health check."""
-        await self._check_ready()
+        await self._health.check()
         return await self._inner.load()
 
     def findings(self) -> tuple[Finding, ...]:
@@ -107,14 +109,6 @@ class NimAdapter:
             before, self._inner = self._inner, self._as_kind(self.spec, kind)
             await before.aclose()
         return await self._inner.connect()
-
-    async def _check_ready(self) -> None:
-        """Raises EngineUnavailable while it loads its model. A server without the route is not a NIM."""
-        try:
-            await self._control.fetch("GET", READY)
-        except EngineRejected as error:
-            if error.status != HTTPStatus.NOT_FOUND:
-                raise
 
     async def _version(self) -> str | None:
         """Its release, "" where it has only metadata, None where it is not a NIM."""

@@ -6,14 +6,8 @@ import uuid
 
 from typing_extensions import override
 
-from engine_adapter.errors import (
-    EngineDied,
-    EngineGarbled,
-    EngineRejected,
-    EngineUnavailable,
-    EngineUnhealthy,
-)
-from engine_adapter.http.adapter import HttpAdapter
+from engine_adapter.errors import EngineDied, EngineGarbled, EngineUnavailable, EngineUnhealthy
+from engine_adapter.http.adapter import HealthRoute, HttpAdapter
 from engine_adapter.http.control import NO_SUCH_ROUTE
 from engine_adapter.http.models import read_models
 from engine_adapter.routes import READ, REALTIME, RESPONSES_SOCKET
@@ -26,7 +20,8 @@ from engine_adapter.types import (
     EngineSpec,
 )
 
-_CAPABILITIES: frozenset[Capability] = frozenset()
+# Statuses at `/health` of servers that have no such route, or keep it for themselves.
+_NO_HEALTH = (401, 403, 405)
 ROUTES = {REALTIME: READ, RESPONSES_SOCKET: READ}
 """WebSockets that it may take. One that does not says so."""
 
@@ -38,15 +33,17 @@ class OpenAICompatibleAdapter(HttpAdapter):
     model has changed. Reported cached tokens correct what kvpin learned of its cache.
     """
 
+    capabilities: frozenset[Capability] = frozenset()
+
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec)
         self._instance = uuid.uuid4().hex
-        self._has_health = True
+        self._health = HealthRoute(self._control, "/health", *_NO_HEALTH)
         self._model = spec.model  # the name that it serves
 
     @override
     async def connect(self) -> EngineInfo:
-        await self._check_health()
+        await self._health.check()
         listed = await self._control.get("/v1/models")
         model = read_models(listed, self.spec.model)
         if model.name != self.spec.model:
@@ -57,7 +54,7 @@ class OpenAICompatibleAdapter(HttpAdapter):
             instance=self._instance,
             names_process=False,
             rendering=f"model {model.name}",
-            capabilities=_CAPABILITIES,
+            capabilities=self.capabilities,
             max_model_len=model.max_model_len,
             tokenizer=self.spec.tokenizer,
             served_as_chats=MESSAGES_ROUTES
@@ -69,27 +66,13 @@ class OpenAICompatibleAdapter(HttpAdapter):
     @override
     async def load(self) -> EngineLoad:
         """Such an engine does not report its load, so both counts are 0."""
-        await self._check_health()
+        await self._health.check()
         listed = await self._control.get("/v1/models")
         try:
             model = read_models(listed, self._model)
         except EngineUnavailable as error:
             raise EngineUnhealthy(str(error)) from error
         return EngineLoad(running=0, waiting=0, counted=False, outdated=model.name != self._model)
-
-    async def _check_health(self) -> bool:
-        """True when `/health` answers 2xx, False where there is no such route. Raises EngineUnavailable if
-        the engine is not healthy or not reachable."""
-        if not self._has_health:
-            return False
-        try:
-            await self._control.fetch("GET", "/health")
-        except EngineRejected as error:
-            if error.status in (401, 403, 404, 405):
-                self._has_health = False
-                return False
-            raise EngineUnhealthy(f"/health answered {error.status}: {error}") from error
-        return True
 
     async def _lacks(self, route: str) -> bool:
         """True if the engine lacks a route. It is asked with an empty body, which runs nothing."""

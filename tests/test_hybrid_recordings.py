@@ -14,7 +14,7 @@ from engine_adapter.events.keys import read_sglang_keys, read_vllm_keys
 from engine_adapter.events.wire import EventReader
 from engine_adapter.sglang.windows import Windows
 from engine_adapter.types import ViewCurrent, ViewLost, token_array
-from engine_adapter.vllm.event_watch import Copies
+from engine_adapter.vllm.copies import Copies
 from proxy.core.index.blocks import chain, namespace_root
 from proxy.core.index.view import EngineView, slices
 from proxy.core.placement.placer import Placer

@@ -29,12 +29,16 @@ _PASSES = 4
 
 
 class KvMover:
-    """Moves KV between the tiers of a node. Progress counts the engine's blocks."""
+    """Moves KV between the tiers of a node. Progress counts the engine's blocks.
+
+    Attributes:
+        blocks_per_chunk: those of the engine in a chunk.
+    """
 
     def __init__(self, node: LmCacheNode, site: Site, blocks_per_chunk: int) -> None:
         self._node = node
-        self._site = site
-        self._blocks = blocks_per_chunk
+        self.site = site
+        self.blocks_per_chunk = blocks_per_chunk
 
     async def offload(
         self, token_ids: array[int] | None, salt: str | None
@@ -42,7 +46,7 @@ class KvMover:
         """L1 → L2: a prompt, a salt, or everything. Chunks that a request uses stay."""
         chunks = [chunk for chunk in await self.written(token_ids, salt) if chunk.on_host]
         safe = [chunk for chunk in chunks if chunk.on_disk]
-        waiting = (len(chunks) - len(safe)) * self._blocks
+        waiting = (len(chunks) - len(safe)) * self.blocks_per_chunk
         left = {"not_on_disk": waiting} if waiting else {}
         async with aclosing(self._drop(safe, "l1", KvProgress(0, waiting, left=left))) as steps:
             async for progress in steps:
@@ -53,17 +57,17 @@ class KvMover:
         held = leading(await self.look(token_ids, salt))
         total = sum(not chunk.on_host for chunk in held)
         done = moved = 0
-        yield KvProgress(0, total * self._blocks)
+        yield KvProgress(0, total * self.blocks_per_chunk)
         for start in range(0, len(held) if total else 0, SLICE):
             below = [chunk for chunk in held[start : start + SLICE] if not chunk.on_host]
             if below:
                 end = min(start + SLICE, len(held))
-                lost = await self._prefetch(token_ids[: end * self._site.tokens_per_chunk], salt)
+                lost = await self._prefetch(token_ids[: end * self.site.tokens_per_chunk], salt)
                 found = max(len(below) - lost, 0)
                 done += found
                 moved += sum(chunk.bytes for chunk in below[:found])
-                left = {"not_restored": (total - done) * self._blocks} if lost else {}
-                yield KvProgress(done * self._blocks, total * self._blocks, moved, left)
+                left = {"not_restored": (total - done) * self.blocks_per_chunk} if lost else {}
+                yield KvProgress(done * self.blocks_per_chunk, total * self.blocks_per_chunk, moved, left)
                 if lost:
                     return
 
@@ -84,12 +88,12 @@ class KvMover:
                     yield progress
                     last = progress
             before = KvProgress(last.done, last.done, last.bytes)
-            await asyncio.sleep(self._site.flush_s)  # until the coordinator has heard of it
+            await asyncio.sleep(self.site.flush_s)  # until the coordinator has heard of it
 
     async def look(self, token_ids: array[int], salt: str | None) -> list[Chunk]:
         """The chunks of a prompt, in its order."""
-        found = await self._site.coordinator.lookup(self._site.scope, token_ids, salt or "")
-        return chunks_of(found.results, self._site.scope.instance_id)
+        found = await self.site.coordinator.lookup(self.site.scope, token_ids, salt or "")
+        return chunks_of(found.results, self.site.scope.instance_id)
 
     async def written(self, token_ids: array[int] | None, salt: str | None) -> list[Chunk]:
         """The chunks of a prompt, of a salt, or all, once they are on disk. If vLLM has just computed the
@@ -99,23 +103,23 @@ class KvMover:
         while True:
             chunks = await self._held(token_ids, salt)
             on_its_way = any(chunk.on_host and not chunk.on_disk for chunk in chunks)
-            patience_s = _PATIENCE_S if on_its_way else 2 * self._site.flush_s
+            patience_s = _PATIENCE_S if on_its_way else 2 * self.site.flush_s
             if all(chunk.on_disk for chunk in chunks) or _now() > begun + patience_s:
                 return chunks
-            await asyncio.sleep(self._site.flush_s / 4)
+            await asyncio.sleep(self.site.flush_s / 4)
 
     async def settle(self) -> None:
         """Waits until the node has written everything and the coordinator has heard of it."""
-        instance, step_s = self._site.scope.instance_id, self._site.flush_s / 4
+        instance, step_s = self.site.scope.instance_id, self.site.flush_s / 4
         deadline = _now() + _PATIENCE_S
         while True:
             storage = (await self._node.status()).storage_manager
             if not storage.is_storing or _now() > deadline:
                 break
             await asyncio.sleep(step_s)
-        deadline = _now() + 2 * self._site.flush_s
+        deadline = _now() + 2 * self.site.flush_s
         while _now() < deadline:
-            known = (await self._site.coordinator.stats()).l1_keys_by_instance.get(instance, 0)
+            known = (await self.site.coordinator.stats()).l1_keys_by_instance.get(instance, 0)
             if known == storage.l1_objects:
                 return
             await asyncio.sleep(step_s)
@@ -124,19 +128,19 @@ class KvMover:
         """The chunks of a prompt, of a salt, or all of the model."""
         if token_ids is not None:
             return await self.look(token_ids, salt)
-        model = self._site.scope.model_name
+        model = self.site.scope.model_name
         objects = [
             each
-            for each in await self._site.coordinator.keys()
+            for each in await self.site.coordinator.keys()
             if each.key.model_name == model and (salt is None or is_under(each.key.cache_salt, salt))
         ]
-        return chunks_of(objects, self._site.scope.instance_id)
+        return chunks_of(objects, self.site.scope.instance_id)
 
     async def _drop(
         self, chunks: Sequence[Chunk], tier: str, before: KvProgress
     ) -> AsyncGenerator[KvProgress, None]:
         """Drops chunks from a tier; progress continues from `before`."""
-        total = before.total + len(chunks) * self._blocks
+        total = before.total + len(chunks) * self.blocks_per_chunk
         done, moved, left = before.done, before.bytes, dict(before.left)
         yield KvProgress(done, total, moved, dict(left))
         for start in range(0, len(chunks), SLICE):
@@ -144,15 +148,15 @@ class KvMover:
             keys = [key for chunk in part for key in chunk.keys]
             skipped = (await self._node.delete(keys, tier)).skipped
             stayed = -(-skipped * len(part) // len(keys))
-            done += (len(part) - stayed) * self._blocks
+            done += (len(part) - stayed) * self.blocks_per_chunk
             moved += sum(chunk.bytes for chunk in part) * (len(part) - stayed) // len(part)
             if stayed:
-                left["in_use"] = left.get("in_use", 0) + stayed * self._blocks
+                left["in_use"] = left.get("in_use", 0) + stayed * self.blocks_per_chunk
             yield KvProgress(done, total, moved, dict(left))
 
     async def _prefetch(self, token_ids: array[int], salt: str | None) -> int:
         """Loads a prompt's chunks to L1; returns the number of objects that did not arrive."""
-        job = await self._node.prefetch(self._site.scope, token_ids, salt or "")
+        job = await self._node.prefetch(self.site.scope, token_ids, salt or "")
         deadline = _now() + _PATIENCE_S
         while job.status != "completed":
             if _now() > deadline:

@@ -6,22 +6,20 @@ It rests on the code of SGLang 0.5.23; docs/engines/sglang.md lists the facts.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing, suppress
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 
 from msgspec import structs
 from typing_extensions import override
 
 from engine_adapter.body import JsonBody
-from engine_adapter.errors import EngineRejected, EngineUnavailable, EngineUnhealthy
+from engine_adapter.errors import EngineRejected, EngineUnavailable
 from engine_adapter.events.keys import read_sglang_keys
 from engine_adapter.events.options import EventSpec
-from engine_adapter.events.subscriber import KvEventSubscriber
 from engine_adapter.hold import Hold, RequestBody
-from engine_adapter.http.adapter import HttpAdapter
+from engine_adapter.http.adapter import HealthRoute, HttpAdapter
 from engine_adapter.http.models import read_models
 from engine_adapter.http.prepare import route_of
 from engine_adapter.http.transport import OutgoingRequest
@@ -41,15 +39,12 @@ from engine_adapter.sglang.template_input import SGLANG_INPUT
 from engine_adapter.sglang.windows import Windows, window_of
 from engine_adapter.types import (
     TRANSLATED_ROUTES,
-    CacheCleared,
     Capability,
     EngineInfo,
     EngineLoad,
     EventPosition,
     KvEvent,
-    KvProgress,
     KvTarget,
-    KvVerb,
     TokenIds,
 )
 
@@ -60,12 +55,11 @@ _INSTEAD = {
     Capability.OFFLOAD: "with --enable-hierarchical-cache SGLang copies to its host tier by itself",
     Capability.RESTORE: 'SGLang loads from its host tier by itself; "fallback": "warm" computes again',
 }
-_RANK_HEADER = b"x-data-parallel-rank"  # /generate takes the rank in its body
 # Headers by which other servers of a deployment, not its clients, replace fields of a request: the rank, the
 # priority, the server that did the prefill.
 _OVERRIDES = b"x-override-"
-# Seconds that a flush waits for the server to be idle; and then for the event of it, looking every so often.
-_FLUSH_S, _CLEARED_S, _LOOK_S = 5, 1.0, 0.02
+# Seconds that a flush waits for the server to be idle; and then for the event of it.
+_FLUSH_S, _CLEARED_S = 5, 1.0
 _RANKS_SINCE = (0, 5, 10)  # before, requests cannot name one
 
 
@@ -74,28 +68,48 @@ class SglangAdapter(HttpAdapter):
 
     spec: EventSpec
     instead = _INSTEAD
+    _read_keys = staticmethod(read_sglang_keys)
 
     def __init__(self, spec: EventSpec) -> None:
         """Raises EngineSpecError for an invalid address."""
         super().__init__(spec)
-        if spec.options.dp_rank is not None:
-            self._own_headers = [(_RANK_HEADER, b"%d" % spec.options.dp_rank)]
+        # `/health` would take a second and make the model compute a token. Servers before 0.5.20 lack this.
+        self._health = HealthRoute(self._control, "/ready")
         self._loads = Loads(self._control, spec.options.dp_rank)
         self._info: ServerInfo | None = None
-        self._tells_ready = True
         self._tokenizes = self._jinja = False
-        self._clearings = 0  # of the cache, as its events tell
         self._window: int | None = None  # tokens of the model's sliding window, if it is followed
         self._windows: Windows | None = None
 
     @override
     async def connect(self) -> EngineInfo:
-        return self._describe(await self._look())
+        self._health = HealthRoute(self._control, "/ready")
+        await self._health.check()
+        answer = await self._control.read_optional(dict[str, Any], "/server_info")
+        if answer is None:  # an older version
+            answer = await self._control.get("/get_server_info")
+        models = await self._control.get("/v1/models")
+        info = read_server_info(answer, models, api_key=self.spec.api_key)
+        rank = self.spec.options.dp_rank
+        if rank is not None and rank >= info.dp_ranks:
+            raise EngineUnavailable(f"it has no dp_rank {rank}, only {info.dp_ranks} rank(s)")
+        self._info, self._endpoints = info, event_endpoints(info, self.spec)
+        self.rendezvous = rendezvous_of(info, self.spec)
+        self._loads.forget()
+        self._window = None
+        if info.follows_windows:
+            self._window = await asyncio.to_thread(window_of, self.spec.tokenizer or info.tokenizer)
+        self._tokenizes = await tokenizes_chats(self._control)
+        self._jinja = self._tokenizes and await uses_jinja(self._control, info)
+        self._findings = find(
+            info, self.spec, jinja=self._jinja, tokenizes=self._tokenizes, window=self._window
+        )
+        return self._describe(info)
 
     @override
     async def load(self) -> EngineLoad:
         """LoRA adapters can be loaded and unloaded while the server runs."""
-        await self._check_ready()
+        await self._health.check()
         load = await self._loads.read()
         info = self._info
         if info is None or not info.lora:
@@ -130,66 +144,42 @@ class SglangAdapter(HttpAdapter):
         return await tokenize(self._control, path, body)
 
     @override
-    async def events(self, since: EventPosition | None = None) -> AsyncGenerator[KvEvent, None]:
-        info = self._info or await self._look()
-        endpoints = event_endpoints(info, self.spec)
-        if endpoints is None:
-            raise self.not_supported(Capability.KV_EVENTS)
-        self._subscriber = KvEventSubscriber(endpoints, read_keys=read_sglang_keys, since=since)
-        windows = self._windows = self._follow_windows(info)
-        async with aclosing(self._subscriber.events()) as events:
-            async for sent in events:
-                self._clearings += isinstance(sent, CacheCleared)
-                for event in (sent,) if windows is None else windows.follow(sent):
-                    yield event
+    def _reading(self) -> Callable[[KvEvent], Iterable[KvEvent]]:
+        """Follows the sliding windows of its model; nothing more of models with full attention alone."""
+        info = self._info
+        if info is None or not info.is_hybrid or info.page_size is None:
+            self._windows = None
+            return super()._reading()
+        capacity = info.window_tokens if info.drops_windows else None
+        self._windows = Windows(self._window, info.page_size, capacity)
+        return self._windows.follow
 
     @override
     def event_position(self) -> EventPosition | None:
         """None for models with several kinds of attention: what their windows hold is not kept."""
         return None if self._info is None or self._info.is_hybrid else super().event_position()
 
-    def _follow_windows(self, info: ServerInfo) -> Windows | None:
-        """What follows the sliding windows of its model; None for models with full attention alone."""
-        if not info.is_hybrid or info.page_size is None:
-            return None
-        return Windows(self._window, info.page_size, info.window_tokens if info.drops_windows else None)
-
     @override
-    async def operate(self, verb: KvVerb, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
-        """Flushes everything, on all data-parallel ranks, once they are idle for a moment. What a HiCache
-        storage backend keeps outside the server stays. SGLang does not report how many blocks it dropped."""
-        if verb is not KvVerb.FLUSH:
-            raise self.not_supported(Capability(verb.value))
-        self.check_flushes_all(target)
-        before = self._clearings
+    async def _reset(self) -> bool:
+        """Waits until all ranks are idle for a moment. What a HiCache storage backend keeps outside the
+        server stays."""
+        cleared = self._watch.clearings
         try:
             await self._control.fetch("POST", f"/flush_cache?timeout={_FLUSH_S}")
-            is_flushed = await self._is_cleared(before)
         except EngineRejected as error:
             if error.status != HTTPStatus.BAD_REQUEST:
                 raise
-            is_flushed = False
-        if is_flushed:
-            yield KvProgress(0, 0)
-        else:
-            load = await self._loads.read()
-            yield KvProgress(0, 0, left={"busy": max(load.running + load.waiting, 1)})
-
-    async def _is_cleared(self, before: int) -> bool:
-        """True if the cache was cleared since its `before`-th time. Of several ranks, the server answers as
-        the one does that answers first: then the rank's own events tell."""
-        if self.spec.options.dp_rank is None or self._subscriber is None:
+            return False
+        if self.spec.options.dp_rank is None or not self._watch.is_followed:
             return True
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_CLEARED_S):
-                while self._clearings == before:  # noqa: ASYNC110 - events come in another task
-                    await asyncio.sleep(_LOOK_S)
-        return self._clearings > before
+        # Of several ranks, the server answers as the one does that answers first: the rank's own events tell.
+        return await self._watch.wait_for_clearing(cleared, _CLEARED_S)
 
     @override
     async def stats(self) -> dict[str, Any]:
-        load = await self._loads.read()
-        info = self._info or await self._look()
+        if self._info is None:
+            await self.connect()
+        info, load = cast("ServerInfo", self._info), await self._loads.read()
         return {
             "page_size": info.page_size,
             "capacity_tokens": info.capacity_tokens,
@@ -197,62 +187,21 @@ class SglangAdapter(HttpAdapter):
             "cache_hit_rate": self._loads.cache_hit_rate,
         }
 
-    async def _look(self) -> ServerInfo:
-        """Reads what the server reports, and the findings."""
-        self._tells_ready = True
-        await self._check_ready()
-        answer, models = await self._server_info(), await self._control.get("/v1/models")
-        info = self._info = read_server_info(answer, models, api_key=self.spec.api_key)
-        rank = self.spec.options.dp_rank
-        if rank is not None and rank >= info.dp_ranks:
-            raise EngineUnavailable(f"it has no dp_rank {rank}, only {info.dp_ranks} rank(s)")
-        self.rendezvous = rendezvous_of(info, self.spec)
-        self._loads.forget()
-        self._window = None
-        if info.follows_windows:
-            self._window = await asyncio.to_thread(window_of, self.spec.tokenizer or info.tokenizer)
-        self._tokenizes = await tokenizes_chats(self._control)
-        self._jinja = self._tokenizes and await uses_jinja(self._control, info)
-        self._findings = find(
-            info, self.spec, jinja=self._jinja, tokenizes=self._tokenizes, window=self._window
-        )
-        return info
-
-    async def _check_ready(self) -> None:
-        """Raises EngineUnavailable while the server starts, is paused or is not healthy. `/health` would take
-        a second and make the model compute a token. Servers before 0.5.20 have no `/ready`."""
-        if not self._tells_ready:
-            return
-        try:
-            await self._control.fetch("GET", "/ready")
-        except EngineRejected as error:
-            if error.status != HTTPStatus.NOT_FOUND:
-                raise EngineUnhealthy(f"/ready answered {error.status}: {error}") from error
-            self._tells_ready = False
-
-    async def _server_info(self) -> object:
-        try:
-            answer: object = await self._control.get("/server_info")
-        except EngineRejected as error:
-            if error.status == HTTPStatus.NOT_FOUND:
-                return await self._control.get("/get_server_info")
-            raise
-        return answer
-
     def _describe(self, info: ServerInfo) -> EngineInfo:
         has = {
             Capability.CACHE_SALT: True,
-            Capability.KV_EVENTS: event_endpoints(info, self.spec) is not None,
+            Capability.KV_EVENTS: self._endpoints is not None,
             Capability.CACHED_TOKENS: tells_cached_tokens(info),
             Capability.TOKENIZE: self._tokenizes,
             Capability.FLUSH: not info.lacks_admin_key,
         }
+        self.capabilities = frozenset(capability for capability, there in has.items() if there)
         blocks = info.capacity_tokens // info.page_size if info.capacity_tokens and info.page_size else None
         return EngineInfo(
             model=info.model,
             instance=info.instance,
             rendering=info.rendering,
-            capabilities=frozenset(capability for capability, there in has.items() if there),
+            capabilities=self.capabilities,
             tokens_per_block=info.page_size,
             max_model_len=info.max_model_len,
             tokenizer=self.spec.tokenizer or info.tokenizer,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from engine_adapter.errors import EngineUnavailable
 from engine_adapter.events.options import WILDCARDS
@@ -26,8 +27,7 @@ MIN_PAGE = 4
 _PAIRED = ("EAGLE", "NEXTN", "FROZEN_KV_MTP")
 
 
-@dataclass(frozen=True, slots=True)
-class EventSockets:
+class EventSockets(msgspec.Struct, frozen=True):
     """The server's KV event sockets. Each data-parallel rank has the next port.
 
     Attributes:
@@ -35,13 +35,17 @@ class EventSockets:
         port: of rank 0's events.
         replay_port: of rank 0's replay socket, None where there is none.
         binds: the sockets wait for subscribers; else the server connects to a collector at `host`.
+        block_size: tokens of a page.
+        dp_size: data-parallel ranks.
     """
 
-    host: str
-    port: int
-    replay_port: int | None
-    topic: str
-    binds: bool
+    host: str = msgspec.field(name="endpoint_host")
+    port: int = msgspec.field(name="endpoint_port_base")
+    replay_port: int | None = msgspec.field(name="replay_endpoint_port_base", default=None)
+    topic: str = ""
+    binds: bool = True
+    block_size: int = 0
+    dp_size: int = 1
 
     def endpoints(self, dp_rank: int) -> tuple[str, str | None]:
         """ZMQ addresses of a rank's events and replay socket, as the server reports them."""
@@ -150,15 +154,6 @@ class ServerInfo:
         return (self.speculative or "").upper().startswith(_PAIRED)
 
 
-class _Publisher(msgspec.Struct, frozen=True):
-    endpoint_host: str
-    endpoint_port_base: int
-    block_size: int
-    dp_size: int = 1
-    topic: str = ""
-    replay_endpoint_port_base: int | None = None
-
-
 class _EventsConfig(msgspec.Struct, frozen=True):
     format: str = "default"
     bind: bool | None = None
@@ -186,7 +181,7 @@ class _Raw(msgspec.Struct, frozen=True):
     tokenizer_path: str | None = None
     model_path: str | None = None
     chat_template: str | None = None
-    kv_events: _Publisher | None = None
+    kv_events: EventSockets | None = None
     kv_events_config: str | None = None
     enable_cache_report: bool = False
     disable_radix_cache: bool = False
@@ -215,6 +210,9 @@ def read_server_info(answer: object, models: object, *, api_key: str | None = No
         raise EngineUnavailable(f"it does not answer as SGLang does: {error}") from error
     model = read_models(models)
     publisher, config = raw.kv_events, _events_config(raw.kv_events_config)
+    if publisher is not None:
+        binds = publisher.host in WILDCARDS if config.bind is None else config.bind
+        publisher = structs.replace(publisher, binds=binds)
     size = publisher.block_size if publisher is not None else (raw.page_size or 0) * raw.dcp_size
     return ServerInfo(
         version=raw.version,
@@ -229,7 +227,7 @@ def read_server_info(answer: object, models: object, *, api_key: str | None = No
         page_size=size or None,
         capacity_tokens=raw.max_total_num_tokens,
         dp_ranks=publisher.dp_size if publisher is not None else raw.dp_size * raw.attn_dp_size,
-        publisher=_publisher(publisher, config) if publisher is not None else None,
+        publisher=publisher,
         dynamo_events=config.format == "dynamo",
         cache_report=raw.enable_cache_report,
         radix_cache=not raw.disable_radix_cache,
@@ -254,12 +252,6 @@ def _identity(raw: _Raw) -> str:
     """Identity of the process: its start-up times and its random seed differ from start to start."""
     text = msgspec.json.encode([raw.version, raw.startup_time, raw.random_seed], order="sorted")
     return hashlib.blake2b(text, digest_size=8).hexdigest()
-
-
-def _publisher(raw: _Publisher, config: _EventsConfig) -> EventSockets:
-    host = raw.endpoint_host
-    binds = config.bind if config.bind is not None else host in WILDCARDS
-    return EventSockets(host, raw.endpoint_port_base, raw.replay_endpoint_port_base, raw.topic, binds)
 
 
 def _events_config(text: str | None) -> _EventsConfig:

@@ -174,7 +174,7 @@ class TensorRTLLMAdapter(HttpAdapter):
         reader, pushed = self._poller.reader, self._pushed
         if pushed is not None:
             return {
-                "blocks": {"known": {Tier.GPU.value: len(pushed.known)}},
+                "blocks": {"known": {Tier.GPU.value: pushed.watch.blocks}},
                 "events": asdict(pushed.subscriber.counts),
             }
         return {
@@ -283,8 +283,8 @@ class TensorRTLLMAdapter(HttpAdapter):
     def _tokens_per_block(self) -> int:
         """The block size that events showed, else the reported one."""
         reader = self._poller.reader
-        if self._pushed is not None and self._pushed.tokens_per_block is not None:
-            self._measured = self._pushed.tokens_per_block
+        if self._pushed is not None and self._pushed.watch.tokens_per_block is not None:
+            self._measured = self._pushed.watch.tokens_per_block
         elif reader.is_measured:
             self._measured = reader.tokens_per_block
         if self._measured is not None or self._server is None:

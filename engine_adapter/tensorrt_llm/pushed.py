@@ -19,17 +19,9 @@ from contextlib import aclosing
 
 from engine_adapter.events.keys import read_vllm_keys
 from engine_adapter.events.subscriber import EventEndpoints, KvEventSubscriber
+from engine_adapter.http.adapter import EventWatch
 from engine_adapter.tensorrt_llm.poller import Traffic
-from engine_adapter.types import (
-    BlocksRemoved,
-    BlocksStored,
-    CacheCleared,
-    EventPosition,
-    Finding,
-    KvEvent,
-    ViewCurrent,
-    ViewLost,
-)
+from engine_adapter.types import CacheCleared, EventPosition, Finding, KvEvent, ViewCurrent, ViewLost
 
 IDLE_CHECK_S = 0.5
 NOTHING_PUSHED = Finding(
@@ -38,15 +30,12 @@ NOTHING_PUSHED = Finding(
 )
 
 
-class _NothingPushedError(Exception):
-    """The server served prompts, but pushed nothing."""
+class _EndedError(Exception):
+    """The events no longer show what the server holds, with the finding that says why; without one, the
+    server served prompts, but pushed nothing."""
 
-
-class _HiddenError(Exception):
-    """The events no longer show what the server holds."""
-
-    def __init__(self, finding: Finding) -> None:
-        super().__init__(finding.problem)
+    def __init__(self, finding: Finding | None = None) -> None:
+        super().__init__()
         self.finding = finding
 
 
@@ -54,8 +43,7 @@ class PushedEvents:
     """One server's pushed events, as `EngineAdapter.events` describes them.
 
     Attributes:
-        known: names of the blocks of this view.
-        tokens_per_block: the block size, None until blocks show it.
+        watch: what they have told.
         doubt: why the events are not followed; None while they are.
     """
 
@@ -70,8 +58,7 @@ class PushedEvents:
             since=since,
             between=self._between,
         )
-        self.known: set[int | bytes] = set()
-        self.tokens_per_block: int | None = None
+        self.watch = EventWatch()
         self.doubt: Finding | None = None
         self._traffic = traffic
         self._exact = exact
@@ -84,17 +71,15 @@ class PushedEvents:
             async with aclosing(self.subscriber.events()) as events:
                 async for event in events:
                     yield self._noted(event)
-        except _NothingPushedError:
-            return
-        except _HiddenError as hidden:
-            self.doubt = hidden.finding
-            self.known.clear()
-            yield ViewLost(hidden.finding.problem)
-            await asyncio.Event().wait()
+        except _EndedError as ended:
+            if ended.finding is not None:
+                self.doubt = ended.finding
+                yield self._noted(ViewLost(ended.finding.problem))
+                await asyncio.Event().wait()
 
     async def reset(self, act: Callable[[], Awaitable[object]]) -> int:
         """Resets the cache with `act`. Returns the known blocks."""
-        blocks = len(self.known)
+        blocks = self.watch.blocks
         await act()
         self._was_reset = True
         return blocks
@@ -103,21 +88,12 @@ class PushedEvents:
         """Checks the requests before each message: a message with blocks of a salted one is not read."""
         hidden = self._traffic.hidden_from(lacks_salt=True, lacks_lora=True)
         if hidden is not None:
-            raise _HiddenError(hidden)
+            raise _EndedError(hidden)
         if self._traffic.is_enough and not self.subscriber.counts.batches:
-            raise _NothingPushedError
+            raise _EndedError
         was_reset, self._was_reset = self._was_reset, False
         return (CacheCleared(),) if was_reset else ()
 
     def _noted(self, event: KvEvent) -> KvEvent:
-        match event:
-            case BlocksStored(hashes=hashes, tokens_per_block=size):
-                self.known.update(hashes)
-                self.tokens_per_block = size
-            case BlocksRemoved(hashes=hashes):
-                self.known.difference_update(hashes)
-            case CacheCleared() | ViewLost():
-                self.known.clear()
-            case ViewCurrent(complete=complete):
-                return ViewCurrent(complete and self._exact)
-        return event
+        self.watch.note(event)
+        return ViewCurrent(event.complete and self._exact) if isinstance(event, ViewCurrent) else event

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any, cast
 
@@ -14,10 +13,8 @@ from typing_extensions import override
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected, EngineUnavailable
 from engine_adapter.events.keys import read_vllm_keys
-from engine_adapter.events.subscriber import KvEventSubscriber
 from engine_adapter.hold import Hold
-from engine_adapter.http.adapter import HttpAdapter
-from engine_adapter.http.headers import Headers
+from engine_adapter.http.adapter import HttpAdapter, rank_headers
 from engine_adapter.http.models import read_models
 from engine_adapter.types import (
     MESSAGES_ROUTES,
@@ -28,19 +25,17 @@ from engine_adapter.types import (
     EventPosition,
     Finding,
     KvEvent,
-    KvProgress,
     KvTarget,
-    KvVerb,
     RenderedPrompt,
     TokenIds,
 )
 from engine_adapter.vllm import embeddings, prompts
+from engine_adapter.vllm.copies import Copies
 from engine_adapter.vllm.discovery import VllmFacts, discover, event_endpoints
-from engine_adapter.vllm.event_watch import Copies, EventWatch, flush
 from engine_adapter.vllm.findings import findings_of
 from engine_adapter.vllm.kv_transfer import role_of, transfer_of
 from engine_adapter.vllm.metrics import look
-from engine_adapter.vllm.options import VllmSpec, rank_headers
+from engine_adapter.vllm.options import VllmSpec
 from engine_adapter.vllm.requests import RequestShaper, longest_chat
 from engine_adapter.vllm.routes import ROUTES
 from engine_adapter.vllm.template_input import VLLM_INPUT
@@ -56,9 +51,9 @@ _INSTEAD = {
     '"fallback": "warm" computes a prefix again by a one-token prefill',
     Capability.PIN: "start it with an LMCache server and name that: lmcache=http://HOST:PORT",
 }  # fmt: skip
-# Seconds that the replay socket may be silent. A thread of the server answers while its worker computes.
-# On SGLang that thread waits for the computation.
-_SILENT_S = 3.0
+# Seconds within which the events tell of a reset. A request of one token makes the server publish them.
+_EVENT_S = 2.0
+_NUDGE = {"prompt": [1], "max_tokens": 1, "temperature": 0}
 
 
 class VllmAdapter(HttpAdapter):
@@ -66,15 +61,15 @@ class VllmAdapter(HttpAdapter):
 
     spec: VllmSpec
     instead = _INSTEAD
+    _read_keys = staticmethod(read_vllm_keys)
+    _silent_s = 3.0  # a thread of the server answers while its worker computes
 
     def __init__(self, spec: VllmSpec) -> None:
         super().__init__(spec)
         self._rank = spec.options.dp_rank
-        self._own_headers = Headers.of(rank_headers(self._rank).items()).raw
         self._facts: VllmFacts | None = None
         self._instance = ""
         self._queries = 0
-        self._watch = EventWatch(None)
         self._shaper = RequestShaper(asks_usage=False)
         self.transfer = transfer_of(spec, None)
 
@@ -86,10 +81,11 @@ class VllmAdapter(HttpAdapter):
         metrics = facts.metrics
         if self._facts is None or self._is_another(metrics.identity, metrics.queries):
             self._instance = metrics.identity or uuid.uuid4().hex
-            self._watch = EventWatch(metrics.blocks)
+            self._watch.capacity = metrics.blocks
         self._facts, self._queries = facts, metrics.queries
+        self._endpoints = event_endpoints(facts, self.spec)
         self.transfer = transfer_of(self.spec, facts.kv_transfer)
-        self.capabilities = _capabilities(facts, self.spec)
+        self.capabilities = self._abilities(facts)
         self._shaper = RequestShaper(
             asks_usage=facts.trials.reports_cached is not False,
             longest_chat=longest_chat(facts.version, facts.model.max_model_len),
@@ -190,33 +186,31 @@ class VllmAdapter(HttpAdapter):
     # --- KV -------------------------------------------------------------------------------------------
 
     @override
-    async def events(self, since: EventPosition | None = None) -> AsyncGenerator[KvEvent, None]:
-        facts = await self._able(Capability.KV_EVENTS)
-        endpoints = event_endpoints(facts, self.spec)
-        if endpoints is None:
-            raise self.not_supported(Capability.KV_EVENTS)
-        watch, copies = self._watch, Copies(facts.blocks_per_chunk)
-        if since is not None:
-            # Copies of blocks were counted before, and are not known here: too little may be held now.
-            since = structs.replace(since, complete=False)
-        self._subscriber = KvEventSubscriber(
-            endpoints, read_keys=read_vllm_keys, idle_timeout_s=_SILENT_S, since=since
-        )
-        with watch.follower():
-            async with aclosing(self._subscriber.events()) as events:
-                async for sent in events:
-                    for event in copies.count(sent):
-                        yield event
-                        watch.note(event)
+    def _reading(self) -> Callable[[KvEvent], Iterable[KvEvent]]:
+        return Copies(self._facts.blocks_per_chunk if self._facts is not None else 1).count
 
     @override
-    async def operate(self, verb: KvVerb, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
-        """It can only flush everything, on all ranks."""
-        facts = await self._able(Capability(verb.value))
-        self.check_flushes_all(target)
-        ranks = (None,) if self._rank is None else facts.metrics.ranks or (self._rank,)
+    def event_position(self) -> EventPosition | None:
+        """Copies of blocks are counted, and not kept: who goes on there may know too little."""
+        position = super().event_position()
+        return None if position is None else structs.replace(position, complete=False)
+
+    @override
+    async def _reset(self) -> bool:
+        """It refuses while requests run, and publishes the reset of each rank with its next request. Raises
+        EngineUnavailable without such an event."""
+        facts, cleared = cast("VllmFacts", self._facts), self._watch.clearings
         offloads = facts.kv_transfer is not None and facts.kv_transfer.offloads
-        yield await flush(self._control, facts.model.name, ranks, self._watch, offloads=offloads)
+        route = f"/reset_prefix_cache{'?reset_external=true' if offloads else ''}"
+        answer = await self._control.call("POST", route)
+        if not isinstance(answer, dict) or answer.get("success") is not True:
+            return False
+        for rank in (None,) if self._rank is None else facts.metrics.ranks or (self._rank,):
+            nudge = {**_NUDGE, "model": facts.model.name}
+            await self._control.call("POST", "/v1/completions", json=nudge, headers=rank_headers(rank))
+        if self._watch.is_followed and not await self._watch.wait_for_clearing(cleared, _EVENT_S):
+            raise EngineUnavailable("its cache was reset, but no event said so")
+        return True
 
     # --- inside ---------------------------------------------------------------------------------------
 
@@ -229,17 +223,16 @@ class VllmAdapter(HttpAdapter):
         counter that fell shows it."""
         return queries < self._queries if identity is None else identity != self._instance
 
-
-def _capabilities(facts: VllmFacts, spec: VllmSpec) -> frozenset[Capability]:
-    has = {
-        Capability.KV_EVENTS: event_endpoints(facts, spec) is not None,
-        Capability.CACHED_TOKENS: facts.trials.reports_cached is True,
-        Capability.TOKENIZE: facts.tokenizes or facts.renders,
-        Capability.RENDER: facts.renders,
-        Capability.CACHE_SALT: facts.trials.takes_salt is True,
-        Capability.FLUSH: facts.resets,
-    }
-    return frozenset(capability for capability, there in has.items() if there)
+    def _abilities(self, facts: VllmFacts) -> frozenset[Capability]:
+        has = {
+            Capability.KV_EVENTS: self._endpoints is not None,
+            Capability.CACHED_TOKENS: facts.trials.reports_cached is True,
+            Capability.TOKENIZE: facts.tokenizes or facts.renders,
+            Capability.RENDER: facts.renders,
+            Capability.CACHE_SALT: facts.trials.takes_salt is True,
+            Capability.FLUSH: facts.resets,
+        }
+        return frozenset(capability for capability, there in has.items() if there)
 
 
 def _served_name(facts: VllmFacts, body: JsonBody) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from engine_adapter.events.options import RANKS
+from engine_adapter.release import release_of
 from engine_adapter.types import Finding
 from engine_adapter.vllm.discovery import VllmFacts, event_endpoints, is_several
 from engine_adapter.vllm.kv_transfer import findings_of_transfer
@@ -113,10 +114,5 @@ def _route_findings(facts: VllmFacts, spec: VllmSpec) -> Iterator[Finding]:
             "dev mode, reset the cache",
             "let only kvpin reach that port",
         )
-    if (version := _release(facts.version)) and version < _OLDEST:
+    if (release := release_of(facts.version)) and release < _OLDEST:
         yield Finding(f"kvpin is not tested with vLLM {facts.version}", "upgrade it to 0.24 or later")
-
-
-def _release(version: str) -> tuple[int, ...]:
-    parts = version.split(".")[:2]
-    return tuple(map(int, parts)) if all(part.isdecimal() for part in parts) else ()

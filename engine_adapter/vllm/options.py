@@ -26,8 +26,3 @@ class VllmOptions(LmCacheOptions, frozen=True):
 
 
 VllmSpec = EngineSpec[VllmOptions]
-
-
-def rank_headers(rank: int | None) -> dict[str, str]:
-    """The headers that send a request to a data-parallel rank; none where the server is left to choose."""
-    return {} if rank is None else {"x-data-parallel-rank": str(rank)}

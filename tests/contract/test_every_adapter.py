@@ -190,6 +190,15 @@ async def test_what_is_not_declared_is_not_supported(adapter):
             await adapter.delete_prompt_table("x")
 
 
+@pytest.mark.parametrize("target", [TARGET, KvTarget(cache_salt="s"), KvTarget(lora="ada")])
+async def test_who_can_only_flush_everything_refuses_a_part(adapter, target):
+    if adapter.spec.kind not in ("vllm", "sglang", "tensorrt_llm", "nim"):
+        pytest.skip("it flushes parts, or nothing")
+    await adapter.connect()
+    with pytest.raises(NotSupported, match="can only flush everything"):
+        await drained(adapter.operate(KvVerb.FLUSH, target))
+
+
 async def test_lower_tiers_are_asked_only_where_there_are_some(adapter):
     has_some = (await adapter.connect()).tokens_per_chunk is not None
     assert await adapter.lookup(TARGET) is None or has_some

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from array import array
 
 import pytest
 
-from engine_adapter import CacheCleared, Capability, EngineRejected, JsonBody, KvTarget, KvVerb, NotSupported
+from engine_adapter import CacheCleared, Capability, EngineRejected, JsonBody, KvTarget, KvVerb
 from engine_adapter.http.control import ControlClient
 from engine_adapter.sglang.answer import DetailsAnswer
 from proxy.prompt import PromptBuilder, PromptTables, verify_exactness
@@ -177,13 +176,6 @@ async def test_a_flush_waits_for_a_moment_without_requests(sglang, sglang_server
         await follower.until(lambda: isinstance(follower.events[-1], CacheCleared))
         assert follower.would_reuse(tokens) == 0
         assert await complete(control, tokens) == 0
-
-
-@pytest.mark.parametrize("target", [KvTarget(array("i", [1] * 64)), KvTarget(cache_salt="s")])
-async def test_a_part_cannot_be_flushed(sglang, target):
-    await sglang.connect()
-    with pytest.raises(NotSupported, match="can only flush everything"):
-        await flushed(sglang, target)
 
 
 async def test_a_late_reader_gets_what_is_held(sglang, control, adapter_of):

@@ -17,7 +17,6 @@ from engine_adapter import (
     JsonBody,
     KvTarget,
     KvVerb,
-    NotSupported,
 )
 from engine_adapter.http.control import ControlClient
 from tests.contract.follower import following
@@ -158,16 +157,6 @@ async def test_a_flush_forgets_everything_and_says_so(vllm, control):
         assert isinstance(follower.events[-1], CacheCleared)
         assert follower.would_reuse(tokens) == 0
         assert await complete(control, tokens) == 0
-
-
-@pytest.mark.parametrize(
-    "target", [KvTarget(array("i", [1] * 64)), KvTarget(cache_salt="s"), KvTarget(lora="ada")]
-)
-async def test_a_part_cannot_be_flushed(vllm, target):
-    await vllm.connect()
-    with pytest.raises(NotSupported, match="can only flush everything") as caught:
-        await operated(vllm, KvVerb.FLUSH, target)
-    assert caught.value.capability == "flush"
 
 
 async def test_while_requests_run_nothing_is_flushed(vllm, vllm_server, transport):

@@ -2,7 +2,6 @@
 
 import json
 
-import httpx
 import pytest
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response
@@ -11,20 +10,15 @@ from starlette.routing import Route
 from engine_adapter import (
     Capability,
     EngineRejected,
-    EngineSpecError,
     EngineUnavailable,
     JsonBody,
-    KvTarget,
-    KvVerb,
     NotSupported,
-    PromptTable,
 )
 from engine_adapter.nim import HIDDEN, NOT_A_NIM, UNKNOWN, NimAdapter
 from engine_adapter.openai_compatible import OpenAICompatibleAdapter
 from engine_adapter.registry import make_adapter
 from engine_adapter.sglang.adapter import SglangAdapter
 from engine_adapter.tensorrt_llm.adapter import TensorRTLLMAdapter
-from engine_adapter.types import EngineSpec, token_array
 from engine_adapter.vllm.adapter import VllmAdapter
 from tests.engines import engine_spec, served
 from tests.fake_engines.nim import FakeNim, running_nim
@@ -83,43 +77,6 @@ async def test_it_is_the_engine_inside(nim, running, kind, version):
         inner = adapter._inner
         assert await adapter.connect() == info
         assert adapter._inner is inner
-
-
-async def test_events_requests_and_verbs_are_its_own(nim, trtllm):
-    with running_nim(around(trtllm)) as url:
-        adapter = nim(url)
-        await adapter.connect()
-        assert adapter.forecast(KvTarget(token_array([1]))) is None
-        body = HELLO.replace(session_id="s")
-        async with adapter.hold(CHAT, body, None) as hold:
-            assert "session_id" in hold.note
-            request = adapter.prepare("POST", CHAT, {}, hold.body)
-        async with httpx.AsyncClient(verify=False) as client:  # noqa: S501 - loading certificates takes long
-            answer = await client.post(request.url, content=request.body)
-        assert answer.status_code == 200
-        assert adapter.cached_tokens(answer.headers) is None
-        assert [progress async for progress in adapter.operate(KvVerb.FLUSH, KvTarget())]
-        events = adapter.events()
-        assert type(await anext(events)).__name__ == "ViewLost"
-        await events.aclose()
-        assert set(await adapter.stats()) == {"blocks", "events"}
-        assert await adapter.lookup(KvTarget(token_array([1]))) is None
-
-
-async def test_what_the_engine_inside_lacks_it_says_in_its_own_words(nim, trtllm):
-    with running_nim(around(trtllm)) as url:
-        adapter = nim(url)
-        await adapter.connect()
-        for call in (
-            lambda: adapter.pin(KvTarget(), 1.0),
-            lambda: adapter.unpin("p"),
-            lambda: adapter.put_prompt_table(PromptTable("t", 1, 1, 1, b"")),
-            lambda: adapter.delete_prompt_table("t"),
-            lambda: adapter.render(CHAT, HELLO),
-        ):
-            with pytest.raises(NotSupported, match="engine 'n'"):
-                await call()
-        assert "priorities" in adapter.not_supported(Capability.PIN).instead
 
 
 async def test_one_that_hides_what_is_inside_is_used_as_any(nim):
@@ -193,13 +150,6 @@ async def test_who_is_not_let_in_is_told(nim):
         await nim(url).connect()
     with served(Starlette()) as url, pytest.raises(EngineRejected):
         await nim(url).connect()
-
-
-async def test_nobody_there_or_no_address(nim):
-    with pytest.raises(EngineUnavailable):
-        await nim("http://127.0.0.1:1").connect()
-    with pytest.raises(EngineSpecError):
-        make_adapter(EngineSpec("nim", "localhost:8000", "n"))
 
 
 async def test_another_engine_inside_is_another_adapter(nim, trtllm):

@@ -16,7 +16,7 @@ from engine_adapter.errors import EngineUnavailable
 from engine_adapter.events import subscriber as subscriber_module
 from engine_adapter.events.keys import read_vllm_keys
 from engine_adapter.events.subscriber import EventEndpoints, KvEventSubscriber, SubscriberCounts
-from engine_adapter.events.wire import CacheSnapshot, encode_batch, event_fields
+from engine_adapter.events.wire import CacheSnapshot, encode_batch
 from engine_adapter.torch_engine.event_publisher import EventPublisher
 from engine_adapter.types import (
     Attention,
@@ -30,10 +30,6 @@ from engine_adapter.types import (
     ViewResumed,
     token_array,
 )
-from proxy.core.index.blocks import extend, namespace_root
-from proxy.core.index.prefix_index import PrefixIndex
-from proxy.core.index.view import EngineView
-from tests.fake_engines.publisher import published
 
 WAIT_S = 10.0
 END = 2**64 - 1
@@ -552,39 +548,6 @@ async def test_a_hole_that_no_answer_fills_starts_over(engine):
         engine.record(0, 1, 3)
         await engine.publish(3)
         assert await view.take(2) == [removed(1), ViewLost("batches 2 to 3 are lost")]
-
-
-async def test_fifteen_thousand_lost_batches_leave_nothing_stale():
-    """More than the 10,000 that replay has: what is left of them is learned afresh, the rest forgotten."""
-    index = PrefixIndex()
-    index.add_engine("e")
-    view = EngineView("e", index, lambda salt, lora: namespace_root("m", lora=lora, salt=salt), 2)
-
-    def block(number: int) -> BlocksStored:
-        return BlocksStored(Tier.GPU, None, (number,), token_array([number, number + 1]), 2)
-
-    with published() as publisher:
-        endpoints = EventEndpoints(publisher.endpoint, publisher.replay_endpoint, publisher.topic)
-        subscriber = KvEventSubscriber(endpoints, idle_check_s=0.05)
-        async with Reader(subscriber) as stream:
-            for event in await stream.take(2):
-                view.apply(event)
-            publisher.publish([event_fields(block(0))])
-            view.apply(*await stream.take(1))
-            publisher.dropping = 15_000
-            for number in range(1, 15_002):
-                publisher.publish([event_fields(block(number))])
-            # ViewLost, the last 10,000, ViewCurrent
-            told = await stream.take(10_002)
-    for event in told:
-        view.apply(event)
-    assert told[0] == ViewLost("batch 0 left the replay buffer")
-    assert told[-1] == ViewCurrent(complete=False)
-    assert index.held("e", Tier.GPU) == 10_000
-    assert view.complete is False
-    match = index.match(extend(namespace_root("m"), token_array([5_001, 5_002]), None, 2))
-    assert match == {}
-    assert index.match(extend(namespace_root("m"), token_array([15_001, 15_002]), None, 2))["e"].gpu == 1
 
 
 async def test_whoever_leaves_in_a_replay_leaves_no_generator_behind(engine):

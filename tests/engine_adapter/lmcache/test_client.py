@@ -3,14 +3,12 @@ from array import array
 import msgspec
 import pytest
 
-from engine_adapter.errors import EngineRejected, EngineUnavailable
+from engine_adapter.errors import EngineUnavailable
 from engine_adapter.lmcache import client
 from engine_adapter.lmcache.client import (
     Chunk,
-    Coordinator,
     Key,
     KeyPlacements,
-    LmCacheNode,
     ObjectPlace,
     below_gpu,
     chunks_of,
@@ -18,36 +16,7 @@ from engine_adapter.lmcache.client import (
     text_of,
 )
 from engine_adapter.types import BelowGpu, KvTarget
-from tests.engine_adapter.lmcache.conftest import PROMPT, spec_of
-
-
-async def test_a_node_tells_what_it_is(lmcache, node):
-    lmcache.store(PROMPT)
-    await node.check()
-    status, config = await node.status(), await node.config()
-    assert (status.chunk_size, status.storage_manager.l1_objects) == (64, 6)
-    assert (config.mp.instance_id, config.coordinator.url) == ("node-a", lmcache.coordinator_url)
-
-
-async def test_a_prefetch_is_told_of_once_when_it_is_over(lmcache, node, scope):
-    lmcache.store(PROMPT)
-    lmcache.evict(PROMPT)
-    begun = await node.prefetch(scope, PROMPT, "")
-    assert begun.status == "submitted"
-    assert (await node.prefetched(begun.request_id)).status == "pending"
-    over = await node.prefetched(begun.request_id)
-    assert (over.status, over.found_keys, over.total_keys) == ("completed", 6, 6)
-    with pytest.raises(EngineRejected, match="unknown prefetch"):
-        await node.prefetched(begun.request_id)
-
-
-async def test_objects_are_dropped_by_tier(lmcache, node, coordinator, scope):
-    lmcache.store(PROMPT)
-    keys = [each.key for each in (await coordinator.lookup(scope, PROMPT, "")).results]
-    assert (await node.delete(keys[:2], "l1")).deleted == 2
-    assert lmcache.tiers(PROMPT) == ["l2", "l2", *["l1+l2"] * 4]
-    assert (await node.delete(keys, "all")).skipped == 0
-    assert lmcache.tiers(PROMPT) == [""] * 6
+from tests.engine_adapter.lmcache.conftest import PROMPT
 
 
 async def test_a_node_that_cannot_delete_says_why(node, monkeypatch):
@@ -69,36 +38,6 @@ async def test_a_coordinator_tells_where_things_lie(lmcache, coordinator, scope,
     monkeypatch.setattr(client, "_PAGE", 3)
     keys = [each.key for each in await coordinator.keys()]
     assert len({(key.chunk_hash_hex, key.cache_salt) for key in keys}) == len(keys) == 8
-
-
-async def test_pins_count(lmcache, coordinator, scope):
-    for expected in (1, 2):
-        assert await coordinator.pin(scope, PROMPT, "") == 6
-        assert set(lmcache.pins.values()) == {expected}
-    assert await coordinator.pins() == 6
-    assert await coordinator.unpin(scope, PROMPT, "") == 6
-    assert set(lmcache.pins.values()) == {1}
-
-
-async def test_nobody_there_and_somebody_else(lmcache):
-    for url, error in (("http://127.0.0.1:1", EngineUnavailable), (lmcache.coordinator_url, EngineRejected)):
-        node = LmCacheNode(spec_of(lmcache), url)
-        with pytest.raises(error):
-            await node.status()
-        await node.aclose()
-    stranger = Coordinator(spec_of(lmcache), lmcache.url)
-    with pytest.raises(EngineRejected):
-        await stranger.instances()
-    await stranger.aclose()
-
-
-async def test_an_answer_of_another_shape(coordinator, monkeypatch):
-    async def other(*_args, **_kwargs):
-        return b'{"instances": "none"}'
-
-    monkeypatch.setattr(coordinator._control, "fetch", other)
-    with pytest.raises(EngineUnavailable, match="GET /instances: the answer is not as expected"):
-        await coordinator.instances()
 
 
 def test_a_real_placement_is_read():

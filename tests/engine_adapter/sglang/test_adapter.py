@@ -19,7 +19,6 @@ from engine_adapter import (
     Tier,
     ViewCurrent,
     ViewLost,
-    ViewResumed,
     make_adapter,
 )
 from engine_adapter.sglang import adapter as adapter_module
@@ -59,6 +58,10 @@ def start():
 async def flushed(adapter, target=ALL, verb=KvVerb.FLUSH):
     async with aclosing(adapter.operate(verb, target)) as progress:
         return [part async for part in progress]
+
+
+async def drained(events):
+    return [event async for event in events]
 
 
 async def complete(adapter, body):
@@ -192,25 +195,6 @@ class TestEvents:
             pass
         await events.aclose()
 
-    async def test_another_reader_goes_on_where_one_stopped(self, start, adapter_of):
-        running = start(page_size=16)
-        first, then = adapter_of(running), adapter_of(running)
-        assert first.event_position() is None
-        events = first.events()
-        while not isinstance(await anext(events), ViewCurrent):
-            pass
-        body = {"model": "tiny", "prompt": list(range(100, 140)), "max_tokens": 1}
-        await complete(first, body)
-        await anext(events)
-        waits = asyncio.ensure_future(anext(events))
-        await asyncio.sleep(0)
-        position = first.event_position()
-        waits.cancel()
-        await asyncio.gather(waits, return_exceptions=True)
-        events = then.events(position)
-        assert [await anext(events) for _ in range(2)] == [ViewResumed(), ViewCurrent()]
-        await events.aclose()
-
     async def test_windows_are_told_where_they_are_known(self, start, adapter_of, tmp_path):
         """A window of 17 tokens needs the page before a boundary."""
         running = start(page_size=16, capacity=100, server_info=_windows(1600))
@@ -244,21 +228,6 @@ class TestEvents:
         assert any("how long its sliding windows are" in finding.problem for finding in adapter.findings())
         await events.aclose()
 
-    async def test_lower_tiers(self, start, adapter_of):
-        running = start(page_size=2)
-        adapter = adapter_of(running)
-        events = adapter.events()
-        while not isinstance(await anext(events), ViewCurrent):
-            pass
-        told = {"block_hashes": [-5], "parent_block_hash": None, "token_ids": [7, 8], "block_size": 2}
-        for medium, tier in (("CPU_PINNED", Tier.HOST), ("DISK", Tier.DISK), ("EXTERNAL", Tier.DISK)):
-            running.publisher.publish([{"type": "BlockStored", **told, "lora_id": None, "medium": medium}])
-            assert (event := await anext(events)).tier is tier
-            assert event.hashes == (-5,)
-        running.publisher.publish([{"type": "BlockRemoved", "block_hashes": [-5], "medium": "CPU_PINNED"}])
-        assert await anext(events) == BlocksRemoved(Tier.HOST, (-5,))
-        await events.aclose()
-
     async def test_of_one_rank(self, start, adapter_of):
         running = start(ranks=2, page_size=2)
         for rank in (0, 1):
@@ -282,10 +251,6 @@ class TestEvents:
         seen = [await anext(events) for _ in range(2)]
         await events.aclose()
         assert isinstance(seen[1], CacheCleared)
-
-    async def test_that_do_not_fit(self, start, adapter_of):
-        with pytest.raises(NotSupported, match="--kv-events-config"):
-            await anext(adapter_of(start(kv_events=False)).events())
 
 
 class TestRequests:
@@ -328,28 +293,8 @@ class TestRequests:
         async with adapter.hold(CHAT, body, KvTarget(token_array([1, 2]), exact=True)) as hold:
             assert ("input_ids" in hold.body) is forwarded
 
-    async def test_the_rank_is_named_in_a_header_and_the_clients_own_word_is_not_passed_on(
-        self, start, adapter_of
-    ):
-        running = start(ranks=2)
-        theirs = {"X-Data-Parallel-Rank": "0", "content-type": "application/json"}
-        request = adapter_of(running, dp_rank=1).prepare("POST", CHAT, theirs, None)
-        named = Headers(request.headers)
-        assert named["x-data-parallel-rank"] == "1"
-        assert len(named) == len(request.headers)
-        request = adapter_of(running).prepare("POST", CHAT, theirs, None)
-        assert Headers(request.headers)["x-data-parallel-rank"] == "0"
-
 
 class TestFlush:
-    async def test_forgets_everything(self, start, adapter_of):
-        running = start()
-        adapter = adapter_of(running)
-        await complete(adapter, {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 1})
-        assert len(running.core.cache) == 3
-        assert [part.left for part in await flushed(adapter)] == [{}]
-        assert len(running.core.cache) == 0
-
     async def test_a_busy_server_keeps_what_it_has(self, start, adapter_of, monkeypatch):
         monkeypatch.setattr(adapter_module, "_FLUSH_S", 0)
         running = start()
@@ -378,7 +323,7 @@ class TestFlush:
             sent = asyncio.create_task(complete(adapter_of(running, dp_rank=busy), asked))
             while not core.running:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
-            following = asyncio.create_task(anext(events, None))
+            following = asyncio.create_task(drained(events))
             (progress,) = await flushed(adapter)
             core.release()
             await sent
@@ -386,22 +331,11 @@ class TestFlush:
             await asyncio.gather(following, return_exceptions=True)
         assert progress.left == left
 
-    @pytest.mark.parametrize("target", [KvTarget(token_array([1])), KvTarget(cache_salt="s")])
-    async def test_only_as_a_whole(self, start, adapter_of, target):
-        with pytest.raises(NotSupported, match="can only flush everything"):
-            await flushed(adapter_of(start()), target)
-
-    @pytest.mark.parametrize("verb", [KvVerb.OFFLOAD, KvVerb.RESTORE])
-    async def test_sglang_moves_between_tiers_by_itself(self, start, adapter_of, verb):
-        with pytest.raises(NotSupported, match="host tier by itself"):
-            await flushed(adapter_of(start()), verb=verb)
-
     async def test_the_admin_key(self, start, adapter_of):
         running = start(admin_api_key="admin")
         without, having = adapter_of(running), adapter_of(running, api_key="admin")
         assert Capability.FLUSH not in (await without.connect()).capabilities
-        with pytest.raises(EngineRejected) as caught:
+        with pytest.raises(NotSupported, match="--admin-api-key"):
             await flushed(without)
-        assert caught.value.status == 401
         assert Capability.FLUSH in (await having.connect()).capabilities
         await flushed(having)

@@ -21,7 +21,6 @@ from engine_adapter.types import (
     BlocksRemoved,
     BlocksStored,
     CacheCleared,
-    Capability,
     Tier,
     ViewCurrent,
     ViewLost,
@@ -201,14 +200,6 @@ class TestRequests:
         assert await ask(adapter, CHAT, messages=messages, cache_salt="b") == 0
         assert await ask(adapter, CHAT, messages=messages, cache_salt="a") > 0
 
-    async def test_what_is_no_prompt_goes_as_it_is(self, adapter):
-        async with adapter.hold("/v1/models", None, None) as hold:
-            assert (hold.body, hold.answer) == (None, None)
-        embeddings = body(input="x")
-        async with adapter.hold("/v1/embeddings", embeddings, None) as hold:
-            assert hold.body is embeddings
-            assert adapter._poller.traffic.in_flight == 0
-
     async def test_a_request_that_fails_is_over_as_well(self, adapter):
         async def fail():
             async with adapter.hold(CHAT, body(messages=HELLO), None):
@@ -290,13 +281,6 @@ class TestEvents:
             assert [await event(), await event()] == [CacheCleared(), ViewCurrent()]
             assert await ask(adapter, prompt=list(range(100))) == 0
             assert len((await event()).hashes) == 3
-
-    @pytest.mark.parametrize(
-        "target", [KvTarget(array("i", [1])), KvTarget(cache_salt="s"), KvTarget(lora="l")]
-    )
-    async def test_a_part_cannot_be_flushed(self, adapter, target):
-        with pytest.raises(NotSupported, match="can only flush everything"):
-            await anext(adapter.operate(KvVerb.FLUSH, target))
 
     async def test_what_it_moves_by_itself_cannot_be_moved(self, adapter):
         for verb, said in ((KvVerb.OFFLOAD, "host_cache_size"), (KvVerb.RESTORE, "by itself")):
@@ -395,9 +379,3 @@ class TestEvents:
             with pytest.raises(NotSupported):
                 await anext(adapter.events())
             assert discovery.NO_EVENTS in adapter.findings()
-
-
-def test_what_there_is_instead_is_said_for_all(adapter_of):
-    adapter = TensorRTLLMAdapter(engine_spec("tensorrt_llm", "http://127.0.0.1:1", "t"))
-    assert adapter.not_supported(Capability.PIN).instead == adapter.instead[Capability.PIN]
-    assert all(adapter.not_supported(capability).instead for capability in Capability)

@@ -6,6 +6,7 @@ from array import array
 import pytest
 
 from engine_adapter.events.fields import MalformedEvents
+from engine_adapter.prompt.media import media_extra_id
 from engine_adapter.tensorrt_llm.events import PolledEventReader
 from engine_adapter.types import Attention, BlocksRemoved, BlocksStored, KvGroup, Tier, ViewCurrent, ViewLost
 from proxy.core.index.blocks import chain, namespace_root
@@ -139,6 +140,47 @@ class TestBlocks:
         older = {key: value for key, value in TWO.items() if key != "cache_salt"}
         reader.read(answer(stored(older | {"lora_id": 3}), first=2))
         assert reader.lacks_salt
+
+    def test_every_field_of_a_block_is_read(self, reader):
+        """As trtllm-serve 1.4 writes it. A newer field is passed over, and a frame may have more, too."""
+        told = {
+            "type": "stored_block",
+            "block_hash": 2**64 - 1,
+            "tokens": [{"type": "unique_token", "token_id": 7, "token_extra_id": 2**63}] * 4,
+            "cache_level": 1,
+            "priority": 35,
+            "cache_salt": "s",
+            "lora_id": 3,
+            "mm_keys": [{"type": "mm_key", "hash": "ab", "start_offset": 0}],
+            "newer": 1,
+        }
+        (event,) = reader.read(answer(stored(told), first=1, hash_algo="sha256"))
+        marker = (media_extra_id("ab") + 2**63) % 2**64
+        assert (event.tier, event.hashes, event.salt) == (Tier.HOST, (2**64 - 1,), "s")
+        assert (event.lora, event.extra_ids.tolist()) == ("lora_id 3", [marker, *[2**63] * 3])
+
+    def test_runs_end_where_the_tier_changes(self, reader):
+        blocks = [block(name, range(4), cache_level=level) for name, level in enumerate((0, 1, 1, 0), 1)]
+        runs = reader.read(answer(stored(*blocks), first=1))
+        assert [(each.tier, each.parent, each.hashes) for each in runs] == [
+            (Tier.GPU, None, (1,)),
+            (Tier.HOST, 1, (2, 3)),
+            (Tier.GPU, 3, (4,)),
+        ]
+
+    def test_salt_and_adapter_stand_at_the_root_of_a_chain(self, reader):
+        (root,) = reader.read(answer(stored(block(1, range(4), cache_salt="s", lora_id=7)), first=1))
+        assert (root.salt, root.lora) == ("s", "lora_id 7")
+        child = stored(block(2, range(4), cache_salt="s", lora_id=7), parent=1)
+        assert reader.read(answer(child, first=2)) == [run((2,), range(4), parent=1)]
+
+    def test_an_image_is_marked_once_on_the_block_it_begins_in(self, reader):
+        keys = [[{"hash": "ab", "start_offset": at}] for at in (0, 1)]
+        blocks = [block(1, range(4)), *(block(n, range(4), mm_keys=key) for n, key in enumerate(keys, 2))]
+        (event,) = reader.read(answer(stored(*blocks), first=1))
+        assert event.extra_ids.tolist() == [*[0] * 4, media_extra_id("ab"), *[0] * 7]
+        (rest,) = reader.read(answer(stored(block(4, range(4), mm_keys=keys[1]), parent=2), first=2))
+        assert rest.extra_ids is None
 
 
 class TestProcesses:
@@ -301,7 +343,18 @@ class TestUnreadable:
             stored(block(1, ["a", 1, 2, 3])),
             stored(block(None, range(4))),
             stored(block(1, [2**40, 1, 2, 3])),
+            stored(block(1, [-(2**31) - 1, 1, 2, 3])),
+            stored(block(1, []) | {"tokens": [{"token_id": 1, "token_extra_id": -1}] * 4}),
+            stored(ONE, block(2, range(4), lora_id=1)),
             updated([], 0, 1),
+            updated(1, 0, 1) | {"cache_level": 1},
+            updated(1, 0, 1) | {"layer_group_id": "0"},
+            stored(ONE, parent=1.5),
+            stored(ONE) | {"blocks": None},
+            stored(block(1, range(4), cache_salt=7)),
+            stored(block(1, range(4), lora_id="one")),
+            stored(block(1, range(4), mm_keys=[{"hash": 1, "start_offset": 0}])),
+            {"type": "created", "num_blocks_per_cache_level": [None]},
             {"no": "type"},
             17,
         ],
@@ -327,6 +380,7 @@ class TestUnreadable:
         ]
         assert reader.skipped == 1
 
-    def test_an_answer_that_is_none(self, reader):
+    @pytest.mark.parametrize("content", [b"", b"null", b'{"error": "no"}', b"\xff", b"[" * 100_000])
+    def test_an_answer_that_is_none(self, reader, content):
         with pytest.raises(MalformedEvents):
-            reader.read(b'{"error": "no events here"}')
+            reader.read(content)

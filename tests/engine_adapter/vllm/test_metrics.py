@@ -1,10 +1,7 @@
 import pytest
 
 from engine_adapter.errors import EngineUnavailable
-from engine_adapter.http.control import ControlClient
-from engine_adapter.types import EngineSpec
-from engine_adapter.vllm.metrics import VllmMetrics, look, read_metrics
-from tests.fake_engines.vllm import running_vllm
+from engine_adapter.vllm.metrics import VllmMetrics, read_metrics
 
 PAGE = b"""\
 process_start_time_seconds 1.7952503577e+09
@@ -70,14 +67,6 @@ def test_a_page_that_tells_nothing_of_the_engine():
     assert not VllmMetrics().tells_blocks
     with pytest.raises(EngineUnavailable):
         read_metrics(b"process_start_time_seconds soon\n")
-
-
-async def test_the_page_of_a_server():
-    with running_vllm(ranks=2, block_size=16, num_gpu_blocks=50) as server:
-        control = ControlClient(EngineSpec("vllm", server.url, "e"))
-        seen = await look(control, 1)
-        await control.aclose()
-    assert (seen.ranks, seen.block_size, seen.blocks, seen.usage) == ((0, 1), 16, 49, 0.0)
 
 
 @pytest.mark.parametrize(

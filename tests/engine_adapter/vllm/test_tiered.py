@@ -1,5 +1,7 @@
 """vLLM over LMCache, both fake, on real sockets: its adapter, and kvpin in front of it."""
 
+import asyncio
+import dataclasses
 import json
 from array import array
 from contextlib import ExitStack, aclosing
@@ -8,15 +10,18 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
-from engine_adapter import EngineSpecError, JsonBody, NotSupported, make_adapter
+from engine_adapter import EngineRejected, EngineSpecError, JsonBody, NotSupported, make_adapter
+from engine_adapter.lmcache import verbs
 from engine_adapter.lmcache.salts import salt_for
 from engine_adapter.types import (
+    BelowGpu,
     BlocksRemoved,
     BlocksStored,
     CacheCleared,
     Capability,
     KvTarget,
     KvVerb,
+    Pinned,
     Tier,
     ViewCurrent,
 )
@@ -29,6 +34,7 @@ from tests.fake_engines.lmcache import running_lmcache, running_tiered_vllm
 PROMPT = array("i", range(300, 600))  # four chunks of 64, and a rest
 TARGET = KvTarget(PROMPT)
 COMPLETIONS = "/v1/completions"
+NOTHING = BelowGpu(0, 0, 0)
 MOVES = {Capability.OFFLOAD, Capability.RESTORE, Capability.PIN}
 
 
@@ -55,6 +61,12 @@ async def adapter(lmcache, vllm):
     adapter = make_adapter(engine_spec("vllm", vllm[0], "v", lmcache=lmcache.url))
     yield adapter
     await adapter.aclose()
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """A busy machine may answer a look-up late; that is not tested here."""
+    monkeypatch.setattr(tiered, "_LOOKUP_S", 10.0)
 
 
 async def result(steps):
@@ -117,15 +129,59 @@ class TestWhatItIs:
         assert (await adapter.load()).outdated
         assert (await adapter.connect()).capabilities == info.capabilities
 
+    @pytest.mark.parametrize("which", ["node_error", "coordinator_error"])
+    async def test_it_goes_and_comes(self, lmcache, adapter, which):
+        await adapter.connect()
+        setattr(lmcache, which, 503)
+        assert (await adapter.load()).outdated
+        assert not (await adapter.connect()).capabilities & MOVES
+        assert not (await adapter.load()).outdated
+        setattr(lmcache, which, None)
+        assert (await adapter.load()).outdated
+        assert (await adapter.connect()).capabilities >= MOVES
+
+    async def test_something_else_that_is_amiss_is_told(self, lmcache, adapter):
+        lmcache.node_error = 503
+        await adapter.connect()
+        lmcache.node_error = None
+        lmcache.options = dataclasses.replace(lmcache.options, connected=False)
+        assert (await adapter.load()).outdated
+
+    async def test_one_that_hangs_is_gone(self, adapter, monkeypatch):
+        async def hang():
+            await asyncio.sleep(60)
+
+        await adapter.connect()
+        monkeypatch.setattr(tiered, "_CHECK_S", 0.05)
+        monkeypatch.setattr(adapter._node, "check", hang)
+        assert (await adapter.load()).outdated
+
+    async def test_another_coordinator_can_be_named(self, lmcache, vllm):
+        with running_lmcache() as other:
+            other.store(PROMPT)
+            named = engine_spec(
+                "vllm", vllm[0], "v", lmcache=lmcache.url, lmcache_coordinator=other.coordinator_url
+            )
+            adapter = make_adapter(named)
+            await adapter.connect()
+            assert (await adapter.lookup(TARGET)).host == 256
+            await adapter.aclose()
+
     async def test_what_it_cannot_do_for_other_reasons_is_told_as_ever(self, adapter):
         await adapter.connect()
         assert "embedded engine" in adapter.not_supported(Capability.PROMPT_TABLES).instead
 
     async def test_stats_have_both(self, lmcache, adapter):
+        assert (await adapter.stats())["lmcache"] == {}
         await adapter.connect()
         await ask(adapter)
+        lmcache.evict(PROMPT[:128])
+        await adapter.pin(TARGET, 60)
         stats = await adapter.stats()
-        assert stats["lmcache"]["l1"]["objects"] == 4
+        below = stats["lmcache"]
+        assert below["l1"]["objects"] == 2
+        assert {name: known["objects"] for name, known in below["directory"].items()} == {"l1": 2, "l2": 4}
+        assert below["pins"] == {"own": 1, "objects": 4}
         assert stats["prefix_cache"]["queried_tokens"] >= len(PROMPT)
         lmcache.node_error = 500
         assert "error" in (await adapter.stats())["lmcache"]
@@ -142,6 +198,56 @@ class TestWhatItIs:
         await adapter.connect()
         assert "lmcache=http://HOST:PORT" in adapter.findings()[0].remedy
         await adapter.aclose()
+
+
+class TestLookup:
+    async def test_where_a_prompt_lies(self, lmcache, adapter):
+        assert await adapter.lookup(TARGET) is None
+        await adapter.connect()
+        assert await adapter.lookup(KvTarget()) is None
+        assert await adapter.lookup(TARGET) == NOTHING
+        lmcache.store(PROMPT)
+        assert await adapter.lookup(TARGET) == BelowGpu(256, 0, 256)
+        lmcache.evict(PROMPT[:128])
+        assert await adapter.lookup(TARGET) == BelowGpu(0, 256, 256)
+        assert await adapter.lookup(KvTarget(PROMPT[:128])) == BelowGpu(0, 128, 127)
+
+    async def test_under_another_salt_or_adapter_it_lies_nowhere(self, lmcache, adapter):
+        await adapter.connect()
+        lmcache.store(PROMPT)
+        assert await adapter.lookup(replace(TARGET, cache_salt="s")) == NOTHING
+        assert await adapter.lookup(replace(TARGET, lora="ada")) == NOTHING
+        lmcache.store(PROMPT, salt_for("s", "ada"), "ada")
+        assert (await adapter.lookup(replace(TARGET, cache_salt="s", lora="ada"))).cached == 256
+
+    async def test_no_more_than_the_text_before_an_image(self, lmcache, adapter):
+        await adapter.connect()
+        lmcache.store(PROMPT)
+        marks = array("Q", bytes(8 * len(PROMPT)))
+        marks[200] = 7
+        assert (await adapter.lookup(replace(TARGET, extra_ids=marks))).cached == 192
+        marks[3] = 7
+        asked = lmcache.asked
+        assert await adapter.lookup(replace(TARGET, extra_ids=marks)) == NOTHING
+        assert lmcache.asked == asked
+
+    async def test_one_that_fails_is_the_last_until_all_is_well(self, lmcache, adapter):
+        await adapter.connect()
+        lmcache.store(PROMPT)
+        lmcache.coordinator_error = 500
+        assert await adapter.lookup(TARGET) is None
+        lmcache.coordinator_error = None
+        asked = lmcache.asked
+        assert await adapter.lookup(TARGET) is None
+        assert lmcache.asked == asked
+        assert not (await adapter.load()).outdated
+        assert (await adapter.lookup(TARGET)).cached == 256
+
+    async def test_one_that_takes_too_long_is_not_waited_for(self, adapter, monkeypatch):
+        await adapter.connect()
+        monkeypatch.setattr(tiered, "_LOOKUP_S", 0.0)
+        monkeypatch.setattr(tiered, "_LOOKUP_TOK_S", float("inf"))
+        assert await adapter.lookup(TARGET) is None
 
 
 class TestRequests:
@@ -243,6 +349,38 @@ class TestOperations:
         pinned = await adapter.pin(TARGET, 60)
         assert (pinned.blocks, len(lmcache.pins)) == (8, 4)
         assert await adapter.unpin(pinned.pin_id)
+
+    async def test_of_an_adapter(self, lmcache, adapter):
+        await adapter.connect()
+        lmcache.store(PROMPT)
+        lmcache.store(PROMPT, salt_for(None, "ada"), "ada")
+        await result(adapter.operate(KvVerb.OFFLOAD, replace(TARGET, lora="ada")))
+        assert lmcache.tiers(PROMPT) == ["l1+l2"] * 4
+        assert lmcache.tiers(PROMPT, salt_for(None, "ada")) == ["l2"] * 4
+        assert (await result(adapter.operate(KvVerb.OFFLOAD, KvTarget()))).done == 8
+
+    async def test_what_is_restored_is_a_prompt(self, adapter):
+        with pytest.raises(EngineRejected, match="name its messages, prompt or token_ids") as caught:
+            await result(adapter.operate(KvVerb.RESTORE, KvTarget(cache_salt="s")))
+        assert caught.value.status == 400
+
+    async def test_pins_what_lies_on_disk(self, lmcache, adapter):
+        assert await adapter.pin(TARGET, 5.0) == Pinned("", 0, 5.0)
+        assert not await adapter.unpin("")
+        lmcache.store(PROMPT[:192], "s")
+        pinned = await adapter.pin(replace(TARGET, cache_salt="s"), 5.0)
+        assert (pinned.blocks, pinned.ttl_s) == (6, 5.0)
+        assert set(lmcache.pins) == set(lmcache.names(PROMPT[:192], "s"))
+
+    async def test_pins_no_more_than_lies_there_without_a_gap(self, lmcache, adapter, monkeypatch):
+        monkeypatch.setattr(verbs, "_PATIENCE_S", 0.05)
+        lmcache.store(PROMPT[:128])
+        lmcache.writes_through = False
+        lmcache.store(PROMPT)
+        assert (await adapter.pin(TARGET, 5.0)).blocks == 4
+        marks = array("Q", bytes(8 * len(PROMPT)))
+        marks[0] = 1
+        assert (await adapter.pin(replace(TARGET, extra_ids=marks), 5.0)).blocks == 0
 
     async def test_a_flush_means_gone(self, lmcache, vllm, adapter):
         await adapter.connect()

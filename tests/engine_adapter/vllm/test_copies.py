@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 from array import array
 
 import pytest
@@ -16,57 +15,8 @@ from engine_adapter.types import (
     ViewCurrent,
     ViewLost,
 )
-from engine_adapter.vllm import event_watch as module
-from engine_adapter.vllm.event_watch import Copies, EventWatch
-
-
-def stored(*names, tier=Tier.GPU):
-    return BlocksStored(tier, None, names, array("i"), 16)
-
-
-def told(watch, *events):
-    for event in events:
-        watch.note(event)
-    return watch.wants_reuse_told
-
-
-def test_reuse_is_to_be_told_while_the_view_is_incomplete():
-    watch = EventWatch(4)
-    assert not told(watch, ViewLost("connected"), ViewCurrent())
-    assert told(watch, ViewLost("again"), ViewCurrent(complete=False))
-    assert not told(watch, CacheCleared())
-    assert told(watch, ViewCurrent(complete=False))
-    assert not told(watch, ViewLost("again"))
-
-
-def test_once_as_many_became_known_as_there_are_it_ends():
-    watch = EventWatch(4)
-    assert told(watch, stored(1), ViewCurrent(complete=False), stored(1, 2, 3), stored(2, 3))
-    assert told(watch, BlocksRemoved(Tier.GPU, (2,)), stored(9, tier=Tier.HOST), stored(4))
-    assert watch.blocks == 3
-    assert not told(watch, stored(2))
-    unknown = EventWatch(None)
-    assert told(unknown, ViewCurrent(complete=False), stored(*range(100)))
-
-
-def test_followers_are_counted():
-    watch = EventWatch(4)
-    with watch.follower(), watch.follower():
-        assert watch.is_followed
-    assert not watch.is_followed
-
-
-async def test_who_waits_for_a_clearing():
-    watch = EventWatch(4)
-    told(watch, stored(1, 2))
-    waiting = asyncio.create_task(watch.wait_for_clearing(watch.clearings, 20.0))
-    await asyncio.sleep(0)
-    told(watch, stored(3), CacheCleared())
-    assert await waiting
-    assert watch.blocks == 0
-    assert await watch.wait_for_clearing(0, 0.0)
-    assert not await watch.wait_for_clearing(1, 0.0)
-
+from engine_adapter.vllm import copies as module
+from engine_adapter.vllm.copies import Copies
 
 LOST, CURRENT = ViewLost("connected"), ViewCurrent()
 
@@ -206,11 +156,6 @@ class TestCopiesInGroups:
             self.removed(),
             self.removed(self.WINDOW),
         ]
-
-    def test_only_those_of_the_main_group_are_known_blocks(self):
-        watch = EventWatch(4)
-        told(watch, self.stored(), self.stored(self.WINDOW), self.removed(self.WINDOW))
-        assert watch.blocks == 1
 
 
 class TestReportsOfFurtherGroups:
