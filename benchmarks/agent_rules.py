@@ -21,7 +21,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from proxy.observe.prompt_text import text_blocks
+from proxy.observe.recorder import text_blocks
 from proxy.replay.advise import AdviceLine, advise
 
 # A system prompt of about 2,500 tokens, and tools of about 1,500: less than coding agents have.

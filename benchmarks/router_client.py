@@ -15,7 +15,7 @@ from router_work import Question, text_of
 from typing_extensions import override
 
 from engine_adapter import EngineUnavailable, Headers, HttpTransport, IncomingResponse, OutgoingRequest
-from engine_adapter.http import origin
+from engine_adapter.http import client
 from engine_adapter.http.connection import Connection
 
 CHAT = "/v1/chat/completions"
@@ -40,7 +40,7 @@ class Acknowledging(Connection):
         super().data_received(data)
 
 
-origin.Connection = Acknowledging  # type: ignore[misc,attr-defined]  # this process is a client and no proxy
+client.Connection = Acknowledging  # type: ignore[misc,attr-defined]  # this process is a client and no proxy
 
 
 @dataclass(slots=True)

@@ -23,9 +23,8 @@ shape.py       what JSON costs to decode         end_with_parent.py  ends what k
 from __future__ import annotations
 
 from engine_adapter.base import EngineAdapter
-from engine_adapter.body import UNREADABLE, JsonBody, RawFields, decode_object
+from engine_adapter.body import UNREADABLE, JsonBody, Named, RawFields, Upload, decode_object
 from engine_adapter.detect import detect_kind
-from engine_adapter.end_with_parent import ends_with_parent
 from engine_adapter.errors import (
     ChatError,
     EngineDied,
@@ -49,26 +48,16 @@ from engine_adapter.errors import (
 )
 from engine_adapter.events.options import address_of_rank
 from engine_adapter.hold import AnswerReader, Forecast, Hold, RequestBody, Resumption
-from engine_adapter.http.answer_shape import Opening, Says, what_is_said
 from engine_adapter.http.client import HttpTransport
 from engine_adapter.http.connection import IncomingResponse
 from engine_adapter.http.error_bodies import read_error, read_streamed_error
-from engine_adapter.http.headers import HeaderPairs, Headers
-from engine_adapter.http.openai_answer import tell_cached
+from engine_adapter.http.openai_answer import Opening, Says, tell_cached, what_is_said
 from engine_adapter.http.prepare import base_url, route_of
 from engine_adapter.http.sse import Speech, WholeEvents, is_silent
-from engine_adapter.http.transport import OutgoingRequest
+from engine_adapter.http.transport import HeaderPairs, Headers, OutgoingRequest
 from engine_adapter.http.usage import UNREAD, read_answer_usage, read_streamed_usage
-from engine_adapter.managed import managed_kind, run_engine_cli
+from engine_adapter.managed import ends_with_parent, managed_kind, run_engine_cli
 from engine_adapter.options import EngineOptions, OptionError, plain_error
-from engine_adapter.private_fields import (
-    ADAPTER_FIELDS,
-    HINTS,
-    OWN_IDS,
-    PRIVATE_FIELDS,
-    PRIVATE_HEADERS,
-    PRIVATE_WITHIN,
-)
 from engine_adapter.registry import (
     ENGINE_KINDS,
     ENGINE_OPTIONS,
@@ -79,7 +68,15 @@ from engine_adapter.registry import (
     make_adapter,
     make_options,
 )
-from engine_adapter.routes import websocket
+from engine_adapter.routes import (
+    ADAPTER_FIELDS,
+    HINTS,
+    OWN_IDS,
+    PRIVATE_FIELDS,
+    PRIVATE_HEADERS,
+    PRIVATE_WITHIN,
+    websocket,
+)
 from engine_adapter.transfer import Handover, Rendezvous, Transfer
 from engine_adapter.types import (
     BelowGpu,
@@ -106,4 +103,3 @@ from engine_adapter.types import (
     ViewResumed,
     common_prefix,
 )
-from engine_adapter.upload import Named, Upload

@@ -31,8 +31,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from engine_adapter.causes import Cause
-from engine_adapter.codes import Code
+from engine_adapter.causes import Cause, Code
 
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 

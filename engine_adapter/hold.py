@@ -12,9 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from engine_adapter.body import JsonBody
+from engine_adapter.body import JsonBody, Upload
 from engine_adapter.types import TokenIds
-from engine_adapter.upload import Upload
 
 RequestBody = JsonBody | Upload | None
 

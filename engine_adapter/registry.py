@@ -25,11 +25,11 @@ from engine_adapter.sglang.adapter import SglangAdapter
 from engine_adapter.sglang.routes import ROUTES as SGLANG_ROUTES
 from engine_adapter.tensorrt_llm.adapter import TensorRTLLMAdapter
 from engine_adapter.tensorrt_llm.routes import ROUTES as TENSORRT_LLM_ROUTES
+from engine_adapter.torch_engine.adapter import ROUTES as EMBEDDED_ROUTES
 from engine_adapter.torch_engine.adapter import EmbeddedAdapter
-from engine_adapter.torch_engine.routes import ROUTES as EMBEDDED_ROUTES
 from engine_adapter.types import EngineSpec, Role
+from engine_adapter.vllm.options import ROUTES as VLLM_ROUTES
 from engine_adapter.vllm.options import VllmOptions
-from engine_adapter.vllm.routes import ROUTES as VLLM_ROUTES
 from engine_adapter.vllm.tiered import make_vllm
 
 

@@ -27,8 +27,7 @@ from typing import Any
 
 import msgspec
 
-from engine_adapter.causes import Cause
-from engine_adapter.codes import Code
+from engine_adapter.causes import Cause, Code
 from engine_adapter.errors import KvpinError
 from proxy.headers import RETRY_AFTER_HEADER, SHOULD_RETRY_HEADER
 

@@ -39,8 +39,8 @@ from proxy.request.comparison import Comparison, Diagnose
 from proxy.request.diagnostics import APIS, Api, IdNoted, diagnosed, writes_counted
 from proxy.request.engine_errors import NOT_HERE, final_error
 from proxy.request.gate import Admission
-from proxy.request.kept_reasoning import ReasoningSeen
 from proxy.request.known_routes import is_known
+from proxy.request.normalising import ReasoningSeen
 from proxy.request.records import RequestLog, RequestRecord
 from proxy.request.tenants import Tenants
 from proxy.request.translate import CHAT_PATH, Translation

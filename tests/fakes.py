@@ -16,9 +16,9 @@ import uvicorn
 from starlette.applications import Starlette
 
 from engine_adapter import EngineInfo, EngineLoad, EngineSpec, HttpTransport, Role
+from engine_adapter.off_loop import Shape
 from engine_adapter.openai_compatible import OpenAICompatibleAdapter
 from engine_adapter.prompt.chat import ChatTokenizer
-from engine_adapter.shape import Shape
 from proxy.api.cors import Cors
 from proxy.api.dispatch import Dispatcher
 from proxy.api.error_answers import handle

@@ -15,8 +15,7 @@ from typing import Protocol, Self, cast
 import httptools
 
 from engine_adapter.errors import EngineDied, EngineGarbled, EngineUnreachable
-from engine_adapter.http.headers import HeaderPairs, Headers
-from engine_adapter.http.transport import OutgoingRequest, describe
+from engine_adapter.http.transport import HeaderPairs, Headers, OutgoingRequest, describe
 
 # Body bytes of one answer that wait for their reader. Above this, the connection is not read.
 MAX_WAITING_BYTES = 256 * 1024

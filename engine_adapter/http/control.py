@@ -16,9 +16,8 @@ from engine_adapter.errors import EngineRejected, EngineUnavailable, EngineUnhea
 from engine_adapter.http.client import HttpTransport
 from engine_adapter.http.connection import IncomingResponse
 from engine_adapter.http.error_bodies import read_error
-from engine_adapter.http.headers import Headers
 from engine_adapter.http.prepare import parts_of
-from engine_adapter.http.transport import OutgoingRequest
+from engine_adapter.http.transport import Headers, OutgoingRequest
 from engine_adapter.types import EngineSpec
 
 ANSWER_S = 60.0

@@ -12,13 +12,11 @@ from urllib.parse import unquote
 
 import httpx
 
-from engine_adapter.body import JsonBody
+from engine_adapter.body import JsonBody, Upload
 from engine_adapter.errors import EngineSpecError
 from engine_adapter.hold import RequestBody
-from engine_adapter.http.headers import HeaderPairs, Headers
-from engine_adapter.http.transport import OutgoingRequest
+from engine_adapter.http.transport import HeaderPairs, Headers, OutgoingRequest
 from engine_adapter.types import EngineSpec
-from engine_adapter.upload import Upload
 
 
 def tls_context(spec: EngineSpec) -> ssl.SSLContext | None:

@@ -15,7 +15,7 @@ import socket
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 
-from engine_adapter.http.headers import Headers
+from engine_adapter.http.transport import Headers
 
 Address = tuple[str, int] | None
 """Host and port; None for a socket that has none."""

@@ -30,8 +30,7 @@ from engine_adapter.errors import (
     NotSupported,
 )
 from engine_adapter.hold import Forecast, Hold, RequestBody
-from engine_adapter.http.adapter import HttpAdapter
-from engine_adapter.http.models import read_models
+from engine_adapter.http.adapter import HttpAdapter, read_models
 from engine_adapter.http.transport import OutgoingRequest
 from engine_adapter.http.web_pages import is_loopback
 from engine_adapter.llama_server.discovery import discover, findings_of

@@ -24,8 +24,8 @@ import msgspec
 import xxhash
 
 from engine_adapter.errors import EngineRejected, EngineSpecError, EngineUnavailable
+from engine_adapter.http.adapter import read_models
 from engine_adapter.http.control import ControlClient
-from engine_adapter.http.models import read_models
 from engine_adapter.llama_server.checkpoints import PLAIN, MemoryRules
 from engine_adapter.llama_server.slot_io import read_slots, spare_slot
 from engine_adapter.types import EngineSpec, Finding

@@ -34,8 +34,8 @@ from engine_adapter.errors import (
     ModelFailed,
     ModelNotLoaded,
 )
+from engine_adapter.http.adapter import read_models
 from engine_adapter.http.control import ControlClient
-from engine_adapter.http.models import read_models
 from engine_adapter.llama_server.options import LlamaServerSpec
 from engine_adapter.types import ModelState
 

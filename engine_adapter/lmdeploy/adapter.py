@@ -16,8 +16,7 @@ from engine_adapter.body import JsonBody
 from engine_adapter.detect import wrong_kind
 from engine_adapter.errors import EngineRejected, EngineUnavailable
 from engine_adapter.hold import Hold
-from engine_adapter.http.adapter import HttpAdapter
-from engine_adapter.http.models import ServedModel, read_models
+from engine_adapter.http.adapter import HttpAdapter, ServedModel, read_models
 from engine_adapter.http.openai_answer import hold_openai
 from engine_adapter.http.prometheus_text import Samples, read_samples
 from engine_adapter.http.usage import read_answer_usage

@@ -19,13 +19,13 @@ from engine_adapter.errors import EngineRejected, EngineUnavailable
 from engine_adapter.events.keys import read_sglang_keys
 from engine_adapter.events.options import EventSpec
 from engine_adapter.hold import Hold, RequestBody
-from engine_adapter.http.adapter import HealthRoute, HttpAdapter
-from engine_adapter.http.models import read_models
+from engine_adapter.http.adapter import HealthRoute, HttpAdapter, read_models
 from engine_adapter.http.prepare import route_of
 from engine_adapter.http.transport import OutgoingRequest
 from engine_adapter.sglang.findings import event_endpoints, find
 from engine_adapter.sglang.rendezvous import ROLES, check_is_one, rendezvous_of
 from engine_adapter.sglang.requests import (
+    SGLANG_INPUT,
     hold_request,
     kept_apart,
     tells_cached_tokens,
@@ -35,7 +35,6 @@ from engine_adapter.sglang.requests import (
 )
 from engine_adapter.sglang.routes import ROUTES
 from engine_adapter.sglang.server_info import Loads, ServerInfo, read_server_info
-from engine_adapter.sglang.template_input import SGLANG_INPUT
 from engine_adapter.sglang.windows import Windows, window_of
 from engine_adapter.types import (
     TRANSLATED_ROUTES,

@@ -12,8 +12,8 @@ from msgspec import structs
 
 from engine_adapter.errors import EngineUnavailable
 from engine_adapter.events.options import WILDCARDS
+from engine_adapter.http.adapter import read_models
 from engine_adapter.http.control import ControlClient
-from engine_adapter.http.models import read_models
 from engine_adapter.release import release_of
 from engine_adapter.types import EngineLoad
 

@@ -21,8 +21,7 @@ from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected
 from engine_adapter.events.options import EventAddresses
 from engine_adapter.hold import Hold, RequestBody
-from engine_adapter.http.adapter import HttpAdapter
-from engine_adapter.http.models import read_models
+from engine_adapter.http.adapter import HttpAdapter, read_models
 from engine_adapter.http.openai_answer import hold_openai
 from engine_adapter.http.prepare import route_of
 from engine_adapter.http.transport import OutgoingRequest
@@ -37,8 +36,7 @@ from engine_adapter.tensorrt_llm.discovery import (
 )
 from engine_adapter.tensorrt_llm.events import PolledEventReader
 from engine_adapter.tensorrt_llm.fields import CHAT, COMPLETIONS, PROMPT_ROUTES, SALT, RequestFields
-from engine_adapter.tensorrt_llm.poller import CONFIG, EventPoller
-from engine_adapter.tensorrt_llm.pushed import NOTHING_PUSHED, PushedEvents
+from engine_adapter.tensorrt_llm.poller import CONFIG, NOTHING_PUSHED, EventPoller, PushedEvents
 from engine_adapter.tensorrt_llm.stats import ServerFigures
 from engine_adapter.types import (
     Capability,

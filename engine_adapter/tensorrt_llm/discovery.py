@@ -14,8 +14,8 @@ from http import HTTPStatus
 from typing import Any
 
 from engine_adapter.errors import EngineRejected, EngineUnavailable
+from engine_adapter.http.adapter import read_models
 from engine_adapter.http.control import ControlClient
-from engine_adapter.http.models import read_models
 from engine_adapter.prompt.template_input import TemplateInput
 from engine_adapter.tensorrt_llm.fields import CHAT, COMPLETIONS, SALT, GivenTools, RequestFields
 from engine_adapter.tensorrt_llm.poller import CONFIG

@@ -1,45 +1,26 @@
-"""Turns KV events of TensorRT-LLM into kvpin's. Pure: it reads answers of `POST /kv_cache_events`, in order.
+"""The JSON of `POST /kv_cache_events`, typed. A field of the wrong type is an error, an unknown field is not.
 
-    event_id    last + 1: next · higher: events were lost · lower, or `created` again: another process
-    stored      full blocks with tokens, extra ids, salt, images; a partial last block is not followed
-    removed     from the block's level, which earlier events have shown
-    updated     the level changed: stored there by name, removed here
-
-The largest attention window tells what is stored. Each smaller one has a radix tree of its own, in which the
-same blocks have the same names; a prompt is reused as far as all of them hold it (BlockManager in
-kvCacheManager.cpp). So each is a further KV cache group, with all blocks that it has on any level. The V2
-cache manager names blocks differently in each layer group: the first one is followed, and no prediction is
-firm if others have other windows. Nor is one for a recurrent state, whose window is not positive.
+`{"event_id": 7, "window_size": 4096, "attention_dp_rank": 0, "data": {"type": "stored", …}}`: an event's
+frame is read before its data, so that an unreadable event still counts as seen.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import groupby, takewhile
+from typing import TypeVar
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
+from engine_adapter.body import UNREADABLE
 from engine_adapter.events.fields import MalformedEvents
 from engine_adapter.prompt.extra_ids import UINT64_MAX
 from engine_adapter.prompt.media import mark_media
-from engine_adapter.tensorrt_llm.wire import (
-    Block,
-    BlockName,
-    Created,
-    Event,
-    Frame,
-    Removed,
-    Stored,
-    Updated,
-    decode_answer,
-    decode_data,
-    decode_frame,
-    kind_of,
-)
 from engine_adapter.types import (
     Attention,
     BlocksRemoved,
@@ -53,6 +34,132 @@ from engine_adapter.types import (
     ViewCurrent,
     ViewLost,
 )
+
+BlockName = int | str
+_T = TypeVar("_T")
+
+
+class Frame(msgspec.Struct, frozen=True):
+    """The frame around an event's data."""
+
+    event_id: int
+    data: msgspec.Raw
+    window_size: int | None = None
+    attention_dp_rank: int | None = None
+    layer_group_id: int | None = None
+
+
+class Data(msgspec.Struct, frozen=True, tag_field="type"):
+    """Fields that all events' data share."""
+
+    layer_group_id: int | None = None
+
+
+class Created(Data, frozen=True, tag="created"):
+    """The cache of one attention window was created: `[gpu, host]` blocks; the host level may be missing."""
+
+    num_blocks_per_cache_level: list[int] = msgspec.field(default_factory=list)
+
+
+class Token(msgspec.Struct, frozen=True):
+    """A token, and the uint64 beside it: 0 for text."""
+
+    token_id: int
+    token_extra_id: int = 0
+
+
+class MmKey(msgspec.Struct, frozen=True):
+    """An image, audio or video in a block: its identity (a hash or the client's uuid), and which of the
+    item's tokens is the first one in the block."""
+
+    hash: str
+    start_offset: int
+
+
+class Block(msgspec.Struct, frozen=True):
+    """A block; the last of a prompt may hold fewer tokens than a block has room for.
+
+    Fields that older servers leave out are UNSET.
+    """
+
+    block_hash: BlockName
+    tokens: list[Token]
+    cache_level: int = 0
+    cache_salt: str | UnsetType | None = UNSET
+    lora_id: int | UnsetType | None = UNSET
+    mm_keys: list[MmKey] | None = None
+
+
+class Stored(Data, frozen=True, tag="stored", kw_only=True):
+    """Blocks that can be reused now. Each is the child of the one before it."""
+
+    blocks: list[Block]
+    parent_hash: BlockName | None = None
+
+
+class Removed(Data, frozen=True, tag="removed", kw_only=True):
+    """Blocks that were removed, from any level."""
+
+    block_hashes: list[BlockName]
+
+
+class LevelDiff(msgspec.Struct, frozen=True):
+    """A block moved."""
+
+    new_value: int
+    old_value: int
+
+
+class Updated(Data, frozen=True, tag="updated", kw_only=True):
+    """A block that moved to another level, or changed in a way that does not matter here."""
+
+    block_hash: BlockName
+    cache_level: LevelDiff | None = None
+
+
+Event = Created | Stored | Removed | Updated
+
+
+class _Kind(msgspec.Struct, frozen=True):
+    type: str
+
+
+def _read(decode: Callable[[bytes | msgspec.Raw], _T], raw: bytes | msgspec.Raw) -> _T:
+    try:
+        return decode(raw)
+    except UNREADABLE as error:
+        raise MalformedEvents(str(error)) from error
+
+
+_decode_data: Callable[[bytes | msgspec.Raw], Event] = msgspec.json.Decoder(Event).decode
+_decode_kind = msgspec.json.Decoder(_Kind).decode
+decode_answer = partial(_read, msgspec.json.Decoder(list[msgspec.Raw]).decode)
+"""The raw events of an answer. Raises MalformedEvents if it is not a list."""
+decode_frame = partial(_read, msgspec.json.Decoder(Frame).decode)
+"""Raises MalformedEvents."""
+decode_data = partial(_read, _decode_data)
+"""Raises MalformedEvents, also for an event of an unknown type."""
+
+
+def kind_of(raw: msgspec.Raw) -> str | None:
+    """The type of unreadable data, None if it has none."""
+    with suppress(MalformedEvents):
+        return _read(_decode_kind, raw).type
+    return None
+
+
+# --- events ---------------------------------------------------------------------------------------------
+# Turns KV events of TensorRT-LLM into kvpin's. Pure: it reads answers of `POST /kv_cache_events`, in order.
+#     event_id    last + 1: next · higher: events were lost · lower, or `created` again: another process
+#     stored      full blocks with tokens, extra ids, salt, images; a partial last block is not followed
+#     removed     from the block's level, which earlier events have shown
+#     updated     the level changed: stored there by name, removed here
+#
+# The largest attention window tells what is stored. Each smaller one has a radix tree of its own, in which
+# the same blocks have the same names; a prompt is reused as far as all of them hold it (BlockManager in
+# kvCacheManager.cpp). So each is a further KV cache group, with all blocks that it has on any level. The V2
+# cache manager names blocks differently in each layer group: the first one is followed, and no prediction
+# is firm if others have other windows. Nor is one for a recurrent state, whose window is not positive.
 
 _MIN_BLOCK = 2
 _TIERS = (Tier.GPU, Tier.HOST, Tier.DISK)  # by cache level

@@ -1,4 +1,4 @@
-"""Drives an embedded engine over its HTTP routes and its event sockets. Needs no torch."""
+"""The routes of the embedded engine beside `/v1`. Those below `/kv` are for kvpin alone."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from engine_adapter.events.subscriber import EventEndpoints, KvEventSubscriber
 from engine_adapter.events.wire import CacheSnapshot, decode_snapshot
 from engine_adapter.hold import AnswerReader, Hold, RequestBody, Resumption
 from engine_adapter.http.adapter import HttpAdapter
+from engine_adapter.routes import ASK
 from engine_adapter.torch_engine.event_publisher import EventSource
-from engine_adapter.torch_engine.kv_admin import SliceResult
-from engine_adapter.torch_engine.routes import ROUTES
+from engine_adapter.torch_engine.kv_cache import SliceResult
 from engine_adapter.types import (
     TRANSLATED_ROUTES,
     Capability,
@@ -37,6 +37,11 @@ from engine_adapter.types import (
     PromptTable,
     TokenIds,
 )
+
+ROUTES = {"/tokenize": ASK, "/detokenize": ASK}
+
+
+# --- drives an embedded engine over its HTTP routes and its event sockets. Needs no torch ---------------
 
 # In the error event of an engine that ends; a tool may have that name, too.
 _ENDS = b'"engine_unavailable"'

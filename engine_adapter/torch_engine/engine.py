@@ -20,6 +20,7 @@ import torch
 
 from engine_adapter.errors import EngineSpecError, EngineUnavailable
 from engine_adapter.memory import available_bytes
+from engine_adapter.torch_engine.attention import KvStorage
 from engine_adapter.torch_engine.compute import Outcome, compute, first_line, is_fatal
 from engine_adapter.torch_engine.kv_cache import KvCache
 from engine_adapter.torch_engine.kv_tree import CopyFailed
@@ -38,7 +39,6 @@ from engine_adapter.torch_engine.requests import (
 from engine_adapter.torch_engine.runner import LoadedModel, Runner
 from engine_adapter.torch_engine.sampling import Sampler
 from engine_adapter.torch_engine.scheduler import Active, Item, Scheduler, check_request
-from engine_adapter.torch_engine.storage import KvStorage
 from engine_adapter.types import KvEvent
 
 T = TypeVar("T")

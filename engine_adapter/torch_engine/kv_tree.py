@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from engine_adapter.errors import EngineError
-from engine_adapter.torch_engine.kv_kept import KeptBlocks
-from engine_adapter.torch_engine.kv_node import GONE, BlockPool, LeafQueue, Node, Value
+from engine_adapter.torch_engine.kv_node import GONE, BlockPool, KeptBlocks, LeafQueue, Node, Value
 from engine_adapter.types import BlocksRemoved, BlocksStored, KvEvent, Tier
 
 if TYPE_CHECKING:
-    from engine_adapter.torch_engine.storage import KvStorage
+    from engine_adapter.torch_engine.attention import KvStorage
 
 
 class CopyFailed(EngineError):

@@ -20,11 +20,17 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
 from engine_adapter.errors import EngineSpecError
-from engine_adapter.torch_engine.attention import IMPLEMENTATION, LayerShape, Probe, attention_context
+from engine_adapter.torch_engine.attention import (
+    IMPLEMENTATION,
+    KvStorage,
+    LayerShape,
+    Probe,
+    attention_context,
+    bytes_per_token,
+)
 from engine_adapter.torch_engine.compute import first_line
 from engine_adapter.torch_engine.kv_cache import KvSequence
 from engine_adapter.torch_engine.runner import LoadedModel, Runner, Work
-from engine_adapter.torch_engine.storage import KvStorage, bytes_per_token
 
 _log = logging.getLogger("kvpin.engine")
 DEFAULT_MODEL = Path(__file__).parent / "default_model"

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from engine_adapter.torch_engine.answers import AnswerWriter, ChatShape, CompletionShape, Piece
 from engine_adapter.torch_engine.detokenize import Detokenizer
-from engine_adapter.torch_engine.generation import Outputs
-from engine_adapter.torch_engine.grammar import Grammar
+from engine_adapter.torch_engine.grammar import Grammar, Structure, ToolUse, structure_of, tool_use_of
 from engine_adapter.torch_engine.prompt_tables import Prompt
 from engine_adapter.torch_engine.protocol import (
     ChatRequest,
@@ -30,8 +29,7 @@ from engine_adapter.torch_engine.requests import (
     Token,
 )
 from engine_adapter.torch_engine.scheduler import check_token_id
-from engine_adapter.torch_engine.service import EngineService
-from engine_adapter.torch_engine.structure import Structure, ToolUse, structure_of, tool_use_of
+from engine_adapter.torch_engine.service import EngineService, Outputs
 from engine_adapter.torch_engine.tool_calls import CallFormat, CallReader, Found, format_of
 from engine_adapter.torch_engine.web import ApiError
 from engine_adapter.types import TokenIds, extra_array

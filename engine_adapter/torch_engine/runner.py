@@ -14,6 +14,7 @@ from torch import Tensor
 
 from engine_adapter.torch_engine.attention import (
     Decodes,
+    KvStorage,
     LayerShape,
     PagedBatch,
     Scratch,
@@ -22,7 +23,6 @@ from engine_adapter.torch_engine.attention import (
 )
 from engine_adapter.torch_engine.kv_cache import KvSequence
 from engine_adapter.torch_engine.requests import NoScores, RequestRefused
-from engine_adapter.torch_engine.storage import KvStorage
 
 Ints = NDArray[np.int64]
 

@@ -14,8 +14,7 @@ from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected, EngineUnavailable
 from engine_adapter.events.keys import read_vllm_keys
 from engine_adapter.hold import Hold
-from engine_adapter.http.adapter import HttpAdapter, rank_headers
-from engine_adapter.http.models import read_models
+from engine_adapter.http.adapter import HttpAdapter, rank_headers, read_models
 from engine_adapter.types import (
     MESSAGES_ROUTES,
     TRANSLATED_ROUTES,
@@ -29,16 +28,15 @@ from engine_adapter.types import (
     RenderedPrompt,
     TokenIds,
 )
-from engine_adapter.vllm import embeddings, prompts
+from engine_adapter.vllm import prompts, requests
 from engine_adapter.vllm.copies import Copies
 from engine_adapter.vllm.discovery import VllmFacts, discover, event_endpoints
 from engine_adapter.vllm.findings import findings_of
 from engine_adapter.vllm.kv_transfer import role_of, transfer_of
 from engine_adapter.vllm.metrics import look
-from engine_adapter.vllm.options import VllmSpec
+from engine_adapter.vllm.options import ROUTES, VllmSpec
+from engine_adapter.vllm.prompts import VLLM_INPUT
 from engine_adapter.vllm.requests import RequestShaper, longest_chat
-from engine_adapter.vllm.routes import ROUTES
-from engine_adapter.vllm.template_input import VLLM_INPUT
 
 _INSTEAD = {
     Capability.KV_EVENTS: "kvpin learns what it holds from its answers; start it with --kv-events-config",
@@ -175,11 +173,11 @@ class VllmAdapter(HttpAdapter):
 
     @override
     async def render(self, path: str, body: JsonBody) -> RenderedPrompt:
-        if embeddings.has_embeddings(path, body):
+        if requests.has_embeddings(path, body):
             block = (await self._able(Capability.TOKENIZE)).metrics.block_size
             if block is None:
                 raise EngineRejected("its block size is unknown", status=400)
-            return await embeddings.render(path, body, block=block, tokenize=self.tokenize)
+            return await requests.render(path, body, block=block, tokenize=self.tokenize)
         facts = await self._able(Capability.RENDER)
         return await prompts.render(self._control, path, body, _served_name(facts, body))
 

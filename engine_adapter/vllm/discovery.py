@@ -17,9 +17,8 @@ import msgspec
 from engine_adapter.detect import wrong_kind
 from engine_adapter.errors import EngineRejected, EngineUnavailable
 from engine_adapter.events.subscriber import EventEndpoints
-from engine_adapter.http.adapter import rank_headers
+from engine_adapter.http.adapter import ServedModel, rank_headers, read_models
 from engine_adapter.http.control import ControlClient
-from engine_adapter.http.models import ServedModel, read_models
 from engine_adapter.types import Finding
 from engine_adapter.vllm.kv_transfer import KvTransfer
 from engine_adapter.vllm.kv_transfer import ask as kv_transfer_of

@@ -7,6 +7,7 @@ from typing import Annotated
 import msgspec
 
 from engine_adapter.lmcache.options import LmCacheOptions
+from engine_adapter.routes import ASK, READ, REALTIME
 from engine_adapter.types import EngineSpec
 from engine_adapter.vllm.nixl import MARGIN_S
 
@@ -26,3 +27,20 @@ class VllmOptions(LmCacheOptions, frozen=True):
 
 
 VllmSpec = EngineSpec[VllmOptions]
+
+
+# --- the routes of vLLM beside `/v1`, which run pooling models or no model, and its WebSocket -----------
+# Not declared: what changes the server or shows its operator's side, such as `/reset_prefix_cache`, `/sleep`,
+# `/pause`, `/collective_rpc`, `/server_info`, `/load`, `/metrics`; and `/invocations` and
+# `/inference/v1/generate`, whose prompts kvpin does not follow.
+
+ROUTES = {
+    **dict.fromkeys(
+        ("/tokenize", "/detokenize", "/pooling", "/classify", "/score", "/rerank", "/v2/rerank", "/v2/embed"),
+        ASK,
+    ),
+    "/ping": READ,
+    "/tokenizer_info": READ,
+    "/version": READ,
+    REALTIME: READ,
+}

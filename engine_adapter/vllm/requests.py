@@ -1,13 +1,149 @@
-"""Changes to a client's request: token ids for text, and questions whose answers the client does not see."""
+"""Prompts with embeddings, as vLLM identifies them.
+
+vLLM keys each block of such a prompt, also one of text, by the hash of its rows of embeddings. The row of a
+text token is all zeros, and the token id of an embedding is 0. vLLM converts rows to the model's number type
+before it hashes them. kvpin does not: of rows in another type, it finds nothing.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import base64
+import hashlib
+from array import array
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+
+import msgspec
+
 from engine_adapter.body import JsonBody
+from engine_adapter.errors import EngineRejected
 from engine_adapter.hold import Hold
 from engine_adapter.http.openai_answer import hold_openai
+from engine_adapter.off_loop import off_loop
+from engine_adapter.prompt.torch_file import Rows, read_rows
 from engine_adapter.release import release_of
-from engine_adapter.types import KvTarget
+from engine_adapter.types import KvTarget, RenderedPrompt, TokenIds
 from engine_adapter.vllm.prompts import RENDERED_ROUTES
+
+_COMPLETIONS, _CHAT = "/v1/completions", "/v1/chat/completions"
+_KIND = "prompt_embeds"
+_QUOTED = b'"prompt_embeds"'
+# The text that vLLM puts in place of embeddings in a chat. It refuses the same text from clients.
+_IN_ITS_PLACE = JsonBody(b'{"prompt": "<prompt_embeds>", "add_special_tokens": false}')
+# Bytes of a body that are decoded and hashed in about 1 ms.
+_BYTES_PER_MS = 256 * 1024
+
+_TokenRows = Sequence[memoryview | None]
+"""For each token its row of embeddings, None for text."""
+
+
+class _Part(msgspec.Struct, frozen=True):
+    """A part of a message, with the embeddings that it holds."""
+
+    type: str | None = None
+    data: str | None = None
+
+
+class _Message(msgspec.Struct, frozen=True):
+    content: str | list[_Part] | None = None
+
+
+def has_embeddings(path: str, body: JsonBody) -> bool:
+    """True if its prompt has embeddings."""
+    if path == _COMPLETIONS:
+        return body.get(_KIND) is not None
+    return path == _CHAT and _QUOTED in body.raw and any(True for _ in _in_messages(body))
+
+
+async def render(
+    path: str, body: JsonBody, *, block: int, tokenize: Callable[[str, JsonBody], Awaitable[TokenIds[int]]]
+) -> RenderedPrompt:
+    """The prompt of a request with embeddings.
+
+    `block` is the number of tokens in a block of the server's cache. `tokenize` asks the server for the token
+    ids of a request. Raises EngineRejected if the server refuses it, or if its prompt is not known here.
+    """
+    ms = len(body.raw) / _BYTES_PER_MS
+    if path == _COMPLETIONS:
+        return await off_loop(lambda: _completion(body, block), ms=ms)
+    token_ids, stands_for = await asyncio.gather(tokenize(path, body), tokenize(_COMPLETIONS, _IN_ITS_PLACE))
+    return await off_loop(lambda: _chat(body, token_ids, stands_for, block), ms=ms)
+
+
+def _completion(body: JsonBody, block: int) -> RenderedPrompt:
+    given = body.get(_KIND)
+    if isinstance(given, list) and len(given) == 1:
+        given = given[0]
+    if not isinstance(given, str) or body.get("prompt") is not None:
+        raise _unknown("the request has several prompts")
+    rows = _rows(given)
+    return _rendered(array("i", bytes(4 * rows.count)), [*_each(rows)], block)
+
+
+def _chat(body: JsonBody, token_ids: TokenIds[int], stands_for: TokenIds[int], block: int) -> RenderedPrompt:
+    tensors = [_rows(data) for data in _in_messages(body)]
+    rows = [row for each in tensors for row in _each(each)]
+    is_row = [[token] == stands_for.tolist() for token in token_ids]
+    if sum(is_row) != len(rows) or len({each.row_bytes for each in tensors}) != 1:
+        raise _unknown("its embeddings do not lie where the prompt has room for them")
+    following = iter(rows)
+    of_tokens = [next(following) if it_is else None for it_is in is_row]
+    ids = array("i", (0 if it_is else token for it_is, token in zip(is_row, token_ids, strict=True)))
+    return _rendered(ids, of_tokens, block)
+
+
+def _rendered(token_ids: TokenIds[int], rows: _TokenRows, block: int) -> RenderedPrompt:
+    return RenderedPrompt(token_ids, embeds=tuple(_digests(rows, block)))
+
+
+def _digests(rows: _TokenRows, block: int) -> Iterator[tuple[int, bytes]]:
+    """First token and digest of each block; the last one may be shorter."""
+    of_text = bytes(next((len(row) for row in rows if row is not None), 0))
+    known: dict[int, bytes] = {}  # digests of blocks of text, by length
+    for start in range(0, len(rows), block):
+        of_block = rows[start : start + block]
+        if any(row is not None for row in of_block):
+            yield start, _digest(of_block, of_text)
+            continue
+        if len(of_block) not in known:
+            known[len(of_block)] = _digest(of_block, of_text)
+        yield start, known[len(of_block)]
+
+
+def _digest(rows: _TokenRows, of_text: bytes) -> bytes:
+    return hashlib.sha256(b"".join(of_text if row is None else row for row in rows)).digest()
+
+
+def _each(rows: Rows) -> Iterator[memoryview]:
+    for start in range(0, rows.count * rows.row_bytes, rows.row_bytes):
+        yield rows.values[start : start + rows.row_bytes]
+
+
+def _in_messages(body: JsonBody) -> Iterator[str]:
+    """The embeddings of a chat, as they stand in its parts."""
+    try:
+        messages = msgspec.convert(body.get("messages"), list[_Message])
+    except msgspec.ValidationError:
+        return
+    for message in messages:
+        for part in message.content if isinstance(message.content, list) else ():
+            if part.type == _KIND and part.data:
+                yield part.data
+
+
+def _rows(data: str) -> Rows:
+    try:
+        return read_rows(base64.b64decode(data, validate=True))
+    except ValueError as error:
+        raise _unknown(f"its embeddings cannot be read here: {error}") from error
+
+
+def _unknown(why: str) -> EngineRejected:
+    return EngineRejected(why, status=400, param=_KIND)
+
+
+# --- requests -------------------------------------------------------------------------------------------
+# Changes to a client's request: token ids for text, and questions whose answers the client does not see.
 
 _CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 # With these fields, vLLM does more with a text than tokenise it, or returns it.

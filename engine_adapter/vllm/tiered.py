@@ -17,10 +17,8 @@ from engine_adapter.errors import EngineError, EngineRejected, NotSupported
 from engine_adapter.hold import RequestBody
 from engine_adapter.http.prepare import route_of
 from engine_adapter.http.transport import OutgoingRequest
-from engine_adapter.lmcache.client import Coordinator, LmCacheNode, below_gpu, text_of
-from engine_adapter.lmcache.salts import embeddings_of, salt_for, without_lora
-from engine_adapter.lmcache.survey import Site, survey
-from engine_adapter.lmcache.verbs import KvMover, TimedPins
+from engine_adapter.lmcache.client import Coordinator, LmCacheNode, Site, below_gpu, survey, text_of
+from engine_adapter.lmcache.verbs import KvMover, TimedPins, embeddings_of, salt_for, without_lora
 from engine_adapter.types import (
     BelowGpu,
     BlocksRemoved,

@@ -7,10 +7,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine_adapter.codes import Code
+from engine_adapter.causes import Code
 from proxy.errors import ANSWERED, code_of, status_of
 from proxy.headers import REQUEST_ID_HEADER
-from proxy.request.translate.dialects import NO_MORE, OPENAI, Dialect, error_body
+from proxy.request.translate.wording import NO_MORE, OPENAI, Dialect, error_body
 
 NOT_FOUND = 404
 _CODES = {code.status: code for code in (Code.INVALID_VALUE, Code.NOT_FOUND, Code.METHOD_NOT_ALLOWED)}

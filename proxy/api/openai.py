@@ -20,10 +20,9 @@ import structlog
 from starlette.responses import Response
 
 from engine_adapter import NATIVE_ROUTES, Headers, JsonBody, RequestBody, Upload, route_of
-from engine_adapter.codes import Code
+from engine_adapter.causes import Code
 from engine_adapter.http.web_pages import page_asking
-from engine_adapter.off_loop import JSON_BYTES_PER_MS, PAYER, may_stay, off_loop
-from engine_adapter.shape import Shape
+from engine_adapter.off_loop import JSON_BYTES_PER_MS, PAYER, Shape, may_stay, off_loop
 from proxy.api.auth import authenticate, passed_on_headers
 from proxy.api.cors import METHODS, SERVED, Cors, check_origin, is_preflight, preflight
 from proxy.api.error_answers import error_response
@@ -59,7 +58,7 @@ from proxy.request.session import session_of
 from proxy.request.stored import check_form, response_in, response_of
 from proxy.request.tenants import ApiKey, Tenants
 from proxy.request.translate import ResponseStore
-from proxy.request.translate.dialects import dialect_of
+from proxy.request.translate.wording import dialect_of
 
 log = structlog.get_logger(__name__)
 

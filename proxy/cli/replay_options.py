@@ -14,8 +14,8 @@ from proxy.cli.options import option
 if TYPE_CHECKING:
     from proxy.replay.figures import FigureSource
     from proxy.replay.plan import ReplayPlan
-    from proxy.replay.recorded import RecordedFigures
     from proxy.replay.simulated_engine import EngineModel
+    from proxy.replay.trace import RecordedFigures
 
 # Amounts as people write them: 500k and 2M tokens, 64GiB, 128KiB.
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
@@ -144,7 +144,7 @@ class ReplayOptions:
         """The simulated engine with its recorded figures, in each size of `gpu_tokens`. Raises
         ReplayOptionError."""
         from proxy.replay.figures import modelled  # noqa: PLC0415 - the other commands start quicker
-        from proxy.replay.recorded import RecordedFigures  # noqa: PLC0415 - likewise
+        from proxy.replay.trace import RecordedFigures  # noqa: PLC0415 - likewise
 
         if self.model not in _MODELS:
             raise ReplayOptionError(f"--model {self.model!r}: must be {' or '.join(_MODELS)}")
@@ -199,7 +199,7 @@ class ReplayOptions:
     def plan(self, recorded: RecordedFigures | None = None) -> ReplayPlan:
         """The runs, for engines with these recorded figures. Raises ReplayOptionError."""
         from proxy.replay.plan import P99Target, ReplayPlan  # noqa: PLC0415 - the other commands start quicker
-        from proxy.replay.recorded import RecordedFigures  # noqa: PLC0415 - likewise
+        from proxy.replay.trace import RecordedFigures  # noqa: PLC0415 - likewise
 
         recorded = recorded or RecordedFigures()
         models = self.models(recorded)

@@ -16,7 +16,7 @@ from rich.progress import Progress
 
 from proxy.cli.grid import TerminalTable, console
 from proxy.cli.replay_options import ReplayOptions
-from proxy.replay.check import check
+from proxy.replay.figures import check
 from proxy.replay.plan import Need, ReplayPlan, doubts, notes, search
 from proxy.replay.report import COLUMNS, Row, as_csv, as_json, cell, on, over_seeds, rows
 from proxy.replay.simulator import ReplayRun, RunResult, run_all
@@ -96,11 +96,11 @@ def _write_all(
         _write(options.csv_path, as_csv(each))
     if options.html_path is not None:
         from proxy.api.page import text_of  # noqa: PLC0415 - slow to import, and seldom needed
-        from proxy.replay.html_report import as_html  # noqa: PLC0415 - likewise
+        from proxy.replay.report import as_html  # noqa: PLC0415 - likewise
 
         _write(options.html_path, as_html(title, each, [*why_not, *said], text_of))
     if options.plot_path is not None:
-        from proxy.replay.plot import draw  # noqa: PLC0415 - an extra
+        from proxy.replay.report import draw  # noqa: PLC0415 - an extra
 
         with _writing(options.plot_path):
             draw(options.plot_path, each, title)

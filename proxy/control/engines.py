@@ -11,10 +11,10 @@ import msgspec
 from engine_adapter import Finding, ModelState, Role
 from proxy.core.audit import Trust
 from proxy.core.engine_book import EngineBook
+from proxy.fleet.destinations import of_role, of_sharing
 from proxy.fleet.engine import DrainReason, Engine, EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.pool import Pool
-from proxy.fleet.roles import of_role, of_sharing
 from proxy.fleet.tokenisation import of_tokens
 from proxy.settings import EngineSettings
 

@@ -13,8 +13,7 @@ from proxy.core.placement.tiering import AheadCounts
 from proxy.fleet.engine import Engine
 from proxy.fleet.fleet import Fleet
 from proxy.observe.metric_families import Taken
-from proxy.observe.metrics import Metrics
-from proxy.observe.reuse import ReuseCounts
+from proxy.observe.metrics import Metrics, ReuseCounts
 from proxy.prompt import PromptBuilder
 
 _Counts = TypeVar("_Counts", AuditCounts, AheadCounts)

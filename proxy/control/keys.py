@@ -18,7 +18,7 @@ from proxy.core.quotas import TenantLimits
 from proxy.errors import BadRequest, Conflict, NotFound, ProxyError
 from proxy.fleet.engine import EngineState
 from proxy.fleet.fleet import Fleet
-from proxy.fleet.state_dir.key_book_file import KeyBookFile
+from proxy.fleet.state_dir.files import KeyBookFile
 from proxy.request.tenants import ApiKey, Tenants
 from proxy.settings import SettingsError
 

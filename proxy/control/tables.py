@@ -12,7 +12,7 @@ from engine_adapter.off_loop import TABLE_BYTES_PER_MS, off_loop
 from proxy.errors import BadRequest, Conflict
 from proxy.fleet.engine import Engine
 from proxy.fleet.fleet import Fleet
-from proxy.fleet.state_dir.table_files import TableFiles
+from proxy.fleet.state_dir.files import TableFiles
 from proxy.prompt import PromptTables
 from proxy.prompt.registered_tables import read_table
 

@@ -7,7 +7,7 @@
     paths, dates,   tell such values of the system prompt and of tools before the first turn, and leave
     ids             references in their places (`prompt_values.py`)
     volatile_last   tells times, counts and git's status behind the last message, likewise
-    reasoning_kept  puts back the reasoning of earlier answers: `proxy/request/kept_reasoning.py`
+    reasoning_kept  puts back the reasoning of earlier answers: `proxy/request/normalising.py`
 
 They work on the fields of chats, of Anthropic's messages and of OpenAI's responses, in the client's own form.
 The model reads another prompt than the client sent, so all but the first are chosen by the operator.

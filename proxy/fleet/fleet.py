@@ -15,7 +15,7 @@ from typing import Any
 import structlog
 
 from engine_adapter import EngineAdapter, EngineInfo, Role
-from engine_adapter.codes import Code
+from engine_adapter.causes import Code
 from proxy.core.admission import Needs
 from proxy.core.engine_book import EngineBook
 from proxy.core.peers.telling import OwnRequests

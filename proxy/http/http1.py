@@ -25,8 +25,8 @@ from typing_extensions import override
 from uvicorn.server import ServerState
 
 from engine_adapter import HeaderPairs, Headers
-from proxy.http.connection_limits import MAX_CONNECTIONS, ConnectionLimits, Permission
 from proxy.http.exchange import STOPPING_S, Exchange
+from proxy.http.listeners import MAX_CONNECTIONS, ConnectionLimits, Permission
 from proxy.http.uvicorn_inner import Port
 
 log = structlog.get_logger(__name__)

@@ -24,8 +24,7 @@ from proxy.errors import Overloaded
 from proxy.fleet.engine import Engine, EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.observe.gauges import waiting_of
-from proxy.observe.metrics import Metrics
-from proxy.observe.reuse import ReuseCounts, available_tokens
+from proxy.observe.metrics import Metrics, ReuseCounts, available_tokens
 from proxy.prompt import Trusted
 from proxy.request.records import RequestRecord
 from proxy.runtime.tasks import Supervisor

@@ -1,15 +1,4 @@
-"""Records kvpin's traffic as a trace that `kvpin replay` reads: arrival times, lengths and shared blocks. No
-text and no token ids. Now and then a line tells the figures of the engines (`recorded_engines.py`).
-
-Beside the tokens, the text is hashed alike (`prompt_text.py`), for `kvpin advise`.
-
-A block's id is a keyed hash of its tokens and all tokens before them, of the model, the LoRA adapter and the
-tenant's salt. The key is never stored: it is random for each recording, or a secret that several kvpins
-share, whose recordings then belong together. With the file, one can count what requests share, but cannot
-test whether a request held a guessed text.
-
-    request ends → waits in memory → twice a second, off the event loop: hashed, written
-"""
+"""The figures of engines for a recording: what they told, and what kvpin measured."""
 
 from __future__ import annotations
 
@@ -21,6 +10,7 @@ import secrets
 import stat
 import threading
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from hashlib import blake2b
@@ -28,22 +18,158 @@ from io import FileIO
 from itertools import count
 from math import inf
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import msgspec
 import structlog
 
-from engine_adapter import JsonBody
+from engine_adapter import JsonBody, Tier
 from engine_adapter.body import UnreadableField
 from proxy.core.differences import CONTINUED
-from proxy.core.normalise import FIELDS
-from proxy.observe.prompt_text import text_blocks
+from proxy.core.normalise import FIELDS, Fields, Rule, normalised, prompt_parts
+from proxy.fleet.engine import Engine
+from proxy.fleet.fleet import Fleet
+from proxy.fleet.pool import Pool
 from proxy.prompt import Prompt
-from proxy.replay.recorded import RecordedEngine, Recording, RecordingLine, TextBlocks
-from proxy.replay.trace import TraceLine
+from proxy.replay.trace import ALL, RecordedEngine, Recording, RecordingLine, TextBlocks, TraceLine
 from proxy.request.normalising import ROUTES
 from proxy.request.records import RequestRecord
 from proxy.request.session import Session
 from proxy.settings import SettingsError
+
+# The median of this many streams is the pace of an engine's answers.
+WINDOW = 256
+# A shorter answer says little about the pace.
+MIN_OUTPUT = 8
+
+
+class EngineWatch:
+    """Measures the pace of answers, and tells all figures of the engines."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._token_s = defaultdict[str, deque[float]](lambda: deque(maxlen=WINDOW))
+
+    def observe(self, record: RequestRecord) -> None:
+        """A request ended."""
+        pace_s = seconds_per_token(record)
+        if pace_s is not None and record.engine is not None:
+            self._token_s[record.engine].append(pace_s)
+
+    def engines(self) -> list[RecordedEngine]:
+        """The engines that are connected, as they are known now."""
+        return [
+            self._recorded(pool, engine)
+            for pool in self._fleet.pools.values()
+            for engine in pool.engines.values()
+        ]
+
+    def _recorded(self, pool: Pool, engine: Engine) -> RecordedEngine:
+        info, rates = engine.info, pool.placer.books[engine.id].rates
+        size = (info.tokens_per_block if info is not None else None) or 0
+        blocks = (info.gpu_blocks, info.host_blocks) if info is not None else (None, None)
+        gpu_tokens, host_tokens = (each * size if each is not None and size else None for each in blocks)
+        paces = self._token_s.get(engine.id)
+        return RecordedEngine(
+            id=engine.id,
+            kind=engine.adapter.spec.kind,
+            model=pool.model,
+            gpu_tokens=gpu_tokens,
+            host_tokens=host_tokens,
+            prefill=[(tokens, seconds * rates.pace) for tokens, seconds in rates.pool.curve],
+            samples=rates.pool.samples,
+            interference=rates.pool.interference if rates.pool.learned else None,
+            restore_tok_s=rates.pool.measured_restore_tok_s(Tier.HOST),
+            token_s=median(paces) if paces else None,
+        )
+
+
+def seconds_per_token(record: RequestRecord) -> float | None:
+    """Seconds from one token of a stream to the next; None where that is not known."""
+    output, first, ended = record.output_tokens, record.first_byte_s, record.answered_s
+    if not record.stream or record.error is not None or record.died or record.placed is None:
+        return None
+    if output is None or output < MIN_OUTPUT or first is None or ended is None:
+        return None
+    return (record.arrived + ended - record.placed - first) / (output - 1)
+
+
+# --- prompt text ----------------------------------------------------------------------------------------
+# The text of a prompt as hashes, as the engine got it and as rules would make it, for `kvpin advise`
+# An id is a keyed hash of a block of 256 bytes and of all bytes before it. The bytes are those of the tools,
+# the system prompt and the conversation, in the order in which the chat template writes them. A block ends
+# where the tools or the system prompt end.
+# Marks for the cache are left out: no prompt contains them.
+
+BLOCK_BYTES = 256
+_MARKS = frozenset({"cache_control", "prompt_cache_breakpoint", "id", "status"})
+
+
+def text_blocks(fields: Fields, keyed: Callable[[], blake2b], *, is_system_first: bool = False) -> TextBlocks:
+    """The blocks of a prompt with these fields. `keyed` begins a hash of 8 bytes. `is_system_first`: the chat
+    template writes the system prompt before the tools."""
+    ids, ends = _hashed(fields, keyed, is_system_first=is_system_first)
+    found = TextBlocks(ids, *ends, {})
+    for name, rules in (*((rule.value, (rule,)) for rule in Rule), (ALL, tuple(Rule))):
+        changes, applied, _ = normalised(fields, rules)
+        if applied:
+            now = {**fields, **changes}
+            found.changed[name], _ = _hashed(now, keyed, is_system_first=is_system_first)
+    return found
+
+
+def _hashed(
+    fields: Fields, keyed: Callable[[], blake2b], *, is_system_first: bool
+) -> tuple[list[int], tuple[int, int]]:
+    """The ids of a prompt, and how many there are up to the end of its tools and of its system prompt."""
+    hashed = keyed()
+    ids: list[int] = []
+    ends: list[int] = []
+    tools, system, rest = prompt_parts(fields)
+    for part in (system, tools, rest) if is_system_first else (tools, system, rest):
+        text = b"".join(map(_plain, part))
+        for at in range(0, len(text), BLOCK_BYTES):
+            hashed.update(text[at : at + BLOCK_BYTES])
+            ids.append(int.from_bytes(hashed.digest(), "little"))
+        ends.append(len(ids) if part else 0)
+    if len(text) % BLOCK_BYTES:
+        del ids[-1]
+    return ids, (ends[1], ends[0]) if is_system_first else (ends[0], ends[1])
+
+
+def _plain(item: Any) -> bytes:  # noqa: ANN401 - JSON
+    """An item of a prompt, without what no prompt contains. A single text is a text, also as a part."""
+    if not isinstance(item, dict):
+        return msgspec.json.encode(item)
+    kept = _unmarked(item)
+    if isinstance(content := kept.get("content"), list):
+        content = [_unmarked(part) for part in content]
+        match content:
+            case [{"type": "text" | "input_text" | "output_text", "text": str(text), **rest}] if not rest:
+                content = text
+        kept["content"] = content
+    return msgspec.json.encode(kept)
+
+
+def _unmarked(part: Any) -> Any:  # noqa: ANN401 - JSON
+    if not isinstance(part, dict):
+        return part
+    return {name: value for name, value in part.items() if name not in _MARKS}
+
+
+# --- recorder -------------------------------------------------------------------------------------------
+# Records kvpin's traffic as a trace that `kvpin replay` reads: arrival times, lengths and shared blocks. No.
+# text and no token ids. Now and then a line tells the figures of the engines (`recorded_engines.py`).
+#
+# Beside the tokens, the text is hashed alike (`prompt_text.py`), for `kvpin advise`.
+#
+# A block's id is a keyed hash of its tokens and all tokens before them, of the model, the LoRA adapter and
+# the tenant's salt. The key is never stored: it is random for each recording, or a secret that several
+# kvpins share, whose recordings then belong together. With the file, one can count what requests share, but
+# cannot test whether a request held a guessed text.
+#
+#     request ends → waits in memory → twice a second, off the event loop: hashed, written
 
 log = structlog.get_logger(__name__)
 

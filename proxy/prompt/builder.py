@@ -22,7 +22,7 @@ from engine_adapter import (
     JsonBody,
     KvTarget,
 )
-from engine_adapter.codes import Code
+from engine_adapter.causes import Code
 from engine_adapter.off_loop import (
     JSON_BYTES_PER_MS,
     TOKEN_ID_BYTES_PER_MS,

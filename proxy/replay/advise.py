@@ -12,8 +12,7 @@ from typing import Annotated
 
 import msgspec
 
-from proxy.replay.recorded import ALL, HEAD, Recording, RecordingLine, TextBlocks
-from proxy.replay.trace import late_by_ms, texts_of
+from proxy.replay.trace import ALL, HEAD, Recording, RecordingLine, TextBlocks, late_by_ms, texts_of
 
 
 class AdviceLine(msgspec.Struct):

@@ -6,9 +6,17 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from proxy.replay.kvpin import TERMS, Kvpin
-from proxy.replay.other_routers import DynamoLike, LlmdDefault, MinTtft, SglangCacheAware
 from proxy.replay.policy import Policy, SimFleet
-from proxy.replay.simple import BoundedHash, LeastLoaded, RoundRobin, Sticky
+from proxy.replay.rules import (
+    BoundedHash,
+    DynamoLike,
+    LeastLoaded,
+    LlmdDefault,
+    MinTtft,
+    RoundRobin,
+    SglangCacheAware,
+    Sticky,
+)
 
 # An upper bound: one cache that all engines share. It has hits and no times.
 ORACLE = "oracle"

@@ -29,9 +29,8 @@ from engine_adapter import (
     JsonBody,
     decode_object,
 )
-from engine_adapter.codes import Code
-from engine_adapter.off_loop import off_loop
-from engine_adapter.shape import Shape, is_deeper, shape_of
+from engine_adapter.causes import Code
+from engine_adapter.off_loop import Shape, is_deeper, off_loop, shape_of
 from proxy.errors import BadRequest, BodyTooLarge, EncodedBody, NoMemory
 
 # The most entries of each list that makes a prompt, and of each list in such an entry. Even an empty entry

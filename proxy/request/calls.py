@@ -19,12 +19,12 @@ from engine_adapter import (
     route_of,
     websocket,
 )
-from engine_adapter.codes import Code
+from engine_adapter.causes import Code
 from engine_adapter.http.sse import ENDS
 from proxy.errors import code_of
 from proxy.request.session import Session
 from proxy.request.stages import Stage, Staged, Writer
-from proxy.request.translate.dialects import OPENAI, Dialect
+from proxy.request.translate.wording import OPENAI, Dialect
 
 # Routes below `/v1` that go on from a prompt.
 PROMPT_ROUTES = frozenset(

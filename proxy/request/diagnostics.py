@@ -26,7 +26,7 @@ from proxy.headers import COMPARISON_HEADER
 from proxy.request.comparison import Diagnose
 from proxy.request.records import RequestRecord
 from proxy.request.stages import ERROR, Event, Stage
-from proxy.request.translate.chats import ChatUsage
+from proxy.request.translate.translation import ChatUsage
 
 # The first id of a stream is that of its answer.
 _ID = re.compile(rb'"id"\s*:\s*"([^"\\]{1,256})"')

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from http import HTTPStatus
 
 from engine_adapter import EngineRejected
-from engine_adapter.codes import Code
+from engine_adapter.causes import Code
 from proxy.core.life import Cause
 from proxy.errors import EngineFailed, Overloaded, ProxyError
 from proxy.headers import RETRY_HEADERS, SHOULD_RETRY_HEADER

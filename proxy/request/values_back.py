@@ -18,8 +18,8 @@ from typing_extensions import override
 
 from engine_adapter import UNREADABLE, JsonBody, decode_object
 from proxy.core.prompt_values import HALF_REFERENCE, REFERENCE, has_reference
+from proxy.request.migration import TEXTS
 from proxy.request.stages import Event, Stage
-from proxy.request.transcript import TEXTS
 
 # Strings that hold JSON, in whatever API's form.
 _JSON_TEXTS = frozenset({"arguments", "partial_json"})

@@ -25,7 +25,7 @@ from starlette.routing import Mount, Route
 
 from engine_adapter import HttpTransport, make_adapter
 from engine_adapter.memory import available_bytes
-from engine_adapter.shape import Shape
+from engine_adapter.off_loop import Shape
 from proxy.api.admin import (
     admin_mount,
     engine_routes,
@@ -73,14 +73,13 @@ from proxy.fleet.ingest import Ingest
 from proxy.fleet.monitor import Monitor
 from proxy.fleet.recall import Memories
 from proxy.fleet.restore_ahead import RestoreAhead
-from proxy.fleet.state_dir.key_book_file import KeyBookFile
+from proxy.fleet.state_dir.files import KeyBookFile
 from proxy.fleet.state_dir.saved_state import StateSaver
 from proxy.flow import Flow
 from proxy.observe.live import Live
 from proxy.observe.loop_lag import LoopLag
 from proxy.observe.metrics import Metrics
-from proxy.observe.recorded_engines import EngineWatch
-from proxy.observe.recorder import Recorder
+from proxy.observe.recorder import EngineWatch, Recorder
 from proxy.peers.peers import Peers
 from proxy.prompt import MediaUuids, PromptTables
 from proxy.request.gate import Gate

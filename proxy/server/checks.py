@@ -16,7 +16,7 @@ from engine_adapter.http.web_pages import is_loopback
 from proxy.core.issued_keys import IssuedKey
 from proxy.core.normalise import Rule
 from proxy.fleet.discovery import finders_of
-from proxy.fleet.state_dir.key_book_file import KeyBookFile
+from proxy.fleet.state_dir.files import KeyBookFile
 from proxy.http.tls import server_context
 from proxy.peers.bus import Bus
 from proxy.peers.unix_bus import UnixBus, prepare

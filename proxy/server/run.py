@@ -31,11 +31,9 @@ from engine_adapter import EngineSpecError, HttpTransport
 from engine_adapter.http.web_pages import is_loopback
 from proxy.api.workers.siblings import PeerPort, Siblings
 from proxy.core.life import Cause
-from proxy.http.connection_limits import ConnectionLimits, connection_limit
-from proxy.http.handshake import over_tls
 from proxy.http.http1 import Http1Protocol
-from proxy.http.listeners import Door, inherited, listen_on
-from proxy.http.tls import load_certificate, server_context
+from proxy.http.listeners import ConnectionLimits, Door, connection_limit, inherited, listen_on
+from proxy.http.tls import load_certificate, over_tls, server_context
 from proxy.http.uvicorn_inner import UvicornServer
 from proxy.observe.banner import Banner
 from proxy.observe.logs import configure_logs
@@ -43,9 +41,7 @@ from proxy.runtime.interpreter import settle, steady
 from proxy.server.app import Proxy, build_app
 from proxy.server.checks import OPEN_TO_ALL, check, issued_keys, warnings_of
 from proxy.server.workers.fairness import ConnectionTally, FairAcceptor, tallied
-from proxy.server.workers.orders import Orders
-from proxy.server.workers.supervisor import Workers
-from proxy.server.workers.watchdog import Watchdog
+from proxy.server.workers.supervisor import Orders, Watchdog, Workers
 from proxy.settings import Settings, SettingsError, needs_restart
 
 log = structlog.get_logger(__name__)

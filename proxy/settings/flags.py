@@ -10,8 +10,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 
 from proxy.settings.engine_settings import DiscoverySettings, EngineSettings, ManagedSettings, option_names
-from proxy.settings.fields import SettingsError
-from proxy.settings.sentences import details_of, plain_message
+from proxy.settings.fields import SettingsError, details_of, plain_message
 
 _Model = TypeVar("_Model", bound=BaseModel)
 _COMMON = tuple(name for name in EngineSettings.model_fields if name not in ("kind", "url"))

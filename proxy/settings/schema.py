@@ -27,7 +27,7 @@ from pydantic import (
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from engine_adapter.http.web_pages import is_loopback
-from engine_adapter.shape import MOST_FIELDS, MOST_TEXT, MOST_VALUES
+from engine_adapter.off_loop import MOST_FIELDS, MOST_TEXT, MOST_VALUES
 from proxy.core.normalise import AGENTS, Rule
 from proxy.core.quotas import TenantLimits
 from proxy.settings.engine_settings import (

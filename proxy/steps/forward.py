@@ -44,8 +44,7 @@ from engine_adapter import (
     read_streamed_usage,
     what_is_said,
 )
-from engine_adapter.causes import Cause
-from engine_adapter.codes import Code
+from engine_adapter.causes import Cause, Code
 from engine_adapter.http.usage import NOTHING
 from engine_adapter.off_loop import MOST_MS, off_loop
 from engine_adapter.types import Usage
@@ -67,9 +66,8 @@ from proxy.request.broken_calls import naming_call
 from proxy.request.calls import Call, Reply
 from proxy.request.engine_errors import REFUSALS, engines_code, is_no_websocket
 from proxy.request.known_routes import of_lacking
-from proxy.request.migration import ROUTES
+from proxy.request.migration import ROUTES, is_whole, without_half
 from proxy.request.records import RequestRecord
-from proxy.request.transcript import is_whole, without_half
 from proxy.steps.other_leg import OtherLeg
 from proxy.steps.preparation import Ready
 from proxy.steps.request import Request

@@ -26,12 +26,11 @@ from proxy.headers import CHANGED_HEADER, NORMALISED_HEADER, PRIORITY_HEADER
 from proxy.prompt import MediaUuids, Prompt, PromptBuilder
 from proxy.request.calls import Call
 from proxy.request.engine_errors import PASSED_ON
-from proxy.request.kept_reasoning import Keep
 from proxy.request.known_routes import ALLOW_POST
-from proxy.request.normalising import NO_RULES, Change, Normalising
+from proxy.request.migration import SentStream
+from proxy.request.normalising import NO_RULES, Change, Keep, Normalising
 from proxy.request.session import Session
 from proxy.request.tenants import Tenants
-from proxy.request.transcript import SentStream
 from proxy.request.translate import (
     CHAT_PATH,
     RESPONSES_PATH,

@@ -22,9 +22,8 @@ from proxy.errors import cause_of
 from proxy.request.calls import Call, Reply
 from proxy.request.engine_errors import PASSED_ON, cause_of_error
 from proxy.request.gate import Admission
-from proxy.request.migration import Passage
+from proxy.request.migration import Passage, SentStream
 from proxy.request.records import RequestRecord
-from proxy.request.transcript import SentStream
 from proxy.steps.other_leg import PromptHalf
 from proxy.steps.preparation import Ready
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine_adapter.codes import Code
+from engine_adapter.causes import Code
 from scripts.reference.markdown import page, table
 
 
@@ -13,7 +13,7 @@ def errors_page() -> str:
         """
         # Error codes
 
-        `scripts/docs` writes this page from `engine_adapter/codes.py`: the `error.code` of kvpin's own
+        `scripts/docs` writes this page from `engine_adapter/causes.py`: the `error.code` of kvpin's own
         errors. An error of an engine keeps its status, code and further fields; some engines give a number or
         null as code. The [embedded engine](../engines/embedded.md) uses these codes, and a few of its own.
 

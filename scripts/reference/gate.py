@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 from pydantic.fields import FieldInfo
 
-from engine_adapter.codes import Code
+from engine_adapter.causes import Code
 from engine_adapter.prompt.lengths import MAX_CHARS_PER_TOKEN
 from engine_adapter.prompt.sandbox import MAX_S
-from proxy.http.connection_limits import MAX_CONNECTIONS
 from proxy.http.exchange import BODY_BYTES_PER_S, BODY_S
 from proxy.http.http1 import MAX_HEAD
+from proxy.http.listeners import MAX_CONNECTIONS
 from proxy.request.bodies import (
     MAX_ENTRIES,
     MAX_FIELDS,

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from proxy.api.page import text_of
-from proxy.replay.html_report import as_html
-from proxy.replay.report import rows
+from proxy.replay.report import as_html, rows
 from proxy.replay.simulator import ReplayRun, run_all
 from tests.proxy.replay.making import ask, model_of, trace_of
 

@@ -25,7 +25,7 @@ from engine_adapter import (
     PromptTable,
     make_adapter,
 )
-from engine_adapter.http.models import read_models
+from engine_adapter.http.adapter import read_models
 from engine_adapter.types import MESSAGES_ROUTES, EngineSpec, token_array
 from tests.engines import served
 from tests.fake_engines.text import decode

@@ -1,6 +1,6 @@
 """The lists themselves; what kvpin does with them: tests/proxy/request/test_tenants.py."""
 
-from engine_adapter.private_fields import OWN_IDS, PRIVATE_FIELDS, PRIVATE_HEADERS
+from engine_adapter.routes import OWN_IDS, PRIVATE_FIELDS, PRIVATE_HEADERS
 
 
 def test_a_field_is_either_left_out_or_refused():

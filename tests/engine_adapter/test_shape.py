@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_adapter import shape
-from engine_adapter.shape import Shape, is_deeper, shape_of
+from engine_adapter import off_loop
+from engine_adapter.off_loop import Shape, is_deeper, shape_of
 
 ANY = Shape(1 << 60, 1 << 60, 1 << 60)
 JSON = st.recursive(
@@ -38,7 +38,7 @@ def depth(value):
 def test_it_counts_what_a_decoder_finds(value, piece):
     raw = msgspec.json.encode(value)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shape, "_PIECE", piece)
+        patch.setattr(off_loop, "_PIECE", piece)
         found = shape_of(raw, ANY)
     assert found[:2] == counted(value)
 

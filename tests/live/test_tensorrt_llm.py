@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from engine_adapter.tensorrt_llm import poller, pushed
+from engine_adapter.tensorrt_llm import poller
 from proxy.core.audit import Trust
 from proxy.fleet import pool
 from tests.fake_engines.nim import FakeNim, running_nim
@@ -116,7 +116,7 @@ async def test_what_is_predicted_is_reported(tokens_per_block, tenants, count):
 
 async def test_pushed_events_are_followed_as_well(monkeypatch):
     """Over evictions, blocks that go to host memory, and a flush."""
-    monkeypatch.setattr(pushed, "IDLE_CHECK_S", 0.01)
+    monkeypatch.setattr(poller, "IDLE_CHECK_S", 0.01)
     options = {"gpu_blocks": 56, "host_blocks": 28, "pushes": True, "replays": True}
     with running_trtllm(**options) as server:
         publisher = server.fake.publisher

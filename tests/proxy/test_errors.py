@@ -1,7 +1,7 @@
 import pytest
 
 from engine_adapter import EngineRejected
-from engine_adapter.codes import Code
+from engine_adapter.causes import Code
 from proxy import errors
 from proxy.errors import code_of, status_of
 

@@ -15,7 +15,7 @@ import pytest
 
 from engine_adapter import EngineRejected, JsonBody
 from engine_adapter.sglang import requests
-from engine_adapter.sglang.template_input import SGLANG_INPUT
+from engine_adapter.sglang.requests import SGLANG_INPUT
 from engine_adapter.types import TokenIds
 from tests.live.message_variants import compare, model_with_bos
 from tests.live.server_world import installed

@@ -13,7 +13,7 @@ from engine_adapter import EngineRejected, JsonBody
 from engine_adapter.types import TokenIds
 from engine_adapter.vllm import prompts
 from engine_adapter.vllm.adapter import VllmAdapter
-from engine_adapter.vllm.template_input import VLLM_INPUT
+from engine_adapter.vllm.prompts import VLLM_INPUT
 from proxy.prompt.render import CHAT_PATH
 from tests.engines import engine_spec
 from tests.live.message_variants import compare, model_with_bos

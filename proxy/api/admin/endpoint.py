@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from engine_adapter import UNREADABLE, plain_error
-from engine_adapter.codes import Code
+from engine_adapter.causes import Code
 from engine_adapter.off_loop import off_loop
 from proxy.api.admin.request_bodies import PATTERNS
 from proxy.errors import BadRequest, BodyTooLarge

@@ -24,7 +24,7 @@ from proxy.flow import Flow
 from proxy.request.calls import Call, Nobody, Reply
 from proxy.request.gate import Admission
 from proxy.request.stages import Event, Stage
-from proxy.request.translate.dialects import error_body
+from proxy.request.translate.wording import error_body
 
 # Parts of one request that are served at the same time, and the most that their bodies take. Others wait.
 AT_ONCE = 128

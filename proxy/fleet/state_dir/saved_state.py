@@ -26,16 +26,16 @@ from proxy.core.quotas import UseBook
 from proxy.core.retention import Pin, PinBook
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.recall import EngineMemory, Memories, keep
-from proxy.fleet.state_dir.private_files import (
+from proxy.fleet.state_dir.files import (
+    TableFiles,
     UnusableFileError,
+    UseFile,
     make_directory,
     opened,
     read,
     sealed,
     write,
 )
-from proxy.fleet.state_dir.table_files import TableFiles
-from proxy.fleet.state_dir.use_file import UseFile
 from proxy.prompt import PromptTables
 from proxy.request.tenants import Tenants
 

@@ -19,13 +19,20 @@ import msgspec
 from typing_extensions import override
 
 from engine_adapter import JsonBody, read_error
-from engine_adapter.codes import Code
+from engine_adapter.causes import Code
 from proxy.request.stages import Event
-from proxy.request.translate.chats import Chat, ChatUsage, Choice, read_chat
-from proxy.request.translate.dialects import ANTHROPIC
 from proxy.request.translate.fates import STOPS
 from proxy.request.translate.messages_request import MessageRequest
-from proxy.request.translate.translation import BROKEN_OFF, Json, named_event
+from proxy.request.translate.translation import (
+    BROKEN_OFF,
+    Chat,
+    ChatUsage,
+    Choice,
+    Json,
+    named_event,
+    read_chat,
+)
+from proxy.request.translate.wording import ANTHROPIC
 
 # Clients send a thinking block back only if it is signed. kvpin does not check it.
 _SIGNATURE = "kvpin"

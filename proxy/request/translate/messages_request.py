@@ -23,7 +23,7 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from engine_adapter import UNREADABLE, JsonBody
-from engine_adapter.codes import Code
+from engine_adapter.causes import Code
 from engine_adapter.options import plain_error
 from proxy.errors import BadRequest
 from proxy.request.translate.fates import (

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from engine_adapter import JsonBody
-from engine_adapter.codes import Code
+from engine_adapter.causes import Code
 from proxy.errors import BadRequest, NotFound
 from proxy.request.translate.fates import (
     RESPONSE_FIELDS,

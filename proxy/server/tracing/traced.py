@@ -47,7 +47,7 @@ from proxy.core.reasons import Part, reason_of
 from proxy.fleet.lease import Lease
 from proxy.flow import CLIENT_LEFT, Flow
 from proxy.http.exchange import Exchange
-from proxy.observe.reuse import available_tokens
+from proxy.observe.metrics import available_tokens
 from proxy.request.calls import PROMPT_ROUTES, Call
 from proxy.request.gate import Admission
 from proxy.request.records import RequestRecord

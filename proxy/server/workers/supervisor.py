@@ -1,23 +1,21 @@
-"""Starts the workers, watches them, and passes on what signals say.
+"""Notices a process whose event loop stands still.
 
-    SIGTERM, SIGINT  go to all workers, each of which stops as one kvpin does; then the engines stop
-    SIGHUP           the engines follow the settings, and the workers read them again
-    a worker ends    it is started again, after a wait that doubles up to `MAX_BACKOFF_S`
-    a worker hangs   it is killed, and so ends
-
-The supervisor serves no request. If it is killed, its workers stop in order.
+A supervisor or a single kvpin tells systemd that it lives if the unit has WatchdogSec=, by the protocol of
+sd_watchdog_enabled(3). Workers tell their supervisor in the memory that they share.
 """
 
 from __future__ import annotations
 
 import asyncio
 import fcntl
+import json
 import os
 import re
 import secrets
 import shutil
 import signal
 import socket
+import stat
 import sys
 import tempfile
 import time
@@ -26,19 +24,192 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import structlog
+from pydantic import SecretStr
 
-from engine_adapter import EngineSpecError, HttpTransport, ends_with_parent
+from engine_adapter import EngineSpec, EngineSpecError, HttpTransport, ends_with_parent
 from proxy.api.workers.siblings import USES_PATH, ask, socket_of
 from proxy.fleet.process.managed_engine import ManagedEngine, ProcessState, end_of
 from proxy.peers.unix_bus import MAX_PATH_BYTES
 from proxy.runtime.tasks import Supervisor, until
 from proxy.server.checks import check, check_reload, issued_keys, managed_engines
 from proxy.server.workers.fairness import TALLY, ConnectionTally
-from proxy.server.workers.orders import Orders, write_engines, write_refusal
-from proxy.server.workers.watchdog import SILENT_S, Watchdog, until_silent
-from proxy.settings import EngineEntry, ManagedSettings, Settings, SettingsError, engine_changes
+from proxy.settings import (
+    WORKER_VARIABLE,
+    EngineEntry,
+    EngineSettings,
+    ExchangeSettings,
+    ManagedSettings,
+    Settings,
+    SettingsError,
+    StartedSettings,
+    engine_changes,
+    read_engines,
+)
+
+# A worker that is silent for that long hangs, unless systemd says another time.
+SILENT_S = 30.0
+_SOCKET, _TIME, _PROCESS = "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"
+_US_PER_S = 1_000_000
+_ALIVE = b"WATCHDOG=1"
+_LOOKS = 10
+_BEATS = 4
+
+
+class Watchdog:
+    """Tells who started this process that its event loop turns. `silent_s`: after that long without a word,
+    this process counts as hung."""
+
+    def __init__(self, address: str, silent_s: float) -> None:
+        self.silent_s = silent_s
+        self._address = f"\0{address[1:]}" if address.startswith("@") else address
+
+    @classmethod
+    def take(cls) -> Watchdog | None:
+        """The one that the environment asks for. What this process starts does not inherit it."""
+        address, time, process = (os.environ.pop(name, "") for name in (_SOCKET, _TIME, _PROCESS))
+        is_other = process not in ("", str(os.getpid()))
+        if not address.startswith(("/", "@")) or not time.isdecimal() or not int(time) or is_other:
+            return None
+        return cls(address, int(time) / _US_PER_S)
+
+    async def run(self) -> None:
+        """Says so until cancelled. Whether anybody hears it does not matter here."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.setblocking(False)
+            while True:
+                with suppress(OSError):
+                    sender.sendto(_ALIVE, self._address)
+                await asyncio.sleep(self.silent_s / _BEATS)
+
+
+async def until_silent(beats: Callable[[], int], silent_s: float) -> None:
+    """Returns when a worker gives no sign of life any more; `beats` tells how many it has given.
+
+    The start of a worker may take long: until it gave one, it is not missed. Looks are counted, not time:
+    after the whole machine stood still, a worker has time to give one.
+    """
+    missed, before = None, beats()
+    while missed is None or missed < _LOOKS:
+        await asyncio.sleep(silent_s / _LOOKS)
+        if (now := beats()) != before:
+            missed, before = 0, now
+        elif missed is not None:
+            missed += 1
+
+
+# --- orders ---------------------------------------------------------------------------------------------
+# The supervisor's orders to a worker: by an environment variable, and by a file that may change later.
+
+_ENGINES = "engines.json"
+_REFUSED = "refused"
+
+
+class Orders(msgspec.Struct, frozen=True):
+    """The orders to one worker.
+
+    Attributes:
+        number: from 1 to `of`.
+        listeners: descriptors of the listening sockets.
+        directory: the supervisor's own directory, for sockets and the file of engines.
+        follows: it takes the place of a worker that ended.
+        recording_key: the workers' key of recordings, unless the settings have one.
+    """
+
+    number: int
+    of: int
+    listeners: tuple[int, ...]
+    directory: str
+    follows: bool = False
+    recording_key: str = ""
+
+    @classmethod
+    def take(cls) -> Orders | None:
+        """This process's orders; None if it is no worker. What it starts does not inherit them. Raises
+        SettingsError if the variable is there, but no supervisor of this process set it."""
+        text = os.environ.pop(WORKER_VARIABLE, None)
+        if text is None:
+            return None
+        try:
+            orders = msgspec.json.decode(text, type=cls)
+            if Path(orders.directory).is_dir() and all(map(_is_socket, orders.listeners)):
+                return orders
+        except (msgspec.DecodeError, ValueError, OSError):
+            pass
+        raise SettingsError(
+            f"{WORKER_VARIABLE} is set, but this process is no worker of `kvpin serve --workers`: unset it"
+        )
+
+    def variable(self) -> dict[str, str]:
+        """The environment variable that says so."""
+        return {WORKER_VARIABLE: msgspec.json.encode(self).decode()}
+
+    def sockets(self) -> list[socket.socket]:
+        """The listening sockets."""
+        taken = [socket.socket(fileno=number) for number in self.listeners]
+        for listener in taken:
+            listener.set_inheritable(False)
+        return taken
+
+    def settings(self, load: Callable[[], Settings]) -> Settings:
+        """The settings of this worker: those of `load`, but the engines that kvpin starts run already, and
+        the workers share their requests. Raises SettingsError, also if the supervisor has refused them."""
+        refused = Path(self.directory) / _REFUSED
+        if refused.exists():
+            raise SettingsError(refused.read_text(encoding="utf-8"))
+        settings = load()
+        run = read_engines(Path(self.directory) / _ENGINES)
+        started = tuple(StartedSettings.model_validate(dict(engine)) for engine in run)
+        changes: dict[str, Any] = {"engines": (*settings.engines, *started), "managed": ()}
+        changes["name"] = f"{settings.shown_name}/{self.number}"
+        if settings.reuse and settings.exchange is None:
+            changes["exchange"] = ExchangeSettings.model_validate({"url": f"unix:{self.directory}"})
+        if settings.state_dir is not None:
+            changes["state_dir"] = settings.state_dir / f"worker-{self.number}"
+        if settings.record_traffic_key is None and self.recording_key:
+            changes["record_traffic_key"] = SecretStr(self.recording_key)
+        return settings.model_copy(update=changes)
+
+
+def write_engines(directory: Path, specs: list[EngineSpec]) -> None:
+    """Tells workers which engines the supervisor runs, when they read their settings next. Raises OSError."""
+    text = json.dumps({"engines": [_described(spec) for spec in specs]})
+    new = directory / f".{_ENGINES}"
+    new.write_text(text, encoding="utf-8")
+    new.rename(directory / _ENGINES)
+
+
+def write_refusal(directory: Path, error: str | None) -> None:
+    """Tells workers why the supervisor refuses the settings as they are now; None if it takes them over.
+    Raises OSError."""
+    if error is None:
+        (directory / _REFUSED).unlink(missing_ok=True)
+    else:
+        (directory / _REFUSED).write_text(error, encoding="utf-8")
+
+
+def _described(spec: EngineSpec[Any]) -> dict[str, Any]:
+    """An engine in the shape of the settings."""
+    fields = {name: getattr(spec, name) for name in EngineSettings.model_fields}
+    given = {**fields, **msgspec.structs.asdict(spec.options)}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _is_socket(descriptor: int) -> bool:
+    """Raises OSError if nothing is open there."""
+    return stat.S_ISSOCK(os.fstat(descriptor).st_mode)
+
+
+# --- starts the workers, watches them, and passes on what signals say -----------------------------------
+#     SIGTERM, SIGINT  go to all workers, each of which stops as one kvpin does; then the engines stop
+#     SIGHUP           the engines follow the settings, and the workers read them again
+#     a worker ends    it is started again, after a wait that doubles up to `MAX_BACKOFF_S`
+#     a worker hangs   it is killed, and so ends
+#
+# The supervisor serves no request. If it is killed, its workers stop in order.
 
 log = structlog.get_logger(__name__)
 

@@ -8,7 +8,7 @@ import contextlib
 import pytest
 
 from engine_adapter.errors import EngineDied, EngineLost, EngineUnavailable, EngineUnreachable
-from engine_adapter.http import origin
+from engine_adapter.http import client
 from engine_adapter.http.client import HttpTransport
 from engine_adapter.http.transport import OutgoingRequest
 from tests.engine_adapter.http.raw_engine import raw_engine
@@ -115,7 +115,7 @@ async def test_an_address_that_nothing_is_asked_at_any_more_is_forgotten(transpo
 
     async with raw_engine(serve) as (url, _), raw_engine(serve) as (other, _):
         await fetch(transport, url, "GET")
-        monkeypatch.setattr(origin, "UNUSED_S", 0.0)
+        monkeypatch.setattr(client, "UNUSED_S", 0.0)
         with pytest.raises(EngineUnavailable):  # an engine of which no connection is open
             await fetch(transport, "http://127.0.0.1:1/", "GET")
         await asyncio.sleep(0.01)

@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from engine_adapter.errors import EngineDied, EngineGarbled, EngineUnavailable
-from engine_adapter.http import origin
+from engine_adapter.http import client
 from engine_adapter.http.connection import MAX_HEAD_BYTES, MAX_WAITING_BYTES
 from engine_adapter.http.transport import OutgoingRequest
 from tests.engine_adapter.http.raw_engine import raw_engine
@@ -253,7 +253,7 @@ class TestRequests:
     async def test_leave_at_once(self):
         """Nagle's algorithm would hold back a small write until the one before it is acknowledged."""
         async with raw_engine(answering(OK)) as (url, _):
-            connection = await origin.Origin(url.rstrip("/"), None, 1.0).connect()
+            connection = await client.Origin(url.rstrip("/"), None, 1.0).connect()
             sock = connection._transport.get_extra_info("socket")
             assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
             connection.close()
@@ -383,7 +383,7 @@ class TestUploads:
 
 class TestIdleConnections:
     async def test_are_closed_when_they_are_old(self, transport, monkeypatch):
-        monkeypatch.setattr(origin, "KEEPALIVE_S", 0.05)
+        monkeypatch.setattr(client, "KEEPALIVE_S", 0.05)
         async with raw_engine(answering(OK)) as (url, wires):
             await fetch(transport, url)
             await asyncio.wait_for(wires[0].is_left.wait(), 5)
@@ -391,7 +391,7 @@ class TestIdleConnections:
     async def test_that_are_old_are_not_used(self, transport, monkeypatch):
         async with raw_engine(answering(OK)) as (url, wires):
             await fetch(transport, url)
-            monkeypatch.setattr(origin, "KEEPALIVE_S", 0.0)
+            monkeypatch.setattr(client, "KEEPALIVE_S", 0.0)
             await asyncio.sleep(0.02)
             await fetch(transport, url)
             assert len(wires) == 2

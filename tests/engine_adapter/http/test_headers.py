@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine_adapter.http.headers import Headers
+from engine_adapter.http.transport import Headers
 
 HEADERS = Headers([(b"accept", b"a"), (b"x-name", b"caf\xe9"), (b"accept", b"b")])
 

@@ -3,7 +3,7 @@
 import pytest
 
 from engine_adapter.errors import EngineUnavailable
-from engine_adapter.http.models import read_models
+from engine_adapter.http.adapter import read_models
 
 FIRST = {"id": "m", "object": "model", "created": 5, "owned_by": "vllm", "root": "/x", "max_model_len": 9}
 OTHER = {"id": "other", "parent": None, "permission": [{}], "meta": {"n_ctx": 3}}

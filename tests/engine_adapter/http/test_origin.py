@@ -9,7 +9,7 @@ import pytest
 import uvloop
 
 from engine_adapter.errors import EngineUnavailable, EngineUnhealthy, EngineUnreachable
-from engine_adapter.http import origin
+from engine_adapter.http import client
 from engine_adapter.http.client import HttpTransport
 from engine_adapter.http.transport import OutgoingRequest
 from tests.engine_adapter.http.raw_engine import Wire, raw_engine
@@ -68,7 +68,7 @@ async def test_a_name_is_looked_up_again_after_a_while_or_when_it_leads_nowhere(
         names.addresses = [DEAF]
         with pytest.raises(EngineUnreachable, match=r"cannot connect to engine\.internal:\d+: "):
             await ask(transport, named)
-        monkeypatch.setattr(origin, "DNS_S", 0.0)
+        monkeypatch.setattr(client, "DNS_S", 0.0)
         names.addresses = ["127.0.0.1"]
         for _ in range(2):
             await ask(transport, named)
@@ -97,7 +97,7 @@ async def test_a_connection_that_takes_too_long():
     async with raw_engine(silent) as (url, _):
         address = url.replace("http:", "https:").rstrip("/")
         with pytest.raises(EngineUnhealthy, match=r"no answer within 0\.05 s$"):
-            await origin.Origin(address, None, 0.05).connect()
+            await client.Origin(address, None, 0.05).connect()
         transport = HttpTransport(connect_timeout_s=0.05, setting="timeouts.connect_s")
         with pytest.raises(EngineUnhealthy, match=r"no answer within 0\.05 s \(timeouts\.connect_s\)$"):
             await ask(transport, f"{address}/")
@@ -114,13 +114,13 @@ async def test_a_connection_that_takes_too_long():
     ],
 )
 def test_the_host_header(url, host):
-    assert origin.Origin(url, None, 1.0).host == host
+    assert client.Origin(url, None, 1.0).host == host
 
 
 def test_callers_that_leave_while_it_connects_do_not_keep_it_from_closing():
     async def leave_at_each_step():
         async with raw_engine(Wire.left) as (url, _):
-            engine = origin.Origin(url, None, 2)
+            engine = client.Origin(url, None, 2)
             for steps in range(40):
                 caller = asyncio.create_task(engine.connect())
                 for _ in range(steps % 10):

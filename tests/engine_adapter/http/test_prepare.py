@@ -14,12 +14,11 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from engine_adapter import EngineSpecError, EngineUnavailable, HttpTransport
-from engine_adapter.body import JsonBody
+from engine_adapter.body import JsonBody, Upload
 from engine_adapter.http.control import ControlClient
-from engine_adapter.http.headers import Headers
 from engine_adapter.http.prepare import base_url, parts_of, prepare_request, tls_context
+from engine_adapter.http.transport import Headers
 from engine_adapter.types import EngineSpec
-from engine_adapter.upload import Upload
 from tests.engines import served
 
 

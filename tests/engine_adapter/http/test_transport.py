@@ -7,8 +7,7 @@ import pytest
 
 from engine_adapter.errors import EngineDied, EngineUnavailable, EngineUnreachable
 from engine_adapter.http.client import HttpTransport
-from engine_adapter.http.headers import Headers
-from engine_adapter.http.transport import OutgoingRequest, describe
+from engine_adapter.http.transport import Headers, OutgoingRequest, describe
 from tests.fakes import FakeEngine
 
 

@@ -8,8 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from engine_adapter.lmcache.client import Coordinator, LmCacheNode, Scope
-from engine_adapter.lmcache.survey import Site
+from engine_adapter.lmcache.client import Coordinator, LmCacheNode, Scope, Site
 from engine_adapter.types import EngineSpec
 from tests.engines import engine_spec
 from tests.fake_engines.lmcache import FakeLmCache, running_lmcache

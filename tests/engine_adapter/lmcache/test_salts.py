@@ -4,7 +4,7 @@ from itertools import product
 import pytest
 
 from engine_adapter.body import JsonBody
-from engine_adapter.lmcache.salts import embeddings_of, is_under, salt_for, without_lora
+from engine_adapter.lmcache.verbs import embeddings_of, is_under, salt_for, without_lora
 
 TENANT = "kvpin-" + "0" * 32 + "-" + "1" * 32  # kvpin's own are as long as this
 

@@ -2,8 +2,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from engine_adapter.lmcache.client import Coordinator, LmCacheNode
-from engine_adapter.lmcache.survey import survey
+from engine_adapter.lmcache.client import Coordinator, LmCacheNode, survey
 from engine_adapter.types import Capability, EngineSpec
 from tests.engine_adapter.lmcache.conftest import spec_of
 from tests.fake_engines.text import MODEL_DIR

@@ -6,8 +6,7 @@ import pytest
 
 from engine_adapter.errors import EngineUnavailable
 from engine_adapter.lmcache import verbs
-from engine_adapter.lmcache.salts import salt_for
-from engine_adapter.lmcache.verbs import KvMover, TimedPins
+from engine_adapter.lmcache.verbs import KvMover, TimedPins, salt_for
 from engine_adapter.types import KvProgress
 from tests.engine_adapter.lmcache.conftest import PROMPT
 from tests.fake_engines.lmcache import CHUNK_BYTES, Entry

@@ -3,7 +3,7 @@
 import pytest
 
 from engine_adapter.prompt.template_input import ContentFormat
-from engine_adapter.sglang.template_input import SGLANG_INPUT
+from engine_adapter.sglang.requests import SGLANG_INPUT
 
 FUNCTION = {"name": "f", "description": "d", "parameters": {"type": "object"}}
 

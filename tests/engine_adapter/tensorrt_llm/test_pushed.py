@@ -5,7 +5,7 @@ from array import array
 import pytest
 
 from engine_adapter import KvTarget, KvVerb
-from engine_adapter.tensorrt_llm import discovery, poller, pushed
+from engine_adapter.tensorrt_llm import discovery, poller
 from engine_adapter.tensorrt_llm.adapter import TensorRTLLMAdapter
 from engine_adapter.tensorrt_llm.fields import CHAT
 from engine_adapter.types import BlocksRemoved, BlocksStored, CacheCleared, Tier, ViewCurrent, ViewLost
@@ -19,7 +19,7 @@ BEGINNING = [ViewLost("connected"), ViewCurrent(complete=True)]
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(pushed, "IDLE_CHECK_S", 0.02)
+    monkeypatch.setattr(poller, "IDLE_CHECK_S", 0.02)
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ async def test_where_nothing_is_pushed_it_polls(adapter_of):
             stored = [await event() for _ in range(poller.SILENT_PROMPTS)]
             assert sum(len(each.hashes) for each in stored) == 3 * poller.SILENT_PROMPTS
             assert await event() == ViewCurrent(complete=True)
-            assert pushed.NOTHING_PUSHED in adapter.findings()
+            assert poller.NOTHING_PUSHED in adapter.findings()
             assert server.fake.polls > 0
 
 

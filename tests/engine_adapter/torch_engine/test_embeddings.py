@@ -10,7 +10,7 @@ import pytest
 import torch
 from openai import AsyncOpenAI
 
-from engine_adapter.torch_engine.embeddings import AT_ONCE, MAX_TOKENS
+from engine_adapter.torch_engine.completions import AT_ONCE, MAX_TOKENS
 from engine_adapter.torch_engine.model import load_model
 from engine_adapter.torch_engine.protocol import MAX_INPUTS
 from tests.engine_adapter.torch_engine.engine_world import (

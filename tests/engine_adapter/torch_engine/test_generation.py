@@ -10,10 +10,9 @@ import torch
 
 from engine_adapter.errors import EngineUnavailable
 from engine_adapter.torch_engine.engine import MAX_FAILED_STEPS
-from engine_adapter.torch_engine.generation import Generation
 from engine_adapter.torch_engine.options import EmbeddedOptions
 from engine_adapter.torch_engine.requests import Finished, GenerationRequest, RequestRefused, SamplingParams
-from engine_adapter.torch_engine.service import EngineService
+from engine_adapter.torch_engine.service import EngineService, Generation
 from engine_adapter.types import token_array
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)

@@ -12,10 +12,16 @@ import numpy as np
 import pytest
 
 from engine_adapter.prompt.chat import ChatTokenizer
-from engine_adapter.torch_engine.grammar import MAX_GRAMMARS, MAX_WAITING, Grammars
+from engine_adapter.torch_engine.grammar import (
+    MAX_GRAMMARS,
+    MAX_WAITING,
+    Grammars,
+    Structure,
+    structure_of,
+    tool_use_of,
+)
 from engine_adapter.torch_engine.protocol import CompletionRequest
 from engine_adapter.torch_engine.requests import RequestRefused
-from engine_adapter.torch_engine.structure import Structure, structure_of, tool_use_of
 from engine_adapter.torch_engine.tool_calls import HERMES
 from engine_adapter.torch_engine.web import ApiError
 

@@ -11,8 +11,8 @@ import openai
 import pytest
 
 from engine_adapter.prompt.chat import ChatTokenizer
+from engine_adapter.torch_engine.grammar import ToolUse
 from engine_adapter.torch_engine.prepare import _shows_special
-from engine_adapter.torch_engine.structure import ToolUse
 from engine_adapter.torch_engine.tool_calls import HERMES, MISTRAL
 from engine_adapter.types import TOOL_S
 

@@ -5,9 +5,9 @@ from array import array
 import pytest
 import torch
 
+from engine_adapter.torch_engine.attention import KvStorage
 from engine_adapter.torch_engine.kv_cache import KvSequence
 from engine_adapter.torch_engine.runner import Runner, Work
-from engine_adapter.torch_engine.storage import KvStorage
 from tests.engine_adapter.torch_engine.engine_world import tiny
 
 SIZE = 4

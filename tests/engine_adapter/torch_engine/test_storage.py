@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from engine_adapter.torch_engine.attention import LayerShape
-from engine_adapter.torch_engine.storage import STAGED_BLOCKS, KvStorage, _runs, bytes_per_token
+from engine_adapter.torch_engine.attention import STAGED_BLOCKS, KvStorage, LayerShape, _runs, bytes_per_token
 
 SHAPES = [LayerShape(2, 4, 4), LayerShape(1, 6, 4), LayerShape(2, 4, 3)]
 

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from engine_adapter.torch_engine.grammar import MAX_BYTES, MAX_GRAMMAR_BYTES, structure_of, tool_use_of
 from engine_adapter.torch_engine.protocol import CompletionRequest
-from engine_adapter.torch_engine.structure import MAX_BYTES, MAX_GRAMMAR_BYTES, structure_of, tool_use_of
 from engine_adapter.torch_engine.tool_calls import HERMES, MISTRAL, ListedCalls, MarkedCalls, NamedCall
 from engine_adapter.torch_engine.web import ApiError
 

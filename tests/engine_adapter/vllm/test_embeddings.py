@@ -13,7 +13,7 @@ import torch
 
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected
-from engine_adapter.vllm.embeddings import has_embeddings, render
+from engine_adapter.vllm.requests import has_embeddings, render
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 PLACE = 4096

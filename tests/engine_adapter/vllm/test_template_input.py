@@ -4,7 +4,7 @@ import pytest
 
 from engine_adapter.prompt.forms import BILLING
 from engine_adapter.prompt.template_input import ContentFormat
-from engine_adapter.vllm.template_input import VLLM_INPUT
+from engine_adapter.vllm.prompts import VLLM_INPUT
 
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
 SAID = {"role": "assistant", "content": "hi"}

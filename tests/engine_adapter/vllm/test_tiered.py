@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from engine_adapter import EngineRejected, EngineSpecError, JsonBody, NotSupported, make_adapter
 from engine_adapter.lmcache import verbs
-from engine_adapter.lmcache.salts import salt_for
+from engine_adapter.lmcache.verbs import salt_for
 from engine_adapter.types import (
     BelowGpu,
     BlocksRemoved,

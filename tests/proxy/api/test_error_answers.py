@@ -27,7 +27,7 @@ from engine_adapter import (
     NotSupported,
     PromptTableError,
 )
-from engine_adapter.codes import Code
+from engine_adapter.causes import Code
 from proxy import errors
 from proxy.api.error_answers import error_response, handle, handle_http
 

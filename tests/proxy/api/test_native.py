@@ -6,7 +6,7 @@ import pytest
 
 from engine_adapter.llama_server.routes import ROUTES as LLAMA
 from engine_adapter.llama_server.routes import SERVED
-from engine_adapter.vllm.routes import ROUTES as VLLM
+from engine_adapter.vllm.options import ROUTES as VLLM
 from proxy.fleet.engine import EngineState
 from tests.fakes import INFO, FakeAdapter, FakeEngine, is_openai_error
 

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from proxy.cli.main import app
-from proxy.replay.recorded import Recording, RecordingLine
+from proxy.replay.trace import Recording, RecordingLine
 from tests.proxy.replay.test_advise import LONG, chat, line
 
 

@@ -3,7 +3,7 @@ import hashlib
 import pytest
 
 from proxy.core.issued_keys import IssuedKey
-from proxy.fleet.state_dir.key_book_file import KeyBookFile
+from proxy.fleet.state_dir.files import KeyBookFile
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ from proxy.cli.replay_options import (
 from proxy.replay.figures import FigureSource
 from proxy.replay.plan import P99Target
 from proxy.replay.policy_names import POLICIES
-from proxy.replay.recorded import RecordedFigures
 from proxy.replay.simulated_engine import EngineModel
+from proxy.replay.trace import RecordedFigures
 
 TRACES = Path(__file__).parents[2] / "data" / "traces"
 DOCS = Path(__file__).parents[3] / "docs" / "replay.md"

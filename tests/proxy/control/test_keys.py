@@ -11,7 +11,7 @@ from proxy.control.keys import IssuedKeys, notes_of, used_engines
 from proxy.core.issued_keys import IssuedKey, KeyBook
 from proxy.errors import NotFound, ProxyError
 from proxy.fleet.engine import EngineState
-from proxy.fleet.state_dir.key_book_file import KeyBookFile
+from proxy.fleet.state_dir.files import KeyBookFile
 
 PLAIN = {"tenant": None, "name": "", "models": None, "expires": None}
 

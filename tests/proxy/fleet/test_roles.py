@@ -8,9 +8,9 @@ from engine_adapter import EngineRejected, Role
 from engine_adapter.sglang.rendezvous import BootstrapRoom
 from engine_adapter.vllm.nixl import NixlPull
 from proxy.core.admission import Needs
+from proxy.fleet.destinations import of_role, of_sharing
 from proxy.fleet.engine import EngineState
 from proxy.fleet.fleet import Fleet
-from proxy.fleet.roles import of_role, of_sharing
 from proxy.prompt import Prompt
 from tests.fakes import INFO, FakeAdapter, add_ready
 

@@ -12,13 +12,13 @@ import uvicorn
 from structlog.testing import capture_logs
 from uvicorn.server import ServerState
 
-import proxy.http.connection_limits
 import proxy.http.exchange
 import proxy.http.http1
+import proxy.http.listeners
 from proxy.api.error_answers import error_response
 from proxy.errors import NoEngine, ProxyError
-from proxy.http.connection_limits import RESERVE, ConnectionLimits, Permission, connection_limit
 from proxy.http.http1 import IDLE_S, Http1Protocol
+from proxy.http.listeners import RESERVE, ConnectionLimits, Permission, connection_limit
 from tests.engines import served
 
 WAIT_S = 20
@@ -217,7 +217,7 @@ class TestTooMany:
             until = time.monotonic() + WAIT_S
             while b" 503 " not in ask(connect(), b"/"):
                 assert time.monotonic() < until
-            monkeypatch.setattr(proxy.http.connection_limits, "RESERVE", 0)
+            monkeypatch.setattr(proxy.http.listeners, "RESERVE", 0)
             told = [connect() for _ in range(5)]  # only the last one waits for its client
             assert [is_turned_away(everything(each)) for each in told] == [True] * 5
 
@@ -284,7 +284,7 @@ def test_the_limit_follows_the_files_that_the_machine_allows(monkeypatch):
     assert limits[-1] == (4096, 4096)
     for files, limit in (
         (256, 32),
-        (65_536, proxy.http.connection_limits.MAX_CONNECTIONS),
+        (65_536, proxy.http.listeners.MAX_CONNECTIONS),
         (resource.RLIM_INFINITY, 16_384),
     ):
         limits.append((files, files))

@@ -10,10 +10,10 @@ import pytest
 import trustme
 from structlog.testing import capture_logs
 
-import proxy.http.handshake
-from proxy.http.connection_limits import RESERVE, ConnectionLimits
-from proxy.http.handshake import over_tls
+import proxy.http.tls
 from proxy.http.http1 import Http1Protocol
+from proxy.http.listeners import RESERVE, ConnectionLimits
+from proxy.http.tls import over_tls
 from tests.engines import served
 
 WAIT_S = 60
@@ -81,7 +81,7 @@ def test_silent_ones_make_room_when_they_are_many(connect, trusts):
 
 
 def test_a_handshake_has_its_time(connect, trusts, monkeypatch, caplog):
-    monkeypatch.setattr(proxy.http.handshake, "HANDSHAKE_S", 0.2)
+    monkeypatch.setattr(proxy.http.tls, "HANDSHAKE_S", 0.2)
     with caplog.at_level(logging.WARNING):
         assert is_over(connect())
     assert not caplog.records

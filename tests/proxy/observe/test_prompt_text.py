@@ -2,8 +2,8 @@
 
 from hashlib import blake2b
 
-from proxy.observe.prompt_text import BLOCK_BYTES, text_blocks
-from proxy.replay.recorded import ALL
+from proxy.observe.recorder import BLOCK_BYTES, text_blocks
+from proxy.replay.trace import ALL
 
 LONG = "a tide table for every port, " * 40
 

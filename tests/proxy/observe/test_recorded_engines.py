@@ -2,7 +2,7 @@ import pytest
 
 from proxy.core.placement.decision import Cost
 from proxy.core.placement.load import LoadSample, Work
-from proxy.observe.recorded_engines import EngineWatch, seconds_per_token
+from proxy.observe.recorder import EngineWatch, seconds_per_token
 from proxy.request.records import RequestRecord
 from tests.kv_world import KvFake, kv_world
 from tests.placements import placement_of

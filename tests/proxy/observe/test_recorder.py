@@ -18,8 +18,7 @@ from proxy.core.placement.decision import Cost
 from proxy.observe import recorder as module
 from proxy.observe.recorder import BLOCK_TOKENS, Hasher, Recorder, client_of, line_of
 from proxy.prompt import Prompt
-from proxy.replay.recorded import RecordedEngine
-from proxy.replay.trace import TraceError, read_trace
+from proxy.replay.trace import RecordedEngine, TraceError, read_trace
 from proxy.request.records import RequestRecord
 from proxy.request.session import Session
 from proxy.settings import SettingsError

@@ -5,9 +5,8 @@ import pytest
 from proxy.core.placement.decision import Cost
 from proxy.core.placement.load import LoadSample, Work
 from proxy.fleet.fleet import Fleet
-from proxy.observe import reuse
-from proxy.observe.metrics import Metrics
-from proxy.observe.reuse import SavedPrefill, available_tokens
+from proxy.observe import metrics
+from proxy.observe.metrics import Metrics, SavedPrefill, available_tokens
 from proxy.prompt import Prompt
 from proxy.request.records import RequestRecord
 from tests.fakes import add_ready
@@ -96,7 +95,7 @@ def test_reuse_before_the_first_learned_rate_is_valued_by_that_rate(fleet):
 
 
 def test_not_all_of_it_waits(fleet, monkeypatch):
-    monkeypatch.setattr(reuse, "MAX_WAITING", 2)
+    monkeypatch.setattr(metrics, "MAX_WAITING", 2)
     saved, known = SavedPrefill(fleet), record(placed(1008), 1008)
     for _ in range(5):
         assert list(saved.observe(known)) == []

@@ -14,9 +14,9 @@ from proxy.core.placement.rates import Timings
 from proxy.core.quotas import TenantLimits
 from proxy.fleet.engine import address_of
 from proxy.fleet.fleet import Fleet
+from proxy.peers import peer as told_module
 from proxy.peers import peers as peers_module
-from proxy.peers import told as told_module
-from proxy.peers.told import contents, described
+from proxy.peers.peer import contents, described
 from proxy.request.tenants import ApiKey, Tenants
 from proxy.settings import EngineSettings
 from tests.fakes import INFO, FakeAdapter, add_ready, client_of, proxy_over

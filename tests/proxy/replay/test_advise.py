@@ -7,10 +7,9 @@ from hashlib import blake2b
 import msgspec
 import pytest
 
-from proxy.observe.prompt_text import text_blocks
+from proxy.observe.recorder import text_blocks
 from proxy.replay.advise import AdviceLine, advise, read_recordings
-from proxy.replay.recorded import Recording, RecordingLine
-from proxy.replay.trace import TraceError
+from proxy.replay.trace import Recording, RecordingLine, TraceError
 
 LONG = "a tide table for every port, " * 100
 TOKENS = 1000

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from proxy.replay.answers import answer_blocks
+from proxy.replay.cache import answer_blocks
 from tests.proxy.replay.making import ask, model_of, play
 
 

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from proxy.replay.check import check
+from proxy.replay.figures import check
 from proxy.replay.simulator import simulate
 from tests.proxy.replay.making import ask, model_of, trace_of
 

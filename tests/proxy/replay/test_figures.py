@@ -11,7 +11,7 @@ from proxy.replay.figures import (
     source_of,
     used_figures,
 )
-from proxy.replay.recorded import RecordedFigures
+from proxy.replay.trace import RecordedFigures
 
 CURVE = ((100.0, 0.3), (1000.0, 1.0), (2000.0, 3.0))
 ALL = RecordedFigures(40_000, 9000, CURVE, interference=0.1, restore_tok_s=5000.0, token_s=0.03)

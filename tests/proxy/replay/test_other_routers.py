@@ -1,7 +1,7 @@
 import pytest
 
 from engine_adapter.types import Tier
-from proxy.replay.other_routers import DynamoLike, LlmdDefault, MinTtft, SglangCacheAware
+from proxy.replay.rules import DynamoLike, LlmdDefault, MinTtft, SglangCacheAware
 from tests.proxy.replay.making import Telling, ask, fleet_of
 
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from proxy.replay import plan as module
 from proxy.replay.figures import FigureSource
 from proxy.replay.plan import ENGINES, Need, P99Target, ReplayPlan, doubts, next_count, notes, search
-from proxy.replay.recorded import RecordedFigures
 from proxy.replay.simulator import ReplayRun, run_all
+from proxy.replay.trace import RecordedFigures
 from tests.proxy.replay.making import ask, chats, model_of, trace_of
 
 SOURCES = {"gpu_tokens": FigureSource.GIVEN, "prefill_rate": FigureSource.DEFAULT}

@@ -1,5 +1,4 @@
-from proxy.replay.plot import draw
-from proxy.replay.report import rows
+from proxy.replay.report import draw, rows
 from proxy.replay.simulator import ReplayRun, run_all
 from tests.proxy.replay.making import ask, model_of, trace_of
 

@@ -1,7 +1,7 @@
 from engine_adapter.types import Tier
 from proxy.core.index.match import Match
 from proxy.replay.policy import PolicyChoice, Seeing, cached_tokens
-from proxy.replay.simple import LeastLoaded
+from proxy.replay.rules import LeastLoaded
 from tests.proxy.replay.making import ask, fleet_of
 
 

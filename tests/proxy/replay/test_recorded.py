@@ -1,6 +1,6 @@
 import pytest
 
-from proxy.replay.recorded import RecordedEngine, RecordedFigures, figures_of
+from proxy.replay.trace import RecordedEngine, RecordedFigures, figures_of
 
 
 def engine(name, tok_s=1000, **figures):

@@ -1,6 +1,6 @@
 from collections import Counter
 
-from proxy.replay.simple import BoundedHash, LeastLoaded, RoundRobin, Sticky, affinity
+from proxy.replay.rules import BoundedHash, LeastLoaded, RoundRobin, Sticky, affinity
 from tests.proxy.replay.making import ask, fleet_of
 
 

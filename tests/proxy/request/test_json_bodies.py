@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from engine_adapter.shape import Shape
+from engine_adapter.off_loop import Shape
 from proxy.errors import BadRequest, BodyTooLarge
 from proxy.request.bodies import MAX_ENTRIES, parse
 

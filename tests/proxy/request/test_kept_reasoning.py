@@ -7,8 +7,7 @@ import pytest
 
 from engine_adapter import JsonBody
 from proxy.core.normalise import Rule
-from proxy.request.kept_reasoning import OVERHEAD, KeptReasoning, ReasoningSeen
-from proxy.request.normalising import ChosenRules, Normalising
+from proxy.request.normalising import OVERHEAD, ChosenRules, KeptReasoning, Normalising, ReasoningSeen
 from proxy.request.tenants import ApiKey, Tenants
 from proxy.request.translate import ResponseStore, translations
 from tests.fakes import ASK, CHAT, INFO, FakeAdapter, client_of, event, proxy_over

@@ -13,8 +13,7 @@ import pytest
 from engine_adapter import EngineDiverged, Hold, Resumption
 from engine_adapter.torch_engine.adapter import ToldTokens
 from proxy.core.life import Rules
-from proxy.request.migration import Splice
-from proxy.request.transcript import SentStream, Transcript
+from proxy.request.migration import SentStream, Splice, Transcript
 from tests.fakes import CHAT, DONE, STREAM, FakeAdapter, client_of, event, proxy_over
 from tests.holding import HoldingAdapter
 

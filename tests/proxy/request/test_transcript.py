@@ -2,7 +2,7 @@
 
 import pytest
 
-from proxy.request.transcript import Transcript, is_whole, read_chunk
+from proxy.request.migration import Transcript, is_whole, read_chunk
 from tests.fakes import DONE, event
 
 

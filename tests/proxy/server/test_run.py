@@ -18,7 +18,7 @@ from structlog.testing import capture_logs
 
 from engine_adapter import HttpTransport
 from proxy.core.issued_keys import IssuedKey
-from proxy.fleet.state_dir.key_book_file import KeyBookFile
+from proxy.fleet.state_dir.files import KeyBookFile
 from proxy.http.listeners import listen
 from proxy.server import run
 from proxy.server.run import serve

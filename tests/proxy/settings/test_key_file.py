@@ -6,7 +6,7 @@ import stat
 import pytest
 
 from proxy.settings import SettingsError, check_settings, load_settings
-from proxy.settings.key_file import key_in
+from proxy.settings.loading import key_in
 
 
 def test_a_missing_file_is_made_with_a_random_key_for_its_owner_alone(tmp_path):

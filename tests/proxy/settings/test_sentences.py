@@ -2,7 +2,7 @@ import pytest
 from pydantic import ValidationError
 
 from proxy.settings import Settings
-from proxy.settings.sentences import details_of, plain_message
+from proxy.settings.fields import details_of, plain_message
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,8 @@ from proxy.core.life import Cause, Phase, RetryBudget, Rules
 from proxy.prompt import Prompt
 from proxy.request.calls import Call, Nobody, Reply
 from proxy.request.gate import Admission
+from proxy.request.migration import SentStream
 from proxy.request.records import RequestRecord
-from proxy.request.transcript import SentStream
 from proxy.steps import request
 from proxy.steps.preparation import Ready
 from proxy.steps.request import Request

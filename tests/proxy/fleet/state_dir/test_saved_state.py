@@ -14,7 +14,7 @@ from proxy.fleet.fleet import Fleet
 from proxy.fleet.recall import EngineMemory
 from proxy.fleet.salts import KeptSalts
 from proxy.fleet.state_dir import saved_state as module
-from proxy.fleet.state_dir.private_files import UnusableFileError
+from proxy.fleet.state_dir.files import UnusableFileError
 from proxy.fleet.state_dir.saved_state import (
     FILE,
     SavedState,

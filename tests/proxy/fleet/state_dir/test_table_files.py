@@ -3,7 +3,7 @@ import stat
 
 from structlog.testing import capture_logs
 
-from proxy.fleet.state_dir.table_files import TableFiles
+from proxy.fleet.state_dir.files import TableFiles
 from proxy.prompt import PromptTables
 from tests.kv_world import safetensors_of
 

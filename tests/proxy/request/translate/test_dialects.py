@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from proxy.request.translate.dialects import ANTHROPIC, OPENAI, dialect_of
+from proxy.request.translate.wording import ANTHROPIC, OPENAI, dialect_of
 
 
 @pytest.mark.parametrize(

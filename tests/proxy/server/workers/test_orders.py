@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from engine_adapter import EngineSpec
-from proxy.server.workers.orders import Orders, write_engines, write_refusal
+from proxy.server.workers.supervisor import Orders, write_engines, write_refusal
 from proxy.settings import WORKER_VARIABLE, ManagedSettings, Settings, SettingsError, StartedSettings
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from proxy.server.workers import fairness
 from proxy.server.workers.fairness import ConnectionTally
-from proxy.server.workers.watchdog import Watchdog, until_silent
+from proxy.server.workers.supervisor import Watchdog, until_silent
 from tests.live.conftest import starting_kvpin
 
 
