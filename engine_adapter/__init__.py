@@ -1,23 +1,23 @@
 """All that differs between engines, behind one facade.
 
 `proxy` reaches the adapters only through it. What both sides compute alike, `proxy` imports from its module:
-`prompt/`, `types.py`, `off_loop.py`, `shape.py`.
+`prompt/`, `types.py`, `off_loop.py`.
 
 base.py        the contract of every adapter     types.py       the data both sides share
-errors.py      its errors                        codes.py       error code → HTTP status
-causes.py      cause → retry, blame              detect.py      address → kind
-hold.py        forecasts, and holds on an engine body.py        a request's JSON body; upload.py: other bodies
+errors.py      its errors
+causes.py      cause → retry, blame; error code → HTTP status
+detect.py      address → kind
+hold.py        forecasts, and holds on an engine body.py        a request's body, JSON or not
 registry.py    kind → adapter and options        options.py     settings of one kind
 managed.py     how kvpin starts an engine, and the `kvpin engine` command
-private_fields.py  what clients of several tenants may not send
 transfer.py    KV from the engine that computed it to the one that answers
 
 openai_compatible.py, vllm/, sglang/, tensorrt_llm/, lmdeploy/, nim.py, llama_server/, torch_engine/
                the adapters
 lmcache/       host and disk tier of vLLM        events/        KV events of engines
 http/          HTTP towards engines              prompt/        text → token ids, as engines do it
-off_loop.py    threads for long computations     routes.py      routes beside `/v1`, and WebSockets
-shape.py       what JSON costs to decode         end_with_parent.py  ends what kvpin started, if kvpin dies
+off_loop.py    threads for long computations, what JSON costs
+routes.py      routes beside `/v1`, WebSockets, fields that clients of several tenants may not send
 """
 
 from __future__ import annotations

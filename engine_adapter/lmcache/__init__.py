@@ -1,7 +1,7 @@
 """LMCache as the host and disk tier of vLLM. kvpin asks it over HTTP what it holds and tells it what to move.
 
-survey.py  what a node and its coordinator are    salts.py   salts for KV that LMCache would mix
-client.py  their routes and answers; chunks of a prompt      options.py settings
+client.py  what a node and its coordinator are, their routes and answers; chunks of a prompt
+options.py settings
 verbs.py   offload, restore, flush; pins that expire
 vllm/tiered.py is the adapter that uses it.
 """

@@ -1,7 +1,7 @@
 """The adapter of trtllm-serve.
 
 connect → what the server is (discovery.py)      load   → health, and now and then load figures (stats.py)
-hold    → only fields that it takes (fields.py)  events → pushed (pushed.py) or polled (poller.py, events.py)
+hold    → only fields that it takes (fields.py)  events → pushed or polled (poller.py, events.py)
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ class TensorRTLLMAdapter(HttpAdapter):
 
     @override
     async def events(self, since: EventPosition | None = None) -> AsyncGenerator[KvEvent, None]:
-        """As the server pushes them, else polled, which removes them from it: see pushed.py and poller.py."""
+        """As the server pushes them, else polled, which removes them from it: see poller.py."""
         server = await self._able(Capability.KV_EVENTS)
         endpoints = self.spec.options.endpoints(self.spec.url, None, None)
         self._polls_instead = False

@@ -48,7 +48,7 @@ class Node:
         slot: its place in the pool of `tier`, or GONE.
         refs: running sequences that contain this block. A block with refs lies on the GPU tier.
         pins: pins that protect it. A parent has at least the refs and pins of its child.
-        priority: above 0 while it is retained (see `kv_kept.py`); a parent's is never below its child's.
+        priority: above 0 while it is retained (see below); a parent's is never below its child's.
         kept_until: when the retention ends.
         salt: the cache salt, of a root alone.
     """

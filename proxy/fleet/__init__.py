@@ -4,7 +4,6 @@ fleet.py          all engines and pools
 pool.py           engines that serve one model, and their index
 engine.py         one engine's state
 lease.py          a request's hold on an engine
-roles.py          what the roles of engines lack
 wait_queue.py     the requests of a pool that wait for an engine
 destinations.py   which pool, or which engine, a request may go to
 monitor.py        connects, checks health, drops and reconnects engines

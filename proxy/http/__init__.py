@@ -2,8 +2,6 @@
 
 http1.py              the HTTP/1.1 protocol of a connection
 exchange.py           one request and its answer
-connection_limits.py  the limit on connections
-handshake.py          TLS handshakes under the limit
 listeners.py          sockets, own or handed on
 tls.py                TLS of the port
 uvicorn_inner.py      the undocumented parts of uvicorn that kvpin's server uses

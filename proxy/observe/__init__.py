@@ -4,11 +4,8 @@ banner.py           the text at start
 logs.py             structured logs
 metrics.py          Prometheus metrics
 recorder.py         traffic recordings for `kvpin replay`
-recorded_engines.py the engines' figures in a recording
-prompt_text.py      the hashes of a prompt's text in it, as it is and after each rule
 metric_families.py  their lines on the page
 loop_lag.py         how late the event loop is, and what blocked it
-reuse.py            reuse available, selected, delivered
 live.py             events for those who watch
 gauges.py           metrics that are read at each scrape
 """

@@ -5,11 +5,9 @@ conversations, rates, and what tenants have used. Each kvpin decides alone; sinc
 same, they decide alike. `proxy/core/peers/` defines the messages.
 
 peers.py           one kvpin among several: tells, listens, notices who is lost
-told.py            what a kvpin tells of its engines
 peer.py            another kvpin, as seen here
 owners.py          claims engines that only one kvpin may use
 bus.py             the seam: how frames reach the others
 unix_bus.py        frames through Unix sockets, on one machine
 redis_bus.py       frames through Redis or Valkey, between machines
-sealing.py         proves there that an order to add an engine is the operators'
 """

@@ -3,10 +3,7 @@
     plan → read_trace → simulate → report
 
 trace.py             a file of block hashes → requests
-recorded.py          a recording's lines about its engines
 figures.py           the figures of the engines that a replay simulates
-check.py             whether a replay's first tokens come when the recorded ones did
-answers.py           the blocks that answers leave in a cache
 arrivals.py          when they arrive
 plan.py              plan → runs
 simulator.py         one run, on a virtual clock
@@ -16,12 +13,9 @@ hybrid_cache.py      blocks of an engine with sliding-window layers
 policy.py            the interface of policies
 policy_names.py      policies by name
 kvpin.py             the policy of kvpin itself
-report.py            tables, JSON, CSV
-plot.py              PNG
-html_report.py       one HTML file, from report.html
+report.py            tables, JSON, CSV, PNG, one HTML file
 advise.py            `kvpin advise`: what would let more of a recording come from cache
-simple.py            simple policies: round robin and others
-other_routers.py     the rules of other routers
+rules.py             simple policies, and the rules of other routers
 
 The policy `kvpin` is the proxy's own `core.placement.placer.Placer`.
 """

@@ -157,7 +157,7 @@ def typical_tok_s(curve: Curve) -> float:
 # --- traces: requests with their times, lengths and block hashes, and no text ---------------------------
 # Formats: Mooncake's jsonl (`timestamp` in ms, `input_length`, `output_length`, `hash_ids`, 512 tokens a
 # block), the same with `session_id`, and kvpin's own recordings, which add `block_tokens` and a line about
-# the recording itself (`recorded.py`). Plain or gzip. Several recordings are merged by time.
+# the recording itself. Plain or gzip. Several recordings are merged by time.
 
 # Mooncake's, for lines without `block_tokens`.
 BLOCK_TOKENS = 512

@@ -12,8 +12,6 @@ engine_errors.py   which answers of an engine let another one be tried, and the 
 urgency.py         priority, deadline and cost, in the client's words
 migration.py       which streams go on on another engine after their engine died; joins the rest to
                    the part that the client has
-transcript.py      the part of a stream that its client has
-kept_reasoning.py  the reasoning of the last answers, for clients that do not send it back
 comparison.py      why a request's cache missed
 diagnostics.py     the reason of a cache miss, and what the cache got, as fields of the answer
 normalising.py     which rules change whose prompts

@@ -2,13 +2,11 @@
 
 schema.py             the settings, typed, with their defaults
 engine_settings.py    the settings of engines
-fields.py             what single values may be
+fields.py             what single values may be; validation errors in plain English
 loading.py            flags, environment and file → Settings; an unknown key is an error at start
 flags.py              the short forms of `--engine`, `--managed`, `--engines-from` and `--model-alias`
 changes.py            what differs when the settings are read again
 discovery_sources.py  the addresses of `[[discovery]]`
-key_file.py           the admin key in a file of its own
-sentences.py          validation errors in plain English
 
 A setting that every engine has is a field of `EngineSpec` and of `_EngineSettings` in engine_settings.py. A
 setting of one kind of engine is a field of that kind's options in engine_adapter. Flags, TOML and the admin

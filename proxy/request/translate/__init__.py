@@ -1,14 +1,11 @@
 """Requests of other APIs, served as chats, for engines that lack a route or would run it unpinned.
 
 translation.py        one translated request, and the stage that its answer passes
-dialects.py           how each API words an error
-wording.py            errors about the chat, in the client's words
-chats.py              the answers of chats as engines send them
+wording.py            how each API words an error; errors about the chat, in the client's words
 fates.py              what becomes of each tool, block, item, field and stop reason
 messages.py           Anthropic's Messages API: its answers
 messages_request.py   its requests
 responses.py          OpenAI's Responses API: its answers
-responses_output.py   their items
 responses_request.py  its requests
 responses_items.py    their items
 responses_store.py    what is kept of them

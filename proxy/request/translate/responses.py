@@ -207,7 +207,6 @@ class Output:
 
 # --- responses ------------------------------------------------------------------------------------------
 # OpenAI's Responses API, `/v1/responses` and `/v1/responses/input_tokens`: its answers, from those of chats.
-# responses_output.py    chunks → items and their events
 # responses_request.py   the request: its chat, and what the answer repeats of it
 # responses_items.py     items → messages
 # responses_store.py     the responses that are kept

@@ -9,7 +9,5 @@ none, also when a worker is killed. Its balance is worse: a worker takes 30% to 
 come at once, which `fairness.py` corrects.
 
 supervisor.py      starts, watches, drains and reloads the workers; owns the engines that kvpin starts
-orders.py          what a worker is told when it starts, and asks the others then
 fairness.py        shares the port's connections among them
-watchdog.py        notices a worker that hangs; tells systemd that kvpin does not
 """
