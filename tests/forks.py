@@ -21,6 +21,7 @@ import atexit
 import fcntl
 import importlib
 import os
+import re
 import secrets
 import select
 import selectors
@@ -41,8 +42,12 @@ import msgspec
 ROOT = Path(__file__).parents[1]
 _MOST_BYTES, _MOST_FILES = 1 << 17, 64
 _ABOVE = 512  # descriptors from here on are no process's own
-# Read when a process runs, not when modules are imported.
-_READ_LATE = ("KVPIN_", "OTEL_", "PYTEST_", "ENABLE_KV_CACHE_REUSE")
+# Variables that are read when modules are imported, or before: a fork would not see a change.
+_READ_EARLY = re.compile(
+    r"(?:HF|TRANSFORMERS|TORCH|OMP|MKL|OPENBLAS|GOTO|NUMEXPR|TOKENIZERS|PYTHON|LD|LC|XDG_CACHE|MALLOC)_?.*"
+    r"|HOME|LANG|TZ|FAKETIME.*|NOTIFY_SOCKET"
+)
+_ENVIRONMENT = dict(os.environ)
 
 
 class _Program(NamedTuple):
@@ -94,12 +99,9 @@ class Homes:
     """The fork servers of one test process, by module: each starts at its first use."""
 
     def __init__(self) -> None:
-        self.environment = dict(os.environ)
         self._directory = tempfile.TemporaryDirectory(prefix="kvpin-forks-")
         self.paths = {module: str(Path(self._directory.name, module)) for module in _PROGRAMS}
-        self._servers = [
-            _server(module, path, environment=self.environment) for module, path in self.paths.items()
-        ]
+        self._servers = [_server(module, path) for module, path in self.paths.items()]
         atexit.register(self.close)
 
     def close(self) -> None:
@@ -110,10 +112,6 @@ class Homes:
         for server in self._servers:
             server.wait()
         self._directory.cleanup()
-
-    def take(self, environment: Mapping[str, str]) -> bool:
-        """Whether a process with this environment may be forked."""
-        return _early(environment) == _early(self.environment)
 
 
 _homes: Homes | None = None
@@ -127,7 +125,7 @@ def _path_of(module: str, environment: Mapping[str, str]) -> str | None:
     with _first:
         if _homes is None:
             _homes = Homes()
-    return _homes.paths[module] if _homes.take(environment) else None
+    return _homes.paths[module] if _early(environment) == _early(_ENVIRONMENT) else None
 
 
 def fork_children() -> None:
@@ -213,10 +211,10 @@ class Forked:
 
 
 def _early(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if not name.startswith(_READ_LATE)}
+    return {name: value for name, value in environment.items() if _READ_EARLY.fullmatch(name)}
 
 
-def _server(module: str, path: str, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _server(module: str, path: str) -> subprocess.Popen[bytes]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(path)
         listener.listen(64)
@@ -226,7 +224,7 @@ def _server(module: str, path: str, environment: Mapping[str, str]) -> subproces
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL if _PROGRAMS[module].without else None,  # a warning that it is missing
             pass_fds=[listener.fileno()],
-            env=environment,
+            env=_ENVIRONMENT,
             cwd=ROOT,
         )
 
