@@ -372,6 +372,39 @@ def main() -> None:
 # --- what a forked process starts ---------------------------------------------------------------------------
 
 
+class _Asking:
+    """A request to a fork server from an event loop. If it is cancelled, what was forked ends."""
+
+    def __init__(self, path: str, order: _Order, files: Sequence[int]) -> None:
+        self._path, self._order = path, order
+        self._files = [os.dup(file) for file in files]  # it may take longer than who asks waits
+        self._connection: socket.socket | None = None
+        self._cancelled = False
+        self._turn = threading.Lock()
+
+    async def answer(self) -> tuple[socket.socket, int]:
+        try:
+            return await asyncio.to_thread(self._ask)
+        except asyncio.CancelledError:
+            with self._turn:
+                self._cancelled = True
+                if self._connection is not None:
+                    self._connection.close()
+            raise
+
+    def _ask(self) -> tuple[socket.socket, int]:
+        try:
+            connection, pid = _forked(self._path, self._order, self._files)
+        finally:
+            for file in self._files:
+                os.close(file)
+        with self._turn:
+            self._connection = connection
+            if self._cancelled:
+                connection.close()
+        return connection, pid
+
+
 class _Child:
     """A process that a forked kvpin started, with what kvpin uses of asyncio's."""
 
@@ -450,7 +483,7 @@ def _fork_children(path_of: Callable[[str, Mapping[str, str]], str | None]) -> N
                 own_session=options.get("start_new_session", False),
                 last=signal.SIGTERM,
             )
-            connection, pid = await asyncio.to_thread(_forked, path, order, [*theirs, *passed])
+            connection, pid = await _Asking(path, order, [*theirs, *passed]).answer()
         except BaseException:
             if ours is not None:
                 os.close(ours)

@@ -58,7 +58,7 @@ class World:
         return engine, adapter
 
     async def until(self, condition):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while not condition():  # noqa: ASYNC110 - what is waited for has no event
                 await asyncio.sleep(0.001)
 
