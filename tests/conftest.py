@@ -1,9 +1,12 @@
 """What tests of several packages share."""
 
+import inspect
 import logging
 import os
 import ssl
+from collections.abc import Callable
 from pathlib import Path
+from types import CodeType
 from zlib import crc32
 
 import httpx
@@ -48,9 +51,26 @@ LONGEST = {
 }
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Declares the mark of large sets."""
+    meaning = "one of a large set, of which each run has every n-th; scripts/test-nightly has all"
+    config.addinivalue_line("markers", f"part(n): {meaning}")
+
+
+# Who uses one of these, as a fixture or by calling it, starts a real engine.
+STARTS = {
+    *("llama", "start_llama", "llama_server", "running_llama_server", "running_llama_router", "llama_world"),
+    *("embedded_engine", "start_engine", "running_engine", "running_kvpin", "starting_kvpin"),
+}
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keeps a part of large sets, and lets several workers take the longest files first, so that none is
-    left with one in the end."""
+    """Marks tests of live engines, keeps a part of large sets, and lets several workers take the longest
+    files first, so that none is left with one in the end."""
+    for item in items:
+        if _starts_engine(item):
+            item.add_marker("live")
     if not IS_WHOLE and not config.option.keyword:
         left_out = [item for item in items if not _is_in_part(item)]
         if left_out:
@@ -58,6 +78,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             items[:] = [item for item in items if _is_in_part(item)]
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: -LONGEST.get(item.path.relative_to(ROOT).as_posix(), 0.0))
+
+
+def _starts_engine(item: pytest.Item) -> bool:
+    if not isinstance(item, pytest.Function):
+        return False
+    made = (each.func for all_made in item._fixtureinfo.name2fixturedefs.values() for each in all_made)
+    called = {name for func in (item.function, *made) for name in _code_of(func).co_names}
+    return not STARTS.isdisjoint({*item.fixturenames, *called})
+
+
+def _code_of(function: Callable[..., object]) -> CodeType:
+    return inspect.unwrap(getattr(function, "__func__", function)).__code__
 
 
 def _is_in_part(item: pytest.Item) -> bool:
