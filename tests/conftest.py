@@ -71,7 +71,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if _starts_engine(item):
             item.add_marker("live")
-    if not IS_WHOLE and not config.option.keyword:
+    is_named = config.option.keyword or any("::" in each for each in config.option.file_or_dir)
+    if not IS_WHOLE and not is_named:
         left_out = [item for item in items if not _is_in_part(item)]
         if left_out:
             config.hook.pytest_deselected(items=left_out)
