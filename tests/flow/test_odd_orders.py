@@ -142,7 +142,7 @@ class TestAClientThatDoesNotRead:
 
         a.script = script
         loop = asyncio.get_running_loop()
-        async with proxy_over(a, rules=Rules(total_s=2)) as proxy, _small_socket(proxy) as sock:
+        async with proxy_over(a, rules=Rules(total_s=4)) as proxy, _small_socket(proxy) as sock:
             for number in (1, 2):
                 asked = post("/v1/completions", json.dumps({**ASK, "n": number, "prompt": "x"}).encode())
                 await loop.sock_sendall(sock, asked.replace(b"connection: close\r\n", b""))

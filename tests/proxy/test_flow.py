@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import json
+import time
 from array import array
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -587,7 +588,12 @@ class TestReuse:
         assert await asking == ("a", 0)
         assert made == [1]
 
-    async def test_a_burst_of_one_new_prompt_spreads_over_idle_engines(self, engine, other, proxy, client):
+    async def test_a_burst_of_one_new_prompt_spreads_over_idle_engines(
+        self, engine, other, proxy, client, monkeypatch
+    ):
+        # All are placed in one moment: on a busy machine, later ones would rather wait for the first.
+        now = time.monotonic()
+        monkeypatch.setattr("proxy.fleet.pool.monotonic", lambda: now)
         gate = asyncio.Event()
 
         async def script(exchange):
