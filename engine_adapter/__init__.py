@@ -18,6 +18,7 @@ lmcache/       host and disk tier of vLLM        events/        KV events of eng
 http/          HTTP towards engines              prompt/        text → token ids, as engines do it
 off_loop.py    threads for long computations, what JSON costs
 routes.py      routes beside `/v1`, WebSockets, fields that clients of several tenants may not send
+end_with_parent.py  ends what kvpin started, if kvpin dies
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from __future__ import annotations
 from engine_adapter.base import EngineAdapter
 from engine_adapter.body import UNREADABLE, JsonBody, Named, RawFields, Upload, decode_object
 from engine_adapter.detect import detect_kind
+from engine_adapter.end_with_parent import ends_with_parent
 from engine_adapter.errors import (
     ChatError,
     EngineDied,
@@ -56,7 +58,7 @@ from engine_adapter.http.prepare import base_url, route_of
 from engine_adapter.http.sse import Speech, WholeEvents, is_silent
 from engine_adapter.http.transport import HeaderPairs, Headers, OutgoingRequest
 from engine_adapter.http.usage import UNREAD, read_answer_usage, read_streamed_usage
-from engine_adapter.managed import ends_with_parent, managed_kind, run_engine_cli
+from engine_adapter.managed import managed_kind, run_engine_cli
 from engine_adapter.options import EngineOptions, OptionError, plain_error
 from engine_adapter.registry import (
     ENGINE_KINDS,

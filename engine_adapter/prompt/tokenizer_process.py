@@ -21,8 +21,8 @@ from typing import NoReturn
 
 import msgspec
 
+from engine_adapter.end_with_parent import ends_with_parent
 from engine_adapter.errors import EngineSpecError, EngineUnavailable
-from engine_adapter.managed import ends_with_parent
 from engine_adapter.prompt.chat import ChatTokenizer, check_source, load_transformers
 from engine_adapter.prompt.described import DescribedTokenizer, Description, describe
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from engine_adapter import managed
-from engine_adapter.managed import ends_with_parent
+from engine_adapter import end_with_parent
+from engine_adapter.end_with_parent import ends_with_parent
 
 PARENT = """
 import subprocess, sys
-from engine_adapter.managed import ends_with_parent
+from engine_adapter.end_with_parent import ends_with_parent
 code = "import sys, time; print('up', flush=True); sys.stdout.close(); time.sleep(600)"
 child = subprocess.Popen(ends_with_parent([sys.executable, "-c", code]), stdout=subprocess.PIPE, text=True)
 print(child.pid, child.stdout.readline(), sep="\\n", end="", flush=True)
@@ -74,5 +74,5 @@ def test_nothing_is_started_where_the_parent_has_ended_already(tmp_path):
 
 
 def test_elsewhere_the_command_is_as_it_was(monkeypatch):
-    monkeypatch.setattr(managed.sys, "platform", "darwin")
+    monkeypatch.setattr(end_with_parent.sys, "platform", "darwin")
     assert ends_with_parent(["engine", "--port", "1"]) == ["engine", "--port", "1"]
