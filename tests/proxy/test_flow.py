@@ -22,10 +22,9 @@ from engine_adapter import (
     JsonBody,
     ViewCurrent,
 )
-from proxy.core import life
 from proxy.core.audit import Unchecked
 from proxy.core.index.view import EngineView
-from proxy.core.life import Cause, Rules
+from proxy.core.life import Cause, Rules, life
 from proxy.core.placement.demand import MIN_UTILISATION
 from proxy.fleet.engine import EngineState, order_name
 from proxy.request.session import Session

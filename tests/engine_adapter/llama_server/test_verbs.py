@@ -57,8 +57,7 @@ class TestFlush:
             await asyncio.sleep(0.2)
             return await scheduler.contents.save(slot)
 
-        # The adapter may be saving the other one: it was idle.
-        slot = next(slot for slot in scheduler.contents.table if slot.dirty and slot.operation is None)
+        slot = next(slot for slot in scheduler.contents.table if slot.dirty)
         saving = asyncio.create_task(scheduler.take(slot.id, SlotOperation.SAVE, save))
         await asyncio.sleep(0)
         progress = await world.do(KvVerb.FLUSH)
