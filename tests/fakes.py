@@ -275,6 +275,7 @@ class FakeAdapter(OpenAICompatibleAdapter):
 
     def __init__(self, engine_id="a", url="http://127.0.0.1:1", info=INFO, **options):
         self.spec = EngineSpec("openai_compatible", url, engine_id, **options)  # nothing of it is called
+        self._own_headers = []
         self.info = info
         self.feed: asyncio.Queue = asyncio.Queue()
         self.failures: list[Exception] = []  # raised by the next calls of connect and load

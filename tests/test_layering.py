@@ -1,7 +1,9 @@
 """Checks what an import loads, and how many lines each room has. The linter checks layers."""
 
+import ast
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -34,3 +36,16 @@ def lines_by_room():
 @pytest.mark.parametrize(("room", "lines"), lines_by_room().items())
 def test_a_room_keeps_to_its_budget_of_lines(room, lines):
     assert int(BUDGETS[room]) - SLACK <= lines <= int(BUDGETS[room]), "see tests/budgets.txt"
+
+
+def test_no_module_binds_a_constant_twice():
+    """The functions above the second one would read its value."""
+    twice = []
+    for package in ("proxy", "engine_adapter"):
+        for path in (ROOT / package).rglob("*.py"):
+            body = ast.parse(path.read_text(encoding="utf-8")).body
+            bound = [each for each in body if isinstance(each, ast.Assign | ast.AnnAssign)]
+            names = [name for each in bound for name in ast.walk(each) if isinstance(name, ast.Name)]
+            count = Counter(name.id for name in names if isinstance(name.ctx, ast.Store))
+            twice += [f"{path.name}: {name}" for name in count if name.isupper() and count[name] > 1]
+    assert not twice

@@ -15,7 +15,12 @@ _OF_FUNCTIONS = ("description", "name", "parameters")
 
 
 def _tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{name: tool["function"].get(name) for name in _OF_FUNCTIONS} for tool in tools]
+    return [_function(tool.get("function")) for tool in tools]
+
+
+def _function(function: Any) -> Any:  # noqa: ANN401 - JSON
+    """A tool without a function stays one: the server refuses it."""
+    return {name: function.get(name) for name in _OF_FUNCTIONS} if isinstance(function, dict) else function
 
 
 def _message(message: dict[str, Any], _wanted: ContentFormat) -> dict[str, Any]:

@@ -145,7 +145,6 @@ def _unknown(why: str) -> EngineRejected:
 # --- requests -------------------------------------------------------------------------------------------
 # Changes to a client's request: token ids for text, and questions whose answers the client does not see.
 
-_CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 # With these fields, vLLM does more with a text than tokenise it, or returns it.
 _TEXT_STAYS = (
     "add_special_tokens",

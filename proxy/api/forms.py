@@ -17,8 +17,12 @@ FORM_BYTES_PER_MS = 4 << 20
 # The most fields of a form, bytes of a field's headers, and bytes of a model's name.
 _MAX_FIELDS, _MAX_HEAD, _MAX_NAME = 1024, 8192, 1024
 _BOUNDARY = re.compile(r';\s*boundary=(?:"([^"\\]{1,70})"|([^\s";,]{1,70}))\s*(?:;|$)', re.IGNORECASE)
-# All names of a field, as servers may read them: the first or the last, encoded or not.
-_NAMES = re.compile(rb'\bname\*?\d*\*?\s*=\s*"?([^";\r]*)', re.IGNORECASE)
+# Names and values in another character set than this one are others to kvpin.
+_CHARSET = re.compile(r'charset(?!\s*=\s*"?utf-?8"?\s*(?:;|$))', re.IGNORECASE)
+# All names of a field, as servers may read them: the first or the last, encoded or not. Some take these for
+# white space, too.
+_SPACE = rb"[\s\x1c-\x1f\x85\xa0]*"
+_NAMES = re.compile(rb'\bname\*?\d*\*?%b=%b"?([^";\r]*)' % (_SPACE, _SPACE), re.IGNORECASE)
 _UNUSUAL = "the body is no multipart form, or an unusual one"
 _NEW_LINE, _HEAD_END, _LAST = b"\r\n", b"\r\n\r\n", (b"--", b"--\r\n")
 # Header lines as all servers read them. Some join names in pieces (`name*0`).
@@ -55,8 +59,10 @@ class Form:
 def read_form(body: bytes, kind: str) -> Form:
     """Reads a form. `kind` is its content type. Raises BadRequest if it is none, or an odd one."""
     found = _BOUNDARY.search(kind)
-    if found is None or kind.lower().count("boundary=") > 1:
+    if found is None or kind.lower().count("boundary") > 1:
         raise BadRequest("the content type of a form needs one boundary")
+    if _CHARSET.search(kind) is not None:
+        raise BadRequest("a form is read as UTF-8: its content type must name no other character set")
     mark = b"--" + (found[1] or found[2]).encode("latin-1")
     names, model = list[str](), None
     at = 0 if body.startswith(mark) else -1
@@ -71,7 +77,7 @@ def read_form(body: bytes, kind: str) -> Form:
         if not is_field or _HEAD.fullmatch(head) is None or _IN_PIECES.search(head):
             raise BadRequest(_UNUSUAL)
         given = {each.replace(b"\\", b"").rstrip() for each in _NAMES.findall(head)}
-        names += sorted(unquote(each.decode("latin-1")) for each in given)
+        names += sorted(unquote(each.decode("latin-1")).strip() for each in given)
         if b"model" in given:
             if _MODEL.search(head) is None or head.lower().count(_DISPOSITION) > 1:
                 raise BadRequest(_UNUSUAL, param="model")

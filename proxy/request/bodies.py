@@ -55,7 +55,7 @@ _WHAT = {
 _LIST = ord("[")
 # Fields that decide whose KV, model or engine a request reaches.
 _CHECKED = {"model", "cache_salt", *ADAPTER_FIELDS, *PRIVATE_FIELDS, *OWN_IDS, *HINTS}
-_SHOWN = 64  # characters of a name that an error repeats
+_SHOWN = 64  # characters of a name, or of a content-encoding, that an error repeats
 _decode_items = msgspec.json.Decoder(list[Raw]).decode
 
 
@@ -171,8 +171,6 @@ def _check_length(param: str, entries: list[Raw]) -> None:
 
 
 KNOWN = ("gzip", "deflate", "zstd")
-# Characters of a client's content-encoding that an error repeats.
-_SHOWN = 64
 # Bytes that are unpacked before the limits are looked at again, and about how long that takes.
 _STEP, _STEP_MS = 1 << 20, 4.0
 # zstandard has no limit on what one call unpacks. A block has at least 3 bytes and at most 128 KiB, so these

@@ -188,7 +188,7 @@ class TableFiles:
 # msgpack      a list of pairs: UseKey, Used
 
 _USE_HEAD = b"kvpin-use 1\n"
-_FILE, _UNREAD = "use", "use.unread"
+_USE_FILE, _UNREAD = "use", "use.unread"
 _ARRAY = b"\xdd"  # of msgpack: its length in 4 bytes follows
 _AT_ONCE = 2048
 _decode = msgspec.msgpack.Decoder(list[tuple[UseKey, Used]]).decode
@@ -200,14 +200,14 @@ class UseFile:
     def __init__(self, directory: Path, book: UseBook, left: Sequence[Path] = ()) -> None:
         """Puts what is in the file into `book`, and what is in those of the directories that workers `left`
         because there are more or fewer now. Of one that cannot be used, logs a warning."""
-        self._path, self._book = directory / _FILE, book
+        self._path, self._book = directory / _USE_FILE, book
         self._saved = b""
         self._left = list[Path]()  # files that the first save makes superfluous
         for each in (directory, *left):
             rows = _rows(each)
             book.add(rows or ())
             if each is not directory and rows is not None:
-                self._left.append(each / _FILE)
+                self._left.append(each / _USE_FILE)
 
     async def save(self) -> None:
         """Writes the book, if it has changed. Logs a failure."""
@@ -232,7 +232,7 @@ class UseFile:
 
 def _rows(directory: Path) -> list[tuple[UseKey, Used]] | None:
     """The rows of the file in a directory; None without one that can be read."""
-    path = directory / _FILE
+    path = directory / _USE_FILE
     try:
         return _decode(opened(_USE_HEAD, read(path)))
     except FileNotFoundError:

@@ -186,3 +186,9 @@ def test_chats_as_its_template_gets_them():
     assert '{"description": "d", "name": "f", "parameters": null}' in text
     assert "a\nb" in text
     assert "None" not in text
+
+
+@pytest.mark.parametrize("tool", [{}, {"type": "function"}, {"function": None}, {"function": "f"}])
+def test_a_tool_without_a_function_is_the_servers_to_refuse(tool):
+    chat = ChatTokenizer.load(str(MODEL_DIR)).rendering(LMDEPLOY_INPUT)
+    assert chat.render([{"role": "user", "content": "a"}], tools=[tool])
