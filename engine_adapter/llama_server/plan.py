@@ -248,7 +248,8 @@ def _choice(slot: Slot, kept: int, file: _File | None, given: _Inputs) -> Plan:
     if kept < min(LEAST_SHARED, len(slot.tokens), len(given.prompt)):
         # An empty slot would have to compute these tokens as well. Without this term, all new conversations
         # go through one slot.
-        regret_s += given.rates.prefill_s(in_place)
+        length, prefill_s = len(given.prompt), given.rates.prefill_s
+        regret_s += prefill_s(length) - prefill_s(length - in_place)
     io_s = save_s + (0.0 if file is None else file.seconds)
     cost = Forecast(
         cached_tokens=cached,

@@ -383,8 +383,15 @@ def every_option(prompt, slots, saved, now):
         own = naive_prefix(each.tokens, prompt) if each.salt is None else 0
         options = [(None, own, own)]
         if each.operation is None:
-            gains = [(entry, naive_prefix(entry.tokens, prompt)) for entry in saved if entry.salt is None]
-            options += [(entry, gain, 0) for entry, gain in gains if gain > own and gain >= LEAST_GAIN]
+            most = len(prompt) - 1  # a server computes the last token of each prompt
+            gains = [
+                (entry, min(naive_prefix(entry.tokens, prompt), most))
+                for entry in saved
+                if entry.salt is None
+            ]
+            options += [
+                (entry, gain, 0) for entry, gain in gains if gain > min(own, most) and gain >= LEAST_GAIN
+            ]
         for entry, gain, kept in options:
             if each.pinned_until <= now or kept >= each.pinned:
                 yield each, entry, False, gain, kept
@@ -419,7 +426,8 @@ def every_total(prompt, slots, saved, rates, now):
         prefill = rates.prefill_s(len(prompt) - max(min(gain, len(prompt) - 1), 0))
         later = regret(each, kept, each.length if save_first else each.saved, rates, now)
         if kept < min(LEAST_SHARED, len(each.tokens), len(prompt)):
-            later += rates.prefill_s(max(min(kept, len(prompt) - 1), 0))
+            in_place = max(min(kept, len(prompt) - 1), 0)
+            later += rates.prefill_s(len(prompt)) - rates.prefill_s(len(prompt) - in_place)
         totals[each.id, entry and entry.name, save_first] = wait + io * (1 + others) + prefill + later
     return totals
 
