@@ -68,7 +68,7 @@ def hold_request(
     if session is None or scheduler is None or path not in PINNED_ROUTES:
         return nullcontext(Hold(_without_slot(body)))
     if _is_several(body):
-        return _hold_all(scheduler, _without_slot(body))
+        return _hold_all(scheduler, _without_slot(body).replace(**_NO_SHIFT))
     return _hold_slot(session, scheduler, mirror, path, body, prompt)
 
 

@@ -90,6 +90,20 @@ class TestRequests:
             assert await world.ask(shorter, max_tokens=24, n_cache_reuse=16) == (text, 60, 60)
             assert await world.ask(shorter, max_tokens=24) == (text, 359, 359)
 
+    @pytest.mark.parametrize("flags", [(), ("--cache-reuse", "32")])
+    async def test_nor_is_it_for_several_choices(self, start_llama, flags):
+        server = start_llama(*flags, slots=2, ctx=1024)
+        start, gone, rest = (list(prompt_of(seed, count)) for seed, count in ((1, 60), (2, 100), (3, 300)))
+        async with slot_world(server.url) as world:
+            text, *_ = await world.ask(array("i", start + rest), max_tokens=24, cache_prompt=False)
+            for prompt in (start + gone + rest, start + rest):
+                fields = {"max_tokens": 24, "n": 2, "n_cache_reuse": 16}
+                sent = world.hold(array("i", prompt), **fields)
+                async with sent as hold, await world.sent(hold) as response:
+                    answer = json.loads(await response.read())
+                await world.until(lambda slots: all(slot["operation"] is None for slot in slots))
+            assert [choice["text"] for choice in answer["choices"]] == [text, text]
+
     async def test_the_kv_of_an_adapter_is_not_that_of_its_tokens(self, world):
         await world.ask(prompt_of(1))
         assert (await world.ask(prompt_of(1), lora=[{"id": 0, "scale": 1.0}]))[2] == 0
