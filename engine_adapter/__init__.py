@@ -17,6 +17,7 @@ openai_compatible.py, vllm/, sglang/, tensorrt_llm/, lmdeploy/, nim.py, llama_se
 lmcache/       host and disk tier of vLLM        events/        KV events of engines
 http/          HTTP towards engines              prompt/        text → token ids, as engines do it
 off_loop.py    threads for long computations, what JSON costs
+memory.py      what memory there is              release.py     versions of engines
 routes.py      routes beside `/v1`, WebSockets, fields that clients of several tenants may not send
 end_with_parent.py  ends what kvpin started, if kvpin dies
 """

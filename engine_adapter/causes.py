@@ -106,7 +106,7 @@ class Code(StrEnum):
         413,
         ("the body is longer than `limits.body_bytes`, or than `limits.json_bytes` beside base64"),
     )
-    ENCODED_BODY = "encoded_body", 415, "the body is compressed"
+    ENCODED_BODY = "encoded_body", 415, "the body is compressed, but not by gzip, deflate or zstd"
     MODEL_FAILED = (
         "model_failed",
         424,

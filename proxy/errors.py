@@ -204,6 +204,12 @@ class EngineFailed(ProxyError):
     cause = Cause.ENGINE_GARBLED
 
 
+def message_of(error: Exception) -> str:
+    """What its client, and the record of the request, say of an error."""
+    is_broken = isinstance(error, msgspec.DecodeError) and not isinstance(error, msgspec.ValidationError)
+    return f"the body is not valid JSON: {error}" if is_broken else str(error)
+
+
 def code_of(error: Exception) -> Code:
     """The code of an error: of a bug, too."""
     if isinstance(error, KvpinError):

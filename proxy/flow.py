@@ -29,7 +29,7 @@ from engine_adapter import Capability, EngineLate, EngineLost, JsonBody, NotSupp
 from proxy.core.life import Cause, RetryBudget, Rules
 from proxy.core.placement.decision import Candidate, Placement
 from proxy.core.placement.scores import TIE_S
-from proxy.errors import ANSWERED, ModelRefused, Overloaded, TimeLimit, TooLong, status_of
+from proxy.errors import ANSWERED, ModelRefused, Overloaded, TimeLimit, TooLong, message_of, status_of
 from proxy.fleet.engine import TOKENS_PER_BLOCK
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
@@ -119,7 +119,7 @@ class Flow:
             self._keep_for_diagnosis(call, record, reply)
             await self._live(Request(call, reply, record, admitted, self.rules, self.budget))
         except ANSWERED as error:
-            record.status, record.error = status_of(error), str(error)
+            record.status, record.error = status_of(error), message_of(error)
             if isinstance(error, ModelRefused):
                 record.refusal = error.refusal
             raise

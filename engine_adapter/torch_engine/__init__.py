@@ -13,7 +13,6 @@ engine     engine.py the step loop, in its own thread · requests.py what goes i
            sampling.py the next tokens, random ones
 model      model.py loads it and checks its answers
            runner.py one forward pass · attention.py where KV lies, attention over it
-           memory.py what memory there is
 KV cache   kv_cache.py sequences and blocks · kv_tree.py the prefix tree over two tiers, and its events
            kv_node.py its parts, retention
            kv_cache.py has flush, offload, restore and pin, too

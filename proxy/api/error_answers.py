@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
 from engine_adapter.causes import Code
-from proxy.errors import ANSWERED, code_of, status_of
+from proxy.errors import ANSWERED, code_of, message_of, status_of
 from proxy.headers import REQUEST_ID_HEADER
 from proxy.request.translate.wording import NO_MORE, OPENAI, Dialect, error_body
 
@@ -18,11 +17,9 @@ _CODES = {code.status: code for code in (Code.INVALID_VALUE, Code.NOT_FOUND, Cod
 
 def error_response(error: Exception, request_id: str | None = None, dialect: Dialect = OPENAI) -> Response:
     """The answer to a failed request. The text of a bug, which may hold anything, stays in the log."""
-    code, message = code_of(error), str(error)
+    code, message = code_of(error), message_of(error)
     if not isinstance(error, ANSWERED):
         message = "kvpin failed on this request; the log has the details"
-    elif isinstance(error, msgspec.DecodeError) and not isinstance(error, msgspec.ValidationError):
-        message = f"the body is not valid JSON: {error}"
     status = status_of(error)
     body = dialect.error(
         status,

@@ -43,6 +43,7 @@ from proxy.errors import (
     NoEngine,
     RateLimited,
     cause_of,
+    message_of,
     status_of,
 )
 from proxy.flow import Flow, longer_than_total
@@ -234,7 +235,7 @@ class DataPlane:
     def _record(self, call: Call, error: Exception, reply: Reply) -> None:
         """Notes a request that is refused before the flow."""
         record = RequestRecord.of(call)
-        record.status, record.error, record.duration_s = status_of(error), str(error), 0.0
+        record.status, record.error, record.duration_s = status_of(error), message_of(error), 0.0
         record.cause, record.refusal = cause_of(error), getattr(error, "refusal", None)
         reply.recorded = True
         self.flow.requests.add(record)

@@ -40,10 +40,11 @@ _FLAGS = {name: f"--{name.replace('_', '-')}" for name in _SAME} | {
     "expires": "--expires",
     "extra_id": "--extra-id",
     "table_id": "--id",
+    "new_tenant": "--new-tenant",
 }
 # Field names in messages: after a path, or by names that cannot be English words.
 _PATH = re.compile(r"^(.*) - at `\$\.(\w+)([^`]*)`$")
-_FIELD = re.compile(r"\b(token_ids|prompt_cache_key|cache_salt|ttl_s|extra_id|table_id)\b")
+_FIELD = re.compile(r"\b(token_ids|prompt_cache_key|cache_salt|ttl_s|extra_id|table_id|new_tenant)\b")
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
 

@@ -10,4 +10,5 @@ owners.py          claims engines that only one kvpin may use
 bus.py             the seam: how frames reach the others
 unix_bus.py        frames through Unix sockets, on one machine
 redis_bus.py       frames through Redis or Valkey, between machines
+sealing.py         proves there that an order to add an engine is the operators'; imports no redis
 """

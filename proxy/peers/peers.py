@@ -38,7 +38,7 @@ from proxy.fleet.fleet import Fleet
 from proxy.peers.bus import Bus, BusCallbacks
 from proxy.peers.owners import Owners, ToldClaim
 from proxy.peers.peer import ExchangeCounts, ExchangeStats, Peer, contents, described
-from proxy.peers.redis_bus import NEEDS_KEY, Sealing, secret_of
+from proxy.peers.sealing import NEEDS_KEY, Sealing, secret_of
 from proxy.request.tenants import Tenants
 from proxy.runtime.tasks import Supervisor
 

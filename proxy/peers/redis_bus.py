@@ -1,22 +1,18 @@
-"""Seals operators' orders on an exchange that others than this user may read and write.
+"""Frames between kvpins of several machines, through a channel of Redis or Valkey.
 
-An engine that is added gets prompts. So a kvpin takes such an order only from one that has the same admin
-key, and tells no engine's key or headers. All other orders can do no more harm than the other messages.
+A channel carries a message to the present listeners and keeps none. While the server is gone, this kvpin
+works alone.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import structlog
-from msgspec.structs import replace
 from redis.asyncio import Redis
 from redis.asyncio.client import PubSub
 from redis.asyncio.connection import parse_url
@@ -24,62 +20,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
 
-from proxy.core.engine_book import EngineMark, encode_marks
 from proxy.peers.bus import BusCallbacks
-
-# Settings of an engine that are told to nobody who may listen.
-_SECRET = ("api_key", "headers")
-
-
-NEEDS_KEY = "the key itself (admin_key_file), not its digest (sha256:…)"
-"""What kvpins must be given to seal and to sign."""
-_HASHED = "sha256:"
-
-
-def secret_of(admin_key: str | None) -> bytes | None:
-    """What seals and signs for the kvpins that have this admin key. None if the settings have none, or only
-    its digest: that stands in files that others may read, and must open and sign nothing."""
-    return None if admin_key is None or admin_key.startswith(_HASHED) else admin_key.encode()
-
-
-class Sealing:
-    """Seals the orders to add engines, and checks the seals of others."""
-
-    def __init__(self, admin_key: Callable[[], str | None]) -> None:
-        """`admin_key` gives the key of the operators now. Only the key itself seals, see `secret_of`."""
-        self._admin_key = admin_key
-
-    def told(self, marks: Iterable[EngineMark]) -> list[EngineMark]:
-        """Those that may be told, sealed."""
-        key = secret_of(self._admin_key())
-        return [
-            replace(mark, seal=_seal(mark, key)) if mark.added and key else mark
-            for mark in marks
-            if not mark.added or (key and not _is_secret(mark))
-        ]
-
-    def heard(self, marks: Iterable[EngineMark]) -> list[EngineMark]:
-        """Those that a kvpin of the group told."""
-        key = secret_of(self._admin_key())
-        return [
-            replace(mark, seal=b"")
-            for mark in marks
-            if not mark.added or (key and hmac.compare_digest(mark.seal, _seal(mark, key)))
-        ]
-
-
-def _seal(mark: EngineMark, key: bytes) -> bytes:
-    return hmac.digest(key, encode_marks([replace(mark, seal=b"")]), hashlib.sha256)
-
-
-def _is_secret(mark: EngineMark) -> bool:
-    settings = msgspec.json.decode(mark.added)
-    return any(settings.get(name) for name in _SECRET)
-
-
-# --- frames between kvpins of several machines, through a channel of Redis or Valkey --------------------
-# A channel carries a message to the present listeners and keeps none. While the server is gone, this kvpin
-# works alone.
 
 log = structlog.get_logger(__name__)
 

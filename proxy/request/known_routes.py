@@ -3,7 +3,7 @@ a wrong path means."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 
 from engine_adapter import NATIVE_ROUTES, route_of
@@ -54,10 +54,12 @@ def check_route(method: str, path: str) -> None:
     else:
         is_open = f"{read} {''.join(route.split('/', 4)[4:])}" in _OF_A_RESPONSE
     if not is_open:
+        meant = _nearest(route, [*OPEN["POST"], *OPEN["GET"], "/v1/models"])
+        hint = f" (did you mean {meant}?)" if meant is not None else ""
         raise Forbidden(
-            f"kvpin refuses {method} {path.partition('?')[0]}: its API keys belong to several tenants, and "
-            "it cannot tell whose objects engines keep there. Use one tenant, or for each tenant a kvpin "
-            f"with engines of its own{did_you_mean(route)}"
+            f"kvpin refuses {method} {path.partition('?')[0]}{hint}: its API keys belong to several "
+            "tenants, and it cannot tell whose objects engines keep there. Use one tenant, or for each "
+            "tenant a kvpin with engines of its own"
         )
 
 
@@ -76,9 +78,14 @@ def of_lacking(route: str, message: str) -> str:
 
 def did_you_mean(route: str) -> str:
     """The end of a sentence about a route that does not exist: the known one that it is like, if any."""
-    if route in _KNOWN:
-        return ""
-    nearest = get_close_matches(route, _KNOWN, 1, _ALIKE)
-    if not nearest and route.strip("/"):
-        nearest = [known for known in _KNOWN if known.startswith(f"{route.rstrip('/')}/")]
-    return f"; did you mean {nearest[0]}?" if nearest else ""
+    meant = _nearest(route, _KNOWN)
+    return f"; did you mean {meant}?" if meant is not None else ""
+
+
+def _nearest(route: str, among: Sequence[str]) -> str | None:
+    """The route that one which does not exist is like; None if there is none, or if it exists."""
+    if route in _KNOWN or not route.strip("/"):
+        return None
+    nearest = get_close_matches(route, among, 1, _ALIKE)
+    begun = (known for known in among if known.startswith(f"{route.rstrip('/')}/"))
+    return nearest[0] if nearest else next(begun, None)

@@ -402,9 +402,10 @@ class Settings(BaseSettings):
                 yield f"model_aliases: {alias!r} stands for {model!r}, which is an alias too: name its model"
 
     def _faults_of_keys(self) -> Iterator[str]:
-        digests = {entry.digest for entry in self.api_keys}
-        if len(digests) < len(self.api_keys):
-            yield "api_keys contains the same key twice"
+        digests = dict[bytes, int]()
+        for place, entry in enumerate(self.api_keys):
+            if (first := digests.setdefault(entry.digest, place)) != place:
+                yield f"api_keys[{first}] and api_keys[{place}] have the same key: a key is named once"
         for name, key in (("admin_key", self.admin_key), ("metrics_key", self.metrics_key)):
             if key is not None and key_digest(key.get_secret_value()) in digests:
                 yield f"{name} must differ from every key in api_keys"

@@ -77,7 +77,11 @@ REQUEST_HEADERS = (
     OfRequest(DEADLINE_HEADERS, "seconds that the client waits"),
     OfRequest(("content-type",), "on routes of files: a form, or a file"),
     OfRequest(("content-length", "expect"), "the length of the body, and whether to ask for it"),
-    OfRequest(("content-encoding",), "a compressed body is refused"),
+    OfRequest(
+        ("content-encoding",),
+        "`gzip`, `deflate` or `zstd`: kvpin unpacks a JSON body, and the engine gets it plain; any other is "
+        "refused",
+    ),
     OfRequest(
         ("origin", "access-control-request-method", "access-control-request-headers"),
         "the [web page](api.md#web-pages) that asks",

@@ -138,6 +138,7 @@ def test_no_address(capsys, url):
             {"error": {"message": "token_ids is empty", "param": "token_ids"}},
             "kvpin: --token-ids is empty (404)",
         ),
+        ({"error": {"message": "new_tenant makes one", "param": "tenant"}}, "--new-tenant makes one (404)"),
         ({"error": {"message": "plain", "param": None}}, "plain (404)"),
         ({"error": {"message": "limit must be 1", "param": "limit"}}, "kvpin: --limit must be 1 (404)"),
         (b"<html>", "404 Not Found"),

@@ -113,7 +113,14 @@ async def test_any_other_route_is_refused(client, engine, method, path):
 
 async def test_a_wrong_path_has_a_hint(client):
     answer = await client.post("/v1/mesages", json={"model": "m"}, headers=KEYS["a"])
-    assert answer.json()["error"]["message"].endswith("did you mean /v1/messages?")
+    said = "kvpin refuses POST /v1/mesages (did you mean /v1/messages?): its API keys belong to several"
+    assert answer.json()["error"]["message"].startswith(said)
+
+
+@pytest.mark.parametrize("path", ["/v1/video", "/v1/files/a", "/v1/file"])
+async def test_no_hint_leads_to_a_route_that_is_refused(client, path):
+    answer = await client.get(path, headers=KEYS["a"])
+    assert "did you mean" not in answer.json()["error"]["message"]
 
 
 def test_which_routes_of_adapters_are_refused():
