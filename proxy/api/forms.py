@@ -24,7 +24,8 @@ _CHARSET = re.compile(r'charset(?!\s*=\s*"?utf-?8"?\s*(?:;|$))', re.IGNORECASE)
 _SPACE = rb"[\s\x1c-\x1f\x85\xa0]*"
 _NAMES = re.compile(rb'\bname\*?\d*\*?%b=%b"?([^";\r]*)' % (_SPACE, _SPACE), re.IGNORECASE)
 _UNUSUAL = "the body is no multipart form, or an unusual one"
-_NEW_LINE, _HEAD_END, _LAST = b"\r\n", b"\r\n\r\n", (b"--", b"--\r\n")
+_NEW_LINE, _HEAD_END = b"\r\n", b"\r\n\r\n"
+_LAST = (b"--", b"--\r\n", b"--\r\n\r\n")  # Ruby's clients end with an empty line
 # Header lines as all servers read them. Some join names in pieces (`name*0`).
 _HEAD = re.compile(rb"(?:\r\n[!#-'*+.0-9A-Z^-z|~-]+:[^\0\r\n]*)+")
 _IN_PIECES = re.compile(rb"\bname\*\d", re.IGNORECASE)
@@ -68,7 +69,7 @@ def read_form(body: bytes, kind: str) -> Form:
     at = 0 if body.startswith(mark) else -1
     for _ in range(_MAX_FIELDS):
         head_at = at + len(mark)
-        if at >= 0 and len(body) - head_at <= len(_LAST[1]) and body[head_at:] in _LAST:
+        if at >= 0 and len(body) - head_at <= len(_LAST[-1]) and body[head_at:] in _LAST:
             return Form(names, model)
         head_end, after = body.find(_HEAD_END, head_at, head_at + _MAX_HEAD), body.find(mark, head_at)
         start, end = head_end + len(_HEAD_END), after - len(_NEW_LINE)

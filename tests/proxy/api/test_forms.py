@@ -56,6 +56,7 @@ def test_the_name_is_found_whatever_stands_around_it(name, content):
 def test_a_form_without_a_name(parts):
     assert read(form(*parts)) is None
     assert read(form(*parts).removesuffix(b"\r\n")) is None
+    assert read(form(*parts) + b"\r\n") is None  # as Ruby's multipart-post ends one
 
 
 @pytest.mark.parametrize(
