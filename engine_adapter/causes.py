@@ -1,9 +1,15 @@
-"""The codes of errors: `error.code` of an answer, for programs. docs/reference/errors.md shows them."""
+"""Why a request, or its attempt on one engine, ended. This one table has all consequences of each cause.
+
+If the cause allows it, another engine is tried. The request's cause is that of its last attempt.
+"""
 
 from __future__ import annotations
 
 from enum import Enum, StrEnum
 from typing import Self
+
+# --- codes ----------------------------------------------------------------------------------------------
+# The codes of errors: `error.code` of an answer, for programs. docs/reference/errors.md shows them.
 
 _TYPES = {
     401: "authentication_error",
@@ -145,8 +151,6 @@ class Code(StrEnum):
 
 
 # --- causes ---------------------------------------------------------------------------------------------
-# Why a request, or its attempt on one engine, ended. This one table has all consequences of each cause.
-# If the cause allows it, another engine is tried. The request's cause is that of its last attempt.
 
 
 class Blame(Enum):

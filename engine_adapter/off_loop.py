@@ -1,7 +1,15 @@
-"""The shape of JSON, counted before it is decoded.
+"""Keeps long computations off the event loop: a few threads of their own, which tenants share fairly.
 
-Decoding takes time and memory for each value, more than for each byte: 51 MiB of `[],` took 9 s and 1.8 GB.
-Here a body is read in pieces, with a few C calls for each. Between pieces, other threads may run.
+A tenant has at most half of the threads. Work that waits for a thread is taken from the tenants in turn, so a
+tenant waits for its own work, and for at most one piece of each other tenant's. All work is charged to the
+tenant of the request: the context variable `PAYER`.
+
+Only work that computes belongs here. What waits for a disk uses `asyncio.to_thread`: it would hold up these
+threads. uvloop looks up names in threads of its own.
+
+All threads share the interpreter's lock. An encoder releases it, and Python code gives it up every 0.5 ms
+(`proxy/runtime/interpreter.py`). A single call of a C function that keeps it still blocks the loop: decoding
+1 MiB of JSON takes about 1 ms.
 """
 
 from __future__ import annotations
@@ -17,6 +25,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
+
+# --- the shape of JSON, counted before it is decoded ----------------------------------------------------
+# Decoding takes time and memory for each value, more than for each byte: 51 MiB of `[],` took 9 s and 1.8 GB.
+# Here a body is read in pieces, with a few C calls for each. Between pieces, other threads may run.
 
 # To decode as many takes up to 100 ms, in which no other Python code runs. A prompt of a million token ids
 # has a million values; 128 tools with 500 fields each have half of the fields.
@@ -90,17 +102,6 @@ def is_deeper(raw: bytes, levels: int) -> bool:
 
 
 # --- off loop -------------------------------------------------------------------------------------------
-# Keeps long computations off the event loop: a few threads of their own, which tenants share fairly. A
-# tenant has at most half of the threads. Work that waits for a thread is taken from the tenants in turn, so
-# a tenant waits for its own work, and for at most one piece of each other tenant's. All work is charged to
-# the tenant of the request: the context variable `PAYER`.
-#
-# Only work that computes belongs here. What waits for a disk uses `asyncio.to_thread`: it would hold up these
-# threads. uvloop looks up names in threads of its own.
-#
-# All threads share the interpreter's lock. An encoder releases it, and Python code gives it up every 0.5 ms
-# (`proxy/runtime/interpreter.py`). A single call of a C function that keeps it still blocks the loop:
-# decoding 1 MiB of JSON takes about 1 ms.
 
 _Result = TypeVar("_Result")
 

@@ -1,4 +1,4 @@
-"""Reads what an engine says of its models at `/v1/models`."""
+"""The base of all adapters: every engine is reached over HTTP."""
 
 from __future__ import annotations
 
@@ -37,6 +37,8 @@ from engine_adapter.types import (
     ViewLost,
     ViewResumed,
 )
+
+# --- reads what an engine says of its models at `/v1/models` --------------------------------------------
 
 # Fields of a model's card that kvpin sets itself, or that differ each time. A `root` may be a path.
 _NOT_THE_ENGINES = frozenset({"id", "object", "created", "owned_by", "root", "parent", "permission"})
@@ -93,7 +95,7 @@ def read_models(answer: object, wanted: str | None = None) -> ServedModel:
     )
 
 
-# --- the base of all adapters: every engine is reached over HTTP ----------------------------------------
+# --- adapter --------------------------------------------------------------------------------------------
 
 
 def rank_headers(rank: int | None) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""One address of an engine, and the idle connections to it."""
+"""The HTTP client towards engines, on the data plane and beside it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ import httpx
 from engine_adapter.errors import EngineDied, EngineUnavailable, EngineUnhealthy, EngineUnreachable
 from engine_adapter.http.connection import Connection, IncomingResponse
 from engine_adapter.http.transport import OutgoingRequest, describe
+
+# --- one address of an engine, and the idle connections to it -------------------------------------------
 
 # Seconds an idle connection is kept. Engines close theirs after 5 s (llama-server, uvicorn): stay below.
 KEEPALIVE_S = 4.0
@@ -201,7 +203,7 @@ def _is_address(name: str) -> bool:
     return True
 
 
-# --- the HTTP client towards engines, on the data plane and beside it -----------------------------------
+# --- client ---------------------------------------------------------------------------------------------
 
 # Methods that change nothing at the engine (RFC 9110 9.2.1).
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})

@@ -1,6 +1,8 @@
-"""Tells whether what an engine answered is an answer of its API, and whether that says anything.
+"""Asks the engine for usage and token ids that the client did not ask for, and removes them from the answer.
 
-A whole answer is judged once. Of a stream, only the first events are read, until one says something.
+A stream reports usage only on request, in an extra chunk at the end. If kvpin asked for it, it removes that
+chunk. With `return_token_ids`, the answer holds the prompt's token ids: each event with ids is read, and
+written again without them. All other events pass unread, as the engine's own bytes.
 """
 
 from __future__ import annotations
@@ -21,6 +23,9 @@ from engine_adapter.http.error_bodies import read_streamed_error
 from engine_adapter.http.sse import END, ENDS, is_silent
 from engine_adapter.http.usage import NULL, choices_of, is_usage_alone, read_usage
 from engine_adapter.types import TokenIds
+
+# --- tells whether what an engine answered is an answer of its API, and whether that says anything ------
+# A whole answer is judged once. Of a stream, only the first events are read, until one says something.
 
 # The list that an answer of each API holds, `choices` in those of others; and such answers that surely say
 # something: they are not decoded. Text cannot look like a field: its quotes have a backslash.
@@ -140,10 +145,6 @@ def _is_silent(choice: dict[str, Any]) -> bool:
 
 
 # --- openai answer --------------------------------------------------------------------------------------
-# Asks the engine for usage and token ids that the client did not ask for, and removes them from the answer.
-# A stream reports usage only on request, in an extra chunk at the end. If kvpin asked for it, it removes that
-# chunk. With `return_token_ids`, the answer holds the prompt's token ids: each event with ids is read, and
-# written again without them. All other events pass unread, as the engine's own bytes.
 
 _ROUTES = ("/v1/chat/completions", "/v1/completions")
 Marks = Mapping[bytes, re.Pattern[bytes]]

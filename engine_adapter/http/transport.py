@@ -1,4 +1,4 @@
-"""HTTP headers as the bytes that came, readable as text."""
+"""Requests to engines, and what went wrong on the way."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from functools import lru_cache
 from typing import TypeVar, overload
 
 import msgspec
+
+# --- HTTP headers as the bytes that came, readable as text ----------------------------------------------
 
 HeaderPairs = list[tuple[bytes, bytes]]
 _T = TypeVar("_T")
@@ -72,7 +74,7 @@ class Headers(Mapping[str, str]):
         return f"Headers({[name.decode('latin-1') for name, _ in self.raw]})"
 
 
-# --- requests to engines, and what went wrong on the way ------------------------------------------------
+# --- transport ------------------------------------------------------------------------------------------
 
 
 class OutgoingRequest(msgspec.Struct, frozen=True):

@@ -1,4 +1,8 @@
-"""Finds out what the LMCache of an engine is, and what keeps kvpin from using it."""
+"""The routes of an LMCache node (its multi-process server) and of its coordinator, as kvpin reads them.
+
+Every call raises EngineUnavailable if there is no answer or one of another form, and EngineRejected for an
+error.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,8 @@ from engine_adapter.errors import EngineError, EngineUnavailable
 from engine_adapter.http.control import ControlClient
 from engine_adapter.lmcache.options import LmCacheSpec
 from engine_adapter.types import BelowGpu, Capability, Finding, KvTarget
+
+# --- finds out what the LMCache of an engine is, and what keeps kvpin from using it ---------------------
 
 _UNUSED = "kvpin does not use it"
 _CONNECTOR = (
@@ -122,9 +128,6 @@ async def _examine(spec: LmCacheSpec, coordinator: Coordinator, scope: Scope, to
 
 
 # --- client ---------------------------------------------------------------------------------------------
-# The routes of an LMCache node (its multi-process server) and of its coordinator, as kvpin reads them.
-# Every call raises EngineUnavailable if there is no answer or one of another form, and EngineRejected for an
-# error.
 
 _PAGE = 5000
 

@@ -1,9 +1,8 @@
-"""Cache salts for KV that LMCache would mix up.
+"""Offload, restore and flush in LMCache, in slices.
 
-LMCache identifies KV by model, token ids and cache salt. It ignores LoRA adapters and prompt embeddings,
-whose token ids are all equal. A request could be answered from the KV of another LoRA adapter or of other
-embeddings (observed with LMCache 0.5.6). So kvpin gives such requests their own salt, which vLLM and LMCache
-both respect. LMCache refuses some salts and would stall the request, so kvpin sends a digest of those.
+vLLM writes computed KV to the node's L1, and the node writes it to L2 at once. So offload waits until
+everything is on L2 and drops it from L1, restore prefetches it, and flush drops it from both. vLLM's own
+cache is not affected.
 """
 
 from __future__ import annotations
@@ -32,6 +31,13 @@ from engine_adapter.lmcache.client import (
     leading,
 )
 from engine_adapter.types import KvProgress
+
+# --- cache salts for KV that LMCache would mix up -------------------------------------------------------
+# LMCache identifies KV by model, token ids and cache salt. It ignores LoRA adapters and prompt embeddings,
+# whose token ids are all equal. A request could be answered from the KV of another LoRA adapter or of other
+# embeddings (observed with LMCache 0.5.6). So kvpin gives such requests their own salt, which vLLM and
+# LMCache both respect. LMCache refuses some salts and would stall the request, so kvpin sends a digest of
+# those.
 
 _FORBIDDEN = frozenset("@/\\\x00~")  # LMCache refuses all but the last; the last marks salts made here
 _MAX_SALT = 128  # LMCache's
@@ -81,10 +87,7 @@ def _mark(kind: str, *values: str | None) -> str:
     return "~" + hashlib.blake2b(data, digest_size=_DIGEST, person=kind.encode()).hexdigest()
 
 
-# --- offload, restore and flush in LMCache, in slices ---------------------------------------------------
-# vLLM writes computed KV to the node's L1, and the node writes it to L2 at once. So offload waits until
-# everything is on L2 and drops it from L1, restore prefetches it, and flush drops it from both. vLLM's own
-# cache is not affected.
+# --- verbs ----------------------------------------------------------------------------------------------
 
 SLICE = 64
 """Chunks in one step of an operation."""

@@ -1,6 +1,8 @@
-"""Chats as SGLang gives them to the model's template: read into its models, and written out again.
+"""Turns a request into the one SGLang gets: its namespace, LoRA adapter and tokens.
 
-So a tool has all fields of these models, and a call an index. These are the models of 0.5.23.
+extra_key    → merged into cache_salt, because events carry cache_salt but not extra_key
+LoRA name    → lora_path, because SGLang serves its base model for a LoRA name in `model`
+exact tokens → input_ids of a chat, prompt of a completion, so that SGLang need not tokenise again
 """
 
 from __future__ import annotations
@@ -24,6 +26,9 @@ from engine_adapter.sglang.answer import DetailsAnswer, GenerateAnswer
 from engine_adapter.sglang.routes import GENERATE, RUNS_NONE
 from engine_adapter.sglang.server_info import EVENTS_CARRY_SALTS, ServerInfo
 from engine_adapter.types import KvTarget, TokenIds
+
+# --- chats as SGLang gives them to the model's template: read into its models, and written out again ----
+# So a tool has all fields of these models, and a call an index. These are the models of 0.5.23.
 
 # Templates with one of these words get parts, as do those that loop over one of these contents.
 _OF_MEDIA = ("image", "audio", "video", "vision")
@@ -87,10 +92,7 @@ def _content_format(template: str) -> ContentFormat:
 SGLANG_INPUT = TemplateInput(_tools, _message, _JOINT, _content_format)
 
 
-# --- turns a request into the one SGLang gets: its namespace, LoRA adapter and tokens -------------------
-# extra_key    → merged into cache_salt, because events carry cache_salt but not extra_key
-# LoRA name    → lora_path, because SGLang serves its base model for a LoRA name in `model`
-# exact tokens → input_ids of a chat, prompt of a completion, so that SGLang need not tokenise again
+# --- requests -------------------------------------------------------------------------------------------
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _RESPONSES, _MESSAGES = "/v1/responses", "/v1/messages"

@@ -1,7 +1,15 @@
-"""The JSON of `POST /kv_cache_events`, typed. A field of the wrong type is an error, an unknown field is not.
+"""Turns KV events of TensorRT-LLM into kvpin's. Pure: it reads answers of `POST /kv_cache_events`, in order.
 
-`{"event_id": 7, "window_size": 4096, "attention_dp_rank": 0, "data": {"type": "stored", …}}`: an event's
-frame is read before its data, so that an unreadable event still counts as seen.
+    event_id    last + 1: next · higher: events were lost · lower, or `created` again: another process
+    stored      full blocks with tokens, extra ids, salt, images; a partial last block is not followed
+    removed     from the block's level, which earlier events have shown
+    updated     the level changed: stored there by name, removed here
+
+The largest attention window tells what is stored. Each smaller one has a radix tree of its own, in which the
+same blocks have the same names; a prompt is reused as far as all of them hold it (BlockManager in
+kvCacheManager.cpp). So each is a further KV cache group, with all blocks that it has on any level. The V2
+cache manager names blocks differently in each layer group: the first one is followed, and no prediction is
+firm if others have other windows. Nor is one for a recurrent state, whose window is not positive.
 """
 
 from __future__ import annotations
@@ -34,6 +42,12 @@ from engine_adapter.types import (
     ViewCurrent,
     ViewLost,
 )
+
+# --- wire -----------------------------------------------------------------------------------------------
+# The JSON of `POST /kv_cache_events`, typed. A field of the wrong type is an error, an unknown field is not.
+#
+# `{"event_id": 7, "window_size": 4096, "attention_dp_rank": 0, "data": {"type": "stored", …}}`: an event's
+# frame is read before its data, so that an unreadable event still counts as seen.
 
 BlockName = int | str
 _T = TypeVar("_T")
@@ -149,17 +163,6 @@ def kind_of(raw: msgspec.Raw) -> str | None:
 
 
 # --- events ---------------------------------------------------------------------------------------------
-# Turns KV events of TensorRT-LLM into kvpin's. Pure: it reads answers of `POST /kv_cache_events`, in order.
-#     event_id    last + 1: next · higher: events were lost · lower, or `created` again: another process
-#     stored      full blocks with tokens, extra ids, salt, images; a partial last block is not followed
-#     removed     from the block's level, which earlier events have shown
-#     updated     the level changed: stored there by name, removed here
-#
-# The largest attention window tells what is stored. Each smaller one has a radix tree of its own, in which
-# the same blocks have the same names; a prompt is reused as far as all of them hold it (BlockManager in
-# kvCacheManager.cpp). So each is a further KV cache group, with all blocks that it has on any level. The V2
-# cache manager names blocks differently in each layer group: the first one is followed, and no prediction
-# is firm if others have other windows. Nor is one for a recurrent state, whose window is not positive.
 
 _MIN_BLOCK = 2
 _TIERS = (Tier.GPU, Tier.HOST, Tier.DISK)  # by cache level

@@ -1,14 +1,11 @@
-"""Follows KV events that a server pushes over ZMQ, which is another way to the same events as polling.
+"""Polls a server's KV events: often under traffic, rarely without.
 
-Servers with KVCacheManagerV2 and a `kv_events_config` push, and have nothing to poll; others reject that
-setting or ignore it. So kvpin polls where nothing is pushed:
+Reading events removes them from the server. So only one kvpin may read a server's events, and events on their
+way when a view ends are lost.
 
-    served enough, nothing came    the stream ends: poll instead
-    a request has a salt or LoRA   ViewLost for good: pushed events name neither
-    reset                          CacheCleared before the next message
-
-Frames are vLLM's, and events are maps. Only whole blocks of the largest attention window come, without salts,
-LoRA adapters, media or moves between tiers: an offloaded block stays on the GPU in the view.
+    start   ViewLost → the buffer, which goes back to the start of the process if nobody read it → ViewCurrent
+    reset   between two readings: events buffered before it are dropped, then CacheCleared
+    doubt   the events do not show what the server did → ViewLost; kvpin learns from answers instead
 """
 
 from __future__ import annotations
@@ -33,6 +30,19 @@ from engine_adapter.types import (
     ViewCurrent,
     ViewLost,
 )
+
+# --- pushed ---------------------------------------------------------------------------------------------
+# Follows KV events that a server pushes over ZMQ, which is another way to the same events as polling.
+#
+# Servers with KVCacheManagerV2 and a `kv_events_config` push, and have nothing to poll; others reject that
+# setting or ignore it. So kvpin polls where nothing is pushed:
+#
+#     served enough, nothing came    the stream ends: poll instead
+#     a request has a salt or LoRA   ViewLost for good: pushed events name neither
+#     reset                          CacheCleared before the next message
+#
+# Frames are vLLM's, and events are maps. Only whole blocks of the largest attention window come, without
+# salts, LoRA adapters, media or moves between tiers: an offloaded block stays on the GPU in the view.
 
 IDLE_CHECK_S = 0.5
 NOTHING_PUSHED = Finding(
@@ -110,13 +120,7 @@ class PushedEvents:
         return ViewCurrent(event.complete and self._exact) if isinstance(event, ViewCurrent) else event
 
 
-# --- polls a server's KV events: often under traffic, rarely without ------------------------------------
-# Reading events removes them from the server. So only one kvpin may read a server's events, and events on
-# their way when a view ends are lost.
-#
-# start   ViewLost → the buffer, which goes back to the start of the process if nobody read it → ViewCurrent
-# reset   between two readings: events buffered before it are dropped, then CacheCleared doubt   the events
-# do not show what the server did → ViewLost; kvpin learns from answers instead
+# --- poller ---------------------------------------------------------------------------------------------
 
 BUSY_S = 0.05
 IDLE_S = 1.0

@@ -1,4 +1,4 @@
-"""The routes of the embedded engine beside `/v1`. Those below `/kv` are for kvpin alone."""
+"""Drives an embedded engine over its HTTP routes and its event sockets. Needs no torch."""
 
 from __future__ import annotations
 
@@ -38,10 +38,12 @@ from engine_adapter.types import (
     TokenIds,
 )
 
+# --- the routes of the embedded engine beside `/v1`. Those below `/kv` are for kvpin alone --------------
+
 ROUTES = {"/tokenize": ASK, "/detokenize": ASK}
 
 
-# --- drives an embedded engine over its HTTP routes and its event sockets. Needs no torch ---------------
+# --- adapter --------------------------------------------------------------------------------------------
 
 # In the error event of an engine that ends; a tool may have that name, too.
 _ENDS = b'"engine_unavailable"'

@@ -1,4 +1,10 @@
-"""The memory of the KV cache: the block pools of both tiers, for all layers."""
+"""Attention over paged KV, plugged into transformers' attention interface.
+
+transformers calls `paged_attention` in every layer. The context of the running step decides what happens: a
+`Probe` records how the model calls it, a `PagedBatch` attends. transformers' mask interface does not know
+the name `kvpin_paged` and builds no mask, so masks are built here. (Without a mask, transformers' own sdpa
+path crops the keys of a prompt whose beginning is cached.)
+"""
 
 from __future__ import annotations
 
@@ -16,6 +22,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from engine_adapter.errors import EngineSpecError
+
+# --- the memory of the KV cache: the block pools of both tiers, for all layers --------------------------
 
 STAGED_BLOCKS = 16
 """Blocks per copy between the tiers. A buffer of this size is all the memory that copying ever takes."""
@@ -126,11 +134,7 @@ def bytes_per_token(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:
     return values * dtype.itemsize
 
 
-# --- attention over paged KV, plugged into transformers' attention interface ----------------------------
-# transformers calls `paged_attention` in every layer. The context of the running step decides what happens: a
-# `Probe` records how the model calls it, a `PagedBatch` attends. transformers' mask interface does not know
-# the name `kvpin_paged` and builds no mask, so masks are built here. (Without a mask, transformers' own sdpa
-# path crops the keys of a prompt whose beginning is cached.)
+# --- attention ------------------------------------------------------------------------------------------
 
 IMPLEMENTATION = "kvpin_paged"
 _IGNORED_TENSORS = frozenset({"position_ids", "cache_position", "position_embeddings"})

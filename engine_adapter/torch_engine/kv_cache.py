@@ -1,4 +1,8 @@
-"""Operations on the KV cache: flush, offload, restore, pin, statistics and snapshot."""
+"""The KV cache: the blocks of running sequences, and the blocks kept after them.
+
+Pure: it decides, a `KvStorage` copies. A sequence begins with the longest cached prefix of its tokens and
+grows by free blocks. Its full blocks enter the tree as soon as they are computed.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,8 @@ from engine_adapter.types import NOT_RETAINED, KvEvent, KvTarget, Pinned, Retent
 
 if TYPE_CHECKING:
     from engine_adapter.torch_engine.attention import KvStorage
+
+# --- operations on the KV cache: flush, offload, restore, pin, statistics and snapshot ------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,9 +220,7 @@ class KvAdmin:
         return SliceResult(moved, moved * self._block_bytes, remaining, left)
 
 
-# --- the KV cache: the blocks of running sequences, and the blocks kept after them ----------------------
-# Pure: it decides, a `KvStorage` copies. A sequence begins with the longest cached prefix of its tokens and
-# grows by free blocks. Its full blocks enter the tree as soon as they are computed.
+# --- kv cache -------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False, slots=True)

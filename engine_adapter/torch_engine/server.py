@@ -1,4 +1,4 @@
-"""The routes `/kv/…` and `/kv_event_sources`: the state of the cache, and operations on it."""
+"""The engine's ASGI app: its routes, and their errors."""
 
 from __future__ import annotations
 
@@ -46,6 +46,8 @@ from engine_adapter.torch_engine.scheduler import check_token_id
 from engine_adapter.torch_engine.service import EngineService
 from engine_adapter.torch_engine.web import ApiError, as_api_error, error_response, json_response, read_body
 from engine_adapter.types import KvEvent, KvTarget
+
+# --- the routes `/kv/…` and `/kv_event_sources`: the state of the cache, and operations on it -----------
 
 Slice = Callable[[KvCache, KvTarget, int], SliceResult]
 
@@ -207,7 +209,7 @@ async def body_of(request: Request) -> bytes:
     return await read_body(request.scope, request.receive, request.app.state.max_body_bytes)
 
 
-# --- the engine's ASGI app: its routes, and their errors ------------------------------------------------
+# --- server ---------------------------------------------------------------------------------------------
 
 
 class EngineHost:

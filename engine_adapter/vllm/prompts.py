@@ -1,7 +1,7 @@
-"""Chats as vLLM gives them to the model's template: `renderers/chat_utils.py` of 0.32.
+"""Tokenises a request on the server that would serve it.
 
-Messages keep only the fields that vLLM knows. A template that takes parts gets them for every content. What
-older versions do otherwise, the probes of proxy/prompt/exactness.py show.
+`/render` takes the request itself and is always right. Without it there is `/tokenize`, which knows only the
+fields below. A request whose prompt depends on other fields is refused.
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ from engine_adapter.errors import EngineRejected, EngineUnavailable
 from engine_adapter.http.control import ControlClient
 from engine_adapter.prompt.template_input import ContentFormat, TemplateInput, is_text
 from engine_adapter.types import MediaSpan, RenderedPrompt, TokenIds, token_array
+
+# --- chats as vLLM gives them to the model's template: `renderers/chat_utils.py` of 0.32 ----------------
+# Messages keep only the fields that vLLM knows. A template that takes parts gets them for every content. What
+# older versions do otherwise, the probes of proxy/prompt/exactness.py show.
 
 _REASONING = ("reasoning", "reasoning_content")
 
@@ -79,9 +83,7 @@ def _first(fields: dict[str, Any], *names: str) -> dict[str, Any]:
 VLLM_INPUT = TemplateInput(message=_message)
 
 
-# --- tokenises a request on the server that would serve it ----------------------------------------------
-# `/render` takes the request itself and is always right. Without it there is `/tokenize`, which knows only
-# the fields below. A request whose prompt depends on other fields is refused.
+# --- prompts --------------------------------------------------------------------------------------------
 
 RENDERED_ROUTES = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
 _TOKENIZED = {

@@ -1,9 +1,4 @@
-"""Prompts with embeddings, as vLLM identifies them.
-
-vLLM keys each block of such a prompt, also one of text, by the hash of its rows of embeddings. The row of a
-text token is all zeros, and the token id of an embedding is 0. vLLM converts rows to the model's number type
-before it hashes them. kvpin does not: of rows in another type, it finds nothing.
-"""
+"""Changes to a client's request: token ids for text, and questions whose answers the client does not see."""
 
 from __future__ import annotations
 
@@ -24,6 +19,11 @@ from engine_adapter.prompt.torch_file import Rows, read_rows
 from engine_adapter.release import release_of
 from engine_adapter.types import KvTarget, RenderedPrompt, TokenIds
 from engine_adapter.vllm.prompts import RENDERED_ROUTES
+
+# --- prompts with embeddings, as vLLM identifies them ---------------------------------------------------
+# vLLM keys each block of such a prompt, also one of text, by the hash of its rows of embeddings. The row of
+# a text token is all zeros, and the token id of an embedding is 0. vLLM converts rows to the model's number
+# type before it hashes them. kvpin does not: of rows in another type, it finds nothing.
 
 _COMPLETIONS, _CHAT = "/v1/completions", "/v1/chat/completions"
 _KIND = "prompt_embeds"
@@ -143,7 +143,6 @@ def _unknown(why: str) -> EngineRejected:
 
 
 # --- requests -------------------------------------------------------------------------------------------
-# Changes to a client's request: token ids for text, and questions whose answers the client does not see.
 
 # With these fields, vLLM does more with a text than tokenise it, or returns it.
 _TEXT_STAYS = (

@@ -1,4 +1,4 @@
-"""What keeps a pool's engines from passing KV to each other, serving requests together, or sharing KV."""
+"""The destination of a request: the pool of its model, or the engine that keeps the response it names."""
 
 from __future__ import annotations
 
@@ -26,6 +26,9 @@ from proxy.request.stored import (
     response_of,
 )
 from proxy.request.translate import RESPONSES_PATH, may_name_more
+
+# --- roles ----------------------------------------------------------------------------------------------
+# What keeps a pool's engines from passing KV to each other, serving requests together, or sharing KV.
 
 _KEEPS_NO_KV = (
     "it computed a prompt for another engine and kept no KV for it: until it restarts, it is in no pair"
@@ -93,7 +96,6 @@ def _of_half(engine: Engine, rendezvous: Rendezvous, pool: Pool) -> tuple[Findin
 
 
 # --- destinations ---------------------------------------------------------------------------------------
-# The destination of a request: the pool of its model, or the engine that keeps the response it names.
 
 # Routes whose requests name further models in files.
 _NAMING_UNSEEN = ("/v1/batches", "/v1/messages/batches")

@@ -1,7 +1,8 @@
-"""Limits the number of connections, so that kvpin never runs out of file descriptors.
+"""The sockets that kvpin listens on: its own, or those that a service manager opened and hands on; and the
+door that accepts their connections.
 
-At the limit, a new connection takes the place of the one that has waited longest for a request. If all are
-busy, a few more are let in for health checks, metrics and operators. Any other client is told so by a 503.
+A socket that is handed on (systemd's socket activation, sd_listen_fds(3)) outlives the process. Connections
+wait in its queue while one kvpin follows another, or two share it during a rolling restart.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ from typing import Protocol, TypeVar
 import structlog
 
 from proxy.settings import SettingsError
+
+# --- limits the number of connections, so that kvpin never runs out of file descriptors -----------------
+# At the limit, a new connection takes the place of the one that has waited longest for a request. If all are
+# busy, a few more are let in for health checks, metrics and operators. Any other client is told so by a 503.
 
 log = structlog.get_logger(__name__)
 
@@ -131,11 +136,6 @@ def connection_limit() -> int:
 
 
 # --- listeners ------------------------------------------------------------------------------------------
-# The sockets that kvpin listens on: its own, or those that a service manager opened and hands on; and the.
-# door that accepts their connections.
-#
-# A socket that is handed on (systemd's socket activation, sd_listen_fds(3)) outlives the process. Connections
-# wait in its queue while one kvpin follows another, or two share it during a rolling restart.
 
 # The first descriptor that a service manager hands on.
 _FIRST = 3

@@ -1,10 +1,4 @@
-"""Reuse in three steps: what some engine held, what the chosen one held, and what it reported.
-
-    available ≥ selected ≈ delivered      prompt tokens
-
-Available but not selected: another engine held more, and would have cost more. Selected but not delivered:
-the prediction missed.
-"""
+"""Prometheus metrics: counts of finished requests, and the page that a scrape gets."""
 
 from __future__ import annotations
 
@@ -27,6 +21,12 @@ from proxy.observe.gauges import GAUGES, ScrapedState, WorkerNow, counters_of, g
 from proxy.observe.metric_families import Counter, Family, Histogram
 from proxy.peers.peers import Peers
 from proxy.request.records import RequestRecord
+
+# --- reuse in three steps: what some engine held, what the chosen one held, and what it reported --------
+#     available ≥ selected ≈ delivered      prompt tokens
+#
+# Available but not selected: another engine held more, and would have cost more. Selected but not delivered:
+# the prediction missed.
 
 # Requests of a pool whose reuse waits for its first learned rate; the first ones are dropped.
 MAX_WAITING = 1000
@@ -113,7 +113,7 @@ class SavedPrefill:
                 yield each.model, each.engine, max(spared_s - each.restore_s, 0.0)
 
 
-# --- prometheus metrics: counts of finished requests, and the page that a scrape gets -------------------
+# --- metrics --------------------------------------------------------------------------------------------
 
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
 _LAG_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)

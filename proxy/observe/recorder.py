@@ -1,4 +1,15 @@
-"""The figures of engines for a recording: what they told, and what kvpin measured."""
+"""Records kvpin's traffic as a trace that `kvpin replay` reads: arrival times, lengths and shared blocks. No
+text and no token ids. Now and then a line tells the figures of the engines (`recorded_engines.py`).
+
+Beside the tokens, the text is hashed alike (`prompt_text.py`), for `kvpin advise`.
+
+A block's id is a keyed hash of its tokens and all tokens before them, of the model, the LoRA adapter and the
+tenant's salt. The key is never stored: it is random for each recording, or a secret that several kvpins
+share, whose recordings then belong together. With the file, one can count what requests share, but cannot
+test whether a request held a guessed text.
+
+    request ends → waits in memory → twice a second, off the event loop: hashed, written
+"""
 
 from __future__ import annotations
 
@@ -37,6 +48,8 @@ from proxy.request.normalising import ROUTES
 from proxy.request.records import RequestRecord
 from proxy.request.session import Session
 from proxy.settings import SettingsError
+
+# --- the figures of engines for a recording: what they told, and what kvpin measured --------------------
 
 # The median of this many streams is the pace of an engine's answers.
 WINDOW = 256
@@ -159,17 +172,6 @@ def _unmarked(part: Any) -> Any:  # noqa: ANN401 - JSON
 
 
 # --- recorder -------------------------------------------------------------------------------------------
-# Records kvpin's traffic as a trace that `kvpin replay` reads: arrival times, lengths and shared blocks. No.
-# text and no token ids. Now and then a line tells the figures of the engines.
-#
-# Beside the tokens, the text is hashed alike, for `kvpin advise`.
-#
-# A block's id is a keyed hash of its tokens and all tokens before them, of the model, the LoRA adapter and
-# the tenant's salt. The key is never stored: it is random for each recording, or a secret that several
-# kvpins share, whose recordings then belong together. With the file, one can count what requests share, but
-# cannot test whether a request held a guessed text.
-#
-#     request ends → waits in memory → twice a second, off the event loop: hashed, written
 
 log = structlog.get_logger(__name__)
 

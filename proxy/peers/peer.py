@@ -1,4 +1,12 @@
-"""What a kvpin tells the others of its engines."""
+"""Another kvpin, as this one sees it: its engines, and its requests, replayed.
+
+The requests are soft state: each heartbeat of the peer names those that go on. A request that it does not
+name is over: the message about its end was lost. If it names one that is not known here, the peer is asked
+for all.
+
+While its messages come later than before, its times say nothing: rates that were learned from them would stay
+wrong for long. Its requests count as load nevertheless.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +43,8 @@ from proxy.fleet.fleet import Fleet
 from proxy.fleet.lease import PeerRequest
 from proxy.fleet.pool import Pool
 from proxy.peers.owners import ToldClaim
+
+# --- what a kvpin tells the others of its engines -------------------------------------------------------
 
 # Blocks or digests in one message: half a millisecond to read.
 PART = 4096
@@ -83,13 +93,7 @@ def _parts(stretches: list[tuple[int, ...]]) -> Iterator[list[bytes]]:
         yield part
 
 
-# --- another kvpin, as this one sees it: its engines, and its requests, replayed ------------------------
-# The requests are soft state: each heartbeat of the peer names those that go on. A request that it does not
-# name is over: the message about its end was lost. If it names one that is not known here, the peer is asked
-# for all.
-#
-# While its messages come later than before, its times say nothing: rates that were learned from them would
-# stay wrong for long. Its requests count as load nevertheless.
+# --- peer -----------------------------------------------------------------------------------------------
 
 # What a peer has in flight changes in less than that.
 LATE_S = 0.5

@@ -1,4 +1,4 @@
-"""Draws runs: token hits and times to first token, by number of engines, their size and policy."""
+"""The outcomes of runs as rows, as a table, as JSON and as CSV."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from matplotlib.figure import Figure
 
 from proxy.replay.plan import Need
 from proxy.replay.simulator import RunResult
+
+# --- draws runs: token hits and times to first token, by number of engines, their size and policy -------
 
 _HEIGHT_IN = 4.5
 _WIDTH_IN = 14.0
@@ -97,7 +99,7 @@ def _hash(text: str) -> str:
     return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
 
 
-# --- the outcomes of runs as rows, as a table, as JSON and as CSV ---------------------------------------
+# --- report ---------------------------------------------------------------------------------------------
 
 # Columns that also show how far runs are apart.
 _SPREAD = ("hit_percent", "mean_ttft_s", "p99_ttft_s")

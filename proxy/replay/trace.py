@@ -1,6 +1,8 @@
-"""The line of a recording that describes the recording: when it began, and the figures of its engines.
+"""Traces: requests with their times, lengths and block hashes, and no text.
 
-A recording holds it again whenever more is known. The last one of a file counts.
+Formats: Mooncake's jsonl (`timestamp` in ms, `input_length`, `output_length`, `hash_ids`, 512 tokens a
+block), the same with `session_id`, and kvpin's own recordings, which add `block_tokens` and a line about the
+recording itself (`recorded.py`). Plain or gzip. Several recordings are merged by time.
 """
 
 from __future__ import annotations
@@ -23,6 +25,11 @@ import msgspec
 from proxy.core.index.blocks import BlockHash, Chain
 from proxy.core.placement.rates import OWN_PACE, TYPICAL_TOKENS, on_curve
 from proxy.replay.cache import answer_blocks
+
+# --- recorded -------------------------------------------------------------------------------------------
+# The line of a recording that describes the recording: when it began, and the figures of its engines.
+#
+# A recording holds it again whenever more is known. The last one of a file counts.
 
 _Number = TypeVar("_Number", int, float)
 Curve = tuple[tuple[float, float], ...]
@@ -154,10 +161,7 @@ def typical_tok_s(curve: Curve) -> float:
     return TYPICAL_TOKENS / on_curve(lengths, seconds, TYPICAL_TOKENS)
 
 
-# --- traces: requests with their times, lengths and block hashes, and no text ---------------------------
-# Formats: Mooncake's jsonl (`timestamp` in ms, `input_length`, `output_length`, `hash_ids`, 512 tokens a
-# block), the same with `session_id`, and kvpin's own recordings, which add `block_tokens` and a line about
-# the recording itself. Plain or gzip. Several recordings are merged by time.
+# --- trace ----------------------------------------------------------------------------------------------
 
 # Mooncake's, for lines without `block_tokens`.
 BLOCK_TOKENS = 512

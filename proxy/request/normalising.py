@@ -1,11 +1,5 @@
-"""The reasoning of earlier answers, for clients that do not send it back: the rule `reasoning_kept`.
-
-An engine's cache holds the reasoning of its answer. If the next prompt lacks it, all that follows is computed
-again. kvpin has seen the answer, and puts its reasoning back; the chat template decides if it stays.
-
-An answer is known by all that came before it and by what it says beside its reasoning. So the reasoning of
-one conversation gets into no other, and a tenant gets only its own.
-"""
+"""Applies the rules of `proxy/core/normalise.py` to the requests that they were chosen for, and the repairs
+of `proxy/core/message_repair.py` to those whose messages the model's chat template would lose."""
 
 from __future__ import annotations
 
@@ -36,6 +30,16 @@ from proxy.request.session import Session
 from proxy.request.stages import DONE, ERROR, Event, Stage
 from proxy.request.translate import CHAT_PATH, INPUT_TOKENS_PATH, RESPONSES_PATH
 from proxy.request.translate.translation import Chat, read_chat
+
+# --- kept reasoning -------------------------------------------------------------------------------------
+# The reasoning of earlier answers, for clients that do not send it back: the rule `reasoning_kept`
+#
+# An engine's cache holds the reasoning of its answer. If the next prompt lacks it, all that follows is
+# computed again. kvpin has seen the answer, and puts its reasoning back; the chat template decides if it
+# stays.
+#
+# An answer is known by all that came before it and by what it says beside its reasoning. So the reasoning of
+# one conversation gets into no other, and a tenant gets only its own.
 
 LIMIT_BYTES = 32 << 20
 """Reasoning that is kept, of all tenants together."""
@@ -182,8 +186,6 @@ def _parsed(arguments: object) -> object:
 
 
 # --- normalising ----------------------------------------------------------------------------------------
-# Applies the rules of `proxy/core/normalise.py` to the requests that they were chosen for, and the repairs.
-# of `proxy/core/message_repair.py` to those whose messages the model's chat template would lose.
 
 _log = structlog.get_logger(__name__)
 

@@ -1,7 +1,4 @@
-"""The admin key in a file of its own, which kvpin makes with a random key if it is missing.
-
-A key in a flag or a variable is seen by others: in the list of processes, or in a unit file.
-"""
+"""Flags, environment and TOML file → Settings. Every error is one sentence that says where it is."""
 
 from __future__ import annotations
 
@@ -26,6 +23,9 @@ from typing_extensions import override
 from proxy.settings.engine_settings import EngineSettings, EnginesFile, option_names
 from proxy.settings.fields import SettingsError, details_of, plain_message
 from proxy.settings.schema import Settings
+
+# --- the admin key in a file of its own, which kvpin makes with a random key if it is missing -----------
+# A key in a flag or a variable is seen by others: in the list of processes, or in a unit file.
 
 _MAX_LENGTH = 4096
 _KEY_BYTES = 32
@@ -113,7 +113,7 @@ def _entries(values: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     return [dict(entry) for entry in entries if isinstance(entry, dict | BaseModel)]
 
 
-# --- flags, environment and TOML file → Settings. Every error is one sentence that says where it is -----
+# --- loading --------------------------------------------------------------------------------------------
 
 PREFIX = "KVPIN_"
 DELIMITER = "__"

@@ -1,4 +1,10 @@
-"""The items and events of a response, from the chunks of a chat."""
+"""OpenAI's Responses API, `/v1/responses` and `/v1/responses/input_tokens`: its answers, from those of chats.
+
+responses_output.py    chunks → items and their events
+responses_request.py   the request: its chat, and what the answer repeats of it
+responses_items.py     items → messages
+responses_store.py     the responses that are kept
+"""
 
 from __future__ import annotations
 
@@ -30,6 +36,8 @@ from proxy.request.translate.translation import (
     named_event,
     read_chat,
 )
+
+# --- the items and events of a response, from the chunks of a chat --------------------------------------
 
 Item = dict[str, Any]
 # The type of an event, and its fields beside its number in the stream.
@@ -206,10 +214,6 @@ class Output:
 
 
 # --- responses ------------------------------------------------------------------------------------------
-# OpenAI's Responses API, `/v1/responses` and `/v1/responses/input_tokens`: its answers, from those of chats.
-# responses_request.py   the request: its chat, and what the answer repeats of it
-# responses_items.py     items → messages
-# responses_store.py     the responses that are kept
 
 RESPONSES_PATH = "/v1/responses"
 INPUT_TOKENS_PATH = "/v1/responses/input_tokens"

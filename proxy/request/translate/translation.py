@@ -1,4 +1,4 @@
-"""The answers of chats as engines send them, whole and in chunks, and their token counts."""
+"""One request in the words of another API, served as a chat: what is common to all of them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from engine_adapter import UNREADABLE, JsonBody
 from proxy.errors import EngineFailed
 from proxy.request.stages import DONE, ERROR, Event, Stage
 from proxy.request.translate.wording import Wording
+
+# --- the answers of chats as engines send them, whole and in chunks, and their token counts -------------
 
 
 class _PromptDetails(Struct):
@@ -153,7 +155,7 @@ def read_chat(content: bytes) -> Chat:
         raise EngineFailed("the engine's answer is not that of a chat") from error
 
 
-# --- one request in the words of another API, served as a chat: what is common to all of them -----------
+# --- translation ----------------------------------------------------------------------------------------
 
 Json = dict[str, Any]
 CHAT_PATH = "/v1/chat/completions"

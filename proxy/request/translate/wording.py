@@ -1,6 +1,7 @@
-"""The dialect of each API for errors and request ids: OpenAI's, and Anthropic's on `/v1/messages`.
+"""Errors about a chat, in the words of the request that the chat was made of.
 
-The route that the client asked decides, even if an engine serves the request on another route.
+The client never saw the chat: its positions (`messages[1]`, where the system prompt is the first message) and
+its names (`image_url`, `response_format`) mean nothing to it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ import msgspec
 
 from engine_adapter.causes import Code
 from proxy.headers import ANTHROPICS_ID_HEADER, REQUEST_ID_HEADER
+
+# --- the dialect of each API for errors and request ids: OpenAI's, and Anthropic's on `/v1/messages` ----
+# The route that the client asked decides, even if an engine serves the request on another route.
 
 NO_MORE: Mapping[str, object] = MappingProxyType({})
 _MESSAGES = b"/v1/messages"
@@ -103,9 +107,7 @@ def dialect_of(target: bytes) -> Dialect:
     return ANTHROPIC if target.startswith(_MESSAGES) else OPENAI
 
 
-# --- errors about a chat, in the words of the request that the chat was made of -------------------------
-# The client never saw the chat: its positions (`messages[1]`, where the system prompt is the first message)
-# and its names (`image_url`, `response_format`) mean nothing to it.
+# --- wording --------------------------------------------------------------------------------------------
 
 # `messages[1].content[0].type`, and the like of `tools`.
 _POSITION = re.compile(r"(?<![\w.])(messages|tools)\[(\d+)\]((?:\.\w+|\[\d+\])*)")

@@ -1,7 +1,11 @@
-"""Notices a process whose event loop stands still.
+"""Starts the workers, watches them, and passes on what signals say.
 
-A supervisor or a single kvpin tells systemd that it lives if the unit has WatchdogSec=, by the protocol of
-sd_watchdog_enabled(3). Workers tell their supervisor in the memory that they share.
+    SIGTERM, SIGINT  go to all workers, each of which stops as one kvpin does; then the engines stop
+    SIGHUP           the engines follow the settings, and the workers read them again
+    a worker ends    it is started again, after a wait that doubles up to `MAX_BACKOFF_S`
+    a worker hangs   it is killed, and so ends
+
+The supervisor serves no request. If it is killed, its workers stop in order.
 """
 
 from __future__ import annotations
@@ -49,6 +53,10 @@ from proxy.settings import (
     engine_changes,
     read_engines,
 )
+
+# --- notices a process whose event loop stands still ----------------------------------------------------
+# A supervisor or a single kvpin tells systemd that it lives if the unit has WatchdogSec=, by the protocol of
+# sd_watchdog_enabled(3). Workers tell their supervisor in the memory that they share.
 
 # A worker that is silent for that long hangs, unless systemd says another time.
 SILENT_S = 30.0
@@ -203,13 +211,7 @@ def _is_socket(descriptor: int) -> bool:
     return stat.S_ISSOCK(os.fstat(descriptor).st_mode)
 
 
-# --- starts the workers, watches them, and passes on what signals say -----------------------------------
-#     SIGTERM, SIGINT  go to all workers, each of which stops as one kvpin does; then the engines stop
-#     SIGHUP           the engines follow the settings, and the workers read them again
-#     a worker ends    it is started again, after a wait that doubles up to `MAX_BACKOFF_S`
-#     a worker hangs   it is killed, and so ends
-#
-# The supervisor serves no request. If it is killed, its workers stop in order.
+# --- supervisor -----------------------------------------------------------------------------------------
 
 log = structlog.get_logger(__name__)
 
