@@ -204,6 +204,8 @@ AnyRequest = TypeVar("AnyRequest", bound=msgspec.Struct)
 
 def parse(body: bytes, kind: type[AnyRequest]) -> AnyRequest:
     """Reads a body; raises ApiError (400) that names the field at fault."""
+    if not body:
+        raise ApiError("the body is empty: send a JSON object", code="invalid_json")
     values = body.count(b",")
     if values > MAX_VALUES:
         raise ApiError(f"the body has about {values} values; at most {MAX_VALUES} are taken")
