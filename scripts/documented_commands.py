@@ -57,7 +57,7 @@ RULES = (
     Rule(r"scripts/docs", RUN, "tests/test_site.py::test_every_page_is_in_the_sidebar"),
     Rule(r"scripts/llama-server", RUN, "tests/llama.py::llama_server"),
     Rule(
-        r"\.venv/bin/python -m pytest tests/contract|scripts/test tests/proxy( -k flow|/core)",
+        r"\.venv/bin/python -m pytest tests/contract( -k mykind)?|scripts/test tests/proxy( -k flow|/core)",
         RUN,
         "scripts/test",
     ),
