@@ -489,6 +489,14 @@ SOME_RATES = st.builds(
 )
 
 
+def test_a_slot_that_shares_a_token_is_priced_as_an_empty_one_on_a_curve_that_bends():
+    prompt, rates = run(44), replace(RATES, prefill_s=in_proportion(4220.0, 0.72), reuse_probability=0.0)
+    shared = array("i", [*prompt[:1], *range(1000, 1100)])
+    choice = decide(prompt, [slot(0, shared)], rates=rates)
+    assert choice.cost.cached_tokens == 1
+    assert choice.cost.total_s == pytest.approx(rates.prefill_s(44))
+
+
 @settings(max_examples=150)
 @given(prompt=TOKENS, slots=slot_lists(), saved=file_lists(), rates=SOME_RATES)
 def test_the_choice_is_the_least_of_all_there_is(prompt, slots, saved, rates):
