@@ -280,7 +280,7 @@ class Reconciler:
     async def remove(self, engine: Engine) -> str:
         """An operator removes an engine; its requests in flight go on to their end. Returns the command that
         brings it back. Raises Conflict if kvpin runs it."""
-        if _is_own(engine):
+        if engine.is_own:
             raise Conflict(
                 f"kvpin runs {engine.id!r} itself: drain it, or take it out of the settings",
                 param="engine_id",
@@ -477,7 +477,8 @@ class Reconciler:
         users = self._users(engine)
         if not users:
             member.is_held = False
-            engine.has_supervisor = isinstance(member.named.entry, StartedSettings)
+            if isinstance(member.named.entry, StartedSettings):
+                engine.starting_file = member.named.entry.starting_file
             if member.process is not None:
                 engine.process = member.process
                 self._tasks.start(f"process {engine.id} {id(engine)}", member.process.run())
@@ -571,7 +572,7 @@ class Reconciler:
         engine = self._fleet.engines.get(engine_id)
         if engine_id in self._waiting and (engine is None or self._is_left(engine_id)):
             return True
-        return engine is not None and (self._is_connecting(engine) or _is_starting(engine))
+        return engine is not None and self._is_connecting(engine)
 
     def _is_left(self, engine_id: str) -> bool:
         """True if nothing names the engine of that id any more."""
@@ -585,7 +586,7 @@ class Reconciler:
 
     def _must_end(self, engine: Engine, added: Mapping[str, EngineSettings]) -> bool:
         """True if an operator has removed an engine, or has added it with other settings than it has here."""
-        if _is_own(engine):
+        if engine.is_own:
             return False
         member = self._members.get(engine)
         ordered = member.named.ordered if member is not None else None
@@ -663,14 +664,3 @@ def _read(added: bytes) -> EngineSettings | None:
         return EngineSettings.model_validate_json(added)
     except ValidationError:
         return None
-
-
-def _is_starting(engine: Engine) -> bool:
-    """True if the supervisor of the workers runs the engine, and it has not been reached yet: nothing listens
-    there while its process starts."""
-    return engine.has_supervisor and engine.state is EngineState.DOWN and engine.info is None
-
-
-def _is_own(engine: Engine) -> bool:
-    """True if kvpin, or the supervisor of its workers, runs the engine's process."""
-    return engine.process is not None or engine.has_supervisor

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from enum import StrEnum
+from pathlib import Path
 
 import structlog
 
@@ -110,7 +111,8 @@ class Engine:
         keeps_no_kv: it computed a prompt for another engine, and kept nothing for it.
         view: its KV cache, from its events; None without events.
         process: its process, if kvpin runs it.
-        has_supervisor: kvpin's supervisor starts it, and says what is wrong with it.
+        starting_file: it is there while kvpin's supervisor starts the engine for the first time; None if the
+            supervisor does not start it.
         emptied: when it lost its cache, in Unix time; the last times only.
         drains: why it drains; empty unless its state is `draining`.
         last_error: why it is not ready.
@@ -155,7 +157,7 @@ class Engine:
         self.keeps_no_kv = False
         self.view: EngineView | None = None
         self.process: ManagedEngine | None = None
-        self.has_supervisor = False
+        self.starting_file: Path | None = None
         self.emptied: deque[float] = deque(maxlen=16)
         self.drains: set[DrainReason] = set()
         self.last_error: str | None = None
@@ -193,6 +195,18 @@ class Engine:
         if state is EngineState.READY:
             self._failed = 0
             self._on_ready()
+
+    @property
+    def is_own(self) -> bool:
+        """True if kvpin, or the supervisor of its workers, runs its process."""
+        return self.process is not None or self.starting_file is not None
+
+    @property
+    def is_starting(self) -> bool:
+        """True while kvpin, or its supervisor, starts it for the first time: it may not answer yet."""
+        if self.process is not None:
+            return self.process.starting
+        return self.starting_file is not None and self.starting_file.exists()
 
     @property
     def unanswered(self) -> list[Lease]:

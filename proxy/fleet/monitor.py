@@ -311,7 +311,7 @@ class Monitor:
                 log.warning("engine is not used", engine=engine.id, reason=str(error))
         elif engine.state not in (EngineState.DOWN, EngineState.CONNECTING):
             log.warning("engine is lost", engine=engine.id, error=self._reason(error))
-        elif engine.state is EngineState.CONNECTING and engine.process is None and not engine.has_supervisor:
+        elif engine.state is EngineState.CONNECTING and not engine.is_own:
             refuses = isinstance(error, EngineRejected)
             log.warning(
                 "engine refuses kvpin; kvpin keeps trying"
@@ -322,9 +322,8 @@ class Monitor:
                 error=self._reason(error),
             )
         engine.refuses = isinstance(error, EngineRejected)
-        starting = engine.process is not None and engine.process.starting
         if engine.mine.is_set():  # otherwise its owner is known
-            if engine.state is not EngineState.DRAINING and not starting:
+            if engine.state is not EngineState.DRAINING and not engine.is_starting:
                 engine.state = EngineState.DOWN if owner is None else EngineState.ELSEWHERE
             engine.owner = owner
             engine.last_error = self._reason(error)

@@ -102,7 +102,7 @@ class Banner:
         with waiting_bar(self._fleet, self._has_joined) as draw:
             while True:
                 for engine in self._fleet.engines.values():
-                    is_known = engine.is_served_there or engine.has_supervisor or engine.id in named
+                    is_known = engine.is_served_there or engine.is_own or engine.id in named
                     is_usable = engine.state in _USABLE and not engine.model_failed
                     if not is_usable and not is_known:
                         named.add(engine.id)

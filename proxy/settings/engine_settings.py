@@ -176,7 +176,13 @@ def engine_as_json(settings: EngineSettings) -> bytes:
 
 
 class StartedSettings(EngineSettings):
-    """An engine that this kvpin's supervisor starts for its workers."""
+    """An engine that this kvpin's supervisor starts for its workers.
+
+    Attributes:
+        starting_file: it is there while the engine is in its first start.
+    """
+
+    starting_file: Path
 
     def spec(self) -> EngineSpec:
         """The description adapters are made from."""

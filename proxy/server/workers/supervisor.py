@@ -29,6 +29,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 import structlog
@@ -169,8 +170,11 @@ class Orders(msgspec.Struct, frozen=True):
         if refused.exists():
             raise SettingsError(refused.read_text(encoding="utf-8"))
         settings = load()
-        run = read_engines(Path(self.directory) / _ENGINES)
-        started = tuple(StartedSettings.model_validate(dict(engine)) for engine in run)
+        directory = Path(self.directory)
+        started = tuple(
+            StartedSettings(**dict(engine), starting_file=starting_file(directory, engine.url))
+            for engine in read_engines(directory / _ENGINES)
+        )
         changes: dict[str, Any] = {"engines": (*settings.engines, *started), "managed": ()}
         changes["name"] = f"{settings.shown_name}/{self.number}"
         if settings.reuse and settings.exchange is None:
@@ -188,6 +192,11 @@ def write_engines(directory: Path, specs: list[EngineSpec]) -> None:
     new = directory / f".{_ENGINES}"
     new.write_text(text, encoding="utf-8")
     new.rename(directory / _ENGINES)
+
+
+def starting_file(directory: Path, url: str) -> Path:
+    """The file that is there while the engine at that address is in its first start."""
+    return directory / f"starting-{urlsplit(url).port}"
 
 
 def write_refusal(directory: Path, error: str | None) -> None:
@@ -455,10 +464,19 @@ class SharedEngines:
         answers = await ask(to, sockets, "POST", USES_PATH, body=url.encode(), within_s=_ASK_S)
         return len(answers) < len(sockets) or any(each.body for each in answers)
 
+    async def _end_start(self, engine: ManagedEngine, file: Path) -> None:
+        """Removes the file of an engine's first start once it is healthy, or has ended."""
+        await until(lambda: not engine.starting)
+        file.unlink(missing_ok=True)  # noqa: ASYNC240 - once, and empty
+
     def _run(self, engine: ManagedEngine) -> None:
         self._tasks.start(f"engine {engine.id} {id(engine)}", engine.run())
 
     def _publish(self) -> None:
+        for engine in self._engines.values():
+            if engine.starting and not (file := starting_file(self._directory, engine.spec.url)).exists():
+                file.touch()
+                self._tasks.start(f"first start of engine {engine.id}", self._end_start(engine, file))
         write_engines(self._directory, [engine.spec for engine in self._engines.values()])
         self._tell()
 

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 from engine_adapter import EngineSpecError, HttpTransport
 from engine_adapter.openai_compatible import OpenAICompatibleAdapter
 from proxy.control.engines import place_of
-from proxy.errors import Conflict
+from proxy.errors import Conflict, NoEngine
 from proxy.fleet.engine import EngineState, order_name
 from proxy.fleet.process import managed_engine
 from proxy.fleet.process.managed_engine import ManagedEngine
@@ -145,11 +145,13 @@ async def test_an_engine_that_waits_for_its_turn_takes_the_newest_settings():
         await until(lambda: proxy.fleet.engine("b").state is EngineState.READY)
 
 
-async def test_an_engine_that_the_supervisor_starts_is_known_as_one():
+async def test_an_engine_that_the_supervisor_starts_is_known_as_one(tmp_path):
     async with FakeEngine("a") as server, FakeEngine("b") as other:
-        started = StartedSettings(kind="openai_compatible", url=server.url, id="a")
+        started = StartedSettings(
+            kind="openai_compatible", url=server.url, id="a", starting_file=tmp_path / "a"
+        )
         async with running(started, named("b", other.url)) as proxy:
-            assert [engine.has_supervisor for engine in proxy.fleet.engines.values()] == [True, False]
+            assert [engine.is_own for engine in proxy.fleet.engines.values()] == [True, False]
 
 
 async def test_a_managed_engine_that_was_drained_is_drained_on_its_next_port(monkeypatch):
@@ -345,7 +347,8 @@ async def test_drains_ordered_at_other_kvpins_are_followed(world, pair):
 
 async def test_an_engine_kvpin_runs_is_not_removed(world, pair):
     a, b = (world.engines[name] for name in "ab")
-    a.process, b.has_supervisor = ManagedEngine(ManagedSettings(kind="embedded", id="a")), True
+    a.process = ManagedEngine(ManagedSettings(kind="embedded", id="a"))
+    b.starting_file = Path("/not/there")
     world.proxy.engines.follow((), grace_s=60)
     for engine in (a, b):
         with pytest.raises(Conflict, match="itself"):
@@ -470,17 +473,25 @@ async def test_engines_stay_until_one_that_waits_for_its_id_was_tried():
         assert (state(proxy, "a"), proxy.fleet.engine("a").adapter.spec.url) == (EngineState.READY, c.url)
 
 
-async def test_an_engine_stays_while_the_supervisor_starts_the_one_that_comes_in_its_place():
+async def test_an_engine_stays_while_the_supervisor_starts_the_one_that_comes_in_its_place(tmp_path):
     async with FakeEngine("a") as a, FakeEngine("b") as b, running(named("a", a.url)) as proxy:
         port = b.port
         await b.stop()
-        started = StartedSettings(kind="openai_compatible", url=f"http://127.0.0.1:{port}", id="b")
+        file = tmp_path / "starting"
+        file.touch()
+        started = StartedSettings(
+            kind="openai_compatible", url=f"http://127.0.0.1:{port}", id="b", starting_file=file
+        )
         proxy.engines.follow([started], grace_s=60)
-        await until(lambda: state(proxy, "b") is EngineState.DOWN)
+        await until(lambda: proxy.fleet.engine("b").last_error is not None)
         await asyncio.sleep(0.2)
-        assert state(proxy, "a") is EngineState.READY
-        proxy.fleet.engine("b").info = proxy.fleet.engine("a").info  # it was reached
+        assert (state(proxy, "a"), state(proxy, "b")) == (EngineState.READY, EngineState.CONNECTING)
+        with pytest.raises(NoEngine, match="engine 'b' is still connecting"):
+            proxy.fleet.find("the-model-of-b")  # not what a takes in its place
+        file.unlink()  # it has ended
+        proxy.fleet.engine("b").check_now.set()
         await until(lambda: ids(proxy) == ["b"])
+        assert state(proxy, "b") is EngineState.DOWN
 
 
 async def test_an_engine_that_is_named_again_as_it_was_while_it_leaves_stays():

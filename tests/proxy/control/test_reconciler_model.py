@@ -7,6 +7,7 @@ import traceback
 from dataclasses import dataclass, field, replace
 from itertools import count
 from operator import attrgetter
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -140,8 +141,10 @@ class Claim:
 
     def entry(self):
         kind = "vllm" if "ranks" in self.url else "openai_compatible"
-        made = StartedSettings if self.is_started else EngineSettings
-        return made(kind=kind, url=self.url, id=self.id, api_key=self.key)
+        values = {"kind": kind, "url": self.url, "id": self.id, "api_key": self.key}
+        if self.is_started:
+            return StartedSettings(**values, starting_file=Path("/not/there"))
+        return EngineSettings(**values)
 
 
 class Naive:

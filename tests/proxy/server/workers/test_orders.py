@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from engine_adapter import EngineSpec
-from proxy.server.workers.supervisor import Orders, write_engines, write_refusal
+from proxy.server.workers.supervisor import Orders, starting_file, write_engines, write_refusal
 from proxy.settings import WORKER_VARIABLE, ManagedSettings, Settings, SettingsError, StartedSettings
 
 
@@ -59,6 +59,7 @@ def test_engines_that_the_supervisor_started_run_already(orders, tmp_path, kind)
     (engine,) = settings.engines
     assert isinstance(spec, EngineSpec)
     assert isinstance(engine, StartedSettings)
+    assert engine.starting_file == starting_file(tmp_path, "http://127.0.0.1:1234")
     assert engine.spec() == spec
     assert engine.spec().url == "http://127.0.0.1:1234"
     assert settings.exchange.url.get_secret_value() == f"unix:{tmp_path}"

@@ -12,7 +12,7 @@ import pytest
 from engine_adapter import EngineSpecError
 from proxy.fleet.process.managed_engine import ProcessState
 from proxy.runtime.tasks import Supervisor
-from proxy.server.workers.supervisor import SharedEngines
+from proxy.server.workers.supervisor import SharedEngines, starting_file
 from proxy.settings import ManagedSettings, Settings
 
 SERVER = f"{sys.executable} -m http.server --bind 127.0.0.1 {{port}}"
@@ -113,3 +113,14 @@ async def test_an_engine_that_leaves_ends_once_no_worker_uses_it(shared):
         await shared._end(old, 60.0)
     shared._is_used.assert_awaited_with("http://old")
     old.stop.assert_awaited_once()
+
+
+@pytest.mark.parametrize("command", [SERVER, "false {port}"])
+async def test_a_file_is_there_until_the_first_start_of_an_engine_has_ended(shared, tmp_path, command):
+    shared.follow(settings(engine("a").model_copy(update={"command": tuple(command.split())})))
+    file = starting_file(tmp_path, told(tmp_path)["a"]["url"])
+    assert file.exists()
+    async with asyncio.timeout(30):
+        while file.exists():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    assert await listens(told(tmp_path)["a"]["url"]) == (command == SERVER)
