@@ -16,6 +16,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from engine_adapter import EngineSpec, make_options
+from tests.forks import Forked, start
 from tests.processes import address_in, answers, wait_until
 
 START_S = 120.0
@@ -35,7 +36,7 @@ class RunningEngine:
     """A `kvpin engine` process that answers at `url`."""
 
     url: str
-    process: subprocess.Popen[bytes] = field(repr=False)
+    process: subprocess.Popen[bytes] | Forked = field(repr=False)
     log: Path = field(repr=False)
 
     def kill(self) -> None:
@@ -45,18 +46,21 @@ class RunningEngine:
 
 
 @contextmanager
-def running_engine(
-    log: Path, *flags: str, program: Sequence[str] = ("-m", "engine_adapter.torch_engine")
-) -> Iterator[RunningEngine]:
-    """Starts an engine with `flags` on a free port; yields it once it serves; ends it."""
-    command = [sys.executable, *program, "--port", "0", "--threads", "1"]
+def running_engine(log: Path, *flags: str, program: Sequence[str] = ()) -> Iterator[RunningEngine]:
+    """Starts an engine with `flags` on a free port; yields it once it serves; ends it. `program`: Python's
+    arguments that run it, instead of a fork."""
+    words = ("--port", "0", "--threads", "1", "--exit-with-parent", *flags)
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            [*command, "--exit-with-parent", *flags],
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
+        process: subprocess.Popen[bytes] | Forked
+        if program:
+            process = subprocess.Popen(
+                [sys.executable, *program, *words],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        else:
+            process = start("engine_adapter.torch_engine", *words, output=output, with_input=True)
     try:
         pattern = r"listening on (http://\S+?),"
         url = wait_until(lambda: address_in(log, pattern), process, log, START_S)

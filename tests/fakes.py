@@ -263,7 +263,7 @@ class FakeEngine:
         """The request of that number, once it is here."""
         while len(self.seen) <= number:
             self.arrived.clear()
-            await asyncio.wait_for(self.arrived.wait(), 5)
+            await asyncio.wait_for(self.arrived.wait(), 60)
         return self.seen[number]
 
 
@@ -491,7 +491,7 @@ class FakeProxy:
 
     async def settled(self) -> None:
         """Returns when no request is in flight and nothing is pending; fails when that does not come."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while any(e.ledger.in_flight for e in self.fleet.engines.values()):  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
             while any(p.index.pending(e) for p in self.fleet.pools.values() for e in p.engines):  # noqa: ASYNC110

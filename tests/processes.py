@@ -12,18 +12,20 @@ from typing import TypeVar
 import httpx
 import pytest
 
+from tests.forks import Forked
+
 _Found = TypeVar("_Found")
 
 
 def wait_until(
-    look: Callable[[], _Found | None], process: subprocess.Popen[bytes], log: Path, seconds: float
+    look: Callable[[], _Found | None], process: subprocess.Popen[bytes] | Forked, log: Path, seconds: float
 ) -> _Found:
     """Returns what `look` finds. Fails the test if the process ends before that, or after `seconds`."""
     deadline = time.monotonic() + seconds
     while process.poll() is None and time.monotonic() < deadline:
         if found := look():
             return found
-        time.sleep(0.05)
+        time.sleep(0.02)
     why = "was not ready" if process.poll() is None else f"ended with {process.returncode}"
     pytest.fail(f"{process.args} {why}:\n{log.read_text(errors='replace')[-10_000:]}", pytrace=False)
 

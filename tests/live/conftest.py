@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,9 +15,11 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.forks import Forked, start
 from tests.processes import address_in, answers, wait_until
 
 READY_S = 300.0
+RECORD_S = 60.0
 STOP_S = 60.0
 ENGINE = "embedded: --threads 1 --kv-blocks 512 --host-cache-bytes 64MiB"
 
@@ -27,7 +29,7 @@ class Kvpin:
     """A running proxy."""
 
     url: str
-    process: subprocess.Popen[bytes] = field(repr=False)
+    process: subprocess.Popen[bytes] | Forked = field(repr=False)
     log: Path = field(repr=False)
     killed: bool = False
 
@@ -44,6 +46,16 @@ class Kvpin:
     def admin(self, method: str, path: str, **options) -> httpx.Response:
         """An admin request, as JSON."""
         return httpx.request(method, f"{self.url}/admin/v1/{path}", timeout=60, trust_env=False, **options)
+
+    def record_of(self, answer: httpx.Response) -> dict[str, Any]:
+        """The record of a request. It may be written after the answer's end: kvpin asks the engine for its
+        token ids before, and frees its slot."""
+        path = f"requests/{answer.headers['x-request-id']}"
+        deadline = time.monotonic() + RECORD_S
+        while (found := self.admin("GET", path)).status_code != httpx.codes.OK:
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.02)
+        return found.json()
 
     def engines(self) -> dict[str, dict]:
         """Stats of each engine, by id."""
@@ -69,16 +81,21 @@ def starting_kvpin(
     log: Path, *flags: str, reuse: bool = True, checkout: Path | None = None, **variables: str
 ) -> Iterator[Kvpin]:
     """`running_kvpin`, yielded as soon as it listens. `checkout`: that of another version, with its .venv."""
-    python = sys.executable if checkout is None else str(checkout / ".venv/bin/python")
-    command = [
-        *("setpriv", "--pdeathsig", "KILL"),  # it never outlives the tests
-        *(python, "-m", "proxy.cli", "serve", "--port", "0", *flags),
-    ]
+    words = ("serve", "--port", "0", *flags)
     environment = {**os.environ, "ENABLE_KV_CACHE_REUSE": str(int(reuse)), **variables}
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=checkout
-        )
+        process: subprocess.Popen[bytes] | Forked
+        if checkout is None:
+            process = start("proxy.cli", *words, output=output, environment=environment)
+        else:
+            python = str(checkout / ".venv/bin/python")
+            process = subprocess.Popen(
+                ["setpriv", "--pdeathsig", "KILL", python, "-m", "proxy.cli", *words],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                cwd=checkout,
+            )
     proxy = Kvpin("", process, log)
     try:
         wait_until_it_listens(proxy)

@@ -88,13 +88,7 @@ class LlamaWorld:
 
     def record_of(self, answer: httpx.Response) -> dict[str, Any]:
         """The record of a request, which is kept once its slot is free."""
-        path = f"requests/{answer.headers['x-request-id']}"
-
-        def record() -> dict[str, Any] | None:
-            found = self.kvpin.admin("GET", path)
-            return found.json() if found.status_code == 200 else None
-
-        return self.until(record, "a record")
+        return self.kvpin.record_of(answer)
 
     def until_idle(self, number: int = 0) -> list[dict[str, Any]]:
         """The slots of a server as kvpin sees them, once nothing runs on any."""

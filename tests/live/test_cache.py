@@ -123,7 +123,7 @@ def test_a_dry_run_names_the_engine_that_holds_it(kvpin):
 def test_a_miss_is_explained(kvpin):
     ask(kvpin, document("explaining") + "\n\nFirst question?")
     other = ask(kvpin, document("explaining") + "\n\nAnother question?")
-    shown = kvpin.admin("GET", f"requests/{other.headers['x-request-id']}").raise_for_status().json()
+    shown = kvpin.record_of(other)
     assert shown["predicted_tokens"] == shown["reported_tokens"] == cached(other)
     assert shown["divergence"]["common_tokens"] >= cached(other)
     assert shown["explanation"]

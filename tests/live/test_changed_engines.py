@@ -31,8 +31,8 @@ from tests.processes import wait_until
 pytestmark = pytest.mark.live
 
 ASKS = 20
-# By hand for longer: CHURN_S=1200 pytest tests/live/test_changed_engines.py -k random
-CHURN_S = float(os.environ.get("CHURN_S", "20"))
+# scripts/test-nightly runs longer; by hand: CHURN_S=1200 pytest tests/live/test_changed_engines.py -k random
+CHURN_S = float(os.environ.get("CHURN_S", "10"))
 # fmt: off
 WORDS = ("river", "runs", "over", "stones", "and", "an", "old", "mill", "turns", "while", "rain", "falls",
          "on", "fields", "near", "town")
@@ -241,7 +241,7 @@ async def test_servers_that_come_back_changed_at_random_moments(servers, tmp_pat
     async def churn() -> None:
         nonlocal changes
         while time.monotonic() < ends:
-            await asyncio.sleep(draw.uniform(1, 6))
+            await asyncio.sleep(draw.uniform(1, 4))
             at = draw.randrange(2)
             shutil.copy(draw.choice(files), tmp_path / "next.gguf")
             (tmp_path / "next.gguf").replace(path)
@@ -269,4 +269,4 @@ async def test_servers_that_come_back_changed_at_random_moments(servers, tmp_pat
             *found, _ = await asyncio.gather(*(load(client, kvpin.url) for _ in range(4)), churn())
     wrong = [each for part in found for each in part]
     assert not wrong, f"{len(wrong)} of {served} after {changes} changes: {wrong[0]}"
-    assert served > 10 * changes > 0, f"{served} served, {changes} changes"
+    assert served > changes > 0, f"{served} served, {changes} changes"

@@ -59,6 +59,8 @@ async def start(tmp_path):
             named = (f"--engine=openai-compatible={engine.url},id=e,model=m", "--log-format", "json")
             running = running_kvpin(log, *named, *flags, tokenised=False, **options)
             kvpin = await asyncio.to_thread(running.__enter__)
+            workers = int(flags[flags.index("--workers") + 1]) if "--workers" in flags else 1
+            await until(lambda: kvpin.log.read_text().count('"Started server process') == workers)
             stack.push_async_exit(lambda *error: asyncio.to_thread(running.__exit__, *error))
             return kvpin
 

@@ -25,7 +25,7 @@ def test_a_flush_says_what_the_servers_own_cache_may_keep(tmp_path, cache_ram):
         seen = [world.chat(begun(text)) for text in TALKS]
         predicted = sum(int(answer.headers["x-kvpin-predicted-tokens"]) for answer in seen)
         cached = sum(a.json()["usage"]["prompt_tokens_details"]["cached_tokens"] for a in seen)
-        records = [world.kvpin.admin("GET", f"requests/{a.headers['x-request-id']}").json() for a in seen]
+        records = [world.record_of(answer) for answer in seen]
         print(f"--cache-ram {cache_ram}: flushed {flushed}; then {predicted} predicted, {cached} reported")  # noqa: T201 - the figures, for `pytest -s`
         assert len(records) == len(TALKS)
         if cache_ram:

@@ -48,8 +48,7 @@ class World:
 
     def own_states(self) -> dict[str, str]:
         """The same, as the router tells it."""
-        answer = httpx.get(f"{self.router.url}/models", timeout=WAIT_S, trust_env=False).json()
-        return {model["id"]: model["status"]["value"] for model in answer["data"]}
+        return states_of(self.router)
 
     def until(self, model: str, state: str) -> None:
         deadline = time.monotonic() + WAIT_S
@@ -58,21 +57,32 @@ class World:
             time.sleep(0.05)
 
 
-@contextmanager
-def router_world(
-    tmp_path: Path, *flags: str, options: str = "", saves: bool = True, is_told: bool = True
-) -> Iterator[World]:
-    """A world of a router that saves, whose directory kvpin is told."""
+def states_of(router: RunningLlama) -> dict[str, str]:
+    """The state of each model, as a router tells it."""
+    answer = httpx.get(f"{router.url}/models", timeout=WAIT_S, trust_env=False).json()
+    return {model["id"]: model["status"]["value"] for model in answer["data"]}
+
+
+def models_in(tmp_path: Path) -> Path:
+    """A directory of the models, and of one that is broken."""
     models = tmp_path / "models"
     models.mkdir()
     for seed, name in enumerate(MODELS):
         shutil.copy(gguf_path("tiny", seed), models / f"{name}.gguf")
     whole = gguf_path("tiny").read_bytes()
     (models / "broken.gguf").write_bytes(whole[: len(whole) // 2])
+    return models
+
+
+@contextmanager
+def router_world(
+    tmp_path: Path, *flags: str, options: str = "", saves: bool = True, is_told: bool = True
+) -> Iterator[World]:
+    """A world of a router that saves, whose directory kvpin is told."""
     with (
         memory_dir() as saved,
         running_llama_router(
-            tmp_path / "router.log", models, *flags, save_dir=saved if saves else None
+            tmp_path / "router.log", models_in(tmp_path), *flags, save_dir=saved if saves else None
         ) as router,
         running_kvpin(
             tmp_path / "kvpin.log",
@@ -130,11 +140,13 @@ def test_doctor_tells_the_states_and_loads_no_model(world):
     assert set(world.own_states().values()) == {"unloaded"}
 
 
-def test_a_probe_of_doctor_loads_the_model_by_its_requests(world):
-    model = EngineSpec("llama_server", world.router.url, "x", model="m0")
-    assert world.own_states()["m0"] == "unloaded"
-    found = asyncio.run(examine(model, probe=True)).as_json()
-    assert world.own_states()["m0"] == "loaded"
+def test_a_probe_of_doctor_loads_the_model_by_its_requests(tmp_path):
+    """No kvpin follows the router: it would try out the model once it is loaded, between the requests."""
+    with running_llama_router(tmp_path / "log", models_in(tmp_path), "--models-max", "1") as router:
+        model = EngineSpec("llama_server", router.url, "x", model="m0")
+        assert states_of(router)["m0"] == "unloaded"
+        found = asyncio.run(examine(model, probe=True)).as_json()
+        assert states_of(router)["m0"] == "loaded"
     assert found["probe"]["error"] is None
     assert found["probe"]["reported"] == found["probe"]["predicted"] > 0
     assert found["tokenisation"]["ok"]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 
 import httpx
 import msgspec
@@ -58,12 +57,7 @@ def twice(kvpin, path, body):
         answer = httpx.post(f"{kvpin.base_url}/{path}", json=body, timeout=TIMEOUT_S, trust_env=False)
         answer.raise_for_status()
     usage = answer.json()["usage"]
-    for _ in range(100):  # kvpin may still be asking the engine for its tokens when the client has the answer
-        record = kvpin.admin("GET", f"requests/{answer.headers['x-request-id']}")
-        if record.is_success:
-            break
-        time.sleep(0.1)
-    record = record.raise_for_status().json()
+    record = kvpin.record_of(answer)
     predicted = int(answer.headers["x-kvpin-predicted-tokens"])
     return (
         usage["prompt_tokens"],

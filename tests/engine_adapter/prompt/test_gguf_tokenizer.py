@@ -131,6 +131,7 @@ def with_first_bytes_merged() -> dict[str, Any]:
     }
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_character_is_of_the_servers_kind(family, tmp_path):
     path = rewrite(tmp_path / "m.gguf", pre=family, **with_first_bytes_merged())

@@ -21,6 +21,14 @@ CHATS = [
     [{"role": "user", "content": "hello"}],
     [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [PART]}],
 ]
+
+
+@pytest.fixture(autouse=True)
+def command(monkeypatch):
+    """The process is started by its command, not forked: these tests are about it."""
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", asyncio.subprocess.create_subprocess_exec)
+
+
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 
 

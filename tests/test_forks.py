@@ -1,0 +1,68 @@
+"""What is forked is as what its command starts."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from engine_adapter.prompt.chat import ChatTokenizer
+from engine_adapter.prompt.tokenizer_process import load_tokenizer
+from tests.forks import Forked, start
+from tests.live.conftest import starting_kvpin
+
+WORDS = [("--version",), ("config", "show", "--port", "much"), ("serve", "--engine", "teapot"), ("nonsense",)]
+
+
+def started(tmp_path, *words: str, **environment: str):
+    """A `kvpin` that was started, and its output once it has ended."""
+    log = tmp_path / "log"
+    with log.open("wb") as output:
+        process = start("proxy.cli", *words, output=output, environment={**os.environ, **environment})
+    process.wait(60)
+    return process, log.read_text()
+
+
+@pytest.mark.parametrize("words", WORDS, ids=lambda words: words[0])
+def test_words_output_and_status_are_those_of_the_command(tmp_path, words):
+    process, text = started(tmp_path, *words)
+    assert isinstance(process, Forked)
+    command = [sys.executable, "-m", "proxy.cli", *words]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    assert (process.returncode, _plain(text)) == (done.returncode, _plain(done.stdout))
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"python -m [\w.]+", "kvpin", text)
+
+
+def test_its_environment_is_its_own(tmp_path):
+    process, text = started(tmp_path, "serve", KVPIN_PORT="much")
+    assert process.returncode == 2
+    assert "KVPIN_PORT" in text
+
+
+def test_where_imports_would_read_another_environment_the_command_is_run(tmp_path):
+    process, _ = started(tmp_path, "--version", HF_HOME=str(tmp_path))
+    assert isinstance(process, subprocess.Popen)
+    assert process.returncode == 0
+
+
+def test_signals_and_its_end_are_told(tmp_path):
+    with starting_kvpin(tmp_path / "log", "--engine=vllm=http://127.0.0.1:1") as kvpin:
+        process = kvpin.process
+        assert process.poll() is None
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.01)
+        kvpin.kill()
+        assert process.returncode == -signal.SIGKILL
+        process.terminate()  # nothing happens
+
+
+async def test_a_loader_that_a_test_needs_is_forked(tokenizer_dir):
+    source = str(tokenizer_dir)
+    assert (await load_tokenizer(source)).vocab_size == ChatTokenizer.load(source).vocab_size
