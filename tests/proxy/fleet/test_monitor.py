@@ -2,6 +2,7 @@ import asyncio
 import time
 from array import array
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import structlog
@@ -188,7 +189,7 @@ async def test_one_that_answers_with_an_error_is_not_called_unreachable(world):
 async def test_one_that_the_supervisor_starts_is_not_named(world):
     adapter = FakeAdapter("a")
     engine = world.fleet.add(adapter)
-    engine.has_supervisor = True
+    engine.starting_file = Path("/not/there")
     adapter.failures = [EngineUnavailable("connection refused")] * 3
     with structlog.testing.capture_logs() as logs:
         world.monitor.watch(engine)

@@ -3,6 +3,7 @@ import io
 import json
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -199,8 +200,8 @@ async def test_an_engine_that_the_supervisor_starts_is_not_called_unreachable(ca
     fleet = ready_fleet()
     starting = fleet.add(FakeAdapter("b"))
     starting.state, starting.last_error = EngineState.DOWN, "connection refused"
-    for has_supervisor, said in ((True, False), (False, True)):
-        starting.has_supervisor = has_supervisor
+    for file, said in ((Path("/not/there"), False), (None, True)):
+        starting.starting_file = file
         await Banner(fleet, "127.0.0.1", 8000, Settings()).print_when_ready()
         assert ("not reachable: b" in capsys.readouterr().out) is said
 
