@@ -356,7 +356,7 @@ class Fleet:
     def not_served(self, model: str | None) -> NotFound:
         """The error of a request for a model that nothing serves."""
         if model is None:
-            reason = "name a model, in the body or as ?model=NAME"
+            reason = "model must be named, in the body or as ?model=NAME"
         elif model in self.aliases:
             reason = f"the model {model!r} is an alias of {self.aliases[model]!r}, which is not served"
         else:

@@ -120,7 +120,7 @@ async def test_a_read_without_a_model_goes_to_the_one_model_of_its_key():
     for refused in (call("m", "n"), call("gone"), call("m", method="POST"), call("m", path="/v1/batches")):
         with pytest.raises((ModelRefused, Forbidden)):
             await to.find(refused)
-    with pytest.raises(NotFound, match="name a model"):
+    with pytest.raises(NotFound, match="model must be named"):
         await to.find(call())
     fleet.default_model = "n"
     assert (await to.find(call("m"))).pool.model == "m"  # not that of the default, which is another model's

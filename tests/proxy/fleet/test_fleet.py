@@ -125,7 +125,7 @@ class TestNames:
         assert self.found(fleet, "gpt-9") == ("any", "any")
         assert self.found(fleet, "ada") == ("n", "ada")
         assert self.found(fleet, "n") == ("n", "n")
-        with pytest.raises(NotFound, match="name a model"):
+        with pytest.raises(NotFound, match="model must be named"):
             fleet.find(None)
 
     def test_two_that_take_any_name_are_no_answer_but_the_default_is(self):
@@ -145,7 +145,7 @@ class TestNames:
         fleet.leave(fleet.engines["e0"])
         assert self.found(fleet, "gpt-9") == ("m", "m")
         fleet.leave(fleet.engines["e1"])
-        with pytest.raises(NotFound, match="name a model"):
+        with pytest.raises(NotFound, match="model must be named"):
             fleet.find(None)
 
     def test_names_that_nothing_serves(self):
