@@ -43,9 +43,6 @@ def test_the_key_a_client_sent(headers, key):
 
 
 class TestAuthenticate:
-    def test_gives_the_tenant(self):
-        assert authenticate(given({"authorization": "Bearer k2"}), TENANTS).tenant == "bob"
-
     @pytest.mark.parametrize(
         ("headers", "reason"), [({}, "is needed"), ({"x-api-key": "k3"}, "wrong API key")]
     )
@@ -64,9 +61,6 @@ class TestAuthenticate:
         with pytest.raises(Unauthorized, match="wrong API key"):
             authenticate(given({"x-api-key": "ol"}), tenants)
         assert authenticate(given({"x-api-key": "new"}), tenants).tenant == "alice"
-
-    def test_lets_everybody_in_where_there_are_no_keys(self):
-        assert authenticate(given({"authorization": "Bearer x"}), Tenants([])) is None
 
 
 def test_a_hashed_admin_key_opens_the_admin_api_and_its_digest_does_not():
@@ -192,11 +186,6 @@ class TestAdminWithoutAKey:
 
 class TestMetrics:
     """`/metrics` shows what all tenants do."""
-
-    @pytest.mark.parametrize("key", ["admin-key", "metrics-key"])
-    async def test_each_of_two_keys_opens_it(self, key):
-        guard = MetricsGuard("admin-key", "metrics-key", TENANTS)
-        await guard.admit(connection(client=("10.1.2.3", 5), host="x", authorization=f"Bearer {key}"))
 
     @pytest.mark.parametrize("keys", [("admin-key", None), (None, "metrics-key"), ("a", "metrics-key")])
     @pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer k1"}])

@@ -68,10 +68,6 @@ async def test_a_request_arrives_whole(others, size):
     assert answer.json() == [size, "/echo a", {"q": "1"}, "127.0.0.1", "two"]
 
 
-async def test_a_streamed_answer_arrives_whole(others):
-    assert (await others.get("/parts")).content == b"x" * 300_000
-
-
 async def test_a_crash_is_a_500_that_tells_nothing(others):
     answer = await others.get("/crash")
     assert (answer.status_code, "secret" in answer.text) == (500, False)

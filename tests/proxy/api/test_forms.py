@@ -195,10 +195,6 @@ async def test_a_form_too_long_before_its_model_is_a_413(world):
     assert not world.b.seen
 
 
-async def test_no_form_is_a_400(world):
-    assert is_openai_error(await send(world, b"no form"), 400)
-
-
 async def test_a_client_that_leaves_before_its_model_leaves_nothing_behind(world):
     head = post(PATH, b"", f"content-type: {KIND}").replace(b"content-length: 0", b"content-length: 9999")
     _, writer = await connect_to(world.proxy)

@@ -86,16 +86,3 @@ async def test_other_methods_are_refused_and_those_it_takes_named(engine, client
 async def test_a_path_that_only_begins_like_it_is_the_engines(engine, client):
     await client.post("/v1/models_of_mine", json={"model": "m"})
     assert engine.seen[0].target == "/v1/models_of_mine"
-
-
-async def test_lora_adapters_are_listed_with_their_model(engine, proxy, client):
-    proxy.add(FakeAdapter("b"), loras=frozenset({"ada", "m2"}))
-    proxy.add(FakeAdapter("c", model="m2"))
-    cards = (await client.get("/v1/models")).json()["data"]
-    assert [(card["id"], card.get("parent")) for card in cards] == [
-        ("m", None),
-        ("m2", None),
-        ("ada", "m"),
-    ]
-    assert (await client.get("/v1/models/ada")).json() == cards[2]
-    assert "parent" not in (await client.get("/v1/models/m2")).json()

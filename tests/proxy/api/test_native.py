@@ -97,13 +97,6 @@ async def test_without_a_name_the_only_model_whose_engines_have_the_route_serves
     assert [exchange.target for exchange in engine_with_routes.seen] == ["/infill"] + ["/v1/health"] * 2
 
 
-async def test_vllms_tokenizer_info_passes(proxy, engine, client):
-    proxy.fleet.engines["a"].info = replace(INFO, routes=VLLM)
-    assert (await client.get("/tokenizer_info")).status_code == 200
-    assert is_openai_error(await client.post("/tokenizer_info", json={}), 404, "not_found")
-    assert [exchange.target for exchange in engine.seen] == ["/tokenizer_info"]
-
-
 async def test_an_engines_own_error_keeps_its_form(engine_with_routes, client):
     async def refuse(exchange):
         await exchange.send({"error": {"code": 400, "message": "no", "n_ctx": 8}}, status=400)

@@ -67,12 +67,6 @@ async def test_not_ready_while_one_half_of_a_pair_is(proxy, client):
     assert (await client.get("/health")).status_code == 503
 
 
-async def test_metrics_are_prometheus_text(client):
-    response = await client.get("/metrics")
-    assert response.headers["content-type"].startswith("text/plain")
-    assert 'kvpin_engine_ready{engine="a"} 1.0' in response.text
-
-
 async def test_metrics_are_openmetrics_for_who_asks(client):
     asks = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1"  # Prometheus
     response = await client.get("/metrics", headers={"accept": asks})

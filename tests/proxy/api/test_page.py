@@ -35,33 +35,9 @@ async def test_every_file_is_served_and_may_do_nothing_but_talk_to_kvpin(client)
         assert {policy[kind] for kind in ("script-src", "style-src", "connect-src")} == {"'self'"}
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("", "text/html"),
-        ("app.js", "text/javascript"),
-        ("style.css", "text/css"),
-        ("icon.svg", "image/svg+xml"),
-    ],
-)
-async def test_types(client, name, kind):
-    assert (await client.get(f"/ui/{name}")).headers["content-type"].partition(";")[0] == kind
-
-
-async def test_a_file_that_has_not_changed_is_not_sent_again(client):
-    first = await client.get("/ui/app.js")
-    again = await client.get("/ui/app.js", headers={"if-none-match": first.headers["etag"]})
-    assert (again.status_code, again.content) == (304, b"")
-
-
 @pytest.mark.parametrize("name", ["nothing.js", "../page.py", "%2e%2e/page.py", "vendor", "/etc/passwd"])
 async def test_no_other_file_is(client, name):
     assert (await client.get(f"/ui/{name}")).status_code == 404
-
-
-async def test_the_way_there_is_relative(client):
-    answer = await client.get("/ui")
-    assert (answer.status_code, answer.headers["location"]) == (307, "ui/")
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if not name.startswith("vendor/")])
@@ -70,11 +46,6 @@ def test_it_names_nothing_of_another_origin_and_no_absolute_path(name):
     assert not re.search(r"https?://", text)
     assert not re.search(r"""(?:src|href|from|url)[=( ]+["']?/""", text)
     assert "innerHTML" not in text
-
-
-@pytest.mark.parametrize("library", ["htm", "preact", "uplot"])
-def test_each_library_has_its_licence(library):
-    assert (STATIC / "vendor" / f"{library}.LICENSE").stat().st_size > 500
 
 
 async def test_the_setting_turns_it_off():

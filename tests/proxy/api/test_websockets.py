@@ -322,8 +322,3 @@ class TestRefusals:
                 await client.send("hi")
                 assert await client.recv() == "hi"
             assert proxy.last.attempts in (["a", "b"], ["b"])
-
-    async def test_no_engine_is_there(self):
-        adapter = FakeAdapter("a", "http://127.0.0.1:1", SOCKETS)
-        async with proxy_over(adapter) as proxy:
-            assert (await refusal(proxy))[0] == 502

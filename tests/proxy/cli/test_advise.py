@@ -1,7 +1,5 @@
 """`kvpin advise`, as people see it."""
 
-import json
-
 import msgspec
 import pytest
 from typer.testing import CliRunner
@@ -38,21 +36,9 @@ def test_the_rules_of_each_client_are_named(path):
     assert "pi: paths saves 1,000 tokens, all saves 1,000 tokens." in told.output
 
 
-def test_nothing_to_advise(path):
-    told = run(path, line(None, **chat(LONG)), msgspec.json.decode(b'{"input_length": 5}'))
-    assert "1 more requests are left out" in told.output
-    assert "No rule changes any of these prompts." in told.output
-    assert "No request names its session, so what clients change is not known" in told.output
-
-
 def test_requests_without_a_session_are_not_called_unchanged(path):
     told = run(path, line(**chat(LONG)), line(None, **chat(LONG)))
     assert "No session changes what it sent before. 1 requests name no session, and were" in told.output
-
-
-def test_json(path):
-    told = run(path, line(**chat(LONG)), options=["--json"])
-    assert json.loads(told.output)["requests"] == 1
 
 
 @pytest.mark.parametrize(
@@ -75,9 +61,3 @@ def test_several_recordings_are_one(path, tmp_path):
     files[1].write_bytes(b"")
     told = CliRunner().invoke(app, ["advise", *map(str, files)])
     assert (told.exit_code, "does not say when it began" in told.output) == (2, True)
-
-
-def test_a_file_that_is_not_there_is_refused(path):
-    told = CliRunner().invoke(app, ["advise", str(path)])
-    assert told.exit_code == 2
-    assert "cannot be read: No such file or directory" in told.output

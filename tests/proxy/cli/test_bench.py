@@ -1,5 +1,3 @@
-import json
-
 import pytest
 
 pytestmark = pytest.mark.live
@@ -15,22 +13,6 @@ def test_two_addresses_side_by_side(kvpin, live_proxy, embedded_engine):
     assert lines["Total generated tokens"] == ["24", "24"]
     for name in ("Mean TTFT (ms)", "Median TPOT (ms)", "P99 ITL (ms)", "Mean E2EL (ms)"):
         assert all(float(value) > 0 for value in lines[name])
-
-
-def test_as_json_with_reuse(kvpin, live_proxy):
-    result = kvpin("bench", live_proxy, *SMALL, "--max-concurrency", "1", "--json")
-    (figures,) = json.loads(result.stdout).values()
-    assert (figures["completed"], figures["failed"]) == (6, 0)
-    assert (
-        figures["cached_input_tokens"] > figures["total_input_tokens"] / 3
-    )  # 4 of 6 requests share a prefix
-
-
-def test_failed_requests(kvpin, live_proxy):
-    result = kvpin("bench", live_proxy, "--num-prompts", "2", "--prefix-len", "100000")
-    assert result.exit_code == 1
-    assert "Failed requests" in result.stdout
-    assert "kvpin: 2 requests failed, the first one: http" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -27,10 +27,6 @@ def test_a_file_without_faults(check):
     assert "API keys: 1, reuse: on" in result.stdout
 
 
-def test_the_environment_alone(kvpin):
-    assert kvpin("config", "check").stdout.startswith("environment: no faults; engines: 0")
-
-
 def test_without_torch_only_engines_that_the_settings_name_need_it(kvpin, check, monkeypatch):
     """Those that `kvpin serve` would start without any are not named: its flags may name others."""
     monkeypatch.setattr("engine_adapter.managed.find_spec", lambda _: None)
@@ -104,15 +100,6 @@ def test_what_serve_refuses(check, kvpin, tmp_path):
         2,
         "kvpin: exchange needs reuse: without reuse kvpin does not read prompts\n",
     )
-
-
-def test_one_engine_named_three_times(check):
-    urls = ("http://127.0.0.1:8401", "http://localhost:8401/v1", "http://127.0.0.1:8401/")
-    result = check("".join(f'[[engines]]\nkind = "embedded"\nurl = "{url}"\n' for url in urls))
-    assert result.stderr.splitlines() == [
-        f"kvpin: 'embedded-0' and 'embedded-{n}' are one engine, at http://127.0.0.1:8401: name it once"
-        for n in (1, 2)
-    ]
 
 
 def test_keys_that_open_nothing_are_warned_of_without_the_key(check, tmp_path):

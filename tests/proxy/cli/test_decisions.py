@@ -1,5 +1,4 @@
 import pytest
-from rich.console import Console
 
 from proxy.cli import decisions
 
@@ -37,19 +36,6 @@ def told(capsys, show, answer):
     """What it prints."""
     show(answer)
     return capsys.readouterr().out
-
-
-def test_every_term_fits_into_eighty_columns(monkeypatch, capsys):
-    monkeypatch.setattr(decisions, "console", lambda *_: Console(highlight=False, width=80))
-    output = told(capsys, decisions.show_route, ROUTE)
-    lines = [line.split() for line in output.splitlines()]
-    assert " ".join(lines[2]) == "engine cached queue restore prefill decode others later regret total"
-    assert lines[3] == ["tensorrt_llm-12", "0", "0", "0", "1,000", "4.2", "3,000", "0", "0", "4,000"]
-    assert lines[4] == ["e1", "131,072", "23,456", "0", "200", "0", "0", "0", "–", "24,500"]
-    assert max(map(len, output.splitlines())) <= 80
-    assert "75% utilisation, prefill counts 4.0 times" in output
-    assert "later: its next turns wait; regret: KV it evicts" in output
-    assert " ".join(output.split()).startswith(f"would go to tensorrt_llm-12: {WHY}")
 
 
 @pytest.mark.parametrize(
@@ -160,13 +146,3 @@ ENDED = "4000 0 0 1010.0 ms 1500.0 ms"
 def test_a_row(capsys, fields, row):
     output = told(capsys, decisions.show_requests, [REQUEST | fields])
     assert " ".join(output.splitlines()[1].split()) == f"08:00:00 r[1] acme qwen /v1/chat/completions {row}"
-
-
-def test_a_list_names_rules_remedies_and_where_other_records_are(capsys):
-    changed = REQUEST | {"miss": "hit", "differs_at": None, "normalised": ["paths", "dates"]}
-    answer = {"requests": [REQUEST, changed, REQUEST], "passed_on": {"vm:7": 3}}
-    assert told(capsys, decisions.show_list, answer).splitlines()[4:] == [
-        "* kvpin changed the prompt: dates, paths",
-        "input_changed: only append messages",
-        "3 requests were answered by the kvpin vm:7, which has their records",
-    ]

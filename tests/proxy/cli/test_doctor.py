@@ -1,5 +1,3 @@
-import json
-
 import pytest
 
 from tests.fake_engines.vllm import running_vllm
@@ -25,27 +23,6 @@ def test_findings_come_with_what_mends_them(kvpin):
     assert "LoRA ada" in result.output
     assert "detected" not in result.output
     assert '→ give --kv-events-config a "replay_endpoint"' in result.output
-
-
-def test_as_json(kvpin, embedded_engine):
-    result = kvpin("doctor", embedded_engine.url, "--kind", "openai_compatible", "--json")
-    found = json.loads(result.stdout)
-    assert result.exit_code == 1
-    assert (found["kind"], found["detected"], found["can"], found["probe"]) == (
-        "openai_compatible",
-        False,
-        [],
-        None,
-    )
-    assert set(found["findings"][0]) == {"problem", "remedy"}
-
-
-def test_options_reach_the_engine(kvpin, embedded_engine, tokenizer_dir):
-    words = ("doctor", embedded_engine.url, "--kind", "openai_compatible", "--tokenizer", str(tokenizer_dir))
-    result = kvpin(*words, "--api-key", "secret", "--json")
-    assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["tokenisation"]["source"] == "local"
-    assert "secret" not in result.output
 
 
 @pytest.mark.parametrize(

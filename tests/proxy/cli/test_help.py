@@ -13,40 +13,6 @@ from safetensors.numpy import save_file
 from proxy.cli.help import EXAMPLES
 from proxy.cli.main import app
 from proxy.server import run
-from scripts.make_reference import cli_page
-
-HELP = cli_page()
-
-
-def test_no_type_of_python_is_shown():
-    assert re.findall(r"<[\w\[\] ]+>", HELP) == []
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "Usage: kvpin init [OPTIONS] URL...",
-        "Usage: kvpin requests [OPTIONS] [ID]",
-        "Usage: kvpin engines add [OPTIONS] KIND=URL[,name=value…]",
-        "  URL  Addresses of kvpins or engines, with /v1 or without; several are compared.  [required]",
-        "  --port PORT                     Port, 0 for a free one [8000].",
-    ],
-)
-def test_what_is_shown_instead(line):
-    assert f"\n{line}\n" in HELP
-
-
-@pytest.mark.parametrize("words", [(), ("engines",), ("tables",), ("config",)], ids=" ".join)
-def test_summaries_are_not_cut(kvpin, words):
-    summaries = kvpin(*words, "--help").stdout.partition("\nCommands:\n")[2]
-    assert summaries
-    assert "..." not in summaries
-
-
-def test_an_argument_without_help_is_shown(kvpin):
-    result = kvpin("engines", "add", "--help")
-    assert "\nArguments:\n  KIND=URL[,name=value…]  [required]\n" in result.stdout
-
 
 TRACE = Path(__file__).parents[2] / "data" / "traces" / "agents.jsonl.gz"
 
@@ -60,16 +26,6 @@ def commands(group, words=()):
 
 def test_every_command_has_one():
     assert set(EXAMPLES) == set(commands(typer.main.get_command(app))) - {"engine"}
-
-
-@pytest.mark.parametrize("command", EXAMPLES)
-def test_it_stands_below_the_options(kvpin, command):
-    result = kvpin(*command.split(), "--help")
-    assert result.stdout.endswith(f"\n  Example:\n    {EXAMPLES[command]}\n")
-
-
-def test_help_of_the_embedded_engine_has_one(kvpin):
-    assert "  Example:\n    kvpin engine --port 8001" in kvpin("engine", "--help").stdout
 
 
 @pytest.fixture

@@ -51,12 +51,6 @@ def test_no_file_is_replaced_unasked(kvpin, embedded_engine, file):
     assert file.stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.live
-def test_it_prints(kvpin, embedded_engine):
-    result = kvpin("init", embedded_engine.url, "--output", "-")
-    assert tomllib.loads(result.stdout)["engines"] == [{"kind": "embedded", "url": embedded_engine.url}]
-
-
 @pytest.mark.parametrize(
     ("engine", "said"),
     [
@@ -70,10 +64,3 @@ def test_an_engine_that_cannot_be_asked(kvpin, file, engine, said):
     assert (result.exit_code, result.stdout, file.exists()) == (1, "", False)
     assert said in result.stderr
     assert result.stderr.count("\n") == 1
-
-
-@pytest.mark.live
-def test_what_is_printed_names_a_file(kvpin, embedded_engine):
-    assert (
-        "kvpin config check --config kvpin.toml" in kvpin("init", embedded_engine.url, "--output", "-").stdout
-    )

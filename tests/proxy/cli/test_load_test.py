@@ -1,6 +1,5 @@
 import json
 import math
-from itertools import pairwise
 
 import pytest
 from starlette.applications import Starlette
@@ -102,13 +101,6 @@ def test_prompts_share_prefixes_and_have_their_own_ends():
     assert not set(prefixes) & {prompt.partition("\n\n")[0] for prompt in load.prompts("other")}
 
 
-def test_arrivals():
-    assert list(Workload(3, 1, 1, 1, math.inf, 0).arrivals()) == [0, 0, 0]
-    times = list(Workload(2000, 1, 1, 1, 10, 0).arrivals())
-    assert all(later > earlier for earlier, later in pairwise(times))
-    assert 190 < times[-1] < 210
-
-
 def test_the_words_of_vllm():
     samples = [
         RequestSample(
@@ -133,9 +125,3 @@ def test_the_words_of_vllm():
     assert found["mean_tpot_ms"] == pytest.approx((100 + 50) / 2)
     assert found["median_itl_ms"] == pytest.approx(100)
     assert found["mean_e2el_ms"] == pytest.approx(400)
-
-
-def test_what_nobody_tells_is_unknown():
-    found = figures([RequestSample(ttft_s=0.1, latency_s=0.1, output_tokens=1)], 1.0)
-    assert (found["mean_tpot_ms"], found["p99_itl_ms"], found["cached_input_tokens"]) == (None, None, None)
-    assert found["p99_ttft_ms"] == found["mean_ttft_ms"] == pytest.approx(100)

@@ -1,7 +1,4 @@
 import json
-import os
-import re
-import shlex
 import subprocess
 import sys
 from math import inf, nan
@@ -14,75 +11,13 @@ from proxy.cli.replay_options import (
     ReplayOptionError,
     ReplayOptions,
     parse_amount,
-    parse_count,
-    parse_tokens,
 )
 from proxy.replay.figures import FigureSource
-from proxy.replay.plan import P99Target
-from proxy.replay.policy_names import POLICIES
 from proxy.replay.simulated_engine import EngineModel
 from proxy.replay.trace import RecordedFigures
 
 TRACES = Path(__file__).parents[2] / "data" / "traces"
-DOCS = Path(__file__).parents[3] / "docs" / "replay.md"
 AGENTS, CONVERSATION = (str(TRACES / f"{name}.jsonl.gz") for name in ("agents", "conversation"))
-
-
-def test_a_table_of_policies(kvpin):
-    words = ("--engines", "2,4", "--load", "0.9", "--policies", "kvpin,round-robin,oracle", "--jobs", "1")
-    result = kvpin("replay", AGENTS, *words, "--gpu-tokens", "300k")
-    assert result.exit_code == 0, result.output
-    assert "agents.jsonl.gz: 200 requests, load 0.9; each engine 300,000 tokens on the GPU" in result.stdout
-    lines = [line for line in result.stdout.splitlines() if line.startswith("│")]
-    assert len(lines) == 6
-    assert result.stderr == ""
-
-
-def test_everything_that_can_be_said(kvpin, tmp_path):
-    words = [
-        "--engines",
-        "3",
-        "--gpu-tokens",
-        "20GiB",
-        "--host-tokens",
-        "80GiB",
-        "--bytes-per-token",
-        "128KiB",
-    ]
-    words += [
-        "--model",
-        "chunked",
-        "--prefill-rate",
-        "10k",
-        "--restore-rate",
-        "150k",
-        "--context-tokens",
-        "100k",
-    ]
-    words += [
-        "--chunk-tokens",
-        "4096",
-        "--decode-step-ms",
-        "20",
-        "--decode-stream-ms",
-        "0.2",
-        "--speedup",
-        "5",
-    ]
-    words += ["--policies", "kvpin,chwbl", "--seeds", "0,1", "--limit", "100", "--jobs", "2"]
-    paths = {kind: tmp_path / f"out.{kind}" for kind in ("json", "csv", "plot", "html")}
-    words += [word for kind, path in paths.items() for word in (f"--{kind}", str(path))]
-    result = kvpin("replay", CONVERSATION, *words)
-    assert result.exit_code == 0, result.output
-    assert "the first block that not all requests share counts as one (chwbl)" in result.stdout
-    document = json.loads(paths["json"].read_text())
-    assert document["settings"]["models"][0]["gpu_tokens"] == 163_840
-    assert [(run["policy"], run["seed"], run["requests"]) for run in document["runs"]] == [
-        *(("kvpin", 0, 100), ("chwbl", 0, 100), ("kvpin", 1, 100), ("chwbl", 1, 100))
-    ]
-    assert len(paths["csv"].read_text().splitlines()) == 5
-    assert paths["plot"].read_bytes().startswith(b"\x89PNG")
-    assert '<p class="lead">conversation.jsonl.gz: 100 requests, 5x as recorded' in paths["html"].read_text()
 
 
 def test_engines_of_several_sizes(kvpin):
@@ -137,24 +72,6 @@ def test_the_standard_output_holds_nothing_else(kvpin, kind):
     assert "│" not in result.stdout
 
 
-def test_the_same_words_say_the_same(kvpin):
-    words = (
-        "replay",
-        AGENTS,
-        "--load",
-        "0.9",
-        "--policies",
-        "kvpin,sglang,oracle",
-        "--seeds",
-        "3",
-        "--jobs",
-        "1",
-        "--csv",
-        "-",
-    )
-    assert kvpin(*words).stdout == kvpin(*words).stdout
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -189,14 +106,6 @@ def test_a_file_that_cannot_be_written_is_told_before_the_work(kvpin, flag, tmp_
         assert (result.exit_code, result.stderr) == (2, f"kvpin: {target}: cannot be written: {why}\n")
 
 
-def test_looking_whether_a_file_can_be_written_changes_nothing(kvpin, tmp_path):
-    old, new = tmp_path / "old.json", tmp_path / "new.csv"
-    old.write_text("of yesterday")
-    result = kvpin("replay", "nowhere.jsonl", "--json", str(old), "--csv", str(new))
-    assert "nowhere.jsonl: cannot be read" in result.stderr
-    assert (old.read_text(), new.exists()) == ("of yesterday", False)
-
-
 @pytest.mark.parametrize("flag", ["--json", "--csv", "--plot"])
 def test_a_disk_that_is_full_is_told_with_the_file(kvpin, flag):
     result = kvpin("replay", AGENTS, "--limit", "5", "--policies", "sticky", flag, "/dev/full")
@@ -211,15 +120,6 @@ def test_a_standard_output_that_is_full_is_told(words):
         done = subprocess.run([*command, *words], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr == "kvpin: the standard output: cannot be written: No space left on device\n"
-
-
-def test_a_reader_who_has_seen_enough_is_told_nothing():
-    read, write = os.pipe()
-    os.close(read)
-    command = [sys.executable, "-m", "proxy.cli", "replay", AGENTS, "--limit", "5", "--policies", "sticky"]
-    done = subprocess.run([*command, "--json", "-"], stdout=write, stderr=subprocess.PIPE, check=False)
-    os.close(write)
-    assert (done.returncode, done.stderr) == (1, b"")
 
 
 def test_a_recording_of_several_models_is_replayed_by_name(kvpin, tmp_path):
@@ -249,35 +149,6 @@ def test_a_plot_without_matplotlib_is_refused_before_the_work(kvpin, monkeypatch
     result = kvpin("replay", AGENTS, "--plot", str(tmp_path / "p.png"))
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == "kvpin: --plot needs matplotlib: pip install 'kvpin[replay]'\n"
-
-
-def quoted():
-    """Commands that the documentation shows with their output: words, output."""
-    for block in re.findall(r"```console\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL):
-        command, _, output = block.replace("\\\n", "").partition("\n")
-        if output and not output.startswith("$"):
-            yield shlex.split(command)[3:], output
-
-
-@pytest.mark.parametrize(("words", "output"), list(quoted()))
-def test_the_documentation_quotes_what_it_prints(kvpin, words, output, monkeypatch):
-    monkeypatch.chdir(DOCS.parents[1])
-    assert kvpin("replay", *words, "--jobs", "1").stdout == output
-
-
-def test_the_documentation_has_every_flag(kvpin):
-    documented = DOCS.read_text(encoding="utf-8")
-    flags = set(re.findall(r"(--[a-z0-9-]+)", kvpin("replay", "--help").stdout)) - {"--help"}
-    assert len(flags) > 20
-    assert [flag for flag in sorted(flags) if f"`{flag}" not in documented] == []
-
-
-def test_the_documentation_quotes_both_uses():
-    assert len(list(quoted())) == 2
-
-
-def test_what_is_not_said_is_what_the_model_says():
-    assert ReplayOptions().models() == (EngineModel(500_000),)
 
 
 RECORDED = RecordedFigures(gpu_tokens=70_000, prefill=((1024.0, 0.5),), token_s=0.03)
@@ -332,11 +203,6 @@ def test_recordings_of_several_kvpins_are_one_trace(kvpin, tmp_path):
     )
 
 
-def test_several_sizes():
-    models = ReplayOptions(gpu_tokens="2M,500k,2M", host_tokens="9M").models()
-    assert models == (EngineModel(2_000_000, 9_000_000), EngineModel(500_000, 9_000_000))
-
-
 def test_all_of_an_engine():
     options = ReplayOptions(
         gpu_tokens="40GiB",
@@ -386,21 +252,6 @@ def test_engines_that_cannot_be(options, message):
     assert message in str(told.value)
 
 
-def test_a_plan():
-    options = ReplayOptions(gpu_tokens="1k,2k", engines="4,8,4", policies="all", seeds="0,1", load=0.9)
-    made = options.plan()
-    assert (made.models, made.engines, made.seeds) == (options.models(), (4, 8), (0, 1))
-    assert (made.load, made.speedup) == (0.9, 1.0)
-    assert made.policies == (*POLICIES, "oracle")
-    assert ReplayOptions(speedup=2.0).plan().speedup == 2.0
-
-
-def test_a_plan_that_searches():
-    made = ReplayOptions(target_p99=2.0, max_engines=9).plan()
-    assert (made.engines, made.policies, made.target) == ((), ("kvpin",), P99Target(2.0, 9, 0.2))
-    assert ReplayOptions(target_p99=2.0, policies="all").plan().policies == tuple(POLICIES)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -422,15 +273,6 @@ def test_plans_that_cannot_be(options, message):
     with pytest.raises(ReplayOptionError) as told:
         ReplayOptions(**options).plan()
     assert message in str(told.value)
-
-
-def test_a_search_is_for_one_size():
-    with pytest.raises(ReplayOptionError, match="engines of one size"):
-        ReplayOptions(gpu_tokens="1k,2k", target_p99=1.0).plan()
-
-
-def test_files_that_are_written():
-    assert ReplayOptions(json_path=Path("-"), html_path=Path("x")).paths == [Path("-"), Path("x")]
 
 
 @pytest.mark.parametrize(
@@ -455,22 +297,3 @@ def test_amounts(text, amount):
 def test_what_is_no_amount(text):
     with pytest.raises(AmountError, match="is not an amount; write 500k"):
         parse_amount(text)
-
-
-@pytest.mark.parametrize("text", ["9" * 400, "1" + "0" * 300 + "G"])
-def test_what_nobody_can_count(text):
-    with pytest.raises(AmountError, match=r"^'\d{12}'… is too large$"):
-        parse_amount(text)
-
-
-def test_counts_are_not_of_bytes():
-    assert parse_count("20k") == 20_000
-    with pytest.raises(AmountError, match="'1MB' is in bytes"):
-        parse_count("1MB")
-
-
-def test_tokens_may_be_given_in_bytes():
-    assert parse_tokens("2M", None) == 2_000_000
-    assert parse_tokens("1GiB", 128 << 10) == 8192
-    with pytest.raises(AmountError, match="give --bytes-per-token"):
-        parse_tokens("1GiB", None)

@@ -28,13 +28,6 @@ def served(monkeypatch):
     return seen
 
 
-def test_defaults(kvpin, served):
-    assert kvpin("serve").exit_code == 0
-    (settings,) = served
-    assert (settings.host, settings.port, settings.reuse) == ("127.0.0.1", 8000, False)
-    assert (settings.engines, settings.admin_key) == ((), None)
-
-
 def test_flags_become_settings(kvpin, served, tmp_path):
     config = tmp_path / "kvpin.toml"
     config.write_text('port = 7\nretries = 1\n[logs]\nlevel = "error"\n')
@@ -120,11 +113,6 @@ def test_no_traceback_from_the_program():
     output = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (output.returncode, output.stdout) == (2, "")
     assert output.stderr.count("\n") == 1
-
-
-def test_the_servers_exit_status_is_the_programs(kvpin, monkeypatch):
-    monkeypatch.setattr(run, "serve", lambda _settings: 1)
-    assert kvpin("serve").exit_code == 1
 
 
 def test_the_engines_own_options_are_passed_through(kvpin):

@@ -19,18 +19,6 @@ def file(tmp_path):
     return write
 
 
-def test_plain_options_go_as_they_are():
-    options = TargetOptions(prompt="x", engine="e", tenant="t", model="m", cache_salt="s")
-    expected = {"prompt": "x", "engine": "e", "tenant": "t", "model": "m", "cache_salt": "s"}
-    assert options.body() == expected
-    assert TargetOptions(prompt_cache_key="k").body() == {"prompt_cache_key": "k"}
-    assert TargetOptions(everything=True).body() == {"all": True}
-
-
-def test_messages_from_a_file(file):
-    assert TargetOptions(messages_file=file(json.dumps(MESSAGES))).body() == {"messages": MESSAGES}
-
-
 def test_what_of_a_request_belongs_to_its_prompt(file):
     request = {"messages": MESSAGES, "tools": [], "model": "m", "temperature": 0, "stream": True}
     body = TargetOptions(messages_file=file(json.dumps(request))).body()
@@ -41,19 +29,6 @@ def test_text_from_a_file_or_standard_input(file, monkeypatch):
     assert TargetOptions(prompt_file=file("a\nb\n")).body() == {"prompt": "a\nb\n"}
     monkeypatch.setattr("sys.stdin", io.StringIO("from a pipe"))
     assert TargetOptions(prompt_file="-").body() == {"prompt": "from a pipe"}
-
-
-@pytest.mark.parametrize("text", ["1,2,3", "1 2 3", " 1, 2,3 "])
-def test_token_ids(text):
-    assert TargetOptions(token_ids=text).body() == {"token_ids": [1, 2, 3]}
-
-
-def test_token_ids_from_a_file(file):
-    assert TargetOptions(token_ids="@" + file("[1, 2]")).body() == {"token_ids": [1, 2]}
-
-
-def test_a_dry_run_takes_a_request():
-    assert RequestOptions(token_ids="1,2", tenant="t").request() == {"prompt": [1, 2], "tenant": "t"}
 
 
 @pytest.mark.parametrize(

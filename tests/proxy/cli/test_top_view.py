@@ -42,18 +42,6 @@ def drawn(view, width=160, height=None):
     return capture.get()
 
 
-def test_before_the_first_event():
-    assert drawn(TopView("http://k")) == "waiting for http://k …\n"
-
-
-def test_requests_before_the_watch_are_counted():
-    view = TopView("http://k")
-    view.take("snapshot", snapshot(0, 0, [engine("e0")]))
-    assert "no requests yet" in drawn(view)
-    view.take("snapshot", snapshot(1, 100, [engine("e0")]))
-    assert "100 requests so far: `kvpin requests` lists the last" in drawn(view)
-
-
 def test_rates_are_those_of_the_last_seconds():
     view = TopView("http://k")
     for at in range(21):
@@ -67,13 +55,6 @@ def test_rates_are_those_of_the_last_seconds():
     assert "800 50%" in text
     view.take("snapshot", snapshot(22, 0, []))  # kvpin was restarted
     assert "0 of 0 engines ready · 2 waiting" in drawn(view)
-
-
-def test_engines_that_another_kvpin_uses_for_this_one_are_told_from_those_that_it_keeps():
-    view = TopView("http://k")
-    engines = [engine("e0", state="elsewhere"), engine("e1", state="elsewhere", problem="another uses it")]
-    view.take("snapshot", snapshot(0, 0, engines))
-    assert "0 of 2 engines ready and 1 used through another kvpin" in drawn(view)
 
 
 def test_a_request_keeps_its_reason_and_its_place():
@@ -99,12 +80,3 @@ def test_it_fits_a_small_terminal_and_many_engines():
     assert len(lines) <= 24
     assert max(map(len, lines)) <= 60
     assert any("more engines" in line for line in lines)
-
-
-def test_it_says_why_nothing_comes():
-    view = TopView("http://k")
-    view.take("snapshot", snapshot(0, 0, []))
-    view.problem = "nothing answers"
-    assert "nothing answers" in drawn(view)
-    view.take("snapshot", snapshot(1, 0, []))
-    assert "nothing answers" not in drawn(view)

@@ -7,10 +7,9 @@ from proxy.control.engines import describe_drained, describe_engine, place_of
 from proxy.control.target import Target
 from proxy.errors import Conflict
 from proxy.fleet.engine import DrainReason, EngineState
-from proxy.fleet.process.managed_engine import ManagedEngine
-from proxy.settings import EngineSettings, ManagedSettings
+from proxy.settings import EngineSettings
 from tests.fakes import FakeEngine
-from tests.kv_world import KvFake, tokens, until
+from tests.kv_world import tokens, until
 
 
 def named(engine_id, url, **more):
@@ -83,21 +82,6 @@ async def test_its_role_and_what_it_lacks_are_told(world, pair):
     assert "no engine of its model with role=prefill is connected" in finding
 
 
-async def test_the_process_of_an_engine_is_described(world, pair):
-    process = world.engines["a"].process = ManagedEngine(ManagedSettings(kind="embedded", id="a"))
-    shown = describe_engine(world.engines["a"], world.pool).process
-    assert (shown["state"], shown["port"], shown["pid"]) == ("stopped", process.port, None)
-    assert describe_engine(world.engines["b"], world.pool).process is None
-
-
-async def test_why_its_process_does_not_run_is_its_last_error(world, pair, monkeypatch):
-    process = world.engines["a"].process = ManagedEngine(ManagedSettings(kind="embedded", id="a"))
-    world.engines["a"].last_error = "GET /kv/info: cannot connect"
-    assert describe_engine(world.engines["a"], world.pool).last_error == "GET /kv/info: cannot connect"
-    monkeypatch.setattr(process, "_error", "exit code 2")
-    assert describe_engine(world.engines["a"], world.pool).last_error == "exit code 2"
-
-
 async def test_draining_and_back(world, pair):
     engine, drain = world.engines["a"], world.proxy.engines.drain_for
     drain(engine, {DrainReason.ORDERED})
@@ -142,11 +126,6 @@ async def test_an_order_that_others_do_not_hear_of_is_told(world, pair):
     assert describe_drained(first, world.fleet, is_told=False).warning == warning
     world.proxy.engines.drain(last, undo=False)
     assert describe_drained(last, world.fleet, is_told=False).warning.endswith(f"ends that; {warning}")
-
-
-async def test_its_key_is_not_shown(world):
-    fake = KvFake("a", api_key="secret")
-    assert "secret" not in str(describe_engine(world.add(fake), world.pool))
 
 
 @pytest.mark.parametrize(

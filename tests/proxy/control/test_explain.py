@@ -167,26 +167,6 @@ async def test_the_first_token_was_expected_by_the_engines_own_terms(world, pair
         assert (await summarize(world.flow, unknown)).expected_first_token_s is None
 
 
-async def test_ids_alone_without_a_tokenizer(world, pair):
-    world.pool.prompts.local = None
-    world.record("r1", tokens(40))
-    divergence = (await explained(world, tokens(64), placed("a", 64, ("a", 0.1, 0)), 0))["divergence"]
-    assert (divergence["text"], len(divergence["token_ids"])) == (None, 16)
-    world.fleet.pools.clear()
-    assert (await told(world, world.flow.requests.get("now")))["divergence"]["text"] is None
-
-
-async def test_a_prompt_that_is_known_in_part(world, pair):
-    record = world.record("r", tokens(40), placement=placed("a", 40, ("a", 0.1, 32)), reported_tokens=500)
-    record.prompt = structs.replace(record.prompt, whole=False)
-    assert (await told(world, record))["explanation"] == (
-        "only the part before the first image is known here: "
-        "32 of its 40 tokens were predicted; a reused 500; "
-        "the request that computed them is not known here: "
-        "it came to another kvpin or worker, or was too long ago"
-    )
-
-
 async def test_the_text_of_an_adapters_request_is_shown_and_of_no_models_is_not(world, pair):
     world.add(KvFake("c", loras=("ada",)))
     world.add(KvFake("n", model="n"))
@@ -253,11 +233,6 @@ class TestDryRun:
         answer = await routed(world, path="/v1/embeddings", input="x")
         assert (answer["n_tokens"], answer["rule"]) == (None, "least loaded")
         assert "not known here" in answer["why"]
-
-    async def test_without_reuse_it_balances(self, tokenizer_dir):
-        async with kv_world(tokenizer_dir, reuse=False) as world:
-            world.add(KvFake("a"))
-            assert (await routed(world, prompt=IDS))["why"].startswith("reuse is off")
 
     async def test_a_tenant_has_its_own_cache(self, tokenizer_dir):
         keys = ({"key": "ka", "tenant": "alice"}, {"key": "kb", "tenant": "bob"})

@@ -52,25 +52,6 @@ async def test_a_change_is_on_disk_and_told_to_the_other_workers_before_it_is_an
     assert [(key.id, key.removed > 0) for key in world.file.read()] == [(added.id, True)]
 
 
-async def test_no_two_keys_are_equal(tmp_path):
-    world = World(KeyBookFile(tmp_path))
-    added = [await world.keys.add(**PLAIN) for _ in range(20)]
-    assert len({key.key for key in added}) == len({key.id for key in added}) == 20
-
-
-async def test_without_keys_nothing_is_written(tmp_path):
-    world = World(KeyBookFile(tmp_path / "state"))
-    await world.keys.look()
-    assert not (tmp_path / "state").exists()
-
-
-async def test_a_key_that_cannot_be_saved_does_not_count(tmp_path):
-    world = World(FullDisk(tmp_path))
-    with pytest.raises(ProxyError, match="the file of keys cannot be written: No space left on device"):
-        await world.keys.add(**PLAIN)
-    assert (world.book.has_issued, world.told) == (False, 0)
-
-
 async def test_what_another_kvpin_tells_is_saved_as_soon_as_there_is_room(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_LOOK_S", 0.01)
     world = World(FullDisk(tmp_path))
@@ -177,11 +158,6 @@ class NotedWorld:
 @pytest.fixture
 def world():
     return NotedWorld()
-
-
-def test_only_the_first_key_closes_kvpin(world):
-    assert world.issued() == ["this is the first key: from now on, every request needs one"]
-    assert world.issued(("m",)) == []
 
 
 def test_engines_that_tenants_would_share_are_named_once(world):

@@ -8,7 +8,6 @@ from engine_adapter import (
     Capability,
     EngineUnavailable,
     KvVerb,
-    NotSupported,
     ViewCurrent,
     ViewLost,
 )
@@ -73,33 +72,6 @@ async def test_what_just_ended_is_not_expected_back(world, learned):
     assert world.matched(tokens(64)) == {}
 
 
-async def test_all_engines_at_once(world, learned):
-    for fake in learned:
-        world.served(fake, tokens(32))
-    operation = await finished(await world.kv.operate(KvVerb.FLUSH, Target(all=True)))
-    assert [(part.engine, part.done) for part in operation.parts] == [("a", 2), ("b", 2)]
-    assert world.matched(tokens(32)) == {}
-
-
-async def test_offload_and_restore_move_between_tiers(world, learned):
-    a, _ = learned
-    world.served(a, tokens(64))
-    target = Target(token_ids=tokens(32), engine="a")
-    operation = await finished(await world.kv.operate(KvVerb.OFFLOAD, target))
-    assert (operation.parts[0].done, sorted(a.tiers.values())) == (2, ["gpu", "gpu", "host", "host"])
-    operation = await finished(await world.kv.operate(KvVerb.RESTORE, Target(engine="a")))
-    assert (operation.parts[0].done, set(a.tiers.values())) == (2, {"gpu"})
-    assert world.matched(tokens(64)) == {"a": 4}
-
-
-async def test_nothing_to_do_is_done_with_an_explanation(world, pair):
-    for engine in world.engines.values():
-        engine.audit.synced()
-    operation = await finished(await world.kv.operate(KvVerb.FLUSH, Target(token_ids=tokens(32))))
-    assert (operation.state, operation.parts) == (OperationState.DONE, ())
-    assert operation.note == "no engine holds any of it"
-
-
 async def test_without_reuse_every_engine_is_asked(tokenizer_dir):
     async with kv_world(tokenizer_dir, reuse=False) as world:
         fake = KvFake("a")
@@ -107,24 +79,6 @@ async def test_without_reuse_every_engine_is_asked(tokenizer_dir):
         world.served(fake, tokens(32))
         operation = await finished(await world.kv.operate(KvVerb.FLUSH, Target(token_ids=tokens(32))))
         assert operation.parts[0].done == 2
-
-
-async def test_what_no_engine_can_is_not_started(world):
-    world.add(KvFake("a", ALL - {Capability.RESTORE}))
-    with pytest.raises(NotSupported, match=r"'restore'.*warm"):
-        await world.kv.operate(KvVerb.RESTORE, Target(engine="a"))
-    assert world.operations.newest() == []
-
-
-async def test_what_one_engine_cannot_fails_its_part_alone(world):
-    able, unable = KvFake("a", NO_EVENTS), KvFake("b", NO_EVENTS - {Capability.OFFLOAD})
-    for fake in (able, unable):
-        world.add(fake)
-        world.served(fake, tokens(32))
-    operation = await finished(await world.kv.operate(KvVerb.OFFLOAD, Target(all=True)))
-    assert operation.state is OperationState.FAILED
-    assert [part.state.value for part in operation.parts] == ["done", "failed"]
-    assert "'offload'" in operation.parts[1].error
 
 
 async def test_a_restore_can_fall_back_to_warming(world):

@@ -4,7 +4,7 @@ import pytest
 
 from engine_adapter import EngineUnavailable, KvProgress
 from proxy.control.operations import HISTORY, Operations, OperationState, Part, new_operation, run_parts
-from proxy.errors import BadRequest, NotFound
+from proxy.errors import BadRequest
 from proxy.runtime.tasks import Supervisor
 
 
@@ -17,24 +17,6 @@ async def tasks():
 
 async def nothing(_operation):
     pass
-
-
-async def test_it_ends_done_and_keeps_when(tasks):
-    operations = Operations(tasks)
-    operation = operations.start(new_operation("flush", "all"), nothing)
-    assert await operation.wait(5)
-    assert operation.state is OperationState.DONE
-    assert operation.finished >= operation.started
-    assert operations.get(operation.operation_id) is operation
-
-
-async def test_waiting_ends_before_it_does(tasks):
-    gate = asyncio.Event()
-    operation = Operations(tasks).start(new_operation("flush", "all"), lambda _: gate.wait())
-    assert not await operation.wait(0)
-    assert operation.state is OperationState.RUNNING
-    gate.set()
-    assert await operation.wait(5)
 
 
 @pytest.mark.parametrize("error", [BadRequest("no"), EngineUnavailable("no")])
@@ -76,19 +58,6 @@ async def test_cancelling_ends_it_and_its_parts(tasks):
         await ended.wait()
     await asyncio.sleep(0)
     assert operation.state is OperationState.CANCELLED
-
-
-async def test_cancelling_what_has_ended_changes_nothing(tasks):
-    operations = Operations(tasks)
-    operation = operations.start(new_operation("flush", "all"), nothing)
-    await operation.wait(5)
-    operations.cancel(operation.operation_id)
-    assert operation.state is OperationState.DONE
-
-
-async def test_an_unknown_one_is_not_found(tasks):
-    with pytest.raises(NotFound, match="op-x"):
-        Operations(tasks).get("op-x")
 
 
 async def test_history_is_bounded_and_keeps_what_runs(tasks):

@@ -80,15 +80,6 @@ async def test_one_engine_fails_and_the_other_holds(world, pair):
     assert [held.engines for held in world.pinning.active()] == [["b"]]
 
 
-async def test_nothing_held_is_nothing_pinned(world, pair):
-    a, _ = pair
-    operation = await finished(await world.pinning.pin(Target(token_ids=tokens(40)), 60))
-    assert (operation.state, operation.result) == (OperationState.FAILED, {})
-    assert "warm it first" in operation.error
-    assert not a.pins
-    assert world.pinning.active() == []
-
-
 async def test_a_restart_ends_the_pins_on_that_engine(world, pair):
     for fake in pair:
         world.served(fake, tokens(32))

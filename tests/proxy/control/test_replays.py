@@ -8,10 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from proxy.cli.main import app
-from proxy.control.replays import OPTIONS, Replays
+from proxy.control.replays import Replays
 from proxy.errors import BadRequest
 
 TRACES = Path(__file__).parents[2] / "data" / "traces"
@@ -101,8 +99,3 @@ async def test_a_process_that_dies_is_told(trace, monkeypatch):
     monkeypatch.setattr("sys.executable", "/bin/false")
     with pytest.raises(BadRequest, match="ended with status 1"):
         await Replays().play(trace, {})
-
-
-def test_every_option_is_one_of_the_command():
-    shown = CliRunner().invoke(app, ["replay", "--help"]).stdout
-    assert [name for name in OPTIONS if f"--{name.replace('_', '-')} " not in shown] == []

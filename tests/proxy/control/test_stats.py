@@ -2,7 +2,7 @@ import msgspec
 
 from engine_adapter import EngineUnavailable
 from proxy.control.stats import stats
-from tests.kv_world import KvFake, kv_world, tokens
+from tests.kv_world import tokens
 
 
 async def shown_by(world):
@@ -42,27 +42,8 @@ async def test_how_prompts_become_tokens(world, pair):
     assert pool["tokenisation"] is None
 
 
-async def test_lora_adapters_are_shown(world, pair):
-    world.add(KvFake("c", loras=("ada",)))
-    (pool,) = (await shown_by(world))["pools"]
-    assert pool["loras"] == ["ada"]
-    assert [engine["loras"] for engine in pool["engines"]] == [[], [], ["ada"]]
-
-
 async def test_an_engine_that_does_not_answer_is_shown_all_the_same(world, pair):
     pair[0].failure = EngineUnavailable("gone")
     (pool,) = (await shown_by(world))["pools"]
     assert (pool["engines"][0]["kv"], pool["engines"][0]["kv_error"]) == ({}, "gone")
     assert pool["engines"][1]["kv_error"] is None
-
-
-async def test_an_engine_that_is_down_is_shown_apart(world, pair):
-    world.fleet.leave(world.engines["b"])
-    shown = await shown_by(world)
-    assert [engine["id"] for engine in shown["unconnected"]] == ["b"]
-    assert [engine["id"] for engine in shown["pools"][0]["engines"]] == ["a"]
-
-
-async def test_it_says_when_reuse_is_off(tokenizer_dir):
-    async with kv_world(tokenizer_dir, reuse=False) as world:
-        assert not (await shown_by(world))["reuse"]

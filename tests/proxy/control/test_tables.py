@@ -1,18 +1,8 @@
 import pytest
 
-from engine_adapter import Capability, EngineUnavailable, PromptTableError
-from proxy.errors import BadRequest, Conflict, NotFound
-from tests.kv_world import ALL, KvFake, rejected, safetensors_of
-
-
-async def test_every_engine_that_holds_tables_gets_it(world, pair):
-    world.add(KvFake("c", ALL - {Capability.PROMPT_TABLES}))
-    table = await world.tables.put(safetensors_of(), table_id="t")
-    assert [list(fake.prompt_tables) for fake in pair] == [["t"], ["t"]]
-    assert not world.engines["c"].adapter.prompt_tables
-    assert (table.table_id, table.rows, table.hidden, table.bytes) == ("t", 2, 4, len(safetensors_of()))
-    assert world.tables.described() == [table]
-    assert await world.tables.put(safetensors_of(), table_id="t") == table
+from engine_adapter import EngineUnavailable, PromptTableError
+from proxy.errors import BadRequest, Conflict
+from tests.kv_world import rejected, safetensors_of
 
 
 @pytest.mark.parametrize(
@@ -51,13 +41,3 @@ async def test_other_content_and_other_formats_are_refused(world, pair):
     with pytest.raises(PromptTableError, match="pickle"):
         await world.tables.put(b"\x80\x04pickle")
     assert len(world.proxy.tables.list()) == 1
-
-
-async def test_deleting_takes_it_from_the_engines(world, pair):
-    await world.tables.put(safetensors_of(), table_id="t")
-    pair[0].failure = EngineUnavailable("gone")
-    await world.tables.delete("t")
-    assert "t" not in pair[1].prompt_tables
-    assert world.engines["a"].check_now.is_set()
-    with pytest.raises(NotFound):
-        await world.tables.delete("t")

@@ -5,23 +5,6 @@ from proxy.errors import BadRequest
 
 
 @pytest.mark.parametrize(
-    ("fields", "kind"),
-    [
-        ({"messages": []}, "messages"),
-        ({"prompt": ""}, "prompt"),
-        ({"token_ids": [1], "engine": "a", "tenant": "t"}, "token_ids"),
-        ({"prompt_cache_key": "k"}, "prompt_cache_key"),
-        ({"request_id": "r", "tokens": 16}, "request_id"),
-        ({"engine": "a"}, "engine"),
-        ({"engine": "a", "tenant": "t"}, "tenant"),
-        ({"all": True}, "all"),
-    ],
-)
-def test_the_kind_of_a_target(fields, kind):
-    assert kind_of(Target(**fields)) == kind
-
-
-@pytest.mark.parametrize(
     ("fields", "param"),
     [
         ({}, "target"),

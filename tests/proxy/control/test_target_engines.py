@@ -28,20 +28,6 @@ async def test_a_chat_is_the_data_planes_prompt_without_the_turn_to_answer(world
     assert whole.chain == world.pool.chain(served)
 
 
-async def test_tools_and_template_options_are_part_of_it(world, pair):
-    tool = {"type": "function", "function": {"name": "f"}}
-    plain = await world.targets.prefix_of(Target(messages=MESSAGES))
-    tooled = await world.targets.prefix_of(Target(messages=MESSAGES, tools=[tool]))
-    assert tooled.chain.hashes[0] != plain.chain.hashes[0]
-
-
-async def test_text_and_token_ids(world, pair):
-    text = await world.targets.prefix_of(Target(prompt="The cache", add_special_tokens=False))
-    ids = text.prompt.token_ids.tolist()
-    assert (await world.targets.prefix_of(Target(token_ids=ids))).prompt == text.prompt
-    assert text.label == f"prompt ({len(ids)} tokens)"
-
-
 async def test_the_last_prompt_of_a_cache_key(world, pair):
     record = world.record("r1", tokens(40), prompt_cache_key="k")
     prefix = await world.targets.prefix_of(Target(prompt_cache_key="k"))
@@ -144,15 +130,6 @@ async def test_a_prefix_concerns_engines_that_hold_any_of_it_or_may(world, pair)
     assert [share.engine.id for share in selection.shares] == ["a", "b"]
 
 
-async def test_nobody_holds_it_and_the_note_says_so(world, pair):
-    for engine in world.engines.values():
-        engine.audit.synced()
-    selection = await world.targets.select(Target(token_ids=tokens(40)), Capability.FLUSH)
-    assert (selection.shares, selection.note) == ((), "no engine holds any of it")
-    with pytest.raises(BadRequest, match="caches keep full blocks of 16 tokens, and the prefix has only 15"):
-        await world.targets.select(Target(token_ids=tokens(15)), Capability.FLUSH)
-
-
 async def test_tiers_that_no_event_tells_of_may_hold_it(world, pair):
     for engine in world.engines.values():
         engine.audit.synced()
@@ -172,13 +149,6 @@ async def test_engines_that_cannot_are_told_apart(world):
     with pytest.raises(NotSupported, match="'offload'") as caught:
         require_able(selection, Capability.OFFLOAD)
     assert str(caught.value) == str(world.fleet.engine("b").adapter.not_supported(Capability.OFFLOAD))
-
-
-async def test_all_of_a_salt(world, pair):
-    selection = await world.targets.select(Target(all=True, cache_salt="s"), Capability.FLUSH)
-    assert [share.targets for share in selection.shares] == [(KvTarget(cache_salt="s"),)] * 2
-    selection = await world.targets.select(Target(engine="b", model="m"), Capability.FLUSH)
-    assert [(s.engine.id, s.targets) for s in selection.shares] == [("b", (KvTarget(),))]
 
 
 async def test_a_tenant_is_every_salt_it_has_been_seen_with(tokenizer_dir):
@@ -249,10 +219,6 @@ class TestAdapters:
         chosen = await world.targets.select(target, Capability.FLUSH)
         assert [share.engine.id for share in chosen.shares] == ["c"]
         assert chosen.shares[0].targets[0].lora == "ada"
-
-    async def test_the_salt_goes_with_it(self, world, ada):
-        kv = (await world.targets.prefix_of(Target(token_ids=self.IDS, model="ada", cache_salt="s"))).kv
-        assert (kv.lora, kv.cache_salt) == ("ada", "s")
 
     async def test_one_engines_adapters_are_named(self, world, ada):
         prefix = await world.targets.prefix_of(Target(token_ids=self.IDS, model="ada", engine="c"))

@@ -13,7 +13,7 @@ from proxy.errors import BadRequest, NoEngine
 from proxy.fleet.engine import EngineState
 from proxy.prompt import Prompt
 from tests.fakes import ANSWER, FakeEngine
-from tests.kv_world import ALL, KvFake, WatchedFlow, tokens
+from tests.kv_world import ALL, KvFake, tokens
 
 NO_EVENTS = ALL - {Capability.KV_EVENTS}
 
@@ -52,13 +52,6 @@ async def test_one_token_is_asked_of_the_engine_placement_picks(world, servers):
     assert "cache_salt" not in request.json
 
 
-async def test_it_takes_the_read_paths_own_steps(world, servers):
-    flow = WatchedFlow.of(world.flow)
-    warming = Warming(flow, world.targets, world.operations)
-    await finished(await warming.warm(Target(token_ids=tokens(48))))
-    assert flow.steps == ["candidates", "run", "candidates"]
-
-
 async def test_the_index_learns_what_was_warmed_and_nothing_stays_in_flight(world, servers):
     await finished(await world.warming.warm(Target(token_ids=tokens(48), engine="a")))
     assert world.matched(tokens(48)) == {"a": 3}
@@ -80,12 +73,6 @@ async def test_it_counts_as_load_while_it_runs(world, servers):
     assert world.engines["a"].ledger.in_flight == 1
     gate.set()
     await finished(operation)
-
-
-async def test_everywhere(world, servers):
-    operation = await finished(await world.warming.warm(Target(token_ids=tokens(48)), everywhere=True))
-    assert [part.state.value for part in operation.parts] == ["done", "done"]
-    assert [len(server.seen) for server in servers] == [1, 1]
 
 
 async def test_the_salt_goes_along(world, servers):

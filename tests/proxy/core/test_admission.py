@@ -44,12 +44,6 @@ def test_a_greedy_tenant_waits_for_its_turns():
     assert (len(queue), taken(queue)) == (0, [])
 
 
-def test_turns_are_in_tokens_not_in_requests():
-    long = [entry("long", "L", tokens=4 * QUANTUM) for _ in range(3)]
-    short = [entry("short", "s", tokens=QUANTUM) for _ in range(8)]
-    assert "".join(taken(filled(*long, *short))).startswith("sssLssssL")
-
-
 REQUESTS = st.tuples(st.sampled_from("abc"), st.integers(1, 5 * QUANTUM), st.sampled_from([BASE, ADA]))
 
 
@@ -108,11 +102,6 @@ def test_who_comes_later_takes_turns_with_those_who_were_served_before():
     assert taken(queue, 20).count("n") == pytest.approx(10, abs=1)
 
 
-def test_who_was_served_lately_is_not_first_again():
-    queue = filled(entry("a", "a", tokens=9), entry("b", "b", tokens=9), entry("a", "a", tokens=9))
-    assert taken(queue) == ["a", "b", "a"]
-
-
 def test_placement_is_asked_about_a_few_requests_at_a_time_and_about_all_in_time():
     queue, asked = filled(*(entry(str(n % 50), n) for n in range(100))), []
     assert queue.take({BASE}, asked.append) is None
@@ -166,13 +155,6 @@ def test_tokens_ahead_are_ones_own_and_as_many_of_each_other():
     )
     assert queue.ahead("a", 0, 100, {BASE}) == 1100 + (1100 + QUANTUM) + 10
     assert queue.ahead("new", 0, 100, {BASE}) == 100 + 1500 + (100 + QUANTUM) + 10
-
-
-def test_tokens_of_those_that_wait_for_other_engines_are_not_ahead():
-    queue = filled(entry("a", tokens=1000), entry("a", needs=ADA, tokens=70), entry("b", needs=ADA, tokens=9))
-    assert queue.ahead("a", 0, 100, {ADA}) == 170 + 9
-    assert queue.ahead("new", 0, 100, {ADA}) == 100 + 70 + 9
-    assert queue.ahead("new", 0, 100, {BASE}) == 100 + 1000
 
 
 def test_a_pace_is_known_after_a_while():

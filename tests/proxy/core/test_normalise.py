@@ -68,23 +68,6 @@ def test_a_date_with_a_time_is_cut_to_the_day(text, day):
     assert changed({"instructions": text}, Rule.DATE_TO_DAY) == {"instructions": day}
 
 
-@pytest.mark.parametrize("text", ["2026-11-25", "at 23:05:44", "12026-11-25T23:05", "10.1.2026-11:22"])
-def test_what_is_no_date_with_a_time_stays(text):
-    assert changed(ask(text), Rule.DATE_TO_DAY) == ask(text)
-
-
-def test_dates_of_the_conversation_stay():
-    said = {"messages": [user("2026-11-25T23:05:44Z"), system("2026-11-25T23:05:44Z")]}
-    assert changed(said, Rule.DATE_TO_DAY) == said
-
-
-def test_tools_are_sorted_by_name():
-    chats = [{"type": "function", "function": {"name": name}} for name in "ba"]
-    assert changed({"tools": chats}, Rule.TOOLS_SORTED) == {"tools": chats[::-1]}
-    others = [{"name": "b"}, {"name": "a"}, {"type": "web_search"}]
-    assert changed({"tools": others}, Rule.TOOLS_SORTED) == {"tools": [others[2], others[1], others[0]]}
-
-
 @pytest.mark.parametrize(
     ("line", "left", "values"),
     [

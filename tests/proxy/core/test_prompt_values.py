@@ -7,15 +7,12 @@ import pytest
 from proxy.core.prompt_values import (
     DATES,
     HALF_REFERENCE,
-    IDS,
     LINE,
     VOLATILE,
     Paths,
     References,
     has_reference,
 )
-
-UUID = "0b9d8a52-7c1e-4f0a-9d3e-1f2a3b4c5d6e"
 
 
 def paths():
@@ -103,11 +100,6 @@ def test_what_is_no_date_stays(text):
     assert replaced(text, DATES) == (text, [])
 
 
-def test_ids():
-    text = f"session {UUID}, commit {'0a' * 20}, color deadbeef"
-    assert replaced(text, IDS) == ("session [[id 1]], commit [[id 2]], color deadbeef", [UUID, "0a" * 20])
-
-
 @pytest.mark.parametrize(
     ("text", "left"),
     [
@@ -147,12 +139,6 @@ def test_a_value_that_the_bound_cuts_stays_whole():
         text = "x" * before + " /home/me/x"
         assert replaced(text, paths())[0] in (text, "x" * before + " [[path 1]]")
     assert replaced("x" * LINE + " /home/me/x", paths()) == ("x" * LINE + " /home/me/x", [])
-
-
-def test_programs_paths_are_told_first():
-    references = References()
-    references.replaced("/home/me/x and /home/me/.pi/docs", paths())
-    assert references.lines(("path",)) == ["[[path 2]]: /home/me/.pi/docs", "[[path 1]]: /home/me/x"]
 
 
 def test_beginnings_of_references_are_known():

@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from proxy.core.placement.decision import Cost, Pair
-from proxy.core.reasons import Moments, Part, Reason, parts_of, reason_of, tie_of, utilisation_of, why
+from proxy.core.reasons import Moments, Reason, parts_of, reason_of, tie_of, utilisation_of, why
 from tests.placements import placement_of
 
 
@@ -169,9 +169,6 @@ class TestTies:
     def test_a_millisecond_is_none(self, costs, is_tie):
         assert (tie_of(placed("e0", *costs)) is not None) is is_tie
 
-    def test_a_pair_has_none(self):
-        assert tie_of(paired(cost("d", queue=2.0))) is None
-
 
 def test_a_pair_that_was_not_chosen_is_no_rival():
     alone, both = cost("d"), replace(cost("d", 3200), prefiller="p", total_s=9.0)
@@ -181,45 +178,7 @@ def test_a_pair_that_was_not_chosen_is_no_rival():
     assert "on d takes 1.0 s" in why(placed("e", cost("e", 3200), alone, both))
 
 
-STREAM = Moments(
-    came=10.0, arrived=10.5, prepared=11.5, queued_s=2.0, placed=13.75, gathered=14.75, sent=18.75,
-    began=26.75, prefill_s=6.0, decode_s=1.0,
-)  # fmt: skip
 AT_ONCE = dict.fromkeys(("came", "arrived", "prepared", "placed", "gathered", "sent", "began"), 5.0)
-
-
-def test_each_part_of_a_stream():
-    assert parts_of(STREAM) == {
-        Part.READ: 0.5,
-        Part.TOKENISE: 1.0,
-        Part.QUEUE: 2.0,
-        Part.PLACE: 0.25,
-        Part.GATHER: 1.0,
-        Part.HOLD: 4.0,
-        Part.PREFILL: 6.0,
-        Part.ENGINE: 2.0,
-    }
-
-
-@pytest.mark.parametrize(
-    ("changes", "part", "seconds"),
-    [
-        ({"is_whole": True}, Part.DECODE, 1.0),
-        ({"has_failed": True}, Part.FAILED, 0.25),
-        ({"legs_s": 3.0}, Part.FIRST_LEG, 3.0),
-        ({"legs_s": 3.0}, Part.HOLD, 1.0),
-        ({"prefill_s": None}, Part.ENGINE, 8.0),
-        ({"prefill_s": 60.0}, Part.PREFILL, 8.0),  # the engine's clock says more than passed here
-        ({"is_whole": True, "decode_s": None}, Part.ENGINE, 2.0),
-    ],
-)
-def test_what_an_engine_reports_and_what_failed(changes, part, seconds):
-    assert parts_of(replace(STREAM, **changes))[part] == pytest.approx(seconds)
-
-
-def test_what_took_no_time_is_left_out():
-    assert parts_of(Moments(**AT_ONCE)) == {}
-    assert parts_of(Moments(**AT_ONCE | {"began": 6.0})) == {Part.ENGINE: 1.0}
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -164,21 +164,6 @@ def test_a_wish_that_cannot_be_read_is_refused(fields, param, says):
     assert str(caught.value).startswith(f"{param} is {says}")
 
 
-def test_no_time_asks_for_nothing():
-    assert of(prompt_cache_options={"ttl": None}, prompt_cache_retention=None) == NOTHING
-
-
-def test_a_field_that_is_no_value_asks_for_nothing():
-    body = JsonBody(b'{"prompt_cache_options": {"ttl": 1e999}, "prompt_cache_retention": "24h"}')
-    assert retention_of(body).ttl_s == 86_400
-
-
-def test_it_is_the_owners():
-    body = JsonBody(b'{"prompt_cache_retention": "24h"}')
-    assert retention_of(body, "acme") == Retention(PRIORITY, 86_400, "acme")
-    assert retention_of(JsonBody(b"{}"), "acme") == Retention(owner="acme")
-
-
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
     lambda inner: (
@@ -222,12 +207,6 @@ def test_a_pin_holds_until_its_time_is_up():
     assert pins.active(0.0) == ()
 
 
-def test_a_pin_is_taken_once():
-    pins = book(pin())
-    assert pins.take("p", 0.0) == pin()
-    assert pins.take("p", 0.0) is None
-
-
 def test_what_comes_and_goes_before_its_time_is_told():
     told = []
     pins = PinBook()
@@ -239,10 +218,6 @@ def test_what_comes_and_goes_before_its_time_is_told():
     assert told == [1, 2, 1, 0]
 
 
-def test_one_that_has_ended_cannot_be_taken():
-    assert book(pin()).take("p", 10.0) is None
-
-
 def test_a_lost_engine_takes_its_pins_along():
     pins = book(pin("one", ("a",)), pin("both", ("a", "b")), pin("other", ("b",)))
     pins.forget_engine("a")
@@ -250,9 +225,3 @@ def test_a_lost_engine_takes_its_pins_along():
         ("both", {"b": "b-pin"}),
         ("other", {"b": "b-pin"}),
     ]
-
-
-def test_only_the_pins_that_are_meant():
-    pins = book(pin("one"), pin("two"))
-    pins.forget_engine("a", lambda p: p.pin_id == "two")
-    assert [p.pin_id for p in pins.active(0.0)] == ["one"]

@@ -1,17 +1,12 @@
 import asyncio
-from array import array
-from dataclasses import replace
 
 import pytest
 import structlog
 
-from engine_adapter import Capability, EngineLost
-from proxy.fleet.engine import FALSE_DOUBTS, Engine, EngineState
+from engine_adapter import EngineLost
+from proxy.fleet.engine import FALSE_DOUBTS, EngineState
 from proxy.fleet.fleet import Fleet
-from proxy.prompt import Prompt
-from tests.fakes import INFO, FakeAdapter, add_ready
-
-PROMPT = Prompt(array("i", range(40)))
+from tests.fakes import add_ready
 
 
 @pytest.fixture
@@ -27,19 +22,6 @@ class TestEngine:
         engine.state = EngineState.DRAINING
         engine.suspect(RuntimeError("again"))
         assert engine.state == "draining"
-
-    def test_can_do_what_it_declared_once_connected(self, fleet):
-        engine = fleet.add(FakeAdapter("a"))
-        assert not engine.can(Capability.PIN)
-        fleet.join(engine, replace(INFO, capabilities=frozenset({Capability.PIN})))
-        assert engine.can(Capability.PIN)
-
-    def test_becoming_ready_wakes_who_waits_for_it(self):
-        woken = []
-        engine = Engine(FakeAdapter("a"), lambda: woken.append(engine.state))
-        for state in (EngineState.CONNECTING, EngineState.READY, EngineState.SUSPECT, EngineState.READY):
-            engine.state = state
-        assert woken == [EngineState.READY] * 2
 
     async def test_a_loss_is_logged_once_with_the_number_of_its_requests(self, fleet):
         engine = add_ready(fleet, "a")

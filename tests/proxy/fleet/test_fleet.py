@@ -7,7 +7,6 @@ from msgspec import structs
 
 from engine_adapter import Tier
 from proxy.core.admission import Needs
-from proxy.core.placement.load import LoadSample, Work
 from proxy.errors import Conflict, NoEngine, NotFound
 from proxy.fleet.engine import EngineState
 from proxy.fleet.fleet import Fleet
@@ -23,15 +22,6 @@ def fleet():
     return Fleet()
 
 
-def test_an_adapter_hears_how_long_prompts_take_from_its_pool(fleet, monkeypatch):
-    told = []
-    monkeypatch.setattr(FakeAdapter, "priced_by", lambda _self, prefill_s: told.append(prefill_s))
-    engine = add_ready(fleet, "a")
-    fleet.pool_of(engine).placer.books["a"].rates.learn(LoadSample(Work(1000), 2.0, 0.0))
-    (prefill_s,) = told
-    assert prefill_s(500) == pytest.approx(1.0)
-
-
 class TestAdapters:
     """LoRA adapters: clients name them as models."""
 
@@ -42,14 +32,6 @@ class TestAdapters:
             add_ready(fleet, "b"),
             add_ready(fleet, "n", model="n"),
         )
-
-    def test_one_is_found_in_the_pool_of_its_model(self, fleet, engines):
-        pool = fleet.pool("ada")
-        assert (pool.model, pool.lora_of("ada"), pool.lora_of("m")) == ("m", "ada", None)
-        assert fleet.served() == {"m": "m", "n": "n", "ada": "m"}
-        with pytest.raises(NotFound, match="'lin' does not exist; served: ada, m, n") as caught:
-            fleet.pool("lin")
-        assert (caught.value.param, caught.value.code) == ("model", "model_not_found")
 
     def test_only_engines_that_serve_it_are_candidates(self, fleet, engines):
         pool = fleet.pool("ada")
@@ -135,19 +117,6 @@ class TestNames:
         fleet = self.of(*engines, default_model="b")
         assert self.found(fleet, "gpt-9") == self.found(fleet, None) == ("b", "b")
 
-    def test_an_engine_that_checks_names_keeps_its_pool_from_taking_any(self):
-        fleet = self.of({"model": "m", "any_model": True}, {"model": "m"})
-        with pytest.raises(NotFound):
-            fleet.find("gpt-9")
-
-    def test_a_pool_takes_any_name_also_while_its_engines_are_lost(self):
-        fleet = self.of({"model": "m", "any_model": True}, {"model": "n"})
-        fleet.leave(fleet.engines["e0"])
-        assert self.found(fleet, "gpt-9") == ("m", "m")
-        fleet.leave(fleet.engines["e1"])
-        with pytest.raises(NotFound, match="model must be named"):
-            fleet.find(None)
-
     def test_names_that_nothing_serves(self):
         aliases = {"gpt": "m", "tuned": "ada", "lost": "gone"}
         engine = {"model": "m", "loras": frozenset({"ada"})}
@@ -174,24 +143,11 @@ class TestNames:
         with pytest.raises(NotFound, match="'gpt' is an alias of 'gone'"):
             fleet.find("gpt")
 
-    def test_an_alias_that_a_model_hides_is_told_once(self):
-        with structlog.testing.capture_logs() as logs:
-            self.of({"model": "m"}, {"model": "n"}, aliases={"n": "m"})
-        assert [log["alias"] for log in logs] == ["n"]
-
-    def test_the_default_may_be_an_alias_or_an_adapter(self):
-        engines = {"model": "m", "loras": frozenset({"ada"})}, {"model": "n"}
-        fleet = self.of(*engines, aliases={"gpt": "ada"}, default_model="gpt")
-        assert self.found(fleet, "other") == self.found(fleet, None) == ("m", "ada")
-
     def test_a_default_that_is_not_served_is_named(self):
         fleet = self.of({"model": "m"}, {"model": "n"}, default_model="gone")
         for name in ("gpt-9", None):
             with pytest.raises(NotFound, match="the default model 'gone' is not served; served: m, n"):
                 fleet.find(name)
-
-    def test_without_a_name_the_only_pool_comes_before_the_default(self):
-        assert self.found(self.of({"model": "m"}, default_model="gone"), None) == ("m", None)
 
     def test_while_an_engine_connects_no_other_serves_what_may_be_its_model(self):
         fleet = self.of({"model": "m", "any_model": True}, default_model="m")
@@ -207,11 +163,6 @@ class TestNames:
         assert self.found(fleet, None) == ("m", None)
         coming.state = EngineState.DOWN
         assert self.found(fleet, "gpt-9") == ("m", "m")
-
-    def test_an_error_repeats_a_name_in_part(self):
-        with pytest.raises(NotFound) as caught:
-            self.of({"model": "m"}).find("x" * 100_000)
-        assert len(str(caught.value)) < 300
 
     @pytest.mark.parametrize(
         ("options", "engines", "matters"),
@@ -236,13 +187,6 @@ def test_engines_stand_in_the_order_in_which_they_were_named(fleet):
 
 
 class TestPools:
-    def test_engines_of_one_model_share_a_pool(self, fleet):
-        add_ready(fleet, "a"), add_ready(fleet, "b"), add_ready(fleet, "c", model="alias")
-        assert {model: list(pool.engines) for model, pool in fleet.pools.items()} == {
-            "m": ["a", "b"],
-            "alias": ["c"],
-        }
-
     @pytest.mark.parametrize(
         ("own", "pools"), [(None, 16), (64, 16), (16, 16), (8, 8), (4, 4), (2, 16), (1, 16)]
     )
@@ -264,11 +208,6 @@ class TestPools:
         assert fleet.join(engine, INFO) is pool
         fleet.remove(fleet.engine("a"))
         assert fleet.pools == {}
-
-    def test_an_engine_that_is_removed_while_down_takes_no_pool_along(self, fleet):
-        add_ready(fleet, "a")
-        fleet.remove(fleet.add(FakeAdapter("b")))
-        assert list(fleet.pools) == ["m"]
 
     def test_a_pool_waits_for_engines_that_are_lost_and_ends_with_the_last_of_them(self, fleet):
         a, b = add_ready(fleet, "a"), add_ready(fleet, "b")
@@ -301,19 +240,6 @@ class TestPools:
         assert conflict.value.param == "id"
         with pytest.raises(NotFound, match="'x'; known: a"):
             fleet.engine("x")
-
-    def test_the_pool_of_a_request(self, fleet):
-        with pytest.raises(NoEngine):
-            fleet.pool("m")
-        with pytest.raises(NoEngine):
-            fleet.pool(None)
-        add_ready(fleet, "a")
-        assert fleet.pool(None).model == fleet.pool("m").model == "m"
-        add_ready(fleet, "b", model="n")
-        for name in (None, "x"):
-            with pytest.raises(NotFound, match="served: m, n") as missing:
-                fleet.pool(name)
-            assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
 
     def test_ready_means_any_is_and_those_of_the_start_were_tried(self, fleet):
         assert not fleet.is_ready()

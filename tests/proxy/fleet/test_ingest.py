@@ -59,14 +59,6 @@ async def world(monkeypatch):
     await world.tasks.stop()
 
 
-async def test_events_fill_the_index_and_a_current_view_is_trusted(world):
-    await world.say(ViewLost("start"), STORED)
-    assert world.engine.audit.trust is Trust.APPROXIMATE
-    await world.say(ViewCurrent())
-    assert world.engine.audit.trust is Trust.PRECISE
-    assert world.pool.index.held("a", Tier.GPU) == 1
-
-
 async def test_events_tell_whose_salts_an_engine_holds_kv_under():
     world = World()
     world.ingest = Ingest(world.fleet, world.tasks, {"red-1": "red"}.get)
@@ -157,12 +149,6 @@ async def test_an_engine_of_pages_may_reuse_up_to_a_block_more_than_predicted():
     for reported in (15, 32):
         world.ingest.audit(world.engine, 16, reported)
     assert world.engine.audit.view().exact == 3
-
-
-async def test_an_engine_of_whole_blocks_may_not():
-    world = World(tokens_per_block=16)
-    world.ingest.audit(world.engine, 16, 17)
-    assert world.engine.audit.view().exact == 0
 
 
 async def test_a_view_that_is_not_complete_is_trusted_for_what_it_shows(world):

@@ -2,7 +2,6 @@ import asyncio
 from array import array
 from contextlib import suppress
 from dataclasses import dataclass
-from time import monotonic
 
 import pytest
 from hypothesis import given
@@ -11,9 +10,9 @@ from msgspec.structs import replace
 
 from engine_adapter import EngineError, Hold, Role, Tier
 from proxy.core.index.match import Match
-from proxy.core.placement.load import Remaining, Work
+from proxy.core.placement.load import Remaining
 from proxy.core.placement.rates import DEFAULT_PREFILL_TOK_S
-from proxy.core.placement.scores import place, place_least_loaded
+from proxy.core.placement.scores import place
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.lease import LENIENCE, leader, patience_s
 from proxy.fleet.pool import PENDING_LINGER_S
@@ -108,59 +107,6 @@ class TestLease:
             assert replace(refined, predicted_tokens=placed.predicted_tokens, firm=True) == placed
             assert lease.placement is refined
 
-    async def test_that_fails_leaves_nothing(self, fleet):
-        engine = add_ready(fleet, "a")
-        pool, _, leasing = self.lease(fleet)
-        with pytest.raises(ValueError, match="bug"), leasing:
-            raise ValueError("bug")
-        assert engine.ledger.in_flight == 0
-        assert len(pool.index) == 0
-        assert not pool.index.pending("a")
-
-    async def test_that_outlives_its_engine_leaves_nothing(self, fleet):
-        add_ready(fleet, "a")
-        pool, _, leasing = self.lease(fleet)
-        with leasing as lease:
-            fleet.remove(fleet.engine("a"))
-            lease.succeeded = True
-        await asyncio.sleep(PENDING_LINGER_S * 1.2)
-        assert len(pool.index) == 0
-
-    async def test_without_a_prompt_is_load_alone(self, fleet):
-        engine = add_ready(fleet, "a")
-        pool = fleet.pools["m"]
-        with pool.lease(place_least_loaded(pool.candidates(None)), None) as lease:
-            assert engine.ledger.in_flight == 1
-            lease.succeeded = True
-        assert engine.ledger.in_flight == 0
-
-    async def test_only_a_streams_first_byte_is_a_first_token(self, fleet):
-        engine = add_ready(fleet, "a")
-        for streamed in (False, True):
-            _, _, leasing = self.lease(fleet)
-            with leasing as lease:
-                lease.first_byte(streamed=streamed)
-                assert lease.first_byte_s >= 0
-                assert engine.ledger.view(monotonic()).decoding == streamed
-
-    async def test_a_first_token_teaches_how_fast_the_engine_is(self, fleet):
-        add_ready(fleet, "a")
-        pool = fleet.pools["m"]
-        chain = pool.chain(Prompt(array("i", range(1000))))
-        with pool.lease(place(pool.candidates(chain), chain), chain, streams=True) as lease:
-            await asyncio.sleep(0.001)
-            lease.first_byte(streamed=True)
-        took_s = pool.placer.rates.prefill_s(1000)
-        assert 0.001 <= took_s <= monotonic() - lease.started
-        assert took_s != 1000 / DEFAULT_PREFILL_TOK_S
-
-    async def test_work_that_turns_out_to_be_less_shortens_the_queue(self, fleet):
-        engine = add_ready(fleet, "a")
-        _, _, leasing = self.lease(fleet)
-        with leasing as lease:
-            lease.refine_work(Work(10))
-            assert engine.ledger.view(lease.started).queue_s == pytest.approx(10 / DEFAULT_PREFILL_TOK_S)
-
     async def test_its_request_hears_that_the_engine_is_lost(self, fleet):
         engine, lost = add_ready(fleet, "a"), []
         pool = fleet.pools["m"]
@@ -182,20 +128,6 @@ class Underway:
 
 
 class TestLeader:
-    def test_is_who_computes_the_last_block_that_is_shared(self):
-        first, longer = Underway((1, 2, 3, 4)), Underway((1, 2, 3, 4, 5, 6), found=4)
-        underway = [Underway((1, 9)), first, longer]
-        assert leader(underway, (1, 2, 3, 7), 3) is first
-        assert leader(underway, (1, 2, 3, 4, 5, 7), 5) is longer
-        assert leader(underway, (1, 2, 3, 4, 5, 7), 4) is first
-
-    def test_is_nobody_who_waits_for_that_block(self):
-        assert leader([Underway((1, 2, 3, 4), found=3)], (1, 2, 3), 3) is None
-
-    @pytest.mark.parametrize(("hashes", "blocks"), [((1, 2), 0), ((), 0), ((1, 8, 9), 3), ((1, 2, 3, 4), 4)])
-    def test_is_nobody_where_nothing_is_shared(self, hashes, blocks):
-        assert leader([Underway((1, 2, 3)), Underway(())], hashes, blocks) is None
-
     @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=8))
     def test_nobody_ever_waits_for_one_that_waits_for_it(self, rows):
         chain = tuple(range(6))

@@ -18,7 +18,6 @@ from tests.fakes import INFO, FakeAdapter
 
 CHUNK = 64
 PROMPT = Prompt(array("i", range(330)))  # 20 blocks of 16, 5 chunks of 64
-WHOLE = 320
 
 
 class TieredAdapter(FakeAdapter):
@@ -107,38 +106,12 @@ async def test_the_longer_of_both_is_reused(fleet, on_gpu, expected):
     assert (placement.predicted_tokens, placement.gpu_tokens) == (expected, 16 * on_gpu)
 
 
-async def test_a_gpu_that_holds_more_stands(fleet):
-    _, pool = add(fleet, TieredAdapter("a", BelowGpu(64, 0, 64)))
-    pool.index.store("a", Tier.GPU, pool.chain(PROMPT).hashes[:9])
-    placement, _ = await looked(pool)
-    assert placement.predicted_tokens == 144
-
-
-async def test_nothing_is_asked_that_the_gpu_holds_already(fleet):
-    engine, pool = add(fleet, TieredAdapter("a"))
-    pool.index.store("a", Tier.GPU, pool.chain(PROMPT).hashes)
-    assert (await looked(pool))[0].predicted_tokens == WHOLE
-    short = Prompt(array("i", range(9000, 9000 + CHUNK - 1)))
-    assert (await looked(pool, short))[0].predicted_tokens == 0
-    assert engine.adapter.asked == []
-
-
 async def test_engines_without_such_tiers_are_left_alone(fleet):
     engine, pool = add(fleet, TieredAdapter("a"), chunk=None)
     assert (await looked(pool))[0].predicted_tokens == 0
     expect_below(pool, engine, pool.chain(PROMPT))
     assert match(pool) == Match()
     assert engine.adapter.asked == []
-
-
-async def test_what_is_not_followed_is_not_asked_for(fleet):
-    engine, pool = add(fleet, TieredAdapter("a"))
-    chain = pool.chain(PROMPT)
-    placement = place(pool.candidates(chain, PROMPT), chain)
-    with pool.lease(placement, None) as lease:
-        await look_below(pool, lease.engine, lease, None, None)
-    expect_below(pool, engine, None)
-    assert (engine.adapter.asked, match(pool)) == ([], Match())
 
 
 async def test_engines_over_one_lmcache_share_what_is_known_of_it(fleet):

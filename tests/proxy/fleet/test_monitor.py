@@ -2,7 +2,6 @@ import asyncio
 import time
 from array import array
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import structlog
@@ -20,8 +19,6 @@ from engine_adapter import (
     PromptTable,
     Role,
     Tier,
-    ViewCurrent,
-    ViewLost,
 )
 from engine_adapter.vllm.nixl import NixlPull
 from proxy.core.audit import Trust
@@ -74,36 +71,6 @@ async def world():
     await world.tasks.stop()
 
 
-async def test_without_reuse_the_trust_names_the_reason():
-    world = World(reuse=False)
-    engine, _ = world.add()
-    await world.state(engine, EngineState.READY)
-    assert engine.audit.why == "reuse is off"
-    await world.tasks.stop()
-
-
-async def test_an_engine_becomes_ready_and_joins_the_pool_of_its_model(world):
-    engine, _ = world.add()
-    assert engine.state == "connecting"
-    await world.state(engine, EngineState.READY)
-    pool = world.fleet.pools["m"]
-    assert pool.ready() == [engine]
-    assert pool.prompts is not None
-    assert engine.info == INFO
-
-
-@pytest.mark.parametrize("role", Role)
-async def test_the_log_names_the_role_of_an_engine_that_has_one(world, role):
-    adapter = FakeAdapter("a", info=INFO)
-    adapter.spec = replace(adapter.spec, role=role)
-    with structlog.testing.capture_logs() as logs:
-        engine = world.fleet.add(adapter)
-        world.monitor.watch(engine)
-        await world.state(engine, EngineState.READY)
-    (ready,) = [line for line in logs if line["event"] == "engine is ready"]
-    assert ready.get("role", "both") == role
-
-
 class TestIsolation:
     """With several tenants, an engine that cannot keep their KV apart is used only where it may share it."""
 
@@ -129,11 +96,6 @@ class TestIsolation:
         assert "try again" not in str(told)
         assert told.headers == {}, "no retry-after: an operator has to act"
 
-    async def test_it_is_used_where_the_operator_says_so(self, world):
-        engine = world.fleet.add(FakeAdapter("a", share_kv=True))
-        world.monitor.watch(engine)
-        await world.state(engine, EngineState.READY)
-
     async def test_one_that_keeps_them_apart_is_used_and_the_other_is_not(self, world):
         able, _ = world.add("a", capabilities=frozenset({Capability.CACHE_SALT}))
         unable, _ = world.add("b")
@@ -149,16 +111,6 @@ class TestIsolation:
         adapter.info = replace(INFO, capabilities=frozenset({Capability.CACHE_SALT}))
         adapter.outdated = True
         await world.state(engine, EngineState.READY)
-
-
-async def test_one_that_is_not_there_is_tried_again(world):
-    adapter = FakeAdapter("a")
-    engine = world.fleet.add(adapter)
-    adapter.failures = [EngineUnavailable("not yet"), EngineRejected("loading", status=503)]
-    world.monitor.watch(engine)
-    await world.state(engine, EngineState.READY)
-    assert adapter.checks >= 3
-    assert engine.last_error is None
 
 
 async def test_one_that_is_down_at_start_is_named_once_in_the_log(world):
@@ -184,17 +136,6 @@ async def test_one_that_answers_with_an_error_is_not_called_unreachable(world):
         await world.state(engine, EngineState.READY)
     (entry,) = [entry for entry in logs if "keeps trying" in entry["event"]]
     assert (entry["event"], entry["error"]) == ("engine refuses kvpin; kvpin keeps trying", "it wants a key")
-
-
-async def test_one_that_the_supervisor_starts_is_not_named(world):
-    adapter = FakeAdapter("a")
-    engine = world.fleet.add(adapter)
-    engine.starting_file = Path("/not/there")
-    adapter.failures = [EngineUnavailable("connection refused")] * 3
-    with structlog.testing.capture_logs() as logs:
-        world.monitor.watch(engine)
-        await world.state(engine, EngineState.READY)
-    assert [entry for entry in logs if "not reachable" in entry["event"]] == []
 
 
 async def test_one_that_fails_a_check_leaves_with_all_that_was_known_and_comes_back(world):
@@ -463,16 +404,6 @@ async def test_a_draining_engine_stays_so(world):
     assert world.fleet.pools["m"].ready() == []
 
 
-async def test_events_are_followed_from_each_connection_on(world):
-    engine, adapter = world.add(capabilities=frozenset({Capability.KV_EVENTS}))
-    await world.state(engine, EngineState.READY)
-    for event in (ViewLost("start"), ViewCurrent()):
-        adapter.feed.put_nowait(event)
-    await world.until(lambda: engine.audit.trust is Trust.PRECISE)
-    adapter.failures = [EngineUnavailable("gone")]
-    await world.until(lambda: adapter.subscriptions == 2)
-
-
 async def test_tables_are_given_before_requests(world):
     table = PromptTable("t", 7, 1, 1, b"data")
     world.tables.list = lambda: [table]
@@ -481,19 +412,6 @@ async def test_tables_are_given_before_requests(world):
     await world.state(engine, EngineState.READY)
     await world.state(plain, EngineState.READY)
     assert (adapter.tables, other.tables) == ([table], [])
-
-
-async def test_a_forgotten_engine_is_looked_after_no_more(world):
-    engine, adapter = world.add()
-    await world.state(engine, EngineState.READY)
-    world.monitor.forget(engine)
-    assert world.monitor._findings == {}
-    world.fleet.remove(world.fleet.engine("a"))
-    await asyncio.sleep(0)
-    before = adapter.checks
-    await asyncio.sleep(INTERVAL_S * 3)
-    assert adapter.checks == before
-    assert world.fleet.pools == {}
 
 
 async def test_the_prompts_of_a_pool_outlive_the_engine_they_were_made_with(world):
@@ -669,14 +587,6 @@ class TestAnotherProcess:
         adapter.closes()
         await world.until(lambda: engine.info.instance == "i2")
         assert engine.connections == 1
-
-    async def test_the_same_process_goes_on(self, world):
-        engine, adapter = world.add()
-        await world.state(engine, EngineState.READY)
-        prompts = engine.prompts
-        adapter.closes()
-        await world.until(engine.sure.is_set)
-        assert (engine.connections, engine.prompts) == (0, prompts)
 
     async def test_one_that_names_no_process_is_compared_again(self, world):
         engine, adapter = world.add(names_process=False)

@@ -11,9 +11,8 @@ from proxy.core.admission import Needs
 from proxy.core.index import segments
 from proxy.core.index.match import Match
 from proxy.core.placement.decision import Cost
-from proxy.fleet.engine import ASSUMED_CAPACITY_TOKENS, Engine, EngineState
+from proxy.fleet.engine import Engine, EngineState
 from proxy.fleet.fleet import Fleet
-from proxy.fleet.pool import Pool
 from proxy.prompt import Prompt
 from tests.fakes import INFO, FakeAdapter, add_ready
 from tests.placements import placement_of
@@ -44,19 +43,6 @@ class TestTokenisers:
 
 
 class TestCandidates:
-    def test_say_what_placement_needs(self, fleet):
-        add_ready(fleet, "a", tokens_per_block=64, gpu_blocks=10)
-        down, gone = add_ready(fleet, "b"), add_ready(fleet, "c")
-        add_ready(fleet, "d", tokens_per_block=None, gpu_blocks=None)
-        down.state = EngineState.DOWN
-        pool = fleet.pools["m"]
-        chain = pool.chain(PROMPT)
-        pool.index.store("a", Tier.GPU, chain.hashes)
-        a, d = pool.candidates(chain, without={gone.id})
-        assert (a.engine, a.tokens_per_block, a.match, a.free_blocks) == ("a", 64, Match(gpu=2), 38)
-        assert (d.engine, d.tokens_per_block, d.match, d.free_blocks) == ("d", 16, Match(), None)
-        assert pool.candidates(None)[0].match == Match()
-
     def test_what_an_adapter_foresees_of_the_prompt_is_among_it(self, fleet):
         engine, asked = add_ready(fleet, "a"), []
         add_ready(fleet, "b")
@@ -98,16 +84,6 @@ class TestCandidates:
             (only,) = pool.candidates(pool.chain(prompt), prompt)
             assert fleet.engines[only.engine].state is EngineState.READY
 
-    def test_a_suspect_one_is_the_last_resort(self, fleet):
-        suspect, ready = (add_ready(fleet, name) for name in "ab")
-        suspect.state = EngineState.SUSPECT
-        pool = fleet.pools["m"]
-        assert [each.engine for each in pool.candidates(None)] == ["b"]
-        assert [each.engine for each in pool.candidates(None, without={"b"})] == ["a"]
-        assert pool.candidates(None, needs=Needs(lora="nobody's")) == []
-        ready.state = EngineState.DRAINING
-        assert [each.engine for each in pool.candidates(None)] == ["a"]
-
     def test_one_that_cannot_do_what_a_request_needs_is_none(self, fleet):
         add_ready(fleet, "a", loras=frozenset({"ada"}), routes=frozenset({"/tokenize"}))
         suspect = add_ready(fleet, "b")
@@ -148,23 +124,7 @@ class TestCandidates:
         assert pool.is_coming_back
 
 
-class TestRoots:
-    def test_salts_have_roots_of_their_own(self):
-        pool = Pool("m", 16)
-        assert pool.root_of(None) != pool.root_of("a") != pool.root_of("b")
-
-    def test_no_prompt_has_no_chain(self):
-        assert Pool("m", 16).chain(None) is None
-
-
 class TestLearning:
-    async def test_forgets_what_the_capacity_cannot_hold(self, fleet):
-        engine = add_ready(fleet, "a", gpu_blocks=3)
-        pool = fleet.pools["m"]
-        pool.learn(engine, (1, 2))
-        pool.learn(engine, (3, 4))
-        assert pool.index.held("a", Tier.GPU) == 3
-
     async def test_what_makes_room_leaves_the_index_in_few_steps(self, fleet, monkeypatch):
         engine = add_ready(fleet, "a", gpu_blocks=640)
         pool, steps = fleet.pools["m"], []
@@ -178,10 +138,6 @@ class TestLearning:
         pool.learn(engine, chains[2][:32])
         assert pool.index.match(chains[1])["a"] == Match(gpu=608), "ends are evicted before beginnings"
 
-    def test_an_unknown_capacity_is_assumed(self, fleet):
-        engine = add_ready(fleet, "a", gpu_blocks=None)
-        assert engine.learned.capacity == ASSUMED_CAPACITY_TOKENS // 16
-
     def test_a_flush_is_forgotten(self, fleet):
         engine = add_ready(fleet, "a")
         pool = fleet.pools["m"]
@@ -192,18 +148,6 @@ class TestLearning:
         assert held == (1, 0, 1)
         pool.wipe(engine)
         assert (len(pool.index), len(engine.learned)) == (0, 0)
-
-    def test_an_engine_that_left_takes_its_blocks_along(self, fleet):
-        engine, other = add_ready(fleet, "a"), add_ready(fleet, "b")
-        pool = fleet.pools["m"]
-        pool.learn(engine, (1, 2))
-        pool.learn(other, (2,))
-        fleet.leave(engine)
-        fleet.leave(engine)
-        assert fleet.pool_of(engine) is None
-        assert len(pool.index) == 1
-        pool.learn(engine, (9,))
-        assert len(pool.index) == 1
 
 
 def test_events_and_prompts_meet_in_one_namespace(fleet):
@@ -242,13 +186,6 @@ class TestBusy:
         assert not pool.is_free("a")
         assert pool.is_free("b")
         kept["a"].pop()
-        assert pool.is_free("a")
-
-    def test_an_adapter_that_forecasts_knows_of_free_slots(self, fleet, kept):
-        pool, engine, waits_s = fleet.pools["m"], fleet.engines["a"], [9.0, 0.0]
-        engine.adapter.forecast = lambda target: Forecast(len(target.token_ids), wait_s=waits_s.pop(0))
-        engine.ledger.begin(monotonic(), 9.0, None)
-        assert not pool.is_free("a")
         assert pool.is_free("a")
 
 

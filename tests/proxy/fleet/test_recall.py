@@ -135,16 +135,3 @@ async def test_what_no_longer_fits_is_left_out():
     later = World([await world.kept()], events=False, gpu_blocks=3)
     assert later.pool.index.match((1, 2)) == {"a": Match(gpu=2)}
     assert later.pool.index.match((3, 4)) == {}
-
-
-async def test_an_engine_that_sends_events_now_needs_none_of_what_was_learned():
-    world = World(events=False)
-    world.pool.learn(world.engine, (1,))
-    later = World([await world.kept()])
-    await later.says(ViewLost("start"))
-    assert (later.adapter.since, len(later.pool.index)) == (None, 0)
-    await later.tasks.stop()
-
-
-async def test_an_engine_that_has_no_events_now_was_known_by_them(memory):
-    assert not World([memory], events=False).engine.learned

@@ -158,21 +158,6 @@ async def test_of_what_lay_there_in_part_the_rest_came_back(world):
     assert (world.on_gpu(), world.engine.ahead.blocks) == (4, 4)
 
 
-async def test_what_is_not_due_stays_where_it_is(world):
-    world.talk(1)
-    world.now -= 4.0
-    await world.tick()
-    world.now += 9.0
-    await world.tick()
-    assert world.restored == 0
-
-
-async def test_what_lies_on_the_gpu_needs_nothing(world):
-    world.talk(1, tier=Tier.GPU)
-    await world.tick()
-    assert world.restored == 0
-
-
 async def test_what_is_gone_cannot_come_back(world):
     world.talk(1)
     world.pool.wipe(world.engine)
@@ -195,13 +180,6 @@ async def test_the_turn_that_finds_it_there_used_it(world):
     assert world.counts == (1, 1, 0)
 
 
-async def test_the_turn_that_finds_it_gone_did_not(world):
-    world.talk(1)
-    await world.tick()
-    world.answer(1)  # it lies on the host, as far as is known
-    assert world.counts == (1, 0, 1)
-
-
 async def test_a_turn_that_does_not_come_wasted_it(world):
     world.talk(1)
     await world.tick()
@@ -209,14 +187,6 @@ async def test_a_turn_that_does_not_come_wasted_it(world):
     await world.tick()
     world.answer(1)
     assert world.counts == (1, 0, 1)
-
-
-async def test_it_comes_back_once_for_a_turn(world):
-    world.talk(1)
-    await world.tick()
-    world.now += 0.1
-    await world.tick()
-    assert world.restored == 1
 
 
 async def test_an_engine_that_computes_a_prompt_is_left_alone(world):
@@ -262,15 +232,6 @@ async def test_one_at_a_time_and_no_more_than_a_part_of_the_time(world):
     world.now += 0.1 / MOST_TIME
     await world.tick()
     assert world.restored == 2
-
-
-async def test_engines_that_may_restore_again_are_not_remembered(world):
-    world.talk(1)
-    await world.tick()
-    assert world.ahead._not_before == {"a": world.now}
-    world.now += 0.1
-    world.ahead.tick()
-    assert world.ahead._not_before == {}
 
 
 async def test_what_would_leave_the_gpu_may_be_worth_more(world, monkeypatch):
@@ -347,15 +308,6 @@ async def test_engines_without_a_tier_to_restore_from_are_not_followed(info):
     world.talk(1)
     await world.tick()
     assert (world.restored, len(world.ahead._threads)) == (0, 0)
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [{"prompt": None}, {"placement": None}, {"error": "it broke off"}],
-)
-async def test_what_left_nothing_known_is_no_turn(world, fields):
-    world.answer(1, **fields)
-    assert len(world.ahead._threads) == 0
 
 
 async def test_a_prompt_known_in_part_is_no_turn(world):

@@ -1,6 +1,5 @@
 import asyncio
 from array import array
-from dataclasses import replace
 
 import pytest
 
@@ -53,16 +52,6 @@ def test_an_engine_for_prefills_answers_only_where_no_other_can(fleet):
     for name in "db":
         fleet.engines[name].state = EngineState.DOWN
     assert able(pool) == ["p"]
-
-
-def test_a_pool_knows_whether_any_engine_has_a_role(fleet):
-    pool = pool_of(fleet, b=Role.BOTH)
-    assert not pool.has_roles
-    add_ready(fleet, "p", role=Role.PREFILL)
-    assert pool.has_roles
-    fleet.remove(fleet.engines["p"])
-    assert not pool.has_roles
-    assert able(pool) == ["b"]
 
 
 @pytest.mark.parametrize(
@@ -150,9 +139,6 @@ class TestHalves:
         assert "no engine of its model the decode half: it gets no requests" in finding.problem
         assert of_role(fleet.engines["d"], pool) == ()
 
-    def test_where_it_kept_a_response(self, pool):
-        assert self.partners(pool, needs=Needs(home="d")) == {"d": ["p", "q"]}
-
 
 class TestPrefillers:
     """The engines that may compute a prompt for others."""
@@ -187,10 +173,6 @@ class TestPrefillers:
         fleet.engines["p"].leases.add(Underway())
         assert self.found(pool) == (["q"], {"d"})
 
-    def test_serve_no_request_that_stays_whole(self, pool):
-        assert self.found(pool, moves_by=lambda _: False) is None
-        assert self.found(pool, lora="ada") is None
-
     def test_move_kv_by_the_same_means(self, fleet, pool):
         other = NixlPull(30.0)
         other.name = "another"
@@ -218,23 +200,10 @@ class TestHolders:
         assert found.candidates == []
         return [each.engine for each in found.holders], found.decoders
 
-    def test_are_those_whose_connector_is_known(self, fleet, pool):
-        assert self.found(pool) == (["a", "b"], {"a", "b"})
-        fleet.engines["a"].keeps_no_kv = True
-        assert self.found(pool) == (["b"], {"a", "b"}), "it still reads the KV of others"
-        assert "--kv-transfer-config" in str(of_role(fleet.engines["a"], pool)[0])
-        fleet.engines["b"].state = EngineState.SUSPECT
-        assert self.found(pool) is None
-
     def test_serve_the_same_requests_as_those_that_they_serve_alone(self, pool):
         only = [each for each in pool.candidates(None) if each.engine != "a"]
         assert self.found(pool, only) == (["b"], {"b"})
         assert self.found(pool, moves_by=lambda _: False) is None
-
-    def test_a_request_is_looked_at_once_for_all_of_them(self, pool):
-        asked = []
-        self.found(pool, moves_by=lambda transfer: asked.append(transfer) or True)
-        assert len(asked) == 1
 
     def test_give_to_engines_for_decoding_and_read_from_those_for_prefills(self, fleet, pool):
         for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
@@ -246,25 +215,7 @@ class TestHolders:
         assert found.decoders == {"a", "b", "d"}
 
 
-def test_a_pool_knows_whether_any_engine_passes_kv(fleet):
-    pool = pool_of(fleet, a=Role.BOTH)
-    assert not pool.passes_kv
-    engine = fleet.engines["a"]
-    engine.adapter.transfer = NixlPull(30.0)
-    fleet.join(engine, engine.info)  # it was restarted with a connector
-    assert pool.passes_kv
-    fleet.remove(engine)
-    assert not pool.passes_kv
-
-
 class Underway:
     """A lease whose answer has not begun."""
 
     begun = asyncio.Event()
-
-
-def test_an_engine_may_say_its_role_itself(fleet):
-    engine = add_ready(fleet, "p")
-    assert engine.role is Role.BOTH
-    engine.info = replace(engine.info, role=Role.PREFILL)
-    assert engine.role is Role.PREFILL

@@ -43,19 +43,6 @@ def test_one_tenants_salts_push_out_nobody_elses():
     assert (salts.of("alice"), salts.is_complete("alice")) == ({"a"}, True)
 
 
-def test_what_is_no_tenants_or_has_no_salt_is_not_kept():
-    salts = TenantSalts()
-    salts.note(None, "s")
-    salts.note("alice", None)
-    assert salts._salts == {}
-
-
-def test_a_salt_too_long_to_keep_is_not_kept_in_silence():
-    salts = TenantSalts()
-    salts.note("alice", "x" * (MAX_LENGTH + 1))
-    assert (salts.of("alice"), salts.is_complete("alice")) == (frozenset(), False)
-
-
 def test_an_engine_that_was_emptied_holds_nothing_forgotten():
     salts = noted(MAX_SALTS + 1)
     salts.emptied()

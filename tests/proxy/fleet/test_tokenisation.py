@@ -27,7 +27,6 @@ from tests.fakes import INFO, FakeAdapter
 
 COMPLETIONS = "/v1/completions"
 ASKABLE = replace(INFO, tokenizer="acme/model", capabilities=frozenset({Capability.TOKENIZE}))
-BODY = JsonBody(b'{"prompt": "hello"}')
 CHAT = "/v1/chat/completions"
 ASK = JsonBody(b'{"messages": [{"role": "user", "content": "hello"}]}')
 
@@ -113,30 +112,6 @@ async def world(tokenizer):
     await world.tasks.stop()
 
 
-async def test_four_engines_load_one_tokenizer(world):
-    engines = [world.join(name) for name in "abcd"]
-    world.loader.go.set()
-    await world.settled()
-    assert world.loader.sources == ["acme/model"]
-    assert world.prompts.exactness.source == "local"
-    assert all(engine.adapter.asked and engine.is_proven for engine in engines)
-    assert {engine.prompts for engine in engines} == {world.prompts}
-
-
-async def test_until_it_is_loaded_the_engines_tokenise(world, tokenizer):
-    engine = world.join("a")
-    prompt = await world.prompts.build(COMPLETIONS, BODY, salt=None)
-    assert (prompt.source, prompt.token_ids) == ("engine", tokenizer.encode("hello", add_special_tokens=True))
-    await asyncio.sleep(0)
-    assert world.prompts.exactness.source == "engine"
-    assert "'acme/model' is being loaded" in world.prompts.exactness.detail
-    world.loader.go.set()
-    await world.settled()
-    asked = engine.adapter.asked
-    assert (await world.prompts.build(COMPLETIONS, BODY, salt=None)).source == "local"
-    assert engine.adapter.asked == asked
-
-
 async def test_a_restarted_engine_finds_the_tokenizer_and_is_compared_again(world):
     engine = world.join("a")
     world.loader.go.set()
@@ -195,13 +170,6 @@ async def test_an_engine_with_other_files_loads_them(world, tmp_path, tokenizer)
     world.rejoin(engine)
     await world.settled()
     assert world.loader.sources == [str(file)] * 2
-
-
-async def test_an_engine_that_can_make_no_prompts_takes_those_of_the_others_and_is_not_proven(world):
-    first, blank = world.join("a"), world.join("b", INFO)
-    world.loader.go.set()
-    await world.settled()
-    assert (blank.prompts, blank.is_proven) == (first.prompts, False)
 
 
 async def test_a_pool_whose_engines_were_all_removed_gets_its_tokenizer_again(world):
@@ -322,42 +290,6 @@ async def test_an_engine_that_does_not_answer_is_asked_again(world, monkeypatch)
     await world.settled()
     assert world.prompts.exactness.ok
     assert world.prompts.exactness.source == "local"
-
-
-@pytest.mark.parametrize(
-    ("info", "alter", "event", "level"),
-    [
-        (ASKABLE, False, "tokenizer gives the engine's ids", "info"),
-        (ASKABLE, True, "the engines tokenise", "warning"),
-        (replace(ASKABLE, tokenizer=None), False, "the engines tokenise", "info"),
-        (replace(INFO, tokenizer="acme/model"), False, "tokenizer is not checked", "warning"),
-        (INFO, False, "prompts are not followed", "warning"),
-    ],
-)
-async def test_the_log_says_what_came_of_it(world, monkeypatch, info, alter, event, level):
-    if alter:
-        monkeypatch.setattr(Tokenising, "tokenize", one_token)
-    world.loader.go.set()
-    with structlog.testing.capture_logs() as logs:
-        world.join("a", info)
-        await world.settled()
-    assert [(line["event"], line["log_level"]) for line in logs] == [(event, level)]
-
-
-async def one_token(_self, _path, _body):
-    return array("i", [6])
-
-
-async def test_an_engine_that_is_gone_is_not_waited_for(world, monkeypatch):
-    monkeypatch.setattr("proxy.fleet.tokenisation.RETRY_S", 0.0)
-    engine = world.join("a")
-    engine.adapter.failures_left = 1_000_000
-    world.loader.go.set()
-    await asyncio.sleep(0.01)
-    assert world.tasks._tasks
-    world.renderings.leave(engine)
-    await world.settled()
-    assert not engine.is_proven
 
 
 async def test_a_difference_takes_a_form_from_that_engine_alone_and_it_comes_back(world):

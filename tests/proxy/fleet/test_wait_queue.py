@@ -78,13 +78,6 @@ async def test_other_bounds_hold_from_the_next_request_on():
         task.cancel()
 
 
-async def test_a_request_goes_at_once_where_there_is_room_by_now():
-    world = World()
-    world.room = 1
-    await world.send("a")
-    assert world.served == ["a"]
-
-
 async def test_one_that_leaves_while_it_is_called_gives_its_turn_on():
     world = World()
     first, second = world.send("first"), world.send("second")
@@ -95,17 +88,6 @@ async def test_one_that_leaves_while_it_is_called_gives_its_turn_on():
     await second
     assert world.served == ["second"]
     assert len(world.line) == 0
-
-
-async def test_one_that_leaves_before_leaves_nothing():
-    world = World()
-    first, second = world.send("first"), world.send("second")
-    await asyncio.sleep(0)
-    first.cancel()
-    await asyncio.sleep(0)
-    world.room = 1
-    await second
-    assert (world.served, len(world.line)) == (["second"], 0)
 
 
 async def test_nobody_waits_longer_than_the_limit():
@@ -212,20 +194,3 @@ async def test_where_the_line_is_full_the_greedy_one_is_refused():
     world.room = 2
     await asyncio.gather(greedy[0], modest)
     assert world.served == ["g0", "m"]
-
-
-async def test_a_line_of_no_places_refuses_all():
-    with pytest.raises(Overloaded, match="too many requests wait"):
-        await World(queue_requests=0).send("a")
-
-
-async def test_other_bounds_hold_for_requests_that_come_later():
-    world = World(queue_requests=2)
-    waiting = [world.send(name) for name in "ab"]
-    await asyncio.sleep(0)
-    world.line.bound(LimitSettings(queue_requests=1))
-    assert len(world.line) == 2
-    with pytest.raises(Overloaded):
-        await world.send("c")
-    for task in waiting:
-        task.cancel()

@@ -139,10 +139,6 @@ class TestOffers:
                 time.sleep(0.01)  # so that the parts come apart
             assert until(connection, b"hello").startswith(b"HTTP/1.1 200")
 
-    def test_pipelined_offers_are_all_answered(self, connection):
-        connection.sendall((HEAD + OFFER + b"\r\nhello") * 2 + HEAD + b"connection: close\r\n\r\nhello")
-        assert everything(connection).count(b"HTTP/1.1 200") == 3
-
     def test_a_thousand_pipelined_offers_are_all_answered(self, connection):
         bare = b"GET / HTTP/1.1\r\nhost: a\r\nupgrade: a\r\nconnection: upgrade\r\n\r\n"
         connection.sendall(bare * 1000 + HEAD + b"connection: close\r\n\r\nhello")
@@ -154,13 +150,6 @@ class TestOffers:
 
 
 class TestRequests:
-    def test_other_connections_go_on(self, connection):
-        for _ in range(2):
-            connection.sendall(HEAD + b"\r\nhello")
-            answer = until(connection, b"hello")
-            assert b"connection: close" not in answer
-            assert re.search(rb"\r\ndate: \w+, .* GMT\r\n", answer)
-
     @pytest.mark.parametrize("cut", [1, 20, -6, -3])
     def test_pieces_make_a_request(self, connection, cut):
         request = HEAD + b"\r\nhello"

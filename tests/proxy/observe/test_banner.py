@@ -3,25 +3,16 @@ import io
 import json
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from engine_adapter import ModelState
-from proxy.core.issued_keys import IssuedKey, KeyBook
 from proxy.fleet.engine import EngineState
 from proxy.fleet.fleet import Fleet
-from proxy.observe.banner import Banner, summary, waiting_bar
+from proxy.observe.banner import Banner, waiting_bar
 from proxy.request.tenants import ApiKey, Tenants
 from proxy.settings import Settings
 from tests.fakes import INFO, FakeAdapter
-
-
-class FailedProcess:
-    """An engine's process that ended at once."""
-
-    error = "exit code 3\nno GPU found"
-    starting = False
 
 
 def ready_fleet():
@@ -47,11 +38,6 @@ def test_it_names_addresses_that_can_be_connected_to(capsys, host, shown):
     assert f"base_url  {shown}/v1\n" in printed
     assert f"admin     {shown}/admin/v1\n" in printed
     assert "reuse on" in printed
-
-
-def test_it_says_how_reuse_is_turned_on(capsys):
-    Banner(Fleet(), "127.0.0.1", 8000, Settings()).print_addresses()
-    assert "reuse off: the least loaded engine is chosen (--reuse turns it on)" in capsys.readouterr().out
 
 
 async def test_once_engines_are_ready_there_is_a_request_to_copy(capsys):
@@ -136,20 +122,6 @@ async def test_a_model_that_failed_to_load_is_neither_ready_nor_in_the_request(c
     assert '"model": "broken"' in capsys.readouterr().out  # the only model that a key is for
 
 
-async def test_once_keys_were_issued_there_is_no_request_without_one(capsys):
-    book = KeyBook()
-    book.merge([IssuedKey("k", "t", b"d", "last", 0.0, removed=1.0)])
-    await banner_of(ready_fleet(), issued=book).print_when_ready()
-    assert "try it" not in capsys.readouterr().out
-
-
-async def test_the_request_names_a_variable_for_the_key(capsys):
-    await banner_of(ready_fleet(), ApiKey.of("k", "t")).print_when_ready()
-    printed = capsys.readouterr().out
-    assert "with one of your keys in OPENAI_API_KEY" in printed
-    assert '-H "authorization: Bearer $OPENAI_API_KEY" \\\n' in printed
-
-
 async def test_engines_that_are_down_are_named_before_the_others_are_ready(capsys):
     fleet = Fleet()
     down, loading = fleet.add(FakeAdapter("down")), fleet.add(FakeAdapter("loading"))
@@ -165,47 +137,6 @@ async def test_engines_that_are_down_are_named_before_the_others_are_ready(capsy
     assert capsys.readouterr().out.startswith("ready: m on loading\n")
 
 
-async def test_an_engine_that_kvpin_cannot_run_is_named_with_its_last_lines(capsys):
-    fleet = ready_fleet()
-    failed = fleet.add(FakeAdapter("failed"))
-    failed.state, failed.process = EngineState.DOWN, FailedProcess()
-    await Banner(fleet, "127.0.0.1", 8000, Settings(reuse=True)).print_when_ready()
-    assert capsys.readouterr().out.startswith("not running: failed: exit code 3\n  no GPU found\n")
-
-
-@pytest.mark.parametrize("page", [True, False])
-def test_it_names_the_page_if_there_is_one(capsys, page):
-    Banner(Fleet(), "127.0.0.1", 8000, Settings(reuse=True, ui=page)).print_addresses()
-    assert ("page      http://127.0.0.1:8000/ui/\n" in capsys.readouterr().out) is page
-
-
-async def test_an_engine_that_another_kvpin_uses_for_this_one_is_ready(capsys):
-    fleet = Fleet()
-    engine = fleet.add(FakeAdapter("a"))
-    engine.give_to("vm:7", is_served_there=True)
-    await Banner(fleet, "127.0.0.1", 8000, Settings(reuse=True)).print_when_ready()
-    assert capsys.readouterr().out == "ready: a through the kvpin vm:7, which uses it\n"
-
-
-async def test_an_engine_that_answers_with_an_error_is_not_called_unreachable(capsys):
-    fleet = ready_fleet()
-    engine = fleet.add(FakeAdapter("b"))
-    engine.state, engine.last_error, engine.refuses = EngineState.DOWN, "it wants a key", True
-    await Banner(fleet, "127.0.0.1", 8000, Settings()).print_when_ready()
-    expected = f"refuses kvpin: b at {engine.adapter.spec.url}: it wants a key; kvpin keeps trying\n"
-    assert expected in capsys.readouterr().out
-
-
-async def test_an_engine_that_the_supervisor_starts_is_not_called_unreachable(capsys):
-    fleet = ready_fleet()
-    starting = fleet.add(FakeAdapter("b"))
-    starting.state, starting.last_error = EngineState.DOWN, "connection refused"
-    for file, said in ((Path("/not/there"), False), (None, True)):
-        starting.starting_file = file
-        await Banner(fleet, "127.0.0.1", 8000, Settings()).print_when_ready()
-        assert ("not reachable: b" in capsys.readouterr().out) is said
-
-
 class Terminal(io.StringIO):
     def isatty(self):
         return True
@@ -219,23 +150,6 @@ def fleet_of(*states):
             fleet.join(engine, INFO)
         engine.state = state
     return fleet
-
-
-@pytest.mark.parametrize(
-    ("states", "has_joined", "said"),
-    [
-        ((), True, (0, "engines ready")),
-        ((EngineState.READY, EngineState.CONNECTING), True, (1, "engines ready, e1 connecting")),
-        (
-            (EngineState.DOWN, *[EngineState.CONNECTING] * 4),
-            True,
-            (0, "engines ready, e0 down, e1 connecting, e2 connecting, 2 more"),
-        ),
-        ((EngineState.READY,), False, (1, "engines ready, asking other kvpins what they know")),
-    ],
-)
-def test_what_it_says(states, has_joined, said):
-    assert summary(fleet_of(*states), has_joined=has_joined) == said
 
 
 def test_on_a_terminal_lines_appear_above_the_bar(monkeypatch):

@@ -1,5 +1,3 @@
-import asyncio
-
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine_adapter import Tier
@@ -7,7 +5,7 @@ from proxy.core.placement.load import Work
 from proxy.core.quotas import ByteBudget
 from proxy.fleet.engine import EngineState
 from proxy.fleet.fleet import Fleet
-from proxy.observe.gauges import ScrapedState, counters_of, gauges_of
+from proxy.observe.gauges import ScrapedState, gauges_of
 from tests.fakes import INFO, FakeAdapter
 
 
@@ -41,17 +39,3 @@ async def test_gauges_are_read_from_the_fleet():
     engine.state = EngineState.DRAINING
     now = values(fleet)
     assert (now["kvpin_engine_ready", "a"], now["kvpin_engine_draining", "a"]) == (0, 1)
-
-
-async def test_tasks_of_the_event_loop_are_counted():
-    before = len(asyncio.all_tasks())
-    task = asyncio.create_task(asyncio.sleep(60))
-    assert values(Fleet())["kvpin_tasks",] == before + 1
-    task.cancel()
-
-
-def test_restores_ahead_are_counted_by_engine():
-    fleet = Fleet()
-    fleet.add(FakeAdapter("a")).ahead.used = 3
-    restores, *_ = counters_of(fleet, None)
-    assert 'kvpin_restores_ahead_total{engine="a",what="used"} 3.0\n' in [*restores.lines()]

@@ -79,14 +79,6 @@ async def test_the_first_event_is_a_snapshot_of_everything(world):
     }
 
 
-async def test_an_engine_that_is_not_connected_is_shown_with_its_problem(world):
-    engine = world._fleet.engines["a"]
-    engine.state, engine.last_error, engine.info = EngineState.DOWN, "no route to host", None
-    ((_, now),) = events(await world.join().take())
-    (told,) = now["engines"]
-    assert (told["state"], told["problem"], told["capacity_tokens"]) == ("down", "no route to host", {})
-
-
 async def test_a_request_is_told_when_it_is_placed_and_when_it_has_ended_without_its_text(world):
     viewer, request = world.join(), record()
     await viewer.take()
@@ -111,25 +103,6 @@ async def test_a_request_that_was_placed_before_anybody_watched_is_explained_at_
     world.finished(record(status=200))
     ((_, finished),) = events(await viewer.take())
     assert finished["why"].startswith("a holds")
-
-
-async def test_what_is_not_known_of_a_request_is_null(world):
-    viewer = world.join()
-    await viewer.take()
-    world.finished(record(placement=None, prompt=None, attempts=[], served_as=None, status=404))
-    ((_, finished),) = events(await viewer.take())
-    unknown = (
-        "engine",
-        "model",
-        "n_tokens",
-        "predicted_tokens",
-        "available_tokens",
-        "reason",
-        "why",
-        "is_firm",
-    )
-    for name in unknown:
-        assert finished[name] is None
 
 
 async def test_of_many_requests_some_are_shown_whole_and_the_others_counted(world):

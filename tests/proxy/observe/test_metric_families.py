@@ -8,7 +8,7 @@ from prometheus_client.openmetrics.exposition import generate_latest as generate
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from proxy.observe.metric_families import Counter, Family, Histogram, gauge
+from proxy.observe.metric_families import Counter, Histogram
 
 NASTY = 'a "quoted" \\ name,\nwith 100%d of it} 1'
 
@@ -81,23 +81,3 @@ def test_openmetrics_is_as_theirs():
     assert "cd34" in page
     assert "ab12" not in page
     assert "cd34" not in "".join(our_timed.lines())
-
-
-def test_a_gauge():
-    family = Family("kvpin_z", "gauge", "What z is", ("engine",))
-    page = "".join(gauge(family, [(("a",), True), ((NASTY,), 7)]))
-    assert list(samples(page).values()) == [1, 7]
-    assert page.startswith("# HELP kvpin_z What z is\n# TYPE kvpin_z gauge\n")
-
-
-def test_a_family_without_series_is_on_the_page():
-    pages = ("".join(f.lines()) for f in (Counter("c_total", "C", ("l",)), Histogram("h", "H", ("l",), (1,))))
-    found = [family for page in pages for family in text_string_to_metric_families(page)]
-    assert [(family.type, family.samples) for family in found] == [("counter", []), ("histogram", [])]
-
-
-def test_a_series_is_made_once():
-    family = Counter("c_total", "C", ("l",))
-    assert family.of("a") is family.of("a")
-    with pytest.raises(ValueError, match="zip"):
-        family.of("a", "b")

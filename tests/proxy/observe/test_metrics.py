@@ -163,31 +163,6 @@ def test_prompts_whose_tokens_the_engine_told_are_counted(fleet):
     assert value(metrics, name, result="different", **LABELS) == 1
 
 
-def test_the_page_has_every_family_that_is_declared(fleet):
-    metrics = Metrics(fleet)
-    page = metrics.render().decode()
-    assert "".join(family.head for family in metrics.declared) == "".join(
-        line for line in page.splitlines(keepends=True) if line.startswith("#")
-    )
-
-
-def test_the_page_has_every_engine(fleet):
-    metrics = Metrics(fleet)
-    for number in range(256):
-        engine = fleet.add(FakeAdapter(f"engine-{number}"))
-        fleet.join(engine, INFO)
-        placement = placement_of(engine.id, 32, 40, (Cost(engine.id),), "lowest cost")
-        metrics.observe(record(placement=placement, reported_tokens=32, first_byte_s=0.04, duration_s=1.5))
-    assert metrics.render().count(b"kvpin_request_duration_seconds_bucket") == 256 * 15
-
-
-def test_the_lag_of_the_loop(fleet):
-    metrics = Metrics(fleet)
-    metrics.loop_lag.observe(0.3)
-    assert value(metrics, "kvpin_loop_lag_seconds_bucket", le="0.2") == 0
-    assert value(metrics, "kvpin_loop_lag_seconds_bucket", le="0.5") == 1
-
-
 async def test_engines_that_came_and_went_leave_no_series_and_stay_in_the_totals(fleet):
     metrics = Metrics(fleet)
     page = metrics.render()

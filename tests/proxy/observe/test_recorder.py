@@ -195,20 +195,6 @@ class TestLine:
         line = line_of(Hasher(), 0.0, silent, silent.prompt)
         assert (line.output_length, line.counted) == (9, True)
 
-    def test_a_request_that_failed_has_no_answer(self):
-        failed = record(served_as=None, status=None, first_byte_s=None)
-        line = line_of(Hasher(), 0.0, failed, failed.prompt)
-        assert (line.output_length, line.counted, line.engine, line.model) == (0, False, None, None)
-
-    def test_the_first_byte_of_a_whole_answer_is_no_first_token(self):
-        whole = record(stream=False, first_byte_s=0.5)
-        assert line_of(Hasher(), 0.0, whole, whole.prompt).ttft_ms is None
-
-    def test_a_session_is_named_by_its_hash(self):
-        hasher, chat = Hasher(), record(session=Session("acme", "secret talk"))
-        line = line_of(hasher, 0.0, chat, chat.prompt)
-        assert line.session_id == hasher.session_id(Session("acme", "secret talk"))
-
 
 class TestRecording:
     async def test_replay_reads_what_was_written(self, path):
@@ -250,12 +236,6 @@ class TestRecording:
                 await asyncio.sleep(0.001)
         running.cancel()
         await recorder.aclose()
-        assert len(lines_of(path)) == 1
-
-    async def test_after_its_end_nothing_is_kept(self, path):
-        recorder = await recorded(path, record())
-        recorder.observe(record())
-        await asyncio.wait_for(recorder.run(), 5)
         assert len(lines_of(path)) == 1
 
 

@@ -53,13 +53,6 @@ def saved_s(fleet, *records):
     return sum(seconds for each in records for _, _, seconds in saved.observe(each))
 
 
-def test_what_was_reused_was_not_computed(fleet):
-    rates = learn(fleet)
-    assert saved_s(fleet, record(placed(1008), 1008)) == rates.prefill_s(1024) - rates.prefill_s(16)
-    half = saved_s(fleet, record(placed(1008, restore_s=0.001), 512))
-    assert half == pytest.approx(rates.prefill_s(1024) - rates.prefill_s(512) - 0.001)
-
-
 def test_a_restore_that_takes_longer_saves_nothing(fleet):
     learn(fleet)
     assert saved_s(fleet, record(placed(1008, restore_s=60.0), 1008)) == 0
@@ -69,12 +62,6 @@ def test_a_restore_that_takes_longer_saves_nothing(fleet):
 def test_nothing_is_saved_without_reuse(fleet, reported):
     learn(fleet)
     assert saved_s(fleet, record(placed(1008), reported)) == 0
-
-
-def test_an_engine_that_has_left_saves_nothing(fleet):
-    learn(fleet)
-    fleet.remove(fleet.engine("a"))
-    assert saved_s(fleet, record(placed(1008), 1008)) == 0
 
 
 def test_reuse_before_the_first_learned_rate_is_valued_by_that_rate(fleet):

@@ -100,13 +100,6 @@ async def kvpin():
         await each.tasks.stop()
 
 
-async def test_of_two_that_start_together_one_owns_the_engine(kvpin):
-    nine, five = kvpin(9), kvpin(5)
-    await until(lambda: five.is_owner and nine.sees_at(5))
-    assert nine.adapter.checks == 0  # it was never asked anything
-    assert "kvpin 5" in nine.engine.last_error
-
-
 async def test_one_that_may_not_own_engines_leaves_it_to_another(kvpin):
     """Of the workers of one kvpin, only the one that speaks for all may."""
     five = kvpin(5)
@@ -117,14 +110,6 @@ async def test_one_that_may_not_own_engines_leaves_it_to_another(kvpin):
     await until(lambda: five.engine.owner is None)
     five.peers._may_own = lambda: True
     await until(lambda: five.is_owner)
-
-
-async def test_a_newcomer_leaves_it_to_the_owner(kvpin):
-    nine = kvpin(9)
-    await until(lambda: nine.is_owner)
-    five = kvpin(5)
-    await until(lambda: five.sees_at(9))
-    assert nine.is_owner
 
 
 async def test_it_goes_to_another_one_when_its_owner_dies_or_leaves(kvpin):

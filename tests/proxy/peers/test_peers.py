@@ -21,11 +21,6 @@ from tests.kv_world import tokens
 from tests.proxy.peers.world import Gated, Wire, ask, in_step, placer, until, world
 
 
-async def test_each_knows_where_the_other_serves_its_peers(unix):
-    async with world(unix) as (_engines, (one, two)):
-        assert one.peers.sockets() == [str(two.peers.bus.http_socket)]
-
-
 async def test_only_paths_that_the_exchange_reaches_are_believed(wires):
     async with world(lambda _owner: Wire(wires)) as (_engines, (one, two)):
         one.peers.bus.reaches = lambda socket: socket == "/run/two.http"
@@ -252,11 +247,6 @@ async def test_pins_of_one_are_known_to_the_others_while_they_hold(unix):
         assert (await stats(two.fleet, [own], two.peers, reuse=True)).pins == [own]
         one.fleet.pins.take("p", 0.0)
         await until(lambda: not two.peers.pins())
-
-
-async def test_one_alone_is_ready_at_once(unix):
-    async with Gated("a") as engine, proxy_over(engine, reuse=True, exchange=unix) as proxy:
-        await until(lambda: proxy.peers.is_ready, 1.5)
 
 
 async def test_one_that_nobody_answers_is_ready_after_a_while(wires, monkeypatch):

@@ -181,11 +181,6 @@ async def test_without_a_server_nothing_is_kept_and_too_much_is_dropped(monkeypa
     assert exchange.dropped == 1
 
 
-def test_an_url_that_cannot_be_used():
-    with pytest.raises(ValueError, match="must specify"):
-        RedisBus("http://x", "n")
-
-
 async def test_what_waited_when_the_server_died_is_dropped_and_what_comes_after_arrives(server, monkeypatch):
     monkeypatch.setattr(redis_bus, "_RETRY_S", 0.05)
     heard, one, two = [], RedisBus(server.url, "n"), RedisBus(server.url, "n")

@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from engine_adapter import Role, Tier
 from proxy.core.index.blocks import Chain
-from proxy.core.peers.messages import Ask, ToldEngine
+from proxy.core.peers.messages import ToldEngine
 from proxy.core.peers.telling import OwnRequests
 from proxy.core.placement.load import Work
 from proxy.fleet.fleet import Fleet
@@ -96,19 +96,6 @@ def test_a_request_is_replayed(world):
     world.send(now=3.0)
     assert world.ended == [80]
     assert (world.ledger.in_flight, world.pending, world.in_flight) == (0, 0, 0)
-
-
-def test_an_answer_that_does_not_stream(world):
-    telling = world.begin(streams=False)
-    telling.answered()
-    telling.ended(0, None)
-    world.send()
-    assert world.ended == [0]
-
-
-def test_what_is_not_about_requests_is_handed_back(world):
-    ask = Ask(3, contents=True)
-    assert world.send(ask, world.own.heartbeat(1.0)) == [ask]
 
 
 def test_a_request_whose_beginning_was_lost_is_missed_until_it_is_told(world):

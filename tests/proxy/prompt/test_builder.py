@@ -38,12 +38,6 @@ def build(tables):
     return build
 
 
-async def test_a_chat(build, embedded, engine):
-    prompt = await build(embedded, CHAT, messages=HELLO, salt="s")
-    assert prompt.token_ids == engine.tokenizer.chat(HELLO).token_ids
-    assert (prompt.extra_ids, prompt.salt) == (None, "s")
-
-
 async def test_a_chat_with_embeddings(build, embedded):
     data = save({"t": np.ones((3, HIDDEN), np.float32)})
     part = {"type": "prompt_embeds", "data": base64.b64encode(data).decode()}
@@ -64,12 +58,6 @@ async def test_a_completion_of_embeddings(build, embedded, engine):
     assert prompt == await build(embedded, COMPLETIONS, prompt_embeds=[text], salt="s")
     assert await build(embedded, COMPLETIONS, prompt_embeds=[text, text]) is None
     assert await build(embedded, COMPLETIONS, prompt_embeds=text, prompt="x") is None
-    assert engine.asked == []
-
-
-async def test_ids_of_what_is_not_text_tell_nothing(build, embedded, tables, engine):
-    asking = PromptBuilder(embedded, tables=tables, engines=lambda _: [engine])
-    assert await build(None, CHAT, builder=asking, messages=IMAGE) is None
     assert engine.asked == []
 
 
@@ -137,11 +125,6 @@ async def test_what_engines_differ_on_is_never_exact_where_none_can_be_asked(bui
         assert await build(None, CHAT, builder=builder, messages=HELLO, **{field: None}) is not None
 
 
-async def test_a_prompt_table(build, embedded):
-    prompt = await build(embedded, COMPLETIONS, prompt=[VOCAB, VOCAB + 1, 5], prompt_table="one")
-    assert prompt.extra_ids == array("Q", [1, 1, 0])
-
-
 @pytest.mark.parametrize(
     ("path", "fields", "error", "param"),
     [
@@ -160,22 +143,6 @@ async def test_a_wrong_request_names_its_field(build, embedded, path, fields, er
     assert caught.value.param == param
 
 
-async def test_text_beside_embeddings_is_not_followed(build, info_of, engine, tables):
-    messages = [*HELLO, {"role": "user", "content": [{"type": "prompt_embeds", "data": "AAAA"}]}]
-    builder = prompts_of(info_of(Capability.TOKENIZE), tables=tables, engines=lambda _: [engine])
-    assert await build(None, CHAT, builder=builder, messages=messages) is None
-    image = [*HELLO, *IMAGE]
-    assert not (await build(None, CHAT, builder=builder, messages=image)).whole
-
-
-async def test_what_cannot_be_rendered_here_is_asked_of_an_engine(build, info_of, engine, tables):
-    chat = {"messages": HELLO, "chat_template_kwargs": {"messages": []}}
-    builder = prompts_of(info_of(Capability.TOKENIZE), tables=tables, engines=lambda _: [engine])
-    prompt = await build(None, CHAT, builder=builder, **chat)
-    assert (prompt.source, len(engine.asked)) == ("engine", 1)
-    assert await build(info_of(), CHAT, **chat) is None
-
-
 async def test_a_prompt_beyond_the_context_is_refused_where_it_is_known(build, info_of, engine, tables):
     ids = [1] * 11
     with pytest.raises(BadRequest, match="context is 10 tokens; the prompt has 11") as caught:
@@ -191,13 +158,6 @@ async def test_a_prompt_beyond_the_context_is_refused_where_it_is_known(build, i
     assert (caught.value.param, caught.value.code) == ("input", "context_length_exceeded")
     assert len((await build(info_of(max_model_len=11), COMPLETIONS, prompt=ids)).token_ids) == 11
     assert len((await build(info_of(max_model_len=None), COMPLETIONS, prompt=ids)).token_ids) == 11
-
-
-async def test_without_a_vocabulary_size_fake_ids_are_not_followed(build, info_of):
-    info = info_of(vocab_size=None, hidden_size=None)
-    assert (await build(info, COMPLETIONS, prompt=[5])).token_ids == array("i", [5])
-    assert await build(info, COMPLETIONS, prompt=[5], extra_ids=[0]) is None
-    assert await build(info, COMPLETIONS, prompt=[5], prompt_table="one") is None
 
 
 async def test_without_a_tokenizer_only_token_ids_are_followed(build, info_of, tables):
@@ -268,13 +228,4 @@ async def test_a_response_is_tokenised_by_an_engine_whoever_tokenises_chats(buil
     )
     builder.ask_engines("to try it")
     assert (await build(None, RESPONSES, builder=builder, input="hello", salt="s")) == prompt
-    assert len(engine.asked) == 2
-
-
-async def test_a_response_no_engine_tokenises_is_not_followed(build, embedded, engine, tables):
-    assert await build(embedded, RESPONSES, input="hello") is None
-    builder = prompts_of(embedded, tables=tables, engines=lambda _: [engine])
-    for fails in (engine.refuses, engine.is_gone):
-        fails()
-        assert await build(None, RESPONSES, builder=builder, input="hello") is None
     assert len(engine.asked) == 2

@@ -7,7 +7,7 @@ from msgspec import structs
 
 from engine_adapter import Capability, EngineRejected, EngineUnavailable, JsonBody
 from engine_adapter.prompt.forms import Form
-from proxy.prompt import PromptBuilder, PromptTables, audit_tokens, exactness, verify_exactness
+from proxy.prompt import PromptTables, audit_tokens, exactness, verify_exactness
 from tests.fakes import prompts_of
 
 CHAT = "/v1/chat/completions"
@@ -176,22 +176,6 @@ async def test_a_refused_probe_leaves_its_form_to_the_others(info_of, engine):
     assert builder.forms.rows[Form.PLAIN].probed
 
 
-async def test_without_a_tokenizer_here_the_engine_is_asked(check, info_of):
-    builder, exactness = await check(info_of(Capability.TOKENIZE, tokenizer=None))
-    assert (exactness.ok, exactness.source) == (True, "engine")
-    assert "no tokenizer is known" in exactness.detail
-    assert builder.forms.source([Form.PLAIN]) == "engine"
-
-
-async def test_without_any_tokenizer_prompts_are_not_followed(info_of, engine):
-    builder = PromptBuilder(info_of(), tables=PromptTables())
-    await builder.load("/nowhere/at/all")
-    exactness = await verify_exactness(builder, engine)
-    assert (exactness.ok, exactness.source) == (False, "none")
-    assert "/nowhere/at/all" in exactness.detail
-    assert engine.asked == []
-
-
 async def test_an_engine_that_cannot_be_asked_leaves_it_unchecked(check, info_of):
     builder, exactness = await check(info_of())
     assert (exactness.ok, exactness.source) == (False, "local")
@@ -278,12 +262,6 @@ class TestAudit:
         assert (later.source, later.exact) == ("engine", True)
         plain = await build(asking)
         assert (plain.source, plain.exact) == ("local", True)
-
-    async def test_an_engine_that_cannot_be_asked_leaves_it_inexact(self, unchecked, build):
-        prompt = await build(unchecked)
-        assert audit_tokens(unchecked, prompt, prompt.token_ids[1:]) is not None
-        assert (unchecked.exactness.ok, unchecked.exactness.source) == (False, "local")
-        assert not (await build(unchecked)).exact
 
     async def test_ids_that_the_client_gave_prove_nothing(self, unchecked, build):
         prompt = structs.replace(await build(unchecked), source="client")

@@ -117,13 +117,6 @@ def test_only_new_messages_are_encoded_and_hashed(chats):
     assert turn(chats, b + c + "<s>") == ([b, c, "<s>"], 0)
 
 
-def test_short_messages_share_a_segment(chats):
-    whole = message("a", 10) * 100
-    pieces, _ = turn(chats, whole)
-    assert len(pieces) == 3
-    assert turn(chats, whole + message("b"))[0] == [pieces[-1] + message("b")]
-
-
 @pytest.mark.parametrize("other", [Owner(salt="t"), Owner(lora="t"), Owner(tenant="t")])
 def test_nothing_is_known_of_others(chats, other):
     whole = message("a") + "<s>"
@@ -141,14 +134,6 @@ def test_a_tenant_with_less_than_its_share_loses_nothing():
         assert chats.n_bytes <= 100_000
     assert len(turn(chats, whole, small)[0]) == 1
     assert len(turn(chats, "<s>0" + message("b") + "<s>", large)[0]) > 1
-
-
-def test_each_of_two_continuations_is_found(chats):
-    a, b, c = map(message, "abc")
-    turn(chats, a + b + "<s>")
-    turn(chats, a + c + "<s>")
-    for whole in (a + b, a + c):
-        assert turn(chats, whole + "<s>") == (["<s>"], len(whole) // TPB)
 
 
 def test_a_segment_ends_only_where_the_next_one_begins(chats):
@@ -176,14 +161,6 @@ def test_what_is_forgotten_frees_its_memory():
     turn(chats, message("c") + "<s>")
     assert kept() is None
     assert turn(chats, whole)[0] == [message("b"), "<s>"]
-
-
-def test_the_beginning_outlives_what_follows_it():
-    chats = KnownChats("<s>", limit_bytes=100_000)
-    beginning = message("a")
-    for number in range(200):
-        pieces, _ = turn(chats, beginning + f"<s>{number}" + message("b") + "<s>")
-        assert (beginning in pieces) == (number == 0)
 
 
 def test_two_requests_at_once_share_what_they_encode(chats):

@@ -9,8 +9,7 @@ from engine_adapter.prompt.chat import ChatPrompt
 from engine_adapter.prompt.media import mark_media
 from engine_adapter.types import MediaSpan, RenderedPrompt
 from proxy.prompt import PromptTables
-from proxy.prompt.known_chats import Owner
-from proxy.prompt.known_media import KnownMedia, TextAround, head_key
+from proxy.prompt.known_media import KnownMedia, TextAround
 from proxy.prompt.media import find_media
 from tests.fakes import prompts_of
 from tests.proxy.prompt.test_media import CAT, CHAT, DOG, body_of, image, text
@@ -157,11 +156,3 @@ def test_the_least_recently_used_heads_are_forgotten():
         True,
         True,
     ]
-
-
-def test_a_key_is_of_its_namespace():
-    body, ours = body_of(messages=FIRST), around([1], [3])
-    keys = {
-        head_key(body, FIRST, ours, Owner(*owner)) for owner in ((), ("s",), (None, "s"), (None, None, "s"))
-    }
-    assert len(keys) == 4

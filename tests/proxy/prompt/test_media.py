@@ -73,22 +73,6 @@ class TestFindingMedia:
         assert (media.param, media.kind, media.is_lasting) == ("messages[0].content[1]", kind, True)
         assert media.digest() is not None
 
-    def test_wherever_parts_stand(self):
-        output = {"type": "function_call_output", "output": [image()]}
-        result = {"role": "user", "content": [{"type": "tool_result", "content": [image()]}]}
-        params = [part.param for part in found(messages=[result], input=[{"content": [image()]}, output])]
-        assert params == ["messages[0].content[0].content[0]", "input[0].content[0]", "input[1].output[0]"]
-
-    @pytest.mark.parametrize("field", ["metadata", "tools", "prompt"])
-    def test_and_nowhere_else(self, field):
-        assert found(**{field: [{"content": [image()]}]}) == []
-
-    def test_text_holds_none(self):
-        assert (
-            found(messages=[{"role": "user", "content": "a"}, {"content": [text("b"), "c", 4, None]}, 5])
-            == []
-        )
-
     @pytest.mark.parametrize(
         ("item", "lasting"),
         [
@@ -124,11 +108,6 @@ class TestFindingMedia:
 
 
 class TestUuids:
-    async def test_most_requests_pass_as_they_are(self):
-        bodies = chat(image()), chat(image(uuid=None)), chat(text("uuid"), text("\u0001")), body_of()
-        for body in (*bodies, body_of(prompt="uuid")):
-            assert await MediaUuids().admit(body, "salt") is body
-
     async def test_text_is_not_searched_for_a_uuid(self):
         plain = [{"role": role, "content": 'a "uuid"'} for role in ("system", "user", "assistant")]
         for fields in ({"messages": plain}, {"messages": None}, {"messages": "uuid"}):
@@ -141,11 +120,6 @@ class TestUuids:
         assert await MediaUuids().admit(body, "salt") is body
         with pytest.raises(msgspec.DecodeError):
             await MediaUuids().admit(JsonBody(body.raw.replace(b"user", b"uuid")), "salt")
-
-    async def test_the_same_content_passes_again(self):
-        uuids = MediaUuids()
-        for body in (chat(image(uuid="cat"), image(DOG, uuid="dog")), chat(image(uuid="cat"))):
-            assert await uuids.admit(body, None) is body
 
     async def test_other_content_under_a_known_uuid_is_refused(self):
         uuids = MediaUuids()
@@ -175,22 +149,11 @@ class TestUuids:
         with pytest.raises(BadRequest):
             await uuids.admit(chat(disguised), None)
 
-    async def test_in_a_batch_of_chats(self):
-        messages = [chat(image(uuid="cat")).get("messages")]
-        scoped = await MediaUuids().admit(body_of(messages=messages), "salt")
-        assert scoped.get("messages")[0][1]["content"][0]["uuid"].startswith("kvpin-")
-
     async def test_in_a_part_that_holds_no_image_at_all(self):
         """vLLM takes these for the image that was last sent under the uuid, by anybody."""
         for part in ({"image_pil": None}, {"type": "image_pil", "image_pil": None}, {"type": "image_pil"}):
             scoped = await MediaUuids().admit(chat(part | {"uuid": "cat"}), "salt")
             assert parts_of(scoped)[0]["uuid"].startswith("kvpin-")
-
-    async def test_a_large_item(self):
-        uuids, large = MediaUuids(), b"x" * 1_000_000
-        await uuids.admit(chat(image(large, uuid="large")), None)
-        with pytest.raises(BadRequest):
-            await uuids.admit(chat(image(large + b"y", uuid="large")), None)
 
     @pytest.mark.parametrize(
         "part", [elsewhere(uuid="cat"), {"type": "image_url", "image_url": None, "uuid": "cat"}]
@@ -314,15 +277,6 @@ class TestRendering:
         # Not exact: its ids, sent in place of the chat, would leave the images out.
         assert (prompt.exact, prompt.media, prompt.whole, prompt.kv.exact) == (False, True, True, False)
 
-    async def test_so_are_those_of_responses(self, builder_of, engine):
-        renderer = RenderingEngine()
-        body = body_of(
-            input=[{"role": "user", "content": [{"type": "input_image", "image_url": data_url(CAT)}]}]
-        )
-        assert (await build(builder_of(renderer), body, RESPONSES)).media
-        assert (renderer.asked, engine.asked) == ([RESPONSES], [])
-        assert await build(builder_of(), body, RESPONSES) is None
-
     async def test_no_engine_is_asked_for_text(self, builder_of, engine):
         renderer = RenderingEngine()
         builder = builder_of(renderer)
@@ -385,12 +339,6 @@ class TestEmbeddings:
         # An engine may convert them, so that it holds other blocks than these.
         assert (prompt.media, prompt.whole, prompt.exact, prompt.source) == (True, False, False, "engine")
 
-    async def test_what_the_engine_does_not_know_is_unknown(self, builder):
-        assert await build(builder, body_of(prompt_embeds="no"), COMPLETIONS) is None
-
-    async def test_images_beside_them_are_unknown(self, builder):
-        assert await build(builder, chat(image(), {"type": "prompt_embeds", "data": "AAAA"})) is None
-
     async def test_other_engines_are_not_asked(self, builder_of):
         renderer = RenderingEngine()
         assert await build(builder_of(renderer), self.ASKED) is None
@@ -438,12 +386,6 @@ class TestTheTextBefore:
         later = body_of(messages=[*messages, {"role": "user", "content": [text("Sure?")]}])
         builder = builder_of(refusing)
         assert (await build(builder, later)).token_ids == (await build(builder, first)).token_ids
-
-    async def test_nothing_is_before_a_first_message_with_an_image(self, builder_of, refusing):
-        assert await build(builder_of(refusing), chat(image(), system=None)) is None
-
-    async def test_nor_where_nobody_tokenises(self, info_of):
-        assert await build(prompts_of(info_of(tokenizer=None)), chat(image())) is None
 
     async def test_a_template_that_cannot_take_it(self, builder_of, refusing):
         messages = [{"role": "system", "content": "Hi."}, {"role": "nobody", "content": [image()]}, 5]

@@ -2,7 +2,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from engine_adapter import PromptTableError
 from proxy.errors import BadRequest, BodyTooLarge, Conflict, NotFound
 from proxy.prompt import PromptTables
 
@@ -19,11 +18,6 @@ def test_the_default_id_comes_from_the_content():
     assert tables.put(data(1.0)) is table
     assert tables.list() == [table]
     assert tables.get(table.table_id) is table
-
-
-def test_other_content_gets_another_identity():
-    tables = PromptTables()
-    assert tables.put(data(1.0)).extra_id != tables.put(data(2.0)).extra_id
 
 
 def test_ids_may_be_chosen_and_two_names_may_mean_one_table():
@@ -81,11 +75,6 @@ def test_ids_that_cannot_be_used(options, param):
     with pytest.raises(BadRequest) as caught:
         PromptTables().put(data(1.0), **options)
     assert caught.value.param == param
-
-
-def test_what_is_no_table_is_refused():
-    with pytest.raises(PromptTableError, match="pickle"):
-        PromptTables().put(b"\x80\x04K\x01.")
 
 
 def test_room_is_bounded_and_comes_back():

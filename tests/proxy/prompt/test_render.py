@@ -8,7 +8,6 @@ from engine_adapter.routes import PromptFields
 from proxy.errors import BadRequest
 from proxy.prompt.render import (
     AskedInput,
-    ChatInput,
     CompletionInput,
     EmbeddedInput,
     read_native,
@@ -24,17 +23,6 @@ def read(path, **fields):
 
 def body_of(fields):
     return JsonBody(msgspec.json.encode(fields))
-
-
-def test_a_chat():
-    messages = [{"role": "user", "content": "x"}]
-    assert read(CHAT, messages=messages, tools=[{}], chat_template_kwargs={"a": 1}) == ChatInput(
-        messages=messages,
-        tools=[{}],
-        template_kwargs={"a": 1},
-        add_generation_prompt=True,
-        continue_final_message=False,
-    )
 
 
 @pytest.mark.parametrize(
@@ -82,13 +70,6 @@ def test_a_completion_with_one_prompt(prompt, expected):
     )
 
 
-def test_a_completion_with_embeddings():
-    source = read(
-        COMPLETIONS, prompt=[100], extra_ids=[2**64 - 1], prompt_table="t", add_special_tokens=False
-    )
-    assert source == CompletionInput(array("i", [100]), False, [2**64 - 1], "t")
-
-
 @pytest.mark.parametrize("prompt", [None, [], [[]], ["a", "b"], [[1], [2]], {"text": "x"}, 5])
 def test_prompts_that_are_not_followed(prompt):
     assert read(COMPLETIONS, prompt=prompt) is None
@@ -117,15 +98,6 @@ def test_ids_from_the_server_that_computed_the_prompt_are_not_read():
     chat = {"messages": [{"role": "user", "content": "x"}]}
     assert read(CHAT, **chat, kv_transfer_params={"prompt_token_ids": [1, 2]}) is None
     assert read(CHAT, **chat, kv_transfer_params={"max_load_tokens": 5}) is not None
-
-
-def test_a_response_is_the_engines_to_read():
-    assert read("/v1/responses", input={"never": "looked at"}) == AskedInput("input")
-    assert read("/v1/responses/input_tokens", input="x") is None
-
-
-def test_other_routes_are_not_followed():
-    assert read("/v1/embeddings", input="x", prompt="x") is None
 
 
 @pytest.mark.parametrize(

@@ -66,22 +66,6 @@ async def test_engines_are_asked_until_one_answers(engine):
     assert [len(each.asked) for each in (gone, engine, refusing)] == [1, 1, 1]
 
 
-@pytest.mark.parametrize("how", ["is_gone", "refuses"])
-async def test_an_engine_that_does_not_answer_leaves_the_prompt_unknown(engine, how):
-    getattr(engine, how)()
-    _, body = request(COMPLETIONS, prompt="hello")
-    assert await EngineTokenizer().ask([engine], COMPLETIONS, body) is None
-
-
-async def test_engines_are_asked_in_turn(engine):
-    engines = [TokenizingEngine(engine.tokenizer) for _ in range(3)]
-    asker = EngineTokenizer()
-    _, body = request(COMPLETIONS, prompt="hello")
-    for _ in range(6):
-        await asker.ask(engines, COMPLETIONS, body)
-    assert [len(each.asked) for each in engines] == [2, 2, 2]
-
-
 async def test_an_engine_that_does_not_answer_in_time_leaves_the_prompt_unknown(engine, monkeypatch):
     async def hang(*_):
         await asyncio.sleep(60)

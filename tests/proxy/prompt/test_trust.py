@@ -51,11 +51,6 @@ class TestAudit:
         assert (table.source(TOOLS), table.source(PLAIN)) == ("engine", "local")
         assert not table.is_exact(TOOLS, "local")
 
-    def test_a_difference_is_new_once(self, table):
-        assert table.audit(PLAIN, "local", "token 9")
-        assert not table.audit(PLAIN, "local", "token 9")
-        assert table.is_exact(PLAIN, "local") is None
-
     def test_ids_of_the_engine_that_were_wrong_twice_are_trusted_by_nobody(self, table):
         table.probe(Form.TOOLS, "token 7 differs", "")
         assert table.audit(TOOLS, "engine", "token 9")
@@ -73,14 +68,6 @@ class TestAudit:
         assert table.rows[Form.PLAIN].ok
         assert "20 prompts" in table.summary("a tokenizer", "").detail
         assert not table.is_exact(PLAIN, "local"), "a few prompts do not show all that a template does"
-
-    def test_not_if_one_differed(self):
-        table = FormTable(can_ask=False, detail="")
-        table.make_here("the engine cannot be asked", alike=False)
-        table.audit(PLAIN, "local", "token 9")
-        for _ in range(2 * ENOUGH_AGREED):
-            table.audit(PLAIN, "local", None)
-        assert not table.rows[Form.PLAIN].ok
 
 
 def test_with_kvpins_own_code_what_is_right_for_plain_chats_is_so_for_all():
@@ -112,8 +99,3 @@ class TestAudits:
         audits.healed = 1
         audits.begin()
         assert sum(audits.sample({Form.TOOLS}) for _ in range(50)) == 32
-
-
-def test_a_form_that_a_served_prompt_took_away_is_lost(table):
-    table.audit(TOOLS, "local", "token 9")
-    assert table.lost == [Form.TOOLS]

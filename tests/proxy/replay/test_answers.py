@@ -20,16 +20,6 @@ def test_the_next_turn_tells_what_an_answer_has_completed(session, output, answe
     assert answer_blocks(turns) == [answer, (), ()]
 
 
-def test_what_does_not_go_on_tells_nothing():
-    turns = [ask((1, 2), output=500, session="s", name=0), ask((1, 7, 8), session="s", name=1)]
-    assert answer_blocks(turns) == [(), ()]
-
-
-def test_another_session_tells_nothing():
-    turns = [ask((1, 2), output=500, session="s", name=0), ask((1, 2, 3, 4), session="t", name=1)]
-    assert answer_blocks(turns) == [(), ()]
-
-
 def test_the_next_turn_finds_the_answer_in_the_cache():
     first = replace(ask((1, 2), output=151, name=1), answer=(3, 4))
     engine, diary = play(model_of(), first, ask((1, 2, 3, 4, 5), at=5.0, name=2))

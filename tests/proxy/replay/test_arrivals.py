@@ -12,23 +12,10 @@ def test_a_load_is_what_computing_everything_would_take():
     assert speedup_for_load(trace, model_of(context_tokens=100), 2, 0.5) == pytest.approx(25)
 
 
-def test_what_no_engine_has_room_for_is_no_load():
-    long = ask(range(20), at=90.0)
-    trace = trace_of(ask((1, 2), tail=0, at=5.0), ask((1, 2), tail=0, at=25.0), long)
-    assert speedup_for_load(trace, model_of(), 2, 0.5) == pytest.approx(50)
-    with pytest.raises(ValueError, match="no request of the trace fits an engine"):
-        speedup_for_load(trace_of(long), model_of(), 2, 0.5)
-
-
 @pytest.mark.parametrize("speedup", [1e-320, 1e-9])
 def test_nobody_waits_for_30_years(speedup):
     with pytest.raises(ValueError, match=f"^at {speedup:g} times the pace .* more than 30 years"):
         arrivals(trace_of(ask((1,)), ask((2,), at=1.1)), speedup, 0)
-
-
-def test_what_arrives_at_once_makes_no_load():
-    with pytest.raises(ValueError, match="all requests arrive at once"):
-        speedup_for_load(trace_of(ask((1,)), ask((2,))), model_of(), 1, 0.9)
 
 
 def test_seed_0_is_the_trace_as_it_is():

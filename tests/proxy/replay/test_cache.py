@@ -23,22 +23,6 @@ def serve(cache, hashes, blocks=None):
     return taken
 
 
-def test_what_was_served_is_found():
-    cache = TieredCache(5)
-    assert serve(cache, (1, 2, 3)).gpu == 0
-    assert cache.match(prompt(1, 2, 3, 4)) == (3, 0)
-    assert serve(cache, (1, 2, 9)).gpu == 2
-    assert (cache.held, cache.occupied) == (4, 4)
-
-
-def test_nothing_is_found_before_it_is_filled():
-    cache = TieredCache(5)
-    cache.take(prompt(1, 2), 2)
-    assert (cache.match(prompt(1, 2)), cache.held, cache.occupied) == ((0, 0), 0, 2)
-    assert cache.fill((1, 2), 0).new == [1, 2]
-    assert cache.match(prompt(1, 2)) == (2, 0)
-
-
 def test_what_is_coming_counts_as_if_it_were_there():
     cache = TieredCache(3, 3)
     serve(cache, (1, 2))

@@ -36,12 +36,3 @@ def test_times_that_do_not_fit_are_a_doubt(chunked, other):
     assert is_doubt
     assert sentence.startswith(f"DOES NOT FIT: {PREDICTED}")
     assert sentence.endswith(f"measured: 5.6 s: do not rely on the times here; try --model {other}")
-
-
-def test_one_of_ten_may_be_unknown():
-    assert checked(recorded(None, *[1.0] * 9)) is not None
-    assert checked(recorded(None, None, *[1.0] * 8)) is None
-
-
-def test_traces_without_engines_are_not_checked():
-    assert checked(recorded(*[1.0] * 10, engines=0)) is None

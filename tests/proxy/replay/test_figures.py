@@ -1,15 +1,10 @@
-from dataclasses import replace
-
 import pytest
 
 from proxy.replay.figures import (
-    DEFAULTS,
     FIGURES,
     FigureSource,
-    assumed_figures,
     modelled,
     source_of,
-    used_figures,
 )
 from proxy.replay.trace import RecordedFigures
 
@@ -19,11 +14,6 @@ ALL = RecordedFigures(40_000, 9000, CURVE, interference=0.1, restore_tok_s=5000.
 
 def sources(recorded):
     return {name: source_of(name, recorded, is_given=False) for name in FIGURES}
-
-
-def test_without_a_recording_all_are_defaults():
-    assert modelled(RecordedFigures(), is_chunked=True) == replace(DEFAULTS, chunked=True)
-    assert set(sources(RecordedFigures()).values()) == {FigureSource.DEFAULT}
 
 
 def test_what_was_recorded_is_simulated():
@@ -46,21 +36,3 @@ def test_a_prefill_takes_the_time_that_was_measured(tokens, seconds):
     model = modelled(ALL, is_chunked=False)
     assert model.prefill_s(0, tokens) == pytest.approx(seconds)
     assert model.prefill_s(700, 700 + tokens) == pytest.approx(seconds)
-
-
-def test_a_recording_is_told_and_nothing_is_assumed():
-    models = (modelled(ALL, is_chunked=False),)
-    assert used_figures(models, sources(ALL)) == (
-        "each engine: 40,000 tokens on the GPU (recorded), prefill 977 tokens/s in prompts of 1,024 "
-        "(recorded), 9,000 tokens in host memory (recorded), 5,000 tokens/s restored (recorded)"
-    )
-    assert assumed_figures(models, sources(ALL)) == ""
-
-
-def test_defaults_are_told_loudly_with_their_options():
-    models = (modelled(RecordedFigures(gpu_tokens=7), is_chunked=True),)
-    assert assumed_figures(models, sources(RecordedFigures(gpu_tokens=7))) == (
-        "DEFAULTS, NOT YOUR ENGINES: prefill 20,000 tokens/s, steps of 2,048 tokens, decode 15 ms a step, "
-        "0.3 ms more for each stream; times and numbers of engines depend on them: give --prefill-rate and "
-        "--chunk-tokens and --decode-step-ms and --decode-stream-ms"
-    )

@@ -60,9 +60,3 @@ def test_all_text_is_escaped(each):
     data = next(text for kind, text in scripts(page) if "json" in kind)
     assert json.loads(data)[0]["lines"][0]["policy"] == HOSTILE
     assert unescape(re.search(r"<title>(.*?)</title>", page)[1]) == HOSTILE
-
-
-def test_runs_on_the_same_engines_have_a_table_and_no_curves(each):
-    page = as_html("t", [row for row in each if row["engines"] == 1], [], text_of)
-    assert 'id="data">[]</script>' in page
-    assert page.count("<td>kvpin</td>") == 1

@@ -45,24 +45,6 @@ def test_a_window_is_kept_where_full_attention_had_more():
     assert cache.held == 7 + 3 * 6  # 2 and 3, and the last two of each prompt
 
 
-def test_so_it_is_where_the_same_prompt_is_reused():
-    cache = HybridCache(100, groups=1, window_blocks=1)
-    assert [serve(cache, 1, 2, 3, tail=0) for _ in range(2)] == [0, 2]
-
-
-def test_what_runs_will_leave_windows_at_its_end():
-    cache = HybridCache(100, groups=1, window_blocks=2)
-    coming = {1, 2, 3, 4}
-    assert cache.match(prompt(1, 2, 3, 4, 5), coming, {4}) == (4, 0)
-    assert cache.match(prompt(1, 2, 3, 9), coming, {4}) == (0, 0)
-
-
-def test_a_short_prompt_needs_no_whole_window():
-    cache = HybridCache(100, groups=1, window_blocks=4)
-    serve(cache, 1, 2)
-    assert cache.match(prompt(1, 2, 3)) == (2, 0)
-
-
 def test_what_the_window_left_goes_first_and_the_window_next():
     cache = HybridCache(15, groups=2, window_blocks=1)
     serve(cache, 1, 2, 3, 4, tail=0)  # 4 blocks, and 3 and 4 in two windows; 4 is held to the end

@@ -23,12 +23,6 @@ def answered(policy, request, now=0.0):
     return choice.engine
 
 
-def test_it_goes_where_the_prompt_is_and_says_what_it_finds():
-    policy = Kvpin(fleet_of(), 0)
-    home = answered(policy, ask((1, 2, 3)))
-    assert choose(policy, ask((1, 2, 3, 4), name=1), now=1.0) == [(home, 300)]
-
-
 def queue(policy):
     """Engine 0 has one block of the prompt, and a long prompt to compute."""
     policy.stored(0, Tier.GPU, [1])

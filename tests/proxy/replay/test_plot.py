@@ -12,9 +12,3 @@ def test_a_picture(tmp_path):
     picture = (tmp_path / "p.png").read_bytes()
     assert picture.startswith(b"\x89PNG\r\n")
     assert int.from_bytes(picture[16:20], "big") > 1000
-
-
-def test_bounds_alone_have_no_times(tmp_path):
-    trace = trace_of(ask((1,)))
-    draw(tmp_path / "p.png", rows(run_all(trace, [ReplayRun("oracle", 1, model_of(5))])), "hits")
-    assert (tmp_path / "p.png").stat().st_size > 1000

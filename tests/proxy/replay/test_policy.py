@@ -1,7 +1,5 @@
-from engine_adapter.types import Tier
 from proxy.core.index.match import Match
 from proxy.replay.policy import PolicyChoice, Seeing, cached_tokens
-from proxy.replay.rules import LeastLoaded
 from tests.proxy.replay.making import ask, fleet_of
 
 
@@ -19,23 +17,6 @@ def test_ties_are_broken_by_the_seed():
     assert set(draws(1)) == {1, 2, 3}
     assert Looking(fleet_of(4), 0).least([3, 2, 1, 2]) == 2
     assert Looking(fleet_of(3), 0).least([(1, 5), (0, 7), (0, 6)]) == 2
-
-
-def test_requests_in_flight_are_counted():
-    policy = LeastLoaded(fleet_of(2), 0)
-    assert policy.placed(1, 200) == PolicyChoice(1, 200)
-    policy.placed(1)
-    policy.first_token(0.0, 1, ask((1,)))
-    policy.finished(0.0, 1, ask((1,)))
-    assert policy.in_flight == [0, 1]
-
-
-def test_events_reach_the_index():
-    policy = Looking(fleet_of(2), 0)
-    policy.stored(1, Tier.GPU, [1, 2])
-    policy.stored(1, Tier.HOST, [3])
-    policy.removed(1, Tier.GPU, [2])
-    assert policy.matches(ask((1, 2, 3)).chain) == [Match(), Match(gpu=1)]
 
 
 def test_cached_tokens_leave_one_to_compute():

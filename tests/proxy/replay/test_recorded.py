@@ -1,14 +1,8 @@
-import pytest
-
 from proxy.replay.trace import RecordedEngine, RecordedFigures, figures_of
 
 
 def engine(name, tok_s=1000, **figures):
     return RecordedEngine(name, prefill=[(1024.0, 1024 / tok_s)], **figures)
-
-
-def test_nothing_is_known_of_no_engine():
-    assert figures_of([]) == figures_of([RecordedEngine("e")]) == RecordedFigures()
 
 
 def test_the_median_engine_stands_for_all():
@@ -32,10 +26,3 @@ def test_of_an_engine_that_several_kvpins_recorded_the_best_known_counts():
 def test_engines_of_other_speeds_are_told():
     differ = figures_of([engine("a", 1000), engine("b", 2000)]).differ
     assert differ.startswith("the recorded engines differ: they compute 1,000 to 2,000 prompt tokens/s")
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_there_is_a_median_of_any_number(count):
-    curves = [((1024.0, 1024 / (1000 + n)),) for n in range(count)]
-    known = [engine(str(n), 1000 + n) for n in range(count)]
-    assert figures_of(known).prefill == curves[(count - 1) // 2]

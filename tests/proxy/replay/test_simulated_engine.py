@@ -26,16 +26,6 @@ class TestFifo:
         ]
         assert (engine.computed, engine.running) == (250 + 150 + 150, 0)
 
-    def test_what_the_one_before_leaves_is_found(self):
-        _, diary = play(model_of(), ask((1, 2), name=1), ask((1, 2, 3), name=2))
-        assert diary.of("started")[1] == ("started", 0.25, 2, 200, 0)
-        assert diary.of("first")[1] == ("first", 0.4, 2)
-
-    def test_the_last_token_is_always_computed(self):
-        _, diary = play(model_of(), ask((1, 2), tail=0, name=1), ask((1, 2), tail=0, name=2))
-        assert diary.of("started")[1] == ("started", 0.2, 2, 100, 0)
-        assert diary.of("first")[1] == ("first", 0.3, 2)
-
     def test_events(self):
         engine, diary = play(
             model_of(4),
@@ -130,10 +120,6 @@ class TestChunked:
         given = {"chunk_tokens": 100, "step_s": 0.1, "stream_s": 0.1, **options}
         return model_of(blocks, chunked=True, **given)
 
-    def test_alone_a_stream_runs_at_its_own_pace(self):
-        _, diary = play(self.model(), ask((1,), tail=0, output=6))
-        assert diary.of("first", "finished") == [("first", 0.1, 0), ("finished", 1.1, 0)]
-
     def test_a_stream_and_a_prefill_slow_each_other(self):
         _, diary = play(self.model(), ask((1,), tail=0, output=6, name=1), ask((7,), tail=0, at=0.1, name=2))
         # A step of both takes 0.2 s, of which one token is the stream's and 99 the prompt's.
@@ -193,10 +179,6 @@ class TestChunked:
     def test_answers_need_room(self):
         assert self.model(3).fits(ask((1, 2), tail=0, output=100))
         assert not self.model(3).fits(ask((1, 2), tail=0, output=101))
-
-    def test_nothing_is_due_of_an_idle_engine(self):
-        engine, _ = play(self.model(), ask((1,), output=3))
-        assert (engine.due, engine.running) == (inf, 0)
 
 
 REQUESTS = st.lists(

@@ -1,5 +1,4 @@
 from contextlib import nullcontext
-from dataclasses import replace
 
 import pytest
 
@@ -110,25 +109,6 @@ def test_a_run_that_leaves_requests_unserved_is_none():
     trace = trace_of(ask((1,)), ask((2,), tail=10**6))  # of which one takes longer than there are numbers
     with pytest.raises(RuntimeError, match="round-robin: of 2 requests 1 were served"):
         simulate(trace, ReplayRun("round-robin", 2, for_ever))
-
-
-def test_progress_tells_of_every_request(agents):
-    told = []
-    requests = [replace(request, id=n) for n, request in enumerate(agents.requests * 3)]
-    run = ReplayRun("round-robin", 2, EngineModel(500_000))
-    simulate(replace(agents, requests=tuple(requests)), run, told.append)
-    assert told == [256, 256, 88]
-
-
-def test_nothing_to_divide_by():
-    outcome = RunResult(ReplayRun("kvpin", 1, model_of()), 0, 0, 1, 0, 0)
-    assert (outcome.imbalance, outcome.exact_share, outcome.mean_ttft_s) == (None, None, None)
-
-
-def test_one_cache_for_all():
-    prompts = [ask((1, 2)), ask((7,)), ask((1, 2, 3))]
-    assert oracle_hits(prompts, 1, model_of(4)) == 200
-    assert oracle_hits([*prompts, ask((7,))], 2, model_of(4)) == 300
 
 
 def test_the_least_recently_used_goes_and_host_tiers_are_room_too():

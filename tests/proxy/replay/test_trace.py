@@ -5,8 +5,7 @@ import json
 import pytest
 
 from proxy.replay import trace as module
-from proxy.replay.trace import TraceError, TraceLine, read_trace
-from tests.proxy.replay.making import TRACES
+from proxy.replay.trace import TraceError, read_trace
 
 LINE = {"timestamp": 1500, "input_length": 1100, "output_length": 7, "hash_ids": [5, 6, 7]}
 
@@ -81,17 +80,6 @@ def test_its_bytes_come_from_what_opens_it(tmp_path, name):
     assert opened == [tmp_path / name]
 
 
-def test_the_excerpts():
-    conversation, agents = (read_trace(TRACES / f"{name}.jsonl.gz") for name in ("conversation", "agents"))
-    assert (len(conversation.requests), conversation.has_sessions, conversation.common_blocks) == (
-        300,
-        False,
-        1,
-    )
-    assert (len(agents.requests), agents.has_sessions, agents.rechained) == (200, True, False)
-    assert agents.common_blocks > 1
-
-
 def test_requests_are_in_the_order_of_their_arrival(tmp_path):
     lines = [{**LINE, "timestamp": at, "output_length": at} for at in (30, 10, 20, 10)]
     requests = read_trace(write(tmp_path / "t.jsonl", *lines)).requests
@@ -101,11 +89,6 @@ def test_requests_are_in_the_order_of_their_arrival(tmp_path):
         (2, 20),
         (3, 30),
     ]
-
-
-def test_the_first_lines_and_empty_ones(tmp_path):
-    path = write(tmp_path / "t.jsonl", LINE, "", LINE, "nonsense")
-    assert len(read_trace(path, limit=2).requests) == 2
 
 
 def test_ids_that_are_not_chained_are_chained(tmp_path):
@@ -205,11 +188,6 @@ def test_a_file_that_cannot_be_read(tmp_path):
         (tmp_path / f"{name}.gz").write_bytes(content)
         with pytest.raises(TraceError, match=rf"{name}\.gz"):
             read_trace(tmp_path / f"{name}.gz")
-
-
-def test_a_line_as_kvpin_writes_it():
-    line = TraceLine(1.5, 17, 3, [9], block_tokens=16)
-    assert line == TraceLine(1.5, 17, 3, [9], None, 16)
 
 
 PACKED = b'{"timestamp":1,"input_length":1,"output_length":1,"hash_ids":[]}\n'

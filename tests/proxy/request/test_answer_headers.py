@@ -2,7 +2,7 @@ import pytest
 
 from engine_adapter import EngineSpec, Headers
 from proxy.core.quotas import Left
-from proxy.request.answer_headers import of_cached, of_json, pairs, passed_on, told_with_error, with_limits
+from proxy.request.answer_headers import passed_on, told_with_error, with_limits
 
 SPEC = EngineSpec("vllm", "http://engine:8000", "e")
 
@@ -33,21 +33,11 @@ def test_a_redirection_of_the_engine_leads_to_the_same_path_here():
     assert passed_on(Response(201, there), SPEC) == [there]
 
 
-def test_an_assembled_answer_is_json():
-    stream = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache"), (b"x-engine", b"1")]
-    assert of_json(stream) == [(b"x-engine", b"1"), (b"content-type", b"application/json")]
-
-
 def test_what_an_engine_tells_with_an_error():
     given = Headers([(b"retry-after", b"3"), (b"x-ratelimit-reset", b"1"), (b"server", b"x")])
     assert told_with_error(Headers([(b"allow", b"POST")])) == {"allow": "POST"}
     assert told_with_error(given) == {"retry-after": "3", "x-ratelimit-reset": "1"}
     assert told_with_error(Headers([(b"retry-after", "ż".encode())])) == {}
-
-
-def test_headers_of_kvpins_own():
-    assert pairs({"x-kvpin-engine": "e"}) == [(b"x-kvpin-engine", b"e")]
-    assert (of_cached(None), of_cached(0)) == ([], [(b"x-kvpin-cached-tokens", b"0")])
 
 
 @pytest.mark.parametrize(

@@ -54,10 +54,6 @@ def test_whether_it_goes_on_from_a_prompt(path, body, runs):
     assert call(body, path).runs_prompt is runs
 
 
-def test_the_route_has_no_query():
-    assert call(path="/v1/models?limit=3").route == "/v1/models"
-
-
 @pytest.mark.parametrize("path", ["/v1/%63ompletions", "/v1//completions?a=b", "/v1%2Fcompletions"])
 def test_the_route_is_the_one_that_engines_see(path):
     assert call(path=path).route == "/v1/completions"
@@ -169,13 +165,6 @@ class TestReply:
         client.is_full = True
         await reply.finish(b"6" * 100)
         assert client.waits == 1, "its engine is done"
-
-    async def test_nobody_takes_everything(self):
-        reply = Reply(Nobody())
-        await reply.start(200, [])
-        await reply.write(b"data: [DONE]\n\n")
-        await reply.finish()
-        assert (reply.started, reply.complete, reply.events) == (True, True, 1)
 
 
 async def test_a_wait_for_the_client_that_is_interrupted_is_over():

@@ -101,12 +101,6 @@ class TestNearest:
         world.record("other", **({"ids": tokens(40)} | fields))
         assert await world.nearest(world.record("new", tokens(40))) is None
 
-    async def test_an_unknown_prompt_has_none(self, world):
-        world.record("other", tokens(40))
-        new = world.record("new", None)
-        assert await world.nearest(new) is None
-        assert (await world.comparison.explain(new)).miss is Miss.UNKNOWN
-
     async def test_is_one_with_a_text_alike_if_none_shares_a_block(self, world):
         said = "is the time. You are a kind and helpful assistant."
         world.record("unlike", tokens(40, 100), body={"prompt": "Write a poem about the sea."})

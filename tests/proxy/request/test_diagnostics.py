@@ -127,12 +127,6 @@ class TestWholeAnswers:
         told = found["type"], found["reason"], found["cache_missed_tokens"]
         assert told == ("cache_miss", "tools_changed", 44)
 
-    def test_without_a_divergence_the_field_is_null(self):
-        world = World(MESSAGES, Diagnosis(n_tokens=64, reused_tokens=63))
-        world.whole(b'{"id":"msg_2","usage":{"cache_read_input_tokens":0}}')
-        assert json.loads(world.client.body)["diagnostics"] is None
-        assert world.compared == [0]
-
     @pytest.mark.parametrize(
         ("status", "answer"),
         [(400, b'{"id": "x", "error": "no"}'), (400, b"not json"), (400, b"[1]"), (200, b"[1]")],

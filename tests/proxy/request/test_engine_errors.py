@@ -56,11 +56,6 @@ def test_any_failure_of_the_server_is_a_refusal(status):
     assert cause(status, headers={"x-should-retry": "false"}) is Cause.ENGINE_REJECTED
 
 
-@pytest.mark.parametrize("status", [400, 409, 413, 422])
-def test_the_clients_fault_is_passed_on(status):
-    assert cause(status) is Cause.ENGINE_REJECTED
-
-
 def test_the_last_failure_is_the_clients_error_and_stops_its_retries():
     alone, last = final_error([FULL]), final_error([DOWN, FULL])
     assert (alone.status, last.status) == (429, 429)
@@ -76,11 +71,6 @@ def test_where_all_refuse_the_first_ones_word_counts():
     denied = EngineRejected("not yours", status=403)
     assert final_error([denied, EngineRejected("nor here", status=401)]) is denied
     assert denied.headers == {"x-should-retry": "false"}
-
-
-def test_what_an_engine_says_of_retries_stands():
-    busy = EngineRejected("busy", status=503, headers={"retry-after": "3"})
-    assert final_error([DOWN, busy]).headers == {"retry-after": "3"}
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 
 from proxy.core.quotas import ByteBudget, TenantLimits
 from proxy.errors import NoMemory, RateLimited
-from proxy.request.gate import Admission, Gate
+from proxy.request.gate import Gate
 from proxy.request.tenants import ApiKey, Tenants
 
 
@@ -34,16 +34,6 @@ def test_tokens_that_are_spent_let_the_next_request_wait():
         admitted.spend(62)
     with pytest.raises(RateLimited, match="tokens_per_minute = 60 is reached: try again in 3 s"):
         gate.admit("alice", None, 0.0)
-
-
-@pytest.mark.parametrize("tenant", [None, "bob"])
-def test_a_tenant_without_limits_has_none(tenant):
-    gate = gate_with(requests_per_minute=1)
-    for _ in range(3):
-        with gate.admit(tenant, None, 0.0) as admitted:
-            admitted.spend(10**9)
-            with admitted.part(), admitted.part():
-                assert admitted.has_room()
 
 
 def test_a_request_that_another_kvpin_has_counted_only_spends_tokens():
@@ -103,11 +93,6 @@ class TestBodies:
             gate.admit("alice", 101, 0.0)
         with gate.admit("alice", 100, 0.0):
             assert gate.bodies.used == 0  # nothing of it has arrived
-
-    def test_kvpins_own_requests_need_no_room(self):
-        with Admission.of_kvpin() as own:
-            own.hold(1 << 40)
-            own.spend_prompt(5)
 
 
 class TestParts:
@@ -186,8 +171,3 @@ class TestMemoryOfTenants:
         gate = self.gate()
         gate.admit("alice", 50, 0.0).close()
         assert not gate._by_tenant
-
-    def test_one_alone_has_all(self):
-        gate = gate_with(bodies=100)
-        with gate.admit("alice", 100, 0.0) as admitted:
-            admitted.hold(100)

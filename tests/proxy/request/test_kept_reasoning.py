@@ -86,14 +86,6 @@ async def test_it_is_put_back_and_told(client, stream):
     assert thoughts(client) == [None, "Hm, 1.", None, "Hm, 3.", None]
 
 
-async def test_other_messages_keep_their_bytes(client):
-    await ask(client, USER)
-    raw = json.dumps({**ASK, "messages": [USER, CALLED]})[:-2] + ', {"role":"user",  "content" :"\\u0041"}]}'
-    await client.post(CHAT, content=raw.encode(), headers={"authorization": "Bearer red"})
-    assert thoughts(client) == [None, "Hm, 1.", None]
-    assert b'{"role":"user",  "content" :"\\u0041"}' in client.engine.seen[-1].body
-
-
 async def test_a_client_may_write_the_same_in_another_form(client):
     await ask(client, USER)
     function = {"name": "tide", "arguments": '{"port":"Brest"}'}
@@ -101,14 +93,6 @@ async def test_a_client_may_write_the_same_in_another_form(client):
     parts = {"role": "user", "content": [{"type": "text", "text": USER["content"]}]}
     await ask(client, parts, called, RESULT)
     assert thoughts(client)[1] == "Hm, 1."
-
-
-async def test_lines_that_move_to_the_end_do_not_matter(client):
-    system = {"role": "system", "content": "Be brief.\nCurrent time: 2026-11-29 10:01:00"}
-    turns = [USER, CALLED, RESULT, SAID, USER]
-    for n in (1, 3, 5):
-        await ask(client, system, *turns[:n])
-    assert thoughts(client) == [None, None, "Hm, 2.", None, "Hm, 4.", None]
 
 
 async def test_that_of_no_other_conversation_or_tenant(client):
@@ -156,15 +140,6 @@ async def test_the_same_history_gives_the_same_bytes(client):
         thought, made = f"Hm, {len(talk)}.", SAID if talk[-1] is RESULT else CALLED
         before = [*sent, {**made, "reasoning_content": thought}]
         talk += [made, RESULT if made is CALLED else USER]
-
-
-async def test_without_the_rule_nothing_is_put_back(engine):
-    engine.script = answers
-    async with proxy_over(engine) as proxy, client_of(proxy) as client:
-        client.engine = engine
-        await ask(client, USER)
-        await ask(client, USER, CALLED, RESULT)
-        assert set(thoughts(client)) == {None}
 
 
 def body_of(*messages, **fields):

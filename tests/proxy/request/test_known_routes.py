@@ -29,8 +29,3 @@ def test_an_engine_that_says_that_nothing_is_there_lacks_the_route(said):
 
 def test_an_engine_that_says_what_is_not_there_has_the_route():
     assert of_lacking("/v1/files", "No such File object: f") == ""
-
-
-@pytest.mark.parametrize("route", ["/v1/rerank", "/v1/reranking", "/v1/chat/completions", "/v1/kittens", "/"])
-def test_a_route_that_is_known_or_like_none_means_itself(route):
-    assert did_you_mean(route) == ""

@@ -145,26 +145,6 @@ class TestAgain:
         assert client.proxy.last.error
         assert 'result="broken"} 1.0' in client.proxy.metrics.render().decode()
 
-    async def test_a_refusal_ends_it(self, engine, other, client):
-        async def script(exchange):
-            await exchange.send(
-                {"error": {"message": "odd"}}, status=400, headers=[("x-should-retry", "false")]
-            )
-
-        engine.script, other.script = dying(*whole()[:4]), script
-        got = await broken(client)
-        assert got.startswith(b"".join(whole()[:4]))
-        assert json.loads(got.rpartition(b"data: ")[2])["error"]["message"] == "odd"
-
-    async def test_no_stream_ends_it(self, engine, other, client):
-        engine.script = dying(*whole()[:4])
-
-        async def script(exchange):
-            await exchange.send({"choices": []})
-
-        other.script = script
-        assert b"sent none" in await broken(client)
-
     async def test_a_second_death_ends_it(self, engine, other, client):
         engine.script = dying(*whole()[:2])
         other.script = dying(*whole("2")[:4])
@@ -264,11 +244,6 @@ class TestNotAgain:
         assert not other.seen
         assert client.proxy.last.interrupted == 1
 
-    async def test_there_is_no_other_engine(self, engine):
-        async with proxy_over(engine) as proxy, client_of(proxy) as client:
-            engine.script = dying(*whole()[:3])
-            assert b"stopped in mid-answer" in await broken(client)
-
     async def test_retries_are_off(self, engine, other):
         async with proxy_over(engine, other, rules=Rules(retries=0)) as proxy, client_of(proxy) as client:
             engine.script = dying(*whole()[:3])
@@ -356,13 +331,6 @@ def test_a_seam_inside_a_chunk_and_between_fields():
 def test_another_answer_is_refused(other):
     with pytest.raises(EngineDiverged, match="another one"):
         spliced([plain_chunk(ROLE), plain_chunk({"content": "One"})], [plain_chunk(other, "2")], again=True)
-
-
-def test_the_error_says_where_the_answers_part():
-    sent = [plain_chunk(ROLE), plain_chunk({"content": "One two"})]
-    rest = [plain_chunk({"content": "One"}, "2"), plain_chunk({"content": " ten"}, "2")]
-    with pytest.raises(EngineDiverged, match="the first 5 characters are the same"):
-        spliced(sent, rest, again=True)
 
 
 def test_an_answer_that_ends_too_early_is_refused():

@@ -59,9 +59,6 @@ class TestMemory:
         (kept,) = log_of(made)
         assert (len(kept.error), kept.prompt_cache_key) == (2_000, None)
 
-    def test_none_may_be_kept(self):
-        assert names(log_of(record("a", range(5)), capacity=0)) == []
-
 
 def test_a_clients_id_finds_its_own_newest_request_and_hides_no_other():
     red, blue, again = (
@@ -97,10 +94,6 @@ def test_the_prompt_of_a_cache_key_is_its_tenants_newest():
     assert log.last_prompt("k", "t")[1].token_ids.tolist() == [3]
     assert log.last_prompt("k", "other") is None
     assert log.last_prompt("none", None) is None
-
-
-def test_there_is_no_note_unless_the_engine_has_one():
-    assert record("a").note == ""
 
 
 def test_prompts_do_not_show_in_logs():

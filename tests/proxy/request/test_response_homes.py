@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from engine_adapter.types import RESPONSES_ROUTES
-from proxy.request.stages import Event
 from proxy.request.stored import MAX_HOMES, MAX_ID, Home, ResponseHomes, ResponseNoter
 from tests.fakes import INFO, FakeAdapter, FakeEngine, client_of, event, is_openai_error, proxy_over
 from tests.proxy.request.passing import passed
@@ -138,13 +137,6 @@ def test_responses_of_tenants_that_are_gone_go():
     homes.divide(())
     homes.keep(None, "n", home)
     assert homes.find(None, "n") == home
-
-
-@pytest.mark.parametrize("content", [b"", b"no", b'"\xff"', b"[1]", b'{"object": "list"}'])
-def test_an_answer_without_an_id_passes(content):
-    noted, event = [], Event(content, is_whole=True)
-    assert ResponseNoter(noted.append).event(event) == (event,)
-    assert noted == []
 
 
 def test_the_first_event_that_says_something_names_the_response():

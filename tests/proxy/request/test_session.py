@@ -42,12 +42,6 @@ def test_what_is_no_name_is_passed_over(name):
     assert session_of(None, NONE, body(session_id=name, prompt_cache_key="k")).name == "k"
 
 
-def test_what_cannot_be_read_is_passed_over():
-    unreadable = JsonBody(b'{"session_id": 1e999, "prompt_cache_key": "k"}')
-    assert session_of(None, NONE, unreadable).name == "k"
-    assert session_of(None, NONE, JsonBody(b'{"session_id": 1e999}')) is None
-
-
 def test_fields_are_not_read_where_a_header_tells():
     class Unread(JsonBody):
         def get(self, name):
@@ -59,13 +53,6 @@ def test_fields_are_not_read_where_a_header_tells():
 def test_what_many_share_or_one_request_has_alone_is_none():
     headers = sent({"x-correlation-id": "c", "x-request-id": "r"})
     assert session_of(None, headers, body(user="everybody")) is None
-
-
-async def test_a_body_that_is_not_read_has_no_fields():
-    async def upload():
-        yield b"{"
-
-    assert session_of(None, NONE, upload()) is None
 
 
 def test_a_digest_tells_conversations_and_tenants_apart():

@@ -73,11 +73,6 @@ def test_a_whole_answer_that_may_be_changed_is_sent_when_it_is_complete():
     assert (client.head, client.chunks) == ((200, [(b"content-type", JSON.encode())]), [b"AB"])
 
 
-def test_an_answer_that_nobody_changes_keeps_its_length_and_its_pieces():
-    client = passed(Reader(), chunks=[b"a", b"b"], kind="text/plain")
-    assert (client.chunks, client.head[1][1]) == ([b"a", b"b", b""], (b"content-length", b"9"))
-
-
 def test_an_event_that_is_too_long_to_be_collected():
     long = [b"data: " + b"x" * MAX_EVENT_BYTES, b"x\n\n", RAW]
     reader = Reader()

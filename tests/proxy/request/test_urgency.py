@@ -1,6 +1,6 @@
 import pytest
 
-from engine_adapter import Headers, JsonBody, Upload
+from engine_adapter import Headers, JsonBody
 from proxy.errors import BadRequest
 from proxy.request.calls import Call
 from proxy.request.urgency import MOST_ANSWER, USUAL_ANSWER, deadline_of, priority_of, tokens_of
@@ -65,10 +65,3 @@ def test_how_long_the_client_waits(headers, seconds):
 )
 def test_the_tokens(body, known, tokens):
     assert tokens_of(call(body), known) == tokens
-
-
-def test_an_upload_costs_as_much_as_an_answer():
-    async def chunks():
-        yield b""
-
-    assert tokens_of(call(Upload(chunks(), None)), None) == USUAL_ANSWER

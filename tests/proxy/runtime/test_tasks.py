@@ -5,19 +5,6 @@ import structlog
 from proxy.runtime.tasks import Supervisor
 
 
-async def test_a_task_runs_and_is_forgotten():
-    tasks, done = Supervisor(), asyncio.Event()
-
-    async def work():
-        done.set()
-
-    tasks.start("w", work())
-    await asyncio.wait_for(done.wait(), 1)
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    assert not tasks._tasks
-
-
 async def test_a_crash_is_logged_with_its_name_and_takes_nothing_down():
     tasks = Supervisor()
 

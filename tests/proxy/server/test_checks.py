@@ -22,12 +22,6 @@ def test_two_embedded_engines_when_none_is_named():
     ]
 
 
-def test_no_engine_is_added_to_those_that_are_named():
-    assert managed_engines(Settings(engines=(ELSEWHERE,))) == ()
-    mine = ManagedSettings(kind="embedded", id="mine")
-    assert managed_engines(Settings(managed=(mine,))) == (mine,)
-
-
 def test_without_torch_only_embedded_engines_are_refused(monkeypatch):
     monkeypatch.setattr("engine_adapter.managed.find_spec", lambda name: None)
     check(Settings(engines=(ELSEWHERE,)))
@@ -134,12 +128,6 @@ def test_a_directory_that_may_not_be_written():
         with as_nobody():
             found = faults(state_dir=Path(directory, "a", "b"))
     assert found == [f"state_dir: '{directory}/a/b' cannot be used: '{directory}' may not be written"]
-
-
-def test_nothing_is_made_where_nothing_is_wrong(tmp_path):
-    places = {"state_dir": tmp_path / "state", "record_traffic": tmp_path / "traffic.jsonl"}
-    assert faults(reuse=True, exchange={"url": f"unix:{tmp_path}/bus"}, **places) == []
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_exchange_that_others_may_read(tmp_path):

@@ -1,10 +1,8 @@
-import re
 from pathlib import Path
 
 import pytest
 
 from proxy.settings import EngineSettings, Settings, TlsSettings, engine_changes, needs_restart
-from proxy.settings.changes import RELOADED
 
 
 def engines(*urls, **more):
@@ -57,10 +55,3 @@ def test_what_counts_only_after_a_restart_is_named():
     assert needs_restart(Settings(), tls) == ["tls"]
     assert needs_restart(tls, renewed) == []
     assert needs_restart(renewed, strict) == ["tls"]
-
-
-def test_the_operator_is_told_which_settings_are_taken_over():
-    page = (Path(__file__).parents[3] / "docs" / "operations.md").read_text(encoding="utf-8")
-    table = page.partition("## New settings without a restart")[2].partition("\n## ")[0]
-    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
-    assert {name.partition(".")[0] for row in rows for name in re.findall(r"`([^`]+)`", row)} == RELOADED

@@ -4,10 +4,8 @@ from proxy.settings import (
     DiscoverySettings,
     DnsSource,
     KubernetesSource,
-    Settings,
     SettingsError,
     SrvSource,
-    parse_discovery_flag,
 )
 from proxy.settings.discovery_sources import parse_source
 
@@ -64,12 +62,6 @@ def test_the_engines_of_a_source_have_its_settings_and_names_of_their_own(prefix
     assert (spec.kind, spec.api_key, spec.options.events) == ("vllm", "k", "tcp://x:5557")
 
 
-def test_a_source_is_named_once():
-    entry = {"source": "dns://x:8000", "kind": "vllm"}
-    with pytest.raises(ValueError, match="discovery names the same source twice"):
-        Settings(discovery=[entry, entry])
-
-
 @pytest.mark.parametrize(
     ("host", "port"), [("a@b", 1), ("a/v2", 1), ("a b", 1), ("\\000", 1), ("a", 0), ("a", 70_000)]
 )
@@ -77,12 +69,3 @@ def test_a_host_that_no_address_may_have(host, port):
     settings = DiscoverySettings(source="srv://x", kind="vllm")
     with pytest.raises(SettingsError, match=r"srv://x names '.*', which is no address of an engine"):
         settings.engine("a", host, port)
-
-
-def test_a_flag_of_a_source():
-    found = parse_discovery_flag("vllm=dns://vllm.svc:8000,tokenizer=Qwen/Qwen3-8B")
-    assert (found.kind, found.source, found.tokenizer) == ("vllm", "dns://vllm.svc:8000", "Qwen/Qwen3-8B")
-    with pytest.raises(SettingsError, match="--engines-from vllm=…: source: a source must look like dns://"):
-        parse_discovery_flag("vllm=http://a:1")
-    with pytest.raises(SettingsError, match="write KIND=SOURCE, "):
-        parse_discovery_flag("dns://a:1")

@@ -1,5 +1,4 @@
 import pytest
-from pydantic import ValidationError
 
 from proxy.settings import (
     DiscoverySettings,
@@ -10,7 +9,7 @@ from proxy.settings import (
     check_settings,
     read_engines,
 )
-from proxy.settings.engine_settings import EnginesFile, option_names, repeated_engines
+from proxy.settings.engine_settings import repeated_engines
 
 
 def test_engines_without_id_are_numbered_by_kind_around_ids_taken():
@@ -25,13 +24,6 @@ def test_engines_without_id_are_numbered_by_kind_around_ids_taken():
     )
     assert [e.id for e in settings.engines] == ["vllm-0", "vllm-1", "vllm-2", "tensorrt_llm-0"]
     assert [e.id for e in settings.managed] == ["embedded-0", "main"]
-
-
-def test_engines_of_a_file_are_named_after_their_addresses():
-    engines = [{"kind": "vllm", "url": "http://gpu-1:8000"}, {"kind": "vllm", "url": "http://b", "id": "b"}]
-    assert [each.id for each in EnginesFile(engines=engines).engines] == ["gpu-1.8000", "b"]
-    with pytest.raises(ValidationError, match="are one engine"):
-        EnginesFile(engines=[engines[0], {**engines[0], "id": "again"}])
 
 
 def test_an_engine_that_is_found_has_the_settings_of_its_source():
@@ -52,12 +44,6 @@ def test_a_rank_is_an_engine_with_addresses_of_its_own():
     )
 
 
-def test_options_of_a_kind():
-    assert "dp_rank" in option_names("vllm")
-    assert option_names("llama-server") == option_names("llama_server")
-    assert {*option_names("vllm"), *option_names("llama-server")} <= {*option_names("unknown")}
-
-
 def engine(url="http://127.0.0.1:8000", kind="vllm", **fields):
     return EngineSettings(kind=kind, url=url, **fields)
 
@@ -73,10 +59,6 @@ def test_one_engine_under_two_names(url):
     assert list(repeated_engines([engine(), engine(url, kind="openai_compatible")])) == [
         "two engines are one engine, at http://127.0.0.1:8000: name it once"
     ]
-
-
-def test_the_port_of_a_scheme():
-    assert list(repeated_engines([engine("https://GPU-1:443"), engine("https://gpu-1")])) != []
 
 
 @pytest.mark.parametrize(

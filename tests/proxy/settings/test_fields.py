@@ -39,8 +39,3 @@ def test_what_is_no_origin_is_refused_at_start(given):
 def test_what_is_no_address_of_an_engine_is_refused(url):
     with pytest.raises(SettingsError, match=r"'engines\[0\]\.url'.*an address must"):
         load_settings(engines=[{"kind": "vllm", "url": url}])
-
-
-def test_an_address_has_no_slash_at_its_end():
-    settings = load_settings(engines=[{"kind": "vllm", "url": "http://gpu:8000/below/"}])
-    assert settings.engines[0].url == "http://gpu:8000/below"

@@ -1,6 +1,5 @@
 import pytest
 
-from engine_adapter import Role
 from proxy.settings import (
     ManagedSettings,
     SettingsError,
@@ -133,22 +132,6 @@ def test_a_managed_flag_that_is_wrong_says_why(text, message):
     with pytest.raises(SettingsError) as caught:
         parse_managed_flag(text)
     assert message in str(caught.value)
-
-
-def test_whether_tenants_may_share_an_engines_kv():
-    assert not parse_engine_flag("vllm=http://127.0.0.1:8000").spec().share_kv
-    assert parse_engine_flag("vllm=http://127.0.0.1:8000,share_kv=true").spec().share_kv
-
-
-def test_the_part_of_requests_that_an_engine_is_meant_for():
-    assert parse_engine_flag("vllm=http://127.0.0.1:8000").spec().role is Role.BOTH
-    assert parse_engine_flag("vllm=http://127.0.0.1:8000,role=prefill").spec().role is Role.PREFILL
-    assert parse_engine_flag("sglang=http://127.0.0.1:8000,role=both").spec().role is Role.BOTH
-
-
-def test_aliases():
-    assert parse_alias_flags(["gpt-4o=qwen3", " a = org/b=c "]) == {"gpt-4o": "qwen3", "a": "org/b=c"}
-    assert parse_alias_flags([]) == {}
 
 
 @pytest.mark.parametrize(

@@ -80,11 +80,6 @@ def test_the_file_can_be_named_by_a_variable(write, monkeypatch):
     assert load_settings().port == 9003
 
 
-def test_the_cache_of_the_scripts_is_no_setting(monkeypatch):
-    monkeypatch.setenv("KVPIN_CACHE", "/var/cache/kvpin")
-    assert load_settings().port == 8000
-
-
 @pytest.mark.parametrize("name", ["ENABLE_KV_CACHE_REUSE", "NIM_ENABLE_KV_CACHE_REUSE"])
 @pytest.mark.parametrize(
     ("text", "reuse"), [("", False), ("1", True), ("True", True), ("0", False), ("false", False)]
@@ -205,21 +200,11 @@ def test_a_file_that_is_wrong_is_named(write, text, message):
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(SettingsError, match=r"nowhere.toml' cannot be read: No such file"):
-        load_settings(tmp_path / "nowhere.toml")
-
-
 def test_a_file_that_is_not_text(tmp_path):
     path = tmp_path / "kvpin.toml"
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(SettingsError, match="not UTF-8"):
         load_settings(path)
-
-
-def test_a_wrong_flag_is_called_a_flag():
-    with pytest.raises(SettingsError, match=r"setting 'port' \(given as a flag\) cannot be used"):
-        load_settings(port="many")
 
 
 def test_an_error_does_not_repeat_a_value_that_may_be_secret(write):

@@ -160,15 +160,6 @@ class TestHalves:
         assert ended
         assert one.is_to_blame(Cause.ENGINE_REFUSED)
 
-    async def test_but_not_one_that_has_begun(self, half):
-        async def fails(each):
-            await asyncio.sleep(0.05)
-            await refuses(each)
-
-        one = half(fails)
-        assert await one.in_time(answered(one, takes=0.2)) == Forwarded(200)
-        assert not one.is_to_blame(Cause.ENGINE_REFUSED)
-
     async def test_nor_an_error_that_the_client_gets(self, half):
         async def refused():
             await asyncio.sleep(0.1)

@@ -39,19 +39,6 @@ class TestNames:
             yield client
             await proxy.settled()
 
-    @pytest.mark.parametrize(("name", "sent"), [("m", "m"), ("gpt", "m"), ("tuned", "ada"), ("ada", "ada")])
-    async def test_an_engine_that_checks_names_gets_its_own(self, engine, client, name, sent):
-        raw = b'{ "model" : "%b", "messages": [] , "seed":1.0}' % name.encode()
-        assert (await client.post(CHAT, content=raw)).status_code == 200
-        assert engine.seen[0].json == {"model": sent, "messages": [], "seed": 1.0}
-        assert (engine.seen[0].body == raw) is (name == sent)
-
-    @pytest.mark.parametrize("name", ["any", "local", "gpt-9", "ADA"])
-    async def test_an_engine_that_takes_any_gets_the_clients_bytes(self, other, client, name):
-        raw = b'{ "model" : "%b", "messages": [] , "seed":1.0}' % name.encode()
-        assert (await client.post(CHAT, content=raw)).status_code == 200
-        assert other.seen[0].body == raw
-
     async def test_a_request_without_a_name_gets_the_default_one(self, engine, client):
         assert is_openai_error(
             await client.post(CHAT, json={"messages": []}), 404, "model_not_found", "model"
@@ -75,16 +62,6 @@ class TestNames:
             ("gpt", "m", None), ("tuned", "m", "ada"),
         ]  # fmt: skip
         assert len(records[-1].model) == 200
-
-    async def test_an_alias_and_its_model_share_what_is_cached(self, engine, tokenizer_dir):
-        async with proxy_over(aliases={"gpt": "m"}, reuse=True) as proxy, client_of(proxy) as client:
-            proxy.add(engine, tokenizer=str(tokenizer_dir))
-            messages = [{"role": "user", "content": "the same words " * 30}]
-            for name in ("gpt", "m"):
-                await client.post(CHAT, json={"model": name, "messages": messages})
-                await proxy.settled()
-            assert proxy.last.placement.predicted_tokens > 0
-            assert next(each.prompt.token_ids for each in proxy.requests) == proxy.last.prompt.token_ids
 
 
 async def test_a_tenants_long_bodies_are_read_one_after_the_other_and_hold_up_nobody_else(monkeypatch):

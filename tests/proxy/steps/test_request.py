@@ -10,14 +10,9 @@ import pytest
 
 from engine_adapter import (
     EngineDied,
-    EngineDiverged,
-    EngineGarbled,
-    EngineLost,
     EngineRejected,
-    EngineUnreachable,
     Headers,
     JsonBody,
-    ModelFailed,
     Resumption,
 )
 from proxy.core import life
@@ -33,7 +28,6 @@ from proxy.steps.request import Request
 from tests.fakes import CHAT
 
 QUIET = Rules()
-FILES = "/v1/files/f-1"
 
 
 def request_for(path=CHAT, rules=QUIET):
@@ -41,27 +35,6 @@ def request_for(path=CHAT, rules=QUIET):
     made = Request(call, Reply(Nobody()), RequestRecord.of(call), Admission.of_kvpin(), rules, RetryBudget())
     made.n_candidates = 2
     return made
-
-
-@pytest.mark.parametrize(
-    ("error", "path", "cause"),
-    [
-        (EngineUnreachable("x"), CHAT, Cause.ENGINE_UNREACHABLE),
-        (EngineDied("x"), CHAT, Cause.ENGINE_DIED),
-        (EngineGarbled("x"), CHAT, Cause.ENGINE_GARBLED),
-        (EngineLost("x"), CHAT, Cause.ENGINE_LOST),
-        (EngineDiverged("x"), CHAT, Cause.DIVERGED),
-        (EngineRejected("x", status=503), CHAT, Cause.ENGINE_REFUSED),
-        (EngineRejected("x", status=400), CHAT, Cause.ENGINE_REJECTED),
-        (EngineRejected("x", status=404), CHAT, Cause.ENGINE_REJECTED),
-        (EngineRejected("x", status=404), FILES, Cause.ENGINE_LACKS),
-        (EngineRejected("x", status=401), CHAT, Cause.ENGINE_DENIED),
-        (ModelFailed("x"), CHAT, Cause.ENGINE_MODEL_FAILED),
-        (ValueError("x"), CHAT, Cause.BUG),
-    ],
-)
-async def test_the_cause_of_an_error(error, path, cause):
-    assert request_for(path).cause_for(error) is cause
 
 
 async def test_in_mid_stream_another_engine_may_go_on_whatever_this_one_says():
@@ -149,20 +122,6 @@ async def test_it_interrupts_the_task_when_a_state_lasts_too_long(rules, happens
     task = asyncio.create_task(world.live())
     assert await asyncio.wait_for(task, 5) is cause
     assert not task.cancelling()
-
-
-async def test_progress_puts_it_off():
-    world, seen = World(Rules(idle_s=0.05), *ON_A, began), []
-
-    def progress():
-        seen.append(len(seen) + 1)
-        return min(len(seen), 30), False
-
-    task = asyncio.create_task(world.live())
-    await asyncio.sleep(0)
-    world.request.progress = progress
-    assert await asyncio.wait_for(task, 5) is Cause.ENGINE_SILENT
-    assert len(seen) > 30
 
 
 async def test_a_client_that_leaves_as_well_is_the_cause():

@@ -7,7 +7,7 @@ from proxy.api.admin.engine_routes import engine_routes
 from proxy.fleet.engine import EngineState
 from proxy.peers.peers import Peers
 from tests.fakes import FakeEngine
-from tests.kv_world import tokens, until
+from tests.kv_world import until
 from tests.proxy.peers.world import Wire
 
 
@@ -55,12 +55,6 @@ async def test_the_last_engine_of_a_model_is_drained_with_a_warning(world, clien
     assert (await client.post("/engines/b/drain")).json()["warning"] is None, "a is back"
 
 
-async def test_only_the_last_engine_of_a_model_is_removed_with_a_warning(world, client, pair):
-    assert (await client.delete("/engines/a")).json() == {"id": "a", "warning": None}
-    warning = (await client.delete("/engines/b")).json()["warning"]
-    assert warning.startswith("no engine takes requests for m now: they fail; kvpin engines add ")
-
-
 async def test_a_drain_while_the_exchange_is_gone_has_a_warning(world, pair):
     bus = Wire([])
     peers = Peers(bus, 1, world.fleet, world.tenants)
@@ -106,24 +100,3 @@ async def test_an_engines_key_is_not_shown(world, client):
     assert "secret-" not in answer.text + (await client.get("/engines")).text
     spec = world.fleet.engine("v").adapter.spec
     assert (spec.api_key, spec.headers) == ("secret-key", {"X-Team": "secret-team"})
-
-
-async def test_an_engine_added_has_its_cache_tiers(world, client):
-    caches = {
-        "host_cache_dir": "/mem",
-        "host_cache_bytes": 7,
-        "disk_cache_dir": "/disk",
-        "disk_cache_bytes": "2KiB",
-    }
-    body = {"kind": "llama_server", "url": "http://127.0.0.1:1", "id": "v", **caches}
-    assert (await client.post("/engines", json=body)).status_code == 201
-    options = world.fleet.engine("v").adapter.spec.options
-    assert (options.host_cache_dir, options.host_cache_bytes) == ("/mem", 7)
-    assert (options.disk_cache_dir, options.disk_cache_bytes) == ("/disk", 2048)
-
-
-async def test_stats(world, client, pair):
-    world.served(pair[0], tokens(32))
-    stats = (await client.get("/stats")).json()
-    assert stats["pools"][0]["engines"][0]["blocks"] == {"gpu": 2, "host": 0, "disk": 0}
-    assert stats["totals"]["ready"] == 2

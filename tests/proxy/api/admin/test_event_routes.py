@@ -98,15 +98,6 @@ async def test_head_gets_the_headers_alone(tokenizer_dir):
         assert not world.proxy.live.viewers
 
 
-async def test_the_document_names_its_events(tokenizer_dir):
-    async with watched(tokenizer_dir) as (_, client):
-        document = (await client.get("/admin/v1/openapi.json")).json()
-    content = document["paths"]["/admin/v1/events"]["get"]["responses"]["200"]["content"]
-    assert content == {"text/event-stream": {"schema": {"$ref": "#/components/schemas/LiveEvents"}}}
-    told = document["components"]["schemas"]["LiveEvents"]["properties"]
-    assert set(told) == {"snapshot", "placed", "finished", "missed"}
-
-
 @pytest.mark.parametrize("header", ["origin", "x-forwarded-for"])
 async def test_without_a_key_it_is_for_this_machine(tokenizer_dir, header):
     async with watched(tokenizer_dir) as (_, client):

@@ -2,7 +2,7 @@ import pytest
 
 from engine_adapter import Capability
 from tests.fakes import FakeEngine
-from tests.kv_world import ALL, KvFake, tokens, until
+from tests.kv_world import ALL, KvFake, tokens
 
 NO_EVENTS = ALL - {Capability.KV_EVENTS}
 
@@ -127,14 +127,3 @@ async def test_a_restore_falls_back_to_warming_when_told(world, client):
 async def test_what_is_wrong_is_named(client, pair, verb, body, status, param):
     answer = await client.post(f"/{verb}", json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
-
-
-async def test_an_engine_removed_in_between_does_not_hold_it_up(world, client, pair):
-    world.served(pair[0], tokens(64))
-    pair[0].gate.clear()
-    path = f"/operations/{(await client.post('/flush', json={'engine': 'a', 'wait_s': 0})).json()['id']}"
-    await until(lambda: pair[0].targets)
-    assert (await client.delete("/engines/a")).status_code == 200
-    operation = world.operations.newest()[0]
-    assert await operation.wait(5)
-    assert (await client.get(path)).json()["engines"][0]["error"] == "the engine was removed"

@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import save
 
 from engine_adapter.prompt import extra_ids
-from tests.kv_world import rejected, safetensors_of
+from tests.kv_world import safetensors_of
 
 routes = import_module("proxy.api.admin.key_routes")  # the package has a function of that name
 RAW = {"content-type": "application/octet-stream"}
@@ -54,20 +54,6 @@ async def test_other_formats_are_refused(client, pair, content, said):
     answer = await client.post("/prompt_tables", content=content, headers=RAW)
     assert answer.status_code == 400
     assert said in answer.json()["error"]["message"]
-
-
-async def test_other_content_under_the_same_id_is_a_conflict(client, pair):
-    await client.post("/prompt_tables?id=t", content=safetensors_of(), headers=RAW)
-    answer = await client.post("/prompt_tables?id=t", content=safetensors_of(value=0.25), headers=RAW)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "conflict")
-
-
-async def test_what_an_engine_refuses_is_not_registered(client, pair):
-    pair[1].failure = rejected(400, "hidden size 4, the model has 256")
-    answer = await client.post("/prompt_tables", content=safetensors_of(), headers=RAW)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "table")
-    assert "hidden size 4" in answer.json()["error"]["message"]
-    assert (await client.get("/prompt_tables")).json() == {"prompt_tables": []}
 
 
 @pytest.mark.parametrize(

@@ -106,11 +106,6 @@ async def test_not_on_an_engine_that_cannot_restore_it(engine, proxy, tokenizer_
     assert len(engine.seen) == 3
 
 
-async def test_not_if_no_engine_is_ready(engine, proxy, client):
-    proxy.fleet.engines["a"].state = "down"
-    assert is_openai_error(await client.post(CHAT, json=LONG), 503)
-
-
 async def test_its_failure_is_left_to_the_choices(engine, client):
     async def script(exchange):
         await exchange.send({"error": {"message": "full"}}, status=503)

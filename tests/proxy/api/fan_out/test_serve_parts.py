@@ -8,14 +8,12 @@ from importlib import import_module
 import pytest
 
 from engine_adapter import JsonBody
-from proxy.api.fan_out import serve
 from tests.fakes import (
     ASK,
     CHAT,
     DONE,
     STREAM,
     FakeEngine,
-    client_of,
     connect_to,
     event,
     is_openai_error,
@@ -150,18 +148,6 @@ class TestWhole:
         response = await client.post(CHAT, json={**ASK, "n": 129})
         assert is_openai_error(response, 400, param="n")
         assert not engine.seen
-
-    async def test_an_engine_that_can_gets_it_as_it_is(self, engine, proxy):
-        proxy.add(engine)
-        async with client_of(proxy) as client:
-            body = b'{"model":"m", "messages":[], "n":2}'
-            await client.post(CHAT, content=body)
-        assert [exchange.body for exchange in engine.seen] == [body]
-
-    async def test_an_unknown_model_is_refused_with_a_record(self, proxy, client):
-        response = await client.post(CHAT, json={**ASK, "model": "other", "n": 2})
-        assert is_openai_error(response, 404, "model_not_found")
-        assert proxy.last.status == 404
 
 
 class TestStream:
@@ -371,27 +357,6 @@ async def test_when_the_client_leaves_all_parts_are_cancelled(engine, proxy, cli
     await proxy.settled()
     assert len(engine.seen) == AT_ONCE
     assert {(record.status, record.error) for record in proxy.requests} == {(499, "the client left")}
-
-
-async def test_a_plain_request_is_the_flows_own_work(proxy, client, monkeypatch):
-    """Nothing stands between: no task, no frame."""
-    seen = []
-
-    async def plain(call, reply, admitted):
-        seen.append((call, reply, admitted))
-
-    class Flow:
-        fleet, ingest, serve = proxy.fleet, None, staticmethod(plain)
-
-    from proxy.request.calls import Call, Nobody, Reply
-    from proxy.request.gate import Admission
-
-    call, reply = Call("r", "POST", CHAT, {}, JsonBody(json.dumps(ASK).encode())), Reply(Nobody())
-    admitted = Admission.of_kvpin()
-    work = serve(Flow, call, reply, admitted)
-    assert work.cr_code is plain.__code__
-    await work
-    assert seen == [(call, reply, admitted)]
 
 
 def bodies():

@@ -177,9 +177,6 @@ class TestWhatAnEngineRunsItself:
         several = split(COMPLETIONS, {"prompt": ["a", "b"], "n": 2}, NEVER, reuse=False)
         assert len(bodies(several)) == 4
 
-    def test_choices_are_split_for_an_engine_with_slots(self):
-        assert len(bodies(split(CHAT, {"n": 2}, APART))) == 2
-
     def test_one_engine_of_a_pool_decides_for_all(self):
         assert split(CHAT, {"n": 2}, {}) is None
         assert len(bodies(split(CHAT, {"n": 2}, {}, APART))) == 2

@@ -65,14 +65,6 @@ class TestRealEngines:
             assert {each: each.read_bytes() for each in before} == before
             assert await world.ask(prompt_of(1)) == (text, 99, 99)
 
-    async def test_it_says_what_a_probe_may_cost_before_it_begins(self, start_llama, save_dir):
-        warned = list[str]()
-        server = start_llama(slots=2, ctx=1024, save_dir=save_dir)
-        await of(server.url, warn=warned.append)
-        assert warned[0].startswith(f"--probe empties slots of {server.url}: a kvpin that uses it loses")
-        (missing,) = (await of(server.url, probe=False, host_cache_dir=str(save_dir / "no"))).findings
-        assert "no such directory" in missing.problem
-
     async def test_an_openai_compatible_one_needs_its_tokenizer_named(self, embedded_engine, tokenizer_dir):
         found = await of(embedded_engine.url, kind="openai_compatible", probe=False)
         assert (found.detected, found.probe, found.view.state) == (False, None, "none")

@@ -20,9 +20,6 @@ def extras(values):
 
 
 class TestNamespaceRoot:
-    def test_is_the_same_for_the_same_parts(self):
-        assert namespace_root("m", lora="a", salt="s") == namespace_root("m", lora="a", salt="s")
-
     def test_kinds_never_collide_by_being_the_same_string(self):
         parts = [None, "", "x", "model", "salt"]
         roots = [
@@ -38,10 +35,6 @@ class TestNamespaceRoot:
         same = (model, salt) == (other_model, other_salt)
         assert (namespace_root(model, salt=salt) == namespace_root(other_model, salt=other_salt)) is same
 
-    def test_text_that_imitates_the_frame_does_not_collide(self):
-        framed = (4).to_bytes(8, "little").decode("latin-1") + "salt"
-        assert namespace_root("m" + framed) != namespace_root("m", salt="")
-
 
 class TestChain:
     def test_hashes_are_what_the_design_says(self):
@@ -54,14 +47,6 @@ class TestChain:
         tokens, extra = ids([1, 100]), extras([0, 7])
         expected = xxh3_64_intdigest(tokens.tobytes() + extra.tobytes(), ROOT)
         assert chain(ROOT, tokens, extra, 2).hashes == (expected,)
-
-    def test_the_tail_has_no_block_but_counts_as_tokens(self):
-        result = chain(ROOT, ids(range(11)), None, 4)
-        assert (len(result.hashes), result.n_tokens, result.tokens_per_block) == (2, 11, 4)
-
-    def test_an_empty_prompt_has_no_blocks(self):
-        assert chain(ROOT, ids([]), None, 4).hashes == ()
-        assert chain(ROOT, ids([]), extras([]), 4).hashes == ()
 
     @given(TOKENS)
     def test_zeros_hash_as_no_extra_ids(self, tokens):
@@ -81,31 +66,6 @@ class TestChain:
         head = extend(ROOT, ids(tokens[:cut]), extra[:cut], 4)
         rest = extend(head[-1] if head else ROOT, ids(tokens[cut:]), extra[cut:], 4)
         assert head + rest == extend(ROOT, ids(tokens), extra, 4)
-
-    def test_blocks_are_named_by_namespace(self):
-        tokens = ids(range(8))
-        other = namespace_root("m", salt="tenant")
-        assert not set(extend(ROOT, tokens, None, 4)) & set(extend(other, tokens, None, 4))
-
-
-class TestWorkedExample:
-    """The example of the cache identity: vocabulary 100, fake ids from 100 on, four tokens a block."""
-
-    FAKE = (100, 101, 102, 103)
-
-    def hashes(self, text, label):
-        return extend(ROOT, ids([*self.FAKE, *text]), extras([label] * 4 + [0] * 4), 4)
-
-    def test_one_and_three_share_the_first_block_one_and_two_nothing(self):
-        one, two = self.hashes([1, 2, 3, 4], 1), self.hashes([1, 2, 3, 4], 2)
-        three = self.hashes([5, 6, 7, 8], 1)
-        assert one[0] == three[0]
-        assert one[1] != three[1]
-        assert not set(one) & set(two)
-
-    def test_fake_ids_without_extra_ids_are_yet_another_prompt(self):
-        bare = extend(ROOT, ids([*self.FAKE, 1, 2, 3, 4]), None, 4)
-        assert not set(bare) & set(self.hashes([1, 2, 3, 4], 1))
 
 
 @pytest.mark.parametrize(

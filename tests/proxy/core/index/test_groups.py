@@ -143,26 +143,12 @@ class TestEvents:
         match = world.match()
         assert (match.blocks, match.gpu, match.lead, match.cut) == (6, 6, 6, 2)
 
-    def test_the_group_may_be_told_before_the_main_one(self, world):
-        for at in range(8):
-            world.store(WINDOW, [at])
-            world.store(None, [at])
-        assert world.match().blocks == 8
-
     def test_a_group_keeps_a_block_that_the_main_one_drops(self, world):
         world.store(None, range(8))
         world.store(WINDOW, range(8))
         world.remove(None, range(4, 8))
         world.store(None, range(4, 8))
         assert world.match().blocks == 8
-
-    def test_a_group_drops_it_later(self, world):
-        world.store(None, range(8))
-        world.store(WINDOW, range(8))
-        world.remove(None, range(4, 8))
-        world.remove(WINDOW, range(4, 8))
-        world.store(None, range(4, 8))
-        assert world.match().blocks == 4
 
     def test_what_a_group_drops_before_its_content_is_known_is_not_held(self, world):
         world.store(WINDOW, range(8))
@@ -177,22 +163,6 @@ class TestEvents:
         world.remove(None, range(8))
         world.remove(WINDOW, range(8))
         assert (world.view._waiting, world.view._ends, len(world.index)) == ({}, {}, 0)
-
-    def test_each_group_counts(self, world):
-        groups = [KvGroup(number, Attention.WINDOW, 12) for number in range(1, 8)]
-        world.store(None, range(8))
-        for group in groups:
-            world.store(group, range(8))
-        assert world.match().blocks == 8
-        world.remove(groups[-1], [7])
-        assert world.match().blocks == 7
-
-    def test_pending_blocks_are_held_by_all(self, world):
-        world.store(None, range(4))
-        world.store(WINDOW, range(4))
-        world.index.add_pending("a", world.chain.hashes[:10])
-        match = world.match()
-        assert (match.gpu, match.pending) == (4, 6)
 
     def test_what_a_request_computes_again_is_pending(self, world):
         world.store(None, range(8))
@@ -238,12 +208,6 @@ class TestEvents:
         assert (world.match().blocks, world.match().cut) == (1, 0)
         assert not world.index._flights["a"].boundaries
 
-    def test_that_end_is_where_the_same_prompt_can_be_reused(self, world):
-        world.store(None, range(1))
-        world.store(WINDOW, range(1))
-        world.index.add_pending("a", world.chain.hashes[:8], 7)  # 8 whole blocks: the last token is computed
-        assert world.match().blocks == 7
-
     def test_a_group_that_keeps_all_blocks_will_have_them_too(self, world):
         chunk = KvGroup(1, Attention.CHUNK, 12)
         world.store(None, range(1))
@@ -269,14 +233,6 @@ class TestEvents:
         world.remove(state, [1, 0])
         assert (world.match().blocks, world.match().cut, world.match().lacks) == (0, 12, Attention.STATE)
 
-    def test_other_engines_are_as_before(self, world):
-        world.index.add_engine("dense")
-        world.index.store("dense", Tier.GPU, world.chain.hashes[:5])
-        world.store(None, range(8))
-        world.store(WINDOW, range(1))
-        assert set(world.index.match(world.chain.hashes)) == {"a", "dense"}
-        assert world.index.match(world.chain.hashes)["dense"] == Match(gpu=5)
-
     def test_nothing_is_left_of_an_engine_that_leaves(self, world):
         world.store(None, range(8))
         world.store(WINDOW, range(8))
@@ -297,10 +253,6 @@ class TestEvents:
         assert world.match().blocks == 8
         assert world.view.complete
 
-    def test_a_size_that_does_not_fit_is_never_firm(self, world):
-        world.store(WINDOW, [0], POOL + 1)
-        assert not world.view.complete
-
     def test_a_group_of_an_unknown_kind_changes_nothing_and_is_never_firm(self, world):
         unknown = KvGroup(1, Attention.UNKNOWN)
         world.store(None, range(8))
@@ -314,11 +266,6 @@ class TestEvents:
         assert world.match() == Match(gpu=8)  # it is not even a group yet
         world.store(WINDOW, range(8))
         world.view.apply(BlocksRemoved(Tier.HOST, tuple(range(8)), WINDOW))
-        assert world.match() == Match(gpu=8)
-
-    def test_what_leaves_a_group_that_was_never_seen_is_passed_over(self, world):
-        world.store(None, range(8))
-        world.remove(WINDOW, range(8))
         assert world.match() == Match(gpu=8)
 
     def test_a_block_that_waits_for_two_groups_waits_on_for_the_other(self, world):
@@ -347,12 +294,6 @@ class TestEvents:
         assert len(world.view._waiting) == 2
         world.store(None, range(8))
         assert world.match().blocks < 8  # at worst, less is predicted
-
-    def test_an_engine_that_holds_nothing_of_the_prompt_has_no_match(self, world):
-        world.index.add_engine("dense")
-        world.index.store("dense", Tier.GPU, world.chain.hashes[:5])
-        world.store(WINDOW, range(8))
-        assert set(world.index.match(world.chain.hashes)) == {"dense"}
 
     def test_engines_that_hold_the_same_have_the_same_match(self, world):
         world.store(None, range(8))

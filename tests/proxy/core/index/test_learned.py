@@ -86,19 +86,6 @@ def test_the_least_recently_served_prompt_makes_room_leaves_first():
     assert len(learned) == 4
 
 
-def test_serving_again_keeps():
-    learned = LearnedBlocks(3)
-    learned.learn((1,))
-    learned.learn((2, 3))
-    learned.learn((1,))
-    assert learned.learn((4,)) == (3,)
-
-
-def test_a_prompt_longer_than_the_cache_keeps_its_beginning():
-    learned = LearnedBlocks(2)
-    assert learned.learn((1, 2, 3)) == (3,)
-
-
 def test_the_next_turn_takes_over_the_blocks_of_the_last(learned):
     learned.learn((1, 2))
     learned.learn((1, 2, 3, 4))
@@ -110,15 +97,6 @@ def test_evicted_blocks_are_told_in_the_order_of_their_chains(learned):
     learned.learn((1, 2, 3))
     learned.learn((4, 5, 6))
     assert learned.learn((7, 8, 9, 10, 11)) == (5, 6, 1, 2, 3)
-
-
-def test_forget_and_clear():
-    learned = LearnedBlocks(2)
-    learned.learn((1, 2))
-    learned.forget((1, 2, 9), 1)
-    assert learned.learn((3,)) == ()
-    learned.clear()
-    assert len(learned) == 0
 
 
 def test_a_forgotten_beginning_leaves_the_rest_to_be_evicted_in_its_turn(learned):

@@ -148,13 +148,6 @@ def test_a_chain_is_read_in_few_steps(where):
     assert len(segments_of(where)) == len(list(where.stretches(LONG))) == -(-len(LONG) // SEGMENT_BLOCKS)
 
 
-def test_blocks_that_come_one_by_one_are_kept_together(where):
-    for at, block in enumerate(LONG):
-        where.mark(1, (block,), LONG[at - 1] if at else ROOT)
-    assert len(segments_of(where)) == -(-len(LONG) // SEGMENT_BLOCKS)
-    check(where)
-
-
 def test_blocks_that_go_one_by_one_from_the_end_leave_no_pieces(where):
     where.mark(1, LONG)
     for block in reversed(LONG):
@@ -172,13 +165,6 @@ def test_what_goes_from_the_middle_parts_a_segment(where):
     assert list(where.stretches(LONG)) == [(1, 3)]
     where.mark(1, LONG[3:5])
     assert sum(blocks for _, blocks in where.stretches(LONG)) == 9
-
-
-def test_a_segment_goes_on_only_where_its_end_lies(where):
-    where.mark(1, LONG[:3])
-    where.mark(2, LONG[3:5], LONG[2])
-    where.mark(1, LONG[5:6], LONG[3])
-    assert {blocks_of(segment) for segment in segments_of(where)} == {LONG[:3], LONG[3:5], LONG[5:6]}
 
 
 def test_what_goes_from_several_places_at_once_leaves_the_rest(where):

@@ -29,25 +29,6 @@ def index():
 
 
 class TestMatch:
-    def test_counts_leading_blocks_of_each_engine(self, index):
-        index.store("a", Tier.GPU, [1, 2, 3])
-        index.store("b", Tier.GPU, [1])
-        assert index.match([1, 2, 3, 4]) == {"a": Match(gpu=3), "b": Match(gpu=1)}
-
-    def test_stops_at_the_first_block_an_engine_lacks(self, index):
-        index.store("a", Tier.GPU, [1, 3, 4])
-        assert index.match([1, 2, 3, 4]) == {"a": Match(gpu=1)}
-
-    def test_stops_where_only_others_go_on(self, index):
-        index.store("a", Tier.GPU, [1, 3])
-        index.store("b", Tier.GPU, [2, 3])
-        assert index.match([1, 2, 3]) == {"a": Match(gpu=1)}
-
-    def test_an_engine_without_the_first_block_is_left_out(self, index):
-        index.store("b", Tier.GPU, [2, 3])
-        assert index.match([1, 2, 3]) == {}
-        assert index.match([]) == {}
-
     def test_each_block_counts_for_its_fastest_tier(self, index):
         index.store("a", Tier.GPU, [1])
         for tier in Tier:
@@ -80,18 +61,6 @@ class TestMatch:
         index.store("a", Tier.HOST, [1])
         assert index.match([1, 2, 3]) == {"a": Match(host=1)}
 
-    def test_the_worked_example(self, index):
-        root = namespace_root("m")
-
-        def hashes(text, label):
-            labels = array("Q", [label] * 4 + [0] * 4)
-            return extend(root, array("i", [100, 101, 102, 103, *text]), labels, 4)
-
-        index.store("a", Tier.GPU, hashes([1, 2, 3, 4], 1))
-        assert index.match(hashes([1, 2, 3, 4], 1)) == {"a": Match(gpu=2)}
-        assert index.match(hashes([1, 2, 3, 4], 2)) == {}
-        assert index.match(hashes([5, 6, 7, 8], 1)) == {"a": Match(gpu=1)}
-
 
 class TestPending:
     def test_counts_until_the_last_request_has_ended(self, index):
@@ -120,16 +89,6 @@ class TestPending:
         index.add_pending("a", [1, 2, 3, 4])
         assert index.match([1, 2, 3, 4])["a"].lead == 4
 
-    def test_does_not_count_as_held(self, index):
-        index.add_pending("a", [1])
-        assert not index.holds("a", 1)
-        index.store("a", Tier.DISK, [1])
-        assert index.holds("a", 1)
-        assert not index.is_on_gpu("a", 1)
-        assert not index.holds("b", 1)
-        index.store("a", Tier.GPU, [1])
-        assert index.is_on_gpu("a", 1)
-
     def test_its_end_leaves_what_was_confirmed(self, index):
         index.add_pending("a", [1])
         index.store("a", Tier.GPU, [1])
@@ -153,11 +112,6 @@ class TestPending:
         assert index.counts("a") == (2, 0, 0, 2)
         assert index.match([1, 2, 3, 4]) == {"a": Match(gpu=2, pending=2)}
 
-    def test_an_end_without_a_beginning_is_fine(self, index):
-        index.store("a", Tier.GPU, [1])
-        index.end_pending("a", [1, 9])
-        assert index.match([1]) == {"a": Match(gpu=1)}
-
 
 class TestDrop:
     def test_no_tier_holds_it_and_none_is_expected(self, index):
@@ -170,10 +124,6 @@ class TestDrop:
         assert [index.held("a", tier) for tier in Tier] == [0, 0, 0]
         index.end_pending("a", [1, 2, 3])
         assert len(index) == 1
-
-    def test_unknown_blocks_are_fine(self, index):
-        index.drop("a", [9])
-        assert len(index) == 0
 
 
 class TestEngines:

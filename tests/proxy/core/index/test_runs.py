@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.core.index.blocks import extend
-from proxy.core.index.runs import RUN_BLOCKS, BlockRun, Point
+from proxy.core.index.runs import BlockRun, Point
 
 POOL = 4
 ROOT = 77
@@ -75,24 +75,6 @@ def test_tiers_are_held_and_released_block_by_block():
     assert run.held_at(1) == 2
     run.release(1, 2)
     assert [run.held_at(at) for at in range(3)] == [1, 0, 1]
-
-
-def test_the_end_that_nothing_holds_is_dropped():
-    run = run_of(range(6), 1)
-    for at in (4, 2, 3):
-        run.release(at, 1)
-    assert run.names == names(6)
-    run.release(5, 1)
-    assert run.names == names(2)
-    assert list(run.append(names(2, 50), array("i", [2, 3]), None, 1)) == chain(range(4))
-    for at in (3, 2, 1, 0):
-        run.release(at, 1)
-    assert (run.names, run.held) == ([], 0)
-
-
-def test_a_full_run_has_room_for_every_bit():
-    run = run_of(range(RUN_BLOCKS), 1)
-    assert [run.held_at(at) for at in range(RUN_BLOCKS)] == [1] * RUN_BLOCKS
 
 
 def test_a_run_of_one_block_that_is_known_by_its_hashes():

@@ -74,9 +74,3 @@ def test_blocks_that_are_no_chain_are_compared_one_by_one():
 @pytest.mark.parametrize("at", range(5))
 def test_a_block_has_its_position(at):
     assert segments.position(segments.new((5, 6, 7, 8, 9), 1), 5 + at) == at
-
-
-def test_more_blocks_lie_where_the_last_one_does():
-    segment = of([1, 2])
-    segments.extend(segment, (7, 8))
-    assert spelled(segment) == [(100, 1), (101, 2), (7, 2), (8, 2)]

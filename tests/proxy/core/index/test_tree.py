@@ -11,28 +11,6 @@ def grown(*chains):
     return tree
 
 
-def shape(nodes):
-    return {tuple(node.own): shape(node.children) for node in nodes.values()}
-
-
-def test_a_run_without_a_branch_is_one_node():
-    tree = grown((1, 2, 3), (1, 2, 4, 5), (1, 2, 4, 5, 6), (9,))
-    assert shape(tree.roots) == {(1, 2): {(3,): {}, (4, 5): {(6,): {}}}, (9,): {}}
-    top = tree.roots[1]
-    assert (top.chains, top.newest, top.blocks, top.last) == (3, 2, 6, 2)
-    assert [node.last for node in top.children[4].children[6].path()] == [2, 5, 6]
-
-
-def test_a_chain_that_ends_within_a_node_splits_it():
-    tree = grown((1, 2, 3), (1,), (1, 2, 3))
-    assert shape(tree.roots) == {(1,): {(2, 3): {}}}
-    assert (tree.roots[1].chains, tree.roots[1].children[2].chains) == (3, 2)
-
-
-def test_a_prompt_without_a_block_is_none():
-    assert not grown(()).roots
-
-
 @given(st.lists(st.lists(st.integers(0, 2), max_size=6), max_size=12))
 def test_it_holds_each_block_once(words):
     # As with hashes, a block stands for all before it.

@@ -10,7 +10,6 @@ from engine_adapter.types import (
     BlocksStored,
     CacheCleared,
     Tier,
-    ViewCurrent,
     ViewLost,
     ViewResumed,
 )
@@ -65,21 +64,6 @@ def test_a_chunk_of_which_one_block_is_named_is_not_known_whole(view, index):
 
 
 class TestStore:
-    def test_blocks_are_found_by_their_tokens(self, view, index):
-        view.apply(stored([71, b"72"], range(8)))
-        assert index.match(hashes_of(range(8))) == {"e": Match(gpu=2)}
-        assert view.counts.stored == 2
-
-    def test_a_run_follows_its_parent(self, view, index):
-        view.apply(stored([71], range(4)))
-        view.apply(stored([b"x", 73], range(4, 12), parent=71))
-        assert index.match(hashes_of(range(12))) == {"e": Match(gpu=3)}
-
-    def test_an_unknown_parent_makes_an_orphan_and_so_are_its_children(self, view, index):
-        view.apply(stored([72], range(4), parent=71))
-        view.apply(stored([73], range(4), parent=72))
-        assert (len(index), view.counts.orphaned, view.counts.stored) == (0, 2, 0)
-
     def test_salts_and_extra_ids_are_part_of_it(self, view, index):
         extra = array("Q", [9, 0, 0, 0])
         view.apply(stored([1], range(4), salt="s"))
@@ -87,12 +71,6 @@ class TestStore:
         assert index.match(hashes_of(range(4))) == {}
         assert index.match(hashes_of(range(4), salt="s")) == {"e": Match(gpu=1)}
         assert index.match(hashes_of(range(4), extra)) == {"e": Match(gpu=1)}
-
-    def test_the_same_engine_hash_means_nothing_beyond_the_engine(self, view, index):
-        other = EngineView("other", index, root_of, SIZE)
-        view.apply(stored([1], range(4)))
-        other.apply(stored([1], range(50, 54)))
-        assert index.match(hashes_of(range(4))) == {"e": Match(gpu=1)}
 
     @pytest.mark.parametrize(
         ("names", "tokens", "size"),
@@ -103,40 +81,6 @@ class TestStore:
         view.apply(stored(names, tokens, size=size))
         view.apply(BlocksRemoved(Tier.GPU, tuple(names)))
         assert (len(index), view.counts.orphaned, view.counts.removed) == (0, 1, 0)
-
-
-class TestLargerBlocks:
-    def test_one_becomes_several(self, view, index):
-        view.apply(stored([1, 2], range(24), size=12))
-        assert index.match(hashes_of(range(24))) == {"e": Match(gpu=6)}
-        view.apply(BlocksRemoved(Tier.GPU, (2,)))
-        assert index.match(hashes_of(range(24))) == {"e": Match(gpu=3)}
-        assert len(index) == 3
-
-    def test_a_child_follows_the_last_of_them(self, view, index):
-        view.apply(stored([1], range(8), size=8))
-        view.apply(stored([2], range(8, 16), size=8, parent=1))
-        assert index.match(hashes_of(range(16))) == {"e": Match(gpu=4)}
-
-
-class TestRemove:
-    def test_a_block_on_two_tiers_leaves_one(self, view, index):
-        view.apply(stored([1], range(4)))
-        view.apply(stored([1], range(4), tier=Tier.HOST))
-        view.apply(BlocksRemoved(Tier.GPU, (1,)))
-        assert index.match(hashes_of(range(4))) == {"e": Match(host=1)}
-        view.apply(stored([2], range(4, 8), parent=1))
-        assert index.match(hashes_of(range(8))) == {"e": Match(gpu=1, host=1)}
-
-    def test_one_that_left_every_tier_is_no_parent_any_more(self, view, index):
-        view.apply(stored([1], range(4)))
-        view.apply(BlocksRemoved(Tier.GPU, (1,)))
-        view.apply(stored([2], range(4, 8), parent=1))
-        assert (len(index), view.counts.orphaned, view.counts.removed) == (0, 1, 1)
-
-    def test_an_unknown_one_is_fine(self, view):
-        view.apply(BlocksRemoved(Tier.GPU, (1, b"2")))
-        assert view.counts.removed == 0
 
 
 @pytest.mark.parametrize("event", [CacheCleared(), ViewLost("restart"), ViewResumed()])
@@ -150,12 +94,6 @@ def test_a_cleared_cache_forgets_this_engine_only(view, index, event):
     assert view.counts.orphaned == 1
 
 
-def test_being_current_changes_nothing(view, index):
-    view.apply(stored([1], range(4)))
-    view.apply(ViewCurrent())
-    assert len(index) == 1
-
-
 class TestSharedEntries:
     """Blocks of 8 tokens that differ in their second half are one entry of 4 tokens and two more."""
 
@@ -167,12 +105,6 @@ class TestSharedEntries:
         assert index.match(hashes_of(range(8))) == {"e": Match(gpu=2)}
         view.apply(BlocksRemoved(Tier.GPU, (1,)))
         assert len(index) == 0
-
-    def test_tier_by_tier(self, view, index):
-        view.apply(stored([1], [0, 1, 2, 3, 4, 5, 6, 7], size=8))
-        view.apply(stored([2], [0, 1, 2, 3, 9, 9, 9, 9], size=8, tier=Tier.HOST))
-        view.apply(BlocksRemoved(Tier.GPU, (1,)))
-        assert index.match(hashes_of(range(8))) == {"e": Match(host=1)}
 
     def test_a_block_announced_again_shares_no_more(self, view, index):
         for _ in range(3):
@@ -190,25 +122,6 @@ class TestSharedEntries:
 class TestPages:
     """Blocks smaller than the pool's."""
 
-    def test_pages_are_gathered(self, view, index):
-        view.apply(stored([10, 11, 12], range(3), size=1))
-        assert len(index) == 0
-        view.apply(stored([13, 14], range(3, 5), size=1, parent=12))
-        assert index.match(hashes_of(range(8))) == {"e": Match(gpu=1)}
-
-    def test_an_entry_goes_with_its_last_page(self, view, index):
-        view.apply(stored(range(10, 18), range(8), size=1))
-        view.apply(BlocksRemoved(Tier.GPU, (17, 16)))
-        assert index.match(hashes_of(range(8))) == {"e": Match(gpu=1)}
-        view.apply(BlocksRemoved(Tier.GPU, (13,)))
-        assert len(index) == 0
-
-    def test_a_branch_in_the_middle(self, view, index):
-        view.apply(stored(range(10, 14), [0, 1, 2, 3, 4, 5, 6, 7], size=2))
-        view.apply(stored([20], [8, 9], size=2, parent=10))
-        view.apply(stored([21, 22], [6, 7, 8, 9], size=2, parent=20))
-        assert index.match(hashes_of([0, 1, 8, 9, 6, 7, 8, 9])) == {"e": Match(gpu=2)}
-
     def test_markers_of_images_are_gathered_too(self, view, index):
         extra = array("Q", [0, 0, 5, 0])
         view.apply(stored([1, 2], range(2), size=1))
@@ -216,12 +129,6 @@ class TestPages:
         view.apply(stored([4], [3], size=1, parent=3))
         assert index.match(hashes_of(range(4), extra)) == {"e": Match(gpu=1)}
         assert index.match(hashes_of(range(4))) == {}
-
-    def test_thousands_of_pages(self, view, index):
-        view.apply(stored(range(5_000), range(5_000), size=1))
-        assert index.match(hashes_of(range(5_000))) == {"e": Match(gpu=1250)}
-        view.apply(BlocksRemoved(Tier.GPU, tuple(range(4_999, 9, -1))))
-        assert (index.held("e", Tier.GPU), view.counts.removed) == (2, 4_990)
 
 
 class TestNamesAlone:
@@ -235,10 +142,6 @@ class TestNamesAlone:
         view.apply(self.named(1, 2))
         view.apply(BlocksRemoved(Tier.GPU, (1, 2)))
         assert index.match(hashes_of(range(8))) == {"e": Match(host=2)}
-
-    def test_unknown_ones_are_orphans(self, view, index):
-        view.apply(self.named(1, 2))
-        assert (len(index), view.counts.orphaned, view.counts.stored) == (0, 1, 0)
 
     def test_a_block_that_left_the_gpu_just_before(self, view, index):
         view.apply(stored([1, 2], range(16), size=8))
@@ -269,12 +172,6 @@ def test_a_name_with_other_content_is_another_block(view, index):
     assert index.match(hashes_of(range(50, 54))) == {"e": Match(gpu=1)}
     view.apply(BlocksRemoved(Tier.GPU, (1, 2)))
     assert len(index) == 0
-
-
-def test_a_lora_adapter_is_part_of_it(view, index):
-    view.apply(BlocksStored(Tier.GPU, None, (1,), array("i", range(4)), SIZE, None, None, "ada"))
-    assert index.match(hashes_of(range(4))) == {}
-    assert index.match(extend(root_of(None, "ada"), array("i", range(4)), None, SIZE)) == {"e": Match(gpu=1)}
 
 
 @pytest.mark.parametrize("blocks", [1, 60])
@@ -476,11 +373,6 @@ def test_a_long_run_becomes_runs_that_follow_each_other():
     assert [len(part.hashes) for part in parts] == [step, 2]
     assert sum((part.token_ids for part in parts), array("i")) == array("i", range(32 * (step + 2)))
     assert sum((part.extra_ids for part in parts), array("Q")) == extra_ids
-
-
-def test_a_block_is_never_cut():
-    parts = list(slices(long_run(3, SLICE_TOKENS * 2)))
-    assert [len(part.hashes) for part in parts] == [1, 1, 1]
 
 
 def test_names_alone_and_removals_are_cut_by_number():

@@ -15,12 +15,6 @@ def owner_at(now=0.0, kvpin=5):
     return own
 
 
-def test_one_that_is_alone_owns_the_engine_at_once():
-    own = owner_at()
-    assert own.is_owner
-    assert own.claim == HELD
-
-
 def test_one_that_is_not_sure_to_be_alone_bids_first():
     own = OwnClaim(5)
     own.decide(0.0, {}, may_bid=True)
@@ -51,19 +45,6 @@ def test_a_bid_gives_way_to_a_better_one_and_to_an_owner():
         assert own.claim is None
         own.decide(10.0, {}, may_bid=True)
         assert own.claim == Claim(better.epoch + 1, is_held=False)
-
-
-def test_an_owner_stays_when_others_come():
-    own = owner_at()
-    own.decide(1.0, {3: Claim(7, is_held=False)}, may_bid=True)
-    assert own.is_owner
-
-
-def test_of_two_owners_the_later_one_stays():
-    own = owner_at()
-    own.decide(1.0, {9: Claim(2, is_held=True)}, may_bid=True)
-    assert not own.is_owner
-    assert own.claim is None
 
 
 def test_one_that_is_locked_out_leaves_the_engine_to_an_owner():

@@ -1,4 +1,3 @@
-from engine_adapter import Role
 from proxy.core.index.blocks import Chain
 from proxy.core.peers.messages import (
     AnswerBegan,
@@ -56,9 +55,3 @@ def test_what_runs_is_told_as_it_is_now():
     assert last == own.heartbeat(5.0) == Heartbeat(packed([2, 3]), 5.0)
     running.first_token()
     assert next(own.in_flight(5.0)).step == 1
-
-
-def test_a_part_of_a_request_is_told_as_one():
-    own, _ = made()
-    telling = begin(own, part=Role.DECODE)
-    assert own.take()[0].part is telling.now().part is Role.DECODE

@@ -9,17 +9,14 @@ from proxy.core.placement import demand as module
 from proxy.core.placement.demand import (
     HALF_LIFE,
     MAX_TURNS,
-    MAX_UTILISATION,
     MIN_UTILISATION,
     PRIOR,
     RATE_S,
     REFRESH,
     WINDOW_S,
-    YOUNG_S,
     Demand,
     Rate,
     Recent,
-    continued,
 )
 
 
@@ -32,15 +29,6 @@ def test_a_rate_is_that_of_the_last_seconds():
     assert not rate.is_young(1000.0)
     assert rate.per_s(1000.0) == pytest.approx(2.0, rel=1e-3)
     assert rate.per_s(1000.0 + RATE_S) == pytest.approx(2 / e, rel=1e-3)
-
-
-def test_a_young_rate_is_that_since_its_first_amount():
-    rate = Rate()
-    rate.add(1000.0, 3.0)
-    assert rate.is_young(1009.0)
-    assert rate.per_s(1000.0) == pytest.approx(3 / YOUNG_S, rel=0.1)
-    rate.add(1004.0, 3.0)
-    assert rate.per_s(1004.0) == pytest.approx(6 / 4, rel=0.1)
 
 
 def test_a_rate_may_be_that_of_the_last_minutes():
@@ -93,17 +81,7 @@ def ask(demand, now, name, blocks=100, computed=100):
     demand.asked(now, prompt(name, blocks), 16 * computed)
 
 
-def test_a_prompt_goes_on_from_those_whose_last_block_it_holds():
-    assert set(continued({5: "a", 9: "b", 3: "c"}, (1, 3, 5, 7))) == {3, 5}
-
-
 class TestReturns:
-    def test_before_anything_is_learned_some_come_back(self, demand):
-        assert [demand.returns(idle_s) for idle_s in (0.0, 1.0, 1e9)] == [PRIOR] * 3
-        for name in range(REFRESH - 1):
-            ask(demand, 0.0, name)
-        assert demand.returns(1.0) == PRIOR
-
     def test_how_often_one_is_asked_for_follows(self, demand):
         assert demand.turns == pytest.approx(1 / (1 - PRIOR))
         for turn in range(50 * REFRESH):
@@ -144,10 +122,6 @@ class TestReturns:
         # Half of what was learned before counted half with every HALF_LIFE prompts since.
         assert 0.05 < demand.returns(0.5) < 0.15
 
-    def test_without_a_full_block_there_is_nothing_to_come_back(self, demand):
-        demand.asked(1.0, Chain((), 7, 16), 7)
-        assert not demand._asked
-
     def test_prompts_are_waited_for_within_bounds(self, demand, monkeypatch):
         monkeypatch.setattr(module, "MAX_PROMPTS", 3)
         for name in range(5):
@@ -181,14 +155,6 @@ class TestUtilisation:
         for tenth in range(21):
             demand.placed(7 + tenth / 10, 0.05)
         assert demand.utilisation(9.0, 1) == pytest.approx(0.5, rel=0.1)
-
-    def test_of_one_prompt_is_not_that_of_its_first_moment(self, demand):
-        demand.placed(7.0, 0.3)
-        assert demand.utilisation(7.0, 1) == pytest.approx(0.3 / YOUNG_S, rel=0.1)
-
-    def test_of_too_much_work_is_not_infinite(self, demand):
-        demand.placed(0.0, 10.0**9)
-        assert demand.utilisation(0.0, 1) == MAX_UTILISATION
 
 
 def test_work_that_is_found_under_way_is_longer_than_most(demand):

@@ -15,44 +15,12 @@ def in_use():
     return InUse(5 * STRIDE)
 
 
-def test_what_requests_share_counts_once(in_use):
-    in_use.add(DOCUMENT)
-    in_use.add((*DOCUMENT, 1, 2, 3))
-    assert in_use.blocks == 2 * STRIDE + 3
-    in_use.remove(DOCUMENT)
-    assert in_use.blocks == 2 * STRIDE + 3
-    in_use.remove((*DOCUMENT, 1, 2, 3))
-    assert in_use.blocks == 0
-
-
 def test_while_all_fits_nobody_waits(in_use):
     in_use.add(range(3 * STRIDE))
     assert in_use.wait_s(DOCUMENT, 10.0) == 0.0
     in_use.add((5,))
     assert in_use.wait_s(DOCUMENT, 10.0) > 0
     assert in_use.wait_s(range(STRIDE), 10.0) == 0.0
-
-
-def test_what_is_in_use_already_needs_no_room(in_use):
-    in_use.add(range(4 * STRIDE))
-    assert in_use.wait_s(range(4 * STRIDE), 10.0) == 0.0
-    assert in_use.wait_s((*range(4 * STRIDE), *DOCUMENT), 10.0) == pytest.approx(10.0 / 4)
-
-
-def test_as_requests_end_one_after_the_other_there_is_room(in_use):
-    in_use.add(range(4 * STRIDE))
-    assert in_use.wait_s(DOCUMENT, 8.0) == pytest.approx(8.0 * 1 / 4)
-    in_use.add(range(5000, 5000 + 4 * STRIDE))
-    assert in_use.wait_s(DOCUMENT, 8.0) == pytest.approx(8.0 * 5 / 8)
-
-
-def test_no_longer_than_an_answer_takes(in_use):
-    in_use.add((1,))
-    assert in_use.wait_s(range(9 * STRIDE), 8.0) == 8.0
-
-
-def test_a_prompt_that_never_fits_waits_for_nobody(in_use):
-    assert in_use.wait_s(range(9 * STRIDE), 8.0) == 0.0
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 4 * STRIDE)), max_size=20), st.randoms())
@@ -109,10 +77,6 @@ def test_of_many_only_the_oldest_are_looked_at():
     assert len(residents.oldest(999)) == MAX_LOOKED_AT
 
 
-def test_nothing_is_lost_that_nobody_asks_for_again(residents):
-    assert residents.lost(20.0, 999, lambda _idle_s: 0.0) == 0.0
-
-
 def test_a_prompt_that_goes_on_from_others_takes_them_along_to_the_end(residents, held):
     residents.use(30.0, (*range(11, 16), *range(41, 44)), 3)
     held.add(43)
@@ -129,16 +93,6 @@ def test_what_the_engine_no_longer_holds_is_forgotten(residents, held):
     held.clear()
     assert residents.lost(20.0, 5, always) == 0.0
     assert len(residents) == 0
-
-
-def test_a_prompt_without_a_full_block_leaves_nothing(residents):
-    residents.use(30.0, (), 0)
-    assert len(residents) == 3
-
-
-def test_an_engine_that_lost_everything_loses_nothing_more(residents):
-    residents.clear()
-    assert (len(residents), residents.lost(20.0, 5, always)) == (0, 0.0)
 
 
 def test_their_number_is_bounded(residents, monkeypatch):

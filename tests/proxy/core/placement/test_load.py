@@ -36,20 +36,6 @@ class TestLife:
         assert ledger.view(2.0) is IDLE
         assert (ledger.placed, ledger.in_flight) == (1, 0)
 
-    def test_each_request_has_a_ticket_of_its_own(self, ledger):
-        first, second = begin(ledger), begin(ledger)
-        ledger.end(0.5, first)
-        ledger.end(0.6, first)
-        assert ledger.view(0.6) == LoadView(in_flight=1, queue_s=pytest.approx(0.9), decoding=0)
-        ledger.end(0.7, second)
-        assert (ledger.in_flight, ledger.placed) == (0, 2)
-
-    def test_one_that_ends_before_its_first_token_leaves_nothing(self, ledger):
-        ticket = begin(ledger)
-        ledger.end(0.5, ticket)
-        assert ledger.first_token(1.0, ticket) is None
-        assert ledger.view(1.0) is IDLE
-
 
 class TestQueue:
     def test_the_engine_turns_from_one_to_the_next(self, ledger):
@@ -107,18 +93,6 @@ class TestPulls:
         assert ledger.view(0.5) == LoadView(in_flight=2, queue_s=0.5, decoding=1)
         ledger.end(2.0, ticket)
         assert (ledger.placed, ledger.in_flight) == (2, 1)
-
-    def test_it_may_end_before_its_first_token(self, ledger):
-        ticket = ledger.begin_pull()
-        assert ledger.view(0.0) == LoadView(in_flight=1)
-        ledger.end(1.0, ticket)
-        assert ledger.view(1.0) == LoadView()
-        assert ledger.first_token(2.0, ticket) is None
-        assert ledger.view(2.0) == LoadView(), "it does not come back"
-
-    def test_it_counts_as_a_stream_if_its_first_token_is_not_seen(self, ledger):
-        ledger.begin_pull(seen=False)
-        assert ledger.view(0.0) == LoadView(in_flight=1, decoding=1)
 
     def test_it_is_not_lost_while_its_engine_has_yet_to_get_it(self, ledger):
         ledger.begin_pull()
@@ -192,22 +166,10 @@ class TestWholeAnswers:
         assert ledger.remaining(2.0, stream) is not None
         assert ledger.first_token(2.5, stream) is None
 
-    def test_beside_a_prompt_that_is_not_known_nothing_is(self, ledger):
-        ledger.end(0.5, begin(ledger, work=None))
-        whole, unknown = begin(ledger, seen=False), begin(ledger, work=None, seen=False)
-        ledger.end(1.0, unknown)
-        assert ledger.answered(3.0, whole) is None
-        assert ledger.answered(4.0, begin(ledger, 3.0, seen=False)) == Spent(1.0, 1000, 0)
-
     def test_what_became_of_a_prompt_that_was_given_up_is_not_known(self, ledger):
         whole, given_up = begin(ledger, seen=False), begin(ledger)
         ledger.end(1.0, given_up)
         assert ledger.answered(3.0, whole) is None
-
-    def test_streams_and_requests_that_are_over_have_none(self, ledger):
-        stream, over = begin(ledger), begin(ledger, seen=False)
-        ledger.end(1.0, over)
-        assert (ledger.answered(2.0, stream), ledger.answered(2.0, over)) == (None, None)
 
 
 class TestLearning:

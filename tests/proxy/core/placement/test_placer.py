@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_adapter import Forecast, Tier
+from engine_adapter import Tier
 from engine_adapter.types import Attention, KvGroup, Role, Usage
 from proxy.core.index.blocks import Chain
-from proxy.core.index.match import Match
 from proxy.core.placement import placer as module
 from proxy.core.placement.load import IDLE, EngineLedger, Work
 from proxy.core.placement.pairs import STALL
@@ -59,15 +58,6 @@ def serve(placer, now, chain, *, took_s=0.1, session=None, on=()):
 
 
 class TestEngines:
-    def test_capacities_are_in_blocks_of_the_pool(self):
-        placer = Placer(16)
-        placer.add("large", tokens_per_block=64, gpu_blocks=10, host_blocks=5)
-        placer.add("small", tokens_per_block=8, gpu_blocks=10)
-        placer.add("unknown")
-        assert [
-            (book.tokens_per_block, book.gpu_blocks, book.host_blocks) for book in placer.books.values()
-        ] == [(64, 40, 20), (16, 5, 0), (16, None, 0)]
-
     def test_one_that_comes_back_starts_anew_but_for_requests_that_still_run(self, placer):
         serve(placer, 0.0, prompt(1))
         running = EngineLedger()
@@ -116,19 +106,6 @@ class TestEngines:
 
 
 class TestCandidates:
-    def test_say_what_is_known_of_an_engine(self, placer):
-        chain = prompt(1)
-        placement = place(placer, 0.0, chain)
-        begin_at(placer, 0.0, placement, chain)
-        told = placer.candidate(0.0, "a", Match(gpu=3), forecast=Forecast(7), complete=False, is_last=True)
-        assert (told.engine, told.tokens_per_block, told.match) == ("a", 16, Match(gpu=3))
-        assert (told.load.in_flight, told.load.queue_s) == (1, pytest.approx(161 / 4000))
-        assert (told.room, told.free_blocks, told.turn) == (90, 90, 1)
-        assert (told.forecast, told.complete, told.is_last) == (Forecast(7), False, True)
-        other = placer.candidate(0.0, "b")
-        assert (other.match, other.load, other.turn) == (Match(), IDLE, 0)
-        assert (other.forecast, other.complete, other.is_last) == (None, True, False)
-
     @pytest.mark.parametrize(
         ("gpu", "host", "stored", "free", "room"),
         [
@@ -175,19 +152,6 @@ class TestCandidates:
 
 
 class TestPlacement:
-    def test_a_prompt_returns_to_the_engine_that_served_it(self, placer):
-        home, _ = serve(placer, 0.0, prompt(1))
-        other, _ = serve(placer, 10.0, prompt(2))
-        assert {home, other} == {"a", "b"}
-        assert serve(placer, 20.0, prompt(1, blocks=12)) == (home, 160)
-        assert serve(placer, 30.0, prompt(2)) == (other, 160)
-
-    def test_nothing_changes_before_a_request_begins(self, placer):
-        before = [place(placer, 0.0, prompt(1)) for _ in range(3)]
-        assert before[0].chosen == before[1].chosen == before[2].chosen
-        assert before[0].costs == before[1].costs == before[2].costs
-        assert (len(placer.index), [book.turn for book in placer.books.values()]) == (0, [0, 0])
-
     def test_a_cost_asked_for_later_is_the_one_that_was_decided_with(self, placer):
         """Loads, rates, caches and memory in use have all changed by then."""
         serve(placer, 0.0, prompt(1))
@@ -337,13 +301,6 @@ class TestBursts:
         (leader,) = self.ask(placer, 0.0, 0)
         assert self.ask(placer, 1.0, 1, 2, 3) == {leader: 3}
 
-    def test_more_of_them_do_not(self):
-        placer = self.engines(5)
-        (leader,) = self.ask(placer, 0.0, 0)
-        counts = self.ask(placer, 1.0, *range(1, 60))
-        assert len(counts) == 5
-        assert counts[leader] == max(counts.values())
-
     def test_idle_engines_compute_it_though_much_was_placed_lately(self):
         placer = self.engines(2)
         for at in range(20):
@@ -372,10 +329,6 @@ class TestEvictions:
         for name in range(9):
             serve(placer, float(name), prompt(name), on="a")
         return placer
-
-    def test_they_reach_the_least_recently_used(self, full):
-        old, late = (begin(full, 20.0, prompt(name, blocks=12), "a") for name in (0, 8))
-        assert (old.may_be_evicted, late.may_be_evicted) == (True, False)
 
     def test_those_placed_later_count_too(self, full):
         old = begin(full, 20.0, prompt(0), "a")
@@ -420,13 +373,6 @@ class TestEvictions:
         placer.add("a", gpu_blocks=10, host_blocks=100)
         serve(placer, 0.0, prompt(0))
         begin(placer, 1.0, prompt(1), "a")
-        assert not begin(placer, 1.0, prompt(0)).may_be_evicted
-
-    def test_an_engine_of_unknown_size_tells_nothing(self):
-        placer = Placer(16)
-        placer.add("a")
-        serve(placer, 0.0, prompt(0))
-        begin(placer, 1.0, prompt(1, blocks=10_000), "a")
         assert not begin(placer, 1.0, prompt(0)).may_be_evicted
 
     def test_until_a_window_has_left_them_prompts_take_its_blocks_too(self):
@@ -475,22 +421,6 @@ class TestRequests:
         assert placer.candidate(0.0, "a").load.queue_s == pytest.approx(801 / 4000)
         placer.first_token(2.0, begin(placer, 0.0, prompt(2, blocks=50), "b"))
         assert placer.candidate(0.0, "a").load.queue_s == pytest.approx(2.0)
-
-    def test_what_is_known_later_counts(self, placer):
-        chain = prompt(1, blocks=50)
-        placement = place(placer, 0.0, chain)
-        placed = begin_at(placer, 0.0, placement, chain)
-        placer.refine(placed, Work(40, host=4000))
-        assert placer.candidate(0.0, placement.engine).load.queue_s == pytest.approx(0.01 + 0.1)
-
-    def test_one_that_failed_leaves_no_prompt(self, placer):
-        chain = prompt(1)
-        placement = place(placer, 0.0, chain)
-        placed = begin_at(placer, 0.0, placement, chain)
-        placer.end(1.0, placed, None)
-        placer.settled(placed)
-        assert len(placer.books[placement.engine].residents) == 0
-        assert (placer.match(chain), placer.candidate(1.0, placement.engine).load) == ({}, IDLE)
 
     def test_one_that_was_refused_and_asked_for_elsewhere_was_asked_for_once(self, placer):
         for name in range(200):
@@ -554,13 +484,6 @@ class TestWholeAnswers:
             placer.end(100.0 * at + 60, placed, 1009, Usage(prefill=(1000, 0.25)))
         assert placer.rates.prefill_s(1000) == pytest.approx(0.25)
         assert placer.rates.samples == 5, "one of them came before its first report"
-
-    def test_an_engine_that_says_nothing_teaches_nothing(self, placer):
-        for at in range(2 * MIN_ANSWERS):
-            placed = begin(placer, float(at), prompt(at), streams=False)
-            placer.answered(at + 0.5, placed)
-            placer.end(at + 0.5, placed, 161, Usage() if at % 2 else None)
-        assert not placer.rates.learned
 
 
 class TestSessions:
@@ -726,20 +649,6 @@ class TestPairs:
             placer.begin(float(at), "b", Work(1), None)
         assert placer.prefillers(3600.0, [], set()).arrivals("b") == pytest.approx(1, rel=0.02)
 
-    def test_count_once_as_demand(self, placer, pair):
-        chain, prefill, decode = pair
-        placer.first_token(0.5, prefill)
-        placer.end(0.5, prefill, 161)
-        assert placer.demand.answer_s == 0, "the first leg is no answer"
-        placer.first_token(0.6, decode)
-        placer.end(2.6, decode, 161)
-        assert placer.demand.answer_s == pytest.approx(2.0)
-        assert placer.demand._made == 10
-        for leg in (prefill, decode):
-            placer.settled(leg)
-        assert placer.match(chain) == {}
-        assert [book.in_use.blocks for book in placer.books.values()] == [0, 0]
-
     def test_the_second_engine_may_have_to_compute_the_prompt(self, placer, pair):
         chain, prefill, decode = pair
         placer.end(1.0, prefill, None)
@@ -753,14 +662,6 @@ class TestPairs:
         assert placer.match(chain) == {}
         assert placer.demand._made == 10
 
-    def test_one_that_ends_early_leaves_nothing(self, placer, pair):
-        chain, prefill, decode = pair
-        for leg in (prefill, decode):
-            placer.end(0.1, leg, None)
-            placer.settled(leg)
-        assert placer.match(chain) == {}
-        assert [book.ledger.view(0.1) for book in placer.books.values()] == [IDLE, IDLE]
-
     def test_another_request_for_the_prompt_keeps_its_pending_blocks(self, placer, pair):
         chain, _, decode = pair
         other = placer.begin(0.0, "b", Work(161), chain)
@@ -770,10 +671,3 @@ class TestPairs:
         placer.end(0.2, other, None)
         placer.settled(other)
         assert "b" not in placer.match(chain)
-
-    def test_links_of_a_removed_engine_are_forgotten(self, placer):
-        for _ in range(2):
-            placer.transfers.measured(0.0, "a", "b", 1000, 2.0)
-        assert placer.transfers.seconds(0.0, "a", "b", 1000) == 2.0
-        placer.remove("a")
-        assert placer.transfers.seconds(0.0, "a", "b", 1000) != 2.0

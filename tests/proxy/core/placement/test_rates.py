@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from engine_adapter import Tier
 from proxy.core.placement.load import LoadSample, Work
 from proxy.core.placement.rates import (
-    DEFAULT_PREFILL_TOK_S,
     HOST_SPEEDUP,
     MAX_INTERFERENCE,
     WINDOW,
@@ -36,19 +35,6 @@ def restore(rates, seconds, *, computed=0, host=0, disk=0):
     rates.learn(LoadSample(Work(computed, host, disk), seconds, 0.0))
 
 
-class TestBeforeAnythingIsLearned:
-    def test_it_is_in_proportion_and_restoring_is_faster(self, rates):
-        assert rates.prefill_s(4000) == pytest.approx(1.0)
-        assert rates.prefill_s(0) == 0.0
-        assert rates.prefill_tok_s == DEFAULT_PREFILL_TOK_S
-        assert rates.restore_s(40_000, 0) == pytest.approx(1.0)
-        assert rates.restore_s(0, 40_000) == pytest.approx(3.0)
-        assert rates.restore_s(20_000, 10_000) == pytest.approx(0.5 + 0.75)
-
-    def test_work_has_a_price(self, rates):
-        assert rates.price(Work(4000, host=4000, disk=4000)) == pytest.approx(1.0 + 0.1 + 0.3)
-
-
 class TestCurve:
     def test_one_odd_request_teaches_little(self, rates):
         for seconds in (1.0, 1.1, 60.0):
@@ -68,16 +54,6 @@ class TestCurve:
                     compute(rates, tokens, pace * tokens / 1000)
         for tokens in lengths:
             assert rates.prefill_s(tokens) == pytest.approx(tokens / 1000)
-
-    def test_lines_between_the_lengths_that_were_seen(self, rates):
-        compute(rates, 1000, 1.0), compute(rates, 3000, 5.0)
-        assert [rates.prefill_s(tokens) for tokens in (0, 500, 1000, 2000, 3000, 6000)] == pytest.approx(
-            [0.0, 0.5, 1.0, 3.0, 5.0, 10.0]
-        )
-
-    def test_it_never_falls(self, rates):
-        compute(rates, 1000, 5.0), compute(rates, 3000, 1.0)
-        assert rates.prefill_s(3000) == pytest.approx(5.0)
 
     def test_short_prompts_measure_round_trips_and_no_time_measures_nothing(self, rates):
         compute(rates, 63, 1.0), compute(rates, 1000, 0.0)
@@ -118,12 +94,6 @@ class TestPace:
         assert fast.prefill_s(1000) == pytest.approx(1.0)
         assert slow.prefill_tok_s == pytest.approx(fast.prefill_tok_s / 3)
         assert slow.prefill_s(9000) == pytest.approx(3 * fast.prefill_s(9000))
-
-    def test_noise_is_none(self, pool):
-        one, other = EngineRates(pool), EngineRates(pool)
-        for at in range(3 * WINDOW):
-            compute(one, 1000, 1.0 + at % 3 / 10), compute(other, 1000, 1.1 + at % 5 / 10)
-        assert (one.pace, other.pace) == (1.0, 1.0)
 
     def test_it_takes_many_samples_to_tell(self, pool):
         fast, slow = EngineRates(pool), EngineRates(pool)
@@ -197,10 +167,6 @@ class TestWholeAnswers:
         answer(rates, 1000, 0, 9.0, times=2 * WINDOW)
         assert rates.prefill_s(1000) == pytest.approx(0.5)
 
-    def test_no_time_and_no_tokens_teach_nothing(self, rates, pool):
-        answer(rates, 1000, 5, 0.0, times=WINDOW), answer(rates, 0, 0, 1.0, times=WINDOW)
-        assert not pool.learned
-
     def test_teach_a_pace_every_few_of_them(self, rates, pool, monkeypatch):
         asked, usual = [], pool.usual
         monkeypatch.setattr(pool, "usual", lambda *each: asked.append(each) or usual(*each))
@@ -221,10 +187,6 @@ class TestInterference:
             compute(rates, 1000, 1.0 * (1 + 0.05 * streams), streams)
         assert pool.interference == pytest.approx(0.05, rel=0.2)
         assert rates.prefill_s(1000) == pytest.approx(1.0, rel=0.05)
-
-    def test_is_none_where_all_were_alike(self, rates, pool):
-        compute(rates, 1000, 1.5, 3, times=2 * WINDOW)
-        assert pool.interference == 0.0
 
     def test_is_never_a_help_nor_out_of_bounds(self, pool):
         for slope, expected in ((-0.1, 0.0), (5.0, MAX_INTERFERENCE)):

@@ -8,7 +8,6 @@ from proxy.core.placement.whole_answers import (
     MIN_ANSWERS,
     REFIT,
     REFIT_S,
-    STEP_TOKENS,
     WINDOW,
     AnswerFit,
     AnswerSample,
@@ -56,15 +55,6 @@ def test_noise_and_answers_that_were_held_up_move_it_little(tok_s, step_s, seed)
 def test_on_average_it_is_right():
     found = [fit(list(answers(seed, 20_000, 0.015, noise=0.05, held_up=0.1))).token_s for seed in range(20)]
     assert sum(found) / len(found) == pytest.approx(1 / 20_000, rel=0.1)
-
-
-def test_answers_that_are_all_alike_are_split_by_the_guess():
-    found = fit([AnswerSample(1000, 100, 7.4)] * MIN_ANSWERS)
-    assert (found.token_s, found.step_s) == pytest.approx((0.001, 0.001 * STEP_TOKENS))
-
-
-def test_without_output_all_of_it_is_prefill():
-    assert fit([AnswerSample(1000, 0, 0.5)] * MIN_ANSWERS) == Fit(0.0005, 0.0)
 
 
 def test_longer_prompts_that_take_less_time_say_nothing():

@@ -206,27 +206,6 @@ async def test_one_that_was_healthy_once_is_never_given_up(tmp_path):
             assert engine.error is None
 
 
-SIGNALLED = """
-import os
-for line in ("one", "two", "three", "2026-11-23 05:12:10,123 INFO kvpin.engine: all is well"):
-    print(line, flush=True)
-os.kill(os.getpid(), 9)
-"""
-
-
-async def test_after_a_signal_the_last_words_are_few_and_none_is_information():
-    engine = engine_of(sys.executable, "-c", SIGNALLED, "{port}", timing=replace(QUICK, attempts=1))
-    await asyncio.wait_for(engine.run(), 30)
-    assert engine.error == "ended by signal 9 (Killed)\ntwo\nthree"
-
-
-async def test_one_that_is_told_to_stop_has_no_error(tmp_path):
-    engine = server(tmp_path)
-    async with running(engine):
-        await until(is_ready(engine))
-    assert engine.error is None
-
-
 async def test_the_wait_doubles_up_to_its_limit():
     engine = engine_of(sys.executable, "-c", "raise SystemExit(3)", "{port}")
     with capture_logs() as entries:
@@ -284,12 +263,6 @@ async def test_nothing_is_left_open(tmp_path):
     assert open_files() == before
 
 
-def test_an_engine_is_started_with_its_port():
-    engine = ManagedEngine(ManagedSettings(kind="embedded", id="e-0", command=("--kv-blocks", "64")))
-    assert engine.command()[-4:] == ["--port", str(engine.port), "--kv-blocks", "64"]
-    assert engine.spec.url == f"http://127.0.0.1:{engine.port}"
-
-
 KEYED = [("embedded", "KVPIN_ENGINE_KEY", ()), ("llama_server", "LLAMA_API_KEY", ("-m", "m.gguf"))]
 
 
@@ -314,12 +287,6 @@ def test_a_key_of_the_command_stays():
     words = ("-m", "m.gguf", "--api-key", "a,b")
     engine = ManagedEngine(ManagedSettings(kind="llama_server", id="e-0", command=words))
     assert (engine.spec.api_key, engine._environment()["LLAMA_API_KEY"]) == ("a", "a")
-
-
-def test_no_other_engine_gets_a_key():
-    engine = engine_of(sys.executable, "-c", "", "{port}")
-    assert engine.spec.api_key is None
-    assert not {"KVPIN_ENGINE_KEY", "LLAMA_API_KEY"} & set(engine._environment())
 
 
 async def test_an_embedded_engine_asks_for_its_key():

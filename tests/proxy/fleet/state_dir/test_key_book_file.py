@@ -6,9 +6,8 @@ import msgspec
 import pytest
 
 from proxy.core.issued_keys import IssuedKey
-from proxy.core.quotas import UseBook, Used
 from proxy.fleet.state_dir import files
-from proxy.fleet.state_dir.files import KeyBookFile, UseFile, sealed
+from proxy.fleet.state_dir.files import KeyBookFile, sealed
 from proxy.settings import SettingsError
 
 
@@ -23,13 +22,6 @@ def test_without_a_directory_there_are_none_and_the_first_one_makes_it(tmp_path)
     assert KeyBookFile(tmp_path / "state").read() == [key()]
     assert stat.S_IMODE((tmp_path / "state" / "keys").stat().st_mode) == 0o600
     assert stat.S_IMODE((tmp_path / "state").stat().st_mode) == 0o700
-
-
-async def test_the_use_of_tenants_beside_it_is_a_file_of_its_own(tmp_path):
-    KeyBookFile(tmp_path).add([key()])
-    await UseFile(tmp_path, UseBook({(1, "t", "m"): Used(1)}.items())).save()
-    assert KeyBookFile(tmp_path).read() == [key()]
-    assert {each.name for each in tmp_path.iterdir()} == {"keys", "keys.lock", "use"}
 
 
 def test_a_lock_that_another_process_keeps_is_given_up_and_named(tmp_path, monkeypatch):

@@ -47,11 +47,6 @@ def test_a_directory_is_made_for_this_user_alone(tmp_path):
     assert list(directory.iterdir()) == []
 
 
-def test_so_are_the_directories_above_it(tmp_path):
-    make_directory(tmp_path / "state" / "worker-1")
-    assert stat.S_IMODE((tmp_path / "state").stat().st_mode) == 0o700
-
-
 @pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770, 0o702])
 def test_one_that_others_may_write_is_refused(tmp_path, mode):
     tmp_path.chmod(mode)
@@ -64,11 +59,6 @@ def test_so_is_one_of_another_user(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "_ROOT", -1)
     with pytest.raises(SettingsError, match="belongs to another user"):
         make_directory(tmp_path)
-
-
-def test_one_that_others_may_read_is_used(tmp_path):
-    tmp_path.chmod(0o755)
-    make_directory(tmp_path)
 
 
 def test_what_a_killed_process_left_goes_and_what_another_one_writes_stays(tmp_path):

@@ -72,17 +72,6 @@ async def test_an_order_that_was_given_when_the_clock_was_ahead_can_be_undone(tm
     assert not book.is_drained("gpu1:8000")
 
 
-async def test_a_drain_is_saved_at_once_and_kept(tmp_path):
-    world = World(tmp_path)
-    running = asyncio.create_task(world.keeper.run(world.fleet, world.pins))
-    world.fleet.book.drain("gpu1:8000", drained=True, now=5.0)
-    async with asyncio.timeout(10):
-        while not world.path.exists():  # noqa: ASYNC110 - no event tells
-            await asyncio.sleep(0.01)
-    running.cancel()
-    assert World(tmp_path).fleet.book.is_drained("gpu1:8000")
-
-
 async def test_a_change_of_pins_is_saved_at_once(tmp_path):
     world = World(tmp_path)
     running = asyncio.create_task(world.keeper.run(world.fleet, world.pins))
@@ -152,10 +141,6 @@ ENGINE = EngineMemory(
     learned=[b"12345678"],
 )
 SNAPSHOT = SavedState(False, [on_other_clock(PIN, 1000.0)], [ENGINE])
-
-
-def test_what_was_written_is_read():
-    assert decode(encode(SNAPSHOT), isolated=False) == SNAPSHOT
 
 
 def test_a_pin_ends_at_the_same_time_on_another_clock():

@@ -68,13 +68,6 @@ async def test_a_file_that_cannot_be_read_is_one_warning(tmp_path, raw):
     assert (tmp_path / "use.unread").read_bytes() == raw  # a newer kvpin may read it
 
 
-async def test_very_many_rows_are_the_same_after_a_restart(tmp_path):
-    book = UseBook(((TODAY, f"tenant-{number}", "m"), Used(number)) for number in range(5000))
-    await UseFile(tmp_path, book).save()
-    UseFile(tmp_path, later := UseBook())
-    assert later == book
-
-
 async def test_a_disk_that_is_full_is_told_and_tried_again(tmp_path, monkeypatch):
     def full(_path, _data, *, synced):
         raise OSError(28, "No space left on device")

@@ -2,21 +2,7 @@ import json
 
 import pytest
 
-from proxy.request.translate.wording import ANTHROPIC, OPENAI, dialect_of
-
-
-@pytest.mark.parametrize(
-    ("target", "dialect"),
-    [
-        (b"/v1/messages", ANTHROPIC),
-        (b"/v1/messages?beta=true", ANTHROPIC),
-        (b"/v1/messages/count_tokens", ANTHROPIC),
-        (b"/v1/chat/completions", OPENAI),
-        (b"/v1/models", OPENAI),
-    ],
-)
-def test_the_route_decides(target, dialect):
-    assert dialect_of(target) is dialect
+from proxy.request.translate.wording import ANTHROPIC, OPENAI
 
 
 @pytest.mark.parametrize(

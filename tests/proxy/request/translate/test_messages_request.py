@@ -58,11 +58,6 @@ def chat(*messages, **fields):
     return translated(messages, **fields)["messages"]
 
 
-def test_what_chats_have_too_stays():
-    kept = {"temperature": 0.5, "top_p": 0.9, "top_k": 4, "cache_salt": "s", "session_id": "x", "seed": 1}
-    assert translated(**kept) == {"model": "m", "max_tokens": 9, "messages": [user("Hi")], **kept}
-
-
 def test_what_only_anthropics_service_knows_goes():
     fields = {
         "service_tier": "auto", "metadata": {}, "cache_control": {"type": "ephemeral"}, "speed": "fast",
@@ -221,10 +216,6 @@ class TestOfAService:
             == "\nWe spoke.\n"
         )
         assert chat(user([{"type": "container_upload", "file_id": "f"}, text("a")])) == [user("a")]
-
-    def test_fields_are_named(self):
-        assert told(service_tier="auto", system="s", metadata={}) == ("field:service_tier",)
-        assert told() == ()
 
 
 @pytest.mark.parametrize(

@@ -102,10 +102,6 @@ class TestAnswers:
         assert (response["status"], response["output"][0]["status"]) == (status, status)
         assert response["incomplete_details"] == (reason and {"reason": reason})
 
-    def test_no_words_and_no_usage(self):
-        response = answered(translation(), usage=None, content="")
-        assert (response["output"], response["usage"]["total_tokens"]) == ([], 0)
-
     @pytest.mark.parametrize("content", [b"", b"{}", b'{"choices": []}', b'{"choices": 7}', b'"\xff"'])
     def test_what_is_no_chat(self, content):
         with pytest.raises(EngineFailed, match="not that of a chat"):

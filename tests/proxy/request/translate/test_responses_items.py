@@ -112,10 +112,6 @@ def test_the_items_of_a_turn_are_one_message():
     assert len(messages_of(said("a"), THOUGHT, said("b"))) == 2
 
 
-def test_instructions_come_first():
-    assert messages_of(user("a"), instructions="Be brief.")[0] == {"role": "system", "content": "Be brief."}
-
-
 def test_a_custom_tool_is_a_function_with_one_argument():
     called = {"type": "custom_tool_call", "call_id": "c1", "name": "patch", "input": 'a "b"'}
     result = {"type": "custom_tool_call_output", "call_id": "c1", "output": "done"}
@@ -202,12 +198,6 @@ def test_what_a_service_did_is_text_of_the_answer():
         "content": "\ntides\nHigh.",
     }
     assert messages_of(*history)[:2] == messages_of(*history[:-1])
-
-
-def test_a_call_of_a_namespace_has_the_name_of_its_function():
-    for space in ("mcp__sea", "mcp__sea__"):
-        (made,) = messages_of(CALL | {"namespace": space})
-        assert made["tool_calls"][0]["function"]["name"] == "mcp__sea__tide"
 
 
 def test_listed_items_have_ids_and_parts():

@@ -20,9 +20,6 @@ from tests.proxy.request.translate.response_world import (
 
 
 class TestRequests:
-    def test_the_least(self):
-        assert chat_of() == {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
-
     def test_fields_that_are_an_engines_stay(self):
         kept = {
             "temperature": 0.5,
@@ -87,11 +84,6 @@ class TestRequests:
     )
     def test_each_field_has_its_place(self, fields, of_chat):
         assert chat_of(**fields) == {**chat_of(), **of_chat}
-
-    def test_a_custom_tool_is_offered_as_a_function(self):
-        (tool,) = chat_of(tools=[{"type": "custom", "name": "patch", "description": "Patches"}])["tools"]
-        assert tool["function"]["name"] == "patch"
-        assert tool["function"]["parameters"]["required"] == ["input"]
 
     @pytest.mark.parametrize(
         ("fields", "param"),

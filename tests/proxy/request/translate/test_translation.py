@@ -170,14 +170,6 @@ def test_a_stream_that_does_not_say_why_it_ended_ends_with_an_error(route, chunk
     assert (last["type"], told["message"]) == ("error", "the engine broke off its answer")
 
 
-async def test_an_answer_that_is_no_chat_is_an_error(engine, client):
-    async def script(exchange):
-        await exchange.send({"what": "ever"})
-
-    engine.script = script
-    assert (await ask(client)).status_code == 502
-
-
 @pytest.mark.parametrize("native", [False, True])
 async def test_errors_of_the_engine_are_anthropics(engine, client, native):
     async def script(exchange):
@@ -226,13 +218,6 @@ async def test_errors_of_the_engine_are_in_the_clients_words(engine, client):
     answer = await ask(client, system="Be brief.", messages=[{"role": "user", "content": [picture]}])
     assert answer.json()["error"]["message"] == "messages[0].content[0] has type 'image'"
     assert is_openai_error(await ask(client, RESPONSES), 400, param="max_output_tokens")
-
-
-async def test_the_method(engine, client):
-    answer = await client.get(MESSAGES)
-    assert (answer.status_code, answer.headers["allow"]) == (405, "POST, OPTIONS")
-    assert answer.json()["error"]["message"] == "/v1/messages takes POST, OPTIONS, not GET"
-    assert not engine.seen
 
 
 @pytest.fixture

@@ -94,11 +94,6 @@ def test_a_type_is_the_clients_where_the_position_is_the_chats():
     )
 
 
-def test_items_of_an_earlier_response_have_its_place():
-    said = of_response(input=[{"role": "user", "content": "Hi"}]).path("messages[1].content[0]")
-    assert said == "input[0].content"
-
-
 def test_an_error_is_reworded_on_its_way():
     def fail():
         with of_message().errors(ChatError):

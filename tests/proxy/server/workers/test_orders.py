@@ -90,8 +90,3 @@ def test_what_the_supervisor_refuses_no_worker_takes_over_until_it_is_mended(ord
     for _ in range(2):
         write_refusal(tmp_path, None)
         orders.settings(Settings)
-
-
-def test_a_worker_has_a_name_of_its_own(orders):
-    write_engines(Path(orders.directory), [])
-    assert orders.settings(lambda: Settings(name="blue")).name == "blue/2"
