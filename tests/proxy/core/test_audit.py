@@ -74,6 +74,8 @@ def test_a_miss_after_an_eviction_is_counted_and_doubts_nothing():
     )
     assert not audit.observe(32, 32, evicted_since=True)
     assert audit.view().exact == 1
+    audit.observe(32, 16)
+    assert audit.view().recent_miss_share == 0.5  # what was exact counts
 
 
 def test_less_than_a_block_more_than_predicted_is_exact_where_pages_are_smaller():

@@ -102,6 +102,7 @@ class TestParts:
             assert running(gate) == 1
             parts = [whole.part(10) for _ in range(3)]
             assert (running(gate), gate.bodies.used, whole.has_room()) == (3, 30, False)
+            assert [part.since for part in parts] == [whole.since] * 3
             parts[0].close()
             parts[0].close()
             assert (running(gate), gate.bodies.used, whole.has_room()) == (2, 20, True)

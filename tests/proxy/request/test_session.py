@@ -30,6 +30,8 @@ def test_the_name_that_tells_conversations_apart_best_counts():
     named = {field: field for field in FIELDS}
     assert session_of(None, sent({"x-session-id": "h"}), body(**named)).name == "h"
     assert session_of(None, NONE, body(**named)).name == "session_id"
+    best, next_best, *_ = SESSION_HEADERS
+    assert session_of(None, sent({next_best: "2", best: "1"}), None).name == "1"
 
 
 def test_names_of_tenants_are_their_own():
