@@ -179,6 +179,7 @@ class Cause(StrEnum):
         code: kvpin's error if nothing has reached the client, as the documentation tells it: what counts is
             the error's own code. None where there is none, or an engine's own.
         elsewhere: another engine may still answer the request.
+        again: that engine may, too: it did not get the request.
         blame: the consequence for the engine.
         is_poison: the request itself may kill engines. After two such attempts, no other engine is tried.
         meaning: for people.
@@ -186,6 +187,7 @@ class Cause(StrEnum):
 
     code: Code | None
     elsewhere: bool
+    again: bool
     blame: Blame
     is_poison: bool
     meaning: str
@@ -198,10 +200,12 @@ class Cause(StrEnum):
         blame: Blame = Blame.NOBODY,
         *flags: str,
     ) -> Self:
-        """A cause of this table. `flags` may hold "elsewhere" and "poison"; an absent flag is False."""
+        """A cause of this table. `flags` may hold "elsewhere", "again" and "poison"; an absent flag is
+        False."""
         self = str.__new__(cls, word)
         self._value_, self.code, self.meaning, self.blame = word, code, meaning, blame
-        self.elsewhere, self.is_poison = "elsewhere" in flags, "poison" in flags
+        self.elsewhere, self.again = "elsewhere" in flags, "again" in flags
+        self.is_poison = "poison" in flags
         return self
 
     # fmt: off
@@ -233,6 +237,10 @@ class Cause(StrEnum):
     ENGINE_LOST = (
         "engine_lost", Code.ENGINE_FAILED, "health checks lost the engine, or it was removed",
         Blame.NOBODY, "elsewhere")
+    ENGINE_CHANGED = (
+        "engine_changed", Code.ENGINE_FAILED,
+        "another process may have taken the engine's place before the request was sent",
+        Blame.NOBODY, "elsewhere", "again")
     ENGINE_BUSY = (
         "engine_busy", Code.OVERLOADED,
         "the engine had no room within `timeouts.first_byte_s`, for example no slot",

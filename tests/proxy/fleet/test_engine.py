@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import structlog
 
-from engine_adapter import Capability, EngineLost
+from engine_adapter import Capability, EngineChanged
 from proxy.fleet.engine import FALSE_DOUBTS, Engine, EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.prompt import Prompt
@@ -79,7 +79,7 @@ class TestDoubts:
         waiting = asyncio.create_task(engine.confirm(before))
         await asyncio.sleep(0)
         engine.has_gone()
-        with pytest.raises(EngineLost):
+        with pytest.raises(EngineChanged):
             await asyncio.wait_for(waiting, 1)
 
     def test_a_doubt_during_the_check_needs_another_check(self, fleet):
