@@ -80,7 +80,7 @@ class Code(StrEnum):
         "forbidden",
         403,
         (
-            "the admin API [without a key](operations.md#without-an-admin-key) was called from another "
+            "the admin API [without a key](keys.md#without-an-admin-key) was called from another "
             "machine or through a proxy, or a [web page](api.md#web-pages) or a "
             "[WebSocket](api.md#websockets) may not use kvpin, or a route or a field reaches what an engine "
             "keeps for [all tenants](api.md#several-tenants)"
@@ -97,7 +97,7 @@ class Code(StrEnum):
         404,
         (
             "no engine serves [that model](api.md#model-names), or "
-            "[the key may not use it](operations.md#models-and-end-of-a-key)"
+            "[the key may not use it](keys.md#models-and-end-of-a-key)"
         ),
     )
     METHOD_NOT_ALLOWED = "method_not_allowed", 405, "the route takes other methods, which `allow` names"
@@ -121,7 +121,7 @@ class Code(StrEnum):
     RATE_LIMIT_EXCEEDED = (
         "rate_limit_exceeded",
         429,
-        "the tenant is over a [limit](operations.md#limits-of-a-tenant); `retry-after` says when to retry",
+        "the tenant is over a [limit](keys.md#limits-of-a-tenant); `retry-after` says when to retry",
     )
     INTERNAL_ERROR = "internal_error", 500, "a bug in kvpin; the log has the details"
     NOT_SUPPORTED = "not_supported", 501, "the engine cannot do this; the message says what to do instead"
