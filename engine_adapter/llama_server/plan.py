@@ -18,10 +18,11 @@ from typing import NamedTuple
 from engine_adapter.hold import Forecast
 from engine_adapter.llama_server.checkpoints import PLAIN, MemoryRules, reusable
 from engine_adapter.llama_server.saved_entry import Saved, recency
-from engine_adapter.llama_server.slots import CHARACTERS, Slot, SlotOperation
+from engine_adapter.llama_server.slots import Slot, SlotOperation
 from engine_adapter.types import Tier, TokenIds
 
 _NO_TEXT = array("i")
+_CHARACTERS = 4  # of a token, about
 # How often the next turn comes within `TOOL_S` of a tool call: vLLM's router, issue 285.
 AFTER_TOOL_CALL = 0.95
 # An outdated slot's content is needed less often, by this factor: a client may name several conversations
@@ -145,7 +146,7 @@ class _Inputs:
     @property
     def length(self) -> int:
         """Tokens of the prompt; an estimate if only its text is known."""
-        return len(self.prompt) or len(self.text) // CHARACTERS
+        return len(self.prompt) or len(self.text) // _CHARACTERS
 
     @property
     def most(self) -> int:

@@ -17,7 +17,6 @@ from engine_adapter.llama_server.checkpoints import PLAIN, MemoryRules, SlotMemo
 from engine_adapter.types import TokenIds, common_prefix
 
 NEVER = -math.inf
-CHARACTERS = 4  # of a token, about
 
 
 class SlotOperation(StrEnum):
@@ -115,7 +114,7 @@ class Slot:
         """Estimate of `reusable` for a prompt that begins with this text under `salt`."""
         if not self.text or self.text_salt != salt:
             return 0
-        chunk = CHARACTERS * self.memory.rules.chunk
+        chunk = self.memory.rules.chunk * len(self.text) // max(self.length, 1)  # in characters
         return self.length * reusable(self.text, text, chunk) // len(self.text)
 
 

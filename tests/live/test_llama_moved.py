@@ -22,7 +22,7 @@ pytestmark = pytest.mark.live
 
 # With figures: MOVED_MODEL=large pytest -s tests/live/test_llama_moved.py -k document
 MODEL = os.environ.get("MOVED_MODEL", "tiny")
-TURNS, PARTS, CHUNK = 24, 8, 32
+TURNS, PARTS, CHUNK = 24 if MODEL == "tiny" else 10, 8, 32
 # The tiny model has no tokens to fill in with.
 FIM = [f"tokenizer.ggml.fim_{part}_token_id=int:{10 + at}" for at, part in enumerate(("pre", "suf", "mid"))]
 FILLS_IN = tuple(word for each in FIM for word in ("--override-kv", each))
