@@ -30,8 +30,6 @@ from engine_adapter.types import TokenIds, common_prefix
 
 # The server computes the last tokens of a prompt on their own, so that a checkpoint lies before them.
 _LAST = 4
-# Added to the id of a token, it makes a character that is no surrogate.
-_CHARACTER = (0x10000).to_bytes(4, "little")
 _PAD = 256  # the cells of a sliding window are a multiple of this
 
 
@@ -258,21 +256,22 @@ def reusable(content: TokenIds[int], prompt: TokenIds[int], chunk: int) -> int:
     forward, over what is not in the prompt. A token that is new ends this.
     """
     at = found = common_prefix(content, prompt)
-    if not chunk or at + chunk > len(prompt) or at + chunk > len(content):
+    run = prompt[at : at + chunk].tobytes()
+    if not chunk or at + chunk > len(prompt) or run not in content.tobytes():
         return at
     try:
         held, wanted = _as_text(content), _as_text(prompt)
     except (OverflowError, UnicodeDecodeError):  # no model has tokens of such ids
         return at
     while at + chunk <= len(wanted) and (found := held.find(wanted[at : at + chunk], found)) >= 0:
-        run = common_prefix(held[found:], wanted[at:])
-        at, found = at + run, found + run
+        moved = common_prefix(held[found:], wanted[at:])
+        at, found = at + moved, found + moved
     return at
 
 
 def _as_text(tokens: TokenIds[int]) -> str:
-    """The tokens as characters, because a text can be searched for a part."""
-    ids, added = tokens.tobytes(), _CHARACTER * len(tokens)
+    """The tokens as characters behind the surrogates, because a text can be searched for a part."""
+    ids, added = tokens.tobytes(), b"\0\0\1\0" * len(tokens)
     characters = int.from_bytes(ids, "little") + int.from_bytes(added, "little")
     return characters.to_bytes(len(ids), "little").decode("utf-32-le")
 
