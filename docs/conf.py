@@ -41,7 +41,8 @@ def _sections(text: str) -> list[tuple[str, list[str]]]:
     """The titles of README.md, and the pages that each lists."""
     parts = re.split(r"^## (.*)$", text, flags=re.MULTILINE)[1:]
     found = zip(parts[::2], parts[1::2], strict=True)
-    return [(title, re.findall(r"^- \[[^\]]+\]\(([^)#]+)\)", body, re.MULTILINE)) for title, body in found]
+    lists = [(title, re.findall(r"^- \[[^\]]+\]\(([^)#]+)\)", body, re.MULTILINE)) for title, body in found]
+    return [(title, pages) for title, pages in lists if pages]
 
 
 def _lead_to_the_start(app: Sphinx, error: Exception | None) -> None:

@@ -30,6 +30,7 @@ from engine_adapter.detect import detect_kind
 from engine_adapter.end_with_parent import ends_with_parent
 from engine_adapter.errors import (
     ChatError,
+    EngineChanged,
     EngineDied,
     EngineDiverged,
     EngineError,

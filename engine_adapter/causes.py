@@ -80,7 +80,7 @@ class Code(StrEnum):
         "forbidden",
         403,
         (
-            "the admin API [without a key](operations.md#without-an-admin-key) was called from another "
+            "the admin API [without a key](keys.md#without-an-admin-key) was called from another "
             "machine or through a proxy, or a [web page](api.md#web-pages) or a "
             "[WebSocket](api.md#websockets) may not use kvpin, or a route or a field reaches what an engine "
             "keeps for [all tenants](api.md#several-tenants)"
@@ -97,7 +97,7 @@ class Code(StrEnum):
         404,
         (
             "no engine serves [that model](api.md#model-names), or "
-            "[the key may not use it](operations.md#models-and-end-of-a-key)"
+            "[the key may not use it](keys.md#models-and-end-of-a-key)"
         ),
     )
     METHOD_NOT_ALLOWED = "method_not_allowed", 405, "the route takes other methods, which `allow` names"
@@ -121,7 +121,7 @@ class Code(StrEnum):
     RATE_LIMIT_EXCEEDED = (
         "rate_limit_exceeded",
         429,
-        "the tenant is over a [limit](operations.md#limits-of-a-tenant); `retry-after` says when to retry",
+        "the tenant is over a [limit](keys.md#limits-of-a-tenant); `retry-after` says when to retry",
     )
     INTERNAL_ERROR = "internal_error", 500, "a bug in kvpin; the log has the details"
     NOT_SUPPORTED = "not_supported", 501, "the engine cannot do this; the message says what to do instead"
@@ -179,6 +179,7 @@ class Cause(StrEnum):
         code: kvpin's error if nothing has reached the client, as the documentation tells it: what counts is
             the error's own code. None where there is none, or an engine's own.
         elsewhere: another engine may still answer the request.
+        again: that engine may, too: it did not get the request.
         blame: the consequence for the engine.
         is_poison: the request itself may kill engines. After two such attempts, no other engine is tried.
         meaning: for people.
@@ -186,6 +187,7 @@ class Cause(StrEnum):
 
     code: Code | None
     elsewhere: bool
+    again: bool
     blame: Blame
     is_poison: bool
     meaning: str
@@ -198,10 +200,12 @@ class Cause(StrEnum):
         blame: Blame = Blame.NOBODY,
         *flags: str,
     ) -> Self:
-        """A cause of this table. `flags` may hold "elsewhere" and "poison"; an absent flag is False."""
+        """A cause of this table. `flags` may hold "elsewhere", "again" and "poison"; an absent flag is
+        False."""
         self = str.__new__(cls, word)
         self._value_, self.code, self.meaning, self.blame = word, code, meaning, blame
-        self.elsewhere, self.is_poison = "elsewhere" in flags, "poison" in flags
+        self.elsewhere, self.again = "elsewhere" in flags, "again" in flags
+        self.is_poison = "poison" in flags
         return self
 
     # fmt: off
@@ -233,6 +237,10 @@ class Cause(StrEnum):
     ENGINE_LOST = (
         "engine_lost", Code.ENGINE_FAILED, "health checks lost the engine, or it was removed",
         Blame.NOBODY, "elsewhere")
+    ENGINE_CHANGED = (
+        "engine_changed", Code.ENGINE_FAILED,
+        "another process may have taken the engine's place before the request was sent",
+        Blame.NOBODY, "elsewhere", "again")
     ENGINE_BUSY = (
         "engine_busy", Code.OVERLOADED,
         "the engine had no room within `timeouts.first_byte_s`, for example no slot",

@@ -10,6 +10,7 @@ KvpinError
 │   ├── EngineGarbled      protocol: the answer cannot be understood
 │   ├── EngineLate         too late: no first byte, or silence
 │   ├── EngineLost         health checks lost the engine meanwhile
+│   ├── EngineChanged      another process may answer in its place; it got nothing
 │   ├── EngineDiverged     it was to go on with an answer, and gave another one
 │   ├── EngineUnhealthy    it answers, but not well, or not in time: it may soon be well again
 │   │   └── ModelNotLoaded its model is not in memory, and this question must not load or wake it
@@ -113,6 +114,12 @@ class EngineLost(EngineUnavailable):
     """The engine was lost or removed while the request ran."""
 
     cause = Cause.ENGINE_LOST
+
+
+class EngineChanged(EngineUnavailable):
+    """Another process may answer for the engine than when the request was placed. The engine got nothing."""
+
+    cause = Cause.ENGINE_CHANGED
 
 
 class EngineDiverged(EngineUnavailable):

@@ -372,7 +372,7 @@ class Flow:
             if ready.renderings is not ready.pool.renderings and request.told is None:
                 ready = await self._renewed(request, ready)
             candidates = self.candidates(ready, request.tried)
-            if not candidates and not request.attempts and ready.pool.is_coming_back:
+            if not candidates and not request.tried and ready.pool.is_coming_back:
                 ready, candidates = await self._awaited(request, ready)
             if not candidates:
                 return None

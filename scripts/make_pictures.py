@@ -237,7 +237,7 @@ def weighing() -> Figure:
 
 def first_token() -> Figure:
     """Time to the first token, cold and with KV that was kept, in three benchmarks."""
-    page = DOCS / "benchmarks.md"
+    page = DOCS / "benchmarks" / "reuse.md"
     document = dict(zip(*list(table(page, "benchmarks/ttft.py`"))[:2], strict=True))
     panels = (
         ("a document of 2,444 tokens", [(name, document[name]) for name in list(document)[1:4]]),
@@ -265,7 +265,7 @@ def first_token() -> Figure:
 
 def beside_others() -> Figure:
     """Mean and p99 time to first token, and hits, of kvpin and sglang-router under three loads."""
-    _, *rows = table(DOCS / "benchmarks.md", "These tables are from before the hot path.")
+    _, *rows = table(DOCS / "benchmarks" / "routing.md", "### Beside sglang-router")
     by_name = {name: cells for name, *cells in rows}
     panels = {
         "mean time to first token, ms": [_numbers(cell)[0] for cell in by_name["mean"]],
@@ -287,7 +287,7 @@ def beside_others() -> Figure:
 
 def cost() -> Figure:
     """CPU of each router for a request: whole answers to short and long chats, and streams."""
-    titles, *rows = table(DOCS / "benchmarks.md", "CPU of the router per request in µs, best of the repeats:")
+    titles, *rows = table(DOCS / "benchmarks" / "cost.md", "CPU of the router per request in µs")
     rows = [row for row in rows if not row[0].startswith("goal")]
     panels = {
         "small c16": "100 tokens, 16 at a time",

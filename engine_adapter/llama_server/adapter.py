@@ -33,6 +33,7 @@ from engine_adapter.hold import Forecast, Hold, RequestBody
 from engine_adapter.http.adapter import HttpAdapter, read_models
 from engine_adapter.http.transport import OutgoingRequest
 from engine_adapter.http.web_pages import is_loopback
+from engine_adapter.llama_server.command import FLAG_ALONE
 from engine_adapter.llama_server.discovery import discover, findings_of
 from engine_adapter.llama_server.engine_info import absent, info_of
 from engine_adapter.llama_server.mirror_events import MirrorEvents
@@ -244,8 +245,9 @@ class LlamaServerAdapter(HttpAdapter):
         if session is not None and await session.is_busy_moving():
             return
         facts = await discover(self._control, self.spec)
+        facts = replace(facts, cache_reuse=self.spec.options.cache_reuse)
         if session is None or session.is_lost or session.facts.identity != facts.identity:
-            await self._end(farewell=False)
+            await self.end_session(farewell=False)
             told = self._probed if self._router is not None else None
             session = ServerSession(
                 self._place,
@@ -289,7 +291,7 @@ class LlamaServerAdapter(HttpAdapter):
     @override
     async def leave(self) -> None:
         """Saves nothing: the other kvpin moves KV already."""
-        await self.is_gone()
+        await self.end_session(farewell=False)
         self._lock.free()
 
     @override
@@ -467,6 +469,10 @@ class LlamaServerAdapter(HttpAdapter):
         seen = scheduler.contents.findings if scheduler is not None else []
         has_slept = session.facts.is_sleeping or (scheduler is not None and scheduler.has_slept)
         facts = replace(session.facts, is_sleeping=has_slept)
+        name = self.spec.model or ""
+        flag = router.model(name).flag("--cache-reuse") if router and name in router.states else None
+        if flag not in (None, "0") and not facts.cache_reuse:
+            seen = [*seen, FLAG_ALONE]
         return (*findings_of(facts), *(Finding(text) for text in (*session.findings, *seen)))
 
     def _unsaved(self) -> Iterator[Finding]:
@@ -500,7 +506,7 @@ class LlamaServerAdapter(HttpAdapter):
     @override
     async def aclose(self) -> None:
         """Saves the slots first, so that a restart loses nothing."""
-        await self.put_away()
+        await self.end_session(farewell=True)
         if self._router is not None:
             await self._router.leave(self.spec.model or "", self)
         self._lock.free()
@@ -508,28 +514,18 @@ class LlamaServerAdapter(HttpAdapter):
             self._unsubscribe()
         await super().aclose()
 
-    # --- of a router ----------------------------------------------------------------------------------
-
-    async def put_away(self) -> None:
-        """Saves the slots: the process that holds them is about to end, or kvpin is."""
-        await self._end(farewell=True)
-
-    async def is_gone(self) -> None:
-        """The process has ended, or another kvpin has it."""
-        await self._end(farewell=False)
+    async def end_session(self, *, farewell: bool) -> None:
+        """The process is gone, another kvpin has it, or, with `farewell`, its slots are to be saved first."""
+        session, self._session, self.capabilities = self._session, None, None
+        if session is not None:
+            await session.end(farewell=farewell)
+        self._mirror.clear()
 
     # --- inside ---------------------------------------------------------------------------------------
 
     @property
     def _scheduler(self) -> SlotScheduler | None:
         return self._session.scheduler if self._session is not None else None
-
-    async def _end(self, *, farewell: bool) -> None:
-        """Ends the session: its process is gone, or kvpin stops."""
-        session, self._session, self.capabilities = self._session, None, None
-        if session is not None:
-            await session.end(farewell=farewell)
-        self._mirror.clear()
 
     async def _verbs(self, capability: Capability) -> SlotVerbs:
         await self.require(capability)

@@ -12,6 +12,8 @@ With `--swa-full`, windows keep all tokens, but a file still holds the last wind
 such a server reuses a beginning of the file although the window before it is gone, and answers wrongly:
 `SlotMemory.is_sound`.
 
+A memory that can be cut anywhere may also be moved, where its owner allows that: `reusable`.
+
 Source: tools/server/server-context.cpp of llama.cpp 0c1e570, and runs of it. Nothing shows checkpoints but
 their effect on `timings.cache_n`. Positions count from 0. For a memory that can be cut anywhere, the
 same rules give the common prefix.
@@ -19,11 +21,12 @@ same rules give the common prefix.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from engine_adapter.types import TokenIds
+from engine_adapter.types import TokenIds, common_prefix
 
 # The server computes the last tokens of a prompt on their own, so that a checkpoint lies before them.
 _LAST = 4
@@ -54,6 +57,7 @@ class MemoryRules:
         most: `--ctx-checkpoints`, the most checkpoints of a slot.
         spacing: `--checkpoint-min-step`.
         batch: `--batch-size`; `ubatch`: `--ubatch-size`.
+        chunk: the server moves runs of at least so many tokens, see `reusable`; 0 if it moves none.
         is_sure: False if the server does not do as these rules say, or if a figure is a guess.
     """
 
@@ -65,6 +69,7 @@ class MemoryRules:
     spacing: int = 8192
     batch: int = 2048
     ubatch: int = 512
+    chunk: int = 0
     is_sure: bool = True
 
     @property
@@ -91,7 +96,8 @@ class MemoryRules:
 
     def restored(self, length: int) -> SlotMemory:
         """The memory of a slot after a file of `length` tokens was restored into it."""
-        return SlotMemory(self, length, self.oldest_of(length), floor=length if self.loses_window else 0)
+        floor, exact = length if self.loses_window else 0, 0 if self.chunk else math.inf
+        return SlotMemory(self, length, self.oldest_of(length), floor=floor, exact=exact)
 
     def oldest_of(self, length: int) -> int:
         """Position of the oldest token that a copy of the memory has, made at `length` tokens."""
@@ -117,6 +123,8 @@ class SlotMemory:
         floor: if less than this is reused, it must be nothing.
         checkpoints: its checkpoints, in the order in which they were made.
         is_known: False if it may have other checkpoints.
+        exact: leading tokens whose KV is sure to have been computed where it lies, after nothing that was
+            moved; infinite if all of it was.
     """
 
     rules: MemoryRules = PLAIN
@@ -125,6 +133,7 @@ class SlotMemory:
     floor: int = 0
     checkpoints: tuple[Checkpoint, ...] = field(default=(), repr=False)
     is_known: bool = True
+    exact: float = math.inf
 
     def reused(self, shared: int, new: int) -> int:
         """Tokens that the server reuses of a prompt of `new` tokens, whose first `shared` lie in the slot."""
@@ -140,7 +149,12 @@ class SlotMemory:
         """True if `reused` is exact; it is too low if not."""
         rules = self.rules
         goes_on = rules.is_recurrent and not rules.window and shared == self.length < new
-        return rules.is_plain or (rules.is_sure and (self.is_known or goes_on or not shared))
+        return rules.is_sure and (rules.is_plain or self.is_known or goes_on or not shared)
+
+    def used_by(self, shared: int, *, moves: bool) -> SlotMemory:
+        """The memory for a prompt of which `shared` tokens lie there. `moves`: others may be moved there."""
+        is_exact = not moves and shared <= self.exact
+        return replace(self, exact=math.inf if is_exact else min(self.exact, shared))
 
     def after(
         self, shared: int, new: int, user_starts: Sequence[int] = (), *, told: int | None = None
@@ -232,6 +246,34 @@ def _make_room(rules: MemoryRules, old: list[Checkpoint], made: list[Checkpoint]
         del (old or made)[0]
     for several in (old, made):
         several[:] = [each for each in several if each.tokens != at]
+
+
+def reusable(content: TokenIds[int], prompt: TokenIds[int], chunk: int) -> int:
+    """Leading tokens of `prompt` whose KV a server takes from the `content` of a slot.
+
+    That is the common beginning. With a `chunk` above 0 (`--cache-reuse`), it is also the runs of at least so
+    many tokens that go on with the prompt and stand further back in the slot: the server moves their KV
+    forward, over what is not in the prompt. A token that is new ends this.
+    """
+    at = found = common_prefix(content, prompt)
+    run = prompt[at : at + chunk].tobytes()
+    if not chunk or at + chunk > len(prompt) or run not in content.tobytes():
+        return at
+    try:
+        held, wanted = _as_text(content), _as_text(prompt)
+    except (OverflowError, UnicodeDecodeError):  # no model has tokens of such ids
+        return at
+    while at + chunk <= len(wanted) and (found := held.find(wanted[at : at + chunk], found)) >= 0:
+        moved = common_prefix(held[found:], wanted[at:])
+        at, found = at + moved, found + moved
+    return at
+
+
+def _as_text(tokens: TokenIds[int]) -> str:
+    """The tokens as characters behind the surrogates, because a text can be searched for a part."""
+    ids, added = tokens.tobytes(), b"\0\0\1\0" * len(tokens)
+    characters = int.from_bytes(ids, "little") + int.from_bytes(added, "little")
+    return characters.to_bytes(len(ids), "little").decode("utf-32-le")
 
 
 def user_starts(tokens: TokenIds[int], mark: Sequence[int]) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from engine_adapter.errors import EngineSpecError
+from engine_adapter.llama_server.saved_files import is_in_memory
 
 BINARY = "llama-server"
 BINARY_VARIABLE = "LLAMA_SERVER"
@@ -30,9 +31,9 @@ _MODEL_FILE = ("-m", "--model")
 _MODEL_ELSEWHERE = ("-mu", "--model-url", "-dr", "--docker-repo", "-hf", "-hfr", "--hf-repo")
 _MODEL_PRESET = re.compile(r"--(fim|gpt-oss|vision|embd)-.+-(default|spec)")
 _MEMORY = Path("/dev/shm")  # noqa: S108 - a private directory is made in it, see make_save_dir
-_MOUNTS = Path("/proc/self/mounts")
 _ENOUGH_BYTES = 2**30
 _MOST_BYTES = 8 * 2**30
+FLAG_ALONE = "--cache-reuse has no effect: only cache_reuse = N of the engine allows it, as answers differ"
 _HINT = "scripts/llama-server of kvpin's repository builds one"
 
 
@@ -149,7 +150,7 @@ _ADVICE: tuple[tuple[tuple[str, ...], str | tuple[str, ...], str], ...] = (
     (
         ("--cache-reuse",),
         "0",
-        "--cache-reuse has no effect: shifted KV gives other answers, so kvpin asks for none; leave it out",
+        FLAG_ALONE,
     ),
     (
         ("--sleep-idle-seconds",),
@@ -188,7 +189,7 @@ def default_save_dir() -> Path:
     The answer does not change while the process runs.
     """
     directory = _MEMORY / f"kvpin-{os.getuid()}"
-    if _is_tmpfs(_MEMORY) and _room(directory) >= _ENOUGH_BYTES:
+    if is_in_memory(_MEMORY) and _room(directory) >= _ENOUGH_BYTES:
         return directory
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("KVPIN_CACHE") or Path(home, "kvpin"), "kv")
@@ -234,11 +235,3 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except OSError:  # gone since it was listed
         return 0
-
-
-def _is_tmpfs(place: Path) -> bool:
-    try:
-        mounts = _MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return False
-    return any(line.split()[1:3] == [str(place), "tmpfs"] for line in mounts)

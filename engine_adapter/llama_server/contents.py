@@ -61,11 +61,12 @@ class Contents:
     `owners`.
 
     Attributes:
+        facts: of the server, as far as it was probed.
         reuses_any_prefix: the server reuses any prefix of a slot's content: true until it is seen not to.
     """
 
     _engine: str
-    _facts: ServerFacts
+    facts: ServerFacts
     _control: ControlClient
     _saved: SavedPrefixes | None
     _mirror: MirrorEvents
@@ -82,24 +83,14 @@ class Contents:
     _save_pause_s: float = field(default=SAVE_PAUSE_S, init=False)
 
     def __post_init__(self) -> None:
-        self.rules = self._facts.memory
-        self.table = SlotTable(self._facts.slots, self.rules)
-
-    @property
-    def instance(self) -> str | None:
-        """The word of the server's process."""
-        return self._facts.instance
+        self.rules = self.facts.memory
+        self.table = SlotTable(self.facts.slots, self.rules)
 
     @property
     def can_restore(self) -> bool:
         """True if saved prefixes can be restored, and so are worth saving."""
-        is_sound = self.reuses_any_prefix and self.rules.can_restore and not self._facts.has_draft
+        is_sound = self.reuses_any_prefix and self.rules.can_restore and not self.facts.has_draft
         return self._saved is not None and is_sound
-
-    @property
-    def holds_all(self) -> bool:
-        """True if the server keeps KV in its slots and files alone."""
-        return self._facts.keeps_none_itself
 
     @property
     def can_save(self) -> bool:
@@ -112,13 +103,13 @@ class Contents:
             return iter(())
         return (
             entry
-            for entry in self._saved.usable(self._facts.key)
-            if len(entry.tokens) <= self._facts.slot_ctx and entry.name not in self._refused
+            for entry in self._saved.usable(self.facts.key)
+            if len(entry.tokens) <= self.facts.slot_ctx and entry.name not in self._refused
         )
 
     def all_entries(self) -> Iterator[Saved]:
         """Saved prefixes of this model and layout."""
-        return iter(()) if self._saved is None else self._saved.entries(self._facts.key)
+        return iter(()) if self._saved is None else self._saved.entries(self.facts.key)
 
     def hold(
         self,
@@ -181,7 +172,7 @@ class Contents:
         registry, salt, length = self._saved, slot.salt, slot.length
         if registry is None or salt == UNKNOWN_OWNER or not length:
             return False
-        name, entry = saved_files.new_name(self._facts.key), None
+        name, entry = saved_files.new_name(self.facts.key), None
         try:
             # A server that finds no room may leave half a file and report success, so make room first.
             await registry.make_room(round(length * self.rates.bytes_per_token))
@@ -189,7 +180,7 @@ class Contents:
             if moved.tokens:
                 entry = await registry.add(
                     name,
-                    self._facts.key,
+                    self.facts.key,
                     salt,
                     tokens_expected=moved.tokens,
                     bytes_expected=moved.size,
@@ -288,19 +279,27 @@ class Contents:
 
     def learn(self, facts: ServerFacts) -> None:
         """The server was probed: it tells more of its memory."""
-        self._facts = facts
+        self.facts = facts
         self._follow(facts.memory)
 
     def user_starts(self, ask: Ask) -> tuple[int, ...]:
         """The positions where the user messages of a chat begin; none where they do not matter."""
         is_needed = ask.is_chat and not self.rules.is_plain
-        return user_starts(ask.tokens, self._facts.user_mark) if is_needed else ()
+        return user_starts(ask.tokens, self.facts.user_mark) if is_needed else ()
 
     def note_prediction(self, *, is_right: bool) -> None:
         """A firm prediction came true, or not. Too many that do not are no longer called firm."""
         self._wrong = 0 if is_right else self._wrong + 1
-        if self._wrong >= MAX_WRONG and self.rules.is_sure and not self.rules.is_plain:
-            self._follow(replace(self.rules, is_sure=False))
+        rules = self.rules
+        if self._wrong < MAX_WRONG or not rules.is_sure or (rules.is_plain and not rules.chunk):
+            return
+        self._follow(replace(rules, is_sure=False))
+        if rules.chunk:
+            self._find(
+                "the server does not move KV as kvpin expects, or not at all for this model: predictions are "
+                "estimates; leave cache_reuse out"
+            )
+        else:
             self._find(
                 "the server makes its context checkpoints elsewhere than kvpin expects: predictions are "
                 "estimates; start it without -b, -ub, --ctx-checkpoints and --checkpoint-min-step"

@@ -124,6 +124,8 @@ class ServerFacts:
         ram_cache: it keeps prompts in its own cache (`--cache-ram`); None while unknown.
         memory: how much of a slot it reuses; the default while unknown.
         has_draft: a draft model proposes tokens. Its KV is in no saved file.
+        has_media: it takes images, audio or video.
+        cache_reuse: the engine's setting: the least run of tokens that it moves; None for none.
         user_mark: the tokens that begin a user message in a chat; empty while they do not matter.
     """
 
@@ -146,6 +148,8 @@ class ServerFacts:
     memory: MemoryRules = PLAIN
     user_mark: tuple[int, ...] = ()
     has_draft: bool = False
+    has_media: bool = False
+    cache_reuse: int | None = None
 
     @property
     def keeps_none_itself(self) -> bool:
@@ -157,10 +161,15 @@ class ServerFacts:
         """16 hex digits of the model and its stream layout. Servers with the same key can share saved files.
 
         A file of a unified pool fits every unified pool. A file of separate streams fits only servers with as
-        many slots. So the key is final once `is_unified` is known.
+        many slots. So the key is final once `is_unified` is known. KV that may be moved has a key of its own.
         """
-        layout = 1 if self.is_unified is True else self.slots
+        layout = f"{1 if self.is_unified is True else self.slots}{' moved' if self.cache_reuse else ''}"
         return xxhash.xxh3_64_hexdigest(f"{self.fingerprint} {layout}".encode())
+
+    @property
+    def holder(self) -> str | None:
+        """`instance`, for records of what its slots hold: KV that may have been moved has other records."""
+        return f"{self.instance} moved" if self.instance and self.cache_reuse else self.instance
 
     @property
     def identity(self) -> str:
@@ -189,6 +198,7 @@ class _Props(msgspec.Struct, frozen=True):
     media_marker: str | None = None
     is_sleeping: bool = False
     endpoint_slots: bool = False
+    modalities: dict[str, bool] = {}
 
 
 async def discover(control: ControlClient, spec: EngineSpec) -> ServerFacts:
@@ -216,6 +226,7 @@ async def discover(control: ControlClient, spec: EngineSpec) -> ServerFacts:
         not in (HTTPStatus.NOT_FOUND, HTTPStatus.NOT_IMPLEMENTED),
         fingerprint=await _fingerprint(control, props, meta, local),
         is_unified=False if props.total_slots == 1 else None,
+        has_media=any(props.modalities.values()),
     )
 
 
@@ -235,6 +246,16 @@ def findings_of(facts: ServerFacts) -> Iterator[Finding]:
         )
     if not facts.has_slots:
         yield Finding("kvpin cannot watch its slots", "start the server with --slots")
+    yield from _of_memory(facts)
+    if facts.is_sleeping:
+        yield Finding(
+            "it sleeps when idle and loses all KV",
+            "start the server without --sleep-idle-seconds, or with -1",
+        )
+
+
+def _of_memory(facts: ServerFacts) -> Iterator[Finding]:
+    """About what keeps KV from being reused, or makes its reuse inexact."""
     if facts.memory.window:
         yield Finding(
             "its model has sliding windows: what is restored would be computed again, so nothing is saved",
@@ -251,10 +272,16 @@ def findings_of(facts: ServerFacts) -> Iterator[Finding]:
             "it makes no context checkpoints: a prompt that does not go on where a slot ends reuses nothing",
             "start the server with --ctx-checkpoints 32, or without that flag",
         )
-    if facts.is_sleeping:
+    if facts.cache_reuse and facts.memory.chunk:
         yield Finding(
-            "it sleeps when idle and loses all KV",
-            "start the server without --sleep-idle-seconds, or with -1",
+            "it moves KV (cache_reuse): answers that use moved KV are not exact, and say so in x-kvpin-note",
+            "leave cache_reuse out if all answers are to be exact",
+        )
+    elif facts.cache_reuse:
+        yield Finding(
+            "cache_reuse has no effect: KV can be moved only in slots that kvpin manages and has probed, of "
+            "models with full attention, without images and draft models",
+            "leave it out",
         )
 
 

@@ -19,6 +19,8 @@ class LlamaServerOptions(EngineOptions, frozen=True):
         host_cache_bytes: room for them. A managed one has half of what is free there at start, at most 8 GiB.
         disk_cache_dir: directory where kvpin moves the files that find no room there.
         disk_cache_bytes: room for those.
+        cache_reuse: it may move KV in runs of at least so many tokens: more of a prompt comes from cache, and
+            such answers are not exact. By default never, also where the server has `--cache-reuse`.
         load_s: of a router: a model that is loading and tells no progress for so many seconds has failed.
     """
 
@@ -26,6 +28,7 @@ class LlamaServerOptions(EngineOptions, frozen=True):
     host_cache_bytes: Size | None = None
     disk_cache_dir: str | None = None
     disk_cache_bytes: Size | None = None
+    cache_reuse: Annotated[int, msgspec.Meta(gt=0)] | None = None
     load_s: Annotated[float, msgspec.Meta(gt=0)] = 120.0
 
 

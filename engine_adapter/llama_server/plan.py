@@ -16,10 +16,10 @@ from statistics import median
 from typing import NamedTuple
 
 from engine_adapter.hold import Forecast
-from engine_adapter.llama_server.checkpoints import PLAIN, MemoryRules
+from engine_adapter.llama_server.checkpoints import PLAIN, MemoryRules, reusable
 from engine_adapter.llama_server.saved_entry import Saved, recency
 from engine_adapter.llama_server.slots import Slot, SlotOperation
-from engine_adapter.types import Tier, TokenIds, common_prefix
+from engine_adapter.types import Tier, TokenIds
 
 _NO_TEXT = array("i")
 _CHARACTERS = 4  # of a token, about
@@ -223,7 +223,7 @@ def _best_file(given: _Inputs, saved: Iterable[Saved]) -> _File | None:
         if most <= needed or entry.tokens[needed] != given.prompt[needed]:
             continue
         restored = given.rules.restored(len(entry.tokens))
-        reused = restored.reused(common_prefix(entry.tokens, given.prompt), length)
+        reused = restored.reused(reusable(entry.tokens, given.prompt, given.rules.chunk), length)
         total_s = cost_s + prefill_s(length - reused)
         if reused > needed and total_s < least_s:
             best, least_s = _File(entry, reused, seconds), total_s
@@ -232,17 +232,17 @@ def _best_file(given: _Inputs, saved: Iterable[Saved]) -> _File | None:
 
 def _choices(slot: Slot, file: _File | None, given: _Inputs) -> Iterable[Plan]:
     """The candidates of one slot: use it as it is, or restore `file` if the slot is idle and gains by it."""
-    kept = slot.shared(given.prompt, given.salt)
+    kept = slot.reusable(given.prompt, given.salt)
     yield _choice(slot, kept, None, given)
     if file is not None and slot.is_idle and file.reused > slot.memory.reused(kept, len(given.prompt)):
         yield _choice(slot, 0, file, given)
 
 
 def _choice(slot: Slot, kept: int, file: _File | None, given: _Inputs) -> Plan:
-    """One candidate; `kept` leading tokens of the slot's content stay in place."""
+    """One candidate; `kept` leading tokens of the prompt are in the slot already."""
     in_place = slot.memory.reused(kept, len(given.prompt))
     cached = in_place if file is None else file.reused
-    likely = slot.likely_shared(given.text, given.salt) if given.text else 0
+    likely = slot.likely_reusable(given.text, given.salt) if given.text else 0
     others = given.streams - (slot.operation is SlotOperation.REQUEST)
     save_s, regret_s = _loss(slot, kept or likely, others, given)
     if kept < min(LEAST_SHARED, len(slot.tokens), len(given.prompt)):
@@ -253,7 +253,9 @@ def _choice(slot: Slot, kept: int, file: _File | None, given: _Inputs) -> Plan:
     io_s = save_s + (0.0 if file is None else file.seconds)
     cost = Forecast(
         cached_tokens=cached,
-        firm=given.rules.is_sure if file is not None else _is_firm(slot, kept, given),
+        firm=given.rules.is_sure
+        if file is not None
+        else slot.is_firm(kept, len(given.prompt), given.salt, grows=not slot.is_idle),
         wait_s=_wait_s(slot, given.rates, given.now),
         restore_s=io_s,
         prefill_s=given.rates.prefill_s(max(given.length - (cached or likely), 0)),
@@ -266,15 +268,9 @@ def _choice(slot: Slot, kept: int, file: _File | None, given: _Inputs) -> Plan:
         restore=None if file is None else file.entry,
         save_first=save_s > 0,
         is_ready=slot.is_idle,
-        over_pin=slot.pinned_until > given.now and kept < slot.pinned,
+        over_pin=slot.pinned_until > given.now
+        and (file is not None or slot.shared(given.prompt, given.salt) < slot.pinned),
     )
-
-
-def _is_firm(slot: Slot, kept: int, given: _Inputs) -> bool:
-    """False if more may be reused: unknown tokens, a running answer, or from an unknown checkpoint."""
-    grows = slot.unknown > 0 or not slot.is_idle
-    may_hold_more = grows and slot.salt == given.salt and kept == len(slot.tokens) and kept < given.most
-    return not may_hold_more and slot.memory.is_firm(kept, len(given.prompt))
 
 
 def _loss(slot: Slot, kept: int, others: int, given: _Inputs) -> tuple[float, float]:

@@ -142,7 +142,9 @@ async def _has_window_in_files(control: ControlClient, slot_id: int, slots: int,
 def memory_rules(kind: MemoryKind, facts: ServerFacts) -> MemoryRules:
     """The rules of a memory of this kind, with the server's default flags. Reads the model's file."""
     if not kind.is_recurrent and not kind.has_window:
-        return replace(PLAIN, loses_window=kind.has_window_in_files)
+        stays = kind.has_window_in_files or facts.has_media or facts.has_draft
+        chunk = 0 if stays else facts.cache_reuse or 0
+        return replace(PLAIN, loses_window=kind.has_window_in_files, chunk=chunk)
     window = _window(facts.local_model) if kind.has_window else 0
     return MemoryRules(
         slot_ctx=facts.slot_ctx,

@@ -30,9 +30,11 @@ _PARSED = ("tools", "response_format", "json_schema", "grammar")
 # Fields that change the KV of a prompt: its tokens alone do not identify it.
 _OTHER_KV = ("lora",)
 
-# Equal tokens further on in a slot count for nothing: shifted to another place, their KV gives other answers,
-# also to the requests after. Neither a client's field nor the server's `--cache-reuse` may ask for it.
-_NO_SHIFT = {"n_cache_reuse": 0}
+# The least run of equal tokens that the server moves from further on in its slot. There, their KV gives other
+# answers, also to the requests after. So the engine's owner decides (`cache_reuse`), and neither a client's
+# field nor the server's `--cache-reuse`.
+_CHUNK = "n_cache_reuse"
+_MOVED = "not exact: it may use KV that was moved, as the engine's cache_reuse allows"
 
 # Characters by which texts to fill in are told apart.
 _TEXT_LOOKED_AT = 65_536
@@ -68,7 +70,7 @@ def hold_request(
     if session is None or scheduler is None or path not in PINNED_ROUTES:
         return nullcontext(Hold(_without_slot(body)))
     if _is_several(body):
-        return _hold_all(scheduler, _without_slot(body).replace(**_NO_SHIFT))
+        return _hold_all(scheduler, _without_slot(body).replace(**{_CHUNK: 0}))
     return _hold_slot(session, scheduler, mirror, path, body, prompt)
 
 
@@ -96,12 +98,13 @@ async def _hold_slot(
         lease.shows_text = _shows_text(path, session.facts.chat_template, body)
         reuses = lease.may_reuse
         sent, answer = read_by(path, body, lease)
-        slot = {"id_slot": lease.slot, "cache_prompt": reuses, **_NO_SHIFT}
+        slot = {"id_slot": lease.slot, "cache_prompt": reuses, _CHUNK: lease.memory.rules.chunk}
         yield Hold(
             sent.replace(**slot, **_ids_for_text(path, body, prompt)),
             cached_tokens=lease.cached_tokens if reuses else 0,
             firm=not reuses or (is_known and lease.firm and session.facts.keeps_none_itself),
             answer=answer,
+            note="" if lease.is_exact else _MOVED,
             slot=lease.slot,
             is_lost=lambda: scheduler.is_closed,
             retains=ask.retention is not None

@@ -135,11 +135,8 @@ class _Failure:
 class Resident(Protocol):
     """Who uses a model of the router."""
 
-    async def put_away(self) -> None:
-        """Saves what its slots hold: its process is about to end."""
-
-    async def is_gone(self) -> None:
-        """Its process has ended."""
+    async def end_session(self, *, farewell: bool) -> None:
+        """Its process has ended. With `farewell` it is about to: what its slots hold is saved first."""
 
 
 class Router:
@@ -257,7 +254,7 @@ class Router:
             if model.process is not None and (now is None or now.process != model.process):
                 resident = self._residents.get(name)
                 if resident is not None:
-                    await resident.is_gone()
+                    await resident.end_session(farewell=False)
 
     async def has(self, name: str) -> bool:
         """Asks whether a model is in memory now."""
@@ -473,7 +470,7 @@ class Router:
                 async with asyncio.timeout(_QUESTIONS_S):
                     await self._until(lambda: not self._users[name])
             if name in self._residents:
-                await self._residents[name].put_away()
+                await self._residents[name].end_session(farewell=True)
             self._ending = name
             with suppress(EngineRejected):  # it has ended by itself
                 await self._control.call("POST", "/models/unload", json={"model": name})
@@ -486,14 +483,10 @@ class Router:
 
     async def _is_drained(self, name: str, within_s: float) -> bool:
         """Waits until the requests of a model have ended; False if they have not `within_s` seconds."""
-        try:
-            async with asyncio.timeout(within_s) as limit:
-                await self._until(lambda: not self._requests[name])
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            return False
-        return True
+        end = monotonic() + within_s
+        while self._requests[name] and (left_s := end - monotonic()) > 0:
+            await self._change(min(left_s, _LOOK_S))
+        return not self._requests[name]
 
     async def _until(self, holds: Callable[[], bool]) -> None:
         """Waits until something holds of the models and their users."""

@@ -230,7 +230,7 @@ class SlotScheduler:
         Raises EngineUnavailable if another process answers.
         """
         pulse = await read_pulse(self._control)
-        if pulse.instance != self.contents.instance:
+        if pulse.instance != self.contents.facts.instance:
             raise EngineUnavailable("the server was restarted")
         if pulse.is_sleeping and not self.sleeps:
             self.wipe()
@@ -309,23 +309,23 @@ class SlotScheduler:
         return self._leased(slot, ask, restored=is_restored)
 
     def _leased(self, slot: Slot, ask: Ask, *, restored: bool) -> SlotLease:
-        kept = slot.shared(ask.tokens, ask.salt) if ask.reuse else 0
-        most = max(len(ask.tokens) - 1, 0)
-        grows = slot.unknown > 0 and kept == len(slot.tokens) and slot.salt == ask.salt
+        shared = slot.shared(ask.tokens, ask.salt) if ask.reuse else 0
+        kept = slot.reusable(ask.tokens, ask.salt) if ask.reuse else 0
         is_own = slot.is_empty or slot.salt == ask.salt
         may_reuse = ask.reuse and is_own and slot.memory.is_sound(kept, len(ask.tokens))
+        is_unclear = slot.unknown > 0 or (not ask.tokens and not slot.is_empty)
+        moves = may_reuse and slot.memory.rules.chunk > 0 and (kept > shared or is_unclear)
         return SlotLease(
             slot=slot.id,
             ask=ask,
             shared=kept if may_reuse else 0,
             cached_tokens=slot.memory.reused(kept, len(ask.tokens)),
-            firm=(kept >= most or not grows)
-            and (self.contents.reuses_any_prefix or kept == slot.length)
-            and slot.memory.is_firm(kept, len(ask.tokens)),
+            firm=(self.contents.reuses_any_prefix or kept == slot.length)
+            and slot.is_firm(kept, len(ask.tokens), ask.salt, grows=False),
             may_reuse=may_reuse,
             restored=restored,
             before=slot.tokens if may_reuse else array("i"),
-            memory=slot.memory,
+            memory=slot.memory.used_by(shared if may_reuse else 0, moves=moves),
             length_before=slot.length,
             started=self._clock(),
         )

@@ -234,6 +234,8 @@ class SlotOwners:
         recorded = self._record.read()
         if recorded is not None and len(recorded) == slots:
             self._owners = recorded
+        else:  # what an earlier kvpin wrote holds no longer
+            self._record.write(self._owners)
 
     def __getitem__(self, slot_id: int) -> str | None:
         """The owner of a slot's content, UNKNOWN_OWNER where nothing tells it."""

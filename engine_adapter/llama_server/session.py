@@ -204,7 +204,7 @@ class ServerSession:
         clock = time.monotonic
         directory = saved.place.host if saved is not None else None
         # Records of what the server holds are those of the kvpin that uses it.
-        process = directory if self.may_try else None, self._spec.url, self.facts.instance
+        process = directory if self.may_try else None, self._spec.url, self.facts.holder
         owners = SlotOwners(*process, self.facts.slots)
         contents = Contents(
             self._spec.id, self.facts, self._control, saved, mirror, clock, owners, self.rates

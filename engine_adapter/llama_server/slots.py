@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from engine_adapter.llama_server.checkpoints import PLAIN, MemoryRules, SlotMemory
+from engine_adapter.llama_server.checkpoints import PLAIN, MemoryRules, SlotMemory, reusable
 from engine_adapter.types import TokenIds, common_prefix
 
 NEVER = -math.inf
@@ -99,11 +99,23 @@ class Slot:
         """Number of leading tokens of `tokens` known to lie here under `salt`."""
         return common_prefix(self.tokens, tokens) if self.salt == salt else 0
 
-    def likely_shared(self, text: TokenIds[int], salt: str | None) -> int:
-        """Estimated number of tokens that lie here of a prompt that begins with this text under `salt`."""
+    def is_firm(self, kept: int, new: int, salt: str | None, *, grows: bool) -> bool:
+        """False if more than `kept` of a prompt's `new` tokens may be reused: unknown ones, those of an
+        answer that runs (`grows`), or from an unknown checkpoint."""
+        is_at_end = kept == len(self.tokens) or self.memory.rules.chunk > 0
+        may_hold_more = (grows or self.unknown > 0) and self.salt == salt and is_at_end and kept < new - 1
+        return not may_hold_more and self.memory.is_firm(kept, new)
+
+    def reusable(self, tokens: TokenIds[int], salt: str | None) -> int:
+        """Number of leading tokens of `tokens` whose KV the server takes from here, in place or moved."""
+        return reusable(self.tokens, tokens, self.memory.rules.chunk) if self.salt == salt else 0
+
+    def likely_reusable(self, text: TokenIds[int], salt: str | None) -> int:
+        """Estimate of `reusable` for a prompt that begins with this text under `salt`."""
         if not self.text or self.text_salt != salt:
             return 0
-        return self.length * common_prefix(self.text, text) // len(self.text)
+        chunk = self.memory.rules.chunk * len(self.text) // max(self.length, 1)  # in characters
+        return self.length * reusable(self.text, text, chunk) // len(self.text)
 
 
 class SlotTable:

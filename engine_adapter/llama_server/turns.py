@@ -60,8 +60,8 @@ class SlotLease:
         answer: its content; None until it has ended, or if it never did.
         has_begun: the first bytes of the answer have come.
         shows_text: the answer's text is all that was sampled: nothing is held back, parsed or trimmed.
-        shared: leading tokens of the prompt that lay in the slot, if the request may use them.
-        memory: the slot's memory before the request.
+        shared: leading tokens of the prompt that the server takes from the slot.
+        memory: the slot's memory as the request finds it.
     """
 
     slot: int
@@ -78,6 +78,11 @@ class SlotLease:
     shows_text: bool = True
     shared: int = 0
     memory: SlotMemory = field(default_factory=SlotMemory, repr=False)
+
+    @property
+    def is_exact(self) -> bool:
+        """True if it uses no KV that was computed elsewhere and moved."""
+        return self.memory.exact == math.inf
 
     @property
     def leaves_own(self) -> bool:

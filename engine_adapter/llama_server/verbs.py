@@ -163,7 +163,7 @@ class SlotVerbs:
             await _until_still(slot)
             if slot.is_idle:
                 await scheduler.take(slot.id, SlotOperation.ERASE, self._contents.erase)
-                if self._contents.holds_all:
+                if self._contents.facts.keeps_none_itself:
                     tally.done += blocks
                 else:
                     tally.left[_SERVER_CACHE] += blocks
@@ -177,7 +177,7 @@ class SlotVerbs:
             tally.done += _blocks(entry)
             tally.size += entry.size
             yield tally.progress()
-        if not self._contents.holds_all and not tally.left[_SERVER_CACHE]:
+        if not self._contents.facts.keeps_none_itself and not tally.left[_SERVER_CACHE]:
             tally.left[_SERVER_CACHE] = 1  # how many are in it, nobody tells
         yield tally.progress()
 

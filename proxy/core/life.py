@@ -164,8 +164,11 @@ class Life:
 
     @property
     def tried(self) -> frozenset[str]:
-        """The engines that failed: the next attempt is on another one, and does not wait in the queue."""
-        return frozenset([each.engine for each in self.attempts]) if self.attempts else _NONE
+        """The engines that failed: the next attempt is on another one, and does not wait in the queue. One
+        that did not get the request is none of them."""
+        if not self.attempts:
+            return _NONE
+        return frozenset([each.engine for each in self.attempts if not each.cause.again])
 
     # --- What happens ---------------------------------------------------------------------------------
 

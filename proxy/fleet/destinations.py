@@ -208,7 +208,7 @@ class Destinations:
         try:
             return self._by_model(call)
         except NotFound:
-            if not await self._fleet.look_up():
+            if call.model is None or not await self._fleet.look_up():
                 raise
             return self._by_model(call)
 

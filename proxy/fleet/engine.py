@@ -16,9 +16,9 @@ import structlog
 from engine_adapter import (
     Capability,
     EngineAdapter,
+    EngineChanged,
     EngineGarbled,
     EngineInfo,
-    EngineLost,
     EngineSpec,
     Finding,
     ModelState,
@@ -297,10 +297,10 @@ class Engine:
 
     async def confirm(self, connections: int) -> None:
         """Waits until it is sure which process answers; awaited before a request uses a new connection.
-        `connections`: those at its placement. Raises EngineLost if another one began since."""
+        `connections`: those at its placement. Raises EngineChanged if another one began since."""
         await self.sure.wait()
         if self.connections != connections:
-            raise EngineLost("the engine was lost before the request was sent")
+            raise EngineChanged("another process may have taken the engine's place")
 
     def has_emptied(self) -> None:
         """Notes that the engine lost its cache: it was restarted or flushed."""

@@ -43,7 +43,7 @@ class LeasedEngine(Protocol):
     connections: int
 
     async def confirm(self, connections: int) -> None:
-        """Waits until it is sure which process answers. Raises EngineLost for another one."""
+        """Waits until it is sure which process answers. Raises EngineChanged for another one."""
 
     @property
     def info(self) -> EngineInfo | None:
@@ -133,7 +133,7 @@ class Lease(Struct, eq=False):
     begun: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def confirm(self) -> None:
-        """Waits until it is sure that the process which was leased answers. Raises EngineLost."""
+        """Waits until it is sure that the process which was leased answers. Raises EngineChanged."""
         await self.engine.confirm(self.connections)
 
     def __enter__(self) -> Self:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
+from math import inf
 from time import monotonic
 from zlib import crc32
 
@@ -82,7 +83,7 @@ class Monitor:
 
     def __post_init__(self) -> None:
         self._renderings = Renderings(self._tasks, self._tables)
-        self._looked_up = 0.0
+        self._looked_up, self._looks_up = -inf, asyncio.Lock()
         self._fleet.look_up = self.look_up
 
     def isolate(self, *, isolated: bool) -> None:
@@ -97,14 +98,17 @@ class Monitor:
 
     async def look_up(self) -> bool:
         """A model is asked for that nobody serves: asks the engines that load LoRA adapters while they run
-        which they have now, at most once a second. Returns whether it did."""
+        which they have now, at most once a second: requests that come meanwhile wait for the next answer.
+        Returns whether there are such engines."""
         ready = [each for each in self._fleet.engines.values() if each.state is EngineState.READY]
         able = [each for each in ready if each.info is not None and each.info.loads_loras]
-        if not able or monotonic() < self._looked_up + LOOK_UP_S:
-            return False
-        self._looked_up = monotonic()
-        await asyncio.gather(*map(self._look_up_at, able))
-        return True
+        asked = monotonic()
+        async with self._looks_up:
+            if able and self._looked_up < asked:
+                await asyncio.sleep(self._looked_up + LOOK_UP_S - asked)
+                self._looked_up = monotonic()
+                await asyncio.gather(*map(self._look_up_at, able))
+        return bool(able)
 
     async def _look_up_at(self, engine: Engine) -> None:
         try:

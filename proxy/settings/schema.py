@@ -102,17 +102,17 @@ class ApiKeySettings(_SettingsPart):
     """A client's key, and the tenant it belongs to."""
 
     key: Key
-    """A client's key, or [its digest](operations.md#keys-and-certificates). Without any key, everybody
+    """A client's key, or [its digest](keys.md#keys-and-certificates). Without any key, everybody
     may use the data plane."""
     tenant: Name | None = None
     """Keys of one tenant share KV. By default a key is a tenant of its own."""
     models: Annotated[tuple[ModelName, ...], AfterValidator(_some)] | None = None
-    """The [models that this key may use](operations.md#models-and-end-of-a-key), by the names that clients
+    """The [models that this key may use](keys.md#models-and-end-of-a-key), by the names that clients
     write. By default all."""
     expires: Annotated[AwareDatetime, BeforeValidator(_moment)] | None = None
     """When this key ends, as `2027-01-31T00:00:00Z`. By default never."""
     requests_per_minute: Count | None = None
-    """Requests of the tenant in a minute: [limits](operations.md#limits-of-a-tenant)."""
+    """Requests of the tenant in a minute: [limits](keys.md#limits-of-a-tenant)."""
     tokens_per_minute: Count | None = None
     """Tokens of its prompts and answers in a minute."""
     concurrent_requests: Count | None = None
@@ -286,7 +286,7 @@ class Settings(BaseSettings):
     """Keys of clients, and the tenants that they belong to."""
     admin_key: Key | None = None
     """Key of the admin API, or its digest. Without it, [only this
-    machine](operations.md#without-an-admin-key) may use the admin API."""
+    machine](keys.md#without-an-admin-key) may use the admin API."""
     admin_key_file: Place | None = None
     """A file with that key. kvpin makes it with a random one if it is missing."""
     metrics_key: Key | None = None

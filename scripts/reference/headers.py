@@ -92,7 +92,7 @@ REQUEST_HEADERS = (
     ),
     OfRequest(
         (*FORWARDED_HEADERS, f"{FORWARDED_PREFIX}*"),
-        "the request came through a proxy; [without an admin key](operations.md#without-an-admin-key), the "
+        "the request came through a proxy; [without an admin key](keys.md#without-an-admin-key), the "
         "admin API refuses it",
     ),
 )
@@ -166,7 +166,7 @@ ANSWER_HEADERS = (
     ),
     OfAnswer(
         (f"{LIMIT_PREFIX}*",),
-        "answers to a tenant with [limits](operations.md#limits-of-a-tenant)",
+        "answers to a tenant with [limits](keys.md#limits-of-a-tenant)",
         "the limits for a minute, what is left of them, and the time until all of it is there again: "
         "`limit-requests`, `remaining-requests`, `reset-requests`, and the same of `tokens`",
         "599",

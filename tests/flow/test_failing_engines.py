@@ -23,6 +23,7 @@ from tests.fakes import (
     is_openai_error,
     proxy_over,
 )
+from tests.kv_world import until
 
 
 async def failing(exchange, status=500):
@@ -86,6 +87,20 @@ async def test_retries_do_not_multiply_the_load():
         assert await statuses(client, 100) == [500] * 100
         retried = len(bad.seen) + len(good.seen) - 100
         assert retried <= RETRY_FLOOR + 0.2 * 100 + 10  # and one for each second of the test
+
+
+async def test_a_request_outlives_the_doubt_whether_its_only_engine_is_the_same_process():
+    """Before, all that waited for the check were a 502: 235 at once on a busy machine."""
+    async with FakeEngine("a") as server, proxy_over(server) as proxy, client_of(proxy) as client:
+        engine = proxy.fleet.engines["a"]
+        engine.doubt()
+        asking = [asyncio.create_task(client.post(CHAT, json=ASK)) for _ in range(3)]
+        await until(lambda: len(engine.leases) == len(asking))
+        await asyncio.sleep(0.05)
+        engine.connections += 1  # the check ends: it may be another process
+        engine.sure.set()
+        assert [answer.status_code for answer in await asyncio.gather(*asking)] == [200] * 3
+        assert len(server.seen) == len(asking)
 
 
 async def hanging(exchange, chunks=()):

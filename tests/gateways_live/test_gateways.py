@@ -23,6 +23,8 @@ from starlette.routing import Route
 from tests.engines import running_engine, served
 from tests.processes import answers, wait_until
 
+# In deploy/gateways/nginx.conf, and a little more.
+FAIL_TIMEOUT_S = 2.5
 PROGRAMS = Path(os.environ["GATEWAYS"])
 CONFIGURATIONS = Path(__file__).parents[2] / "deploy" / "gateways"
 # More than the gateways need to notice that a kvpin leaves, as docs/deploy.md says.
@@ -263,6 +265,7 @@ def test_a_rolling_restart_fails_no_request(gateway, replicas):
 def test_one_kvpin_is_enough(gateway, replicas):
     """Its port is closed for long: the gateway asks the other one."""
     name, url = gateway
+    time.sleep(FAIL_TIMEOUT_S)  # nginx asks the one that was restarted last only then
     replicas[0].stop()
     try:
         with Clients(url) as clients:

@@ -194,12 +194,15 @@ def test_the_question_that_loads_a_model_is_known_also_with_its_own_prompt_cache
 
 
 def test_the_directory_of_a_router_on_this_machine_is_found(tmp_path):
-    with router_world(tmp_path, "--models-max", "1", is_told=False) as world:
+    flags = ("--models-max", "1", "--cache-reuse", "64")
+    with router_world(tmp_path, *flags, is_told=False) as world:
         assert all(not engine["findings"] for engine in world.kvpin.engines().values())
         messages = begun("stone")
         for model in (*MODELS, "m0"):
             answer = world.chat(model, messages)
         assert predicted(answer) == cached(answer) > 200
+        (finding,) = world.kvpin.engines()["llama_server-0-m0"]["findings"]
+        assert finding.startswith("--cache-reuse has no effect")
 
 
 def test_a_router_that_does_not_save_is_told_at_start(tmp_path):

@@ -110,7 +110,8 @@ def test_prompts_are_foreseen_each_by_itself(place):
     assert [choice["index"] for choice in made["choices"]] == list(range(6))
     assert [text_of(choice) for choice in made["choices"]] == [text for text in singles for _ in range(2)]
     assert [part["predicted_tokens"] for part in parts] == [part["reported_tokens"] for part in parts]
-    assert all(part["reported_tokens"] > part["n_tokens"] - 32 for part in parts)
+    for one, other in zip(parts[::2], parts[1::2], strict=True):  # a free slot may take one of them sooner
+        assert max(one["reported_tokens"], other["reported_tokens"]) > one["n_tokens"] - 32
     assert made["usage"]["prompt_tokens"] == sum(part["n_tokens"] for part in parts[::2])
     assert cached(made["usage"]) == sum(part["reported_tokens"] for part in parts[::2])
 

@@ -33,6 +33,6 @@ async def test_predicted_is_reported(tmp_path, tell, shape, blocks, chats):
     assert len(together) > 35
     # Four at once need more blocks than a server has: one may evict what another was to reuse. kvpin knows
     # which predictions may fall to that.
-    assert exact == checked > 90
+    assert exact == checked > 80
     assert report.evicted > 100
     assert [view["trust"] for view in views] == ["precise"] * 2

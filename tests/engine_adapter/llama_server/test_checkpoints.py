@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import random
+import time
 from array import array
 from dataclasses import replace
+from itertools import chain
 
 import httpx
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
-from engine_adapter.llama_server.checkpoints import PLAIN, Checkpoint, MemoryRules, SlotMemory, user_starts
+from engine_adapter.llama_server.checkpoints import (
+    PLAIN,
+    Checkpoint,
+    MemoryRules,
+    SlotMemory,
+    reusable,
+    user_starts,
+)
 from engine_adapter.types import common_prefix
 from scripts.make_gguf import gguf_path
 from tests.engine_adapter.llama_server.slot_world import prompt_of
@@ -183,3 +195,112 @@ def test_what_the_server_says_corrects_the_rule():
 )
 def test_user_messages_begin_at_their_mark(mark, starts):
     assert user_starts(array("i", [7, 8, 7, 9, 7, 8]), mark) == starts
+
+
+def by_the_servers_loop(cache, prompt, n_cache_reuse):
+    """The loop of `update_slots` in tools/server/server-context.cpp of llama.cpp 0c1e570."""
+    cache, prompt = list(cache), list(prompt)
+    n_past = common_prefix(cache, prompt)
+    if n_cache_reuse > 0:
+        head_c = head_p = n_past
+        while head_c < len(cache) and head_p < len(prompt):
+            n_match = 0
+            while (
+                head_c + n_match < len(cache)
+                and head_p + n_match < len(prompt)
+                and cache[head_c + n_match] == prompt[head_p + n_match]
+            ):
+                n_match += 1
+            if n_match >= n_cache_reuse:
+                for i in range(n_match):
+                    cache[head_p + i] = cache[head_c + i]
+                    n_past += 1
+                head_c += n_match
+                head_p += n_match
+            else:
+                head_c += 1
+    return n_past
+
+
+# Ids whose bytes look alike, of surrogates, and beyond what a character can be.
+IDS = st.sampled_from([0, 1, 2, 256, 65536, 65537, 0xD800, 0xDFFF, 0x10FFFF - 0x10000])
+TOKENS = st.lists(IDS, max_size=40)
+
+
+@st.composite
+def edited(draw):
+    """A content, and a prompt that lacks parts of it and has others."""
+    parts = draw(st.lists(st.lists(IDS, min_size=1, max_size=12), max_size=8))
+    kept = [part for part in parts if draw(st.booleans())]
+    before = draw(TOKENS) if draw(st.booleans()) else []
+    return [*chain.from_iterable(parts)], [*before, *chain.from_iterable(kept), *draw(TOKENS)]
+
+
+@given(st.one_of(st.tuples(TOKENS, TOKENS), edited()), st.integers(0, 6))
+@example(([5, *range(20), 6], [*range(20), 6]), 4)
+def test_what_is_moved_is_what_the_server_moves(content_and_prompt, chunk):
+    content, prompt = content_and_prompt
+    expected = by_the_servers_loop(content, prompt, chunk)
+    assert reusable(array("i", content), array("i", prompt), chunk) == expected
+
+
+@pytest.mark.parametrize("id_", [0x10FFFF, 2**31 - 1])
+def test_ids_of_no_model_are_not_moved(id_):
+    held = array("i", [7, id_, *range(9)])
+    assert reusable(held, array("i", [7, *range(9)]), 4) == 1
+
+
+def test_a_search_takes_its_time_once():
+    """Also where runs almost match everywhere."""
+    held, prompt = array("i", [1, 2] * 50_000), array("i", [1, 3] + [2] * 50_000)
+    start = time.perf_counter()
+    assert reusable(held, prompt, 256) == 1
+    assert time.perf_counter() - start < 0.5
+
+
+def test_a_server_moves_what_the_rule_says(start_llama):
+    """A document that loses some of its parts and gets others, with answers in between."""
+    dice, chunk = random.Random(5), 24  # noqa: S311 - the same prompts each time
+    server = start_llama(slots=1)
+    rules = replace(PLAIN, chunk=chunk)
+    memory, held, moved = rules.restored(0), array("i"), 0
+    head, parts = prompt_of(0, 30), [prompt_of(seed, 90) for seed in range(1, 9)]
+    with httpx.Client(base_url=server.url, trust_env=False, timeout=60) as client:
+        for step in range(STEPS):
+            for _ in range(dice.choice((0, 1, 1, 2))):
+                del parts[dice.choice((0, 0, 0, dice.randrange(len(parts))))]
+            while len(parts) < 8:
+                parts.append(prompt_of(100 * step + len(parts), dice.choice((10, 20, 60, 90))))
+            prompt = sum(parts, head)
+            expected = memory.reused(reusable(held, prompt, chunk), len(prompt))
+            moved += expected - common_prefix(held, prompt) > 0
+            answer = client.post("/completion", json={
+                "prompt": prompt.tolist(), "n_predict": dice.choice((0, 5, 20)), "temperature": 0,
+                "id_slot": 0, "ignore_eos": True, "return_tokens": True, "n_cache_reuse": chunk,
+            }).json()  # fmt: skip
+            assert answer["timings"]["cache_n"] == expected, f"step {step}"
+            said = array("i", answer["tokens"])
+            held = (prompt + said)[: len(prompt) + max(len(said) - 1, 0)]
+            memory = memory.after(expected, len(prompt), told=expected).grown(len(held))
+    assert moved > STEPS // 2
+
+
+@pytest.mark.parametrize(
+    ("uses", "exact"),
+    [
+        ([(0, False)], True),
+        ([(0, False), (50, False)], True),
+        ([(0, False), (50, True)], False),
+        ([(0, False), (50, True), (90, False)], False),
+        ([(0, False), (50, True), (90, True), (50, False)], True),
+        ([(0, False), (50, True), (51, False), (50, False)], True),
+        ([(50, False)], False),
+    ],
+)
+def test_an_answer_is_exact_up_to_what_was_moved(uses, exact):
+    """Of a slot whose file was restored: what lies there may have been moved before."""
+    memory = replace(PLAIN, chunk=16).restored(100)
+    for shared, moves in uses:
+        memory = memory.used_by(shared, moves=moves)
+    assert (memory.exact == math.inf) is exact
+    assert PLAIN.restored(100).used_by(100, moves=False).exact == math.inf

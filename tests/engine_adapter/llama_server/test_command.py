@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine_adapter import EngineSpecError
-from engine_adapter.llama_server import command
+from engine_adapter.llama_server import command, saved_files
 from engine_adapter.llama_server.command import (
     advice,
     check_files,
@@ -211,10 +211,11 @@ def forget():
 def memory(tmp_path, monkeypatch):
     """A directory in the place of /dev/shm, with 4 GiB free; whether it is memory is what `mounts` says."""
     monkeypatch.setattr(command, "_MEMORY", tmp_path / "shm")
-    monkeypatch.setattr(command, "_MOUNTS", tmp_path / "mounts")
+    monkeypatch.setattr(saved_files, "_MOUNTS", tmp_path / "mounts")
     monkeypatch.setattr(command, "_room", lambda _directory: 4 * GIB)
     monkeypatch.delenv("KVPIN_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    saved_files.is_in_memory.cache_clear()
     (tmp_path / "shm").mkdir()
     (tmp_path / "mounts").write_text(
         f"proc /proc proc rw 0 0\nshm {tmp_path / 'shm'} tmpfs rw,size=64k 0 0\n"
@@ -227,10 +228,11 @@ def test_memory_where_there_is_some(memory):
 
 
 def test_the_cache_directory_where_there_is_none(memory, monkeypatch):
-    command._MOUNTS.write_text(f"/dev/sda1 {memory} ext4 rw 0 0\n")
+    saved_files._MOUNTS.write_text(f"/dev/sda1 {memory} ext4 rw 0 0\n")
     assert default_save_dir() == memory.parent / "cache" / "kvpin" / "kv"
     default_save_dir.cache_clear()
-    command._MOUNTS.unlink()
+    saved_files.is_in_memory.cache_clear()
+    saved_files._MOUNTS.unlink()
     monkeypatch.setenv("KVPIN_CACHE", "/elsewhere")
     assert default_save_dir() == Path("/elsewhere/kv")
 

@@ -14,7 +14,7 @@ from engine_adapter.errors import EngineUnavailable
 from engine_adapter.http import control
 from engine_adapter.llama_server import contents as contents_module
 from engine_adapter.llama_server import saved_files, slot_io
-from engine_adapter.llama_server.checkpoints import MemoryRules
+from engine_adapter.llama_server.checkpoints import PLAIN, MemoryRules
 from engine_adapter.llama_server.contents import MANY_CHANGES, Contents
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
 from engine_adapter.llama_server.state_file import read_tokens
@@ -367,6 +367,13 @@ class TestNotes:
         assert not any(slot.memory.is_firm(10, 20) for slot in world.table)
         assert ["--ctx-checkpoints" in finding for finding in world.contents.findings] == [True]
         assert len(said()) == 1
+
+    def test_nor_are_those_of_moved_kv(self, world, said):
+        world.contents.learn(replace(world.facts, memory=replace(PLAIN, chunk=16)))
+        for _ in range(3):
+            world.contents.note_prediction(is_right=False)
+        assert not any(slot.memory.is_firm(10, 20) for slot in world.table)
+        assert ["does not move KV as kvpin expects" in text for text in said()] == [True]
 
     def test_predictions_for_a_memory_without_checkpoints_stay_firm(self, world):
         for _ in range(9):

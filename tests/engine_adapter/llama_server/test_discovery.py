@@ -437,6 +437,8 @@ def test_a_server_with_all_flags():
         ({"memory": MemoryRules(window=128)}, "sliding windows.*nothing is saved.*--swa-full"),
         ({"has_draft": True}, "draft model.*nothing is saved or restored.*without --model-draft"),
         ({"memory": MemoryRules(is_recurrent=True, most=0)}, "no context checkpoints.*--ctx-checkpoints 32"),
+        ({"cache_reuse": 64, "memory": MemoryRules(chunk=64)}, "moves KV.*not exact.*leave cache_reuse out"),
+        ({"cache_reuse": 64}, "cache_reuse has no effect.*leave it out"),
         ({"is_sleeping": True}, "it sleeps when idle.*--sleep-idle-seconds"),
     ],
 )

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
+from engine_adapter.llama_server.checkpoints import PLAIN
 from engine_adapter.llama_server.plan import (
     LEAST_GAIN,
     LEAST_SHARED,
@@ -104,6 +105,39 @@ def test_an_unknown_tail_may_make_it_more():
 )
 def test_otherwise_the_figure_is_firm(held, unknown, salt):
     assert decide(run(100), [slot(0, held, unknown=unknown, salt=salt)]).cost.firm
+
+
+def moving(slot_id, tokens, **fields):
+    memory = replace(PLAIN, chunk=16).restored(len(tokens))
+    return slot(slot_id, tokens, memory=memory, **fields)
+
+
+class TestMovedKv:
+    def test_a_prompt_that_lost_its_beginning_goes_where_the_rest_is(self):
+        prompt = run(100, 2000) + run(3000, 3010)
+        choice = decide(prompt, [moving(0, run(5000, 7000)), moving(1, run(2000)), moving(2, run(0))])
+        assert (choice.slot, choice.cost.cached_tokens, choice.cost.firm) == (1, 1900, True)
+        assert choice.cost.prefill_s == pytest.approx(0.010)
+        assert not choice.save_first, "few tokens are overwritten"
+
+    def test_unknown_tokens_may_be_moved_too(self):
+        assert not decide(run(50, 200), [moving(0, run(100), unknown=5)]).cost.firm
+        assert not decide(run(50, 200), [moving(0, run(100), operation=SlotOperation.REQUEST)]).cost.firm
+
+    def test_a_pin_holds_what_would_be_moved(self):
+        held = moving(0, run(2000), pinned=2000, pinned_until=9.0)
+        assert decide(run(500, 2000), [held, moving(1, run(0))]).slot == 1
+        assert decide(run(2100), [held, moving(1, run(0))]).slot == 0
+
+    def test_so_it_is_from_files(self):
+        rules, entry = replace(PLAIN, chunk=16), file("f", run(20) + run(100, 2000))
+        prompt = run(20) + run(500, 2000)
+        for each, cached in ((rules, 1519), (PLAIN, 0)):
+            slots = [slot(0, memory=each.restored(0))]
+            choice = plan(
+                prompt, None, slots, [entry], RATES, 0.0, can_save=True, can_restore=True, rules=each
+            )
+            assert choice.cost.cached_tokens == cached
 
 
 def test_a_new_conversation_takes_an_empty_slot():

@@ -104,6 +104,45 @@ class TestRequests:
                 await world.until(lambda slots: all(slot["operation"] is None for slot in slots))
             assert [choice["text"] for choice in answer["choices"]] == [text, text]
 
+    @pytest.mark.parametrize("asked", [{}, {"n_cache_reuse": 0}, {"n_cache_reuse": 1000}])
+    async def test_unless_the_engines_owner_allows_it(self, start_llama, save_dir, asked):
+        server = start_llama(slots=1, ctx=1024, save_dir=save_dir)
+        start, gone, rest = (list(prompt_of(seed, count)) for seed, count in ((1, 60), (2, 100), (3, 300)))
+        told = []
+        async with slot_world(server.url, host_cache_dir=str(save_dir), cache_reuse=16) as world:
+            for prompt in (start + gone + rest, start + rest, start + rest, start):
+                forecast = world.adapter.forecast(KvTarget(array("i", prompt)))
+                async with world.hold(array("i", prompt), **asked) as hold:
+                    async with await world.sent(hold) as response:
+                        hold.answer.feed(await response.read())
+                    hold.answer.finish()
+                    assert hold.body.get("n_cache_reuse") == 16
+                    assert hold.answer.cached_tokens() == hold.cached_tokens == forecast.cached_tokens
+                    told.append((hold.cached_tokens, hold.note.startswith("not exact: ")))
+            (finding,) = world.adapter.findings()
+        assert told == [(0, False), (359, True), (359, True), (59, False)]
+        assert "answers that use moved KV are not exact" in str(finding)
+
+    async def test_what_was_moved_is_never_taken_for_exact(self, start_llama, save_dir):
+        """By a kvpin that moves no KV, on the same server and directory, nor by another server."""
+        server, other, bare = (
+            start_llama(slots=1, ctx=1024, save_dir=each) for each in (save_dir, save_dir, None)
+        )
+        start, gone, rest = (list(prompt_of(seed, count)) for seed, count in ((1, 60), (2, 100), (3, 300)))
+        prompt, directory = array("i", start + rest), {"host_cache_dir": str(save_dir)}
+        async with slot_world(bare.url) as world:
+            exact, *_ = await world.ask(prompt, max_tokens=24)
+        async with slot_world(server.url, cache_reuse=16, **directory) as world:
+            await world.ask(array("i", start + gone + rest), max_tokens=1)
+            moved, cached, _ = await world.ask(prompt, max_tokens=24)
+            assert (moved != exact, cached) == (True, 359), "or the rest would prove nothing"
+            await world.until(lambda slots: slots[0]["saved"] == slots[0]["tokens"])
+        for url, said in ((server.url, 0), (other.url, 359)):  # at last, from an exact file
+            async with slot_world(url, **directory) as world:
+                assert await world.ask(prompt, max_tokens=24) == (exact, said, said)
+        async with slot_world(server.url, cache_reuse=16, **directory) as world:
+            assert await world.ask(prompt, max_tokens=24) == (moved, 359, 359)
+
     async def test_the_kv_of_an_adapter_is_not_that_of_its_tokens(self, world):
         await world.ask(prompt_of(1))
         assert (await world.ask(prompt_of(1), lora=[{"id": 0, "scale": 1.0}]))[2] == 0

@@ -119,11 +119,8 @@ class Adapter:
     def __init__(self, fake: FakeRouter, name: str) -> None:
         self.fake, self.name = fake, name
 
-    async def put_away(self) -> None:
-        self.fake.asked.append(f"save {self.name}")
-
-    async def is_gone(self) -> None:
-        self.fake.asked.append(f"gone {self.name}")
+    async def end_session(self, *, farewell: bool) -> None:
+        self.fake.asked.append(f"{'save' if farewell else 'gone'} {self.name}")
 
 
 class World:

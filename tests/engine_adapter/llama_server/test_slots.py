@@ -1,10 +1,12 @@
 import math
 from array import array
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine_adapter.llama_server.checkpoints import PLAIN
 from engine_adapter.llama_server.slots import NEVER, SlotBusy, SlotOperation, SlotTable
 
 
@@ -122,6 +124,17 @@ def test_shared_tokens_are_of_one_salt():
     assert table[0].shared(run(20), "a") == 10
     assert table[0].shared(ids(0, 1, 5), "a") == 2
     assert table[0].shared(run(20), None) == 0
+
+
+def test_a_text_that_lost_its_beginning_may_be_moved():
+    parts = [array("i", [*range(at, at + 25)] * 4) for at in range(0, 200, 25)]
+    table = SlotTable(1, replace(PLAIN, chunk=20))
+    table.hold(0, ids(), "a", unknown=200)
+    table.made_of(0, sum(parts, ids()), "a")
+    assert table[0].likely_reusable(sum(parts[2:], ids()), "a") == 150
+    assert table[0].likely_reusable(sum(parts[2:], ids()), "b") == 0
+    table.follow(PLAIN)
+    assert table[0].likely_reusable(sum(parts[2:], ids()), "a") == 0
 
 
 def test_a_pin_covers_known_tokens_and_is_replaced_by_the_next():

@@ -86,7 +86,7 @@ def happens(life, at, words):
     if life.phase is Phase.ENDED:
         told.append(f"end {life.cause}")
     elif name in NEXT:
-        told.append(NEXT[name].format(tried=" ".join(sorted(life.tried)), engine=life.engine))
+        told.append(NEXT[name].format(tried=" ".join(sorted(life.tried)), engine=life.engine).rstrip())
     return "; ".join(told)
 
 

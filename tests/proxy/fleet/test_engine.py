@@ -3,7 +3,7 @@ import asyncio
 import pytest
 import structlog
 
-from engine_adapter import EngineLost
+from engine_adapter import EngineChanged
 from proxy.fleet.engine import FALSE_DOUBTS, EngineState
 from proxy.fleet.fleet import Fleet
 from tests.fakes import add_ready
@@ -61,7 +61,7 @@ class TestDoubts:
         waiting = asyncio.create_task(engine.confirm(before))
         await asyncio.sleep(0)
         engine.has_gone()
-        with pytest.raises(EngineLost):
+        with pytest.raises(EngineChanged):
             await asyncio.wait_for(waiting, 1)
 
     def test_a_doubt_during_the_check_needs_another_check(self, fleet):

@@ -2,6 +2,7 @@ import asyncio
 import time
 from array import array
 from dataclasses import replace
+from unittest.mock import AsyncMock
 
 import pytest
 import structlog
@@ -617,14 +618,20 @@ class TestAnotherProcess:
         assert engine.sure.is_set()
 
 
-async def test_an_adapter_that_is_asked_for_and_not_known_is_looked_up_once_a_second(world):
+async def test_an_adapter_that_is_asked_for_and_not_known_is_looked_up_once_a_second(world, monkeypatch):
+    monkeypatch.setattr(monitor_module, "LOOK_UP_S", 0.1)
     engine, adapter = world.add(loads_loras=True)
     await world.state(engine, EngineState.READY)
     assert world.fleet.pools["m"].lora_of("ada") is None
     adapter.info = replace(adapter.info, loras=frozenset({"ada"}))
     assert await world.fleet.look_up()
     assert world.fleet.pools["m"].lora_of("ada") == "ada"
-    assert not await world.fleet.look_up()
+    # One that is loaded within that second is found at its end, and all that ask meanwhile share the look.
+    adapter.info = replace(adapter.info, loras=frozenset({"eve"}))
+    adapter.connect = AsyncMock(return_value=adapter.info)
+    assert await asyncio.gather(*(world.fleet.look_up() for _ in range(5))) == [True] * 5
+    assert world.fleet.pools["m"].lora_of("eve") == "eve"
+    assert adapter.connect.await_count == 1
 
 
 @pytest.mark.parametrize(
