@@ -92,9 +92,3 @@ async def test_an_engine_that_is_not_well(connect, status):
         for call in (adapter.load, adapter.connect):
             with pytest.raises(EngineUnavailable):
                 await call()
-
-
-async def test_an_engine_without_models(connect):
-    app = Starlette(routes=[Route("/v1/models", lambda _: JSONResponse({"data": []}))])
-    with served(app) as url, pytest.raises(EngineUnavailable, match="no model"):
-        await connect(url).connect()

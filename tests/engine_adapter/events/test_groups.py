@@ -23,13 +23,6 @@ def removed(group=None):
     return RemovedFields((1,), group_idx=group)
 
 
-def test_an_engine_that_knows_no_groups_has_one():
-    groups = KvGroups()
-    assert groups.group_of(stored()) is None
-    assert groups.group_of(removed()) is None
-    assert groups.are_known
-
-
 @pytest.mark.parametrize("kind", ["full_attention", "mla_attention", "sink_full_attention"])
 def test_full_attention_is_the_main_one_wherever_it_stands(kind):
     groups = KvGroups()

@@ -81,19 +81,6 @@ class TestVllm:
         keys = read_vllm_keys(run(["ada"], ["ada"], lora_name="ada", lora_id=1))
         assert keys == BlockKeys(lora="ada")
 
-    def test_a_lora_run_that_follows_a_parent(self):
-        assert read_vllm_keys(run(["ada"], parent=7, lora_name="ada")) == BlockKeys(lora="ada")
-
-    def test_the_same_string_as_adapter_and_as_salt(self):
-        adapter = read_vllm_keys(run(["x"], ["x"], lora_name="x"))
-        salt = read_vllm_keys(run(["x"], None))
-        both = read_vllm_keys(run(["x", "x"], ["x"], lora_name="x"))
-        assert (adapter, salt, both) == (
-            BlockKeys(lora="x"),
-            BlockKeys(salt="x"),
-            BlockKeys(salt="x", lora="x"),
-        )
-
     @pytest.mark.parametrize(
         "fields",
         [
@@ -119,14 +106,6 @@ class TestVllm:
     def test_two_images_in_a_block(self):
         keys = read_vllm_keys(run([["cat", -9], ["dog", 3]], [["dog", -1]], parent=7))
         assert keys == BlockKeys(ids(8, t3=media_extra_id("dog")))
-
-    def test_a_uuid_is_an_identity_like_a_hash(self):
-        keys = read_vllm_keys(run([["my-uuid-1", 0]], parent=7))
-        assert keys == BlockKeys(ids(4, t0=media_extra_id("my-uuid-1")))
-
-    def test_an_image_whose_identity_is_also_the_salt(self):
-        keys = read_vllm_keys(run([["x", 1], "x"]))
-        assert keys == BlockKeys(ids(4, t1=media_extra_id("x")), salt="x")
 
     def test_prompt_embeddings_mark_the_first_token_of_each_block(self):
         keys = read_vllm_keys(run([DIGEST], [b"other"]))
@@ -175,9 +154,6 @@ class TestVllm:
             batch.events == (BlocksStored(Tier.DISK, None, (1,), token_array([]), SIZE),)
         )
 
-    def test_offloaded_blocks_with_keys_say_what_they_are(self):
-        assert read_vllm_keys(run(["salt"], medium="CPU")) == BlockKeys(salt="salt")
-
     def test_no_two_kinds_of_key_are_ever_the_same(self):
         """One name as adapter, salt, image and embeddings, in every combination."""
         seen = set()
@@ -202,9 +178,6 @@ class TestVllm:
 class TestSglang:
     def sglang(self, **changes):
         return run(None, None, **{"extra_keys": None, **changes})
-
-    def test_text_has_none(self):
-        assert read_sglang_keys(self.sglang()) == BlockKeys(token_ids=token_array(range(8)))
 
     def test_salt_and_adapter_are_fields_on_every_run(self):
         keys = read_sglang_keys(self.sglang(cache_salt="s", lora_name="ada", parent_block_hash=7))

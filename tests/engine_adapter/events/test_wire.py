@@ -25,7 +25,6 @@ from engine_adapter.types import (
     CacheCleared,
     KvGroup,
     Tier,
-    ViewCurrent,
     extra_array,
     token_array,
 )
@@ -148,11 +147,6 @@ def test_events_that_do_not_belong_together_stay_apart(first, second):
     assert decode_batch(encode_batch([first, second], timestamp=1.0)).events == (first, second)
 
 
-def test_defaults_may_be_left_out():
-    (event,) = decode_batch(wire({"type": "BlockRemoved", "block_hashes": [3]})).events
-    assert event == BlocksRemoved(Tier.GPU, (3,))
-
-
 def test_the_array_form_of_older_engines():
     batch = decode_batch(
         wire(
@@ -241,11 +235,6 @@ def test_a_batch_means_the_same_in_either_form_however_long_it_is(form, timestam
     assert batch == EventBatch((PLAIN, SALTED, CHILD, REMOVED, CacheCleared()))
 
 
-def test_both_forms_in_one_batch():
-    batch = decode_batch(wire(event_fields(PLAIN), as_array(event_fields(CHILD))))
-    assert batch == EventBatch((PLAIN, CHILD))
-
-
 @pytest.mark.parametrize("timestamp", [1.5, LONG], ids=["short", "long"])
 @pytest.mark.parametrize(
     "bad",
@@ -298,17 +287,6 @@ def test_any_bytes_give_a_batch_or_malformed(payload):
 def test_deep_nesting_is_malformed():
     with pytest.raises(MalformedEvents):
         decode_batch(b"\x91" * 100_000)
-
-
-def test_another_engine_brings_its_own_reader():
-    event = stored(extra_keys=[["tenantA"]], lora_name="ada")
-    batch = decode_batch(wire(event), lambda fields: BlockKeys(salt=fields.extra_keys[0][0]))
-    assert batch.events[0].salt == "tenantA"
-
-
-def test_a_readers_own_events_do_not_travel():
-    with pytest.raises(TypeError):
-        event_fields(ViewCurrent())
 
 
 def test_a_snapshot_survives_the_wire():

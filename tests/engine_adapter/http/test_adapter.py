@@ -3,7 +3,7 @@
 import pytest
 
 from engine_adapter.body import JsonBody
-from engine_adapter.errors import EngineSpecError, EngineUnavailable
+from engine_adapter.errors import EngineUnavailable
 from engine_adapter.http.adapter import HttpAdapter
 from engine_adapter.registry import make_adapter
 from engine_adapter.types import EngineSpec
@@ -28,8 +28,3 @@ def test_a_rank_is_named_in_place_of_the_clients_own_word():
     ]
     named = [[value for name, value in each.headers if b"rank" in name] for each in sent]
     assert named == [[b"1"], [b"0"]]
-
-
-def test_a_wrong_description_is_refused():
-    with pytest.raises(EngineSpecError, match="is not an http"):
-        HttpAdapter(EngineSpec("openai_compatible", "h:1", "e"))

@@ -160,11 +160,6 @@ async def test_errors_without_a_shape(control):
         await control.get("/nothing")
 
 
-async def test_an_engine_that_says_it_is_unavailable(control):
-    with pytest.raises(EngineUnavailable, match="why"):
-        await control.get("/busy")
-
-
 async def test_an_answer_that_is_not_json(control):
     with pytest.raises(EngineUnavailable, match="not JSON"):
         await control.get("/html")
@@ -197,10 +192,3 @@ async def test_a_path_is_percent_encoded_once(control):
         "path": "/path/a%20b%2Fc",
         "query": "x=1&y=%5Bz%5D",
     }
-
-
-async def test_nobody_there():
-    client = ControlClient(spec("http://127.0.0.1:1"))
-    with pytest.raises(EngineUnavailable):
-        await client.get("/x")
-    await client.aclose()

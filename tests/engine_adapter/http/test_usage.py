@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from engine_adapter.http.usage import NOTHING, read_answer_usage, read_streamed_usage, read_usage
+from engine_adapter.http.usage import NOTHING, read_answer_usage, read_streamed_usage
 from engine_adapter.types import Usage
 from tests.fakes import DONE, event
 
@@ -80,10 +80,6 @@ class TestUsage:
         assert read_streamed_usage(event(early)[:-9]) == NOTHING
         quoted = event({"delta": json.dumps(early)})
         assert read_streamed_usage(event(last) + quoted) == said
-
-    @pytest.mark.parametrize(("usage", "said"), USAGES)
-    def test_by_itself(self, usage, said):
-        assert read_usage(json.dumps(usage).encode()) == said
 
     @pytest.mark.parametrize("content", [b"", b"[]", b'{"usage":[]}', b'{"usage', b"[" * 5000, b'{"\xff":1}'])
     def test_of_what_is_none(self, content):

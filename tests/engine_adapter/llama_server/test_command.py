@@ -67,11 +67,6 @@ def test_without_a_directory_nothing_is_saved():
     assert "--slot-save-path" not in llama_server_command(["-m", "x"], port=1, save_dir=None)
 
 
-def test_a_directory_ends_with_one_slash():
-    command = llama_server_command(["-m", "x"], port=1, save_dir="/kv/")
-    assert command[command.index("--slot-save-path") + 1] == "/kv/"
-
-
 @pytest.mark.parametrize(
     "words",
     [

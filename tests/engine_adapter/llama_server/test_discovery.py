@@ -14,8 +14,7 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from engine_adapter.errors import EngineRejected, EngineSpecError, EngineUnavailable
-from engine_adapter.http.control import ControlClient
+from engine_adapter.errors import EngineSpecError, EngineUnavailable
 from engine_adapter.llama_server.checkpoints import MemoryRules
 from engine_adapter.llama_server.discovery import (
     ServerFacts,
@@ -94,13 +93,6 @@ async def test_a_unified_pool_is_found_whatever_the_number_of_slots(found, save_
 async def test_a_model_with_sliding_windows_keeps_two_caches(found, save_dir, flag):
     facts = await found(flag, slots=2, ctx=512, save_dir=save_dir, model=gguf_path("swa"))
     assert facts.is_unified is (flag == "-kvu")
-
-
-@pytest.mark.parametrize("flags", [RAM, ("--cache-ram", "-1"), (*RAM, "-kvu")])
-async def test_a_ram_cache_is_found(found, save_dir, flags):
-    facts = await found(*flags, save_dir=save_dir)
-    assert facts.ram_cache is True
-    assert "--cache-ram 0" in next(findings_of(facts)).remedy
 
 
 async def test_without_the_route_of_slots(found, save_dir):
@@ -220,12 +212,6 @@ async def test_slots_before_and_after_a_request(start_llama, control_of):
     assert (second.n_tokens, second.is_processing, second.id_task is None) == (9 + 4 - 1, False, False)
 
 
-async def test_slots_that_must_not_be_seen(start_llama, control_of):
-    with pytest.raises(EngineRejected, match="--slots") as caught:
-        await read_slots(control_of(start_llama("--no-slots").url))
-    assert caught.value.status == 501
-
-
 def test_the_spare_slot_is_idle_and_has_least():
     def slot(id_, n_tokens, is_processing=False):
         return SlotState(id_, 512, is_processing, None, n_tokens)
@@ -273,22 +259,6 @@ async def test_what_it_says_of_its_model_may_be_odd(control_of, meta):
     assert (facts.train_ctx, facts.vocab_size, facts.local_model) == (None, None, None)
 
 
-async def test_a_wrong_key(start_llama):
-    url = start_llama("--api-key", "k").url
-    for key, status in ((None, 401), ("k", None)):
-        spec = replace(spec_of(url), api_key=key)
-        control = ControlClient(spec)
-        try:
-            if status is None:
-                assert (await discover(control, spec)).slots == 4
-            else:
-                with pytest.raises(EngineRejected) as caught:
-                    await discover(control, spec)
-                assert caught.value.status == status
-        finally:
-            await control.aclose()
-
-
 @pytest.mark.parametrize("answer", [{}, [], [{"id": 0}], [{"id": "0", "n_ctx": 1, "is_processing": False}]])
 async def test_slots_that_are_not_understood(control_of, answer):
     with (
@@ -319,10 +289,6 @@ def test_a_copy_is_the_same_model(model):
     assert file_digest(model) == file_digest(gguf_path("tiny"))
 
 
-def test_other_weights_of_the_same_shape_are_another_model():
-    assert file_digest(gguf_path("tiny", 1)) != file_digest(gguf_path("tiny"))
-
-
 @pytest.mark.parametrize("at", [0, MIB - 1, -1, -MIB])
 def test_a_byte_of_the_ends_counts(model, at):
     before = file_digest(model)
@@ -343,14 +309,6 @@ def test_a_file_that_grew_is_another(model):
     with model.open("ab") as file:
         file.write(b"\0")
     assert file_digest(model) != before
-
-
-def test_a_small_file_is_read_whole(tmp_path):
-    path = tmp_path / "small.gguf"
-    path.write_bytes(bytes(3 * MIB))
-    before = file_digest(path)
-    change(path, 3 * MIB // 2)
-    assert file_digest(path) != before
 
 
 def test_parts_count_as_one_model(tmp_path):
@@ -378,23 +336,8 @@ async def test_servers_of_one_model_say_the_same(start_llama, control_of):
     assert await digest(start_llama, control_of, "-np", "2", "-c", "2048", slot_id=1) == one
 
 
-async def test_servers_of_other_weights_say_something_else(start_llama, control_of):
-    assert await digest(start_llama, control_of) != await digest(start_llama, control_of, seed=1)
-
-
-async def test_a_server_says_the_same_twice(control):
-    assert await remote_digest(control, {}, "m", 0) == await remote_digest(control, {}, "m", 0)
-
-
 async def test_the_name_of_the_file_counts(control):
     assert await remote_digest(control, {}, "m", 0) != await remote_digest(control, {}, "n", 0)
-
-
-@pytest.mark.parametrize("answer", [{}, {"tokens": []}, {"content": "a"}])
-async def test_an_answer_without_tokens(control_of, answer):
-    app = Starlette(routes=[Route("/completion", lambda _: JSONResponse(answer), methods=["POST"])])
-    with served(app) as url, pytest.raises(EngineUnavailable, match="no 'tokens'"):
-        await remote_digest(control_of(url), {}, "m", 0)
 
 
 FACTS = ServerFacts(
@@ -413,10 +356,6 @@ FACTS = ServerFacts(
     can_save=True,
     fingerprint="f",
 )
-
-
-def test_a_server_with_all_flags():
-    assert [*findings_of(FACTS)] == []
 
 
 @pytest.mark.parametrize(

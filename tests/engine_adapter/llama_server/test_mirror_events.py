@@ -107,23 +107,6 @@ def mirror():
 
 
 class TestPlaces:
-    async def test_the_full_blocks_of_a_place_are_stored(self, mirror):
-        (stored,) = await events_of(mirror, (mirror.put, 0, Tier.GPU, tokens(2 * BLOCK + 5), None))
-        assert (stored.tier, stored.parent, len(stored.hashes), stored.salt) == (Tier.GPU, None, 2, None)
-        assert (stored.token_ids, stored.tokens_per_block) == (tokens(2 * BLOCK), BLOCK)
-
-    async def test_less_than_a_block_is_nothing(self, mirror):
-        assert await events_of(mirror, (mirror.put, 0, Tier.GPU, tokens(BLOCK - 1), None)) == []
-
-    async def test_a_conversation_that_goes_on_stores_what_is_new(self, mirror):
-        first, second = await events_of(
-            mirror,
-            (mirror.put, 0, Tier.GPU, tokens(2 * BLOCK), None),
-            (mirror.put, 0, Tier.GPU, tokens(3 * BLOCK + 1), None),
-            (mirror.put, 0, Tier.GPU, tokens(3 * BLOCK + 9), None),
-        )
-        assert (second.parent, second.token_ids) == (first.hashes[-1], tokens(BLOCK, 2 * BLOCK))
-
     async def test_what_two_places_hold_is_stored_once_and_goes_with_the_last(self, mirror):
         assert len(
             await events_of(
@@ -136,60 +119,13 @@ class TestPlaces:
         (removed,) = await events_of(mirror, (mirror.drop, 1), (mirror.drop, 1))
         assert (type(removed), removed.tier, len(removed.hashes)) == (BlocksRemoved, Tier.GPU, 1)
 
-    async def test_tiers_are_told_apart(self, mirror):
-        stored = await events_of(
-            mirror,
-            (mirror.put, 0, Tier.GPU, tokens(BLOCK), None),
-            (mirror.put, "file", Tier.HOST, tokens(BLOCK), None),
-        )
-        assert [event.tier for event in stored] == [Tier.GPU, Tier.HOST]
-        assert stored[0].hashes == stored[1].hashes
-        moved = await events_of(mirror, (mirror.put, "file", Tier.DISK, tokens(BLOCK), None))
-        assert [(type(event), event.tier) for event in moved] == [
-            (BlocksStored, Tier.DISK),
-            (BlocksRemoved, Tier.HOST),
-        ]
-
     async def test_a_block_that_only_changes_place_never_leaves(self, mirror):
         mirror.put(0, Tier.GPU, tokens(2 * BLOCK), None)
         events = await events_of(mirror, (mirror.put, 0, Tier.GPU, tokens(BLOCK), None))
         assert [(type(event), len(event.hashes)) for event in events] == [(BlocksRemoved, 1)]
 
-    async def test_clear_empties_every_place(self, mirror):
-        mirror.put(0, Tier.GPU, tokens(BLOCK), None)
-        mirror.put("file", Tier.HOST, tokens(BLOCK), None)
-        removed = await events_of(mirror, (mirror.clear,))
-        assert [event.tier for event in removed] == [Tier.GPU, Tier.HOST]
-        assert (await told(mirror)).blocks == {tier: set() for tier in Tier}
-
 
 class TestSalts:
-    async def test_blocks_of_different_salts_are_different_blocks(self, mirror):
-        mirror.know("d", "secret")
-        plain, salted = await events_of(
-            mirror,
-            (mirror.put, 0, Tier.GPU, tokens(BLOCK), None),
-            (mirror.put, 1, Tier.GPU, tokens(BLOCK), "d"),
-        )
-        assert (plain.salt, salted.salt) == (None, "secret")
-        assert plain.hashes != salted.hashes
-
-    async def test_what_lies_under_an_unknown_salt_is_told_once_it_is_known(self, mirror):
-        hidden = [
-            (mirror.put, 0, Tier.GPU, tokens(2 * BLOCK), "d"),
-            (mirror.put, "file", Tier.HOST, tokens(BLOCK), "d"),
-            (mirror.put, "gone", Tier.HOST, tokens(BLOCK, 500), "d"),
-            (mirror.drop, "gone"),
-            (mirror.put, "short", Tier.HOST, tokens(3), "d"),
-        ]
-        assert await events_of(mirror, *hidden) == []
-        assert (await told(mirror)).blocks == {tier: set() for tier in Tier}
-        known = await events_of(mirror, (mirror.know, "d", "secret"), (mirror.know, "d", "secret"))
-        assert [(event.tier, event.salt, len(event.hashes)) for event in known] == [
-            (Tier.GPU, "secret", 2),
-            (Tier.HOST, "secret", 1),
-        ]
-
     async def test_salts_that_clients_invent_do_not_fill_memory(self, mirror):
         mirror.know("d", "secret")
         mirror.put(0, Tier.GPU, tokens(BLOCK), "d")
@@ -205,12 +141,6 @@ class TestSalts:
 
 
 class TestFollowing:
-    async def test_starts_with_what_lies_there(self, mirror):
-        mirror.put(0, Tier.GPU, tokens(BLOCK), None)
-        mirror.put("file", Tier.DISK, tokens(2 * BLOCK), None)
-        follower = await told(mirror)
-        assert [type(event) for event in follower.read] == [ViewLost, BlocksStored, BlocksStored, ViewCurrent]
-
     async def test_ends_with_whoever_follows(self, mirror):
         async with aclosing(mirror.follow()) as events:
             await anext(events)

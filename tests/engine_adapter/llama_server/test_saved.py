@@ -202,14 +202,6 @@ async def test_a_name_that_was_not_given_is_not_taken(world, name):
         await world.registry.add(name, KEY, None)
 
 
-async def test_a_name_is_taken_once(world):
-    saved = await world.save(1)
-    with pytest.raises(ValueError, match="is no new name"):
-        await world.registry.add(saved.name, KEY, None)
-    await world.registry.discard(saved.name)
-    world.check()
-
-
 async def test_a_failed_save_is_discarded(world):
     name = world.server_saves(range(5))
     (world.host / "notes.txt").write_text("mine")
@@ -247,16 +239,6 @@ async def test_who_wants_it_kept_is_remembered_over_restarts_and_longer_prefixes
     assert list(world.registry.entries(KEY)) == [longer]
     assert (longer.kept_until, longer.kept_for) == (until, "them")
     assert (await world.save(0, count=12)).kept_until == until
-
-
-async def test_the_disk_gives_up_others_for_what_is_kept(tiers):
-    first, second = await tiers.save(100), await tiers.save(200)
-    for each in (first, second):
-        tiers.registry.keep(each, 600.0, None)
-    later = [await tiers.save(100 * i) for i in (3, 4, 5, 6)]
-    assert first in set(tiers.registry.entries(KEY)) or second in set(tiers.registry.entries(KEY))
-    assert later[-1].tier is Tier.HOST
-    tiers.check()
 
 
 async def test_the_least_valuable_goes_when_there_is_no_room(world):
@@ -571,15 +553,6 @@ async def test_a_listener_that_fails_while_nobody_waits_is_heard_of(tiers, caplo
     tiers.check()
 
 
-async def test_listeners_are_told_until_they_leave(world):
-    heard: list[str] = []
-    leave = world.registry.subscribe(lambda event, saved: heard.append(event))
-    saved = await world.save(1)
-    leave()
-    await world.registry.drop(saved)
-    assert heard == [SavedEvent.ADDED]
-
-
 async def test_the_figures_tell_no_content(tiers):
     first, _, _ = [await tiers.save(12345678 + 100 * i, salt="secret") for i in (1, 2, 3)]
     tiers.clock.now += 7
@@ -623,17 +596,6 @@ async def test_a_restart_finds_what_was_saved(tiers):
         assert found[saved.name].tokens == saved.tokens
         assert await tiers.registry.ready(found[saved.name]) == saved.name
     tiers.check()
-
-
-async def test_what_was_harmed_while_nobody_looked_is_dropped_before_it_is_restored(world):
-    saved = await world.save(1)
-    flip(world.host / saved.name)
-    world.open()
-    await world.registry.rebuild()
-    (found,) = world.registry.entries(KEY)
-    with refused(FileFault.CHECKSUM):
-        await world.registry.ready(found)
-    world.check()
 
 
 async def test_a_restart_with_smaller_caps_keeps_the_best(tmp_path):

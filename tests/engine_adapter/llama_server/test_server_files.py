@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import socket
-import stat
 import subprocess
 import sys
 
@@ -193,24 +192,8 @@ def test_a_record_of_another_number_of_slots_tells_nothing(tmp_path):
     assert SlotOwners(tmp_path, SERVER, "one", 2)[0] == UNKNOWN_OWNER
 
 
-def test_without_a_directory_nothing_is_written(tmp_path):
-    record = owners(None)
-    record.holds(0, "a")
-    assert record[0] == "a"
-    assert list(tmp_path.iterdir()) == []
-
-
 def record(directory, instance="one", url=SERVER, kind=list[int]):
     return ServerRecord(directory, url, instance, "numbers", kind)
-
-
-def test_content_outlives_kvpin(tmp_path):
-    assert record(tmp_path).read() is None
-    for content in ([1, 2], [], [3]):
-        record(tmp_path).write(content)
-        assert record(tmp_path).read() == content
-    (path,) = tmp_path.iterdir()
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 @pytest.mark.parametrize("other", [{"instance": "two"}, {"instance": None}, {"url": "http://127.0.0.1:2"}])

@@ -146,12 +146,6 @@ class TestOrder:
         await world.release(0)
         assert world.got["d"] == 0
 
-    async def test_a_grant_has_begun_what_its_plan_does_first(self, world):
-        world.save_first = True
-        await world.ask("a", 1)
-        assert world.table[1].operation is SlotOperation.SAVE
-        assert (world.table[1].since, world.table[0].operation) == (100.0, None)
-
     @pytest.mark.parametrize(
         ("plan", "operation"),
         [
@@ -177,13 +171,6 @@ class TestPatience:
         world.turns.dispatch()
         await settle()
         assert world.got["b"] == 1
-
-    async def test_a_slot_that_comes_in_time_is_taken(self, world):
-        await world.ask("a", 0)
-        await world.ask("b", 0)
-        world.now += 9.9
-        await world.release(0)
-        assert world.got["b"] == 0
 
     async def test_nobody_need_release_anything_for_it_to_end(self, world):
         world.turns = Turns(world.table, world.decide, time.monotonic)
@@ -229,13 +216,6 @@ class TestAlone:
         await world.release_all()
         assert world.got == {"a": 0, "whole": None, "b": 1}
 
-    async def test_starts_at_once_on_idle_slots(self, world):
-        await world.ask_all("whole")
-        await world.ask_all("another")
-        assert list(world.got) == ["whole"]
-        await world.release_all()
-        assert list(world.got) == ["whole", "another"]
-
     async def test_is_not_starved_by_a_stream_of_others(self, world):
         await world.ask("0", 0)
         await world.ask_all("whole")
@@ -243,15 +223,6 @@ class TestAlone:
             await world.ask(str(name), name % 2)
         await world.release(0)
         assert list(world.got) == ["0", "whole"]
-
-    async def test_lets_those_before_it_go_first(self, world):
-        await world.ask("a", 0)
-        await world.ask("b", 0)
-        await world.ask_all("whole")
-        await world.release(0)
-        assert list(world.got) == ["a", "b"]
-        await world.release(0)
-        assert list(world.got) == ["a", "b", "whole"]
 
     async def test_that_leaves_blocks_nobody(self, world):
         await world.ask("a", 0)
@@ -271,22 +242,6 @@ class TestAlone:
 
 
 class TestLeaving:
-    async def test_the_queue_leaves_no_trace(self, world):
-        for name in "abc":
-            await world.ask(name)
-        await world.leave("c")
-        assert world.turns.waiting == 0
-        await world.release(0)
-        assert world.busy() == [1]
-
-    async def test_lets_the_next_one_go(self, world):
-        await world.ask("a", 0)
-        await world.ask("b", 0)
-        await world.ask("c", 0)
-        await world.leave("b")
-        await world.release(0)
-        assert world.got == {"a": 0, "c": 0}
-
     async def test_in_the_moment_of_the_turn_gives_the_slot_to_the_next(self, world):
         await world.ask("a", 0)
         await world.ask("b", 0)

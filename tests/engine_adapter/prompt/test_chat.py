@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save
 
-from engine_adapter.errors import ChatError, EngineSpecError, PromptTableError
+from engine_adapter.errors import ChatError, EngineSpecError
 from engine_adapter.prompt.chat import ChatTokenizer, normalize_messages
 from engine_adapter.prompt.extra_ids import parse_embeddings, prompt_embeds_extra_id
 from engine_adapter.prompt.template_input import ContentFormat
@@ -141,12 +141,6 @@ def test_a_template_that_takes_parts_gets_them(tokenizer_dir):
     assert list(prompt.embeddings) == [identity]
 
 
-def test_embeddings_need_a_known_vocabulary(chat):
-    part, _ = embeds(1, 1.0)
-    with pytest.raises(ChatError, match="vocabulary size is unknown"):
-        chat.chat([user([part])], hidden_size=HIDDEN)
-
-
 # --- errors --------------------------------------------------------------------------------------
 
 
@@ -176,14 +170,6 @@ def test_an_error_names_the_field(chat, options, param, message):
     assert caught.value.param == param
 
 
-def test_a_tokenizer_without_template_renders_no_chat(tokenizer_dir):
-    tokenizer = ChatTokenizer.load(str(tokenizer_dir))
-    tokenizer._tokenizer.chat_template = None
-    with pytest.raises(ChatError, match="no chat template"):
-        tokenizer.render([user("x")])
-    assert tokenizer.encode("x", add_special_tokens=False)
-
-
 # --- loading -------------------------------------------------------------------------------------
 
 
@@ -211,11 +197,6 @@ def test_a_gguf_that_cannot_be_read_is_one_sentence(tmp_path, content, message):
         path.write_bytes(content)
     with pytest.raises(EngineSpecError, match=f"^tokenizer '{path}' cannot be loaded: .*{message}"):
         ChatTokenizer.load(str(path))
-
-
-def test_a_missing_directory_is_named():
-    with pytest.raises(EngineSpecError, match=r"tokenizer '/nowhere/at/all' is not a directory"):
-        ChatTokenizer.load("/nowhere/at/all")
 
 
 @pytest.mark.parametrize("content", ["", '{"a"', json.dumps({"version": "1.0", "model": {"type": "BPE"}})])
@@ -268,10 +249,6 @@ def content_of(parts, wanted=ContentFormat.STRING):
 
 def text(value):
     return {"type": "text", "text": value}
-
-
-def test_text_parts_are_joined_with_newlines():
-    assert content_of([text("a"), text(""), text("b")])[0] == "a\n\nb"
 
 
 def test_text_parts_stay_parts_where_the_template_takes_them():
@@ -332,24 +309,6 @@ def test_a_message_that_is_none_names_the_field(messages, param):
         normalize_messages(messages, ContentFormat.STRING)
     assert caught.value.param == param
     assert param.removesuffix(".type") in str(caught.value)
-
-
-def test_other_part_types_are_told_what_the_engine_takes():
-    with pytest.raises(ChatError, match="'image_url': this engine takes text and prompt_embeds"):
-        content_of([PNG])
-
-
-@pytest.mark.parametrize("data", [None, "not base64!", encoded_rows(hidden=5)])
-def test_bad_embeddings_name_their_field(data):
-    with pytest.raises(PromptTableError) as caught:
-        content_of([text("a"), {"type": "prompt_embeds", "data": data}])
-    assert caught.value.param == "messages[0].content[1].data"
-
-
-def test_embeddings_need_the_models_hidden_size():
-    message = {"role": "user", "content": [{"type": "prompt_embeds", "data": encoded_rows()}]}
-    with pytest.raises(ChatError, match="cannot be used here"):
-        normalize_messages([message], ContentFormat.STRING)
 
 
 def test_markers_are_found_by_one_pattern_however_many_there_are():

@@ -6,24 +6,10 @@ from jinja2 import TemplateError
 from engine_adapter.prompt import sandbox, templates
 from engine_adapter.prompt.content_format import content_format, looped
 from engine_adapter.prompt.template_input import ContentFormat
-from engine_adapter.prompt.templates import TEMPLATE_ERRORS, choose_template, compiled, render_template
+from engine_adapter.prompt.templates import TEMPLATE_ERRORS, compiled, render_template
 
 ASKED = [{"role": "user", "content": "hello"}]
 ROLES = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
-
-
-def test_tools_have_a_template_of_their_own_where_there_is_one():
-    named = {"default": "plain", "tool_use": "tools"}
-    assert choose_template("one", None) == choose_template("one", [{}]) == "one"
-    assert choose_template(named, None) == "plain"
-    assert choose_template(named, [{}]) == "tools"
-    assert choose_template({"default": "plain"}, [{}]) == "plain"
-
-
-@pytest.mark.parametrize("templates", [None, {}, {"tool_use": "x"}])
-def test_without_a_template_there_is_none(templates):
-    with pytest.raises(ValueError, match="no chat template"):
-        choose_template(templates, None)
 
 
 def test_a_variable_may_have_any_name_but_those_of_the_chat():

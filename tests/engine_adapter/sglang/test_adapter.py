@@ -88,14 +88,6 @@ class TestConnect:
         info = await adapter_of(start(server_info={"disaggregation_mode": mode})).connect()
         assert info.role == role
 
-    async def test_each_start_is_another_instance(self, start, adapter_of):
-        running = start()
-        adapter = adapter_of(running)
-        first, second = await adapter.connect(), await adapter.connect()
-        running.fake.restart()
-        assert first == second
-        assert (await adapter.connect()).instance != first.instance
-
     async def test_a_server_of_old(self, start, adapter_of):
         running = start(routes=(), version="0.5.5", enable_cache_report=False)
         adapter = adapter_of(running)
@@ -110,12 +102,6 @@ class TestConnect:
         info = await adapter.connect()
         assert (info.gpu_blocks, info.host_blocks, info.tokenizer) == (10, 20, "mine")
         assert adapter.findings() == ()
-
-    async def test_a_key_that_is_wanted(self, start, adapter_of):
-        running = start(api_key="secret")
-        with pytest.raises(EngineRejected, match="it wants a key: give it as api_key=KEY"):
-            await adapter_of(running).connect()
-        await adapter_of(running, api_key="secret").connect()
 
     async def test_a_rank_that_is_not_there(self, start, adapter_of):
         with pytest.raises(EngineUnavailable, match=r"no dp_rank 1, only 1 rank\(s\)"):
@@ -163,14 +149,6 @@ class TestLoad:
         assert (await adapter.load()).outdated
         assert (await adapter.connect()).loras == {"calm", "loud"}
         assert not (await adapter.load()).outdated
-
-    async def test_stats_are_for_people(self, start, adapter_of):
-        running = start(page_size=16, capacity=10)
-        adapter = adapter_of(running)
-        for _ in range(2):
-            await complete(adapter, {"model": "tiny", "prompt": list(range(32)), "max_tokens": 1})
-        stats = await adapter.stats()
-        assert (stats["page_size"], stats["capacity_tokens"], stats["cache_hit_rate"]) == (16, 160, 0.25)
 
 
 class TestEvents:

@@ -3,7 +3,7 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from engine_adapter import EngineRejected, EngineSpec, EngineUnavailable
+from engine_adapter import EngineSpec, EngineUnavailable
 from engine_adapter.http.control import ControlClient
 from engine_adapter.sglang.server_info import Loads, read_server_info
 from tests.engines import served
@@ -240,12 +240,3 @@ async def test_a_server_of_old(server, loads):
     for _ in range(2):
         load = await reader.read()
         assert (load.running, load.waiting, load.gpu_usage, reader.cache_hit_rate) == (2, 1, None, None)
-
-
-async def test_loads_of_another_server(server, loads):
-    server.told["/v1/loads"] = {"loads": [{"rank": 0}]}
-    with pytest.raises(EngineUnavailable, match=r"/v1/loads.*not as expected"):
-        await loads().read()
-    server.told.clear()
-    with pytest.raises(EngineRejected):
-        await loads().read()

@@ -115,11 +115,6 @@ class TestBlocks:
         assert reader.read(answer(updated(1, 0, 7), first=2)) == [BlocksRemoved(Tier.GPU, (1,))]
         assert not reader.blocks()
 
-    def test_a_change_of_priority_moves_nothing(self, reader):
-        priority = {"type": "event_diff", "new_value": 1, "old_value": 35}
-        reader.read(answer(stored(ONE), first=1))
-        assert reader.read(answer(updated(1, 0, 0) | {"priority": priority}, first=2)) == []
-
     def test_a_move_of_a_block_that_was_removed_or_never_known(self, reader):
         reader.read(answer(stored(ONE), removed(1), first=1))
         assert reader.read(answer(updated(1, 0, 1), updated(77, 0, 1), first=3)) == []
@@ -260,9 +255,6 @@ class TestSizes:
     def test_no_size_is_taken_from_a_block_that_can_be_none(self, reader, tokens):
         assert reader.read(answer(stored(block(1, tokens), ONE), first=1)) == []
         assert reader.tokens_per_block == SIZE
-
-    def test_an_event_without_blocks(self, reader):
-        assert reader.read(answer(stored(), removed(), first=1)) == []
 
 
 class TestRepeats:

@@ -93,19 +93,6 @@ async def test_a_view_begins_with_what_is_buffered(server, poller):
         assert (await event()).hashes == (2,)
 
 
-async def test_each_view_begins_anew(server, poller):
-    server.answers = [answer(created(), stored(ONE))]
-    async with following(poller) as event:
-        await event()
-        await event()
-    server.answers = [answer(stored(TWO), first=9)]
-    async with following(poller) as event:
-        assert await event() == ViewLost("connected")
-        assert (await event()).hashes == (2,)
-        assert await event() == ViewCurrent(complete=False)
-    assert poller.reader.gaps == 0
-
-
 async def test_it_asks_on_and_on_also_when_nothing_comes(server, poller):
     async with following(poller) as event:
         assert [await event(), await event()] == [ViewLost("connected"), ViewCurrent(complete=False)]

@@ -13,7 +13,6 @@ from engine_adapter.torch_engine.attention import (
     Probe,
     Scratch,
     Span,
-    attention,
     attention_context,
     paged_attention,
 )
@@ -88,16 +87,6 @@ def test_a_mixed_step_attends_each_row_over_its_own_sequence(window, softcap):
             row += 1
 
 
-def test_one_step_writes_its_own_rows_only():
-    planes = Planes(8)
-    before = planes.keys.clone()
-    asked = call(2)
-    span = Span(0, 2, 3, 4)
-    PagedBatch(planes.layers, torch.tensor([5, 6]), [span], Scratch(SIZE)).attend(asked)
-    assert torch.equal(planes.keys[5:7], asked.key)
-    assert torch.equal(planes.keys[[0, 1, 2, 3, 4, 7]], before[[0, 1, 2, 3, 4, 7]])
-
-
 def test_gathered_tokens_lie_in_the_same_memory_each_time():
     planes, scratch = Planes(40), Scratch(SIZE)
     first = scratch.gather(planes.keys, torch.tensor([3, 1, 9]), values=False)
@@ -109,16 +98,6 @@ def test_gathered_tokens_lie_in_the_same_memory_each_time():
     assert torch.equal(again, planes.keys[2 * SIZE : 3 * SIZE])
     larger = scratch.gather(planes.keys, torch.arange(10), values=False)
     assert torch.equal(larger, planes.keys)
-
-
-def test_heads_shared_in_groups_agree_with_repeated_ones():
-    asked = call(3)
-    query = asked.query.transpose(0, 1)[None]
-    key, value = asked.key.transpose(0, 1)[None], asked.value.transpose(0, 1)[None]
-    mask = torch.zeros(3, 3).masked_fill_(torch.ones(3, 3).triu(1).bool(), float("-inf"))
-    grouped = attention(query, key, value, mask, asked)
-    repeated = attention(query, key.repeat_interleave(2, 1), value.repeat_interleave(2, 1), mask, asked)
-    torch.testing.assert_close(grouped, repeated)
 
 
 def run_probe(module=None, mask=None, **kwargs):

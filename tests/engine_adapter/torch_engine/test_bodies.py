@@ -28,18 +28,6 @@ def scope(length: str | None = None):
     return {"type": "http", "headers": [] if length is None else [(b"content-length", length.encode())]}
 
 
-async def test_parts_are_joined():
-    assert await read_body(scope(), receiving(b"ab", b"", b"c")[0], 3) == b"abc"
-    assert await read_body(scope("3"), receiving(b"abc")[0], 3) == b"abc"
-    assert await read_body(scope("nonsense"), receiving(b"abc")[0], 3) == b"abc"
-
-
-async def test_one_byte_too_many():
-    with pytest.raises(ApiError) as caught:
-        await read_body(scope(), receiving(b"ab", b"cd")[0], 3)
-    assert caught.value.status == 413
-
-
 async def test_what_is_somewhat_too_large_is_read_to_its_end():
     receive, left = receiving(b"ab", b"cd", b"e")
     with pytest.raises(ApiError):

@@ -501,38 +501,7 @@ def test_pins_can_leave_a_request_without_room(llama):
         assert world.ask(prompt_of(5, seed=6), 2).wait().finished.reason == "length"
 
 
-def test_the_callers_error_comes_back_from_call(llama):
-    model, _ = llama
-    with served(model) as world:
-        with pytest.raises(ZeroDivisionError):
-            world.call(lambda cache: 1 / 0)
-        assert world.engine.alive
-
-
 # --- counters and the default model --------------------------------------------------------------------
-
-
-def test_counters_add_up(llama):
-    model, _ = llama
-    with served(model) as world:
-        for _ in range(2):
-            world.tokens(prompt_of(13), 5)
-        counters = world.engine.counters
-        world.call(lambda cache: None)
-        assert (counters.prompt_tokens, counters.cached_tokens, counters.generated_tokens) == (26, 12, 10)
-        assert counters.finished == {"length": 2}
-        assert counters.steps == 10
-
-
-def test_the_default_model_serves_sampled_and_scored_tokens():
-    with served(tiny(), tokens_per_block=16) as world:
-        prompt = list(range(10, 60))
-        sampled = [world.tokens(prompt, 12, temperature=1.0, seed=seed) for seed in (1, 1, 2)]
-        assert sampled[0] == sampled[1] != sampled[2]
-        scored = world.ask(prompt, 3, logprobs=2).wait()
-        for token in scored.outputs[1:-1]:
-            assert token.top_logprobs[0] == (token.token_id, token.logprob)
-            assert token.logprob >= token.top_logprobs[1][1]
 
 
 def test_an_identical_prompt_computes_what_follows_its_full_blocks_and_answers_alike():

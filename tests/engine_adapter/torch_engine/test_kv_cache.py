@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-from array import array
-
 import pytest
 import xxhash
 
 from engine_adapter.torch_engine.kv_tree import CopyFailed
 from engine_adapter.types import KvTarget, Tier
-from tests.engine_adapter.torch_engine.kv_world import SIZE, World
+from tests.engine_adapter.torch_engine.kv_world import World
 
 
 def tokens(length, start=0):
@@ -39,34 +37,6 @@ def test_a_forced_collision_of_names_mixes_nothing_up(monkeypatch):
     world.run(tokens(8, 100))
     assert world.blocks(Tier.GPU) == 4
     assert world.run(tokens(9)) == 8
-
-
-def test_a_sequence_grows_and_its_full_blocks_are_shared_at_once():
-    world = World(8)
-    first = world.sequence(tokens(6))
-    assert world.begin(first)
-    world.compute(first, 6)
-    for token in (6, 7, 8):
-        first.append(token)
-        world.compute(first, 1)
-    world.check()
-    second = world.sequence(tokens(9))
-    assert world.begin(second)
-    assert second.computed == 8
-    assert list(second.blocks[:2]) == list(first.blocks[:2])
-    world.check()
-
-
-def test_the_same_block_computed_twice_is_kept_once():
-    world = World(8)
-    pair = [world.sequence(tokens(8)) for _ in range(2)]
-    for sequence in pair:
-        assert world.begin(sequence)
-    for sequence in pair:
-        world.compute(sequence, 8)
-    world.check()
-    assert list(pair[0].blocks) == list(pair[1].blocks)
-    assert world.cache.tree.gpu.free == 6
 
 
 def test_extend_takes_over_what_another_computed():
@@ -211,25 +181,3 @@ def test_a_failed_copy_while_extending_leaves_what_was_gained():
     assert late.computed == 8
     world.end(late)
     world.check()
-
-
-def test_end_frees_a_partial_block_and_twice_is_fine():
-    world = World(4)
-    sequence = world.sequence(tokens(6))
-    assert world.begin(sequence)
-    world.compute(sequence, 6)
-    world.end(sequence)
-    world.end(sequence)
-    world.check()
-    assert world.cache.tree.gpu.free == 3
-    with pytest.raises(ValueError, match="not begun"):
-        _ = sequence.tip
-
-
-def test_generated_tokens_are_text_beside_extra_ids():
-    world = World(4)
-    sequence = world.sequence([9, 9], extra_ids=[5, 5])
-    sequence.append(1)
-    assert list(sequence.extra_ids) == [5, 5, 0]
-    assert sequence.tokens == array("i", [9, 9, 1])
-    assert SIZE == 4

@@ -28,16 +28,6 @@ async def complete(client, tokens, **fields):
     return response.json()
 
 
-async def test_info(client, served_engine):
-    info = (await client.get("/kv/info")).json()
-    assert info["engine"] == "kvpin-embedded"
-    assert info["instance"] == served_engine.service.instance
-    assert info["tokens_per_block"] == T
-    assert info["gpu_blocks"] == 256
-    assert {"version", "model", "tokenizer", "vocab_size", "hidden_size", "max_model_len"} <= set(info)
-    assert {"host_blocks", "block_bytes", "dtype", "device"} <= set(info)
-
-
 async def test_load_does_not_wait_for_the_engine_thread(client, served_engine):
     release = threading.Event()
     held = served_engine.service.engine.call(lambda _cache: release.wait(30))
@@ -47,25 +37,6 @@ async def test_load_does_not_wait_for_the_engine_thread(client, served_engine):
         release.set()
     assert held.result(30)
     assert load == {"instance": served_engine.service.instance, "running": 0, "waiting": 0}
-
-
-async def test_stats_add_up(client):
-    await complete(client, range(5, 60), cache_salt="stats")
-    stats = (await client.get("/kv/stats")).json()
-    gpu, host = stats["gpu"], stats["host"]
-    assert gpu["free"] + gpu["cached"] + gpu["active"] == gpu["total"] == 256
-    assert host["free"] + host["cached"] == host["total"]
-    assert stats["requests"] == {"running": 0, "waiting": 0}
-    assert stats["tokens"]["prompt"] >= 55
-    assert {"evicted", "offloaded", "restored"} <= set(stats["blocks"])
-    assert stats["pins"] == []
-
-
-async def test_event_sources(client, served_engine):
-    (source,) = (await client.get("/kv_event_sources")).json().values()
-    assert source["endpoint"].startswith("tcp://127.0.0.1:")
-    assert source["buffer_steps"] == 10_000
-    assert set(source) == {"endpoint", "replay_endpoint", "buffer_steps", "hwm", "topic"}
 
 
 async def test_snapshot_has_a_sequence_and_blocks(client):
@@ -105,20 +76,6 @@ async def test_a_flush_leaves_running_requests_their_blocks(client):
         in_use = max(in_use, left["in_use"])
     assert in_use > 0
     assert (await running)["choices"] == alone["choices"]
-
-
-async def test_pins_are_listed_and_end(client):
-    tokens = list(range(300, 300 + 2 * T))
-    await complete(client, [*tokens, 5], cache_salt="pin")
-    asked = {"token_ids": tokens, "cache_salt": "pin", "ttl_s": 60}
-    pinned = (await client.post("/kv/pin", json=asked)).json()
-    assert (pinned["blocks"], pinned["ttl_s"]) == (2, 60)
-    (shown,) = (await client.get("/kv/stats")).json()["pins"]
-    assert shown["pin_id"] == pinned["pin_id"]
-    assert 0 < shown["expires_in_s"] <= 60
-    for expected in (True, False):
-        answer = await client.post("/kv/unpin", json={"pin_id": pinned["pin_id"]})
-        assert answer.json() == {"unpinned": expected}
 
 
 @pytest.mark.parametrize(

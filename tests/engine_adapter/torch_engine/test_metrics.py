@@ -41,15 +41,3 @@ def test_counters_and_gauges():
     assert found["kvpin_engine_kv_pinned_blocks",] == 3
     assert found["kvpin_engine_first_token_seconds_count",] == 1
     assert all(name.startswith("kvpin_engine_") for name, *_ in found)
-
-
-def test_without_cache_statistics():
-    found = samples(EngineMetrics().render(Counters(), {}))
-    assert found["kvpin_engine_requests_running",] == 0
-    assert not any(name.startswith("kvpin_engine_kv_blocks") for name, *_ in found)
-
-
-def test_two_engines_in_one_process_do_not_share_a_registry():
-    first, second = EngineMetrics(), EngineMetrics()
-    first.first_token_seconds.observe(1.0)
-    assert samples(second.render(Counters(), {}))["kvpin_engine_first_token_seconds_count",] == 0

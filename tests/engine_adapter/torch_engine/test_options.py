@@ -29,14 +29,6 @@ def blocks(available=None, context=1000, **values):
     return EmbeddedOptions(**values).gpu_blocks(100, context=context, available=available)
 
 
-def test_sizes_in_blocks():
-    assert blocks(kv_blocks=7, available=10**6) == 7
-    assert blocks(kv_bytes=799, available=10**6) == 7
-    assert EmbeddedOptions(host_cache_bytes=250).host_blocks(100) == 2
-    with pytest.raises(EngineSpecError, match="kv_bytes is 99, less than one block of 100 bytes"):
-        blocks(kv_bytes=99)
-
-
 def test_without_a_size_the_cache_holds_what_requests_need_in_a_part_of_the_memory():
     assert blocks(available=10**9) == 32 * 63
     assert blocks(available=10**9, max_num_seqs=2, tokens_per_block=8) == 2 * 125

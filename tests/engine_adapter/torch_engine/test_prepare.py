@@ -127,11 +127,6 @@ class TestEcho:
         assert made["choices"][0]["finish_reason"] == "length"
         assert made["usage"]["completion_tokens"] == 0
 
-    async def test_the_echo_alone_streamed(self, client):
-        choices = [chunk["choices"][0] for chunk in await events(client, echo=True, max_tokens=0)]
-        assert "".join(choice["text"] for choice in choices) == PROMPT
-        assert choices[-1]["finish_reason"] == "length"
-
     async def test_of_several_choices_streamed(self, client):
         fields = {"echo": True, "logprobs": 1, "n": 2, "temperature": 1.2, "seed": 3}
         whole = await ask(client, **fields)
@@ -294,10 +289,6 @@ class TestTools:
             assert made["message"]["content"] == CALL
         chunks = await events(client, "chat/completions", **fields)
         assert any("tool_calls" in chunk["choices"][0]["delta"] for chunk in chunks) is is_read
-
-    async def test_without_tools_nothing_is_read(self, client):
-        made = await chat(client, guided_choice=[CALL], max_tokens=100)
-        assert made["choices"][0]["message"]["content"] == CALL
 
     async def test_an_answer_goes_on_inside_a_call(self, client, served_engine):
         fields = {

@@ -9,7 +9,6 @@ from engine_adapter.torch_engine.protocol import (
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
-    PinRequest,
     SliceRequest,
     choices_of,
     embeds_of,
@@ -17,10 +16,8 @@ from engine_adapter.torch_engine.protocol import (
     parse_tokenize,
     prompt_of,
     retention_of,
-    salt_of,
     sampling_of,
     target_of,
-    token_ids_of,
 )
 from engine_adapter.torch_engine.requests import SamplingParams
 from engine_adapter.torch_engine.web import ApiError
@@ -124,20 +121,12 @@ def test_bad_numbers_of_choices_are_named(make, fields, param):
     assert caught.value.param == param
 
 
-def test_numbers_of_choices():
-    assert [choices_of(chat(**fields)) for fields in ({}, {"n": 3}, {"n": 3, "best_of": 3})] == [1, 3, 3]
-
-
 def test_an_echo_may_be_all_that_is_wanted():
     asked = sampling(completion(echo=True, max_tokens=0, logprobs=2))
     assert (asked.max_tokens, asked.prompt_logprobs) == (0, 2)
     assert sampling(completion(logprobs=2)).prompt_logprobs is None
     with pytest.raises(ApiError):
         sampling(completion(max_tokens=0))
-
-
-def test_a_bias_is_read_by_token():
-    assert sampling(chat(logit_bias={"5": 1, "7": -100})).logit_bias == ((5, 1.0), (7, -100.0))
 
 
 def test_a_wrong_type_is_told_in_plain_words():
@@ -230,11 +219,6 @@ def test_what_embeddings_exclude_is_named(fields, param):
     assert caught.value.param == param
 
 
-def test_prompts():
-    assert prompt_of("x") == prompt_of(["x"]) == "x"
-    assert prompt_of([1, 2]) == prompt_of([[1, 2]]) == token_array([1, 2])
-
-
 @pytest.mark.parametrize(
     ("prompt", "param"),
     [
@@ -257,11 +241,6 @@ def test_bad_prompts(prompt, param):
     with pytest.raises(ApiError) as caught:
         prompt_of(prompt)
     assert caught.value.param == param
-
-
-def test_tokenize_bodies_are_chats_or_prompts():
-    assert isinstance(parse_tokenize(b'{"messages": []}'), ChatRequest)
-    assert isinstance(parse_tokenize(b'{"prompt": "the word \\"messages\\" in a text"}'), CompletionRequest)
 
 
 def test_targets():
@@ -291,27 +270,6 @@ def test_bad_targets(fields, param):
     with pytest.raises(ApiError) as caught:
         target_of(parse(msgspec.json.encode(fields), SliceRequest))
     assert caught.value.param == param
-
-
-@pytest.mark.parametrize("ttl", [0, -1])
-def test_a_ttl_is_positive(ttl):
-    with pytest.raises(ApiError) as caught:
-        parse(msgspec.json.encode({"token_ids": [1], "ttl_s": ttl}), PinRequest)
-    assert caught.value.param == "ttl_s"
-    assert parse(b'{"token_ids": [1], "ttl_s": 0.5}', PinRequest).ttl_s == 0.5
-
-
-def test_an_empty_salt_is_refused():
-    assert salt_of(None) is None
-    assert salt_of("x") == "x"
-    with pytest.raises(ApiError):
-        salt_of("")
-
-
-def test_the_index_of_a_bad_id_is_named():
-    with pytest.raises(ApiError) as caught:
-        token_ids_of([0, -(2**31) - 1], "tokens")
-    assert caught.value.param == "tokens[1]"
 
 
 @pytest.mark.parametrize(

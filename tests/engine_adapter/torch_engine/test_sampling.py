@@ -55,12 +55,6 @@ class Allows:
         self.accepted.append(token)
 
 
-def test_greedy_takes_the_best():
-    greedy = sampler(temperature=0.0)
-    assert [choice.token_id for choice in choose_all(LOGITS[None].repeat(2, 1), [greedy, greedy])] == [0, 0]
-    assert choose_all(LOGITS[:0].view(0, 0), []) == []
-
-
 def test_greedy_is_the_argmax_of_every_row():
     logits = torch.randn(50, 1000).bfloat16()  # with equal scores
     chosen = choose_all(logits, [sampler(temperature=0.0) for _ in logits])
@@ -160,13 +154,6 @@ def test_logprobs_are_the_models_own():
     assert len(choose(sampler(temperature=0.0, logprobs=99)).top_logprobs) == 6
 
 
-def test_each_row_has_the_logprobs_it_asks_for():
-    rows = [sampler(temperature=0.0, logprobs=number) for number in (1, None, 3)]
-    one, none, three = choose_all(LOGITS.repeat(3, 1), rows)
-    assert (len(one.top_logprobs), none.top_logprobs, len(three.top_logprobs)) == (1, None, 3)
-    assert one.top_logprobs[0] == (0, one.logprob)
-
-
 def test_scores_that_are_no_numbers_are_an_error_of_their_row():
     rows = torch.stack([LOGITS, torch.full_like(LOGITS, float("nan")), LOGITS, LOGITS])
     overflow = {"temperature": 1.0, "repetition_penalty": 1e-45, "prompt": [0]}
@@ -191,13 +178,6 @@ def test_a_request_that_forbids_all_that_is_left_is_at_fault_itself():
         assert isinstance(refused, RequestRefused)
         assert refused.param == "min_tokens"
     assert isinstance(broken, ValueError)
-
-
-def test_choosing_leaves_the_logits_as_they_are():
-    logits = LOGITS.clone()
-    edits = {"repetition_penalty": 2.0, "presence_penalty": 1.0, "logit_bias": ((2, 1.0),)}
-    choose(sampler(temperature=0.5, ends=[1], min_tokens=1, prompt=[0], **edits), logits)
-    assert torch.equal(logits, LOGITS)
 
 
 def test_the_rest_of_an_answer_is_the_same_after_an_interruption():

@@ -132,13 +132,6 @@ def test_a_preempted_request_is_recomputed_and_not_first_again():
     assert desk.step() == [("b", 1, False)]  # the rest is still cached
 
 
-def test_an_empty_plan_means_no_room_at_all():
-    desk = Desk(blocks=2)
-    desk.add("a", tokens(20))
-    assert desk.scheduler.busy
-    assert desk.scheduler.plan() == []
-
-
 def test_remove_forgets_waiting_running_and_strangers():
     desk = Desk(max_num_seqs=1)
     running, waiting = desk.add("a", tokens(3)), desk.add("b", tokens(3))

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine_adapter.errors import EngineSpecError, PromptTableError
-from engine_adapter.torch_engine.options import EmbeddedOptions
+from engine_adapter.errors import PromptTableError
 from engine_adapter.torch_engine.protocol import ChatRequest, CompletionRequest
-from engine_adapter.torch_engine.service import EngineService
-from engine_adapter.torch_engine.web import ApiError
 
 
 async def test_long_and_short_texts_are_tokenised_alike(served_engine):
@@ -29,24 +26,6 @@ async def test_a_conversation_can_be_continued(served_engine):
     anew = await served_engine.service.prompt(ChatRequest(messages=messages))
     assert len(continued.token_ids) < len(anew.token_ids)
     assert anew.token_ids[: len(continued.token_ids)] == continued.token_ids
-
-
-async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(served_engine, monkeypatch):
-    service = served_engine.service
-    monkeypatch.setattr(type(service.tokenizer), "encode", lambda *_, **__: pytest.fail("it was tokenised"))
-    too_long = "x" * (256 * service.engine.max_model_len + 1)
-    for request in (
-        CompletionRequest(prompt=too_long),
-        ChatRequest(messages=[{"role": "user", "content": too_long}]),
-    ):
-        with pytest.raises(ApiError) as caught:
-            await service.prompt(request)
-        assert caught.value.code == "context_length_exceeded"
-
-
-def test_a_model_that_is_not_there():
-    with pytest.raises(EngineSpecError):
-        EngineService.build(EmbeddedOptions(model="/nowhere", threads=1))
 
 
 async def test_long_data_of_embeddings_is_not_read_on_the_event_loop(served_engine, monkeypatch):

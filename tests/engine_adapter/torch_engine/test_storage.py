@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from engine_adapter.torch_engine.attention import STAGED_BLOCKS, KvStorage, LayerShape, _runs, bytes_per_token
+from engine_adapter.torch_engine.attention import STAGED_BLOCKS, KvStorage, LayerShape, bytes_per_token
 
 SHAPES = [LayerShape(2, 4, 4), LayerShape(1, 6, 4), LayerShape(2, 4, 3)]
 
@@ -16,22 +16,6 @@ def storage(gpu_blocks=5, host_blocks=3):
         device=torch.device("cpu"),
         dtype=torch.float32,
     )
-
-
-def test_layers_have_their_own_shapes_and_memory():
-    kv = storage()
-    planes = [plane for index in range(3) for plane in kv.layers[index]]
-    assert [tuple(plane.shape) for plane in planes] == [
-        (10, 2, 4),
-        (10, 2, 4),
-        (10, 1, 6),
-        (10, 1, 4),
-        (10, 2, 4),
-        (10, 2, 3),
-    ]
-    for index, plane in enumerate(planes):
-        plane.fill_(index + 1)
-    assert [float(plane.mean()) for plane in planes] == [1, 2, 3, 4, 5, 6]
 
 
 def test_blocks_go_down_and_up_whole():
@@ -67,13 +51,3 @@ def test_many_blocks_move_through_a_buffer_of_fixed_size():
     block_bytes = 2 * bytes_per_token(SHAPES, torch.float32)
     allocated = sum(max(event.cpu_memory_usage, 0) for event in profile.events())
     assert allocated < STAGED_BLOCKS * block_bytes  # the slot numbers, and no KV
-
-
-def test_consecutive_host_slots_are_copied_in_one_piece():
-    runs = [((part.start, part.stop), (run.start, run.stop)) for part, run in _runs([4, 5, 6, 2, 9, 8])]
-    assert runs == [((0, 3), (4, 7)), ((3, 4), (2, 3)), ((4, 5), (9, 10)), ((5, 6), (8, 9))]
-    assert list(_runs([])) == []
-
-
-def test_bytes_per_token():
-    assert bytes_per_token(SHAPES, torch.float16) == 2 * (16 + 10 + 14)

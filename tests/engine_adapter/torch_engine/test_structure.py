@@ -8,7 +8,7 @@ import pytest
 
 from engine_adapter.torch_engine.grammar import MAX_BYTES, MAX_GRAMMAR_BYTES, structure_of, tool_use_of
 from engine_adapter.torch_engine.protocol import CompletionRequest
-from engine_adapter.torch_engine.tool_calls import HERMES, MISTRAL, ListedCalls, MarkedCalls, NamedCall
+from engine_adapter.torch_engine.tool_calls import HERMES, MISTRAL, ListedCalls, MarkedCalls
 from engine_adapter.torch_engine.web import ApiError
 
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}}
@@ -23,11 +23,6 @@ NAMED = {"type": "function", "function": {"name": "f"}}
 
 def use(tools=TOOLS, choice=None, parallel=None, format_=HERMES):
     return tool_use_of(tools, choice, parallel=parallel, format_=format_)
-
-
-@pytest.mark.parametrize("fields", [{}, {"response_format": {"type": "text"}}, {"guided_json": None}])
-def test_most_requests_ask_for_none(fields):
-    assert structure_of(CompletionRequest(**fields)) is None
 
 
 @pytest.mark.parametrize(
@@ -86,11 +81,6 @@ def test_what_cannot_be_asked_for_is_named(fields, param):
     assert caught.value.param == param
 
 
-@pytest.mark.parametrize(("tools", "choice"), [(None, None), ([], "auto"), (TOOLS, "none"), (None, "none")])
-def test_no_use_of_tools(tools, choice):
-    assert use(tools, choice) is None
-
-
 @pytest.mark.parametrize("choice", [None, "auto"])
 def test_the_model_decides(choice):
     found = use(choice=choice)
@@ -130,12 +120,6 @@ def test_a_tool_that_is_nested_too_deeply(choice):
     with pytest.raises(ApiError, match="tools is nested too deeply") as refused:
         tool_use_of(tools, choice, parallel=None, format_=None)
     assert (refused.value.status, refused.value.param) == (400, "tools")
-
-
-def test_a_named_function():
-    found = use(choice=NAMED)
-    assert json.loads(found.structure.text) == DEFS
-    assert isinstance(found.reader(None), NamedCall)
 
 
 @pytest.mark.parametrize(

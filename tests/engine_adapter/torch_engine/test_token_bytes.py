@@ -45,10 +45,6 @@ def test_sentencepiece_tokens_are_the_text_with_its_spaces(sentencepiece):
     assert b"".join(map(token_bytes.of, ids)) == " ok ok 漢".encode()
 
 
-def test_ids_outside_the_vocabulary_have_none(byte_level):
-    assert [TokenBytes(byte_level).of(token) for token in (-1, 10**6)] == [b"", b""]
-
-
 def test_bytes_that_are_no_character_are_written_out():
     assert shown("漢".encode()[:2]) == r"\xe6\xbc"
     assert shown("漢".encode()) == "漢"

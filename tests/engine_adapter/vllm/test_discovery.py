@@ -5,7 +5,7 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from engine_adapter.errors import EngineRejected, EngineUnavailable
+from engine_adapter.errors import EngineUnavailable
 from engine_adapter.http.control import ControlClient
 from engine_adapter.types import EngineSpec
 from engine_adapter.vllm.discovery import Trials, discover, try_out
@@ -51,13 +51,6 @@ async def test_it_is_tried_out_once_a_process():
             assert len(server.fake.seen) == 2 * tried
 
 
-async def test_trying_out_leaves_nothing_in_the_cache():
-    with running_vllm() as server:
-        async with connected(server.url) as (control, spec):
-            await discover(control, spec, None)
-        assert len(server.core.cache) == 0
-
-
 async def test_a_rank_of_several():
     with running_vllm(ranks=3) as server:
         async with connected(server.url, dp_rank=2) as (control, spec):
@@ -71,15 +64,6 @@ async def test_a_rank_of_several():
                 await discover(control, spec, None)
         async with connected(server.url) as (control, spec):
             assert (await discover(control, spec, None)).source is None
-
-
-async def test_a_key_that_is_wanted():
-    with running_vllm(api_key="k") as server:
-        async with connected(server.url, api_key="k") as (control, spec):
-            assert (await discover(control, spec, None)).model.name == "tiny"
-        async with connected(server.url) as (control, spec):
-            with pytest.raises(EngineRejected, match="Unauthorized"):
-                await discover(control, spec, None)
 
 
 def answering(models=None, **others):

@@ -96,10 +96,6 @@ async def test_routes_whose_prompts_are_not_told(control):
         await render(control, CHAT, body(messages=[]), "tiny")
 
 
-async def test_the_name_a_client_knows_is_not_the_servers(control):
-    assert (await render(control, TEXT, body(prompt="x", model="alias"), "ada")).token_ids
-
-
 RENDERED = {"token_ids": [1, 2, 3]}
 SEVERAL = {
     "mm_hashes": {"image": ["b", "c"], "audio": ["a"]},
