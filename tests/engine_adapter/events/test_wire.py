@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_adapter.events.fields import ClearedFields, MalformedEvents, RemovedFields, StoredFields
+from engine_adapter.events import fields as fields_module
+from engine_adapter.events.fields import (
+    ClearedFields,
+    MalformedEvents,
+    RemovedFields,
+    StoredFields,
+    decode_fields,
+)
 from engine_adapter.events.keys import BlockKeys, read_vllm_keys
 from engine_adapter.events.wire import (
     EventReader,
@@ -59,6 +66,15 @@ def as_array(fields):
     """The array form, with every place filled."""
     names = {"BlockStored": StoredFields, "BlockRemoved": RemovedFields, "AllBlocksCleared": ClearedFields}
     return [fields["type"], *(fields.get(name) for name in names[fields["type"]].__struct_fields__[:10])]
+
+
+def test_a_long_batch_is_decoded_event_by_event(monkeypatch):
+    """So that others get a turn before it is read to its end."""
+    decoded = []
+    monkeypatch.setattr(fields_module, "_map", lambda raw: decoded.append(raw) or StoredFields((1,)))
+    events = decode_fields(wire(stored(), stored(), timestamp=LONG))
+    assert next(events) == StoredFields((1,))
+    assert len(decoded) == 1
 
 
 def test_every_event_survives_the_wire():

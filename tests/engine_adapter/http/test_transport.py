@@ -6,7 +6,6 @@ from threading import Thread
 import pytest
 
 from engine_adapter.errors import EngineDied, EngineUnavailable, EngineUnreachable
-from engine_adapter.http.client import HttpTransport
 from engine_adapter.http.transport import Headers, OutgoingRequest
 from tests.fakes import FakeEngine
 
@@ -15,13 +14,6 @@ from tests.fakes import FakeEngine
 async def engine():
     async with FakeEngine() as engine:
         yield engine
-
-
-@pytest.fixture
-async def transport():
-    transport = HttpTransport(connect_timeout_s=2)
-    yield transport
-    await transport.aclose()
 
 
 def request(engine, path="/x", method="POST", body=b"{}", **headers):

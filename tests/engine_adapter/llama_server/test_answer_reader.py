@@ -22,6 +22,7 @@ from engine_adapter.llama_server.answer_reader import (
     streaming_body,
 )
 from engine_adapter.llama_server.turns import Ask, SlotLease
+from tests.engine_adapter.builders import body
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 DONE = b"data: [DONE]\n\n"
@@ -346,10 +347,6 @@ def test_a_chunk_that_cannot_be_read_is_an_error(payload):
         assemble(COMPLETIONS, b"data: " + payload + b"\n\n" + ENDED + DONE)
 
 
-def body(**fields):
-    return JsonBody(msgspec.json.encode(fields))
-
-
 def test_a_body_is_made_a_stream_with_usage():
     for path in (CHAT, COMPLETIONS):
         made = json.loads(streaming_body(path, body(a=1, stream=False, stream_options=None)).raw)
@@ -372,10 +369,6 @@ END = {"tokens_evaluated": 3, "tokens_predicted": 3, "stop": True, "timings": {"
 
 def native_lease(tokens=PROMPT, salt=None):
     return SlotLease(0, Ask(tokens, salt), 0, True, True, False, array("i"), 0, 0.0)
-
-
-def native_body(**fields):
-    return JsonBody(msgspec.json.encode(fields))
 
 
 def stream(*events):
@@ -421,11 +414,11 @@ def test_nothing_is_known_after_the_server_dropped_tokens():
 
 def test_token_ids_are_asked_for_where_that_changes_nothing_for_the_client():
     for path in ("/completion", "/completions", "/infill"):
-        sent, reader = read_by(path, native_body(prompt="a"), native_lease())
+        sent, reader = read_by(path, body(prompt="a"), native_lease())
         assert sent.get("return_tokens") is True
         assert reader.feed(b'{"tokens":[7]}') == b'{"tokens":[]}'
     for fields in ({"stream": True}, {"return_tokens": True}, {"response_fields": ["content"]}):
-        asked = native_body(prompt="a", **fields)
+        asked = body(prompt="a", **fields)
         sent, reader = read_by("/completion", asked, native_lease())
         assert sent.raw == asked.raw
         assert reader.feed(b'{"tokens":[7]}') == b'{"tokens":[7]}'

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_adapter.llama_server.mirror_events import MAX_SALTS, TOKENS_PER_BLOCK, MirrorEvents
-from engine_adapter.types import BlocksRemoved, BlocksStored, Tier, ViewCurrent, ViewLost
+from engine_adapter.types import BlocksRemoved, BlocksStored, Tier, ViewCurrent
 from proxy.core.index.blocks import extend, namespace_root
 from proxy.core.index.prefix_index import PrefixIndex
 from proxy.core.index.view import EngineView
@@ -23,19 +23,16 @@ def tokens(n, start=0):
 
 
 class Follower:
-    """Follows a mirror, and draws from what it is told what lies on which tier."""
+    """Follows a mirror from now on."""
 
     def __init__(self, mirror):
         self._task = asyncio.ensure_future(self._follow(mirror))
         self.read = []
-        self.chains = {}  # name → (salt, all tokens up to the end of the block)
-        self.blocks = {tier: set() for tier in Tier}
-        self.is_current = False
 
     async def _follow(self, mirror):
         async with aclosing(mirror.follow()) as events:
             async for event in events:
-                self.apply(event)
+                self.read.append(event)
 
     async def catch_up(self):
         """Returns when it has read what was told so far."""
@@ -47,41 +44,6 @@ class Follower:
         self._task.cancel()
         with suppress(asyncio.CancelledError):
             await self._task
-
-    def apply(self, event):
-        self.read.append(event)
-        match event:
-            case ViewLost():
-                self.chains.clear()
-                self.blocks = {tier: set() for tier in Tier}
-            case ViewCurrent():
-                self.is_current = True
-            case BlocksStored():
-                self._store(event)
-            case BlocksRemoved():
-                self.blocks[event.tier] -= {self.chains[name] for name in event.hashes}
-
-    def _store(self, event):
-        assert event.tokens_per_block == BLOCK
-        assert len(event.token_ids) == BLOCK * len(event.hashes) > 0
-        if event.parent is None:
-            salt, before = event.salt, ()
-        else:
-            assert event.salt is None
-            salt, before = self.chains[event.parent]
-            assert (salt, before) in self.blocks[event.tier], "a child lies where its parent lies"
-        for at, name in enumerate(event.hashes, 1):
-            chain = (salt, (*before, *event.token_ids[: at * BLOCK]))
-            assert self.chains.setdefault(name, chain) == chain
-            self.blocks[event.tier].add(chain)
-
-
-async def told(mirror):
-    """A follower that has read everything from the beginning."""
-    follower = Follower(mirror)
-    await follower.aclose()
-    assert follower.is_current
-    return follower
 
 
 async def events_of(mirror, *actions):
@@ -132,8 +94,9 @@ class TestSalts:
         for number in range(2 * MAX_SALTS):
             mirror.know(f"digest {number}", f"salt {number}")
         assert len(mirror._salts) <= MAX_SALTS + 2
-        follower = await told(mirror)
-        assert {salt for salt, _ in follower.blocks[Tier.GPU]} == {"secret"}, "what is held stays known"
+        follower = Follower(mirror)
+        await follower.aclose()
+        assert [event.salt for event in follower.read[1:-1]] == ["secret"], "what is held stays known"
         assert len(await events_of(mirror, (mirror.put, 1, Tier.GPU, tokens(BLOCK), None))) == 1
         forgotten = await events_of(mirror, (mirror.put, 2, Tier.GPU, tokens(BLOCK), "digest 0"))
         assert forgotten == []
@@ -193,17 +156,7 @@ async def test_events_tell_exactly_what_lies_in_the_places(steps, join_at):
             held.clear()
     for follower in followers:
         await follower.aclose()
-        assert follower.blocks == _blocks_of(held.values(), known)
         assert _indexed(follower.read) == _hashes_of(held.values(), known)
-
-
-def _blocks_of(places, known):
-    blocks = {tier: set() for tier in Tier}
-    for tier, digest, prompt in places:
-        if digest in known:
-            ends = range(BLOCK, len(prompt) + 1, BLOCK)
-            blocks[tier] |= {(SALTS[digest], prompt[:end]) for end in ends}
-    return blocks
 
 
 def _hashes_of(places, known):

@@ -32,8 +32,8 @@ WEATHER = {
 
 
 @pytest.fixture(scope="module")
-def chat(tokenizer_dir):
-    return ChatTokenizer.load(str(tokenizer_dir))
+def chat(tokenizer):
+    return tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -19,11 +19,9 @@ from engine_adapter import (
     Tier,
     ViewCurrent,
     ViewLost,
-    make_adapter,
 )
 from engine_adapter.sglang import adapter as adapter_module
 from engine_adapter.types import Attention, KvGroup, token_array
-from tests.engines import engine_spec
 from tests.fake_engines.sglang import CHAT, COMPLETIONS, running_sglang
 from tests.fake_engines.text import MODEL_DIR
 
@@ -36,16 +34,8 @@ def _windows(tokens):
 
 
 @pytest.fixture
-async def adapter_of():
-    made = []
-
-    def make(running, **fields):
-        made.append(make_adapter(engine_spec("sglang", running.url, **fields)))
-        return made[-1]
-
-    yield make
-    for adapter in made:
-        await adapter.aclose()
+def adapter_of(make):
+    return lambda running, **fields: make("sglang", running.url, **fields)
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from engine_adapter.sglang.requests import (
 )
 from engine_adapter.sglang.server_info import ServerInfo
 from engine_adapter.types import token_array
+from tests.engine_adapter.builders import body
 from tests.engine_adapter.sglang.test_findings import WELL
 from tests.engines import served
 from tests.fake_engines.sglang import running_sglang
@@ -176,10 +177,6 @@ async def control(running):
     control = ControlClient(EngineSpec("sglang", running.url, "e"))
     yield control
     await control.aclose()
-
-
-def body(**fields):
-    return JsonBody(json.dumps(fields).encode())
 
 
 @pytest.mark.parametrize(

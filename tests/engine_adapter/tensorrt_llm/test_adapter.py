@@ -14,7 +14,7 @@ from starlette.routing import Route
 from engine_adapter import EngineRejected, EngineUnavailable, JsonBody, KvTarget, KvVerb, NotSupported
 from engine_adapter.tensorrt_llm import adapter as module
 from engine_adapter.tensorrt_llm import discovery
-from engine_adapter.tensorrt_llm.adapter import EVENTS_LOST, NO_HOST_TIER, TensorRTLLMAdapter
+from engine_adapter.tensorrt_llm.adapter import EVENTS_LOST, NO_HOST_TIER
 from engine_adapter.tensorrt_llm.fields import CHAT, COMPLETIONS
 from engine_adapter.tensorrt_llm.poller import NO_LORA_IN_EVENTS
 from engine_adapter.types import (
@@ -26,7 +26,7 @@ from engine_adapter.types import (
     ViewLost,
 )
 from tests.engine_adapter.tensorrt_llm.test_events import answer, created
-from tests.engines import engine_spec, served
+from tests.engines import served
 from tests.fake_engines.tensorrt_llm import running_trtllm
 from tests.fake_engines.text import chat_tokens, encode
 
@@ -40,16 +40,8 @@ def body(**fields) -> JsonBody:
 
 
 @pytest.fixture
-async def adapter_of():
-    made = []
-
-    def make(url, **fields):
-        made.append(TensorRTLLMAdapter(engine_spec("tensorrt_llm", url, "t", **fields)))
-        return made[-1]
-
-    yield make
-    for adapter in made:
-        await adapter.aclose()
+def adapter_of(make):
+    return lambda url, **fields: make("tensorrt_llm", url, **fields)
 
 
 @pytest.fixture

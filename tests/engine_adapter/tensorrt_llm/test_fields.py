@@ -1,9 +1,7 @@
-import json
 from array import array
 
 import pytest
 
-from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected
 from engine_adapter.tensorrt_llm.fields import (
     CHAT,
@@ -16,13 +14,10 @@ from engine_adapter.tensorrt_llm.fields import (
     accepted_fields,
 )
 from engine_adapter.types import KvTarget
+from tests.engine_adapter.builders import body
 
 USUAL = RequestFields()
 EXACT = KvTarget(array("i", [5, 6]), exact=True)
-
-
-def body(**fields) -> JsonBody:
-    return JsonBody(json.dumps(fields).encode())
 
 
 def openapi(path=CHAT, *, fields=("messages", "prompt_token_ids"), extra=False, reference=True):

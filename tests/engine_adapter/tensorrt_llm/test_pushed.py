@@ -6,11 +6,9 @@ import pytest
 
 from engine_adapter import KvTarget, KvVerb
 from engine_adapter.tensorrt_llm import discovery, poller
-from engine_adapter.tensorrt_llm.adapter import TensorRTLLMAdapter
 from engine_adapter.tensorrt_llm.fields import CHAT
 from engine_adapter.types import BlocksRemoved, BlocksStored, CacheCleared, Tier, ViewCurrent, ViewLost
 from tests.engine_adapter.tensorrt_llm.test_adapter import HELLO, LORA, ask, following
-from tests.engines import engine_spec
 from tests.fake_engines.publisher import published
 from tests.fake_engines.tensorrt_llm import running_trtllm
 
@@ -23,20 +21,15 @@ def quick(monkeypatch):
 
 
 @pytest.fixture
-async def adapter_of():
-    made = []
-
-    def make(server, **options):
+def adapter_of(make):
+    def adapter_of(server, **options):
         publisher = server.fake.publisher
         if publisher is not None:
             options = {"events": publisher.endpoint, "replay": publisher.replay_endpoint} | options
         given = {name: value for name, value in options.items() if value is not None}
-        made.append(TensorRTLLMAdapter(engine_spec("tensorrt_llm", server.url, "t", **given)))
-        return made[-1]
+        return make("tensorrt_llm", server.url, **given)
 
-    yield make
-    for adapter in made:
-        await adapter.aclose()
+    return adapter_of
 
 
 async def ask_about(adapter, first: int, **fields) -> int:

@@ -7,7 +7,6 @@ import json
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from engine_adapter.prompt.chat import ChatTokenizer
 from engine_adapter.torch_engine.answers import (
     AnswerWriter,
     ChatShape,
@@ -24,11 +23,6 @@ TOKENS = [
     Token(70, -0.5, ((70, -0.5), (71, float("-inf")))),
     Token(71, float("-inf"), ((70, -0.5), (72, -2.0))),
 ]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tokenizer_dir) -> ChatTokenizer:
-    return ChatTokenizer.load(str(tokenizer_dir))
 
 
 @pytest.fixture(scope="module")

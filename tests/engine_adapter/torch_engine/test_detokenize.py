@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_adapter.prompt.chat import ChatTokenizer
 from engine_adapter.torch_engine.detokenize import Detokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tokenizer_dir) -> ChatTokenizer:
-    return ChatTokenizer.load(str(tokenizer_dir))
 
 
 def pieces(tokenizer, ids, stops=()):

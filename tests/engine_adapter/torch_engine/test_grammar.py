@@ -33,11 +33,6 @@ POINT = {
 }
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tokenizer_dir) -> ChatTokenizer:
-    return ChatTokenizer.load(str(tokenizer_dir))
-
-
 @pytest.fixture
 def grammars(tokenizer):
     grammars = Grammars(tokenizer, vocab_size=VOCAB, ends=frozenset({END}))

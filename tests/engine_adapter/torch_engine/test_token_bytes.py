@@ -13,11 +13,6 @@ TEXT = "größe 漢字\U0001f9ff <|im_end|> ok\n"
 
 
 @pytest.fixture(scope="module")
-def byte_level(tokenizer_dir) -> ChatTokenizer:
-    return ChatTokenizer.load(str(tokenizer_dir))
-
-
-@pytest.fixture(scope="module")
 def sentencepiece() -> ChatTokenizer:
     """A tokenizer like Llama 2's: spaces as `▁`, rare characters as bytes."""
     names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "o", "k", "▁o", "▁ok"]
@@ -33,9 +28,9 @@ def sentencepiece() -> ChatTokenizer:
     )
 
 
-def test_byte_level_tokens_are_the_text(byte_level):
-    token_bytes = TokenBytes(byte_level)
-    ids = byte_level.encode(TEXT, add_special_tokens=False)
+def test_byte_level_tokens_are_the_text(tokenizer):
+    token_bytes = TokenBytes(tokenizer)
+    ids = tokenizer.encode(TEXT, add_special_tokens=False)
     assert b"".join(map(token_bytes.of, ids)) == TEXT.encode()
 
 
