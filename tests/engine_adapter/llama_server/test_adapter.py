@@ -59,17 +59,6 @@ class TestLives:
         _, reported, said = await world.ask(prompt_of(1))
         assert reported == said
 
-    async def test_what_another_client_did_is_noticed(self, world, control_of):
-        await world.ask(prompt_of(1))
-        slot = next(slot["id"] for slot in await world.slots() if slot["tokens"])
-        body = {"prompt": list(prompt_of(5, 50)), "n_predict": 3, "id_slot": slot}
-        await control_of(world.server.url).call("POST", "/completion", json=body)
-        await world.adapter.load()
-        await world.until(lambda slots: all(slot["operation"] is None for slot in slots))
-        assert [s["unknown"] > 0 for s in await world.slots() if s["id"] == slot] == [True]
-        _, reported, said = await world.ask(prompt_of(1))
-        assert reported == said  # nothing, unless it was saved before the other client came
-
     async def test_a_server_that_saves_for_long_is_neither_lost_nor_its_slot(
         self, world, save_dir, monkeypatch
     ):

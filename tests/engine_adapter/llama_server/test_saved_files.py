@@ -123,11 +123,6 @@ def test_what_entries_hold_is_room_of_theirs_and_what_others_wrote_is_not(tmp_pa
         room.close()
 
 
-def test_a_file_system_without_a_limit_lowers_no_cap():
-    assert os.statvfs("/proc").f_blocks == 0
-    assert saved_files.capacity(Path("/proc"), 1 << 62, 0) == 1 << 62
-
-
 # --- scan --------------------------------------------------------------------------------------------
 
 

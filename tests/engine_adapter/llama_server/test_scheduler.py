@@ -507,27 +507,6 @@ class TestOthers:
         assert world.contents.counts.strangers == 0
         await world.check()
 
-    async def test_a_server_that_was_restarted_is_lost(self, own_world, start_llama, save_dir):
-        world = own_world
-        await fill(world, 1)
-        world.server.kill()
-        start_llama(slots=2, ctx=2048, save_dir=save_dir, port=world.server.port)
-        with pytest.raises(EngineUnavailable, match="restarted"):
-            await world.scheduler.reconcile()
-        assert world.scheduler.is_lost
-
-    async def test_a_server_that_lost_its_slots_and_said_so_is_not(self, own_world, start_llama, save_dir):
-        """As one that slept: it is another process in all but name."""
-        world = own_world
-        await fill(world, 1, 2)
-        world.server.kill()
-        world.server = start_llama(slots=2, ctx=2048, save_dir=save_dir, port=world.server.port)
-        world.scheduler.wipe()
-        assert [slot.length for slot in world.table] == [0, 0]
-        await fill(world, 1)
-        await world.scheduler.reconcile()
-        await world.check()
-
 
 class TestClose:
     async def test_who_waits_is_told(self, world):

@@ -23,8 +23,6 @@ from engine_adapter.prompt.gguf_tokenizer import (
     GgufError,
     has_new,
     load_gguf_tokenizer,
-    old_classes,
-    plain_classes,
     read_metadata,
 )
 from scripts.make_gguf import gguf_path
@@ -283,13 +281,6 @@ def test_no_damage_is_more_than_told(path, data):
     damaged.write_bytes(raw[:end])
     with suppress(GgufError):
         read_metadata(damaged)
-
-
-def test_classes_come_back():
-    pattern = r"[^\r\n\p{L}]?[\p{L}\p{M}]+|\p{N}"
-    assert old_classes(pattern) != pattern
-    doubled = old_classes(pattern).replace("\\", "\\\\")
-    assert plain_classes(f'"{doubled}"').replace("\\\\", "\\") == f'"{pattern}"'
 
 
 @pytest.mark.parametrize("text", ["", "plain", "zażółć 漢字 한국어 हिन्दी 🙂 𝐛 \ud83d", "\u0301\u2003"])

@@ -302,17 +302,6 @@ class TestEvents:
         await adapter.connect()
         assert not (await adapter.load()).outdated
 
-    async def test_a_restart_begins_a_view_that_is_whole(self, adapter, server):
-        async with following(adapter) as event:
-            assert [await event(), await event()] == [ViewLost("connected"), ViewCurrent()]
-            await ask(adapter, prompt=list(range(100)))
-            await event()
-            server.fake.restart()
-            lost, current = await event(), await event()
-            assert "restarted" in lost.reason
-            assert current == ViewCurrent()
-        assert NO_HOST_TIER in adapter.findings()
-
     async def test_another_block_size_is_seen_and_told(self, adapter_of):
         options = {"tokens_per_block": 64, "tells_block_size": False, "prometheus": False, "host_blocks": 1}
         with running_trtllm(**options) as server:

@@ -85,12 +85,6 @@ class TestDroppable:
 
 
 class TestSalt:
-    @pytest.mark.parametrize("path", [COMPLETIONS, RESPONSES, MESSAGES])
-    def test_a_prompt_never_runs_without_its_salt(self, path):
-        with pytest.raises(EngineRejected, match=f"no cache_salt at {path}.*{CHAT}") as caught:
-            USUAL.check_salt(path, body(cache_salt="s"))
-        assert (caught.value.status, caught.value.param) == (400, "cache_salt")
-
     def test_where_it_is_taken_or_stands_for_nothing(self):
         USUAL.check_salt(CHAT, body(cache_salt="s"))
         USUAL.check_salt(COMPLETIONS, body(cache_salt=None))

@@ -7,13 +7,17 @@ import torch
 
 from engine_adapter.errors import EngineSpecError
 from engine_adapter.torch_engine.attention import (
+    STAGED_BLOCKS,
     Call,
     Decodes,
+    KvStorage,
+    LayerShape,
     PagedBatch,
     Probe,
     Scratch,
     Span,
     attention_context,
+    bytes_per_token,
     paged_attention,
 )
 
@@ -136,3 +140,36 @@ def test_the_probe_refuses_a_layer_that_attends_twice():
 def test_the_probe_refuses_what_cannot_work(kwargs, message):
     with pytest.raises(EngineSpecError, match=message):
         run_probe(**kwargs)
+
+
+SHAPES = [LayerShape(2, 4, 4), LayerShape(1, 6, 4), LayerShape(2, 4, 3)]
+
+
+def storage(gpu_blocks=5, host_blocks=3):
+    return KvStorage(
+        SHAPES,
+        gpu_blocks=gpu_blocks,
+        host_blocks=host_blocks,
+        tokens_per_block=2,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+    )
+
+
+def test_many_blocks_move_through_a_buffer_of_fixed_size():
+    count = 3 * STAGED_BLOCKS + 1
+    kv = storage(gpu_blocks=count, host_blocks=count)
+    planes = [plane for index in range(3) for plane in kv.layers[index]]
+    for number, plane in enumerate(planes):
+        plane.copy_(torch.arange(plane.numel()).view(plane.shape) + 1000 * number)
+    before = [plane.clone() for plane in planes]
+    slots = list(range(count))
+    with torch.profiler.profile(profile_memory=True) as profile:
+        kv.copy_to_host(slots, slots[::-1])
+        for plane in planes:
+            plane.zero_()
+        kv.copy_to_gpu(slots[::-1], slots)
+    assert all(torch.equal(plane, old) for plane, old in zip(planes, before, strict=True))
+    block_bytes = 2 * bytes_per_token(SHAPES, torch.float32)
+    allocated = sum(max(event.cpu_memory_usage, 0) for event in profile.events())
+    assert allocated < STAGED_BLOCKS * block_bytes  # the slot numbers, and no KV

@@ -192,13 +192,6 @@ async def test_a_client_that_does_not_read_stops_nobody(client, served_engine):
     await one_more_cancelled(served_engine.service, before)
 
 
-async def test_many_at_once_get_what_they_would_alone(client):
-    prompts = [[10 + i, *PROMPT] for i in range(6)]
-    alone = [(await complete(client, prompt=prompt)).json()["choices"][0]["text"] for prompt in prompts]
-    together = await asyncio.gather(*(complete(client, prompt=prompt) for prompt in prompts))
-    assert [answer.json()["choices"][0]["text"] for answer in together] == alone
-
-
 class TestGoingOn:
     """An answer that another engine began, from the token ids that it told."""
 
@@ -312,11 +305,6 @@ class TestEmbeddings:
         for given, salt, cached in asked:
             usage = (await self.ask(client, given, cache_salt=f"embeds-{salt}"))["usage"]
             assert usage["prompt_tokens_details"]["cached_tokens"] == cached
-
-    async def test_the_answer_goes_on_after_them(self, client, rows):
-        whole = (await self.ask(client, rows, return_token_ids=True))["choices"][0]["token_ids"]
-        rest = await self.ask(client, rows, return_token_ids=True, answer_token_ids=whole[:3])
-        assert rest["choices"][0]["token_ids"] == whole[3:]
 
     @pytest.mark.parametrize(
         ("fields", "param"),

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
-from engine_adapter.torch_engine.detokenize import Detokenizer
+from engine_adapter.prompt.chat import ChatTokenizer
+from engine_adapter.torch_engine.detokenize import Detokenizer, TextOffsets, TokenBytes, shown
 
 
 def pieces(tokenizer, ids, stops=()):
@@ -79,11 +83,6 @@ def test_held_text_is_given_at_the_end(tokenizer):
     assert not detokenizer.stopped
 
 
-def test_special_tokens_have_no_text(tokenizer):
-    ids = [*tokenizer.encode("hi", add_special_tokens=False), tokenizer.eos_token_id]
-    assert "".join(pieces(tokenizer, ids)[0]) == "hi"
-
-
 def test_nothing_comes_after_a_stop(tokenizer):
     texts, detokenizer = pieces(tokenizer, tokenizer.encode("a b c", add_special_tokens=False), [" b"])
     assert "".join(texts) == "a"
@@ -120,3 +119,45 @@ def test_broken_and_whole_characters_in_any_order(tokenizer, data):
     ids = [_token_of(tokenizer, byte) for byte in data]
     texts, _ = pieces(tokenizer, ids)
     assert "".join(texts) == tokenizer.decode(ids)
+
+
+TEXT = "größe 漢字\U0001f9ff <|im_end|> ok\n"
+
+
+@pytest.fixture(scope="module")
+def sentencepiece() -> ChatTokenizer:
+    """A tokenizer like Llama 2's: spaces as `▁`, rare characters as bytes."""
+    names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "o", "k", "▁o", "▁ok"]
+    vocab = {name: index for index, name in enumerate(names)}
+    bpe = models.BPE(vocab, [("▁", "o"), ("▁o", "k")], unk_token="<unk>", byte_fallback=True)
+    tokenizer = Tokenizer(bpe)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return ChatTokenizer(
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>"), source="sentencepiece"
+    )
+
+
+def test_byte_level_tokens_are_the_text(tokenizer):
+    token_bytes = TokenBytes(tokenizer)
+    ids = tokenizer.encode(TEXT, add_special_tokens=False)
+    assert b"".join(map(token_bytes.of, ids)) == TEXT.encode()
+
+
+def test_sentencepiece_tokens_are_the_text_with_its_spaces(sentencepiece):
+    token_bytes = TokenBytes(sentencepiece)
+    ids = sentencepiece.encode("ok ok 漢", add_special_tokens=False)
+    assert b"".join(map(token_bytes.of, ids)) == " ok ok 漢".encode()
+
+
+def test_bytes_that_are_no_character_are_written_out():
+    assert shown("漢".encode()[:2]) == r"\xe6\xbc"
+    assert shown("漢".encode()) == "漢"
+
+
+def test_a_token_inside_a_character_begins_where_that_does():
+    first, rest = "漢".encode()[:1], "漢".encode()[1:]
+    offsets = TextOffsets()
+    assert [offsets.next(token) for token in (b"ab", first, rest, b"c")] == [0, 2, 2, 3]

@@ -19,7 +19,6 @@ from tests.engine_adapter.torch_engine.engine_world import (
     VOCAB,
     Reference,
     served,
-    tiny,
     write_config_model,
 )
 from tests.engine_adapter.torch_engine.kv_integrity import violations
@@ -117,20 +116,6 @@ def test_fake_ids_stand_for_rows_of_their_table(llama):
 
 
 # --- sharing -------------------------------------------------------------------------------------------
-
-
-def test_the_worked_example_of_extra_ids(llama):
-    model, _ = llama
-    rows = {extra: torch.randn(4, 32) for extra in (1, 2)}
-    fake = [VOCAB, VOCAB + 1, VOCAB + 2, VOCAB + 3]
-    cases = [
-        ([*fake, 1, 2, 3, 4, 9], [1] * 4 + [0] * 5, 0),
-        ([*fake, 1, 2, 3, 4, 9], [2] * 4 + [0] * 5, 0),
-        ([*fake, 5, 6, 7, 8, 9], [1] * 4 + [0] * 5, 4),
-    ]
-    with served(model) as world:
-        for tokens, extra_ids, cached in cases:
-            assert world.ask(tokens, 1, extra_ids=extra_ids, embeddings=rows).wait().cached == cached
 
 
 def test_a_salt_keeps_kv_apart(llama):
@@ -502,24 +487,6 @@ def test_pins_can_leave_a_request_without_room(llama):
 
 
 # --- counters and the default model --------------------------------------------------------------------
-
-
-def test_an_identical_prompt_computes_what_follows_its_full_blocks_and_answers_alike():
-    with served(tiny()) as world:
-        counts = []
-        run = world.engine._runner.run
-
-        def counted(work):
-            counts.append([item.count for item in work])
-            return run(work)
-
-        world.engine._runner.run = counted
-        prompt = list(range(40, 51))
-        first = world.ask(prompt, 3).wait()
-        again = world.ask(prompt, 3).wait()
-        assert again.tokens == first.tokens
-        assert (first.cached, again.cached) == (0, 8)
-        assert counts == [[11], [1], [1], [3], [1], [1]]
 
 
 def test_values_that_are_no_numbers_in_the_middle_of_a_prompt_end_the_request(llama):

@@ -95,10 +95,6 @@ class TestChoices:
             assert choice["text"] == text.partition(stop)[0]
             assert (choice["finish_reason"] == "stop") is (stop in text)
 
-    async def test_a_bias_decides(self, client):
-        made = await ask(client, logit_bias={"70": 100}, return_token_ids=True, max_tokens=3)
-        assert made["choices"][0]["token_ids"] == [70, 70, 70]
-
 
 class TestEcho:
     async def test_with_logprobs_of_the_prompt(self, client):
@@ -182,10 +178,6 @@ class TestStructure:
             found = json.loads(choice["text"] if path == "completions" else choice["message"]["content"])
             assert set(found) == {"x", "kind"}
             assert choice["finish_reason"] == "stop"
-
-    async def test_beside_others_and_streamed(self, client):
-        chunks = await events(client, structured_outputs={"choice": ["yes", "no"]})
-        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) in ("yes", "no")
 
     async def test_the_answer_goes_on_within_it(self, client):
         fields = {"guided_regex": "abcdefgh", "return_token_ids": True}

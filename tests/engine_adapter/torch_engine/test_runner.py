@@ -41,15 +41,6 @@ def run(runner, *work):
     return logits
 
 
-def test_rows_of_a_step_do_not_see_each_other(runner):
-    alone = run(runner, (sequence(range(9), [0, 1, 2]), 9, True))
-    first, second = sequence(range(9), [9, 4, 6]), sequence(range(30, 35), [3, 2])
-    assert run(runner, (first, 4, False), (second, 5, False)).shape == (0, 4096)
-    assert first.computed == 4
-    both = run(runner, (first, 5, True))
-    torch.testing.assert_close(both, alone)
-
-
 def test_logits_after_several_tokens_of_an_item(runner):
     whole = run(runner, (sequence(range(6), [0, 1]), 6, 6))
     last = run(runner, (sequence(range(40, 44), [2]), 4, 0), (sequence(range(6), [4, 9]), 6, 3))
