@@ -328,7 +328,6 @@ ENDED = part(text="a", finish_reason="stop")
         part(text="a"),
         part(text="a") + DONE,
         ENDED,
-        ENDED + DONE.strip(),
         ENDED + part(index=1, text="b") + DONE,
         part(index=1, text="b", finish_reason="stop") + DONE,
     ],

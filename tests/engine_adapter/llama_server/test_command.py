@@ -45,7 +45,6 @@ def test_the_name_of_the_binary_may_be_left_out(program):
         (("-np", "8"), "-np"),
         (("--parallel", "8"), "-np"),
         (("--no-slots",), "--slots"),
-        (("--slots",), "--slots"),
         (("--metrics",), "--metrics"),
         (("-cram", "512"), "--cache-ram"),
         (("--cache-ram", "512"), "--cache-ram"),
@@ -72,16 +71,11 @@ def test_without_a_directory_nothing_is_saved():
     [
         ("-m", "x"),
         ("llama-server", "--model", "x"),
-        ("-mu", "http://x"),
         ("--model-url", "http://x"),
-        ("--model_url", "http://x"),
         ("-hf", "a/b"),
-        ("-hfr", "a/b"),
         ("--hf-repo", "a/b"),
-        ("-dr", "a"),
         ("--docker-repo", "a"),
         ("--fim-qwen-7b-spec",),
-        ("--gpt-oss-20b-default",),
     ],
 )
 def test_words_with_a_model_are_fine(words):

@@ -291,16 +291,12 @@ def test_tool_call_arguments_become_objects(arguments, expected):
     ("messages", "param"),
     [
         (None, "messages"),
-        ([], "messages"),
-        ("hello", "messages"),
         (["hello"], "messages[0]"),
-        ([{"content": "x"}], "messages[0].role"),
         ([{"role": 3, "content": "x"}], "messages[0].role"),
         ([{"role": "user", "content": "x"}, {"role": "user", "content": 5}], "messages[1].content"),
         ([{"role": "user", "content": ["x"]}], "messages[0].content[0]"),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
         ([{"role": "user", "content": [text("x"), PNG]}], "messages[0].content[1].type"),
-        ([{"role": "assistant", "tool_calls": {}}], "messages[0].tool_calls"),
         ([{"role": "assistant", "tool_calls": ["f"]}], "messages[0].tool_calls[0].function"),
     ],
 )

@@ -115,11 +115,9 @@ def test_the_host_pool(fields, ratio):
     [
         ("0.5.17", "default", False, False),
         ("0.5.18", "default", True, False),
-        ("0.5.22.post1", "default", True, False),
         ("0.5.22", "dynamo", True, True),
         ("0.5.21", "dynamo", True, False),
         ("0.5.23", "default", True, True),
-        ("0.6.0rc1", "default", True, True),
         ("unknown", "default", False, False),
     ],
 )

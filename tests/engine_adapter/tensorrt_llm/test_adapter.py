@@ -80,6 +80,14 @@ async def following(adapter):
         yield next_event
 
 
+@asynccontextmanager
+async def followed(adapter):
+    """What comes after the beginning of a view that is whole."""
+    async with following(adapter) as event:
+        assert [await event(), await event()] == [ViewLost("connected"), ViewCurrent(complete=True)]
+        yield event
+
+
 async def test_what_it_is(adapter, adapter_of, server):
     info = await adapter.connect()
     assert (info.model, info.tokenizer, info.version) == ("tiny", "/models/tiny", "TensorRT-LLM 1.4.0")
@@ -244,8 +252,7 @@ class TestEvents:
     async def test_they_follow_what_it_stores_moves_and_forgets(self, adapter_of):
         with running_trtllm(gpu_blocks=4, host_blocks=2) as server:
             adapter = adapter_of(server.url)
-            async with following(adapter) as event:
-                assert [await event(), await event()] == [ViewLost("connected"), ViewCurrent()]
+            async with followed(adapter) as event:
                 await ask(adapter, prompt=list(range(100)))
                 stored = await event()
                 assert (stored.tier, stored.parent, len(stored.hashes)) == (Tier.GPU, None, 3)
@@ -263,8 +270,7 @@ class TestEvents:
             assert NO_HOST_TIER not in adapter.findings()
 
     async def test_a_flush_empties_all_and_older_events_come_to_nothing(self, adapter):
-        async with following(adapter) as event:
-            assert [await event(), await event()] == [ViewLost("connected"), ViewCurrent()]
+        async with followed(adapter) as event:
             await ask(adapter, prompt=list(range(100)))
             assert len((await event()).hashes) == 3
             await ask(adapter, prompt=list(range(300, 400)))  # its events wait in the server
@@ -290,8 +296,7 @@ class TestEvents:
 
     async def test_events_that_somebody_else_took_are_missed(self, adapter, server):
         await adapter.connect()
-        async with following(adapter) as event:
-            assert [await event(), await event()] == [ViewLost("connected"), ViewCurrent()]
+        async with followed(adapter) as event:
             server.fake.events.tell({"type": "removed", "block_hashes": []})
             server.fake.events.flush()
             server.fake.events.lose(1)
@@ -308,9 +313,7 @@ class TestEvents:
             adapter = adapter_of(server.url)
             assert (await adapter.connect()).tokens_per_block == 32
             assert discovery.BLOCK_SIZE_UNKNOWN in adapter.findings()
-            async with following(adapter) as event:
-                await event()
-                await event()
+            async with followed(adapter) as event:
                 assert not (await adapter.load()).outdated
                 await ask(adapter, prompt=list(range(130)))
                 assert (await event()).tokens_per_block == 64
@@ -330,9 +333,7 @@ class TestEvents:
 
     async def test_adapters_it_does_not_tell_of_void_the_view(self, adapter):
         await adapter.connect()
-        async with following(adapter) as event:
-            await event()
-            await event()
+        async with followed(adapter) as event:
             await ask(adapter, prompt=list(range(100)), lora_request=LORA)
             await event()
             assert await event() == ViewLost(NO_LORA_IN_EVENTS.problem)
@@ -342,9 +343,7 @@ class TestEvents:
     async def test_adapters_it_does_tell_of_are_kept_apart(self, adapter_of):
         with running_trtllm(tells_lora=True) as server:
             adapter = adapter_of(server.url)
-            async with following(adapter) as event:
-                await event()
-                await event()
+            async with followed(adapter) as event:
                 await ask(adapter, prompt=list(range(100)), lora_request=LORA)
                 assert (await event()).lora == "lora_id 1"
                 await ask(adapter, prompt=list(range(100)))

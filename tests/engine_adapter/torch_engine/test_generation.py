@@ -6,13 +6,10 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-import torch
 
-from engine_adapter.errors import EngineUnavailable
 from engine_adapter.torch_engine.engine import MAX_FAILED_STEPS
-from engine_adapter.torch_engine.options import EmbeddedOptions
 from engine_adapter.torch_engine.requests import Finished, GenerationRequest, RequestRefused, SamplingParams
-from engine_adapter.torch_engine.service import EngineService, Generation
+from engine_adapter.torch_engine.service import Generation
 from engine_adapter.types import token_array
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
@@ -27,35 +24,6 @@ async def collected(generation):
     while not outputs or not isinstance(outputs[-1], Finished):
         outputs += (await generation.outputs())[0]
     return outputs
-
-
-async def test_an_engine_that_stops_in_the_middle():
-    torch.set_num_threads(1)
-    service = EngineService.build(EmbeddedOptions(threads=1, kv_blocks=64))
-    try:
-        async with Generation(
-            service.engine, [request("stop", sampling=SamplingParams(max_tokens=900, ignore_eos=True))]
-        ) as g:
-            await g.outputs()
-            await asyncio.to_thread(service.close)
-            with pytest.raises(EngineUnavailable, match="shutting down"):
-                await collected(g)
-        with pytest.raises(EngineUnavailable):
-            async with Generation(service.engine, [request("late")]):
-                pytest.fail("it was taken")
-    finally:
-        await asyncio.to_thread(service.close)
-
-
-async def test_a_choice_that_was_cancelled_says_nothing_more(served_engine):
-    engine = served_engine.service.engine
-    requests = [replace(request("one", 20), request_id=f"one-{index}") for index in range(2)]
-    async with Generation(engine, requests) as generation:
-        generation.cancel(1)
-        seen = {}
-        while not seen.get(0) or not isinstance(seen[0][-1], Finished):
-            seen |= await generation.outputs()
-    assert set(seen) == {0}
 
 
 async def test_one_refused_request_ends_all_of_them(served_engine):

@@ -8,7 +8,6 @@ import json
 import math
 import threading
 
-import msgspec
 import torch
 from safetensors.torch import save
 
@@ -36,17 +35,6 @@ async def test_load_does_not_wait_for_the_engine_thread(client, served_engine):
         release.set()
     assert held.result(30)
     assert load == {"instance": served_engine.service.instance, "running": 0, "waiting": 0}
-
-
-async def test_snapshot_has_a_sequence_and_blocks(client):
-    await complete(client, range(5, 60), cache_salt="snapshot")
-    response = await client.get("/kv/snapshot")
-    assert response.headers["content-type"] == "application/msgpack"
-    sequence, events = msgspec.msgpack.decode(response.content)
-    assert sequence >= 0
-    assert any(
-        ["cache_salt", "snapshot"] in (keys or []) for e in events for keys in e.get("extra_keys") or []
-    )
 
 
 async def test_slices_stop_at_their_size_and_go_on(client):

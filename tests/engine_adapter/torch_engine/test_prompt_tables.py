@@ -75,15 +75,10 @@ def test_an_extra_id_never_gets_another_meaning(tables):
     "data",
     [
         b"",
-        b"x" * 100,
-        b"PK\x03\x04",
         table(hidden=HIDDEN + 1),
         table(float("nan")),
-        table(float("inf")),
         table(float("-inf"), dtype=torch.bfloat16),
-        save({"t": torch.zeros(4)}),
         save({"t": torch.zeros(2, HIDDEN, dtype=torch.int64)}),
-        save({"a": torch.zeros(1, HIDDEN), "b": torch.zeros(1, HIDDEN)}),
     ],
 )
 def test_bad_tables_are_the_clients_fault(tables, data):

@@ -40,36 +40,22 @@ def sampling(request):
     ("fields", "param"),
     [
         ({"max_tokens": -1}, "max_tokens"),
-        ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": "5"}, "max_tokens"),
-        ({"max_tokens": 1.5}, "max_tokens"),
-        ({"temperature": -0.1}, "temperature"),
         ({"temperature": 2.1}, "temperature"),
-        ({"temperature": "hot"}, "temperature"),
         ({"top_p": 0}, "top_p"),
-        ({"top_p": 1.1}, "top_p"),
-        ({"top_k": -2}, "top_k"),
         ({"top_k": 2**63}, "top_k"),
-        ({"min_p": 1.5}, "min_p"),
         ({"seed": 2**63}, "seed"),
-        ({"presence_penalty": 2.5}, "presence_penalty"),
         ({"frequency_penalty": -2.5}, "frequency_penalty"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
-        ({"min_tokens": -1}, "min_tokens"),
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
-        ({"stop": ""}, "stop"),
         ({"stop": ["a", ""]}, "stop[1]"),
         ({"stop": ["a"] * 5}, "stop"),
-        ({"stop": 5}, "stop"),
-        ({"stop": {"a": 1}}, "stop"),
         ({"stop": ["a", 5]}, "stop[1]"),
-        ({"stop_token_ids": "1"}, "stop_token_ids"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"5": 101}}, "logit_bias"),
         ({"response_format": "text"}, "response_format"),
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
-        ({"model": 5}, "model"),
     ],
 )
 @pytest.mark.parametrize("make", [chat, completion])
@@ -86,13 +72,9 @@ def test_bad_fields_are_named(make, fields, param):
     [
         (lambda: chat(top_logprobs=3), "top_logprobs"),
         (lambda: chat(logprobs=True, top_logprobs=21), "top_logprobs"),
-        (lambda: chat(logprobs=3), "logprobs"),
         (lambda: chat(max_completion_tokens=0), "max_completion_tokens"),
         (lambda: chat(prompt_table="t"), "prompt_table"),
-        (lambda: chat(extra_ids=[0]), "extra_ids"),
-        (lambda: chat(add_special_tokens=True), "add_special_tokens"),
         (lambda: completion(logprobs=21), "logprobs"),
-        (lambda: completion(logprobs=True), "logprobs"),
         (lambda: completion(suffix="x"), "suffix"),
         (lambda: chat(modalities=["text", "audio"]), "modalities"),
     ],
@@ -108,7 +90,6 @@ def test_bad_fields_of_one_route_are_named(request_of, param):
     [
         ({"n": 0}, "n"),
         ({"n": 129}, "n"),
-        ({"best_of": 2}, "best_of"),
         ({"n": 2, "best_of": 3}, "best_of"),
         ({"n": 2, "answer_token_ids": [5]}, "answer_token_ids"),
         ({"n": 2, "stream_token_ids": True}, "stream_token_ids"),
@@ -208,7 +189,6 @@ def test_embeddings_are_the_whole_prompt(beside):
     [
         ({"prompt_embeds": ["x", "y"]}, "prompt_embeds"),
         ({"prompt": "x"}, "prompt"),
-        ({"prompt": [5]}, "prompt"),
         ({"prompt_table": "t"}, "prompt_table"),
         ({"extra_ids": [0]}, "extra_ids"),
     ],
@@ -223,18 +203,13 @@ def test_what_embeddings_exclude_is_named(fields, param):
     ("prompt", "param"),
     [
         (None, "prompt"),
-        ("", "prompt"),
         ([], "prompt"),
-        ([""], "prompt"),
         ([[]], "prompt"),
         (["a", "b"], "prompt"),
         ([[1], [2]], "prompt"),
-        ([1, "2"], "prompt[1]"),
         ([1, True], "prompt[1]"),
         ([1, 2.0], "prompt[1]"),
-        ([1, None], "prompt[1]"),
         ([0, 1, 2**31], "prompt[2]"),
-        ([{}], "prompt[0]"),
     ],
 )
 def test_bad_prompts(prompt, param):
@@ -258,12 +233,10 @@ def test_targets():
     ("fields", "param"),
     [
         ({"cache_salt": ""}, "cache_salt"),
-        ({"extra_ids": [1]}, "extra_ids"),
         ({"token_ids": [1, 2], "extra_ids": [1]}, "extra_ids"),
         ({"token_ids": [1], "extra_ids": [-1]}, "extra_ids[0]"),
         ({"token_ids": [2**40]}, "token_ids[0]"),
         ({"max_blocks": 0}, "max_blocks"),
-        ({"max_blocks": 10**9}, "max_blocks"),
     ],
 )
 def test_bad_targets(fields, param):
@@ -292,7 +265,6 @@ def test_what_is_to_be_kept(fields, retention):
     ("fields", "param"),
     [
         ({"keep_priority": 1001}, "keep_priority"),
-        ({"keep_priority": -1}, "keep_priority"),
         ({"keep_s": 0}, "keep_s"),
     ],
 )

@@ -65,21 +65,12 @@ async def test_detokenize(client):
     ("body", "param"),
     [
         ({"messages": []}, "messages"),
-        ({"messages": "hi"}, "messages"),
         ({}, "messages"),
-        ({"messages": [{"role": "user"}], "max_tokens": -1}, "max_tokens"),
-        (HELLO | {"cache_salt": ""}, "cache_salt"),
-        (HELLO | {"temperature": 3}, "temperature"),
-        (HELLO | {"stop": ["", "a"]}, "stop[0]"),
-        (HELLO | {"n": 129}, "n"),
         (HELLO | {"tool_choice": "required"}, "tool_choice"),
         (HELLO | {"response_format": {"type": "xml"}}, "response_format"),
         (HELLO | {"logit_bias": {"4096": 1}}, "logit_bias[4096]"),
         (HELLO | {"tools": "x"}, "tools"),
-        (HELLO | {"keep_priority": 10**9}, "keep_priority"),
         (HELLO | {"stop_token_ids": [5, 10**6], "min_tokens": 2}, "stop_token_ids[1]"),
-        (HELLO | {"stop_token_ids": [-1]}, "stop_token_ids[0]"),
-        (HELLO | {"stop_token_ids": list(range(4096)), "min_tokens": 1}, "stop_token_ids"),
     ],
 )
 async def test_bad_chats_name_the_field(client, body, param):
@@ -89,21 +80,12 @@ async def test_bad_chats_name_the_field(client, body, param):
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"prompt": ""}, "prompt"),
-        ({"prompt": []}, "prompt"),
         ({"prompt": "", "add_special_tokens": False}, "prompt"),
-        ({"prompt": [1, -5]}, "prompt[1]"),
         ({"prompt": [1, 10**6]}, "prompt[1]"),
-        ({"prompt": [1, 10**6], "extra_ids": [0, 0]}, "extra_ids[1]"),
-        ({"prompt": [1, 2], "extra_ids": [0]}, "extra_ids"),
-        ({"prompt": [1, 2], "extra_ids": [0, 5]}, "extra_ids[1]"),
-        ({"prompt": [10**6], "extra_ids": [10**30]}, "extra_ids[0]"),
         ({"prompt": [10**6], "extra_ids": [77]}, "extra_ids[0]"),
         ({"prompt": [1], "prompt_table": "none"}, "prompt_table"),
         ({"prompt": "x", "guided_regex": "("}, "guided_regex"),
         ({"prompt": "x", "echo": True, "answer_token_ids": [5]}, "echo"),
-        ({"prompt": "x", "guided_regex": "a", "min_tokens": 1}, "min_tokens"),
-        ({"prompt": "x", "guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
         ({"prompt": "x", "guided_regex": "a", "answer_token_ids": [5]}, "guided_regex"),
     ],
 )
