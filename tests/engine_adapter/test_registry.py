@@ -1,7 +1,6 @@
 import pytest
 
 from engine_adapter import (
-    ENGINE_KINDS,
     EngineSpec,
     EngineSpecError,
     OptionError,
@@ -16,13 +15,6 @@ from tests.engines import engine_spec
 
 def spec(kind):
     return EngineSpec(kind, "http://127.0.0.1:1", "e")
-
-
-@pytest.mark.parametrize("kind", ENGINE_KINDS)
-async def test_every_kind_has_an_adapter(kind):
-    adapter = make_adapter(spec(kind))
-    assert adapter.spec.kind == kind
-    await adapter.aclose()
 
 
 def test_an_unknown_kind_is_refused_with_those_there_are():

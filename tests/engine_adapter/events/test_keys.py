@@ -61,10 +61,6 @@ def embeds(digest=DIGEST):
 
 
 class TestVllm:
-    def test_text_has_none(self):
-        assert read_vllm_keys(run(None, None)) == BlockKeys()
-        assert read_vllm_keys(run()) == BlockKeys()
-
     def test_the_salt_stands_in_the_first_block_only(self):
         assert read_vllm_keys(run(["tenant-Ü"], None)) == BlockKeys(salt="tenant-Ü")
 

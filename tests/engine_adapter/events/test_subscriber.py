@@ -175,17 +175,6 @@ async def test_batches_that_came_twice_count_once(engine):
         assert await view.take(1) == [removed(3)]
 
 
-async def test_a_hole_is_filled_by_replay(engine):
-    async with following(engine) as view:
-        counts = view.subscriber.counts
-        engine.record(0, 1, 2, 3)
-        await engine.publish(0)
-        await view.take(1)
-        await engine.publish(3)
-        assert await view.take(3) == [removed(1), removed(2), removed(3)]
-        assert (counts.gaps, counts.replays) == (1, 1)
-
-
 async def test_a_hole_the_buffer_cannot_fill_starts_over(engine):
     async with following(engine) as view:
         await engine.publish(0)
@@ -195,14 +184,6 @@ async def test_a_hole_the_buffer_cannot_fill_starts_over(engine):
         lost, *rest = await view.take(4)
         assert lost == ViewLost("batch 0 left the replay buffer")
         assert rest == [removed(5), removed(6), ViewCurrent(complete=False)]
-
-
-async def test_a_lost_last_batch_is_noticed_when_idle(engine):
-    engine.record(0)
-    async with reader(engine, idle_check_s=0.02) as view:
-        await view.take(3)
-        engine.record(1)  # never published
-        assert await view.take(1) == [removed(1)]
 
 
 async def test_a_sequence_that_falls_starts_over(engine):
@@ -426,9 +407,6 @@ class TestGoingOn:
             assert view.subscriber.position is None
             await view.take(3)
             assert view.subscriber.position is None
-
-    async def test_of_an_engine_that_has_published_nothing_there_is_none(self, engine):
-        assert await position_after(engine, 2) is None
 
     async def test_another_process_shows(self, engine):
         engine.record(0, 1)

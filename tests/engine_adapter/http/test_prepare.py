@@ -42,10 +42,6 @@ def test_addresses_with_and_without_v1(url):
     assert request.url == "http://h:1/v1/models"
 
 
-def test_an_address_below_a_path():
-    assert base_url(spec("https://h/engines/a/v1")) == "https://h/engines/a"
-
-
 @pytest.mark.parametrize(
     "url", ["", "h:1", "ftp://h", "http://", "http://h?x=1", "http://h/#x", "http://h:port"]
 )

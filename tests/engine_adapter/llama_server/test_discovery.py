@@ -123,10 +123,6 @@ async def test_a_restart_shows(start_llama, control_of):
     assert len(instances - {None}) == 2
 
 
-async def test_an_alias_is_the_name(found):
-    assert (await found("--alias", "llama")).model == "llama"
-
-
 # --- which model, and what its files fit --------------------------------------------------------
 
 
@@ -257,15 +253,6 @@ async def test_what_it_says_of_its_model_may_be_odd(control_of, meta):
     with served(Starlette(routes=routes)) as url:
         facts = await discover(control_of(url), spec_of(url))
     assert (facts.train_ctx, facts.vocab_size, facts.local_model) == (None, None, None)
-
-
-@pytest.mark.parametrize("answer", [{}, [], [{"id": 0}], [{"id": "0", "n_ctx": 1, "is_processing": False}]])
-async def test_slots_that_are_not_understood(control_of, answer):
-    with (
-        served(Starlette(routes=[Route("/slots", lambda _: JSONResponse(answer))])) as url,
-        pytest.raises(EngineUnavailable, match="GET /slots"),
-    ):
-        await read_slots(control_of(url))
 
 
 MIB = 1 << 20

@@ -62,11 +62,6 @@ def test_one_server_has_one_lock_whatever_this_machine_is_called(lock, url):
         lock().take()
 
 
-def test_each_server_has_its_own(lock):
-    for name in ("127.0.0.1", "localhost.example"):
-        lock(f"http://{name}:8081").take()
-
-
 def test_it_ends_with_its_process_however_that_ends(lock, tmp_path):
     command = [sys.executable, "-c", HOLD, tmp_path, URL]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:

@@ -49,12 +49,6 @@ def test_what_cannot_be_continued_is_an_error_that_shows_no_prompt(template, fin
     assert "hello" not in str(caught.value)
 
 
-@pytest.mark.parametrize("documents", [["x"], 1, {"title": 1}])
-def test_documents_are_objects(documents):
-    with pytest.raises(TypeError):
-        render_template(ROLES, ASKED, documents=documents)
-
-
 @pytest.mark.parametrize(
     "template",
     [

@@ -126,12 +126,6 @@ def test_a_missing_field_is_named(kind, name):
     assert str(caught.value) == f"{name} is missing"
 
 
-def test_an_empty_body_is_called_so():
-    with pytest.raises(ApiError, match="the body is empty") as error:
-        parse(b"", CompletionRequest)
-    assert error.value.code == "invalid_json"
-
-
 @pytest.mark.parametrize(
     "body",
     [b"", b"{", b"nonsense", b'{"prompt": "\xff"}', b'{"prompt":' + b"[" * 100_000, b'{"prompt": "\\ud800"}'],
