@@ -95,24 +95,25 @@ def test_the_other_rows_of_a_step_change_no_choice():
     assert [[step[row].token_id for step in steps] for row in range(len(kinds))] == alone
 
 
-def test_repetition_penalty_covers_the_prompt_and_ignores_fake_ids():
-    assert tokens(1, prompt=[0, 500], temperature=0.0, repetition_penalty=3.0) == [1]
-    assert tokens(3, temperature=0.0, repetition_penalty=3.0) == [0, 1, 0]
-
-
-def test_presence_and_frequency_count_generated_tokens_only():
-    assert tokens(4, prompt=[0], temperature=0.0, presence_penalty=1.5) == [0, 1, 0, 0]
-    assert tokens(4, prompt=[0], temperature=0.0, frequency_penalty=0.6) == [0, 0, 1, 0]
-    assert tokens(2, prompt=[1, 0], answered=1, temperature=0.0, presence_penalty=1.5) == [1, 0]
-
-
-def test_no_end_before_the_minimum():
-    assert tokens(3, ends=[0], temperature=0.0, min_tokens=2) == [1, 1, 0]
+@pytest.mark.parametrize(
+    ("params", "greedy"),
+    [
+        # A repetition penalty covers the prompt, without its fake ids.
+        ({"prompt": [0, 500], "repetition_penalty": 3.0}, [1]),
+        ({"repetition_penalty": 3.0}, [0, 1, 0]),
+        # Presence and frequency count generated tokens only.
+        ({"prompt": [0], "presence_penalty": 1.5}, [0, 1, 0, 0]),
+        ({"prompt": [0], "frequency_penalty": 0.6}, [0, 0, 1, 0]),
+        ({"prompt": [1, 0], "answered": 1, "presence_penalty": 1.5}, [1, 0]),
+        ({"ends": [0], "min_tokens": 2}, [1, 1, 0]),
+        ({"logit_bias": ((1, -5.0), (0, -100.0))}, [2]),
+    ],
+)
+def test_what_changes_the_scores(params, greedy):
+    assert tokens(len(greedy), temperature=0.0, **params) == greedy
 
 
 def test_a_bias_is_added_to_the_scores():
-    assert tokens(1, temperature=0.0, logit_bias=((4, 100.0),)) == [4]
-    assert tokens(1, temperature=0.0, logit_bias=((1, -5.0), (0, -100.0))) == [2]
     counts = Counter(tokens(400, temperature=1.0, logit_bias=((2, 2.0),)))
     assert counts[2] == pytest.approx(counts[0], rel=0.3)
 
