@@ -1,4 +1,4 @@
-"""Sockets read from an event loop. What is made of their messages: test_kv_subscriber.py."""
+"""Sockets read from an event loop. What is made of their messages: test_subscriber.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How tokens are chosen from rows of logits. test_drawing.py has the filters of random choices."""
+"""How tokens are chosen from rows of logits, and the filters of random choices."""
 
 from __future__ import annotations
 
