@@ -91,7 +91,7 @@ def test_no_calls_are_as_no_field(tokenizer):
 
 
 def test_the_form_of_texts_is_the_engines_choice(tokenizer):
-    with_parts = TemplateInput(content_format=lambda _: ContentFormat.IN_PARTS)
+    with_parts = TemplateInput(content_format=lambda _: ContentFormat.PARTS)
     ids = tokenizer.rendering(with_parts)
     with pytest.raises(Exception, match="cannot render"):  # this template takes strings
         ids.render([IN_PARTS])

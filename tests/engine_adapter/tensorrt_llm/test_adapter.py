@@ -313,7 +313,9 @@ class TestEvents:
             adapter = adapter_of(server.url)
             assert (await adapter.connect()).tokens_per_block == 32
             assert discovery.BLOCK_SIZE_UNKNOWN in adapter.findings()
-            async with followed(adapter) as event:
+            async with following(adapter) as event:
+                await event()
+                await event()
                 assert not (await adapter.load()).outdated
                 await ask(adapter, prompt=list(range(130)))
                 assert (await event()).tokens_per_block == 64
