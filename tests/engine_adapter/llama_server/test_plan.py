@@ -423,10 +423,10 @@ def test_what_is_to_be_kept_is_saved_first_though_it_lay_idle_for_long():
         assert worth_saving(idle, RATES, 3e5, 0, idle_s=1.0) is saves
 
 
-@pytest.mark.parametrize("can_save", [True, False])
-def test_a_slot_whose_tool_is_running_is_overwritten_last(can_save):
+@pytest.mark.parametrize(("can_save", "length"), [(True, 500), (False, 700)])
+def test_a_slot_whose_tool_is_running_is_overwritten_last(can_save, length):
     """Without that, the slot that lay idle for longest would go."""
-    waiting, person = slot(0, run(500), since=91.0), slot(1, run(1000, 1500), since=95.0)
+    waiting, person = slot(0, run(500), since=91.0), slot(1, run(1000, 1000 + length), since=95.0)
     assert decide(run(5000, 5100), [waiting, person], now=100.0, can_save=can_save).slot == 0
     waiting.due_until = 101.0
     assert decide(run(5000, 5100), [waiting, person], now=100.0, can_save=can_save).slot == 1

@@ -255,6 +255,13 @@ class TestGoingOn:
             assert self.text(rest) == self.text(event for _, event in whole[at:])
             assert self.offsets(rest) == self.offsets(event for _, event in whole[at:])
 
+    async def test_what_was_told_counts_towards_the_least_tokens(self, client):
+        ids = (await complete(client, max_tokens=24, return_token_ids=True)).json()["choices"][0]["token_ids"]
+        at = next(at for at in range(3, 24) if ids[at] not in ids[:at])
+        fields = {"stop_token_ids": [ids[at]], "min_tokens": at, "answer_token_ids": ids[:at]}
+        rest = (await complete(client, max_tokens=24, return_token_ids=True, **fields)).json()["choices"][0]
+        assert (rest["token_ids"], rest["finish_reason"]) == ([ids[at]], "stop")
+
     @pytest.mark.parametrize(
         ("ids", "param"),
         [([1] * 8, "answer_token_ids"), ([3, -1], "answer_token_ids[1]"), ([10**9], "answer_token_ids[0]")],

@@ -55,6 +55,12 @@ def test_text_ends_before_the_first_stop_string(tokenizer, text, stops):
         assert shown == text
 
 
+def test_of_two_stop_strings_in_one_token_the_first_counts(tokenizer):
+    texts = {token: tokenizer.decode([token]) for token in range(tokenizer.vocab_size)}
+    token, text = next(each for each in texts.items() if len(each[1]) == len(set(each[1])) > 2)
+    assert Detokenizer(tokenizer, [text[-1], text[1]]).push(token) == text[0]
+
+
 def test_a_character_of_several_tokens_comes_whole(tokenizer):
     ids = tokenizer.encode("\U0001f9ff", add_special_tokens=False)
     assert len(ids) > 1

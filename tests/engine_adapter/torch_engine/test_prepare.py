@@ -179,6 +179,10 @@ class TestStructure:
             assert set(found) == {"x", "kind"}
             assert choice["finish_reason"] == "stop"
 
+    async def test_the_beginning_of_a_stop_string_is_shown_at_its_end(self, client):
+        choice = (await ask(client, guided_choice=["ab"], stop="bc"))["choices"][0]
+        assert (choice["text"], choice["finish_reason"]) == ("ab", "stop")
+
     async def test_the_answer_goes_on_within_it(self, client):
         fields = {"guided_regex": "abcdefgh", "return_token_ids": True}
         ids = (await ask(client, **fields))["choices"][0]["token_ids"]
@@ -296,6 +300,12 @@ class TestTools:
             is_told = "}}" in tokenizer.decode(ids[:cut])
             assert len(rest["message"].get("tool_calls", ())) == (not is_told)
             assert rest["finish_reason"] == "tool_calls"
+
+    async def test_an_answer_that_is_cut_short_after_a_call_ends_so(self, client):
+        fields = {"tools": TOOLS, "guided_choice": [f"{CALL} and so on and on"], "return_token_ids": True}
+        ids = (await chat(client, **fields, max_tokens=100))["choices"][0]["token_ids"]
+        made = (await chat(client, **fields, max_tokens=len(ids) - 2))["choices"][0]
+        assert (len(made["message"]["tool_calls"]), made["finish_reason"]) == (1, "length")
 
     async def test_strict_tools_and_a_required_call_exclude_a_format(self, client):
         fields = {"messages": HELLO, "tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}
