@@ -119,6 +119,12 @@ def test_among_empty_slots_the_one_unused_for_longest_then_the_lower_id():
     assert decide(run(9), [slot(0, since=3.0), slot(1, since=1.0), slot(2, since=1.0)], now=9.0).slot == 1
 
 
+def test_content_nobody_knows_is_lost_as_well():
+    choice = decide(run(10), [slot(0, unknown=1000)], can_save=False)
+    assert choice.cost.regret_s == pytest.approx(0.5)
+    assert not choice.cost.firm
+
+
 def test_of_two_that_cost_the_same_the_empty_slot():
     held = slot(0, run(500, 600), since=-5.0)
     assert decide(run(9), [held, slot(1)], rates=replace(RATES, reuse_probability=0.0)).slot == 1
@@ -257,12 +263,12 @@ SALTS = st.sampled_from([None, None, None, "other"])
 def slot_lists(draw):
     slots = []
     for slot_id in range(draw(st.integers(1, 4))):
-        tokens = draw(TOKENS)
+        tokens = draw(TOKENS | st.just(array("i")))
         slots.append(
             Slot(
                 slot_id,
                 tokens,
-                unknown=draw(st.sampled_from([0, 0, 7])),
+                unknown=draw(st.sampled_from([0, 0, 7, 70])),
                 salt=draw(SALTS),
                 operation=draw(st.sampled_from([None, None, SlotOperation.REQUEST])),
                 since=draw(st.floats(0, 100)),
