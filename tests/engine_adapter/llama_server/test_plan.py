@@ -315,7 +315,7 @@ def test_a_slot_that_shares_a_token_is_priced_as_an_empty_one_on_a_curve_that_be
     assert choice.cost.total_s == pytest.approx(rates.prefill_s(44))
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(prompt=TOKENS, slots=slot_lists(), saved=file_lists(), rates=SOME_RATES)
 def test_the_choice_is_the_least_of_all_there_is(prompt, slots, saved, rates):
     now = 100.0
