@@ -21,15 +21,6 @@ def test_raw_is_what_was_sent():
     assert JsonBody(raw).raw is raw
 
 
-def test_fields_are_decoded_when_asked_for():
-    body = JsonBody(b'{"a": {"x": [1, 2.5, "\\u00e9", true]}, "n": null}')
-    assert body.get("a") == {"x": [1, 2.5, "é", True]}
-    assert body.get("n") is None
-    assert body.get("missing") is None
-    assert "n" in body
-    assert "missing" not in body
-
-
 @pytest.mark.parametrize(
     ("value", "gives"),
     [
@@ -64,10 +55,6 @@ def test_replace_puts_a_field_in_its_place_and_none_removes_it():
 def test_no_duplicate_key_smuggles_a_field_past_replace(raw):
     assert JsonBody(raw).replace(salt="ours").raw == b'{"salt":"ours","x":1}'
     assert JsonBody(raw).replace(salt=None).raw == b'{"x":1}'
-
-
-def test_of_duplicates_the_last_counts():
-    assert JsonBody(b'{"a":1,"a":2}').get("a") == 2
 
 
 @pytest.mark.parametrize(
@@ -146,20 +133,6 @@ def test_a_view_is_decoded_once():
     assert body.replace(messages=[3]).view("messages") == [3]
 
 
-def test_whether_any_of_some_fields_is_present():
-    body = JsonBody(b'{"a": null, "b": 1}')
-    assert body.has_any({"a", "c"})
-    assert not body.has_any({"c"})
-
-
-def test_a_change_is_seen_by_the_new_body_alone():
-    body = JsonBody(b'{"model": "m", "stream": true}')
-    assert (body.get("model"), body.get("stream")) == ("m", True)
-    changed = body.replace(model="n", stream=None)
-    assert (changed.get("model"), changed.get("stream")) == ("n", None)
-    assert (body.get("model"), body.get("stream")) == ("m", True)
-
-
 def test_a_forgotten_body_cannot_be_read():
     body = JsonBody(b'{"model": "m"}')
     changed = body.replace(model="n")
@@ -184,18 +157,6 @@ def test_a_forgotten_body_cannot_be_read():
 def test_items_of_a_list_keep_their_bytes(value, items):
     found = JsonBody(b'{"prompt": %b}' % value).items("prompt")
     assert (found and [bytes(item) for item in found]) == items
-
-
-def test_a_field_that_is_absent_has_no_items():
-    assert JsonBody(b"{}").items("prompt") is None
-
-
-def test_items_that_cannot_be_decoded():
-    body = JsonBody(b"{}")
-    body._fields["prompt"] = msgspec.Raw(b'["a",')
-    with pytest.raises(UnreadableField) as caught:
-        body.items("prompt")
-    assert caught.value.param == "prompt"
 
 
 @pytest.mark.parametrize(

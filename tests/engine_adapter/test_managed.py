@@ -81,10 +81,6 @@ def test_other_kinds_are_as_the_operator_said(kind):
     assert managed_kind(kind).advice(("-kvu",)) == ()
 
 
-def test_advice_is_the_kinds():
-    assert len(managed_kind("llama_server").advice(("-m", "x", "-kvu"))) == 1
-
-
 @pytest.mark.parametrize(
     ("kind", "words", "message"),
     [
@@ -103,11 +99,6 @@ def test_advice_is_the_kinds():
 def test_words_that_can_never_work(kind, words, message):
     with pytest.raises(EngineSpecError, match=message):
         managed_kind(kind).check(words)
-
-
-def test_words_that_can_work():
-    managed_kind("embedded").check(())
-    managed_kind("nim").check(("x", "{port}"))
 
 
 def test_an_engine_whose_program_is_missing_is_told(monkeypatch):
@@ -133,12 +124,6 @@ def test_what_a_llama_server_needs_is_made(tmp_path, monkeypatch):
         managed_kind("llama_server").prepare(
             managed_kind("llama_server").complete(spec("llama_server", **dirs), words), words
         )
-
-
-def test_where_health_is_asked():
-    assert [managed_kind(kind).health_path for kind in ("embedded", "llama_server", "nim", "vllm")] == [
-        *("/health", "/health", "/v1/health/ready", "/health")
-    ]
 
 
 def test_the_help_of_the_engine(capsys):

@@ -14,13 +14,12 @@ from engine_adapter import (
     JsonBody,
     NotSupported,
 )
-from engine_adapter.nim import HIDDEN, NOT_A_NIM, UNKNOWN, NimAdapter
+from engine_adapter.nim import HIDDEN, NOT_A_NIM, UNKNOWN
 from engine_adapter.openai_compatible import OpenAICompatibleAdapter
-from engine_adapter.registry import make_adapter
 from engine_adapter.sglang.adapter import SglangAdapter
 from engine_adapter.tensorrt_llm.adapter import TensorRTLLMAdapter
 from engine_adapter.vllm.adapter import VllmAdapter
-from tests.engines import engine_spec, served
+from tests.engines import served
 from tests.fake_engines.nim import FakeNim, running_nim
 from tests.fake_engines.sglang import running_sglang
 from tests.fake_engines.tensorrt_llm import running_trtllm
@@ -37,16 +36,8 @@ INSIDE = [
 
 
 @pytest.fixture
-async def nim():
-    made = []
-
-    def make(url, **fields) -> NimAdapter:
-        made.append(make_adapter(engine_spec("nim", url, "n", **fields)))
-        return made[-1]
-
-    yield make
-    for adapter in made:
-        await adapter.aclose()
+def nim(make):
+    return lambda url, **fields: make("nim", url, **fields)
 
 
 @pytest.fixture
@@ -67,7 +58,7 @@ async def test_it_is_the_engine_inside(nim, running, kind, version):
         adapter = nim(url)
         info = await adapter.connect()
         assert type(adapter._inner) is kind
-        assert (adapter.spec.kind, adapter._inner.spec.id) == ("nim", "n")
+        assert (adapter.spec.kind, adapter._inner.spec.id) == ("nim", "e")
         assert info.model == "tiny"
         assert info.version.startswith(f"NIM 2.0.0, {version}")
         assert Capability.TOKENIZE in info.capabilities

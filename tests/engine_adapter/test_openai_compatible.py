@@ -8,8 +8,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from engine_adapter import EngineRejected, EngineSpec, EngineUnavailable
-from engine_adapter.openai_compatible import OpenAICompatibleAdapter
+from engine_adapter import EngineRejected, EngineUnavailable
 from tests.engines import served
 from tests.fakes import FakeEngine
 
@@ -25,18 +24,8 @@ def answering(status: int):
 
 
 @pytest.fixture
-async def connect():
-    adapters = []
-
-    def make(url: str, **fields: str) -> OpenAICompatibleAdapter:
-        adapters.append(
-            OpenAICompatibleAdapter(EngineSpec(kind="openai_compatible", url=url, id="e", **fields))
-        )
-        return adapters[-1]
-
-    yield make
-    for adapter in adapters:
-        await adapter.aclose()
+def connect(make):
+    return lambda url, **fields: make("openai_compatible", url, **fields)
 
 
 @pytest.mark.parametrize(
@@ -92,9 +81,3 @@ async def test_an_engine_that_is_not_well(connect, status):
         for call in (adapter.load, adapter.connect):
             with pytest.raises(EngineUnavailable):
                 await call()
-
-
-async def test_an_engine_without_models(connect):
-    app = Starlette(routes=[Route("/v1/models", lambda _: JSONResponse({"data": []}))])
-    with served(app) as url, pytest.raises(EngineUnavailable, match="no model"):
-        await connect(url).connect()

@@ -1,7 +1,6 @@
 import pytest
 
 from engine_adapter import (
-    ENGINE_KINDS,
     EngineSpec,
     EngineSpecError,
     OptionError,
@@ -10,28 +9,12 @@ from engine_adapter import (
     make_options,
 )
 from engine_adapter.events.options import EventAddresses, EventOptions
-from engine_adapter.openai_compatible import OpenAICompatibleAdapter
-from engine_adapter.torch_engine.adapter import EmbeddedAdapter
 from engine_adapter.vllm.options import VllmOptions
 from tests.engines import engine_spec
 
 
 def spec(kind):
     return EngineSpec(kind, "http://127.0.0.1:1", "e")
-
-
-@pytest.mark.parametrize("kind", ENGINE_KINDS)
-async def test_every_kind_has_an_adapter(kind):
-    adapter = make_adapter(spec(kind))
-    assert adapter.spec.kind == kind
-    await adapter.aclose()
-
-
-async def test_each_kind_has_its_adapter():
-    for kind, of in [("embedded", EmbeddedAdapter), ("openai_compatible", OpenAICompatibleAdapter)]:
-        adapter = make_adapter(spec(kind))
-        assert type(adapter) is of
-        await adapter.aclose()
 
 
 def test_an_unknown_kind_is_refused_with_those_there_are():

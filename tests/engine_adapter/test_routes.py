@@ -1,7 +1,6 @@
 """The routes beside `/v1` that adapters declare."""
 
 from engine_adapter import NATIVE_ROUTES
-from engine_adapter.registry import KINDS
 
 # What changes an engine for everybody, tells of everybody, or reaches beyond the engine.
 OPERATORS = {
@@ -19,11 +18,6 @@ OPERATORS = {
     "/invocations",
     "/health",
 }
-
-
-def test_no_two_kinds_declare_a_route_differently():
-    for kind in KINDS.values():
-        assert {path: NATIVE_ROUTES[path] for path in kind.routes} == kind.routes
 
 
 def test_no_route_is_an_operators_or_below_v1():

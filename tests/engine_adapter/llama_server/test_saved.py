@@ -26,7 +26,7 @@ from engine_adapter.llama_server.saved import (
 from engine_adapter.llama_server.saved_files import GRACE_S
 from engine_adapter.llama_server.state_file import FileFault, StateFileError
 from engine_adapter.types import Tier
-from tests.state_files import LittleRoom, act, complete, no_handles, unprivileged, write_state
+from tests.state_files import LittleRoom, act, complete, no_handles, write_state
 
 KEY, SIZE = "k1", 1000
 
@@ -202,14 +202,6 @@ async def test_a_name_that_was_not_given_is_not_taken(world, name):
         await world.registry.add(name, KEY, None)
 
 
-async def test_a_name_is_taken_once(world):
-    saved = await world.save(1)
-    with pytest.raises(ValueError, match="is no new name"):
-        await world.registry.add(saved.name, KEY, None)
-    await world.registry.discard(saved.name)
-    world.check()
-
-
 async def test_a_failed_save_is_discarded(world):
     name = world.server_saves(range(5))
     (world.host / "notes.txt").write_text("mine")
@@ -247,16 +239,6 @@ async def test_who_wants_it_kept_is_remembered_over_restarts_and_longer_prefixes
     assert list(world.registry.entries(KEY)) == [longer]
     assert (longer.kept_until, longer.kept_for) == (until, "them")
     assert (await world.save(0, count=12)).kept_until == until
-
-
-async def test_the_disk_gives_up_others_for_what_is_kept(tiers):
-    first, second = await tiers.save(100), await tiers.save(200)
-    for each in (first, second):
-        tiers.registry.keep(each, 600.0, None)
-    later = [await tiers.save(100 * i) for i in (3, 4, 5, 6)]
-    assert first in set(tiers.registry.entries(KEY)) or second in set(tiers.registry.entries(KEY))
-    assert later[-1].tier is Tier.HOST
-    tiers.check()
 
 
 async def test_the_least_valuable_goes_when_there_is_no_room(world):
@@ -332,15 +314,6 @@ async def test_the_disk_gives_up_what_is_worth_less_and_takes_nothing_that_is(ti
     assert [second.tier, third.tier] == [Tier.DISK, Tier.DISK]
     assert tiers.stats("evicted") == [2]
     tiers.check()
-
-
-async def test_a_victim_larger_than_the_disk_tier_goes(tmp_path):
-    world = World(tmp_path, host=3, disk=1)
-    big = await world.save(1, size=2 * SIZE)
-    await world.save(100, size=2 * SIZE)
-    assert big not in set(world.registry.entries(KEY))
-    assert world.stats("evicted", "demoted") == [1, 0]
-    world.check()
 
 
 async def test_an_entry_of_the_disk_waits_there_when_the_host_tier_has_no_room(tiers):
@@ -423,35 +396,6 @@ async def test_an_entry_that_cannot_be_read_now_is_kept_and_tried_again_later(ti
     tiers.check()
 
 
-async def test_an_entry_that_may_not_be_read_is_kept(tmp_path, save_dir):
-    world = World(tmp_path, host_dir=save_dir)
-    saved = await world.save(1)
-    path = world.host / saved.name
-    path.chmod(0)
-    with unprivileged(world.host), refused(FileFault.UNREADABLE):
-        await world.registry.ready(saved)
-    path.chmod(0o600)
-    assert await world.registry.ready(saved) == saved.name
-    world.check()
-
-
-async def test_entries_of_another_version_survive_a_restart_and_take_no_room(world):
-    saved = await world.save(1)
-    sidecar = (world.host / saved.name).with_suffix(".json")
-    written = sidecar.read_bytes()
-    newer = written.replace(b'"format":1', b'"format":2,"compression":"zstd"')
-    sidecar.write_bytes(newer)
-    world.open()
-    await world.registry.rebuild()
-    assert list(world.registry.entries(KEY)) == []
-    assert sidecar.read_bytes() == newer
-    assert (world.host / saved.name).stat().st_size == SIZE
-    sidecar.write_bytes(written)
-    world.open()
-    await world.registry.rebuild()
-    assert [found.name for found in world.registry.entries(KEY)] == [saved.name]
-
-
 async def test_an_entry_kept_for_ever_is_so_after_a_restart(world):
     name = world.server_saves(range(5))
     await world.registry.add(name, KEY, None, keep_s=math.inf, owner="them")
@@ -473,16 +417,6 @@ async def test_an_entry_in_use_keeps_its_files_whatever_becomes_of_it(world):
         assert (world.host / name).exists()
         with refused(FileFault.MISSING):
             await world.registry.ready(saved)
-    world.check()
-
-
-async def test_an_entry_in_use_is_no_victim(world):
-    first, _, third = [await world.save(100 * i) for i in (1, 2, 3)]
-    third.pinned_until = world.clock.now + 60
-    async with world.registry.using(first):
-        fourth = await world.save(400)
-        assert set(world.registry.entries(KEY)) == {first, third, fourth}
-    assert first.holds == 0
     world.check()
 
 
@@ -571,15 +505,6 @@ async def test_a_listener_that_fails_while_nobody_waits_is_heard_of(tiers, caplo
     tiers.check()
 
 
-async def test_listeners_are_told_until_they_leave(world):
-    heard: list[str] = []
-    leave = world.registry.subscribe(lambda event, saved: heard.append(event))
-    saved = await world.save(1)
-    leave()
-    await world.registry.drop(saved)
-    assert heard == [SavedEvent.ADDED]
-
-
 async def test_the_figures_tell_no_content(tiers):
     first, _, _ = [await tiers.save(12345678 + 100 * i, salt="secret") for i in (1, 2, 3)]
     tiers.clock.now += 7
@@ -623,17 +548,6 @@ async def test_a_restart_finds_what_was_saved(tiers):
         assert found[saved.name].tokens == saved.tokens
         assert await tiers.registry.ready(found[saved.name]) == saved.name
     tiers.check()
-
-
-async def test_what_was_harmed_while_nobody_looked_is_dropped_before_it_is_restored(world):
-    saved = await world.save(1)
-    flip(world.host / saved.name)
-    world.open()
-    await world.registry.rebuild()
-    (found,) = world.registry.entries(KEY)
-    with refused(FileFault.CHECKSUM):
-        await world.registry.ready(found)
-    world.check()
 
 
 async def test_a_restart_with_smaller_caps_keeps_the_best(tmp_path):

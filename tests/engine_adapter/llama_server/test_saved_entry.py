@@ -45,14 +45,6 @@ def test_a_sidecar_holds_the_record_and_nothing_of_the_prompt():
     assert repr(one) == "Saved('n')"
 
 
-def test_value_is_in_tokens_uses_and_time_per_byte():
-    base = value(saved("a"), NOW)
-    assert value(saved("a", tokens=20), NOW) > base
-    assert value(saved("a", uses=1), NOW) > base
-    assert value(saved("a", size=200), NOW) < base
-    assert value(saved("a"), NOW + 60) < base
-
-
 def test_value_is_tokens_per_byte_that_uses_raise_and_time_wears_off():
     for age_s, uses, wanted in ((0, 0, 2.0), (0, 2, 6.0), (1800, 0, 1.0), (5400, 0, 0.25)):
         assert value(saved("a", tokens=1000, size=500, used=NOW - age_s, uses=uses), NOW) == wanted

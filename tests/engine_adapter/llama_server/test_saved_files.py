@@ -1,5 +1,4 @@
 import logging
-import math
 import os
 import time
 from array import array
@@ -64,20 +63,6 @@ def test_a_server_takes_the_longest_name(start_llama, save_dir):
     assert there(save_dir) == {name}
 
 
-def test_an_inspected_file_must_hold_what_the_server_said(path):
-    size = path.stat().st_size
-    content = saved_files.inspect(path, "key", None, 3, size)
-    assert (content.tokens, content.checksum, content.key) == (TOKENS, checksum(path), "key")
-    assert content.sidecar() == saved_files.inspect(path, "key", None, None, None).sidecar()
-    with pytest.raises(StateFileError, match="3 tokens, of 4"):
-        saved_files.inspect(path, "key", None, 4, size)
-    with pytest.raises(StateFileError, match=f"{size} bytes, of {size + 1}"):
-        saved_files.inspect(path, "key", None, 3, size + 1)
-    write_state(path, [])
-    with pytest.raises(StateFileError, match="the slot was empty"):
-        saved_files.inspect(path, "key", None, None, None)
-
-
 def test_a_file_that_changes_while_it_is_read_is_not_taken(path, monkeypatch):
     def written_meanwhile(path: Path) -> int:
         with path.open("ab") as file:
@@ -89,24 +74,6 @@ def test_a_file_that_changes_while_it_is_read_is_not_taken(path, monkeypatch):
         saved_files.inspect(path, "key", None, None, None)
 
 
-def test_a_verified_file_is_what_it_was(path):
-    wanted = record(path)
-    seen = wanted.seen = saved_files.verify(path, wanted)
-    assert saved_files.verify(path, wanted) == seen
-    with pytest.raises(StateFileError, match="tokens are not those"):
-        saved_files.verify(path, msgspec.structs.replace(wanted, tokens=TOKENS[:2]))
-
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(StateFileError, match="bytes are not those") as caught:
-        saved_files.verify(path, wanted)
-    assert caught.value.reason is FileFault.CHECKSUM
-    path.write_bytes(data[:-1])
-    with pytest.raises(StateFileError, match="4999 bytes, of 5000"):
-        saved_files.verify(path, wanted)
-
-
 def test_a_file_of_the_same_stamp_is_not_hashed_again(path):
     wanted = record(path)
     seen = wanted.seen = saved_files.verify(path, wanted)
@@ -115,31 +82,6 @@ def test_a_file_of_the_same_stamp_is_not_hashed_again(path):
     path.write_bytes(data)
     os.utime(path, ns=(seen[2], seen[2]))  # nobody does this: it shows that the bytes are not read
     assert saved_files.verify(path, wanted) == seen
-
-
-def test_a_move_takes_file_and_sidecar(path, tmp_path):
-    target = tmp_path / "disk" / path.name
-    target.parent.mkdir()
-    data, wanted = path.read_bytes(), record(path)
-    seen = saved_files.move(path, target, wanted)
-    assert seen == saved_files.stamp(target)
-    assert target.read_bytes() == data
-    assert target.with_suffix(".json").read_bytes() == wanted.sidecar()
-    assert there(tmp_path) == {"disk"}
-    assert scan(target.parent) == [path.name]
-
-
-def test_a_move_of_what_is_not_sound_leaves_nothing_behind(path, tmp_path):
-    target = tmp_path / "disk" / path.name
-    target.parent.mkdir()
-    wanted = record(path)
-    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
-    with pytest.raises(StateFileError, match="bytes are not those"):
-        saved_files.move(path, target, wanted)
-    path.write_bytes(b"")
-    with pytest.raises(StateFileError, match="0 bytes, of 5000"):
-        saved_files.move(path, target, wanted)
-    assert there(target.parent) == set()
 
 
 def test_a_sidecar_is_written_whole_or_not_at_all(path, tmp_path):
@@ -157,15 +99,6 @@ def test_a_sidecar_is_written_whole_or_not_at_all(path, tmp_path):
         saved_files.write_sidecar(path, record(path))
     assert caught.value.reason is FileFault.UNWRITABLE
     assert path.with_suffix(".json").read_bytes() == before
-
-
-def test_what_cannot_be_removed_is_logged(path, caplog):
-    saved_files.remove(path)
-    saved_files.remove(path)
-    assert not caplog.records
-    path.mkdir()
-    saved_files.remove(path)
-    assert f"{path} cannot be removed" in caplog.text
 
 
 def test_a_cap_beyond_the_file_system_is_lowered(tmp_path, caplog):
@@ -188,11 +121,6 @@ def test_what_entries_hold_is_room_of_theirs_and_what_others_wrote_is_not(tmp_pa
                 assert abs(empty - change - saved_files.capacity(room.path, 1 << 62, held)) < 16 << 10
     finally:
         room.close()
-
-
-def test_a_file_system_without_a_limit_lowers_no_cap():
-    assert os.statvfs("/proc").f_blocks == 0
-    assert saved_files.capacity(Path("/proc"), 1 << 62, 0) == 1 << 62
 
 
 # --- scan --------------------------------------------------------------------------------------------
@@ -294,14 +222,6 @@ def test_a_full_table_of_file_handles_deletes_nothing(path, tmp_path):
     assert scan(tmp_path) == [path.name]
 
 
-def test_an_infinite_time_to_keep_survives_the_sidecar(path, tmp_path):
-    saved = record(path)
-    saved.kept_until = math.inf
-    saved_files.write_sidecar(path, saved)
-    ((found,), _) = saved_files.scan(tmp_path, Tier.HOST, time.time(), frozenset())
-    assert found.kept_until == math.inf
-
-
 def test_the_bytes_of_entries_and_of_what_may_become_one_count(path, tmp_path):
     (tmp_path / saved_files.new_name("key")).write_bytes(bytes(300))
     (tmp_path / "notes.bin").write_bytes(bytes(300))
@@ -322,13 +242,6 @@ def test_what_belongs_to_no_entry_is_left_while_it_is_young(path, tmp_path, capl
     assert scan(tmp_path, later=2 * GRACE_S) == [path.name]
     assert there(tmp_path) == {path.name, path.with_suffix(".json").name}
     assert len(caplog.records) == 3
-
-
-def test_an_entry_that_lies_in_the_other_tier_too_is_left_while_it_is_young(path, tmp_path):
-    assert scan(tmp_path, taken={path.name}) == []
-    assert path.exists()
-    assert scan(tmp_path, later=2 * GRACE_S, taken={path.name}) == []
-    assert there(tmp_path) == set()
 
 
 def test_a_scan_does_not_wait_for_a_sidecar_that_is_a_fifo(path, tmp_path):

@@ -83,12 +83,6 @@ class TestForecast:
         assert world.contents.counts.restores > 0
         await world.check()
 
-    async def test_of_a_file(self, world):
-        await world.saved_away(prompt_of(7))
-        forecast = world.scheduler.forecast(Ask(prompt_of(7)))
-        assert (forecast.cached_tokens, forecast.firm, forecast.restore_s > 0) == (99, True, True)
-        assert (await world.ask(prompt_of(7))).answer.cached_tokens == 99
-
     async def test_is_not_firm_where_more_may_be_there(self, world):
         """The end of an answer that was cut short is not known, and can be reused for all that."""
         lease = await world.ask(prompt_of(1), chunks=8, max_tokens=200, ignore_eos=True)
@@ -165,20 +159,6 @@ class TestTurns:
             assert world.operations().count(None) == 1, "the other slot is idle"
         assert (await running).slot == (await waits).slot == first.slot
         assert waits.result().answer.cached_tokens == len(second_turn)
-
-    async def test_who_leaves_the_queue_leaves_nothing_behind(self, world):
-        with stopped(world.server):
-            running = [asking(world, prompt_of(seed)) for seed in range(2)]
-            await world.until(lambda: world.scheduler.streams == 2)
-            waits = asking(world, prompt_of(2))
-            await world.until(lambda: world.scheduler.waiting == 1)
-            waits.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await waits
-            assert world.scheduler.waiting == 0
-        await asyncio.gather(*running)
-        assert world.operations() == [None, None]
-        await world.check()
 
     async def test_all_slots_at_once(self, world):
         """It waits for all of them, nobody behind it starts before, and what it ran on is not known."""
@@ -335,12 +315,6 @@ class TestPrepared:
 class TestLeft:
     """What a request leaves in its slot, however it ends."""
 
-    async def test_a_whole_answer(self, world):
-        lease = await world.ask(prompt_of(1), max_tokens=20)
-        assert world.table[lease.slot].length == 119
-        assert world.table[lease.slot].unknown == 0
-        await world.check()
-
     @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
     @pytest.mark.parametrize("fields", [{"max_tokens": 0}, {"max_tokens": 1}, {"logit_bias": [[2, 100]]}])
     async def test_an_answer_of_next_to_nothing(self, world, path, fields):
@@ -457,17 +431,6 @@ class TestLeft:
 
 
 class TestTake:
-    async def test_a_caller_who_leaves_stops_nothing(self, world):
-        lease = await world.ask(prompt_of(1))
-        with stopped(world.server):
-            saving = asyncio.create_task(world.save(lease.slot))
-            await world.until(lambda: SAVE in world.operations())
-            saving.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await saving
-        await world.idle()
-        assert world.table[lease.slot].saved == 103
-
     async def test_what_it_raises_is_raised_and_the_slot_released(self, world):
         async def fails(slot):
             raise LookupError(slot.id)
@@ -502,16 +465,6 @@ class TestTake:
 
 class TestOthers:
     """Somebody else uses the server as well."""
-
-    async def test_what_lay_there_before_is_not_known(self, world):
-        await world.complete(prompt_of(1), 0)
-        world.scheduler.adopt(await read_slots(world.control))
-        assert [(slot.length, slot.salt == UNKNOWN_OWNER) for slot in world.table] == [
-            (103, True),
-            (0, False),
-        ]
-        assert (await world.ask(prompt_of(1))).answer.cached_tokens == 0
-        await world.check()
 
     @pytest.mark.parametrize("word", ["adopt", "reconcile"])
     async def test_a_slot_somebody_else_works_on_is_left_to_him(self, world, word):
@@ -552,34 +505,6 @@ class TestOthers:
             await world.until(lambda: world.scheduler.streams == 2)
         await asyncio.gather(question, *running)
         assert world.contents.counts.strangers == 0
-        await world.check()
-
-    async def test_work_since_the_last_look_is_noted(self, world):
-        assert not world.scheduler.has_worked
-        await fill(world, 1)
-        assert world.scheduler.has_worked
-        await world.scheduler.reconcile()
-        assert not world.scheduler.has_worked
-
-    async def test_a_server_that_was_restarted_is_lost(self, own_world, start_llama, save_dir):
-        world = own_world
-        await fill(world, 1)
-        world.server.kill()
-        start_llama(slots=2, ctx=2048, save_dir=save_dir, port=world.server.port)
-        with pytest.raises(EngineUnavailable, match="restarted"):
-            await world.scheduler.reconcile()
-        assert world.scheduler.is_lost
-
-    async def test_a_server_that_lost_its_slots_and_said_so_is_not(self, own_world, start_llama, save_dir):
-        """As one that slept: it is another process in all but name."""
-        world = own_world
-        await fill(world, 1, 2)
-        world.server.kill()
-        world.server = start_llama(slots=2, ctx=2048, save_dir=save_dir, port=world.server.port)
-        world.scheduler.wipe()
-        assert [slot.length for slot in world.table] == [0, 0]
-        await fill(world, 1)
-        await world.scheduler.reconcile()
         await world.check()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import socket
-import stat
 import subprocess
 import sys
 
@@ -61,11 +60,6 @@ def test_one_server_has_one_lock_whatever_this_machine_is_called(lock, url):
     lock(url).take()
     with pytest.raises(EngineTaken):
         lock().take()
-
-
-def test_each_server_has_its_own(lock):
-    for name in ("127.0.0.1", "localhost.example"):
-        lock(f"http://{name}:8081").take()
 
 
 def test_it_ends_with_its_process_however_that_ends(lock, tmp_path):
@@ -193,24 +187,8 @@ def test_a_record_of_another_number_of_slots_tells_nothing(tmp_path):
     assert SlotOwners(tmp_path, SERVER, "one", 2)[0] == UNKNOWN_OWNER
 
 
-def test_without_a_directory_nothing_is_written(tmp_path):
-    record = owners(None)
-    record.holds(0, "a")
-    assert record[0] == "a"
-    assert list(tmp_path.iterdir()) == []
-
-
 def record(directory, instance="one", url=SERVER, kind=list[int]):
     return ServerRecord(directory, url, instance, "numbers", kind)
-
-
-def test_content_outlives_kvpin(tmp_path):
-    assert record(tmp_path).read() is None
-    for content in ([1, 2], [], [3]):
-        record(tmp_path).write(content)
-        assert record(tmp_path).read() == content
-    (path,) = tmp_path.iterdir()
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 @pytest.mark.parametrize("other", [{"instance": "two"}, {"instance": None}, {"url": "http://127.0.0.1:2"}])

@@ -283,12 +283,6 @@ async def test_a_crash_of_write_back_takes_nothing_down(begun, monkeypatch, capl
     assert "writing slots back crashed" in caplog.text
 
 
-async def test_identity_tells_processes_and_models_apart(begun):
-    session = await begun()
-    assert session.facts.fingerprint in session.facts.identity
-    assert session.facts.instance in session.facts.identity
-
-
 SAVE = SlotOperation.SAVE
 
 
@@ -410,14 +404,6 @@ class TestWriteBack:
         await world.idle()
         await world.check()
 
-    async def test_a_save_that_runs_when_it_is_stopped_goes_on(self, world):
-        lease = await world.ask(prompt_of(1))
-        async with writing_back(world):
-            with stopped(world.server):
-                await world.until(lambda: SAVE in world.operations())
-        await world.idle()
-        assert world.table[lease.slot].saved == 103
-
 
 class TestSaveAll:
     async def test_everything_is_saved(self, world):
@@ -459,11 +445,5 @@ class TestSaveAll:
         for _ in range(2):
             world.contents.note_restored(in_vain=True)
         assert dirty_slots(world.scheduler) == []
-        await save_all(world.scheduler)
-        assert world.contents.counts.saves == 0
-
-    async def test_a_scheduler_that_is_closed_saves_nothing(self, world):
-        await world.ask(prompt_of(1))
-        await world.scheduler.aclose()
         await save_all(world.scheduler)
         assert world.contents.counts.saves == 0

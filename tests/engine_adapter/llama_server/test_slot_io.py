@@ -10,7 +10,6 @@ from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server import slot_io
 from engine_adapter.llama_server.slot_io import (
     SlotState,
-    end_copies,
     read_slots,
     until_all_arrived,
     when_idle,
@@ -65,34 +64,12 @@ async def test_a_restore_brings_it_back(control):
 
 
 @pytest.mark.usefixtures("empty_slot")
-async def test_an_empty_slot_saves_and_erases_nothing(control):
-    assert (await slot_io.save(control, 0, NAME)).tokens == 0
-    assert await slot_io.erase(control, 0) == 0
-
-
-@pytest.mark.usefixtures("empty_slot")
 async def test_a_restore_that_is_refused_has_wiped_its_slot(control):
     await run(control)
     with pytest.raises(EngineRejected) as refused:
         await slot_io.restore(control, 0, "no-such-file.bin")
     assert refused.value.status == 400
     assert await length(control) == 0
-
-
-@pytest.mark.parametrize("name", ["../x", "", "a/b"])
-@pytest.mark.usefixtures("empty_slot")
-async def test_a_name_that_is_none_is_refused(control, name):
-    await run(control)
-    with pytest.raises(EngineRejected):
-        await slot_io.save(control, 0, name)
-    assert await length(control) == len(PROMPT)
-
-
-async def test_what_is_no_server_any_more_is_unavailable(control_of):
-    async with FakeEngine() as gone:
-        pass
-    with pytest.raises(EngineUnavailable):
-        await slot_io.save(control_of(gone.url), 0, NAME)
 
 
 @pytest.mark.parametrize("action", ["save", "restore", "erase"])
@@ -140,17 +117,6 @@ async def test_requests_that_were_sent_have_arrived_when_a_question_behind_them_
     async with FakeEngine(script=script) as engine:
         await until_all_arrived(control_of(engine.url))
         assert answered.is_set()
-
-
-async def test_a_step_ends_copies(control_of):
-    async def script(exchange):
-        assert exchange.target == "/completion"
-        assert (exchange.json["id_slot"], exchange.json["cache_prompt"]) == (1, False)
-        await exchange.send({})
-
-    async with FakeEngine(script=script) as engine:
-        await end_copies(control_of(engine.url), 1)
-        assert len(engine.seen) == 1
 
 
 class TestALostAnswer:

@@ -22,66 +22,6 @@ def contents(table):
     return [(list(slot.tokens), slot.unknown, slot.salt, slot.saved) for slot in table]
 
 
-def test_a_new_table_is_empty_and_idle():
-    table = SlotTable(3)
-    assert [slot.id for slot in table] == [0, 1, 2]
-    assert len(table) == 3
-    assert all(slot.is_empty and slot.is_idle and not slot.dirty for slot in table)
-    assert table.idle() == list(table)
-    assert table.in_flight == 0
-
-
-def test_an_operation_begins_and_ends():
-    table = SlotTable(2)
-    table.begin(1, SlotOperation.REQUEST, 5.0)
-    assert (table[1].operation, table[1].since, table[1].uses) == (SlotOperation.REQUEST, 5.0, 1)
-    assert not table[1].is_idle
-    assert table.idle() == [table[0]]
-    assert table.in_flight == 1
-    table.end(1, 9.0)
-    assert (table[1].operation, table[1].since, table[1].uses) == (None, 9.0, 1)
-    assert table.most_in_flight == [0, 1]
-    assert table.violations == 0
-
-
-def test_a_second_operation_on_a_slot_is_a_violation_and_changes_nothing():
-    table = SlotTable(2)
-    table.begin(0, SlotOperation.SAVE, 1.0)
-    with pytest.raises(SlotBusy, match="cannot begin request on slot 0: save is in flight there"):
-        table.begin(0, SlotOperation.REQUEST, 2.0)
-    assert (table[0].operation, table[0].since, table[0].uses) == (SlotOperation.SAVE, 1.0, 1)
-    assert table.violations == 1
-    assert table.most_in_flight == [2, 0]
-
-
-def test_an_end_without_a_begin_is_a_violation():
-    table = SlotTable(1)
-    with pytest.raises(SlotBusy, match="none is in flight"):
-        table.end(0, 1.0)
-    assert table.violations == 1
-
-
-def test_an_operation_that_cannot_be_pinned_takes_every_slot():
-    table = SlotTable(3)
-    table.begin_all(SlotOperation.FOREIGN, 1.0)
-    assert [slot.operation for slot in table] == [SlotOperation.FOREIGN] * 3
-    table.end_all(2.0)
-    assert [slot.since for slot in table] == [2.0] * 3
-    assert table.idle() == list(table)
-
-
-def test_it_takes_every_slot_or_none():
-    table = SlotTable(3)
-    table.begin(1, SlotOperation.REQUEST, 1.0)
-    with pytest.raises(SlotBusy, match="cannot begin foreign on slot 1"):
-        table.begin_all(SlotOperation.FOREIGN, 2.0)
-    with pytest.raises(SlotBusy, match="operation on slot 0"):
-        table.end_all(3.0)
-    assert [slot.uses for slot in table] == [0, 1, 0]
-    assert [slot.is_idle for slot in table] == [True, False, True]
-    assert table.violations == 2
-
-
 def test_content_is_known_or_unknown():
     table = SlotTable(1)
     table.hold(0, run(10), "tenant", unknown=5, saved=12)
@@ -116,14 +56,6 @@ def test_what_was_saved_stays_saved_as_far_as_the_content_stays(tokens, salt, sa
     table.hold(0, run(10), "a", saved=8)
     table.hold(0, tokens, salt)
     assert table[0].saved == saved
-
-
-def test_shared_tokens_are_of_one_salt():
-    table = SlotTable(1)
-    table.hold(0, run(10), "a", unknown=3)
-    assert table[0].shared(run(20), "a") == 10
-    assert table[0].shared(ids(0, 1, 5), "a") == 2
-    assert table[0].shared(run(20), None) == 0
 
 
 def test_a_text_that_lost_its_beginning_may_be_moved():

@@ -70,12 +70,23 @@ class World:
 
         return await self._start(name, get())
 
+    async def ask_each(self, names, home=ANYWHERE):
+        """One after the other."""
+        for name in names:
+            await self.ask(name, home)
+
     async def ask_all(self, name):
         async def get():
             await self.turns.all()
             self.got[name] = None
 
         return await self._start(name, get())
+
+    async def pass_time(self, seconds):
+        """The queue is looked at that many seconds later."""
+        self.now += seconds
+        self.turns.dispatch()
+        await settle()
 
     async def _start(self, name, work):
         self.tasks[name] = asyncio.create_task(work)
@@ -119,8 +130,7 @@ async def world():
 
 class TestOrder:
     async def test_first_come_first_served(self, world):
-        for name in "abcd":
-            await world.ask(name)
+        await world.ask_each("abcd")
         assert (world.got, world.turns.waiting) == ({"a": 0, "b": 1}, 2)
         await world.release(1)
         await world.release(0)
@@ -128,16 +138,14 @@ class TestOrder:
         assert list(world.got) == ["a", "b", "c", "d"]
 
     async def test_nothing_is_planned_while_no_slot_is_idle(self, world):
-        for name in "abcdef":
-            await world.ask(name)
+        await world.ask_each("abcdef")
         planned = world.plans
         world.turns.dispatch()
         await world.ask("g")
         assert world.plans == planned
 
     async def test_whoever_waits_for_a_slot_lets_those_behind_take_the_others(self, world):
-        await world.ask("a", 0)
-        await world.ask("b", 0)
+        await world.ask_each("ab", 0)
         await world.ask("c", 1)
         assert world.got == {"a": 0, "c": 1}
         await world.ask("d", 0)
@@ -145,12 +153,6 @@ class TestOrder:
         assert world.got == {"a": 0, "c": 1, "b": 0}, "and those behind never take what it waits for"
         await world.release(0)
         assert world.got["d"] == 0
-
-    async def test_a_grant_has_begun_what_its_plan_does_first(self, world):
-        world.save_first = True
-        await world.ask("a", 1)
-        assert world.table[1].operation is SlotOperation.SAVE
-        assert (world.table[1].since, world.table[0].operation) == (100.0, None)
 
     @pytest.mark.parametrize(
         ("plan", "operation"),
@@ -167,23 +169,11 @@ class TestOrder:
 
 class TestPatience:
     async def test_ends_when_waiting_has_cost_as_much_as_moving(self, world):
-        await world.ask("a", 0)
-        await world.ask("b", 0)
-        world.now += 9.9
-        world.turns.dispatch()
-        await settle()
+        await world.ask_each("ab", 0)
+        await world.pass_time(9.9)
         assert "b" not in world.got
-        world.now += 0.1
-        world.turns.dispatch()
-        await settle()
+        await world.pass_time(0.1)
         assert world.got["b"] == 1
-
-    async def test_a_slot_that_comes_in_time_is_taken(self, world):
-        await world.ask("a", 0)
-        await world.ask("b", 0)
-        world.now += 9.9
-        await world.release(0)
-        assert world.got["b"] == 0
 
     async def test_nobody_need_release_anything_for_it_to_end(self, world):
         world.turns = Turns(world.table, world.decide, time.monotonic)
@@ -194,24 +184,18 @@ class TestPatience:
         assert world.got["b"] == 1
 
     async def test_counts_from_its_own_ask(self, world):
-        await world.ask("a", 0)
-        await world.ask("b", 0)
+        await world.ask_each("ab", 0)
         world.now += 5
         await world.ask("c", 0)
-        world.now += 5
-        world.turns.dispatch()
-        await settle()
+        await world.pass_time(5)
         assert world.got == {"a": 0, "b": 1}
         await world.release(1)
         assert "c" not in world.got
-        world.now += 5
-        world.turns.dispatch()
-        await settle()
+        await world.pass_time(5)
         assert world.got["c"] == 1
 
     async def test_the_clock_of_an_empty_queue_stands_still(self, world):
-        await world.ask("a", 0)
-        await world.ask("b", 0)
+        await world.ask_each("ab", 0)
         assert world.turns._timer is not None
         await world.leave("b")
         assert world.turns._timer is None
@@ -229,13 +213,6 @@ class TestAlone:
         await world.release_all()
         assert world.got == {"a": 0, "whole": None, "b": 1}
 
-    async def test_starts_at_once_on_idle_slots(self, world):
-        await world.ask_all("whole")
-        await world.ask_all("another")
-        assert list(world.got) == ["whole"]
-        await world.release_all()
-        assert list(world.got) == ["whole", "another"]
-
     async def test_is_not_starved_by_a_stream_of_others(self, world):
         await world.ask("0", 0)
         await world.ask_all("whole")
@@ -243,15 +220,6 @@ class TestAlone:
             await world.ask(str(name), name % 2)
         await world.release(0)
         assert list(world.got) == ["0", "whole"]
-
-    async def test_lets_those_before_it_go_first(self, world):
-        await world.ask("a", 0)
-        await world.ask("b", 0)
-        await world.ask_all("whole")
-        await world.release(0)
-        assert list(world.got) == ["a", "b"]
-        await world.release(0)
-        assert list(world.got) == ["a", "b", "whole"]
 
     async def test_that_leaves_blocks_nobody(self, world):
         await world.ask("a", 0)
@@ -271,35 +239,15 @@ class TestAlone:
 
 
 class TestLeaving:
-    async def test_the_queue_leaves_no_trace(self, world):
-        for name in "abc":
-            await world.ask(name)
-        await world.leave("c")
-        assert world.turns.waiting == 0
-        await world.release(0)
-        assert world.busy() == [1]
-
-    async def test_lets_the_next_one_go(self, world):
-        await world.ask("a", 0)
-        await world.ask("b", 0)
-        await world.ask("c", 0)
-        await world.leave("b")
-        await world.release(0)
-        assert world.got == {"a": 0, "c": 0}
-
     async def test_in_the_moment_of_the_turn_gives_the_slot_to_the_next(self, world):
-        await world.ask("a", 0)
-        await world.ask("b", 0)
-        await world.ask("c", 0)
+        await world.ask_each("abc", 0)
         world.turns.release(0)
         assert world.turns.waiting == 1, "b has its turn, and does not know yet"
         await world.leave("b")
         assert (world.got, world.busy()) == ({"a": 0, "c": 0}, [0])
 
     async def test_between_cancel_and_the_next_step_is_passed_over(self, world):
-        await world.ask("a", 0)
-        await world.ask("b", 0)
-        await world.ask("c", 0)
+        await world.ask_each("abc", 0)
         world.tasks["b"].cancel()
         world.turns.release(0)
         await settle()
@@ -308,8 +256,7 @@ class TestLeaving:
 
 class TestFail:
     async def test_everybody_who_waits_is_told(self, world):
-        await world.ask("a", 0)
-        await world.ask("b", 0)
+        await world.ask_each("ab", 0)
         await world.ask_all("whole")
         world.turns.fail(EngineUnavailable("it is gone"))
         for name in ("b", "whole"):
@@ -364,9 +311,7 @@ async def test_whatever_happens_no_slot_is_used_twice_and_everybody_is_served(st
             if waiting:
                 await world.leave(waiting[value % len(waiting)])
         else:
-            world.now += value
-            world.turns.dispatch()
-            await settle()
+            await world.pass_time(value)
         _note_running(world, running)
     while running:
         await _release_one(world, running, 0)

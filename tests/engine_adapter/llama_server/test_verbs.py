@@ -11,8 +11,6 @@ from engine_adapter import BlocksRemoved, BlocksStored, JsonBody, KvTarget, KvVe
 from engine_adapter.llama_server.slots import SlotOperation
 from tests.engine_adapter.llama_server.slot_world import PATH, prompt_of, slot_world
 
-BLOCK = 16
-
 
 @pytest.fixture
 async def world(start_llama, save_dir):
@@ -96,19 +94,6 @@ class TestOffloadAndRestore:
         assert await world.held() == {Tier.GPU: 6, Tier.HOST: 6}
         assert await world.ask(tokens) == (text, 99, 99)
 
-    async def test_a_prompt_brings_its_file_by_itself(self, world):
-        tokens = prompt_of(1)
-        text, *_ = await world.ask(tokens)
-        await world.do(KvVerb.OFFLOAD)
-        assert await world.ask(tokens) == (text, 99, 99)
-
-    async def test_restoring_twice_is_nothing(self, world):
-        await world.ask(prompt_of(1))
-        await world.do(KvVerb.OFFLOAD)
-        assert (await world.do(KvVerb.RESTORE)).done == 6
-        again = await world.do(KvVerb.RESTORE)
-        assert (again.done, again.total) == (0, 0)
-
     async def test_restoring_all_fills_empty_slots_with_the_latest(self, world):
         prompts = [prompt_of(seed, 80 + 20 * seed) for seed in range(4)]
         for tokens in prompts:
@@ -118,13 +103,6 @@ class TestOffloadAndRestore:
         progress = await world.do(KvVerb.RESTORE)
         assert progress.done == progress.total
         assert await world.lengths() == [100, 120, 140]
-
-    async def test_only_what_shares_most_is_offloaded(self, world):
-        near = prompt_of(1)
-        await world.ask(near)
-        await world.ask(prompt_of(2))
-        await world.do(KvVerb.OFFLOAD, token_ids=near)
-        assert await world.lengths() == [0, 0, 103]
 
     async def test_nothing_known_is_nothing_done(self, world):
         for verb in KvVerb:
@@ -176,9 +154,6 @@ class TestPin:
         await world.adapter.unpin(pinned.pin_id)
         assert (await world.do(KvVerb.FLUSH)).left == {}
         assert await world.files() == []
-
-    async def test_nothing_held_is_nothing_pinned(self, world):
-        assert (await world.adapter.pin(KvTarget(prompt_of(1)), 60)).blocks == 0
 
 
 async def test_events_follow_what_the_verbs_do(world):

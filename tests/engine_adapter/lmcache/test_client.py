@@ -1,6 +1,5 @@
 from array import array
 
-import msgspec
 import pytest
 
 from engine_adapter.errors import EngineUnavailable
@@ -38,18 +37,6 @@ async def test_a_coordinator_tells_where_things_lie(lmcache, coordinator, scope,
     monkeypatch.setattr(client, "_PAGE", 3)
     keys = [each.key for each in await coordinator.keys()]
     assert len({(key.chunk_hash_hex, key.cache_salt) for key in keys}) == len(keys) == 8
-
-
-def test_a_real_placement_is_read():
-    recorded = b"""{"chunks":1,"results":[{"key":{"chunk_hash_hex":"92dd","model_name":"/models/tiny",
-        "kv_rank":16777472,"object_group_id":0,"cache_salt":""},"placements":[
-        {"instance_id":"node-a","incarnation":1795251773,"tier":"l1","backend":"dram","size_bytes":131072,
-        "shared":false}],"token_ids":[],"access_count":1}]}"""
-    lookup = msgspec.json.decode(recorded, type=client.Lookup)
-    key = client.Key("92dd", "/models/tiny", 16777472)
-    assert lookup.results[0].key == key
-    assert lookup.results[0].placements == [client.ObjectPlace("node-a", "l1", 131072)]
-    assert msgspec.json.decode(msgspec.json.encode(key), type=client.Key) == key
 
 
 @pytest.mark.parametrize(("pending", "in_flight", "is_storing"), [(0, 0, False), (3, 0, True), (0, 1, True)])

@@ -1,16 +1,12 @@
-import json
 from itertools import product
 
 import pytest
 
 from engine_adapter.body import JsonBody
 from engine_adapter.lmcache.verbs import embeddings_of, is_under, salt_for, without_lora
+from tests.engine_adapter.builders import body
 
 TENANT = "kvpin-" + "0" * 32 + "-" + "1" * 32  # kvpin's own are as long as this
-
-
-def body(**fields) -> JsonBody:
-    return JsonBody(json.dumps(fields).encode())
 
 
 @pytest.mark.parametrize("salt", [None, "s", TENANT, "ünï cøde"])

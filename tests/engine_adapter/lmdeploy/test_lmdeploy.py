@@ -7,11 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from engine_adapter import EngineUnavailable, EngineUnhealthy, HttpTransport, JsonBody, make_adapter
+from engine_adapter import EngineUnavailable, EngineUnhealthy, JsonBody
 from engine_adapter.lmdeploy.adapter import NO_CACHE, NO_METRICS
 from engine_adapter.lmdeploy.template_input import LMDEPLOY_INPUT
 from engine_adapter.prompt.chat import ChatTokenizer
-from tests.engines import engine_spec
 from tests.fake_engines.lmdeploy import CHAT, COMPLETIONS, running_lmdeploy
 from tests.fake_engines.sglang import running_sglang
 from tests.fake_engines.text import MODEL_DIR
@@ -21,23 +20,8 @@ MESSAGES = [{"role": "user", "content": "word " * 200}]
 
 
 @pytest.fixture
-async def adapter_of():
-    made = []
-
-    def make(url, **fields):
-        made.append(make_adapter(engine_spec("lmdeploy", url, **fields)))
-        return made[-1]
-
-    yield make
-    for adapter in made:
-        await adapter.aclose()
-
-
-@pytest.fixture
-async def transport():
-    transport = HttpTransport()
-    yield transport
-    await transport.aclose()
+def adapter_of(make):
+    return lambda url, **fields: make("lmdeploy", url, **fields)
 
 
 def body(**fields):

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save
 
-from engine_adapter.errors import ChatError, EngineSpecError, PromptTableError
+from engine_adapter.errors import ChatError, EngineSpecError
 from engine_adapter.prompt.chat import ChatTokenizer, normalize_messages
 from engine_adapter.prompt.extra_ids import parse_embeddings, prompt_embeds_extra_id
 from engine_adapter.prompt.template_input import ContentFormat
@@ -32,8 +32,8 @@ WEATHER = {
 
 
 @pytest.fixture(scope="module")
-def chat(tokenizer_dir):
-    return ChatTokenizer.load(str(tokenizer_dir))
+def chat(tokenizer):
+    return tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -74,12 +74,6 @@ def test_any_text_is_encoded_as_transformers_does(chat, reference, text, special
     ids = chat.encode(text, add_special_tokens=special)
     assert ids.typecode == "i"
     assert ids.tolist() == reference.encode(text, add_special_tokens=special)
-
-
-@settings(max_examples=50, deadline=None)
-@given(text=st.text(max_size=60))
-def test_decoding_gives_the_text_back(chat, text):
-    assert chat.decode(chat.encode(text, add_special_tokens=False)) == text
 
 
 def test_decoding_skips_what_it_does_not_know(chat):
@@ -141,12 +135,6 @@ def test_a_template_that_takes_parts_gets_them(tokenizer_dir):
     assert list(prompt.embeddings) == [identity]
 
 
-def test_embeddings_need_a_known_vocabulary(chat):
-    part, _ = embeds(1, 1.0)
-    with pytest.raises(ChatError, match="vocabulary size is unknown"):
-        chat.chat([user([part])], hidden_size=HIDDEN)
-
-
 # --- errors --------------------------------------------------------------------------------------
 
 
@@ -176,14 +164,6 @@ def test_an_error_names_the_field(chat, options, param, message):
     assert caught.value.param == param
 
 
-def test_a_tokenizer_without_template_renders_no_chat(tokenizer_dir):
-    tokenizer = ChatTokenizer.load(str(tokenizer_dir))
-    tokenizer._tokenizer.chat_template = None
-    with pytest.raises(ChatError, match="no chat template"):
-        tokenizer.render([user("x")])
-    assert tokenizer.encode("x", add_special_tokens=False)
-
-
 # --- loading -------------------------------------------------------------------------------------
 
 
@@ -211,11 +191,6 @@ def test_a_gguf_that_cannot_be_read_is_one_sentence(tmp_path, content, message):
         path.write_bytes(content)
     with pytest.raises(EngineSpecError, match=f"^tokenizer '{path}' cannot be loaded: .*{message}"):
         ChatTokenizer.load(str(path))
-
-
-def test_a_missing_directory_is_named():
-    with pytest.raises(EngineSpecError, match=r"tokenizer '/nowhere/at/all' is not a directory"):
-        ChatTokenizer.load("/nowhere/at/all")
 
 
 @pytest.mark.parametrize("content", ["", '{"a"', json.dumps({"version": "1.0", "model": {"type": "BPE"}})])
@@ -270,15 +245,6 @@ def text(value):
     return {"type": "text", "text": value}
 
 
-def test_text_parts_are_joined_with_newlines():
-    assert content_of([text("a"), text(""), text("b")])[0] == "a\n\nb"
-
-
-def test_text_parts_stay_parts_where_the_template_takes_them():
-    part = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
-    assert content_of([part, text("b")], ContentFormat.PARTS)[0] == [text("a"), text("b")]
-
-
 def test_embeddings_touch_the_text_beside_them():
     part = {"type": "prompt_embeds", "data": encoded_rows()}
     content, slots = content_of([text("a"), part, part, text("b"), text("c")])
@@ -314,16 +280,12 @@ def test_tool_call_arguments_become_objects(arguments, expected):
     ("messages", "param"),
     [
         (None, "messages"),
-        ([], "messages"),
-        ("hello", "messages"),
         (["hello"], "messages[0]"),
-        ([{"content": "x"}], "messages[0].role"),
         ([{"role": 3, "content": "x"}], "messages[0].role"),
         ([{"role": "user", "content": "x"}, {"role": "user", "content": 5}], "messages[1].content"),
         ([{"role": "user", "content": ["x"]}], "messages[0].content[0]"),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
         ([{"role": "user", "content": [text("x"), PNG]}], "messages[0].content[1].type"),
-        ([{"role": "assistant", "tool_calls": {}}], "messages[0].tool_calls"),
         ([{"role": "assistant", "tool_calls": ["f"]}], "messages[0].tool_calls[0].function"),
     ],
 )
@@ -332,24 +294,6 @@ def test_a_message_that_is_none_names_the_field(messages, param):
         normalize_messages(messages, ContentFormat.STRING)
     assert caught.value.param == param
     assert param.removesuffix(".type") in str(caught.value)
-
-
-def test_other_part_types_are_told_what_the_engine_takes():
-    with pytest.raises(ChatError, match="'image_url': this engine takes text and prompt_embeds"):
-        content_of([PNG])
-
-
-@pytest.mark.parametrize("data", [None, "not base64!", encoded_rows(hidden=5)])
-def test_bad_embeddings_name_their_field(data):
-    with pytest.raises(PromptTableError) as caught:
-        content_of([text("a"), {"type": "prompt_embeds", "data": data}])
-    assert caught.value.param == "messages[0].content[1].data"
-
-
-def test_embeddings_need_the_models_hidden_size():
-    message = {"role": "user", "content": [{"type": "prompt_embeds", "data": encoded_rows()}]}
-    with pytest.raises(ChatError, match="cannot be used here"):
-        normalize_messages([message], ContentFormat.STRING)
 
 
 def test_markers_are_found_by_one_pattern_however_many_there_are():

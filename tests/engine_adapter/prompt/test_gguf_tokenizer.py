@@ -23,8 +23,6 @@ from engine_adapter.prompt.gguf_tokenizer import (
     GgufError,
     has_new,
     load_gguf_tokenizer,
-    old_classes,
-    plain_classes,
     read_metadata,
 )
 from scripts.make_gguf import gguf_path
@@ -247,12 +245,6 @@ def test_all_kinds_of_values(path):
     }
 
 
-def test_a_model_with_tensors():
-    metadata = read_metadata(gguf_path("tiny"))
-    assert metadata["llama.block_count"] == 4
-    assert len(metadata["tokenizer.ggml.tokens"]) == 4096
-
-
 def test_a_string_that_is_no_text_is_kept(path):
     raw = path.read_bytes().replace(b"llama", b"ll\xff\xfea", 1)
     path.write_bytes(raw)
@@ -290,18 +282,6 @@ def test_no_damage_is_more_than_told(path, data):
     damaged.write_bytes(raw[:end])
     with suppress(GgufError):
         read_metadata(damaged)
-
-
-def test_a_file_that_is_gone(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        read_metadata(tmp_path / "none.gguf")
-
-
-def test_classes_come_back():
-    pattern = r"[^\r\n\p{L}]?[\p{L}\p{M}]+|\p{N}"
-    assert old_classes(pattern) != pattern
-    doubled = old_classes(pattern).replace("\\", "\\\\")
-    assert plain_classes(f'"{doubled}"').replace("\\\\", "\\") == f'"{pattern}"'
 
 
 @pytest.mark.parametrize("text", ["", "plain", "zażółć 漢字 한국어 हिन्दी 🙂 𝐛 \ud83d", "\u0301\u2003"])

@@ -34,16 +34,6 @@ def test_an_item_marks_the_token_it_begins_at():
     assert ids.tolist() == [0, 0, media_extra_id("cat"), 0, 0, media_extra_id("dog")]
 
 
-def test_the_identity_is_a_typed_hash_of_its_bytes():
-    assert media_extra_id("Ü") == extra_id("media", "Ü".encode())
-    assert media_extra_id("x") != extra_id("prompt_table", b"x")
-
-
-def test_a_prompt_without_items_has_no_extra_ids():
-    assert mark_media(6, []) is None
-    assert mark_media(6, [], []) is None
-
-
 def test_embeddings_mark_their_blocks_also_beside_an_item():
     one, two = (extra_id("prompt_embeds_rows", digest) for digest in (b"one", b"two"))
     ids = mark_media(6, [], [(0, b"one"), (4, b"two")])

@@ -6,24 +6,10 @@ from jinja2 import TemplateError
 from engine_adapter.prompt import sandbox, templates
 from engine_adapter.prompt.content_format import content_format, looped
 from engine_adapter.prompt.template_input import ContentFormat
-from engine_adapter.prompt.templates import TEMPLATE_ERRORS, choose_template, compiled, render_template
+from engine_adapter.prompt.templates import TEMPLATE_ERRORS, compiled, render_template
 
 ASKED = [{"role": "user", "content": "hello"}]
 ROLES = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
-
-
-def test_tools_have_a_template_of_their_own_where_there_is_one():
-    named = {"default": "plain", "tool_use": "tools"}
-    assert choose_template("one", None) == choose_template("one", [{}]) == "one"
-    assert choose_template(named, None) == "plain"
-    assert choose_template(named, [{}]) == "tools"
-    assert choose_template({"default": "plain"}, [{}]) == "plain"
-
-
-@pytest.mark.parametrize("templates", [None, {}, {"tool_use": "x"}])
-def test_without_a_template_there_is_none(templates):
-    with pytest.raises(ValueError, match="no chat template"):
-        choose_template(templates, None)
 
 
 def test_a_variable_may_have_any_name_but_those_of_the_chat():
@@ -61,12 +47,6 @@ def test_what_cannot_be_continued_is_an_error_that_shows_no_prompt(template, fin
     with pytest.raises(ValueError, match=reason) as caught:
         render_template(template, [*ASKED, final], continue_final_message=True)
     assert "hello" not in str(caught.value)
-
-
-@pytest.mark.parametrize("documents", [["x"], 1, {"title": 1}])
-def test_documents_are_objects(documents):
-    with pytest.raises(TypeError):
-        render_template(ROLES, ASKED, documents=documents)
 
 
 @pytest.mark.parametrize(

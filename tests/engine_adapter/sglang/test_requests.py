@@ -4,19 +4,19 @@ from array import array
 import pytest
 from starlette.responses import JSONResponse
 
-from engine_adapter import EngineRejected, EngineSpec, EngineUnavailable, JsonBody, KvTarget
+from engine_adapter import EngineRejected, EngineSpec, JsonBody, KvTarget
 from engine_adapter.http.control import ControlClient
 from engine_adapter.sglang.answer import DetailsAnswer
 from engine_adapter.sglang.requests import (
     CHAT,
     COMPLETIONS,
     hold_request,
-    tells_cached_tokens,
     tokenize,
     tokenizes_chats,
 )
 from engine_adapter.sglang.server_info import ServerInfo
 from engine_adapter.types import token_array
+from tests.engine_adapter.builders import body
 from tests.engine_adapter.sglang.test_findings import WELL
 from tests.engines import served
 from tests.fake_engines.sglang import running_sglang
@@ -31,12 +31,6 @@ def held(path, fields, prompt=None, *, jinja=True, **info):
     server = ServerInfo(**WELL | info)
     hold = hold_request(server, path, JsonBody(json.dumps(fields).encode()), prompt, jinja=jinja)
     return hold, json.loads(hold.body.raw)
-
-
-def test_a_request_of_which_nothing_is_known_goes_byte_for_byte():
-    body = JsonBody(b'{"model": "m",  "prompt": [1, 2]}')
-    hold = hold_request(ServerInfo(**WELL), COMPLETIONS, body, None, jinja=True)
-    assert (hold.body, hold.answer, hold.cached_tokens, hold.note) == (body, None, None, "")
 
 
 class TestTokens:
@@ -145,11 +139,6 @@ class TestCachedTokens:
         hold, body = held(CHAT, MESSAGES, cache_report=False, **fields)
         assert (body, hold.answer) == (MESSAGES, None)
 
-    def test_whether_they_can_be_had(self):
-        old = WELL | {"version": "0.5.9"}
-        assert tells_cached_tokens(ServerInfo(**old))
-        assert not tells_cached_tokens(ServerInfo(**old | {"cache_report": False}))
-
 
 class TestForesight:
     @pytest.mark.parametrize(
@@ -188,10 +177,6 @@ async def control(running):
     control = ControlClient(EngineSpec("sglang", running.url, "e"))
     yield control
     await control.aclose()
-
-
-def body(**fields):
-    return JsonBody(json.dumps(fields).encode())
 
 
 @pytest.mark.parametrize(
@@ -254,18 +239,6 @@ async def test_a_server_without_a_tokenizer(control):
         await other.aclose()
 
 
-async def test_another_server():
-    with served(_something) as url:
-        other = ControlClient(EngineSpec("sglang", url, "e"))
-        with pytest.raises(EngineUnavailable, match="not as expected"):
-            await tokenize(other, CHAT, body(messages=[USER]))
-        await other.aclose()
-
-
 async def _nothing(scope, receive, send):
     error = {"object": "error", "message": "no tokenizer", "type": "x", "param": None, "code": 500}
     await JSONResponse(error, 500)(scope, receive, send)
-
-
-async def _something(scope, receive, send):
-    await JSONResponse({"tokens": "some"})(scope, receive, send)

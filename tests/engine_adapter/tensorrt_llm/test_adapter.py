@@ -14,7 +14,7 @@ from starlette.routing import Route
 from engine_adapter import EngineRejected, EngineUnavailable, JsonBody, KvTarget, KvVerb, NotSupported
 from engine_adapter.tensorrt_llm import adapter as module
 from engine_adapter.tensorrt_llm import discovery
-from engine_adapter.tensorrt_llm.adapter import EVENTS_LOST, NO_HOST_TIER, TensorRTLLMAdapter
+from engine_adapter.tensorrt_llm.adapter import EVENTS_LOST, NO_HOST_TIER
 from engine_adapter.tensorrt_llm.fields import CHAT, COMPLETIONS
 from engine_adapter.tensorrt_llm.poller import NO_LORA_IN_EVENTS
 from engine_adapter.types import (
@@ -26,7 +26,7 @@ from engine_adapter.types import (
     ViewLost,
 )
 from tests.engine_adapter.tensorrt_llm.test_events import answer, created
-from tests.engines import engine_spec, served
+from tests.engines import served
 from tests.fake_engines.tensorrt_llm import running_trtllm
 from tests.fake_engines.text import chat_tokens, encode
 
@@ -40,16 +40,8 @@ def body(**fields) -> JsonBody:
 
 
 @pytest.fixture
-async def adapter_of():
-    made = []
-
-    def make(url, **fields):
-        made.append(TensorRTLLMAdapter(engine_spec("tensorrt_llm", url, "t", **fields)))
-        return made[-1]
-
-    yield make
-    for adapter in made:
-        await adapter.aclose()
+def adapter_of(make):
+    return lambda url, **fields: make("tensorrt_llm", url, **fields)
 
 
 @pytest.fixture
@@ -86,6 +78,14 @@ async def following(adapter):
                 return await anext(events)
 
         yield next_event
+
+
+@asynccontextmanager
+async def followed(adapter):
+    """What comes after the beginning of a view that is whole."""
+    async with following(adapter) as event:
+        assert [await event(), await event()] == [ViewLost("connected"), ViewCurrent(complete=True)]
+        yield event
 
 
 async def test_what_it_is(adapter, adapter_of, server):
@@ -252,8 +252,7 @@ class TestEvents:
     async def test_they_follow_what_it_stores_moves_and_forgets(self, adapter_of):
         with running_trtllm(gpu_blocks=4, host_blocks=2) as server:
             adapter = adapter_of(server.url)
-            async with following(adapter) as event:
-                assert [await event(), await event()] == [ViewLost("connected"), ViewCurrent()]
+            async with followed(adapter) as event:
                 await ask(adapter, prompt=list(range(100)))
                 stored = await event()
                 assert (stored.tier, stored.parent, len(stored.hashes)) == (Tier.GPU, None, 3)
@@ -271,8 +270,7 @@ class TestEvents:
             assert NO_HOST_TIER not in adapter.findings()
 
     async def test_a_flush_empties_all_and_older_events_come_to_nothing(self, adapter):
-        async with following(adapter) as event:
-            assert [await event(), await event()] == [ViewLost("connected"), ViewCurrent()]
+        async with followed(adapter) as event:
             await ask(adapter, prompt=list(range(100)))
             assert len((await event()).hashes) == 3
             await ask(adapter, prompt=list(range(300, 400)))  # its events wait in the server
@@ -298,8 +296,7 @@ class TestEvents:
 
     async def test_events_that_somebody_else_took_are_missed(self, adapter, server):
         await adapter.connect()
-        async with following(adapter) as event:
-            assert [await event(), await event()] == [ViewLost("connected"), ViewCurrent()]
+        async with followed(adapter) as event:
             server.fake.events.tell({"type": "removed", "block_hashes": []})
             server.fake.events.flush()
             server.fake.events.lose(1)
@@ -309,17 +306,6 @@ class TestEvents:
         assert (await adapter.load()).outdated  # so that it is told
         await adapter.connect()
         assert not (await adapter.load()).outdated
-
-    async def test_a_restart_begins_a_view_that_is_whole(self, adapter, server):
-        async with following(adapter) as event:
-            assert [await event(), await event()] == [ViewLost("connected"), ViewCurrent()]
-            await ask(adapter, prompt=list(range(100)))
-            await event()
-            server.fake.restart()
-            lost, current = await event(), await event()
-            assert "restarted" in lost.reason
-            assert current == ViewCurrent()
-        assert NO_HOST_TIER in adapter.findings()
 
     async def test_another_block_size_is_seen_and_told(self, adapter_of):
         options = {"tokens_per_block": 64, "tells_block_size": False, "prometheus": False, "host_blocks": 1}
@@ -349,9 +335,7 @@ class TestEvents:
 
     async def test_adapters_it_does_not_tell_of_void_the_view(self, adapter):
         await adapter.connect()
-        async with following(adapter) as event:
-            await event()
-            await event()
+        async with followed(adapter) as event:
             await ask(adapter, prompt=list(range(100)), lora_request=LORA)
             await event()
             assert await event() == ViewLost(NO_LORA_IN_EVENTS.problem)
@@ -361,9 +345,7 @@ class TestEvents:
     async def test_adapters_it_does_tell_of_are_kept_apart(self, adapter_of):
         with running_trtllm(tells_lora=True) as server:
             adapter = adapter_of(server.url)
-            async with following(adapter) as event:
-                await event()
-                await event()
+            async with followed(adapter) as event:
                 await ask(adapter, prompt=list(range(100)), lora_request=LORA)
                 assert (await event()).lora == "lora_id 1"
                 await ask(adapter, prompt=list(range(100)))

@@ -176,13 +176,6 @@ class TestFetch:
         assert (path, json.loads(fetch.raw)["prompt"]) == (COMPLETIONS, TOKENS)
 
 
-@pytest.mark.parametrize(("role", "moves"), [("both", False), ("prefill", True), ("decode", True)])
-async def test_who_moves_kv(role, moves):
-    adapter = make_adapter(engine_spec("tensorrt_llm", "http://127.0.0.1:1", role=Role(role)))
-    assert (adapter.transfer is not None) == moves
-    await adapter.aclose()
-
-
 @pytest.mark.parametrize(
     ("role", "options", "moves", "found"),
     [

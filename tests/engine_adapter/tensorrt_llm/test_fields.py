@@ -1,9 +1,7 @@
-import json
 from array import array
 
 import pytest
 
-from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected
 from engine_adapter.tensorrt_llm.fields import (
     CHAT,
@@ -16,13 +14,10 @@ from engine_adapter.tensorrt_llm.fields import (
     accepted_fields,
 )
 from engine_adapter.types import KvTarget
+from tests.engine_adapter.builders import body
 
 USUAL = RequestFields()
 EXACT = KvTarget(array("i", [5, 6]), exact=True)
-
-
-def body(**fields) -> JsonBody:
-    return JsonBody(json.dumps(fields).encode())
 
 
 def openapi(path=CHAT, *, fields=("messages", "prompt_token_ids"), extra=False, reference=True):
@@ -90,12 +85,6 @@ class TestDroppable:
 
 
 class TestSalt:
-    @pytest.mark.parametrize("path", [COMPLETIONS, RESPONSES, MESSAGES])
-    def test_a_prompt_never_runs_without_its_salt(self, path):
-        with pytest.raises(EngineRejected, match=f"no cache_salt at {path}.*{CHAT}") as caught:
-            USUAL.check_salt(path, body(cache_salt="s"))
-        assert (caught.value.status, caught.value.param) == (400, "cache_salt")
-
     def test_where_it_is_taken_or_stands_for_nothing(self):
         USUAL.check_salt(CHAT, body(cache_salt="s"))
         USUAL.check_salt(COMPLETIONS, body(cache_salt=None))
@@ -159,14 +148,6 @@ def test_all_fields_of_its_models_are_written_in_their_order():
         ("strict", None),
     ]
     assert function == {"parameters": PARAMETERS, "name": "f"}  # the client's stay as they are
-
-
-def test_what_the_client_gives_stays():
-    tool = {
-        "type": "function",
-        "function": {"name": "f", "description": "d", "parameters": {}, "strict": True},
-    }
-    assert GivenTools()([tool]) == [tool]
 
 
 def test_the_server_says_which_fields_a_function_has():

@@ -93,28 +93,6 @@ async def test_a_view_begins_with_what_is_buffered(server, poller):
         assert (await event()).hashes == (2,)
 
 
-async def test_each_view_begins_anew(server, poller):
-    server.answers = [answer(created(), stored(ONE))]
-    async with following(poller) as event:
-        await event()
-        await event()
-    server.answers = [answer(stored(TWO), first=9)]
-    async with following(poller) as event:
-        assert await event() == ViewLost("connected")
-        assert (await event()).hashes == (2,)
-        assert await event() == ViewCurrent(complete=False)
-    assert poller.reader.gaps == 0
-
-
-async def test_it_asks_on_and_on_also_when_nothing_comes(server, poller):
-    async with following(poller) as event:
-        assert [await event(), await event()] == [ViewLost("connected"), ViewCurrent(complete=False)]
-        waiting = asyncio.create_task(event())
-        await server.asks(5)
-        server.answers = [answer(stored(ONE), first=3)]
-        assert (await waiting).hashes == (1,)
-
-
 async def test_a_request_that_ends_is_asked_about_at_once(server, poller, monkeypatch):
     monkeypatch.setattr(module, "BUSY_S", 3600)
     monkeypatch.setattr(module, "IDLE_S", 3600)
@@ -148,15 +126,6 @@ async def test_waits_grow_while_nothing_happens_and_shrink_with_traffic(server, 
         async for _ in poller.events():
             pass
     assert waits == [1.0, 2.0, 4.0, 5.0, 5.0, 1.0, 2.0, 4.0]
-
-
-@pytest.mark.parametrize("wrong", [EngineUnavailable("gone"), b'{"error": "no"}'])
-async def test_a_server_that_does_not_answer_ends_the_view(server, poller, wrong):
-    server.answers = [wrong]
-    async with following(poller) as event:
-        await event()
-        with pytest.raises(EngineUnavailable):
-            await event()
 
 
 class TestReset:

@@ -6,15 +6,11 @@ import pytest
 
 from engine_adapter import KvTarget, KvVerb
 from engine_adapter.tensorrt_llm import discovery, poller
-from engine_adapter.tensorrt_llm.adapter import TensorRTLLMAdapter
 from engine_adapter.tensorrt_llm.fields import CHAT
 from engine_adapter.types import BlocksRemoved, BlocksStored, CacheCleared, Tier, ViewCurrent, ViewLost
-from tests.engine_adapter.tensorrt_llm.test_adapter import HELLO, LORA, ask, following
-from tests.engines import engine_spec
+from tests.engine_adapter.tensorrt_llm.test_adapter import HELLO, LORA, ask, followed, following
 from tests.fake_engines.publisher import published
 from tests.fake_engines.tensorrt_llm import running_trtllm
-
-BEGINNING = [ViewLost("connected"), ViewCurrent(complete=True)]
 
 
 @pytest.fixture(autouse=True)
@@ -23,20 +19,15 @@ def quick(monkeypatch):
 
 
 @pytest.fixture
-async def adapter_of():
-    made = []
-
-    def make(server, **options):
+def adapter_of(make):
+    def adapter_of(server, **options):
         publisher = server.fake.publisher
         if publisher is not None:
             options = {"events": publisher.endpoint, "replay": publisher.replay_endpoint} | options
         given = {name: value for name, value in options.items() if value is not None}
-        made.append(TensorRTLLMAdapter(engine_spec("tensorrt_llm", server.url, "t", **given)))
-        return made[-1]
+        return make("tensorrt_llm", server.url, **given)
 
-    yield make
-    for adapter in made:
-        await adapter.aclose()
+    return adapter_of
 
 
 async def ask_about(adapter, first: int, **fields) -> int:
@@ -48,8 +39,7 @@ async def ask_about(adapter, first: int, **fields) -> int:
 async def test_they_are_followed_without_polling(adapter_of):
     with running_trtllm(pushes=True, replays=True, gpu_blocks=4, tells_block_size=False) as server:
         adapter = adapter_of(server)
-        async with following(adapter) as event:
-            assert [await event(), await event()] == BEGINNING
+        async with followed(adapter) as event:
             await ask_about(adapter, 0)
             stored = await event()
             assert (stored.tier, stored.parent, len(stored.hashes)) == (Tier.GPU, None, 3)
@@ -77,8 +67,7 @@ async def test_partial_reuse_makes_no_view_complete(adapter_of):
 async def test_a_flush_empties_the_view_before_the_next_message(adapter_of):
     with running_trtllm(pushes=True, replays=True) as server:
         adapter = adapter_of(server)
-        async with following(adapter) as event:
-            assert [await event(), await event()] == BEGINNING
+        async with followed(adapter) as event:
             await ask_about(adapter, 0)
             assert len((await event()).hashes) == 3
             done = [progress async for progress in adapter.operate(KvVerb.FLUSH, KvTarget())]
@@ -99,8 +88,7 @@ async def test_a_flush_empties_the_view_before_the_next_message(adapter_of):
 async def test_what_they_do_not_name_ends_the_view_before_it_is_read(adapter_of, fields, finding):
     with running_trtllm(pushes=True, replays=True) as server:
         adapter = adapter_of(server)
-        async with following(adapter) as event:
-            assert [await event(), await event()] == BEGINNING
+        async with followed(adapter) as event:
             await ask(adapter, **fields)
             assert await event() == ViewLost(finding.problem)
             assert finding in adapter.findings()
@@ -126,12 +114,11 @@ async def test_where_nothing_is_pushed_it_polls(adapter_of):
 async def test_a_restart_begins_a_view_that_is_whole(adapter_of):
     with running_trtllm(pushes=True, replays=True) as server:
         adapter = adapter_of(server)
-        async with following(adapter) as event:
-            assert [await event(), await event()] == BEGINNING
+        async with followed(adapter) as event:
             await ask_about(adapter, 0)
             assert len((await event()).hashes) == 3
             server.fake.restart()
             with pytest.raises(discovery.EngineUnavailable, match="closed its event stream"):
                 await event()
-        async with following(adapter) as event:
-            assert [await event(), await event()] == BEGINNING
+        async with followed(adapter):
+            pass

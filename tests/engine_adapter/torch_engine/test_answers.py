@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
-from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from engine_adapter.prompt.chat import ChatTokenizer
 from engine_adapter.torch_engine.answers import (
     AnswerWriter,
     ChatShape,
     CompletionShape,
     Piece,
     TokenUsage,
-    error_event,
 )
 from engine_adapter.torch_engine.detokenize import TokenBytes
 from engine_adapter.torch_engine.requests import Token
@@ -26,11 +23,6 @@ TOKENS = [
     Token(70, -0.5, ((70, -0.5), (71, float("-inf")))),
     Token(71, float("-inf"), ((70, -0.5), (72, -2.0))),
 ]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tokenizer_dir) -> ChatTokenizer:
-    return ChatTokenizer.load(str(tokenizer_dir))
 
 
 @pytest.fixture(scope="module")
@@ -72,26 +64,6 @@ def test_a_whole_chat(token_bytes):
     assert "token_ids" not in data["choices"][0]
 
 
-def test_a_whole_completion(token_bytes):
-    data = json.loads(
-        writer(CompletionShape(token_bytes)).whole([Piece("hi", TOKENS, finish_reason="length")], USAGE)
-    )
-    answer = Completion.model_validate(data, strict=True)
-    assert answer.choices[0].text == "hi"
-    assert answer.choices[0].finish_reason == "length"
-    assert answer.usage.prompt_tokens_details.cached_tokens == 4
-
-
-def test_token_ids_are_given_back_when_asked(token_bytes):
-    data = json.loads(
-        writer(ChatShape(token_bytes), prompt_token_ids=[1, 2]).whole(
-            [Piece("hi", TOKENS, finish_reason="stop")], USAGE
-        )
-    )
-    assert data["prompt_token_ids"] == [1, 2]
-    assert data["choices"][0]["token_ids"] == [70, 71]
-
-
 def test_chat_logprobs(tokenizer, token_bytes):
     data = writer(ChatShape(token_bytes), logprobs=True).whole(
         [Piece("hi", TOKENS, finish_reason="stop")], USAGE
@@ -125,27 +97,6 @@ def test_offsets_count_characters_not_tokens(tokenizer, token_bytes):
     tokens = [Token(i, -1.0, ()) for i in tokenizer.encode("\U0001f9ff!", add_special_tokens=False)]
     offsets = CompletionShape(token_bytes).logprobs(tokens)["text_offset"]
     assert offsets == [0] * (len(tokens) - 1) + [1]
-
-
-def test_an_echoed_prompt_begins_without_a_logprob(token_bytes):
-    echoed = [Token(70), Token(71, -1.5, ((71, -1.5),))]
-    piece = Piece("prompt hi", TOKENS[:1], echoed=echoed, finish_reason="length")
-    data = json.loads(writer(CompletionShape(token_bytes), logprobs=True).whole([piece], USAGE))
-    logprobs = data["choices"][0]["logprobs"]
-    assert logprobs["token_logprobs"] == [None, -1.5, -0.5]
-    assert logprobs["top_logprobs"][0] is None
-
-
-def test_choices_have_their_index_and_each_an_opening(token_bytes):
-    shapes = [ChatShape(token_bytes), ChatShape(token_bytes)]
-    out = AnswerWriter(
-        shapes=shapes, model="m", with_logprobs=False, prompt_token_ids=None, include_usage=False
-    )
-    assert [event["choices"][0]["index"] for event in events(out.opening())] == [0, 1]
-    (part,) = events(out.piece(1, Piece("a")))
-    assert part["choices"][0]["index"] == 1
-    data = json.loads(out.whole([Piece("a", finish_reason="stop"), Piece("b", finish_reason="stop")], USAGE))
-    assert [(each["index"], each["message"]["content"]) for each in data["choices"]] == [(0, "a"), (1, "b")]
 
 
 CALLS = [
@@ -193,43 +144,6 @@ def test_a_chat_stream(token_bytes):
     assert done == "data: [DONE]"
 
 
-def test_a_completion_stream(token_bytes):
-    out = writer(CompletionShape(token_bytes))
-    assert out.opening() == b""
-    (part,) = events(out.piece(0, Piece("a", TOKENS)))
-    last, done = events(out.piece(0, Piece("b", finish_reason="length")) + out.end(USAGE))
-    Completion.model_validate(last, strict=True)
-    assert "usage" not in part
-    assert part["choices"][0] == {"index": 0, "text": "a", "logprobs": None, "finish_reason": None}
-    assert last["choices"][0]["text"] == "b"
-    assert done == "data: [DONE]"
-
-
-def test_each_plain_chunk_is_written_the_same_way(token_bytes):
-    out = writer(ChatShape(token_bytes))
-    first, second = out.piece(0, Piece("x", [])), out.piece(0, Piece("y", []))
-    assert first.replace(b'"x"', b'"y"') == second
-
-
 def test_a_piece_that_shows_nothing_is_no_chunk(token_bytes):
     assert writer(ChatShape(token_bytes)).piece(0, Piece("", TOKENS)) == b""
     assert writer(ChatShape(token_bytes), logprobs=True).piece(0, Piece()) == b""
-
-
-@pytest.mark.parametrize("make", [ChatShape, CompletionShape])
-def test_token_ids_in_a_stream(token_bytes, make):
-    out = writer(make(token_bytes), prompt_token_ids=[1, 2])
-    (opening,) = events(out.opening())
-    assert opening["prompt_token_ids"] == [1, 2]
-    (held_back,) = events(out.piece(0, Piece("", TOKENS)))
-    assert held_back["choices"][0]["token_ids"] == [70, 71]
-    assert "prompt_token_ids" not in held_back
-
-
-def test_logprobs_in_a_stream(token_bytes):
-    (part,) = events(writer(ChatShape(token_bytes), logprobs=True).piece(0, Piece("a", TOKENS[:1])))
-    assert part["choices"][0]["logprobs"]["content"][0]["logprob"] == -0.5
-
-
-def test_an_error_in_mid_stream():
-    assert events(error_event({"error": {"message": "x"}})) == [{"error": {"message": "x"}}]

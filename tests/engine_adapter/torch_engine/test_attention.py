@@ -7,14 +7,17 @@ import torch
 
 from engine_adapter.errors import EngineSpecError
 from engine_adapter.torch_engine.attention import (
+    STAGED_BLOCKS,
     Call,
     Decodes,
+    KvStorage,
+    LayerShape,
     PagedBatch,
     Probe,
     Scratch,
     Span,
-    attention,
     attention_context,
+    bytes_per_token,
     paged_attention,
 )
 
@@ -88,16 +91,6 @@ def test_a_mixed_step_attends_each_row_over_its_own_sequence(window, softcap):
             row += 1
 
 
-def test_one_step_writes_its_own_rows_only():
-    planes = Planes(8)
-    before = planes.keys.clone()
-    asked = call(2)
-    span = Span(0, 2, 3, 4)
-    PagedBatch(planes.layers, torch.tensor([5, 6]), [span], Scratch(SIZE)).attend(asked)
-    assert torch.equal(planes.keys[5:7], asked.key)
-    assert torch.equal(planes.keys[[0, 1, 2, 3, 4, 7]], before[[0, 1, 2, 3, 4, 7]])
-
-
 def test_gathered_tokens_lie_in_the_same_memory_each_time():
     planes, scratch = Planes(40), Scratch(SIZE)
     first = scratch.gather(planes.keys, torch.tensor([3, 1, 9]), values=False)
@@ -109,16 +102,6 @@ def test_gathered_tokens_lie_in_the_same_memory_each_time():
     assert torch.equal(again, planes.keys[2 * SIZE : 3 * SIZE])
     larger = scratch.gather(planes.keys, torch.arange(10), values=False)
     assert torch.equal(larger, planes.keys)
-
-
-def test_heads_shared_in_groups_agree_with_repeated_ones():
-    asked = call(3)
-    query = asked.query.transpose(0, 1)[None]
-    key, value = asked.key.transpose(0, 1)[None], asked.value.transpose(0, 1)[None]
-    mask = torch.zeros(3, 3).masked_fill_(torch.ones(3, 3).triu(1).bool(), float("-inf"))
-    grouped = attention(query, key, value, mask, asked)
-    repeated = attention(query, key.repeat_interleave(2, 1), value.repeat_interleave(2, 1), mask, asked)
-    torch.testing.assert_close(grouped, repeated)
 
 
 def run_probe(module=None, mask=None, **kwargs):
@@ -157,3 +140,36 @@ def test_the_probe_refuses_a_layer_that_attends_twice():
 def test_the_probe_refuses_what_cannot_work(kwargs, message):
     with pytest.raises(EngineSpecError, match=message):
         run_probe(**kwargs)
+
+
+SHAPES = [LayerShape(2, 4, 4), LayerShape(1, 6, 4), LayerShape(2, 4, 3)]
+
+
+def storage(gpu_blocks=5, host_blocks=3):
+    return KvStorage(
+        SHAPES,
+        gpu_blocks=gpu_blocks,
+        host_blocks=host_blocks,
+        tokens_per_block=2,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+    )
+
+
+def test_many_blocks_move_through_a_buffer_of_fixed_size():
+    count = 3 * STAGED_BLOCKS + 1
+    kv = storage(gpu_blocks=count, host_blocks=count)
+    planes = [plane for index in range(3) for plane in kv.layers[index]]
+    for number, plane in enumerate(planes):
+        plane.copy_(torch.arange(plane.numel()).view(plane.shape) + 1000 * number)
+    before = [plane.clone() for plane in planes]
+    slots = list(range(count))
+    with torch.profiler.profile(profile_memory=True) as profile:
+        kv.copy_to_host(slots, slots[::-1])
+        for plane in planes:
+            plane.zero_()
+        kv.copy_to_gpu(slots[::-1], slots)
+    assert all(torch.equal(plane, old) for plane, old in zip(planes, before, strict=True))
+    block_bytes = 2 * bytes_per_token(SHAPES, torch.float32)
+    allocated = sum(max(event.cpu_memory_usage, 0) for event in profile.events())
+    assert allocated < STAGED_BLOCKS * block_bytes  # the slot numbers, and no KV

@@ -5,14 +5,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from engine_adapter.prompt.chat import ChatTokenizer
-from engine_adapter.torch_engine.detokenize import Detokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tokenizer_dir) -> ChatTokenizer:
-    return ChatTokenizer.load(str(tokenizer_dir))
+from engine_adapter.torch_engine.detokenize import Detokenizer, TextOffsets, TokenBytes, shown
 
 
 def pieces(tokenizer, ids, stops=()):
@@ -58,6 +55,12 @@ def test_text_ends_before_the_first_stop_string(tokenizer, text, stops):
         assert shown == text
 
 
+def test_of_two_stop_strings_in_one_token_the_first_counts(tokenizer):
+    texts = {token: tokenizer.decode([token]) for token in range(tokenizer.vocab_size)}
+    token, text = next(each for each in texts.items() if len(each[1]) == len(set(each[1])) > 2)
+    assert Detokenizer(tokenizer, [text[-1], text[1]]).push(token) == text[0]
+
+
 def test_a_character_of_several_tokens_comes_whole(tokenizer):
     ids = tokenizer.encode("\U0001f9ff", add_special_tokens=False)
     assert len(ids) > 1
@@ -84,11 +87,6 @@ def test_held_text_is_given_at_the_end(tokenizer):
     texts, detokenizer = pieces(tokenizer, tokenizer.encode("xa!", add_special_tokens=False), ["a!b"])
     assert texts[-1] == "a!"
     assert not detokenizer.stopped
-
-
-def test_special_tokens_have_no_text(tokenizer):
-    ids = [*tokenizer.encode("hi", add_special_tokens=False), tokenizer.eos_token_id]
-    assert "".join(pieces(tokenizer, ids)[0]) == "hi"
 
 
 def test_nothing_comes_after_a_stop(tokenizer):
@@ -127,3 +125,45 @@ def test_broken_and_whole_characters_in_any_order(tokenizer, data):
     ids = [_token_of(tokenizer, byte) for byte in data]
     texts, _ = pieces(tokenizer, ids)
     assert "".join(texts) == tokenizer.decode(ids)
+
+
+TEXT = "größe 漢字\U0001f9ff <|im_end|> ok\n"
+
+
+@pytest.fixture(scope="module")
+def sentencepiece() -> ChatTokenizer:
+    """A tokenizer like Llama 2's: spaces as `▁`, rare characters as bytes."""
+    names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "o", "k", "▁o", "▁ok"]
+    vocab = {name: index for index, name in enumerate(names)}
+    bpe = models.BPE(vocab, [("▁", "o"), ("▁o", "k")], unk_token="<unk>", byte_fallback=True)
+    tokenizer = Tokenizer(bpe)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return ChatTokenizer(
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>"), source="sentencepiece"
+    )
+
+
+def test_byte_level_tokens_are_the_text(tokenizer):
+    token_bytes = TokenBytes(tokenizer)
+    ids = tokenizer.encode(TEXT, add_special_tokens=False)
+    assert b"".join(map(token_bytes.of, ids)) == TEXT.encode()
+
+
+def test_sentencepiece_tokens_are_the_text_with_its_spaces(sentencepiece):
+    token_bytes = TokenBytes(sentencepiece)
+    ids = sentencepiece.encode("ok ok 漢", add_special_tokens=False)
+    assert b"".join(map(token_bytes.of, ids)) == " ok ok 漢".encode()
+
+
+def test_bytes_that_are_no_character_are_written_out():
+    assert shown("漢".encode()[:2]) == r"\xe6\xbc"
+    assert shown("漢".encode()) == "漢"
+
+
+def test_a_token_inside_a_character_begins_where_that_does():
+    first, rest = "漢".encode()[:1], "漢".encode()[1:]
+    offsets = TextOffsets()
+    assert [offsets.next(token) for token in (b"ab", first, rest, b"c")] == [0, 2, 2, 3]

@@ -19,7 +19,6 @@ from tests.engine_adapter.torch_engine.engine_world import (
     VOCAB,
     Reference,
     served,
-    tiny,
     write_config_model,
 )
 from tests.engine_adapter.torch_engine.kv_integrity import violations
@@ -40,6 +39,18 @@ def pair(request, tmp_path_factory):
 def llama(tmp_path_factory):
     directory = write_config_model("llama", tmp_path_factory.mktemp("llama"))
     return load_model(str(directory)), Reference(directory)
+
+
+@pytest.fixture
+def reference(llama):
+    return llama[1]
+
+
+@pytest.fixture
+def world(llama):
+    """An engine of the llama."""
+    with served(llama[0]) as world:
+        yield world
 
 
 # --- the answers are transformers' own, however they came about --------------------------------------
@@ -119,25 +130,9 @@ def test_fake_ids_stand_for_rows_of_their_table(llama):
 # --- sharing -------------------------------------------------------------------------------------------
 
 
-def test_the_worked_example_of_extra_ids(llama):
-    model, _ = llama
-    rows = {extra: torch.randn(4, 32) for extra in (1, 2)}
-    fake = [VOCAB, VOCAB + 1, VOCAB + 2, VOCAB + 3]
-    cases = [
-        ([*fake, 1, 2, 3, 4, 9], [1] * 4 + [0] * 5, 0),
-        ([*fake, 1, 2, 3, 4, 9], [2] * 4 + [0] * 5, 0),
-        ([*fake, 5, 6, 7, 8, 9], [1] * 4 + [0] * 5, 4),
-    ]
-    with served(model) as world:
-        for tokens, extra_ids, cached in cases:
-            assert world.ask(tokens, 1, extra_ids=extra_ids, embeddings=rows).wait().cached == cached
-
-
-def test_a_salt_keeps_kv_apart(llama):
-    model, _ = llama
+def test_a_salt_keeps_kv_apart(world):
     prompt = prompt_of(9)
-    with served(model) as world:
-        cached = [world.ask(prompt, 1, salt=salt).wait().cached for salt in (None, "a", "a", "b", None)]
+    cached = [world.ask(prompt, 1, salt=salt).wait().cached for salt in (None, "a", "a", "b", None)]
     assert cached == [0, 0, 8, 0, 8]
 
 
@@ -184,56 +179,48 @@ def test_events_of_a_step_come_before_its_tokens_in_runs(llama):
     assert list(stored[0].token_ids + stored[1].token_ids) == prompt[:16]
 
 
-def test_an_operation_publishes_before_its_future_is_done(llama):
-    model, _ = llama
-    with served(model) as world:
-        world.tokens(prompt_of(9))
-        seen = len(world.batches)
-        assert world.operate("flush").moved == 4
-        assert len(world.batches) == seen + 1
+def test_an_operation_publishes_before_its_future_is_done(world):
+    world.tokens(prompt_of(9))
+    seen = len(world.batches)
+    assert world.operate("flush").moved == 4
+    assert len(world.batches) == seen + 1
 
 
 # --- ends ---------------------------------------------------------------------------------------------
 
 
-def test_cancel_frees_the_blocks_at_once(llama):
-    model, _ = llama
-    with served(model) as world:
-        answer = world.ask(prompt_of(9), 200)
-        assert answer.first.wait(10)
-        world.engine.cancel(answer.id)
-        assert world.stats()["gpu"]["active"] == 0
-        assert answer.wait().finished.reason == "cancelled"
-        world.engine.cancel(answer.id)
-        world.engine.cancel("never heard of")
-        waiting = world.engine.counters
-        assert (waiting.running, waiting.waiting) == (0, 0)
+def test_cancel_frees_the_blocks_at_once(world):
+    answer = world.ask(prompt_of(9), 200)
+    assert answer.first.wait(10)
+    world.engine.cancel(answer.id)
+    assert world.stats()["gpu"]["active"] == 0
+    assert answer.wait().finished.reason == "cancelled"
+    world.engine.cancel(answer.id)
+    world.engine.cancel("never heard of")
+    waiting = world.engine.counters
+    assert (waiting.running, waiting.waiting) == (0, 0)
 
 
-def test_stop_tokens_and_lengths(llama):
-    model, _ = llama
-    with served(model) as world:
-        free = world.tokens(prompt_of(9), 12)
-        stop = free[5]
-        first = free.index(stop)
-        stopped = world.ask(prompt_of(9), 12, stop_token_ids=(stop,)).wait()
-        assert (stopped.tokens, stopped.finished.reason) == (free[: first + 1], "stop")
-        later = world.ask(prompt_of(9), 12, stop_token_ids=(stop,), min_tokens=first + 2).wait()
-        assert len(later.tokens) >= first + 2
-        assert stop not in later.tokens[: first + 1]
-        whole = world.ask(prompt_of(250), None, min_tokens=0).wait()
-        assert (len(whole.tokens), whole.finished.reason) == (6, "length")
+def test_stop_tokens_and_lengths(world):
+    free = world.tokens(prompt_of(9), 12)
+    stop = free[5]
+    first = free.index(stop)
+    stopped = world.ask(prompt_of(9), 12, stop_token_ids=(stop,)).wait()
+    assert (stopped.tokens, stopped.finished.reason) == (free[: first + 1], "stop")
+    later = world.ask(prompt_of(9), 12, stop_token_ids=(stop,), min_tokens=first + 2).wait()
+    assert len(later.tokens) >= first + 2
+    assert stop not in later.tokens[: first + 1]
+    whole = world.ask(prompt_of(250), None, min_tokens=0).wait()
+    assert (len(whole.tokens), whole.finished.reason) == (6, "length")
 
 
-def test_the_end_token_stops_unless_ignored(llama):
-    model, _ = llama
-    with served(model) as world:
-        free = world.tokens(prompt_of(9), 12)
-    ending = dataclasses.replace(model, eos_token_ids=frozenset({free[5]}))
-    with served(ending) as world:
-        ended = world.ask(prompt_of(9), 12, ignore_eos=False).wait()
+def test_the_end_token_stops_unless_ignored(world):
+    free = world.tokens(prompt_of(9), 12)
+    ending = dataclasses.replace(world.model, eos_token_ids=frozenset({free[5]}))
+    with served(ending) as other:
+        ended = other.ask(prompt_of(9), 12, ignore_eos=False).wait()
         assert (ended.tokens, ended.finished.reason) == (free[: free.index(free[5]) + 1], "stop")
-        assert world.tokens(prompt_of(9), 12) == free
+        assert other.tokens(prompt_of(9), 12) == free
 
 
 # --- failures -----------------------------------------------------------------------------------------
@@ -269,33 +256,29 @@ def held_up(world):
     blocked.result(timeout=10)
 
 
-def test_only_the_request_that_fails_ends_and_the_others_get_their_tokens(llama, caplog):
-    model, reference = llama
+def test_only_the_request_that_fails_ends_and_the_others_get_their_tokens(world, reference, caplog):
     sampled = {"temperature": 1.0, "seed": 3, "presence_penalty": 1.0}
-    with served(model) as world:
-        alone = world.tokens(prompt_of(11, seed=2), **sampled)
-    with served(model) as world:
-        fail_on_poison(world, RuntimeError("out of luck"))
-        with held_up(world):
-            greedy, drawn = world.ask(prompt_of(9)), world.ask(prompt_of(11, seed=2), **sampled)
-            broken = world.ask(poison_of(6))
+    alone = world.tokens(prompt_of(11, seed=2), **sampled)
+    with served(world.model) as other:
+        fail_on_poison(other, RuntimeError("out of luck"))
+        with held_up(other):
+            greedy, drawn = other.ask(prompt_of(9)), other.ask(prompt_of(11, seed=2), **sampled)
+            broken = other.ask(poison_of(6))
         assert broken.wait().finished.reason == "error"
         assert broken.finished.message == "RuntimeError: out of luck"
         assert greedy.wait().tokens == reference.greedy(prompt_of(9), 8)
         assert drawn.wait().tokens == alone
-        assert world.engine.counters.finished == {"error": 1, "length": 2}
+        assert other.engine.counters.finished == {"error": 1, "length": 2}
     assert "running them one by one" in caplog.text
 
 
-def test_a_step_that_fails_once_costs_nobody_anything(llama):
-    model, reference = llama
-    with served(model) as world:
-        fail_on_poison(world, torch.OutOfMemoryError("CUDA out of memory"), times=1)
-        with held_up(world):
-            answers = [world.ask(prompt) for prompt in (prompt_of(9), poison_of(7))]
-        assert [answer.wait().tokens for answer in answers] == [
-            reference.greedy(prompt, 8) for prompt in (prompt_of(9), poison_of(7))
-        ]
+def test_a_step_that_fails_once_costs_nobody_anything(world, reference):
+    fail_on_poison(world, torch.OutOfMemoryError("CUDA out of memory"), times=1)
+    with held_up(world):
+        answers = [world.ask(prompt) for prompt in (prompt_of(9), poison_of(7))]
+    assert [answer.wait().tokens for answer in answers] == [
+        reference.greedy(prompt, 8) for prompt in (prompt_of(9), poison_of(7))
+    ]
 
 
 def test_what_is_no_number_ends_its_own_request_and_never_reaches_another(llama):
@@ -362,16 +345,14 @@ def test_a_broken_device_ends_the_engine_and_says_whose_step_it_was(llama, caplo
     assert "the engine died" in caplog.text
 
 
-def test_a_device_error_in_an_operation_ends_the_engine(llama):
-    model, _ = llama
+def test_a_device_error_in_an_operation_ends_the_engine(world):
 
     def fail(cache):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    with served(model) as world:
-        with pytest.raises(RuntimeError, match="illegal memory access"):
-            world.call(fail)
-        assert "illegal memory access" in world.engine.wait()
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        world.call(fail)
+    assert "illegal memory access" in world.engine.wait()
 
 
 def test_a_device_error_in_a_copy_ends_the_engine(llama):
@@ -387,70 +368,62 @@ def test_a_device_error_in_a_copy_ends_the_engine(llama):
         assert "illegal memory access" in world.engine.wait()
 
 
-def test_an_engine_that_fails_at_every_step_ends(llama):
-    model, reference = llama
-    with served(model) as world:
-        fail_on_poison(world, RuntimeError("out of luck"))
-        for _ in range(MAX_FAILED_STEPS - 1):
-            world.ask(poison_of(6)).wait()
-        assert world.tokens(prompt_of(9)) == reference.greedy(prompt_of(9), 8)  # a good step resets the count
-        for _ in range(MAX_FAILED_STEPS):
-            assert world.ask(poison_of(6)).wait().finished.reason == "error"
-        assert f"{MAX_FAILED_STEPS} steps in a row failed" in world.engine.wait()
+def test_an_engine_that_fails_at_every_step_ends(world, reference):
+    fail_on_poison(world, RuntimeError("out of luck"))
+    for _ in range(MAX_FAILED_STEPS - 1):
+        world.ask(poison_of(6)).wait()
+    assert world.tokens(prompt_of(9)) == reference.greedy(prompt_of(9), 8)  # a good step resets the count
+    for _ in range(MAX_FAILED_STEPS):
+        assert world.ask(poison_of(6)).wait().finished.reason == "error"
+    assert f"{MAX_FAILED_STEPS} steps in a row failed" in world.engine.wait()
 
 
-def test_an_owner_that_fails_loses_its_own_request_only(llama, caplog):
-    model, reference = llama
-    with served(model) as world:
-        answer = world.ask(prompt_of(9), 8)
+def test_an_owner_that_fails_loses_its_own_request_only(world, reference, caplog):
+    answer = world.ask(prompt_of(9), 8)
 
-        def explode(outputs):
-            raise RuntimeError("owner")
+    def explode(outputs):
+        raise RuntimeError("owner")
 
-        world.engine.submit(
-            GenerationRequest("bad", array("i", prompt_of(30)), SamplingParams(max_tokens=100)), explode
-        )
-        assert answer.wait().tokens == reference.greedy(prompt_of(9), 8)
-        world.call(lambda cache: None)
-        world.call(lambda cache: None)
-        assert "bad" not in world.engine._in_flight
+    world.engine.submit(
+        GenerationRequest("bad", array("i", prompt_of(30)), SamplingParams(max_tokens=100)), explode
+    )
+    assert answer.wait().tokens == reference.greedy(prompt_of(9), 8)
+    world.call(lambda cache: None)
+    world.call(lambda cache: None)
+    assert "bad" not in world.engine._in_flight
     assert "the callback of a request failed" in caplog.text
 
 
-def test_a_dead_thread_leaves_nobody_waiting(llama, caplog):
-    model, _ = llama
-    with served(model) as world:
+def test_a_dead_thread_leaves_nobody_waiting(world, caplog):
 
-        def die():
-            raise RuntimeError("bug")
+    def die():
+        raise RuntimeError("bug")
 
-        world.engine._scheduler.plan = die
-        answer = world.ask(prompt_of(9)).wait()
-        assert (answer.finished.reason, answer.finished.message) == (
-            "cancelled",
-            "the engine died: RuntimeError: bug",
-        )
-        assert world.engine.wait() == "RuntimeError: bug"
-        assert not world.engine.alive
-        with pytest.raises(EngineUnavailable):
-            world.ask(prompt_of(9))
-        with pytest.raises(EngineUnavailable):
-            world.engine.call(lambda cache: None)
-        world.engine.cancel(answer.id)
+    world.engine._scheduler.plan = die
+    answer = world.ask(prompt_of(9)).wait()
+    assert (answer.finished.reason, answer.finished.message) == (
+        "cancelled",
+        "the engine died: RuntimeError: bug",
+    )
+    assert world.engine.wait() == "RuntimeError: bug"
+    assert not world.engine.alive
+    with pytest.raises(EngineUnavailable):
+        world.ask(prompt_of(9))
+    with pytest.raises(EngineUnavailable):
+        world.engine.call(lambda cache: None)
+    world.engine.cancel(answer.id)
     assert "the engine died" in caplog.text
 
 
-def test_stop_cancels_what_is_in_flight(llama):
-    model, _ = llama
-    with served(model) as world:
-        answer = world.ask(prompt_of(9), 200)
-        assert answer.first.wait(10)
-        world.engine.stop()
-        assert answer.wait().finished.reason == "cancelled"
-        assert not world.engine.alive
-        assert world.engine.wait() is None
-        with pytest.raises(EngineUnavailable):
-            world.engine.start()
+def test_stop_cancels_what_is_in_flight(world):
+    answer = world.ask(prompt_of(9), 200)
+    assert answer.first.wait(10)
+    world.engine.stop()
+    assert answer.wait().finished.reason == "cancelled"
+    assert not world.engine.alive
+    assert world.engine.wait() is None
+    with pytest.raises(EngineUnavailable):
+        world.engine.start()
 
 
 # --- refusals -----------------------------------------------------------------------------------------
@@ -466,16 +439,14 @@ def test_requests_that_never_fit_are_refused(llama):
         assert world.ask(prompt_of(15), 5).wait().finished.reason == "length"
 
 
-def test_an_id_in_flight_is_refused(llama):
-    model, _ = llama
-    with served(model) as world:
-        first = world.ask(prompt_of(9), 200, request_id="same")
-        with pytest.raises(RequestRefused, match="in flight") as refused:
-            world.ask(prompt_of(9), request_id="same")
-        assert refused.value.param == "request_id"
-        world.engine.cancel("same")
-        first.wait()
-        world.ask(prompt_of(9), request_id="same").wait()
+def test_an_id_in_flight_is_refused(world):
+    first = world.ask(prompt_of(9), 200, request_id="same")
+    with pytest.raises(RequestRefused, match="in flight") as refused:
+        world.ask(prompt_of(9), request_id="same")
+    assert refused.value.param == "request_id"
+    world.engine.cancel("same")
+    first.wait()
+    world.ask(prompt_of(9), request_id="same").wait()
 
 
 def test_without_a_size_the_cache_is_sized_by_the_free_memory(llama, caplog, monkeypatch):
@@ -501,56 +472,7 @@ def test_pins_can_leave_a_request_without_room(llama):
         assert world.ask(prompt_of(5, seed=6), 2).wait().finished.reason == "length"
 
 
-def test_the_callers_error_comes_back_from_call(llama):
-    model, _ = llama
-    with served(model) as world:
-        with pytest.raises(ZeroDivisionError):
-            world.call(lambda cache: 1 / 0)
-        assert world.engine.alive
-
-
 # --- counters and the default model --------------------------------------------------------------------
-
-
-def test_counters_add_up(llama):
-    model, _ = llama
-    with served(model) as world:
-        for _ in range(2):
-            world.tokens(prompt_of(13), 5)
-        counters = world.engine.counters
-        world.call(lambda cache: None)
-        assert (counters.prompt_tokens, counters.cached_tokens, counters.generated_tokens) == (26, 12, 10)
-        assert counters.finished == {"length": 2}
-        assert counters.steps == 10
-
-
-def test_the_default_model_serves_sampled_and_scored_tokens():
-    with served(tiny(), tokens_per_block=16) as world:
-        prompt = list(range(10, 60))
-        sampled = [world.tokens(prompt, 12, temperature=1.0, seed=seed) for seed in (1, 1, 2)]
-        assert sampled[0] == sampled[1] != sampled[2]
-        scored = world.ask(prompt, 3, logprobs=2).wait()
-        for token in scored.outputs[1:-1]:
-            assert token.top_logprobs[0] == (token.token_id, token.logprob)
-            assert token.logprob >= token.top_logprobs[1][1]
-
-
-def test_an_identical_prompt_computes_what_follows_its_full_blocks_and_answers_alike():
-    with served(tiny()) as world:
-        counts = []
-        run = world.engine._runner.run
-
-        def counted(work):
-            counts.append([item.count for item in work])
-            return run(work)
-
-        world.engine._runner.run = counted
-        prompt = list(range(40, 51))
-        first = world.ask(prompt, 3).wait()
-        again = world.ask(prompt, 3).wait()
-        assert again.tokens == first.tokens
-        assert (first.cached, again.cached) == (0, 8)
-        assert counts == [[11], [1], [1], [3], [1], [1]]
 
 
 def test_values_that_are_no_numbers_in_the_middle_of_a_prompt_end_the_request(llama):

@@ -9,6 +9,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from engine_adapter.torch_engine.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    PinRequest,
+    SliceRequest,
+    UnpinRequest,
+)
+
 PATHS = (
     "/v1/chat/completions",
     "/v1/completions",
@@ -23,62 +32,8 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=8,
 )
-KNOWN = [
-    "messages",
-    "prompt",
-    "model",
-    "stream",
-    "stream_options",
-    "max_tokens",
-    "max_completion_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "min_tokens",
-    "ignore_eos",
-    "stop",
-    "stop_token_ids",
-    "n",
-    "best_of",
-    "logit_bias",
-    "response_format",
-    "cache_salt",
-    "priority",
-    "keep_priority",
-    "keep_s",
-    "keep_for",
-    "return_token_ids",
-    "stream_token_ids",
-    "answer_token_ids",
-    "add_special_tokens",
-    "prompt_table",
-    "extra_ids",
-    "tools",
-    "tool_choice",
-    "parallel_tool_calls",
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "logprobs",
-    "top_logprobs",
-    "add_generation_prompt",
-    "continue_final_message",
-    "chat_template_kwargs",
-    "echo",
-    "suffix",
-    "tokens",
-    "token_ids",
-    "ttl_s",
-    "pin_id",
-    "max_blocks",
-]
+KINDS = (ChatRequest, CompletionRequest, DetokenizeRequest, PinRequest, SliceRequest, UnpinRequest)
+KNOWN = sorted({name for kind in KINDS for name in kind.__struct_encode_fields__})
 NUMBERS = st.integers(-(2**70), 2**70) | st.integers(-3, 30) | st.floats()
 fields = st.dictionaries(st.sampled_from(KNOWN), json_values | NUMBERS, max_size=6)
 GOOD = {

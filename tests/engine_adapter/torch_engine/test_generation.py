@@ -6,13 +6,10 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-import torch
 
-from engine_adapter.errors import EngineUnavailable
 from engine_adapter.torch_engine.engine import MAX_FAILED_STEPS
-from engine_adapter.torch_engine.options import EmbeddedOptions
 from engine_adapter.torch_engine.requests import Finished, GenerationRequest, RequestRefused, SamplingParams
-from engine_adapter.torch_engine.service import EngineService, Generation
+from engine_adapter.torch_engine.service import Generation
 from engine_adapter.types import token_array
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
@@ -27,83 +24,6 @@ async def collected(generation):
     while not outputs or not isinstance(outputs[-1], Finished):
         outputs += (await generation.outputs())[0]
     return outputs
-
-
-async def test_scheduled_then_tokens_then_the_end(served_engine):
-    engine = served_engine.service.engine
-    async with Generation(engine, [request("in-order")]) as generation:
-        outputs = await collected(generation)
-    assert generation.cached_tokens == 0
-    assert [type(output).__name__ for output in outputs] == ["Token"] * 5 + ["Finished"]
-    async with Generation(engine, [request("in-order")]) as generation:
-        again = await collected(generation)
-        assert generation.cached_tokens == 16
-        assert [o.token_id for o in again[:-1]] == [o.token_id for o in outputs[:-1]]
-
-
-async def test_leaving_early_cancels(served_engine):
-    engine = served_engine.service.engine
-    before = engine.counters.finished.get("cancelled", 0)
-    async with Generation(
-        engine, [request("early", sampling=SamplingParams(max_tokens=3000, ignore_eos=True))]
-    ) as g:
-        await g.outputs()
-    for _ in range(1000):
-        if engine.counters.finished.get("cancelled", 0) > before:
-            return
-        await asyncio.sleep(0.01)
-    pytest.fail("the request goes on")
-
-
-async def test_a_refused_request(served_engine):
-    engine = served_engine.service.engine
-    with pytest.raises(RequestRefused):
-        async with Generation(engine, [request("long", engine.max_model_len + 1)]):
-            pytest.fail("it was taken")
-
-
-async def test_an_engine_that_stops_in_the_middle():
-    torch.set_num_threads(1)
-    service = EngineService.build(EmbeddedOptions(threads=1, kv_blocks=64))
-    try:
-        async with Generation(
-            service.engine, [request("stop", sampling=SamplingParams(max_tokens=900, ignore_eos=True))]
-        ) as g:
-            await g.outputs()
-            await asyncio.to_thread(service.close)
-            with pytest.raises(EngineUnavailable, match="shutting down"):
-                await collected(g)
-        with pytest.raises(EngineUnavailable):
-            async with Generation(service.engine, [request("late")]):
-                pytest.fail("it was taken")
-    finally:
-        await asyncio.to_thread(service.close)
-
-
-async def test_choices_share_the_blocks_of_their_prompt(served_engine):
-    engine = served_engine.service.engine
-    requests = [replace(request("shared", 200), request_id=f"shared-{index}") for index in range(4)]
-    made = {index: [] for index in range(4)}
-    used = engine.call(lambda cache: cache.tree.gpu.free).result()
-    async with Generation(engine, requests) as generation:
-        while not all(outputs and isinstance(outputs[-1], Finished) for outputs in made.values()):
-            for index, outputs in (await generation.outputs()).items():
-                made[index] += outputs
-    tokens = [[output.token_id for output in outputs[:-1]] for outputs in made.values()]
-    assert len(tokens[0]) == 5
-    assert tokens == [tokens[0]] * 4
-    assert used - engine.call(lambda cache: cache.tree.gpu.free).result() <= 13  # the blocks of one
-
-
-async def test_a_choice_that_was_cancelled_says_nothing_more(served_engine):
-    engine = served_engine.service.engine
-    requests = [replace(request("one", 20), request_id=f"one-{index}") for index in range(2)]
-    async with Generation(engine, requests) as generation:
-        generation.cancel(1)
-        seen = {}
-        while not seen.get(0) or not isinstance(seen[0][-1], Finished):
-            seen |= await generation.outputs()
-    assert set(seen) == {0}
 
 
 async def test_one_refused_request_ends_all_of_them(served_engine):

@@ -13,7 +13,6 @@ import pytest
 
 from engine_adapter.prompt.chat import ChatTokenizer
 from engine_adapter.torch_engine.grammar import (
-    MAX_GRAMMARS,
     MAX_WAITING,
     Grammars,
     Structure,
@@ -32,11 +31,6 @@ POINT = {
     "required": ["x", "kind"],
     "additionalProperties": False,
 }
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tokenizer_dir) -> ChatTokenizer:
-    return ChatTokenizer.load(str(tokenizer_dir))
 
 
 @pytest.fixture
@@ -184,17 +178,6 @@ async def test_a_salt_does_not_tell_which_structures_another_one_uses(grammars):
     assert await grammars.compile(structure) is not own
 
 
-async def test_equal_structures_are_compiled_once(grammars):
-    structures = [
-        structure_of(CompletionRequest(guided_regex=f"a{{{n}}}")) for n in range(1, MAX_GRAMMARS + 2)
-    ]
-    first = await grammars.compile(structures[0])
-    assert await grammars.compile(structures[0]) is first
-    for structure in structures[1:]:
-        await grammars.compile(structure)
-    assert await grammars.compile(structures[0]) is not first  # forgotten: the least recently used
-
-
 async def test_few_structures_may_wait(grammars):
     asked = [
         grammars.compile(structure_of(CompletionRequest(guided_regex=f"b{{{n}}}")))
@@ -218,12 +201,6 @@ async def test_a_model_without_an_end_is_refused(tokenizer):
     with pytest.raises(ApiError, match="no end token"):
         await grammars.compile(structure_of(CompletionRequest(guided_regex="a")))
     grammars.close()
-
-
-async def test_a_wrong_pattern_is_told_without_llguidances_own_grammar(grammars):
-    with pytest.raises(ApiError) as caught:
-        await grammars.compile(Structure("regex", "[0-9", "guided_regex"))
-    assert str(caught.value) == "guided_regex cannot be used: the pattern is wrong: unclosed character class"
 
 
 BOMB = "((a{99}){99}){99}"
@@ -272,15 +249,6 @@ async def test_a_structure_takes_a_share_of_the_steps(grammars, monkeypatch):
         allowed(state)
     with pytest.raises(RequestRefused, match="too complex"):
         allowed(state)
-
-
-async def test_waiting_requests_share_one_grammar(grammars):
-    grammar = await grammars.compile(structure_of(CompletionRequest(guided_regex="ab")))
-    first, second = grammar.begin([]), grammar.begin([])
-    assert first._matcher is second._matcher
-    first.accept(allowed(first)[0])
-    assert first._matcher is not second._matcher
-    assert allowed(second) == allowed(grammar.begin([]))
 
 
 def tool_with_definition(name, kind, key="$defs", **more):

@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-from array import array
-
 import pytest
 import xxhash
 
-from engine_adapter.torch_engine.kv_tree import CopyFailed
+from engine_adapter.torch_engine.kv_node import LeafQueue, Node
+from engine_adapter.torch_engine.kv_tree import CopyFailed, KvTree
 from engine_adapter.types import KvTarget, Tier
-from tests.engine_adapter.torch_engine.kv_world import SIZE, World
+from tests.engine_adapter.torch_engine.kv_world import World
 
 
 def tokens(length, start=0):
@@ -39,34 +38,6 @@ def test_a_forced_collision_of_names_mixes_nothing_up(monkeypatch):
     world.run(tokens(8, 100))
     assert world.blocks(Tier.GPU) == 4
     assert world.run(tokens(9)) == 8
-
-
-def test_a_sequence_grows_and_its_full_blocks_are_shared_at_once():
-    world = World(8)
-    first = world.sequence(tokens(6))
-    assert world.begin(first)
-    world.compute(first, 6)
-    for token in (6, 7, 8):
-        first.append(token)
-        world.compute(first, 1)
-    world.check()
-    second = world.sequence(tokens(9))
-    assert world.begin(second)
-    assert second.computed == 8
-    assert list(second.blocks[:2]) == list(first.blocks[:2])
-    world.check()
-
-
-def test_the_same_block_computed_twice_is_kept_once():
-    world = World(8)
-    pair = [world.sequence(tokens(8)) for _ in range(2)]
-    for sequence in pair:
-        assert world.begin(sequence)
-    for sequence in pair:
-        world.compute(sequence, 8)
-    world.check()
-    assert list(pair[0].blocks) == list(pair[1].blocks)
-    assert world.cache.tree.gpu.free == 6
 
 
 def test_extend_takes_over_what_another_computed():
@@ -213,23 +184,75 @@ def test_a_failed_copy_while_extending_leaves_what_was_gained():
     world.check()
 
 
-def test_end_frees_a_partial_block_and_twice_is_fine():
-    world = World(4)
-    sequence = world.sequence(tokens(6))
-    assert world.begin(sequence)
-    world.compute(sequence, 6)
-    world.end(sequence)
-    world.end(sequence)
-    world.check()
-    assert world.cache.tree.gpu.free == 3
-    with pytest.raises(ValueError, match="not begun"):
-        _ = sequence.tip
+def leaf(last_used, priority=0, slot=0):
+    node = Node(b"", 1, None, slot)
+    node.last_used, node.priority = last_used, priority
+    return node
 
 
-def test_generated_tokens_are_text_beside_extra_ids():
-    world = World(4)
-    sequence = world.sequence([9, 9], extra_ids=[5, 5])
-    sequence.append(1)
-    assert list(sequence.extra_ids) == [5, 5, 0]
-    assert sequence.tokens == array("i", [9, 9, 1])
-    assert SIZE == 4
+def test_a_queue_orders_by_priority_then_use_then_depth():
+    deep = Node(b"", 1, leaf(2), 0)
+    nodes = [leaf(1, priority=1), leaf(2), deep, leaf(3)]
+    queue = LeafQueue(Tier.GPU)
+    for node in nodes:
+        queue.push(node)
+    assert [queue.pop() for _ in range(5)] == [deep, nodes[1], nodes[3], nodes[0], None]
+
+
+def test_a_queue_sweeps_stale_entries():
+    queue = LeafQueue(Tier.GPU)
+    node = leaf(0)
+    for tick in range(1000):
+        node.last_used = tick
+        queue.push(node)
+    assert len(queue._heap) <= 80
+    assert queue.pop() is node
+
+
+class Copies:
+    def __init__(self):
+        self.down = []
+        self.up = []
+
+    def copy_to_host(self, gpu_slots, host_slots):
+        self.down.append((list(gpu_slots), list(host_slots)))
+
+    def copy_to_gpu(self, host_slots, gpu_slots):
+        self.up.append((list(host_slots), list(gpu_slots)))
+
+
+def chain(tree, length, salt=None):
+    """An idle chain of blocks."""
+    root = tree.hold_root(salt)
+    nodes: list[Node] = []
+    for index in range(length):
+        nodes.append(tree.insert(nodes[-1] if nodes else root, b"key%d" % index, tree.gpu.take()))
+    tree.touch(nodes)
+    for node in reversed(nodes):
+        tree.release(node)
+    tree.release_root(root)
+    return nodes
+
+
+def make(gpu=4, host=4):
+    copies = Copies()
+    return KvTree(gpu_blocks=gpu, host_blocks=host, tokens_per_block=1, copier=copies), copies
+
+
+def test_one_eviction_is_one_copy_and_tells_of_a_chain_once():
+    tree, copies = make()
+    nodes = chain(tree, 4)
+    tree.journal.drain()
+    assert tree.make_room(3)
+    assert copies.down == [([3, 2, 1], [0, 1, 2])]
+    stored, removed = tree.journal.drain()
+    assert stored.hashes == tuple(node.name for node in nodes[1:])
+    assert set(removed.hashes) == set(stored.hashes)
+
+
+def test_a_host_slot_given_twice_in_one_batch_is_copied_once():
+    tree, copies = make(gpu=4, host=1)
+    chain(tree, 4)
+    assert tree.make_room(4)
+    assert copies.down == [([0], [0])]
+    assert tree.totals["evicted"] == 4

@@ -47,14 +47,6 @@ def test_with_a_host_tier_the_gpu_goes_by_last_use():
     assert world.cache.restore(KvTarget(array("i", prompt(1))), 8).moved == 2
 
 
-def test_what_is_kept_longer_or_higher_stays_longer():
-    world = World(8)
-    world.run(prompt(1, 1), priority=2)
-    world.run(prompt(2, 1), priority=1)
-    world.run(prompt(3, 7))  # needs all blocks but one
-    assert [world.held(prompt(name, 1)) for name in (1, 2)] == [1, 0]
-
-
 def test_a_ttl_ends():
     world = World(8)
     world.cache.expire(100.0)
@@ -153,16 +145,6 @@ def test_a_higher_priority_buys_no_more_than_the_share():
         world.run(prompt(name), priority=1000)
     scan(world, prompts=2)
     assert world.held(prompt(901)) == 2
-
-
-def test_an_owner_that_keeps_little_loses_none_to_one_that_keeps_much():
-    world = World(16)
-    world.run(prompt(1), priority=1, owner="little")
-    for name in range(2, 12):
-        world.run(prompt(name), priority=1, owner="much")
-    scan(world)
-    assert world.held(prompt(1)) == 2
-    assert by_owner(world.cache.tree.kept) == {"little": 2, "much": 6}
 
 
 def test_owners_that_ask_for_much_get_equal_shares():

@@ -8,8 +8,6 @@ import json
 import math
 import threading
 
-import msgspec
-import pytest
 import torch
 from safetensors.torch import save
 
@@ -28,16 +26,6 @@ async def complete(client, tokens, **fields):
     return response.json()
 
 
-async def test_info(client, served_engine):
-    info = (await client.get("/kv/info")).json()
-    assert info["engine"] == "kvpin-embedded"
-    assert info["instance"] == served_engine.service.instance
-    assert info["tokens_per_block"] == T
-    assert info["gpu_blocks"] == 256
-    assert {"version", "model", "tokenizer", "vocab_size", "hidden_size", "max_model_len"} <= set(info)
-    assert {"host_blocks", "block_bytes", "dtype", "device"} <= set(info)
-
-
 async def test_load_does_not_wait_for_the_engine_thread(client, served_engine):
     release = threading.Event()
     held = served_engine.service.engine.call(lambda _cache: release.wait(30))
@@ -47,36 +35,6 @@ async def test_load_does_not_wait_for_the_engine_thread(client, served_engine):
         release.set()
     assert held.result(30)
     assert load == {"instance": served_engine.service.instance, "running": 0, "waiting": 0}
-
-
-async def test_stats_add_up(client):
-    await complete(client, range(5, 60), cache_salt="stats")
-    stats = (await client.get("/kv/stats")).json()
-    gpu, host = stats["gpu"], stats["host"]
-    assert gpu["free"] + gpu["cached"] + gpu["active"] == gpu["total"] == 256
-    assert host["free"] + host["cached"] == host["total"]
-    assert stats["requests"] == {"running": 0, "waiting": 0}
-    assert stats["tokens"]["prompt"] >= 55
-    assert {"evicted", "offloaded", "restored"} <= set(stats["blocks"])
-    assert stats["pins"] == []
-
-
-async def test_event_sources(client, served_engine):
-    (source,) = (await client.get("/kv_event_sources")).json().values()
-    assert source["endpoint"].startswith("tcp://127.0.0.1:")
-    assert source["buffer_steps"] == 10_000
-    assert set(source) == {"endpoint", "replay_endpoint", "buffer_steps", "hwm", "topic"}
-
-
-async def test_snapshot_has_a_sequence_and_blocks(client):
-    await complete(client, range(5, 60), cache_salt="snapshot")
-    response = await client.get("/kv/snapshot")
-    assert response.headers["content-type"] == "application/msgpack"
-    sequence, events = msgspec.msgpack.decode(response.content)
-    assert sequence >= 0
-    assert any(
-        ["cache_salt", "snapshot"] in (keys or []) for e in events for keys in e.get("extra_keys") or []
-    )
 
 
 async def test_slices_stop_at_their_size_and_go_on(client):
@@ -105,38 +63,6 @@ async def test_a_flush_leaves_running_requests_their_blocks(client):
         in_use = max(in_use, left["in_use"])
     assert in_use > 0
     assert (await running)["choices"] == alone["choices"]
-
-
-async def test_pins_are_listed_and_end(client):
-    tokens = list(range(300, 300 + 2 * T))
-    await complete(client, [*tokens, 5], cache_salt="pin")
-    asked = {"token_ids": tokens, "cache_salt": "pin", "ttl_s": 60}
-    pinned = (await client.post("/kv/pin", json=asked)).json()
-    assert (pinned["blocks"], pinned["ttl_s"]) == (2, 60)
-    (shown,) = (await client.get("/kv/stats")).json()["pins"]
-    assert shown["pin_id"] == pinned["pin_id"]
-    assert 0 < shown["expires_in_s"] <= 60
-    for expected in (True, False):
-        answer = await client.post("/kv/unpin", json={"pin_id": pinned["pin_id"]})
-        assert answer.json() == {"unpinned": expected}
-
-
-@pytest.mark.parametrize(
-    ("path", "fields", "param"),
-    [
-        ("/kv/flush", {"max_blocks": 0}, "max_blocks"),
-        ("/kv/flush", {"max_blocks": "x"}, "max_blocks"),
-        ("/kv/offload", {"cache_salt": ""}, "cache_salt"),
-        ("/kv/restore", {"token_ids": [1, "x"]}, "token_ids[1]"),
-        ("/kv/flush", {"extra_ids": [1]}, "extra_ids"),
-        ("/kv/pin", {"token_ids": [1]}, "ttl_s"),
-        ("/kv/pin", {"ttl_s": 5}, "token_ids"),
-        ("/kv/pin", {"token_ids": [1], "ttl_s": 0}, "ttl_s"),
-        ("/kv/unpin", {}, "pin_id"),
-    ],
-)
-async def test_bad_operations_name_the_field(client, path, fields, param):
-    bad(await client.post(path, json=fields), 400, param)
 
 
 async def test_a_pin_beyond_the_pins_share_is_a_409(client):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -15,17 +16,14 @@ from transformers import (
 )
 
 from engine_adapter.errors import EngineSpecError
-from engine_adapter.torch_engine.model import DEFAULT_MODEL, load_model, random_model
-from tests.engine_adapter.torch_engine.engine_world import CONFIGS, tiny, write_config_model
-
-
-def test_the_default_model_says_what_it_is():
-    model = tiny()
-    assert (model.name, model.is_default, model.tokenizer) == ("kvpin-tiny", True, str(DEFAULT_MODEL))
-    assert (model.vocab_size, model.hidden_size, model.max_model_len) == (4096, 256, 8192)
-    assert (model.default_max_tokens, model.eos_token_ids) == (128, {2})
-    assert model.block_bytes(16) == 65536
-    assert (model.device, model.dtype) == ("cpu", "float32")
+from engine_adapter.torch_engine.attention import IMPLEMENTATION
+from engine_adapter.torch_engine.model import DEFAULT_MODEL, TOLERANCE, check_model, load_model
+from tests.engine_adapter.torch_engine.engine_world import (
+    CONFIGS,
+    phi3_with_longrope,
+    tiny,
+    write_config_model,
+)
 
 
 def test_the_default_model_is_the_same_each_time_and_leaves_torchs_seed_be():
@@ -182,8 +180,32 @@ def test_cuda_without_cuda_is_refused():
         load_model(None, device="cuda")
 
 
-def test_random_weights_come_from_the_seed_alone():
-    first, second, other = (random_model(CONFIGS["gpt2"], seed) for seed in (1, 1, 2))
-    pairs = list(zip(first.parameters(), second.parameters(), other.parameters(), strict=True))
-    assert all(torch.equal(one, two) for one, two, _ in pairs)
-    assert any(not torch.equal(one, three) for one, _, three in pairs)
+@pytest.mark.parametrize("dtype", [str(dtype).removeprefix("torch.") for dtype in TOLERANCE])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_right_models_pass_in_every_type_and_attend_as_before(kind, dtype, tmp_path):
+    model = load_model(str(write_config_model(kind, tmp_path)), dtype=dtype)
+    assert model.module.config._attn_implementation == IMPLEMENTATION
+
+
+def test_longrope_beyond_its_original_context_is_refused(tmp_path):
+    model = load_model(str(write_config_model(phi3_with_longrope(64), tmp_path)))
+    check_model(model)
+    with pytest.raises(EngineSpecError, match="differ from those of one full pass"):
+        check_model(dataclasses.replace(model, max_model_len=256))
+
+
+def test_a_layer_that_sees_more_than_its_tokens_is_refused(tmp_path):
+    model = load_model(str(write_config_model("llama", tmp_path)))
+    layer = model.module.model.layers[1].mlp
+    forward = layer.forward
+    layer.forward = lambda hidden: forward(hidden) + hidden.mean(1, keepdim=True)  # over all rows of a step
+    with pytest.raises(EngineSpecError, match="depends on more than a token"):
+        check_model(model)
+
+
+def test_a_model_without_numbers_is_refused(tmp_path):
+    model = load_model(str(write_config_model("llama", tmp_path)))
+    with torch.no_grad():
+        model.module.lm_head.weight.fill_(float("nan"))
+    with pytest.raises(EngineSpecError, match="by nan of"):
+        check_model(model)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine_adapter.torch_engine.model import load_model
-from engine_adapter.torch_engine.requests import PromptScores, RequestRefused, Scheduled
+from engine_adapter.torch_engine.requests import PromptScores, Scheduled
 from engine_adapter.torch_engine.scheduler import SCORED_TOKENS
 from tests.engine_adapter.torch_engine.engine_world import Reference, served, write_config_model
 
@@ -74,14 +74,3 @@ def test_a_preempted_prompt_is_scored_once(directory, expected):
 def test_a_prompt_of_one_token_has_no_scores(directory):
     with served(load_model(str(directory))) as world:
         assert scores_of(world.ask([5], 2, prompt_logprobs=1).wait()) == []
-
-
-def test_embeddings_have_no_logprobs(directory):
-    model = load_model(str(directory))
-    with served(model) as world, pytest.raises(RequestRefused):
-        world.ask(
-            [5, model.vocab_size],
-            extra_ids=[0, 7],
-            embeddings={7: torch.zeros(1, model.hidden_size)},
-            prompt_logprobs=1,
-        )

@@ -9,7 +9,6 @@ from engine_adapter.torch_engine.protocol import (
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
-    PinRequest,
     SliceRequest,
     choices_of,
     embeds_of,
@@ -17,10 +16,8 @@ from engine_adapter.torch_engine.protocol import (
     parse_tokenize,
     prompt_of,
     retention_of,
-    salt_of,
     sampling_of,
     target_of,
-    token_ids_of,
 )
 from engine_adapter.torch_engine.requests import SamplingParams
 from engine_adapter.torch_engine.web import ApiError
@@ -43,36 +40,22 @@ def sampling(request):
     ("fields", "param"),
     [
         ({"max_tokens": -1}, "max_tokens"),
-        ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": "5"}, "max_tokens"),
-        ({"max_tokens": 1.5}, "max_tokens"),
-        ({"temperature": -0.1}, "temperature"),
         ({"temperature": 2.1}, "temperature"),
-        ({"temperature": "hot"}, "temperature"),
         ({"top_p": 0}, "top_p"),
-        ({"top_p": 1.1}, "top_p"),
-        ({"top_k": -2}, "top_k"),
         ({"top_k": 2**63}, "top_k"),
-        ({"min_p": 1.5}, "min_p"),
         ({"seed": 2**63}, "seed"),
-        ({"presence_penalty": 2.5}, "presence_penalty"),
         ({"frequency_penalty": -2.5}, "frequency_penalty"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
-        ({"min_tokens": -1}, "min_tokens"),
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
-        ({"stop": ""}, "stop"),
         ({"stop": ["a", ""]}, "stop[1]"),
         ({"stop": ["a"] * 5}, "stop"),
-        ({"stop": 5}, "stop"),
-        ({"stop": {"a": 1}}, "stop"),
         ({"stop": ["a", 5]}, "stop[1]"),
-        ({"stop_token_ids": "1"}, "stop_token_ids"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"5": 101}}, "logit_bias"),
         ({"response_format": "text"}, "response_format"),
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
-        ({"model": 5}, "model"),
     ],
 )
 @pytest.mark.parametrize("make", [chat, completion])
@@ -89,13 +72,9 @@ def test_bad_fields_are_named(make, fields, param):
     [
         (lambda: chat(top_logprobs=3), "top_logprobs"),
         (lambda: chat(logprobs=True, top_logprobs=21), "top_logprobs"),
-        (lambda: chat(logprobs=3), "logprobs"),
         (lambda: chat(max_completion_tokens=0), "max_completion_tokens"),
         (lambda: chat(prompt_table="t"), "prompt_table"),
-        (lambda: chat(extra_ids=[0]), "extra_ids"),
-        (lambda: chat(add_special_tokens=True), "add_special_tokens"),
         (lambda: completion(logprobs=21), "logprobs"),
-        (lambda: completion(logprobs=True), "logprobs"),
         (lambda: completion(suffix="x"), "suffix"),
         (lambda: chat(modalities=["text", "audio"]), "modalities"),
     ],
@@ -111,7 +90,6 @@ def test_bad_fields_of_one_route_are_named(request_of, param):
     [
         ({"n": 0}, "n"),
         ({"n": 129}, "n"),
-        ({"best_of": 2}, "best_of"),
         ({"n": 2, "best_of": 3}, "best_of"),
         ({"n": 2, "answer_token_ids": [5]}, "answer_token_ids"),
         ({"n": 2, "stream_token_ids": True}, "stream_token_ids"),
@@ -124,20 +102,12 @@ def test_bad_numbers_of_choices_are_named(make, fields, param):
     assert caught.value.param == param
 
 
-def test_numbers_of_choices():
-    assert [choices_of(chat(**fields)) for fields in ({}, {"n": 3}, {"n": 3, "best_of": 3})] == [1, 3, 3]
-
-
 def test_an_echo_may_be_all_that_is_wanted():
     asked = sampling(completion(echo=True, max_tokens=0, logprobs=2))
     assert (asked.max_tokens, asked.prompt_logprobs) == (0, 2)
     assert sampling(completion(logprobs=2)).prompt_logprobs is None
     with pytest.raises(ApiError):
         sampling(completion(max_tokens=0))
-
-
-def test_a_bias_is_read_by_token():
-    assert sampling(chat(logit_bias={"5": 1, "7": -100})).logit_bias == ((5, 1.0), (7, -100.0))
 
 
 def test_a_wrong_type_is_told_in_plain_words():
@@ -154,12 +124,6 @@ def test_a_missing_field_is_named(kind, name):
         parse(b"{}", kind)
     assert caught.value.param == name
     assert str(caught.value) == f"{name} is missing"
-
-
-def test_an_empty_body_is_called_so():
-    with pytest.raises(ApiError, match="the body is empty") as error:
-        parse(b"", CompletionRequest)
-    assert error.value.code == "invalid_json"
 
 
 @pytest.mark.parametrize(
@@ -219,7 +183,6 @@ def test_embeddings_are_the_whole_prompt(beside):
     [
         ({"prompt_embeds": ["x", "y"]}, "prompt_embeds"),
         ({"prompt": "x"}, "prompt"),
-        ({"prompt": [5]}, "prompt"),
         ({"prompt_table": "t"}, "prompt_table"),
         ({"extra_ids": [0]}, "extra_ids"),
     ],
@@ -230,38 +193,23 @@ def test_what_embeddings_exclude_is_named(fields, param):
     assert caught.value.param == param
 
 
-def test_prompts():
-    assert prompt_of("x") == prompt_of(["x"]) == "x"
-    assert prompt_of([1, 2]) == prompt_of([[1, 2]]) == token_array([1, 2])
-
-
 @pytest.mark.parametrize(
     ("prompt", "param"),
     [
         (None, "prompt"),
-        ("", "prompt"),
         ([], "prompt"),
-        ([""], "prompt"),
         ([[]], "prompt"),
         (["a", "b"], "prompt"),
         ([[1], [2]], "prompt"),
-        ([1, "2"], "prompt[1]"),
         ([1, True], "prompt[1]"),
         ([1, 2.0], "prompt[1]"),
-        ([1, None], "prompt[1]"),
         ([0, 1, 2**31], "prompt[2]"),
-        ([{}], "prompt[0]"),
     ],
 )
 def test_bad_prompts(prompt, param):
     with pytest.raises(ApiError) as caught:
         prompt_of(prompt)
     assert caught.value.param == param
-
-
-def test_tokenize_bodies_are_chats_or_prompts():
-    assert isinstance(parse_tokenize(b'{"messages": []}'), ChatRequest)
-    assert isinstance(parse_tokenize(b'{"prompt": "the word \\"messages\\" in a text"}'), CompletionRequest)
 
 
 def test_targets():
@@ -279,39 +227,16 @@ def test_targets():
     ("fields", "param"),
     [
         ({"cache_salt": ""}, "cache_salt"),
-        ({"extra_ids": [1]}, "extra_ids"),
         ({"token_ids": [1, 2], "extra_ids": [1]}, "extra_ids"),
         ({"token_ids": [1], "extra_ids": [-1]}, "extra_ids[0]"),
         ({"token_ids": [2**40]}, "token_ids[0]"),
         ({"max_blocks": 0}, "max_blocks"),
-        ({"max_blocks": 10**9}, "max_blocks"),
     ],
 )
 def test_bad_targets(fields, param):
     with pytest.raises(ApiError) as caught:
         target_of(parse(msgspec.json.encode(fields), SliceRequest))
     assert caught.value.param == param
-
-
-@pytest.mark.parametrize("ttl", [0, -1])
-def test_a_ttl_is_positive(ttl):
-    with pytest.raises(ApiError) as caught:
-        parse(msgspec.json.encode({"token_ids": [1], "ttl_s": ttl}), PinRequest)
-    assert caught.value.param == "ttl_s"
-    assert parse(b'{"token_ids": [1], "ttl_s": 0.5}', PinRequest).ttl_s == 0.5
-
-
-def test_an_empty_salt_is_refused():
-    assert salt_of(None) is None
-    assert salt_of("x") == "x"
-    with pytest.raises(ApiError):
-        salt_of("")
-
-
-def test_the_index_of_a_bad_id_is_named():
-    with pytest.raises(ApiError) as caught:
-        token_ids_of([0, -(2**31) - 1], "tokens")
-    assert caught.value.param == "tokens[1]"
 
 
 @pytest.mark.parametrize(
@@ -334,7 +259,6 @@ def test_what_is_to_be_kept(fields, retention):
     ("fields", "param"),
     [
         ({"keep_priority": 1001}, "keep_priority"),
-        ({"keep_priority": -1}, "keep_priority"),
         ({"keep_s": 0}, "keep_s"),
     ],
 )

@@ -41,26 +41,6 @@ def run(runner, *work):
     return logits
 
 
-def test_rows_of_a_step_do_not_see_each_other(runner):
-    alone = run(runner, (sequence(range(9), [0, 1, 2]), 9, True))
-    first, second = sequence(range(9), [9, 4, 6]), sequence(range(30, 35), [3, 2])
-    assert run(runner, (first, 4, False), (second, 5, False)).shape == (0, 4096)
-    assert first.computed == 4
-    both = run(runner, (first, 5, True))
-    torch.testing.assert_close(both, alone)
-
-
-def test_logits_come_in_the_order_of_the_work_that_wants_them(runner):
-    prompts = [sequence(range(start, start + 5), [2 * start, 2 * start + 1]) for start in (0, 1, 2)]
-    alone = [run(runner, (item, 5, True))[0] for item in prompts]
-    for item in prompts:
-        item.computed = 4
-    together = run(
-        runner, (prompts[2], 1, True), (prompts[0], 1, True), (sequence(range(5), [12, 13]), 5, False)
-    )
-    torch.testing.assert_close(together, torch.stack([alone[2], alone[0]]))
-
-
 def test_logits_after_several_tokens_of_an_item(runner):
     whole = run(runner, (sequence(range(6), [0, 1]), 6, 6))
     last = run(runner, (sequence(range(40, 44), [2]), 4, 0), (sequence(range(6), [4, 9]), 6, 3))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -16,8 +17,11 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from engine_adapter import EngineUnavailable
+from engine_adapter.errors import EngineSpecError
 from engine_adapter.torch_engine.engine import MAX_FAILED_STEPS
-from engine_adapter.torch_engine.options import EmbeddedOptions
+from engine_adapter.torch_engine.options import DEFAULT_KV_BLOCKS, MEMORY_SHARE, EmbeddedOptions
+from engine_adapter.torch_engine.process import serve_engine
 from engine_adapter.torch_engine.serve import app
 from tests.engine_adapter.torch_engine import failing_engine as failing
 from tests.engines import running_engine
@@ -153,3 +157,42 @@ def test_every_flag_and_every_failure_is_documented():
     assert f"{EmbeddedOptions().pin_share:.0%} by" in page
     for code in ("request_failed", "engine_unavailable", "pin_limit_reached", "context_length_exceeded"):
         assert f"`{code}`" in page
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"tokens_per_block": 12}, "tokens_per_block is 12; a power of two"),
+        ({"tokens_per_block": 0}, "tokens_per_block is 0"),
+        ({"kv_blocks": 1, "kv_bytes": 1}, "kv_blocks and kv_bytes"),
+        ({"kv_blocks": 0}, "kv_blocks is 0"),
+        ({"kv_bytes": -1}, "kv_bytes is -1"),
+        ({"max_num_seqs": 0}, "max_num_seqs is 0"),
+        ({"prefill_chunk": 0}, "prefill_chunk is 0"),
+        ({"pin_share": 1.1}, "pin_share is 1.1"),
+        ({"host_cache_bytes": -5}, "host_cache_bytes is -5"),
+    ],
+)
+def test_bad_values_are_named(values, named):
+    with pytest.raises(EngineSpecError, match=named):
+        EmbeddedOptions(**values)
+
+
+def blocks(available=None, context=1000, **values):
+    return EmbeddedOptions(**values).gpu_blocks(100, context=context, available=available)
+
+
+def test_without_a_size_the_cache_holds_what_requests_need_in_a_part_of_the_memory():
+    assert blocks(available=10**9) == 32 * 63
+    assert blocks(available=10**9, max_num_seqs=2, tokens_per_block=8) == 2 * 125
+    assert blocks(available=int(100 * 100 / MEMORY_SHARE)) == 100
+    assert blocks() == DEFAULT_KV_BLOCKS
+    with pytest.raises(EngineSpecError, match="25% of the free memory is 97, less than one block"):
+        blocks(available=388)
+
+
+def test_a_port_in_use_is_named_and_may_be_free_later():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(EngineUnavailable, match=str(port)):
+            serve_engine(EmbeddedOptions(port=port))

@@ -148,11 +148,6 @@ def test_text_is_given_out_at_once_where_no_call_can_begin():
     assert reader.push("b").text == " <b"
 
 
-def test_at_most_one_call():
-    text = '<tool_call>{"name":"f"}</tool_call><tool_call>{"name":"g"}</tool_call>'
-    assert read(MarkedCalls(HERMES, most=1), text)[1] == [("f", "{}")]
-
-
 def test_a_named_call_streams_its_arguments():
     reader = NamedCall("f")
     assert reader.push("") == ("", ())

@@ -20,19 +20,16 @@ from engine_adapter import (
     Capability,
     EngineRejected,
     EngineUnavailable,
-    HttpTransport,
-    JsonBody,
     KvTarget,
     KvVerb,
     NotSupported,
     ViewCurrent,
     ViewLost,
     ViewResumed,
-    make_adapter,
 )
 from engine_adapter.http.control import ControlClient
 from engine_adapter.types import RESPONSES_ROUTES, EngineSpec
-from tests.engines import engine_spec
+from tests.engine_adapter.builders import body
 from tests.fake_engines.text import chat_tokens, encode
 from tests.fake_engines.vllm import running_vllm
 
@@ -41,23 +38,8 @@ JSON = {"content-type": "application/json"}
 
 
 @pytest.fixture
-async def adapter_of():
-    made = []
-
-    def make(server, **fields):
-        made.append(make_adapter(engine_spec("vllm", server.url, **fields)))
-        return made[-1]
-
-    yield make
-    for adapter in made:
-        await adapter.aclose()
-
-
-@pytest.fixture
-async def transport():
-    transport = HttpTransport()
-    yield transport
-    await transport.aclose()
+def adapter_of(make):
+    return lambda server, **fields: make("vllm", server.url, **fields)
 
 
 async def complete(server, tokens, *, rank=None, **fields):
@@ -73,10 +55,6 @@ async def until(events, kind):
     while not isinstance(event := await anext(events), kind):
         pass
     return event
-
-
-def body(**fields):
-    return JsonBody(json.dumps(fields).encode())
 
 
 async def operated(adapter, verb, target=KvTarget()):  # noqa: B008 - frozen

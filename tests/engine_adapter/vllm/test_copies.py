@@ -41,11 +41,6 @@ def copies():
     return copies
 
 
-def test_a_block_stored_once_is_gone_once_removed(copies):
-    events = [copied("a", "b"), removed("b"), removed("a"), copied("a"), removed("a")]
-    assert passed(copies, *events) == events
-
-
 def test_of_two_copies_the_second_removal_counts(copies):
     twice = [copied("a", "b"), copied("a", "b", "c"), copied("d", parent="b"), copied("d", parent="b")]
     assert passed(copies, *twice) == twice
@@ -91,12 +86,6 @@ def test_copies_taken_on_trust_are_gone_when_it_was_misplaced():
     assert after[1:] == [incomplete]
     assert sorted(after[0].hashes) == ["b", "c"]
     assert passed(copies, copied("b", parent="a"), removed("b")) == [copied("b", parent="a"), removed("b")]
-
-
-def test_a_whole_history_tells_of_copies():
-    copies = Copies()
-    passed(copies, LOST, copied("a"), copied("a", "b"), removed("b"), removed("a"), CURRENT)
-    assert passed(copies, removed("a")) == [removed("a")]
 
 
 @pytest.mark.parametrize("end", [CacheCleared(), LOST], ids=["cleared", "lost"])

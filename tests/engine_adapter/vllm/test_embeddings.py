@@ -5,23 +5,18 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
-import json
 from array import array
 
 import pytest
 import torch
 
-from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected
 from engine_adapter.vllm.requests import has_embeddings, render
+from tests.engine_adapter.builders import body
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 PLACE = 4096
 ROWS = torch.randn(70, 8)
-
-
-def body(**fields):
-    return JsonBody(json.dumps(fields).encode())
 
 
 def encoded(tensor):

@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from engine_adapter import Role, make_adapter
-from engine_adapter.vllm.kv_transfer import KvTransfer, findings_of_transfer, role_of, transfer_of
+from engine_adapter.vllm.kv_transfer import KvTransfer, findings_of_transfer, transfer_of
 from tests.engines import engine_spec
 from tests.fake_engines.vllm import running_vllm
 
@@ -133,10 +133,6 @@ class TestFindings:
         (finding,) = findings_of_transfer(spec_of(role), told_of(kv_connector=connector))
         assert f"it has a {connector}, and kvpin moves KV by NixlConnector alone" in finding.problem
         assert '"kv_connector":"NixlConnector"' in finding.remedy
-
-    def test_nothing_to_say_without_a_role(self):
-        assert list(findings_of_transfer(spec_of(Role.BOTH), KvTransfer())) == []
-        assert role_of(spec_of(Role.BOTH), None) is Role.BOTH
 
 
 @pytest.mark.parametrize(

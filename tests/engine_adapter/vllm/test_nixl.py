@@ -6,7 +6,7 @@ from array import array
 import pytest
 
 from engine_adapter import EngineGarbled, JsonBody, Role, make_adapter
-from engine_adapter.vllm.nixl import MARGIN_S, NixlPull
+from engine_adapter.vllm.nixl import NixlPull
 from tests.engines import engine_spec
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -67,9 +67,6 @@ class TestTakes:
     def test_nothing_that_is_computed_whole_or_moved_by_its_client(self, fields):
         assert not NIXL.takes(COMPLETIONS, body_of(**fields))
 
-    def test_no_other_route(self):
-        assert not NIXL.takes("/v1/embeddings", body_of())
-
 
 class TestFetch:
     """Whether the decode engine pulls with the request itself, or with one before."""
@@ -90,10 +87,6 @@ class TestFetch:
         first = json.loads(NIXL.first_leg(body).raw)
         assert first.pop("kv_transfer_params")["do_remote_decode"] is True
         assert first == expected | {"ignore_eos": True}
-
-    def test_a_response_too(self):
-        route, _ = NIXL.fetch(RESPONSES, body_of(), IDS)
-        assert route == COMPLETIONS
 
 
 class TestFirstLeg:
@@ -191,15 +184,6 @@ class TestHandover:
     def test_an_answer_that_is_none(self, answer):
         with pytest.raises(EngineGarbled, match="its answer to a prefill cannot be read"):
             NIXL.handover(answer, body_of())
-
-
-@pytest.mark.parametrize(("role", "moves"), [("both", False), ("prefill", True), ("decode", True)])
-async def test_engines_with_a_role_move_kv(role, moves):
-    adapter = make_adapter(engine_spec("vllm", "http://127.0.0.1:1", role=Role(role), kv_lease_s=12.0))
-    assert (adapter.transfer is not None) is moves
-    if adapter.transfer is not None:
-        assert adapter.transfer.usable_s == 12.0 - MARGIN_S
-    await adapter.aclose()
 
 
 async def test_beside_an_lmcache_there_is_no_other_connector():

@@ -1,4 +1,3 @@
-import json
 from array import array
 
 import pytest
@@ -6,11 +5,11 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected, EngineUnavailable
 from engine_adapter.http.control import ControlClient
 from engine_adapter.types import EngineSpec, MediaSpan
 from engine_adapter.vllm.prompts import render, tokenize
+from tests.engine_adapter.builders import body
 from tests.engines import served
 from tests.fake_engines.text import chat_tokens, encode
 from tests.fake_engines.vllm import running_vllm
@@ -30,10 +29,6 @@ async def control(server):
     control = ControlClient(EngineSpec("vllm", server.url, "e"))
     yield control
     await control.aclose()
-
-
-def body(**fields):
-    return JsonBody(json.dumps(fields).encode())
 
 
 async def test_chats_and_texts_with_what_shapes_them(control):
@@ -94,10 +89,6 @@ async def test_routes_whose_prompts_are_not_told(control):
         await render(control, "/v1/embeddings", body(input="Hi"), "tiny")
     with pytest.raises(EngineRejected, match="empty conversation"):
         await render(control, CHAT, body(messages=[]), "tiny")
-
-
-async def test_the_name_a_client_knows_is_not_the_servers(control):
-    assert (await render(control, TEXT, body(prompt="x", model="alias"), "ada")).token_ids
 
 
 RENDERED = {"token_ids": [1, 2, 3]}

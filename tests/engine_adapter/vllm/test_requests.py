@@ -30,13 +30,6 @@ def test_an_audited_prompt_goes_as_text_and_its_ids_are_asked_for(shaper):
     assert sent(shaper)[0] == {"prompt": [5, 6, 7]}
 
 
-def test_what_is_not_known_is_not_compared():
-    shaper = RequestShaper(asks_usage=True)
-    request, hold = sent(shaper, target=None)
-    assert request == {"prompt": "some text"}
-    assert hold.answer is None
-
-
 @pytest.mark.parametrize(
     "fields",
     [

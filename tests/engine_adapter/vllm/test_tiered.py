@@ -167,10 +167,6 @@ class TestWhatItIs:
             assert (await adapter.lookup(TARGET)).host == 256
             await adapter.aclose()
 
-    async def test_what_it_cannot_do_for_other_reasons_is_told_as_ever(self, adapter):
-        await adapter.connect()
-        assert "embedded engine" in adapter.not_supported(Capability.PROMPT_TABLES).instead
-
     async def test_stats_have_both(self, lmcache, adapter):
         assert (await adapter.stats())["lmcache"] == {}
         await adapter.connect()
@@ -267,14 +263,6 @@ class TestRequests:
         assert lmcache.mixed == 0
         sent = [body.get("cache_salt") for _, body in vllm[1].seen[-4:]]
         assert sent == [None, salt_for(None, "ada"), "s", salt_for("s", "ada")]
-
-    async def test_without_kvpin_they_are_mixed(self, lmcache, vllm):
-        """What the salts are for."""
-        async with httpx.AsyncClient(base_url=vllm[0], trust_env=False) as client:
-            for model in ("tiny", "ada"):
-                body = {"model": model, "prompt": list(PROMPT), "max_tokens": 1}
-                (await client.post(COMPLETIONS, json=body)).raise_for_status()
-        assert lmcache.mixed == 256
 
     @pytest.mark.parametrize(
         "path",
@@ -398,6 +386,3 @@ class TestOperations:
         with pytest.raises(NotSupported):
             await result(adapter.operate(KvVerb.FLUSH, target))
         assert lmcache.tiers(PROMPT, "s") == ["l1+l2"] * 4
-
-    async def test_they_connect_by_themselves(self, adapter):
-        assert (await result(adapter.operate(KvVerb.OFFLOAD, TARGET))).total == 0
