@@ -269,7 +269,7 @@ def _choice(slot: Slot, kept: int, file: _File | None, given: _Inputs) -> Plan:
         save_first=save_s > 0,
         is_ready=slot.is_idle,
         over_pin=slot.pinned_until > given.now
-        and (file is not None or slot.shared(given.prompt, given.salt) < slot.pinned),
+        and (0 if file is not None else slot.shared(given.prompt, given.salt)) < slot.pinned,
     )
 
 
