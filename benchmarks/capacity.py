@@ -31,8 +31,7 @@ from router_peers import Engine
 from router_work import MIXES, Question, make_warm_up, make_work
 from routers import SETTLE_S, engines
 
-from proxy.replay.arrivals import SEVERAL_SEEDS
-from proxy.replay.simulator import quantile_of
+from proxy.replay.simulator import SEVERAL_SEEDS, quantile_of
 
 P99 = 0.99
 SEEDS = ",".join(map(str, SEVERAL_SEEDS))

@@ -49,7 +49,7 @@ from xxhash import xxh3_64_intdigest
 
 from engine_adapter.types import Attention, KvGroup, Tier
 from proxy.core.index.blocks import BlockHash, Chain, chain, namespace_root
-from proxy.core.index.learned import LearnedBlocks
+from proxy.core.index.expected import LearnedBlocks
 from proxy.core.index.prefix_index import PrefixIndex
 from proxy.core.placement.decision import Candidate, Placement
 from proxy.core.placement.placer import Placer

@@ -31,11 +31,10 @@ import msgspec
 
 from engine_adapter import ChatError, EngineSpecError, JsonBody
 from engine_adapter.prompt.chat import ChatTokenizer, load_transformers, normalize_messages
-from engine_adapter.prompt.content_format import content_format
-from engine_adapter.prompt.cuts import find_cut
-from engine_adapter.prompt.encoders import exact_encoder
+from engine_adapter.prompt.encoders import exact_encoder, find_cut
+from engine_adapter.prompt.template_trials import content_format
 from engine_adapter.types import TokenIds
-from proxy.prompt.known_chats import Owner
+from proxy.prompt.known_chats import ChatOwner
 from proxy.prompt.render import CHAT_PATH, ChatInput, read_prompt
 from proxy.prompt.tokenizer import LocalTokenizer
 from scripts.shipped_models import shipped_models
@@ -229,7 +228,7 @@ def _by_transformers(reference: Any, source: ChatInput) -> array[int] | None:  #
 
 async def _turn(local: LocalTokenizer, source: ChatInput, body: JsonBody) -> TokenIds[int] | None:
     try:
-        return (await local.turn(source, body, Owner()))[0].token_ids
+        return (await local.turn(source, body, ChatOwner()))[0].token_ids
     except ChatError:
         return None
 

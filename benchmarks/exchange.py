@@ -29,9 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from proxy.core.placement.placer import Placer
 from proxy.fleet.pool import Pool
-from proxy.peers.bus import Bus
+from proxy.peers.bus import Bus, UnixBus
 from proxy.peers.redis_bus import RedisBus
-from proxy.peers.unix_bus import UnixBus
 from tests.fakes import INFO, FakeAdapter, FakeEngine, FakeProxy, client_of, proxy_over
 
 ENGINES = 8

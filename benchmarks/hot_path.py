@@ -34,7 +34,7 @@ from proxy.core.placement.scores import place
 from proxy.fleet.engine import EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.pool import Pool
-from proxy.prompt import PromptBuilder, PromptTables
+from proxy.prompt import PromptBuilder, RegisteredTables
 from tests.fakes import use_unchecked
 
 CHAT = "/v1/chat/completions"
@@ -79,7 +79,7 @@ def measure_steps(source: Path, sizes: tuple[int, ...], repeats: int) -> list[St
     """The steps for one tokenizer."""
     info = EngineInfo("m", "i", frozenset[Capability](), tokens_per_block=16, gpu_blocks=100_000)
     tokenizer = ChatTokenizer.load(str(source))
-    builder = PromptBuilder(info, tables=PromptTables(max_bytes=1))
+    builder = PromptBuilder(info, tables=RegisteredTables(max_bytes=1))
     builder.adopt(tokenizer)
     use_unchecked(builder)
     pool = _pool(info)

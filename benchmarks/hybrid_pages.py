@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from proxy.core.index.blocks import BlockHash, Chain
-from proxy.replay.cache import Filled, Taken
-from proxy.replay.hybrid_cache import HybridCache
+from proxy.replay.cache import Filled, HybridCache, Taken
 from tests.fake_engines.cache import CachePrompt, PageCache, StoredRun
 from tests.fake_engines.vllm import EventGroup
 

@@ -34,14 +34,14 @@ import uvloop
 import zmq
 from core_speed import CACHE, PEER, answer, install
 
-from engine_adapter.events.keys import read_sglang_keys, read_vllm_keys
+from engine_adapter.events.fields import read_sglang_keys, read_vllm_keys
 from engine_adapter.events.subscriber import EventEndpoints, KvEventSubscriber
 from engine_adapter.events.wire import EventReader
 from engine_adapter.types import KvEvent
 from proxy.core.index.blocks import namespace_root
 from proxy.core.index.prefix_index import PrefixIndex
 from proxy.core.index.view import EngineView, slices
-from proxy.runtime.interpreter import settle, steady
+from proxy.runtime import settle, steady
 
 POOL = 16
 VOCABULARY = 128_000

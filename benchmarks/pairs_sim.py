@@ -43,9 +43,8 @@ from proxy.core.index.blocks import BlockHash
 from proxy.core.placement.decision import Placement
 from proxy.core.placement.pairs import MIN_PULL_TOKENS
 from proxy.core.placement.placer import PlacedRequest, Placer
-from proxy.replay.arrivals import arrivals, fitting, speedup_for_load
 from proxy.replay.simulated_engine import EngineModel, Listener, SimEngine
-from proxy.replay.simulator import quantile_of
+from proxy.replay.simulator import arrivals, fitting, quantile_of, speedup_for_load
 from proxy.replay.trace import Trace, TraceRequest, read_trace
 
 MODEL = EngineModel(500_000, chunked=True)

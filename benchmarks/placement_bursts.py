@@ -34,7 +34,7 @@ from routers import SETTLE_S, engines
 
 from proxy.core.index.blocks import Chain
 from proxy.replay.policy import Policy, SimFleet
-from proxy.replay.policy_names import make
+from proxy.replay.rules import make
 from proxy.replay.simulated_engine import EngineModel
 from proxy.replay.simulator import Simulation, quantile_of
 from proxy.replay.trace import TraceRequest

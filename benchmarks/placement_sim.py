@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from proxy.replay.plan import ReplayPlan
-from proxy.replay.policy_names import ORACLE, resolve
 from proxy.replay.report import over_seeds, rows
+from proxy.replay.rules import ORACLE, resolve
 from proxy.replay.simulated_engine import EngineModel
 from proxy.replay.simulator import run_all
 from proxy.replay.trace import Trace, TraceError, read_trace

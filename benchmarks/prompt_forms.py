@@ -26,7 +26,7 @@ from engine_adapter import ChatError, EngineAdapter, EngineRejected, JsonBody, m
 from engine_adapter.prompt.chat import ChatTokenizer, load_transformers
 from engine_adapter.prompt.encoders import exact_encoder
 from engine_adapter.prompt.forms import Form
-from proxy.prompt import PromptBuilder, PromptTables, verify_exactness
+from proxy.prompt import PromptBuilder, RegisteredTables, verify_exactness
 from proxy.prompt.render import CHAT_PATH
 from scripts.make_checkpoint import checkpoint_path
 from scripts.make_gguf import gguf_path
@@ -61,7 +61,7 @@ async def compare(adapter: EngineAdapter, chats: ChatTokenizer) -> Counter[str]:
     counts = Counter[str]()
     try:
         info = await adapter.connect()
-        builder = PromptBuilder(info, tables=PromptTables(), engines=lambda _: [adapter])
+        builder = PromptBuilder(info, tables=RegisteredTables(), engines=lambda _: [adapter])
         builder.adopt(chats.rendering(info.template_input))
         await verify_exactness(builder, adapter)
         rows = {form: builder.forms.rows[form] for form in PROBED if form in builder.forms.rows}

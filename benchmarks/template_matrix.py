@@ -23,7 +23,7 @@ from typing import Any
 import httpx
 
 from engine_adapter import make_adapter
-from engine_adapter.prompt.message_shapes import Shape
+from engine_adapter.prompt.template_trials import MessageShape
 from proxy.core.message_repair import repaired
 from proxy.prompt.exactness import lost_by
 from proxy.request.normalising import REPAIRS
@@ -92,7 +92,7 @@ def _outcome(server: str, fields: Mapping[str, Any]) -> str:
     return "lost" if lost else "kept"
 
 
-async def _lost_by(server: str) -> frozenset[Shape]:
+async def _lost_by(server: str) -> frozenset[MessageShape]:
     adapter = make_adapter(engine_spec("llama_server", server, model=MODEL))
     try:
         await adapter.connect()

@@ -6,26 +6,26 @@
 base.py        the contract of every adapter     types.py       the data both sides share
 errors.py      its errors
 causes.py      cause → retry, blame; error code → HTTP status
-detect.py      address → kind
-hold.py        forecasts, and holds on an engine body.py        a request's body, JSON or not
-registry.py    kind → adapter and options        options.py     settings of one kind
-managed.py     how kvpin starts an engine, and the `kvpin engine` command
-transfer.py    KV from the engine that computed it to the one that answers
+detect.py      address → kind; versions of engines
+body.py        a request's body, JSON or not
+hold.py        forecasts, holds on an engine, KV from the engine that computed it to the one that answers
+registry.py    kind → adapter and options; how kvpin starts one, and the `kvpin engine` command
+options.py     settings of one kind, routes beside `/v1`, WebSockets, fields that clients of several tenants
+               may not send
 
-openai_compatible.py, vllm/, sglang/, tensorrt_llm/, lmdeploy/, nim.py, llama_server/, torch_engine/
+openai_compatible.py, vllm/, sglang/, tensorrt_llm/, lmdeploy.py, nim.py, llama_server/, torch_engine/
                the adapters
 lmcache/       host and disk tier of vLLM        events/        KV events of engines
 http/          HTTP towards engines              prompt/        text → token ids, as engines do it
 off_loop.py    threads for long computations, what JSON costs
-memory.py      what memory there is              release.py     versions of engines
-routes.py      routes beside `/v1`, WebSockets, fields that clients of several tenants may not send
+memory.py      what memory there is
 end_with_parent.py  ends what kvpin started, if kvpin dies
 """
 
 from __future__ import annotations
 
 from engine_adapter.base import EngineAdapter
-from engine_adapter.body import UNREADABLE, JsonBody, Named, RawFields, Upload, decode_object
+from engine_adapter.body import UNREADABLE, JsonBody, NamedModel, RawFields, Upload, decode_object
 from engine_adapter.detect import detect_kind
 from engine_adapter.end_with_parent import ends_with_parent
 from engine_adapter.errors import (
@@ -51,17 +51,40 @@ from engine_adapter.errors import (
     log_text,
 )
 from engine_adapter.events.options import address_of_rank
-from engine_adapter.hold import AnswerReader, Forecast, Hold, RequestBody, Resumption
+from engine_adapter.hold import (
+    AnswerReader,
+    Forecast,
+    Handover,
+    Hold,
+    Rendezvous,
+    RequestBody,
+    Resumption,
+    Transfer,
+)
+from engine_adapter.http.answer_fields import (
+    UNREAD,
+    read_answer_usage,
+    read_error,
+    read_streamed_error,
+    read_streamed_usage,
+)
 from engine_adapter.http.client import HttpTransport
 from engine_adapter.http.connection import IncomingResponse
-from engine_adapter.http.error_bodies import read_error, read_streamed_error
 from engine_adapter.http.openai_answer import Opening, Says, tell_cached, what_is_said
-from engine_adapter.http.prepare import base_url, route_of
+from engine_adapter.http.prepare import HeaderPairs, Headers, OutgoingRequest, base_url, route_of
 from engine_adapter.http.sse import Speech, WholeEvents, is_silent
-from engine_adapter.http.transport import HeaderPairs, Headers, OutgoingRequest
-from engine_adapter.http.usage import UNREAD, read_answer_usage, read_streamed_usage
-from engine_adapter.managed import managed_kind, run_engine_cli
-from engine_adapter.options import EngineOptions, OptionError, plain_error
+from engine_adapter.options import (
+    ADAPTER_FIELDS,
+    HINTS,
+    OWN_IDS,
+    PRIVATE_FIELDS,
+    PRIVATE_HEADERS,
+    PRIVATE_WITHIN,
+    EngineOptions,
+    OptionError,
+    plain_error,
+    websocket,
+)
 from engine_adapter.registry import (
     ENGINE_KINDS,
     ENGINE_OPTIONS,
@@ -71,17 +94,9 @@ from engine_adapter.registry import (
     keeps_apart,
     make_adapter,
     make_options,
+    managed_kind,
+    run_engine_cli,
 )
-from engine_adapter.routes import (
-    ADAPTER_FIELDS,
-    HINTS,
-    OWN_IDS,
-    PRIVATE_FIELDS,
-    PRIVATE_HEADERS,
-    PRIVATE_WITHIN,
-    websocket,
-)
-from engine_adapter.transfer import Handover, Rendezvous, Transfer
 from engine_adapter.types import (
     BelowGpu,
     BlocksRemoved,

@@ -15,9 +15,8 @@ from typing import Any, ClassVar, Protocol
 
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import ModelNotLoaded, NotSupported
-from engine_adapter.hold import Forecast, Hold, RequestBody
-from engine_adapter.http.transport import OutgoingRequest
-from engine_adapter.transfer import Rendezvous, Transfer
+from engine_adapter.hold import Forecast, Hold, Rendezvous, RequestBody, Transfer
+from engine_adapter.http.prepare import OutgoingRequest
 from engine_adapter.types import (
     BelowGpu,
     Capability,

@@ -255,7 +255,7 @@ def _fault_of(error: Exception) -> msgspec.DecodeError:
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class NamedModel:
     """The model that a form names, and the bytes of the form that hold this name."""
 
     model: str
@@ -275,7 +275,7 @@ class Upload:
 
     chunks: AsyncIterator[bytes]
     length: int | None = None
-    named: Named | None = None
+    named: NamedModel | None = None
 
     def renamed(self, model: str) -> Upload:
         """The body with another name of its model. All other bytes stay as they are."""
@@ -283,12 +283,12 @@ class Upload:
         if named is None:
             return self
         name = model.encode()
-        now = Named(model, named.start, named.start + len(name))
+        now = NamedModel(model, named.start, named.start + len(name))
         length = None if self.length is None else self.length + now.end - named.end
         return Upload(_replaced(self.chunks, named, name), length, now)
 
 
-async def _replaced(chunks: AsyncIterator[bytes], named: Named, name: bytes) -> AsyncIterator[bytes]:
+async def _replaced(chunks: AsyncIterator[bytes], named: NamedModel, name: bytes) -> AsyncIterator[bytes]:
     """The chunks with `name` in place of the old name."""
     at = 0
     async for chunk in chunks:

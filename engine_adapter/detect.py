@@ -1,7 +1,8 @@
-"""Finds the kind of an engine from its routes, without changing anything."""
+"""What an engine is: its kind, from its routes, without changing anything; and its release, to compare."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,19 @@ from engine_adapter.body import UNREADABLE
 from engine_adapter.errors import EngineRejected, EngineSpecError
 from engine_adapter.http.control import WANTS_KEY, ControlClient
 from engine_adapter.types import EngineSpec, Finding
+
+# --- versions of engines, to compare --------------------------------------------------------------------
+
+_NUMBERS = re.compile(r"\d+(\.\d+)*")
+
+
+def release_of(version: str) -> tuple[int, ...]:
+    """The numbers that a version begins with, e.g. (0, 32, 0) of `0.32.0+cpu`; () where there are none."""
+    numbers = _NUMBERS.match(version)
+    return tuple(map(int, numbers[0].split("."))) if numbers else ()
+
+
+# --- finds the kind of an engine from its routes, without changing anything -----------------------------
 
 _MODELS = "/v1/models"
 # By `owned_by` of the first model.

@@ -8,7 +8,7 @@ Only work that computes belongs here. What waits for a disk uses `asyncio.to_thr
 threads. uvloop looks up names in threads of its own.
 
 All threads share the interpreter's lock. An encoder releases it, and Python code gives it up every 0.5 ms
-(`proxy/runtime/interpreter.py`). A single call of a C function that keeps it still blocks the loop: decoding
+(`proxy/runtime.py`). A single call of a C function that keeps it still blocks the loop: decoding
 1 MiB of JSON takes about 1 ms.
 """
 
@@ -42,7 +42,7 @@ _OPENING_ALONE = bytes.maketrans(b"{}", b"[]")
 _NO_BRACKETS = bytes(set(range(256)) - set(b"{}[]"))
 
 
-class Shape(NamedTuple):
+class JsonSize(NamedTuple):
     """The size of a body in values and fields: what its decoding costs.
 
     Attributes:
@@ -56,12 +56,12 @@ class Shape(NamedTuple):
     fields: int = MOST_FIELDS
     text: int = MOST_TEXT
 
-    def above(self, most: Shape) -> str | None:
+    def above(self, most: JsonSize) -> str | None:
         """The first attribute that is above `most`; None if none is."""
         return next((name for name in self._fields if getattr(self, name) > getattr(most, name)), None)
 
 
-def shape_of(raw: bytes, most: Shape) -> Shape:
+def shape_of(raw: bytes, most: JsonSize) -> JsonSize:
     """The shape of a JSON text; of one above `most`, only as far as it was read. JSON that is wrong has the
     shape that a decoder would find up to the fault."""
     values = fields = text = inside = 0
@@ -82,10 +82,10 @@ def shape_of(raw: bytes, most: Shape) -> Shape:
         inside = (inside + len(strings) - 1) & 1
         values += outside.count(b",")
         fields += outside.count(b":") + outside.count(b"[") + outside.count(b"{")
-        found = Shape(values, fields, text)
+        found = JsonSize(values, fields, text)
         if found.above(most) is not None:
             return found
-    return Shape(values, fields, text)
+    return JsonSize(values, fields, text)
 
 
 def is_deeper(raw: bytes, levels: int) -> bool:

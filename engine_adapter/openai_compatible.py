@@ -9,7 +9,7 @@ from typing_extensions import override
 from engine_adapter.errors import EngineDied, EngineGarbled, EngineUnavailable, EngineUnhealthy
 from engine_adapter.http.adapter import HealthRoute, HttpAdapter, read_models
 from engine_adapter.http.control import NO_SUCH_ROUTE
-from engine_adapter.routes import READ, REALTIME, RESPONSES_SOCKET
+from engine_adapter.options import READ, REALTIME, RESPONSES_SOCKET
 from engine_adapter.types import (
     MESSAGES_ROUTES,
     RESPONSES_ROUTES,

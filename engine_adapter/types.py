@@ -19,9 +19,8 @@ from urllib.parse import urlsplit
 import msgspec
 from typing_extensions import TypeVar
 
-from engine_adapter.options import EngineOptions
+from engine_adapter.options import EngineOptions, NativeRoute
 from engine_adapter.prompt.template_input import USUAL, TemplateInput
-from engine_adapter.routes import NativeRoute
 
 TokenIds = array  # array('i'): one int32 per token
 ExtraIds = array  # array('Q'): one uint64 per token, 0 for text

@@ -33,18 +33,17 @@ from proxy.errors import ANSWERED, ModelRefused, Overloaded, TimeLimit, TooLong,
 from proxy.fleet.engine import TOKENS_PER_BLOCK
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
-from proxy.request.answer_headers import pairs
 from proxy.request.calls import Call, Reply
 from proxy.request.comparison import Comparison, Diagnose
 from proxy.request.diagnostics import APIS, Api, IdNoted, diagnosed, writes_counted
 from proxy.request.engine_errors import NOT_HERE, final_error
-from proxy.request.gate import Admission
+from proxy.request.gate import Admission, deadline_of, priority_of, prompt_tokens_of, tokens_of
 from proxy.request.known_routes import is_known
 from proxy.request.normalising import ReasoningSeen
 from proxy.request.records import RequestLog, RequestRecord
+from proxy.request.stages import pairs
 from proxy.request.tenants import Tenants
 from proxy.request.translate import CHAT_PATH, Translation
-from proxy.request.urgency import deadline_of, priority_of, prompt_tokens_of, tokens_of
 from proxy.request.values_back import ValuesBack, answers_json
 from proxy.steps.attempt import Attempts
 from proxy.steps.preparation import Preparation, Ready

@@ -42,7 +42,7 @@ LIMIT_PREFIX = "x-ratelimit-"
 OWN_PREFIX = "x-kvpin-"
 # Headers of an engine's answer that kvpin does not pass on: those of one connection, and those that it sets
 # itself. A cookie of an engine may be the session of kvpin's own key there. Which pages may use the data
-# plane is kvpin's to say: `proxy/api/cors.py`. The last ones tell a browser, or the proxy in front of kvpin,
+# plane is kvpin's to say: `proxy/api/auth.py`. The last ones tell a browser, or the proxy in front of kvpin,
 # to do more than pass an answer on: leave the page, forget kvpin's data, insist on HTTPS, send a file.
 DROPPED_HEADERS = (
     *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer"),

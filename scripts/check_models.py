@@ -35,10 +35,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils.logging import disable_progress_bar
 
 from engine_adapter.errors import EngineSpecError
-from engine_adapter.torch_engine.engine import Engine
+from engine_adapter.torch_engine.engine import EngineCore
 from engine_adapter.torch_engine.model import load_model, random_model
-from engine_adapter.torch_engine.options import EmbeddedOptions
 from engine_adapter.torch_engine.requests import Finished, GenerationRequest, Output, SamplingParams, Token
+from engine_adapter.torch_engine.serve import EmbeddedOptions
 
 SMALL: dict[str, Any] = {
     "vocab_size": 120,
@@ -137,7 +137,7 @@ def expected_answers(directory: Path) -> list[list[int]]:
 def engine_answers(directory: Path) -> list[list[int]]:
     """Answers of the engine: all prompts together, then the same again from cache."""
     options = EmbeddedOptions(kv_blocks=128, tokens_per_block=4, prefill_chunk=16)
-    engine = Engine(load_model(str(directory)), options, lambda _: None)
+    engine = EngineCore(load_model(str(directory)), options, lambda _: None)
     engine.start()
     try:
         return [answer for turn in range(2) for answer in _ask_all(engine, turn)]
@@ -145,7 +145,7 @@ def engine_answers(directory: Path) -> list[list[int]]:
         engine.stop()
 
 
-def _ask_all(engine: Engine, turn: int) -> list[list[int]]:
+def _ask_all(engine: EngineCore, turn: int) -> list[list[int]]:
     answers: list[list[int]] = [[] for _ in PROMPTS]
     ends = [threading.Event() for _ in PROMPTS]
     sampling = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)

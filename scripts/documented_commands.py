@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from proxy.cli.help import EXAMPLES  # noqa: E402 - found by the line before
+from proxy.cli.arguments import EXAMPLES  # noqa: E402 - found by the line before
 
 RUN, READ, NOT_RUN = "run", "read", "not run"
 _HERE = "tests/proxy/cli/test_documented_commands.py::"

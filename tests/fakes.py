@@ -16,17 +16,14 @@ import uvicorn
 from starlette.applications import Starlette
 
 from engine_adapter import EngineInfo, EngineLoad, EngineSpec, HttpTransport, Role
-from engine_adapter.off_loop import Shape
+from engine_adapter.off_loop import JsonSize
 from engine_adapter.openai_compatible import OpenAICompatibleAdapter
 from engine_adapter.prompt.chat import ChatTokenizer
-from proxy.api.cors import Cors
-from proxy.api.dispatch import Dispatcher
-from proxy.api.error_answers import handle
-from proxy.api.kept_responses import KeptResponses
+from proxy.api.auth import Cors
+from proxy.api.dispatch import Dispatcher, Ops
 from proxy.api.openai import DataPlane
-from proxy.api.ops import Ops
-from proxy.api.relay.to_object_home import PassedToKeeper
-from proxy.api.relay.to_owner import PassedToOwner
+from proxy.api.own_answers import KeptResponses, handle
+from proxy.api.relay import PassedToKeeper, PassedToOwner
 from proxy.core.life import Rules
 from proxy.core.quotas import ByteBudget
 from proxy.errors import ANSWERED
@@ -40,13 +37,13 @@ from proxy.http.http1 import Http1Protocol
 from proxy.observe.metrics import Metrics
 from proxy.peers.bus import Bus as PeerExchange
 from proxy.peers.peers import Peers
-from proxy.prompt import FormTable, MediaUuids, PromptBuilder, PromptTables
+from proxy.prompt import FormTable, MediaUuids, PromptBuilder, RegisteredTables
 from proxy.request.gate import Gate
 from proxy.request.normalising import NO_RULES, Normalising
 from proxy.request.records import RequestLog
 from proxy.request.tenants import Tenants
 from proxy.request.translate import ResponseStore, Translate, translations
-from proxy.runtime.tasks import Supervisor
+from proxy.runtime import Supervisor
 from proxy.settings import LimitSettings
 from proxy.steps.attempt import Attempts
 from proxy.steps.preparation import Preparation
@@ -324,9 +321,9 @@ class FakeAdapter(OpenAICompatibleAdapter):
             raise self.failures.pop(0)
 
 
-def prompts_of(info: EngineInfo, *, tables: PromptTables | None = None, **engines) -> PromptBuilder:
+def prompts_of(info: EngineInfo, *, tables: RegisteredTables | None = None, **engines) -> PromptBuilder:
     """A builder that tokenises with the engine's tokenizer from the start, unchecked."""
-    builder = PromptBuilder(info, tables=tables or PromptTables(), **engines)
+    builder = PromptBuilder(info, tables=tables or RegisteredTables(), **engines)
     if info.tokenizer is not None:
         builder.adopt(ChatTokenizer.load(info.tokenizer))
         use_unchecked(builder)
@@ -463,7 +460,7 @@ class FakeProxy:
             self.tenants,
             Gate(self.tenants, self.bodies),
             self.max_body_bytes,
-            Shape(),
+            JsonSize(),
             kept,
             cors,
             self.metrics.refuse,

@@ -348,7 +348,7 @@ def _renew() -> None:
         if getattr(module, "UNKNOWN_OWNER", None) is known:
             module.UNKNOWN_OWNER = unknown  # type: ignore[attr-defined]
     if (requests := sys.modules.get("engine_adapter.llama_server.requests")) is not None:
-        requests._UNKNOWN = requests.Ask(requests._UNKNOWN.tokens, unknown)
+        requests._UNKNOWN = requests.SlotRequest(requests._UNKNOWN.tokens, unknown)
     if (events := sys.modules.get("engine_adapter.llama_server.mirror_events")) is not None:
         events._KEY = secrets.token_bytes(len(events._KEY))
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from proxy.runtime.interpreter import settle, steady
+from proxy.runtime import settle, steady
 
 MOST_MS = 500
 """Longest hold in tests. The aim is 50 ms; other work on the machine comes on top. What these tests are for

@@ -12,7 +12,7 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
-from proxy.fleet.discovery.kubernetes import ApiServer
+from proxy.fleet.discovery import ApiServer
 from tests.fakes import serving
 
 

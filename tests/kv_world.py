@@ -31,14 +31,12 @@ from proxy.api.admin import (
     table_routes,
 )
 from proxy.api.auth import AdminGuard
-from proxy.api.error_answers import handle_http
-from proxy.control.kv import KvVerbs
-from proxy.control.pinning import Pinning
+from proxy.api.own_answers import handle_http
+from proxy.control.keys import SharedTables
+from proxy.control.kv import KvVerbs, Pinning, Warming
 from proxy.control.prefixes import KeptPrompts, Prefixes
 from proxy.control.replays import Replays
-from proxy.control.tables import SharedTables
 from proxy.control.target_engines import Targets
-from proxy.control.warm import Warming
 from proxy.fleet.engine import Engine, EngineState
 from proxy.flow import Flow
 from proxy.prompt import Prompt

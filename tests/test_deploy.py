@@ -12,7 +12,7 @@ import pytest
 import yaml
 from helm_python import chart
 
-from proxy.cli.serve import ServeFlags
+from proxy.cli.main import ServeFlags
 from proxy.settings import load_settings
 
 ROOT = Path(__file__).parent.parent

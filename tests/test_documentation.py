@@ -15,9 +15,8 @@ from engine_adapter.prompt.forms import Form
 from engine_adapter.torch_engine.engine import Counters
 from engine_adapter.torch_engine.metrics import EngineMetrics
 from engine_adapter.types import EngineSpec
-from proxy.cli.engine_check.display import show_examination
-from proxy.cli.engine_check.examine import _of_view
-from proxy.cli.engine_check.probe import View
+from proxy.cli.engine_check import _of_view, show_examination
+from proxy.cli.engine_probe import View
 from proxy.cli.main import app
 from proxy.core.misses import Miss
 from proxy.core.placement import demand, load, rates, whole_answers

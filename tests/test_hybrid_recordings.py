@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from engine_adapter.events.keys import read_sglang_keys, read_vllm_keys
+from engine_adapter.events.fields import read_sglang_keys, read_vllm_keys
 from engine_adapter.events.wire import EventReader
 from engine_adapter.sglang.windows import Windows
 from engine_adapter.types import ViewCurrent, ViewLost, token_array

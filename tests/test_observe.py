@@ -10,8 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from proxy.fleet.discovery import Source
 from proxy.fleet.fleet import Fleet
 from proxy.observe.metrics import Metrics
+from proxy.peers.bus import UnixBus
 from proxy.peers.peers import Peers
-from proxy.peers.unix_bus import UnixBus
 from proxy.request.tenants import Tenants
 from tests.fakes import add_ready
 from tests.proxy.observe.test_metrics import record

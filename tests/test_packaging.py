@@ -14,7 +14,7 @@ from hatchling.builders.sdist import SdistBuilder
 from hatchling.builders.wheel import WheelBuilder
 
 from proxy.core.peers.messages import VERSION
-from proxy.fleet.state_dir.saved_state import SavedState, encode
+from proxy.fleet.saved_state import SavedState, encode
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = {

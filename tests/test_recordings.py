@@ -17,10 +17,10 @@ import msgspec
 import pytest
 from xxhash import xxh3_64_intdigest
 
-from engine_adapter.events.keys import read_vllm_keys
+from engine_adapter.events.fields import read_vllm_keys
 from engine_adapter.events.subscriber import EventEndpoints, KvEventSubscriber
 from engine_adapter.events.wire import EventReader
-from engine_adapter.prompt.media import mark_media
+from engine_adapter.prompt.extra_ids import mark_media
 from engine_adapter.types import MediaSpan, Tier, ViewCurrent, token_array
 from proxy.core.index.blocks import chain, namespace_root
 from proxy.core.index.prefix_index import PrefixIndex

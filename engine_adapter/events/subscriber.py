@@ -20,8 +20,7 @@ from dataclasses import KW_ONLY, dataclass, field
 
 import xxhash
 
-from engine_adapter.events.fields import MalformedEvents
-from engine_adapter.events.keys import KeyReader
+from engine_adapter.events.fields import KeyReader, MalformedEvents
 from engine_adapter.events.wire import CacheSnapshot, EventReader
 from engine_adapter.events.zmq_inbox import Inbox, ReplayClient, replay_client, subscription
 from engine_adapter.types import CacheCleared, EventPosition, KvEvent, ViewCurrent, ViewLost, ViewResumed

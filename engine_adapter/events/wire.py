@@ -1,6 +1,6 @@
 """KV events on the wire ⇄ typed events. vLLM, SGLang and the embedded engine send the same batches.
 
-fields.py decodes a batch. Each engine has its own reader for the keys beside a block's tokens: see keys.py.
+fields.py decodes a batch. Each engine has its own reader there for the keys beside a block's tokens.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import msgspec
 
 from engine_adapter.events.fields import (
     Fields,
+    KeyReader,
     MalformedEvents,
     RemovedFields,
     StoredFields,
     decode_fields,
+    named_keys,
+    read_named_keys,
 )
-from engine_adapter.events.keys import KeyReader, named_keys, read_named_keys
 from engine_adapter.types import (
     Attention,
     BlocksRemoved,
@@ -68,7 +70,7 @@ class EventReader:
     def __init__(self, read_keys: KeyReader | None = None) -> None:
         """`read_keys` reads the keys beside the tokens; None reads the embedded engine's named keys."""
         self._read_keys = read_keys or read_named_keys
-        self.groups = KvGroups()
+        self.groups = ReportedGroups()
         self.skipped = 0
 
     def read(self, payload: bytes) -> Iterator[KvEvent]:
@@ -247,7 +249,7 @@ NOT_FOLLOWED = KvGroup(-1, Attention.UNKNOWN)
 """The group of an event that belongs to no known group."""
 
 
-class KvGroups:
+class ReportedGroups:
     """The KV cache groups that one engine's events have shown.
 
     The first group with full attention is the main one: its events are those of a model with one group.

@@ -14,12 +14,11 @@ from typing_extensions import override
 from engine_adapter.base import EngineAdapter
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected, EngineUnavailable, EngineUnhealthy
-from engine_adapter.events.keys import KeyReader
+from engine_adapter.events.fields import KeyReader
 from engine_adapter.events.subscriber import EventEndpoints, KvEventSubscriber
 from engine_adapter.hold import Hold, RequestBody
 from engine_adapter.http.control import WANTS_KEY, ControlClient
-from engine_adapter.http.prepare import prepare_request
-from engine_adapter.http.transport import HeaderPairs, Headers, OutgoingRequest
+from engine_adapter.http.prepare import HeaderPairs, Headers, OutgoingRequest, prepare_request
 from engine_adapter.types import (
     BlocksRemoved,
     BlocksStored,

@@ -14,7 +14,7 @@ import httpx
 
 from engine_adapter.errors import EngineDied, EngineUnavailable, EngineUnhealthy, EngineUnreachable
 from engine_adapter.http.connection import Connection, IncomingResponse
-from engine_adapter.http.transport import OutgoingRequest, describe
+from engine_adapter.http.prepare import OutgoingRequest, describe
 
 # --- one address of an engine, and the idle connections to it -------------------------------------------
 

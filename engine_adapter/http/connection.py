@@ -15,7 +15,7 @@ from typing import Protocol, Self, cast
 import httptools
 
 from engine_adapter.errors import EngineDied, EngineGarbled, EngineUnreachable
-from engine_adapter.http.transport import HeaderPairs, Headers, OutgoingRequest, describe
+from engine_adapter.http.prepare import HeaderPairs, Headers, OutgoingRequest, describe
 
 # Body bytes of one answer that wait for their reader. Above this, the connection is not read.
 MAX_WAITING_BYTES = 256 * 1024
@@ -30,7 +30,7 @@ _READABLE = (b"chunked", b"identity")
 _NO_HEADERS = Headers([])
 
 
-class Owner(Protocol):
+class ConnectionPool(Protocol):
     """Keeps connections between requests."""
 
     def give_back(self, connection: Connection) -> None:
@@ -247,7 +247,7 @@ class Connection(asyncio.Protocol):
         "_upload", "is_paused", "parser",
     )  # fmt: skip
 
-    def __init__(self, owner: Owner) -> None:
+    def __init__(self, owner: ConnectionPool) -> None:
         self._owner = owner
         self._answer: IncomingResponse | None = None
         self.parser: httptools.HttpResponseParser | None = None

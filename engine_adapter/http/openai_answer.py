@@ -19,9 +19,14 @@ from typing_extensions import override
 
 from engine_adapter.body import UNREADABLE, JsonBody, RawFields, decode_object
 from engine_adapter.hold import AnswerReader, Hold
-from engine_adapter.http.error_bodies import read_streamed_error
+from engine_adapter.http.answer_fields import (
+    NULL,
+    choices_of,
+    is_usage_alone,
+    read_streamed_error,
+    read_usage,
+)
 from engine_adapter.http.sse import END, ENDS, is_silent
-from engine_adapter.http.usage import NULL, choices_of, is_usage_alone, read_usage
 from engine_adapter.types import TokenIds
 
 # --- tells whether what an engine answered is an answer of its API, and whether that says anything ------

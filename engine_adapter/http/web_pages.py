@@ -15,7 +15,7 @@ import socket
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 
-from engine_adapter.http.transport import Headers
+from engine_adapter.http.prepare import Headers
 
 Address = tuple[str, int] | None
 """Host and port; None for a socket that has none."""

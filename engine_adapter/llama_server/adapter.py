@@ -31,25 +31,29 @@ from engine_adapter.errors import (
 )
 from engine_adapter.hold import Forecast, Hold, RequestBody
 from engine_adapter.http.adapter import HttpAdapter, read_models
-from engine_adapter.http.transport import OutgoingRequest
+from engine_adapter.http.prepare import OutgoingRequest
 from engine_adapter.http.web_pages import is_loopback
 from engine_adapter.llama_server.command import FLAG_ALONE
 from engine_adapter.llama_server.discovery import discover, findings_of
-from engine_adapter.llama_server.engine_info import absent, info_of
 from engine_adapter.llama_server.mirror_events import MirrorEvents
-from engine_adapter.llama_server.options import LlamaServerSpec
+from engine_adapter.llama_server.options import (
+    LOAD,
+    PINNED_ROUTES,
+    ROUTER_ROUTES,
+    ROUTES,
+    SERVED,
+    LlamaServerSpec,
+)
 from engine_adapter.llama_server.plan import SlotRates
 from engine_adapter.llama_server.requests import ask_of, hold_request
 from engine_adapter.llama_server.router import Router, RouterModel, ServerClient
-from engine_adapter.llama_server.routes import LOAD, PINNED_ROUTES, ROUTER_ROUTES, ROUTES, SERVED
 from engine_adapter.llama_server.saved import Saved, SavedEvent, SavedPlace, SavedPrefixes
 from engine_adapter.llama_server.scheduler import SlotScheduler
 from engine_adapter.llama_server.server_files import ServerLock
-from engine_adapter.llama_server.session import Probed, ServerSession
-from engine_adapter.llama_server.slot_io import Pulse, read_pulse
-from engine_adapter.llama_server.tokens import tokenize
+from engine_adapter.llama_server.session import Probed, ServerSession, absent, info_of
+from engine_adapter.llama_server.slot_io import Pulse, read_pulse, tokenize
 from engine_adapter.llama_server.verbs import SlotVerbs
-from engine_adapter.routes import READ
+from engine_adapter.options import READ
 from engine_adapter.types import (
     Capability,
     EngineInfo,

@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 
 from engine_adapter.body import UNREADABLE
+from engine_adapter.http.answer_fields import read_error
 from engine_adapter.http.control import ControlClient
-from engine_adapter.http.error_bodies import read_error
 from engine_adapter.types import TokenIds
 
 DONE = b"[DONE]"

@@ -26,7 +26,7 @@ from typing_extensions import override
 from engine_adapter.body import UNREADABLE, JsonBody
 from engine_adapter.errors import EngineDied, EngineGarbled, EngineUnavailable
 from engine_adapter.hold import AnswerReader
-from engine_adapter.http.error_bodies import read_error
+from engine_adapter.http.answer_fields import read_error
 from engine_adapter.llama_server.answer import (
     DONE,
     ChoiceChunk,
@@ -36,7 +36,7 @@ from engine_adapter.llama_server.answer import (
     read_answer,
     stream_payloads,
 )
-from engine_adapter.llama_server.routes import INFILL, NATIVE_COMPLETIONS
+from engine_adapter.llama_server.options import INFILL, NATIVE_COMPLETIONS
 from engine_adapter.llama_server.turns import SlotLease
 
 _CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"

@@ -21,10 +21,10 @@ from engine_adapter.llama_server.discovery import ServerFacts
 from engine_adapter.llama_server.mirror_events import MirrorEvents
 from engine_adapter.llama_server.plan import SlotRates
 from engine_adapter.llama_server.saved import Saved, SavedPrefixes, salt_digest
+from engine_adapter.llama_server.saved_entry import StateFileError
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER, SlotOwners
 from engine_adapter.llama_server.slots import Slot, SlotTable
-from engine_adapter.llama_server.state_file import StateFileError
-from engine_adapter.llama_server.turns import Ask
+from engine_adapter.llama_server.turns import SlotRequest
 from engine_adapter.types import TOOL_S, Retention, Tier, TokenIds, common_prefix
 
 log = logging.getLogger("kvpin.llama_server")
@@ -54,7 +54,7 @@ class Counts:
 
 
 @dataclass(eq=False, repr=False)
-class Contents:
+class SlotContents:
     """The slots of one server process and the files it can restore.
 
     `_saved` is None when nothing can be saved. Every change of content goes to `_mirror`, and its owner to
@@ -282,7 +282,7 @@ class Contents:
         self.facts = facts
         self._follow(facts.memory)
 
-    def user_starts(self, ask: Ask) -> tuple[int, ...]:
+    def user_starts(self, ask: SlotRequest) -> tuple[int, ...]:
         """The positions where the user messages of a chat begin; none where they do not matter."""
         is_needed = ask.is_chat and not self.rules.is_plain
         return user_starts(ask.tokens, self.facts.user_mark) if is_needed else ()

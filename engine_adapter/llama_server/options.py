@@ -1,4 +1,4 @@
-"""The settings of a llama-server beyond those that every engine has."""
+"""The settings of a llama-server beyond those that every engine has, and its routes beside `/v1`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from typing import Annotated
 
 import msgspec
 
-from engine_adapter.options import EngineOptions, Size
+from engine_adapter.options import ASK, READ, EngineOptions, NativeRoute, PromptFields, Size
 from engine_adapter.types import EngineSpec
+
+# --- the settings of a llama-server beyond those that every engine has ----------------------------------
 
 
 class LlamaServerOptions(EngineOptions, frozen=True):
@@ -33,3 +35,46 @@ class LlamaServerOptions(EngineOptions, frozen=True):
 
 
 LlamaServerSpec = EngineSpec[LlamaServerOptions]
+
+
+# --- the routes of llama-server beside `/v1`, and those on which a prompt runs --------------------------
+# Not declared, because they change the server for all clients or belong to its operator: `POST /props`,
+# `POST /slots/{id}`, `POST /lora-adapters`, `/metrics`, `/models/unload`, `/models/sse`, `/tools`,
+# `/cors-proxy`.
+
+INFILL, SLOTS, LOAD = "/infill", "/slots", "/models/load"
+NATIVE_COMPLETIONS = frozenset({"/completion", "/completions"})
+"""The server's own completions. Their answers are not OpenAI's."""
+PINNED_ROUTES = NATIVE_COMPLETIONS | {"/v1/chat/completions", "/v1/completions", INFILL}
+"""The server honours `id_slot` on these routes."""
+
+ROUTER_ROUTES = {LOAD: ASK}
+"""What only a router has. `LOAD` does what any request for the model does."""
+_COMPLETION = NativeRoute(prompt=PromptFields(text="prompt", ids="prompt"), runs=True, lists=True)
+_SAME = {
+    "/chat/completions": "/v1/chat/completions",
+    "/chat/completions/input_tokens": "/v1/chat/completions/input_tokens",
+    "/responses": "/v1/responses",
+    "/responses/input_tokens": "/v1/responses/input_tokens",
+    "/audio/transcriptions": "/v1/audio/transcriptions",
+}
+ROUTES = {
+    **{path: NativeRoute(same_as=same_as) for path, same_as in _SAME.items()},
+    "/models": NativeRoute("GET", same_as="/v1/models"),
+    **dict.fromkeys(NATIVE_COMPLETIONS, _COMPLETION),
+    INFILL: NativeRoute(runs=True),
+    "/tokenize": ASK,
+    "/detokenize": ASK,
+    "/apply-template": ASK,
+    "/embedding": ASK,
+    "/embeddings": ASK,
+    "/rerank": ASK,
+    "/reranking": ASK,
+    "/props": READ,
+    SLOTS: READ,
+    "/lora-adapters": READ,
+}
+SERVED = ROUTES | {"/v1/health": READ}
+"""Those, and one below `/v1` that few other engines have."""
+ALL_ROUTES = ROUTES | ROUTER_ROUTES
+"""Those of a router."""

@@ -12,12 +12,12 @@ from engine_adapter.body import JsonBody
 from engine_adapter.hold import Hold, RequestBody
 from engine_adapter.llama_server.answer_reader import SlotsAnswer, read_by
 from engine_adapter.llama_server.mirror_events import MirrorEvents
-from engine_adapter.llama_server.routes import INFILL, NATIVE_COMPLETIONS, PINNED_ROUTES, SLOTS
+from engine_adapter.llama_server.options import INFILL, NATIVE_COMPLETIONS, PINNED_ROUTES, SLOTS
 from engine_adapter.llama_server.saved import salt_digest
 from engine_adapter.llama_server.scheduler import SlotScheduler
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
 from engine_adapter.llama_server.session import ServerSession
-from engine_adapter.llama_server.turns import Ask
+from engine_adapter.llama_server.turns import SlotRequest
 from engine_adapter.off_loop import JSON_BYTES_PER_MS, VALUES_PER_MS, off_loop
 from engine_adapter.types import KvTarget
 
@@ -40,15 +40,15 @@ _MOVED = "not exact: it may use KV that was moved, as the engine's cache_reuse a
 _TEXT_LOOKED_AT = 65_536
 
 # A prompt whose KV its tokens do not identify.
-_UNKNOWN = Ask(array("i"), UNKNOWN_OWNER)
+_UNKNOWN = SlotRequest(array("i"), UNKNOWN_OWNER)
 
 
-def ask_of(prompt: KvTarget, mirror: MirrorEvents) -> Ask:
+def ask_of(prompt: KvTarget, mirror: MirrorEvents) -> SlotRequest:
     """A prompt that needs a slot. `mirror` learns its salt."""
     digest = salt_digest(prompt.cache_salt)
     mirror.know(digest, prompt.cache_salt)
     tokens = prompt.token_ids if prompt.token_ids is not None else array("i")
-    return Ask(tokens, digest, retention=prompt.retention, session=prompt.session)
+    return SlotRequest(tokens, digest, retention=prompt.retention, session=prompt.session)
 
 
 def hold_request(

@@ -28,16 +28,18 @@ from engine_adapter.errors import EngineSpecError
 from engine_adapter.llama_server import saved_files
 from engine_adapter.llama_server.own_tasks import OwnTasks
 from engine_adapter.llama_server.saved_entry import (
+    FileFault,
     Listener,
     Saved,
     SavedEvent,
     Stamp,
+    StateFileError,
     Work,
     least_valuable,
     salt_digest,
     value,
+    writing,
 )
-from engine_adapter.llama_server.state_file import FileFault, StateFileError, writing
 from engine_adapter.types import Tier
 
 __all__ = ["Saved", "SavedEvent", "SavedPlace", "SavedPrefixes", "salt_digest"]

@@ -23,9 +23,16 @@ from typing import Any
 
 import msgspec
 
-from engine_adapter.llama_server import state_file
-from engine_adapter.llama_server.saved_entry import Saved, Sidecar, Stamp
-from engine_adapter.llama_server.state_file import FileFault, StateFileError, reading, written_whole
+from engine_adapter.llama_server import saved_entry
+from engine_adapter.llama_server.saved_entry import (
+    FileFault,
+    Saved,
+    Sidecar,
+    Stamp,
+    StateFileError,
+    reading,
+    written_whole,
+)
 from engine_adapter.types import Tier
 
 FORMAT = 1  # of sidecars
@@ -57,13 +64,13 @@ def inspect(
     before = stamp(path)
     if bytes_expected is not None:
         _check_count(path, FileFault.SIZE, "bytes", before[1], bytes_expected)
-    tokens = state_file.read_tokens(path)
+    tokens = saved_entry.read_tokens(path)
     if not tokens:
         raise StateFileError(path, FileFault.TOKENS, "it holds no tokens: the slot was empty")
     count, size = len(tokens), before[1]
     if tokens_expected is not None:
         _check_count(path, FileFault.TOKENS, "tokens", count, tokens_expected)
-    checksum = state_file.checksum(path)
+    checksum = saved_entry.checksum(path)
     if stamp(path) != before:
         raise StateFileError(path, FileFault.SIZE, "it changed while it was read")
     return Saved(
@@ -75,17 +82,17 @@ def verify(path: Path, saved: Saved) -> Stamp:
     """Checks a file against its entry. A file that was seen before is not hashed again."""
     found = stamp(path)
     _check_count(path, FileFault.SIZE, "bytes", found[1], saved.size)
-    if state_file.read_tokens(path) != saved.tokens:
+    if saved_entry.read_tokens(path) != saved.tokens:
         raise StateFileError(path, FileFault.TOKENS, "its tokens are not those it was saved with")
     if found != saved.seen:
-        _check_checksum(path, state_file.checksum(path), saved.checksum)
+        _check_checksum(path, saved_entry.checksum(path), saved.checksum)
     return found
 
 
 def move(source: Path, target: Path, saved: Saved) -> Stamp:
     """Moves a saved file and its sidecar to another directory, and verifies the bytes on the way."""
     _check_count(source, FileFault.SIZE, "bytes", stamp(source)[1], saved.size)
-    copied = state_file.copy(source, target)
+    copied = saved_entry.copy(source, target)
     try:
         _check_checksum(source, copied, saved.checksum)
         write_sidecar(target, saved)
@@ -108,7 +115,7 @@ def _check_checksum(path: Path, found: int, expected: int) -> None:
 
 def stamp(path: Path) -> Stamp:
     """The stamp of a file; raises StateFileError if it does not exist."""
-    status = state_file.regular_file(path)
+    status = saved_entry.regular_file(path)
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
@@ -194,14 +201,14 @@ def _sidecar(name: str) -> str:
 
 def _read_entry(path: Path, tier: Tier) -> Saved:
     target = path.with_suffix(".json")
-    state_file.regular_file(target)
+    saved_entry.regular_file(target)
     with reading(target):
         data = target.read_bytes()
     sidecar = _read_sidecar(target, data)
     if sidecar.key != key_of(path.name):
         raise StateFileError(target, FileFault.FOREIGN, f"its key {sidecar.key!r} is not the one of its name")
     _check_count(path, FileFault.SIZE, "bytes", stamp(path)[1], sidecar.size)
-    tokens = state_file.read_tokens(path)
+    tokens = saved_entry.read_tokens(path)
     _check_count(path, FileFault.TOKENS, "tokens", len(tokens), sidecar.count)
     return Saved(**msgspec.structs.asdict(sidecar), name=path.name, tokens=tokens, tier=tier)
 

@@ -22,7 +22,7 @@ from engine_adapter.hold import Forecast
 from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server.answer import CompletionOutput, known_tokens, slot_content
 from engine_adapter.llama_server.checkpoints import SlotMemory
-from engine_adapter.llama_server.contents import Contents
+from engine_adapter.llama_server.contents import SlotContents
 from engine_adapter.llama_server.own_tasks import OwnTasks
 from engine_adapter.llama_server.plan import Plan, plan
 from engine_adapter.llama_server.saved import Saved
@@ -36,7 +36,7 @@ from engine_adapter.llama_server.slot_io import (
     when_idle,
 )
 from engine_adapter.llama_server.slots import Slot, SlotOperation
-from engine_adapter.llama_server.turns import Ask, SlotLease, Turns, first_operation
+from engine_adapter.llama_server.turns import SlotLease, SlotRequest, Turns, first_operation
 from engine_adapter.types import TokenIds, common_prefix
 
 log = logging.getLogger("kvpin.llama_server")
@@ -66,7 +66,7 @@ class SlotScheduler:
         self,
         engine: str,
         control: ControlClient,
-        contents: Contents,
+        contents: SlotContents,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -86,7 +86,7 @@ class SlotScheduler:
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def forecast(self, ask: Ask) -> Forecast:
+    def forecast(self, ask: SlotRequest) -> Forecast:
         """The cost of `ask` now; changes nothing."""
         cost = self._plan(ask, self._table).cost
         queue_s = self._turns.waiting * self.contents.rates.hold_s / len(self._table)
@@ -94,7 +94,7 @@ class SlotScheduler:
         return replace(cost, wait_s=cost.wait_s + queue_s, interference_s=interference_s)
 
     @asynccontextmanager
-    async def lease(self, ask: Ask) -> AsyncIterator[SlotLease]:
+    async def lease(self, ask: SlotRequest) -> AsyncIterator[SlotLease]:
         """Leases the best slot for a request, after the save and restore that pay."""
         self._check_open()
         await self.is_asleep()
@@ -263,7 +263,7 @@ class SlotScheduler:
 
     # --- inside -----------------------------------------------------------------------------------
 
-    def _plan(self, ask: Ask, slots: Iterable[Slot]) -> Plan:
+    def _plan(self, ask: SlotRequest, slots: Iterable[Slot]) -> Plan:
         contents = self.contents
         return plan(
             ask.tokens if ask.reuse else array("i"),
@@ -278,7 +278,7 @@ class SlotScheduler:
             text=ask.text,
         )
 
-    async def _prepared(self, chosen: Plan, ask: Ask) -> SlotLease:
+    async def _prepared(self, chosen: Plan, ask: SlotRequest) -> SlotLease:
         """Carries out a plan. If the request leaves meanwhile, the slot is released afterwards."""
         if first_operation(chosen) is SlotOperation.REQUEST:
             return self._leased(self._table[chosen.slot], ask, restored=False)
@@ -289,7 +289,7 @@ class SlotScheduler:
             task.add_done_callback(lambda done: self._abandon(self._table[chosen.slot], done))
             raise
 
-    async def _prepare(self, chosen: Plan, ask: Ask) -> SlotLease:
+    async def _prepare(self, chosen: Plan, ask: SlotRequest) -> SlotLease:
         """Saves and restores as planned, and begins the request on the slot."""
         slot, is_restored = self._table[chosen.slot], False
         try:
@@ -308,7 +308,7 @@ class SlotScheduler:
             raise
         return self._leased(slot, ask, restored=is_restored)
 
-    def _leased(self, slot: Slot, ask: Ask, *, restored: bool) -> SlotLease:
+    def _leased(self, slot: Slot, ask: SlotRequest, *, restored: bool) -> SlotLease:
         shared = slot.shared(ask.tokens, ask.salt) if ask.reuse else 0
         kept = slot.reusable(ask.tokens, ask.salt) if ask.reuse else 0
         is_own = slot.is_empty or slot.salt == ask.salt

@@ -1,35 +1,41 @@
-"""One server process, from kvpin's first contact until it is gone: its facts, and who schedules its slots."""
+"""One server process, from kvpin's first contact until it is gone: its facts, who schedules its slots, and
+what kvpin declares of it."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import xxhash
 
 from engine_adapter.errors import EngineError, EngineRejected
 from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server.checkpoints import UNPROBED
-from engine_adapter.llama_server.contents import Contents
+from engine_adapter.llama_server.contents import SlotContents
 from engine_adapter.llama_server.discovery import ServerFacts
-from engine_adapter.llama_server.mirror_events import MirrorEvents
-from engine_adapter.llama_server.options import LlamaServerSpec
+from engine_adapter.llama_server.mirror_events import TOKENS_PER_BLOCK, MirrorEvents
+from engine_adapter.llama_server.options import SERVED, LlamaServerSpec
 from engine_adapter.llama_server.plan import SlotRates, worth_saving
 from engine_adapter.llama_server.probe import MemoryKind, memory_rules, probe, probe_file, probe_memory
 from engine_adapter.llama_server.saved import SavedPrefixes
+from engine_adapter.llama_server.saved_entry import StateFileError
 from engine_adapter.llama_server.scheduler import SlotScheduler
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER, ServerRecord, SlotOwners
-from engine_adapter.llama_server.slot_io import erase, read_pulse, read_slots, spare_slot
+from engine_adapter.llama_server.slot_io import erase, read_pulse, read_slots, read_user_mark, spare_slot
 from engine_adapter.llama_server.slots import Slot, SlotOperation
-from engine_adapter.llama_server.state_file import StateFileError
-from engine_adapter.llama_server.tokens import read_user_mark
 from engine_adapter.llama_server.verbs import RecordedPin, SlotVerbs
-from engine_adapter.types import Capability
+from engine_adapter.types import TRANSLATED_ROUTES, Capability, EngineInfo
+
+# --- session --------------------------------------------------------------------------------------------
+# One server process, from kvpin's first contact until it is gone: its facts, and who schedules its slots.
 
 log = logging.getLogger("kvpin.llama_server")
 
@@ -173,7 +179,7 @@ class ServerSession:
                 slot.id, SlotOperation.FOREIGN, partial(self._try_out_on, scheduler.contents)
             )
 
-    async def _try_out_on(self, contents: Contents, slot: Slot) -> None:
+    async def _try_out_on(self, contents: SlotContents, slot: Slot) -> None:
         contents.mark_unknown(slot, slot.length)
         await self._probe(slot.id)
         await self._learn_memory()
@@ -206,7 +212,7 @@ class ServerSession:
         # Records of what the server holds are those of the kvpin that uses it.
         process = directory if self.may_try else None, self._spec.url, self.facts.holder
         owners = SlotOwners(*process, self.facts.slots)
-        contents = Contents(
+        contents = SlotContents(
             self._spec.id, self.facts, self._control, saved, mirror, clock, owners, self.rates
         )
         scheduler = self.scheduler = SlotScheduler(self._spec.id, self._control, contents, clock=clock)
@@ -361,3 +367,50 @@ def _worth_most(scheduler: SlotScheduler) -> Slot | None:
     rates, now, streams = contents.rates, scheduler.now(), scheduler.streams
     worth = [s for s in dirty_slots(scheduler) if worth_saving(s, rates, now, streams, idle_s=IDLE_S)]
     return min(worth, key=lambda slot: slot.since, default=None)
+
+
+# --- what kvpin declares of a llama-server, while its model is in memory and before ---------------------
+
+
+def absent(model: str, instance: str, card: Mapping[str, Any], *, keeps_none: bool = False) -> EngineInfo:
+    """The facts about a server whose model was not in memory yet. `keeps_none`: it has no `--cache-ram`."""
+    salted = {Capability.CACHE_SALT} if keeps_none else set()
+    return EngineInfo(
+        model=model,
+        instance=instance,
+        capabilities=frozenset(
+            {Capability.CACHED_TOKENS, Capability.KV_EVENTS, Capability.TOKENIZE, *salted}
+        ),
+        tokens_per_block=TOKENS_PER_BLOCK,
+        shares_prefill=True,
+        any_model=True,
+        served_as_chats=TRANSLATED_ROUTES,
+        routes=SERVED,
+        splits_choices=True,
+        card=card,
+        too_long=_too_long,
+    )
+
+
+def info_of(spec: LlamaServerSpec, session: ServerSession) -> EngineInfo:
+    """The facts about a server in its session."""
+    facts = session.facts
+    template = xxhash.xxh3_64_hexdigest(facts.chat_template.encode())
+    known = absent(spec.model or facts.model, facts.instance or facts.fingerprint, facts.card)
+    return replace(
+        known,
+        names_process=facts.instance is not None,
+        rendering=f"model {facts.fingerprint}\ntemplate {template}",
+        capabilities=session.capabilities,
+        max_model_len=facts.slot_ctx,
+        vocab_size=facts.vocab_size,
+        tokenizer=spec.tokenizer or (str(facts.local_model) if facts.local_model else None),
+        gpu_blocks=facts.slots * facts.slot_ctx // TOKENS_PER_BLOCK,
+        version=facts.build,
+        splits_choices=session.scheduler is not None,
+    )
+
+
+def _too_long(tokens: int, limit: int) -> dict[str, Any]:
+    """The server's own fields of this error; its clients look for the type."""
+    return {"type": "exceed_context_size_error", "n_prompt_tokens": tokens, "n_ctx": limit}

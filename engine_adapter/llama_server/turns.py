@@ -23,7 +23,7 @@ from engine_adapter.types import Retention, TokenIds
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class SlotRequest:
     """A prompt that needs a slot.
 
     Attributes:
@@ -65,7 +65,7 @@ class SlotLease:
     """
 
     slot: int
-    ask: Ask
+    ask: SlotRequest
     cached_tokens: int
     firm: bool
     may_reuse: bool
@@ -92,14 +92,14 @@ class SlotLease:
         return is_done and not ask.tokens and ask.salt != UNKNOWN_OWNER
 
 
-Decide = Callable[[Ask, Iterable[Slot]], Plan]
+Decide = Callable[[SlotRequest, Iterable[Slot]], Plan]
 
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
     """One request in the queue; `ask` is None for one that runs alone."""
 
-    ask: Ask | None
+    ask: SlotRequest | None
     since: float
     turn: asyncio.Future[Any]  # its plan, None for one that runs alone
 
@@ -122,7 +122,7 @@ class Turns:
         """Requests in the queue."""
         return len(self._queue)
 
-    async def slot(self, ask: Ask) -> Plan:
+    async def slot(self, ask: SlotRequest) -> Plan:
         """Waits for a slot for `ask`; the first operation of its plan has begun there.
 
         A caller that is cancelled while it waits leaves nothing begun.
@@ -177,7 +177,7 @@ class Turns:
         if soonest < math.inf:
             self._timer = asyncio.get_running_loop().call_later(soonest, self.dispatch)
 
-    async def _turn(self, ask: Ask | None) -> Any:  # noqa: ANN401 - see _Waiter
+    async def _turn(self, ask: SlotRequest | None) -> Any:  # noqa: ANN401 - see _Waiter
         waiter = _Waiter(ask, self._clock(), asyncio.get_running_loop().create_future())
         self._queue.append(waiter)
         self.dispatch()
@@ -187,7 +187,7 @@ class Turns:
             self._give_back(waiter)
             raise
 
-    def _plan(self, waiter: _Waiter, ask: Ask) -> tuple[Plan | None, float]:
+    def _plan(self, waiter: _Waiter, ask: SlotRequest) -> tuple[Plan | None, float]:
         """(the plan to start now, or None; seconds after which an idle slot is taken instead of waiting)."""
         best = self._decide(ask, self._table)
         if best.is_ready:

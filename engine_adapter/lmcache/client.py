@@ -16,8 +16,8 @@ import msgspec
 
 from engine_adapter.errors import EngineError, EngineUnavailable
 from engine_adapter.http.control import ControlClient
-from engine_adapter.lmcache.options import LmCacheSpec
 from engine_adapter.types import BelowGpu, Capability, Finding, KvTarget
+from engine_adapter.vllm.options import LmCacheSpec
 
 # --- finds out what the LMCache of an engine is, and what keeps kvpin from using it ---------------------
 
@@ -33,7 +33,7 @@ _REPORTING = "--coordinator-url http://HOST:PORT --coordinator-event-reporting"
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class LmCacheSite:
     """A usable node with its coordinator.
 
     Attributes:
@@ -59,7 +59,7 @@ class _Unusable(Exception):
 
 async def survey(
     spec: LmCacheSpec, model: str, node: LmCacheNode, coordinator_at: Callable[[str], Coordinator]
-) -> tuple[Site | None, tuple[Finding, ...]]:
+) -> tuple[LmCacheSite | None, tuple[Finding, ...]]:
     """Asks the node and its coordinator what they are: the usable site or None, and the findings.
 
     The model the engine was started with is its name in LMCache.
@@ -72,7 +72,7 @@ async def survey(
 
 async def _survey(
     spec: LmCacheSpec, model: str, node: LmCacheNode, coordinator_at: Callable[[str], Coordinator]
-) -> tuple[Site, tuple[Finding, ...]]:
+) -> tuple[LmCacheSite, tuple[Finding, ...]]:
     try:
         status, config = await node.status(), await node.config()
     except EngineError as error:
@@ -92,7 +92,7 @@ async def _survey(
         problem = f"the LMCache coordinator {url} is not reachable ({error})"
         raise _Unusable(problem, "start it, or name another: lmcache_coordinator=http://HOST:PORT") from None
     moves = frozenset({Capability.OFFLOAD, Capability.RESTORE})
-    site = Site(coordinator, scope, status.chunk_size, reporting.event_flush_interval, moves)
+    site = LmCacheSite(coordinator, scope, status.chunk_size, reporting.event_flush_interval, moves)
     try:
         await coordinator.pins()
     except EngineError as error:
@@ -390,7 +390,7 @@ def _prompt(scope: Scope, token_ids: Sequence[int], salt: str) -> dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class KvChunk:
     """One chunk of KV.
 
     Attributes:
@@ -410,7 +410,7 @@ class Chunk:
         return self.on_host or self.on_disk
 
 
-def chunks_of(objects: Iterable[KeyPlacements], instance_id: str) -> list[Chunk]:
+def chunks_of(objects: Iterable[KeyPlacements], instance_id: str) -> list[KvChunk]:
     """Groups objects into the chunks of one node, in the order of their first objects."""
     groups: dict[tuple[str, str, str], list[KeyPlacements]] = {}
     for each in objects:
@@ -419,12 +419,12 @@ def chunks_of(objects: Iterable[KeyPlacements], instance_id: str) -> list[Chunk]
     return [_chunk(group, instance_id) for group in groups.values()]
 
 
-def leading(chunks: Sequence[Chunk]) -> list[Chunk]:
+def leading(chunks: Sequence[KvChunk]) -> list[KvChunk]:
     """The chunks before the first that is not held."""
     return list(takewhile(lambda chunk: chunk.held, chunks))
 
 
-def below_gpu(chunks: Sequence[Chunk], n_tokens: int, tokens_per_chunk: int) -> BelowGpu:
+def below_gpu(chunks: Sequence[KvChunk], n_tokens: int, tokens_per_chunk: int) -> BelowGpu:
     """The part of a prompt that an engine would reuse with these chunks.
 
     If every token is held, the engine computes the last one again, so one token less is reused.
@@ -445,14 +445,14 @@ def text_of(target: KvTarget, tokens_per_chunk: int) -> array[int]:
     return token_ids[: end // tokens_per_chunk * tokens_per_chunk]
 
 
-def _chunk(objects: Sequence[KeyPlacements], instance_id: str) -> Chunk:
+def _chunk(objects: Sequence[KeyPlacements], instance_id: str) -> KvChunk:
     def lies(tier: str, each: KeyPlacements) -> bool:
         return any(
             place.tier == tier and (place.shared or place.instance_id == instance_id)
             for place in each.placements
         )
 
-    return Chunk(
+    return KvChunk(
         keys=tuple(each.key for each in objects),
         on_host=all(lies("l1", each) for each in objects),
         on_disk=all(lies("l2", each) for each in objects),

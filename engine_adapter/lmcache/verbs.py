@@ -21,12 +21,12 @@ import msgspec
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineError, EngineUnavailable
 from engine_adapter.lmcache.client import (
-    Chunk,
     Coordinator,
     Key,
+    KvChunk,
     LmCacheNode,
+    LmCacheSite,
     Scope,
-    Site,
     chunks_of,
     leading,
 )
@@ -103,7 +103,7 @@ class KvMover:
         blocks_per_chunk: those of the engine in a chunk.
     """
 
-    def __init__(self, node: LmCacheNode, site: Site, blocks_per_chunk: int) -> None:
+    def __init__(self, node: LmCacheNode, site: LmCacheSite, blocks_per_chunk: int) -> None:
         self._node = node
         self.site = site
         self.blocks_per_chunk = blocks_per_chunk
@@ -158,12 +158,12 @@ class KvMover:
             before = KvProgress(last.done, last.done, last.bytes)
             await asyncio.sleep(self.site.flush_s)  # until the coordinator has heard of it
 
-    async def look(self, token_ids: array[int], salt: str | None) -> list[Chunk]:
+    async def look(self, token_ids: array[int], salt: str | None) -> list[KvChunk]:
         """The chunks of a prompt, in its order."""
         found = await self.site.coordinator.lookup(self.site.scope, token_ids, salt or "")
         return chunks_of(found.results, self.site.scope.instance_id)
 
-    async def written(self, token_ids: array[int] | None, salt: str | None) -> list[Chunk]:
+    async def written(self, token_ids: array[int] | None, salt: str | None) -> list[KvChunk]:
         """The chunks of a prompt, of a salt, or all, once they are on disk. If vLLM has just computed the
         prompt, waits briefly until the coordinator hears of it."""
         await self.settle()
@@ -192,7 +192,7 @@ class KvMover:
                 return
             await asyncio.sleep(step_s)
 
-    async def _held(self, token_ids: array[int] | None, salt: str | None) -> list[Chunk]:
+    async def _held(self, token_ids: array[int] | None, salt: str | None) -> list[KvChunk]:
         """The chunks of a prompt, of a salt, or all of the model."""
         if token_ids is not None:
             return await self.look(token_ids, salt)
@@ -205,7 +205,7 @@ class KvMover:
         return chunks_of(objects, self.site.scope.instance_id)
 
     async def _drop(
-        self, chunks: Sequence[Chunk], tier: str, before: KvProgress
+        self, chunks: Sequence[KvChunk], tier: str, before: KvProgress
     ) -> AsyncGenerator[KvProgress, None]:
         """Drops chunks from a tier; progress continues from `before`."""
         total = before.total + len(chunks) * self.blocks_per_chunk

@@ -22,13 +22,11 @@ import msgspec
 
 from engine_adapter.errors import ChatError, EngineSpecError
 from engine_adapter.off_loop import off_loop
-from engine_adapter.prompt.content_format import content_format
-from engine_adapter.prompt.encoders import Encoder, exact_encoder
-from engine_adapter.prompt.extra_ids import Embeddings
+from engine_adapter.prompt.encoders import Encoder, check_fits, exact_encoder
+from engine_adapter.prompt.extra_ids import Embeddings, read_embeds, tokens_of
 from engine_adapter.prompt.gguf_tokenizer import load_gguf_tokenizer
-from engine_adapter.prompt.lengths import check_fits
-from engine_adapter.prompt.media import read_embeds, tokens_of
 from engine_adapter.prompt.template_input import USUAL, ContentFormat, TemplateInput, is_text
+from engine_adapter.prompt.template_trials import content_format
 from engine_adapter.prompt.templates import TEMPLATE_ERRORS, choose_template, render_template
 from engine_adapter.types import ExtraIds, TokenIds
 
@@ -114,7 +112,7 @@ class ChatTokenizer:
 
     @property
     def cuts(self) -> tuple[str, ...]:
-        """Added tokens before which a text can be cut, and its pieces encoded alone; see cuts.py."""
+        """Added tokens before which a text can be cut, and its pieces encoded alone; see `cut_tokens`."""
         return self._encoder.cuts
 
     @property

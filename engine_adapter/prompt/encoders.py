@@ -1,13 +1,5 @@
-"""Picks the fastest encoder that gives exactly the token ids of transformers.
-
-    fastokens      ten times as fast as tokenizers
-    tokenizers     the Rust library behind transformers
-    transformers   the tokenizer's own class
-
-The three are not guaranteed to agree. When a tokenizer is loaded, the faster two are compared with
-transformers on test texts, and the fastest one that agrees on all of them is used. The proxy does this in a
-second process (tokenizer_process.py) and builds only the one that was found.
-"""
+"""Text → token ids, exactly as transformers: the fastest encoder, where a text can be cut, and what is too
+long."""
 
 from __future__ import annotations
 
@@ -15,16 +7,161 @@ import os
 import random
 import sys
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from itertools import product
+from typing import TYPE_CHECKING, Any, Protocol
 
 import fastokens  # type: ignore[import-untyped]  # a Rust module without py.typed
 import msgspec
 from typing_extensions import override
 
-from engine_adapter.prompt.cuts import AddedToken, cut_tokens
+from engine_adapter.errors import ChatError
 from engine_adapter.prompt.gguf_tokenizer import has_new, plain_classes
 from engine_adapter.types import TokenIds
+
+if TYPE_CHECKING:
+    from engine_adapter.prompt.chat import ChatTokenizer
+
+
+# --- places where a text can be cut so that its pieces, encoded alone, give the ids of the whole --------
+# A tokenizer first finds its added tokens in the text, from left to right. It then normalises, splits and
+# encodes what lies between two of them without a look at the rest. So a text can be cut before an added
+# token that is found there whatever surrounds it. `cut_tokens` proves this from the tokenizer's list of
+# added tokens. `find_cut` picks one that chats contain, and compares cut and whole texts as well.
+
+
+class AddedToken(msgspec.Struct, frozen=True):
+    """A token that is looked for in a text before the text is split; the fields are those of `tokenizers`."""
+
+    content: str
+    single_word: bool = False
+    lstrip: bool = False
+    normalized: bool = True
+
+
+_CHAT = [
+    {"role": "user", "content": "Why?"},
+    {"role": "assistant", "content": "It is so."},
+    {"role": "user", "content": "Thanks."},
+]
+# Ends and beginnings that may interact with what stands beside them.
+_ENDS = ("", "a", " ", "\n", "é", "e\u0301", "\u3000", "<", "<|", "\u200d", "don'", "12", "漢", "  \t")
+_STARTS = (*_ENDS, "\u0301", "'s", "|>", " b")
+_NEIGHBOURS = 8  # added tokens
+
+
+def cut_tokens(added: Iterable[AddedToken]) -> tuple[str, ...]:
+    """The added tokens before which a text can be cut, in order.
+
+    Such a token is looked for in the text as it stands and takes no space from its left. No added token can
+    begin before it and reach into it, or be found in its place. There are none if any added token must stand
+    alone as a word, because then its neighbours decide.
+    """
+    tokens = [token for token in added if token.content]
+    if any(token.single_word for token in tokens):
+        return ()
+    return tuple(token.content for token in tokens if _is_cut(token, tokens))
+
+
+def _is_cut(token: AddedToken, tokens: Iterable[AddedToken]) -> bool:
+    cut = token.content
+    if token.normalized or token.lstrip or cut[0].isspace():
+        return False
+    return not any(_hides(other.content, cut) for other in tokens)
+
+
+def _hides(other: str, cut: str) -> bool:
+    """True if an occurrence of `other` can hide one of `cut`: `other` is longer and begins with `cut`, or it
+    begins further left and overlaps it."""
+    ends = (other[start:] for start in range(1, len(other)))
+    is_longer = other != cut and other.startswith(cut)
+    return is_longer or any(cut.startswith(end) or end.startswith(cut) for end in ends)
+
+
+def find_cut(tokenizer: ChatTokenizer) -> str | None:
+    """The added token before which this tokenizer's chats are cut; None if they must be encoded whole.
+
+    It is the one that the chat template writes most often.
+    """
+    try:
+        text = tokenizer.render(_CHAT)
+    except ChatError:
+        return None
+    # A token that only begins the chat cuts nothing off.
+    found = [token for token in tokenizer.cuts if text.rfind(token) > 0]
+    cut = max(found, key=text.count, default=None)
+    return cut if cut is not None and _is_exact(tokenizer, cut, text) else None
+
+
+def _is_exact(tokenizer: ChatTokenizer, cut: str, chat: str) -> bool:
+    """True if texts cut before `cut` give the ids of the whole texts."""
+    for text in (chat, *_texts(cut, tokenizer.cuts[:_NEIGHBOURS])):
+        head, *tails = text.split(cut)
+        ids = array("i")
+        for piece in (head, *(cut + tail for tail in tails)):
+            ids += tokenizer.encode(piece, add_special_tokens=False)
+        if ids != tokenizer.encode(text, add_special_tokens=False):
+            return False
+    return True
+
+
+def _texts(cut: str, neighbours: tuple[str, ...]) -> Iterator[str]:
+    """Texts in which `cut` stands between all kinds of neighbours."""
+    for end, start in product((*_ENDS, *neighbours), (*_STARTS, *neighbours)):
+        yield f"{end}{cut}{start}"
+
+
+# --- refuses texts that cannot fit into a context, with as little work as possible ----------------------
+# A text of too many characters fits into no context. A shorter one that is still long for the context is
+# first encoded in pieces, until they have too many tokens. So the context bounds what a text costs, not its
+# length.
+
+MAX_CHARS_PER_TOKEN = 256
+"""No tokenizer has longer tokens on average: a longer text cannot fit."""
+# Texts with fewer characters for each token of the context are encoded at once: most text has three to six.
+_USUAL_CHARS_PER_TOKEN = 8
+_PIECE_CHARS = 64 << 10
+# Pieces of a text have more tokens than the whole: a few at each cut, surely not so many more.
+_OF_CUTS = 1.25
+
+
+class CannotFit(Exception):
+    """A text is longer than its context.
+
+    Attributes:
+        tokens: it has at least as many.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__(f"a text of at least {tokens} tokens does not fit")
+        self.tokens = tokens
+
+
+def check_fits(texts: Iterable[str], limit: int | None, encode: Callable[[str], Sized]) -> None:
+    """Raises CannotFit if texts have more than `limit` tokens together. A text that passes may still have a
+    few times as many; to encode it does not take long. `limit`: None where it is not known."""
+    known = list(texts)
+    chars = sum(map(len, known))
+    if limit is None or chars <= max(limit * _USUAL_CHARS_PER_TOKEN, _PIECE_CHARS):
+        return
+    if chars > limit * MAX_CHARS_PER_TOKEN:
+        raise CannotFit(chars // MAX_CHARS_PER_TOKEN)
+    tokens = 0
+    for text in known:
+        for start in range(0, len(text), _PIECE_CHARS):
+            tokens += len(encode(text[start : start + _PIECE_CHARS]))
+            if tokens > limit * _OF_CUTS:
+                raise CannotFit(int(tokens / _OF_CUTS))
+
+
+# --- picks the fastest encoder that gives exactly the token ids of transformers -------------------------
+#     fastokens      ten times as fast as tokenizers
+#     tokenizers     the Rust library behind transformers
+#     transformers   the tokenizer's own class
+#
+# The three are not guaranteed to agree. When a tokenizer is loaded, the faster two are compared with
+# transformers on test texts, and the fastest one that agrees on all of them is used. The proxy does this in a
+# second process (tokenizer_process.py) and builds only the one that was found.
 
 # fastokens encodes in the calling thread. By default it has a helper thread for each other core, with caches
 # of its own. With one of them, 126,000 tokens took 1.9 ms of CPU instead of 1.4, which is other requests'
@@ -58,7 +195,7 @@ class Encoder(Protocol):
     Attributes:
         name: the library.
         chars_per_ms: length of a text that takes about 1 ms.
-        cuts: added tokens before which a text can be cut, see cuts.py.
+        cuts: added tokens before which a text can be cut, see `cut_tokens`.
     """
 
     name: str

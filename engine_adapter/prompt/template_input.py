@@ -27,7 +27,7 @@ class TemplateInput:
         message: a message in the form that templates expect, and the form in which this template gets text
             parts → the template's message; None: as it is.
         joint: what joins the text parts of a message for a template that takes a string.
-        content_format: template → the form in which it gets text parts; None: see content_format.py.
+        content_format: template → the form in which it gets text parts; None: see template_trials.py.
     """
 
     tools: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] | None = None

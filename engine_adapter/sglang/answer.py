@@ -14,8 +14,8 @@ from typing_extensions import override
 
 from engine_adapter.body import RawFields, decode_object
 from engine_adapter.hold import AnswerReader
+from engine_adapter.http.answer_fields import NULL
 from engine_adapter.http.openai_answer import USAGE, OpenAIAnswer, pass_marked
-from engine_adapter.http.usage import NULL
 
 _DETAILS = "cached_tokens_details"
 # Stands beside the details where there are several choices, empty if the client did not ask for it.

@@ -1,31 +1,68 @@
-"""Turns a request into the one SGLang gets: its namespace, LoRA adapter and tokens.
-
-extra_key    → merged into cache_salt, because events carry cache_salt but not extra_key
-LoRA name    → lora_path, because SGLang serves its base model for a LoRA name in `model`
-exact tokens → input_ids of a chat, prompt of a completion, so that SGLang need not tokenise again
-"""
+"""A request as SGLang gets it: routes beside `/v1`, namespace, LoRA adapter and tokens, and where the two
+halves of a request meet."""
 
 from __future__ import annotations
 
 import hashlib
+import secrets
 from array import array
+from collections.abc import Mapping
 from functools import lru_cache
 from http import HTTPStatus
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
+from typing_extensions import override
 
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected
-from engine_adapter.hold import Hold
+from engine_adapter.hold import Hold, Rendezvous
 from engine_adapter.http.control import ControlClient
 from engine_adapter.http.openai_answer import hold_openai
-from engine_adapter.prompt.content_format import looped
+from engine_adapter.options import ASK, READ, NativeRoute, PromptFields
 from engine_adapter.prompt.template_input import ContentFormat, TemplateInput
+from engine_adapter.prompt.template_trials import looped
 from engine_adapter.sglang.answer import DetailsAnswer, GenerateAnswer
-from engine_adapter.sglang.routes import GENERATE, RUNS_NONE
 from engine_adapter.sglang.server_info import EVENTS_CARRY_SALTS, ServerInfo
-from engine_adapter.types import KvTarget, TokenIds
+from engine_adapter.types import EngineSpec, KvTarget, Role, TokenIds
+
+# --- the routes of SGLang beside `/v1` ------------------------------------------------------------------
+# Not declared: what changes the server or shows its operator's side, such as `/flush_cache`, `/server_info`,
+# `/load_lora_adapter`, `/update_weights_from_disk`, `/abort_request`, `/open_session`; and `/invocations`,
+# `/vertex_generate` and `/api/*`, whose prompts kvpin does not follow.
+
+GENERATE = "/generate"
+# With these fields of /generate, token ids do not identify the prompt, or its KV.
+_MORE_THAN_TEXT = frozenset(
+    {
+        "input_embeds",
+        "image_data",
+        "video_data",
+        "audio_data",
+        "session_params",
+        "lora_path",
+        "extra_key",
+        "positional_embed_overrides",
+    }
+)
+ROUTES = {
+    GENERATE: NativeRoute(
+        prompt=PromptFields(text="text", ids="input_ids", unless=_MORE_THAN_TEXT), runs=True
+    ),
+    **dict.fromkeys(("/encode", "/classify", "/tokenize", "/detokenize"), ASK),
+    **dict.fromkeys(("/get_model_info", "/model_info", "/ping"), READ),
+}
+RUNS_NONE = frozenset(
+    {"/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize", "/v1/messages/count_tokens"}
+)
+"""Routes that run no model. On all others, a salt keeps tenants apart, or they are refused."""
+
+
+# --- turns a request into the one SGLang gets: its namespace, LoRA adapter and tokens -------------------
+# extra_key    → merged into cache_salt, because events carry cache_salt but not extra_key
+# LoRA name    → lora_path, because SGLang serves its base model for a LoRA name in `model`
+# exact tokens → input_ids of a chat, prompt of a completion, so that SGLang need not tokenise again
 
 # --- chats as SGLang gives them to the model's template: read into its models, and written out again ----
 # So a tool has all fields of these models, and a call an index. These are the models of 0.5.23.
@@ -278,3 +315,66 @@ async def _takes(control: ControlClient, body: object) -> bool:
 
 async def _ask(control: ControlClient, raw: bytes) -> TokenIds[int]:
     return array("i", (await control.read(_Tokens, "POST", "/tokenize", content=raw)).tokens)
+
+
+# --- how the two halves of an SGLang (`--disaggregation-mode`) meet for a request -----------------------
+# Both get the request with the address of the prefill server's bootstrap server, and with a room there, which
+# no other request has. The decode server reads the KV, and with it the first token, from the room. A decode
+# server whose room no prefill server enters waits until its client leaves, and answers nothing.
+
+ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE}
+# Rooms are positive int64. Of several data-parallel ranks, a room's remainder is the one that serves it.
+_ROOMS = 2**62
+
+
+class BootstrapRoom(Rendezvous):
+    """`Rendezvous` in a room of a prefill server's bootstrap server."""
+
+    remedy = (
+        "add an SGLang server of the model with the other --disaggregation-mode and the same "
+        "--disaggregation-transfer-backend"
+    )
+
+    def __init__(self, backend: str, host: str, port: int, rank: int, ranks: int) -> None:
+        """`backend`: by which KV is moved. `host` and `port`: of the bootstrap server. `rank`: of the `ranks`
+        data-parallel ones, the one that requests go to."""
+        self.name = f"SGLang's bootstrap rooms, {backend}"
+        self._place = {"bootstrap_host": host, "bootstrap_port": port}
+        self._rank, self._ranks = rank, ranks
+
+    @override
+    def takes(self, route: str) -> bool:
+        return route in (CHAT, COMPLETIONS, GENERATE)
+
+    @override
+    def meet(self) -> Mapping[str, object]:
+        room = (1 + secrets.randbelow(_ROOMS // self._ranks)) * self._ranks + self._rank
+        return {**self._place, "bootstrap_room": room}
+
+
+def rendezvous_of(info: ServerInfo, spec: EngineSpec) -> Rendezvous | None:
+    """How a server meets its other half; None if it is whole. The bootstrap server has the host at which
+    kvpin reaches the server."""
+    if not info.is_half:
+        return None
+    host, rank = urlsplit(spec.url).hostname or "", spec.options.rank
+    of_rank = (0, 1) if rank is None else (rank, info.dp_ranks)
+    return BootstrapRoom(info.transfer_backend, host, info.bootstrap_port, *of_rank)
+
+
+def check_is_one(info: ServerInfo, path: str, body: JsonBody) -> None:
+    """Raises EngineRejected for a request with several answers in one room: the decode server would never
+    answer it. kvpin splits those of `/v1`."""
+    if not info.is_half or path != GENERATE:
+        return
+    sampling = body.get("sampling_params")
+    several = [name for name in ("text", "input_ids") if body.items(name) is not None]
+    if isinstance(sampling, list) or (isinstance(sampling, dict) and sampling.get("n") not in (None, 1)):
+        several.append("sampling_params")
+    if several:
+        raise EngineRejected(
+            f"{several[0]} asks for several answers, and a pair of SGLang servers gives one at a time on "
+            f"{GENERATE}: send a request for each, or use {COMPLETIONS}",
+            status=400,
+            param=several[0],
+        )

@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 from msgspec import structs
 
+from engine_adapter.detect import release_of
 from engine_adapter.errors import EngineUnavailable
 from engine_adapter.events.options import WILDCARDS
 from engine_adapter.http.adapter import read_models
 from engine_adapter.http.control import ControlClient
-from engine_adapter.release import release_of
 from engine_adapter.types import EngineLoad
 
 # First version whose events carry the cache salt.

@@ -1,7 +1,7 @@
 """The adapter of trtllm-serve.
 
-connect → what the server is (discovery.py)      load   → health, and now and then load figures (stats.py)
-hold    → only fields that it takes (fields.py)  events → pushed or polled (poller.py, events.py)
+connect → what the server is (discovery.py)      load   → health, and now and then load figures
+hold    → only fields that it takes (requests.py)  events → pushed or polled (poller.py, events.py)
 """
 
 from __future__ import annotations
@@ -23,21 +23,26 @@ from engine_adapter.events.options import EventAddresses
 from engine_adapter.hold import Hold, RequestBody
 from engine_adapter.http.adapter import HttpAdapter, read_models
 from engine_adapter.http.openai_answer import hold_openai
-from engine_adapter.http.prepare import route_of
-from engine_adapter.http.transport import OutgoingRequest
-from engine_adapter.tensorrt_llm.context_phase import ContextPhase
+from engine_adapter.http.prepare import OutgoingRequest, route_of
 from engine_adapter.tensorrt_llm.discovery import (
     BLOCK_SIZE_UNKNOWN,
     DEFAULT_TOKENS_PER_BLOCK,
     EVENTS,
     Discovered,
+    ServerFigures,
     discover,
     read_stats,
 )
 from engine_adapter.tensorrt_llm.events import PolledEventReader
-from engine_adapter.tensorrt_llm.fields import CHAT, COMPLETIONS, PROMPT_ROUTES, SALT, RequestFields
 from engine_adapter.tensorrt_llm.poller import CONFIG, NOTHING_PUSHED, EventPoller, PushedEvents
-from engine_adapter.tensorrt_llm.stats import ServerFigures
+from engine_adapter.tensorrt_llm.requests import (
+    CHAT,
+    COMPLETIONS,
+    PROMPT_ROUTES,
+    SALT,
+    ContextPhase,
+    RequestFields,
+)
 from engine_adapter.types import (
     Capability,
     EngineInfo,

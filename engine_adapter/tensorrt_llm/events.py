@@ -27,8 +27,7 @@ from msgspec import UNSET, UnsetType
 
 from engine_adapter.body import UNREADABLE
 from engine_adapter.events.fields import MalformedEvents
-from engine_adapter.prompt.extra_ids import UINT64_MAX
-from engine_adapter.prompt.media import mark_media
+from engine_adapter.prompt.extra_ids import UINT64_MAX, mark_media
 from engine_adapter.types import (
     Attention,
     BlocksRemoved,
@@ -75,7 +74,7 @@ class Created(Data, frozen=True, tag="created"):
     num_blocks_per_cache_level: list[int] = msgspec.field(default_factory=list)
 
 
-class Token(msgspec.Struct, frozen=True):
+class EventToken(msgspec.Struct, frozen=True):
     """A token, and the uint64 beside it: 0 for text."""
 
     token_id: int
@@ -97,7 +96,7 @@ class Block(msgspec.Struct, frozen=True):
     """
 
     block_hash: BlockName
-    tokens: list[Token]
+    tokens: list[EventToken]
     cache_level: int = 0
     cache_salt: str | UnsetType | None = UNSET
     lora_id: int | UnsetType | None = UNSET

@@ -16,8 +16,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 
 from engine_adapter.errors import EngineUnavailable
-from engine_adapter.events.fields import MalformedEvents
-from engine_adapter.events.keys import read_vllm_keys
+from engine_adapter.events.fields import MalformedEvents, read_vllm_keys
 from engine_adapter.events.subscriber import EventEndpoints, KvEventSubscriber
 from engine_adapter.http.adapter import EventWatch
 from engine_adapter.tensorrt_llm.events import PolledEventReader

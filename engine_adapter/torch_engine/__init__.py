@@ -1,6 +1,6 @@
 """The embedded engine: a small, real serving engine on torch and transformers. Importing it loads no torch.
 
-serving    serve.py the command · options.py its options · process.py its process
+serving    serve.py the command and its options · process.py its process
            server.py, completions.py the routes, embeddings among them · web.py what they share
            protocol.py request bodies · prepare.py what they ask of the engine
            detokenize.py, tool_calls.py tokens to text and calls
@@ -9,7 +9,7 @@ serving    serve.py the command · options.py its options · process.py its proc
            service.py an engine with its tokenizer and tables, its bridge to the event loop
            prompt_tables.py p-tuning · event_publisher.py KV events over ZMQ · metrics.py
 engine     engine.py the step loop, in its own thread · requests.py what goes in and out
-           scheduler.py what may run, and what next · compute.py one step
+           scheduler.py what may run, and what next; one step
            sampling.py the next tokens, random ones
 model      model.py loads it and checks its answers
            runner.py one forward pass · attention.py where KV lies, attention over it

@@ -20,7 +20,7 @@ from engine_adapter.events.subscriber import EventEndpoints, KvEventSubscriber
 from engine_adapter.events.wire import CacheSnapshot, decode_snapshot
 from engine_adapter.hold import AnswerReader, Hold, RequestBody, Resumption
 from engine_adapter.http.adapter import HttpAdapter
-from engine_adapter.routes import ASK
+from engine_adapter.options import ASK
 from engine_adapter.torch_engine.event_publisher import EventSource
 from engine_adapter.torch_engine.kv_cache import SliceResult
 from engine_adapter.types import (

@@ -148,7 +148,7 @@ class LayerShape(NamedTuple):
     value_dim: int
 
 
-class Call(NamedTuple):
+class AttentionCall(NamedTuple):
     """One layer's attention: `query` [N, heads, key_dim], `key` and `value` [N, kv heads, dim]."""
 
     layer: int
@@ -188,7 +188,7 @@ def paged_attention(
     context = _context.get()
     if isinstance(context, Probe):
         context.check(module, attention_mask, extra)
-    call = Call(
+    call = AttentionCall(
         layer=int(module.layer_idx),  # type: ignore[arg-type]  # a plain int on every attention module
         query=query[0].transpose(0, 1),
         key=key[0].transpose(0, 1),
@@ -223,7 +223,7 @@ class Probe:
         if unknown:
             raise EngineSpecError(f"the model's attention needs {', '.join(unknown)} (sinks or biases)")
 
-    def attend(self, call: Call) -> Tensor:
+    def attend(self, call: AttentionCall) -> Tensor:
         """Records the shapes. The output has the right shape and no meaning."""
         if call.layer in self.shapes:
             raise EngineSpecError(f"layer {call.layer} attends twice: its KV would be overwritten")
@@ -270,7 +270,7 @@ class Span:
     blocks: Tensor | None = None
     masks: dict[int | None, Tensor] = field(default_factory=dict)
 
-    def attend(self, call: Call, keys: Tensor, values: Tensor, scratch: Scratch) -> Tensor:
+    def attend(self, call: AttentionCall, keys: Tensor, values: Tensor, scratch: Scratch) -> Tensor:
         """The output [rows, heads, value_dim] over a layer's `keys` and `values`."""
         query = call.query[self.begin : self.end].transpose(0, 1)[None]
         key, value = (
@@ -316,7 +316,7 @@ class Decodes:
     lengths: Tensor
     masks: dict[int | None, Tensor] = field(default_factory=dict)
 
-    def attend(self, call: Call, keys: Tensor, values: Tensor, scratch: Scratch) -> Tensor:
+    def attend(self, call: AttentionCall, keys: Tensor, values: Tensor, scratch: Scratch) -> Tensor:
         """As `Span.attend`."""
         query = call.query[self.begin : self.end, :, None]
         key, value = (
@@ -362,7 +362,7 @@ class PagedBatch:
     scratch: Scratch
     sums: list[Tensor] = field(default_factory=list)
 
-    def attend(self, call: Call) -> Tensor:
+    def attend(self, call: AttentionCall) -> Tensor:
         """The layer's output [N, heads, value_dim]."""
         keys, values = self.layers[call.layer]
         # Attention reads past the end of a sequence and masks the rest, but a mask cannot hide NaN. Without
@@ -374,7 +374,7 @@ class PagedBatch:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, call: Call) -> Tensor:
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, call: AttentionCall) -> Tensor:
     """Attention of `query` [B, heads, rows, dim] over `key`, `value` [B, kv heads, length, dim]."""
     shape, groups = query.shape, query.shape[1] // key.shape[1]
     if groups > 1 and shape[2] == 1:  # one row each: the heads of a group become rows

@@ -21,10 +21,8 @@ import torch
 from engine_adapter.errors import EngineSpecError, EngineUnavailable
 from engine_adapter.memory import available_bytes
 from engine_adapter.torch_engine.attention import KvStorage
-from engine_adapter.torch_engine.compute import Outcome, compute, first_line, is_fatal
 from engine_adapter.torch_engine.kv_cache import KvCache
 from engine_adapter.torch_engine.kv_tree import CopyFailed
-from engine_adapter.torch_engine.options import EmbeddedOptions
 from engine_adapter.torch_engine.requests import (
     Finished,
     FinishReason,
@@ -38,7 +36,17 @@ from engine_adapter.torch_engine.requests import (
 )
 from engine_adapter.torch_engine.runner import LoadedModel, Runner
 from engine_adapter.torch_engine.sampling import Sampler
-from engine_adapter.torch_engine.scheduler import Active, Item, Scheduler, check_request
+from engine_adapter.torch_engine.scheduler import (
+    Active,
+    Item,
+    Outcome,
+    Scheduler,
+    check_request,
+    compute,
+    first_line,
+    is_fatal,
+)
+from engine_adapter.torch_engine.serve import EmbeddedOptions
 from engine_adapter.types import KvEvent
 
 T = TypeVar("T")
@@ -66,7 +74,7 @@ class Counters:
     finished: dict[str, int] = field(default_factory=dict)
 
 
-class Engine:
+class EngineCore:
     """Runs `model`. `publish` gets the KV events of each step before the step's tokens are delivered.
 
     Attributes:

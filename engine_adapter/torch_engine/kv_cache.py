@@ -269,7 +269,7 @@ class KvSequence:
 
 
 class KvCache(KvAdmin):
-    """The blocks of both tiers in a prefix tree. Not thread-safe: use it through `Engine.call`."""
+    """The blocks of both tiers in a prefix tree. Not thread-safe: use it through `EngineCore.call`."""
 
     def __init__(
         self,

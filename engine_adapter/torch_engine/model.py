@@ -28,9 +28,9 @@ from engine_adapter.torch_engine.attention import (
     attention_context,
     bytes_per_token,
 )
-from engine_adapter.torch_engine.compute import first_line
 from engine_adapter.torch_engine.kv_cache import KvSequence
-from engine_adapter.torch_engine.runner import LoadedModel, Runner, Work
+from engine_adapter.torch_engine.runner import LoadedModel, Runner, ScheduledTokens
+from engine_adapter.torch_engine.scheduler import first_line
 
 _log = logging.getLogger("kvpin.engine")
 DEFAULT_MODEL = Path(__file__).parent / "default_model"
@@ -260,7 +260,7 @@ def _paged_logits(model: LoadedModel, long: list[int], short: list[int]) -> Tens
     second = _sequence(KvSequence(array("i", long), None, None), [0, 1, 2, 3, 4, 5], computed=0)
 
     def run(*counts: tuple[KvSequence, int, bool]) -> Tensor:
-        logits = runner.run([Work(*count, {_EXTRA_ID: row}) for count in counts])
+        logits = runner.run([ScheduledTokens(*count, {_EXTRA_ID: row}) for count in counts])
         for sequence, count, _ in counts:
             sequence.computed += count
         return logits.float()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from engine_adapter.torch_engine.answers import AnswerWriter, ChatShape, CompletionShape, Piece
 from engine_adapter.torch_engine.detokenize import Detokenizer
 from engine_adapter.torch_engine.grammar import Grammar, Structure, ToolUse, structure_of, tool_use_of
-from engine_adapter.torch_engine.prompt_tables import Prompt
+from engine_adapter.torch_engine.prompt_tables import EnginePrompt
 from engine_adapter.torch_engine.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -98,7 +98,7 @@ async def prepare(service: EngineService, request: PromptRequest) -> Prepared:
 
 def _requests(
     request: PromptRequest,
-    prompt: Prompt,
+    prompt: EnginePrompt,
     sampling: SamplingParams,
     answered: TokenIds[int],
     grammar: Grammar | None,
@@ -135,7 +135,7 @@ def _ends(service: EngineService, sampling: SamplingParams) -> frozenset[int]:
 def _writer(
     service: EngineService,
     request: PromptRequest,
-    prompt: Prompt,
+    prompt: EnginePrompt,
     sampling: SamplingParams,
     answered: TokenIds[int],
 ) -> AnswerWriter:
@@ -167,7 +167,7 @@ def _check_contents(request: PromptRequest) -> None:
 
 
 def _within(
-    service: EngineService, sampling: SamplingParams, prompt: Prompt, answered: TokenIds[int]
+    service: EngineService, sampling: SamplingParams, prompt: EnginePrompt, answered: TokenIds[int]
 ) -> SamplingParams:
     """The limits of what is still to be generated. The engine generates one token at least."""
     room = service.engine.max_model_len - len(prompt.token_ids)
@@ -221,7 +221,7 @@ def _shows_special(service: EngineService, use: ToolUse | None, format_: CallFor
 
 
 def _echo(
-    service: EngineService, request: PromptRequest, prompt: Prompt, sampling: SamplingParams
+    service: EngineService, request: PromptRequest, prompt: EnginePrompt, sampling: SamplingParams
 ) -> Echo | None:
     if not isinstance(request, CompletionRequest) or not request.echo:
         return None

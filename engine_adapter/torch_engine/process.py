@@ -15,7 +15,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from engine_adapter.errors import EngineUnavailable
-from engine_adapter.torch_engine.options import KEY_VARIABLE, EmbeddedOptions
+from engine_adapter.torch_engine.serve import KEY_VARIABLE, EmbeddedOptions
 from engine_adapter.torch_engine.server import EngineHost, create_app
 from engine_adapter.torch_engine.service import EngineService
 
@@ -31,7 +31,7 @@ def serve_engine(options: EmbeddedOptions) -> None:
 
     Raises:
         EngineSpecError: model and options cannot be served.
-        EngineUnavailable: the address cannot be bound, or the engine died, see `Engine.wait`.
+        EngineUnavailable: the address cannot be bound, or the engine died, see `EngineCore.wait`.
     """
     listener = _listen(options.host, options.port)
     process = _EngineProcess(options)

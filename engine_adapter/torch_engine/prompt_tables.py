@@ -59,7 +59,7 @@ class StoredTable:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class EnginePrompt:
     """A tokenised prompt, its extra ids (None for text alone) and the rows behind each of them."""
 
     token_ids: TokenIds[int]
@@ -120,7 +120,7 @@ class PromptTables:
 
     def resolve(
         self, token_ids: TokenIds[int], *, explicit: list[int] | None, table_id: str | None
-    ) -> Prompt:
+    ) -> EnginePrompt:
         """A prompt of token ids with its extra ids and rows; see `resolve_extra_ids` for the rules.
 
         Raises:
@@ -142,7 +142,7 @@ class PromptTables:
             registered={extra_id: stored.ref for extra_id, stored in by_extra_id.items()},
         )
         tensors = {identity: by_extra_id[ref.extra_id].tensor for identity, ref in resolved.tables.items()}
-        return Prompt(token_ids, resolved.extra_ids, tensors)
+        return EnginePrompt(token_ids, resolved.extra_ids, tensors)
 
     def _is_known(self, table: StoredTable) -> bool:
         """True when exactly this table is stored; raises ApiError (409) when it clashes with another."""

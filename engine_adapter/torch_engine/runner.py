@@ -66,7 +66,7 @@ class LoadedModel:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class ScheduledTokens:
     """The next `count` tokens of a sequence, for which blocks are reserved.
 
     Attributes:
@@ -111,7 +111,7 @@ class Runner:
         self._most_blocks = CALL_BYTES * len(model.layers) // model.block_bytes(tokens_per_block)
 
     @torch.inference_mode()
-    def run(self, work: Sequence[Work]) -> Tensor:
+    def run(self, work: Sequence[ScheduledTokens]) -> Tensor:
         """Logits [tokens after which they are needed, vocabulary], in order. Neighbours in `work` with a
         single token each and similar lengths are attended in one call.
 
@@ -134,7 +134,7 @@ class Runner:
         logits: Tensor = output.logits[0]
         return logits
 
-    def run_with_hidden(self, work: Sequence[Work]) -> tuple[Tensor, Tensor]:
+    def run_with_hidden(self, work: Sequence[ScheduledTokens]) -> tuple[Tensor, Tensor]:
         """The same, and the last hidden states [tokens, hidden] that the logits are made from.
 
         Raises:
@@ -149,7 +149,7 @@ class Runner:
             raise RequestRefused("this model gives no embeddings", param="model")
         return logits, seen[0]
 
-    def _rows(self, work: Sequence[Work]) -> _Rows:
+    def _rows(self, work: Sequence[ScheduledTokens]) -> _Rows:
         counts = np.array([item.count for item in work])
         lengths = np.array([item.sequence.computed for item in work]) + counts
         blocks = -(-lengths // self._size)
@@ -205,7 +205,7 @@ class Runner:
                 widest = used = blocks
         return groups
 
-    def _inputs(self, work: Sequence[Work]) -> dict[str, Tensor]:
+    def _inputs(self, work: Sequence[ScheduledTokens]) -> dict[str, Tensor]:
         """`input_ids`, or `inputs_embeds` when the step has fake ids."""
         tokens = np.concatenate([_tokens(item) for item in work])
         fake = tokens >= self._vocab_size
@@ -223,12 +223,12 @@ class Runner:
         return torch.from_numpy(values).to(self._device)
 
 
-def _tokens(item: Work) -> Ints:
+def _tokens(item: ScheduledTokens) -> Ints:
     start = item.sequence.computed
     return np.array(item.sequence.tokens[start : start + item.count], dtype=np.int64)
 
 
-def _embedded(item: Work, vocab_size: int) -> list[tuple[int, int, Tensor]]:
+def _embedded(item: ScheduledTokens, vocab_size: int) -> list[tuple[int, int, Tensor]]:
     """Runs of fake ids among an item's tokens, as (begin, end, embeddings [end - begin, hidden])."""
     extra_ids = item.sequence.extra_ids
     if extra_ids is None:

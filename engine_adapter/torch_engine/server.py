@@ -23,13 +23,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine_adapter.errors import EngineError
 from engine_adapter.events.wire import encode_snapshot
-from engine_adapter.http.transport import Headers as RawHeaders
+from engine_adapter.http.prepare import Headers as RawHeaders
 from engine_adapter.http.web_pages import page_asking
 from engine_adapter.off_loop import TABLE_BYTES_PER_MS, off_loop
 from engine_adapter.torch_engine.completions import CompletionRoute, EmbeddingRoute
 from engine_adapter.torch_engine.kv_cache import KvCache, SliceResult
 from engine_adapter.torch_engine.metrics import EngineMetrics
-from engine_adapter.torch_engine.options import DEFAULT_MAX_BODY_BYTES
 from engine_adapter.torch_engine.prompt_tables import StoredTable, parse_extra_id
 from engine_adapter.torch_engine.protocol import (
     ChatRequest,
@@ -43,6 +42,7 @@ from engine_adapter.torch_engine.protocol import (
     target_of,
 )
 from engine_adapter.torch_engine.scheduler import check_token_id
+from engine_adapter.torch_engine.serve import DEFAULT_MAX_BODY_BYTES
 from engine_adapter.torch_engine.service import EngineService
 from engine_adapter.torch_engine.web import ApiError, as_api_error, error_response, json_response, read_body
 from engine_adapter.types import KvEvent, KvTarget

@@ -17,16 +17,15 @@ import torch
 from engine_adapter.errors import EngineUnavailable
 from engine_adapter.off_loop import off_loop
 from engine_adapter.prompt.chat import ChatPrompt, ChatTokenizer
-from engine_adapter.prompt.lengths import MAX_CHARS_PER_TOKEN
-from engine_adapter.prompt.media import read_embeds, reading_ms
+from engine_adapter.prompt.encoders import MAX_CHARS_PER_TOKEN
+from engine_adapter.prompt.extra_ids import read_embeds, reading_ms
 from engine_adapter.torch_engine.detokenize import TokenBytes
-from engine_adapter.torch_engine.engine import Engine
+from engine_adapter.torch_engine.engine import EngineCore
 from engine_adapter.torch_engine.event_publisher import EventPublisher
 from engine_adapter.torch_engine.grammar import Grammars
 from engine_adapter.torch_engine.kv_cache import KvCache
 from engine_adapter.torch_engine.model import load_model
-from engine_adapter.torch_engine.options import EmbeddedOptions
-from engine_adapter.torch_engine.prompt_tables import Prompt, PromptTables, embedding_tensor
+from engine_adapter.torch_engine.prompt_tables import EnginePrompt, PromptTables, embedding_tensor
 from engine_adapter.torch_engine.protocol import ChatRequest, PromptRequest, embeds_of, prompt_of
 from engine_adapter.torch_engine.requests import (
     Finished,
@@ -39,6 +38,7 @@ from engine_adapter.torch_engine.requests import (
     Token,
 )
 from engine_adapter.torch_engine.runner import LoadedModel
+from engine_adapter.torch_engine.serve import EmbeddedOptions
 from engine_adapter.torch_engine.web import ApiError
 from engine_adapter.types import KvTarget, Retention
 
@@ -68,7 +68,7 @@ class EngineService:
         self.tokenizer = tokenizer
         self.options = options
         self.publisher = EventPublisher(host=options.host)
-        self.engine = Engine(model, options, self.publisher.publish)
+        self.engine = EngineCore(model, options, self.publisher.publish)
         self.token_bytes = TokenBytes(tokenizer)
         self.grammars = Grammars(tokenizer, vocab_size=model.vocab_size, ends=model.eos_token_ids)
         self.tables = PromptTables(vocab_size=model.vocab_size, hidden_size=model.hidden_size)
@@ -110,7 +110,7 @@ class EngineService:
                 code="model_not_found",
             )
 
-    async def prompt(self, request: PromptRequest) -> Prompt:
+    async def prompt(self, request: PromptRequest) -> EnginePrompt:
         """Tokenises a request. Raises ApiError, ChatError or PromptTableError for bad input."""
         self.check_model(request.model)
         if isinstance(request, ChatRequest):
@@ -132,7 +132,7 @@ class EngineService:
         explicit: list[Any] | None = request.extra_ids
         return self.tables.resolve(token_ids, explicit=explicit, table_id=request.prompt_table)
 
-    async def _chat_prompt(self, request: ChatRequest) -> Prompt:
+    async def _chat_prompt(self, request: ChatRequest) -> EnginePrompt:
         size = 0
         for name in ("messages", "tools", "chat_template_kwargs"):
             text, data = _sizes(getattr(request, name))
@@ -154,21 +154,21 @@ class EngineService:
             raise ApiError("the chat template renders these messages to nothing", param="messages")
         return self._with_rows(chat, "messages")
 
-    async def _embedded_prompt(self, data: object) -> Prompt:
-        def read() -> Prompt:
+    async def _embedded_prompt(self, data: object) -> EnginePrompt:
+        def read() -> EnginePrompt:
             rows = read_embeds(data, param="prompt_embeds", hidden_size=self.model.hidden_size)
             prompt = ChatPrompt.of_embeddings(rows, self.model.vocab_size)
             return self._with_rows(prompt, "prompt_embeds")
 
         return await off_loop(read, ms=reading_ms(data))
 
-    def _with_rows(self, prompt: ChatPrompt, param: str) -> Prompt:
+    def _with_rows(self, prompt: ChatPrompt, param: str) -> EnginePrompt:
         """The prompt with its embeddings as tensors."""
         tensors = {
             identity: embedding_tensor(rows, hidden_size=self.model.hidden_size, param=param)
             for identity, rows in prompt.embeddings.items()
         }
-        return Prompt(prompt.token_ids, prompt.extra_ids, tensors)
+        return EnginePrompt(prompt.token_ids, prompt.extra_ids, tensors)
 
     def check_length(self, request: PromptRequest, prompt_tokens: int) -> None:
         """Raises ApiError (400) if prompt and requested answer do not fit into the context."""
@@ -234,7 +234,7 @@ class Generation:
         cached_tokens: prompt tokens that came from cache, for the first choice.
     """
 
-    def __init__(self, engine: Engine, requests: Sequence[GenerationRequest]) -> None:
+    def __init__(self, engine: EngineCore, requests: Sequence[GenerationRequest]) -> None:
         self._engine = engine
         self._requests = requests
         self._loop = asyncio.get_running_loop()

@@ -1,4 +1,5 @@
-"""The settings of a vLLM beyond those that every engine has."""
+"""The settings of a vLLM beyond those that every engine has, an LMCache among them, and its routes beside
+`/v1`."""
 
 from __future__ import annotations
 
@@ -6,10 +7,42 @@ from typing import Annotated
 
 import msgspec
 
-from engine_adapter.lmcache.options import LmCacheOptions
-from engine_adapter.routes import ASK, READ, REALTIME
+from engine_adapter.events.options import EventOptions
+from engine_adapter.options import ASK, READ, REALTIME
 from engine_adapter.types import EngineSpec
-from engine_adapter.vllm.nixl import MARGIN_S
+
+# --- the settings by which the operator names an LMCache ------------------------------------------------
+
+
+class LmCacheOptions(EventOptions, frozen=True):
+    """Options of engines with KV events that may have an LMCache below them.
+
+    Attributes:
+        lmcache: HTTP address of the LMCache server beside the engine.
+        lmcache_coordinator: address of the LMCache coordinator, by default that server's own.
+    """
+
+    lmcache: str | None = None
+    lmcache_coordinator: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("lmcache", "lmcache_coordinator"):
+            address = getattr(self, name)
+            if address is not None and not address.startswith(("http://", "https://")):
+                raise ValueError(f"{name}: {address!r} is not an http:// or https:// address")
+        if self.lmcache_coordinator is not None and self.lmcache is None:
+            raise ValueError("lmcache_coordinator goes with lmcache=http://HOST:PORT")
+
+
+LmCacheSpec = EngineSpec[LmCacheOptions]
+
+
+# --- the settings of a vLLM beyond those that every engine has ------------------------------------------
+
+# KV that another engine keeps is used for this many seconds less than its lease: the lease may begin a little
+# before its engine says so, and the decode engine needs time to fetch the KV.
+MARGIN_S = 5.0
 
 
 class VllmOptions(LmCacheOptions, frozen=True):

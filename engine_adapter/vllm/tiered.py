@@ -15,9 +15,8 @@ from typing_extensions import override
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineError, EngineRejected, NotSupported
 from engine_adapter.hold import RequestBody
-from engine_adapter.http.prepare import route_of
-from engine_adapter.http.transport import OutgoingRequest
-from engine_adapter.lmcache.client import Coordinator, LmCacheNode, Site, below_gpu, survey, text_of
+from engine_adapter.http.prepare import OutgoingRequest, route_of
+from engine_adapter.lmcache.client import Coordinator, LmCacheNode, LmCacheSite, below_gpu, survey, text_of
 from engine_adapter.lmcache.verbs import KvMover, TimedPins, embeddings_of, salt_for, without_lora
 from engine_adapter.types import (
     BelowGpu,
@@ -267,7 +266,7 @@ class TieredVllmAdapter(VllmAdapter):
 
     # --- inside ---------------------------------------------------------------------------------------
 
-    async def _survey(self) -> tuple[Site | None, tuple[Finding, ...]]:
+    async def _survey(self) -> tuple[LmCacheSite | None, tuple[Finding, ...]]:
         return await survey(self.spec, self._model, self._node, self._coordinator_at)
 
     async def _usable(self, capability: Capability) -> KvMover:

@@ -22,18 +22,36 @@ from starlette.responses import Response
 from engine_adapter import NATIVE_ROUTES, Headers, JsonBody, RequestBody, Upload, route_of
 from engine_adapter.causes import Code
 from engine_adapter.http.web_pages import page_asking
-from engine_adapter.off_loop import JSON_BYTES_PER_MS, PAYER, Shape, may_stay, off_loop
-from proxy.api.auth import authenticate, passed_on_headers
-from proxy.api.cors import METHODS, SERVED, Cors, check_origin, is_preflight, preflight
-from proxy.api.error_answers import error_response
+from engine_adapter.off_loop import JSON_BYTES_PER_MS, PAYER, JsonSize, may_stay, off_loop
+from proxy.api.auth import (
+    METHODS,
+    SERVED,
+    Cors,
+    authenticate,
+    check_origin,
+    is_preflight,
+    passed_on_headers,
+    preflight,
+)
 from proxy.api.fan_out import serve
-from proxy.api.forms import FORM_BYTES_PER_MS, read_form
-from proxy.api.kept_responses import KeptResponses
-from proxy.api.models import ALLOW_READS, answer_models, is_of_models, name_in
-from proxy.api.paths import check_method, checked_path
-from proxy.api.relay.to_object_home import PassedToKeeper, is_asked
-from proxy.api.relay.to_owner import PassedToOwner
-from proxy.api.websockets import Subprotocol, check_websocket, with_key
+from proxy.api.own_answers import (
+    ALLOW_READS,
+    KeptResponses,
+    answer_models,
+    error_response,
+    is_of_models,
+    name_in,
+)
+from proxy.api.paths import (
+    FORM_BYTES_PER_MS,
+    Subprotocol,
+    check_method,
+    check_websocket,
+    checked_path,
+    read_form,
+    with_key,
+)
+from proxy.api.relay import PassedToKeeper, PassedToOwner, is_asked
 from proxy.core.life import Cause
 from proxy.errors import (
     ANSWERED,
@@ -49,14 +67,19 @@ from proxy.errors import (
 from proxy.flow import Flow, longer_than_total
 from proxy.headers import REQUEST_ID_HEADER
 from proxy.http.exchange import ClientLeft, Exchange
-from proxy.request.answer_headers import with_limits
 from proxy.request.bodies import HALF_CHARACTERS, parse, unpacked
-from proxy.request.calls import PROMPT_ROUTES, Call, Reply
+from proxy.request.calls import PROMPT_ROUTES, Call, Reply, session_of
 from proxy.request.gate import Admission, Gate
-from proxy.request.known_routes import ALLOW_POST, POST_ONLY, check_route
+from proxy.request.known_routes import (
+    ALLOW_POST,
+    POST_ONLY,
+    check_form,
+    check_route,
+    response_in,
+    response_of,
+)
 from proxy.request.records import RequestRecord
-from proxy.request.session import session_of
-from proxy.request.stored import check_form, response_in, response_of
+from proxy.request.stages import with_limits
 from proxy.request.tenants import ApiKey, Tenants
 from proxy.request.translate import ResponseStore
 from proxy.request.translate.wording import dialect_of
@@ -98,7 +121,7 @@ class DataPlane:
     tenants: Tenants
     gate: Gate
     max_body_bytes: int
-    shape: Shape = field(default_factory=Shape)
+    shape: JsonSize = field(default_factory=JsonSize)
     responses: KeptResponses = field(default_factory=lambda: KeptResponses(ResponseStore()))
     cors: Cors | None = None
     refused: Callable[[int, str | None], None] = lambda _status, _reason: None

@@ -1,27 +1,19 @@
 """The command line. Importing it is quick: the server, torch and transformers load only when needed.
 
-main.py            the commands
-serve.py           kvpin serve, kvpin engine
-doctor.py          kvpin doctor
-replay.py          kvpin replay
-replay_options.py  its options
-replay_run.py      its work
-advise.py          kvpin advise
-init.py            kvpin init
-config.py          kvpin config
-top.py             kvpin top
-top_view.py        what it shows
-bench.py           kvpin bench
-admin.py           clients of the admin API
-target_options.py  options that name what to act on
-options.py         options that commands share, declared once
-client.py          one call of the admin API, and its errors in terms of flags
-answer_tables.py   answers of the admin API as tables
-decisions.py       placements and requests as tables
-grid.py            a table that fits the terminal
-help.py            how --help shows arguments
-engine_check/      what `kvpin doctor` does
-load_test.py       the load of `kvpin bench`, and its figures
+main.py           the commands; kvpin serve, kvpin engine, kvpin config
+admin.py          clients of the admin API
+doctor.py         kvpin doctor, kvpin init
+measure.py        kvpin bench, kvpin top, kvpin advise
+replay.py         kvpin replay and its options
+replay_run.py     its work
+load_test.py      the load of `kvpin bench`, and its figures
+engine_check.py   what `kvpin doctor` does: the report, and its text
+engine_probe.py   two requests on kvpin's own path; compares cached tokens with the prediction
+client.py         one call of the admin API, and its errors in terms of flags; options, declared once
+arguments.py      options that name what to act on; how --help shows arguments
+answer_tables.py  answers of the admin API as tables
+decisions.py      placements and requests as tables; what `kvpin top` shows
+grid.py           a table that fits the terminal
 """
 
 from proxy.cli.main import main

@@ -9,9 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from proxy.cli.arguments import App, PrefixOptions, RequestOptions, TargetOptions
 from proxy.cli.client import AdminClient, JsonOption, fail, path_part, print_json, show
-from proxy.cli.help import App
-from proxy.cli.target_options import PrefixOptions, RequestOptions, TargetOptions
 
 EngineId = Annotated[str, typer.Argument(metavar="ENGINE", help="As `kvpin engines` lists it.")]
 # How often an engine that drains is asked for its requests.

@@ -1,14 +1,210 @@
-"""`kvpin` and its commands."""
+"""`kvpin` and its commands. Here are `kvpin serve`, `kvpin engine` and `kvpin config`."""
 
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from proxy.cli import admin, advise, bench, config, doctor, init, replay, serve, top
-from proxy.cli.help import App
+from proxy.cli import admin, doctor, measure, replay
+from proxy.cli.arguments import App
+from proxy.cli.client import option
+
+if TYPE_CHECKING:
+    from proxy.settings import Settings
+
+
+# --- `kvpin serve` and `kvpin engine` -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ServeFlags:
+    """The flags of `kvpin serve`, in the order of its help. None stands for one that is not given."""
+
+    host: str | None = option("ADDRESS[,ADDRESS…]", "Addresses to listen on [127.0.0.1].")
+    port: int | None = option("PORT", "Port, 0 for a free one [8000].")
+    config: Path | None = option("FILE", "Settings in a TOML file.")
+    engine: list[str] | None = option(
+        "KIND=URL[,name=value…]",
+        "An engine that runs already; or one to start, written as for --managed. Repeatable.",
+    )
+    managed: list[str] | None = option(
+        "'KIND: command line'",
+        "An engine to start and watch, e.g. 'llama-server: -m model.gguf'. Repeatable.",
+    )
+    engines_from: list[str] | None = option(
+        "KIND=SOURCE[,name=value…]",
+        "Where to find engines: dns://NAME:PORT, srv://NAME or kubernetes://NAMESPACE/SERVICE:PORT. "
+        "Repeatable.",
+    )
+    engines_file: Path | None = option("FILE", "Engines in a file that is watched, TOML or JSON.")
+    api_key: list[str] | None = option(
+        "KEY", "A client's key; each is its own tenant. Repeatable; or KVPIN_API_KEYS."
+    )
+    admin_key: str | None = option("KEY", "Key of the admin API; or KVPIN_ADMIN_KEY.")
+    admin_key_file: Path | None = option(
+        "FILE", "File with that key; made with a random one if it is missing."
+    )
+    reuse: bool | None = option(
+        None, "Route by KV cache; or ENABLE_KV_CACHE_REUSE=1 [off].", None, "--reuse/--no-reuse"
+    )
+    model_alias: list[str] | None = option(
+        "NAME=MODEL", "A further name of a model or LoRA adapter. Repeatable."
+    )
+    normalise: list[str] | None = option(
+        "RULE",
+        "Change prompts so that more of them is cached: a rule of docs/normalise.md, or agents. Repeatable.",
+    )
+    default_model: str | None = option("MODEL", "Serves requests for any other model, or for none.")
+    cors_origin: list[str] | None = option(
+        "ORIGIN", "Web pages from here may use /v1, e.g. https://chat.example; * for all. Repeatable."
+    )
+    state_dir: Path | None = option("DIR", "Keep what is known of the engines' caches there over a restart.")
+    exchange: str | None = option(
+        "URL",
+        "Act as one with other kvpins in front of the same engines: unix:/directory or redis://host.",
+    )
+    workers: int | None = option("N", "Processes that serve the port together, as one [1].")
+    record_traffic: Path | None = option(
+        "FILE", "Record requests for `kvpin replay`, as hashes without text."
+    )
+    log_format: str | None = option("FORMAT", "auto, json or pretty [auto].")
+    log_level: str | None = option("LEVEL", "debug, info, warning or error [info].")
+
+    def settings(self) -> Settings:
+        """The settings of flags, environment and file as they are now; raises SettingsError."""
+        from proxy.settings import (  # noqa: PLC0415 - other commands start quicker
+            Settings,
+            is_command_line,
+            load_settings,
+            parse_alias_flags,
+            parse_discovery_flag,
+            parse_engine_flag,
+            parse_managed_flag,
+        )
+
+        engines = self.engine or ()
+        running = [parse_engine_flag(text) for text in engines if not is_command_line(text)]
+        started = [parse_managed_flag(text, flag="--engine") for text in engines if is_command_line(text)]
+        started += map(parse_managed_flag, self.managed or ())
+        flags = {name: value for name, value in asdict(self).items() if name in Settings.model_fields}
+        flags |= {
+            "engines": tuple(running) or None,
+            "managed": tuple(started) or None,
+            "discovery": tuple(map(parse_discovery_flag, self.engines_from or ())) or None,
+            "api_keys": tuple({"key": key} for key in self.api_key or ()) or None,
+            "model_aliases": parse_alias_flags(self.model_alias or ()) or None,
+            "normalise": ({"rules": self.normalise},) if self.normalise else None,
+            "cors_origins": tuple(self.cors_origin or ()) or None,
+            "exchange": _given(url=self.exchange),
+            "logs": _given(format=self.log_format, level=self.log_level),
+        }
+        return load_settings(self.config, **flags)
+
+
+def serve(*, options: ServeFlags) -> None:
+    """Serve OpenAI's API under /v1 and the admin API under /admin/v1."""
+    from engine_adapter import EngineSpecError  # noqa: PLC0415 - other commands start quicker
+    from proxy.server.run import serve as run  # noqa: PLC0415 - likewise
+    from proxy.settings import SettingsError  # noqa: PLC0415 - likewise
+
+    try:
+        status = run(options.settings)
+    except (SettingsError, EngineSpecError) as error:
+        for line in str(error).splitlines():
+            typer.echo(f"kvpin: {line}", err=True)
+        status = 2
+    raise typer.Exit(status)
+
+
+def _given(**values: str | None) -> dict[str, str] | None:
+    """The parts that were given; None for none."""
+    return {name: value for name, value in values.items() if value is not None} or None
+
+
+def engine(context: typer.Context) -> None:
+    """Serve the embedded engine."""
+    from engine_adapter import EngineSpecError, run_engine_cli  # noqa: PLC0415 - the clients start without
+
+    try:
+        run_engine_cli(context.args)
+    except EngineSpecError as error:
+        typer.echo(f"kvpin: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+# --- `kvpin config` -------------------------------------------------------------------------------------
+
+_FAULTS = 2
+config_app = App("Check settings.", "config", no_args_is_help=True)
+
+
+@config_app.callback()
+def config() -> None:
+    """Check settings."""
+
+
+@config_app.command("check")
+def check(
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Settings in a TOML file [the one that KVPIN_CONFIG names]."),
+    ] = None,
+) -> None:
+    """Check the settings file and the environment.
+
+    Every fault is one sentence. Nothing is started. Exit status 2: there are faults. Keys that open nothing
+    are warned of, rules that change no prompt, and a port that anyone may use.
+    """
+    from proxy.server.checks import (  # noqa: PLC0415 - other commands start quicker
+        OPEN_TO_ALL,
+        is_open_to_all,
+        warnings_of,
+    )
+    from proxy.settings import check_settings, settings_file  # noqa: PLC0415 - see above
+
+    settings, faults = check_settings(config)
+    if settings is not None:
+        faults += _faults_of_this_machine(settings)
+    for fault in faults:
+        typer.echo(f"kvpin: {fault}", err=True)
+    if settings is None or faults:
+        raise typer.Exit(_FAULTS)
+    for warning in [*warnings_of(settings), *([OPEN_TO_ALL] if is_open_to_all(settings) else [])]:
+        typer.echo(f"kvpin: warning: {warning}", err=True)
+    file = settings_file(config)
+    typer.echo(f"{file if file is not None else 'environment'}: {_summary(settings)}")
+
+
+def _faults_of_this_machine(settings: Settings) -> Iterator[str]:
+    """A sentence for each engine and file that cannot be used here."""
+    from proxy.server.checks import faults_here  # noqa: PLC0415 - see above
+    from proxy.settings import SettingsError, read_engines  # noqa: PLC0415 - see above
+
+    yield from faults_here(settings)
+    try:
+        if settings.engines_file is not None:
+            read_engines(settings.engines_file)  # `kvpin serve` waits for a better one
+    except SettingsError as error:
+        yield str(error)
+
+
+def _summary(settings: Settings) -> str:
+    found = {
+        "engines": len(settings.engines),
+        "engines to start": len(settings.managed),
+        "sources of engines": len(settings.discovery) + (settings.engines_file is not None),
+        "API keys": len(settings.api_keys),
+        "reuse": "on" if settings.reuse else "off",
+    }
+    return "no faults; " + ", ".join(f"{name}: {value}" for name, value in found.items())
+
+
+# --- `kvpin` and its commands ---------------------------------------------------------------------------
 
 _WHAT = "An OpenAI-compatible reverse proxy that makes the KV caches of serving engines count."
 app = App(_WHAT, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -31,10 +227,10 @@ def root(
     """An OpenAI-compatible reverse proxy that makes the KV caches of serving engines count."""
 
 
-app.command()(serve.serve)
+app.command()(serve)
 app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-)(serve.engine)
+)(engine)
 for _function in (
     admin.stats,
     admin.flush,
@@ -48,13 +244,13 @@ for _function in (
     admin.usage,
     doctor.doctor,
     replay.replay,
-    advise.advise,
-    init.init,
-    top.top,
-    bench.bench,
+    measure.advise,
+    doctor.init,
+    measure.top,
+    measure.bench,
 ):
     app.command()(_function)
-for _group in (admin.engines_app, admin.tables_app, admin.keys_app, config.config_app):
+for _group in (admin.engines_app, admin.tables_app, admin.keys_app, config_app):
     app.add_typer(_group)
 
 

@@ -1,13 +1,284 @@
-"""`kvpin replay`: the command."""
+"""`kvpin replay`: the command and its options. Errors name the option."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import isfinite
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from proxy.cli.replay_options import ReplayOptions
+from proxy.cli.client import option
+
+if TYPE_CHECKING:
+    from proxy.replay.figures import FigureSource
+    from proxy.replay.plan import ReplayPlan
+    from proxy.replay.simulated_engine import EngineModel
+    from proxy.replay.trace import RecordedFigures
+
+
+# --- the options of `kvpin replay`. Errors name the option ----------------------------------------------
+
+# Amounts as people write them: 500k and 2M tokens, 64GiB, 128KiB.
+_FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
+_BYTES = {
+    "b": 1,
+    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)},
+    **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)},
+}
+_SHOWN = 12  # characters that are shown of a very long amount
+_AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
+
+
+class AmountError(ValueError):
+    """An amount cannot be read; the message says how to write it."""
+
+
+def parse_amount(text: str) -> tuple[int, bool]:
+    """The number, and whether it is in bytes: `k`, `M` and `G` are plain, `kB` and `KiB` are bytes. Raises
+    AmountError if the text is not an amount."""
+    matched = _AMOUNT.fullmatch(text.strip())
+    if matched is not None:
+        unit = matched[2].lower()
+        factor = _FACTORS.get(unit, _BYTES.get(unit))
+        if factor is not None:
+            number = float(matched[1]) * factor
+            if not isfinite(number):
+                raise AmountError(f"{text[:_SHOWN]!r}… is too large")
+            return round(number), unit in _BYTES
+    raise AmountError(f"{text!r} is not an amount; write 500k, 2M or 64GiB")
+
+
+def parse_count(text: str) -> int:
+    """A number that is not in bytes. Raises AmountError if the text is no such number."""
+    number, of_bytes = parse_amount(text)
+    if of_bytes:
+        raise AmountError(f"{text!r} is in bytes; write a count like 500k or 2M")
+    return number
+
+
+def parse_tokens(text: str, bytes_per_token: int | None) -> int:
+    """Tokens, written as a count or as the bytes of their KV. Raises AmountError if the text is neither, or
+    is in bytes without `bytes_per_token`."""
+    number, of_bytes = parse_amount(text)
+    if not of_bytes:
+        return number
+    if not bytes_per_token:
+        raise AmountError(f"{text!r} is in bytes: give --bytes-per-token, such as 128KiB")
+    return number // bytes_per_token
+
+
+_MODELS = ("fifo", "chunked")
+# Options that cannot be given together, and why.
+_APART = (
+    ("load", "speedup", "both set when requests arrive; give one of them"),
+    ("target_p99", "engines", "the search finds the number; bound it by --max-engines"),
+    ("target_p99", "load", "a load grows with the engines; say --speedup instead"),
+)
+
+
+class ReplayOptionError(ValueError):
+    """An option that cannot be used; the message says which and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayOptions:
+    """The options, in the order of the help."""
+
+    # The simulated engines.
+    engines: str | None = option(
+        "N[,N…]", "How many engines [those that the recording names, else 4].", show_default=False
+    )
+    gpu_tokens: str | None = option(
+        "SIZE[,SIZE…]", "KV on the GPU of each engine: tokens or bytes [as recorded, else 500k]."
+    )
+    host_tokens: str | None = option(
+        "SIZE", "KV on its host tier: tokens or bytes; 0: none [as recorded, else 0]."
+    )
+    bytes_per_token: str | None = option("BYTES", "KV bytes of a token, if sizes are in bytes: 128KiB.")
+    model: str = option("fifo|chunked", "fifo: prefill alone; chunked: with decode.", "fifo")
+    prefill_rate: str | None = option(
+        "TOKENS", "Prompt tokens an engine computes per second [as recorded, else 20k]."
+    )
+    restore_rate: str | None = option(
+        "TOKENS", "Tokens per second from its host tier [as recorded, else 200k]."
+    )
+    context_tokens: str = option(
+        "TOKENS", "Context at which attention takes half the time; 0: prefill is linear.", "0"
+    )
+    chunk_tokens: str | None = option("TOKENS", "Tokens of a step with prefill [2048].")
+    decode_step_ms: float | None = option("MS", "Time of a decode step [as recorded, else 15].", min=0)
+    decode_stream_ms: float | None = option(
+        "MS", "Time each stream adds to a step [as recorded, else 0.3].", min=0
+    )
+    # Which runs.
+    load: float | None = option("SHARE", "Scale arrivals to this utilisation, if nothing were cached: 0.9.")
+    speedup: float | None = option("TIMES", "Arrivals this many times faster than recorded [1].")
+    target_p99: float | None = option(
+        "SECONDS", "Find how many engines keep this p99 TTFT, in place of --engines."
+    )
+    margin: float = option("SHARE", "More traffic that --target-p99 leaves room for: 0.2 is 20%.", 0.2, min=0)
+    max_engines: int = option("N", "The most that --target-p99 tries.", 64, min=1)
+    policies: str | None = option(
+        "NAME[,NAME…]", "all, ablations, or some: kvpin,sglang,oracle [all; with --target-p99 kvpin]."
+    )
+    seeds: str | None = option(
+        "N[,N…]", "0: arrivals as recorded; others vary [0; with --target-p99 0 to 4]."
+    )
+    limit: int | None = option("N", "Read only this many lines.", min=1)
+    model_name: str | None = option("NAME", "Which model of a recording of several.")
+    jobs: int | None = option("N", "Processes [one a CPU].", min=1)
+    # What is written.
+    json_path: Path | None = option("FILE", "Write every run as JSON; - prints.", None, "--json")
+    csv_path: Path | None = option("FILE", "Write every run as CSV; - prints.", None, "--csv")
+    plot_path: Path | None = option("FILE", "Draw a PNG.", None, "--plot")
+    html_path: Path | None = option(
+        "FILE", "Write curves and table as one HTML file; - prints.", None, "--html"
+    )
+
+    @property
+    def paths(self) -> list[Path]:
+        """The files that are written."""
+        named = (self.json_path, self.csv_path, self.plot_path, self.html_path)
+        return [path for path in named if path is not None]
+
+    def models(self, recorded: RecordedFigures | None = None) -> tuple[EngineModel, ...]:
+        """The simulated engine with its recorded figures, in each size of `gpu_tokens`. Raises
+        ReplayOptionError."""
+        from proxy.replay.figures import modelled  # noqa: PLC0415 - the other commands start quicker
+        from proxy.replay.trace import RecordedFigures  # noqa: PLC0415 - likewise
+
+        if self.model not in _MODELS:
+            raise ReplayOptionError(f"--model {self.model!r}: must be {' or '.join(_MODELS)}")
+        self._check_numbers("decode_step_ms", "decode_stream_ms", are="0 or more")
+        usual = modelled(recorded or RecordedFigures(), is_chunked=self.model == "chunked")
+        sizes, given = self._given()
+        if self.prefill_rate is not None:
+            usual = replace(usual, curve=())
+        elif usual.curve and self.context_tokens != "0":
+            raise ReplayOptionError(
+                "--context-tokens: the recorded times of prompts contain it; give --prefill-rate as well"
+            )
+        model = replace(usual, context_tokens=self._read("context_tokens", parse_count), **given)
+        if model.step_s + model.stream_s <= 0:
+            raise ReplayOptionError(
+                "--decode-step-ms and --decode-stream-ms: one of them must be more than 0"
+            )
+        return tuple(replace(model, gpu_tokens=size) for size in sizes or (model.gpu_tokens,))
+
+    def sources(self, recorded: RecordedFigures) -> dict[str, FigureSource]:
+        """Where each figure of the simulated engine comes from, by its option."""
+        from proxy.replay.figures import FIGURES, source_of  # noqa: PLC0415 - see above
+
+        return {name: source_of(name, recorded, is_given=getattr(self, name) is not None) for name in FIGURES}
+
+    def _given(self) -> tuple[tuple[int, ...], dict[str, Any]]:
+        """The sizes of GPUs, and the other figures of an engine, as far as options give them. Raises
+        ReplayOptionError."""
+        per_token = None
+        if self.bytes_per_token is not None:
+            per_token = self._read("bytes_per_token", lambda text: parse_amount(text)[0], 1)
+
+        def tokens(text: str) -> int:
+            return parse_tokens(text, per_token)
+
+        read = (
+            ("host_tokens", "host_tokens", tokens, 0),
+            ("prefill_tok_s", "prefill_rate", parse_count, 1),
+            ("restore_tok_s", "restore_rate", parse_count, 1),
+            ("chunk_tokens", "chunk_tokens", parse_count, 1),
+        )
+        given: dict[str, Any] = {
+            field: self._read(name, parse, least)
+            for field, name, parse, least in read
+            if getattr(self, name) is not None
+        }
+        for field, ms in (("step_s", self.decode_step_ms), ("stream_s", self.decode_stream_ms)):
+            if ms is not None:
+                given[field] = ms / 1000
+        return self._read_all("gpu_tokens", tokens, 1) if self.gpu_tokens is not None else (), given
+
+    def plan(self, recorded: RecordedFigures | None = None) -> ReplayPlan:
+        """The runs, for engines with these recorded figures. Raises ReplayOptionError."""
+        from proxy.replay.plan import P99Target, ReplayPlan  # noqa: PLC0415 - the other commands start quicker
+        from proxy.replay.trace import RecordedFigures  # noqa: PLC0415 - likewise
+
+        recorded = recorded or RecordedFigures()
+        models = self.models(recorded)
+        for one, other, why in _APART:
+            if getattr(self, one) is not None and getattr(self, other) is not None:
+                raise ReplayOptionError(f"{_flag(one)} and {_flag(other)}: {why}")
+        self._check_numbers("load", "speedup", "target_p99", are="more than 0")
+        self._check_numbers("margin", are="0 or more")
+        if self.target_p99 is not None and len(models) > 1:
+            raise ReplayOptionError("--target-p99 and --gpu-tokens: the search is for engines of one size")
+        return ReplayPlan(
+            models=models,
+            engines=self._read_all("engines", parse_count, 1) if self.engines is not None else (),
+            policies=self._policies(),
+            seeds=self._seeds(),
+            load=self.load,
+            speedup=self.speedup or 1.0,
+            target=P99Target(self.target_p99, self.max_engines, self.margin)
+            if self.target_p99 is not None
+            else None,
+            sources=self.sources(recorded),
+        )
+
+    def _seeds(self) -> tuple[int, ...]:
+        from proxy.replay.simulator import SEVERAL_SEEDS  # noqa: PLC0415 - see above
+
+        if self.seeds is not None:
+            return self._read_all("seeds", parse_count)
+        return (0,) if self.target_p99 is None else SEVERAL_SEEDS
+
+    def _policies(self) -> tuple[str, ...]:
+        """The named policies, else all. With a target: only kvpin. The oracle has no times to search."""
+        from proxy.replay.rules import ORACLE, resolve  # noqa: PLC0415 - see above
+
+        try:
+            names = resolve((self.policies or ("all" if self.target_p99 is None else "kvpin")).split(","))
+        except ValueError as error:
+            raise ReplayOptionError(f"--policies: {error}") from error
+        if self.target_p99 is None:
+            return names
+        if names == (ORACLE,):
+            raise ReplayOptionError(f"--target-p99: the policy {ORACLE} has no times")
+        return tuple(name for name in names if name != ORACLE)
+
+    def _check_numbers(self, *names: str, are: str) -> None:
+        """Raises ReplayOptionError for an option that is not what all of them `are`."""
+        for name in names:
+            value = getattr(self, name)
+            is_positive = value is None or value > 0 or (value == 0 and are == "0 or more")
+            if value is not None and not (isfinite(value) and is_positive):
+                raise ReplayOptionError(f"{_flag(name)} {value:g}: must be a number, {are}")
+
+    def _read(self, name: str, parse: Callable[[str], int], least: int = 0, text: str | None = None) -> int:
+        """The number that an option, or `text` of it, stands for; raises ReplayOptionError."""
+        text = getattr(self, name) if text is None else text
+        try:
+            number = parse(text)
+        except AmountError as error:
+            raise ReplayOptionError(f"{_flag(name)}: {error}") from error
+        if number < least:
+            raise ReplayOptionError(f"{_flag(name)} {text}: must be {least:,} or more")
+        return number
+
+    def _read_all(self, name: str, parse: Callable[[str], int], least: int = 0) -> tuple[int, ...]:
+        """The numbers of an option with several, each once; raises ReplayOptionError."""
+        parts = getattr(self, name).split(",")
+        return tuple(dict.fromkeys(self._read(name, parse, least, part) for part in parts))
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+# --- `kvpin replay`: the command ------------------------------------------------------------------------
 
 _UNUSABLE = 2
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from proxy.cli.grid import TerminalTable, console
-from proxy.cli.replay_options import ReplayOptions
+from proxy.cli.replay import ReplayOptions
 from proxy.replay.figures import check
 from proxy.replay.plan import Need, ReplayPlan, doubts, notes, search
 from proxy.replay.report import COLUMNS, Row, as_csv, as_json, cell, on, over_seeds, rows

@@ -1,18 +1,12 @@
 """The control plane's logic: what operators ask, done through the same fleet, index and flow as requests.
 
-target.py          what an operation acts on, as it is named
+operations.py      what an operation acts on, as it is named; long work, its progress and history
 target_engines.py  a target → the engines it concerns
-operations.py      long work, its progress and history
-kv.py              flush, offload, restore
-warm.py            compute a prefix ahead of need
-pinning.py         pins over engines
-engines.py         what is told of engines
-handed.py          what a worker counts, handed over to the one that speaks for all
-keys.py            keys of clients: issue, list, remove; what that changes for others
-tables.py          prompt tables, on all engines or on none
+kv.py              flush, offload, restore; warm: compute a prefix ahead of need; pins over engines
+engines.py         what is told of engines, and what everything holds
+keys.py            keys of clients: issue, list, remove; prompt tables, on all engines or on none
 named_engines.py   which engines should exist, as settings, sources and operators name them
 reconciler.py      brings the fleet there: engines join, change, drain and leave
-stats.py           what everything holds
 explain.py         where would this request go, and why did the cache of past ones miss?
 prefixes.py        the prefix tree of the last prompts
 replays.py         recorded traffic on simulated engines

@@ -20,13 +20,12 @@ from proxy.core.differences import Difference
 from proxy.core.misses import Diagnosis, Miss, detail_of
 from proxy.core.placement.decision import Cost, Placement
 from proxy.core.placement.pairs import TransferResult
-from proxy.core.reasons import Part, Reason, reason_of, tie_of, utilisation_of, why
+from proxy.core.reasons import Reason, TtfbPart, reason_of, tie_of, utilisation_of, why
 from proxy.errors import NotFound
 from proxy.fleet.fleet import Fleet
 from proxy.flow import Flow
-from proxy.request.calls import Call
+from proxy.request.calls import Call, session_of
 from proxy.request.records import RequestFacts, RequestRecord
-from proxy.request.session import session_of
 from proxy.request.translate import CHAT_PATH
 
 # Tokens that are shown of each prompt.
@@ -151,7 +150,7 @@ class RequestAnswer(RequestSummary, kw_only=True):
     """
 
     explanation: str
-    first_byte_parts: dict[Part, float] | None
+    first_byte_parts: dict[TtfbPart, float] | None
     decision: DecisionAnswer | None
     divergence: DivergenceAnswer | None
 

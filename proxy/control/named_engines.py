@@ -22,7 +22,7 @@ from proxy.fleet.engine import order_name
 from proxy.settings import EngineEntry, EngineSettings, StartedSettings, are_alike, kept_ids
 
 
-class Origin(Enum):
+class NamedBy(Enum):
     """Who names an engine."""
 
     SETTINGS = "settings"
@@ -46,7 +46,7 @@ class NamedEngine:
     """
 
     entry: EngineEntry
-    origin: Origin
+    origin: NamedBy
     order: str | None
     whole: EngineEntry
     ordered: EngineSettings | None = None
@@ -133,7 +133,7 @@ def named_engines(
             # What is named as an operator ordered it, but for its id, stays when nobody else names it.
             same = used.get(order, entry)
             as_used = same if are_alike(same, entry) and same.id not in ids else entry
-            named.append(NamedEngine(as_used, Origin.OPERATOR, order, as_used, ordered=entry))
+            named.append(NamedEngine(as_used, NamedBy.OPERATOR, order, as_used, ordered=entry))
     return named
 
 
@@ -151,24 +151,24 @@ def _by_settings_and_sources(
     """What they name, not yet split into parts."""
     ids, servers = set[str](), defaultdict[str, list[EngineSpec]](list)
     before = {
-        each.whole.id: each.whole for each in have if each.origin is not Origin.OPERATOR and each.counts
+        each.whole.id: each.whole for each in have if each.origin is not NamedBy.OPERATOR and each.counts
     }
 
-    def named(entry: EngineEntry, origin: Origin, *, is_ready: bool = True) -> NamedEngine:
+    def named(entry: EngineEntry, origin: NamedBy, *, is_ready: bool = True) -> NamedEngine:
         """It counts if nothing has its id or its server yet, and it is ready, or was."""
         spec = entry.spec() if isinstance(entry, EngineSettings) else None
         others = servers[spec.server] if spec is not None and entry.id not in ids else []
         is_new = entry.id not in ids and not (spec is not None and any(map(spec.is_same, others)))
         others += [spec] if spec is not None else []
-        counts = origin is Origin.SETTINGS or (is_new and (is_ready or entry.id in before))
+        counts = origin is NamedBy.SETTINGS or (is_new and (is_ready or entry.id in before))
         ids.update([entry.id] if counts else [])
         return NamedEngine(entry, origin, order_of(entry, spec), entry, is_ready=is_ready, counts=counts)
 
     for entry in settings:
-        yield named(entry, Origin.SETTINGS)
+        yield named(entry, NamedBy.SETTINGS)
     for each in found:
         entry = each.entry if each.is_ready else before.get(each.entry.id, each.entry)
-        yield named(entry, Origin.SOURCE, is_ready=each.is_ready)
+        yield named(entry, NamedBy.SOURCE, is_ready=each.is_ready)
 
 
 def _with_kept_ids(named: list[NamedEngine], have: Iterable[NamedEngine]) -> list[NamedEngine]:

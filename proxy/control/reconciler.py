@@ -31,16 +31,16 @@ from pydantic import ValidationError
 
 from engine_adapter import EngineAdapter, EngineInfo, EngineSpec, EngineSpecError
 from proxy.control.engines import RemovedEngine, removed_engines, undo_of
-from proxy.control.named_engines import NamedEngine, Origin, Parts, named_engines, order_of
+from proxy.control.named_engines import NamedBy, NamedEngine, Parts, named_engines, order_of
 from proxy.control.operations import Operations
-from proxy.core.engine_book import MAX_MARKS
+from proxy.core.books import MAX_MARKS
 from proxy.errors import Conflict
 from proxy.fleet.discovery import Finder, FoundEngines, Source, SourceError
 from proxy.fleet.engine import DrainReason, Engine, EngineState, order_name
 from proxy.fleet.fleet import Fleet
+from proxy.fleet.managed_engine import ManagedEngine
 from proxy.fleet.monitor import Monitor
-from proxy.fleet.process.managed_engine import ManagedEngine
-from proxy.runtime.tasks import Supervisor, until
+from proxy.runtime import Supervisor, until
 from proxy.settings import (
     EngineChanges,
     EngineEntry,
@@ -223,7 +223,7 @@ class Reconciler:
             tuple(info.models) or info.ranks,
         )
         was_known = url in self._parts
-        if member is None or member.is_leaving or member.named.origin is Origin.OPERATOR:
+        if member is None or member.is_leaving or member.named.origin is NamedBy.OPERATOR:
             return False  # what an operator added is as the order says
         if not self._parts.learn(url, parts):
             return False
@@ -271,7 +271,7 @@ class Reconciler:
         if not settings.id:
             free = (name for n in count() if (name := f"{spec.kind}-{n}") not in self._fleet.engines)
             settings = settings.model_copy(update={"id": next(free)})
-        named = NamedEngine(settings, Origin.OPERATOR, order, settings, ordered=settings)
+        named = NamedEngine(settings, NamedBy.OPERATOR, order, settings, ordered=settings)
         engine = self._join_at_free_place(named, settings.spec())
         self._named.append(named)
         book.add(order, engine_as_json(settings), now=time.time())
@@ -403,11 +403,11 @@ class Reconciler:
             is_claimed = member in plan.staying or member in plan.changing
             if member is not None and not is_claimed and member.is_to_be(each.entry):
                 plan.staying[member] = each
-            elif each.origin is Origin.OPERATOR:
+            elif each.origin is NamedBy.OPERATOR:
                 plan.ordered.append(each)
             elif each.id not in self._fleet.engines and each.id not in plan.joining:
                 plan.joining[each.id] = self._make(each)
-            elif member is None or member.is_leaving or member.named.origin is Origin.OPERATOR:
+            elif member is None or member.is_leaving or member.named.origin is NamedBy.OPERATOR:
                 plan.waiting.append(each)
             else:
                 plan.changing[member] = self._make(each)

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from engine_adapter import Capability, KvTarget
-from proxy.control.operations import Part
-from proxy.control.target import PREFIXES, Target, kind_of, request_of
+from proxy.control.operations import PREFIXES, OperationPart, Target, kind_of, request_of
 from proxy.core.audit import Trust
 from proxy.core.index.blocks import Chain
 from proxy.errors import BadRequest, NoEngine, NotFound
@@ -253,12 +252,14 @@ def require_able(selection: Selection, capability: Capability) -> None:
         raise selection.unable[0].engine.adapter.not_supported(capability)
 
 
-def parts_of(selection: Selection, capability: Capability) -> tuple[list[tuple[Part, Share]], list[Part]]:
+def parts_of(
+    selection: Selection, capability: Capability
+) -> tuple[list[tuple[OperationPart, Share]], list[OperationPart]]:
     """A part for each engine that can do the operation, and a failed part for each that cannot."""
-    able = [(Part(share.engine.id, capability.value), share) for share in selection.shares]
+    able = [(OperationPart(share.engine.id, capability.value), share) for share in selection.shares]
     unable = []
     for share in selection.unable:
-        part = Part(share.engine.id, capability.value)
+        part = OperationPart(share.engine.id, capability.value)
         part.fail(str(share.engine.adapter.not_supported(capability)))
         unable.append(part)
     return able, unable

@@ -6,8 +6,7 @@ peers/              messages between kvpins, and their replay
 admission.py        which requests wait for an engine, and who goes first
 quotas.py           what one tenant may use, and has used, by day; memory that requests share
 audit.py            predicted against reported cached tokens → trust; whether an engine that fails gets more
-engine_book.py      what operators ordered about engines, at any kvpin of a group
-issued_keys.py      which keys the admin API has issued and removed, at any kvpin of a group
+books.py            what operators ordered about engines, and which keys are issued, at any kvpin of a group
 retention.py        what clients and operators asked to keep
 misses.py           the reason that a prompt's KV was not reused, in one word and in a sentence
 reasons.py          why a request was placed where it was; what the time to the first byte was spent on

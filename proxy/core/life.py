@@ -91,7 +91,7 @@ class WrongPhase(Exception):
     """Something happened that the request's phase does not allow: a bug in the caller."""
 
 
-class Attempt(Struct, frozen=True):
+class FailedAttempt(Struct, frozen=True):
     """An attempt on an engine that failed. `error` is the caller's own."""
 
     engine: str
@@ -132,7 +132,7 @@ class Life:
         self.rules, self._budget, self._arrived = rules, budget, arrived
         self.phase = Phase.ADMITTED
         self.engine = ""
-        self.attempts: tuple[Attempt, ...] = ()
+        self.attempts: tuple[FailedAttempt, ...] = ()
         self.has_begun = False
         self.cause: Cause | None = None
         self.error: Exception | None = None
@@ -184,7 +184,7 @@ class Life:
             raise self._wrong_phase()
         self.phase, self.engine = Phase.IN_TURN, engine
 
-    def none_left(self) -> Sequence[Attempt]:
+    def none_left(self) -> Sequence[FailedAttempt]:
         """No engine is left to try: the end. Returns the attempts whose engines are to blame."""
         if self.phase is not Phase.ADMITTED:
             raise self._wrong_phase()
@@ -208,7 +208,7 @@ class Life:
             raise self._wrong_phase()
         self._is_sent = True
 
-    def began(self, now: float, *, is_socket: bool = False) -> Sequence[Attempt]:
+    def began(self, now: float, *, is_socket: bool = False) -> Sequence[FailedAttempt]:
         """The answer begins. `is_socket`: as a WebSocket, which may be silent for ever. Returns the attempts
         whose engines refused what this one answers."""
         if self.phase is not Phase.LEASED:
@@ -233,7 +233,7 @@ class Life:
         has_begun: bool = False,
         can_go_on: bool = False,
         engine: str | None = None,
-    ) -> Sequence[Attempt]:
+    ) -> Sequence[FailedAttempt]:
         """What runs has failed. If another engine may help, the request is to be placed again. Else it is the
         end. Returns the attempts whose engines are to blame.
 
@@ -250,7 +250,7 @@ class Life:
             return ()
         if self.phase is Phase.ENDED:
             raise self._wrong_phase()
-        attempt = Attempt(engine or self.engine, cause, error)
+        attempt = FailedAttempt(engine or self.engine, cause, error)
         self.attempts = attempts = (*self.attempts, attempt)
         is_blamed = cause.blame is not Blame.NOBODY and cause.blame not in _COMPARED
         blamed = (attempt,) if is_blamed else ()
@@ -332,7 +332,7 @@ class Life:
         self.phase, self.cause, self.error = Phase.ENDED, cause, error
 
 
-def _blamed(attempts: Sequence[Attempt], *kinds: Blame) -> tuple[Attempt, ...]:
+def _blamed(attempts: Sequence[FailedAttempt], *kinds: Blame) -> tuple[FailedAttempt, ...]:
     """The attempts with a blame of these kinds."""
     return tuple(each for each in attempts if each.cause.blame in kinds)
 

@@ -242,7 +242,7 @@ def _s(seconds: float) -> str:
 # --- the time to the first byte -----------------------------------------------------------------------------
 
 
-class Part(StrEnum):
+class TtfbPart(StrEnum):
     """A part of the time to the first byte, in the order of the steps."""
 
     READ = "read"  # receive and parse the body
@@ -292,20 +292,20 @@ class Moments(msgspec.Struct, kw_only=True):
     decode_s: float | None = None
 
 
-def parts_of(moments: Moments) -> dict[Part, float]:
+def parts_of(moments: Moments) -> dict[TtfbPart, float]:
     """Seconds of each part, which add up to `began - came`. Parts that took no time are left out."""
-    between = Part.FAILED if moments.has_failed else Part.PLACE
+    between = TtfbPart.FAILED if moments.has_failed else TtfbPart.PLACE
     decode_s = moments.decode_s if moments.is_whole else None
     measured = {
-        Part.READ: moments.arrived - moments.came,
-        Part.TOKENISE: moments.prepared - moments.arrived,
-        Part.QUEUE: moments.queued_s,
+        TtfbPart.READ: moments.arrived - moments.came,
+        TtfbPart.TOKENISE: moments.prepared - moments.arrived,
+        TtfbPart.QUEUE: moments.queued_s,
         between: moments.placed - moments.prepared - moments.queued_s,
-        Part.GATHER: moments.gathered - moments.placed,
-        Part.FIRST_LEG: moments.legs_s,
-        Part.HOLD: moments.sent - moments.gathered - moments.legs_s,
-        Part.PREFILL: moments.prefill_s or 0.0,
-        Part.DECODE: decode_s or 0.0,
+        TtfbPart.GATHER: moments.gathered - moments.placed,
+        TtfbPart.FIRST_LEG: moments.legs_s,
+        TtfbPart.HOLD: moments.sent - moments.gathered - moments.legs_s,
+        TtfbPart.PREFILL: moments.prefill_s or 0.0,
+        TtfbPart.DECODE: decode_s or 0.0,
     }
     left = moments.began - moments.came
     parts = {}
@@ -316,5 +316,5 @@ def parts_of(moments: Moments) -> dict[Part, float]:
             parts[part] = taken
             left -= taken
     if left > 0:
-        parts[Part.ENGINE] = left
+        parts[TtfbPart.ENGINE] = left
     return parts

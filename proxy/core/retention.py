@@ -152,7 +152,7 @@ def _written(at: _Path) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Pin:
+class AdminPin:
     """One admin pin.
 
     Attributes:
@@ -184,27 +184,27 @@ class PinBook:
     """
 
     def __init__(self) -> None:
-        self._pins: dict[str, Pin] = {}
+        self._pins: dict[str, AdminPin] = {}
         self.listeners: list[Callable[[], None]] = []
 
-    def add(self, pin: Pin) -> None:
+    def add(self, pin: AdminPin) -> None:
         """Notes a pin."""
         self._pins[pin.pin_id] = pin
         self._tell()
 
-    def take(self, pin_id: str, now: float) -> Pin | None:
+    def take(self, pin_id: str, now: float) -> AdminPin | None:
         """Removes and returns a pin; None if there is none or it has expired."""
         self._expire(now)
         pin = self._pins.pop(pin_id, None)
         self._tell()
         return pin
 
-    def active(self, now: float) -> tuple[Pin, ...]:
+    def active(self, now: float) -> tuple[AdminPin, ...]:
         """The pins that are active now."""
         self._expire(now)
         return tuple(self._pins.values())
 
-    def forget_engine(self, engine: str, which: Callable[[Pin], bool] = lambda _pin: True) -> None:
+    def forget_engine(self, engine: str, which: Callable[[AdminPin], bool] = lambda _pin: True) -> None:
         """The engine lost its KV, and with it those of its pins that `which` selects; all by default."""
         for pin in list(self._pins.values()):
             if engine in pin.engine_pins and which(pin):

@@ -14,11 +14,11 @@ from proxy.fleet.engine import Engine
 from proxy.fleet.fleet import MAX_NAME, Fleet
 from proxy.fleet.pool import Pool
 from proxy.request.calls import Call
-from proxy.request.stored import (
+from proxy.request.known_routes import (
     CONTINUING,
     MAX_ID,
     Home,
-    Named,
+    NamedResponse,
     ResponseHomes,
     ResponseNoter,
     check_fields,
@@ -264,7 +264,7 @@ class Destinations:
         """True if kvpin itself looks up what a request continues: engines of its model get chats."""
         return call.route in CONTINUING and RESPONSES_PATH in self._fleet.find(call.model)[0].served_as_chats
 
-    def _anywhere(self, call: Call, named: Named) -> Destination:
+    def _anywhere(self, call: Call, named: NamedResponse) -> Destination:
         """Where to look for a response that kvpin did not see, with one tenant."""
         if call.route in CONTINUING:
             return Destination(*self._fleet.find(call.model))
@@ -273,7 +273,7 @@ class Destinations:
             raise _no_response(named)
         return Destination(keepers[0], None)
 
-    def _at(self, home: Home, call: Call, named: Named) -> Destination:
+    def _at(self, home: Home, call: Call, named: NamedResponse) -> Destination:
         engine = self._fleet.engines.get(home.engine)
         pool = self._fleet.pool_of(engine) if engine is not None else None
         if pool is None or _instance_of(engine) != home.instance:
@@ -298,7 +298,7 @@ def _instance_of(engine: Engine | None) -> str | None:
     return engine.info.instance if engine is not None and engine.info is not None else None
 
 
-def _no_response(named: Named, why: str = "") -> NotFound:
+def _no_response(named: NamedResponse, why: str = "") -> NotFound:
     """The error for an unknown response. Another tenant's response gets the same error."""
     what, code = ("Response", None) if named.param is None else _PREVIOUS
     return NotFound(f"{what} with id {named.id[:MAX_ID]!r} not found{why}.", param=named.param, code=code)

@@ -26,14 +26,14 @@ from engine_adapter import (
     log_text,
 )
 from proxy.core.audit import Breaker, EmptyAnswers, EngineAudit
-from proxy.core.index.learned import LearnedBlocks
+from proxy.core.index.expected import LearnedBlocks
 from proxy.core.index.view import EngineView
 from proxy.core.placement.load import EngineLedger
 from proxy.core.placement.tiering import AheadCounts
 from proxy.fleet.lease import Lease, PeerRequest
-from proxy.fleet.process.managed_engine import ManagedEngine
-from proxy.fleet.salts import TenantSalts
+from proxy.fleet.managed_engine import ManagedEngine
 from proxy.prompt import Audits, PromptBuilder
+from proxy.request.tenants import TenantSalts
 
 log = structlog.get_logger(__name__)
 

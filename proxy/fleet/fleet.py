@@ -17,7 +17,7 @@ import structlog
 from engine_adapter import EngineAdapter, EngineInfo, Role
 from engine_adapter.causes import Code
 from proxy.core.admission import Needs
-from proxy.core.engine_book import EngineBook
+from proxy.core.books import EngineBook
 from proxy.core.peers.telling import OwnRequests
 from proxy.core.retention import PinBook
 from proxy.errors import Conflict, NoEngine, NotFound

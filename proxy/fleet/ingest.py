@@ -20,8 +20,8 @@ from proxy.core.index.view import EngineView, slices
 from proxy.fleet.engine import Engine
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.pool import Pool
-from proxy.fleet.recall import Memories, recall_learned, recall_view
-from proxy.runtime.tasks import Supervisor
+from proxy.fleet.saved_state import Memories, recall_learned, recall_view
+from proxy.runtime import Supervisor
 
 log = structlog.get_logger(__name__)
 

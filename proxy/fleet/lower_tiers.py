@@ -1,21 +1,33 @@
-"""Asks host and disk tiers for their blocks, where the engine's events do not report these.
-
-After placement, kvpin asks such tiers if they may hold more of the prompt than the GPU. Their answer is the
-prediction, exact to the token. The index keeps the answer, and the blocks that the request will store there,
-as hints: later placements use hints, predictions do not.
-"""
+"""Host and disk tiers: asked for blocks that no event reports, and restored from before the next turn."""
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import structlog
 from msgspec.structs import replace
 
-from engine_adapter import BelowGpu, Tier
+from engine_adapter import BelowGpu, Capability, EngineError, KvVerb, Tier, log_text
 from proxy.core.index.blocks import BlockHash, Chain
 from proxy.core.placement.load import Work
-from proxy.fleet.engine import Engine
+from proxy.core.placement.tiering import Below, Thread, Threads, gain, soon
+from proxy.fleet.engine import Engine, EngineState
+from proxy.fleet.fleet import Fleet
 from proxy.fleet.lease import Lease
 from proxy.fleet.pool import Pool
 from proxy.prompt import Prompt
+from proxy.request.records import RequestRecord
+from proxy.runtime import Supervisor
+
+# --- asks host and disk tiers for their blocks, where the engine's events do not report these -----------
+# After placement, kvpin asks such tiers if they may hold more of the prompt than the GPU. Their answer is
+# the prediction, exact to the token. The index keeps the answer, and the blocks that the request will store
+# there, as hints: later placements use hints, predictions do not.
 
 _LOWER = (Tier.HOST, Tier.DISK)
 
@@ -87,3 +99,195 @@ def _sharing(pool: Pool, engine: Engine) -> list[Engine]:
         for each in pool.engines.values()
         if each is engine or (name is not None and each.info is not None and each.info.shared_tiers == name)
     ]
+
+
+# --- restores KV to the GPU before the turn that needs it -----------------------------------------------
+# answered requests → threads → due? → worth its room? → adapter.operate(RESTORE), one at a time per engine
+#
+# It uses idle time only. An engine that computes a prompt is left alone. When a prompt arrives, a restore
+# ends after its current slice. At most a quarter of an engine's time goes to it.
+
+log = structlog.get_logger(__name__)
+
+TICK_S = 0.1
+# Share of an engine's time. A request that arrives meanwhile waits for one slice of a restore at most.
+MOST_TIME = 0.25
+# Seconds that one tick may hold the event loop. The next tick looks at the remaining threads.
+LOOK_S = 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class NextTurn:
+    """The data that a restore of a thread needs."""
+
+    model: str
+    prompt: Prompt
+
+
+class _Choice(NamedTuple):
+    """A thread that an engine could restore, and what that is worth, see `tiering.gain`."""
+
+    gain: float
+    pool: Pool
+    engine: Engine
+    thread: Thread[NextTurn]
+
+
+class RestoreAhead:
+    """Watches finished requests, and restores the KV of the turns that are due next.
+
+    Args:
+        fleet: the engines.
+        tasks: runs the restores.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, fleet: Fleet, tasks: Supervisor, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._fleet = fleet
+        self._tasks = tasks
+        self._clock = clock
+        self._threads = Threads[NextTurn]()
+        self._not_before: dict[str, float] = {}  # engine → when it may restore again, in monotonic seconds
+        self._restoring: set[str] = set()
+
+    def observe(self, record: RequestRecord) -> None:
+        """Notes a finished request: its next turn may need its KV."""
+        prompt, placement = record.prompt, record.placement
+        if prompt is None or placement is None or record.error is not None or not prompt.whole:
+            return
+        engine = self._fleet.engines.get(placement.engine)
+        if engine is None or not _is_able(engine):
+            return
+        pool = self._fleet.pool_of(engine)
+        if pool is None:
+            return
+        hashes = record.chain.hashes if record.chain is not None else ()
+        now = self._clock()
+        started = now - (record.duration_s or 0.0)
+        turn, called = NextTurn(pool.model, prompt), record.called_tool
+        before = self._threads.turn(started, now, hashes, len(prompt.token_ids), turn, called_tool=called)
+        if before is not None and before.restored_on is not None:
+            is_used = (
+                before.restored_on == engine.id
+                and placement.gpu_tokens > before.on_gpu * pool.tokens_per_block
+            )
+            self._count(before, used=is_used)
+
+    async def run(self) -> None:
+        """Restores what is due, until cancelled."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.tick()
+
+    def tick(self) -> None:
+        """Starts the restores that are worth it now, at most one per engine."""
+        now = self._clock()
+        self._not_before = {engine: when for engine, when in self._not_before.items() if when > now}
+        for thread in self._threads.lapsed(now):
+            if thread.restored_on is not None:
+                self._count(thread, used=False)
+        best: dict[str, _Choice] = {}
+        for thread in self._threads.due(now):
+            choice = self._look_at(thread, now)
+            if choice is not None:
+                rival = best.get(choice.engine.id)
+                if choice.gain > (rival.gain if rival is not None else 0.0):
+                    best[choice.engine.id] = choice
+            if self._clock() - now >= LOOK_S:
+                break
+        for engine_id, choice in best.items():
+            choice.thread.restored_on = engine_id
+            self._restoring.add(engine_id)
+            self._tasks.start(f"restore ahead on {engine_id}", self._restore(choice))
+
+    def _look_at(self, thread: Thread[NextTurn], now: float) -> _Choice | None:
+        """The engine that holds most of a thread, and the gain of a restore there; None where no block of it
+        lies below the GPU, or the engine is busy."""
+        pool = self._fleet.pools.get(thread.prompt.model)
+        if pool is None:
+            return None
+        matches = pool.index.match(thread.hashes)
+        best = max(matches, key=lambda engine: (matches[engine].blocks, matches[engine].lead), default=None)
+        if best is None:
+            return None
+        engine, match = self._fleet.engines[best], matches[best]
+        thread.on_gpu = match.lead
+        blocks = match.host + match.disk
+        may_restore = best not in self._restoring and now >= self._not_before.get(best, now)
+        if not blocks or not may_restore or not _is_able(engine) or not _is_quiet(engine, now):
+            return None
+        below = Below(thread, blocks, self._threads.closes(thread))
+        return _Choice(_gain(pool, engine, below, now), pool, engine, thread)
+
+    async def _restore(self, choice: _Choice) -> None:
+        engine, thread = choice.engine, choice.thread
+        started, done = self._clock(), 0
+        try:
+            async with aclosing(engine.adapter.operate(KvVerb.RESTORE, thread.prompt.prompt.kv)) as steps:
+                async for step in steps:
+                    done = step.done
+                    if not _is_quiet(engine, self._clock()):
+                        break
+        except EngineError as error:
+            log.info(
+                "restore ahead failed; the next turn computes the rest",
+                engine=engine.id,
+                error=log_text(error),
+            )
+        finally:
+            now = self._clock()
+            self._restoring.discard(engine.id)
+            self._not_before[engine.id] = now + (now - started) * (1 / MOST_TIME - 1)
+        engine.ahead.restores += 1
+        engine.ahead.blocks += done
+        _note_restored(choice, done, now)
+
+    def _count(self, thread: Thread[NextTurn], *, used: bool) -> None:
+        engine = self._fleet.engines.get(thread.restored_on or "")
+        if engine is not None:
+            engine.ahead.used += used
+            engine.ahead.wasted += not used
+        thread.restored_on = None
+
+
+def _is_able(engine: Engine) -> bool:
+    """True if the engine has a tier of blocks below its GPU to restore from. An engine with slots has none: a
+    restore there takes the place of a whole conversation."""
+    info = engine.info
+    return (
+        engine.state is EngineState.READY
+        and engine.can(Capability.RESTORE)
+        and bool(info and info.host_blocks)
+    )
+
+
+def _is_quiet(engine: Engine, now: float) -> bool:
+    """True if no request waits for its first token there."""
+    load = engine.ledger.view(now)
+    return load.in_flight == load.decoding
+
+
+def _gain(pool: Pool, engine: Engine, below: Below[NextTurn], now: float) -> float:
+    """Gain of restoring a thread on the engine, see `tiering.gain`."""
+    book, returns = pool.placer.books[engine.id], pool.placer.demand.returns
+    on_gpu = book.on_gpu if book.on_gpu is not None else book.residents
+    gpu, _, _, pending = pool.index.counts(engine.id)
+
+    def lost(blocks: int, within_s: float) -> float:
+        return on_gpu.lost(now, blocks, lambda idle_s: soon(returns, idle_s, within_s))
+
+    return gain(below, now, max((book.gpu_blocks or 0) - gpu - pending, 0), lost, returns)
+
+
+def _note_restored(choice: _Choice, done: int, now: float) -> None:
+    """Notes that `done` of the engine's blocks of the thread are on its GPU again."""
+    pool, thread, info = choice.pool, choice.thread, choice.engine.info
+    book = pool.placer.books.get(choice.engine.id)
+    if book is None or info is None:
+        return
+    book.residents.use(now, thread.hashes, 0)
+    if book.on_gpu is not None:
+        blocks = done * (info.tokens_per_block or pool.tokens_per_block) // pool.tokens_per_block
+        book.on_gpu.use(now, thread.hashes[: thread.on_gpu + blocks], blocks)

@@ -29,8 +29,8 @@ from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
 from proxy.fleet.pool import Pool
 from proxy.fleet.tokenisation import Renderings
-from proxy.prompt import PromptTables
-from proxy.runtime.tasks import Supervisor
+from proxy.prompt import RegisteredTables
+from proxy.runtime import Supervisor
 
 log = structlog.get_logger(__name__)
 
@@ -73,7 +73,7 @@ class Monitor:
     _fleet: Fleet
     _tasks: Supervisor
     _ingest: Ingest | None
-    _tables: PromptTables
+    _tables: RegisteredTables
     _: KW_ONLY
     interval_s: float
     timeout_s: float

@@ -21,7 +21,7 @@ from engine_adapter import (
     Tier,
     Transfer,
 )
-from engine_adapter.prompt.message_shapes import Shape
+from engine_adapter.prompt.template_trials import MessageShape
 from engine_adapter.types import Usage
 from proxy.core.admission import HOLD_S, KEPT_BUSY, Needs
 from proxy.core.audit import Trust
@@ -37,7 +37,7 @@ from proxy.fleet.engine import Engine, EngineState
 from proxy.fleet.lease import Lease
 from proxy.fleet.wait_queue import Line
 from proxy.prompt import Prompt, PromptBuilder
-from proxy.request.session import Session
+from proxy.request.calls import Session
 from proxy.settings import LimitSettings
 
 # Seconds that blocks stay pending after their request ends: events of its last step may still arrive.
@@ -86,7 +86,7 @@ class Pool:
         self.engines: dict[str, Engine] = {}
         self.placer = Placer(tokens_per_block)
         self.renderings: tuple[PromptBuilder, ...] = ()
-        self.lost_shapes: frozenset[Shape] = frozenset()
+        self.lost_shapes: frozenset[MessageShape] = frozenset()
         self.context: int | None = None
         self._contexts: tuple[int, ...] = ()
         self._lora_paths: dict[str, str] = {}
@@ -124,7 +124,7 @@ class Pool:
     def _note_renderings(self) -> None:
         found = dict.fromkeys(each.prompts for each in self.engines.values() if each.prompts is not None)
         self.renderings = tuple(sorted(found, key=lambda each: (each.is_blank, not each.is_proven)))
-        self.lost_shapes = frozenset[Shape]().union(*(each.lost_shapes for each in self.renderings))
+        self.lost_shapes = frozenset[MessageShape]().union(*(each.lost_shapes for each in self.renderings))
 
     @property
     def prompts(self) -> PromptBuilder | None:

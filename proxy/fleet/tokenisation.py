@@ -17,12 +17,12 @@ from collections.abc import Hashable
 import structlog
 
 from engine_adapter import Capability, EngineError, EngineInfo, Finding, ModelNotLoaded
-from engine_adapter.prompt.message_shapes import Shape
+from engine_adapter.prompt.template_trials import MessageShape
 from engine_adapter.prompt.tokenizer_process import load_tokenizer, version_of
 from proxy.fleet.engine import Engine
 from proxy.fleet.pool import Pool
-from proxy.prompt import FormTable, Load, PromptBuilder, PromptTables, compare, lost_by
-from proxy.runtime.tasks import Supervisor
+from proxy.prompt import FormTable, Load, PromptBuilder, RegisteredTables, compare, lost_by
+from proxy.runtime import Supervisor
 
 log = structlog.get_logger(__name__)
 
@@ -42,7 +42,7 @@ class Renderings:
             EngineUnavailable if it may succeed later.
     """
 
-    def __init__(self, tasks: Supervisor, tables: PromptTables, load: Load = load_tokenizer) -> None:
+    def __init__(self, tasks: Supervisor, tables: RegisteredTables, load: Load = load_tokenizer) -> None:
         self._tasks = tasks
         self._tables = tables
         self._load = load
@@ -106,7 +106,9 @@ class Renderings:
             if not is_final:
                 await asyncio.sleep(RELOAD_S)
 
-    async def _lost_by(self, engine: Engine, pool: Pool, builder: PromptBuilder) -> frozenset[Shape] | None:
+    async def _lost_by(
+        self, engine: Engine, pool: Pool, builder: PromptBuilder
+    ) -> frozenset[MessageShape] | None:
         """What the engine's template loses; None if it cannot be asked now. Requests come before its
         tokenizer is loaded and compared, which takes seconds: their messages are repaired by this."""
         if not builder.can_ask:
@@ -122,7 +124,7 @@ class Renderings:
         return lost
 
     async def _own(
-        self, engine: Engine, pool: Pool, builder: PromptBuilder, lost: frozenset[Shape] | None
+        self, engine: Engine, pool: Pool, builder: PromptBuilder, lost: frozenset[MessageShape] | None
     ) -> PromptBuilder:
         """The builder with the same key whose outcome is the engine's: one of the pool, or a new one."""
         table = await self._compared(engine, builder, lost)
@@ -145,7 +147,7 @@ class Renderings:
         return own
 
     async def _other_like(
-        self, engine: Engine, pool: Pool, builder: PromptBuilder, lost: frozenset[Shape] | None
+        self, engine: Engine, pool: Pool, builder: PromptBuilder, lost: frozenset[MessageShape] | None
     ) -> PromptBuilder | None:
         """For an engine whose tokenizer is nowhere: a builder of the pool that makes the same tokens."""
         if builder.local is not None or not builder.can_ask:
@@ -158,7 +160,7 @@ class Renderings:
         return None
 
     async def _compared(
-        self, engine: Engine, builder: PromptBuilder, lost: frozenset[Shape] | None
+        self, engine: Engine, builder: PromptBuilder, lost: frozenset[MessageShape] | None
     ) -> FormTable:
         """The outcome for the engine, once it answers. It is neither loaded nor woken for that."""
         while True:

@@ -29,7 +29,7 @@ class ClientLeft(Exception):
     """The client disconnected before its body was read."""
 
 
-class Connection(Protocol):
+class ClientConnection(Protocol):
     """The connection of an exchange.
 
     Attributes:
@@ -89,7 +89,7 @@ class Exchange:
 
     def __init__(
         self,
-        connection: Connection,
+        connection: ClientConnection,
         method: str,
         target: bytes,
         headers: Headers,

@@ -27,7 +27,7 @@ from proxy.observe.gauges import waiting_of
 from proxy.observe.metrics import Metrics, ReuseCounts, available_tokens
 from proxy.prompt import Trusted
 from proxy.request.records import RequestRecord
-from proxy.runtime.tasks import Supervisor
+from proxy.runtime import Supervisor
 
 # Seconds between two snapshots.
 TICK_S = 1.0

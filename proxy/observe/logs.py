@@ -1,22 +1,31 @@
-"""Log lines: structured, on standard error, without prompt text and without keys.
-
-Code logs through `structlog.get_logger`. Lines of libraries that use `logging` get the same form. Values
-bound with structlog's contextvars (the request id) are on every line of that request's task.
-"""
+"""What kvpin prints: log lines, and the text at start."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import logging
 import os
 import re
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from importlib.metadata import version
 from typing import TextIO
 
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
-from proxy.settings import LogSettings
+from proxy.fleet.engine import Engine, EngineState
+from proxy.fleet.fleet import Fleet
+from proxy.request.tenants import Tenants
+from proxy.settings import LogSettings, Settings
+
+# --- log lines: structured, on standard error, without prompt text and without keys ---------------------
+# Code logs through `structlog.get_logger`. Lines of libraries that use `logging` get the same form. Values
+# bound with structlog's contextvars (the request id) are on every line of that request's task.
 
 # Control characters but tabs and line ends.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -124,3 +133,161 @@ def _renderers(pretty: bool, stream: TextIO) -> list[Processor]:
         tracebacks = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
         last = [structlog.processors.ExceptionRenderer(tracebacks), structlog.processors.JSONRenderer()]
     return [structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last]
+
+
+# --- the text that `kvpin serve` prints: its addresses, engines that are down, a request to copy --------
+
+_NAMED = 3  # engines; more are counted
+_STARTED = (EngineState.READY, EngineState.DRAINING)
+
+
+@contextmanager
+def waiting_bar(fleet: Fleet, has_joined: Callable[[], bool]) -> Iterator[Callable[[], None]]:
+    """Yields what draws the bar as it is now. Draws nothing unless both outputs are terminals: lines that are
+    written meanwhile, to either, appear above the bar."""
+    if not (sys.stdout.isatty() and sys.stderr.isatty()):
+        yield lambda: None
+        return
+    from rich.console import Console  # noqa: PLC0415 - slow to import
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: PLC0415
+
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(), transient=True, refresh_per_second=2) as progress:
+        ready, text = summary(fleet, has_joined=has_joined())
+        bar = progress.add_task(text, completed=ready, total=len(fleet.engines) or None)
+
+        def draw() -> None:
+            ready, text = summary(fleet, has_joined=has_joined())
+            progress.update(bar, completed=ready, total=len(fleet.engines) or None, description=text)
+
+        yield draw
+
+
+def summary(fleet: Fleet, *, has_joined: bool) -> tuple[int, str]:
+    """The number of engines that are ready; then the others with their states, and what else is awaited."""
+    others = [engine for engine in fleet.engines.values() if engine.state not in _STARTED]
+    named = [f"{engine.id} {engine.state.value}" for engine in others[:_NAMED]]
+    if len(others) > _NAMED:
+        named.append(f"{len(others) - _NAMED} more")
+    if fleet.is_ready() and not has_joined:
+        named.append("asking other kvpins what they know")
+    return len(fleet.engines) - len(others), ", ".join(["engines ready", *named])
+
+
+POLL_S = 0.1
+# All other states are named with their reason.
+_USABLE = (EngineState.CONNECTING, EngineState.READY, EngineState.SUSPECT, EngineState.DRAINING)
+
+
+class Banner:
+    """The lines a person needs to start using kvpin.
+
+    Args:
+        fleet: the engines.
+        host: the address kvpin listens on.
+        port: its port.
+        settings: those it runs with.
+        has_joined: whether this kvpin knows what others know.
+        tenants: the keys of clients.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        host: str,
+        port: int,
+        settings: Settings,
+        has_joined: Callable[[], bool] = lambda: True,
+        tenants: Tenants | None = None,
+    ) -> None:
+        self._fleet, self._settings, self._has_joined = fleet, settings, has_joined
+        self._tenants = tenants if tenants is not None else Tenants(())
+        # A client cannot connect to a wildcard address.
+        name = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)  # noqa: S104
+        self._base = f"{'https' if settings.tls else 'http'}://{name}:{port}"
+
+    def print_addresses(self) -> None:
+        """Prints the addresses; called as soon as kvpin listens."""
+        mode = (
+            "on" if self._settings.reuse else "off: the least loaded engine is chosen (--reuse turns it on)"
+        )
+        _print(f"kvpin {version('kvpin')}, KV cache reuse {mode}")
+        _print(f"  base_url  {self._base}/v1")
+        _print(f"  admin     {self._base}/admin/v1")
+        if self._settings.ui:
+            _print(f"  page      {self._base}/ui/")
+        _print("waiting for engines …")
+
+    async def print_when_ready(self) -> None:
+        """Prints each engine that is down, at once; then, when the others are ready, what they serve."""
+        named: set[str] = set()
+        with waiting_bar(self._fleet, self._has_joined) as draw:
+            while True:
+                for engine in self._fleet.engines.values():
+                    is_known = engine.is_served_there or engine.is_own or engine.id in named
+                    is_usable = engine.state in _USABLE and not engine.model_failed
+                    if not is_usable and not is_known:
+                        named.add(engine.id)
+                        _print(_why_not(engine))
+                if self._fleet.is_ready() and self._has_joined():
+                    break
+                draw()
+                await asyncio.sleep(POLL_S)
+        self._print_ready()
+        for model, named_by in self._fleet.lost_names().items():
+            _print(f"not served: {model} ({named_by})")
+        for model, tenant in self._lost_models():
+            _print(f"not served: {model} (a key of tenant {tenant!r} is for it)")
+        if self._fleet.pools:
+            self._print_request()
+
+    def _lost_models(self) -> list[tuple[str, str]]:
+        """Models that keys are for and nothing serves, each with the tenant of such a key. Empty while
+        another kvpin uses engines for this one: their models are not known here."""
+        if any(engine.is_served_there for engine in self._fleet.engines.values()):
+            return []
+        named = {(model, key.tenant) for key in self._tenants.keys for model in key.models or ()}
+        return sorted(each for each in named if not self._fleet.has_model(each[0]))
+
+    def _print_ready(self) -> None:
+        for pool in self._fleet.pools.values():
+            if names := [each.id for each in self._fleet.engines_of(pool) if not each.model_failed]:
+                _print(f"ready: {pool.model} on {', '.join(names)}")
+        for engine in self._fleet.engines.values():
+            if engine.is_served_there:
+                _print(f"ready: {engine.id} through the kvpin {engine.owner}, which uses it")
+
+    def _print_request(self) -> None:
+        """A request to copy, for the ready model that most keys are for. It names a variable, never a key:
+        this output may end up in a log."""
+        now, served = time.time(), self._fleet.served()
+        served |= {alias: served[own] for alias, own in self._fleet.served_aliases().items()}
+        keys = [key.models for key in self._tenants.keys if not key.has_expired(now)]
+        fitting = {name: sum(models is None or name in models for models in keys) for name in served}
+        is_ready = {name: bool(self._fleet.pools[pool].ready()) for name, pool in served.items()}
+        model = max(served, key=lambda name: (fitting[name] > 0, is_ready[name], fitting[name]))
+        if not (fitting[model] or self._tenants.open):
+            return
+        body = {"model": model, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32}
+        of = "one of your keys" if fitting[model] == len(keys) else f"a key for {model}"
+        _print("try it:" if self._tenants.open else f"try it, with {of} in OPENAI_API_KEY:")
+        _print(f"  curl {self._base}/v1/chat/completions \\")
+        if not self._tenants.open:
+            _print('    -H "authorization: Bearer $OPENAI_API_KEY" \\')
+        _print("    -H 'content-type: application/json' \\")
+        _print(f"    -d '{json.dumps(body)}'")
+
+
+def _why_not(engine: Engine) -> str:
+    process = engine.process
+    if process is not None and process.error is not None:
+        return f"not running: {engine.id}: {process.error}".replace("\n", "\n  ")
+    if engine.state is not EngineState.DOWN:
+        return f"{engine.state.value}: {engine.id}: {engine.last_error}"
+    url = engine.adapter.spec.url
+    how = "refuses kvpin" if engine.refuses else "not reachable"
+    return f"{how}: {engine.id} at {url}: {engine.last_error}; kvpin keeps trying"
+
+
+def _print(line: str) -> None:
+    print(line, flush=True)  # noqa: T201 - this module's purpose

@@ -245,7 +245,7 @@ class Metrics:
     The series of an engine are dropped when it has left the fleet. What is summed up here is not.
 
     Attributes:
-        loop_lag: how late the event loop was, see `loop_lag.py`.
+        loop_lag: how late the event loop was, see `proxy/runtime.py`.
         ended: requests that have ended.
         reload_ok: the settings were taken over when they were last read again.
         reuse: the reuse of the fleet's engines, by engine.

@@ -44,9 +44,9 @@ from proxy.fleet.fleet import Fleet
 from proxy.fleet.pool import Pool
 from proxy.prompt import Prompt
 from proxy.replay.trace import ALL, RecordedEngine, Recording, RecordingLine, TextBlocks, TraceLine
+from proxy.request.calls import Session
 from proxy.request.normalising import ROUTES
 from proxy.request.records import RequestRecord
-from proxy.request.session import Session
 from proxy.settings import SettingsError
 
 # --- the figures of engines for a recording: what they told, and what kvpin measured --------------------

@@ -7,8 +7,7 @@ same, they decide alike. `proxy/core/peers/` defines the messages.
 peers.py           one kvpin among several: tells, listens, notices who is lost
 peer.py            another kvpin, as seen here
 owners.py          claims engines that only one kvpin may use
-bus.py             the seam: how frames reach the others
-unix_bus.py        frames through Unix sockets, on one machine
+bus.py             the seam: how frames reach the others; frames through Unix sockets, on one machine; proves
+                   that an order to add an engine is the operators'. Imports no redis
 redis_bus.py       frames through Redis or Valkey, between machines
-sealing.py         proves there that an order to add an engine is the operators'; imports no redis
 """

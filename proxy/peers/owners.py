@@ -1,6 +1,6 @@
 """The engines that only one kvpin may use: claims them for this one, or leaves them to another one.
 
-`proxy/core/peers/claims.py` decides. The claims travel with the description of each engine.
+`proxy/core/peers/messages.py` decides. The claims travel with the description of each engine.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from proxy.core.peers.claims import Claim, OwnClaim, holder_of
+from proxy.core.peers.messages import Claim, OwnClaim, holder_of
 from proxy.fleet.engine import Engine, EngineState
 from proxy.fleet.fleet import Fleet
 

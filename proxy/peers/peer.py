@@ -19,10 +19,10 @@ import msgspec
 
 from engine_adapter.types import Usage
 from proxy.core.audit import Trust
-from proxy.core.peers.claims import Claim
 from proxy.core.peers.messages import (
     AnswerBegan,
     Begun,
+    Claim,
     Contents,
     Heartbeat,
     Message,

@@ -17,8 +17,7 @@ from time import monotonic, time
 import msgspec
 import structlog
 
-from proxy.core.engine_book import MAX_AHEAD_S, EngineMark, decode_marks, encode_marks
-from proxy.core.issued_keys import MAX_AGE_S, signed, verified
+from proxy.core.books import MAX_AGE_S, MAX_AHEAD_S, EngineMark, decode_marks, encode_marks, signed, verified
 from proxy.core.peers.messages import (
     Ask,
     Contents,
@@ -27,7 +26,7 @@ from proxy.core.peers.messages import (
     Message,
     ToldEngine,
     ToldPin,
-    Used,
+    UseReport,
     frame_of,
     messages_of,
     owner_of,
@@ -35,12 +34,11 @@ from proxy.core.peers.messages import (
 )
 from proxy.core.peers.telling import OwnRequests
 from proxy.fleet.fleet import Fleet
-from proxy.peers.bus import Bus, BusCallbacks
+from proxy.peers.bus import NEEDS_KEY, Bus, BusCallbacks, Sealing, secret_of
 from proxy.peers.owners import Owners, ToldClaim
 from proxy.peers.peer import ExchangeCounts, ExchangeStats, Peer, contents, described
-from proxy.peers.sealing import NEEDS_KEY, Sealing, secret_of
 from proxy.request.tenants import Tenants
-from proxy.runtime.tasks import Supervisor
+from proxy.runtime import Supervisor
 
 # How long messages are collected for one frame.
 BATCH_S = 0.001
@@ -199,7 +197,7 @@ class Peers:
             self._flush_at.cancel()
             self._flush_at = None
         messages = self._own.take()
-        messages += [Used(tenant, use) for tenant, use in self._tenants.take_used()]
+        messages += [UseReport(tenant, use) for tenant, use in self._tenants.take_used()]
         if messages:
             self._say(messages)
 
@@ -236,7 +234,7 @@ class Peers:
                     await asyncio.sleep(0)
             self._flush()
             uses = self._tenants.take_used(anew=True)
-            self._say([self._state(), *(Used(tenant, use) for tenant, use in uses)])
+            self._say([self._state(), *(UseReport(tenant, use) for tenant, use in uses)])
             for part in self._in_flight():
                 self._say(part)
 
@@ -296,7 +294,7 @@ class Peers:
         match message:
             case KvpinState():
                 self._meet(now, peer, message)
-            case Used():
+            case UseReport():
                 self._tenants.used_elsewhere(now, owner, message.tenant, message.use)
             case Ask() if message.of == self._owner:
                 self._asked[owner] = self._asked.get(owner, False) or message.contents

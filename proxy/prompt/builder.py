@@ -32,17 +32,16 @@ from engine_adapter.off_loop import (
     off_loop,
 )
 from engine_adapter.prompt.chat import ChatPrompt, ChatTokenizer
+from engine_adapter.prompt.encoders import CannotFit
+from engine_adapter.prompt.extra_ids import read_embeds, reading_ms
 from engine_adapter.prompt.forms import Form, forms_of
-from engine_adapter.prompt.lengths import CannotFit
-from engine_adapter.prompt.media import read_embeds, reading_ms
-from engine_adapter.prompt.message_shapes import Shape
+from engine_adapter.prompt.template_trials import MessageShape
 from engine_adapter.prompt.tokenizer_process import load_tokenizer
 from engine_adapter.types import ExtraIds, TokenIds
 from proxy.errors import TooLong
-from proxy.prompt.known_chats import KnownBeginning, Owner
-from proxy.prompt.known_media import KnownMedia, TextAround, head_key
+from proxy.prompt.known_chats import ChatOwner, KnownBeginning, KnownMedia, TextAround, head_key
 from proxy.prompt.media import find_media, is_text_message, media_fields, texts_only
-from proxy.prompt.registered_tables import PromptTables
+from proxy.prompt.registered_tables import RegisteredTables
 from proxy.prompt.render import (
     CHAT_PATH,
     COMPLETIONS_PATH,
@@ -56,7 +55,7 @@ from proxy.prompt.render import (
 )
 from proxy.prompt.tokenizer import EngineTokenizer, LocalTokenizer
 from proxy.prompt.trust import Exactness, FormTable, Source
-from proxy.runtime.interpreter import settle
+from proxy.runtime import settle
 
 Load = Callable[[str], Awaitable[ChatTokenizer]]
 # Two texts that share no leading token.
@@ -138,7 +137,7 @@ class PromptBuilder:
         self,
         info: EngineInfo,
         *,
-        tables: PromptTables,
+        tables: RegisteredTables,
         key: Hashable = None,
         context: Callable[[], int | None] | None = None,
         engines: Ask = _nobody,
@@ -152,7 +151,7 @@ class PromptBuilder:
         `context` gives the longest prompt that any engine of the pool takes, in tokens; None without a limit.
         """
         self.info, self.key, self.is_proven = info, key, False
-        self.lost_early: frozenset[Shape] = frozenset()
+        self.lost_early: frozenset[MessageShape] = frozenset()
         self._loading, self._attempts, self._is_nowhere = asyncio.Lock(), 0, False
         self._context = context or (lambda: info.max_model_len)
         self.local: LocalTokenizer | None = None
@@ -239,7 +238,7 @@ class PromptBuilder:
         return self.forms.summary(None if self.local is None else self.local.tokenizer.source, self.reason)
 
     @property
-    def lost_shapes(self) -> frozenset[Shape]:
+    def lost_shapes(self) -> frozenset[MessageShape]:
         """Messages that the engines' chat template refuses or leaves out, as far as is known."""
         return self.forms.lost_shapes if self.is_proven else self.forms.lost_shapes | self.lost_early
 
@@ -282,7 +281,7 @@ class PromptBuilder:
         if source is None:
             return None
         try:
-            prompt = await self._tokenise(source, path, body, Owner(salt, adapter or lora, tenant))
+            prompt = await self._tokenise(source, path, body, ChatOwner(salt, adapter or lora, tenant))
         except CannotFit as error:
             if native is None:
                 raise self._too_long(error.tokens, "has at least", source.param) from None
@@ -305,7 +304,9 @@ class PromptBuilder:
     def _ask_renderer(self, path: str, body: JsonBody) -> Coroutine[Any, Any, ChatPrompt | None]:
         return self._engines.render(self._asked[1](self), path, body)
 
-    async def _tokenise(self, source: PromptInput, path: str, body: JsonBody, owner: Owner) -> Prompt | None:
+    async def _tokenise(
+        self, source: PromptInput, path: str, body: JsonBody, owner: ChatOwner
+    ) -> Prompt | None:
         match source:
             case CompletionInput():
                 return await self._completion(source, path, body)
@@ -334,7 +335,7 @@ class PromptBuilder:
         return Prompt(prompt.token_ids, prompt.extra_ids, exact=True)
 
     async def _with_media(
-        self, source: ChatInput | AskedInput, path: str, body: JsonBody, owner: Owner
+        self, source: ChatInput | AskedInput, path: str, body: JsonBody, owner: ChatOwner
     ) -> Prompt | None:
         """A prompt with media: all of it where an engine renders it, else the text before the first item."""
         price = body.n_values / VALUES_PER_MS
@@ -360,7 +361,7 @@ class PromptBuilder:
         return Prompt(prompt.token_ids, prompt.extra_ids, source="engine", media=True, whole=False)
 
     async def _rendered(
-        self, source: ChatInput | AskedInput, path: str, body: JsonBody, owner: Owner
+        self, source: ChatInput | AskedInput, path: str, body: JsonBody, owner: ChatOwner
     ) -> ChatPrompt | None:
         """A prompt with media, as an engine renders it. Of a chat whose messages with media are known, the
         text behind these is encoded here."""
@@ -381,7 +382,7 @@ class PromptBuilder:
             return rendered
         return known
 
-    async def _before_media(self, source: ChatInput, body: JsonBody, owner: Owner) -> Prompt | None:
+    async def _before_media(self, source: ChatInput, body: JsonBody, owner: ChatOwner) -> Prompt | None:
         """The tokens before the first message with media, unless that comes first."""
         around = await self._around_media(source, body, owner)
         if around is None or not is_text_message(body.view("messages")[0]):
@@ -389,7 +390,7 @@ class PromptBuilder:
         return Prompt(around.token_ids[: around.before], source="local", whole=False)
 
     async def _around_media(
-        self, source: ChatInput, body: JsonBody, owner: Owner, *, here: bool = False
+        self, source: ChatInput, body: JsonBody, owner: ChatOwner, *, here: bool = False
     ) -> TextAround | None:
         """The tokens around the messages with media: two different texts in their place share them. `here`:
         only if no engine is asked for them."""
@@ -408,7 +409,7 @@ class PromptBuilder:
             made.append(tokens.token_ids)
         return TextAround.of(*made)
 
-    async def _chat(self, source: ChatInput, body: JsonBody, owner: Owner) -> Prompt | None:
+    async def _chat(self, source: ChatInput, body: JsonBody, owner: ChatOwner) -> Prompt | None:
         forms = forms_of(body)
         if self.local is not None and self.forms.rows[Form.SPECIAL_TOKENS].source != "local":
             forms |= self.local.forms_in(source.messages)

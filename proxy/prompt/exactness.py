@@ -24,7 +24,7 @@ from engine_adapter import (
 )
 from engine_adapter.body import BILLING
 from engine_adapter.prompt.forms import Form
-from engine_adapter.prompt.message_shapes import PROBES, Messages, Roles, Shape, lost_shapes, trials
+from engine_adapter.prompt.template_trials import PROBES, Messages, MessageShape, Roles, lost_shapes, trials
 from engine_adapter.types import TokenIds
 from proxy.prompt.builder import Prompt, PromptBuilder
 from proxy.prompt.render import CHAT_PATH, COMPLETIONS_PATH, ChatInput, CompletionInput, read_prompt
@@ -153,7 +153,7 @@ async def verify_exactness(builder: PromptBuilder, adapter: EngineAdapter) -> Ex
 
 
 async def compare(
-    builder: PromptBuilder, adapter: EngineAdapter, lost: frozenset[Shape] | None = None
+    builder: PromptBuilder, adapter: EngineAdapter, lost: frozenset[MessageShape] | None = None
 ) -> FormTable:
     """Compares the builder's token ids with those of an engine, form by form. Engines for which the tables
     have equal outcomes make the same tokens of all probes. `lost`: what `lost_by` found, if it was asked.
@@ -183,7 +183,7 @@ async def compare(
     return table
 
 
-async def lost_by(adapter: EngineAdapter, model: str) -> frozenset[Shape] | None:
+async def lost_by(adapter: EngineAdapter, model: str) -> frozenset[MessageShape] | None:
     """Messages that the engine's template loses, by the tokens that it makes; None if it does not answer.
     Raises ModelNotLoaded if its model is not in memory."""
     kept: set[Roles] = set()

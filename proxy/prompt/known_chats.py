@@ -1,28 +1,36 @@
-"""Remembers the token ids and block hashes of chats, so that a chat's next turn encodes only what is new.
-
-    text of a chat → segments, each beginning with the tokenizer's cut → known ones: ids and hashes are taken
-                                                                       → the others: encoded, and remembered
-
-A segment has the same ids alone as within the whole text, see `engine_adapter/prompt/cuts.py`. It is found by
-its own text and the segment before it, so all of the text up to it is compared, not a hash of it. Texts are
-kept and compared as UTF-8, which takes a quarter of the memory of a string with one emoji.
-
-Chats are known only within their namespace, which has KV of its own. So the time that a request takes does
-not tell one tenant what another sent.
-"""
+"""Remembers chats, so that a next turn encodes only what is new, and with media needs no engine to render."""
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from array import array
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 import msgspec
 
-from engine_adapter.types import TokenIds
+from engine_adapter import JsonBody, common_prefix
+from engine_adapter.body import decode_object
+from engine_adapter.prompt.chat import ChatPrompt
+from engine_adapter.types import ExtraIds, TokenIds
+from proxy.prompt.media import is_text_message
+
+# --- known chats ----------------------------------------------------------------------------------------
+# Remembers the token ids and block hashes of chats, so that a chat's next turn encodes only what is new.
+#
+# text of a chat → segments, each beginning with the tokenizer's cut → known ones: ids and hashes are taken
+#                                                                    → the others: encoded, and remembered
+#
+# A segment has the same ids alone as within the whole text, see `engine_adapter/prompt/encoders.py`. It is
+# found by its own text and the segment before it, so all of the text up to it is compared, not a hash of
+# it. Texts are kept and compared as UTF-8, which takes a quarter of the memory of a string with one emoji.
+#
+# Chats are known only within their namespace, which has KV of its own. So the time that a request takes does
+# not tell one tenant what another sent.
 
 LIMIT_BYTES = 32 * 2**20
 """Memory for the known chats of one pool: about 350 chats of 8,000 tokens of English."""
@@ -36,7 +44,7 @@ _ERRORS = "surrogatepass"
 _Key = tuple[Hashable, bytes]
 
 
-class Owner(msgspec.Struct, frozen=True, gc=False):
+class ChatOwner(msgspec.Struct, frozen=True, gc=False):
     """The owner of a chat.
 
     Attributes:
@@ -113,7 +121,7 @@ class ChatText(msgspec.Struct, frozen=True):
         written: the same as UTF-8.
     """
 
-    owner: Owner
+    owner: ChatOwner
     known: Sequence[_Segment]
     new: Sequence[str]
     written: Sequence[bytes]
@@ -161,7 +169,7 @@ class KnownChats:
         self._numbers = count()
         self.n_bytes = 0
 
-    def read(self, text: str, owner: Owner) -> ChatText:
+    def read(self, text: str, owner: ChatOwner) -> ChatText:
         """Finds the known segments that a rendered chat begins with."""
         share = self._shares.get(owner.tenant) or _Share()
         whole, start = text.encode(errors=_ERRORS), 0
@@ -226,3 +234,117 @@ class KnownChats:
                 self.n_bytes -= share.drop_oldest()
             if not share.segments:
                 del self._shares[tenant]
+
+
+# --- known media ----------------------------------------------------------------------------------------
+# Remembers chats with images, audio or video up to the last of these: a next turn needs no engine to render.
+#
+# as an engine rendered it   head: up to the end of the last message with media | tail: text alone
+# the chat's next turn       the same head                                      | its own tail, encoded here
+#
+# A head is found by all that decides it: the messages with media, every field of the request that may change
+# the prompt, and the ids of the other text up to there, which show whether the template writes an earlier
+# message otherwise once others follow. It is kept only if the engine's own ids end with the tail that was
+# encoded here.
+#
+# Each builder has heads of its own, so they never outlive a tokenizer or a template. Like the chats of
+# `known_chats.py`, they are known only within their namespace.
+
+LIMIT_TOKENS = 2**21
+"""Tokens of all heads of one builder: 24 MiB."""
+_OVERHEAD_TOKENS = 64
+# Fields that change no prompt. The others, also those that kvpin does not know, are compared.
+_BESIDE_PROMPT = frozenset(
+    {
+        "messages", "cache_salt", "stream", "stream_options", "max_tokens", "max_completion_tokens",
+        "temperature", "top_p", "top_k", "min_p", "seed", "stop", "n", "user", "metadata", "logprobs",
+        "top_logprobs", "presence_penalty", "frequency_penalty",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TextAround:
+    """Ids of a chat in which a text stands for the content of each message with media.
+
+    Attributes:
+        token_ids: all of them, with the first text.
+        before, after: the lengths of what another text leaves the same, at the beginning and at the end.
+    """
+
+    token_ids: TokenIds[int]
+    before: int
+    after: int
+
+    @classmethod
+    def of(cls, one: TokenIds[int], other: TokenIds[int]) -> TextAround:
+        """`one` and `other`: the ids with two texts."""
+        before = common_prefix(one, other)
+        after = common_prefix(one[::-1], other[::-1])
+        return cls(one, before, min(after, min(len(one), len(other)) - before))
+
+    @property
+    def tail(self) -> TokenIds[int]:
+        """What follows the last message with media."""
+        return self.token_ids[len(self.token_ids) - self.after :]
+
+    @property
+    def head(self) -> TokenIds[int]:
+        """What is up to there."""
+        return self.token_ids[: len(self.token_ids) - self.after]
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """An engine's ids up to the end of the last message with media, and the first id behind."""
+
+    token_ids: TokenIds[int]
+    extra_ids: ExtraIds[int]
+    next_id: int
+
+
+class KnownMedia:
+    """The heads of one builder; the least recently used goes first."""
+
+    def __init__(self, limit: int = LIMIT_TOKENS) -> None:
+        """`limit`: tokens of all of them."""
+        self._heads: OrderedDict[bytes, _Head] = OrderedDict()
+        self._tokens, self._limit = 0, limit
+
+    def find(self, key: bytes, around: TextAround) -> ChatPrompt | None:
+        """The whole prompt; None if its head is not known."""
+        head = self._heads.get(key)
+        if head is None or not around.after or around.tail[0] != head.next_id:
+            return None
+        self._heads.move_to_end(key)
+        return ChatPrompt(head.token_ids + around.tail, head.extra_ids + array("Q", bytes(8 * around.after)))
+
+    def learn(self, key: bytes, around: TextAround, rendered: ChatPrompt) -> None:
+        """Remembers what an engine has rendered, if it ends with the same tail."""
+        size = len(rendered.token_ids) - around.after
+        ids, extra_ids = rendered.token_ids, rendered.extra_ids
+        if extra_ids is None or not around.after or size <= 0 or ids[size:] != around.tail:
+            return
+        if any(extra_ids[size:]):
+            return
+        old = self._heads.pop(key, None)
+        self._heads[key] = _Head(ids[:size], extra_ids[:size], ids[size])
+        self._tokens += _size(self._heads[key]) - (_size(old) if old is not None else 0)
+        while self._tokens > self._limit:
+            self._tokens -= _size(self._heads.popitem(last=False)[1])
+
+
+def head_key(body: JsonBody, messages: Sequence[Any], around: TextAround, owner: ChatOwner) -> bytes:
+    """All that decides the head of a chat, as a digest. Takes about 2 ms for each MiB of the body."""
+    with_media = [(at, each) for at, each in enumerate(messages) if not is_text_message(each)]
+    fields = sorted(
+        (name, raw) for name, raw in decode_object(body.raw).items() if name not in _BESIDE_PROMPT
+    )
+    parts = [owner.salt, owner.lora, owner.tenant, with_media, fields]
+    digest = hashlib.blake2b(msgspec.json.encode(parts), digest_size=32)
+    digest.update(around.head.tobytes())
+    return digest.digest()
+
+
+def _size(head: _Head) -> int:
+    return len(head.token_ids) + _OVERHEAD_TOKENS

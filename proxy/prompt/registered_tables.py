@@ -26,7 +26,7 @@ class ReadTable(NamedTuple):
     content: bytes
 
 
-class PromptTables:
+class RegisteredTables:
     """The tables of this proxy. Every engine that can hold tables gets them.
 
     An extra id keeps its content for the life of the process, even after its table is deleted: KV computed
@@ -135,7 +135,7 @@ class PromptTables:
 
 
 def read_table(data: bytes, table_id: str | None, extra_id: int | None) -> ReadTable:
-    """A table that is not registered yet, see `PromptTables.put`. Takes long: 128 MiB are allowed."""
+    """A table that is not registered yet, see `RegisteredTables.put`. Takes long: 128 MiB are allowed."""
     _check_ids(table_id, extra_id)
     embeddings = parse_embeddings(data, param="table")
     derived = prompt_table_extra_id(embeddings)

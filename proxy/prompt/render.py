@@ -10,8 +10,8 @@ from typing import Any, ClassVar, TypeVar
 import msgspec
 
 from engine_adapter import JsonBody
+from engine_adapter.options import PromptFields
 from engine_adapter.prompt.forms import gives, not_plain, only_the_engine_knows
-from engine_adapter.routes import PromptFields
 from engine_adapter.types import TokenIds
 from proxy.errors import BadRequest
 from proxy.prompt.media import check_number, find_media, is_text, media_fields

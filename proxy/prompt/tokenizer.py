@@ -13,12 +13,12 @@ from typing import Any
 from engine_adapter import EngineAdapter, EngineRejected, EngineUnavailable, JsonBody
 from engine_adapter.off_loop import JSON_BYTES_PER_MS, VALUES_PER_MS, may_stay, off_loop
 from engine_adapter.prompt.chat import ChatPrompt, ChatTokenizer
-from engine_adapter.prompt.cuts import find_cut
+from engine_adapter.prompt.encoders import find_cut
+from engine_adapter.prompt.extra_ids import mark_media
 from engine_adapter.prompt.forms import Form, not_plain
-from engine_adapter.prompt.media import mark_media
-from engine_adapter.prompt.message_shapes import Shape, kept_by, lost_shapes, writes_system_first
+from engine_adapter.prompt.template_trials import MessageShape, kept_by, lost_shapes, writes_system_first
 from engine_adapter.types import TokenIds
-from proxy.prompt.known_chats import KnownBeginning, KnownChats, Owner
+from proxy.prompt.known_chats import ChatOwner, KnownBeginning, KnownChats
 from proxy.prompt.render import ChatInput, CompletionInput
 
 ANSWER_S = 2.0
@@ -43,7 +43,7 @@ class LocalTokenizer:
         self._known = None if cut is None else KnownChats(cut)
 
     @cached_property
-    def lost_shapes(self) -> frozenset[Shape]:
+    def lost_shapes(self) -> frozenset[MessageShape]:
         """Messages that its chat template refuses or leaves out."""
         return lost_shapes(kept_by(self.tokenizer.render))
 
@@ -74,7 +74,7 @@ class LocalTokenizer:
         )
 
     async def turn(
-        self, source: ChatInput, body: JsonBody, owner: Owner, limit: int | None = None
+        self, source: ChatInput, body: JsonBody, owner: ChatOwner, limit: int | None = None
     ) -> tuple[ChatPrompt, KnownBeginning | None]:
         """The same as `chat`, but encodes only what follows the known beginning of the chat.
 

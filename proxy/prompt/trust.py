@@ -19,7 +19,7 @@ from typing import Literal
 import msgspec
 
 from engine_adapter.prompt.forms import Form
-from engine_adapter.prompt.message_shapes import Shape
+from engine_adapter.prompt.template_trials import MessageShape
 
 Source = Literal["local", "engine", "client"]
 """Who made the token ids of a prompt."""
@@ -63,7 +63,7 @@ class RowView(msgspec.Struct):
     differed: int = 0
 
 
-class Row(RowView):
+class FormRow(RowView):
     """One form of prompt, as it changes.
 
     Attributes:
@@ -169,34 +169,34 @@ class FormTable:
         self.can_ask = can_ask
         self.uses_local = False
         self.outcome: Hashable = None
-        self.lost_shapes: frozenset[Shape] = frozenset()
-        self.rows = {form: Row("engine" if can_ask else "none", can_ask, detail) for form in Form}
+        self.lost_shapes: frozenset[MessageShape] = frozenset()
+        self.rows = {form: FormRow("engine" if can_ask else "none", can_ask, detail) for form in Form}
 
     def make_here(self, detail: str, *, alike: bool) -> None:
         """From now on prompts are made here, unchecked. `alike`: the engine renders with kvpin's own code, so
         no form is special. Else an engine is asked about forms that no probe can settle, if it can be."""
         self.uses_local = True
         for form in Form:
-            row = Row("local", ok=False, detail=detail)
+            row = FormRow("local", ok=False, detail=detail)
             if form in _UNPROBED and not alike and self.can_ask:
-                row = Row("engine", ok=True, detail="engines differ")
+                row = FormRow("engine", ok=True, detail="engines differ")
             elif form is Form.DOCUMENTS and not alike:
-                row = Row("none", ok=False, detail="engines differ")
+                row = FormRow("none", ok=False, detail="engines differ")
             self.rows[form] = row
 
     def probe(self, form: Form, difference: str | None, detail: str) -> None:
         """Notes how kvpin's ids differ from the engine's on the probes of a form; None: they are the same."""
         self.uses_local = True
         if difference is None:
-            self.rows[form] = Row("local", ok=True, detail=detail, probed=True)
+            self.rows[form] = FormRow("local", ok=True, detail=detail, probed=True)
         else:
-            self.rows[form] = Row("engine", ok=True, detail=difference)
+            self.rows[form] = FormRow("engine", ok=True, detail=difference)
 
     def settle(self, *, alike: bool) -> None:
         """All probes were compared. With kvpin's own code, what is right for plain chats is so for all."""
         plain = self.rows[Form.PLAIN]
         for form in _UNPROBED if alike else ():
-            self.rows[form] = Row(plain.source, plain.ok, plain.detail, probed=plain.probed)
+            self.rows[form] = FormRow(plain.source, plain.ok, plain.detail, probed=plain.probed)
 
     @property
     def sources(self) -> dict[Form, Trusted]:

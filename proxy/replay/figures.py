@@ -12,9 +12,8 @@ from enum import StrEnum
 from typing import Any
 
 from proxy.core.placement.rates import TYPICAL_TOKENS
-from proxy.replay.arrivals import SEVERAL_SEEDS
 from proxy.replay.simulated_engine import EngineModel
-from proxy.replay.simulator import ReplayRun, RunResult, quantile_of
+from proxy.replay.simulator import SEVERAL_SEEDS, ReplayRun, RunResult, quantile_of
 from proxy.replay.trace import RecordedFigures, Trace, typical_tok_s
 
 

@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from proxy.replay.arrivals import speedup_for_load
 from proxy.replay.figures import FigureSource, assumed_figures, used_figures
-from proxy.replay.policy_names import ORACLE
+from proxy.replay.rules import ORACLE
 from proxy.replay.simulated_engine import EngineModel
-from proxy.replay.simulator import ReplayRun, RunResult
+from proxy.replay.simulator import ReplayRun, RunResult, speedup_for_load
 from proxy.replay.trace import Trace
 
 # With fewer requests, policies differ by a few percent by chance.

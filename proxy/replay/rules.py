@@ -1,19 +1,22 @@
-"""Policies that do not look at caches."""
+"""The policies by the names users give them: simple ones, and the rules of other routers."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from math import ceil
 
 from xxhash import xxh3_64_intdigest
 
 from proxy.core.index.blocks import BlockHash, Chain
 from proxy.core.index.match import Match
-from proxy.replay.policy import Counting, Policy, PolicyChoice, Seeing, SimFleet, cached_tokens
+from proxy.replay.policy import TERMS, Counting, Kvpin, Policy, PolicyChoice, Seeing, SimFleet, cached_tokens
 from proxy.replay.simulated_engine import SimEngine
 from proxy.replay.trace import TraceRequest
+
+# --- policies that do not look at caches ----------------------------------------------------------------
 
 
 class RoundRobin(Policy):
@@ -298,3 +301,51 @@ class MinTtft(Policy):
         foreseen = [engine.foresee(now, request.chain) for engine in engines]
         best = min(range(len(engines)), key=lambda at: (foreseen[at][0], engines[at].held))
         return PolicyChoice(best, foreseen[best][1])
+
+
+# --- the policies by the names users give them ----------------------------------------------------------
+
+# An upper bound: one cache that all engines share. It has hits and no times.
+ORACLE = "oracle"
+
+POLICIES: dict[str, Callable[[SimFleet, int], Policy]] = {
+    "kvpin": Kvpin,
+    "round-robin": RoundRobin,
+    "least-loaded": LeastLoaded,
+    "sticky": Sticky,
+    "chwbl": BoundedHash,
+    "sglang": SglangCacheAware,
+    "llm-d": LlmdDefault,
+    "dynamo": DynamoLike,
+    "min-ttft": MinTtft,
+}
+ABLATIONS: dict[str, Callable[[SimFleet, int], Policy]] = {
+    f"kvpin-no-{term}": partial(Kvpin, without=term) for term in TERMS
+}
+# Names that stand for several policies.
+GROUPS: dict[str, tuple[str, ...]] = {
+    "all": (*POLICIES, ORACLE),
+    "ablations": ("kvpin", *ABLATIONS),
+}
+NAMES = (*POLICIES, *ABLATIONS, ORACLE)
+
+
+class UnknownPolicy(ValueError):
+    """There is no policy of that name; the message lists the names."""
+
+
+def resolve(names: Iterable[str]) -> tuple[str, ...]:
+    """Names with groups spelled out, each once, in the order given. Raises UnknownPolicy if a name is
+    unknown."""
+    resolved: dict[str, None] = {}
+    for name in names:
+        if name not in GROUPS and name not in NAMES:
+            known = ", ".join((*GROUPS, *NAMES))
+            raise UnknownPolicy(f"there is no policy {name!r}; there are {known}")
+        resolved.update(dict.fromkeys(GROUPS.get(name, (name,))))
+    return tuple(resolved)
+
+
+def make(name: str, fleet: SimFleet, seed: int) -> Policy:
+    """A policy by its name, other than the oracle."""
+    return {**POLICIES, **ABLATIONS}[name](fleet, seed)

@@ -21,8 +21,7 @@ from math import inf
 from engine_adapter.types import Tier
 from proxy.core.index.blocks import BlockHash, Chain, reusable_tokens
 from proxy.core.placement.rates import on_curve
-from proxy.replay.cache import Filled, Taken, TieredCache
-from proxy.replay.hybrid_cache import HybridCache
+from proxy.replay.cache import Filled, HybridCache, Taken, TieredCache
 from proxy.replay.trace import TraceRequest
 
 

@@ -30,7 +30,7 @@ from engine_adapter import (
     decode_object,
 )
 from engine_adapter.causes import Code
-from engine_adapter.off_loop import Shape, is_deeper, off_loop, shape_of
+from engine_adapter.off_loop import JsonSize, is_deeper, off_loop, shape_of
 from proxy.errors import BadRequest, BodyTooLarge, EncodedBody, NoMemory
 
 # The most entries of each list that makes a prompt, and of each list in such an entry. Even an empty entry
@@ -59,7 +59,7 @@ _SHOWN = 64  # characters of a name, or of a content-encoding, that an error rep
 _decode_items = msgspec.json.Decoder(list[Raw]).decode
 
 
-def parse(raw: bytes, most: Shape = Shape()) -> JsonBody:  # noqa: B008 - immutable
+def parse(raw: bytes, most: JsonSize = JsonSize()) -> JsonBody:  # noqa: B008 - immutable
     """The body.
 
     Raises:
@@ -119,7 +119,7 @@ def _check_case(names: Collection[str]) -> None:
             raise BadRequest(text, param=name, code=Code.INVALID_JSON)
 
 
-def _check_shape(raw: bytes, most: Shape) -> None:
+def _check_shape(raw: bytes, most: JsonSize) -> None:
     shape = shape_of(raw, most)
     match shape.above(most):
         case None:

@@ -19,7 +19,7 @@ import msgspec
 from typing_extensions import override
 
 from engine_adapter import UNREADABLE, Headers, JsonBody, decode_object
-from engine_adapter.http.usage import NULL, read_streamed_usage
+from engine_adapter.http.answer_fields import NULL, read_streamed_usage
 from proxy.core.misses import Diagnosis, Miss, detail_of
 from proxy.errors import BadRequest
 from proxy.headers import COMPARISON_HEADER

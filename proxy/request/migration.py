@@ -29,8 +29,8 @@ from engine_adapter import (
     decode_object,
     read_streamed_error,
 )
+from engine_adapter.http.answer_fields import NULL, SAYS_NOTHING, choices_of
 from engine_adapter.http.sse import events_in
-from engine_adapter.http.usage import NULL, SAYS_NOTHING, choices_of
 from proxy.request.calls import Call
 
 _NAMES = ("id", "object", "created", "model", "system_fingerprint")

@@ -19,14 +19,13 @@ from typing_extensions import override
 from engine_adapter import UNREADABLE, JsonBody, decode_object
 from engine_adapter.body import BILLING, UnreadableField
 from engine_adapter.off_loop import JSON_BYTES_PER_MS, VALUES_PER_MS, off_loop
-from engine_adapter.prompt.message_shapes import Shape
+from engine_adapter.prompt.template_trials import MessageShape
 from proxy.core.message_repair import Repair, may_need, repaired
 from proxy.core.normalise import FIELDS, FINDS_VALUES, Rule, normalised
 from proxy.core.prompt_values import has_reference
 from proxy.errors import EngineFailed
-from proxy.request.calls import Call
+from proxy.request.calls import Call, Session
 from proxy.request.records import Sources
-from proxy.request.session import Session
 from proxy.request.stages import DONE, ERROR, Event, Stage
 from proxy.request.translate import CHAT_PATH, INPUT_TOKENS_PATH, RESPONSES_PATH
 from proxy.request.translate.translation import Chat, read_chat
@@ -195,14 +194,14 @@ ROUTES = frozenset({CHAT_PATH, _MESSAGES, f"{_MESSAGES}/count_tokens", RESPONSES
 Change = Rule | Repair
 """What changes a prompt."""
 REPAIRS = {
-    Shape.DEVELOPER: Repair.DEVELOPER_AS_SYSTEM,
-    Shape.SEVERAL_SYSTEMS: Repair.SYSTEMS_JOINED,
-    Shape.LATE_SYSTEM: Repair.LATE_SYSTEM_IN_TURN,
-    Shape.SYSTEM: Repair.SYSTEM_IN_TURN,
-    Shape.CALL: Repair.CALL_AS_TEXT,
-    Shape.LONE_RESULT: Repair.RESULT_IN_TURN,
-    Shape.NULL_CONTENT: Repair.NULL_AS_EMPTY,
-    Shape.TURNS: Repair.TURNS_ALTERNATE,
+    MessageShape.DEVELOPER: Repair.DEVELOPER_AS_SYSTEM,
+    MessageShape.SEVERAL_SYSTEMS: Repair.SYSTEMS_JOINED,
+    MessageShape.LATE_SYSTEM: Repair.LATE_SYSTEM_IN_TURN,
+    MessageShape.SYSTEM: Repair.SYSTEM_IN_TURN,
+    MessageShape.CALL: Repair.CALL_AS_TEXT,
+    MessageShape.LONE_RESULT: Repair.RESULT_IN_TURN,
+    MessageShape.NULL_CONTENT: Repair.NULL_AS_EMPTY,
+    MessageShape.TURNS: Repair.TURNS_ALTERNATE,
 }
 """What repairs the messages that a template loses."""
 _BILLING = BILLING.encode()
@@ -254,7 +253,7 @@ class Normalising:
     chosen: Sequence[ChosenRules] = ()
     reasoning: KeptReasoning = field(default_factory=KeptReasoning)
 
-    def may_apply(self, call: Call, lost: AbstractSet[Shape]) -> bool:
+    def may_apply(self, call: Call, lost: AbstractSet[MessageShape]) -> bool:
         """False if `apply` surely changes nothing."""
         if self.chosen or call.route != CHAT_PATH:
             return True
@@ -262,7 +261,9 @@ class Normalising:
             bool(lost) and isinstance(call.body, JsonBody) and may_need(call.body, _needed(frozenset(lost)))
         )
 
-    async def apply(self, call: Call, model: str, lost: AbstractSet[Shape] = frozenset()) -> Changed | None:
+    async def apply(
+        self, call: Call, model: str, lost: AbstractSet[MessageShape] = frozenset()
+    ) -> Changed | None:
         """The request with a normalised body, and what changed it; None if it stays as it is.
 
         Args:
@@ -323,7 +324,7 @@ def _may_be_kept(route: str, body: JsonBody) -> bool:
 
 
 @lru_cache
-def _needed(lost: frozenset[Shape]) -> frozenset[Repair]:
+def _needed(lost: frozenset[MessageShape]) -> frozenset[Repair]:
     """The repairs of a model whose chat template loses these messages."""
     return frozenset(REPAIRS[shape] for shape in lost)
 

@@ -20,10 +20,9 @@ from proxy.core.life import Cause
 from proxy.core.misses import Diagnosis
 from proxy.core.placement.decision import Placement
 from proxy.core.placement.pairs import TransferResult
-from proxy.core.reasons import Moments, Part, parts_of
+from proxy.core.reasons import Moments, TtfbPart, parts_of
 from proxy.prompt import Prompt
-from proxy.request.calls import Call
-from proxy.request.session import Session
+from proxy.request.calls import Call, Session
 
 MAX_TOKENS = 2_000_000
 # Characters kept of a client's model name, and of an error, which may repeat what a client or an engine sent.
@@ -246,7 +245,7 @@ class RequestRecord(RequestFacts, kw_only=True):
             self.moments.decode_s = usage.decode_s
 
     @property
-    def first_byte_parts(self) -> dict[Part, float] | None:
+    def first_byte_parts(self) -> dict[TtfbPart, float] | None:
         """What the time from its head to its first byte was spent on; None without an answer."""
         return None if self.moments is None else parts_of(self.moments)
 

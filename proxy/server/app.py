@@ -25,7 +25,7 @@ from starlette.routing import Mount, Route
 
 from engine_adapter import HttpTransport, make_adapter
 from engine_adapter.memory import available_bytes
-from engine_adapter.off_loop import Shape
+from engine_adapter.off_loop import JsonSize
 from proxy.api.admin import (
     admin_mount,
     engine_routes,
@@ -38,31 +38,23 @@ from proxy.api.admin import (
     table_routes,
     use_routes,
 )
-from proxy.api.auth import AdminGuard, MetricsGuard
-from proxy.api.cors import Cors
-from proxy.api.dispatch import Dispatcher
-from proxy.api.error_answers import handle, handle_http
-from proxy.api.kept_responses import KeptResponses
+from proxy.api.auth import AdminGuard, Cors, MetricsGuard
+from proxy.api.dispatch import Dispatcher, Ops
+from proxy.api.hand_over import HAND_OVER_PATH, HandOver
 from proxy.api.openai import DataPlane
-from proxy.api.ops import Ops
+from proxy.api.own_answers import KeptResponses, handle, handle_http
 from proxy.api.page import WebPage
-from proxy.api.relay.to_object_home import PassedToKeeper
-from proxy.api.relay.to_owner import PassedToOwner
-from proxy.api.workers.hand_over import HAND_OVER_PATH, HandOver
-from proxy.api.workers.siblings import USES_PATH, Siblings, ask
-from proxy.api.workers.together import ORDERS_PATH, Together, peer_routes
-from proxy.control.keys import KEYS_PATH, IssuedKeys
-from proxy.control.kv import KvVerbs
+from proxy.api.relay import PassedToKeeper, PassedToOwner
+from proxy.api.siblings import USES_PATH, Siblings, ask
+from proxy.api.together import ORDERS_PATH, Together, peer_routes
+from proxy.control.keys import KEYS_PATH, IssuedKeys, SharedTables
+from proxy.control.kv import KvVerbs, Pinning, Warming
 from proxy.control.operations import Operations
-from proxy.control.pinning import Pinning
 from proxy.control.prefixes import PROMPTS_PATH, KeptPrompts, Prefixes
 from proxy.control.reconciler import Reconciler
 from proxy.control.replays import Replays
-from proxy.control.tables import SharedTables
 from proxy.control.target_engines import Targets
-from proxy.control.warm import Warming
-from proxy.core.engine_book import decode_marks, encode_marks
-from proxy.core.issued_keys import KeyBook
+from proxy.core.books import KeyBook, decode_marks, encode_marks
 from proxy.core.life import Rules
 from proxy.core.quotas import ByteBudget, UseBook
 from proxy.errors import ANSWERED
@@ -70,24 +62,22 @@ from proxy.fleet.destinations import Destinations
 from proxy.fleet.discovery import finders_of
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
+from proxy.fleet.lower_tiers import RestoreAhead
 from proxy.fleet.monitor import Monitor
-from proxy.fleet.recall import Memories
-from proxy.fleet.restore_ahead import RestoreAhead
-from proxy.fleet.state_dir.files import KeyBookFile
-from proxy.fleet.state_dir.saved_state import StateSaver
+from proxy.fleet.saved_state import Memories, StateSaver
+from proxy.fleet.state_files import KeyBookFile
 from proxy.flow import Flow
 from proxy.observe.live import Live
-from proxy.observe.loop_lag import LoopLag
 from proxy.observe.metrics import Metrics
 from proxy.observe.recorder import EngineWatch, Recorder
 from proxy.peers.peers import Peers
-from proxy.prompt import MediaUuids, PromptTables
+from proxy.prompt import MediaUuids, RegisteredTables
 from proxy.request.gate import Gate
 from proxy.request.normalising import ChosenRules, Normalising
 from proxy.request.records import RequestLog, RequestRecord
 from proxy.request.tenants import ApiKey, Tenants
 from proxy.request.translate import ResponseStore, translations
-from proxy.runtime.tasks import Supervisor
+from proxy.runtime import LoopLag, Supervisor
 from proxy.server.checks import (
     all_engines,
     check,
@@ -131,7 +121,7 @@ class Proxy:
             settings.shown_name,
             secret.for_roots,
         )
-        self.tables = PromptTables(max_bytes=settings.limits.prompt_table_bytes)
+        self.tables = RegisteredTables(max_bytes=settings.limits.prompt_table_bytes)
         key_file = self._key_file()
         issued = KeyBook()
         issued.merge(key_file.read() if key_file is not None else ())
@@ -467,7 +457,7 @@ def build_app(proxy: Proxy) -> Dispatcher:
         proxy.tenants,
         proxy.gate,
         limit,
-        Shape(limits.json_values, limits.json_fields, int(limits.json_bytes)),
+        JsonSize(limits.json_values, limits.json_fields, int(limits.json_bytes)),
         KeptResponses(proxy.responses),
         cors,
         proxy.metrics.refuse,

@@ -13,13 +13,12 @@ from urllib.parse import urlsplit
 
 from engine_adapter import EngineSpecError, Role, keeps_apart, managed_kind
 from engine_adapter.http.web_pages import is_loopback
-from proxy.core.issued_keys import IssuedKey
+from proxy.core.books import IssuedKey
 from proxy.core.normalise import Rule
 from proxy.fleet.discovery import finders_of
-from proxy.fleet.state_dir.files import KeyBookFile
+from proxy.fleet.state_files import KeyBookFile
 from proxy.http.tls import server_context
-from proxy.peers.bus import Bus
-from proxy.peers.unix_bus import UnixBus, prepare
+from proxy.peers.bus import Bus, UnixBus, prepare
 from proxy.settings import (
     EngineEntry,
     ExchangeSettings,
@@ -30,7 +29,7 @@ from proxy.settings import (
 )
 
 if TYPE_CHECKING:
-    from proxy.api.workers.siblings import Siblings
+    from proxy.api.siblings import Siblings
     from proxy.server.tracing import otlp
 
 _NO_MODEL = "no engine and no alias has this name; is it a LoRA adapter?"

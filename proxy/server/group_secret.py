@@ -22,7 +22,7 @@ from tempfile import mkstemp
 import msgspec
 import structlog
 
-from proxy.fleet.state_dir.files import make_directory, read, write
+from proxy.fleet.state_files import make_directory, read, write
 from proxy.settings import SettingsError
 
 log = structlog.get_logger(__name__)

@@ -29,15 +29,14 @@ import uvloop
 
 from engine_adapter import EngineSpecError, HttpTransport
 from engine_adapter.http.web_pages import is_loopback
-from proxy.api.workers.siblings import PeerPort, Siblings
+from proxy.api.siblings import PeerPort, Siblings
 from proxy.core.life import Cause
 from proxy.http.http1 import Http1Protocol
 from proxy.http.listeners import ConnectionLimits, Door, connection_limit, inherited, listen_on
 from proxy.http.tls import load_certificate, over_tls, server_context
 from proxy.http.uvicorn_inner import UvicornServer
-from proxy.observe.banner import Banner
-from proxy.observe.logs import configure_logs
-from proxy.runtime.interpreter import settle, steady
+from proxy.observe.logs import Banner, configure_logs
+from proxy.runtime import settle, steady
 from proxy.server.app import Proxy, build_app
 from proxy.server.checks import OPEN_TO_ALL, check, issued_keys, warnings_of
 from proxy.server.workers.fairness import ConnectionTally, FairAcceptor, tallied

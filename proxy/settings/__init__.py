@@ -2,11 +2,10 @@
 
 schema.py             the settings, typed, with their defaults
 engine_settings.py    the settings of engines
-fields.py             what single values may be; validation errors in plain English
+fields.py             what single values may be, addresses of `[[discovery]]`; errors in plain English
 loading.py            flags, environment and file → Settings; an unknown key is an error at start
 flags.py              the short forms of `--engine`, `--managed`, `--engines-from` and `--model-alias`
 changes.py            what differs when the settings are read again
-discovery_sources.py  the addresses of `[[discovery]]`
 
 A setting that every engine has is a field of `EngineSpec` and of `_EngineSettings` in engine_settings.py. A
 setting of one kind of engine is a field of that kind's options in engine_adapter. Flags, TOML and the admin
@@ -21,7 +20,6 @@ from proxy.settings.changes import (
     kept_ids,
     needs_restart,
 )
-from proxy.settings.discovery_sources import DnsSource, KubernetesSource, SrvSource
 from proxy.settings.engine_settings import (
     DiscoverySettings,
     EngineSettings,
@@ -30,7 +28,7 @@ from proxy.settings.engine_settings import (
     UndetectedSettings,
     engine_as_json,
 )
-from proxy.settings.fields import SettingsError, key_digest
+from proxy.settings.fields import DnsSource, KubernetesSource, SettingsError, SrvSource, key_digest
 from proxy.settings.flags import (
     is_command_line,
     parse_alias_flags,

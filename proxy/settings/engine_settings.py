@@ -38,8 +38,19 @@ from engine_adapter import (
     make_options,
     managed_kind,
 )
-from proxy.settings.discovery_sources import DnsSource, KubernetesSource, SrvSource, parse_source
-from proxy.settings.fields import HOST, Kind, Name, Secret, SettingsError, SourceUrl, Url
+from proxy.settings.fields import (
+    HOST,
+    DnsSource,
+    Kind,
+    KubernetesSource,
+    Name,
+    Secret,
+    SettingsError,
+    SourceUrl,
+    SrvSource,
+    Url,
+    parse_source,
+)
 
 _ID_LENGTH = 64
 

@@ -45,7 +45,7 @@ from engine_adapter import (
     what_is_said,
 )
 from engine_adapter.causes import Cause, Code
-from engine_adapter.http.usage import NOTHING
+from engine_adapter.http.answer_fields import NOTHING
 from engine_adapter.off_loop import MOST_MS, off_loop
 from engine_adapter.types import Usage
 from proxy.core.placement.decision import Placement
@@ -61,13 +61,12 @@ from proxy.headers import (
     REQUEST_ID_HEADER,
     RETENTION_HEADER,
 )
-from proxy.request.answer_headers import of_cached, of_json, pairs, passed_on, told_with_error
-from proxy.request.broken_calls import naming_call
 from proxy.request.calls import Call, Reply
-from proxy.request.engine_errors import REFUSALS, engines_code, is_no_websocket
+from proxy.request.engine_errors import REFUSALS, engines_code, is_no_websocket, naming_call
 from proxy.request.known_routes import of_lacking
 from proxy.request.migration import ROUTES, is_whole, without_half
 from proxy.request.records import RequestRecord
+from proxy.request.stages import of_cached, of_json, pairs, passed_on, told_with_error
 from proxy.steps.other_leg import OtherLeg
 from proxy.steps.preparation import Ready
 from proxy.steps.request import Request

@@ -24,12 +24,12 @@ from proxy.fleet.engine import Engine
 from proxy.fleet.pool import Pool
 from proxy.headers import CHANGED_HEADER, NORMALISED_HEADER, PRIORITY_HEADER
 from proxy.prompt import MediaUuids, Prompt, PromptBuilder
-from proxy.request.calls import Call
+from proxy.request.calls import Call, Session
 from proxy.request.engine_errors import PASSED_ON
+from proxy.request.gate import priority_in, priority_of
 from proxy.request.known_routes import ALLOW_POST
 from proxy.request.migration import SentStream
 from proxy.request.normalising import NO_RULES, Change, Keep, Normalising
-from proxy.request.session import Session
 from proxy.request.tenants import Tenants
 from proxy.request.translate import (
     CHAT_PATH,
@@ -39,7 +39,6 @@ from proxy.request.translate import (
     Translation,
     may_name_more,
 )
-from proxy.request.urgency import priority_in, priority_of
 
 _PRIORITY = PRIORITY_HEADER.encode()
 # Translating a value takes so many times as long as looking at it.

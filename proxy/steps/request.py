@@ -16,7 +16,7 @@ import structlog
 from msgspec.structs import replace
 
 from engine_adapter import EngineRejected, ModelFailed, log_text
-from proxy.core.life import Attempt, Blame, Cause, Life, Phase, RetryBudget, Rules
+from proxy.core.life import Blame, Cause, FailedAttempt, Life, Phase, RetryBudget, Rules
 from proxy.core.placement.decision import Placement
 from proxy.errors import cause_of
 from proxy.request.calls import Call, Reply
@@ -132,7 +132,7 @@ class Request(Life):
             self.failed(monotonic(), cause, error, has_begun=has_begun, can_go_on=goes_on, engine=blamed)
         )
 
-    def blame(self, attempts: Iterable[Attempt]) -> None:
+    def blame(self, attempts: Iterable[FailedAttempt]) -> None:
         """Notes what failed attempts say about their engines."""
         engines, route = self.ready.pool.engines if self.ready is not None else {}, self.call.route
         for attempt in attempts:

@@ -11,7 +11,7 @@ import httpx
 from starlette.applications import Starlette
 
 from engine_adapter import HttpTransport
-from proxy.api.workers.together import Together
+from proxy.api.together import Together
 from proxy.server.app import Proxy, admin_api
 from proxy.settings import Settings
 

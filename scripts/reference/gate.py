@@ -10,7 +10,7 @@ from typing import NamedTuple
 from pydantic.fields import FieldInfo
 
 from engine_adapter.causes import Code
-from engine_adapter.prompt.lengths import MAX_CHARS_PER_TOKEN
+from engine_adapter.prompt.encoders import MAX_CHARS_PER_TOKEN
 from engine_adapter.prompt.sandbox import MAX_S
 from proxy.http.exchange import BODY_BYTES_PER_S, BODY_S
 from proxy.http.http1 import MAX_HEAD

@@ -31,7 +31,7 @@ MUTATIONS = tuple(Mutation(*row) for row in (
     ("wire: the word before a body", "expect", "proxy/http/exchange.py", "HTTP/1.1 100 Continue", "HTTP/1.1 100 Go on"),
     ("gate: one request more at a time", "quota, two at once", "proxy/core/quotas.py", "+ elsewhere < self._concurrent", "+ elsewhere <= self._concurrent"),
     ("gate: the time until a retry", "quota", "proxy/core/quotas.py", "(amount - self._left) * MINUTE_S", "(amount - self._left) * 2 * MINUTE_S"),
-    ("request: the range of priorities", "priority header odd", "proxy/request/urgency.py", "int(given)) <= MAX_PRIORITY", "int(given)) <= 99"),
+    ("request: the range of priorities", "priority header odd", "proxy/request/gate.py", "int(given)) <= MAX_PRIORITY", "int(given)) <= 99"),
     ("errors: a status", "wrong key", "engine_adapter/causes.py", '"invalid_api_key", 401,', '"invalid_api_key", 403,'),
     ("errors: the sentence when all engines failed", "twice: broken JSON", "proxy/request/engine_errors.py", "failed this request; the last said", "failed this request. The last said"),
     ("retries: 429 is the client's", "engine: status 429", "proxy/request/engine_errors.py", "{429, *range(500, 600)}", "{*range(500, 600)}"),

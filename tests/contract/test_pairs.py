@@ -12,8 +12,8 @@ import pytest
 
 from engine_adapter import JsonBody
 from engine_adapter.http.control import ControlClient
-from engine_adapter.vllm.metrics import look
-from engine_adapter.vllm.nixl import NixlPull
+from engine_adapter.vllm.discovery import look
+from engine_adapter.vllm.kv_transfer import NixlPull
 from tests.contract.follower import following
 from tests.engines import engine_spec
 

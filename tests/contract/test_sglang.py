@@ -11,7 +11,7 @@ import pytest
 from engine_adapter import CacheCleared, Capability, EngineRejected, JsonBody, KvTarget, KvVerb
 from engine_adapter.http.control import ControlClient
 from engine_adapter.sglang.answer import DetailsAnswer
-from proxy.prompt import PromptBuilder, PromptTables, verify_exactness
+from proxy.prompt import PromptBuilder, RegisteredTables, verify_exactness
 from tests.contract.follower import following
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
@@ -99,7 +99,7 @@ async def test_tokenize_equals_what_is_served(sglang, control, fields, stream):
 
 
 async def test_chats_are_rendered_here_as_there(sglang):
-    builder = PromptBuilder(await sglang.connect(), tables=PromptTables(), engines=lambda _: [sglang])
+    builder = PromptBuilder(await sglang.connect(), tables=RegisteredTables(), engines=lambda _: [sglang])
     assert await builder.load(builder.info.tokenizer)
     assert (await verify_exactness(builder, sglang)).source == "local"
     sources = {}

@@ -105,7 +105,7 @@ def test_an_engine_whose_program_is_missing_is_told(monkeypatch):
     managed_kind("vllm").prepare(spec("vllm"), (sys.executable, "{port}"))
     with pytest.raises(EngineSpecError, match="no program '/nowhere/vllm'"):
         managed_kind("vllm").prepare(spec("vllm"), ("/nowhere/vllm", "{port}"))
-    monkeypatch.setattr("engine_adapter.managed.find_spec", lambda _name: None)
+    monkeypatch.setattr("engine_adapter.registry.find_spec", lambda _name: None)
     with pytest.raises(EngineSpecError, match=r"pip install 'kvpin\[engine\]'"):
         managed_kind("embedded").prepare(spec("embedded"), ())
 
@@ -134,6 +134,6 @@ def test_the_help_of_the_engine(capsys):
 
 
 def test_without_torch_the_engine_says_what_to_install(monkeypatch):
-    monkeypatch.setattr("engine_adapter.managed.find_spec", lambda name: None)
+    monkeypatch.setattr("engine_adapter.registry.find_spec", lambda name: None)
     with pytest.raises(EngineSpecError, match=r"kvpin\[engine\]"):
         run_engine_cli([])

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_adapter import off_loop
-from engine_adapter.off_loop import Shape, is_deeper, shape_of
+from engine_adapter.off_loop import JsonSize, is_deeper, shape_of
 
-ANY = Shape(1 << 60, 1 << 60, 1 << 60)
+ANY = JsonSize(1 << 60, 1 << 60, 1 << 60)
 JSON = st.recursive(
     st.none() | st.integers(-9, 9) | st.text(st.sampled_from('a"\\,:[]{} é'), max_size=9),
     lambda inner: (
@@ -65,8 +65,8 @@ def test_all_else_is_text(piece):
     [(b"[[],[]," * 99_999, "fields"), (b'{"a":0,' * 99_999, "fields"), (b'["","",' * 99_999, "values")],
 )
 def test_it_reads_no_further_than_a_limit(raw, what):
-    found = shape_of(raw, Shape(5000, 5000, 1 << 60))
-    assert found.above(Shape(5000, 5000, 1 << 60)) == what
+    found = shape_of(raw, JsonSize(5000, 5000, 1 << 60))
+    assert found.above(JsonSize(5000, 5000, 1 << 60)) == what
     assert found.text < 100_000
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_adapter.release import release_of
+from engine_adapter.detect import release_of
 from engine_adapter.types import common_prefix
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_adapter import Named, Upload
+from engine_adapter import NamedModel, Upload
 
 
 async def chunks_of(body: bytes, cuts: list[int]):
@@ -23,7 +23,7 @@ def body() -> bytes:
 
 @given(st.lists(st.integers(0, 20)), st.text(max_size=12))
 async def test_only_the_name_changes_however_the_body_arrives(body, cuts, name):
-    upload = Upload(chunks_of(body, cuts), len(body), Named("model", 8, 13)).renamed(name)
+    upload = Upload(chunks_of(body, cuts), len(body), NamedModel("model", 8, 13)).renamed(name)
     assert await read(upload) == b"before [" + name.encode() + b"] after" == await sent(upload)
 
 
@@ -39,7 +39,7 @@ async def sent(upload: Upload) -> bytes:
 
 
 async def test_a_second_name_replaces_the_first(body):
-    upload = Upload(chunks_of(body, [9, 10]), None, Named("model", 8, 13)).renamed("a").renamed("other")
+    upload = Upload(chunks_of(body, [9, 10]), None, NamedModel("model", 8, 13)).renamed("a").renamed("other")
     assert (upload.length, await read(upload)) == (None, b"before [other] after")
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine_adapter.llama_server.routes import ROUTES
+from engine_adapter.llama_server.options import ROUTES
 from proxy.core.life import Cause
 from proxy.core.quotas import TenantLimits
 from proxy.request.tenants import ApiKey, Tenants

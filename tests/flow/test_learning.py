@@ -12,10 +12,10 @@ from engine_adapter import Capability, Headers, JsonBody
 from engine_adapter.types import Usage
 from proxy.core.index.blocks import Chain
 from proxy.core.placement.whole_answers import MIN_ANSWERS
+from proxy.fleet.lower_tiers import RestoreAhead
 from proxy.fleet.pool import Pool
-from proxy.fleet.restore_ahead import RestoreAhead
-from proxy.replay import policy_names
-from proxy.replay.kvpin import Kvpin
+from proxy.replay import rules
+from proxy.replay.policy import Kvpin
 from proxy.replay.simulated_engine import EngineModel
 from proxy.replay.simulator import ReplayRun, simulate
 from proxy.replay.trace import Trace, TraceRequest
@@ -122,7 +122,7 @@ def test_streams_and_whole_answers_agree(monkeypatch, prefill_tok_s, seed):
 
     model = EngineModel(gpu_tokens=1_000_000, prefill_tok_s=prefill_tok_s, chunked=True)
     for policy in (Streams, Answers):
-        monkeypatch.setitem(policy_names.POLICIES, "kvpin", policy)
+        monkeypatch.setitem(rules.POLICIES, "kvpin", policy)
         simulate(trace(Random(seed)), ReplayRun("kvpin", 4, model))  # noqa: S311 - a test
     by_stream, by_answer = learned
     assert by_answer.fit is not None

@@ -62,8 +62,8 @@ async def _clock_jumps(a: Attacker) -> None:
 
 def _frames(a: Attacker) -> Iterator[bytes]:
     """Noise, huge and broken frames, and those of kvpins that are not there."""
-    from proxy.core.issued_keys import IssuedKey, signed
-    from proxy.core.peers.messages import VERSION, Begun, KvpinState, Leaving, Used, frame_of
+    from proxy.core.books import IssuedKey, signed
+    from proxy.core.peers.messages import VERSION, Begun, KvpinState, Leaving, UseReport, frame_of
     from proxy.core.placement.load import Work
     from proxy.core.quotas import Use
 
@@ -71,7 +71,7 @@ def _frames(a: Attacker) -> Iterator[bytes]:
     yield b"\xff" * a.size(60)
     yield VERSION + _FORGED.to_bytes(8, "little") + b"\x91" * a.size(6)
     key = signed([IssuedKey("key-1", "nobody", bytes(32), "evil", 0.0)], b"", 0.0)
-    forged = (KvpinState("evil \x1b[2J", [], "/nowhere", keys=key), Used("nobody", Use(9, 9, 9)))
+    forged = (KvpinState("evil \x1b[2J", [], "/nowhere", keys=key), UseReport("nobody", Use(9, 9, 9)))
     yield from (frame_of(_FORGED, [message]) for message in forged)
     hashes = os.urandom(a.size(6))
     for number in range(8):

@@ -21,7 +21,7 @@ from engine_adapter.prompt.forms import Form
 from engine_adapter.prompt.template_input import TemplateInput
 from engine_adapter.types import Capability, EngineInfo, TokenIds
 from proxy.errors import BadRequest
-from proxy.prompt import Prompt, PromptBuilder, PromptTables, verify_exactness
+from proxy.prompt import Prompt, PromptBuilder, RegisteredTables, verify_exactness
 from proxy.prompt.render import CHAT_PATH
 from scripts.make_checkpoint import checkpoint_path
 from scripts.shipped_models import shipped_models
@@ -414,7 +414,7 @@ async def compare(
 
 async def _probed(engine: Rendering, chats: ChatTokenizer, given: TemplateInput) -> PromptBuilder:
     info = EngineInfo(MODEL, "a process", frozenset({Capability.TOKENIZE}), template_input=given)
-    builder = PromptBuilder(info, tables=PromptTables(), engines=lambda _: [engine])
+    builder = PromptBuilder(info, tables=RegisteredTables(), engines=lambda _: [engine])
     builder.adopt(chats)
     await verify_exactness(builder, engine)
     return builder

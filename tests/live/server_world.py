@@ -22,7 +22,7 @@ import httpx
 import pytest
 
 from engine_adapter import BlocksRemoved, EngineUnavailable
-from engine_adapter.events.keys import KeyReader
+from engine_adapter.events.fields import KeyReader
 from engine_adapter.events.subscriber import EventEndpoints, KvEventSubscriber
 from tests.live.conftest import Kvpin, running_kvpin
 from tests.processes import answers, wait_until

@@ -12,7 +12,7 @@ from time import monotonic
 import pytest
 
 from engine_adapter import Role
-from engine_adapter.tensorrt_llm.context_phase import ContextPhase
+from engine_adapter.tensorrt_llm.requests import ContextPhase
 from proxy.core.placement.pairs import TransferResult
 from proxy.request.records import RequestRecord
 from proxy.settings import EngineSettings

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from engine_adapter import EngineSpec
-from proxy.cli.engine_check.examine import examine
+from proxy.cli.engine_check import examine
 from scripts.make_gguf import gguf_path
 from tests.live.conftest import Kvpin, running_kvpin
 from tests.llama import RunningLlama, memory_dir, running_llama_router, running_llama_server

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from engine_adapter import EngineRejected, JsonBody, make_adapter
-from proxy.prompt import PromptBuilder, PromptTables, verify_exactness
+from proxy.prompt import PromptBuilder, RegisteredTables, verify_exactness
 from scripts.make_gguf import gguf_path
 from tests.engines import engine_spec
 from tests.live.llama_world import llama_world
@@ -96,7 +96,9 @@ async def test_the_ids_are_the_servers(llama_kvpin):
     """What is rendered here, to the token: for most forms nobody but kvpin renders."""
     adapter = make_adapter(engine_spec("llama_server", llama_kvpin.servers[0].url, model="tiny"))
     try:
-        builder = PromptBuilder(await adapter.connect(), tables=PromptTables(), engines=lambda _: [adapter])
+        builder = PromptBuilder(
+            await adapter.connect(), tables=RegisteredTables(), engines=lambda _: [adapter]
+        )
         assert await builder.load(builder.info.tokenizer)
         assert (await verify_exactness(builder, adapter)).source == "local"
         sources = {}

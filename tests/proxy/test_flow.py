@@ -28,7 +28,7 @@ from proxy.core.index.view import EngineView
 from proxy.core.life import Cause, Rules
 from proxy.core.placement.demand import MIN_UTILISATION
 from proxy.fleet.engine import EngineState, order_name
-from proxy.request.session import Session
+from proxy.request.calls import Session
 from proxy.request.tenants import ApiKey, Tenants
 from proxy.steps.preparation import Ready
 from tests.fakes import (

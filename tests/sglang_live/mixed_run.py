@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 
-from engine_adapter.events.keys import read_sglang_keys
+from engine_adapter.events.fields import read_sglang_keys
 from tests.live.server_world import MODEL, WAIT_S, ServerWorld, count_evictions
 
 TALKS = 10  # at a time

@@ -17,7 +17,7 @@ from typing import Any
 
 from openai import APIError, AsyncOpenAI
 
-from engine_adapter.events.keys import read_vllm_keys
+from engine_adapter.events.fields import read_vllm_keys
 from tests.live.server_world import MODEL, WAIT_S, ServerWorld, count_evictions
 from tests.vllm_live.vllm_world import LORA, VllmOptions
 

@@ -9,10 +9,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine_adapter.off_loop import JSON_BYTES_PER_MS, off_loop
-from proxy.api.admin.endpoint import Endpoint, Query, answer, decode, read_body, read_bytes
-from proxy.api.admin.request_bodies import AddKey, PutTable
-from proxy.control.keys import IssuedKeys, KeyAnswer, NewKey, RemovedKey, notes_of, used_engines
-from proxy.control.tables import SharedTables, TableAnswer
+from proxy.api.admin.endpoint import AddKey, Endpoint, PutTable, Query, answer, decode, read_body, read_bytes
+from proxy.control.keys import (
+    IssuedKeys,
+    KeyAnswer,
+    NewKey,
+    RemovedKey,
+    SharedTables,
+    TableAnswer,
+    notes_of,
+    used_engines,
+)
 from proxy.core.quotas import TenantLimits
 from proxy.errors import BadRequest
 from proxy.fleet.fleet import Fleet

@@ -15,8 +15,16 @@ from starlette.types import Receive, Scope, Send
 
 from engine_adapter import JsonBody
 from engine_adapter.off_loop import off_loop
-from proxy.api.admin.endpoint import Endpoint, Query, answer, decode, int_query, read_bytes, until_left
-from proxy.api.admin.request_bodies import DryRun
+from proxy.api.admin.endpoint import (
+    DryRun,
+    Endpoint,
+    Query,
+    answer,
+    decode,
+    int_query,
+    read_bytes,
+    until_left,
+)
 from proxy.control.explain import RequestAnswer, RequestSummary, RouteAnswer, explain, route, summarize
 from proxy.control.replays import MAX_TRACE_BYTES, OPTIONS, ReplayAnswer, Replays
 from proxy.core.quotas import MOST_DAYS, DayUse, UseBook, Used

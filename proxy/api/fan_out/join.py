@@ -15,8 +15,8 @@ from msgspec import Raw
 from typing_extensions import override
 
 from engine_adapter import UNREADABLE, RawFields, decode_object
-from engine_adapter.http.usage import choices_of, is_usage_alone
-from proxy.api.fan_out.split import Place, Several
+from engine_adapter.http.answer_fields import choices_of, is_usage_alone
+from proxy.api.fan_out.split import AnswerPlace, Several
 from proxy.errors import EngineFailed
 from proxy.request.stages import DONE, Event
 
@@ -29,7 +29,7 @@ _OF_ALL = ("id", "created", "model")
 _OF_THE_ANSWER = ("completion_tokens", "completion_tokens_details")
 
 
-class PartAnswer(msgspec.Struct):
+class SingleAnswer(msgspec.Struct):
     """The JSON answer to a single request; `usage` is None if the engine reported none."""
 
     fields: RawFields
@@ -37,7 +37,7 @@ class PartAnswer(msgspec.Struct):
     usage: dict[str, Any] | None
 
     @classmethod
-    def of(cls, content: bytes) -> PartAnswer:
+    def of(cls, content: bytes) -> SingleAnswer:
         """Raises EngineFailed if it is no chat or completion."""
         try:
             fields = decode_object(content)
@@ -49,7 +49,7 @@ class PartAnswer(msgspec.Struct):
 
 
 def usage_of(
-    usages: Iterable[tuple[Place, Mapping[str, Any] | None]], cached: int | None = None
+    usages: Iterable[tuple[AnswerPlace, Mapping[str, Any] | None]], cached: int | None = None
 ) -> dict[str, Any] | None:
     """The usage of all parts, which come in their order; None if no engine reported any.
 
@@ -83,15 +83,15 @@ class Joined:
         self.cached: int | None = None
         self._several = several
         self._head: RawFields = {}
-        self._usages: dict[int, tuple[Place, RawFields, dict[str, Any]]] = {}
+        self._usages: dict[int, tuple[AnswerPlace, RawFields, dict[str, Any]]] = {}
 
-    def whole(self, answers: Iterable[tuple[Place, bytes]]) -> bytes:
+    def whole(self, answers: Iterable[tuple[AnswerPlace, bytes]]) -> bytes:
         """The one answer. `answers` are those of all parts, in their order.
 
         Raises:
             EngineFailed: one of them is no chat or completion.
         """
-        several, pairs = self._several, [(place, PartAnswer.of(content)) for place, content in answers]
+        several, pairs = self._several, [(place, SingleAnswer.of(content)) for place, content in answers]
         of_prompts: dict[int, list[RawFields]] = {}
         for place, answer in pairs:
             of_prompts.setdefault(place.prompt, []).extend(answer.choices)
@@ -109,7 +109,7 @@ class Joined:
             fields["usage"] = _raw(usage)
         return _encode(fields)
 
-    def event(self, place: Place, event: Event) -> bytes:
+    def event(self, place: AnswerPlace, event: Event) -> bytes:
         """Turns a part's event into the client's. Returns b"" for usage, which is held back, and for the end.
 
         Raises:
@@ -207,11 +207,11 @@ class JoinedList(Joined):
     """The answers of several requests, as a list; the events of streams, of which each says `stop` last."""
 
     @override
-    def whole(self, answers: Iterable[tuple[Place, bytes]]) -> bytes:
+    def whole(self, answers: Iterable[tuple[AnswerPlace, bytes]]) -> bytes:
         return _encode([_numbered(place, Event(content, is_whole=True)) for place, content in answers])
 
     @override
-    def event(self, place: Place, event: Event) -> bytes:
+    def event(self, place: AnswerPlace, event: Event) -> bytes:
         fields = {} if event.data == b"null" else _numbered(place, event)
         return b"data: " + _encode(fields) + b"\n\n" if fields else b""
 
@@ -224,7 +224,7 @@ class JoinedList(Joined):
         return b""  # these streams have no event for their end
 
 
-def _numbered(place: Place, answer: Event) -> RawFields:
+def _numbered(place: AnswerPlace, answer: Event) -> RawFields:
     """The fields of an answer to a single request, or of an event of one, with the index of their place."""
     try:
         fields = answer.fields

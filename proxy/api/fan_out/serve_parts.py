@@ -17,7 +17,16 @@ from typing_extensions import override
 from engine_adapter import NATIVE_ROUTES, Capability, HeaderPairs, JsonBody
 from engine_adapter.off_loop import VALUES_PER_MS, off_loop
 from proxy.api.fan_out.join import Joined, JoinedList, is_error
-from proxy.api.fan_out.split import CHAT, COMPLETIONS, OnePrompt, Part, Place, Several, prompts_of, several_of
+from proxy.api.fan_out.split import (
+    CHAT,
+    COMPLETIONS,
+    AnswerPlace,
+    OnePrompt,
+    Several,
+    SingleRequest,
+    prompts_of,
+    several_of,
+)
 from proxy.core.life import Cause
 from proxy.errors import ANSWERED, EngineFailed, NoEngine, NotFound, Overloaded
 from proxy.flow import Flow
@@ -146,7 +155,7 @@ async def _some_end(running: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]
 
 
 async def _serve_part(
-    flow: Flow, call: Call, number: int, part: Part, answer: _Answer, admitted: Admission
+    flow: Flow, call: Call, number: int, part: SingleRequest, answer: _Answer, admitted: Admission
 ) -> None:
     """Serves a part as a request of its own. Its record has the whole request's id, and a number."""
     client = _PartClient(part.place, answer)
@@ -191,7 +200,7 @@ class _Answer:
     def __init__(self, reply: Reply, several: Several, *, streams: bool) -> None:
         self.streams = streams
         self.joined = (JoinedList if several.listed else Joined)(several)
-        self.whole: dict[int, tuple[Place, bytes]] = {}
+        self.whole: dict[int, tuple[AnswerPlace, bytes]] = {}
         self.headers: HeaderPairs = []
         self._reply = reply
         self._turn = asyncio.Lock()
@@ -226,7 +235,7 @@ class _PartClient(Stage):
 
     changes = True
 
-    def __init__(self, place: Place, answer: _Answer) -> None:
+    def __init__(self, place: AnswerPlace, answer: _Answer) -> None:
         self._place, self._answer = place, answer
         self._headers = HeaderPairs()
         self._content: list[bytes] = []  # of an answer that is no stream

@@ -39,7 +39,7 @@ class OnePrompt(Struct, frozen=True):
     value: Raw | None = None
 
 
-class Place(Struct, frozen=True, gc=False):
+class AnswerPlace(Struct, frozen=True, gc=False):
     """The place of a single request's answer in the joined one.
 
     Attributes:
@@ -51,11 +51,11 @@ class Place(Struct, frozen=True, gc=False):
     index: int
 
 
-class Part(Struct, frozen=True):
+class SingleRequest(Struct, frozen=True):
     """One of the single requests: its body, and the place of its answer."""
 
     body: JsonBody
-    place: Place
+    place: AnswerPlace
 
 
 class Several(Struct, frozen=True):
@@ -99,7 +99,7 @@ class Several(Struct, frozen=True):
         if self.prompts is not None:
             self.prompts.clear()
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[SingleRequest]:
         """The single requests in the order of their choices, each made when it is needed."""
         seed = _seed(self.body)
         for number, prompt in enumerate(self.prompts or [None]):
@@ -115,7 +115,9 @@ class Several(Struct, frozen=True):
                         changes["seed"] = seed + choice
                 if self.hides_logprobs:
                     changes["logprobs"] = 1
-                yield Part(self.body.replace(**changes), Place(number, number * self.choices + choice))
+                yield SingleRequest(
+                    self.body.replace(**changes), AnswerPlace(number, number * self.choices + choice)
+                )
 
 
 def several_of(

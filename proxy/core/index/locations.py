@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from proxy.core.index import segments
 from proxy.core.index.blocks import BlockHash
-from proxy.core.index.segments import SEGMENT_BLOCKS, Segment
-from proxy.core.index.spread import Spread, spread
+from proxy.core.index.segments import SEGMENT_BLOCKS, Segment, Spread, spread
 
 # A block's dict, by its remainder: Python keeps numbers up to 256 ready, and a shift takes longer.
 # Of a million blocks, each dict has 4,000.

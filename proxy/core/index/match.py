@@ -1,17 +1,236 @@
-"""What an engine holds of a chain, from its location bits.
-
-An engine has four bits of a block, which are one digit: gpu, host, disk and pending. A column has a digit for
-each stretch of a chain.
-"""
+"""What an engine holds of a chain, from its location bits, and how much of it a prompt can reuse."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import lcm
+from sys import intern
 
 import msgspec
 
-from engine_adapter.types import Attention, Tier
-from proxy.core.index.groups import Grouped
+from engine_adapter.types import Attention, KvGroup, Tier
+
+# --- how far a prompt can be reused on an engine with several KV cache groups ---------------------------
+# A prompt can be reused up to a boundary if each group holds what it needs there (`Attention`). vLLM finds
+# the boundary so (vllm/v1/core/kv_cache_coordinator.py): the main group gives the longest prefix; each
+# further kind of group shortens it to the next boundary where it hits; again, until none shortens it.
+#
+# A request leaves windows and states whole at few boundaries, by vLLM's default (`reachable_block_mask` in
+# vllm/v1/core/single_type_kv_cache_manager.py): at the end of its prompt, and where it met blocks that
+# another kind of group held further than its own window or state. Other groups keep all that is computed.
+#
+# Lengths are in blocks of the pool here; a group's own blocks have one or more of them.
+
+
+@dataclass(frozen=True, slots=True)
+class GroupKind:
+    """Groups that need the same of a prompt. A prompt needs it of all of them.
+
+    Attributes:
+        attention: what they need.
+        window: tokens of the window or chunk.
+        size: their block size, in blocks of the pool.
+        bits: their location bits.
+        tokens_per_block: the pool's block size.
+    """
+
+    attention: Attention
+    window: int
+    size: int
+    bits: int
+    tokens_per_block: int
+
+    @property
+    def need(self) -> int:
+        """The blocks that a window or a state needs before a boundary."""
+        if self.attention is Attention.STATE:
+            return 1
+        return -(-(self.window - 1) // (self.tokens_per_block * self.size))
+
+    def runs(
+        self, masks: Sequence[int], ends: Sequence[int], end: int, pending: int, coming: Sequence[int]
+    ) -> Iterator[tuple[int, int]]:
+        """Where blocks in a row begin and end that they hold along a chain, the last ones first, in their own
+        blocks; see `KvGroups.reach`. Only the first `end` blocks count."""
+        if self.attention not in {Attention.WINDOW, Attention.STATE}:
+            return self._runs(masks, ends, end, pending)
+        runs = self._runs(masks, ends, end, 0)
+        lasts = [min(boundary, end) // self.size for boundary in coming]
+        return _joined([*runs, *((max(last - self.need, 0), last) for last in lasts)]) if lasts else runs
+
+    def _runs(
+        self, masks: Sequence[int], ends: Sequence[int], end: int, pending: int
+    ) -> Iterator[tuple[int, int]]:
+        size, bits, run_start, run_end = self.size, self.bits, 0, 0
+        for at in range(min(bisect_left(ends, end), len(ends) - 1), -1, -1):
+            mask = masks[at]
+            if mask & bits == bits or mask & pending:
+                # A block counts where it ends: only its last block of the pool is marked.
+                first, last = (ends[at - 1] if at else 0) // size, min(ends[at], end) // size
+                if last > first:
+                    if last < run_start:
+                        yield run_start, run_end
+                        run_end = 0
+                    run_start, run_end = first, run_end or last
+        if run_end:
+            yield run_start, run_end
+
+    def hit(self, runs: Iterator[tuple[int, int]], length: int, alignment: int) -> int:
+        """The longest boundary up to `length` at which they hit. `alignment` divides every boundary."""
+        most, step = length // self.size, max(alignment // self.size, 1)
+        match self.attention:
+            case Attention.PREFIX:
+                *_, (first, last) = ((0, 0), *runs)
+                found = 0 if first else min(last, most)
+            case Attention.CHUNK:
+                found = self._chunk(runs, most)
+            case _:  # a window or a state; unknown kinds have no rule, see `KvGroups.add`
+                found = self._before(runs, most, step)
+        return found // step * step * self.size
+
+    def _before(self, runs: Iterator[tuple[int, int]], most: int, step: int) -> int:
+        """The last boundary that has the blocks they need before it, or all blocks."""
+        need = self.need
+        for first, last in runs:
+            end = min(last, most) // step * step
+            if end > first and (end - first >= need or not first):
+                return end
+        return 0
+
+    def _chunk(self, runs: Iterator[tuple[int, int]], most: int) -> int:
+        tokens = self.tokens_per_block * self.size
+        start = most * tokens // self.window * self.window // tokens
+        for first, last in runs:
+            if first <= start < last:
+                return min(last, most)
+        return start
+
+
+def _joined(runs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """The same runs from the last to the first; those that touch are one."""
+    joined: list[tuple[int, int]] = []
+    for first, last in sorted(runs):
+        if joined and first <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(joined[-1][1], last)
+        else:
+            joined.append((first, last))
+    return reversed(joined)
+
+
+class KvGroups:
+    """The further KV cache groups of one engine.
+
+    Attributes:
+        bits: the location bit of each.
+        mask: all these bits.
+        kinds: the groups by what they need.
+        shape: what each needs, in the order of their bits. Equal shapes that hold the same reach as far. They
+            are one object.
+        alignment: every boundary is a multiple of it, in blocks of the pool.
+        is_known: False if it is not known of each group what it needs.
+        held: blocks that all of them hold together, in blocks of the pool.
+    """
+
+    def __init__(self, tokens_per_block: int) -> None:
+        """`tokens_per_block`: the pool's block size."""
+        self._tokens_per_block = tokens_per_block
+        self._sizes: dict[KvGroup, int] = {}
+        self.bits: dict[int, int] = {}
+        self.mask = 0
+        self.kinds: list[GroupKind] = []
+        self.shape = ""
+        self.alignment = 1
+        self.is_known = True
+        self.held = 0
+
+    def add(self, group: KvGroup, tokens_per_block: int, bit: int) -> None:
+        """A new group, with blocks of so many tokens. Its blocks have this location bit."""
+        size, rest = divmod(tokens_per_block, self._tokens_per_block)
+        self.bits[group.number] = bit
+        self.mask |= bit
+        self.shape = intern(self.shape + f"{group.attention} {group.window} {tokens_per_block}, ")
+        if rest or not size or group.attention is Attention.UNKNOWN:
+            self.is_known = False
+            return
+        self._sizes[group] = size
+        by_need: dict[tuple[Attention, int, int], int] = {}
+        for each, blocks in self._sizes.items():
+            need = (each.attention, each.window, blocks)
+            by_need[need] = by_need.get(need, 0) | self.bits[each.number]
+        self.kinds = [GroupKind(*need, bits, self._tokens_per_block) for need, bits in by_need.items()]
+        self.alignment = lcm(*self._sizes.values())
+
+    def room(self, blocks: int, main: int) -> int:
+        """Blocks of prompts that the engine can store before it evicts. All groups share the engine's blocks.
+        A prompt is assumed to take as much in these groups as the prompts that the engine holds.
+
+        Args:
+            blocks: of the engine.
+            main: those that the main group holds.
+        """
+        free = max(blocks - main - self.held, 0)
+        return free * main // (main + self.held) if main else free // (1 + len(self.bits))
+
+    def evicted(self, blocks: int, main: int, coming: int) -> int:
+        """Blocks of prompts that the engine evicts while it computes prompts of `coming` blocks. Until the
+        window has left them, these take as many in each group. `blocks` and `main`: see `room`."""
+        more = coming * (1 + len(self.bits)) - max(blocks - main - self.held, 0)
+        return more * main // (main + self.held) if main and more > 0 else 0
+
+    def count(self, group: KvGroup, blocks: int) -> None:
+        """The group holds so many of its blocks more, or less."""
+        self.held += blocks * self._sizes.get(group, 1)
+
+    def reach(
+        self,
+        masks: Sequence[int],
+        ends: Sequence[int],
+        held: int,
+        pending: int = 0,
+        coming: Sequence[int] = (),
+    ) -> tuple[int, Attention | None]:
+        """The boundary up to which a prompt can be reused, in blocks of the pool, and the kind of groups that
+        lack what they need beyond it; None if no group does.
+
+        Args:
+            masks: location bits along the prompt's chain, by stretches of equal bits.
+            ends: where each stretch ends.
+            held: leading blocks that the main group holds, without those that no prompt of this length can
+                reuse.
+            pending: the location bit of blocks that requests in flight will leave in the groups that keep
+                all blocks; 0: they do not count.
+            coming: boundaries at which requests in flight will leave windows and states whole.
+        """
+        length = held // self.alignment * self.alignment
+        lacks = None
+        while length:
+            before = length
+            for kind in self.kinds:
+                found = kind.hit(kind.runs(masks, ends, held, pending, coming), length, self.alignment)
+                if found < length:
+                    length, lacks = found, kind.attention
+            if length == before or len(self.kinds) == 1:
+                break
+        return length, lacks
+
+
+@dataclass(slots=True)
+class Grouped:
+    """An engine with further KV cache groups.
+
+    Attributes:
+        slots: its own slot, and those of its groups' bits.
+    """
+
+    groups: KvGroups
+    slots: list[int]
+
+
+# --- what an engine holds of a chain, from its location bits --------------------------------------------
+# An engine has four bits of a block, which are one digit: gpu, host, disk and pending. A column has a digit
+# for each stretch of a chain.
 
 # Which of an engine's bits.
 PLACES = {Tier.GPU: 0, Tier.HOST: 1, Tier.DISK: 2}

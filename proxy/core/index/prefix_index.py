@@ -1,7 +1,7 @@
 """The prefix index: which engine holds which block, on which tier.
 
 Each block has an int of location bits, four per engine: gpu, host, disk and pending. An engine with several
-KV cache groups (`groups.py`) has a bit for each further group, too. `locations.py` stores them. A look-up
+KV cache groups (`match.py`) has a bit for each further group, too. `locations.py` stores them. A look-up
 reads how far equal bits reach along the chain. Then it reads what they mean, once for all engines that hold
 the same part of it.
 
@@ -16,8 +16,7 @@ from itertools import accumulate
 
 from engine_adapter.types import KvGroup, Tier
 from proxy.core.index.blocks import BlockHash
-from proxy.core.index.groups import Grouped, KvGroups
-from proxy.core.index.in_flight import InFlight
+from proxy.core.index.expected import InFlight
 from proxy.core.index.locations import Locations
 from proxy.core.index.match import (
     ALL,
@@ -28,6 +27,8 @@ from proxy.core.index.match import (
     PENDING_DIGIT,
     PLACES,
     WIDTH,
+    Grouped,
+    KvGroups,
     Match,
     in_chunks,
     match_of,
@@ -303,7 +304,7 @@ class PrefixIndex:
         self, engine: str, chain: tuple[BlockHash, ...], stored: int, reusable: int | None
     ) -> tuple[int, tuple[BlockHash, ...]]:
         """How many of the `stored` leading blocks the engine's further groups can reuse, and the boundaries
-        at which a request for the chain leaves windows and states whole: see `groups.py`."""
+        at which a request for the chain leaves windows and states whole: see `match.py`."""
         groups, shift = self.grouped[engine].groups, self._shifts[engine]
         stretches = [*self._locations.stretches(chain)]
         masks, ends = [mask for mask, _ in stretches], [*accumulate(blocks for _, blocks in stretches)]

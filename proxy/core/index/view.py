@@ -28,7 +28,7 @@ from engine_adapter.types import (
 from proxy.core.index.blocks import BlockHash
 from proxy.core.index.prefix_index import PrefixIndex
 from proxy.core.index.runs import RUN_BLOCKS, TIER_BITS, BlockRun, KeptRun, Name, Point
-from proxy.core.index.spread import KEY_SHIFT, Spread, place, spread
+from proxy.core.index.segments import KEY_SHIFT, Spread, place, spread
 
 # Each part takes well below a millisecond.
 SLICE_TOKENS = 4096

@@ -7,8 +7,8 @@ pairs.py          one engine computes the prompt, another one answers: before it
 placer.py         all state of one pool that the choice uses
 load.py           each engine's work in flight
 rates.py          how fast each engine is
-demand.py         how likely a prompt is requested again; amounts that fade with time
-in_use.py         blocks held by running requests, and prompts that an engine would evict
+demand.py         how likely a prompt is requested again; amounts that fade with time; blocks held by running
+                  requests, and prompts that an engine would evict
 whole_answers.py  rates from answers that do not stream
 tiering.py        what to restore ahead of the next turn
 """

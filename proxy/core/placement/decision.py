@@ -13,7 +13,7 @@ import msgspec
 from engine_adapter.hold import Forecast
 from engine_adapter.types import Attention
 from proxy.core.index.match import Match
-from proxy.core.placement.in_use import InUse, Residents
+from proxy.core.placement.demand import InUse, Residents
 from proxy.core.placement.load import IDLE, LoadView, Work
 from proxy.core.placement.rates import EngineRates
 

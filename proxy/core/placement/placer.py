@@ -22,8 +22,7 @@ from proxy.core.index.blocks import BlockHash, Chain
 from proxy.core.index.match import Match
 from proxy.core.index.prefix_index import PrefixIndex
 from proxy.core.placement.decision import NOTHING, Candidate, Outlook, Placement
-from proxy.core.placement.demand import WINDOW_S, Demand, Rate
-from proxy.core.placement.in_use import InUse, Residents
+from proxy.core.placement.demand import WINDOW_S, Demand, InUse, Rate, Residents
 from proxy.core.placement.load import EngineLedger, LoadSample, Spent, Work
 from proxy.core.placement.pairs import (
     Prefillers,
@@ -47,7 +46,7 @@ _NO_WORK = Work(0)
 
 
 @dataclass(slots=True, eq=False)
-class EngineBook:
+class KnownEngine:
     """Placement's knowledge of one engine.
 
     Attributes:
@@ -110,7 +109,7 @@ class PlacedRequest(Struct, eq=False):
         may_be_evicted: prompts in flight may evict what it counts on before its engine looks for that.
     """
 
-    book: EngineBook
+    book: KnownEngine
     ticket: int
     chain: Chain | None
     work: Work
@@ -140,7 +139,7 @@ class Placer:
         self.demand = Demand()
         self.rates = PoolRates()
         self.transfers = Transfers(lambda: self.rates.prefill_tok_s)
-        self.books: dict[str, EngineBook] = {}
+        self.books: dict[str, KnownEngine] = {}
         self.answering = 0
         self._turn = 0
         self._sessions: OrderedDict[Hashable, str] = OrderedDict()  # → the engine it was last on
@@ -162,7 +161,7 @@ class Placer:
         own, pools = tokens_per_block or self.tokens_per_block, self.tokens_per_block
         gpu = gpu_blocks * own // pools if gpu_blocks is not None else None
         holds, on_gpu = partial(self.index.holds, engine), partial(self.index.is_on_gpu, engine)
-        self.books[engine] = EngineBook(
+        self.books[engine] = KnownEngine(
             engine=engine,
             ledger=ledger or EngineLedger(),
             rates=EngineRates(self.rates),
@@ -326,7 +325,7 @@ class Placer:
         book.ledger.computes(now, placed.ticket, seconds, work, seen=streams)
         self._note_evictions(placed)
 
-    def _queue(self, now: float, book: EngineBook, chain: Chain | None, work: Work) -> tuple[float, float]:
+    def _queue(self, now: float, book: KnownEngine, chain: Chain | None, work: Work) -> tuple[float, float]:
         """A prompt will be computed: its blocks are pending. Returns its seconds, and how many count."""
         if chain is not None:
             self.index.add_pending(book.engine, chain.hashes, chain.reusable)
@@ -355,7 +354,7 @@ class Placer:
                 is_rest = not book.residents.has_any(each.hashes)
                 each.may_be_evicted = is_rest or _goes_on_from(each.hashes, oldest, evicts)
 
-    def _evictions_of(self, book: EngineBook, blocks: int) -> int:
+    def _evictions_of(self, book: KnownEngine, blocks: int) -> int:
         """The most blocks that an engine evicts to compute prompts of so many blocks."""
         held, groups = self.index.held(book.engine, Tier.GPU), self.index.groups_of(book.engine)
         if book.gpu_blocks is None:

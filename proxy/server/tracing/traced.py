@@ -43,7 +43,7 @@ from structlog.contextvars import STRUCTLOG_KEY_PREFIX
 from engine_adapter import NATIVE_ROUTES, EngineSpec, Headers, JsonBody, RequestBody, base_url
 from proxy.api.openai import DataPlane
 from proxy.core.placement.decision import Pair, Placement
-from proxy.core.reasons import Part, reason_of
+from proxy.core.reasons import TtfbPart, reason_of
 from proxy.fleet.lease import Lease
 from proxy.flow import CLIENT_LEFT, Flow
 from proxy.http.exchange import Exchange
@@ -303,5 +303,5 @@ def of_answer(record: RequestRecord, answer: Forwarded) -> Attributes:
     return attributes
 
 
-def _word(part: Part) -> str:
+def _word(part: TtfbPart) -> str:
     return part.value.replace(" ", "_")

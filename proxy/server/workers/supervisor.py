@@ -36,10 +36,10 @@ import structlog
 from pydantic import SecretStr
 
 from engine_adapter import EngineSpec, EngineSpecError, HttpTransport, ends_with_parent
-from proxy.api.workers.siblings import USES_PATH, ask, socket_of
-from proxy.fleet.process.managed_engine import ManagedEngine, ProcessState, end_of
-from proxy.peers.unix_bus import MAX_PATH_BYTES
-from proxy.runtime.tasks import Supervisor, until
+from proxy.api.siblings import USES_PATH, ask, socket_of
+from proxy.fleet.managed_engine import ManagedEngine, ProcessState, end_of
+from proxy.peers.bus import MAX_PATH_BYTES
+from proxy.runtime import Supervisor, until
 from proxy.server.checks import check, check_reload, issued_keys, managed_engines
 from proxy.server.workers.fairness import TALLY, ConnectionTally
 from proxy.settings import (

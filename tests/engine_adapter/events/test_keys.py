@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_adapter.events.fields import MalformedEvents, StoredFields
-from engine_adapter.events.keys import (
+from engine_adapter.events.fields import (
     BlockKeys,
+    MalformedEvents,
+    StoredFields,
     narrow_tokens,
     read_named_keys,
     read_sglang_keys,
     read_vllm_keys,
 )
-from engine_adapter.prompt.extra_ids import extra_id
-from engine_adapter.prompt.media import media_extra_id
+from engine_adapter.prompt.extra_ids import extra_id, media_extra_id
 from engine_adapter.types import BlocksStored, Tier, extra_array, token_array
 from tests.kv_batches import decode_batch
 

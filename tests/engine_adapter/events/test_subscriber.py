@@ -14,7 +14,7 @@ import zmq.asyncio
 
 from engine_adapter.errors import EngineUnavailable
 from engine_adapter.events import subscriber as subscriber_module
-from engine_adapter.events.keys import read_vllm_keys
+from engine_adapter.events.fields import read_vllm_keys
 from engine_adapter.events.subscriber import EventEndpoints, KvEventSubscriber, SubscriberCounts
 from engine_adapter.events.wire import CacheSnapshot, encode_batch
 from engine_adapter.torch_engine.event_publisher import EventPublisher

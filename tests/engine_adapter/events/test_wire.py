@@ -11,17 +11,18 @@ from hypothesis import strategies as st
 
 from engine_adapter.events import fields as fields_module
 from engine_adapter.events.fields import (
+    BlockKeys,
     ClearedFields,
     MalformedEvents,
     RemovedFields,
     StoredFields,
     decode_fields,
+    read_vllm_keys,
 )
-from engine_adapter.events.keys import BlockKeys, read_vllm_keys
 from engine_adapter.events.wire import (
     NOT_FOLLOWED,
     EventReader,
-    KvGroups,
+    ReportedGroups,
     decode_snapshot,
     encode_batch,
     event_fields,
@@ -344,7 +345,7 @@ def remove(group=None):
 
 @pytest.mark.parametrize("kind", ["full_attention", "mla_attention", "sink_full_attention"])
 def test_full_attention_is_the_main_one_wherever_it_stands(kind):
-    groups = KvGroups()
+    groups = ReportedGroups()
     window = KvGroup(0, Attention.WINDOW, 128)
     assert groups.group_of(store(0, "sliding_window", window=128)) == window
     assert groups.group_of(store(1, kind)) is None
@@ -355,20 +356,20 @@ def test_full_attention_is_the_main_one_wherever_it_stands(kind):
 
 
 def test_a_second_group_of_full_attention_is_a_further_one():
-    groups = KvGroups()
+    groups = ReportedGroups()
     assert groups.group_of(store(0, "full_attention")) is None
     assert groups.group_of(store(1, "full_attention")) == KvGroup(1, Attention.PREFIX)
 
 
 def test_a_group_without_a_kind_is_known_by_its_content():
-    groups = KvGroups()
+    groups = ReportedGroups()
     assert groups.group_of(store(0)) is None
     assert groups.group_of(store(0, tokens=())) is None
 
 
 def test_without_full_attention_nothing_is_known():
     """A model whose layers all have a window has no main group: what it holds is not followed."""
-    groups = KvGroups()
+    groups = ReportedGroups()
     groups.group_of(store(0, "sliding_window", window=128))
     assert not groups.are_known
     groups.group_of(store(1, "full_attention"))
@@ -376,7 +377,7 @@ def test_without_full_attention_nothing_is_known():
 
 
 def test_a_removal_before_the_first_store_is_of_no_known_group():
-    groups = KvGroups()
+    groups = ReportedGroups()
     assert groups.group_of(remove(1)) is NOT_FOLLOWED
     assert groups.group_of(store(0, "full_attention")) is None
     assert groups.are_known
@@ -384,7 +385,7 @@ def test_a_removal_before_the_first_store_is_of_no_known_group():
 
 @pytest.mark.parametrize("kind", ["cross_attention", "unknown", "of the future", None, 7])
 def test_other_kinds_are_not_known(kind):
-    groups = KvGroups(main=0)
+    groups = ReportedGroups(main=0)
     group = groups.group_of(store(1, kind, tokens=()))
     assert group is not None
     assert group.attention is Attention.UNKNOWN
@@ -394,12 +395,12 @@ def test_other_kinds_are_not_known(kind):
 @pytest.mark.parametrize("window", [None, 0, -1, "4", 2.5])
 @pytest.mark.parametrize("kind", ["sliding_window", "chunked_local_attention", "sliding_window_mla"])
 def test_a_window_without_its_size_is_not_known(kind, window):
-    groups = KvGroups(main=0)
+    groups = ReportedGroups(main=0)
     assert groups.group_of(store(1, kind, window=window)) == KvGroup(1, Attention.UNKNOWN)
 
 
 @pytest.mark.parametrize("odd", [[], {}, "x", 2.5])
 def test_odd_numbers_are_of_no_group(odd):
-    groups = KvGroups()
+    groups = ReportedGroups()
     assert groups.group_of(store(0, "full_attention")) is None
     assert groups.group_of(store(odd, "full_attention")) is NOT_FOLLOWED

@@ -10,7 +10,7 @@ import pytest
 from engine_adapter.errors import EngineDied, EngineGarbled, EngineUnavailable
 from engine_adapter.http import client
 from engine_adapter.http.connection import MAX_HEAD_BYTES, MAX_WAITING_BYTES
-from engine_adapter.http.transport import OutgoingRequest
+from engine_adapter.http.prepare import OutgoingRequest
 from tests.engine_adapter.http.raw_engine import raw_engine
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from engine_adapter import read_error
-from engine_adapter.http.error_bodies import EngineErrorBody
+from engine_adapter.http.answer_fields import EngineErrorBody
 
 SHAPES = [
     (

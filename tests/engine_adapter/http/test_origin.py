@@ -11,7 +11,7 @@ import uvloop
 from engine_adapter.errors import EngineUnavailable, EngineUnhealthy, EngineUnreachable
 from engine_adapter.http import client
 from engine_adapter.http.client import HttpTransport
-from engine_adapter.http.transport import OutgoingRequest
+from engine_adapter.http.prepare import OutgoingRequest
 from tests.engine_adapter.http.raw_engine import Wire, raw_engine
 
 # An address of this machine where nobody listens.

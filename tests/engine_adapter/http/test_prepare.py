@@ -16,8 +16,7 @@ from starlette.routing import Route
 from engine_adapter import EngineSpecError, EngineUnavailable, HttpTransport
 from engine_adapter.body import JsonBody, Upload
 from engine_adapter.http.control import ControlClient
-from engine_adapter.http.prepare import base_url, parts_of, prepare_request, tls_context
-from engine_adapter.http.transport import Headers
+from engine_adapter.http.prepare import Headers, base_url, parts_of, prepare_request, tls_context
 from engine_adapter.types import EngineSpec
 from tests.engines import served
 

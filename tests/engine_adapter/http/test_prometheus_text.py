@@ -4,7 +4,7 @@ import timeit
 import pytest
 
 from engine_adapter.errors import EngineUnavailable
-from engine_adapter.http.prometheus_text import Sample, read_samples
+from engine_adapter.http.control import Sample, read_samples
 
 PAGE = b"""\
 # HELP busy:requests Requests now.

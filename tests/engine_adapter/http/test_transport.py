@@ -5,7 +5,7 @@ from threading import Thread
 import pytest
 
 from engine_adapter.errors import EngineDied, EngineUnavailable, EngineUnreachable
-from engine_adapter.http.transport import Headers, OutgoingRequest
+from engine_adapter.http.prepare import Headers, OutgoingRequest
 from tests.fakes import FakeEngine
 
 

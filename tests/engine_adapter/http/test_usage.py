@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from engine_adapter.http.usage import NOTHING, read_answer_usage, read_streamed_usage
+from engine_adapter.http.answer_fields import NOTHING, read_answer_usage, read_streamed_usage
 from engine_adapter.types import Usage
 from tests.fakes import DONE, event
 

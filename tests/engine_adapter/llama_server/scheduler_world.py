@@ -14,17 +14,17 @@ import httpx
 from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server import slot_io
 from engine_adapter.llama_server.answer_reader import SlotAnswer
-from engine_adapter.llama_server.contents import Contents
+from engine_adapter.llama_server.contents import SlotContents
 from engine_adapter.llama_server.discovery import ServerFacts, discover
 from engine_adapter.llama_server.mirror_events import MirrorEvents
 from engine_adapter.llama_server.probe import probe
 from engine_adapter.llama_server.saved import SavedEvent, SavedPlace, SavedPrefixes
+from engine_adapter.llama_server.saved_entry import read_tokens
 from engine_adapter.llama_server.scheduler import SlotScheduler
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER, SlotOwners
 from engine_adapter.llama_server.slot_io import read_slots
 from engine_adapter.llama_server.slots import SlotOperation
-from engine_adapter.llama_server.state_file import read_tokens
-from engine_adapter.llama_server.turns import Ask
+from engine_adapter.llama_server.turns import SlotRequest
 from engine_adapter.types import EngineSpec
 
 COMPLETIONS = "/v1/completions"
@@ -60,7 +60,7 @@ class SchedulerWorld:
         self.clock = Clock()
         self.mirror = MirrorEvents()
         owners = SlotOwners(None, "", None, facts.slots)
-        self.contents = Contents("e", facts, control, registry, self.mirror, self.clock, owners)
+        self.contents = SlotContents("e", facts, control, registry, self.mirror, self.clock, owners)
         self.scheduler = SlotScheduler("e", control, self.contents, clock=self.clock)
         self.table = self.contents.table
         registry.subscribe(self._on_saved)
@@ -75,7 +75,7 @@ class SchedulerWorld:
         """The lease of a request when nothing runs on its slot any more; see `send`."""
         lease = None
         with suppress(Left):
-            async with self.scheduler.lease(Ask(tokens, salt, retention=retention)) as lease:
+            async with self.scheduler.lease(SlotRequest(tokens, salt, retention=retention)) as lease:
                 await self.send(lease, **sending)
         await self.idle(lease.slot)
         return lease

@@ -21,7 +21,7 @@ from engine_adapter.llama_server.answer_reader import (
     read_by,
     streaming_body,
 )
-from engine_adapter.llama_server.turns import Ask, SlotLease
+from engine_adapter.llama_server.turns import SlotLease, SlotRequest
 from tests.engine_adapter.builders import body
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -64,7 +64,7 @@ def lease():
     nothing = array("i")
     return SlotLease(
         slot=0,
-        ask=Ask(nothing),
+        ask=SlotRequest(nothing),
         cached_tokens=0,
         firm=True,
         may_reuse=True,
@@ -367,7 +367,7 @@ END = {"tokens_evaluated": 3, "tokens_predicted": 3, "stop": True, "timings": {"
 
 
 def native_lease(tokens=PROMPT, salt=None):
-    return SlotLease(0, Ask(tokens, salt), 0, True, True, False, array("i"), 0, 0.0)
+    return SlotLease(0, SlotRequest(tokens, salt), 0, True, True, False, array("i"), 0, 0.0)
 
 
 def stream(*events):

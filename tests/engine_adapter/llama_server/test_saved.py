@@ -23,8 +23,8 @@ from engine_adapter.llama_server.saved import (
     SavedPrefixes,
     salt_digest,
 )
+from engine_adapter.llama_server.saved_entry import FileFault, StateFileError
 from engine_adapter.llama_server.saved_files import GRACE_S
-from engine_adapter.llama_server.state_file import FileFault, StateFileError
 from engine_adapter.types import Tier
 from tests.state_files import LittleRoom, act, complete, no_handles, write_state
 

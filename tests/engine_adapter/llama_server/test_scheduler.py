@@ -15,10 +15,9 @@ from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineUnavailable
 from engine_adapter.llama_server.saved import salt_digest
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
-from engine_adapter.llama_server.slot_io import read_slots
+from engine_adapter.llama_server.slot_io import read_slots, tokenize
 from engine_adapter.llama_server.slots import NEVER, SlotOperation
-from engine_adapter.llama_server.tokens import tokenize
-from engine_adapter.llama_server.turns import Ask
+from engine_adapter.llama_server.turns import SlotRequest
 from engine_adapter.types import Retention, ViewCurrent, ViewLost
 from tests.engine_adapter.llama_server.scheduler_world import (
     CHAT,
@@ -60,7 +59,7 @@ async def fill(world, *seeds):
 async def test_the_slot_that_a_conversation_has_left_is_out_of_date(world):
     held = []
     for seed in (1, 2):
-        async with world.scheduler.lease(Ask(prompt_of(seed), session=7)) as lease:
+        async with world.scheduler.lease(SlotRequest(prompt_of(seed), session=7)) as lease:
             await world.send(lease)
         await world.idle(lease.slot)
         held.append(world.table[lease.slot])
@@ -76,7 +75,7 @@ class TestForecast:
         rng = Random(5)  # noqa: S311 - the same prompts each time
         for _ in range(12):
             tokens = prompt_of(rng.randrange(4, 9), rng.choice([60, 100, 140]), head=40)
-            forecast = world.scheduler.forecast(Ask(tokens))
+            forecast = world.scheduler.forecast(SlotRequest(tokens))
             lease = await world.ask(tokens)
             assert forecast.firm
             assert lease.answer.cached_tokens == lease.cached_tokens == forecast.cached_tokens
@@ -89,7 +88,7 @@ class TestForecast:
         slot = world.table[lease.slot]
         assert slot.unknown > 0
         tokens = await world.truth(slot.id)
-        forecast = world.scheduler.forecast(Ask(tokens))
+        forecast = world.scheduler.forecast(SlotRequest(tokens))
         assert (forecast.cached_tokens, forecast.firm) == (100, False)
         again = await world.ask(tokens)
         assert again.answer.cached_tokens == len(tokens) - 1
@@ -99,10 +98,10 @@ class TestForecast:
         with stopped(world.server):
             running = [asking(world, prompt_of(seed)) for seed in range(2)]
             await world.until(lambda: world.scheduler.streams == 2)
-            alone = world.scheduler.forecast(Ask(prompt_of(9))).wait_s
+            alone = world.scheduler.forecast(SlotRequest(prompt_of(9))).wait_s
             waiting = [asking(world, prompt_of(seed)) for seed in (2, 3)]
             await world.until(lambda: world.scheduler.waiting == 2)
-            assert world.scheduler.forecast(Ask(prompt_of(9))).wait_s > alone > 0
+            assert world.scheduler.forecast(SlotRequest(prompt_of(9))).wait_s > alone > 0
         await asyncio.gather(*running, *waiting)
         assert (world.scheduler.streams, world.scheduler.waiting) == (0, 0)
 
@@ -139,7 +138,7 @@ class TestRetention:
 class TestToolCalls:
     @pytest.mark.parametrize(("reason", "waits"), [("tool_calls", True), ("stop", False)])
     async def test_the_slot_of_a_tool_call_waits_for_its_result(self, world, reason, waits):
-        async with world.scheduler.lease(Ask(prompt_of(1))) as lease:
+        async with world.scheduler.lease(SlotRequest(prompt_of(1))) as lease:
             await world.send(lease)
             lease.answer.finish_reason = reason
         await world.idle(lease.slot)
@@ -163,7 +162,7 @@ class TestTurns:
     async def test_all_slots_at_once(self, world):
         """It waits for all of them, nobody behind it starts before, and what it ran on is not known."""
         await fill(world, 1, 2)
-        async with world.scheduler.lease(Ask(prompt_of(1))) as lease:
+        async with world.scheduler.lease(SlotRequest(prompt_of(1))) as lease:
             others = asyncio.Event()
 
             async def alone():
@@ -234,7 +233,7 @@ class TestPrepared:
             yield asks
 
     async def ask(self, world, tokens):
-        async with world.scheduler.lease(Ask(tokens)) as lease:
+        async with world.scheduler.lease(SlotRequest(tokens)) as lease:
             return lease
 
     @pytest.mark.parametrize("operation", [SAVE, RESTORE])
@@ -333,7 +332,7 @@ class TestLeft:
         await world.check()
 
     async def test_a_server_that_dies_before_it_is_asked(self, own_world):
-        async with own_world.scheduler.lease(Ask(prompt_of(1))) as lease:
+        async with own_world.scheduler.lease(SlotRequest(prompt_of(1))) as lease:
             await own_world.send(lease)
             own_world.server.kill()
         assert own_world.operations() == [None, None]
@@ -421,7 +420,7 @@ class TestLeft:
     async def test_vain_restores_are_those_of_who_wanted_reuse(self, world):
         for seed in (7, 8, 9):
             await world.saved_away(prompt_of(seed))
-            async with world.scheduler.lease(Ask(prompt_of(seed))) as lease:
+            async with world.scheduler.lease(SlotRequest(prompt_of(seed))) as lease:
                 assert lease.restored
                 lease.may_reuse = False
                 await world.send(lease)
@@ -532,7 +531,7 @@ class TestClose:
 
     async def test_what_still_runs_tells_nothing_any_more(self, world):
         """The slots, by then, may be another scheduler's, who tells the same mirror."""
-        async with world.scheduler.lease(Ask(prompt_of(1))) as lease:
+        async with world.scheduler.lease(SlotRequest(prompt_of(1))) as lease:
             await world.send(lease)
             await world.scheduler.aclose()
         assert await self.told(world.mirror) == [ViewLost, ViewCurrent]
@@ -554,7 +553,7 @@ class TestClose:
         works = [asyncio.create_task(scheduler.take(slot, SAVE, lambda _: over.wait())) for slot in (0, 1)]
 
         async def start():
-            async with scheduler.alone() if kind == "all" else scheduler.lease(Ask(prompt_of(1))):
+            async with scheduler.alone() if kind == "all" else scheduler.lease(SlotRequest(prompt_of(1))):
                 assert not over.is_closed, "it started on a server that may be another scheduler's"
 
         over.is_closed = False
@@ -579,7 +578,7 @@ class TestClose:
             await ends
 
     async def lease_nothing(self, world):
-        async with world.scheduler.lease(Ask(prompt_of(1))):
+        async with world.scheduler.lease(SlotRequest(prompt_of(1))):
             pass
 
 

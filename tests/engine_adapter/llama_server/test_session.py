@@ -15,7 +15,7 @@ from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
 from engine_adapter.llama_server.session import ServerSession, dirty_slots, save_all, write_back
 from engine_adapter.llama_server.slot_io import read_slots
 from engine_adapter.llama_server.slots import SlotOperation
-from engine_adapter.llama_server.turns import Ask
+from engine_adapter.llama_server.turns import SlotRequest
 from scripts.make_gguf import gguf_path
 from tests.engine_adapter.llama_server.scheduler_world import scheduler_world, stopped
 from tests.engine_adapter.llama_server.slot_world import World, prompt_of, slot_world
@@ -391,7 +391,7 @@ class TestWriteBack:
         turn = world.table[first].tokens + prompt_of(3, 10)
 
         async def request():
-            async with world.scheduler.lease(Ask(turn)) as lease:
+            async with world.scheduler.lease(SlotRequest(turn)) as lease:
                 return lease, world.contents.counts.saves
 
         async with writing_back(world):
@@ -409,7 +409,7 @@ class TestSaveAll:
     async def test_everything_is_saved(self, world):
         """What is worth little, what is being saved already, and what a request is just leaving, too."""
         first = await world.ask(prompt_of(1, 3))
-        async with world.scheduler.lease(Ask(prompt_of(2))) as second:
+        async with world.scheduler.lease(SlotRequest(prompt_of(2))) as second:
             await world.send(second)
             with stopped(world.server):
                 saving = asyncio.create_task(world.save(first.slot))
@@ -427,7 +427,7 @@ class TestSaveAll:
             with stopped(world.server):
                 ends = asyncio.create_task(save_all(world.scheduler))
                 await world.until(lambda: world.table[first.slot].operation is SAVE)
-                lease = await stack.enter_async_context(world.scheduler.lease(Ask(turn)))
+                lease = await stack.enter_async_context(world.scheduler.lease(SlotRequest(turn)))
                 assert lease.slot == second.slot
             await ends
             assert [entry.tokens[:100] for entry in world.entries()] == [prompt_of(1)]

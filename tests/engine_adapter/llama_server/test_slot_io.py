@@ -8,13 +8,13 @@ import pytest
 from engine_adapter.errors import EngineLost, EngineRejected, EngineUnavailable
 from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server import slot_io
+from engine_adapter.llama_server.saved_entry import read_tokens
 from engine_adapter.llama_server.slot_io import (
     SlotState,
     read_slots,
     until_all_arrived,
     when_idle,
 )
-from engine_adapter.llama_server.state_file import read_tokens
 from engine_adapter.types import EngineSpec
 from tests.fakes import FakeEngine
 

@@ -9,7 +9,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_adapter.llama_server.state_file import FileFault, StateFileError, checksum, copy, read_tokens
+from engine_adapter.llama_server.saved_entry import FileFault, StateFileError, checksum, copy, read_tokens
 from tests.state_files import LittleRoom, act, complete, frame, state_bytes, write_state
 
 TOKENS = array("i", [5, 6, 7, 0, 2**31 - 1])

@@ -9,7 +9,7 @@ from starlette.routing import Route
 
 from engine_adapter.errors import EngineRejected
 from engine_adapter.llama_server.checkpoints import user_starts
-from engine_adapter.llama_server.tokens import read_user_mark, tokenize
+from engine_adapter.llama_server.slot_io import read_user_mark, tokenize
 from tests.engine_adapter.builders import body
 from tests.engines import served
 

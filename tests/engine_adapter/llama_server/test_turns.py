@@ -15,7 +15,7 @@ from engine_adapter.llama_server.answer import CompletionOutput
 from engine_adapter.llama_server.plan import Plan
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
 from engine_adapter.llama_server.slots import SlotOperation, SlotTable
-from engine_adapter.llama_server.turns import Ask, SlotLease, Turns, first_operation
+from engine_adapter.llama_server.turns import SlotLease, SlotRequest, Turns, first_operation
 
 ANYWHERE = -1
 
@@ -66,7 +66,7 @@ class World:
         """A request joins the queue; what it gets stands in `got`."""
 
         async def get():
-            self.got[name] = (await self.turns.slot(Ask(array("i", [home])))).slot
+            self.got[name] = (await self.turns.slot(SlotRequest(array("i", [home])))).slot
 
         return await self._start(name, get())
 
@@ -352,6 +352,6 @@ def _note_running(world, running):
     ],
 )
 def test_kv_of_an_unknown_prompt_is_its_clients_once_the_answer_is_whole(tokens, salt, answer, leaves_own):
-    ask = Ask(array("i", tokens), salt)
+    ask = SlotRequest(array("i", tokens), salt)
     lease = SlotLease(0, ask, 0, True, True, False, array("i"), 0, 0.0, answer)
     assert lease.leaves_own is leaves_own

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from engine_adapter.lmcache.client import Coordinator, LmCacheNode, Scope, Site
+from engine_adapter.lmcache.client import Coordinator, LmCacheNode, LmCacheSite, Scope
 from engine_adapter.types import EngineSpec
 from tests.engines import engine_spec
 from tests.fake_engines.lmcache import FakeLmCache, running_lmcache
@@ -62,5 +62,5 @@ def scope(lmcache) -> Scope:
 
 
 @pytest.fixture
-def site(lmcache, coordinator, scope) -> Site:
-    return Site(coordinator, scope, lmcache.options.chunk_size, lmcache.options.flush_s, frozenset())
+def site(lmcache, coordinator, scope) -> LmCacheSite:
+    return LmCacheSite(coordinator, scope, lmcache.options.chunk_size, lmcache.options.flush_s, frozenset())

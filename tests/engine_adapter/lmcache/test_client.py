@@ -5,9 +5,9 @@ import pytest
 from engine_adapter.errors import EngineUnavailable
 from engine_adapter.lmcache import client
 from engine_adapter.lmcache.client import (
-    Chunk,
     Key,
     KeyPlacements,
+    KvChunk,
     ObjectPlace,
     below_gpu,
     chunks_of,
@@ -49,8 +49,8 @@ def test_what_a_node_holds_and_is_about_to_write(pending, in_flight, is_storing)
     assert (storage.l1_objects, storage.is_storing) == (7, is_storing)
 
 
-def chunk(tiers: str) -> Chunk:
-    return Chunk((), "h" in tiers, "d" in tiers, 100)
+def chunk(tiers: str) -> KvChunk:
+    return KvChunk((), "h" in tiers, "d" in tiers, 100)
 
 
 def objects(name: str, *tiers: str, instance="a", shared=False, salt="") -> KeyPlacements:

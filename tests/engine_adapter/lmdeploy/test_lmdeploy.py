@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from engine_adapter import EngineUnavailable, EngineUnhealthy, JsonBody
-from engine_adapter.lmdeploy.adapter import NO_CACHE, NO_METRICS
-from engine_adapter.lmdeploy.template_input import LMDEPLOY_INPUT
+from engine_adapter.lmdeploy import LMDEPLOY_INPUT, NO_CACHE, NO_METRICS
 from engine_adapter.prompt.chat import ChatTokenizer
 from tests.fake_engines.lmdeploy import CHAT, COMPLETIONS, running_lmdeploy
 from tests.fake_engines.sglang import running_sglang
@@ -117,7 +116,7 @@ async def test_a_busy_server_joins_untried(adapter_of, monkeypatch):
     with running_lmdeploy(caching=False) as server:
         adapter = adapter_of(server.url)
         with monkeypatch.context() as hasty:
-            hasty.setattr("engine_adapter.lmdeploy.adapter._PATIENCE_S", 0.0)
+            hasty.setattr("engine_adapter.lmdeploy._PATIENCE_S", 0.0)
             await adapter.connect()
             assert adapter.findings() == ()
         await adapter.connect()

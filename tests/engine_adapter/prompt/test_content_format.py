@@ -1,8 +1,8 @@
 import pytest
 
 from engine_adapter.prompt.chat import ChatTokenizer
-from engine_adapter.prompt.content_format import content_format
 from engine_adapter.prompt.template_input import USUAL, ContentFormat, TemplateInput
+from engine_adapter.prompt.template_trials import content_format
 from tests.fake_engines.text import MODEL_DIR
 
 PARTS = {

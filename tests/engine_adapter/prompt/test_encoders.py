@@ -11,12 +11,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from engine_adapter.errors import ChatError
 from engine_adapter.prompt.chat import ChatTokenizer
-from engine_adapter.prompt.cuts import AddedToken, cut_tokens, find_cut
 from engine_adapter.prompt.encoders import (
+    AddedToken,
     FastokensEncoder,
     TokenizersEncoder,
     TransformersEncoder,
+    cut_tokens,
     exact_encoder,
+    find_cut,
 )
 from engine_adapter.torch_engine.model import DEFAULT_MODEL
 from engine_adapter.types import token_array

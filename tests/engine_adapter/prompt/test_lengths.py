@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine_adapter.prompt.lengths import CannotFit, check_fits
+from engine_adapter.prompt.encoders import CannotFit, check_fits
 
 
 class Encoder:

@@ -15,8 +15,8 @@ from safetensors.numpy import save
 
 from engine_adapter.errors import PromptTableError
 from engine_adapter.prompt.chat import ChatPrompt
-from engine_adapter.prompt.extra_ids import extra_id
-from engine_adapter.prompt.media import (
+from engine_adapter.prompt.extra_ids import (
+    extra_id,
     mark_media,
     media_extra_id,
     read_embeds,

@@ -3,7 +3,7 @@
 import pytest
 
 from engine_adapter.errors import ChatError
-from engine_adapter.prompt.message_shapes import Shape, kept_by, lost_shapes, writes_system_first
+from engine_adapter.prompt.template_trials import MessageShape, kept_by, lost_shapes, writes_system_first
 from engine_adapter.prompt.templates import TEMPLATE_ERRORS, render_template
 
 EACH = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ m.tool_calls }}{% endfor %}"
@@ -39,8 +39,8 @@ TOOLS_OF_CALLS = (
     "{% if m.role == 'tool' and not ns.called %}{{ raise_exception('no call') }}{% endif %}"
     "<{{ m.role }}>{{ m.content | default('None') }}{{ m.tool_calls }}{% endfor %}"
 )
-TOOLS = {Shape.CALL, Shape.LONE_RESULT}
-SYSTEMS = {Shape.SEVERAL_SYSTEMS, Shape.LATE_SYSTEM, Shape.DEVELOPER}
+TOOLS = {MessageShape.CALL, MessageShape.LONE_RESULT}
+SYSTEMS = {MessageShape.SEVERAL_SYSTEMS, MessageShape.LATE_SYSTEM, MessageShape.DEVELOPER}
 
 
 def rendering(template):
@@ -59,11 +59,11 @@ def rendering(template):
         (EACH, set()),
         (STRICT, SYSTEMS | TOOLS),
         (SILENT, SYSTEMS | TOOLS),
-        (NONE, {*Shape} - {Shape.NULL_CONTENT}),
-        (NO_USER_AFTER_A_RESULT, {Shape.TURNS}),
-        (TOOLS_OF_CALLS, {Shape.LONE_RESULT, Shape.NULL_CONTENT}),
-        (DEVELOPER_ONLY_FIRST, {Shape.DEVELOPER}),
-        (EACH.replace("{{ m.tool_calls }}", ""), {Shape.CALL}),
+        (NONE, {*MessageShape} - {MessageShape.NULL_CONTENT}),
+        (NO_USER_AFTER_A_RESULT, {MessageShape.TURNS}),
+        (TOOLS_OF_CALLS, {MessageShape.LONE_RESULT, MessageShape.NULL_CONTENT}),
+        (DEVELOPER_ONLY_FIRST, {MessageShape.DEVELOPER}),
+        (EACH.replace("{{ m.tool_calls }}", ""), {MessageShape.CALL}),
         ("{{ raise_exception('never') }}", set()),
         ("{{ messages[-1].content }}", set()),
     ],

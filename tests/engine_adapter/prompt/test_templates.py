@@ -4,8 +4,8 @@ import pytest
 from jinja2 import TemplateError
 
 from engine_adapter.prompt import sandbox, templates
-from engine_adapter.prompt.content_format import content_format, looped
 from engine_adapter.prompt.template_input import ContentFormat
+from engine_adapter.prompt.template_trials import content_format, looped
 from engine_adapter.prompt.templates import TEMPLATE_ERRORS, compiled, render_template
 
 ASKED = [{"role": "user", "content": "hello"}]

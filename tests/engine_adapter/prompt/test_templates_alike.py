@@ -6,7 +6,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from engine_adapter.errors import ChatError
 from engine_adapter.prompt.chat import ChatTokenizer, load_transformers, normalize_messages
-from engine_adapter.prompt.content_format import content_format
+from engine_adapter.prompt.template_trials import content_format
 from engine_adapter.prompt.templates import environment
 from engine_adapter.torch_engine.model import DEFAULT_MODEL
 

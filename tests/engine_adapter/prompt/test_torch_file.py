@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_adapter.prompt.torch_file import NotPlainTensor, read_rows
+from engine_adapter.vllm.requests import NotPlainTensor, read_rows
 
 
 def saved(value, **options):

@@ -1,6 +1,6 @@
 import pytest
 
-from engine_adapter.sglang.findings import find, why_events_do_not_fit
+from engine_adapter.sglang.adapter import find, why_events_do_not_fit
 from engine_adapter.sglang.server_info import EventSockets, ServerInfo
 from tests.engines import engine_spec
 

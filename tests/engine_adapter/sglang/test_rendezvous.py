@@ -3,7 +3,7 @@
 import pytest
 
 from engine_adapter import EngineRejected, JsonBody
-from engine_adapter.sglang.rendezvous import check_is_one, rendezvous_of
+from engine_adapter.sglang.requests import check_is_one, rendezvous_of
 from engine_adapter.sglang.server_info import ServerInfo
 from tests.engines import engine_spec
 

@@ -15,8 +15,8 @@ from engine_adapter import EngineRejected, EngineUnavailable, JsonBody, KvTarget
 from engine_adapter.tensorrt_llm import adapter as module
 from engine_adapter.tensorrt_llm import discovery
 from engine_adapter.tensorrt_llm.adapter import EVENTS_LOST, NO_HOST_TIER
-from engine_adapter.tensorrt_llm.fields import CHAT, COMPLETIONS
 from engine_adapter.tensorrt_llm.poller import NO_LORA_IN_EVENTS
+from engine_adapter.tensorrt_llm.requests import CHAT, COMPLETIONS
 from engine_adapter.types import (
     BlocksRemoved,
     BlocksStored,

@@ -8,8 +8,7 @@ import pytest
 from engine_adapter import EngineGarbled, JsonBody, Role, make_adapter
 from engine_adapter.http.control import ControlClient
 from engine_adapter.tensorrt_llm.adapter import NO_NUMBERS
-from engine_adapter.tensorrt_llm.context_phase import ContextPhase
-from engine_adapter.tensorrt_llm.fields import CHAT, COMPLETIONS, RESPONSES
+from engine_adapter.tensorrt_llm.requests import CHAT, COMPLETIONS, RESPONSES, ContextPhase
 from tests.engines import engine_spec
 from tests.fake_engines.tensorrt_llm import FakeTrtllm, running_trtllm
 

@@ -6,7 +6,7 @@ from array import array
 import pytest
 
 from engine_adapter.events.fields import MalformedEvents
-from engine_adapter.prompt.media import media_extra_id
+from engine_adapter.prompt.extra_ids import media_extra_id
 from engine_adapter.tensorrt_llm.events import PolledEventReader
 from engine_adapter.types import Attention, BlocksRemoved, BlocksStored, KvGroup, Tier, ViewCurrent, ViewLost
 from proxy.core.index.blocks import chain, namespace_root

@@ -3,7 +3,7 @@ from array import array
 import pytest
 
 from engine_adapter.errors import EngineRejected
-from engine_adapter.tensorrt_llm.fields import (
+from engine_adapter.tensorrt_llm.requests import (
     CHAT,
     COMPLETIONS,
     FUNCTION,

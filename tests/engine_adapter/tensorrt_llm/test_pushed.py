@@ -6,7 +6,7 @@ import pytest
 
 from engine_adapter import KvTarget, KvVerb
 from engine_adapter.tensorrt_llm import discovery, poller
-from engine_adapter.tensorrt_llm.fields import CHAT
+from engine_adapter.tensorrt_llm.requests import CHAT
 from engine_adapter.types import BlocksRemoved, BlocksStored, CacheCleared, Tier, ViewCurrent, ViewLost
 from tests.engine_adapter.tensorrt_llm.test_adapter import HELLO, LORA, ask, followed, following
 from tests.fake_engines.publisher import published

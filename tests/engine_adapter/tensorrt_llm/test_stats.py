@@ -1,7 +1,7 @@
 import pytest
 
 from engine_adapter.errors import EngineUnavailable
-from engine_adapter.tensorrt_llm.stats import ServerFigures, read_iterations, read_prometheus
+from engine_adapter.tensorrt_llm.discovery import ServerFigures, read_iterations, read_prometheus
 
 PAGE = b"""\
 trtllm_num_requests_running{engine_type="pytorch",pid="1"} 3.0

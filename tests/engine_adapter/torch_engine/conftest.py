@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine_adapter.torch_engine.model import load_model
-from engine_adapter.torch_engine.options import EmbeddedOptions
+from engine_adapter.torch_engine.serve import EmbeddedOptions
 from engine_adapter.torch_engine.server import EngineHost, create_app
 from engine_adapter.torch_engine.service import EngineService
 from tests.engines import served

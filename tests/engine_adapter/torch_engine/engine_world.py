@@ -20,9 +20,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from engine_adapter.torch_engine.engine import Engine
+from engine_adapter.torch_engine.engine import EngineCore
 from engine_adapter.torch_engine.model import load_model, random_model
-from engine_adapter.torch_engine.options import EmbeddedOptions
 from engine_adapter.torch_engine.requests import (
     Finished,
     GenerationRequest,
@@ -30,6 +29,7 @@ from engine_adapter.torch_engine.requests import (
     Scheduled,
     Token,
 )
+from engine_adapter.torch_engine.serve import EmbeddedOptions
 from engine_adapter.types import KvTarget
 
 VOCAB = 97
@@ -160,7 +160,7 @@ class Served:
     def __init__(self, model, **options):
         self.model = model
         self.batches = []
-        self.engine = Engine(
+        self.engine = EngineCore(
             model, EmbeddedOptions(**{"kv_blocks": 64, "tokens_per_block": 4, **options}), self.batches.append
         )
         self._next = 0

@@ -8,7 +8,7 @@ import torch
 from engine_adapter.errors import EngineSpecError
 from engine_adapter.torch_engine.attention import (
     STAGED_BLOCKS,
-    Call,
+    AttentionCall,
     Decodes,
     KvStorage,
     LayerShape,
@@ -38,7 +38,7 @@ class Planes:
 def call(rows, **kwargs):
     draw = torch.Generator().manual_seed(1)
     values = {"scaling": 0.3, "softcap": None, "window": None, **kwargs}
-    return Call(
+    return AttentionCall(
         0,
         torch.randn(rows, HEADS, DIM, generator=draw),
         torch.randn(rows, KV_HEADS, DIM, generator=draw),

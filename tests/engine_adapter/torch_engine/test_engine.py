@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from engine_adapter.errors import EngineUnavailable
-from engine_adapter.torch_engine.engine import MAX_FAILED_STEPS, Engine
+from engine_adapter.torch_engine.engine import MAX_FAILED_STEPS, EngineCore
 from engine_adapter.torch_engine.model import load_model
-from engine_adapter.torch_engine.options import EmbeddedOptions
 from engine_adapter.torch_engine.requests import Finished, GenerationRequest, RequestRefused, SamplingParams
+from engine_adapter.torch_engine.serve import EmbeddedOptions
 from engine_adapter.types import BlocksStored, KvTarget, Tier
 from tests.engine_adapter.torch_engine.engine_world import (
     CONFIGS,
@@ -455,7 +455,7 @@ def test_without_a_size_the_cache_is_sized_by_the_free_memory(llama, caplog, mon
         "engine_adapter.torch_engine.engine.available_bytes", lambda: 40 * model.block_bytes(4)
     )
     with caplog.at_level("INFO", "kvpin.engine"):
-        engine = Engine(model, EmbeddedOptions(tokens_per_block=4), lambda _events: None)
+        engine = EngineCore(model, EmbeddedOptions(tokens_per_block=4), lambda _events: None)
     assert (engine.gpu_blocks, engine.max_model_len) == (10, 40)
     assert "KV cache: 10 blocks of 4 tokens, 0.0 MiB; requests of up to 40 tokens; 256 prompt" in caplog.text
 

@@ -9,8 +9,8 @@ import httpx
 import pytest
 import torch
 
-from engine_adapter.torch_engine.compute import compute, is_fatal
-from engine_adapter.torch_engine.options import EmbeddedOptions
+from engine_adapter.torch_engine.scheduler import compute, is_fatal
+from engine_adapter.torch_engine.serve import EmbeddedOptions
 from engine_adapter.torch_engine.server import EngineHost, create_app
 from engine_adapter.torch_engine.service import EngineService
 from tests.engines import served

@@ -7,7 +7,7 @@ import torch
 
 from engine_adapter.torch_engine.attention import KvStorage
 from engine_adapter.torch_engine.kv_cache import KvSequence
-from engine_adapter.torch_engine.runner import Runner, Work
+from engine_adapter.torch_engine.runner import Runner, ScheduledTokens
 from tests.engine_adapter.torch_engine.engine_world import tiny
 
 SIZE = 4
@@ -35,7 +35,7 @@ def sequence(tokens, blocks, extra_ids=None):
 
 
 def run(runner, *work):
-    logits = runner.run([Work(item, count, wants, {}) for item, count, wants in work])
+    logits = runner.run([ScheduledTokens(item, count, wants, {}) for item, count, wants in work])
     for item, count, _ in work:
         item.computed += count
     return logits
@@ -51,7 +51,7 @@ def test_decodes_of_similar_lengths_are_attended_together(runner):
     long, short = sequence(range(32), list(range(8))), sequence([5], [9])
     third = sequence([6], [10])
     run(runner, (long, 31, False))
-    work = [Work(item, 1, True, {}) for item in (short, third, long)]
+    work = [ScheduledTokens(item, 1, True, {}) for item in (short, third, long)]
     assert runner._groups(runner._rows(work)) == [(0, 2)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("engine_adapter.torch_engine.runner.PADDING_TOKENS", 4 * SIZE)
@@ -62,7 +62,7 @@ def test_decodes_of_similar_lengths_are_attended_together(runner):
 
 
 def test_a_call_gathers_no_more_than_the_cpus_own_cache_holds(runner):
-    work = [Work(sequence([index], [index]), 1, True, {}) for index in range(5)]
+    work = [ScheduledTokens(sequence([index], [index]), 1, True, {}) for index in range(5)]
     runner._most_blocks = 2
     assert runner._groups(runner._rows(work)) == [(0, 1), (2, 3), (4, 4)]
 
@@ -74,6 +74,6 @@ def test_runs_of_different_tables_in_one_chunk(runner):
     mixed = sequence(tokens, [0, 1], extras)
     embed = tiny().module.get_input_embeddings()
     rows = torch.stack([tables[7][2], tables[7][0], tables[9][1], embed.weight[5], tables[9][1]])
-    logits = runner.run([Work(mixed, 5, True, tables)])
+    logits = runner.run([ScheduledTokens(mixed, 5, True, tables)])
     whole = sequence([fake + index for index in range(5)], [2, 3], [1] * 5)
-    torch.testing.assert_close(logits, runner.run([Work(whole, 5, True, {1: rows})]))
+    torch.testing.assert_close(logits, runner.run([ScheduledTokens(whole, 5, True, {1: rows})]))

@@ -11,9 +11,8 @@ from engine_adapter.errors import EngineUnavailable
 from engine_adapter.events.subscriber import EventEndpoints
 from engine_adapter.http.control import ControlClient
 from engine_adapter.types import EngineSpec
-from engine_adapter.vllm.discovery import Trials, discover, event_endpoints, try_out
-from engine_adapter.vllm.findings import findings_of
-from engine_adapter.vllm.metrics import look
+from engine_adapter.vllm.adapter import findings_of
+from engine_adapter.vllm.discovery import Trials, discover, event_endpoints, look, try_out
 from tests.engines import engine_spec, served
 from tests.fake_engines.text import MODEL_DIR
 from tests.fake_engines.vllm import running_vllm

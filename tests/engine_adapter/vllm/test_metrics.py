@@ -1,7 +1,7 @@
 import pytest
 
 from engine_adapter.errors import EngineUnavailable
-from engine_adapter.vllm.metrics import VllmMetrics, read_metrics
+from engine_adapter.vllm.discovery import VllmMetrics, read_metrics
 
 PAGE = b"""\
 process_start_time_seconds 1.7952503577e+09

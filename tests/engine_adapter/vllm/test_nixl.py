@@ -6,7 +6,7 @@ from array import array
 import pytest
 
 from engine_adapter import EngineGarbled, JsonBody, Role, make_adapter
-from engine_adapter.vllm.nixl import NixlPull
+from engine_adapter.vllm.kv_transfer import NixlPull
 from tests.engines import engine_spec
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"

@@ -8,7 +8,7 @@ from engine_adapter import (
     EngineRejected,
 )
 from proxy import errors
-from proxy.api.error_answers import error_response, handle, handle_http
+from proxy.api.own_answers import error_response, handle, handle_http
 
 
 def test_a_bug_keeps_its_text_to_the_log():

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from proxy.api.forms import read_form
+from proxy.api.paths import read_form
 from proxy.errors import BadRequest
 from proxy.fleet.engine import EngineState
 from tests.fakes import FakeAdapter, FakeEngine, client_of, connect_to, is_openai_error, post, proxy_over

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from engine_adapter.llama_server.routes import ROUTES as LLAMA
-from engine_adapter.llama_server.routes import SERVED
+from engine_adapter.llama_server.options import ROUTES as LLAMA
+from engine_adapter.llama_server.options import SERVED
 from engine_adapter.vllm.options import ROUTES as VLLM
 from proxy.fleet.engine import EngineState
 from tests.fakes import INFO, FakeAdapter, FakeEngine, is_openai_error

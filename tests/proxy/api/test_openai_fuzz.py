@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine_adapter import Capability
-from engine_adapter.prompt.message_shapes import Shape
+from engine_adapter.prompt.template_trials import MessageShape
 from engine_adapter.types import TRANSLATED_ROUTES
 from tests.fakes import (
     ANSWER,
@@ -109,7 +109,7 @@ MOST_AGENTS = int(os.environ.get("KVPIN_AGENT_REQUESTS", "300"))  # `scripts/tes
 def test_any_request_of_an_agent_is_answered_and_holds_up_nobody(world, monkeypatch):
     runner, proxy, client = world
     (builder,) = proxy.fleet.pools["m"].renderings
-    counts, longest, lost = Counter(), [0.0], [frozenset(), frozenset(Shape)]
+    counts, longest, lost = Counter(), [0.0], [frozenset(), frozenset(MessageShape)]
 
     @settings(
         max_examples=MOST_AGENTS, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)

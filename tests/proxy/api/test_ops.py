@@ -5,7 +5,7 @@ import httpx
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from engine_adapter import HttpTransport, Role
-from engine_adapter.sglang.rendezvous import BootstrapRoom
+from engine_adapter.sglang.requests import BootstrapRoom
 from proxy.fleet.engine import EngineState
 from proxy.server.app import Proxy, build_app
 from proxy.settings import Settings

@@ -2,8 +2,8 @@ import hashlib
 
 import pytest
 
-from proxy.core.issued_keys import IssuedKey
-from proxy.fleet.state_dir.files import KeyBookFile
+from proxy.core.books import IssuedKey
+from proxy.fleet.state_files import KeyBookFile
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def test_a_file_without_faults(check):
 
 def test_without_torch_only_engines_that_the_settings_name_need_it(kvpin, check, monkeypatch):
     """Those that `kvpin serve` would start without any are not named: its flags may name others."""
-    monkeypatch.setattr("engine_adapter.managed.find_spec", lambda _: None)
+    monkeypatch.setattr("engine_adapter.registry.find_spec", lambda _: None)
     for result in (kvpin("config", "check"), check("reuse = true")):
         assert (result.exit_code, result.stderr) == (0, "")
     result = check('[[managed]]\nkind = "embedded"\n')

@@ -10,7 +10,7 @@ import pytest
 import typer
 from safetensors.numpy import save_file
 
-from proxy.cli.help import EXAMPLES
+from proxy.cli.arguments import EXAMPLES
 from proxy.cli.main import app
 from proxy.server import run
 

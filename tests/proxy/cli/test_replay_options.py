@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from proxy.cli.replay_options import (
+from proxy.cli.replay import (
     AmountError,
     ReplayOptionError,
     ReplayOptions,

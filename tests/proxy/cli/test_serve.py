@@ -126,7 +126,7 @@ def test_the_engines_own_options_are_passed_through(kvpin):
 
 
 def test_without_torch_one_sentence_says_what_to_install(kvpin, monkeypatch):
-    monkeypatch.setattr("engine_adapter.managed.find_spec", lambda _name: None)
+    monkeypatch.setattr("engine_adapter.registry.find_spec", lambda _name: None)
     result = kvpin("engine", "--port", "1")
     assert result.exit_code == 1
     assert result.stderr == "kvpin: the embedded engine needs torch: pip install 'kvpin[engine]'\n"

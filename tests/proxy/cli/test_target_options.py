@@ -4,7 +4,7 @@ import json
 import pytest
 import typer
 
-from proxy.cli.target_options import PrefixOptions, RequestOptions, TargetOptions
+from proxy.cli.arguments import PrefixOptions, RequestOptions, TargetOptions
 
 MESSAGES = [{"role": "user", "content": "zażółć"}]
 

@@ -1,6 +1,6 @@
 from rich.console import Console
 
-from proxy.cli.top_view import TopView
+from proxy.cli.decisions import TopView
 
 REUSE = {
     "prompt_tokens": 0,

@@ -4,7 +4,7 @@ import pytest
 
 from engine_adapter import EngineSpecError, KvVerb, Role
 from proxy.control.engines import describe_drained, describe_engine, place_of
-from proxy.control.target import Target
+from proxy.control.operations import Target
 from proxy.errors import Conflict
 from proxy.fleet.engine import DrainReason, EngineState
 from proxy.settings import EngineSettings

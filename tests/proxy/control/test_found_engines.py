@@ -13,8 +13,8 @@ from structlog.testing import capture_logs
 from engine_adapter import HttpTransport
 from proxy.control import reconciler
 from proxy.core.audit import Trust
-from proxy.fleet.discovery import FoundEngine, SourceError, finders, kubernetes
-from proxy.fleet.discovery.kubernetes import KubernetesFinder
+from proxy.fleet import discovery
+from proxy.fleet.discovery import FoundEngine, KubernetesFinder, SourceError
 from proxy.fleet.engine import EngineState
 from proxy.server.app import Proxy, build_app
 from proxy.settings import DiscoverySettings, EngineSettings, HealthSettings, Settings
@@ -29,8 +29,8 @@ CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(finders, "PAUSE_S", 0.01)
-    monkeypatch.setattr(kubernetes, "PAUSE_S", 0.01)
+    monkeypatch.setattr(discovery, "PAUSE_S", 0.01)
+    monkeypatch.setattr(discovery, "WATCH_PAUSE_S", 0.01)
     monkeypatch.setattr(reconciler, "FIRST_BACKOFF_S", 0.01)
 
 

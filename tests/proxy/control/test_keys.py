@@ -8,10 +8,10 @@ from structlog.testing import capture_logs
 
 from proxy.control import keys as module
 from proxy.control.keys import IssuedKeys, notes_of, used_engines
-from proxy.core.issued_keys import IssuedKey, KeyBook
+from proxy.core.books import IssuedKey, KeyBook
 from proxy.errors import NotFound, ProxyError
 from proxy.fleet.engine import EngineState
-from proxy.fleet.state_dir.files import KeyBookFile
+from proxy.fleet.state_files import KeyBookFile
 
 PLAIN = {"tenant": None, "name": "", "models": None, "expires": None}
 

@@ -11,12 +11,11 @@ from engine_adapter import (
     ViewCurrent,
     ViewLost,
 )
-from proxy.control.operations import OperationState
-from proxy.control.target import Target
+from proxy.control.operations import OperationState, Target
 from proxy.core.audit import Trust
 from proxy.errors import BadRequest
-from proxy.fleet.salts import MAX_SALTS
 from proxy.prompt import Prompt
+from proxy.request.tenants import MAX_SALTS
 from tests.fakes import FakeEngine
 from tests.kv_world import ALL, KvFake, kv_world, tokens, until
 

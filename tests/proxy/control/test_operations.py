@@ -3,9 +3,16 @@ import asyncio
 import pytest
 
 from engine_adapter import EngineUnavailable, KvProgress
-from proxy.control.operations import HISTORY, Operations, OperationState, Part, new_operation, run_parts
+from proxy.control.operations import (
+    HISTORY,
+    OperationPart,
+    Operations,
+    OperationState,
+    new_operation,
+    run_parts,
+)
 from proxy.errors import BadRequest
-from proxy.runtime.tasks import Supervisor
+from proxy.runtime import Supervisor
 
 
 @pytest.fixture
@@ -48,7 +55,7 @@ async def test_cancelling_ends_it_and_its_parts(tasks):
         finally:
             ended.set()
 
-    operation = operations.start(new_operation("flush", "all", [Part("a", "flush")]), work)
+    operation = operations.start(new_operation("flush", "all", [OperationPart("a", "flush")]), work)
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert operations.cancel(operation.operation_id) is operation
@@ -74,7 +81,7 @@ async def test_history_is_bounded_and_keeps_what_runs(tasks):
 
 
 async def test_one_engine_fails_and_the_others_go_on(tasks):
-    parts = [Part("a", "flush"), Part("b", "flush")]
+    parts = [OperationPart("a", "flush"), OperationPart("b", "flush")]
 
     async def good():
         pass
@@ -93,7 +100,11 @@ async def test_one_engine_fails_and_the_others_go_on(tasks):
 
 
 async def test_an_engine_that_is_removed_ends_its_part_alone(tasks):
-    operations, parts, gate = Operations(tasks), [Part("a", "flush"), Part("b", "flush")], asyncio.Event()
+    operations, parts, gate = (
+        Operations(tasks),
+        [OperationPart("a", "flush"), OperationPart("b", "flush")],
+        asyncio.Event(),
+    )
 
     async def work(_operation):
         await run_parts((part, gate.wait) for part in parts)
@@ -110,7 +121,7 @@ async def test_an_engine_that_is_removed_ends_its_part_alone(tasks):
 
 
 def test_progress_adds_up_over_targets():
-    part = Part("a", "flush")
+    part = OperationPart("a", "flush")
     part.advance(part.progress, KvProgress(2, 3, 20, {"in_use": 1}))
     before = part.progress
     part.advance(before, KvProgress(1, 4, 10, {"in_use": 2, "pinned": 1}))

@@ -4,8 +4,7 @@ import msgspec
 import pytest
 
 from engine_adapter import Capability, EngineUnavailable, NotSupported
-from proxy.control.operations import OperationState
-from proxy.control.target import Target
+from proxy.control.operations import OperationState, Target
 from proxy.errors import BadRequest, NotFound
 from tests.kv_world import ALL, KvFake, tokens
 

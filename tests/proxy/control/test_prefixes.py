@@ -6,12 +6,12 @@ import pytest
 
 from engine_adapter import Tier
 from proxy.control import prefixes
+from proxy.control.operations import Target
 from proxy.control.prefixes import PromptsAndPins
-from proxy.control.target import Target
 from proxy.core.peers.messages import unpacked
 from proxy.errors import BadRequest, NotFound
 from proxy.prompt import Prompt
-from proxy.request.session import Session
+from proxy.request.calls import Session
 from tests.kv_world import tokens
 
 SYSTEM = tokens(32)

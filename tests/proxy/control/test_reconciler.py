@@ -14,9 +14,9 @@ from engine_adapter import EngineSpecError, HttpTransport
 from engine_adapter.openai_compatible import OpenAICompatibleAdapter
 from proxy.control.engines import place_of
 from proxy.errors import Conflict, NoEngine
+from proxy.fleet import managed_engine
 from proxy.fleet.engine import EngineState, order_name
-from proxy.fleet.process import managed_engine
-from proxy.fleet.process.managed_engine import ManagedEngine
+from proxy.fleet.managed_engine import ManagedEngine
 from proxy.server.app import Proxy
 from proxy.settings import EngineSettings, ManagedSettings, Settings, StartedSettings, engine_as_json
 from tests.fakes import FakeEngine

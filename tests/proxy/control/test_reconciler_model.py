@@ -19,14 +19,14 @@ from engine_adapter import EngineUnavailable
 from proxy.control import reconciler
 from proxy.control.operations import Operations
 from proxy.control.reconciler import Reconciler
-from proxy.core.engine_book import EngineBook
+from proxy.core.books import EngineBook
 from proxy.errors import Conflict
 from proxy.fleet.discovery import FoundEngine
 from proxy.fleet.engine import DrainReason, EngineState, order_name
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.monitor import Monitor
-from proxy.prompt import PromptTables
-from proxy.runtime.tasks import Supervisor
+from proxy.prompt import RegisteredTables
+from proxy.runtime import Supervisor
 from proxy.settings import EngineSettings, StartedSettings, engine_as_json
 from tests.fakes import INFO, FakeAdapter
 
@@ -242,7 +242,7 @@ class World:
         self.fleet.book = self.book
         self.book.listeners.clear()
         monitor = Monitor(
-            self.fleet, self.tasks, None, PromptTables(max_bytes=1), interval_s=2.0, timeout_s=1.0
+            self.fleet, self.tasks, None, RegisteredTables(max_bytes=1), interval_s=2.0, timeout_s=1.0
         )
         self.engines = Reconciler(self.fleet, monitor, Operations(self.tasks), self.tasks, self.make, {})
         monitor.split = self.engines.split

@@ -1,7 +1,7 @@
 import msgspec
 
 from engine_adapter import EngineUnavailable
-from proxy.control.stats import stats
+from proxy.control.engines import stats
 from tests.kv_world import tokens
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from proxy.control.target import Target, kind_of
+from proxy.control.operations import Target, kind_of
 from proxy.errors import BadRequest
 
 

@@ -5,7 +5,7 @@ import pytest
 from msgspec import structs
 
 from engine_adapter import Capability, KvTarget, NotSupported
-from proxy.control.target import Target
+from proxy.control.operations import Target
 from proxy.control.target_engines import require_able
 from proxy.errors import BadRequest, NoEngine, NotFound
 from tests.kv_world import ALL, KvFake, kv_world, tokens

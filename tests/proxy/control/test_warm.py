@@ -5,10 +5,9 @@ from dataclasses import replace
 import pytest
 
 from engine_adapter import Capability, NotSupported
-from proxy.control.operations import OperationState, Part
-from proxy.control.target import Target
+from proxy.control.kv import Warming
+from proxy.control.operations import OperationPart, OperationState, Target
 from proxy.control.target_engines import Prefix
-from proxy.control.warm import Warming
 from proxy.errors import BadRequest, NoEngine
 from proxy.fleet.engine import EngineState
 from proxy.prompt import Prompt
@@ -83,7 +82,7 @@ async def test_the_salt_goes_along(world, servers):
 async def test_extra_ids_go_along_or_it_is_not_supported(world, servers):
     prompt = Prompt(array("i", [600, *tokens(31)]), array("Q", [9] + [0] * 31))
     prefix = Prefix(world.pool, prompt, world.pool.chain(prompt), "token_ids")
-    await world.warming.warm_on(prefix, world.engines["a"], Part("a", "warm"))
+    await world.warming.warm_on(prefix, world.engines["a"], OperationPart("a", "warm"))
     assert servers[0].seen[0].json["extra_ids"] == [9] + [0] * 31
     world.add(KvFake("c", NO_EVENTS - {Capability.EXTRA_IDS}))
     world.record("r1", None)
@@ -120,13 +119,13 @@ async def test_an_engine_that_stays_away_fails_it(world, servers):
     warming = Warming(replace(world.flow, wait_s=0.01), world.targets, world.operations)
     world.engines["a"].state = EngineState.DOWN
     with pytest.raises(NoEngine):
-        await warming.warm_on(prefix_of(world), world.engines["a"], Part("a", "warm"))
+        await warming.warm_on(prefix_of(world), world.engines["a"], OperationPart("a", "warm"))
 
 
 async def test_it_waits_a_moment_for_an_engine_that_is_away(world, servers):
     world.engines["a"].state = EngineState.DOWN
     warming = asyncio.create_task(
-        world.warming.warm_on(prefix_of(world), world.engines["a"], part := Part("a", "warm"))
+        world.warming.warm_on(prefix_of(world), world.engines["a"], part := OperationPart("a", "warm"))
     )
     await asyncio.sleep(0)
     world.engines["a"].state = EngineState.READY

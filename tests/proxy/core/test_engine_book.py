@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from proxy.core import engine_book
-from proxy.core.engine_book import MAX_AHEAD_S, EngineBook, EngineMark, decode_marks, encode_marks
+from proxy.core import books as engine_book
+from proxy.core.books import MAX_AHEAD_S, EngineBook, EngineMark, decode_marks, encode_marks
 
 NOW = 1000.0
 

@@ -3,10 +3,10 @@ import hmac
 import msgspec
 import pytest
 
-from proxy.api.admin.request_bodies import MAX_KEY_MODELS
-from proxy.core.issued_keys import MAX_AGE_S, MAX_KEYS, IssuedKey, KeyBook, signed, verified
+from proxy.api.admin.endpoint import MAX_KEY_MODELS
+from proxy.core.books import MAX_AGE_S, MAX_KEYS, IssuedKey, KeyBook, signed, verified
 from proxy.core.quotas import TenantLimits
-from proxy.peers.unix_bus import MAX_FRAME_BYTES
+from proxy.peers.bus import MAX_FRAME_BYTES
 
 
 def key(number=1, *, removed=False):

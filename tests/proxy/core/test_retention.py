@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from engine_adapter.body import JsonBody
 from engine_adapter.types import Retention
-from proxy.core.retention import MAX_TTL_S, PRIORITY, Pin, PinBook, retention_of
+from proxy.core.retention import MAX_TTL_S, PRIORITY, AdminPin, PinBook, retention_of
 from proxy.errors import BadRequest
 
 NOTHING = Retention()
@@ -190,7 +190,7 @@ def test_whatever_is_sent_it_is_bounded(fields):
 
 
 def pin(pin_id="p", engines=("a",), expires=10.0):
-    return Pin(pin_id, {engine: f"{engine}-pin" for engine in engines}, 4, expires, "label")
+    return AdminPin(pin_id, {engine: f"{engine}-pin" for engine in engines}, 4, expires, "label")
 
 
 def book(*pins):

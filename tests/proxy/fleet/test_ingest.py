@@ -21,7 +21,7 @@ from proxy.fleet import ingest as module
 from proxy.fleet.engine import EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest, has_exact_events
-from proxy.runtime.tasks import Supervisor
+from proxy.runtime import Supervisor
 from tests.fakes import INFO, FakeAdapter
 
 STORED = BlocksStored(Tier.GPU, None, (1,), array("i", range(16)), 16)

@@ -21,15 +21,15 @@ from engine_adapter import (
     Role,
     Tier,
 )
-from engine_adapter.vllm.nixl import NixlPull
+from engine_adapter.vllm.kv_transfer import NixlPull
 from proxy.core.audit import Trust
 from proxy.fleet import monitor as monitor_module
 from proxy.fleet.engine import EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
 from proxy.fleet.monitor import FAILURES, Monitor
-from proxy.prompt import PromptTables
-from proxy.runtime.tasks import Supervisor
+from proxy.prompt import RegisteredTables
+from proxy.runtime import Supervisor
 from tests.fakes import INFO, FakeAdapter
 
 INTERVAL_S = 0.02
@@ -39,7 +39,7 @@ class World:
     def __init__(self, *, reuse=True, interval_s=INTERVAL_S, timeout_s=1.0, isolated=False, timeouts=None):
         self.tasks, self.fleet = Supervisor(), Fleet()
         self.ingest = Ingest(self.fleet, self.tasks) if reuse else None
-        self.tables = PromptTables(max_bytes=1 << 20)
+        self.tables = RegisteredTables(max_bytes=1 << 20)
         self.monitor = Monitor(
             self.fleet,
             self.tasks,

@@ -23,8 +23,8 @@ from proxy.core.index.blocks import extend
 from proxy.core.index.match import Match
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
-from proxy.fleet.recall import SLICE_RUNS, EngineMemory, Memories, keep
-from proxy.runtime.tasks import Supervisor
+from proxy.fleet.saved_state import SLICE_RUNS, EngineMemory, Memories, keep
+from proxy.runtime import Supervisor
 from tests.fakes import INFO, FakeAdapter
 
 PROMPTS = 2 * SLICE_RUNS

@@ -11,13 +11,13 @@ from msgspec import structs
 
 from engine_adapter import Capability, EngineUnavailable, Tier
 from proxy.core.placement.load import Work
-from proxy.fleet import restore_ahead
+from proxy.fleet import lower_tiers
 from proxy.fleet.engine import EngineState
 from proxy.fleet.fleet import Fleet
-from proxy.fleet.restore_ahead import LOOK_S, MOST_TIME, RestoreAhead
+from proxy.fleet.lower_tiers import LOOK_S, MOST_TIME, RestoreAhead
 from proxy.prompt import Prompt
 from proxy.request.records import RequestRecord
-from proxy.runtime.tasks import Supervisor
+from proxy.runtime import Supervisor
 from tests.fakes import INFO
 from tests.kv_world import KvFake
 
@@ -243,11 +243,11 @@ async def test_what_would_leave_the_gpu_may_be_worth_more(world, monkeypatch):
     world.pool.index.store("a", Tier.GPU, range(4))
     world.pool.placer.books["a"].on_gpu.use(world.now, hashes, 4)
     monkeypatch.setattr(world.pool.placer.demand, "returns", lambda idle_s: 0.5 / (1 + idle_s))
-    soon = restore_ahead.soon
-    monkeypatch.setattr(restore_ahead, "soon", lambda *_: 1.0)
+    soon = lower_tiers.soon
+    monkeypatch.setattr(lower_tiers, "soon", lambda *_: 1.0)
     await world.tick()
     assert world.restored == 0
-    monkeypatch.setattr(restore_ahead, "soon", soon)
+    monkeypatch.setattr(lower_tiers, "soon", soon)
     await world.tick()
     assert world.restored == 1
 

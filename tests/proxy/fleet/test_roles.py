@@ -4,8 +4,8 @@ from array import array
 import pytest
 
 from engine_adapter import EngineRejected, Role
-from engine_adapter.sglang.rendezvous import BootstrapRoom
-from engine_adapter.vllm.nixl import NixlPull
+from engine_adapter.sglang.requests import BootstrapRoom
+from engine_adapter.vllm.kv_transfer import NixlPull
 from proxy.core.admission import Needs
 from proxy.fleet.destinations import of_role, of_sharing
 from proxy.fleet.engine import EngineState

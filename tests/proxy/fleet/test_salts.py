@@ -1,6 +1,6 @@
 import msgspec
 
-from proxy.fleet.salts import MAX_LENGTH, MAX_SALTS, KeptSalts, TenantSalts
+from proxy.request.tenants import MAX_LENGTH, MAX_SALTS, KeptSalts, TenantSalts
 
 
 def noted(n, tenant="alice"):

@@ -16,13 +16,13 @@ from engine_adapter import (
 )
 from engine_adapter.prompt.chat import ChatTokenizer
 from engine_adapter.prompt.forms import Form
-from engine_adapter.prompt.message_shapes import Shape
+from engine_adapter.prompt.template_trials import MessageShape
 from proxy.fleet import tokenisation
 from proxy.fleet.engine import EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.tokenisation import Renderings
-from proxy.prompt import PromptTables, audit_tokens
-from proxy.runtime.tasks import Supervisor
+from proxy.prompt import RegisteredTables, audit_tokens
+from proxy.runtime import Supervisor
 from tests.fakes import INFO, FakeAdapter
 
 COMPLETIONS = "/v1/completions"
@@ -76,7 +76,7 @@ class World:
     def __init__(self, tokenizer, loader):
         self.tokenizer, self.loader = tokenizer, loader
         self.tasks, self.fleet = Supervisor(), Fleet()
-        self.renderings = Renderings(self.tasks, PromptTables(), loader)
+        self.renderings = Renderings(self.tasks, RegisteredTables(), loader)
 
     def join(self, engine_id, info=ASKABLE, extra=""):
         adapter = Tokenising(engine_id, info=info)
@@ -322,21 +322,21 @@ async def test_what_a_template_loses_is_known_before_the_tokenizer_is_loaded(wor
     async with asyncio.timeout(5):
         while not world.fleet.pools["m"].lost_shapes:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
-    assert world.fleet.pools["m"].lost_shapes == {Shape.TURNS}
+    assert world.fleet.pools["m"].lost_shapes == {MessageShape.TURNS}
     assert world.loader.sources == ["acme/model"]
     assert not world.prompts.is_proven
     world.loader.go.set()
     await world.settled()
-    assert world.fleet.pools["m"].lost_shapes == {Shape.TURNS}
+    assert world.fleet.pools["m"].lost_shapes == {MessageShape.TURNS}
 
 
 async def test_what_a_template_loses_counts_while_one_of_its_engines_is_there(world):
     engine = world.join("a")
     world.loader.go.set()
     await world.settled()
-    engine.prompts.forms.lost_shapes = frozenset({Shape.TURNS})
+    engine.prompts.forms.lost_shapes = frozenset({MessageShape.TURNS})
     pool = world.fleet.pools["m"]
     pool.render(engine, engine.prompts, is_proven=True)
-    assert pool.lost_shapes == {Shape.TURNS}
+    assert pool.lost_shapes == {MessageShape.TURNS}
     pool.leave(engine)
     assert pool.lost_shapes == frozenset()

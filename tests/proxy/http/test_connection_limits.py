@@ -15,7 +15,7 @@ from uvicorn.server import ServerState
 import proxy.http.exchange
 import proxy.http.http1
 import proxy.http.listeners
-from proxy.api.error_answers import error_response
+from proxy.api.own_answers import error_response
 from proxy.errors import NoEngine, ProxyError
 from proxy.http.http1 import IDLE_S, Http1Protocol
 from proxy.http.listeners import RESERVE, ConnectionLimits, Permission, connection_limit

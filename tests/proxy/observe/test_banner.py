@@ -9,7 +9,7 @@ import pytest
 from engine_adapter import ModelState
 from proxy.fleet.engine import EngineState
 from proxy.fleet.fleet import Fleet
-from proxy.observe.banner import Banner, waiting_bar
+from proxy.observe.logs import Banner, waiting_bar
 from proxy.request.tenants import ApiKey, Tenants
 from proxy.settings import Settings
 from tests.fakes import INFO, FakeAdapter

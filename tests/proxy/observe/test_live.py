@@ -12,7 +12,7 @@ from proxy.observe.live import MAX_VIEWERS, MAX_WAITING_BYTES, SHOWN_PER_S, Live
 from proxy.observe.metrics import Metrics
 from proxy.prompt import Prompt
 from proxy.request.records import RequestRecord
-from proxy.runtime.tasks import Supervisor
+from proxy.runtime import Supervisor
 from tests.fakes import add_ready
 from tests.placements import placement_of
 

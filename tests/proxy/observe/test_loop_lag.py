@@ -6,7 +6,7 @@ import time
 import pytest
 from structlog.testing import capture_logs
 
-from proxy.observe.loop_lag import LoopLag
+from proxy.runtime import LoopLag
 
 
 async def run_while(work, *, explain):

@@ -19,8 +19,8 @@ from proxy.observe import recorder as module
 from proxy.observe.recorder import BLOCK_TOKENS, Hasher, Recorder, client_of, line_of
 from proxy.prompt import Prompt
 from proxy.replay.trace import RecordedEngine, TraceError, read_trace
+from proxy.request.calls import Session
 from proxy.request.records import RequestRecord
-from proxy.request.session import Session
 from proxy.settings import SettingsError
 from tests.placements import placement_of
 

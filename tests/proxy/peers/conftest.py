@@ -2,7 +2,7 @@
 
 import pytest
 
-from proxy.peers.unix_bus import UnixBus
+from proxy.peers.bus import UnixBus
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 import structlog
 
 from engine_adapter import EngineTaken
-from proxy.core.peers import claims
+from proxy.core.peers import messages
 from proxy.fleet import monitor as monitor_module
 from proxy.fleet.engine import EngineState
 from proxy.fleet.fleet import Fleet
@@ -14,9 +14,9 @@ from proxy.fleet.ingest import Ingest
 from proxy.fleet.monitor import Monitor
 from proxy.peers import peers as peers_module
 from proxy.peers.peers import Peers
-from proxy.prompt import PromptTables
+from proxy.prompt import RegisteredTables
 from proxy.request.tenants import Tenants
-from proxy.runtime.tasks import Supervisor
+from proxy.runtime import Supervisor
 from tests.fakes import FakeAdapter
 from tests.proxy.peers.world import Wire, until
 
@@ -55,7 +55,7 @@ class Kvpin:
         self.peers = Peers(self.wire, number, self.fleet, Tenants([]))
         self.peers.name = f"kvpin {number}"
         ingest = Ingest(self.fleet, self.tasks)
-        monitor = Monitor(self.fleet, self.tasks, ingest, PromptTables(), interval_s=0.05, timeout_s=5)
+        monitor = Monitor(self.fleet, self.tasks, ingest, RegisteredTables(), interval_s=0.05, timeout_s=5)
         self.adapter = Slots(number, users, lock)
         self.engine = self.fleet.add(self.adapter)
         monitor.watch(self.engine)
@@ -77,7 +77,7 @@ class Kvpin:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(claims, "SETTLE_S", 0.3)
+    monkeypatch.setattr(messages, "SETTLE_S", 0.3)
     monkeypatch.setattr(peers_module, "LOST_S", 0.5)
     monkeypatch.setattr(peers_module, "HEARTBEAT_S", 0.05)
     monkeypatch.setattr(monitor_module, "TAKEN_S", 0.02)

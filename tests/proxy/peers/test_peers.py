@@ -7,12 +7,12 @@ import time
 import msgspec
 from structlog.testing import capture_logs
 
-from proxy.control.pinning import PinAnswer
-from proxy.control.stats import stats
-from proxy.core.issued_keys import MAX_AGE_S, IssuedKey, signed
+from proxy.control.engines import stats
+from proxy.control.kv import PinAnswer
+from proxy.core.books import MAX_AGE_S, IssuedKey, signed
 from proxy.core.peers.messages import Heartbeat, KvpinState, Leaving, frame_of
 from proxy.core.placement.load import LoadSample, Work
-from proxy.core.retention import Pin
+from proxy.core.retention import AdminPin
 from proxy.fleet.engine import order_name
 from proxy.peers import peers
 from proxy.peers import peers as peers_module
@@ -236,7 +236,7 @@ async def test_without_a_secret_keys_stay_here(wires):
 
 async def test_pins_of_one_are_known_to_the_others_while_they_hold(unix):
     async with world(unix) as (_, (one, two)):
-        one.fleet.pins.add(Pin("p", {"a": "own"}, 3, time.monotonic() + 60, "prefix"))
+        one.fleet.pins.add(AdminPin("p", {"a": "own"}, 3, time.monotonic() + 60, "prefix"))
         await until(two.peers.pins)
         ((kvpin, pin),) = two.peers.pins()
         assert (kvpin, pin.pin_id, pin.engines, pin.blocks) == (one.fleet.name, "p", ["a"], 3)

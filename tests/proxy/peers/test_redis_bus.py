@@ -12,7 +12,7 @@ from redis.exceptions import NoPermissionError
 from structlog.testing import capture_logs
 
 from engine_adapter import HttpTransport
-from proxy.core.engine_book import decode_marks
+from proxy.core.books import decode_marks
 from proxy.peers import peers as peers_module
 from proxy.peers import redis_bus
 from proxy.peers.bus import BusCallbacks

@@ -2,8 +2,8 @@ import hashlib
 
 from msgspec.structs import replace
 
-from proxy.core.engine_book import EngineMark
-from proxy.peers.sealing import Sealing, _seal, secret_of
+from proxy.core.books import EngineMark
+from proxy.peers.bus import Sealing, _seal, secret_of
 
 DRAINED = EngineMark("a", True, 1.0)
 ADDED = EngineMark("b", False, 1.0, added=b'{"url":"http://b"}')

@@ -7,9 +7,8 @@ import socket
 import pytest
 from structlog.testing import capture_logs
 
-from proxy.peers import unix_bus
-from proxy.peers.bus import BusCallbacks
-from proxy.peers.unix_bus import UnixBus, prepare
+from proxy.peers import bus
+from proxy.peers.bus import BusCallbacks, UnixBus, prepare
 
 
 class Member:
@@ -59,7 +58,7 @@ async def test_each_hears_all_others_in_order_and_not_itself(tmp_path):
 
 
 async def test_what_a_peer_does_not_read_is_dropped(tmp_path, monkeypatch):
-    monkeypatch.setattr(unix_bus, "OUTBOX_BYTES", 1000)
+    monkeypatch.setattr(bus, "OUTBOX_BYTES", 1000)
     async with Member(tmp_path / "bus", 1) as one, Member(tmp_path / "bus", 2) as two:
         await until(lambda: one.joined)
         one.exchange.publish(bytes(2000))
@@ -80,7 +79,7 @@ async def test_the_socket_of_one_that_was_killed_is_removed(tmp_path):
 
 
 async def test_what_is_no_socket_of_a_kvpin_stays_and_is_told_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(unix_bus, "_LOOK_S", 0.01)
+    monkeypatch.setattr(bus, "_LOOK_S", 0.01)
     prepare(tmp_path / "bus")
     file, folder, foreign = (tmp_path / "bus" / f"{number:016x}.sock" for number in (2, 3, 4))
     file.write_text("mine")
@@ -101,7 +100,7 @@ async def test_what_is_no_socket_of_a_kvpin_stays_and_is_told_once(tmp_path, mon
 
 
 async def test_a_frame_too_long_ends_its_connection(tmp_path, monkeypatch):
-    monkeypatch.setattr(unix_bus, "MAX_FRAME_BYTES", 10)
+    monkeypatch.setattr(bus, "MAX_FRAME_BYTES", 10)
     async with Member(tmp_path / "bus", 1):
         reader, writer = await asyncio.open_unix_connection(tmp_path / "bus" / f"{1:016x}.sock")
         writer.write((11).to_bytes(4, "little"))

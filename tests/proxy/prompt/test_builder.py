@@ -12,7 +12,7 @@ from engine_adapter import Capability, ChatError, JsonBody, PromptTableError
 from engine_adapter.prompt.extra_ids import parse_embeddings, prompt_embeds_extra_id
 from engine_adapter.prompt.forms import Form
 from proxy.errors import BadRequest
-from proxy.prompt import PromptBuilder, PromptTables
+from proxy.prompt import PromptBuilder, RegisteredTables
 from proxy.prompt.render import read_prompt
 from tests.fakes import prompts_of, use_unchecked
 
@@ -24,7 +24,7 @@ IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url":
 
 @pytest.fixture
 def tables():
-    tables = PromptTables()
+    tables = RegisteredTables()
     tables.put(save({"t": np.ones((4, HIDDEN), np.float32)}), table_id="one", extra_id=1)
     return tables
 

@@ -7,7 +7,7 @@ from msgspec import structs
 
 from engine_adapter import Capability, EngineRejected, EngineUnavailable, JsonBody
 from engine_adapter.prompt.forms import Form
-from proxy.prompt import PromptTables, audit_tokens, exactness, verify_exactness
+from proxy.prompt import RegisteredTables, audit_tokens, exactness, verify_exactness
 from tests.fakes import prompts_of
 
 CHAT = "/v1/chat/completions"
@@ -17,7 +17,7 @@ HELLO = {"role": "user", "content": "hello"}
 @pytest.fixture
 def check(engine):
     async def check(info):
-        builder = prompts_of(info, tables=PromptTables())
+        builder = prompts_of(info, tables=RegisteredTables())
         return builder, await verify_exactness(builder, engine)
 
     return check
@@ -78,7 +78,7 @@ async def test_one_token_off_costs_one_form(check, info_of, engine, is_off, form
 async def test_special_tokens_are_looked_for_where_engines_read_them_otherwise(info_of, engine):
     mark = min(engine.tokenizer.special_tokens)
     engine.alter = lambda path, body, ids: [0, *ids] if mark in body.raw.decode() else ids
-    builder = prompts_of(info_of(Capability.TOKENIZE), tables=PromptTables(), engines=lambda _: [engine])
+    builder = prompts_of(info_of(Capability.TOKENIZE), tables=RegisteredTables(), engines=lambda _: [engine])
     await verify_exactness(builder, engine)
     assert builder.forms.rows[Form.SPECIAL_TOKENS].source == "engine"
     parts = [{"type": "text", "text": f"a {mark} b"}]
@@ -96,7 +96,7 @@ async def test_a_form_that_the_engine_refuses_is_asked_of_it(info_of, engine):
         return ids
 
     engine.alter = no_tools
-    builder = prompts_of(info_of(Capability.TOKENIZE), tables=PromptTables(), engines=lambda _: [engine])
+    builder = prompts_of(info_of(Capability.TOKENIZE), tables=RegisteredTables(), engines=lambda _: [engine])
     exactness = await verify_exactness(builder, engine)
     assert (exactness.ok, exactness.source) == (True, "local")
     assert "tools ('tools': the engine refuses it (tools are off))" in exactness.detail
@@ -138,7 +138,7 @@ async def test_an_engine_that_does_not_answer_one_probe_costs_its_form(
 
 
 async def test_probes_that_both_sides_refuse_prove_nothing(embedded, engine):
-    builder = prompts_of(embedded, tables=PromptTables())
+    builder = prompts_of(embedded, tables=RegisteredTables())
     builder.local.tokenizer._tokenizer.chat_template = None
     exactness = await verify_exactness(builder, engine)
     assert exactness.source == "engine"
@@ -155,7 +155,7 @@ async def test_templates_that_take_no_chat_without_tools_are_probed_with_some(in
         "{% for tool in tools %}{{ tool.type }}{% endfor %}{{ messages | map(attribute='content') | join }}"
     )
     info = info_of(Capability.TOKENIZE)
-    builder = prompts_of(info, tables=PromptTables(), engines=lambda _: [engine])
+    builder = prompts_of(info, tables=RegisteredTables(), engines=lambda _: [engine])
     for tokenizer in (engine.tokenizer, builder.local.tokenizer):
         tokenizer._tokenizer.chat_template = (
             "{% if not tools %}{{ raise_exception('no tools') }}{% endif %}" + template
@@ -169,7 +169,7 @@ async def test_a_refused_probe_leaves_its_form_to_the_others(info_of, engine):
     template = (
         "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}{{ messages[0].content }}"
     )
-    builder = prompts_of(info_of(Capability.TOKENIZE), tables=PromptTables(), engines=lambda _: [engine])
+    builder = prompts_of(info_of(Capability.TOKENIZE), tables=RegisteredTables(), engines=lambda _: [engine])
     for tokenizer in (engine.tokenizer, builder.local.tokenizer):
         tokenizer._tokenizer.chat_template = template
     await verify_exactness(builder, engine)
@@ -204,14 +204,14 @@ class TestAudit:
     async def asking(self, info_of, engine):
         """A builder of a pool whose engine can be asked, and was: its tokenizer is right on the probes."""
         info = info_of(Capability.TOKENIZE)
-        builder = prompts_of(info, tables=PromptTables(), engines=lambda _: (engine,))
+        builder = prompts_of(info, tables=RegisteredTables(), engines=lambda _: (engine,))
         await verify_exactness(builder, engine)
         return builder
 
     @pytest.fixture
     async def unchecked(self, info_of, engine):
         """A builder of a pool whose engine cannot be asked."""
-        builder = prompts_of(info_of(), tables=PromptTables())
+        builder = prompts_of(info_of(), tables=RegisteredTables())
         await verify_exactness(builder, engine)
         return builder
 

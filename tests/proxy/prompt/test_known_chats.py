@@ -12,11 +12,11 @@ from transformers import PreTrainedTokenizerFast
 from engine_adapter import JsonBody
 from engine_adapter.prompt.chat import ChatTokenizer
 from proxy.core.index.blocks import chain
-from proxy.prompt.known_chats import KnownChats, Owner
+from proxy.prompt.known_chats import ChatOwner, KnownChats
 from proxy.prompt.render import CHAT_PATH, read_prompt
 from proxy.prompt.tokenizer import LocalTokenizer
 
-OWNER, TPB = Owner(), 16
+OWNER, TPB = ChatOwner(), 16
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "<|im_start|>assistant\n"
@@ -117,7 +117,7 @@ def test_only_new_messages_are_encoded_and_hashed(chats):
     assert turn(chats, b + c + "<s>") == ([b, c, "<s>"], 0)
 
 
-@pytest.mark.parametrize("other", [Owner(salt="t"), Owner(lora="t"), Owner(tenant="t")])
+@pytest.mark.parametrize("other", [ChatOwner(salt="t"), ChatOwner(lora="t"), ChatOwner(tenant="t")])
 def test_nothing_is_known_of_others(chats, other):
     whole = message("a") + "<s>"
     turn(chats, whole)
@@ -126,7 +126,11 @@ def test_nothing_is_known_of_others(chats, other):
 
 
 def test_a_tenant_with_less_than_its_share_loses_nothing():
-    chats, small, large = KnownChats("<s>", limit_bytes=100_000), Owner(tenant="small"), Owner(tenant="large")
+    chats, small, large = (
+        KnownChats("<s>", limit_bytes=100_000),
+        ChatOwner(tenant="small"),
+        ChatOwner(tenant="large"),
+    )
     whole = message("a") + "<s>"
     turn(chats, whole, small)
     for number in range(200):

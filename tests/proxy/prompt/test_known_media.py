@@ -6,10 +6,10 @@ import pytest
 
 from engine_adapter import Capability
 from engine_adapter.prompt.chat import ChatPrompt
-from engine_adapter.prompt.media import mark_media
+from engine_adapter.prompt.extra_ids import mark_media
 from engine_adapter.types import MediaSpan, RenderedPrompt
-from proxy.prompt import PromptTables
-from proxy.prompt.known_media import KnownMedia, TextAround
+from proxy.prompt import RegisteredTables
+from proxy.prompt.known_chats import KnownMedia, TextAround
 from proxy.prompt.media import find_media
 from tests.fakes import prompts_of
 from tests.proxy.prompt.test_media import CAT, CHAT, DOG, body_of, image, text
@@ -47,7 +47,7 @@ class Renderer:
 def builder_of(info_of, engine):
     def builder_of(renderer):
         info = info_of(Capability.RENDER, Capability.TOKENIZE)
-        tables = PromptTables()
+        tables = RegisteredTables()
         return prompts_of(info, tables=tables, engines=lambda _: [engine], renderers=lambda _: [renderer])
 
     return builder_of

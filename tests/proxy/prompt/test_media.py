@@ -6,10 +6,10 @@ import msgspec
 import pytest
 
 from engine_adapter import Capability, EngineRejected, EngineUnavailable, JsonBody
-from engine_adapter.prompt.media import mark_media
+from engine_adapter.prompt.extra_ids import mark_media
 from engine_adapter.types import MediaSpan, RenderedPrompt, token_array
 from proxy.errors import BadRequest
-from proxy.prompt import MediaUuids, PromptTables
+from proxy.prompt import MediaUuids, RegisteredTables
 from proxy.prompt.media import MOST_MEDIA, find_media, media_fields
 from tests.fakes import prompts_of
 
@@ -258,7 +258,7 @@ def engine_info(info_of):
 @pytest.fixture
 def builder_of(engine_info, engine):
     def builder_of(*renderers, info=engine_info):
-        tables = PromptTables()
+        tables = RegisteredTables()
         return prompts_of(info, tables=tables, engines=lambda _: [engine], renderers=lambda _: renderers)
 
     return builder_of
@@ -328,7 +328,7 @@ class TestEmbeddings:
     @pytest.fixture
     def builder(self, info_of):
         info = info_of(Capability.TOKENIZE)
-        return prompts_of(info, tables=PromptTables(), embedders=lambda _: [EmbeddingEngine()])
+        return prompts_of(info, tables=RegisteredTables(), embedders=lambda _: [EmbeddingEngine()])
 
     @pytest.mark.parametrize(
         ("path", "body"), [(CHAT, ASKED), (COMPLETIONS, body_of(prompt_embeds="AAAA"))], ids=["chat", "text"]

@@ -3,7 +3,7 @@ import pytest
 from safetensors.numpy import save
 
 from proxy.errors import BadRequest, BodyTooLarge, Conflict, NotFound
-from proxy.prompt import PromptTables
+from proxy.prompt import RegisteredTables
 
 
 def data(fill, rows=2, hidden=4):
@@ -11,7 +11,7 @@ def data(fill, rows=2, hidden=4):
 
 
 def test_the_default_id_comes_from_the_content():
-    tables = PromptTables()
+    tables = RegisteredTables()
     table = tables.put(data(1.0))
     assert table.table_id == f"pt-{table.extra_id:016x}"
     assert (table.rows, table.hidden, table.data) == (2, 4, data(1.0))
@@ -21,7 +21,7 @@ def test_the_default_id_comes_from_the_content():
 
 
 def test_ids_may_be_chosen_and_two_names_may_mean_one_table():
-    tables = PromptTables()
+    tables = RegisteredTables()
     table = tables.put(data(1.0), table_id="support", extra_id=7)
     again = tables.put(data(1.0), table_id="support-2", extra_id=7)
     assert (table.table_id, table.extra_id, again.extra_id) == ("support", 7, 7)
@@ -43,7 +43,7 @@ def test_ids_may_be_chosen_and_two_names_may_mean_one_table():
     ],
 )
 def test_an_id_means_one_content(again, param):
-    tables = PromptTables()
+    tables = RegisteredTables()
     tables.put(data(1.0), table_id="a", extra_id=7)
     with pytest.raises(Conflict) as caught:
         tables.put(**again)
@@ -51,7 +51,7 @@ def test_an_id_means_one_content(again, param):
 
 
 def test_an_extra_id_means_one_content_also_after_its_table_is_gone():
-    tables = PromptTables()
+    tables = RegisteredTables()
     tables.put(data(1.0), table_id="a", extra_id=7)
     tables.delete("a")
     with pytest.raises(Conflict, match="extra id 7 already has other content"):
@@ -73,12 +73,12 @@ def test_an_extra_id_means_one_content_also_after_its_table_is_gone():
 )
 def test_ids_that_cannot_be_used(options, param):
     with pytest.raises(BadRequest) as caught:
-        PromptTables().put(data(1.0), **options)
+        RegisteredTables().put(data(1.0), **options)
     assert caught.value.param == param
 
 
 def test_room_is_bounded_and_comes_back():
-    tables = PromptTables(max_bytes=2 * len(data(1.0)))
+    tables = RegisteredTables(max_bytes=2 * len(data(1.0)))
     tables.put(data(1.0), table_id="a")
     tables.put(data(2.0), table_id="b")
     tables.put(data(2.0), table_id="b")
@@ -90,6 +90,6 @@ def test_room_is_bounded_and_comes_back():
 
 
 def test_unknown_tables_are_not_found():
-    for call in (PromptTables().get, PromptTables().delete):
+    for call in (RegisteredTables().get, RegisteredTables().delete):
         with pytest.raises(NotFound, match="'nope'"):
             call("nope")

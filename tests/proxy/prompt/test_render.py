@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from engine_adapter import JsonBody
-from engine_adapter.routes import PromptFields
+from engine_adapter.options import PromptFields
 from proxy.errors import BadRequest
 from proxy.prompt.render import (
     AskedInput,

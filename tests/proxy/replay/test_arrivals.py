@@ -1,6 +1,6 @@
 import pytest
 
-from proxy.replay.arrivals import JITTER_S, arrivals, speedup_for_load
+from proxy.replay.simulator import JITTER_S, arrivals, speedup_for_load
 from proxy.replay.trace import read_trace
 from tests.proxy.replay.making import TRACES, ask, model_of, trace_of
 

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 from engine_adapter.types import Attention, KvGroup, Tier
 from proxy.core.index.blocks import Chain
 from proxy.core.index.prefix_index import PrefixIndex
-from proxy.replay.hybrid_cache import HybridCache
+from proxy.replay.cache import HybridCache
 
 SIZE = 10
 NAMES = st.lists(st.integers(0, 2), min_size=1, max_size=8)

@@ -2,11 +2,10 @@ import pytest
 
 from engine_adapter.types import Tier
 from proxy.core.placement.demand import Rate
-from proxy.replay.arrivals import speedup_for_load
-from proxy.replay.kvpin import TERMS, Kvpin
-from proxy.replay.policy_names import POLICIES
+from proxy.replay.policy import TERMS, Kvpin
+from proxy.replay.rules import POLICIES
 from proxy.replay.simulated_engine import EngineModel
-from proxy.replay.simulator import ReplayRun, simulate
+from proxy.replay.simulator import ReplayRun, simulate, speedup_for_load
 from tests.proxy.replay.making import ask, chats, fleet_of
 
 

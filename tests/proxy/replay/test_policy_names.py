@@ -1,6 +1,6 @@
 import pytest
 
-from proxy.replay.policy_names import UnknownPolicy, resolve
+from proxy.replay.rules import UnknownPolicy, resolve
 
 
 def test_an_unknown_name_is_told_with_those_there_are():

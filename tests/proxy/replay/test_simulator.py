@@ -3,10 +3,17 @@ from contextlib import nullcontext
 import pytest
 
 from proxy.replay import simulator
-from proxy.replay.arrivals import speedup_for_load
-from proxy.replay.policy_names import NAMES, ORACLE, POLICIES
+from proxy.replay.rules import NAMES, ORACLE, POLICIES
 from proxy.replay.simulated_engine import EngineModel
-from proxy.replay.simulator import ReplayRun, RunResult, oracle_hits, quantile_of, run_all, simulate
+from proxy.replay.simulator import (
+    ReplayRun,
+    RunResult,
+    oracle_hits,
+    quantile_of,
+    run_all,
+    simulate,
+    speedup_for_load,
+)
 from proxy.replay.trace import read_trace
 from tests.proxy.replay.making import TRACES, ask, chats, model_of, trace_of
 

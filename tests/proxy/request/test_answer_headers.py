@@ -2,7 +2,7 @@ import pytest
 
 from engine_adapter import EngineSpec, Headers
 from proxy.core.quotas import Left
-from proxy.request.answer_headers import passed_on, told_with_error, with_limits
+from proxy.request.stages import passed_on, told_with_error, with_limits
 
 SPEC = EngineSpec("vllm", "http://engine:8000", "e")
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from engine_adapter import JsonBody, read_error
-from proxy.request.broken_calls import naming_call
+from proxy.request.engine_errors import naming_call
 from tests.fakes import ASK, CHAT, FakeEngine, client_of, is_openai_error, proxy_over
 
 SAID = "Failed to parse tool call arguments as JSON: [json.exception.parse_error.101] parse error at line 1"

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from engine_adapter.off_loop import Shape
+from engine_adapter.off_loop import JsonSize
 from proxy.errors import BadRequest, BodyTooLarge
 from proxy.request.bodies import MAX_ENTRIES, parse
 
@@ -106,8 +106,8 @@ def test_images_have_the_limit_of_the_whole_body():
 def test_text_has_a_limit_of_its_own():
     raw = msgspec.json.encode({"prompt": "two words " * 100_000})
     with pytest.raises(BodyTooLarge, match="more than 500000 bytes that are not base64"):
-        parse(raw, Shape(text=500_000))
-    assert parse(raw, Shape(text=2_000_000)).get("prompt")
+        parse(raw, JsonSize(text=500_000))
+    assert parse(raw, JsonSize(text=2_000_000)).get("prompt")
 
 
 @pytest.mark.parametrize("name", ["chat_template_kwargs", "metadata", "mm_processor_kwargs"])

@@ -8,13 +8,12 @@ import pytest
 from structlog.testing import capture_logs
 
 from engine_adapter import JsonBody
-from engine_adapter.prompt.message_shapes import Shape
+from engine_adapter.prompt.template_trials import MessageShape
 from proxy.core.message_repair import Repair
 from proxy.core.misses import detail_of
 from proxy.core.normalise import AGENTS, Rule
-from proxy.request.calls import Call
+from proxy.request.calls import Call, Session
 from proxy.request.normalising import NO_RULES, ChosenRules, Normalising
-from proxy.request.session import Session
 from proxy.request.tenants import ApiKey, Tenants
 from tests.fakes import ASK, CHAT, INFO, FakeAdapter, client_of, event, proxy_over
 from tests.kv_world import until
@@ -281,7 +280,7 @@ async def test_a_repair_is_in_the_log_once_for_each_session():
     ]
     with capture_logs() as logs:
         for call in made:
-            changed, applied, _ = await NO_RULES.apply(call, "a model of this test", {Shape.TURNS})
+            changed, applied, _ = await NO_RULES.apply(call, "a model of this test", {MessageShape.TURNS})
             assert applied == (Repair.TURNS_ALTERNATE,)
             assert changed.body.view("messages") == [{"role": "user", "content": "A\n\nB"}]
     assert [entry["repairs"] for entry in logs] == ["turns_alternate"] * 3

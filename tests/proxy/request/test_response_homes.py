@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from engine_adapter.types import RESPONSES_ROUTES
-from proxy.request.stored import MAX_HOMES, MAX_ID, Home, ResponseHomes, ResponseNoter
+from proxy.request.known_routes import MAX_HOMES, MAX_ID, Home, ResponseHomes, ResponseNoter
 from tests.fakes import INFO, FakeAdapter, FakeEngine, client_of, event, is_openai_error, proxy_over
 from tests.proxy.request.passing import passed
 

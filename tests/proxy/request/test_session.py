@@ -3,7 +3,7 @@ import pytest
 
 from engine_adapter import Headers, JsonBody
 from proxy.headers import SESSION_HEADERS
-from proxy.request.session import FIELDS, MAX_NAME, Session, session_of
+from proxy.request.calls import FIELDS, MAX_NAME, Session, session_of
 
 NONE = Headers([])
 

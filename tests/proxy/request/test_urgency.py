@@ -3,7 +3,7 @@ import pytest
 from engine_adapter import Headers, JsonBody
 from proxy.errors import BadRequest
 from proxy.request.calls import Call
-from proxy.request.urgency import MOST_ANSWER, USUAL_ANSWER, deadline_of, priority_of, tokens_of
+from proxy.request.gate import MOST_ANSWER, USUAL_ANSWER, deadline_of, priority_of, tokens_of
 
 
 def call(body=b"{}", **headers):

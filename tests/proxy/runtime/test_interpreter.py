@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from proxy.runtime.interpreter import settle, steady
+from proxy.runtime import settle, steady
 
 
 def settings():
@@ -25,7 +25,7 @@ def test_the_settings_hold_for_the_block_only():
 LOAD = """
 import gc
 from collections import deque
-from proxy.runtime.interpreter import settle, steady
+from proxy.runtime import settle, steady
 
 loaded = [[] for _ in range(200_000)]
 kept = deque(maxlen=512)

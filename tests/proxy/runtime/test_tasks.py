@@ -2,7 +2,7 @@ import asyncio
 
 import structlog
 
-from proxy.runtime.tasks import Supervisor
+from proxy.runtime import Supervisor
 
 
 async def test_a_crash_is_logged_with_its_name_and_takes_nothing_down():
@@ -70,7 +70,7 @@ async def test_work_cancelled_before_its_first_step_leaves_no_warning(recwarn):
 
 
 async def test_kept_work_starts_again_after_a_crash(monkeypatch):
-    monkeypatch.setattr("proxy.runtime.tasks.RESTART_S", 0.0)
+    monkeypatch.setattr("proxy.runtime.RESTART_S", 0.0)
     tasks, runs, again = Supervisor(), [], asyncio.Event()
 
     async def work():

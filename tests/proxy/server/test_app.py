@@ -10,10 +10,10 @@ from safetensors.numpy import save
 from structlog.testing import capture_logs
 
 from engine_adapter import HttpTransport, JsonBody
-from proxy.api.workers.siblings import Siblings
+from proxy.api.siblings import Siblings
+from proxy.control.keys import SharedTables
 from proxy.control.reconciler import Reconciler
-from proxy.control.tables import SharedTables
-from proxy.core.retention import Pin
+from proxy.core.retention import AdminPin
 from proxy.errors import BodyTooLarge
 from proxy.prompt import Prompt
 from proxy.request.records import RequestRecord
@@ -70,7 +70,7 @@ async def test_a_reload_forgets_the_objects_of_tenants_that_go():
 async def test_pins_and_tables_outlive_a_proxy_that_was_stopped(tmp_path):
     settings = Settings(state_dir=tmp_path)
     first = Proxy(settings, HttpTransport())
-    first.pins.add(Pin("p", {"e": "own"}, 1, time.monotonic() + 86_400, "prefix"))
+    first.pins.add(AdminPin("p", {"e": "own"}, 1, time.monotonic() + 86_400, "prefix"))
     await SharedTables(first.fleet, first.tables, first.state.tables).put(safetensors_of(), table_id="t")
     await first.stop()
     for _ in range(2):  # one that was never started loses nothing

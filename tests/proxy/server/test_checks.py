@@ -23,7 +23,7 @@ def test_two_embedded_engines_when_none_is_named():
 
 
 def test_without_torch_only_embedded_engines_are_refused(monkeypatch):
-    monkeypatch.setattr("engine_adapter.managed.find_spec", lambda name: None)
+    monkeypatch.setattr("engine_adapter.registry.find_spec", lambda name: None)
     check(Settings(engines=(ELSEWHERE,)))
     with pytest.raises(SettingsError, match=r"engine 'embedded-0': .*pip install 'kvpin\[engine\]'"):
         check(Settings())

@@ -17,8 +17,8 @@ from starlette.routing import Route
 from structlog.testing import capture_logs
 
 from engine_adapter import HttpTransport
-from proxy.core.issued_keys import IssuedKey
-from proxy.fleet.state_dir.files import KeyBookFile
+from proxy.core.books import IssuedKey
+from proxy.fleet.state_files import KeyBookFile
 from proxy.http.listeners import listen
 from proxy.server import run
 from proxy.server.run import serve

@@ -7,7 +7,7 @@ from proxy.settings import (
     SettingsError,
     SrvSource,
 )
-from proxy.settings.discovery_sources import parse_source
+from proxy.settings.fields import parse_source
 
 
 @pytest.mark.parametrize(

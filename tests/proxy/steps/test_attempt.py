@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from engine_adapter import EngineRejected
-from proxy.core.life import Attempt, Cause
+from proxy.core.life import Cause, FailedAttempt
 from proxy.fleet.fleet import Fleet
 from proxy.steps.request import Request
 from tests.fakes import add_ready
@@ -16,7 +16,7 @@ async def test_only_some_causes_say_something_about_the_engine(cause):
     engine = add_ready(Fleet(), "a")
     ready = SimpleNamespace(pool=SimpleNamespace(engines={"a": engine}))
     made = SimpleNamespace(ready=ready, call=SimpleNamespace(route="/v1/files"))
-    Request.blame(made, [Attempt("a", cause, EngineRejected("x", status=503))])
+    Request.blame(made, [FailedAttempt("a", cause, EngineRejected("x", status=503))])
     is_suspect = cause in (
         Cause.ENGINE_UNREACHABLE, Cause.ENGINE_DIED, Cause.ENGINE_LATE, Cause.ENGINE_GARBLED
     )  # fmt: skip

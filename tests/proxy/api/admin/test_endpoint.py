@@ -1,8 +1,7 @@
 import pytest
 
 from proxy.api.admin import endpoint
-from proxy.api.admin.endpoint import decode
-from proxy.api.admin.request_bodies import Flush, Pin, Unpin
+from proxy.api.admin.endpoint import Flush, Pin, Unpin, decode
 from proxy.errors import BadRequest
 
 

@@ -13,10 +13,10 @@ import pytest
 from structlog.testing import capture_logs
 
 from engine_adapter import HttpTransport
-from proxy.core.issued_keys import MAX_KEYS, IssuedKey, KeyBook
+from proxy.core.books import MAX_KEYS, IssuedKey, KeyBook
 from proxy.core.quotas import TenantLimits
-from proxy.fleet.state_dir import files
-from proxy.fleet.state_dir.files import KeyBookFile
+from proxy.fleet import state_files
+from proxy.fleet.state_files import KeyBookFile
 from proxy.request.tenants import Tenants
 from proxy.server.app import Proxy, build_app
 from proxy.settings import ApiKeySettings, EngineSettings, Settings, SettingsError
@@ -289,7 +289,7 @@ async def test_a_leaked_key_is_closed_in_the_whole_group_while_the_disk_is_full(
         def full(*_args, **_fields):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        monkeypatch.setattr(files, "write", full)
+        monkeypatch.setattr(state_files, "write", full)
         removed = await one.admin("DELETE", f"/{leaked['id']}")
         assert (removed.status_code, await one.status(leaked["key"])) == (200, 401)
         assert "its removal is not saved: " in removed.json()["warning"]

@@ -1,6 +1,6 @@
 import pytest
 
-from proxy.api.admin.request_bodies import Drain, Flush, Offload, Pin, PutTable, Restore, Unpin, Warm
+from proxy.api.admin.endpoint import Drain, Flush, Offload, Pin, PutTable, Restore, Unpin, Warm
 
 CLOSED = (Drain, Flush, Offload, Pin, PutTable, Restore, Unpin, Warm)
 

@@ -8,11 +8,11 @@ from engine_adapter import JsonBody
 from proxy.api.fan_out.join import (
     Joined,
     JoinedList,
-    PartAnswer,
+    SingleAnswer,
     is_error,
     usage_of,
 )
-from proxy.api.fan_out.split import Place, Several
+from proxy.api.fan_out.split import AnswerPlace, Several
 from proxy.errors import EngineFailed
 from proxy.request.stages import Event
 
@@ -21,7 +21,7 @@ ONE = Several(BODY, None, 1, 1)
 
 
 def part(prompt=0, index=0):
-    return Place(prompt, index)
+    return AnswerPlace(prompt, index)
 
 
 def usage(prompt, completion, cached):
@@ -131,7 +131,7 @@ def test_the_best_are_kept(shape, shown):
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"data":[]}', b'{"choices":1}', b"\xff"])
 def test_what_is_no_answer(content):
     with pytest.raises(EngineFailed):
-        PartAnswer.of(content)
+        SingleAnswer.of(content)
 
 
 class TestStream:
@@ -225,14 +225,14 @@ def test_choices_with_garbage_for_logprobs_are_the_last(logprobs):
 
 def test_values_that_cannot_be_read():
     content = b'{"choices":[{"index":"\xff","logprobs":"\xff"}],"usage":"\xff"}'
-    assert PartAnswer.of(content).usage is None
+    assert SingleAnswer.of(content).usage is None
 
 
-THIRD = Place(1, 2)
+THIRD = AnswerPlace(1, 2)
 
 
 def test_each_answer_has_the_index_of_its_prompt_and_choice():
-    parts = [Place(at, at) for at in range(3)]
+    parts = [AnswerPlace(at, at) for at in range(3)]
     answers = [
         b'{"index":0,"content":"a","timings":{"x":1.50}}',
         b'{"content":"b"}',

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from engine_adapter import Headers, HttpTransport
-from proxy.api.relay.pass_on import pass_on
+from proxy.api.relay import pass_on
 from proxy.errors import TimeLimit
 from proxy.request.calls import Call, Nobody, Reply
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from engine_adapter.types import RESPONSES_ROUTES
-from proxy.api.relay import to_object_home
-from proxy.peers.unix_bus import UnixBus
+from proxy.api import relay
+from proxy.peers.bus import UnixBus
 from proxy.request.tenants import Tenants
 from tests.fakes import INFO, FakeAdapter, FakeEngine, client_of, is_openai_error, proxy_over
 from tests.proxy.peers.reachable import reachable
@@ -116,7 +116,7 @@ async def test_what_a_kvpin_kept_is_gone_with_it(many):
 
 
 async def test_a_kvpin_that_hangs_is_not_waited_for(many, monkeypatch):
-    monkeypatch.setattr(to_object_home, "ASK_S", 0.2)
+    monkeypatch.setattr(relay, "ASK_S", 0.2)
     proxies, (_, two, three) = many
     kept = (await ask(three)).json()["id"]
     path = proxies[0].peers.bus.http_socket

@@ -12,14 +12,14 @@ from websockets.asyncio.server import serve
 
 from engine_adapter import EngineDied, EngineUnavailable
 from engine_adapter.openai_compatible import ROUTES
-from proxy.api.relay import to_owner
-from proxy.control.stats import stats
-from proxy.core.peers import claims
+from proxy.api import relay
+from proxy.control.engines import stats
+from proxy.core.peers import messages
 from proxy.core.quotas import TenantLimits
 from proxy.fleet.engine import EngineState
 from proxy.peers import peers
+from proxy.peers.bus import UnixBus
 from proxy.peers.peers import _JOIN_POLL_S
-from proxy.peers.unix_bus import UnixBus
 from proxy.request.tenants import ApiKey, Tenants
 from tests.fakes import DONE, INFO, FakeAdapter, client_of, event, is_openai_error, proxy_over
 from tests.proxy.peers.reachable import reachable
@@ -40,8 +40,8 @@ def slots(engine):
 
 @pytest.fixture
 def bus(tmp_path, monkeypatch):
-    monkeypatch.setattr(claims, "SETTLE_S", 0.2)
-    monkeypatch.setattr(to_owner, "WAIT_S", 0.5)
+    monkeypatch.setattr(messages, "SETTLE_S", 0.2)
+    monkeypatch.setattr(relay, "WAIT_S", 0.5)
     return lambda owner: UnixBus(tmp_path / "bus", owner)
 
 
@@ -253,7 +253,7 @@ async def test_an_owner_that_goes_away_is_a_503_and_a_broken_stream_says_so(bus,
 
 
 async def test_a_request_waits_while_the_engine_changes_hands(bus, engine, monkeypatch):
-    monkeypatch.setattr(to_owner, "WAIT_S", 20)
+    monkeypatch.setattr(relay, "WAIT_S", 20)
     async with two(bus, engine) as (owner, other), client_of(other) as client:
         slots = other.fleet.engines["slots"]
         owner.peers.bus.http_socket.unlink()
@@ -300,7 +300,7 @@ def never(engine):
 async def test_a_request_without_an_answer_goes_from_a_dead_owner_to_the_next(
     bus, engine, never, monkeypatch
 ):
-    monkeypatch.setattr(to_owner, "WAIT_S", 20)
+    monkeypatch.setattr(relay, "WAIT_S", 20)
     reached, recover = never
     async with two(bus, engine) as (owner, other), client_of(other) as client:
         slots = other.fleet.engines["slots"]
@@ -333,7 +333,7 @@ def silent(monkeypatch):
 async def test_a_request_without_an_answer_goes_from_an_owner_that_hangs_to_the_next(
     bus, engine, never, silent, monkeypatch
 ):
-    monkeypatch.setattr(to_owner, "WAIT_S", 20)
+    monkeypatch.setattr(relay, "WAIT_S", 20)
     reached, recover = never
     async with two(bus, engine) as (owner, other), client_of(other) as client:
         slots = other.fleet.engines["slots"]
@@ -382,7 +382,7 @@ async def test_while_an_owner_that_hangs_keeps_the_lock_its_requests_are_a_503_a
 
 
 async def test_a_request_that_its_owner_dies_of_twice_fails(bus, engine, never, monkeypatch):
-    monkeypatch.setattr(to_owner, "WAIT_S", 20)
+    monkeypatch.setattr(relay, "WAIT_S", 20)
     reached, _ = never
     async with two(bus, engine) as (_, other), client_of(other) as client, asyncio.TaskGroup() as group:
         asked = group.create_task(client.post(COMPLETIONS, content=BODY))

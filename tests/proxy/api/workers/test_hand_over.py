@@ -8,17 +8,17 @@ import msgspec
 from starlette.applications import Starlette
 
 from engine_adapter import HttpTransport
-from proxy.api.workers.hand_over import HAND_OVER_PATH, Handed, HandOver
-from proxy.api.workers.siblings import Siblings
-from proxy.api.workers.together import peer_routes
-from proxy.control.stats import stats
+from proxy.api.hand_over import HAND_OVER_PATH, Handed, HandOver
+from proxy.api.siblings import Siblings
+from proxy.api.together import peer_routes
+from proxy.control.engines import stats
 from proxy.core.audit import Unchecked
 from proxy.core.placement.load import Work
 from proxy.fleet.fleet import Fleet
 from proxy.observe.live import Live
 from proxy.observe.metrics import OTHER_TENANTS, Metrics
 from proxy.request.records import RequestRecord
-from proxy.runtime.tasks import Supervisor
+from proxy.runtime import Supervisor
 from tests.fakes import add_ready
 from tests.proxy.api.workers.test_siblings import at_socket
 
@@ -124,7 +124,7 @@ async def test_what_goes_on_now_is_of_both_while_both_are_heard(tmp_path, monkey
         await two.part.once()
         assert one.engine.in_flight == 2
         assert 'kvpin_engine_in_flight{engine="a"} 2.0' in one.metrics.render().decode()
-        monkeypatch.setattr("proxy.api.workers.hand_over._SILENT_S", -1.0)
+        monkeypatch.setattr("proxy.api.hand_over._SILENT_S", -1.0)
         await one.part.once()
         assert one.engine.in_flight == 1
 

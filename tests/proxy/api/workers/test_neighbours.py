@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from engine_adapter import HttpTransport
-from proxy.core.retention import Pin
+from proxy.core.retention import AdminPin
 from proxy.server.app import Proxy, build_app
 from proxy.settings import ExchangeSettings, Settings
 from tests.fakes import serving
@@ -42,7 +42,7 @@ async def two(tmp_path):
 
 async def test_a_pin_of_the_other_is_shown_and_ended(two):
     _, other, client = two
-    other.fleet.pins.add(Pin("p", {}, 3, monotonic() + 60, "prefix"))
+    other.fleet.pins.add(AdminPin("p", {}, 3, monotonic() + 60, "prefix"))
     for _ in range(200):
         if pins := (await client.get("/stats")).json()["pins"]:
             break

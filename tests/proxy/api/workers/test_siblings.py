@@ -13,9 +13,9 @@ import uvicorn
 from structlog.testing import capture_logs
 
 from engine_adapter import HttpTransport
+from proxy.api import siblings as siblings_module
 from proxy.api.auth import FROM_PEER
-from proxy.api.workers import siblings as siblings_module
-from proxy.api.workers.siblings import Siblings, ask
+from proxy.api.siblings import Siblings, ask
 from proxy.http.listeners import listen
 from proxy.server import run
 from proxy.settings import EngineSettings, Settings

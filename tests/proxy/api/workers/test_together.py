@@ -9,12 +9,12 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, StreamingResponse
 
 from engine_adapter import HttpTransport
+from proxy.api import together as together_module
 from proxy.api.admin import admin_mount
 from proxy.api.admin.endpoint import Endpoint, Query, read_bytes
 from proxy.api.auth import AdminGuard
-from proxy.api.workers import together as together_module
-from proxy.api.workers.siblings import Siblings
-from proxy.api.workers.together import ORDERS_PATH, Together, peer_routes
+from proxy.api.siblings import Siblings
+from proxy.api.together import ORDERS_PATH, Together, peer_routes
 from proxy.errors import NotFound
 from tests.fakes import serving
 from tests.proxy.api.workers.test_siblings import at_socket

@@ -2,7 +2,7 @@
 
 import pytest
 
-from proxy.cli.engine_check.display import show_examination
+from proxy.cli.engine_check import show_examination
 
 FOUND = {
     "kind": "vllm", "version": "", "detected": False, "role": "both", "model": "m", "models": {}, "loras": [],

@@ -5,8 +5,8 @@ import pytest
 import zmq
 
 from engine_adapter import EngineRejected, EngineSpec, EngineSpecError, EngineTaken, EngineUnavailable
-from proxy.cli.engine_check import examine as doctor
-from proxy.cli.engine_check.examine import examine
+from proxy.cli import engine_check as doctor
+from proxy.cli.engine_check import examine
 from tests.engine_adapter.llama_server.slot_world import prompt_of, slot_world
 from tests.fake_engines.sglang import running_sglang
 from tests.fake_engines.tensorrt_llm import running_trtllm

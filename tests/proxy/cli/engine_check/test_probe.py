@@ -14,9 +14,9 @@ from engine_adapter import (
     ViewCurrent,
     ViewLost,
 )
-from proxy.cli.engine_check import probe
-from proxy.cli.engine_check.probe import ProbedEngine
-from proxy.prompt import PromptBuilder, PromptTables
+from proxy.cli import engine_probe
+from proxy.cli.engine_probe import ProbedEngine
+from proxy.prompt import PromptBuilder, RegisteredTables
 from tests.fakes import INFO, FakeAdapter, FakeEngine
 
 EVENTS = frozenset({Capability.KV_EVENTS})
@@ -25,7 +25,7 @@ STORED = BlocksStored(Tier.GPU, None, (1, 2), array("i", range(32)), 16)
 
 def ward_of(adapter, **info):
     info = replace(INFO, **info)
-    return ProbedEngine(adapter, info, PromptBuilder(info, tables=PromptTables()))
+    return ProbedEngine(adapter, info, PromptBuilder(info, tables=RegisteredTables()))
 
 
 class TestFirstView:
@@ -47,7 +47,7 @@ class TestFirstView:
 
     @pytest.mark.parametrize("event", [ViewLost("no snapshot"), EngineUnavailable("refused")])
     async def test_does_not_come_and_why(self, monkeypatch, event):
-        monkeypatch.setattr(probe, "VIEW_S", 0.1)
+        monkeypatch.setattr(engine_probe, "VIEW_S", 0.1)
         adapter = FakeAdapter()
         adapter.feed.put_nowait(event)
         async with ward_of(adapter, capabilities=EVENTS) as ward:

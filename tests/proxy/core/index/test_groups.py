@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from engine_adapter.types import Attention, BlocksRemoved, BlocksStored, CacheCleared, KvGroup, Tier
 from proxy.core.index.blocks import chain as chain_of
 from proxy.core.index.blocks import namespace_root
-from proxy.core.index.groups import KvGroups
-from proxy.core.index.match import Match
+from proxy.core.index.match import KvGroups, Match
 from proxy.core.index.prefix_index import PrefixIndex
 from proxy.core.index.view import EngineView
 

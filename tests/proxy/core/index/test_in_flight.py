@@ -1,4 +1,4 @@
-from proxy.core.index.in_flight import InFlight
+from proxy.core.index.expected import InFlight
 
 
 def test_of_several_requests_the_one_that_waits_for_least_ends_first():

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from proxy.core.index.learned import LearnedBlocks
+from proxy.core.index.expected import LearnedBlocks
 
 # Every chain of six blocks, of two kinds of token; a block is named by all tokens up to it.
 CHAINS = [

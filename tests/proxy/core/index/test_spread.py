@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 from xxhash import xxh3_64_intdigest
 
-from proxy.core.index.spread import KEY_SHIFT, place, spread
+from proxy.core.index.segments import KEY_SHIFT, place, spread
 
 DIGESTS = [xxh3_64_intdigest(n.to_bytes(4, "big")) for n in range(25_600)]
 KEYS = {

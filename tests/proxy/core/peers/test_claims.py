@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.core.peers.claims import SETTLE_S, Claim, OwnClaim, holder_of
+from proxy.core.peers.messages import SETTLE_S, Claim, OwnClaim, holder_of
 
 BID, HELD = Claim(1, is_held=False), Claim(1, is_held=True)
 

@@ -11,7 +11,7 @@ from proxy.core.peers.messages import (
     KvpinState,
     RequestOver,
     ToldEngine,
-    Used,
+    UseReport,
     chain_of,
     disagreement,
     frame_of,
@@ -31,7 +31,7 @@ def test_messages_come_back_as_they_were():
     messages = [
         BEGUN,
         RequestOver(1, None, Usage(3, 4, (5, 0.5))),
-        Used("t", Use(1, 2, 3)),
+        UseReport("t", Use(1, 2, 3)),
         Heartbeat(packed([2**64 - 1]), 1.5),
     ]
     frame = frame_of(2**63, messages)

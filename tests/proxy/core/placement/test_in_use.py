@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.core.placement import in_use as module
-from proxy.core.placement.in_use import MAX_LOOKED_AT, STRIDE, InUse, Residents
+from proxy.core.placement import demand as module
+from proxy.core.placement.demand import MAX_LOOKED_AT, STRIDE, InUse, Residents
 
 DOCUMENT = range(1000, 1000 + 2 * STRIDE)
 
@@ -96,7 +96,7 @@ def test_what_the_engine_no_longer_holds_is_forgotten(residents, held):
 
 
 def test_their_number_is_bounded(residents, monkeypatch):
-    monkeypatch.setattr(module, "MAX_PROMPTS", 3)
+    monkeypatch.setattr(module, "MAX_RESIDENTS", 3)
     residents.use(30.0, range(51, 56), 5)
     assert len(residents) == 3
     assert residents.lost(30.0, 1, lambda idle_s: idle_s) == 20.0

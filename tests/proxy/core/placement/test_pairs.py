@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from proxy.core.index.blocks import Chain
 from proxy.core.index.match import Match
 from proxy.core.placement.decision import CALM, Candidate, Outlook
-from proxy.core.placement.in_use import InUse, Residents
+from proxy.core.placement.demand import InUse, Residents
 from proxy.core.placement.load import LoadView
 from proxy.core.placement.pairs import (
     HANDSHAKE_S,

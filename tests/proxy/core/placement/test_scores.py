@@ -8,7 +8,7 @@ from engine_adapter.types import Attention
 from proxy.core.index.blocks import Chain
 from proxy.core.index.match import Match
 from proxy.core.placement.decision import CALM, Candidate, Cost, Outlook
-from proxy.core.placement.in_use import InUse, Residents
+from proxy.core.placement.demand import InUse, Residents
 from proxy.core.placement.load import LoadView
 from proxy.core.placement.rates import EngineRates, PoolRates
 from proxy.core.placement.scores import (

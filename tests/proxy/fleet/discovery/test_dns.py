@@ -10,9 +10,9 @@ import dns.rrset
 import pytest
 from dns.asyncresolver import Resolver
 
+from proxy.fleet import discovery_dns as finder
 from proxy.fleet.discovery import SourceError
-from proxy.fleet.discovery import dns as finder
-from proxy.fleet.discovery.dns import DnsFinder
+from proxy.fleet.discovery_dns import DnsFinder
 from proxy.settings import DiscoverySettings
 
 

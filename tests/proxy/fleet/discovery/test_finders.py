@@ -3,10 +3,9 @@ import sys
 
 import pytest
 
-from proxy.fleet.discovery import SourceError, finders, finders_of
-from proxy.fleet.discovery.dns import DnsFinder
-from proxy.fleet.discovery.finders import FileFinder
-from proxy.fleet.discovery.kubernetes import KubernetesFinder
+from proxy.fleet import discovery
+from proxy.fleet.discovery import FileFinder, KubernetesFinder, SourceError, finders_of
+from proxy.fleet.discovery_dns import DnsFinder
 from proxy.settings import Settings, SettingsError, read_engines
 
 
@@ -26,7 +25,7 @@ def test_each_source_has_its_finder_which_equals_that_of_the_same_settings(tmp_p
 
 
 def test_without_dnspython_the_settings_are_refused(monkeypatch):
-    monkeypatch.setitem(sys.modules, "proxy.fleet.discovery.dns", None)
+    monkeypatch.setitem(sys.modules, "proxy.fleet.discovery_dns", None)
     with pytest.raises(
         SettingsError, match=r"discovery 'dns://a:1' needs dnspython: pip install 'kvpin\[dns\]'"
     ):
@@ -39,7 +38,7 @@ def named(found):
 
 
 async def test_each_change_is_found_as_toml_as_json_and_as_a_link(tmp_path, monkeypatch):
-    monkeypatch.setattr(finders, "PAUSE_S", 0.01)
+    monkeypatch.setattr(discovery, "PAUSE_S", 0.01)
     one, two, link = tmp_path / "1.json", tmp_path / "2.json", tmp_path / "engines.json"
     one.write_text('{"engines": [{"kind": "vllm", "url": "http://gpu1:8000"}]}')
     two.write_text(

@@ -6,8 +6,8 @@ import ssl
 import pytest
 import trustme
 
-from proxy.fleet.discovery import SourceError, kubernetes
-from proxy.fleet.discovery.kubernetes import ApiServer, KubernetesFinder
+from proxy.fleet import discovery
+from proxy.fleet.discovery import ApiServer, KubernetesFinder, SourceError
 from proxy.settings import DiscoverySettings
 
 BOTH = [("vllm-0", "10.0.0.1", True), ("vllm-1", "10.0.0.2", True)]
@@ -15,7 +15,7 @@ BOTH = [("vllm-0", "10.0.0.1", True), ("vllm-1", "10.0.0.2", True)]
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch):
-    monkeypatch.setattr(kubernetes, "PAUSE_S", 0.01)
+    monkeypatch.setattr(discovery, "WATCH_PAUSE_S", 0.01)
 
 
 def finder(cluster, source="kubernetes:///vllm"):

@@ -4,7 +4,7 @@ import subprocess
 import sys
 import time
 
-from proxy.fleet.process.managed_engine import CpuTime
+from proxy.fleet.managed_engine import CpuTime
 
 # Computes until a line comes, then waits until its input ends.
 _COMPUTES_THEN_WAITS = """

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from structlog.testing import capture_logs
 
-from proxy.fleet.process.managed_engine import ManagedEngine, ProcessState, Timing
+from proxy.fleet.managed_engine import ManagedEngine, ProcessState, Timing
 from proxy.settings import ManagedSettings
 from scripts.make_gguf import gguf_path
 from tests.llama import llama_server

@@ -5,7 +5,7 @@ from io import FileIO
 import pytest
 from structlog.testing import capture_logs
 
-from proxy.fleet.process.managed_engine import MAX_LINE_BYTES, log_output
+from proxy.fleet.managed_engine import MAX_LINE_BYTES, log_output
 
 
 async def entries_of(*writes, keep=3, **options):

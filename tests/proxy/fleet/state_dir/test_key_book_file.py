@@ -5,9 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import pytest
 
-from proxy.core.issued_keys import IssuedKey
-from proxy.fleet.state_dir import files
-from proxy.fleet.state_dir.files import KeyBookFile, sealed
+from proxy.core.books import IssuedKey
+from proxy.fleet import state_files
+from proxy.fleet.state_files import KeyBookFile, sealed
 from proxy.settings import SettingsError
 
 
@@ -25,7 +25,7 @@ def test_without_a_directory_there_are_none_and_the_first_one_makes_it(tmp_path)
 
 
 def test_a_lock_that_another_process_keeps_is_given_up_and_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "_LOCK_S", 0.05)
+    monkeypatch.setattr(state_files, "_LOCK_S", 0.05)
     with (tmp_path / "keys.lock").open("ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(TimeoutError, match=r"another process has locked '.*/keys\.lock' for 0.05 s"):

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from proxy.fleet.state_dir import files
-from proxy.fleet.state_dir.files import MAX_BYTES, make_directory, read, write
+from proxy.fleet import state_files
+from proxy.fleet.state_files import MAX_BYTES, make_directory, read, write
 from proxy.settings import SettingsError
 
 
@@ -56,7 +56,7 @@ def test_one_that_others_may_write_is_refused(tmp_path, mode):
 
 def test_so_is_one_of_another_user(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
-    monkeypatch.setattr(files, "_ROOT", -1)
+    monkeypatch.setattr(state_files, "_ROOT", -1)
     with pytest.raises(SettingsError, match="belongs to another user"):
         make_directory(tmp_path)
 

@@ -9,22 +9,21 @@ from structlog.testing import capture_logs
 
 from engine_adapter import EventPosition
 from proxy.core.quotas import UseBook, Used
-from proxy.core.retention import Pin, PinBook
+from proxy.core.retention import AdminPin, PinBook
+from proxy.fleet import saved_state as module
 from proxy.fleet.fleet import Fleet
-from proxy.fleet.recall import EngineMemory
-from proxy.fleet.salts import KeptSalts
-from proxy.fleet.state_dir import saved_state as module
-from proxy.fleet.state_dir.files import UnusableFileError
-from proxy.fleet.state_dir.saved_state import (
+from proxy.fleet.saved_state import (
     FILE,
+    EngineMemory,
     SavedState,
     StateSaver,
     decode,
     encode,
     on_other_clock,
 )
-from proxy.prompt import PromptTables
-from proxy.request.tenants import Tenants
+from proxy.fleet.state_files import UnusableFileError
+from proxy.prompt import RegisteredTables
+from proxy.request.tenants import KeptSalts, Tenants
 from tests.fakes import INFO, FakeAdapter
 
 DAY_S = 86_400
@@ -40,14 +39,14 @@ class World:
         self.engine = self.fleet.add(FakeAdapter("a"))
         if connected:
             self.fleet.join(self.engine, INFO).learn(self.engine, (1, 2))
-        self.keeper.restore(self.pins, PromptTables(), self.fleet.book)
+        self.keeper.restore(self.pins, RegisteredTables(), self.fleet.book)
 
     async def save(self):
         await self.keeper.save(self.fleet, self.pins)
 
 
 def pin(pin_id="p"):
-    return Pin(pin_id, {"a": "own"}, 1, time.monotonic() + DAY_S, "prefix")
+    return AdminPin(pin_id, {"a": "own"}, 1, time.monotonic() + DAY_S, "prefix")
 
 
 async def test_what_was_known_of_an_engine_is_kept_until_it_connects(tmp_path):
@@ -130,7 +129,7 @@ def test_a_file_that_cannot_be_used_is_one_warning(tmp_path, make):
     assert logs[0]["why"] in ("it is damaged", "Is a directory")
 
 
-PIN = Pin("pin-1", {"a": "own"}, 3, 500.0, "prefix", 2**64 - 1, {"a": "i1"}, 7)
+PIN = AdminPin("pin-1", {"a": "own"}, 3, 500.0, "prefix", 2**64 - 1, {"a": "i1"}, 7)
 ENGINE = EngineMemory(
     "a",
     "m",

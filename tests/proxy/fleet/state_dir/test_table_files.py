@@ -3,19 +3,19 @@ import stat
 
 from structlog.testing import capture_logs
 
-from proxy.fleet.state_dir.files import TableFiles
-from proxy.prompt import PromptTables
+from proxy.fleet.state_files import TableFiles
+from proxy.prompt import RegisteredTables
 from tests.kv_world import safetensors_of
 
 
 def loaded(directory):
-    tables = PromptTables()
+    tables = RegisteredTables()
     TableFiles(directory).load(tables)
     return tables
 
 
 def test_tables_come_back_with_their_names_and_extra_ids(tmp_path):
-    files, tables = TableFiles(tmp_path), PromptTables()
+    files, tables = TableFiles(tmp_path), RegisteredTables()
     for table_id in ("b.c:d", "a"):
         files.put(tables.put(safetensors_of(), table_id=table_id, extra_id=7))
     assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {0o600}
@@ -36,7 +36,7 @@ def test_a_file_that_is_no_table_is_left_out_with_a_warning(tmp_path):
 
 
 def test_a_full_disk_is_told_and_the_table_works(tmp_path):
-    files, tables = TableFiles(tmp_path / "tables"), PromptTables()
+    files, tables = TableFiles(tmp_path / "tables"), RegisteredTables()
     table = tables.put(safetensors_of(), table_id="t", extra_id=7)
     (tmp_path / "tables").rmdir()
     (tmp_path / "tables").touch()

@@ -5,8 +5,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from proxy.core.quotas import DAY_S, MOST_DAYS, UseBook, Used
-from proxy.fleet.state_dir import files
-from proxy.fleet.state_dir.files import UseFile
+from proxy.fleet import state_files
+from proxy.fleet.state_files import UseFile
 
 TODAY = int(time.time() // DAY_S)
 KEY = (TODAY, "acme", "m")
@@ -75,7 +75,7 @@ async def test_a_disk_that_is_full_is_told_and_tried_again(tmp_path, monkeypatch
     file = UseFile(tmp_path, book := UseBook())
     book[KEY].requests += 1
     with monkeypatch.context() as patch, capture_logs() as logs:
-        patch.setattr(files, "write", full)
+        patch.setattr(state_files, "write", full)
         await file.save()
     assert logs[0]["error"] == "No space left on device"
     await file.save()

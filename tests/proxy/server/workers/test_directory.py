@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from proxy.peers.unix_bus import UnixBus
+from proxy.peers.bus import UnixBus
 from proxy.server.workers import supervisor as directory_module
 from proxy.server.workers.supervisor import OwnDirectory
 from proxy.settings import SettingsError

@@ -10,8 +10,8 @@ from unittest.mock import AsyncMock
 import pytest
 
 from engine_adapter import EngineSpecError
-from proxy.fleet.process.managed_engine import ProcessState
-from proxy.runtime.tasks import Supervisor
+from proxy.fleet.managed_engine import ProcessState
+from proxy.runtime import Supervisor
 from proxy.server.workers.supervisor import SharedEngines, starting_file
 from proxy.settings import ManagedSettings, Settings
 

@@ -1,0 +1,269 @@
+"""Books that every kvpin of a group holds alike: operators' orders about engines, and issued keys."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from proxy.core.quotas import TenantLimits
+
+# --- engine book ----------------------------------------------------------------------------------------
+# The orders of operators to drain, add and remove engines. Every kvpin of a group holds the same book.
+
+# A book keeps this many engines, the last changed first.
+MAX_MARKS = 1000
+# A later order of one engine is later by at least that, whatever the clock of its kvpin says.
+_STEP_S = 0.001
+# Clocks of kvpins may differ by about this much. A later mark would count for ever: no order is later.
+MAX_AHEAD_S = 300.0
+
+
+class EngineMark(msgspec.Struct, frozen=True, array_like=True):
+    """The orders about one engine that hold.
+
+    Attributes:
+        engine: its name, as kvpins tell it to each other.
+        drained: it gets no new requests.
+        at: when the last order was given, in Unix time. Of two marks, the later one counts.
+        removed: no kvpin uses it, whatever settings and sources say.
+        added: its settings as JSON, if an operator added it; else empty: settings or sources name it.
+        seal: proves, on an exchange that others may write to, that a kvpin of the group told it.
+    """
+
+    engine: str
+    drained: bool
+    at: float
+    removed: bool = False
+    added: bytes = b""
+    seal: bytes = b""
+
+    @property
+    def order(self) -> tuple[bool, bool, bytes]:
+        """The orders without their time."""
+        return self.drained, self.removed, self.added
+
+
+def encode_marks(marks: list[EngineMark]) -> bytes:
+    """Marks as bytes."""
+    return msgspec.msgpack.encode(marks)
+
+
+def decode_marks(data: bytes) -> list[EngineMark]:
+    """The marks of `encode_marks`. Raises msgspec.MsgspecError if they are none."""
+    try:
+        return msgspec.msgpack.decode(data, type=list[EngineMark])
+    except UnicodeDecodeError as error:
+        raise msgspec.DecodeError("a text is not UTF-8") from error
+
+
+class EngineBook:
+    """The mark of each engine that operators gave orders about.
+
+    An engine that takes requests again keeps its mark: an older order may still arrive.
+
+    Attributes:
+        listeners: called with the engines about which something else is ordered now.
+    """
+
+    def __init__(self) -> None:
+        self.listeners: list[Callable[[list[str]], None]] = []
+        self._marks: dict[str, EngineMark] = {}
+
+    def is_drained(self, engine: str) -> bool:
+        """True if the last order about the engine was to drain it."""
+        mark = self._marks.get(engine)
+        return mark is not None and mark.drained
+
+    def is_removed(self, engine: str) -> bool:
+        """True if an operator has removed the engine."""
+        mark = self._marks.get(engine)
+        return mark is not None and mark.removed
+
+    def added(self, engine: str) -> bytes:
+        """The settings of an engine that an operator has added; empty for another."""
+        mark = self._marks.get(engine)
+        return mark.added if mark is not None else b""
+
+    def drain(self, engine: str, *, drained: bool, now: float) -> None:
+        """An operator drains the engine, or lets it take requests again, at `now` in Unix time."""
+        if drained or engine in self._marks:
+            self._order(engine, now, drained=drained)
+
+    def add(self, engine: str, settings: bytes, *, now: float) -> None:
+        """An operator adds the engine with these settings (JSON), at `now` in Unix time."""
+        self._order(engine, now, removed=False, added=settings)
+
+    def remove(self, engine: str, *, now: float) -> None:
+        """An operator removes the engine, at `now` in Unix time. That ends an order to drain it."""
+        self._order(engine, now, drained=False, removed=True, added=b"")
+
+    def readmit(self, engine: str, *, now: float) -> None:
+        """The removal of the engine ends, at `now` in Unix time: settings and sources count again."""
+        self._order(engine, now, removed=False)
+
+    def removals(self) -> list[EngineMark]:
+        """The marks of engines that operators have removed, the last first."""
+        return [mark for mark in self.marks() if mark.removed]
+
+    def _order(self, engine: str, now: float, **changes: Any) -> None:  # noqa: ANN401 - fields of a mark
+        before = self._marks.get(engine, EngineMark(engine, drained=False, at=now - _STEP_S))
+        self._take([replace(before, at=max(now, before.at + _STEP_S), **changes)])
+
+    def merge(self, marks: Iterable[EngineMark], *, now: float) -> bool:
+        """Takes over the marks that are later than those known here. `now` is in Unix time. False if some are
+        from the future, which does not count."""
+        told = [*marks]
+        heard = [mark for mark in told if mark.at <= now + MAX_AHEAD_S]
+        self._take(heard)
+        return len(heard) == len(told)
+
+    def _take(self, marks: Iterable[EngineMark]) -> None:
+        changed: list[str] = []
+        for mark in marks:
+            before = self._marks.get(mark.engine, EngineMark(mark.engine, drained=False, at=-1.0))
+            if (before.at, before.order) < (mark.at, mark.order):
+                self._marks[mark.engine] = mark
+                if before.order != mark.order:
+                    changed.append(mark.engine)
+        if len(self._marks) > MAX_MARKS:
+            for mark in self.marks()[MAX_MARKS:]:
+                del self._marks[mark.engine]
+        for listener in self.listeners if changed else ():
+            listener(changed)
+
+    def marks(self) -> list[EngineMark]:
+        """All marks, the last first."""
+        return sorted(self._marks.values(), key=lambda mark: (mark.at, mark.engine), reverse=True)
+
+
+# --- the keys that the admin API has issued. Every kvpin of a group holds the same book -----------------
+
+# A book holds this many keys, and as many marks of removed ones, the newest.
+MAX_KEYS = 2000
+# Clocks of kvpins may differ by about this much.
+MAX_AGE_S = 300.0
+# The least time between two removals.
+_TICK_S = 0.001
+_SIGNATURE, _SIGNATURE_BYTES = "sha256", 32
+
+
+class IssuedKey(msgspec.Struct, frozen=True, array_like=True):
+    """A key that the admin API issued, without the key itself.
+
+    Attributes:
+        digest: SHA-256 of the key.
+        ending: its last four characters, by which people recognise it.
+        created: when it was issued, in Unix time.
+        name: what its operator calls it; may be empty.
+        models: the names that its requests may have as `model`; None for all.
+        expires: when it ends, in Unix time; None for never.
+        removed: when it was removed, in Unix time; 0 before that. Then it opens nothing any more. Its entry
+            stays as a mark: another kvpin may still tell of it.
+        limits: those of its tenant from then on, also once the key is removed; None leaves them as they are.
+    """
+
+    id: str
+    tenant: str
+    digest: bytes
+    ending: str
+    created: float
+    name: str = ""
+    models: tuple[str, ...] | None = None
+    expires: float | None = None
+    removed: float = 0.0
+    limits: TenantLimits | None = None
+
+
+class _Told(msgspec.Struct, frozen=True, array_like=True):
+    """What one kvpin tells another. `at`: when, in Unix time."""
+
+    at: float
+    entries: list[IssuedKey]
+
+
+def signed(entries: list[IssuedKey], secret: bytes, now: float) -> bytes:
+    """Entries as bytes for another kvpin that has the same secret. Whoever lacks it can issue no key. `now`
+    is in Unix time."""
+    data = msgspec.msgpack.encode(_Told(now, entries))
+    return hmac.digest(secret, data, _SIGNATURE) + data
+
+
+def verified(told: bytes, secret: bytes, now: float | None) -> list[IssuedKey] | None:
+    """The entries of `signed`; None if another secret signed them, or they are none.
+
+    Also None MAX_AGE_S after they were signed, as `now` says: whoever may write to the exchange could repeat
+    what it told before a key was removed. With `now` None, only this user may write there, and age is no
+    matter.
+    """
+    signature, data = told[:_SIGNATURE_BYTES], told[_SIGNATURE_BYTES:]
+    if not hmac.compare_digest(hmac.digest(secret, data, _SIGNATURE), signature):
+        return None
+    try:
+        heard = msgspec.msgpack.decode(data, type=_Told)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    return heard.entries if now is None or abs(now - heard.at) <= MAX_AGE_S else None
+
+
+@dataclass(slots=True)
+class KeyBook:
+    """The issued keys and the marks of removed ones.
+
+    Attributes:
+        listeners: called when a key came or was removed.
+    """
+
+    listeners: list[Callable[[], None]] = field(default_factory=list)
+    _entries: dict[str, IssuedKey] = field(default_factory=dict)
+
+    @property
+    def has_issued(self) -> bool:
+        """True if a key was ever issued, also if none is left. Then no request is served without a key."""
+        return bool(self._entries)
+
+    def issued(self) -> list[IssuedKey]:
+        """The keys that are not removed, the first issued first."""
+        return [entry for entry in self.entries() if not entry.removed]
+
+    def limits(self) -> dict[str, TenantLimits]:
+        """The limits of each tenant that the keys name some for: those of the newest key that does."""
+        return {entry.tenant: entry.limits for entry in self.entries() if entry.limits is not None}
+
+    def _limiting(self) -> frozenset[str]:
+        """The entries that tell the limits of a tenant with a key: without its mark it would have none."""
+        tenants = {key.tenant for key in self.issued()}
+        telling = {entry.tenant: entry.id for entry in self.entries() if entry.limits is not None}
+        return frozenset(entry_id for tenant, entry_id in telling.items() if tenant in tenants)
+
+    def entries(self) -> list[IssuedKey]:
+        """The keys and the marks, the first issued first."""
+        return sorted(self._entries.values(), key=lambda entry: (entry.created, entry.id))
+
+    def removal(self, key: IssuedKey, now: float) -> IssuedKey:
+        """The mark of a key that is removed at `now`, in Unix time. It is the newest mark, whatever the clock
+        says: the oldest ones are dropped."""
+        newest = max((entry.removed for entry in self._entries.values()), default=0.0)
+        return msgspec.structs.replace(key, name="", models=None, removed=max(now, newest + _TICK_S))
+
+    def merge(self, entries: Iterable[IssuedKey]) -> None:
+        """Takes over what is new here. A removal counts for good, while its mark is among the newest."""
+        before = dict(self._entries)
+        for entry in entries:
+            known = self._entries.get(entry.id)
+            if known is None or entry.removed > known.removed:
+                self._entries[entry.id] = entry
+        marks = sorted(
+            (entry for entry in self._entries.values() if entry.removed),
+            key=lambda entry: (entry.removed, entry.id),
+        )
+        needed = self._limiting() if len(marks) > MAX_KEYS else frozenset[str]()
+        for mark in marks[:-MAX_KEYS]:
+            if mark.id not in needed:
+                del self._entries[mark.id]
+        for listener in self.listeners if self._entries != before else ():
+            listener()

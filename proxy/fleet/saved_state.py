@@ -1,0 +1,297 @@
+"""State that outlives a restart of kvpin: saved now and then and at the end, read and verified at the
+start."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from array import array
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import msgspec
+import structlog
+import xxhash
+
+from engine_adapter import EventPosition, Tier
+from proxy.core.audit import Trust
+from proxy.core.books import EngineBook, EngineMark
+from proxy.core.index.runs import KeptRun
+from proxy.core.index.view import EngineView
+from proxy.core.quotas import UseBook
+from proxy.core.retention import AdminPin, PinBook
+from proxy.fleet.engine import Engine
+from proxy.fleet.fleet import Fleet
+from proxy.fleet.pool import Pool
+from proxy.fleet.state_files import (
+    TableFiles,
+    UnusableFileError,
+    UseFile,
+    make_directory,
+    opened,
+    read,
+    sealed,
+    write,
+)
+from proxy.prompt import RegisteredTables
+from proxy.request.tenants import KeptSalts, Tenants
+
+# --- keeps the knowledge of engines' caches over a restart of kvpin -------------------------------------
+#     keep     an engine → its memory: plain data, to be written to disk
+#     recall   a memory, and an engine with the same process → view, or model, of its cache
+#
+# An engine with events is the same if it still has the last batch that kvpin read; it then replays the later
+# batches. An engine without events is the same if its process is. Any other memory is dropped.
+
+log = structlog.get_logger(__name__)
+
+# Runs that are packed or unpacked in one turn of the event loop, in well below 1 ms.
+SLICE_RUNS = 4
+
+_pack = msgspec.msgpack.Encoder().encode
+_unpack = msgspec.msgpack.Decoder(list[KeptRun]).decode
+
+
+class EngineMemory(msgspec.Struct, frozen=True):
+    """The knowledge of one engine's cache.
+
+    Attributes:
+        salts: the cache salts of each tenant with KV there.
+        position: the place in its events up to which `runs` are right; None without such events.
+        runs: its view, in parts: packed lists of KeptRun.
+        learned: the prompts it probably holds, the next to be evicted first: hashes as uint64.
+    """
+
+    engine: str
+    model: str
+    tokens_per_block: int
+    instance: str
+    salts: KeptSalts
+    position: EventPosition | None = None
+    runs: list[msgspec.Raw] = []
+    learned: list[bytes] = []
+
+
+async def keep(engine: Engine, pool: Pool) -> EngineMemory | None:
+    """The memory of an engine; None if kvpin could not verify it later."""
+    view, info = engine.view, engine.info
+    position = engine.adapter.event_position() if engine.audit.trust is Trust.PRECISE else None
+    if info is None or (position is None and not engine.learned):
+        return None
+    runs: list[msgspec.Raw] = []
+    learned: list[bytes] = []
+    salts = engine.salts.kept()
+    if view is not None and position is not None:
+        # Events that are applied meanwhile are replayed later: applying them twice changes nothing.
+        rest = view.runs()
+        while part := [run.kept() for run in islice(rest, SLICE_RUNS)]:
+            runs.append(msgspec.Raw(_pack(part)))
+            await asyncio.sleep(0)
+    else:
+        learned = [array("Q", stretch).tobytes() for stretch in engine.learned.stretches()]
+    return EngineMemory(
+        engine.id, pool.model, pool.tokens_per_block, info.instance, salts, position, runs, learned
+    )
+
+
+class Memories:
+    """The memories of engines that have not connected yet."""
+
+    def __init__(self, memories: Iterable[EngineMemory] = ()) -> None:
+        self._by_engine = {memory.engine: memory for memory in memories}
+
+    def of(self, engine: str) -> EngineMemory | None:
+        """The memory of an engine, which is not taken."""
+        return self._by_engine.get(engine)
+
+    def take(self, engine: Engine, pool: Pool) -> EngineMemory | None:
+        """Takes the memory of an engine; None if there is none for its model and block size."""
+        memory = self._by_engine.pop(engine.id, None)
+        if memory is None:
+            return None
+        then, now = (memory.model, memory.tokens_per_block), (pool.model, pool.tokens_per_block)
+        if then != now:
+            log.warning(
+                "state from before the restart is dropped: the engine has another model or block size",
+                engine=engine.id,
+                before=list(then),
+                now=list(now),
+            )
+            return None
+        return memory
+
+
+async def recall_view(engine: Engine, view: EngineView, memory: EngineMemory) -> None:
+    """Fills the view of an engine that still has the events since the memory."""
+    engine.learned.clear()
+    engine.salts.restore(memory.salts)
+    for part in memory.runs:
+        for run in _unpack(part):
+            view.restore(run)
+        await asyncio.sleep(0)
+    log.info("cache view restored from before the restart", engine=engine.id, blocks=view.counts.stored)
+
+
+def recall_learned(engine: Engine, pool: Pool, memory: EngineMemory) -> None:
+    """Fills the model of an engine's cache, if its process is the same."""
+    if engine.info is None or memory.instance != engine.info.instance or not memory.learned:
+        return
+    engine.salts.restore(memory.salts)
+    for packed in memory.learned:
+        stretch = tuple(array("Q", packed))
+        if engine.learned.restore(stretch):
+            pool.index.store(engine.id, Tier.GPU, stretch)
+    log.info(
+        "learned cache content restored from before the restart",
+        engine=engine.id,
+        blocks=len(engine.learned),
+    )
+
+
+# --- saved state ----------------------------------------------------------------------------------------
+# Saves kvpin's state once a minute, when pins or operators' orders about engines change, and when it stops.
+# Reads it at the start.
+#
+# Knowledge of an engine counts only after verification, see `proxy/fleet/saved_state.py`. The file:
+#
+# first line   names the format; every change of it, or of how blocks are hashed, gets a new number
+# 16 bytes     xxh3_128 of the rest
+# msgpack      SavedState
+
+_HEAD = b"kvpin-state 2\n"
+
+
+class SavedState(msgspec.Struct, frozen=True):
+    """The state of one kvpin.
+
+    Attributes:
+        isolated: there are several tenants, each with a salt of its own.
+        marks: what operators have ordered about engines, with the keys of engines that they added.
+        pins: the active pins. They expire in Unix time: the clock of a process does not outlive it.
+    """
+
+    isolated: bool
+    pins: list[AdminPin]
+    engines: list[EngineMemory]
+    marks: list[EngineMark] = msgspec.field(default_factory=list)
+
+
+def on_other_clock(pin: AdminPin, ahead_s: float) -> AdminPin:
+    """The pin on a clock that is ahead of its own."""
+    return replace(pin, expires=round(pin.expires + ahead_s, 1))
+
+
+def encode(state: SavedState) -> bytes:
+    """The file's bytes."""
+    return sealed(_HEAD, msgspec.msgpack.encode(state))
+
+
+def decode(data: bytes, *, isolated: bool) -> SavedState:
+    """Reads the file's bytes. Raises UnusableFileError if it is damaged, of another version, or of other
+    tenants."""
+    try:
+        state = msgspec.msgpack.decode(opened(_HEAD, data), type=SavedState)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise UnusableFileError("another version of kvpin wrote it") from error
+    if state.isolated != isolated:
+        raise UnusableFileError("there is one tenant now and were several, or the other way round")
+    return state
+
+
+SAVE_S = 60.0
+FILE = "state"
+
+
+class StateSaver:
+    """Saves and restores the state.
+
+    Attributes:
+        memories: the memories of engines that have not connected since the start.
+    """
+
+    def __init__(self, directory: Path, tenants: Tenants, use: UseBook, left: Sequence[Path] = ()) -> None:
+        """Reads the snapshot, and the use in directories that workers `left`. If the snapshot cannot be used,
+        logs a warning and begins without one. Raises SettingsError if the directory cannot be written."""
+        make_directory(directory)
+        self._path = directory / FILE
+        self._tenants = tenants
+        self._before = self._read()
+        self._saved = b""  # digest of the file
+        self._saving = asyncio.Lock()
+        self._wanted = asyncio.Event()
+        self.memories = Memories(self._before.engines)
+        self.tables = TableFiles(directory / "tables")
+        self._use = UseFile(directory, use, left)
+
+    def restore(self, pins: PinBook, tables: RegisteredTables, book: EngineBook) -> None:
+        """Gives back the pins, the prompt tables and the orders about engines. From now on, a change of pins
+        or orders is saved at once."""
+        now = time.time()  # the clock may have been ahead when they were given
+        book.merge(
+            [msgspec.structs.replace(mark, at=min(mark.at, now)) for mark in self._before.marks], now=now
+        )
+        book.listeners.append(lambda _changed: self._wanted.set())
+        ahead_s = time.time() - time.monotonic()
+        for kept in self._before.pins:
+            pins.add(on_other_clock(kept, -ahead_s))
+        pins.listeners.append(self._wanted.set)
+        self.tables.load(tables)
+
+    async def run(self, fleet: Fleet, pins: PinBook) -> None:
+        """Saves now and then, until it is cancelled."""
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(SAVE_S):
+                    await self._wanted.wait()
+            self._wanted.clear()
+            await self.save(fleet, pins)
+
+    async def save(self, fleet: Fleet, pins: PinBook) -> None:
+        """Writes the state, if it has changed. Logs a failure."""
+        async with self._saving:
+            await self._use.save()
+            ahead_s = time.time() - time.monotonic()
+            kept = [on_other_clock(pin, ahead_s) for pin in pins.active(time.monotonic())]
+            engines = [memory for each in list(fleet.engines) if (memory := await self._memory(fleet, each))]
+            data = encode(SavedState(self._tenants.isolated, kept, engines, fleet.book.marks()))
+            if (digest := xxhash.xxh3_128_digest(data)) == self._saved:
+                return
+            try:
+                await asyncio.to_thread(write, self._path, data)
+            except OSError as error:
+                log.warning(
+                    "state is not saved: the next kvpin will know less; check the room in state_dir",
+                    file=str(self._path),
+                    error=error.strerror,
+                )
+            else:
+                self._saved = digest
+
+    async def _memory(self, fleet: Fleet, engine_id: str) -> EngineMemory | None:
+        """The memory of an engine: a new one, or the one from the snapshot until the engine has connected."""
+        engine = fleet.engines.get(engine_id)
+        pool = fleet.pool_of(engine) if engine is not None else None
+        if engine is None or pool is None:
+            return self.memories.of(engine_id)
+        return await keep(engine, pool)
+
+    def _read(self) -> SavedState:
+        isolated = self._tenants.isolated
+        nothing = SavedState(isolated, [], [])
+        try:
+            return decode(read(self._path), isolated=isolated)
+        except FileNotFoundError:
+            return nothing
+        except OSError as error:
+            why = error.strerror or str(error)
+        except UnusableFileError as error:
+            why = str(error)
+        log.warning(
+            "the saved state cannot be used: kvpin begins without it",
+            file=str(self._path),
+            why=why,
+        )
+        return nothing
