@@ -95,7 +95,7 @@ async def test_a_stream_of_a_killed_llama_server_runs_again(tmp_path, start_llam
                     if line.startswith("data: {"):
                         chunks.append(json.loads(line[6:]))
         async with asyncio.timeout(30):  # a record comes after the last piece
-            while len(records := kvpin.admin("GET", "requests").json()["requests"]) < 2:
+            while len(records := kvpin.admin("GET", "requests").json()["requests"]) < 2:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         record = records[0]
         assert (record["interrupted"], record["error"], len(record["attempts"])) == (1, None, 2)
