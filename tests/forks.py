@@ -211,7 +211,9 @@ class Forked:
 
 
 def _early(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if _READ_EARLY.fullmatch(name)}
+    read = {name: value for name, value in environment.items() if _READ_EARLY.fullmatch(name)}
+    read.pop("TORCHINDUCTOR_CACHE_DIR", None)  # torch itself sets it, when a test imports it
+    return read
 
 
 def _server(module: str, path: str) -> subprocess.Popen[bytes]:

@@ -249,7 +249,8 @@ class LlamaServerAdapter(HttpAdapter):
         if session is not None and await session.is_busy_moving():
             return
         facts = await discover(self._control, self.spec)
-        facts = replace(facts, cache_reuse=self.spec.options.cache_reuse)
+        if self._place.options.host_cache_dir:  # there kvpin writes down which slots hold moved KV
+            facts = replace(facts, cache_reuse=self.spec.options.cache_reuse)
         if session is None or session.is_lost or session.facts.identity != facts.identity:
             await self.end_session(farewell=False)
             told = self._probed if self._router is not None else None
@@ -475,7 +476,9 @@ class LlamaServerAdapter(HttpAdapter):
         facts = replace(session.facts, is_sleeping=has_slept)
         name = self.spec.model or ""
         flag = router.model(name).flag("--cache-reuse") if router and name in router.states else None
-        if flag not in (None, "0") and not facts.cache_reuse:
+        if self.spec.options.cache_reuse and not facts.cache_reuse:
+            seen = [*seen, "cache_reuse has no effect without host_cache_dir: set it"]
+        elif flag not in (None, "0") and not facts.cache_reuse:
             seen = [*seen, FLAG_ALONE]
         return (*findings_of(facts), *(Finding(text) for text in (*session.findings, *seen)))
 

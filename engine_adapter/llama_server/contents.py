@@ -144,7 +144,9 @@ class SlotContents:
         slot.due_until = self._clock() + TOOL_S
 
     def mark_unknown(self, slot: Slot, count: int) -> None:
-        """The slot holds `count` tokens whose ids are not known."""
+        """The slot holds `count` tokens whose ids are not known, and at least one: an empty slot is nobody's,
+        so that any tenant may reuse what it holds."""
+        count = max(count, 1)
         # Nobody can reuse these tokens, so their loss costs nothing: they count as saved.
         self.hold(slot, array("i"), UNKNOWN_OWNER, unknown=count, saved=count, memory=self.rules.lost(count))
 

@@ -281,7 +281,7 @@ def _of_memory(facts: ServerFacts) -> Iterator[Finding]:
         yield Finding(
             "cache_reuse has no effect: KV can be moved only in slots that kvpin manages and has probed, of "
             "models with full attention, without images and draft models",
-            "leave it out",
+            "mend what else is found, or leave it out",
         )
 
 

@@ -70,7 +70,9 @@ def hold_request(
     if session is None or scheduler is None or path not in PINNED_ROUTES:
         return nullcontext(Hold(_without_slot(body)))
     if _is_several(body):
-        return _hold_all(scheduler, _without_slot(body).replace(**{_CHUNK: 0}))
+        alone = _without_slot(body).replace(**{_CHUNK: 0})
+        # It might reuse moved KV in place.
+        return _hold_all(scheduler, alone.replace(cache_prompt=False) if session.facts.cache_reuse else alone)
     return _hold_slot(session, scheduler, mirror, path, body, prompt)
 
 

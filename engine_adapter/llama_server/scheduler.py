@@ -220,7 +220,9 @@ class SlotScheduler:
             if state.n_tokens is None and slot.id in self._used:
                 self.is_lost = True
                 raise EngineUnavailable("the server was restarted: its slots are new")
-            if state.is_processing or state.n_tokens not in (None, slot.length):
+            if state.n_tokens == 0 and slot.length == 1 and not state.is_processing:
+                self.contents.hold(slot, array("i"), None)  # nothing is there after all
+            elif state.is_processing or state.n_tokens not in (None, slot.length):
                 self.contents.mark_changed(slot, state.n_tokens or 0)
                 self._watch_foreign(slot)
 
@@ -347,7 +349,7 @@ class SlotScheduler:
             return  # another scheduler may have the slots by now
         slot = self._table[lease.slot]
         known: TokenIds[int] = array("i")
-        unknown = len(lease.ask.tokens)
+        unknown = len(lease.ask.tokens) or 1  # an empty slot is nobody's
         try:
             known, unknown = await self._left_by(lease)
         except EngineError as error:
@@ -371,7 +373,8 @@ class SlotScheduler:
         told = answer.cached_tokens if answer is not None and answer.is_complete else None
         if told is None or not ask.tokens:
             return self.contents.rules.lost(len(ask.tokens))
-        return lease.memory.after(lease.shared, len(ask.tokens), self.contents.user_starts(ask), told=told)
+        after = lease.memory.after(lease.shared, len(ask.tokens), self.contents.user_starts(ask), told=told)
+        return replace(after, rules=self.contents.rules)  # they may have changed meanwhile
 
     async def _left_by(self, lease: SlotLease) -> tuple[TokenIds[int], int]:
         """(known tokens, number of unknown ones) that a request left in its slot."""

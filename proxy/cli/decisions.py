@@ -121,6 +121,8 @@ def show_request(request: dict[str, Any]) -> None:
     show_requests([request])
     out = console()
     out.print(request["explanation"], markup=False)
+    if request["note"]:
+        out.print(request["note"], markup=False)
     divergence = request["divergence"]
     if divergence is not None and divergence["text"] is not None:
         at, other = divergence["common_tokens"], divergence["request_id"]

@@ -105,9 +105,10 @@ class Monitor:
         asked = monotonic()
         async with self._looks_up:
             if able and self._looked_up < asked:
-                await asyncio.sleep(self._looked_up + LOOK_UP_S - asked)
-                self._looked_up = monotonic()
+                await asyncio.sleep(self._looked_up + LOOK_UP_S - monotonic())
+                began = monotonic()
                 await asyncio.gather(*map(self._look_up_at, able))
+                self._looked_up = began
         return bool(able)
 
     async def _look_up_at(self, engine: Engine) -> None:

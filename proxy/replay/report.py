@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 from jinja2 import Environment, PackageLoader
-from matplotlib.figure import Figure
 
 from proxy.replay.plan import Need
 from proxy.replay.simulator import RunResult
@@ -28,6 +27,8 @@ _GROUP = 0.85  # share of the room between two numbers of engines that bars take
 
 def draw(path: Path, each: Sequence[Mapping[str, Any]], title: str) -> None:
     """Writes a PNG. Needs matplotlib, from `kvpin[replay]`."""
+    from matplotlib.figure import Figure  # noqa: PLC0415 - an extra
+
     merged = over_seeds(each)
     groups = sorted({on(row) for row in merged})
     has_sizes = len({gpu_tokens for _, gpu_tokens in groups}) > 1

@@ -85,7 +85,9 @@ def serve(load: Load) -> int:
     except OSError as error:
         # The text that Python adds in brackets repeats the address.
         reason = (error.strerror or str(error)).partition(" (")[0]
-        sys.stderr.write(f"kvpin: cannot listen on {settings.host}:{settings.port}: {reason}\n")
+        sys.stderr.write(
+            f"kvpin: cannot listen on {settings.host}:{settings.port}: {reason}; use another --port\n"
+        )
         return 1
     _warn(settings, listeners)
     if settings.workers > 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -70,7 +71,9 @@ def split_engine_flag(
         name, equals, value = option.partition("=")
         name = name.strip().replace("-", "_")
         if name not in known:
-            raise SettingsError(f"{label}: unknown option {name!r}; known: {', '.join(known)}")
+            near = get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+            raise SettingsError(f"{label}: unknown option {name!r}; {hint}")
         if not equals or not value.strip():
             raise SettingsError(f"{label}: option {name!r} needs a value: {name}=…")
         if name in values:

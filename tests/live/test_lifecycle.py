@@ -143,7 +143,10 @@ def test_a_port_in_use_is_one_line(tmp_path):
         command = [sys.executable, "-m", "proxy.cli", "serve", "--port", str(port), "--managed", ENGINE]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
-    assert done.stderr == f"kvpin: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+    assert (
+        done.stderr
+        == f"kvpin: cannot listen on 127.0.0.1:{port}: Address already in use; use another --port\n"
+    )
     assert not done.stdout
 
 

@@ -476,7 +476,8 @@ class SharedEngines:
         for engine in self._engines.values():
             if engine.starting and not (file := starting_file(self._directory, engine.spec.url)).exists():
                 file.touch()
-                self._tasks.start(f"first start of engine {engine.id}", self._end_start(engine, file))
+                name = f"first start of engine {engine.id} {id(engine)}"
+                self._tasks.start(name, self._end_start(engine, file))
         write_engines(self._directory, [engine.spec for engine in self._engines.values()])
         self._tell()
 

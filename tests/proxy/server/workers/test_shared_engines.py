@@ -124,3 +124,20 @@ async def test_a_file_is_there_until_the_first_start_of_an_engine_has_ended(shar
         while file.exists():  # noqa: ASYNC110
             await asyncio.sleep(0.02)
     assert await listens(told(tmp_path)["a"]["url"]) == (command == SERVER)
+
+
+async def test_the_file_of_a_first_start_goes_also_where_the_engine_is_replaced_meanwhile(shared, tmp_path):
+    """Fails: the new engine's task has the name of the old one's, and ends it. An engine that gets the same
+    port later would seem to start for ever."""
+    slow = engine("a").model_copy(update={"command": ("sh", "-c", "sleep 60; echo {port}")})
+    shared.follow(settings(slow))
+    file = starting_file(tmp_path, told(tmp_path)["a"]["url"])
+    await asyncio.sleep(0.2)
+    assert file.exists()
+    shared._is_used = AsyncMock(return_value=False)
+    shared.follow(settings(slow.model_copy(update={"command": ("sh", "-c", "sleep 61; echo {port}")})))
+    async with asyncio.timeout(10):
+        while starting_file(tmp_path, told(tmp_path)["a"]["url"]) == file:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    await asyncio.sleep(2.0)  # the old one has ended
+    assert not file.exists()

@@ -1,0 +1,121 @@
+"""What slots hold when that is not sure: nobody gets moved KV for exact, or KV of another tenant."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from array import array
+from dataclasses import replace
+from itertools import chain
+
+import pytest
+
+from engine_adapter import EngineLost, EngineUnavailable
+from engine_adapter.llama_server import slot_io
+from engine_adapter.llama_server.checkpoints import PLAIN
+from engine_adapter.llama_server.turns import SlotRequest
+from tests.engine_adapter.llama_server.scheduler_world import scheduler_world
+from tests.engine_adapter.llama_server.slot_world import prompt_of, slot_world
+
+START, GONE, REST = (list(prompt_of(seed, count)) for seed, count in ((1, 60), (2, 100), (3, 300)))
+LONG, SHORTER = array("i", START + GONE + REST), array("i", START + REST)
+
+
+async def test_a_slot_whose_predictions_keep_failing_is_not_firm(start_llama, save_dir):
+    """The answer that shows it carries the old rules back into its slot."""
+    server = start_llama(slots=1, ctx=1024, save_dir=save_dir)
+    async with scheduler_world(server) as world:
+        world.contents.learn(replace(world.facts, memory=replace(PLAIN, chunk=16)))
+        parts = [list(prompt_of(seed, 60)) for seed in range(8)]
+        # `ask` sends no n_cache_reuse: as on a server that cannot move KV.
+        prompts = [array("i", [*START, *chain.from_iterable(parts[turn:])]) for turn in range(7)]
+        leases = [await world.ask(prompt) for prompt in prompts]
+        wrong = [lease.answer.cached_tokens < lease.cached_tokens for lease in leases]
+        assert wrong == [False, *[True] * 6]
+        assert not world.contents.rules.is_sure
+        assert [lease.firm for lease in leases] == [*[True] * 4, *[False] * 3]
+
+
+async def test_several_choices_on_moved_kv_are_not_taken_for_exact(start_llama, save_dir):
+    """kvpin itself splits most of them; those whose `n` is 1 it does not."""
+    server = start_llama(slots=2, ctx=1024, save_dir=save_dir)
+    async with slot_world(server.url, host_cache_dir=str(save_dir), cache_reuse=16) as world:
+        await world.ask(LONG)
+        moved, cached, _ = await world.ask(SHORTER, max_tokens=24)
+        await world.until(lambda slots: all(slot["operation"] is None for slot in slots))
+        async with world.hold(SHORTER, max_tokens=24, n=1, n_cmpl=2) as hold:
+            async with await world.sent(hold) as response:
+                texts = [choice["text"] for choice in json.loads(await response.read())["choices"]]
+            note = hold.note
+        await world.until(lambda slots: all(slot["operation"] is None for slot in slots))
+        exact, *_ = await world.ask(SHORTER, max_tokens=24, cache_prompt=False)
+        assert (moved != exact, cached) == (True, 359), "or the rest would prove nothing"
+        assert texts == [exact, exact] or note.startswith("not exact")
+
+
+async def test_a_restore_without_an_answer_gives_no_tenant_anothers_kv(start_llama, save_dir, monkeypatch):
+    """The server restored the file, and the answer was lost (`slot_io._act`: EngineLost)."""
+    server = start_llama(slots=2, ctx=1024, save_dir=save_dir)
+    async with scheduler_world(server) as world:
+        entry = await world.saved_away(prompt_of(1, 300), "a")
+        restore, lost = slot_io.restore, []
+
+        async def once_lost(*args):
+            moved = await restore(*args)
+            if not lost:
+                lost.append(moved)
+                raise EngineLost("no answer")
+            return moved
+
+        monkeypatch.setattr(slot_io, "restore", once_lost)
+        with pytest.raises(EngineLost):
+            await world.ask(entry.tokens, "a")
+        await world.idle()
+        # Another tenant's prompts, one for each slot.
+        leases = [asyncio.create_task(world.ask(prompt_of(1, 300), "b")) for _ in world.table]
+        assert [(await lease).answer.cached_tokens for lease in leases] == [0, 0]
+
+
+async def test_a_text_whose_end_is_not_known_leaves_no_tenant_anothers_kv(start_llama, save_dir, monkeypatch):
+    """As of `/infill`, whose tokens kvpin does not know: the question what it left there fails."""
+    server = start_llama(slots=1, ctx=1024, save_dir=save_dir)
+    prompt = prompt_of(1, 300)
+    async with scheduler_world(server) as world:
+        async with world.scheduler.lease(SlotRequest(array("i"), "a", text=array("i", [1, 2, 3]))) as lease:
+            await world.complete(prompt, slot=lease.slot)
+            monkeypatch.setattr(world.scheduler, "_count_when_idle", _fails)
+        await world.idle()
+        monkeypatch.undo()
+        lease = await world.ask(prompt, "b")
+        assert (lease.may_reuse, lease.answer.cached_tokens) == (False, 0)
+
+
+async def test_several_choices_whose_end_is_not_known_leave_no_tenant_anothers_kv(
+    start_llama, save_dir, monkeypatch
+):
+    server = start_llama(slots=1, ctx=1024, save_dir=save_dir)
+    prompt = prompt_of(1, 300)
+    async with scheduler_world(server) as world:
+        async with world.scheduler.alone():
+            await world.complete(prompt)
+            monkeypatch.setattr(world.scheduler, "_count_when_idle", _fails)
+        await world.idle()
+        monkeypatch.undo()
+        lease = await world.ask(prompt, "b")
+        assert (lease.may_reuse, lease.answer.cached_tokens) == (False, 0)
+
+
+async def _fails(_slot_id):
+    raise EngineUnavailable("no answer")
+
+
+async def test_without_a_directory_no_kv_is_moved(start_llama, save_dir):
+    """Nothing would write down that the slot holds moved KV: the next kvpin would take it for exact."""
+    server, bare = start_llama(slots=1, ctx=1024, save_dir=save_dir), start_llama(slots=1, ctx=1024)
+    async with slot_world(bare.url) as world:
+        exact, *_ = await world.ask(SHORTER, max_tokens=24)
+    async with slot_world(server.url, cache_reuse=16) as world:
+        await world.ask(LONG, max_tokens=1)
+        text, cached, _ = await world.ask(SHORTER, max_tokens=24)
+    assert text == exact
+    assert cached < 100
