@@ -183,7 +183,8 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
         if self.is_whole and self.reusable(compared.common_tokens) == self.reusable(compared.n_tokens):
             return Miss.HIT
         is_new = self.is_whole and compared.repeated_tokens < _REPEATED * n_tokens
-        is_moved = self.reused_tokens > self.reusable(compared.common_tokens)  # KV from behind the difference
+        # More than both share: KV was moved from behind the difference.
+        is_moved = self.reused_tokens >= compared.common_tokens + _REPEATED * n_tokens
         if (is_new and self.reused_tokens) or is_moved:
             return Miss.SHARED
         if compared.changes:

@@ -69,6 +69,8 @@ CASES = [
     (Miss.SHARED, "r1; from there on it is new", other(32, repeated_tokens=6) | {"reused_tokens": 32}),
     (Miss.SHARED, "from there on at messages[1], character 7, it is new",
      differing(Kind.INPUT, 32, repeated_tokens=0) | {"reused_tokens": 32}),
+    # KV that was moved from behind the difference.
+    (Miss.SHARED, "from there on", differing(Kind.INPUT, 8) | {"reused_tokens": 40}),
     (Miss.MEDIA, "at messages[1]", differing(Kind.MEDIA) | IN_PART),
     (Miss.TEMPLATE, "renders earlier messages anew", other(20, has_fields=True) | REUSED),
     (Miss.OPTION, "r1 at response_format", differing(Kind.OPTION, field="response_format") | REUSED),
