@@ -144,11 +144,14 @@ class SlotContents:
         slot.due_until = self._clock() + TOOL_S
 
     def mark_unknown(self, slot: Slot, count: int) -> None:
-        """The slot holds `count` tokens whose ids are not known, and at least one: an empty slot is nobody's,
-        so that any tenant may reuse what it holds."""
-        count = max(count, 1)
+        """The slot holds `count` tokens whose ids are not known."""
         # Nobody can reuse these tokens, so their loss costs nothing: they count as saved.
         self.hold(slot, array("i"), UNKNOWN_OWNER, unknown=count, saved=count, memory=self.rules.lost(count))
+
+    def mark_lost(self, slot: Slot) -> None:
+        """What the slot holds is not known, nor how much. It does not count as empty: an empty slot is
+        nobody's, and any tenant may reuse it."""
+        self.mark_unknown(slot, max(slot.length, 1))
 
     def mark_changed(self, slot: Slot, count: int) -> None:
         """Somebody else changed the slot: it holds `count` unknown tokens now."""

@@ -200,7 +200,7 @@ class SlotScheduler:
             if count and owner != UNKNOWN_OWNER and not state.is_processing:
                 contents.hold(slot, array("i"), owner, unknown=count, memory=contents.rules.lost(count))
             elif count or state.is_processing:
-                contents.mark_unknown(slot, count)
+                contents.mark_unknown(slot, max(count, 1))
             else:
                 contents.hold(slot, array("i"), None)
             if state.is_processing:
@@ -223,7 +223,7 @@ class SlotScheduler:
             if state.n_tokens == 0 and slot.length == 1 and not state.is_processing:
                 self.contents.hold(slot, array("i"), None)  # nothing is there after all
             elif state.is_processing or state.n_tokens not in (None, slot.length):
-                self.contents.mark_changed(slot, state.n_tokens or 0)
+                self.contents.mark_changed(slot, state.n_tokens or int(state.is_processing))
                 self._watch_foreign(slot)
 
     async def look(self) -> bool:
@@ -305,7 +305,7 @@ class SlotScheduler:
                     is_restored = await self.contents.restore(slot, chosen.restore)
                     self._next(slot, SlotOperation.REQUEST)
         except BaseException:
-            self.contents.mark_unknown(slot, slot.length)
+            self.contents.mark_lost(slot)
             self._release(slot)
             raise
         return self._leased(slot, ask, restored=is_restored)
@@ -442,7 +442,7 @@ class SlotScheduler:
                     self.contents.mark_unknown(self._table[state.id], state.n_tokens or 0)
         except EngineError:
             for slot in self._table:
-                self.contents.mark_unknown(slot, slot.length)
+                self.contents.mark_lost(slot)
         finally:
             for slot in self._table:
                 self.contents.owners.holds(slot.id, slot.salt)
@@ -454,7 +454,7 @@ class SlotScheduler:
         try:
             return await work(slot)
         except EngineUnavailable:
-            self.contents.mark_unknown(slot, slot.length)
+            self.contents.mark_lost(slot)
             raise
         finally:
             self._release(slot)

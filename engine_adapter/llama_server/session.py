@@ -180,7 +180,7 @@ class ServerSession:
             )
 
     async def _try_out_on(self, contents: SlotContents, slot: Slot) -> None:
-        contents.mark_unknown(slot, slot.length)
+        contents.mark_lost(slot)
         await self._probe(slot.id)
         await self._learn_memory()
         self._note_probe()
