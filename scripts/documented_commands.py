@@ -63,6 +63,9 @@ RULES = (
     ),
     Rule(r"\.venv/bin/python examples/ttft_demo\.py", RUN, "tests/live/test_examples.py::test_ttft_demo"),
     Rule(
+        r"\.venv/bin/python examples/prompt_order\.py", RUN, "tests/live/test_examples.py::test_prompt_order"
+    ),
+    Rule(
         r"\.venv/bin/hatchling build",
         RUN,
         "tests/test_packaging.py::test_a_wheel_made_from_the_sdist_is_the_same",

@@ -121,7 +121,7 @@ def show_request(request: dict[str, Any]) -> None:
     show_requests([request])
     out = console()
     out.print(request["explanation"], markup=False)
-    if request["note"]:
+    if request.get("note"):
         out.print(request["note"], markup=False)
     divergence = request["divergence"]
     if divergence is not None and divergence["text"] is not None:
