@@ -370,8 +370,10 @@ class Flow:
             assert ready is not None  # noqa: S101 - it was prepared
             if ready.renderings is not ready.pool.renderings and request.told is None:
                 ready = await self._renewed(request, ready)
-            asked = [each.engine for each in request.attempts]
-            candidates = self.candidates(ready, asked) or self.candidates(ready, request.tried)
+            asked = [each.engine for each in request.attempts] if request.attempts else ()
+            candidates = self.candidates(ready, asked)
+            if asked and not candidates:  # one that did not get the request may, if no other engine is left
+                candidates = self.candidates(ready, request.tried)
             if not candidates and not request.tried and ready.pool.is_coming_back:
                 ready, candidates = await self._awaited(request, ready)
             if not candidates:
