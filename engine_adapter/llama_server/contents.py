@@ -167,6 +167,7 @@ class SlotContents:
         """The server lost all KV, for instance because it fell asleep."""
         for slot in self.table:
             self._mirror.drop(slot.id)
+            self.owners.holds(slot.id, UNKNOWN_OWNER)
         self.table.wipe()
 
     async def save(self, slot: Slot) -> bool:

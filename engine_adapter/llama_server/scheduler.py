@@ -81,6 +81,7 @@ class SlotScheduler:
         self._turns = Turns(self._table, self._plan, clock)
         self._tasks = OwnTasks(f"{engine}: work on its slots", EngineError)
         self._used: set[int] = set()  # slots that ran a request of ours
+        self._tasks_at: dict[tuple[int, int], int | None] = {}  # the latest task of (slot, its uses)
         self._closed = False
         self._worked_at = clock()
 
@@ -196,8 +197,8 @@ class SlotScheduler:
         contents = self.contents
         for state in states:
             slot, count = self._table[state.id], state.n_tokens or 0
-            owner = contents.owners[slot.id]
-            if count and owner != UNKNOWN_OWNER and not state.is_processing:
+            owner = contents.owners.recorded(state)
+            if count and owner != UNKNOWN_OWNER:
                 contents.hold(slot, array("i"), owner, unknown=count, memory=contents.rules.lost(count))
             elif count or state.is_processing:
                 contents.mark_unknown(slot, max(count, 1))
@@ -211,7 +212,7 @@ class SlotScheduler:
 
         Raises EngineUnavailable if the server lost its slots: it is another process.
         """
-        uses = [slot.uses for slot in self._table]
+        uses, settled = [slot.uses for slot in self._table], []
         self.has_worked = False
         for state in await read_slots(self._control):
             slot = self._table[state.id]
@@ -222,9 +223,17 @@ class SlotScheduler:
                 raise EngineUnavailable("the server was restarted: its slots are new")
             if state.n_tokens == 0 and slot.length == 1 and not state.is_processing:
                 self.contents.hold(slot, array("i"), None)  # nothing is there after all
-            elif state.is_processing or state.n_tokens not in (None, slot.length):
+            elif (
+                state.is_processing
+                or state.n_tokens not in (None, slot.length)
+                or self._tasks_at.get((slot.id, slot.uses), state.id_task) != state.id_task
+            ):
                 self.contents.mark_changed(slot, state.n_tokens or int(state.is_processing))
                 self._watch_foreign(slot)
+            else:
+                settled.append(state)
+        self._tasks_at = {(state.id, uses[state.id]): state.id_task for state in settled}
+        self.contents.owners.note(settled)
 
     async def look(self) -> bool:
         """True if the server sleeps. The question does not wake it. A server that sleeps has lost all KV.

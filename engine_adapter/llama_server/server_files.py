@@ -15,6 +15,7 @@ import os
 import re
 import socket
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
@@ -26,6 +27,7 @@ import msgspec
 import xxhash
 
 from engine_adapter.errors import EngineTaken
+from engine_adapter.llama_server.slot_io import SlotState
 
 # The salt of content that nobody here knows. It is new in each process: no request ever runs under it.
 UNKNOWN_OWNER = uuid4().hex
@@ -221,25 +223,37 @@ def _open_private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
+class _Recorded(msgspec.Struct, frozen=True, array_like=True):
+    """The owner of a slot's content, and what `/slots` told of the slot: its latest task and its tokens."""
+
+    owner: str | None
+    task: int
+    tokens: int
+
+
 class SlotOwners:
     """The owner of each slot: the digest of a cache salt, None for content without one.
 
-    The record names the owner of a slot only while the slot is sure to hold nothing else. While that may
-    change, the slot has no known owner, so that no tenant is ever given another one's KV.
+    The record outlives kvpin, and is believed only while `/slots` tells the same of a slot as when it was
+    written: another client of the server may use a slot while no kvpin looks. While the content of a slot
+    changes, it has no owner there. So no tenant is ever given another one's KV.
     """
 
     def __init__(self, directory: Path | None, url: str, instance: str | None, slots: int) -> None:
-        self._record = ServerRecord(directory, url, instance, "owners", list[str | None])
+        self._record = ServerRecord(directory, url, instance, "owners", list[_Recorded | None])
         self._owners: list[str | None] = [UNKNOWN_OWNER] * slots
-        recorded = self._record.read()
-        if recorded is not None and len(recorded) == slots:
-            self._owners = recorded
-        else:  # what an earlier kvpin wrote holds no longer
-            self._record.write(self._owners)
+        recorded = self._record.read() or []
+        self._recorded: list[_Recorded | None] = recorded if len(recorded) == slots else [None] * slots
 
     def __getitem__(self, slot_id: int) -> str | None:
         """The owner of a slot's content, UNKNOWN_OWNER where nothing tells it."""
         return self._owners[slot_id]
+
+    def recorded(self, state: SlotState) -> str | None:
+        """The owner that the record names for a slot as the server tells it; else UNKNOWN_OWNER."""
+        told = self._recorded[state.id]
+        is_same = told is not None and (told.task, told.tokens) == (state.id_task, state.n_tokens)
+        return told.owner if told is not None and is_same and not state.is_processing else UNKNOWN_OWNER
 
     def changes(self, slot_id: int, owner: str | None) -> None:
         """Content of `owner` is about to replace what the slot holds."""
@@ -248,6 +262,18 @@ class SlotOwners:
 
     def holds(self, slot_id: int, owner: str | None) -> None:
         """The slot holds content of `owner` and nothing else."""
-        if self._owners[slot_id] != owner:
-            self._owners[slot_id] = owner
-            self._record.write(self._owners)
+        self._owners[slot_id] = owner
+        told = self._recorded[slot_id]
+        if told is not None and told.owner != owner:
+            self._recorded[slot_id] = None
+            self._record.write(self._recorded)
+
+    def note(self, states: Iterable[SlotState]) -> None:
+        """Records the owners of idle slots whose content is as the server tells it here."""
+        before = list(self._recorded)
+        for state in states:
+            owner = self._owners[state.id]
+            if owner != UNKNOWN_OWNER and state.id_task is not None and state.n_tokens:
+                self._recorded[state.id] = _Recorded(owner, state.id_task, state.n_tokens)
+        if self._recorded != before:
+            self._record.write(self._recorded)

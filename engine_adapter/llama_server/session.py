@@ -116,10 +116,11 @@ class ServerSession:
         if scheduler is None:
             return
         if farewell and self.may_try:
-            with suppress(TimeoutError):
+            with suppress(TimeoutError, EngineError):
                 async with asyncio.timeout(FAREWELL_S):
                     if not await scheduler.is_asleep():
                         await save_all(scheduler)
+                        await scheduler.reconcile()
         await scheduler.aclose()
 
     @property

@@ -14,6 +14,7 @@ import pytest
 from engine_adapter.errors import EngineTaken
 from engine_adapter.llama_server import server_files
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER, ServerLock, ServerRecord, SlotOwners
+from engine_adapter.llama_server.slot_io import SlotState
 
 URL = "http://127.0.0.1:8081"
 HOLD = """
@@ -159,32 +160,46 @@ def owners(directory, instance="one", url=SERVER):
     return SlotOwners(directory, url, instance, 3)
 
 
-def known(record):
-    return [record[slot] for slot in range(3)]
+def told(slot, task=7, tokens=300, **changes):
+    return SlotState(slot, 1024, **{"is_processing": False, "id_task": task, "n_tokens": tokens} | changes)
 
 
 def test_owners_outlive_kvpin(tmp_path):
     record = owners(tmp_path)
-    assert known(record) == [UNKNOWN_OWNER] * 3
+    assert [record[slot] for slot in range(3)] == [UNKNOWN_OWNER] * 3
     record.holds(0, "a")
     record.holds(1, None)
-    assert known(owners(tmp_path)) == known(record) == ["a", None, UNKNOWN_OWNER]
+    record.note(map(told, range(3)))
+    later = owners(tmp_path)
+    assert [later.recorded(told(slot)) for slot in range(3)] == ["a", None, UNKNOWN_OWNER]
+
+
+@pytest.mark.parametrize("change", [{"task": 8}, {"tokens": 301}, {"tokens": None}, {"is_processing": True}])
+def test_a_slot_that_another_client_used_meanwhile_has_no_owner(tmp_path, change):
+    record = owners(tmp_path)
+    record.holds(0, "a")
+    record.note([told(0)])
+    assert owners(tmp_path).recorded(told(0, **change)) == UNKNOWN_OWNER
 
 
 def test_a_slot_that_changes_owners_has_none_meanwhile(tmp_path):
     record = owners(tmp_path)
     record.holds(0, "a")
+    record.note([told(0)])
     record.changes(0, "a")
-    assert owners(tmp_path)[0] == "a"
+    assert owners(tmp_path).recorded(told(0)) == "a"
     record.changes(0, "b")
-    assert owners(tmp_path)[0] == UNKNOWN_OWNER
+    assert owners(tmp_path).recorded(told(0)) == UNKNOWN_OWNER
     record.holds(0, "b")
-    assert owners(tmp_path)[0] == "b"
+    record.note([told(0, task=9)])
+    assert owners(tmp_path).recorded(told(0, task=9)) == "b"
 
 
 def test_a_record_of_another_number_of_slots_tells_nothing(tmp_path):
-    owners(tmp_path).holds(0, "a")
-    assert SlotOwners(tmp_path, SERVER, "one", 2)[0] == UNKNOWN_OWNER
+    record = owners(tmp_path)
+    record.holds(0, "a")
+    record.note([told(0)])
+    assert SlotOwners(tmp_path, SERVER, "one", 2).recorded(told(0)) == UNKNOWN_OWNER
 
 
 def record(directory, instance="one", url=SERVER, kind=list[int]):

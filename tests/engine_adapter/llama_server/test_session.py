@@ -245,11 +245,13 @@ async def test_a_restored_slot_is_not_taken_for_empty(start_llama, server, save_
         assert (await world.ask(prompt_of(1), salt="b"))[1:] == (0, 0)
 
 
-async def test_after_a_crash_of_kvpin_a_save_tells_what_the_slots_hold(server, save_dir):
+@pytest.mark.parametrize("is_killed", [False, True])
+async def test_after_an_end_of_kvpin_a_save_tells_what_the_slots_hold(server, save_dir, is_killed):
     async with slot_world(server.url, host_cache_dir=str(save_dir)) as world:
         text, *_ = await world.ask(prompt_of(1), salt="a")
-        session = world.adapter._session
-        await session.end(farewell=False)
+        if is_killed:
+            await world.adapter.load()
+            await world.adapter.leave()
     for path in save_dir.glob("kvpin-*-*.bin"):  # nothing was saved
         path.unlink()
         path.with_suffix(".json").unlink()

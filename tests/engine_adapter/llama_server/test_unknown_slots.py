@@ -105,6 +105,23 @@ async def test_several_choices_whose_end_is_not_known_leave_no_tenant_anothers_k
         assert (lease.may_reuse, lease.answer.cached_tokens) == (False, 0)
 
 
+@pytest.mark.parametrize("is_killed", [False, True])
+async def test_a_slot_that_somebody_used_while_no_kvpin_looked_is_nobodys(start_llama, save_dir, is_killed):
+    """Another client writes no record, nor does a kvpin that sees another directory, or none."""
+    server, prompt = start_llama(slots=1, ctx=1024, save_dir=save_dir), prompt_of(2, 300)
+    async with slot_world(server.url, host_cache_dir=str(save_dir)) as world:
+        await world.ask(prompt_of(1, 300), "a")
+        if is_killed:
+            await world.adapter.load()
+            await world.adapter.leave()
+    async with slot_world(server.url) as world:
+        await world.ask(prompt, "b")
+    async with slot_world(server.url, host_cache_dir=str(save_dir)) as world:
+        await world.until(lambda slots: slots[0]["operation"] is None)
+        _, cached, _ = await world.ask(prompt, "a")
+    assert cached == 0
+
+
 async def _fails(_slot_id):
     raise EngineUnavailable("no answer")
 
