@@ -14,7 +14,16 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from engine_adapter import CacheCleared, Capability, EngineError, ViewCurrent, ViewLost, ViewResumed
+from engine_adapter import (
+    BlocksRemoved,
+    CacheCleared,
+    Capability,
+    EngineError,
+    ViewCurrent,
+    ViewLost,
+    ViewResumed,
+)
+from engine_adapter.types import KvEvent
 from proxy.core.index.blocks import BlockHash
 from proxy.core.index.view import EngineView, slices
 from proxy.fleet.engine import Engine
@@ -110,8 +119,8 @@ class Ingest:
                     engine.learned.clear()
                     log.info(_RESET if was_known else _FIRST_VIEW, engine=engine.id, why=event.reason)
                     was_known = True
-                elif isinstance(event, CacheCleared):
-                    engine.has_emptied()
+                else:
+                    _before(event, engine, pool)
                 for part in slices(event):
                     view.apply(part)
                     if time.monotonic() > turn_ends:
@@ -126,6 +135,14 @@ class Ingest:
     def _turn_s(self) -> float:
         """Seconds for which an engine's events may be applied in one turn."""
         return max(TURN_S / max(self._followed, 1), MIN_TURN_S)
+
+
+def _before(event: KvEvent, engine: Engine, pool: Pool) -> None:
+    """What has to be known before an event is applied."""
+    if isinstance(event, CacheCleared):
+        engine.has_emptied()
+    elif isinstance(event, BlocksRemoved):
+        pool.placer.told(engine.id)
 
 
 def has_exact_events(engine: Engine, pool: Pool) -> bool:

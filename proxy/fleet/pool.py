@@ -527,7 +527,7 @@ class Pool:
         placer.end(monotonic(), placed, computed, report)
         if computed is None or placed.chain is None:
             placer.settled(placed)
-        elif not self.learn(engine, placed.chain.hashes):
+        elif not self.learn(engine, placed.chain.hashes) and not placer.ended(placed):
             asyncio.get_running_loop().call_later(PENDING_LINGER_S, placer.settled, placed)
 
     def learn(self, engine: Engine, hashes: tuple[BlockHash, ...]) -> bool:

@@ -67,6 +67,7 @@ class KnownEngine:
         unread: requests that have no first token yet, by their tickets.
         unread_blocks: those of their prompts.
         in_flight: requests that have not ended, legs included.
+        untold: requests that were served, and whose blocks no event has told of yet.
     """
 
     engine: str
@@ -87,6 +88,7 @@ class KnownEngine:
     unread: dict[int, PlacedRequest] = field(default_factory=dict)
     unread_blocks: int = 0
     in_flight: int = 0
+    untold: list[PlacedRequest] = field(default_factory=list)
 
     def forget(self) -> None:
         """The engine lost its KV."""
@@ -107,6 +109,7 @@ class PlacedRequest(Struct, eq=False):
         part: the part of the request that runs on the engine. The engine of a decode leg computes no prompt.
         spent: the engine's work until its answer came, if that came whole.
         may_be_evicted: prompts in flight may evict what it counts on before its engine looks for that.
+        is_settled: it leaves no pending blocks any more.
     """
 
     book: KnownEngine
@@ -118,6 +121,7 @@ class PlacedRequest(Struct, eq=False):
     part: Role = Role.BOTH
     spent: Spent | None = None
     may_be_evicted: bool = False
+    is_settled: bool = False
 
     @property
     def hashes(self) -> tuple[BlockHash, ...]:
@@ -461,11 +465,31 @@ class Placer:
         if book.unread.pop(placed.ticket, None) is not None:
             book.unread_blocks -= len(placed.hashes)
 
+    def ended(self, placed: PlacedRequest) -> bool:
+        """A request was served. Its blocks stay pending until events tell of them. Returns whether they do
+        already: else end the wait by `settled`."""
+        placed.book.untold.append(placed)
+        self.told(placed.book.engine)
+        return placed.is_settled
+
+    def told(self, engine: str) -> None:
+        """Events of the engine were applied: what they tell of ended requests is no longer pending. To be
+        called before they remove blocks, or what left the GPU soon would still count."""
+        book = self.books.get(engine)
+        if book is None or engine in self.index.grouped:
+            return  # of further groups, events may still come
+        for placed in book.untold[:]:
+            if not placed.hashes or self.index.is_on_gpu(engine, placed.hashes[-1]):
+                self.settled(placed)
+
     def settled(self, placed: PlacedRequest) -> None:
-        """Ends its pending blocks: events have confirmed by now what it left."""
+        """Ends its pending blocks, once: events have confirmed by now what it left."""
         book, chain = placed.book, placed.chain
-        if placed.part is Role.DECODE:
-            return  # it had none
+        if placed in book.untold:
+            book.untold.remove(placed)
+        if placed.is_settled or placed.part is Role.DECODE:
+            return  # such a part had none
+        placed.is_settled = True
         if chain is not None and self.books.get(book.engine) is book:
             self.index.end_pending(book.engine, chain.hashes)
 

@@ -69,6 +69,21 @@ class TestLease:
         await asyncio.sleep(PENDING_LINGER_S * 1.5)
         assert not pool.index.match(chain.hashes)
 
+    async def test_blocks_that_events_told_of_are_not_pending_when_they_leave(self, fleet):
+        """A small GPU evicts a prompt before a quarter of a second is over."""
+        add_ready(fleet, "a").audit.synced()
+        pool, chain, leasing = self.lease(fleet)
+        with leasing as lease:
+            lease.succeeded = True
+        pool.index.store("a", Tier.GPU, chain.hashes)
+        pool.placer.told("a")
+        pool.index.remove("a", Tier.GPU, chain.hashes)
+        assert not pool.index.match(chain.hashes)
+        *_, again = self.lease(fleet)
+        with again:
+            await asyncio.sleep(PENDING_LINGER_S * 1.5)  # it ends none but its own
+            assert pool.index.match(chain.hashes) == {"a": Match(pending=2)}
+
     async def test_a_decode_leg_computes_no_prompt_that_others_wait_for(self, fleet):
         engine = add_ready(fleet, "a")
         pool, chain = fleet.pools["m"], fleet.pools["m"].chain(PROMPT)
