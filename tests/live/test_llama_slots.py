@@ -15,6 +15,7 @@ from dataclasses import asdict, replace
 import httpx
 import pytest
 
+from scripts.make_gguf import gguf_path
 from tests.live import llama_hunt
 from tests.live.llama_hunt import TIE, LoneServer, Quarry, quarries, said_at_once, said_in
 from tests.live.llama_world import MODEL, llama_world
@@ -23,12 +24,16 @@ from tests.llama import running_llama_server
 pytestmark = pytest.mark.live
 
 # A longer hunt by hand: HUNT_REQUESTS=2000 pytest tests/live/test_llama_slots.py -k corrupt
+# On a model with windows or states: HUNT_MODEL=swa, linear or conv. Its slots cannot all be saved.
 REQUESTS = int(os.environ.get("HUNT_REQUESTS", "200"))
 STREAMS = 200  # at once
 SEED = int(os.environ.get("HUNT_SEED", "3"))
+KIND = os.environ.get("HUNT_MODEL", "tiny")
 OPERATORS = 4  # at once, too
 DEFERRED = "requested slot is unavailable, defer task"
 VERBS = ("flush", "offload", "offload", "restore", "restore", "pin", "warm")
+if KIND != "tiny":
+    VERBS = ("flush", "warm")
 TIMEOUT_S = 120.0
 
 
@@ -121,10 +126,11 @@ class Hunt:
 @pytest.mark.timeout(max(300, REQUESTS))
 async def test_no_answer_is_ever_corrupt(tmp_path):
     options = f"host_cache_bytes=8MiB,disk_cache_dir={tmp_path / 'disk'},disk_cache_bytes=8MiB"
+    model, flags = gguf_path(KIND), llama_hunt.FLAGS
     with (
-        running_llama_server(tmp_path / "lone.log", None, *llama_hunt.FLAGS, slots=1) as lone_server,
+        running_llama_server(tmp_path / "lone.log", model, *flags, slots=1) as lone_server,
         # At this level the server logs each task that it defers because its slot is busy.
-        llama_world(tmp_path, *llama_hunt.FLAGS, "-lv", "5", engine_options=options) as world,
+        llama_world(tmp_path, *flags, "-lv", "5", model=model, engine_options=options) as world,
     ):
         async with open_client(lone_server.url) as lone_client, open_client(world.kvpin.url) as client:
             dice = random.Random(SEED)  # noqa: S311 - nothing to guess
@@ -137,8 +143,9 @@ async def test_no_answer_is_ever_corrupt(tmp_path):
         (tmp_path / "found.json").write_text(json.dumps(found, indent=1))
         assert not hunt.wrong
         assert hunt.counts["near ties"] <= hunt.counts["complete"] / 10
-        assert engine["kv"]["counts"]["restores"] > 10
-        assert engine["findings"] == []
+        if KIND == "tiny":
+            assert engine["kv"]["counts"]["restores"] > 10
+            assert engine["findings"] == []
         assert engine["kv"]["violations"] == 0
         assert engine["kv"]["most_in_flight"] == [1] * 4
         # The server's own word, and that it would say so.

@@ -479,7 +479,9 @@ class Placer:
         if book is None or engine in self.index.grouped:
             return  # of further groups, events may still come
         for placed in book.untold[:]:
-            if not placed.hashes or self.index.is_on_gpu(engine, placed.hashes[-1]):
+            own = len(placed.hashes) * self.tokens_per_block // book.tokens_per_block  # the engine's blocks
+            end = own * book.tokens_per_block // self.tokens_per_block
+            if not end or self.index.is_on_gpu(engine, placed.hashes[end - 1]):
                 self.settled(placed)
 
     def settled(self, placed: PlacedRequest) -> None:
