@@ -123,8 +123,10 @@ def wait_until_tokenised(proxy: Kvpin) -> None:
     """Returns once every tokenizer is loaded and checked; at once where stats need a key."""
 
     def is_tokenised() -> bool:
-        pools = proxy.admin("GET", "stats").json().get("pools", ())
-        details = [pool["tokenisation"]["detail"] for pool in pools]
+        pools = proxy.admin("GET", "stats").json().get("pools")
+        if pools == []:
+            return False  # no engine is ready yet
+        details = [pool["tokenisation"]["detail"] for pool in pools or ()]
         return not any("being loaded" in detail or "not checked" in detail for detail in details)
 
     wait_until(is_tokenised, proxy.process, proxy.log, READY_S)

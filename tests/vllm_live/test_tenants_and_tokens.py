@@ -6,6 +6,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
+from tests.live.conftest import wait_until_tokenised
 from tests.live.server_world import MODEL, WAIT_S
 from tests.vllm_live.vllm_world import BLOCK, LORA, vllm_world
 
@@ -156,6 +157,7 @@ def test_token_ids_are_the_engines(world, fields):
 def test_the_audit_of_token_ids_finds_no_difference(world, tell):
     """After a start the first prompts are compared with the engine's ids; clients do not see that."""
     world.restart_kvpin()
+    wait_until_tokenised(world.kvpin)
     for fields in PROMPTS.values():
         content = world.post(path_of(fields), {**fields, "max_tokens": 1}, headers=RED).json()
         assert prompt_ids(content) is None
