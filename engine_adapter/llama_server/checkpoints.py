@@ -12,6 +12,10 @@ With `--swa-full`, windows keep all tokens, but a file still holds the last wind
 such a server reuses a beginning of the file although the window before it is gone, and answers wrongly:
 `SlotMemory.is_sound`.
 
+The server keeps one checkpoint too many. A prompt that shares `n` tokens with the slot's content leaves the
+checkpoints of up to `n + 1` tokens, and the last token of that one is another one now. If it is a copy of
+nothing before its last token, the server goes on behind it, and answers wrongly: `Checkpoint.is_stale`.
+
 A memory that can be cut anywhere may also be moved, where its owner allows that: `reusable`.
 
 Source: tools/server/server-context.cpp of llama.cpp 0c1e570, and runs of it. Nothing shows checkpoints but
@@ -34,15 +38,23 @@ _PAD = 256  # the cells of a sliding window are a multiple of this
 
 
 class Checkpoint(NamedTuple):
-    """A copy of the memory of a slot's first `tokens` tokens. It holds them from position `oldest` on."""
+    """A copy of the memory of a slot's first `tokens` tokens. It holds them from position `oldest` on.
+
+    `is_stale`: the last of them is not the content's, and the server does not compute it again.
+    """
 
     tokens: int
     oldest: int
+    is_stale: bool = False
 
     @property
     def newest(self) -> int:
         """Position of its last token."""
         return self.tokens - 1
+
+    def beyond(self, shared: int) -> Checkpoint:
+        """What it is once a prompt is computed that shares so many tokens with the content."""
+        return self._replace(is_stale=True) if self.tokens > shared and self.oldest == self.newest else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +150,20 @@ class SlotMemory:
     def reused(self, shared: int, new: int) -> int:
         """Tokens that the server reuses of a prompt of `new` tokens, whose first `shared` lie in the slot."""
         reused = max(min(self._resume(shared, new)[0], new - 1), 0)
-        return reused if reused >= self.floor else 0
+        return reused if reused >= self.floor and self.is_sound(shared, new) else 0
 
     def is_sound(self, shared: int, new: int) -> bool:
-        """False if the server would reuse KV that is not whole: it must be told to reuse nothing. `new` is 0
-        for a prompt that kvpin does not know: the server may reuse any part of the slot."""
-        return min(shared, max(new - 1, 0)) >= self.floor
+        """False if the server would reuse KV that is not whole, or not of this prompt: it must be told to
+        reuse nothing. `new` is 0 for a prompt that kvpin does not know: the server may reuse any part of the
+        slot."""
+        if min(shared, max(new - 1, 0)) < self.floor:
+            return False
+        if not new:
+            return self.rules.is_plain or not any(each.is_stale for each in self.checkpoints)
+        if self.rules.is_plain or not shared or self._has_all(shared, new):
+            return True
+        resumed = self._fitting(shared, new)
+        return self.is_known if resumed is None else not resumed.is_stale
 
     def is_firm(self, shared: int, new: int) -> bool:
         """True if `reused` is exact; it is too low if not."""
@@ -172,7 +192,7 @@ class SlotMemory:
             return rules.lost(new)
         resumed, position, oldest = way
         at = max(min(resumed, new - 1), 0)
-        old = [each for each in self.checkpoints if each.newest <= position]
+        old = [each.beyond(shared) for each in self.checkpoints if each.newest <= position]
         made: list[Checkpoint] = []
         while at < new:
             last = next(reversed(made or old), None)
@@ -197,17 +217,29 @@ class SlotMemory:
 
     def _resume(self, shared: int, new: int) -> tuple[int, int, int]:
         """(tokens reused, position up to which checkpoints stay, the oldest token of the windows then)."""
-        rules = self.rules
         if not shared:
             return 0, 0, 0
-        # The window before the first new token must be there, and one token more.
-        needed = max(shared - rules.window - (shared == new), 0)
-        if (self.length - 1 if rules.is_recurrent else self.oldest) < needed:
+        if self._has_all(shared, new):
             return shared, shared, self.oldest
+        each = self._fitting(shared, new)
+        return (0, 0, 0) if each is None else self._resume_at(each, shared)
+
+    def _needed(self, shared: int, new: int) -> int:
+        """The window before the first new token must be there, and one token more: up to this position."""
+        return max(shared - self.rules.window - (shared == new), 0)
+
+    def _has_all(self, shared: int, new: int) -> bool:
+        """True if the server goes on behind the tokens that a prompt shares, without a checkpoint."""
+        oldest = self.length - 1 if self.rules.is_recurrent else self.oldest
+        return oldest < self._needed(shared, new)
+
+    def _fitting(self, shared: int, new: int) -> Checkpoint | None:
+        """The checkpoint at which the server goes on."""
+        needed = self._needed(shared, new)
         for each in reversed(self.checkpoints):
             if each.newest <= shared and (each.oldest < needed or not each.oldest):
-                return self._resume_at(each, shared)
-        return 0, 0, 0
+                return each
+        return None
 
     def _resume_at(self, each: Checkpoint, shared: int) -> tuple[int, int, int]:
         position = min(shared, max(each.oldest + 1, each.newest))

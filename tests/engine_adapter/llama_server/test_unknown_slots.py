@@ -8,17 +8,23 @@ from array import array
 from dataclasses import replace
 from itertools import chain
 
+import httpx
 import pytest
 
 from engine_adapter import EngineLost, EngineUnavailable
 from engine_adapter.llama_server import slot_io
 from engine_adapter.llama_server.checkpoints import PLAIN
 from engine_adapter.llama_server.turns import SlotRequest
+from scripts.make_gguf import gguf_path
 from tests.engine_adapter.llama_server.scheduler_world import scheduler_world
 from tests.engine_adapter.llama_server.slot_world import prompt_of, slot_world
 
 START, GONE, REST = (list(prompt_of(seed, count)) for seed, count in ((1, 60), (2, 100), (3, 300)))
 LONG, SHORTER = array("i", START + GONE + REST), array("i", START + REST)
+
+
+def ids(seed, count):
+    return list(prompt_of(seed, count))
 
 
 async def test_a_slot_whose_predictions_keep_failing_is_not_firm(start_llama, save_dir):
@@ -120,6 +126,39 @@ async def test_a_slot_that_somebody_used_while_no_kvpin_looked_is_nobodys(start_
         await world.until(lambda slots: slots[0]["operation"] is None)
         _, cached, _ = await world.ask(prompt, "a")
     assert cached == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "prompts"),
+    [
+        # It goes on at a checkpoint of one token, and that one is of another prompt.
+        ("swa", [ids(0, 6), ids(0, 1) + ids(1, 300), ids(2, 300), ids(2, 1) + ids(3, 40)]),
+        # At 50 and 51 tokens there are states; the second one stays when token 50 changes.
+        ("linear", [ids(0, 54), ids(0, 53) + ids(1, 2), ids(0, 50) + ids(2, 1500), ids(0, 50) + ids(2, 250)]),
+    ],
+)
+async def test_nothing_goes_on_behind_a_checkpoint_of_another_prompt(start_llama, shape, prompts):
+    """The server keeps it (llama.cpp 0c1e570), and answers wrongly there: `Checkpoint.is_stale`."""
+    server = start_llama(model=gguf_path(shape), slots=1, ctx=4096)
+    last = prompts[-1] + ids(9, 6)
+    async with httpx.AsyncClient(base_url=server.url, trust_env=False, timeout=60) as client:
+        for prompt in (*prompts[:-1], last):
+            alone = (await client.post("/completion", json=direct(prompt, reuse=True))).json()
+        right = (await client.post("/completion", json=direct(last, reuse=False))).json()
+    assert alone["timings"]["cache_n"] > 0
+    assert alone["completion_probabilities"] != right["completion_probabilities"], "or it proves nothing"
+    async with slot_world(server.url) as world:
+        await world.ask(prompt_of(8, 300))  # computed whole: its checkpoints are known
+        for prompt in prompts[:-1]:
+            await world.ask(array("i", prompt))
+        text, cached, predicted = await world.ask(array("i", last), max_tokens=12)
+    assert (text, cached, predicted) == (right["content"], 0, 0)
+
+
+def direct(prompt, *, reuse):
+    """A request as another client of the server sends it."""
+    asked = {"prompt": prompt, "n_predict": 12, "temperature": 0, "n_probs": 1, "id_slot": 0}
+    return asked | {"cache_prompt": reuse}
 
 
 async def _fails(_slot_id):
