@@ -34,8 +34,9 @@ QUANTUM = 2048
 MAX_LOOKS = 8
 # Lowest and highest priority value. 0 is usual; a lower value goes first.
 MIN_PRIORITY, MAX_PRIORITY = -8, 8
-# The pace of a queue fades by a factor of e in this time. It counts once it was seen for LEAST_S.
-PACE_S, LEAST_S = 30.0, 1.0
+# The pace of a queue fades by a factor of e in this time. It counts once it was seen for LEAST_S and in so
+# many requests, or for PACE_S: the first one may be slow, and who is refused for it would have been served.
+PACE_S, LEAST_S, LEAST_LEFT = 30.0, 1.0, 8
 # A client that is refused is told to come back within this time.
 MAX_RETRY_S = 60
 
@@ -251,10 +252,11 @@ class FairQueue(Generic[Item]):
 class Pace:
     """Rate at which requests for the same engines leave a queue, in tokens, while some of them wait."""
 
-    __slots__ = ("_seconds", "_since", "_tokens")
+    __slots__ = ("_left", "_seconds", "_since", "_tokens")
 
     def __init__(self) -> None:
         self._tokens = self._seconds = self._since = 0.0
+        self._left = 0
 
     def begin(self, now: float) -> None:
         """Starts to measure: the first request waits from now on."""
@@ -266,11 +268,13 @@ class Pace:
         kept = exp(-seconds / PACE_S)
         self._tokens = self._tokens * kept + tokens
         self._seconds = self._seconds * kept + seconds
+        self._left += 1
 
     def per_s(self, now: float) -> float | None:
         """Tokens that leave per second; None while that is not known."""
         seconds = self._seconds + now - self._since
-        return self._tokens / seconds if self._tokens and seconds >= LEAST_S else None
+        is_known = seconds >= (LEAST_S if self._left >= LEAST_LEFT else PACE_S)
+        return self._tokens / seconds if self._tokens and is_known else None
 
 
 class Backlog:

@@ -163,6 +163,8 @@ def test_a_pace_is_known_after_a_while():
     assert pace.per_s(100.0) is None
     pace.took(100.2, 100)
     assert pace.per_s(100.5) is None
+    assert pace.per_s(110.0) is None  # one slow request tells little
+    assert pace.per_s(131.0) == pytest.approx(3, rel=0.1)
     for at in range(1, 11):
         pace.took(100.2 + at, 100)
     assert pace.per_s(110.2) == pytest.approx(100, rel=0.1)
