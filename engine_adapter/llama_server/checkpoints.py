@@ -159,7 +159,8 @@ class SlotMemory:
         if min(shared, max(new - 1, 0)) < self.floor:
             return False
         if not new:
-            return self.rules.is_plain or not any(each.is_stale for each in self.checkpoints)
+            stale = [each for each in self.checkpoints if each.is_stale]
+            return self.rules.is_plain or (self.is_known and not stale)
         if self.rules.is_plain or not shared or self._has_all(shared, new):
             return True
         resumed = self._fitting(shared, new)

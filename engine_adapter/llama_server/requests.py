@@ -71,8 +71,9 @@ def hold_request(
         return nullcontext(Hold(_without_slot(body)))
     if _is_several(body):
         alone = _without_slot(body).replace(**{_CHUNK: 0})
-        # It might reuse moved KV in place.
-        return _hold_all(scheduler, alone.replace(cache_prompt=False) if session.facts.cache_reuse else alone)
+        # Where the server chooses the slot, KV may lie that was moved, or is another prompt's (`is_sound`).
+        may_reuse = scheduler.contents.rules.cuts_files and not session.facts.cache_reuse
+        return _hold_all(scheduler, alone if may_reuse else alone.replace(cache_prompt=False))
     return _hold_slot(session, scheduler, mirror, path, body, prompt)
 
 
