@@ -57,6 +57,9 @@ class Checkpoint(NamedTuple):
         return self._replace(is_stale=True) if self.tokens > shared and self.oldest == self.newest else self
 
 
+_LEFT = Checkpoint(1, 0, is_stale=True)
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryRules:
     """The kind of a server's memory, and its flags. By default, the memory can be cut at any token.
@@ -194,6 +197,9 @@ class SlotMemory:
         resumed, position, oldest = way
         at = max(min(resumed, new - 1), 0)
         old = [each.beyond(shared) for each in self.checkpoints if each.newest <= position]
+        is_known = self.is_known or not shared or told == 0
+        if is_known and not self.is_known:
+            old = [_LEFT]  # of those that were not known, this one stays where a prompt is computed whole
         made: list[Checkpoint] = []
         while at < new:
             last = next(reversed(made or old), None)
@@ -205,7 +211,7 @@ class SlotMemory:
                 _make_room(rules, old, made, at)
                 made.append(Checkpoint(at, max(at - 1 if rules.is_recurrent else 0, oldest)))
             at, oldest = end, self._oldest(oldest, end)
-        return SlotMemory(rules, new, oldest, 0, (*old, *made), self.is_known or not shared or told == 0)
+        return SlotMemory(rules, new, oldest, 0, (*old, *made), is_known)
 
     def grown(self, length: int) -> SlotMemory:
         """The memory once the slot holds `length` tokens: an answer was added, or nothing."""

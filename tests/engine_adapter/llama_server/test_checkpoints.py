@@ -181,6 +181,27 @@ def test_what_is_not_known_is_not_firm():
     assert not SlotMemory(WINDOW, 300, is_known=False).is_firm(300, 301)
 
 
+@pytest.mark.parametrize("rules", [WINDOW, STATE])
+def test_a_prompt_that_is_computed_whole_leaves_a_checkpoint_of_one_token(rules):
+    unknown = rules.lost(300)
+    assert not unknown.is_sound(1, 250)
+    assert not unknown.is_sound(1, 0)
+    left = unknown.after(0, 900)
+    assert not left.is_sound(1, 250)
+    assert left.is_sound(0, 250)
+
+
+def test_a_checkpoint_of_another_prompt_is_not_sound():
+    """The server keeps that of `n + 1` tokens after a prompt that shares `n`."""
+    memory = SlotMemory(STATE, 60, checkpoints=(Checkpoint(50, 49), Checkpoint(51, 50)))
+    assert memory.is_sound(55, 250)
+    cut = memory.after(50, 1500)
+    assert [each.is_stale for each in cut.checkpoints][:2] == [False, True]
+    assert not cut.is_sound(300, 400)
+    assert not cut.is_sound(300, 0)
+    assert cut.reused(300, 400) == 0
+
+
 def test_what_the_server_says_corrects_the_rule():
     memory = computed(WINDOW, (0, 1500))
     assert memory.reused(1500, 1600) == 1500
