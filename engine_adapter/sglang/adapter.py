@@ -126,7 +126,7 @@ def _findings(info: ServerInfo, spec: EventSpec, *, jinja: bool, tokenizes: bool
         yield Finding("it does not tokenise chats for others: kvpin cannot check its own tokens")
     elif not jinja:
         yield Finding("kvpin sends it chats as text, so every prompt is tokenised twice")
-    if info.completion_template:
+    if info.completion_template is not None:
         yield Finding(
             "it renders text completions with a template: kvpin does not follow them",
             "start it without --completion-template",
@@ -273,7 +273,8 @@ class SglangAdapter(HttpAdapter):
         if info is None or not info.lora:
             return load
         model = read_models(await self._control.get("/v1/models"))
-        is_same = (model.loras, model.lora_paths) == (info.loras, info.lora_paths)
+        known = info.served
+        is_same = (model.loras, model.lora_paths) == (known.loras, known.lora_paths)
         return replace(load, outdated=not is_same)
 
     @override
@@ -356,18 +357,18 @@ class SglangAdapter(HttpAdapter):
         self.capabilities = frozenset(capability for capability, there in has.items() if there)
         blocks = info.capacity_tokens // info.page_size if info.capacity_tokens and info.page_size else None
         return EngineInfo(
-            model=info.model,
+            model=info.served.name,
             instance=info.instance,
-            rendering=info.rendering,
+            rendering=f"model {info.model_path}\ntemplate {info.chat_template}",
             capabilities=self.capabilities,
             tokens_per_block=info.page_size,
-            max_model_len=info.max_model_len,
+            max_model_len=info.served.max_model_len,
             tokenizer=self.spec.tokenizer or info.tokenizer,
             gpu_blocks=blocks,
             host_blocks=int(blocks * info.host_ratio) or None if blocks is not None else None,
             version=f"SGLang {info.version}",
-            loras=info.loras,
-            lora_paths=info.lora_paths,
+            loras=info.served.loras,
+            lora_paths=info.served.lora_paths,
             loads_loras=info.lora,
             template_input=SGLANG_INPUT,
             served_as_chats=TRANSLATED_ROUTES,
@@ -375,5 +376,5 @@ class SglangAdapter(HttpAdapter):
             role=ROLES.get(info.disaggregation),
             ranks=tuple(range(info.dp_ranks)) if info.release >= _RANKS_SINCE else (),
             routes=ROUTES,
-            card=info.card,
+            card=info.served.card,
         )

@@ -213,12 +213,12 @@ def _folded(salt: str | None, key: str) -> str:
 def _with_lora(info: ServerInfo, path: str, body: JsonBody) -> dict[str, object]:
     """The changes that select the LoRA adapter named in `model`; none for the base model."""
     name = body.get("model")
-    if not isinstance(name, str) or name not in info.loras or body.get("lora_path") == name:
+    if not isinstance(name, str) or name not in info.served.loras or body.get("lora_path") == name:
         return {}
     if path in (CHAT, COMPLETIONS, GENERATE) and ":" not in name:
         return {"lora_path": name}
     if path in (CHAT, COMPLETIONS, _MESSAGES):
-        return {"model": f"{info.model}:{name}"}
+        return {"model": f"{info.served.name}:{name}"}
     raise EngineRejected(f"SGLang serves no LoRA adapters on {path}: use {CHAT}", status=400, param="model")
 
 
@@ -233,7 +233,7 @@ def _tokens(
     # It ignores add_special_tokens, which kvpin reads.
     is_text = isinstance(body.get("prompt"), str) and "add_special_tokens" not in body
     if path == COMPLETIONS and is_text and not body.get("echo"):
-        return {} if info.completion_template else {"prompt": token_ids}
+        return {} if info.completion_template is not None else {"prompt": token_ids}
     return {}
 
 
@@ -265,7 +265,7 @@ def _foreseen(info: ServerInfo, path: str, body: JsonBody, prompt: KvTarget) -> 
 def _is_another_prompt(info: ServerInfo, body: JsonBody) -> bool:
     """True if a completion reuses nothing, or has another prompt than kvpin thinks."""
     reads_prompt = bool(body.get("echo") and body.get("logprobs"))
-    return reads_prompt or (info.completion_template and not isinstance(body.get("prompt"), list))
+    return reads_prompt or (info.completion_template is not None and not isinstance(body.get("prompt"), list))
 
 
 # The fields of a chat that make its prompt. /tokenize refuses some of the others, such as `stream`, and reads

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -13,7 +11,7 @@ from msgspec import structs
 from engine_adapter.detect import release_of
 from engine_adapter.errors import EngineUnavailable
 from engine_adapter.events.options import WILDCARDS
-from engine_adapter.http.adapter import read_models
+from engine_adapter.http.adapter import ServedModel, read_models
 from engine_adapter.http.control import ControlClient
 from engine_adapter.types import EngineLoad
 
@@ -53,67 +51,116 @@ class EventSockets(msgspec.Struct, frozen=True):
         return f"tcp://{self.host}:{self.port + dp_rank}", replay
 
 
-@dataclass(frozen=True, slots=True)
-class ServerInfo:
-    """The facts kvpin uses.
+class _Memory(msgspec.Struct, frozen=True):
+    token_capacity_swa: int | None = None
+
+
+class _State(msgspec.Struct, frozen=True):
+    """What one rank reports."""
+
+    memory_usage: _Memory = _Memory()
+
+
+class _Reported(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of `/server_info` that kvpin reads. The server sends several hundred, its keys among them.
 
     Attributes:
-        loras, lora_paths: LoRA adapters, and where it read each from.
-        rendering: its model, and its chat template.
-        max_model_len: None where it does not say.
-        tokenizer: directory or hub id.
-        page_size: tokens of a page, which is what events call a block.
         capacity_tokens: of one rank's KV pool.
-        dp_ranks: data-parallel ranks, each with a cache of its own.
+        tokenizer: directory or hub id.
         publisher: of KV events; None where there is none.
-        dynamo_events: its events have the format "dynamo".
         cache_report: usage tells cached tokens.
-        radix_cache: prefixes are reused at all.
         hicache: there is a host tier.
-        host_ratio: its size as a multiple of the GPU pool, 0 where unknown.
-        lora: LoRA adapters may be loaded.
-        completion_template: text completions are rendered by a template.
-        window_tokens: of one rank's pool of sliding windows; None where the model has no such pool.
-        keeps_states: the model has linear attention or Mamba layers, whose states are cached too.
+        completion_template: text completions are rendered by it.
         disaggregation: "null" for a server that both prefills and decodes.
         bootstrap_port: of a prefill server, where decode servers meet it.
         transfer_backend: by which the halves move KV.
-        lacks_admin_key: management routes want a key that kvpin was not given.
-        card: its own fields of the model in `/v1/models`.
+        keeps_states: the model has linear attention or Mamba layers, whose states are cached too.
     """
 
     version: str
-    instance: str
-    model: str
-    loras: frozenset[str]
-    max_model_len: int | None
-    tokenizer: str | None
-    page_size: int | None
-    capacity_tokens: int | None
-    dp_ranks: int = 1
-    publisher: EventSockets | None = None
-    dynamo_events: bool = False
-    cache_report: bool = False
-    radix_cache: bool = True
-    hicache: bool = False
-    host_ratio: float = 0.0
-    lora: bool = False
-    speculative: str | None = None
-    completion_template: bool = False
-    window_tokens: int | None = None
-    keeps_states: bool = False
-    disaggregation: str = "null"
-    bootstrap_port: int = 0
-    transfer_backend: str = ""
-    lacks_admin_key: bool = False
-    card: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    lora_paths: Mapping[str, str] = field(default_factory=dict)
-    rendering: str = ""
+    capacity_tokens: int | None = msgspec.field(name="max_total_num_tokens", default=None)
+    reported_page: int | None = msgspec.field(name="page_size", default=None)
+    dcp_size: int = 1
+    dp_size: int = 1
+    attn_dp_size: int = 1
+    tokenizer: str | None = msgspec.field(name="tokenizer_path", default=None)
+    model_path: str | None = None
+    chat_template: str | None = None
+    publisher: EventSockets | None = msgspec.field(name="kv_events", default=None)
+    kv_events_config: str | None = None
+    cache_report: bool = msgspec.field(name="enable_cache_report", default=False)
+    disable_radix_cache: bool = False
+    hicache: bool = msgspec.field(name="enable_hierarchical_cache", default=False)
+    hicache_ratio: float | None = None
+    hicache_size: int = 0
+    enable_lora: bool | None = None
+    speculative: str | None = msgspec.field(name="speculative_algorithm", default=None)
+    completion_template: str | None = None
+    disaggregation: str = msgspec.field(name="disaggregation_mode", default="null")
+    bootstrap_port: int = msgspec.field(name="disaggregation_bootstrap_port", default=0)
+    transfer_backend: str = msgspec.field(name="disaggregation_transfer_backend", default="")
+    keeps_states: bool = msgspec.field(name="uses_mamba_radix_cache", default=False)
+    internal_states: tuple[_State, ...] = ()
+    random_seed: int | None = None
+    startup_time: Any = None
+    admin_api_key: str | None = None
+
+
+class ServerInfo(_Reported, frozen=True, kw_only=True):
+    """A server, as it describes itself.
+
+    Attributes:
+        served: its model and LoRA adapters.
+        dynamo_events: its events have the format "dynamo".
+        lacks_admin_key: management routes want a key that kvpin was not given.
+    """
+
+    served: ServedModel
+    dynamo_events: bool
+    lacks_admin_key: bool
 
     @property
     def release(self) -> tuple[int, ...]:
         """The version as numbers; () where it has none."""
         return release_of(self.version)
+
+    @property
+    def instance(self) -> str:
+        """Identity of the process: its start-up times and its random seed differ from start to start."""
+        text = msgspec.json.encode([self.version, self.startup_time, self.random_seed], order="sorted")
+        return hashlib.blake2b(text, digest_size=8).hexdigest()
+
+    @property
+    def page_size(self) -> int | None:
+        """Tokens of a page, which is what events call a block; None where it does not say."""
+        publisher = self.publisher
+        return (publisher.block_size if publisher else (self.reported_page or 0) * self.dcp_size) or None
+
+    @property
+    def dp_ranks(self) -> int:
+        """Data-parallel ranks, each with a cache of its own."""
+        return self.publisher.dp_size if self.publisher is not None else self.dp_size * self.attn_dp_size
+
+    @property
+    def radix_cache(self) -> bool:
+        """True if prefixes are reused at all."""
+        return not self.disable_radix_cache
+
+    @property
+    def host_ratio(self) -> float:
+        """Size of the host tier as a multiple of the GPU pool; 0 without one, and where it is not known: a
+        size in gigabytes replaces the ratio, and does not say how many tokens fit."""
+        return (self.hicache_ratio or 0.0) if self.hicache and not self.hicache_size else 0.0
+
+    @property
+    def lora(self) -> bool:
+        """True if LoRA adapters may be loaded."""
+        return bool(self.enable_lora or self.served.loras)
+
+    @property
+    def window_tokens(self) -> int | None:
+        """Tokens of one rank's pool of sliding windows; None where the model has no such pool."""
+        return next((state.memory_usage.token_capacity_swa for state in self.internal_states), None)
 
     @property
     def events_carry_salts(self) -> bool:
@@ -123,9 +170,7 @@ class ServerInfo:
     @property
     def events_carry_lora(self) -> bool:
         """True if events name the LoRA adapter."""
-        if self.dynamo_events:
-            return self.release >= EVENTS_MAY_CARRY_LORA
-        return self.release >= EVENTS_CARRY_LORA
+        return self.release >= (EVENTS_MAY_CARRY_LORA if self.dynamo_events else EVENTS_CARRY_LORA)
 
     @property
     def is_half(self) -> bool:
@@ -155,111 +200,35 @@ class ServerInfo:
 
 
 class _EventsConfig(msgspec.Struct, frozen=True):
+    """The value of `--kv-events-config`."""
+
     format: str = "default"
     bind: bool | None = None
-
-
-class _Memory(msgspec.Struct, frozen=True):
-    token_capacity_swa: int | None = None
-
-
-class _State(msgspec.Struct, frozen=True):
-    """What one rank reports."""
-
-    memory_usage: _Memory = _Memory()
-
-
-class _Raw(msgspec.Struct, frozen=True):
-    """The fields kvpin reads. The server sends several hundred, its keys among them."""
-
-    version: str
-    max_total_num_tokens: int | None = None
-    page_size: int | None = None
-    dcp_size: int = 1
-    dp_size: int = 1
-    attn_dp_size: int = 1
-    tokenizer_path: str | None = None
-    model_path: str | None = None
-    chat_template: str | None = None
-    kv_events: EventSockets | None = None
-    kv_events_config: str | None = None
-    enable_cache_report: bool = False
-    disable_radix_cache: bool = False
-    enable_hierarchical_cache: bool = False
-    hicache_ratio: float | None = None
-    hicache_size: int = 0
-    enable_lora: bool | None = None
-    speculative_algorithm: str | None = None
-    completion_template: str | None = None
-    disaggregation_mode: str = "null"
-    disaggregation_bootstrap_port: int = 0
-    disaggregation_transfer_backend: str = ""
-    uses_mamba_radix_cache: bool = False
-    internal_states: tuple[_State, ...] = ()
-    random_seed: int | None = None
-    startup_time: Any = None
-    admin_api_key: str | None = None
 
 
 def read_server_info(answer: object, models: object, *, api_key: str | None = None) -> ServerInfo:
     """Reads `/server_info` and `/v1/models`; `api_key` is the key kvpin has. Raises EngineUnavailable for
     answers that are not an SGLang server's."""
     try:
-        raw = msgspec.convert(answer, _Raw)
+        reported = msgspec.convert(answer, _Reported)
     except msgspec.ValidationError as error:
         raise EngineUnavailable(f"it does not answer as SGLang does: {error}") from error
-    model = read_models(models)
-    publisher, config = raw.kv_events, _events_config(raw.kv_events_config)
+    try:
+        config = msgspec.json.decode(reported.kv_events_config or "{}", type=_EventsConfig)
+    except msgspec.DecodeError:
+        config = _EventsConfig()
+    publisher = reported.publisher
     if publisher is not None:
         binds = publisher.host in WILDCARDS if config.bind is None else config.bind
         publisher = structs.replace(publisher, binds=binds)
-    size = publisher.block_size if publisher is not None else (raw.page_size or 0) * raw.dcp_size
+    # The key itself is not kept.
+    changes = {"publisher": publisher, "admin_api_key": None}
     return ServerInfo(
-        version=raw.version,
-        instance=_identity(raw),
-        model=model.name,
-        card=model.card,
-        loras=model.loras,
-        lora_paths=model.lora_paths,
-        rendering=f"model {raw.model_path}\ntemplate {raw.chat_template}",
-        max_model_len=model.max_model_len,
-        tokenizer=raw.tokenizer_path,
-        page_size=size or None,
-        capacity_tokens=raw.max_total_num_tokens,
-        dp_ranks=publisher.dp_size if publisher is not None else raw.dp_size * raw.attn_dp_size,
-        publisher=publisher,
+        **{**structs.asdict(reported), **changes},
+        served=read_models(models),
         dynamo_events=config.format == "dynamo",
-        cache_report=raw.enable_cache_report,
-        radix_cache=not raw.disable_radix_cache,
-        hicache=raw.enable_hierarchical_cache,
-        # A size in gigabytes replaces the ratio. It does not say how many tokens fit.
-        host_ratio=(raw.hicache_ratio or 0.0)
-        if raw.enable_hierarchical_cache and not raw.hicache_size
-        else 0.0,
-        lora=bool(raw.enable_lora or model.loras),
-        speculative=raw.speculative_algorithm,
-        completion_template=raw.completion_template is not None,
-        window_tokens=next((state.memory_usage.token_capacity_swa for state in raw.internal_states), None),
-        keeps_states=raw.uses_mamba_radix_cache,
-        disaggregation=raw.disaggregation_mode,
-        bootstrap_port=raw.disaggregation_bootstrap_port,
-        transfer_backend=raw.disaggregation_transfer_backend,
-        lacks_admin_key=raw.admin_api_key not in (None, api_key),
+        lacks_admin_key=reported.admin_api_key not in (None, api_key),
     )
-
-
-def _identity(raw: _Raw) -> str:
-    """Identity of the process: its start-up times and its random seed differ from start to start."""
-    text = msgspec.json.encode([raw.version, raw.startup_time, raw.random_seed], order="sorted")
-    return hashlib.blake2b(text, digest_size=8).hexdigest()
-
-
-def _events_config(text: str | None) -> _EventsConfig:
-    """The value of `--kv-events-config`."""
-    try:
-        return msgspec.json.decode(text or "{}", type=_EventsConfig)
-    except msgspec.DecodeError:
-        return _EventsConfig()
 
 
 class _Rank(msgspec.Struct, frozen=True):
