@@ -236,7 +236,11 @@ class HttpAdapter(EngineAdapter):
         if self._endpoints is None:
             raise self.not_supported(Capability.KV_EVENTS)
         subscriber = self._subscriber = KvEventSubscriber(
-            self._endpoints, read_keys=self._read_keys, idle_timeout_s=self._silent_s, since=since
+            self._endpoints,
+            read_keys=self._read_keys,
+            idle_timeout_s=self._silent_s,
+            since=since,
+            between=self._between,
         )
         read, watch = self._reading(), self._watch
         watch.is_followed = True
@@ -248,6 +252,10 @@ class HttpAdapter(EngineAdapter):
                         watch.note(event)  # its reader has processed it
         finally:
             watch.is_followed = False
+
+    def _between(self) -> Iterable[KvEvent]:
+        """Events before each message of the event socket; see `KvEventSubscriber.between`."""
+        return ()
 
     def _reading(self) -> Callable[[KvEvent], Iterable[KvEvent]]:
         """What turns the engine's events into those of its cache, from the start of a stream on."""
@@ -263,11 +271,16 @@ class HttpAdapter(EngineAdapter):
         more. Tells the blocks that its events have shown."""
         await self.require(Capability(verb.value))
         self.check_flushes_all(target)
-        blocks = self._watch.blocks
+        blocks = self._known_blocks
         if await self._reset():
             yield KvProgress(blocks, blocks)
         else:
             yield KvProgress(0, blocks, left={"busy": max(blocks, 1)})
+
+    @property
+    def _known_blocks(self) -> int:
+        """Blocks that its events have shown to be held."""
+        return self._watch.blocks
 
     async def _reset(self) -> bool:
         """Empties the engine's cache, and waits until its events, if somebody reads them, say so. False if

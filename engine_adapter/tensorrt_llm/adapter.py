@@ -6,10 +6,11 @@ hold    → only fields that it takes (requests.py)  events → pushed or polled
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from array import array
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext
 from dataclasses import asdict, replace
 from typing import Any, cast
@@ -19,6 +20,7 @@ from typing_extensions import override
 
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected
+from engine_adapter.events.fields import read_vllm_keys
 from engine_adapter.events.options import EventAddresses
 from engine_adapter.hold import Hold, RequestBody
 from engine_adapter.http.adapter import HttpAdapter, read_models
@@ -34,7 +36,7 @@ from engine_adapter.tensorrt_llm.discovery import (
     read_stats,
 )
 from engine_adapter.tensorrt_llm.events import PolledEventReader
-from engine_adapter.tensorrt_llm.poller import CONFIG, NOTHING_PUSHED, EventPoller, PushedEvents
+from engine_adapter.tensorrt_llm.poller import CONFIG, NOTHING_PUSHED, EventPoller
 from engine_adapter.tensorrt_llm.requests import (
     CHAT,
     COMPLETIONS,
@@ -44,6 +46,7 @@ from engine_adapter.tensorrt_llm.requests import (
     RequestFields,
 )
 from engine_adapter.types import (
+    CacheCleared,
     Capability,
     EngineInfo,
     EngineLoad,
@@ -51,12 +54,12 @@ from engine_adapter.types import (
     EventPosition,
     Finding,
     KvEvent,
-    KvProgress,
     KvTarget,
-    KvVerb,
     Role,
     Tier,
     TokenIds,
+    ViewCurrent,
+    ViewLost,
 )
 
 # The figures are for people, and reading them may take them away from another reader.
@@ -100,11 +103,21 @@ _RENDERED: Any = _Rendered | list[_Rendered]
 """One object for a chat, one per prompt for a completion."""
 
 
+class _EndedError(Exception):
+    """Pushed events no longer show what the server holds, with the finding that says why; without one, the
+    server served prompts, but pushed nothing."""
+
+    def __init__(self, finding: Finding | None) -> None:
+        super().__init__()
+        self.finding = finding
+
+
 class TensorRTLLMAdapter(HttpAdapter):
     """`EngineAdapter` of trtllm-serve."""
 
     spec: EngineSpec[EventAddresses]
     instead = _INSTEAD
+    _read_keys = staticmethod(read_vllm_keys)
 
     def __init__(self, spec: EngineSpec[EventAddresses]) -> None:
         super().__init__(spec)
@@ -115,8 +128,7 @@ class TensorRTLLMAdapter(HttpAdapter):
         self._seen: tuple[int, tuple[Finding, ...]] | None = None
         self._stats, self._next_stats = ServerFigures(), 0.0
         self._poller = EventPoller(lambda: self._control.fetch("POST", EVENTS), self._new_reader)
-        self._pushed: PushedEvents | None = None
-        self._polls_instead = False
+        self._polls_instead = self._was_reset = False
 
     @override
     async def connect(self) -> EngineInfo:
@@ -157,11 +169,10 @@ class TensorRTLLMAdapter(HttpAdapter):
         found = list(self._server.findings) if self._server is not None else []
         if self._tokens_per_block == self._measured:
             found = [finding for finding in found if finding is not BLOCK_SIZE_UNKNOWN]
-        doubts = (
-            NOTHING_PUSHED if self._polls_instead else None,
-            self._poller.doubt if self._pushed is None else self._pushed.doubt,
-        )
-        found += [doubt for doubt in doubts if doubt is not None]
+        if self._polls_instead:
+            found.append(NOTHING_PUSHED)
+        if self._poller.doubt is not None:
+            found.append(self._poller.doubt)
         if reader.gaps:
             found.append(EVENTS_LOST)
         if reader.blocks_per_level and not any(reader.blocks_per_level[1:]):
@@ -174,11 +185,11 @@ class TensorRTLLMAdapter(HttpAdapter):
 
     @override
     async def stats(self) -> dict[str, Any]:
-        reader, pushed = self._poller.reader, self._pushed
+        reader, pushed = self._poller.reader, self._subscriber
         if pushed is not None:
             return {
-                "blocks": {"known": {Tier.GPU.value: pushed.watch.blocks}},
-                "events": asdict(pushed.subscriber.counts),
+                "blocks": {"known": {Tier.GPU.value: self._watch.blocks}},
+                "events": asdict(pushed.counts),
             }
         return {
             "blocks": {
@@ -240,31 +251,77 @@ class TensorRTLLMAdapter(HttpAdapter):
 
     @override
     async def events(self, since: EventPosition | None = None) -> AsyncGenerator[KvEvent, None]:
-        """As the server pushes them, else polled, which removes them from it: see poller.py."""
-        server = await self._able(Capability.KV_EVENTS)
-        endpoints = self.spec.options.endpoints(self.spec.url, None, None)
-        self._polls_instead = False
-        if endpoints is not None:
-            exact, traffic = server.whole_blocks_only, self._poller.traffic
-            self._pushed = PushedEvents(endpoints, traffic, exact=exact, since=since)
-            self._subscriber = self._pushed.subscriber
-            async with aclosing(self._pushed.events()) as events:
-                async for event in events:
-                    yield event
-            self._pushed = self._subscriber = None
+        """As the server pushes them, else polled, which removes them from it: see poller.py.
+
+        Servers with KVCacheManagerV2 and a `kv_events_config` push, and have nothing to poll; others reject
+        that setting or ignore it. So kvpin polls where nothing is pushed:
+
+            served enough, nothing came    the stream ends: poll instead
+            a request has a salt or LoRA   ViewLost for good: pushed events name neither
+            reset                          CacheCleared before the next message
+
+        Frames are vLLM's, and events are maps. Only whole blocks of the largest attention window come,
+        without salts, LoRA adapters, media or moves between tiers: an offloaded block stays on the GPU in the
+        view.
+        """
+        await self._able(Capability.KV_EVENTS)
+        poller = self._poller
+        poller.doubt, self._polls_instead = None, False
+        self._endpoints = self.spec.options.endpoints(self.spec.url, None, None)
+        if self._endpoints is not None:
+            poller.traffic.prompts.clear()
+            try:
+                async with aclosing(super().events(since)) as events:
+                    async for event in events:
+                        yield event
+            except _EndedError as ended:
+                if ended.finding is not None:
+                    poller.doubt = ended.finding
+                    yield ViewLost(ended.finding.problem)
+                    await asyncio.Event().wait()
+            self._subscriber = None
             self._polls_instead = True
-        async with aclosing(self._poller.events()) as events:
+        async with aclosing(poller.events()) as events:
             async for event in events:
                 yield event
 
     @override
-    async def operate(self, verb: KvVerb, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
-        """Flushes everything the server holds."""
-        server = await self._able(Capability(verb.value))
-        self.check_flushes_all(target)
-        reset = self._poller.reset if self._pushed is None else self._pushed.reset
-        blocks = await reset(lambda: self._control.fetch("POST", server.reset_path or ""))
-        yield KvProgress(blocks, blocks)
+    def _between(self) -> Iterable[KvEvent]:
+        """Checks the requests before each pushed message: one with blocks of a salted request is not read."""
+        traffic, pushed = self._poller.traffic, self._subscriber
+        hidden = traffic.hidden_from(lacks_salt=True, lacks_lora=True)
+        nothing_came = traffic.is_enough and pushed is not None and not pushed.counts.batches
+        if hidden is not None or nothing_came:
+            raise _EndedError(hidden)
+        was_reset, self._was_reset = self._was_reset, False
+        return (CacheCleared(),) if was_reset else ()
+
+    @override
+    def _reading(self) -> Callable[[KvEvent], Iterable[KvEvent]]:
+        """A view of pushed events is complete only if the server reuses whole blocks alone."""
+        exact = self._server is not None and self._server.whole_blocks_only
+        return lambda event: (
+            ViewCurrent(event.complete and exact) if isinstance(event, ViewCurrent) else event,
+        )
+
+    @property
+    @override
+    def _known_blocks(self) -> int:
+        return self._watch.blocks if self._subscriber is not None else self._poller.reader.blocks().total()
+
+    @override
+    async def _reset(self) -> bool:
+        server = await self._able(Capability.FLUSH)
+
+        async def act() -> None:
+            await self._control.fetch("POST", server.reset_path or "")
+
+        if self._subscriber is None:
+            await self._poller.reset(act)
+        else:
+            await act()
+            self._was_reset = True
+        return True
 
     # --- inside ---------------------------------------------------------------------------------------
 
@@ -286,8 +343,8 @@ class TensorRTLLMAdapter(HttpAdapter):
     def _tokens_per_block(self) -> int:
         """The block size that events showed, else the reported one."""
         reader = self._poller.reader
-        if self._pushed is not None and self._pushed.watch.tokens_per_block is not None:
-            self._measured = self._pushed.watch.tokens_per_block
+        if self._watch.tokens_per_block is not None:
+            self._measured = self._watch.tokens_per_block
         elif reader.is_measured:
             self._measured = reader.tokens_per_block
         if self._measured is not None or self._server is None:

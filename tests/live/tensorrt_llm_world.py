@@ -26,7 +26,7 @@ class TrtllmWorld(FakeWorld):
         if self.fake.publisher is not None:  # events do not tell what lies on the host
             position = adapter.event_position()
             taken = -1 if position is None else position.sequence
-            return taken == self.fake.publisher.published - 1 and adapter._pushed.watch.blocks == len(cache)
+            return taken == self.fake.publisher.published - 1 and adapter._watch.blocks == len(cache)
         reader = getattr(adapter, "_inner", adapter)._poller.reader  # a NIM's, or its own
         known, held = reader.blocks(), [cache.on_gpu, len(cache.on_host)]
         is_read = reader._last == self.fake.events._next - 1

@@ -114,9 +114,8 @@ async def test_what_is_predicted_is_reported(tokens_per_block, tenants, count):
     assert spared.count(False) <= 40
 
 
-async def test_pushed_events_are_followed_as_well(monkeypatch):
+async def test_pushed_events_are_followed_as_well():
     """Over evictions, blocks that go to host memory, and a flush."""
-    monkeypatch.setattr(poller, "IDLE_CHECK_S", 0.01)
     options = {"gpu_blocks": 56, "host_blocks": 28, "pushes": True, "replays": True}
     with running_trtllm(**options) as server:
         publisher = server.fake.publisher
