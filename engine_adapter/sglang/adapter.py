@@ -55,7 +55,7 @@ from engine_adapter.types import (
     TokenIds,
 )
 
-# --- findings about an SGLang server, with the flags that fix them --------------------------------------
+# --- findings, with the flags that fix them -------------------------------------------------------------
 
 _EVENTS_FLAG = (
     '--kv-events-config \'{"publisher": "zmq", "endpoint": "tcp://*:5557", '
@@ -65,90 +65,29 @@ _EVENTS_FLAG = (
 _LEARNED = "kvpin learns what it holds from its answers"
 
 
-def event_endpoints(info: ServerInfo, spec: EventSpec) -> EventEndpoints | None:
-    """The addresses at which this machine reads the server's KV events; None if it cannot follow them."""
-    return None if any(_why_not_followed(info, spec)) else _endpoints(info, spec)
-
-
-def why_events_do_not_fit(info: ServerInfo, spec: EventSpec) -> Finding | None:
-    """Why the server's KV events cannot be followed; None where they can."""
-    return next(_why_not_followed(info, spec), None) or _why_no_endpoint(info, spec)
-
-
-def find(
-    info: ServerInfo, spec: EventSpec, *, jinja: bool, tokenizes: bool, window: int | None = None
-) -> tuple[Finding, ...]:
-    """All findings. The server `tokenizes` messages, and renders chats with a Jinja template (`jinja`). Its
-    model's sliding windows have `window` tokens; None if they are not followed."""
-    found = _findings(info, spec, jinja=jinja, tokenizes=tokenizes)
-    return (*found, *_hybrid(info, window))
-
-
-def _hybrid(info: ServerInfo, window: int | None) -> Iterator[Finding]:
-    """Why predictions for a model with several kinds of attention are not exact."""
-    if not info.radix_cache or not info.is_hybrid:
-        return
-    less = "it may reuse less than predicted"
-    if info.keeps_states:
-        yield Finding(f"no event tells which states of its linear attention or Mamba layers it keeps: {less}")
-    elif info.hicache:
-        yield Finding(f"no event tells what its sliding windows hold on the host tier: {less}")
-    elif not info.follows_windows:
-        yield Finding(
-            f"its pages are too small to follow its sliding windows: {less}", "start it with --page-size 16"
-        )
-    elif window is None:
-        yield Finding(
-            f"no config.json here says how long its sliding windows are: {less}",
-            "copy the model's directory here, without the weights, and name it: tokenizer=DIR",
-        )
-    elif info.drops_windows:
-        yield Finding(
-            "its sliding windows have less memory than full attention, and no event tells which it drops: "
-            f"once {info.window_tokens} tokens of windows were kept, {less}",
-            "start it with --swa-full-tokens-ratio 1",
-        )
-
-
-def _findings(info: ServerInfo, spec: EventSpec, *, jinja: bool, tokenizes: bool) -> Iterator[Finding]:
-    if info.radix_cache or info.disaggregation != "decode":  # such a half computes no prompts, and keeps none
-        yield from _of_events(info, spec)
-    if info.radix_cache and not info.cache_report:
-        yield Finding(
-            "its usage does not report cached tokens: kvpin asks chats and completions in another way",
-            "start it with --enable-cache-report",
-        )
-    if info.radix_cache and not info.hicache:
-        yield Finding(
-            "what its GPU evicts is lost", "start it with --enable-hierarchical-cache to give it a host tier"
-        )
-    if not tokenizes:
-        yield Finding("it does not tokenise chats for others: kvpin cannot check its own tokens")
-    elif not jinja:
-        yield Finding("kvpin sends it chats as text, so every prompt is tokenised twice")
-    if info.completion_template is not None:
-        yield Finding(
-            "it renders text completions with a template: kvpin does not follow them",
-            "start it without --completion-template",
-        )
-    if info.lacks_admin_key:
-        yield Finding(
-            "it cannot be flushed: that needs its --admin-api-key",
-            "use the same key as its --api-key, and give it to kvpin as api_key",
-        )
-
-
-def _of_events(info: ServerInfo, spec: EventSpec) -> Iterator[Finding]:
-    """What its KV events lack."""
-    no_events, endpoints = why_events_do_not_fit(info, spec), _endpoints(info, spec)
-    if no_events is not None:
-        yield no_events
-    elif endpoints is not None and endpoints.replay is None:
-        yield Finding(
+def event_endpoints(info: ServerInfo, spec: EventSpec) -> tuple[EventEndpoints | None, Finding | None]:
+    """The addresses at which this machine reads the server's KV events, None if it cannot follow them; and
+    what they lack, or why."""
+    publisher, events, replay, topic = info.publisher, None, None, ""
+    if publisher is not None and publisher.binds:
+        (events, replay), topic = publisher.endpoints(spec.options.dp_rank or 0), publisher.topic
+    endpoints = spec.options.endpoints(spec.url, events, replay, topic)
+    flaw = next(_why_not_followed(info, spec), None)
+    if flaw is None and endpoints is None:
+        problem = "it publishes no KV events"
+        if publisher is not None:
+            place = f"tcp://{publisher.host}:{publisher.port}"
+            problem = f"its KV events at {place} cannot be reached from here"
+        flaw = Finding(f"{problem}, so {_LEARNED}", f"start it with {_EVENTS_FLAG}")
+    if flaw is not None or endpoints is None:
+        return None, flaw
+    if endpoints.replay is None:
+        flaw = Finding(
             "without a replay socket, kvpin does not know what it held before, and one lost event means "
             "starting over",
             'add "replay_endpoint": "tcp://*:5657" to --kv-events-config',
         )
+    return endpoints, flaw
 
 
 def _why_not_followed(info: ServerInfo, spec: EventSpec) -> Iterator[Finding]:
@@ -183,28 +122,67 @@ def _why_not_followed(info: ServerInfo, spec: EventSpec) -> Iterator[Finding]:
             )
 
 
-def _why_no_endpoint(info: ServerInfo, spec: EventSpec) -> Finding | None:
-    if _endpoints(info, spec) is not None:
-        return None
-    if info.publisher is None:
-        return Finding(f"it publishes no KV events, so {_LEARNED}", f"start it with {_EVENTS_FLAG}")
-    return Finding(
-        f"its KV events at tcp://{info.publisher.host}:{info.publisher.port} cannot be reached from "
-        f"here, so {_LEARNED}",
-        f"start it with {_EVENTS_FLAG}",
-    )
+def find(
+    info: ServerInfo, of_events: Finding | None, *, jinja: bool, tokenizes: bool, window: int | None = None
+) -> Iterator[Finding]:
+    """All findings, with the one about its events. The server `tokenizes` messages, and renders chats with a
+    Jinja template (`jinja`). Its model's sliding windows have `window` tokens; None if they are not
+    followed."""
+    # A decode half without cache computes no prompts, and keeps none.
+    if of_events is not None and (info.radix_cache or info.disaggregation != "decode"):
+        yield of_events
+    if info.radix_cache and not info.cache_report:
+        yield Finding(
+            "its usage does not report cached tokens: kvpin asks chats and completions in another way",
+            "start it with --enable-cache-report",
+        )
+    if info.radix_cache and not info.hicache:
+        yield Finding(
+            "what its GPU evicts is lost", "start it with --enable-hierarchical-cache to give it a host tier"
+        )
+    if not tokenizes:
+        yield Finding("it does not tokenise chats for others: kvpin cannot check its own tokens")
+    elif not jinja:
+        yield Finding("kvpin sends it chats as text, so every prompt is tokenised twice")
+    if info.completion_template is not None:
+        yield Finding(
+            "it renders text completions with a template: kvpin does not follow them",
+            "start it without --completion-template",
+        )
+    if info.lacks_admin_key:
+        yield Finding(
+            "it cannot be flushed: that needs its --admin-api-key",
+            "use the same key as its --api-key, and give it to kvpin as api_key",
+        )
+    if info.radix_cache and info.is_hybrid:
+        yield from _of_hybrids(info, window)
 
 
-def _endpoints(info: ServerInfo, spec: EventSpec) -> EventEndpoints | None:
-    publisher = info.publisher
-    if publisher is None or not publisher.binds:
-        return spec.options.endpoints(spec.url, None, None)
-    events, replay = publisher.endpoints(spec.options.dp_rank or 0)
-    return spec.options.endpoints(spec.url, events, replay, publisher.topic)
+def _of_hybrids(info: ServerInfo, window: int | None) -> Iterator[Finding]:
+    """Why predictions for a model with several kinds of attention are not exact."""
+    less = "it may reuse less than predicted"
+    if info.keeps_states:
+        yield Finding(f"no event tells which states of its linear attention or Mamba layers it keeps: {less}")
+    elif info.hicache:
+        yield Finding(f"no event tells what its sliding windows hold on the host tier: {less}")
+    elif not info.follows_windows:
+        yield Finding(
+            f"its pages are too small to follow its sliding windows: {less}", "start it with --page-size 16"
+        )
+    elif window is None:
+        yield Finding(
+            f"no config.json here says how long its sliding windows are: {less}",
+            "copy the model's directory here, without the weights, and name it: tokenizer=DIR",
+        )
+    elif info.drops_windows:
+        yield Finding(
+            "its sliding windows have less memory than full attention, and no event tells which it drops: "
+            f"once {info.window_tokens} tokens of windows were kept, {less}",
+            "start it with --swa-full-tokens-ratio 1",
+        )
 
 
-# --- the adapter of SGLang: its OpenAI routes, its own routes and its KV events -------------------------
-# It rests on the code of SGLang 0.5.23; docs/engines/sglang.md lists the facts.
+# --- the adapter ----------------------------------------------------------------------------------------
 
 _INSTEAD = {
     Capability.KV_EVENTS: "kvpin learns what it holds from its answers; start it with --kv-events-config",
@@ -251,7 +229,8 @@ class SglangAdapter(HttpAdapter):
         rank = self.spec.options.dp_rank
         if rank is not None and rank >= info.dp_ranks:
             raise EngineUnavailable(f"it has no dp_rank {rank}, only {info.dp_ranks} rank(s)")
-        self._info, self._endpoints = info, event_endpoints(info, self.spec)
+        self._info = info
+        self._endpoints, of_events = event_endpoints(info, self.spec)
         self.rendezvous = rendezvous_of(info, self.spec)
         self._loads.forget()
         self._window = None
@@ -259,9 +238,8 @@ class SglangAdapter(HttpAdapter):
             self._window = await asyncio.to_thread(window_of, self.spec.tokenizer or info.tokenizer)
         self._tokenizes = await tokenizes_chats(self._control)
         self._jinja = self._tokenizes and await uses_jinja(self._control, info)
-        self._findings = find(
-            info, self.spec, jinja=self._jinja, tokenizes=self._tokenizes, window=self._window
-        )
+        found = find(info, of_events, jinja=self._jinja, tokenizes=self._tokenizes, window=self._window)
+        self._findings = tuple(found)
         return self._describe(info)
 
     @override

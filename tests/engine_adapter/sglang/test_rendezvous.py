@@ -4,27 +4,20 @@ import pytest
 
 from engine_adapter import EngineRejected, JsonBody
 from engine_adapter.sglang.requests import check_is_one, rendezvous_of
-from engine_adapter.sglang.server_info import ServerInfo
+from tests.engine_adapter.sglang.test_findings import server
 from tests.engines import engine_spec
 
 HALF = {
-    "version": "0.5.23",
-    "instance": "1",
-    "model": "m",
-    "loras": frozenset(),
-    "max_model_len": 4096,
-    "tokenizer": None,
-    "page_size": 16,
-    "capacity_tokens": 4096,
-    "disaggregation": "prefill",
-    "bootstrap_port": 8998,
-    "transfer_backend": "nixl",
+    "kv_events": None,
+    "disaggregation_mode": "prefill",
+    "disaggregation_bootstrap_port": 8998,
+    "disaggregation_transfer_backend": "nixl",
 }
 
 
 def rendezvous(url="http://gpu-1:30000", rank=None, **fields):
     options = {} if rank is None else {"dp_rank": rank}
-    return rendezvous_of(ServerInfo(**HALF | fields), engine_spec("sglang", url, **options))
+    return rendezvous_of(server(**HALF | fields), engine_spec("sglang", url, **options))
 
 
 class TestMeet:
@@ -39,15 +32,15 @@ class TestMeet:
 
     @pytest.mark.parametrize("rank", range(3))
     def test_the_room_leads_to_the_rank(self, rank):
-        one = rendezvous(rank=rank, dp_ranks=3)
+        one = rendezvous(rank=rank, dp_size=3)
         assert {one.meet()["bootstrap_room"] % 3 for _ in range(20)} == {rank}
 
     def test_only_servers_with_the_same_way_to_move_kv(self):
-        assert rendezvous().name == rendezvous(disaggregation="decode").name
-        assert rendezvous().name != rendezvous(transfer_backend="mooncake").name
+        assert rendezvous().name == rendezvous(disaggregation_mode="decode").name
+        assert rendezvous().name != rendezvous(disaggregation_transfer_backend="mooncake").name
 
     def test_a_whole_server_meets_nobody(self):
-        assert rendezvous(disaggregation="null") is None
+        assert rendezvous(disaggregation_mode="null") is None
 
     def test_only_for_answers(self):
         assert rendezvous().takes("/v1/completions")
@@ -64,7 +57,7 @@ class TestOne:
         ],
     )
     def test_one_answer_to_one_prompt(self, body):
-        check_is_one(ServerInfo(**HALF), "/generate", JsonBody(body))
+        check_is_one(server(**HALF), "/generate", JsonBody(body))
 
     @pytest.mark.parametrize(
         ("body", "field"),
@@ -77,6 +70,6 @@ class TestOne:
     )
     def test_no_more(self, body, field):
         with pytest.raises(EngineRejected, match=f"{field} asks for several answers") as caught:
-            check_is_one(ServerInfo(**HALF), "/generate", JsonBody(body))
+            check_is_one(server(**HALF), "/generate", JsonBody(body))
         assert (caught.value.status, caught.value.param) == (400, field)
-        check_is_one(ServerInfo(**HALF | {"disaggregation": "null"}), "/generate", JsonBody(body))
+        check_is_one(server(**HALF | {"disaggregation_mode": "null"}), "/generate", JsonBody(body))

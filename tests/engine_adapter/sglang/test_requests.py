@@ -14,10 +14,9 @@ from engine_adapter.sglang.requests import (
     tokenize,
     tokenizes_chats,
 )
-from engine_adapter.sglang.server_info import ServerInfo
 from engine_adapter.types import token_array
 from tests.engine_adapter.builders import body
-from tests.engine_adapter.sglang.test_findings import WELL
+from tests.engine_adapter.sglang.test_findings import server
 from tests.engines import served
 from tests.fake_engines.sglang import running_sglang
 from tests.fake_engines.text import encode
@@ -28,8 +27,7 @@ EXACT = KvTarget(IDS, exact=True)
 
 
 def held(path, fields, prompt=None, *, jinja=True, **info):
-    server = ServerInfo(**WELL | info)
-    hold = hold_request(server, path, JsonBody(json.dumps(fields).encode()), prompt, jinja=jinja)
+    hold = hold_request(server(**info), path, JsonBody(json.dumps(fields).encode()), prompt, jinja=jinja)
     return hold, json.loads(hold.body.raw)
 
 
@@ -48,7 +46,7 @@ class TestTokens:
             (COMPLETIONS, {"prompt": "hi", "echo": True}, {}),
             (COMPLETIONS, {"prompt": [1, 2]}, {}),
             (COMPLETIONS, {"prompt": "hi", "add_special_tokens": False}, {}),
-            (COMPLETIONS, {"prompt": "hi"}, {"completion_template": True}),
+            (COMPLETIONS, {"prompt": "hi"}, {"completion_template": "t"}),
             ("/v1/responses", {"input": "hi"}, {}),
         ],
     )
@@ -129,14 +127,14 @@ class TestCachedTokens:
 
     def test_details_are_asked_for_where_it_does_not(self):
         for path in (CHAT, COMPLETIONS):
-            hold, body = held(path, {"stream": True}, cache_report=False)
+            hold, body = held(path, {"stream": True}, enable_cache_report=False)
             assert body == {"stream": True, "return_cached_tokens_details": True}
             assert isinstance(hold.answer, DetailsAnswer)
-        assert held("/v1/responses", {"input": "x"}, cache_report=False)[0].answer is None
+        assert held("/v1/responses", {"input": "x"}, enable_cache_report=False)[0].answer is None
 
-    @pytest.mark.parametrize("fields", [{"version": "0.5.9"}, {"radix_cache": False}])
+    @pytest.mark.parametrize("fields", [{"version": "0.5.9"}, {"disable_radix_cache": True}])
     def test_nothing_is_asked_for_where_there_is_nothing(self, fields):
-        hold, body = held(CHAT, MESSAGES, cache_report=False, **fields)
+        hold, body = held(CHAT, MESSAGES, enable_cache_report=False, **fields)
         assert (body, hold.answer) == (MESSAGES, None)
 
 
@@ -147,12 +145,12 @@ class TestForesight:
             (CHAT, MESSAGES, {}, None),
             (CHAT, MESSAGES | {"n": 1}, {}, None),
             (CHAT, MESSAGES | {"n": 2}, {}, 32),
-            (COMPLETIONS, {"prompt": "x", "n": 3}, {"page_size": 1}, 39),
-            (COMPLETIONS, {"prompt": "x", "n": 3}, {"page_size": None}, None),
+            (COMPLETIONS, {"prompt": "x", "n": 3}, {"kv_events": None, "page_size": 1}, 39),
+            (COMPLETIONS, {"prompt": "x", "n": 3}, {"kv_events": None, "page_size": None}, None),
             (COMPLETIONS, {"prompt": "x", "echo": True, "logprobs": 1}, {}, 0),
             (COMPLETIONS, {"prompt": "x", "echo": True, "logprobs": 0}, {}, None),
-            (COMPLETIONS, {"prompt": "x"}, {"completion_template": True}, 0),
-            (COMPLETIONS, {"prompt": [1]}, {"completion_template": True}, None),
+            (COMPLETIONS, {"prompt": "x"}, {"completion_template": "t"}, 0),
+            (COMPLETIONS, {"prompt": [1]}, {"completion_template": "t"}, None),
         ],
     )
     def test_what_the_index_cannot_tell(self, path, fields, info, cached):

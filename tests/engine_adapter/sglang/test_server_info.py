@@ -29,7 +29,7 @@ def read(*, api_key=None, **fields):
 
 def test_what_a_server_says():
     info = read()
-    assert (info.model, info.loras, info.max_model_len) == ("m", {"ad"}, 4096)
+    assert (info.served.name, info.served.loras, info.served.max_model_len) == ("m", {"ad"}, 4096)
     assert (info.page_size, info.capacity_tokens, info.tokenizer) == (64, 6400, "hub/tokenizer")
     assert (info.release, info.dp_ranks, info.radix_cache, info.lora) == ((0, 5, 23), 1, True, True)
     assert not info.cache_report
