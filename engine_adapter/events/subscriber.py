@@ -75,6 +75,7 @@ class _Cursor:
         reported: the completeness last reported; None until the view has started.
         taken: number and digest of the last batch whose events were all taken.
         is_unproven: the position it goes on from may be another process's.
+        until: the highest number that the running replay is known to have, -1 for none.
     """
 
     reader: EventReader
@@ -88,6 +89,7 @@ class _Cursor:
     reported: bool | None = None
     taken: tuple[int, int] | None = None
     is_unproven: bool = False
+    until: int = -1
 
     @classmethod
     def at(cls, reader: EventReader, since: EventPosition) -> _Cursor:
@@ -237,6 +239,7 @@ class KvEventSubscriber:
         if cursor.silent:
             await self._look_for_replay(inbox, replay, cursor)
             return
+        cursor.until = -1
         async with aclosing(self._catch_up(replay, cursor, _LOOK_S, other=inbox)) as events:
             async for event in events:
                 yield event
@@ -249,8 +252,8 @@ class KvEventSubscriber:
         """The events that were published but did not arrive, of batch `sequence` and those before it."""
         self.counts.gaps += 1
         self.counts.replays += replay is not None
-        first = (cursor.last or 0) + 1
-        async with aclosing(self._catch_up(replay, cursor, self.replay_timeout_s, sequence)) as events:
+        first, cursor.until = (cursor.last or 0) + 1, sequence
+        async with aclosing(self._catch_up(replay, cursor, self.replay_timeout_s)) as events:
             async for event in events:
                 yield event
         if cursor.last is None or cursor.last < sequence:
@@ -282,45 +285,40 @@ class KvEventSubscriber:
         replay: ReplayClient | None,
         cursor: _Cursor,
         patience_s: float,
-        until: int = -1,
         other: Inbox | None = None,
     ) -> AsyncGenerator[KvEvent, None]:
-        """Replays what the engine published after `cursor.last`; batch `until` is known to exist. A ROUTER
-        drops messages for a slow peer, so an answer with gaps is requested again. A message in the `other`
-        inbox ends the replay."""
+        """Replays what the engine published after `cursor.last`, with pauses of at most `patience_s` seconds.
+        A ROUTER drops messages for a slow peer, so an answer with gaps is requested again. A message in the
+        `other` inbox ends the replay."""
         if replay is None or cursor.silent:
             return
         while True:
-            before, answer = cursor.last, _Replayed(until, patience_s, other)
-            async with aclosing(self._replayed(replay, cursor, answer)) as events:
+            before = cursor.last
+            async with aclosing(self._replayed(replay, cursor, patience_s, other)) as events:
                 async for event in events:
                     yield event
-            if answer.is_interrupted or cursor.last is None or cursor.last >= answer.until:
+            if (other is not None and other.has_messages()) or cursor.last is None:
+                return
+            if cursor.last >= cursor.until:
                 return
             if cursor.last == before:
-                raise _StartOverError(f"batches {cursor.last + 1} to {answer.until} are lost")
-            until = answer.until
+                raise _StartOverError(f"batches {cursor.last + 1} to {cursor.until} are lost")
 
     async def _replayed(
-        self, replay: ReplayClient, cursor: _Cursor, answer: _Replayed
+        self, replay: ReplayClient, cursor: _Cursor, patience_s: float, other: Inbox | None
     ) -> AsyncGenerator[KvEvent, None]:
         """The events of one answer, up to its first gap."""
-        known = cursor.last if cursor.last is not None and cursor.last >= 0 else None
+        known, batches = cursor.last if cursor.last is not None and cursor.last >= 0 else None, 0
         await replay.ask(known or 0)
-        while True:
-            frames = await replay.receive(answer.patience_s, answer.other)
-            if frames is None:
-                self._note_silence(replay, cursor, answer)
-                return
+        while (frames := await replay.receive(patience_s, other)) is not None:
             message = self._numbered(frames, replayed=True)
             if message is None:
                 continue
             sequence, payload = message
             if sequence == _END_OF_REPLAY:
                 break
-            answer.until = max(answer.until, sequence)
-            answer.batches += 1
-            if known is not None and answer.batches == 1:
+            cursor.until, batches = max(cursor.until, sequence), batches + 1
+            if known is not None and batches == 1:
                 events = _check_same(cursor, sequence, payload)
             elif cursor.last is None or sequence == cursor.last + 1:
                 events = self._take(cursor, sequence, payload)
@@ -328,20 +326,18 @@ class KvEventSubscriber:
                 continue
             for event in events:
                 yield event
+        else:
+            if batches or (other is not None and other.has_messages()):
+                replay.connect()  # the rest was dropped or is late, or it was given no time
+            else:
+                cursor.silent = self.replay_is_silent = True
+                self.counts.unanswered += 1
+            return
         self.replay_is_silent, cursor.asked_at = False, None
-        if known is not None and not answer.batches:
+        if known is not None and not batches:
             raise _StartOverError(f"the engine no longer has batch {known}")
         if cursor.last is None:  # it has published nothing yet
             cursor.last, cursor.complete = -1, True
-
-    def _note_silence(self, replay: ReplayClient, cursor: _Cursor, answer: _Replayed) -> None:
-        """An answer stopped. If part of it came, the rest was dropped or is late; else nobody answers, unless
-        it was given no time."""
-        if answer.batches or answer.is_interrupted:
-            replay.connect()
-        else:
-            cursor.silent = self.replay_is_silent = True
-            self.counts.unanswered += 1
 
     def _take(self, cursor: _Cursor, sequence: int, payload: bytes) -> Iterator[KvEvent]:
         """The events of this batch; moves the cursor to it."""
@@ -374,21 +370,6 @@ class KvEventSubscriber:
         if topic and not replayed and frames[0] != topic.encode():
             return None
         return int.from_bytes(frames[-2], "big"), frames[-1]
-
-
-@dataclass(slots=True)
-class _Replayed:
-    """One answer of the replay socket: the highest number known to exist, the longest pause in seconds, the
-    inbox whose messages end it, and the batches received."""
-
-    until: int
-    patience_s: float
-    other: Inbox | None = None
-    batches: int = 0
-
-    @property
-    def is_interrupted(self) -> bool:
-        return self.other is not None and self.other.has_messages()
 
 
 def _check_same(cursor: _Cursor, sequence: int, payload: bytes) -> Iterator[KvEvent]:
