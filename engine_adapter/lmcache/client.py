@@ -17,7 +17,7 @@ import msgspec
 from engine_adapter.errors import EngineError, EngineUnavailable
 from engine_adapter.http.control import ControlClient
 from engine_adapter.types import BelowGpu, Capability, Finding, KvTarget
-from engine_adapter.vllm.options import LmCacheSpec
+from engine_adapter.vllm.options import VllmSpec
 
 # --- finds out what the LMCache of an engine is, and what keeps kvpin from using it ---------------------
 
@@ -58,7 +58,7 @@ class _Unusable(Exception):
 
 
 async def survey(
-    spec: LmCacheSpec, model: str, node: LmCacheNode, coordinator_at: Callable[[str], Coordinator]
+    spec: VllmSpec, model: str, node: LmCacheNode, coordinator_at: Callable[[str], Coordinator]
 ) -> tuple[LmCacheSite | None, tuple[Finding, ...]]:
     """Asks the node and its coordinator what they are: the usable site or None, and the findings.
 
@@ -71,7 +71,7 @@ async def survey(
 
 
 async def _survey(
-    spec: LmCacheSpec, model: str, node: LmCacheNode, coordinator_at: Callable[[str], Coordinator]
+    spec: VllmSpec, model: str, node: LmCacheNode, coordinator_at: Callable[[str], Coordinator]
 ) -> tuple[LmCacheSite, tuple[Finding, ...]]:
     try:
         status, config = await node.status(), await node.config()
@@ -101,7 +101,7 @@ async def _survey(
     return replace(site, capabilities=moves | {Capability.PIN}), ()
 
 
-def _context(spec: LmCacheSpec, model: str, status: Status) -> Context:
+def _context(spec: VllmSpec, model: str, status: Status) -> Context:
     """The engine as it is registered with the node."""
     contexts = [*status.cache_context_meta.values(), *status.non_cuda_context_meta.values()]
     for each in contexts:
@@ -115,7 +115,7 @@ def _context(spec: LmCacheSpec, model: str, status: Status) -> Context:
     raise _Unusable(problem, f"{_CONNECTOR}, naming that server's --host and --port")
 
 
-async def _examine(spec: LmCacheSpec, coordinator: Coordinator, scope: Scope, tokens_per_chunk: int) -> None:
+async def _examine(spec: VllmSpec, coordinator: Coordinator, scope: Scope, tokens_per_chunk: int) -> None:
     """Raises if the coordinator cannot be used."""
     if scope.instance_id not in await coordinator.instances():
         problem = f"the LMCache coordinator {coordinator.url} does not know the server {spec.options.lmcache}"
@@ -292,7 +292,7 @@ class _Pins(msgspec.Struct):
 class _LmCacheServer:
     health: ClassVar[str]
 
-    def __init__(self, spec: LmCacheSpec, url: str) -> None:
+    def __init__(self, spec: VllmSpec, url: str) -> None:
         """Raises EngineSpecError for an invalid address."""
         self.url = url
         self._control = ControlClient(replace(spec, url=url, api_key=None, headers={}))
