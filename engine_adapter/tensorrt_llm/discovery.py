@@ -190,9 +190,12 @@ async def discover(control: ControlClient, instance: str) -> Discovered:
     model = read_models(await control.get("/v1/models"))
     version = await _optional(control, "/version")
     server = await _optional(control, "/server_info")
-    routes = await _Routes.of(control)
+    openapi: dict[str, Any] = {}
+    with suppress(EngineUnavailable):  # some versions fail to describe their routes
+        openapi = await _optional(control, "/openapi.json")
+    routes = _Routes(control, openapi)
     stats = await read_stats(control)
-    fields = RequestFields(routes.openapi)
+    fields = RequestFields(openapi)
     capabilities = {Capability.CACHED_TOKENS}
     if await routes.has(EVENTS):
         capabilities.add(Capability.KV_EVENTS)
@@ -215,7 +218,7 @@ async def discover(control: ControlClient, instance: str) -> Discovered:
         gpu_blocks=stats.gpu_blocks,
         version=f"TensorRT-LLM {version.get('version', '')}".strip(),
         events_read_once=True,
-        template_input=TemplateInput(tools=GivenTools(routes.openapi)),
+        template_input=TemplateInput(tools=GivenTools(openapi)),
         served_as_chats=TRANSLATED_ROUTES,
         routes=ROUTES,
         card=model.card,
@@ -265,32 +268,23 @@ async def _optional(control: ControlClient, path: str) -> dict[str, Any]:
 
 
 class _Routes:
-    """The POST routes of a server."""
+    """The POST routes of a server. Its methods raise EngineUnavailable."""
 
     def __init__(self, control: ControlClient, openapi: dict[str, Any]) -> None:
+        """`openapi`: its own description of its routes, {} without one."""
         self._control = control
-        self.openapi = openapi
         paths = openapi.get("paths")
         self._paths = paths if isinstance(paths, dict) else {}
 
-    @classmethod
-    async def of(cls, control: ControlClient) -> _Routes:
-        """Its own description of its routes, if it gives one. Raises EngineUnavailable."""
-        try:
-            openapi = await _optional(control, "/openapi.json")
-        except EngineUnavailable:  # some versions fail to describe their routes
-            openapi = {}
-        return cls(control, openapi)
-
     async def has(self, path: str) -> bool:
-        """True if the route exists. Raises EngineUnavailable."""
+        """True if the route exists."""
         if self._paths:
             methods = self._paths.get(path)
             return isinstance(methods, dict) and "post" in methods
         return await self._control.status("GET", path) in (HTTPStatus.OK, HTTPStatus.METHOD_NOT_ALLOWED)
 
     async def reset(self) -> str | None:
-        """The route that resets the cache, if it has one. Raises EngineUnavailable."""
+        """The route that resets the cache, if it has one."""
         named = [path for path in self._paths if _RESETS.fullmatch(path)]
         for path in named or _KNOWN_RESETS:
             if await self.has(path):

@@ -18,9 +18,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
 from itertools import groupby, takewhile
-from typing import TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -49,7 +47,6 @@ from engine_adapter.types import (
 # frame is read before its data, so that an unreadable event still counts as seen.
 
 BlockName = int | str
-_T = TypeVar("_T")
 
 
 class Frame(msgspec.Struct, frozen=True):
@@ -120,7 +117,6 @@ class LevelDiff(msgspec.Struct, frozen=True):
     """A block moved."""
 
     new_value: int
-    old_value: int
 
 
 class Updated(Data, frozen=True, tag="updated", kw_only=True):
@@ -133,32 +129,18 @@ class Updated(Data, frozen=True, tag="updated", kw_only=True):
 Event = Created | Stored | Removed | Updated
 
 
-class _Kind(msgspec.Struct, frozen=True):
-    type: str
+_decode_answer = msgspec.json.Decoder(list[msgspec.Raw]).decode
+_decode_frame = msgspec.json.Decoder(Frame).decode
+_decode_data: Callable[[bytes | msgspec.Raw], Event] = msgspec.json.Decoder(Event).decode
+_REMOVED = b'"removed"'
 
 
-def _read(decode: Callable[[bytes | msgspec.Raw], _T], raw: bytes | msgspec.Raw) -> _T:
+def _events_in(answer: bytes) -> list[msgspec.Raw]:
+    """The raw events of an answer. Raises MalformedEvents if it is not a list."""
     try:
-        return decode(raw)
+        return _decode_answer(answer)
     except UNREADABLE as error:
         raise MalformedEvents(str(error)) from error
-
-
-_decode_data: Callable[[bytes | msgspec.Raw], Event] = msgspec.json.Decoder(Event).decode
-_decode_kind = msgspec.json.Decoder(_Kind).decode
-decode_answer = partial(_read, msgspec.json.Decoder(list[msgspec.Raw]).decode)
-"""The raw events of an answer. Raises MalformedEvents if it is not a list."""
-decode_frame = partial(_read, msgspec.json.Decoder(Frame).decode)
-"""Raises MalformedEvents."""
-decode_data = partial(_read, _decode_data)
-"""Raises MalformedEvents, also for an event of an unknown type."""
-
-
-def kind_of(raw: msgspec.Raw) -> str | None:
-    """The type of unreadable data, None if it has none."""
-    with suppress(MalformedEvents):
-        return _read(_decode_kind, raw).type
-    return None
 
 
 # --- events ---------------------------------------------------------------------------------------------
@@ -203,7 +185,7 @@ class PolledEventReader:
         """The events of one answer; raises MalformedEvents if it is none. The first answer ends with
         ViewCurrent. So does any answer with a ViewLost, which voids everything before it."""
         events: list[KvEvent] = []
-        for raw in decode_answer(content):
+        for raw in _events_in(content):
             events += self._event(raw)
         if not self._current:
             self._current = True
@@ -212,9 +194,9 @@ class PolledEventReader:
 
     def pass_over(self, content: bytes) -> None:
         """Skips an answer, like `read`: the cache was reset after its events."""
-        for raw in decode_answer(content):
-            with suppress(MalformedEvents):
-                frame = decode_frame(raw)
+        for raw in _events_in(content):
+            with suppress(*UNREADABLE):
+                frame = _decode_frame(raw)
                 self.heard = True
                 if (frame.attention_dp_rank or 0) == min(self.ranks, default=0):
                     self._last = frame.event_id
@@ -235,8 +217,8 @@ class PolledEventReader:
 
     def _event(self, raw: msgspec.Raw) -> list[KvEvent]:
         try:
-            frame = decode_frame(raw)
-        except MalformedEvents:
+            frame = _decode_frame(raw)
+        except UNREADABLE:
             self.skipped += 1
             return []
         self.heard = True
@@ -245,17 +227,15 @@ class PolledEventReader:
         if rank != min(self.ranks):
             return []
         try:
-            data = decode_data(frame.data)
-        except MalformedEvents:
-            return [*self._follow(frame.event_id, is_created=False), *self._unreadable(frame.data)]
+            data = _decode_data(frame.data)
+        except UNREADABLE:
+            self.skipped += 1
+            lost = self._follow(frame.event_id, is_created=False)
+            # It may leave removed blocks in the view.
+            return lost + (self._lose("a removal could not be read") if _REMOVED in bytes(frame.data) else [])
         lost = self._follow(frame.event_id, is_created=isinstance(data, Created))
         lost += self._choose(frame, data)
         return lost + self._apply(frame, data)
-
-    def _unreadable(self, data: msgspec.Raw) -> list[KvEvent]:
-        """An unreadable removal leaves removed blocks in the view."""
-        self.skipped += 1
-        return self._lose("a removal could not be read") if kind_of(data) == "removed" else []
 
     def _follow(self, event_id: int, *, is_created: bool) -> list[KvEvent]:
         """Moves on to this event. Its number may show that events before it are lost or void."""
