@@ -4,7 +4,7 @@ from threading import Thread
 
 import pytest
 
-from engine_adapter.errors import EngineDied, EngineUnavailable, EngineUnreachable
+from engine_adapter.errors import EngineDied, EngineUnavailable
 from engine_adapter.http.prepare import Headers, OutgoingRequest
 from tests.fakes import FakeEngine
 
@@ -39,12 +39,6 @@ class TestRequests:
     async def test_the_address_is_sent_as_it_stands(self, engine, transport, target):
         await fetch(transport, request(engine, target))
         assert engine.seen[0].target == target
-
-    async def test_headers_are_those_given(self, engine, transport):
-        await fetch(transport, request(engine, body=b'{"a":1}', **{"x-a": "1"}))
-        seen = engine.seen[0]
-        assert seen.headers == {"host": engine.url[7:], "x-a": "1", "content-length": "7"}
-        assert seen.body == b'{"a":1}'
 
     async def test_a_streamed_body_goes_on_as_it_comes(self, engine, transport):
         first_is_there = asyncio.Event()
@@ -105,26 +99,6 @@ class TestRequests:
 
 
 class TestAnswers:
-    async def test_chunks_come_as_they_are_sent(self, engine, transport):
-        go = asyncio.Queue()
-
-        async def script(exchange):
-            await exchange.start()
-            for text in (b"one", b"two", b"three"):
-                await exchange.chunk(text)
-                await go.get()
-            await exchange.end()
-
-        engine.script = script
-        got = []
-        async with await transport.send(request(engine)) as response:
-            assert response.status == 200
-            assert response.headers["Content-Type"] == "text/event-stream"
-            while chunk := await response.receive():
-                got.append(chunk)
-                go.put_nowait(None)
-        assert got == [b"one", b"two", b"three"]
-
     async def test_closing_early_is_seen_by_the_engine(self, engine, transport):
         async def script(exchange):
             await exchange.start()
@@ -191,29 +165,8 @@ class TestConnections:
                 connections[-1].close()
             assert len(connections) == 2
 
-    async def test_an_upload_is_not_sent_twice(self, engine, transport):
-        async def script(exchange):
-            await (exchange.send({}) if len(engine.seen) == 1 else asyncio.sleep(0))
-            if len(engine.seen) > 1:
-                exchange.die()
-
-        engine.script = script
-        await fetch(transport, request(engine))
-
-        async def body():
-            yield b"x"
-
-        with pytest.raises(EngineUnavailable):
-            await fetch(transport, request(engine, body=body()))
-        assert len(engine.seen) == 2
-
 
 class TestFailures:
-    async def test_a_refused_connection(self, engine, transport):
-        await engine.stop()
-        with pytest.raises(EngineUnreachable, match=r"127\.0\.0\.1"):
-            await transport.send(request(engine))
-
     @pytest.mark.parametrize("abort", [False, True], ids=["closed", "reset"])
     @pytest.mark.parametrize("headers", [[], [("content-length", "100")]], ids=["chunked", "length"])
     async def test_death_in_mid_answer(self, engine, transport, abort, headers):

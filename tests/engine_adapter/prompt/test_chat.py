@@ -68,14 +68,6 @@ def test_any_chat_is_tokenised_as_transformers_does(chat, reference, messages, g
     assert prompt.token_ids.tolist() == expected
 
 
-@settings(max_examples=100, deadline=None)
-@given(text=st.text(max_size=200), special=st.booleans())
-def test_any_text_is_encoded_as_transformers_does(chat, reference, text, special):
-    ids = chat.encode(text, add_special_tokens=special)
-    assert ids.typecode == "i"
-    assert ids.tolist() == reference.encode(text, add_special_tokens=special)
-
-
 def test_decoding_skips_what_it_does_not_know(chat):
     ids = [*chat.encode("<|im_start|>hello", add_special_tokens=False), VOCAB + 3, -1]
     assert chat.decode(ids) == "<|im_start|>hello"

@@ -5,25 +5,21 @@ from contextlib import ExitStack, aclosing
 import pytest
 
 from engine_adapter import (
-    BlocksRemoved,
     BlocksStored,
     CacheCleared,
     Capability,
     EngineRejected,
     EngineUnavailable,
-    Headers,
     JsonBody,
     KvTarget,
     KvVerb,
     NotSupported,
-    Tier,
     ViewCurrent,
     ViewLost,
 )
 from engine_adapter.sglang import adapter as adapter_module
 from engine_adapter.types import Attention, KvGroup, token_array
 from tests.fake_engines.sglang import CHAT, COMPLETIONS, running_sglang
-from tests.fake_engines.text import MODEL_DIR
 
 ALL = KvTarget()
 
@@ -60,19 +56,6 @@ async def complete(adapter, body):
 
 
 class TestConnect:
-    async def test_what_it_is(self, start, adapter_of):
-        info = await adapter_of(start(page_size=16, loras=("calm",), capacity=100)).connect()
-        assert (info.model, info.loras, info.tokens_per_block) == ("tiny", {"calm"}, 16)
-        assert (info.gpu_blocks, info.host_blocks, info.max_model_len) == (100, None, 1024)
-        assert (info.tokenizer, info.version) == (str(MODEL_DIR), "SGLang 0.5.23")
-        assert info.capabilities == {
-            Capability.KV_EVENTS,
-            Capability.CACHED_TOKENS,
-            Capability.TOKENIZE,
-            Capability.CACHE_SALT,
-            Capability.FLUSH,
-        }
-
     @pytest.mark.parametrize(("mode", "role"), [("prefill", "prefill"), ("decode", "decode"), ("null", None)])
     async def test_it_says_its_role(self, start, adapter_of, mode, role):
         info = await adapter_of(start(server_info={"disaggregation_mode": mode})).connect()
@@ -142,27 +125,6 @@ class TestLoad:
 
 
 class TestEvents:
-    async def test_what_was_stored_before_and_what_changes(self, start, adapter_of):
-        running = start(page_size=16, loras=("calm",), capacity=4)
-        adapter = adapter_of(running)
-        tokens = list(range(100, 140))
-        body = {"model": "tiny", "prompt": tokens, "max_tokens": 1}
-        await complete(adapter, body | {"cache_salt": "s", "lora_path": "calm"})
-        events = adapter.events()
-        first = [await anext(events) for _ in range(4)]
-        assert list(map(type, first)) == [ViewLost, CacheCleared, BlocksStored, ViewCurrent]
-        stored = first[2]
-        assert (stored.parent, stored.salt, stored.lora, stored.tier) == (None, "s", "calm", Tier.GPU)
-        assert stored.token_ids.tolist() == tokens[:32]
-        assert first[3].complete
-        await complete(adapter, body | {"prompt": list(range(64))})
-        removed = [await anext(events) for _ in range(2)]
-        assert {type(event) for event in removed} == {BlocksStored, BlocksRemoved}
-        await flushed(adapter)
-        while not isinstance(await anext(events), CacheCleared):
-            pass
-        await events.aclose()
-
     async def test_windows_are_told_where_they_are_known(self, start, adapter_of, tmp_path):
         """A window of 17 tokens needs the page before a boundary."""
         running = start(page_size=16, capacity=100, server_info=_windows(1600))
@@ -195,18 +157,6 @@ class TestEvents:
         assert seen[2:] == [ViewCurrent(complete=False)] * 2
         assert any("how long its sliding windows are" in finding.problem for finding in adapter.findings())
         await events.aclose()
-
-    async def test_of_one_rank(self, start, adapter_of):
-        running = start(ranks=2, page_size=2)
-        for rank in (0, 1):
-            adapter = adapter_of(running, dp_rank=rank)
-            request = adapter.prepare("POST", COMPLETIONS, {}, None)
-            body = {"model": "tiny", "prompt": [10 + rank, 5, 5], "max_tokens": 1}
-            await adapter._control.call("POST", COMPLETIONS, json=body, headers=Headers(request.headers))
-            events = adapter.events()
-            seen = [await anext(events) for _ in range(3)]
-            await events.aclose()
-            assert seen[2].token_ids.tolist() == [10 + rank, 5]
 
     async def test_addresses_that_the_operator_gives(self, start, adapter_of):
         running = start()
