@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import aclosing
 from typing import Any
 
 import msgspec
 
 from engine_adapter.body import UNREADABLE
 from engine_adapter.errors import EngineRejected, EngineSpecError
+from engine_adapter.http.adapter import KIND_OF_OWNER, owner_of
 from engine_adapter.http.control import WANTS_KEY, ControlClient
-from engine_adapter.types import EngineSpec, Finding
+from engine_adapter.types import EngineSpec
 
 # --- versions of engines, to compare --------------------------------------------------------------------
 
@@ -27,16 +29,6 @@ def release_of(version: str) -> tuple[int, ...]:
 # --- finds the kind of an engine from its routes, without changing anything -----------------------------
 
 _MODELS = "/v1/models"
-# By `owned_by` of the first model.
-_BY_OWNER = {
-    "vllm": "vllm",
-    "sglang": "sglang",
-    "tensorrt_llm": "tensorrt_llm",
-    "llamacpp": "llama_server",
-    "lmdeploy": "lmdeploy",
-}
-# By the same, where an operator named the kind: kvpin's own engine, or a kvpin in front of engines.
-_BY_NAME = {**_BY_OWNER, "kvpin": "embedded"}
 _Answer = dict[str, Any]
 _Routes = tuple[tuple[str, str, Callable[[_Answer], bool]], ...]
 # Tried first, because the embedded engine also has routes of vLLM, and a NIM those of the engine inside.
@@ -66,43 +58,17 @@ async def detect_kind(spec: EngineSpec) -> str:
         EngineRejected: the server wants another key, or has no OpenAI API.
         EngineSpecError: the address is invalid, or it is a kvpin's.
     """
-    control = ControlClient(spec)
-    try:
-        return await _detect(control, spec)
-    finally:
-        await control.aclose()
-
-
-async def detect_inside(control: ControlClient) -> str | None:
-    """The kind of the engine inside another server, such as a NIM; None if it is hidden. Raises
-    EngineRejected if the server wants another key, or has no OpenAI API."""
-    models = _object_of(await control.fetch("GET", _MODELS))
-    return _BY_OWNER.get(_owner(models)) or await _by_routes(control, _MORE_ROUTES)
-
-
-def wrong_kind(models: object, spec: EngineSpec[Any]) -> Finding | None:
-    """A finding if an answer of `/v1/models` comes from another kind of engine than `spec` says."""
-    kind = _BY_NAME.get(_owner(_object(models)))
-    if kind is None or kind == spec.kind:
-        return None
-    return Finding(
-        f"it is no {spec.kind}: its models say that it is of the kind {kind}; kvpin does not know its cache",
-        f"name its kind: --engine {kind}={spec.url}; if that is a kvpin, name the engines behind it",
-    )
-
-
-async def _detect(control: ControlClient, spec: EngineSpec) -> str:
     refused: EngineRejected | None = None
     models: _Answer = {}
-    try:
-        models = _object_of(await control.fetch("GET", _MODELS))
-    except EngineRejected as error:
-        refused = error
-    kind = await _by_routes(control, _ROUTES)
-    owner = _owner(models)
-    if kind is None and owner == "kvpin":
-        raise EngineSpecError(f"{spec.url} is a kvpin: give the address of an engine")
-    kind = kind or _BY_OWNER.get(owner) or await _by_routes(control, _MORE_ROUTES)
+    async with aclosing(ControlClient(spec)) as control:
+        try:
+            models = await _ask(control, _MODELS)
+        except EngineRejected as error:
+            refused = error
+        kind, owner = await _by_routes(control, _ROUTES), owner_of(models)
+        if kind is None and owner == "kvpin":
+            raise EngineSpecError(f"{spec.url} is a kvpin: give the address of an engine")
+        kind = kind or KIND_OF_OWNER.get(owner) or await _by_routes(control, _MORE_ROUTES)
     if kind is not None:
         return kind
     if models.get("data"):
@@ -112,11 +78,18 @@ async def _detect(control: ControlClient, spec: EngineSpec) -> str:
     raise EngineRejected(f"{spec.url} lists no model at {_MODELS}: kvpin cannot use it", status=404)
 
 
+async def detect_inside(control: ControlClient) -> str | None:
+    """The kind of the engine inside another server, such as a NIM; None if it is hidden. Raises
+    EngineRejected if the server wants another key, or has no OpenAI API."""
+    owner = owner_of(await _ask(control, _MODELS))
+    return KIND_OF_OWNER.get(owner) or await _by_routes(control, _MORE_ROUTES)
+
+
 async def _by_routes(control: ControlClient, routes: _Routes) -> str | None:
     """The kind of the first route that exists and answers as that kind does."""
     for kind, path, is_it in routes:
         try:
-            answer = _object_of(await control.fetch("GET", path))
+            answer = await _ask(control, path)
         except EngineRejected:
             continue
         if is_it(answer):
@@ -124,16 +97,9 @@ async def _by_routes(control: ControlClient, routes: _Routes) -> str | None:
     return None
 
 
-def _owner(models: _Answer) -> str:
-    match models:
-        case {"data": [{"owned_by": str(owner)}, *_]}:
-            return owner
-        case _:
-            return ""
-
-
-def _object_of(content: bytes) -> _Answer:
-    """A JSON object, {} for anything else."""
+async def _ask(control: ControlClient, path: str) -> _Answer:
+    """The JSON object at a path, {} for any other answer."""
+    content = await control.fetch("GET", path)
     try:
         return _object(msgspec.json.decode(content))
     except UNREADABLE:

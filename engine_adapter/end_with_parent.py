@@ -32,10 +32,7 @@ def main(parent: int, command: list[str]) -> None:
         raise OSError(number, os.strerror(number))
     if os.getppid() != parent:
         return
-    for number in (
-        signal.SIGPIPE,
-        signal.SIGXFSZ,
-    ):  # Python ignores these two; the command must not inherit that
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them; the command must not
         signal.signal(number, signal.SIG_DFL)
     os.execvp(command[0], command)  # noqa: S606 - the operator's command, no shell
 

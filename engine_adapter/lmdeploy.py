@@ -1,20 +1,23 @@
-"""LMDeploy's `api_server` as an engine: its adapter, and chats as its template gets them."""
+"""LMDeploy's `api_server` as an engine: its adapter, and chats as its template gets them.
+
+It sends no KV events: kvpin learns what it holds from its answers. Routes, fields and metrics are those of
+the sources of 0.16 and 0.18.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 from typing_extensions import override
 
+from engine_adapter.base import EngineAdapter
 from engine_adapter.body import JsonBody
-from engine_adapter.detect import wrong_kind
 from engine_adapter.errors import EngineRejected, EngineUnavailable
 from engine_adapter.hold import Hold
-from engine_adapter.http.adapter import HttpAdapter, ServedModel, read_models
+from engine_adapter.http.adapter import ServedModel, read_models, wrong_kind
 from engine_adapter.http.answer_fields import read_answer_usage
 from engine_adapter.http.control import Samples, read_samples
 from engine_adapter.http.openai_answer import hold_openai
@@ -56,9 +59,6 @@ LMDEPLOY_INPUT = TemplateInput(_tools, _message, content_format=lambda _: Conten
 
 
 # --- adapter --------------------------------------------------------------------------------------------
-# The adapter of LMDeploy's `api_server`. It sends no KV events: kvpin learns what it holds from its answers.
-#
-# Routes, fields and metrics are those of the sources of 0.16 and 0.18.
 
 # `cache_block_seq_len`, unless its operator chose another: no route tells.
 BLOCK_TOKENS = 64
@@ -84,7 +84,7 @@ class _Sleeping(msgspec.Struct, frozen=True):
     is_sleeping: bool = False
 
 
-class LMDeployAdapter(HttpAdapter):
+class LMDeployAdapter(EngineAdapter):
     """`EngineAdapter` of LMDeploy."""
 
     instead = dict.fromkeys((Capability.EXTRA_IDS, Capability.RESTORE, Capability.PIN), _NOT_WARMED)
@@ -108,7 +108,9 @@ class LMDeployAdapter(HttpAdapter):
             has_hits = metrics is not None and bool(metrics.sum(_HITS))
             self._caches = has_hits or await self._try_cache(model.name)
         self.capabilities = frozenset({Capability.CACHED_TOKENS})
-        self._findings = tuple(self._found(wrong_kind(listed, self.spec), metrics))
+        another = wrong_kind(listed, self.spec)
+        found = [NO_CACHE] * (self._caches is False) + [NO_METRICS] * (metrics is None)
+        self._findings = tuple(found) if another is None else (another,)  # others name flags that it has not
         return EngineInfo(
             model=model.name,
             instance=self._instance if started is None else f"{started:.6f}",
@@ -151,15 +153,6 @@ class LMDeployAdapter(HttpAdapter):
             raise EngineRejected(_ONLY_TEXT, status=400, param="prompt", type="invalid_request_error")
         dropped = ("session_id",) if path in (CHAT, COMPLETIONS) and "session_id" in body else ()
         return hold_openai(path, body, drop=dropped, ask_usage=True)
-
-    def _found(self, another: Finding | None, metrics: Samples | None) -> Iterator[Finding]:
-        if another is not None:
-            yield another  # the others name flags that it has not
-            return
-        if self._caches is False:
-            yield NO_CACHE
-        if metrics is None:
-            yield NO_METRICS
 
     async def _check_awake(self) -> None:
         """Raises EngineUnavailable while it sleeps: it has dropped all its KV."""

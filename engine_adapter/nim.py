@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 from engine_adapter.base import EngineAdapter
 from engine_adapter.detect import detect_inside
@@ -39,12 +39,6 @@ AsKind = Callable[[EngineSpec[Any], str], EngineAdapter]
 
 class NimOptions(VllmOptions, frozen=True):
     """Options of `nim` engines: those of the engine inside. Options which that engine lacks are ignored."""
-
-
-def make_nim(spec: EngineSpec[Any], as_kind: AsKind) -> EngineAdapter:
-    """The adapter of a NIM; raises EngineSpecError for an invalid address."""
-    # The methods that NimAdapter lacks come from the adapter inside, which mypy cannot see.
-    return cast("EngineAdapter", NimAdapter(spec, as_kind))
 
 
 class NimAdapter:

@@ -6,8 +6,9 @@ import uuid
 
 from typing_extensions import override
 
+from engine_adapter.base import EngineAdapter
 from engine_adapter.errors import EngineDied, EngineGarbled, EngineUnavailable, EngineUnhealthy
-from engine_adapter.http.adapter import HealthRoute, HttpAdapter, read_models
+from engine_adapter.http.adapter import HealthRoute, read_models
 from engine_adapter.http.control import NO_SUCH_ROUTE
 from engine_adapter.options import READ, REALTIME, RESPONSES_SOCKET
 from engine_adapter.types import (
@@ -25,7 +26,7 @@ ROUTES = {REALTIME: READ, RESPONSES_SOCKET: READ}
 """WebSockets that it may take. One that does not says so."""
 
 
-class OpenAICompatibleAdapter(HttpAdapter):
+class OpenAICompatibleAdapter(EngineAdapter):
     """`EngineAdapter` over `/v1/models`, `/health` where there is one, and the OpenAI routes.
 
     Such an engine does not identify its process, so every connection counts as the same process, unless the

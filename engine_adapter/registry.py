@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -23,7 +23,7 @@ from engine_adapter.llama_server.adapter import LlamaServerAdapter
 from engine_adapter.llama_server.options import ALL_ROUTES as LLAMA_SERVER_ROUTES
 from engine_adapter.llama_server.options import LlamaServerOptions, LlamaServerSpec
 from engine_adapter.lmdeploy import LMDeployAdapter
-from engine_adapter.nim import NimOptions, make_nim
+from engine_adapter.nim import NimAdapter, NimOptions
 from engine_adapter.openai_compatible import ROUTES as OPENAI_SOCKETS
 from engine_adapter.openai_compatible import OpenAICompatibleAdapter
 from engine_adapter.options import EngineOptions, NativeRoute, OptionError, Size, read_options
@@ -38,8 +38,6 @@ from engine_adapter.types import EngineSpec, Role
 from engine_adapter.vllm.options import ROUTES as VLLM_ROUTES
 from engine_adapter.vllm.options import VllmOptions
 from engine_adapter.vllm.tiered import make_vllm
-
-# --- engine kinds: the adapter and the options of each. The only place that knows adapter classes -------
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +77,8 @@ KINDS = {
         TensorRTLLMAdapter, EventAddresses, transfers=True, routes=TENSORRT_LLM_ROUTES
     ),
     "lmdeploy": EngineKind(LMDeployAdapter, keeps_apart="such an engine never does"),
-    "nim": EngineKind(lambda spec: make_nim(spec, _as_kind), NimOptions),
+    # mypy does not see the methods that it has from the adapter inside.
+    "nim": EngineKind(lambda spec: cast("EngineAdapter", NimAdapter(spec, _as_kind)), NimOptions),
 }
 
 ENGINE_KINDS = tuple(KINDS)
@@ -188,9 +187,6 @@ def run_engine_cli(args: Sequence[str]) -> None:
     app(args=list(args), prog_name="kvpin engine")
 
 
-# --- embedded ------------------------------------------------------------------------------------
-
-
 def _check_torch(advice: str) -> None:
     if find_spec("torch") is None:
         raise EngineSpecError(advice)
@@ -201,9 +197,6 @@ def _check_embedded(words: Sequence[str]) -> None:
         if word.split("=")[0] in ("--port", "--host"):
             raise EngineSpecError(f"{word.split('=')[0]} is chosen by kvpin: leave it out")
     check_words(words)
-
-
-# --- llama_server --------------------------------------------------------------------------------
 
 
 def _llama_binary() -> str:
@@ -237,9 +230,6 @@ def _prepare_llama(spec: LlamaServerSpec, words: Sequence[str]) -> None:
     for directory in (spec.options.host_cache_dir, spec.options.disk_cache_dir):
         if directory is not None:
             llama.make_save_dir(Path(directory))
-
-
-# --- any other -----------------------------------------------------------------------------------
 
 
 def _check_line(words: Sequence[str]) -> None:

@@ -26,7 +26,6 @@ TokenIds = array  # array('i'): one int32 per token
 ExtraIds = array  # array('Q'): one uint64 per token, 0 for text
 _Run = TypeVar("_Run", "TokenIds[int]", str, "list[Any]")
 
-
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _USUAL_PORTS = {"http": 80, "https": 443}
 
@@ -162,10 +161,6 @@ RESPONSES_ROUTES = frozenset({"/v1/responses", "/v1/responses/input_tokens"})
 TRANSLATED_ROUTES = MESSAGES_ROUTES | RESPONSES_ROUTES
 
 
-def _nothing_more(tokens: int, limit: int) -> Mapping[str, Any]:  # noqa: ARG001 - see EngineInfo.too_long
-    return {}
-
-
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
     """Facts about an engine, as of its last connection.
@@ -252,7 +247,7 @@ class EngineInfo:
     any_model: bool = False
     shares_prefill: bool = False
     renders_alike: bool = False
-    too_long: Callable[[int, int], Mapping[str, Any]] = field(default=_nothing_more, repr=False)
+    too_long: Callable[[int, int], Mapping[str, Any]] = field(default=lambda _tokens, _limit: {}, repr=False)
     loras: frozenset[str] = frozenset()
     lora_paths: Mapping[str, str] = field(default_factory=dict, hash=False)
     loads_loras: bool = False

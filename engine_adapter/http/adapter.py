@@ -1,36 +1,23 @@
-"""The base of all adapters: every engine is reached over HTTP."""
+"""What all adapters use: what an engine says of its models and its health, and what its events have told."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
-from contextlib import AbstractAsyncContextManager, aclosing, nullcontext, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
-from typing_extensions import override
-
-from engine_adapter.base import EngineAdapter
-from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected, EngineUnavailable, EngineUnhealthy
-from engine_adapter.events.fields import KeyReader
-from engine_adapter.events.subscriber import EventEndpoints, KvEventSubscriber
-from engine_adapter.hold import Hold, RequestBody
 from engine_adapter.http.control import WANTS_KEY, ControlClient
-from engine_adapter.http.prepare import HeaderPairs, Headers, OutgoingRequest, prepare_request
 from engine_adapter.types import (
     BlocksRemoved,
     BlocksStored,
     CacheCleared,
-    Capability,
     EngineSpec,
-    EventPosition,
     Finding,
     KvEvent,
-    KvProgress,
-    KvTarget,
-    KvVerb,
     Tier,
     ViewCurrent,
     ViewLost,
@@ -94,7 +81,38 @@ def read_models(answer: object, wanted: str | None = None) -> ServedModel:
     )
 
 
-# --- adapter --------------------------------------------------------------------------------------------
+KIND_OF_OWNER = {
+    "vllm": "vllm",
+    "sglang": "sglang",
+    "tensorrt_llm": "tensorrt_llm",
+    "llamacpp": "llama_server",
+    "lmdeploy": "lmdeploy",
+}
+"""`owned_by` of an engine's first model → its kind."""
+
+
+def owner_of(models: object) -> str:
+    """`owned_by` of the first model in an answer of `/v1/models`; "" where it has none."""
+    match models:
+        case {"data": [{"owned_by": str(owner)}, *_]}:
+            return owner
+        case _:
+            return ""
+
+
+def wrong_kind(models: object, spec: EngineSpec[Any]) -> Finding | None:
+    """A finding if an answer of `/v1/models` comes from another kind of engine than `spec` says: kvpin's own
+    engine and a kvpin in front of engines among them."""
+    kind = {**KIND_OF_OWNER, "kvpin": "embedded"}.get(owner_of(models))
+    if kind is None or kind == spec.kind:
+        return None
+    return Finding(
+        f"it is no {spec.kind}: its models say that it is of the kind {kind}; kvpin does not know its cache",
+        f"name its kind: --engine {kind}={spec.url}; if that is a kvpin, name the engines behind it",
+    )
+
+
+# --- its requests, events and health --------------------------------------------------------------------
 
 
 def rank_headers(rank: int | None) -> dict[str, str]:
@@ -172,124 +190,6 @@ class EventWatch:
                     self._cleared.clear()
                     await self._cleared.wait()
         return self.clearings > after
-
-
-class HttpAdapter(EngineAdapter):
-    """Sends requests to the engine's address; `_control` calls its own routes.
-
-    An engine that manages its cache by itself and publishes events over ZMQ gives `connect` the addresses to
-    set, `_read_keys`, and `_reset` if its cache can be emptied.
-
-    Attributes:
-        _own_headers: headers of every request of a client, in place of the client's own of the same name:
-            those that name its rank.
-        _findings: what `connect` found, for `findings`.
-        _endpoints: the addresses of its events, as of the last `connect`; None if they cannot be followed.
-        _read_keys: reads the keys beside its blocks' tokens.
-        _silent_s: seconds that its replay socket may be silent.
-        _subscriber: follows its events.
-        _watch: what these have told.
-    """
-
-    _findings: tuple[Finding, ...] = ()
-    _endpoints: EventEndpoints | None = None
-    _read_keys: KeyReader | None = None
-    _silent_s = 30.0
-    _subscriber: KvEventSubscriber | None = None
-    _control: ControlClient
-
-    def __init__(self, spec: EngineSpec[Any]) -> None:
-        """Raises EngineSpecError for an address, a header or a TLS file that cannot be used."""
-        self.spec = spec
-        self._control = ControlClient(spec)
-        self._own_headers: HeaderPairs = Headers.pairs_of(rank_headers(spec.options.rank))
-        self._watch = EventWatch()
-
-    @override
-    def findings(self) -> tuple[Finding, ...]:
-        return self._findings
-
-    @override
-    def hold(
-        self, path: str, body: RequestBody, prompt: KvTarget | None
-    ) -> AbstractAsyncContextManager[Hold]:
-        return nullcontext(self._hold(path, body, prompt) if isinstance(body, JsonBody) else Hold(body))
-
-    def _hold(self, path: str, body: JsonBody, prompt: KvTarget | None) -> Hold:  # noqa: ARG002
-        """The hold of a request with a JSON body, of an engine that has room for any."""
-        return Hold(body)
-
-    @override
-    def prepare(
-        self, method: str, path: str, headers: Mapping[str, str], body: RequestBody
-    ) -> OutgoingRequest:
-        return prepare_request(self.spec, method, path, headers, body, self._own_headers)
-
-    @override
-    def on_closed(self, call: Callable[[], None]) -> None:
-        self._control.on_closed = call
-
-    @override
-    async def events(self, since: EventPosition | None = None) -> AsyncGenerator[KvEvent, None]:
-        if self.capabilities is None:
-            await self.connect()
-        if self._endpoints is None:
-            raise self.not_supported(Capability.KV_EVENTS)
-        subscriber = self._subscriber = KvEventSubscriber(
-            self._endpoints,
-            read_keys=self._read_keys,
-            idle_timeout_s=self._silent_s,
-            since=since,
-            between=self._between,
-        )
-        read, watch = self._reading(), self._watch
-        watch.is_followed = True
-        try:
-            async with aclosing(subscriber.events()) as events:
-                async for sent in events:
-                    for event in read(sent):
-                        yield event
-                        watch.note(event)  # its reader has processed it
-        finally:
-            watch.is_followed = False
-
-    def _between(self) -> Iterable[KvEvent]:
-        """Events before each message of the event socket; see `KvEventSubscriber.between`."""
-        return ()
-
-    def _reading(self) -> Callable[[KvEvent], Iterable[KvEvent]]:
-        """What turns the engine's events into those of its cache, from the start of a stream on."""
-        return lambda event: (event,)
-
-    @override
-    def event_position(self) -> EventPosition | None:
-        return self._subscriber.position if self._subscriber is not None else None
-
-    @override
-    async def operate(self, verb: KvVerb, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
-        """Flushes everything, on all ranks of the server: an engine that manages its cache by itself does no
-        more. Tells the blocks that its events have shown."""
-        await self.require(Capability(verb.value))
-        self.check_flushes_all(target)
-        blocks = self._known_blocks
-        if await self._reset():
-            yield KvProgress(blocks, blocks)
-        else:
-            yield KvProgress(0, blocks, left={"busy": max(blocks, 1)})
-
-    @property
-    def _known_blocks(self) -> int:
-        """Blocks that its events have shown to be held."""
-        return self._watch.blocks
-
-    async def _reset(self) -> bool:
-        """Empties the engine's cache, and waits until its events, if somebody reads them, say so. False if
-        running requests keep it from that [Capability.FLUSH]."""
-        raise self.not_supported(Capability.FLUSH)
-
-    @override
-    async def aclose(self) -> None:
-        await self._control.aclose()
 
 
 class HealthRoute:

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 from msgspec import structs
 from typing_extensions import override
 
+from engine_adapter.base import EngineAdapter
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import (
     EngineError,
@@ -30,7 +31,7 @@ from engine_adapter.errors import (
     NotSupported,
 )
 from engine_adapter.hold import Forecast, Hold, RequestBody
-from engine_adapter.http.adapter import HttpAdapter, read_models
+from engine_adapter.http.adapter import read_models
 from engine_adapter.http.prepare import OutgoingRequest
 from engine_adapter.http.web_pages import is_loopback
 from engine_adapter.llama_server.command import FLAG_ALONE
@@ -101,7 +102,7 @@ _SALT_UNKNOWN = (
 )
 
 
-class LlamaServerAdapter(HttpAdapter):
+class LlamaServerAdapter(EngineAdapter):
     """`EngineAdapter` of llama.cpp's llama-server."""
 
     spec: LlamaServerSpec

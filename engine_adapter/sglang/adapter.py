@@ -14,13 +14,14 @@ from typing import Any, cast
 from msgspec import structs
 from typing_extensions import override
 
+from engine_adapter.base import EngineAdapter
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected, EngineUnavailable
 from engine_adapter.events.fields import read_sglang_keys
 from engine_adapter.events.options import RANKS, EventSpec
 from engine_adapter.events.subscriber import EventEndpoints
 from engine_adapter.hold import Hold, RequestBody
-from engine_adapter.http.adapter import HealthRoute, HttpAdapter, read_models
+from engine_adapter.http.adapter import HealthRoute, read_models
 from engine_adapter.http.prepare import OutgoingRequest, route_of
 from engine_adapter.sglang.requests import (
     ROLES,
@@ -199,7 +200,7 @@ _FLUSH_S, _CLEARED_S = 5, 1.0
 _RANKS_SINCE = (0, 5, 10)  # before, requests cannot name one
 
 
-class SglangAdapter(HttpAdapter):
+class SglangAdapter(EngineAdapter):
     """`EngineAdapter` of SGLang, or with `dp_rank` of one data-parallel rank of it."""
 
     spec: EventSpec

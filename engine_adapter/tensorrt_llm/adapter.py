@@ -18,12 +18,13 @@ from typing import Any, cast
 import msgspec
 from typing_extensions import override
 
+from engine_adapter.base import EngineAdapter
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected
 from engine_adapter.events.fields import read_vllm_keys
 from engine_adapter.events.options import EventAddresses
 from engine_adapter.hold import Hold, RequestBody
-from engine_adapter.http.adapter import HttpAdapter, read_models
+from engine_adapter.http.adapter import read_models
 from engine_adapter.http.openai_answer import hold_openai
 from engine_adapter.http.prepare import OutgoingRequest, route_of
 from engine_adapter.tensorrt_llm.discovery import (
@@ -112,7 +113,7 @@ class _EndedError(Exception):
         self.finding = finding
 
 
-class TensorRTLLMAdapter(HttpAdapter):
+class TensorRTLLMAdapter(EngineAdapter):
     """`EngineAdapter` of trtllm-serve."""
 
     spec: EngineSpec[EventAddresses]

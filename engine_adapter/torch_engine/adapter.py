@@ -12,6 +12,7 @@ from urllib.parse import quote
 import msgspec
 from typing_extensions import override
 
+from engine_adapter.base import EngineAdapter
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineDied, EngineGarbled, EngineRejected, EngineUnavailable
 from engine_adapter.events.fields import MalformedEvents
@@ -19,7 +20,6 @@ from engine_adapter.events.options import reachable_endpoint
 from engine_adapter.events.subscriber import EventEndpoints, KvEventSubscriber
 from engine_adapter.events.wire import CacheSnapshot, decode_snapshot
 from engine_adapter.hold import AnswerReader, Hold, RequestBody, Resumption
-from engine_adapter.http.adapter import HttpAdapter
 from engine_adapter.options import ASK
 from engine_adapter.torch_engine.event_publisher import EventSource
 from engine_adapter.torch_engine.kv_cache import SliceResult
@@ -129,7 +129,7 @@ class _Load(msgspec.Struct, frozen=True):
     waiting: int
 
 
-class EmbeddedAdapter(HttpAdapter):
+class EmbeddedAdapter(EngineAdapter):
     """`EngineAdapter` of `kvpin engine`."""
 
     instead = _INSTEAD

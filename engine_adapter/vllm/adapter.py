@@ -10,13 +10,14 @@ from typing import Any, cast
 from msgspec import structs
 from typing_extensions import override
 
+from engine_adapter.base import EngineAdapter
 from engine_adapter.body import JsonBody
 from engine_adapter.detect import release_of
 from engine_adapter.errors import EngineRejected, EngineUnavailable
 from engine_adapter.events.fields import read_vllm_keys
 from engine_adapter.events.options import RANKS
 from engine_adapter.hold import Hold
-from engine_adapter.http.adapter import HttpAdapter, rank_headers, read_models
+from engine_adapter.http.adapter import rank_headers, read_models
 from engine_adapter.types import (
     MESSAGES_ROUTES,
     TRANSLATED_ROUTES,
@@ -165,7 +166,7 @@ _EVENT_S = 2.0
 _NUDGE = {"prompt": [1], "max_tokens": 1, "temperature": 0}
 
 
-class VllmAdapter(HttpAdapter):
+class VllmAdapter(EngineAdapter):
     """`EngineAdapter` of vLLM."""
 
     spec: VllmSpec

@@ -10,10 +10,9 @@ from typing import TypeVar
 
 import msgspec
 
-from engine_adapter.detect import wrong_kind
 from engine_adapter.errors import EngineRejected, EngineUnavailable
 from engine_adapter.events.subscriber import EventEndpoints
-from engine_adapter.http.adapter import ServedModel, rank_headers, read_models
+from engine_adapter.http.adapter import ServedModel, rank_headers, read_models, wrong_kind
 from engine_adapter.http.control import ControlClient, Samples, read_samples
 from engine_adapter.types import Finding
 from engine_adapter.vllm.kv_transfer import KvTransfer

@@ -3,7 +3,7 @@
 import pytest
 
 from engine_adapter import EngineRejected, EngineSpec, EngineSpecError, EngineUnavailable, detect_kind
-from engine_adapter.detect import wrong_kind
+from engine_adapter.http.adapter import wrong_kind
 from tests.fake_engines.lmdeploy import running_lmdeploy
 from tests.fake_engines.sglang import running_sglang
 from tests.fake_engines.tensorrt_llm import running_trtllm

@@ -8,7 +8,8 @@ from msgspec.structs import replace
 
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineUnavailable
-from engine_adapter.http.adapter import EventWatch, HttpAdapter, read_models
+from engine_adapter.http.adapter import EventWatch, read_models
+from engine_adapter.openai_compatible import OpenAICompatibleAdapter
 from engine_adapter.registry import make_adapter
 from engine_adapter.types import (
     Attention,
@@ -25,7 +26,8 @@ from tests.engines import engine_spec
 
 
 async def test_requests_go_to_the_engine_until_it_is_removed():
-    adapter = HttpAdapter(EngineSpec("openai_compatible", "http://127.0.0.1:1/v1", "e", api_key="k"))
+    spec = EngineSpec("openai_compatible", "http://127.0.0.1:1/v1", "e", api_key="k")
+    adapter = OpenAICompatibleAdapter(spec)
     request = adapter.prepare("POST", "/v1/completions", {"authorization": "Bearer c"}, JsonBody(b"{}"))
     assert (request.url, request.body) == ("http://127.0.0.1:1/v1/completions", b"{}")
     assert (b"authorization", b"Bearer k") in request.headers
