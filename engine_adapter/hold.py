@@ -202,21 +202,24 @@ class Transfer(Protocol):
         """The body for the decode engine, which then fetches the KV."""
 
 
-class Rendezvous(Protocol):
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
     """How two engines meet that serve one request at the same time, each half of it. Engines with a
     rendezvous answer no request alone. They meet if their rendezvous have the same name.
 
     Attributes:
         name: of the way, for people.
         remedy: how to give an engine the other half that it lacks.
+        routes: requests on these have two halves. On others, the decode engine answers alone.
+        meet: fields that both engines get with a request, each time others. Those of the prefill engine's
+            rendezvous count.
     """
 
     name: str
     remedy: str
+    routes: frozenset[str]
+    meet: Callable[[], Mapping[str, object]]
 
     def takes(self, route: str) -> bool:
-        """True if requests on that route have two halves. On others, the decode engine answers alone."""
-
-    def meet(self) -> Mapping[str, object]:
-        """Fields that both engines get with a request, each time others. Those of the prefill engine's
-        rendezvous count."""
+        """True if requests on that route have two halves."""
+        return route in self.routes

@@ -13,7 +13,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
-from typing_extensions import override
 
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected
@@ -327,39 +326,24 @@ ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE}
 _ROOMS = 2**62
 
 
-class BootstrapRoom(Rendezvous):
-    """`Rendezvous` in a room of a prefill server's bootstrap server."""
-
-    remedy = (
-        "add an SGLang server of the model with the other --disaggregation-mode and the same "
-        "--disaggregation-transfer-backend"
-    )
-
-    def __init__(self, backend: str, host: str, port: int, rank: int, ranks: int) -> None:
-        """`backend`: by which KV is moved. `host` and `port`: of the bootstrap server. `rank`: of the `ranks`
-        data-parallel ones, the one that requests go to."""
-        self.name = f"SGLang's bootstrap rooms, {backend}"
-        self._place = {"bootstrap_host": host, "bootstrap_port": port}
-        self._rank, self._ranks = rank, ranks
-
-    @override
-    def takes(self, route: str) -> bool:
-        return route in (CHAT, COMPLETIONS, GENERATE)
-
-    @override
-    def meet(self) -> Mapping[str, object]:
-        room = (1 + secrets.randbelow(_ROOMS // self._ranks)) * self._ranks + self._rank
-        return {**self._place, "bootstrap_room": room}
-
-
 def rendezvous_of(info: ServerInfo, spec: EngineSpec) -> Rendezvous | None:
-    """How a server meets its other half; None if it is whole. The bootstrap server has the host at which
-    kvpin reaches the server."""
+    """How a server meets its other half: in a room of the prefill server's bootstrap server, which has the
+    host at which kvpin reaches that server. None if it is whole."""
     if not info.is_half:
         return None
-    host, rank = urlsplit(spec.url).hostname or "", spec.options.rank
-    of_rank = (0, 1) if rank is None else (rank, info.dp_ranks)
-    return BootstrapRoom(info.transfer_backend, host, info.bootstrap_port, *of_rank)
+    rank, ranks = (0, 1) if spec.options.rank is None else (spec.options.rank, info.dp_ranks)
+    place = {"bootstrap_host": urlsplit(spec.url).hostname or "", "bootstrap_port": info.bootstrap_port}
+
+    def meet() -> Mapping[str, object]:
+        return {**place, "bootstrap_room": (1 + secrets.randbelow(_ROOMS // ranks)) * ranks + rank}
+
+    return Rendezvous(
+        f"SGLang's bootstrap rooms, {info.transfer_backend}",
+        "add an SGLang server of the model with the other --disaggregation-mode and the same "
+        "--disaggregation-transfer-backend",
+        frozenset({CHAT, COMPLETIONS, GENERATE}),
+        meet,
+    )
 
 
 def check_is_one(info: ServerInfo, path: str, body: JsonBody) -> None:

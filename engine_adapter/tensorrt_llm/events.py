@@ -24,6 +24,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from engine_adapter.body import UNREADABLE
+from engine_adapter.errors import EngineUnavailable
 from engine_adapter.events.fields import MalformedEvents
 from engine_adapter.prompt.extra_ids import UINT64_MAX, mark_media
 from engine_adapter.types import (
@@ -136,11 +137,11 @@ _REMOVED = b'"removed"'
 
 
 def _events_in(answer: bytes) -> list[msgspec.Raw]:
-    """The raw events of an answer. Raises MalformedEvents if it is not a list."""
+    """The raw events of an answer. Raises EngineUnavailable if it is not a list."""
     try:
         return _decode_answer(answer)
     except UNREADABLE as error:
-        raise MalformedEvents(str(error)) from error
+        raise EngineUnavailable(f"/kv_cache_events is not TensorRT-LLM's: {error}") from error
 
 
 # --- events ---------------------------------------------------------------------------------------------
@@ -182,7 +183,7 @@ class PolledEventReader:
         self.lacks_salt = self.lacks_lora = False
 
     def read(self, content: bytes) -> list[KvEvent]:
-        """The events of one answer; raises MalformedEvents if it is none. The first answer ends with
+        """The events of one answer; raises EngineUnavailable if it is none. The first answer ends with
         ViewCurrent. So does any answer with a ViewLost, which voids everything before it."""
         events: list[KvEvent] = []
         for raw in _events_in(content):

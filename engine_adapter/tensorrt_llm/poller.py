@@ -11,12 +11,9 @@ way when a view ends are lost.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field
 
-from engine_adapter.errors import EngineUnavailable
-from engine_adapter.events.fields import MalformedEvents
 from engine_adapter.tensorrt_llm.events import PolledEventReader
 from engine_adapter.types import CacheCleared, Finding, KvEvent, TokenIds, ViewLost
 
@@ -135,8 +132,7 @@ class EventPoller:
             # Events of running requests from before the reset may come one server step later.
             for pause_s in (0, BUSY_S):
                 await asyncio.sleep(pause_s)
-                with _readable():
-                    self.reader.pass_over(await self._drain())
+                self.reader.pass_over(await self._drain())
             alone = alone and self.traffic.in_flight == 0
             self._outbox += [CacheCleared(), self.reader.current(complete=alone)]
         self.wake()
@@ -146,8 +142,7 @@ class EventPoller:
         async with self._one_at_a_time:
             # Before the events read now, which were stored after the reset.
             events, self._outbox = self._outbox, []
-            with _readable():
-                return events + self.reader.read(await self._drain())
+            return events + self.reader.read(await self._drain())
 
     async def _pause(self, seconds: float) -> None:
         try:
@@ -175,11 +170,3 @@ class EventPoller:
             events = await self._read()
             if self.reader.heard:
                 return events
-
-
-@contextmanager
-def _readable() -> Iterator[None]:
-    try:
-        yield
-    except MalformedEvents as error:
-        raise EngineUnavailable(f"/kv_cache_events is not TensorRT-LLM's: {error}") from error

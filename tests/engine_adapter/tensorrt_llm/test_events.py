@@ -5,7 +5,7 @@ from array import array
 
 import pytest
 
-from engine_adapter.events.fields import MalformedEvents
+from engine_adapter.errors import EngineUnavailable
 from engine_adapter.prompt.extra_ids import media_extra_id
 from engine_adapter.tensorrt_llm.events import PolledEventReader
 from engine_adapter.types import Attention, BlocksRemoved, BlocksStored, KvGroup, Tier, ViewCurrent, ViewLost
@@ -225,7 +225,7 @@ class TestProcesses:
         assert reader.gaps == 0
         assert reader.current() == reader.current(complete=True) == WHOLE
         assert reader.current(complete=False) == IN_PART
-        with pytest.raises(MalformedEvents):
+        with pytest.raises(EngineUnavailable):
             reader.pass_over(b"{}")
 
 
@@ -367,5 +367,5 @@ class TestUnreadable:
 
     @pytest.mark.parametrize("content", [b"", b"null", b'{"error": "no"}', b"\xff", b"[" * 100_000])
     def test_an_answer_that_is_none(self, reader, content):
-        with pytest.raises(MalformedEvents):
+        with pytest.raises(EngineUnavailable):
             reader.read(content)

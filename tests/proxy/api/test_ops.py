@@ -5,7 +5,7 @@ import httpx
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from engine_adapter import HttpTransport, Role
-from engine_adapter.sglang.requests import BootstrapRoom
+from engine_adapter.hold import Rendezvous
 from proxy.fleet.engine import EngineState
 from proxy.server.app import Proxy, build_app
 from proxy.settings import Settings
@@ -58,7 +58,7 @@ async def test_not_ready_without_any_engine(proxy, client):
 async def test_not_ready_while_one_half_of_a_pair_is(proxy, client):
     engine = proxy.fleet.engines["a"]
     engine.adapter.spec = replace(engine.adapter.spec, role=Role.PREFILL)
-    engine.adapter.rendezvous = BootstrapRoom("nixl", "a", 1, 0, 1)
+    engine.adapter.rendezvous = Rendezvous("nixl", "", frozenset(), dict)
     proxy.fleet.join(engine, engine.info)
     engine.state = EngineState.READY
     response = await client.get("/health/ready")

@@ -4,7 +4,7 @@ from array import array
 import pytest
 
 from engine_adapter import EngineRejected, Role
-from engine_adapter.sglang.requests import BootstrapRoom
+from engine_adapter.hold import Rendezvous
 from engine_adapter.vllm.kv_transfer import NixlPull
 from proxy.core.admission import Needs
 from proxy.fleet.destinations import of_role, of_sharing
@@ -80,7 +80,7 @@ class TestHalves:
         pool = pool_of(fleet, p=Role.PREFILL, q=Role.PREFILL, d=Role.DECODE, b=Role.BOTH)
         for name in "pqd":
             engine = fleet.engines[name]
-            engine.adapter.rendezvous = BootstrapRoom("nixl", name, 1, 0, 1)
+            engine.adapter.rendezvous = Rendezvous("nixl", "", frozenset(), dict)
             fleet.join(engine, engine.info)
             engine.state = EngineState.READY
         return pool
@@ -101,7 +101,7 @@ class TestHalves:
         assert 1.5 < strain < 2
         for name in "efgh":
             engine = add_ready(fleet, name, role=Role.DECODE)
-            engine.adapter.rendezvous = BootstrapRoom("nixl", name, 1, 0, 1)
+            engine.adapter.rendezvous = Rendezvous("nixl", "", frozenset(), dict)
             fleet.join(engine, engine.info)
         assert pool.placer.outlook(1.0).strain == strain
         fleet.leave(fleet.engines["b"])
@@ -133,7 +133,7 @@ class TestHalves:
                 fleet.engines[name].state = EngineState.READY
 
     def test_only_with_those_that_move_kv_alike(self, fleet, pool):
-        fleet.engines["q"].adapter.rendezvous = BootstrapRoom("mooncake", "q", 1, 0, 1)
+        fleet.engines["q"].adapter.rendezvous = Rendezvous("mooncake", "", frozenset(), dict)
         assert self.partners(pool) == {"b": [], "d": ["p"]}
         (finding,) = of_role(fleet.engines["q"], pool)
         assert "no engine of its model the decode half: it gets no requests" in finding.problem
