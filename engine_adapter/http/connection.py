@@ -10,12 +10,15 @@ from __future__ import annotations
 import asyncio
 import select
 from collections.abc import AsyncIterator, Callable
-from typing import Protocol, Self, cast
+from typing import TYPE_CHECKING, Self, cast
 
 import httptools
 
 from engine_adapter.errors import EngineDied, EngineGarbled, EngineUnreachable
 from engine_adapter.http.prepare import HeaderPairs, Headers, OutgoingRequest, describe
+
+if TYPE_CHECKING:
+    from engine_adapter.http.client import Origin
 
 # Body bytes of one answer that wait for their reader. Above this, the connection is not read.
 MAX_WAITING_BYTES = 256 * 1024
@@ -28,16 +31,6 @@ _SWITCHED = 101
 # Codings of a body that can be read. The second one is an old name for none.
 _READABLE = (b"chunked", b"identity")
 _NO_HEADERS = Headers([])
-
-
-class ConnectionPool(Protocol):
-    """Keeps connections between requests."""
-
-    def give_back(self, connection: Connection) -> None:
-        """The answer is complete: the connection can take another request."""
-
-    def lost(self, connection: Connection) -> None:
-        """The connection is closed."""
 
 
 class IncomingResponse:
@@ -247,7 +240,7 @@ class Connection(asyncio.Protocol):
         "_upload", "is_paused", "parser",
     )  # fmt: skip
 
-    def __init__(self, owner: ConnectionPool) -> None:
+    def __init__(self, owner: Origin) -> None:
         self._owner = owner
         self._answer: IncomingResponse | None = None
         self.parser: httptools.HttpResponseParser | None = None

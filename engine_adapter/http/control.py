@@ -6,7 +6,6 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import lru_cache
 from http import HTTPStatus
 from typing import Any, TypeVar
@@ -14,6 +13,7 @@ from urllib.parse import quote
 
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from engine_adapter.body import UNREADABLE
 from engine_adapter.errors import EngineRejected, EngineUnavailable, EngineUnhealthy
@@ -207,15 +207,6 @@ def _decoded(kind: type[_Answer], call: str, raw: bytes) -> _Answer:
 _SERIES = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One value with its labels."""
-
-    name: str
-    labels: Mapping[str, str]
-    value: float
-
-
 class Samples:
     """The requested values of a page."""
 
@@ -273,7 +264,7 @@ def _sample(name: str, line: str) -> Sample:
 
 
 @lru_cache(_SERIES)
-def _labels(series: str) -> Mapping[str, str]:
+def _labels(series: str) -> dict[str, str]:
     """The labels of `name{labels}`. Raises ValueError."""
     (family,) = text_string_to_metric_families(f"{series} 0")
     (sample,) = family.samples

@@ -58,11 +58,6 @@ RUNS_NONE = frozenset(
 """Routes that run no model. On all others, a salt keeps tenants apart, or they are refused."""
 
 
-# --- turns a request into the one SGLang gets: its namespace, LoRA adapter and tokens -------------------
-# extra_key    → merged into cache_salt, because events carry cache_salt but not extra_key
-# LoRA name    → lora_path, because SGLang serves its base model for a LoRA name in `model`
-# exact tokens → input_ids of a chat, prompt of a completion, so that SGLang need not tokenise again
-
 # --- chats as SGLang gives them to the model's template: read into its models, and written out again ----
 # So a tool has all fields of these models, and a call an index. These are the models of 0.5.23.
 
@@ -129,6 +124,9 @@ SGLANG_INPUT = TemplateInput(_tools, _message, _JOINT, _content_format)
 
 
 # --- requests -------------------------------------------------------------------------------------------
+# extra_key    → merged into cache_salt, because events carry cache_salt but not extra_key
+# LoRA name    → lora_path, because SGLang serves its base model for a LoRA name in `model`
+# exact tokens → input_ids of a chat, prompt of a completion, so that SGLang need not tokenise again
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _RESPONSES, _MESSAGES = "/v1/responses", "/v1/messages"

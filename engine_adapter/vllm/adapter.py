@@ -39,7 +39,7 @@ from engine_adapter.vllm.options import ROUTES, VllmSpec
 from engine_adapter.vllm.prompts import VLLM_INPUT
 from engine_adapter.vllm.requests import RequestShaper, longest_chat
 
-# --- findings about a vLLM server, with the flags that fix them -----------------------------------------
+# --- findings, with the flags that fix them -------------------------------------------------------------
 
 _FLAG = (
     """start it with --kv-events-config '{"enable_kv_cache_events":true,"publisher":"zmq","""
@@ -148,7 +148,7 @@ def _route_findings(facts: VllmFacts, spec: VllmSpec) -> Iterator[Finding]:
         yield Finding(f"kvpin is not tested with vLLM {facts.version}", "upgrade it to 0.24 or later")
 
 
-# --- the adapter of vLLM: its HTTP routes and its event sockets -----------------------------------------
+# --- the adapter ----------------------------------------------------------------------------------------
 
 _INSTEAD = {
     Capability.KV_EVENTS: "kvpin learns what it holds from its answers; start it with --kv-events-config",

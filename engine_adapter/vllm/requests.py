@@ -141,9 +141,6 @@ def _shape(steps: list[tuple[str, object]]) -> tuple[tuple[int, ...], tuple[int,
     return tuple(numbers[:n]), tuple(numbers[n:])
 
 
-# --- requests -------------------------------------------------------------------------------------------
-# Changes to a client's request: token ids for text, and questions whose answers the client does not see.
-
 # --- prompts with embeddings, as vLLM identifies them ---------------------------------------------------
 # vLLM keys each block of such a prompt, also one of text, by the hash of its rows of embeddings. The row of
 # a text token is all zeros, and the token id of an embedding is 0. vLLM converts rows to the model's number

@@ -4,7 +4,7 @@ import timeit
 import pytest
 
 from engine_adapter.errors import EngineUnavailable
-from engine_adapter.http.control import Sample, read_samples
+from engine_adapter.http.control import read_samples
 
 PAGE = b"""\
 # HELP busy:requests Requests now.
@@ -41,7 +41,7 @@ def test_a_page_of_another_kind(page):
 @pytest.mark.parametrize("end", ["", "\n", "\r\n"])
 def test_a_sample_with_its_time_and_one_at_the_end(end):
     samples = read_samples(f'a{{note="}} 1"}} 2 1395066363000\nb 3{end}'.encode(), ("a", "b"))
-    assert samples.all("a") == [Sample("a", {"note": "} 1"}, 2.0)]
+    assert [each[:3] for each in samples.all("a")] == [("a", {"note": "} 1"}, 2.0)]
     assert samples.sum("b") == 3
 
 
