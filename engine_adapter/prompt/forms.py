@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from engine_adapter.body import BILLING, JsonBody, is_said
+from engine_adapter.prompt.template_input import is_text
 
 
 class Form(StrEnum):
@@ -81,7 +82,7 @@ _SPECIAL = frozenset(
 _ROLES = ("system", "user", "assistant", "tool")
 _OF_MESSAGES = frozenset({"role", "content", "tool_calls", "tool_call_id", "reasoning_content"})
 _OF_TOOLS, _OF_FUNCTIONS = ["type", "function"], ["name", "description", "parameters"]
-_OF_PARTS, _OF_TEXTS = {"type", "text"}, {"role", "content"}
+_OF_PARTS = {"type", "text"}
 _OF_CALLS, _OF_CALLED = ["id", "type", "function"], ["name", "arguments"]
 # Fields that replace a chat's template, or change what it adds.
 _OWN_TEMPLATE = frozenset({"chat_template", "documents", "add_special_tokens"})
@@ -113,10 +114,7 @@ def not_plain(body: JsonBody) -> list[Any]:
         found = body.notes["not plain"] = [
             each
             for each in (messages if isinstance(messages, list) else ())
-            if type(each) is not dict
-            or each.keys() != _OF_TEXTS
-            or type(each["content"]) is not str
-            or not is_said(each)
+            if type(each) is not dict or not is_text(each) or not is_said(each)
         ]
     return found
 
