@@ -43,7 +43,6 @@ from engine_adapter.errors import (
     EngineUnavailable,
     EngineUnhealthy,
     EngineUnreachable,
-    FieldError,
     ModelFailed,
     ModelNotLoaded,
     NotSupported,
@@ -72,7 +71,7 @@ from engine_adapter.http.client import HttpTransport
 from engine_adapter.http.connection import IncomingResponse
 from engine_adapter.http.openai_answer import Opening, Says, tell_cached, what_is_said
 from engine_adapter.http.prepare import HeaderPairs, Headers, OutgoingRequest, base_url, route_of
-from engine_adapter.http.sse import Speech, WholeEvents, is_silent
+from engine_adapter.http.sse import Speech, WholeEvents
 from engine_adapter.options import (
     ADAPTER_FIELDS,
     HINTS,

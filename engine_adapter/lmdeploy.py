@@ -109,8 +109,9 @@ class LMDeployAdapter(EngineAdapter):
             self._caches = has_hits or await self._try_cache(model.name)
         self.capabilities = frozenset({Capability.CACHED_TOKENS})
         another = wrong_kind(listed, self.spec)
-        found = [NO_CACHE] * (self._caches is False) + [NO_METRICS] * (metrics is None)
-        self._findings = tuple(found) if another is None else (another,)  # others name flags that it has not
+        flaws = (NO_CACHE, self._caches is False), (NO_METRICS, metrics is None)
+        found = tuple([finding for finding, is_there in flaws if is_there])
+        self._findings = found if another is None else (another,)  # the others name flags that it has not
         return EngineInfo(
             model=model.name,
             instance=self._instance if started is None else f"{started:.6f}",
