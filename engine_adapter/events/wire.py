@@ -259,8 +259,8 @@ class ReportedGroups:
         others: the further groups, by number.
     """
 
-    def __init__(self, main: int | None = None) -> None:
-        self.main = main
+    def __init__(self) -> None:
+        self.main: int | None = None
         self.others: dict[int, KvGroup] = {}
 
     @property

@@ -343,64 +343,49 @@ def remove(group=None):
     return RemovedFields((1,), group_idx=group)
 
 
-@pytest.mark.parametrize("kind", ["full_attention", "mla_attention", "sink_full_attention"])
-def test_full_attention_is_the_main_one_wherever_it_stands(kind):
+WINDOW = KvGroup(0, Attention.WINDOW, 128)
+FULL = (store(0, "full_attention"), None)
+
+
+@pytest.mark.parametrize(
+    ("told", "known"),
+    [
+        # Full attention is the main group, wherever it stands; a second one is a further group.
+        *(
+            ([(store(0, "sliding_window", window=128), WINDOW), (store(1, kind), None)], True)
+            for kind in ("full_attention", "mla_attention", "sink_full_attention")
+        ),
+        (
+            [
+                (store(0, "sliding_window", window=128), WINDOW),
+                (store(1, "full_attention"), None),
+                (store(2, "mamba"), KvGroup(2, Attention.STATE)),
+                (remove(1), None),
+                (remove(0), WINDOW),
+            ],
+            True,
+        ),
+        ([FULL, (store(1, "full_attention"), KvGroup(1, Attention.PREFIX))], True),
+        # A group without a kind is known by its content.
+        ([(store(0), None), (store(0, tokens=()), None)], True),
+        # A model whose layers all have a window has no main group: what it holds is not followed.
+        ([(store(0, "sliding_window", window=128), WINDOW)], False),
+        # A removal before the first store is of no known group, and so are odd numbers.
+        ([(remove(1), NOT_FOLLOWED), FULL], True),
+        *(([FULL, (store(odd, "full_attention"), NOT_FOLLOWED)], True) for odd in ([], {}, "x", 2.5)),
+        # Other kinds, and a window without its size.
+        *(
+            ([FULL, (store(1, kind, tokens=()), KvGroup(1, Attention.UNKNOWN))], False)
+            for kind in ("cross_attention", "unknown", "of the future", None, 7)
+        ),
+        *(
+            ([FULL, (store(1, kind, window=window), KvGroup(1, Attention.UNKNOWN))], False)
+            for kind in ("sliding_window", "chunked_local_attention", "sliding_window_mla")
+            for window in (None, 0, -1, "4", 2.5)
+        ),
+    ],
+)
+def test_which_group_an_event_is_of_and_whether_all_groups_are_known(told, known):
     groups = ReportedGroups()
-    window = KvGroup(0, Attention.WINDOW, 128)
-    assert groups.group_of(store(0, "sliding_window", window=128)) == window
-    assert groups.group_of(store(1, kind)) is None
-    assert groups.group_of(store(2, "mamba")) == KvGroup(2, Attention.STATE)
-    assert groups.group_of(remove(1)) is None
-    assert groups.group_of(remove(0)) == window
-    assert groups.are_known
-
-
-def test_a_second_group_of_full_attention_is_a_further_one():
-    groups = ReportedGroups()
-    assert groups.group_of(store(0, "full_attention")) is None
-    assert groups.group_of(store(1, "full_attention")) == KvGroup(1, Attention.PREFIX)
-
-
-def test_a_group_without_a_kind_is_known_by_its_content():
-    groups = ReportedGroups()
-    assert groups.group_of(store(0)) is None
-    assert groups.group_of(store(0, tokens=())) is None
-
-
-def test_without_full_attention_nothing_is_known():
-    """A model whose layers all have a window has no main group: what it holds is not followed."""
-    groups = ReportedGroups()
-    groups.group_of(store(0, "sliding_window", window=128))
-    assert not groups.are_known
-    groups.group_of(store(1, "full_attention"))
-    assert groups.are_known
-
-
-def test_a_removal_before_the_first_store_is_of_no_known_group():
-    groups = ReportedGroups()
-    assert groups.group_of(remove(1)) is NOT_FOLLOWED
-    assert groups.group_of(store(0, "full_attention")) is None
-    assert groups.are_known
-
-
-@pytest.mark.parametrize("kind", ["cross_attention", "unknown", "of the future", None, 7])
-def test_other_kinds_are_not_known(kind):
-    groups = ReportedGroups(main=0)
-    group = groups.group_of(store(1, kind, tokens=()))
-    assert group is not None
-    assert group.attention is Attention.UNKNOWN
-    assert not groups.are_known
-
-
-@pytest.mark.parametrize("window", [None, 0, -1, "4", 2.5])
-@pytest.mark.parametrize("kind", ["sliding_window", "chunked_local_attention", "sliding_window_mla"])
-def test_a_window_without_its_size_is_not_known(kind, window):
-    groups = ReportedGroups(main=0)
-    assert groups.group_of(store(1, kind, window=window)) == KvGroup(1, Attention.UNKNOWN)
-
-
-@pytest.mark.parametrize("odd", [[], {}, "x", 2.5])
-def test_odd_numbers_are_of_no_group(odd):
-    groups = ReportedGroups()
-    assert groups.group_of(store(0, "full_attention")) is None
-    assert groups.group_of(store(odd, "full_attention")) is NOT_FOLLOWED
+    assert [groups.group_of(event) for event, _ in told] == [group for _, group in told]
+    assert groups.are_known is known
