@@ -1,5 +1,6 @@
 """The adapter before a fake trtllm-serve that pushes its events, or does not."""
 
+import asyncio
 from array import array
 
 import pytest
@@ -65,9 +66,11 @@ async def test_a_flush_empties_the_view_before_the_next_message(adapter_of):
         async with followed(adapter) as event:
             await ask_about(adapter, 0)
             assert len((await event()).hashes) == 3
+            first = asyncio.create_task(event())  # the blocks count once their reader asks for more
+            await asyncio.sleep(0)
             done = [progress async for progress in adapter.operate(KvVerb.FLUSH, KvTarget())]
             assert [(progress.done, progress.total) for progress in done] == [(3, 3)]
-            told = [await event(), await event()]
+            told = [await first, await event()]
             assert CacheCleared() in told
             assert (await adapter.stats())["blocks"] == {"known": {"gpu": 0}}
             assert await ask_about(adapter, 0) == 0
