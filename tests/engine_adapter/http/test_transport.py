@@ -40,6 +40,12 @@ class TestRequests:
         await fetch(transport, request(engine, target))
         assert engine.seen[0].target == target
 
+    async def test_headers_are_those_given(self, engine, transport):
+        await fetch(transport, request(engine, body=b'{"a":1}', **{"x-a": "1"}))
+        seen = engine.seen[0]
+        assert seen.headers == {"host": engine.url[7:], "x-a": "1", "content-length": "7"}
+        assert seen.body == b'{"a":1}'
+
     async def test_a_streamed_body_goes_on_as_it_comes(self, engine, transport):
         first_is_there = asyncio.Event()
 
