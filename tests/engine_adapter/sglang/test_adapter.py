@@ -10,6 +10,7 @@ from engine_adapter import (
     Capability,
     EngineRejected,
     EngineUnavailable,
+    Headers,
     JsonBody,
     KvTarget,
     KvVerb,
@@ -20,6 +21,7 @@ from engine_adapter import (
 from engine_adapter.sglang import adapter as adapter_module
 from engine_adapter.types import Attention, KvGroup, token_array
 from tests.fake_engines.sglang import CHAT, COMPLETIONS, running_sglang
+from tests.fake_engines.text import MODEL_DIR
 
 ALL = KvTarget()
 
@@ -56,6 +58,19 @@ async def complete(adapter, body):
 
 
 class TestConnect:
+    async def test_what_it_is(self, start, adapter_of):
+        info = await adapter_of(start(page_size=16, loras=("calm",), capacity=100)).connect()
+        assert (info.model, info.loras, info.tokens_per_block) == ("tiny", {"calm"}, 16)
+        assert (info.gpu_blocks, info.host_blocks, info.max_model_len) == (100, None, 1024)
+        assert (info.tokenizer, info.version) == (str(MODEL_DIR), "SGLang 0.5.23")
+        assert info.capabilities == {
+            Capability.KV_EVENTS,
+            Capability.CACHED_TOKENS,
+            Capability.TOKENIZE,
+            Capability.CACHE_SALT,
+            Capability.FLUSH,
+        }
+
     @pytest.mark.parametrize(("mode", "role"), [("prefill", "prefill"), ("decode", "decode"), ("null", None)])
     async def test_it_says_its_role(self, start, adapter_of, mode, role):
         info = await adapter_of(start(server_info={"disaggregation_mode": mode})).connect()
@@ -157,6 +172,18 @@ class TestEvents:
         assert seen[2:] == [ViewCurrent(complete=False)] * 2
         assert any("how long its sliding windows are" in finding.problem for finding in adapter.findings())
         await events.aclose()
+
+    async def test_of_one_rank(self, start, adapter_of):
+        running = start(ranks=2, page_size=2)
+        for rank in (0, 1):
+            adapter = adapter_of(running, dp_rank=rank)
+            request = adapter.prepare("POST", COMPLETIONS, {}, None)
+            body = {"model": "tiny", "prompt": [10 + rank, 5, 5], "max_tokens": 1}
+            await adapter._control.call("POST", COMPLETIONS, json=body, headers=Headers(request.headers))
+            events = adapter.events()
+            seen = [await anext(events) for _ in range(3)]
+            await events.aclose()
+            assert seen[2].token_ids.tolist() == [10 + rank, 5]
 
     async def test_addresses_that_the_operator_gives(self, start, adapter_of):
         running = start()
