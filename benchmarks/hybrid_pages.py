@@ -1,4 +1,4 @@
-"""The cache of the mock engine for a hybrid model: that of `kvpin replay`, with tokens, hashes and events."""
+"""The cache of the mock engine for a hybrid model: `hybrid_cache.py`, with tokens, hashes and events."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from hybrid_cache import Filled, HybridCache, TakenOfGroups
+
 from proxy.core.index.blocks import BlockHash, Chain
-from proxy.replay.cache import Filled, HybridCache, Taken
 from tests.fake_engines.cache import CachePrompt, PageCache, StoredRun
 from tests.fake_engines.vllm import EventGroup
 
@@ -71,7 +72,7 @@ class HybridPages:
             found.append(self.pages.hash_of(prompt, at, found[-1] if found else None))
         return found
 
-    def tell_evictions(self, change: Taken | Filled) -> None:
+    def tell_evictions(self, change: TakenOfGroups | Filled) -> None:
         """Tells the listener what was evicted."""
         if change.evicted:
             self.listener.removed(tuple(change.evicted), self.full)

@@ -17,13 +17,16 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hybrid_cache import HybridModel
+from other_routers import ABLATIONS
+
 from proxy.replay.plan import ReplayPlan
 from proxy.replay.report import over_seeds, rows
-from proxy.replay.rules import ORACLE, resolve
+from proxy.replay.rules import ORACLE, POLICIES, resolve
 from proxy.replay.simulated_engine import EngineModel
 from proxy.replay.simulator import run_all
 from proxy.replay.trace import Trace, TraceError, read_trace
@@ -38,6 +41,9 @@ GPU_TOKENS = 500_000
 HOST_TOKENS = {"GPU only": 0, "host tier": 4}  # times those on the GPU
 
 Row = dict[str, Any]
+
+PEERS = resolve(["all"])
+POLICIES |= ABLATIONS  # here, where the processes that simulate find them, too
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,7 @@ class Block:
 def play(
     traces: dict[str, Trace],
     loads: Sequence[float],
-    policies: str,
+    policies: Sequence[str],
     seeds: Sequence[int],
     args: argparse.Namespace,
 ) -> Iterator[Block]:
@@ -81,13 +87,10 @@ def play(
     for load in loads:
         for name, trace in traces.items():
             for tier, times in tiers.items():
-                model = EngineModel(
-                    args.gpu_tokens,
-                    times * args.gpu_tokens,
-                    chunked=args.model == "chunked",
-                    window_groups=args.window_groups,
-                )
-                plan = ReplayPlan((model,), args.engines, resolve(policies.split(",")), seeds, load=load)
+                model = EngineModel(args.gpu_tokens, times * args.gpu_tokens, chunked=args.model == "chunked")
+                if args.window_groups:
+                    model = HybridModel(**asdict(model), window_groups=args.window_groups)
+                plan = ReplayPlan((model,), args.engines, policies, seeds, load=load)
                 began = time.monotonic()
                 outcomes = run_all(trace, plan.runs(trace), jobs=args.jobs)
                 merged = {(row["policy"], row["engines"]): row for row in over_seeds(rows(outcomes))}
@@ -173,7 +176,7 @@ def main() -> None:
     parser.add_argument("--model", choices=("fifo", "chunked"), default="fifo")
     parser.add_argument("--limit", type=int)
     parser.add_argument("--window-groups", type=int, default=0)
-    parser.add_argument("--policies", default="all", help="in place of all")
+    parser.add_argument("--policies", help="in place of all")
     parser.add_argument("--engines", default=",".join(map(str, ENGINES)))
     parser.add_argument("--gpu-tokens", type=int, default=GPU_TOKENS)
     parser.add_argument("--only", choices=("peers", "ablations"))
@@ -189,12 +192,13 @@ def main() -> None:
         sys.exit(f"{error}\nDIR has to hold {' and '.join(TRACES.values())}")
     if args.only != "ablations":
         blocks = []
-        for block in play(traces, loads, args.policies, seeds, args):
+        peers = PEERS if args.policies is None else resolve(args.policies.split(","))
+        for block in play(traces, loads, peers, seeds, args):
             show_peers(block)
             blocks.append(block)
         show_goals(blocks)
     if args.only != "peers":
-        show_ablations(list(play(traces, loads, "ablations", seeds, args)))
+        show_ablations(list(play(traces, loads, ("kvpin", *ABLATIONS), seeds, args)))
 
 
 if __name__ == "__main__":

@@ -99,12 +99,14 @@ async def replay(page: Page) -> None:
 
 
 async def report(browser: Browser, folder: Path) -> None:
-    """The page that `kvpin replay --html` writes."""
+    """The page of `benchmarks/replay_report.py`."""
     page = await browser.new_page(viewport=DESKTOP, color_scheme="light")
     with tempfile.TemporaryDirectory() as home:
-        path = Path(home) / "report.html"
-        command = (sys.executable, "-m", "proxy.cli", "replay", str(TRACE), *REPLAY, "--html", str(path))
-        await asyncio.to_thread(subprocess.run, command, check=True, stdout=subprocess.DEVNULL)
+        path, runs = Path(home) / "report.html", str(Path(home) / "runs.json")
+        replay = (sys.executable, "-m", "proxy.cli", "replay", str(TRACE), *REPLAY, "--json", runs)
+        draw = (sys.executable, str(ROOT / "benchmarks" / "replay_report.py"), runs, str(path))
+        for command in (replay, draw):
+            await asyncio.to_thread(subprocess.run, command, check=True, stdout=subprocess.DEVNULL)
         await page.goto(path.as_uri())
         await page.locator(".u-legend").last.wait_for()
         await save(page, folder / "report-light.png")

@@ -19,7 +19,9 @@ __import__(sys.argv[1])
 """
 
 
-@pytest.mark.parametrize("module", ["proxy.cli", "proxy.server.run", "proxy.server.workers.supervisor"])
+@pytest.mark.parametrize(
+    "module", ["proxy.cli", "proxy.cli.replay_run", "proxy.server.run", "proxy.server.workers.supervisor"]
+)
 def test_kvpin_starts_without_the_packages_of_extras(module):
     command = [sys.executable, "-c", WITHOUT, module, ",".join(PACKAGES)]
     run = subprocess.run(command, capture_output=True, text=True, check=False)

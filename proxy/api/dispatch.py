@@ -27,8 +27,6 @@ from proxy.observe.metrics import Metrics
 from proxy.peers.peers import Peers
 from proxy.request.tenants import Tenants
 
-# --- all that kvpin's port serves: the data plane, and an ASGI application for everything else ----------
-
 log = structlog.get_logger(__name__)
 
 

@@ -18,16 +18,15 @@ from proxy.core.books import decode_marks, encode_marks
 from proxy.core.placement.tiering import AheadCounts
 from proxy.fleet.engine import Engine
 from proxy.fleet.fleet import Fleet
-from proxy.observe.gauges import WorkerNow, tasks, waiting_of
 from proxy.observe.live import Live, Viewer
 from proxy.observe.metric_families import Taken
-from proxy.observe.metrics import Metrics, ReuseCounts
+from proxy.observe.metrics import Metrics, ReuseCounts, WorkerNow, tasks, waiting_of
 from proxy.prompt import PromptBuilder
 
 # --- handed ---------------------------------------------------------------------------------------------
 # What a worker counts, handed over to the worker that speaks for all: from then on it counts there alone.
 
-_Counts = TypeVar("_Counts", AuditCounts, AheadCounts)
+_Counts = TypeVar("_Counts", AuditCounts, AheadCounts, ReuseCounts)
 
 
 class EngineCounts(msgspec.Struct, array_like=True, frozen=True):
@@ -47,7 +46,8 @@ class WorkerCounts(msgspec.Struct, array_like=True, frozen=True):
     Attributes:
         ended: requests.
         series: those of the page, by name and labels.
-        reuse, engines: by engine.
+        left_reuse: see `Metrics`.
+        engines: by engine.
         cpu_s: by tenant and kind of work, see `FairThreads.spent`.
         prompts: those whose tokens agreed with the engine's and differed, by model.
         passed_on: see `Fleet.passed_on`.
@@ -55,8 +55,7 @@ class WorkerCounts(msgspec.Struct, array_like=True, frozen=True):
 
     ended: int
     series: list[tuple[str, tuple[str, ...], Taken]]
-    reuse: dict[str, ReuseCounts]
-    total_reuse: ReuseCounts
+    left_reuse: ReuseCounts
     cpu_s: list[tuple[str | None, What, float]]
     engines: dict[str, EngineCounts]
     prompts: dict[str, tuple[int, int]]
@@ -73,17 +72,16 @@ def take(fleet: Fleet, metrics: Metrics) -> WorkerCounts:
         [
             (name, labels, taken)
             for name, family in metrics.families.items()
-            for labels, each in family.series.items()
+            for labels, each in family.items()
             if (taken := each.take()) is not None
         ],
-        metrics.reuse,
-        metrics.total_reuse,
+        metrics.left_reuse,
         cpu_s,
         {engine.id: _take(engine) for engine in fleet.engines.values()},
         {model: (builder.agreed, builder.differed) for model, builder in _builders(fleet)},
         dict(fleet.passed_on),
     )
-    metrics.ended, metrics.reuse, metrics.total_reuse = 0, {}, ReuseCounts()
+    metrics.ended, metrics.left_reuse = 0, ReuseCounts()
     fleet.passed_on.clear()
     for _, builder in _builders(fleet):
         builder.agreed = builder.differed = 0
@@ -112,10 +110,8 @@ def add(fleet: Fleet, metrics: Metrics, counts: WorkerCounts) -> None:
         family = metrics.families[name]
         pairs = zip(family.family.labels, labels, strict=True)
         named = tuple(own[each](value) if value and each in own else value for each, value in pairs)
-        family.series[named].give(taken)
-    for engine_id, reuse in counts.reuse.items():
-        metrics.reuse.setdefault(engine_id, ReuseCounts()).add(reuse)
-    metrics.total_reuse.add(counts.total_reuse)
+        family[named].give(taken)
+    metrics.left_reuse = _sum(metrics.left_reuse, counts.left_reuse)
     for tenant, what, seconds in counts.cpu_s:
         THREADS.on_loop[tenant, what] += seconds
     for engine_id, more in counts.engines.items():

@@ -272,24 +272,13 @@ class DataPlane:
         named = response_of(call) if to_keeper is not None else None
         if to_keeper is None or named is None or self._keeps(call.tenant, named.id):
             return self._at_engine(call, exchange, reply, admitted)
-        return self._at_keeper(to_keeper, named.id, call, exchange, reply, admitted)
+        here = partial(self._at_engine, call, exchange, reply, admitted)
+        return to_keeper.serve(named.id, call, exchange, reply, here, self.flow.rules.all_placed_s)
 
     def _keeps(self, tenant: str | None, response_id: str) -> bool:
         """True if a tenant's response is kept here, or by an engine that is known here."""
         knows = self.flow.preparation.destinations.knows
         return self.responses.keeps(tenant, response_id) or knows(tenant, response_id)
-
-    async def _at_keeper(
-        self,
-        to_keeper: PassedToKeeper,
-        response_id: str,
-        call: Call,
-        exchange: Exchange,
-        reply: Reply,
-        admitted: Admission,
-    ) -> None:
-        if not await to_keeper.serve(response_id, call, exchange, reply, self.flow.rules.all_placed_s):
-            await self._at_engine(call, exchange, reply, admitted)
 
     def _at_engine(
         self, call: Call, exchange: Exchange, reply: Reply, admitted: Admission

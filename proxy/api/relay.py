@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from http import HTTPStatus
 from math import inf
 from time import monotonic
@@ -266,18 +267,21 @@ class PassedToKeeper:
         self._sockets, self._transport = sockets, transport
 
     async def serve(
-        self, response_id: str, call: Call, exchange: Exchange, reply: Reply, silent_s: float
-    ) -> bool:
-        """Lets the kvpin that keeps the response answer a request. It may be silent for `silent_s` seconds.
-        False if there is none."""
-        socket = await self._find(response_id, exchange)
-        if socket is None:
-            return False
-        try:
-            await pass_on(self._transport, socket, call, exchange, reply, silent_s)
-        except EngineUnavailable:
-            return False  # it went away, and with it what it kept
-        return True
+        self,
+        response_id: str,
+        call: Call,
+        exchange: Exchange,
+        reply: Reply,
+        here: Callable[[], Awaitable[object]],
+        silent_s: float,
+    ) -> None:
+        """Answers a request: by the kvpin that keeps the response, which may be silent for `silent_s`
+        seconds, or by `here` if there is none."""
+        if (socket := await self._find(response_id, exchange)) is not None:
+            with suppress(EngineUnavailable):  # it went away, and with it what it kept
+                await pass_on(self._transport, socket, call, exchange, reply, silent_s)
+                return
+        await here()
 
     async def _find(self, response_id: str, exchange: Exchange) -> str | None:
         """The socket of the kvpin that keeps a response; None if none says that it does."""

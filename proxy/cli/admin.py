@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from proxy.cli.arguments import App, PrefixOptions, RequestOptions, TargetOptions
-from proxy.cli.client import AdminClient, JsonOption, fail, path_part, print_json, show
+from proxy.cli.client import AdminClient, JsonOption, fail, option, path_part, print_json, show
 
 EngineId = Annotated[str, typer.Argument(metavar="ENGINE", help="As `kvpin engines` lists it.")]
 # How often an engine that drains is asked for its requests.
@@ -83,7 +84,10 @@ def unpin(
 
 def route(*, target: RequestOptions, kvpin: AdminClient, as_json: JsonOption = False) -> None:
     """Show where a request would go now, and why; nothing is sent."""
-    show(kvpin.post("/route", target.request()), "decisions.show_route", as_json=as_json)
+    body = target.request()
+    show(kvpin.post("/route", body), "decisions.show_route", as_json=as_json)
+    if not as_json and "messages" in body:
+        typer.echo("a chat is counted with the opening of its answer; flush, pin and others leave that out")
 
 
 def requests(
@@ -280,44 +284,28 @@ def list_keys(*, kvpin: AdminClient, as_json: JsonOption = False) -> None:
     show(kvpin.get("/keys"), "answer_tables.show_keys", as_json=as_json)
 
 
+@dataclass(frozen=True, slots=True)
+class KeyOptions:
+    """The options of a new key."""
+
+    tenant: str | None = option("NAME", "A known tenant; if the settings name none, any [default].")
+    new_tenant: bool = option(None, "The tenant may be a new one.", False, "--new-tenant")
+    model: list[str] | None = option("NAME", "A model that the key is for; may be given again [all models].")
+    expires: str | None = option("TIME", "When it ends, as 2027-01-31T00:00:00Z [never].")
+    name: str = option("TEXT", "What the list shows beside it.", "")
+    requests_per_minute: int | None = option("N", "Limit of its tenant, which the settings do not name.")
+    tokens_per_minute: int | None = option("N", "Likewise.")
+    concurrent_requests: int | None = option("N", "Likewise.")
+
+
 @keys_app.command("add")
-def keys_add(
-    *,
-    tenant: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="A known tenant; if the settings name none, any [default]."),
-    ] = None,
-    new_tenant: Annotated[bool, typer.Option("--new-tenant", help="The tenant may be a new one.")] = False,
-    model: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="A model that the key is for; may be given again [all models]."),
-    ] = None,
-    expires: Annotated[
-        str | None, typer.Option(metavar="TIME", help="When it ends, as 2027-01-31T00:00:00Z [never].")
-    ] = None,
-    name: Annotated[str, typer.Option(metavar="TEXT", help="What the list shows beside it.")] = "",
-    requests_per_minute: Annotated[
-        int | None, typer.Option(metavar="N", help="Limit of its tenant, which the settings do not name.")
-    ] = None,
-    tokens_per_minute: Annotated[int | None, typer.Option(metavar="N", help="Likewise.")] = None,
-    concurrent_requests: Annotated[int | None, typer.Option(metavar="N", help="Likewise.")] = None,
-    kvpin: AdminClient,
-    as_json: JsonOption = False,
-) -> None:
+def keys_add(*, key: KeyOptions, kvpin: AdminClient, as_json: JsonOption = False) -> None:
     """Issue a key and print it, once.
 
     Once a key was issued, kvpin serves no request without one.
     """
-    body = {
-        "tenant": tenant,
-        "new_tenant": new_tenant,
-        "models": model or None,
-        "expires": expires,
-        "name": name,
-        "requests_per_minute": requests_per_minute,
-        "tokens_per_minute": tokens_per_minute,
-        "concurrent_requests": concurrent_requests,
-    }
+    body = asdict(key)
+    body["models"] = body.pop("model") or None
     added = kvpin.post("/keys", body)
     if as_json:
         print_json(added)

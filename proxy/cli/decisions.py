@@ -105,6 +105,8 @@ def show_requests(requests: list[dict[str, Any]]) -> None:
     TerminalTable.of(requests, _REQUESTS, text="why", less=less).print(out)
     if rules := sorted({rule for request in requests for rule in _rules(request)}):
         out.print(f"* kvpin changed the prompt: {', '.join(rules)}", markup=False, style="dim")
+    if any((predicted(request) or "").startswith("~") for request in requests):
+        out.print("~ not firm: the engine may reuse another number of tokens", style="dim")
     for miss in dict.fromkeys(request["miss"] for request in requests if request["error"] is None):
         if miss in _REMEDIES:
             out.print(f"{miss}: {_REMEDIES[miss]}", markup=False, style="dim")

@@ -19,6 +19,7 @@ from engine_adapter import (
     EngineError,
     EngineInfo,
     EngineLoad,
+    EngineRejected,
     EngineSpec,
     EngineSpecError,
     EngineUnavailable,
@@ -28,6 +29,7 @@ from engine_adapter import (
     make_adapter,
     make_options,
 )
+from engine_adapter.http.control import WANTS_KEY
 from proxy.cli.answer_tables import forms_of
 from proxy.cli.engine_probe import ProbedEngine, ProbeResult, View
 from proxy.cli.grid import TerminalTable, console
@@ -248,6 +250,8 @@ def _of_probe(probe: ProbeResult | None, view: View) -> tuple[Finding, ...]:
 
 # --- examines engines for `kvpin doctor` and `kvpin init`, and shows what was found ---------------------
 
+# Nobody knows the key that kvpin gives an engine which it starts.
+_STARTED = "; if kvpin started it, `kvpin stats` tells of it, or name its api_key in its [[managed]] table"
 # Stands for the kind until it is detected.
 _UNKNOWN = "engine"
 
@@ -333,6 +337,8 @@ async def _examine(text: str, options: dict[str, str], *, probe: bool) -> Examin
         return await examine(spec, options=more, probe=probe, warn=_warn)
     except (SettingsError, EngineError) as error:
         message = str(error)
+        if isinstance(error, EngineRejected) and error.status in WANTS_KEY and not spec.api_key:
+            message += _STARTED
         raise UnusableEngine(message if address in message else f"{address}: {message}") from error
 
 

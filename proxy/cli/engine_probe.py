@@ -22,21 +22,15 @@ from engine_adapter import (
     Tier,
 )
 from proxy.core.audit import Trust
-from proxy.core.life import Rules
 from proxy.errors import ProxyError
-from proxy.fleet.destinations import Destinations
 from proxy.fleet.engine import TOKENS_PER_BLOCK, EngineState
-from proxy.fleet.fleet import Fleet
-from proxy.fleet.ingest import Ingest, has_exact_events
-from proxy.flow import Flow
-from proxy.prompt import MediaUuids, PromptBuilder
+from proxy.fleet.ingest import has_exact_events
+from proxy.prompt import PromptBuilder
 from proxy.request.calls import Call, Nobody, Reply
 from proxy.request.gate import Admission
-from proxy.request.records import RequestLog, RequestRecord
-from proxy.request.tenants import Tenants
-from proxy.runtime import Supervisor
-from proxy.steps.attempt import Attempts
-from proxy.steps.preparation import Preparation
+from proxy.request.records import RequestRecord
+from proxy.server.app import Proxy
+from proxy.settings import Settings
 
 # Seconds to wait for the first view, and for a request's blocks to appear in it; seconds between looks.
 VIEW_S, SETTLE_S, LOOK_S = 10.0, 5.0, 0.02
@@ -84,32 +78,21 @@ class ProbedEngine:
 
     def __init__(self, adapter: EngineAdapter, info: EngineInfo, builder: PromptBuilder) -> None:
         """`info` is the result of the adapter's `connect`."""
-        self._tasks = Supervisor()
-        self._transport = HttpTransport()
-        fleet = Fleet()
-        self._ingest = Ingest(fleet, self._tasks)
+        # Not those of the environment: they are for a kvpin that serves.
+        settings = Settings.model_construct(reuse=True, retries=0, restore_ahead=False)
+        self._proxy = Proxy(settings, HttpTransport())
+        fleet = self._proxy.fleet
         self._engine = fleet.add(adapter)
         self._pool = fleet.join(self._engine, info)
         self._pool.render(self._engine, builder)
         self._engine.state = EngineState.READY
-        self._records = RequestLog(capacity=2)
-        tenants = Tenants(())
-        self._flow = Flow(
-            fleet=fleet,
-            preparation=Preparation(Destinations(fleet), tenants, MediaUuids(), {}, reuse=True),
-            attempts=Attempts(self._transport, self._ingest, tenants),
-            tenants=tenants,
-            requests=self._records,
-            rules=Rules(retries=0),
-            observe=lambda _record: None,
-        )
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        await self._tasks.stop()
-        await self._transport.aclose()
+        await self._proxy.tasks.stop()  # and not all of it: the adapter is the caller's
+        await self._proxy.transport.aclose()
 
     async def first_view(self, *, takes_events: bool) -> View:
         """Follows the engine's events until they say what it holds; `takes_events` allows to read events that
@@ -126,7 +109,8 @@ class ProbedEngine:
                 "unasked",
                 "reading takes them from other readers: use --probe if no kvpin follows it",
             )
-        self._ingest.follow(engine, self._pool)
+        assert self._proxy.ingest is not None  # noqa: S101 - requests are placed by reuse
+        self._proxy.ingest.follow(engine, self._pool)
         if not await _until(lambda: engine.audit.trust is Trust.PRECISE, VIEW_S) or engine.view is None:
             return View("late", f"no view within {VIEW_S:.0f} s: {engine.audit.why}")
         engine.state = EngineState.READY
@@ -161,8 +145,8 @@ class ProbedEngine:
         call = Call("doctor", "POST", _PATH, Headers([(b"content-type", b"application/json")]), body)
         self._engine.state = EngineState.READY
         with suppress(EngineError, ProxyError):  # the record says what went wrong
-            await self._flow.serve(call, Reply(Nobody()), Admission.of_kvpin())
-        return list(self._records)[-1]
+            await self._proxy.flow.serve(call, Reply(Nobody()), Admission.of_kvpin())
+        return list(self._proxy.flow.requests)[-1]
 
     def _holds(self, record: RequestRecord) -> bool:
         """True if the view holds every full block of a request's prompt."""

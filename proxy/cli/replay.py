@@ -123,7 +123,7 @@ class ReplayOptions:
     margin: float = option("SHARE", "More traffic that --target-p99 leaves room for: 0.2 is 20%.", 0.2, min=0)
     max_engines: int = option("N", "The most that --target-p99 tries.", 64, min=1)
     policies: str | None = option(
-        "NAME[,NAME…]", "all, ablations, or some: kvpin,sglang,oracle [all; with --target-p99 kvpin]."
+        "NAME[,NAME…]", "all, or some: kvpin,sticky,oracle [all; with --target-p99 kvpin]."
     )
     seeds: str | None = option(
         "N[,N…]", "0: arrivals as recorded; others vary [0; with --target-p99 0 to 4]."
@@ -134,15 +134,11 @@ class ReplayOptions:
     # What is written.
     json_path: Path | None = option("FILE", "Write every run as JSON; - prints.", None, "--json")
     csv_path: Path | None = option("FILE", "Write every run as CSV; - prints.", None, "--csv")
-    plot_path: Path | None = option("FILE", "Draw a PNG.", None, "--plot")
-    html_path: Path | None = option(
-        "FILE", "Write curves and table as one HTML file; - prints.", None, "--html"
-    )
 
     @property
     def paths(self) -> list[Path]:
         """The files that are written."""
-        named = (self.json_path, self.csv_path, self.plot_path, self.html_path)
+        named = (self.json_path, self.csv_path)
         return [path for path in named if path is not None]
 
     def models(self, recorded: RecordedFigures | None = None) -> tuple[EngineModel, ...]:

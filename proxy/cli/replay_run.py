@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from io import BufferedReader, RawIOBase
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -94,16 +93,6 @@ def _write_all(
         )
     if options.csv_path is not None:
         _write(options.csv_path, as_csv(each))
-    if options.html_path is not None:
-        from proxy.api.page import text_of  # noqa: PLC0415 - slow to import, and seldom needed
-        from proxy.replay.report import as_html  # noqa: PLC0415 - likewise
-
-        _write(options.html_path, as_html(title, each, [*why_not, *said], text_of))
-    if options.plot_path is not None:
-        from proxy.replay.report import draw  # noqa: PLC0415 - an extra
-
-        with _writing(options.plot_path):
-            draw(options.plot_path, each, title)
     if _STDOUT not in options.paths:
         with _writing(_STDOUT):
             _show(title, why_not, each, said)
@@ -144,13 +133,9 @@ def table_of(each: Sequence[Row]) -> TerminalTable:
 
 def _check_outputs(options: ReplayOptions) -> None:
     """Checks the output files before the work. Raises ValueError if one of them cannot be written."""
-    if options.plot_path == _STDOUT:
-        raise ValueError("--plot -: a picture cannot be printed; name a file, such as runs.png")
     for path in options.paths:
         if path != _STDOUT:
             _try(path)
-    if options.plot_path is not None and find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib: pip install 'kvpin[replay]'")
 
 
 def _try(path: Path) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import suppress
-from copy import copy
 
 import msgspec
 
@@ -23,8 +22,7 @@ from proxy.core.reasons import Reason, reason_of, why
 from proxy.errors import Overloaded
 from proxy.fleet.engine import Engine, EngineState
 from proxy.fleet.fleet import Fleet
-from proxy.observe.gauges import waiting_of
-from proxy.observe.metrics import Metrics, ReuseCounts, available_tokens
+from proxy.observe.metrics import Metrics, ReuseCounts, available_tokens, waiting_of
 from proxy.prompt import Trusted
 from proxy.request.records import RequestRecord
 from proxy.runtime import Supervisor
@@ -236,7 +234,7 @@ class Live:
 
     def snapshot(self) -> Snapshot:
         """Everything now."""
-        fleet, by_engine = self._fleet, self._metrics.reuse
+        fleet, by_engine = self._fleet, self._metrics.reuse()
         return Snapshot(
             at=time.time(),
             reuse_on=self._reuse,
@@ -244,7 +242,7 @@ class Live:
             unshown=self._unshown,
             waiting=dict(+waiting_of(fleet, self._metrics.others)),
             unserved=fleet.unserved(),
-            reuse=copy(self._metrics.total_reuse),
+            reuse=self._metrics.total_reuse(),
             engines=[
                 self._engine(engine, by_engine.get(engine.id, ReuseCounts()))
                 for engine in fleet.engines.values()
@@ -330,7 +328,7 @@ class Live:
             decoding=load.decoding,
             held_tokens=held,
             capacity_tokens=capacity,
-            reuse=copy(reuse),
+            reuse=reuse,
             problem=None if engine.state is EngineState.READY else engine.last_error,
         )
 

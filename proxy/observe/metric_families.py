@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from functools import lru_cache
 from itertools import accumulate
 from operator import add
 from typing import Generic, NamedTuple, TypeVar, cast
-
-from typing_extensions import override
 
 Taken = float | tuple[list[int], float]
 """What a series counted: the number of a counter, or the counts of a histogram's buckets and their sum."""
@@ -34,17 +32,28 @@ class Family(NamedTuple):
         kind: `counter`, `gauge` or `histogram`.
         text: its meaning, in one line.
         labels: their names.
+        bounds: of a histogram: the upper ends of its ranges, in rising order; a last range has no end.
     """
 
     name: str
     kind: str
     text: str
-    labels: tuple[str, ...]
+    labels: tuple[str, ...] = ()
+    bounds: tuple[float, ...] = ()
 
-    @property
-    def head(self) -> str:
+    def head(self, *, openmetrics: bool) -> str:
         """The two lines before its series."""
-        return f"# HELP {self.name} {self.text}\n# TYPE {self.name} {self.kind}\n"
+        name = self.name.removesuffix("_total") if openmetrics else self.name
+        return f"# HELP {name} {self.text}\n# TYPE {name} {self.kind}\n"
+
+    def lines(
+        self, series: Iterable[tuple[tuple[str, ...], float]], *, openmetrics: bool = False
+    ) -> Iterator[str]:
+        """The page's part for values as they are now, each a pair of label values and number: its head, then
+        a line for each."""
+        yield self.head(openmetrics=openmetrics)
+        for values, number in series:
+            yield f"{self.name}{labelled(self.labels, values)} {float(number)}\n"
 
 
 @lru_cache(16_384)
@@ -56,27 +65,15 @@ def labelled(names: tuple[str, ...], values: tuple[str, ...]) -> str:
     return f"{{{','.join(pairs)}}}" if names else ""
 
 
-def gauge(family: Family, series: Iterable[tuple[tuple[str, ...], float]]) -> Iterator[str]:
-    """The page's part for values as they are now, each a pair of label values and number: its head, then a
-    line for each."""
-    yield family.head
-    for values, number in series:
-        yield f"{family.name}{labelled(family.labels, values)} {float(number)}\n"
-
-
 class Count:
     """One series of a counter."""
 
-    __slots__ = ("line", "number")
+    __slots__ = ("_line", "number")
 
-    def __init__(self, line: str) -> None:
-        """`line` is the series' name and labels."""
-        self.line = line
+    def __init__(self, family: Family, values: tuple[str, ...]) -> None:
+        """`values`: of the labels."""
+        self._line = f"{family.name}{labelled(family.labels, values)}"
         self.number: float = 0
-
-    def add(self, number: float = 1) -> None:
-        """Counts `number` more."""
-        self.number += number
 
     def take(self) -> Taken | None:
         """The number, which begins anew; None for 0."""
@@ -87,83 +84,29 @@ class Count:
         """Adds what another one's `take` gave."""
         self.number += cast("float", taken)
 
-
-_Each = TypeVar("_Each")
-
-
-class _Series(dict[tuple[str, ...], _Each]):
-    """The series of a family by label values. One that is asked for appears on the page from then on."""
-
-    def __init__(self, new: Callable[[tuple[str, ...]], _Each]) -> None:
-        """`new` makes a series."""
-        super().__init__()
-        self._new = new
-
-    def __missing__(self, values: tuple[str, ...]) -> _Each:
-        series = self[values] = self._new(values)
-        return series
-
-
-class _SeriesByLabels(Generic[_Each]):
-    """A family with one series for each combination of label values.
-
-    Attributes:
-        series: label values → series.
-    """
-
-    def __init__(self, family: Family) -> None:
-        self.family = family
-        self.series = _Series(self._new)
-
-    def of(self, *values: str) -> _Each:
-        """The series with these label values. It appears on the page from now on."""
-        return self.series[values]
-
-    def drop(self, label: str, values: AbstractSet[str]) -> None:
-        """Drops the series with these values of a label, where the family has that label."""
-        if label in self.family.labels:
-            at = self.family.labels.index(label)
-            for key in [each for each in self.series if each[at] in values]:
-                del self.series[key]
-
-    def lines(self, *, openmetrics: bool = False) -> Iterator[str]:
-        """The family's part of the page: its head, then a part for each series."""
-        raise NotImplementedError
-
-    def _new(self, values: tuple[str, ...]) -> _Each:
-        raise NotImplementedError
-
-
-class Counter(_SeriesByLabels[Count]):
-    """Numbers that only grow, one for each combination of label values."""
-
-    def __init__(self, name: str, text: str, labels: Sequence[str]) -> None:
-        """`name` ends in `_total`."""
-        super().__init__(Family(name, "counter", text, tuple(labels)))
-
-    @override
-    def _new(self, values: tuple[str, ...]) -> Count:
-        return Count(f"{self.family.name}{labelled(self.family.labels, values)}")
-
-    @override
-    def lines(self, *, openmetrics: bool = False) -> Iterator[str]:
-        name = self.family.name.removesuffix("_total") if openmetrics else self.family.name
-        yield self.family._replace(name=name).head
-        for series in list(self.series.values()):
-            yield f"{series.line} {float(series.number)}\n"
+    def lines(self, *, exemplars: bool) -> str:  # noqa: ARG002 - counters have none
+        """Its part of the page."""
+        return f"{self._line} {float(self.number)}\n"
 
 
 class Buckets:
     """One series of a histogram."""
 
-    __slots__ = ("_bounds", "counts", "exemplars", "page", "sum")
+    __slots__ = ("_bounds", "_page", "counts", "exemplars", "sum")
 
-    def __init__(self, bounds: Sequence[float], page: str) -> None:
-        """`page` is the format of its lines: a `%d` per bucket, one for the count, a `%r` for the sum."""
-        self._bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
+    def __init__(self, family: Family, values: tuple[str, ...]) -> None:
+        """`values`: of the labels."""
+        name, names = family.name, (*family.labels, "le")
+        plain = labelled(family.labels, values).replace("%", "%%")
+        lines = []
+        for bound in (*(str(float(bound)) for bound in family.bounds), "+Inf"):
+            labels = labelled(names, (*values, bound)).replace("%", "%%")
+            lines.append(f"{name}_bucket{labels} %d.0\n")
+        # A `%d` per bucket, one for the count, a `%r` for the sum.
+        self._page = f"{''.join(lines)}{name}_count{plain} %d.0\n{name}_sum{plain} %r\n"
+        self._bounds = family.bounds
+        self.counts = [0] * (len(family.bounds) + 1)
         self.sum = 0.0
-        self.page = page
         self.exemplars: dict[int, str] = {}  # the last one of each bucket, as it is written
 
     def observe(self, value: float, trace_id: str | None = None) -> None:
@@ -191,7 +134,7 @@ class Buckets:
     def lines(self, *, exemplars: bool) -> str:
         """Its part of the page."""
         totals = (*accumulate(self.counts),)
-        text = self.page % (*totals, totals[-1], self.sum)
+        text = self._page % (*totals, totals[-1], self.sum)
         if not (exemplars and self.exemplars):
             return text
         lines = text.splitlines(keepends=True)
@@ -200,27 +143,31 @@ class Buckets:
         return "".join(lines)
 
 
-class Histogram(_SeriesByLabels[Buckets]):
-    """Counts of values in each of some ranges, for each combination of label values."""
+_Each = TypeVar("_Each", Count, Buckets)
 
-    def __init__(self, name: str, text: str, labels: Sequence[str], bounds: Sequence[float]) -> None:
-        """`bounds` are the upper ends of the ranges, in rising order; a last range has no end."""
-        super().__init__(Family(name, "histogram", text, tuple(labels)))
-        self._bounds = tuple(bounds)
 
-    @override
+class SeriesOf(dict[tuple[str, ...], _Each], Generic[_Each]):
+    """The series of a family by label values. One that is asked for appears on the page from then on."""
+
+    def __init__(self, family: Family, new: Callable[[Family, tuple[str, ...]], _Each]) -> None:
+        """`new` makes a series: `Count` or `Buckets`."""
+        super().__init__()
+        self.family = family
+        self._new: Callable[[Family, tuple[str, ...]], _Each] = new
+
+    def __missing__(self, values: tuple[str, ...]) -> _Each:
+        series = self[values] = self._new(self.family, values)
+        return series
+
+    def drop(self, label: str, values: AbstractSet[str]) -> None:
+        """Drops the series with these values of a label, where the family has that label."""
+        if label in self.family.labels:
+            at = self.family.labels.index(label)
+            for key in [each for each in self if each[at] in values]:
+                del self[key]
+
     def lines(self, *, openmetrics: bool = False) -> Iterator[str]:
-        yield self.family.head
-        for series in list(self.series.values()):
+        """The family's part of the page: its head, then a part for each series."""
+        yield self.family.head(openmetrics=openmetrics)
+        for series in list(self.values()):
             yield series.lines(exemplars=openmetrics)
-
-    @override
-    def _new(self, values: tuple[str, ...]) -> Buckets:
-        names, plain = (*self.family.labels, "le"), labelled(self.family.labels, values).replace("%", "%%")
-        lines = []
-        for bound in (*(str(float(bound)) for bound in self._bounds), "+Inf"):
-            labels = labelled(names, (*values, bound)).replace("%", "%%")
-            lines.append(f"{self.family.name}_bucket{labels} %d.0\n")
-        name = self.family.name
-        page = f"{''.join(lines)}{name}_count{plain} %d.0\n{name}_sum{plain} %r\n"
-        return Buckets(self._bounds, page)

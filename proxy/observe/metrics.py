@@ -1,24 +1,27 @@
-"""Prometheus metrics: counts of finished requests, and the page that a scrape gets."""
+"""Prometheus metrics: counts of finished requests, what is read at each scrape, and the page that it gets."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from http import HTTPStatus
+from importlib.metadata import version
 from typing import NamedTuple
 
 import msgspec
 
+from engine_adapter import Tier
 from engine_adapter.off_loop import THREADS
+from proxy.core.audit import Trust
 from proxy.core.life import Cause
 from proxy.core.placement.decision import Placement
 from proxy.core.quotas import DAY_S, ByteBudget, UseBook
 from proxy.core.reasons import reason_of
 from proxy.fleet.discovery import Source
+from proxy.fleet.engine import Engine, EngineState
 from proxy.fleet.fleet import Fleet
-from proxy.observe.gauges import GAUGES, ScrapedState, WorkerNow, counters_of, gauges_of
-from proxy.observe.metric_families import Counter, Family, Histogram
+from proxy.observe.metric_families import Buckets, Count, Family, SeriesOf
 from proxy.peers.peers import Peers
 from proxy.request.records import RequestRecord
 
@@ -32,7 +35,7 @@ from proxy.request.records import RequestRecord
 MAX_WAITING = 1000
 
 
-class ReuseCounts(msgspec.Struct, kw_only=True):
+class ReuseCounts(msgspec.Struct, frozen=True):
     """Reuse since kvpin started, in prompt tokens of requests whose prompt kvpin knows.
 
     Attributes:
@@ -50,23 +53,19 @@ class ReuseCounts(msgspec.Struct, kw_only=True):
     delivered_tokens: int = 0
     saved_s: float = 0.0
 
-    def add(self, more: ReuseCounts) -> None:
-        """Adds these counts."""
-        self.prompt_tokens += more.prompt_tokens
-        self.available_tokens += more.available_tokens
-        self.selected_tokens += more.selected_tokens
-        self.delivered_tokens += more.delivered_tokens
-        self.saved_s += more.saved_s
+
+# Field → the counter that has it, by engine.
+_REUSE = {
+    "prompt_tokens": "kvpin_prompt_tokens_total",
+    "available_tokens": "kvpin_available_cached_tokens_total",
+    "selected_tokens": "kvpin_predicted_cached_tokens_total",
+    "delivered_tokens": "kvpin_cached_tokens_total",
+    "saved_s": "kvpin_saved_prefill_seconds_total",
+}
 
 
-def reuse_of(record: RequestRecord, placement: Placement) -> ReuseCounts:
-    """The reuse of one request whose prompt is known, without the seconds that it saved."""
-    return ReuseCounts(
-        prompt_tokens=placement.n_tokens,
-        available_tokens=available_tokens(placement),
-        selected_tokens=placement.predicted_tokens,
-        delivered_tokens=record.reported_tokens or 0,
-    )
+def _sum(*counts: ReuseCounts) -> ReuseCounts:
+    return ReuseCounts(*map(sum, zip(*map(msgspec.structs.astuple, counts), strict=True)))
 
 
 def available_tokens(placement: Placement) -> int:
@@ -127,7 +126,7 @@ _SLICE = 100
 
 
 class _Row(NamedTuple):
-    """A family of the table: its text, its labels, and the bounds of its buckets if it is a histogram."""
+    """A family that is counted: its text, its labels, and the bounds of its buckets if it is a histogram."""
 
     text: str
     labels: tuple[str, ...] = ()
@@ -239,6 +238,224 @@ _FAMILIES = {
 }
 
 
+# --- what is read at each scrape --------------------------------------------------------------------------
+
+_VERSION = version("kvpin")
+
+
+class WorkerNow(msgspec.Struct, array_like=True, frozen=True):
+    """What goes on in a worker: requests in flight by engine, unless the exchange tells them; requests that
+    wait because engines are busy, by model; bytes of bodies that no engine has yet; tasks of its loop."""
+
+    in_flight: dict[str, int]
+    waiting: dict[str, int]
+    body_bytes: int
+    tasks: int
+
+
+class ScrapedState(NamedTuple):
+    """The state that is read at each scrape: engines, where they are found, other kvpins if there are any,
+    memory for requests' bodies, whether the last reload succeeded, what other workers told last, and the CPU
+    time of tenants' requests by kind of work."""
+
+    fleet: Fleet
+    sources: Mapping[str, Source]
+    peers: Peers | None
+    bodies: ByteBudget
+    reload_ok: bool = True
+    others: Sequence[WorkerNow] = ()
+    cpu_s: Mapping[tuple[str, str], float] = {}
+
+
+class _Read(NamedTuple):
+    """A family that is read at each scrape: a gauge, or a counter that others count.
+
+    Attributes:
+        labels: the names of its labels.
+        series: label values and value of each series.
+    """
+
+    name: str
+    text: str
+    labels: tuple[str, ...]
+    series: Callable[[ScrapedState], Iterable[tuple[tuple[str, ...], float]]]
+
+    @property
+    def family(self) -> Family:
+        """The declaration of its family."""
+        kind = "counter" if self.name.endswith("_total") else "gauge"
+        return Family(self.name, kind, self.text, self.labels)
+
+
+# In the order of the page, after the families above.
+_READ = (
+    _Read(
+        "kvpin_tenant_cpu_seconds_total",
+        "CPU time that reading requests took, by what: parse (JSON), media (looking for images), "
+        "render (a chat's template), encode (to tokens)",
+        ("tenant", "what"),
+        lambda now: now.cpu_s.items(),
+    ),
+    _Read(
+        "kvpin_restores_ahead_total",
+        "Restores ahead of need, by what: begun, and of these used and wasted",
+        ("engine", "what"),
+        lambda now: (
+            ((each.id, what), count)
+            for each in now.fleet.engines.values()
+            for what, count in zip(("begun", "used", "wasted"), _restores(each), strict=True)
+        ),
+    ),
+    _Read(
+        "kvpin_exchange_messages_total",
+        "Messages between kvpins, by direction: told, heard",
+        ("direction",),
+        lambda now: (
+            [(("told",), now.peers.counts.told), (("heard",), now.peers.counts.heard)] if now.peers else []
+        ),
+    ),
+    _Read(
+        "kvpin_exchange_faults_total",
+        "What went wrong between kvpins, by fault: dropped (a peer had not read enough), missed (the "
+        "beginnings of requests were lost), lost (a kvpin fell silent)",
+        ("fault",),
+        lambda now: _faults(now.peers) if now.peers is not None else [],
+    ),
+    _Read(
+        "kvpin_engine_ready",
+        "1 while the engine takes requests",
+        ("engine",),
+        lambda now: (((each.id,), each.state is EngineState.READY) for each in now.fleet.engines.values()),
+    ),
+    _Read(
+        "kvpin_engine_draining",
+        "1 while the engine gets no new requests because it was drained on purpose",
+        ("engine",),
+        lambda now: (((each.id,), each.state is EngineState.DRAINING) for each in now.fleet.engines.values()),
+    ),
+    _Read(
+        "kvpin_engine_precise",
+        "1 while the view of its cache is exact",
+        ("engine",),
+        lambda now: (((each.id,), each.audit.trust is Trust.PRECISE) for each in now.fleet.engines.values()),
+    ),
+    _Read(
+        "kvpin_engine_owner",
+        "1 for the owner of an engine that only one kvpin may use",
+        ("engine", "owner"),
+        lambda now: (
+            ((each.id, each.owner), 1) for each in now.fleet.engines.values() if each.owner is not None
+        ),
+    ),
+    _Read(
+        "kvpin_engine_in_flight",
+        "Requests in flight",
+        ("engine",),
+        lambda now: (((each.id,), each.in_flight) for each in now.fleet.engines.values()),
+    ),
+    _Read(
+        "kvpin_engine_blocks",
+        "Blocks that the engine is known to hold",
+        ("engine", "tier"),
+        lambda now: (
+            ((engine_id, tier.value), pool.index.held(engine_id, tier))
+            for pool in now.fleet.pools.values()
+            for engine_id in pool.engines
+            for tier in Tier
+        ),
+    ),
+    _Read(
+        "kvpin_index_entries",
+        "Different blocks in the index",
+        ("model",),
+        lambda now: (((pool.model,), len(pool.index)) for pool in now.fleet.pools.values()),
+    ),
+    _Read(
+        "kvpin_queue_requests",
+        "Requests that wait now for engines that are busy",
+        ("model",),
+        lambda now: (((model,), count) for model, count in waiting_of(now.fleet, now.others).items()),
+    ),
+    _Read(
+        "kvpin_body_bytes",
+        "Bytes of requests' bodies that no engine has yet",
+        (),
+        lambda now: [((), now.bodies.used + sum(each.body_bytes for each in now.others))],
+    ),
+    _Read(
+        "kvpin_reload_ok",
+        "0 when the settings were refused as they were last read again (SIGHUP): the old ones stay",
+        (),
+        lambda now: [((), now.reload_ok)],
+    ),
+    _Read(
+        "kvpin_source_answers",
+        "1 when the source of engines answered last, 0 when it failed",
+        ("source",),
+        lambda now: (((each.name,), each.error is None) for each in now.sources.values()),
+    ),
+    _Read(
+        "kvpin_source_engines",
+        "Engines that the source named last",
+        ("source",),
+        lambda now: (((each.name,), len(each.found)) for each in now.sources.values()),
+    ),
+    _Read(
+        "kvpin_exchange_up",
+        "1 while this kvpin can tell others of its requests; no value without an exchange",
+        (),
+        lambda now: [((), now.peers.stats().connected)] if now.peers is not None else [],
+    ),
+    _Read(
+        "kvpin_exchange_peers",
+        "Other kvpins in front of these engines; in_step: true if all their requests are known here",
+        ("in_step",),
+        lambda now: _peers_by_step(now.peers) if now.peers is not None else [],
+    ),
+    _Read(
+        "kvpin_tasks",
+        "Tasks of the event loop; they fall with requests in flight, unless kvpin leaks",
+        (),
+        lambda now: [((), tasks() + sum(each.tasks for each in now.others))],
+    ),
+    _Read("kvpin_build_info", "1, with the version of kvpin", ("version",), lambda _: [((_VERSION,), 1)]),
+)
+
+
+def waiting_of(fleet: Fleet, others: Iterable[WorkerNow] = ()) -> Counter[str]:
+    """Requests that wait because engines are busy, by model."""
+    waiting = Counter({pool.model: len(pool.line) for pool in fleet.pools.values()})
+    for each in others:
+        waiting.update(each.waiting)
+    return waiting
+
+
+def _restores(engine: Engine) -> tuple[int, int, int]:
+    return engine.ahead.restores, engine.ahead.used, engine.ahead.wasted
+
+
+def _faults(peers: Peers) -> list[tuple[tuple[str, ...], float]]:
+    told, missed = peers.stats(), peers.counts.missed
+    missed += sum(peer.missed for peer in told.peers)
+    return [(("dropped",), told.dropped), (("lost",), told.lost), (("missed",), missed)]
+
+
+def _peers_by_step(peers: Peers) -> list[tuple[tuple[str, ...], float]]:
+    told = peers.stats().peers
+    return [((str(step).lower(),), sum(peer.in_step is step for peer in told)) for step in (False, True)]
+
+
+def tasks() -> int:
+    """Tasks of the event loop."""
+    try:
+        return len(asyncio.all_tasks())
+    except RuntimeError:  # no loop runs here
+        return 0
+
+
+# --- all metrics of one proxy ----------------------------------------------------------------------------
+
+
 class Metrics:
     """All metrics of one proxy.
 
@@ -248,8 +465,7 @@ class Metrics:
         loop_lag: how late the event loop was, see `proxy/runtime.py`.
         ended: requests that have ended.
         reload_ok: the settings were taken over when they were last read again.
-        reuse: the reuse of the fleet's engines, by engine.
-        total_reuse: the reuse of all requests.
+        left_reuse: the reuse of engines that have left the fleet.
         others: what other workers told last, where this one speaks for all.
         families: those that are counted here, by name.
         bodies: memory for requests' bodies.
@@ -275,18 +491,21 @@ class Metrics:
         self._fleet, self._peers, self._max_tenants = fleet, peers, tenants
         self._sources = {} if sources is None else sources
         self.bodies = ByteBudget(0) if bodies is None else bodies
-        rows = _FAMILIES.items()
-        self._counters = {name: Counter(name, row.text, row.labels) for name, row in rows if not row.bounds}
-        self._histograms = {name: Histogram(name, *row) for name, row in rows if row.bounds}
-        either: dict[str, Counter | Histogram] = {**self._counters, **self._histograms}
-        self.families = {name: either[name] for name in _FAMILIES}
-        self.loop_lag = self._histograms["kvpin_loop_lag_seconds"].of()
+        self._counters, self._histograms = dict[str, SeriesOf[Count]](), dict[str, SeriesOf[Buckets]]()
+        self.families: dict[str, SeriesOf[Count] | SeriesOf[Buckets]] = {}
+        for name, row in _FAMILIES.items():
+            if row.bounds:
+                self.families[name] = self._histograms[name] = SeriesOf(
+                    Family(name, "histogram", *row), Buckets
+                )
+            else:
+                self.families[name] = self._counters[name] = SeriesOf(Family(name, "counter", *row), Count)
+        self.loop_lag = self._histograms["kvpin_loop_lag_seconds"][()]
         self._tenants: set[str] = set()  # those that have series
         self._engines: set[str] = set()  # those that have series
         self.ended = 0
         self.reload_ok = True
-        self.reuse: dict[str, ReuseCounts] = {}
-        self.total_reuse = ReuseCounts()
+        self.left_reuse = ReuseCounts()
         self.others: Sequence[WorkerNow] = ()
         self._saved = SavedPrefill(fleet)
         self._use = UseBook() if use is None else use
@@ -300,9 +519,9 @@ class Metrics:
         self.ended += 1
         counters = self._counters
         status = str(record.status or "failed")
-        counters["kvpin_requests_total"].series[model, engine, status].number += 1
-        counters["kvpin_request_ends_total"].series[(record.cause or Cause.BUG,)].number += 1
-        counters["kvpin_retries_total"].series[(model,)].number += max(len(record.attempts) - 1, 0)
+        counters["kvpin_requests_total"][model, engine, status].number += 1
+        counters["kvpin_request_ends_total"][(record.cause or Cause.BUG,)].number += 1
+        counters["kvpin_retries_total"][(model,)].number += max(len(record.attempts) - 1, 0)
         if record.interrupted:
             self._count(
                 "kvpin_interrupted_streams_total", model, "migrated" if record.error is None else "broken"
@@ -326,30 +545,37 @@ class Metrics:
             )
         if placement is None:
             return
-        counters["kvpin_placements_total"].series[model, reason_of(placement)].number += 1
+        counters["kvpin_placements_total"][model, reason_of(placement)].number += 1
         if record.prompt is not None:
             self._count_reuse(record, placement, model, engine)
 
     def _count_reuse(self, record: RequestRecord, placement: Placement, model: str, engine: str) -> None:
         """Counts what was reused of a prompt that kvpin knows."""
-        reuse = reuse_of(record, placement)
-        self._add_reuse(engine, reuse)
         counters, labels = self._counters, (model, engine)
-        counters["kvpin_prompt_tokens_total"].series[labels].number += reuse.prompt_tokens
-        counters["kvpin_available_cached_tokens_total"].series[labels].number += reuse.available_tokens
-        counters["kvpin_predicted_cached_tokens_total"].series[labels].number += reuse.selected_tokens
+        counters["kvpin_prompt_tokens_total"][labels].number += placement.n_tokens
+        counters["kvpin_available_cached_tokens_total"][labels].number += available_tokens(placement)
+        counters["kvpin_predicted_cached_tokens_total"][labels].number += placement.predicted_tokens
         if record.reported_tokens is not None:
             missed = placement.firm and record.reported_tokens != placement.predicted_tokens
-            counters["kvpin_cached_tokens_total"].series[labels].number += reuse.delivered_tokens
-            counters["kvpin_saved_prefill_seconds_total"].series[labels].number += 0
-            counters["kvpin_mispredictions_total"].series[labels].number += missed
+            counters["kvpin_cached_tokens_total"][labels].number += record.reported_tokens
+            counters["kvpin_saved_prefill_seconds_total"][labels].number += 0
+            counters["kvpin_mispredictions_total"][labels].number += missed
         for served, saver, saved_s in self._saved.observe(record):
-            self._add_reuse(saver, ReuseCounts(saved_s=saved_s))
             self._count("kvpin_saved_prefill_seconds_total", served, saver, by=saved_s)
 
-    def _add_reuse(self, engine: str, reuse: ReuseCounts) -> None:
-        self.total_reuse.add(reuse)
-        self.reuse.setdefault(engine, ReuseCounts()).add(reuse)
+    def reuse(self) -> dict[str, ReuseCounts]:
+        """The reuse of the fleet's engines, by engine, and of requests that ended after theirs had left."""
+        found: dict[str, dict[str, float]] = {}
+        for field, name in _REUSE.items():
+            for (_, engine), series in self._counters[name].items():
+                counts = found.setdefault(engine, dict.fromkeys(_REUSE, 0))
+                # Another worker's tokens are told as numbers with a point.
+                counts[field] += series.number if field == "saved_s" else int(series.number)
+        return {engine: msgspec.convert(counts, ReuseCounts) for engine, counts in found.items()}
+
+    def total_reuse(self) -> ReuseCounts:
+        """The reuse of all requests."""
+        return _sum(self.left_reuse, *self.reuse().values())
 
     def label(self, engine: str) -> str:
         """An engine's name in labels."""
@@ -365,13 +591,14 @@ class Metrics:
         left = self._engines - self._fleet.engines.keys()
         if left:
             self._engines -= left
-            self.reuse = {engine: each for engine, each in self.reuse.items() if engine not in left}
+            gone = (each for engine, each in self.reuse().items() if engine in left)
+            self.left_reuse = _sum(self.left_reuse, *gone)
             for family in self.families.values():
                 family.drop("engine", left)
                 family.drop("prefiller", left)
 
     def _count(self, name: str, *labels: str, by: float = 1) -> None:
-        self._counters[name].series[labels].number += by
+        self._counters[name][labels].number += by
 
     def _count_spent(self, record: RequestRecord, model: str, engine: str, trace_id: str | None) -> None:
         """Counts what one finished request took: tokens, and time with its parts."""
@@ -384,11 +611,9 @@ class Metrics:
         used.output_tokens += record.answer_tokens
         histograms = self._histograms
         if record.duration_s is not None:
-            histograms["kvpin_request_duration_seconds"].series[model, engine].observe(
-                record.duration_s, trace_id
-            )
+            histograms["kvpin_request_duration_seconds"][model, engine].observe(record.duration_s, trace_id)
         if (placement_s := record.placement_s) is not None:
-            histograms["kvpin_placement_seconds"].series[(model,)].observe(placement_s, trace_id)
+            histograms["kvpin_placement_seconds"][(model,)].observe(placement_s, trace_id)
         if record.queued_s is not None:
             self._took("kvpin_queued_seconds", (record.served_as or "",), record.queued_s, trace_id)
         if record.prefilled_by is not None:
@@ -401,7 +626,7 @@ class Metrics:
 
     def _took(self, name: str, labels: tuple[str, ...], seconds: float | None, trace_id: str | None) -> None:
         if seconds is not None:
-            self._histograms[name].series[labels].observe(seconds, trace_id)
+            self._histograms[name][labels].observe(seconds, trace_id)
 
     def _count_tenant(self, record: RequestRecord, tenant: str) -> None:
         """Counts one finished request of a tenant."""
@@ -419,18 +644,13 @@ class Metrics:
             self._tenants.add(tenant)
         return tenant
 
-    def _cpu_seconds(self) -> Counter:
-        """The time that tenants' requests took here."""
-        counter = Counter(
-            "kvpin_tenant_cpu_seconds_total",
-            "CPU time that reading requests took, by what: parse (JSON), media (looking for images), "
-            "render (a chat's template), encode (to tokens)",
-            ("tenant", "what"),
-        )
+    def _cpu_seconds(self) -> dict[tuple[str, str], float]:
+        """The time that tenants' requests took here, by tenant and kind of work."""
+        spent = defaultdict[tuple[str, str], float](float)
         for (tenant, what), seconds in THREADS.spent.items() if self._max_tenants else ():
             if tenant is not None:
-                counter.of(tenant if tenant in self._tenants else OTHER_TENANTS, what).add(seconds)
-        return counter
+                spent[tenant if tenant in self._tenants else OTHER_TENANTS, what] += seconds
+        return spent
 
     def refuse(self, status: int, reason: str | None = None) -> None:
         """Counts a request that was refused before it got a record. `reason`: of `kvpin_refused_total`."""
@@ -442,8 +662,7 @@ class Metrics:
     @property
     def declared(self) -> tuple[Family, ...]:
         """All families, whether they have series or not."""
-        counted = (*self.families.values(), self._cpu_seconds(), *counters_of(self._fleet, self._peers))
-        return (*(each.family for each in counted), *GAUGES)
+        return (*(each.family for each in self.families.values()), *(each.family for each in _READ))
 
     def render(self, *, openmetrics: bool = False) -> bytes:
         """The page, in Prometheus' text format or in that of OpenMetrics."""
@@ -460,10 +679,19 @@ class Metrics:
 
     def _parts(self, openmetrics: bool) -> Iterator[str]:
         self._drop_left()
-        for family in (*self.families.values(), self._cpu_seconds(), *counters_of(self._fleet, self._peers)):
+        for family in self.families.values():
             yield from family.lines(openmetrics=openmetrics)
-        now = ScrapedState(self._fleet, self._sources, self._peers, self.bodies, self.reload_ok, self.others)
-        yield from gauges_of(now)
+        now = ScrapedState(
+            self._fleet,
+            self._sources,
+            self._peers,
+            self.bodies,
+            self.reload_ok,
+            self.others,
+            self._cpu_seconds(),
+        )
+        for each in _READ:  # each is as it was when its first line was taken
+            yield from each.family.lines(list(each.series(now)), openmetrics=openmetrics)
         yield "# EOF\n" if openmetrics else ""
 
 

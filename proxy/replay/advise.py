@@ -12,7 +12,7 @@ from typing import Annotated
 
 import msgspec
 
-from proxy.replay.trace import ALL, HEAD, Recording, RecordingLine, TextBlocks, late_by_ms, texts_of
+from proxy.replay.trace import ALL, TextBlocks, merged, read_file
 
 
 class AdviceLine(msgspec.Struct):
@@ -130,26 +130,5 @@ def _leading(ids: list[int], known: set[int]) -> int:
 def read_recordings(*paths: Path) -> list[AdviceLine]:
     """The requests of recordings that kvpins made at one time, plain or gzip, in the order of their arrival.
     Raises TraceError, which says what is wrong where."""
-    files = [_read(path) for path in paths]
-    late = late_by_ms(paths, [about for _, about in files])
-    arrived = [
-        (line.timestamp + late_ms, line)
-        for (lines, _), late_ms in zip(files, late, strict=True)
-        for line in lines
-    ]
-    return [line for _, line in sorted(arrived, key=lambda each: each[0])]
-
-
-def _read(path: Path) -> tuple[list[AdviceLine], Recording | None]:
-    """The requests of a file in its order, and what it says of itself last."""
-    decoder, about = msgspec.json.Decoder(AdviceLine), msgspec.json.Decoder(RecordingLine)
-    lines, head = list[AdviceLine](), None
-    with texts_of(path) as texts:
-        for text in texts:
-            if not text.endswith(b"\n"):  # a killed writer leaves half a line
-                continue
-            if text.startswith(HEAD):
-                head = about.decode(text).recording
-            else:
-                lines.append(decoder.decode(text))
-    return lines, head
+    lines = merged(paths, [read_file(path, AdviceLine) for path in paths])
+    return sorted(lines, key=lambda line: line.timestamp)

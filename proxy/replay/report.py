@@ -1,106 +1,18 @@
-"""The outcomes of runs as rows, as a table, as JSON and as CSV."""
+"""The outcomes of runs as rows, as a table, as JSON and CSV, as curves."""
 
 from __future__ import annotations
 
 import csv
-from base64 import b64encode
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from io import StringIO
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import msgspec
-from jinja2 import Environment, PackageLoader
 
 from proxy.replay.plan import Need
 from proxy.replay.simulator import RunResult
-
-# --- draws runs: token hits and times to first token, by number of engines, their size and policy -------
-
-_HEIGHT_IN = 4.5
-_WIDTH_IN = 14.0
-_GROUP = 0.85  # share of the room between two numbers of engines that bars take
-
-
-def draw(path: Path, each: Sequence[Mapping[str, Any]], title: str) -> None:
-    """Writes a PNG. Needs matplotlib, from `kvpin[replay]`."""
-    from matplotlib.figure import Figure  # noqa: PLC0415 - an extra
-
-    merged = over_seeds(each)
-    groups = sorted({on(row) for row in merged})
-    has_sizes = len({gpu_tokens for _, gpu_tokens in groups}) > 1
-    policies = list(dict.fromkeys(row["policy"] for row in each))
-    figure = Figure(figsize=(_WIDTH_IN, _HEIGHT_IN), layout="constrained")
-    figure.suptitle(title)
-    hits, times = figure.subplots(1, 2)
-    by_key = {(on(row), row["policy"]): row for row in merged}
-    for at, policy in enumerate(policies):
-        own = [by_key[group, policy] for group in groups]
-        width = _GROUP / len(policies)
-        places = [place + (at - (len(policies) - 1) / 2) * width for place in range(len(groups))]
-        hits.bar(places, [row["hit_percent"] for row in own], width, label=policy)
-        seconds = [row["mean_ttft_s"] or 0.0 for row in own]
-        above = [max((row["p99_ttft_s"] or 0.0) - low, 0.0) for row, low in zip(own, seconds, strict=True)]
-        times.bar(places, seconds, width)
-        times.errorbar(places, seconds, yerr=[[0.0] * len(own), above], fmt="none", ecolor="0.6", capsize=2)
-    for axes, label in ((hits, "token hits, %"), (times, "time to first token, s: mean, and up to p99")):
-        axes.set_xticks(
-            range(len(groups)), [f"{count}\n{size:,}" if has_sizes else str(count) for count, size in groups]
-        )
-        axes.set_xlabel("engines, and GPU tokens of each" if has_sizes else "engines")
-        axes.set_title(label)
-    if any(row["mean_ttft_s"] for row in merged):
-        times.set_yscale("log")
-    figure.legend(loc="outside right center")
-    figure.savefig(path, format="png")
-
-
-# --- html report ----------------------------------------------------------------------------------------
-# Writes runs as one HTML file that needs no other: the curves, the table, what the figures do not say. Its
-# scripts and styles are those of the page at `/ui/`, whose files the caller reads. Nothing else may run or
-# load in it: its content-security-policy allows them by their hashes. All text in it is escaped.
-
-_START = (
-    "drawCurves(document.getElementById('curves'), JSON.parse(document.getElementById('data').textContent));"
-)
-# Columns with a bar behind the figure.
-_BARS = ("hit_percent", "mean_ttft_s", "p99_ttft_s")
-_environment = Environment(loader=PackageLoader("proxy.replay", ""), autoescape=True, trim_blocks=True)
-
-
-def as_html(title: str, each: Sequence[Row], notes: Sequence[str], read: Callable[[str], str]) -> str:
-    """The file. `read` gives the text of a file of the page, by its name."""
-    style = read("vendor/uplot.css") + read("style.css")
-    uplot, script = read("vendor/uplot.js"), f"{read('plots.js')}\n{_START}"
-    merged = over_seeds(each)
-    most = {key: max((row[key] or 0.0 for row in merged), default=0.0) for key in _BARS}
-    return _environment.get_template("report.html").render(
-        title=title,
-        notes=notes,
-        columns=COLUMNS,
-        rows=merged,
-        cell=cell,
-        share=lambda row, key: round(100 * row[key] / most[key], 1) if row[key] and key in most else 0,
-        bars=_BARS,
-        curves=msgspec.to_builtins(curves(each)),
-        style=style,
-        uplot=uplot,
-        script=script,
-        licence=read("vendor/uplot.LICENSE"),
-        policy=f"default-src 'none'; script-src {_hash(uplot)} {_hash(script)}; style-src {_hash(style)}; "
-        "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'",
-    )
-
-
-def _hash(text: str) -> str:
-    """A script or style, as a content-security-policy names it."""
-    return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
-
-
-# --- report ---------------------------------------------------------------------------------------------
 
 # Columns that also show how far runs are apart.
 _SPREAD = ("hit_percent", "mean_ttft_s", "p99_ttft_s")

@@ -21,7 +21,7 @@ from math import inf
 from engine_adapter.types import Tier
 from proxy.core.index.blocks import BlockHash, Chain, reusable_tokens
 from proxy.core.placement.rates import on_curve
-from proxy.replay.cache import Filled, HybridCache, Taken, TieredCache
+from proxy.replay.cache import TieredCache
 from proxy.replay.trace import TraceRequest
 
 
@@ -42,10 +42,6 @@ class EngineModel:
         chunk_tokens: tokens of a step with prefill.
         step_s: time of a decode step for reading the weights; a chunk of prefill hides it.
         stream_s: time that each stream adds to a step for reading its KV.
-        window_groups: groups of sliding-window layers for each group of full attention; 0: full attention
-            alone. `gpu_tokens` is then what the GPU holds in every group; the groups share this room
-            (`hybrid_cache`). There is no host tier.
-        window_tokens: of the window.
     """
 
     gpu_tokens: int
@@ -58,16 +54,19 @@ class EngineModel:
     chunk_tokens: int = 2048
     step_s: float = 0.015
     stream_s: float = 0.0003
-    window_groups: int = 0
-    window_tokens: int = 1024
 
-    def cache(self, tokens_per_block: int, engines: int = 1) -> TieredCache | HybridCache:
+    def blocks(self, tokens_per_block: int) -> tuple[int, int]:
+        """Blocks that its GPU and its host tier hold."""
+        return self.gpu_tokens // tokens_per_block, self.host_tokens // tokens_per_block
+
+    def cache(self, tokens_per_block: int, engines: int = 1) -> TieredCache:
         """An empty cache with the room of so many engines."""
-        gpu, host = (engines * (each // tokens_per_block) for each in (self.gpu_tokens, self.host_tokens))
-        if not self.window_groups:
-            return TieredCache(gpu, host)
-        window_blocks = -(-(self.window_tokens - 1) // tokens_per_block)
-        return HybridCache(gpu * (1 + self.window_groups), self.window_groups, window_blocks)
+        gpu, host = self.blocks(tokens_per_block)
+        return TieredCache(engines * gpu, engines * host)
+
+    def engine(self, position: int, tokens_per_block: int, listener: Listener) -> SimEngine:
+        """An idle engine."""
+        return SimEngine(position, self, tokens_per_block, listener)
 
     def work(self, cached: int, n_tokens: int) -> float:
         """Work to compute a prompt after its `cached` tokens, in tokens without context."""
@@ -90,8 +89,7 @@ class EngineModel:
 
     def fits(self, request: TraceRequest) -> bool:
         """True if the request fits into an empty engine."""
-        cache = self.cache(request.chain.tokens_per_block)
-        return cache.needs(self.blocks_of(request)) <= cache.gpu_blocks
+        return self.blocks_of(request) <= self.blocks(request.chain.tokens_per_block)[0]
 
     def rates(self, streams: int, *, prefilling: bool) -> tuple[float, float]:
         """Tokens per second of the prefill, and of each stream."""
@@ -101,16 +99,11 @@ class EngineModel:
         return max(self.chunk_tokens - streams, 1) / step_s, 1 / step_s
 
 
-def _found(chain: Chain, gpu: int, host: int) -> tuple[int, int]:
+def found_tokens(chain: Chain, gpu: int, host: int) -> tuple[int, int]:
     """Cached tokens of a prompt, and how many of them must be restored, by its blocks on the two tiers."""
     size = chain.tokens_per_block
     cached = min((gpu + host) * size, reusable_tokens(chain.n_tokens, size))
     return cached, max(cached - gpu * size, 0)
-
-
-def _end_of(chain: Chain) -> tuple[BlockHash, ...]:
-    """The last block that the same prompt can reuse."""
-    return chain.hashes[: chain.reusable][-1:]
 
 
 class Listener:
@@ -130,12 +123,6 @@ class Listener:
 
     def removed(self, engine: int, tier: Tier, hashes: Sequence[BlockHash]) -> None:
         """KV event: these blocks left a tier."""
-
-    def window_stored(self, engine: int, hashes: Sequence[BlockHash]) -> None:
-        """KV event: every window group holds these blocks now."""
-
-    def window_removed(self, engine: int, hashes: Sequence[BlockHash]) -> None:
-        """KV event: these blocks left every window group."""
 
 
 class SimEngine:
@@ -164,38 +151,6 @@ class SimEngine:
         self._last = 0.0  # the time up to which all of this is counted
         self._prefill_due = self._stream_due = inf
         self._uncached = self._reused = 0
-        self._boundaries: Sequence[int] = ()
-
-    @property
-    def running(self) -> int:
-        """Requests in prefill or decode."""
-        return len(self._streams) + (self._current is not None)
-
-    @property
-    def held(self) -> int:
-        """Blocks on its GPU that a match could find."""
-        return self.cache.held
-
-    def foresee(self, now: float, chain: Chain) -> tuple[float, int]:
-        """Seconds until the first token of a prompt that came now, and the cached tokens it would find.
-
-        This is the engine's own knowledge; a router only estimates it. It counts what the prompts before it
-        have to restore and compute, and what each of them leaves for the next. It leaves out what they evict,
-        and streams that begin or end meanwhile.
-        """
-        seconds, cached, coming, ends = 0.0, 0, set[BlockHash](), set[BlockHash]()
-        rate = self._model.rates(len(self._streams), prefilling=True)[0]
-        if self._current is not None:
-            done = rate * max(now - max(self._last, self._restored_at), 0.0)
-            seconds = max(self._restored_at - now, 0.0) + max(self._left - done, 0.0) / rate
-            coming.update(self._current.chain.hashes)
-            ends.update(_end_of(self._current.chain))
-        for each in (*(request.chain for request in self._waiting), chain):
-            cached, host = _found(each, *self.cache.match(each, coming, ends))
-            seconds += host / self._model.restore_tok_s + self._model.work(cached, each.n_tokens) / rate
-            coming.update(each.hashes)
-            ends.update(_end_of(each))
-        return seconds, cached
 
     def submit(self, now: float, request: TraceRequest) -> None:
         """A request arrives."""
@@ -253,18 +208,17 @@ class SimEngine:
             return
         self._waiting.popleft()
         self._current = request
-        cached, host = _found(chain, taken.gpu, taken.host)
+        cached, host = found_tokens(chain, taken.gpu, taken.host)
         self._restored_at = now + host / model.restore_tok_s
         self._left = model.work(cached, chain.n_tokens)
         self._uncached, self._reused = chain.n_tokens - cached, taken.gpu
-        self._boundaries = taken.boundaries
-        self._tell_evictions(taken, taken.gone[::-1])
+        self._tell_evictions(taken.evicted[::-1], taken.gone[::-1])
         listener.started(now, self._position, request, cached - host, host)
 
-    def _tell_evictions(self, change: Taken | Filled, gone: Sequence[BlockHash] = ()) -> None:
+    def _tell_evictions(self, evicted: Sequence[BlockHash], gone: Sequence[BlockHash] = ()) -> None:
         """Reports evicted blocks in the order of their chains, which the index removes faster. `gone`: blocks
         that left the host tier."""
-        listener, evicted = self._listener, change.evicted[::-1]
+        listener = self._listener
         self.evicted += len(evicted)
         if evicted and self._model.host_tokens:
             listener.stored(self._position, Tier.HOST, evicted)
@@ -272,13 +226,11 @@ class SimEngine:
             listener.removed(self._position, Tier.GPU, evicted)
         if gone:
             listener.removed(self._position, Tier.HOST, gone)
-        if change.out_of_window:
-            listener.window_removed(self._position, change.out_of_window)
 
     def _end_prefill(self, now: float, request: TraceRequest) -> None:
         self._current = None
         self.computed += self._uncached
-        self._fill(request.chain.hashes, self._reused, self._boundaries)
+        self._fill(request.chain.hashes, self._reused)
         self._listener.first_token(now, self._position, request)
         if self._model.chunked and request.output_tokens > 1:
             # The prefill has produced the first token of the answer.
@@ -287,14 +239,10 @@ class SimEngine:
         else:
             self._finish(now, request)
 
-    def _fill(self, hashes: Sequence[BlockHash], since: int, boundaries: Sequence[int]) -> None:
+    def _fill(self, hashes: Sequence[BlockHash], since: int) -> None:
         """Matches find these blocks from now on; those before `since` they find already."""
-        filled = self.cache.fill(hashes, since, boundaries)
-        if filled.new:
-            self._listener.stored(self._position, Tier.GPU, filled.new)
-        if filled.new_in_window:
-            self._listener.window_stored(self._position, filled.new_in_window)
-        self._tell_evictions(filled)
+        if new := self.cache.fill(hashes, since):
+            self._listener.stored(self._position, Tier.GPU, new)
 
     def _finish(self, now: float, request: TraceRequest) -> None:
         self.cache.release(request.chain.hashes, self._model.blocks_of(request))
@@ -309,6 +257,6 @@ class SimEngine:
         taken = self.cache.take(Chain(hashes, len(hashes) * size, size), len(hashes))
         if taken is None:
             return
-        self._tell_evictions(taken, taken.gone[::-1])
-        self._fill(hashes, taken.gpu, taken.boundaries)
+        self._tell_evictions(taken.evicted[::-1], taken.gone[::-1])
+        self._fill(hashes, taken.gpu)
         self.cache.release(hashes, len(hashes))

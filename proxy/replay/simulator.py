@@ -16,7 +16,7 @@ from engine_adapter.types import Tier
 from proxy.core.index.blocks import BlockHash, reusable_tokens
 from proxy.replay.policy import Policy, SimFleet
 from proxy.replay.rules import ORACLE, make
-from proxy.replay.simulated_engine import EngineModel, Listener, SimEngine
+from proxy.replay.simulated_engine import EngineModel, Listener
 from proxy.replay.trace import Trace, TraceRequest
 
 # --- when requests arrive: as recorded, faster or slower, or scaled to a given load ---------------------
@@ -111,7 +111,7 @@ def oracle_hits(requests: Sequence[TraceRequest], engines: int, model: EngineMod
         taken = cache.take(request.chain, len(hashes))
         if taken is not None:  # which it is: what fits one engine fits all of them
             hits += min(taken.gpu * size, reusable_tokens(request.n_tokens, size))
-            cache.fill(hashes, taken.gpu, taken.boundaries)
+            cache.fill(hashes, taken.gpu)
             cache.release(hashes, len(hashes))
     return hits
 
@@ -231,9 +231,7 @@ class Simulation(Listener):
 
     def __init__(self, fleet: SimFleet, policy: Policy) -> None:
         self._policy = policy
-        self._engines = [
-            SimEngine(at, fleet.model, fleet.tokens_per_block, self) for at in range(fleet.engines)
-        ]
+        self._engines = [fleet.model.engine(at, fleet.tokens_per_block, self) for at in range(fleet.engines)]
         self._arrived: dict[int, tuple[float, int | None]] = {}  # request → when, prediction
         self.ttfts: dict[int, float] = {}
         self._gpu_hits = self._host_hits = 0
@@ -316,14 +314,6 @@ class Simulation(Listener):
     def removed(self, engine: int, tier: Tier, hashes: Sequence[BlockHash]) -> None:
         """KV events reach the policy at once."""
         self._policy.removed(engine, tier, hashes)
-
-    def window_stored(self, engine: int, hashes: Sequence[BlockHash]) -> None:
-        """KV events reach the policy at once."""
-        self._policy.window_stored(engine, hashes)
-
-    def window_removed(self, engine: int, hashes: Sequence[BlockHash]) -> None:
-        """KV events reach the policy at once."""
-        self._policy.window_removed(engine, hashes)
 
 
 # Seconds between looks at what the processes have done.

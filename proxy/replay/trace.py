@@ -15,16 +15,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import groupby, islice
+from itertools import groupby
 from pathlib import Path
 from statistics import median_low
-from typing import Annotated, BinaryIO, TypeVar
+from typing import Annotated, BinaryIO, Generic, Protocol, TypeVar
 
 import msgspec
 
 from proxy.core.index.blocks import BlockHash, Chain
 from proxy.core.placement.rates import OWN_PACE, TYPICAL_TOKENS, on_curve
-from proxy.replay.cache import answer_blocks
 
 # --- recorded -------------------------------------------------------------------------------------------
 # The line of a recording that describes the recording: when it began, and the figures of its engines.
@@ -212,6 +211,16 @@ class TraceLine(msgspec.Struct, omit_defaults=True):
         """Measured seconds to the first byte."""
         return None if self.ttft_ms is None else (self.ttft_ms + (self.queued_ms or 0.0)) / 1000
 
+    def check(self) -> None:
+        """Raises ValueError for a line that contradicts itself."""
+        full = self.input_length // self.block_tokens
+        if len(self.hash_ids) < full:
+            raise ValueError(
+                f"{len(self.hash_ids)} hash_ids for {full} full blocks of {self.block_tokens} tokens"
+            )
+        if self.hash_ids and max(self.hash_ids) >= _HASHES:
+            raise ValueError("a hash id has more than 64 bits")
+
     @property
     def failed(self) -> bool:
         """True if the client got an error. What engines computed for it is then unknown."""
@@ -320,13 +329,53 @@ def texts_of(path: Path, opened: Callable[[Path], BinaryIO] = _opened) -> Iterat
         raise TraceError(f"{path}, line {at}: {error}") from error
 
 
-@dataclass(slots=True)
-class _File:
-    """What one file holds: requests, what it says about itself, and whether its last line breaks off."""
+class _Timed(Protocol):
+    timestamp: float
 
-    lines: list[TraceLine]
+
+_Line = TypeVar("_Line", bound=_Timed)
+
+
+@dataclass(slots=True)
+class RecordedFile(Generic[_Line]):
+    """What one file holds: requests, what it says about itself last, and whether its last line breaks off."""
+
+    lines: list[_Line]
     about: Recording | None = None
     cut: bool = False
+
+
+def read_file(
+    path: Path,
+    kind: type[_Line],
+    limit: int | None = None,
+    opened: Callable[[Path], BinaryIO] = _opened,
+) -> RecordedFile[_Line]:
+    """Reads one file, up to its first `limit` requests. Raises TraceError."""
+    decoder, about = msgspec.json.Decoder(kind), msgspec.json.Decoder(RecordingLine)
+    file = RecordedFile[_Line]([])
+    with texts_of(path, opened) as texts:
+        for text in texts:
+            is_whole = text.endswith(b"\n")
+            if text.startswith(HEAD):
+                file.cut = not is_whole
+                file.about = about.decode(text).recording if is_whole else file.about
+                continue
+            try:
+                line = decoder.decode(text)
+            except msgspec.ValidationError:
+                raise
+            except msgspec.DecodeError:
+                if is_whole:
+                    raise
+                file.cut = True  # its writer was killed while writing it
+                continue
+            if isinstance(line, TraceLine):
+                line.check()
+            file.lines.append(line)
+            if len(file.lines) == limit:
+                break
+    return file
 
 
 def read_trace(
@@ -340,9 +389,9 @@ def read_trace(
 
     `opened` opens a file, compressed or not; it may raise OSError. Raises TraceError, which says what, if a
     line is wrong, the model must be chosen, or the files do not belong together."""
-    files = [_read(path, limit, opened) for path in paths]
+    files = [read_file(path, TraceLine, limit, opened) for path in paths]
     path = paths[0]
-    whole = _merged(paths, files)
+    whole = merged(paths, files)
     abouts = [file.about for file in files if file.about is not None]
     answered = [line for line in whole if not line.failed]
     lines = _of_one_model(path, answered, model)
@@ -396,38 +445,57 @@ def _requests(
     )
 
 
+def answer_blocks(requests: Sequence[TraceRequest]) -> list[tuple[BlockHash, ...]]:
+    """The full blocks after the prompt that each request's answer completes, in the order of the requests;
+    none where no later prompt goes on with the answer.
+
+    The last token of an answer is never computed, so that it fills no block.
+    """
+    found: list[tuple[BlockHash, ...]] = [()] * len(requests)
+    last_of, ending = dict[str, int](), dict[BlockHash, int]()
+    for at, request in enumerate(requests):
+        hashes = request.chain.hashes
+        if request.session is not None:
+            before = last_of.get(request.session)
+            last_of[request.session] = at
+        else:
+            before = next((ending[block] for block in reversed(hashes) if block in ending), None)
+            if hashes:
+                ending[hashes[-1]] = at
+        if before is not None:
+            found[before] = found[before] or _between(requests[before], hashes)
+    return found
+
+
+def _between(request: TraceRequest, later: Sequence[BlockHash]) -> tuple[BlockHash, ...]:
+    """The blocks of a later prompt that the request's answer completes; none if it does not go on."""
+    own = len(request.chain.hashes)
+    full = (request.n_tokens + request.output_tokens - 1) // request.chain.tokens_per_block
+    return tuple(later[own:full]) if tuple(later[:own]) == request.chain.hashes else ()
+
+
 def _with_answer(request: TraceRequest, answer: tuple[BlockHash, ...]) -> TraceRequest:
     return replace(request, answer=answer) if answer else request
 
 
-def _merged(paths: Sequence[Path], files: Sequence[_File]) -> list[TraceLine]:
-    """The requests of all files, by one clock. Raises TraceError if that cannot be."""
-    merged = list[TraceLine]()
-    for file, late_ms in zip(files, late_by_ms(paths, [file.about for file in files]), strict=True):
-        merged += [
-            msgspec.structs.replace(line, timestamp=line.timestamp + late_ms) if late_ms else line
-            for line in file.lines
-        ]
-    return merged
-
-
-def late_by_ms(paths: Sequence[Path], abouts: Sequence[Recording | None]) -> list[float]:
-    """Milliseconds by which each recording began after the first one; [0] for a single file.
-
-    Raises TraceError if the files cannot be merged."""
-    if len(paths) == 1:
-        return [0.0]
-    begins = list[float]()
-    for path, about in zip(paths, abouts, strict=True):
+def merged(paths: Sequence[Path], files: Sequence[RecordedFile[_Line]]) -> list[_Line]:
+    """The requests of all files, by the clock of the first that began. Raises TraceError if the files cannot
+    be merged."""
+    abouts = [(path, file.about) for path, file in zip(paths, files, strict=True)]
+    begins, first = list[float](), abouts[0][1]
+    for path, about in abouts if len(files) > 1 else ():
         if about is None:
             raise TraceError(f"{path}: does not say when it began, so it cannot be merged with others")
-        if abouts[0] is not None and about.key != abouts[0].key:
+        if first is not None and about.key != first.key:
             raise TraceError(
                 f"{path}: its ids were made with another key than those of {paths[0]}, which hides what "
                 "requests share: let all kvpins record with the same record_traffic_key"
             )
         begins.append(about.began)
-    return [1000 * (began - min(begins)) for began in begins]
+    for file, began in zip(files, begins, strict=False):
+        for line in file.lines:
+            line.timestamp += 1000 * (began - min(begins))
+    return [line for file in files for line in file.lines]
 
 
 def _of_one_model(path: Path, lines: list[TraceLine], model: str | None) -> list[TraceLine]:
@@ -441,53 +509,6 @@ def _of_one_model(path: Path, lines: list[TraceLine], model: str | None) -> list
         there_are = f"there are {' and '.join(names)}" if names else "its lines name no model"
         raise TraceError(f"{path}: holds no request of the model {model!r}; {there_are}")
     return lines if model is None else [line for line in lines if line.model == model]
-
-
-def _read(path: Path, limit: int | None, opened: Callable[[Path], BinaryIO]) -> _File:
-    """Reads one file. Raises TraceError."""
-    file = _File([])
-    for line in islice(_lines(path, file, opened), limit):
-        file.lines.append(line)
-    return file
-
-
-def _lines(path: Path, read: _File, opened: Callable[[Path], BinaryIO]) -> Iterator[TraceLine]:
-    """Yields the requests of a file, and notes the rest in `read`. Raises TraceError."""
-    decoder, about = msgspec.json.Decoder(TraceLine), msgspec.json.Decoder(RecordingLine)
-    with texts_of(path, opened) as texts:
-        for text in texts:
-            is_whole = text.endswith(b"\n")
-            if text.startswith(HEAD):
-                read.cut = not is_whole
-                read.about = about.decode(text).recording if is_whole else read.about
-            elif is_whole:
-                yield _checked(decoder.decode(text))
-            elif (last := _last(decoder, text)) is not None:
-                yield last
-            else:
-                read.cut = True
-
-
-def _last(decoder: msgspec.json.Decoder[TraceLine], text: bytes) -> TraceLine | None:
-    """A last line without a newline: whole, or None if its writer was killed while writing it."""
-    try:
-        return _checked(decoder.decode(text))
-    except msgspec.ValidationError:
-        raise
-    except msgspec.DecodeError:
-        return None
-
-
-def _checked(line: TraceLine) -> TraceLine:
-    """Raises ValueError for a line that contradicts itself."""
-    full = line.input_length // line.block_tokens
-    if len(line.hash_ids) < full:
-        raise ValueError(
-            f"{len(line.hash_ids)} hash_ids for {full} full blocks of {line.block_tokens} tokens"
-        )
-    if line.hash_ids and max(line.hash_ids) >= _HASHES:
-        raise ValueError("a hash id has more than 64 bits")
-    return line
 
 
 def _is_chained(chains: Iterable[tuple[BlockHash, ...]]) -> bool:

@@ -17,6 +17,8 @@ _Model = TypeVar("_Model", bound=BaseModel)
 _COMMON = tuple(name for name in EngineSettings.model_fields if name not in ("kind", "url"))
 
 _COMMAND_LINE = re.compile(r"\s*[A-Za-z][A-Za-z0-9_-]*:(\s|-|$)")
+# What stands behind an address as a setting, as in `vllm=http://…,id=a`.
+_SETTING = re.compile(r",\s*([A-Za-z][A-Za-z0-9_-]*)=")
 _ADDRESS = "KIND=URL, e.g. vllm=http://127.0.0.1:8000"
 _FORM = f"{_ADDRESS}, or 'KIND: command line', e.g. 'llama-server: -m model.gguf'"
 
@@ -93,6 +95,12 @@ def parse_managed_flag(text: str, *, flag: str = "--managed") -> ManagedSettings
     kind = kind.strip()
     if not kind or (not colon and " " in kind):
         raise SettingsError(f"{flag} {text!r}: write KIND: command line, e.g. 'embedded: --kv-blocks 512'")
+    for name in _SETTING.findall(command):
+        if name.replace("-", "_") in (*_COMMON, *option_names(kind)):
+            raise SettingsError(
+                f"{flag} {kind!r}: {name}=… is a setting of kvpin, and no word of the command line: write it "
+                "in a [[managed]] table of the settings file, with this command"
+            )
     return _checked(ManagedSettings, {"kind": kind, "command": command}, f"{flag} {kind!r}")
 
 

@@ -1,4 +1,4 @@
-"""What `kvpin replay --html` writes, opened from disk as a reader does."""
+"""What `benchmarks/replay_report.py` writes, opened from disk as a reader does."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from proxy.api.page import text_of
-from proxy.replay.report import as_html, rows
+from proxy.replay.report import rows
 from proxy.replay.simulator import ReplayRun, run_all
 from tests.proxy.replay.making import ask, model_of, trace_of
 
@@ -15,11 +14,14 @@ TITLE = "<img src=x onerror=alert(1)>"
 
 
 @pytest.fixture
-def report(tmp_path) -> Path:
+def report(tmp_path, monkeypatch) -> Path:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    from replay_report import as_html
+
     trace = trace_of(*(ask((n % 3, 10 + n), at=n / 10) for n in range(20)))
     runs = [ReplayRun(name, n, model_of(5)) for n in (1, 2, 4) for name in ("kvpin", "sticky", "oracle")]
     path = tmp_path / "report.html"
-    path.write_text(as_html(TITLE, rows(run_all(trace, runs)), [], text_of), encoding="utf-8")
+    path.write_text(as_html(TITLE, rows(run_all(trace, runs)), []), encoding="utf-8")
     return path
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
@@ -24,10 +25,8 @@ from proxy.control.kv import MAX_TTL_S
 from proxy.control.operations import Name, Target
 from proxy.errors import BadRequest, BodyTooLarge
 
-# --- endpoint -------------------------------------------------------------------------------------------
-# A route of the admin API as data: what serves it, takes and answers. The OpenAPI document comes from it.
-
 Handler = Callable[[Request], Awaitable[Response]]
+Operate = Callable[..., Awaitable[Any]]
 Body = TypeVar("Body")
 
 # The longest request body: prompt tables are the largest.
@@ -42,11 +41,30 @@ _PATH = re.compile(r"at `\$\.?(?P<path>[^`]*)`")
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A query parameter of type integer or string."""
+    """A query parameter: a string, a boolean, or an integer from 1 to `most`."""
 
     name: str
     kind: str
     text: str
+    default: int = 0
+    most: int = 0
+
+    @classmethod
+    def number(cls, name: str, what: str, default: int, most: int) -> Query:
+        """An integer. `what`: the beginning of its text."""
+        return cls(name, "integer", f"{what}, 1 to {most}; {default} by default.", default, most)
+
+    def of(self, request: Request) -> Any:  # noqa: ANN401 - by its kind
+        """Its value in a request; raises BadRequest for an integer that is none."""
+        text = request.query_params.get(self.name)
+        if self.kind != "integer":
+            return text == "true" if self.kind == "boolean" else text
+        if text is None:
+            return self.default
+        is_short = text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS
+        if not is_short or not 1 <= int(text) <= self.most:
+            raise BadRequest(f"{self.name} must be an integer from 1 to {self.most}", param=self.name)
+        return int(text)
 
 
 Join = Callable[[Request, list[dict[str, Any]]], dict[str, Any]]
@@ -101,6 +119,48 @@ class Endpoint:
                 )
 
 
+def operation(method: str, path: str, **more: Any) -> Callable[[Operate], Endpoint]:  # noqa: ANN401 - fields of `Endpoint`
+    """Makes an endpoint of a function, which defines it: its docstring is the summary; it gets parts of the
+    path and of `query` by their names, the request as `request`, and the body as any other name; its result
+    is the answer, a struct or None.
+
+    `more`: further fields of `Endpoint`; of a function that returns a response, also `answer`.
+    """
+
+    def make(function: Operate) -> Endpoint:
+        signature = inspect.signature(function, eval_str=True)
+        queries = {each.name: each for each in more.get("query", ())}
+        kinds = {
+            name: each.annotation
+            for name, each in signature.parameters.items()
+            if name != "request" and name not in queries and f"{{{name}}}" not in path
+        }
+
+        async def handler(request: Request) -> Response:
+            given: dict[str, Any] = {}
+            for name in signature.parameters:
+                if name == "request":
+                    given[name] = request
+                elif name in kinds:
+                    given[name] = await read_body(request, kinds[name])
+                else:
+                    given[name] = queries[name].of(request) if name in queries else request.path_params[name]
+            made = await function(**given)
+            if made is None or isinstance(made, Response):
+                return made or Response(status_code=endpoint.statuses[0])
+            return answer(made, endpoint.statuses[0])
+
+        usual = {
+            "summary": " ".join((function.__doc__ or "").split()),
+            "answer": signature.return_annotation,
+            "body": next(iter(kinds.values()), None),
+        }
+        endpoint = Endpoint(method, path, handler, **usual | more)
+        return endpoint
+
+    return make
+
+
 async def read_bytes(request: Request, most: int | None = None) -> bytes:
     """The request's body. Raises BodyTooLarge beyond `most` or MAX_BODY_BYTES, BadRequest when its client
     left."""
@@ -146,16 +206,6 @@ def decode(raw: bytes, kind: type[Body]) -> Body:
 def answer(content: msgspec.Struct, status: int = 200) -> Response:
     """A JSON answer."""
     return Response(msgspec.json.encode(content), status, media_type="application/json")
-
-
-def int_query(request: Request, name: str, default: int, most: int) -> int:
-    """An integer from 1 to `most` out of the query string; raises BadRequest."""
-    text = request.query_params.get(name)
-    if text is None:
-        return default
-    if not (text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS) or not 1 <= int(text) <= most:
-        raise BadRequest(f"{name} must be an integer from 1 to {most}", param=name)
-    return int(text)
 
 
 def _in_words(message: str) -> str:

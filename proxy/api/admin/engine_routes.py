@@ -24,7 +24,7 @@ from proxy.api.admin.endpoint import (
     Unpin,
     Warm,
     answer,
-    int_query,
+    operation,
     read_body,
 )
 from proxy.control.engines import (
@@ -80,73 +80,47 @@ def engine_routes(
 ) -> tuple[Endpoint, ...]:
     """Lists, adds, removes and drains engines, and tells what they hold."""
 
-    def named(request: Request) -> Engine:
-        return fleet.engine(request.path_params["engine_id"])
-
     def is_told() -> bool:
         return peers is None or peers.bus.is_connected
 
     def described(engine: Engine) -> EngineAnswer:
         return describe_engine(engine, fleet.pool_of(engine))
 
-    async def get_stats(_request: Request) -> Response:
-        return answer(await stats(fleet, pinning.active(), peers, reuse=reuse))
+    @operation("GET", "/stats")
+    async def get_stats() -> Stats:
+        """What every pool and engine holds and has predicted."""
+        return await stats(fleet, pinning.active(), peers, reuse=reuse)
 
-    async def list_engines(_request: Request) -> Response:
+    @operation("GET", "/engines")
+    async def list_engines() -> EngineList:
+        """All engines, and where they were found."""
         found = [
             SourceAnswer(source.name, [each.entry.id for each in source.found], source.error)
             for source in reconciler.sources.values()
         ]
         listed = [described(engine) for engine in fleet.engines.values()]
-        return answer(EngineList(listed, found, reconciler.removed()))
+        return EngineList(listed, found, reconciler.removed())
 
-    async def post_engine(request: Request) -> Response:
-        settings = _settings(await read_body(request, dict[str, Any]))
-        return answer(described(reconciler.add(settings)), 201)
+    @operation("POST", "/engines", body=EngineSettings, statuses=(201,), others="follow")
+    async def post_engine(body: dict[str, Any]) -> EngineAnswer:
+        """Adds an engine at all kvpins of the group; 409 when its id or its address is taken."""
+        return described(reconciler.add(_settings(body)))
 
-    async def delete_engine(request: Request) -> Response:
-        engine = named(request)
+    @operation("DELETE", "/engines/{engine_id}", others="follow")
+    async def delete_engine(engine_id: str) -> RemovalAnswer:
+        """Drops an engine at all kvpins of the group; its requests in flight go on to their end."""
+        engine = fleet.engine(engine_id)
         names = names_served(engine, fleet)
         undo = f"they fail; {await reconciler.remove(engine)} brings {engine.id} back"
-        warning = warning_of(fleet, names, undo, is_told=is_told())
-        return answer(RemovalAnswer(id=engine.id, warning=warning))
+        return RemovalAnswer(id=engine.id, warning=warning_of(fleet, names, undo, is_told=is_told()))
 
-    async def post_drain(request: Request) -> Response:
-        body = await read_body(request, Drain)
-        engine = reconciler.drain(named(request), undo=body.undo)
-        return answer(describe_drained(engine, fleet, is_told=is_told()))
+    @operation("POST", "/engines/{engine_id}/drain", others="follow")
+    async def post_drain(body: Drain, engine_id: str) -> DrainedEngine:
+        """No kvpin of the group sends the engine new requests; with `undo`, they do again."""
+        engine = reconciler.drain(fleet.engine(engine_id), undo=body.undo)
+        return describe_drained(engine, fleet, is_told=is_told())
 
-    return (
-        Endpoint("GET", "/stats", get_stats, "What every pool and engine holds and has predicted.", Stats),
-        Endpoint("GET", "/engines", list_engines, "All engines, and where they were found.", EngineList),
-        Endpoint(
-            "POST",
-            "/engines",
-            post_engine,
-            "Adds an engine at all kvpins of the group; 409 when its id or its address is taken.",
-            EngineAnswer,
-            body=EngineSettings,
-            statuses=(201,),
-            others="follow",
-        ),
-        Endpoint(
-            "DELETE",
-            "/engines/{engine_id}",
-            delete_engine,
-            "Drops an engine at all kvpins of the group; its requests in flight go on to their end.",
-            RemovalAnswer,
-            others="follow",
-        ),
-        Endpoint(
-            "POST",
-            "/engines/{engine_id}/drain",
-            post_drain,
-            "No kvpin of the group sends the engine new requests; with `undo`, they do again.",
-            DrainedEngine,
-            body=Drain,
-            others="follow",
-        ),
-    )
+    return get_stats, list_engines, post_engine, delete_engine, post_drain
 
 
 def _settings(body: dict[str, Any]) -> EngineSettings:
@@ -169,6 +143,7 @@ def _settings(body: dict[str, Any]) -> EngineSettings:
 
 _Body = TypeVar("_Body", bound=OnTarget | Unpin)
 _STATES = ", ".join(state.value for state in OperationState)
+_OPERATION = "/operations/{operation_id}"
 
 
 class OperationList(msgspec.Struct):
@@ -189,17 +164,20 @@ def kv_routes(
     async def unpin(body: Unpin) -> Operation:
         return pinning.unpin(body.pin_id)
 
-    async def list_operations(_request: Request) -> Response:
-        return answer(OperationList([_described(operation) for operation in operations.newest()]))
+    @operation("GET", "/operations", others="do", join=_all_operations)
+    async def list_operations() -> OperationList:
+        """Running and recent operations."""
+        return OperationList([_described(operation) for operation in operations.newest()])
 
-    async def get_operation(request: Request) -> Response:
-        return answer(_described(operations.get(request.path_params["operation_id"])))
+    @operation("GET", _OPERATION, summary=f"An operation's progress and state: {_STATES}.", others="know")
+    async def get_operation(operation_id: str) -> OperationAnswer:
+        return _described(operations.get(operation_id))
 
-    async def delete_operation(request: Request) -> Response:
-        return answer(_described(operations.cancel(request.path_params["operation_id"])))
+    @operation("DELETE", _OPERATION, others="know")
+    async def delete_operation(operation_id: str) -> OperationAnswer:
+        """Cancels an operation; what is done stays done."""
+        return _described(operations.cancel(operation_id))
 
-    one = "/operations/{operation_id}"
-    progress = f"An operation's progress and state: {_STATES}."
     return (
         _start("/flush", Flush, flush, "Drops KV, and the KV that follows it."),
         _start("/offload", Offload, offload, "Moves KV from the GPU tier to host memory."),
@@ -217,24 +195,9 @@ def kv_routes(
             "Protects a prefix from eviction for a time.",
         ),
         _start("/unpin", Unpin, unpin, "Ends a pin."),
-        Endpoint(
-            "GET",
-            "/operations",
-            list_operations,
-            "Running and recent operations.",
-            OperationList,
-            others="do",
-            join=_all_operations,
-        ),
-        Endpoint("GET", one, get_operation, progress, OperationAnswer, others="know"),
-        Endpoint(
-            "DELETE",
-            one,
-            delete_operation,
-            "Cancels an operation; what is done stays done.",
-            OperationAnswer,
-            others="know",
-        ),
+        list_operations,
+        get_operation,
+        delete_operation,
     )
 
 
@@ -266,32 +229,20 @@ def _described(operation: Operation) -> OperationAnswer:
     return msgspec.convert(operation, OperationAnswer, from_attributes=True)
 
 
-DEPTH, PREFIXES = 8, 200
+_WITHIN = (
+    Query("under", "string", "The id of the prefix to begin with; by default all prompts."),
+    Query.number("depth", "How many below each other", 8, MAX_DEPTH),
+    Query("words", "boolean", "With the first words of each: prompt text. By default without."),
+    Query.number("limit", "How many in all", 200, MAX_PREFIXES),
+)
 
 
 def prefix_routes(prefixes: Prefixes) -> tuple[Endpoint, ...]:
     """Shows what engines hold of the last prompts."""
 
-    async def get_prefixes(request: Request) -> Response:
-        depth = int_query(request, "depth", DEPTH, MAX_DEPTH)
-        most = int_query(request, "limit", PREFIXES, MAX_PREFIXES)
-        under, words = request.query_params.get("under"), request.query_params.get("words") == "true"
-        return answer(await prefixes.look(under, depth, most, words=words))
+    @operation("GET", "/prefixes", query=_WITHIN)
+    async def get_prefixes(under: str | None, depth: int, limit: int, *, words: bool) -> PrefixesAnswer:
+        """The prefix tree of the last prompts, and which engines hold what of it."""
+        return await prefixes.look(under, depth, limit, words=words)
 
-    return (
-        Endpoint(
-            "GET",
-            "/prefixes",
-            get_prefixes,
-            "The prefix tree of the last prompts, and which engines hold what of it.",
-            PrefixesAnswer,
-            query=(
-                Query("under", "string", "The id of the prefix to begin with; by default all prompts."),
-                Query(
-                    "depth", "integer", f"How many below each other, 1 to {MAX_DEPTH}; {DEPTH} by default."
-                ),
-                Query("words", "boolean", "With the first words of each: prompt text. By default without."),
-                Query("limit", "integer", f"How many in all, 1 to {MAX_PREFIXES}; {PREFIXES} by default."),
-            ),
-        ),
-    )
+    return (get_prefixes,)

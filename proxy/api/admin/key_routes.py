@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine_adapter.off_loop import JSON_BYTES_PER_MS, off_loop
-from proxy.api.admin.endpoint import AddKey, Endpoint, PutTable, Query, answer, decode, read_body, read_bytes
+from proxy.api.admin.endpoint import AddKey, Endpoint, PutTable, Query, answer, decode, operation, read_bytes
 from proxy.control.keys import (
     IssuedKeys,
     KeyAnswer,
@@ -40,13 +40,14 @@ class KeyList(msgspec.Struct):
 def key_routes(keys: IssuedKeys, tenants: Tenants, fleet: Fleet) -> tuple[Endpoint, ...]:
     """Issues, lists and removes keys."""
 
-    async def list_keys(_request: Request) -> Response:
-        return answer(
-            KeyList(keys.described(), needed=not tenants.open, in_settings=tenants.count_in_settings)
-        )
+    @operation("GET", "/keys")
+    async def list_keys() -> KeyList:
+        """The keys that this API issued, without the keys themselves."""
+        return KeyList(keys.described(), needed=not tenants.open, in_settings=tenants.count_in_settings)
 
-    async def post_key(request: Request) -> Response:
-        body = await read_body(request, AddKey)
+    @operation("POST", "/keys", answer=NewKey, statuses=(201,))
+    async def post_key(body: AddKey) -> Response:
+        """Issues a key for a tenant and tells it once; 409 without `state_dir`."""
         was_open, used = tenants.open, used_engines(fleet)
         key = await keys.add(
             tenant=body.tenant,
@@ -61,34 +62,22 @@ def key_routes(keys: IssuedKeys, tenants: Tenants, fleet: Fleet) -> tuple[Endpoi
         added.headers["cache-control"] = "no-store"
         return added
 
-    async def delete_key(request: Request) -> Response:
-        return answer(await keys.remove(request.path_params["key_id"]))
+    # Others read it in the file of keys, unless that cannot be written.
+    @operation("DELETE", "/keys/{key_id}", others="do")
+    async def delete_key(key_id: str) -> RemovedKey:
+        """Removes an issued key, even if that cannot be saved; its requests in flight go on to their end."""
+        return await keys.remove(key_id)
 
-    return (
-        Endpoint(
-            "GET", "/keys", list_keys, "The keys that this API issued, without the keys themselves.", KeyList
-        ),
-        Endpoint(
-            "POST",
-            "/keys",
-            post_key,
-            "Issues a key for a tenant and tells it once; 409 without `state_dir`.",
-            NewKey,
-            body=AddKey,
-            statuses=(201,),
-        ),
-        Endpoint(
-            "DELETE",
-            "/keys/{key_id}",
-            delete_key,
-            "Removes an issued key, even if that cannot be saved; its requests in flight go on to their end.",
-            RemovedKey,
-            others="do",  # they read it in the file of keys, unless that cannot be written
-        ),
-    )
+    return list_keys, post_key, delete_key
 
 
 RAW = ("application/octet-stream", "application/x-safetensors")
+
+
+_OF_RAW = (
+    Query("id", "string", "With a raw body: the table's name; by default from its content."),
+    Query("extra_id", "integer", "With a raw body: its identity; by default it is derived from the content."),
+)
 
 
 class TableList(msgspec.Struct):
@@ -100,10 +89,14 @@ class TableList(msgspec.Struct):
 def table_routes(tables: SharedTables) -> tuple[Endpoint, ...]:
     """Registers, lists and forgets prompt tables."""
 
-    async def list_tables(_request: Request) -> Response:
-        return answer(TableList(tables.described()))
+    @operation("GET", "/prompt_tables")
+    async def list_tables() -> TableList:
+        """All registered p-tuning tables."""
+        return TableList(tables.described())
 
-    async def post_table(request: Request) -> Response:
+    @operation("POST", "/prompt_tables", body=PutTable, raw_body=True, query=_OF_RAW, others="do")
+    async def post_table(request: Request) -> TableAnswer:
+        """Registers a table here and on every engine that holds tables, or nowhere."""
         raw = await read_bytes(request)
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind in RAW:
@@ -112,43 +105,14 @@ def table_routes(tables: SharedTables) -> tuple[Endpoint, ...]:
         else:
             read = partial(decode, raw, PutTable)
             body = await off_loop(read, ms=len(raw) / JSON_BYTES_PER_MS)
-        return answer(await tables.put(body.data, table_id=body.id, extra_id=body.extra_id))
+        return await tables.put(body.data, table_id=body.id, extra_id=body.extra_id)
 
-    async def delete_table(request: Request) -> Response:
-        await tables.delete(request.path_params["table_id"])
-        return Response(status_code=204)
+    @operation("DELETE", "/prompt_tables/{table_id}", statuses=(204,), others="do")
+    async def delete_table(table_id: str) -> None:
+        """Forgets a table here and on the engines."""
+        await tables.delete(table_id)
 
-    ids = (
-        Query("id", "string", "With a raw body: the table's name; by default from its content."),
-        Query(
-            "extra_id",
-            "integer",
-            "With a raw body: its identity; by default it is derived from the content.",
-        ),
-    )
-    return (
-        Endpoint("GET", "/prompt_tables", list_tables, "All registered p-tuning tables.", TableList),
-        Endpoint(
-            "POST",
-            "/prompt_tables",
-            post_table,
-            "Registers a table here and on every engine that holds tables, or nowhere.",
-            TableAnswer,
-            body=PutTable,
-            raw_body=True,
-            query=ids,
-            others="do",
-        ),
-        Endpoint(
-            "DELETE",
-            "/prompt_tables/{table_id}",
-            delete_table,
-            "Forgets a table here and on the engines.",
-            None,
-            statuses=(204,),
-            others="do",
-        ),
-    )
+    return list_tables, post_table, delete_table
 
 
 def _extra_id(text: str | None) -> int | None:

@@ -19,9 +19,8 @@ from proxy.api.admin.endpoint import (
     DryRun,
     Endpoint,
     Query,
-    answer,
     decode,
-    int_query,
+    operation,
     read_bytes,
     until_left,
 )
@@ -32,7 +31,8 @@ from proxy.errors import BadRequest, NotFound, ProxyError
 from proxy.flow import Flow
 from proxy.observe.live import Live, Missed, RequestNow, Snapshot
 
-MOST, _USUAL = 10_000, 50
+_LIMIT = Query.number("limit", "How many", 50, 10_000)
+_WHOSE = Query("tenant", "string", "Whose request it is, where several clients send the same id.")
 
 
 class RequestList(msgspec.Struct):
@@ -46,67 +46,50 @@ class RequestList(msgspec.Struct):
 def request_routes(flow: Flow) -> tuple[Endpoint, ...]:
     """Asks the read path about requests."""
 
-    async def post_route(request: Request) -> Response:
+    @operation("POST", "/route", body=DryRun, open_body=True)
+    async def post_route(request: Request) -> RouteAnswer:
+        """Where a request would go now and why, without sending it; the body is the request's own."""
         raw = await read_bytes(request) or b"{}"
         asked = decode(raw, DryRun)
-        return answer(await route(flow, JsonBody(raw), asked.path, asked.tenant))
+        return await route(flow, JsonBody(raw), asked.path, asked.tenant)
 
-    async def list_requests(request: Request) -> Response:
-        limit = int_query(request, "limit", _USUAL, MOST)
+    @operation("GET", "/requests", query=(_LIMIT,), others="do", join=_newest)
+    async def list_requests(limit: int) -> RequestList:
+        """The last requests, newest first."""
         summaries = []
         for record in list(flow.requests)[: -limit - 1 : -1]:
             summaries.append(await summarize(flow, record))
             await asyncio.sleep(0)  # each is compared with all others: requests get their turn in between
-        return answer(RequestList(summaries, dict(flow.fleet.passed_on)))
+        return RequestList(summaries, dict(flow.fleet.passed_on))
 
-    async def get_request(request: Request) -> Response:
-        request_id = request.path_params["request_id"]
-        record = flow.requests.get(request_id, request.query_params.get("tenant"))
+    @operation("GET", "/requests/{request_id}", query=(_WHOSE,), others="know")
+    async def get_request(request_id: str, tenant: str | None) -> RequestAnswer:
+        """One request, by kvpin's id or its client's: why its cache missed or hit."""
+        record = flow.requests.get(request_id, tenant)
         if record is None:
             others = ", ".join(flow.fleet.passed_on)
             passed_on = f"; requests were passed on to another kvpin, which has their records: {others}"
-            problem = f"no recent request has the id {request_id!r}, or several begin so"
+            problem = _not_one(flow, request_id, tenant)
             raise NotFound(problem + (passed_on if others else ""), param="request_id")
-        return answer(await explain(flow, record))
+        return await explain(flow, record)
 
-    whose = Query("tenant", "string", "Whose request it is, where several clients send the same id.")
-    return (
-        Endpoint(
-            "POST",
-            "/route",
-            post_route,
-            "Where a request would go now and why, without sending it; the body is the request's own.",
-            RouteAnswer,
-            body=DryRun,
-            open_body=True,
-        ),
-        Endpoint(
-            "GET",
-            "/requests",
-            list_requests,
-            "The last requests, newest first.",
-            RequestList,
-            query=(Query("limit", "integer", f"How many, 1 to {MOST}; {_USUAL} by default."),),
-            others="do",
-            join=_newest,
-        ),
-        Endpoint(
-            "GET",
-            "/requests/{request_id}",
-            get_request,
-            "One request, by kvpin's id or its client's: why its cache missed or hit.",
-            RequestAnswer,
-            query=(whose,),
-            others="know",
-        ),
-    )
+    return post_route, list_requests, get_request
+
+
+def _not_one(flow: Flow, request_id: str, tenant: str | None) -> str:
+    """Why an id names no request of a tenant, or of all."""
+    asked = [record for record in flow.requests if tenant in (None, record.tenant)]
+    ids = (each for record in asked for each in (record.request_id, record.client_request_id or ""))
+    if count := len({each for each in ids if each.startswith(request_id)}):
+        return f"{count} ids of recent requests begin with {request_id!r}: write more of one"
+    return f"no recent request has the id {request_id!r}, and none has one that begins so"
 
 
 def _newest(request: Request, answers: list[dict[str, Any]]) -> dict[str, Any]:
     """The newest requests of all workers. Those that one worker passed on to another are among them."""
     requests = [each for answer in answers for each in answer["requests"]]
     requests.sort(key=lambda request: -request["started"])
-    return {"requests": requests[: int_query(request, "limit", _USUAL, MOST)], "passed_on": {}}
+    return {"requests": requests[: _LIMIT.of(request)], "passed_on": {}}
 
 
 _HEADERS = {
@@ -132,21 +115,13 @@ class LiveEvents(msgspec.Struct, kw_only=True):
 def event_routes(live: Live) -> tuple[Endpoint, ...]:
     """Lets clients watch."""
 
+    @operation("GET", "/events", answer=LiveEvents, is_stream=True)
     async def get_events(request: Request) -> Response:
-        """The stream; HEAD gets its headers alone."""
+        """What happens, as server-sent events: each is named as a field here, with its data as value.
+        No prompt text."""
         return Response(headers=_HEADERS) if request.method == "HEAD" else _EventStream(live)
 
-    return (
-        Endpoint(
-            "GET",
-            "/events",
-            get_events,
-            "What happens, as server-sent events: each is named as a field here, with its data as value. "
-            "No prompt text.",
-            LiveEvents,
-            is_stream=True,
-        ),
-    )
+    return (get_events,)
 
 
 class _EventStream(StreamingResponse):
@@ -167,7 +142,7 @@ class _EventStream(StreamingResponse):
             self._live.leave(self._viewer)
 
 
-_USUAL_DAYS = 30
+_DAYS = Query.number("days", "How many days", 30, MOST_DAYS)
 # Rows that are sorted and written in about 1 ms.
 _ROWS_PER_MS = 256
 
@@ -186,25 +161,14 @@ def _written(rows: Iterator[DayUse]) -> bytes:
 def use_routes(book: UseBook) -> tuple[Endpoint, ...]:
     """Tells the use by day, tenant and model."""
 
-    async def list_use(request: Request) -> Response:
-        days = int_query(request, "days", _USUAL_DAYS, MOST_DAYS)
+    @operation("GET", "/usage", query=(_DAYS,), answer=UseList, others="do", join=_summed)
+    async def list_use(days: int) -> Response:
+        """Requests and tokens by day (UTC), tenant and model, the newest day first."""
         kept, now = UseBook(book.items()), time.time()  # the book changes meanwhile
         content = await off_loop(lambda: _written(kept.since(days, now)), ms=len(kept) / _ROWS_PER_MS)
         return Response(content, media_type="application/json")
 
-    days = Query("days", "integer", f"How many days, 1 to {MOST_DAYS}; {_USUAL_DAYS} by default.")
-    return (
-        Endpoint(
-            "GET",
-            "/usage",
-            list_use,
-            "Requests and tokens by day (UTC), tenant and model, the newest day first.",
-            UseList,
-            query=(days,),
-            others="do",
-            join=_summed,
-        ),
-    )
+    return (list_use,)
 
 
 def _summed(_request: Request, answers: list[dict[str, Any]]) -> dict[str, Any]:
@@ -217,11 +181,16 @@ def _summed(_request: Request, answers: list[dict[str, Any]]) -> dict[str, Any]:
     return {"usage": [rows[key] for key in sorted(sorted(rows), key=lambda key: key[0], reverse=True)]}
 
 
+_OPTIONS = tuple(Query(name, "string", f"As --{name.replace('_', '-')}.") for name in OPTIONS)
+
+
 def replay_routes(replays: Replays) -> tuple[Endpoint, ...]:
     """Shows what other engines, sizes and policies would do with recorded traffic."""
 
-    async def post_replay(request: Request) -> Response:
-        """Replays the body; ends if the client leaves."""
+    @operation("POST", "/replays", raw_body=True, query=_OPTIONS)
+    async def post_replay(request: Request) -> ReplayAnswer:
+        """Replays the recording in the body (JSON lines, not compressed, 32 MiB at most) on simulated
+        engines, as `kvpin replay` does; one at a time, 10 minutes at most each."""
         trace = await read_bytes(request, MAX_TRACE_BYTES)
         outcome: ReplayAnswer | ProxyError = BadRequest("the client left")
         async with anyio.create_task_group() as group:
@@ -233,17 +202,6 @@ def replay_routes(replays: Replays) -> tuple[Endpoint, ...]:
             group.cancel_scope.cancel()
         if isinstance(outcome, ProxyError):
             raise outcome
-        return answer(outcome)
+        return outcome
 
-    return (
-        Endpoint(
-            "POST",
-            "/replays",
-            post_replay,
-            "Replays the recording in the body (JSON lines, not compressed, 32 MiB at most) on simulated "
-            "engines, as `kvpin replay` does; one at a time, 10 minutes at most each.",
-            ReplayAnswer,
-            raw_body=True,
-            query=tuple(Query(name, "string", f"As --{name.replace('_', '-')}.") for name in OPTIONS),
-        ),
-    )
+    return (post_replay,)

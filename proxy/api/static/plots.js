@@ -1,5 +1,5 @@
 // Plots by uPlot, in the colours of the page and as wide as their box; and the curves of replayed runs.
-// It imports nothing: `kvpin replay --html` puts it into a report as it is.
+// It imports nothing: `benchmarks/replay_report.py` puts it into a report as it is.
 
 export const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 

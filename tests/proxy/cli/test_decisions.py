@@ -145,4 +145,5 @@ ENDED = "4000 0 0 1010.0 ms 1500.0 ms"
 )
 def test_a_row(capsys, fields, row):
     output = told(capsys, decisions.show_requests, [REQUEST | fields])
+    assert ("~ not firm: the engine may reuse another number" in output) is (fields.get("is_firm") is False)
     assert " ".join(output.splitlines()[1].split()) == f"08:00:00 r[1] acme qwen /v1/chat/completions {row}"

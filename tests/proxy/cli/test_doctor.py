@@ -44,3 +44,11 @@ def test_what_cannot_be_examined(kvpin, words, message):
     assert (result.exit_code, result.stdout) == (2, "")
     assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_an_engine_that_wants_a_key_may_be_one_that_kvpin_started(kvpin):
+    with running_vllm(api_key="k") as engine:
+        result = kvpin("doctor", engine.url)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "it wants a key: give it as api_key=KEY" in result.stderr
+    assert "if kvpin started it, `kvpin stats` tells of it" in result.stderr

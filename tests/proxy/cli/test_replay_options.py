@@ -64,11 +64,11 @@ def test_the_number_of_engines_that_keeps_a_p99(kvpin):
     assert "kvpin: 2 engines are not enough" in kvpin(*words, "--max-engines", "2").stdout
 
 
-@pytest.mark.parametrize("kind", ["json", "csv", "html"])
+@pytest.mark.parametrize("kind", ["json", "csv"])
 def test_the_standard_output_holds_nothing_else(kvpin, kind):
     result = kvpin("replay", AGENTS, "--limit", "20", "--policies", "kvpin", f"--{kind}", "-")
     assert result.exit_code == 0
-    assert result.stdout.startswith({"json": "{", "csv": "policy,", "html": "<!doctype html>"}[kind])
+    assert result.stdout.startswith({"json": "{", "csv": "policy,"}[kind])
     assert "│" not in result.stdout
 
 
@@ -84,7 +84,6 @@ def test_the_standard_output_holds_nothing_else(kvpin, kind):
             [AGENTS, "--limit", "1", "--csv", "/nowhere/x"],
             "/nowhere/x: cannot be written: there is no folder /nowhere",
         ),
-        ([AGENTS, "--plot", "-"], "--plot -: a picture cannot be printed; name a file, such as runs.png"),
         ([AGENTS, "--speedup", "nan"], "--speedup nan: must be a number, more than 0"),
         ([AGENTS, "--speedup", "1e-300"], "more than 30 years: raise --speedup"),
         ([AGENTS, "--load", "inf"], "--load inf: must be a number, more than 0"),
@@ -98,7 +97,7 @@ def test_what_cannot_be_replayed(kvpin, words, message):
     assert len(result.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("flag", ["--json", "--csv", "--plot"])
+@pytest.mark.parametrize("flag", ["--json", "--csv"])
 def test_a_file_that_cannot_be_written_is_told_before_the_work(kvpin, flag, tmp_path):
     # What would come next is that the trace cannot be read.
     for target, why in ((tmp_path, "Is a directory"), (tmp_path / ("x" * 300), "File name too long")):
@@ -106,7 +105,7 @@ def test_a_file_that_cannot_be_written_is_told_before_the_work(kvpin, flag, tmp_
         assert (result.exit_code, result.stderr) == (2, f"kvpin: {target}: cannot be written: {why}\n")
 
 
-@pytest.mark.parametrize("flag", ["--json", "--csv", "--plot"])
+@pytest.mark.parametrize("flag", ["--json", "--csv"])
 def test_a_disk_that_is_full_is_told_with_the_file(kvpin, flag):
     result = kvpin("replay", AGENTS, "--limit", "5", "--policies", "sticky", flag, "/dev/full")
     assert result.exit_code == 2
@@ -142,13 +141,6 @@ def test_a_recording_of_several_models_is_replayed_by_name(kvpin, tmp_path):
         "2 requests got an error and were left out",
         "the last line of the trace is incomplete and was left out",
     ]
-
-
-def test_a_plot_without_matplotlib_is_refused_before_the_work(kvpin, monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    result = kvpin("replay", AGENTS, "--plot", str(tmp_path / "p.png"))
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr == "kvpin: --plot needs matplotlib: pip install 'kvpin[replay]'\n"
 
 
 RECORDED = RecordedFigures(gpu_tokens=70_000, prefill=((1024.0, 0.5),), token_s=0.03)

@@ -4,9 +4,12 @@ from array import array
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from engine_adapter import Tier
 from proxy.core.placement.decision import Cost
+from proxy.core.placement.load import Work
 from proxy.core.placement.pairs import TransferResult
 from proxy.core.quotas import DAY_S, UseBook, Used
+from proxy.fleet.engine import EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.observe.metrics import LEFT, OTHER_TENANTS, Metrics
 from proxy.prompt import Prompt
@@ -61,7 +64,7 @@ def test_a_finished_request_is_counted(fleet):
     assert value(metrics, "kvpin_available_cached_tokens_total", **LABELS) == 64
     assert value(metrics, "kvpin_saved_prefill_seconds_total", **LABELS) == 0  # its engine has not connected
     assert metrics.ended == 2
-    assert metrics.reuse["a"].delivered_tokens == 48
+    assert metrics.reuse()["a"].delivered_tokens == 48
     assert value(metrics, "kvpin_mispredictions_total", **LABELS) == 1
     assert value(metrics, "kvpin_generation_tokens_total", **LABELS) == 7
     assert value(metrics, "kvpin_request_duration_seconds_sum", **LABELS) == pytest.approx(2.0)
@@ -175,15 +178,15 @@ async def test_engines_that_came_and_went_leave_no_series_and_stay_in_the_totals
         fleet.remove(engine)
         metrics.observe(done)  # one of its requests ends after it has left
     # Also where nobody reads the page, nothing is kept of engines that have left.
-    assert sum(len(family.series) for family in metrics.families.values()) < 100
+    assert sum(len(family) for family in metrics.families.values()) < 100
     later = metrics.render()
     assert b"pod-" not in later
     assert len(later) < len(page) + 20_000
     assert await metrics.page() == later
     assert value(metrics, "kvpin_requests_total", model="m", engine=LEFT, status="200") == 2000
     assert metrics.ended == 4000
-    assert metrics.total_reuse.delivered_tokens == 4000 * 32
-    assert set(metrics.reuse) == {LEFT}
+    assert metrics.total_reuse().delivered_tokens == 4000 * 32
+    assert set(metrics.reuse()) == {LEFT}
 
 
 async def test_requests_are_served_while_the_page_of_many_engines_is_written(fleet):
@@ -215,3 +218,22 @@ def test_transfers_are_counted_by_their_two_engines(fleet):
     assert value(metrics, "kvpin_transfers_total", model="m", prefiller=LEFT, result="failed") == 1
     assert value(metrics, "kvpin_first_leg_seconds_sum", model="m") == 2.5
     assert value(metrics, "kvpin_transfer_seconds_count", model="m") == 1
+
+
+async def test_gauges_are_read_from_the_fleet(fleet):
+    (engine,), metrics = fleet.engines.values(), Metrics(fleet)
+    assert value(metrics, "kvpin_engine_ready", engine="a") == 0
+    pool = fleet.join(engine, INFO)
+    engine.state = EngineState.READY
+    engine.audit.synced()
+    engine.ledger.begin(0.0, 1.0, Work(10))
+    pool.index.store("a", Tier.GPU, [1, 2])
+    pool.index.store("a", Tier.HOST, [2])
+    for name, number in (("ready", 1), ("precise", 1), ("in_flight", 1), ("draining", 0)):
+        assert value(metrics, f"kvpin_engine_{name}", engine="a") == number
+    assert value(metrics, "kvpin_engine_blocks", engine="a", tier="gpu") == 2
+    assert value(metrics, "kvpin_engine_blocks", engine="a", tier="host") == 1
+    assert value(metrics, "kvpin_index_entries", model="m") == 2
+    engine.state = EngineState.DRAINING
+    assert value(metrics, "kvpin_engine_ready", engine="a") == 0
+    assert value(metrics, "kvpin_engine_draining", engine="a") == 1

@@ -68,12 +68,6 @@ class Diary:
     def removed(self, engine, tier, hashes):
         self.lines.append(("removed", tier.value, list(hashes)))
 
-    def window_stored(self, engine, hashes):
-        self.lines.append(("in window", list(hashes)))
-
-    def window_removed(self, engine, hashes):
-        self.lines.append(("out of window", list(hashes)))
-
     def of(self, *kinds):
         return [line for line in self.lines if line[0] in kinds]
 
@@ -89,13 +83,3 @@ def play(model, *requests):
     while engine.due < float("inf"):
         engine.advance(engine.due)
     return engine, diary
-
-
-class Telling:
-    """An engine that would answer in so many seconds, for policies that look."""
-
-    def __init__(self, seconds, cached=0, held=0):
-        self.seconds, self.cached, self.held = seconds, cached, held
-
-    def foresee(self, now, chain):
-        return self.seconds, self.cached

@@ -134,7 +134,7 @@ def test_recordings_of_one_time_are_merged_by_it(tmp_path):
 
     first = recorded(tmp_path / "a", 100.0, turn(0.0), turn(9000.0, LONG, LONG))
     second = recorded(tmp_path / "b", 102.0, turn(1000.0, LONG))
-    assert [each.timestamp for each in read_recordings(second, first)] == [0.0, 1000.0, 9000.0]
+    assert [each.timestamp for each in read_recordings(second, first)] == [0.0, 3000.0, 9000.0]
 
 
 def test_recordings_that_do_not_belong_together_are_refused(tmp_path):

@@ -1,6 +1,6 @@
-from collections import Counter
+import pytest
 
-from proxy.replay.rules import BoundedHash, Sticky, affinity
+from proxy.replay.rules import LeastLoaded, Sticky, UnknownPolicy, affinity, resolve
 from tests.proxy.replay.making import ask, fleet_of
 
 
@@ -32,36 +32,25 @@ class TestSticky:
         assert choose(policy, ask((1, 2, 9)), ask((1, 3, 9))) == [first, second]
 
 
-class TestBoundedHash:
-    def test_a_prompt_has_its_engine(self):
-        policy = BoundedHash(fleet_of(4), 0)
-        for key in range(40):
-            homes = set()
-            for _ in range(3):
-                homes.update(choose(policy, ask((key,))))
-                policy.in_flight = [0] * 4
-            assert len(homes) == 1
-
-    def test_prompts_are_spread_evenly(self):
-        policy, owned = BoundedHash(fleet_of(4), 0), Counter()
-        for key in range(2000):
-            owned.update(choose(policy, ask((key,))))
-            policy.in_flight = [0] * 4
-        assert 350 < min(owned.values()) <= max(owned.values()) < 650
-
-    def test_the_bound_is_a_quarter_over_the_mean(self):
-        policy = BoundedHash(fleet_of(4), 0)
-        (home,) = choose(policy, ask((1,)))
-        # With this one 16 in flight, 4 on average: an engine takes a fifth, and no sixth.
-        policy.in_flight = [4 if at == home else 11 / 3 for at in range(4)]
-        assert choose(policy, ask((1,))) == [home]
-        policy.in_flight = [5 if at == home else 10 / 3 for at in range(4)]
-        assert choose(policy, ask((1,))) != [home]
-
-
 def test_affinity():
     fleet = fleet_of(common=1)
     assert affinity(ask((1, 2), session="s"), fleet) == "s"
     assert affinity(ask((1, 2, 3)), fleet) == affinity(ask((1, 2, 4)), fleet) == "2"
     short = {affinity(ask((1,), name=name), fleet) for name in range(3)}
     assert len(short | {"1", "2", ""}) == 6  # those with nothing of their own are nobody's next turn
+
+
+def test_ties_are_broken_by_the_seed():
+    def draws(seed):
+        policy = LeastLoaded(fleet_of(4), seed)
+        return [policy.least([1, 0, 0, 0]) for _ in range(20)]
+
+    assert draws(1) == draws(1) != draws(2)
+    assert set(draws(1)) == {1, 2, 3}
+    assert LeastLoaded(fleet_of(4), 0).least([3, 2, 1, 2]) == 2
+    assert LeastLoaded(fleet_of(3), 0).least([(1, 5), (0, 7), (0, 6)]) == 2
+
+
+def test_an_unknown_name_is_told_with_those_there_are():
+    with pytest.raises(UnknownPolicy, match=r"no policy 'x'; there are all, kvpin, .*oracle"):
+        resolve(["kvpin", "x"])

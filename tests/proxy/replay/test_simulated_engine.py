@@ -1,12 +1,10 @@
 from dataclasses import replace
-from math import inf
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.replay.simulated_engine import SimEngine
-from tests.proxy.replay.making import SIZE, Diary, ask, model_of, play
+from tests.proxy.replay.making import ask, model_of, play
 
 
 class TestFifo:
@@ -24,7 +22,7 @@ class TestFifo:
             ("started", 5.0, 3, 0, 0),
             ("first", 5.15, 3),
         ]
-        assert (engine.computed, engine.running) == (250 + 150 + 150, 0)
+        assert engine.computed == 250 + 150 + 150
 
     def test_events(self):
         engine, diary = play(
@@ -44,28 +42,6 @@ class TestFifo:
             ("finished", 0.5, 2),
         ]
         assert engine.evicted == 1
-
-    def test_events_of_a_hybrid_model(self):
-        engine, diary = play(
-            model_of(4, window_groups=1, window_tokens=101),  # 8 blocks of the pool
-            ask((1, 2, 3), tail=0, name=1),
-            ask((7, 8), tail=0, name=2),
-        )
-        assert diary.lines == [
-            ("started", 0.0, 1, 0, 0),
-            ("stored", "gpu", [1, 2, 3]),
-            ("in window", [2, 3]),
-            ("first", 0.3, 1),
-            ("finished", 0.3, 1),
-            ("out of window", [2]),
-            ("started", 0.3, 2, 0, 0),
-            ("stored", "gpu", [7, 8]),
-            ("in window", [7, 8]),
-            ("out of window", [3]),
-            ("first", 0.5, 2),
-            ("finished", 0.5, 2),
-        ]
-        assert engine.evicted == 0
 
     def test_answers_take_neither_time_nor_room(self):
         model = model_of(2)
@@ -91,26 +67,6 @@ class TestFifo:
         assert model.prefill_s(0, 500) + model.prefill_s(500, 1000) == pytest.approx(1.5)
         _, diary = play(model, ask(range(9), tail=0), ask(range(9), tail=100, name=1))
         assert diary.of("first")[1] == ("first", pytest.approx(0.9 + 0.405 + 0.195), 1)
-
-    def test_it_foresees_what_waits_and_what_that_leaves_behind(self):
-        engine = SimEngine(0, model_of(), SIZE, Diary())
-        prompt = ask((1, 2, 3, 4)).chain
-        assert engine.foresee(0.0, prompt) == (pytest.approx(0.45), 0)
-        engine.submit(0.0, ask((1, 2)))
-        engine.submit(0.0, ask((1, 2, 3), name=1))
-        # The second finds two blocks of the first, the prompt three of the second.
-        assert engine.foresee(0.1, prompt) == (pytest.approx(0.25 - 0.1 + 0.15 + 0.15), 300)
-        engine.advance(engine.due)
-        assert engine.foresee(0.25, prompt) == (pytest.approx(0.15 + 0.15), 300)
-
-    def test_it_foresees_restores_of_what_waits(self):
-        engine, _ = play(model_of(5, host=10, restore_tok_s=100.0), ask((1, 2)), ask((7, 8, 9), name=2))
-        now = 10.0
-        engine.submit(now, ask((21, 22), tail=0, name=3))
-        engine.submit(now, ask((1, 2), name=4))
-        # 0.2 s for the first, then 200 tokens from host memory and 50 to compute; the prompt's own last.
-        assert engine.foresee(now, ask((31,), tail=0).chain) == (pytest.approx(0.2 + 2.05 + 0.1), 0)
-        assert engine.foresee(now, ask((1, 2)).chain) == (pytest.approx(0.2 + 2.05 + 0.05), 200)
 
 
 class TestChunked:
@@ -229,23 +185,3 @@ def test_late_in_a_long_trace_rounding_stops_nothing():
     model = model_of(chunked=True, chunk_tokens=100, step_s=1e-10, stream_s=0.0)
     _, diary = play(model, *(ask((n,), at=late, tail=1 + n, output=2 + n, name=n) for n in range(5)))
     assert sorted(line[2] for line in diary.of("finished")) == list(range(5))
-
-
-@given(REQUESTS, st.sampled_from([0, 500]))
-def test_what_it_foresees_holds_where_nothing_is_evicted(requests, context_tokens):
-    diary = Diary()
-    engine = SimEngine(0, model_of(80, context_tokens=context_tokens), SIZE, diary)
-    foreseen = {}
-    for request in requests:
-        while engine.due <= request.at:
-            engine.advance(engine.due)
-        foreseen[request.id] = engine.foresee(request.at, request.chain)
-        engine.submit(request.at, request)
-    while engine.due < inf:
-        engine.advance(engine.due)
-    cached = {name: gpu + below for _, _, name, gpu, below in diary.of("started")}
-    first = {name: now for _, now, name in diary.of("first")}
-    for request in requests:
-        seconds, tokens = foreseen[request.id]
-        assert first[request.id] - request.at == pytest.approx(seconds, abs=1e-5)
-        assert cached[request.id] == tokens

@@ -1,11 +1,20 @@
 import gzip
 import io
 import json
+from dataclasses import replace
 
 import pytest
 
 from proxy.replay import trace as module
-from proxy.replay.trace import TraceError, read_trace
+from proxy.replay.trace import (
+    RecordedEngine,
+    RecordedFigures,
+    TraceError,
+    answer_blocks,
+    figures_of,
+    read_trace,
+)
+from tests.proxy.replay.making import ask, model_of, play
 
 LINE = {"timestamp": 1500, "input_length": 1100, "output_length": 7, "hash_ids": [5, 6, 7]}
 
@@ -206,3 +215,58 @@ def test_a_file_that_unpacks_to_much_more_than_recordings_do_is_refused(tmp_path
     path.write_bytes(gzip.compress(lines))
     with pytest.raises(TraceError, match=said):
         read_trace(path)
+
+
+@pytest.mark.parametrize("session", ["s", None])
+@pytest.mark.parametrize(("output", "answer"), [(50, ()), (51, (3,)), (151, (3, 4)), (900, (3, 4, 5, 6))])
+def test_the_next_turn_tells_what_an_answer_has_completed(session, output, answer):
+    """Blocks of 100 tokens: the prompt leaves 50 of the third one free."""
+    turns = [
+        ask((1, 2), output=output, session=session, name=0),
+        ask((9,), session="other" if session else None, name=1),
+        ask((1, 2, 3, 4, 5, 6), session=session, name=2),
+    ]
+    assert answer_blocks(turns) == [answer, (), ()]
+
+
+def test_the_next_turn_finds_the_answer_in_the_cache():
+    first = replace(ask((1, 2), output=151, name=1), answer=(3, 4))
+    engine, diary = play(model_of(), first, ask((1, 2, 3, 4, 5), at=5.0, name=2))
+    assert ("stored", "gpu", [3, 4]) in diary.lines
+    assert diary.of("started")[1] == ("started", 5.0, 2, 400, 0)
+    assert engine.evicted == 0
+
+
+def test_an_answer_evicts_what_was_used_longest_ago_and_is_dropped_where_there_is_no_room():
+    engine, diary = play(model_of(4), ask((7,), name=1), replace(ask((1, 2), at=2.0, name=2), answer=(3, 4)))
+    assert diary.of("removed")[-1] == ("removed", "gpu", [7])
+    assert (engine.evicted, engine.cache.held) == (1, 4)
+    _, diary = play(model_of(4), replace(ask((1, 2), name=1), answer=(3, 4, 5)))
+    assert ("stored", "gpu", [3, 4, 5]) not in diary.lines
+
+
+def engine(name, tok_s=1000, **figures):
+    return RecordedEngine(name, prefill=[(1024.0, 1024 / tok_s)], **figures)
+
+
+def test_the_median_engine_stands_for_all():
+    known = [
+        engine("a", 1000, gpu_tokens=100, host_tokens=50, interference=0.1, token_s=0.02),
+        engine("b", 1100, gpu_tokens=300, interference=0.3, restore_tok_s=9.0),
+        engine("c", 1050, gpu_tokens=200, interference=0.2),
+        RecordedEngine("unused"),
+    ]
+    assert figures_of(known) == RecordedFigures(
+        200, 50, ((1024.0, 1024 / 1050),), interference=0.2, restore_tok_s=9.0, token_s=0.02
+    )
+
+
+def test_of_an_engine_that_several_kvpins_recorded_the_best_known_counts():
+    told = [engine("a", 10, samples=1), engine("a", 1000, samples=90), engine("a", 500, samples=2)]
+    assert figures_of(told).prefill == ((1024.0, 1.024),)
+    assert figures_of(told).differ == ""
+
+
+def test_engines_of_other_speeds_are_told():
+    differ = figures_of([engine("a", 1000), engine("b", 2000)]).differ
+    assert differ.startswith("the recorded engines differ: they compute 1,000 to 2,000 prompt tokens/s")

@@ -1,7 +1,6 @@
 import pytest
 
 from proxy.settings import (
-    DiscoverySettings,
     EngineSettings,
     ManagedSettings,
     Settings,
@@ -24,14 +23,6 @@ def test_engines_without_id_are_numbered_by_kind_around_ids_taken():
     )
     assert [e.id for e in settings.engines] == ["vllm-0", "vllm-1", "vllm-2", "tensorrt_llm-0"]
     assert [e.id for e in settings.managed] == ["embedded-0", "main"]
-
-
-def test_an_engine_that_is_found_has_the_settings_of_its_source():
-    source = DiscoverySettings(kind="vllm", id="pool", source="dns://gpus:8000", api_key="k")
-    found = source.engine("a/b", "10.0.0.1", 8000)
-    assert (found.id, found.url, found.spec().api_key) == ("pool-a.b", "http://10.0.0.1:8000", "k")
-    assert source.engine("x" * 80, "::1", 1).url == "http://[::1]:1"
-    assert len(source.engine("x" * 80, "::1", 1).id) == 64
 
 
 def test_a_rank_is_an_engine_with_addresses_of_its_own():

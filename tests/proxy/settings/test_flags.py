@@ -126,6 +126,10 @@ def test_a_command_line_is_told_from_an_address(text, starts_one):
         ("llama-server: -m x --port {port}", "--port is chosen by kvpin"),
         ("embedded: --port 8001", "--port is chosen by kvpin"),
         ("embedded: --host=0.0.0.0", "--host is chosen by kvpin"),
+        (
+            "llama-server: -m m.gguf -c 4096,cache_reuse=256",
+            "--managed 'llama-server': cache_reuse=… is a setting of kvpin, and no word of the command line",
+        ),
     ],
 )
 def test_a_managed_flag_that_is_wrong_says_why(text, message):

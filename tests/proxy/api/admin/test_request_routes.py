@@ -74,11 +74,15 @@ async def test_one_request_explained(world, client, pair):
     assert (await client.get("/requests/mine?tenant=blue")).status_code == 404
     missing = await client.get("/requests/nope")
     assert (missing.status_code, missing.json()["error"]["param"]) == (404, "request_id")
+    world.record("req-1", tokens(8))
+    world.record("req-2", tokens(8))
+    several = (await client.get("/requests/req-")).json()["error"]["message"]
+    assert several == "2 ids of recent requests begin with 'req-': write more of one"
 
 
 async def test_it_says_where_the_records_of_requests_are_that_were_passed_on(world, client, pair):
     unknown = (await client.get("/requests/r")).json()["error"]["message"]
-    assert unknown == "no recent request has the id 'r', or several begin so"
+    assert unknown == "no recent request has the id 'r', and none has one that begins so"
     world.flow.fleet.passed_on["vm:7"] += 1
     assert (await client.get("/requests")).json() == {"requests": [], "passed_on": {"vm:7": 1}}
     assert (await client.get("/requests/r")).json()["error"]["message"].endswith("has their records: vm:7")

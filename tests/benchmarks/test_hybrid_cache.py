@@ -4,10 +4,17 @@ from hypothesis import strategies as st
 from engine_adapter.types import Attention, KvGroup, Tier
 from proxy.core.index.blocks import Chain
 from proxy.core.index.prefix_index import PrefixIndex
-from proxy.replay.cache import HybridCache
+from tests.proxy.replay.making import SIZE as BLOCK
+from tests.proxy.replay.making import Diary, ask
 
 SIZE = 10
 NAMES = st.lists(st.integers(0, 2), min_size=1, max_size=8)
+
+
+def made(*room, **of_groups):
+    from hybrid_cache import HybridCache
+
+    return HybridCache(*room, **of_groups)
 
 
 def prompt(*hashes, tail=1):
@@ -30,7 +37,7 @@ def chain_of(letters):
 
 
 def test_a_prompt_is_reused_up_to_a_window_that_is_there():
-    cache = HybridCache(100, groups=3, window_blocks=2)
+    cache = made(100, groups=3, window_blocks=2)
     assert serve(cache, 1, 2, 3, 4, 5) == 0
     assert cache.match(prompt(1, 2, 3, 4, 5, 6)) == (5, 0)
     assert cache.match(prompt(1, 2, 3, 4, 5, tail=0)) == (0, 0)  # the last token is always computed
@@ -38,7 +45,7 @@ def test_a_prompt_is_reused_up_to_a_window_that_is_there():
 
 
 def test_a_window_is_kept_where_full_attention_had_more():
-    cache = HybridCache(100, groups=3, window_blocks=2)
+    cache = made(100, groups=3, window_blocks=2)
     assert serve(cache, 1, 2, 3, 4, 5) == 0
     assert serve(cache, 1, 2, 3, 9) == 0
     assert serve(cache, 1, 2, 3, 8) == 3
@@ -46,7 +53,7 @@ def test_a_window_is_kept_where_full_attention_had_more():
 
 
 def test_what_the_window_left_goes_first_and_the_window_next():
-    cache = HybridCache(15, groups=2, window_blocks=1)
+    cache = made(15, groups=2, window_blocks=1)
     serve(cache, 1, 2, 3, 4, tail=0)  # 4 blocks, and 3 and 4 in two windows; 4 is held to the end
     gone = []
     for block in (7, 8):
@@ -62,7 +69,7 @@ def test_what_the_window_left_goes_first_and_the_window_next():
 
 
 def test_running_requests_hold_their_window_and_no_more():
-    cache = HybridCache(14, groups=2, window_blocks=2)
+    cache = made(14, groups=2, window_blocks=2)
     assert cache.needs(4) == 4 + 2 * 3
     assert cache.take(prompt(1, 2, 3, 4, tail=0), 4) is not None
     cache.fill((1, 2, 3, 4), 0)
@@ -74,7 +81,7 @@ def test_running_requests_hold_their_window_and_no_more():
 
 
 def test_an_answer_moves_the_window():
-    cache = HybridCache(100, groups=1, window_blocks=2)
+    cache = made(100, groups=1, window_blocks=2)
     cache.take(prompt(1, 2, 3), 6)
     cache.fill((1, 2, 3), 0)
     for end in (4, 5):
@@ -87,7 +94,7 @@ def test_an_answer_moves_the_window():
 
 @given(st.lists(NAMES, max_size=30), st.integers(1, 3), st.integers(1, 3), st.integers(40, 70))
 def test_its_events_say_what_it_reuses(prompts, groups, window_blocks, room):
-    cache, index = HybridCache(room, groups, window_blocks), PrefixIndex()
+    cache, index = made(room, groups, window_blocks), PrefixIndex()
     index.add_engine("e")
     numbered = [KvGroup(at, Attention.WINDOW, window_blocks * SIZE + 1) for at in range(groups)]
     for group in numbered:
@@ -117,3 +124,19 @@ def test_its_events_say_what_it_reuses(prompts, groups, window_blocks, room):
     for each in running:
         cache.release(*each)
     assert cache.occupied == cache.held
+
+
+def test_what_a_simulated_engine_tells():
+    from hybrid_cache import HybridModel
+
+    diary = Diary()
+    model = HybridModel(4 * BLOCK, prefill_tok_s=1000.0, window_groups=1, window_tokens=101)
+    engine = model.engine(0, BLOCK, diary)  # 8 blocks of the pool
+    engine.submit(0.0, ask((1, 2, 3), tail=0, name=1))
+    engine.submit(0.0, ask((7, 8), tail=0, name=2))
+    while engine.due < float("inf"):
+        engine.advance(engine.due)
+    assert diary.of("stored", "removed") == [("stored", "gpu", [1, 2, 3]), ("stored", "gpu", [7, 8])]
+    told = [(is_new, list(hashes)) for is_new, hashes in engine.cache.windows]
+    assert told == [(True, [2, 3]), (False, [2]), (True, [7, 8]), (False, [3])]
+    assert engine.evicted == 0
