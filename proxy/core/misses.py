@@ -54,7 +54,7 @@ class Miss(StrEnum):
 
 # Tokens behind a difference count if they are at least this share of the prompt: every chat repeats some of
 # its template's words.
-_REPEATED = 0.1
+REPEATED = 0.1
 _OF_KIND = {kind: Miss.TOOLS if kind is Kind.ORDER else Miss(f"{kind}_changed") for kind in Kind}
 
 
@@ -180,11 +180,12 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
 
     def _change(self, compared: Compared, n_tokens: int) -> Miss:
         """The miss of a prompt that differs from an earlier one. All that both share was reused."""
-        if self.is_whole and self.reusable(compared.common_tokens) == self.reusable(compared.n_tokens):
+        shared = self.reusable(compared.common_tokens)
+        if self.is_whole and shared == self.reusable(compared.n_tokens) > 0:
             return Miss.HIT
-        is_new = self.is_whole and compared.repeated_tokens < _REPEATED * n_tokens
+        is_new = self.is_whole and compared.repeated_tokens < REPEATED * n_tokens
         # More than both share: KV was moved from behind the difference.
-        is_moved = self.reused_tokens >= compared.common_tokens + _REPEATED * n_tokens
+        is_moved = self.reused_tokens >= compared.common_tokens + REPEATED * n_tokens
         if (is_new and self.reused_tokens) or is_moved:
             return Miss.SHARED
         if compared.changes:

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from engine_adapter import EngineInfo, common_prefix
 from engine_adapter.off_loop import off_loop
 from proxy.core.differences import CONTINUED, Difference, are_alike, cause_as_sent, difference
-from proxy.core.misses import Compared, Diagnosis
+from proxy.core.misses import REPEATED, Compared, Diagnosis
 from proxy.prompt import Prompt
 from proxy.request.records import RequestLog, RequestRecord
 
@@ -70,7 +70,8 @@ class Comparison:
     async def explain(self, record: RequestRecord) -> Diagnosis:
         """Why no more of a finished request's prompt was reused, compared with the nearest earlier one: the
         request of the same tenant that shares most of its prompt; of equals the newest of the same API. If
-        none shares a block: the one that it continues, or one whose text is alike, on whatever model."""
+        none shares a block and a tenth of it: the one that it continues, or one whose text is alike, on
+        whatever model, with the same tools if there is one."""
         if record.diagnosis is None:
             earlier = [
                 other
@@ -153,12 +154,15 @@ class Comparison:
             if shared > most:
                 best, most = other, shared
         fields = self._log.fields(record)
-        if most >= self.tokens_per_block(record) or fields is None:
+        least = max(self.tokens_per_block(record), REPEATED * (record.n_tokens or 0))
+        if most >= least or fields is None:
             return best
         newest, continued = earlier[::-1], fields.get(CONTINUED)
         goes_on = [other for other in newest if continued is not None and other.answer_id == continued]
-        alike = (each for each in newest[:_LOOKS] if are_alike(fields, self._log.fields(each) or {}))
-        return next(chain(goes_on, alike), None)
+        looks = [(other, self._log.fields(other) or {}) for other in newest[:_LOOKS]]
+        looks.sort(key=lambda look: look[1].get("tools") != fields.get("tools"))
+        alike = (other for other, others in looks if are_alike(fields, others))
+        return next(chain(goes_on, alike), best if most >= self.tokens_per_block(record) else None)
 
     def _likeness(self, record: RequestRecord, other: RequestRecord) -> Compared:
         """How the prompts of two requests compare."""

@@ -112,6 +112,22 @@ class TestNearest:
         assert (diagnosis.miss, str(diagnosis.at)) == (Miss.INPUT, "prompt, character 4")
         assert await world.nearest(world.record("lone", tokens(40, 400), body={"prompt": "x"})) is None
 
+    async def test_a_date_at_the_beginning_is_told_though_another_prompt_has_the_same(self, world):
+        document = "The river bends twice before it meets the sea. " * 20
+        dated, again = [*range(1000, 1020), *tokens(400)], [*range(2000, 2020), *tokens(400)]
+        before = world.record("before", dated, body={"prompt": f"May 1. {document}"})
+        poem = [*range(2000, 2020), *tokens(400, 500)]
+        world.record("other", poem, body={"prompt": "May 2. Write a poem."})
+        new = world.record("new", again, body={"prompt": f"May 2. {document}"})
+        assert await world.nearest(new) is before
+        assert (await world.comparison.explain(new)).miss is Miss.INPUT
+
+    async def test_is_one_with_the_same_tools_if_several_are_alike(self, world):
+        said = {"prompt": "10:31 is the time. You are a kind and helpful assistant."}
+        bare = world.record("bare", tokens(40, 100), body=said)
+        world.record("tools", tokens(40, 200), body={**said, "tools": [{"type": "function"}]})
+        assert await world.nearest(world.record("new", tokens(40), body=said)) is bare
+
     async def test_other_images_part_prompts_of_the_same_tokens(self, world):
         def with_image(name, identity):
             marks = [0] * 48
