@@ -22,6 +22,7 @@ from typing import Any
 from engine_adapter.llama_server.plan import SlotRates, plan
 from engine_adapter.llama_server.slots import SlotTable
 from engine_adapter.torch_engine.kv_cache import KvCache, KvSequence
+from engine_adapter.torch_engine.kv_tree import KvTree
 from engine_adapter.types import TOOL_S, KvTarget, Retention
 
 
@@ -59,9 +60,8 @@ def reused(requests: list[dict[str, Any]], n_slots: int, *, knows: bool) -> floa
 def reused_blocks(requests: list[dict[str, Any]], room: int, *, knows: bool) -> float:
     """The share of prompt tokens that lay in a cache of `room` blocks. A block of the trace is one here."""
     no_copies: Any = None  # there is no other tier
-    cache = KvCache(
-        gpu_blocks=room, host_blocks=0, tokens_per_block=1, block_bytes=0, copier=no_copies, pin_share=0.0
-    )
+    tree = KvTree(gpu_blocks=room, host_blocks=0, tokens_per_block=1, copier=no_copies)
+    cache = KvCache(tree, block_bytes=0, pin_share=0.0)
     cached = total = 0
     for each in requests:
         now, prompt = each["timestamp"] / 1000, array("i", each["hash_ids"])

@@ -64,7 +64,7 @@ _PROGRAMS = {
     "engine_adapter.torch_engine": _Program(
         "engine_adapter.torch_engine.serve",
         "app",
-        ("engine_adapter.torch_engine.process", "engine_adapter.torch_engine.service"),
+        ("engine_adapter.torch_engine.server", "engine_adapter.torch_engine.service"),
     ),
     "engine_adapter.prompt.tokenizer_process": _Program(
         "engine_adapter.prompt.tokenizer_process",

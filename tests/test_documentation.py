@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from engine_adapter.prompt.forms import Form
 from engine_adapter.torch_engine.engine import Counters
-from engine_adapter.torch_engine.metrics import EngineMetrics
+from engine_adapter.torch_engine.service import EngineMetrics
 from engine_adapter.types import EngineSpec
 from proxy.cli.engine_check import _of_view, show_examination
 from proxy.cli.engine_probe import View

@@ -140,18 +140,10 @@ class EmbeddedAdapter(EngineAdapter):
         info = await self._control.read(_Info, "GET", "/kv/info")
         self._instance = info.instance
         self.capabilities = _CAPABILITIES if info.host_blocks else _WITHOUT_HOST_TIER
+        told = msgspec.structs.asdict(info)
         return EngineInfo(
-            model=info.model,
-            instance=info.instance,
+            **told | {"tokenizer": self.spec.tokenizer or info.tokenizer},
             capabilities=self.capabilities,
-            tokens_per_block=info.tokens_per_block,
-            max_model_len=info.max_model_len,
-            vocab_size=info.vocab_size,
-            hidden_size=info.hidden_size,
-            tokenizer=self.spec.tokenizer or info.tokenizer,
-            gpu_blocks=info.gpu_blocks,
-            host_blocks=info.host_blocks,
-            version=info.version,
             shares_prefill=True,
             routes=ROUTES,
             renders_alike=True,

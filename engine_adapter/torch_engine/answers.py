@@ -1,19 +1,193 @@
-"""Writes answers in OpenAI's shapes: chats and completions, whole or streamed, of one choice or several."""
+"""Answers, from the engine's tokens to OpenAI's shapes: chats and completions, whole or streamed.
+
+A `ChoiceReader` makes pieces of the tokens of one choice, an `AnswerWriter` writes the pieces of all of them.
+"""
 
 from __future__ import annotations
 
+import codecs
+import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
+from typing_extensions import override
 
-from engine_adapter.torch_engine.detokenize import TextOffsets, TokenBytes, shown
-from engine_adapter.torch_engine.requests import Token
-from engine_adapter.torch_engine.tool_calls import CallPart
+from engine_adapter.prompt.chat import ChatTokenizer
+from engine_adapter.torch_engine.requests import Finished, Output, PromptScores, Token
+from engine_adapter.torch_engine.tool_calls import CallPart, CallReader, Found, held_back
+from engine_adapter.types import TokenIds
+
+# --- from tokens to text, piece by piece, and to stop strings -------------------------------------------
+
+
+_UNFINISHED = "\ufffd"  # how a tokenizer shows bytes that are not yet a whole character
+# A character has at most four bytes, and so at most four tokens.
+_MOST_TOKENS = 4
+
+
+class Detokenizer:
+    """The text of one answer, token by token.
+
+    The text of a token depends on its neighbours (spaces, characters of several tokens). So each token
+    decodes a short window again, and the text the window had before is cut off. Bytes of an unfinished
+    character are held back until the character is whole, or cannot become so any more. Text that may begin a
+    stop string is held back until that is decided.
+
+    Attributes:
+        stopped: a stop string was found. It and everything after it are left out.
+    """
+
+    __slots__ = (
+        "_held", "_ids", "_read", "_shown", "_size", "_skipped", "_stops", "_tokenizer", "_window", "stopped",
+    )  # fmt: skip
+
+    def __init__(
+        self, tokenizer: ChatTokenizer, stops: Sequence[str] = (), *, skipped: frozenset[int] = frozenset()
+    ) -> None:
+        """`skipped`: the ids of special tokens, if these have no text."""
+        self._tokenizer = tokenizer
+        self._size = tokenizer.vocab_size
+        self._skipped = skipped
+        self._stops = tuple(stops)
+        self._ids: list[int] = []
+        self._window = 0  # first id of the window
+        self._read = 0  # the text of the ids before it has been returned
+        self._shown = ""  # text of window..read
+        self._held = ""  # text that may yet be the start of a stop string
+        self.stopped = False
+
+    def push(self, token_id: int) -> str:
+        """The text that is certain once this token is known: often "", never part of a stop string."""
+        if token_id >= self._size or token_id in self._skipped:
+            return ""  # without text, many of them would make the window long
+        self._ids.append(token_id)
+        text = self._decode(self._window)
+        if text.endswith(_UNFINISHED):
+            return self._release(self._before_unfinished(text))
+        return self._release(self._advance(text)) if len(text) > len(self._shown) else ""
+
+    def finish(self) -> str:
+        """The text held back, after the last token."""
+        if self.stopped:
+            return ""
+        text = self._decode(self._window)
+        held = self._release(text[len(self._shown) :]) + self._held
+        self._held = ""
+        self._shown = text
+        return held
+
+    def _decode(self, start: int, end: int | None = None) -> str:
+        return self._tokenizer.decode(self._ids[start:end], skip_special_tokens=bool(self._skipped))
+
+    def _advance(self, text: str) -> str:
+        """Moves the window to the tokens of the last piece; returns the new text."""
+        new = text[len(self._shown) :]
+        self._window, self._read = self._read, len(self._ids)
+        self._shown = self._decode(self._window)
+        return new
+
+    def _before_unfinished(self, text: str) -> str:
+        """Moves the window to the last tokens, of which one begins a character; returns the new text before
+        that one. "" as long as few tokens are held back, or none of them begins a character."""
+        if len(self._ids) - self._read < 2 * _MOST_TOKENS:
+            return ""
+        after = self._decode(self._read)
+        for cut in range(len(self._ids) - _MOST_TOKENS, len(self._ids) - 2 * _MOST_TOKENS, -1):
+            known = self._decode(self._window, cut)
+            shown = self._decode(self._read, cut)
+            if text.startswith(known) and after == shown + text[len(known) :]:
+                new = known[len(self._shown) :]
+                self._window, self._read, self._shown = self._read, cut, shown
+                return new
+        return ""
+
+    def _release(self, new: str) -> str:
+        """The text up to a stop string, or up to where one may begin."""
+        if not self._stops or self.stopped:
+            return "" if self.stopped else new
+        text = self._held + new
+        found = [at for at in map(text.find, self._stops) if at >= 0]
+        if found:
+            self.stopped = True
+            self._held = ""
+            return text[: min(found)]
+        keep = max(held_back(text, stop) for stop in self._stops)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+_SPACE = "▁"  # how SentencePiece writes a space
+
+
+class TokenBytes:
+    """The bytes of each token of a vocabulary, as it stands inside a text."""
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        self._tokenizer = tokenizer
+        backend: Any = tokenizer.transformers
+        decoder = getattr(getattr(backend, "backend_tokenizer", None), "decoder", None)
+        state: bytes = decoder.__getstate__() if decoder is not None else b""
+        self._is_byte_level = b'"ByteLevel"' in state
+        self._is_sentencepiece = _SPACE.encode() in state or b'"Metaspace"' in state
+        self._added = frozenset(backend.added_tokens_decoder)
+
+    def of(self, token_id: int) -> bytes:
+        """A token's bytes; none for an id outside the vocabulary."""
+        if not 0 <= token_id < self._tokenizer.vocab_size:
+            return b""
+        if token_id not in self._added:
+            name: str | None = self._tokenizer.transformers.convert_ids_to_tokens(token_id)
+            if name is None:
+                return b""
+            if self._is_byte_level and (found := _from_byte_level(name)) is not None:
+                return found
+            if self._is_sentencepiece:
+                byte = _BYTE.fullmatch(name)
+                return bytes.fromhex(byte[1]) if byte else name.replace(_SPACE, " ").encode()
+        return self._tokenizer.decode([token_id]).encode()
+
+
+class TextOffsets:
+    """Where tokens begin in a text, in characters. A token inside a character begins where that does."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
+
+    def next(self, token: bytes) -> int:
+        """The offset of the next token."""
+        offset = self._offset
+        self._offset += len(self._decoder.decode(token))
+        return offset
+
+
+def shown(token: bytes) -> str:
+    r"""A token as text. Bytes that are no character alone are written as OpenAI does: `\xf0\x9f`."""
+    return token.decode("utf-8", "backslashreplace")
+
+
+def _from_byte_level(name: str) -> bytes | None:
+    """The bytes for which the characters of a byte-level token stand; None for another kind of token."""
+    alphabet = _byte_alphabet()
+    if not all(character in alphabet for character in name):
+        return None
+    return bytes(alphabet[character] for character in name)
+
+
+@cache
+def _byte_alphabet() -> dict[str, int]:
+    from transformers.convert_slow_tokenizer import bytes_to_unicode  # noqa: PLC0415 - slow to import
+
+    table: dict[int, str] = bytes_to_unicode()  # type: ignore[no-untyped-call]
+    return {character: byte for byte, character in table.items()}
+
 
 _LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 END_OF_STREAM = b"data: [DONE]\n\n"
@@ -49,39 +223,152 @@ class Piece:
         self.finish_reason = more.finish_reason
 
 
-@dataclass(frozen=True, slots=True)
-class TokenUsage:
-    """Token counts of one request: its prompt once, and the tokens of all choices."""
+@dataclass(slots=True)
+class Echo:
+    """The prompt, which stands before each choice of a completion with `echo`.
 
-    prompt: int
-    cached: int
-    completion: int
+    Attributes:
+        text: its text.
+        unscored: its tokens, while their logprobs are awaited; None otherwise.
+        tokens: its tokens with their logprobs.
+    """
 
-    def as_json(self) -> dict[str, Any]:
-        """OpenAI's `usage`."""
-        return {
-            "prompt_tokens": self.prompt,
-            "completion_tokens": self.completion,
-            "total_tokens": self.prompt + self.completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
-        }
+    text: str
+    unscored: TokenIds[int] | None = None
+    tokens: list[Token] = field(default_factory=list)
+
+    def score(self, found: PromptScores) -> None:
+        """Takes the logprobs. The first token has none."""
+        scores = [(None, None), *found.scores]
+        self.tokens = [Token(i, *score) for i, score in zip(self.unscored or (), scores, strict=True)]
+        self.unscored = None
 
 
-class ChatShape:
-    """`chat.completion`."""
+@dataclass
+class ChoiceReader:
+    """One choice while it is generated.
 
-    id_prefix = "chatcmpl-"
-    whole = "chat.completion"
-    chunk = "chat.completion.chunk"
-    first: Mapping[str, Any] | None = MappingProxyType(
+    Attributes:
+        answered: the answer's tokens before it: new text depends on them.
+        drops: the client wants no token of it.
+        finish_reason: None until it has ended.
+    """
+
+    detokenizer: Detokenizer
+    end_tokens: frozenset[int]
+    answered: Sequence[int] = ()
+    calls: CallReader | None = None
+    echo: Echo | None = None
+    drops: bool = False
+    completion_tokens: int = field(default=0, init=False)
+    finish_reason: str | None = field(default=None, init=False)
+    _new: Piece = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._new = Piece("" if self.echo is None else self.echo.text)
+        for token_id in self.answered:
+            self._read(self.detokenizer.push(token_id))
+
+    def accept(self, outputs: list[Output]) -> None:
+        """Reads what the engine made. Nothing counts after the end."""
+        for output in outputs:
+            if self.finish_reason is not None:
+                return
+            if isinstance(output, PromptScores):
+                if self.echo is not None:
+                    self.echo.score(output)
+            elif isinstance(output, Token):
+                self._accept_token(output)
+            elif isinstance(output, Finished):
+                self._end("length" if self.drops else output.reason)
+
+    def take(self) -> Piece:
+        """Text and tokens since the last call; nothing until the echo is complete."""
+        if self.echo is not None:
+            if self.echo.unscored is not None:
+                return Piece()
+            self._new.echoed, self.echo = self.echo.tokens, None
+        new, self._new = self._new, Piece()
+        return new
+
+    def _accept_token(self, token: Token) -> None:
+        if self.drops:
+            return
+        self.completion_tokens += 1
+        self._new.tokens.append(token)
+        if token.token_id not in self.end_tokens:
+            self._add(self._read(self.detokenizer.push(token.token_id)))
+        if self.detokenizer.stopped:
+            self._end("stop")
+
+    def _end(self, reason: str) -> None:
+        self._add(self._read(self.detokenizer.finish()))
+        if self.detokenizer.stopped:
+            reason = "stop"
+        if self.calls is not None:
+            self._add(self.calls.finish())
+            if reason == "stop" and self.calls.ends_as is not None:
+                reason = self.calls.ends_as
+        self.finish_reason = self._new.finish_reason = reason
+
+    def _read(self, text: str) -> Found:
+        return Found(text) if self.calls is None else self.calls.push(text)
+
+    def _add(self, found: Found) -> None:
+        self._new.text += found.text
+        self._new.calls += found.calls
+
+
+def usage_of(prompt: int, cached: int, completion: int) -> dict[str, Any]:
+    """OpenAI's `usage`: the tokens of the prompt, counted once, and of all choices."""
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+@dataclass(kw_only=True)
+class AnswerWriter:
+    """Writes the answer to a chat, whole or as server-sent events.
+
+    Attributes:
+        choices: how many the answer has.
+        prompt_token_ids: returned with the answer; None when the client did not ask.
+        tells_tokens: whether a comment before each event of a stream holds the ids of its tokens.
+        answered: the tokens before it, of an answer that began before: a stream has no opening then.
+    """
+
+    id_prefix: ClassVar[str] = "chatcmpl-"
+    kind: ClassVar[str] = "chat.completion"
+    kind_of_chunk: ClassVar[str] = "chat.completion.chunk"
+    first: ClassVar[Mapping[str, Any] | None] = MappingProxyType(
         {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
     )
 
-    def __init__(self, token_bytes: TokenBytes) -> None:
-        self._bytes = token_bytes
+    token_bytes: TokenBytes
+    model: str
+    choices: int = 1
+    with_logprobs: bool = False
+    prompt_token_ids: Sequence[int] | None = None
+    include_usage: bool = False
+    tells_tokens: bool = False
+    answered: Sequence[int] = ()
+    _untold: list[Token] = field(default_factory=list, init=False)  # generated since the last event
+    _plain_ends: dict[int, tuple[bytes, bytes]] = field(default_factory=dict, init=False)
+    _head: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._head = {
+            "id": self.id_prefix + secrets.token_hex(12),
+            "object": self.kind_of_chunk,
+            "created": int(time.time()),
+            "model": self.model,
+        }
 
     def body(self, piece: Piece, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-        """The choice's own fields in a whole answer."""
+        """The own fields of a choice in a whole answer."""
         message: dict[str, Any] = {"role": "assistant", "content": piece.text, "refusal": None}
         if piece.calls:
             message["content"] = piece.text or None
@@ -89,14 +376,14 @@ class ChatShape:
         return {"message": message, "logprobs": logprobs}
 
     def delta(self, piece: Piece, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-        """The choice's own fields in a chunk."""
+        """The own fields of a choice in a chunk."""
         delta: dict[str, Any] = {"content": piece.text} if piece.text else {}
         if piece.calls:
             delta["tool_calls"] = [call.as_delta() for call in piece.calls]
         return {"delta": delta, "logprobs": logprobs}
 
-    def logprobs(self, tokens: Sequence[Token]) -> dict[str, Any]:
-        """Log probabilities of `tokens`."""
+    def logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, Any]:  # noqa: ARG002 - see below
+        """Log probabilities of `tokens`, the next ones of a choice."""
         content = [
             self._entry(token.token_id, token.logprob)
             | {"top_logprobs": [self._entry(*best) for best in token.top_logprobs or ()]}
@@ -105,95 +392,19 @@ class ChatShape:
         return {"content": content, "refusal": None}
 
     def _entry(self, token_id: int, logprob: float | None) -> dict[str, Any]:
-        content = self._bytes.of(token_id)
+        content = self.token_bytes.of(token_id)
         return {"token": shown(content), "logprob": _finite(logprob), "bytes": list(content)}
 
-
-class CompletionShape:
-    """`text_completion`. `answered` are the answer's tokens before it."""
-
-    id_prefix = "cmpl-"
-    whole = "text_completion"
-    chunk = "text_completion"
-    first: Mapping[str, Any] | None = None
-
-    def __init__(self, token_bytes: TokenBytes, answered: Sequence[int] = ()) -> None:
-        self._bytes = token_bytes
-        self._answered = answered
-        self._offsets = TextOffsets()
-
-    def body(self, piece: Piece, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-        """The choice's own fields in a whole answer."""
-        return {"text": piece.text, "logprobs": logprobs}
-
-    def delta(self, piece: Piece, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-        """The choice's own fields in a chunk."""
-        return self.body(piece, logprobs)
-
-    def logprobs(self, tokens: Sequence[Token]) -> dict[str, Any]:
-        """Log probabilities of `tokens`. Offsets continue from call to call."""
-        for token_id in self._answered:
-            self._offsets.next(self._bytes.of(token_id))
-        self._answered = ()
-        contents = [self._bytes.of(token.token_id) for token in tokens]
-        return {
-            "tokens": [shown(content) for content in contents],
-            "token_logprobs": [_finite(token.logprob) for token in tokens],
-            "top_logprobs": [self._best(token) for token in tokens],
-            "text_offset": [self._offsets.next(content) for content in contents],
-        }
-
-    def _best(self, token: Token) -> dict[str, Any] | None:
-        """The best tokens and the chosen one; None for the first token of a prompt."""
-        if token.logprob is None:
-            return None
-        best = {shown(self._bytes.of(i)): _finite(logprob) for i, logprob in token.top_logprobs or ()}
-        return best | {shown(self._bytes.of(token.token_id)): _finite(token.logprob)}
-
-
-Shape = ChatShape | CompletionShape
-"""The shape of one choice of one kind of answer."""
-
-
-@dataclass(kw_only=True)
-class AnswerWriter:
-    """Writes one answer, whole or as server-sent events.
-
-    Attributes:
-        prompt_token_ids: returned with the answer; None when the client did not ask.
-        tells_tokens: whether a comment before each event of a stream holds the ids of its tokens.
-        goes_on: whether the answer began before: a stream has no opening then.
-    """
-
-    shapes: Sequence[Shape]
-    model: str
-    with_logprobs: bool = False
-    prompt_token_ids: Sequence[int] | None = None
-    include_usage: bool = False
-    tells_tokens: bool = False
-    goes_on: bool = False
-    _untold: list[Token] = field(default_factory=list, init=False)  # generated since the last event
-    _plain_ends: dict[int, tuple[bytes, bytes]] = field(default_factory=dict, init=False)
-    _head: dict[str, Any] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._head = {
-            "id": self.shapes[0].id_prefix + secrets.token_hex(12),
-            "object": self.shapes[0].chunk,
-            "created": int(time.time()),
-            "model": self.model,
-        }
-
-    def whole(self, choices: Sequence[Piece], usage: TokenUsage) -> bytes:
+    def whole(self, choices: Sequence[Piece], usage: dict[str, Any]) -> bytes:
         """The answer as one JSON object."""
         answer = {
             **self._head,
-            "object": self.shapes[0].whole,
+            "object": self.kind,
             "choices": [
-                self._choice(index, self.shapes[index].body(piece, self._logprobs(index, piece)), piece)
+                self._choice(index, self.body(piece, self._logprobs(index, piece)), piece)
                 for index, piece in enumerate(choices)
             ],
-            "usage": usage.as_json(),
+            "usage": usage,
         }
         if self.prompt_token_ids is not None:
             answer["prompt_token_ids"] = self.prompt_token_ids
@@ -201,12 +412,12 @@ class AnswerWriter:
 
     def opening(self) -> bytes:
         """The first chunks of a stream: a chat's role, the prompt's token ids; empty if there is neither."""
-        if self.goes_on or (self.shapes[0].first is None and self.prompt_token_ids is None):
+        if self.answered or (self.first is None and self.prompt_token_ids is None):
             return b""
         extra = {} if self.prompt_token_ids is None else {"prompt_token_ids": self.prompt_token_ids}
         return b"".join(
-            self._chunk(index, dict(shape.first or shape.delta(Piece(), None)), Piece(), extra)
-            for index, shape in enumerate(self.shapes)
+            self._chunk(index, dict(self.first or self.delta(Piece(), None)), Piece(), extra)
+            for index in range(self.choices)
         )
 
     def piece(self, index: int, piece: Piece) -> bytes:
@@ -222,9 +433,9 @@ class AnswerWriter:
         before, after = self._plain_ends.get(index) or self._split_plain(index)
         return self._told() + before + _json(piece.text) + after
 
-    def end(self, usage: TokenUsage) -> bytes:
+    def end(self, usage: dict[str, Any]) -> bytes:
         """The usage if asked for, and the end mark."""
-        end = _event({**self._head, "choices": [], "usage": usage.as_json()}) if self.include_usage else b""
+        end = event_of({**self._head, "choices": [], "usage": usage}) if self.include_usage else b""
         return end + END_OF_STREAM
 
     def _choice(self, index: int, fields: dict[str, Any], piece: Piece) -> dict[str, Any]:
@@ -241,11 +452,11 @@ class AnswerWriter:
         return f": {' '.join(str(token.token_id) for token in told)}\n".encode()
 
     def _full_piece(self, index: int, piece: Piece) -> bytes:
-        return self._chunk(index, self.shapes[index].delta(piece, self._logprobs(index, piece)), piece, {})
+        return self._chunk(index, self.delta(piece, self._logprobs(index, piece)), piece, {})
 
     def _chunk(self, index: int, fields: dict[str, Any], piece: Piece, extra: Mapping[str, Any]) -> bytes:
         usage = {"usage": None} if self.include_usage else {}
-        return _event({**self._head, "choices": [self._choice(index, fields, piece)], **usage, **extra})
+        return event_of({**self._head, "choices": [self._choice(index, fields, piece)], **usage, **extra})
 
     def _split_plain(self, index: int) -> tuple[bytes, bytes]:
         """The bytes before and after the text of a plain chunk. They are the same for every token."""
@@ -256,12 +467,45 @@ class AnswerWriter:
 
     def _logprobs(self, index: int, piece: Piece) -> dict[str, Any] | None:
         tokens = piece.echoed + piece.tokens
-        return self.shapes[index].logprobs(tokens) if self.with_logprobs and tokens else None
+        return self.logprobs(index, tokens) if self.with_logprobs and tokens else None
 
 
-def error_event(body: dict[str, Any]) -> bytes:
-    """An error inside a stream. Clients raise on it; a bare end would look like a whole answer."""
-    return _event(body)
+@dataclass(kw_only=True)
+class CompletionWriter(AnswerWriter):
+    """Writes the answer to a completion."""
+
+    id_prefix = "cmpl-"
+    kind = kind_of_chunk = "text_completion"
+    first = None
+
+    _offsets: dict[int, TextOffsets] = field(default_factory=dict, init=False)
+
+    @override
+    def body(self, piece: Piece, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+        return {"text": piece.text, "logprobs": logprobs}
+
+    delta = body
+
+    @override
+    def logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, Any]:
+        if (offsets := self._offsets.get(index)) is None:
+            offsets = self._offsets[index] = TextOffsets()
+            for token_id in self.answered:
+                offsets.next(self.token_bytes.of(token_id))
+        contents = [self.token_bytes.of(token.token_id) for token in tokens]
+        return {
+            "tokens": [shown(content) for content in contents],
+            "token_logprobs": [_finite(token.logprob) for token in tokens],
+            "top_logprobs": [self._best(token) for token in tokens],
+            "text_offset": [offsets.next(content) for content in contents],
+        }
+
+    def _best(self, token: Token) -> dict[str, Any] | None:
+        """The best tokens and the chosen one; None for the first token of a prompt."""
+        if token.logprob is None:
+            return None
+        best = {shown(self.token_bytes.of(i)): _finite(logprob) for i, logprob in token.top_logprobs or ()}
+        return best | {shown(self.token_bytes.of(token.token_id)): _finite(token.logprob)}
 
 
 def _whole_calls(parts: Sequence[CallPart]) -> list[dict[str, Any]]:
@@ -274,7 +518,8 @@ def _whole_calls(parts: Sequence[CallPart]) -> list[dict[str, Any]]:
     return calls
 
 
-def _event(content: object) -> bytes:
+def event_of(content: object) -> bytes:
+    """`content` as an event of a stream."""
     return b"data: " + _json(content) + b"\n\n"
 
 

@@ -254,95 +254,58 @@ class Scratch:
 
 
 @dataclass(slots=True)
-class Span:
-    """The last tokens of one sequence: the rows `begin` to `end` of a step.
+class Part:
+    """The last tokens of some sequences, equally many of each: the rows `begin` to `end` of a step.
 
     Attributes:
-        length: tokens of the sequence.
-        start: the first token slot of its KV, if the blocks are contiguous.
-        blocks: block ids in order, if they are not; else None.
+        lengths: [sequences] tokens. longest: the most of them.
+        start: the first token slot of the KV of one sequence whose blocks are contiguous.
+        blocks: [sequences * width] block ids otherwise, each sequence padded to `width` blocks.
     """
 
     begin: int
     end: int
-    length: int
-    start: int
+    lengths: Tensor
+    longest: int
+    start: int = 0
     blocks: Tensor | None = None
     masks: dict[int | None, Tensor] = field(default_factory=dict)
+    sequences: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.sequences = len(self.lengths)  # which torch answers slowly
 
     def attend(self, call: AttentionCall, keys: Tensor, values: Tensor, scratch: Scratch) -> Tensor:
         """The output [rows, heads, value_dim] over a layer's `keys` and `values`."""
-        query = call.query[self.begin : self.end].transpose(0, 1)[None]
-        key, value = (
-            self._read(plane, scratch, values=plane is values).transpose(0, 1)[None]
-            for plane in (keys, values)
-        )
-        return attention(query, key, value, self.mask(call.window, call.query), call)[0].transpose(0, 1)
+        query = call.query[self.begin : self.end]
+        query = query.view(self.sequences, -1, *query.shape[1:]).transpose(1, 2)
+        key, value = (self._read(plane, scratch, values=plane is values) for plane in (keys, values))
+        output = attention(query, key, value, self.mask(call.window, call.query), call)
+        return output.transpose(1, 2).flatten(0, 1)
 
     def _read(self, plane: Tensor, scratch: Scratch, *, values: bool) -> Tensor:
-        """[length, heads, dim]; a view if the blocks are contiguous."""
+        """[sequences, heads, longest, dim]; a view if the blocks are contiguous."""
         if self.blocks is None:
-            return plane[self.start : self.start + self.length]
-        return scratch.gather(plane, self.blocks, values=values)[: self.length]
+            tokens = plane[self.start : self.start + self.longest]
+        else:
+            tokens = scratch.gather(plane, self.blocks, values=values)
+        return tokens.view(self.sequences, -1, *plane.shape[1:])[:, : self.longest].transpose(1, 2)
 
     def mask(self, window: int | None, like: Tensor) -> Tensor | None:
-        """Additive mask [rows, length]: the last row sees all tokens, each row before it one less. None if
-        it would be all 0."""
-        rows, length = self.end - self.begin, self.length
-        if rows == 1 and (window is None or length <= window):
+        """Additive mask [sequences, 1, rows, longest]: the last row of a sequence sees all its tokens, each
+        row before it one less. None if it would be all 0."""
+        if self.end - self.begin == 1 and (window is None or self.longest <= window):
             return None
         if window not in self.masks:
-            at = torch.arange(length - rows, length, device=like.device)[:, None]
-            keys = torch.arange(length, device=like.device)
+            rows = (self.end - self.begin) // self.sequences
+            at = (self.lengths[:, None] + torch.arange(-rows, 0, device=like.device))[:, None, :, None]
+            keys = torch.arange(self.longest, device=like.device)
             hidden = keys > at
             if window is not None:
                 hidden |= keys <= at - window
-            self.masks[window] = _additive(hidden, like)
+            zeros = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device)
+            self.masks[window] = zeros.masked_fill_(hidden, -torch.inf)
         return self.masks[window]
-
-
-@dataclass(slots=True)
-class Decodes:
-    """One new token of each of several sequences: the rows `begin` to `end` of a step.
-
-    Attributes:
-        blocks: [sequences * width] block ids, each sequence padded to `width` blocks.
-        lengths: [sequences] tokens.
-    """
-
-    begin: int
-    end: int
-    blocks: Tensor
-    lengths: Tensor
-    masks: dict[int | None, Tensor] = field(default_factory=dict)
-
-    def attend(self, call: AttentionCall, keys: Tensor, values: Tensor, scratch: Scratch) -> Tensor:
-        """As `Span.attend`."""
-        query = call.query[self.begin : self.end, :, None]
-        key, value = (
-            scratch.gather(plane, self.blocks, values=plane is values)
-            .view(len(self.lengths), -1, *plane.shape[1:])
-            .transpose(1, 2)
-            for plane in (keys, values)
-        )
-        mask = self.mask(call.window, key.shape[2], call.query)
-        return attention(query, key, value, mask, call)[:, :, 0]
-
-    def mask(self, window: int | None, capacity: int, like: Tensor) -> Tensor:
-        """Additive mask [sequences, 1, 1, capacity]."""
-        if window not in self.masks:
-            keys = torch.arange(capacity, device=like.device)
-            lengths = self.lengths[:, None]
-            hidden = keys >= lengths
-            if window is not None:
-                hidden |= keys < lengths - window
-            self.masks[window] = _additive(hidden, like)[:, None, None]
-        return self.masks[window]
-
-
-def _additive(hidden: Tensor, like: Tensor) -> Tensor:
-    """The mask that hides these places, of the type of `like`."""
-    return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, -torch.inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,7 +321,7 @@ class PagedBatch:
 
     layers: Sequence[tuple[Tensor, Tensor]]
     slots: Tensor
-    parts: Sequence[Span | Decodes]
+    parts: Sequence[Part]
     scratch: Scratch
     sums: list[Tensor] = field(default_factory=list)
 

@@ -1,4 +1,4 @@
-"""Serves `/v1/chat/completions` and `/v1/completions`: request bytes in, answer bytes out."""
+"""Serves `/v1/chat/completions`, `/v1/completions`, `/v1/embeddings`: request bytes in, answer bytes out."""
 
 from __future__ import annotations
 
@@ -7,26 +7,48 @@ import base64
 import logging
 import secrets
 import time
-from collections.abc import Coroutine, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from starlette.types import Message, Receive, Scope, Send
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine_adapter.errors import EngineUnavailable
 from engine_adapter.off_loop import JSON_BYTES_PER_MS, off_loop
-from engine_adapter.torch_engine.answers import END_OF_STREAM, Piece, TokenUsage, error_event
-from engine_adapter.torch_engine.metrics import EngineMetrics
-from engine_adapter.torch_engine.prepare import Prepared, prepare
+from engine_adapter.torch_engine.answers import (
+    END_OF_STREAM,
+    AnswerWriter,
+    ChoiceReader,
+    CompletionWriter,
+    Detokenizer,
+    Echo,
+    Piece,
+    event_of,
+    usage_of,
+)
+from engine_adapter.torch_engine.grammar import Structure, ToolUse, structure_of, tool_use_of
 from engine_adapter.torch_engine.protocol import (
+    ApiError,
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
+    PromptRequest,
+    answered_of,
+    as_api_error,
+    body_of,
+    choices_of,
+    error_body,
     inputs_of,
+    json_response,
     parse,
+    prompt_of,
+    retention_of,
     salt_of,
+    sampling_of,
 )
 from engine_adapter.torch_engine.requests import (
     GenerationRequest,
@@ -36,42 +58,42 @@ from engine_adapter.torch_engine.requests import (
     Token,
 )
 from engine_adapter.torch_engine.scheduler import check_token_id
-from engine_adapter.torch_engine.service import EngineService, Generation
-from engine_adapter.torch_engine.web import ApiError, as_api_error, error_body, json_response, read_body
-from engine_adapter.types import TOOL_S, TokenIds
+from engine_adapter.torch_engine.service import EnginePrompt, EngineService, Generation
+from engine_adapter.torch_engine.tool_calls import format_of
+from engine_adapter.types import TOOL_S, TokenIds, extra_array
 
 _log = logging.getLogger("kvpin.engine")
 
 
-class CompletionRoute:
-    """The ASGI app of one of the two routes."""
+def completion_of(
+    kind: type[ChatRequest | CompletionRequest],
+) -> Callable[[EngineService, Request], Awaitable[ASGIApp]]:
+    """Answers the requests of one of the two kinds. When a client leaves, its generation ends at once."""
 
-    def __init__(self, kind: type[ChatRequest | CompletionRequest]) -> None:
-        self._kind = kind
+    async def answer(service: EngineService, request: Request) -> ASGIApp:
+        body = await body_of(request)
+        asked = await off_loop(lambda: parse(body, kind), ms=len(body) / JSON_BYTES_PER_MS)
+        return _while_client_stays((await prepare(service, asked)).serve)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request. When the client leaves, its generation ends at once."""
-        app = scope["app"]
-        service: EngineService = app.state.host.ready()
-        metrics: EngineMetrics = app.state.metrics
-        body = await read_body(scope, receive, app.state.max_body_bytes)
-        request = await off_loop(lambda: parse(body, self._kind), ms=len(body) / JSON_BYTES_PER_MS)
-        answer = CompletionAnswer(service, metrics, await prepare(service, request))
-        await while_client_stays(receive, answer.serve(send))
+    return answer
 
 
-async def while_client_stays(receive: Receive, answer: Coroutine[Any, Any, None]) -> None:
-    """Runs `answer` to its end, or until the client leaves. Raises what it raises."""
-    serving = asyncio.ensure_future(answer)
-    leaving = asyncio.ensure_future(_client_leaves(receive))
-    try:
-        await asyncio.wait((serving, leaving), return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        leaving.cancel()
-        serving.cancel()  # unless it is done
-    await asyncio.wait((serving,))
-    if not serving.cancelled():
-        serving.result()
+def _while_client_stays(serve: Callable[[Send], Coroutine[Any, Any, None]]) -> ASGIApp:
+    """Runs `serve` to its end, or until the client leaves. Raises what it raises."""
+
+    async def app(_scope: Scope, receive: Receive, send: Send) -> None:
+        serving = asyncio.ensure_future(serve(send))
+        leaving = asyncio.ensure_future(_client_leaves(receive))
+        try:
+            await asyncio.wait((serving, leaving), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            leaving.cancel()
+            serving.cancel()  # unless it is done
+        await asyncio.wait((serving,))
+        if not serving.cancelled():
+            serving.result()
+
+    return app
 
 
 async def _client_leaves(receive: Receive) -> None:
@@ -80,13 +102,23 @@ async def _client_leaves(receive: Receive) -> None:
         message = await receive()
 
 
-@dataclass
+@dataclass(kw_only=True)
 class CompletionAnswer:
-    """The answer to one request while it is generated."""
+    """The answer to one checked request while it is generated.
+
+    Attributes:
+        requests: to the engine; one per choice, as `readers`.
+        prompt_tokens, answered: tokens of the prompt, and of the answer's beginning.
+    """
 
     service: EngineService
-    metrics: EngineMetrics
-    prepared: Prepared
+    requests: list[GenerationRequest]
+    readers: list[ChoiceReader]
+    writer: AnswerWriter
+    streams: bool
+    prompt_tokens: int
+    answered: int
+    _started: float = field(default_factory=time.perf_counter, init=False)
     _has_token: bool = field(default=False, init=False)
 
     async def serve(self, send: Send) -> None:
@@ -95,74 +127,70 @@ class CompletionAnswer:
         Raises:
             RequestFailed, RequestRefused, EngineUnavailable: before anything was sent.
         """
-        started = time.perf_counter()
-        async with Generation(self.service.engine, self.prepared.requests) as generation:
-            if self.prepared.streams:
-                await self._stream(generation, send, started)
+        async with Generation(self.service.engine, self.requests) as generation:
+            if self.streams:
+                await self._stream(generation, send)
             else:
-                await self._send_whole(generation, send, started)
+                await self._send_whole(generation, send)
 
     async def _send_head(self, send: Send, cached_tokens: int) -> None:
-        streams = self.prepared.streams
-        content_type = b"text/event-stream; charset=utf-8" if streams else b"application/json"
+        content_type = b"text/event-stream; charset=utf-8" if self.streams else b"application/json"
         headers = [(b"content-type", content_type), (b"x-kv-cached-tokens", str(cached_tokens).encode())]
-        if streams:
+        if self.streams:
             headers.append((b"cache-control", b"no-cache"))
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
-    async def _stream(self, generation: Generation, send: Send, started: float) -> None:
+    async def _stream(self, generation: Generation, send: Send) -> None:
         pieces: list[tuple[int, Piece]] = []
         while not self._has_token:
-            pieces += await self._next_pieces(generation, started)
+            pieces += await self._next_pieces(generation)
         await self._send_head(send, generation.cached_tokens)
-        pending = self.prepared.writer.opening()
+        pending = self.writer.opening()
         while True:
-            pending += b"".join(self.prepared.writer.piece(index, piece) for index, piece in pieces)
+            pending += b"".join(self.writer.piece(index, piece) for index, piece in pieces)
             if self._is_done:
                 break
             if pending:
                 await _send_part(send, pending)
                 pending = b""
             try:
-                pieces = await self._next_pieces(generation, started)
+                pieces = await self._next_pieces(generation)
             except (RequestFailed, RequestRefused, EngineUnavailable) as error:
                 await _end_broken(send, error)
                 return
-        await _send_last(send, pending + self.prepared.writer.end(self._usage(generation)))
+        await _send_last(send, pending + self.writer.end(self._usage(generation)))
 
-    async def _send_whole(self, generation: Generation, send: Send, started: float) -> None:
-        choices = [Piece() for _ in self.prepared.readers]
+    async def _send_whole(self, generation: Generation, send: Send) -> None:
+        choices = [Piece() for _ in self.readers]
         while not self._is_done:
-            for index, piece in await self._next_pieces(generation, started):
+            for index, piece in await self._next_pieces(generation):
                 choices[index].add(piece)
-        body = self.prepared.writer.whole(choices, self._usage(generation))
+        body = self.writer.whole(choices, self._usage(generation))
         await self._send_head(send, generation.cached_tokens)
         await _send_last(send, body)
 
     @property
     def _is_done(self) -> bool:
-        return all(reader.finish_reason is not None for reader in self.prepared.readers)
+        return all(reader.finish_reason is not None for reader in self.readers)
 
-    async def _next_pieces(self, generation: Generation, started: float) -> list[tuple[int, Piece]]:
+    async def _next_pieces(self, generation: Generation) -> list[tuple[int, Piece]]:
         """New text and tokens of each choice."""
         for index, outputs in (await generation.outputs()).items():
             if not self._has_token and any(isinstance(output, Token) for output in outputs):
                 self._has_token = True
-                self.metrics.first_token_seconds.observe(time.perf_counter() - started)
-            self.prepared.readers[index].accept(outputs)
-            reason = self.prepared.readers[index].finish_reason
+                self.service.metrics.first_token_seconds.observe(time.perf_counter() - self._started)
+            self.readers[index].accept(outputs)
+            reason = self.readers[index].finish_reason
             if reason is not None:
                 generation.cancel(index)
             if reason == "tool_calls":
                 generation.await_turn(index, TOOL_S)
-        return [
-            (index, piece) for index, reader in enumerate(self.prepared.readers) if (piece := reader.take())
-        ]
+        return [(index, piece) for index, reader in enumerate(self.readers) if (piece := reader.take())]
 
-    def _usage(self, generation: Generation) -> TokenUsage:
-        prompt = self.prepared.prompt_tokens
-        made = sum(self.prepared.answered + reader.completion_tokens for reader in self.prepared.readers)
-        return TokenUsage(prompt, min(generation.cached_tokens, prompt), made)
+    def _usage(self, generation: Generation) -> dict[str, Any]:
+        prompt = self.prompt_tokens
+        made = sum(self.answered + reader.completion_tokens for reader in self.readers)
+        return usage_of(prompt, min(generation.cached_tokens, prompt), made)
 
 
 async def _end_broken(send: Send, error: RequestFailed | RequestRefused | EngineUnavailable) -> None:
@@ -170,7 +198,8 @@ async def _end_broken(send: Send, error: RequestFailed | RequestRefused | Engine
     server then cuts the connection, and nobody takes the answer for a whole one."""
     _log.warning("a stream ends with an error event: %s", error)
     known = as_api_error(error)
-    event = error_event(error_body(known)) if known is not None else b""
+    # A bare end would look like a whole answer.
+    event = event_of(error_body(known)) if known is not None else b""
     if isinstance(error, EngineUnavailable):
         await _send_part(send, event)
     else:
@@ -185,6 +214,161 @@ async def _send_last(send: Send, body: bytes) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
+# --- preparing: from a request to requests of the engine, one per choice, and their readers and writer ---
+
+
+async def prepare(service: EngineService, request: PromptRequest) -> CompletionAnswer:
+    """Checks a request and renders its prompt, before the engine sees it.
+
+    Raises:
+        ApiError, ChatError, PromptTableError, RequestRefused: the client's fault.
+    """
+    is_chat = isinstance(request, ChatRequest)
+    default = service.model.default_max_tokens if is_chat else None
+    sampling = sampling_of(request, default_max_tokens=default)
+    n = choices_of(request)
+    use = _tool_use(service, request)
+    structure = _structure(request, use)
+    _check_contents(request)
+    prompt = await service.prompt(request)
+    service.check_length(request, len(prompt.token_ids))
+    answered = answered_of(request, sampling)
+    for index, token in enumerate(answered):
+        check_token_id(token, f"answer_token_ids[{index}]", service.model.vocab_size)
+    salt = salt_of(request.cache_salt)
+    grammar = None if structure is None else await service.grammars.compile(structure, salt)
+    echo = _echo(service, request, prompt, sampling)
+    skipped = frozenset() if _shows_special(service, use) else service.special_ids
+    readers = [
+        ChoiceReader(
+            Detokenizer(service.tokenizer, request.stops, skipped=skipped),
+            end_tokens=sampling.ends(service.model.eos_token_ids),
+            answered=answered,
+            calls=None if use is None or use.reader is None else use.reader(),
+            echo=echo,
+            drops=sampling.max_tokens == 0,
+        )
+        for _ in range(n)
+    ]
+    writer = (AnswerWriter if is_chat else CompletionWriter)(
+        token_bytes=service.token_bytes,
+        model=service.model.name,
+        choices=n,
+        with_logprobs=sampling.logprobs is not None,
+        prompt_token_ids=prompt.token_ids.tolist() if request.return_token_ids else None,
+        include_usage=request.include_usage,
+        tells_tokens=bool(request.stream_token_ids),
+        answered=answered,
+    )
+    extra_ids = prompt.extra_ids
+    first = GenerationRequest(
+        request_id=secrets.token_hex(12),
+        token_ids=prompt.token_ids + answered,
+        sampling=_rest_of(sampling, len(answered)),
+        extra_ids=None if extra_ids is None else extra_ids + extra_array([0] * len(answered)),
+        embeddings=prompt.tensors,
+        cache_salt=salt,
+        retention=retention_of(request),
+        priority=request.priority or 0,
+        answered=len(answered),
+    )
+    requests = [
+        replace(
+            first,
+            request_id=f"{first.request_id}-{index}",
+            sampling=_of_choice(first.sampling, index),
+            constraint=None if grammar is None else grammar.begin(answered),
+        )
+        for index in range(n)
+    ]
+    return CompletionAnswer(
+        service=service,
+        requests=requests,
+        readers=readers,
+        writer=writer,
+        streams=bool(request.stream),
+        prompt_tokens=len(prompt.token_ids),
+        answered=len(answered),
+    )
+
+
+def _rest_of(sampling: SamplingParams, answered: int) -> SamplingParams:
+    """The limits of what is still to be generated. The engine generates one token at least."""
+    most = sampling.max_tokens
+    return replace(
+        sampling,
+        max_tokens=None if most is None else max(most - answered, 1),
+        min_tokens=max(sampling.min_tokens - answered, 0),
+    )
+
+
+def _of_choice(sampling: SamplingParams, index: int) -> SamplingParams:
+    """Choice i has the request's seed + i, as elsewhere. The first choice alone scores the prompt."""
+    if not index:
+        return sampling
+    seed = None if sampling.seed is None else sampling.seed + index
+    return replace(sampling, seed=seed, prompt_logprobs=None)
+
+
+def _check_contents(request: PromptRequest) -> None:
+    """Refuses messages without content, as OpenAI does; templates would show the model nothing, or `None`.
+    An answer of the model itself may be calls alone. Raises ApiError (400)."""
+    messages = request.messages if isinstance(request, ChatRequest) else None
+    for index, message in enumerate(messages if isinstance(messages, list) else []):
+        match message:
+            case {"role": "user" | "system" | "developer" | "tool"} if message.get("content") is None:
+                param = f"messages[{index}].content"
+                raise ApiError(f"{param} is missing", param=param)
+
+
+def _tool_use(service: EngineService, request: PromptRequest) -> ToolUse | None:
+    """The tools that the answer may use, in the format of calls that the chat template shows the model."""
+    if not isinstance(request, ChatRequest):
+        return None
+    template = service.tokenizer.template(request.tools) if request.tools else None
+    format_ = None if template is None else format_of(template)
+    return tool_use_of(
+        request.tools, request.tool_choice, parallel=request.parallel_tool_calls, format_=format_
+    )
+
+
+def _structure(request: PromptRequest, use: ToolUse | None) -> Structure | None:
+    """The structure of the answer; raises ApiError (400) where other fields make it impossible."""
+    asked = structure_of(request)
+    of_tools = None if use is None else use.structure
+    if asked is not None and of_tools is not None:
+        if of_tools.kind != "tags":
+            raise ApiError(f"tool_choice and {asked.param} exclude each other", param="tool_choice")
+        of_tools = None
+    structure = asked or of_tools
+    if structure is not None:
+        for name in ("ignore_eos", "min_tokens"):
+            if getattr(request, name):
+                raise ApiError(f"{name} and {structure.param} exclude each other", param=name)
+    return structure
+
+
+def _shows_special(service: EngineService, use: ToolUse | None) -> bool:
+    """True if calls begin with a special token, which text usually leaves out."""
+    if use is None or use.format_ is None:
+        return False
+    return use.format_.opens in service.tokenizer.special_tokens
+
+
+def _echo(
+    service: EngineService, request: PromptRequest, prompt: EnginePrompt, sampling: SamplingParams
+) -> Echo | None:
+    if not isinstance(request, CompletionRequest) or not request.echo:
+        return None
+    if request.answer_token_ids:
+        raise ApiError("echo and answer_token_ids exclude each other", param="echo")
+    if prompt.extra_ids is not None:
+        raise ApiError("echo: embeddings in a prompt have no text", param="echo")
+    given = prompt_of(request.prompt)
+    text = given if isinstance(given, str) else service.tokenizer.decode(prompt.token_ids)
+    return Echo(text, prompt.token_ids if sampling.prompt_logprobs is not None else None)
+
+
 # --- serves `/v1/embeddings`: of each text the last hidden state after its last token, normalised -------
 # A text runs in the engine's steps like any other prompt: it waits its turn, takes blocks of the KV cache and
 # shares them. The one token that the engine generates after it is dropped.
@@ -197,45 +381,54 @@ AT_ONCE = 64
 _NUMBERS_PER_MS = 8192
 
 
-class EmbeddingRoute:
-    """The ASGI app of the route."""
+async def embed(service: EngineService, request: Request) -> ASGIApp:
+    """Embeds the texts of a request. When the client leaves, they are computed no further."""
+    asked = parse(await body_of(request), EmbeddingRequest)
+    service.check_model(asked.model)
+    hidden_size = service.model.hidden_size
+    if asked.dimensions not in (None, hidden_size):
+        raise ApiError(
+            f"dimensions is {asked.dimensions}; embeddings of this model have {hidden_size}",
+            param="dimensions",
+        )
+    requests = await _requests(service, asked)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request. When the client leaves, its texts are computed no further."""
-        state = scope["app"].state
-        service: EngineService = state.host.ready()
-        request = parse(await read_body(scope, receive, state.max_body_bytes), EmbeddingRequest)
-        service.check_model(request.model)
-        hidden_size = service.model.hidden_size
-        if request.dimensions not in (None, hidden_size):
-            raise ApiError(
-                f"dimensions is {request.dimensions}; embeddings of this model have {hidden_size}",
-                param="dimensions",
-            )
-        requests = await _requests(service, request)
+    def written(vectors: list[bytes]) -> Response:
+        data = [
+            {"object": "embedding", "index": index, "embedding": _shown(vector, asked.encoding_format)}
+            for index, vector in enumerate(vectors)
+        ]
+        tokens = sum(len(each.token_ids) for each in requests)
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        return json_response({"object": "list", "data": data, "model": service.model.name, "usage": usage})
 
-        async def answer() -> None:
-            vectors: list[bytes] = []
-            for first in range(0, len(requests), AT_ONCE):
-                vectors += await _vectors(service, requests[first : first + AT_ONCE])
-            tokens = sum(len(each.token_ids) for each in requests)
-            ms = len(vectors) * hidden_size / _NUMBERS_PER_MS
-            response = await off_loop(lambda: json_response(_body(service, request, vectors, tokens)), ms=ms)
-            await response(scope, receive, send)
+    async def serve(send: Send) -> None:
+        vectors: list[bytes] = []
+        for first in range(0, len(requests), AT_ONCE):
+            vectors += await _vectors(service, requests[first : first + AT_ONCE])
+        ms = len(vectors) * hidden_size / _NUMBERS_PER_MS
+        await (await off_loop(lambda: written(vectors), ms=ms))(request.scope, request.receive, send)
 
-        await while_client_stays(receive, answer())
+    return _while_client_stays(serve)
 
 
-async def _requests(service: EngineService, request: EmbeddingRequest) -> list[GenerationRequest]:
+async def _requests(service: EngineService, asked: EmbeddingRequest) -> list[GenerationRequest]:
     """A request to the engine for each text, in their order; raises ApiError and RequestRefused."""
-    inputs = inputs_of(request)
-    salt = salt_of(request.cache_salt)
-    for name, each in inputs.items():
+    inputs = inputs_of(asked)
+    salt = salt_of(asked.cache_salt)
+
+    def checked(name: str, each: str | TokenIds[int]) -> TokenIds[int]:
         if isinstance(each, str):
-            service.check_chars(len(each), name)
-    special = True if request.add_special_tokens is None else request.add_special_tokens
-    size = sum(map(len, inputs.values()))
-    prompts = await service.tokenizer.off_loop(size, lambda: _tokens(service, inputs, special=special))
+            each = service.encode(each, name, special=asked.add_special_tokens)
+        else:
+            for index, token in enumerate(each):
+                check_token_id(token, f"{name}[{index}]", service.model.vocab_size)
+        service.check_fits(len(each), name)
+        return each
+
+    prompts = await service.tokenizer.off_loop(
+        sum(map(len, inputs.values())), lambda: [checked(name, each) for name, each in inputs.items()]
+    )
     total = sum(map(len, prompts))
     if total > MAX_TOKENS:
         raise ApiError(f"input has {total} tokens; at most {MAX_TOKENS} are taken", param="input")
@@ -246,30 +439,11 @@ async def _requests(service: EngineService, request: EmbeddingRequest) -> list[G
             prompt,
             SamplingParams(temperature=0.0, max_tokens=1),
             cache_salt=salt,
-            priority=request.priority or 0,
+            priority=asked.priority or 0,
             wants_hidden=True,
         )
         for index, prompt in enumerate(prompts)
     ]
-
-
-def _tokens(
-    service: EngineService, inputs: Mapping[str, str | TokenIds[int]], *, special: bool
-) -> list[TokenIds[int]]:
-    """The token ids of each text, checked."""
-    prompts = []
-    for name, each in inputs.items():
-        if isinstance(each, str):
-            token_ids = service.tokenizer.encode(each, add_special_tokens=special)
-            if not token_ids:
-                raise ApiError(f"{name} has no tokens", param=name)
-        else:
-            token_ids = each
-            for index, token in enumerate(each):
-                check_token_id(token, f"{name}[{index}]", service.model.vocab_size)
-        service.check_fits(len(token_ids), name)
-        prompts.append(token_ids)
-    return prompts
 
 
 async def _vectors(service: EngineService, requests: list[GenerationRequest]) -> list[bytes]:
@@ -282,17 +456,6 @@ async def _vectors(service: EngineService, requests: list[GenerationRequest]) ->
                     if isinstance(output, Token) and output.hidden is not None:
                         found[index] = output.hidden
     return [found[index] for index in range(len(requests))]
-
-
-def _body(
-    service: EngineService, request: EmbeddingRequest, vectors: list[bytes], tokens: int
-) -> dict[str, Any]:
-    data = [
-        {"object": "embedding", "index": index, "embedding": _shown(vector, request.encoding_format)}
-        for index, vector in enumerate(vectors)
-    ]
-    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    return {"object": "list", "data": data, "model": service.model.name, "usage": usage}
 
 
 def _shown(vector: bytes, encoding_format: str | None) -> str | list[float]:

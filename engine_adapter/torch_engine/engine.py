@@ -10,23 +10,27 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
+from msgspec.structs import replace
+from torch import Tensor
 
 from engine_adapter.errors import EngineSpecError, EngineUnavailable
 from engine_adapter.memory import available_bytes
 from engine_adapter.torch_engine.attention import KvStorage
 from engine_adapter.torch_engine.kv_cache import KvCache
-from engine_adapter.torch_engine.kv_tree import CopyFailed
+from engine_adapter.torch_engine.kv_tree import CopyFailed, KvTree
 from engine_adapter.torch_engine.requests import (
     Finished,
     FinishReason,
     GenerationRequest,
+    NoScores,
     OnOutput,
     Output,
     PromptScores,
@@ -34,18 +38,9 @@ from engine_adapter.torch_engine.requests import (
     Scheduled,
     Token,
 )
-from engine_adapter.torch_engine.runner import LoadedModel, Runner
-from engine_adapter.torch_engine.sampling import Sampler
-from engine_adapter.torch_engine.scheduler import (
-    Active,
-    Item,
-    Outcome,
-    Scheduler,
-    check_request,
-    compute,
-    first_line,
-    is_fatal,
-)
+from engine_adapter.torch_engine.runner import LoadedModel, Runner, first_line
+from engine_adapter.torch_engine.sampling import Sampler, choose_all, logprobs_of
+from engine_adapter.torch_engine.scheduler import Active, Scheduler, check_request
 from engine_adapter.torch_engine.serve import EmbeddedOptions
 from engine_adapter.types import KvEvent
 
@@ -107,14 +102,13 @@ class EngineCore:
         )
         self._model = model
         storage = _allocate(model, options, self.gpu_blocks, self.host_blocks)
-        self._cache = KvCache(
+        tree = KvTree(
             gpu_blocks=self.gpu_blocks,
             host_blocks=self.host_blocks,
             tokens_per_block=options.tokens_per_block,
-            block_bytes=self.block_bytes,
             copier=storage,
-            pin_share=options.pin_share,
         )
+        self._cache = KvCache(tree, block_bytes=self.block_bytes, pin_share=options.pin_share)
         self._scheduler = Scheduler(
             self._cache, max_num_seqs=options.max_num_seqs, prefill_chunk=options.prefill_chunk
         )
@@ -126,7 +120,7 @@ class EngineCore:
         self._in_flight: dict[str, Active] = {}
         self._calls: set[Future[Any]] = set()
         self._open = False
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._supervise, name="kvpin-engine", daemon=True)
         self._failed_steps = 0
         self._failure: str | None = None
 
@@ -138,41 +132,39 @@ class EngineCore:
         return self._open
 
     def start(self) -> None:
-        """Starts the thread. Raises EngineUnavailable the second time: an engine runs once."""
-        if self._thread is not None:
-            raise EngineUnavailable("this engine has been started before")
-        self._open = True
-        self._thread = threading.Thread(target=self._supervise, name="kvpin-engine", daemon=True)
-        self._thread.start()
+        """Starts the thread. An engine runs once."""
+        with self._wake:
+            self._thread.start()
+            self._open = True
 
     def stop(self) -> None:
         """Ends the thread after its step. Requests in flight finish as `cancelled`. Blocks until done."""
         with self._wake:
             self._open = False
             self._wake.notify()
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if self._thread.is_alive():
             self._thread.join()
 
     def wait(self) -> str | None:
         """Blocks until the started engine has ended; returns why it died, None after `stop`."""
-        if self._thread is not None:
-            self._thread.join()
+        self._thread.join()
         return self._failure
 
     def submit(self, request: GenerationRequest, on_output: OnOutput) -> None:
         """Queues a request; thread-safe.
 
         Raises:
-            RequestRefused: the request can never run, or its id is in flight already.
+            RequestRefused: the request can never run.
             EngineUnavailable: the engine is not running.
         """
-        check_request(request, self._model, self.max_model_len)
-        active = self._activate(request, on_output)
+        check_request(request, self._model.vocab_size, self.max_model_len)
+        model, params = self._model, request.sampling
+        ends = params.ends(model.eos_token_ids)
+        sampler = Sampler(request, ends=ends, vocab_size=model.vocab_size, seed=self._seeds.getrandbits(63))
+        room = self.max_model_len - len(request.token_ids)
+        limit = room if params.max_tokens is None else min(params.max_tokens, room)
+        active = Active(request, on_output, sampler, ends=ends, limit=limit)
         with self._wake:
-            if request.request_id in self._in_flight:
-                raise RequestRefused(
-                    f"a request {request.request_id!r} is in flight already", param="request_id"
-                )
             self._post(partial(self._scheduler.add, active))
             self._in_flight[request.request_id] = active
 
@@ -198,24 +190,6 @@ class EngineCore:
             raise EngineUnavailable("the engine is not running")
         self._inbox.append(command)
         self._wake.notify()
-
-    def _activate(self, request: GenerationRequest, on_output: OnOutput) -> Active:
-        params = request.sampling
-        ends = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            ends |= self._model.eos_token_ids
-        room = self.max_model_len - len(request.token_ids)
-        sampler = Sampler(
-            params,
-            request.token_ids,
-            answered=request.answered,
-            ends=ends,
-            vocab_size=self._model.vocab_size,
-            seed=self._seeds.getrandbits(63),
-            constraint=request.constraint,
-        )
-        limit = room if params.max_tokens is None else min(params.max_tokens, room)
-        return Active(request, on_output, sampler, ends=ends, limit=limit)
 
     # --- in the engine thread: commands ----------------------------------------------------------
 
@@ -278,40 +252,40 @@ class EngineCore:
 
     def _step(self) -> None:
         self._cache.expire(time.monotonic())
-        items = self._plan()
+        planned = self._plan()
         outputs: list[tuple[Active, list[Output]]] = []
-        if items:
-            self._announce_scheduled(items)
-            outputs = self._record(items, self._compute(items))
+        if planned:
+            self._announce_scheduled(planned)
+            outputs = self._record(planned, self._compute(planned))
         self._publish_events()
         for active, tokens in outputs:
             self._deliver(active, tokens)
         self.counters.steps += 1
         self.counters.preemptions = self._scheduler.preemptions
 
-    def _plan(self) -> list[Item]:
-        """The items of this step. A request whose KV cannot be copied ends; any other error ends the engine,
-        as nobody knows what the cache holds after it."""
+    def _plan(self) -> list[Active]:
+        """The requests of this step. One whose KV cannot be copied ends; any other error ends the engine, as
+        nobody knows what the cache holds after it."""
         try:
-            items = self._scheduler.plan()
+            planned = self._scheduler.plan()
         except CopyFailed as error:
             if self._scheduler.planning is None:
                 raise
             self._fail(self._scheduler.planning, error)
             self._count_failed_step(error)
             return []
-        if not items:
+        if not planned:
             self._refuse_first()
-        return items
+        return planned
 
-    def _compute(self, items: list[Item]) -> list[Outcome]:
+    def _compute(self, planned: list[Active]) -> list[Outcome]:
         try:
-            return compute(self._runner, items)
+            return compute(self._runner, planned)
         except Exception as error:
             # One of these requests broke the device. Each gets a final error, so that it cannot break another
             # engine in a retry.
-            for item in items:
-                self._finish(item.active, "error", _describe(error))
+            for active in planned:
+                self._finish(active, "error", _describe(error))
             raise
 
     def _fail(self, active: Active, error: Exception) -> None:
@@ -327,20 +301,19 @@ class EngineCore:
                 f"{MAX_FAILED_STEPS} steps in a row failed, the last with {_describe(error)}"
             ) from error
 
-    def _record(self, items: list[Item], outcomes: list[Outcome]) -> list[tuple[Active, list[Output]]]:
+    def _record(self, planned: list[Active], outcomes: list[Outcome]) -> list[tuple[Active, list[Output]]]:
         """Enters the outcomes into the cache and the requests; returns the outputs to deliver. Ends the
         requests that failed. Raises when the engine is to end, see `MAX_FAILED_STEPS`."""
         outputs: list[tuple[Active, list[Output]]] = []
         failure: Exception | None = None
-        for item, outcome in zip(items, outcomes, strict=True):
-            active = item.active
+        for active, outcome in zip(planned, outcomes, strict=True):
             if isinstance(outcome, RequestRefused):
                 self._finish(active, "refused", str(outcome), outcome.param)
             elif isinstance(outcome, Exception):
                 failure = outcome
                 self._fail(active, outcome)
             else:
-                self._cache.advance(active.sequence, item.count)
+                self._cache.advance(active.sequence, active.sequence.count)
                 if outcome is not None:
                     outputs.append((active, self._accept(active, outcome)))
         if failure is not None and all(isinstance(outcome, Exception) for outcome in outcomes):
@@ -363,10 +336,10 @@ class EngineCore:
             made.append(Finished(reason))
         return made
 
-    def _announce_scheduled(self, items: list[Item]) -> None:
-        for item in items:
-            if item.first:
-                active = item.active
+    def _announce_scheduled(self, planned: list[Active]) -> None:
+        for active in planned:
+            if not active.scheduled:
+                active.scheduled = True
                 cached = len(active.sequence.path) * self._cache.tokens_per_block
                 self.counters.prompt_tokens += len(active.request.token_ids)
                 self.counters.cached_tokens += cached
@@ -425,3 +398,94 @@ def _allocate(model: LoadedModel, options: EmbeddedOptions, gpu_blocks: int, hos
 
 def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
+
+
+# --- the computation of one step: a request that fails costs no other request its answer -----------------
+
+Outcome = Token | Exception | None
+"""The outcome for one request: its next token, an error, or None while its prompt is not complete."""
+
+_DEVICE_ERRORS = ("CUDA error", "CUDA driver error", "cuDNN error", "CUBLAS_STATUS_", "HIP error")
+_ROWS = 32  # of the vocabulary's size, in float32, that are scored at a time
+
+
+def is_fatal(error: Exception) -> bool:
+    """True for an error of the device. It stays broken for as long as the process lives, with its KV."""
+    if isinstance(error, torch.AcceleratorError):
+        return True
+    if isinstance(error.__cause__, Exception) and is_fatal(error.__cause__):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _DEVICE_ERRORS)
+
+
+def compute(runner: Runner, planned: Sequence[Active]) -> list[Outcome]:
+    """The outcome of each request, in order. Keeps the logprobs of prompts in `Active.scores`.
+
+    When a step fails, its requests run one by one: only those that fail alone have failed. That repeats no
+    choice: tokens are chosen after the step has run. KV that was written already is written again.
+
+    Raises:
+        Exception: the device is broken, see `is_fatal`; nothing can run on it any more.
+    """
+    try:
+        return _run(runner, planned)
+    except Exception as error:
+        if is_fatal(error):
+            raise
+        if len(planned) == 1:
+            return [_judged(error, planned[0], None)]
+        _log.warning("a step of %d requests failed (%r): running them one by one", len(planned), error)
+    return [outcome for active in planned for outcome in compute(runner, [active])]
+
+
+@torch.inference_mode()
+def _run(runner: Runner, planned: Sequence[Active]) -> list[Outcome]:
+    sequences = [active.sequence for active in planned]
+    wants_hidden = any(active.completes and active.request.wants_hidden for active in planned)
+    logits, hidden = runner.run_with_hidden(sequences) if wants_hidden else (runner.run(sequences), None)
+    ends = list(accumulate(sequence.logits for sequence in sequences))
+    for active, end in zip(planned, ends, strict=True):
+        if active.scores is not None and active.sequence.logits:
+            active.scores += _scores(logits[end - active.sequence.logits : end], active)
+    complete = [(active, end - 1) for active, end in zip(planned, ends, strict=True) if active.completes]
+    rows = [row for _, row in complete]
+    chosen = choose_all(
+        logits if len(rows) == len(logits) else logits[rows], [active.sampler for active, _ in complete]
+    )
+    made = iter(
+        _judged(choice, active, None if hidden is None else hidden[row])
+        for choice, (active, row) in zip(chosen, complete, strict=True)
+    )
+    return [next(made) if active.completes else None for active in planned]
+
+
+def _judged(choice: Token | Exception, active: Active, hidden: Tensor | None) -> Token | Exception:
+    """The outcome of a choice. Embeddings of a client's are the cause of scores that are no numbers. Raises
+    errors of the device."""
+    if isinstance(choice, NoScores) and active.request.embeddings:
+        return RequestRefused("the prompt's embeddings lead to scores that are no numbers", param="prompt")
+    if isinstance(choice, Exception):
+        if is_fatal(choice):
+            raise choice
+        return choice
+    if hidden is None or not active.request.wants_hidden:
+        return choice
+    return replace(choice, hidden=hidden.float().cpu().numpy().tobytes())
+
+
+def _scores(rows: Tensor, active: Active) -> list[tuple[float, tuple[tuple[int, float], ...]]]:
+    """Logprobs of the prompt tokens after each that the step computes, but for those that are known. `rows`
+    are the logits after these."""
+    begin, known = active.sequence.computed, len(active.scores or ())
+    first = max(known, begin)
+    targets = active.request.token_ids[first + 1 : begin + active.sequence.count + 1]
+    best = active.request.sampling.prompt_logprobs or 0
+    return [
+        score
+        for at in range(0, len(targets), _ROWS)
+        for score in logprobs_of(
+            rows[first - begin + at : first - begin + len(targets)][:_ROWS],
+            torch.tensor(targets[at : at + _ROWS], device=rows.device, dtype=torch.long),
+            best,
+        )
+    ]

@@ -18,17 +18,17 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from typing_extensions import override
 
 from engine_adapter.prompt.chat import ChatTokenizer
 from engine_adapter.prompt.described import give_back_memory
-from engine_adapter.torch_engine.protocol import PromptRequest
-from engine_adapter.torch_engine.requests import Constraint, RequestRefused
+from engine_adapter.torch_engine.protocol import ApiError, PromptRequest
+from engine_adapter.torch_engine.requests import RequestRefused
 from engine_adapter.torch_engine.tool_calls import (
     HERMES,
     CallFormat,
@@ -37,7 +37,6 @@ from engine_adapter.torch_engine.tool_calls import (
     MarkedCalls,
     NamedCall,
 )
-from engine_adapter.torch_engine.web import ApiError
 
 MAX_GRAMMARS = 64
 """Structures that are kept compiled: 8 MB each at most, by `_LIMITS`."""
@@ -66,8 +65,9 @@ _FAULT_OF_REGEX = re.compile(r"^error: (.+)$", re.MULTILINE)
 
 
 @dataclass
-class Grammar(Constraint):
-    """A compiled structure, after a part of an answer."""
+class Grammar:
+    """A compiled structure, after a part of an answer. The engine thread asks it for each token in turn: what
+    it raises ends the request, RequestRefused as the client's fault, any other error as the engine's."""
 
     _matcher: Any  # llguidance is loaded when used
     _param: str
@@ -81,13 +81,13 @@ class Grammar(Constraint):
             begun.accept(token)
         return begun
 
-    @override
     def allow(self, words: NDArray[np.int32]) -> None:
-        """Raises RequestRefused when the structure is too complex to go on."""
+        """Sets bit `i % 32` of `words[i // 32]` for each token `i` that may come next; all are 0 before.
+        Raises RequestRefused when the structure is too complex to go on."""
         self._advance(lambda matcher: matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes))
 
-    @override
     def accept(self, token: int) -> None:
+        """Goes on by the chosen token."""
         if not self._matcher.is_stopped():  # what comes after the end is not its concern
             self._advance(lambda matcher: matcher.consume_token(token))
 
@@ -280,25 +280,13 @@ class ToolUse:
 
     Attributes:
         structure: what that asks of the answer; None where the model decides.
-        named: the one function that must be called.
-        listed: the answer is a list of calls.
-        one: at most one call.
+        reader: makes what reads the calls of one choice; None where the text stays as it is.
+        format_: of calls between text; None if there are none.
     """
 
     structure: Structure | None = None
-    named: str | None = None
-    listed: bool = False
-    one: bool = False
-    names: frozenset[str] = frozenset()
-
-    def reader(self, format_: CallFormat | None) -> CallReader | None:
-        """Reads the calls of one choice; None where the text stays as it is."""
-        if self.named is not None:
-            return NamedCall(self.named)
-        if self.listed:
-            return ListedCalls()
-        most = 1 if self.one else None
-        return None if format_ is None else MarkedCalls(format_, names=self.names, most=most)
+    reader: Callable[[], CallReader] | None = None
+    format_: CallFormat | None = None
 
 
 def structure_of(request: PromptRequest) -> Structure | None:
@@ -321,16 +309,19 @@ def tool_use_of(
     if choice == "none":
         return None
     if choice in (None, "auto"):
-        return ToolUse(_strict(functions, format_), one=one, names=frozenset(functions))
+        if format_ is None:
+            return ToolUse()
+        reader = partial(MarkedCalls, format_, names=frozenset(functions), most=1 if one else None)
+        return ToolUse(_strict(functions, format_), reader, format_)
     if not functions:
         raise ApiError("tool_choice needs tools", param="tool_choice")
     if choice == "required":
-        return ToolUse(_made("json", _list_of_calls(functions, one=one), "tools"), listed=True)
+        return ToolUse(_made("json", _list_of_calls(functions, one=one), "tools"), ListedCalls)
     match choice:
         case {"type": "function", "function": {"name": str(name)}}:
             if name not in functions:
                 raise ApiError(f"tool_choice names {name!r}, which is not among tools", param="tool_choice")
-            return ToolUse(_made("json", _parameters(functions[name]), "tools"), named=name)
+            return ToolUse(_made("json", _parameters(functions[name]), "tools"), partial(NamedCall, name))
     raise ApiError('tool_choice is "none", "auto", "required" or names a function', param="tool_choice")
 
 

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import uuid
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from engine_adapter.torch_engine.kv_node import Node, block_key
-from engine_adapter.torch_engine.kv_tree import Journal, KvTree
+from engine_adapter.torch_engine.kv_tree import Journal, KvTree, Node, block_key
 from engine_adapter.torch_engine.requests import PinLimitReached
 from engine_adapter.types import NOT_RETAINED, KvEvent, KvTarget, Pinned, Retention, Tier
 
 if TYPE_CHECKING:
-    from engine_adapter.torch_engine.attention import KvStorage
-
-# --- operations on the KV cache: flush, offload, restore, pin, statistics and snapshot ------------------
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,184 +42,6 @@ class _Pin:
     expires: float
 
 
-class KvAdmin:
-    """An operator's work on a `KvTree`, done in slices so that running requests go on between them.
-
-    Attributes:
-        pinned_blocks: blocks under at least one pin.
-    """
-
-    def __init__(self, tree: KvTree, block_bytes: int, pin_share: float) -> None:
-        """Pins hold at most `pin_share` of the GPU tier."""
-        self.tree = tree
-        self.pinned_blocks = 0
-        self._block_bytes = block_bytes
-        self._pin_limit = int(pin_share * tree.gpu.total)
-        self._pins: dict[str, _Pin] = {}
-
-    def flush(self, target: KvTarget, max_blocks: int) -> SliceResult:
-        """Drops blocks with all blocks below them; ends the pins on them."""
-        nodes = self._scope(target)
-        if target.token_ids is not None:
-            top = next((node for node in nodes if not node.refs), None)
-            nodes = [node for node in nodes if node.refs]
-            if top is not None:
-                nodes += [top, *self.tree.below([top])]
-        going = [node for node in reversed(nodes) if not node.refs]
-        self._unpin_any(going)
-        moved = self.tree.drop(going[:max_blocks])
-        return self._result(moved, remaining=len(going) - moved, in_use=len(nodes) - len(going))
-
-    def offload(self, target: KvTarget, max_blocks: int) -> SliceResult:
-        """Moves idle blocks to the host tier, most valuable first. Their children stay."""
-        nodes = [node for node in self._scope(target) if node.tier is Tier.GPU]
-        going = [node for node in nodes if node.idle]
-        in_use = sum(1 for node in nodes if node.refs)
-        limit = min(max_blocks, len(going))
-        moved = self.tree.offload(going, limit)
-        remaining = len(going) - moved
-        no_room = remaining if moved < limit else 0
-        return self._result(
-            moved,
-            remaining=remaining - no_room,
-            in_use=in_use,
-            pinned=len(nodes) - in_use - len(going),
-            no_room=no_room,
-        )
-
-    def restore(self, target: KvTarget, max_blocks: int) -> SliceResult:
-        """Moves blocks to the GPU tier, parents first. Evicts only blocks of less value. A target with token
-        ids counts as used now."""
-        nodes = self._scope(target)
-        if target.token_ids is not None:
-            self.tree.touch(nodes)
-        going = [node for node in nodes if node.tier is Tier.HOST]
-        going.sort(key=lambda node: self.tree.worth(Tier.GPU, node), reverse=True)
-        batch = going[:max_blocks]
-        for node in batch:  # what makes room on the GPU must not push them out of the host tier
-            self.tree.hold(node)
-        try:
-            if batch:
-                self.tree.make_room(
-                    min(len(batch), self.tree.gpu.free + self.tree.idle),
-                    below=self.tree.worth(Tier.GPU, batch[-1]),
-                )
-            moving = batch[: self.tree.gpu.free]
-            self.tree.restore(moving)
-        finally:
-            for node in reversed(batch):
-                self.tree.release(node)
-        remaining = len(going) - len(moving)
-        no_room = remaining if len(moving) < len(batch) else 0
-        return self._result(len(moving), remaining=remaining - no_room, no_room=no_room)
-
-    def pin(self, target: KvTarget, ttl_s: float, now: float) -> Pinned:
-        """Protects the cached blocks of a target; raises PinLimitReached beyond the pins' share."""
-        self.expire_pins(now)
-        nodes = self._scope(target)
-        total = self.pinned_blocks + sum(1 for node in nodes if not node.pins)
-        if total > self._pin_limit:
-            raise PinLimitReached(
-                f"this pin would bring the pinned blocks to {total}; at most {self._pin_limit} of "
-                f"{self.tree.gpu.total} may be pinned (--pin-share): unpin others first"
-            )
-        for node in nodes:
-            self.tree.pin(node)
-        self.pinned_blocks = total
-        pin_id = uuid.uuid4().hex
-        self._pins[pin_id] = _Pin(nodes, now + ttl_s)
-        return Pinned(pin_id, len(nodes), ttl_s)
-
-    def unpin(self, pin_id: str) -> bool:
-        """Ends a pin; False when no pin has that id."""
-        pin = self._pins.pop(pin_id, None)
-        if pin is None:
-            return False
-        for node in reversed(pin.nodes):
-            self.tree.unpin(node)
-            self.pinned_blocks -= not node.pins
-        return True
-
-    def expire_pins(self, now: float) -> None:
-        """Ends the pins whose time to live has passed."""
-        for pin_id in [pin_id for pin_id, pin in self._pins.items() if pin.expires <= now]:
-            self.unpin(pin_id)
-
-    def stats(self, now: float) -> dict[str, Any]:
-        """The cache's part of `GET /kv/stats` (docs/engines/embedded.md). `now` is `time.monotonic()`."""
-        self.expire_pins(now)
-        tree = self.tree
-        pinned = {node for pin in self._pins.values() for node in pin.nodes}
-        cached = tree.idle + sum(1 for node in pinned if node.tier is Tier.GPU and not node.refs)
-        gpu, host = tree.gpu, tree.host
-        in_host = host.total - host.free
-        return {
-            "tokens_per_block": tree.tokens_per_block,
-            "block_bytes": self._block_bytes,
-            "gpu": {
-                "total": gpu.total,
-                "free": gpu.free,
-                "cached": cached,
-                "active": gpu.total - gpu.free - cached,
-            },
-            "host": {
-                "total": host.total,
-                "free": host.free,
-                "cached": in_host,
-                "bytes": in_host * self._block_bytes,
-            },
-            "kept_blocks": len(tree.kept),
-            "pinned_blocks": self.pinned_blocks,
-            "pins": [
-                {"pin_id": pin_id, "blocks": len(pin.nodes), "expires_in_s": max(0.0, pin.expires - now)}
-                for pin_id, pin in self._pins.items()
-            ],
-            "blocks": dict(tree.totals),
-        }
-
-    def snapshot(self) -> list[KvEvent]:
-        """All cached blocks, parents first."""
-        journal = Journal(self.tree.tokens_per_block)
-        for node in self.tree.below(self.tree.roots.values()):
-            journal.stored(node.tier, node)
-        return journal.drain()
-
-    def _scope(self, target: KvTarget) -> list[Node]:
-        """The cached blocks of a target, parents first."""
-        tree = self.tree
-        if target.token_ids is None and target.cache_salt is None:
-            return list(tree.below(tree.roots.values()))
-        root = tree.roots.get(target.cache_salt)
-        if root is None:
-            return []
-        if target.token_ids is None:
-            return list(tree.below([root]))
-        size = tree.tokens_per_block
-        return tree.walk(
-            root,
-            (
-                block_key(target.token_ids, target.extra_ids, index, size)
-                for index in range(len(target.token_ids) // size)
-            ),
-        )
-
-    def _unpin_any(self, nodes: list[Node]) -> None:
-        """Ends every pin on one of these blocks."""
-        met = {node for node in nodes if node.pins}
-        if met:
-            for pin_id in [pin_id for pin_id, pin in self._pins.items() if not met.isdisjoint(pin.nodes)]:
-                self.unpin(pin_id)
-
-    def _result(
-        self, moved: int, *, remaining: int, in_use: int = 0, pinned: int = 0, no_room: int = 0
-    ) -> SliceResult:
-        left = {"in_use": in_use, "pinned": pinned, "no_room": no_room}
-        return SliceResult(moved, moved * self._block_bytes, remaining, left)
-
-
-# --- kv cache -------------------------------------------------------------------------------------------
-
-
 @dataclass(eq=False, slots=True)
 class KvSequence:
     """The tokens of one request and where their KV lies.
@@ -234,7 +53,10 @@ class KvSequence:
         path: the full blocks of the tree that the sequence holds.
         retention: how long to retain these blocks after the end, and for whom.
         reuses: whether it begins with cached blocks. All sequences leave theirs to others.
+        embeddings: extra id → [rows, hidden]; a fake id stands for row `id - vocab_size`.
         root: of the tree, while it runs.
+        count: tokens that the next step computes. Blocks are reserved for them.
+        logits: after how many of the last of them logits are needed.
     """
 
     tokens: array[int]
@@ -242,10 +64,13 @@ class KvSequence:
     salt: str | None
     retention: Retention = NOT_RETAINED
     reuses: bool = True
+    embeddings: Mapping[int, Tensor] = field(default_factory=dict, repr=False)
     root: Node | None = None
     path: list[Node] = field(default_factory=list)
     blocks: array[int] = field(default_factory=lambda: array("i"))
     computed: int = 0
+    count: int = 0
+    logits: int = 0
 
     def __post_init__(self) -> None:
         self.tokens = array("i", self.tokens)  # copies, as they grow
@@ -268,26 +93,24 @@ class KvSequence:
         return self.root
 
 
-class KvCache(KvAdmin):
-    """The blocks of both tiers in a prefix tree. Not thread-safe: use it through `EngineCore.call`."""
+class KvCache:
+    """The blocks of both tiers in a prefix tree. Not thread-safe: use it through `EngineCore.call`.
 
-    def __init__(
-        self,
-        *,
-        gpu_blocks: int,
-        host_blocks: int,
-        tokens_per_block: int,
-        block_bytes: int,
-        copier: KvStorage,
-        pin_share: float,
-    ) -> None:
+    Attributes:
+        pinned_blocks: blocks under at least one pin.
+    """
+
+    def __init__(self, tree: KvTree, *, block_bytes: int, pin_share: float) -> None:
         """Pins hold at most `pin_share` of the GPU tier."""
-        self.tokens_per_block = tokens_per_block
-        tree = KvTree(
-            gpu_blocks=gpu_blocks, host_blocks=host_blocks, tokens_per_block=tokens_per_block, copier=copier
-        )
-        super().__init__(tree, block_bytes, pin_share)
+        self.tree = tree
+        self.tokens_per_block = tree.tokens_per_block
+        self.pinned_blocks = 0
+        self._block_bytes = block_bytes
+        self._pin_limit = int(pin_share * tree.gpu.total)
+        self._pins: dict[str, _Pin] = {}
         self._now = 0.0
+
+    # --- sequences -------------------------------------------------------------------------------
 
     def begin(self, sequence: KvSequence, *, spare: int = 0) -> bool:
         """Reserves blocks for all tokens of a sequence; its cached prefix is reused, host blocks of it are
@@ -400,3 +223,160 @@ class KvCache(KvAdmin):
         self._now = now
         self.expire_pins(now)
         self.tree.kept.expire(now)
+
+    # --- an operator's work, in slices so that running requests go on between them ----------------
+
+    def flush(self, target: KvTarget, max_blocks: int) -> SliceResult:
+        """Drops blocks with all blocks below them; ends the pins on them."""
+        nodes = self._scope(target)
+        if target.token_ids is not None:
+            top = next((node for node in nodes if not node.refs), None)
+            nodes = [node for node in nodes if node.refs]
+            if top is not None:
+                nodes += [top, *self.tree.below([top])]
+        going = [node for node in reversed(nodes) if not node.refs]
+        if pinned := {node for node in going if node.pins}:
+            for pin_id in [key for key, pin in self._pins.items() if not pinned.isdisjoint(pin.nodes)]:
+                self.unpin(pin_id)
+        moved = self.tree.drop(going[:max_blocks])
+        return self._result(moved, remaining=len(going) - moved, in_use=len(nodes) - len(going))
+
+    def offload(self, target: KvTarget, max_blocks: int) -> SliceResult:
+        """Moves idle blocks to the host tier, most valuable first. Their children stay."""
+        nodes = [node for node in self._scope(target) if node.tier is Tier.GPU]
+        going = [node for node in nodes if node.idle]
+        in_use = sum(1 for node in nodes if node.refs)
+        limit = min(max_blocks, len(going))
+        moved = self.tree.offload(going, limit)
+        remaining = len(going) - moved
+        no_room = remaining if moved < limit else 0
+        return self._result(
+            moved,
+            remaining=remaining - no_room,
+            in_use=in_use,
+            pinned=len(nodes) - in_use - len(going),
+            no_room=no_room,
+        )
+
+    def restore(self, target: KvTarget, max_blocks: int) -> SliceResult:
+        """Moves blocks to the GPU tier, parents first. Evicts only blocks of less value. A target with token
+        ids counts as used now."""
+        nodes = self._scope(target)
+        if target.token_ids is not None:
+            self.tree.touch(nodes)
+        going = [node for node in nodes if node.tier is Tier.HOST]
+        worth = self.tree.leaves[Tier.GPU].worth
+        going.sort(key=worth, reverse=True)
+        batch = going[:max_blocks]
+        for node in batch:  # what makes room on the GPU must not push them out of the host tier
+            self.tree.hold(node)
+        try:
+            if batch:
+                self.tree.make_room(
+                    min(len(batch), self.tree.gpu.free + self.tree.idle),
+                    below=worth(batch[-1]),
+                )
+            moving = batch[: self.tree.gpu.free]
+            self.tree.restore(moving)
+        finally:
+            for node in reversed(batch):
+                self.tree.release(node)
+        remaining = len(going) - len(moving)
+        no_room = remaining if len(moving) < len(batch) else 0
+        return self._result(len(moving), remaining=remaining - no_room, no_room=no_room)
+
+    def pin(self, target: KvTarget, ttl_s: float, now: float) -> Pinned:
+        """Protects the cached blocks of a target; raises PinLimitReached beyond the pins' share."""
+        self.expire_pins(now)
+        nodes = self._scope(target)
+        total = self.pinned_blocks + sum(1 for node in nodes if not node.pins)
+        if total > self._pin_limit:
+            raise PinLimitReached(
+                f"this pin would bring the pinned blocks to {total}; at most {self._pin_limit} of "
+                f"{self.tree.gpu.total} may be pinned (--pin-share): unpin others first"
+            )
+        for node in nodes:
+            self.tree.hold(node, pin=True)
+        self.pinned_blocks = total
+        pin_id = uuid.uuid4().hex
+        self._pins[pin_id] = _Pin(nodes, now + ttl_s)
+        return Pinned(pin_id, len(nodes), ttl_s)
+
+    def unpin(self, pin_id: str) -> bool:
+        """Ends a pin; False when no pin has that id."""
+        pin = self._pins.pop(pin_id, None)
+        if pin is None:
+            return False
+        for node in reversed(pin.nodes):
+            self.tree.release(node, pin=True)
+            self.pinned_blocks -= not node.pins
+        return True
+
+    def expire_pins(self, now: float) -> None:
+        """Ends the pins whose time to live has passed."""
+        for pin_id in [pin_id for pin_id, pin in self._pins.items() if pin.expires <= now]:
+            self.unpin(pin_id)
+
+    def stats(self, now: float) -> dict[str, Any]:
+        """The cache's part of `GET /kv/stats` (docs/engines/embedded.md). `now` is `time.monotonic()`."""
+        self.expire_pins(now)
+        tree = self.tree
+        pinned = {node for pin in self._pins.values() for node in pin.nodes}
+        cached = tree.idle + sum(1 for node in pinned if node.tier is Tier.GPU and not node.refs)
+        gpu, host = tree.gpu, tree.host
+        in_host = host.total - host.free
+        return {
+            "tokens_per_block": tree.tokens_per_block,
+            "block_bytes": self._block_bytes,
+            "gpu": {
+                "total": gpu.total,
+                "free": gpu.free,
+                "cached": cached,
+                "active": gpu.total - gpu.free - cached,
+            },
+            "host": {
+                "total": host.total,
+                "free": host.free,
+                "cached": in_host,
+                "bytes": in_host * self._block_bytes,
+            },
+            "kept_blocks": len(tree.kept),
+            "pinned_blocks": self.pinned_blocks,
+            "pins": [
+                {"pin_id": pin_id, "blocks": len(pin.nodes), "expires_in_s": max(0.0, pin.expires - now)}
+                for pin_id, pin in self._pins.items()
+            ],
+            "blocks": dict(tree.totals),
+        }
+
+    def snapshot(self) -> list[KvEvent]:
+        """All cached blocks, parents first."""
+        journal = Journal(self.tree.tokens_per_block)
+        for node in self.tree.below(self.tree.roots.values()):
+            journal.stored(node.tier, node)
+        return journal.drain()
+
+    def _scope(self, target: KvTarget) -> list[Node]:
+        """The cached blocks of a target, parents first."""
+        tree = self.tree
+        if target.token_ids is None and target.cache_salt is None:
+            return list(tree.below(tree.roots.values()))
+        root = tree.roots.get(target.cache_salt)
+        if root is None:
+            return []
+        if target.token_ids is None:
+            return list(tree.below([root]))
+        size = tree.tokens_per_block
+        return tree.walk(
+            root,
+            (
+                block_key(target.token_ids, target.extra_ids, index, size)
+                for index in range(len(target.token_ids) // size)
+            ),
+        )
+
+    def _result(
+        self, moved: int, *, remaining: int, in_use: int = 0, pinned: int = 0, no_room: int = 0
+    ) -> SliceResult:
+        left = {"in_use": in_use, "pinned": pinned, "no_room": no_room}
+        return SliceResult(moved, moved * self._block_bytes, remaining, left)

@@ -26,11 +26,9 @@ from engine_adapter.torch_engine.attention import (
     LayerShape,
     Probe,
     attention_context,
-    bytes_per_token,
 )
 from engine_adapter.torch_engine.kv_cache import KvSequence
-from engine_adapter.torch_engine.runner import LoadedModel, Runner, ScheduledTokens
-from engine_adapter.torch_engine.scheduler import first_line
+from engine_adapter.torch_engine.runner import LoadedModel, Runner, first_line
 
 _log = logging.getLogger("kvpin.engine")
 DEFAULT_MODEL = Path(__file__).parent / "default_model"
@@ -52,11 +50,10 @@ def load_model(
     device: str = "cpu",
     dtype: str | None = None,
     served_name: str | None = None,
-    seed: int = 0,
 ) -> LoadedModel:
     """Loads a Hugging Face causal LM from a directory or hub id; None is `kvpin-tiny`.
 
-    `dtype` None takes the checkpoint's. `seed` draws only the weights of `kvpin-tiny`.
+    `dtype` None takes the checkpoint's.
 
     Raises:
         EngineSpecError: the model cannot be loaded, or this engine cannot run it. The text says why.
@@ -66,7 +63,7 @@ def load_model(
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise EngineSpecError(f"device is {device!r}, but torch finds no CUDA device")
     if source is None:
-        module = random_model(AutoConfig.from_pretrained(DEFAULT_MODEL), seed, DTYPES[dtype or "float32"])
+        module = random_model(AutoConfig.from_pretrained(DEFAULT_MODEL), 0, DTYPES[dtype or "float32"])
         module.generation_config = GenerationConfig.from_pretrained(DEFAULT_MODEL)
         name, tokenizer = DEFAULT_NAME, str(DEFAULT_MODEL)
     else:
@@ -80,15 +77,16 @@ def load_model(
         raise EngineSpecError(
             f"cannot load model {name!r} to device {device!r}: {first_line(error)}"
         ) from error
-    model = _describe(module, served_name or name, tokenizer, is_default=source is None)
-    _log.info("checking that %s answers over paged KV as it does without", model.name)
     try:
+        model = _describe(module, served_name or name, tokenizer, is_default=source is None)
+        _log.info("checking that %s answers over paged KV as it does without", model.name)
         check_model(model)
-    except EngineSpecError as error:
-        raise EngineSpecError(f"{_refused(module, name)}{error}") from error
-    except _UNRUNNABLE as error:
+    except (EngineSpecError, *_UNRUNNABLE) as error:
+        reason = str(error)
+        if not isinstance(error, EngineSpecError):
+            reason = f"a forward pass over paged KV fails ({first_line(error)})"
         raise EngineSpecError(
-            f"{_refused(module, name)}it cannot be checked ({first_line(error)})"
+            f"model {name!r} ({type(module).__name__}) cannot run here: {reason}"
         ) from error
     return model
 
@@ -137,7 +135,7 @@ def _refuse_quantised(config: PretrainedConfig, source: str) -> None:
 
 def _describe(module: Any, name: str, tokenizer: str, *, is_default: bool) -> LoadedModel:  # noqa: ANN401
     config = module.config.get_text_config()
-    layers = _probe(module, config, name)
+    layers = _probe(module, config)
     generation = module.generation_config
     eos = generation.eos_token_id if generation.eos_token_id is not None else config.eos_token_id
     ends = eos if isinstance(eos, list) else [eos]
@@ -153,13 +151,8 @@ def _describe(module: Any, name: str, tokenizer: str, *, is_default: bool) -> Lo
         device=str(module.device),
         dtype=str(module.dtype).removeprefix("torch."),
         layers=layers,
-        kv_bytes_per_token=bytes_per_token(layers, module.dtype),
         is_default=is_default,
     )
-
-
-def _refused(module: Any, name: str) -> str:  # noqa: ANN401
-    return f"model {name!r} ({type(module).__name__}) cannot run here: "
 
 
 def _context(config: PretrainedConfig) -> int:
@@ -177,32 +170,26 @@ def _context(config: PretrainedConfig) -> int:
     return longest
 
 
-def _probe(module: Any, config: PretrainedConfig, name: str) -> tuple[LayerShape, ...]:  # noqa: ANN401
+def _probe(module: Any, config: PretrainedConfig) -> tuple[LayerShape, ...]:  # noqa: ANN401
     """KV shapes by layer. Raises EngineSpecError for a model that cannot run over paged KV."""
-    refused = _refused(module, name)
     kinds = getattr(config, "layer_types", None) or []
     unknown = sorted(set(kinds) - _ATTENTION_KINDS)
     if unknown:
-        raise EngineSpecError(f"{refused}it has layers of kind {', '.join(unknown)}")
+        raise EngineSpecError(f"it has layers of kind {', '.join(unknown)}")
     probe = Probe()
     token = torch.zeros(1, 1, dtype=torch.long, device=module.device)
-    try:
-        with torch.inference_mode(), attention_context(probe):
-            module(input_ids=token, position_ids=token, use_cache=False, logits_to_keep=token[0])
-    except EngineSpecError as error:
-        raise EngineSpecError(f"{refused}{error}") from error
-    except _UNRUNNABLE as error:
-        raise EngineSpecError(f"{refused}a forward pass over paged KV fails ({first_line(error)})") from error
+    with torch.inference_mode(), attention_context(probe):
+        module(input_ids=token, position_ids=token, use_cache=False, logits_to_keep=token[0])
     total = config.num_hidden_layers
     if sorted(probe.shapes) != list(range(total)):
         raise EngineSpecError(
-            f"{refused}{len(probe.shapes)} of its {total} layers use transformers' attention interface"
+            f"{len(probe.shapes)} of its {total} layers use transformers' attention interface"
         )
     sliding = {index for index, kind in enumerate(kinds) if kind == "sliding_attention"}
     if not kinds and getattr(config, "sliding_window", None) is not None:
         sliding = set(range(total))
     if any(probe.windows[index] is None for index in sliding):
-        raise EngineSpecError(f"{refused}its layers do not pass their sliding window on")
+        raise EngineSpecError("its layers do not pass their sliding window on")
     return tuple(probe.shapes[index] for index in range(total))
 
 
@@ -256,24 +243,22 @@ def _paged_logits(model: LoadedModel, long: list[int], short: list[int]) -> Tens
     runner = Runner(model, storage, _BLOCK)
     tokens, extra_ids = array("i", short), array("Q", bytes(8 * _NEAR))
     tokens[embedded], extra_ids[embedded] = model.vocab_size, _EXTRA_ID
-    first = _sequence(KvSequence(tokens, extra_ids, None), [0, 1, 7], computed=_SHARED)
-    second = _sequence(KvSequence(array("i", long), None, None), [0, 1, 2, 3, 4, 5], computed=0)
+    first = KvSequence(tokens, extra_ids, None, embeddings={_EXTRA_ID: row}, computed=_SHARED)
+    second = KvSequence(array("i", long), None, None)
+    first.blocks, second.blocks = array("i", [0, 1, 7]), array("i", [0, 1, 2, 3, 4, 5])
 
-    def run(*counts: tuple[KvSequence, int, bool]) -> Tensor:
-        logits = runner.run([ScheduledTokens(*count, {_EXTRA_ID: row}) for count in counts])
-        for sequence, count, _ in counts:
+    def run(*counts: tuple[KvSequence, int], logits: int = 1) -> Tensor:
+        for sequence, count in counts:
+            sequence.count, sequence.logits = count, logits
+        made = runner.run([sequence for sequence, _ in counts])
+        for sequence, count in counts:
             sequence.computed += count
-        return logits.float()
+        return made.float()
 
-    run((second, _NEAR, False))
-    chunks = run((first, _NEAR - 1 - _SHARED, True), (second, _NEAR - 1, True))
-    singles = run((first, 1, True), (second, 1, True))
+    run((second, _NEAR), logits=0)
+    chunks = run((first, _NEAR - 1 - _SHARED), (second, _NEAR - 1))
+    singles = run((first, 1), (second, 1))
     return torch.stack([chunks[0], singles[0], chunks[1], singles[1]])
-
-
-def _sequence(sequence: KvSequence, blocks: list[int], *, computed: int) -> KvSequence:
-    sequence.blocks, sequence.computed = array("i", blocks), computed
-    return sequence
 
 
 def _full_logits(module: Any, stretched: _Stretched, tokens: list[int]) -> Tensor:  # noqa: ANN401

@@ -14,16 +14,141 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope
 
+from engine_adapter.errors import ChatError, EngineUnavailable, FieldError, PromptTableError
 from engine_adapter.options import plain_error
 from engine_adapter.prompt.extra_ids import UINT64_MAX
-from engine_adapter.torch_engine.requests import SamplingParams
-from engine_adapter.torch_engine.web import ApiError
+from engine_adapter.torch_engine.requests import PinLimitReached, RequestFailed, SamplingParams
 from engine_adapter.types import KvTarget, Retention, TokenIds, extra_array
+
+# --- errors in OpenAI's shape, bodies up to a limit, JSON responses -------------------------------------
+
+
+_TYPES = {
+    404: "not_found_error",
+    409: "conflict_error",
+    413: "invalid_request_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+}
+
+# Codes of errors that have no code of their own.
+_CODES = {400: "invalid_value", 404: "not_found", 405: "method_not_allowed", 501: "not_supported"}
+
+_HEADERS = {
+    413: {"connection": "close"},  # the body was not read to its end
+    500: {"x-should-retry": "false"},  # this request failed, and would fail on another engine too
+    503: {"retry-after": "1"},
+}
+
+
+class ApiError(Exception):
+    """An error to answer the client with.
+
+    Attributes:
+        param: the request field at fault, None where none is.
+        code: short name for programs, e.g. `context_length_exceeded`; None takes that of the status.
+    """
+
+    def __init__(
+        self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+
+
+# Other errors that a client is told of: their status and code.
+_KNOWN: dict[type[Exception], tuple[int, str | None]] = {
+    ChatError: (400, "invalid_messages"),
+    PromptTableError: (400, "invalid_embeddings"),
+    FieldError: (400, None),
+    PinLimitReached: (409, "pin_limit_reached"),
+    RequestFailed: (500, "request_failed"),
+    EngineUnavailable: (503, "engine_unavailable"),
+}
+
+
+def as_api_error(error: Exception) -> ApiError | None:
+    """The client's view of `error`; None when it is a bug of ours."""
+    if isinstance(error, ApiError):
+        return error
+    for kind, (status, code) in _KNOWN.items():
+        if isinstance(error, kind):
+            return ApiError(str(error), status=status, param=getattr(error, "param", None), code=code)
+    return None
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    """`{"error": {"message", "type", "param", "code"}}`."""
+    return {
+        "error": {
+            "message": str(error),
+            "type": _TYPES.get(error.status, "invalid_request_error"),
+            "param": error.param,
+            "code": error.code or _CODES.get(error.status),
+        }
+    }
+
+
+def error_response(error: ApiError) -> Response:
+    """`error` as a response."""
+    return json_response(error_body(error), status=error.status, headers=_HEADERS.get(error.status))
+
+
+def json_response(content: object, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """A JSON response."""
+    return Response(
+        msgspec.json.encode(content), status_code=status, media_type="application/json", headers=headers
+    )
+
+
+async def body_of(request: Request) -> bytes:
+    """The whole body; raises ApiError (413) beyond the engine's limit."""
+    return await read_body(request.scope, request.receive, request.app.state.max_body_bytes)
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+    """The whole body.
+
+    Raises:
+        ApiError: 413 for more than `limit` bytes. At most `limit` bytes are held.
+        ClientDisconnect: the client left before its request was complete.
+    """
+    declared = Headers(scope=scope).get("content-length", "")
+    is_larger = declared.isascii() and declared.isdigit() and int(declared[:20]) > limit
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        part: bytes = message.get("body", b"")
+        size += len(part)
+        if size > limit or is_larger:
+            is_larger = True
+            parts.clear()
+        else:
+            parts.append(part)
+        is_last = not message.get("more_body", False)
+        # Closing while the client still sends would reset the connection and lose the answer. So a body up
+        # to twice the limit is read to its end.
+        if is_larger and (is_last or size > 2 * limit):
+            raise ApiError(f"the body is larger than {limit} bytes", status=413, code="content_too_large")
+        if is_last:
+            return b"".join(parts)
+
 
 MAX_TOP_LOGPROBS = 20
 MAX_CHOICES = 128
 """As at OpenAI."""
+MAX_STOP = 1000
+"""Most characters of a stop string: each token is compared with all its beginnings."""
 MAX_INPUTS = 2048
 """Most texts of a request for embeddings; as at OpenAI."""
 MAX_VALUES = 1_000_000
@@ -31,7 +156,7 @@ MAX_VALUES = 1_000_000
 _DEFAULT_COMPLETION_TOKENS = 16
 _MAX_BIAS = 100.0
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
-_Stop = Annotated[str, Meta(min_length=1)]
+_Stop = Annotated[str, Meta(min_length=1, max_length=MAX_STOP)]
 _Alternatives = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 # Fields that `SamplingParams` takes as they are.
 _SAMPLING_FIELDS = (

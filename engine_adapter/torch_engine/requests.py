@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -12,9 +12,9 @@ from engine_adapter.errors import EngineError, FieldError
 from engine_adapter.types import NOT_RETAINED, ExtraIds, Retention, TokenIds
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
     from torch import Tensor
+
+    from engine_adapter.torch_engine.grammar import Grammar
 
 FinishReason = Literal["stop", "length", "cancelled", "error", "refused"]
 """`error`: the engine failed on this very request. `refused`: the request asks for what cannot be done.
@@ -71,16 +71,9 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()
 
-
-class Constraint(Protocol):
-    """Says which tokens may come next, as a grammar does. The engine thread calls it, each token in turn."""
-
-    def allow(self, words: NDArray[np.int32]) -> None:
-        """Sets bit `i % 32` of `words[i // 32]` for each token `i` that may come next; all are 0 before. An
-        exception ends the request: RequestRefused as the client's fault, any other as an error."""
-
-    def accept(self, token: int) -> None:
-        """Goes on by the chosen token."""
+    def ends(self, of_model: frozenset[int]) -> frozenset[int]:
+        """The tokens that end an answer, with those `of_model`."""
+        return frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else of_model)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +102,7 @@ class GenerationRequest:
     retention: Retention = NOT_RETAINED
     priority: int = 0
     answered: int = 0
-    constraint: Constraint | None = None
+    constraint: Grammar | None = None
     wants_hidden: bool = False
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,13 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine_adapter.torch_engine.attention import (
-    Decodes,
     KvStorage,
     LayerShape,
     PagedBatch,
+    Part,
     Scratch,
-    Span,
     attention_context,
+    bytes_per_token,
 )
 from engine_adapter.torch_engine.kv_cache import KvSequence
 from engine_adapter.torch_engine.requests import NoScores, RequestRefused
@@ -42,7 +41,7 @@ class LoadedModel:
         max_model_len: context in tokens.
         default_max_tokens: limit of the generation config; None if it has none.
         device, dtype: as torch names them, e.g. `cpu`, `float32`.
-        layers: KV shape of each layer. kv_bytes_per_token: over all of them.
+        layers: KV shape of each layer.
         is_default: True for the built-in random-weight model.
     """
 
@@ -57,27 +56,11 @@ class LoadedModel:
     device: str
     dtype: str
     layers: tuple[LayerShape, ...]
-    kv_bytes_per_token: int
     is_default: bool
 
     def block_bytes(self, tokens_per_block: int) -> int:
         """Bytes of one KV block."""
-        return self.kv_bytes_per_token * tokens_per_block
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduledTokens:
-    """The next `count` tokens of a sequence, for which blocks are reserved.
-
-    Attributes:
-        logits: after how many of the last of them logits are needed.
-        embeddings: extra id → [rows, hidden], for fake ids.
-    """
-
-    sequence: KvSequence
-    count: int
-    logits: int
-    embeddings: Mapping[int, Tensor]
+        return bytes_per_token(self.layers, getattr(torch, self.dtype)) * tokens_per_block
 
 
 class _Rows(NamedTuple):
@@ -111,7 +94,7 @@ class Runner:
         self._most_blocks = CALL_BYTES * len(model.layers) // model.block_bytes(tokens_per_block)
 
     @torch.inference_mode()
-    def run(self, work: Sequence[ScheduledTokens]) -> Tensor:
+    def run(self, work: Sequence[KvSequence]) -> Tensor:
         """Logits [tokens after which they are needed, vocabulary], in order. Neighbours in `work` with a
         single token each and similar lengths are attended in one call.
 
@@ -121,7 +104,8 @@ class Runner:
         rows = self._rows(work)
         needed = np.array([item.logits for item in work], dtype=np.int64)
         wanted = np.arange(needed.sum()) + (rows.ends - needed.cumsum()).repeat(needed)
-        batch = self._batch(rows)
+        parts = [self._part(rows, first, last) for first, last in self._groups(rows)]
+        batch = PagedBatch(self._layers, self._to_device(rows.slots), parts, self._scratch)
         with attention_context(batch):
             output = self._module(
                 **self._inputs(work),
@@ -134,7 +118,7 @@ class Runner:
         logits: Tensor = output.logits[0]
         return logits
 
-    def run_with_hidden(self, work: Sequence[ScheduledTokens]) -> tuple[Tensor, Tensor]:
+    def run_with_hidden(self, work: Sequence[KvSequence]) -> tuple[Tensor, Tensor]:
         """The same, and the last hidden states [tokens, hidden] that the logits are made from.
 
         Raises:
@@ -149,12 +133,12 @@ class Runner:
             raise RequestRefused("this model gives no embeddings", param="model")
         return logits, seen[0]
 
-    def _rows(self, work: Sequence[ScheduledTokens]) -> _Rows:
+    def _rows(self, work: Sequence[KvSequence]) -> _Rows:
         counts = np.array([item.count for item in work])
-        lengths = np.array([item.sequence.computed for item in work]) + counts
+        lengths = np.array([item.computed for item in work]) + counts
         blocks = -(-lengths // self._size)
         tables = [
-            np.array(item.sequence.blocks[:used], dtype=np.int64)
+            np.array(item.blocks[:used], dtype=np.int64)
             for item, used in zip(work, blocks.tolist(), strict=True)
         ]
         ends = counts.cumsum()
@@ -164,24 +148,19 @@ class Runner:
         slots = np.concatenate(tables)[places] * self._size + positions % self._size
         return _Rows(counts, ends, lengths, tables, positions, slots)
 
-    def _batch(self, rows: _Rows) -> PagedBatch:
-        parts = [self._part(rows, first, last) for first, last in self._groups(rows)]
-        return PagedBatch(self._layers, self._to_device(rows.slots), parts, self._scratch)
-
-    def _part(self, rows: _Rows, first: int, last: int) -> Span | Decodes:
+    def _part(self, rows: _Rows, first: int, last: int) -> Part:
         """The items `first` to `last`, which attend together."""
         begin, end = int(rows.ends[first] - rows.counts[first]), int(rows.ends[last])
-        if first == last:
-            table, length = rows.tables[first], int(rows.lengths[first])
-            together = bool((np.diff(table) == 1).all())
-            blocks_of = None if together else self._to_device(table)
-            return Span(begin, end, length, int(table[0]) * self._size, blocks_of)
-        tables = rows.tables[first : last + 1]
-        blocks = np.zeros((len(tables), max(map(len, tables))), dtype=np.int64)
-        for padded, table in zip(blocks, tables, strict=True):
-            padded[: len(table)] = table
-        lengths = rows.lengths[first : last + 1]
-        return Decodes(begin, end, self._to_device(blocks.ravel()), self._to_device(lengths))
+        tables, lengths = rows.tables[first : last + 1], rows.lengths[first : last + 1]
+        part = Part(begin, end, self._to_device(lengths), int(lengths.max()))
+        if first == last and bool((np.diff(tables[0]) == 1).all()):
+            part.start = int(tables[0][0]) * self._size
+        else:
+            blocks = np.zeros((len(tables), max(map(len, tables))), dtype=np.int64)
+            for padded, table in zip(blocks, tables, strict=True):
+                padded[: len(table)] = table
+            part.blocks = self._to_device(blocks.ravel())
+        return part
 
     def _groups(self, rows: _Rows) -> list[tuple[int, int]]:
         """The items that attend together, as first and last index: see `PADDING_TOKENS` and `CALL_BYTES`."""
@@ -205,41 +184,31 @@ class Runner:
                 widest = used = blocks
         return groups
 
-    def _inputs(self, work: Sequence[ScheduledTokens]) -> dict[str, Tensor]:
+    def _inputs(self, work: Sequence[KvSequence]) -> dict[str, Tensor]:
         """`input_ids`, or `inputs_embeds` when the step has fake ids."""
-        tokens = np.concatenate([_tokens(item) for item in work])
+        parts = [slice(item.computed, item.computed + item.count) for item in work]
+        tokens = np.concatenate(
+            [np.array(item.tokens[part], dtype=np.int64) for item, part in zip(work, parts, strict=True)]
+        )
         fake = tokens >= self._vocab_size
         if not fake.any():
             return {"input_ids": self._to_device(tokens)[None]}
         embeds = self._embed(self._to_device(np.where(fake, 0, tokens)))
-        row = 0
-        for item in work:
-            for begin, end, rows in _embedded(item, self._vocab_size):
-                embeds[row + begin : row + end] = rows.to(device=embeds.device, dtype=embeds.dtype)
-            row += item.count
+        begin = 0
+        for item, part in zip(work, parts, strict=True):
+            extras = np.array(() if item.extra_ids is None else item.extra_ids[part], dtype=np.uint64)
+            for extra_id, rows in item.embeddings.items():
+                at = begin + np.flatnonzero(extras == extra_id)
+                at = at[fake[at]]
+                given = rows[torch.from_numpy(tokens[at] - self._vocab_size)]
+                embeds[self._to_device(at)] = given.to(device=embeds.device, dtype=embeds.dtype)
+            begin += item.count
         return {"inputs_embeds": embeds[None]}
 
     def _to_device(self, values: Ints) -> Tensor:
         return torch.from_numpy(values).to(self._device)
 
 
-def _tokens(item: ScheduledTokens) -> Ints:
-    start = item.sequence.computed
-    return np.array(item.sequence.tokens[start : start + item.count], dtype=np.int64)
-
-
-def _embedded(item: ScheduledTokens, vocab_size: int) -> list[tuple[int, int, Tensor]]:
-    """Runs of fake ids among an item's tokens, as (begin, end, embeddings [end - begin, hidden])."""
-    extra_ids = item.sequence.extra_ids
-    if extra_ids is None:
-        return []
-    start = item.sequence.computed
-    extras = np.array(extra_ids[start : start + item.count], dtype=np.uint64)
-    rows = _tokens(item) - vocab_size
-    edges = np.flatnonzero(np.diff(extras)) + 1
-    bounds = [0, *edges.tolist(), item.count]
-    return [
-        (begin, end, item.embeddings[int(extras[begin])][torch.from_numpy(rows[begin:end])])
-        for begin, end in pairwise(bounds)
-        if extras[begin]
-    ]
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line: torch adds advice on debugging to errors of the device."""
+    return str(error).partition("\n")[0]

@@ -1,6 +1,6 @@
 """Chooses the next tokens from logits: one pass over all rows of a step.
 
-The order: penalties, `logit_bias`, no end before `min_tokens`, the request's `Constraint`; then temperature,
+The order: penalties, `logit_bias`, no end before `min_tokens`, the request's `Grammar`; then temperature,
 `top_k`, `top_p`, `min_p`. A random choice takes one number of the request's generator. It depends on the
 seed and on how many tokens the answer has, not on the other requests of the step.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +17,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine_adapter.torch_engine.requests import Constraint, NoScores, RequestRefused, SamplingParams, Token
+from engine_adapter.torch_engine.requests import (
+    GenerationRequest,
+    NoScores,
+    RequestRefused,
+    SamplingParams,
+    Token,
+)
 
 _COLDEST = 1e-5
 """Below this temperature, sampling is greedy: dividing by less would only lose precision."""
@@ -30,24 +36,16 @@ class Sampler:
     Attributes:
         random: draws its numbers, one for each token.
         tally: the tokens that penalties concern; None without penalties.
-        constraint: see `Constraint`; None allows every token.
+        constraint: allows some tokens, as a grammar does; None allows every one.
     """
 
     def __init__(
-        self,
-        params: SamplingParams,
-        prompt: array[int],
-        *,
-        answered: int = 0,
-        ends: frozenset[int],
-        vocab_size: int,
-        seed: int,
-        constraint: Constraint | None = None,
+        self, request: GenerationRequest, *, ends: frozenset[int], vocab_size: int, seed: int
     ) -> None:
-        """`ends` are the tokens that stop the request; `seed` is used when `params` has none; the last
-        `answered` tokens of the prompt were generated before."""
-        self.params = params
-        self.constraint = constraint
+        """`ends` are the tokens that stop the request; `seed` is used when it has none."""
+        self.params = params = request.sampling
+        self.constraint = request.constraint
+        prompt, answered = request.token_ids, request.answered
         self.greedy = params.temperature < _COLDEST
         chosen = params.seed if params.seed is not None else seed
         # The rest of an answer takes the numbers that it would have taken without the interruption.
@@ -66,6 +64,36 @@ class Sampler:
     def forbidden(self) -> NDArray[np.int64]:
         """Token ids that may not come next, whatever the constraint says."""
         return self._ends if self._left_to_min > 0 else self._ends[:0]
+
+    @property
+    def edits(self) -> bool:
+        """True if `edit` would do anything."""
+        rules = self.tally, self.constraint, self.params.logit_bias or None
+        return any(rule is not None for rule in rules) or len(self.forbidden) > 0
+
+    def edit(self, scores: Tensor) -> None:
+        """Changes the scores [vocabulary] of its next token. Raises NoScores, and what a constraint does."""
+        params, forbidden = self.params, self.forbidden
+        leaves_few = self.constraint is not None or len(forbidden) > 0
+        # What they leave may be numbers, although the model is broken.
+        if leaves_few and not math.isfinite(highest := float(scores.max())):
+            raise _no_scores(highest)
+        if self.tally is not None:
+            ids = _beside(scores, np.array(self.tally.ids))
+            counts = _beside(scores, np.array(self.tally.counts))
+            found, repetition = scores[ids], params.repetition_penalty
+            found = torch.where(found > 0, found / repetition, found * repetition)
+            scores[ids] = found - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
+        if params.logit_bias:
+            tokens, biases = zip(*params.logit_bias, strict=True)
+            scores[list(tokens)] += torch.tensor(biases, device=scores.device)
+        if len(forbidden):
+            scores[_beside(scores, forbidden)] = -torch.inf
+        if self.constraint is not None:
+            words = np.zeros(-(-len(scores) // 32), dtype="<i4")
+            self.constraint.allow(words)
+            allowed = np.unpackbits(words.view(np.uint8), count=len(scores), bitorder="little")
+            scores.masked_fill_(_beside(scores, allowed) == 0, -torch.inf)
 
     def accept(self, token: int) -> None:
         """Moves on by a chosen token."""
@@ -113,7 +141,7 @@ def choose_all(logits: Tensor, samplers: Sequence[Sampler]) -> list[Token | Exce
         few = [samplers[row] for row in drawn]
         numbers = torch.tensor([each.random.random() for each in few], device=logits.device)
         rows = scores if len(few) == len(samplers) else scores[drawn]
-        tokens[drawn] = draw(rows, _filters(few, logits.device), numbers)
+        tokens[drawn] = draw(rows, Filters.of([each.params for each in few], logits.device), numbers)
     choices = _choices(logits, tokens, samplers)
     return [errors.get(row) or _accepted(sampler, choices[row]) for row, sampler in enumerate(samplers)]
 
@@ -122,6 +150,10 @@ def _no_choice(highest: float, sampler: Sampler, logits: Tensor) -> Exception:
     """Why no token can be chosen: the request forbids all that are left, or the model is at fault."""
     if highest == -math.inf and len(sampler.forbidden) and math.isfinite(logits.max()):
         return RequestRefused("min_tokens forbids the only tokens that may come next", param="min_tokens")
+    return _no_scores(highest)
+
+
+def _no_scores(highest: float) -> NoScores:
     return NoScores(f"the model's highest score is {highest}: no token can be chosen")
 
 
@@ -135,83 +167,20 @@ def _accepted(sampler: Sampler, choice: Token) -> Token | Exception:
 
 def _edited(logits: Tensor, samplers: Sequence[Sampler]) -> tuple[Tensor, dict[int, Exception]]:
     """The scores to choose from, and errors by row."""
-    rows = list(enumerate(samplers))
-    tallies = {row: each.tally for row, each in rows if each.tally is not None}
-    biases = {row: each.params.logit_bias for row, each in rows if each.params.logit_bias}
-    forbidden = {row: each.forbidden for row, each in rows if len(each.forbidden)}
-    constraints = {row: each.constraint for row, each in rows if each.constraint is not None}
-    if not (tallies or biases or forbidden or constraints):
+    if not any(each.edits for each in samplers):
         return logits.float(), {}
     scores = logits.to(torch.float32, copy=True)
-    rows_left = [*forbidden, *constraints]  # what these leave may be numbers, although the model is broken
-    errors = {
-        row: _no_choice(highest, samplers[row], logits[row])
-        for row, highest in zip(rows_left, scores[rows_left].amax(-1).tolist(), strict=True)
-        if not math.isfinite(highest)
-    }
-    if tallies:
-        _penalise(scores, tallies, [samplers[row].params for row in tallies])
-    if biases:
-        ids = {row: np.array([token for token, _ in bias]) for row, bias in biases.items()}
-        values = np.array([value for bias in biases.values() for _, value in bias], dtype=np.float32)
-        scores.view(-1)[_places(scores, ids)] += _beside(scores, values)
-    if forbidden:
-        scores.view(-1)[_places(scores, forbidden)] = -torch.inf
-    return scores, errors | _constrain(scores, constraints)
-
-
-def _penalise(scores: Tensor, tallies: Mapping[int, Tally], params: Sequence[SamplingParams]) -> None:
-    sizes = [len(tally.ids) for tally in tallies.values()]
-    repetition, frequency, presence = (
-        _beside(scores, np.repeat(np.array(values, dtype=np.float32), sizes))
-        for values in zip(
-            *((each.repetition_penalty, each.frequency_penalty, each.presence_penalty) for each in params),
-            strict=True,
-        )
-    )
-    counts = _beside(scores, np.concatenate([np.array(tally.counts) for tally in tallies.values()]))
-    places = _places(scores, {row: np.array(tally.ids) for row, tally in tallies.items()})
-    values = scores.view(-1)[places]
-    values = torch.where(values > 0, values / repetition, values * repetition)
-    scores.view(-1)[places] = values - frequency * counts - presence * (counts > 0)
-
-
-def _constrain(scores: Tensor, constraints: Mapping[int, Constraint]) -> dict[int, Exception]:
-    """Leaves the tokens that the constraints allow. Returns the errors of constraints, by row."""
     errors: dict[int, Exception] = {}
-    masks: dict[int, NDArray[np.int32]] = {}
-    for row, constraint in constraints.items():
-        words = np.zeros(-(-scores.shape[1] // 32), dtype="<i4")
+    for row, sampler in enumerate(samplers):
         try:
-            constraint.allow(words)
-            masks[row] = words
+            sampler.edit(scores[row])
         except Exception as error:  # noqa: BLE001 - the error of this row's request alone
             errors[row] = error
-    if masks:
-        bits = np.stack(list(masks.values())).view(np.uint8)
-        allowed = np.unpackbits(bits, axis=1, count=scores.shape[1], bitorder="little").view(np.bool_)
-        rows = list(masks)
-        scores[rows] = scores[rows].masked_fill_(~_beside(scores, allowed), -torch.inf)
-    return errors
-
-
-def _places(scores: Tensor, ids: Mapping[int, NDArray[np.int64]]) -> Tensor:
-    """Where token ids, by row, lie in the flattened scores."""
-    return _beside(scores, np.concatenate([row * scores.shape[1] + each for row, each in ids.items()]))
+    return scores, errors
 
 
 def _beside(scores: Tensor, values: NDArray[Any]) -> Tensor:
     return torch.from_numpy(values).to(scores.device)
-
-
-def _filters(samplers: Sequence[Sampler], device: torch.device) -> Filters:
-    params = [each.params for each in samplers]
-    return Filters(
-        torch.tensor([each.temperature for each in params], device=device),
-        torch.tensor([each.top_k for each in params], device=device),
-        torch.tensor([each.top_p for each in params], device=device),
-        torch.tensor([each.min_p for each in params], device=device),
-    )
 
 
 def _choices(logits: Tensor, tokens: Tensor, samplers: Sequence[Sampler]) -> list[Token]:
@@ -256,6 +225,12 @@ class Filters(NamedTuple):
     top_p: Tensor
     min_p: Tensor
 
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], device: torch.device) -> Filters:
+        """Those of each row."""
+        values = ([getattr(each, name) for each in params] for name in cls._fields)
+        return cls(*(torch.tensor(each, device=device) for each in values))
+
     @property
     def ranked(self) -> Tensor:
         """Rows whose limits depend on the order of the scores."""
@@ -296,7 +271,7 @@ def _draw_of_best(scores: Tensor, filters: Filters, numbers: Tensor) -> Tensor:
     lowest = _lowest(scaled, filters, total)
     ids, order = best.indices.sort(-1)
     chances = scaled.exp().masked_fill_(scaled < lowest[:, None], 0.0).gather(1, order)
-    tokens = ids.gather(1, _pick(chances, numbers)[:, None])[:, 0]
+    tokens = ids.gather(1, _first_above(chances.cumsum(-1), chances, numbers)[:, None])[:, 0]
     open_ended = (scaled[:, -1] >= lowest) & (scaled.shape[1] < scores.shape[1])
     return tokens.masked_fill_(open_ended, _NONE)
 
@@ -309,7 +284,8 @@ def _draw_of_all(scores: Tensor, filters: Filters, numbers: Tensor) -> Tensor:
         lowest[ranked] = _lowest(_sorted(scaled[ranked]), filters.rows(ranked))
     if bool((lowest > -torch.inf).any()):
         scaled.masked_fill_(scaled < lowest[:, None], -torch.inf)
-    return _pick(scaled.exp_(), numbers)
+    chances = scaled.exp_()
+    return _first_above(chances.cumsum(-1), chances, numbers)
 
 
 def _sorted(scaled: Tensor) -> Tensor:
@@ -336,23 +312,15 @@ def _lowest(values: Tensor, filters: Filters, total: Tensor | None = None) -> Te
     return torch.maximum(filters.min_p.log(), values.gather(1, last[:, None] - 1)[:, 0])
 
 
-def _pick(chances: Tensor, numbers: Tensor) -> Tensor:
-    """The place in each row whose share of the sum holds the row's number. Changes `chances`."""
-    if chances.device.type != "cpu":
-        return _first_above(chances.cumsum(-1), chances, numbers)
-    sums = chances.cumsum_(-1)
-    # The first sum above the target ends a token that may be drawn. No sum is above the total.
-    return torch.searchsorted(sums, _target(sums[:, -1], numbers)[:, None], right=True)[:, 0]
-
-
 def _first_above(sums: Tensor, chances: Tensor, numbers: Tensor) -> Tensor:
-    """The place of `_pick` from sums that a GPU made. It adds in parallel, so rounding may leave a sum below
-    the one before it, or above it at a token that has no chance (PyTorch's issue 13867). Changes `sums`."""
+    """The place in each row whose share of the sum holds the row's number. `sums` are those of `chances`.
+    Changes `sums`.
+
+    A GPU adds in parallel, so rounding may leave a sum below the one before it, or above it at a token that
+    has no chance (PyTorch's issue 13867).
+    """
     sums.masked_fill_(chances == 0, 0.0)
-    above = sums > _target(sums.amax(-1), numbers)[:, None]
-    return above.to(torch.uint8).argmax(-1)  # the first of equals
-
-
-def _target(total: Tensor, numbers: Tensor) -> Tensor:
-    """The sum at which each row's number lies, always below its total."""
-    return torch.minimum(numbers.to(total.dtype) * total, total.nextafter(torch.zeros_like(total)))
+    total = sums.amax(-1)
+    # The sum at which a row's number lies, always below its total.
+    target = torch.minimum(numbers.to(total.dtype) * total, total.nextafter(torch.zeros_like(total)))
+    return (sums > target[:, None]).to(torch.uint8).argmax(-1)  # the first of equals

@@ -144,7 +144,7 @@ def engine(**given: Any) -> None:  # noqa: ANN401 - the fields of `EmbeddedOptio
     try:
         options = EmbeddedOptions(**given)
         logging.getLogger("kvpin.engine").info("importing torch")
-        from engine_adapter.torch_engine.process import serve_engine  # noqa: PLC0415 - imports torch
+        from engine_adapter.torch_engine.server import serve_engine  # noqa: PLC0415 - imports torch
 
         serve_engine(options)
     except EngineSpecError as error:

@@ -5,74 +5,74 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import logging
+import os
+import signal
+import socket
+import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import asdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from functools import partial
 from importlib.metadata import version
 from typing import Any
 
+import uvicorn
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from engine_adapter.errors import EngineError
+from engine_adapter.errors import EngineError, EngineUnavailable
 from engine_adapter.events.wire import encode_snapshot
 from engine_adapter.http.prepare import Headers as RawHeaders
 from engine_adapter.http.web_pages import page_asking
 from engine_adapter.off_loop import TABLE_BYTES_PER_MS, off_loop
-from engine_adapter.torch_engine.completions import CompletionRoute, EmbeddingRoute
+from engine_adapter.torch_engine.completions import completion_of, embed
 from engine_adapter.torch_engine.kv_cache import KvCache, SliceResult
-from engine_adapter.torch_engine.metrics import EngineMetrics
-from engine_adapter.torch_engine.prompt_tables import StoredTable, parse_extra_id
 from engine_adapter.torch_engine.protocol import (
+    ApiError,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     PinRequest,
     SliceRequest,
     UnpinRequest,
+    as_api_error,
+    body_of,
+    error_response,
+    json_response,
     parse,
     parse_tokenize,
     target_of,
 )
 from engine_adapter.torch_engine.scheduler import check_token_id
-from engine_adapter.torch_engine.serve import DEFAULT_MAX_BODY_BYTES
-from engine_adapter.torch_engine.service import EngineService
-from engine_adapter.torch_engine.web import ApiError, as_api_error, error_response, json_response, read_body
+from engine_adapter.torch_engine.serve import DEFAULT_MAX_BODY_BYTES, KEY_VARIABLE, EmbeddedOptions
+from engine_adapter.torch_engine.service import EngineService, StoredTable, parse_extra_id
 from engine_adapter.types import KvEvent, KvTarget
+
+Slice = Callable[[KvCache, KvTarget, int], SliceResult]
+Answer = Callable[[EngineService, Request], Awaitable[object]]
+"""The answer to a request, as JSON or as an ASGI app; the engine serves."""
+
+
+def _route(path: str, answer: Answer, method: str = "GET") -> Route:
+    async def route(request: Request) -> object:
+        found = await answer(request.app.state.host.ready(), request)
+        return found if callable(found) else json_response(found)
+
+    return Route(path, route, methods=[method])
+
 
 # --- the routes `/kv/…` and `/kv_event_sources`: the state of the cache, and operations on it -----------
 
-Slice = Callable[[KvCache, KvTarget, int], SliceResult]
 
-
-def kv_routes() -> list[BaseRoute]:
-    """The routes, for the root of the app."""
-    return [
-        Route("/kv_event_sources", event_sources),
-        Route("/kv/info", info),
-        Route("/kv/load", load),
-        Route("/kv/stats", stats),
-        Route("/kv/snapshot", snapshot),
-        Route("/kv/flush", _slice_route(KvCache.flush), methods=["POST"]),
-        Route("/kv/offload", _slice_route(KvCache.offload), methods=["POST"]),
-        Route("/kv/restore", _slice_route(KvCache.restore), methods=["POST"]),
-        Route("/kv/pin", pin, methods=["POST"]),
-        Route("/kv/unpin", unpin, methods=["POST"]),
-        Route("/kv/prompt_tables", list_tables),
-        Route("/kv/prompt_tables/{table_id:path}", put_table, methods=["PUT"]),
-        Route("/kv/prompt_tables/{table_id:path}", delete_table, methods=["DELETE"]),
-    ]
-
-
-async def kv_stats(service: EngineService) -> dict[str, Any]:
-    """The answer of `GET /kv/stats`."""
+async def kv_stats(service: EngineService, _request: Request) -> dict[str, Any]:
+    """Blocks, pins, requests and tokens."""
     cache: dict[str, Any] = await service.call(lambda kv: kv.stats(time.monotonic()))
     counters = service.engine.counters
     return {
@@ -86,97 +86,77 @@ async def kv_stats(service: EngineService) -> dict[str, Any]:
     }
 
 
-async def event_sources(request: Request) -> Response:
+async def event_sources(service: EngineService, _request: Request) -> object:
     """The event sockets by data-parallel rank. There is one rank."""
-    return json_response({"0": asdict(service_of(request).publisher.source)})
+    return {"0": service.publisher.source}
 
 
-async def info(request: Request) -> Response:
+async def info(service: EngineService, _request: Request) -> object:
     """Model, sizes and identity of this engine."""
-    service = service_of(request)
     model, engine = service.model, service.engine
-    return json_response(
-        {
-            "engine": "kvpin-embedded",
-            "version": version("kvpin"),
-            "instance": service.instance,
-            "model": model.name,
-            "tokenizer": model.tokenizer,
-            "vocab_size": model.vocab_size,
-            "hidden_size": model.hidden_size,
-            "max_model_len": engine.max_model_len,
-            "tokens_per_block": service.options.tokens_per_block,
-            "gpu_blocks": engine.gpu_blocks,
-            "host_blocks": engine.host_blocks,
-            "block_bytes": engine.block_bytes,
-            "dtype": model.dtype,
-            "device": model.device,
-        }
-    )
+    return {
+        "engine": "kvpin-embedded",
+        "version": version("kvpin"),
+        "instance": service.instance,
+        "model": model.name,
+        "tokenizer": model.tokenizer,
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "max_model_len": engine.max_model_len,
+        "tokens_per_block": service.options.tokens_per_block,
+        "gpu_blocks": engine.gpu_blocks,
+        "host_blocks": engine.host_blocks,
+        "block_bytes": engine.block_bytes,
+        "dtype": model.dtype,
+        "device": model.device,
+    }
 
 
-async def load(request: Request) -> Response:
+async def load(service: EngineService, _request: Request) -> object:
     """Identity and load. Does not wait for the engine thread: a long step is no failure."""
-    service = service_of(request)
     counters = service.engine.counters
-    return json_response(
-        {"instance": service.instance, "running": counters.running, "waiting": counters.waiting}
-    )
+    return {"instance": service.instance, "running": counters.running, "waiting": counters.waiting}
 
 
-async def stats(request: Request) -> Response:
-    """Blocks, pins, requests and tokens."""
-    return json_response(await kv_stats(service_of(request)))
-
-
-async def snapshot(request: Request) -> Response:
+async def snapshot(service: EngineService, _request: Request) -> object:
     """All cached blocks, and the number of the last event batch they include."""
-    service = service_of(request)
-    publisher = service.publisher
 
     def take(cache: KvCache) -> tuple[int, list[KvEvent]]:
-        return publisher.last_sequence, cache.snapshot()
+        return service.publisher.last_sequence, cache.snapshot()
 
-    sequence, stored = await service.call(take)
-    body = await asyncio.to_thread(encode_snapshot, sequence, stored)
+    body = await asyncio.to_thread(encode_snapshot, *await service.call(take))
     return Response(body, media_type="application/msgpack")
 
 
-def _slice_route(slice_of: Slice) -> Callable[[Request], Awaitable[Response]]:
-    async def route(request: Request) -> Response:
-        service = service_of(request)
+def _slices(slice_of: Slice) -> Answer:
+    async def answer(service: EngineService, request: Request) -> object:
         asked = parse(await body_of(request) or b"{}", SliceRequest)
         target = target_of(asked)
-        done = await service.call(lambda cache: slice_of(cache, target, asked.max_blocks))
-        return json_response(asdict(done))
+        return await service.call(lambda cache: slice_of(cache, target, asked.max_blocks))
 
-    return route
+    return answer
 
 
-async def pin(request: Request) -> Response:
+async def pin(service: EngineService, request: Request) -> object:
     """Protects a prefix from eviction for a while."""
-    service = service_of(request)
     asked = parse(await body_of(request), PinRequest)
     target = target_of(asked)
-    pinned = await service.call(lambda cache: cache.pin(target, asked.ttl_s, time.monotonic()))
-    return json_response(asdict(pinned))
+    return await service.call(lambda cache: cache.pin(target, asked.ttl_s, time.monotonic()))
 
 
-async def unpin(request: Request) -> Response:
+async def unpin(service: EngineService, request: Request) -> object:
     """Ends a pin."""
-    service = service_of(request)
     asked = parse(await body_of(request), UnpinRequest)
-    return json_response({"unpinned": await service.call(partial(KvCache.unpin, pin_id=asked.pin_id))})
+    return {"unpinned": await service.call(lambda cache: cache.unpin(asked.pin_id))}
 
 
-async def list_tables(request: Request) -> Response:
+async def list_tables(service: EngineService, _request: Request) -> object:
     """Every prompt table."""
-    return json_response({"prompt_tables": [_shown(table) for table in service_of(request).tables.all()]})
+    return {"prompt_tables": [_shown(table) for table in service.tables.all()]}
 
 
-async def put_table(request: Request) -> Response:
+async def put_table(service: EngineService, request: Request) -> object:
     """Stores a prompt table: 201 for a new one, 200 for a known one."""
-    service = service_of(request)
     extra_id = parse_extra_id(request.query_params.get("extra_id"))
     table_id, data = request.path_params["table_id"], await body_of(request)
     read = partial(service.tables.read, table_id, data, extra_id)
@@ -184,9 +164,9 @@ async def put_table(request: Request) -> Response:
     return json_response(_shown(table), status=201 if is_new else 200)
 
 
-async def delete_table(request: Request) -> Response:
+async def delete_table(service: EngineService, request: Request) -> object:
     """Deletes a prompt table; an unknown id is no error."""
-    return json_response({"deleted": service_of(request).tables.delete(request.path_params["table_id"])})
+    return {"deleted": service.tables.delete(request.path_params["table_id"])}
 
 
 def _shown(table: StoredTable) -> dict[str, Any]:
@@ -196,17 +176,6 @@ def _shown(table: StoredTable) -> dict[str, Any]:
         "rows": table.rows,
         "hidden": table.tensor.shape[1],
     }
-
-
-def service_of(request: Request) -> EngineService:
-    """The service behind a request; raises ApiError (503) while there is none."""
-    service: EngineService = request.app.state.host.ready()
-    return service
-
-
-async def body_of(request: Request) -> bytes:
-    """The whole body; raises ApiError (413) beyond the limit."""
-    return await read_body(request.scope, request.receive, request.app.state.max_body_bytes)
 
 
 # --- server ---------------------------------------------------------------------------------------------
@@ -235,84 +204,84 @@ def create_app(
     app = Starlette(
         middleware=[Middleware(Guard, key=key)],
         routes=[
-            Route("/health", health),
             Route("/metrics", metrics),
-            Route("/v1/models", models),
-            Route("/v1/models/{model:path}", model),
-            Route("/v1/chat/completions", CompletionRoute(ChatRequest), methods=["POST"]),
-            Route("/v1/completions", CompletionRoute(CompletionRequest), methods=["POST"]),
-            Route("/v1/embeddings", EmbeddingRoute(), methods=["POST"]),
-            Route("/tokenize", tokenize, methods=["POST"]),
-            Route("/detokenize", detokenize, methods=["POST"]),
-            *kv_routes(),
+            _route("/v1/chat/completions", completion_of(ChatRequest), "POST"),
+            _route("/v1/completions", completion_of(CompletionRequest), "POST"),
+            _route("/v1/embeddings", embed, "POST"),
+            _route("/health", health),
+            _route("/v1/models", models),
+            _route("/v1/models/{model:path}", model),
+            _route("/tokenize", tokenize, "POST"),
+            _route("/detokenize", detokenize, "POST"),
+            _route("/kv_event_sources", event_sources),
+            _route("/kv/info", info),
+            _route("/kv/load", load),
+            _route("/kv/stats", kv_stats),
+            _route("/kv/snapshot", snapshot),
+            _route("/kv/flush", _slices(KvCache.flush), "POST"),
+            _route("/kv/offload", _slices(KvCache.offload), "POST"),
+            _route("/kv/restore", _slices(KvCache.restore), "POST"),
+            _route("/kv/pin", pin, "POST"),
+            _route("/kv/unpin", unpin, "POST"),
+            _route("/kv/prompt_tables", list_tables),
+            _route("/kv/prompt_tables/{table_id:path}", put_table, "PUT"),
+            _route("/kv/prompt_tables/{table_id:path}", delete_table, "DELETE"),
         ],
         exception_handlers={
             HTTPException: _http_error,
-            ClientDisconnect: _nobody_to_answer,
             Exception: _fault,
-            ApiError: _answer_error,
-            EngineError: _answer_error,
+            **dict.fromkeys((ApiError, EngineError, ClientDisconnect), _answer_error),
         },
     )
     app.state.host = host
-    app.state.metrics = EngineMetrics()
     app.state.max_body_bytes = max_body_bytes
     return app
 
 
-async def health(request: Request) -> Response:
+async def health(_service: EngineService, _request: Request) -> object:
     """200 while the engine serves."""
-    service_of(request)
-    return json_response({"status": "ok"})
+    return {"status": "ok"}
 
 
 async def metrics(request: Request) -> Response:
     """Prometheus text; without cache statistics after the engine has ended."""
-    shown: EngineMetrics = request.app.state.metrics
     service: EngineService | None = request.app.state.host.service
     if service is None:
         raise ApiError("the model is loading", status=503, code="loading")
-    stats: Mapping[str, Any] = await kv_stats(service) if service.engine.alive else {}
-    return PlainTextResponse(
-        shown.render(service.engine.counters, stats), media_type="text/plain; version=0.0.4"
-    )
+    stats: Mapping[str, Any] = await kv_stats(service, request) if service.engine.alive else {}
+    text = service.metrics.render(service.engine.counters, stats)
+    return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
 
-async def models(request: Request) -> Response:
+async def models(service: EngineService, _request: Request) -> object:
     """A list of the one served model."""
-    return json_response({"object": "list", "data": [_model_card(service_of(request))]})
+    return {"object": "list", "data": [_model_card(service)]}
 
 
-async def model(request: Request) -> Response:
+async def model(service: EngineService, request: Request) -> object:
     """One model by name."""
-    service = service_of(request)
     service.check_model(request.path_params["model"])
-    return json_response(_model_card(service))
+    return _model_card(service)
 
 
-async def tokenize(request: Request) -> Response:
+async def tokenize(service: EngineService, request: Request) -> object:
     """The tokens of a chat or a prompt, exactly as the engine would run them."""
-    service = service_of(request)
     prompt = await service.prompt(parse_tokenize(await body_of(request)))
     extra_ids = prompt.extra_ids
-    return json_response(
-        {
-            "count": len(prompt.token_ids),
-            "max_model_len": service.engine.max_model_len,
-            "tokens": prompt.token_ids.tolist(),
-            "extra_ids": None if extra_ids is None else extra_ids.tolist(),
-        }
-    )
+    return {
+        "count": len(prompt.token_ids),
+        "max_model_len": service.engine.max_model_len,
+        "tokens": prompt.token_ids.tolist(),
+        "extra_ids": None if extra_ids is None else extra_ids.tolist(),
+    }
 
 
-async def detokenize(request: Request) -> Response:
+async def detokenize(service: EngineService, request: Request) -> object:
     """The text of token ids."""
-    service = service_of(request)
     asked = parse(await body_of(request), DetokenizeRequest)
-    limit = service.model.vocab_size
     for index, token in enumerate(asked.tokens):
-        check_token_id(token, f"tokens[{index}]", limit)
-    return json_response({"prompt": service.tokenizer.decode(asked.tokens)})
+        check_token_id(token, f"tokens[{index}]", service.model.vocab_size)
+    return {"prompt": service.tokenizer.decode(asked.tokens)}
 
 
 def _model_card(service: EngineService) -> dict[str, Any]:
@@ -326,10 +295,17 @@ def _model_card(service: EngineService) -> dict[str, Any]:
 
 
 async def _answer_error(_request: Request, error: Exception) -> Response:
-    known = as_api_error(error)
-    if known is None:
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=499)  # never sent: the client is gone
+    if (known := as_api_error(error)) is None:
         raise error
     return error_response(known)
+
+
+async def _fault(_request: Request, _error: Exception) -> Response:
+    return error_response(
+        ApiError("internal error; the engine's log has the details", status=500, code="internal_error")
+    )
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -343,16 +319,6 @@ async def _http_error(request: Request, error: Exception) -> Response:
     answer = error_response(ApiError(message, status=error.status_code))
     answer.headers.update(error.headers or {})
     return answer
-
-
-async def _nobody_to_answer(_request: Request, _error: Exception) -> Response:
-    return Response(status_code=499)  # never sent: the client is gone
-
-
-async def _fault(_request: Request, _error: Exception) -> Response:
-    return error_response(
-        ApiError("internal error; the engine's log has the details", status=500, code="internal_error")
-    )
 
 
 _OPEN = "/health"
@@ -388,3 +354,112 @@ class Guard:
 def _digest(text: bytes) -> bytes:
     """Of equal length for all texts: the time of a comparison tells nothing of the key."""
     return hashlib.sha256(text).digest()
+
+
+# --- the process of one engine: it answers at once, loads meanwhile, ends both together -----------------
+
+
+_GRACE_S = 20
+_BACKLOG = 2048
+_log = logging.getLogger("kvpin.engine")
+
+
+def serve_engine(options: EmbeddedOptions) -> None:
+    """Serves until SIGTERM or SIGINT; running requests then have 20 s to finish.
+
+    The address answers at once. `/health` is 503 until the model is loaded.
+
+    Raises:
+        EngineSpecError: model and options cannot be served.
+        EngineUnavailable: the address cannot be bound, or the engine died, see `EngineCore.wait`.
+    """
+    listener = _listen(options.host, options.port)
+    process = _EngineProcess(options)
+    host, port = listener.getsockname()[:2]
+    _log.info("listening on http://%s:%s, loading the model", f"[{host}]" if ":" in host else host, port)
+    numbers = signal.SIGTERM, signal.SIGINT
+    # uvicorn raises the signal again at its end: a wanted end is no crash.
+    before = [signal.signal(number, lambda *_: None) for number in numbers]
+    try:
+        process.server.run(sockets=[listener])
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+    if process.failure is not None:
+        raise process.failure
+
+
+class _EngineProcess(EngineHost):
+    """Loads the service while the server runs already; ends both together."""
+
+    def __init__(self, options: EmbeddedOptions) -> None:
+        super().__init__()
+        self.failure: Exception | None = None
+        self._options = options
+        # What the engine starts does not inherit the key.
+        key = os.environ.pop(KEY_VARIABLE, None) or None
+        web = create_app(self, max_body_bytes=options.max_body_bytes, key=key)
+        web.router.lifespan_context = self.lifespan
+        self.server = uvicorn.Server(
+            uvicorn.Config(
+                web, log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=_GRACE_S
+            )
+        )
+
+    @asynccontextmanager
+    async def lifespan(self, _app: Starlette) -> AsyncIterator[None]:
+        """Starts loading; stops the engine at the end."""
+        # A daemon thread: a load may take minutes and must not delay the end.
+        threading.Thread(target=self._load, name="load-model", daemon=True).start()
+        if self._options.exit_with_parent:
+            threading.Thread(target=self._follow_parent, name="follow-parent", daemon=True).start()
+        yield
+        if self.service is not None:
+            await asyncio.to_thread(self.service.close)
+
+    def _load(self) -> None:
+        """Loads the service, then watches its engine."""
+        try:
+            service = EngineService(self._options)
+        except Exception as error:  # noqa: BLE001 - raised again by serve_engine, in the main thread
+            self.failure = error
+            self.server.should_exit = True
+            return
+        self.service = service
+        if service.model.is_default:
+            _log.warning(
+                "no --model given: serving %s, a small model with random weights; its answers mean nothing",
+                service.model.name,
+            )
+        _log.info("serving %s", service.model.name)
+        reason = service.engine.wait()
+        if reason is not None:
+            self.failure = EngineUnavailable(f"the engine died and must be started again: {reason}")
+            self._end_surely()
+
+    def _follow_parent(self) -> None:
+        """Ends the process when its standard input closes: the parent is gone."""
+        while os.read(0, 4096):
+            pass
+        self._end_surely()
+
+    def _end_surely(self) -> None:
+        """Ends the process; kills it if a clean end hangs, as nobody else may notice that."""
+        self.server.should_exit = True
+        threading.Event().wait(_GRACE_S + 5)
+        os._exit(1)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Its connections send small chunks without delay."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # inherited by connections
+        listener.bind((host, port))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise EngineUnavailable(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+    return listener

@@ -5,42 +5,257 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import torch
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from engine_adapter.errors import EngineUnavailable
+from engine_adapter.errors import EngineUnavailable, PromptTableError
 from engine_adapter.off_loop import off_loop
 from engine_adapter.prompt.chat import ChatPrompt, ChatTokenizer
-from engine_adapter.prompt.encoders import MAX_CHARS_PER_TOKEN
-from engine_adapter.prompt.extra_ids import read_embeds, reading_ms
-from engine_adapter.torch_engine.detokenize import TokenBytes
-from engine_adapter.torch_engine.engine import EngineCore
+from engine_adapter.prompt.encoders import MAX_CHARS_PER_TOKEN, CannotFit
+from engine_adapter.prompt.extra_ids import (
+    UINT64_MAX,
+    Embeddings,
+    TableRef,
+    parse_embeddings,
+    prompt_table_extra_id,
+    read_embeds,
+    reading_ms,
+    resolve_extra_ids,
+)
+from engine_adapter.torch_engine.answers import TokenBytes
+from engine_adapter.torch_engine.engine import Counters, EngineCore
 from engine_adapter.torch_engine.event_publisher import EventPublisher
 from engine_adapter.torch_engine.grammar import Grammars
 from engine_adapter.torch_engine.kv_cache import KvCache
 from engine_adapter.torch_engine.model import load_model
-from engine_adapter.torch_engine.prompt_tables import EnginePrompt, PromptTables, embedding_tensor
-from engine_adapter.torch_engine.protocol import ChatRequest, PromptRequest, embeds_of, prompt_of
+from engine_adapter.torch_engine.protocol import ApiError, ChatRequest, PromptRequest, embeds_of, prompt_of
 from engine_adapter.torch_engine.requests import (
     Finished,
     GenerationRequest,
     Output,
-    PromptScores,
     RequestFailed,
     RequestRefused,
     Scheduled,
-    Token,
 )
-from engine_adapter.torch_engine.runner import LoadedModel
 from engine_adapter.torch_engine.serve import EmbeddedOptions
-from engine_adapter.torch_engine.web import ApiError
-from engine_adapter.types import KvTarget, Retention
+from engine_adapter.types import ExtraIds, KvTarget, Retention, TokenIds
+
+# --- the engine's Prometheus metrics: their names begin with `kvpin_engine_` ----------------------------
+
+
+_COUNTERS = {
+    "steps": "Model steps",
+    "prompt_tokens": "Prompt tokens of scheduled requests",
+    "cached_tokens": "Prompt tokens that came from cache",
+    "generated_tokens": "Generated tokens",
+    "preemptions": "Requests stopped because blocks ran out; they run again later",
+}
+_GAUGES = {"running": "Requests running", "waiting": "Requests waiting"}
+_FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+
+class EngineMetrics:
+    """The metrics of `GET /metrics`, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._counters = Counters()
+        self._stats: Mapping[str, Any] = {}
+        self.first_token_seconds = Histogram(
+            "kvpin_engine_first_token_seconds",
+            "Seconds from a request's submission to its first token",
+            buckets=_FIRST_TOKEN_BUCKETS,
+            registry=self._registry,
+        )
+        self._registry.register(self)
+
+    def render(self, counters: Counters, stats: Mapping[str, Any]) -> bytes:
+        """Prometheus text of `counters` and of cache `stats` as in `GET /kv/stats`; {} when unknown."""
+        self._counters, self._stats = counters, stats
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics; called by the registry."""
+        for name, text in _COUNTERS.items():
+            yield CounterMetricFamily(f"kvpin_engine_{name}", text, value=getattr(self._counters, name))
+        for name, text in _GAUGES.items():
+            yield GaugeMetricFamily(
+                f"kvpin_engine_requests_{name}", text, value=getattr(self._counters, name)
+            )
+        finished = CounterMetricFamily("kvpin_engine_requests_finished", "Requests ended", labels=["reason"])
+        for reason, count in list(self._counters.finished.items()):
+            finished.add_metric([reason], count)
+        yield finished
+        yield from self._cache_metrics()
+
+    def _cache_metrics(self) -> Iterator[Metric]:
+        blocks = GaugeMetricFamily(
+            "kvpin_engine_kv_blocks", "KV blocks by tier and state", labels=["tier", "state"]
+        )
+        for tier in ("gpu", "host"):
+            for state in ("total", "free", "cached", "active"):
+                count = self._stats.get(tier, {}).get(state)
+                if count is not None:
+                    blocks.add_metric([tier, state], count)
+        yield blocks
+        moved = CounterMetricFamily(
+            "kvpin_engine_kv_blocks_moved", "KV blocks moved or dropped", labels=["what"]
+        )
+        for what, count in self._stats.get("blocks", {}).items():
+            moved.add_metric([what], count)
+        yield moved
+        if "pinned_blocks" in self._stats:
+            yield GaugeMetricFamily(
+                "kvpin_engine_kv_pinned_blocks", "KV blocks under a pin", value=self._stats["pinned_blocks"]
+            )
+
+
+# --- p-tuning tables, and the embeddings behind the fake ids of a prompt --------------------------------
+
+
+MAX_TOTAL_BYTES = 1 << 30
+_MAX_ID_LENGTH = 256
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def embedding_tensor(embeddings: Embeddings, *, hidden_size: int, param: str) -> torch.Tensor:
+    """`embeddings` as a tensor [rows, hidden] on the CPU, in their own type.
+
+    Raises:
+        PromptTableError: the width is not the model's, or a value is NaN or infinite.
+    """
+    if embeddings.hidden != hidden_size:
+        raise PromptTableError(
+            f"{param} has {embeddings.hidden} columns; the model's hidden size is {hidden_size}", param=param
+        )
+    # A copy, as torch warns about memory it must not write to.
+    flat = torch.frombuffer(bytearray(embeddings.values), dtype=_DTYPES[embeddings.dtype])
+    tensor = flat.reshape(embeddings.rows, embeddings.hidden)
+    if not bool(torch.isfinite(tensor).all()):
+        raise PromptTableError(f"{param} holds NaN or infinite values", param=param)
+    return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTable(TableRef):
+    """A table in the engine's memory."""
+
+    table_id: str
+    content: bytes = field(repr=False)  # digest of type, shape and values
+    tensor: torch.Tensor = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePrompt:
+    """A tokenised prompt, its extra ids (None for text alone) and the rows behind each of them."""
+
+    token_ids: TokenIds[int]
+    extra_ids: ExtraIds[int] | None
+    tensors: Mapping[int, torch.Tensor] = field(default_factory=dict, repr=False)
+
+
+class PromptTables:
+    """The tables of one engine. Used from the event loop only.
+
+    An extra id stands for one content as long as the process lives, even after its table is deleted: KV of
+    that content may still be cached under it.
+    """
+
+    def __init__(self, *, vocab_size: int, hidden_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._hidden_size = hidden_size
+        self._by_id: dict[str, StoredTable] = {}
+        self._content_of: dict[int, bytes] = {}
+
+    def all(self) -> list[StoredTable]:
+        """Every table, in the order they came."""
+        return list(self._by_id.values())
+
+    def read(self, table_id: str, data: bytes, extra_id: int | None) -> StoredTable:
+        """A table that is not stored yet: `data` are safetensors bytes, one tensor [rows, hidden]; without
+        `extra_id`, that is derived from the content. Threads may call it. Raises PromptTableError if the
+        bytes are no such table."""
+        if not 0 < len(table_id) <= _MAX_ID_LENGTH:
+            raise ApiError(f"the table id has 1 to {_MAX_ID_LENGTH} characters", param="table_id")
+        embeddings = parse_embeddings(data, param="table")
+        tensor = embedding_tensor(embeddings, hidden_size=self._hidden_size, param="table")
+        if extra_id is None:
+            extra_id = prompt_table_extra_id(embeddings)
+        return StoredTable(extra_id, embeddings.rows, table_id, embeddings.content(), tensor)
+
+    def keep(self, table: StoredTable) -> tuple[StoredTable, bool]:
+        """Stores what `read` returned; returns it and whether it is new. The same table again changes
+        nothing. Raises ApiError: 409 for an id or extra id that stands for other content, 413 beyond the
+        limit."""
+        table_id, extra_id = table.table_id, table.extra_id
+        held = self._by_id.get(table_id)
+        if held is not None and (held.content, held.extra_id) != (table.content, extra_id):
+            raise ApiError(
+                f"prompt table {table_id!r} exists with other content or another extra id",
+                status=409,
+                param="table_id",
+            )
+        if self._content_of.get(extra_id, table.content) != table.content:
+            raise ApiError(
+                f"extra id {extra_id} has stood for other content in this process",
+                status=409,
+                param="extra_id",
+            )
+        if held is not None:
+            return held, False
+        total = sum(other.tensor.nbytes for other in self._by_id.values())
+        if total + table.tensor.nbytes > MAX_TOTAL_BYTES:
+            raise ApiError(
+                f"prompt tables would take more than {MAX_TOTAL_BYTES} bytes; delete some first",
+                status=413,
+            )
+        self._by_id[table_id] = table
+        self._content_of[extra_id] = table.content
+        return table, True
+
+    def delete(self, table_id: str) -> bool:
+        """Deletes a table; False when no table has that id."""
+        return self._by_id.pop(table_id, None) is not None
+
+    def resolve(
+        self, token_ids: TokenIds[int], *, explicit: list[int] | None, table_id: str | None
+    ) -> EnginePrompt:
+        """A prompt of token ids with its extra ids and rows; see `resolve_extra_ids` for the rules.
+
+        Raises:
+            PromptTableError: an id breaks a rule; names the index of the first one.
+            ApiError: 400 for an unknown table.
+        """
+        table = None if table_id is None else self._by_id.get(table_id)
+        if table_id is not None and table is None:
+            raise ApiError(f"there is no prompt table {table_id!r}", param="prompt_table")
+        by_extra_id = {stored.extra_id: stored for stored in self._by_id.values()}
+        resolved = resolve_extra_ids(
+            token_ids, vocab_size=self._vocab_size, explicit=explicit, table=table, registered=by_extra_id
+        )
+        tensors = {identity: by_extra_id[ref.extra_id].tensor for identity, ref in resolved.tables.items()}
+        return EnginePrompt(token_ids, resolved.extra_ids, tensors)
+
+
+def parse_extra_id(text: str | None) -> int | None:
+    """The `extra_id` of a query string, None without one; raises ApiError (400)."""
+    if text is None:
+        return None
+    if not text.isascii() or not text.isdigit() or not 0 < (value := int(text[:21])) <= UINT64_MAX:
+        raise ApiError("extra_id is an integer from 1 to 2**64-1", param="extra_id")
+    return value
+
+
+# --- the service ----------------------------------------------------------------------------------------
 
 T = TypeVar("T")
 # Characters of an embedding's data that are read in the time of one character of text.
@@ -55,39 +270,31 @@ class EngineService:
         created: load time in seconds since the epoch.
     """
 
-    def __init__(
-        self,
-        model: LoadedModel,
-        tokenizer: ChatTokenizer,
-        options: EmbeddedOptions,
-    ) -> None:
-        """Allocates the engine, but does not start it. Raises EngineSpecError for options that do not fit."""
-        self.instance = secrets.token_hex(8)
-        self.created = int(time.time())
-        self.model = model
-        self.tokenizer = tokenizer
-        self.options = options
-        self.publisher = EventPublisher(host=options.host)
-        self.engine = EngineCore(model, options, self.publisher.publish)
-        self.token_bytes = TokenBytes(tokenizer)
-        self.grammars = Grammars(tokenizer, vocab_size=model.vocab_size, ends=model.eos_token_ids)
-        self.tables = PromptTables(vocab_size=model.vocab_size, hidden_size=model.hidden_size)
-
-    @classmethod
-    def build(cls, options: EmbeddedOptions) -> EngineService:
+    def __init__(self, options: EmbeddedOptions) -> None:
         """Loads model and tokenizer and starts the engine; slow. Raises EngineSpecError."""
         if options.threads is not None:
             torch.set_num_threads(options.threads)
-        model = load_model(
+        self.options = options
+        self.model = load_model(
             options.model,
             device=options.device,
             dtype=options.dtype,
             served_name=options.served_model_name,
         )
-        service = cls(model, ChatTokenizer.load(model.tokenizer), options)
-        service.grammars.load()
-        service.engine.start()
-        return service
+        self.tokenizer = ChatTokenizer.load(self.model.tokenizer)
+        self.instance = secrets.token_hex(8)
+        self.created = int(time.time())
+        self.publisher = EventPublisher(host=options.host)
+        self.metrics = EngineMetrics()
+        self.engine = EngineCore(self.model, options, self.publisher.publish)
+        self.token_bytes = TokenBytes(self.tokenizer)
+        added = self.tokenizer.transformers.added_tokens_decoder
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        vocab_size, ends = self.model.vocab_size, self.model.eos_token_ids
+        self.grammars = Grammars(self.tokenizer, vocab_size=vocab_size, ends=ends)
+        self.grammars.load()
+        self.tables = PromptTables(vocab_size=vocab_size, hidden_size=self.model.hidden_size)
+        self.engine.start()
 
     def close(self) -> None:
         """Ends the engine and its sockets. Blocks until the running step is done."""
@@ -120,24 +327,34 @@ class EngineService:
             return await self._embedded_prompt(embeds)
         prompt = prompt_of(request.prompt)
         if isinstance(prompt, str):
-            self.check_chars(len(prompt), "prompt")
-            special = True if request.add_special_tokens is None else request.add_special_tokens
+            special = request.add_special_tokens
             token_ids = await self.tokenizer.off_loop(
-                len(prompt), lambda: self.tokenizer.encode(prompt, add_special_tokens=special)
+                len(prompt), lambda: self.encode(prompt, "prompt", special=special)
             )
-            if not token_ids:
-                raise ApiError("prompt has no tokens", param="prompt")
         else:
             token_ids = prompt
         explicit: list[Any] | None = request.extra_ids
         return self.tables.resolve(token_ids, explicit=explicit, table_id=request.prompt_table)
 
+    def encode(self, text: str, param: str, *, special: bool | None) -> TokenIds[int]:
+        """The token ids of a text, with special tokens unless that is False. Raises ApiError (400) for a text
+        that has none, or clearly more than fit."""
+        limit = self.engine.max_model_len
+        try:
+            (found,) = self.tokenizer.encode_all([text], add_special_tokens=special is not False, limit=limit)
+        except CannotFit as error:
+            raise _too_long(f"{error}: the context has {limit}", param) from error
+        if not found:
+            raise ApiError(f"{param} has no tokens", param=param)
+        return found
+
     async def _chat_prompt(self, request: ChatRequest) -> EnginePrompt:
-        size = 0
+        size, limit = 0, self.engine.max_model_len
         for name in ("messages", "tools", "chat_template_kwargs"):
-            text, data = _sizes(getattr(request, name))
-            self.check_chars(text, name)
-            size += text + data // DATA_PER_CHAR
+            chars, data = _sizes(getattr(request, name))
+            if chars > limit * MAX_CHARS_PER_TOKEN:  # refused before any work
+                raise _too_long(f"{chars} characters exceed the context of {limit} tokens", name)
+            size += chars + data // DATA_PER_CHAR
         chat = await self.tokenizer.off_loop(
             size,
             lambda: self.tokenizer.chat(
@@ -183,12 +400,6 @@ class EngineService:
         if prompt_tokens >= self.engine.max_model_len:
             raise _too_long(_beyond(prompt_tokens, self.engine.max_model_len), param)
 
-    def check_chars(self, chars: int, param: str) -> None:
-        """Refuses a text that is too long for any tokenizer, before any work."""
-        limit = self.engine.max_model_len
-        if chars > limit * MAX_CHARS_PER_TOKEN:
-            raise _too_long(f"{chars} characters exceed the context of {limit} tokens", param)
-
 
 def _beyond(prompt_tokens: int, limit: int) -> str:
     return f"a prompt of {prompt_tokens} tokens exceeds the context of {limit}"
@@ -219,8 +430,6 @@ def _sizes(field: object) -> tuple[int, int]:
 
 
 # --- the bridge between the event loop and the engine thread, for the choices of one answer -------------
-
-Outputs = list[Token | PromptScores | Finished]
 
 
 class Generation:
@@ -274,7 +483,7 @@ class Generation:
         with suppress(EngineUnavailable):  # it stops, and the answer is whole
             self._engine.call(lambda cache: cache.await_turn(target, retention, time.monotonic()))
 
-    async def outputs(self) -> dict[int, Outputs]:
+    async def outputs(self) -> dict[int, list[Output]]:
         """The outputs of each choice since the last call, of at least one. Finished is the last of a choice.
 
         Raises:
@@ -285,19 +494,11 @@ class Generation:
             self._wake.clear()
             await self._wake.wait()
         pending, self._pending = self._pending, {}
-        found: dict[int, Outputs] = {}
         for index, outputs in pending.items():
-            found[index] = []
-            for output in outputs:
-                if isinstance(output, Scheduled):
-                    if not index:
-                        self.cached_tokens = output.cached_tokens
-                    continue
-                found[index].append(output)
-                if isinstance(output, Finished):
-                    self._open.discard(index)
-                    _check(output)
-        return found
+            if isinstance(last := outputs[-1], Finished):
+                self._open.discard(index)
+                _check(last)
+        return pending
 
     def _cancel_all(self) -> None:
         for index in list(self._open):
@@ -310,6 +511,8 @@ class Generation:
     def _arrive(self, index: int, outputs: list[Output]) -> None:
         if index not in self._open:
             return
+        if not index and isinstance(first := outputs[0], Scheduled):
+            self.cached_tokens = first.cached_tokens
         self._pending.setdefault(index, []).extend(outputs)
         self._wake.set()
 

@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from engine_adapter.torch_engine.detokenize import held_back
-
 _BETWEEN = r"[ \t\r\n,;\[\]]"  # what stands between calls, and around a list of them
 _NAME_FIRST = re.compile(r"([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*")
 _NOWHERE = -1
@@ -308,6 +306,12 @@ class _JsonObject:
                     return self._at
         self._at = len(text)
         return None
+
+
+def held_back(text: str, mark: str) -> int:
+    """Length of the longest end of `text` with which `mark` may begin: 0 to `len(mark) - 1`."""
+    longest = min(len(text), len(mark) - 1)
+    return next((length for length in range(longest, 0, -1) if text.endswith(mark[:length])), 0)
 
 
 def _call_id() -> str:

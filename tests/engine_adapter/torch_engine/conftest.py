@@ -33,7 +33,7 @@ def served_engine() -> Iterator[ServedEngine]:
     """Tests share its cache and counters: use your own prompts or salts."""
     torch.set_num_threads(1)
     options = EmbeddedOptions(threads=1, kv_blocks=256, host_cache_bytes=64 << 20, prefill_chunk=64)
-    service = EngineService.build(options)
+    service = EngineService(options)
     try:
         with served(create_app(EngineHost(service), max_body_bytes=MAX_BODY_BYTES)) as url:
             yield ServedEngine(url, service)

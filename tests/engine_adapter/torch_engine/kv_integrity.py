@@ -71,7 +71,7 @@ def _leaves(cache, nodes):
     if len({node.name for node in nodes}) != len(nodes):
         yield "two blocks share a name"
     for tier in (Tier.GPU, Tier.HOST):
-        queued = cache.tree._leaves[tier].nodes()
+        queued = cache.tree.leaves[tier].nodes()
         missing = {node for node in nodes if node.tier is tier and node.evictable} - queued
         if missing:
             yield f"{tier}: {len(missing)} evictable blocks are not queued"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 
 from engine_adapter.torch_engine.kv_cache import KvCache, KvSequence
+from engine_adapter.torch_engine.kv_tree import KvTree
 from engine_adapter.types import BlocksRemoved, BlocksStored, KvTarget, Retention, Tier
 from tests.engine_adapter.torch_engine.kv_integrity import violations
 
@@ -61,14 +62,10 @@ class World:
 
     def __init__(self, gpu_blocks=8, host_blocks=0):
         self.memory = Memory(gpu_blocks, host_blocks)
-        self.cache = KvCache(
-            gpu_blocks=gpu_blocks,
-            host_blocks=host_blocks,
-            tokens_per_block=SIZE,
-            block_bytes=100,
-            copier=self.memory,
-            pin_share=0.8,
+        tree = KvTree(
+            gpu_blocks=gpu_blocks, host_blocks=host_blocks, tokens_per_block=SIZE, copier=self.memory
         )
+        self.cache = KvCache(tree, block_bytes=100, pin_share=0.8)
         self.view = View()
         self.running = []
 

@@ -9,16 +9,15 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from engine_adapter.torch_engine.answers import (
     AnswerWriter,
-    ChatShape,
-    CompletionShape,
+    CompletionWriter,
     Piece,
-    TokenUsage,
+    TokenBytes,
+    usage_of,
 )
-from engine_adapter.torch_engine.detokenize import TokenBytes
 from engine_adapter.torch_engine.requests import Token
 from engine_adapter.torch_engine.tool_calls import CallPart
 
-USAGE = TokenUsage(prompt=10, cached=4, completion=2)
+USAGE = usage_of(prompt=10, cached=4, completion=2)
 TOKENS = [
     Token(70, -0.5, ((70, -0.5), (71, float("-inf")))),
     Token(71, float("-inf"), ((70, -0.5), (72, -2.0))),
@@ -30,14 +29,8 @@ def token_bytes(tokenizer) -> TokenBytes:
     return TokenBytes(tokenizer)
 
 
-def writer(shape, *, logprobs=False, prompt_token_ids=None, usage=False) -> AnswerWriter:
-    return AnswerWriter(
-        shapes=[shape],
-        model="m",
-        with_logprobs=logprobs,
-        prompt_token_ids=prompt_token_ids,
-        include_usage=usage,
-    )
+def writer(token_bytes, *, kind=AnswerWriter, logprobs=False, usage=False) -> AnswerWriter:
+    return kind(token_bytes=token_bytes, model="m", with_logprobs=logprobs, include_usage=usage)
 
 
 def events(data: bytes) -> list[object]:
@@ -49,9 +42,7 @@ def events(data: bytes) -> list[object]:
 
 
 def test_a_whole_chat(token_bytes):
-    data = json.loads(
-        writer(ChatShape(token_bytes)).whole([Piece("hi", TOKENS, finish_reason="stop")], USAGE)
-    )
+    data = json.loads(writer(token_bytes).whole([Piece("hi", TOKENS, finish_reason="stop")], USAGE))
     answer = ChatCompletion.model_validate(data, strict=True)
     assert answer.choices[0].message.content == "hi"
     assert answer.choices[0].logprobs is None
@@ -65,9 +56,7 @@ def test_a_whole_chat(token_bytes):
 
 
 def test_chat_logprobs(tokenizer, token_bytes):
-    data = writer(ChatShape(token_bytes), logprobs=True).whole(
-        [Piece("hi", TOKENS, finish_reason="stop")], USAGE
-    )
+    data = writer(token_bytes, logprobs=True).whole([Piece("hi", TOKENS, finish_reason="stop")], USAGE)
     content = ChatCompletion.model_validate_json(data).choices[0].logprobs.content
     assert [entry.logprob for entry in content] == [-0.5, -9999.0]
     assert content[0].token == tokenizer.decode([70])
@@ -77,15 +66,15 @@ def test_chat_logprobs(tokenizer, token_bytes):
 
 def test_each_part_of_a_character_has_its_bytes(tokenizer, token_bytes):
     parts = tokenizer.encode("a\U0001f9ff", add_special_tokens=False)
-    entries = ChatShape(token_bytes).logprobs([Token(part, -1.0, ()) for part in parts])["content"]
+    entries = writer(token_bytes).logprobs(0, [Token(part, -1.0, ()) for part in parts])["content"]
     assert len(entries) > 2
     assert bytes(byte for entry in entries for byte in entry["bytes"]) == "a\U0001f9ff".encode()
     assert entries[1]["token"].startswith("\\xf0")
 
 
 def test_completion_logprobs_and_their_offsets(tokenizer, token_bytes):
-    shape = CompletionShape(token_bytes)
-    first, second = shape.logprobs(TOKENS[:1]), shape.logprobs(TOKENS[1:])
+    out = writer(token_bytes, kind=CompletionWriter)
+    first, second = out.logprobs(0, TOKENS[:1]), out.logprobs(0, TOKENS[1:])
     assert first["text_offset"] == [0]
     assert second["text_offset"] == [len(tokenizer.decode([70]))]
     assert second["token_logprobs"] == [-9999.0]
@@ -95,7 +84,7 @@ def test_completion_logprobs_and_their_offsets(tokenizer, token_bytes):
 
 def test_offsets_count_characters_not_tokens(tokenizer, token_bytes):
     tokens = [Token(i, -1.0, ()) for i in tokenizer.encode("\U0001f9ff!", add_special_tokens=False)]
-    offsets = CompletionShape(token_bytes).logprobs(tokens)["text_offset"]
+    offsets = writer(token_bytes, kind=CompletionWriter).logprobs(0, tokens)["text_offset"]
     assert offsets == [0] * (len(tokens) - 1) + [1]
 
 
@@ -107,7 +96,7 @@ CALLS = [
 
 
 def test_tool_calls_whole_and_streamed(token_bytes):
-    out = writer(ChatShape(token_bytes))
+    out = writer(token_bytes)
     data = out.whole([Piece("", TOKENS, CALLS, finish_reason="tool_calls")], USAGE)
     message = ChatCompletion.model_validate_json(data, strict=True).choices[0].message
     assert message.content is None
@@ -128,7 +117,7 @@ def test_tool_calls_whole_and_streamed(token_bytes):
 
 
 def test_a_chat_stream(token_bytes):
-    out = writer(ChatShape(token_bytes), usage=True)
+    out = writer(token_bytes, usage=True)
     (role,) = events(out.opening())
     (part,) = events(out.piece(0, Piece('ge"sagt\u2028', TOKENS)))
     last, usage, done = events(out.piece(0, Piece("", finish_reason="stop")) + out.end(USAGE))
@@ -145,5 +134,5 @@ def test_a_chat_stream(token_bytes):
 
 
 def test_a_piece_that_shows_nothing_is_no_chunk(token_bytes):
-    assert writer(ChatShape(token_bytes)).piece(0, Piece("", TOKENS)) == b""
-    assert writer(ChatShape(token_bytes), logprobs=True).piece(0, Piece()) == b""
+    assert writer(token_bytes).piece(0, Piece("", TOKENS)) == b""
+    assert writer(token_bytes, logprobs=True).piece(0, Piece()) == b""

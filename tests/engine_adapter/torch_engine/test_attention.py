@@ -9,13 +9,12 @@ from engine_adapter.errors import EngineSpecError
 from engine_adapter.torch_engine.attention import (
     STAGED_BLOCKS,
     AttentionCall,
-    Decodes,
     KvStorage,
     LayerShape,
     PagedBatch,
+    Part,
     Probe,
     Scratch,
-    Span,
     attention_context,
     bytes_per_token,
     paged_attention,
@@ -71,16 +70,16 @@ def test_a_mixed_step_attends_each_row_over_its_own_sequence(window, softcap):
         ([5, 6], 7, 3),  # contiguous
         ([9, 2], 5, 5),  # from the first token, and not contiguous
     ]
-    slots, spans, row = [], [], 0
+    slots, parts, row = [], [Part(0, 2, torch.tensor([6, 2]), 6, blocks=torch.tensor([3, 1, 0, 0]))], 0
     for blocks, length, rows in sequences:
         slots += [blocks[at // SIZE] * SIZE + at % SIZE for at in range(length - rows, length)]
         if rows > 1:
             together = blocks[-1] - blocks[0] == len(blocks) - 1
             scattered = None if together else torch.tensor(blocks)
-            spans.append(Span(row, row + rows, length, blocks[0] * SIZE, scattered))
+            lengths = torch.tensor([length])
+            parts.append(Part(row, row + rows, lengths, length, blocks[0] * SIZE, scattered))
         row += rows
-    decodes = Decodes(0, 2, torch.tensor([3, 1, 0, 0]), torch.tensor([6, 2]))
-    output = PagedBatch(planes.layers, torch.tensor(slots), [decodes, *spans], Scratch(SIZE)).attend(asked)
+    output = PagedBatch(planes.layers, torch.tensor(slots), parts, Scratch(SIZE)).attend(asked)
     row = 0
     for blocks, length, rows in sequences:
         at = [blocks[position // SIZE] * SIZE + position % SIZE for position in range(length)]

@@ -9,11 +9,20 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from engine_adapter.prompt.chat import ChatTokenizer
-from engine_adapter.torch_engine.detokenize import Detokenizer, TextOffsets, TokenBytes, shown
+from engine_adapter.torch_engine.answers import (
+    Detokenizer,
+    TextOffsets,
+    TokenBytes,
+    shown,
+)
+
+
+def special_ids(tokenizer):
+    return frozenset(i for i, token in tokenizer.transformers.added_tokens_decoder.items() if token.special)
 
 
 def pieces(tokenizer, ids, stops=()):
-    detokenizer = Detokenizer(tokenizer, stops)
+    detokenizer = Detokenizer(tokenizer, stops, skipped=special_ids(tokenizer))
     texts = []
     for token in ids:
         texts.append(detokenizer.push(token))
@@ -106,18 +115,34 @@ def _token_of(tokenizer, byte):
 def test_bytes_that_never_make_a_character_hold_nothing_back(tokenizer):
     """They are shown, each as U+FFFD, and what a token costs does not grow with how many came."""
     lead = _token_of(tokenizer, 0xC3)
+    texts, longest = counted(tokenizer, [lead] * 400)
+    assert longest <= 16
+    assert sum(map(bool, texts)) > 90
+    assert "".join(texts) == tokenizer.decode([lead] * 400)
+
+
+@pytest.mark.parametrize("silent", ["special", "unknown"])
+def test_tokens_without_text_make_no_later_token_dearer(tokenizer, silent):
+    token = tokenizer.eos_token_id if silent == "special" else tokenizer.vocab_size + 5
+    (letter,) = tokenizer.encode("x", add_special_tokens=False)
+    texts, longest = counted(tokenizer, [letter, *[token] * 400, letter])
+    assert longest <= 16
+    assert "".join(texts) == "xx"
+
+
+def counted(tokenizer, ids):
+    """The pieces of text, and the most tokens that were decoded at once."""
     decoded = []
 
     class Counting:
+        transformers = tokenizer.transformers
+        vocab_size = tokenizer.vocab_size
+
         def decode(self, ids, **options):
             decoded.append(len(ids))
             return tokenizer.decode(ids, **options)
 
-    detokenizer = Detokenizer(Counting())
-    texts = [detokenizer.push(lead) for _ in range(400)]
-    assert max(decoded) <= 16
-    assert sum(map(bool, texts)) > 90
-    assert "".join(texts) + detokenizer.finish() == tokenizer.decode([lead] * 400)
+    return pieces(Counting(), ids)[0], max(decoded)
 
 
 @given(st.lists(st.sampled_from([0xC3, 0xA9, 0x41, 0x20]), max_size=60))

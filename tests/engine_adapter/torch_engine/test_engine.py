@@ -239,7 +239,7 @@ def fail_on_poison(world, error, times=10**9):
     left = iter(range(times))
 
     def poisoned(work):
-        if any(item.sequence.tokens[0] == POISON for item in work) and next(left, None) is not None:
+        if any(item.tokens[0] == POISON for item in work) and next(left, None) is not None:
             raise error
         return run(work)
 
@@ -422,8 +422,9 @@ def test_stop_cancels_what_is_in_flight(world):
     assert answer.wait().finished.reason == "cancelled"
     assert not world.engine.alive
     assert world.engine.wait() is None
-    with pytest.raises(EngineUnavailable):
+    with pytest.raises(RuntimeError):
         world.engine.start()
+    assert not world.engine.alive
 
 
 # --- refusals -----------------------------------------------------------------------------------------
@@ -433,20 +434,10 @@ def test_requests_that_never_fit_are_refused(llama):
     model, _ = llama
     with served(model, kv_blocks=4) as world:
         assert world.engine.max_model_len == 16
-        with pytest.raises(RequestRefused, match="at most 16 fit") as refused:
+        with pytest.raises(RequestRefused, match="1 to 15 fit") as refused:
             world.ask(prompt_of(16))
         assert refused.value.param == "prompt"
         assert world.ask(prompt_of(15), 5).wait().finished.reason == "length"
-
-
-def test_an_id_in_flight_is_refused(world):
-    first = world.ask(prompt_of(9), 200, request_id="same")
-    with pytest.raises(RequestRefused, match="in flight") as refused:
-        world.ask(prompt_of(9), request_id="same")
-    assert refused.value.param == "request_id"
-    world.engine.cancel("same")
-    first.wait()
-    world.ask(prompt_of(9), request_id="same").wait()
 
 
 def test_without_a_size_the_cache_is_sized_by_the_free_memory(llama, caplog, monkeypatch):

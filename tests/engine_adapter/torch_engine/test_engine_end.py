@@ -9,7 +9,7 @@ import httpx
 import pytest
 import torch
 
-from engine_adapter.torch_engine.scheduler import compute, is_fatal
+from engine_adapter.torch_engine.engine import is_fatal
 from engine_adapter.torch_engine.serve import EmbeddedOptions
 from engine_adapter.torch_engine.server import EngineHost, create_app
 from engine_adapter.torch_engine.service import EngineService
@@ -22,7 +22,7 @@ BODY = {"prompt": [5, 6, 7], "max_tokens": 900, "ignore_eos": True}
 async def mortal():
     """A service for this test alone, and its client."""
     torch.set_num_threads(1)
-    service = await asyncio.to_thread(EngineService.build, EmbeddedOptions(threads=1, kv_blocks=64))
+    service = await asyncio.to_thread(EngineService, EmbeddedOptions(threads=1, kv_blocks=64))
     try:
         with served(create_app(EngineHost(service))) as url:
             async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client:
@@ -71,11 +71,3 @@ async def test_streams_and_answers_are_cut_and_health_tells(mortal):
 )
 def test_errors_of_the_device_are_fatal(error, fatal):
     assert is_fatal(error) is fatal
-
-
-def test_no_items_are_no_work():
-    class Runner:
-        def run(self, work):
-            return torch.zeros(len(work), 5)
-
-    assert compute(Runner(), []) == []

@@ -19,10 +19,9 @@ from engine_adapter.torch_engine.grammar import (
     structure_of,
     tool_use_of,
 )
-from engine_adapter.torch_engine.protocol import CompletionRequest
+from engine_adapter.torch_engine.protocol import ApiError, CompletionRequest
 from engine_adapter.torch_engine.requests import RequestRefused
 from engine_adapter.torch_engine.tool_calls import HERMES
-from engine_adapter.torch_engine.web import ApiError
 
 VOCAB, END = 4096, 2
 POINT = {

@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 import xxhash
 
-from engine_adapter.torch_engine.kv_node import LeafQueue, Node
-from engine_adapter.torch_engine.kv_tree import CopyFailed, KvTree
+from engine_adapter.torch_engine.kv_tree import CopyFailed, KvTree, LeafQueue, Node
 from engine_adapter.types import KvTarget, Tier
 from tests.engine_adapter.torch_engine.kv_world import World
 

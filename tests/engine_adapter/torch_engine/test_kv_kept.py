@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_adapter.torch_engine.kv_node import KeptBlocks, Node
+from engine_adapter.torch_engine.kv_tree import KeptBlocks, Node
 from engine_adapter.types import KvTarget, Retention
 from tests.engine_adapter.torch_engine.kv_integrity import by_owner
 from tests.engine_adapter.torch_engine.kv_world import SIZE, World

@@ -11,8 +11,8 @@ import openai
 import pytest
 
 from engine_adapter.prompt.chat import ChatTokenizer
+from engine_adapter.torch_engine.completions import _shows_special
 from engine_adapter.torch_engine.grammar import ToolUse
-from engine_adapter.torch_engine.prepare import _shows_special
 from engine_adapter.torch_engine.tool_calls import HERMES, MISTRAL
 from engine_adapter.types import TOOL_S
 
@@ -146,11 +146,10 @@ def test_special_tokens_are_shown_where_calls_begin_with_one(tokenizer_dir):
     tokenizer = ChatTokenizer.load(str(tokenizer_dir))
     tokenizer.transformers.add_tokens([MISTRAL.opens], special_tokens=True)
     service = SimpleNamespace(tokenizer=tokenizer)
-    assert _shows_special(service, ToolUse(), MISTRAL)
-    assert not _shows_special(service, ToolUse(), HERMES)
-    assert not _shows_special(service, ToolUse(), None)
-    assert not _shows_special(service, ToolUse(listed=True), MISTRAL)
-    assert not _shows_special(service, None, MISTRAL)
+    assert _shows_special(service, ToolUse(format_=MISTRAL))
+    assert not _shows_special(service, ToolUse(format_=HERMES))
+    assert not _shows_special(service, ToolUse())
+    assert not _shows_special(service, None)
 
 
 async def test_logprobs_of_a_chat_have_all_bytes(client):

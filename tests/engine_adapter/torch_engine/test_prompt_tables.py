@@ -8,8 +8,8 @@ from safetensors.torch import save
 
 from engine_adapter.errors import PromptTableError
 from engine_adapter.prompt.extra_ids import parse_embeddings, prompt_table_extra_id
-from engine_adapter.torch_engine.prompt_tables import PromptTables, embedding_tensor, parse_extra_id
-from engine_adapter.torch_engine.web import ApiError
+from engine_adapter.torch_engine.protocol import ApiError
+from engine_adapter.torch_engine.service import PromptTables, embedding_tensor, parse_extra_id
 from engine_adapter.types import extra_array, token_array
 
 VOCAB, HIDDEN = 100, 4
@@ -96,8 +96,8 @@ def test_values_survive_in_their_type(dtype):
     assert torch.equal(tensor, values)
 
 
-def test_the_total_size_is_limited():
-    tables = PromptTables(vocab_size=VOCAB, hidden_size=HIDDEN, max_total_bytes=100)
+def test_the_total_size_is_limited(tables, monkeypatch):
+    monkeypatch.setattr("engine_adapter.torch_engine.service.MAX_TOTAL_BYTES", 100)
     tables.keep(tables.read("a", table(0.1), None))
     with pytest.raises(ApiError) as caught:
         tables.keep(tables.read("b", table(0.2, rows=4), None))

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from engine_adapter.torch_engine.protocol import (
+    ApiError,
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
@@ -20,7 +21,6 @@ from engine_adapter.torch_engine.protocol import (
     target_of,
 )
 from engine_adapter.torch_engine.requests import SamplingParams
-from engine_adapter.torch_engine.web import ApiError
 from engine_adapter.types import Retention, extra_array, token_array
 
 
@@ -50,6 +50,7 @@ def sampling(request):
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
         ({"stop": ["a", ""]}, "stop[1]"),
         ({"stop": ["a"] * 5}, "stop"),
+        ({"stop": "a" * 1001}, "stop"),
         ({"stop": ["a", 5]}, "stop[1]"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"5": 101}}, "logit_bias"),

@@ -8,22 +8,17 @@ from collections import Counter
 import pytest
 import torch
 
-from engine_adapter.torch_engine.requests import RequestRefused, SamplingParams
-from engine_adapter.torch_engine.sampling import Filters, Sampler, _first_above, _pick, choose_all, draw
+from engine_adapter.torch_engine.requests import GenerationRequest, RequestRefused, SamplingParams
+from engine_adapter.torch_engine.sampling import Filters, Sampler, _first_above, choose_all, draw
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -2.0, -30.0])
 
 
 def sampler(prompt=(), ends=(), seed=0, answered=0, constraint=None, **params):
-    return Sampler(
-        SamplingParams(**params),
-        array("i", prompt),
-        answered=answered,
-        ends=frozenset(ends),
-        vocab_size=len(LOGITS),
-        seed=seed,
-        constraint=constraint,
+    request = GenerationRequest(
+        "r", array("i", prompt), SamplingParams(**params), answered=answered, constraint=constraint
     )
+    return Sampler(request, ends=frozenset(ends), vocab_size=len(LOGITS), seed=seed)
 
 
 def choose(chosen, logits=LOGITS):
@@ -71,7 +66,8 @@ def test_equal_seeds_give_equal_samples():
 
 def test_a_request_seed_wins_over_the_engines():
     def drawn(fallback, seed):
-        chosen = Sampler(SamplingParams(seed=seed), array("i"), ends=frozenset(), vocab_size=6, seed=fallback)
+        request = GenerationRequest("r", array("i"), SamplingParams(seed=seed))
+        chosen = Sampler(request, ends=frozenset(), vocab_size=6, seed=fallback)
         return [choose(chosen).token_id for _ in range(30)]
 
     assert drawn(1, 9) == drawn(2, 9)
@@ -201,10 +197,7 @@ def test_a_structure_hides_no_broken_scores(value):
         def accept(self, token):
             pass
 
-    sampler = Sampler(
-        SamplingParams(), array("i"), ends=frozenset(), vocab_size=8, seed=0, constraint=Second()
-    )
-    (choice,) = choose_all(logits[None], [sampler])
+    choice = choose(sampler(constraint=Second()), logits)
     assert "no token can be chosen" in str(choice)
 
 
@@ -285,13 +278,14 @@ def test_sums_of_a_gpu_give_no_chance_to_a_token_without_one():
     assert Counter(_first_above(sums, chances, numbers).tolist()) == {1: 2000, 5: 2001}
 
 
-def test_a_gpu_picks_what_a_cpu_does():
+def test_the_first_sum_above_the_number_is_picked():
     draw = torch.Generator().manual_seed(2)
     chances = torch.rand(500, 40, generator=draw) * (torch.rand(500, 40, generator=draw) < 0.3)
     chances[:, 7] = 0.1
     numbers = torch.rand(500, generator=draw)
-    found = _first_above(chances.cumsum(-1), chances, numbers)
-    assert torch.equal(found, _pick(chances.clone(), numbers))
+    sums = chances.cumsum(-1)
+    expected = torch.searchsorted(sums, (numbers * sums[:, -1])[:, None], right=True)[:, 0]
+    assert torch.equal(_first_above(sums, chances, numbers), expected)
 
 
 @pytest.mark.parametrize("width", [1, 4, 20])

@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 from engine_adapter import EngineUnavailable
 from engine_adapter.errors import EngineSpecError
 from engine_adapter.torch_engine.engine import MAX_FAILED_STEPS
-from engine_adapter.torch_engine.process import serve_engine
 from engine_adapter.torch_engine.serve import DEFAULT_KV_BLOCKS, MEMORY_SHARE, EmbeddedOptions, app
+from engine_adapter.torch_engine.server import serve_engine
 from tests.engine_adapter.torch_engine import failing_engine as failing
 from tests.engines import running_engine
 

@@ -9,10 +9,9 @@ from starlette.requests import ClientDisconnect
 
 from engine_adapter.errors import PromptTableError
 from engine_adapter.torch_engine.engine import Counters
-from engine_adapter.torch_engine.metrics import EngineMetrics
-from engine_adapter.torch_engine.protocol import ChatRequest, CompletionRequest
+from engine_adapter.torch_engine.protocol import ApiError, ChatRequest, CompletionRequest, read_body
 from engine_adapter.torch_engine.server import EngineHost, create_app
-from engine_adapter.torch_engine.web import ApiError, read_body
+from engine_adapter.torch_engine.service import EngineMetrics
 from tests.engines import served
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "temperature": 0}

@@ -7,9 +7,8 @@ import json
 import pytest
 
 from engine_adapter.torch_engine.grammar import MAX_BYTES, MAX_GRAMMAR_BYTES, structure_of, tool_use_of
-from engine_adapter.torch_engine.protocol import CompletionRequest
+from engine_adapter.torch_engine.protocol import ApiError, CompletionRequest
 from engine_adapter.torch_engine.tool_calls import HERMES, MISTRAL, ListedCalls, MarkedCalls
-from engine_adapter.torch_engine.web import ApiError
 
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}}
 DEFS = {"$defs": {"y": {"type": "string"}}, **SCHEMA}
@@ -82,8 +81,8 @@ def test_what_cannot_be_asked_for_is_named(fields, param):
 def test_the_model_decides(choice):
     found = use(choice=choice)
     assert found.structure is None
-    assert isinstance(found.reader(HERMES), MarkedCalls)
-    assert found.reader(None) is None
+    assert isinstance(found.reader(), MarkedCalls)
+    assert use(choice=choice, format_=None).reader is None
 
 
 def test_strict_tools_are_kept_to_their_parameters_where_calls_have_both_marks():
@@ -103,7 +102,7 @@ def test_a_call_of_any_function_is_required():
     assert [call["properties"]["name"]["const"] for call in schema["items"]["anyOf"]] == ["f", "g"]
     assert schema["$defs"] == {"0": DEFS, "1": {"type": "object"}}
     assert "maxItems" not in schema
-    assert isinstance(found.reader(None), ListedCalls)
+    assert isinstance(found.reader(), ListedCalls)
     assert json.loads(use(choice="required", parallel=False).structure.text)["maxItems"] == 1
 
 
