@@ -70,8 +70,8 @@ class Comparison:
     async def explain(self, record: RequestRecord) -> Diagnosis:
         """Why no more of a finished request's prompt was reused, compared with the nearest earlier one: the
         request of the same tenant that shares most of its prompt; of equals the newest of the same API. If
-        none shares a block and a tenth of it: the one that it continues, or one whose text is alike, on
-        whatever model, with the same tools if there is one."""
+        that is less than a tenth: one whose text is alike and repeats a tenth behind a difference. If none
+        shares a block: the one that it continues, or one whose text is alike, on whatever model."""
         if record.diagnosis is None:
             earlier = [
                 other
@@ -154,15 +154,20 @@ class Comparison:
             if shared > most:
                 best, most = other, shared
         fields = self._log.fields(record)
-        least = max(self.tokens_per_block(record), REPEATED * (record.n_tokens or 0))
-        if most >= least or fields is None:
+        least, block = REPEATED * (record.n_tokens or 0), self.tokens_per_block(record)
+        if most >= max(least, block) or fields is None:
             return best
         newest, continued = earlier[::-1], fields.get(CONTINUED)
         goes_on = [other for other in newest if continued is not None and other.answer_id == continued]
         looks = [(other, self._log.fields(other) or {}) for other in newest[:_LOOKS]]
         looks.sort(key=lambda look: look[1].get("tools") != fields.get("tools"))
         alike = (other for other, others in looks if are_alike(fields, others))
-        return next(chain(goes_on, alike), best if most >= self.tokens_per_block(record) else None)
+        if most < block:
+            return next(chain(goes_on, alike), None)
+        # More than it shares with any may stand behind a difference.
+        near = (other for other in alike if _namespace(other) == _namespace(record))
+        likeness = ((other, self._likeness(record, other)) for other in near)
+        return next((other for other, like in likeness if like.repeated_tokens >= least), best)
 
     def _likeness(self, record: RequestRecord, other: RequestRecord) -> Compared:
         """How the prompts of two requests compare."""
