@@ -8,8 +8,8 @@ import gc
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from itertools import islice
 from math import inf
 from traceback import walk_stack
@@ -114,6 +114,13 @@ async def until(is_so: Callable[[], bool], seconds: float = inf) -> None:
     deadline = asyncio.get_running_loop().time() + seconds
     while not is_so() and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110 - a rare wait
         await asyncio.sleep(_POLL_S)
+
+
+async def within(seconds: float, work: Awaitable[object]) -> None:
+    """Awaits something, but not longer."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await work
 
 
 # --- measures how late the event loop is, and says what blocked it --------------------------------------

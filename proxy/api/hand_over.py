@@ -95,8 +95,7 @@ def _builders(fleet: Fleet) -> list[tuple[str, PromptBuilder]]:
 def _take(engine: Engine) -> EngineCounts:
     ended, audit, ahead = (engine.served, engine.prefilled, engine.failed), engine.audit, engine.ahead
     counts = EngineCounts(*ended, audit.counts, dict(audit.unchecked), ahead)
-    engine.from_peers += sum(ended)
-    engine.prefilled = engine.failed = 0
+    engine.served = engine.prefilled = engine.failed = 0
     audit.counts, engine.ahead = AuditCounts(), AheadCounts()
     audit.unchecked.clear()
     return counts
@@ -124,7 +123,7 @@ def add(fleet: Fleet, metrics: Metrics, counts: WorkerCounts) -> None:
 
 
 def _add(engine: Engine, counts: EngineCounts) -> None:
-    engine.from_peers -= counts.served + counts.prefilled + counts.failed
+    engine.served += counts.served
     engine.prefilled += counts.prefilled
     engine.failed += counts.failed
     engine.audit.counts = _sum(engine.audit.counts, counts.audit)

@@ -4,19 +4,18 @@ predictions."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from time import monotonic, time
 from typing import Any
 
 import anyio
 import msgspec
 
-from engine_adapter import EngineError, Finding, ModelState, Role, Tier
+from engine_adapter import EngineError, ModelState, Role, Tier
 from proxy.control.kv import PinAnswer
 from proxy.core.audit import AuditView, Trust, Unchecked
-from proxy.core.books import EngineBook
 from proxy.core.placement.tiering import AheadCounts
 from proxy.fleet.destinations import of_role, of_sharing
 from proxy.fleet.engine import DrainReason, Engine, EngineState
@@ -29,9 +28,6 @@ from proxy.prompt import Exactness
 from proxy.settings import EngineSettings
 
 # --- what the admin API says of engines -----------------------------------------------------------------
-
-# A removed engine that nothing names is listed for this long.
-_RECENT_S = 86_400.0
 
 
 class EngineAnswer(msgspec.Struct, kw_only=True):
@@ -109,6 +105,8 @@ def describe_engine(engine: Engine, pool: Pool | None) -> EngineAnswer:
     spec, info, audit = engine.adapter.spec, engine.info, engine.audit.view()
     load = engine.ledger.view(monotonic())
     rates = pool.placer.books[engine.id].rates if pool is not None else None
+    findings = (*of_role(engine, pool), *of_sharing(engine, pool), *of_tokens(engine, pool))
+    findings = (*findings, *engine.findings(), *engine.adapter.findings())
     return EngineAnswer(
         id=engine.id,
         kind=spec.kind,
@@ -134,13 +132,8 @@ def describe_engine(engine: Engine, pool: Pool | None) -> EngineAnswer:
         prefill_tok_s=rates.prefill_tok_s if rates is not None else None,
         last_error=(engine.process.error if engine.process is not None else None) or engine.last_error,
         owner=engine.owner,
-        findings=[str(each) for each in _findings_of(engine, pool)],
+        findings=[str(each) for each in findings],
     )
-
-
-def _findings_of(engine: Engine, pool: Pool | None) -> tuple[Finding, ...]:
-    of_pool = (*of_role(engine, pool), *of_sharing(engine, pool), *of_tokens(engine, pool))
-    return (*of_pool, *engine.findings(), *engine.adapter.findings())
 
 
 def describe_drained(engine: Engine, fleet: Fleet, *, is_told: bool) -> DrainedEngine:
@@ -174,22 +167,6 @@ def warning_of(fleet: Fleet, names: Collection[str], undo: str, *, is_told: bool
     if not is_told:
         warnings.append("the exchange is gone: other kvpins follow this order when it is back")
     return "; ".join(warnings) or None
-
-
-def removed_engines(book: EngineBook, known: Mapping[str, EngineSettings]) -> list[RemovedEngine]:
-    """The engines that operators have removed, the last first: those that settings or sources name, which are
-    the `known` ones, and those of the last day."""
-    since = time() - _RECENT_S
-    return [
-        RemovedEngine(
-            engine=place_of(mark.engine),
-            removed=datetime.fromtimestamp(mark.at, UTC).replace(microsecond=0),
-            named=mark.engine in known,
-            undo=undo_of(known.get(mark.engine)),
-        )
-        for mark in book.removals()
-        if mark.engine in known or mark.at >= since
-    ]
 
 
 def place_of(order: str) -> str:

@@ -6,7 +6,6 @@ import asyncio
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator
-from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -25,6 +24,7 @@ from proxy.fleet.state_files import KeyBookFile, TableFiles
 from proxy.prompt import RegisteredTables
 from proxy.prompt.registered_tables import read_table
 from proxy.request.tenants import ApiKey, Tenants
+from proxy.runtime import within
 from proxy.settings import SettingsError
 
 # --- keys of clients that the admin API issues and removes ----------------------------------------------
@@ -171,9 +171,7 @@ class IssuedKeys:
         """Follows the file, which other kvpins may change, and saves what they tell. Runs for ever."""
         while True:
             await self.look()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_LOOK_S):
-                    await self._is_wanted.wait()
+            await within(_LOOK_S, self._is_wanted.wait())
 
     async def look(self) -> None:
         """Takes over what is new in the file, and saves what it lacks."""

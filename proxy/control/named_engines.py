@@ -14,20 +14,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from enum import Enum
 
 from engine_adapter import EngineSpec
 from proxy.fleet.discovery import FoundEngine
 from proxy.fleet.engine import order_name
 from proxy.settings import EngineEntry, EngineSettings, StartedSettings, are_alike, kept_ids
-
-
-class NamedBy(Enum):
-    """Who names an engine."""
-
-    SETTINGS = "settings"
-    SOURCE = "source"
-    OPERATOR = "operator"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +29,8 @@ class NamedEngine:
         entry: its adapter, and its process, are made from this.
         order: its name in operators' orders; None for one that kvpin starts, which cannot be removed.
         whole: the entry that names it: that of a server with several ranks or models stands for several.
-        ordered: the settings by which an operator added it. They may differ from `entry` in the id.
+        ordered: the settings by which an operator added it. They may differ from `entry` in the id. None for
+            one that settings or sources name.
         is_ready: False if its source says that it should get no new requests.
         counts: False for one that is named elsewhere, too, and that counts there; and for one that has never
             been ready.
@@ -46,7 +38,6 @@ class NamedEngine:
     """
 
     entry: EngineEntry
-    origin: NamedBy
     order: str | None
     whole: EngineEntry
     ordered: EngineSettings | None = None
@@ -133,7 +124,7 @@ def named_engines(
             # What is named as an operator ordered it, but for its id, stays when nobody else names it.
             same = used.get(order, entry)
             as_used = same if are_alike(same, entry) and same.id not in ids else entry
-            named.append(NamedEngine(as_used, NamedBy.OPERATOR, order, as_used, ordered=entry))
+            named.append(NamedEngine(as_used, order, as_used, ordered=entry))
     return named
 
 
@@ -150,25 +141,23 @@ def _by_settings_and_sources(
 ) -> Iterator[NamedEngine]:
     """What they name, not yet split into parts."""
     ids, servers = set[str](), defaultdict[str, list[EngineSpec]](list)
-    before = {
-        each.whole.id: each.whole for each in have if each.origin is not NamedBy.OPERATOR and each.counts
-    }
+    before = {each.whole.id: each.whole for each in have if each.ordered is None and each.counts}
 
-    def named(entry: EngineEntry, origin: NamedBy, *, is_ready: bool = True) -> NamedEngine:
+    def named(entry: EngineEntry, *, is_found: bool = False, is_ready: bool = True) -> NamedEngine:
         """It counts if nothing has its id or its server yet, and it is ready, or was."""
         spec = entry.spec() if isinstance(entry, EngineSettings) else None
         others = servers[spec.server] if spec is not None and entry.id not in ids else []
         is_new = entry.id not in ids and not (spec is not None and any(map(spec.is_same, others)))
         others += [spec] if spec is not None else []
-        counts = origin is NamedBy.SETTINGS or (is_new and (is_ready or entry.id in before))
+        counts = not is_found or (is_new and (is_ready or entry.id in before))
         ids.update([entry.id] if counts else [])
-        return NamedEngine(entry, origin, order_of(entry, spec), entry, is_ready=is_ready, counts=counts)
+        return NamedEngine(entry, order_of(entry, spec), entry, is_ready=is_ready, counts=counts)
 
     for entry in settings:
-        yield named(entry, NamedBy.SETTINGS)
+        yield named(entry)
     for each in found:
         entry = each.entry if each.is_ready else before.get(each.entry.id, each.entry)
-        yield named(entry, NamedBy.SOURCE, is_ready=each.is_ready)
+        yield named(entry, is_found=True, is_ready=each.is_ready)
 
 
 def _with_kept_ids(named: list[NamedEngine], have: Iterable[NamedEngine]) -> list[NamedEngine]:

@@ -280,7 +280,7 @@ class Operations:
         """Runs `work` on the operation in the background."""
         self._operations[operation.operation_id] = operation
         self._trim()
-        self._tasks.start(_task(operation.operation_id), _run(operation, work))
+        self._tasks.start(f"operation {operation.operation_id}", _run(operation, work))
         return operation
 
     def get(self, operation_id: str) -> Operation:
@@ -298,7 +298,7 @@ class Operations:
         """Ends a running operation; what is done stays done. Raises NotFound."""
         operation = self.get(operation_id)
         operation.end(OperationState.CANCELLED, "cancelled")
-        self._tasks.cancel(_task(operation_id))
+        self._tasks.cancel(f"operation {operation_id}")
         return operation
 
     def stop_on(self, engine_id: str) -> None:
@@ -342,7 +342,3 @@ async def _run(operation: Operation, work: Callable[[Operation], Coroutine[Any, 
         # Still open here only after a bug, which the supervisor logs.
         why = "kvpin failed on this operation; the log has the details"
         operation.end(OperationState.FAILED, why, HTTPStatus.INTERNAL_SERVER_ERROR)
-
-
-def _task(operation_id: str) -> str:
-    return f"operation {operation_id}"

@@ -64,10 +64,6 @@ class PromptsAndPins(msgspec.Struct, frozen=True, array_like=True):
     pins: list[tuple[str, BlockHash]]
 
 
-async def _nobody() -> Iterable[bytes]:
-    return ()
-
-
 @dataclass(frozen=True, slots=True)
 class KeptPrompts:
     """Gathers the prompts and pins of all workers.
@@ -78,7 +74,7 @@ class KeptPrompts:
     _fleet: Fleet
     _requests: RequestLog
     _pins: PinBook
-    _others: Callable[[], Awaitable[Iterable[bytes]]] = _nobody
+    _others: Callable[[], Awaitable[Iterable[bytes]]]
     _clock: Callable[[], float] = time.monotonic
 
     async def own(self) -> PromptsAndPins:
@@ -235,9 +231,14 @@ class Prefixes:
             NotFound: no prompt that kvpin keeps goes through `under`.
             BadRequest: `under` is no id of a prefix.
         """
+        try:
+            block = int(under, 16) if under is not None else None
+        except ValueError as error:
+            why = "under must be the id of a prefix, as this route answers it"
+            raise BadRequest(why, param="under") from error
         kept = await self._prompts.all()
         tree, requests = await self._grow(kept.prompts)
-        top = None if under is None else await _find(tree, _block_of(under))
+        top = await _find(tree, block) if block is not None else None
         tops = [*tree.roots.values()] if top is None else [top]
         pinned = await _pinned(tree, kept.pins)
         path = [self._answer(node, pinned) for node in top.path()] if top is not None else []
@@ -340,15 +341,6 @@ async def _pinned(
                 pinned.setdefault(each, []).extend(ends[block])
         await asyncio.sleep(0)
     return pinned
-
-
-def _block_of(under: str) -> BlockHash:
-    try:
-        return int(under, 16)
-    except ValueError as error:
-        raise BadRequest(
-            "under must be the id of a prefix, as this route answers it", param="under"
-        ) from error
 
 
 async def _find(tree: PrefixTree[_Owner], last: BlockHash) -> PrefixNode[_Owner]:

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from functools import lru_cache, partial
 from itertools import count
 
@@ -30,8 +31,8 @@ import structlog
 from pydantic import ValidationError
 
 from engine_adapter import EngineAdapter, EngineInfo, EngineSpec, EngineSpecError
-from proxy.control.engines import RemovedEngine, removed_engines, undo_of
-from proxy.control.named_engines import NamedBy, NamedEngine, Parts, named_engines, order_of
+from proxy.control.engines import RemovedEngine, place_of, undo_of
+from proxy.control.named_engines import NamedEngine, Parts, named_engines, order_of
 from proxy.control.operations import Operations
 from proxy.core.books import MAX_MARKS
 from proxy.errors import Conflict
@@ -55,6 +56,8 @@ log = structlog.get_logger(__name__)
 
 FIRST_BACKOFF_S = 1.0
 MAX_BACKOFF_S = 30.0
+# A removed engine that nothing names is listed for this long.
+_RECENT_S = 86_400.0
 _Made = tuple[NamedEngine, EngineAdapter, ManagedEngine | None]
 
 
@@ -223,7 +226,7 @@ class Reconciler:
             tuple(info.models) or info.ranks,
         )
         was_known = url in self._parts
-        if member is None or member.is_leaving or member.named.origin is NamedBy.OPERATOR:
+        if member is None or member.is_leaving or member.named.ordered is not None:
             return False  # what an operator added is as the order says
         if not self._parts.learn(url, parts):
             return False
@@ -271,7 +274,7 @@ class Reconciler:
         if not settings.id:
             free = (name for n in count() if (name := f"{spec.kind}-{n}") not in self._fleet.engines)
             settings = settings.model_copy(update={"id": next(free)})
-        named = NamedEngine(settings, NamedBy.OPERATOR, order, settings, ordered=settings)
+        named = NamedEngine(settings, order, settings, ordered=settings)
         engine = self._join_at_free_place(named, settings.spec())
         self._named.append(named)
         book.add(order, engine_as_json(settings), now=time.time())
@@ -301,7 +304,17 @@ class Reconciler:
     def removed(self) -> list[RemovedEngine]:
         """The engines that operators have removed, the last first: those that settings or sources name, and
         those of the last day."""
-        return removed_engines(self._fleet.book, self._by_order())
+        known, since = self._by_order(), time.time() - _RECENT_S
+        return [
+            RemovedEngine(
+                engine=place_of(mark.engine),
+                removed=datetime.fromtimestamp(mark.at, UTC).replace(microsecond=0),
+                named=mark.engine in known,
+                undo=undo_of(known.get(mark.engine)),
+            )
+            for mark in self._fleet.book.removals()
+            if mark.engine in known or mark.at >= since
+        ]
 
     def _ordered(self, _engines: Collection[str]) -> None:
         for engine in self._fleet.engines.values():
@@ -403,11 +416,11 @@ class Reconciler:
             is_claimed = member in plan.staying or member in plan.changing
             if member is not None and not is_claimed and member.is_to_be(each.entry):
                 plan.staying[member] = each
-            elif each.origin is NamedBy.OPERATOR:
+            elif each.ordered is not None:
                 plan.ordered.append(each)
             elif each.id not in self._fleet.engines and each.id not in plan.joining:
                 plan.joining[each.id] = self._make(each)
-            elif member is None or member.is_leaving or member.named.origin is NamedBy.OPERATOR:
+            elif member is None or member.is_leaving or member.named.ordered is not None:
                 plan.waiting.append(each)
             else:
                 plan.changing[member] = self._make(each)

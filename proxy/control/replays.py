@@ -58,8 +58,7 @@ class ReplayAnswer(msgspec.Struct):
 class Replays:
     """Replays one recording at a time; others wait for their turn."""
 
-    def __init__(self, longest_s: float = LONGEST_S) -> None:
-        self._longest_s = longest_s
+    def __init__(self) -> None:
         self._turn = asyncio.Lock()
 
     async def play(self, trace: bytes, options: Mapping[str, str]) -> ReplayAnswer:
@@ -89,11 +88,11 @@ class Replays:
         try:
             with suppress(ProcessLookupError):  # it has ended already
                 os.setpriority(os.PRIO_PROCESS, process.pid, _LOWEST_PRIORITY)
-            async with asyncio.timeout(self._longest_s):
+            async with asyncio.timeout(LONGEST_S):
                 out, err = await process.communicate()
         except TimeoutError:
             raise BadRequest(
-                f"the replay takes longer than {self._longest_s:g} s: choose fewer engines, sizes or "
+                f"the replay takes longer than {LONGEST_S:g} s: choose fewer engines, sizes or "
                 "policies, or use the command, `kvpin replay`"
             ) from None
         finally:

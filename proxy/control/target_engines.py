@@ -124,7 +124,11 @@ class Targets:
             engines = self._holders(prefix, target, capability)
             shares = [Share(engine, prefix.pool, (prefix.kv,)) for engine in engines]
             if not shares and not prefix.chain.hashes:
-                raise _too_short(prefix, kind)
+                raise BadRequest(
+                    f"caches keep full blocks of {prefix.pool.tokens_per_block} tokens, and the prefix has "
+                    f"only {prefix.chain.n_tokens}",
+                    param=kind,
+                )
             note = None if shares else "no engine holds any of it"
             if prefix.rendering is not None and len(prefix.pool.renderings) > 1:
                 note = "engines that make other tokens of it were left out: name each as the engine"
@@ -203,7 +207,10 @@ class Targets:
         n_tokens = len(record.prompt.token_ids) if target.tokens is None else target.tokens
         if n_tokens > len(record.prompt.token_ids):
             raise BadRequest(f"its prompt has only {len(record.prompt.token_ids)} tokens", param="tokens")
-        return _prefix(self._pool_of(target, own)[0], _beginning(record.prompt, n_tokens), "request_id")
+        extra_ids = record.prompt.extra_ids and record.prompt.extra_ids[:n_tokens]
+        token_ids = record.prompt.token_ids[:n_tokens]
+        prompt = replace(record.prompt, token_ids=token_ids, extra_ids=extra_ids, beginning=None)
+        return _prefix(self._pool_of(target, own)[0], prompt, "request_id")
 
     def _salt_of(self, target: Target) -> str | None:
         """The salt that the target's KV lies under."""
@@ -284,28 +291,16 @@ def _prefix(pool: Pool, prompt: Prompt, kind: str, rendering: PromptBuilder | No
     return Prefix(pool, prompt, pool.chain(prompt) or chain, label, rendering)
 
 
-def _beginning(prompt: Prompt, n_tokens: int) -> Prompt:
-    extra_ids = prompt.extra_ids and prompt.extra_ids[:n_tokens]
-    return replace(prompt, token_ids=prompt.token_ids[:n_tokens], extra_ids=extra_ids, beginning=None)
-
-
-def _too_short(prefix: Prefix, kind: str) -> BadRequest:
-    return BadRequest(
-        f"caches keep full blocks of {prefix.pool.tokens_per_block} tokens, "
-        f"and the prefix has only {prefix.chain.n_tokens}",
-        param=kind,
-    )
-
-
 def _what_may_be_missed(target: Target, shares: list[Share], capability: Capability) -> str | None:
     """Names the engines that may hold KV of the tenant under salts that kvpin does not know."""
     if target.tenant is None or target.cache_salt is not None:
         return None
-    unsure = [
-        share.engine.id
-        for share in shares
-        if share.pool.shares_kv or not _knows_salts(share.engine, target.tenant)
-    ]
+    unsure = list[str]()
+    for share in shares:
+        view = share.engine.view
+        is_seen = view is not None and view.complete and not share.pool.shares_kv
+        if not (is_seen and share.engine.salts.is_complete(target.tenant)):
+            unsure.append(share.engine.id)
     if not unsure:
         return None
     remedy = ": flush the whole engine to be sure" if capability is Capability.FLUSH else ""
@@ -313,12 +308,6 @@ def _what_may_be_missed(target: Target, shares: list[Share], capability: Capabil
         f"kvpin does not know every cache salt of this tenant on {', '.join(unsure)}, and may have missed "
         f"some of its KV there{remedy}"
     )
-
-
-def _knows_salts(engine: Engine, tenant: str) -> bool:
-    """True if every salt is known under which the engine may hold KV of the tenant."""
-    is_seen = engine.view is not None and engine.view.complete
-    return is_seen and engine.salts.is_complete(tenant)
 
 
 def _no_tenant(tenant: str) -> NotFound:

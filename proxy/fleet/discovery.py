@@ -267,7 +267,9 @@ class KubernetesFinder:
         found = dict[str, FoundEngine]()
         for key in sorted(slices):
             each = slices[key]
-            for port, endpoint in self._endpoints(each):
+            if (port := self._port(each.ports or ())) is None:
+                continue
+            for endpoint in each.endpoints or ():
                 host, target = endpoint.addresses[0], endpoint.target_ref
                 name = f"{target.name}.{each.metadata.namespace}" if target else f"{host}-{port}"
                 entry = self.settings.engine(name, host, port)
@@ -276,11 +278,6 @@ class KubernetesFinder:
                 if known is None or (endpoint.is_ready and not known.is_ready):
                     found[entry.id] = FoundEngine(entry, endpoint.is_ready)
         return tuple(found.values())
-
-    def _endpoints(self, each: _EndpointSlice) -> Iterator[tuple[int, _Endpoint]]:
-        port = self._port(each.ports or ())
-        if port is not None:
-            yield from ((port, endpoint) for endpoint in each.endpoints or ())
 
     def _port(self, ports: Iterable[_Port]) -> int | None:
         """The engines' port in a slice; None if it has none of that name."""

@@ -17,7 +17,6 @@ from engine_adapter import (
     Capability,
     EngineAdapter,
     EngineChanged,
-    EngineGarbled,
     EngineInfo,
     EngineSpec,
     Finding,
@@ -43,7 +42,7 @@ TOKENS_PER_BLOCK = 16
 ASSUMED_CAPACITY_TOKENS = 131_072
 # Most blocks remembered per engine on lower tiers that send no events.
 HINTED_BLOCKS = 65_536
-_EMPTY = "its answers are empty, while other engines of its model answer with text"
+EMPTY = "its answers are empty, while other engines of its model answer with text"
 # After this many doubts within so many seconds that were none, it closes connections by habit: for a while,
 # only its regular checks count.
 FALSE_DOUBTS, FALSE_WITHIN_S, TRUSTED_S = 3, 30.0, 300.0
@@ -119,7 +118,7 @@ class Engine:
         refuses: it can be reached, and its answer to kvpin was an error, as `last_error` says.
         check_now: wakes its monitor.
         of_peers: requests that other kvpins have on it and that have no answer yet, by ticket.
-        from_peers: requests that other kvpins placed, or other workers count; less those they handed over.
+        served: requests of this kvpin that it answered. A worker hands its counts over, also the next two.
         prefilled: requests of this kvpin whose prompt it computed for another engine.
         failed: requests of this kvpin whose answer was an error, or that got none.
         at_others: requests in flight of other workers that do not count as load here.
@@ -165,7 +164,7 @@ class Engine:
         self.check_now = asyncio.Event()
         self.leases: set[Lease] = set()
         self.of_peers: dict[int, PeerRequest] = {}
-        self.from_peers = self.prefilled = self.failed = self.at_others = 0
+        self.served = self.prefilled = self.failed = self.at_others = 0
         self.empty = EmptyAnswers()
         self.breaker: Breaker | None = None
         self.mine = asyncio.Event()
@@ -246,11 +245,6 @@ class Engine:
     def loras(self) -> frozenset[str]:
         """Names of the LoRA adapters it serves."""
         return self.info.loras if self.info is not None else frozenset()
-
-    @property
-    def served(self) -> int:
-        """Requests of this kvpin that it answered, not counting those that failed."""
-        return self.ledger.placed - self.from_peers - len(self.leases) - self.prefilled - self.failed
 
     @property
     def in_flight(self) -> int:
@@ -367,14 +361,9 @@ class Engine:
             if self.breaker.is_closed:
                 self.breaker = None
 
-    def answered_nothing(self, texts_of_others: int) -> None:
-        """A request got an empty answer; the other engines of its pool gave so many with text so far."""
-        if self.empty.fails(texts_of_others):
-            self.refused(EngineGarbled(_EMPTY))
-
     def findings(self) -> tuple[Finding, ...]:
         """What its answers show."""
-        return (Finding(_EMPTY, "look at its log, and ask it directly"),) if self.empty.is_odd else ()
+        return (Finding(EMPTY, "look at its log, and ask it directly"),) if self.empty.is_odd else ()
 
     @property
     def is_allowed(self) -> bool:

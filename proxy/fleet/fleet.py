@@ -20,8 +20,9 @@ from proxy.core.admission import Needs
 from proxy.core.books import EngineBook
 from proxy.core.peers.telling import OwnRequests
 from proxy.core.retention import PinBook
-from proxy.errors import Conflict, NoEngine, NotFound
+from proxy.errors import NoEngine, NotFound
 from proxy.fleet.engine import TOKENS_PER_BLOCK, Engine, EngineState
+from proxy.fleet.managed_engine import ProcessState
 from proxy.fleet.pool import Pool
 from proxy.settings import LimitSettings
 
@@ -80,12 +81,7 @@ class Fleet:
         self.look_up: Callable[[], Coroutine[Any, Any, bool]] = _nothing_new
 
     def add(self, adapter: EngineAdapter) -> Engine:
-        """Adds an engine. It joins a pool when it has connected. Raises Conflict if the id is taken."""
-        if adapter.spec.id in self.engines:
-            raise Conflict(f"an engine with id {adapter.spec.id!r} exists", param="id")
-        return self._made(adapter)
-
-    def _made(self, adapter: EngineAdapter) -> Engine:
+        """Adds an engine, whose id is free. It joins a pool when it has connected."""
         engine = self.engines[adapter.spec.id] = Engine(adapter, self._wake)
         if self.claims_engines and adapter.one_owner:
             engine.give_to(None)
@@ -116,7 +112,7 @@ class Fleet:
         """Replaces the engine with the same id. The old engine finishes its requests. Until the new one has
         connected, requests for the model wait."""
         self.leave(old)
-        return self._made(adapter)
+        return self.add(adapter)
 
     def engine(self, engine_id: str) -> Engine:
         """The engine with that id. Raises NotFound."""
@@ -172,13 +168,13 @@ class Fleet:
             pool.leave(engine)
             if engine.info is not None:
                 pool.away[engine.id] = engine.info
-                pool.note_contexts()
+                pool.refresh()
 
     def _not_away(self, engine_id: str) -> None:
         """Forgets a lost engine that came back or was removed. Ends pools without present or lost engines."""
         for pool in list(self.pools.values()):
             if pool.away.pop(engine_id, None) is not None:
-                pool.note_contexts()
+                pool.refresh()
             if not pool.engines and not pool.away:
                 del self.pools[pool.model]
 
@@ -295,7 +291,7 @@ class Fleet:
     def why_none(self) -> str:
         """The error's text while no engine has connected."""
         processes = [engine.process for engine in self.engines.values()]
-        if processes and all(each is not None and each.given_up for each in processes):
+        if processes and all(each is not None and each.state is ProcessState.FAILED for each in processes):
             return "no engine runs: kvpin has given up starting them, and `kvpin engines` says why"
         if self.all_refuse:
             return _ALL_REFUSE

@@ -29,12 +29,13 @@ from proxy.core.index.view import EngineView, slices
 from proxy.fleet.engine import Engine
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.pool import Pool
-from proxy.fleet.saved_state import Memories, recall_learned, recall_view
+from proxy.fleet.saved_state import EngineMemory, recall_learned, recall_view, take_memory
 from proxy.runtime import Supervisor
 
 log = structlog.get_logger(__name__)
 
 RETRY_S = 1.0
+_EXACT, _EXACT_SINCE = "cache view is exact", "cache view is exact for new events; older content is unknown"
 _FIRST_VIEW, _RESET = "learning the cache view from events", "cache view reset; relearning from events"
 # After applying events for 1 ms, the event loop gives requests a turn. The engines share the time, down to
 # turns of 0.1 ms: shorter ones would be spent on switching between tasks.
@@ -53,21 +54,21 @@ class Ingest:
     _fleet: Fleet
     _tasks: Supervisor
     _owner_of: Callable[[str], str | None] = lambda _salt: None
-    _memories: Memories = field(default_factory=Memories)
+    _memories: dict[str, EngineMemory] = field(default_factory=dict)
     _followed: int = 0  # engines
 
     def follow(self, engine: Engine, pool: Pool) -> None:
         """Starts following the engine's events, or starts again; ends with `leave`."""
         if has_exact_events(engine, pool):
-            self._tasks.keep(_task(engine), lambda: self._follow(engine, pool))
+            self._tasks.keep(f"events {engine.id}", lambda: self._follow(engine, pool))
         else:
             engine.audit.lost("no usable KV events: learning from responses")
-            if (memory := self._memories.take(engine, pool)) is not None:
+            if (memory := take_memory(self._memories, engine, pool)) is not None:
                 recall_learned(engine, pool, memory)
 
     def leave(self, engine: Engine) -> None:
         """Stops following an engine that is gone."""
-        self._tasks.cancel(_task(engine))
+        self._tasks.cancel(f"events {engine.id}")
 
     def audit(self, engine: Engine, predicted: int, reported: int, *, evicted_since: bool = False) -> None:
         """Compares a prediction with the engine's report, in tokens. Persistent misses start a resync."""
@@ -85,20 +86,17 @@ class Ingest:
     async def _follow(self, engine: Engine, pool: Pool) -> None:
         self._followed += 1
         try:
-            await self._follow_on(engine, pool)
+            while True:
+                reason = "the engine ended it"
+                try:
+                    await self._apply_all(engine, pool)
+                except EngineError as error:
+                    reason = str(error)
+                    engine.suspect(error)
+                engine.audit.lost(f"the event stream broke: {reason}")
+                await asyncio.sleep(RETRY_S)
         finally:
             self._followed -= 1
-
-    async def _follow_on(self, engine: Engine, pool: Pool) -> None:
-        while True:
-            reason = "the engine ended it"
-            try:
-                await self._apply_all(engine, pool)
-            except EngineError as error:
-                reason = str(error)
-                engine.suspect(error)
-            engine.audit.lost(f"the event stream broke: {reason}")
-            await asyncio.sleep(RETRY_S)
 
     async def _apply_all(self, engine: Engine, pool: Pool) -> None:
         """Follows one subscription: begins with an empty view, ends with the stream."""
@@ -110,7 +108,7 @@ class Ingest:
 
         was_known = any(pool.index.counts(engine.id))
         view = engine.view = EngineView(engine.id, pool.index, root_of, pool.tokens_per_block)
-        memory = self._memories.take(engine, pool)
+        memory = take_memory(self._memories, engine, pool)
         turn_ends = 0.0
         async with aclosing(engine.adapter.events(memory.position if memory else None)) as events:
             async for event in events:
@@ -130,7 +128,8 @@ class Ingest:
                     await recall_view(engine, view, memory)
                 if isinstance(event, ViewCurrent):
                     engine.audit.synced()
-                    _log_current(engine, view)
+                    what = _EXACT if view.complete else _EXACT_SINCE
+                    log.info(what, engine=engine.id, blocks=view.counts.stored)
 
     def _turn_s(self) -> float:
         """Seconds for which an engine's events may be applied in one turn."""
@@ -156,14 +155,3 @@ def _has_pages(engine: Engine, pool: Pool) -> bool:
     """True if several of the engine's blocks make one of the pool's."""
     own = engine.info.tokens_per_block if engine.info is not None else None
     return own is not None and own < pool.tokens_per_block and pool.tokens_per_block % own == 0
-
-
-def _log_current(engine: Engine, view: EngineView) -> None:
-    what = "cache view is exact"
-    if not view.complete:
-        what = "cache view is exact for new events; older content is unknown"
-    log.info(what, engine=engine.id, blocks=view.counts.stored)
-
-
-def _task(engine: Engine) -> str:
-    return f"events {engine.id}"

@@ -11,12 +11,12 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from engine_adapter import EngineError, EngineInfo, Hold, Role
+from engine_adapter import EngineError, Hold, Role
 from engine_adapter.types import Usage
 from proxy.core.index.blocks import BlockHash, Chain
 from proxy.core.peers.telling import Telling
@@ -25,41 +25,11 @@ from proxy.core.placement.load import Remaining, Work
 from proxy.core.placement.placer import PlacedRequest, Placer
 from proxy.core.placement.scores import predict
 
+if TYPE_CHECKING:
+    from proxy.fleet.engine import Engine
+
 # Nobody waits longer than this many times the expected time of a first token.
 LENIENCE = 2.0
-
-
-class LeasedEngine(Protocol):
-    """The part of an engine that a lease needs.
-
-    Attributes:
-        prefilled: requests whose prompt it computed for another engine.
-        failed: requests whose answer was an error, or that got none.
-        connections: how many of its connections have ended.
-    """
-
-    prefilled: int
-    failed: int
-    connections: int
-
-    async def confirm(self, connections: int) -> None:
-        """Waits until it is sure which process answers. Raises EngineChanged for another one."""
-
-    @property
-    def info(self) -> EngineInfo | None:
-        """The engine's declaration when it connected; None before that."""
-
-    @property
-    def removals(self) -> int:
-        """Blocks it has removed."""
-
-    @property
-    def leases(self) -> set[Lease]:
-        """The requests on it."""
-
-    @property
-    def underway(self) -> Sequence[Lease | PeerRequest]:
-        """Its requests whose answer has not begun, also those of other kvpins."""
 
 
 class PeerRequest(Struct, eq=False):
@@ -111,7 +81,7 @@ class Lease(Struct, eq=False):
         connections: those of its engine when it began.
     """
 
-    engine: LeasedEngine
+    engine: Engine
     placement: Placement
     placer: Placer
     placed: PlacedRequest
@@ -164,8 +134,12 @@ class Lease(Struct, eq=False):
         elif isinstance(error, EngineError):
             self.failed = True
         self.engine.leases.discard(self)
-        self.engine.failed += self.failed
-        self.engine.prefilled += self.placed.part is Role.PREFILL and not self.failed
+        if self.failed:
+            self.engine.failed += 1
+        elif self.placed.part is Role.PREFILL:
+            self.engine.prefilled += 1
+        else:
+            self.engine.served += 1
         self.begun.set()
         self.ended(self)
 
@@ -263,7 +237,7 @@ class Lease(Struct, eq=False):
         else:
             self.placer.answered(time.monotonic(), self.placed)
         if self.telling is not None:
-            (self.telling.first_token if streamed else self.telling.answered)()
+            self.telling.answer_began(1 if streamed else 2)
 
 
 def leader(

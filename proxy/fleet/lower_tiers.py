@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple
 
 import structlog
@@ -28,8 +29,6 @@ from proxy.runtime import Supervisor
 # After placement, kvpin asks such tiers if they may hold more of the prompt than the GPU. Their answer is
 # the prediction, exact to the token. The index keeps the answer, and the blocks that the request will store
 # there, as hints: later placements use hints, predictions do not.
-
-_LOWER = (Tier.HOST, Tier.DISK)
 
 
 async def look_below(
@@ -75,7 +74,8 @@ def _note(pool: Pool, engine: Engine, chain: Chain, below: BelowGpu) -> None:
     held = (below.host + below.disk) // pool.tokens_per_block
     for each in _sharing(pool, engine):
         each.below.forget(chain.hashes, host)
-        _remove(pool, each, chain.hashes[host:])
+        pool.index.remove(each.id, Tier.HOST, chain.hashes[host:])
+        pool.index.remove(each.id, Tier.DISK, chain.hashes[host:])
         _hint(pool, each, chain.hashes, host, held)
 
 
@@ -83,12 +83,9 @@ def _hint(pool: Pool, engine: Engine, hashes: tuple[BlockHash, ...], host: int, 
     """The first blocks of a chain, `host` of them, lie on the host tier, those up to `held` on disk."""
     pool.index.store(engine.id, Tier.HOST, hashes[:host])
     pool.index.store(engine.id, Tier.DISK, hashes[host:held])
-    _remove(pool, engine, engine.below.learn(hashes[:held]))
-
-
-def _remove(pool: Pool, engine: Engine, hashes: tuple[BlockHash, ...]) -> None:
-    for tier in _LOWER:
-        pool.index.remove(engine.id, tier, hashes)
+    evicted = engine.below.learn(hashes[:held])
+    pool.index.remove(engine.id, Tier.HOST, evicted)
+    pool.index.remove(engine.id, Tier.DISK, evicted)
 
 
 def _sharing(pool: Pool, engine: Engine) -> list[Engine]:
@@ -149,8 +146,8 @@ class RestoreAhead:
         self._tasks = tasks
         self._clock = clock
         self._threads = Threads[NextTurn]()
-        self._not_before: dict[str, float] = {}  # engine → when it may restore again, in monotonic seconds
-        self._restoring: set[str] = set()
+        # Engine → when it may restore again, in monotonic seconds; while it restores: never.
+        self._not_before: dict[str, float] = {}
 
     def observe(self, record: RequestRecord) -> None:
         """Notes a finished request: its next turn may need its KV."""
@@ -199,7 +196,7 @@ class RestoreAhead:
                 break
         for engine_id, choice in best.items():
             choice.thread.restored_on = engine_id
-            self._restoring.add(engine_id)
+            self._not_before[engine_id] = inf
             self._tasks.start(f"restore ahead on {engine_id}", self._restore(choice))
 
     def _look_at(self, thread: Thread[NextTurn], now: float) -> _Choice | None:
@@ -215,7 +212,7 @@ class RestoreAhead:
         engine, match = self._fleet.engines[best], matches[best]
         thread.on_gpu = match.lead
         blocks = match.host + match.disk
-        may_restore = best not in self._restoring and now >= self._not_before.get(best, now)
+        may_restore = now >= self._not_before.get(best, now)
         if not blocks or not may_restore or not _is_able(engine) or not _is_quiet(engine, now):
             return None
         below = Below(thread, blocks, self._threads.closes(thread))
@@ -238,7 +235,6 @@ class RestoreAhead:
             )
         finally:
             now = self._clock()
-            self._restoring.discard(engine.id)
             self._not_before[engine.id] = now + (now - started) * (1 / MOST_TIME - 1)
         engine.ahead.restores += 1
         engine.ahead.blocks += done

@@ -13,7 +13,7 @@ from asyncio.subprocess import Process
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import aclosing, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
 from io import FileIO
 from pathlib import Path
@@ -28,6 +28,7 @@ from engine_adapter import (
     ends_with_parent,
     managed_kind,
 )
+from proxy.runtime import within
 from proxy.settings import ManagedSettings
 
 log = structlog.get_logger(__name__)
@@ -49,47 +50,6 @@ class ProcessState(StrEnum):
     STOPPED = "stopped"
 
 
-_NOT_YET = (ProcessState.STOPPED, ProcessState.STARTING)
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessStatus:
-    """A managed engine's process, as data.
-
-    Attributes:
-        last_exit_code: exit code of the last process that ended, −N for signal N; None before the first end.
-        error: why it does not run: the exit code and the last lines it wrote; None while nothing is wrong.
-    """
-
-    state: ProcessState
-    port: int
-    pid: int | None
-    restarts: int
-    last_exit_code: int | None
-    error: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """When a managed engine is checked, restarted and given up; times in seconds.
-
-    Attributes:
-        healthy_s: time in `ready` after which the wait is `backoff_s` again.
-        unhealthy_s: a ready engine without a successful check for this long is restarted,
-        stuck_s: or for this long where it gives no answer while it computes.
-        attempts: starts after which an engine that was never healthy is given up.
-    """
-
-    backoff_s: float = 0.5
-    max_backoff_s: float = 30.0
-    healthy_s: float = 60.0
-    poll_s: float = 0.5
-    unhealthy_s: float = 30.0
-    stuck_s: float = 600.0
-    grace_s: float = 20.0
-    attempts: int = 5
-
-
 class ManagedEngine:
     """Keeps one engine process running while `run` runs.
 
@@ -97,61 +57,62 @@ class ManagedEngine:
         port: chosen once; a restarted engine has the same port.
         spec: the description its adapter is made from. An engine that takes a key gets a random one, unless
             the settings name one.
+        last_exit_code: exit code of the last process that ended, −N for signal N; None before the first end.
+        error: why it does not run: the exit code and the last lines it wrote; None while nothing is wrong.
+        computing: it gives no answer because it computes. It is given `stuck_s` for that.
 
     Raises:
         EngineSpecError: the settings contradict each other.
     """
 
-    def __init__(self, settings: ManagedSettings, *, timing: Timing | None = None) -> None:
+    # When it is checked, restarted and given up, in seconds.
+    backoff_s, max_backoff_s = 0.5, 30.0
+    healthy_s = 60.0  # in `ready`: after that, the wait is `backoff_s` again
+    poll_s = 0.5
+    unhealthy_s = 30.0  # a ready engine without a successful check for that long is restarted,
+    stuck_s = 600.0  # or for that long where it gives no answer while it computes
+    grace_s = 20.0
+    attempts = 5  # starts after which an engine that was never healthy is given up
+
+    def __init__(self, settings: ManagedSettings) -> None:
         self.id = settings.id
         self.port = _free_port()
         self.spec = spec = settings.spec(self.port)
         if managed_kind(spec.kind).key_variable is not None and spec.api_key is None:
             self.spec = replace(spec, api_key=secrets.token_urlsafe())
         self._words = settings.command
-        self._timing = timing if timing is not None else Timing()
         self._health_url = f"http://127.0.0.1:{self.port}{managed_kind(settings.kind).health_path}"
         self._process: Process | None = None
-        self._state = ProcessState.STOPPED
+        self.state = ProcessState.STOPPED
         self._starts = 0
-        self._last_exit_code: int | None = None
+        self.last_exit_code: int | None = None
         self._last_lines: deque[str] = deque(maxlen=_SHOWN_LINES)
-        self._error: str | None = None
+        self.error: str | None = None
         self._was_ready = False
         self._ready_since: float | None = None
-        self._computing = False
+        self.computing = False
         self._stopping = asyncio.Event()
 
     @property
-    def status(self) -> ProcessStatus:
-        """Its present status."""
-        pid = self._process.pid if self._process is not None else None
-        restarts = max(self._starts - 1, 0)
-        return ProcessStatus(self._state, self.port, pid, restarts, self._last_exit_code, self._error)
+    def pid(self) -> int | None:
+        """Its process; None while none runs."""
+        return self._process.pid if self._process is not None else None
 
     @property
-    def error(self) -> str | None:
-        """Why it does not run; None while nothing is wrong."""
-        return self._error
+    def restarts(self) -> int:
+        """How often it was started again."""
+        return max(self._starts - 1, 0)
 
     @property
     def starting(self) -> bool:
         """True if it is in its first start: not healthy yet, nothing wrong yet."""
-        return self._starts <= 1 and not self._stopping.is_set() and self._state in _NOT_YET
-
-    @property
-    def computing(self) -> bool:
-        """True if it gives no answer because it computes. It is given `Timing.stuck_s` for that."""
-        return self._computing
-
-    @property
-    def given_up(self) -> bool:
-        """True if it is not started again."""
-        return self._state is ProcessState.FAILED
+        is_new = self.state in (ProcessState.STOPPED, ProcessState.STARTING)
+        return self._starts <= 1 and is_new and not self._stopping.is_set()
 
     def describe(self) -> dict[str, str | int | None]:
-        """`status` as plain values."""
-        return asdict(self.status)
+        """What is told of its process."""
+        told = ("state", "port", "pid", "restarts", "last_exit_code", "error")
+        return {name: getattr(self, name) for name in told}
 
     def command(self) -> list[str]:
         """Its command line."""
@@ -164,42 +125,41 @@ class ManagedEngine:
         """
         for sentence in managed_kind(self.spec.kind).advice(self._words):
             log.warning("the engine's command works against KV reuse", engine=self.id, advice=sentence)
-        backoff_s = self._timing.backoff_s
+        backoff_s = self.backoff_s
         try:
             while True:
                 await self._run_once()
                 if self._stopping.is_set() or self._give_up():
                     return
                 ready_s = time.monotonic() - self._ready_since if self._ready_since is not None else 0.0
-                if ready_s >= self._timing.healthy_s:
-                    backoff_s = self._timing.backoff_s
-                self._state = ProcessState.BACKING_OFF
+                if ready_s >= self.healthy_s:
+                    backoff_s = self.backoff_s
+                self.state = ProcessState.BACKING_OFF
                 log.warning(
                     "managed engine ended; kvpin starts it again",
                     engine=self.id,
-                    error=self._error,
-                    exit_code=self._last_exit_code,
+                    error=self.error,
+                    exit_code=self.last_exit_code,
                     restart_in_s=backoff_s,
                 )
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(backoff_s):
-                        await self._stopping.wait()
+                await within(backoff_s, self._stopping.wait())
+                if self._stopping.is_set():
                     return
-                backoff_s = min(2 * backoff_s, self._timing.max_backoff_s)
+                backoff_s = min(2 * backoff_s, self.max_backoff_s)
         finally:
             await self.stop()
 
     def _give_up(self) -> bool:
         """True if to stop restarting: no start has ever made it healthy."""
-        is_last = self._starts >= self._timing.attempts or self._last_exit_code == _USAGE
+        is_last = self._starts >= self.attempts or self.last_exit_code == _USAGE
         if self._was_ready or not is_last:
             return False
-        self._state = ProcessState.FAILED
+        self.state = ProcessState.FAILED
         log.error(
             "managed engine given up: it ended at each start; correct its command and restart kvpin",
             engine=self.id,
-            error=self._error,
-            exit_code=self._last_exit_code,
+            error=self.error,
+            exit_code=self.last_exit_code,
             starts=self._starts,
         )
         return True
@@ -207,8 +167,8 @@ class ManagedEngine:
     async def stop(self) -> None:
         """Stops the process and its children for good: SIGTERM, then SIGKILL. May be called again."""
         self._stopping.set()
-        if self._state is not ProcessState.FAILED:
-            self._state = ProcessState.STOPPED
+        if self.state is not ProcessState.FAILED:
+            self.state = ProcessState.STOPPED
         process = self._process
         if process is None:
             return
@@ -220,7 +180,7 @@ class ManagedEngine:
 
     async def _run_once(self) -> None:
         """Starts the process once and waits for its end."""
-        self._state = ProcessState.STARTING
+        self.state = ProcessState.STARTING
         self._ready_since = None
         self._last_lines.clear()
         self._starts += 1
@@ -237,8 +197,8 @@ class ManagedEngine:
                     start_new_session=True,
                 )
             except (OSError, EngineSpecError) as error:
-                self._last_exit_code = None
-                self._error = str(error)
+                self.last_exit_code = None
+                self.error = str(error)
                 return
             self._process = process
             if self._stopping.is_set():  # `stop` was called during the start
@@ -252,7 +212,7 @@ class ManagedEngine:
         """Logs the process's output and checks its health until it ends."""
         async with asyncio.TaskGroup() as tasks:
             logging = log_output(
-                output, self._last_lines, engine=self.id, is_ready=lambda: self._state is ProcessState.READY
+                output, self._last_lines, engine=self.id, is_ready=lambda: self.state is ProcessState.READY
             )
             reader = tasks.create_task(logging)
             health = tasks.create_task(self._watch_health(process))
@@ -266,7 +226,7 @@ class ManagedEngine:
         if not self._stopping.is_set():
             # A signal comes from outside: what the engine said before it is seldom the cause.
             shown = _SHOWN_AFTER_SIGNAL if (process.returncode or 0) < 0 else _SHOWN_LINES
-            self._error = "\n".join((end_of(process.returncode), *list(self._last_lines)[-shown:]))
+            self.error = "\n".join((end_of(process.returncode), *list(self._last_lines)[-shown:]))
 
     async def _watch_health(self, process: Process) -> None:
         """Marks the engine ready; ends the process if the engine later stays unhealthy, or is stuck.
@@ -278,18 +238,18 @@ class ManagedEngine:
         async with aclosing(HttpTransport()) as client:
             while True:
                 is_healthy = await self._is_healthy(client)
-                self._computing = cpu.is_used() and is_healthy is None
+                self.computing = cpu.is_used() and is_healthy is None
                 now = time.monotonic()
                 if is_healthy:
                     last_good = now
-                    if self._state is ProcessState.STARTING:
-                        self._state, self._ready_since = ProcessState.READY, last_good
-                        self._was_ready, self._error = True, None
+                    if self.state is ProcessState.STARTING:
+                        self.state, self._ready_since = ProcessState.READY, last_good
+                        self._was_ready, self.error = True, None
                         log.info("managed engine is healthy", engine=self.id, port=self.port)
-                if is_healthy or self._computing:
+                if is_healthy or self.computing:
                     last_sign = now
-                if self._state is ProcessState.READY and (
-                    now - last_sign > self._timing.unhealthy_s or now - last_good > self._timing.stuck_s
+                if self.state is ProcessState.READY and (
+                    now - last_sign > self.unhealthy_s or now - last_good > self.stuck_s
                 ):
                     log.warning(
                         "managed engine is not healthy; kvpin restarts it",
@@ -298,13 +258,13 @@ class ManagedEngine:
                     )
                     await self._end(process)
                     return
-                await asyncio.sleep(self._timing.poll_s)
+                await asyncio.sleep(self.poll_s)
 
     async def _is_healthy(self, client: HttpTransport) -> bool | None:
         """True if the engine says that it is healthy; None if it does not answer in time."""
         request = OutgoingRequest("GET", self._health_url)
         try:
-            async with asyncio.timeout(max(self._timing.poll_s, 1.0)), await client.send(request) as answer:
+            async with asyncio.timeout(max(self.poll_s, 1.0)), await client.send(request) as answer:
                 await answer.read()
         except TimeoutError:
             return None
@@ -318,13 +278,13 @@ class ManagedEngine:
             return
         _signal_group(process.pid, signal.SIGTERM)
         try:
-            async with asyncio.timeout(self._timing.grace_s):
+            async with asyncio.timeout(self.grace_s):
                 await process.wait()
         except TimeoutError:
             log.warning(
                 "managed engine ignores SIGTERM; kvpin kills it",
                 engine=self.id,
-                grace_s=self._timing.grace_s,
+                grace_s=self.grace_s,
             )
             _signal_group(process.pid, signal.SIGKILL)
             await process.wait()
@@ -338,7 +298,7 @@ class ManagedEngine:
     def _note_end(self, process: Process) -> None:
         if self._process is process:
             self._process = None
-            self._last_exit_code = process.returncode
+            self.last_exit_code = process.returncode
 
 
 @contextmanager
@@ -401,8 +361,6 @@ class CpuTime:
             return time.monotonic(), 0.0
         return time.monotonic(), (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
-
-log = structlog.get_logger(__name__)
 
 MAX_LINE_BYTES = 8192
 _CHUNK_BYTES = 65_536

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from math import inf
 from time import monotonic
@@ -30,7 +29,7 @@ from proxy.fleet.ingest import Ingest
 from proxy.fleet.pool import Pool
 from proxy.fleet.tokenisation import Renderings
 from proxy.prompt import RegisteredTables
-from proxy.runtime import Supervisor
+from proxy.runtime import Supervisor, within
 
 log = structlog.get_logger(__name__)
 
@@ -127,7 +126,7 @@ class Monitor:
         self._tasks.cancel(f"watch {engine.id}")
         self._findings.pop(engine.id, None)
         self._renderings.leave(engine)
-        engine.adapter.on_closed(_ignore)
+        engine.adapter.on_closed(lambda: None)
         engine.sure.set()  # nobody checks it any more
         if self._ingest is not None:
             self._ingest.leave(engine)
@@ -184,14 +183,13 @@ class Monitor:
 
     async def _until_lost(self, engine: Engine) -> None:
         """Checks a connected engine until it is gone, or `FAILURES` checks in a row have failed."""
-        pause_s, failures = self.interval_s * _phase(engine.id), 0
+        # Engines that connected together get another place in the interval each.
+        pause_s, failures = self.interval_s * crc32(engine.id.encode()) / 2**32, 0
         while True:
             if failures:
                 await asyncio.sleep(self.interval_s)  # failed requests do not shorten this wait
             else:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(pause_s):
-                        await engine.check_now.wait()
+                await within(pause_s, engine.check_now.wait())
                 pause_s = self.interval_s
             # Cleared before the check: a request that fails during the check asks for another one.
             engine.check_now.clear()
@@ -265,7 +263,7 @@ class Monitor:
         engine.info = info
         if pool is not None:
             pool.note_loras(engine.id, info)
-            pool.note_roles()
+            pool.refresh()
         self._log_findings(engine)
         self._admit(engine)
 
@@ -357,10 +355,6 @@ class Monitor:
 _OF_RENDERINGS = {"model": "its model's files", "template": "its chat template"}
 
 
-def _ignore() -> None:
-    """A connection of an engine that nobody watches was closed."""
-
-
 def _log_changes(engine: Engine, before: EngineInfo | None, now: EngineInfo) -> None:
     """Logs in one line what an engine tells otherwise than before."""
     if before is not None and (changed := changes_of(before, now)):
@@ -393,8 +387,3 @@ def _require_mine(engine: Engine) -> None:
     """Raises EngineTaken if another kvpin uses the engine by now."""
     if not engine.mine.is_set():
         raise EngineTaken(engine.last_error or "another kvpin uses it", holder=engine.owner or "")
-
-
-def _phase(engine_id: str) -> float:
-    """The engine's place in the check interval, 0–1. It spreads engines that connected together."""
-    return crc32(engine_id.encode()) / 2**32

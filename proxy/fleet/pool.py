@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from engine_adapter import (
     Capability,
     EngineAdapter,
+    EngineGarbled,
     EngineInfo,
     JsonBody,
     KvTarget,
@@ -33,7 +34,7 @@ from proxy.core.placement.decision import Candidate, Cost, Placement
 from proxy.core.placement.pairs import Prefillers
 from proxy.core.placement.placer import PlacedRequest, Placer
 from proxy.errors import NotFound
-from proxy.fleet.engine import Engine, EngineState
+from proxy.fleet.engine import EMPTY, Engine, EngineState
 from proxy.fleet.lease import Lease
 from proxy.fleet.wait_queue import Line
 from proxy.prompt import Prompt, PromptBuilder
@@ -85,35 +86,29 @@ class Pool:
         self.tokens_per_block = tokens_per_block
         self.engines: dict[str, Engine] = {}
         self.placer = Placer(tokens_per_block)
-        self.renderings: tuple[PromptBuilder, ...] = ()
-        self.lost_shapes: frozenset[MessageShape] = frozenset()
-        self.context: int | None = None
-        self._contexts: tuple[int, ...] = ()
         self._lora_paths: dict[str, str] = {}
         self._told_paths: dict[tuple[str, str], str] = {}  # of each engine
-        self.has_roles = self.passes_kv = self.has_halves = False
         self.away: dict[str, EngineInfo] = {}
         self.line = Line(self.engines_for, self.is_free, queue)
         self._told = told
+        self.refresh()
 
     def join(self, engine: Engine) -> None:
         """Adds an engine that has connected."""
         self.engines[engine.id] = engine
-        self.note_roles()
-        self._note_renderings()
+        self.refresh()
 
     def leave(self, engine: Engine) -> None:
         """Removes an engine."""
         del self.engines[engine.id]
         for told in [told for told in self._told_paths if told[0] == engine.id]:
             del self._told_paths[told]
-        self.note_roles()
-        self._note_renderings()
+        self.refresh()
 
     def render(self, engine: Engine, prompts: PromptBuilder, *, is_proven: bool = False) -> None:
         """From now on the engine gets prompts of this builder. `is_proven`: this connection was compared."""
         engine.prompts, engine.is_proven = prompts, is_proven
-        self._note_renderings()
+        self.refresh()
 
     def part(self, engine: Engine) -> None:
         """The engine makes other tokens of a prompt than its builder: it gets a builder of its own."""
@@ -121,8 +116,19 @@ class Pool:
         if engine.prompts is not None and any(each.prompts is engine.prompts for each in others):
             self.render(engine, engine.prompts.copy(), is_proven=engine.is_proven)
 
-    def _note_renderings(self) -> None:
-        found = dict.fromkeys(each.prompts for each in self.engines.values() if each.prompts is not None)
+    def refresh(self) -> None:
+        """Some engine has joined, left, got another builder, or told anew what it is."""
+        engines = self.engines.values()
+        halves = [each for each in engines if _way_of(each) is not None]
+        self.has_roles = any(each.role is not Role.BOTH for each in engines)
+        self.passes_kv = any(each.adapter.transfer is not None for each in engines)
+        self.has_halves = bool(halves)
+        self.placer.answering = sum(each.role is Role.DECODE for each in halves)
+        told = [info.max_model_len for info in self._infos]
+        contexts = sorted(each for each in told if each is not None)
+        self._contexts = tuple(contexts)
+        self.context = contexts[-1] if contexts and None not in told else None
+        found = dict.fromkeys(each.prompts for each in engines if each.prompts is not None)
         self.renderings = tuple(sorted(found, key=lambda each: (each.is_blank, not each.is_proven)))
         self.lost_shapes = frozenset[MessageShape]().union(*(each.lost_shapes for each in self.renderings))
 
@@ -130,13 +136,6 @@ class Pool:
     def prompts(self) -> PromptBuilder | None:
         """What renders for its first engines; None while none is connected."""
         return self.renderings[0] if self.renderings else None
-
-    def note_contexts(self) -> None:
-        """Some engine has joined, left, or told anew what it is: notes how long prompts may be."""
-        told = [info.max_model_len for info in self._infos]
-        contexts = sorted(each for each in told if each is not None)
-        self._contexts = tuple(contexts)
-        self.context = contexts[-1] if contexts and None not in told else None
 
     def context_for(self, prompt: int, body: JsonBody) -> int:
         """The least context of its engines that takes a prompt of so many tokens, and the answer that `body`
@@ -148,16 +147,6 @@ class Pool:
         tokens = prompt + (asked if type(asked) is int and asked > 0 else 1)
         wanted = max(min(tokens, contexts[-1]), prompt)
         return 0 if wanted <= contexts[0] else next((each for each in contexts if each >= wanted), wanted)
-
-    def note_roles(self) -> None:
-        """Some engine has joined, left, or told anew what it is."""
-        engines = self.engines.values()
-        self.has_roles = any(engine.role is not Role.BOTH for engine in engines)
-        self.passes_kv = any(engine.adapter.transfer is not None for engine in engines)
-        self.has_halves = any(engine.adapter.rendezvous is not None for engine in engines)
-        halves = [each for each in engines if _way_of(each) is not None] if self.has_halves else ()
-        self.placer.answering = sum(each.role is Role.DECODE for each in halves)
-        self.note_contexts()
 
     @property
     def index(self) -> PrefixIndex:
@@ -295,9 +284,7 @@ class Pool:
         """The engines a request may go to: what each holds of its chain or forecasts, and its load."""
         last = None if session is None else self.placer.last_engine(self._key_of(session))
         asked = monotonic(), self.placer.match(chain), prompt, last
-        if not self.has_halves:
-            return self._candidates(self._able(needs, without), *asked)
-        ways = self._partners(needs, without)
+        ways = self._partners(needs, without) if self.has_halves else {}
         partners = {way: tuple(self._candidates(engines, *asked)) for way, engines in ways.items()}
         return self._candidates(self._able(needs, without), *asked, partners)
 
@@ -347,7 +334,11 @@ class Pool:
         engines: Collection[Engine] = self.engines.values()
         if self.has_halves:
             ways = self._partners(needs, without)
-            engines = [each for each in engines if (way := _way_of(each)) is None or _meets(each, way, ways)]
+            engines = [
+                each
+                for each in engines
+                if (way := _way_of(each)) is None or (each.role is Role.DECODE and way in ways)
+            ]
             if self._home_computes(needs):
                 engines = [each for each in engines if _way_of(each) is not None]
                 needs = replace(needs, home=None)
@@ -519,7 +510,9 @@ class Pool:
 
     def note_empty(self, engine: Engine) -> None:
         """The engine gave an answer without any text."""
-        engine.answered_nothing(sum(each.empty.texts for each in self.engines.values() if each is not engine))
+        others = (each.empty.texts for each in self.engines.values() if each is not engine)
+        if engine.empty.fails(sum(others)):
+            engine.refused(EngineGarbled(EMPTY))
 
     def end(self, engine: Engine, placed: PlacedRequest, computed: int | None, report: Usage | None) -> None:
         """A request on the engine is over, its own or one of another kvpin; see `Placer.end`."""
@@ -565,11 +558,6 @@ def _way_of(engine: Engine) -> str | None:
     """The name of its rendezvous; None for an engine that answers alone."""
     rendezvous = engine.adapter.rendezvous
     return None if rendezvous is None else rendezvous.name
-
-
-def _meets(engine: Engine, way: str, ways: Container[str]) -> bool:
-    """True if a half can answer: it decodes, and another engine can compute prompts for it."""
-    return engine.role is Role.DECODE and way in ways
 
 
 def _able_of(engines: Collection[Engine], needs: Needs, without: Container[str]) -> list[Engine]:

@@ -6,8 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -38,6 +37,7 @@ from proxy.fleet.state_files import (
 )
 from proxy.prompt import RegisteredTables
 from proxy.request.tenants import KeptSalts, Tenants
+from proxy.runtime import within
 
 # --- keeps the knowledge of engines' caches over a restart of kvpin -------------------------------------
 #     keep     an engine → its memory: plain data, to be written to disk
@@ -97,31 +97,21 @@ async def keep(engine: Engine, pool: Pool) -> EngineMemory | None:
     )
 
 
-class Memories:
-    """The memories of engines that have not connected yet."""
-
-    def __init__(self, memories: Iterable[EngineMemory] = ()) -> None:
-        self._by_engine = {memory.engine: memory for memory in memories}
-
-    def of(self, engine: str) -> EngineMemory | None:
-        """The memory of an engine, which is not taken."""
-        return self._by_engine.get(engine)
-
-    def take(self, engine: Engine, pool: Pool) -> EngineMemory | None:
-        """Takes the memory of an engine; None if there is none for its model and block size."""
-        memory = self._by_engine.pop(engine.id, None)
-        if memory is None:
-            return None
-        then, now = (memory.model, memory.tokens_per_block), (pool.model, pool.tokens_per_block)
-        if then != now:
-            log.warning(
-                "state from before the restart is dropped: the engine has another model or block size",
-                engine=engine.id,
-                before=list(then),
-                now=list(now),
-            )
-            return None
+def take_memory(memories: dict[str, EngineMemory], engine: Engine, pool: Pool) -> EngineMemory | None:
+    """Takes the memory of an engine that connects; None if there is none for its model and block size."""
+    memory = memories.pop(engine.id, None)
+    if memory is None:
+        return None
+    then, now = (memory.model, memory.tokens_per_block), (pool.model, pool.tokens_per_block)
+    if then == now:
         return memory
+    log.warning(
+        "state from before the restart is dropped: the engine has another model or block size",
+        engine=engine.id,
+        before=list(then),
+        now=list(now),
+    )
+    return None
 
 
 async def recall_view(engine: Engine, view: EngineView, memory: EngineMemory) -> None:
@@ -192,10 +182,7 @@ def encode(state: SavedState) -> bytes:
 def decode(data: bytes, *, isolated: bool) -> SavedState:
     """Reads the file's bytes. Raises UnusableFileError if it is damaged, of another version, or of other
     tenants."""
-    try:
-        state = msgspec.msgpack.decode(opened(_HEAD, data), type=SavedState)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise UnusableFileError("another version of kvpin wrote it") from error
+    state = opened(_HEAD, data, SavedState)
     if state.isolated != isolated:
         raise UnusableFileError("there is one tenant now and were several, or the other way round")
     return state
@@ -209,7 +196,7 @@ class StateSaver:
     """Saves and restores the state.
 
     Attributes:
-        memories: the memories of engines that have not connected since the start.
+        memories: the memories of engines that have not connected since the start, by id.
     """
 
     def __init__(self, directory: Path, tenants: Tenants, use: UseBook, left: Sequence[Path] = ()) -> None:
@@ -222,7 +209,7 @@ class StateSaver:
         self._saved = b""  # digest of the file
         self._saving = asyncio.Lock()
         self._wanted = asyncio.Event()
-        self.memories = Memories(self._before.engines)
+        self.memories = {memory.engine: memory for memory in self._before.engines}
         self.tables = TableFiles(directory / "tables")
         self._use = UseFile(directory, use, left)
 
@@ -243,9 +230,7 @@ class StateSaver:
     async def run(self, fleet: Fleet, pins: PinBook) -> None:
         """Saves now and then, until it is cancelled."""
         while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(SAVE_S):
-                    await self._wanted.wait()
+            await within(SAVE_S, self._wanted.wait())
             self._wanted.clear()
             await self.save(fleet, pins)
 
@@ -255,7 +240,8 @@ class StateSaver:
             await self._use.save()
             ahead_s = time.time() - time.monotonic()
             kept = [on_other_clock(pin, ahead_s) for pin in pins.active(time.monotonic())]
-            engines = [memory for each in list(fleet.engines) if (memory := await self._memory(fleet, each))]
+            known = [await self._memory(fleet, engine) for engine in list(fleet.engines.values())]
+            engines = [memory for memory in known if memory is not None]
             data = encode(SavedState(self._tenants.isolated, kept, engines, fleet.book.marks()))
             if (digest := xxhash.xxh3_128_digest(data)) == self._saved:
                 return
@@ -270,28 +256,21 @@ class StateSaver:
             else:
                 self._saved = digest
 
-    async def _memory(self, fleet: Fleet, engine_id: str) -> EngineMemory | None:
+    async def _memory(self, fleet: Fleet, engine: Engine) -> EngineMemory | None:
         """The memory of an engine: a new one, or the one from the snapshot until the engine has connected."""
-        engine = fleet.engines.get(engine_id)
-        pool = fleet.pool_of(engine) if engine is not None else None
-        if engine is None or pool is None:
-            return self.memories.of(engine_id)
-        return await keep(engine, pool)
+        pool = fleet.pool_of(engine)
+        return await keep(engine, pool) if pool is not None else self.memories.get(engine.id)
 
     def _read(self) -> SavedState:
         isolated = self._tenants.isolated
-        nothing = SavedState(isolated, [], [])
         try:
             return decode(read(self._path), isolated=isolated)
         except FileNotFoundError:
-            return nothing
+            pass
         except OSError as error:
-            why = error.strerror or str(error)
-        except UnusableFileError as error:
-            why = str(error)
-        log.warning(
-            "the saved state cannot be used: kvpin begins without it",
-            file=str(self._path),
-            why=why,
-        )
-        return nothing
+            log.warning(
+                "the saved state cannot be used: kvpin begins without it",
+                file=str(self._path),
+                why=error.strerror or str(error),
+            )
+        return SavedState(isolated, [], [])

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import mkstemp
+from typing import TypeVar
 
 import msgspec
 import structlog
@@ -31,9 +32,11 @@ MAX_BYTES = 2 << 30
 _LEFT_S = 600.0
 _DIGEST_BYTES = 16
 _ROOT = 0
+_OTHER_VERSION = "another version of kvpin wrote it"
+_Content = TypeVar("_Content")
 
 
-class UnusableFileError(Exception):
+class UnusableFileError(OSError):
     """The content of a file cannot be used. The text says why."""
 
 
@@ -43,15 +46,18 @@ def sealed(head: bytes, body: bytes) -> bytes:
     return head + xxhash.xxh3_128_digest(body) + body
 
 
-def opened(head: bytes, data: bytes) -> bytes:
-    """The body of `sealed`. Raises UnusableFileError if it is damaged, or of another version."""
+def opened(head: bytes, data: bytes, kind: type[_Content]) -> _Content:
+    """The body of `sealed`, decoded. Raises UnusableFileError if it is damaged, or of another version."""
     if not data.startswith(head):
         is_other = data.startswith(head.partition(b" ")[0])
-        raise UnusableFileError("another version of kvpin wrote it" if is_other else "it is damaged")
+        raise UnusableFileError(_OTHER_VERSION if is_other else "it is damaged")
     body = data[len(head) + _DIGEST_BYTES :]
     if xxhash.xxh3_128_digest(body) != data[len(head) : len(head) + _DIGEST_BYTES]:
         raise UnusableFileError("it is damaged")
-    return body
+    try:
+        return msgspec.msgpack.decode(body, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise UnusableFileError(_OTHER_VERSION) from error
 
 
 def check_directory(directory: Path) -> None:
@@ -89,9 +95,9 @@ def make_directory(directory: Path) -> None:
         raise SettingsError(f"state_dir: {str(directory)!r} cannot be written: {error.strerror}") from error
 
 
-def write(path: Path, data: bytes, *, synced: bool = False) -> None:
+def write(path: Path, data: bytes, *, synced: bool = False, is_first: bool = False) -> None:
     """Replaces the file. With `synced`, the new one outlives a crash of the machine. Raises OSError; the old
-    file stays then."""
+    file stays then. With `is_first`, an old file is such an error: FileExistsError."""
     descriptor, part = mkstemp(suffix=_PART, dir=path.parent)  # mode 0600
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -99,21 +105,21 @@ def write(path: Path, data: bytes, *, synced: bool = False) -> None:
             if synced:
                 file.flush()
                 os.fsync(file.fileno())
-        Path(part).replace(path)
+        if is_first:
+            os.link(part, path)  # of several kvpins that start, one succeeds
+            Path(part).unlink()
+        else:
+            Path(part).replace(path)
         if synced:
-            _sync(path.parent)
+            directory = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(directory)
+            finally:
+                os.close(directory)
     except OSError:
         with suppress(OSError):
             Path(part).unlink()
         raise
-
-
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def read(path: Path) -> bytes:
@@ -191,7 +197,6 @@ _USE_HEAD = b"kvpin-use 1\n"
 _USE_FILE, _UNREAD = "use", "use.unread"
 _ARRAY = b"\xdd"  # of msgpack: its length in 4 bytes follows
 _AT_ONCE = 2048
-_decode = msgspec.msgpack.Decoder(list[tuple[UseKey, Used]]).decode
 
 
 class UseFile:
@@ -234,10 +239,10 @@ def _rows(directory: Path) -> list[tuple[UseKey, Used]] | None:
     """The rows of the file in a directory; None without one that can be read."""
     path = directory / _USE_FILE
     try:
-        return _decode(opened(_USE_HEAD, read(path)))
+        return opened(_USE_HEAD, read(path), list[tuple[UseKey, Used]])
     except FileNotFoundError:
         pass
-    except (OSError, UnusableFileError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except OSError as error:
         aside = directory / _UNREAD
         with suppress(OSError):
             path.replace(aside)
@@ -289,19 +294,14 @@ class KeyBookFile:
         if others may write to its directory."""
         check_directory(self._directory)
         try:
-            return msgspec.msgpack.decode(opened(_HEAD, read(self._path)), type=list[IssuedKey])
+            return opened(_HEAD, read(self._path), list[IssuedKey])
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
-            why = error.strerror or str(error)
-        except UnusableFileError as error:
-            why = str(error)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            why = "another version of kvpin wrote it"
-        raise SettingsError(
-            f"state_dir: the keys in {str(self._path)!r} cannot be read: {why}; put a backup of the file in "
-            "its place, or delete it to begin without issued keys"
-        )
+            raise SettingsError(
+                f"state_dir: the keys in {str(self._path)!r} cannot be read: {error.strerror or error}; put "
+                "a backup of the file in its place, or delete it to begin without issued keys"
+            ) from error
 
     def add(self, entries: list[IssuedKey]) -> list[IssuedKey]:
         """Adds what the file lacks. Returns all that it then holds.
@@ -322,23 +322,20 @@ class KeyBookFile:
     def _locked(self) -> Iterator[None]:
         """No other kvpin writes the file meanwhile. Raises TimeoutError if another process holds the lock for
         too long."""
-        path = self._directory / _LOCK
+        path, until = self._directory / _LOCK, time.monotonic() + _LOCK_S
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             os.fchmod(lock, 0o600)  # an older kvpin let others open it, and lock it
-            _take(lock, path)
+            is_held = False
+            while not is_held:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    is_held = True
+                except BlockingIOError:
+                    if time.monotonic() > until:
+                        why = f"another process has locked {str(path)!r} for {_LOCK_S:g} s"
+                        raise TimeoutError(errno.ETIMEDOUT, why) from None
+                    time.sleep(_LOCK_POLL_S)
             yield
         finally:
             os.close(lock)
-
-
-def _take(lock: int, path: Path) -> None:
-    until = time.monotonic() + _LOCK_S
-    while True:
-        try:
-            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > until:
-                why = f"another process has locked {str(path)!r} for {_LOCK_S:g} s"
-                raise TimeoutError(errno.ETIMEDOUT, why) from None
-        time.sleep(_LOCK_POLL_S)

@@ -61,11 +61,11 @@ class Renderings:
         if not known and before is not None and before.key == key:
             builder.take_over(before)
         pool.render(engine, builder)
-        self._tasks.start(_task(engine), self._settle(engine, pool, builder, source, before))
+        self._tasks.start(f"tokenizer {engine.id}", self._settle(engine, pool, builder, source, before))
 
     def leave(self, engine: Engine) -> None:
         """The engine is gone."""
-        self._tasks.cancel(_task(engine))
+        self._tasks.cancel(f"tokenizer {engine.id}")
 
     def prove_again(self, engine: Engine, pool: Pool) -> None:
         """Perhaps another process answers than the one that was compared, or lost forms are right again."""
@@ -201,10 +201,6 @@ def of_tokens(engine: Engine, pool: Pool | None) -> tuple[Finding, ...]:
             "start them with the same model, chat template and default arguments of it",
         ),
     )
-
-
-def _task(engine: Engine) -> str:
-    return f"tokenizer {engine.id}"
 
 
 def _change(before: PromptBuilder, after: PromptBuilder) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import hmac
 import os
@@ -19,6 +18,7 @@ import structlog
 from msgspec.structs import replace
 
 from proxy.core.books import EngineMark, encode_marks
+from proxy.runtime import until, within
 
 # --- the seam between a kvpin and how frames reach the others -------------------------------------------
 
@@ -87,8 +87,6 @@ class Bus(Protocol):
 
 # Settings of an engine that are told to nobody who may listen.
 _SECRET = ("api_key", "headers")
-
-
 NEEDS_KEY = "the key itself (admin_key_file), not its digest (sha256:…)"
 """What kvpins must be given to seal and to sign."""
 _HASHED = "sha256:"
@@ -100,30 +98,22 @@ def secret_of(admin_key: str | None) -> bytes | None:
     return None if admin_key is None or admin_key.startswith(_HASHED) else admin_key.encode()
 
 
-class Sealing:
-    """Seals the orders to add engines, and checks the seals of others."""
+def sealed_marks(marks: Iterable[EngineMark], key: bytes | None) -> list[EngineMark]:
+    """Those that may be told to kvpins that have this key of `secret_of`, sealed."""
+    return [
+        replace(mark, seal=_seal(mark, key)) if mark.added and key else mark
+        for mark in marks
+        if not mark.added or (key and not _is_secret(mark))
+    ]
 
-    def __init__(self, admin_key: Callable[[], str | None]) -> None:
-        """`admin_key` gives the key of the operators now. Only the key itself seals, see `secret_of`."""
-        self._admin_key = admin_key
 
-    def told(self, marks: Iterable[EngineMark]) -> list[EngineMark]:
-        """Those that may be told, sealed."""
-        key = secret_of(self._admin_key())
-        return [
-            replace(mark, seal=_seal(mark, key)) if mark.added and key else mark
-            for mark in marks
-            if not mark.added or (key and not _is_secret(mark))
-        ]
-
-    def heard(self, marks: Iterable[EngineMark]) -> list[EngineMark]:
-        """Those that a kvpin of the group told."""
-        key = secret_of(self._admin_key())
-        return [
-            replace(mark, seal=b"")
-            for mark in marks
-            if not mark.added or (key and hmac.compare_digest(mark.seal, _seal(mark, key)))
-        ]
+def proven_marks(marks: Iterable[EngineMark], key: bytes | None) -> list[EngineMark]:
+    """Those that a kvpin with the same key told."""
+    return [
+        replace(mark, seal=b"")
+        for mark in marks
+        if not mark.added or (key and hmac.compare_digest(mark.seal, _seal(mark, key)))
+    ]
 
 
 def _seal(mark: EngineMark, key: bytes) -> bytes:
@@ -236,9 +226,7 @@ class UnixBus:
                 await self._look(callbacks)
                 self._has_looked = True
                 self._look_now.clear()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_LOOK_S):
-                        await self._look_now.wait()
+                await within(_LOOK_S, self._look_now.wait())
         finally:
             self._has_looked = False
             self._own.unlink(missing_ok=True)
@@ -278,10 +266,8 @@ class UnixBus:
 
     async def aclose(self) -> None:
         """Waits until peers have read what was sent, but not for long."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_CLOSE_S):
-                while any(peer.transport.get_write_buffer_size() for peer in self._peers.values()):  # noqa: ASYNC110 - at the end
-                    await asyncio.sleep(0.01)
+        peers = self._peers.values()
+        await until(lambda: not any(each.transport.get_write_buffer_size() for each in peers), _CLOSE_S)
 
 
 def _kvpin_of(name: str) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -50,6 +50,7 @@ from proxy.peers.owners import ToldClaim
 PART = 4096
 # Conversations whose engine is told, the last placed first.
 MAX_SESSIONS = 20_000
+_Item = TypeVar("_Item")
 
 
 def described(fleet: Fleet, claim_of: Callable[[Engine], Claim | None]) -> list[ToldEngine]:
@@ -73,22 +74,23 @@ def contents(fleet: Fleet, to: int) -> Iterator[Contents]:
         for engine in list(pool.engines.values()):
             yield Contents(to, engine.id, pool.placer.books[engine.id].rates.timings)
             if engine.audit.trust is Trust.APPROXIMATE:
-                for stretches in _parts(engine.learned.recent()):
-                    yield Contents(to, engine.id, stretches=stretches)
+                for part in in_parts(engine.learned.recent(), len, PART):
+                    yield Contents(to, engine.id, stretches=[packed(stretch) for stretch in part])
         for engine_id, digests in by_engine.items():
             for start in range(0, len(digests), PART):
                 yield Contents(to, engine_id, sessions=packed(digests[start : start + PART]))
     yield Contents(to)
 
 
-def _parts(stretches: list[tuple[int, ...]]) -> Iterator[list[bytes]]:
-    part, blocks = list[bytes](), 0
-    for stretch in stretches:
-        part.append(packed(stretch))
-        blocks += len(stretch)
-        if blocks >= PART:
+def in_parts(items: Iterable[_Item], size_of: Callable[[_Item], int], most: int) -> Iterator[list[_Item]]:
+    """The items in lists of about this size together."""
+    part, size = list[_Item](), 0
+    for item in items:
+        part.append(item)
+        size += size_of(item)
+        if size >= most:
             yield part
-            part, blocks = [], 0
+            part, size = [], 0
     if part:
         yield part
 
@@ -298,7 +300,6 @@ class Peer:
             part=begun.part,
         )
         engine.of_peers[request.placed.ticket] = PeerRequest(request.placed)
-        engine.from_peers += 1
         if not is_new and begun.session is not None:
             placer.note_earlier(begun.session, engine.id)
         return True

@@ -10,8 +10,7 @@ for the exchange. A kvpin that is silent for `LOST_S` is lost, and its requests 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from time import monotonic, time
 
 import msgspec
@@ -20,6 +19,7 @@ import structlog
 from proxy.core.books import MAX_AGE_S, MAX_AHEAD_S, EngineMark, decode_marks, encode_marks, signed, verified
 from proxy.core.peers.messages import (
     Ask,
+    Begun,
     Contents,
     KvpinState,
     Leaving,
@@ -34,11 +34,13 @@ from proxy.core.peers.messages import (
 )
 from proxy.core.peers.telling import OwnRequests
 from proxy.fleet.fleet import Fleet
-from proxy.peers.bus import NEEDS_KEY, Bus, BusCallbacks, Sealing, secret_of
+from proxy.peers.bus import NEEDS_KEY, Bus, BusCallbacks, proven_marks, sealed_marks, secret_of
 from proxy.peers.owners import Owners, ToldClaim
-from proxy.peers.peer import ExchangeCounts, ExchangeStats, Peer, contents, described
+from proxy.peers.peer import ExchangeCounts, ExchangeStats, Peer, contents, described, in_parts
 from proxy.request.tenants import Tenants
-from proxy.runtime import Supervisor
+from proxy.runtime import Supervisor, within
+
+log = structlog.get_logger(__name__)
 
 # How long messages are collected for one frame.
 BATCH_S = 0.001
@@ -46,52 +48,6 @@ BATCH_S = 0.001
 _PART_BYTES = 256 * 1024
 # A newcomer waits this long for the others before it says that it is ready.
 JOIN_S = 2.0
-
-
-class Joining:
-    """This kvpin's way into the group, and that of others back to it.
-
-    Attributes:
-        is_over: this kvpin knows what the others know, or has waited long enough.
-    """
-
-    def __init__(self, fleet: Fleet) -> None:
-        self.is_over = False
-        self._fleet = fleet
-        self._is_told = False
-        self._missed = set[int]()  # kvpins that were lost: they may hold more when they are back
-        self._until: float | None = None
-
-    def wants_contents(self, kvpin: int) -> bool:
-        """True if a kvpin is to tell what engines hold: it was lost and is back, or this one is new, its
-        engines are connected, and nobody has told it."""
-        is_new = not self.is_over and not self._is_told
-        return (is_new or kvpin in self._missed) and self._fleet.is_ready()
-
-    def told_by(self, kvpin: int) -> None:
-        """A kvpin has told what engines hold."""
-        self._is_told = True
-        self._missed.discard(kvpin)
-
-    def missed(self, kvpin: int) -> None:
-        """A kvpin is lost."""
-        self._missed.add(kvpin)
-
-    def look(self, now: float, others: Collection[Peer], *, is_alone: bool) -> None:
-        """Checks whether joining is over. `is_alone`: it is known that there is no other kvpin."""
-        if self.is_over or not self._fleet.is_ready():
-            return
-        if self._until is None:
-            self._until = now + JOIN_S
-        knows_all = bool(others) and self._is_told and all(other.in_step for other in others)
-        if knows_all or is_alone or now > self._until:
-            self.is_over = True
-            if not (knows_all or is_alone):
-                log.warning("ready without knowing what other kvpins do: they did not tell in time")
-
-
-log = structlog.get_logger(__name__)
-
 HEARTBEAT_S = 1.0
 LOST_S = 3.0
 # A kvpin whose keys or orders do not count here is asked again after this time: by then the operator may have
@@ -108,6 +64,7 @@ class Peers:
         bus: carries the messages.
         counts: messages, and what went wrong with them.
         owners: who uses the engines that only one kvpin may use.
+        is_ready: this kvpin knows what the others know, or has waited long enough.
     """
 
     def __init__(
@@ -128,8 +85,9 @@ class Peers:
         self._may_own = may_own
         self.name, self.bus, self.owners = fleet.name, bus, Owners(owner, fleet)
         self._owner, self._fleet, self._tenants = owner, fleet, tenants
-        self._joining = Joining(fleet)
-        self._sealing = None if bus.is_private else Sealing(admin_key)
+        self.is_ready = self._is_told = False  # what engines hold
+        self._missed = set[int]()  # kvpins that were lost: they may hold more when they are back
+        self._join_until: float | None = None
         self._own = fleet.told = OwnRequests(self._flush_soon)
         self._flush_at: asyncio.TimerHandle | None = None
         self._engines = list[ToldEngine]()  # as they were told last
@@ -158,11 +116,6 @@ class Peers:
         self._flush()
         self._is_over = True
         await self.bus.aclose()
-
-    @property
-    def is_ready(self) -> bool:
-        """True if this kvpin knows what the others know, or has waited long enough."""
-        return self._joining.is_over
 
     def sockets(self) -> list[str]:
         """The sockets on which the other kvpins of this machine serve HTTP to this one."""
@@ -235,7 +188,7 @@ class Peers:
             self._flush()
             uses = self._tenants.take_used(anew=True)
             self._say([self._state(), *(UseReport(tenant, use) for tenant, use in uses)])
-            for part in self._in_flight():
+            for part in in_parts(self._own.in_flight(monotonic()), _hash_bytes, _PART_BYTES):
                 self._say(part)
 
     def _flush_soon(self) -> None:
@@ -252,16 +205,6 @@ class Peers:
         ]
         marks, keys, secret = self._told_marks(), self._keys(), self._fleet.secret_name
         return KvpinState(self.name, self._engines, socket_path, marks, pins, keys, secret)
-
-    def _in_flight(self) -> Iterator[list[Message]]:
-        part, size = list[Message](), 0
-        for message in self._own.in_flight(monotonic()):
-            part.append(message)
-            size += len(getattr(message, "hashes", None) or b"")
-            if size > _PART_BYTES:
-                yield part
-                part, size = [], 0
-        yield part
 
     # --- listening ---------------------------------------------------------------------------------
 
@@ -326,10 +269,9 @@ class Peers:
             log.info("another kvpin is here", peer=peer.label, engines_shared=len(peer.here))
 
     def _secret(self) -> bytes | None:
-        """Signs issued keys for the others; None keeps them here. On a private bus, all are this user's."""
-        if self.bus.is_private:
-            return b""
-        return secret_of(self._admin_key())
+        """Signs issued keys for the others, and seals orders; None keeps them here. On a private bus, all are
+        this user's."""
+        return b"" if self.bus.is_private else secret_of(self._admin_key())
 
     def _keys(self) -> bytes:
         """The issued keys for other kvpins, signed."""
@@ -363,9 +305,9 @@ class Peers:
     def _told_marks(self) -> list[EngineMark]:
         """The operators' orders about engines, as the others are told them."""
         marks = self._fleet.book.marks()
-        if self._sealing is None:
+        if self.bus.is_private:
             return marks
-        told = self._sealing.told(marks)
+        told = sealed_marks(marks, self._secret())
         if len(told) < len(marks):
             self._complain(
                 "an engine that was added is not told by Redis, because it has a key or headers, or because "
@@ -375,7 +317,7 @@ class Peers:
 
     def _take_marks(self, marks: list[EngineMark]) -> bool:
         """Takes over operators' orders that came by the exchange. False if some do not count."""
-        heard = marks if self._sealing is None else self._sealing.heard(marks)
+        heard = marks if self.bus.is_private else proven_marks(marks, self._secret())
         if len(heard) < len(marks):
             self._complain(
                 "an engine that was added at another kvpin is not used here: give both the same admin_key, "
@@ -402,7 +344,8 @@ class Peers:
     def _adopt(self, now: float, peer: Peer, told: Contents) -> None:
         """Takes over what engines hold."""
         if told.engine is None:
-            self._joining.told_by(peer.owner)
+            self._is_told = True
+            self._missed.discard(peer.owner)
         elif (site := peer.site(told.engine)) is not None and site.hashes_alike:
             pool, engine = site.pool, site.engine
             if told.timings is not None:
@@ -417,7 +360,7 @@ class Peers:
         if now - peer.asked < HEARTBEAT_S:
             return
         peer.asked = now
-        self._say([Ask(owner, contents=self._joining.wants_contents(owner))])
+        self._say([Ask(owner, contents=self._wants_contents(owner))])
 
     # --- engines -----------------------------------------------------------------------------------
 
@@ -458,9 +401,7 @@ class Peers:
         while True:
             joins = not (self.is_ready or self._fleet.stands_by)
             is_quiet = not joins and not self.owners.is_bidding
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(HEARTBEAT_S if is_quiet else _JOIN_POLL_S):
-                    await self._has_bid.wait()
+            await within(HEARTBEAT_S if is_quiet else _JOIN_POLL_S, self._has_bid.wait())
             self._has_bid.clear()
             now = monotonic()
             if now - beat > LOST_S:  # this kvpin was stopped: the others may have spoken meanwhile
@@ -477,18 +418,34 @@ class Peers:
                     self._lose(owner)
                 elif (
                     not peer.in_step
-                    or self._joining.wants_contents(owner)
+                    or self._wants_contents(owner)
                     or (peer.is_doubted and now - peer.asked > AGAIN_S)
                 ):
                     self._ask(now, owner, peer)
-            others = self._peers.values()
-            self._joining.look(now, others, is_alone=self.bus.is_alone and not others)
+            self._look_whether_ready(now)
+
+    def _wants_contents(self, kvpin: int) -> bool:
+        """True if a kvpin is to tell what engines hold: it was lost and is back, or this one is new, its
+        engines are connected, and nobody has told it."""
+        is_new = not self.is_ready and not self._is_told
+        return (is_new or kvpin in self._missed) and self._fleet.is_ready()
+
+    def _look_whether_ready(self, now: float) -> None:
+        if self.is_ready or not self._fleet.is_ready():
+            return
+        if self._join_until is None:
+            self._join_until = now + JOIN_S
+        others = self._peers.values()
+        knows_all = self._is_told and all(other.in_step for other in others) if others else self.bus.is_alone
+        self.is_ready = knows_all or now > self._join_until
+        if self.is_ready and not knows_all:
+            log.warning("ready without knowing what other kvpins do: they did not tell in time")
 
     def _lose(self, owner: int) -> None:
         """A peer that did not say that it stops is gone."""
         if (peer := self._peers.get(owner)) is not None:
             self._drop(owner)
-            self._joining.missed(owner)
+            self._missed.add(owner)
             self.counts.lost += 1
             if peer.socket is not None:  # a kvpin that hangs would never answer requests passed on to it
                 self._hang_up(peer.socket, "the kvpin that was to answer was lost")
@@ -501,3 +458,7 @@ class Peers:
         self.counts.missed += peer.missed
         self._tenants.leave_elsewhere(owner)
         self._decide_owners(monotonic())
+
+
+def _hash_bytes(message: Message) -> int:
+    return len(message.hashes or b"") if isinstance(message, Begun) else 0

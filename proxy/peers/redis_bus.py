@@ -21,6 +21,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
 
 from proxy.peers.bus import BusCallbacks
+from proxy.runtime import until
 
 log = structlog.get_logger(__name__)
 
@@ -124,7 +125,8 @@ class RedisBus:
         try:
             channel = receiver.pubsub(ignore_subscribe_messages=True)
             await channel.subscribe(self._channel)
-            await self._count(sender)
+            ((_, listeners),) = await sender.pubsub_numsub(self._channel)
+            self._is_alone = listeners <= 1
             kept = await self._read(sender)
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._send(sender))
@@ -138,10 +140,6 @@ class RedisBus:
         finally:
             await sender.aclose()
             await receiver.aclose()
-
-    async def _count(self, client: Any) -> None:  # noqa: ANN401 - likewise
-        ((_, listeners),) = await client.pubsub_numsub(self._channel)
-        self._is_alone = listeners <= 1
 
     async def _send(self, client: Any) -> None:  # noqa: ANN401 - likewise
         while True:
@@ -199,12 +197,7 @@ class RedisBus:
 
     async def aclose(self) -> None:
         """Waits until the server has what was published, but not for long."""
-        try:
-            async with asyncio.timeout(_CLOSE_S):
-                while self._is_connected and (self._waiting_bytes or self._kept is not None):  # noqa: ASYNC110 - at the end
-                    await asyncio.sleep(0.01)
-        except TimeoutError:
-            pass
+        await until(lambda: not (self._is_connected and (self._waiting_bytes or self._kept)), _CLOSE_S)
 
 
 def _end_if_cancelled() -> None:

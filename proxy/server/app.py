@@ -11,7 +11,6 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -64,7 +63,7 @@ from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
 from proxy.fleet.lower_tiers import RestoreAhead
 from proxy.fleet.monitor import Monitor
-from proxy.fleet.saved_state import Memories, StateSaver
+from proxy.fleet.saved_state import StateSaver
 from proxy.fleet.state_files import KeyBookFile
 from proxy.flow import Flow
 from proxy.observe.live import Live
@@ -77,7 +76,7 @@ from proxy.request.normalising import ChosenRules, Normalising
 from proxy.request.records import RequestLog, RequestRecord
 from proxy.request.tenants import ApiKey, Tenants
 from proxy.request.translate import ResponseStore, translations
-from proxy.runtime import LoopLag, Supervisor
+from proxy.runtime import LoopLag, Supervisor, within
 from proxy.server.checks import (
     all_engines,
     check,
@@ -122,7 +121,8 @@ class Proxy:
             secret.for_roots,
         )
         self.tables = RegisteredTables(max_bytes=settings.limits.prompt_table_bytes)
-        key_file = self._key_file()
+        directory = self._shared_state_dir()
+        key_file = KeyBookFile(directory) if directory is not None else None
         issued = KeyBook()
         issued.merge(key_file.read() if key_file is not None else ())
         self.tenants = Tenants(_keys(settings), settings.tenant_limits, issued, secret.for_salts)
@@ -136,7 +136,7 @@ class Proxy:
             if settings.state_dir is not None
             else None
         )
-        memories = self.state.memories if self.state is not None else Memories()
+        memories = self.state.memories if self.state is not None else {}
         self.ingest = Ingest(self.fleet, self.tasks, self.tenants.owner, memories) if settings.reuse else None
         self.monitor = Monitor(
             self.fleet,
@@ -268,11 +268,6 @@ class Proxy:
             placed=self.live.placed,
         )
 
-    def _key_file(self) -> KeyBookFile | None:
-        """The file of issued keys; None without `state_dir`."""
-        directory = self._shared_state_dir()
-        return KeyBookFile(directory) if directory is not None else None
-
     def _left_by_workers(self, own: Path) -> list[Path]:
         """The directories in `state_dir` that no process of this kvpin has, because there were more or fewer
         workers before. The first worker takes care of them."""
@@ -393,9 +388,7 @@ class Proxy:
             await self.peers.aclose()
         await self.tasks.stop()
         if self.hand_over is not None:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_LAST_S):
-                    await self.hand_over.once()  # what the last requests counted
+            await within(_LAST_S, self.hand_over.once())  # what the last requests counted
         if self.recorder is not None:
             await self.recorder.aclose()
         if self.telemetry is not None:

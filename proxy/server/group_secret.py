@@ -13,11 +13,9 @@ Salts have the secret only where it outlives a restart: with other salts, engine
 
 from __future__ import annotations
 
-import os
 import secrets
 from hashlib import blake2b
 from pathlib import Path
-from tempfile import mkstemp
 
 import msgspec
 import structlog
@@ -91,16 +89,10 @@ def _agreed_in(directory: Path, own: GroupSecret) -> GroupSecret:
     path = directory / FILE
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor, part = mkstemp(suffix=".part", dir=directory)  # mode 0600
         try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(msgspec.msgpack.encode(own))
-            try:
-                os.link(part, path)  # of several kvpins that start, one succeeds
-            except FileExistsError:
-                return _decoded(read(path))
-        finally:
-            Path(part).unlink(missing_ok=True)
+            write(path, msgspec.msgpack.encode(own), is_first=True)
+        except FileExistsError:
+            return _decoded(read(path))
     except (OSError, msgspec.MsgspecError) as error:
         raise SettingsError(f"the secret in {str(path)!r} cannot be used: {error}") from error
     return own

@@ -13,7 +13,6 @@ The port is opened before anything is started, so that a port in use costs no en
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import socket
@@ -36,7 +35,7 @@ from proxy.http.listeners import ConnectionLimits, Door, connection_limit, inher
 from proxy.http.tls import load_certificate, over_tls, server_context
 from proxy.http.uvicorn_inner import UvicornServer
 from proxy.observe.logs import Banner, configure_logs
-from proxy.runtime import settle, steady
+from proxy.runtime import settle, steady, until, within
 from proxy.server.app import Proxy, build_app
 from proxy.server.checks import OPEN_TO_ALL, check, issued_keys, warnings_of
 from proxy.server.workers.fairness import ConnectionTally, FairAcceptor, tallied
@@ -256,20 +255,17 @@ class _Server:
         """Waits until an engine is ready, and this kvpin knows what the others know, but not long. Meanwhile
         connections wait in the queue of the socket, or another kvpin takes them."""
         fleet, peers = self._proxy.fleet, self._proxy.peers
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_FIRST_S):
-                while not self.uvicorn.should_exit:
-                    if fleet.is_ready() and (peers is None or peers.is_ready):
-                        return
-                    await asyncio.sleep(_POLL_S)
+
+        def is_over() -> bool:
+            return self.uvicorn.should_exit or (fleet.is_ready() and (peers is None or peers.is_ready))
+
+        await until(is_over, _FIRST_S)
 
     async def _join(self, tally: ConnectionTally, worker: int) -> None:
         """Tells the other workers when this one has engines."""
         fleet = self._proxy.fleet
         while not fleet.serves:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_LOOK_S):  # nothing tells of engines at another kvpin
-                    await fleet.until_ready()
+            await within(_LOOK_S, fleet.until_ready())  # nothing tells of engines at another kvpin
         tally.be_ready(worker)
 
     async def _stop(self) -> None:
@@ -278,18 +274,14 @@ class _Server:
         drain_s = _drain_s(settings, self._listeners)
         if drain_s and not self._hurry.is_set():
             log.info("stopping: not ready, still accepting requests", drain_s=drain_s)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(drain_s):
-                    await self._hurry.wait()
+            await within(drain_s, self._hurry.wait())
         self.close_peer_ports()
         if self._door is not None:
             self._door.close()
         for connection in self.uvicorn.connections:
             connection.hurry()
         log.info("stopping: waiting for running answers", answers=len(self.uvicorn.answers))
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(settings.graceful_shutdown_s):
-                await self._until_answered()
+        await within(settings.graceful_shutdown_s, self._until_answered())
 
     async def _until_answered(self) -> None:
         """Waits for the last answer, and closes each connection once its client has none to wait for."""

@@ -34,15 +34,8 @@ class Telling:
         self._work = work
         self._own.tell(Refined(self._begun.id, work))
 
-    def first_token(self) -> None:
-        """Its stream began."""
-        self._answer_began(1)
-
-    def answered(self) -> None:
-        """It was answered whole."""
-        self._answer_began(2)
-
-    def _answer_began(self, step: int) -> None:
+    def answer_began(self, step: int) -> None:
+        """Its answer began, see `AnswerBegan`."""
         self._step = step
         self._own.tell(AnswerBegan(self._begun.id, step))
 

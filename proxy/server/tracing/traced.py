@@ -43,7 +43,7 @@ from structlog.contextvars import STRUCTLOG_KEY_PREFIX
 from engine_adapter import NATIVE_ROUTES, EngineSpec, Headers, JsonBody, RequestBody, base_url
 from proxy.api.openai import DataPlane
 from proxy.core.placement.decision import Pair, Placement
-from proxy.core.reasons import TtfbPart, reason_of
+from proxy.core.reasons import reason_of
 from proxy.fleet.lease import Lease
 from proxy.flow import CLIENT_LEFT, Flow
 from proxy.http.exchange import Exchange
@@ -73,13 +73,15 @@ def trace_id() -> str | None:
 
 
 @contextmanager
-def _span(tracer: Tracer, name: str, kind: SpanKind = SpanKind.INTERNAL) -> Iterator[Span]:
+def _span(
+    tracer: Tracer, name: str, kind: SpanKind = SpanKind.INTERNAL, attributes: Attributes | None = None
+) -> Iterator[Span]:
     """A span around a step of a request whose trace is kept."""
     if not get_current_span().is_recording():
         yield INVALID_SPAN
         return
     with tracer.start_as_current_span(
-        name, kind=kind, record_exception=False, set_status_on_exception=False
+        name, kind=kind, attributes=attributes, record_exception=False, set_status_on_exception=False
     ) as span:
         try:
             yield span
@@ -178,12 +180,12 @@ class TracedAttempts(Attempts):
 
     async def first_leg(self, attempt: Attempt, pair: Pair) -> FirstLeg | None:
         """Lets another engine compute the prompt, within a span."""
-        with self._leg_on(pair.prefill.engine):
+        with _span(self.tracer, FIRST_LEG, SpanKind.CLIENT, {"kvpin.engine": pair.prefill.engine}):
             return await super().first_leg(replace(attempt, ready=_leading_on(attempt.ready)), pair)
 
     async def half_leg(self, half: PromptHalf, ready: Ready) -> None:
         """Lets another engine compute the prompt at the same time, within a span."""
-        with self._leg_on(half.source):
+        with _span(self.tracer, FIRST_LEG, SpanKind.CLIENT, {"kvpin.engine": half.source}):
             await super().half_leg(half, _leading_on(ready))
 
     async def forward(self, attempt: Attempt) -> Forwarded:
@@ -199,13 +201,6 @@ class TracedAttempts(Attempts):
                 if answer.error is not None:
                     _fail(span, str(answer.status))
             return answer
-
-    @contextmanager
-    def _leg_on(self, engine: str) -> Iterator[None]:
-        with _span(self.tracer, FIRST_LEG, SpanKind.CLIENT) as span:
-            if span.is_recording():
-                span.set_attribute("kvpin.engine", engine)
-            yield
 
     def _add_hold(self, lease: Lease) -> None:
         """Adds the span from a request's placement until now. It is over only once the hold is entered."""
@@ -299,9 +294,5 @@ def of_answer(record: RequestRecord, answer: Forwarded) -> Attributes:
     }
     attributes: Attributes = {name: value for name, value in known.items() if value is not None}
     for part, seconds in (record.first_byte_parts or {}).items():
-        attributes[f"kvpin.first_byte.{_word(part)}_s"] = seconds
+        attributes[f"kvpin.first_byte.{part.value.replace(' ', '_')}_s"] = seconds
     return attributes
-
-
-def _word(part: TtfbPart) -> str:
-    return part.value.replace(" ", "_")

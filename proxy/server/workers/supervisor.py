@@ -39,7 +39,7 @@ from engine_adapter import EngineSpec, EngineSpecError, HttpTransport, ends_with
 from proxy.api.siblings import USES_PATH, ask, socket_of
 from proxy.fleet.managed_engine import ManagedEngine, ProcessState, end_of
 from proxy.peers.bus import MAX_PATH_BYTES
-from proxy.runtime import Supervisor, until
+from proxy.runtime import Supervisor, until, within
 from proxy.server.checks import check, check_reload, issued_keys, managed_engines
 from proxy.server.workers.fairness import TALLY, ConnectionTally
 from proxy.settings import (
@@ -144,7 +144,8 @@ class Orders(msgspec.Struct, frozen=True):
             return None
         try:
             orders = msgspec.json.decode(text, type=cls)
-            if Path(orders.directory).is_dir() and all(map(_is_socket, orders.listeners)):
+            is_socket = (stat.S_ISSOCK(os.fstat(number).st_mode) for number in orders.listeners)
+            if Path(orders.directory).is_dir() and all(is_socket):
                 return orders
         except (msgspec.DecodeError, ValueError, OSError):
             pass
@@ -213,11 +214,6 @@ def _described(spec: EngineSpec[Any]) -> dict[str, Any]:
     fields = {name: getattr(spec, name) for name in EngineSettings.model_fields}
     given = {**fields, **msgspec.structs.asdict(spec.options)}
     return {name: value for name, value in given.items() if value is not None}
-
-
-def _is_socket(descriptor: int) -> bool:
-    """Raises OSError if nothing is open there."""
-    return stat.S_ISSOCK(os.fstat(descriptor).st_mode)
 
 
 # --- supervisor -----------------------------------------------------------------------------------------
@@ -304,9 +300,7 @@ class Workers:
             log.warning(
                 "worker ended; it is started again", worker=number, error=error, restart_in_s=backoff_s
             )
-            with suppress(TimeoutError):
-                async with asyncio.timeout(backoff_s):
-                    await self._stopping.wait()
+            await within(backoff_s, self._stopping.wait())
             backoff_s, follows = min(2 * backoff_s, MAX_BACKOFF_S), True
 
     async def _run_once(self, number: int, *, follows: bool) -> int:
@@ -445,13 +439,13 @@ class SharedEngines:
                 return
             self._run(new)
             ready = ProcessState.READY
-            await until(lambda: new.status.state is ready or self._entries.get(entry.id) is not entry)
+            await until(lambda: new.state is ready or self._entries.get(entry.id) is not entry)
             await asyncio.sleep(_CONNECT_S)
 
     async def _end(self, old: ManagedEngine, grace_s: float, joining: Collection[ManagedEngine] = ()) -> None:
         """Stops an engine once the workers have left it, but not later than `grace_s` from now. Before that,
         they use it until they have reached those that join, but not longer than so."""
-        await until(lambda: all(each.status.state is ProcessState.READY for each in joining), grace_s)
+        await until(lambda: all(each.state is ProcessState.READY for each in joining), grace_s)
         with suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 while await self._is_used(old.spec.url):  # noqa: ASYNC110 - it is asked

@@ -1,14 +1,14 @@
 from dataclasses import replace
 
+import msgspec
 import pytest
 
-from engine_adapter import EngineSpecError, KvVerb, Role
-from proxy.control.engines import describe_drained, describe_engine, place_of
+from engine_adapter import EngineSpecError, EngineUnavailable, KvVerb, Role
+from proxy.control.engines import describe_drained, describe_engine, place_of, stats
 from proxy.control.operations import Target
 from proxy.errors import Conflict
 from proxy.fleet.engine import DrainReason, EngineState
 from proxy.settings import EngineSettings
-from tests.fakes import FakeEngine
 from tests.kv_world import tokens, until
 
 
@@ -16,24 +16,12 @@ def named(engine_id, url, **more):
     return EngineSettings(kind="openai_compatible", url=url, id=engine_id, **more)
 
 
-async def test_an_added_engine_is_looked_after(world):
-    engines = world.proxy.engines
-    async with FakeEngine("a") as server:
-        engine = engines.add(named("new", server.url))
-        assert engine.state is EngineState.CONNECTING
-        await until(lambda: engine.state is EngineState.READY)
-        assert world.fleet.pool("m").engines["new"] is engine
-        with pytest.raises(Conflict) as caught:
-            engines.add(named("new", server.url))
-        assert caught.value.param == "id"
-        with pytest.raises(Conflict, match="engine 'new' is already at ") as caught:
-            engines.add(named("other", server.url.replace("127.0.0.1", "localhost")))
-        assert caught.value.param == "url"
-        without = EngineSettings(kind="openai_compatible", url="http://127.0.0.1:1")
-        assert engines.add(without).id == "openai_compatible-0"
-        assert engines.add(without.model_copy(update={"url": "http://127.0.0.1:2"})).id.endswith("-1")
-        await engines.remove(world.fleet.engine("new"))
-        assert len(world.fleet.engines) == 2
+async def test_added_engines_without_an_id_are_numbered(world):
+    """How they are used, and what is refused: tests/proxy/api/admin/test_engine_routes.py."""
+    urls = ("http://127.0.0.1:1", "http://127.0.0.1:2")
+    added = [EngineSettings(kind="openai_compatible", url=url) for url in urls]
+    ids = [world.proxy.engines.add(each).id for each in added]
+    assert ids == ["openai_compatible-0", "openai_compatible-1"]
 
 
 async def test_an_address_of_several_engines_is_refused_with_all_of_them(world):
@@ -137,3 +125,47 @@ async def test_an_order_that_others_do_not_hear_of_is_told(world, pair):
 )
 def test_the_machine_of_an_order_is_said_to_be_one(order, place):
     assert place_of(order) == place
+
+
+async def shown_by(world):
+    return msgspec.to_builtins(await stats(world.fleet, world.pinning.active(), reuse=world.reuse))
+
+
+async def test_pools_engines_and_totals(world, pair):
+    a, _ = pair
+    world.served(a, tokens(64))
+    world.engines["a"].audit.observe(32, 48)
+    shown = await shown_by(world)
+    (pool,) = shown["pools"]
+    assert (pool["model"], pool["index_entries"], pool["tokens_per_block"]) == ("m", 4, 16)
+    first, second = pool["engines"]
+    assert first["blocks"] == {"gpu": 4, "host": 0, "disk": 0}
+    assert first["kv"] == {"gpu": {"cached": 4}}
+    assert (first["trust"], first["why"]) == ("approximate", "no events yet: learning from responses")
+    assert first["audit"]["reported_tokens"] == 48
+    assert second["blocks"]["gpu"] == 0
+    totals = shown["totals"]
+    assert (totals["engines"], totals["ready"], totals["predicted_cached_tokens"]) == (2, 2, 32)
+    assert shown["reuse"]
+
+
+async def test_how_prompts_become_tokens(world, pair):
+    world.pool.prompts.ask_engines("why")
+    world.pool.prompts.agreed = 3
+    (pool,) = (await shown_by(world))["pools"]
+    forms = pool["tokenisation"].pop("forms")
+    assert pool["tokenisation"].pop("detail").startswith("the engine tokenises each prompt: ")
+    assert pool["tokenisation"] == {"ok": True, "source": "engine", "agreed": 3, "differed": 0}
+    assert forms["text parts"] == {
+        "source": "engine", "ok": True, "detail": "why", "agreed": 0, "differed": 0
+    }  # fmt: skip
+    world.pool.renderings = ()
+    (pool,) = (await shown_by(world))["pools"]
+    assert pool["tokenisation"] is None
+
+
+async def test_an_engine_that_does_not_answer_is_shown_all_the_same(world, pair):
+    pair[0].failure = EngineUnavailable("gone")
+    (pool,) = (await shown_by(world))["pools"]
+    assert (pool["engines"][0]["kv"], pool["engines"][0]["kv_error"]) == ({}, "gone")
+    assert pool["engines"][1]["kv_error"] is None

@@ -6,12 +6,13 @@ from types import SimpleNamespace
 import pytest
 from structlog.testing import capture_logs
 
+from engine_adapter import EngineUnavailable, PromptTableError
 from proxy.control import keys as module
 from proxy.control.keys import IssuedKeys, notes_of, used_engines
 from proxy.core.books import IssuedKey, KeyBook
-from proxy.errors import NotFound, ProxyError
-from proxy.fleet.engine import EngineState
+from proxy.errors import BadRequest, Conflict, NotFound, ProxyError
 from proxy.fleet.state_files import KeyBookFile
+from tests.kv_world import rejected, safetensors_of, until
 
 PLAIN = {"tenant": None, "name": "", "models": None, "expires": None}
 
@@ -61,9 +62,7 @@ async def test_what_another_kvpin_tells_is_saved_as_soon_as_there_is_room(tmp_pa
         await asyncio.sleep(0.1)
         assert world.file.read() == []
         world.file.is_full = False
-        async with asyncio.timeout(5):
-            while world.file.read() != [told()]:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: world.file.read() == [told()], 5)
         task.cancel()
     assert [(each["event"].partition(":")[0], each.get("error")) for each in logs][:1] == [
         ("issued keys are not saved", "the file of keys cannot be written: No space left on device")
@@ -106,9 +105,7 @@ async def test_a_key_is_closed_while_the_disk_is_full_and_its_removal_saved_as_s
         await asyncio.sleep(0.05)
         assert [key.removed for key in world.file.read()] == [0.0]
         world.file.is_full = False
-        async with asyncio.timeout(5):
-            while not world.file.read()[0].removed:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: world.file.read()[0].removed, 5)
         await asyncio.sleep(0.05)
         task.cancel()
     assert [each["event"].partition(":")[0] for each in logs] == [
@@ -133,49 +130,51 @@ async def test_a_file_that_is_gone_is_written_again(tmp_path):
     assert world.file.read() == world.book.entries()
 
 
-READY, REFUSED = EngineState.READY, EngineState.REFUSED
+async def test_where_another_kvpin_knows_what_is_served_no_model_is_missed(world, pair):
+    """That each note is made: tests/proxy/api/admin/test_key_routes.py."""
+    key = SimpleNamespace(id="key-1", models=("typo",))
+    for is_served_there, notes in ((False, ["no engine serves 'typo' now"]), (True, [])):
+        world.engines["a"].is_served_there = is_served_there
+        told = notes_of(key, world.tenants, world.fleet, was_open=False, used=used_engines(world.fleet))
+        assert [*told] == notes
 
 
-class NotedWorld:
-    """A kvpin with two engines of the model `m`, which is open at first."""
-
-    def __init__(self):
-        self.tenants = SimpleNamespace(open=True)
-        self.one, self.two = (
-            SimpleNamespace(id=name, state=READY, is_served_there=False) for name in ("e1", "e2")
-        )
-        engines = {"e1": self.one, "e2": self.two}
-        self.fleet = SimpleNamespace(engines=engines, has_model=lambda name: name == "m")
-
-    def issued(self, models=None, *, then=lambda: None):
-        was_open, used = self.tenants.open, used_engines(self.fleet)
-        self.tenants.open = False
-        then()
-        key = SimpleNamespace(id="key-1", models=models)
-        return [*notes_of(key, self.tenants, self.fleet, was_open=was_open, used=used)]
+# --- prompt tables
 
 
-@pytest.fixture
-def world():
-    return NotedWorld()
+@pytest.mark.parametrize(
+    ("failure", "error"),
+    [
+        (rejected(400, "NaN"), BadRequest),
+        (rejected(422, "hidden size"), BadRequest),
+        (rejected(409, "other content"), Conflict),
+        (rejected(500, "bug"), type(rejected())),
+        (EngineUnavailable("gone"), EngineUnavailable),
+    ],
+)
+async def test_a_table_is_on_all_engines_or_on_none(world, pair, failure, error):
+    a, b = pair
+    b.failure = failure
+    with pytest.raises(error) as caught:
+        await world.tables.put(safetensors_of(), table_id="t")
+    assert str(failure) in str(caught.value)
+    assert world.proxy.tables.list() == []
+    assert not a.prompt_tables
 
 
-def test_engines_that_tenants_would_share_are_named_once(world):
-    world.issued()
-
-    def divide():
-        world.two.state = REFUSED
-
-    (note,) = world.issued(then=divide)
-    assert note.startswith(
-        "not used any more, because several tenants would share their KV: e2; set share_kv"
-    )
-    assert note.endswith("or remove the key: kvpin keys remove key-1")
-    assert world.issued() == []
+async def test_a_table_that_was_there_stays_there(world, pair):
+    await world.tables.put(safetensors_of(), table_id="t")
+    pair[1].failure = EngineUnavailable("gone")
+    with pytest.raises(EngineUnavailable):
+        await world.tables.put(safetensors_of(), table_id="t")
+    assert [table.table_id for table in world.proxy.tables.list()] == ["t"]
+    assert "t" in pair[0].prompt_tables
 
 
-def test_a_model_that_nothing_serves(world):
-    world.issued()
-    assert world.issued(("m", "typo")) == ["no engine serves 'typo' now"]
-    world.two.is_served_there = True  # what it serves is not known here
-    assert world.issued(("m", "typo")) == []
+async def test_other_content_and_other_formats_are_refused(world, pair):
+    await world.tables.put(safetensors_of(), table_id="t")
+    with pytest.raises(Conflict):
+        await world.tables.put(safetensors_of(value=0.25), table_id="t")
+    with pytest.raises(PromptTableError, match="pickle"):
+        await world.tables.put(b"\x80\x04pickle")
+    assert len(world.proxy.tables.list()) == 1

@@ -8,6 +8,8 @@ from proxy.control.operations import (
     OperationPart,
     Operations,
     OperationState,
+    Target,
+    kind_of,
     new_operation,
     run_parts,
 )
@@ -127,3 +129,28 @@ def test_progress_adds_up_over_targets():
     part.advance(before, KvProgress(1, 4, 10, {"in_use": 2, "pinned": 1}))
     part.advance(before, KvProgress(4, 4, 40, {"in_use": 2, "pinned": 1}))
     assert part.progress == KvProgress(6, 7, 60, {"in_use": 3, "pinned": 1})
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({}, "target"),
+        ({"model": "m", "cache_salt": "s"}, "target"),
+        ({"messages": [], "prompt": "x"}, "prompt"),
+        ({"prompt": "x", "all": True}, "all"),
+        ({"all": True, "engine": "a"}, "all"),
+        ({"all": True, "tenant": "t"}, "all"),
+        ({"prompt": "x", "tools": []}, "tools"),
+        ({"prompt": "x", "add_generation_prompt": True}, "add_generation_prompt"),
+        ({"messages": [], "extra_ids": [1]}, "extra_ids"),
+        ({"messages": [], "prompt_table": "t"}, "prompt_table"),
+        ({"token_ids": [1], "add_special_tokens": False}, "add_special_tokens"),
+        ({"prompt_cache_key": "k", "cache_salt": "s"}, "cache_salt"),
+        ({"request_id": "r", "cache_salt": "s"}, "cache_salt"),
+        ({"prompt": "x", "tokens": 3}, "tokens"),
+    ],
+)
+def test_a_wrong_target_names_its_field(fields, param):
+    with pytest.raises(BadRequest) as caught:
+        kind_of(Target(**fields))
+    assert caught.value.param == param

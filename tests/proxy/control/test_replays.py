@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from proxy.control import replays as module
 from proxy.control.replays import Replays
 from proxy.errors import BadRequest
 
@@ -72,10 +73,11 @@ async def test_one_at_a_time_and_its_process_ends_with_the_call(trace, children)
     assert children() == before
 
 
-async def test_a_replay_that_takes_too_long_ends(trace, children):
+async def test_a_replay_that_takes_too_long_ends(trace, children, monkeypatch):
+    monkeypatch.setattr(module, "LONGEST_S", 0.01)
     before = children()
     with pytest.raises(BadRequest, match=r"takes longer than 0\.01 s"):
-        await Replays(longest_s=0.01).play(trace, {})
+        await Replays().play(trace, {})
     assert children() == before
 
 

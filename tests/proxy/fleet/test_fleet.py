@@ -7,9 +7,10 @@ from msgspec import structs
 
 from engine_adapter import Tier
 from proxy.core.admission import Needs
-from proxy.errors import Conflict, NoEngine, NotFound
+from proxy.errors import NoEngine, NotFound
 from proxy.fleet.engine import EngineState
 from proxy.fleet.fleet import Fleet
+from proxy.fleet.managed_engine import ProcessState
 from proxy.prompt import Prompt
 from tests.fakes import INFO, FakeAdapter, add_ready
 
@@ -227,17 +228,8 @@ class TestPools:
         fleet.remove(old)
         assert fleet.engines == fleet.pool_of(new).engines == {"a": new}
 
-    def test_one_that_comes_back_with_another_model_leaves_its_pool(self, fleet):
-        engine = add_ready(fleet, "a")
-        fleet.leave(engine)
-        fleet.join(engine, replace(INFO, model="n"))
-        assert list(fleet.pools) == ["n"]
-
-    def test_ids_are_unique_and_unknown_ones_are_named(self, fleet):
+    def test_an_unknown_id_is_told_with_the_known_ones(self, fleet):
         add_ready(fleet, "a")
-        with pytest.raises(Conflict) as conflict:
-            fleet.add(FakeAdapter("a"))
-        assert conflict.value.param == "id"
         with pytest.raises(NotFound, match="'x'; known: a"):
             fleet.engine("x")
 
@@ -259,7 +251,7 @@ class TestPools:
 class GivenUp:
     """A process that kvpin no longer starts."""
 
-    starting, error, given_up = False, "exit code 2", True
+    starting, error, state = False, "exit code 2", ProcessState.FAILED
 
 
 def test_where_every_engine_refuses_kvpin_the_operator_has_to_act(fleet):

@@ -56,6 +56,12 @@ class World:
         self.monitor.watch(engine)
         return engine, adapter
 
+    async def ready(self, engine_id="a", **info):
+        """An engine that has connected."""
+        engine, adapter = self.add(engine_id, **info)
+        await self.state(engine, EngineState.READY)
+        return engine, adapter
+
     async def until(self, condition):
         async with asyncio.timeout(60):
             while not condition():  # noqa: ASYNC110 - what is waited for has no event
@@ -140,8 +146,7 @@ async def test_one_that_answers_with_an_error_is_not_called_unreachable(world):
 
 
 async def test_one_that_fails_a_check_leaves_with_all_that_was_known_and_comes_back(world):
-    engine, adapter = world.add()
-    await world.state(engine, EngineState.READY)
+    engine, adapter = await world.ready()
     pool = world.fleet.pools["m"]
     pool.learn(engine, (1, 2))
     engine.audit.synced()
@@ -157,8 +162,7 @@ async def test_one_that_fails_a_check_leaves_with_all_that_was_known_and_comes_b
 
 async def test_an_engine_that_says_later_that_it_passes_kv_does(world):
     """A vLLM that was busy when kvpin first asked."""
-    engine, adapter = world.add()
-    await world.state(engine, EngineState.READY)
+    engine, adapter = await world.ready()
     pool = world.fleet.pool_of(engine)
     assert (pool.passes_kv, pool.has_roles) == (False, False)
     adapter.transfer = NixlPull(30.0)
@@ -172,8 +176,7 @@ async def test_an_engine_that_says_later_that_it_passes_kv_does(world):
 async def test_an_engine_whose_model_failed_to_load_is_not_ready_until_it_is_loaded(world, monkeypatch):
     state = ModelState.UNLOADED
     monkeypatch.setattr(FakeAdapter, "model_state", property(lambda _adapter: state))
-    engine, adapter = world.add()
-    await world.state(engine, EngineState.READY)
+    engine, adapter = await world.ready()
     pool = world.fleet.pools["m"]
     state = ModelState.FAILED
     await world.state(engine, EngineState.SUSPECT)
@@ -191,8 +194,7 @@ PASSING = [EngineUnhealthy("503"), EngineRejected("broken", status=500), Timeout
 
 @pytest.mark.parametrize("error", PASSING, ids=repr)
 async def test_failed_checks_are_repeated_before_the_engine_is_lost(world, error):
-    engine, adapter = world.add()
-    await world.state(engine, EngineState.READY)
+    engine, adapter = await world.ready()
     pool = world.fleet.pools["m"]
     pool.learn(engine, (1, 2))
     with structlog.testing.capture_logs() as logs, pool.lease(pool.place(pool.candidates(None), None), None):
@@ -211,8 +213,7 @@ async def test_failed_checks_are_repeated_before_the_engine_is_lost(world, error
 
 async def test_requests_that_fail_meanwhile_do_not_hasten_the_loss():
     world = World(interval_s=0.2)
-    engine, adapter = world.add()
-    await world.state(engine, EngineState.READY)
+    engine, adapter = await world.ready()
     adapter.failures = [EngineUnhealthy("503")] * 2
     begun, checks = time.monotonic(), adapter.checks
     while adapter.checks < checks + 3:
@@ -249,8 +250,7 @@ async def test_engines_are_not_lost_because_kvpin_was_held_up():
 
 async def test_one_that_does_not_answer_in_time_is_down():
     world = World(timeout_s=0.03)
-    engine, adapter = world.add()
-    await world.state(engine, EngineState.READY)
+    engine, adapter = await world.ready()
 
     async def hang():
         await asyncio.sleep(60)
@@ -266,13 +266,12 @@ async def test_one_that_does_not_answer_in_time_is_down():
 
 async def test_a_managed_one_that_computes_is_not_suspected():
     class Computing:
-        starting = given_up = False
+        starting = False
         error = None
         computing = True
 
     world = World(timeout_s=0.03)
-    engine, adapter = world.add()
-    await world.state(engine, EngineState.READY)
+    engine, adapter = await world.ready()
     engine.process, checks = Computing(), []
 
     async def hang():
@@ -295,8 +294,7 @@ class TestSuspicion:
         await world.tasks.stop()
 
     async def test_is_checked_at_once_and_lifted(self, world):
-        engine, _ = world.add()
-        await world.state(engine, EngineState.READY)
+        engine, _ = await world.ready()
         world.fleet.pools["m"].learn(engine, (1,))
         engine.suspect(EngineUnavailable("reset"))
         assert world.fleet.pools["m"].ready() == []
@@ -304,8 +302,7 @@ class TestSuspicion:
         assert world.fleet.pools["m"].index.held("a", Tier.GPU) == 1
 
     async def test_finds_a_restarted_process_whose_cache_is_gone(self, world):
-        engine, adapter = world.add()
-        await world.state(engine, EngineState.READY)
+        engine, adapter = await world.ready()
         pool = world.fleet.pools["m"]
         pool.learn(engine, (1,))
         adapter.info = replace(INFO, instance="i2")
@@ -314,8 +311,7 @@ class TestSuspicion:
         assert len(pool.index) == 0
 
     async def test_an_engine_that_is_drained_while_it_is_checked_stays_so(self, world):
-        engine, adapter = world.add()
-        await world.state(engine, EngineState.READY)
+        engine, adapter = await world.ready()
         begun, go = asyncio.Event(), asyncio.Event()
 
         async def connect():
@@ -334,8 +330,7 @@ class TestSuspicion:
         assert engine.state is EngineState.DRAINING
 
     async def test_that_comes_during_a_check_is_not_forgotten(self, world):
-        engine, adapter = world.add()
-        await world.state(engine, EngineState.READY)
+        engine, adapter = await world.ready()
         begun, go = asyncio.Event(), asyncio.Event()
 
         async def load():
@@ -395,8 +390,7 @@ def test_engines_that_connect_at_once_are_not_checked_at_once():
 
 
 async def test_a_draining_engine_stays_so(world):
-    engine, adapter = world.add()
-    await world.state(engine, EngineState.READY)
+    engine, adapter = await world.ready()
     engine.state = EngineState.DRAINING
     adapter.failures = [EngineUnavailable("gone")]
     await world.until(lambda: engine.last_error == "gone")
@@ -441,8 +435,7 @@ async def test_the_prompts_of_a_pool_outlive_the_engine_they_were_made_with(worl
 
 async def test_without_reuse_nothing_is_followed():
     world = World(reuse=False)
-    engine, adapter = world.add(capabilities=frozenset({Capability.KV_EVENTS}))
-    await world.state(engine, EngineState.READY)
+    engine, adapter = await world.ready(capabilities=frozenset({Capability.KV_EVENTS}))
     adapter.failures = [EngineUnavailable("gone")]
     await world.until(lambda: engine.last_error == "gone")
     world.monitor.forget(engine)
@@ -546,8 +539,7 @@ async def test_an_engine_that_goes_to_another_kvpin_gets_no_more_requests(world)
 
 
 async def test_one_that_goes_elsewhere_while_it_is_checked_is_not_ready_again(world):
-    engine, adapter = world.add()
-    await world.state(engine, EngineState.READY)
+    engine, adapter = await world.ready()
     begun, go_on = asyncio.Event(), asyncio.Event()
 
     async def load():
@@ -564,8 +556,7 @@ async def test_one_that_goes_elsewhere_while_it_is_checked_is_not_ready_again(wo
 
 
 async def test_one_that_is_drained_stays_so_wherever_it_is(world):
-    engine, _ = world.add()
-    await world.state(engine, EngineState.READY)
+    engine, _ = await world.ready()
     engine.state = EngineState.DRAINING
     engine.give_to("other:7")
     await world.until(lambda: world.fleet.pool_of(engine) is None)
@@ -582,24 +573,21 @@ class TestAnotherProcess:
         await world.tasks.stop()
 
     async def test_a_restart_is_noticed_by_the_closed_connection(self, world):
-        engine, adapter = world.add()
-        await world.state(engine, EngineState.READY)
+        engine, adapter = await world.ready()
         adapter.info = replace(INFO, instance="i2")
         adapter.closes()
         await world.until(lambda: engine.info.instance == "i2")
         assert engine.connections == 1
 
     async def test_one_that_names_no_process_is_compared_again(self, world):
-        engine, adapter = world.add(names_process=False)
-        await world.state(engine, EngineState.READY)
+        engine, adapter = await world.ready(names_process=False)
         adapter.closes()
         await world.until(engine.sure.is_set)
         assert engine.connections == 1, "what was prepared before is not sent"
         await world.until(lambda: engine.is_proven)
 
     async def test_another_model_at_the_address_joins_the_pool_of_its_own(self, world):
-        engine, adapter = world.add(names_process=False, rendering="model m")
-        await world.state(engine, EngineState.READY)
+        _, adapter = await world.ready(names_process=False, rendering="model m")
         adapter.info = replace(adapter.info, model="other", rendering="model other")
         with structlog.testing.capture_logs() as logs:
             adapter.closes()
@@ -609,8 +597,7 @@ class TestAnotherProcess:
         assert line["changed"] == ["model m → other"]
 
     async def test_one_that_is_removed_keeps_no_request_waiting(self, world):
-        engine, adapter = world.add()
-        await world.state(engine, EngineState.READY)
+        engine, adapter = await world.ready()
         engine.sure.clear()
         world.monitor.forget(engine)
         assert engine.sure.is_set()
@@ -620,8 +607,7 @@ class TestAnotherProcess:
 
 async def test_an_adapter_that_is_asked_for_and_not_known_is_looked_up_once_a_second(world, monkeypatch):
     monkeypatch.setattr(monitor_module, "LOOK_UP_S", 0.1)
-    engine, adapter = world.add(loads_loras=True)
-    await world.state(engine, EngineState.READY)
+    _, adapter = await world.ready(loads_loras=True)
     assert world.fleet.pools["m"].lora_of("ada") is None
     adapter.info = replace(adapter.info, loras=frozenset({"ada"}))
     assert await world.fleet.look_up()
@@ -632,6 +618,52 @@ async def test_an_adapter_that_is_asked_for_and_not_known_is_looked_up_once_a_se
     assert await asyncio.gather(*(world.fleet.look_up() for _ in range(5))) == [True] * 5
     assert world.fleet.pools["m"].lora_of("eve") == "eve"
     assert adapter.connect.await_count == 1
+
+
+class TestLooks:
+    """Adapters that are asked for and not known: who waits, and how long."""
+
+    @pytest.fixture
+    async def world(self):
+        world = World(interval_s=30.0)
+        yield world
+        await world.tasks.stop()
+
+    async def test_those_that_wait_for_a_look_that_was_not_done_look_themselves(self, world, monkeypatch):
+        monkeypatch.setattr(monitor_module, "LOOK_UP_S", 0.3)
+        _, adapter = await world.ready(loads_loras=True)
+        assert await world.fleet.look_up()  # within the next 0.3 s, all that come wait for the next look
+        adapter.info = now = replace(adapter.info, loras=frozenset({"ada"}))
+
+        async def connect():
+            await asyncio.sleep(0.2)
+            return now
+
+        adapter.connect = connect
+        first = asyncio.create_task(world.fleet.look_up())
+        await asyncio.sleep(0.02)
+        second = asyncio.create_task(world.fleet.look_up())
+        await asyncio.sleep(0.35)  # the look has begun, and answers both
+        first.cancel()
+        assert await second
+        assert world.fleet.pools["m"].lora_of("ada") == "ada"  # else it is a 404
+
+    async def test_an_engine_that_hangs_holds_up_a_look_no_longer_than_its_limit(self, world):
+        """Those that ask in the middle of a look wait not for its end, the pause, and their own as well."""
+        world.monitor.timeout_s = 1.0
+        _, adapter = await world.ready(loads_loras=True)
+
+        async def connect():
+            await asyncio.Event().wait()
+
+        adapter.connect = connect
+        first = asyncio.create_task(world.fleet.look_up())
+        await asyncio.sleep(0.1)
+        began = asyncio.get_running_loop().time()
+        await world.fleet.look_up()
+        took_s = asyncio.get_running_loop().time() - began
+        await first
+        assert took_s < 1.0 + monitor_module.LOOK_UP_S + 0.2, f"{took_s:.1f} s"
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from proxy.core.index.blocks import extend
 from proxy.core.index.match import Match
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
-from proxy.fleet.saved_state import SLICE_RUNS, EngineMemory, Memories, keep
+from proxy.fleet.saved_state import SLICE_RUNS, EngineMemory, keep
 from proxy.runtime import Supervisor
 from tests.fakes import INFO, FakeAdapter
 
@@ -43,7 +43,7 @@ class World:
         self.engine = self.fleet.add(self.adapter)
         capabilities = frozenset({Capability.KV_EVENTS}) if events else frozenset()
         self.pool = self.fleet.join(self.engine, replace(INFO, capabilities=capabilities, **info))
-        self.memories = Memories(memories)
+        self.memories = {each.engine: each for each in memories}
         Ingest(self.fleet, self.tasks, lambda salt: salt.partition("-")[0], self.memories).follow(
             self.engine, self.pool
         )
@@ -84,7 +84,7 @@ async def test_a_view_goes_on_where_it_was(memory):
     assert [number for number in range(PROMPTS + 1) if not world.holds(number)] == [1]
     assert world.engine.salts.of("red") == {f"red-{number}" for number in range(PROMPTS + 1)}
     assert world.engine.view.counts.stored == PROMPTS + 1
-    assert (world.memories.of("a"), len(world.engine.learned)) == (None, 0)
+    assert (world.memories.get("a"), len(world.engine.learned)) == (None, 0)
     assert world.pool.index.held("a", Tier.GPU) == PROMPTS
     await world.tasks.stop()
 

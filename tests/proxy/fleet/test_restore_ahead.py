@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from dataclasses import replace
+from math import inf
 
 import pytest
 from msgspec import structs
@@ -19,7 +20,7 @@ from proxy.prompt import Prompt
 from proxy.request.records import RequestRecord
 from proxy.runtime import Supervisor
 from tests.fakes import INFO
-from tests.kv_world import KvFake
+from tests.kv_world import KvFake, until
 
 BLOCKS = 4
 
@@ -97,7 +98,7 @@ class World:
         await self.until_quiet()
 
     async def until_quiet(self):
-        while self.ahead._restoring:  # noqa: ASYNC110 - tasks of the supervisor
+        while inf in self.ahead._not_before.values():  # noqa: ASYNC110 - tasks of the supervisor
             await asyncio.sleep(0)
 
     @property
@@ -327,7 +328,5 @@ async def test_an_engine_that_left_meanwhile_leaves_nothing(world):
 async def test_it_looks_again_and_again(world):
     world.talk(1)
     world.tasks.keep("restore ahead", world.ahead.run)
-    async with asyncio.timeout(20):
-        while not world.restored:  # noqa: ASYNC110 - a task of the supervisor
-            await asyncio.sleep(0.01)
+    await until(lambda: world.restored, 20)
     assert world.counts == (1, 0, 0)

@@ -24,6 +24,7 @@ from proxy.fleet.tokenisation import Renderings
 from proxy.prompt import RegisteredTables, audit_tokens
 from proxy.runtime import Supervisor
 from tests.fakes import INFO, FakeAdapter
+from tests.kv_world import until
 
 COMPLETIONS = "/v1/completions"
 ASKABLE = replace(INFO, tokenizer="acme/model", capabilities=frozenset({Capability.TOKENIZE}))
@@ -95,9 +96,7 @@ class World:
         return self.fleet.pools["m"].prompts
 
     async def settled(self):
-        async with asyncio.timeout(5):
-            while self.tasks._tasks:  # noqa: ASYNC110 - what is waited for has no event
-                await asyncio.sleep(0.001)
+        await until(lambda: not self.tasks._tasks, 5)
 
 
 @pytest.fixture(scope="module")
@@ -222,9 +221,7 @@ async def test_an_engine_that_fell_asleep_after_its_last_health_check_is_not_wok
     monkeypatch.setattr(Tokenising, "is_loaded", is_loaded)
     engine = world.join("a")
     world.loader.go.set()
-    async with asyncio.timeout(5):
-        while asked_whether < 3:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: asked_whether >= 3, 5)
     assert engine.adapter.asked == 0
     detail = world.prompts.exactness.detail
     assert detail == (
@@ -246,9 +243,7 @@ async def test_each_engine_is_compared_once_its_model_is_in_memory(world, monkey
     monkeypatch.setattr(Tokenising, "is_loaded", is_loaded)
     first, second = world.join("a"), world.join("b")
     world.loader.go.set()
-    async with asyncio.timeout(5):
-        while not second.is_proven:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+    await until(lambda: second.is_proven, 5)
     assert (first.adapter.asked, first.is_proven, second.adapter.asked > 0) == (0, False, True)
     assert world.prompts.exactness.source == "local"
 
@@ -319,9 +314,7 @@ async def test_what_a_template_loses_is_known_before_the_tokenizer_is_loaded(wor
 
     monkeypatch.setattr(Tokenising, "tokenize", tokenize)
     world.join("a")  # its tokenizer is not loaded before `go`
-    async with asyncio.timeout(5):
-        while not world.fleet.pools["m"].lost_shapes:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+    await until(lambda: world.fleet.pools["m"].lost_shapes, 5)
     assert world.fleet.pools["m"].lost_shapes == {MessageShape.TURNS}
     assert world.loader.sources == ["acme/model"]
     assert not world.prompts.is_proven

@@ -89,7 +89,7 @@ def test_a_request_is_replayed(world):
     telling.refined(Work(80))
     world.send(now=1.0)
     assert 0 < world.ledger.view(1.0).queue_s < before
-    telling.first_token()
+    telling.answer_began(1)
     world.send(now=2.0)
     assert world.ledger.view(2.0).decoding == 1
     telling.ended(80, None)
@@ -100,7 +100,7 @@ def test_a_request_is_replayed(world):
 
 def test_a_request_whose_beginning_was_lost_is_missed_until_it_is_told(world):
     world.beat()
-    world.begin().first_token()
+    world.begin().answer_began(1)
     world.send(lost=True)
     world.begin()
     world.send()
@@ -113,7 +113,7 @@ def test_a_request_whose_beginning_was_lost_is_missed_until_it_is_told(world):
 
 
 def test_a_request_whose_end_was_lost_ends_with_the_next_heartbeat(world):
-    world.begin().ended(None, None) or world.begin().first_token()
+    world.begin().ended(None, None) or world.begin().answer_began(1)
     telling = world.begin()
     world.send()
     telling.ended(80, None)
@@ -125,7 +125,7 @@ def test_a_request_whose_end_was_lost_ends_with_the_next_heartbeat(world):
 
 
 def test_requests_that_are_told_again_change_nothing_for_who_knows_them(world):
-    world.begin().first_token()
+    world.begin().answer_began(1)
     world.send()
     world.all()
     assert (world.known, world.ledger.placed) == ((True, 1, 1), 1)
@@ -136,7 +136,7 @@ def test_messages_of_unknown_requests_are_ignored(world):
     telling = world.begin()
     world.send(lost=True)
     telling.refined(Work(1))
-    telling.first_token()
+    telling.answer_began(1)
     telling.ended(1, None)
     world.send()
     assert world.ended == []
@@ -146,7 +146,7 @@ def test_an_engine_that_comes_later_gets_its_requests_then(world):
     world.peer.here.clear()
     running, waiting = world.begin(), world.begin()
     running.refined(Work(3))
-    running.first_token()
+    running.answer_began(1)
     gone = world.begin()
     gone.ended(1, None)
     world.send()
@@ -169,7 +169,7 @@ def test_a_peer_that_hashes_otherwise_shares_its_load(world):
 
 
 def test_all_requests_of_a_lost_peer_are_over(world):
-    world.begin(), world.begin(None).first_token()
+    world.begin(), world.begin(None).answer_began(1)
     world.send(now=4.0)
     assert world.peer.heard == 4.0
     world.peer.lose()
@@ -186,7 +186,7 @@ def test_the_times_of_a_late_peer_teach_nothing_and_it_moves_no_conversation(wor
         samples = len(world.placer.books["mine"].rates._samples)
         telling = world.begin()
         world.send(now=now)
-        telling.first_token()
+        telling.answer_began(1)
         telling.ended(80, None)
         world.send(now=now + 1)
         after = len(world.placer.books["mine"].rates._samples)

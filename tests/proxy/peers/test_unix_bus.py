@@ -9,6 +9,7 @@ from structlog.testing import capture_logs
 
 from proxy.peers import bus
 from proxy.peers.bus import BusCallbacks, UnixBus, prepare
+from tests.proxy.peers.world import until
 
 
 class Member:
@@ -31,12 +32,6 @@ class Member:
         self.task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self.task
-
-
-async def until(is_true):
-    async with asyncio.timeout(10):
-        while not is_true():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
 
 
 async def test_each_hears_all_others_in_order_and_not_itself(tmp_path):

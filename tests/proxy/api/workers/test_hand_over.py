@@ -38,8 +38,7 @@ class Worker:
 
     def serve(self, tenant="t"):
         """A request was answered."""
-        ticket = self.engine.ledger.begin(0.0, 1.0, Work(10))
-        self.engine.ledger.end(1.0, ticket)
+        self.engine.served += 1
         self.engine.audit.observe(32, 32)
         self.engine.audit.skip(Unchecked.NOT_FIRM)
         record = RequestRecord("r", 0.0, "/v1/x", "m", tenant, stream=True)

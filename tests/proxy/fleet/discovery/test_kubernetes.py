@@ -9,6 +9,7 @@ import trustme
 from proxy.fleet import discovery
 from proxy.fleet.discovery import ApiServer, KubernetesFinder, SourceError
 from proxy.settings import DiscoverySettings
+from tests.kv_world import until
 
 BOTH = [("vllm-0", "10.0.0.1", True), ("vllm-1", "10.0.0.2", True)]
 
@@ -60,15 +61,13 @@ async def test_a_version_that_is_too_old_means_another_list_and_a_bookmark_spare
     await next_of(sets)
     api.oldest = 2  # what is before the bookmark is forgotten
     waiting = asyncio.create_task(next_of(sets))
-    while not api.watches:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    await until(lambda: api.watches, 30)
     api.fail(410, "expired")
     assert len(await waiting) == 1
     assert api.lists == 2
     api.oldest, api.slices = 100, {}
     waiting = asyncio.create_task(next_of(sets))
-    while api.watches < 2:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    await until(lambda: api.watches >= 2, 30)
     api.oldest = 0
     assert await waiting == []
 
@@ -84,8 +83,7 @@ async def test_what_fails_says_so_and_the_next_attempt_bears_the_new_token(clust
     assert await next_of(sets) == []
     assert api.tokens == ["Bearer first", "Bearer second"]
     waiting = asyncio.create_task(next_of(sets))
-    while not api.watches:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    await until(lambda: api.watches, 30)
     api.fail(500, "broken")
     with pytest.raises(SourceError, match="Kubernetes ended a watch: broken"):
         await waiting

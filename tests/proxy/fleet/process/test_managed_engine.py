@@ -5,15 +5,24 @@ import contextlib
 import os
 import shutil
 import signal
+import subprocess
 import sys
-from dataclasses import replace
+import time
+from collections import deque
+from io import FileIO
 from pathlib import Path
 
 import httpx
 import pytest
 from structlog.testing import capture_logs
 
-from proxy.fleet.managed_engine import ManagedEngine, ProcessState, Timing
+from proxy.fleet.managed_engine import (
+    MAX_LINE_BYTES,
+    CpuTime,
+    ManagedEngine,
+    ProcessState,
+    log_output,
+)
 from proxy.settings import ManagedSettings
 from scripts.make_gguf import gguf_path
 from tests.llama import llama_server
@@ -42,11 +51,17 @@ print("says hello", os.environ.get("KVPIN_ADMIN_KEY"), flush=True)
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
-QUICK = Timing(backoff_s=0.02, max_backoff_s=0.08, healthy_s=60, poll_s=0.02, unhealthy_s=0.1, grace_s=5)
+QUICK = {"backoff_s": 0.02, "max_backoff_s": 0.08, "poll_s": 0.02, "unhealthy_s": 0.1, "grace_s": 5}
+
+
+def quick(settings, timing=QUICK):
+    engine = ManagedEngine(settings)
+    vars(engine).update(timing)
+    return engine
 
 
 def engine_of(*command, timing=QUICK):
-    return ManagedEngine(ManagedSettings(kind="vllm", id="e-0", command=command), timing=timing)
+    return quick(ManagedSettings(kind="vllm", id="e-0", command=command), timing)
 
 
 def server(tmp_path, mode="plain", timing=QUICK):
@@ -84,32 +99,32 @@ def open_files():
 
 
 def is_ready(engine):
-    return lambda: engine.status.state is ProcessState.READY
+    return lambda: engine.state is ProcessState.READY
 
 
 async def test_an_engine_becomes_ready_and_stops(tmp_path):
     engine = server(tmp_path)
-    assert engine.status.state is ProcessState.STOPPED
+    assert engine.state is ProcessState.STOPPED
     async with running(engine):
         await until(is_ready(engine))
-        pid = engine.status.pid
+        pid = engine.pid
         assert is_alive(pid)
     assert not is_alive(pid)
-    assert engine.status.state is ProcessState.STOPPED
-    assert (engine.status.pid, engine.status.restarts) == (None, 0)
-    assert engine.status.last_exit_code == -signal.SIGTERM
+    assert engine.state is ProcessState.STOPPED
+    assert (engine.pid, engine.restarts) == (None, 0)
+    assert engine.last_exit_code == -signal.SIGTERM
 
 
 async def test_a_killed_engine_comes_back_on_its_port(tmp_path):
     engine = server(tmp_path)
     async with running(engine):
         await until(is_ready(engine))
-        first = engine.status
-        os.kill(first.pid, signal.SIGKILL)
-        await until(lambda: engine.status.restarts == 1 and is_ready(engine)())
-        assert engine.status.pid != first.pid
-        assert engine.status.port == first.port
-        assert engine.status.last_exit_code == -signal.SIGKILL
+        first, port = engine.pid, engine.port
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: engine.restarts == 1 and is_ready(engine)())
+        assert engine.pid != first
+        assert engine.port == port
+        assert engine.last_exit_code == -signal.SIGKILL
 
 
 async def test_its_children_end_with_it(tmp_path):
@@ -118,19 +133,19 @@ async def test_its_children_end_with_it(tmp_path):
         await until(is_ready(engine))
         child = int((tmp_path / "child").read_text())
         assert is_alive(child)
-        os.kill(engine.status.pid, signal.SIGKILL)
+        os.kill(engine.pid, signal.SIGKILL)
         await until(lambda: not is_alive(child))
-        await until(lambda: engine.status.restarts == 1 and is_ready(engine)())
+        await until(lambda: engine.restarts == 1 and is_ready(engine)())
         child = int((tmp_path / "child").read_text())
         await engine.stop()
         await until(lambda: not is_alive(child))
 
 
 async def test_one_that_ignores_sigterm_is_killed(tmp_path):
-    engine = server(tmp_path, "stubborn", Timing(poll_s=0.02, grace_s=0.1))
+    engine = server(tmp_path, "stubborn", {"poll_s": 0.02, "grace_s": 0.1})
     async with running(engine):
         await until(is_ready(engine))
-    assert engine.status.last_exit_code == -signal.SIGKILL
+    assert engine.last_exit_code == -signal.SIGKILL
 
 
 async def test_one_that_stays_unhealthy_is_restarted(tmp_path):
@@ -138,8 +153,8 @@ async def test_one_that_stays_unhealthy_is_restarted(tmp_path):
     async with running(engine):
         await until(is_ready(engine))
         (tmp_path / "sick").touch()
-        await until(lambda: engine.status.restarts == 1)
-        assert engine.status.state in (ProcessState.STARTING, ProcessState.BACKING_OFF)
+        await until(lambda: engine.restarts == 1)
+        assert engine.state in (ProcessState.STARTING, ProcessState.BACKING_OFF)
         (tmp_path / "sick").unlink()
         await until(is_ready(engine))
 
@@ -150,25 +165,25 @@ async def test_stop_ends_run_without_restart(tmp_path):
         await until(is_ready(engine))
         await engine.stop()
         await asyncio.wait_for(task, 10)
-        assert engine.status.restarts == 0
-        assert engine.status.state is ProcessState.STOPPED
+        assert engine.restarts == 0
+        assert engine.state is ProcessState.STOPPED
         await engine.stop()  # again is fine
 
 
 async def test_stop_while_backing_off_ends_run():
-    engine = engine_of(sys.executable, "-c", "", "{port}", timing=Timing(backoff_s=0.2))
+    engine = engine_of(sys.executable, "-c", "", "{port}", timing={"backoff_s": 0.2})
     async with running(engine) as task:
-        await until(lambda: engine.status.state is ProcessState.BACKING_OFF)
+        await until(lambda: engine.state is ProcessState.BACKING_OFF)
         await engine.stop()
         await asyncio.wait_for(task, 10)
-        assert engine.status.restarts == 0
+        assert engine.restarts == 0
 
 
 BROKEN = "import sys; print('loading'); sys.exit('no GPU found')"
 
 
 async def test_a_command_that_ends_at_once_is_given_up_and_says_why():
-    engine = engine_of(sys.executable, "-c", BROKEN, "{port}", timing=replace(QUICK, attempts=3))
+    engine = engine_of(sys.executable, "-c", BROKEN, "{port}", timing=QUICK | {"attempts": 3})
     with capture_logs() as entries:
         await asyncio.wait_for(engine.run(), 30)
     error = "exit code 1\nloading\nno GPU found"
@@ -179,10 +194,10 @@ async def test_a_command_that_ends_at_once_is_given_up_and_says_why():
         ("error", error),
     ]
     assert ends[-1]["event"].startswith("managed engine given up")
-    assert (engine.status.state, engine.status.error, engine.error) == (ProcessState.FAILED, error, error)
+    assert (engine.state, engine.error) == (ProcessState.FAILED, error)
     assert not engine.starting
     await engine.stop()
-    assert engine.status.state is ProcessState.FAILED
+    assert engine.state is ProcessState.FAILED
 
 
 async def test_a_usage_error_is_final():
@@ -190,19 +205,19 @@ async def test_a_usage_error_is_final():
     with capture_logs() as entries:
         await asyncio.wait_for(engine.run(), 30)
     assert [entry["starts"] for entry in entries if "exit_code" in entry] == [1]
-    assert engine.given_up
+    assert engine.state is ProcessState.FAILED
     assert engine.error == "exit code 2\nno such option"
 
 
 async def test_one_that_was_healthy_once_is_never_given_up(tmp_path):
-    engine = server(tmp_path, timing=replace(QUICK, attempts=1))
+    engine = server(tmp_path, timing=QUICK | {"attempts": 1})
     async with running(engine):
         await until(is_ready(engine))
         for restarts in (1, 2):
-            os.kill(engine.status.pid, signal.SIGKILL)
+            os.kill(engine.pid, signal.SIGKILL)
             await until(lambda: engine.error is not None)
             assert engine.error.startswith("ended by signal 9 (Killed)\nsays hello")
-            await until(lambda n=restarts: engine.status.restarts == n and is_ready(engine)())
+            await until(lambda n=restarts: engine.restarts == n and is_ready(engine)())
             assert engine.error is None
 
 
@@ -210,20 +225,22 @@ async def test_the_wait_doubles_up_to_its_limit():
     engine = engine_of(sys.executable, "-c", "raise SystemExit(3)", "{port}")
     with capture_logs() as entries:
         async with running(engine):
-            await until(lambda: engine.status.restarts == 4)
-            assert engine.status.last_exit_code == 3
+            await until(lambda: engine.restarts == 4)
+            assert engine.last_exit_code == 3
     waits = [entry["restart_in_s"] for entry in entries if "restart_in_s" in entry]
     assert waits[:4] == [0.02, 0.04, 0.08, 0.08]
 
 
 async def test_the_wait_starts_over_after_a_healthy_time(tmp_path):
-    engine = server(tmp_path, timing=Timing(backoff_s=0.02, max_backoff_s=9, healthy_s=0.0, poll_s=0.02))
+    engine = server(
+        tmp_path, timing={"backoff_s": 0.02, "max_backoff_s": 9, "healthy_s": 0.0, "poll_s": 0.02}
+    )
     with capture_logs() as entries:
         async with running(engine):
             for n in range(3):
-                await until(lambda n=n: engine.status.restarts == n and is_ready(engine)())
-                os.kill(engine.status.pid, signal.SIGKILL)
-            await until(lambda: engine.status.restarts == 3)
+                await until(lambda n=n: engine.restarts == n and is_ready(engine)())
+                os.kill(engine.pid, signal.SIGKILL)
+            await until(lambda: engine.restarts == 3)
     waits = [entry["restart_in_s"] for entry in entries if "restart_in_s" in entry]
     assert waits[:3] == [0.02, 0.02, 0.02]
 
@@ -232,10 +249,10 @@ async def test_a_program_that_does_not_exist_is_told_and_tried_again():
     engine = engine_of("/nowhere/engine", "{port}")
     with capture_logs() as entries:
         async with running(engine):
-            await until(lambda: engine.status.restarts == 1)
+            await until(lambda: engine.restarts == 1)
     assert any("no program '/nowhere/engine'" in entry.get("error", "") for entry in entries)
     assert "no program '/nowhere/engine'" in engine.error
-    assert engine.status.last_exit_code is None
+    assert engine.last_exit_code is None
 
 
 async def test_what_it_says_is_logged_and_our_settings_are_not_its(tmp_path, monkeypatch):
@@ -259,7 +276,7 @@ async def test_nothing_is_left_open(tmp_path):
     before = open_files()
     engine = engine_of(sys.executable, "-c", "", "{port}")
     async with running(engine):
-        await until(lambda: engine.status.restarts == 3)
+        await until(lambda: engine.restarts == 3)
     assert open_files() == before
 
 
@@ -310,7 +327,7 @@ def llama(tmp_path):
         host_cache_dir=str(tmp_path / "kv"),
         host_cache_bytes=2**20,
     )
-    return ManagedEngine(settings, timing=QUICK)
+    return quick(settings)
 
 
 async def test_a_llama_server_comes_back_on_its_port_with_its_slots(llama, tmp_path):
@@ -318,7 +335,7 @@ async def test_a_llama_server_comes_back_on_its_port_with_its_slots(llama, tmp_p
     client = httpx.AsyncClient(base_url=llama.spec.url, headers=headers, trust_env=False)
     async with running(llama), client:
         for restarts in (0, 1):
-            await until(lambda n=restarts: llama.status.restarts == n and is_ready(llama)())
+            await until(lambda n=restarts: llama.restarts == n and is_ready(llama)())
             assert (await client.get("/slots", headers={"authorization": ""})).status_code == 401
             slots = (await client.get("/slots")).json()
             assert [slot["n_ctx"] for slot in slots] == [512] * 4
@@ -327,16 +344,16 @@ async def test_a_llama_server_comes_back_on_its_port_with_its_slots(llama, tmp_p
             assert saved.json()["n_saved"] > 0
             assert (tmp_path / "kv" / f"{restarts}.bin").stat().st_size == saved.json()["n_written"]
             shutil.rmtree(tmp_path / "kv")  # it is made again
-            os.kill(llama.status.pid, signal.SIGKILL)
+            os.kill(llama.pid, signal.SIGKILL)
 
 
 async def test_what_works_against_reuse_is_told_once(tmp_path):
     words = (sys.executable, "-m", str(tmp_path / "m.gguf"), "-kvu", "--no-slots")
     settings = ManagedSettings(kind="llama_server", id="l-0", command=words, host_cache_dir=str(tmp_path))
-    engine = ManagedEngine(settings, timing=QUICK)
+    engine = quick(settings)
     with capture_logs() as entries:
         async with running(engine):
-            await until(lambda: engine.status.restarts == 1)
+            await until(lambda: engine.restarts == 1)
     advice = [entry["advice"] for entry in entries if "advice" in entry]
     assert [sentence.split()[0] for sentence in advice] == ["-kvu", "--no-slots"]
 
@@ -346,8 +363,8 @@ async def test_an_engines_stdin_stays_open(tmp_path):
     engine = engine_of(sys.executable, "-c", code, "{port}")
     async with running(engine):
         await until((tmp_path / "open").exists)
-        assert engine.status.state is ProcessState.STARTING
-        assert engine.status.last_exit_code is None
+        assert engine.state is ProcessState.STARTING
+        assert engine.last_exit_code is None
 
 
 async def test_stop_while_it_is_being_started(tmp_path, monkeypatch):
@@ -361,8 +378,8 @@ async def test_stop_while_it_is_being_started(tmp_path, monkeypatch):
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", start_slowly)
     await asyncio.wait_for(engine.run(), 10)
-    assert engine.status.last_exit_code == -signal.SIGKILL
-    assert engine.status.state is ProcessState.STOPPED
+    assert engine.last_exit_code == -signal.SIGKILL
+    assert engine.state is ProcessState.STOPPED
 
 
 async def test_it_tells_its_first_start_from_later_ones(tmp_path):
@@ -371,8 +388,8 @@ async def test_it_tells_its_first_start_from_later_ones(tmp_path):
     async with running(engine):
         await until(is_ready(engine))
         assert not engine.starting
-        os.kill(engine.status.pid, signal.SIGKILL)
-        await until(lambda: engine.status.restarts == 1)
+        os.kill(engine.pid, signal.SIGKILL)
+        await until(lambda: engine.restarts == 1)
         assert not engine.starting
 
 
@@ -380,23 +397,126 @@ async def test_one_that_computes_is_not_restarted(tmp_path):
     engine = server(tmp_path)
     async with running(engine):
         await until(is_ready(engine))
-        pid = engine.status.pid
+        pid = engine.pid
         (tmp_path / "busy").touch()
         await until(lambda: engine.computing)
-        await asyncio.sleep(10 * QUICK.unhealthy_s)  # it is looked at every second then
-        assert (engine.computing, engine.status.pid) == (True, pid)
+        await asyncio.sleep(10 * QUICK["unhealthy_s"])  # it is looked at every second then
+        assert (engine.computing, engine.pid) == (True, pid)
         (tmp_path / "busy").unlink()
         await until(lambda: not engine.computing)
-        assert (engine.status.pid, engine.status.restarts) == (pid, 0)
+        assert (engine.pid, engine.restarts) == (pid, 0)
 
 
-@pytest.mark.parametrize(("how", "timing"), [("hung", QUICK), ("busy", replace(QUICK, stuck_s=1.5))])
+@pytest.mark.parametrize(("how", "timing"), [("hung", QUICK), ("busy", QUICK | {"stuck_s": 1.5})])
 async def test_one_that_is_stuck_is_restarted(tmp_path, how, timing):
     engine = server(tmp_path, timing=timing)
     async with running(engine):
         await until(is_ready(engine))
-        pid = engine.status.pid
+        pid = engine.pid
         (tmp_path / how).touch()
         await until(lambda: not is_alive(pid))
         (tmp_path / how).unlink()
-        await until(lambda: is_ready(engine)() and engine.status.pid != pid)
+        await until(lambda: is_ready(engine)() and engine.pid != pid)
+
+
+async def entries_of(*writes, keep=3, **options):
+    reading, writing = os.pipe()
+    with open(writing, "wb", buffering=0) as pipe:  # noqa: ASYNC230, PTH123 - a pipe with room enough
+        pipe.writelines(writes)
+    last_lines = deque(maxlen=keep)
+    with capture_logs() as entries:
+        output = FileIO(reading, "rb")
+        await log_output(output, last_lines, engine="e-0", **{"is_ready": lambda: False, **options})
+    assert output.closed
+    assert all(entry["engine"] == "e-0" for entry in entries)
+    lines = [entry["line"] for entry in entries]
+    assert list(last_lines) == [line for line in lines if line not in INFORMATION][-keep:]
+    return entries
+
+
+async def logged(*writes, **options):
+    return [entry["line"] for entry in await entries_of(*writes, **options)]
+
+
+async def test_each_line_is_logged_with_the_engine():
+    assert await logged(b"one\ntwo\n") == ["one", "two"]
+
+
+async def test_lines_may_come_in_pieces_and_end_without_newline():
+    assert await logged(b"on", b"e\r\ntw", b"o") == ["one", "two"]
+
+
+async def test_progress_bars_and_colours():
+    assert await logged(b"\x1b[31m 10%\x1b[0m\r 20%\r\n\n") == [" 10%", " 20%"]
+
+
+async def test_what_is_not_utf8_is_kept_readable():
+    assert await logged(b"caf\xe9\n") == ["caf\ufffd"]
+
+
+async def test_an_endless_line_is_cut():
+    lines = await logged(b"x" * (2 * MAX_LINE_BYTES + 3))
+    assert [len(line) for line in lines] == [MAX_LINE_BYTES, MAX_LINE_BYTES, 3]
+
+
+async def test_the_last_lines_are_kept():
+    assert await logged(b"one\ntwo\nthree", keep=2) == ["one", "two", "three"]
+
+
+INFORMATION = (
+    "0.06.006.292 I slot launch_slot_: id  1 | task 0 | processing task",
+    "INFO 11-23 05:12:10 [loggers.py:248] Engine 000: running: 1 reqs",
+    "(APIServer pid=7) INFO:     127.0.0.1:80 - GET /health 200 OK",
+    "2026-11-23 05:12:10,123 INFO kvpin.engine: loading the model",
+)
+OTHERS = (
+    "0.06.006.292 W slot update_slots: the context is full",
+    "0.06.006.292 E srv  send_error: no",
+    "WARNING 11-23 05:12:10 [scheduler.py:1] the queue is long",
+    "2026-11-23 05:12:10,123 WARNING kvpin.engine: the cache is full",
+    "Traceback (most recent call last):",
+)
+
+
+@pytest.mark.parametrize("is_ready", [True, False])
+async def test_what_an_engine_says_of_each_request_is_for_those_who_look_for_it(is_ready):
+    said = [f"{line}\n".encode() for line in (*INFORMATION, *OTHERS)]
+    entries = await entries_of(*said, keep=9, is_ready=lambda: is_ready)
+    levels = {entry["line"]: entry["log_level"] for entry in entries}
+    of_information = "debug" if is_ready else "info"
+    assert levels == dict.fromkeys(INFORMATION, of_information) | dict.fromkeys(OTHERS, "info")
+
+
+# Computes until a line comes, then waits until its input ends.
+_COMPUTES_THEN_WAITS = """
+import select, sys
+while not select.select([sys.stdin], [], [], 0)[0]:
+    pass
+sys.stdin.read()
+"""
+
+
+def test_a_process_that_computes_is_told_from_one_that_waits():
+    with subprocess.Popen(
+        [sys.executable, "-c", _COMPUTES_THEN_WAITS], stdin=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        cpu = CpuTime(process.pid)
+        assert _comes_to_be(cpu, used=True)
+        process.stdin.write("wait\n")
+        process.stdin.flush()
+        assert _comes_to_be(cpu, used=False)
+
+
+def test_of_a_process_that_is_gone_nobody_knows():
+    assert not CpuTime(2**22 + 1).is_used()
+
+
+def _comes_to_be(cpu: CpuTime, *, used: bool) -> bool:
+    """True once a look says so: at 20 s at the latest, for on a busy machine the process waits for a core."""
+    end_s = time.monotonic() + 20
+    while time.monotonic() < end_s:
+        time.sleep(0.3)
+        if cpu.is_used() == used:
+            return True
+    return False

@@ -25,6 +25,7 @@ from proxy.fleet.state_files import UnusableFileError
 from proxy.prompt import RegisteredTables
 from proxy.request.tenants import KeptSalts, Tenants
 from tests.fakes import INFO, FakeAdapter
+from tests.kv_world import until
 
 DAY_S = 86_400
 
@@ -54,11 +55,11 @@ async def test_what_was_known_of_an_engine_is_kept_until_it_connects(tmp_path):
     for _ in range(2):
         later = World(tmp_path, connected=False)
         await later.save()
-    memory = later.keeper.memories.of("a")
+    memory = later.keeper.memories.get("a")
     assert (memory.instance, len(memory.learned)) == ("i1", 1)
     later.fleet.remove(later.fleet.engine("a"))
     await later.save()
-    assert World(tmp_path).keeper.memories.of("a") is None
+    assert World(tmp_path).keeper.memories.get("a") is None
 
 
 async def test_an_order_that_was_given_when_the_clock_was_ahead_can_be_undone(tmp_path):
@@ -75,9 +76,7 @@ async def test_a_change_of_pins_is_saved_at_once(tmp_path):
     world = World(tmp_path)
     running = asyncio.create_task(world.keeper.run(world.fleet, world.pins))
     world.pins.add(pin())
-    async with asyncio.timeout(10):
-        while not world.path.exists():  # noqa: ASYNC110 - no event tells
-            await asyncio.sleep(0.01)
+    await until(world.path.exists, 10)
     running.cancel()
     (again,) = World(tmp_path).pins.active(time.monotonic())
     assert again.engine_pins == {"a": "own"}
@@ -124,7 +123,7 @@ def test_a_file_that_cannot_be_used_is_one_warning(tmp_path, make):
     make(tmp_path / FILE)
     with capture_logs() as logs:
         world = World(tmp_path)
-    assert world.keeper.memories.of("a") is None
+    assert world.keeper.memories.get("a") is None
     assert [log["log_level"] for log in logs] == ["warning"]
     assert logs[0]["why"] in ("it is damaged", "Is a directory")
 

@@ -1,6 +1,5 @@
 """A real kvpin with tracing on, a scripted engine behind it, and a collector."""
 
-import asyncio
 from contextlib import asynccontextmanager
 
 import pytest
@@ -10,6 +9,7 @@ from proxy.server.app import Proxy, build_app
 from proxy.settings import EngineSettings, Settings
 from tests.collector import collecting
 from tests.fakes import FakeEngine, client_of, is_tokenised, serving
+from tests.kv_world import until
 
 
 @pytest.fixture
@@ -42,9 +42,7 @@ def traced(engine, tokenizer_dir):
         proxy.start()
         try:
             async with serving(build_app(proxy)) as proxy.url, client_of(proxy) as client:
-                async with asyncio.timeout(60):
-                    while not (proxy.fleet.is_ready() and is_tokenised(proxy)):  # noqa: ASYNC110
-                        await asyncio.sleep(0.01)
+                await until(lambda: proxy.fleet.is_ready() and is_tokenised(proxy), 60)
                 yield proxy, client
         finally:
             await proxy.stop()

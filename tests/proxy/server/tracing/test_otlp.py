@@ -13,6 +13,7 @@ from proxy.server.app import Proxy
 from proxy.server.tracing.otlp import EVERY_S, Complaints, Telemetry, read
 from proxy.settings import Settings, SettingsError
 from tests.fakes import ASK, CHAT, add_ready
+from tests.kv_world import until
 from tests.proxy.observe.test_metrics import record
 
 
@@ -75,8 +76,7 @@ async def test_a_collector_that_hangs_holds_nothing_up(traced, monkeypatch):
         monkeypatch.setattr("proxy.server.tracing.otlp.STOP_S", 0.1)
         async with traced() as (_, client):
             assert (await client.post(CHAT, json=ASK)).status_code == 200
-        while not hanging:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(lambda: hanging, 60)
         (reader, writer), *_ = hanging
         assert not reader.at_eof()  # kvpin has stopped, and its thread still waits for the collector
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")

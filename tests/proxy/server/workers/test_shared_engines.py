@@ -100,7 +100,7 @@ async def test_changed_engines_are_replaced_one_after_the_other(shared, tmp_path
 async def test_an_engine_that_leaves_waits_for_those_that_join(shared, state, seconds):
     old = SimpleNamespace(stop=AsyncMock(), spec=SimpleNamespace(url="http://old"))
     began = time.monotonic()
-    await shared._end(old, 0.2, [SimpleNamespace(status=SimpleNamespace(state=state))])
+    await shared._end(old, 0.2, [SimpleNamespace(state=state)])
     assert seconds <= time.monotonic() - began + 0.01
     old.stop.assert_awaited_once()
 
