@@ -7,18 +7,16 @@ from dataclasses import replace
 
 import httpx
 import pytest
-import trustme
 from structlog.testing import capture_logs
 
 from engine_adapter import HttpTransport
 from proxy.control import reconciler
 from proxy.core.audit import Trust
 from proxy.fleet import discovery
-from proxy.fleet.discovery import FoundEngine, KubernetesFinder, SourceError
+from proxy.fleet.discovery import FoundEngine, SourceError
 from proxy.fleet.engine import EngineState
 from proxy.server.app import Proxy, build_app
-from proxy.settings import DiscoverySettings, EngineSettings, HealthSettings, Settings
-from tests import kubernetes_api
+from proxy.settings import EngineSettings, HealthSettings, Settings
 from tests.fake_engines.sglang import running_sglang
 from tests.fake_engines.vllm import running_vllm
 from tests.fakes import INFO, FakeEngine, is_tokenised, serving
@@ -125,57 +123,6 @@ async def test_engines_of_a_file_come_and_go_under_load(tmp_path):
                 await until(lambda: source.error is None, 60)
             assert set(statuses) == {200}
             assert all(each.seen for each in (a, b, c))
-
-
-async def test_a_pod_that_is_not_ready_drains_and_one_that_is_gone_leaves_under_load(tmp_path):
-    async with (
-        kubernetes_api.kubernetes(tmp_path, trustme.CA()) as (api, cluster),
-        FakeEngine("a") as a,
-        FakeEngine("b") as b,
-        running(engines_file=tmp_path / "none.toml") as proxy,
-    ):
-        settings = DiscoverySettings(source="kubernetes://llm/vllm", kind="openai_compatible")
-        finder = KubernetesFinder(settings, settings.place, cluster)
-
-        def put(name, server, *, ready=True):
-            api.put(f"slice-{name}", (name, "127.0.0.1", ready), port=server.port)
-
-        put("a", a)
-        put("b", b, ready=False)
-        proxy.engines.follow([], [(settings.source, finder)], grace_s=60)
-        await until(lambda: state(proxy, "a.llm") is EngineState.READY, 60)
-        assert state(proxy, "b.llm") is None  # it starts
-        async with loaded(proxy) as (_, statuses):
-            put("b", b)
-            await until(lambda: state(proxy, "b.llm") is EngineState.READY, 60)
-            source = proxy.engines.sources[settings.source]
-            api.bookmark()
-            api.status = 503
-            api.fail(500, "broken")  # the watch ends, and the server is gone: its engines stay
-            await until(lambda: source.error is not None, 60)
-            (tmp_path / "token").write_text("rotated")
-            count = len(statuses)
-            await until(lambda: len(statuses) > count + 20, 60)
-            assert state(proxy, "a.llm") is state(proxy, "b.llm") is EngineState.READY
-            api.status = 0
-            await until(lambda: source.error is None, 60)
-            assert api.tokens[-1] == "Bearer rotated"
-            put("a", a, ready=False)
-            await until(lambda: state(proxy, "a.llm") is EngineState.DRAINING, 60)
-            put("a", a)
-            await until(lambda: state(proxy, "a.llm") is EngineState.READY, 60)
-            put("b", b, ready=False)
-            await until(lambda: state(proxy, "b.llm") is EngineState.DRAINING, 60)
-            old = proxy.fleet.engine("b.llm")
-            old.leases.add(request := object())
-            api.delete("slice-b")
-            api.fail(410, "expired")
-            await until(lambda: proxy.engines._member("b.llm").is_leaving, 60)
-            put("b", b)  # it is back before its last request has ended: it stays
-            await until(lambda: state(proxy, "b.llm") is EngineState.READY, 60)
-            assert proxy.fleet.engine("b.llm") is old
-            old.leases.discard(request)
-        assert set(statuses) == {200}
 
 
 async def test_a_source_that_fails_or_names_what_cannot_be_used_keeps_its_engines(tmp_path):

@@ -6,7 +6,6 @@ import pytest
 from engine_adapter import (
     CacheCleared,
     Capability,
-    EngineUnavailable,
     KvVerb,
     ViewCurrent,
     ViewLost,
@@ -92,16 +91,6 @@ async def test_a_restore_can_fall_back_to_warming(world):
     with pytest.raises(BadRequest) as caught:
         await world.kv.operate(KvVerb.RESTORE, Target(engine="a"), warm_instead=True)
     assert caught.value.param == "fallback"
-
-
-async def test_an_engine_that_goes_away_fails_its_part(world, learned):
-    a, b = learned
-    for fake in learned:
-        world.served(fake, tokens(32))
-    a.failure = EngineUnavailable("gone")
-    operation = await finished(await world.kv.operate(KvVerb.FLUSH, Target(all=True)))
-    assert operation.error == "1 of 2 engines failed: a: gone"
-    assert not b.tiers
 
 
 async def test_what_a_flush_leaves_is_learned_again_from_events(world, pair):

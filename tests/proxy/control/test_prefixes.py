@@ -145,14 +145,6 @@ async def test_a_worker_tells_hashes_and_no_tokens(world, pair):
     assert msgspec.msgpack.encode(PROMPT)[3:] not in told
 
 
-async def test_those_of_all_workers_come_the_oldest_first(world, pair):
-    world.record("r1", PROMPT)
-    first = await world.prompts.told()
-    world.record("r2", PROMPT)
-    world.told = [await world.prompts.told(), first]
-    assert [each.request_id for each in (await world.prompts.all()).prompts] == ["r1"] * 3 + ["r2"] * 2
-
-
 async def test_a_long_prompt_is_hashed_in_parts(world, pair, monkeypatch):
     monkeypatch.setattr(prefixes, "_SLICE_BLOCKS", 1)
     record = world.record("r1", PROMPT)

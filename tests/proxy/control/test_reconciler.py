@@ -128,6 +128,23 @@ async def test_engines_of_one_model_get_other_settings_one_after_the_other():
         assert proxy.fleet.engine("b").adapter.spec.api_key == "k"
 
 
+async def test_an_engine_that_waits_for_its_turn_takes_the_newest_settings():
+    async with (
+        FakeEngine("a") as a,
+        FakeEngine("b") as b,
+        running(named("a", a.url), named("b", b.url)) as proxy,
+    ):
+        old_a, old_b = proxy.fleet.engine("a"), proxy.fleet.engine("b")
+        old_a.leases.add(request := object())
+        for key in ("first", "second"):
+            entries = [named("a", a.url, api_key="k"), named("b", b.url, api_key=key)]
+            proxy.engines.follow(entries, grace_s=60)
+        old_a.leases.discard(request)
+        await until(lambda: proxy.fleet.engine("b") is not old_b)
+        assert proxy.fleet.engine("b").adapter.spec.api_key == "second"
+        await until(lambda: proxy.fleet.engine("b").state is EngineState.READY)
+
+
 async def test_an_engine_that_the_supervisor_starts_is_known_as_one(tmp_path):
     async with FakeEngine("a") as server, FakeEngine("b") as other:
         started = StartedSettings(

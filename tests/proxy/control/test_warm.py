@@ -11,7 +11,7 @@ from proxy.control.target_engines import Prefix
 from proxy.errors import BadRequest, NoEngine
 from proxy.fleet.engine import EngineState
 from proxy.prompt import Prompt
-from tests.fakes import ANSWER, FakeEngine
+from tests.fakes import FakeEngine
 from tests.kv_world import ALL, KvFake, tokens
 
 NO_EVENTS = ALL - {Capability.KV_EVENTS}
@@ -57,21 +57,6 @@ async def test_the_index_learns_what_was_warmed_and_nothing_stays_in_flight(worl
     assert world.engines["a"].ledger.in_flight == 0
     assert world.engines["a"].ledger.placed == 1
     assert world.engines["a"].audit.view().checked == 1
-
-
-async def test_it_counts_as_load_while_it_runs(world, servers):
-    gate = asyncio.Event()
-
-    async def slow(exchange):
-        await gate.wait()
-        await exchange.send(ANSWER)
-
-    servers[0].script = slow
-    operation = await world.warming.warm(Target(token_ids=tokens(48), engine="a"))
-    await servers[0].request()
-    assert world.engines["a"].ledger.in_flight == 1
-    gate.set()
-    await finished(operation)
 
 
 async def test_the_salt_goes_along(world, servers):

@@ -73,7 +73,7 @@ def test_a_role_without_its_counterpart_is_a_finding(fleet, roles, engine, said)
 
 
 class TestHalves:
-    """Engines that answer only together with another one."""
+    """Engines that answer only together with another one; how they do: tests/live/test_halves.py."""
 
     @pytest.fixture
     def pool(self, fleet):
@@ -89,11 +89,6 @@ class TestHalves:
         found = pool.candidates(None, **more)
         return {each.engine: [partner.engine for partner in each.partners] for each in found}
 
-    def test_the_one_for_decoding_answers_with_a_partner(self, pool):
-        assert self.partners(pool) == {"b": [], "d": ["p", "q"]}
-        assert self.partners(pool, without={"p"}) == {"b": [], "d": ["q"]}
-        assert pool.engines_for(Needs()) == {"b", "d"}
-
     def test_the_pool_is_as_busy_as_those_that_compute_prompts(self, fleet, pool):
         for _ in range(8):
             pool.placer.demand.placed(1.0, 0.2)
@@ -106,31 +101,6 @@ class TestHalves:
         assert pool.placer.outlook(1.0).strain == strain
         fleet.leave(fleet.engines["b"])
         assert pool.placer.outlook(1.0).strain > strain
-
-    def test_never_without_one(self, fleet, pool):
-        assert self.partners(pool, without={"p", "q"}) == {"b": []}
-        assert self.partners(pool, without={"b", "d"}) == {}
-        fleet.engines["b"].state = fleet.engines["d"].state = EngineState.DOWN
-        assert self.partners(pool) == {}, "those for prefills do not answer either"
-        assert pool.missing_half() is Role.DECODE
-        fleet.engines["d"].state = EngineState.READY
-        fleet.engines["p"].state = fleet.engines["q"].state = EngineState.DOWN
-        assert self.partners(pool) == {}
-        assert pool.missing_half() is Role.PREFILL
-        assert "the prefill half" in str(fleet.none_ready(pool, None))
-
-    def test_a_half_alone_takes_no_requests_and_is_not_healthy(self, fleet, pool):
-        fleet.remove(fleet.engines["b"])
-        assert fleet.is_ready()
-        for half in ("d", "pq"):
-            for name in half:
-                fleet.engines[name].state = EngineState.DOWN
-            assert not fleet.is_ready(), half
-            add_ready(fleet, "other", model="n")
-            assert fleet.is_ready(), "another model is served"
-            fleet.remove(fleet.engines["other"])
-            for name in half:
-                fleet.engines[name].state = EngineState.READY
 
     def test_only_with_those_that_move_kv_alike(self, fleet, pool):
         fleet.engines["q"].adapter.rendezvous = Rendezvous("mooncake", "", frozenset(), dict)

@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from proxy.core.admission import MAX_LOOKS, Needs, Pace
+from proxy.core.admission import Needs, Pace
 from proxy.errors import Overloaded
 from proxy.fleet import wait_queue
 from proxy.fleet.wait_queue import Line
@@ -90,21 +90,6 @@ async def test_one_that_leaves_while_it_is_called_gives_its_turn_on():
     assert len(world.line) == 0
 
 
-async def test_nobody_waits_longer_than_the_limit():
-    world = World(queue_s=0.05)
-    with pytest.raises(
-        Overloaded, match=r"has waited 0.05 s for one; the limit is 0.05 s \(limits.queue_s\)"
-    ) as caught:
-        await world.send("a")
-    assert caught.value.headers == {"retry-after": "1"}
-    assert len(world.line) == 0
-
-
-async def test_nor_than_its_client_waits():
-    with pytest.raises(Overloaded, match=r"the limit is 0.02 s \(its client waits no longer\)"):
-        await World().send("a", deadline_s=0.02)
-
-
 @pytest.fixture
 def steady(monkeypatch):
     """Two tokens a second leave for each set of engines."""
@@ -120,18 +105,6 @@ async def test_a_wait_that_would_be_too_long_is_refused_at_once(steady):
     assert caught.value.headers == {"retry-after": "20"}
     world.room = 1
     await waits
-
-
-async def test_those_that_wait_for_a_busy_engine_hold_up_nobody_whose_engine_is_free():
-    world = World()
-    stuck = [world.send(f"s{n}", tenant, ON_A) for n in range(MAX_LOOKS) for tenant in "xyz"]
-    await asyncio.sleep(0)
-    world.b = 2
-    await asyncio.gather(world.send("own", "x"), world.send("other", "w"))
-    assert set(world.served) == {"own", "other"}
-    world.room = len(stuck)
-    await asyncio.gather(*stuck)
-    assert len(world.line) == 0
 
 
 async def test_a_wait_for_another_engine_is_not_expected_of_those_that_need_not_wait_for_it(steady):
@@ -162,15 +135,6 @@ async def test_those_compete_that_one_engine_can_take():
     await waits
 
 
-async def test_a_request_goes_when_no_engine_can_take_it_any_more():
-    """Its caller finds out why."""
-    world = World()
-    waits = world.send("waits", needs=ON_A)
-    await asyncio.sleep(0)
-    world.lost = {"a"}
-    await waits
-
-
 async def test_the_paces_of_engines_that_left_are_forgotten(monkeypatch):
     monkeypatch.setattr(wait_queue, "MAX_PACES", 2)
     world = World()
@@ -180,17 +144,3 @@ async def test_the_paces_of_engines_that_left_are_forgotten(monkeypatch):
         world.b = 1
         await waits
     assert len(world.line._paces) <= 3
-
-
-async def test_where_the_line_is_full_the_greedy_one_is_refused():
-    world = World(queue_requests=2)
-    greedy = [world.send(f"g{n}", "greedy") for n in range(3)]
-    await asyncio.sleep(0)
-    with pytest.raises(Overloaded, match="too many requests wait"):
-        await greedy[2]
-    modest = world.send("m", "modest")
-    with pytest.raises(Overloaded, match="too many requests wait"):
-        await greedy[1]
-    world.room = 2
-    await asyncio.gather(greedy[0], modest)
-    assert world.served == ["g0", "m"]

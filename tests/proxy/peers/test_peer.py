@@ -2,29 +2,10 @@
 
 import asyncio
 import contextlib
-from time import monotonic
 
-from tests.fakes import client_of, proxy_over
+from tests.fakes import client_of
 from tests.kv_world import tokens
-from tests.proxy.peers.world import Gated, ask, in_step, placer, until, world
-
-
-async def test_engines_are_matched_by_address(unix):
-    async with Gated("a") as engine, Gated("vllm-0") as other:
-        engine_there = Gated("vllm-7")
-        engine_there.url = engine.url
-        async with (
-            proxy_over(engine, reuse=True, exchange=unix) as one,
-            proxy_over(engine_there, other, reuse=True, exchange=unix) as two,
-            client_of(two) as client,
-        ):
-            await until(lambda: in_step(one) and in_step(two))
-            await ask(client)
-            await two.settled()
-            at = "a" if two.last.placement.engine == "vllm-7" else None
-            if at is not None:
-                await until(lambda: placer(one).index.held("a", "gpu") == 20)
-            assert one.peers.stats().peers[0].engines == 1
+from tests.proxy.peers.world import ask, placer, until, world
 
 
 async def test_what_one_served_the_other_predicts(unix):
@@ -43,23 +24,6 @@ async def test_what_one_served_the_other_predicts(unix):
             engines = proxy.fleet.engines.values()
             await until(lambda engines=engines: sum(engine.ledger.placed for engine in engines) == 2)
             assert sum(engine.served for engine in engines) == 1
-
-
-async def test_a_request_counts_at_the_other_while_it_runs(unix):
-    async with world(unix) as (engines, (one, two)), client_of(one) as client:
-        for engine in engines:
-            engine.gate.clear()
-        async with asyncio.TaskGroup() as group:
-            running = group.create_task(ask(client, stream=True))
-            await until(lambda: sum(e.ledger.in_flight for e in two.fleet.engines.values()))
-            busy = next(e for e in two.fleet.engines.values() if e.ledger.in_flight)
-            assert busy.ledger.view(monotonic()).queue_s > 0
-            assert placer(two).index.pending(busy.id) == 20
-            assert two.peers.stats().peers[0].in_flight == 1
-            for engine in engines:
-                engine.gate.set()
-            await running
-        await two.settled()
 
 
 LONG = tokens(16 * 2000 + 5)  # computed so slowly, by the prior, that waiting for it pays

@@ -53,20 +53,6 @@ async def test_every_limit_reaches_what_it_limits():
         await proxy.stop()
 
 
-async def test_a_reload_forgets_the_objects_of_tenants_that_go():
-    def settings(*tenants):
-        return Settings(api_keys=[{"key": f"key-{name}", "tenant": name} for name in tenants])
-
-    proxy = Proxy(settings("a", "b"), HttpTransport())
-    for tenant in "ab":
-        proxy.destinations.note(tenant, tenant, "e")
-    for tenants, isolated in (("b", False), ("ab", True)):
-        proxy.reload(settings(*tenants))
-        assert proxy.destinations.isolated is isolated
-    assert [proxy.destinations.knows(tenant, tenant) for tenant in "ab"] == [False, True]
-    await proxy.stop()
-
-
 async def test_pins_and_tables_outlive_a_proxy_that_was_stopped(tmp_path):
     settings = Settings(state_dir=tmp_path)
     first = Proxy(settings, HttpTransport())

@@ -22,13 +22,6 @@ def test_two_embedded_engines_when_none_is_named():
     ]
 
 
-def test_without_torch_only_embedded_engines_are_refused(monkeypatch):
-    monkeypatch.setattr("engine_adapter.registry.find_spec", lambda name: None)
-    check(Settings(engines=(ELSEWHERE,)))
-    with pytest.raises(SettingsError, match=r"engine 'embedded-0': .*pip install 'kvpin\[engine\]'"):
-        check(Settings())
-
-
 def test_what_a_llama_server_needs_is_there_before_it_starts(tmp_path):
     words = (llama_server(), "-m", str(gguf_path("tiny")), "--slot-save-path", str(tmp_path / "kv"))
     check(Settings(managed=(ManagedSettings(kind="llama_server", command=words),)))
