@@ -309,3 +309,8 @@ def test_the_usage_tells_what_the_first_engine_reused(details):
         {"prompt_tokens_details": {"cached_tokens": 32}} if details else {}
     )
     assert part["usage"] == expected
+
+
+def test_an_answer_that_ends_too_early_is_refused():
+    with pytest.raises(EngineDiverged, match="another one"):
+        spliced([plain_chunk({"content": "One"})], [DONE], again=True)

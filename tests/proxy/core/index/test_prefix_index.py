@@ -56,13 +56,11 @@ def test_no_tier_holds_a_dropped_block_and_none_is_expected(index):
     for tier in Tier:
         index.store("a", tier, [1, 2])
     index.store("b", Tier.GPU, [1])
-    for _ in range(2):
-        index.add_pending("a", [1, 2, 3])
+    index.add_pending("a", [1, 2, 3])
     index.drop("a", iter([1, 2]))
     assert index.match([1, 2, 3]) == {"b": Match(gpu=1)}
     assert [index.held("a", tier) for tier in Tier] == [0, 0, 0]
-    for _ in range(2):
-        index.end_pending("a", [1, 2, 3])
+    index.end_pending("a", [1, 2, 3])
     assert len(index) == 1
 
 
@@ -244,3 +242,31 @@ class IndexMachine(RuleBasedStateMachine):
 
 TestIndexMachine = IndexMachine.TestCase
 TestIndexMachine.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+
+
+def test_what_is_served_becomes_stored_unless_others_await_it():
+    index = PrefixIndex()
+    index.add_engine("a")
+    index.add_pending("a", (1, 2, 3))
+    index.add_pending("a", (1, 2, 4))
+    index.served("a", (1, 2, 3))
+    assert index.match((1, 2, 4)) == {"a": Match(gpu=2, pending=1)}
+    index.remove("a", Tier.GPU, (1, 2, 3))
+    assert index.match((1, 2, 4)) == {"a": Match(pending=3)}
+    index.served("a", (1, 2, 4))
+    index.remove("a", Tier.GPU, (1, 2, 4))
+    assert len(index) == 0
+
+
+def test_dropped_blocks_are_no_longer_awaited():
+    index = PrefixIndex()
+    index.add_engine("a")
+    index.add_pending("a", (1, 2))
+    index.add_pending("a", (1, 2))
+    index.store("a", Tier.HOST, (1,))
+    index.drop("a", (1, 2))
+    assert not index.match((1, 2))
+    assert (len(index), index.pending("a")) == (0, 0)
+    index.end_pending("a", (1, 2))
+    index.end_pending("a", (1, 2))
+    assert len(index) == 0
