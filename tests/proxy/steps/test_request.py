@@ -2,6 +2,7 @@
 
 import asyncio
 from array import array
+from contextlib import suppress
 from types import SimpleNamespace
 
 import msgspec
@@ -20,16 +21,17 @@ from proxy.request.calls import Call, Nobody, Reply
 from proxy.request.gate import Admission
 from proxy.request.migration import SentStream
 from proxy.request.records import RequestRecord
+from proxy.steps import request
 from proxy.steps.preparation import Ready
 from proxy.steps.request import Request
 from tests.fakes import CHAT
 
+QUIET = Rules()
 
-def request_for():
-    call = Call("r", "POST", CHAT, Headers([]), None)
-    made = Request(
-        call, Reply(Nobody()), RequestRecord.of(call), Admission.of_kvpin(), Rules(), RetryBudget()
-    )
+
+def request_for(path=CHAT, rules=QUIET):
+    call = Call("r", "POST", path, Headers([]), None)
+    made = Request(call, Reply(Nobody()), RequestRecord.of(call), Admission.of_kvpin(), rules, RetryBudget())
     made.n_candidates = 2
     return made
 
@@ -74,11 +76,15 @@ async def test_a_stream_goes_on_only_where_engines_make_the_prompt_with_which_it
 class World:
     """A request and its timer, in a task of its own."""
 
+    def __init__(self, rules=QUIET):
+        self.rules = rules
+        self.works = lambda: asyncio.sleep(60)
+
     async def live(self):
-        self.request = request_for()
+        self.request = request_for(rules=self.rules)
         self.request.watch()
         try:
-            await asyncio.sleep(60)
+            await self.works()
         except asyncio.CancelledError:
             return self.request.interrupted()
         finally:
@@ -94,6 +100,26 @@ async def test_a_client_that_leaves_as_well_is_the_cause():
     task.cancel()
     assert await task is None
     assert task.cancelling() == 1
+
+
+async def test_a_clean_up_that_hangs_is_interrupted_again(monkeypatch):
+    monkeypatch.setattr(request, "CLEAN_UP_S", 0.02)
+    world, cancels = World(Rules(total_s=0.02)), []
+
+    async def hangs():
+        try:
+            await asyncio.sleep(60)
+        finally:
+            for _ in range(2):  # each takes an interruption of its own
+                with suppress(asyncio.CancelledError):
+                    await asyncio.sleep(60)
+                cancels.append(asyncio.current_task().cancelling())
+
+    world.works = hangs
+    task = asyncio.create_task(world.live())
+    assert await asyncio.wait_for(task, 5) is Cause.OUR_LIMIT
+    assert cancels == [2, 3]
+    assert not task.cancelling()
 
 
 async def test_an_engine_that_is_lost_between_two_attempts_or_after_the_end_is_no_matter():
