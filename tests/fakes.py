@@ -546,3 +546,15 @@ async def proxy_over(*engines: FakeEngine | FakeAdapter, **options) -> AsyncIter
         finally:
             await proxy.close()
     await transport.aclose()
+
+
+@contextlib.asynccontextmanager
+async def asked(
+    *scripts: Script, headers: Mapping[str, str] | None = None, **options
+) -> AsyncIterator[tuple]:
+    """A proxy, a client of it, and its engines "a", "b" and so on, which answer by these scripts."""
+    async with contextlib.AsyncExitStack() as stack:
+        named = zip("abcdef", scripts, strict=False)
+        engines = [await stack.enter_async_context(FakeEngine(*each)) for each in named]
+        proxy = await stack.enter_async_context(proxy_over(*engines, **options))
+        yield proxy, await stack.enter_async_context(client_of(proxy, headers=headers)), *engines

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from scripts import check_models
-from scripts.check_models import check, print_table
+from scripts.check_models import check
 
 
 @pytest.mark.parametrize(
@@ -33,9 +33,3 @@ def test_another_answer_than_transformers_own_is_wrong(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["check_models.py", "--only", "llama,llama"])
     assert check_models.main() == 1
     assert "2 wrong" in capsys.readouterr().out
-
-
-def test_the_table_joins_what_shares_a_reason(capsys):
-    verdicts = [check_models.Verdict(kind, "refused", "why") for kind in ("a", "b")]
-    print_table([*verdicts, check_models.Verdict("c", "served")])
-    assert "| refused (2) | a, b | why |" in capsys.readouterr().out

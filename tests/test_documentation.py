@@ -19,7 +19,6 @@ from proxy.cli.engine_check import _of_view, show_examination
 from proxy.cli.engine_probe import View
 from proxy.cli.main import app
 from proxy.core.misses import Miss
-from proxy.core.placement import demand, load, rates, whole_answers
 from proxy.core.reasons import Reason
 from proxy.settings import Settings, check_settings
 
@@ -89,24 +88,6 @@ def test_no_error_has_a_code_that_is_not_declared():
 def test_every_reason_of_a_placement(reason):
     assert f"| `{reason}` |" in PLACEMENT
     assert f" {reason} (" in PAGES["docs/reference/metrics.md"]
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
-        f"the last {rates.WINDOW} samples",
-        f"the last {4 * rates.WINDOW} samples",
-        f"the last {whole_answers.WINDOW} whole answers",
-        f"requested again. Prior: {demand.PRIOR}",
-        f"{rates.DEFAULT_PREFILL_TOK_S:,.0f} tokens a second",
-        f"{rates.OWN_PACE} times faster",
-        f"{demand.MIN_UTILISATION:.0%} at least",
-        f"{demand.MAX_UTILISATION:.0%} at most",
-        f"as streams for {load.REPORT_S:.0f} s",
-    ],
-)
-def test_constants_of_placement(said):
-    assert said in " ".join(PLACEMENT.split())
 
 
 def blocks(text: str) -> list[str]:
@@ -198,11 +179,6 @@ def test_every_link_leads_somewhere(page):
                 titles = re.findall(r"^#+ (.*)$", linked.read_text(encoding="utf-8"), re.MULTILINE)
                 slugs = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
                 assert anchor in slugs, target
-
-
-def test_the_readme_links_once_to_each_page():
-    targets = re.findall(r"\]\(([^)\s]+)\)", README)
-    assert sorted(targets) == sorted(set(targets))
 
 
 @pytest.mark.parametrize("page", ["architecture.md", "add-an-engine.md"])

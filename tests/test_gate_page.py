@@ -1,28 +1,17 @@
-"""The table of the gate names what there is, in the order of its steps."""
-
-import pytest
+"""The table of the gate names what there is."""
 
 from proxy.fleet.fleet import Fleet
 from proxy.observe.metrics import Metrics
 from proxy.settings.schema import LimitSettings
-from scripts.reference.gate import LIMITS, STEPS
+from scripts.reference.gate import LIMITS
 
 # Memory that requests do not take on their way in.
 _ELSEWHERE = {"request_records", "prompt_table_bytes"}
 
 
-def test_limits_stand_in_the_order_of_the_steps():
-    assert list(dict.fromkeys(each.step for each in LIMITS)) == list(STEPS)
-
-
 def test_every_setting_of_limits_is_in_the_table():
     named = {each.setting.removeprefix("limits.") for each in LIMITS if each.setting.startswith("limits.")}
     assert named == LimitSettings.model_fields.keys() - _ELSEWHERE
-
-
-@pytest.mark.parametrize("limit", LIMITS, ids=str)
-def test_each_limit_has_a_setting_or_is_a_constant(limit):
-    assert bool(limit.setting) != bool(limit.most)
 
 
 def test_reasons_are_those_of_the_metric():

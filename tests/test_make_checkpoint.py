@@ -1,11 +1,8 @@
-"""The model for vLLM: transformers and vLLM's LoRA loader take what is written, and it is written once."""
+"""The model for vLLM: transformers and vLLM's LoRA loader take what is written."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +10,6 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from scripts.make_checkpoint import RANK, checkpoint_path
-
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -56,19 +51,3 @@ def test_the_adapter_fits_the_model(cache, model):
         base, _, part = name.removeprefix("base_model.model.").rpartition(".lora_")
         out, width = weights[f"{base}.weight"].shape
         assert (rows, columns) == ((RANK, width) if part == "A.weight" else (out, RANK))
-
-
-def test_what_is_there_is_not_written_again(cache):
-    directory = checkpoint_path("lora")
-    before = (directory / "adapter_model.safetensors").stat().st_mtime_ns
-    assert checkpoint_path("lora") == directory
-    assert (directory / "adapter_model.safetensors").stat().st_mtime_ns == before
-
-
-def test_as_a_command(tmp_path):
-    command = [sys.executable, "-m", "scripts.make_checkpoint", "lora", str(tmp_path / "ada")]
-    subprocess.run(command, check=True, cwd=ROOT)
-    assert sorted(path.name for path in (tmp_path / "ada").iterdir()) == [
-        "adapter_config.json",
-        "adapter_model.safetensors",
-    ]

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import httpx
 import pytest
@@ -16,8 +13,6 @@ from transformers import AutoModelForCausalLM
 from scripts.make_gguf import convert, gguf_path, make_gguf
 from scripts.make_model import write_model
 from tests.llama import running_llama_server
-
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module", params=["tiny", "swa", "sinks", "linear", "conv"])
@@ -84,21 +79,6 @@ def test_files_are_the_same_each_time_and_others_by_seed(tmp_path):
 
     assert digest("a", 0) == digest("b", 0) != digest("a", 1)
     assert [path.name for path in sorted((tmp_path / "a").iterdir())] == ["tiny-0.gguf", "tiny-1.gguf"]
-
-
-def test_the_command(tmp_path):
-    command = [sys.executable, ROOT / "scripts" / "make_gguf.py", "tiny", tmp_path, "--seed", "3"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert Path(done.stdout.strip()) == tmp_path / "tiny-3.gguf"
-    assert (tmp_path / "tiny-3.gguf").stat().st_size > 9e6
-
-
-def test_the_cache_is_where_it_is_told_to_be(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    monkeypatch.delenv("KVPIN_CACHE", raising=False)
-    assert gguf_path("tiny").is_relative_to(tmp_path / "xdg" / "kvpin")
-    monkeypatch.setenv("KVPIN_CACHE", str(tmp_path / "own"))
-    assert gguf_path("tiny").is_relative_to(tmp_path / "own")
 
 
 def test_a_converted_checkpoint_answers_like_the_checkpoint(tmp_path):

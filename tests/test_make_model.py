@@ -27,17 +27,3 @@ def test_the_same_seed_writes_the_same_model(tmp_path):
     assert all(
         torch.equal(one, two) for one, two in zip(first.parameters(), second.parameters(), strict=True)
     )
-
-
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        (["--hidden", "50", "--heads", "4"], "hidden 50 over 4 heads"),
-        (["--hidden", "64", "--heads", "4", "--kv-heads", "3"], "4 heads cannot share 3 KV heads"),
-    ],
-)
-def test_odd_sizes_are_refused(sizes, message, tmp_path, capsys):
-    with pytest.raises(SystemExit) as refused:
-        main([*sizes, str(tmp_path)])
-    assert refused.value.code == 2
-    assert message in capsys.readouterr().err

@@ -17,7 +17,6 @@ from tests.fakes import add_ready
 from tests.proxy.observe.test_metrics import record
 from tests.queries import ALERTS, BOARD, DEPLOY, of_board, of_variables, plain
 
-DOCS = DEPLOY.parent / "docs"
 # Labels that Prometheus adds to all it scrapes.
 OF_TARGETS = {"instance", "job"}
 QUERIES = {

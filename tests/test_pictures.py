@@ -5,7 +5,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from scripts.make_pictures import DOCS, DRAWINGS, PICTURES, ROOT, colours, svg, table
+from scripts.make_pictures import DOCS, DRAWINGS, PICTURES, ROOT, svg
 
 PAGES = [ROOT / "README.md", *DOCS.rglob("*.md")]
 
@@ -39,15 +39,3 @@ def test_each_is_shown_with_words_for_those_who_do_not_see_it():
     shown = dict(re.findall(r"!\[([^\]]*)\]\((?:docs/)?pictures/([\w.-]+)\)", pages)).items()
     assert {name for _, name in shown} == set(DRAWINGS) == {path.name for path in PICTURES.iterdir()}
     assert all(len(words) > 40 for words, _ in shown)
-
-
-def test_colours_are_the_pages():
-    assert colours()["card"] == ("#ffffff", "#19212a")
-
-
-def test_a_table_is_found_by_what_stands_before_it(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("| a |\n|---|\n| 1 |\n\nafter\n\n| b | `c` |\n|---|--:|\n| **2** | 3,000 ms |\n\n| d |\n")
-    assert list(table(page, "after")) == [["b", "c"], ["2", "3,000 ms"]]
-    with pytest.raises(ValueError, match=r"page\.md has no table after 'nowhere'"):
-        list(table(page, "nowhere"))

@@ -60,9 +60,3 @@ def test_claude_code_tells_the_usage_of_a_turn_alone(tmp_path):
     assert [talk.say("http://a", "one"), talk.say("http://a", "two")] == [(0, 10), (90, 100)]
     with pytest.raises(SystemExit, match="Claude Code did not complete its turn"):
         talk.say("http://a", "fail")
-
-
-def test_files_differ():
-    from agents_on_slots import file_of
-
-    assert len({file_of(number, 2) for number in range(50)}) == 50

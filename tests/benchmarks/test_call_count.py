@@ -93,11 +93,3 @@ def test_pieces_of_a_stream_cost_what_further_ones_add(call_count):
     stream = {call_count.PIECE: (1.0, 9.0), "serve": (99.0, 100.0)}
     paced = {call_count.PIECE: (11.0, 99.0), "serve": (389.0, 400.0)}
     assert call_count.per_piece(paced, stream) == 30
-
-
-def test_the_table_has_the_functions_with_the_most_calls_now_or_before(call_count):
-    now, before = {"a": (1.0, 1.0), "b": (2.5, 3.0)}, {"a": (7.0, 7.0), "c": (0.5, 0.5)}
-    assert call_count.table(now, before, 2).splitlines()[2:] == [
-        "| `a` | 1.00 | 1.0 | 7.00 |",
-        "| `b` | 2.50 | 3.0 | 0.00 |",
-    ]

@@ -37,14 +37,3 @@ def test_samples_count_for_the_innermost_frame(profile):
         "json/decoder": 6,
         "generated code": 7,
     }
-
-
-def test_rows_are_ranked_and_add_up(profile):
-    column = profile.scaled({"a": 1, "b": 3}, 200.0)
-    assert column == {"a": 50, "b": 150}
-    lines = profile.markdown({"small": column, "long": {"a": 70.0}}).splitlines()
-    assert lines[2:] == ["| b | 150 | 0 |", "| a | 50 | 70 |", "| **all** | 200 | 70 |"]
-
-
-def test_no_samples_are_no_costs(profile):
-    assert profile.scaled({}, 100.0) == {}

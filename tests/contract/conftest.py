@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
 
-from engine_adapter import EngineAdapter, HttpTransport, make_adapter
+from engine_adapter import EngineAdapter, make_adapter
+from tests.engine_adapter.conftest import make as adapter_of  # noqa: F401 - a fixture
+from tests.engine_adapter.conftest import transport  # noqa: F401 - and another
 from tests.engines import engine_spec
 from tests.fake_engines.core import EngineCore
 from tests.fake_engines.lmdeploy import running_lmdeploy
@@ -173,24 +175,3 @@ async def adapter(
     adapter = make_adapter(spec)
     yield adapter
     await adapter.aclose()
-
-
-@pytest.fixture
-async def adapter_of() -> AsyncIterator[Callable[..., EngineAdapter]]:
-    """Makes adapters of a test's own: `adapter_of("embedded", url)`."""
-    made: list[EngineAdapter] = []
-
-    def make(kind: str, url: str, **fields: str) -> EngineAdapter:
-        made.append(make_adapter(engine_spec(kind, url, "under-test", **fields)))
-        return made[-1]
-
-    yield make
-    for adapter in made:
-        await adapter.aclose()
-
-
-@pytest.fixture
-async def transport() -> AsyncIterator[HttpTransport]:
-    transport = HttpTransport()
-    yield transport
-    await transport.aclose()

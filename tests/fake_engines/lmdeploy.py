@@ -39,7 +39,6 @@ class LMDeployOptions:
         caching: `--enable-prefix-caching`.
         metrics: False with `--disable-metrics`.
         adapters: names of its LoRA adapters.
-        tool_parser: `--tool-call-parser`.
         tells_cached: False as in older versions, whose usage does not tell reused tokens.
     """
 
@@ -50,7 +49,6 @@ class LMDeployOptions:
     caching: bool = True
     metrics: bool = True
     adapters: tuple[str, ...] = ()
-    tool_parser: bool = True
     tells_cached: bool = True
 
 
@@ -115,10 +113,6 @@ class FakeLMDeploy:
         body = await request.json()
         if (refused := self._refused(body, "messages")) is not None:
             return refused
-        if body.get("tools") and not self.options.tool_parser:
-            return refusal(
-                400, "Please launch the api_server with --tool-call-parser if you want to use tools."
-            )
         if body["messages"]:
             functions = [tool["function"] for tool in body.get("tools") or []]
             tools = [{name: f.get(name) for name in ("description", "name", "parameters")} for f in functions]

@@ -29,19 +29,15 @@ class Publisher:
         *,
         topic: str = "kv",
         replay: bool = True,
-        buffer_steps: int = 10_000,
-        topic_in_replay: bool = True,
         rank: int = 0,
         ports: tuple[int, int] = (0, 0),
     ) -> None:
-        """With `topic_in_replay` False, replies are `[b"", seq, payload]`, as before vLLM 0.26. `ports` are
-        those of events and replay, 0 for any free one."""
+        """`ports` are those of events and replay, 0 for any free one."""
         self.topic = topic
         self.dropping = 0
         self._rank = rank
-        self._topic_in_replay = topic_in_replay
         self._lock = threading.Lock()
-        self._buffer: deque[tuple[int, bytes]] = deque(maxlen=buffer_steps)
+        self._buffer: deque[tuple[int, bytes]] = deque(maxlen=10_000)
         self._next = 0
         self.endpoint = f"tcp://127.0.0.1:{ports[0]}"
         self.replay_endpoint = f"tcp://127.0.0.1:{ports[1]}" if replay else None
@@ -123,8 +119,7 @@ class Publisher:
         with self._lock:
             batches = [(number, payload) for number, payload in self._buffer if number >= start]
         messages = [self._frames(number.to_bytes(8, "big"), payload) for number, payload in batches]
-        messages.append(self._frames(END_OF_REPLAY, b""))
-        return messages if self._topic_in_replay else [frames[1:] for frames in messages]
+        return [*messages, self._frames(END_OF_REPLAY, b"")]
 
 
 @contextmanager

@@ -62,7 +62,7 @@ class TrtllmOptions:
         tells_block_size: `/server_info` has the block size.
         renders: `TRTLLM_ENABLE_RENDER_ENDPOINTS=1`.
         reset_path: route that resets the cache, None if there is none.
-        tells_salt, tells_lora: blocks in events have these fields.
+        tells_lora: blocks in events have this field.
         tells_partial: a prompt's last block is reported even if it is not full.
         pushes: `kv_events_config` of KVCacheManagerV2: events go out over ZMQ, and none can be polled.
         replays: it has a `replay_endpoint`.
@@ -84,7 +84,6 @@ class TrtllmOptions:
     tells_block_size: bool = True
     renders: bool = True
     reset_path: str | None = "/reset_prefix_cache"
-    tells_salt: bool = True
     tells_lora: bool = False
     tells_partial: bool = True
     pushes: bool = False
@@ -183,8 +182,7 @@ class EventBuffer:
                 for identity, offset in media
             ],
         }
-        if self._options.tells_salt:
-            block["cache_salt"] = namespace.salt
+        block["cache_salt"] = namespace.salt
         if self._options.tells_lora:
             block["lora_id"] = int(namespace.lora) if namespace.lora is not None else None
         return block

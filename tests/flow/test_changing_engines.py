@@ -6,14 +6,14 @@ import pytest
 
 from engine_adapter import EngineChanged
 from proxy.fleet.engine import EngineState
-from tests.fakes import ASK, CHAT, STREAM, FakeEngine, answer, client_of, proxy_over
+from tests.fakes import ASK, CHAT, STREAM, answer, asked
 from tests.kv_world import until
 
 
 @pytest.mark.parametrize("body", [ASK, STREAM])
 @pytest.mark.parametrize("reuse", [True, False])
 async def test_a_request_that_got_nothing_outlives_the_restart_of_its_only_engine(body, reuse):
-    async with FakeEngine("a") as server, proxy_over(server, wait_s=5.0) as proxy, client_of(proxy) as client:
+    async with asked(answer, wait_s=5.0) as (proxy, client, *_):
         engine = proxy.fleet.engines["a"]
         engine.doubt()
         asking = [asyncio.create_task(client.post(CHAT, json=body)) for _ in range(3)]
@@ -32,12 +32,7 @@ async def test_an_engine_that_changes_at_each_attempt_does_not_fail_what_another
     monkeypatch,
 ):
     """The engine that got nothing may be tried again; but not thrice, where another one is well."""
-    async with (
-        FakeEngine("a") as odd,
-        FakeEngine("b") as good,
-        proxy_over(odd, good) as proxy,
-        client_of(proxy) as client,
-    ):
+    async with asked(answer, answer) as (proxy, client, _odd, good):
         engines = proxy.fleet.engines
 
         async def confirm(connections):

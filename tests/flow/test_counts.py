@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from proxy.core.life import Rules
-from tests.fakes import ANSWER, ASK, CHAT, DONE, STREAM, FakeEngine, client_of, event, proxy_over
+from tests.fakes import ANSWER, ASK, CHAT, DONE, STREAM, asked, event
 
 FAULTS = (
     "refuses",
@@ -64,11 +64,10 @@ def faulty(chance: random.Random):
 @pytest.mark.parametrize("seed", range(3))
 async def test_every_attempt_is_counted_once(seed):
     chance = random.Random(seed)  # noqa: S311 - a test
-    async with (
-        FakeEngine("a", faulty(chance)) as one,
-        FakeEngine("b", faulty(chance)) as other,
-        proxy_over(one, other, rules=Rules(first_byte_s=0.2, idle_s=0.2)) as proxy,
-        client_of(proxy) as client,
+    async with asked(faulty(chance), faulty(chance), rules=Rules(first_byte_s=0.2, idle_s=0.2)) as (
+        proxy,
+        client,
+        *_,
     ):
 
         async def ask():

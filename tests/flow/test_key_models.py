@@ -17,6 +17,7 @@ from tests.fakes import (
     FakeAdapter,
     FakeEngine,
     answer,
+    asked,
     client_of,
     is_openai_error,
     proxy_over,
@@ -174,11 +175,7 @@ async def test_the_model_of_a_form(model, status):
 
 async def test_a_form_is_read_where_only_the_key_makes_a_difference():
     tenants = tenants_for("m")
-    async with (
-        FakeEngine("a", transcribe) as engine,
-        proxy_over(engine, tenants=tenants) as proxy,
-        client_of(proxy, headers=FEW | MULTIPART) as client,
-    ):
+    async with asked(transcribe, headers=FEW | MULTIPART, tenants=tenants) as (_proxy, client, *_):
         for model, status in ((b"m", 200), (b"secret", 404)):
             response = await client.post("/v1/audio/transcriptions", content=FORM % model)
             assert response.status_code == status
@@ -224,11 +221,7 @@ async def test_only_its_models_are_listed(key, names):
 class TestLimits:
     async def test_answers_tell_what_is_left(self):
         tenants = Tenants([ApiKey.of("all", "t")], {"t": TenantLimits(2, 600)})
-        async with (
-            FakeEngine("a") as engine,
-            proxy_over(engine, tenants=tenants) as proxy,
-            client_of(proxy, headers=ALL) as client,
-        ):
+        async with asked(answer, headers=ALL, tenants=tenants) as (_proxy, client, *_):
             answers = [await client.post(CHAT, json=ASK) for _ in range(3)]
             assert "x-ratelimit-limit-requests" not in (await client.get("/v1/models")).headers
         assert [response.status_code for response in answers] == [200, 200, 429]
@@ -245,10 +238,6 @@ class TestLimits:
             await exchange.send(ANSWER, headers=[("x-ratelimit-limit-requests", "9")])
 
         tenants = Tenants([ApiKey.of("all", "t")], limits)
-        async with (
-            FakeEngine("a", script) as engine,
-            proxy_over(engine, tenants=tenants) as proxy,
-            client_of(proxy, headers=ALL) as client,
-        ):
+        async with asked(script, headers=ALL, tenants=tenants) as (_proxy, client, *_):
             response = await client.post(CHAT, json=ASK)
         assert response.headers.get_list("x-ratelimit-limit-requests") == [told]

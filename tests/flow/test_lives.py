@@ -26,6 +26,7 @@ from tests.fakes import (
     STREAM,
     FakeAdapter,
     FakeEngine,
+    asked,
     client_of,
     event,
     is_openai_error,
@@ -284,11 +285,9 @@ class TestWhatATrialFound:
             await exchange.send(ANSWER)
 
         tenants = Tenants([ApiKey.of("k", "t")], {"t": TenantLimits(concurrent_requests=1)})
-        async with (
-            FakeEngine("a", slow) as engine,
-            proxy_over(engine, reuse=True, tenants=tenants, rules=Rules(total_s=0.6)) as proxy,
-            client_of(proxy, headers={"authorization": "Bearer k"}) as client,
-        ):
+        async with asked(
+            slow, headers={"authorization": "Bearer k"}, reuse=True, tenants=tenants, rules=Rules(total_s=0.6)
+        ) as (_proxy, client, *_):
             body = {"model": "m", "prompt": ["a", "b", "c", "d"]}
             response = await client.post("/v1/completions", json=body)
             assert is_openai_error(response, 504, "time_limit")
@@ -336,11 +335,7 @@ class TestWhatATrialFound:
             await exchange.chunk(body)
             await exchange.end()
 
-        async with (
-            FakeEngine("a", measured) as engine,
-            proxy_over(engine) as proxy,
-            client_of(proxy) as client,
-        ):
+        async with asked(measured) as (proxy, client, *_):
             fields = {"messages": STREAM["messages"]} if path != "/v1/responses" else {"input": "hi"}
             body = {"model": "m", "max_tokens": 20, "stream": True, **fields}
             answer = await client.post(path, json=body)
@@ -348,36 +343,11 @@ class TestWhatATrialFound:
             assert all(word in answer.text for word in ("The ", "France", "Paris."))
             assert proxy.last.cause is Cause.ANSWERED
 
-    @pytest.mark.parametrize(
-        "parts", [(b"data: [DO", b"NE]\n\n"), (b"data: [DONE]\n", b"\n"), (DONE, b": x\n\n")]
-    )
-    async def test_an_end_in_pieces_is_an_end(self, parts):
-        async def breaking(exchange):
-            await exchange.start()
-            for part in (*whole("The end.")[:-1], *parts):
-                await exchange.chunk(part)
-                await asyncio.sleep(0.02)
-            exchange.die()
-
-        async with (
-            FakeEngine("a", breaking) as engine,
-            proxy_over(engine) as proxy,
-            client_of(proxy) as client,
-        ):
-            answer = await client.post(CHAT, json={**STREAM, "temperature": 1})
-            assert "error" not in answer.text
-            assert proxy.fleet.engines["a"].last_error is None
-
     @pytest.mark.parametrize("content", [[{"type": "text", "text": "Hi"}], 7, {"a": 1}])
     async def test_a_stream_whose_text_is_no_text_is_passed_on(self, content):
         odd = event({"id": "1", "choices": [{"index": 0, "delta": {"content": content}}]})
 
-        async with (
-            FakeEngine("a", telling(*[odd] * 300, DONE)) as first,
-            FakeEngine("b", telling(*[odd] * 300, DONE)) as second,
-            proxy_over(first, second) as proxy,
-            client_of(proxy) as client,
-        ):
+        async with asked(telling(*[odd] * 300, DONE), telling(*[odd] * 300, DONE)) as (proxy, client, *_):
             answer = await client.post(CHAT, json=STREAM)
             assert answer.text.count('"index"') == 300
             assert proxy.last.cause is Cause.ANSWERED
@@ -386,12 +356,9 @@ class TestWhatATrialFound:
         def of(index, text):
             return event({"id": "1", "choices": [{"index": index, "delta": {"content": text}}]})
 
-        async with (
-            FakeEngine("a", dying(of(0, "The"))) as first,
-            FakeEngine("b", telling(of(1, "The capital"), of(0, "The"), of(0, " end"), DONE)) as second,
-            proxy_over(first, second) as proxy,
-            client_of(proxy) as client,
-        ):
+        async with asked(
+            dying(of(0, "The")), telling(of(1, "The capital"), of(0, "The"), of(0, " end"), DONE)
+        ) as (_proxy, client, first, _second):
             async with asyncio.timeout(10):
                 while not first.seen:
                     raw, _ = await stream(client, CHAT, STREAM)
@@ -400,11 +367,7 @@ class TestWhatATrialFound:
 
     @pytest.mark.parametrize("end", [b"", chunk("", "length")])
     async def test_a_stream_that_just_ends_is_not_whole_however_it_samples(self, end):
-        async with (
-            FakeEngine("a", telling(*words("The capital"), end)) as engine,
-            proxy_over(engine) as proxy,
-            client_of(proxy) as client,
-        ):
+        async with asked(telling(*words("The capital"), end)) as (proxy, client, *_):
             raw, is_clean = await stream(client, CHAT, {**STREAM, "temperature": 1})
             assert text_of(raw) == "The capital "
             if end:  # some engines send no [DONE]
@@ -467,11 +430,7 @@ class TestWhatATrialFound:
             assert raw == b"".join(sent)
 
     async def test_half_an_event_is_not_sent_before_the_error(self):
-        async with (
-            FakeEngine("a", dying(*words("The capital"), chunk("of")[:-9])) as engine,
-            proxy_over(engine) as proxy,
-            client_of(proxy) as client,
-        ):
+        async with asked(dying(*words("The capital"), chunk("of")[:-9])) as (_proxy, client, *_):
             raw, _ = await stream(client, CHAT, {**STREAM, "temperature": 1})
             events = [json.loads(each[6:]) for each in raw.split(b"\n\n") if each]
             assert [*events[-1]] == ["error"]
@@ -487,12 +446,7 @@ class TestWhatATrialFound:
             await exchange.chunk(packed)
             await exchange.end()
 
-        async with (
-            FakeEngine("a", compressed) as first,
-            FakeEngine("b", compressed) as second,
-            proxy_over(first, second) as proxy,
-            client_of(proxy) as client,
-        ):
+        async with asked(compressed, compressed) as (proxy, client, first, second):
             raw, is_clean = await stream(client, CHAT, {**STREAM, "temperature": temperature})
             assert (raw, is_clean, proxy.last.cause) == (packed, True, Cause.ANSWERED)
             assert len(first.seen + second.seen) == 1
@@ -524,11 +478,7 @@ class TestWhatATrialFound:
             await asyncio.sleep(0.4)
             await exchange.send(ANSWER)
 
-        async with (
-            FakeEngine("a", late) as engine,
-            proxy_over(engine, rules=Rules(total_s=0.6)) as proxy,
-            client_of(proxy) as client,
-        ):
+        async with asked(late, rules=Rules(total_s=0.6)) as (proxy, client, *_):
             kind = {"content-type": "application/json"}
             answer = await client.post(CHAT, content=slowly(), headers=kind)
             assert is_openai_error(answer, 504, "time_limit")

@@ -22,6 +22,7 @@ from tests.fakes import (
     STREAM,
     FakeAdapter,
     FakeEngine,
+    asked,
     client_of,
     event,
     proxy_over,
@@ -205,12 +206,7 @@ async def test_where_all_answers_are_empty_none_is_odd():
 async def test_what_both_engines_refuse_is_nobodys_failure(name):
     """The client gets the first one's word, and each is asked once."""
     script, body, _ = ODD[name]
-    async with (
-        FakeEngine("a", partial(scripted, script)) as a,
-        FakeEngine("b", partial(scripted, script)) as b,
-        proxy_over(a, b) as proxy,
-        client_of(proxy) as client,
-    ):
+    async with asked(partial(scripted, script), partial(scripted, script)) as (proxy, client, *_):
         for _ in range(4):
             response = await client.post(CHAT, json=body)
             assert response.status_code == (503 if name == "an error in a 200" else int(name))
@@ -222,11 +218,7 @@ async def test_what_both_engines_refuse_is_nobodys_failure(name):
 @pytest.mark.parametrize("name", ["401", "403", "404", "405", "501"])
 async def test_one_engine_alone_is_believed(name):
     script, body, _ = ODD[name]
-    async with (
-        FakeEngine("a", partial(scripted, script)) as a,
-        proxy_over(a) as proxy,
-        client_of(proxy) as client,
-    ):
+    async with asked(partial(scripted, script)) as (proxy, client, *_):
         response = await client.post(CHAT, json=body)
         assert (response.status_code, response.headers["x-kvpin-engine"]) == (int(name), "a")
         (record,) = proxy.requests
@@ -246,23 +238,18 @@ TOLD = [
 
 
 @pytest.mark.parametrize("body", [ASK, STREAM], ids=["whole", "stream"])
-@pytest.mark.parametrize(("told", "status", "asked"), TOLD)
-async def test_a_failure_in_a_200_has_the_status_that_it_names(told, status, asked, body):
+@pytest.mark.parametrize(("told", "status", "engines"), TOLD)
+async def test_a_failure_in_a_200_has_the_status_that_it_names(told, status, engines, body):
     if body is ASK:
         script = partial(answers, content={"error": told})
     else:
         script = partial(streams_all, events=(event({"error": told}), DONE))
-    async with (
-        FakeEngine("a", partial(scripted, script)) as a,
-        FakeEngine("b", partial(scripted, script)) as b,
-        proxy_over(a, b) as proxy,
-        client_of(proxy) as client,
-    ):
+    async with asked(partial(scripted, script), partial(scripted, script)) as (proxy, client, *_):
         response = await client.post(CHAT, json=body)
         assert (response.status_code, response.json()["error"]["message"]) == (status, told["message"])
         (record,) = proxy.requests
-        assert (len(record.attempts), record.status) == (asked, status)
-        assert record.cause == ("engine_refused" if asked == 2 else "engine_rejected")
+        assert (len(record.attempts), record.status) == (engines, status)
+        assert record.cause == ("engine_refused" if engines == 2 else "engine_rejected")
         assert record.first_byte_s is None  # its time teaches no rate
 
 

@@ -11,7 +11,7 @@ from proxy.core.admission import MAX_LOOKS, Pace
 from proxy.core.quotas import TenantLimits
 from proxy.request.tenants import ApiKey, Tenants
 from proxy.settings import LimitSettings
-from tests.fakes import ASK, CHAT, FakeEngine, answer, client_of, is_openai_error, proxy_over
+from tests.fakes import ASK, CHAT, FakeEngine, answer, asked, client_of, is_openai_error, proxy_over
 
 # A turn of its tenant each.
 LONG = {"model": "m", "messages": [{"role": "user", "content": "x" * 8000}], "max_tokens": 1024}
@@ -61,7 +61,7 @@ class Busy:
 @asynccontextmanager
 async def busy(**queue):
     options = {"tenants": Tenants(KEYS), "queue": LimitSettings(**queue)}
-    async with FakeEngine("a") as engine, proxy_over(engine, **options) as proxy, client_of(proxy) as client:
+    async with asked(answer, **options) as (proxy, client, engine):
         world = Busy(proxy, client, engine)
         await world.fill()
         yield world
@@ -203,11 +203,7 @@ async def test_the_line_goes_on_when_the_engine_is_lost():
     ],
 )
 async def test_a_tenant_over_its_limit_is_told_when_to_come_back(limits, name):
-    async with (
-        FakeEngine("a") as engine,
-        proxy_over(engine, tenants=Tenants(KEYS, {"greedy": limits})) as proxy,
-        client_of(proxy) as client,
-    ):
+    async with asked(answer, tenants=Tenants(KEYS, {"greedy": limits})) as (proxy, client, engine):
         greedy = {"authorization": "Bearer greedy"}
         assert (await client.post(CHAT, json=ASK, headers=greedy)).status_code == 200
         refused = await client.post(CHAT, json=ASK, headers=greedy)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import httpx
 import pytest
 
+from tests.live.answers import cached, text_of
+
 pytestmark = pytest.mark.live
 
 
@@ -23,14 +25,6 @@ def ask(kvpin, text, **fields):
     answer = httpx.post(f"{kvpin.base_url}/chat/completions", json=body, timeout=60)
     answer.raise_for_status()
     return answer
-
-
-def cached(answer):
-    return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
-
-
-def text_of(answer):
-    return answer.json()["choices"][0]["message"]["content"]
 
 
 def target(text):

@@ -56,10 +56,6 @@ class PhasesWorld(FakeWorld):
         reader, fake = self.engine(name).adapter._poller.reader, self.fakes[name].fake
         return reader._last == fake.events._next - 1
 
-    def is_idle(self) -> bool:
-        engines = self.proxy.fleet.pools["tiny"].engines.values()
-        return all(not engine.leases and not engine.ledger.in_flight for engine in engines)
-
     async def ask(self, path: str, body: dict, tenant: str | None = None) -> tuple[list[str], RequestRecord]:
         """The texts of an answer, and kvpin's record of it, once all events are read."""
         headers = {"authorization": f"Bearer {KEYS[tenant]}"} if tenant else {}

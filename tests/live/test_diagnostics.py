@@ -305,14 +305,12 @@ async def test_another_image():
             {"type": "image_url", "image_url": {"url": address}},
             {"type": "text", "text": "What is it?"},
         ]
-        return {
-            "messages": [{"role": "system", "content": rules("images")}, {"role": "user", "content": parts}]
-        }
+        return [{"role": "system", "content": rules("images")}, {"role": "user", "content": parts}]
 
     with running_vllm(num_gpu_blocks=1000) as running:
-        async with over_vllm(running) as world, httpx.AsyncClient(trust_env=False) as client:
+        async with over_vllm(running) as world:
             found = [
-                await miss_of(client, world.url, await world.post(asked(content)))
+                await miss_of(world.client, world.url, await world.chat(asked(content)))
                 for content in (b"cat", b"dog", b"dog")
             ]
     assert found == [("first_seen", None), ("media_changed", "messages[1].content[0]"), ("hit", None)]

@@ -12,6 +12,7 @@ from safetensors.torch import save
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from tests.live.answers import cached
 from tests.live.conftest import running_kvpin
 
 pytestmark = pytest.mark.live
@@ -32,13 +33,6 @@ def register(kvpin, data, **params):
 def complete(kvpin, ids, model="kvpin-tiny", **fields):
     body = {"model": model, "prompt": ids, "max_tokens": 4, "temperature": 0, **fields}
     return httpx.post(f"{kvpin.base_url}/completions", json=body, timeout=60)
-
-
-def cached(answer):
-    answer.raise_for_status()
-    tokens = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
-    assert int(answer.headers["x-kvpin-predicted-tokens"]) == tokens
-    return tokens
 
 
 @pytest.fixture(scope="module")

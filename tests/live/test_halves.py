@@ -106,10 +106,6 @@ class HalvesWorld(FakeWorld):
         for name in self.fakes:
             await until(lambda name=name: self.is_read(name))
 
-    def is_idle(self) -> bool:
-        engines = self.proxy.fleet.pools["tiny"].engines.values()
-        return all(not engine.leases and not engine.ledger.in_flight for engine in engines)
-
 
 @asynccontextmanager
 async def world_of(

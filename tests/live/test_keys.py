@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from proxy.cli.main import app
 from tests.fakes import FakeEngine
+from tests.live.answers import becomes
 from tests.live.conftest import running_kvpin
 from tests.valkey import Valkey
 
@@ -41,12 +42,6 @@ def statuses(kvpin, key=None, times=20):
     return Counter(answer.status_code for answer in sent)
 
 
-async def until(is_true):
-    async with asyncio.timeout(60):
-        while not await asyncio.to_thread(is_true):  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-
-
 @pytest.fixture
 async def start(tmp_path):
     """Starts kvpins before one engine: `await start("--workers", "2")`. All end with the test."""
@@ -60,7 +55,7 @@ async def start(tmp_path):
             running = running_kvpin(log, *named, *flags, tokenised=False, **options)
             kvpin = await asyncio.to_thread(running.__enter__)
             workers = int(flags[flags.index("--workers") + 1]) if "--workers" in flags else 1
-            await until(lambda: kvpin.log.read_text().count('"Started server process') == workers)
+            await becomes(lambda: kvpin.log.read_text().count('"Started server process') == workers)
             stack.push_async_exit(lambda *error: asyncio.to_thread(running.__exit__, *error))
             return kvpin
 
@@ -99,7 +94,7 @@ async def test_all_workers_know_a_key_at_once_and_so_does_a_worker_that_starts_l
     other = json.loads((await in_thread(kvpin_keys, kvpin, "add", "--json")).stdout)
     os.kill(workers(kvpin)[0], signal.SIGKILL)
     await in_thread(kvpin_keys, kvpin, "remove", other["id"])
-    await until(lambda: len(workers(kvpin)) == 3)
+    await becomes(lambda: len(workers(kvpin)) == 3)
     await asyncio.sleep(3)
     assert await in_thread(statuses, kvpin, other["key"]) == {401: 20}
     assert await in_thread(statuses, kvpin, key) == {200: 20}
@@ -131,7 +126,7 @@ async def test_a_removed_key_opens_no_worker_while_its_removal_cannot_be_saved(s
     assert "its removal is not saved" in removed.stderr
     assert await in_thread(statuses, kvpin, added["key"]) == {401: 20}
     file.write_bytes(book)  # the operator puts a backup in its place
-    await until(lambda: file.read_bytes() != book)
+    await becomes(lambda: file.read_bytes() != book)
     assert await in_thread(statuses, kvpin, added["key"]) == {401: 20}
 
 
@@ -146,12 +141,14 @@ async def test_kvpins_of_a_group_over_redis_know_each_others_keys(start, tmp_pat
         one, two = await start(*flags(1)), await start(*flags(2))
         add = partial(in_thread, kvpin_keys, one, "add", "--admin-key", "admin", "--json")
         first, second = [json.loads((await add()).stdout) for _ in range(2)]
-        await until(lambda: statuses(two, first["key"], 1) == {200: 1} and statuses(two, None, 1) == {401: 1})
+        await becomes(
+            lambda: statuses(two, first["key"], 1) == {200: 1} and statuses(two, None, 1) == {401: 1}
+        )
         three = await start(*flags(3))
-        await until(lambda: statuses(three, second["key"], 1) == {200: 1})
+        await becomes(lambda: statuses(three, second["key"], 1) == {200: 1})
         await in_thread(kvpin_keys, three, "remove", first["id"], "--admin-key", "admin")
         for each in (one, two, three):
-            await until(lambda each=each: statuses(each, first["key"], 1) == {401: 1})
+            await becomes(lambda each=each: statuses(each, first["key"], 1) == {401: 1})
             assert await in_thread(statuses, each, second["key"], 1) == {200: 1}
         one.process.send_signal(signal.SIGTERM)
         await in_thread(one.process.wait, 60)

@@ -9,12 +9,12 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import httpx
 import pytest
 
+from tests.live.answers import until
 from tests.live.conftest import Kvpin, running_kvpin
 
 pytestmark = pytest.mark.live
@@ -45,13 +45,6 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
     except FileNotFoundError:
         return False
-
-
-def wait_for(condition, seconds=30.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 async def read_stream(client, number, tokens, begun):
@@ -115,13 +108,13 @@ def test_engines_end_with_a_kvpin_that_is_killed(tmp_path):
         process = subprocess.Popen([*command, "--managed", ENGINE], stderr=output, stdout=output)
     kvpin = Kvpin("", process, log)
     try:
-        wait_for(lambda: "listening on" in log.read_text())
+        until(lambda: "listening on" in log.read_text())
         (pid,) = engine_pids(kvpin).values()
         assert is_running(pid)
     finally:
         process.kill()
         process.wait()
-    wait_for(lambda: not is_running(pid), seconds=10)
+    until(lambda: not is_running(pid))
 
 
 def test_told_to_stop_while_engines_start(tmp_path):
@@ -130,7 +123,7 @@ def test_told_to_stop_while_engines_start(tmp_path):
     with log.open("wb") as output:
         process = subprocess.Popen([*command, "--managed", ENGINE], stderr=output, stdout=output)
     kvpin = Kvpin("", process, log)
-    wait_for(lambda: "managed engine started" in log.read_text())
+    until(lambda: "managed engine started" in log.read_text())
     (pid,) = engine_pids(kvpin).values()
     process.terminate()
     assert process.wait(30) == 0
@@ -160,7 +153,7 @@ def test_an_engine_that_never_starts_does_not_keep_the_others_from_serving(tmp_p
             )
             assert answer.status_code == 200
             assert answer.headers["x-kvpin-engine"] == "embedded-1"
-        wait_for(lambda: "managed engine given up" in kvpin.log.read_text())
+        until(lambda: "managed engine given up" in kvpin.log.read_text())
         log = kvpin.log.read_text()
         assert "/nowhere/at/all" in log
         assert re.search(r'"engine": "embedded-0", "error": .*"exit_code": 2, "starts": 1', log)
@@ -193,9 +186,9 @@ async def test_a_frozen_engine_is_left_alone_until_it_thaws(tmp_path):
                 }
             finally:
                 os.kill(pid, signal.SIGCONT)
-            wait_for(lambda: kvpin.engines().get(home, {}).get("state") == "ready")
+            until(lambda: kvpin.engines().get(home, {}).get("state") == "ready")
             assert engine_pids(kvpin)[home] == pid
-            wait_for(lambda: kvpin.engines()[home]["trust"] == "precise")
+            until(lambda: kvpin.engines()[home]["trust"] == "precise")
             await asyncio.sleep(0.5)
             engine = kvpin.engines()[home]
             assert engine["blocks"]["gpu"] == engine["kv"]["gpu"]["cached"] > 10

@@ -8,6 +8,7 @@ import pytest
 
 from tests.fakes import FakeEngine, answer
 from tests.kv_world import tokens
+from tests.live.answers import becomes
 from tests.live.conftest import running_kvpin
 
 pytestmark = pytest.mark.live
@@ -25,12 +26,6 @@ class Slow(FakeEngine):
         if exchange.body:
             await self.gate.wait()
         await answer(exchange)
-
-
-async def until(is_true):
-    async with asyncio.timeout(60):
-        while not await asyncio.to_thread(is_true):  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
 
 
 @pytest.fixture
@@ -60,7 +55,7 @@ async def test_they_act_as_one_and_a_killed_ones_requests_vanish(start, tmp_path
         body = {"model": "m", "prompt": tokens(400), "max_tokens": 1}
         served = await client.post(f"{one.base_url}/completions", json=body)
         home = served.headers["x-kvpin-engine"]
-        await until(lambda: two.engines()[home]["blocks"]["gpu"] == 25)
+        await becomes(lambda: two.engines()[home]["blocks"]["gpu"] == 25)
         again = await client.post(f"{two.base_url}/completions", json=body)
         assert again.headers["x-kvpin-engine"] == home
         assert again.headers["x-kvpin-predicted-tokens"] == "384"
@@ -68,12 +63,12 @@ async def test_they_act_as_one_and_a_killed_ones_requests_vanish(start, tmp_path
         for engine in engines:
             engine.gate.clear()
         running = asyncio.ensure_future(client.post(f"{one.base_url}/completions", json=body))
-        await until(lambda: in_flight(two) == 1)
+        await becomes(lambda: in_flight(two) == 1)
         one.process.kill()
         with pytest.raises(httpx.TransportError):
             await running
-        await until(lambda: in_flight(two) == 0)
-        await until(lambda: peers(two) == [])
+        await becomes(lambda: in_flight(two) == 0)
+        await becomes(lambda: peers(two) == [])
         assert "another kvpin is lost" in two.log.read_text()
         for engine in engines:
             engine.gate.set()

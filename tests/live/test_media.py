@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 import random
 from contextlib import asynccontextmanager
 
-import httpx
 import pytest
 
-from engine_adapter import HttpTransport
 from proxy.core.audit import Trust
 from proxy.fleet import pool
-from proxy.server.app import Proxy, build_app
-from proxy.settings import ApiKeySettings, EngineSettings, HealthSettings, Settings
+from proxy.settings import EngineSettings
 from tests.fake_engines.vllm import running_vllm
-from tests.fakes import is_tokenised, serving
+from tests.live.fake_world import KEYS, VllmWorld, proxy_over
 
-KEYS = {"red": "key-of-red", "blue": "key-of-blue"}
 SYSTEM = {"role": "system", "content": "You look at pictures and tell what is in them. " * 6}
-DEADLINE_S = 30.0
 PAGE = 16
 
 
@@ -31,60 +25,27 @@ def nothing_lingers(monkeypatch):
     monkeypatch.setattr(pool, "PENDING_LINGER_S", 0.0)
 
 
-class World:
-    """kvpin and the server behind it."""
-
-    def __init__(self, url, proxy, vllm, client):
-        self.url, self.proxy, self.vllm, self._client = url, proxy, vllm, client
-
-    async def post(self, body, tenant=None, path="chat/completions"):
-        """A request, once kvpin knows all that the server has told."""
-        await self.settle()
-        headers = {"authorization": f"Bearer {KEYS[tenant]}"} if tenant else {}
-        body = {"model": "tiny", "max_tokens": 3, **body}
-        return await self._client.post(f"{self.url}/v1/{path}", json=body, headers=headers)
+class World(VllmWorld):
+    """kvpin, and the server behind it."""
 
     async def ask(self, *parts, before=(SYSTEM,), **fields):
         """The tokens that were predicted and reported to be reused by a chat."""
         messages = [*before, {"role": "user", "content": list(parts)}]
-        response = await self.post({"messages": messages, **fields})
+        response = await self.chat(messages, **fields)
         assert response.status_code == 200, response.text
         details = response.json()["usage"]["prompt_tokens_details"]
         return int(response.headers["x-kvpin-predicted-tokens"]), details["cached_tokens"]
 
-    async def settle(self):
-        async with asyncio.timeout(DEADLINE_S):
-            while not await self._is_settled():  # noqa: ASYNC110 - state of other threads
-                await asyncio.sleep(0.002)
-
-    async def _is_settled(self):
-        engine = self.proxy.fleet.engines["v"]
-        if engine.state != "ready" or engine.audit.trust is not Trust.PRECISE or not is_tokenised(self.proxy):
-            return False
-        seen = (await engine.adapter.stats())["events"]["batches"]
-        return engine.ledger.in_flight == 0 and seen == self.vllm.publisher.published
-
-    @property
-    def last(self):
-        return list(self.proxy.flow.requests)[-1]
+    async def chat(self, messages, tenant=None, **fields):
+        body = {"model": "tiny", "max_tokens": 3, "messages": messages, **fields}
+        return await self.post("chat/completions", body, tenant)
 
 
 @asynccontextmanager
 async def kvpin_over(vllm, *tenants, **settings):
-    settings = Settings(
-        reuse=True,
-        engines=(EngineSettings(id="v", kind="vllm", url=vllm.url),),
-        api_keys=tuple(ApiKeySettings(key=KEYS[tenant], tenant=tenant) for tenant in tenants),
-        health=HealthSettings(interval_s=0.05),
-        **settings,
-    )
-    proxy = Proxy(settings, HttpTransport())
-    proxy.start()
-    try:
-        async with serving(build_app(proxy)) as url, httpx.AsyncClient(trust_env=False, timeout=30) as client:
-            yield World(url, proxy, vllm, client)
-    finally:
-        await proxy.stop()
+    engines = [EngineSettings(id="e", kind="vllm", url=vllm.url)]
+    async with proxy_over(engines, tenants, interval_s=0.05, **settings) as made:
+        yield World(*made, {"e": vllm})
 
 
 @pytest.fixture
@@ -148,25 +109,25 @@ async def test_what_images_share(world):
     assert again[0] > moved[0] >= 4 * PAGE
 
 
-async def test_the_server_renders_what_holds_images_and_nothing_else(world):
+async def test_the_server_renders_what_holds_images_and_nothing_else(world, vllm):
     await world.ask(text("hello"))
-    rendered = len(world.vllm.fake.rendered)  # when it was connected to
+    rendered = len(vllm.fake.rendered)  # when it was connected to
     await world.ask(text("hello"), text("again"))
-    assert len(world.vllm.fake.rendered) == rendered
+    assert len(vllm.fake.rendered) == rendered
     await world.ask(image(CAT))
-    assert len(world.vllm.fake.rendered) == rendered + 1
+    assert len(vllm.fake.rendered) == rendered + 1
     await world.ask(image(CAT), ELSEWHERE)
-    assert len(world.vllm.fake.rendered) == rendered + 1
-    sent = [body for _, body in world.vllm.fake.seen[-2:]]
+    assert len(vllm.fake.rendered) == rendered + 1
+    sent = [body for _, body in vllm.fake.seen[-2:]]
     assert "mm_payload" not in json.dumps(sent)
 
 
 async def test_responses_hold_images_too(world):
     address = image(CAT)["image_url"]["url"]
     parts = [{"type": "input_text", "text": "What? " * 20}, {"type": "input_image", "image_url": address}]
-    body = {"input": [{"role": "user", "content": parts}]}
+    body = {"model": "tiny", "max_tokens": 3, "input": [{"role": "user", "content": parts}]}
     predicted = [
-        int((await world.post(body, path="responses")).headers["x-kvpin-predicted-tokens"]) for _ in range(2)
+        int((await world.post("responses", body)).headers["x-kvpin-predicted-tokens"]) for _ in range(2)
     ]
     assert predicted[0] == 0 < predicted[1]
     assert world.last.prompt.media
@@ -177,9 +138,9 @@ async def test_before_an_image_that_may_change_text_is_followed(world):
     predicted, reported = await world.ask(ELSEWHERE)
     assert 4 * PAGE <= predicted < reported
     assert not world.last.prompt.whole
-    checked = world.proxy.fleet.engines["v"].audit.view().checked
+    checked = world.engine().audit.view().checked
     await world.ask(ELSEWHERE)
-    assert world.proxy.fleet.engines["v"].audit.view().checked == checked
+    assert world.engine().audit.view().checked == checked
 
 
 async def test_so_it_is_on_a_server_that_does_not_render():
@@ -189,7 +150,7 @@ async def test_so_it_is_on_a_server_that_does_not_render():
             for content in (CAT, DOG):
                 predicted, reported = await world.ask(image(content))
                 assert 4 * PAGE <= predicted <= reported
-            assert world.proxy.fleet.engines["v"].audit.trust is Trust.PRECISE
+            assert world.engine().audit.trust is Trust.PRECISE
 
 
 async def test_a_uuid_means_one_image(world, vllm):
@@ -197,7 +158,7 @@ async def test_a_uuid_means_one_image(world, vllm):
     predicted, reported = await world.ask(image(CAT, uuid="u"))
     assert predicted == reported > 4 * PAGE
     assert (predicted, reported) == await world.ask(named("u"))
-    response = await world.post({"messages": [{"role": "user", "content": [image(DOG, uuid="u")]}]})
+    response = await world.chat([{"role": "user", "content": [image(DOG, uuid="u")]}])
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "messages[0].content[0].uuid"
     async with kvpin_over(vllm, trust_media_uuids=True) as trusting:
@@ -207,12 +168,13 @@ async def test_a_uuid_means_one_image(world, vllm):
 
 
 async def test_a_tenants_uuid_means_nothing_to_others(vllm):
+    def said(*parts):
+        return [{"role": "user", "content": [*parts]}]
+
     async with kvpin_over(vllm, *KEYS) as world:
-        for tenant, content in (("red", CAT), ("blue", DOG)):
-            messages = [{"role": "user", "content": [image(content, uuid="u")]}]
-            assert (await world.post({"messages": messages}, tenant)).status_code == 200
+        for tenant, content in (("one", CAT), ("two", DOG)):
+            assert (await world.chat(said(image(content, uuid="u")), tenant)).status_code == 200
         assert sorted(vllm.fake.images.held.values()) == [CAT, DOG]
-        unknown = {"messages": [{"role": "user", "content": [named("red's")]}]}
-        await world.post({"messages": [{"role": "user", "content": [image(CAT, uuid="red's")]}]}, "red")
-        assert (await world.post(unknown, "red")).status_code == 200
-        assert (await world.post(unknown, "blue")).status_code == 400
+        await world.chat(said(image(CAT, uuid="of one")), "one")
+        assert (await world.chat(said(named("of one")), "one")).status_code == 200
+        assert (await world.chat(said(named("of one")), "two")).status_code == 400

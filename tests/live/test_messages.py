@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -203,24 +202,6 @@ def test_a_prompt_is_prewarmed(world, stream):
     assert (message["content"], message["usage"]["output_tokens"]) == ([], 0)
     again, _ = checked(world.ask(text))
     assert tokens - 17 < again["usage"]["cache_read_input_tokens"]
-
-
-def test_others_are_served_meanwhile(world):
-    """A llama-server ran these requests alone on all its slots."""
-    answers = []
-
-    def ask(text, tokens):
-        body = {"model": world.model, "max_tokens": tokens, "temperature": 0, "messages": [user(text)]}
-        answer = httpx.post(f"{world.base_url}/messages", json=body, timeout=WAIT_S, trust_env=False)
-        answers.append(answer.raise_for_status().json()["usage"]["output_tokens"])
-
-    long = threading.Thread(target=ask, args=("Tell me all. " + STORY, 300))
-    long.start()
-    ask("Briefly.", 1)
-    assert long.is_alive()
-    long.join()
-    assert answers[0] == 1 < answers[1] <= 300
-    world.settle()
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,12 @@ import pytest
 from msgspec.structs import replace
 
 from engine_adapter import Role
-from proxy.core.audit import Trust
 from proxy.core.placement.pairs import TransferResult
 from proxy.core.reasons import Reason, reason_of, why
 from proxy.settings import EngineSettings
 from tests.fake_engines.nixl import Found
-from tests.fake_engines.vllm import RefusedError, RunningVllm, running_vllm
-from tests.live.fake_world import FakeWorld, proxy_over, until
+from tests.fake_engines.vllm import RefusedError, running_vllm
+from tests.live.fake_world import VllmWorld, proxy_over, until
 
 # About 800 tokens.
 TEXT = " ".join(f"Entry {n}: all was well on this day." for n in range(75))
@@ -50,17 +49,8 @@ def cached_of(answer: str) -> int | None:
 
 
 @dataclass(frozen=True)
-class PairWorld(FakeWorld):
-    """kvpin, and the fakes behind it by their names: `p` computes prompts, `d` and `e` answer; `a` and `b`
-    have no role."""
-
-    fakes: dict[str, RunningVllm]
-
-    def is_read(self, name: str) -> bool:
-        engine = self.engine(name)
-        position = engine.adapter.event_position()
-        taken = -1 if position is None else position.sequence
-        return engine.audit.trust is Trust.PRECISE and taken == self.fakes[name].publisher.published - 1
+class PairWorld(VllmWorld):
+    """kvpin, and the fakes behind it: `p` computes prompts, `d` and `e` answer; `a` and `b` have no role."""
 
     async def stream(self, text=TEXT, path="completions", **fields) -> str:
         """The whole answer of a stream, which ended well."""
@@ -73,12 +63,8 @@ class PairWorld(FakeWorld):
 
     def is_idle(self) -> bool:
         """Whether nothing is in flight or pending, here and in the ledgers."""
-        pool = self.proxy.fleet.pools["tiny"]
-        engines = pool.engines.values()
-        return all(
-            not engine.leases and not engine.ledger.in_flight and not pool.index.pending(engine.id)
-            for engine in engines
-        )
+        index = self.proxy.fleet.pools["tiny"].index
+        return super().is_idle() and not any(index.pending(name) for name in self.fakes)
 
     async def alone(self, text=TEXT) -> str:
         """The text of a single engine's answer."""
@@ -347,12 +333,6 @@ class TestFetchedBefore:
                 await world.operate("flush", engine="d")
             assert world.engine("p").audit.view().exact == 2
             assert world.engine("d").audit.view().unchecked == {}
-
-    async def test_the_text_is_that_of_a_single_engine(self):
-        async with world_of("p", "d") as world:
-            whole = asked(stream=False)
-            answer = await world.client.post(f"{world.url}/v1/completions", json=whole)
-            assert answer.json()["choices"][0]["text"] == await world.alone()
 
     async def test_a_response_and_a_message(self):
         async with world_of("p", "d") as world:

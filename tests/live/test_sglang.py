@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 
 import pytest
 
@@ -11,15 +10,12 @@ from proxy.core.audit import Trust
 from proxy.fleet import pool
 from proxy.fleet.engine import TOKENS_PER_BLOCK
 from tests.fake_engines.sglang import running_sglang
-from tests.fake_engines.text import encode, words
+from tests.fake_engines.text import encode
 from tests.fakes import is_openai_error
-from tests.live.fake_world import KEYS, until
-from tests.live.sglang_world import SglangWorld, kvpin_over
+from tests.live.fake_world import KEYS, Talks, predicted, until
+from tests.live.sglang_world import kvpin_over
 
-TEXTS = [
-    "The cache of a serving engine holds the keys and values of every token it has seen. " * 2,
-    "You are a helpful assistant who answers questions about the weather in Paris, in one sentence. " * 2,
-]
+TEXTS = [text * 2 for text in Talks.TEXTS]
 
 
 @pytest.fixture(autouse=True)
@@ -28,61 +24,13 @@ def nothing_lingers(monkeypatch):
     monkeypatch.setattr(pool, "PENDING_LINGER_S", 0.0)
 
 
-def predicted(answer) -> int:
-    return int(answer.headers["x-kvpin-predicted-tokens"])
-
-
-class Talks:
-    """Random requests: talks that go on, texts, token ids; whole and streamed; by two tenants; with LoRA."""
-
-    def __init__(self, world: SglangWorld, seed: int):
-        self.world, self.random = world, random.Random(seed)  # noqa: S311
-        self.talks: list[tuple[str, str, list[dict]]] = []
-
-    async def some(self, count: int) -> list[tuple[int, int, bool]]:
-        """What was predicted and reported of each, and whether the prediction was firm."""
-        return [await self._one() for _ in range(count)]
-
-    async def _one(self) -> tuple[int, int, bool]:
-        answer = await self.random.choice([self._talk] * 3 + [self._text])()
-        assert answer.status_code == 200, answer.text
-        assert "sglext" not in answer.text
-        record = self.world.last
-        return predicted(answer), record.reported_tokens, record.placement.firm
-
-    async def _talk(self):
-        if not self.talks or self.random.random() < 0.25:
-            begin = [{"role": "system", "content": self.random.choice(TEXTS)}]
-            model = self.random.choice(["tiny", "tiny", "calm"])
-            self.talks.append((self.random.choice(["one", "two"]), model, begin))
-        tenant, model, messages = self.random.choice(self.talks[-6:])
-        messages.append({"role": "user", "content": self._words(self.random.randint(1, 30))})
-        body = {"model": model, "messages": messages, "max_tokens": self.random.randint(1, 20)}
-        if self.random.random() < 0.4:
-            return await self.world.post("chat/completions", body | {"stream": True}, tenant)
-        answer = await self.world.post("chat/completions", body, tenant)
-        content = answer.json()["choices"][0]["message"]["content"]
-        messages.append({"role": "assistant", "content": content})
-        return answer
-
-    async def _text(self):
-        prompt = self.random.choice(TEXTS) + self._words(self.random.randint(0, 3))
-        if self.random.random() < 0.5:
-            prompt = self.random.sample(words(), 3) + list(words()[:90])
-        body = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "stream": self.random.random() < 0.5}
-        return await self.world.post("completions", body, self.random.choice(["one", "two"]))
-
-    def _words(self, count: int) -> str:
-        return " ".join(self.random.choice(TEXTS).split()[:count])
-
-
 @pytest.mark.parametrize(("page_size", "cache_report"), [(1, False), (16, True), (64, False)])
 async def test_what_is_predicted_is_reported(page_size, cache_report):
     """Over evictions, a flush and a restart."""
     options = {"page_size": page_size, "capacity": 3200 // page_size, "enable_cache_report": cache_report}
     with running_sglang(loras=("calm",), **options) as running:
         async with kvpin_over((running, None), tenants=("one", "two")) as world:
-            talks = Talks(world, page_size)
+            talks = Talks(world, page_size, tenants=("one", "two"), models=("tiny", "tiny", "calm"))
             outcomes = await talks.some(80)
             assert running.told()[1] > 0  # pages were evicted
             assert (await world.operate("flush", all=True))["state"] == "done"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 
 import pytest
 
@@ -12,14 +11,10 @@ from proxy.core.audit import Trust
 from proxy.fleet import pool
 from tests.fake_engines.nim import FakeNim, running_nim
 from tests.fake_engines.tensorrt_llm import CHAT, RunningTrtllm, running_trtllm
-from tests.fake_engines.text import words
-from tests.live.fake_world import until
-from tests.live.tensorrt_llm_world import TrtllmWorld, kvpin_over
+from tests.live.fake_world import Talks, predicted, until
+from tests.live.tensorrt_llm_world import kvpin_over
 
-TEXTS = [
-    "The cache of a serving engine holds the keys and values of every token it has seen. " * 4,
-    "You are a helpful assistant who answers questions about the weather in Paris, in one sentence. " * 4,
-]
+TEXTS = [text * 4 for text in Talks.TEXTS]
 HINTS = {"prompt_cache_key": "k", "session_id": "s", "safety_identifier": "i", "service_tier": "auto"}
 
 
@@ -31,56 +26,6 @@ def quick(monkeypatch):
     monkeypatch.setattr(poller, "IDLE_S", 0.05)
 
 
-def predicted(answer) -> int:
-    return int(answer.headers["x-kvpin-predicted-tokens"])
-
-
-class Talks:
-    """Random requests: talks that go on, texts, token ids; whole and streamed; with others' fields."""
-
-    def __init__(self, world: TrtllmWorld, seed: int, *tenants: str):
-        self.world, self.random = world, random.Random(seed)  # noqa: S311
-        self.tenants = tenants or (None,)
-        self.talks: list[tuple[str | None, list[dict]]] = []
-
-    async def some(self, count: int) -> list[tuple[int, int, bool]]:
-        """What was predicted and reported of each, and whether the prediction was firm."""
-        return [await self._one() for _ in range(count)]
-
-    async def _one(self) -> tuple[int, int, bool]:
-        # Texts have no salt at all here: they are for those who have no tenant.
-        kinds = [self._talk] * 3 + [self._text] * (self.tenants == (None,))
-        answer = await self.random.choice(kinds)()
-        assert answer.status_code == 200, answer.text
-        record = self.world.last
-        return predicted(answer), record.reported_tokens, record.placement.firm
-
-    async def _talk(self):
-        if not self.talks or self.random.random() < 0.25:
-            begin = [{"role": "system", "content": self.random.choice(TEXTS)}]
-            self.talks.append((self.random.choice(self.tenants), begin))
-        tenant, messages = self.random.choice(self.talks[-6:])
-        messages.append({"role": "user", "content": self._words(self.random.randint(1, 60))})
-        body = {"model": "tiny", "messages": messages, "max_tokens": self.random.randint(1, 40)}
-        if self.random.random() < 0.5:
-            body |= HINTS
-        if self.random.random() < 0.4:
-            return await self.world.post("chat/completions", body | {"stream": True}, tenant)
-        answer = await self.world.post("chat/completions", body, tenant)
-        messages.append(answer.json()["choices"][0]["message"])
-        return answer
-
-    async def _text(self):
-        prompt = self.random.choice(TEXTS) + self._words(self.random.randint(0, 9))
-        if self.random.random() < 0.5:
-            prompt = self.random.sample(words(), 3) + list(words()[:90])
-        body = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "stream": self.random.random() < 0.5}
-        return await self.world.post("completions", body | HINTS)
-
-    def _words(self, count: int) -> str:
-        return " ".join(self.random.choice(TEXTS).split()[:count])
-
-
 @pytest.mark.parametrize(
     ("tokens_per_block", "tenants", "count"), [(32, (), 100), (16, ("one", "two"), 50), (64, (), 50)]
 )
@@ -89,7 +34,9 @@ async def test_what_is_predicted_is_reported(tokens_per_block, tenants, count):
     options = {"gpu_blocks": 1800 // tokens_per_block, "host_blocks": 900 // tokens_per_block}
     with running_trtllm(tokens_per_block=tokens_per_block, **options) as server:
         async with kvpin_over(server, *tenants) as world:
-            talks = Talks(world, tokens_per_block, *tenants)
+            # Texts have no salt at all here: they are for those who have no tenant.
+            whose = {"tenants": tenants or (None,), "has_texts": not tenants}
+            talks = Talks(world, tokens_per_block, size=2, hints=HINTS, **whose)
             outcomes = await talks.some(count)
             told = server.fake.told
             assert min(told["removed"], told["offloaded"], told["onboarded"]) > 0
@@ -121,7 +68,7 @@ async def test_pushed_events_are_followed_as_well():
         publisher = server.fake.publisher
         addresses = {"events": publisher.endpoint, "replay": publisher.replay_endpoint}
         async with kvpin_over(server, **addresses) as world:
-            talks = Talks(world, 32)
+            talks = Talks(world, 32, size=2, hints=HINTS)
             outcomes = await talks.some(60)
             assert min(server.fake.told["removed"], server.fake.told["offloaded"]) > 0
             assert (await world.operate("flush", all=True))["state"] == "done"

@@ -21,15 +21,6 @@ def table():
     return table
 
 
-def test_a_form_that_differs_costs_itself_alone(table):
-    table.probe(Form.TOOLS, "token 7 differs", "")
-    assert table.source(TOOLS) == "engine"
-    assert table.source(PLAIN) == "local"
-    detail = table.summary("a tokenizer", "").detail
-    assert "; the engine tokenises these forms, which costs" in detail
-    assert detail.endswith(": tools (token 7 differs)")
-
-
 def test_a_form_that_nobody_makes_goes_by_load():
     table = FormTable(can_ask=True, detail="no tokenizer yet")
     for form in Form:
@@ -46,18 +37,6 @@ def test_a_prompt_is_made_by_the_one_that_all_of_its_forms_trust(table):
 
 
 class TestAudit:
-    def test_a_served_prompt_blames_its_special_forms(self, table):
-        assert table.audit(TOOLS, "local", "token 9")
-        assert (table.source(TOOLS), table.source(PLAIN)) == ("engine", "local")
-        assert not table.is_exact(TOOLS, "local")
-
-    def test_ids_of_the_engine_that_were_wrong_twice_are_trusted_by_nobody(self, table):
-        table.probe(Form.TOOLS, "token 7 differs", "")
-        assert table.audit(TOOLS, "engine", "token 9")
-        assert table.source(TOOLS) == "engine"  # it may have held a date that changed meanwhile
-        table.audit(TOOLS, "engine", "token 9")
-        assert table.source(TOOLS) == "none"
-
     def test_unchecked_ids_count_as_right_after_enough_prompts(self):
         table = FormTable(can_ask=False, detail="")
         table.make_here("the engine cannot be asked", alike=False)

@@ -25,14 +25,6 @@ def test_headers_that_end_here(name):
     assert passed_on(Response(200, (name, b"x"), kept), SPEC) == [kept]
 
 
-def test_a_redirection_of_the_engine_leads_to_the_same_path_here():
-    there, elsewhere = (b"location", b"http://engine:8000/v1/x"), (b"location", b"http://other/v1/x")
-    assert passed_on(Response(307, there), SPEC) == [(b"location", b"/v1/x")]
-    for away in (elsewhere, (b"location", b"//other/v1/x"), (b"location", b"http://engine:80001/v1/x")):
-        assert passed_on(Response(307, away), SPEC) == []
-    assert passed_on(Response(201, there), SPEC) == [there]
-
-
 def test_what_an_engine_tells_with_an_error():
     given = Headers([(b"retry-after", b"3"), (b"x-ratelimit-reset", b"1"), (b"server", b"x")])
     assert told_with_error(Headers([(b"allow", b"POST")])) == {"allow": "POST"}

@@ -110,19 +110,6 @@ class TestAgain:
         assert record.first_byte_s is not None
         assert record.moments.has_failed
 
-    async def test_half_an_event_is_not_sent(self, engine, other, client):
-        engine.script = dying(*whole()[:3], whole()[3][:20])
-        other.script = telling(*whole("2"))
-        response = await client.post(CHAT, json=GREEDY)
-        assert response.content.startswith(b"".join(whole()[:3]))
-        assert response.text.count("data:") == len(whole())
-
-    async def test_an_end_before_the_end_of_the_answer_is_a_death(self, engine, other, client):
-        engine.script = telling(*whole()[:3])
-        other.script = telling(*whole("2"))
-        assert (await client.post(CHAT, json=GREEDY)).text.endswith("data: [DONE]\n\n")
-        assert client.proxy.last.attempts == ["a", "b"]
-
     async def test_a_long_answer(self, engine, other, client):
         words = [f" word{number}" for number in range(2000)]
         engine.script = dying(*whole(words=words)[:1500])
@@ -250,18 +237,6 @@ class TestNotAgain:
             await broken(client)
             assert not other.seen
 
-    async def test_a_client_that_left(self, engine, other, client):
-        async def script(exchange):
-            await exchange.start()
-            await exchange.chunk(whole()[0])
-            await exchange.left.wait()
-
-        engine.script = script
-        async with client.stream("POST", CHAT, json=GREEDY) as response:
-            await anext(response.aiter_raw())
-        await client.proxy.settled()
-        assert not other.seen
-
 
 async def test_bodies_have_limited_room(engine, other, client):
     client.proxy.flow.attempts.room.limit = 10
@@ -291,13 +266,6 @@ def deltas(chunks):
 
 
 ROLE = {"role": "assistant", "content": None}
-
-
-def test_an_engine_that_goes_on_sends_only_the_rest():
-    rest = [plain_chunk(ROLE, "2"), plain_chunk({"content": "One"}, "2"), DONE]
-    *chunks, done = spliced([plain_chunk(ROLE), plain_chunk({"content": "One"})], rest, again=False)
-    assert chunks == [json.loads(plain_chunk({"content": "One"})[6:])]
-    assert done == DONE.strip()
 
 
 def test_what_was_sent_before_the_role_is_kept():
@@ -333,11 +301,6 @@ def test_another_answer_is_refused(other):
         spliced([plain_chunk(ROLE), plain_chunk({"content": "One"})], [plain_chunk(other, "2")], again=True)
 
 
-def test_an_answer_that_ends_too_early_is_refused():
-    with pytest.raises(EngineDiverged, match="another one"):
-        spliced([plain_chunk({"content": "One"})], [DONE], again=True)
-
-
 @pytest.mark.parametrize("details", [{"prompt_tokens_details": {"cached_tokens": 99}}, {}])
 def test_the_usage_tells_what_the_first_engine_reused(details):
     last = plain_chunk({}, "2", usage={"completion_tokens": 9, **details})
@@ -346,3 +309,8 @@ def test_the_usage_tells_what_the_first_engine_reused(details):
         {"prompt_tokens_details": {"cached_tokens": 32}} if details else {}
     )
     assert part["usage"] == expected
+
+
+def test_an_answer_that_ends_too_early_is_refused():
+    with pytest.raises(EngineDiverged, match="another one"):
+        spliced([plain_chunk({"content": "One"})], [DONE], again=True)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from proxy.request.migration import Transcript, is_whole, read_chunk
+from proxy.request.migration import Transcript, read_chunk
 from tests.fakes import DONE, event
 
 
@@ -59,15 +59,6 @@ def test_without_its_text_a_stream_must_not_have_ended(last):
     assert (sent.is_plain, sent.texts, sent.has_role, bool(sent.head)) == (True, (), True, True)
     assert sent.feed(last) == last
     assert not sent.is_plain
-
-
-def test_the_end_of_an_answer():
-    assert is_whole(DONE)
-    assert is_whole(chunk({}, finish_reason="stop"))
-    assert not is_whole(chunk({}, finish_reason=None))
-    assert not is_whole(chunk({}, finish_reason=""))
-    assert is_whole(chunk({}, finish_reason="stop")[:-2])
-    assert not is_whole(chunk({}, finish_reason="stop")[:-3])
 
 
 def test_other_events():

@@ -11,7 +11,7 @@ from proxy.core.placement.decision import Cost, Placement
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
 from proxy.prompt import Prompt
-from proxy.steps.checks import check_leg, check_prediction, check_tokens
+from proxy.steps.checks import check_prediction, check_tokens
 from tests.fakes import add_ready
 
 PROMPT = Prompt(array("i", range(40)))
@@ -34,79 +34,49 @@ def check(engine, *, ingest, predicted=32, reported=32, **more):
     return check_prediction(ingest, engine, ready, lease, record, reported)
 
 
-class TestLegs:
-    @pytest.mark.parametrize(
-        ("more", "why"),
-        [
-            ({}, None),
-            ({"prompt": None}, Unchecked.PROMPT_UNKNOWN),
-            ({"may_be_evicted": True}, Unchecked.MAY_BE_EVICTED),
-            ({"firm": False}, Unchecked.NOT_FIRM),
-        ],
-    )
-    def test_are_checked_by_the_same_rule(self, more, why):
-        fleet = Fleet()
-        engine = add_ready(fleet, "a")
-        ready, lease = checked(more)
-        check_leg(Ingest(fleet, None), engine, ready, lease, 32)
-        view = engine.audit.view()
-        assert (view.checked, view.exact) == ((1, 1) if why is None else (0, 0))
-        assert view.unchecked == ({} if why is None else {why: 1})
-        assert view.cached_tokens == 32
+@pytest.fixture
+def fleet():
+    return Fleet()
 
 
-class TestPredictions:
-    @pytest.fixture
-    def fleet(self):
-        return Fleet()
+@pytest.fixture
+def ingest(fleet):
+    return Ingest(fleet, None)
 
-    @pytest.fixture
-    def engine(self, fleet):
-        return add_ready(fleet, "a")
 
-    @pytest.fixture
-    def ingest(self, fleet):
-        return Ingest(fleet, None)
+@pytest.fixture
+def engine(fleet):
+    return add_ready(fleet, "a")
 
-    @pytest.mark.parametrize(("reported", "exact"), [(32, 1), (16, 0), (0, 0)])
-    def test_a_firm_one_is_compared_with_the_report(self, engine, ingest, reported, exact):
-        assert check(engine, ingest=ingest, reported=reported) is None
-        view = engine.audit.view()
-        assert (view.checked, view.exact) == (1, exact)
-        assert (view.predicted_tokens, view.reported_tokens) == (32, reported)
 
-    @pytest.mark.parametrize(
-        ("more", "why"),
-        [
-            ({"reported": None}, Unchecked.NOT_REPORTED),
-            ({"prompt": None}, Unchecked.PROMPT_UNKNOWN),
-            ({"tokens_agree": False}, Unchecked.TOKENS_DIFFER),
-            ({"firm": False}, Unchecked.NOT_FIRM),
-            ({"may_be_evicted": True}, Unchecked.MAY_BE_EVICTED),
-            ({"reported": None, "error": "no"}, Unchecked.FAILED),
-            ({"reported": None, "runs_prompt": False}, Unchecked.NO_PROMPT),
-            ({"tokens_agree": False, "firm": False}, Unchecked.TOKENS_DIFFER),
-        ],
-    )
-    def test_others_are_not(self, engine, ingest, more, why):
-        assert check(engine, ingest=ingest, **more) is why
-        assert engine.audit.view().checked == 0
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"reported": None}, Unchecked.NOT_REPORTED),
+        ({"prompt": None}, Unchecked.PROMPT_UNKNOWN),
+        ({"tokens_agree": False}, Unchecked.TOKENS_DIFFER),
+        ({"firm": False}, Unchecked.NOT_FIRM),
+        ({"may_be_evicted": True}, Unchecked.MAY_BE_EVICTED),
+        ({"reported": None, "error": "no"}, Unchecked.FAILED),
+        ({"reported": None, "runs_prompt": False}, Unchecked.NO_PROMPT),
+        ({"tokens_agree": False, "firm": False}, Unchecked.TOKENS_DIFFER),
+        ({"ingest": None}, Unchecked.REUSE_OFF),
+        # What may be doubted and is not. Nothing can be evicted of a prompt of which nothing is cached.
+        ({"tokens_agree": None}, None),
+        ({"may_be_evicted": True, "predicted": 0}, None),
+    ],
+)
+def test_what_is_no_firm_prediction_is_not_compared(engine, ingest, more, why):
+    assert check(engine, **{"ingest": ingest} | more) is why
+    assert engine.audit.view().checked == (why is None)
 
-    def test_none_is_made_without_reuse(self, engine):
-        assert check(engine, ingest=None) is Unchecked.REUSE_OFF
 
-    def test_one_that_may_be_evicted_is_marked_as_not_firm(self, engine, ingest):
-        placement = Placement(Cost("a"), 32, 40, tuple, "lowest cost")
-        record = SimpleNamespace(tokens_agree=True, error=None, runs_prompt=True, placement=placement)
-        ready, lease = checked({"may_be_evicted": True})
-        why = check_prediction(ingest, engine, ready, lease, record, 16)
-        assert (why, record.placement.firm) == (Unchecked.MAY_BE_EVICTED, False)
-
-    @pytest.mark.parametrize("more", [{"tokens_agree": None}, {"may_be_evicted": True, "predicted": 0}])
-    def test_what_may_be_doubted_and_is_not(self, engine, ingest, more):
-        """Nothing can be evicted of a prompt of which nothing is cached."""
-        assert check(engine, ingest=ingest, **more) is None
-        assert engine.audit.view().checked == 1
+def test_one_that_may_be_evicted_is_marked_as_not_firm(engine, ingest):
+    placement = Placement(Cost("a"), 32, 40, tuple, "lowest cost")
+    record = SimpleNamespace(tokens_agree=True, error=None, runs_prompt=True, placement=placement)
+    ready, lease = checked({"may_be_evicted": True})
+    check_prediction(ingest, engine, ready, lease, record, 16)
+    assert record.placement.firm is False
 
 
 @pytest.mark.parametrize("hold", [Hold(None), Hold(None, answer=SimpleNamespace(prompt_tokens=lambda: None))])

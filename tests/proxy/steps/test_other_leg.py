@@ -33,34 +33,10 @@ class TestKeptKv:
         assert await prefilled.in_time(answered(prefilled, takes=0.4)) == Forwarded(200)
         assert prefilled.is_over
 
-    async def test_one_that_has_not_begun_by_then_is_cancelled(self):
-        prefilled, cancelled = kept_for(0.05), False
-
-        async def silent():
-            nonlocal cancelled
-            try:
-                await asyncio.sleep(5)
-            finally:
-                cancelled = True
-
-        with pytest.raises(EngineLate, match="no answer while engine 'p' surely kept the prompt's KV for it"):
-            await prefilled.in_time(silent())
-        assert cancelled
-
     async def test_one_that_began_while_kvpin_was_paused_is_refused(self):
         prefilled = kept_for(0.0)
         with pytest.raises(EngineLate):
             prefilled.begins()
-
-    async def test_after_that_nothing_is_sent(self):
-        prefilled, sent = kept_for(-1.0), []
-
-        async def send():
-            sent.append(1)
-
-        with pytest.raises(EngineLate):
-            await prefilled.in_time(send())
-        assert sent == []
 
     async def test_a_time_limit_of_something_else_stays_one(self):
         prefilled = kept_for(5.0)
@@ -135,59 +111,13 @@ async def computes(half, takes=0.0):
     half.answered, half.cached_tokens = 1.0, 16
 
 
-async def refuses(_half):
-    raise EngineRejected("no", status=503)
-
-
 class TestHalves:
-    async def test_both_run_at_once(self, half):
-        one = half(lambda each: computes(each, 0.1))
-        assert await one.in_time(answered(one, begins_after=0.05)) == Forwarded(200)
-        assert one.cached_tokens == 16, "it was waited for"
-
-    async def test_a_half_that_fails_ends_the_answer(self, half):
-        one, ended = half(refuses), False
-
-        async def hangs():
-            nonlocal ended
-            try:
-                await asyncio.sleep(60)
-            finally:
-                ended = True
-
-        with pytest.raises(EngineRejected, match="no"):
-            await one.in_time(hangs())
-        assert ended
-        assert one.is_to_blame(Cause.ENGINE_REFUSED)
-
-    async def test_nor_an_error_that_the_client_gets(self, half):
-        async def refused():
-            await asyncio.sleep(0.1)
-            return "an error"
-
-        assert await half(refuses, is_refused=True).in_time(refused()) == "an error"
-
     async def test_a_bug_in_it_ends_the_answer_too(self, half):
         async def breaks(_half):
             raise KeyError("bug")
 
         with pytest.raises(KeyError, match="bug"):
             await half(breaks).in_time(asyncio.sleep(60))
-
-    async def test_an_answer_that_fails_ends_the_half(self, half):
-        one, ended = half(lambda each: computes(each, 60)), asyncio.Event()
-
-        async def fails():
-            await asyncio.sleep(0.01)
-            (task,) = [each for each in asyncio.all_tasks() if each.get_name() == "prompt half"]
-            task.add_done_callback(lambda _: ended.set())
-            raise EngineRejected("full", status=503)
-
-        with pytest.raises(EngineRejected, match="full"):
-            await one.in_time(fails())
-        assert not one.is_to_blame(Cause.ENGINE_REFUSED)
-        assert one.is_to_blame(Cause.ENGINE_LATE), "the other one waited for it"
-        await asyncio.wait_for(ended.wait(), 1)
 
     async def test_a_report_that_does_not_come_is_not_waited_for_long(self, half, monkeypatch):
         monkeypatch.setattr(other_leg, "LAST_S", 0.05)

@@ -78,32 +78,11 @@ def learned():
     return LearnedBlocks(6)
 
 
-def test_the_least_recently_served_prompt_makes_room_leaves_first():
-    learned = LearnedBlocks(4)
-    assert learned.learn((1, 2)) == ()
-    assert learned.learn((1, 3, 4)) == ()
-    assert learned.learn((5, 6)) == (4, 2)
-    assert len(learned) == 4
-
-
 def test_the_next_turn_takes_over_the_blocks_of_the_last(learned):
     learned.learn((1, 2))
     learned.learn((1, 2, 3, 4))
     assert len(learned) == 4
     assert len(learned._stretches) == 1
-
-
-def test_evicted_blocks_are_told_in_the_order_of_their_chains(learned):
-    learned.learn((1, 2, 3))
-    learned.learn((4, 5, 6))
-    assert learned.learn((7, 8, 9, 10, 11)) == (5, 6, 1, 2, 3)
-
-
-def test_a_forgotten_beginning_leaves_the_rest_to_be_evicted_in_its_turn(learned):
-    learned.learn((1, 2, 3))
-    learned.learn((4, 5, 6))
-    learned.forget((1, 2))
-    assert learned.learn((7, 8, 9, 10)) == (6, 3)
 
 
 def test_what_an_earlier_engine_held_beyond_the_capacity_is_left_out():

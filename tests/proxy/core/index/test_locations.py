@@ -157,26 +157,6 @@ def test_blocks_that_go_one_by_one_from_the_end_leave_no_pieces(where):
     assert len(where) == 0
 
 
-def test_what_goes_from_the_middle_parts_a_segment(where):
-    where.mark(1, LONG[:9])
-    where.clear(1, LONG[3:5], 1)
-    check(where)
-    assert {blocks_of(segment) for segment in segments_of(where)} == {LONG[:3], LONG[5:9]}
-    assert list(where.stretches(LONG)) == [(1, 3)]
-    where.mark(1, LONG[3:5])
-    assert sum(blocks for _, blocks in where.stretches(LONG)) == 9
-
-
-def test_what_goes_from_several_places_at_once_leaves_the_rest(where):
-    where.mark(1, LONG[:9])
-    where.mark(2, LONG[2:3])
-    where.mark(2, LONG[5:9])
-    assert where.clear(1, LONG[:9], 3) == {1: 4, 3: 5}
-    check(where)
-    assert {blocks_of(segment) for segment in segments_of(where)} == {LONG[2:3], LONG[5:9]}
-    assert [where.get(block) for block in LONG[:9]] == [0, 0, 2, 0, 0, 2, 2, 2, 2]
-
-
 def test_retired_bits_go_slice_by_slice(where, monkeypatch):
     monkeypatch.setattr(locations, "SLICE_STEPS", 1)
     where.mark(1, LONG)
@@ -190,18 +170,6 @@ def test_retired_bits_go_slice_by_slice(where, monkeypatch):
     assert max(before - now for before, now in pairwise(sizes)) <= SEGMENT_BLOCKS
     assert list(where.stretches(LONG)) == [(2, 64), (2, 64), (2, 64), (2, 8)]
     assert len(where) == 200
-
-
-def test_what_is_retired_during_a_pass_takes_another(where, monkeypatch):
-    monkeypatch.setattr(locations, "SLICE_STEPS", 1)
-    where.mark(1, LONG[:64])
-    where.mark(2, LONG[:64])
-    where.retire(1)
-    assert where.tidy() == 0
-    where.retire(2)
-    gone = [where.tidy() for _ in range(4)]
-    assert [bits for bits in gone if bits] == [1, 2]
-    assert len(where) == 0
 
 
 def test_what_is_parted_during_a_pass_takes_nothing_retired_along(monkeypatch):

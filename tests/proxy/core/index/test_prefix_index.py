@@ -28,120 +28,43 @@ def index():
     return index
 
 
-class TestMatch:
-    def test_each_block_counts_for_its_fastest_tier(self, index):
-        index.store("a", Tier.GPU, [1])
-        for tier in Tier:
-            index.store("a", tier, [2])
-        index.store("a", Tier.HOST, [3])
-        index.store("a", Tier.DISK, [4])
-        index.add_pending("a", [4, 5])
-        assert index.match([1, 2, 3, 4, 5]) == {"a": Match(gpu=2, host=1, disk=1, pending=1)}
-        assert index.match([1, 2, 3, 4, 5])["a"].blocks == 5
-
-    def test_tells_how_many_need_no_lower_tier(self, index):
-        index.store("a", Tier.GPU, [1, 2, 4])
-        index.store("a", Tier.HOST, [2, 3])
-        index.add_pending("a", [5])
-        index.store("b", Tier.HOST, [1, 2])
-        index.store("b", Tier.GPU, [3])
-        leads = {n: [m.lead for m in (index.match(range(1, n + 1))[e] for e in "ab")] for n in range(1, 6)}
-        assert leads == {1: [1, 0], 2: [2, 0], 3: [2, 0], 4: [2, 0], 5: [2, 0]}
-        index.store("a", Tier.GPU, [3])
-        assert index.match([1, 2, 3, 4, 5])["a"].lead == 5
-
-    def test_lower_tiers_may_give_back_whole_chunks_alone(self, index):
-        for engine in "ab":
-            index.store(engine, Tier.HOST, [1, 2, 3])
-        index.set_chunk("a", 2)
-        assert index.match([1, 2, 3]) == {"a": Match(host=2), "b": Match(host=3)}
-        index.set_chunk("b", 4)
-        assert index.match([1, 2, 3]) == {"a": Match(host=2)}
-        index.wipe("a")
-        index.store("a", Tier.HOST, [1])
-        assert index.match([1, 2, 3]) == {"a": Match(host=1)}
+def test_lower_tiers_may_give_back_whole_chunks_alone(index):
+    for engine in "ab":
+        index.store(engine, Tier.HOST, [1, 2, 3])
+    index.set_chunk("a", 2)
+    assert index.match([1, 2, 3]) == {"a": Match(host=2), "b": Match(host=3)}
+    index.set_chunk("b", 4)
+    assert index.match([1, 2, 3]) == {"a": Match(host=2)}
+    index.wipe("a")
+    index.store("a", Tier.HOST, [1])
+    assert index.match([1, 2, 3]) == {"a": Match(host=1)}
 
 
-class TestPending:
-    def test_counts_until_the_last_request_has_ended(self, index):
-        index.add_pending("a", [1, 2])
-        index.add_pending("a", [1])
-        index.end_pending("a", [1, 2])
-        assert index.match([1, 2]) == {"a": Match(pending=1)}
-        index.end_pending("a", [1])
-        assert (index.match([1]), len(index)) == ({}, 0)
-
-    def test_of_many_requests_the_last_to_end_counts(self, index):
-        for _ in range(4):
-            index.add_pending("a", [1, 2])
-        for left in (2, 2, 2, 0):
-            index.end_pending("a", [1, 2])
-            assert index.pending("a") == left
-
-    def test_begins_where_lower_tiers_give_nothing_back(self, index):
-        index.store("a", Tier.HOST, [1, 2, 3])
-        index.set_chunk("a", 2)
-        index.add_pending("a", [1, 2, 3, 4])
-        assert index.match([1, 2, 3, 4])["a"].blocks == 4
-        index.end_pending("a", [1, 2, 3, 4])
-        assert index.match([1, 2, 3, 4])["a"].blocks == 2
-        index.set_chunk("a", 4)
-        index.add_pending("a", [1, 2, 3, 4])
-        assert index.match([1, 2, 3, 4])["a"].lead == 4
-
-    def test_its_end_leaves_what_was_confirmed(self, index):
-        index.add_pending("a", [1])
-        index.store("a", Tier.GPU, [1])
-        index.end_pending("a", [1])
-        assert index.match([1]) == {"a": Match(gpu=1)}
-
-    def test_what_the_gpu_has_is_expected_there_no_longer(self, index):
-        index.add_pending("a", [1, 2, 3])
-        index.store("a", Tier.GPU, [1, 2])
-        assert index.counts("a") == (2, 0, 0, 1)
-        index.store("a", Tier.HOST, [3])
-        assert index.counts("a") == (2, 1, 0, 1)
-        index.remove("a", Tier.GPU, [2])
-        assert index.counts("a") == (1, 1, 0, 2)
-        index.end_pending("a", [1, 2, 3])
-        assert index.counts("a") == (1, 1, 0, 0)
-
-    def test_what_the_gpu_has_behind_a_gap_is_not_expected_there(self, index):
-        index.store("a", Tier.GPU, [2, 3])
-        index.add_pending("a", [1, 2, 3, 4])
-        assert index.counts("a") == (2, 0, 0, 2)
-        assert index.match([1, 2, 3, 4]) == {"a": Match(gpu=2, pending=2)}
+def test_pending_blocks_begin_where_lower_tiers_give_nothing_back(index):
+    index.store("a", Tier.HOST, [1, 2, 3])
+    index.set_chunk("a", 2)
+    index.add_pending("a", [1, 2, 3, 4])
+    assert index.match([1, 2, 3, 4])["a"].blocks == 4
+    index.end_pending("a", [1, 2, 3, 4])
+    assert index.match([1, 2, 3, 4])["a"].blocks == 2
+    index.set_chunk("a", 4)
+    index.add_pending("a", [1, 2, 3, 4])
+    assert index.match([1, 2, 3, 4])["a"].lead == 4
 
 
-class TestDrop:
-    def test_no_tier_holds_it_and_none_is_expected(self, index):
-        for tier in Tier:
-            index.store("a", tier, [1, 2])
-        index.store("b", Tier.GPU, [1])
-        index.add_pending("a", [1, 2, 3])
-        index.drop("a", iter([1, 2]))
-        assert index.match([1, 2, 3]) == {"b": Match(gpu=1)}
-        assert [index.held("a", tier) for tier in Tier] == [0, 0, 0]
-        index.end_pending("a", [1, 2, 3])
-        assert len(index) == 1
+def test_no_tier_holds_a_dropped_block_and_none_is_expected(index):
+    for tier in Tier:
+        index.store("a", tier, [1, 2])
+    index.store("b", Tier.GPU, [1])
+    index.add_pending("a", [1, 2, 3])
+    index.drop("a", iter([1, 2]))
+    assert index.match([1, 2, 3]) == {"b": Match(gpu=1)}
+    assert [index.held("a", tier) for tier in Tier] == [0, 0, 0]
+    index.end_pending("a", [1, 2, 3])
+    assert len(index) == 1
 
 
 class TestEngines:
-    def test_are_known_once(self, index):
-        index.store("a", Tier.GPU, [1])
-        index.add_engine("a")
-        assert index.match([1]) == {"a": Match(gpu=1)}
-
-    def test_one_that_left_makes_room_for_another_without_a_trace(self, index):
-        index.store("a", Tier.GPU, [1])
-        index.add_pending("a", [2])
-        index.store("b", Tier.HOST, [1])
-        index.remove_engine("a")
-        index.add_engine("c")
-        assert index.match([1]) == {"b": Match(host=1)}
-        assert index.held("c", Tier.GPU) == 0
-        assert index._shifts["c"] == 0
-
     def test_bits_of_one_that_was_wiped_mean_nobody_until_they_are_gone(self, index, monkeypatch):
         monkeypatch.setattr(locations, "SLICE_STEPS", 1)
         chains = [tuple(range(100 * n, 100 * n + 80)) for n in range(1, 20)]

@@ -3,8 +3,6 @@
 from array import array
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from proxy.core.index.blocks import extend
 from proxy.core.index.runs import BlockRun, Point
@@ -54,27 +52,6 @@ def test_a_chain_goes_on_from_the_end_of_any_block(size, marked):
         rest = extra_ids[end:] if extra_ids is not None and any(extra_ids[end:]) else None
         hashes = later.append(names(24 - end), array("i", range(end, 24)), rest, 1)
         assert list(hashes) == whole[end // POOL :]
-
-
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=8), st.integers(1, 6))
-def test_appending_bit_by_bit_is_appending_at_once(parts, size):
-    run, at = BlockRun(Point(ROOT), size, POOL), 0
-    given_hashes = []
-    for n in parts:
-        given_hashes += run.append(names(n, at), array("i", range(at * size, (at + n) * size)), None, 1)
-        at += n
-    assert given_hashes == chain(range(at * size))
-    assert run.names == names(at)
-
-
-def test_tiers_are_held_and_released_block_by_block():
-    run = run_of(range(12), 4)
-    run.hold(1, 2)
-    assert [run.held_at(at) for at in range(3)] == [1, 3, 1]
-    run.release(1, 1)
-    assert run.held_at(1) == 2
-    run.release(1, 2)
-    assert [run.held_at(at) for at in range(3)] == [1, 0, 1]
 
 
 def test_a_run_of_one_block_that_is_known_by_its_hashes():

@@ -1,4 +1,3 @@
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -69,8 +68,3 @@ def test_blocks_that_are_no_chain_are_compared_one_by_one():
     segment = segments.new((1, 2, 3, 4), 1)
     assert segments.equal(segment, 0, (1, 9, 3, 4), 0) == 1
     assert segments.equal(segment, 1, (2, 3, 9, 4), 0) == 2
-
-
-@pytest.mark.parametrize("at", range(5))
-def test_a_block_has_its_position(at):
-    assert segments.position(segments.new((5, 6, 7, 8, 9), 1), 5 + at) == at

@@ -94,73 +94,33 @@ def test_a_cleared_cache_forgets_this_engine_only(view, index, event):
     assert view.counts.orphaned == 1
 
 
-class TestSharedEntries:
-    """Blocks of 8 tokens that differ in their second half are one entry of 4 tokens and two more."""
-
-    def test_what_two_blocks_share_stays_until_both_are_gone(self, view, index):
-        view.apply(stored([1], [0, 1, 2, 3, 4, 5, 6, 7], size=8))
-        view.apply(stored([2], [0, 1, 2, 3, 9, 9, 9, 9], size=8))
-        assert len(index) == 3
-        view.apply(BlocksRemoved(Tier.GPU, (2,)))
-        assert index.match(hashes_of(range(8))) == {"e": Match(gpu=2)}
-        view.apply(BlocksRemoved(Tier.GPU, (1,)))
-        assert len(index) == 0
-
-    def test_a_block_announced_again_shares_no_more(self, view, index):
-        for _ in range(3):
-            view.apply(stored([1], range(8), size=8))
-        view.apply(BlocksRemoved(Tier.GPU, (1,)))
-        assert len(index) == 0
-
-    def test_what_was_learned_otherwise_is_no_holder(self, view, index):
-        index.store("e", Tier.GPU, hashes_of(range(8)))
-        view.apply(stored([1], range(8), size=8))
-        view.apply(BlocksRemoved(Tier.GPU, (1,)))
-        assert len(index) == 0
+def test_what_was_learned_otherwise_is_no_holder(view, index):
+    index.store("e", Tier.GPU, hashes_of(range(8)))
+    view.apply(stored([1], range(8), size=8))
+    view.apply(BlocksRemoved(Tier.GPU, (1,)))
+    assert len(index) == 0
 
 
-class TestPages:
-    """Blocks smaller than the pool's."""
-
-    def test_markers_of_images_are_gathered_too(self, view, index):
-        extra = array("Q", [0, 0, 5, 0])
-        view.apply(stored([1, 2], range(2), size=1))
-        view.apply(stored([3], [2], size=1, parent=2, extra=array("Q", [5])))
-        view.apply(stored([4], [3], size=1, parent=3))
-        assert index.match(hashes_of(range(4), extra)) == {"e": Match(gpu=1)}
-        assert index.match(hashes_of(range(4))) == {}
+def test_markers_of_images_are_gathered_from_blocks_smaller_than_the_pools(view, index):
+    extra = array("Q", [0, 0, 5, 0])
+    view.apply(stored([1, 2], range(2), size=1))
+    view.apply(stored([3], [2], size=1, parent=2, extra=array("Q", [5])))
+    view.apply(stored([4], [3], size=1, parent=3))
+    assert index.match(hashes_of(range(4), extra)) == {"e": Match(gpu=1)}
+    assert index.match(hashes_of(range(4))) == {}
 
 
-class TestNamesAlone:
-    """Stores without tokens: an offload of blocks that were stored before."""
+def test_what_is_recalled_is_bounded(view, index, monkeypatch):
+    def named(*names):
+        """A store without tokens: an offload of blocks that were stored before."""
+        return BlocksStored(Tier.HOST, None, names, array("i"), 0)
 
-    def named(self, *names, tier=Tier.HOST):
-        return BlocksStored(tier, None, names, array("i"), 0)
-
-    def test_known_blocks_lie_on_a_further_tier(self, view, index):
-        view.apply(stored([1, 2], range(8)))
-        view.apply(self.named(1, 2))
-        view.apply(BlocksRemoved(Tier.GPU, (1, 2)))
-        assert index.match(hashes_of(range(8))) == {"e": Match(host=2)}
-
-    def test_a_block_that_left_the_gpu_just_before(self, view, index):
-        view.apply(stored([1, 2], range(16), size=8))
-        view.apply(self.named(1))
-        view.apply(BlocksRemoved(Tier.GPU, (2, 1)))
-        view.apply(self.named(2))
-        assert index.match(hashes_of(range(16))) == {"e": Match(host=4)}
-        view.apply(stored([3], range(16, 24), size=8, parent=2))
-        assert index.match(hashes_of(range(24))) == {"e": Match(gpu=2, host=4)}
-        view.apply(BlocksRemoved(Tier.HOST, (1, 2)))
-        assert index.held("e", Tier.HOST) == 0
-
-    def test_what_is_recalled_is_bounded(self, view, index, monkeypatch):
-        monkeypatch.setattr(module, "MAX_RECALLED", 3)
-        view.apply(self.named(0))
-        view.apply(stored(range(1, 6), range(20)))
-        view.apply(BlocksRemoved(Tier.GPU, (1, 2, 3, 4, 5)))
-        view.apply(self.named(1, 2, 3, 4, 5))
-        assert index.held("e", Tier.HOST) == 3
+    monkeypatch.setattr(module, "MAX_RECALLED", 3)
+    view.apply(named(0))
+    view.apply(stored(range(1, 6), range(20)))
+    view.apply(BlocksRemoved(Tier.GPU, (1, 2, 3, 4, 5)))
+    view.apply(named(1, 2, 3, 4, 5))
+    assert index.held("e", Tier.HOST) == 3
 
 
 def test_a_name_with_other_content_is_another_block(view, index):

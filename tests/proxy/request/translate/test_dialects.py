@@ -6,32 +6,6 @@ from proxy.request.translate.wording import ANTHROPIC, OPENAI
 
 
 @pytest.mark.parametrize(
-    ("status", "kind"),
-    [
-        (400, "invalid_request_error"),
-        (401, "authentication_error"),
-        (403, "permission_error"),
-        (404, "not_found_error"),
-        (409, "conflict_error"),
-        (413, "request_too_large"),
-        (422, "invalid_request_error"),
-        (429, "rate_limit_error"),
-        (500, "api_error"),
-        (502, "api_error"),
-        (424, "api_error"),
-        (503, "overloaded_error"),
-    ],
-)
-def test_an_error_of_anthropics(status, kind):
-    body = ANTHROPIC.error(status, "why", kind="whatever", param="p", code="c", request_id="r")
-    assert json.loads(body) == {
-        "type": "error",
-        "error": {"type": kind, "message": "why"},
-        "request_id": "r",
-    }
-
-
-@pytest.mark.parametrize(
     "said",
     [
         "this model's context is 8192 tokens; the prompt has 9000",

@@ -35,11 +35,6 @@ def test_the_installed_package_has_no_type_without_a_fate():
     assert without_fate(types, TABLES["openai"]) == {what: [] for what in TABLES["openai"]}
 
 
-def test_an_unknown_type_shows():
-    types = {"tools": ["custom", "dream_20990101"], "blocks": [], "fields": []}
-    assert without_fate(types, TABLES["anthropic"])["tools"] == ["dream_20990101"]
-
-
 def test_texts_of_what_a_service_wrote():
     item = {
         "type": "x",

@@ -7,7 +7,6 @@ import pytest
 
 from engine_adapter import JsonBody
 from engine_adapter.off_loop import MOST_MS, off_loop
-from proxy.errors import NotFound
 from proxy.request.translate import ResponseStore, ResponseTranslation
 from tests.proxy.request.translate.response_world import (
     KEYS,
@@ -67,21 +66,6 @@ class TestState:
         response = answered(ResponseTranslation(body, None, store=store), content="a")
         assert store.of(None).get(response["id"]) is None
         assert store.of(None).bytes == 0
-
-    def test_another_tenants_response_never_was(self):
-        store = ResponseStore("ab")
-        response = answered(translation("a", store), content="secret")
-        with pytest.raises(NotFound) as stolen:
-            translation("b", store, previous_response_id=response["id"])
-        with pytest.raises(NotFound) as unknown:
-            translation("b", store, previous_response_id="resp_none")
-        assert str(stolen.value).replace(response["id"], "ID") == str(unknown.value).replace(
-            "resp_none", "ID"
-        )
-        with pytest.raises(NotFound, match="not found"):
-            translation("b", store, input=[{"type": "item_reference", "id": response["output"][0]["id"]}])
-        translation("a", store, input="more", previous_response_id=response["id"])
-        translation("a", store, input=..., previous_response_id=response["id"])
 
 
 async def test_a_stream_over_a_socket(client):
