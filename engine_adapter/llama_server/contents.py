@@ -21,7 +21,7 @@ from engine_adapter.llama_server.discovery import ServerFacts
 from engine_adapter.llama_server.mirror_events import MirrorEvents
 from engine_adapter.llama_server.plan import SlotRates
 from engine_adapter.llama_server.saved import Saved, SavedPrefixes, salt_digest
-from engine_adapter.llama_server.saved_entry import StateFileError
+from engine_adapter.llama_server.saved_files import FileFault, StateFileError
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER, SlotOwners
 from engine_adapter.llama_server.slots import Slot, SlotTable
 from engine_adapter.llama_server.turns import SlotRequest
@@ -232,7 +232,7 @@ class SlotContents:
                 moved = await slot_io.restore(self._control, slot.id, name)
         except StateFileError as error:
             self.counts.failed_restores += 1
-            fate = "is damaged and deleted" if error.is_damage else "cannot be restored now"
+            fate = "is damaged and deleted" if error.reason is FileFault.DAMAGED else "cannot be restored now"
             log.warning("%s: a saved prefix %s: %s", self._engine, fate, error)
             return False
         except EngineRejected as error:

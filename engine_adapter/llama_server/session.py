@@ -26,7 +26,7 @@ from engine_adapter.llama_server.options import SERVED, LlamaServerSpec
 from engine_adapter.llama_server.plan import SlotRates, worth_saving
 from engine_adapter.llama_server.probe import MemoryKind, memory_rules, probe, probe_file, probe_memory
 from engine_adapter.llama_server.saved import SavedPrefixes
-from engine_adapter.llama_server.saved_entry import StateFileError
+from engine_adapter.llama_server.saved_files import StateFileError
 from engine_adapter.llama_server.scheduler import SlotScheduler
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER, ServerRecord, SlotOwners
 from engine_adapter.llama_server.slot_io import erase, read_pulse, read_slots, read_user_mark, spare_slot

@@ -19,7 +19,7 @@ from engine_adapter.llama_server.discovery import ServerFacts, discover
 from engine_adapter.llama_server.mirror_events import MirrorEvents
 from engine_adapter.llama_server.probe import probe
 from engine_adapter.llama_server.saved import SavedEvent, SavedPlace, SavedPrefixes
-from engine_adapter.llama_server.saved_entry import read_tokens
+from engine_adapter.llama_server.saved_files import read_tokens
 from engine_adapter.llama_server.scheduler import SlotScheduler
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER, SlotOwners
 from engine_adapter.llama_server.slot_io import read_slots

@@ -16,7 +16,7 @@ from engine_adapter.llama_server import contents as contents_module
 from engine_adapter.llama_server import saved_files, slot_io
 from engine_adapter.llama_server.checkpoints import PLAIN, MemoryRules
 from engine_adapter.llama_server.contents import MANY_CHANGES
-from engine_adapter.llama_server.saved_entry import read_tokens
+from engine_adapter.llama_server.saved_files import read_tokens
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
 from engine_adapter.llama_server.turns import SlotRequest
 from scripts.make_gguf import gguf_path

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from engine_adapter.llama_server import saved_files
-from engine_adapter.llama_server.saved_entry import FileFault, Saved, StateFileError, checksum
-from engine_adapter.llama_server.saved_files import GRACE_S
+from engine_adapter.llama_server.saved_entry import Saved
+from engine_adapter.llama_server.saved_files import GRACE_S, FileFault, StateFileError, checksum
 from engine_adapter.types import Tier
 from tests.state_files import LittleRoom, frame, no_handles, state_bytes, unprivileged, write_state
 
@@ -68,7 +68,7 @@ def test_a_file_that_changes_while_it_is_read_is_not_taken(path, monkeypatch):
             file.write(b"more")
         return checksum(path)
 
-    monkeypatch.setattr(saved_files.saved_entry, "checksum", written_meanwhile)
+    monkeypatch.setattr(saved_files, "checksum", written_meanwhile)
     with pytest.raises(StateFileError, match="changed while it was read"):
         saved_files.inspect(path, "key", None, None, None)
 

@@ -8,7 +8,7 @@ import pytest
 from engine_adapter.errors import EngineLost, EngineRejected, EngineUnavailable
 from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server import slot_io
-from engine_adapter.llama_server.saved_entry import read_tokens
+from engine_adapter.llama_server.saved_files import read_tokens
 from engine_adapter.llama_server.slot_io import (
     SlotState,
     read_slots,

@@ -9,7 +9,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_adapter.llama_server.saved_entry import FileFault, StateFileError, checksum, copy, read_tokens
+from engine_adapter.llama_server.saved_files import FileFault, StateFileError, checksum, copy, read_tokens
 from tests.state_files import LittleRoom, act, complete, frame, state_bytes, write_state
 
 TOKENS = array("i", [5, 6, 7, 0, 2**31 - 1])
@@ -20,10 +20,10 @@ def path(tmp_path) -> Path:
     return tmp_path / "saved.bin"
 
 
-def refused(path: Path, data: bytes, call=read_tokens) -> FileFault:
+def refused(path: Path, data: bytes, why: str = "") -> FileFault:
     path.write_bytes(data)
-    with pytest.raises(StateFileError, match=str(path)) as caught:
-        call(path)
+    with pytest.raises(StateFileError, match=f"{path}: .*{why}") as caught:
+        read_tokens(path)
     return caught.value.reason
 
 
@@ -42,25 +42,34 @@ def test_a_plain_list_of_tokens_as_servers_of_before_wrote_it(path):
 
 
 @pytest.mark.parametrize(
-    ("data", "reason"),
+    ("data", "why"),
     [
-        (b"", FileFault.TRUNCATED),
-        (state_bytes(frame(TOKENS))[:11], FileFault.TRUNCATED),
-        (state_bytes(frame(TOKENS))[:-1], FileFault.TRUNCATED),
-        (state_bytes(frame(TOKENS), magic=0x67677370), FileFault.MAGIC),
-        (state_bytes(frame(TOKENS), version=4), FileFault.VERSION),
-        (state_bytes([-1, 2, 0, 0]), FileFault.VERSION),
-        (state_bytes([-1, 1, 0]), FileFault.TOKENS),
-        (state_bytes([-1, 1, -1, 0, 0]), FileFault.TOKENS),
-        (state_bytes([-1, 1, 2, 8, 0]), FileFault.TOKENS),
-        (state_bytes([-1, 1, 1, 8, 0, 0]), FileFault.TOKENS),
-        (state_bytes(frame([8, -1, -1, 9], media=[1])), FileFault.MEDIA),
-        (state_bytes(frame([8, -2])), FileFault.TOKENS),
-        (state_bytes([8, -2]), FileFault.TOKENS),
+        (b"", "less than a header"),
+        (state_bytes(frame(TOKENS))[:11], "less than a header"),
+        (state_bytes(frame(TOKENS))[:-1], "less than its 9 token words"),
+        (state_bytes(frame(TOKENS), magic=0x67677370), "it starts with 0x67677370"),
+        (state_bytes([-1, 1, 0]), "less than a frame"),
+        (state_bytes([-1, 1, -1, 0, 0]), "-1 tokens do not fit"),
+        (state_bytes([-1, 1, 2, 8, 0]), "2 tokens do not fit"),
+        (state_bytes([-1, 1, 1, 8, 0, 0]), "are too many"),
+        (state_bytes(frame([8, -2])), "token id -2"),
+        (state_bytes([8, -2]), "token id -2"),
     ],
 )
-def test_what_is_no_whole_file_is_refused_with_its_reason(path, data, reason):
-    assert refused(path, data) is reason
+def test_what_is_no_whole_file_is_damaged(path, data, why):
+    assert refused(path, data, why) is FileFault.DAMAGED
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (state_bytes(frame(TOKENS), version=4), "format version 4"),
+        (state_bytes([-1, 2, 0, 0]), "token list version 2"),
+        (state_bytes(frame([8, -1, -1, 9], media=[1])), "images or audio"),
+    ],
+)
+def test_what_another_version_wrote_may_be_sound(path, data, why):
+    assert refused(path, data, why) is FileFault.FOREIGN
 
 
 @given(st.data())
