@@ -15,16 +15,17 @@ from typing import Any
 
 import msgspec
 import xxhash
+from msgspec import structs
 
-from engine_adapter.errors import EngineError, EngineRejected
+from engine_adapter.errors import EngineError
 from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server.checkpoints import UNPROBED
 from engine_adapter.llama_server.contents import SlotContents
-from engine_adapter.llama_server.discovery import ServerFacts
+from engine_adapter.llama_server.discovery import MemoryKind, ServerFacts
 from engine_adapter.llama_server.mirror_events import TOKENS_PER_BLOCK, MirrorEvents
 from engine_adapter.llama_server.options import SERVED, LlamaServerSpec
 from engine_adapter.llama_server.plan import SlotRates, worth_saving
-from engine_adapter.llama_server.probe import MemoryKind, memory_rules, probe, probe_file, probe_memory
+from engine_adapter.llama_server.probe import memory_rules, probe, probe_file
 from engine_adapter.llama_server.saved import SavedPrefixes
 from engine_adapter.llama_server.saved_files import StateFileError
 from engine_adapter.llama_server.scheduler import SlotScheduler
@@ -92,7 +93,6 @@ class ServerSession:
     _left: str = field(default="", init=False)
     _write_back: asyncio.Task[None] | None = field(default=None, init=False)
     _probes: ServerRecord[Probed] | None = field(default=None, init=False)
-    _memory: MemoryKind | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         if self.is_too_slow:
@@ -156,7 +156,7 @@ class ServerSession:
         """The results of the probe; None if the next process has to be probed, too."""
         facts = self.facts
         return (
-            Probed(facts.ram_cache, facts.is_unified, self._memory, facts.has_draft)
+            Probed(facts.ram_cache, facts.is_unified, facts.kind, facts.has_draft)
             if self._has_files and facts.ram_cache is not None
             else None
         )
@@ -194,8 +194,9 @@ class ServerSession:
         if self.facts.has_slots:
             states, told = await read_slots(self._control), self.told or self._probes.read()
             if told is not None:  # by an earlier probe: no slot loses its content again
-                self.facts = replace(self.facts, ram_cache=told.ram_cache, is_unified=told.is_unified)
-                self._memory = told.memory
+                self.facts = replace(
+                    self.facts, ram_cache=told.ram_cache, is_unified=told.is_unified, kind=told.memory
+                )
             elif self._may_probe and not any(state.is_processing for state in states):
                 await self._probe(spare_slot(states))
         if not self.facts.has_slots or self.facts.looks_unified:
@@ -245,33 +246,26 @@ class ServerSession:
 
     async def _probe(self, slot_id: int) -> None:
         self.is_probing = True
-        leaves_a_file = self.facts.can_save and self.facts.is_unified is None
-        control, directory, left = self._control, self._spec.options.host_cache_dir, probe_file(self._spec)
-        file = probe_file() if directory is not None else left
-        self.facts = await probe(control, self.facts, slot_id, file=file)
-        if not self.facts.is_unified:
-            file_made = file if self.facts.can_save and directory is not None else None
-            leaves_a_file |= file_made is not None
-            ram_cache = self.facts.ram_cache is not False
-            try:
-                self._memory = await probe_memory(
-                    control, slot_id, self.facts.slots, file=file_made, ram_cache=ram_cache
-                )
-            except EngineRejected:  # the directory is gone or full
-                self.facts = replace(self.facts, can_save=False)
-        if directory is not None and leaves_a_file:
+        directory, left = self._spec.options.host_cache_dir, probe_file(self._spec)
+        saves = self.facts.can_save and (directory is not None or self.facts.is_unified is None)
+        file = left if directory is None else probe_file()
+        self.facts = await probe(self._control, self.facts, slot_id, file=file if saves else None)
+        if saves and directory is None:
+            self._left = left
+        elif saves and directory is not None:
             self._shares_directory = await asyncio.to_thread(_take_probe, directory, file)
             await asyncio.to_thread(_take_probe, directory, left)
-        elif leaves_a_file:
-            self._left = left
         self.is_probing = False
 
     async def _learn_memory(self) -> None:
         """Turns what the probe told of the memory into rules."""
-        if self._memory is None:
+        kind = self.facts.kind
+        if kind is None:
             self.facts = replace(self.facts, memory=UNPROBED)
             return
-        rules = await asyncio.to_thread(memory_rules, self._memory, self.facts)
+        if self._spec.options.host_cache_dir is None:  # nothing is restored
+            kind = structs.replace(kind, has_window_in_files=False)
+        rules = await asyncio.to_thread(memory_rules, kind, self.facts)
         mark = () if rules.is_plain else await read_user_mark(self._control)
         self.facts = replace(self.facts, memory=rules, user_mark=mark)
 

@@ -10,31 +10,31 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from engine_adapter.llama_server.checkpoints import PLAIN, MemoryRules
-from engine_adapter.llama_server.discovery import discover, findings_of
-from engine_adapter.llama_server.probe import (
-    MemoryKind,
-    memory_rules,
-    probe,
-    probe_memory,
-    probe_ram_cache,
-    probe_unified,
-)
+from engine_adapter.llama_server.discovery import MemoryKind, discover, findings_of
+from engine_adapter.llama_server.probe import memory_rules, probe
 from engine_adapter.llama_server.slot_io import read_slots
 from engine_adapter.types import EngineSpec
 from scripts.make_gguf import gguf_path
+from tests.engine_adapter.llama_server.test_discovery import FACTS
 from tests.engines import served
 
 FILE = "probe.bin"
-SAVED = {"n_erased": 0, "n_saved": 0, "timings": {"save_ms": 1}}
+SAVED = {"n_erased": 0, "n_saved": 0, "timings": {"save_ms": 1, "cache_n": 0}}
 
 
-async def test_probes_touch_their_slot_alone(start_llama, control_of, save_dir):
+async def probed(control, slot_id, file=FILE):
+    """What a probe of one of its slots finds."""
+    facts = await discover(control, EngineSpec("llama_server", "http://127.0.0.1:1", "e"))
+    return await probe(control, facts, slot_id, file=file)
+
+
+async def test_a_probe_touches_its_slot_alone(start_llama, control_of, save_dir):
     control = control_of(start_llama(slots=2, save_dir=save_dir).url)
     prompt = {"prompt": list(range(500, 600)), "n_predict": 0}
     for slot_id in (0, 1):
         await control.call("POST", "/completion", json={**prompt, "id_slot": slot_id})
-    assert await probe_ram_cache(control, 1) is False
-    assert await probe_unified(control, 1, 2, file=FILE) is False
+    facts = await probed(control, 1)
+    assert (facts.ram_cache, facts.is_unified) == (False, False)
     reused = [
         (await control.call("POST", "/completion", json={**prompt, "id_slot": slot_id}))["timings"]["cache_n"]
         for slot_id in (0, 1)
@@ -47,19 +47,17 @@ async def test_a_server_whose_save_directory_is_gone_is_used_without_saves(start
     save_dir.mkdir()
     server = start_llama(slots=2, save_dir=save_dir)
     save_dir.rmdir()
-    facts = await discover(control_of(server.url), EngineSpec("llama_server", server.url, "e"))
-    facts = await probe(control_of(server.url), facts, 0, file=FILE)
+    facts = await probed(control_of(server.url), 0)
     assert not facts.can_save
     assert "no prefix can be saved" in [*map(str, findings_of(facts))][-1]
 
 
 @pytest.mark.parametrize("n_written", [0, 35, 40, 46, 4000])
 async def test_a_file_of_unknown_size_tells_nothing(control_of, n_written):
-    app = Starlette(
-        routes=[Route("/slots/0", lambda _: JSONResponse(SAVED | {"n_written": n_written}), methods=["POST"])]
-    )
-    with served(app) as url:
-        assert await probe_unified(control_of(url), 0, 4, file=FILE) is None
+    answer = JSONResponse(SAVED | {"n_written": n_written})
+    routes = [Route(path, lambda _: answer, methods=["POST"]) for path in ("/slots/0", "/completion")]
+    with served(Starlette(routes=routes)) as url:
+        assert (await probe(control_of(url), FACTS, 0, file=FILE)).is_unified is None
 
 
 WINDOW = MemoryKind(is_recurrent=False, has_window=True, has_checkpoints=True, has_window_in_files=True)
@@ -79,12 +77,11 @@ async def test_the_memory_of_a_server_is_found_out(
 ):
     server = start_llama(*flags, model=gguf_path(shape), slots=2, ctx=512, save_dir=save_dir)
     control = control_of(server.url)
-    facts = await discover(control, EngineSpec("llama_server", server.url, "e"))
-    kind = await probe_memory(control, 1, 2, file="probe.bin")
-    assert memory_rules(kind, facts) == rules
-    assert [file.name for file in save_dir.iterdir()] == ["probe.bin"]
+    facts = await probed(control, 1)
+    assert memory_rules(facts.kind, facts) == rules
+    assert [file.name for file in save_dir.iterdir()] == [FILE]
     assert [slot.id_task is None for slot in await read_slots(control)] == [True, False]
-    found = [str(each) for each in findings_of(replace(facts, memory=memory_rules(kind, facts)))]
+    found = [str(each) for each in findings_of(replace(facts, memory=rules))]
     assert [each for each in found if "--swa-full" in each or "--ctx-checkpoints" in each] == found
     assert (flag is None) == (not found)
     assert flag is None or flag in found[0]
@@ -92,8 +89,7 @@ async def test_the_memory_of_a_server_is_found_out(
 
 async def test_a_server_that_cannot_save_is_tried_out_too(start_llama, control_of):
     server = start_llama("--ctx-checkpoints", "0", model=gguf_path("swa"), slots=1, ctx=512)
-    kind = await probe_memory(control_of(server.url), 0, 1, file=None)
-    assert kind == MemoryKind(
+    assert (await probed(control_of(server.url), 0)).kind == MemoryKind(
         is_recurrent=False, has_window=True, has_checkpoints=False, has_window_in_files=False
     )
 
@@ -102,8 +98,7 @@ async def test_a_server_that_cannot_save_is_tried_out_too(start_llama, control_o
 async def test_beside_a_ram_cache_only_files_tell(start_llama, control_of, save_dir, shape):
     flags = ("--cache-ram", "64")
     server = start_llama(*flags, model=gguf_path(shape), slots=2, ctx=512, save_dir=save_dir)
-    kind = await probe_memory(control_of(server.url), 0, 2, file="probe.bin", ram_cache=True)
-    assert kind == MemoryKind(
+    assert (await probed(control_of(server.url), 0)).kind == MemoryKind(
         is_recurrent=False, has_window=False, has_checkpoints=True, has_window_in_files=shape == "swa"
     )
 
