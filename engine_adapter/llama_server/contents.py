@@ -123,7 +123,7 @@ class SlotContents:
     ) -> None:
         """Sets what a slot holds; see `SlotTable.hold`."""
         self.table.hold(slot.id, tokens, salt, unknown=unknown, saved=saved, memory=memory)
-        self.owners.holds(slot.id, slot.salt)
+        self.owners.becomes(slot.id, slot.salt)
         if slot.is_empty or salt == UNKNOWN_OWNER:
             self._mirror.drop(slot.id)
         else:
@@ -167,7 +167,7 @@ class SlotContents:
         """The server lost all KV, for instance because it fell asleep."""
         for slot in self.table:
             self._mirror.drop(slot.id)
-            self.owners.holds(slot.id, UNKNOWN_OWNER)
+            self.owners.becomes(slot.id, UNKNOWN_OWNER)
         self.table.wipe()
 
     async def save(self, slot: Slot) -> bool:
@@ -228,7 +228,7 @@ class SlotContents:
             return False
         try:
             async with self._saved.using(entry) as name:
-                self.owners.changes(slot.id, entry.salt)
+                self.owners.becomes(slot.id, entry.salt)
                 moved = await slot_io.restore(self._control, slot.id, name)
         except StateFileError as error:
             self.counts.failed_restores += 1

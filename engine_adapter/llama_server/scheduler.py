@@ -105,7 +105,7 @@ class SlotScheduler:
         lease = await self._prepared(chosen, ask)
         self._check_open()
         # The slot is going to hold this prompt: the next request of the conversation waits for it.
-        self.contents.owners.changes(lease.slot, ask.salt)
+        self.contents.owners.becomes(lease.slot, ask.salt)
         memory = lease.memory.after(lease.shared, len(ask.tokens), self.contents.user_starts(ask))
         self._table.hold(lease.slot, ask.tokens, ask.salt, memory=memory)
         self._table.made_of(lease.slot, ask.text, ask.salt)
@@ -132,7 +132,7 @@ class SlotScheduler:
             tasks = {state.id: state.id_task for state in await read_slots(self._control)}
             self._check_open()
             for slot in self._table:
-                self.contents.owners.changes(slot.id, UNKNOWN_OWNER)
+                self.contents.owners.becomes(slot.id, UNKNOWN_OWNER)
             yield
         finally:
             self._tasks.start(self._after_alone(tasks))
@@ -233,7 +233,7 @@ class SlotScheduler:
             else:
                 settled.append(state)
         self._tasks_at = {(state.id, uses[state.id]): state.id_task for state in settled}
-        self.contents.owners.note(settled)
+        self.contents.owners.note((state, self._table[state.id].salt) for state in settled)
 
     async def look(self) -> bool:
         """True if the server sleeps. The question does not wake it. A server that sleeps has lost all KV.
@@ -453,8 +453,6 @@ class SlotScheduler:
             for slot in self._table:
                 self.contents.mark_lost(slot)
         finally:
-            for slot in self._table:
-                self.contents.owners.holds(slot.id, slot.salt)
             self._turns.release_all()
             self._note_work()
 
