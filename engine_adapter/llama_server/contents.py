@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-from array import array
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -16,16 +15,16 @@ from typing import Any
 from engine_adapter.errors import EngineError, EngineRejected
 from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server import saved_files, slot_io
-from engine_adapter.llama_server.checkpoints import MemoryRules, SlotMemory, user_starts
+from engine_adapter.llama_server.checkpoints import MemoryRules, user_starts
 from engine_adapter.llama_server.discovery import ServerFacts
 from engine_adapter.llama_server.mirror_events import MirrorEvents
 from engine_adapter.llama_server.plan import SlotRates
 from engine_adapter.llama_server.saved import Saved, SavedPrefixes, salt_digest
 from engine_adapter.llama_server.saved_files import FileFault, StateFileError
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER, SlotOwners
-from engine_adapter.llama_server.slots import Slot, SlotTable
+from engine_adapter.llama_server.slots import NO_TOKENS, Slot, SlotTable
 from engine_adapter.llama_server.turns import SlotRequest
-from engine_adapter.types import TOOL_S, Retention, Tier, TokenIds, common_prefix
+from engine_adapter.types import TOOL_S, Retention, Tier, common_prefix
 
 log = logging.getLogger("kvpin.llama_server")
 
@@ -84,7 +83,7 @@ class SlotContents:
 
     def __post_init__(self) -> None:
         self.rules = self.facts.memory
-        self.table = SlotTable(self.facts.slots, self.rules)
+        self.table = SlotTable(self.facts.slots, self.rules, self._tell)
 
     @property
     def can_restore(self) -> bool:
@@ -111,23 +110,13 @@ class SlotContents:
         """Saved prefixes of this model and layout."""
         return iter(()) if self._saved is None else self._saved.entries(self.facts.key)
 
-    def hold(
-        self,
-        slot: Slot,
-        tokens: TokenIds[int],
-        salt: str | None,
-        *,
-        unknown: int = 0,
-        saved: int | None = None,
-        memory: SlotMemory | None = None,
-    ) -> None:
-        """Sets what a slot holds; see `SlotTable.hold`."""
-        self.table.hold(slot.id, tokens, salt, unknown=unknown, saved=saved, memory=memory)
+    def _tell(self, slot: Slot) -> None:
+        """Tells the mirror and the record of owners what a slot holds now."""
         self.owners.becomes(slot.id, slot.salt)
-        if slot.is_empty or salt == UNKNOWN_OWNER:
+        if slot.is_empty or slot.salt == UNKNOWN_OWNER:
             self._mirror.drop(slot.id)
         else:
-            self._mirror.put(slot.id, Tier.GPU, slot.tokens, salt)
+            self._mirror.put(slot.id, Tier.GPU, slot.tokens, slot.salt)
 
     def keep(self, slot: Slot, retention: Retention | None) -> None:
         """Retains what a request left in the slot, and the files that hold its beginning."""
@@ -146,7 +135,8 @@ class SlotContents:
     def mark_unknown(self, slot: Slot, count: int) -> None:
         """The slot holds `count` tokens whose ids are not known."""
         # Nobody can reuse these tokens, so their loss costs nothing: they count as saved.
-        self.hold(slot, array("i"), UNKNOWN_OWNER, unknown=count, saved=count, memory=self.rules.lost(count))
+        lost = self.rules.lost(count)
+        self.table.hold(slot.id, NO_TOKENS, UNKNOWN_OWNER, unknown=count, saved=count, memory=lost)
 
     def mark_lost(self, slot: Slot) -> None:
         """What the slot holds is not known, nor how much. It does not count as empty: an empty slot is
@@ -165,10 +155,9 @@ class SlotContents:
 
     def wipe(self) -> None:
         """The server lost all KV, for instance because it fell asleep."""
-        for slot in self.table:
-            self._mirror.drop(slot.id)
-            self.owners.becomes(slot.id, UNKNOWN_OWNER)
         self.table.wipe()
+        for slot in self.table:
+            self.owners.becomes(slot.id, UNKNOWN_OWNER)
 
     async def save(self, slot: Slot) -> bool:
         """Saves a slot on which SAVE has begun; the file's header then lists all its tokens.
@@ -214,9 +203,7 @@ class SlotContents:
         self.counts.saves += 1
         self.counts.saved_tokens += moved.tokens
         self.rates.saved(moved.tokens, moved.size, moved.seconds)
-        text = slot.text
-        self.hold(slot, entry.tokens, salt, saved=len(entry.tokens))
-        self.table.made_of(slot.id, text, salt)
+        self.table.hold(slot.id, entry.tokens, salt, saved=entry.count, text=slot.text)
         return True
 
     async def restore(self, slot: Slot, entry: Saved) -> bool:
@@ -240,7 +227,7 @@ class SlotContents:
             text = "%s: the server refused saved prefix %s: %s; the file is kept, and not restored here again"
             log.warning(text, self._engine, entry.name, error)
             # A failed restore wipes the slot.
-            self.hold(slot, array("i"), None)
+            self.table.hold(slot.id, NO_TOKENS, None)
             # The file is not damaged: another server may take it, or this one with other flags.
             self._refused.add(entry.name)
             self._mirror.drop(entry.name)
@@ -249,7 +236,7 @@ class SlotContents:
         self.counts.restored_tokens += moved.tokens
         self.rates.restored(moved.size, moved.seconds)
         memory = self.rules.restored(len(entry.tokens))
-        self.hold(slot, entry.tokens, entry.salt, saved=len(entry.tokens), memory=memory)
+        self.table.hold(slot.id, entry.tokens, entry.salt, saved=entry.count, memory=memory)
         return True
 
     def keeping(self, entry: Saved | None) -> AbstractAsyncContextManager[None]:
@@ -259,7 +246,7 @@ class SlotContents:
     async def erase(self, slot: Slot) -> None:
         """Empties a slot on which ERASE has begun."""
         await slot_io.erase(self._control, slot.id)
-        self.hold(slot, array("i"), None)
+        self.table.hold(slot.id, NO_TOKENS, None)
 
     async def forget(self, entry: Saved) -> None:
         """Drops a saved prefix."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from array import array
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -35,7 +34,7 @@ from engine_adapter.llama_server.slot_io import (
     until_all_arrived,
     when_idle,
 )
-from engine_adapter.llama_server.slots import Slot, SlotOperation
+from engine_adapter.llama_server.slots import NO_TOKENS, Slot, SlotOperation
 from engine_adapter.llama_server.turns import SlotLease, SlotRequest, Turns, first_operation
 from engine_adapter.types import TokenIds, common_prefix
 
@@ -107,8 +106,10 @@ class SlotScheduler:
         # The slot is going to hold this prompt: the next request of the conversation waits for it.
         self.contents.owners.becomes(lease.slot, ask.salt)
         memory = lease.memory.after(lease.shared, len(ask.tokens), self.contents.user_starts(ask))
-        self._table.hold(lease.slot, ask.tokens, ask.salt, memory=memory)
-        self._table.made_of(lease.slot, ask.text, ask.salt)
+        unknown = int(not ask.tokens)  # an empty slot is nobody's
+        self._table.hold(
+            lease.slot, ask.tokens, ask.salt, unknown=unknown, memory=memory, text=ask.text, is_sure=False
+        )
         self._table.serve(lease.slot, ask.session)
         try:
             yield lease
@@ -199,11 +200,12 @@ class SlotScheduler:
             slot, count = self._table[state.id], state.n_tokens or 0
             owner = contents.owners.recorded(state)
             if count and owner != UNKNOWN_OWNER:
-                contents.hold(slot, array("i"), owner, unknown=count, memory=contents.rules.lost(count))
+                lost = contents.rules.lost(count)
+                self._table.hold(slot.id, NO_TOKENS, owner, unknown=count, memory=lost)
             elif count or state.is_processing:
                 contents.mark_unknown(slot, max(count, 1))
             else:
-                contents.hold(slot, array("i"), None)
+                self._table.hold(slot.id, NO_TOKENS, None)
             if state.is_processing:
                 self._watch_foreign(slot)
 
@@ -222,7 +224,7 @@ class SlotScheduler:
                 self.is_lost = True
                 raise EngineUnavailable("the server was restarted: its slots are new")
             if state.n_tokens == 0 and slot.length == 1 and not state.is_processing:
-                self.contents.hold(slot, array("i"), None)  # nothing is there after all
+                self._table.hold(slot.id, NO_TOKENS, None)  # nothing is there after all
             elif (
                 state.is_processing
                 or state.n_tokens not in (None, slot.length)
@@ -277,7 +279,7 @@ class SlotScheduler:
     def _plan(self, ask: SlotRequest, slots: Iterable[Slot]) -> Plan:
         contents = self.contents
         return plan(
-            ask.tokens if ask.reuse else array("i"),
+            ask.tokens if ask.reuse else NO_TOKENS,
             ask.salt,
             slots,
             contents.entries(),
@@ -335,7 +337,7 @@ class SlotScheduler:
             and slot.is_firm(kept, len(ask.tokens), ask.salt, grows=False),
             may_reuse=may_reuse,
             restored=restored,
-            before=slot.tokens if may_reuse else array("i"),
+            before=slot.tokens if may_reuse else NO_TOKENS,
             memory=slot.memory.used_by(shared if may_reuse else 0, moves=moves),
             length_before=slot.length,
             started=self._clock(),
@@ -357,7 +359,7 @@ class SlotScheduler:
         if self._closed:
             return  # another scheduler may have the slots by now
         slot = self._table[lease.slot]
-        known: TokenIds[int] = array("i")
+        known = NO_TOKENS
         unknown = len(lease.ask.tokens) or 1  # an empty slot is nobody's
         try:
             known, unknown = await self._left_by(lease)
@@ -366,8 +368,8 @@ class SlotScheduler:
         finally:
             if known or lease.leaves_own:
                 memory = self._memory_after(lease).grown(len(known) + unknown)
-                self.contents.hold(slot, known, lease.ask.salt, unknown=unknown, memory=memory)
-                self._table.made_of(slot.id, lease.ask.text, lease.ask.salt)
+                ask = lease.ask
+                self._table.hold(slot.id, known, ask.salt, unknown=unknown, memory=memory, text=ask.text)
                 self.contents.note_saved(slot)
                 self.contents.keep(slot, lease.ask.retention)
                 if lease.answer is not None and lease.answer.finish_reason == "tool_calls":
@@ -393,7 +395,7 @@ class SlotScheduler:
             self._learn(lease, answer)
             sampled = answer.token_ids
             if sampled is None:
-                sampled = await known_tokens(self._control, answer) if lease.shows_text else array("i")
+                sampled = await known_tokens(self._control, answer) if lease.shows_text else NO_TOKENS
             return slot_content(prompt, answer, sampled)
         await until_all_arrived(self._control)
         count = await self._count_when_idle(lease.slot)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +17,7 @@ from engine_adapter.llama_server.answer import CompletionOutput
 from engine_adapter.llama_server.checkpoints import SlotMemory
 from engine_adapter.llama_server.plan import Plan
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
-from engine_adapter.llama_server.slots import Slot, SlotOperation, SlotTable
+from engine_adapter.llama_server.slots import NO_TOKENS, Slot, SlotOperation, SlotTable
 from engine_adapter.types import Retention, TokenIds
 
 
@@ -42,7 +41,7 @@ class SlotRequest:
     retention: Retention | None = None
     is_chat: bool = False
     session: int | None = None
-    text: TokenIds[int] = field(default_factory=lambda: array("i"), repr=False)
+    text: TokenIds[int] = field(default_factory=lambda: NO_TOKENS, repr=False)
 
 
 @dataclass(slots=True)
