@@ -24,7 +24,7 @@ from engine_adapter.llama_server.saved_files import FileFault, StateFileError
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER, SlotOwners
 from engine_adapter.llama_server.slots import NO_TOKENS, Slot, SlotTable
 from engine_adapter.llama_server.turns import SlotRequest
-from engine_adapter.types import TOOL_S, Retention, Tier, common_prefix
+from engine_adapter.types import Retention, Tier, common_prefix
 
 log = logging.getLogger("kvpin.llama_server")
 
@@ -127,10 +127,6 @@ class SlotContents:
         for entry in self.all_entries():
             if self._saved is not None and slot.shared(entry.tokens, entry.salt) == len(entry.tokens):
                 self._saved.keep(entry, retention.ttl_s, slot.kept_for)
-
-    def expect_result(self, slot: Slot) -> None:
-        """The answer that the slot holds called a tool."""
-        slot.due_until = self._clock() + TOOL_S
 
     def mark_unknown(self, slot: Slot, count: int) -> None:
         """The slot holds `count` tokens whose ids are not known."""

@@ -36,7 +36,7 @@ from engine_adapter.llama_server.slot_io import (
 )
 from engine_adapter.llama_server.slots import NO_TOKENS, Slot, SlotOperation
 from engine_adapter.llama_server.turns import SlotLease, SlotRequest, Turns, first_operation
-from engine_adapter.types import TokenIds, common_prefix
+from engine_adapter.types import TOOL_S, TokenIds, common_prefix
 
 log = logging.getLogger("kvpin.llama_server")
 
@@ -373,7 +373,7 @@ class SlotScheduler:
                 self.contents.note_saved(slot)
                 self.contents.keep(slot, lease.ask.retention)
                 if lease.answer is not None and lease.answer.finish_reason == "tool_calls":
-                    self.contents.expect_result(slot)
+                    slot.due_until = self._clock() + TOOL_S  # the tool's result is expected
             else:
                 self.contents.mark_unknown(slot, unknown)
             self._release(slot)

@@ -81,7 +81,7 @@ class ServerLock:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = _read(file)
+            holder = str(_holder(file) or "a process that did not say which")
             file.close()
             raise EngineTaken(
                 f"another kvpin uses it ({holder}), and its slots take only one: stop one of the two, or "
@@ -117,12 +117,6 @@ class ServerLock:
                 self._path,
                 error.strerror,
             )
-
-
-def _read(file: FileIO) -> str:
-    """The holder of the lock, for people."""
-    holder = _holder(file)
-    return "a process that did not say which" if holder is None else str(holder)
 
 
 def _holder(file: FileIO) -> _Holder | None:
@@ -199,7 +193,7 @@ class ServerRecord(Generic[_Content]):
             return
         part = self._path.with_name(f"{self._path.name}.part")
         try:
-            with open(part, "wb", opener=_open_private) as file:
+            with open(part, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
                 file.write(msgspec.msgpack.encode((self._instance, content)))
             part.replace(self._path)
         except OSError as error:
@@ -217,10 +211,6 @@ class ServerRecord(Generic[_Content]):
 
 def _path(directory: Path, url: str, suffix: str) -> Path:
     return directory / f"kvpin-slots-{xxhash.xxh3_64_hexdigest(url.encode())}.{suffix}"
-
-
-def _open_private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
 
 
 class _Recorded(msgspec.Struct, frozen=True, array_like=True):
