@@ -395,7 +395,7 @@ class LlamaServerAdapter(EngineAdapter):
         sleeps = self._session is None and self._pulse.is_sleeping
         if self._router is not None or (sleeps and ROUTES.get(path) is not READ):
             return self._hold_in_memory(path, body, prompt)
-        return hold_request(self._session, self._mirror, path, body, prompt)
+        return hold_request(self._session, path, body, prompt)
 
     @asynccontextmanager
     async def _hold_in_memory(
@@ -424,7 +424,7 @@ class LlamaServerAdapter(EngineAdapter):
                     with suppress(EngineRejected):
                         ids = await self.tokenize(path, body)
                         prompt = KvTarget(ids, cache_salt=body.get("cache_salt"))
-            async with hold_request(self._session, self._mirror, path, body, prompt) as hold:
+            async with hold_request(self._session, path, body, prompt) as hold:
                 yield hold
 
     @override

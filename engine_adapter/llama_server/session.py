@@ -72,6 +72,7 @@ class ServerSession:
         scheduler: manages its slots; None if they cannot be managed, and the server chooses them itself.
         verbs: the admin verbs on its slots; None likewise.
         findings: reasons why kvpin cannot use it fully, beyond the findings of the facts.
+        mirror: what its slots and files hold, as events.
         is_probing: the probe has begun and not ended.
     """
 
@@ -86,6 +87,7 @@ class ServerSession:
     scheduler: SlotScheduler | None = field(default=None, init=False)
     verbs: SlotVerbs | None = field(default=None, init=False)
     findings: list[str] = field(default_factory=list, init=False)
+    mirror: MirrorEvents = field(default_factory=MirrorEvents, init=False)
     is_probing: bool = field(default=False, init=False)
     _has_files: bool = field(default=False, init=False)
     _shares_directory: bool = field(default=True, init=False)
@@ -100,8 +102,9 @@ class ServerSession:
 
     async def begin(self, registry: SavedPrefixes | None, mirror: MirrorEvents) -> None:
         """Probes the server, takes over its slots, and begins to write them back. Errors end the session."""
+        self.mirror = mirror
         try:
-            await self._begin(registry, mirror)
+            await self._begin(registry)
         except BaseException:
             await self.end(farewell=False)
             raise
@@ -188,7 +191,7 @@ class ServerSession:
         contents.learn(self.facts)
         contents.mark_unknown(slot, (await read_slots(self._control))[slot.id].n_tokens or 0)
 
-    async def _begin(self, registry: SavedPrefixes | None, mirror: MirrorEvents) -> None:
+    async def _begin(self, registry: SavedPrefixes | None) -> None:
         directory = registry.place.host if registry is not None else None
         self._probes = ServerRecord(directory, self._spec.url, self.facts.instance, "probe", Probed)
         if self.facts.has_slots:
@@ -215,7 +218,7 @@ class ServerSession:
         process = directory if self.may_try else None, self._spec.url, self.facts.holder
         owners = SlotOwners(*process, self.facts.slots)
         contents = SlotContents(
-            self._spec.id, self.facts, self._control, saved, mirror, clock, owners, self.rates
+            self._spec.id, self.facts, self._control, saved, self.mirror, clock, owners, self.rates
         )
         scheduler = self.scheduler = SlotScheduler(self._spec.id, self._control, contents, clock=clock)
         verbs = self.verbs = SlotVerbs(scheduler, ServerRecord(*process, "pins", list[RecordedPin]))

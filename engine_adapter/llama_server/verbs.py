@@ -62,6 +62,15 @@ class _Tally:
     def progress(self) -> KvProgress:
         return KvProgress(self.done, self.total, self.size, dict(self.left))
 
+    def note(self, blocks: int, size: float = 0, *, left: str | None = None) -> KvProgress:
+        """The progress with further blocks: done, of `size` bytes, or left for a reason."""
+        if left is not None:
+            self.left[left] += blocks
+        else:
+            self.done += blocks
+            self.size += round(size)
+        return self.progress()
+
 
 class SlotVerbs:
     """KV operations on the slots and files of one server."""
@@ -151,34 +160,29 @@ class SlotVerbs:
         """Erases slots and deletes files that begin like the target. The server's own prompt cache is out of
         reach: what it may still hold is left."""
         scheduler, tally = self._scheduler, _Tally()
+        cached = None if self._contents.facts.keeps_none_itself else _SERVER_CACHE
         for slot in self._contents.table:
             await _until_still(slot)
-        slots = self._free([slot for slot in self._contents.table if _concerns(slot, target)], tally)
+        slots = self._free([slot for slot in self._contents.table if _matches(slot, target)], tally)
         entries, kept = self._saved(target)
         if kept:
             tally.left["pinned"] += sum(map(_blocks, kept))
         tally.total = sum(map(_blocks, slots)) + sum(map(_blocks, entries))
         for slot in slots:
-            blocks = _blocks(slot)
+            blocks, reason = _blocks(slot), cached
             await _until_still(slot)
             if slot.is_idle:
                 await scheduler.take(slot.id, SlotOperation.ERASE, self._contents.erase)
-                if self._contents.facts.keeps_none_itself:
-                    tally.done += blocks
-                else:
-                    tally.left[_SERVER_CACHE] += blocks
             else:
-                tally.left["in_use"] += blocks
-            yield tally.progress()
+                reason = "in_use"
+            yield tally.note(blocks, left=reason)
         known, (entries, _) = entries, self._saved(target)  # some were saved meanwhile
         tally.total += sum(_blocks(entry) for entry in entries if entry not in known)
         for entry in entries:
             await self._contents.forget(entry)
-            tally.done += _blocks(entry)
-            tally.size += entry.size
-            yield tally.progress()
-        if not self._contents.facts.keeps_none_itself and not tally.left[_SERVER_CACHE]:
-            tally.left[_SERVER_CACHE] = 1  # how many are in it, nobody tells
+            yield tally.note(_blocks(entry), entry.size)
+        if cached is not None and not tally.left[cached]:
+            tally.left[cached] = 1  # how many are in it, nobody tells
         yield tally.progress()
 
     def _saved(self, target: KvTarget) -> tuple[list[Saved], list[Saved]]:
@@ -190,7 +194,7 @@ class SlotVerbs:
     async def _offload(self, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
         """Saves slots to files and empties them."""
         tally = _Tally()
-        held = [slot for slot in self._contents.table if _concerns(slot, target) and not slot.is_empty]
+        held = [slot for slot in self._contents.table if _matches(slot, target)]
         if target.token_ids is not None:
             held = _fullest(held, target)
         slots = self._free(held, tally)
@@ -198,12 +202,8 @@ class SlotVerbs:
         for slot in slots:
             blocks = _blocks(slot)
             reason = await self._offload_slot(slot)
-            if reason is None:
-                tally.done += blocks
-                tally.size += round(blocks * TOKENS_PER_BLOCK * self._contents.rates.bytes_per_token)
-            else:
-                tally.left[reason] += blocks
-            yield tally.progress()
+            size = blocks * TOKENS_PER_BLOCK * self._contents.rates.bytes_per_token
+            yield tally.note(blocks, size, left=reason)
         yield tally.progress()
 
     async def _offload_slot(self, slot: Slot) -> str | None:
@@ -221,12 +221,8 @@ class SlotVerbs:
         tally = _Tally()
         for entry in self._wanted(target):
             tally.total += _blocks(entry)
-            if await self._scheduler.bring(entry):
-                tally.done += _blocks(entry)
-                tally.size += entry.size
-            else:
-                tally.left["no_room"] += _blocks(entry)
-            yield tally.progress()
+            is_there = await self._scheduler.bring(entry)
+            yield tally.note(_blocks(entry), entry.size, left=None if is_there else "no_room")
         yield tally.progress()
 
     def _wanted(self, target: KvTarget) -> list[Saved]:
@@ -268,15 +264,11 @@ def _blocks(held: Slot | Saved) -> int:
     return (held.length if isinstance(held, Slot) else held.count) // TOKENS_PER_BLOCK
 
 
-def _concerns(slot: Slot, target: KvTarget) -> bool:
-    """True if a slot holds any of the target; a target of everything includes unknown content."""
-    if target.token_ids is None and target.cache_salt is None:
-        return not slot.is_empty
-    return _matches(slot, target)
-
-
 def _matches(held: Slot | Saved, target: KvTarget) -> bool:
-    """True if content shares at least one full leading block with the target."""
+    """True if content shares at least one full leading block with the target. A target of everything includes
+    unknown content."""
+    if isinstance(held, Slot) and held.is_empty:
+        return False
     if target.token_ids is None:
         return target.cache_salt is None or held.salt == salt_digest(target.cache_salt)
     return _shared(held, target) >= TOKENS_PER_BLOCK

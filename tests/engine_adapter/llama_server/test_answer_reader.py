@@ -11,9 +11,9 @@ import pytest
 
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected, EngineUnavailable
-from engine_adapter.llama_server import answer_reader
+from engine_adapter.llama_server import requests
 from engine_adapter.llama_server.answer import read_answer, slot_content
-from engine_adapter.llama_server.answer_reader import (
+from engine_adapter.llama_server.requests import (
     NativeAnswer,
     SlotAnswer,
     SlotsAnswer,
@@ -112,7 +112,7 @@ def test_who_wanted_no_stream_gets_one_answer(lease, assembling):
 
 
 def test_a_longer_answer_than_is_read_is_passed_on_and_not_read(lease, monkeypatch):
-    monkeypatch.setattr(answer_reader, "MAX_BYTES", len(WHOLE) - 1)
+    monkeypatch.setattr(requests, "MAX_BYTES", len(WHOLE) - 1)
     watching = SlotAnswer(CHAT, lease, assembles=False)
     feed(watching, WHOLE)
     assert watching.finish() == b""
@@ -121,7 +121,7 @@ def test_a_longer_answer_than_is_read_is_passed_on_and_not_read(lease, monkeypat
 
 
 def test_and_assembled_all_the_same(lease, monkeypatch):
-    monkeypatch.setattr(answer_reader, "MAX_BYTES", len(WHOLE) - 1)
+    monkeypatch.setattr(requests, "MAX_BYTES", len(WHOLE) - 1)
     assembling = SlotAnswer(CHAT, lease, assembles=True)
     feed(assembling, WHOLE)
     assert msgspec.json.decode(assembling.finish())["choices"][0]["message"]["content"] == "hello"
