@@ -229,8 +229,10 @@ class LlamaServerAdapter(EngineAdapter):
     def _find_directory(self, model: RouterModel) -> None:
         """Learns from a router of this machine where a model's process will save, if no setting names that.
         The probe of the process finds out whether its files really arrive there."""
-        directory = model.flag(_SAVES_TO)
-        if self._registry is not None or directory is None or not _is_of_this_machine(self.spec, directory):
+        directory, host = model.flag(_SAVES_TO), urlsplit(self.spec.url).hostname or ""
+        if self._registry is not None or directory is None or not (host == "localhost" or is_loopback(host)):
+            return
+        if not Path(directory).is_absolute() or not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
             return
         lock = ServerLock(Path(directory), self._place.url)
         try:
@@ -552,13 +554,6 @@ class LlamaServerAdapter(EngineAdapter):
             session.scheduler.contents.note_removed()
         else:
             self._mirror.put(entry.name, entry.tier, entry.tokens, entry.salt)
-
-
-def _is_of_this_machine(spec: LlamaServerSpec, directory: str) -> bool:
-    """True if a server runs on this machine, and kvpin may write to this directory of its."""
-    host = urlsplit(spec.url).hostname or ""
-    is_here = host == "localhost" or is_loopback(host)
-    return is_here and Path(directory).is_absolute() and os.access(directory, os.R_OK | os.W_OK | os.X_OK)
 
 
 def _place(spec: LlamaServerSpec) -> SavedPlace | None:

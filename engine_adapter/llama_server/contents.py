@@ -60,16 +60,18 @@ class SlotContents:
     `owners`.
 
     Attributes:
+        engine: its id, for logs.
         facts: of the server, as far as it was probed.
+        clock: seconds, of the slot table.
         reuses_any_prefix: the server reuses any prefix of a slot's content: true until it is seen not to.
     """
 
-    _engine: str
+    engine: str
     facts: ServerFacts
-    _control: ControlClient
+    control: ControlClient
     _saved: SavedPrefixes | None
     _mirror: MirrorEvents
-    _clock: Callable[[], float]
+    clock: Callable[[], float]
     owners: SlotOwners
     rates: SlotRates = field(default_factory=SlotRates)
     counts: Counts = field(default_factory=Counts, init=False)
@@ -94,7 +96,7 @@ class SlotContents:
     @property
     def can_save(self) -> bool:
         """True if a save may be tried now."""
-        return self.can_restore and self._clock() >= self._no_save_before
+        return self.can_restore and self.clock() >= self._no_save_before
 
     def entries(self) -> Iterator[Saved]:
         """Saved prefixes this server can restore."""
@@ -122,7 +124,7 @@ class SlotContents:
         """Retains what a request left in the slot, and the files that hold its beginning."""
         if retention is None or not retention.priority:
             return
-        until = max(slot.kept_until, self._clock() + retention.ttl_s)
+        until = max(slot.kept_until, self.clock() + retention.ttl_s)
         slot.kept_until, slot.kept_for = until, salt_digest(retention.owner)
         for entry in self.all_entries():
             if self._saved is not None and slot.shared(entry.tokens, entry.salt) == len(entry.tokens):
@@ -167,7 +169,7 @@ class SlotContents:
         try:
             # A server that finds no room may leave half a file and report success, so make room first.
             await registry.make_room(round(length * self.rates.bytes_per_token))
-            moved = await slot_io.save(self._control, slot.id, name)
+            moved = await slot_io.save(self.control, slot.id, name)
             if moved.tokens:
                 entry = await registry.add(
                     name,
@@ -175,7 +177,7 @@ class SlotContents:
                     salt,
                     tokens_expected=moved.tokens,
                     bytes_expected=moved.size,
-                    keep_s=slot.kept_until - self._clock(),
+                    keep_s=slot.kept_until - self.clock(),
                     owner=slot.kept_for,
                     replaces=self.rules.cuts_files,
                 )
@@ -212,16 +214,16 @@ class SlotContents:
         try:
             async with self._saved.using(entry) as name:
                 self.owners.becomes(slot.id, entry.salt)
-                moved = await slot_io.restore(self._control, slot.id, name)
+                moved = await slot_io.restore(self.control, slot.id, name)
         except StateFileError as error:
             self.counts.failed_restores += 1
             fate = "is damaged and deleted" if error.reason is FileFault.DAMAGED else "cannot be restored now"
-            log.warning("%s: a saved prefix %s: %s", self._engine, fate, error)
+            log.warning("%s: a saved prefix %s: %s", self.engine, fate, error)
             return False
         except EngineRejected as error:
             self.counts.failed_restores += 1
             text = "%s: the server refused saved prefix %s: %s; the file is kept, and not restored here again"
-            log.warning(text, self._engine, entry.name, error)
+            log.warning(text, self.engine, entry.name, error)
             # A failed restore wipes the slot.
             self.table.hold(slot.id, NO_TOKENS, None)
             # The file is not damaged: another server may take it, or this one with other flags.
@@ -241,7 +243,7 @@ class SlotContents:
 
     async def erase(self, slot: Slot) -> None:
         """Empties a slot on which ERASE has begun."""
-        await slot_io.erase(self._control, slot.id)
+        await slot_io.erase(self.control, slot.id)
         self.table.hold(slot.id, NO_TOKENS, None)
 
     async def forget(self, entry: Saved) -> None:
@@ -306,7 +308,7 @@ class SlotContents:
 
     def describe(self) -> list[dict[str, Any]]:
         """The slots for people, without their content."""
-        now = self._clock()
+        now = self.clock()
         return [
             {
                 "id": slot.id,
@@ -326,9 +328,9 @@ class SlotContents:
 
     def _pause_saving(self, error: Exception) -> None:
         self.counts.failed_saves += 1
-        self._no_save_before = self._clock() + self._save_pause_s
+        self._no_save_before = self.clock() + self._save_pause_s
         text = "%s: a slot could not be saved %s; kvpin tries again in %.0f s: %s"
-        log.warning(text, self._engine, self._where(), self._save_pause_s, error)
+        log.warning(text, self.engine, self._where(), self._save_pause_s, error)
         self._save_pause_s = min(2 * self._save_pause_s, MAX_SAVE_PAUSE_S)
 
     def _where(self) -> str:
@@ -344,4 +346,4 @@ class SlotContents:
 
     def _find(self, finding: str) -> None:
         self.findings.append(finding)
-        log.warning("%s: %s", self._engine, finding)
+        log.warning("%s: %s", self.engine, finding)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -18,7 +17,6 @@ from typing import Any, TypeVar
 
 from engine_adapter.errors import EngineError, EngineUnavailable
 from engine_adapter.hold import Forecast
-from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server.answer import CompletionOutput, known_tokens, slot_content
 from engine_adapter.llama_server.checkpoints import SlotMemory
 from engine_adapter.llama_server.contents import SlotContents
@@ -56,33 +54,22 @@ class SlotScheduler:
 
     Attributes:
         changed: set whenever a slot becomes idle.
+        is_closed: its session has ended: the slots may hold anybody's KV.
         is_lost: the server turned out to be another process.
         has_worked: something ran since the slots were last read.
         sleeps: the server was found asleep, and nothing has woken it since; `has_slept`: it was, once.
     """
 
-    def __init__(
-        self,
-        engine: str,
-        control: ControlClient,
-        contents: SlotContents,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, contents: SlotContents) -> None:
         self.contents = contents
         self.changed = asyncio.Event()
-        self.is_lost = False
-        self.has_worked = self.sleeps = self.has_slept = False
-        self._engine = engine
-        self._control = control
-        self._table = contents.table
-        self._clock = clock
-        self._turns = Turns(self._table, self._plan, clock)
-        self._tasks = OwnTasks(f"{engine}: work on its slots", EngineError)
+        self.is_closed = self.is_lost = self.has_worked = self.sleeps = self.has_slept = False
+        self._control, self._table, self._clock = contents.control, contents.table, contents.clock
+        self._turns = Turns(self._table, self._plan, self._clock)
+        self._tasks = OwnTasks(f"{contents.engine}: work on its slots", EngineError)
         self._used: set[int] = set()  # slots that ran a request of ours
         self._tasks_at: dict[tuple[int, int], int | None] = {}  # the latest task of (slot, its uses)
-        self._closed = False
-        self._worked_at = clock()
+        self._worked_at = self._clock()
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -117,7 +104,7 @@ class SlotScheduler:
             # The slot may stay busy for a while; the caller does not wait for it.
             self._tasks.start(self._finish(lease))
             raise
-        if lease.answer is not None and not self._closed:
+        if lease.answer is not None and not self.is_closed:
             self._next(self._table[lease.slot], SlotOperation.SETTLE)
         await asyncio.wait([self._tasks.start(self._finish(lease))])
 
@@ -152,10 +139,6 @@ class SlotScheduler:
     def waiting(self) -> int:
         """Requests that wait for a slot."""
         return self._turns.waiting
-
-    def now(self) -> float:
-        """Seconds on the clock of the slot table."""
-        return self._clock()
 
     # --- other operations -------------------------------------------------------------------------
 
@@ -270,7 +253,7 @@ class SlotScheduler:
 
     async def aclose(self) -> None:
         """Ends all work. Requests that wait for a slot get EngineUnavailable."""
-        self._closed = True
+        self.is_closed = True
         self._turns.fail(EngineUnavailable("the engine was lost before it could start"))
         await self._tasks.cancel()
 
@@ -356,7 +339,7 @@ class SlotScheduler:
 
     async def _finish(self, lease: SlotLease) -> None:
         """Finds out what the slot holds after a request, and releases it."""
-        if self._closed:
+        if self.is_closed:
             return  # another scheduler may have the slots by now
         slot = self._table[lease.slot]
         known = NO_TOKENS
@@ -364,7 +347,9 @@ class SlotScheduler:
         try:
             known, unknown = await self._left_by(lease)
         except EngineError as error:
-            log.warning("%s: content of slot %d is unknown after a request: %s", self._engine, slot.id, error)
+            log.warning(
+                "%s: content of slot %d is unknown after a request: %s", self.contents.engine, slot.id, error
+            )
         finally:
             if known or lease.leaves_own:
                 memory = self._memory_after(lease).grown(len(known) + unknown)
@@ -432,13 +417,13 @@ class SlotScheduler:
             await end_copies(self._control, slot.id)
             self.contents.mark_unknown(slot, await self._count_when_idle(slot.id))
         except EngineError as error:
-            log.warning("%s: slot %d: %s", self._engine, slot.id, error)
+            log.warning("%s: slot %d: %s", self.contents.engine, slot.id, error)
         finally:
             self._release(slot)
 
     async def _after_alone(self, tasks: dict[int, int | None]) -> None:
         """After a request that ran alone: a slot that has run another task since is unknown."""
-        if self._closed:
+        if self.is_closed:
             return
         try:
             await until_all_arrived(self._control)
@@ -476,13 +461,8 @@ class SlotScheduler:
         self.has_worked, self._worked_at = True, self._clock()
         self.changed.set()
 
-    @property
-    def is_closed(self) -> bool:
-        """True once its session has ended: the slots may hold anybody's KV."""
-        return self._closed
-
     def _check_open(self) -> None:
-        if self._closed:
+        if self.is_closed:
             raise EngineUnavailable("the engine was lost before it could start")
 
 

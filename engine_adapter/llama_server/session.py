@@ -212,15 +212,14 @@ class ServerSession:
         saved = await self._usable(registry)
         self._has_files = saved is not None
         self._note_probe()
-        clock = time.monotonic
         directory = saved.place.host if saved is not None else None
         # Records of what the server holds are those of the kvpin that uses it.
         process = directory if self.may_try else None, self._spec.url, self.facts.holder
         owners = SlotOwners(*process, self.facts.slots)
         contents = SlotContents(
-            self._spec.id, self.facts, self._control, saved, self.mirror, clock, owners, self.rates
+            self._spec.id, self.facts, self._control, saved, self.mirror, time.monotonic, owners, self.rates
         )
-        scheduler = self.scheduler = SlotScheduler(self._spec.id, self._control, contents, clock=clock)
+        scheduler = self.scheduler = SlotScheduler(contents)
         verbs = self.verbs = SlotVerbs(scheduler, ServerRecord(*process, "pins", list[RecordedPin]))
         for state in await read_slots(self._control) if self.may_try else ():
             # Content that was restored and never used does not show, and may be anybody's.
@@ -362,7 +361,7 @@ def _worth_most(scheduler: SlotScheduler) -> Slot | None:
     contents = scheduler.contents
     if not contents.can_save:
         return None
-    rates, now, streams = contents.rates, scheduler.now(), scheduler.streams
+    rates, now, streams = contents.rates, contents.clock(), scheduler.streams
     worth = [s for s in dirty_slots(scheduler) if worth_saving(s, rates, now, streams, idle_s=IDLE_S)]
     return min(worth, key=lambda slot: slot.since, default=None)
 

@@ -96,14 +96,14 @@ class SlotVerbs:
         """Pins the slot and the file that hold most of a prefix."""
         pin_id, most = f"pin-{uuid4().hex}", 0
         if target.token_ids is not None:
-            until = self._scheduler.now() + ttl_s
+            until = self._contents.clock() + ttl_s
             most = self._hold(pin_id, target.token_ids, salt_digest(target.cache_salt), until)
             self._note()
         return Pinned(pin_id, most // TOKENS_PER_BLOCK, ttl_s)
 
     def recall(self) -> None:
         """Starts the recorded pins again, as far as slots and files are known to hold their prefixes."""
-        ahead_s = time.time() - self._scheduler.now()
+        ahead_s = time.time() - self._contents.clock()
         for pin in self._record.read() or ():
             self._hold(pin.pin_id, array("i", pin.tokens), pin.salt, pin.until - ahead_s)
 
@@ -126,7 +126,7 @@ class SlotVerbs:
 
     def _note(self) -> None:
         """Writes the pins to disk."""
-        ahead_s = time.time() - self._scheduler.now()
+        ahead_s = time.time() - self._contents.clock()
         self._record.write(
             [
                 RecordedPin(pin_id, pin.tokens.tobytes(), pin.salt, pin.until + ahead_s)
@@ -145,7 +145,7 @@ class SlotVerbs:
 
     def _protect(self, slots: Iterable[Slot], entries: Iterable[Saved]) -> None:
         """Applies all current pins to these slots and files."""
-        now = self._scheduler.now()
+        now = self._contents.clock()
         self._pins = {name: pin for name, pin in self._pins.items() if pin.until > now}
         pins = tuple(self._pins.values())
         for slot in slots:
@@ -244,7 +244,7 @@ class SlotVerbs:
         """The slots that are free; the others are left."""
         free = []
         for slot in slots:
-            if slot.pinned_until > self._scheduler.now():
+            if slot.pinned_until > self._contents.clock():
                 tally.left["pinned"] += _blocks(slot)
             elif not slot.is_idle:
                 tally.left["in_use"] += _blocks(slot)

@@ -61,7 +61,7 @@ class SchedulerWorld:
         self.mirror = MirrorEvents()
         owners = SlotOwners(None, "", None, facts.slots)
         self.contents = SlotContents("e", facts, control, registry, self.mirror, self.clock, owners)
-        self.scheduler = SlotScheduler("e", control, self.contents, clock=self.clock)
+        self.scheduler = SlotScheduler(self.contents)
         self.table = self.contents.table
         registry.subscribe(self._on_saved)
 
