@@ -339,17 +339,17 @@ def scan(directory: Path, tier: Tier, now: float, taken: AbstractSet[str]) -> tu
     names -= _with_sidecars(unusable)
     for name in sorted(names - _with_sidecars(each.name for each in found)):
         _remove_leftover(directory / name, now)
-    return found, sum(_size(directory / name) for name in names)
+    return found, sum(size_of(directory / name) for name in names)
 
 
 def _with_sidecars(names: Iterable[str]) -> set[str]:
     return {each for name in names for each in (name, _sidecar(name))}
 
 
-def _size(path: Path) -> int:
+def size_of(path: Path) -> int:
     """Bytes of a file, 0 for one that is gone or hidden by permissions."""
     try:
-        return path.lstat().st_size
+        return path.stat().st_size
     except OSError:
         return 0
 

@@ -247,7 +247,7 @@ def test_the_bytes_of_entries_and_of_what_may_become_one_count(path, tmp_path):
     (tmp_path / "notes.bin").write_bytes(bytes(300))
     sidecar = path.with_suffix(".json").stat().st_size
     assert saved_files.scan(tmp_path, Tier.HOST, time.time(), frozenset())[1] == 5300 + sidecar
-    assert saved_files._size(tmp_path / "gone meanwhile") == 0
+    assert saved_files.size_of(tmp_path / "gone meanwhile") == 0
 
 
 def test_what_belongs_to_no_entry_is_left_while_it_is_young(path, tmp_path, caplog):
