@@ -71,7 +71,7 @@ class _Delta(msgspec.Struct):
 
 
 class _Logprobs(msgspec.Struct):
-    content: list[Any] | None = None
+    content: list[msgspec.Raw] | None = None
 
 
 class _ChoiceChunk(msgspec.Struct):
@@ -136,7 +136,7 @@ class CompletionOutput:
     token_ids: TokenIds[int] | None = None
     reasoning: list[str] = field(default_factory=list)
     calls: dict[int, _ToolCall] = field(default_factory=dict)
-    logprobs: list[Any] = field(default_factory=list)
+    logprobs: list[msgspec.Raw] = field(default_factory=list)
     has_ended: bool = False
     failure: EngineErrorBody | None = None
     unreadable: Exception | None = None
@@ -256,7 +256,7 @@ class CompletionOutput:
         logprobs = {"content": self.logprobs} if self.logprobs else None
         if path == CHAT:
             kind = "chat.completion"
-            choice = {"finish_reason": finish_reason, "index": 0, "message": self._message()}
+            choice: dict[str, Any] = {"finish_reason": finish_reason, "index": 0, "message": self._message()}
             choice |= {"logprobs": logprobs} if logprobs else {}
         else:
             kind, text = "text_completion", "".join(self.pieces)
