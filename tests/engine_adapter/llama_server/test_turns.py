@@ -213,14 +213,6 @@ class TestAlone:
         await world.release_all()
         assert world.got == {"a": 0, "whole": None, "b": 1}
 
-    async def test_is_not_starved_by_a_stream_of_others(self, world):
-        await world.ask("0", 0)
-        await world.ask_all("whole")
-        for name in range(1, 6):
-            await world.ask(str(name), name % 2)
-        await world.release(0)
-        assert list(world.got) == ["0", "whole"]
-
     async def test_that_leaves_blocks_nobody(self, world):
         await world.ask("a", 0)
         await world.ask_all("whole")
