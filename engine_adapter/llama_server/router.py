@@ -294,9 +294,8 @@ class Router:
                 if self.state(name) is not ModelState.LOADING:
                     await self._begin(name)
                     continue
-                use.enter_context(
-                    self._counted(self._requests, name)
-                )  # it does not leave before it has served this one
+                # It does not leave before it has served this one.
+                use.enter_context(self._counted(self._requests, name))
                 await self._until_loaded(name)
                 if self.state(name) in _IN_MEMORY:
                     break
@@ -342,7 +341,7 @@ class Router:
         self._failures.pop(name, None)
 
     def keeping(self, name: str) -> AbstractContextManager[None]:
-        """Keeps kvpin from unloading a model until the block ends, but requests wait for that only briefly."""
+        """Keeps kvpin from unloading a model until the block ends. A swap waits for that only briefly."""
         return self._counted(self._questions, name)
 
     @asynccontextmanager
