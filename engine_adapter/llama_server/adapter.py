@@ -183,13 +183,13 @@ class LlamaServerAdapter(EngineAdapter):
     async def _meet(self) -> None:
         """Finds out whether a router answers, and whether the server sleeps. Wakes and loads nothing."""
         self._control.model, name = None, self.spec.model
-        router = await Router.at(self.spec, self._control)
+        self._pulse = await read_pulse(self._control)
+        router = Router.at(self.spec, self._pulse)
         if router is not self._router:
             self._router, self._known = router, None
             if router is not None:
                 router.join(name or "", self)
         if router is None:
-            self._pulse = await read_pulse(self._control)
             if self._pulse.is_sleeping:
                 model = read_models(await self._control.get("/v1/models"))
                 self._known = absent(name or model.name, self._pulse.instance or "", model.card)

@@ -37,6 +37,7 @@ from engine_adapter.errors import (
 from engine_adapter.http.adapter import read_models
 from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server.options import LlamaServerSpec
+from engine_adapter.llama_server.slot_io import Pulse
 from engine_adapter.types import ModelState
 
 # Between attempts to follow the router's events, and between looks at its models where these do not come.
@@ -56,14 +57,6 @@ _QUESTIONS_S = 5.0
 # What a model's card does not show: how the router starts it.
 _PRIVATE = frozenset({"args", "preset"})
 _IN_MEMORY = (ModelState.LOADED, ModelState.SLEEPING)
-
-
-class _Props(msgspec.Struct, frozen=True):
-    """`GET /props` of any llama-server, without a model."""
-
-    role: str = ""
-    max_instances: int = 0
-    models_autoload: bool = True
 
 
 class _Status(msgspec.Struct, frozen=True):
@@ -172,16 +165,15 @@ class Router:
         self._follower: asyncio.Task[None] | None = None
 
     @classmethod
-    async def at(cls, spec: LlamaServerSpec, control: ControlClient) -> Router | None:
-        """The router that answers `control`; None if a server with one model does. Raises EngineError."""
-        props = await control.read(_Props, "GET", "/props")
-        if props.role != "router":
+    def at(cls, spec: LlamaServerSpec, pulse: Pulse) -> Router | None:
+        """The router that answered so; None if a server with one model did."""
+        if pulse.role != "router":
             return None
         key = (spec.server, spec.api_key or "", repr(sorted(spec.headers.items())))
         router = cls._shared.get(key)
         if router is None:
             router = cls._shared[key] = cls(spec)
-        router.loads, router._most = props.models_autoload, props.max_instances
+        router.loads, router._most = pulse.models_autoload, pulse.max_instances
         return router
 
     # --- what there is --------------------------------------------------------------------------------
