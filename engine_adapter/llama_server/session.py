@@ -32,7 +32,7 @@ from engine_adapter.llama_server.scheduler import SlotScheduler
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER, ServerRecord, SlotOwners
 from engine_adapter.llama_server.slot_io import erase, read_pulse, read_slots, read_user_mark, spare_slot
 from engine_adapter.llama_server.slots import Slot, SlotOperation
-from engine_adapter.llama_server.verbs import RecordedPin, SlotVerbs
+from engine_adapter.llama_server.verbs import Pin, SlotVerbs
 from engine_adapter.types import TRANSLATED_ROUTES, Capability, EngineInfo
 
 # --- session --------------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ class ServerSession:
             self._spec.id, self.facts, self._control, saved, self.mirror, time.monotonic, owners, self.rates
         )
         scheduler = self.scheduler = SlotScheduler(contents)
-        verbs = self.verbs = SlotVerbs(scheduler, ServerRecord(*process, "pins", list[RecordedPin]))
+        verbs = self.verbs = SlotVerbs(scheduler, ServerRecord(*process, "pins", list[Pin]))
         for state in await read_slots(self._control) if self.may_try else ():
             # Content that was restored and never used does not show, and may be anybody's.
             if state.n_tokens is None and self.facts.can_save and not state.is_processing:

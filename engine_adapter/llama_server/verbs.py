@@ -9,7 +9,7 @@ import asyncio
 import time
 from array import array
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import TypeVar
 from uuid import uuid4
@@ -20,7 +20,7 @@ from engine_adapter.llama_server.mirror_events import TOKENS_PER_BLOCK
 from engine_adapter.llama_server.saved import Saved, salt_digest
 from engine_adapter.llama_server.scheduler import SlotScheduler
 from engine_adapter.llama_server.server_files import ServerRecord
-from engine_adapter.llama_server.slots import Slot, SlotOperation
+from engine_adapter.llama_server.slots import NEVER, Slot, SlotOperation
 from engine_adapter.types import KvProgress, KvTarget, KvVerb, Pinned, TokenIds
 
 _Held = TypeVar("_Held", Slot, Saved)
@@ -30,24 +30,14 @@ _POLL_S = 0.01
 _SERVER_CACHE = "server_cache"  # `--cache-ram`, which no route empties
 
 
-class RecordedPin(msgspec.Struct, frozen=True):
-    """A pin on disk: its id, its tokens as int32, the digest of their cache salt, its end in Unix time."""
+class Pin(msgspec.Struct, frozen=True):
+    """A pin, also on disk: it protects the slot and the file that hold most of these tokens, as int32, of
+    content with this digest of a cache salt, until a Unix time."""
 
     pin_id: str
     tokens: bytes
     salt: str | None
     until: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Pin:
-    """A pin: it protects these tokens until a time, in the slot and file that hold most of them."""
-
-    tokens: TokenIds[int]
-    salt: str | None
-    until: float
-    slots: tuple[int, ...]
-    entries: tuple[Saved, ...]
 
 
 @dataclass(slots=True)
@@ -75,12 +65,13 @@ class _Tally:
 class SlotVerbs:
     """KV operations on the slots and files of one server."""
 
-    def __init__(self, scheduler: SlotScheduler, record: ServerRecord[list[RecordedPin]]) -> None:
+    def __init__(self, scheduler: SlotScheduler, record: ServerRecord[list[Pin]]) -> None:
         """`record`: where pins are written to."""
         self._scheduler = scheduler
         self._record = record
         self._contents = scheduler.contents
-        self._pins: dict[str, _Pin] = {}
+        self._pins: list[Pin] = []
+        self._pinned: set[Saved] = set()  # by these pins
 
     def operate(self, verb: KvVerb, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
         """Yields the progress of an operation."""
@@ -96,65 +87,57 @@ class SlotVerbs:
         """Pins the slot and the file that hold most of a prefix."""
         pin_id, most = f"pin-{uuid4().hex}", 0
         if target.token_ids is not None:
-            until = self._contents.clock() + ttl_s
-            most = self._hold(pin_id, target.token_ids, salt_digest(target.cache_salt), until)
-            self._note()
+            ids, salt = target.token_ids, salt_digest(target.cache_salt)
+            most = max((held.shared(ids, salt) for held in self._holders(ids, salt)), default=0)
+            if most:
+                self._pins.append(Pin(pin_id, ids[:most].tobytes(), salt, time.time() + ttl_s))
+            self._protect()
+            self._record.write(self._pins)
         return Pinned(pin_id, most // TOKENS_PER_BLOCK, ttl_s)
-
-    def recall(self) -> None:
-        """Starts the recorded pins again, as far as slots and files are known to hold their prefixes."""
-        ahead_s = time.time() - self._contents.clock()
-        for pin in self._record.read() or ():
-            self._hold(pin.pin_id, array("i", pin.tokens), pin.salt, pin.until - ahead_s)
-
-    def _hold(self, pin_id: str, token_ids: TokenIds[int], salt: str | None, until: float) -> int:
-        """Protects the slot and the file that hold most of a prefix. Returns how many tokens."""
-
-        def shared(held: Slot | Saved) -> int:
-            return held.shared(token_ids, salt)
-
-        slot = max(self._contents.table, key=shared)
-        entry = max(self._contents.entries(), key=shared, default=None)
-        slots = [slot] if shared(slot) >= TOKENS_PER_BLOCK else []
-        entries = [entry] if entry is not None and shared(entry) >= TOKENS_PER_BLOCK else []
-        most = max([*map(shared, slots), *map(shared, entries)], default=0)
-        if most:
-            ids = tuple(slot.id for slot in slots)
-            self._pins[pin_id] = _Pin(token_ids[:most], salt, until, ids, tuple(entries))
-        self._protect(slots, entries)
-        return most
-
-    def _note(self) -> None:
-        """Writes the pins to disk."""
-        ahead_s = time.time() - self._contents.clock()
-        self._record.write(
-            [
-                RecordedPin(pin_id, pin.tokens.tobytes(), pin.salt, pin.until + ahead_s)
-                for pin_id, pin in self._pins.items()
-            ]
-        )
 
     def unpin(self, pin_id: str) -> bool:
         """Ends a pin; False if there is none with that id."""
-        pin = self._pins.pop(pin_id, None)
-        if pin is None:
+        left = [pin for pin in self._pins if pin.pin_id != pin_id]
+        if len(left) == len(self._pins):
             return False
-        self._note()
-        self._protect([self._contents.table[slot_id] for slot_id in pin.slots], pin.entries)
+        self._pins = left
+        self._protect()
+        self._record.write(self._pins)
         return True
 
-    def _protect(self, slots: Iterable[Slot], entries: Iterable[Saved]) -> None:
-        """Applies all current pins to these slots and files."""
-        now = self._contents.clock()
-        self._pins = {name: pin for name, pin in self._pins.items() if pin.until > now}
-        pins = tuple(self._pins.values())
-        for slot in slots:
-            on_it = [pin for pin in pins if slot.id in pin.slots]
-            shared = max((slot.shared(pin.tokens, pin.salt) for pin in on_it), default=0)
-            self._contents.table.pin(slot.id, shared, max((pin.until for pin in on_it), default=now))
-        for entry in entries:
-            left_s = max((pin.until - now for pin in pins if entry in pin.entries), default=0.0)
-            entry.pinned_until = time.time() + left_s if left_s else 0.0
+    def recall(self) -> None:
+        """Starts the recorded pins again, as far as slots and files are known to hold their prefixes."""
+        self._pins = self._record.read() or self._pins
+        self._protect()
+
+    def _holders(self, ids: TokenIds[int], salt: str | None) -> list[Slot | Saved]:
+        """The slot and the file that hold most of a prefix, if that is at least one full block."""
+
+        def shared(held: Slot | Saved) -> int:
+            return held.shared(ids, salt)
+
+        slot = max(self._contents.table, key=shared)
+        entry = max(self._contents.entries(), key=shared, default=None)
+        return [held for held in (slot, entry) if held is not None and shared(held) >= TOKENS_PER_BLOCK]
+
+    def _protect(self) -> None:
+        """Applies all current pins."""
+        now, table = time.time(), self._contents.table
+        self._pins = [pin for pin in self._pins if pin.until > now]
+        for slot in table:
+            table.pin(slot.id, 0, NEVER)
+        for entry in self._pinned:
+            entry.pinned_until = 0.0
+        self._pinned.clear()
+        for pin in self._pins:
+            ids = array("i", pin.tokens)
+            for held in self._holders(ids, pin.salt):
+                if isinstance(held, Slot):
+                    until = max(pin.until - now + self._contents.clock(), held.pinned_until)
+                    table.pin(held.id, max(held.shared(ids, pin.salt), held.pinned), until)
+                else:
+                    held.pinned_until = max(pin.until, held.pinned_until)
+                    self._pinned.add(held)
 
     async def _flush(self, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
         """Erases slots and deletes files that begin like the target. The server's own prompt cache is out of
