@@ -33,7 +33,7 @@ from engine_adapter.llama_server.slot_io import (
     when_idle,
 )
 from engine_adapter.llama_server.slots import NO_TOKENS, Slot, SlotOperation
-from engine_adapter.llama_server.turns import SlotLease, SlotRequest, Turns, first_operation
+from engine_adapter.llama_server.turns import ALL_SLOTS, SlotLease, SlotRequest, Turns, first_operation
 from engine_adapter.types import TOOL_S, TokenIds, common_prefix
 
 log = logging.getLogger("kvpin.llama_server")
@@ -86,7 +86,7 @@ class SlotScheduler:
         self._check_open()
         await self.is_asleep()
         self.sleeps = False  # the request wakes it
-        chosen = await self._turns.slot(ask)
+        chosen = await self._turns.turn(ask)
         self._check_open()
         lease = await self._prepared(chosen, ask)
         self._check_open()
@@ -114,7 +114,7 @@ class SlotScheduler:
         self._check_open()
         await self.is_asleep()
         self.sleeps = False
-        await self._turns.all()
+        await self._turns.turn(None)
         tasks: dict[int, int | None] = {}
         try:
             tasks = {state.id: state.id_task for state in await read_slots(self._control)}
@@ -440,7 +440,7 @@ class SlotScheduler:
             for slot in self._table:
                 self.contents.mark_lost(slot)
         finally:
-            self._turns.release_all()
+            self._turns.release(ALL_SLOTS)
             self._note_work()
 
     async def _taken(self, slot_id: int, work: _Work[_Result]) -> _Result:
