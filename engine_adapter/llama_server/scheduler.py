@@ -279,10 +279,15 @@ class SlotScheduler:
         if first_operation(chosen) is SlotOperation.REQUEST:
             return self._leased(self._table[chosen.slot], ask, restored=False)
         task = self._tasks.start(self._prepare(chosen, ask))
+
+        def abandon(done: asyncio.Task[SlotLease]) -> None:
+            if not done.cancelled() and done.exception() is None:  # else it has released the slot itself
+                self._release(chosen.slot)
+
         try:
             return await _outcome(task)
         except asyncio.CancelledError:
-            task.add_done_callback(lambda done: self._abandon(self._table[chosen.slot], done))
+            task.add_done_callback(abandon)
             raise
 
     async def _prepare(self, chosen: Plan, ask: SlotRequest) -> SlotLease:
@@ -292,15 +297,13 @@ class SlotScheduler:
             async with self.contents.keeping(chosen.restore):
                 if chosen.save_first:
                     await self.contents.save(slot)
-                    self._next(
-                        slot, SlotOperation.REQUEST if chosen.restore is None else SlotOperation.RESTORE
-                    )
+                    self._next(slot, first_operation(replace(chosen, save_first=False)))
                 if chosen.restore is not None:
                     is_restored = await self.contents.restore(slot, chosen.restore)
                     self._next(slot, SlotOperation.REQUEST)
         except BaseException:
             self.contents.mark_lost(slot)
-            self._release(slot)
+            self._release(slot.id)
             raise
         return self._leased(slot, ask, restored=is_restored)
 
@@ -325,11 +328,6 @@ class SlotScheduler:
             length_before=slot.length,
             started=self._clock(),
         )
-
-    def _abandon(self, slot: Slot, task: asyncio.Task[SlotLease]) -> None:
-        """The request left while its slot was prepared. A failed preparation released the slot itself."""
-        if not task.cancelled() and task.exception() is None:
-            self._release(slot)
 
     def _next(self, slot: Slot, operation: SlotOperation) -> None:
         """Ends one operation and begins the next; nothing can begin in between."""
@@ -361,7 +359,7 @@ class SlotScheduler:
                     slot.due_until = self._clock() + TOOL_S  # the tool's result is expected
             else:
                 self.contents.mark_unknown(slot, unknown)
-            self._release(slot)
+            self._release(slot.id)
 
     def _memory_after(self, lease: SlotLease) -> SlotMemory:
         """The memory of a slot after a request, without the answer."""
@@ -419,7 +417,7 @@ class SlotScheduler:
         except EngineError as error:
             log.warning("%s: slot %d: %s", self.contents.engine, slot.id, error)
         finally:
-            self._release(slot)
+            self._release(slot.id)
 
     async def _after_alone(self, tasks: dict[int, int | None]) -> None:
         """After a request that ran alone: a slot that has run another task since is unknown."""
@@ -440,8 +438,7 @@ class SlotScheduler:
             for slot in self._table:
                 self.contents.mark_lost(slot)
         finally:
-            self._turns.release(ALL_SLOTS)
-            self._note_work()
+            self._release(ALL_SLOTS)
 
     async def _taken(self, slot_id: int, work: _Work[_Result]) -> _Result:
         slot = self._table[slot_id]
@@ -451,13 +448,10 @@ class SlotScheduler:
             self.contents.mark_lost(slot)
             raise
         finally:
-            self._release(slot)
+            self._release(slot.id)
 
-    def _release(self, slot: Slot) -> None:
-        self._turns.release(slot.id)
-        self._note_work()
-
-    def _note_work(self) -> None:
+    def _release(self, slot_id: int) -> None:
+        self._turns.release(slot_id)
         self.has_worked, self._worked_at = True, self._clock()
         self.changed.set()
 
