@@ -551,7 +551,7 @@ class LlamaServerAdapter(EngineAdapter):
             return
         if event is SavedEvent.REMOVED:
             self._mirror.drop(entry.name)
-            session.scheduler.contents.note_removed()
+            session.scheduler.contents.note_files(session.scheduler.contents.table)
         else:
             self._mirror.put(entry.name, entry.tier, entry.tokens, entry.salt)
 

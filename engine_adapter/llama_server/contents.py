@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -251,22 +251,18 @@ class SlotContents:
         if self._saved is not None:
             await self._saved.drop(entry)
 
-    def note_removed(self) -> None:
-        """Counts again how much of each slot is saved, after a saved prefix is gone."""
-        entries = list(self.all_entries())
-        for slot in self.table:
-            if slot.saved and slot.salt != UNKNOWN_OWNER:
-                slot.saved = max((self._spared(entry, slot) for entry in entries), default=0)
-
-    def note_saved(self, slot: Slot) -> None:
-        """Counts how much of the slot's content a file holds already, e.g. after the same prompt again."""
-        spared = (self._spared(entry, slot) for entry in self.entries())
-        slot.saved = max(slot.saved, max(spared, default=0))
-
-    def _spared(self, entry: Saved, slot: Slot) -> int:
-        """Leading tokens of the slot's content that a restore of this file would bring back."""
-        restored = self.rules.restored(len(entry.tokens))
-        return restored.reused(slot.shared(entry.tokens, entry.salt), slot.length + 1)
+    def note_files(self, slots: Iterable[Slot]) -> None:
+        """Counts how many leading tokens of these slots' content a restore of a file would bring back."""
+        entries = list(self.entries())
+        for slot in slots:
+            if slot.salt != UNKNOWN_OWNER:
+                spared = (
+                    self.rules.restored(entry.count).reused(
+                        slot.shared(entry.tokens, entry.salt), slot.length + 1
+                    )
+                    for entry in entries
+                )
+                slot.saved = max(spared, default=0)
 
     def learn(self, facts: ServerFacts) -> None:
         """The server was probed: it tells more of its memory."""

@@ -353,7 +353,7 @@ class SlotScheduler:
                 memory = self._memory_after(lease).grown(len(known) + unknown)
                 ask = lease.ask
                 self._table.hold(slot.id, known, ask.salt, unknown=unknown, memory=memory, text=ask.text)
-                self.contents.note_saved(slot)
+                self.contents.note_files([slot])
                 self.contents.keep(slot, lease.ask.retention)
                 if lease.answer is not None and lease.answer.finish_reason == "tool_calls":
                     slot.due_until = self._clock() + TOOL_S  # the tool's result is expected

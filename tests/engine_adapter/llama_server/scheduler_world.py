@@ -67,7 +67,7 @@ class SchedulerWorld:
 
     def _on_saved(self, event, _entry):
         if event is SavedEvent.REMOVED:
-            self.contents.note_removed()
+            self.contents.note_files(self.table)
 
     # --- requests ---------------------------------------------------------------------------------
 

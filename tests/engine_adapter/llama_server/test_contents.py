@@ -101,7 +101,7 @@ class TestSave:
         await world.save(slot.id)
         assert len(world.entries()) == 2, "the same tokens once more"
         world.table.hold(slot.id, longer[:120], None)
-        world.contents.note_saved(slot)
+        world.contents.note_files([slot])
         assert slot.saved == 103, "the longer file does not bring back a part of itself"
 
     async def test_nothing_to_save_is_nothing_saved(self, world):
@@ -288,11 +288,10 @@ class TestNotes:
         entry = await world.saved_away(prompt_of(1))
         world.table.hold(0, entry.tokens, None)
         world.table.hold(1, entry.tokens[:90] + prompt_of(2, 20), None)
-        for slot in world.table:
-            world.contents.note_saved(slot)
+        world.contents.note_files(world.table)
         assert [slot.saved for slot in world.table] == [103, 90]
         world.table.hold(0, entry.tokens, "a")
-        world.contents.note_saved(world.table[0])
+        world.contents.note_files(world.table)
         assert world.table[0].saved == 0
 
     async def test_a_model_that_restores_in_vain_is_found_out(self, start_llama, save_dir, said):
