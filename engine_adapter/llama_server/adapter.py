@@ -116,7 +116,6 @@ class LlamaServerAdapter(EngineAdapter):
         self._mirror = MirrorEvents()
         self._rates = SlotRates()
         self._registry: SavedPrefixes | None = None
-        self._unsubscribe: Callable[[], None] | None = None
         self._found: str | None = None  # the directory where it saves, if the settings name none
         self._save_to(_place(spec))
         self._lock = ServerLock(self._directory, spec.url)
@@ -224,7 +223,7 @@ class LlamaServerAdapter(EngineAdapter):
         """Saves prefixes there from now on. EngineSpecError means that it contradicts another engine."""
         if place is not None:
             self._registry = SavedPrefixes.shared(place)
-            self._unsubscribe = self._registry.subscribe(self._on_saved)
+            self._registry.subscribe(self._on_saved)
 
     def _find_directory(self, model: RouterModel) -> None:
         """Learns from a router of this machine where a model's process will save, if no setting names that.
@@ -520,8 +519,8 @@ class LlamaServerAdapter(EngineAdapter):
         if self._router is not None:
             await self._router.leave(self.spec.model or "", self)
         self._lock.free()
-        if self._unsubscribe is not None:
-            self._unsubscribe()
+        if self._registry is not None:
+            self._registry.unsubscribe(self._on_saved)
         await super().aclose()
 
     async def end_session(self, *, farewell: bool) -> None:

@@ -78,7 +78,7 @@ class SavedPrefixes:
         self._wanted = {Tier.HOST: place.host_bytes, Tier.DISK: place.disk_bytes}
         self._caps = self._wanted.copy()
         self._entries: dict[str, Saved] = {}
-        self._listeners: list[Listener] = []
+        self._listeners: set[Listener] = set()
         self._counts: Counter[str] = Counter(evicted=0, demoted=0, promoted=0, refused=0)
         self._tasks = OwnTasks(f"work on the saved prefixes in {place.host}", StateFileError)
         self._rebuilding: asyncio.Task[None] | None = None
@@ -136,15 +136,13 @@ class SavedPrefixes:
         ]
         return {"tiers": tiers, **self._counts, "saved": entries}
 
-    def subscribe(self, listener: Listener) -> Callable[[], None]:
-        """Calls `listener` after every change from now on, until the returned function is called."""
-        self._listeners.append(listener)
+    def subscribe(self, listener: Listener) -> None:
+        """Calls `listener` after every change from now on."""
+        self._listeners.add(listener)
 
-        def unsubscribe() -> None:
-            if listener in self._listeners:
-                self._listeners.remove(listener)
-
-        return unsubscribe
+    def unsubscribe(self, listener: Listener) -> None:
+        """No longer calls `listener`."""
+        self._listeners.discard(listener)
 
     # --- What comes in ---------------------------------------------------------------------------
 
