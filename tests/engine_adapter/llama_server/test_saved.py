@@ -476,7 +476,7 @@ async def test_a_caller_that_leaves_leaves_no_half_work(tiers):
     tiers.check()
 
 
-async def test_a_caller_that_leaves_before_an_error_is_not_missed(world):
+async def test_a_caller_that_leaves_before_an_error_is_not_missed(world, caplog):
     saved = await world.save(1)
     flip(world.host / saved.name)
     coming = asyncio.create_task(world.registry.ready(saved))
@@ -485,6 +485,7 @@ async def test_a_caller_that_leaves_before_an_error_is_not_missed(world):
     with pytest.raises(asyncio.CancelledError):
         await coming
     await saved.idle()
+    assert not caplog.records, "the error is expected"
     with refused(FileFault.DAMAGED):
         await world.registry.ready(saved)
     world.check()
