@@ -205,8 +205,9 @@ class ServerRecord(Generic[_Content]):
                     self._name,
                 )
             self._has_warned = True
-            with suppress(OSError):
-                self._path.unlink(missing_ok=True)
+            for each in (part, self._path):
+                with suppress(OSError):
+                    each.unlink(missing_ok=True)
 
 
 def _path(directory: Path, url: str, suffix: str) -> Path:
