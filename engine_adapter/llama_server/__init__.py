@@ -1,6 +1,6 @@
 """llama-server: slots leased one operation at a time, saved, restored, and followed token by token.
 
-adapter.py      all of it as an EngineAdapter          requests.py       a slot for each, or all
+adapter.py      all of it as an EngineAdapter          requests.py       a slot for each, or all; answers
 session.py      one server process and its scheduler; what kvpin declares of it
 scheduler.py    leases slots                           turns.py          whose turn it is
 own_tasks.py    work that no leaving client stops      plan.py           which slot, restore what? rates
@@ -9,9 +9,9 @@ slot_io.py      the routes of slots; a request's token ids, by the server
 contents.py     moves KV between slots and files
 verbs.py        flush, offload, restore, pin
 server_files.py lock and records beside saved files    mirror_events.py  what is held, as KV events
-answer.py       which tokens an answer left            answer_reader.py  reads it on its way; assembles it
-saved.py        the registry of saved prefixes         saved_files.py    names, sidecars, checked moves
-saved_entry.py  one of them, the format of its file, and eviction order
+answer.py       what an answer says, and which tokens it left
+saved.py        the registry of saved prefixes         saved_files.py    their format, sidecars, checked moves
+saved_entry.py  one of them, and eviction order
 discovery.py    what a server is, by its own word      probe.py          what has to be tried out
 checkpoints.py  how much of a slot is reused
 command.py      how kvpin starts one

@@ -116,7 +116,6 @@ class LlamaServerAdapter(EngineAdapter):
         self._mirror = MirrorEvents()
         self._rates = SlotRates()
         self._registry: SavedPrefixes | None = None
-        self._unsubscribe: Callable[[], None] | None = None
         self._found: str | None = None  # the directory where it saves, if the settings name none
         self._save_to(_place(spec))
         self._lock = ServerLock(self._directory, spec.url)
@@ -183,13 +182,13 @@ class LlamaServerAdapter(EngineAdapter):
     async def _meet(self) -> None:
         """Finds out whether a router answers, and whether the server sleeps. Wakes and loads nothing."""
         self._control.model, name = None, self.spec.model
-        router = await Router.at(self.spec, self._control)
+        self._pulse = await read_pulse(self._control)
+        router = Router.at(self.spec, self._pulse)
         if router is not self._router:
             self._router, self._known = router, None
             if router is not None:
                 router.join(name or "", self)
         if router is None:
-            self._pulse = await read_pulse(self._control)
             if self._pulse.is_sleeping:
                 model = read_models(await self._control.get("/v1/models"))
                 self._known = absent(name or model.name, self._pulse.instance or "", model.card)
@@ -224,13 +223,15 @@ class LlamaServerAdapter(EngineAdapter):
         """Saves prefixes there from now on. EngineSpecError means that it contradicts another engine."""
         if place is not None:
             self._registry = SavedPrefixes.shared(place)
-            self._unsubscribe = self._registry.subscribe(self._on_saved)
+            self._registry.subscribe(self._on_saved)
 
     def _find_directory(self, model: RouterModel) -> None:
         """Learns from a router of this machine where a model's process will save, if no setting names that.
         The probe of the process finds out whether its files really arrive there."""
-        directory = model.flag(_SAVES_TO)
-        if self._registry is not None or directory is None or not _is_of_this_machine(self.spec, directory):
+        directory, host = model.flag(_SAVES_TO), urlsplit(self.spec.url).hostname or ""
+        if self._registry is not None or directory is None or not (host == "localhost" or is_loopback(host)):
+            return
+        if not Path(directory).is_absolute() or not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
             return
         lock = ServerLock(Path(directory), self._place.url)
         try:
@@ -395,7 +396,7 @@ class LlamaServerAdapter(EngineAdapter):
         sleeps = self._session is None and self._pulse.is_sleeping
         if self._router is not None or (sleeps and ROUTES.get(path) is not READ):
             return self._hold_in_memory(path, body, prompt)
-        return hold_request(self._session, self._mirror, path, body, prompt)
+        return hold_request(self._session, path, body, prompt)
 
     @asynccontextmanager
     async def _hold_in_memory(
@@ -424,7 +425,7 @@ class LlamaServerAdapter(EngineAdapter):
                     with suppress(EngineRejected):
                         ids = await self.tokenize(path, body)
                         prompt = KvTarget(ids, cache_salt=body.get("cache_salt"))
-            async with hold_request(self._session, self._mirror, path, body, prompt) as hold:
+            async with hold_request(self._session, path, body, prompt) as hold:
                 yield hold
 
     @override
@@ -518,8 +519,8 @@ class LlamaServerAdapter(EngineAdapter):
         if self._router is not None:
             await self._router.leave(self.spec.model or "", self)
         self._lock.free()
-        if self._unsubscribe is not None:
-            self._unsubscribe()
+        if self._registry is not None:
+            self._registry.unsubscribe(self._on_saved)
         await super().aclose()
 
     async def end_session(self, *, farewell: bool) -> None:
@@ -549,16 +550,9 @@ class LlamaServerAdapter(EngineAdapter):
             return
         if event is SavedEvent.REMOVED:
             self._mirror.drop(entry.name)
-            session.scheduler.contents.note_removed()
+            session.scheduler.contents.note_files(session.scheduler.contents.table)
         else:
             self._mirror.put(entry.name, entry.tier, entry.tokens, entry.salt)
-
-
-def _is_of_this_machine(spec: LlamaServerSpec, directory: str) -> bool:
-    """True if a server runs on this machine, and kvpin may write to this directory of its."""
-    host = urlsplit(spec.url).hostname or ""
-    is_here = host == "localhost" or is_loopback(host)
-    return is_here and Path(directory).is_absolute() and os.access(directory, os.R_OK | os.W_OK | os.X_OK)
 
 
 def _place(spec: LlamaServerSpec) -> SavedPlace | None:

@@ -1,28 +1,37 @@
-"""Reads an answer: its counts and times, and the tokens that it left in its slot.
+"""Reads an answer: what it says, its counts, and the tokens that it left in its slot.
 
 After an answer a slot holds (prompt + sampled)[: n_prompt + n_sampled - 1]: the last token is never decoded.
 The server tells the counts. Its own completion routes also tell the ids of the sampled tokens. Its OpenAI
 routes do not, but their streams usually have one chunk per token. Where the counts prove that, the ids are
 those of the answer's text, as far as each token has the text of its chunk. All other ids are unknown until
 the slot is saved: the header of the file has them.
+
+Chats and completions that want one JSON answer are sent as streams, because the server finishes any other
+request even after its client has left. `assembled` makes the answer, with the server's own fields. A stream
+lacks three things. It has no half character and no start of a tool call that `max_tokens` cut off. In a chat
+it has no `logprobs` of tokens without text, such as the end of a turn. And it does not tell which `logprobs`
+belong to a stop string: all are kept.
+
+The server parses a chat's whole answer at its end. If it cannot, it ends with an error, after all that was
+generated. Another server would do the same: the client gets what was parsed before, as `stop`.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from engine_adapter.body import UNREADABLE
-from engine_adapter.http.answer_fields import read_error
+from engine_adapter.errors import EngineDied, EngineGarbled
+from engine_adapter.http.answer_fields import EngineErrorBody, read_error
 from engine_adapter.http.control import ControlClient
 from engine_adapter.types import TokenIds
 
-DONE = b"[DONE]"
-"""The last payload of most streams."""
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+_DONE = b"[DONE]"  # the last payload of most streams
 _NO_TEXT = "\ufffd"  # stands for bytes that are no text: which bytes, is not shown
 
 
@@ -62,10 +71,10 @@ class _Delta(msgspec.Struct):
 
 
 class _Logprobs(msgspec.Struct):
-    content: list[Any] | None = None
+    content: list[msgspec.Raw] | None = None
 
 
-class ChoiceChunk(msgspec.Struct):
+class _ChoiceChunk(msgspec.Struct):
     """One choice in a chunk of a stream."""
 
     index: int = 0
@@ -75,11 +84,11 @@ class ChoiceChunk(msgspec.Struct):
     finish_reason: str | None = None
 
 
-class StreamChunk(msgspec.Struct):
+class _StreamChunk(msgspec.Struct):
     """One chunk of a stream. The fields after `prompt_progress` are those of the server's own completions,
     which also answer without a stream."""
 
-    choices: list[ChoiceChunk] = []
+    choices: list[_ChoiceChunk] = []
     usage: _Usage | None = None
     timings: _Timings | None = None
     error: Any = None
@@ -91,17 +100,29 @@ class StreamChunk(msgspec.Struct):
     tokens_predicted: int | None = None
 
 
-decode_chunk = msgspec.json.Decoder(StreamChunk).decode
+_decode_chunk = msgspec.json.Decoder(_StreamChunk).decode
+_decode_fields = msgspec.json.Decoder(dict[str, Any]).decode
+
+
+@dataclass(slots=True)
+class _ToolCall:
+    name: str = ""
+    id: str = ""
+    arguments: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """The content of an answer. Counts are in tokens, None where the server did not tell them.
+    """The content of an answer of one choice. Counts are in tokens, None where the server did not tell them.
 
     Attributes:
-        pieces: the text of each chunk that has some, in order.
-        is_plain: the pieces are all the text there was: no reasoning, no tool call, no second choice.
-        error: the message of an error that ended the stream.
+        pieces: the text of each chunk that has some, in order; `reasoning`, `calls` (by their index) and
+            `logprobs`: what else there was.
+        is_plain: the pieces are all there was: no reasoning, no tool call, no second choice.
+        has_ended: the stream told its end.
+        error: the message of an error that ended the stream; `failure`: all of that error.
+        unreadable: why an event could not be read.
+        fields: the server's own fields, of the events with the counts.
         token_ids: the leading sampled tokens, if the server reports token ids; else None.
     """
 
@@ -113,6 +134,14 @@ class CompletionOutput:
     usage: _Usage = field(default_factory=_Usage)
     timings: _Timings = field(default_factory=_Timings)
     token_ids: TokenIds[int] | None = None
+    reasoning: list[str] = field(default_factory=list)
+    calls: dict[int, _ToolCall] = field(default_factory=dict)
+    logprobs: list[msgspec.Raw] = field(default_factory=list)
+    has_ended: bool = False
+    failure: EngineErrorBody | None = None
+    unreadable: Exception | None = None
+    fields: dict[str, Any] = field(default_factory=dict)
+    _last: bytes = b"{}"
 
     @property
     def prompt_tokens(self) -> int | None:
@@ -144,37 +173,58 @@ class CompletionOutput:
         ended = self.finish_reason == "stop"
         return self.is_plain and bool(self.pieces) and len(self.pieces) + ended == self.sampled_tokens
 
+    @property
+    def says_something(self) -> bool:
+        """True if there is text, reasoning or a call."""
+        return bool(self.pieces or self.reasoning or self.calls)
+
     def read(self, payload: bytes) -> None:
         """Reads one event. An unreadable event is no error, but the answer is then not plain."""
-        if payload == DONE:
-            self.is_complete = True
+        if payload == _DONE:
+            self.is_complete = self.has_ended = True
             return
         try:
-            event = decode_chunk(payload)
-        except UNREADABLE:
-            self.is_plain = False
+            event = _decode_chunk(payload)
+            if event.error is not None:
+                self.failure = read_error(payload)
+                self.error = self.failure.message
+                return
+            if event.prompt_progress is None:  # sent before the first token
+                for choice in event.choices:
+                    self._read_choice(choice)
+                if event.tokens is not None:
+                    self._read_native_event(event, event.tokens)
+            # An answer ends with counts, maybe in a chunk without choices.
+            if self.finish_reason is not None:
+                self.fields |= _decode_fields(payload)
+        except UNREADABLE as error:
+            self.is_plain, self.unreadable = False, error
             return
-        if event.error is not None:
-            self.error = read_error(payload).message
-        if event.prompt_progress is None:  # sent before the first token
-            for choice in event.choices:
-                self._read_choice(choice)
-            if event.tokens is not None:
-                self._read_native_event(event, event.tokens)
+        self._last = payload
         self.usage = event.usage or self.usage
         self.timings = event.timings or self.timings
 
-    def _read_choice(self, choice: ChoiceChunk) -> None:
+    def _read_choice(self, choice: _ChoiceChunk) -> None:
         delta = choice.delta
-        # Reasoning stands between tags that are left out, and spaces next to them may be as well.
         if choice.index or delta.reasoning_content is not None or delta.tool_calls is not None:
+            # Reasoning stands between tags that are left out, and spaces next to them may be as well.
             self.is_plain = False
-        if text := (delta.reasoning_content or "") + (delta.content or "") + (choice.text or ""):
+        if delta.reasoning_content:
+            self.reasoning.append(delta.reasoning_content)
+        if text := choice.text or delta.content:
             self.pieces.append(text)
+        for part in delta.tool_calls or ():
+            call = self.calls.setdefault(part.index, _ToolCall())
+            # Arguments come in parts. A name that grew is sent again in whole.
+            call.name = part.function.name or call.name
+            call.id = part.id or call.id
+            call.arguments.append(part.function.arguments or "")
+        if choice.logprobs is not None:
+            self.logprobs.extend(choice.logprobs.content or ())
         if choice.finish_reason is not None:
             self.finish_reason, self.is_complete = choice.finish_reason, True
 
-    def _read_native_event(self, event: StreamChunk, tokens: list[int]) -> None:
+    def _read_native_event(self, event: _StreamChunk, tokens: list[int]) -> None:
         """A chunk of one of the server's own completions, or the whole answer."""
         known = array("i") if self.token_ids is None else self.token_ids
         # A stream leaves out the first tokens of a character that spans several. No later token is adjacent.
@@ -187,21 +237,56 @@ class CompletionOutput:
         if event.truncated:
             self.error = "the server dropped tokens from its context"
 
+    def assembled(self, path: str) -> bytes:
+        """The JSON answer of a chat or completion that was sent as a stream.
 
-def stream_payloads(raw: bytes) -> Iterator[bytes]:
-    """The `data:` lines of a stream in order, `[DONE]` among them; a line cut short is not one."""
-    lines = raw.split(b"\n")
-    lines.pop()
-    payloads = (line[5:].strip() for line in lines if line.startswith(b"data:"))
-    # A request with several prompts has one before each prompt but the first.
-    return (payload for payload in payloads if payload != b"null")
+        Raises:
+            EngineRejected: the stream has an error.
+            EngineUnavailable: it ended too early, or is no stream.
+        """
+        finish_reason, fields = self.finish_reason, self.fields
+        if self.unreadable is not None:
+            raise EngineGarbled(f"llama-server sent an unreadable chunk: {self.unreadable}")
+        if self.failure is not None:
+            if not (self.failure.is_unparsed and self.says_something):
+                raise self.failure.rejection()
+            finish_reason, fields = finish_reason or "stop", fields or _decode_fields(self._last)
+        elif not self.has_ended or finish_reason is None:
+            raise EngineDied("llama-server ended its answer too early")
+        logprobs = {"content": self.logprobs} if self.logprobs else None
+        if path == CHAT:
+            kind = "chat.completion"
+            choice: dict[str, Any] = {"finish_reason": finish_reason, "index": 0, "message": self._message()}
+            choice |= {"logprobs": logprobs} if logprobs else {}
+        else:
+            kind, text = "text_completion", "".join(self.pieces)
+            choice = {"text": text, "index": 0, "logprobs": logprobs, "finish_reason": finish_reason}
+        return msgspec.json.encode({**fields, "choices": [choice], "object": kind})
+
+    def _message(self) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": "".join(self.pieces)}
+        if self.reasoning:
+            message["reasoning_content"] = "".join(self.reasoning)
+        if self.calls:
+            message["tool_calls"] = [
+                {
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": "".join(call.arguments)},
+                }
+                | ({"id": call.id} if call.id else {})
+                for _, call in sorted(self.calls.items())
+            ]
+        return message
 
 
 def read_answer(raw: bytes) -> CompletionOutput:
-    """Reads the bytes of a streamed answer of any route."""
+    """Reads the bytes of a streamed answer of any route. A line that is cut short is not read."""
     answer = CompletionOutput()
-    for payload in stream_payloads(raw):
-        answer.read(payload)
+    lines = raw.split(b"\n")
+    lines.pop()
+    for line in lines:
+        if line.startswith(b"data:"):
+            answer.read(line[5:].strip())
     return answer
 
 
@@ -244,7 +329,7 @@ def slot_content(
     """
     n_prompt = len(prompt) if answer.prompt_tokens is None else answer.prompt_tokens
     length = n_prompt + max((answer.sampled_tokens or 0) - 1, 0)
-    began = answer.sampled_tokens is not None or answer.pieces
+    began = answer.sampled_tokens is not None or answer.says_something
     if n_prompt != len(prompt) or answer.error or not began:
         return array("i"), length if began else 0
     known = (prompt + sampled)[:length]

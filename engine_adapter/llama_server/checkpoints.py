@@ -26,7 +26,8 @@ same rules give the common prefix.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -317,16 +318,11 @@ def _as_text(tokens: TokenIds[int]) -> str:
 
 def user_starts(tokens: TokenIds[int], mark: Sequence[int]) -> tuple[int, ...]:
     """The positions in a prompt where `mark` stands, the tokens that begin a user message."""
-    return tuple(_starts(tokens, mark)) if mark else ()
-
-
-def _starts(tokens: TokenIds[int], mark: Sequence[int]) -> Iterator[int]:
-    wanted, at = list(mark), 0
-    while True:
-        try:
+    found, wanted, at = [], list(mark), 0
+    with suppress(ValueError):  # its first token comes no more
+        while wanted:
             at = tokens.index(wanted[0], at)
-        except ValueError:
-            return
-        if tokens[at : at + len(wanted)].tolist() == wanted:
-            yield at
-        at += 1
+            if tokens[at : at + len(wanted)].tolist() == wanted:
+                found.append(at)
+            at += 1
+    return tuple(found)

@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from engine_adapter.errors import EngineSpecError
-from engine_adapter.llama_server.saved_files import is_in_memory
+from engine_adapter.llama_server.saved_files import is_in_memory, size_of
 
 BINARY = "llama-server"
 BINARY_VARIABLE = "LLAMA_SERVER"
@@ -226,12 +226,5 @@ def make_save_dir(directory: Path) -> None:
 def _room(directory: Path) -> int:
     """Bytes that files in `directory` may take: the free ones and those they take already."""
     place = next(path for path in (directory, *directory.absolute().parents) if path.is_dir())
-    own = sum(map(_size, directory.iterdir())) if place == directory else 0
+    own = sum(map(size_of, directory.iterdir())) if place == directory else 0
     return shutil.disk_usage(place).free + own
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:  # gone since it was listed
-        return 0

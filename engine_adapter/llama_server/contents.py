@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,16 +15,16 @@ from typing import Any
 from engine_adapter.errors import EngineError, EngineRejected
 from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server import saved_files, slot_io
-from engine_adapter.llama_server.checkpoints import MemoryRules, SlotMemory, user_starts
+from engine_adapter.llama_server.checkpoints import MemoryRules, user_starts
 from engine_adapter.llama_server.discovery import ServerFacts
 from engine_adapter.llama_server.mirror_events import MirrorEvents
 from engine_adapter.llama_server.plan import SlotRates
 from engine_adapter.llama_server.saved import Saved, SavedPrefixes, salt_digest
-from engine_adapter.llama_server.saved_entry import StateFileError
+from engine_adapter.llama_server.saved_files import FileFault, StateFileError
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER, SlotOwners
-from engine_adapter.llama_server.slots import Slot, SlotTable
+from engine_adapter.llama_server.slots import NO_TOKENS, Slot, SlotTable
 from engine_adapter.llama_server.turns import SlotRequest
-from engine_adapter.types import TOOL_S, Retention, Tier, TokenIds, common_prefix
+from engine_adapter.types import Retention, Tier, common_prefix
 
 log = logging.getLogger("kvpin.llama_server")
 
@@ -61,16 +60,18 @@ class SlotContents:
     `owners`.
 
     Attributes:
+        engine: its id, for logs.
         facts: of the server, as far as it was probed.
+        clock: seconds, of the slot table.
         reuses_any_prefix: the server reuses any prefix of a slot's content: true until it is seen not to.
     """
 
-    _engine: str
+    engine: str
     facts: ServerFacts
-    _control: ControlClient
+    control: ControlClient
     _saved: SavedPrefixes | None
     _mirror: MirrorEvents
-    _clock: Callable[[], float]
+    clock: Callable[[], float]
     owners: SlotOwners
     rates: SlotRates = field(default_factory=SlotRates)
     counts: Counts = field(default_factory=Counts, init=False)
@@ -84,7 +85,7 @@ class SlotContents:
 
     def __post_init__(self) -> None:
         self.rules = self.facts.memory
-        self.table = SlotTable(self.facts.slots, self.rules)
+        self.table = SlotTable(self.facts.slots, self.rules, self._tell)
 
     @property
     def can_restore(self) -> bool:
@@ -95,7 +96,7 @@ class SlotContents:
     @property
     def can_save(self) -> bool:
         """True if a save may be tried now."""
-        return self.can_restore and self._clock() >= self._no_save_before
+        return self.can_restore and self.clock() >= self._no_save_before
 
     def entries(self) -> Iterator[Saved]:
         """Saved prefixes this server can restore."""
@@ -111,42 +112,29 @@ class SlotContents:
         """Saved prefixes of this model and layout."""
         return iter(()) if self._saved is None else self._saved.entries(self.facts.key)
 
-    def hold(
-        self,
-        slot: Slot,
-        tokens: TokenIds[int],
-        salt: str | None,
-        *,
-        unknown: int = 0,
-        saved: int | None = None,
-        memory: SlotMemory | None = None,
-    ) -> None:
-        """Sets what a slot holds; see `SlotTable.hold`."""
-        self.table.hold(slot.id, tokens, salt, unknown=unknown, saved=saved, memory=memory)
-        self.owners.holds(slot.id, slot.salt)
-        if slot.is_empty or salt == UNKNOWN_OWNER:
+    def _tell(self, slot: Slot) -> None:
+        """Tells the mirror and the record of owners what a slot holds now."""
+        self.owners.becomes(slot.id, slot.salt)
+        if slot.is_empty or slot.salt == UNKNOWN_OWNER:
             self._mirror.drop(slot.id)
         else:
-            self._mirror.put(slot.id, Tier.GPU, slot.tokens, salt)
+            self._mirror.put(slot.id, Tier.GPU, slot.tokens, slot.salt)
 
     def keep(self, slot: Slot, retention: Retention | None) -> None:
         """Retains what a request left in the slot, and the files that hold its beginning."""
         if retention is None or not retention.priority:
             return
-        until = max(slot.kept_until, self._clock() + retention.ttl_s)
+        until = max(slot.kept_until, self.clock() + retention.ttl_s)
         slot.kept_until, slot.kept_for = until, salt_digest(retention.owner)
         for entry in self.all_entries():
             if self._saved is not None and slot.shared(entry.tokens, entry.salt) == len(entry.tokens):
                 self._saved.keep(entry, retention.ttl_s, slot.kept_for)
 
-    def expect_result(self, slot: Slot) -> None:
-        """The answer that the slot holds called a tool."""
-        slot.due_until = self._clock() + TOOL_S
-
     def mark_unknown(self, slot: Slot, count: int) -> None:
         """The slot holds `count` tokens whose ids are not known."""
         # Nobody can reuse these tokens, so their loss costs nothing: they count as saved.
-        self.hold(slot, array("i"), UNKNOWN_OWNER, unknown=count, saved=count, memory=self.rules.lost(count))
+        lost = self.rules.lost(count)
+        self.table.hold(slot.id, NO_TOKENS, UNKNOWN_OWNER, unknown=count, saved=count, memory=lost)
 
     def mark_lost(self, slot: Slot) -> None:
         """What the slot holds is not known, nor how much. It does not count as empty: an empty slot is
@@ -165,10 +153,9 @@ class SlotContents:
 
     def wipe(self) -> None:
         """The server lost all KV, for instance because it fell asleep."""
-        for slot in self.table:
-            self._mirror.drop(slot.id)
-            self.owners.holds(slot.id, UNKNOWN_OWNER)
         self.table.wipe()
+        for slot in self.table:
+            self.owners.becomes(slot.id, UNKNOWN_OWNER)
 
     async def save(self, slot: Slot) -> bool:
         """Saves a slot on which SAVE has begun; the file's header then lists all its tokens.
@@ -182,7 +169,7 @@ class SlotContents:
         try:
             # A server that finds no room may leave half a file and report success, so make room first.
             await registry.make_room(round(length * self.rates.bytes_per_token))
-            moved = await slot_io.save(self._control, slot.id, name)
+            moved = await slot_io.save(self.control, slot.id, name)
             if moved.tokens:
                 entry = await registry.add(
                     name,
@@ -190,7 +177,7 @@ class SlotContents:
                     salt,
                     tokens_expected=moved.tokens,
                     bytes_expected=moved.size,
-                    keep_s=slot.kept_until - self._clock(),
+                    keep_s=slot.kept_until - self.clock(),
                     owner=slot.kept_for,
                     replaces=self.rules.cuts_files,
                 )
@@ -214,9 +201,7 @@ class SlotContents:
         self.counts.saves += 1
         self.counts.saved_tokens += moved.tokens
         self.rates.saved(moved.tokens, moved.size, moved.seconds)
-        text = slot.text
-        self.hold(slot, entry.tokens, salt, saved=len(entry.tokens))
-        self.table.made_of(slot.id, text, salt)
+        self.table.hold(slot.id, entry.tokens, salt, saved=entry.count, text=slot.text)
         return True
 
     async def restore(self, slot: Slot, entry: Saved) -> bool:
@@ -228,19 +213,19 @@ class SlotContents:
             return False
         try:
             async with self._saved.using(entry) as name:
-                self.owners.changes(slot.id, entry.salt)
-                moved = await slot_io.restore(self._control, slot.id, name)
+                self.owners.becomes(slot.id, entry.salt)
+                moved = await slot_io.restore(self.control, slot.id, name)
         except StateFileError as error:
             self.counts.failed_restores += 1
-            fate = "is damaged and deleted" if error.is_damage else "cannot be restored now"
-            log.warning("%s: a saved prefix %s: %s", self._engine, fate, error)
+            fate = "is damaged and deleted" if error.reason is FileFault.DAMAGED else "cannot be restored now"
+            log.warning("%s: a saved prefix %s: %s", self.engine, fate, error)
             return False
         except EngineRejected as error:
             self.counts.failed_restores += 1
             text = "%s: the server refused saved prefix %s: %s; the file is kept, and not restored here again"
-            log.warning(text, self._engine, entry.name, error)
+            log.warning(text, self.engine, entry.name, error)
             # A failed restore wipes the slot.
-            self.hold(slot, array("i"), None)
+            self.table.hold(slot.id, NO_TOKENS, None)
             # The file is not damaged: another server may take it, or this one with other flags.
             self._refused.add(entry.name)
             self._mirror.drop(entry.name)
@@ -249,7 +234,7 @@ class SlotContents:
         self.counts.restored_tokens += moved.tokens
         self.rates.restored(moved.size, moved.seconds)
         memory = self.rules.restored(len(entry.tokens))
-        self.hold(slot, entry.tokens, entry.salt, saved=len(entry.tokens), memory=memory)
+        self.table.hold(slot.id, entry.tokens, entry.salt, saved=entry.count, memory=memory)
         return True
 
     def keeping(self, entry: Saved | None) -> AbstractAsyncContextManager[None]:
@@ -258,30 +243,26 @@ class SlotContents:
 
     async def erase(self, slot: Slot) -> None:
         """Empties a slot on which ERASE has begun."""
-        await slot_io.erase(self._control, slot.id)
-        self.hold(slot, array("i"), None)
+        await slot_io.erase(self.control, slot.id)
+        self.table.hold(slot.id, NO_TOKENS, None)
 
     async def forget(self, entry: Saved) -> None:
         """Drops a saved prefix."""
         if self._saved is not None:
             await self._saved.drop(entry)
 
-    def note_removed(self) -> None:
-        """Counts again how much of each slot is saved, after a saved prefix is gone."""
-        entries = list(self.all_entries())
-        for slot in self.table:
-            if slot.saved and slot.salt != UNKNOWN_OWNER:
-                slot.saved = max((self._spared(entry, slot) for entry in entries), default=0)
-
-    def note_saved(self, slot: Slot) -> None:
-        """Counts how much of the slot's content a file holds already, e.g. after the same prompt again."""
-        spared = (self._spared(entry, slot) for entry in self.entries())
-        slot.saved = max(slot.saved, max(spared, default=0))
-
-    def _spared(self, entry: Saved, slot: Slot) -> int:
-        """Leading tokens of the slot's content that a restore of this file would bring back."""
-        restored = self.rules.restored(len(entry.tokens))
-        return restored.reused(slot.shared(entry.tokens, entry.salt), slot.length + 1)
+    def note_files(self, slots: Iterable[Slot]) -> None:
+        """Counts how many leading tokens of these slots' content a restore of a file would bring back."""
+        entries = list(self.entries())
+        for slot in slots:
+            if slot.salt != UNKNOWN_OWNER:
+                spared = (
+                    self.rules.restored(entry.count).reused(
+                        slot.shared(entry.tokens, entry.salt), slot.length + 1
+                    )
+                    for entry in entries
+                )
+                slot.saved = max(spared, default=0)
 
     def learn(self, facts: ServerFacts) -> None:
         """The server was probed: it tells more of its memory."""
@@ -323,7 +304,7 @@ class SlotContents:
 
     def describe(self) -> list[dict[str, Any]]:
         """The slots for people, without their content."""
-        now = self._clock()
+        now = self.clock()
         return [
             {
                 "id": slot.id,
@@ -343,9 +324,9 @@ class SlotContents:
 
     def _pause_saving(self, error: Exception) -> None:
         self.counts.failed_saves += 1
-        self._no_save_before = self._clock() + self._save_pause_s
+        self._no_save_before = self.clock() + self._save_pause_s
         text = "%s: a slot could not be saved %s; kvpin tries again in %.0f s: %s"
-        log.warning(text, self._engine, self._where(), self._save_pause_s, error)
+        log.warning(text, self.engine, self._where(), self._save_pause_s, error)
         self._save_pause_s = min(2 * self._save_pause_s, MAX_SAVE_PAUSE_S)
 
     def _where(self) -> str:
@@ -361,4 +342,4 @@ class SlotContents:
 
     def _find(self, finding: str) -> None:
         self.findings.append(finding)
-        log.warning("%s: %s", self._engine, finding)
+        log.warning("%s: %s", self.engine, finding)

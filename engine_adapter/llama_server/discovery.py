@@ -106,6 +106,15 @@ def _samples(size: int) -> Iterator[tuple[int, int]]:
 _METADATA = 64 << 20  # bytes of a GGUF that are no tensors, at the most: vocabulary and padding
 
 
+class MemoryKind(msgspec.Struct, frozen=True):
+    """What a probe finds out of the memory of a server."""
+
+    is_recurrent: bool
+    has_window: bool
+    has_checkpoints: bool
+    has_window_in_files: bool
+
+
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
     """One server at the time of the question.
@@ -122,7 +131,8 @@ class ServerFacts:
         fingerprint: digest of the model and the LoRA adapters that make its KV.
         is_unified: all slots share one KV pool (`-kvu`); None while unknown.
         ram_cache: it keeps prompts in its own cache (`--cache-ram`); None while unknown.
-        memory: how much of a slot it reuses; the default while unknown.
+        kind: of its memory; None while unknown.
+        memory: how much of a slot it reuses, by its kind; the default while unknown.
         has_draft: a draft model proposes tokens. Its KV is in no saved file.
         has_media: it takes images, audio or video.
         cache_reuse: the engine's setting: the least run of tokens that it moves; None for none.
@@ -145,6 +155,7 @@ class ServerFacts:
     fingerprint: str
     is_unified: bool | None = None
     ram_cache: bool | None = None
+    kind: MemoryKind | None = None
     memory: MemoryRules = PLAIN
     user_mark: tuple[int, ...] = ()
     has_draft: bool = False

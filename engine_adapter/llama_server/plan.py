@@ -8,7 +8,6 @@ other slots stand still during save and restore. And overwritten content may hav
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -18,10 +17,9 @@ from typing import NamedTuple
 from engine_adapter.hold import Forecast
 from engine_adapter.llama_server.checkpoints import PLAIN, MemoryRules, reusable
 from engine_adapter.llama_server.saved_entry import Saved, recency
-from engine_adapter.llama_server.slots import Slot, SlotOperation
+from engine_adapter.llama_server.slots import NO_TOKENS, Slot, SlotOperation
 from engine_adapter.types import Tier, TokenIds
 
-_NO_TEXT = array("i")
 _CHARACTERS = 4  # of a token, about
 # How often the next turn comes within `TOOL_S` of a tool call: vLLM's router, issue 285.
 AFTER_TOOL_CALL = 0.95
@@ -171,7 +169,7 @@ def plan(
     can_save: bool,
     can_restore: bool,
     rules: MemoryRules = PLAIN,
-    text: TokenIds[int] = _NO_TEXT,
+    text: TokenIds[int] = NO_TOKENS,
 ) -> Plan:
     """The cheapest way to run `prompt` under `salt` on any of the slots, of which there is at least one.
 

@@ -13,14 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
 
-import msgspec
 import xxhash
 
 from engine_adapter.errors import EngineRejected, EngineUnavailable
 from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server import slot_io
 from engine_adapter.llama_server.checkpoints import PLAIN, MemoryRules
-from engine_adapter.llama_server.discovery import ServerFacts
+from engine_adapter.llama_server.discovery import MemoryKind, ServerFacts
 from engine_adapter.prompt.gguf_tokenizer import read_metadata
 from engine_adapter.types import EngineSpec
 
@@ -40,46 +39,47 @@ def probe_file(spec: EngineSpec | None = None) -> str:
     return f"kvpin-probe-{name}.bin"
 
 
-async def probe(control: ControlClient, facts: ServerFacts, slot_id: int, *, file: str) -> ServerFacts:
+async def probe(control: ControlClient, facts: ServerFacts, slot_id: int, *, file: str | None) -> ServerFacts:
     """Completes `facts` by trying. Slot `slot_id` must be idle; its content is lost.
 
-    Leaves `file`, about 50 bytes, in the server's save directory. Takes a few milliseconds on an idle server,
-    plus the prefill of about 150 tokens.
+    A server that can save leaves `file`, about 50 bytes, in its directory; with None it saves nothing, and
+    only its answers tell. A window of fewer than 50 tokens is not found, and beside `--cache-ram` only what a
+    file holds. Takes a few milliseconds on an idle server, plus the prefill of about 220 tokens.
     """
-    ram_cache = await probe_ram_cache(control, slot_id)
-    is_unified, can_save = facts.is_unified, facts.can_save
-    if can_save and is_unified is None:
+    ram_cache = await _has_ram_cache(control, slot_id)
+    caches, is_unified, can_save = None, facts.is_unified, facts.can_save
+    if can_save and file is not None:
         try:
-            is_unified = await probe_unified(control, slot_id, facts.slots, file=file)
+            await slot_io.erase(control, slot_id)
+            size = (await slot_io.save(control, slot_id, file)).size
         except EngineRejected:
             can_save = False  # the directory is gone or full; the server can still be used
+        else:
+            # The file of an empty slot counts the cells of each stream, and a unified pool is one stream.
+            caches = _caches_in(size, facts.slots)
+            if is_unified is None and (caches or _caches_in(size, 1)):
+                is_unified = caches is None
+    kind = None
+    if not is_unified:
+        grown, cut = (_FIRST, _CUT) if ram_cache else await _tried(control, slot_id)
+        has_window = grown < _FIRST
+        kind = MemoryKind(
+            is_recurrent=not has_window and cut < _CUT,
+            has_window=has_window,
+            has_checkpoints=cut > 0,
+            has_window_in_files=caches == _WITH_WINDOW,
+        )
     if facts.can_save:
         await slot_io.erase(control, slot_id)
-    return replace(facts, ram_cache=ram_cache, is_unified=is_unified, can_save=can_save)
+    return replace(facts, ram_cache=ram_cache, is_unified=is_unified, can_save=can_save, kind=kind)
 
 
-async def probe_ram_cache(control: ControlClient, slot_id: int) -> bool:
-    """True if `--cache-ram` is on: a prompt comes back after another one has replaced it in its slot.
-
-    The content of slot `slot_id` is lost.
-    """
+async def _has_ram_cache(control: ControlClient, slot_id: int) -> bool:
+    """True if `--cache-ram` is on: a prompt comes back after another one has replaced it in its slot."""
     first, second = list(range(10, 10 + _PROBE_TOKENS)), list(range(110, 110 + _PROBE_TOKENS))
     for prompt in (first, second):
         await prefill(control, prompt, slot_id)
     return await prefill(control, [*first, second[0]], slot_id) > 0
-
-
-async def probe_unified(control: ControlClient, slot_id: int, slots: int, *, file: str) -> bool | None:
-    """True if all slots share one KV pool, by the size of an empty slot's file; None if that does not tell.
-
-    The file counts the cells of each stream, and a unified pool is one stream. The content of slot `slot_id`
-    is lost, and `file` is left in the server's save directory.
-    """
-    await slot_io.erase(control, slot_id)
-    size = (await slot_io.save(control, slot_id, file)).size
-    if _caches_in(size, slots):
-        return False
-    return True if _caches_in(size, 1) else None
 
 
 def _caches_in(size: int, streams: int) -> int | None:
@@ -98,45 +98,12 @@ async def prefill(control: ControlClient, prompt: list[int], slot_id: int) -> in
             raise EngineUnavailable("POST /completion: the answer has no 'timings.cache_n'")
 
 
-class MemoryKind(msgspec.Struct, frozen=True):
-    """What a probe finds out of the memory of a server."""
-
-    is_recurrent: bool
-    has_window: bool
-    has_checkpoints: bool
-    has_window_in_files: bool
-
-
-async def probe_memory(
-    control: ControlClient, slot_id: int, slots: int, *, file: str | None, ram_cache: bool = False
-) -> MemoryKind:
-    """Tries out the memory. The content of slot `slot_id` is lost; takes about 70 tokens.
-
-    A window of fewer than 50 tokens is not found, and with `ram_cache` (`--cache-ram`) only what its files
-    hold. Leaves `file`, about 50 bytes, in the server's save directory; None if it cannot save. Raises
-    EngineRejected if that fails.
-    """
-    grown, cut = (_FIRST, _CUT) if ram_cache else await _tried(control, slot_id)
-    has_window = grown < _FIRST
-    return MemoryKind(
-        is_recurrent=not has_window and cut < _CUT,
-        has_window=has_window,
-        has_checkpoints=cut > 0,
-        has_window_in_files=file is not None and await _has_window_in_files(control, slot_id, slots, file),
-    )
-
-
 async def _tried(control: ControlClient, slot_id: int) -> tuple[int, int]:
     """Tokens that the server reuses of a prompt that goes on, and of one that leaves the slot's content."""
     first, others = list(range(210, 210 + _FIRST)), list(range(310, 318))
     await prefill(control, first, slot_id)
     grown = await prefill(control, [*first, *others], slot_id)
     return grown, await prefill(control, [*first, *others[: _CUT - _FIRST], *others], slot_id)
-
-
-async def _has_window_in_files(control: ControlClient, slot_id: int, slots: int, file: str) -> bool:
-    await slot_io.erase(control, slot_id)
-    return _caches_in((await slot_io.save(control, slot_id, file)).size, slots) == _WITH_WINDOW
 
 
 def memory_rules(kind: MemoryKind, facts: ServerFacts) -> MemoryRules:

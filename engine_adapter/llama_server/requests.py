@@ -1,4 +1,11 @@
-"""Requests on their way to a slot: the prompt, the hold on one slot or all, and the body for the server."""
+"""Requests on their way to a slot, and their answers on the way back.
+
+The prompt, the hold on one slot or all, the body for the server, and the reader of its answer.
+
+The server's own completions are not sent as streams: the server notices within about a second that their
+client has left, and their JSON answer has more than their stream. It can tell the ids of all sampled tokens:
+kvpin asks for them, and removes them from the answer if the client did not ask.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +14,26 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
-from engine_adapter.body import JsonBody
-from engine_adapter.hold import Hold, RequestBody
-from engine_adapter.llama_server.answer_reader import SlotsAnswer, read_by
+import msgspec
+from typing_extensions import override
+
+from engine_adapter.body import UNREADABLE, JsonBody
+from engine_adapter.errors import EngineUnavailable
+from engine_adapter.hold import AnswerReader, Hold, RequestBody
+from engine_adapter.llama_server.answer import CHAT, COMPLETIONS, CompletionOutput, read_answer
 from engine_adapter.llama_server.mirror_events import MirrorEvents
 from engine_adapter.llama_server.options import INFILL, NATIVE_COMPLETIONS, PINNED_ROUTES, SLOTS
 from engine_adapter.llama_server.saved import salt_digest
 from engine_adapter.llama_server.scheduler import SlotScheduler
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
 from engine_adapter.llama_server.session import ServerSession
-from engine_adapter.llama_server.turns import SlotRequest
+from engine_adapter.llama_server.turns import SlotLease, SlotRequest
 from engine_adapter.off_loop import JSON_BYTES_PER_MS, VALUES_PER_MS, off_loop
 from engine_adapter.types import KvTarget
 
-_COMPLETIONS = "/v1/completions"
-_TEXTS = NATIVE_COMPLETIONS | {_COMPLETIONS}
+_TEXTS = NATIVE_COMPLETIONS | {COMPLETIONS}
 # Fields that turn one request into several; the server chooses their slots.
 _SEVERAL = ("n", "n_cmpl")
 # Fields that make the server parse an answer instead of passing on its text.
@@ -39,6 +50,14 @@ _MOVED = "not exact: it may use KV that was moved, as the engine's cache_reuse a
 # Characters by which texts to fill in are told apart.
 _TEXT_LOOKED_AT = 65_536
 
+_UNPARSED = "llama-server could not parse the whole answer: its end is missing"
+# Longer answers are passed on unread: the server is asked what they left in the slot.
+MAX_BYTES = 64 * 2**20
+# Of a stream, so many are read in about 1 ms.
+_BYTES_PER_MS = 8192
+# The fields of `GET /slots` that show the last request on a slot.
+_OF_A_REQUEST = ("prompt", "generated", "params")
+
 # A prompt whose KV its tokens do not identify.
 _UNKNOWN = SlotRequest(array("i"), UNKNOWN_OWNER)
 
@@ -52,11 +71,7 @@ def ask_of(prompt: KvTarget, mirror: MirrorEvents) -> SlotRequest:
 
 
 def hold_request(
-    session: ServerSession | None,
-    mirror: MirrorEvents,
-    path: str,
-    body: RequestBody,
-    prompt: KvTarget | None,
+    session: ServerSession | None, path: str, body: RequestBody, prompt: KvTarget | None
 ) -> AbstractAsyncContextManager[Hold]:
     """Holds what a request needs: a slot; all of them, if it becomes several; nothing, if none is managed.
 
@@ -74,24 +89,20 @@ def hold_request(
         # Where the server chooses the slot, KV may lie that was moved, or is another prompt's (`is_sound`).
         may_reuse = scheduler.contents.rules.cuts_files and not session.facts.cache_reuse
         return _hold_all(scheduler, alone if may_reuse else alone.replace(cache_prompt=False))
-    return _hold_slot(session, scheduler, mirror, path, body, prompt)
+    return _hold_slot(session, scheduler, path, body, prompt)
 
 
 @asynccontextmanager
 async def _hold_slot(
-    session: ServerSession,
-    scheduler: SlotScheduler,
-    mirror: MirrorEvents,
-    path: str,
-    body: JsonBody,
-    prompt: KvTarget | None,
+    session: ServerSession, scheduler: SlotScheduler, path: str, body: JsonBody, prompt: KvTarget | None
 ) -> AsyncIterator[Hold]:
     is_known = prompt is not None and not any(body.get(name) for name in _OTHER_KV)
-    ask = ask_of(prompt, mirror) if prompt is not None and is_known else _UNKNOWN
+    ask = ask_of(prompt, session.mirror) if prompt is not None and is_known else _UNKNOWN
     if path == INFILL and not body.get("lora"):
         ms = len(body.raw) / JSON_BYTES_PER_MS + body.n_values / VALUES_PER_MS
+        target = KvTarget(cache_salt=body.get("cache_salt"))
         text = await off_loop(partial(_text_around, body), ms=ms)
-        ask = replace(ask_of(KvTarget(cache_salt=body.get("cache_salt")), mirror), text=text)
+        ask = replace(ask_of(target, session.mirror), text=text)
     # The server's own prompt cache serves every tenant.
     may_share = session.facts.keeps_none_itself or ask.salt is None
     wants_reuse = body.get("cache_prompt") is not False
@@ -162,4 +173,116 @@ def _shows_text(path: str, template: str, body: JsonBody) -> bool:
     """
     if body.get("stop"):
         return False
-    return path == _COMPLETIONS or not ("think" in template or any(body.get(name) for name in _PARSED))
+    return path == COMPLETIONS or not ("think" in template or any(body.get(name) for name in _PARSED))
+
+
+# --- answers --------------------------------------------------------------------------------------------
+
+
+def streaming_body(path: str, body: JsonBody) -> JsonBody | None:
+    """The request as a stream with usage; None if it streams already, or cannot."""
+    if path not in (CHAT, COMPLETIONS) or body.get("stream") is True:
+        return None
+    if path == CHAT and body.get("logprobs") and body.get("tools"):
+        return None  # the server refuses this as a stream, and answers it otherwise
+    return body.replace(stream=True, stream_options={"include_usage": True})
+
+
+def read_by(path: str, body: JsonBody, lease: SlotLease) -> tuple[JsonBody, AnswerReader]:
+    """The body for the server, and the reader of its answer."""
+    if path in (*NATIVE_COMPLETIONS, INFILL) and body.get("stream") is not True:
+        # A client that chooses the fields of its answer gets no other.
+        hides_tokens = body.get("return_tokens") is not True and not body.get("response_fields")
+        asked = body.replace(return_tokens=True) if hides_tokens else body
+        return asked, NativeAnswer(lease, hides_tokens=hides_tokens)
+    streamed = streaming_body(path, body)
+    return streamed or body, SlotAnswer(path, lease, assembles=streamed is not None)
+
+
+class SlotAnswer(AnswerReader):
+    """`AnswerReader` of a request on a leased slot. Reads the answer once, when it is over."""
+
+    takes_pieces = True
+
+    def __init__(self, path: str, lease: SlotLease, *, assembles: bool) -> None:
+        self.assembles = assembles
+        self._path = path
+        self._lease = lease
+        self._chunks: list[bytes] = []
+        self._size = 0
+
+    @property
+    @override
+    def finish_ms(self) -> float:
+        return self._size / _BYTES_PER_MS
+
+    @override
+    def feed(self, chunk: bytes) -> bytes:
+        self._lease.has_begun = True
+        self._size += len(chunk)
+        if self._size <= MAX_BYTES or self.assembles:
+            self._chunks.append(chunk)
+        return b"" if self.assembles else chunk
+
+    @override
+    def finish(self, rest: bytes = b"") -> bytes:
+        if self._size > MAX_BYTES and not self.assembles:
+            self._chunks.clear()
+            return rest
+        answer = self._lease.answer = read_answer(b"".join(self._chunks))
+        self._chunks.clear()
+        if not self.assembles:
+            return rest
+        whole = answer.assembled(self._path)
+        if answer.failure is not None:
+            self.note = _UNPARSED  # any other error is raised
+        return whole
+
+    @override
+    def cached_tokens(self) -> int | None:
+        return self._lease.answer.cached_tokens if self._lease.answer is not None else None
+
+
+class NativeAnswer(SlotAnswer):
+    """`AnswerReader` of a completion that the server answers with one JSON object."""
+
+    def __init__(self, lease: SlotLease, *, hides_tokens: bool) -> None:
+        """`hides_tokens`: the client did not ask for token ids."""
+        super().__init__("", lease, assembles=False)
+        self._hides_tokens = hides_tokens
+
+    @override
+    def feed(self, chunk: bytes) -> bytes:
+        self._lease.has_begun = True
+        answer = self._lease.answer = CompletionOutput()
+        answer.read(chunk)
+        return _without_token_ids(chunk) if self._hides_tokens else chunk
+
+    @override
+    def finish(self, rest: bytes = b"") -> bytes:
+        return rest
+
+
+class SlotsAnswer(AnswerReader):
+    """`AnswerReader` of `GET /slots`. Removes prompts, answers and parameters: the last request on a slot may
+    be anybody's, or kvpin's own."""
+
+    @override
+    def feed(self, chunk: bytes) -> bytes:
+        try:
+            slots = msgspec.json.decode(chunk, type=list[dict[str, Any]])
+        except UNREADABLE as error:
+            raise EngineUnavailable(f"GET /slots: not a list of slots: {error}") from error
+        for slot in slots:
+            for name in _OF_A_REQUEST:
+                slot.pop(name, None)
+        return msgspec.json.encode(slots)
+
+
+def _without_token_ids(content: bytes) -> bytes:
+    """An answer as the server writes it when nobody asks for token ids. All other bytes stay."""
+    try:
+        answer = JsonBody(content)
+    except UNREADABLE:
+        return content
+    return answer.replace(tokens=[]).raw if "tokens" in answer else content

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from time import monotonic
@@ -37,6 +37,7 @@ from engine_adapter.errors import (
 from engine_adapter.http.adapter import read_models
 from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server.options import LlamaServerSpec
+from engine_adapter.llama_server.slot_io import Pulse
 from engine_adapter.types import ModelState
 
 # Between attempts to follow the router's events, and between looks at its models where these do not come.
@@ -56,14 +57,6 @@ _QUESTIONS_S = 5.0
 # What a model's card does not show: how the router starts it.
 _PRIVATE = frozenset({"args", "preset"})
 _IN_MEMORY = (ModelState.LOADED, ModelState.SLEEPING)
-
-
-class _Props(msgspec.Struct, frozen=True):
-    """`GET /props` of any llama-server, without a model."""
-
-    role: str = ""
-    max_instances: int = 0
-    models_autoload: bool = True
 
 
 class _Status(msgspec.Struct, frozen=True):
@@ -158,7 +151,7 @@ class Router:
         self._cards: dict[str, dict[str, Any]] = {}
         self._residents: dict[str, Resident] = {}
         self._requests = Counter[str]()
-        self._users = Counter[str]()  # these, and kvpin's own questions
+        self._questions = Counter[str]()  # kvpin's own
         self._used_at: dict[str, float] = {}
         self._load_s: dict[str, float] = {}
         self._failures: dict[str, _Failure] = {}  # until it is loaded
@@ -172,16 +165,15 @@ class Router:
         self._follower: asyncio.Task[None] | None = None
 
     @classmethod
-    async def at(cls, spec: LlamaServerSpec, control: ControlClient) -> Router | None:
-        """The router that answers `control`; None if a server with one model does. Raises EngineError."""
-        props = await control.read(_Props, "GET", "/props")
-        if props.role != "router":
+    def at(cls, spec: LlamaServerSpec, pulse: Pulse) -> Router | None:
+        """The router that answered so; None if a server with one model did."""
+        if pulse.role != "router":
             return None
         key = (spec.server, spec.api_key or "", repr(sorted(spec.headers.items())))
         router = cls._shared.get(key)
         if router is None:
             router = cls._shared[key] = cls(spec)
-        router.loads, router._most = props.models_autoload, props.max_instances
+        router.loads, router._most = pulse.models_autoload, pulse.max_instances
         return router
 
     # --- what there is --------------------------------------------------------------------------------
@@ -294,25 +286,25 @@ class Router:
                 if self.state(name) is not ModelState.LOADING:
                     await self._begin(name)
                     continue
-                use.enter_context(self._counted(name))  # it does not leave before it has served this one
+                # It does not leave before it has served this one.
+                use.enter_context(self._counted(self._requests, name))
                 await self._until_loaded(name)
                 if self.state(name) in _IN_MEMORY:
                     break
                 use.close()
             else:
-                use.enter_context(self._counted(name))
+                use.enter_context(self._counted(self._requests, name))
             self._used_at[name] = monotonic()
-            use.enter_context(self.keeping(name))
             yield
 
     @contextmanager
-    def _counted(self, name: str) -> Iterator[None]:
-        """One more request uses a model until the block ends."""
-        self._requests[name] += 1
+    def _counted(self, uses: Counter[str], name: str) -> Iterator[None]:
+        """A model has one more of these uses until the block ends."""
+        uses[name] += 1
         try:
             yield
         finally:
-            self._requests[name] -= 1
+            uses[name] -= 1
             self._wake()
 
     @asynccontextmanager
@@ -334,22 +326,15 @@ class Router:
     def _check_wait(self, name: str, since: float, limit_s: float) -> None:
         """Raises EngineRejected if there has been no room for a model for `limit_s` seconds."""
         if monotonic() - since > limit_s:
-            full = f"the router has had no room for the model {name!r} for {limit_s:g} s"
-            raise EngineRejected(full, status=HTTPStatus.SERVICE_UNAVAILABLE, type="unavailable_error")
+            raise _unavailable(f"the router has had no room for the model {name!r} for {limit_s:g} s")
 
     def try_again(self, name: str) -> None:
         """An operator wants a model loaded that may have failed lately."""
         self._failures.pop(name, None)
 
-    @contextmanager
-    def keeping(self, name: str) -> Iterator[None]:
-        """Keeps kvpin from unloading a model until the block ends."""
-        self._users[name] += 1
-        try:
-            yield
-        finally:
-            self._users[name] -= 1
-            self._wake()
+    def keeping(self, name: str) -> AbstractContextManager[None]:
+        """Keeps kvpin from unloading a model until the block ends. A swap waits for that only briefly."""
+        return self._counted(self._questions, name)
 
     @asynccontextmanager
     async def visiting(self, name: str, within_s: float) -> AsyncIterator[None]:
@@ -372,8 +357,7 @@ class Router:
 
     def _refuse(self, name: str) -> None:
         if name not in self._models:
-            gone = f"the router no longer has the model {name!r}"
-            raise EngineRejected(gone, status=HTTPStatus.SERVICE_UNAVAILABLE, type="unavailable_error")
+            raise _unavailable(f"the router no longer has the model {name!r}")
         if self._is_remembered(name):
             raise ModelFailed(self._failures[name].why)
 
@@ -462,36 +446,29 @@ class Router:
             return False
         self._leaving = name
         try:
-            if not await self._is_drained(name, wait_s):
+            end = monotonic() + wait_s
+            while self._requests[name] and (left_s := end - monotonic()) > 0:
+                await self._change(min(left_s, _LOOK_S))
+            if self._requests[name]:
                 self._drains[name] = monotonic() + wait_s, min(2 * wait_s, _MAX_DRAIN_S)
                 return False
             self._drains.pop(name, None)
             with suppress(TimeoutError):
                 async with asyncio.timeout(_QUESTIONS_S):
-                    await self._until(lambda: not self._users[name])
+                    while self._questions[name]:
+                        await self._change()
             if name in self._residents:
                 await self._residents[name].end_session(farewell=True)
             self._ending = name
             with suppress(EngineRejected):  # it has ended by itself
                 await self._control.call("POST", "/models/unload", json={"model": name})
             await self.refresh()
-            await self._until(lambda: name not in self._models or self._models[name].process is None)
+            while name in self._models and self._models[name].process is not None:
+                await self._change()
         finally:
             self._leaving = self._ending = None
             self._wake()
         return True
-
-    async def _is_drained(self, name: str, within_s: float) -> bool:
-        """Waits until the requests of a model have ended; False if they have not `within_s` seconds."""
-        end = monotonic() + within_s
-        while self._requests[name] and (left_s := end - monotonic()) > 0:
-            await self._change(min(left_s, _LOOK_S))
-        return not self._requests[name]
-
-    async def _until(self, holds: Callable[[], bool]) -> None:
-        """Waits until something holds of the models and their users."""
-        while not holds():
-            await self._change()
 
     async def _change(self, within_s: float | None = None) -> None:
         """Waits until something has changed, and looks again where nothing tells that."""
@@ -512,12 +489,12 @@ class Router:
                 async with self._control.stream("/models/sse") as events:
                     await self.refresh()
                     while news := await events.receive():
-                        self._hear(news)
+                        # A chunk of events names the loading models that told of their progress.
+                        named = [name for name in self._heard if msgspec.json.encode(name) in news]
+                        self._heard |= dict.fromkeys(named, monotonic())
                         await self.refresh()
             await asyncio.sleep(_LOOK_S)
 
-    def _hear(self, news: bytes) -> None:
-        """Notes which loading models told of their progress: a chunk of events names them."""
-        for name in self._heard:
-            if msgspec.json.encode(name) in news:
-                self._heard[name] = monotonic()
+
+def _unavailable(message: str) -> EngineRejected:
+    return EngineRejected(message, status=HTTPStatus.SERVICE_UNAVAILABLE, type="unavailable_error")

@@ -28,18 +28,16 @@ from engine_adapter.errors import EngineSpecError
 from engine_adapter.llama_server import saved_files
 from engine_adapter.llama_server.own_tasks import OwnTasks
 from engine_adapter.llama_server.saved_entry import (
-    FileFault,
     Listener,
     Saved,
     SavedEvent,
     Stamp,
-    StateFileError,
     Work,
     least_valuable,
     salt_digest,
     value,
-    writing,
 )
+from engine_adapter.llama_server.saved_files import FileFault, StateFileError, writing
 from engine_adapter.types import Tier
 
 __all__ = ["Saved", "SavedEvent", "SavedPlace", "SavedPrefixes", "salt_digest"]
@@ -80,7 +78,7 @@ class SavedPrefixes:
         self._wanted = {Tier.HOST: place.host_bytes, Tier.DISK: place.disk_bytes}
         self._caps = self._wanted.copy()
         self._entries: dict[str, Saved] = {}
-        self._listeners: list[Listener] = []
+        self._listeners: set[Listener] = set()
         self._counts: Counter[str] = Counter(evicted=0, demoted=0, promoted=0, refused=0)
         self._tasks = OwnTasks(f"work on the saved prefixes in {place.host}", StateFileError)
         self._rebuilding: asyncio.Task[None] | None = None
@@ -118,7 +116,7 @@ class SavedPrefixes:
         tiers = {
             tier.value: {
                 "entries": sum(saved.tier is tier for saved in self._entries.values()),
-                "bytes": self._used(tier),
+                "bytes": sum(saved.size for saved in self._entries.values() if saved.tier is tier),
                 "place": str(directory),
                 "in_memory": saved_files.is_in_memory(directory),
                 "cap": self._caps[tier],
@@ -138,15 +136,13 @@ class SavedPrefixes:
         ]
         return {"tiers": tiers, **self._counts, "saved": entries}
 
-    def subscribe(self, listener: Listener) -> Callable[[], None]:
-        """Calls `listener` after every change from now on, until the returned function is called."""
-        self._listeners.append(listener)
+    def subscribe(self, listener: Listener) -> None:
+        """Calls `listener` after every change from now on."""
+        self._listeners.add(listener)
 
-        def unsubscribe() -> None:
-            if listener in self._listeners:
-                self._listeners.remove(listener)
-
-        return unsubscribe
+    def unsubscribe(self, listener: Listener) -> None:
+        """No longer calls `listener`."""
+        self._listeners.discard(listener)
 
     # --- What comes in ---------------------------------------------------------------------------
 
@@ -276,7 +272,7 @@ class SavedPrefixes:
         try:
             await asyncio.shield(saved.work)
         except StateFileError as error:
-            if error.is_damage or error.reason is FileFault.MISSING:
+            if error.reason in (FileFault.DAMAGED, FileFault.MISSING):
                 await self.drop(saved)
             elif error.reason is not FileFault.NO_ROOM:
                 saved.retry_at = self._clock() + RETRY_S
@@ -402,9 +398,6 @@ class SavedPrefixes:
     async def _move(self, saved: Saved, source: Tier, target: Tier) -> Stamp:
         paths = self._dirs[source] / saved.name, self._dirs[target] / saved.name
         return await asyncio.to_thread(saved_files.move, *paths, saved)
-
-    def _used(self, tier: Tier) -> int:
-        return sum(saved.size for saved in self._entries.values() if saved.tier is tier)
 
     def _no_room(self, saved: Saved) -> StateFileError:
         detail = (

@@ -1,8 +1,16 @@
-"""The directory of saved prefixes: names, sidecars, checks, moves, and what is deleted.
+"""The files of saved prefixes: as llama-server writes them, kvpin's record of each, checks, moves, deletion.
 
     kvpin-<key>-<unique>.bin    what llama-server saved
     kvpin-<key>-<unique>.json   its sidecar: kvpin's record of it; without one the file is no entry
     ….part                      one of them while it is written
+
+A saved file, in 32-bit words of the machine's byte order (read and observed on llama.cpp 0c1e57098):
+
+    0x67677371 · 3 · n · n words · KV to the end of the file
+
+The n words are `-1 · 1 · t · t token ids · m · m positions of media · media`, or plain token ids in files of
+older servers. The KV has no length and no checksum of its own. A file is whole if it has the size that the
+server reported, and undamaged if its checksum has not changed since.
 
 Everything here blocks and is called in a thread. Files with other names are never touched. Functions raise
 StateFileError for a file or a directory that cannot be used.
@@ -10,30 +18,29 @@ StateFileError for a file or a directory that cannot be used.
 
 from __future__ import annotations
 
+import errno
 import functools
 import logging
 import math
 import os
 import re
 import secrets
-from collections.abc import Iterable
+import stat
+import struct
+from array import array
+from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
+from contextlib import contextmanager, suppress
+from enum import StrEnum
+from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
+import xxhash
 
-from engine_adapter.llama_server import saved_entry
-from engine_adapter.llama_server.saved_entry import (
-    FileFault,
-    Saved,
-    Sidecar,
-    Stamp,
-    StateFileError,
-    reading,
-    written_whole,
-)
-from engine_adapter.types import Tier
+from engine_adapter.llama_server.saved_entry import Saved, Sidecar, Stamp
+from engine_adapter.types import Tier, TokenIds
 
 FORMAT = 1  # of sidecars
 _MOUNTS = Path("/proc/self/mounts")
@@ -42,6 +49,178 @@ GRACE_S = 600.0  # a file without its sidecar stays this long: another process m
 _log = logging.getLogger("kvpin.llama_server")
 _OWN = re.compile(r"(kvpin-([0-9A-Za-z]{1,128})-[0-9a-f]{32})(\.bin|\.json|\.bin\.part|\.json\.part)")
 _KEY = re.compile(r"[0-9A-Za-z]{1,128}")
+_MAGIC, _VERSION, _TOKENS_VERSION = 0x67677371, 3, 1
+_HEAD = struct.Struct("=III")
+_FRAMED, _MIN_FRAME = -1, 4  # a word that is no token id; the words of a frame without tokens and media
+_CHUNK = 1 << 20  # bytes per read: the fastest measured, and enough for xxhash to release the GIL
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+class FileFault(StrEnum):
+    """The fault of a saved file, or of its target. Only a damaged file is deleted: any other may be sound."""
+
+    MISSING = "missing"
+    UNREADABLE = "unreadable"
+    DAMAGED = "damaged"  # it is not what was saved
+    FOREIGN = "foreign"  # another version of kvpin or of llama-server wrote it, or it holds media
+    NO_ROOM = "no_room"  # the target: no room for the file, or for a copy of it
+    UNWRITABLE = "unwritable"  # the target: the directory takes no files
+
+
+class StateFileError(Exception):
+    """A saved file cannot be used, written or moved; the text is one sentence with its path."""
+
+    def __init__(self, path: Path, reason: FileFault, detail: str) -> None:
+        super().__init__(f"saved prefix {path}: {detail}")
+        self.reason = reason
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turns an OSError of reading `path` into a StateFileError."""
+    try:
+        yield
+    except OSError as error:
+        reason = FileFault.MISSING if error.errno == errno.ENOENT else FileFault.UNREADABLE
+        raise StateFileError(path, reason, f"it cannot be read: {error.strerror}") from error
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns an OSError of writing `path` into a StateFileError."""
+    try:
+        yield
+    except OSError as error:
+        is_full = error.errno in _NO_ROOM
+        reason = FileFault.NO_ROOM if is_full else FileFault.UNWRITABLE
+        what = "there is no room to write it" if is_full else "it cannot be written"
+        raise StateFileError(path, reason, f"{what}: {error.strerror}") from error
+
+
+@contextmanager
+def written_whole(target: Path) -> Iterator[Path]:
+    """The file to write, which gets the name `target` at the end. After an error no part of it is left."""
+    part = target.with_name(f"{target.name}.part")
+    try:
+        with writing(target):
+            yield part
+            part.replace(target)
+    except StateFileError:
+        with suppress(OSError):
+            part.unlink()
+        raise
+
+
+# --- one file -------------------------------------------------------------------------------------------
+
+
+def read_tokens(path: Path) -> TokenIds[int]:
+    """The token ids whose KV a saved file holds; reads only its header."""
+    regular_file(path)
+    with reading(path), path.open("rb") as file:
+        words = _read_words(path, file)
+    tokens = words if not words or words[0] != _FRAMED else _unframe(path, words)
+    lowest = min(tokens, default=0)
+    _check(path, lowest >= 0, f"token id {lowest} among its tokens is below 0")
+    return tokens
+
+
+def checksum(path: Path) -> int:
+    """xxh3_64 of the whole file; reading and hashing release the GIL."""
+    regular_file(path)
+    with reading(path), path.open("rb", buffering=0) as file:
+        return _hashed(path, file)
+
+
+def copy(source: Path, target: Path) -> int:
+    """Copies a saved file, whole or not at all; returns the checksum of the bytes that were copied."""
+    regular_file(source)
+    with (
+        reading(source),
+        source.open("rb", buffering=0) as file,
+        written_whole(target) as part,
+        part.open("wb", buffering=0) as copied,
+    ):
+        return _hashed(source, file, copied)
+
+
+def _hashed(path: Path, file: FileIO, copied: FileIO | None = None) -> int:
+    """xxh3_64 of the rest of a file, which is also written to `copied`."""
+    digest, buffer = xxhash.xxh3_64(), memoryview(bytearray(_CHUNK))
+    while True:
+        with reading(path):
+            count = file.readinto(buffer)
+        if not count:
+            return digest.intdigest()
+        rest = buffer[:count]
+        digest.update(rest)
+        while copied is not None and rest:
+            rest = rest[copied.write(rest) :]
+
+
+def regular_file(path: Path) -> os.stat_result:
+    """The status of `path`. Callers check it before they open a file: opening a FIFO waits."""
+    with reading(path):
+        status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise StateFileError(path, FileFault.UNREADABLE, "it is not a regular file")
+    return status
+
+
+def stamp(path: Path) -> Stamp:
+    """The stamp of a file; raises StateFileError if it does not exist."""
+    status = regular_file(path)
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _check(path: Path, is_right: bool, detail: str) -> None:
+    if not is_right:
+        raise StateFileError(path, FileFault.DAMAGED, detail)
+
+
+def _check_count(path: Path, unit: str, found: int, expected: int | None) -> None:
+    _check(path, expected in (None, found), f"{found} {unit}, of {expected} that were saved")
+
+
+def _check_checksum(path: Path, found: int, expected: int) -> None:
+    _check(path, found == expected, "its bytes are not those that were saved")
+
+
+def _foreign(path: Path, detail: str) -> StateFileError:
+    return StateFileError(path, FileFault.FOREIGN, detail)
+
+
+def _read_words(path: Path, file: BinaryIO) -> TokenIds[int]:
+    """The words of the header's token list."""
+    size = os.fstat(file.fileno()).st_size
+    head = file.read(_HEAD.size)
+    _check(path, len(head) == _HEAD.size, f"{len(head)} bytes are less than a header")
+    magic, version, count = _HEAD.unpack(head)
+    _check(path, magic == _MAGIC, f"it starts with {magic:#010x}, not {_MAGIC:#010x}")
+    if version != _VERSION:
+        raise _foreign(path, f"format version {version}, known is {_VERSION}")
+    words: TokenIds[int] = array("i")
+    data = file.read(min(count * words.itemsize, size))
+    is_whole = len(data) == count * words.itemsize
+    _check(path, is_whole, f"{size} bytes are less than its {count} token words")
+    words.frombytes(data)
+    return words
+
+
+def _unframe(path: Path, words: TokenIds[int]) -> TokenIds[int]:
+    """The tokens between the frame's `-1 · 1 · t` and its `m`."""
+    _check(path, len(words) >= _MIN_FRAME, f"{len(words)} words are less than a frame of tokens")
+    version, count = words[1], words[2]
+    if version != _TOKENS_VERSION:
+        raise _foreign(path, f"token list version {version}, known is {_TOKENS_VERSION}")
+    _check(path, 0 <= count <= len(words) - _MIN_FRAME, f"{count} tokens do not fit {len(words)} words")
+    if words[3 + count] != 0:
+        raise _foreign(path, "it holds images or audio, which its tokens do not identify")
+    _check(path, len(words) == _MIN_FRAME + count, f"{len(words)} words for {count} tokens are too many")
+    return words[3 : 3 + count]
+
+
+# --- an entry: a file and its sidecar -------------------------------------------------------------------
 
 
 def new_name(key: str) -> str:
@@ -62,37 +241,33 @@ def inspect(
 ) -> Saved:
     """Reads a new saved file, and checks it against the server's figures, if given. Its times are unset."""
     before = stamp(path)
-    if bytes_expected is not None:
-        _check_count(path, FileFault.SIZE, "bytes", before[1], bytes_expected)
-    tokens = saved_entry.read_tokens(path)
-    if not tokens:
-        raise StateFileError(path, FileFault.TOKENS, "it holds no tokens: the slot was empty")
-    count, size = len(tokens), before[1]
-    if tokens_expected is not None:
-        _check_count(path, FileFault.TOKENS, "tokens", count, tokens_expected)
-    checksum = saved_entry.checksum(path)
-    if stamp(path) != before:
-        raise StateFileError(path, FileFault.SIZE, "it changed while it was read")
+    size = before[1]
+    _check_count(path, "bytes", size, bytes_expected)
+    tokens = read_tokens(path)
+    count = len(tokens)
+    _check(path, count > 0, "it holds no tokens: the slot was empty")
+    _check_count(path, "tokens", count, tokens_expected)
+    hashed = checksum(path)
+    _check(path, stamp(path) == before, "it changed while it was read")
     return Saved(
-        FORMAT, key, salt, count, size, checksum, 0.0, 0.0, 0, name=path.name, tokens=tokens, seen=before
+        FORMAT, key, salt, count, size, hashed, 0.0, 0.0, 0, name=path.name, tokens=tokens, seen=before
     )
 
 
 def verify(path: Path, saved: Saved) -> Stamp:
     """Checks a file against its entry. A file that was seen before is not hashed again."""
     found = stamp(path)
-    _check_count(path, FileFault.SIZE, "bytes", found[1], saved.size)
-    if saved_entry.read_tokens(path) != saved.tokens:
-        raise StateFileError(path, FileFault.TOKENS, "its tokens are not those it was saved with")
+    _check_count(path, "bytes", found[1], saved.size)
+    _check(path, read_tokens(path) == saved.tokens, "its tokens are not those it was saved with")
     if found != saved.seen:
-        _check_checksum(path, saved_entry.checksum(path), saved.checksum)
+        _check_checksum(path, checksum(path), saved.checksum)
     return found
 
 
 def move(source: Path, target: Path, saved: Saved) -> Stamp:
     """Moves a saved file and its sidecar to another directory, and verifies the bytes on the way."""
-    _check_count(source, FileFault.SIZE, "bytes", stamp(source)[1], saved.size)
-    copied = saved_entry.copy(source, target)
+    _check_count(source, "bytes", stamp(source)[1], saved.size)
+    copied = copy(source, target)
     try:
         _check_checksum(source, copied, saved.checksum)
         write_sidecar(target, saved)
@@ -101,22 +276,6 @@ def move(source: Path, target: Path, saved: Saved) -> Stamp:
         raise
     remove(source)
     return stamp(target)
-
-
-def _check_count(path: Path, reason: FileFault, unit: str, found: int, expected: int) -> None:
-    if found != expected:
-        raise StateFileError(path, reason, f"{found} {unit}, of {expected} that were saved")
-
-
-def _check_checksum(path: Path, found: int, expected: int) -> None:
-    if found != expected:
-        raise StateFileError(path, FileFault.CHECKSUM, "its bytes are not those that were saved")
-
-
-def stamp(path: Path) -> Stamp:
-    """The stamp of a file; raises StateFileError if it does not exist."""
-    status = saved_entry.regular_file(path)
-    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def write_sidecar(path: Path, saved: Saved) -> None:
@@ -169,7 +328,7 @@ def scan(directory: Path, tier: Tier, now: float, taken: AbstractSet[str]) -> tu
             try:
                 found.append(_read_entry(directory / name, tier))
             except StateFileError as error:
-                if error.is_damage:
+                if error.reason is FileFault.DAMAGED:
                     _log.warning("%s; it is deleted", error)
                     remove(directory / name)
                 elif error.reason is not FileFault.MISSING:
@@ -180,17 +339,17 @@ def scan(directory: Path, tier: Tier, now: float, taken: AbstractSet[str]) -> tu
     names -= _with_sidecars(unusable)
     for name in sorted(names - _with_sidecars(each.name for each in found)):
         _remove_leftover(directory / name, now)
-    return found, sum(_size(directory / name) for name in names)
+    return found, sum(size_of(directory / name) for name in names)
 
 
 def _with_sidecars(names: Iterable[str]) -> set[str]:
     return {each for name in names for each in (name, _sidecar(name))}
 
 
-def _size(path: Path) -> int:
+def size_of(path: Path) -> int:
     """Bytes of a file, 0 for one that is gone or hidden by permissions."""
     try:
-        return path.lstat().st_size
+        return path.stat().st_size
     except OSError:
         return 0
 
@@ -201,15 +360,15 @@ def _sidecar(name: str) -> str:
 
 def _read_entry(path: Path, tier: Tier) -> Saved:
     target = path.with_suffix(".json")
-    saved_entry.regular_file(target)
+    regular_file(target)
     with reading(target):
         data = target.read_bytes()
     sidecar = _read_sidecar(target, data)
     if sidecar.key != key_of(path.name):
-        raise StateFileError(target, FileFault.FOREIGN, f"its key {sidecar.key!r} is not the one of its name")
-    _check_count(path, FileFault.SIZE, "bytes", stamp(path)[1], sidecar.size)
-    tokens = saved_entry.read_tokens(path)
-    _check_count(path, FileFault.TOKENS, "tokens", len(tokens), sidecar.count)
+        raise _foreign(target, f"its key {sidecar.key!r} is not the one of its name")
+    _check_count(path, "bytes", stamp(path)[1], sidecar.size)
+    tokens = read_tokens(path)
+    _check_count(path, "tokens", len(tokens), sidecar.count)
     return Saved(**msgspec.structs.asdict(sidecar), name=path.name, tokens=tokens, tier=tier)
 
 
@@ -217,23 +376,18 @@ def _read_sidecar(path: Path, data: bytes) -> Sidecar:
     """Sidecars are written whole or not at all: one that is no JSON is damaged, any other JSON is foreign."""
     try:
         record: Any = msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise StateFileError(path, FileFault.SIDECAR, f"it is no JSON: {error}") from error
-    except RecursionError as error:
-        raise StateFileError(
-            path, FileFault.FOREIGN, "kvpin did not write it: it is nested too deep"
-        ) from error
-    if isinstance(record, dict) and record.get("kept_until", 0.0) is None:
-        record["kept_until"] = math.inf
-    try:
+        if isinstance(record, dict) and record.get("kept_until", 0.0) is None:
+            record["kept_until"] = math.inf
         sidecar = msgspec.convert(record, Sidecar)
     except msgspec.ValidationError as error:
-        raise StateFileError(
-            path, FileFault.FOREIGN, f"another version of kvpin wrote it: {error}"
-        ) from error
+        raise _foreign(path, f"another version of kvpin wrote it: {error}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise StateFileError(path, FileFault.DAMAGED, f"it is no JSON: {error}") from error
+    except RecursionError as error:
+        raise _foreign(path, "kvpin did not write it: it is nested too deep") from error
     if sidecar.format != FORMAT:
-        detail = f"another version of kvpin wrote it: format {sidecar.format}, known is {FORMAT}"
-        raise StateFileError(path, FileFault.FOREIGN, detail)
+        known = f"format {sidecar.format}, known is {FORMAT}"
+        raise _foreign(path, f"another version of kvpin wrote it: {known}")
     return sidecar
 
 

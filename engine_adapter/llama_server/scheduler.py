@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from array import array
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -19,7 +17,6 @@ from typing import Any, TypeVar
 
 from engine_adapter.errors import EngineError, EngineUnavailable
 from engine_adapter.hold import Forecast
-from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server.answer import CompletionOutput, known_tokens, slot_content
 from engine_adapter.llama_server.checkpoints import SlotMemory
 from engine_adapter.llama_server.contents import SlotContents
@@ -35,9 +32,9 @@ from engine_adapter.llama_server.slot_io import (
     until_all_arrived,
     when_idle,
 )
-from engine_adapter.llama_server.slots import Slot, SlotOperation
-from engine_adapter.llama_server.turns import SlotLease, SlotRequest, Turns, first_operation
-from engine_adapter.types import TokenIds, common_prefix
+from engine_adapter.llama_server.slots import NO_TOKENS, Slot, SlotOperation
+from engine_adapter.llama_server.turns import ALL_SLOTS, SlotLease, SlotRequest, Turns, first_operation
+from engine_adapter.types import TOOL_S, TokenIds, common_prefix
 
 log = logging.getLogger("kvpin.llama_server")
 
@@ -57,33 +54,22 @@ class SlotScheduler:
 
     Attributes:
         changed: set whenever a slot becomes idle.
+        is_closed: its session has ended: the slots may hold anybody's KV.
         is_lost: the server turned out to be another process.
         has_worked: something ran since the slots were last read.
         sleeps: the server was found asleep, and nothing has woken it since; `has_slept`: it was, once.
     """
 
-    def __init__(
-        self,
-        engine: str,
-        control: ControlClient,
-        contents: SlotContents,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, contents: SlotContents) -> None:
         self.contents = contents
         self.changed = asyncio.Event()
-        self.is_lost = False
-        self.has_worked = self.sleeps = self.has_slept = False
-        self._engine = engine
-        self._control = control
-        self._table = contents.table
-        self._clock = clock
-        self._turns = Turns(self._table, self._plan, clock)
-        self._tasks = OwnTasks(f"{engine}: work on its slots", EngineError)
+        self.is_closed = self.is_lost = self.has_worked = self.sleeps = self.has_slept = False
+        self._control, self._table, self._clock = contents.control, contents.table, contents.clock
+        self._turns = Turns(self._table, self._plan, self._clock)
+        self._tasks = OwnTasks(f"{contents.engine}: work on its slots", EngineError)
         self._used: set[int] = set()  # slots that ran a request of ours
         self._tasks_at: dict[tuple[int, int], int | None] = {}  # the latest task of (slot, its uses)
-        self._closed = False
-        self._worked_at = clock()
+        self._worked_at = self._clock()
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -100,15 +86,17 @@ class SlotScheduler:
         self._check_open()
         await self.is_asleep()
         self.sleeps = False  # the request wakes it
-        chosen = await self._turns.slot(ask)
+        chosen = await self._turns.turn(ask)
         self._check_open()
         lease = await self._prepared(chosen, ask)
         self._check_open()
         # The slot is going to hold this prompt: the next request of the conversation waits for it.
-        self.contents.owners.changes(lease.slot, ask.salt)
+        self.contents.owners.becomes(lease.slot, ask.salt)
         memory = lease.memory.after(lease.shared, len(ask.tokens), self.contents.user_starts(ask))
-        self._table.hold(lease.slot, ask.tokens, ask.salt, memory=memory)
-        self._table.made_of(lease.slot, ask.text, ask.salt)
+        unknown = int(not ask.tokens)  # an empty slot is nobody's
+        self._table.hold(
+            lease.slot, ask.tokens, ask.salt, unknown=unknown, memory=memory, text=ask.text, is_sure=False
+        )
         self._table.serve(lease.slot, ask.session)
         try:
             yield lease
@@ -116,7 +104,7 @@ class SlotScheduler:
             # The slot may stay busy for a while; the caller does not wait for it.
             self._tasks.start(self._finish(lease))
             raise
-        if lease.answer is not None and not self._closed:
+        if lease.answer is not None and not self.is_closed:
             self._next(self._table[lease.slot], SlotOperation.SETTLE)
         await asyncio.wait([self._tasks.start(self._finish(lease))])
 
@@ -126,13 +114,13 @@ class SlotScheduler:
         self._check_open()
         await self.is_asleep()
         self.sleeps = False
-        await self._turns.all()
+        await self._turns.turn(None)
         tasks: dict[int, int | None] = {}
         try:
             tasks = {state.id: state.id_task for state in await read_slots(self._control)}
             self._check_open()
             for slot in self._table:
-                self.contents.owners.changes(slot.id, UNKNOWN_OWNER)
+                self.contents.owners.becomes(slot.id, UNKNOWN_OWNER)
             yield
         finally:
             self._tasks.start(self._after_alone(tasks))
@@ -151,10 +139,6 @@ class SlotScheduler:
     def waiting(self) -> int:
         """Requests that wait for a slot."""
         return self._turns.waiting
-
-    def now(self) -> float:
-        """Seconds on the clock of the slot table."""
-        return self._clock()
 
     # --- other operations -------------------------------------------------------------------------
 
@@ -199,11 +183,12 @@ class SlotScheduler:
             slot, count = self._table[state.id], state.n_tokens or 0
             owner = contents.owners.recorded(state)
             if count and owner != UNKNOWN_OWNER:
-                contents.hold(slot, array("i"), owner, unknown=count, memory=contents.rules.lost(count))
+                lost = contents.rules.lost(count)
+                self._table.hold(slot.id, NO_TOKENS, owner, unknown=count, memory=lost)
             elif count or state.is_processing:
                 contents.mark_unknown(slot, max(count, 1))
             else:
-                contents.hold(slot, array("i"), None)
+                self._table.hold(slot.id, NO_TOKENS, None)
             if state.is_processing:
                 self._watch_foreign(slot)
 
@@ -222,7 +207,7 @@ class SlotScheduler:
                 self.is_lost = True
                 raise EngineUnavailable("the server was restarted: its slots are new")
             if state.n_tokens == 0 and slot.length == 1 and not state.is_processing:
-                self.contents.hold(slot, array("i"), None)  # nothing is there after all
+                self._table.hold(slot.id, NO_TOKENS, None)  # nothing is there after all
             elif (
                 state.is_processing
                 or state.n_tokens not in (None, slot.length)
@@ -233,7 +218,7 @@ class SlotScheduler:
             else:
                 settled.append(state)
         self._tasks_at = {(state.id, uses[state.id]): state.id_task for state in settled}
-        self.contents.owners.note(settled)
+        self.contents.owners.note((state, self._table[state.id].salt) for state in settled)
 
     async def look(self) -> bool:
         """True if the server sleeps. The question does not wake it. A server that sleeps has lost all KV.
@@ -268,7 +253,7 @@ class SlotScheduler:
 
     async def aclose(self) -> None:
         """Ends all work. Requests that wait for a slot get EngineUnavailable."""
-        self._closed = True
+        self.is_closed = True
         self._turns.fail(EngineUnavailable("the engine was lost before it could start"))
         await self._tasks.cancel()
 
@@ -277,7 +262,7 @@ class SlotScheduler:
     def _plan(self, ask: SlotRequest, slots: Iterable[Slot]) -> Plan:
         contents = self.contents
         return plan(
-            ask.tokens if ask.reuse else array("i"),
+            ask.tokens if ask.reuse else NO_TOKENS,
             ask.salt,
             slots,
             contents.entries(),
@@ -294,10 +279,15 @@ class SlotScheduler:
         if first_operation(chosen) is SlotOperation.REQUEST:
             return self._leased(self._table[chosen.slot], ask, restored=False)
         task = self._tasks.start(self._prepare(chosen, ask))
+
+        def abandon(done: asyncio.Task[SlotLease]) -> None:
+            if not done.cancelled() and done.exception() is None:  # else it has released the slot itself
+                self._release(chosen.slot)
+
         try:
             return await _outcome(task)
         except asyncio.CancelledError:
-            task.add_done_callback(lambda done: self._abandon(self._table[chosen.slot], done))
+            task.add_done_callback(abandon)
             raise
 
     async def _prepare(self, chosen: Plan, ask: SlotRequest) -> SlotLease:
@@ -307,15 +297,13 @@ class SlotScheduler:
             async with self.contents.keeping(chosen.restore):
                 if chosen.save_first:
                     await self.contents.save(slot)
-                    self._next(
-                        slot, SlotOperation.REQUEST if chosen.restore is None else SlotOperation.RESTORE
-                    )
+                    self._next(slot, first_operation(replace(chosen, save_first=False)))
                 if chosen.restore is not None:
                     is_restored = await self.contents.restore(slot, chosen.restore)
                     self._next(slot, SlotOperation.REQUEST)
         except BaseException:
             self.contents.mark_lost(slot)
-            self._release(slot)
+            self._release(slot.id)
             raise
         return self._leased(slot, ask, restored=is_restored)
 
@@ -335,16 +323,11 @@ class SlotScheduler:
             and slot.is_firm(kept, len(ask.tokens), ask.salt, grows=False),
             may_reuse=may_reuse,
             restored=restored,
-            before=slot.tokens if may_reuse else array("i"),
+            before=slot.tokens if may_reuse else NO_TOKENS,
             memory=slot.memory.used_by(shared if may_reuse else 0, moves=moves),
             length_before=slot.length,
             started=self._clock(),
         )
-
-    def _abandon(self, slot: Slot, task: asyncio.Task[SlotLease]) -> None:
-        """The request left while its slot was prepared. A failed preparation released the slot itself."""
-        if not task.cancelled() and task.exception() is None:
-            self._release(slot)
 
     def _next(self, slot: Slot, operation: SlotOperation) -> None:
         """Ends one operation and begins the next; nothing can begin in between."""
@@ -354,27 +337,29 @@ class SlotScheduler:
 
     async def _finish(self, lease: SlotLease) -> None:
         """Finds out what the slot holds after a request, and releases it."""
-        if self._closed:
+        if self.is_closed:
             return  # another scheduler may have the slots by now
         slot = self._table[lease.slot]
-        known: TokenIds[int] = array("i")
+        known = NO_TOKENS
         unknown = len(lease.ask.tokens) or 1  # an empty slot is nobody's
         try:
             known, unknown = await self._left_by(lease)
         except EngineError as error:
-            log.warning("%s: content of slot %d is unknown after a request: %s", self._engine, slot.id, error)
+            log.warning(
+                "%s: content of slot %d is unknown after a request: %s", self.contents.engine, slot.id, error
+            )
         finally:
             if known or lease.leaves_own:
                 memory = self._memory_after(lease).grown(len(known) + unknown)
-                self.contents.hold(slot, known, lease.ask.salt, unknown=unknown, memory=memory)
-                self._table.made_of(slot.id, lease.ask.text, lease.ask.salt)
-                self.contents.note_saved(slot)
+                ask = lease.ask
+                self._table.hold(slot.id, known, ask.salt, unknown=unknown, memory=memory, text=ask.text)
+                self.contents.note_files([slot])
                 self.contents.keep(slot, lease.ask.retention)
                 if lease.answer is not None and lease.answer.finish_reason == "tool_calls":
-                    self.contents.expect_result(slot)
+                    slot.due_until = self._clock() + TOOL_S  # the tool's result is expected
             else:
                 self.contents.mark_unknown(slot, unknown)
-            self._release(slot)
+            self._release(slot.id)
 
     def _memory_after(self, lease: SlotLease) -> SlotMemory:
         """The memory of a slot after a request, without the answer."""
@@ -393,7 +378,7 @@ class SlotScheduler:
             self._learn(lease, answer)
             sampled = answer.token_ids
             if sampled is None:
-                sampled = await known_tokens(self._control, answer) if lease.shows_text else array("i")
+                sampled = await known_tokens(self._control, answer) if lease.shows_text else NO_TOKENS
             return slot_content(prompt, answer, sampled)
         await until_all_arrived(self._control)
         count = await self._count_when_idle(lease.slot)
@@ -430,13 +415,13 @@ class SlotScheduler:
             await end_copies(self._control, slot.id)
             self.contents.mark_unknown(slot, await self._count_when_idle(slot.id))
         except EngineError as error:
-            log.warning("%s: slot %d: %s", self._engine, slot.id, error)
+            log.warning("%s: slot %d: %s", self.contents.engine, slot.id, error)
         finally:
-            self._release(slot)
+            self._release(slot.id)
 
     async def _after_alone(self, tasks: dict[int, int | None]) -> None:
         """After a request that ran alone: a slot that has run another task since is unknown."""
-        if self._closed:
+        if self.is_closed:
             return
         try:
             await until_all_arrived(self._control)
@@ -453,10 +438,7 @@ class SlotScheduler:
             for slot in self._table:
                 self.contents.mark_lost(slot)
         finally:
-            for slot in self._table:
-                self.contents.owners.holds(slot.id, slot.salt)
-            self._turns.release_all()
-            self._note_work()
+            self._release(ALL_SLOTS)
 
     async def _taken(self, slot_id: int, work: _Work[_Result]) -> _Result:
         slot = self._table[slot_id]
@@ -466,23 +448,15 @@ class SlotScheduler:
             self.contents.mark_lost(slot)
             raise
         finally:
-            self._release(slot)
+            self._release(slot.id)
 
-    def _release(self, slot: Slot) -> None:
-        self._turns.release(slot.id)
-        self._note_work()
-
-    def _note_work(self) -> None:
+    def _release(self, slot_id: int) -> None:
+        self._turns.release(slot_id)
         self.has_worked, self._worked_at = True, self._clock()
         self.changed.set()
 
-    @property
-    def is_closed(self) -> bool:
-        """True once its session has ended: the slots may hold anybody's KV."""
-        return self._closed
-
     def _check_open(self) -> None:
-        if self._closed:
+        if self.is_closed:
             raise EngineUnavailable("the engine was lost before it could start")
 
 

@@ -81,7 +81,7 @@ class ServerLock:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = _read(file)
+            holder = str(_holder(file) or "a process that did not say which")
             file.close()
             raise EngineTaken(
                 f"another kvpin uses it ({holder}), and its slots take only one: stop one of the two, or "
@@ -117,12 +117,6 @@ class ServerLock:
                 self._path,
                 error.strerror,
             )
-
-
-def _read(file: FileIO) -> str:
-    """The holder of the lock, for people."""
-    holder = _holder(file)
-    return "a process that did not say which" if holder is None else str(holder)
 
 
 def _holder(file: FileIO) -> _Holder | None:
@@ -199,7 +193,7 @@ class ServerRecord(Generic[_Content]):
             return
         part = self._path.with_name(f"{self._path.name}.part")
         try:
-            with open(part, "wb", opener=_open_private) as file:
+            with open(part, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
                 file.write(msgspec.msgpack.encode((self._instance, content)))
             part.replace(self._path)
         except OSError as error:
@@ -211,16 +205,13 @@ class ServerRecord(Generic[_Content]):
                     self._name,
                 )
             self._has_warned = True
-            with suppress(OSError):
-                self._path.unlink(missing_ok=True)
+            for each in (part, self._path):
+                with suppress(OSError):
+                    each.unlink(missing_ok=True)
 
 
 def _path(directory: Path, url: str, suffix: str) -> Path:
     return directory / f"kvpin-slots-{xxhash.xxh3_64_hexdigest(url.encode())}.{suffix}"
-
-
-def _open_private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
 
 
 class _Recorded(msgspec.Struct, frozen=True, array_like=True):
@@ -232,22 +223,17 @@ class _Recorded(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SlotOwners:
-    """The owner of each slot: the digest of a cache salt, None for content without one.
+    """The record of each slot's owner: the digest of a cache salt, None for content without one.
 
-    The record outlives kvpin, and is believed only while `/slots` tells the same of a slot as when it was
+    It outlives kvpin, and is believed only while `/slots` tells the same of a slot as when it was
     written: another client of the server may use a slot while no kvpin looks. While the content of a slot
     changes, it has no owner there. So no tenant is ever given another one's KV.
     """
 
     def __init__(self, directory: Path | None, url: str, instance: str | None, slots: int) -> None:
         self._record = ServerRecord(directory, url, instance, "owners", list[_Recorded | None])
-        self._owners: list[str | None] = [UNKNOWN_OWNER] * slots
         recorded = self._record.read() or []
         self._recorded: list[_Recorded | None] = recorded if len(recorded) == slots else [None] * slots
-
-    def __getitem__(self, slot_id: int) -> str | None:
-        """The owner of a slot's content, UNKNOWN_OWNER where nothing tells it."""
-        return self._owners[slot_id]
 
     def recorded(self, state: SlotState) -> str | None:
         """The owner that the record names for a slot as the server tells it; else UNKNOWN_OWNER."""
@@ -255,24 +241,17 @@ class SlotOwners:
         is_same = told is not None and (told.task, told.tokens) == (state.id_task, state.n_tokens)
         return told.owner if told is not None and is_same and not state.is_processing else UNKNOWN_OWNER
 
-    def changes(self, slot_id: int, owner: str | None) -> None:
-        """Content of `owner` is about to replace what the slot holds."""
-        if self._owners[slot_id] != owner:
-            self.holds(slot_id, UNKNOWN_OWNER)
-
-    def holds(self, slot_id: int, owner: str | None) -> None:
-        """The slot holds content of `owner` and nothing else."""
-        self._owners[slot_id] = owner
+    def becomes(self, slot_id: int, owner: str | None) -> None:
+        """Content of `owner` replaces what the slot holds, or is about to."""
         told = self._recorded[slot_id]
         if told is not None and told.owner != owner:
             self._recorded[slot_id] = None
             self._record.write(self._recorded)
 
-    def note(self, states: Iterable[SlotState]) -> None:
+    def note(self, owned: Iterable[tuple[SlotState, str | None]]) -> None:
         """Records the owners of idle slots whose content is as the server tells it here."""
         before = list(self._recorded)
-        for state in states:
-            owner = self._owners[state.id]
+        for state, owner in owned:
             if owner != UNKNOWN_OWNER and state.id_task is not None and state.n_tokens:
                 self._recorded[state.id] = _Recorded(owner, state.id_task, state.n_tokens)
         if self._recorded != before:

@@ -15,23 +15,24 @@ from typing import Any
 
 import msgspec
 import xxhash
+from msgspec import structs
 
-from engine_adapter.errors import EngineError, EngineRejected
+from engine_adapter.errors import EngineError
 from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server.checkpoints import UNPROBED
 from engine_adapter.llama_server.contents import SlotContents
-from engine_adapter.llama_server.discovery import ServerFacts
+from engine_adapter.llama_server.discovery import MemoryKind, ServerFacts
 from engine_adapter.llama_server.mirror_events import TOKENS_PER_BLOCK, MirrorEvents
 from engine_adapter.llama_server.options import SERVED, LlamaServerSpec
 from engine_adapter.llama_server.plan import SlotRates, worth_saving
-from engine_adapter.llama_server.probe import MemoryKind, memory_rules, probe, probe_file, probe_memory
+from engine_adapter.llama_server.probe import memory_rules, probe, probe_file
 from engine_adapter.llama_server.saved import SavedPrefixes
-from engine_adapter.llama_server.saved_entry import StateFileError
+from engine_adapter.llama_server.saved_files import StateFileError
 from engine_adapter.llama_server.scheduler import SlotScheduler
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER, ServerRecord, SlotOwners
 from engine_adapter.llama_server.slot_io import erase, read_pulse, read_slots, read_user_mark, spare_slot
 from engine_adapter.llama_server.slots import Slot, SlotOperation
-from engine_adapter.llama_server.verbs import RecordedPin, SlotVerbs
+from engine_adapter.llama_server.verbs import Pin, SlotVerbs
 from engine_adapter.types import TRANSLATED_ROUTES, Capability, EngineInfo
 
 # --- session --------------------------------------------------------------------------------------------
@@ -71,6 +72,7 @@ class ServerSession:
         scheduler: manages its slots; None if they cannot be managed, and the server chooses them itself.
         verbs: the admin verbs on its slots; None likewise.
         findings: reasons why kvpin cannot use it fully, beyond the findings of the facts.
+        mirror: what its slots and files hold, as events.
         is_probing: the probe has begun and not ended.
     """
 
@@ -85,6 +87,7 @@ class ServerSession:
     scheduler: SlotScheduler | None = field(default=None, init=False)
     verbs: SlotVerbs | None = field(default=None, init=False)
     findings: list[str] = field(default_factory=list, init=False)
+    mirror: MirrorEvents = field(default_factory=MirrorEvents, init=False)
     is_probing: bool = field(default=False, init=False)
     _has_files: bool = field(default=False, init=False)
     _shares_directory: bool = field(default=True, init=False)
@@ -92,7 +95,6 @@ class ServerSession:
     _left: str = field(default="", init=False)
     _write_back: asyncio.Task[None] | None = field(default=None, init=False)
     _probes: ServerRecord[Probed] | None = field(default=None, init=False)
-    _memory: MemoryKind | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         if self.is_too_slow:
@@ -100,8 +102,9 @@ class ServerSession:
 
     async def begin(self, registry: SavedPrefixes | None, mirror: MirrorEvents) -> None:
         """Probes the server, takes over its slots, and begins to write them back. Errors end the session."""
+        self.mirror = mirror
         try:
-            await self._begin(registry, mirror)
+            await self._begin(registry)
         except BaseException:
             await self.end(farewell=False)
             raise
@@ -156,7 +159,7 @@ class ServerSession:
         """The results of the probe; None if the next process has to be probed, too."""
         facts = self.facts
         return (
-            Probed(facts.ram_cache, facts.is_unified, self._memory, facts.has_draft)
+            Probed(facts.ram_cache, facts.is_unified, facts.kind, facts.has_draft)
             if self._has_files and facts.ram_cache is not None
             else None
         )
@@ -188,14 +191,15 @@ class ServerSession:
         contents.learn(self.facts)
         contents.mark_unknown(slot, (await read_slots(self._control))[slot.id].n_tokens or 0)
 
-    async def _begin(self, registry: SavedPrefixes | None, mirror: MirrorEvents) -> None:
+    async def _begin(self, registry: SavedPrefixes | None) -> None:
         directory = registry.place.host if registry is not None else None
         self._probes = ServerRecord(directory, self._spec.url, self.facts.instance, "probe", Probed)
         if self.facts.has_slots:
             states, told = await read_slots(self._control), self.told or self._probes.read()
             if told is not None:  # by an earlier probe: no slot loses its content again
-                self.facts = replace(self.facts, ram_cache=told.ram_cache, is_unified=told.is_unified)
-                self._memory = told.memory
+                self.facts = replace(
+                    self.facts, ram_cache=told.ram_cache, is_unified=told.is_unified, kind=told.memory
+                )
             elif self._may_probe and not any(state.is_processing for state in states):
                 await self._probe(spare_slot(states))
         if not self.facts.has_slots or self.facts.looks_unified:
@@ -208,16 +212,15 @@ class ServerSession:
         saved = await self._usable(registry)
         self._has_files = saved is not None
         self._note_probe()
-        clock = time.monotonic
         directory = saved.place.host if saved is not None else None
         # Records of what the server holds are those of the kvpin that uses it.
         process = directory if self.may_try else None, self._spec.url, self.facts.holder
         owners = SlotOwners(*process, self.facts.slots)
         contents = SlotContents(
-            self._spec.id, self.facts, self._control, saved, mirror, clock, owners, self.rates
+            self._spec.id, self.facts, self._control, saved, self.mirror, time.monotonic, owners, self.rates
         )
-        scheduler = self.scheduler = SlotScheduler(self._spec.id, self._control, contents, clock=clock)
-        verbs = self.verbs = SlotVerbs(scheduler, ServerRecord(*process, "pins", list[RecordedPin]))
+        scheduler = self.scheduler = SlotScheduler(contents)
+        verbs = self.verbs = SlotVerbs(scheduler, ServerRecord(*process, "pins", list[Pin]))
         for state in await read_slots(self._control) if self.may_try else ():
             # Content that was restored and never used does not show, and may be anybody's.
             if state.n_tokens is None and self.facts.can_save and not state.is_processing:
@@ -245,33 +248,26 @@ class ServerSession:
 
     async def _probe(self, slot_id: int) -> None:
         self.is_probing = True
-        leaves_a_file = self.facts.can_save and self.facts.is_unified is None
-        control, directory, left = self._control, self._spec.options.host_cache_dir, probe_file(self._spec)
-        file = probe_file() if directory is not None else left
-        self.facts = await probe(control, self.facts, slot_id, file=file)
-        if not self.facts.is_unified:
-            file_made = file if self.facts.can_save and directory is not None else None
-            leaves_a_file |= file_made is not None
-            ram_cache = self.facts.ram_cache is not False
-            try:
-                self._memory = await probe_memory(
-                    control, slot_id, self.facts.slots, file=file_made, ram_cache=ram_cache
-                )
-            except EngineRejected:  # the directory is gone or full
-                self.facts = replace(self.facts, can_save=False)
-        if directory is not None and leaves_a_file:
+        directory, left = self._spec.options.host_cache_dir, probe_file(self._spec)
+        saves = self.facts.can_save and (directory is not None or self.facts.is_unified is None)
+        file = left if directory is None else probe_file()
+        self.facts = await probe(self._control, self.facts, slot_id, file=file if saves else None)
+        if saves and directory is None:
+            self._left = left
+        elif saves and directory is not None:
             self._shares_directory = await asyncio.to_thread(_take_probe, directory, file)
             await asyncio.to_thread(_take_probe, directory, left)
-        elif leaves_a_file:
-            self._left = left
         self.is_probing = False
 
     async def _learn_memory(self) -> None:
         """Turns what the probe told of the memory into rules."""
-        if self._memory is None:
+        kind = self.facts.kind
+        if kind is None:
             self.facts = replace(self.facts, memory=UNPROBED)
             return
-        rules = await asyncio.to_thread(memory_rules, self._memory, self.facts)
+        if self._spec.options.host_cache_dir is None:  # nothing is restored
+            kind = structs.replace(kind, has_window_in_files=False)
+        rules = await asyncio.to_thread(memory_rules, kind, self.facts)
         mark = () if rules.is_plain else await read_user_mark(self._control)
         self.facts = replace(self.facts, memory=rules, user_mark=mark)
 
@@ -365,7 +361,7 @@ def _worth_most(scheduler: SlotScheduler) -> Slot | None:
     contents = scheduler.contents
     if not contents.can_save:
         return None
-    rates, now, streams = contents.rates, scheduler.now(), scheduler.streams
+    rates, now, streams = contents.rates, contents.clock(), scheduler.streams
     worth = [s for s in dirty_slots(scheduler) if worth_saving(s, rates, now, streams, idle_s=IDLE_S)]
     return min(worth, key=lambda slot: slot.since, default=None)
 

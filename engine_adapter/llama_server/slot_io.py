@@ -159,10 +159,14 @@ async def _is_done(control: ControlClient, slot_id: int) -> bool:
 
 
 class Pulse(msgspec.Struct, frozen=True):
-    """The process that answers, and whether it sleeps. Asking is always possible."""
+    """The process that answers, and whether it sleeps; of a router, how many models it runs, and whether it
+    loads those that requests name. Asking is always possible."""
 
     instance: str | None = msgspec.field(name="media_marker", default=None)
     is_sleeping: bool = False
+    role: str = ""
+    max_instances: int = 0
+    models_autoload: bool = True
 
 
 async def read_pulse(control: ControlClient) -> Pulse:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -17,6 +17,7 @@ from engine_adapter.llama_server.checkpoints import PLAIN, MemoryRules, SlotMemo
 from engine_adapter.types import TokenIds, common_prefix
 
 NEVER = -math.inf
+NO_TOKENS: TokenIds[int] = array("i")
 
 
 class SlotOperation(StrEnum):
@@ -53,11 +54,11 @@ class Slot:
         is_outdated: that conversation went on in another slot.
         memory: which of the content a prompt can resume. During a request: once its prompt is computed.
         text: how the text begins that the server made its content of, where the tokens are not known; as code
-            points. `text_salt`: the digest of its cache salt.
+            points.
     """
 
     id: int
-    tokens: TokenIds[int] = field(default_factory=lambda: array("i"))
+    tokens: TokenIds[int] = field(default_factory=lambda: NO_TOKENS)
     unknown: int = 0
     salt: str | None = None
     operation: SlotOperation | None = None
@@ -72,8 +73,7 @@ class Slot:
     session: int | None = None
     is_outdated: bool = False
     memory: SlotMemory = field(default_factory=SlotMemory)
-    text: TokenIds[int] = field(default_factory=lambda: array("i"), repr=False)
-    text_salt: str | None = None
+    text: TokenIds[int] = field(default_factory=lambda: NO_TOKENS, repr=False)
 
     @property
     def length(self) -> int:
@@ -112,22 +112,25 @@ class Slot:
 
     def likely_reusable(self, text: TokenIds[int], salt: str | None) -> int:
         """Estimate of `reusable` for a prompt that begins with this text under `salt`."""
-        if not self.text or self.text_salt != salt:
+        if not self.text or self.salt != salt:
             return 0
         chunk = self.memory.rules.chunk * len(self.text) // max(self.length, 1)  # in characters
         return self.length * reusable(self.text, text, chunk) // len(self.text)
 
 
 class SlotTable:
-    """All slots of one server.
+    """All slots of one server. `tell` is called after each change of what a slot is sure to hold.
 
     Attributes:
         violations: times that SlotBusy was raised; above 0 there is a bug.
         most_in_flight: for each slot, the most operations ever requested at once.
     """
 
-    def __init__(self, count: int, rules: MemoryRules = PLAIN) -> None:
+    def __init__(
+        self, count: int, rules: MemoryRules = PLAIN, tell: Callable[[Slot], None] = lambda _: None
+    ) -> None:
         self._slots = tuple(Slot(slot_id, memory=rules.restored(0)) for slot_id in range(count))
+        self._tell = tell
         self.violations = 0
         self.most_in_flight = [0] * count
 
@@ -186,13 +189,15 @@ class SlotTable:
         unknown: int = 0,
         saved: int | None = None,
         memory: SlotMemory | None = None,
+        text: TokenIds[int] = NO_TOKENS,
+        is_sure: bool = True,
     ) -> None:
         """Sets the content of a slot; an erased slot has no tokens, known or unknown.
 
         `tokens` is stored without a copy. With `saved` None, the common prefix of old and new content stays
         saved, if a file can be restored up to there. A pin ends if some of its tokens go, and retention ends
         if some of the content goes. With `memory` None, the slot's content stays, or an answer was added to
-        it.
+        it. `text`: see `Slot.text`. Not `is_sure`: a request is about to bring the content there.
         """
         slot = self._slots[slot_id]
         kept = slot.shared(tokens, salt)
@@ -203,17 +208,15 @@ class SlotTable:
             slot.session, slot.is_outdated = None, False
         slot.tokens = tokens
         slot.due_until = NEVER
-        slot.text, slot.text_salt = array("i"), None
+        slot.text = text
         slot.unknown = unknown
         slot.salt = None if slot.is_empty else salt
         if saved is None:
             saved = slot.saved if kept >= slot.saved else kept if slot.memory.rules.cuts_files else 0
         slot.saved = min(saved, slot.length)
         slot.memory = memory or slot.memory.grown(slot.length)
-
-    def made_of(self, slot_id: int, text: TokenIds[int], salt: str | None) -> None:
-        """The server makes the content of the slot of this text: see `Slot.text`."""
-        self._slots[slot_id].text, self._slots[slot_id].text_salt = text, salt
+        if is_sure:
+            self._tell(slot)
 
     def serve(self, slot_id: int, session: int | None) -> None:
         """A request of a conversation runs on a slot. What other idle slots hold of it is out of date."""
@@ -244,7 +247,7 @@ class SlotTable:
         Counts as a use, so that an operation in flight sees that the content has changed.
         """
         for slot in self._slots:
-            self.hold(slot.id, array("i"), None)
+            self.hold(slot.id, NO_TOKENS, None)
             slot.uses += 1
 
     def _violated(self, message: str) -> None:

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import math
-from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
+from engine_adapter.hold import Forecast
 from engine_adapter.llama_server.answer import CompletionOutput
 from engine_adapter.llama_server.checkpoints import SlotMemory
 from engine_adapter.llama_server.plan import Plan
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
-from engine_adapter.llama_server.slots import Slot, SlotOperation, SlotTable
+from engine_adapter.llama_server.slots import NO_TOKENS, Slot, SlotOperation, SlotTable
 from engine_adapter.types import Retention, TokenIds
 
 
@@ -42,7 +41,7 @@ class SlotRequest:
     retention: Retention | None = None
     is_chat: bool = False
     session: int | None = None
-    text: TokenIds[int] = field(default_factory=lambda: array("i"), repr=False)
+    text: TokenIds[int] = field(default_factory=lambda: NO_TOKENS, repr=False)
 
 
 @dataclass(slots=True)
@@ -93,6 +92,8 @@ class SlotLease:
 
 
 Decide = Callable[[SlotRequest, Iterable[Slot]], Plan]
+ALL_SLOTS = -1
+_ALONE = Plan(ALL_SLOTS, Forecast(0), restore=None, save_first=False, is_ready=True, over_pin=False)
 
 
 @dataclass(slots=True, eq=False)
@@ -101,7 +102,7 @@ class _Waiter:
 
     ask: SlotRequest | None
     since: float
-    turn: asyncio.Future[Any]  # its plan, None for one that runs alone
+    turn: asyncio.Future[Plan]
 
 
 class Turns:
@@ -122,26 +123,27 @@ class Turns:
         """Requests in the queue."""
         return len(self._queue)
 
-    async def slot(self, ask: SlotRequest) -> Plan:
-        """Waits for a slot for `ask`; the first operation of its plan has begun there.
+    async def turn(self, ask: SlotRequest | None) -> Plan:
+        """Waits for a slot for `ask`; the first operation of its plan has begun there. None waits for every
+        slot at once: FOREIGN has begun on each.
 
         A caller that is cancelled while it waits leaves nothing begun.
         """
-        plan: Plan = await self._turn(ask)
-        return plan
-
-    async def all(self) -> None:
-        """Waits for every slot at once, and begins FOREIGN on each."""
-        await self._turn(None)
+        waiter = _Waiter(ask, self._clock(), asyncio.get_running_loop().create_future())
+        self._queue.append(waiter)
+        self.dispatch()
+        try:
+            return await waiter.turn
+        except asyncio.CancelledError:
+            self._give_back(waiter)
+            raise
 
     def release(self, slot_id: int) -> None:
-        """Ends the operation on a slot and starts waiting requests."""
-        self._table.end(slot_id, self._clock())
-        self.dispatch()
-
-    def release_all(self) -> None:
-        """Ends a turn of `all` and starts waiting requests."""
-        self._table.end_all(self._clock())
+        """Ends the operation on a slot, or on ALL_SLOTS, and starts waiting requests."""
+        if slot_id == ALL_SLOTS:
+            self._table.end_all(self._clock())
+        else:
+            self._table.end(slot_id, self._clock())
         self.dispatch()
 
     def fail(self, error: Exception) -> None:
@@ -166,7 +168,7 @@ class Turns:
                 if self._table.in_flight:
                     break
                 self._table.begin_all(SlotOperation.FOREIGN, self._clock())
-                self._grant(waiter, None)
+                self._grant(waiter, _ALONE)
                 continue
             plan, patience_s = self._plan(waiter, waiter.ask)
             if plan is not None:
@@ -176,16 +178,6 @@ class Turns:
                 soonest = min(soonest, patience_s)
         if soonest < math.inf:
             self._timer = asyncio.get_running_loop().call_later(soonest, self.dispatch)
-
-    async def _turn(self, ask: SlotRequest | None) -> Any:  # noqa: ANN401 - see _Waiter
-        waiter = _Waiter(ask, self._clock(), asyncio.get_running_loop().create_future())
-        self._queue.append(waiter)
-        self.dispatch()
-        try:
-            return await waiter.turn
-        except asyncio.CancelledError:
-            self._give_back(waiter)
-            raise
 
     def _plan(self, waiter: _Waiter, ask: SlotRequest) -> tuple[Plan | None, float]:
         """(the plan to start now, or None; seconds after which an idle slot is taken instead of waiting)."""
@@ -197,7 +189,7 @@ class Turns:
         left_s = alternative.cost.total_s - (self._clock() - waiter.since)
         return (alternative, 0.0) if left_s <= 0 else (None, left_s)
 
-    def _grant(self, waiter: _Waiter, plan: Plan | None) -> None:
+    def _grant(self, waiter: _Waiter, plan: Plan) -> None:
         self._queue.remove(waiter)
         waiter.turn.set_result(plan)
 
@@ -207,10 +199,7 @@ class Turns:
             self._queue.remove(waiter)
             self.dispatch()
         elif waiter.turn.done() and not waiter.turn.cancelled() and waiter.turn.exception() is None:
-            if waiter.ask is None:
-                self.release_all()
-            else:
-                self.release(waiter.turn.result().slot)
+            self.release(waiter.turn.result().slot)
 
 
 def first_operation(plan: Plan) -> SlotOperation:

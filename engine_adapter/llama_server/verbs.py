@@ -9,7 +9,7 @@ import asyncio
 import time
 from array import array
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import TypeVar
 from uuid import uuid4
@@ -20,7 +20,7 @@ from engine_adapter.llama_server.mirror_events import TOKENS_PER_BLOCK
 from engine_adapter.llama_server.saved import Saved, salt_digest
 from engine_adapter.llama_server.scheduler import SlotScheduler
 from engine_adapter.llama_server.server_files import ServerRecord
-from engine_adapter.llama_server.slots import Slot, SlotOperation
+from engine_adapter.llama_server.slots import NEVER, Slot, SlotOperation
 from engine_adapter.types import KvProgress, KvTarget, KvVerb, Pinned, TokenIds
 
 _Held = TypeVar("_Held", Slot, Saved)
@@ -30,24 +30,14 @@ _POLL_S = 0.01
 _SERVER_CACHE = "server_cache"  # `--cache-ram`, which no route empties
 
 
-class RecordedPin(msgspec.Struct, frozen=True):
-    """A pin on disk: its id, its tokens as int32, the digest of their cache salt, its end in Unix time."""
+class Pin(msgspec.Struct, frozen=True):
+    """A pin, also on disk: it protects the slot and the file that hold most of these tokens, as int32, of
+    content with this digest of a cache salt, until a Unix time."""
 
     pin_id: str
     tokens: bytes
     salt: str | None
     until: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Pin:
-    """A pin: it protects these tokens until a time, in the slot and file that hold most of them."""
-
-    tokens: TokenIds[int]
-    salt: str | None
-    until: float
-    slots: tuple[int, ...]
-    entries: tuple[Saved, ...]
 
 
 @dataclass(slots=True)
@@ -62,16 +52,26 @@ class _Tally:
     def progress(self) -> KvProgress:
         return KvProgress(self.done, self.total, self.size, dict(self.left))
 
+    def note(self, blocks: int, size: float = 0, *, left: str | None = None) -> KvProgress:
+        """The progress with further blocks: done, of `size` bytes, or left for a reason."""
+        if left is not None:
+            self.left[left] += blocks
+        else:
+            self.done += blocks
+            self.size += round(size)
+        return self.progress()
+
 
 class SlotVerbs:
     """KV operations on the slots and files of one server."""
 
-    def __init__(self, scheduler: SlotScheduler, record: ServerRecord[list[RecordedPin]]) -> None:
+    def __init__(self, scheduler: SlotScheduler, record: ServerRecord[list[Pin]]) -> None:
         """`record`: where pins are written to."""
         self._scheduler = scheduler
         self._record = record
         self._contents = scheduler.contents
-        self._pins: dict[str, _Pin] = {}
+        self._pins: list[Pin] = []
+        self._pinned: set[Saved] = set()  # by these pins
 
     def operate(self, verb: KvVerb, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
         """Yields the progress of an operation."""
@@ -87,98 +87,85 @@ class SlotVerbs:
         """Pins the slot and the file that hold most of a prefix."""
         pin_id, most = f"pin-{uuid4().hex}", 0
         if target.token_ids is not None:
-            until = self._scheduler.now() + ttl_s
-            most = self._hold(pin_id, target.token_ids, salt_digest(target.cache_salt), until)
-            self._note()
+            ids, salt = target.token_ids, salt_digest(target.cache_salt)
+            most = max((held.shared(ids, salt) for held in self._holders(ids, salt)), default=0)
+            if most:
+                self._pins.append(Pin(pin_id, ids[:most].tobytes(), salt, time.time() + ttl_s))
+            self._protect()
+            self._record.write(self._pins)
         return Pinned(pin_id, most // TOKENS_PER_BLOCK, ttl_s)
-
-    def recall(self) -> None:
-        """Starts the recorded pins again, as far as slots and files are known to hold their prefixes."""
-        ahead_s = time.time() - self._scheduler.now()
-        for pin in self._record.read() or ():
-            self._hold(pin.pin_id, array("i", pin.tokens), pin.salt, pin.until - ahead_s)
-
-    def _hold(self, pin_id: str, token_ids: TokenIds[int], salt: str | None, until: float) -> int:
-        """Protects the slot and the file that hold most of a prefix. Returns how many tokens."""
-
-        def shared(held: Slot | Saved) -> int:
-            return held.shared(token_ids, salt)
-
-        slot = max(self._contents.table, key=shared)
-        entry = max(self._contents.entries(), key=shared, default=None)
-        slots = [slot] if shared(slot) >= TOKENS_PER_BLOCK else []
-        entries = [entry] if entry is not None and shared(entry) >= TOKENS_PER_BLOCK else []
-        most = max([*map(shared, slots), *map(shared, entries)], default=0)
-        if most:
-            ids = tuple(slot.id for slot in slots)
-            self._pins[pin_id] = _Pin(token_ids[:most], salt, until, ids, tuple(entries))
-        self._protect(slots, entries)
-        return most
-
-    def _note(self) -> None:
-        """Writes the pins to disk."""
-        ahead_s = time.time() - self._scheduler.now()
-        self._record.write(
-            [
-                RecordedPin(pin_id, pin.tokens.tobytes(), pin.salt, pin.until + ahead_s)
-                for pin_id, pin in self._pins.items()
-            ]
-        )
 
     def unpin(self, pin_id: str) -> bool:
         """Ends a pin; False if there is none with that id."""
-        pin = self._pins.pop(pin_id, None)
-        if pin is None:
+        left = [pin for pin in self._pins if pin.pin_id != pin_id]
+        if len(left) == len(self._pins):
             return False
-        self._note()
-        self._protect([self._contents.table[slot_id] for slot_id in pin.slots], pin.entries)
+        self._pins = left
+        self._protect()
+        self._record.write(self._pins)
         return True
 
-    def _protect(self, slots: Iterable[Slot], entries: Iterable[Saved]) -> None:
-        """Applies all current pins to these slots and files."""
-        now = self._scheduler.now()
-        self._pins = {name: pin for name, pin in self._pins.items() if pin.until > now}
-        pins = tuple(self._pins.values())
-        for slot in slots:
-            on_it = [pin for pin in pins if slot.id in pin.slots]
-            shared = max((slot.shared(pin.tokens, pin.salt) for pin in on_it), default=0)
-            self._contents.table.pin(slot.id, shared, max((pin.until for pin in on_it), default=now))
-        for entry in entries:
-            left_s = max((pin.until - now for pin in pins if entry in pin.entries), default=0.0)
-            entry.pinned_until = time.time() + left_s if left_s else 0.0
+    def recall(self) -> None:
+        """Starts the recorded pins again, as far as slots and files are known to hold their prefixes."""
+        self._pins = self._record.read() or self._pins
+        self._protect()
+
+    def _holders(self, ids: TokenIds[int], salt: str | None) -> list[Slot | Saved]:
+        """The slot and the file that hold most of a prefix, if that is at least one full block."""
+
+        def shared(held: Slot | Saved) -> int:
+            return held.shared(ids, salt)
+
+        slot = max(self._contents.table, key=shared)
+        entry = max(self._contents.entries(), key=shared, default=None)
+        return [held for held in (slot, entry) if held is not None and shared(held) >= TOKENS_PER_BLOCK]
+
+    def _protect(self) -> None:
+        """Applies all current pins."""
+        now, table = time.time(), self._contents.table
+        self._pins = [pin for pin in self._pins if pin.until > now]
+        for slot in table:
+            table.pin(slot.id, 0, NEVER)
+        for entry in self._pinned:
+            entry.pinned_until = 0.0
+        self._pinned.clear()
+        for pin in self._pins:
+            ids = array("i", pin.tokens)
+            for held in self._holders(ids, pin.salt):
+                if isinstance(held, Slot):
+                    until = max(pin.until - now + self._contents.clock(), held.pinned_until)
+                    table.pin(held.id, max(held.shared(ids, pin.salt), held.pinned), until)
+                else:
+                    held.pinned_until = max(pin.until, held.pinned_until)
+                    self._pinned.add(held)
 
     async def _flush(self, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
         """Erases slots and deletes files that begin like the target. The server's own prompt cache is out of
         reach: what it may still hold is left."""
         scheduler, tally = self._scheduler, _Tally()
+        cached = None if self._contents.facts.keeps_none_itself else _SERVER_CACHE
         for slot in self._contents.table:
             await _until_still(slot)
-        slots = self._free([slot for slot in self._contents.table if _concerns(slot, target)], tally)
+        slots = self._free([slot for slot in self._contents.table if _matches(slot, target)], tally)
         entries, kept = self._saved(target)
         if kept:
             tally.left["pinned"] += sum(map(_blocks, kept))
         tally.total = sum(map(_blocks, slots)) + sum(map(_blocks, entries))
         for slot in slots:
-            blocks = _blocks(slot)
+            blocks, reason = _blocks(slot), cached
             await _until_still(slot)
             if slot.is_idle:
                 await scheduler.take(slot.id, SlotOperation.ERASE, self._contents.erase)
-                if self._contents.facts.keeps_none_itself:
-                    tally.done += blocks
-                else:
-                    tally.left[_SERVER_CACHE] += blocks
             else:
-                tally.left["in_use"] += blocks
-            yield tally.progress()
+                reason = "in_use"
+            yield tally.note(blocks, left=reason)
         known, (entries, _) = entries, self._saved(target)  # some were saved meanwhile
         tally.total += sum(_blocks(entry) for entry in entries if entry not in known)
         for entry in entries:
             await self._contents.forget(entry)
-            tally.done += _blocks(entry)
-            tally.size += entry.size
-            yield tally.progress()
-        if not self._contents.facts.keeps_none_itself and not tally.left[_SERVER_CACHE]:
-            tally.left[_SERVER_CACHE] = 1  # how many are in it, nobody tells
+            yield tally.note(_blocks(entry), entry.size)
+        if cached is not None and not tally.left[cached]:
+            tally.left[cached] = 1  # how many are in it, nobody tells
         yield tally.progress()
 
     def _saved(self, target: KvTarget) -> tuple[list[Saved], list[Saved]]:
@@ -190,7 +177,7 @@ class SlotVerbs:
     async def _offload(self, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
         """Saves slots to files and empties them."""
         tally = _Tally()
-        held = [slot for slot in self._contents.table if _concerns(slot, target) and not slot.is_empty]
+        held = [slot for slot in self._contents.table if _matches(slot, target)]
         if target.token_ids is not None:
             held = _fullest(held, target)
         slots = self._free(held, tally)
@@ -198,12 +185,8 @@ class SlotVerbs:
         for slot in slots:
             blocks = _blocks(slot)
             reason = await self._offload_slot(slot)
-            if reason is None:
-                tally.done += blocks
-                tally.size += round(blocks * TOKENS_PER_BLOCK * self._contents.rates.bytes_per_token)
-            else:
-                tally.left[reason] += blocks
-            yield tally.progress()
+            size = blocks * TOKENS_PER_BLOCK * self._contents.rates.bytes_per_token
+            yield tally.note(blocks, size, left=reason)
         yield tally.progress()
 
     async def _offload_slot(self, slot: Slot) -> str | None:
@@ -221,12 +204,8 @@ class SlotVerbs:
         tally = _Tally()
         for entry in self._wanted(target):
             tally.total += _blocks(entry)
-            if await self._scheduler.bring(entry):
-                tally.done += _blocks(entry)
-                tally.size += entry.size
-            else:
-                tally.left["no_room"] += _blocks(entry)
-            yield tally.progress()
+            is_there = await self._scheduler.bring(entry)
+            yield tally.note(_blocks(entry), entry.size, left=None if is_there else "no_room")
         yield tally.progress()
 
     def _wanted(self, target: KvTarget) -> list[Saved]:
@@ -248,7 +227,7 @@ class SlotVerbs:
         """The slots that are free; the others are left."""
         free = []
         for slot in slots:
-            if slot.pinned_until > self._scheduler.now():
+            if slot.pinned_until > self._contents.clock():
                 tally.left["pinned"] += _blocks(slot)
             elif not slot.is_idle:
                 tally.left["in_use"] += _blocks(slot)
@@ -268,15 +247,11 @@ def _blocks(held: Slot | Saved) -> int:
     return (held.length if isinstance(held, Slot) else held.count) // TOKENS_PER_BLOCK
 
 
-def _concerns(slot: Slot, target: KvTarget) -> bool:
-    """True if a slot holds any of the target; a target of everything includes unknown content."""
-    if target.token_ids is None and target.cache_salt is None:
-        return not slot.is_empty
-    return _matches(slot, target)
-
-
 def _matches(held: Slot | Saved, target: KvTarget) -> bool:
-    """True if content shares at least one full leading block with the target."""
+    """True if content shares at least one full leading block with the target. A target of everything includes
+    unknown content."""
+    if isinstance(held, Slot) and held.is_empty:
+        return False
     if target.token_ids is None:
         return target.cache_salt is None or held.salt == salt_digest(target.cache_salt)
     return _shared(held, target) >= TOKENS_PER_BLOCK

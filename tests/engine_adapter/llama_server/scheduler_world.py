@@ -13,13 +13,13 @@ import httpx
 
 from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server import slot_io
-from engine_adapter.llama_server.answer_reader import SlotAnswer
 from engine_adapter.llama_server.contents import SlotContents
 from engine_adapter.llama_server.discovery import ServerFacts, discover
 from engine_adapter.llama_server.mirror_events import MirrorEvents
 from engine_adapter.llama_server.probe import probe
+from engine_adapter.llama_server.requests import SlotAnswer
 from engine_adapter.llama_server.saved import SavedEvent, SavedPlace, SavedPrefixes
-from engine_adapter.llama_server.saved_entry import read_tokens
+from engine_adapter.llama_server.saved_files import read_tokens
 from engine_adapter.llama_server.scheduler import SlotScheduler
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER, SlotOwners
 from engine_adapter.llama_server.slot_io import read_slots
@@ -61,13 +61,13 @@ class SchedulerWorld:
         self.mirror = MirrorEvents()
         owners = SlotOwners(None, "", None, facts.slots)
         self.contents = SlotContents("e", facts, control, registry, self.mirror, self.clock, owners)
-        self.scheduler = SlotScheduler("e", control, self.contents, clock=self.clock)
+        self.scheduler = SlotScheduler(self.contents)
         self.table = self.contents.table
         registry.subscribe(self._on_saved)
 
     def _on_saved(self, event, _entry):
         if event is SavedEvent.REMOVED:
-            self.contents.note_removed()
+            self.contents.note_files(self.table)
 
     # --- requests ---------------------------------------------------------------------------------
 

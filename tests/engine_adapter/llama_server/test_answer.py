@@ -21,7 +21,7 @@ from engine_adapter.llama_server.answer import (
     read_answer,
     slot_content,
 )
-from engine_adapter.llama_server.saved_entry import read_tokens
+from engine_adapter.llama_server.saved_files import read_tokens
 from tests.engines import served
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

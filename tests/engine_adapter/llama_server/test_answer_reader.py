@@ -11,13 +11,12 @@ import pytest
 
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected, EngineUnavailable
-from engine_adapter.llama_server import answer_reader
+from engine_adapter.llama_server import requests
 from engine_adapter.llama_server.answer import read_answer, slot_content
-from engine_adapter.llama_server.answer_reader import (
+from engine_adapter.llama_server.requests import (
     NativeAnswer,
     SlotAnswer,
     SlotsAnswer,
-    assemble,
     read_by,
     streaming_body,
 )
@@ -27,6 +26,10 @@ from tests.engine_adapter.builders import body
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 DONE = b"data: [DONE]\n\n"
 USAGE = {"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 5}}
+
+
+def assemble(path, stream):
+    return read_answer(stream).assembled(path)
 
 
 def event(content):
@@ -109,7 +112,7 @@ def test_who_wanted_no_stream_gets_one_answer(lease, assembling):
 
 
 def test_a_longer_answer_than_is_read_is_passed_on_and_not_read(lease, monkeypatch):
-    monkeypatch.setattr(answer_reader, "MAX_BYTES", len(WHOLE) - 1)
+    monkeypatch.setattr(requests, "MAX_BYTES", len(WHOLE) - 1)
     watching = SlotAnswer(CHAT, lease, assembles=False)
     feed(watching, WHOLE)
     assert watching.finish() == b""
@@ -118,11 +121,10 @@ def test_a_longer_answer_than_is_read_is_passed_on_and_not_read(lease, monkeypat
 
 
 def test_and_assembled_all_the_same(lease, monkeypatch):
-    monkeypatch.setattr(answer_reader, "MAX_BYTES", len(WHOLE) - 1)
+    monkeypatch.setattr(requests, "MAX_BYTES", len(WHOLE) - 1)
     assembling = SlotAnswer(CHAT, lease, assembles=True)
     feed(assembling, WHOLE)
     assert msgspec.json.decode(assembling.finish())["choices"][0]["message"]["content"] == "hello"
-    assert lease.answer is None
 
 
 SLOT = 2
@@ -163,7 +165,6 @@ CHATS = {
     "stop string": {"max_tokens": 60, "stop": [" re", "e"]},
     "characters of several tokens": {"max_tokens": 60, "grammar": CHARACTERS},
     "logprobs": {"max_tokens": 5, "logprobs": True, "top_logprobs": 2},
-    "two choices": {"max_tokens": 5, "n": 2},
     "timings, progress": {"max_tokens": 5, "timings_per_token": True, "return_progress": True},
     "told not to stream": {"max_tokens": 5, "stream": False, "stream_options": {"include_usage": False}},
     "schema": {
@@ -177,8 +178,6 @@ TEXTS = {
     "to the end of the turn": {"max_tokens": 400, "logprobs": 1},
     "stop string": {"max_tokens": 60, "stop": [" re", "e"]},
     "characters of several tokens": {"max_tokens": 60, "grammar": CHARACTERS, "logprobs": 2},
-    "two choices": {"max_tokens": 5, "n": 2},
-    "two prompts": {"max_tokens": 5, "prompt": ["one", "and another"]},
 }
 
 
@@ -195,7 +194,7 @@ def comparable(answer):
 
 def both(url, path, fields):
     """The server's own answer, and the one assembled from its stream."""
-    fields = {**FIXED, **fields} if "n" in fields else {**FIXED, "id_slot": SLOT, **fields}
+    fields = {**FIXED, "id_slot": SLOT, **fields}
     streamed = streaming_body(path, JsonBody(msgspec.json.encode(fields)))
     with httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
         whole = client.post(path, json=fields)
@@ -235,8 +234,8 @@ def test_reasoning_and_tool_calls(start_llama, tmp_path):
         assert assembled == whole
 
 
-def part(index=0, finish_reason=None, **fields):
-    choice = {"index": index, "finish_reason": finish_reason, **fields}
+def part(finish_reason=None, **fields):
+    choice = {"index": 0, "finish_reason": finish_reason, **fields}
     return b"data: " + msgspec.json.encode({"choices": [choice], "id": "x", "object": "chunk"}) + b"\n\n"
 
 
@@ -328,8 +327,6 @@ ENDED = part(text="a", finish_reason="stop")
         part(text="a"),
         part(text="a") + DONE,
         ENDED,
-        ENDED + part(index=1, text="b") + DONE,
-        part(index=1, text="b", finish_reason="stop") + DONE,
     ],
 )
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])

@@ -16,7 +16,7 @@ from engine_adapter.llama_server import contents as contents_module
 from engine_adapter.llama_server import saved_files, slot_io
 from engine_adapter.llama_server.checkpoints import PLAIN, MemoryRules
 from engine_adapter.llama_server.contents import MANY_CHANGES
-from engine_adapter.llama_server.saved_entry import read_tokens
+from engine_adapter.llama_server.saved_files import read_tokens
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
 from engine_adapter.llama_server.turns import SlotRequest
 from scripts.make_gguf import gguf_path
@@ -100,8 +100,8 @@ class TestSave:
         assert sorted(len(entry.tokens) for entry in world.entries()) == [103, 136]
         await world.save(slot.id)
         assert len(world.entries()) == 2, "the same tokens once more"
-        world.contents.hold(slot, longer[:120], None)
-        world.contents.note_saved(slot)
+        world.table.hold(slot.id, longer[:120], None)
+        world.contents.note_files([slot])
         assert slot.saved == 103, "the longer file does not bring back a part of itself"
 
     async def test_nothing_to_save_is_nothing_saved(self, world):
@@ -286,13 +286,12 @@ class TestNotes:
 
     async def test_what_came_twice_is_saved_once(self, world):
         entry = await world.saved_away(prompt_of(1))
-        world.contents.hold(world.table[0], entry.tokens, None)
-        world.contents.hold(world.table[1], entry.tokens[:90] + prompt_of(2, 20), None)
-        for slot in world.table:
-            world.contents.note_saved(slot)
+        world.table.hold(0, entry.tokens, None)
+        world.table.hold(1, entry.tokens[:90] + prompt_of(2, 20), None)
+        world.contents.note_files(world.table)
         assert [slot.saved for slot in world.table] == [103, 90]
-        world.contents.hold(world.table[0], entry.tokens, "a")
-        world.contents.note_saved(world.table[0])
+        world.table.hold(0, entry.tokens, "a")
+        world.contents.note_files(world.table)
         assert world.table[0].saved == 0
 
     async def test_a_model_that_restores_in_vain_is_found_out(self, start_llama, save_dir, said):
@@ -377,16 +376,16 @@ class TestNotes:
 
 class TestMirror:
     async def test_it_is_told_what_is_known_and_under_which_salt(self, world):
-        contents, (first, second) = world.contents, world.table
-        contents.hold(first, prompt_of(1), None, unknown=40)
+        table = world.table
+        table.hold(0, prompt_of(1), None, unknown=40)
         assert await held(world) == 6
-        contents.hold(second, prompt_of(1), None)
+        table.hold(1, prompt_of(1), None)
         assert await held(world) == 6, "the same blocks"
-        contents.hold(second, prompt_of(1), "nobody named it yet")
+        table.hold(1, prompt_of(1), "nobody named it yet")
         assert await held(world) == 6
         world.mirror.know("nobody named it yet", "salt")
         assert await held(world) == 12
-        contents.mark_unknown(first, 140)
+        world.contents.mark_unknown(table[0], 140)
         assert await held(world) == 6
-        contents.hold(second, array("i"), None)
+        table.hold(1, array("i"), None)
         assert await held(world) == 0

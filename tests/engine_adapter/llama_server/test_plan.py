@@ -124,7 +124,7 @@ class TestMovedKv:
 
 def test_a_prompt_whose_text_alone_is_known_goes_where_its_beginning_was():
     text = array("i", b"the ship left the harbour at dawn " * 40)
-    mine = {"unknown": 400, "text": text, "salt": "s", "text_salt": "s"}
+    mine = {"unknown": 400, "text": text, "salt": "s"}
 
     def choose(busy=None, *, text=text, salt="s"):
         slots = slot(0), slot(1, **mine, operation=busy), slot(2)

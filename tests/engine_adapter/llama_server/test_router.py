@@ -27,6 +27,7 @@ from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server import router as router_module
 from engine_adapter.llama_server.options import LlamaServerOptions
 from engine_adapter.llama_server.router import Router, ServerClient
+from engine_adapter.llama_server.slot_io import read_pulse
 from tests.engines import served
 
 
@@ -135,9 +136,9 @@ async def routing(*names: str, load_s: float = 60.0, **fields: Any) -> Routing:
     with served(fake.app) as url:
         spec = EngineSpec("llama_server", url, "e", options=LlamaServerOptions(load_s=load_s))
         async with aclosing(ControlClient(spec)) as control:
-            router = await Router.at(spec, control)
+            router = Router.at(spec, await read_pulse(control))
             assert router is not None
-            assert await Router.at(spec, control) is router
+            assert Router.at(spec, await read_pulse(control)) is router
             adapters = {name: Adapter(fake, name) for name in names}
             for name, adapter in adapters.items():
                 router.join(name, adapter)
@@ -452,9 +453,9 @@ async def test_what_is_no_router_is_none():
     with served(fake.app) as url:
         spec = EngineSpec("llama_server", url, "e", options=LlamaServerOptions())
         control = ControlClient(spec)
-        assert await Router.at(spec, control) is None
+        assert Router.at(spec, await read_pulse(control)) is None
         fake.role = "router"
-        router = await Router.at(spec, control)
+        router = Router.at(spec, await read_pulse(control))
         assert router is not None
         fake.states["a"] = {"value": 1}
         with pytest.raises(EngineUnavailable, match="not as expected"):

@@ -1,5 +1,7 @@
+import asyncio
 import logging
 import os
+import threading
 import time
 from array import array
 from pathlib import Path
@@ -7,12 +9,31 @@ from pathlib import Path
 import httpx
 import msgspec
 import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine_adapter.llama_server import saved_files
-from engine_adapter.llama_server.saved_entry import FileFault, Saved, StateFileError, checksum
-from engine_adapter.llama_server.saved_files import GRACE_S
+from engine_adapter.llama_server.saved_entry import Saved
+from engine_adapter.llama_server.saved_files import (
+    GRACE_S,
+    FileFault,
+    StateFileError,
+    checksum,
+    copy,
+    read_tokens,
+)
 from engine_adapter.types import Tier
-from tests.state_files import LittleRoom, frame, no_handles, state_bytes, unprivileged, write_state
+from tests.state_files import (
+    LittleRoom,
+    act,
+    complete,
+    frame,
+    no_handles,
+    state_bytes,
+    unprivileged,
+    write_state,
+)
 
 TOKENS = array("i", [3, 4, 5])
 
@@ -68,7 +89,7 @@ def test_a_file_that_changes_while_it_is_read_is_not_taken(path, monkeypatch):
             file.write(b"more")
         return checksum(path)
 
-    monkeypatch.setattr(saved_files.saved_entry, "checksum", written_meanwhile)
+    monkeypatch.setattr(saved_files, "checksum", written_meanwhile)
     with pytest.raises(StateFileError, match="changed while it was read"):
         saved_files.inspect(path, "key", None, None, None)
 
@@ -226,7 +247,7 @@ def test_the_bytes_of_entries_and_of_what_may_become_one_count(path, tmp_path):
     (tmp_path / "notes.bin").write_bytes(bytes(300))
     sidecar = path.with_suffix(".json").stat().st_size
     assert saved_files.scan(tmp_path, Tier.HOST, time.time(), frozenset())[1] == 5300 + sidecar
-    assert saved_files._size(tmp_path / "gone meanwhile") == 0
+    assert saved_files.size_of(tmp_path / "gone meanwhile") == 0
 
 
 def test_what_belongs_to_no_entry_is_left_while_it_is_young(path, tmp_path, caplog):
@@ -279,3 +300,186 @@ def test_which_directories_a_reboot_empties(directory, in_memory, tmp_path, monk
     saved_files.is_in_memory.cache_clear()
     assert not saved_files.is_in_memory(Path(directory))
     saved_files.is_in_memory.cache_clear()
+
+
+# --- the format of a file ------------------------------------------------------------------------------
+
+WORDS = array("i", [5, 6, 7, 0, 2**31 - 1])
+
+
+@pytest.fixture
+def saved(tmp_path) -> Path:
+    return tmp_path / "saved.bin"
+
+
+def refused(path: Path, data: bytes, why: str = "") -> FileFault:
+    path.write_bytes(data)
+    with pytest.raises(StateFileError, match=f"{path}: .*{why}") as caught:
+        read_tokens(path)
+    return caught.value.reason
+
+
+def test_the_tokens_of_a_file(saved):
+    write_state(saved, WORDS, b"kv")
+    assert read_tokens(saved) == WORDS
+    write_state(saved, [])
+    assert read_tokens(saved) == array("i")
+
+
+def test_a_plain_list_of_tokens_as_servers_of_before_wrote_it(saved):
+    saved.write_bytes(state_bytes(WORDS, b"kv"))
+    assert read_tokens(saved) == WORDS
+    saved.write_bytes(state_bytes([]))
+    assert read_tokens(saved) == array("i")
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"", "less than a header"),
+        (state_bytes(frame(WORDS))[:11], "less than a header"),
+        (state_bytes(frame(WORDS))[:-1], "less than its 9 token words"),
+        (state_bytes(frame(WORDS), magic=0x67677370), "it starts with 0x67677370"),
+        (state_bytes([-1, 1, 0]), "less than a frame"),
+        (state_bytes([-1, 1, -1, 0, 0]), "-1 tokens do not fit"),
+        (state_bytes([-1, 1, 2, 8, 0]), "2 tokens do not fit"),
+        (state_bytes([-1, 1, 1, 8, 0, 0]), "are too many"),
+        (state_bytes(frame([8, -2])), "token id -2"),
+        (state_bytes([8, -2]), "token id -2"),
+    ],
+)
+def test_what_is_no_whole_file_is_damaged(saved, data, why):
+    assert refused(saved, data, why) is FileFault.DAMAGED
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (state_bytes(frame(WORDS), version=4), "format version 4"),
+        (state_bytes([-1, 2, 0, 0]), "token list version 2"),
+        (state_bytes(frame([8, -1, -1, 9], media=[1])), "images or audio"),
+    ],
+)
+def test_what_another_version_wrote_may_be_sound(saved, data, why):
+    assert refused(saved, data, why) is FileFault.FOREIGN
+
+
+@given(st.data())
+def test_no_bytes_break_the_reader(tmp_path_factory, data):
+    path = tmp_path_factory.getbasetemp() / "any.bin"
+    good = bytearray(state_bytes(frame([1, 2, 3]), b"kv"))
+    for _ in range(data.draw(st.integers(1, 3))):
+        good[data.draw(st.integers(0, len(good) - 1))] = data.draw(st.integers(0, 255))
+    path.write_bytes(good[: data.draw(st.integers(0, len(good)))])
+    try:
+        tokens = read_tokens(path)
+    except StateFileError:
+        return
+    assert all(token >= 0 for token in tokens)
+
+
+def test_what_is_no_file_is_refused_without_waiting(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    for name, reason in [
+        ("none", FileFault.MISSING),
+        ("fifo", FileFault.UNREADABLE),
+        (".", FileFault.UNREADABLE),
+    ]:
+        for call in (read_tokens, checksum, lambda path: copy(path, tmp_path / "copy")):
+            with pytest.raises(StateFileError) as caught:
+                call(tmp_path / name)
+            assert caught.value.reason is reason
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["fifo"]
+
+
+def test_a_file_that_the_system_cannot_read(tmp_path):
+    with pytest.raises(StateFileError, match="Input/output error") as caught:
+        checksum(Path("/proc/self/mem"))
+    assert caught.value.reason is FileFault.UNREADABLE
+
+
+@pytest.mark.parametrize("size", [100, 1 << 20, (1 << 20) + 1, 3_000_000])
+def test_the_checksum_is_of_the_whole_file(saved, size):
+    data = write_state(saved, WORDS, size=size)
+    assert len(data) == size
+    assert checksum(saved) == xxhash.xxh3_64_intdigest(data)
+    saved.write_bytes(data[:-1] + b"\xff")
+    assert checksum(saved) != xxhash.xxh3_64_intdigest(data)
+
+
+async def test_the_loop_runs_while_a_file_is_hashed(saved):
+    saved.write_bytes(b"")
+    os.truncate(saved, 1 << 28)  # a hole: a while to hash, no room taken
+    finished, turns = threading.Event(), 0
+    task = asyncio.create_task(asyncio.to_thread(lambda: (checksum(saved), finished.set())))
+    while not task.done():
+        await asyncio.sleep(0)
+        turns += not finished.is_set()
+    assert turns > 10
+
+
+def test_a_copy_is_whole_and_hashed_on_its_way(saved, tmp_path):
+    data = write_state(saved, WORDS, size=3_000_000)
+    target = tmp_path / "copy.bin"
+    assert copy(saved, target) == checksum(saved)
+    assert target.read_bytes() == data
+    assert sorted(tmp_path.iterdir()) == [target, saved]
+
+
+def test_a_copy_without_room_leaves_nothing(saved, tmp_path):
+    write_state(saved, WORDS, size=200_000)
+    room = LittleRoom(tmp_path / "little", 1 << 20)
+    try:
+        with room.full():
+            with pytest.raises(StateFileError, match="no room") as caught:
+                copy(saved, room.path / "copy.bin")
+            assert not list(room.path.glob("copy*"))
+    finally:
+        room.close()
+    assert caught.value.reason is FileFault.NO_ROOM
+
+
+def test_a_copy_into_no_directory(saved, tmp_path):
+    write_state(saved, WORDS)
+    with pytest.raises(StateFileError, match="cannot be written") as caught:
+        copy(saved, tmp_path / "gone" / "copy.bin")
+    assert caught.value.reason is FileFault.UNWRITABLE
+
+
+# --- Files a real server wrote ---------------------------------------------------------------------
+
+
+def test_the_file_of_a_real_server_and_the_same_in_the_plain_form(start_llama, save_dir):
+    server = start_llama(slots=2, ctx=512, save_dir=save_dir)
+    prompt = list(range(10, 110))
+    answer = complete(server.url, prompt, 0, predict=4)
+    said = act(server.url, 0, "save", "real.bin").json()
+    file = save_dir / "real.bin"
+
+    tokens = read_tokens(file)
+    assert list(tokens) == [*prompt, *answer["tokens"]][: said["n_saved"]]
+    assert said["n_saved"] == len(tokens) == 103
+    assert file.stat().st_size == said["n_written"]
+
+    data = file.read_bytes()
+    plain = state_bytes(tokens, data[len(state_bytes(frame(tokens))) :])
+    (save_dir / "plain.bin").write_bytes(plain)
+    assert read_tokens(save_dir / "plain.bin") == tokens
+    assert act(server.url, 1, "restore", "plain.bin").json()["n_restored"] == len(tokens)
+    assert complete(server.url, list(tokens), 1)["timings"]["cache_n"] == len(tokens) - 1
+
+
+def test_an_empty_slot_of_a_real_server_saves_no_tokens(start_llama, save_dir):
+    server = start_llama(slots=1, ctx=512, save_dir=save_dir)
+    act(server.url, 0, "save", "empty.bin").raise_for_status()
+    assert read_tokens(save_dir / "empty.bin") == array("i")
+
+
+def test_what_a_real_server_refuses_is_refused(start_llama, save_dir, saved):
+    server = start_llama(slots=1, ctx=512, save_dir=save_dir)
+    complete(server.url, list(range(10, 40)), 0)
+    act(server.url, 0, "save", "real.bin").raise_for_status()
+    data = (save_dir / "real.bin").read_bytes()
+    for wrong in (data[:8], data[:40], b"\0" + data[1:], data[:4] + b"\x09" + data[5:]):
+        refused(save_dir / "wrong.bin", wrong)
+        assert act(server.url, 0, "restore", "wrong.bin").status_code == 400

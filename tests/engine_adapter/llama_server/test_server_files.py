@@ -165,41 +165,27 @@ def told(slot, task=7, tokens=300, **changes):
 
 
 def test_owners_outlive_kvpin(tmp_path):
-    record = owners(tmp_path)
-    assert [record[slot] for slot in range(3)] == [UNKNOWN_OWNER] * 3
-    record.holds(0, "a")
-    record.holds(1, None)
-    record.note(map(told, range(3)))
+    owners(tmp_path).note([(told(0), "a"), (told(1), None), (told(2), UNKNOWN_OWNER)])
     later = owners(tmp_path)
     assert [later.recorded(told(slot)) for slot in range(3)] == ["a", None, UNKNOWN_OWNER]
+    assert SlotOwners(tmp_path, SERVER, "one", 2).recorded(told(0)) == UNKNOWN_OWNER
 
 
 @pytest.mark.parametrize("change", [{"task": 8}, {"tokens": 301}, {"tokens": None}, {"is_processing": True}])
 def test_a_slot_that_another_client_used_meanwhile_has_no_owner(tmp_path, change):
-    record = owners(tmp_path)
-    record.holds(0, "a")
-    record.note([told(0)])
+    owners(tmp_path).note([(told(0), "a")])
     assert owners(tmp_path).recorded(told(0, **change)) == UNKNOWN_OWNER
 
 
 def test_a_slot_that_changes_owners_has_none_meanwhile(tmp_path):
     record = owners(tmp_path)
-    record.holds(0, "a")
-    record.note([told(0)])
-    record.changes(0, "a")
+    record.note([(told(0), "a")])
+    record.becomes(0, "a")
     assert owners(tmp_path).recorded(told(0)) == "a"
-    record.changes(0, "b")
+    record.becomes(0, "b")
     assert owners(tmp_path).recorded(told(0)) == UNKNOWN_OWNER
-    record.holds(0, "b")
-    record.note([told(0, task=9)])
+    record.note([(told(0, task=9), "b")])
     assert owners(tmp_path).recorded(told(0, task=9)) == "b"
-
-
-def test_a_record_of_another_number_of_slots_tells_nothing(tmp_path):
-    record = owners(tmp_path)
-    record.holds(0, "a")
-    record.note([told(0)])
-    assert SlotOwners(tmp_path, SERVER, "one", 2).recorded(told(0)) == UNKNOWN_OWNER
 
 
 def record(directory, instance="one", url=SERVER, kind=list[int]):

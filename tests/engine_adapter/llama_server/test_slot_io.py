@@ -1,75 +1,22 @@
-"""The operations of a slot on the shared server. Only slot 0 is used, and left empty."""
+"""Answers about slots that are odd, late or lost. Those of real servers: test_contents.py."""
 
 import asyncio
 
 import msgspec
 import pytest
 
-from engine_adapter.errors import EngineLost, EngineRejected, EngineUnavailable
+from engine_adapter.errors import EngineLost, EngineUnavailable
 from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server import slot_io
-from engine_adapter.llama_server.saved_entry import read_tokens
 from engine_adapter.llama_server.slot_io import (
     SlotState,
-    read_slots,
     until_all_arrived,
     when_idle,
 )
 from engine_adapter.types import EngineSpec
 from tests.fakes import FakeEngine
 
-PROMPT = list(range(100, 164))
 NAME = "kvpin-slot-io.bin"
-
-
-@pytest.fixture
-async def empty_slot(control, llama):
-    await slot_io.erase(control, 0)
-    yield
-    await slot_io.erase(control, 0)
-    (llama.save_dir / NAME).unlink(missing_ok=True)
-
-
-async def run(control: ControlClient, prompt=PROMPT):
-    """Runs a prompt on slot 0; returns how many of its tokens were reused."""
-    body = {"prompt": prompt, "n_predict": 1, "id_slot": 0, "cache_prompt": True, "temperature": 0}
-    return (await control.call("POST", "/completion", json=body))["timings"]["cache_n"]
-
-
-async def length(control):
-    return (await read_slots(control))[0].n_tokens
-
-
-@pytest.mark.usefixtures("empty_slot")
-async def test_a_save_is_the_file_it_says(control, llama):
-    await run(control)
-    moved = await slot_io.save(control, 0, NAME)
-    path = llama.save_dir / NAME
-    assert (moved.tokens, moved.size) == (len(PROMPT), path.stat().st_size)
-    assert read_tokens(path).tolist() == PROMPT
-    assert 0 < moved.seconds < 60
-    assert await run(control) == len(PROMPT) - 1, "and the slot keeps what it holds"
-
-
-@pytest.mark.usefixtures("empty_slot")
-async def test_a_restore_brings_it_back(control):
-    await run(control)
-    saved = await slot_io.save(control, 0, NAME)
-    assert await slot_io.erase(control, 0) == len(PROMPT)
-    assert await length(control) == 0
-    moved = await slot_io.restore(control, 0, NAME)
-    assert (moved.tokens, moved.size) == (saved.tokens, saved.size)
-    assert 0 < moved.seconds < 60
-    assert await run(control) == len(PROMPT) - 1
-
-
-@pytest.mark.usefixtures("empty_slot")
-async def test_a_restore_that_is_refused_has_wiped_its_slot(control):
-    await run(control)
-    with pytest.raises(EngineRejected) as refused:
-        await slot_io.restore(control, 0, "no-such-file.bin")
-    assert refused.value.status == 400
-    assert await length(control) == 0
 
 
 @pytest.mark.parametrize("action", ["save", "restore", "erase"])

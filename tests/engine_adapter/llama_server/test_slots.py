@@ -61,8 +61,7 @@ def test_what_was_saved_stays_saved_as_far_as_the_content_stays(tokens, salt, sa
 def test_a_text_that_lost_its_beginning_may_be_moved():
     parts = [array("i", [*range(at, at + 25)] * 4) for at in range(0, 200, 25)]
     table = SlotTable(1, replace(PLAIN, chunk=20))
-    table.hold(0, ids(), "a", unknown=200)
-    table.made_of(0, sum(parts, ids()), "a")
+    table.hold(0, ids(), "a", unknown=200, text=sum(parts, ids()))
     assert table[0].likely_reusable(sum(parts[2:], ids()), "a") == 150
     assert table[0].likely_reusable(sum(parts[2:], ids()), "b") == 0
     table.follow(PLAIN)

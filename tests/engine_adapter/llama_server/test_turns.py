@@ -15,7 +15,7 @@ from engine_adapter.llama_server.answer import CompletionOutput
 from engine_adapter.llama_server.plan import Plan
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
 from engine_adapter.llama_server.slots import SlotOperation, SlotTable
-from engine_adapter.llama_server.turns import SlotLease, SlotRequest, Turns, first_operation
+from engine_adapter.llama_server.turns import ALL_SLOTS, SlotLease, SlotRequest, Turns, first_operation
 
 ANYWHERE = -1
 
@@ -66,7 +66,7 @@ class World:
         """A request joins the queue; what it gets stands in `got`."""
 
         async def get():
-            self.got[name] = (await self.turns.slot(SlotRequest(array("i", [home])))).slot
+            self.got[name] = (await self.turns.turn(SlotRequest(array("i", [home])))).slot
 
         return await self._start(name, get())
 
@@ -77,7 +77,7 @@ class World:
 
     async def ask_all(self, name):
         async def get():
-            await self.turns.all()
+            await self.turns.turn(None)
             self.got[name] = None
 
         return await self._start(name, get())
@@ -98,7 +98,7 @@ class World:
         await settle()
 
     async def release_all(self):
-        self.turns.release_all()
+        self.turns.release(ALL_SLOTS)
         await settle()
 
     async def leave(self, name):
@@ -212,14 +212,6 @@ class TestAlone:
         assert [slot.operation for slot in world.table] == [SlotOperation.FOREIGN] * 2
         await world.release_all()
         assert world.got == {"a": 0, "whole": None, "b": 1}
-
-    async def test_is_not_starved_by_a_stream_of_others(self, world):
-        await world.ask("0", 0)
-        await world.ask_all("whole")
-        for name in range(1, 6):
-            await world.ask(str(name), name % 2)
-        await world.release(0)
-        assert list(world.got) == ["0", "whole"]
 
     async def test_that_leaves_blocks_nobody(self, world):
         await world.ask("a", 0)
