@@ -156,16 +156,19 @@ class SlotMemory:
         reused = max(min(self._resume(shared, new)[0], new - 1), 0)
         return reused if reused >= self.floor and self.is_sound(shared, new) else 0
 
-    def is_sound(self, shared: int, new: int) -> bool:
+    def is_sound(self, shared: int, new: int, *, more: bool = False) -> bool:
         """False if the server would reuse KV that is not whole, or not of this prompt: it must be told to
-        reuse nothing. `new` is 0 for a prompt that kvpin does not know: the server may reuse any part of the
-        slot."""
+        reuse nothing. `more`: the prompt may share further tokens, which kvpin does not know. `new` is 0 for
+        a prompt that it does not know: the server may reuse any part of the slot."""
         if min(shared, max(new - 1, 0)) < self.floor:
             return False
-        if not new:
-            stale = [each for each in self.checkpoints if each.is_stale]
-            return self.rules.is_plain or (self.is_known and not stale)
-        if self.rules.is_plain or not shared or self._has_all(shared, new):
+        if self.rules.is_plain:
+            return True
+        if more or not new:
+            stale = [each for each in self.checkpoints if each.is_stale and each.tokens > shared]
+            if stale or not self.is_known:
+                return False
+        if not shared or not new or self._has_all(shared, new):
             return True
         resumed = self._fitting(shared, new)
         return self.is_known if resumed is None else not resumed.is_stale
@@ -199,8 +202,8 @@ class SlotMemory:
         at = max(min(resumed, new - 1), 0)
         old = [each.beyond(shared) for each in self.checkpoints if each.newest <= position]
         is_known = self.is_known or not shared or told == 0
-        if is_known and not self.is_known:
-            old = [_LEFT]  # of those that were not known, this one stays where a prompt is computed whole
+        if not position:
+            old = [_LEFT]  # whatever was there, this one may stay
         made: list[Checkpoint] = []
         while at < new:
             last = next(reversed(made or old), None)

@@ -68,6 +68,7 @@ class SlotScheduler:
         self._turns = Turns(self._table, self._plan, self._clock)
         self._tasks = OwnTasks(f"{contents.engine}: work on its slots", EngineError)
         self._used: set[int] = set()  # slots that ran a request of ours
+        self._has_to_note = False  # something ran since the owners of slots were recorded
         self._tasks_at: dict[tuple[int, int], int | None] = {}  # the latest task of (slot, its uses)
         self._worked_at = self._clock()
 
@@ -218,7 +219,25 @@ class SlotScheduler:
             else:
                 settled.append(state)
         self._tasks_at = {(state.id, uses[state.id]): state.id_task for state in settled}
-        self.contents.owners.note((state, self._table[state.id].salt) for state in settled)
+        self._note_owners(settled)
+
+    async def note_owners(self) -> None:
+        """Records whose content lies in the idle slots, once after something ran: kvpin may be killed before
+        it compares all."""
+        if not self._has_to_note or self.streams or self.moves_kv or self.sleeps:
+            return
+        self._has_to_note = False
+        uses = [slot.uses for slot in self._table]
+        states = [
+            state
+            for state in await read_slots(self._control)
+            if state.n_tokens == self._table[state.id].length and self._table[state.id].uses == uses[state.id]
+        ]
+        self._note_owners([state for state in states if self._table[state.id].is_idle])
+
+    def _note_owners(self, states: Iterable[SlotState]) -> None:
+        idle = [state for state in states if not state.is_processing]
+        self.contents.owners.note((state, self._table[state.id].salt) for state in idle)
 
     async def look(self) -> bool:
         """True if the server sleeps. The question does not wake it. A server that sleeps has lost all KV.
@@ -311,7 +330,9 @@ class SlotScheduler:
         shared = slot.shared(ask.tokens, ask.salt) if ask.reuse else 0
         kept = slot.reusable(ask.tokens, ask.salt) if ask.reuse else 0
         is_own = slot.is_empty or slot.salt == ask.salt
-        may_reuse = ask.reuse and is_own and slot.memory.is_sound(kept, len(ask.tokens))
+        may_share_more = slot.unknown > 0 and kept == len(slot.tokens)
+        is_sound = slot.memory.is_sound(kept, len(ask.tokens), more=may_share_more)
+        may_reuse = ask.reuse and is_own and is_sound
         is_unclear = slot.unknown > 0 or (not ask.tokens and not slot.is_empty)
         moves = may_reuse and slot.memory.rules.chunk > 0 and (kept > shared or is_unclear)
         return SlotLease(
@@ -326,6 +347,7 @@ class SlotScheduler:
             before=slot.tokens if may_reuse else NO_TOKENS,
             memory=slot.memory.used_by(shared if may_reuse else 0, moves=moves),
             length_before=slot.length,
+            is_length_sure=slot.salt != UNKNOWN_OWNER,
             started=self._clock(),
         )
 
@@ -340,16 +362,16 @@ class SlotScheduler:
         if self.is_closed:
             return  # another scheduler may have the slots by now
         slot = self._table[lease.slot]
-        known = NO_TOKENS
+        known, is_own = NO_TOKENS, False
         unknown = len(lease.ask.tokens) or 1  # an empty slot is nobody's
         try:
-            known, unknown = await self._left_by(lease)
+            known, unknown, is_own = await self._left_by(lease)
         except EngineError as error:
             log.warning(
                 "%s: content of slot %d is unknown after a request: %s", self.contents.engine, slot.id, error
             )
         finally:
-            if known or lease.leaves_own:
+            if is_own:
                 memory = self._memory_after(lease).grown(len(known) + unknown)
                 ask = lease.ask
                 self._table.hold(slot.id, known, ask.salt, unknown=unknown, memory=memory, text=ask.text)
@@ -365,13 +387,13 @@ class SlotScheduler:
         """The memory of a slot after a request, without the answer."""
         ask, answer = lease.ask, lease.answer
         told = answer.cached_tokens if answer is not None and answer.is_complete else None
-        if told is None or not ask.tokens:
-            return self.contents.rules.lost(len(ask.tokens))
-        after = lease.memory.after(lease.shared, len(ask.tokens), self.contents.user_starts(ask), told=told)
-        return replace(after, rules=self.contents.rules)  # they may have changed meanwhile
+        rules = self.contents.rules
+        if told is None or not ask.tokens or lease.memory.rules != rules:  # they may have changed meanwhile
+            return rules.lost(max(len(ask.tokens), 1))
+        return lease.memory.after(lease.shared, len(ask.tokens), self.contents.user_starts(ask), told=told)
 
-    async def _left_by(self, lease: SlotLease) -> tuple[TokenIds[int], int]:
-        """(known tokens, number of unknown ones) that a request left in its slot."""
+    async def _left_by(self, lease: SlotLease) -> tuple[TokenIds[int], int, bool]:
+        """(known tokens, number of unknown ones, whether all are of its owner) in the slot after a request."""
         answer, prompt = lease.answer, lease.ask.tokens
         if answer is not None and answer.is_complete and (prompt or lease.leaves_own):
             self._used.add(lease.slot)
@@ -379,23 +401,26 @@ class SlotScheduler:
             sampled = answer.token_ids
             if sampled is None:
                 sampled = await known_tokens(self._control, answer) if lease.shows_text else NO_TOKENS
-            return slot_content(prompt, answer, sampled)
+            known, unknown = slot_content(prompt, answer, sampled)
+            return known, unknown, bool(known) or lease.leaves_own
         await until_all_arrived(self._control)
         count = await self._count_when_idle(lease.slot)
         # The request was cut short. The slot holds part of the prompt and maybe of an answer. Or the request
         # never started and the slot has its old content: if the count does not tell, only the common prefix
         # of both is certain.
-        has_started = lease.has_begun or count != lease.length_before
-        known = prompt if has_started else prompt[: common_prefix(prompt, lease.before)]
-        known = known[:count]
-        return known, count - len(known)
+        if count is None:
+            return NO_TOKENS, max(lease.length_before, 1), False
+        has_started = lease.has_begun or (lease.is_length_sure and count != lease.length_before)
+        known = (prompt if has_started else prompt[: common_prefix(prompt, lease.before)])[:count]
+        return known, count - len(known), bool(known) or (has_started and lease.leaves_own)
 
-    async def _count_when_idle(self, slot_id: int) -> int:
-        """Waits until the server no longer works on a slot; returns its tokens."""
+    async def _count_when_idle(self, slot_id: int) -> int | None:
+        """Waits until the server no longer works on a slot; returns its tokens. None: it had no request, and
+        may hold what was restored."""
         count = (await when_idle(self._control, slot_id)).n_tokens
         if count is not None:
             self._used.add(slot_id)
-        return count or 0
+        return count
 
     def _learn(self, lease: SlotLease, answer: CompletionOutput) -> None:
         cached = answer.cached_tokens
@@ -413,7 +438,8 @@ class SlotScheduler:
         try:
             await self._count_when_idle(slot.id)
             await end_copies(self._control, slot.id)
-            self.contents.mark_unknown(slot, await self._count_when_idle(slot.id))
+            count = await self._count_when_idle(slot.id)
+            self.contents.mark_unknown(slot, max(slot.length, 1) if count is None else count)
         except EngineError as error:
             log.warning("%s: slot %d: %s", self.contents.engine, slot.id, error)
         finally:
@@ -452,7 +478,8 @@ class SlotScheduler:
 
     def _release(self, slot_id: int) -> None:
         self._turns.release(slot_id)
-        self.has_worked, self._worked_at = True, self._clock()
+        self.has_worked = self._has_to_note = True
+        self._worked_at = self._clock()
         self.changed.set()
 
     def _check_open(self) -> None:

@@ -54,7 +54,7 @@ class SlotLease:
         may_reuse: the request may use KV that lies in the slot.
         restored: the slot's KV came from a file just before.
         before: known tokens the slot held, if the request may use them.
-        length_before: tokens the slot held, known or not.
+        length_before: tokens the slot held, known or not; `is_length_sure`: it is no guess.
         started: when the request could be sent.
         answer: its content; None until it has ended, or if it never did.
         has_begun: the first bytes of the answer have come.
@@ -76,6 +76,7 @@ class SlotLease:
     has_begun: bool = False
     shows_text: bool = True
     shared: int = 0
+    is_length_sure: bool = False
     memory: SlotMemory = field(default_factory=SlotMemory, repr=False)
 
     @property

@@ -248,8 +248,11 @@ class TestMinTtft:
 
 @given(REQUESTS, st.sampled_from([0, 500]))
 def test_what_is_foreseen_holds_where_nothing_is_evicted(requests, context_tokens):
+    known = dict(rules.POLICIES)
     from other_routers import foresee
 
+    rules.POLICIES.clear()
+    rules.POLICIES.update(known)
     diary = Diary()
     engine = SimEngine(0, model_of(80, context_tokens=context_tokens), SIZE, diary)
     foreseen = {}

@@ -119,15 +119,15 @@ def wait_until_ready(proxy: Kvpin) -> None:
     wait_until(lambda: answers(f"{proxy.url}/health/ready"), proxy.process, proxy.log, READY_S)
 
 
-def wait_until_tokenised(proxy: Kvpin) -> None:
-    """Returns once every tokenizer is loaded and checked; at once where stats need a key."""
+def wait_until_tokenised(proxy: Kvpin, pools: int = 0) -> None:
+    """Returns once there are so many pools, and every tokenizer is loaded and checked; at once where stats
+    need a key."""
 
     def is_tokenised() -> bool:
-        pools = proxy.admin("GET", "stats").json().get("pools")
-        if pools == []:
-            return False  # no engine is ready yet
-        details = [pool["tokenisation"]["detail"] for pool in pools or ()]
-        return not any("being loaded" in detail or "not checked" in detail for detail in details)
+        found = proxy.admin("GET", "stats").json().get("pools")
+        details = [pool["tokenisation"]["detail"] for pool in found or ()]
+        is_there = found is None or len(found) >= pools
+        return is_there and not any("being loaded" in each or "not checked" in each for each in details)
 
     wait_until(is_tokenised, proxy.process, proxy.log, READY_S)
 

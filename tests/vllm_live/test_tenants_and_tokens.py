@@ -157,7 +157,7 @@ def test_token_ids_are_the_engines(world, fields):
 def test_the_audit_of_token_ids_finds_no_difference(world, tell):
     """After a start the first prompts are compared with the engine's ids; clients do not see that."""
     world.restart_kvpin()
-    wait_until_tokenised(world.kvpin)
+    wait_until_tokenised(world.kvpin, pools=1)
     for fields in PROMPTS.values():
         content = world.post(path_of(fields), {**fields, "max_tokens": 1}, headers=RED).json()
         assert prompt_ids(content) is None
