@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from engine_adapter import EngineUnavailable
+from engine_adapter import EngineUnavailable, KvVerb
 from engine_adapter.llama_server.turns import SlotRequest
 from tests.engine_adapter.llama_server.scheduler_world import NEVER_SENT, scheduler_world
-from tests.engine_adapter.llama_server.slot_world import prompt_of
+from tests.engine_adapter.llama_server.slot_world import prompt_of, slot_world
 
 
 async def test_a_request_that_never_left_gives_nobody_what_was_restored_for_it(start_llama, save_dir):
@@ -44,3 +44,23 @@ async def test_a_request_that_never_left_does_not_own_what_another_tenant_left(
 
 async def _fails(_slot_id):
     raise EngineUnavailable("no answer")
+
+
+async def test_a_refused_request_gives_nobody_what_was_restored_for_it(start_llama, save_dir):
+    """The same through the adapter: a tenant's own request that the server refuses (400) is enough."""
+    prompt, before = prompt_of(1, 300), start_llama(slots=2, ctx=1024, save_dir=save_dir)
+    async with slot_world(before.url, host_cache_dir=str(save_dir)) as world:
+        await world.ask(prompt, "a")
+        await world.do(KvVerb.OFFLOAD)
+    before.stop()
+    server = start_llama(slots=2, ctx=1024, save_dir=save_dir)
+    async with slot_world(server.url, host_cache_dir=str(save_dir)) as world:
+        await world.ask(prompt_of(2, 300), "c")  # on the slot that was probed
+        async with world.hold(prompt, "a", grammar="root ::= (") as hold:
+            async with await world.sent(hold) as response:
+                assert response.status == 400
+            print(hold.slot, hold.cached_tokens)
+        await world.until(lambda slots: all(slot["operation"] is None for slot in slots))
+        print(await world.slots())
+        cached = [(await world.ask(prompt, "b"))[1] for _ in range(2)]
+    assert cached[0] == 0
