@@ -128,3 +128,25 @@ async def test_a_server_with_its_own_prompt_cache(start_llama, save_dir, shape):
         text, cached, predicted = await world.ask(array("i", last), max_tokens=12)
     print(cached, predicted, text)
     assert text == right["content"]
+
+
+@pytest.mark.parametrize("shape", ["linear", "conv", "swa"])
+@pytest.mark.parametrize("flags", [("-ub", "128"), ("-ub", "256")])
+async def test_a_server_whose_batches_are_not_the_default(start_llama, save_dir, shape, flags):
+    """The probe has erased the slot, so that all its checkpoints are thought to be known. `-ub N` puts a checkpoint of one token into a prompt of N + 5 tokens: kvpin expects it for 512."""
+    size = int(flags[-1])
+    q = ids(2, 700)
+    prompts, last = [ids(0, size + 5), q], q[:40] + ids(9, 6)
+    bare = start_llama(*flags, model=gguf_path(shape), slots=1, ctx=4096)
+    async with httpx.AsyncClient(base_url=bare.url, trust_env=False, timeout=60) as client:
+        for prompt in (*prompts, last):
+            alone = (await client.post("/completion", json=direct(prompt, reuse=True))).json()
+        right = (await client.post("/completion", json=direct(last, reuse=False))).json()
+    print("alone", alone["timings"]["cache_n"], alone["content"] == right["content"])
+    server = start_llama(*flags, model=gguf_path(shape), slots=1, ctx=4096, save_dir=save_dir)
+    async with slot_world(server.url) as world:
+        for prompt in prompts:
+            await world.ask(array("i", prompt))
+        text, cached, predicted = await world.ask(array("i", last), max_tokens=12)
+    print(cached, predicted, text)
+    assert text == right["content"]
