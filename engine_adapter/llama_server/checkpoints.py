@@ -58,9 +58,6 @@ class Checkpoint(NamedTuple):
         return self._replace(is_stale=True) if self.tokens > shared and self.oldest == self.newest else self
 
 
-_LEFT = Checkpoint(1, 0, is_stale=True)
-
-
 @dataclass(frozen=True, slots=True)
 class MemoryRules:
     """The kind of a server's memory, and its flags. By default, the memory can be cut at any token.
@@ -139,6 +136,7 @@ class SlotMemory:
         floor: if less than this is reused, it must be nothing.
         checkpoints: its checkpoints, in the order in which they were made.
         is_known: False if it may have other checkpoints.
+        may_keep_first: it may have one of one token, of another prompt: computing a prompt whole leaves that.
         exact: leading tokens whose KV is sure to have been computed where it lies, after nothing that was
             moved; infinite if all of it was.
     """
@@ -149,6 +147,7 @@ class SlotMemory:
     floor: int = 0
     checkpoints: tuple[Checkpoint, ...] = field(default=(), repr=False)
     is_known: bool = True
+    may_keep_first: bool = False
     exact: float = math.inf
 
     def reused(self, shared: int, new: int) -> int:
@@ -165,13 +164,16 @@ class SlotMemory:
         if self.rules.is_plain:
             return True
         if more or not new:
-            stale = [each for each in self.checkpoints if each.is_stale and each.tokens > shared]
-            if stale or not self.is_known:
+            known = shared if new else 0
+            stale = [each for each in self.checkpoints if each.is_stale and each.tokens > known]
+            if stale or not self.is_known or (self.may_keep_first and not known):
                 return False
         if not shared or not new or self._has_all(shared, new):
             return True
         resumed = self._fitting(shared, new)
-        return self.is_known if resumed is None else not resumed.is_stale
+        if resumed is None:
+            return self.is_known and not self.may_keep_first
+        return not resumed.is_stale
 
     def is_firm(self, shared: int, new: int) -> bool:
         """True if `reused` is exact; it is too low if not."""
@@ -202,8 +204,6 @@ class SlotMemory:
         at = max(min(resumed, new - 1), 0)
         old = [each.beyond(shared) for each in self.checkpoints if each.newest <= position]
         is_known = self.is_known or not shared or told == 0
-        if not position:
-            old = [_LEFT]  # whatever was there, this one may stay
         made: list[Checkpoint] = []
         while at < new:
             last = next(reversed(made or old), None)
@@ -215,7 +215,8 @@ class SlotMemory:
                 _make_room(rules, old, made, at)
                 made.append(Checkpoint(at, max(at - 1 if rules.is_recurrent else 0, oldest)))
             at, oldest = end, self._oldest(oldest, end)
-        return SlotMemory(rules, new, oldest, 0, (*old, *made), is_known)
+        keeps_first = (self.may_keep_first or not position) and all(each.tokens > 1 for each in made)
+        return SlotMemory(rules, new, oldest, 0, (*old, *made), is_known, keeps_first)
 
     def grown(self, length: int) -> SlotMemory:
         """The memory once the slot holds `length` tokens: an answer was added, or nothing."""

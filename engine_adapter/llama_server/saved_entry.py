@@ -52,7 +52,7 @@ class Saved(Sidecar, kw_only=True, eq=False):
 
     Attributes:
         name: file name, the same in either tier.
-        pinned_until: it is not evicted before this time.
+        pins: until when who wants it kept. Servers that share a directory share its prefixes.
         seen: stamp of the file whose bytes were hashed in this process.
         retry_at: it is not restored before this time, because it could not be read.
         holds: restores that use it now; its files stay until they end.
@@ -61,11 +61,16 @@ class Saved(Sidecar, kw_only=True, eq=False):
     name: str
     tokens: TokenIds[int] = msgspec.field(name="token_ids")
     tier: Tier = Tier.HOST
-    pinned_until: float = 0.0
+    pins: dict[object, float] = msgspec.field(default_factory=dict)
     seen: Stamp | None = None
     retry_at: float = 0.0
     holds: int = 0
     work: Work | None = None
+
+    @property
+    def pinned_until(self) -> float:
+        """It is not evicted before this time."""
+        return max(self.pins.values(), default=0.0)
 
     def __repr__(self) -> str:
         return f"Saved({self.name!r})"  # its tokens are secret

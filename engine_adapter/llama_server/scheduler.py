@@ -68,7 +68,6 @@ class SlotScheduler:
         self._turns = Turns(self._table, self._plan, self._clock)
         self._tasks = OwnTasks(f"{contents.engine}: work on its slots", EngineError)
         self._used: set[int] = set()  # slots that ran a request of ours
-        self._has_to_note = False  # something ran since the owners of slots were recorded
         self._tasks_at: dict[tuple[int, int], int | None] = {}  # the latest task of (slot, its uses)
         self._worked_at = self._clock()
 
@@ -221,19 +220,13 @@ class SlotScheduler:
         self._tasks_at = {(state.id, uses[state.id]): state.id_task for state in settled}
         self._note_owners(settled)
 
-    async def note_owners(self) -> None:
-        """Records whose content lies in the idle slots, once after something ran: kvpin may be killed before
-        it compares all."""
-        if not self._has_to_note or self.streams or self.moves_kv or self.sleeps:
-            return
-        self._has_to_note = False
+    async def _note_soon(self) -> None:
+        """Records whose content the slots have, now that nothing runs: kvpin may be killed before it compares
+        all."""
         uses = [slot.uses for slot in self._table]
-        states = [
-            state
-            for state in await read_slots(self._control)
-            if state.n_tokens == self._table[state.id].length and self._table[state.id].uses == uses[state.id]
-        ]
-        self._note_owners([state for state in states if self._table[state.id].is_idle])
+        states = await read_slots(self._control)
+        if [slot.uses for slot in self._table] == uses and not self.is_closed:
+            self._note_owners([each for each in states if each.n_tokens == self._table[each.id].length])
 
     def _note_owners(self, states: Iterable[SlotState]) -> None:
         idle = [state for state in states if not state.is_processing]
@@ -393,7 +386,7 @@ class SlotScheduler:
         return lease.memory.after(lease.shared, len(ask.tokens), self.contents.user_starts(ask), told=told)
 
     async def _left_by(self, lease: SlotLease) -> tuple[TokenIds[int], int, bool]:
-        """(known tokens, number of unknown ones, whether all are of its owner) in the slot after a request."""
+        """(known tokens, number of unknown ones, whether all are its owner's) in the slot after a request."""
         answer, prompt = lease.answer, lease.ask.tokens
         if answer is not None and answer.is_complete and (prompt or lease.leaves_own):
             self._used.add(lease.slot)
@@ -478,9 +471,10 @@ class SlotScheduler:
 
     def _release(self, slot_id: int) -> None:
         self._turns.release(slot_id)
-        self.has_worked = self._has_to_note = True
-        self._worked_at = self._clock()
+        self.has_worked, self._worked_at = True, self._clock()
         self.changed.set()
+        if not self._table.in_flight and not self.is_closed:
+            self._tasks.start(self._note_soon())
 
     def _check_open(self) -> None:
         if self.is_closed:

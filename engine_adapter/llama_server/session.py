@@ -319,8 +319,6 @@ async def write_back(scheduler: SlotScheduler) -> None:
         scheduler.changed.clear()
         slot = _worth_most(scheduler)
         if slot is None:
-            with suppress(EngineError):
-                await scheduler.note_owners()
             with suppress(TimeoutError):
                 async with asyncio.timeout(POLL_S if dirty_slots(scheduler) else None):
                     await scheduler.changed.wait()

@@ -127,7 +127,7 @@ class SlotVerbs:
         for slot in table:
             table.pin(slot.id, 0, NEVER)
         for entry in self._pinned:
-            entry.pinned_until = 0.0
+            entry.pins.pop(self, None)
         self._pinned.clear()
         for pin in self._pins:
             ids = array("i", pin.tokens)
@@ -136,7 +136,7 @@ class SlotVerbs:
                     until = max(pin.until - now + self._contents.clock(), held.pinned_until)
                     table.pin(held.id, max(held.shared(ids, pin.salt), held.pinned), until)
                 else:
-                    held.pinned_until = max(pin.until, held.pinned_until)
+                    held.pins[self] = max(pin.until, held.pins.get(self, 0.0))
                     self._pinned.add(held)
 
     async def _flush(self, target: KvTarget) -> AsyncGenerator[KvProgress, None]:

@@ -162,7 +162,7 @@ async def test_a_longer_one_takes_the_place_and_the_uses_of_those_it_continues(w
 
 async def test_a_pinned_one_stays_beside_what_continues_it(world):
     short = await world.save(1, count=3)
-    short.pinned_until = world.clock.now + 60
+    short.pins["test"] = world.clock.now + 60
     long = await world.save(1, count=9)
     assert set(world.registry.entries(KEY)) == {short, long}
     world.clock.now += 60
@@ -257,7 +257,7 @@ async def test_a_file_that_no_room_can_be_made_for_is_refused(world):
     saved = await world.save(1)
     with refused(FileFault.NO_ROOM):
         await world.save(100, size=3 * SIZE + 1)
-    saved.pinned_until = world.clock.now + 60
+    saved.pins["test"] = world.clock.now + 60
     with refused(FileFault.NO_ROOM):
         await world.save(100, size=3 * SIZE)
     with refused(FileFault.NO_ROOM):  # nor is what it would continue lost
@@ -269,7 +269,7 @@ async def test_a_file_that_no_room_can_be_made_for_is_refused(world):
 
 async def test_room_is_made_before_a_save(world):
     _, second, third = [await world.save(100 * i) for i in (1, 2, 3)]
-    third.pinned_until = world.clock.now + 60
+    third.pins["test"] = world.clock.now + 60
     assert not await world.registry.make_room(2 * SIZE + 1)
     assert len(list(world.registry.entries(KEY))) == 3
     assert await world.registry.make_room(SIZE)
@@ -317,7 +317,7 @@ async def test_the_disk_gives_up_what_is_worth_less_and_takes_nothing_that_is(ti
 
 async def test_an_entry_of_the_disk_waits_there_when_the_host_tier_has_no_room(tiers):
     first, second, third = [await tiers.save(100 * i) for i in (1, 2, 3)]
-    second.pinned_until = third.pinned_until = tiers.clock.now + 60
+    second.pins["test"] = third.pins["test"] = tiers.clock.now + 60
     with refused(FileFault.NO_ROOM):
         await tiers.registry.ready(first)
     assert first.tier is Tier.DISK
@@ -764,7 +764,7 @@ async def _step(world: World, what: str, which: int, much: int) -> None:
 
 async def _touch(world: World, what: str, saved: Saved, much: int) -> None:
     if what == "pin":
-        saved.pinned_until = world.clock.now + much
+        saved.pins["test"] = world.clock.now + much
     elif what == "drop":
         await world.registry.drop(saved)
     elif what == "use":

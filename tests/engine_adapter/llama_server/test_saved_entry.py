@@ -67,7 +67,7 @@ def test_the_least_valuable_that_hold_enough():
 
 async def test_what_is_pinned_used_or_worked_on_stays():
     pinned, used, busy, free = (saved(name) for name in ("pinned", "used", "busy", "free"))
-    pinned.pinned_until, used.holds = NOW + 1, 1
+    pinned.pins["test"], used.holds = NOW + 1, 1
     gate = asyncio.Event()
     busy.work = asyncio.create_task(gate.wait())
     assert names(least_valuable([pinned, used, busy, free], 1, ROOM, NOW)) == ["free"]

@@ -11,12 +11,12 @@ from itertools import chain
 import httpx
 import pytest
 
-from engine_adapter import EngineLost, EngineUnavailable
+from engine_adapter import EngineLost, EngineUnavailable, KvTarget, KvVerb
 from engine_adapter.llama_server import slot_io
 from engine_adapter.llama_server.checkpoints import PLAIN
 from engine_adapter.llama_server.turns import SlotRequest
 from scripts.make_gguf import gguf_path
-from tests.engine_adapter.llama_server.scheduler_world import scheduler_world
+from tests.engine_adapter.llama_server.scheduler_world import NEVER_SENT, scheduler_world
 from tests.engine_adapter.llama_server.slot_world import prompt_of, slot_world
 
 START, GONE, REST = (list(prompt_of(seed, count)) for seed, count in ((1, 60), (2, 100), (3, 300)))
@@ -175,3 +175,66 @@ async def test_without_a_directory_no_kv_is_moved(start_llama, save_dir):
         text, cached, _ = await world.ask(SHORTER, max_tokens=24)
     assert text == exact
     assert cached < 100
+
+
+async def test_a_request_that_never_left_gives_nobody_what_was_restored_for_it(start_llama, save_dir):
+    """`/slots` tells no tokens of a slot that had no request yet, even after a restore: that is not empty."""
+    server = start_llama(slots=2, ctx=1024, save_dir=save_dir)
+    async with scheduler_world(server) as world:
+        entry = await world.saved_away(prompt_of(1, 300), "a")
+        assert await world.restore(1, entry)
+        lease = await world.ask(entry.tokens, "a", chunks=NEVER_SENT)
+        assert lease.slot == 1
+        leases = [asyncio.create_task(world.ask(prompt_of(1, 300), "b")) for _ in world.table]
+        assert [(await lease).answer.cached_tokens for lease in leases] == [0, 0]
+
+
+async def test_a_request_that_never_left_does_not_own_what_another_tenant_left(
+    start_llama, save_dir, monkeypatch
+):
+    """The length of what lies there was a guess: that another one is found does not show that it ran."""
+    server = start_llama(slots=1, ctx=1024, save_dir=save_dir)
+    prompt = prompt_of(1, 300)
+    async with scheduler_world(server) as world:
+        async with world.scheduler.lease(SlotRequest(prompt, "a")) as lease:
+            await world.complete(prompt, slot=lease.slot)  # its answer is lost
+            monkeypatch.setattr(world.scheduler, "_count_when_idle", _fails)
+        await world.idle()
+        monkeypatch.undo()
+        await world.ask(prompt, "b", chunks=NEVER_SENT)
+        lease = await world.ask(prompt, "b")
+        assert (lease.may_reuse, lease.answer.cached_tokens) == (False, 0)
+
+
+async def test_a_refused_request_gives_nobody_what_was_restored_for_it(start_llama, save_dir):
+    """The same through the adapter: a tenant's own request that the server refuses (400) is enough."""
+    prompt, before = prompt_of(1, 300), start_llama(slots=2, ctx=1024, save_dir=save_dir)
+    async with slot_world(before.url, host_cache_dir=str(save_dir)) as world:
+        await world.ask(prompt, "a")
+        await world.do(KvVerb.OFFLOAD)
+    before.stop()
+    server = start_llama(slots=2, ctx=1024, save_dir=save_dir)
+    async with slot_world(server.url, host_cache_dir=str(save_dir)) as world:
+        await world.ask(prompt_of(2, 300), "c")  # on the slot that was probed
+        async with world.hold(prompt, "a", grammar="root ::= (") as hold, await world.sent(hold) as response:
+            assert response.status == 400
+        await world.until(lambda slots: all(slot["operation"] is None for slot in slots))
+        cached = [(await world.ask(prompt, "b"))[1] for _ in range(2)]
+    assert cached[0] == 0
+
+
+async def test_the_end_of_a_pin_leaves_the_pin_of_another_engine_on_the_same_file(start_llama, save_dir):
+    """Two servers share a directory, and so its saved prefixes."""
+    servers = [start_llama(slots=1, ctx=1024, save_dir=save_dir) for _ in range(2)]
+    prompt = prompt_of(1, 300)
+    async with (
+        slot_world(servers[0].url, "one", host_cache_dir=str(save_dir)) as one,
+        slot_world(servers[1].url, "two", host_cache_dir=str(save_dir)) as two,
+    ):
+        await one.ask(prompt)
+        await one.do(KvVerb.OFFLOAD)
+        mine = await one.adapter.pin(KvTarget(prompt), 100)
+        await two.adapter.pin(KvTarget(prompt), 100)
+        await one.adapter.unpin(mine.pin_id)
+        done = await two.do(KvVerb.FLUSH, token_ids=prompt)
+        assert done.left.get("pinned"), done
