@@ -5,11 +5,16 @@ from pathlib import Path
 
 import pytest
 
+from proxy.replay import rules
+
 
 @pytest.fixture(autouse=True)
 def scripts(monkeypatch):
     scripts_dir = Path(__file__).parents[2] / "benchmarks"
     monkeypatch.syspath_prepend(str(scripts_dir))
+    known = dict(rules.POLICIES)  # some scripts add to them
     yield
+    rules.POLICIES.clear()
+    rules.POLICIES.update(known)
     for path in scripts_dir.glob("*.py"):
         sys.modules.pop(path.stem, None)
