@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from http import HTTPStatus
 from typing import Any
 
 from engine_adapter.errors import EngineError, EngineRejected
@@ -130,16 +131,13 @@ class SlotContents:
             if self._saved is not None and slot.shared(entry.tokens, entry.salt) == len(entry.tokens):
                 self._saved.keep(entry, retention.ttl_s, slot.kept_for)
 
-    def mark_unknown(self, slot: Slot, count: int) -> None:
-        """The slot holds `count` tokens whose ids are not known."""
+    def mark_unknown(self, slot: Slot, count: int | None) -> None:
+        """The slot holds `count` tokens whose ids are not known. None, where nothing tells how many, does not
+        count as empty: an empty slot is nobody's, and any tenant may reuse it."""
+        count = max(slot.length, 1) if count is None else count
         # Nobody can reuse these tokens, so their loss costs nothing: they count as saved.
         lost = self.rules.lost(count)
         self.table.hold(slot.id, NO_TOKENS, UNKNOWN_OWNER, unknown=count, saved=count, memory=lost)
-
-    def mark_lost(self, slot: Slot) -> None:
-        """What the slot holds is not known, nor how much. It does not count as empty: an empty slot is
-        nobody's, and any tenant may reuse it."""
-        self.mark_unknown(slot, max(slot.length, 1))
 
     def mark_changed(self, slot: Slot, count: int) -> None:
         """Somebody else changed the slot: it holds `count` unknown tokens now."""
@@ -224,8 +222,10 @@ class SlotContents:
             self.counts.failed_restores += 1
             text = "%s: the server refused saved prefix %s: %s; the file is kept, and not restored here again"
             log.warning(text, self.engine, entry.name, error)
-            # A failed restore wipes the slot.
-            self.table.hold(slot.id, NO_TOKENS, None)
+            if error.status == HTTPStatus.BAD_REQUEST:
+                self.table.hold(slot.id, NO_TOKENS, None)  # a failed restore wipes the slot
+            else:  # perhaps somebody before the server refused it
+                self.mark_unknown(slot, None)
             # The file is not damaged: another server may take it, or this one with other flags.
             self._refused.add(entry.name)
             self._mirror.drop(entry.name)

@@ -314,7 +314,7 @@ class SlotScheduler:
                     is_restored = await self.contents.restore(slot, chosen.restore)
                     self._next(slot, SlotOperation.REQUEST)
         except BaseException:
-            self.contents.mark_lost(slot)
+            self.contents.mark_unknown(slot, None)
             self._release(slot.id)
             raise
         return self._leased(slot, ask, restored=is_restored)
@@ -431,8 +431,7 @@ class SlotScheduler:
         try:
             await self._count_when_idle(slot.id)
             await end_copies(self._control, slot.id)
-            count = await self._count_when_idle(slot.id)
-            self.contents.mark_unknown(slot, max(slot.length, 1) if count is None else count)
+            self.contents.mark_unknown(slot, await self._count_when_idle(slot.id))
         except EngineError as error:
             log.warning("%s: slot %d: %s", self.contents.engine, slot.id, error)
         finally:
@@ -452,10 +451,10 @@ class SlotScheduler:
                 await end_copies(self._control, touched[0])
             for state in await read_slots(self._control):
                 if state.id in touched:
-                    self.contents.mark_unknown(self._table[state.id], state.n_tokens or 0)
+                    self.contents.mark_unknown(self._table[state.id], state.n_tokens)
         except EngineError:
             for slot in self._table:
-                self.contents.mark_lost(slot)
+                self.contents.mark_unknown(slot, None)
         finally:
             self._release(ALL_SLOTS)
 
@@ -464,7 +463,7 @@ class SlotScheduler:
         try:
             return await work(slot)
         except EngineUnavailable:
-            self.contents.mark_lost(slot)
+            self.contents.mark_unknown(slot, None)
             raise
         finally:
             self._release(slot.id)

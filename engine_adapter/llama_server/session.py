@@ -184,12 +184,12 @@ class ServerSession:
             )
 
     async def _try_out_on(self, contents: SlotContents, slot: Slot) -> None:
-        contents.mark_lost(slot)
+        contents.mark_unknown(slot, None)
         await self._probe(slot.id)
         await self._learn_memory()
         self._note_probe()
         contents.learn(self.facts)
-        contents.mark_unknown(slot, (await read_slots(self._control))[slot.id].n_tokens or 0)
+        contents.mark_unknown(slot, (await read_slots(self._control))[slot.id].n_tokens)
 
     async def _begin(self, registry: SavedPrefixes | None) -> None:
         directory = registry.place.host if registry is not None else None

@@ -12,7 +12,6 @@ import resource
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -27,13 +26,13 @@ import httpx
 import pytest
 
 from scripts.make_gguf import gguf_path
+from tests.live.answers import until
 from tests.live.conftest import Kvpin, running_kvpin, wait_until_tokenised
 from tests.llama import RunningLlama, llama_server, memory_dir, running_llama_server
 
 pytestmark = pytest.mark.live
 
 WAIT_S = 60.0
-POLL_S = 0.02
 # A server that does not answer for this long is lost.
 TIMEOUT_S = 3.0
 # Every prompt contains this, and no log line may.
@@ -91,16 +90,6 @@ def refused(answer: httpx.Response) -> bool:
     assert answer.json()["error"]["type"] == "server_error"
     assert answer.json()["error"]["message"]
     return True
-
-
-def until(holds: Callable[[], Any], what: str, shown: Callable[[], Any] = str) -> Any:
-    """Polls until `holds` is true, and returns what it then returned; else fails with what is `shown`."""
-    deadline = time.monotonic() + WAIT_S
-    while time.monotonic() < deadline:
-        if result := holds():
-            return result
-        time.sleep(POLL_S)
-    raise AssertionError(f"{what} did not come to be: {shown()}")
 
 
 # --- the world --------------------------------------------------------------------------------------------

@@ -238,3 +238,28 @@ async def test_the_end_of_a_pin_leaves_the_pin_of_another_engine_on_the_same_fil
         await one.adapter.unpin(mine.pin_id)
         done = await two.do(KvVerb.FLUSH, token_ids=prompt)
         assert done.left.get("pinned"), done
+
+
+async def test_a_request_on_all_slots_that_never_ran_gives_nobody_what_was_restored(
+    start_llama, save_dir, monkeypatch
+):
+    """The question what the slots hold failed before it, and afterwards they tell of no request."""
+    server = start_llama(slots=2, ctx=1024, save_dir=save_dir)
+    async with scheduler_world(server) as world:
+        entry = await world.saved_away(prompt_of(1, 300), "a")
+        assert await world.restore(1, entry)
+        read, failed = slot_io.read_slots, []
+
+        async def fails_once(control):
+            if not failed:
+                failed.append(1)
+                raise EngineUnavailable("no answer")
+            return await read(control)
+
+        monkeypatch.setattr("engine_adapter.llama_server.scheduler.read_slots", fails_once)
+        with pytest.raises(EngineUnavailable):
+            async with world.scheduler.alone():
+                pass
+        await world.idle()
+        leases = [asyncio.create_task(world.ask(prompt_of(1, 300), "b")) for _ in world.table]
+        assert [(await lease).answer.cached_tokens for lease in leases] == [0, 0]
