@@ -99,7 +99,7 @@ class Line:
         for displaced in self._queue.add(entry):
             if not displaced.item.turn.done():
                 displaced.item.turn.set_result(False)
-        self._call_next()
+        self.call_next()
         try:
             async with asyncio.timeout(limit_s):
                 is_called = await waiter.turn
@@ -141,7 +141,7 @@ class Line:
         for engines in found - before:
             self._paces.setdefault(engines, Pace()).begin(monotonic())
 
-    def _call_next(self) -> None:
+    def call_next(self) -> None:
         """Calls the next request that may go. Only one at a time: each changes the load for the others."""
         if self._called is None and self._queue:
             self._look()
@@ -158,11 +158,11 @@ class Line:
 
     def _gone(self) -> None:
         self._called = None
-        self._call_next()
+        self.call_next()
 
     def _tick(self) -> None:
         self._timer = None
-        self._call_next()
+        self.call_next()
 
 
 def _too_long(wait_s: float | None, limit_s: float, whose: str) -> Overloaded:
