@@ -439,13 +439,15 @@ class Pool:
         late. If one is free, it does not: costs already contain the wait at each engine, and each placed
         request raises its engine's cost for the next one.
         """
-        if (idle := self._idle_slot(placement, candidates)) is not None:
+        has_slots = self.engines[placement.engine].adapter.one_owner
+        if has_slots and (idle := self._idle_slot(placement, candidates)) is not None:
             return waited_s < idle[0]
         return self._begins_late(placement.chosen) and all(map(self._begins_late, placement.all_costs()))
 
     def at_once(self, placement: Placement, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         """The candidates; but if the slot that was chosen is busy, only the one with the best idle slot."""
-        idle = self._idle_slot(placement, candidates)
+        has_slots = self.engines[placement.engine].adapter.one_owner
+        idle = self._idle_slot(placement, candidates) if has_slots else None
         return candidates if idle is None or idle[0] == inf else [idle[1]]
 
     def _idle_slot(
@@ -453,8 +455,6 @@ class Pool:
     ) -> tuple[float, Candidate] | None:
         """(what it costs, inf if none is idle; its engine) of the best slot that a request need not wait for.
         None where it waits for no slot."""
-        if not self.engines[placement.engine].adapter.one_owner:
-            return None
         # Of a prompt that is not known, its adapter knows at least whether there is a slot for it.
         told = [each.forecast or self.engines[each.engine].adapter.forecast(NO_PROMPT) for each in candidates]
         chosen = next(told[at] for at, each in enumerate(candidates) if each.engine == placement.engine)
