@@ -12,9 +12,9 @@ from proxy.core.admission import MAX_RETRY_S, Entry, FairQueue, Needs, Pace, ret
 from proxy.errors import Overloaded
 from proxy.settings import LimitSettings
 
-# Load falls as time passes. A pool with waiting requests is looked at this often; its engines still have
-# `HOLD_S` of work.
-TICK_S = 0.05
+# Load falls as time passes, and a slot is free again once it is saved. A pool with waiting requests is looked at
+# this often, and whenever a request ends.
+TICK_S = 0.02
 # Paces that are remembered: one for each set of engines that requests have waited for.
 MAX_PACES = 64
 
