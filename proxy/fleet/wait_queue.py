@@ -12,7 +12,7 @@ from proxy.core.admission import MAX_RETRY_S, Entry, FairQueue, Needs, Pace, ret
 from proxy.errors import Overloaded
 from proxy.settings import LimitSettings
 
-# Load falls as time passes, and a slot is free again once it is saved. A pool with waiting requests is looked at
+# Load falls as time passes, and a slot is free once it is saved. A pool with waiting requests is looked at
 # this often, and whenever a request ends.
 TICK_S = 0.02
 # Paces that are remembered: one for each set of engines that requests have waited for.
