@@ -222,7 +222,7 @@ class LlamaServerAdapter(EngineAdapter):
     def _save_to(self, place: SavedPlace | None) -> None:
         """Saves prefixes there from now on. EngineSpecError means that it contradicts another engine."""
         if place is not None:
-            self._registry = SavedPrefixes.shared(place)
+            self._registry = SavedPrefixes.shared(place, self.spec.id)
             self._registry.subscribe(self._on_saved)
 
     def _find_directory(self, model: RouterModel) -> None:

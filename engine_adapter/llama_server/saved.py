@@ -84,8 +84,9 @@ class SavedPrefixes:
         self._rebuilding: asyncio.Task[None] | None = None
 
     @classmethod
-    def shared(cls, place: SavedPlace) -> SavedPrefixes:
-        """The registry of `place`: one per host directory for all adapters of this process."""
+    def shared(cls, place: SavedPlace, engine: str) -> SavedPrefixes:
+        """The registry of `place`: one per host directory for all adapters of this process. EngineSpecError
+        means that the `engine` contradicts another one."""
         resolved = SavedPlace(
             place.host.resolve(), place.host_bytes, place.disk and place.disk.resolve(), place.disk_bytes
         )
@@ -94,8 +95,8 @@ class SavedPrefixes:
             registry = cls._shared[resolved.host] = cls(resolved)
         if registry.place != resolved:
             raise EngineSpecError(
-                f"engines share {resolved.host} for saved prefixes with different bytes or disk tiers: "
-                "give all of them the same"
+                f"engine {engine!r} and another one share {resolved.host} for saved prefixes with different "
+                "bytes or disk tiers: give them the same"
             )
         return registry
 

@@ -182,14 +182,17 @@ def check(
 
 def _faults_of_this_machine(settings: Settings) -> Iterator[str]:
     """A sentence for each engine and file that cannot be used here."""
+    from engine_adapter import EngineSpecError, make_adapter  # noqa: PLC0415 - see above
     from proxy.server.checks import faults_here  # noqa: PLC0415 - see above
     from proxy.settings import SettingsError, read_engines  # noqa: PLC0415 - see above
 
     yield from faults_here(settings)
     try:
+        for engine in settings.engines:  # they may contradict each other
+            make_adapter(engine.spec())
         if settings.engines_file is not None:
             read_engines(settings.engines_file)  # `kvpin serve` waits for a better one
-    except SettingsError as error:
+    except (EngineSpecError, SettingsError) as error:
         yield str(error)
 
 

@@ -102,6 +102,14 @@ def test_what_serve_refuses(check, kvpin, tmp_path):
     )
 
 
+def test_engines_that_contradict_each_other(check, tmp_path):
+    entry = f'[[engines]]\nkind = "llama_server"\nhost_cache_dir = "{tmp_path}"\n'
+    sizes = (f'url = "http://gpu-{n}"\nhost_cache_bytes = "{n}GiB"\n' for n in (1, 2))
+    result = check("".join(entry + each for each in sizes))
+    assert result.exit_code == 2
+    assert "'llama_server-1' and another one share" in result.stderr
+
+
 def test_keys_that_open_nothing_are_warned_of_without_the_key(check, tmp_path):
     engines = "".join(
         f'[[engines]]\nkind = "vllm"\nurl = "http://gpu-{n}:8000"\nmodel = "m{n}"\n' for n in (1, 2)
