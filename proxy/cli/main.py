@@ -188,8 +188,7 @@ def _faults_of_this_machine(settings: Settings) -> Iterator[str]:
 
     yield from faults_here(settings)
     try:
-        for engine in settings.engines:  # they may contradict each other
-            make_adapter(engine.spec())
+        _together = [make_adapter(each.spec()) for each in settings.engines]  # they may contradict each other
         if settings.engines_file is not None:
             read_engines(settings.engines_file)  # `kvpin serve` waits for a better one
     except (EngineSpecError, SettingsError) as error:
