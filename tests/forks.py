@@ -282,7 +282,9 @@ class _Server:
         """Reads a request, or that the starter has ended. Returns the order in the new process."""
         if connection.fileno() < 0:  # its process has just ended
             return None
-        data, files, *_ = socket.recv_fds(connection, _MOST_BYTES, _MOST_FILES)
+        data, files = b"", []
+        with suppress(ConnectionError):
+            data, files, *_ = socket.recv_fds(connection, _MOST_BYTES, _MOST_FILES)
         if not data:
             self._selector.unregister(connection)
             connection.close()
@@ -297,7 +299,8 @@ class _Server:
         for file in files:
             os.close(file)
         self._running[connection] = (pid, order.last)
-        connection.send(str(pid).encode())
+        with suppress(ConnectionError):  # who asked may have ended meanwhile
+            connection.send(str(pid).encode())
         return None
 
     def _reap(self) -> None:

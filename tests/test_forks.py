@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 
+import msgspec
 import pytest
 
 from engine_adapter.prompt.chat import ChatTokenizer
 from engine_adapter.prompt.tokenizer_process import load_tokenizer
+from tests import forks
 from tests.forks import Forked, start
 from tests.live.conftest import starting_kvpin
 
@@ -50,6 +53,17 @@ def test_where_imports_would_read_another_environment_the_command_is_run(tmp_pat
     process, _ = started(tmp_path, "--version", HF_HOME=str(tmp_path))
     assert isinstance(process, subprocess.Popen)
     assert process.returncode == 0
+
+
+def test_who_asks_and_is_gone_at_once_ends_nothing(tmp_path):
+    """A kvpin that is killed while it starts its tokenizer's loader."""
+    path, order = forks._path_of("proxy.cli", os.environ), forks._Order(["--version"], {}, "/", [0, 1, 2], 9)
+    for _ in range(20):
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.connect(path)
+        socket.send_fds(connection, [msgspec.msgpack.encode(order)], [0, 1, 2])
+        connection.close()
+    assert started(tmp_path, "--version")[0].returncode == 0
 
 
 def test_signals_and_its_end_are_told(tmp_path):
