@@ -64,16 +64,21 @@ async def load_tokenizer(source: str) -> ChatTokenizer:
 
     Raises:
         EngineSpecError: nothing usable is there.
-        EngineUnavailable: the hub did not answer within 3 s, or the second process was killed.
+        EngineUnavailable: the hub did not answer within 3 s, or the second process was killed, or cannot be
+            started now: no memory, too many files or processes.
     """
     check_source(source)
-    process = await asyncio.create_subprocess_exec(
-        *ends_with_parent([sys.executable, "-m", __name__, source]),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,  # retries and warnings of libraries; the reason comes as an answer
-        start_new_session=True,  # a signal to kvpin's whole group is for kvpin, which ends this process
-    )  # fmt: skip
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *ends_with_parent([sys.executable, "-m", __name__, source]),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,  # what libraries print; the reason comes as an answer
+            start_new_session=True,  # a signal to kvpin's whole group is for kvpin, which ends this process
+        )
+    except OSError as error:
+        reason = f"its loader cannot be started: {error.strerror}"
+        raise EngineUnavailable(f"tokenizer {source!r} cannot be loaded: {reason}") from error
     try:
         answer, _ = await process.communicate()
     finally:

@@ -1,4 +1,5 @@
 import asyncio
+import errno
 import os
 import shutil
 import socket
@@ -95,6 +96,15 @@ async def test_a_loader_that_dies_is_a_reason(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(EngineUnavailable, match="its loader ended with status 1"):
         await load_tokenizer("acme/none")
+
+
+async def test_one_that_cannot_be_started_now_may_be_later(monkeypatch):
+    async def refuse(*_command, **_options):
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", refuse)
+    with pytest.raises(EngineUnavailable, match="its loader cannot be started: Resource temporarily"):
+        await load_tokenizer("some.gguf")
 
 
 async def test_it_ends_when_nobody_waits_any_more(tmp_path, monkeypatch):
