@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import Any
@@ -237,9 +237,16 @@ class SlotContents:
         self.table.hold(slot.id, entry.tokens, entry.salt, saved=entry.count, memory=memory)
         return True
 
-    def keeping(self, entry: Saved | None) -> AbstractAsyncContextManager[None]:
-        """Protects a saved prefix from eviction until the block ends; a restore of it is planned."""
-        return nullcontext() if self._saved is None or entry is None else self._saved.keeping(entry)
+    @asynccontextmanager
+    async def keeping(self, entry: Saved | None) -> AsyncIterator[Saved | None]:
+        """Protects a saved prefix, or the one that has taken its place, from eviction until the block ends: a
+        restore of it is planned."""
+        if self._saved is None or entry is None:
+            yield entry
+        else:
+            entry = self._saved.heir(entry)
+            async with self._saved.keeping(entry):
+                yield entry
 
     async def erase(self, slot: Slot) -> None:
         """Empties a slot on which ERASE has begun."""

@@ -251,6 +251,13 @@ class SavedPrefixes:
             and old.tokens == saved.tokens[: len(old.tokens)]
         )
 
+    def heir(self, saved: Saved) -> Saved:
+        """The entry that took the place of a saved prefix; itself if none has."""
+        if self._is_registered(saved):
+            return saved
+        found = (each for each in self.entries(saved.key) if self._continues(each, saved))
+        return next(found, saved)
+
     def keep(self, saved: Saved, ttl_s: float, owner: str | None) -> None:
         """Retains a saved prefix for `ttl_s` seconds from now."""
         saved.kept_until, saved.kept_for = max(saved.kept_until, self._clock() + ttl_s), owner

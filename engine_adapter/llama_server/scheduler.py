@@ -313,12 +313,12 @@ class SlotScheduler:
         """Saves and restores as planned, and begins the request on the slot."""
         slot, is_restored = self._table[chosen.slot], False
         try:
-            async with self.contents.keeping(chosen.restore):
+            async with self.contents.keeping(chosen.restore) as entry:
                 if chosen.save_first:
                     await self.contents.save(slot)
                     self._next(slot, first_operation(replace(chosen, save_first=False)))
-                if chosen.restore is not None:
-                    is_restored = await self.contents.restore(slot, chosen.restore)
+                if entry is not None:
+                    is_restored = await self.contents.restore(slot, entry)
                     self._next(slot, SlotOperation.REQUEST)
         except BaseException:
             self.contents.mark_unknown(slot, None)

@@ -103,19 +103,19 @@ def refused(reason: FileFault, why: str | None = None):
 
 def test_adapters_that_share_a_directory_share_the_registry(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path)
-    one = SavedPrefixes.shared(SavedPlace(tmp_path / "host", 10))
+    one = SavedPrefixes.shared(SavedPlace(tmp_path / "host", 10), "e")
     one.subscribe(print)
-    assert SavedPrefixes.shared(SavedPlace(tmp_path / "link" / "host", 10)) is one
-    assert SavedPrefixes.shared(SavedPlace(tmp_path / "other", 10)) is not one
+    assert SavedPrefixes.shared(SavedPlace(tmp_path / "link" / "host", 10), "e") is one
+    assert SavedPrefixes.shared(SavedPlace(tmp_path / "other", 10), "e") is not one
     for other in (
         SavedPlace(tmp_path / "host", 11),
         SavedPlace(tmp_path / "host", 10, tmp_path / "disk", 10),
     ):
         with pytest.raises(EngineSpecError, match="give all of them the same"):
-            SavedPrefixes.shared(other)
+            SavedPrefixes.shared(other, "e")
     one.unsubscribe(print)
     one.unsubscribe(print)  # again is fine
-    assert SavedPrefixes.shared(SavedPlace(tmp_path / "host", 11)).place.host_bytes == 11
+    assert SavedPrefixes.shared(SavedPlace(tmp_path / "host", 11), "e").place.host_bytes == 11
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_adapters_that_share_a_directory_share_the_registry(tmp_path):
 )
 def test_a_place_that_cannot_be(place, why):
     with pytest.raises(EngineSpecError, match=why):
-        SavedPrefixes.shared(place)
+        SavedPrefixes.shared(place, "e")
 
 
 # --- add ---------------------------------------------------------------------------------------------
@@ -158,6 +158,15 @@ async def test_a_longer_one_takes_the_place_and_the_uses_of_those_it_continues(w
     assert set(world.registry.entries(KEY)) == {same, salted, again}
     assert world.stats("evicted", "refused") == [0, 0]
     world.check()
+
+
+async def test_a_restore_of_one_that_was_just_replaced_is_one_of_its_heir(world):
+    short, other = await world.save(1, count=3), await world.save(50)
+    long = await world.save(1, count=9)
+    assert world.registry.heir(short) is long
+    assert world.registry.heir(other) is other
+    await world.registry.drop(long)
+    assert world.registry.heir(long) is long
 
 
 async def test_a_pinned_one_stays_beside_what_continues_it(world):
