@@ -111,7 +111,7 @@ def test_adapters_that_share_a_directory_share_the_registry(tmp_path):
         SavedPlace(tmp_path / "host", 11),
         SavedPlace(tmp_path / "host", 10, tmp_path / "disk", 10),
     ):
-        with pytest.raises(EngineSpecError, match="give all of them the same"):
+        with pytest.raises(EngineSpecError, match="give them the same"):
             SavedPrefixes.shared(other, "e")
     one.unsubscribe(print)
     one.unsubscribe(print)  # again is fine
