@@ -10,7 +10,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -21,10 +21,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from tests.engines import served
 from tests.fake_engines.answers import event_stream
 from tests.fake_engines.cache import CachePrompt, Namespace, PageCache, StoredRun
-from tests.fake_engines.core import EngineCore, Generation, output_token
+from tests.fake_engines.core import EngineCore, Generation, Running, output_token, running
 from tests.fake_engines.publisher import Publisher
 from tests.fake_engines.rooms import LeftError, Room, until
 from tests.fake_engines.text import MODEL_DIR, chat_tokens, decode, encode, words
@@ -671,22 +670,8 @@ def _given_tool(tool: dict) -> dict:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class RunningSglang:
+class RunningSglang(Running):
     """A fake on real sockets."""
-
-    url: str
-    fake: FakeSglang
-
-    @property
-    def core(self) -> EngineCore:
-        """Of the first rank."""
-        return self.fake.cores[0]
-
-    @property
-    def publisher(self) -> Publisher:
-        """Of the first rank."""
-        return self.fake.publishers[0]
 
     def told(self, rank: int = 0) -> list[int]:
         """Pages that events of a rank stored and removed since the start."""
@@ -696,10 +681,8 @@ class RunningSglang:
 @contextmanager
 def running_sglang(**options) -> Iterator[RunningSglang]:
     """A fake server with these `SglangOptions`, on free ports."""
-    with ExitStack() as stack:
-        fake = FakeSglang(SglangOptions(**options))
-        stack.callback(fake.close)
-        yield RunningSglang(stack.enter_context(served(fake.app)), fake)
+    with running(FakeSglang(SglangOptions(**options))) as server:
+        yield RunningSglang(server.url, server.fake)
 
 
 def _publishers(options: SglangOptions) -> list[Publisher]:

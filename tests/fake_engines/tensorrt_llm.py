@@ -11,7 +11,7 @@ import json
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -20,10 +20,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from tests.engines import served
 from tests.fake_engines.answers import Work, answer
 from tests.fake_engines.cache import CachePrompt, Namespace, PageCache, RunningPrompt, StoredRun, _Page
-from tests.fake_engines.core import EngineCore, output_token
+from tests.fake_engines.core import EngineCore, Running, output_token, running
 from tests.fake_engines.publisher import Publisher
 from tests.fake_engines.text import chat_tokens, encode, words
 
@@ -534,6 +533,11 @@ class FakeTrtllm:
             self.core, replace(work, usage=lambda prompt, output, _: _usage(prompt, output, cached))
         )
 
+    def close(self) -> None:
+        self.core.release()
+        if self.publisher is not None:
+            self.publisher.close()
+
     def die(self) -> None:
         """Nobody finds what it kept for others."""
         for number, kept in list(self.kept.items()):
@@ -662,20 +666,9 @@ def _usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> di
     return usage | {"prompt_tokens_details": {"cached_tokens": cached_tokens}}
 
 
-@dataclass(frozen=True, slots=True)
-class RunningTrtllm:
-    """A fake on a real socket."""
-
-    url: str
-    fake: FakeTrtllm
+RunningTrtllm = Running
 
 
-@contextmanager
-def running_trtllm(**options) -> Iterator[RunningTrtllm]:
+def running_trtllm(**options) -> AbstractContextManager[Running]:
     """A fake server with these `TrtllmOptions`, on a free port."""
-    with ExitStack() as stack:
-        fake = FakeTrtllm(TrtllmOptions(**options))
-        stack.callback(fake.core.release)
-        if fake.publisher is not None:
-            stack.callback(fake.publisher.close)
-        yield RunningTrtllm(stack.enter_context(served(fake.app)), fake)
+    return running(FakeTrtllm(TrtllmOptions(**options)))

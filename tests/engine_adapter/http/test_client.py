@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
+from threading import Thread
 
 import pytest
 
 from engine_adapter.errors import EngineDied, EngineLost, EngineUnavailable, EngineUnreachable
 from engine_adapter.http import client
 from engine_adapter.http.client import HttpTransport
-from engine_adapter.http.prepare import OutgoingRequest
-from tests.engine_adapter.http.raw_engine import raw_engine
+from engine_adapter.http.prepare import Headers, OutgoingRequest
+from tests.engine_adapter.http.raw_engine import Wire, raw_engine
+from tests.fakes import FakeEngine
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 
 
-async def fetch(transport, url, method):
-    async with await transport.send(OutgoingRequest(method, url)) as response:
+async def fetch(transport, asked):
+    """The answer's content; of an address alone, it is asked by GET."""
+    asked = OutgoingRequest("GET", asked) if isinstance(asked, str) else asked
+    async with await transport.send(asked) as response:
         return await response.read()
+
+
+async def always(wire):
+    while await wire.head():
+        await wire.write(OK)
 
 
 async def once(wire):
@@ -31,27 +41,24 @@ async def once(wire):
 @pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS"])
 async def test_a_request_that_changes_nothing_is_sent_again_on_a_new_connection(transport, method):
     async with raw_engine(once) as (url, wires):
-        await fetch(transport, url, "OPTIONS")
-        await fetch(transport, url, method)
+        await fetch(transport, OutgoingRequest("OPTIONS", url))
+        await fetch(transport, OutgoingRequest(method, url))
         assert [wire.seen.count(method.encode()) for wire in wires[-2:]] == [1 + (method == "OPTIONS"), 1]
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH"])
 async def test_any_other_is_not(transport, method):
     async with raw_engine(once) as (url, wires):
-        await fetch(transport, url, "POST")
+        await fetch(transport, OutgoingRequest("POST", url))
         with pytest.raises(EngineDied, match="gave no answer"):
-            await fetch(transport, url, method)
+            await fetch(transport, OutgoingRequest(method, url))
         assert len(wires) == 1
 
 
 async def test_what_failed_on_a_new_connection_is_not_sent_again(transport):
-    async def serve(wire):
-        await wire.head()
-
-    async with raw_engine(serve) as (url, wires):
+    async with raw_engine(Wire.head) as (url, wires):
         with pytest.raises(EngineUnavailable):
-            await fetch(transport, url, "GET")
+            await fetch(transport, url)
         assert len(wires) == 1
 
 
@@ -109,17 +116,13 @@ async def test_after_hanging_up_on_a_socket_all_that_was_asked_there_fails_and_w
 
 
 async def test_an_address_that_nothing_is_asked_at_any_more_is_forgotten(transport, monkeypatch):
-    async def serve(wire):
-        while await wire.head():
-            await wire.write(OK)
-
-    async with raw_engine(serve) as (url, _), raw_engine(serve) as (other, _):
-        await fetch(transport, url, "GET")
+    async with raw_engine(always) as (url, _), raw_engine(always) as (other, _):
+        await fetch(transport, url)
         monkeypatch.setattr(client, "UNUSED_S", 0.0)
         with pytest.raises(EngineUnavailable):  # an engine of which no connection is open
-            await fetch(transport, "http://127.0.0.1:1/", "GET")
+            await fetch(transport, "http://127.0.0.1:1/")
         await asyncio.sleep(0.01)
-        await fetch(transport, other, "GET")
+        await fetch(transport, other)
         kept = {address for address, _, _ in transport._origins}
         assert kept == {url.rstrip("/"), other.rstrip("/")}
 
@@ -128,21 +131,20 @@ async def test_an_idle_connection_that_the_engine_closes_is_told_and_one_that_kv
     told = []
     transport = HttpTransport(closed=lambda: told.append(1))
 
-    async def serve(wire):
-        await wire.head()
-        await wire.write(OK)
-        await wire.head()
-        await wire.write(OK)
+    async def twice(wire):
+        for _ in range(2):
+            await wire.head()
+            await wire.write(OK)
 
-    async with raw_engine(serve) as (url, _):
-        await fetch(transport, url, "GET")
+    async with raw_engine(twice) as (url, _):
+        await fetch(transport, url)
         assert told == []
-        await fetch(transport, url, "GET")  # then the engine closes
+        await fetch(transport, url)  # then the engine closes
         async with asyncio.timeout(5):
             while not told:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
     async with raw_engine(once) as (url, _):
-        await fetch(transport, url, "GET")
+        await fetch(transport, url)
         await transport.aclose()
     assert told == [1]
 
@@ -155,11 +157,7 @@ async def test_nothing_is_sent_on_a_new_connection_before_it_is_confirmed(transp
         if len(asked) == 1:
             raise EngineLost("another process")
 
-    async def serve(wire):
-        while await wire.head():
-            await wire.write(OK)
-
-    async with raw_engine(serve) as (url, wires):
+    async with raw_engine(always) as (url, wires):
         with pytest.raises(EngineLost):
             await transport.send(OutgoingRequest("POST", url), confirm)
         for _ in range(2):  # the second one goes over the connection of the first
@@ -167,3 +165,174 @@ async def test_nothing_is_sent_on_a_new_connection_before_it_is_confirmed(transp
                 await response.read()
         assert len(asked) == 2
         assert [wire.seen.count(b"POST") for wire in wires] == [0, 2]
+
+
+@pytest.fixture
+async def engine():
+    async with FakeEngine() as engine:
+        yield engine
+
+
+def request(engine, path="/x", method="POST", body=b"{}", **headers):
+    return OutgoingRequest(method, engine.url + path, Headers.of(headers.items()).raw, body)
+
+
+class TestRequests:
+    @pytest.mark.parametrize(
+        "target",
+        [
+            "/v1/a%2Fb%20c",
+            "/v1/%7Euser%41",
+            "/v1/x?q=%41%2b+&r=a%20b&empty",
+            "/v1/a;b=c,d",
+            "/v1//x//",
+            "/v1/x?a[]=[b]",
+        ],
+    )
+    async def test_the_address_is_sent_as_it_stands(self, engine, transport, target):
+        await fetch(transport, request(engine, target))
+        assert engine.seen[0].target == target
+
+    async def test_headers_are_those_given(self, engine, transport):
+        await fetch(transport, request(engine, body=b'{"a":1}', **{"x-a": "1"}))
+        seen = engine.seen[0]
+        assert seen.headers == {"host": engine.url[7:], "x-a": "1", "content-length": "7"}
+        assert seen.body == b'{"a":1}'
+
+    async def test_a_streamed_body_goes_on_as_it_comes(self, engine, transport):
+        first_is_there = asyncio.Event()
+
+        async def script(exchange):
+            await exchange.receive(b"one")
+            first_is_there.set()
+            await exchange.receive(b"0\r\n\r\n")
+            await exchange.send({})
+
+        script.reads_body = False
+        engine.script = script
+
+        async def body():
+            yield b"one"
+            await asyncio.wait_for(first_is_there.wait(), 5)
+            yield b"two"
+
+        await fetch(transport, request(engine, body=body()))
+
+    @pytest.mark.parametrize("answered", [False, True], ids=["before the answer", "during it"])
+    async def test_an_error_of_the_body_comes_through_as_it_is(self, engine, transport, answered):
+        class ClientsFault(Exception):
+            pass
+
+        fail = asyncio.Event()
+
+        async def script(exchange):
+            await exchange.receive(b"one")
+            if answered:
+                await exchange.start()
+                await exchange.chunk(b"x")
+            fail.set()
+            await exchange.left.wait()
+
+        script.reads_body = False
+        engine.script = script
+
+        async def body():
+            yield b"one"
+            await fail.wait()
+            await asyncio.sleep(0.02)
+            raise ClientsFault
+
+        with pytest.raises(ClientsFault):
+            await fetch(transport, request(engine, body=body()))
+        await asyncio.wait_for(engine.seen[0].left.wait(), 5)
+
+    async def test_cookies_and_redirects_are_left_alone(self, engine, transport):
+        headers = [("location", "/elsewhere"), ("set-cookie", "a=b")]
+        engine.script = lambda exchange: exchange.send({}, status=307, headers=headers)
+        for _ in range(2):
+            async with await transport.send(request(engine)) as response:
+                assert (response.status, response.headers["location"]) == (307, "/elsewhere")
+        assert "cookie" not in engine.seen[1].headers
+
+
+class TestAnswers:
+    async def test_closing_early_is_seen_by_the_engine(self, engine, transport):
+        async def script(exchange):
+            await exchange.start()
+            await exchange.chunk(b"x")
+            await exchange.left.wait()
+
+        engine.script = script
+        async with await transport.send(request(engine)) as response:
+            assert await response.receive() == b"x"
+        await asyncio.wait_for(engine.seen[0].left.wait(), 5)
+
+    async def test_so_is_giving_up_before_the_headers(self, engine, transport):
+        engine.script = lambda exchange: exchange.left.wait()
+        task = asyncio.create_task(transport.send(request(engine)))
+        exchange = await engine.request()
+        task.cancel()
+        await asyncio.wait_for(exchange.left.wait(), 5)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    async def test_a_reader_that_waits_slows_the_engine(self, engine, transport):
+        sent = 0
+
+        async def script(exchange):
+            nonlocal sent
+            await exchange.start()
+            while not exchange.left.is_set():
+                await exchange.chunk(b"x" * 65536)
+                sent += 1
+
+        engine.script = script
+        async with await transport.send(request(engine)):
+            before = -1
+            while sent != before:
+                before = sent
+                await asyncio.sleep(0.1)
+        assert sent < 250
+
+
+class TestConnections:
+    @pytest.mark.parametrize("method", ["POST", "GET"])
+    async def test_one_the_engine_closed_while_idle_is_not_used(self, transport, method):
+        """The event loop has not seen the end of the connection when the next request is sent."""
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            listener.settimeout(5)
+            connections = []
+
+            def answer_once():
+                connection, _ = listener.accept()
+                connections.append(connection)
+                while b"\r\n\r\n" not in connection.recv(4096):
+                    pass
+                connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
+            for _ in range(2):
+                server = Thread(target=answer_once, daemon=True)
+                server.start()
+                assert await fetch(transport, OutgoingRequest(method, url)) == b"ok"
+                server.join()
+                connections[-1].close()
+            assert len(connections) == 2
+
+
+class TestFailures:
+    @pytest.mark.parametrize("abort", [False, True], ids=["closed", "reset"])
+    @pytest.mark.parametrize("headers", [[], [("content-length", "100")]], ids=["chunked", "length"])
+    async def test_death_in_mid_answer_comes_after_what_was_read(self, engine, transport, abort, headers):
+        async def script(exchange):
+            await exchange.start(headers=headers)
+            await exchange.chunk(b"some")
+            await read.wait()
+            exchange.die(abort=abort)
+
+        engine.script, read = script, asyncio.Event()
+        async with await transport.send(request(engine)) as response:
+            assert await response.receive() == b"some"
+            read.set()
+            with pytest.raises(EngineDied, match="mid-answer"):
+                await response.receive()

@@ -86,10 +86,7 @@ async def test_an_address_is_never_looked_up(transport, monkeypatch):
 
 
 async def test_a_connection_that_takes_too_long():
-    async def silent(wire):
-        await wire.left()
-
-    async with raw_engine(silent) as (url, _):
+    async with raw_engine(Wire.left) as (url, _):
         address = url.replace("http:", "https:").rstrip("/")
         with pytest.raises(EngineUnhealthy, match=r"no answer within 0\.05 s$"):
             await client.Origin(address, None, 0.05).connect()

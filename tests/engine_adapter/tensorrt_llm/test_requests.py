@@ -1,0 +1,346 @@
+import json
+from array import array
+
+import pytest
+
+from engine_adapter import EngineGarbled, JsonBody, Role, make_adapter
+from engine_adapter.errors import EngineRejected
+from engine_adapter.http.control import ControlClient
+from engine_adapter.tensorrt_llm.adapter import NO_NUMBERS
+from engine_adapter.tensorrt_llm.requests import (
+    CHAT,
+    COMPLETIONS,
+    FUNCTION,
+    MESSAGES,
+    RESPONSES,
+    ContextPhase,
+    GivenTools,
+    RequestFields,
+    accepted_fields,
+)
+from engine_adapter.types import KvTarget
+from tests.engine_adapter.builders import body
+from tests.engines import engine_spec
+from tests.fake_engines.tensorrt_llm import FakeTrtllm, running_trtllm
+
+USUAL = RequestFields()
+EXACT = KvTarget(array("i", [5, 6]), exact=True)
+
+
+def openapi(path=CHAT, *, fields=("messages", "prompt_token_ids"), extra=False, reference=True):
+    schema = {"properties": {name: {} for name in fields}, "additionalProperties": extra}
+    used = {"$ref": "#/components/schemas/Request"} if reference else schema
+    return {
+        "paths": {path: {"post": {"requestBody": {"content": {"application/json": {"schema": used}}}}}},
+        "components": {"schemas": {"Request": schema}},
+    }
+
+
+class TestAccepted:
+    @pytest.mark.parametrize("reference", [True, False])
+    def test_the_server_says_what_it_takes(self, reference):
+        described = openapi(fields=("a", "b"), reference=reference)
+        assert accepted_fields(described, CHAT) == {"a", "b"}
+        assert accepted_fields(described, COMPLETIONS) is None
+
+    @pytest.mark.parametrize(
+        "described",
+        [
+            None,
+            [],
+            {},
+            {"paths": {CHAT: {}}},
+            openapi(extra=True),
+            {"paths": openapi()["paths"]},
+            {**openapi(), "components": {"schemas": {"Request": {"additionalProperties": False}}}},
+        ],
+    )
+    def test_where_it_does_not_anything_may_be_taken(self, described):
+        assert accepted_fields(described, CHAT) is None
+
+    def test_what_it_says_counts_before_what_is_known(self):
+        assert USUAL.accepts(CHAT, "cache_salt")
+        older = RequestFields(openapi())
+        assert not older.accepts(CHAT, "cache_salt")
+        assert older.accepts(CHAT, "prompt_token_ids")
+        assert older.droppable(CHAT, body(priority=1, user="u")) == ["priority", "user"]
+        assert older.droppable(COMPLETIONS, body(priority=1, user="u")) == []
+
+
+class TestDroppable:
+    def test_hints_it_does_not_take(self):
+        usual = {"model": "m", "priority": 0.5, "user": "u", "temperature": 0, "seed": 1}
+        sent = body(**usual, session_id="s", prompt_cache_key="k")
+        assert USUAL.droppable(CHAT, sent) == ["prompt_cache_key", "session_id"]
+        assert USUAL.droppable(COMPLETIONS, sent) == ["prompt_cache_key", "session_id"]
+
+    @pytest.mark.parametrize(
+        "name", ["vllm_xargs", "extra_key", "input_ids", "extra_ids", "return_token_ids"]
+    )
+    def test_what_can_change_an_answer_stays_to_be_refused(self, name):
+        assert USUAL.droppable(CHAT, body(**{name: 1})) == []
+
+    @pytest.mark.parametrize("path", [RESPONSES, MESSAGES, "/v1/embeddings"])
+    def test_nothing_of_routes_that_are_not_known(self, path):
+        assert USUAL.droppable(path, body(prompt_cache_key="k", store=True)) == []
+
+    def test_a_salt_that_salts_nothing(self):
+        assert USUAL.droppable(COMPLETIONS, body(cache_salt=None)) == ["cache_salt"]
+        assert USUAL.droppable("/v1/embeddings", body(cache_salt="s")) == ["cache_salt"]
+        assert USUAL.droppable(CHAT, body(cache_salt="s")) == []
+
+
+class TestSalt:
+    def test_where_it_is_taken_or_stands_for_nothing(self):
+        USUAL.check_salt(CHAT, body(cache_salt="s"))
+        USUAL.check_salt(COMPLETIONS, body(cache_salt=None))
+        USUAL.check_salt(COMPLETIONS, body())
+        USUAL.check_salt("/v1/embeddings", body(cache_salt="s"))
+        with pytest.raises(EngineRejected):
+            RequestFields(openapi()).check_salt(CHAT, body(cache_salt="s"))
+
+
+class TestTokenIds:
+    def test_ids_that_are_the_servers_own_stand_for_the_text(self):
+        assert USUAL.as_token_ids(CHAT, body(messages=[]), EXACT) == {"prompt_token_ids": [5, 6]}
+        assert USUAL.as_token_ids(COMPLETIONS, body(prompt="hi"), EXACT) == {"prompt": [5, 6]}
+
+    @pytest.mark.parametrize(
+        "prompt",
+        [
+            None,
+            KvTarget(array("i", [5, 6])),
+            KvTarget(array("i"), exact=True),
+            KvTarget(array("i", [5, 6]), array("Q", [0, 1]), exact=True),
+        ],
+    )
+    def test_others_do_not(self, prompt):
+        assert USUAL.as_token_ids(CHAT, body(messages=[]), prompt) == {}
+        assert USUAL.as_token_ids(COMPLETIONS, body(prompt="hi"), prompt) == {}
+
+    @pytest.mark.parametrize(
+        ("path", "fields"),
+        [
+            (CHAT, {"prompt_token_ids": [1]}),
+            (CHAT, {"truncate_prompt_tokens": 3}),
+            (CHAT, {"documents": [{}]}),
+            (COMPLETIONS, {"prompt": "hi", "echo": True}),
+            (COMPLETIONS, {"prompt": [1, 2]}),
+            (RESPONSES, {"input": "hi"}),
+        ],
+    )
+    def test_nor_where_the_server_needs_more(self, path, fields):
+        assert USUAL.as_token_ids(path, body(**fields), EXACT) == {}
+
+    def test_nor_where_it_takes_none(self):
+        assert RequestFields(openapi(fields=("messages",))).as_token_ids(CHAT, body(), EXACT) == {}
+
+
+PARAMETERS = {"type": "object", "properties": {"b": {}, "a": {}}}
+
+
+def described(*names):
+    return {"components": {"schemas": {"FunctionDefinition": {"properties": {name: {} for name in names}}}}}
+
+
+def test_all_fields_of_its_models_are_written_in_their_order():
+    function = {"parameters": PARAMETERS, "name": "f"}
+    (given,) = GivenTools()([{"function": function}])
+    assert list(given) == ["type", "function"]
+    assert list(given["function"].items()) == [
+        ("name", "f"),
+        ("description", None),
+        ("parameters", PARAMETERS),
+        ("strict", None),
+    ]
+    assert function == {"parameters": PARAMETERS, "name": "f"}  # the client's stay as they are
+
+
+def test_the_server_says_which_fields_a_function_has():
+    older = GivenTools(described("name", "description", "parameters"))
+    (given,) = older([{"type": "function", "function": {"name": "f"}}])
+    assert given["function"] == {"name": "f", "description": None, "parameters": None}
+
+
+@pytest.mark.parametrize("openapi", [None, {}, described(), {"components": {"schemas": []}}])
+def test_where_it_does_not_they_are_those_of_current_versions(openapi):
+    assert GivenTools(openapi).fields == FUNCTION
+
+
+@pytest.mark.parametrize("tool", [{}, {"type": "web_search"}, {"function": "f"}])
+def test_a_tool_without_a_function_is_left_to_the_server(tool):
+    assert GivenTools()([tool]) == [tool]
+
+
+PHASE = ContextPhase()
+TOKENS = list(range(100, 200))
+IDS = array("i", TOKENS)
+HELLO = [{"role": "user", "content": "Hi"}]
+NO_OPTIONS = {"stream_options": None}
+PROMPTS = {COMPLETIONS: {"prompt": TOKENS}, CHAT: {"messages": HELLO, "prompt_token_ids": TOKENS}}
+
+
+def asked(**fields) -> JsonBody:
+    usual = {"model": "tiny", "max_tokens": 6, "stream": True, "stream_options": {"include_usage": True}}
+    return body(**usual | fields)
+
+
+SENT = PHASE.first_leg(asked(prompt=TOKENS))
+"""What a context server was sent."""
+
+
+@pytest.fixture(params=[True, False], ids=["with ctx_usage", "without"])
+async def pair(request):
+    """(context server, its client), (generation server, its client)."""
+    options = {"takes_ctx_usage": request.param}
+    with running_trtllm(**options) as first, running_trtllm(**options) as second:
+        clients = [ControlClient(engine_spec("tensorrt_llm", each.url, "t")) for each in (first, second)]
+        yield (first.fake, clients[0]), (second.fake, clients[1])
+        for client in clients:
+            await client.aclose()
+
+
+async def first_leg(client: ControlClient, path: str, body: JsonBody) -> tuple[bytes, JsonBody]:
+    """The server's answer, and what it was sent."""
+    sent = PHASE.first_leg(body)
+    return json.dumps(await client.call("POST", path, json=json.loads(sent.raw))).encode(), sent
+
+
+class TestBothLegs:
+    @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+    async def test_the_second_server_fetches_what_the_first_one_keeps(self, pair, path):
+        (first, context), (second, generation) = pair
+        client = asked(**PROMPTS[path])
+        handover = PHASE.handover(*await first_leg(context, path, client))
+        sent = json.loads(PHASE.second_leg(client, handover).raw)
+        params = sent.pop("disaggregated_params")
+        assert sent == json.loads(client.raw), "the rest is the client's"
+        assert (params["request_type"], len(params["first_gen_tokens"])) == ("generation_only", 1)
+        assert first.kept.keys() == {params["disagg_request_id"]}
+        if second.options.takes_ctx_usage:
+            assert params["ctx_usage"]["prompt_tokens"] == len(TOKENS)
+        whole = sent | {"disaggregated_params": params, "stream": False}
+        del whole["stream_options"]
+        await generation.call("POST", path, json=whole)
+        assert (handover.cached_tokens, second.fetched, FakeTrtllm.kept) == (0, 100, {})
+
+    async def test_the_prompt_goes_as_the_first_servers_tokens(self, pair):
+        (_, context), _ = pair
+        for path, client, ids in (
+            (COMPLETIONS, asked(prompt="Hello there"), "prompt"),
+            (CHAT, asked(messages=HELLO), "prompt_token_ids"),
+        ):
+            handover = PHASE.handover(*await first_leg(context, path, client))
+            sent = json.loads(PHASE.second_leg(client, handover).raw)
+            assert all(isinstance(token, int) for token in sent[ids]), sent
+            assert sent[ids]
+            assert sent.keys() - json.loads(client.raw).keys() <= {"prompt_token_ids", "disaggregated_params"}
+        FakeTrtllm.kept.clear()
+
+    async def test_an_answer_that_ends_with_its_first_token_hands_nothing_over(self, pair):
+        (fake, context), _ = pair
+        fake.ends_at_once = True
+        handover = PHASE.handover(*await first_leg(context, COMPLETIONS, asked(prompt=TOKENS)))
+        assert (handover.fields, handover.cached_tokens) == ({}, 0)
+
+    def test_each_request_has_a_number_that_no_server_gives_itself(self):
+        sent = [PHASE.first_leg(asked(prompt="a")).get("disaggregated_params") for _ in range(200)]
+        numbers = {params["disagg_request_id"] for params in sent}
+        assert len(numbers) == 200
+        assert all(1 << 42 <= number < 1 << 63 for number in numbers)
+
+
+class TestAnswers:
+    @pytest.mark.parametrize("params", [None, {}, {"ctx_request_id": None}])
+    def test_of_a_server_that_keeps_nothing(self, params):
+        answer = {"choices": [{"finish_reason": "length", "disaggregated_params": params}]}
+        assert PHASE.handover(json.dumps(answer).encode(), SENT) is None
+
+    @pytest.mark.parametrize("number", [{}, {"disagg_request_id": None}, {"disagg_request_id": 7}])
+    def test_what_the_server_says_is_passed_on_with_the_number_that_kvpin_drew(self, number):
+        """Whatever number the server says: that may be another request's."""
+        own = {"ctx_request_id": 2**62, "draft_tokens": [1], "resolved_thinking": True, "request_type": "x"}
+        own |= number
+        answer = {"choices": [{"finish_reason": "length", "disaggregated_params": own}]}
+        fields = PHASE.handover(json.dumps(answer).encode(), SENT).fields
+        assert fields.keys() == {"disaggregated_params"}, "the second server renders the prompt itself"
+        told = json.loads(bytes(fields["disaggregated_params"]))
+        drawn = SENT.get("disaggregated_params")["disagg_request_id"]
+        assert told == own | {"request_type": "generation_only", "disagg_request_id": drawn}
+
+    @pytest.mark.parametrize(
+        "answer", [b"", b"[]", b'{"choices": 1}', b'{"choices": [{"finish_reason": 1}]}']
+    )
+    def test_that_cannot_be_read(self, answer):
+        with pytest.raises(EngineGarbled, match="its answer to a prefill cannot be read"):
+            PHASE.handover(answer, SENT)
+
+
+class TestTakes:
+    def test_chats_and_completions(self):
+        routes = (CHAT, COMPLETIONS, RESPONSES, "/v1/embeddings")
+        assert [PHASE.takes(route, asked()) for route in routes] == [True, True, False, False]
+
+    def test_nothing_that_its_client_divides(self):
+        assert not PHASE.takes(CHAT, asked(disaggregated_params={"request_type": "context_only"}))
+        assert PHASE.takes(CHAT, asked(disaggregated_params=None))
+
+
+class TestFetch:
+    @pytest.mark.parametrize("fields", [{}, {"n": 1}, {"logprobs": None}, {"stop": ["x"]}, NO_OPTIONS])
+    def test_a_stream_of_one_answer_fetches_itself(self, fields):
+        assert PHASE.fetch(COMPLETIONS, asked(prompt=TOKENS, **fields), IDS) is None
+
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            {"stream": False},
+            {"stream": None},
+            {"n": 2},
+            {"best_of": 3},
+            {"echo": True},
+            {"logprobs": 0},
+            {"top_logprobs": 2},
+            {"use_beam_search": True},
+            {"max_tokens": 1},
+            {"max_completion_tokens": 1},
+            {"stream_options": {"include_usage": True, "include_obfuscation": False}},
+            {"stream_options": "usage"},
+        ],
+    )
+    def test_other_requests_do_so_with_one_of_their_own(self, fields):
+        several = asked(messages=HELLO, stop="x", tools=[], cache_salt="s", prompt_token_ids=TOKENS, **fields)
+        path, fetch = PHASE.fetch(CHAT, several, IDS)
+        assert path == CHAT
+        assert json.loads(fetch.raw) == {
+            "model": "tiny",
+            "messages": HELLO,
+            "tools": [],
+            "cache_salt": "s",
+            "prompt_token_ids": TOKENS,
+            "stream": False,
+            "max_tokens": 2,
+            "ignore_eos": True,
+        }
+
+    def test_a_completion_names_the_prompts_tokens(self):
+        path, fetch = PHASE.fetch(COMPLETIONS, asked(prompt="text", echo=True), IDS)
+        assert (path, json.loads(fetch.raw)["prompt"]) == (COMPLETIONS, TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("role", "options", "moves", "found"),
+    [
+        ("prefill", {}, True, False),
+        ("decode", {"describes_itself": False}, True, False),
+        ("prefill", {"numbers_phases": False}, False, True),
+        ("both", {"numbers_phases": False}, False, False),
+    ],
+)
+async def test_a_server_that_gives_phases_no_number_is_in_no_pair(role, options, moves, found):
+    with running_trtllm(**options) as server:
+        adapter = make_adapter(engine_spec("tensorrt_llm", server.url, role=Role(role)))
+        await adapter.connect()
+        assert (adapter.transfer is not None) == moves
+        assert (NO_NUMBERS in adapter.findings()) == found
+        await adapter.aclose()
