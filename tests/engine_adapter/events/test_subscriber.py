@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import deque
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
@@ -17,7 +17,6 @@ from engine_adapter.events import subscriber as subscriber_module
 from engine_adapter.events.fields import read_vllm_keys
 from engine_adapter.events.subscriber import EventEndpoints, KvEventSubscriber, SubscriberCounts
 from engine_adapter.events.wire import CacheSnapshot, encode_batch
-from engine_adapter.torch_engine.event_publisher import EventPublisher
 from engine_adapter.types import (
     Attention,
     BlocksRemoved,
@@ -481,35 +480,3 @@ async def test_whoever_leaves_in_a_replay_leaves_no_generator_behind(engine):
     finally:
         sys.set_asyncgen_hooks(*before)
     assert left == []
-
-
-async def test_nothing_is_missed_while_the_real_publisher_goes_on():
-    publisher = EventPublisher()
-    held = 0
-
-    async def snapshot() -> CacheSnapshot:
-        nonlocal held
-        held = publisher.last_sequence
-        for name in range(held + 1, held + 50):  # published between the snapshot and its arrival
-            publisher.publish([removed(name)])
-        return CacheSnapshot(held, ())
-
-    for name in range(100):
-        publisher.publish([removed(name)])
-    source, seen = publisher.source, []
-    endpoints = EventEndpoints(source.endpoint, source.replay_endpoint, source.topic)
-    subscriber = KvEventSubscriber(endpoints, snapshot=snapshot, idle_check_s=0.02)
-    try:
-        async with aclosing(subscriber.events()) as events:
-            async for event in events:
-                if isinstance(event, ViewCurrent):
-                    for name in range(150, 200):
-                        publisher.publish([removed(name - 1)])
-                elif isinstance(event, BlocksRemoved):
-                    seen.extend(event.hashes)
-                    if len(seen) == 99:
-                        break
-        assert held == 99
-        assert seen == list(range(100, 199))
-    finally:
-        publisher.close()

@@ -153,19 +153,6 @@ class TestAnswers:
             assert await fetch(transport, url) == (200, b"ok")
             assert len(wires) == (2 if answer is OK else 1)
 
-    async def test_what_arrives_together_is_read_together(self, transport):
-        together = b"".join(b"8\r\ndata: %d\n\r\n" % n for n in range(5))
-
-        async def serve(wire):
-            await wire.head()
-            await wire.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + together)
-            await wire.left()
-
-        async with raw_engine(serve) as (url, _), await post(transport, url, None) as response:
-            await asyncio.sleep(0.02)
-            assert await response.receive() == b"".join(b"data: %d\n" % n for n in range(5))
-            assert response.received == 5
-
     async def test_headers_are_lower_case_bytes_without_space_around(self, transport):
         answer = b"HTTP/1.1 200 OK\r\nX-Odd:  za\xc5\xbc \t\r\nNone:\r\nX-Odd: 2\r\ncontent-length: 0\r\n\r\n"
         expected = [(b"x-odd", b"za\xc5\xbc"), (b"none", b""), (b"x-odd", b"2"), (b"content-length", b"0")]

@@ -1,7 +1,6 @@
 """What is asked of an answer beyond what its client asked, and that its client sees none of it."""
 
 import json
-import re
 from array import array
 from itertools import pairwise
 
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine_adapter import JsonBody, Opening, Says, what_is_said
 from engine_adapter.hold import Hold
-from engine_adapter.http.openai_answer import OpenAIAnswer, hold_openai, pass_marked, tell_cached
+from engine_adapter.http.openai_answer import OpenAIAnswer, hold_openai, tell_cached
 from tests.fakes import DONE, event
 from tests.holding import read_by
 
@@ -88,17 +87,6 @@ class TestRequest:
         hold = hold_openai(CHAT, body)
         assert (hold.body, hold.answer, hold.note) == (body, None, "")
 
-    def test_changes_drops_and_note(self):
-        hold = hold_openai(
-            CHAT,
-            body_of(messages=[1], prompt_table="p"),
-            changes={"ids": [1]},
-            drop=["messages", "none"],
-            note="n",
-        )
-        assert sent(hold) == {"model": "m", "prompt_table": "p", "ids": [1]}
-        assert (hold.answer, hold.note) == (None, "n")
-
     @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
     @pytest.mark.parametrize(
         ("options", "asked"),
@@ -159,10 +147,6 @@ class TestUsageOfAStream:
         assert read_by(answer, chunks) == text + DONE.replace(b"\n\n", ends)
         assert (answer.cached_tokens(), answer.prompt_tokens()) == (8, None)
 
-    def test_a_chunk_of_whole_events_is_passed_on_as_it_is(self, answer):
-        chunk = chat_chunk(text="a") + chat_chunk(text="b")
-        assert answer.feed(chunk) is chunk
-
     @pytest.mark.parametrize("usage", [None, {"completion_tokens": 1}])
     @pytest.mark.parametrize("ends", [b"\n\n", b"\r\n\r\n"])
     def test_of_many_events_each_byte_is_looked_at_once(self, ends, usage):
@@ -178,15 +162,6 @@ class TestUsageOfAStream:
         events = Events(chat_chunk(text="a", usage=usage).replace(b"\n\n", ends) * 1000)
         answer.feed(events)
         assert events.looked_at < 8 * len(events)
-
-    @pytest.mark.parametrize("ends", [b"\n\n", b"\r\n\r\n"])
-    def test_only_events_with_a_mark_are_read(self, ends):
-        def pass_event(event):
-            return b"<" + event + b">"
-
-        ping, one, two, last = (event + ends for event in (b": ping", b"data: a", b"data: aa\ndata: a", b"b"))
-        passed = pass_marked(ping + one + ping + two + last, {b"a": re.compile(b"a")}, pass_event)
-        assert passed == ping + b"<" + one + b">" + ping + b"<" + two + b">" + last
 
     def test_a_chunk_that_says_more_passes(self, answer):
         counts = {"prompt_tokens_details": {"cached_tokens": 3}}
