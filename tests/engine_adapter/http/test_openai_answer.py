@@ -66,6 +66,9 @@ CHATS = [
 ]  # fmt: skip
 
 
+USAGE_TOO, IDS_TOO = {"ask_usage": True}, {"ask_tokens": True}
+
+
 def body_of(**fields) -> JsonBody:
     return JsonBody(json.dumps({"model": "m", **fields}).encode())
 
@@ -82,42 +85,20 @@ def splits(draw, raw: bytes) -> list[bytes]:
 
 
 class TestRequest:
-    def test_one_that_needs_nothing_goes_as_it_came(self):
-        body = body_of(messages=[], stream=True)
-        hold = hold_openai(CHAT, body)
-        assert (hold.body, hold.answer, hold.note) == (body, None, "")
-
     @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
     @pytest.mark.parametrize(
         ("options", "asked"),
         [
-            (None, {"include_usage": True}),
             ({}, {"include_usage": True}),
-            ({"include_usage": False, "x": 1}, {"x": 1, "include_usage": True}),
-            ({"continuous_usage_stats": True}, {"include_usage": True}),
+            ({"stream_options": {}}, {"include_usage": True}),
+            ({"stream_options": {"include_usage": False, "x": 1}}, {"x": 1, "include_usage": True}),
+            ({"stream_options": {"continuous_usage_stats": True}}, {"include_usage": True}),
         ],
     )
     def test_a_stream_is_asked_for_usage(self, path, options, asked):
-        given_options = {} if options is None else {"stream_options": options}
-        hold = hold_openai(path, body_of(stream=True, **given_options), ask_usage=True)
+        hold = hold_openai(path, body_of(stream=True, **options), ask_usage=True)
         assert sent(hold)["stream_options"] == asked
         assert hold.answer is not None
-
-    @pytest.mark.parametrize(
-        ("path", "fields"),
-        [
-            (CHAT, {"stream": True, "stream_options": {"include_usage": True}}),
-            (CHAT, {"stream": True, "stream_options": "wrong: the engine's to tell"}),
-            (CHAT, {"stream": False}),
-            (COMPLETIONS, {}),
-            ("/v1/responses", {"stream": True}),
-            ("/v1/messages", {"stream": True}),
-        ],
-    )
-    def test_where_usage_comes_anyway_nothing_is_asked(self, path, fields):
-        body = body_of(**fields)
-        hold = hold_openai(path, body, ask_usage=True)
-        assert (hold.body, hold.answer) == (body, None)
 
     @pytest.mark.parametrize("fields", [{}, {"stream": True}, {"return_token_ids": False}])
     def test_ids_are_asked_for(self, fields):
@@ -125,12 +106,26 @@ class TestRequest:
         assert sent(hold) == {"model": "m", **fields, "return_token_ids": True}
 
     @pytest.mark.parametrize(
-        ("path", "fields"), [("/v1/responses", {}), (COMPLETIONS, {"echo": True}), (CHAT, {"echo": True})]
+        ("path", "fields", "ask"),
+        [
+            (CHAT, {"stream": True}, {}),
+            # Usage comes anyway.
+            (CHAT, {"stream": True, "stream_options": {"include_usage": True}}, USAGE_TOO),
+            (CHAT, {"stream": True, "stream_options": "wrong: the engine's to tell"}, USAGE_TOO),
+            (CHAT, {"stream": False}, USAGE_TOO),
+            (COMPLETIONS, {}, USAGE_TOO),
+            ("/v1/responses", {"stream": True}, USAGE_TOO),
+            ("/v1/messages", {"stream": True}, USAGE_TOO),
+            # Ids cannot be had, or change the answer.
+            ("/v1/responses", {}, IDS_TOO),
+            (COMPLETIONS, {"echo": True}, IDS_TOO),
+            (CHAT, {"echo": True}, IDS_TOO),
+        ],
     )
-    def test_not_where_they_cannot_be_had_or_change_the_answer(self, path, fields):
+    def test_where_nothing_is_asked_it_goes_as_it_came(self, path, fields, ask):
         body = body_of(**fields)
-        hold = hold_openai(path, body, ask_tokens=True)
-        assert (hold.body, hold.answer) == (body, None)
+        hold = hold_openai(path, body, **ask)
+        assert (hold.body, hold.answer, hold.note) == (body, None, "")
 
 
 class TestUsageOfAStream:

@@ -36,31 +36,25 @@ def held(path, fields, prompt=None, *, jinja=True, **info):
     return hold, json.loads(hold.body.raw)
 
 
-class TestTokens:
-    def test_take_the_place_of_what_they_were_made_of(self):
-        _, chat = held(CHAT, MESSAGES, EXACT)
-        assert chat == MESSAGES | {"input_ids": IDS.tolist()}
-        _, text = held(COMPLETIONS, {"prompt": "hi"}, EXACT)
-        assert text == {"prompt": IDS.tolist()}
-
-    @pytest.mark.parametrize(
-        ("path", "fields", "options"),
-        [
-            (CHAT, MESSAGES, {"jinja": False}),
-            (CHAT, MESSAGES | {"add_generation_prompt": False}, {}),
-            (COMPLETIONS, {"prompt": "hi", "echo": True}, {}),
-            (COMPLETIONS, {"prompt": [1, 2]}, {}),
-            (COMPLETIONS, {"prompt": "hi", "add_special_tokens": False}, {}),
-            (COMPLETIONS, {"prompt": "hi"}, {"completion_template": "t"}),
-            ("/v1/responses", {"input": "hi"}, {}),
-        ],
-    )
-    def test_do_not_where_more_than_the_prompt_comes_of_it(self, path, fields, options):
-        assert held(path, fields, EXACT, **options)[1] == fields
-
-    def test_do_not_where_they_are_not_known_to_be_the_engines(self):
-        for prompt in (None, KvTarget(IDS), KvTarget(exact=True)):
-            assert held(CHAT, MESSAGES, prompt)[1] == MESSAGES
+@pytest.mark.parametrize(
+    ("path", "fields", "prompt", "options", "goes"),
+    [
+        (CHAT, MESSAGES, EXACT, {}, {"input_ids": IDS.tolist()}),
+        (COMPLETIONS, {"prompt": "hi"}, EXACT, {}, {"prompt": IDS.tolist()}),
+        # They are not known to be the engine's.
+        *((CHAT, MESSAGES, prompt, {}, {}) for prompt in (None, KvTarget(IDS), KvTarget(exact=True))),
+        # More than the prompt comes of the text.
+        (CHAT, MESSAGES, EXACT, {"jinja": False}, {}),
+        (CHAT, MESSAGES | {"add_generation_prompt": False}, EXACT, {}, {}),
+        (COMPLETIONS, {"prompt": "hi", "echo": True}, EXACT, {}, {}),
+        (COMPLETIONS, {"prompt": [1, 2]}, EXACT, {}, {}),
+        (COMPLETIONS, {"prompt": "hi", "add_special_tokens": False}, EXACT, {}, {}),
+        (COMPLETIONS, {"prompt": "hi"}, EXACT, {"completion_template": "t"}, {}),
+        ("/v1/responses", {"input": "hi"}, EXACT, {}, {}),
+    ],
+)
+def test_tokens_take_the_place_of_what_they_were_made_of(path, fields, prompt, options, goes):
+    assert held(path, fields, prompt, **options)[1] == fields | goes
 
 
 class TestNamespaces:

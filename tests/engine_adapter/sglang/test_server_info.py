@@ -25,6 +25,9 @@ SERVER = {
 }
 
 
+HICACHE = {"enable_hierarchical_cache": True}
+
+
 def read(*, api_key=None, **fields):
     return read_server_info(SERVER | fields, MODELS, api_key=api_key)
 
@@ -80,36 +83,32 @@ def test_a_publisher_that_connects_elsewhere_is_told_from_one_that_binds(host, c
 
 
 @pytest.mark.parametrize(
-    ("fields", "ranks"),
+    ("fields", "name", "value"),
     [
-        ({"kv_events": PUBLISHER | {"dp_size": 4}}, 4),
-        ({"kv_events": None, "dp_size": 2}, 2),
-        ({"kv_events": None, "dp_size": 1, "attn_dp_size": 8}, 8),
+        ({"kv_events": PUBLISHER | {"dp_size": 4}}, "dp_ranks", 4),
+        ({"kv_events": None, "dp_size": 2}, "dp_ranks", 2),
+        ({"kv_events": None, "dp_size": 1, "attn_dp_size": 8}, "dp_ranks", 8),
+        ({"kv_events": None}, "page_size", 64),
+        ({"kv_events": None, "dcp_size": 2}, "page_size", 128),
+        ({"kv_events": None, "page_size": None}, "page_size", None),
+        ({"hicache_ratio": 2.0}, "host_ratio", 0.0),
+        ({"hicache_ratio": 2.0}, "hicache", False),
+        (HICACHE | {"hicache_ratio": 2.0}, "host_ratio", 2.0),
+        (HICACHE | {"hicache_ratio": 2.0}, "hicache", True),
+        (HICACHE | {"hicache_ratio": 2.0, "hicache_size": 40}, "host_ratio", 0.0),
+        (HICACHE | {"hicache_ratio": None}, "host_ratio", 0.0),
+        ({"speculative_algorithm": None}, "pairs_tokens", False),
+        ({"speculative_algorithm": "EAGLE3"}, "pairs_tokens", True),
+        ({"speculative_algorithm": "NEXTN"}, "pairs_tokens", True),
+        ({"speculative_algorithm": "NGRAM"}, "pairs_tokens", False),
+        ({"admin_api_key": None}, "lacks_admin_key", False),
+        ({"admin_api_key": "a"}, "lacks_admin_key", True),
+        ({"admin_api_key": "a", "api_key": "b"}, "lacks_admin_key", True),
+        ({"admin_api_key": "a", "api_key": "a"}, "lacks_admin_key", False),
     ],
 )
-def test_ranks(fields, ranks):
-    assert read(**fields).dp_ranks == ranks
-
-
-def test_a_page_without_events():
-    assert read(kv_events=None).page_size == 64
-    assert read(kv_events=None, dcp_size=2).page_size == 128
-    assert read(kv_events=None, page_size=None).page_size is None
-
-
-@pytest.mark.parametrize(
-    ("fields", "ratio"),
-    [
-        ({"hicache_ratio": 2.0}, 0.0),
-        ({"hicache_ratio": 2.0, "enable_hierarchical_cache": True}, 2.0),
-        ({"hicache_ratio": 2.0, "hicache_size": 40, "enable_hierarchical_cache": True}, 0.0),
-        ({"hicache_ratio": None, "enable_hierarchical_cache": True}, 0.0),
-    ],
-)
-def test_the_host_pool(fields, ratio):
-    info = read(**fields)
-    assert info.host_ratio == ratio
-    assert info.hicache is fields.get("enable_hierarchical_cache", False)
+def test_how_a_server_was_started(fields, name, value):
+    assert getattr(read(**fields), name) == value
 
 
 @pytest.mark.parametrize(
@@ -126,21 +125,6 @@ def test_the_host_pool(fields, ratio):
 def test_what_events_of_a_version_tell(version, form, salts, adapters):
     info = read(version=version, kv_events_config=f'{{"format": "{form}"}}')
     assert (info.events_carry_salts, info.events_carry_lora) == (salts, adapters)
-
-
-@pytest.mark.parametrize(
-    ("name", "pairs"), [(None, False), ("EAGLE3", True), ("NEXTN", True), ("NGRAM", False)]
-)
-def test_speculation_that_pairs_tokens(name, pairs):
-    assert read(speculative_algorithm=name).pairs_tokens is pairs
-
-
-@pytest.mark.parametrize(
-    ("server_key", "key", "lacks"),
-    [(None, None, False), ("a", None, True), ("a", "b", True), ("a", "a", False)],
-)
-def test_whether_the_admin_key_is_known(server_key, key, lacks):
-    assert read(admin_api_key=server_key, api_key=key).lacks_admin_key is lacks
 
 
 @pytest.mark.parametrize(

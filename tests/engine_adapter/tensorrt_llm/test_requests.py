@@ -67,73 +67,59 @@ class TestAccepted:
         assert older.droppable(COMPLETIONS, body(priority=1, user="u")) == []
 
 
-class TestDroppable:
-    def test_hints_it_does_not_take(self):
-        usual = {"model": "m", "priority": 0.5, "user": "u", "temperature": 0, "seed": 1}
-        sent = body(**usual, session_id="s", prompt_cache_key="k")
-        assert USUAL.droppable(CHAT, sent) == ["prompt_cache_key", "session_id"]
-        assert USUAL.droppable(COMPLETIONS, sent) == ["prompt_cache_key", "session_id"]
-
-    @pytest.mark.parametrize(
-        "name", ["vllm_xargs", "extra_key", "input_ids", "extra_ids", "return_token_ids"]
-    )
-    def test_what_can_change_an_answer_stays_to_be_refused(self, name):
-        assert USUAL.droppable(CHAT, body(**{name: 1})) == []
-
-    @pytest.mark.parametrize("path", [RESPONSES, MESSAGES, "/v1/embeddings"])
-    def test_nothing_of_routes_that_are_not_known(self, path):
-        assert USUAL.droppable(path, body(prompt_cache_key="k", store=True)) == []
-
-    def test_a_salt_that_salts_nothing(self):
-        assert USUAL.droppable(COMPLETIONS, body(cache_salt=None)) == ["cache_salt"]
-        assert USUAL.droppable("/v1/embeddings", body(cache_salt="s")) == ["cache_salt"]
-        assert USUAL.droppable(CHAT, body(cache_salt="s")) == []
+HINTS = {"session_id": "s", "prompt_cache_key": "k"}
 
 
-class TestSalt:
-    def test_where_it_is_taken_or_stands_for_nothing(self):
-        USUAL.check_salt(CHAT, body(cache_salt="s"))
-        USUAL.check_salt(COMPLETIONS, body(cache_salt=None))
-        USUAL.check_salt(COMPLETIONS, body())
-        USUAL.check_salt("/v1/embeddings", body(cache_salt="s"))
-        with pytest.raises(EngineRejected):
-            RequestFields(openapi()).check_salt(CHAT, body(cache_salt="s"))
+@pytest.mark.parametrize(
+    ("path", "fields", "dropped"),
+    [
+        (CHAT, {"priority": 0.5, "user": "u", "temperature": 0} | HINTS, ["prompt_cache_key", "session_id"]),
+        (COMPLETIONS, {"priority": 0.5, "seed": 1} | HINTS, ["prompt_cache_key", "session_id"]),
+        # What can change an answer stays, to be refused; and all of routes that are not known.
+        (CHAT, {"vllm_xargs": 1, "extra_key": 1, "input_ids": 1, "return_token_ids": 1}, []),
+        *((path, {"prompt_cache_key": "k", "store": True}, []) for path in (RESPONSES, MESSAGES)),
+        # A salt that salts nothing.
+        (COMPLETIONS, {"cache_salt": None}, ["cache_salt"]),
+        ("/v1/embeddings", {"cache_salt": "s"}, ["cache_salt"]),
+        (CHAT, {"cache_salt": "s"}, []),
+    ],
+)
+def test_hints_that_a_server_does_not_take_are_dropped(path, fields, dropped):
+    assert USUAL.droppable(path, body(**fields)) == dropped
+    USUAL.check_salt(path, body(**fields))
 
 
-class TestTokenIds:
-    def test_ids_that_are_the_servers_own_stand_for_the_text(self):
-        assert USUAL.as_token_ids(CHAT, body(messages=[]), EXACT) == {"prompt_token_ids": [5, 6]}
-        assert USUAL.as_token_ids(COMPLETIONS, body(prompt="hi"), EXACT) == {"prompt": [5, 6]}
+def test_a_salt_that_a_server_does_not_take_is_refused():
+    USUAL.check_salt(COMPLETIONS, body())
+    with pytest.raises(EngineRejected):
+        RequestFields(openapi()).check_salt(CHAT, body(cache_salt="s"))
 
-    @pytest.mark.parametrize(
-        "prompt",
-        [
-            None,
-            KvTarget(array("i", [5, 6])),
-            KvTarget(array("i"), exact=True),
-            KvTarget(array("i", [5, 6]), array("Q", [0, 1]), exact=True),
-        ],
-    )
-    def test_others_do_not(self, prompt):
-        assert USUAL.as_token_ids(CHAT, body(messages=[]), prompt) == {}
-        assert USUAL.as_token_ids(COMPLETIONS, body(prompt="hi"), prompt) == {}
 
-    @pytest.mark.parametrize(
-        ("path", "fields"),
-        [
-            (CHAT, {"prompt_token_ids": [1]}),
-            (CHAT, {"truncate_prompt_tokens": 3}),
-            (CHAT, {"documents": [{}]}),
-            (COMPLETIONS, {"prompt": "hi", "echo": True}),
-            (COMPLETIONS, {"prompt": [1, 2]}),
-            (RESPONSES, {"input": "hi"}),
-        ],
-    )
-    def test_nor_where_the_server_needs_more(self, path, fields):
-        assert USUAL.as_token_ids(path, body(**fields), EXACT) == {}
+@pytest.mark.parametrize(
+    ("path", "fields", "prompt", "given"),
+    [
+        (CHAT, {"messages": []}, EXACT, {"prompt_token_ids": [5, 6]}),
+        (COMPLETIONS, {"prompt": "hi"}, EXACT, {"prompt": [5, 6]}),
+        # Ids that are not the server's own.
+        (CHAT, {"messages": []}, None, {}),
+        (CHAT, {"messages": []}, KvTarget(array("i", [5, 6])), {}),
+        (COMPLETIONS, {"prompt": "hi"}, KvTarget(array("i"), exact=True), {}),
+        (COMPLETIONS, {"prompt": "hi"}, KvTarget(array("i", [5]), array("Q", [1]), exact=True), {}),
+        # The server needs more than ids.
+        (CHAT, {"prompt_token_ids": [1]}, EXACT, {}),
+        (CHAT, {"truncate_prompt_tokens": 3}, EXACT, {}),
+        (CHAT, {"documents": [{}]}, EXACT, {}),
+        (COMPLETIONS, {"prompt": "hi", "echo": True}, EXACT, {}),
+        (COMPLETIONS, {"prompt": [1, 2]}, EXACT, {}),
+        (RESPONSES, {"input": "hi"}, EXACT, {}),
+    ],
+)
+def test_token_ids_stand_for_the_text_where_they_are_the_servers_own(path, fields, prompt, given):
+    assert USUAL.as_token_ids(path, body(**fields), prompt) == given
 
-    def test_nor_where_it_takes_none(self):
-        assert RequestFields(openapi(fields=("messages",))).as_token_ids(CHAT, body(), EXACT) == {}
+
+def test_a_server_that_takes_no_token_ids_gets_none():
+    assert RequestFields(openapi(fields=("messages",))).as_token_ids(CHAT, body(), EXACT) == {}
 
 
 PARAMETERS = {"type": "object", "properties": {"b": {}, "a": {}}}

@@ -35,21 +35,27 @@ def test_an_audited_prompt_goes_as_text_and_its_ids_are_asked_for(shaper):
     assert sent(shaper)[0] == {"prompt": [5, 6, 7]}
 
 
+MESSAGES = {"messages": [{"role": "user", "content": "Hi"}]}
+
+
 @pytest.mark.parametrize(
-    "fields",
+    ("path", "fields"),
     [
-        {"echo": True},
-        {"suffix": "s"},
-        {"truncate_prompt_tokens": 5},
-        {"add_special_tokens": False},
-        {"prompt_embeds": "x"},
-        {"prompt_logprobs": 1},
-        {"prompt": ["several", "texts"]},
-        {"prompt": [1, 2]},
+        *((TEXT, {name: 1}) for name in ("echo", "truncate_prompt_tokens", "prompt_logprobs")),
+        (TEXT, {"suffix": "s"}),
+        (TEXT, {"add_special_tokens": False}),
+        (TEXT, {"prompt_embeds": "x"}),
+        (TEXT, {"prompt": ["several", "texts"]}),
+        (TEXT, {"prompt": [1, 2]}),
+        # vLLM needs the text of these chats.
+        *((CHAT, MESSAGES | {name: True}) for name in ("echo", "return_prompt_text", "use_beam_search")),
+        *((CHAT, MESSAGES | {name: 1}) for name in ("prompt_logprobs", "truncate_prompt_tokens")),
+        (CHAT, MESSAGES | {"return_token_offsets": True}),
+        (CHAT, MESSAGES | {"kv_transfer_params": {"do_remote_decode": True}}),
     ],
 )
-def test_prompts_that_go_as_they_are(shaper, fields):
-    assert sent(shaper, **fields)[0] == {"prompt": "some text"} | fields
+def test_prompts_that_go_as_they_are(shaper, path, fields):
+    assert sent(shaper, path, **fields)[0] == {"prompt": "some text"} | fields
 
 
 @pytest.mark.parametrize(
@@ -66,38 +72,11 @@ def test_ids_that_do_not_stand_for_the_text(shaper, path, target):
     assert sent(shaper, path, target=target)[0] == {"prompt": "some text"}
 
 
-MESSAGES = {"messages": [{"role": "user", "content": "Hi"}]}
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"stream": True},
-        {"tools": [{}], "tool_choice": "auto"},
-        {"response_format": {"type": "json_object"}},
-    ],
-)
+@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"tools": [{}], "tool_choice": "auto"}])
 def test_chats_go_as_messages_and_token_ids(shaper, fields):
     request = sent(shaper, CHAT, **MESSAGES, **fields)[0]
     assert request.pop("kv_transfer_params") == {"prompt_token_ids": [5, 6, 7]}
     assert request.items() >= MESSAGES.items()
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"echo": True},
-        {"prompt_logprobs": 1},
-        {"return_prompt_text": True},
-        {"return_token_offsets": True},
-        {"use_beam_search": True},
-        {"truncate_prompt_tokens": 5},
-        {"kv_transfer_params": {"do_remote_decode": True}},
-    ],
-)
-def test_chats_whose_text_vllm_needs_go_without_ids(shaper, fields):
-    assert sent(shaper, CHAT, **MESSAGES, **fields)[0] == {"prompt": "some text"} | MESSAGES | fields
 
 
 def test_chats_with_tools_need_a_server_that_renders_them():
