@@ -354,61 +354,60 @@ def said(answer, route=CHAT):
     return what_is_said(route, content, is_json=not isinstance(answer, bytes))
 
 
-class TestAWholeAnswer:
-    @pytest.mark.parametrize(
-        "answer",
-        [
-            {"choices": [choice(content="hi")]},
-            {"choices": [choice(content=""), choice(content="hi")]},
-            {"choices": [choice(content=None, reasoning_content="hm")]},
-            {"choices": [choice(content=None, tool_calls=[CALL])]},
-            {"choices": [choice(content=None, refusal="no")]},
-            {"choices": [choice(content="", audio={"id": "a"})]},
-            {"choices": [choice("length", content="")]},
-            {"choices": [choice("content_filter", content="")]},
-            {"choices": [choice(content="")], "prompt_logprobs": [None, {"1": {}}]},
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        ({"choices": [choice(content="hi")]}, Says.SOMETHING),
+        ({"choices": [choice(content=""), choice(content="hi")]}, Says.SOMETHING),
+        ({"choices": [choice(content=None, reasoning_content="hm")]}, Says.SOMETHING),
+        ({"choices": [choice(content=None, tool_calls=[CALL])]}, Says.SOMETHING),
+        ({"choices": [choice(content=None, refusal="no")]}, Says.SOMETHING),
+        ({"choices": [choice(content="", audio={"id": "a"})]}, Says.SOMETHING),
+        ({"choices": [choice("length", content="")]}, Says.SOMETHING),
+        ({"choices": [choice("content_filter", content="")]}, Says.SOMETHING),
+        ({"choices": [choice(content="")], "prompt_logprobs": [None, {"1": {}}]}, Says.SOMETHING),
+        (
             b'{"choices":[{"message":{"content":"x"},"logprobs":{"content":[{"logprob":-Infinity}]}}]}',
-        ],
-    )
-    def test_says_something(self, answer):
-        assert said(answer) is Says.SOMETHING
+            Says.SOMETHING,
+        ),
+        *(
+            ({"choices": [choice(content=text, tool_calls=[], annotations=[])]}, Says.NOTHING)
+            for text in ("", None)
+        ),
+        # Of another form.
+        ({"choices": []}, Says.NO_ANSWER),
+        ({"choices": ["hi"]}, Says.NO_ANSWER),
+        ({"message": {"role": "assistant", "content": "hi"}}, Says.NO_ANSWER),
+        ([{"generated_text": "hi"}], Says.NO_ANSWER),
+        (b"", Says.NO_ANSWER),
+        (b"<html>Sign in</html>", Says.NO_ANSWER),
+        (b'{"choices":[{"message":{"content":"hi"}}]', Says.NO_ANSWER),
+        (b"[" * 5000 + b"]" * 5000, Says.NO_ANSWER),
+    ],
+)
+def test_what_a_whole_answer_says(answer, says):
+    assert said(answer) is says
 
-    @pytest.mark.parametrize("text", ["", None])
-    def test_may_say_nothing(self, text):
-        assert said({"choices": [choice(content=text, tool_calls=[], annotations=[])]}) is Says.NOTHING
-        assert said({"choices": [{"text": text, "finish_reason": "stop"}]}, COMPLETIONS) is Says.NOTHING
 
-    @pytest.mark.parametrize(
-        "answer",
-        [
-            {"choices": []},
-            {"choices": ["hi"]},
-            {"message": {"role": "assistant", "content": "hi"}},
-            [{"generated_text": "hi"}],
-            b"",
-            b"<html>Sign in</html>",
-            b'{"choices":[{"message":{"content":"hi"}}]',
-            b"[" * 5000 + b"]" * 5000,
-        ],
-    )
-    def test_of_another_form_is_none(self, answer):
-        assert said(answer) is Says.NO_ANSWER
+@pytest.mark.parametrize("route", [CHAT, RESPONSES, MESSAGES])
+def test_a_whole_answer_may_be_an_error_alone(route):
+    assert said({"error": {"message": "no"}}, route) is Says.ERROR
+    assert said({"error": "no", "choices": [], "output": [], "content": []}, route) is Says.ERROR
+    assert said({"error": None}, route) is Says.NO_ANSWER
 
-    @pytest.mark.parametrize("route", [CHAT, RESPONSES, MESSAGES])
-    def test_may_be_an_error_alone(self, route):
-        assert said({"error": {"message": "no"}}, route) is Says.ERROR
-        assert said({"error": "no", "choices": [], "output": [], "content": []}, route) is Says.ERROR
-        assert said({"error": None}, route) is Says.NO_ANSWER
 
-    @pytest.mark.parametrize(("route", "name"), [(RESPONSES, "output"), (MESSAGES, "content")])
-    def test_of_another_api_has_another_list(self, route, name):
-        assert said({"error": None, name: [{"type": "text", "text": "hi"}]}, route) is Says.SOMETHING
-        assert said({name: []}, route) is Says.NOTHING
-        assert said({name: "hi"}, route) is Says.NO_ANSWER
-        assert said({"choices": [choice(content="hi")]}, route) is Says.NO_ANSWER
+@pytest.mark.parametrize(("route", "name"), [(RESPONSES, "output"), (MESSAGES, "content")])
+def test_a_whole_answer_of_another_api_has_another_list(route, name):
+    assert said({"error": None, name: [{"type": "text", "text": "hi"}]}, route) is Says.SOMETHING
+    assert said({name: []}, route) is Says.NOTHING
+    assert said({name: [], "status": "queued"}, route) is Says.SOMETHING, "it runs in the background"
+    assert said({name: "hi"}, route) is Says.NO_ANSWER
+    assert said({"choices": [choice(content="hi")]}, route) is Says.NO_ANSWER
 
-    def test_that_runs_in_the_background_has_said_nothing_yet(self):
-        assert said({"status": "queued", "output": []}, RESPONSES) is Says.SOMETHING
+
+@pytest.mark.parametrize("text", ["", None])
+def test_a_completion_may_say_nothing(text):
+    assert said({"choices": [{"text": text, "finish_reason": "stop"}]}, COMPLETIONS) is Says.NOTHING
 
 
 def opened(*chunks):

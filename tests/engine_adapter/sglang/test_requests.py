@@ -71,15 +71,8 @@ class TestNamespaces:
         _, body = held(COMPLETIONS, {"prompt": ["x", "y", "z"], "extra_key": ["a", "b", ""]})
         first, second, third = body["cache_salt"]
         assert (first == second, third) == (False, "")
-
-    def test_no_keys_leave_the_salt(self):
         _, body = held(COMPLETIONS, {"prompt": ["x"], "extra_key": [], "cache_salt": "kvpin-one"})
         assert body == {"prompt": ["x"], "cache_salt": "kvpin-one"}
-
-    @pytest.mark.parametrize("key", ["", None, 3, [1]])
-    def test_what_is_no_key_is_left_to_the_engine(self, key):
-        body = MESSAGES | {"extra_key": key}
-        assert held(CHAT, body)[1] == body
 
     @pytest.mark.parametrize(
         "path", ["/v1/messages", "/v1/score", "/v1/embeddings", "/classify", "/encode", "/v1/rerank"]
@@ -90,51 +83,45 @@ class TestNamespaces:
         assert (caught.value.status, caught.value.headers) == (403, {"x-should-retry": "false"})
         assert held(path, MESSAGES)[1] == MESSAGES
 
-    def test_a_salt_on_a_route_without_a_model_is_nothing(self):
-        body = {"text": "x", "cache_salt": "s"}
-        assert held("/tokenize", body)[1] == body
+
+DETAILS = "return_cached_tokens_details"
+LORAS = {"loras": frozenset({"calm", "org:loud"})}
+NO_REPORT = {"enable_cache_report": False}
+SAME: dict[str, object] = {}
 
 
-class TestAdapters:
-    NAMES = frozenset({"calm", "org:loud"})
+@pytest.mark.parametrize(
+    ("path", "fields", "info", "changes"),
+    [
+        # What is no extra key is left to the engine.
+        *((CHAT, MESSAGES | {"extra_key": key}, {}, SAME) for key in ("", None, 3, [1])),
+        # A salt on a route without a model is nothing.
+        ("/tokenize", {"text": "x", "cache_salt": "s"}, {}, SAME),
+        # LoRA adapters are named where SGLang looks for them.
+        *((path, {"model": "calm"}, LORAS, {"lora_path": "calm"}) for path in (CHAT, COMPLETIONS)),
+        (CHAT, {"model": "org:loud"}, LORAS, {"model": "m:org:loud"}),
+        ("/v1/messages", {"model": "calm"}, LORAS, {"model": "m:calm"}),
+        *((CHAT, {"model": model}, LORAS, SAME) for model in ("m", None, 7)),
+        # Cached tokens: usage is asked for where it tells them, details where it does not.
+        (CHAT, MESSAGES | {"stream": True}, {}, {"stream_options": {"include_usage": True}}),
+        *((path, {"stream": True}, NO_REPORT, {DETAILS: True}) for path in (CHAT, COMPLETIONS)),
+        (CHAT, MESSAGES, NO_REPORT | {"version": "0.5.9"}, SAME),
+        (CHAT, MESSAGES, NO_REPORT | {"disable_radix_cache": True}, SAME),
+        ("/v1/responses", {"input": "x"}, NO_REPORT, SAME),
+        (CHAT, MESSAGES, {}, SAME),
+    ],
+)
+def test_what_a_server_is_sent(path, fields, info, changes):
+    hold, goes = held(path, fields, **info)
+    assert goes == fields | changes
+    assert isinstance(hold.answer, DetailsAnswer) is (DETAILS in changes)
+    assert (hold.answer is not None) is bool({DETAILS, "stream_options"} & changes.keys())
 
-    def test_are_named_where_sglang_looks_for_them(self):
-        for path in (CHAT, COMPLETIONS):
-            fields = {"model": "calm", "prompt": "x"}
-            assert held(path, fields, loras=self.NAMES)[1] == fields | {"lora_path": "calm"}
-        _, body = held(CHAT, {"model": "org:loud"}, loras=self.NAMES)
-        assert body == {"model": "m:org:loud"}
-        _, body = held("/v1/messages", {"model": "calm"}, loras=self.NAMES)
-        assert body == {"model": "m:calm"}
 
-    def test_are_not_silently_left_out(self):
-        with pytest.raises(EngineRejected, match="no LoRA adapters on /v1/responses") as caught:
-            held("/v1/responses", {"model": "calm"}, loras=self.NAMES)
-        assert (caught.value.status, caught.value.param) == (400, "model")
-
-    @pytest.mark.parametrize("model", ["m", None, 7])
-    def test_the_model_itself(self, model):
-        assert held(CHAT, {"model": model}, loras=self.NAMES)[1] == {"model": model}
-
-
-class TestCachedTokens:
-    def test_usage_is_asked_for_where_it_tells_them(self):
-        hold, body = held(CHAT, MESSAGES | {"stream": True})
-        assert body["stream_options"] == {"include_usage": True}
-        assert hold.answer is not None
-        assert held(CHAT, MESSAGES)[0].answer is None
-
-    def test_details_are_asked_for_where_it_does_not(self):
-        for path in (CHAT, COMPLETIONS):
-            hold, body = held(path, {"stream": True}, enable_cache_report=False)
-            assert body == {"stream": True, "return_cached_tokens_details": True}
-            assert isinstance(hold.answer, DetailsAnswer)
-        assert held("/v1/responses", {"input": "x"}, enable_cache_report=False)[0].answer is None
-
-    @pytest.mark.parametrize("fields", [{"version": "0.5.9"}, {"disable_radix_cache": True}])
-    def test_nothing_is_asked_for_where_there_is_nothing(self, fields):
-        hold, body = held(CHAT, MESSAGES, enable_cache_report=False, **fields)
-        assert (body, hold.answer) == (MESSAGES, None)
+def test_adapters_are_not_silently_left_out():
+    with pytest.raises(EngineRejected, match="no LoRA adapters on /v1/responses") as caught:
+        held("/v1/responses", {"model": "calm"}, **LORAS)
+    assert (caught.value.status, caught.value.param) == (400, "model")
 
 
 class TestForesight:

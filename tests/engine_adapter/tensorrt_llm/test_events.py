@@ -192,6 +192,11 @@ class TestProcesses:
         assert events == [run((1,), range(4)), ViewCurrent(complete=first == 0)]
         assert (reader.gaps, reader.restarts, reader.blocks_per_level) == (0, 1, (7, 0))
 
+    def test_a_number_that_falls_is_another_process_even_if_it_tells_nothing_of_itself(self, reader):
+        reader.read(answer(stored(ONE), stored(TWO), first=1))
+        told = [ViewLost("the engine was restarted: after event 2 came 2"), run((1,), range(4)), IN_PART]
+        assert reader.read(answer(stored(ONE), first=2)) == told
+
     def test_a_cache_made_again_is_another_process(self, reader):
         reader.read(answer(stored(ONE), first=1))
         assert isinstance(reader.read(answer(created(), first=2))[0], ViewLost)

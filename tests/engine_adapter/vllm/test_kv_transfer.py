@@ -185,23 +185,21 @@ SEVERAL_OR_WHOLE = [
 ]
 
 
-class TestTakes:
-    @pytest.mark.parametrize("route", [CHAT, COMPLETIONS, RESPONSES])
-    @pytest.mark.parametrize("fields", [{}, {"kv_transfer_params": None}, {"n": 2}])
-    def test_what_generates(self, route, fields):
-        assert PULL.takes(route, body_of(**fields))
-        assert not PULL.takes("/v1/embeddings", body_of(**fields))
-
-    @pytest.mark.parametrize(
-        "fields",
-        [
-            {"prompt_logprobs": 0},
-            {"echo": True, "logprobs": 0},
-            {"kv_transfer_params": {"do_remote_decode": True}},
-        ],
-    )
-    def test_nothing_that_is_computed_whole_or_moved_by_its_client(self, fields):
-        assert not PULL.takes(COMPLETIONS, body_of(**fields))
+@pytest.mark.parametrize(
+    ("route", "fields", "takes"),
+    [
+        *((route, {}, True) for route in (CHAT, COMPLETIONS, RESPONSES)),
+        (COMPLETIONS, {"kv_transfer_params": None}, True),
+        (COMPLETIONS, {"n": 2}, True),
+        ("/v1/embeddings", {}, False),
+        # What is computed whole, or moved by its client.
+        (COMPLETIONS, {"prompt_logprobs": 0}, False),
+        (COMPLETIONS, {"echo": True, "logprobs": 0}, False),
+        (COMPLETIONS, {"kv_transfer_params": {"do_remote_decode": True}}, False),
+    ],
+)
+def test_which_requests_it_takes(route, fields, takes):
+    assert PULL.takes(route, body_of(**fields)) is takes
 
 
 class TestFetch:
