@@ -20,6 +20,7 @@ def test_a_rank_is_0_or_more():
         ("tcp://10.0.0.9:5557", "http://gpu7:8000", "tcp://10.0.0.9:5557"),
         ("tcp://127.0.0.1:5557", "http://localhost:8000", "tcp://127.0.0.1:5557"),
         ("ipc:///tmp/events", "http://127.0.0.1:8000", "ipc:///tmp/events"),
+        ("ipc://*:5557", "http://127.0.0.1:8000", "ipc://*:5557"),
         ("tcp://127.0.0.1:5557", "http://gpu7:8000", None),
         ("ipc:///tmp/events", "http://gpu7:8000", None),
         ("inproc://events", "http://127.0.0.1:8000", None),

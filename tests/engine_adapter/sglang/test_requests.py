@@ -220,7 +220,9 @@ class TestMeet:
     @pytest.mark.parametrize("rank", range(3))
     def test_the_room_leads_to_the_rank(self, rank):
         one = rendezvous(rank=rank, dp_size=3)
-        assert {one.meet()["bootstrap_room"] % 3 for _ in range(20)} == {rank}
+        rooms = [one.meet()["bootstrap_room"] for _ in range(20)]
+        assert {room % 3 for room in rooms} == {rank}
+        assert max(rooms) < 2**63
 
     def test_only_servers_with_the_same_way_to_move_kv(self):
         assert rendezvous().name == rendezvous(disaggregation_mode="decode").name

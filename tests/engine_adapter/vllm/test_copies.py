@@ -108,6 +108,7 @@ class TestChunks:
         gone = removed("a", "b", tier=Tier.HOST), removed("a", "c", tier=Tier.HOST)
         assert passed(copies, *gone) == [removed("b", tier=Tier.HOST), removed("a", "c", tier=Tier.HOST)]
         assert passed(copies, *chunks, chunks[0], removed("a", tier=Tier.HOST)) == [*chunks, chunks[0]]
+        assert passed(copies, LOST, gone[0]) == [LOST, gone[0]]
 
     def test_where_events_name_the_last_block_alone_they_say_of_how_many(self):
         copies, named = Copies(4), BlocksStored(Tier.HOST, None, ("d",), array("i"), 0)

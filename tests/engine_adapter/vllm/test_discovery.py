@@ -219,6 +219,12 @@ def test_events_at_an_address_that_is_not_reached_are_a_finding(endpoint, url):
     assert event_endpoints(facts, told) == EventEndpoints("tcp://gpu7:6000", None, "kv@tiny")
 
 
+@pytest.mark.parametrize("fields", [{"publisher": "null"}, {"enable_kv_cache_events": False}])
+def test_a_source_that_publishes_nothing_is_none(fields):
+    facts = replace(FACTS, source=RankSource("tcp://*:5557", None, "kv@tiny", **fields))
+    assert event_endpoints(facts, engine_spec("vllm", URL)) is None
+
+
 def test_where_events_are():
     own = EventEndpoints("tcp://127.0.0.1:5557", "tcp://127.0.0.1:5657", "kv@tiny")
     assert event_endpoints(FACTS, engine_spec("vllm", URL)) == own
