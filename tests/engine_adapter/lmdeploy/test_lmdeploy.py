@@ -113,16 +113,14 @@ async def test_a_busy_server_joins_untried(adapter_of, monkeypatch):
         assert adapter.findings() == (NO_CACHE,)
 
 
-async def test_its_lora_adapters_stand_beside_its_model(adapter_of):
-    with running_lmdeploy(adapters=("ada", "bob")) as server:
-        info = await adapter_of(server.url).connect()
-    assert (info.model, info.loras, info.tokenizer) == ("org/tiny", {"ada", "bob"}, "org/tiny")
-
-
-async def test_a_name_that_is_no_path_is_no_tokenizer(adapter_of):
-    with running_lmdeploy(model="tiny") as server:
-        assert (await adapter_of(server.url).connect()).tokenizer is None
-        assert (await adapter_of(server.url, tokenizer="/t").connect()).tokenizer == "/t"
+@pytest.mark.parametrize(
+    ("model", "fields", "tokenizer"),
+    [("org/tiny", {}, "org/tiny"), ("tiny", {}, None), ("tiny", {"tokenizer": "/t"}, "/t")],
+)
+async def test_its_name_is_its_tokenizer_if_it_is_a_path(adapter_of, model, fields, tokenizer):
+    with running_lmdeploy(model=model, adapters=("ada", "bob")) as server:
+        info = await adapter_of(server.url, **fields).connect()
+    assert (info.model, info.loras, info.tokenizer) == (model, {"ada", "bob"}, tokenizer)
 
 
 async def test_it_says_that_it_is_another_kind(adapter_of):
