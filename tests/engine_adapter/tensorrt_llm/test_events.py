@@ -69,13 +69,6 @@ def reader():
 
 
 class TestBlocks:
-    def test_stored_blocks_are_one_run(self, reader):
-        assert reader.read(answer(stored(ONE, TWO), first=1)) == [run((1, 2), range(8))]
-        assert reader.read(answer(stored(block(3, range(4)), parent=2), first=2)) == [
-            run((3,), range(4), parent=2)
-        ]
-        assert reader.blocks() == {Tier.GPU: 3}
-
     def test_a_partial_block_is_not_followed(self, reader):
         """The last of a prompt; it leaves when the prompt goes on, and then comes again as a full one."""
         events = reader.read(answer(stored(ONE, block(9, [4, 5])), removed(9), first=1))

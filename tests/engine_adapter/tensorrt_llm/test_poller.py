@@ -19,7 +19,7 @@ from engine_adapter.tensorrt_llm.poller import (
     EventPoller,
     Traffic,
 )
-from engine_adapter.types import BlocksStored, CacheCleared, ViewCurrent, ViewLost
+from engine_adapter.types import CacheCleared, ViewCurrent, ViewLost
 from tests.engine_adapter.tensorrt_llm.test_events import ONE, TWO, answer, created, stored
 
 SIZE = 4
@@ -82,15 +82,6 @@ async def following(poller):
 def served(poller, count):
     for number in range(count):
         poller.traffic.served(array("i", range(number, number + 10)), SIZE)
-
-
-async def test_a_view_begins_with_what_is_buffered(server, poller):
-    server.answers = [answer(created(), stored(ONE)), answer(stored(TWO), first=2)]
-    async with following(poller) as event:
-        assert await event() == ViewLost("connected")
-        assert isinstance(await event(), BlocksStored)
-        assert await event() == ViewCurrent()
-        assert (await event()).hashes == (2,)
 
 
 async def test_a_request_that_ends_is_asked_about_at_once(server, poller, monkeypatch):
