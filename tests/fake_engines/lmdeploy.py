@@ -23,6 +23,7 @@ from tests.fake_engines.core import EngineCore, Running, running
 from tests.fake_engines.text import chat_text, decode, encode, words
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+SESSION_LEN = 2048
 PERMISSION = {
     "id": "modelperm-1", "object": "model_permission", "created": 1, "allow_create_engine": False,
     "allow_sampling": True, "allow_logprobs": True, "allow_search_indices": True, "allow_view": True,
@@ -44,7 +45,6 @@ class LMDeployOptions:
     model: str = "org/tiny"
     block_tokens: int = 64
     gpu_blocks: int = 256
-    session_len: int = 2048
     caching: bool = True
     metrics: bool = True
     adapters: tuple[str, ...] = ()
@@ -137,7 +137,7 @@ class FakeLMDeploy:
         return None
 
     async def _served(self, path: str, body: dict, tokens: list[int]) -> Response:
-        limit = self.options.session_len
+        limit = SESSION_LEN
         if len(tokens) >= limit:
             length = f"Input length ({len(tokens)}) must be smaller than the model context length ({limit})."
             return refusal(400, length)

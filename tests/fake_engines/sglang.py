@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from tests.fake_engines.answers import event_stream
-from tests.fake_engines.cache import CachePrompt, Namespace, PageCache, StoredRun
+from tests.fake_engines.cache import CachePrompt, Namespace, PageCache, StoredRun, signed
 from tests.fake_engines.core import EngineCore, Generation, Running, output_token, running
 from tests.fake_engines.publisher import Publisher
 from tests.fake_engines.rooms import LeftError, Room, until
@@ -81,8 +81,8 @@ class _Events:
         self.told[0] += len(run.hashes)
         event = {
             "type": "BlockStored",
-            "block_hashes": list(map(_signed, run.hashes)),
-            "parent_block_hash": None if run.parent is None else _signed(run.parent),
+            "block_hashes": list(map(signed, run.hashes)),
+            "parent_block_hash": None if run.parent is None else signed(run.parent),
             "token_ids": list(run.tokens),
             "block_size": self._page_size,
             "lora_id": None,
@@ -94,7 +94,7 @@ class _Events:
 
     def removed(self, hashes: tuple[int, ...]) -> None:
         self.told[1] += len(hashes)
-        names = list(map(_signed, hashes))
+        names = list(map(signed, hashes))
         if self._batch and self._batch[-1]["type"] == "BlockRemoved":
             self._batch[-1]["block_hashes"] += names
         else:
@@ -709,8 +709,3 @@ def _adapter_of(namespace: Namespace) -> str | None:
 
 def _port(endpoint: str) -> int:
     return int(endpoint.rpartition(":")[2])
-
-
-def _signed(name: int) -> int:
-    """Hashes are int64."""
-    return name - 2**64 if name >= 2**63 else name

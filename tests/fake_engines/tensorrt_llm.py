@@ -21,7 +21,15 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from tests.fake_engines.answers import Work, answer
-from tests.fake_engines.cache import CachePrompt, Namespace, PageCache, RunningPrompt, StoredRun, _Page
+from tests.fake_engines.cache import (
+    CachePrompt,
+    Namespace,
+    PageCache,
+    RunningPrompt,
+    StoredRun,
+    _Page,
+    signed,
+)
 from tests.fake_engines.core import EngineCore, Running, output_token, running
 from tests.fake_engines.publisher import Publisher
 from tests.fake_engines.text import chat_tokens, encode, words
@@ -202,8 +210,8 @@ class EventPusher(EventBuffer):
         self._names.update(dict.fromkeys(run.hashes))
         event = {
             "type": "BlockStored",
-            "block_hashes": [_signed(name) for name in run.hashes],
-            "parent_block_hash": None if run.parent is None else _signed(run.parent),
+            "block_hashes": [signed(name) for name in run.hashes],
+            "parent_block_hash": None if run.parent is None else signed(run.parent),
             "token_ids": list(run.tokens),
             "block_size": self._options.tokens_per_block,
             "lora_id": None,
@@ -217,17 +225,12 @@ class EventPusher(EventBuffer):
 
     def removed(self, hashes: tuple[int, ...]) -> None:
         super().removed(hashes)
-        names = [_signed(name) for name in hashes]
+        names = [signed(name) for name in hashes]
         self._batch.append({"type": "BlockRemoved", "block_hashes": names, "medium": "GPU"})
 
     def flush(self) -> None:
         batch, self._batch = self._batch, []
         self._publisher.publish(batch)
-
-
-def _signed(name: int) -> int:
-    """The hash as a signed 64-bit number."""
-    return (name + 2**63) % 2**64 - 2**63
 
 
 class OffloadingCache(PageCache):
