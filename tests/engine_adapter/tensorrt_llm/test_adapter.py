@@ -4,12 +4,14 @@ import asyncio
 import json
 from array import array
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 
 import httpx
 import pytest
 from starlette.responses import JSONResponse
 
-from engine_adapter import EngineRejected, EngineUnavailable, JsonBody, KvTarget, KvVerb, NotSupported
+from engine_adapter import EngineRejected, EngineUnavailable, JsonBody, KvTarget, KvVerb, NotSupported, base
+from engine_adapter.events.subscriber import KvEventSubscriber
 from engine_adapter.tensorrt_llm import adapter as module
 from engine_adapter.tensorrt_llm import discovery, poller
 from engine_adapter.tensorrt_llm.adapter import EVENTS_LOST, NO_HOST_TIER
@@ -291,7 +293,13 @@ class TestEvents:
 
 
 @pytest.fixture
-def pushed_by(make):
+def often(monkeypatch):
+    """It is looked often whether anything else ends the view."""
+    monkeypatch.setattr(base, "KvEventSubscriber", partial(KvEventSubscriber, idle_check_s=0.02))
+
+
+@pytest.fixture
+def pushed_by(make, often):
     """The adapter of a server that pushes its events."""
 
     def pushed_by(server):
@@ -367,7 +375,7 @@ async def test_what_they_do_not_name_ends_the_view_before_it_is_read(pushed_by, 
             assert finding in adapter.findings()
 
 
-async def test_where_nothing_is_pushed_it_polls(adapter_of):
+async def test_where_nothing_is_pushed_it_polls(adapter_of, often):
     """A version that takes no kv_events_config: what was buffered meanwhile is all there."""
     with running_trtllm() as server, published(topic="", replay=False) as silent:
         adapter = adapter_of(server.url, events=silent.endpoint)
