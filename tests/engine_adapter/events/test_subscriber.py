@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 import sys
 from collections import deque
 from contextlib import asynccontextmanager
@@ -79,7 +80,7 @@ class ScriptedEngine:
     async def _serve(self) -> None:
         while True:
             identity, _, start = await self.router.recv_multipart()
-            self.asked.append(int.from_bytes(start, "big"))
+            self.asked += struct.unpack(">Q", start)
             head = (identity, b"", b"kv") if self.topic_in_replay else (identity, b"")
             dropped = self.drops.pop(0) if self.drops else set()
             while self.odd:
