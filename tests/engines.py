@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +23,7 @@ from tests.processes import address_in, answers, wait_until
 
 START_S = 120.0
 STOP_S = 30.0
+LOOK_S = 0.005
 DEFAULT_FLAGS = ("--kv-blocks", "256", "--host-cache-bytes", str(64 << 20))
 """Flags of the shared engine: 256 blocks of 16 tokens, and a host tier."""
 
@@ -77,12 +80,34 @@ def running_engine(log: Path, *flags: str, program: Sequence[str] = ()) -> Itera
             process.stdin.close()
 
 
+class QuickServer(uvicorn.Server):
+    """Looks every few milliseconds whether it is to end: uvicorn's own takes up to 0.3 s to do so."""
+
+    async def main_loop(self) -> None:
+        await self.on_tick(0)
+        while not self.should_exit:  # noqa: ASYNC110 - another thread sets it
+            await asyncio.sleep(LOOK_S)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Lets requests that run end, as uvicorn does."""
+        for server in self.servers:
+            server.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        state, ends = self.server_state, time.monotonic() + self.config.timeout_graceful_shutdown
+        while (state.connections or state.tasks) and time.monotonic() < ends:  # noqa: ASYNC110 - as uvicorn
+            await asyncio.sleep(LOOK_S)
+        for task in state.tasks:
+            task.cancel()
+        await self.lifespan.shutdown()
+
+
 @contextmanager
 def served(app: ASGIApp, **options) -> Iterator[str]:
     """Serves an ASGI app on a free port in a thread, with options of uvicorn; yields its address."""
     defaults = {"log_config": None, "log_level": "error", "access_log": False, "timeout_graceful_shutdown": 2}
     config = uvicorn.Config(app, port=0, **{**defaults, **options})
-    server = uvicorn.Server(config)
+    server = QuickServer(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     deadline = time.monotonic() + START_S

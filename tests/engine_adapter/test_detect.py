@@ -3,6 +3,7 @@
 import pytest
 
 from engine_adapter import EngineRejected, EngineSpec, EngineSpecError, EngineUnavailable, detect_kind
+from engine_adapter.detect import release_of
 from engine_adapter.http.adapter import wrong_kind
 from tests.fake_engines.lmdeploy import running_lmdeploy
 from tests.fake_engines.sglang import running_sglang
@@ -126,3 +127,11 @@ def test_a_kind_that_is_not_the_named_one(owner, kind):
     assert f"--engine {kind}=http://x;" in wrong_kind(models, EngineSpec("vllm", "http://x", "e")).remedy
     assert wrong_kind(models, EngineSpec(kind, "http://x", "e")) is None
     assert wrong_kind(MODELS, EngineSpec("vllm", "http://x", "e")) is None
+
+
+@pytest.mark.parametrize(
+    ("version", "release"),
+    [("0.32.0", (0, 32, 0)), ("0.32.0+cpu", (0, 32, 0)), ("0.27rc1", (0, 27)), ("", ()), ("v1", ())],
+)
+def test_a_version_begins_with_numbers(version, release):
+    assert release_of(version) == release

@@ -40,12 +40,6 @@ def nim(make):
     return lambda url, **fields: make("nim", url, **fields)
 
 
-@pytest.fixture
-def trtllm():
-    with running_trtllm() as running:
-        yield running.fake
-
-
 def around(fake, **fields) -> FakeNim:
     return FakeNim(tuple(fake.app.routes), **fields)
 
@@ -121,11 +115,10 @@ async def test_metadata_tells_the_release_where_nothing_else_does(nim):
         assert (await nim(url).connect()).version == "NIM"
 
 
-async def test_it_is_unavailable_while_its_model_is_loaded(nim, trtllm):
-    fake = around(trtllm)
+async def test_it_is_unavailable_while_its_model_is_loaded(nim):
+    fake = FakeNim((MODELS,), ready=False)
     with running_nim(fake) as url:
         adapter = nim(url)
-        fake.ready = False
         with pytest.raises(EngineUnavailable):
             await adapter.connect()
         fake.ready = True
@@ -143,14 +136,14 @@ async def test_who_is_not_let_in_is_told(nim):
         await nim(url).connect()
 
 
-async def test_another_engine_inside_is_another_adapter(nim, trtllm):
+async def test_another_engine_inside_is_another_adapter(nim):
     """The container at an address was replaced by one that shows its engine, and back."""
-    apps = [FakeNim((MODELS,)).app, around(trtllm).app]
 
     async def app(scope, receive, send):
         await apps[0](scope, receive, send)
 
-    with served(app) as url:
+    with running_trtllm() as engine, served(app) as url:
+        apps = [FakeNim((MODELS,)).app, around(engine.fake).app]
         adapter = nim(url)
         for kind in (OpenAICompatibleAdapter, TensorRTLLMAdapter, OpenAICompatibleAdapter):
             info = await adapter.connect()

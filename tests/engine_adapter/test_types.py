@@ -1,10 +1,8 @@
 from array import array
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_adapter.detect import release_of
 from engine_adapter.types import common_prefix
 
 
@@ -12,11 +10,3 @@ from engine_adapter.types import common_prefix
 def test_common_prefix_is_the_naive_one(a, b):
     expected = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     assert common_prefix(array("i", a), array("i", b)) == expected
-
-
-@pytest.mark.parametrize(
-    ("version", "release"),
-    [("0.32.0", (0, 32, 0)), ("0.32.0+cpu", (0, 32, 0)), ("0.27rc1", (0, 27)), ("", ()), ("v1", ())],
-)
-def test_a_version_begins_with_numbers(version, release):
-    assert release_of(version) == release

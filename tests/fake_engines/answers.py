@@ -20,7 +20,6 @@ class Work:
     Attributes:
         chat: a chat rather than a text completion.
         read: False if it must not reuse anything.
-        dress: adapts each JSON object (a whole answer, or a chunk) to this engine's form.
         usage: prompt, completion and cached tokens → the answer's `usage`.
     """
 
@@ -33,7 +32,6 @@ class Work:
     include_usage: bool = False
     return_token_ids: bool = False
     read: bool = True
-    dress: Callable[[dict], dict] = lambda answer: answer
 
     @property
     def object(self) -> str:
@@ -42,9 +40,9 @@ class Work:
         return "text_completion"
 
     def envelope(self, choices: list[dict], **fields: object) -> dict:
-        """One JSON object of the answer, in this engine's form."""
+        """One JSON object of the answer."""
         head = {"id": "cmpl-1", "object": self.object, "created": 1, "model": self.model}
-        return self.dress({**head, "choices": choices, **fields})
+        return {**head, "choices": choices, **fields}
 
 
 async def answer(core: EngineCore, work: Work) -> Response:

@@ -68,6 +68,11 @@ class StoredRun:
     namespace: Namespace
 
 
+def signed(name: int) -> int:
+    """A page's hash as a signed 64-bit number, as some engines write it."""
+    return name - 2**64 if name >= 2**63 else name
+
+
 class CacheListener(Protocol):
     """Hears of every change, in order."""
 

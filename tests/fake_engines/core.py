@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 import zlib
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
+from tests.engines import served
 from tests.fake_engines.cache import CachePrompt, PageCache, RunningPrompt
+from tests.fake_engines.publisher import Publisher
 from tests.fake_engines.text import words
 
 
@@ -96,3 +99,29 @@ class EngineCore:
             running.append(token)
             self.end_of_step()
             yield token
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A fake engine on real sockets."""
+
+    url: str
+    fake: Any
+
+    @property
+    def core(self) -> EngineCore:
+        """Of the first rank."""
+        return self.fake.cores[0]
+
+    @property
+    def publisher(self) -> Publisher:
+        """Of the first rank."""
+        return self.fake.publishers[0]
+
+
+@contextmanager
+def running(fake: Any) -> Iterator[Running]:
+    """The fake on a free port; it is closed at the end."""
+    with ExitStack() as stack:
+        stack.callback(fake.close)
+        yield Running(stack.enter_context(served(fake.app)), fake)

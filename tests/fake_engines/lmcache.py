@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from itertools import count
 
@@ -21,6 +21,7 @@ from starlette.routing import Route
 
 from tests.engines import served
 from tests.fake_engines.cache import CachePrompt, RunningPrompt
+from tests.fake_engines.core import running
 from tests.fake_engines.text import MODEL_DIR
 from tests.fake_engines.vllm import FakeVllm, VllmOptions
 
@@ -392,16 +393,12 @@ def _refused(status: int, why: str) -> Response:
 def running_lmcache(**options) -> Iterator[FakeLmCache]:
     """Node and coordinator with these `LmCacheOptions`, on free ports."""
     fake = FakeLmCache(LmCacheOptions(**options))
-    with ExitStack() as stack:
-        fake.url = stack.enter_context(served(fake.node()))
-        fake.coordinator_url = stack.enter_context(served(fake.coordinator()))
+    with served(fake.node()) as fake.url, served(fake.coordinator()) as fake.coordinator_url:
         yield fake
 
 
 @contextmanager
 def running_tiered_vllm(lmcache: FakeLmCache, **options) -> Iterator[tuple[str, TieredFakeVllm]]:
     """A fake vLLM over a fake LMCache, with these `VllmOptions`; its address, and itself."""
-    with ExitStack() as stack:
-        fake = TieredFakeVllm(VllmOptions(**options), lmcache)
-        stack.callback(fake.close)
-        yield stack.enter_context(served(fake.app)), fake
+    with running(TieredFakeVllm(VllmOptions(**options), lmcache)) as server:
+        yield server.url, server.fake

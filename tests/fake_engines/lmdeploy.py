@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from starlette.applications import Starlette
@@ -18,12 +18,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from tests.engines import served
 from tests.fake_engines.cache import CachePrompt, Namespace, PageCache
-from tests.fake_engines.core import EngineCore
+from tests.fake_engines.core import EngineCore, Running, running
 from tests.fake_engines.text import chat_text, decode, encode, words
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+SESSION_LEN = 2048
 PERMISSION = {
     "id": "modelperm-1", "object": "model_permission", "created": 1, "allow_create_engine": False,
     "allow_sampling": True, "allow_logprobs": True, "allow_search_indices": True, "allow_view": True,
@@ -45,7 +45,6 @@ class LMDeployOptions:
     model: str = "org/tiny"
     block_tokens: int = 64
     gpu_blocks: int = 256
-    session_len: int = 2048
     caching: bool = True
     metrics: bool = True
     adapters: tuple[str, ...] = ()
@@ -77,11 +76,12 @@ class FakeLMDeploy:
         cache = PageCache(options.block_tokens, options.gpu_blocks, shares_prefill=False)
         self.core = EngineCore(cache)
 
+    def close(self) -> None:
+        self.core.release()
+
     def _routes(self) -> Iterator[Route]:
         yield Route("/health", self._health)
         yield Route("/is_sleeping", lambda _: JSONResponse({"is_sleeping": self.is_sleeping}))
-        yield Route("/sleep", self._sleep, methods=["POST"])
-        yield Route("/wakeup", self._wake_up, methods=["POST"])
         yield Route("/v1/models", self._models)
         yield Route(CHAT, self._chat, methods=["POST"])
         yield Route(COMPLETIONS, self._completion, methods=["POST"])
@@ -91,15 +91,6 @@ class FakeLMDeploy:
     async def _health(self, _: Request) -> Response:
         status, message, code = self.health
         return JSONResponse({"status": status, "message": message}, code)
-
-    async def _sleep(self, _: Request) -> Response:
-        self.is_sleeping = True
-        self.core.reset()
-        return Response()
-
-    async def _wake_up(self, _: Request) -> Response:
-        self.is_sleeping = False
-        return Response()
 
     async def _models(self, _: Request) -> Response:
         cards = [
@@ -146,7 +137,7 @@ class FakeLMDeploy:
         return None
 
     async def _served(self, path: str, body: dict, tokens: list[int]) -> Response:
-        limit = self.options.session_len
+        limit = SESSION_LEN
         if len(tokens) >= limit:
             length = f"Input length ({len(tokens)}) must be smaller than the model context length ({limit})."
             return refusal(400, length)
@@ -231,18 +222,6 @@ def _usage(path: str, prompt: int, output: int, cached: int) -> dict:
     return usage | {"prompt_tokens_details": {"cached_tokens": cached}} if path == CHAT else usage
 
 
-@dataclass(frozen=True, slots=True)
-class RunningLMDeploy:
-    """A fake on a real socket."""
-
-    url: str
-    fake: FakeLMDeploy
-
-
-@contextmanager
-def running_lmdeploy(**options) -> Iterator[RunningLMDeploy]:
+def running_lmdeploy(**options) -> AbstractContextManager[Running]:
     """A fake server with these `LMDeployOptions`, on a free port."""
-    with ExitStack() as stack:
-        fake = FakeLMDeploy(LMDeployOptions(**options))
-        stack.callback(fake.core.release)
-        yield RunningLMDeploy(stack.enter_context(served(fake.app)), fake)
+    return running(FakeLMDeploy(LMDeployOptions(**options)))

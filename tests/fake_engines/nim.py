@@ -6,7 +6,7 @@ It follows NVIDIA's documents for NIM LLM 2.0; no real NIM was available.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from starlette.applications import Starlette
@@ -27,19 +27,17 @@ class FakeNim:
         inside: the engine's routes.
         shut: engine routes that it does not pass on.
         shows_metrics: `/v1/metrics` is the engine's `/metrics`.
-        manages: it has the management routes of a NIM.
     """
 
     inside: tuple[BaseRoute, ...] = ()
     ready: bool = True
     shut: tuple[str, ...] = ()
     shows_metrics: bool = True
-    manages: bool = True
 
     @property
     def app(self) -> Starlette:
         passed_on = [route for route in self.inside if route.path not in self.shut]
-        return Starlette(routes=[*(self._own() if self.manages else ()), *passed_on])
+        return Starlette(routes=[*self._own(), *passed_on])
 
     def _own(self) -> Iterator[Route]:
         health = {"object": "health-response", "message": "Service is ready."}
@@ -47,24 +45,19 @@ class FakeNim:
             "version": RELEASE,
             "modelInfo": [{"shortName": "tiny:1", "modelUrl": "ngc://nim/tiny:1"}],
             "assetInfo": [],
-            "licenseInfo": {"name": "NVIDIA AI Enterprise"},
         }
 
         async def is_ready(_request) -> Response:
             return JSONResponse(health, 200) if self.ready else JSONResponse({"message": "not ready"}, 503)
 
-        yield Route("/v1/health/live", lambda _: JSONResponse(health))
         yield Route("/v1/health/ready", is_ready)
         yield Route("/v1/metadata", lambda _: JSONResponse(metadata))
         yield Route("/v1/version", lambda _: JSONResponse({"release": RELEASE, "api": "1.0.0"}))
-        yield Route("/v1/license", lambda _: JSONResponse({"name": "NVIDIA AI Enterprise", "content": "…"}))
         engines = (route for route in self.inside if isinstance(route, Route) and route.path == "/metrics")
         if self.shows_metrics and (metrics := next(engines, None)) is not None:
             yield Route("/v1/metrics", metrics.endpoint)
 
 
-@contextmanager
-def running_nim(fake: FakeNim) -> Iterator[str]:
+def running_nim(fake: FakeNim) -> AbstractContextManager[str]:
     """Its address."""
-    with served(fake.app) as url:
-        yield url
+    return served(fake.app)

@@ -10,7 +10,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -21,10 +21,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from tests.engines import served
 from tests.fake_engines.answers import event_stream
-from tests.fake_engines.cache import CachePrompt, Namespace, PageCache, StoredRun
-from tests.fake_engines.core import EngineCore, Generation, output_token
+from tests.fake_engines.cache import CachePrompt, Namespace, PageCache, StoredRun, signed
+from tests.fake_engines.core import EngineCore, Generation, Running, output_token, running
 from tests.fake_engines.publisher import Publisher
 from tests.fake_engines.rooms import LeftError, Room, until
 from tests.fake_engines.text import MODEL_DIR, chat_tokens, decode, encode, words
@@ -82,8 +81,8 @@ class _Events:
         self.told[0] += len(run.hashes)
         event = {
             "type": "BlockStored",
-            "block_hashes": list(map(_signed, run.hashes)),
-            "parent_block_hash": None if run.parent is None else _signed(run.parent),
+            "block_hashes": list(map(signed, run.hashes)),
+            "parent_block_hash": None if run.parent is None else signed(run.parent),
             "token_ids": list(run.tokens),
             "block_size": self._page_size,
             "lora_id": None,
@@ -95,7 +94,7 @@ class _Events:
 
     def removed(self, hashes: tuple[int, ...]) -> None:
         self.told[1] += len(hashes)
-        names = list(map(_signed, hashes))
+        names = list(map(signed, hashes))
         if self._batch and self._batch[-1]["type"] == "BlockRemoved":
             self._batch[-1]["block_hashes"] += names
         else:
@@ -671,22 +670,8 @@ def _given_tool(tool: dict) -> dict:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class RunningSglang:
+class RunningSglang(Running):
     """A fake on real sockets."""
-
-    url: str
-    fake: FakeSglang
-
-    @property
-    def core(self) -> EngineCore:
-        """Of the first rank."""
-        return self.fake.cores[0]
-
-    @property
-    def publisher(self) -> Publisher:
-        """Of the first rank."""
-        return self.fake.publishers[0]
 
     def told(self, rank: int = 0) -> list[int]:
         """Pages that events of a rank stored and removed since the start."""
@@ -696,10 +681,8 @@ class RunningSglang:
 @contextmanager
 def running_sglang(**options) -> Iterator[RunningSglang]:
     """A fake server with these `SglangOptions`, on free ports."""
-    with ExitStack() as stack:
-        fake = FakeSglang(SglangOptions(**options))
-        stack.callback(fake.close)
-        yield RunningSglang(stack.enter_context(served(fake.app)), fake)
+    with running(FakeSglang(SglangOptions(**options))) as server:
+        yield RunningSglang(server.url, server.fake)
 
 
 def _publishers(options: SglangOptions) -> list[Publisher]:
@@ -726,8 +709,3 @@ def _adapter_of(namespace: Namespace) -> str | None:
 
 def _port(endpoint: str) -> int:
     return int(endpoint.rpartition(":")[2])
-
-
-def _signed(name: int) -> int:
-    """Hashes are int64."""
-    return name - 2**64 if name >= 2**63 else name

@@ -11,7 +11,7 @@ import json
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -20,10 +20,17 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from tests.engines import served
 from tests.fake_engines.answers import Work, answer
-from tests.fake_engines.cache import CachePrompt, Namespace, PageCache, RunningPrompt, StoredRun, _Page
-from tests.fake_engines.core import EngineCore, output_token
+from tests.fake_engines.cache import (
+    CachePrompt,
+    Namespace,
+    PageCache,
+    RunningPrompt,
+    StoredRun,
+    _Page,
+    signed,
+)
+from tests.fake_engines.core import EngineCore, Running, output_token, running
 from tests.fake_engines.publisher import Publisher
 from tests.fake_engines.text import chat_tokens, encode, words
 
@@ -203,8 +210,8 @@ class EventPusher(EventBuffer):
         self._names.update(dict.fromkeys(run.hashes))
         event = {
             "type": "BlockStored",
-            "block_hashes": [_signed(name) for name in run.hashes],
-            "parent_block_hash": None if run.parent is None else _signed(run.parent),
+            "block_hashes": [signed(name) for name in run.hashes],
+            "parent_block_hash": None if run.parent is None else signed(run.parent),
             "token_ids": list(run.tokens),
             "block_size": self._options.tokens_per_block,
             "lora_id": None,
@@ -218,17 +225,12 @@ class EventPusher(EventBuffer):
 
     def removed(self, hashes: tuple[int, ...]) -> None:
         super().removed(hashes)
-        names = [_signed(name) for name in hashes]
+        names = [signed(name) for name in hashes]
         self._batch.append({"type": "BlockRemoved", "block_hashes": names, "medium": "GPU"})
 
     def flush(self) -> None:
         batch, self._batch = self._batch, []
         self._publisher.publish(batch)
-
-
-def _signed(name: int) -> int:
-    """The hash as a signed 64-bit number."""
-    return (name + 2**63) % 2**64 - 2**63
 
 
 class OffloadingCache(PageCache):
@@ -534,6 +536,11 @@ class FakeTrtllm:
             self.core, replace(work, usage=lambda prompt, output, _: _usage(prompt, output, cached))
         )
 
+    def close(self) -> None:
+        self.core.release()
+        if self.publisher is not None:
+            self.publisher.close()
+
     def die(self) -> None:
         """Nobody finds what it kept for others."""
         for number, kept in list(self.kept.items()):
@@ -662,20 +669,9 @@ def _usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> di
     return usage | {"prompt_tokens_details": {"cached_tokens": cached_tokens}}
 
 
-@dataclass(frozen=True, slots=True)
-class RunningTrtllm:
-    """A fake on a real socket."""
-
-    url: str
-    fake: FakeTrtllm
+RunningTrtllm = Running
 
 
-@contextmanager
-def running_trtllm(**options) -> Iterator[RunningTrtllm]:
+def running_trtllm(**options) -> AbstractContextManager[Running]:
     """A fake server with these `TrtllmOptions`, on a free port."""
-    with ExitStack() as stack:
-        fake = FakeTrtllm(TrtllmOptions(**options))
-        stack.callback(fake.core.release)
-        if fake.publisher is not None:
-            stack.callback(fake.publisher.close)
-        yield RunningTrtllm(stack.enter_context(served(fake.app)), fake)
+    return running(FakeTrtllm(TrtllmOptions(**options)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from itertools import count
 
@@ -18,10 +18,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from tests.engines import served
 from tests.fake_engines.answers import Work, answer
 from tests.fake_engines.cache import CachePrompt, Namespace, PageCache, StoredRun
-from tests.fake_engines.core import EngineCore
+from tests.fake_engines.core import EngineCore, Running, running
 from tests.fake_engines.images import Images
 from tests.fake_engines.nixl import FakeNixl, Found
 from tests.fake_engines.publisher import Publisher
@@ -517,28 +516,9 @@ def _announce_reused(core: EngineCore, prompt: CachePrompt) -> None:
         cache.listener.stored(cache.run_of(prompt, 0, len(hashes), hashes))
 
 
-@dataclass(frozen=True, slots=True)
-class RunningVllm:
-    """A fake on real sockets."""
-
-    url: str
-    fake: FakeVllm
-
-    @property
-    def core(self) -> EngineCore:
-        """Of the first rank."""
-        return self.fake.cores[0]
-
-    @property
-    def publisher(self) -> Publisher:
-        """Of the first rank."""
-        return self.fake.publishers[0]
+RunningVllm = Running
 
 
-@contextmanager
-def running_vllm(**options) -> Iterator[RunningVllm]:
+def running_vllm(**options) -> AbstractContextManager[Running]:
     """A fake server with these `VllmOptions`, on free ports."""
-    with ExitStack() as stack:
-        fake = FakeVllm(VllmOptions(**options))
-        stack.callback(fake.close)
-        yield RunningVllm(stack.enter_context(served(fake.app)), fake)
+    return running(FakeVllm(VllmOptions(**options)))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 import sys
 from collections import deque
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
@@ -17,7 +18,6 @@ from engine_adapter.events import subscriber as subscriber_module
 from engine_adapter.events.fields import read_vllm_keys
 from engine_adapter.events.subscriber import EventEndpoints, KvEventSubscriber, SubscriberCounts
 from engine_adapter.events.wire import CacheSnapshot, encode_batch
-from engine_adapter.torch_engine.event_publisher import EventPublisher
 from engine_adapter.types import (
     Attention,
     BlocksRemoved,
@@ -46,7 +46,7 @@ def payload(name: int) -> bytes:
 class ScriptedEngine:
     """A PUB and a ROUTER that send what the test says, when it says so."""
 
-    def __init__(self, *, replies: bool = True) -> None:
+    def __init__(self) -> None:
         self.context = zmq.asyncio.Context()
         self.pub = self.context.socket(zmq.XPUB)
         self.pub.setsockopt(zmq.XPUB_VERBOSE, 1)  # each subscription is told, also one like another
@@ -57,9 +57,7 @@ class ScriptedEngine:
         self.asked: list[int] = []
         self.odd: list[bytes] = []  # sent before the next answer
         self.drops: list[set[int]] = []  # numbers each of the next answers leaves out
-        self._task: asyncio.Task[None] | None = None
-        if replies:
-            self.answer()
+        self.answer()
 
     @property
     def endpoints(self) -> EventEndpoints:
@@ -82,7 +80,7 @@ class ScriptedEngine:
     async def _serve(self) -> None:
         while True:
             identity, _, start = await self.router.recv_multipart()
-            self.asked.append(int.from_bytes(start, "big"))
+            self.asked += struct.unpack(">Q", start)
             head = (identity, b"", b"kv") if self.topic_in_replay else (identity, b"")
             dropped = self.drops.pop(0) if self.drops else set()
             while self.odd:
@@ -97,9 +95,8 @@ class ScriptedEngine:
 
     async def fall_silent(self) -> None:
         """Answers no more on the replay socket."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
 
     async def aclose(self) -> None:
         await self.fall_silent()
@@ -145,15 +142,6 @@ async def following(engine: ScriptedEngine, **options):
         yield view
 
 
-async def test_history_then_current_then_changes(engine):
-    engine.record(0, 1)
-    async with reader(engine, idle_check_s=60) as view:
-        assert await view.take(4) == [ViewLost("connected"), removed(0), removed(1), ViewCurrent()]
-        await engine.subscribed()
-        await engine.publish(2)
-        assert await view.take(1) == [removed(2)]
-
-
 async def test_a_late_joiner_gets_the_snapshot_and_what_came_after_it(engine):
     engine.record(0, 1, 2, 3)
     block = BlocksStored(Tier.GPU, None, (1,), token_array([1, 2]), 2)
@@ -173,6 +161,7 @@ async def test_batches_that_came_twice_count_once(engine):
         assert await view.take(3) == [removed(0), removed(1), removed(2)]
         await engine.publish(3)
         assert await view.take(1) == [removed(3)]
+        assert view.subscriber.counts.gaps == 1
 
 
 async def test_a_hole_the_buffer_cannot_fill_starts_over(engine):
@@ -189,42 +178,29 @@ async def test_a_hole_the_buffer_cannot_fill_starts_over(engine):
 async def test_a_sequence_that_falls_starts_over(engine):
     engine.record(0, 1)
     async with reader(engine, idle_check_s=60) as view:
-        await view.take(4)
+        assert await view.take(4) == [ViewLost("connected"), removed(0), removed(1), ViewCurrent()]
         await engine.subscribed()
         await engine.publish(2)
-        await view.take(1)
+        assert await view.take(1) == [removed(2)]
         engine.history.clear()
         engine.record(0)
         await engine.publish(0)
         assert await view.take(3) == [ViewLost("sequence fell from 2 to 0"), removed(0), ViewCurrent()]
 
 
-async def test_another_process_with_the_same_numbers_is_noticed(engine):
+@pytest.mark.parametrize(
+    ("history", "reason", "held"),
+    [([(0, payload(77))], "restarted", [removed(77)]), ([], "no longer has batch 0", [])],
+    ids=["the same numbers", "no history"],
+)
+async def test_another_process_is_noticed_by_an_idle_check(engine, history, reason, held):
     engine.record(0)
     async with reader(engine, idle_check_s=0.02) as view:
         await view.take(3)
-        engine.history.clear()
-        engine.history.append((0, payload(77)))
-        lost, *rest = await view.take(3)
-        assert "restarted" in lost.reason
-        assert rest == [removed(77), ViewCurrent()]
-
-
-async def test_another_process_with_no_history_is_noticed(engine):
-    engine.record(0)
-    async with reader(engine, idle_check_s=0.02) as view:
-        await view.take(3)
-        engine.history.clear()
-        lost, current = await view.take(2)
-        assert "no longer has batch 0" in lost.reason
-        assert current == ViewCurrent()
-
-
-async def test_replies_without_a_topic_are_understood(engine):
-    engine.topic_in_replay = False
-    engine.record(0)
-    async with reader(engine, idle_check_s=60) as view:
-        assert await view.take(3) == [ViewLost("connected"), removed(0), ViewCurrent()]
+        engine.history = deque(history)
+        lost, *rest = await view.take(2 + len(held))
+        assert reason in lost.reason
+        assert rest == [*held, ViewCurrent()]
 
 
 async def test_malformed_messages_are_counted_and_skipped(engine):
@@ -237,15 +213,16 @@ async def test_malformed_messages_are_counted_and_skipped(engine):
         assert view.subscriber.counts.malformed == 3
 
 
-async def test_malformed_answers_are_counted_and_skipped(engine):
+@pytest.mark.parametrize("with_topic", [True, False])
+async def test_malformed_answers_are_counted_and_skipped(engine, with_topic):
+    engine.topic_in_replay = with_topic
     engine.record(0)
     engine.history.append((1, b"\xc1 no msgpack"))
     engine.record(2)
     engine.odd = [b"alone"]
-    subscriber = KvEventSubscriber(engine.endpoints, idle_check_s=60)
-    async with Reader(subscriber) as view:
+    async with reader(engine, idle_check_s=60) as view:
         assert await view.take(4) == [ViewLost("connected"), removed(0), removed(2), ViewCurrent()]
-        assert subscriber.counts.malformed == 2
+        assert view.subscriber.counts.malformed == 2
 
 
 async def test_a_dropped_connection_is_unavailable(engine):
@@ -255,22 +232,18 @@ async def test_a_dropped_connection_is_unavailable(engine):
             await view.take(1)
 
 
-async def test_a_silent_replay_socket_costs_completeness_and_nothing_else():
-    engine = ScriptedEngine(replies=False)
-    subscriber = KvEventSubscriber(engine.endpoints, idle_check_s=0.02, replay_timeout_s=0.05)
-    try:
-        async with Reader(subscriber) as view:
-            assert await view.take(2) == [ViewLost("connected"), ViewCurrent(complete=False)]
-            assert subscriber.replay_is_silent
-            await engine.subscribed()
-            await engine.publish(4)
-            await engine.publish(5)
-            assert await view.take(2) == [removed(4), removed(5)]
-            await engine.publish(7)
-            assert await view.take(2) == [ViewLost("batches 6 to 7 are lost"), ViewCurrent(complete=False)]
-            assert (subscriber.counts.unanswered, subscriber.counts.gaps) == (2, 1)
-    finally:
-        await engine.aclose()
+async def test_a_silent_replay_socket_costs_completeness_and_nothing_else(engine):
+    await engine.fall_silent()
+    async with reader(engine, idle_check_s=0.02, replay_timeout_s=0.05) as view:
+        assert await view.take(2) == [ViewLost("connected"), ViewCurrent(complete=False)]
+        assert view.subscriber.replay_is_silent
+        await engine.subscribed()
+        await engine.publish(4)
+        await engine.publish(5)
+        assert await view.take(2) == [removed(4), removed(5)]
+        await engine.publish(7)
+        assert await view.take(2) == [ViewLost("batches 6 to 7 are lost"), ViewCurrent(complete=False)]
+        assert (view.subscriber.counts.unanswered, view.subscriber.counts.gaps) == (2, 1)
 
 
 async def test_a_replay_socket_that_falls_silent_starts_over(engine):
@@ -320,21 +293,17 @@ async def test_events_do_not_wait_for_the_answer_to_an_idle_check(engine, monkey
 
 
 @pytest.mark.parametrize("forgets", [False, True], ids=["late", "asked-anew"])
-async def test_a_replay_socket_that_answers_again_is_found(forgets):
-    engine = ScriptedEngine(replies=False)
-    subscriber = KvEventSubscriber(engine.endpoints, idle_check_s=0.01, replay_timeout_s=0.3)
-    try:
-        async with Reader(subscriber) as view:
-            assert await view.take(2) == [ViewLost("connected"), ViewCurrent(complete=False)]
-            if forgets:
-                await asyncio.wait_for(engine.router.recv_multipart(), WAIT_S)
-            engine.record(0)
-            engine.answer()
-            found = [ViewLost("the replay socket answers again"), removed(0), ViewCurrent(complete=True)]
-            assert await view.take(3) == found
-            assert not subscriber.replay_is_silent
-    finally:
-        await engine.aclose()
+async def test_a_replay_socket_that_answers_again_is_found(engine, forgets):
+    await engine.fall_silent()
+    async with reader(engine, idle_check_s=0.01, replay_timeout_s=0.1) as view:
+        assert await view.take(2) == [ViewLost("connected"), ViewCurrent(complete=False)]
+        if forgets:
+            await asyncio.wait_for(engine.router.recv_multipart(), WAIT_S)
+        engine.record(0)
+        engine.answer()
+        found = [ViewLost("the replay socket answers again"), removed(0), ViewCurrent(complete=True)]
+        assert await view.take(3) == found
+        assert not view.subscriber.replay_is_silent
 
 
 async def test_without_replay_a_hole_starts_over(engine):
@@ -366,14 +335,6 @@ async def test_a_late_joiner_whom_replay_cannot_tell_all_is_not_complete_until_a
         assert await view.take(3) == [CacheCleared(), removed(5), removed(6)]  # views conclude it themselves
 
 
-async def test_an_engine_that_published_nothing_yet_holds_nothing(engine):
-    async with following(engine) as view:
-        engine.record(0, 1)
-        await engine.publish(1)  # 0 was lost: it is known to have been the first
-        assert await view.take(2) == [removed(0), removed(1)]
-        assert view.subscriber.counts.gaps == 1
-
-
 async def position_after(engine, taken):
     """The position of a reader that took so many events, ViewLost included, and waits."""
     async with reader(engine, idle_check_s=60) as view:
@@ -385,6 +346,16 @@ async def position_after(engine, taken):
         waits.cancel()
         await asyncio.gather(waits, return_exceptions=True)
     return position
+
+
+def stored(group: int, name: int, kind: str, **fields: object) -> dict[str, object]:
+    """An event of a KV cache group on the wire, with one block."""
+    event = {"type": "BlockStored", "block_hashes": [name], "token_ids": [1, 2], "block_size": 2}
+    return event | {"group_idx": group, "kv_cache_spec_kind": kind} | fields
+
+
+def batch(*events: dict[str, object]) -> bytes:
+    return msgspec.msgpack.encode([0.0, events, 0])
 
 
 class TestGoingOn:
@@ -435,27 +406,14 @@ class TestGoingOn:
 
     async def test_with_several_groups_it_begins_again(self, engine):
         """What the further groups hold is not kept."""
-
-        def group(number, **event):
-            event = {"block_hashes": [number], "group_idx": number, **event}
-            return msgspec.msgpack.encode([0.0, [event], 0])
-
-        stored = {"type": "BlockStored", "token_ids": [1, 2], "block_size": 2}
-        window = {"kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 4}
-        engine.history += [
-            (0, group(0, **stored, **window)),
-            (1, group(1, **stored, kv_cache_spec_kind="full_attention")),
-        ]
+        window = stored(0, 0, "sliding_window", kv_cache_spec_sliding_window=4)
+        engine.history += [(0, batch(window)), (1, batch(stored(1, 1, "full_attention")))]
         assert await position_after(engine, 4) is None
 
     async def test_the_main_group_is_still_known(self, engine):
-        def group(**event):
-            return msgspec.msgpack.encode([0.0, [{"block_hashes": [1], "group_idx": 1, **event}], 0])
-
-        stored = {"type": "BlockStored", "token_ids": [1, 2], "block_size": 2}
-        engine.history += [(0, group(**stored, kv_cache_spec_kind="full_attention"))]
+        engine.history += [(0, batch(stored(1, 1, "full_attention")))]
         position = await position_after(engine, 3)
-        engine.history += [(1, group(type="BlockRemoved"))]
+        engine.history += [(1, batch({"type": "BlockRemoved", "block_hashes": [1], "group_idx": 1}))]
         async with reader(engine, idle_check_s=60, since=position) as view:
             assert await view.take(3) == [ViewResumed(), removed(1), ViewCurrent(complete=True)]
 
@@ -463,27 +421,18 @@ class TestGoingOn:
 @pytest.mark.parametrize("kind", ["sliding_window", "a kind of the future"])
 async def test_a_group_of_unknown_need_is_never_complete(engine, kind):
     """A window without its size, or another kind."""
-
-    def stored(group: int, kind: str) -> dict[str, object]:
-        event = {"type": "BlockStored", "block_hashes": [group], "token_ids": [1, 2], "block_size": 2}
-        return event | {"group_idx": group, "kv_cache_spec_kind": kind}
-
-    def batch(*events: dict[str, object]) -> bytes:
-        return msgspec.msgpack.encode([0.0, events, 0])
-
-    subscriber = KvEventSubscriber(engine.endpoints, read_keys=read_vllm_keys, idle_check_s=60)
-    full = BlocksStored(Tier.GPU, None, (0,), token_array([1, 2]), 2)
+    full, main = BlocksStored(Tier.GPU, None, (0,), token_array([1, 2]), 2), stored(0, 0, "full_attention")
     other = BlocksStored(Tier.GPU, None, (1,), token_array([]), 2, group=KvGroup(1, Attention.UNKNOWN))
-    async with Reader(subscriber) as view:
+    async with reader(engine, read_keys=read_vllm_keys, idle_check_s=60) as view:
         await view.take(2)
         await engine.subscribed()
-        await engine.publish(0, batch(stored(0, "full_attention")))
-        await engine.publish(1, batch(stored(1, kind), stored(0, "full_attention")))
+        await engine.publish(0, batch(main))
+        await engine.publish(1, batch(stored(1, 1, kind), main))
         assert await view.take(4) == [full, other, full, ViewCurrent(complete=False)]
         await engine.publish(2, batch({"type": "AllBlocksCleared"}))
-        await engine.publish(3, batch(stored(0, "full_attention")))
+        await engine.publish(3, batch(main))
         assert await view.take(3) == [CacheCleared(), ViewCurrent(complete=False), full]
-        assert subscriber.counts == SubscriberCounts(batches=4, events=5)
+        assert view.subscriber.counts == SubscriberCounts(batches=4, events=5)
 
 
 async def test_topics_that_only_begin_the_same_are_others(engine):
@@ -532,38 +481,3 @@ async def test_whoever_leaves_in_a_replay_leaves_no_generator_behind(engine):
     finally:
         sys.set_asyncgen_hooks(*before)
     assert left == []
-
-
-async def test_nothing_is_missed_while_the_real_publisher_goes_on():
-    publisher = EventPublisher()
-    held = 0
-
-    async def snapshot() -> CacheSnapshot:
-        nonlocal held
-        held = publisher.last_sequence
-        for name in range(held + 1, held + 50):  # published between the snapshot and its arrival
-            publisher.publish([removed(name)])
-        return CacheSnapshot(held, ())
-
-    for name in range(100):
-        publisher.publish([removed(name)])
-    endpoints = EventEndpoints(
-        publisher.source.endpoint, publisher.source.replay_endpoint, publisher.source.topic
-    )
-    try:
-        async with aclosing(
-            KvEventSubscriber(endpoints, snapshot=snapshot, idle_check_s=0.02).events()
-        ) as events:
-            seen = []
-            async for event in events:
-                if isinstance(event, ViewCurrent):
-                    for name in range(150, 200):
-                        publisher.publish([removed(name - 1)])
-                elif isinstance(event, BlocksRemoved):
-                    seen.extend(event.hashes)
-                    if len(seen) == 99:
-                        break
-        assert held == 99
-        assert seen == list(range(100, 199))
-    finally:
-        publisher.close()

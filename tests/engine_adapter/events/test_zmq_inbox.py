@@ -35,16 +35,6 @@ async def subscribed(pub):
     await asyncio.wait_for(pub.recv(), WAIT_S)
 
 
-async def test_messages_come_in_order_and_then_none_in_time(bound):
-    pub, endpoint = bound(zmq.XPUB)
-    with subscription(endpoint, "") as inbox:
-        await subscribed(pub)
-        for number in range(100):
-            await pub.send_multipart([b"kv", b"%d" % number])
-        assert [await inbox.receive(WAIT_S) for _ in range(100)] == [[b"kv", b"%d" % n] for n in range(100)]
-        assert await inbox.receive(0.01) is None
-
-
 async def test_a_flood_leaves_turns_to_others(bound, monkeypatch):
     monkeypatch.setattr(zmq_inbox, "_TURN_S", 0.0)
     pub, endpoint = bound(zmq.XPUB)
@@ -72,17 +62,6 @@ async def test_nothing_is_passed_on_after_the_connection_dropped(bound):
                 await inbox.receive(WAIT_S)
 
 
-async def test_a_question_and_its_answer(bound):
-    router, endpoint = bound(zmq.ROUTER)
-    with replay_client(endpoint) as replay:
-        await replay.ask(258)
-        identity, empty, start = await asyncio.wait_for(router.recv_multipart(), WAIT_S)
-        assert (empty, start) == (b"", b"\x00" * 6 + b"\x01\x02")
-        await router.send_multipart([identity, b"", b"kv", b"payload"])
-        assert await replay.receive(WAIT_S) == [b"", b"kv", b"payload"]
-        assert await replay.receive(0.01) is None
-
-
 @pytest.mark.parametrize("kind", [zmq.XPUB, zmq.ROUTER])
 async def test_a_message_of_any_length_does_not_fill_the_memory(bound, monkeypatch, kind):
     monkeypatch.setattr(zmq_inbox, "MAX_MESSAGE_BYTES", 1000)
@@ -98,7 +77,7 @@ async def test_a_message_of_any_length_does_not_fill_the_memory(bound, monkeypat
         await client.ask(0)
         asker, *_ = await hostile.recv_multipart()
         await hostile.send_multipart((asker, b"", bytes(1001)))
-        assert await client.receive(0.3) is None
+        assert await client.receive(0.05) is None
 
 
 @pytest.mark.parametrize("endpoint", ["", "tcp://gpu7", "nowhere"])

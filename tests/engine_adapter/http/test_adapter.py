@@ -10,7 +10,6 @@ from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineUnavailable
 from engine_adapter.http.adapter import EventWatch, read_models
 from engine_adapter.openai_compatible import OpenAICompatibleAdapter
-from engine_adapter.registry import make_adapter
 from engine_adapter.types import (
     Attention,
     BlocksRemoved,
@@ -22,7 +21,6 @@ from engine_adapter.types import (
     ViewCurrent,
     ViewLost,
 )
-from tests.engines import engine_spec
 
 
 async def test_requests_go_to_the_engine_until_it_is_removed():
@@ -34,16 +32,6 @@ async def test_requests_go_to_the_engine_until_it_is_removed():
     await adapter.aclose()
     with pytest.raises(EngineUnavailable, match="removed"):
         await adapter._control.get("/v1/models")
-
-
-def test_a_rank_is_named_in_place_of_the_clients_own_word():
-    theirs = {"X-Data-Parallel-Rank": "0"}
-    sent = [
-        make_adapter(engine_spec("sglang", "http://127.0.0.1:1", **rank)).prepare("POST", "/", theirs, None)
-        for rank in ({"dp_rank": 1}, {})
-    ]
-    named = [[value for name, value in each.headers if b"rank" in name] for each in sent]
-    assert named == [[b"1"], [b"0"]]
 
 
 FIRST = {"id": "m", "object": "model", "created": 5, "owned_by": "vllm", "root": "/x", "max_model_len": 9}

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from engine_adapter.errors import EngineRejected, EngineUnavailable, log_text
-from engine_adapter.http.control import ControlClient
+from engine_adapter.http.control import ControlClient, read_samples
 from engine_adapter.types import EngineSpec
 from tests.engines import served
 
@@ -49,16 +49,17 @@ async def echo(request: Request) -> Response:
     )
 
 
-async def silent(_: Request) -> Response:
-    await asyncio.sleep(5)
+async def silent(request: Request) -> Response:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
     return Response()
 
 
 async def slow(_: Request) -> Response:
     async def parts():
-        for _ in range(5):
+        for _ in range(12):
             yield b"x"
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.05)
 
     return StreamingResponse(parts())
 
@@ -181,7 +182,7 @@ async def test_an_engine_that_is_silent_for_too_long(control):
 
 
 async def test_only_silence_is_limited(control):
-    assert await control.fetch("GET", "/slow", answer_s=0.3) == b"xxxxx"
+    assert await control.fetch("GET", "/slow", answer_s=0.5) == b"x" * 12
 
 
 async def test_a_path_is_percent_encoded_once(control):
@@ -189,3 +190,53 @@ async def test_a_path_is_percent_encoded_once(control):
         "path": "/path/a%20b%2Fc",
         "query": "x=1&y=%5Bz%5D",
     }
+
+
+PAGE = b"""\
+# HELP busy:requests Requests now.
+# TYPE busy:requests gauge
+busy:requests{engine="0",model="a b"} 3.0
+busy:requests{engine="1",model="a b"} 4
+busy:requests_total{engine="0"} 99.0
+# TYPE config_info gauge
+config_info{engine="0",note="a \\"quoted\\", thing",size="32"} 1.0
+started_seconds 1.795250395377022e+09
+broken_lines_of_others{ nan nan
+"""
+
+
+def test_the_samples_that_were_asked_for():
+    samples = read_samples(PAGE, ("busy:requests", "config_info", "started_seconds", "absent"))
+    assert samples.sum("busy:requests") == 7
+    assert samples.sum("busy:requests", engine="1") == 4
+    assert samples.sum("busy:requests", engine="2") is None
+    assert samples.sum("started_seconds") == 1795250395.377022
+    assert samples.labels("config_info") == {"engine": "0", "note": 'a "quoted", thing', "size": "32"}
+    assert samples.labels("config_info", engine="1") == {}
+    assert (samples.all("absent"), samples.all("busy:requests_total")) == ([], [])
+
+
+@pytest.mark.parametrize("page", [b"\xff\xfe", b'started{engine="0" 1\n', b"started one\n"])
+def test_a_page_of_another_kind(page):
+    if page.startswith(b"\xff"):
+        page = b"started " + page
+    with pytest.raises(EngineUnavailable, match="/metrics cannot be read"):
+        read_samples(page, ("started",))
+
+
+@pytest.mark.parametrize("end", ["", "\n", "\r\n"])
+def test_a_sample_with_its_time_and_one_at_the_end(end):
+    samples = read_samples(f'a{{note="}} 1"}} 2 1395066363000\nb 3{end}'.encode(), ("a", "b"))
+    assert [each[:3] for each in samples.all("a")] == [("a", {"note": "} 1"}, 2.0)]
+    assert samples.sum("b") == 3
+
+
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf", "1e999"])
+def test_values_that_are_no_numbers_tell_nothing(value):
+    samples = read_samples(f'a{{x="1"}} {value}\na{{x="2"}} 3\nb {value}\n'.encode(), ("a", "b"))
+    assert (samples.sum("a"), samples.sum("b")) == (3, None)
+
+
+def test_the_same_series_with_other_values():
+    first, second = (read_samples(b'a{x="1"} %d\na{x="2"} 5\n' % value, ("a",)) for value in (1, 2))
+    assert (first.sum("a"), second.sum("a"), second.sum("a", x="1")) == (6, 7, 2)

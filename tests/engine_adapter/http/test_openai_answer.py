@@ -1,7 +1,6 @@
 """What is asked of an answer beyond what its client asked, and that its client sees none of it."""
 
 import json
-import re
 from array import array
 from itertools import pairwise
 
@@ -9,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_adapter import JsonBody
+from engine_adapter import JsonBody, Opening, Says, what_is_said
 from engine_adapter.hold import Hold
-from engine_adapter.http.openai_answer import OpenAIAnswer, hold_openai, pass_marked, tell_cached
+from engine_adapter.http.openai_answer import OpenAIAnswer, hold_openai, tell_cached
 from tests.fakes import DONE, event
 from tests.holding import read_by
 
@@ -67,17 +66,15 @@ CHATS = [
 ]  # fmt: skip
 
 
+USAGE_TOO, IDS_TOO = {"ask_usage": True}, {"ask_tokens": True}
+
+
 def body_of(**fields) -> JsonBody:
     return JsonBody(json.dumps({"model": "m", **fields}).encode())
 
 
 def sent(hold) -> dict:
     return json.loads(hold.body.raw)
-
-
-def read(answer: OpenAIAnswer, chunks) -> bytes:
-    """What the client gets."""
-    return read_by(answer, chunks)
 
 
 @st.composite
@@ -88,53 +85,20 @@ def splits(draw, raw: bytes) -> list[bytes]:
 
 
 class TestRequest:
-    def test_one_that_needs_nothing_goes_as_it_came(self):
-        body = body_of(messages=[], stream=True)
-        hold = hold_openai(CHAT, body)
-        assert (hold.body, hold.answer, hold.note) == (body, None, "")
-
-    def test_changes_drops_and_note(self):
-        hold = hold_openai(
-            CHAT,
-            body_of(messages=[1], prompt_table="p"),
-            changes={"ids": [1]},
-            drop=["messages", "none"],
-            note="n",
-        )
-        assert sent(hold) == {"model": "m", "prompt_table": "p", "ids": [1]}
-        assert (hold.answer, hold.note) == (None, "n")
-
     @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
     @pytest.mark.parametrize(
         ("options", "asked"),
         [
-            (None, {"include_usage": True}),
             ({}, {"include_usage": True}),
-            ({"include_usage": False, "x": 1}, {"x": 1, "include_usage": True}),
-            ({"continuous_usage_stats": True}, {"include_usage": True}),
+            ({"stream_options": {}}, {"include_usage": True}),
+            ({"stream_options": {"include_usage": False, "x": 1}}, {"x": 1, "include_usage": True}),
+            ({"stream_options": {"continuous_usage_stats": True}}, {"include_usage": True}),
         ],
     )
     def test_a_stream_is_asked_for_usage(self, path, options, asked):
-        given_options = {} if options is None else {"stream_options": options}
-        hold = hold_openai(path, body_of(stream=True, **given_options), ask_usage=True)
+        hold = hold_openai(path, body_of(stream=True, **options), ask_usage=True)
         assert sent(hold)["stream_options"] == asked
         assert hold.answer is not None
-
-    @pytest.mark.parametrize(
-        ("path", "fields"),
-        [
-            (CHAT, {"stream": True, "stream_options": {"include_usage": True}}),
-            (CHAT, {"stream": True, "stream_options": "wrong: the engine's to tell"}),
-            (CHAT, {"stream": False}),
-            (COMPLETIONS, {}),
-            ("/v1/responses", {"stream": True}),
-            ("/v1/messages", {"stream": True}),
-        ],
-    )
-    def test_where_usage_comes_anyway_nothing_is_asked(self, path, fields):
-        body = body_of(**fields)
-        hold = hold_openai(path, body, ask_usage=True)
-        assert (hold.body, hold.answer) == (body, None)
 
     @pytest.mark.parametrize("fields", [{}, {"stream": True}, {"return_token_ids": False}])
     def test_ids_are_asked_for(self, fields):
@@ -142,12 +106,26 @@ class TestRequest:
         assert sent(hold) == {"model": "m", **fields, "return_token_ids": True}
 
     @pytest.mark.parametrize(
-        ("path", "fields"), [("/v1/responses", {}), (COMPLETIONS, {"echo": True}), (CHAT, {"echo": True})]
+        ("path", "fields", "ask"),
+        [
+            (CHAT, {"stream": True}, {}),
+            # Usage comes anyway.
+            (CHAT, {"stream": True, "stream_options": {"include_usage": True}}, USAGE_TOO),
+            (CHAT, {"stream": True, "stream_options": "wrong: the engine's to tell"}, USAGE_TOO),
+            (CHAT, {"stream": False}, USAGE_TOO),
+            (COMPLETIONS, {}, USAGE_TOO),
+            ("/v1/responses", {"stream": True}, USAGE_TOO),
+            ("/v1/messages", {"stream": True}, USAGE_TOO),
+            # Ids cannot be had, or change the answer.
+            ("/v1/responses", {}, IDS_TOO),
+            (COMPLETIONS, {"echo": True}, IDS_TOO),
+            (CHAT, {"echo": True}, IDS_TOO),
+        ],
     )
-    def test_not_where_they_cannot_be_had_or_change_the_answer(self, path, fields):
+    def test_where_nothing_is_asked_it_goes_as_it_came(self, path, fields, ask):
         body = body_of(**fields)
-        hold = hold_openai(path, body, ask_tokens=True)
-        assert (hold.body, hold.answer) == (body, None)
+        hold = hold_openai(path, body, **ask)
+        assert (hold.body, hold.answer, hold.note) == (body, None, "")
 
 
 class TestUsageOfAStream:
@@ -161,12 +139,8 @@ class TestUsageOfAStream:
         answer = hold_openai(CHAT, body_of(stream=True), ask_usage=True).answer
         text = CHATS[data.draw(st.integers(0, 1))][1].replace(b"\n\n", ends)
         chunks = data.draw(splits(text + USAGE.replace(b"\n\n", ends) + DONE.replace(b"\n\n", ends)))
-        assert read(answer, chunks) == text + DONE.replace(b"\n\n", ends)
+        assert read_by(answer, chunks) == text + DONE.replace(b"\n\n", ends)
         assert (answer.cached_tokens(), answer.prompt_tokens()) == (8, None)
-
-    def test_a_chunk_of_whole_events_is_passed_on_as_it_is(self, answer):
-        chunk = chat_chunk(text="a") + chat_chunk(text="b")
-        assert answer.feed(chunk) is chunk
 
     @pytest.mark.parametrize("usage", [None, {"completion_tokens": 1}])
     @pytest.mark.parametrize("ends", [b"\n\n", b"\r\n\r\n"])
@@ -183,15 +157,6 @@ class TestUsageOfAStream:
         events = Events(chat_chunk(text="a", usage=usage).replace(b"\n\n", ends) * 1000)
         answer.feed(events)
         assert events.looked_at < 8 * len(events)
-
-    @pytest.mark.parametrize("ends", [b"\n\n", b"\r\n\r\n"])
-    def test_only_events_with_a_mark_are_read(self, ends):
-        def pass_event(event):
-            return b"<" + event + b">"
-
-        ping, one, two, last = (event + ends for event in (b": ping", b"data: a", b"data: aa\ndata: a", b"b"))
-        passed = pass_marked(ping + one + ping + two + last, {b"a": re.compile(b"a")}, pass_event)
-        assert passed == ping + b"<" + one + b">" + ping + b"<" + two + b">" + last
 
     def test_a_chunk_that_says_more_passes(self, answer):
         counts = {"prompt_tokens_details": {"cached_tokens": 3}}
@@ -219,21 +184,21 @@ class TestUsageOfAStream:
         usage = compact(
             {**CARD, **choices, "usage": {**COUNTS, "prompt_tokens_details": {"cached_tokens": 8}}}
         )
-        assert read(answer, [chat_chunk(text="a"), usage, DONE]) == chat_chunk(text="a") + DONE
+        assert read_by(answer, [chat_chunk(text="a"), usage, DONE]) == chat_chunk(text="a") + DONE
         assert answer.cached_tokens() == 8
         asked = {"stream_options": {"include_usage": True}}
         shown = hold_openai(CHAT, body_of(stream=True, **asked), ask_usage=True, ask_tokens=True).answer
-        assert json.loads(read(shown, [usage]).partition(b"data: ")[2])["usage"]
+        assert json.loads(read_by(shown, [usage]).partition(b"data: ")[2])["usage"]
 
     def test_what_the_last_usage_leaves_open_an_earlier_one_says(self, answer):
         counts = {"prompt_tokens_details": {"cached_tokens": 3}}
         first = compact({**CARD, "choices": [{"delta": {"content": "a"}}], "usage": counts})
-        assert read(answer, [first, compact({"choices": [], "usage": COUNTS})]) == first
+        assert read_by(answer, [first, compact({"choices": [], "usage": COUNTS})]) == first
         assert answer.cached_tokens() == 3
 
     @pytest.mark.parametrize("last", [USAGE[:-2], USAGE[:-1]])
     def test_a_stream_without_its_last_line_end(self, answer, last):
-        assert read(answer, [chat_chunk(text="a"), last]) == chat_chunk(text="a")
+        assert read_by(answer, [chat_chunk(text="a"), last]) == chat_chunk(text="a")
         assert answer.cached_tokens() == 8
 
     @pytest.mark.parametrize(
@@ -246,7 +211,7 @@ class TestUsageOfAStream:
         ],
     )
     def test_what_is_no_chunk_passes(self, answer, odd):
-        assert read(answer, [odd]) == odd
+        assert read_by(answer, [odd]) == odd
 
 
 class TestTokenIds:
@@ -254,7 +219,7 @@ class TestTokenIds:
     @given(data=st.data())
     def test_and_usage_with_them(self, asked, plain, data):
         answer = hold_openai(CHAT, body_of(stream=True), ask_tokens=True, ask_usage=True).answer
-        assert read(answer, data.draw(splits(asked + USAGE + DONE))) == plain + DONE
+        assert read_by(answer, data.draw(splits(asked + USAGE + DONE))) == plain + DONE
         assert (answer.prompt_tokens(), answer.cached_tokens()) == (array("i", PROMPT), 8)
 
     def test_what_else_is_in_an_event_keeps_its_bytes(self):
@@ -271,7 +236,7 @@ class TestTokenIds:
     def test_stay_where_the_client_asked_itself(self, asked, plain):
         hold = hold_openai(CHAT, body_of(stream=True, return_token_ids=True), ask_tokens=True)
         assert sent(hold)["return_token_ids"] is True
-        assert read(hold.answer, [asked, DONE]) == asked + DONE != plain
+        assert read_by(hold.answer, [asked, DONE]) == asked + DONE != plain
         assert hold.answer.prompt_tokens() == array("i", PROMPT)
 
     @pytest.mark.parametrize("in_choice", [False, True], ids=["chat", "completion"])
@@ -317,7 +282,7 @@ class TestToldReuse:
     def test_stands_in_the_usage_that_the_client_asked_for(self, data):
         hold = hold_openai(CHAT, body_of(stream=True, stream_options={"include_usage": True}))
         tell_cached(hold, CHAT, 640)
-        passed = read(hold.answer, data.draw(splits(CHATS[0][1] + USAGE + DONE)))
+        passed = read_by(hold.answer, data.draw(splits(CHATS[0][1] + USAGE + DONE)))
         counts = COUNTS | {"prompt_tokens_details": {"cached_tokens": 640}}
         assert passed == CHATS[0][1] + compact({**CARD, "choices": [], "usage": counts}) + DONE
         assert hold.answer.cached_tokens() == 8, "the engine's own report is for the audit"
@@ -325,13 +290,13 @@ class TestToldReuse:
     def test_is_not_shown_to_a_client_that_asked_for_no_usage(self):
         hold = hold_openai(CHAT, body_of(stream=True), ask_usage=True)
         tell_cached(hold, CHAT, 640)
-        assert read(hold.answer, [CHATS[0][1] + USAGE + DONE]) == CHATS[0][1] + DONE
+        assert read_by(hold.answer, [CHATS[0][1] + USAGE + DONE]) == CHATS[0][1] + DONE
 
     def test_an_engine_that_gives_no_details_gets_some(self):
         hold = hold_openai(CHAT, body_of(stream=True, stream_options={"include_usage": True}))
         tell_cached(hold, CHAT, 3)
         for details in ({}, {"prompt_tokens_details": None}):
-            (line, _, _) = read(hold.answer, [compact({"choices": [], "usage": COUNTS | details})]).split(
+            (line, _, _) = read_by(hold.answer, [compact({"choices": [], "usage": COUNTS | details})]).split(
                 b"\n"
             )
             usage = json.loads(line[6:])["usage"]
@@ -358,7 +323,7 @@ class TestToldReuse:
                 assert json.loads(passed) == told
             else:
                 events = compact({"response": {"usage": None}}) + compact({"response": response})
-                passed = read(hold.answer, data.draw(splits(events)))
+                passed = read_by(hold.answer, data.draw(splits(events)))
                 assert passed == compact({"response": {"usage": None}}) + compact({"response": told})
 
 
@@ -370,3 +335,144 @@ RESPONSE_USAGE = {
 
 def _with_cached(usage: dict, cached: int) -> dict:
     return usage | {"input_tokens_details": usage["input_tokens_details"] | {"cached_tokens": cached}}
+
+
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+CALL = {"function": {"name": "f", "arguments": "{}"}}
+
+
+def choice(reason="stop", **message):
+    return {"index": 0, "message": {"role": "assistant", **message}, "finish_reason": reason}
+
+
+def chunk(reason=None, **delta):
+    return event({"choices": [{"index": 0, "delta": delta, "finish_reason": reason}]})
+
+
+def said(answer, route=CHAT):
+    content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+    return what_is_said(route, content, is_json=not isinstance(answer, bytes))
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        ({"choices": [choice(content="hi")]}, Says.SOMETHING),
+        ({"choices": [choice(content=""), choice(content="hi")]}, Says.SOMETHING),
+        ({"choices": [choice(content=None, reasoning_content="hm")]}, Says.SOMETHING),
+        ({"choices": [choice(content=None, tool_calls=[CALL])]}, Says.SOMETHING),
+        ({"choices": [choice(content=None, refusal="no")]}, Says.SOMETHING),
+        ({"choices": [choice(content="", audio={"id": "a"})]}, Says.SOMETHING),
+        ({"choices": [choice("length", content="")]}, Says.SOMETHING),
+        ({"choices": [choice("content_filter", content="")]}, Says.SOMETHING),
+        ({"choices": [choice(content="")], "prompt_logprobs": [None, {"1": {}}]}, Says.SOMETHING),
+        (
+            b'{"choices":[{"message":{"content":"x"},"logprobs":{"content":[{"logprob":-Infinity}]}}]}',
+            Says.SOMETHING,
+        ),
+        *(
+            ({"choices": [choice(content=text, tool_calls=[], annotations=[])]}, Says.NOTHING)
+            for text in ("", None)
+        ),
+        # Of another form.
+        ({"choices": []}, Says.NO_ANSWER),
+        ({"choices": ["hi"]}, Says.NO_ANSWER),
+        ({"message": {"role": "assistant", "content": "hi"}}, Says.NO_ANSWER),
+        ([{"generated_text": "hi"}], Says.NO_ANSWER),
+        (b"", Says.NO_ANSWER),
+        (b"<html>Sign in</html>", Says.NO_ANSWER),
+        (b'{"choices":[{"message":{"content":"hi"}}]', Says.NO_ANSWER),
+        (b"[" * 5000 + b"]" * 5000, Says.NO_ANSWER),
+    ],
+)
+def test_what_a_whole_answer_says(answer, says):
+    assert said(answer) is says
+
+
+@pytest.mark.parametrize("route", [CHAT, RESPONSES, MESSAGES])
+def test_a_whole_answer_may_be_an_error_alone(route):
+    assert said({"error": {"message": "no"}}, route) is Says.ERROR
+    assert said({"error": "no", "choices": [], "output": [], "content": []}, route) is Says.ERROR
+    assert said({"error": None}, route) is Says.NO_ANSWER
+
+
+@pytest.mark.parametrize(("route", "name"), [(RESPONSES, "output"), (MESSAGES, "content")])
+def test_a_whole_answer_of_another_api_has_another_list(route, name):
+    assert said({"error": None, name: [{"type": "text", "text": "hi"}]}, route) is Says.SOMETHING
+    assert said({name: []}, route) is Says.NOTHING
+    assert said({name: [], "status": "queued"}, route) is Says.SOMETHING, "it runs in the background"
+    assert said({name: "hi"}, route) is Says.NO_ANSWER
+    assert said({"choices": [choice(content="hi")]}, route) is Says.NO_ANSWER
+
+
+@pytest.mark.parametrize("text", ["", None])
+def test_a_completion_may_say_nothing(text):
+    assert said({"choices": [{"text": text, "finish_reason": "stop"}]}, COMPLETIONS) is Says.NOTHING
+
+
+def opened(*chunks):
+    """What the opening says after the last of these chunks, and whether it waits for more."""
+    opening = Opening()
+    *_, last = (opening.read(each) for each in chunks)
+    return last, opening.waits
+
+
+ROLE, WORD = chunk(role="assistant", content=""), chunk(content="hi")
+ERROR, NO_CHOICES = event({"error": {"message": "no"}}), event({"choices": []})
+
+
+class TestTheOpeningOfAStream:
+    @pytest.mark.parametrize(
+        "chunks",
+        [
+            [WORD],
+            [ROLE, WORD],
+            [b": ping\n\n", WORD],
+            [WORD[:20], WORD[20:]],
+            [NO_CHOICES, WORD],
+            [chunk(tool_calls=[CALL])],
+            [event({"choices": [{"text": "hi"}]})],
+            [event({"choices": [{"text": "", "prompt_logprobs": [None, {}]}]})],
+            [b"data: 1\n\n"],
+            [event({"type": "response.created", "response": {"error": None}})],
+            [b'data: {"x": "' + b"x" * (65 << 10)],
+        ],
+    )
+    def test_says_something(self, chunks):
+        assert opened(*chunks)[0] is Says.SOMETHING
+
+    @pytest.mark.parametrize(
+        ("chunks", "waits"),
+        [
+            ([ROLE], False),
+            ([ROLE, chunk("stop")], False),
+            ([ROLE, ERROR], False),  # the client has the role already
+            ([b": ping\n\n"], False),
+            ([b"data: [DONE]\n\n"], False),
+            ([WORD[:20]], True),
+            ([b"ev"], True),
+            ([NO_CHOICES], True),
+            ([NO_CHOICES, b"data: [DONE]\n\n"], True),
+            ([NO_CHOICES, ROLE], False),
+        ],
+    )
+    def test_says_nothing_yet(self, chunks, waits):
+        assert opened(*chunks) == (Says.NOTHING, waits)
+
+    @pytest.mark.parametrize(
+        "error",
+        [
+            ERROR,
+            ERROR + b"data: [DONE]\n\n",
+            event({"error": "no"}),
+            b"error: " + b'{"message":"no"}\n\n',
+            b"event: error\n" + event({"type": "error", "error": {"message": "no"}}),
+            event({"type": "error", "message": "no"}),
+            b"event: response.failed\n" + event({"response": {"error": {"message": "no"}}}),
+            event({"type": "response.failed", "response": {"error": {"message": "no"}}}),
+        ],
+    )
+    def test_is_an_error(self, error):
+        for before in (b"", b": ping\n\n", NO_CHOICES):
+            assert opened(before + error)[0] is Says.ERROR
+        assert opened(error[:12], error[12:])[0] is Says.ERROR

@@ -1,21 +1,26 @@
 from array import array
+from contextlib import asynccontextmanager
 
 import pytest
 
 from engine_adapter.errors import EngineUnavailable
 from engine_adapter.lmcache import client
 from engine_adapter.lmcache.client import (
+    Coordinator,
     Key,
     KeyPlacements,
     KvChunk,
+    LmCacheNode,
     ObjectPlace,
     below_gpu,
     chunks_of,
     leading,
+    survey,
     text_of,
 )
-from engine_adapter.types import BelowGpu, KvTarget
-from tests.engine_adapter.lmcache.conftest import PROMPT
+from engine_adapter.types import BelowGpu, Capability, EngineSpec, KvTarget
+from tests.engine_adapter.lmcache.conftest import PROMPT, spec_of
+from tests.fake_engines.text import MODEL_DIR
 
 
 async def test_a_node_that_cannot_delete_says_why(node, monkeypatch):
@@ -41,11 +46,8 @@ async def test_a_coordinator_tells_where_things_lie(lmcache, coordinator, scope,
 
 @pytest.mark.parametrize(("pending", "in_flight", "is_storing"), [(0, 0, False), (3, 0, True), (0, 1, True)])
 def test_what_a_node_holds_and_is_about_to_write(pending, in_flight, is_storing):
-    storage = client.Storage(
-        {"_default": client.L1(5), "other": client.L1(2)},
-        {"_default": client.Storing(), "other": client.Storing(pending, in_flight)},
-        1,
-    )
+    stores = {"_default": client.Storing(), "other": client.Storing(pending, in_flight)}
+    storage = client.Storage({"_default": client.L1(5), "other": client.L1(2)}, stores, 1)
     assert (storage.l1_objects, storage.is_storing) == (7, is_storing)
 
 
@@ -75,14 +77,8 @@ def test_what_an_engine_takes_of_a_prompt(tiers, n_tokens, expected):
 
 def test_a_chunk_lies_where_the_objects_of_all_ranks_do():
     found = chunks_of([objects("x", "l1", "l2"), objects("x", "l2"), objects("y", "l1")], "a")
-    assert [(each.on_host, each.on_disk, len(each.keys)) for each in found] == [
-        (False, True, 2),
-        (True, False, 1),
-    ]
-    assert [each.bytes for each in found] == [200, 100]
-
-
-def test_objects_of_another_salt_are_another_chunk():
+    lies = [(each.on_host, each.on_disk, len(each.keys), each.bytes) for each in found]
+    assert lies == [(False, True, 2, 200), (True, False, 1, 100)]
     assert len(chunks_of([objects("x", "l1"), objects("x", "l1", salt="s")], "a")) == 2
 
 
@@ -105,3 +101,69 @@ def test_only_whole_chunks_before_the_first_image_are_text():
     marks[130] = 1
     assert text_of(KvTarget(tokens, marks), 64) == tokens[:128]
     assert len(text_of(KvTarget(), 64)) == 0
+
+
+MOVES = {Capability.OFFLOAD, Capability.RESTORE}
+
+
+@asynccontextmanager
+async def surveyed(spec: EngineSpec, model: str = str(MODEL_DIR)):
+    """What a survey comes to; of what was found, the problem and the remedy as one text."""
+    node, made = LmCacheNode(spec, spec.options.lmcache), {}
+    found = await survey(spec, model, node, lambda url: made.setdefault(url, Coordinator(spec, url)))
+    yield found[0], [str(finding) for finding in found[1]]
+    for each in (node, *made.values()):
+        await each.aclose()
+
+
+async def test_all_is_there(lmcache):
+    async with surveyed(spec_of(lmcache)) as (site, findings):
+        assert findings == []
+        assert site.capabilities == MOVES | {Capability.PIN}
+        assert (site.tokens_per_chunk, site.flush_s) == (64, lmcache.options.flush_s)
+        assert (site.scope.instance_id, site.scope.world_size) == ("node-a", 1)
+        # The node's own coordinator, unless another one is named.
+        assert site.coordinator.url == lmcache.coordinator_url
+
+
+async def test_a_model_on_gpus_spread_over_ranks_has_more_to_its_name(start_lmcache):
+    """Engines on GPUs are listed apart."""
+    spread = f"{MODEL_DIR}##lmcache-dcp-layout-v1-d2-interleave1"
+    server = start_lmcache(on_gpu=True, world_size=2, model=spread)
+    async with surveyed(spec_of(server)) as (site, findings):
+        assert (site.scope.model_name, site.scope.world_size, findings) == (spread, 2, [])
+
+
+@pytest.mark.parametrize(
+    ("options", "problem", "remedy"),
+    [
+        ({"connected": False}, "no vLLM of", '"kv_connector":"LMCacheMPConnector"'),
+        ({"model": "/other"}, "only: /other", "--kv-transfer-config"),
+        ({"l2": False}, "has no L2", "--l2-adapter"),
+        ({"reporting": False}, "reports to no coordinator", "--coordinator-event-reporting"),
+        ({"registered": False}, "does not know the server", "--coordinator-url"),
+        ({"coordinator_chunk": 256}, "chunks of another size", "--chunk-size 64"),
+        ({"coordinator_chunk": 32}, "chunks of another size", "--chunk-size 64"),
+    ],
+)
+async def test_what_is_missing_is_named_with_the_flag_that_mends_it(start_lmcache, options, problem, remedy):
+    async with surveyed(spec_of(start_lmcache(**options))) as (site, (finding,)):
+        assert site is None
+        assert problem in finding
+        assert remedy in finding
+        assert "kvpin does not use it" in finding
+
+
+async def test_without_pins_the_rest_can_be_used(start_lmcache):
+    async with surveyed(spec_of(start_lmcache(pins=False))) as (site, (finding,)):
+        assert site.capabilities == MOVES
+        assert "cannot pin" in finding
+
+
+async def test_either_may_not_be_there(lmcache):
+    nobody = "http://127.0.0.1:1"
+    async with surveyed(spec_of(lmcache, lmcache=nobody)) as (site, (finding,)):
+        assert (site, "is not reachable" in finding) == (None, True)
+        assert nobody in finding
+    async with surveyed(spec_of(lmcache, lmcache_coordinator=nobody)) as (site, (finding,)):
+        assert (site, "coordinator http://127.0.0.1:1 is not reachable" in finding) == (None, True)

@@ -1,13 +1,16 @@
 import asyncio
 from array import array
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
+from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineUnavailable
 from engine_adapter.lmcache import verbs
-from engine_adapter.lmcache.verbs import KvMover, TimedPins, salt_for
+from engine_adapter.lmcache.verbs import KvMover, TimedPins, embeddings_of, is_under, salt_for, without_lora
 from engine_adapter.types import KvProgress
+from tests.engine_adapter.builders import body
 from tests.engine_adapter.lmcache.conftest import PROMPT
 from tests.fake_engines.lmcache import CHUNK_BYTES, Entry
 
@@ -28,15 +31,9 @@ async def last(steps) -> KvProgress:
     return seen[-1]
 
 
-async def looked_at(lmcache, times: int) -> None:
-    async with asyncio.timeout(5):
-        while lmcache.statuses < times:  # noqa: ASYNC110 - the fake runs in a thread of its own
-            await asyncio.sleep(0.001)
-
-
-async def asked(lmcache, times: int) -> None:
-    async with asyncio.timeout(5):
-        while lmcache.asked < times:  # noqa: ASYNC110 - likewise
+async def until(condition) -> None:
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110 - the fake runs in a thread of its own
             await asyncio.sleep(0.001)
 
 
@@ -51,7 +48,7 @@ class TestOffload:
         lmcache.writes_through = False
         lmcache.store(PROMPT)
         offloading = asyncio.create_task(last(mover.offload(PROMPT, None)))
-        await looked_at(lmcache, 3)
+        await until(lambda: lmcache.statuses >= 3)
         assert lmcache.tiers(PROMPT) == ["l1"] * 6
         lmcache.write_through()
         assert (await offloading).done == 12
@@ -65,7 +62,7 @@ class TestOffload:
         # The node has it, as many objects as its coordinator knows of; so it looks as if all were told.
         lmcache.evict(PROMPT[:128])
         offloading = asyncio.create_task(last(mover.offload(LONG[:128], None)))
-        await asked(lmcache, 2)
+        await until(lambda: lmcache.asked >= 2)
         lmcache.tell()
         assert (await offloading).done == 4
 
@@ -74,9 +71,8 @@ class TestOffload:
         lmcache.store(PROMPT[:128])
         lmcache.writes_through = False
         lmcache.store(PROMPT)
-        assert await last(mover.offload(PROMPT, None)) == KvProgress(
-            4, 12, 2 * CHUNK_BYTES, {"not_on_disk": 8}
-        )
+        done = KvProgress(4, 12, 2 * CHUNK_BYTES, {"not_on_disk": 8})
+        assert await last(mover.offload(PROMPT, None)) == done
         assert lmcache.tiers(PROMPT) == ["l2"] * 2 + ["l1"] * 4
 
     async def test_what_a_request_uses_stays(self, lmcache, mover):
@@ -86,15 +82,11 @@ class TestOffload:
         assert lmcache.tiers(PROMPT)[:3] == ["l2", "l1+l2", "l2"]
 
     async def test_only_that_salt(self, lmcache, mover):
-        for salt in ("", "s", salt_for("s", "ada"), "st"):
+        salts = ("", "s", salt_for("s", "ada"), "st")
+        for salt in salts:
             lmcache.store(PROMPT, salt)
         assert (await last(mover.offload(None, "s"))).done == 24
-        assert {salt: lmcache.tiers(PROMPT, salt)[0] for salt in ("", "s", salt_for("s", "ada"), "st")} == {
-            "": "l1+l2",
-            "s": "l2",
-            salt_for("s", "ada"): "l2",
-            "st": "l1+l2",
-        }
+        assert [lmcache.tiers(PROMPT, salt)[0] for salt in salts] == ["l1+l2", "l2", "l2", "l1+l2"]
 
     async def test_everything_in_slices(self, lmcache, mover):
         lmcache.store(LONG)
@@ -130,9 +122,8 @@ class TestRestore:
         lmcache.store(PROMPT)
         lmcache.evict(PROMPT)
         lmcache.lost = {name for name, _ in lmcache.names(PROMPT)[4:]}
-        assert await last(mover.restore(PROMPT, None)) == KvProgress(
-            8, 12, 4 * CHUNK_BYTES, {"not_restored": 4}
-        )
+        done = KvProgress(8, 12, 4 * CHUNK_BYTES, {"not_restored": 4})
+        assert await last(mover.restore(PROMPT, None)) == done
 
     async def test_one_that_never_ends_is_given_up(self, lmcache, mover, monkeypatch):
         monkeypatch.setattr(verbs, "_PATIENCE_S", 0.1)
@@ -181,22 +172,16 @@ class TestSettle:
         lmcache.tells_in = 2
         lmcache.store(PROMPT)
         settling = asyncio.create_task(mover.settle())
-        await looked_at(lmcache, 3)
+        await until(lambda: lmcache.statuses >= 3)
         assert not settling.done()
         lmcache.write_through()
-        await asyncio.wait_for(settling, 5)
+        await asyncio.wait_for(settling, 30)
         assert len(lmcache.told) == 6
 
     async def test_gives_up_on_a_coordinator_that_counts_otherwise(self, lmcache, mover):
         lmcache.tells_at_once = False
         lmcache.store(PROMPT)
-        await asyncio.wait_for(mover.settle(), 5)
-
-
-async def until(condition):
-    async with asyncio.timeout(5):
-        while not condition():  # noqa: ASYNC110 - what is waited for has no event
-            await asyncio.sleep(0.005)
+        await asyncio.wait_for(mover.settle(), 30)
 
 
 async def test_a_pin_ends_when_its_time_is_up(lmcache, coordinator, scope):
@@ -231,19 +216,83 @@ async def test_the_end_is_tried_until_it_is_heard(lmcache, coordinator, scope, m
     await until(lambda: not held and not lmcache.pins)
 
 
-async def test_closing_ends_all(lmcache, coordinator, scope):
+async def test_closing_ends_all_and_does_not_wait_for_a_coordinator_that_is_gone(lmcache, coordinator, scope):
     held = TimedPins()
     for salt in ("s", "t"):
         await held.add(coordinator, scope, PROMPT, salt, 60)
     await held.aclose()
     assert lmcache.pins == {}
-    lmcache.coordinator_error = 503
-    await held.aclose()
-
-
-async def test_closing_does_not_wait_for_a_coordinator_that_is_gone(lmcache, coordinator, scope):
-    held = TimedPins()
     await held.add(coordinator, scope, PROMPT, "", 60)
     lmcache.coordinator_error = 503
     await held.aclose()
     assert len(held) == 0
+
+
+TENANT = "kvpin-" + "0" * 32 + "-" + "1" * 32  # kvpin's own are as long as this
+
+
+@pytest.mark.parametrize("salt", [None, "s", TENANT, "ünï cøde"])
+def test_text_without_an_adapter_keeps_its_salt(salt):
+    assert salt_for(salt) == salt
+
+
+def test_no_two_kinds_of_kv_share_a_salt():
+    salts = (None, "s", "t", TENANT, "a/b", "a@b", "a\\b", "a\0b", "x" * 128, "~" * 33)
+    adapters = (None, "ada", "lin", "s", "")
+    embeddings = (None, "e1", "e2", "ada")
+    sent = [salt_for(*kind) for kind in product(salts, adapters, embeddings)]
+    assert len(set(sent)) == len(sent)
+    # A client's own salt that looks like one made here is another's all the same.
+    assert not {salt_for(made) for made in sent if made and "~" in made} & set(sent)
+
+
+def test_every_salt_is_one_that_lmcache_takes():
+    for salt in ("a/b", "a@b", "a\\b", "a\0b", "x" * 129, "x" * 128, "~", TENANT, "x" * 95):
+        sent = salt_for(salt, "an adapter", "embeddings")
+        assert len(sent) <= 128
+        assert not set("@/\\\0") & set(sent)
+
+
+@pytest.mark.parametrize("salt", [None, "s", TENANT])
+def test_what_vllm_tells_of_is_the_requests_own(salt):
+    assert without_lora(salt_for(salt, "ada"), "ada") == salt
+    assert without_lora(salt, None) == salt
+    assert without_lora(salt, "ada") == salt
+    assert without_lora(salt_for(salt, "lin"), "ada") == salt_for(salt, "lin")
+
+
+def test_a_salt_is_found_with_all_its_adapters():
+    for adapter in (None, "ada"):
+        assert is_under(salt_for("s", adapter), "s")
+        assert is_under(salt_for("a/b", adapter), "a/b")
+        assert not is_under(salt_for("st", adapter), "s")
+        assert not is_under(salt_for(None, adapter) or "", "s")
+
+
+def test_embeddings_are_told_apart():
+    one, two = (embeddings_of(body(model="m", prompt_embeds=text)) for text in ("QQ==", "Qg=="))
+    assert None not in (one, two)
+    assert one != two
+    assert one == embeddings_of(body(prompt_embeds="QQ==", temperature=0))
+    several = [embeddings_of(body(prompt_embeds=texts)) for texts in (["QQ==", "Qg=="], ["QQ==Qg=="])]
+    assert several[0] != several[1]
+
+
+def test_embeddings_within_messages_are_those_of_the_very_same_request():
+    def chat(data):
+        return body(messages=[{"role": "user", "content": [{"type": "prompt_embeds", "data": data}]}])
+
+    assert embeddings_of(chat("QQ==")) not in (None, embeddings_of(chat("Qg==")))
+
+
+def test_embeddings_are_seen_however_they_are_written():
+    raw = body(messages=[{"content": [{"type": "prompt_embeds", "data": "QQ=="}]}]).raw
+    assert embeddings_of(JsonBody(raw.replace(b"prompt_embeds", b"prompt\\u005fembeds"))) is not None
+    assert embeddings_of(body(messages=[{"content": "\0"}])) is None
+
+
+@pytest.mark.parametrize(
+    "fields", [{"prompt": 'say "prompt_embeds"'}, {"prompt": "x", "prompt_embeds": None}]
+)
+def test_text_has_none(fields):
+    assert embeddings_of(body(**fields)) is None

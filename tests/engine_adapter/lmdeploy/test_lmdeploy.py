@@ -39,7 +39,7 @@ async def test_a_restarted_server_is_another(adapter_of):
         await adapter.load()
 
 
-async def test_one_that_sleeps_has_lost_its_kv(adapter_of):
+async def test_one_that_sleeps_has_lost_its_kv_and_one_that_is_not_healthy_may_become_so(adapter_of):
     with running_lmdeploy() as server:
         adapter = adapter_of(server.url)
         await adapter.connect()
@@ -47,12 +47,6 @@ async def test_one_that_sleeps_has_lost_its_kv(adapter_of):
         for call in (adapter.load, adapter.connect):
             with pytest.raises(EngineUnavailable, match="POST /wakeup"):
                 await call()
-
-
-async def test_one_that_is_not_healthy_may_become_so(adapter_of):
-    with running_lmdeploy() as server:
-        adapter = adapter_of(server.url)
-        await adapter.connect()
         server.fake.health = ("unhealthy", "No successful health probe for 91.0s.", 503)
         with pytest.raises(EngineUnhealthy):
             await adapter.load()
@@ -96,6 +90,9 @@ async def test_it_tries_once_whether_the_cache_is_on(adapter_of, caching, may_tr
         for _ in range(2):
             await adapter.connect()
             assert (adapter.findings(), len(server.fake.seen)) == (found, trials)
+        if caching:  # a server that has reused KV is not tried
+            await adapter_of(server.url).connect()
+            assert len(server.fake.seen) == trials
 
 
 async def test_an_older_server_does_not_tell_whether_the_cache_is_on(adapter_of):
@@ -103,13 +100,6 @@ async def test_an_older_server_does_not_tell_whether_the_cache_is_on(adapter_of)
         adapter = adapter_of(server.url)
         await adapter.connect()
         assert (adapter.findings(), len(server.fake.seen)) == ((), 1)
-
-
-async def test_a_server_that_has_reused_kv_is_not_tried(adapter_of):
-    with running_lmdeploy() as server:
-        await adapter_of(server.url).connect()
-        await adapter_of(server.url).connect()
-        assert len(server.fake.seen) == 2
 
 
 async def test_a_busy_server_joins_untried(adapter_of, monkeypatch):
@@ -123,16 +113,14 @@ async def test_a_busy_server_joins_untried(adapter_of, monkeypatch):
         assert adapter.findings() == (NO_CACHE,)
 
 
-async def test_its_lora_adapters_stand_beside_its_model(adapter_of):
-    with running_lmdeploy(adapters=("ada", "bob")) as server:
-        info = await adapter_of(server.url).connect()
-    assert (info.model, info.loras, info.tokenizer) == ("org/tiny", {"ada", "bob"}, "org/tiny")
-
-
-async def test_a_name_that_is_no_path_is_no_tokenizer(adapter_of):
-    with running_lmdeploy(model="tiny") as server:
-        assert (await adapter_of(server.url).connect()).tokenizer is None
-        assert (await adapter_of(server.url, tokenizer="/t").connect()).tokenizer == "/t"
+@pytest.mark.parametrize(
+    ("model", "fields", "tokenizer"),
+    [("org/tiny", {}, "org/tiny"), ("tiny", {}, None), ("tiny", {"tokenizer": "/t"}, "/t")],
+)
+async def test_its_name_is_its_tokenizer_if_it_is_a_path(adapter_of, model, fields, tokenizer):
+    with running_lmdeploy(model=model, adapters=("ada", "bob")) as server:
+        info = await adapter_of(server.url, **fields).connect()
+    assert (info.model, info.loras, info.tokenizer) == (model, {"ada", "bob"}, tokenizer)
 
 
 async def test_it_says_that_it_is_another_kind(adapter_of):
@@ -155,9 +143,13 @@ async def test_what_requests_are_sent(adapter_of):
         assert hold.body.raw == given.raw
 
 
-def test_chats_as_its_template_gets_them():
+@pytest.fixture(scope="module")
+def chat():
+    return ChatTokenizer.load(str(MODEL_DIR)).rendering(LMDEPLOY_INPUT)
+
+
+def test_chats_as_its_template_gets_them(chat):
     """Functions stand alone, in the order of its model; a content is never null."""
-    chat = ChatTokenizer.load(str(MODEL_DIR)).rendering(LMDEPLOY_INPUT)
     function = {"name": "f", "strict": True, "description": "d"}
     text = chat.render(
         [
@@ -172,6 +164,5 @@ def test_chats_as_its_template_gets_them():
 
 
 @pytest.mark.parametrize("tool", [{}, {"type": "function"}, {"function": None}, {"function": "f"}])
-def test_a_tool_without_a_function_is_the_servers_to_refuse(tool):
-    chat = ChatTokenizer.load(str(MODEL_DIR)).rendering(LMDEPLOY_INPUT)
+def test_a_tool_without_a_function_is_the_servers_to_refuse(chat, tool):
     assert chat.render([{"role": "user", "content": "a"}], tools=[tool])

@@ -53,11 +53,6 @@ def test_a_stream_without_what_its_client_did_not_ask_for(size):
     assert streamed(TEXT, END, TOLD, COUNTED, DONE, size=size) == (TEXT + END + counted(24) + DONE, 24)
 
 
-def test_a_whole_answer_without_usage_is_still_an_answer():
-    said = {"choices": [{"message": {"content": "hi"}}]}
-    assert whole(said | {"sglext": TIERS})[0] == said
-
-
 def test_a_client_that_asked_gets_all_of_it():
     assert streamed(TEXT, END, TOLD, DONE, hides=False) == (TEXT + END + TOLD + DONE, 24)
 

@@ -1,3 +1,5 @@
+from contextlib import aclosing
+
 import pytest
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
@@ -21,6 +23,9 @@ SERVER = {
     "api_key": "secret",
     "kv_events": PUBLISHER,
 }
+
+
+HICACHE = {"enable_hierarchical_cache": True}
 
 
 def read(*, api_key=None, **fields):
@@ -78,36 +83,32 @@ def test_a_publisher_that_connects_elsewhere_is_told_from_one_that_binds(host, c
 
 
 @pytest.mark.parametrize(
-    ("fields", "ranks"),
+    ("fields", "name", "value"),
     [
-        ({"kv_events": PUBLISHER | {"dp_size": 4}}, 4),
-        ({"kv_events": None, "dp_size": 2}, 2),
-        ({"kv_events": None, "dp_size": 1, "attn_dp_size": 8}, 8),
+        ({"kv_events": PUBLISHER | {"dp_size": 4}}, "dp_ranks", 4),
+        ({"kv_events": None, "dp_size": 2}, "dp_ranks", 2),
+        ({"kv_events": None, "dp_size": 1, "attn_dp_size": 8}, "dp_ranks", 8),
+        ({"kv_events": None}, "page_size", 64),
+        ({"kv_events": None, "dcp_size": 2}, "page_size", 128),
+        ({"kv_events": None, "page_size": None}, "page_size", None),
+        ({"hicache_ratio": 2.0}, "host_ratio", 0.0),
+        ({"hicache_ratio": 2.0}, "hicache", False),
+        (HICACHE | {"hicache_ratio": 2.0}, "host_ratio", 2.0),
+        (HICACHE | {"hicache_ratio": 2.0}, "hicache", True),
+        (HICACHE | {"hicache_ratio": 2.0, "hicache_size": 40}, "host_ratio", 0.0),
+        (HICACHE | {"hicache_ratio": None}, "host_ratio", 0.0),
+        ({"speculative_algorithm": None}, "pairs_tokens", False),
+        ({"speculative_algorithm": "EAGLE3"}, "pairs_tokens", True),
+        ({"speculative_algorithm": "NEXTN"}, "pairs_tokens", True),
+        ({"speculative_algorithm": "NGRAM"}, "pairs_tokens", False),
+        ({"admin_api_key": None}, "lacks_admin_key", False),
+        ({"admin_api_key": "a"}, "lacks_admin_key", True),
+        ({"admin_api_key": "a", "api_key": "b"}, "lacks_admin_key", True),
+        ({"admin_api_key": "a", "api_key": "a"}, "lacks_admin_key", False),
     ],
 )
-def test_ranks(fields, ranks):
-    assert read(**fields).dp_ranks == ranks
-
-
-def test_a_page_without_events():
-    assert read(kv_events=None).page_size == 64
-    assert read(kv_events=None, dcp_size=2).page_size == 128
-    assert read(kv_events=None, page_size=None).page_size is None
-
-
-@pytest.mark.parametrize(
-    ("fields", "ratio"),
-    [
-        ({"hicache_ratio": 2.0}, 0.0),
-        ({"hicache_ratio": 2.0, "enable_hierarchical_cache": True}, 2.0),
-        ({"hicache_ratio": 2.0, "hicache_size": 40, "enable_hierarchical_cache": True}, 0.0),
-        ({"hicache_ratio": None, "enable_hierarchical_cache": True}, 0.0),
-    ],
-)
-def test_the_host_pool(fields, ratio):
-    info = read(**fields)
-    assert info.host_ratio == ratio
-    assert info.hicache is fields.get("enable_hierarchical_cache", False)
+def test_how_a_server_was_started(fields, name, value):
+    assert getattr(read(**fields), name) == value
 
 
 @pytest.mark.parametrize(
@@ -127,21 +128,6 @@ def test_what_events_of_a_version_tell(version, form, salts, adapters):
 
 
 @pytest.mark.parametrize(
-    ("name", "pairs"), [(None, False), ("EAGLE3", True), ("NEXTN", True), ("NGRAM", False)]
-)
-def test_speculation_that_pairs_tokens(name, pairs):
-    assert read(speculative_algorithm=name).pairs_tokens is pairs
-
-
-@pytest.mark.parametrize(
-    ("server_key", "key", "lacks"),
-    [(None, None, False), ("a", None, True), ("a", "b", True), ("a", "a", False)],
-)
-def test_whether_the_admin_key_is_known(server_key, key, lacks):
-    assert read(admin_api_key=server_key, api_key=key).lacks_admin_key is lacks
-
-
-@pytest.mark.parametrize(
     ("server", "models"),
     [
         ({"engine": "another"}, MODELS),
@@ -156,6 +142,7 @@ def test_another_server(server, models):
         read_server_info(server, models)
 
 
+LOADS = "/v1/loads"
 RANK = {
     "dp_rank": 0,
     "num_running_reqs": 2,
@@ -166,44 +153,27 @@ RANK = {
 OTHER = RANK | {"dp_rank": 1, "token_usage": 0.75, "cache_hit_rate": 1.0}
 
 
-class Answers:
-    """A server whose routes answer what a test says."""
-
-    def __init__(self):
-        self.told: dict[str, object] = {}
-
-    def app(self):
-        def answer(request):
-            told = self.told.get(request.url.path)
-            return JSONResponse({"detail": "Not Found"}, 404) if told is None else JSONResponse(told)
-
-        return Starlette(routes=[Route("/{path:path}", answer)])
-
-    def tell(self, *ranks):
-        self.told["/v1/loads"] = {"loads": list(ranks)}
+@pytest.fixture
+def told():
+    """The answers of a server by their routes, which a test changes; it has no other route."""
+    return {}
 
 
 @pytest.fixture
-def server():
-    return Answers()
+async def loads(told):
+    """`loads(rank)` reads the load of that server."""
+
+    def answer(request):
+        answer = told.get(request.url.path)
+        return JSONResponse(answer, 404 if answer is None else 200)
+
+    with served(Starlette(routes=[Route("/{path:path}", answer)])) as url:
+        async with aclosing(ControlClient(EngineSpec("sglang", url, "e"))) as control:
+            yield lambda dp_rank=None: Loads(control, dp_rank)
 
 
-@pytest.fixture
-async def loads(server):
-    with served(server.app()) as url:
-        controls = []
-
-        def make(dp_rank=None):
-            controls.append(ControlClient(EngineSpec("sglang", url, "e")))
-            return Loads(controls[-1], dp_rank)
-
-        yield make
-        for control in controls:
-            await control.aclose()
-
-
-async def test_of_one_rank_and_of_all_together(server, loads):
-    server.tell(RANK, OTHER)
+async def test_of_one_rank_and_of_all_together(told, loads):
+    told[LOADS] = {"loads": [RANK, OTHER]}
     every, one = loads(), loads(1)
     load = await every.read()
     assert (load.running, load.waiting, load.gpu_usage, every.cache_hit_rate) == (4, 2, 0.75, 0.75)
@@ -211,29 +181,29 @@ async def test_of_one_rank_and_of_all_together(server, loads):
     assert (load.running, load.waiting, load.gpu_usage, one.cache_hit_rate) == (2, 1, 0.75, 1.0)
 
 
-async def test_a_rank_that_is_not_there(server, loads):
-    server.tell(RANK)
+async def test_a_rank_that_is_not_there(told, loads):
+    told[LOADS] = {"loads": [RANK]}
     with pytest.raises(EngineUnavailable, match="no dp_rank 3"):
         await loads(3).read()
-    server.tell()
+    told[LOADS] = {"loads": []}
     with pytest.raises(EngineUnavailable, match="does not report its load"):
         await loads().read()
 
 
-async def test_a_count_that_falls_means_another_process(server, loads):
+async def test_a_count_that_falls_means_another_process(told, loads):
     reader = loads()
     for count in (100, 100, 130):
-        server.tell(RANK | {"total_prefill_uncached_tokens": count})
+        told[LOADS] = {"loads": [RANK | {"total_prefill_uncached_tokens": count}]}
         await reader.read()
-    server.tell(RANK | {"total_prefill_uncached_tokens": 40})
+    told[LOADS] = {"loads": [RANK | {"total_prefill_uncached_tokens": 40}]}
     with pytest.raises(EngineUnavailable, match="restarted"):
         await reader.read()
     reader.forget()
     await reader.read()
 
 
-async def test_a_server_of_old(server, loads):
-    server.told["/get_load"] = [{"dp_rank": 0, "num_reqs": 3, "num_waiting_reqs": 1, "num_tokens": 9}]
+async def test_a_server_of_old(told, loads):
+    told["/get_load"] = [{"dp_rank": 0, "num_reqs": 3, "num_waiting_reqs": 1, "num_tokens": 9}]
     reader = loads()
     for _ in range(2):
         load = await reader.read()

@@ -4,18 +4,17 @@ import asyncio
 import json
 from array import array
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 
 import httpx
 import pytest
-from starlette.applications import Starlette
 from starlette.responses import JSONResponse
-from starlette.routing import Route
 
-from engine_adapter import EngineRejected, EngineUnavailable, JsonBody, KvTarget, KvVerb, NotSupported
+from engine_adapter import EngineRejected, EngineUnavailable, JsonBody, KvTarget, KvVerb, NotSupported, base
+from engine_adapter.events.subscriber import KvEventSubscriber
 from engine_adapter.tensorrt_llm import adapter as module
-from engine_adapter.tensorrt_llm import discovery
+from engine_adapter.tensorrt_llm import discovery, poller
 from engine_adapter.tensorrt_llm.adapter import EVENTS_LOST, NO_HOST_TIER
-from engine_adapter.tensorrt_llm.poller import NO_LORA_IN_EVENTS
 from engine_adapter.tensorrt_llm.requests import CHAT, COMPLETIONS
 from engine_adapter.types import (
     BlocksRemoved,
@@ -26,7 +25,7 @@ from engine_adapter.types import (
     ViewLost,
 )
 from tests.engine_adapter.tensorrt_llm.test_events import answer, created
-from tests.engines import served
+from tests.fake_engines.publisher import published
 from tests.fake_engines.tensorrt_llm import running_trtllm
 from tests.fake_engines.text import chat_tokens, encode
 
@@ -55,16 +54,12 @@ def adapter(adapter_of, server):
     return adapter_of(server.url)
 
 
-async def post(request) -> httpx.Response:
-    async with httpx.AsyncClient(verify=False) as client:  # noqa: S501 - loading certificates takes long
-        return await client.post(request.url, content=request.body)
-
-
 async def ask(adapter, path=COMPLETIONS, target=None, **fields) -> int:
     """Sends a request as kvpin does; returns its cached tokens."""
     async with adapter.hold(path, body(**fields), target) as hold:
         request = adapter.prepare("POST", path, {}, hold.body)
-        got = await post(request)
+        async with httpx.AsyncClient() as client:
+            got = await client.post(request.url, content=request.body)
     assert got.status_code == 200, got.text
     return got.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
@@ -191,19 +186,22 @@ class TestTokens:
             ("no", EngineUnavailable),
         ],
     )
-    async def test_ids_that_need_not_be_those_it_runs(self, adapter_of, rendered, error):
-        with running_trtllm() as other:
-            routes = [route for route in other.fake.app.routes if not route.path.endswith("/render")]
-            render = Route(f"{CHAT}/render", lambda _: JSONResponse(rendered), methods=["POST"])
-            with served(Starlette(routes=[render, *routes])) as url, pytest.raises(error):
-                await adapter_of(url).tokenize(CHAT, body(messages=HELLO))
+    async def test_ids_that_need_not_be_those_it_runs(self, adapter, server, monkeypatch, rendered, error):
+        await adapter.connect()
+        (render,) = (route for route in server.fake.app.routes if route.path == f"{CHAT}/render")
+        monkeypatch.setattr(render, "app", JSONResponse(rendered))
+        with pytest.raises(error):
+            await adapter.tokenize(CHAT, body(messages=HELLO))
 
-    async def test_without_render_routes_it_tells_none(self, adapter_of):
-        with running_trtllm(renders=False) as server:
-            adapter = adapter_of(server.url)
-            with pytest.raises(NotSupported, match="TRTLLM_ENABLE_RENDER_ENDPOINTS=1"):
-                await adapter.tokenize(CHAT, body(messages=HELLO))
-            assert discovery.NO_TOKENIZE in adapter.findings()
+
+async def test_what_an_older_server_lacks_is_named_with_what_mends_it(adapter_of):
+    with running_trtllm(renders=False, reset_path=None) as server:
+        adapter = adapter_of(server.url)
+        with pytest.raises(NotSupported, match="TRTLLM_ENABLE_RENDER_ENDPOINTS=1"):
+            await adapter.tokenize(CHAT, body(messages=HELLO))
+        with pytest.raises(NotSupported, match="restart the engine"):
+            await anext(adapter.operate(KvVerb.FLUSH, KvTarget()))
+        assert {discovery.NO_TOKENIZE, discovery.NO_RESET} <= set(adapter.findings())
 
 
 class TestEvents:
@@ -245,13 +243,6 @@ class TestEvents:
         with pytest.raises(NotSupported, match="priorities"):
             await adapter.pin(KvTarget(), 1.0)
 
-    async def test_without_a_reset_route_nothing_is_flushed(self, adapter_of):
-        with running_trtllm(reset_path=None) as server:
-            adapter = adapter_of(server.url)
-            with pytest.raises(NotSupported, match="restart the engine"):
-                await anext(adapter.operate(KvVerb.FLUSH, KvTarget()))
-            assert discovery.NO_RESET in adapter.findings()
-
     async def test_events_that_somebody_else_took_are_missed(self, adapter, server):
         await adapter.connect()
         async with followed(adapter) as event:
@@ -291,15 +282,6 @@ class TestEvents:
         adapter._poller.reader.read(answer(created(), first=2, window_size=-1))
         assert module.SEVERAL_WINDOWS in adapter.findings()
 
-    async def test_adapters_it_does_not_tell_of_void_the_view(self, adapter):
-        await adapter.connect()
-        async with followed(adapter) as event:
-            await ask(adapter, prompt=list(range(100)), lora_request=LORA)
-            await event()
-            assert await event() == ViewLost(NO_LORA_IN_EVENTS.problem)
-        assert NO_LORA_IN_EVENTS in adapter.findings()
-        assert (await adapter.load()).outdated
-
     async def test_adapters_it_does_tell_of_are_kept_apart(self, adapter_of):
         with running_trtllm(tells_lora=True) as server:
             adapter = adapter_of(server.url)
@@ -309,13 +291,115 @@ class TestEvents:
                 await ask(adapter, prompt=list(range(100)))
                 assert (await event()).lora is None
 
-    async def test_without_events_none_are_followed(self, adapter_of):
-        routes = [
-            Route("/health", lambda _: JSONResponse({})),
-            Route("/v1/models", lambda _: JSONResponse({"data": [{"id": "m"}]})),
-        ]
-        with served(Starlette(routes=routes)) as url:
-            adapter = adapter_of(url)
-            with pytest.raises(NotSupported):
-                await anext(adapter.events())
-            assert discovery.NO_EVENTS in adapter.findings()
+
+@pytest.fixture
+def often(monkeypatch):
+    """It is looked often whether anything else ends the view."""
+    monkeypatch.setattr(base, "KvEventSubscriber", partial(KvEventSubscriber, idle_check_s=0.02))
+
+
+@pytest.fixture
+def pushed_by(make, often):
+    """The adapter of a server that pushes its events."""
+
+    def pushed_by(server):
+        publisher = server.fake.publisher
+        return make("tensorrt_llm", server.url, events=publisher.endpoint, replay=publisher.replay_endpoint)
+
+    return pushed_by
+
+
+async def ask_about(adapter, first: int, **fields) -> int:
+    """A prompt of 100 tokens, of which kvpin knows the ids."""
+    tokens = list(range(first, first + 100))
+    return await ask(adapter, target=KvTarget(array("i", tokens)), prompt=tokens, **fields)
+
+
+async def test_they_are_followed_without_polling(pushed_by):
+    with running_trtllm(pushes=True, replays=True, gpu_blocks=4, tells_block_size=False) as server:
+        adapter = pushed_by(server)
+        async with followed(adapter) as event:
+            await ask_about(adapter, 0)
+            stored = await event()
+            assert (stored.tier, stored.parent, len(stored.hashes)) == (Tier.GPU, None, 3)
+            assert (stored.token_ids, stored.tokens_per_block) == (array("i", range(96)), 32)
+            assert discovery.BLOCK_SIZE_UNKNOWN not in adapter.findings()
+            await ask_about(adapter, 200)
+            removed = await event()
+            assert isinstance(removed, BlocksRemoved)
+            assert {*removed.hashes} <= {*stored.hashes}
+            assert isinstance(await event(), BlocksStored)
+            stats = await adapter.stats()
+            assert stats["blocks"] == {"known": {"gpu": 1}}  # the other three count with the next call
+            assert stats["events"]["batches"] > 0
+            assert server.fake.publisher.published == 2
+            assert adapter.event_position().sequence == 0  # the other batch is not taken before the next call
+        assert server.fake.polls == 0
+
+
+async def test_partial_reuse_makes_no_view_complete(pushed_by):
+    with running_trtllm(pushes=True, replays=True, enable_partial_reuse=True) as server:
+        async with following(pushed_by(server)) as event:
+            assert [await event(), await event()] == [ViewLost("connected"), ViewCurrent(complete=False)]
+
+
+async def test_a_flush_empties_the_view_before_the_next_message(pushed_by):
+    with running_trtllm(pushes=True, replays=True) as server:
+        adapter = pushed_by(server)
+        async with followed(adapter) as event:
+            await ask_about(adapter, 0)
+            assert len((await event()).hashes) == 3
+            first = asyncio.create_task(event())  # the blocks count once their reader asks for more
+            await asyncio.sleep(0)
+            done = [progress async for progress in adapter.operate(KvVerb.FLUSH, KvTarget())]
+            assert [(progress.done, progress.total) for progress in done] == [(3, 3)]
+            told = [await first, await event()]
+            assert CacheCleared() in told
+            assert (await adapter.stats())["blocks"] == {"known": {"gpu": 0}}
+            assert await ask_about(adapter, 0) == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "finding"),
+    [
+        ({"path": CHAT, "messages": HELLO, "cache_salt": "s"}, poller.NO_SALT_IN_EVENTS),
+        ({"prompt": [1, 2], "lora_request": LORA}, poller.NO_LORA_IN_EVENTS),
+    ],
+)
+async def test_what_they_do_not_name_ends_the_view_before_it_is_read(pushed_by, fields, finding):
+    with running_trtllm(pushes=True, replays=True) as server:
+        adapter = pushed_by(server)
+        async with followed(adapter) as event:
+            await ask(adapter, **fields)
+            assert await event() == ViewLost(finding.problem)
+            assert finding in adapter.findings()
+
+
+async def test_where_nothing_is_pushed_it_polls(adapter_of, often):
+    """A version that takes no kv_events_config: what was buffered meanwhile is all there."""
+    with running_trtllm() as server, published(topic="", replay=False) as silent:
+        adapter = adapter_of(server.url, events=silent.endpoint)
+        async with following(adapter) as event:
+            assert [await event(), await event()] == [ViewLost("connected"), ViewCurrent(complete=False)]
+            for at in range(poller.SILENT_PROMPTS):
+                assert server.fake.polls == 0
+                await ask_about(adapter, 200 * at)
+            assert await event() == ViewLost("connected")
+            stored = [await event() for _ in range(poller.SILENT_PROMPTS)]
+            assert sum(len(each.hashes) for each in stored) == 3 * poller.SILENT_PROMPTS
+            assert await event() == ViewCurrent(complete=True)
+            assert poller.NOTHING_PUSHED in adapter.findings()
+            assert server.fake.polls > 0
+
+
+async def test_a_restart_begins_a_view_that_is_whole(pushed_by):
+    with running_trtllm(pushes=True, replays=True) as server:
+        adapter = pushed_by(server)
+        async with followed(adapter) as event:
+            await ask_about(adapter, 0)
+            assert len((await event()).hashes) == 3
+            server.fake.restart()
+            with pytest.raises(discovery.EngineUnavailable, match="closed its event stream"):
+                await event()
+        async with followed(adapter):
+            pass

@@ -19,7 +19,7 @@ from engine_adapter.tensorrt_llm.poller import (
     EventPoller,
     Traffic,
 )
-from engine_adapter.types import BlocksStored, CacheCleared, ViewCurrent, ViewLost
+from engine_adapter.types import CacheCleared, ViewCurrent, ViewLost
 from tests.engine_adapter.tensorrt_llm.test_events import ONE, TWO, answer, created, stored
 
 SIZE = 4
@@ -79,18 +79,9 @@ async def following(poller):
         yield following
 
 
-async def served(poller, count):
+def served(poller, count):
     for number in range(count):
         poller.traffic.served(array("i", range(number, number + 10)), SIZE)
-
-
-async def test_a_view_begins_with_what_is_buffered(server, poller):
-    server.answers = [answer(created(), stored(ONE)), answer(stored(TWO), first=2)]
-    async with following(poller) as event:
-        assert await event() == ViewLost("connected")
-        assert isinstance(await event(), BlocksStored)
-        assert await event() == ViewCurrent()
-        assert (await event()).hashes == (2,)
 
 
 async def test_a_request_that_ends_is_asked_about_at_once(server, poller, monkeypatch):
@@ -176,6 +167,11 @@ class TestReset:
             assert (await event()).hashes == (1,)
 
 
+BEGUN = {"event_id": 0, "data": created(), "window_size": 64}
+OF_TWO_RANKS = json.dumps([BEGUN | {"attention_dp_rank": rank} for rank in (0, 1)]).encode()
+SALTLESS = {name: value for name, value in ONE.items() if name != "cache_salt"}
+
+
 class TestDoubt:
     @pytest.mark.parametrize(
         ("traffic", "events", "doubt"),
@@ -183,21 +179,8 @@ class TestDoubt:
             (Traffic(salted=True), answer(created(), stored(ONE)), None),
             (Traffic(lora=True), answer(created(), stored(ONE | {"lora_id": None})), None),
             (Traffic(lora=True), answer(created(), stored(ONE)), NO_LORA_IN_EVENTS),
-            (
-                Traffic(salted=True),
-                answer(created(), stored({n: v for n, v in ONE.items() if n != "cache_salt"})),
-                NO_SALT_IN_EVENTS,
-            ),
-            (
-                Traffic(),
-                json.dumps(
-                    [
-                        {"event_id": 0, "attention_dp_rank": rank, "data": created(), "window_size": 64}
-                        for rank in (0, 1)
-                    ]
-                ).encode(),
-                SEVERAL_RANKS,
-            ),
+            (Traffic(salted=True), answer(created(), stored(SALTLESS)), NO_SALT_IN_EVENTS),
+            (Traffic(), OF_TWO_RANKS, SEVERAL_RANKS),
         ],
     )
     async def test_events_that_do_not_tell_what_was_asked_void_the_view(
@@ -210,7 +193,7 @@ class TestDoubt:
             while not got or not isinstance(got[-1], ViewCurrent):
                 got.append(await event())
             if doubt is None:
-                await served(poller, SILENT_PROMPTS)
+                served(poller, SILENT_PROMPTS)
                 server.answers = [answer(stored(TWO), first=2)]
                 assert (await event()).hashes == (2,)
                 return
@@ -229,14 +212,14 @@ class TestDoubt:
         async with following(poller) as event:
             await event()
             await event()
-            await served(poller, SILENT_PROMPTS - 1)
+            served(poller, SILENT_PROMPTS - 1)
             poller.traffic.served(array("i", range(10)), SIZE)  # one it had
             poller.traffic.served(array("i", [1, 2]), SIZE)  # fills no block
             poller.traffic.served(None, SIZE)
             waiting = asyncio.create_task(event())
             await server.asks(3)
             assert poller.doubt is None
-            await served(poller, SILENT_PROMPTS + 5)
+            served(poller, SILENT_PROMPTS + 5)
             assert await waiting == ViewLost(SILENT.problem)
             assert len(poller.traffic.prompts) == SILENT_PROMPTS
             waiting = asyncio.create_task(event())

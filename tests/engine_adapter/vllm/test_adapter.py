@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import io
-import json
 from array import array
 from contextlib import aclosing
-from hashlib import sha256
 
 import pytest
-import torch
-from msgspec import structs
 
 from engine_adapter import (
     BlocksStored,
@@ -30,6 +24,7 @@ from engine_adapter import (
 from engine_adapter.http.control import ControlClient
 from engine_adapter.types import RESPONSES_ROUTES, EngineSpec
 from tests.engine_adapter.builders import body
+from tests.engine_adapter.vllm.test_requests import ROWS, encoded
 from tests.fake_engines.text import chat_tokens, encode
 from tests.fake_engines.vllm import running_vllm
 
@@ -43,12 +38,10 @@ def adapter_of(make):
 
 
 async def complete(server, tokens, *, rank=None, **fields):
-    control = ControlClient(EngineSpec("vllm", server.url, "e"))
     headers = {} if rank is None else {"x-data-parallel-rank": str(rank)}
     request = {"prompt": list(tokens), "max_tokens": 1} | fields
-    answer = await control.call("POST", TEXT, json=request, headers=headers)
-    await control.aclose()
-    return answer
+    async with aclosing(ControlClient(EngineSpec("vllm", server.url, "e"))) as control:
+        return await control.call("POST", TEXT, json=request, headers=headers)
 
 
 async def until(events, kind):
@@ -61,20 +54,9 @@ async def operated(adapter, verb, target=KvTarget()):  # noqa: B008 - frozen
     return [progress async for progress in adapter.operate(verb, target)]
 
 
-async def test_a_restarted_server_is_another(adapter_of):
-    with running_vllm() as server:
-        adapter = adapter_of(server)
-        first = await adapter.connect()
-        await adapter.load()
-        server.fake.restart()
-        with pytest.raises(EngineUnavailable, match="restarted"):
-            await adapter.load()
-        assert (await adapter.connect()).instance != first.instance
-        await adapter.load()
-
-
-async def test_without_an_identity_a_counter_that_falls_tells(adapter_of):
-    with running_vllm(identity=False) as server:
+@pytest.mark.parametrize("identity", [True, False], ids=["by its start", "by a counter that falls"])
+async def test_a_restarted_server_is_another(adapter_of, identity):
+    with running_vllm(identity=identity) as server:
         adapter = adapter_of(server)
         first = await adapter.connect()
         await complete(server, range(100))
@@ -84,6 +66,7 @@ async def test_without_an_identity_a_counter_that_falls_tells(adapter_of):
         with pytest.raises(EngineUnavailable, match="restarted"):
             await adapter.load()
         assert (await adapter.connect()).instance != first.instance
+        await adapter.load()
 
 
 async def test_the_load_of_a_server(adapter_of, transport):
@@ -205,24 +188,17 @@ async def test_a_server_without_render_is_asked_with_tokenize(adapter_of):
             await adapter.render("/v1/chat/completions", body(messages=chat))
 
 
-@pytest.mark.parametrize("log_stats", [True, False])
-async def test_blocks_with_embeddings_are_known_where_their_size_is(adapter_of, log_stats):
-    file = io.BytesIO()
-    torch.save(rows := torch.randn(50, 4), file)
-    asked = body(prompt_embeds=base64.b64encode(file.getvalue()).decode())
-    with running_vllm(enable_scale_out=False, log_stats=log_stats) as server:
+async def test_blocks_with_embeddings_are_known_where_their_size_is(adapter_of):
+    asked = body(prompt_embeds=encoded(ROWS))
+    with running_vllm(enable_scale_out=False) as server:
         adapter = adapter_of(server)
-        info = await adapter.connect()
-        assert info.renders_embeds is log_stats
-        if not log_stats:
-            with pytest.raises(EngineRejected, match="block size"):
-                await adapter.render(TEXT, asked)
-            return
-        rendered = await adapter.render(TEXT, asked)
-    assert rendered.token_ids == array("i", [0] * 50)
-    starts = range(0, 50, info.tokens_per_block)
-    digests = [sha256(rows[at : at + info.tokens_per_block].numpy().tobytes()).digest() for at in starts]
-    assert rendered.embeds == tuple(zip(starts, digests, strict=True))
+        assert (await adapter.connect()).renders_embeds
+        assert len((await adapter.render(TEXT, asked)).embeds) == 5
+    with running_vllm(enable_scale_out=False, log_stats=False) as server:
+        adapter = adapter_of(server)
+        assert not (await adapter.connect()).renders_embeds
+        with pytest.raises(EngineRejected, match="block size"):
+            await adapter.render(TEXT, asked)
 
 
 async def test_what_a_server_is_not_set_up_for_is_told_with_its_flag(adapter_of):
@@ -239,24 +215,3 @@ async def test_what_a_server_is_not_set_up_for_is_told_with_its_flag(adapter_of)
             await anext(adapter.events())
         with pytest.raises(NotSupported, match="lmcache="):
             await operated(adapter, KvVerb.OFFLOAD)
-
-
-async def test_a_prompt_known_here_goes_as_ids_and_reads_the_same(adapter_of, transport):
-    with running_vllm() as server:
-        adapter = adapter_of(server)
-        await adapter.connect()
-        prompt = KvTarget(array("i", encode("Once upon a time")), exact=True)
-        answers = []
-        for audit in (True, False):
-            target = structs.replace(prompt, exact=not audit, audit=audit)
-            async with adapter.hold(TEXT, body(prompt="Once upon a time", max_tokens=5), target) as hold:
-                sent = adapter.prepare("POST", TEXT, JSON, hold.body)
-                async with await transport.send(sent) as response:
-                    raw = await response.read()
-                if hold.answer is not None:
-                    raw = hold.answer.feed(raw) + hold.answer.finish()
-                    assert hold.answer.prompt_tokens() == prompt.token_ids
-                answers.append(json.loads(raw)["choices"][0]["text"])
-        assert server.fake.seen[-2][1]["prompt"] == "Once upon a time"
-        assert server.fake.seen[-1][1]["prompt"] == prompt.token_ids.tolist()
-        assert len(set(answers)) == 1

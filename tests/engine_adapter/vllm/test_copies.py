@@ -18,15 +18,21 @@ from engine_adapter.types import (
 from engine_adapter.vllm import copies as module
 from engine_adapter.vllm.copies import Copies
 
-LOST, CURRENT = ViewLost("connected"), ViewCurrent()
+LOST, CURRENT, INCOMPLETE = ViewLost("connected"), ViewCurrent(), ViewCurrent(complete=False)
+WINDOW = KvGroup(1, Attention.WINDOW, 33)
 
 
 def copied(*names, parent=None, tier=Tier.GPU):
     return BlocksStored(tier, parent, names, array("i", range(len(names))), 1)
 
 
-def removed(*names, tier=Tier.GPU):
-    return BlocksRemoved(tier, names)
+def reported(group, *names, parent=None):
+    """By a further group, in blocks of 16 tokens."""
+    return BlocksStored(Tier.GPU, parent, names, array("i"), 16, group=group)
+
+
+def removed(*names, tier=Tier.GPU, group=None):
+    return BlocksRemoved(tier, names, group)
 
 
 def passed(copies, *events):
@@ -67,23 +73,17 @@ def test_doubt_is_bounded(copies, monkeypatch):
 
 def test_a_view_without_its_beginning_counts_no_run_from_the_start_of_a_prompt():
     copies = Copies()
-    passed(copies, LOST, copied("c", parent="b"), ViewCurrent(complete=False))
+    passed(copies, LOST, copied("c", parent="b"), INCOMPLETE)
     passed(copies, copied("a", "b", "c"), copied("d", parent="c"), copied("d", parent="c"))
     assert passed(copies, removed("c"), removed("d"), removed("d")) == [removed("c"), removed("d")]
 
 
 def test_copies_taken_on_trust_are_gone_when_it_was_misplaced():
-    copies, incomplete = Copies(), ViewCurrent(complete=False)
-    replay = [
-        LOST,
-        copied("b", parent="a"),
-        copied("a", "b"),
-        copied("c", parent="b"),
-        copied("c", parent="b"),
-    ]
+    copies, twice = Copies(), [copied("c", parent="b")] * 2
+    replay = [LOST, copied("b", parent="a"), copied("a", "b"), *twice]
     assert passed(copies, *replay, removed("b", "c")) == replay
-    after = passed(copies, incomplete)
-    assert after[1:] == [incomplete]
+    after = passed(copies, INCOMPLETE)
+    assert after[1:] == [INCOMPLETE]
     assert sorted(after[0].hashes) == ["b", "c"]
     assert passed(copies, copied("b", parent="a"), removed("b")) == [copied("b", parent="a"), removed("b")]
 
@@ -108,6 +108,7 @@ class TestChunks:
         gone = removed("a", "b", tier=Tier.HOST), removed("a", "c", tier=Tier.HOST)
         assert passed(copies, *gone) == [removed("b", tier=Tier.HOST), removed("a", "c", tier=Tier.HOST)]
         assert passed(copies, *chunks, chunks[0], removed("a", tier=Tier.HOST)) == [*chunks, chunks[0]]
+        assert passed(copies, LOST, gone[0]) == [LOST, gone[0]]
 
     def test_where_events_name_the_last_block_alone_they_say_of_how_many(self):
         copies, named = Copies(4), BlocksStored(Tier.HOST, None, ("d",), array("i"), 0)
@@ -115,44 +116,25 @@ class TestChunks:
         assert passed(Copies(), named) == [named]
 
 
-class TestCopiesInGroups:
-    """Each KV cache group has its own copies, under the same names."""
+class TestFurtherGroups:
+    """Each KV cache group has its own copies, under the same names. vLLM reports a reused run of a further
+    group whole, also the blocks that the group no longer holds."""
 
-    WINDOW = KvGroup(1, Attention.WINDOW, 128)
-
-    def stored(self, group=None):
-        return BlocksStored(Tier.GPU, 1, (2,), array("i"), 16, group=group)
-
-    def removed(self, group=None):
-        return BlocksRemoved(Tier.GPU, (2,), group)
-
-    def test_they_are_counted_apart(self):
-        copies = Copies()
-        for event in (ViewLost(""), CacheCleared(), self.stored(), self.stored(), self.stored(self.WINDOW)):
-            assert tuple(copies.count(event)) == (event,)
-        assert tuple(copies.count(self.removed(self.WINDOW))) == (self.removed(self.WINDOW),)
-        assert tuple(copies.count(self.removed())) == ()
-        assert tuple(copies.count(self.removed())) == (self.removed(),)
+    def test_copies_are_counted_apart(self, copies):
+        passed(copies, copied(2, parent=1), copied(2, parent=1), reported(WINDOW, 2, parent=1))
+        assert passed(copies, removed(2, group=WINDOW)) == [removed(2, group=WINDOW)]
+        assert passed(copies, removed(2)) == []
+        assert passed(copies, removed(2)) == [removed(2)]
 
     def test_removals_that_were_kept_back_are_told_by_group(self):
-        copies = Copies()
-        events = (ViewLost(""), *[self.stored(group) for group in (None, self.WINDOW) for _ in range(2)])
-        for event in (*events, self.removed(), self.removed(self.WINDOW)):
-            tuple(copies.count(event))
-        *gone, last = copies.count(ViewCurrent(complete=False))
-        assert last == ViewCurrent(complete=False)
+        copies, main, further = Copies(), copied(2, parent=1), reported(WINDOW, 2, parent=1)
+        passed(copies, LOST, main, main, further, further, removed(2), removed(2, group=WINDOW))
+        *gone, last = passed(copies, INCOMPLETE)
+        assert last == INCOMPLETE
         assert sorted(gone, key=lambda event: event.group is not None) == [
-            self.removed(),
-            self.removed(self.WINDOW),
+            removed(2),
+            removed(2, group=WINDOW),
         ]
-
-
-class TestReportsOfFurtherGroups:
-    """vLLM reports a reused run of a further group whole, also the blocks that the group no longer holds."""
-
-    @staticmethod
-    def stored(group, *names, parent=None):
-        return BlocksStored(Tier.GPU, parent, names, array("i"), 16, group=group)
 
     @pytest.mark.parametrize(
         ("group", "held"),
@@ -167,19 +149,16 @@ class TestReportsOfFurtherGroups:
     )
     def test_while_the_view_is_incomplete_what_reuse_needs_counts(self, group, held):
         copies = Copies()
-        passed(copies, LOST, ViewCurrent(complete=False))
-        assert passed(copies, self.stored(group, *range(5))) == [self.stored(group, *held)]
-        later = self.stored(group, *range(5), parent=9)
+        passed(copies, LOST, INCOMPLETE)
+        assert passed(copies, reported(group, *range(5))) == [reported(group, *held)]
+        later = reported(group, *range(5), parent=9)
         assert passed(copies, later) == [later]
 
     def test_before_it_is_known_to_be_incomplete_the_others_are_taken_back(self):
-        group, incomplete = KvGroup(1, Attention.WINDOW, 33), ViewCurrent(complete=False)
-        events = [self.stored(group, *range(5)), self.stored(group, *range(3))]
-        copies = Copies()
+        copies, events = Copies(), [reported(WINDOW, *range(5)), reported(WINDOW, *range(3))]
         assert passed(copies, LOST, *events) == [LOST, *events]
-        assert passed(copies, incomplete) == [BlocksRemoved(Tier.GPU, (0,), group), incomplete]
+        assert passed(copies, INCOMPLETE) == [removed(0, group=WINDOW), INCOMPLETE]
 
     def test_a_complete_view_counts_them_all(self):
-        group = KvGroup(1, Attention.WINDOW, 33)
-        events = [self.stored(group, *range(5)), CURRENT, self.stored(group, *range(9))]
+        events = [reported(WINDOW, *range(5)), CURRENT, reported(WINDOW, *range(9))]
         assert passed(Copies(), LOST, *events) == [LOST, *events]

@@ -1,18 +1,28 @@
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 
 import pytest
-from msgspec.structs import replace as changed
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from engine_adapter.errors import EngineUnavailable
 from engine_adapter.events.subscriber import EventEndpoints
+from engine_adapter.http.adapter import ServedModel
 from engine_adapter.http.control import ControlClient
-from engine_adapter.types import EngineSpec
+from engine_adapter.types import Finding
 from engine_adapter.vllm.adapter import findings_of
-from engine_adapter.vllm.discovery import Trials, discover, event_endpoints, look, try_out
+from engine_adapter.vllm.discovery import (
+    RankSource,
+    Trials,
+    VllmFacts,
+    VllmMetrics,
+    discover,
+    event_endpoints,
+    look,
+    read_metrics,
+    try_out,
+)
 from tests.engines import engine_spec, served
 from tests.fake_engines.text import MODEL_DIR
 from tests.fake_engines.vllm import running_vllm
@@ -21,23 +31,23 @@ from tests.fake_engines.vllm import running_vllm
 @asynccontextmanager
 async def connected(url, **fields):
     spec = engine_spec("vllm", url, **fields)
-    control = ControlClient(spec)
-    try:
+    async with aclosing(ControlClient(spec)) as control:
         yield control, spec
-    finally:
-        await control.aclose()
+
+
+async def found(url, **fields):
+    """What a server at that address is, as an engine with these fields."""
+    async with connected(url, **fields) as (control, spec):
+        return await discover(control, spec, None)
 
 
 async def test_what_a_server_is():
     with running_vllm(loras=("ada", "bo"), max_model_len=512) as server:
-        async with connected(server.url) as (control, spec):
-            facts = await discover(control, spec, None)
+        facts = await found(server.url)
     model = facts.model
     assert (model.name, model.loras) == ("tiny", {"ada", "bo"})
     assert (model.root, model.max_model_len, facts.version) == (str(MODEL_DIR), 512, "0.32.0")
-    assert facts.tokenizes
-    assert facts.renders
-    assert facts.resets
+    assert (facts.tokenizes, facts.renders, facts.resets) == (True, True, True)
     assert facts.source.topic == "kv@tiny"
     assert (facts.trials.takes_salt, facts.trials.reports_cached) == (True, True)
 
@@ -56,17 +66,11 @@ async def test_it_is_tried_out_once_a_process():
 
 async def test_a_rank_of_several():
     with running_vllm(ranks=3) as server:
-        async with connected(server.url, dp_rank=2) as (control, spec):
-            facts = await discover(control, spec, None)
-            assert (
-                facts.source.endpoint.rpartition(":")[2]
-                == server.fake.publishers[2].endpoint.rpartition(":")[2]
-            )
-        async with connected(server.url, dp_rank=3) as (control, spec):
-            with pytest.raises(EngineUnavailable, match=r"no data-parallel rank 3: it has \[0, 1, 2\]"):
-                await discover(control, spec, None)
-        async with connected(server.url) as (control, spec):
-            assert (await discover(control, spec, None)).source is None
+        source = (await found(server.url, dp_rank=2)).source
+        assert source.endpoint == server.fake.publishers[2].endpoint.replace("127.0.0.1", "*")
+        with pytest.raises(EngineUnavailable, match=r"no data-parallel rank 3: it has \[0, 1, 2\]"):
+            await found(server.url, dp_rank=3)
+        assert (await found(server.url)).source is None
 
 
 def answering(models=None, **others):
@@ -88,33 +92,25 @@ def answering(models=None, **others):
     ],
 )
 async def test_another_kind_of_server(answers, why):
-    with served(answering(**answers)) as url:
-        async with connected(url) as (control, spec):
-            with pytest.raises(EngineUnavailable, match=why):
-                await discover(control, spec, None)
+    with served(answering(**answers)) as url, pytest.raises(EngineUnavailable, match=why):
+        await found(url)
 
 
 async def test_the_name_the_operator_gave_and_a_server_that_says_little():
     models = {"data": [{"id": "a"}, {"id": "b", "max_model_len": 9}, {"id": "l", "parent": "a"}]}
     with served(answering(models, **{"/version": {}, "/kv_event_sources": {}})) as url:
-        async with connected(url, model="b") as (control, spec):
-            facts = await discover(control, spec, None)
-        async with connected(url, model="alias") as (control, spec):
-            assert (await discover(control, spec, None)).model.name == "a"
+        facts = await found(url, model="b")
+        assert (await found(url, model="alias")).model.name == "a"
     model = facts.model
     assert (model.name, model.max_model_len, model.loras) == ("b", 9, {"l"})
     assert (facts.version, facts.source, facts.names_sources) == ("", None, True)
-    assert not facts.tokenizes
-    assert not facts.renders
+    assert (facts.tokenizes, facts.renders, facts.resets) == (False, False, False)
     assert facts.trials.reports_cached is None
 
 
 async def tried(server, known=Trials()):  # noqa: B008 - frozen
-    control = ControlClient(EngineSpec("vllm", server.url, "e"))
-    try:
+    async with connected(server.url) as (control, _):
         return await try_out(control, "tiny", await look(control, None), {}, known)
-    finally:
-        await control.aclose()
 
 
 @pytest.mark.parametrize(
@@ -149,26 +145,6 @@ async def test_a_busy_server_that_queues_a_salted_request_does_not_heed_the_salt
         server.core.release()
 
 
-async def test_a_server_that_answers_no_trial_is_not_ready(monkeypatch):
-    monkeypatch.setattr("engine_adapter.vllm.discovery._PATIENCE_S", 0.2)
-    with running_vllm(knows_salts=False) as server:
-        server.core.hold()
-        with pytest.raises(EngineUnavailable, match="too busy to show whether it respects cache salts"):
-            await tried(server)
-        server.core.release()
-
-
-@asynccontextmanager
-async def discovered(spec_fields=None, **options):
-    with running_vllm(**options) as server:
-        spec = engine_spec("vllm", server.url, **(spec_fields or {}))
-        control = ControlClient(spec)
-        try:
-            yield await discover(control, spec, None), spec, server
-        finally:
-            await control.aclose()
-
-
 @pytest.mark.parametrize(
     ("options", "remedy"),
     [
@@ -186,67 +162,146 @@ async def discovered(spec_fields=None, **options):
     ],
 )
 async def test_each_thing_missing_has_its_flag(options, remedy):
-    async with discovered(**options) as (facts, spec, _):
-        (finding,) = findings_of(facts, spec)
+    with running_vllm(**options) as server:
+        (finding,) = findings_of(await found(server.url), engine_spec("vllm", server.url))
         assert remedy in finding.remedy
 
 
-async def test_nothing_to_find():
-    for version in ("0.32.0", "0.24.0rc1", "nightly"):
-        async with discovered(version=version) as (facts, spec, _):
-            assert findings_of(facts, spec) == ()
+URL = "http://127.0.0.1:8000"
+SOURCE = RankSource("tcp://*:5557", "tcp://*:5657", "kv@tiny")
+FACTS = VllmFacts(
+    model=ServedModel("tiny", 1024, "/m", {}, frozenset(), {}),
+    version="0.32.0",
+    metrics=VllmMetrics(ranks=(0,), block_size=16, blocks=128, caching=True),
+    source=SOURCE,
+    names_sources=True,
+    tokenizes=True,
+    renders=True,
+    resets=True,
+    loads_loras=False,
+    trials=Trials(takes_salt=True, reports_cached=True),
+)
+"""Of a server that lacks nothing."""
 
 
-async def test_a_key_does_not_guard_everything():
-    async with discovered({"api_key": "secret"}, api_key="secret") as (facts, spec, _):
-        (finding,) = findings_of(facts, spec)
-        assert "only kvpin" in finding.remedy
-        assert "secret" not in str(finding)
+@pytest.mark.parametrize("version", ["0.32.0", "0.24.0rc1", "nightly"])
+def test_nothing_to_find(version):
+    assert findings_of(replace(FACTS, version=version), engine_spec("vllm", URL)) == ()
 
 
-async def test_a_replay_that_does_not_answer():
-    async with discovered() as (facts, spec, _):
-        (finding,) = findings_of(facts, spec, replay_is_silent=True)
-        assert "replay=tcp://HOST:PORT" in finding.remedy
+def test_a_key_does_not_guard_everything():
+    (finding,) = findings_of(FACTS, engine_spec("vllm", URL, api_key="secret"))
+    assert "only kvpin" in finding.remedy
+    assert "secret" not in str(finding)
 
 
-async def test_an_event_address_that_is_none_is_a_finding():
-    """Connecting to it would fail again and again."""
-    async with discovered() as (facts, spec, _):
-        odd = replace(facts, source=changed(facts.source, endpoint="tcp://gpu7"))
-        assert event_endpoints(odd, spec) is None
-        (finding,) = findings_of(odd, spec)
-        assert "tcp://gpu7 cannot be reached from here" in finding.problem
+def test_a_replay_that_does_not_answer():
+    (finding,) = findings_of(FACTS, engine_spec("vllm", URL), replay_is_silent=True)
+    assert "replay=tcp://HOST:PORT" in finding.remedy
 
 
-async def test_events_that_stay_on_the_engines_machine():
-    async with discovered() as (facts, spec, _):
-        bound = changed(facts.source, endpoint="tcp://127.0.0.1:5557", replay_endpoint=None)
-        there, remote = replace(facts, source=bound), replace(spec, url="http://gpu7:8000")
-        assert event_endpoints(there, remote) is None
-        (finding,) = findings_of(there, remote)
-        assert "tcp://127.0.0.1:5557 cannot be reached from here" in finding.problem
-        told = engine_spec("vllm", remote.url, events="tcp://gpu7:6000")
-        assert event_endpoints(there, told) == EventEndpoints("tcp://gpu7:6000", None, "kv@tiny")
+def test_of_another_kind_nothing_else_is_told():
+    other = Finding("it is no vllm", "name its kind")
+    assert findings_of(replace(FACTS, wrong_kind=other, resets=False), engine_spec("vllm", URL)) == (other,)
 
 
-async def test_where_events_are():
-    async with discovered() as (facts, spec, server):
-        publisher = server.publisher
-        expected = EventEndpoints(publisher.endpoint, publisher.replay_endpoint, "kv@tiny")
-        assert event_endpoints(facts, spec) == expected
-        assert event_endpoints(facts, engine_spec("vllm", spec.url, replay="tcp://h:1")).replay == "tcp://h:1"
-    async with discovered(names_sources=False) as (facts, spec, _):
-        named = engine_spec("vllm", spec.url, events="tcp://h:1", replay="tcp://h:2")
-        assert event_endpoints(facts, named) == EventEndpoints("tcp://h:1", "tcp://h:2", "")
+@pytest.mark.parametrize(
+    ("endpoint", "url"),
+    [("tcp://gpu7", URL), ("tcp://127.0.0.1:5557", "http://gpu7:8000")],
+    ids=["no address", "on the engine's machine alone"],
+)
+def test_events_at_an_address_that_is_not_reached_are_a_finding(endpoint, url):
+    facts = replace(FACTS, source=RankSource(endpoint, None, "kv@tiny"))
+    assert event_endpoints(facts, engine_spec("vllm", url)) is None
+    (finding,) = findings_of(facts, engine_spec("vllm", url))
+    assert f"{endpoint} cannot be reached from here" in finding.problem
+    told = engine_spec("vllm", url, events="tcp://gpu7:6000")
+    assert event_endpoints(facts, told) == EventEndpoints("tcp://gpu7:6000", None, "kv@tiny")
 
 
-async def test_an_engine_that_says_that_it_is_of_another_kind(embedded_engine):
-    spec = engine_spec("vllm", embedded_engine.url)
-    control = ControlClient(spec)
-    try:
-        (finding,) = findings_of(await discover(control, spec, None), spec)
-    finally:
-        await control.aclose()
-    assert "no vllm" in finding.problem
-    assert f"--engine embedded={embedded_engine.url};" in finding.remedy
+@pytest.mark.parametrize("fields", [{"publisher": "null"}, {"enable_kv_cache_events": False}])
+def test_a_source_that_publishes_nothing_is_none(fields):
+    facts = replace(FACTS, source=RankSource("tcp://*:5557", None, "kv@tiny", **fields))
+    assert event_endpoints(facts, engine_spec("vllm", URL)) is None
+
+
+def test_where_events_are():
+    own = EventEndpoints("tcp://127.0.0.1:5557", "tcp://127.0.0.1:5657", "kv@tiny")
+    assert event_endpoints(FACTS, engine_spec("vllm", URL)) == own
+    assert event_endpoints(FACTS, engine_spec("vllm", URL, replay="tcp://h:1")).replay == "tcp://h:1"
+    silent = replace(FACTS, source=None, names_sources=False)
+    named = engine_spec("vllm", URL, events="tcp://h:1", replay="tcp://h:2")
+    assert event_endpoints(silent, named) == EventEndpoints("tcp://h:1", "tcp://h:2", "")
+
+
+PAGE = b"""\
+process_start_time_seconds 1.7952503577e+09
+vllm:num_requests_running{engine="0",model_name="tiny"} 3.0
+vllm:num_requests_running{engine="1",model_name="tiny"} 1.0
+vllm:num_requests_waiting{engine="0",model_name="tiny"} 2.0
+vllm:num_requests_waiting{engine="1",model_name="tiny"} 0.0
+vllm:num_requests_waiting_by_reason{engine="0",model_name="tiny",reason="capacity"} 2.0
+vllm:kv_cache_usage_perc{engine="0",model_name="tiny"} 0.5
+vllm:kv_cache_usage_perc{engine="1",model_name="tiny"} 0.1
+vllm:prefix_cache_queries_total{engine="0",model_name="tiny"} 847.0
+vllm:prefix_cache_queries_total{engine="1",model_name="tiny"} 3.0
+vllm:prefix_cache_hits_total{engine="0",model_name="tiny"} 384.0
+vllm:prompt_tokens_by_source_total{engine="0",model_name="tiny",source="local_compute"} 400.0
+vllm:prompt_tokens_by_source_total{engine="0",model_name="tiny",source="external_kv_transfer"} 63.0
+vllm:prefix_cache_queries_created{engine="0",model_name="tiny"} 1.795250395377022e+09
+vllm:prefix_cache_queries_created{engine="1",model_name="tiny"} 1.795250395377099e+09
+vllm:cache_config_info{block_size="32",enable_prefix_caching="True",engine="0",num_gpu_blocks="200"} 1.0
+vllm:cache_config_info{block_size="16",enable_prefix_caching="False",engine="1",num_gpu_blocks="None"} 1.0
+"""
+
+
+def test_one_rank_of_a_page():
+    assert read_metrics(PAGE, 0) == VllmMetrics(
+        ranks=(0, 1),
+        identity="1795250357.700000-1795250395.377022",
+        running=3,
+        waiting=2,
+        usage=0.5,
+        block_size=32,
+        blocks=99,
+        caching=True,
+        queries=847,
+        hits=384,
+        fetched=63,
+    )
+    other = read_metrics(PAGE, 1)
+    assert (other.blocks, other.caching, other.tells_blocks, other.hits) == (None, False, False, 0)
+    assert other.identity == "1795250357.700000-1795250395.377099"
+
+
+def test_lmcache_below_it_shows():
+    line = b'vllm:lmcache_mp_lookup_duration_seconds_count{engine="1",model_name="tiny"} 0.0\n'
+    assert [read_metrics(PAGE + line, rank).lmcache for rank in (None, 0, 1)] == [True, False, True]
+    assert not read_metrics(PAGE).lmcache
+
+
+def test_all_ranks_together():
+    both = read_metrics(PAGE)
+    assert (both.running, both.waiting, both.usage, both.queries) == (4, 2, 0.3, 850)
+    assert both.blocks == 198
+
+
+def test_ranks_on_which_nothing_has_run_yet():
+    page = b"\n".join(line for line in PAGE.splitlines() if b"cache_config_info" in line)
+    seen = read_metrics(page, 0)
+    assert (seen.ranks, seen.blocks, seen.running, seen.identity) == ((0, 1), 99, 0, None)
+
+
+def test_a_page_that_tells_nothing_of_the_engine():
+    assert read_metrics(b"process_start_time_seconds 5\n") == VllmMetrics(identity="5.000000")
+    assert read_metrics(b"") == VllmMetrics()
+    assert not VllmMetrics().tells_blocks
+    with pytest.raises(EngineUnavailable):
+        read_metrics(b"process_start_time_seconds soon\n")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "addressable"), [((0, 1, 2), (0, 1, 2)), ((2, 3), ()), ((1,), ()), ((), ())]
+)
+def test_ranks_that_requests_cannot_name_are_none(ranks, addressable):
+    assert VllmMetrics(ranks=ranks).addressable_ranks == addressable

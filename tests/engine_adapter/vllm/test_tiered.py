@@ -4,13 +4,13 @@ import asyncio
 import dataclasses
 import json
 from array import array
-from contextlib import ExitStack, aclosing
+from contextlib import aclosing
 
 import httpx
 import pytest
 from msgspec.structs import replace
 
-from engine_adapter import EngineRejected, EngineSpecError, JsonBody, NotSupported, make_adapter
+from engine_adapter import EngineRejected, EngineSpecError, NotSupported, make_adapter
 from engine_adapter.lmcache import verbs
 from engine_adapter.lmcache.verbs import salt_for
 from engine_adapter.types import (
@@ -28,6 +28,7 @@ from engine_adapter.types import (
 from engine_adapter.vllm import tiered
 from engine_adapter.vllm.adapter import VllmAdapter
 from engine_adapter.vllm.tiered import TieredVllmAdapter
+from tests.engine_adapter.builders import body
 from tests.engines import engine_spec
 from tests.fake_engines.lmcache import running_lmcache, running_tiered_vllm
 
@@ -38,35 +39,36 @@ NOTHING = BelowGpu(0, 0, 0)
 MOVES = {Capability.OFFLOAD, Capability.RESTORE, Capability.PIN}
 
 
-@pytest.fixture
-def lmcache():
-    with running_lmcache() as lmcache:
-        yield lmcache
+@pytest.fixture(scope="module")
+def servers():
+    with running_lmcache() as lmcache, running_tiered_vllm(lmcache, block_size=32, loras=("ada",)) as vllm:
+        yield lmcache, vllm
 
 
 @pytest.fixture
-def start_vllm(lmcache):
-    with ExitStack() as stack:
-        yield lambda **options: stack.enter_context(running_tiered_vllm(lmcache, **options))
+def lmcache(servers):
+    """One that is empty and well."""
+    servers[0].reset()
+    return servers[0]
 
 
 @pytest.fixture
-def vllm(start_vllm):
-    """Its address and the fake: two blocks in a chunk, and a LoRA adapter."""
-    return start_vllm(block_size=32, loras=("ada",))
+def vllm(servers):
+    """Its address and the fake, with nothing on its GPU: two blocks in a chunk, and a LoRA adapter."""
+    servers[1][1].restart()
+    return servers[1]
 
 
 @pytest.fixture
-async def adapter(lmcache, vllm):
-    adapter = make_adapter(engine_spec("vllm", vllm[0], "v", lmcache=lmcache.url))
-    yield adapter
-    await adapter.aclose()
+def adapter(make, lmcache, vllm):
+    return make("vllm", vllm[0], lmcache=lmcache.url)
 
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch):
     """A busy machine may answer a look-up late; that is not tested here."""
     monkeypatch.setattr(tiered, "_LOOKUP_S", 10.0)
+    monkeypatch.setattr(tiered, "_CHECK_S", 10.0)
 
 
 async def result(steps):
@@ -74,13 +76,13 @@ async def result(steps):
         return [progress async for progress in steps][-1]
 
 
-async def ask(adapter, *, salt=None, model="tiny", path=COMPLETIONS, prompt=PROMPT):
+async def ask(adapter, *, salt=None, model="tiny"):
     """A request as kvpin sends it; the tokens the engine reused."""
-    fields = {"model": model, "prompt": list(prompt), "max_tokens": 1, "cache_salt": salt}
-    body = JsonBody(json.dumps({k: v for k, v in fields.items() if v is not None}).encode())
-    target = KvTarget(prompt, cache_salt=salt, lora=model if model != "tiny" else None)
-    async with adapter.hold(path, body, target) as hold:
-        request = adapter.prepare("POST", path, {"content-type": "application/json"}, hold.body)
+    salted = {} if salt is None else {"cache_salt": salt}
+    asked = body(model=model, prompt=list(PROMPT), max_tokens=1, **salted)
+    target = KvTarget(PROMPT, cache_salt=salt, lora=model if model != "tiny" else None)
+    async with adapter.hold(COMPLETIONS, asked, target) as hold:
+        request = adapter.prepare("POST", COMPLETIONS, {"content-type": "application/json"}, hold.body)
     async with httpx.AsyncClient(trust_env=False) as client:
         answer = await client.post(request.url, content=request.body, headers=dict(request.headers))
     return answer.raise_for_status().json()["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -97,15 +99,10 @@ def test_which_adapter_is_made():
 
 
 class TestWhatItIs:
-    async def test_lmcache_adds_to_it(self, adapter):
-        info = await adapter.connect()
-        assert info.capabilities >= MOVES
-        assert info.tokens_per_chunk == 64
-        assert adapter.findings() == ()
-        assert not (await adapter.load()).outdated
-
     async def test_without_it_the_rest_goes_on(self, lmcache, adapter):
         info = await adapter.connect()
+        assert (info.capabilities >= MOVES, info.tokens_per_chunk, adapter.findings()) == (True, 64, ())
+        assert not (await adapter.load()).outdated
         lmcache.node_error = 503
         assert (await adapter.load()).outdated
         without = await adapter.connect()
@@ -129,14 +126,13 @@ class TestWhatItIs:
         assert (await adapter.load()).outdated
         assert (await adapter.connect()).capabilities == info.capabilities
 
-    @pytest.mark.parametrize("which", ["node_error", "coordinator_error"])
-    async def test_it_goes_and_comes(self, lmcache, adapter, which):
+    async def test_its_coordinator_goes_and_comes(self, lmcache, adapter):
         await adapter.connect()
-        setattr(lmcache, which, 503)
+        lmcache.coordinator_error = 503
         assert (await adapter.load()).outdated
         assert not (await adapter.connect()).capabilities & MOVES
         assert not (await adapter.load()).outdated
-        setattr(lmcache, which, None)
+        lmcache.coordinator_error = None
         assert (await adapter.load()).outdated
         assert (await adapter.connect()).capabilities >= MOVES
 
@@ -148,24 +144,18 @@ class TestWhatItIs:
         assert (await adapter.load()).outdated
 
     async def test_one_that_hangs_is_gone(self, adapter, monkeypatch):
-        async def hang():
-            await asyncio.sleep(60)
-
         await adapter.connect()
         monkeypatch.setattr(tiered, "_CHECK_S", 0.05)
-        monkeypatch.setattr(adapter._node, "check", hang)
+        monkeypatch.setattr(adapter._node, "check", asyncio.Event().wait)
         assert (await adapter.load()).outdated
 
-    async def test_another_coordinator_can_be_named(self, lmcache, vllm):
+    async def test_another_coordinator_can_be_named(self, make, lmcache, vllm):
         with running_lmcache() as other:
             other.store(PROMPT)
-            named = engine_spec(
-                "vllm", vllm[0], "v", lmcache=lmcache.url, lmcache_coordinator=other.coordinator_url
-            )
-            adapter = make_adapter(named)
+            named = {"lmcache": lmcache.url, "lmcache_coordinator": other.coordinator_url}
+            adapter = make("vllm", vllm[0], **named)
             await adapter.connect()
             assert (await adapter.lookup(TARGET)).host == 256
-            await adapter.aclose()
 
     async def test_stats_have_both(self, lmcache, adapter):
         assert (await adapter.stats())["lmcache"] == {}
@@ -182,18 +172,16 @@ class TestWhatItIs:
         lmcache.node_error = 500
         assert "error" in (await adapter.stats())["lmcache"]
 
-    async def test_adapters_that_cannot_be_kept_apart_are_a_finding(self, lmcache, start_vllm):
-        url, _ = start_vllm(loras=("ada",), knows_salts=False)
-        adapter = make_adapter(engine_spec("vllm", url, "v", lmcache=lmcache.url))
-        await adapter.connect()
-        assert "takes no cache_salt" in adapter.findings()[-1].problem
-        await adapter.aclose()
+    async def test_adapters_that_cannot_be_kept_apart_are_a_finding(self, make, lmcache):
+        with running_tiered_vllm(lmcache, loras=("ada",), knows_salts=False) as (url, _):
+            adapter = make("vllm", url, lmcache=lmcache.url)
+            await adapter.connect()
+            assert "takes no cache_salt" in adapter.findings()[-1].problem
 
-    async def test_without_its_address_it_is_a_finding(self, vllm):
-        adapter = make_adapter(engine_spec("vllm", vllm[0], "v"))
+    async def test_without_its_address_it_is_a_finding(self, make, vllm):
+        adapter = make("vllm", vllm[0])
         await adapter.connect()
         assert "lmcache=http://HOST:PORT" in adapter.findings()[0].remedy
-        await adapter.aclose()
 
 
 class TestLookup:
@@ -276,15 +264,16 @@ class TestRequests:
     )
     async def test_so_they_are_however_the_route_is_written(self, adapter, path):
         await adapter.connect()
-        body = JsonBody(b'{"model": "ada", "prompt": "x"}')
-        assert json.loads(adapter.prepare("POST", path, {}, body).body)["cache_salt"] == salt_for(None, "ada")
+        sent = adapter.prepare("POST", path, {}, body(model="ada", prompt="x"))
+        assert json.loads(sent.body)["cache_salt"] == salt_for(None, "ada")
 
     async def test_embeddings_are_kept_apart(self, adapter):
         assert not (await adapter.connect()).renders_embeds
-        salts = []
-        for data in ("QQ==", "Qg==", "QQ=="):
-            body = JsonBody(json.dumps({"model": "tiny", "prompt_embeds": data}).encode())
-            salts.append(json.loads(adapter.prepare("POST", COMPLETIONS, {}, body).body)["cache_salt"])
+        sent = [
+            adapter.prepare("POST", COMPLETIONS, {}, body(model="tiny", prompt_embeds=data)).body
+            for data in ("QQ==", "Qg==", "QQ==")
+        ]
+        salts = [json.loads(each)["cache_salt"] for each in sent]
         assert salts[0] == salts[2] != salts[1]
 
     @pytest.mark.parametrize(
@@ -297,8 +286,8 @@ class TestRequests:
     )
     async def test_other_requests_go_as_they_are(self, adapter, path, fields):
         await adapter.connect()
-        body = JsonBody(json.dumps(fields).encode())
-        assert adapter.prepare("POST", path, {}, body).body == body.raw
+        given = body(**fields)
+        assert adapter.prepare("POST", path, {}, given).body == given.raw
         assert adapter.prepare("GET", "/v1/models", {}, None).body is None
 
 

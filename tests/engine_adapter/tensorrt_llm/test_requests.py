@@ -1,16 +1,162 @@
-"""What each leg is sent, and what the first one's answer says, on two fake servers."""
-
 import json
 from array import array
 
 import pytest
 
 from engine_adapter import EngineGarbled, JsonBody, Role, make_adapter
+from engine_adapter.errors import EngineRejected
 from engine_adapter.http.control import ControlClient
 from engine_adapter.tensorrt_llm.adapter import NO_NUMBERS
-from engine_adapter.tensorrt_llm.requests import CHAT, COMPLETIONS, RESPONSES, ContextPhase
+from engine_adapter.tensorrt_llm.requests import (
+    CHAT,
+    COMPLETIONS,
+    FUNCTION,
+    MESSAGES,
+    RESPONSES,
+    ContextPhase,
+    GivenTools,
+    RequestFields,
+    accepted_fields,
+)
+from engine_adapter.types import KvTarget
+from tests.engine_adapter.builders import body
 from tests.engines import engine_spec
 from tests.fake_engines.tensorrt_llm import FakeTrtllm, running_trtllm
+
+USUAL = RequestFields()
+EXACT = KvTarget(array("i", [5, 6]), exact=True)
+
+
+def openapi(path=CHAT, *, fields=("messages", "prompt_token_ids"), extra=False, reference=True):
+    schema = {"properties": {name: {} for name in fields}, "additionalProperties": extra}
+    used = {"$ref": "#/components/schemas/Request"} if reference else schema
+    return {
+        "paths": {path: {"post": {"requestBody": {"content": {"application/json": {"schema": used}}}}}},
+        "components": {"schemas": {"Request": schema}},
+    }
+
+
+class TestAccepted:
+    @pytest.mark.parametrize("reference", [True, False])
+    def test_the_server_says_what_it_takes(self, reference):
+        described = openapi(fields=("a", "b"), reference=reference)
+        assert accepted_fields(described, CHAT) == {"a", "b"}
+        assert accepted_fields(described, COMPLETIONS) is None
+
+    @pytest.mark.parametrize(
+        "described",
+        [
+            None,
+            [],
+            {},
+            {"paths": {CHAT: {}}},
+            openapi(extra=True),
+            {"paths": openapi()["paths"]},
+            {**openapi(), "components": {"schemas": {"Request": {"additionalProperties": False}}}},
+        ],
+    )
+    def test_where_it_does_not_anything_may_be_taken(self, described):
+        assert accepted_fields(described, CHAT) is None
+
+    def test_what_it_says_counts_before_what_is_known(self):
+        assert USUAL.accepts(CHAT, "cache_salt")
+        older = RequestFields(openapi())
+        assert not older.accepts(CHAT, "cache_salt")
+        assert older.accepts(CHAT, "prompt_token_ids")
+        assert older.droppable(CHAT, body(priority=1, user="u")) == ["priority", "user"]
+        assert older.droppable(COMPLETIONS, body(priority=1, user="u")) == []
+
+
+HINTS = {"session_id": "s", "prompt_cache_key": "k"}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "dropped"),
+    [
+        (CHAT, {"priority": 0.5, "user": "u", "temperature": 0} | HINTS, ["prompt_cache_key", "session_id"]),
+        (COMPLETIONS, {"priority": 0.5, "seed": 1} | HINTS, ["prompt_cache_key", "session_id"]),
+        # What can change an answer stays, to be refused; and all of routes that are not known.
+        (CHAT, {"vllm_xargs": 1, "extra_key": 1, "input_ids": 1, "return_token_ids": 1}, []),
+        *((path, {"prompt_cache_key": "k", "store": True}, []) for path in (RESPONSES, MESSAGES)),
+        # A salt that salts nothing.
+        (COMPLETIONS, {"cache_salt": None}, ["cache_salt"]),
+        ("/v1/embeddings", {"cache_salt": "s"}, ["cache_salt"]),
+        (CHAT, {"cache_salt": "s"}, []),
+    ],
+)
+def test_hints_that_a_server_does_not_take_are_dropped(path, fields, dropped):
+    assert USUAL.droppable(path, body(**fields)) == dropped
+    USUAL.check_salt(path, body(**fields))
+
+
+def test_a_salt_that_a_server_does_not_take_is_refused():
+    USUAL.check_salt(COMPLETIONS, body())
+    with pytest.raises(EngineRejected):
+        RequestFields(openapi()).check_salt(CHAT, body(cache_salt="s"))
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "prompt", "given"),
+    [
+        (CHAT, {"messages": []}, EXACT, {"prompt_token_ids": [5, 6]}),
+        (COMPLETIONS, {"prompt": "hi"}, EXACT, {"prompt": [5, 6]}),
+        # Ids that are not the server's own.
+        (CHAT, {"messages": []}, None, {}),
+        (CHAT, {"messages": []}, KvTarget(array("i", [5, 6])), {}),
+        (COMPLETIONS, {"prompt": "hi"}, KvTarget(array("i"), exact=True), {}),
+        (COMPLETIONS, {"prompt": "hi"}, KvTarget(array("i", [5]), array("Q", [1]), exact=True), {}),
+        # The server needs more than ids.
+        (CHAT, {"prompt_token_ids": [1]}, EXACT, {}),
+        (CHAT, {"truncate_prompt_tokens": 3}, EXACT, {}),
+        (CHAT, {"documents": [{}]}, EXACT, {}),
+        (COMPLETIONS, {"prompt": "hi", "echo": True}, EXACT, {}),
+        (COMPLETIONS, {"prompt": [1, 2]}, EXACT, {}),
+        (RESPONSES, {"input": "hi"}, EXACT, {}),
+    ],
+)
+def test_token_ids_stand_for_the_text_where_they_are_the_servers_own(path, fields, prompt, given):
+    assert USUAL.as_token_ids(path, body(**fields), prompt) == given
+
+
+def test_a_server_that_takes_no_token_ids_gets_none():
+    assert RequestFields(openapi(fields=("messages",))).as_token_ids(CHAT, body(), EXACT) == {}
+
+
+PARAMETERS = {"type": "object", "properties": {"b": {}, "a": {}}}
+
+
+def described(*names):
+    return {"components": {"schemas": {"FunctionDefinition": {"properties": {name: {} for name in names}}}}}
+
+
+def test_all_fields_of_its_models_are_written_in_their_order():
+    function = {"parameters": PARAMETERS, "name": "f"}
+    (given,) = GivenTools()([{"function": function}])
+    assert list(given) == ["type", "function"]
+    assert list(given["function"].items()) == [
+        ("name", "f"),
+        ("description", None),
+        ("parameters", PARAMETERS),
+        ("strict", None),
+    ]
+    assert function == {"parameters": PARAMETERS, "name": "f"}  # the client's stay as they are
+
+
+def test_the_server_says_which_fields_a_function_has():
+    older = GivenTools(described("name", "description", "parameters"))
+    (given,) = older([{"type": "function", "function": {"name": "f"}}])
+    assert given["function"] == {"name": "f", "description": None, "parameters": None}
+
+
+@pytest.mark.parametrize("openapi", [None, {}, described(), {"components": {"schemas": []}}])
+def test_where_it_does_not_they_are_those_of_current_versions(openapi):
+    assert GivenTools(openapi).fields == FUNCTION
+
+
+@pytest.mark.parametrize("tool", [{}, {"type": "web_search"}, {"function": "f"}])
+def test_a_tool_without_a_function_is_left_to_the_server(tool):
+    assert GivenTools()([tool]) == [tool]
+
 
 PHASE = ContextPhase()
 TOKENS = list(range(100, 200))
@@ -22,7 +168,7 @@ PROMPTS = {COMPLETIONS: {"prompt": TOKENS}, CHAT: {"messages": HELLO, "prompt_to
 
 def asked(**fields) -> JsonBody:
     usual = {"model": "tiny", "max_tokens": 6, "stream": True, "stream_options": {"include_usage": True}}
-    return JsonBody(json.dumps(usual | fields).encode())
+    return body(**usual | fields)
 
 
 SENT = PHASE.first_leg(asked(prompt=TOKENS))
@@ -50,11 +196,11 @@ class TestBothLegs:
     @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
     async def test_the_second_server_fetches_what_the_first_one_keeps(self, pair, path):
         (first, context), (second, generation) = pair
-        body = asked(**PROMPTS[path])
-        handover = PHASE.handover(*await first_leg(context, path, body))
-        sent = json.loads(PHASE.second_leg(body, handover).raw)
+        client = asked(**PROMPTS[path])
+        handover = PHASE.handover(*await first_leg(context, path, client))
+        sent = json.loads(PHASE.second_leg(client, handover).raw)
         params = sent.pop("disaggregated_params")
-        assert sent == json.loads(body.raw), "the rest is the client's"
+        assert sent == json.loads(client.raw), "the rest is the client's"
         assert (params["request_type"], len(params["first_gen_tokens"])) == ("generation_only", 1)
         assert first.kept.keys() == {params["disagg_request_id"]}
         if second.options.takes_ctx_usage:
@@ -66,15 +212,15 @@ class TestBothLegs:
 
     async def test_the_prompt_goes_as_the_first_servers_tokens(self, pair):
         (_, context), _ = pair
-        for path, body, ids in (
+        for path, client, ids in (
             (COMPLETIONS, asked(prompt="Hello there"), "prompt"),
             (CHAT, asked(messages=HELLO), "prompt_token_ids"),
         ):
-            handover = PHASE.handover(*await first_leg(context, path, body))
-            sent = json.loads(PHASE.second_leg(body, handover).raw)
+            handover = PHASE.handover(*await first_leg(context, path, client))
+            sent = json.loads(PHASE.second_leg(client, handover).raw)
             assert all(isinstance(token, int) for token in sent[ids]), sent
             assert sent[ids]
-            assert sent.keys() - json.loads(body.raw).keys() <= {"prompt_token_ids", "disaggregated_params"}
+            assert sent.keys() - json.loads(client.raw).keys() <= {"prompt_token_ids", "disaggregated_params"}
         FakeTrtllm.kept.clear()
 
     async def test_an_answer_that_ends_with_its_first_token_hands_nothing_over(self, pair):
@@ -84,10 +230,8 @@ class TestBothLegs:
         assert (handover.fields, handover.cached_tokens) == ({}, 0)
 
     def test_each_request_has_a_number_that_no_server_gives_itself(self):
-        numbers = {
-            json.loads(PHASE.first_leg(asked(prompt="a")).raw)["disaggregated_params"]["disagg_request_id"]
-            for _ in range(200)
-        }
+        sent = [PHASE.first_leg(asked(prompt="a")).get("disaggregated_params") for _ in range(200)]
+        numbers = {params["disagg_request_id"] for params in sent}
         assert len(numbers) == 200
         assert all(1 << 42 <= number < 1 << 63 for number in numbers)
 
@@ -120,13 +264,8 @@ class TestAnswers:
 
 class TestTakes:
     def test_chats_and_completions(self):
-        for route, taken in (
-            (CHAT, True),
-            (COMPLETIONS, True),
-            (RESPONSES, False),
-            ("/v1/embeddings", False),
-        ):
-            assert PHASE.takes(route, asked()) is taken
+        routes = (CHAT, COMPLETIONS, RESPONSES, "/v1/embeddings")
+        assert [PHASE.takes(route, asked()) for route in routes] == [True, True, False, False]
 
     def test_nothing_that_its_client_divides(self):
         assert not PHASE.takes(CHAT, asked(disaggregated_params={"request_type": "context_only"}))
@@ -156,8 +295,8 @@ class TestFetch:
         ],
     )
     def test_other_requests_do_so_with_one_of_their_own(self, fields):
-        body = asked(messages=HELLO, stop="x", tools=[], cache_salt="s", prompt_token_ids=TOKENS, **fields)
-        path, fetch = PHASE.fetch(CHAT, body, IDS)
+        several = asked(messages=HELLO, stop="x", tools=[], cache_salt="s", prompt_token_ids=TOKENS, **fields)
+        path, fetch = PHASE.fetch(CHAT, several, IDS)
         assert path == CHAT
         assert json.loads(fetch.raw) == {
             "model": "tiny",
