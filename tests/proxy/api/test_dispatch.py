@@ -1,5 +1,8 @@
 """Which requests are the data plane's."""
 
+import contextlib
+
+import httpx
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -7,7 +10,7 @@ from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
 from proxy.api.dispatch import Dispatcher
-from tests.fakes import CHAT, client_of, connect_to, is_openai_error, post, serving
+from tests.fakes import CHAT, connect_to, is_openai_error, post, serving
 
 
 @pytest.mark.parametrize("path", [CHAT, "/%761/chat/completions", "/v1%2Fchat/completions", "/v1/x?a=/y"])
@@ -48,17 +51,17 @@ async def odd(_scope, _receive, _send):
     raise RuntimeError("a secret")
 
 
-class Page:
-    """What `client_of` needs to know of a proxy."""
-
-    def __init__(self, url):
-        self.url = url
+@contextlib.asynccontextmanager
+async def beside(app):
+    """A client of a site that has no data plane."""
+    async with serving(Dispatcher(None, app)) as url, httpx.AsyncClient(base_url=url) as client:
+        yield client
 
 
 @pytest.fixture
 async def others():
     routes = [Route("/echo a", echo, methods=["POST"]), Route("/parts", parts), Route("/crash", crash)]
-    async with serving(Dispatcher(None, Starlette(routes=routes))) as url, client_of(Page(url)) as client:
+    async with beside(Starlette(routes=routes)) as client:
         yield client
 
 
@@ -75,6 +78,6 @@ async def test_a_crash_is_a_500_that_tells_nothing(others):
 
 
 async def test_so_is_one_of_the_application_itself():
-    async with serving(Dispatcher(None, odd)) as url, client_of(Page(url)) as client:
+    async with beside(odd) as client:
         answer = await client.get("/x")
     assert (answer.status_code, "secret" in answer.text) == (500, False)

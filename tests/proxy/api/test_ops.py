@@ -43,16 +43,21 @@ async def test_ready_while_an_engine_is(proxy, client):
     assert response.headers["retry-after"] == "1"
 
 
+async def test_not_ready_before_every_engine_was_tried(proxy, client):
+    proxy.add(FakeAdapter("b")).state = EngineState.CONNECTING
+    response = await client.get("/health/ready")
+    assert (response.status_code, response.json()["engines"]) == (503, {"a": "ready", "b": "connecting"})
+    proxy.fleet.engines["b"].state = EngineState.DOWN
+    assert (await client.get("/health/ready")).status_code == 200
+
+
 async def test_not_ready_without_any_engine(proxy, client):
     proxy.fleet.remove(proxy.fleet.engine("a"))
     assert "no engine is connected" in (await client.get("/health/ready")).json()["why"]
     proxy.fleet.book.remove("http://a", now=1.0)
     response = await client.get("/health/ready")
     assert response.status_code == 503
-    assert (
-        response.json()["why"]
-        == "there is no engine: `kvpin engines` lists those that an operator has removed"
-    )
+    assert "`kvpin engines` lists those that an operator has removed" in response.json()["why"]
 
 
 async def test_not_ready_while_one_half_of_a_pair_is(proxy, client):
@@ -77,8 +82,9 @@ async def test_metrics_are_openmetrics_for_who_asks(client):
 
 async def test_metrics_need_a_key_where_there_are_tenants():
     """They tell what each of them does."""
-    tenant = {"key": "k1"}
-    proxy = Proxy(Settings(api_keys=[tenant], metrics_key="scrape", admin_key="admin"), HttpTransport())
+    proxy = Proxy(
+        Settings(api_keys=[{"key": "k1"}], metrics_key="scrape", admin_key="admin"), HttpTransport()
+    )
     async with serving(build_app(proxy)) as url, httpx.AsyncClient(base_url=url) as client:
         answers = {
             key: (await client.get("/metrics", headers={"authorization": f"Bearer {key}"})).status_code
@@ -89,11 +95,3 @@ async def test_metrics_need_a_key_where_there_are_tenants():
         assert refused.json()["error"]["code"] == "invalid_api_key"
         assert "kvpin_" not in refused.text
     await proxy.transport.aclose()
-
-
-async def test_not_ready_before_every_engine_was_tried(proxy, client):
-    proxy.add(FakeAdapter("b")).state = EngineState.CONNECTING
-    response = await client.get("/health/ready")
-    assert (response.status_code, response.json()["engines"]) == (503, {"a": "ready", "b": "connecting"})
-    proxy.fleet.engines["b"].state = EngineState.DOWN
-    assert (await client.get("/health/ready")).status_code == 200

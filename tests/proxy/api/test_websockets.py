@@ -114,45 +114,36 @@ class TestPassingOn:
         assert len(one.requests) == len(two.requests) == 1
 
     async def test_a_slow_reader_slows_the_other_side_down(self):
-        engine, sent, go = SocketEngine(), 0, asyncio.Event()
-        chunk = b"x" * 262_144
+        engine, go, chunk = SocketEngine(), asyncio.Event(), b"x" * 262_144
 
-        async def flood(connection):
-            nonlocal sent
+        async def send(connection, sent):
             for _ in range(200):
                 await connection.send(chunk)
-                sent += 1
+                sent.append(1)
+
+        async def held_up(sent):
+            """How many were sent until the sender waits."""
+            seen = -1
+            while len(sent) != seen:
+                seen = len(sent)
+                await asyncio.sleep(0.1)
+            return seen
+
+        async def flood(connection):
+            await send(connection, of_engine)
             await go.wait()
-            got = [len(await connection.recv()) for _ in range(200)]
-            await connection.send(str(sum(got)))
+            assert [await connection.recv() for _ in range(200)] == [chunk] * 200
+            await connection.send("got all")
 
-        engine.talk = flood
+        engine.talk, of_engine, of_client = flood, [], []
         async with kvpin(engine) as proxy, over(proxy, compression=None, max_queue=1) as client:
-            seen = -1
-            while sent != seen:  # until the engine is held up
-                seen = sent
-                await asyncio.sleep(0.2)
-            assert sent < 200
-            for _ in range(200):
-                assert await client.recv() == chunk
-            held, done = [], asyncio.Event()
-
-            async def send():
-                for _ in range(200):
-                    await client.send(chunk)
-                    held.append(1)
-                done.set()
-
-            sending = asyncio.create_task(send())
-            seen = -1
-            while len(held) != seen:
-                seen = len(held)
-                await asyncio.sleep(0.2)
-            assert len(held) < 200
+            assert await held_up(of_engine) < 200
+            assert [await client.recv() for _ in range(200)] == [chunk] * 200
+            sending = asyncio.create_task(send(client, of_client))
+            assert await held_up(of_client) < 200
             go.set()
-            await done.wait()
-            assert await client.recv() == str(200 * len(chunk))
             await sending
+            assert await client.recv() == "got all"
 
     async def test_the_last_words_of_a_client_that_leaves_arrive(self):
         engine, got = SocketEngine(), []

@@ -1,7 +1,18 @@
 import pytest
 
 from proxy.api.admin import endpoint
-from proxy.api.admin.endpoint import Flush, Pin, Unpin, decode
+from proxy.api.admin.endpoint import (
+    AddKey,
+    Drain,
+    Flush,
+    Offload,
+    Pin,
+    PutTable,
+    Restore,
+    Unpin,
+    Warm,
+    decode,
+)
 from proxy.errors import BadRequest
 
 
@@ -18,6 +29,23 @@ from proxy.errors import BadRequest
         (b'{"ttl_s": 0}', Pin, "ttl_s"),
         (b'{"ttl_s": 604801}', Pin, "ttl_s"),
         (b"{}", Unpin, "pin_id"),
+        *(
+            (b'{"unknown": 1}', kind, "unknown")
+            for kind in (Drain, Offload, Pin, PutTable, Restore, Unpin, Warm)
+        ),
+        (b'{"tenant": "no spaces"}', AddKey, "tenant"),
+        (b'{"models": []}', AddKey, "models"),
+        (b'{"models": [" "]}', AddKey, "models[0]"),
+        (b'{"models": [1]}', AddKey, "models[0]"),
+        (rb'{"models": ["m\n"]}', AddKey, "models[0]"),
+        (rb'{"models": ["\u001b[2J m"]}', AddKey, "models[0]"),
+        (b'{"models": [%b"m"]}' % (b'"m",' * 100), AddKey, "models"),
+        (b'{"expires": "tomorrow"}', AddKey, "expires"),
+        (b'{"name": "%b"}' % (b"x" * 65), AddKey, "name"),
+        (rb'{"name": "\u001b[2J"}', AddKey, "name"),
+        (rb'{"name": "\u009b2J"}', AddKey, "name"),
+        (rb'{"name": "x\n"}', AddKey, "name"),
+        (b'{"key": "mine"}', AddKey, "key"),
         (b"[]", Flush, None),
     ],
 )

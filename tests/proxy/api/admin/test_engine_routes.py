@@ -7,7 +7,7 @@ from proxy.api.admin.engine_routes import engine_routes
 from proxy.fleet.engine import EngineState
 from proxy.peers.peers import Peers
 from tests.fakes import FakeEngine
-from tests.kv_world import until
+from tests.kv_world import tokens, until
 from tests.proxy.peers.world import Wire
 
 
@@ -29,13 +29,10 @@ async def test_an_engine_comes_drains_and_goes(world, client):
         assert undone.json()["warning"] is None
         await until(lambda: engine.state is EngineState.READY)
         gone = await client.delete(f"/engines/{engine.id}")
-        assert (gone.status_code, gone.json()) == (
-            200,
-            {
-                "id": "openai_compatible-0",
-                "warning": "no engine takes requests for m now: they fail; "
-                "kvpin engines add KIND=URL brings openai_compatible-0 back",
-            },
+        assert (gone.status_code, gone.json()["id"]) == (200, "openai_compatible-0")
+        assert gone.json()["warning"] == (
+            "no engine takes requests for m now: they fail; "
+            "kvpin engines add KIND=URL brings openai_compatible-0 back"
         )
         listed = (await client.get("/engines")).json()
         assert (listed["engines"], listed["sources"]) == ([], [])
@@ -45,14 +42,14 @@ async def test_an_engine_comes_drains_and_goes(world, client):
         assert removed == {"named": False, "undo": "kvpin engines add KIND=URL"}
 
 
-async def test_the_last_engine_of_a_model_is_drained_with_a_warning(world, client, pair):
-    assert (await client.post("/engines/a/drain")).json()["warning"] is None
-    last = (await client.post("/engines/b/drain")).json()
-    assert (last["state"], last["warning"].partition(" now: ")[0]) == (
-        "draining", "no engine takes requests for m",
-    )  # fmt: skip
-    assert (await client.post("/engines/a/drain", json={"undo": True})).json()["warning"] is None
-    assert (await client.post("/engines/b/drain")).json()["warning"] is None, "a is back"
+async def test_the_last_engine_of_a_model_is_drained_with_a_warning(client, pair):
+    async def drain(engine, **body):
+        return (await client.post(f"/engines/{engine}/drain", json=body)).json()["warning"]
+
+    assert await drain("a") is None
+    assert (await drain("b")).startswith("no engine takes requests for m now: ")
+    assert await drain("a", undo=True) is None
+    assert await drain("b") is None  # a is back
 
 
 async def test_a_drain_while_the_exchange_is_gone_has_a_warning(world, pair):
@@ -100,3 +97,24 @@ async def test_an_engines_key_is_not_shown(world, client):
     assert "secret-" not in answer.text + (await client.get("/engines")).text
     spec = world.fleet.engine("v").adapter.spec
     assert (spec.api_key, spec.headers) == ("secret-key", {"X-Team": "secret-team"})
+
+
+async def test_the_prefixes_of_the_last_prompts(world, client, pair):
+    world.served(pair[0], tokens(64))
+    world.record("r1", tokens(64))
+    answer = (await client.get("/prefixes?depth=2&limit=5")).json()
+    assert (answer["requests"], answer["tokens"]) == (1, 64)
+    (only,) = answer["prefixes"]
+    assert only["holders"] == [{"engine": "a", "tokens": {"gpu": 64}}]
+    assert (await client.get(f"/prefixes?under={only['id']}")).json()["path"][0]["id"] == only["id"]
+
+
+async def test_a_wrong_question_names_its_field(client, pair):
+    for query, status, param in (
+        ("depth=0", 400, "depth"),
+        ("limit=501", 400, "limit"),
+        ("under=x", 400, "under"),
+        ("under=1", 404, "under"),
+    ):
+        answer = await client.get(f"/prefixes?{query}")
+        assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)

@@ -5,7 +5,6 @@ from contextlib import asynccontextmanager
 
 import httpx
 import msgspec
-import pytest
 
 from proxy.server.app import build_app
 from tests.fakes import ASK, CHAT, FakeEngine, serving
@@ -63,12 +62,7 @@ async def test_a_request_is_seen_as_it_passes(tokenizer_dir):
         assert "nobody" not in str((placed, finished))
         assert (await next_of(stream, "snapshot"))["requests"] == 1
         assert len(world.proxy.live.viewers) == 1
-
-
-async def test_a_client_that_leaves_is_forgotten(tokenizer_dir):
-    async with watched(tokenizer_dir) as (world, client):
-        async with client.stream("GET", "/admin/v1/events") as answer:
-            await next_of(events(answer), "snapshot")
+        await answer.aclose()
         await until(lambda: not world.proxy.live.viewers)
 
 
@@ -96,11 +90,3 @@ async def test_head_gets_the_headers_alone(tokenizer_dir):
         answer = await client.head("/admin/v1/events")
         assert (answer.status_code, answer.headers["content-type"]) == (200, "text/event-stream")
         assert not world.proxy.live.viewers
-
-
-@pytest.mark.parametrize("header", ["origin", "x-forwarded-for"])
-async def test_without_a_key_it_is_for_this_machine(tokenizer_dir, header):
-    async with watched(tokenizer_dir) as (_, client):
-        assert (
-            await client.get("/admin/v1/events", headers={header: "http://evil.example"})
-        ).status_code == 403

@@ -1,7 +1,7 @@
 import pytest
 
 from engine_adapter import Capability
-from tests.fakes import FakeEngine
+from tests.fakes import FakeEngine, is_openai_error
 from tests.kv_world import ALL, KvFake, tokens
 
 NO_EVENTS = ALL - {Capability.KV_EVENTS}
@@ -13,18 +13,9 @@ async def test_an_operation_that_ends_in_time_is_200(world, client, pair):
     assert answer.status_code == 200
     operation = answer.json()
     assert (operation["state"], operation["verb"], operation["error"]) == ("done", "flush", None)
-    assert operation["engines"] == [
-        {
-            "engine": "a",
-            "verb": "flush",
-            "state": "done",
-            "done": 2,
-            "total": 2,
-            "bytes": 200,
-            "left": {"in_use": 0},
-            "error": None,
-        }
-    ]
+    (part,) = operation["engines"]
+    assert (part["engine"], part["verb"], part["state"], part["error"]) == ("a", "flush", "done", None)
+    assert (part["done"], part["total"], part["bytes"], part["left"]) == (2, 2, 200, {"in_use": 0})
 
 
 async def test_one_that_does_not_is_202_and_can_be_followed(world, client, pair):
@@ -69,16 +60,6 @@ async def test_a_running_one_can_be_cancelled(world, client, pair):
     assert (await client.delete("/operations/op-x")).status_code == 404
 
 
-async def test_a_pin_and_its_end(world, client, pair):
-    world.served(pair[0], tokens(32))
-    pinned = (await client.post("/pin", json={"token_ids": tokens(40), "ttl_s": 60})).json()
-    pin_id = pinned["result"]["pin_id"]
-    assert [pin["pin_id"] for pin in (await client.get("/stats")).json()["pins"]] == [pin_id]
-    assert (await client.post("/unpin", json={"pin_id": pin_id})).json()["result"]["unpinned"]
-    answer = await client.post("/unpin", json={"pin_id": pin_id})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (404, "pin_id")
-
-
 async def test_warming(world, client):
     async with FakeEngine("a") as a, FakeEngine("b") as b:
         for server in (a, b):
@@ -91,10 +72,9 @@ async def test_warming(world, client):
 async def test_what_cannot_be_done_names_the_capability_and_what_can(world, client):
     world.add(KvFake("a", NO_EVENTS - {Capability.RESTORE}))
     answer = await client.post("/restore", json={"token_ids": tokens(32), "engine": "a"})
-    error = answer.json()["error"]
-    assert (answer.status_code, error["type"], error["code"]) == (501, "not_supported_error", "not_supported")
-    assert "'restore'" in error["message"]
-    assert "warm" in error["message"]
+    assert is_openai_error(answer, 501, "not_supported")
+    assert "'restore'" in answer.text
+    assert "warm" in answer.text
 
 
 async def test_a_restore_falls_back_to_warming_when_told(world, client):
