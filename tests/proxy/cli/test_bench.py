@@ -18,11 +18,9 @@ def test_two_addresses_side_by_side(kvpin, live_proxy, embedded_engine):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["http://127.0.0.1:9"], "nothing answers at http://127.0.0.1:9/v1"),
         (["http://127.0.0.1:9", "http://127.0.0.1:9/v1"], "an address is given twice"),
         (["127.0.0.1:9"], "is not an address"),
         (["http://127.0.0.1:9", "--request-rate", "0"], "--request-rate must be above 0"),
-        (["http://127.0.0.1:9", "--model", "m"], "http://127.0.0.1:9/v1: "),
     ],
 )
 def test_bad_input_is_one_sentence(kvpin, words, said):

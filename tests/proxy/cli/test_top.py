@@ -21,17 +21,10 @@ def test_without_a_terminal_it_prints_once(kvpin, live_proxy):
     assert "e0" in result.stdout
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("--url", "http://127.0.0.1:9"), "nothing answers at http://127.0.0.1:9"),
-        (("--url", "x"), "'x' is not an address"),
-    ],
-)
-def test_bad_input_is_one_sentence(kvpin, words, said):
-    result = kvpin("top", *words)
+def test_bad_input_is_one_sentence(kvpin):
+    result = kvpin("top", "--url", "http://127.0.0.1:9")
     assert (result.exit_code, result.stdout) == (1, "")
-    assert said in result.stderr
+    assert result.stderr.startswith("kvpin: nothing answers at http://127.0.0.1:9")
     assert result.stderr.count("\n") == 1
 
 

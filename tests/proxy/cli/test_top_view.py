@@ -2,13 +2,8 @@ from rich.console import Console
 
 from proxy.cli.decisions import TopView
 
-REUSE = {
-    "prompt_tokens": 0,
-    "available_tokens": 0,
-    "selected_tokens": 0,
-    "delivered_tokens": 0,
-    "saved_s": 0.0,
-}
+COUNTS = ("prompt_tokens", "available_tokens", "selected_tokens", "delivered_tokens", "saved_s")
+REUSE = dict.fromkeys(COUNTS, 0)
 
 
 def engine(name, **fields):

@@ -17,7 +17,7 @@ from engine_adapter import (
 from proxy.cli import engine_probe
 from proxy.cli.engine_probe import ProbedEngine
 from proxy.prompt import PromptBuilder, RegisteredTables
-from tests.fakes import INFO, FakeAdapter, FakeEngine
+from tests.fakes import INFO, FakeAdapter
 
 EVENTS = frozenset({Capability.KV_EVENTS})
 STORED = BlocksStored(Tier.GPU, None, (1, 2), array("i", range(32)), 16)
@@ -74,11 +74,6 @@ class TestFirstView:
 
 
 class TestProbe:
-    @pytest.fixture
-    async def engine(self):
-        async with FakeEngine() as engine:
-            yield engine
-
     @pytest.mark.parametrize(
         ("info", "n_tokens"),
         [
