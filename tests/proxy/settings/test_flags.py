@@ -22,9 +22,8 @@ def test_an_engine_with_all_its_options():
     assert spec.headers == {"X-Team": "hush"}
     assert (spec.options.host_cache_dir, spec.options.host_cache_bytes) == ("/mem/kv", 4 * 2**30)
     assert (spec.options.disk_cache_dir, spec.options.disk_cache_bytes) == ("/var/kv", 2**40)
-    for secret in ("s3cr", "hush"):
-        assert secret not in repr(engine)
-        assert secret not in repr(spec)
+    assert "s3cr" not in f"{engine!r} {spec!r}"
+    assert "hush" not in f"{engine!r} {spec!r}"
 
 
 @pytest.mark.parametrize(
