@@ -89,14 +89,3 @@ async def test_without_a_name_the_only_model_whose_engines_have_the_route_serves
     other.info = replace(INFO, model="n", routes=SERVED)
     assert (await client.get("/v1/health")).status_code == 200  # any may answer
     assert [exchange.target for exchange in engine_with_routes.seen] == ["/infill"] + ["/v1/health"] * 2
-
-
-async def test_an_engines_own_error_keeps_its_form(engine_with_routes, client):
-    error = {"error": {"code": 400, "message": "no", "n_ctx": 8}}
-
-    async def refuse(exchange):
-        await exchange.send(error, status=400)
-
-    engine_with_routes.script = refuse
-    answer = await client.post("/completion", json={"prompt": "hi"})
-    assert (answer.status_code, answer.json()) == (400, error)

@@ -230,7 +230,6 @@ def test_a_table_from_put_to_delete(kvpin, show, live_proxy, tmp_path):
         ),
         (("tables", "put", __file__), "safetensors"),
         (("tables", "show", "nobody"), "there is no prompt table 'nobody'"),
-        (("tables", "delete", "../engines/e0"), "(404)"),
     ],
 )
 def test_what_is_wrong_is_one_line_and_status_1(kvpin, live_proxy, words, said):

@@ -66,8 +66,9 @@ async def test_a_server_that_cannot_be_measured(answer, said):
 async def test_a_text_may_hold_line_separators():
     chunk = '{"choices": [{"delta": {"content": "a\u2028b\u0085c"}}]}'
     with served(app(lambda: StreamingResponse([f"data: {chunk}\r\n\r\ndata: [DONE]\r\n\r\n"]))) as url:
-        samples, _ = await run(target(url), LOAD, "", lambda: None)
+        samples, seconds = await run(target(url), LOAD, "", lambda: None)
     assert [sample.error for sample in samples] == ["", ""]
+    assert 0 < max(sample.latency_s for sample in samples) < seconds < 60
 
 
 async def test_models_that_cannot_be_read():
@@ -105,3 +106,32 @@ def test_the_words_of_vllm():
     assert found["mean_tpot_ms"] == pytest.approx((100 + 50) / 2)
     assert found["median_itl_ms"] == pytest.approx(100)
     assert found["mean_e2el_ms"] == pytest.approx(400)
+
+
+SMALL = ("--num-prompts", "6", "--num-prefixes", "2", "--prefix-len", "60", "--output-len", "4")
+
+
+def test_two_addresses_side_by_side(kvpin, live_proxy, embedded_engine):
+    result = kvpin("bench", live_proxy, f"{embedded_engine.url}/v1", *SMALL)
+    assert result.exit_code == 0, result.output
+    lines = {line[:32].strip(): line[32:].split() for line in result.stdout.splitlines()}
+    assert lines["Successful requests"] == ["6", "6"]
+    assert lines["Failed requests"] == ["0", "0"]
+    assert lines["Total generated tokens"] == ["24", "24"]
+    for name in ("Mean TTFT (ms)", "Median TPOT (ms)", "P99 ITL (ms)", "Mean E2EL (ms)"):
+        assert all(float(value) > 0 for value in lines[name])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["http://127.0.0.1:9", "http://127.0.0.1:9/v1"], "an address is given twice"),
+        (["127.0.0.1:9"], "is not an address"),
+        (["http://127.0.0.1:9", "--request-rate", "0"], "--request-rate must be above 0"),
+    ],
+)
+def test_bad_input_is_one_sentence(kvpin, words, said):
+    result = kvpin("bench", *words)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert said in result.stderr
+    assert result.stderr.count("\n") == 1

@@ -81,15 +81,11 @@ def test_keys_come_from_the_environment(kvpin, served):
     "words",
     [
         ("--engine", "teapot"),
-        ("--engine", "llama-server: -np 4"),
         ("--engine", "llama-server: -m m.gguf --port 1"),
         ("--managed", "vllm: vllm serve"),
-        ("--port", "70000"),
         ("--log-level", "loud"),
         ("--config", "/nowhere/kvpin.toml"),
-        ("--api-key", "same", "--api-key", "same"),
         ("--model-alias", "gpt-4o"),
-        ("--cors-origin", "chat.example"),
     ],
 )
 def test_wrong_settings_are_one_line_and_status_2(kvpin, served, words):

@@ -18,12 +18,9 @@ from proxy.settings.fields import parse_source
         ("https://Chat.Example", "https://chat.example"),
         ("https://chat.example:443", "https://chat.example"),
         ("http://chat.example:80", "http://chat.example"),
-        ("http://localhost:3000", "http://localhost:3000"),
         ("http://[::1]:80", "http://[::1]"),
         ("tauri://localhost", "tauri://localhost"),
-        ("app://obsidian.md", "app://obsidian.md"),
         ("app://-", "app://-"),
-        ("vscode-file://vscode-app", "vscode-file://vscode-app"),
     ],
 )
 def test_an_origin_is_as_browsers_send_it(given, origin):
