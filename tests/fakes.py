@@ -358,12 +358,24 @@ def add_ready(fleet: Fleet, engine_id: str, *, model=None, role=Role.BOTH, **inf
 
 
 class _Server(uvicorn.Server):
-    """Without signal handlers, and without uvicorn's tick of 0.1 s, so that tests end at once."""
+    """Without signal handlers, and without uvicorn's tick and pause of 0.1 s, so that tests end at once."""
 
     async def main_loop(self):
         self.stopping = asyncio.Event()
         await self.on_tick(0)
         await self.stopping.wait()
+
+    async def shutdown(self, sockets=None):
+        for each in (*self.servers, *(sockets or ())):
+            each.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        for _ in range(100):  # as long as uvicorn pauses
+            if not (self.server_state.connections or self.server_state.tasks):
+                break
+            await asyncio.sleep(0.001)
+        for server in self.servers:
+            await server.wait_closed()
 
     @contextlib.contextmanager
     def capture_signals(self):
