@@ -290,14 +290,3 @@ class TestRefusals:
             async with proxy_over(adapter, wait_s=0.1) as proxy:
                 assert (await refusal(proxy))[0] == status
                 await proxy.settled()
-
-    async def test_another_engine_takes_it(self):
-        async def refuse(exchange):
-            await exchange.send(b"", status=403)
-
-        good = SocketEngine()
-        async with FakeEngine("a", refuse) as bad, good.adapter("b") as second:
-            async with proxy_over(FakeAdapter("a", bad.url, SOCKETS), second) as proxy, over(proxy) as client:
-                await client.send("hi")
-                assert await client.recv() == "hi"
-            assert proxy.last.attempts in (["a", "b"], ["b"])

@@ -430,7 +430,8 @@ def test_an_id_stands_for_all_before_it():
 
 def test_marks_for_the_cache_and_the_form_of_a_text_do_not_count():
     marked = [{"type": "text", "text": LONG, "cache_control": {"type": "ephemeral"}}]
-    assert blocks(messages=[user(marked)]) == blocks(messages=[user(LONG)])
+    for kind in ("text", "input_text", "output_text"):
+        assert blocks(messages=[user([marked[0] | {"type": kind}])]) == blocks(messages=[user(LONG)])
     plain = [{"type": "text", "text": LONG}, {"type": "text", "text": "b"}]
     two = [plain[0] | {"prompt_cache_breakpoint": {}}, plain[1]]
     assert blocks(messages=[user(two)]).ids == blocks(messages=[user(plain)]).ids

@@ -326,39 +326,6 @@ async def test_a_request_without_an_answer_goes_to_the_next_owner(
         assert [record.engine for record in other.requests] == ["slots"]
 
 
-async def test_while_an_owner_that_hangs_keeps_the_lock_its_requests_are_a_503_and_its_streams_end(
-    bus, engine, silent
-):
-    reached = asyncio.Queue()
-
-    async def hang(exchange):
-        if exchange.json.get("stream"):
-            await exchange.start()
-            await exchange.chunk(event({"choices": [{"text": "x"}]}))
-        reached.put_nowait(None)
-        await asyncio.Event().wait()
-
-    engine.script = hang
-    async with two(bus, engine) as (owner, other), client_of(other) as client:
-        slots = other.fleet.engines["slots"]
-        async with client.stream("POST", COMPLETIONS, json=STREAM) as answer:
-            await reached.get()
-            chunks = answer.aiter_bytes()
-            async with asyncio.TaskGroup() as group:
-                asked = group.create_task(client.post(COMPLETIONS, content=BODY))
-                await reached.get()
-                silent(owner)
-                await until(slots.mine.is_set)
-                slots.state = EngineState.ELSEWHERE  # as the monitor says where another process has the lock
-            rest = b""
-            with contextlib.suppress(httpx.RemoteProtocolError):
-                async for chunk in chunks:
-                    rest += chunk
-            assert b"the kvpin that was to answer was lost" in rest
-        assert is_openai_error(asked.result(), 503, "no_engine")
-        assert "another one does" in asked.result().text
-
-
 async def test_a_request_that_its_owner_dies_of_twice_fails(bus, engine, never, monkeypatch):
     monkeypatch.setattr(relay, "WAIT_S", 20)
     reached, _ = never
