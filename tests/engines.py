@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 import subprocess
 import sys
 import threading
@@ -77,12 +79,35 @@ def running_engine(log: Path, *flags: str, program: Sequence[str] = ()) -> Itera
             process.stdin.close()
 
 
+class QuickServer(uvicorn.Server):
+    """Without uvicorn's tick and pause of 0.1 s, so that tests end at once."""
+
+    async def main_loop(self) -> None:
+        await self.on_tick(0)
+        while not self.should_exit:  # noqa: ASYNC110 - another thread sets it
+            await asyncio.sleep(0.005)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for each in (*self.servers, *(sockets or ())):
+            each.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        longest_s = 0.1 if self.force_exit else self.config.timeout_graceful_shutdown or STOP_S
+        deadline = time.monotonic() + longest_s
+        while (self.server_state.connections or self.server_state.tasks) and time.monotonic() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        for task in () if self.force_exit else self.server_state.tasks:
+            task.cancel()
+        if not self.force_exit:
+            await self.lifespan.shutdown()
+
+
 @contextmanager
 def served(app: ASGIApp, **options) -> Iterator[str]:
     """Serves an ASGI app on a free port in a thread, with options of uvicorn; yields its address."""
     defaults = {"log_config": None, "log_level": "error", "access_log": False, "timeout_graceful_shutdown": 2}
     config = uvicorn.Config(app, port=0, **{**defaults, **options})
-    server = uvicorn.Server(config)
+    server = QuickServer(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     deadline = time.monotonic() + START_S

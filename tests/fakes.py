@@ -47,6 +47,7 @@ from proxy.runtime import Supervisor
 from proxy.settings import LimitSettings
 from proxy.steps.attempt import Attempts
 from proxy.steps.preparation import Preparation
+from tests.engines import QuickServer
 
 CHAT = "/v1/chat/completions"
 ASK = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -357,25 +358,13 @@ def add_ready(fleet: Fleet, engine_id: str, *, model=None, role=Role.BOTH, **inf
     return engine
 
 
-class _Server(uvicorn.Server):
-    """Without signal handlers, and without uvicorn's tick and pause of 0.1 s, so that tests end at once."""
+class _Server(QuickServer):
+    """Without signal handlers, in the loop of its test."""
 
     async def main_loop(self):
         self.stopping = asyncio.Event()
         await self.on_tick(0)
         await self.stopping.wait()
-
-    async def shutdown(self, sockets=None):
-        for each in (*self.servers, *(sockets or ())):
-            each.close()
-        for connection in list(self.server_state.connections):
-            connection.shutdown()
-        for _ in range(100):  # as long as uvicorn pauses
-            if not (self.server_state.connections or self.server_state.tasks):
-                break
-            await asyncio.sleep(0.001)
-        for server in self.servers:
-            await server.wait_closed()
 
     @contextlib.contextmanager
     def capture_signals(self):
