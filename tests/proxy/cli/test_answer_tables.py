@@ -4,9 +4,10 @@ from proxy.cli import answer_tables
 def test_the_use_of_tenants(capsys):
     row = {"day": "2027-01-31", "tenant": None, "model": "m[x]", "requests": 3, "failed": 1}
     tokens = {"prompt_tokens": 1234567, "cached_tokens": 1000000, "output_tokens": 99}
-    answer_tables.show_usage({"usage": [row | tokens]})
+    answer_tables.show_usage({"usage": [row | tokens, row | tokens | {"tenant": "acme", "model": None}]})
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[1] == ["2027-01-31", "–", "m[x]", "3", "1", "1234567", "1000000", "99"]
+    assert lines[2][:3] == ["2027-01-31", "acme", "–"]
 
 
 def test_engines_that_were_removed_are_listed(capsys):

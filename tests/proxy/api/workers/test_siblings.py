@@ -9,7 +9,6 @@ import stat
 
 import httpx
 import pytest
-import uvicorn
 from structlog.testing import capture_logs
 
 from engine_adapter import HttpTransport
@@ -19,6 +18,7 @@ from proxy.api.siblings import Siblings, ask
 from proxy.http.listeners import listen
 from proxy.server import run
 from proxy.settings import EngineSettings, Settings
+from tests.fakes import serving
 
 
 @contextlib.asynccontextmanager
@@ -28,16 +28,10 @@ async def at_socket(app, path):
     async def to_peer(scope, receive, send):
         await app({**scope, FROM_PEER: True}, receive, send)
 
-    server = uvicorn.Server(uvicorn.Config(to_peer, uds=str(path), log_config=None, lifespan="off"))
-    with contextlib.suppress(asyncio.CancelledError):
-        serving = asyncio.create_task(server.serve())
-        while not server.started:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        try:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        async with serving(to_peer, listener):
             yield
-        finally:
-            server.should_exit = server.force_exit = True
-            await serving
 
 
 def test_one_speaks_for_all_until_it_is_gone(tmp_path):
