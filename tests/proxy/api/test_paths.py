@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from engine_adapter.types import RESPONSES_ROUTES
-from tests.fakes import ASK, CHAT, INFO, FakeAdapter, client_of, connect_to, is_openai_error, post, proxy_over
+from tests.fakes import CHAT, INFO, FakeAdapter, client_of, connect_to, is_openai_error, post, proxy_over
 
 
 async def raw(proxy, request: bytes) -> bytes:
@@ -85,16 +85,3 @@ async def test_chats_are_listed_by_engines_that_may_keep_them(engine, keeps):
         response = await client.get(CHAT)
     assert response.status_code == (200 if keeps else 405)
     assert len(engine.seen) == keeps
-
-
-async def test_a_route_that_no_engine_has_may_mean_another(engine, client):
-    async def script(exchange):
-        await exchange.send({"error": {"message": "Not Found"}}, status=404)
-
-    engine.script = script
-    response = await client.post("/v1/chat/completion", json=ASK)
-    assert is_openai_error(response, 404)
-    assert response.json()["error"]["message"] == (
-        "Not Found: no engine that was asked has the route /v1/chat/completion; "
-        "did you mean /v1/chat/completions?"
-    )

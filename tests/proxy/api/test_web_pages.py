@@ -65,12 +65,6 @@ async def test_with_keys_the_key_decides(engine):
         await proxy.settled()
 
 
-async def test_metrics_answer_no_page(client):
-    assert (await client.get("/metrics")).status_code == 200
-    for headers in ({"sec-fetch-site": "cross-site"}, {"host": "evil.example"}, {"origin": EVIL}):
-        assert (await client.get("/metrics", headers=headers)).status_code == 403
-
-
 @pytest.mark.parametrize("method", ["TRACE", "LOCK"])
 @pytest.mark.parametrize("path", [CHAT, "/v1/files"])
 async def test_no_engine_gets_a_method_that_no_api_has(engine, client, method, path):

@@ -100,11 +100,6 @@ def test_what_is_no_json_is_not_sent(capsys, value):
     assert seen == []
 
 
-def test_a_name_is_one_part_of_a_path():
-    assert client.path_part("a/../b?c") == "a%2F..%2Fb%3Fc"
-    assert client.path_part("\udcff") == "%FF"
-
-
 def test_nobody_there(capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"

@@ -59,14 +59,6 @@ def test_the_number_of_engines_that_keeps_a_p99(kvpin, tmp_path):
     assert "kvpin: 2 engines are not enough" in kvpin(*words, "--max-engines", "2").stdout
 
 
-@pytest.mark.parametrize("kind", ["json", "csv"])
-def test_the_standard_output_holds_nothing_else(kvpin, kind):
-    result = kvpin("replay", AGENTS, "--limit", "20", "--policies", "kvpin", f"--{kind}", "-")
-    assert result.exit_code == 0
-    assert result.stdout.startswith({"json": "{", "csv": "policy,"}[kind])
-    assert "│" not in result.stdout
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [

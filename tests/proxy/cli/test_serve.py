@@ -70,13 +70,6 @@ def test_no_reuse_wins_over_the_switch(kvpin, served):
     assert [settings.reuse for settings in served] == [True, False]
 
 
-def test_keys_come_from_the_environment(kvpin, served):
-    env = {"KVPIN_ADMIN_KEY": "a", "KVPIN_API_KEYS": '[{"key": "k", "tenant": "t"}]', "KVPIN_URL": "http://x"}
-    assert kvpin("serve", env=env).exit_code == 0
-    assert served[0].admin_key.get_secret_value() == "a"
-    assert served[0].api_keys[0].tenant_id == "t"
-
-
 @pytest.mark.parametrize(
     "words",
     [

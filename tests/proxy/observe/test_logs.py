@@ -68,14 +68,6 @@ def test_what_is_too_long_for_a_line_is_cut():
     assert line["tokens"] == 5
 
 
-def test_pretty_lines_on_a_terminal():
-    stream = configured(Terminal())
-    structlog.get_logger("test").info("engine is ready", engine="a")
-    assert "engine is ready" in stream.getvalue()
-    with pytest.raises(json.JSONDecodeError):
-        lines(stream)
-
-
 def test_what_was_sent_does_not_control_the_terminal():
     stream = configured(Terminal())
     structlog.get_logger().warning(

@@ -4,12 +4,9 @@ from datetime import datetime
 import pytest
 
 from engine_adapter import Capability
-from proxy.api.admin.engine_routes import engine_routes
 from proxy.fleet.engine import EngineState
-from proxy.peers.peers import Peers
 from tests.fakes import FakeEngine, is_openai_error
 from tests.kv_world import ALL, KvFake, tokens, until
-from tests.proxy.peers.world import Wire
 
 
 async def test_an_engine_comes_drains_and_goes(world, client):
@@ -41,27 +38,6 @@ async def test_an_engine_comes_drains_and_goes(world, client):
         assert removed.pop("engine").startswith(server.url)
         assert abs(datetime.fromisoformat(removed.pop("removed")).timestamp() - time.time()) < 60
         assert removed == {"named": False, "undo": "kvpin engines add KIND=URL"}
-
-
-async def test_the_last_engine_of_a_model_is_drained_with_a_warning(client, pair):
-    async def drain(engine, **body):
-        return (await client.post(f"/engines/{engine}/drain", json=body)).json()["warning"]
-
-    assert await drain("a") is None
-    assert (await drain("b")).startswith("no engine takes requests for m now: ")
-    assert await drain("a", undo=True) is None
-    assert await drain("b") is None  # a is back
-
-
-async def test_a_drain_while_the_exchange_is_gone_has_a_warning(world, pair):
-    bus = Wire([])
-    peers = Peers(bus, 1, world.fleet, world.tenants)
-    world.endpoints = engine_routes(world.fleet, world.proxy.engines, world.pinning, peers, reuse=True)
-    async with world.client() as client:
-        for bus.is_connected, warning in ((True, None), (False, "the exchange is gone: other kvpins follow")):
-            told = (await client.post("/engines/a/drain")).json()["warning"]
-            assert (told and told.partition(" this order")[0]) == warning
-        assert (await client.delete("/engines/a")).json()["warning"].startswith(warning)
 
 
 @pytest.mark.parametrize(

@@ -78,14 +78,6 @@ async def test_it_needs_the_admin_key_and_a_new_one_after_a_reload(tokenizer_dir
             assert await next_of(stream, "nothing") is None  # it has ended
 
 
-async def test_it_does_not_hold_up_a_stop(tokenizer_dir):
-    async with watched(tokenizer_dir) as (world, client), client.stream("GET", "/admin/v1/events") as answer:
-        stream = events(answer)
-        await next_of(stream, "snapshot")
-        world.proxy.draining.set()
-        assert await next_of(stream, "nothing") is None
-
-
 async def test_head_gets_the_headers_alone(tokenizer_dir):
     async with watched(tokenizer_dir) as (world, client):
         answer = await client.head("/admin/v1/events")

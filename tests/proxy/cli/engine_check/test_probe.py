@@ -64,14 +64,6 @@ class TestFirstView:
             assert (await ward.first_view(takes_events=True)).state == state
         assert adapter.subscriptions == 0
 
-    @pytest.mark.parametrize(("takes", "state"), [(False, "unasked"), (True, "current")])
-    async def test_of_events_that_are_had_once_is_taken_on_demand(self, takes, state):
-        adapter = FakeAdapter()
-        adapter.feed.put_nowait(ViewCurrent())
-        async with ward_of(adapter, capabilities=EVENTS, events_read_once=True) as ward:
-            assert (await ward.first_view(takes_events=takes)).state == state
-        assert adapter.subscriptions == takes
-
 
 class TestProbe:
     @pytest.mark.parametrize(
@@ -90,30 +82,3 @@ class TestProbe:
         assert (len(first), found.n_tokens) == (n_tokens, n_tokens)
         assert first == second
         assert found.reported == 32
-
-    async def test_waits_for_the_events_of_the_first_request(self, engine):
-        adapter = FakeAdapter(engine.id, engine.url)
-        adapter.feed.put_nowait(ViewCurrent())
-
-        async def script(exchange):
-            usage = {"prompt_tokens_details": {"cached_tokens": 48 * len(adapter.feeds)}}
-            await exchange.send({"choices": [{"text": "x"}], "usage": usage})
-            ids = array("i", exchange.json["prompt"][:48])
-            adapter.feeds.append(BlocksStored(Tier.GPU, None, (1, 2, 3), ids, 16))
-            adapter.feed.put_nowait(adapter.feeds[-1])
-
-        adapter.feeds = []
-        engine.script = script
-        async with ward_of(adapter, capabilities=EVENTS) as ward:
-            await ward.first_view(takes_events=True)
-            found = await ward.probe()
-        assert (found.predicted, found.reported, found.error) == (48, 48, None)
-
-    async def test_that_fails_says_why(self, engine):
-        async def script(exchange):
-            await exchange.send({"error": {"message": "no ids"}}, status=400)
-
-        engine.script = script
-        async with ward_of(FakeAdapter(engine.id, engine.url)) as ward:
-            found = await ward.probe()
-        assert (found.error, found.reported, len(engine.seen)) == ("no ids", None, 1)
