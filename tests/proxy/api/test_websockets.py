@@ -86,20 +86,6 @@ class TestPassingOn:
         assert (record.status, record.stream, record.error) == (101, True, None)
         assert record.route == path.partition("?")[0]
 
-    async def test_what_the_engine_says_first_comes(self):
-        engine = SocketEngine()
-
-        async def greet(connection):
-            await connection.send("session.created")
-            await connection.close(4001, "enough")
-
-        engine.talk = greet
-        async with kvpin(engine) as proxy, over(proxy) as client:
-            assert await client.recv() == "session.created"
-            with pytest.raises(ConnectionClosed):
-                await client.recv()
-            assert (client.close_code, client.close_reason) == (4001, "enough")
-
     async def test_a_slow_reader_slows_the_other_side_down(self):
         engine, go, chunk = SocketEngine(), asyncio.Event(), b"x" * 262_144
 
@@ -173,18 +159,6 @@ class TestPassingOn:
                 await client.recv()
             assert (await engine.closed.get())[0] == 1006
         assert (proxy.last.cause, proxy.last.status) == (Cause.OUR_LIMIT, 101)
-
-    async def test_a_cancelled_one_ends_both_sides(self):
-        """As when kvpin stops, and it outlasts `graceful_shutdown_s`."""
-        engine = SocketEngine()
-        async with kvpin(engine) as proxy, over(proxy) as client:
-            await client.send("hi")
-            assert await client.recv() == "hi"
-            (task,) = [task for task in asyncio.all_tasks() if "DataPlane.serve" in repr(task)]
-            task.cancel()
-            with pytest.raises(ConnectionClosedError):
-                await client.recv()
-            assert (await engine.closed.get())[0] == 1006
 
     async def test_frames_right_behind_the_handshake_are_not_lost(self):
         engine = SocketEngine()
