@@ -146,6 +146,14 @@ def test_a_request_nobody_served_has_no_engine_and_no_model_of_the_clients_makin
     assert not any("kvpin_prompt_tokens_total" in name for name, _ in samples(metrics))
 
 
+def test_a_refusal_is_counted_by_its_reason(fleet):
+    refused = {"placement": None, "prompt": None, "attempts": []}
+    waited, limited = refused | {"status": 503, "queued_s": 1.0}, refused | {"status": 429}
+    metrics = counted(fleet, waited, refused | {"status": 503}, limited)
+    assert value(metrics, "kvpin_refused_total", reason="busy") == 1
+    assert value(metrics, "kvpin_refused_total", reason="limit") == 1
+
+
 def test_an_unknown_prompt_predicts_nothing(fleet):
     metrics = counted(fleet, {"prompt": None})
     assert value(metrics, "kvpin_predicted_cached_tokens_total", **LABELS) is None

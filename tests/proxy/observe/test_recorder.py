@@ -180,12 +180,14 @@ class TestHasher:
 
 def test_a_line_has_what_replay_reads_and_what_else_is_known():
     placement = placement_of("e1", 64, 200, (Cost("e1"),), "lowest cost")
-    told = record(placement=placement, first_byte_s=0.0125, reported_tokens=64, output_tokens=7, events=9)
+    answered = {"reported_tokens": 64, "output_tokens": 7, "events": 9}
+    told = record(placement=placement, first_byte_s=0.0125, queued_s=0.25, **answered)
     line = msgspec.to_builtins(line_of(Hasher(), 1.5, told, told.prompt))
     assert len(line.pop("hash_ids")) == 3
     assert line == {
         "timestamp": 1500.0, "input_length": 200, "output_length": 7, "block_tokens": 64, "model": "m",
         "engine": "e1", "status": 200, "cached_tokens": 64, "ttft_ms": 12.5,
+        "queued_ms": 250.0,
     }  # fmt: skip
     silent = record(events=9)
     line = line_of(Hasher(), 0.0, silent, silent.prompt)

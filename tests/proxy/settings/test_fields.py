@@ -1,4 +1,5 @@
 import pytest
+from pydantic import ValidationError
 
 from proxy.settings import (
     DiscoverySettings,
@@ -70,6 +71,8 @@ def test_what_is_read(text, source):
 def test_what_is_refused(text):
     with pytest.raises(ValueError, match=r"must look like dns://NAME:PORT, srv://NAME"):
         parse_source(text)
+    with pytest.raises(ValidationError):
+        DiscoverySettings(source=text, kind="vllm")
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,10 @@ async def test_references_lead_somewhere(document):
     assert references <= set(document["components"]["schemas"])
 
 
-async def test_path_parameters_are_described(document):
+async def test_each_operation_has_a_name_and_its_path_parameters_are_described(document):
+    names = [each["operationId"] for methods in document["paths"].values() for each in methods.values()]
+    assert len(set(names)) == len(names)
+    assert "post_engines_engine_id_drain" in names
     for path, methods in document["paths"].items():
         for operation in methods.values():
             named = {each["name"] for each in operation.get("parameters", ()) if each["in"] == "path"}

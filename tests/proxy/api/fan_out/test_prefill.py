@@ -9,6 +9,7 @@ import pytest
 from engine_adapter import Capability
 from proxy.api.fan_out.serve_parts import LEAST_TOKENS
 from proxy.core.quotas import TenantLimits
+from proxy.fleet import pool
 from proxy.request.tenants import ApiKey
 from proxy.settings import LimitSettings
 from tests.fakes import CHAT, DONE, client_of, event, is_openai_error, proxy_over
@@ -20,7 +21,8 @@ SHORT = [{"role": "user", "content": "short"}]
 
 
 @pytest.fixture
-async def proxy():
+async def proxy(monkeypatch):
+    monkeypatch.setattr(pool, "PENDING_LINGER_S", 0.01)
     async with proxy_over(reuse=True) as proxy:
         yield proxy
         await proxy.settled()
