@@ -47,6 +47,7 @@ from proxy.runtime import Supervisor
 from proxy.settings import LimitSettings
 from proxy.steps.attempt import Attempts
 from proxy.steps.preparation import Preparation
+from tests.engines import QuickServer
 
 CHAT = "/v1/chat/completions"
 ASK = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -357,8 +358,8 @@ def add_ready(fleet: Fleet, engine_id: str, *, model=None, role=Role.BOTH, **inf
     return engine
 
 
-class _Server(uvicorn.Server):
-    """Without signal handlers, and without uvicorn's tick of 0.1 s, so that tests end at once."""
+class _Server(QuickServer):
+    """Without signal handlers, in the loop of its test."""
 
     async def main_loop(self):
         self.stopping = asyncio.Event()

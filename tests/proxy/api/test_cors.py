@@ -8,7 +8,7 @@ import pytest
 from proxy.request.tenants import ApiKey, Tenants
 from proxy.server.app import Proxy, build_app
 from proxy.settings import Settings
-from tests.fakes import ASK, CHAT, DONE, STREAM, client_of, event, is_openai_error, proxy_over, serving
+from tests.fakes import ASK, CHAT, STREAM, client_of, is_openai_error, proxy_over, serving
 
 PAGE = "https://chat.example"
 ASKS = {
@@ -53,8 +53,8 @@ async def test_a_preflight_needs_no_key_and_lets_all_headers_be_sent(engine, cli
 
 
 async def test_a_preflight_that_asks_for_no_header(client):
-    headers = {name: value for name, value in ASKS.items() if not name.endswith("-headers")}
-    assert "access-control-allow-headers" not in (await client.options(CHAT, headers=headers)).headers
+    response = await client.options(CHAT, headers={"access-control-request-method": "POST"})
+    assert "access-control-allow-headers" not in response.headers
 
 
 @pytest.mark.parametrize(
@@ -84,44 +84,30 @@ async def test_every_answer_may_be_read(engine, client):
 
 
 @pytest.mark.parametrize("body", [ASK, STREAM], ids=["whole", "stream"])
-async def test_so_may_answers_of_engines(client, body):
+async def test_so_may_answers_of_engines_and_their_errors(engine, client, body):
     response = await client.post(CHAT, json=body)
     assert (response.status_code, of_cors(response)) == (200, ALLOWED)
 
-
-@pytest.mark.parametrize("status", [400, 429, 503])
-async def test_so_may_their_errors(engine, client, status):
     async def script(exchange):
-        await exchange.send({"message": "no"}, status=status, headers=[("retry-after", "7")])
+        await exchange.send({"message": "no"}, status=429, headers=[("retry-after", "7")])
 
     engine.script = script
-    response = await client.post(CHAT, json=ASK)
-    assert (response.status_code, response.headers["retry-after"], of_cors(response)) == (
-        status,
-        "7",
-        ALLOWED,
-    )
+    response = await client.post(CHAT, json=body)
+    assert (response.status_code, response.headers["retry-after"]) == (429, "7")
+    assert of_cors(response) == ALLOWED
 
 
 async def test_an_engines_own_headers_of_cors_end_at_kvpin(engine, client):
     """A llama-server allows every page, and says so."""
 
     async def script(exchange):
-        own = [("access-control-allow-origin", "*"), ("access-control-allow-credentials", "true")]
-        own += [
-            (f"access-control-{name}", "*") for name in ("allow-methods", "allow-headers", "expose-headers")
-        ]
-        await exchange.start(
-            headers=[("content-type", "text/event-stream"), ("access-control-max-age", "9"), *own]
-        )
-        await exchange.chunk(event({}))
-        await exchange.chunk(DONE)
-        await exchange.end()
+        names = ("allow-origin", "allow-credentials", "allow-methods", "expose-headers", "max-age")
+        await exchange.send({}, headers=[(f"access-control-{name}", "*") for name in names])
 
     engine.script = script
-    assert of_cors(await client.post(CHAT, json=STREAM)) == ALLOWED
+    assert of_cors(await client.post(CHAT, json=ASK)) == ALLOWED
     client.proxy.site.data_plane.cors.__init__(())
-    assert of_cors(await client.post(CHAT, json=STREAM)) == {}
+    assert of_cors(await client.post(CHAT, json=ASK)) == {}
 
 
 async def test_all_pages(engine):

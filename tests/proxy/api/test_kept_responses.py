@@ -6,13 +6,7 @@ import pytest
 
 from engine_adapter.types import RESPONSES_ROUTES
 from tests.fakes import INFO, FakeAdapter, client_of, is_openai_error, proxy_over
-from tests.proxy.request.translate.response_world import (
-    KEYS,
-    ROUTE,
-    ask,
-    chats,
-    serving_chats,
-)
+from tests.proxy.request.translate.response_world import KEYS, ROUTE, ask, chats, serving_chats
 
 
 @pytest.fixture
@@ -63,15 +57,14 @@ async def test_what_cannot_be_asked_of_a_response(client, method, path, status, 
 async def test_another_tenant_cannot_tell_that_it_is_there(client, engine):
     made = (await ask(client)).json()["id"]
     for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items")):
-        answers = [
+        theirs, none = [
             await client.request(method, f"{ROUTE}/{name}{path}", headers=KEYS["b"])
             for name in (made, "resp_none")
         ]
-        assert is_openai_error(answers[0], 404)
-        assert answers[0].text.replace(made, "ID") == answers[1].text.replace("resp_none", "ID")
-    assert is_openai_error(
-        await ask(client, "b", previous_response_id=made), 404, param="previous_response_id"
-    )
+        assert is_openai_error(theirs, 404)
+        assert theirs.text.replace(made, "ID") == none.text.replace("resp_none", "ID")
+    refused = await ask(client, "b", previous_response_id=made)
+    assert is_openai_error(refused, 404, param="previous_response_id")
     assert len(engine.seen) == 1
 
 

@@ -4,24 +4,17 @@ from proxy.cli import answer_tables
 def test_the_use_of_tenants(capsys):
     row = {"day": "2027-01-31", "tenant": None, "model": "m[x]", "requests": 3, "failed": 1}
     tokens = {"prompt_tokens": 1234567, "cached_tokens": 1000000, "output_tokens": 99}
-    answer_tables.show_usage({"usage": [row | tokens]})
+    answer_tables.show_usage({"usage": [row | tokens, row | tokens | {"tenant": "acme", "model": None}]})
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[1] == ["2027-01-31", "–", "m[x]", "3", "1", "1234567", "1000000", "99"]
+    assert lines[2][:3] == ["2027-01-31", "acme", "–"]
 
 
 def test_engines_that_were_removed_are_listed(capsys):
-    named = {
-        "engine": "http://gpu1:8000",
-        "removed": "2027-01-31T09:05:07Z",
-        "named": True,
-        "undo": "kvpin engines add vllm=http://gpu1:8000",
-    }
-    other = {
-        **named,
-        "engine": "http://127.0.0.1:1 on h",
-        "named": False,
-        "undo": "kvpin engines add KIND=URL",
-    }
+    at = {"removed": "2027-01-31T09:05:07Z"}
+    named = at | {"engine": "http://gpu1:8000", "named": True}
+    named["undo"] = "kvpin engines add vllm=http://gpu1:8000"
+    other = at | {"engine": "http://127.0.0.1:1 on h", "named": False, "undo": "kvpin engines add KIND=URL"}
     answer_tables.show_engines({"engines": [], "removed": [named, other]})
     *_, first, second = capsys.readouterr().out.splitlines()
     assert first == (
@@ -57,35 +50,21 @@ def test_slots_and_files_are_shown_where_an_engine_has_them(capsys):
     )
     output = capsys.readouterr().out
     for text in (
-        "119008 tokens",
-        "1, 2 failed",
-        "0 requests in flight, 1 served, 2 failed; reuse is on",
+        "119008 tokens", "1, 2 failed", "0 requests in flight, 1 served, 2 failed; reuse is on",
         "llama-0: exact 1 of 1 checked; 42 not checked (reuse off: 40, ended early: 2)\n",
-        "slots of llama-0",
-        "812",
-        "700",
-        "save",
-        "60 s",
+        "slots of llama-0", "812", "700", "save", "60 s", "on [x]", "[here]", "made here: plain",
         "5 files on host, 3 of 64 MiB, in /mem/[kv] (memory: a reboot loses them)\n",
-        "on [x]",
-        "[here]",
-        "made here: plain",
-    ):
+    ):  # fmt: skip
         assert text in output
 
 
 def test_keys_show_whose_they_are_and_never_a_secret(capsys):
-    plain = {
-        "name": "",
-        "tenant": "acme",
-        "ending": "wxyz",
-        "created": "2026-11-27T10:00:00Z",
-        "expired": False,
-    }
+    plain = {"id": "key-1", "name": "", "tenant": "acme", "ending": "wxyz", "models": None}
+    plain |= {"created": "2026-11-27T10:00:00Z", "expires": None, "expired": False}
     keys = [
-        {"id": "key-1", **plain, "models": None, "expires": None},
-        {"id": "key-2", **plain, "models": ["m", "[fast]"], "expires": "2027-01-31T00:00:00Z"},
-        {"id": "key-3", **plain, "models": None, "expires": "2020-01-31T00:00:00Z", "expired": True},
+        plain,
+        plain | {"id": "key-2", "models": ["m", "[fast]"], "expires": "2027-01-31T00:00:00Z"},
+        plain | {"id": "key-3", "expires": "2020-01-31T00:00:00Z", "expired": True},
     ]
     answer_tables.show_keys({"keys": keys, "needed": True, "in_settings": 0})
     first, second, third = capsys.readouterr().out.splitlines()[1:]

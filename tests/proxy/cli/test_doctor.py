@@ -6,14 +6,9 @@ from tests.fake_engines.vllm import running_vllm
 def test_an_engine_that_is_well(kvpin, embedded_engine):
     result = kvpin("doctor", embedded_engine.url, "--probe")
     assert result.exit_code == 0, result.output
-    for text in (
-        "embedded",
-        "detected",
-        "the view is current",
-        "sent twice: the engine reports 48 of 49",
-        "no findings",
-    ):
+    for text in ("embedded", "detected", "the view is current", "sent twice: the engine reports 48 of 49"):
         assert text in result.output
+    assert "no findings" in result.output
 
 
 def test_findings_come_with_what_mends_them(kvpin):
@@ -31,10 +26,7 @@ def test_findings_come_with_what_mends_them(kvpin):
         (["localhost:8000"], "kvpin: 'localhost:8000' is not an address: it needs http:// or https://"),
         (["http://127.0.0.1:9"], "kvpin: http://127.0.0.1:9: "),
         (["http://127.0.0.1:9", "--kind", "x"], "unknown engine kind 'x'"),
-        (
-            ["vllm=http://127.0.0.1:9", "--kind", "vllm"],
-            "leave out --kind: 'vllm=http://",
-        ),
+        (["vllm=http://127.0.0.1:9", "--kind", "vllm"], "leave out --kind: 'vllm=http://"),
         (["vllm=http://127.0.0.1:9,x=1"], "kvpin: vllm=…: unknown option 'x'"),
         (["http://127.0.0.1:9,events=tcp://x:1", "--events", "tcp://y:1"], "option 'events' is given twice"),
     ],

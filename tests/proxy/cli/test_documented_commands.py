@@ -19,7 +19,7 @@ from helm_python import chart
 
 from proxy.cli.main import app
 from proxy.server import run
-from scripts.documented_commands import NOT_RUN, READ, ROOT, RULES, RUN, commands, rule_of, shown
+from scripts.documented_commands import NOT_RUN, READ, ROOT, RULES, RUN, rule_of, shown
 from tests.llama import llama_server
 
 EXTRAS = set(tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"])
@@ -29,11 +29,8 @@ UsageError = typer.BadParameter.__base__
 
 def of_rule(by):
     """Pages and commands that one test is for."""
-    return [
-        (page, command)
-        for page, command in SHOWN
-        if (rule := rule_of(command)) and rule.by.endswith(f"::{by}")
-    ]
+    ruled = ((page, command, rule_of(command)) for page, command in SHOWN)
+    return [(page, command) for page, command, rule in ruled if rule and rule.by.endswith(f"::{by}")]
 
 
 @pytest.mark.parametrize(("page", "command"), SHOWN)
@@ -50,36 +47,14 @@ def test_every_rule_is_of_use_and_tells_what_there_is(rule):
         assert (f"def {name}(" if name else "") in (ROOT / path).read_text(encoding="utf-8")
 
 
-def test_commands_of_a_page():
-    page = (
-        "```\nA=1 kvpin serve --engine \\\n  x   # comment\noutput\n```\n"
-        "```console\n$ kvpin stats\nkvpin: output\n```\n"
-        "`kvpin route --all`, `kvpin is a proxy`, `scripts/test`, `other`\n```toml\nkvpin = 1\n```\n"
-    )
-    assert commands(page) == [
-        "A=1 kvpin serve --engine x",
-        "kvpin stats",
-        "kvpin route --all",
-        "scripts/test",
-    ]
-
-
 @pytest.fixture
 def home(tmp_path, monkeypatch):
     """A directory with the files that commands name."""
     monkeypatch.chdir(tmp_path)
     Path("kvpin.toml").touch()
     Path("tests").symlink_to(ROOT / "tests")
-    lines = [
-        {
-            "timestamp": 1000 * n,
-            "input_length": 70,
-            "output_length": 1,
-            "hash_ids": [n % 5],
-            "block_tokens": 64,
-        }
-        for n in range(20)
-    ]
+    request = {"input_length": 70, "output_length": 1, "block_tokens": 64}
+    lines = [request | {"timestamp": 1000 * n, "hash_ids": [n % 5]} for n in range(20)]
     Path("traffic.jsonl").write_text("\n".join(map(json.dumps, lines)))
 
 
@@ -185,9 +160,8 @@ def test_replays_work(kvpin, page, command):
 
 @pytest.mark.parametrize(("page", "command"), of_rule("test_the_hash_of_a_key"))
 def test_the_hash_of_a_key(page, command):
-    done = subprocess.run(
-        ["sh", "-c", command], env={"KEY": "a key"}, capture_output=True, text=True, check=True
-    )
+    words, env = ["sh", "-c", command], {"KEY": "a key"}
+    done = subprocess.run(words, env=env, capture_output=True, text=True, check=True)
     assert done.stdout.split()[0] == hashlib.sha256(b"a key").hexdigest(), page
 
 

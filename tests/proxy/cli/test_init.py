@@ -51,16 +51,8 @@ def test_no_file_is_replaced_unasked(kvpin, embedded_engine, file):
     assert file.stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize(
-    ("engine", "said"),
-    [
-        ("localhost:8000", "'localhost:8000' is not an address: it needs http:// or https://"),
-        ("http://127.0.0.1:9", "http://127.0.0.1:9: "),
-        ("vllm=http://127.0.0.1:9,x=1", "unknown option 'x'"),
-    ],
-)
-def test_an_engine_that_cannot_be_asked(kvpin, file, engine, said):
-    result = kvpin("init", engine, "--output", str(file))
+def test_an_engine_that_cannot_be_asked(kvpin, file):
+    result = kvpin("init", "http://127.0.0.1:9", "--output", str(file))
     assert (result.exit_code, result.stdout, file.exists()) == (1, "", False)
-    assert said in result.stderr
+    assert result.stderr.startswith("kvpin: http://127.0.0.1:9: ")
     assert result.stderr.count("\n") == 1

@@ -6,15 +6,7 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
-from proxy.cli.load_test import (
-    BenchError,
-    BenchTarget,
-    RequestSample,
-    Workload,
-    figures,
-    first_model,
-    run,
-)
+from proxy.cli.load_test import BenchError, BenchTarget, RequestSample, Workload, figures, first_model, run
 from tests.engines import served
 
 LOAD = Workload(2, 1, prefix_len=3, suffix_len=1, request_rate=float("inf"), seed=0)
@@ -45,9 +37,8 @@ def app(answer):
     async def models(_request):
         return JSONResponse({"data": []})
 
-    return Starlette(
-        routes=[Route("/v1/chat/completions", chat, methods=["POST"]), Route("/v1/models", models)]
-    )
+    routes = [Route("/v1/chat/completions", chat, methods=["POST"]), Route("/v1/models", models)]
+    return Starlette(routes=routes)
 
 
 def stream(*chunks):
@@ -75,8 +66,9 @@ async def test_a_server_that_cannot_be_measured(answer, said):
 async def test_a_text_may_hold_line_separators():
     chunk = '{"choices": [{"delta": {"content": "a\u2028b\u0085c"}}]}'
     with served(app(lambda: StreamingResponse([f"data: {chunk}\r\n\r\ndata: [DONE]\r\n\r\n"]))) as url:
-        samples, _ = await run(target(url), LOAD, "", lambda: None)
+        samples, seconds = await run(target(url), LOAD, "", lambda: None)
     assert [sample.error for sample in samples] == ["", ""]
+    assert 0 < max(sample.latency_s for sample in samples) < seconds < 60
 
 
 async def test_models_that_cannot_be_read():
@@ -102,26 +94,44 @@ def test_prompts_share_prefixes_and_have_their_own_ends():
 
 
 def test_the_words_of_vllm():
-    samples = [
-        RequestSample(
-            ttft_s=0.1, gaps_s=[0.1, 0.1], latency_s=0.3, prompt_tokens=10, cached_tokens=4, output_tokens=3
-        ),
-        RequestSample(
-            ttft_s=0.3, gaps_s=[0.2], latency_s=0.5, prompt_tokens=20, cached_tokens=0, output_tokens=5
-        ),
-        RequestSample(error="503"),
-    ]
-    found = figures(samples, 2.0)
-    assert (found["completed"], found["failed"], found["duration"]) == (2, 1, 2.0)
-    assert (found["total_input_tokens"], found["cached_input_tokens"], found["total_output_tokens"]) == (
-        30,
-        4,
-        8,
-    )
-    assert (found["request_throughput"], found["output_throughput"]) == (1.0, 4.0)
-    assert found["total_token_throughput"] == 19.0
+    one = {"ttft_s": 0.1, "gaps_s": [0.1, 0.1], "latency_s": 0.3, "prompt_tokens": 10, "cached_tokens": 4}
+    other = {"ttft_s": 0.3, "gaps_s": [0.2], "latency_s": 0.5, "prompt_tokens": 20, "cached_tokens": 0}
+    samples = [RequestSample(**one, output_tokens=3), RequestSample(**other, output_tokens=5)]
+    found = figures([*samples, RequestSample(error="503")], 2.0)
+    counts = {"completed": 2, "failed": 1, "total_input_tokens": 30, "cached_input_tokens": 4}
+    counts |= {"total_output_tokens": 8, "request_throughput": 1.0, "output_throughput": 4.0, "duration": 2.0}
+    assert found.items() >= (counts | {"total_token_throughput": 19.0}).items()
     assert found["mean_ttft_ms"] == found["median_ttft_ms"] == pytest.approx(200)
     assert found["p99_ttft_ms"] == pytest.approx(298)  # numpy.percentile([100, 300], 99)
     assert found["mean_tpot_ms"] == pytest.approx((100 + 50) / 2)
     assert found["median_itl_ms"] == pytest.approx(100)
     assert found["mean_e2el_ms"] == pytest.approx(400)
+
+
+SMALL = ("--num-prompts", "6", "--num-prefixes", "2", "--prefix-len", "60", "--output-len", "4")
+
+
+def test_two_addresses_side_by_side(kvpin, live_proxy, embedded_engine):
+    result = kvpin("bench", live_proxy, f"{embedded_engine.url}/v1", *SMALL)
+    assert result.exit_code == 0, result.output
+    lines = {line[:32].strip(): line[32:].split() for line in result.stdout.splitlines()}
+    assert lines["Successful requests"] == ["6", "6"]
+    assert lines["Failed requests"] == ["0", "0"]
+    assert lines["Total generated tokens"] == ["24", "24"]
+    for name in ("Mean TTFT (ms)", "Median TPOT (ms)", "P99 ITL (ms)", "Mean E2EL (ms)"):
+        assert all(float(value) > 0 for value in lines[name])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["http://127.0.0.1:9", "http://127.0.0.1:9/v1"], "an address is given twice"),
+        (["127.0.0.1:9"], "is not an address"),
+        (["http://127.0.0.1:9", "--request-rate", "0"], "--request-rate must be above 0"),
+    ],
+)
+def test_bad_input_is_one_sentence(kvpin, words, said):
+    result = kvpin("bench", *words)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert said in result.stderr
+    assert result.stderr.count("\n") == 1

@@ -23,12 +23,8 @@ def printed(each, width):
 @pytest.mark.parametrize(("width", "hidden"), [(140, ()), (88, ("busiest",)), (40, ("busiest", "p50"))])
 def test_a_narrow_terminal_shows_fewer_columns_and_says_so(width, hidden):
     lines = printed(rows_of([500]), width)
-    assert re.findall(r"engines|policy|hit %|mean TTFT s", lines[1]) == [
-        "engines",
-        "policy",
-        "hit %",
-        "mean TTFT s",
-    ]
+    always = ["engines", "policy", "hit %", "mean TTFT s"]
+    assert re.findall("|".join(always), lines[1]) == always
     assert not any(name in lines[1] for name in hidden)
     said = " ".join(lines).partition("no room for: ")[2]
     assert bool(said) is bool(hidden)

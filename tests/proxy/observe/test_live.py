@@ -60,13 +60,8 @@ async def test_the_first_event_is_a_snapshot_of_everything(world):
     assert world.snapshot().unserved == ["m"]
     world._fleet.engine("a").state = EngineState.READY
     (engine,) = now["engines"]
-    assert (engine["id"], engine["model"], engine["state"], engine["trust"]) == (
-        "a",
-        "m",
-        "ready",
-        "approximate",
-    )
-    assert engine["forms"] == {}  # no prompts are followed
+    told = {"id": "a", "model": "m", "state": "ready", "trust": "approximate", "forms": {}}
+    assert engine.items() >= told.items()
     assert engine["capacity_tokens"] == {"gpu": 64 * 16, "host": 8 * 16}
     assert engine["held_tokens"] == {"gpu": 0, "host": 0, "disk": 0}
     assert now["reuse"] == engine["reuse"]
@@ -95,14 +90,9 @@ async def test_a_request_is_told_when_it_is_placed_and_when_it_has_ended_without
     assert placed.items() >= {**same, "reported_tokens": None, "status": None, "reason": "held"}.items()
     assert finished.items() >= {**same, "reported_tokens": 32, "status": 200, "why": None}.items()
     assert finished["first_byte_s"] == 0.25
-
-
-async def test_a_request_that_was_placed_before_anybody_watched_is_explained_at_its_end(world):
-    viewer = world.join()
-    await viewer.take()
-    world.finished(record(status=200))
-    ((_, finished),) = events(await viewer.take())
-    assert finished["why"].startswith("a holds")
+    world.finished(record("placed before anybody watched"))
+    ((_, unseen),) = events(await viewer.take())
+    assert unseen["why"].startswith("a holds")
 
 
 async def test_of_many_requests_some_are_shown_whole_and_the_others_counted(world):
@@ -150,11 +140,7 @@ async def test_a_slow_viewer_misses_events_and_is_told_how_many(world):
     assert (len(got), name, missed) == (3, "missed", {"events": 2})
     viewer.give(event)
     assert await viewer.take() == event  # told once
-
-
-async def test_an_event_that_is_longer_than_the_room_still_comes():
-    viewer = Viewer()
-    viewer.give(b"x" * (MAX_WAITING_BYTES + 1))
+    viewer.give(b"x" * (MAX_WAITING_BYTES + 1))  # longer than the room, it still comes
     assert len(await viewer.take()) == MAX_WAITING_BYTES + 1
 
 

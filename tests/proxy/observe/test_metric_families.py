@@ -21,14 +21,17 @@ def histogram(*labels, bounds):
     return SeriesOf(Family("kvpin_y", "histogram", "What y is", labels, bounds), Buckets)
 
 
-def samples(page):
-    families = text_string_to_metric_families(page)
+def samples(families):
     return {
         (family.name, family.type, sample.name, frozenset(sample.labels.items())): sample.value
         for family in families
         for sample in family.samples
         if not sample.name.endswith("_created")
     }
+
+
+def read(page):
+    return samples(text_string_to_metric_families(page))
 
 
 def test_counters_are_as_theirs():
@@ -38,8 +41,8 @@ def test_counters_are_as_theirs():
     for model, number in (("m", 1), (NASTY, 12_345_678), ("m", 2), ("zero", 0)):
         theirs.labels(model, "200").inc(number)
         ours[model, "200"].number += number
-    assert samples("".join(ours.lines())) == samples(generate_latest(registry).decode())
-    assert len(samples("".join(ours.lines()))) == 3
+    assert read("".join(ours.lines())) == read(generate_latest(registry).decode())
+    assert len(read("".join(ours.lines()))) == 3
 
 
 @pytest.mark.parametrize("labels", [(), ("model",)])
@@ -52,7 +55,7 @@ def test_histograms_are_as_theirs(labels):
     for number in (0, 0.001, 0.0011, 0.5, 1, 2, 2.1, 1e9):
         (theirs.labels(*values) if labels else theirs).observe(number)
         ours[values].observe(number)
-    assert samples("".join(ours.lines())) == samples(generate_latest(registry).decode())
+    assert read("".join(ours.lines())) == read(generate_latest(registry).decode())
 
 
 def test_openmetrics_is_as_theirs():
@@ -67,16 +70,16 @@ def test_openmetrics_is_as_theirs():
         our_timed[(NASTY,)].observe(number, trace)
     page = "".join((*ours.lines(openmetrics=True), *our_timed.lines(openmetrics=True), "# EOF\n"))
 
-    def read(text):
-        return [
-            (family.name, family.type, sample.name, frozenset(sample.labels.items()), sample.value)
-            + ((sample.exemplar.labels, sample.exemplar.value) if sample.exemplar else ())
+    def read_all(text):
+        exemplars = [
+            (sample.exemplar.labels, sample.exemplar.value)
             for family in read_openmetrics(text)
             for sample in family.samples
-            if not sample.name.endswith("_created")
+            if sample.exemplar
         ]
+        return samples(read_openmetrics(text)), exemplars
 
-    assert read(page) == read(generate_openmetrics(registry).decode())
+    assert read_all(page) == read_all(generate_openmetrics(registry).decode())
     assert "cd34" in page
     assert "ab12" not in page
     assert "cd34" not in "".join(our_timed.lines())

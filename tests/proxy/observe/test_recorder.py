@@ -6,6 +6,7 @@ import resource
 import signal
 import stat
 from array import array
+from hashlib import blake2b
 
 import msgspec
 import pytest
@@ -15,13 +16,25 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from proxy.core.placement.decision import Cost
+from proxy.core.placement.load import LoadSample, Work
 from proxy.observe import recorder as module
-from proxy.observe.recorder import BLOCK_TOKENS, Hasher, Recorder, client_of, line_of
+from proxy.observe.recorder import (
+    BLOCK_BYTES,
+    BLOCK_TOKENS,
+    EngineWatch,
+    Hasher,
+    Recorder,
+    client_of,
+    line_of,
+    seconds_per_token,
+    text_blocks,
+)
 from proxy.prompt import Prompt
-from proxy.replay.trace import RecordedEngine, TraceError, read_trace
+from proxy.replay.trace import ALL, RecordedEngine, TraceError, read_trace
 from proxy.request.calls import Session
 from proxy.request.records import RequestRecord
 from proxy.settings import SettingsError
+from tests.kv_world import KvFake, kv_world
 from tests.placements import placement_of
 
 ROOM = 1 << 20
@@ -84,10 +97,7 @@ class TestText:
 
     @pytest.mark.parametrize(
         ("body", "route"),
-        [
-            (CHAT, "/v1/completions"),
-            ({"previous_response_id": "resp_1", "input": "Hi"}, "/v1/responses"),
-        ],
+        [(CHAT, "/v1/completions"), ({"previous_response_id": "resp_1", "input": "Hi"}, "/v1/responses")],
     )
     def test_a_body_without_all_of_the_prompt_has_none(self, body, route):
         assert self.text_of(body, route) is None
@@ -118,12 +128,11 @@ def test_the_name_of_a_client(user_agent, name):
     assert client_of(user_agent) == name
 
 
+IDS = st.lists(st.integers(0, 9), max_size=400)
+
+
 class TestHasher:
-    @given(
-        st.lists(st.integers(0, 9), max_size=400),
-        st.lists(st.integers(0, 9), max_size=400),
-        st.integers(0, 400),
-    )
+    @given(IDS, IDS, st.integers(0, 400))
     def test_prompts_share_the_ids_of_the_full_blocks_they_share(self, one, other, common):
         other = one[:common] + other
         same = next((at for at, pair in enumerate(zip(one, other, strict=False)) if len(set(pair)) > 1), None)
@@ -137,10 +146,10 @@ class TestHasher:
         assert all(0 <= each < 1 << 64 for each in a)
 
     @pytest.mark.parametrize("fields", [{"salt": "s"}, {"lora": "s"}, {"salt": "s", "lora": "t"}])
-    def test_nothing_is_shared_over_namespaces(self, fields):
+    def test_nothing_is_shared_over_namespaces_and_keys(self, fields):
         hasher, ids = Hasher(), range(300)
         alike = hasher.block_ids("m", prompt_of(ids))
-        assert alike == hasher.block_ids("m", prompt_of(ids))
+        assert alike == hasher.block_ids("m", prompt_of(ids)) != Hasher().block_ids("m", prompt_of(ids))
         for model, prompt in (("m", prompt_of(ids, **fields)), ("s", prompt_of(ids))):
             assert not set(alike) & set(hasher.block_ids(model, prompt))
 
@@ -151,9 +160,6 @@ class TestHasher:
         cat, dog = (hasher.block_ids("m", prompt_of(ids, [0] * 64 + [image] * 128)) for image in (1, 2))
         assert cat[0] == dog[0] == text[0]
         assert len({cat[1], dog[1], text[1], cat[2], dog[2], text[2]}) == 6
-
-    def test_ids_mean_nothing_without_the_key(self):
-        assert Hasher().block_ids("m", prompt_of(range(64))) != Hasher().block_ids("m", prompt_of(range(64)))
 
     def test_sessions_are_a_tenants_own(self):
         hasher = Hasher()
@@ -172,28 +178,20 @@ class TestHasher:
         assert b"acme" not in msgspec.json.encode(line_of(one, 0, acme, acme.prompt))
 
 
-class TestLine:
-    def test_what_replay_reads_and_what_else_is_known(self):
-        placement = placement_of("e1", 64, 200, (Cost("e1"),), "lowest cost")
-        told = record(placement=placement, first_byte_s=0.0125, reported_tokens=64, output_tokens=7, events=9)
-        line = msgspec.to_builtins(line_of(Hasher(), 1.5, told, told.prompt))
-        assert len(line.pop("hash_ids")) == 3
-        assert line == {
-            "timestamp": 1500.0,
-            "input_length": 200,
-            "output_length": 7,
-            "block_tokens": 64,
-            "model": "m",
-            "engine": "e1",
-            "status": 200,
-            "cached_tokens": 64,
-            "ttft_ms": 12.5,
-        }
-
-    def test_events_are_counted_where_the_engine_does_not_tell(self):
-        silent = record(events=9)
-        line = line_of(Hasher(), 0.0, silent, silent.prompt)
-        assert (line.output_length, line.counted) == (9, True)
+def test_a_line_has_what_replay_reads_and_what_else_is_known():
+    placement = placement_of("e1", 64, 200, (Cost("e1"),), "lowest cost")
+    answered = {"reported_tokens": 64, "output_tokens": 7, "events": 9}
+    told = record(placement=placement, first_byte_s=0.0125, queued_s=0.25, **answered)
+    line = msgspec.to_builtins(line_of(Hasher(), 1.5, told, told.prompt))
+    assert len(line.pop("hash_ids")) == 3
+    assert line == {
+        "timestamp": 1500.0, "input_length": 200, "output_length": 7, "block_tokens": 64, "model": "m",
+        "engine": "e1", "status": 200, "cached_tokens": 64, "ttft_ms": 12.5,
+        "queued_ms": 250.0,
+    }  # fmt: skip
+    silent = record(events=9)
+    line = line_of(Hasher(), 0.0, silent, silent.prompt)
+    assert (line.output_length, line.counted) == (9, True)  # events, where the engine does not tell
 
 
 class TestRecording:
@@ -260,7 +258,7 @@ class TestAbout:
         assert last["engines"] == [{"id": "e", "model": "m", "prefill": [[100.0, 0.5]], "samples": 3}]
         assert read_trace(path).figures.prefill == ((100.0, 0.5),)
 
-    async def test_recordings_of_one_secret_are_merged_by_time(self, tmp_path):
+    async def test_recordings_of_one_secret_alone_are_merged_by_time(self, tmp_path):
         paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
         for path in paths:
             recorder = Recorder(path, ROOM, secret="shared by both")
@@ -271,18 +269,10 @@ class TestAbout:
         one, other = trace.requests
         assert one.chain.hashes == other.chain.hashes
         assert one.at < other.at
-        assert "shared" not in paths[0].read_text()
-
-    async def test_recordings_of_other_keys_are_not(self, tmp_path):
-        paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
-        for path in paths:
-            await recorded(path, record())
+        await recorded(tmp_path / "c.jsonl", record())
         with pytest.raises(TraceError, match="record_traffic_key"):
-            read_trace(*paths)
-
-    async def test_it_takes_no_more_room_than_there_is(self, path):
-        await recorded(path, record(), max_bytes=150)
-        assert path.stat().st_size <= 150
+            read_trace(paths[0], tmp_path / "c.jsonl")
+        assert "shared" not in paths[0].read_text()
 
 
 class TestFile:
@@ -292,10 +282,9 @@ class TestFile:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
     async def test_an_earlier_recording_is_not_touched(self, path):
-        for n in range(3):
-            recorder = await recorded(path, record([n] * (n + 1)))
-            assert recorder.path.name == ("traffic.jsonl", "traffic-1.jsonl", "traffic-2.jsonl")[n]
-        lengths = [lines_of(each)[0]["input_length"] for each in sorted(path.parent.iterdir())]
+        for n, name in enumerate(("traffic.jsonl", "traffic-1.jsonl", "traffic-2.jsonl"), 1):
+            assert (await recorded(path, record([1] * n))).path.name == name
+        lengths = [lines_of(each)[0]["input_length"] for each in path.parent.iterdir()]
         assert sorted(lengths) == [1, 2, 3]
 
     async def test_one_that_another_kvpin_writes_is_not_shared(self, path):
@@ -331,6 +320,10 @@ class TestEnd:
         assert logs[0]["why"] == "the file has reached record_traffic_bytes, 500"
         assert logs[1]["requests"] == 2
 
+    async def test_it_takes_no_more_room_than_there_is(self, path):
+        await recorded(path, record(), max_bytes=150)
+        assert path.stat().st_size <= 150
+
     async def test_a_disk_that_is_full_ends_it_and_no_request(self, path):
         recorder = Recorder(path, ROOM)
         recorder.observe(record())
@@ -364,3 +357,117 @@ class TestEnd:
         assert [log["why"] for log in logs] == ["the disk is too slow for the traffic"]
         await recorder.aclose()
         assert len(lines_of(path)) == 2
+
+
+def streamed(**fields):
+    known = {"arrived": 10.0, "placed": 10.5, "first_byte_s": 1.5, "answered_s": 4.0, "output_tokens": 11}
+    return RequestRecord("r", 0.0, "/v1/x", "m", None, **{"stream": True} | known | fields)
+
+
+def test_the_pace_of_a_stream_is_that_after_its_first_token():
+    assert seconds_per_token(streamed()) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stream": False},
+        {"error": "the engine died"},
+        {"died": ["e"]},
+        {"placed": None},
+        {"first_byte_s": None},
+        {"answered_s": None},
+        {"output_tokens": None},
+        {"output_tokens": 7},
+    ],
+)
+def test_other_answers_tell_no_pace(fields):
+    assert seconds_per_token(streamed(**fields)) is None
+
+
+async def test_what_engines_told_and_what_was_measured(tokenizer_dir):
+    async with kv_world(tokenizer_dir) as world:
+        world.add(KvFake("a"))
+        watch = EngineWatch(world.fleet)
+        (unmeasured,) = watch.engines()
+        assert (unmeasured.id, unmeasured.model, unmeasured.gpu_tokens) == ("a", "m", 64 * 16)
+        assert (unmeasured.prefill, unmeasured.interference, unmeasured.token_s) == ([], None, None)
+        assert (unmeasured.host_tokens, unmeasured.restore_tok_s) == (None, None)
+
+        world.pool.placer.books["a"].rates.learn(LoadSample(Work(500), 0.25, 0.0))
+        placement = placement_of("a", 0, 100, (Cost("a"),), "lowest cost")
+        for _ in range(3):
+            watch.observe(streamed(placement=placement))
+        watch.observe(streamed(placement=placement, output_tokens=None))
+        (measured,) = watch.engines()
+        assert (measured.prefill, measured.samples) == ([(500, 0.25)], 1)
+        assert measured.interference == 0
+        assert measured.token_s == pytest.approx(0.2)
+
+
+LONG = "a tide table for every port, " * 40
+
+
+def blocks(**fields):
+    return text_blocks(fields, lambda: blake2b(digest_size=8, key=b"k"))
+
+
+def user(content, role="user"):
+    return {"role": role, "content": content}
+
+
+def common(one, other):
+    return next(
+        (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+    )
+
+
+def test_an_id_stands_for_all_before_it():
+    first, more = blocks(messages=[user(LONG)]), blocks(messages=[user(LONG), user(LONG, "assistant")])
+    assert len(first.ids) == len(LONG) // BLOCK_BYTES
+    assert more.ids[: len(first.ids)] == first.ids  # a conversation that goes on shares all blocks
+    one, other = blocks(messages=[user("a" + LONG)]), blocks(messages=[user("b" + LONG)])
+    assert not set(one.ids) & set(other.ids)
+
+
+def test_marks_for_the_cache_and_the_form_of_a_text_do_not_count():
+    marked = [{"type": "text", "text": LONG, "cache_control": {"type": "ephemeral"}}]
+    for kind in ("text", "input_text", "output_text"):
+        assert blocks(messages=[user([marked[0] | {"type": kind}])]) == blocks(messages=[user(LONG)])
+    plain = [{"type": "text", "text": LONG}, {"type": "text", "text": "b"}]
+    two = [plain[0] | {"prompt_cache_breakpoint": {}}, plain[1]]
+    assert blocks(messages=[user(two)]).ids == blocks(messages=[user(plain)]).ids
+
+
+def test_the_tools_and_the_system_prompt_end_somewhere():
+    found = blocks(tools=[{"name": LONG}], system=LONG, messages=[user(LONG, "system"), user(LONG)])
+    each = len(LONG) / BLOCK_BYTES
+    assert each < found.tools < found.system < len(found.ids) < 4 * each + 2
+    assert found.tools <= each + 2
+    assert found.system <= 3 * each + 2
+
+
+def test_the_order_is_that_of_the_chat_template():
+    def of(system, *, is_system_first):
+        fields = {"tools": [{"name": LONG}], "messages": [user(system, "system"), user(LONG)]}
+        return text_blocks(fields, lambda: blake2b(digest_size=8, key=b"k"), is_system_first=is_system_first)
+
+    for is_system_first in (False, True):
+        one, other = (of(system + LONG, is_system_first=is_system_first) for system in "ab")
+        shared = common(one.ids, other.ids)
+        assert (shared == 0) is is_system_first
+        assert (0 < one.system < one.tools) is is_system_first
+        assert max(one.system, one.tools) < len(one.ids)
+    assert blocks(messages=[user(LONG)]).tools == blocks(messages=[user(LONG)]).system == 0
+
+
+def test_a_rule_makes_prompts_equal_that_differ_in_what_it_changes():
+    one, other = (
+        blocks(messages=[user(f"Now 2026-11-25T23:0{minute}:44Z. {LONG}", "system"), user("Hi")])
+        for minute in (1, 2)
+    )
+    assert common(one.ids, other.ids) == 0
+    assert one.changed["date_to_day"] == other.changed["date_to_day"]
+    assert one.changed.keys() == {"date_to_day", "volatile_last", ALL}
+    assert blocks(messages=[user(LONG)]).changed == {}
+    assert blocks(messages=["Hi", 7, user(["x"])], tools="none").ids == []

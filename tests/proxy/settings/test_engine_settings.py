@@ -11,32 +11,25 @@ from proxy.settings import (
 from proxy.settings.engine_settings import repeated_engines
 
 
+def engine(url="http://127.0.0.1:8000", kind="vllm", **fields):
+    return EngineSettings(kind=kind, url=url, **fields)
+
+
 def test_engines_without_id_are_numbered_by_kind_around_ids_taken():
     settings = Settings(
         engines=[
-            EngineSettings(kind="vllm", url="http://a:1"),
-            EngineSettings(kind="vllm", url="http://b:1", id="vllm-1"),
-            EngineSettings(kind="vllm", url="http://c:1"),
-            EngineSettings(kind="tensorrt-llm", url="http://d:1"),
+            engine("http://a:1"), engine("http://b:1", id="vllm-1"), engine("http://c:1"),
+            engine("http://d:1", kind="tensorrt-llm"),
         ],
         managed=[ManagedSettings(kind="embedded"), ManagedSettings(kind="embedded", id="main")],
-    )
+    )  # fmt: skip
     assert [e.id for e in settings.engines] == ["vllm-0", "vllm-1", "vllm-2", "tensorrt_llm-0"]
     assert [e.id for e in settings.managed] == ["embedded-0", "main"]
 
 
 def test_a_rank_is_an_engine_with_addresses_of_its_own():
-    server = EngineSettings(kind="vllm", url="http://gpu:8000", id="e", events="tcp://gpu:5557")
-    rank = server.of_part(1)
-    assert (rank.id, rank.model_extra["dp_rank"], rank.model_extra["events"]) == (
-        "e-dp1",
-        1,
-        "tcp://gpu:5558",
-    )
-
-
-def engine(url="http://127.0.0.1:8000", kind="vllm", **fields):
-    return EngineSettings(kind=kind, url=url, **fields)
+    rank = engine("http://gpu:8000", id="e", events="tcp://gpu:5557").of_part(1)
+    assert (rank.id, rank.model_extra) == ("e-dp1", {"dp_rank": 1, "events": "tcp://gpu:5558"})
 
 
 @pytest.mark.parametrize(
@@ -68,13 +61,8 @@ def test_several_engines_of_one_server(one, other):
 
 
 def test_all_that_does_not_go_together_is_told_at_once():
-    flags = {
-        "record_traffic": "t.gz",
-        "workers": 2,
-        "exchange": {"url": "unix:/x"},
-        "engines": [engine(), engine()],
-    }
-    assert len(check_settings(**flags)[1]) == 4  # workers may record
+    flags = {"record_traffic": "t.gz", "workers": 2, "exchange": {"url": "unix:/x"}}
+    assert len(check_settings(**flags, engines=[engine(), engine()])[1]) == 4  # workers may record
 
 
 def test_an_engine_twice_in_a_file_of_engines(tmp_path):

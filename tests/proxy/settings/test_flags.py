@@ -22,43 +22,30 @@ def test_an_engine_with_all_its_options():
     assert spec.headers == {"X-Team": "hush"}
     assert (spec.options.host_cache_dir, spec.options.host_cache_bytes) == ("/mem/kv", 4 * 2**30)
     assert (spec.options.disk_cache_dir, spec.options.disk_cache_bytes) == ("/var/kv", 2**40)
-    for secret in ("s3cr", "hush"):
-        assert secret not in repr(engine)
-        assert secret not in repr(spec)
+    assert "s3cr" not in f"{engine!r} {spec!r}"
+    assert "hush" not in f"{engine!r} {spec!r}"
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("http://127.0.0.1:8000", "write KIND=URL"),
-        ("vllm", "write KIND=URL"),
         ("localhost:8000", "or 'KIND: command line', e.g. 'llama-server: -m model.gguf'"),
         ("=http://x:1", "write KIND=URL"),
         ("vllm=127.0.0.1:8000", "--engine vllm=…: the address needs a scheme"),
         ("vllm=ftp://x:1", "must look like http://host:port"),
-        ("vllm=http://", "must look like http://host:port"),
         ("vllm=http://u:hush@x:1", "use api_key"),
         ("vllm=http://x:1/v1?a=b", "must not have a query"),
-        (
-            "vllm=http://x:1,colour=red",
-            "known: id, model, tokenizer, api_key, headers, ca, cert, key, share_kv, role, events,",
-        ),
+        ("vllm=http://x:1,colour=red", "known: id, model, tokenizer, api_key, headers, ca, cert, key, "),
         ("vllm=http://x:1,id=a,id=b", "option 'id' is given twice"),
         ("vllm=http://x:1,id", "option 'id' needs a value"),
-        ("vllm=http://x:1,id=", "option 'id' needs a value"),
-        ("vllm=http://x:1,id=a b", "id: "),
         ("llama-server=http://x:1,host_cache_bytes=lots", "host_cache_bytes: expected a number of bytes"),
-        ("llama-server=http://x:1,host_cache_bytes=0", "host_cache_bytes: a size must be above 0"),
         ("vllm=http://x:1,host_cache_bytes=1", "unknown option 'host_cache_bytes'"),
         ("http://x:1", "`kvpin doctor http://x:1` says which kind it is"),
         ("vllm=http://x:1,dp_rank=-1", "dp_rank: must be a whole number of at least 0"),
         ("vllm=http://x:1,headers=hush", "headers: write a header as 'Name: value'"),
-        ("V LLM=http://x:1", "kind: "),
         ("vllm=http://x:1,role=prefil", "role: "),
-        (
-            "sglang=http://x:1,role=prefill",
-            "sglang engines cannot have role=prefill: each server says which half",
-        ),
+        ("sglang=http://x:1,role=prefill", "sglang engines cannot have role=prefill: each server says "),
     ],
 )
 def test_an_engine_flag_that_is_wrong_says_why(text, message):
@@ -94,18 +81,14 @@ def test_a_tilde_is_the_home_directory(monkeypatch):
     ("text", "starts_one"),
     [
         ("llama-server: -m model.gguf -np 4", True),
-        ("llama_server: llama-server -m model.gguf", True),
         ("llama-server:-m model.gguf", True),
         ("embedded:", True),
         ("embedded: --default-model http://x=y", True),
         ("vllm: vllm serve a=b --port {port}", True),
         ("vllm=http://127.0.0.1:8000", False),
         ("vllm=http://x:1,model=a: b", False),
-        ("llama-server=http://x:1", False),
         ("http://127.0.0.1:8000", False),
         ("127.0.0.1: 8000", False),
-        ("localhost:8000", False),
-        ("vllm", False),
         ("", False),
     ],
 )
@@ -126,10 +109,7 @@ def test_a_command_line_is_told_from_an_address(text, starts_one):
         ("llama-server: -m x --port {port}", "--port is chosen by kvpin"),
         ("embedded: --port 8001", "--port is chosen by kvpin"),
         ("embedded: --host=0.0.0.0", "--host is chosen by kvpin"),
-        (
-            "llama-server: -m m.gguf -c 4096,cache_reuse=256",
-            "--managed 'llama-server': cache_reuse=… is a setting of kvpin, and no word of the command line",
-        ),
+        ("llama-server: -m m -c 4096,cache_reuse=256", "cache_reuse=… is a setting of kvpin, and no word of"),
     ],
 )
 def test_a_managed_flag_that_is_wrong_says_why(text, message):

@@ -21,9 +21,9 @@ URL = "http://127.0.0.1:8000"
 def test_defaults_bind_to_this_machine_and_leave_reuse_off():
     settings = Settings()
     assert (settings.host, settings.port, settings.reuse) == ("127.0.0.1", 8000, False)
-    assert settings.limits.body_bytes == 64 * 2**20
-    assert settings.limits.request_records == 512
+    assert (settings.limits.body_bytes, settings.limits.request_records) == (64 * 2**20, 512)
     assert settings.trust_media_uuids is False
+    assert Settings(record_traffic="t.jsonl", reuse=True).record_traffic_bytes == 2**30
 
 
 @pytest.mark.parametrize("rules", ["agents", ["agents"], ["agents", "paths"]])
@@ -48,14 +48,6 @@ def test_a_wrong_rule_is_named(rules, said):
         Settings(normalise=[{"rules": rules}])
 
 
-def test_two_engines_cannot_have_one_id():
-    with pytest.raises(ValidationError, match="two engines have the id 'a'"):
-        Settings(
-            engines=[EngineSettings(kind="vllm", url=URL, id="a")],
-            managed=[ManagedSettings(kind="embedded", id="a")],
-        )
-
-
 @pytest.mark.parametrize("name", ["admin_key", "metrics_key"])
 @pytest.mark.parametrize(
     ("host", "is_refused"), [("0.0.0.0", True), ("127.0.0.1,10.1.2.3", True), ("127.0.0.1,::1", False)]
@@ -74,6 +66,8 @@ def test_a_key_without_tenant_is_a_tenant_of_its_own():
     assert one.tenant_id == same.tenant_id != other.tenant_id
     assert "sk-one" not in one.tenant_id
     assert ApiKeySettings(key="sk-one", tenant="team-a").tenant_id == "team-a"
+    with pytest.raises(ValidationError, match="tenant"):
+        ApiKeySettings(key="sk-two", tenant=one.tenant_id)
 
 
 def test_a_hashed_key_is_the_same_key():
@@ -86,11 +80,6 @@ def test_a_hashed_key_is_the_same_key():
         Settings(api_keys=[plain], admin_key=f"sha256:{digest}")
     with pytest.raises(ValidationError, match="sha256: and 64 hexadecimal digits"):
         ApiKeySettings(key="sha256:12")
-
-
-def test_a_tenant_cannot_take_the_name_of_another_key():
-    with pytest.raises(ValidationError, match="tenant"):
-        ApiKeySettings(key="sk-two", tenant=ApiKeySettings(key="sk-one").tenant_id)
 
 
 def test_no_secret_shows():
@@ -110,15 +99,18 @@ def test_no_secret_shows():
     ("values", "message"),
     [
         (
+            {
+                "engines": [{"kind": "vllm", "url": URL, "id": "a"}],
+                "managed": [{"kind": "embedded", "id": "a"}],
+            },
+            "two engines have the id 'a'",
+        ),
+        (
             {"api_keys": [{"key": "a"}, {"key": "a", "tenant": "t"}]},
             r"api_keys\[0\] and api_keys\[1\] have the same key",
         ),
         (
-            {
-                "api_keys": [
-                    {"key": k, "tenant": "t", "concurrent_requests": n} for k, n in (("a", 1), ("b", 2))
-                ]
-            },
+            {"api_keys": [{"key": f"{n}", "tenant": "t", "concurrent_requests": n} for n in (1, 2)]},
             "the keys of tenant 't' have different limits",
         ),
         ({"api_keys": [{"key": "a", "requests_per_minute": 0}]}, "greater than 0"),
@@ -126,38 +118,22 @@ def test_no_secret_shows():
         ({"api_keys": [{"key": " "}]}, "must not be empty"),
         ({"admin_key": ""}, "must not be empty"),
         ({"host": ""}, "name an address"),
-        ({"host": "127.0.0.1,"}, "with only commas between them"),
         ({"host": "127.0.0.1, ::1"}, "with only commas between them"),
-        ({"port": 65536}, "less than or equal to 65535"),
-        ({"retries": -1}, "greater than or equal to 0"),
-        ({"health": {"interval_s": 0}}, "greater than 0"),
         ({"health": {"interval_s": float("inf")}}, "finite"),
-        ({"logs": {"level": "loud"}}, "'debug', 'info'"),
         ({"limits": {"body_bytes": "-1"}}, "body_bytes"),
-        ({"colour": "red"}, "Extra inputs"),
+        ({"record_traffic": "t.jsonl"}, "record_traffic needs reuse"),
+        ({"record_traffic": "t.jsonl.gz", "reuse": True}, r"name a file without \.gz"),
+        ({"model_aliases": {"a": "b", "b": "m"}}, "'a' stands for 'b', which is an alias too"),
+        ({"model_aliases": {"a": ""}}, "model_aliases"),
+        *(
+            ({"exchange": {"url": url}}, "must be")
+            for url in ("unix:run", "unix://run/x", "redis://", "http://h")
+        ),
     ],
 )
 def test_values_that_cannot_be_used(values, message):
     with pytest.raises(ValidationError, match=message):
         Settings(**values)
-
-
-def test_a_recording_needs_prompts_that_are_read():
-    with pytest.raises(ValidationError, match="record_traffic needs reuse"):
-        Settings(record_traffic="t.jsonl")
-    assert Settings(record_traffic="t.jsonl", reuse=True).record_traffic_bytes == 2**30
-
-
-def test_a_recording_is_not_compressed():
-    with pytest.raises(ValidationError, match=r"name a file without \.gz"):
-        Settings(record_traffic="t.jsonl.gz", reuse=True)
-
-
-def test_an_alias_of_an_alias_is_refused():
-    with pytest.raises(SettingsError, match="model_aliases: 'a' stands for 'b', which is an alias too"):
-        load_settings(model_aliases={"a": "b", "b": "m"})
-    with pytest.raises(SettingsError, match="model_aliases"):
-        load_settings(model_aliases={"a": ""})
 
 
 def test_limits_of_a_tenant_stand_with_one_of_its_keys():
@@ -173,12 +149,6 @@ def test_an_exchange(url):
     exchange = Settings(reuse=True, exchange={"url": url}).exchange
     assert exchange.url.get_secret_value() == url
     assert "secret" not in repr(exchange)
-
-
-@pytest.mark.parametrize("url", ["unix:run", "unix://run/x", "redis://", "http://h", "/run/kvpin"])
-def test_what_is_no_exchange(url):
-    with pytest.raises(ValidationError, match="must be"):
-        Settings(exchange={"url": url})
 
 
 def test_a_key_may_name_its_models_and_its_end(tmp_path, monkeypatch):

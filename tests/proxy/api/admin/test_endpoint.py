@@ -1,7 +1,18 @@
 import pytest
 
 from proxy.api.admin import endpoint
-from proxy.api.admin.endpoint import Flush, Pin, Unpin, decode
+from proxy.api.admin.endpoint import (
+    AddKey,
+    Drain,
+    Flush,
+    Offload,
+    Pin,
+    PutTable,
+    Restore,
+    Unpin,
+    Warm,
+    decode,
+)
 from proxy.errors import BadRequest
 
 
@@ -13,11 +24,25 @@ from proxy.errors import BadRequest
         (b'{"messages": [3]}', Flush, "messages[0]"),
         (b'{"everything": true}', Flush, "everything"),
         (b'{"wait_s": 61}', Flush, "wait_s"),
-        (b'{"wait_s": -1}', Flush, "wait_s"),
         (b'{"engine": ""}', Flush, "engine"),
         (b'{"ttl_s": 0}', Pin, "ttl_s"),
-        (b'{"ttl_s": 604801}', Pin, "ttl_s"),
         (b"{}", Unpin, "pin_id"),
+        *(
+            (b'{"unknown": 1}', kind, "unknown")
+            for kind in (Drain, Offload, Pin, PutTable, Restore, Unpin, Warm)
+        ),
+        (b'{"tenant": "no spaces"}', AddKey, "tenant"),
+        (b'{"models": []}', AddKey, "models"),
+        (b'{"models": [" "]}', AddKey, "models[0]"),
+        (b'{"models": [1]}', AddKey, "models[0]"),
+        (rb'{"models": ["\u001b[2J m"]}', AddKey, "models[0]"),
+        (b'{"models": [%b"m"]}' % (b'"m",' * 100), AddKey, "models"),
+        (b'{"expires": "tomorrow"}', AddKey, "expires"),
+        (b'{"name": "%b"}' % (b"x" * 65), AddKey, "name"),
+        (rb'{"name": "\u001b[2J"}', AddKey, "name"),
+        (rb'{"name": "\u009b2J"}', AddKey, "name"),
+        (rb'{"name": "x\n"}', AddKey, "name"),
+        (b'{"key": "mine"}', AddKey, "key"),
         (b"[]", Flush, None),
     ],
 )

@@ -1,5 +1,12 @@
-import pytest
+import gzip
+import json
+from importlib import import_module
+from pathlib import Path
 
+import pytest
+from typer.testing import CliRunner
+
+from proxy.cli.main import app
 from proxy.core.index.match import Match
 from proxy.core.placement.decision import Candidate
 from proxy.core.placement.rates import EngineRates, PoolRates
@@ -7,9 +14,12 @@ from proxy.core.placement.scores import place
 from tests.kv_world import tokens
 
 
-def placement(world, ids, blocks=0, request="r"):
-    candidate = Candidate("a", 16, EngineRates(PoolRates()), Match(gpu=blocks))
-    return place([candidate], world.pool.chain(world.flow.requests.get(request).prompt))
+def placed(world, request, ids, **fields):
+    """A request that engine a served, which held nothing of its prompt."""
+    record = world.record(request, ids, **fields)
+    candidate = Candidate("a", 16, EngineRates(PoolRates()), Match(gpu=0))
+    record.placement = place([candidate], world.pool.chain(record.prompt))
+    return record
 
 
 async def test_where_a_request_would_go(world, client, pair):
@@ -38,28 +48,19 @@ async def test_a_request_that_would_be_refused(client, pair, body, status, param
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
 
 
-async def test_a_body_that_is_no_object(client, pair):
-    for raw in (b"[]", b"{"):
-        assert (await client.post("/route", content=raw)).status_code == 400
-
-
 async def test_the_last_requests_newest_first(world, client, pair):
     for number in range(60):
         world.record(f"r{number}", tokens(20))
     listed = (await client.get("/requests")).json()["requests"]
     assert (len(listed), listed[0]["request_id"]) == (50, "r59")
-    assert [r["request_id"] for r in (await client.get("/requests?limit=2")).json()["requests"]] == [
-        "r59",
-        "r58",
-    ]
+    two = (await client.get("/requests?limit=2")).json()["requests"]
+    assert [each["request_id"] for each in two] == ["r59", "r58"]
     assert len((await client.get("/requests?limit=10000")).json()["requests"]) == 60
 
 
 async def test_one_request_explained(world, client, pair):
-    first = world.record("first", tokens(40) + [5] * 24)
-    first.placement = placement(world, tokens(64), request="first")
-    record = world.record("r", tokens(64), reported_tokens=0)
-    record.placement = placement(world, tokens(64))
+    placed(world, "first", tokens(40) + [5] * 24)
+    record = placed(world, "r", tokens(64), reported_tokens=0)
     answer = (await client.get("/requests/r")).json()
     assert "evicted or flushed" in answer["explanation"]
     assert (answer["miss"], answer["differs_at"]) == ("evicted", None)
@@ -86,3 +87,47 @@ async def test_it_says_where_the_records_of_requests_are_that_were_passed_on(wor
     world.flow.fleet.passed_on["vm:7"] += 1
     assert (await client.get("/requests")).json() == {"requests": [], "passed_on": {"vm:7": 1}}
     assert (await client.get("/requests/r")).json()["error"]["message"].endswith("has their records: vm:7")
+
+
+replay_routes = import_module("proxy.api.admin.request_routes")  # the package has a function of that name
+TRACES = Path(__file__).parents[3] / "data" / "traces"
+
+
+@pytest.fixture(scope="module")
+def trace():
+    with gzip.open(TRACES / "agents.jsonl.gz") as file:
+        return b"".join(file.readlines()[:40])
+
+
+async def test_it_is_what_the_command_says(client, trace, tmp_path):
+    options = {"engines": "1,2", "policies": "kvpin,oracle", "gpu_tokens": "300k"}
+    answer = (await client.post("/replays", params=options, content=trace)).json()
+    path = tmp_path / "recording.jsonl"
+    path.write_bytes(trace)
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    document = json.loads(CliRunner().invoke(app, ["replay", str(path), *words, "--json", "-"]).stdout)
+    assert answer["runs"] == document["runs"]
+    assert answer["notes"] == [*document["doubts"], *document["notes"]]
+    assert answer["title"] == document["title"].replace("recording.jsonl", "recording")
+    assert [each["x"] for each in answer["curves"]] == [[1, 2]] * 3
+
+
+@pytest.mark.parametrize(
+    ("body", "options", "message", "param"),
+    [
+        (b"{}\n", {}, "the recording, line 1: Object missing", None),
+        (None, {"gpu_tokens": "much"}, "--gpu-tokens: 'much' is not an amount", "gpu_tokens"),
+        (None, {"policies": "--html=/tmp/x"}, "--policies: there is no policy '--html=/tmp/x'", "policies"),
+        (None, {"html": "x"}, "there is no query parameter 'html'", "html"),
+    ],
+)
+async def test_what_cannot_be_replayed_names_its_field(client, trace, body, options, message, param):
+    answer = await client.post("/replays", params=options, content=trace if body is None else body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param)
+    assert message in error["message"]
+
+
+async def test_a_long_body_is_refused(client, monkeypatch):
+    monkeypatch.setattr(replay_routes, "MAX_TRACE_BYTES", 10)
+    assert (await client.post("/replays", content=b"x" * 11)).status_code == 413

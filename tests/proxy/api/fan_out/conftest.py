@@ -2,13 +2,7 @@
 
 import pytest
 
-from tests.fakes import FakeEngine, client_of, proxy_over
-
-
-@pytest.fixture
-async def engine():
-    async with FakeEngine("a") as engine:
-        yield engine
+from tests.fakes import client_of, proxy_over
 
 
 @pytest.fixture

@@ -1,17 +1,12 @@
 """Answers of single requests, joined."""
 
 import json
+from itertools import permutations
 
 import pytest
 
 from engine_adapter import JsonBody
-from proxy.api.fan_out.join import (
-    Joined,
-    JoinedList,
-    SingleAnswer,
-    is_error,
-    usage_of,
-)
+from proxy.api.fan_out.join import Joined, JoinedList, SingleAnswer, is_error, usage_of
 from proxy.api.fan_out.split import AnswerPlace, Several
 from proxy.errors import EngineFailed
 from proxy.request.stages import Event
@@ -93,15 +88,10 @@ def test_prompts_whose_engine_made_the_choices():
     assert made["usage"]["prompt_tokens_details"] == {"cached_tokens": 24}
 
 
-def test_without_usage_there_is_none():
+def test_without_usage_there_is_none_and_counts_that_are_none_are_left_out():
     assert "usage" not in join((0, answer("a")), (0, answer("b")), choices=2, per_prompt=2)
-    assert usage_of([(part(), None)]) is None
-
-
-def test_counts_that_no_engine_names_are_left_out():
-    assert usage_of([(part(), {"prompt_tokens": 3, "cost": None}), (part(1, 1), {"prompt_tokens": 4})]) == {
-        "prompt_tokens": 7
-    }
+    counts = [(part(), {"prompt_tokens": 3, "cost": None}), (part(1, 1), {"prompt_tokens": 4})]
+    assert usage_of(counts) == {"prompt_tokens": 7}
 
 
 @pytest.mark.parametrize("shape", ["completion", "chat"])
@@ -141,25 +131,12 @@ class TestStream:
         return json.loads(sent.removeprefix(b"data: ")) if sent else None
 
     def test_events_have_one_head_and_the_joined_index(self):
-        stream = Joined(ONE)
-        first = self.event(stream, 3, id="a", created=1, model="m", choices=[{"index": 0, "text": "x"}])
-        assert first == {"id": "a", "created": 1, "model": "m", "choices": [{"index": 3, "text": "x"}]}
-        other = self.event(
-            stream,
-            5,
-            id="b",
-            created=2,
-            model="m",
-            system_fingerprint="f",
-            choices=[{"index": 1, "text": "y"}],
-        )
-        assert other == {
-            "id": "a",
-            "created": 1,
-            "model": "m",
-            "system_fingerprint": "f",
-            "choices": [{"index": 6, "text": "y"}],
-        }
+        stream, head = Joined(ONE), {"id": "a", "created": 1, "model": "m"}
+        first = self.event(stream, 3, **head, choices=[{"index": 0, "text": "x"}])
+        assert first == head | {"choices": [{"index": 3, "text": "x"}]}
+        more = {"created": 2, "model": "m", "system_fingerprint": "f"}
+        other = self.event(stream, 5, id="b", **more, choices=[{"index": 1, "text": "y"}])
+        assert other == more | head | {"choices": [{"index": 6, "text": "y"}]}
 
     @pytest.mark.parametrize("choices", [[], None, [{"index": 0, "delta": {}}]])
     def test_usage_comes_once_at_the_end(self, choices):
@@ -173,14 +150,9 @@ class TestStream:
         assert made["usage"]["prompt_tokens_details"] == {"cached_tokens": 8}
         assert made["usage"]["total_tokens"] == 15
 
-    def test_other_events_pass(self):
-        stream = Joined(ONE)
-        assert self.event(stream, 0, id="a", progress=1) == {"id": "a", "progress": 1}
-        assert self.event(stream, 0, id="a", choices=[], usage=None) == {
-            "id": "a",
-            "choices": [],
-            "usage": None,
-        }
+    @pytest.mark.parametrize("fields", [{"progress": 1}, {"choices": [], "usage": None}])
+    def test_other_events_pass(self, fields):
+        assert self.event(Joined(ONE), 0, id="a", **fields) == {"id": "a", **fields}
 
     @pytest.mark.parametrize("data", [b"x", b'{"choices":5}', b"\xff", b'{"a":' + b"[" * 9999])
     def test_what_is_no_event(self, data):
@@ -206,10 +178,9 @@ def test_errors_are_told_from_text(data, expected):
 GARBAGE = [5, "x", [], [1], {"prompt_tokens": {"a": 1}}, {"prompt_tokens": []}, {"prompt_tokens": None}]
 
 
-@pytest.mark.parametrize("one", GARBAGE)
-@pytest.mark.parametrize("other", [*GARBAGE, usage(1, 2, 0)])
-def test_usage_that_is_none_is_left_out(one, other):
-    made = join(*((0, {"choices": [{"index": 0}], "usage": each}) for each in (one, other)))
+@pytest.mark.parametrize("usages", [*permutations([*GARBAGE, usage(1, 2, 0)], 2)])
+def test_usage_that_is_none_is_left_out(usages):
+    made = join(*((0, {"choices": [{"index": 0}], "usage": each}) for each in usages))
     assert len(made["choices"]) == 2
 
 
@@ -228,29 +199,23 @@ def test_values_that_cannot_be_read():
     assert SingleAnswer.of(content).usage is None
 
 
-THIRD = AnswerPlace(1, 2)
-
-
-def test_each_answer_has_the_index_of_its_prompt_and_choice():
-    parts = [AnswerPlace(at, at) for at in range(3)]
-    answers = [
+def test_each_answer_of_a_list_has_the_index_of_its_prompt_and_choice():
+    answers = (
         b'{"index":0,"content":"a","timings":{"x":1.50}}',
         b'{"content":"b"}',
-    ]
-    answers.append(b'{"content":"c","index":0}')
-    made = JoinedList(ONE).whole(zip(parts, answers, strict=True))
-    assert made == (
-        b'[{"index":0,"content":"a","timings":{"x":1.50}},{"content":"b"},{"content":"c","index":2}]'
+        b'{"content":"c","index":0}',
     )
+    made = JoinedList(ONE).whole((AnswerPlace(at, at), each) for at, each in enumerate(answers))
+    assert made == b"[%b,%b,%b]" % (*answers[:2], answers[2].replace(b"0", b"2"))
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"null", b"{", b"\xff"])
-def test_what_is_no_object(content):
+def test_an_item_of_a_list_that_is_no_object(content):
     with pytest.raises(EngineFailed):
         JoinedList(ONE).whole([(part(), content)])
 
 
-def test_events_have_it_too_until_the_one_that_says_stop():
+def test_events_of_a_list_have_it_too_until_the_one_that_says_stop():
     stream, told = JoinedList(ONE), b""
     for data, ends in (
         (b"null", False),
@@ -258,9 +223,9 @@ def test_events_have_it_too_until_the_one_that_says_stop():
         (b'{"index":0,"content":"","stop":true,"model":"m"}', True),
     ):
         assert stream.ends(Event(data, is_whole=True)) is ends
-        told += stream.event(THIRD, Event(data, is_whole=True))
+        told += stream.event(part(1, 2), Event(data, is_whole=True))
     events = [json.loads(event[6:]) for event in told.split(b"\n\n")[:-1]]
     assert [event["index"] for event in events] == [2, 2]
     assert stream.end() == b""
     with pytest.raises(EngineFailed):
-        stream.event(THIRD, Event(b"[1]", is_whole=True))
+        stream.event(part(1, 2), Event(b"[1]", is_whole=True))

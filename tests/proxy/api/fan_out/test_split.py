@@ -15,17 +15,18 @@ NEVER = {"runs_several": False}
 APART = {"splits_choices": True}
 
 
-def split(route, fields, *infos, reuse=True):
+def fleet_of(*infos):
     fleet = Fleet()
-    for number, info in enumerate(infos or [NEVER]):
+    for number, info in enumerate(infos):
         add_ready(fleet, f"e{number}", **info)
-    return several_in(route, JsonBody(json.dumps(fields).encode()), fleet, reuse=reuse)
+    return fleet
 
 
-def several_in(route, body, fleet, *, reuse=True):
-    is_text = route == COMPLETIONS
-    prompts = prompts_of(body) if is_text else None
-    return several_of(body, lambda: fleet.pools["m"], prompts, reuse=reuse, takes_best=is_text)
+def split(route, fields, *infos, reuse=True, listed=False):
+    body = fields if isinstance(fields, JsonBody) else JsonBody(json.dumps(fields).encode())
+    prompts = prompts_of(body, listed=listed) if route == COMPLETIONS else None
+    fleet, best = fleet_of(*infos or [NEVER]), route == COMPLETIONS and not listed
+    return several_of(body, lambda: fleet.pools["m"], prompts, reuse=reuse, listed=listed, takes_best=best)
 
 
 def bodies(several):
@@ -39,37 +40,19 @@ def indices(several):
 @pytest.mark.parametrize(
     ("route", "fields"),
     [
-        (CHAT, {}),
-        (CHAT, {"n": 1}),
-        (CHAT, {"n": None, "n_cmpl": None}),
-        (CHAT, {"best_of": 3}),
-        (CHAT, {"prompt": ["a", "b"]}),
-        (COMPLETIONS, {"prompt": "a"}),
-        (COMPLETIONS, {"prompt": ["a"]}),
-        (COMPLETIONS, {"prompt": [[1, 2]]}),
-        (COMPLETIONS, {"prompt": [1, 2, 3]}),
-        (COMPLETIONS, {"prompt": []}),
-        (COMPLETIONS, {"prompt": ["a", 5]}),
-        (COMPLETIONS, {"prompt": [5, "a"]}),
-        (COMPLETIONS, {"prompt": "a", "n": 1, "best_of": 1}),
+        (CHAT, {}), (CHAT, {"n": 1}), (CHAT, {"n": None, "n_cmpl": None}), (CHAT, {"best_of": 3}),
+        (CHAT, {"prompt": ["a", "b"]}), (COMPLETIONS, {"prompt": "a", "n": 1, "best_of": 1}),
+        *((COMPLETIONS, {"prompt": each}) for each in ("a", ["a"], [[1, 2]], [1, 2, 3], [], ["a", 5])),
     ],
-)
+)  # fmt: skip
 def test_a_single_request_stays_as_it_is(route, fields):
     assert split(route, fields) is None
 
 
-SLOTS = {"splits_choices": True}
-
-
-def listed(fields, **options):
-    fleet = Fleet()
-    add_ready(fleet, "e", **SLOTS)
-    body = JsonBody(json.dumps(fields).encode())
-    prompts = prompts_of(body, listed=True)
-    return several_of(body, lambda: fleet.pools["m"], prompts, listed=True, **{"reuse": True, **options})
-
-
 def test_a_route_that_answers_with_a_list():
+    def listed(fields, **options):
+        return split(COMPLETIONS, fields, APART, listed=True, **options)
+
     several = listed({"prompt": ["a", [1, 2], {"prompt_string": "c"}], "n_cmpl": 2, "seed": 5})
     assert several.listed
     assert indices(several) == [(0, 0), (0, 1), (1, 2), (1, 3), (2, 4), (2, 5)]
@@ -81,8 +64,7 @@ def test_a_route_that_answers_with_a_list():
 
 
 def test_of_a_plain_request_not_even_the_pool_is_looked_up():
-    body = JsonBody(b'{"model":"m","messages":[],"prompt":"a"}')
-    assert several_of(body, None, reuse=True) is several_in(COMPLETIONS, body, None) is None
+    assert several_of(JsonBody(b'{"model":"m","messages":[],"prompt":"a"}'), None, reuse=True) is None
 
 
 @pytest.mark.parametrize("name", ["n", "n_cmpl"])
@@ -106,14 +88,9 @@ def test_choices_are_numbered_prompt_by_prompt(prompts):
 
 
 def test_a_part_keeps_the_bytes_of_its_prompt():
-    body = JsonBody(b'{"prompt": [ "a\\u0062", "\\u00e4" ]}')
-    fleet = Fleet()
-    add_ready(fleet, "e")
-    several = several_in(COMPLETIONS, body, fleet)
-    assert [part.body.raw for part in several.parts()] == [
-        b'{"prompt":"a\\u0062"}',
-        b'{"prompt":"\\u00e4"}',
-    ]
+    several = split(COMPLETIONS, JsonBody(b'{"prompt": [ "a\\u0062", "\\u00e4" ]}'), {})
+    parts = [part.body.raw for part in several.parts()]
+    assert parts == [b'{"prompt":"a\\u0062"}', b'{"prompt":"\\u00e4"}']
 
 
 class TestEmbeddings:
@@ -150,8 +127,6 @@ class TestEmbeddings:
         assert split(COMPLETIONS, {"prompt_embeds": "x", "prompt": ["a", "b"]}, {}) is None
         assert split(COMPLETIONS, {"prompt_embeds": ["x", "y"]}, {}) is None
         assert len(bodies(split(COMPLETIONS, {"prompt_embeds": [], "prompt": ["a", "b"]}, {}))) == 2
-
-    def test_without_reuse_an_engine_that_runs_several_gets_all_of_them(self):
         assert split(COMPLETIONS, {"prompt_embeds": ["x", "y"]}, self.EMBEDS, reuse=False) is None
 
 
@@ -183,31 +158,25 @@ class TestWhatAnEngineRunsItself:
         assert len(bodies(split(CHAT, {"n": 2}, {}, NEVER, reuse=False))) == 2
 
 
-class TestBestOf:
-    def test_makes_more_choices_than_it_gives(self):
-        several = split(COMPLETIONS, {"prompt": "a", "n": 2, "best_of": 3})
-        assert several.picks
-        assert several.hides_logprobs
-        assert bodies(several) == [{"prompt": "a", "logprobs": 1}] * 3
-
-    def test_logprobs_that_were_asked_for_stay(self):
-        several = split(COMPLETIONS, {"prompt": "a", "best_of": 2, "logprobs": 0})
-        assert not several.hides_logprobs
-        assert bodies(several) == [{"prompt": "a", "logprobs": 0}] * 2
-
-    def test_as_many_as_are_given_is_plain(self):
-        several = split(COMPLETIONS, {"prompt": "a", "n": 2, "best_of": 2})
-        assert not several.picks
-        assert bodies(several) == [{"prompt": "a"}] * 2
+@pytest.mark.parametrize(
+    ("fields", "picks", "sent"),
+    [
+        ({"n": 2, "best_of": 3}, (True, True), [{"prompt": "a", "logprobs": 1}] * 3),
+        ({"best_of": 2, "logprobs": 0}, (True, False), [{"prompt": "a", "logprobs": 0}] * 2),
+        ({"n": 2, "best_of": 2}, (False, False), [{"prompt": "a"}] * 2),
+    ],
+    ids=["more are made than given", "logprobs were asked for", "as many as are given"],
+)
+def test_the_best_are_found_by_their_logprobs(fields, picks, sent):
+    several = split(COMPLETIONS, {"prompt": "a", **fields})
+    assert (several.picks, several.hides_logprobs) == picks
+    assert bodies(several) == sent
 
 
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"n": 129}, "n"),
-        ({"n": 0}, "n"),
-        ({"n": 2.0}, "n"),
-        ({"n": True}, "n"),
+        *(({"n": n}, "n") for n in (129, 0, 2.0, True)),
         ({"n_cmpl": "2"}, "n_cmpl"),
         ({"best_of": 129}, "best_of"),
         ({"n": 3, "best_of": 2}, "best_of"),

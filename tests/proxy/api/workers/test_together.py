@@ -19,6 +19,8 @@ from proxy.errors import NotFound
 from tests.fakes import serving
 from tests.proxy.api.workers.test_siblings import at_socket
 
+LIMIT = (Query("limit", "integer", ""),)
+
 
 class Worker:
     """One worker, what it did, and whether somebody watches it."""
@@ -31,16 +33,7 @@ class Worker:
             Endpoint("GET", "/who", self.who, "", None),
             Endpoint("POST", "/do", self.do, "", None, others="do"),
             Endpoint("POST", "/known", self.known, "", None, others="know"),
-            Endpoint(
-                "GET",
-                "/list",
-                self.who,
-                "",
-                None,
-                query=(Query("limit", "integer", ""),),
-                others="do",
-                join=self.join,
-            ),
+            Endpoint("GET", "/list", self.who, "", None, query=LIMIT, others="do", join=self.join),
             Endpoint("GET", "/events", self.events, "", None),
             Endpoint("POST", "/order", self.do, "", None, others="follow"),
             Endpoint("DELETE", "/it", self.who, "", None),
@@ -126,6 +119,7 @@ async def test_both_do_what_all_must_do_and_each_does_it_once(two):
     answer = await client.post("/do", content=b"it")
     assert (answer.status_code, answer.json()) == (202, {"of": 1})
     assert (one.done, other.done) == ([b"it"], [b"it"])
+    assert (await client.get("/list?limit=2")).json() == {"of": [1, 2], "query": "limit=2"}
 
 
 async def test_what_is_ordered_about_engines_both_know_before_it_is_answered(two):
@@ -140,11 +134,6 @@ async def test_the_one_answers_that_knows_what_is_named(two, knows):
     answer = await client.post("/known", content=b"%d" % knows)
     assert (answer.status_code, answer.json()) == (201, {"of": knows})
     assert (await client.post("/known", content=b"3")).status_code == 404
-
-
-async def test_lists_have_the_parts_of_both(two):
-    *_, client, _ = two
-    assert (await client.get("/list?limit=2")).json() == {"of": [1, 2], "query": "limit=2"}
 
 
 async def test_events_pass_as_they_come_and_end_when_their_client_leaves(two):

@@ -6,12 +6,11 @@ import zmq
 
 from engine_adapter import EngineRejected, EngineSpec, EngineSpecError, EngineTaken, EngineUnavailable
 from proxy.cli import engine_check as doctor
-from proxy.cli.engine_check import examine
+from proxy.cli.engine_check import examine, show_examination
 from tests.engine_adapter.llama_server.slot_world import prompt_of, slot_world
 from tests.fake_engines.sglang import running_sglang
 from tests.fake_engines.tensorrt_llm import running_trtllm
 from tests.fake_engines.vllm import running_vllm
-from tests.fakes import FakeEngine
 
 
 async def of(url, *, kind="", probe=True, warn=print, **fields):
@@ -87,7 +86,7 @@ class TestTheLargeEngines:
             found = await of(engine.url)
         assert (found.spec.kind, found.info.loras) == (kind, {"ada"})
         assert (found.view.state, found.probe.reported) == ("current", 48)
-        assert found.probe.predicted == 48
+        assert (found.probe.predicted, found.unseen) == (48, "")
 
     async def test_events_that_do_not_come(self):
         with running_vllm() as engine, zmq.Context() as context, context.socket(zmq.PUB) as silent:
@@ -115,16 +114,22 @@ class TestTheLargeEngines:
         assert "predictions cannot be checked" in said(found)
 
 
-class TestAnOddEngine:
-    @pytest.fixture
-    async def engine(self):
-        async with FakeEngine() as engine:
-            yield engine
+LITTLE = {"prompt_tokens_details": {"cached_tokens": 16}}
 
-    async def test_a_request_it_refuses_is_a_finding(self, engine):
+
+class TestAnOddEngine:
+    @pytest.mark.parametrize(
+        ("status", "answer", "said_of_it"),
+        [
+            (400, {"error": {"message": "text only"}}, "did not serve a prompt of 39 token ids: text only"),
+            (200, {"choices": [{"text": "x"}], "usage": LITTLE}, "reused 16 tokens; kvpin predicted 32"),
+        ],
+        ids=["it refuses", "it reuses less than it should"],
+    )
+    async def test_an_answer_that_is_a_finding(self, engine, status, answer, said_of_it):
         async def script(exchange):
             if exchange.method == "POST":
-                await exchange.send({"error": {"message": "text only"}}, status=400)
+                await exchange.send(answer, status=status)
             elif exchange.target in ("/v1/models", "/health"):
                 await exchange.send({"data": [{"id": "m", "max_model_len": 40}]})
             else:
@@ -133,28 +138,12 @@ class TestAnOddEngine:
         engine.script = script
         found = await of(engine.url)
         assert found.spec.kind == "openai_compatible"
-        assert "did not serve a prompt of 39 token ids: text only" in said(found)
-
-    async def test_one_that_reuses_less_than_it_should(self, engine):
-        async def script(exchange):
-            if exchange.target == "/v1/models":
-                await exchange.send({"data": [{"id": "m"}]})
-            elif exchange.method == "POST":
-                usage = {"prompt_tokens_details": {"cached_tokens": 32}}
-                await exchange.send({"choices": [{"text": "x"}], "usage": usage})
-            else:
-                await exchange.send({}, status=404)
-
-        engine.script = script
-        assert "reused 32 tokens; kvpin predicted 48" in said(await of(engine.url))
+        assert said_of_it in said(found)
 
     async def test_without_a_probe_nothing_is_asked_of_it_but_what_it_is(self, engine):
         found = await of(engine.url, probe=False)
         assert found.probe is None
-        assert {exchange.body for exchange in engine.seen} == {
-            b"",
-            b"{}",
-        }  # which routes it has, but no prompt
+        assert {exchange.body for exchange in engine.seen} == {b"", b"{}"}  # its routes, but no prompt
 
     async def test_one_that_is_not_there(self, engine):
         await engine.stop()
@@ -204,3 +193,25 @@ async def test_the_report_holds_no_key(embedded_engine):
     found = await of(embedded_engine.url, probe=False, api_key="secret")
     assert "secret" not in str(found.as_json()) + repr(found)
     assert found.as_json()["view"]["state"] == "current"
+
+
+FOUND = {
+    "kind": "vllm", "version": "", "detected": False, "role": "both", "model": "m", "models": {}, "loras": [],
+    "max_model_len": None,
+    "tokens_per_block": None, "gpu_blocks": 5, "host_blocks": None, "running": 0, "waiting": 0, "can": [],
+    "cannot": {"pin": "restart it", "offload": "add LMCache"}, "view": {"detail": "[none]"},
+    "tokenisation": {"detail": "here", "forms": {}}, "probe": None, "findings": [],
+    "unseen": None,
+}  # fmt: skip
+
+
+def shown(capsys, **fields):
+    show_examination(FOUND | fields)
+    return [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+
+
+@pytest.mark.parametrize(("error", "is_shown"), [(None, True), ("refused", False)])
+def test_a_probe_that_failed_is_a_finding_and_no_comparison(capsys, error, is_shown):
+    probe = {"error": error, "reported": 48, "n_tokens": 49, "predicted": 48}
+    compared = "probe sent twice: the engine reports 48 of 49 tokens reused, kvpin predicted 48"
+    assert (compared in shown(capsys, probe=probe)) is is_shown

@@ -17,7 +17,7 @@ from engine_adapter import (
 from proxy.cli import engine_probe
 from proxy.cli.engine_probe import ProbedEngine
 from proxy.prompt import PromptBuilder, RegisteredTables
-from tests.fakes import INFO, FakeAdapter, FakeEngine
+from tests.fakes import INFO, FakeAdapter
 
 EVENTS = frozenset({Capability.KV_EVENTS})
 STORED = BlocksStored(Tier.GPU, None, (1, 2), array("i", range(32)), 16)
@@ -64,21 +64,8 @@ class TestFirstView:
             assert (await ward.first_view(takes_events=True)).state == state
         assert adapter.subscriptions == 0
 
-    @pytest.mark.parametrize(("takes", "state"), [(False, "unasked"), (True, "current")])
-    async def test_of_events_that_are_had_once_is_taken_on_demand(self, takes, state):
-        adapter = FakeAdapter()
-        adapter.feed.put_nowait(ViewCurrent())
-        async with ward_of(adapter, capabilities=EVENTS, events_read_once=True) as ward:
-            assert (await ward.first_view(takes_events=takes)).state == state
-        assert adapter.subscriptions == takes
-
 
 class TestProbe:
-    @pytest.fixture
-    async def engine(self):
-        async with FakeEngine() as engine:
-            yield engine
-
     @pytest.mark.parametrize(
         ("info", "n_tokens"),
         [
@@ -95,30 +82,3 @@ class TestProbe:
         assert (len(first), found.n_tokens) == (n_tokens, n_tokens)
         assert first == second
         assert found.reported == 32
-
-    async def test_waits_for_the_events_of_the_first_request(self, engine):
-        adapter = FakeAdapter(engine.id, engine.url)
-        adapter.feed.put_nowait(ViewCurrent())
-
-        async def script(exchange):
-            usage = {"prompt_tokens_details": {"cached_tokens": 48 * len(adapter.feeds)}}
-            await exchange.send({"choices": [{"text": "x"}], "usage": usage})
-            ids = array("i", exchange.json["prompt"][:48])
-            adapter.feeds.append(BlocksStored(Tier.GPU, None, (1, 2, 3), ids, 16))
-            adapter.feed.put_nowait(adapter.feeds[-1])
-
-        adapter.feeds = []
-        engine.script = script
-        async with ward_of(adapter, capabilities=EVENTS) as ward:
-            await ward.first_view(takes_events=True)
-            found = await ward.probe()
-        assert (found.predicted, found.reported, found.error) == (48, 48, None)
-
-    async def test_that_fails_says_why(self, engine):
-        async def script(exchange):
-            await exchange.send({"error": {"message": "no ids"}}, status=400)
-
-        engine.script = script
-        async with ward_of(FakeAdapter(engine.id, engine.url)) as ward:
-            found = await ward.probe()
-        assert (found.error, found.reported, len(engine.seen)) == ("no ids", None, 1)
