@@ -59,12 +59,6 @@ def test_an_engine_that_is_readmitted_is_as_its_settings_say():
     assert (book.is_removed("a"), book.added("a")) == (False, b"")
 
 
-def test_undoing_what_was_never_drained_leaves_nothing():
-    book = EngineBook()
-    book.drain("a", drained=False, now=1.0)
-    assert book.marks() == []
-
-
 def test_the_oldest_orders_are_forgotten_first(monkeypatch):
     monkeypatch.setattr(engine_book, "MAX_MARKS", 2)
     book = EngineBook()

@@ -269,10 +269,7 @@ ITEMS = (
 @settings(deadline=None, max_examples=300)
 @given(
     st.sampled_from(["messages", "input"]),
-    st.lists(
-        st.sampled_from(ITEMS),
-        max_size=4,
-    ),
+    st.lists(st.sampled_from(ITEMS), max_size=4),
     st.sets(st.sampled_from(Repair), min_size=1),
     st.sampled_from([{}, {"system": "S"}, {"instructions": "S"}]),
 )

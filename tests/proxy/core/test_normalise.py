@@ -197,8 +197,7 @@ def test_a_late_system_message_may_stand_behind_the_last_turn():
 
 
 @pytest.mark.parametrize(
-    "messages",
-    [[], [user(None)], [{"role": "assistant", "content": "The"}], ["Hi"], [{"role": [1]}]],
+    "messages", [[], [user(None)], [{"role": "assistant", "content": "The"}], ["Hi"], [{"role": [1]}]]
 )
 def test_values_stay_where_no_text_can_tell_them(messages):
     fields = {"system": "Date: 1, in /home/u/w1", "messages": messages}
@@ -291,7 +290,7 @@ def test_whatever_is_sent_is_read(fields):
 
 @pytest.mark.parametrize("line", ["\n", "\r\n", "/1:\n"])
 def test_very_many_lines_take_no_long_time(line):
-    fields = {"instructions": line * 400_000 + "Now in /home/me/x", "input": "Hi"}
+    fields = {"instructions": line * 100_000 + "Now in /home/me/x", "input": "Hi"}
     started = thread_time()
     normalised(fields, AGENTS | {Rule.DATE_TO_DAY})
-    assert thread_time() - started < 30  # 3 s on a machine without other work
+    assert thread_time() - started < 10  # less than 1 s on a machine without other work

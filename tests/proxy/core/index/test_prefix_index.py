@@ -12,6 +12,7 @@ from proxy.core.index import locations
 from proxy.core.index.blocks import extend, namespace_root
 from proxy.core.index.match import Match
 from proxy.core.index.prefix_index import PrefixIndex
+from tests.proxy.core.index.test_locations import check
 
 ROOT = namespace_root("m")
 DEPTH = 5
@@ -219,6 +220,10 @@ class IndexMachine(RuleBasedStateMachine):
         assert {engine: match.lead for engine, match in found.items()} == leads
 
     @invariant()
+    def blocks_lie_where_they_should(self):
+        check(self.index._locations)
+
+    @invariant()
     def counts_agree(self):
         known = set()
         for engine in self.ENGINES:
@@ -241,21 +246,7 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 TestIndexMachine = IndexMachine.TestCase
-TestIndexMachine.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
-
-
-def test_what_is_served_becomes_stored_unless_others_await_it():
-    index = PrefixIndex()
-    index.add_engine("a")
-    index.add_pending("a", (1, 2, 3))
-    index.add_pending("a", (1, 2, 4))
-    index.served("a", (1, 2, 3))
-    assert index.match((1, 2, 4)) == {"a": Match(gpu=2, pending=1)}
-    index.remove("a", Tier.GPU, (1, 2, 3))
-    assert index.match((1, 2, 4)) == {"a": Match(pending=3)}
-    index.served("a", (1, 2, 4))
-    index.remove("a", Tier.GPU, (1, 2, 4))
-    assert len(index) == 0
+TestIndexMachine.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 
 
 def test_dropped_blocks_are_no_longer_awaited():

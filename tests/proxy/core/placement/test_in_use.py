@@ -70,13 +70,6 @@ def test_the_oldest_are_those_that_evictions_take_first(residents, held):
     assert residents.oldest(1) == [first, (0, 5, 25)]  # its end is gone, and its beginning may be next
 
 
-def test_of_many_only_the_oldest_are_looked_at():
-    residents = Residents(lambda _block: True)
-    for at in range(MAX_LOOKED_AT + 3):
-        residents.use(0.0, (at,), 1)
-    assert len(residents.oldest(999)) == MAX_LOOKED_AT
-
-
 def test_a_prompt_that_goes_on_from_others_takes_them_along_to_the_end(residents, held):
     residents.use(30.0, (*range(11, 16), *range(41, 44)), 3)
     held.add(43)
@@ -109,13 +102,6 @@ def test_of_many_small_prompts_some_stand_for_all():
     looked_at = []
     lost = residents.lost(0.0, 3 * MAX_LOOKED_AT, lambda idle_s: looked_at.append(idle_s) or 0.5)
     assert (lost, len(looked_at)) == (1.5 * MAX_LOOKED_AT, MAX_LOOKED_AT)
-
-
-def test_of_prompts_that_left_nothing_of_their_own_none_is_lost():
-    residents = Residents(lambda _block: True)
-    for block in range(2 * MAX_LOOKED_AT):
-        residents.use(0.0, (block,), 0)
-    assert residents.lost(0.0, 10, always) == 0.0
 
 
 def test_a_prompt_is_never_more_than_its_blocks(residents):

@@ -23,7 +23,7 @@ from proxy.core.placement.pairs import (
     place_with_pairs,
 )
 from proxy.core.placement.rates import EngineRates, PoolRates
-from proxy.core.placement.scores import TIE_S, Scores, place
+from proxy.core.placement.scores import TIE_S, place
 
 # Engines compute 1,000 tokens a second.
 POOL = PoolRates()
@@ -273,20 +273,6 @@ class TestHalves:
         assert placement.chosen.total_s == pytest.approx(0.4)
         assert placement.pair.together
         assert (placement.pair.prefill.engine, placement.pair.decode.engine) == ("r", "d")
-
-    def test_the_answer_comes_from_the_engine_that_has_room(self):
-        placement = both([engine("p")], {"d": {"in_use": full()}, "e": {"decoding": 5}})
-        assert pair_of(placement) == ("p", "e")
-        (other,) = [cost for cost in placement.costs if cost.engine == "d"]
-        assert other.room_s > 0
-        assert other.total_s == pytest.approx(placement.chosen.total_s + other.room_s)
-
-    def test_a_choice_among_many_looks_at_each_engine_a_few_times(self, monkeypatch):
-        looks = []
-        wait_s = Scores.wait_s
-        monkeypatch.setattr(Scores, "wait_s", lambda self, at: looks.append(at) or wait_s(self, at))
-        both([engine("p")], {f"d{n}": {} for n in range(256)})
-        assert len(looks) <= 3 * 256
 
     @given(st.lists(st.floats(0, 3), min_size=1, max_size=5), st.lists(st.booleans(), min_size=1, max_size=5))
     def test_no_other_pair_costs_less(self, queues, are_full):

@@ -179,25 +179,6 @@ class TestPlace:
             placement = place([idle, holds], prompt(), Outlook(0.0, strain, CALM.returns))
             assert (placement.engine, placement.strain) == (chosen, strain)
 
-    def test_restoring_beats_computing_and_loses_to_memory(self):
-        host, gpu = candidate("host", match=Match(host=90)), candidate("gpu", match=Match(gpu=90))
-        assert place([candidate("none"), host], prompt()).engine == "host"
-        assert place([host, gpu], prompt()).engine == "gpu"
-        near = candidate("near", match=Match(host=90))
-        assert place([candidate("far", match=Match(disk=90)), near], prompt()).engine == "near"
-
-    def test_a_prefix_on_a_full_engine_is_worth_what_others_lose_for_the_rest(self):
-        empty = candidate("empty", room=1000)
-        for blocks, chosen in ((60, "full"), (40, "empty")):
-            # Of 100 blocks: it saves as many as it holds, and drives out as many as it does not.
-            full = candidate("full", match=Match(gpu=blocks), room=0, residents=full_of(100))
-            assert place([empty, full], prompt(), BUSY).engine == chosen
-
-    def test_what_the_dear_would_lose_is_not_looked_at(self):
-        cheap, dear = candidate("cheap", room=0), candidate("dear", queue_s=9.0, room=0)
-        costs = place([dear, cheap], prompt(), BUSY).costs
-        assert [cost.regret_s for cost in costs] == [None, 0.0]
-
     @pytest.mark.parametrize(
         ("gpu", "elsewhere"), [((4,), None), ((4, 2), 32), ((4, 0), 0), ((2, 4), 32), ((4, 4), 64)]
     )
@@ -297,10 +278,6 @@ class TestTies:
         assert place([fresh, roomy], prompt()).engine == "roomy"
         assert place([replace(roomy, free_blocks=8), fresh], prompt()).engine == "fresh"
         assert place([candidate("none"), candidate("some", free_blocks=1)], prompt()).engine == "some"
-
-    def test_no_hint_outweighs_a_cost(self):
-        last = candidate("last", is_last=True, free_blocks=10**6, queue_s=2.1 * TIE_S)
-        assert place([last, candidate("other")], prompt()).engine == "other"
 
 
 class TestForecast:
