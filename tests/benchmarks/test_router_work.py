@@ -36,16 +36,6 @@ def test_a_turn_continues_all_that_was_said_before(script, mix):
         said[turn.session] = [*turn.token_ids, *turn.answer]
 
 
-def test_a_rested_chat_goes_first(script, mix):
-    last: dict[str, float] = {}
-    turns = [question for question in script.make_work(mix, 4) if question.session.startswith("chat")]
-    for turn in turns[: len(turns) // 2]:  # as long as all chats have turns left
-        waited = turn.at - last.get(turn.session, -script.THINKING_S)
-        others = [at for chat, at in last.items() if chat != turn.session]
-        assert waited >= script.THINKING_S or all(turn.at - at < script.THINKING_S for at in others)
-        last[turn.session] = turn.at
-
-
 def test_an_answer_follows_from_the_whole_prompt(script):
     prompt = list(range(100, 200))
     assert script.answer_ids(prompt, 5) == script.answer_ids(tuple(prompt), 5)

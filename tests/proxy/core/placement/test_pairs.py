@@ -313,35 +313,34 @@ def met(transfers, *links):
         transfers.measured(0.0, source, target, 1000, 9.0)
 
 
-def test_the_first_transfer_tells_nothing_of_the_rate(transfers):
+UNKNOWN_S = 1000 / (SPEEDUP * 1000)
+
+
+@pytest.mark.parametrize(
+    ("measured", "now", "seconds"),
+    [
+        ([], 0.0, UNKNOWN_S),
+        ([(1.0, 1000, 40.0), (1.0, 1000, 1.0), (1.0, 1000, 2.0), (1.0, 1000, 40.0)], 1.0, 1.0),
+        ([(1.0, 1000, 1.0), (1.0, 10, 0.001)], 1.0, 1.0),
+        ([(1.0, 1000, 1.0), *[(2.0, 1000, 4.0)] * WINDOW], 2.0, 4.0),
+        ([(1.0, 1000, 50.0)], KEPT_S, 50.0),
+        ([(1.0, 1000, 50.0)], KEPT_S + 2, UNKNOWN_S),
+    ],
+    ids=[
+        "the first transfer tells nothing",
+        "requests that waited for their engine make no link slow",
+        "a round trip is no rate",
+        "slow after some slow ones",
+        "slow for a while",
+        "tried again after a while",
+    ],
+)
+def test_a_link_is_as_fast_as_its_fastest_late_transfer(transfers, measured, now, seconds):
     met(transfers, ("p", "d"))
-    assert transfers.seconds(0.0, "p", "d", 2000) == 2000 / (SPEEDUP * 1000)
-    assert transfers.seconds(0.0, "p", "e", 0) == HANDSHAKE_S, "these two have not met"
-
-
-def test_a_link_is_as_fast_as_its_fastest_transfer(transfers):
-    """Requests that waited for their engine make no link slow."""
-    met(transfers, ("p", "d"))
-    for seconds in (40.0, 1.0, 2.0, 40.0):
-        transfers.measured(1.0, "p", "d", 1000, seconds)
-    assert transfers.seconds(1.0, "p", "d", 500) == 0.5
-    transfers.measured(1.0, "p", "d", 10, 0.001)  # a round trip
-    assert transfers.seconds(1.0, "p", "d", 500) == 0.5
-
-
-def test_a_link_that_has_become_slow_is_slow_after_some_transfers(transfers):
-    met(transfers, ("p", "d"))
-    transfers.measured(1.0, "p", "d", 1000, 1.0)
-    for _ in range(WINDOW):
-        transfers.measured(2.0, "p", "d", 1000, 4.0)
-    assert transfers.seconds(2.0, "p", "d", 1000) == 4.0
-
-
-def test_a_slow_link_is_tried_again_after_a_while(transfers):
-    met(transfers, ("p", "d"))
-    transfers.measured(1.0, "p", "d", 1000, 50.0)
-    assert transfers.seconds(KEPT_S, "p", "d", 1000) == 50.0
-    assert transfers.seconds(KEPT_S + 2, "p", "d", 1000) == 1000 / (SPEEDUP * 1000)
+    for at, tokens, took_s in measured:
+        transfers.measured(at, "p", "d", tokens, took_s)
+    assert transfers.seconds(now, "p", "d", 1000) == seconds
+    assert transfers.seconds(now, "p", "e", 0) == HANDSHAKE_S, "these two have not met"
 
 
 def test_an_engine_that_was_replaced_is_met_anew(transfers):
