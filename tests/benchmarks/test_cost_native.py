@@ -73,19 +73,6 @@ def test_streams_keep_their_pace_and_no_chunk_is_missed(script, engine, bodies, 
     assert max(delay for delay, _ in played.delays_us) <= played.worst_delay_us
 
 
-def test_streams_that_open_slowly_are_timed_while_all_are_open(script, engine, bodies):
-    engine.pace(10_000)
-    path = bodies({"stream": True, "max_tokens": 1_000_000})
-    command = script.client_command(port_of(engine), 20, 20, path, open_per_s=200)
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as client:
-        assert client.stdout.readline() == b"open\n"
-        engine.finish()
-        (ended,) = client.stdout.readlines()
-    played = msgspec.json.decode(ended, type=script.Played)
-    assert (len(played.took_us), played.failed) == (20, 0)
-    assert 0 < played.window_s < played.wall_s
-
-
 def test_a_stream_that_ends_early_is_a_dropped_one(script, bodies):
     path = bodies({"stream": True, "max_tokens": 400})
     with script.mock_engine() as engine:

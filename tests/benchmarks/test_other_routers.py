@@ -323,16 +323,6 @@ def engines(fleet):
     return [fleet.model.engine(at, SIZE, Diary()) for at in range(2)]
 
 
-def test_what_all_groups_hold_counts(script, fleet, engines):
-    policy = script.AnyKvpin(fleet, 0)
-    policy.stored(0, Tier.GPU, [1, 2])
-    engines[0].cache.windows.append((True, [1, 2]))
-    assert policy.choose(0.0, ask((1, 2)), engines) == (0, 200)
-    engines[0].cache.windows.append((False, [2]))
-    policy.choose(0.0, ask((7,), name=1), engines)
-    assert policy._placer.match(ask((1, 2)).chain)["e0"].cut == 1
-
-
 @pytest.mark.parametrize(("without", "second"), [(None, 0), ("again", 1)])
 def test_a_beginning_is_completed_where_a_prompt_left_it(script, fleet, without, second):
     policy = script.AnyKvpin(fleet, 0, without=without)

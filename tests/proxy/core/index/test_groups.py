@@ -197,14 +197,6 @@ class TestEvents:
         world.index.add_pending("a", (*world.chain.hashes[:9], -10, -11), 11)
         assert (world.match().blocks, world.match().pending) == (9, 8)
 
-    def test_several_requests_leave_the_same_boundary(self, world):
-        world.store(None, range(1))
-        world.store(WINDOW, range(1))
-        for _ in range(2):
-            world.index.add_pending("a", world.chain.hashes[:8], 8)
-        world.index.end_pending("a", world.chain.hashes[:8])
-        assert world.match().blocks == 8
-
     def test_large_blocks_with_states(self, world):
         state = KvGroup(2, Attention.STATE)
         world.store(None, range(3), 4 * POOL)
@@ -262,15 +254,6 @@ class TestEvents:
         assert len(world.view._waiting) == 2
         world.store(None, range(8))
         assert world.match().blocks < 8  # at worst, less is predicted
-
-    def test_the_last_token_is_computed_so_the_window_must_end_before(self, world):
-        chain = chain_of(ROOT, array("i", range(8 * POOL)), None, POOL)
-        world.store(None, range(8))
-        world.store(WINDOW, range(8))
-        world.remove(WINDOW, [4])
-        # A window of 12 tokens needs three blocks: 5 to 7 are whole, but block 7 ends in the last token.
-        match = world.index.match(chain.hashes, chain.reusable)["a"]
-        assert match.blocks == 4
 
 
 SEGMENTS = st.lists(st.sampled_from([(0, 4), (4, 8), (8, 12), (3, 9)]), max_size=3)

@@ -93,11 +93,6 @@ class TestReturns:
         assert demand.returns(5.0) == pytest.approx((back + 30) / (made + 100))
         assert len(demand._asked) == 1
 
-    def test_what_never_comes_back_is_learned_too(self, demand):
-        for name in range(50 * REFRESH):
-            ask(demand, float(name), name)
-        assert demand.returns(0.0) < 0.001
-
     def test_what_was_learned_fades(self, demand):
         name, now = 0, 0.0
         for comes_back in (True, False):

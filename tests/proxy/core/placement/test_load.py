@@ -200,15 +200,6 @@ class TestLearning:
 
 
 class TestForgetting:
-    def test_a_prefill_counts_until_its_request_ends_however_long_that_takes(self, ledger):
-        # Requests may wait 1,800 s for their first byte, and longer where the settings say so.
-        first, second = begin(ledger), begin(ledger, 1.0)
-        assert ledger.view(1799.0).in_flight == 2
-        ledger.end(1800.0, first)
-        assert ledger.view(3599.0).in_flight == 1
-        ledger.end(3600.0, second)
-        assert ledger.view(3600.0) is IDLE
-
     def test_the_engine_knows_of_none_twice_in_a_row(self, ledger):
         stream, lost = begin(ledger), begin(ledger, 0.0, 5.0)
         ledger.first_token(1.0, stream)

@@ -106,14 +106,6 @@ class TestAPair:
         assert placed_at(2000, d=0.5, p=0.5).pair is None, "as many come to the prefiller"
         assert placed_at(200, d=0.5).pair is None, "fewer come meanwhile, and each waits less"
 
-    def test_waits_for_memory_of_the_decoder(self):
-        full = InUse(10)
-        full.add(range(10**6, 10**6 + 10))
-        outlook = Outlook(0.0, 1.0, lambda _: 0.0, answer_s=8.0)
-        there = placed([engine("d", decoding=8, in_use=full)], [engine("p")], outlook=outlook)
-        assert there.pair is not None
-        assert there.chosen.room_s == there.costs[0].room_s > 0
-
     def test_moves_what_the_decoder_lacks_and_computes_what_the_prefiller_lacks(self):
         placement = placed([engine("d", queue_s=9.0, gpu=25)], [engine("p", gpu=75)])
         assert (placement.predicted_tokens, placement.chosen.cached_tokens) == (1200, 1200)
@@ -265,15 +257,6 @@ def both(prefillers, decoders, *whole):
 
 
 class TestHalves:
-    def test_the_prompt_goes_where_it_costs_least(self):
-        prefillers = [engine("p", queue_s=0.5), engine("q", queue_s=0.1), engine("r", gpu=100)]
-        placement = both(prefillers, {"d": {}})
-        assert pair_of(placement) == ("r", "d")
-        assert placement.predicted_tokens == 1600
-        assert placement.chosen.total_s == pytest.approx(0.4)
-        assert placement.pair.together
-        assert (placement.pair.prefill.engine, placement.pair.decode.engine) == ("r", "d")
-
     @given(st.lists(st.floats(0, 3), min_size=1, max_size=5), st.lists(st.booleans(), min_size=1, max_size=5))
     def test_no_other_pair_costs_less(self, queues, are_full):
         prefillers = [engine(f"p{at}", queue_s=queue_s) for at, queue_s in enumerate(queues)]

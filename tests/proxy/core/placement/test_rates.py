@@ -90,14 +90,6 @@ class TestPace:
             compute(rates, 1000, 1.0)
             assert rates.pace == 1.0
 
-    def test_an_engine_that_was_mended_loses_it(self, pool):
-        fast, slow = EngineRates(pool), EngineRates(pool)
-        for _ in range(3 * WINDOW):
-            compute(fast, 1000, 1.0), compute(slow, 1000, 3.0)
-        for _ in range(3 * WINDOW):
-            compute(fast, 1000, 1.0), compute(slow, 1000, 1.0)
-        assert slow.prefill_s(1000) == pytest.approx(fast.prefill_s(1000)) == pytest.approx(1.0)
-
     @pytest.mark.parametrize("number", [1, 2, 5])
     def test_equal_engines_do_not_drift_off_together(self, pool, number):
         # Times that hang on more than the tokens computed: once paces fell, and the curve rose, without end.

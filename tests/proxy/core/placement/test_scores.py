@@ -187,14 +187,7 @@ class TestPlace:
         placement = place(held, prompt(160))
         assert (placement.chosen.cached_tokens, placement.elsewhere) == (64, elsewhere)
 
-    def test_nor_what_those_would_lose_that_another_has_undercut_meanwhile(self):
-        full = candidate("full", room=0, residents=full_of(100))
-        free, late = candidate("free", queue_s=0.1), candidate("late", queue_s=0.2)
-        placement = place([full, free, late], prompt(), Outlook(100.0, 1.0, BUSY.returns))
-        assert placement.engine == "free"
-        assert [cost.regret_s is None for cost in placement.costs] == [False, False, True]
-
-    def test_nor_that_of_more_than_so_many_of_which_each_gets_its_turn(self):
+    def test_what_is_lost_is_looked_at_on_a_few_engines_of_which_each_gets_its_turn(self):
         turns = dict.fromkeys(map(str, range(MAX_LOOKS + 4)), 0)
         for turn in range(1, 3 * len(turns) + 1):
             placement = place(

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from proxy.core.index.blocks import Chain
 from proxy.core.placement import tiering
 from proxy.core.placement.demand import Demand
-from proxy.core.placement.tiering import GAPS, Below, Thread, Threads, gain, soon
+from proxy.core.placement.tiering import Below, Thread, Threads, gain, soon
 
 
 def never(_idle_s):
@@ -111,10 +111,6 @@ class TestThreads:
         assert (last.gaps, last.other_gaps) == ((2.0,) * 4, (60.0, 60.0))
         threads.turn(now, now + 1.0, tuple(range(9)), 16, "x")
         assert threads._threads[8].window == (now + 1.0 + 51.0, now + 1.0 + 69.0)
-
-    def test_only_the_last_gaps_count(self):
-        last = talk(Threads(), [11.0 * n for n in range(GAPS + 5)])
-        assert last.gaps == (10.0,) * GAPS
 
     def test_the_oldest_are_forgotten(self, monkeypatch):
         monkeypatch.setattr(tiering, "MAX_THREADS", 2)
