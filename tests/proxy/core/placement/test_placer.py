@@ -123,8 +123,8 @@ class TestCandidates:
     def test_groups_share_the_room(self, stored, size, room):
         placer = Placer(16)
         placer.add("a", gpu_blocks=300)
-        for number in (1, 2):
-            group = KvGroup(number, Attention.WINDOW, 64)
+        groups = [KvGroup(number, Attention.WINDOW, 64) for number in (1, 2)]
+        for group in groups:
             placer.index.add_group("a", group, size, 16)
             placer.index.store_group("a", group, tuple(range(1, stored + 1)))
             placer.index.store_group("a", group, (1, 2)[:stored])  # nothing new
@@ -133,8 +133,7 @@ class TestCandidates:
         assert (told.free_blocks, told.room) == (room, room)
         placer.begin(0.0, "a", Work(160), prompt(9))
         assert placer.candidate(0.0, "a").room == room - 10
-        for number in (1, 2):
-            group = KvGroup(number, Attention.WINDOW, 64)
+        for group in groups:
             placer.index.remove_group("a", group, (*range(1, 31), 99))
         assert placer.index.groups_of("a").held == 0
 
@@ -233,9 +232,9 @@ class TestBursts:
         return placer
 
     @staticmethod
-    def question(number, document=1):
-        own = tuple(10**6 * document + 1000 * number + at for at in range(8))
-        return Chain((*range(10**9 * document, 10**9 * document + 500), *own), 508 * 16 + 1, 16)
+    def question(number):
+        own = range(10**6 + 1000 * number, 10**6 + 1000 * number + 8)
+        return Chain((*range(10**9, 10**9 + 500), *own), 508 * 16 + 1, 16)
 
     def ask(self, placer, now, *numbers):
         """Asks these at once; how many of them each engine gets."""

@@ -85,35 +85,24 @@ class TestTerms:
         match, in_use = Match(gpu=10, host=5, disk=3, pending=2), InUse(100)
         in_use.add(range(50))
         told = candidate(
-            match=match,
-            queue_s=0.5,
-            decoding=2,
-            in_flight=3,
-            interference=0.05,
-            free_blocks=7,
-            turn=9,
-            busy=0.25,
-            in_use=in_use,
-        )
+            match=match, queue_s=0.5, decoding=2, in_flight=3, interference=0.05, free_blocks=7, turn=9,
+            busy=0.25, in_use=in_use,
+        )  # fmt: skip
+        expected = {
+            "queue_s": 0.5,
+            "room_s": 8.0 * 12 / 50,
+            "restore_s": 80 / 10_000 + 48 / (10_000 / 3),
+            "prefill_s": 0.68,
+            "interference_s": 0.68 * 0.05 * 2,
+            "congestion_s": (0.0224 + 0.68) * 2,
+            "later_s": 4 * 0.25 * 2.0,
+            "total_s": 0.5 + 1.92 + 0.068 + (0.0224 + 0.68) * 3 + 2.0,
+        }
         assert cost_of(told, prompt(1000), Outlook(0.0, 3.0, CALM.returns, 5.0, 2.0, 8.0)) == Cost(
-            engine="a",
-            queue_s=0.5,
-            room_s=pytest.approx(8.0 * 12 / 50),
-            restore_s=pytest.approx(80 / 10_000 + 48 / (10_000 / 3)),
-            prefill_s=pytest.approx(0.68),
-            interference_s=pytest.approx(0.68 * 0.05 * 2),
-            congestion_s=pytest.approx((0.0224 + 0.68) * 2),
-            later_s=pytest.approx(4 * 0.25 * 2.0),
-            regret_s=None,
-            total_s=pytest.approx(0.5 + 1.92 + 0.068 + (0.0224 + 0.68) * 3 + 2.0),
-            cached_tokens=320,
-            host_tokens=80,
-            disk_tokens=48,
-            pending_tokens=32,
-            in_flight=3,
-            free_blocks=7,
+            "a", **{name: pytest.approx(seconds) for name, seconds in expected.items()}, regret_s=None,
+            cached_tokens=320, host_tokens=80, disk_tokens=48, pending_tokens=32, in_flight=3, free_blocks=7,
             turn=9,
-        )
+        )  # fmt: skip
 
     def test_the_first_token_waits_for_the_requests_own_terms_alone(self):
         cost = Cost(
@@ -163,21 +152,21 @@ class TestTerms:
 
 
 class TestPlace:
-    def test_a_queue_outweighs_a_prefix_when_it_takes_longer_than_to_compute_it(self):
-        idle = candidate("idle")
-        for queue_s, strain, chosen in (
+    @pytest.mark.parametrize(
+        ("queue_s", "strain", "chosen"),
+        [
             (1.43, 1.0, "holds"),
             (1.45, 1.0, "idle"),  # 1440 tokens take 1.44 s
-            (
-                1.45,
-                2.0,
-                "holds",
-            ),  # and twice as long of all who wait, where engines are busy half of the time
+            (1.45, 2.0, "holds"),  # twice as long of all who wait, where engines are busy half of the time
             (2.89, 2.0, "idle"),
-        ):
-            holds = candidate("holds", match=Match(gpu=90), queue_s=queue_s)
-            placement = place([idle, holds], prompt(), Outlook(0.0, strain, CALM.returns))
-            assert (placement.engine, placement.strain) == (chosen, strain)
+        ],
+    )
+    def test_a_queue_outweighs_a_prefix_when_it_takes_longer_than_to_compute_it(
+        self, queue_s, strain, chosen
+    ):
+        holds = candidate("holds", match=Match(gpu=90), queue_s=queue_s)
+        placement = place([candidate("idle"), holds], prompt(), Outlook(0.0, strain, CALM.returns))
+        assert (placement.engine, placement.strain) == (chosen, strain)
 
     @pytest.mark.parametrize(
         ("gpu", "elsewhere"), [((4,), None), ((4, 2), 32), ((4, 0), 0), ((2, 4), 32), ((4, 4), 64)]
