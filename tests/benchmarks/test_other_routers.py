@@ -311,21 +311,10 @@ def test_each_term_decides_and_can_be_left_out(script, scene, in_full):
 # --- hybrid models --------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def fleet(script):
-    """Two engines of a model with windows."""
-    model = script.HybridModel(1000, prefill_tok_s=1000.0, window_groups=2, window_tokens=101)
-    return replace(fleet_of(), model=model)
-
-
-@pytest.fixture
-def engines(fleet):
-    return [fleet.model.engine(at, SIZE, Diary()) for at in range(2)]
-
-
 @pytest.mark.parametrize(("without", "second"), [(None, 0), ("again", 1)])
-def test_a_beginning_is_completed_where_a_prompt_left_it(script, fleet, without, second):
-    policy = script.AnyKvpin(fleet, 0, without=without)
+def test_a_beginning_is_completed_where_a_prompt_left_it(script, without, second):
+    model = script.HybridModel(1000, prefill_tok_s=1000.0, window_groups=2, window_tokens=101)
+    policy = script.AnyKvpin(replace(fleet_of(), model=model), 0, without=without)
     assert answered(policy, ask((1, 2, 3, 4))) == 0
     assert policy.choose(1.0, ask((1, 2, 3, 5), name=1), ()) == (second, 0)
 

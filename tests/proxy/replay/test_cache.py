@@ -15,11 +15,10 @@ def prompt(*hashes):
     return Chain(hashes, 10 * len(hashes) + 1, 10)
 
 
-def serve(cache, hashes, blocks=None):
-    blocks = len(hashes) if blocks is None else blocks
-    taken = cache.take(prompt(*hashes), blocks)
+def serve(cache, hashes):
+    taken = cache.take(prompt(*hashes), len(hashes))
     cache.fill(hashes, taken.gpu)
-    cache.release(hashes, blocks)
+    cache.release(hashes, len(hashes))
     return taken
 
 

@@ -18,11 +18,11 @@ def thread(gaps=(), ended=0.0, name="t"):
     return Thread(name, (1, 2), 32, ended, tuple(gaps))
 
 
-def talk(threads, starts, *, answer_s=1.0, first=0):
+def talk(threads, starts, *, first=0):
     """A conversation whose turns begin then; its last thread."""
     for number, start in enumerate(starts):
         hashes = tuple(range(first, first + number + 2))
-        threads.turn(start, start + answer_s, hashes, 16 * len(hashes), f"turn {number}")
+        threads.turn(start, start + 1.0, hashes, 16 * len(hashes), f"turn {number}")
     return threads._threads[hashes[-1]]
 
 

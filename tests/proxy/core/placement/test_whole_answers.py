@@ -25,10 +25,10 @@ def between(random, low, high):
     return round(low * (high / low) ** random.random())
 
 
-def answers(seed, tok_s, step_s, *, count=WINDOW, noise=0.0, held_up=0.0):
+def answers(seed, tok_s, step_s, *, noise=0.0, held_up=0.0):
     """Answers of mixed lengths; a share of them was held up for as long as they took, or thrice that."""
     random = Random(seed)  # noqa: S311 - a test
-    for _ in range(count):
+    for _ in range(WINDOW):
         answer = AnswerSample(between(random, 100, 8000), between(random, 16, 600), 0.0)
         seconds = Fit(1 / tok_s, step_s).seconds(answer) * random.gauss(1.0, noise)
         late = random.uniform(2, 4) if random.random() < held_up else 1.0
