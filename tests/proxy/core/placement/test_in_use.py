@@ -104,6 +104,13 @@ def test_of_many_small_prompts_some_stand_for_all():
     assert (lost, len(looked_at)) == (1.5 * MAX_LOOKED_AT, MAX_LOOKED_AT)
 
 
+def test_of_prompts_that_left_nothing_of_their_own_none_is_lost():
+    residents = Residents(lambda _block: True)
+    for block in range(2 * MAX_LOOKED_AT):
+        residents.use(0.0, (block,), 0)
+    assert residents.lost(0.0, 10, always) == 0.0
+
+
 def test_a_prompt_is_never_more_than_its_blocks(residents):
     residents.use(30.0, range(11, 16), 4)  # brought back, of which nobody had told that it was gone
     assert residents.lost(40.0, 999, always) == 5.0 + 5.0 + 5.0

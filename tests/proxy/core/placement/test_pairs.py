@@ -257,6 +257,13 @@ def both(prefillers, decoders, *whole):
 
 
 class TestHalves:
+    def test_the_answer_comes_from_the_engine_that_has_room(self):
+        placement = both([engine("p")], {"d": {"in_use": full()}, "e": {"decoding": 5}})
+        assert pair_of(placement) == ("p", "e")
+        (other,) = [cost for cost in placement.costs if cost.engine == "d"]
+        assert other.room_s > 0
+        assert other.total_s == pytest.approx(placement.chosen.total_s + other.room_s)
+
     @given(st.lists(st.floats(0, 3), min_size=1, max_size=5), st.lists(st.booleans(), min_size=1, max_size=5))
     def test_no_other_pair_costs_less(self, queues, are_full):
         prefillers = [engine(f"p{at}", queue_s=queue_s) for at, queue_s in enumerate(queues)]

@@ -197,6 +197,14 @@ class TestPlacement:
                 placer.settled(placed)
         assert place(placer, 5.0, prompt(1)).strain == pytest.approx(1 / 0.9)
 
+    def test_what_is_brought_back_is_work_too(self, placer):
+        serve(placer, 0.0, prompt(0, blocks=100))
+        for second in range(600):
+            placed = begin(placer, float(second), prompt(1), "a")
+            placer.refine(placed, Work(1, host=80_000))
+            placer.end(second + 0.5, placed, 1)
+        assert placer.candidate(600.0, "a").busy == pytest.approx(0.5, rel=0.05)
+
     def test_where_streams_hold_the_memory_a_prompt_waits_for_one_to_end(self, placer):
         serve(placer, 0.0, prompt(0))
         streams = [begin(placer, 10.0, prompt(name, blocks=90), "a") for name in (1, 2)]
@@ -363,6 +371,8 @@ class TestRequests:
         placer.index.store("a", Tier.GPU, longer.hashes)
         placer.end(1.0, placed, 17)
         assert placer.books["a"].on_gpu.lost(2.0, 95, lambda _idle_s: 1.0) == 91.0
+        placer.wipe("a")
+        assert len(placer.books["a"].on_gpu) == 0
 
 
 class TestWholeAnswers:

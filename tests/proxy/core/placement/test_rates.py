@@ -47,6 +47,12 @@ class TestCurve:
         compute(rates, 63, 1.0), compute(rates, 1000, 0.0)
         assert rates.prefill_s(1000) == 0.25
 
+    def test_its_memory_is_bounded(self, pool):
+        for tokens in range(10_000):
+            pool.prefill_s(tokens)
+        assert len(pool._memo) <= 4096
+        assert pool.prefill_s(4000) == 1.0
+
     @given(st.lists(st.tuples(st.integers(64, 200_000), st.floats(1e-3, 100.0)), max_size=60), st.data())
     def test_more_tokens_never_cost_less(self, samples, data):
         rates = EngineRates(PoolRates())

@@ -176,6 +176,11 @@ class TestPlace:
         placement = place(held, prompt(160))
         assert (placement.chosen.cached_tokens, placement.elsewhere) == (64, elsewhere)
 
+    def test_what_the_dear_would_lose_is_not_looked_at(self):
+        cheap, dear = candidate("cheap", room=0), candidate("dear", queue_s=9.0, room=0)
+        costs = place([dear, cheap], prompt(), BUSY).costs
+        assert [cost.regret_s for cost in costs] == [None, 0.0]
+
     def test_what_is_lost_is_looked_at_on_a_few_engines_of_which_each_gets_its_turn(self):
         turns = dict.fromkeys(map(str, range(MAX_LOOKS + 4)), 0)
         for turn in range(1, 3 * len(turns) + 1):
