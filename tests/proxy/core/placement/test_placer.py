@@ -204,6 +204,9 @@ class TestPlacement:
             placer.refine(placed, Work(1, host=80_000))
             placer.end(second + 0.5, placed, 1)
         assert placer.candidate(600.0, "a").busy == pytest.approx(0.5, rel=0.05)
+        work = Work(1, host=80_000)
+        placer.refine(begin(placer, 700.0, prompt(1), "a"), work)
+        assert placer.candidate(700.0, "a").load.queue_s == pytest.approx(placer.books["a"].rates.price(work))
 
     def test_where_streams_hold_the_memory_a_prompt_waits_for_one_to_end(self, placer):
         serve(placer, 0.0, prompt(0))
