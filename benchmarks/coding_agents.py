@@ -536,7 +536,7 @@ def _vllm(log: Path, template: str) -> Iterator[str]:
 
 def started(stack: ExitStack, relay: _R) -> _R:
     """Serves with a relay until the stack closes."""
-    threading.Thread(target=relay.serve_forever, daemon=True).start()
+    threading.Thread(target=relay.serve_forever, args=(0.05,), daemon=True).start()
     stack.callback(relay.server_close)
     stack.callback(relay.shutdown)
     return relay

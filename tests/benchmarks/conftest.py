@@ -1,5 +1,6 @@
 """Scripts in benchmarks/ import each other by their bare names."""
 
+import importlib
 import sys
 from pathlib import Path
 
@@ -18,3 +19,9 @@ def scripts(monkeypatch):
     rules.POLICIES.update(known)
     for path in scripts_dir.glob("*.py"):
         sys.modules.pop(path.stem, None)
+
+
+@pytest.fixture
+def script(scripts, request):
+    """The script that the test's file is named after."""
+    return importlib.import_module(request.module.__name__.rpartition("test_")[2])

@@ -1,6 +1,5 @@
 """What the benchmark of agents reads from Codex and Claude Code, with programs that print as they do."""
 
-import json
 import sys
 
 import pytest
@@ -29,15 +28,6 @@ def conversation(tmp_path):
 def test_a_turns_usage_is_what_it_adds_to_the_conversations(conversation):
     assert conversation.say("http://a", "one") == (0, 100)
     assert conversation.say("http://a", "two") == (90, 130)
-
-
-def test_the_second_turn_resumes_the_first_at_any_address(conversation, tmp_path):
-    conversation.say("http://a", "one")
-    conversation.say("http://b", "two")
-    first, second = (json.loads((tmp_path / "home" / f"turn-{turn}").read_text()) for turn in range(2))
-    assert (first[:2], second[:3]) == (["exec", "--skip-git-repo-check"], ["exec", "resume", "--last"])
-    assert 'model_providers.kvpin.base_url="http://b/v1"' in second
-    assert second[-1] == "two"
 
 
 def test_a_turn_that_codex_does_not_complete_ends_the_benchmark(conversation):

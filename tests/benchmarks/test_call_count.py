@@ -13,13 +13,6 @@ def counted():
     return counted_kvpin
 
 
-@pytest.fixture
-def call_count():
-    import call_count
-
-    return call_count
-
-
 def leaf():
     return len("a call of C code does not count")
 
@@ -66,30 +59,17 @@ def test_generated_methods_have_the_names_of_their_classes(counted):
     assert counts(counted, lambda: Made(1))["Made.__init__"] == (1, 1)
 
 
-def test_what_had_begun_before_is_left_alone(counted):
-    counter = counted.Counter()
-
-    def begins():
-        counter.begin()
-        leaf()
-
-    begins()
-    leaf()
-    found = {each.name.partition(" ")[0]: each.own for each in counter.end().functions}
-    assert found["leaf"] == 2
-
-
-def test_the_calls_of_an_idle_kvpin_are_subtracted_by_time(counted, call_count):
+def test_the_calls_of_an_idle_kvpin_are_subtracted_by_time(counted, script):
     calls, count = counted.Calls, counted.Count
     busy = count(2.0, [calls("served", 40, 80), calls("served", 2, 2), calls("tick", 30, 30)])
     idle = count(10.0, [calls("tick", 50, 50)])
-    found = call_count.net(busy, idle, 10)
+    found = script.net(busy, idle, 10)
     assert found["served"] == pytest.approx((4.2, 8.2))
     assert found["tick"] == pytest.approx((2, 2))
-    assert call_count.total(found) == pytest.approx(6.2)
+    assert script.total(found) == pytest.approx(6.2)
 
 
-def test_pieces_of_a_stream_cost_what_further_ones_add(call_count):
-    stream = {call_count.PIECE: (1.0, 9.0), "serve": (99.0, 100.0)}
-    paced = {call_count.PIECE: (11.0, 99.0), "serve": (389.0, 400.0)}
-    assert call_count.per_piece(paced, stream) == 30
+def test_pieces_of_a_stream_cost_what_further_ones_add(script):
+    stream = {script.PIECE: (1.0, 9.0), "serve": (99.0, 100.0)}
+    paced = {script.PIECE: (11.0, 99.0), "serve": (389.0, 400.0)}
+    assert script.per_piece(paced, stream) == 30

@@ -5,19 +5,11 @@ import random
 from contextlib import asynccontextmanager
 
 import httpx
-import pytest
 import zmq
 
 from tests.engine_adapter.http.raw_engine import raw_engine
 
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
-
-
-@pytest.fixture
-def chaos():
-    import chaos_relay
-
-    return chaos_relay
 
 
 async def serve(wire):
@@ -27,9 +19,9 @@ async def serve(wire):
 
 
 @asynccontextmanager
-async def relayed(chaos):
+async def relayed(script):
     async with raw_engine(serve) as (url, _):
-        relay = chaos.Relay(int(url.rpartition(":")[2].strip("/")), random.Random(1))  # noqa: S311 - not for secrets
+        relay = script.Relay(int(url.rpartition(":")[2].strip("/")), random.Random(1))  # noqa: S311 - not for secrets
         await relay.start()
         try:
             yield relay
@@ -39,44 +31,45 @@ async def relayed(chaos):
 
 async def fates(relay, count, within=60):
     """What becomes of that many requests, which wait `within` seconds for a part of their answer."""
-    found = []
+    found = set()
     async with httpx.AsyncClient(base_url=relay.url, timeout=within) as client:
         for _ in range(count):
             try:
                 answer = await client.post("/v1/chat/completions", headers={"content-length": "0"})
-                found.append((answer.status_code, answer.content))
+                found.add((answer.status_code, answer.content))
             except httpx.TransportError as error:
-                found.append(type(error))
-    return set(found)
+                found.add(type(error))
+    return found
 
 
-async def test_each_fault_spoils_answers_until_it_is_healed(chaos, monkeypatch):
-    monkeypatch.setattr(chaos, "HIT_SHARE", 1.0)
-    monkeypatch.setattr(chaos, "SLOW_S", (0.0, 0.01))
-    async with relayed(chaos) as relay:
+async def test_each_fault_spoils_answers_until_it_is_healed(script, monkeypatch):
+    monkeypatch.setattr(script, "HIT_SHARE", 1.0)
+    monkeypatch.setattr(script, "SLOW_S", (0.0, 0.01))
+    async with relayed(script) as relay:
         good = {(200, b"ok")}
         assert await fates(relay, 2) == good
-        for how in set(chaos.Spoil) - {chaos.Spoil.SILENT}:
+        for how in set(script.Spoil) - {script.Spoil.SILENT}:
             relay.spoil(how)
-            seen = await fates(relay, 4, within=5)  # one fault goes silent in mid-answer
-            assert (seen == good) is (how is chaos.Spoil.SLOW)
+            comes = how in (script.Spoil.SLOW, script.Spoil.FAIL)
+            seen = await fates(relay, 2, within=60 if comes else 0.2)
+            assert (seen == good) is (how is script.Spoil.SLOW)
             assert any(fate[0] == 500 for fate in seen if isinstance(fate, tuple)) is (
-                how is chaos.Spoil.FAIL
+                how is script.Spoil.FAIL
             )
             relay.heal()
             assert await fates(relay, 1) == good
-        relay.spoil(chaos.Spoil.SILENT)
+        relay.spoil(script.Spoil.SILENT)
         asking = asyncio.create_task(fates(relay, 1))
-        assert not (await asyncio.wait({asking}, timeout=1))[0]
+        assert not (await asyncio.wait({asking}, timeout=0.1))[0]
         relay.heal()
         await asking
 
 
-async def test_events_are_passed_on_or_lost_doubled_and_swapped(chaos):
+async def test_events_are_passed_on_or_lost_doubled_and_swapped(script):
     context = zmq.Context()
     source, sink = context.socket(zmq.PUB), context.socket(zmq.SUB)
     port = source.bind_to_random_port("tcp://127.0.0.1")
-    relay = chaos.EventRelay(f"tcp://127.0.0.1:{port}", random.Random(1))  # noqa: S311 - not for secrets
+    relay = script.EventRelay(f"tcp://127.0.0.1:{port}", random.Random(1))  # noqa: S311 - not for secrets
     relay.start()
     sink.setsockopt(zmq.SUBSCRIBE, b"")
     sink.connect(relay.endpoint)

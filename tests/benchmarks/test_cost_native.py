@@ -17,23 +17,16 @@ CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_t
 
 
 @pytest.fixture
-def native():
-    import cost_native
-
-    return cost_native
-
-
-@pytest.fixture
-def engine(native):
-    with native.mock_engine() as engine:
+def engine(script):
+    with script.mock_engine() as engine:
         yield engine
 
 
 @pytest.fixture
-def bodies(native, tmp_path):
+def bodies(script, tmp_path):
     def write(*bodies):
         path = tmp_path / "bodies"
-        native.write_bodies(path, [msgspec.json.encode(CHAT | body) for body in bodies])
+        script.write_bodies(path, [msgspec.json.encode(CHAT | body) for body in bodies])
         return path
 
     return write
@@ -43,8 +36,8 @@ def port_of(engine):
     return int(engine.url.rpartition(":")[2])
 
 
-async def test_kvpin_takes_the_mock_engine_for_a_vllm(native):
-    with native.mock_engine(tokenizes=True) as engine:
+async def test_kvpin_takes_the_mock_engine_for_a_vllm(script):
+    with script.mock_engine(tokenizes=True) as engine:
         adapter = make_adapter(EngineSpec("vllm", engine.url, "engine-0"))
         try:
             info = await adapter.connect()
@@ -59,54 +52,34 @@ async def test_kvpin_takes_the_mock_engine_for_a_vllm(native):
     assert (load.running, load.waiting) == (0, 0)
 
 
-def test_every_request_is_answered_and_timed(native, engine, bodies):
-    played = native.play(port_of(engine), 16, 200, bodies({}, {"messages": [CHAT["messages"][0]] * 2000}))
+def test_every_request_is_answered_and_timed(script, engine, bodies):
+    played = script.play(port_of(engine), 16, 200, bodies({}, {"messages": [CHAT["messages"][0]] * 2000}))
     assert (len(played.took_us), played.failed, played.errors) == (200, 0, [])
     assert 0 < sum(played.took_us) <= 16 * played.wall_s * 1e6
 
 
-def test_refused_requests_are_counted_and_the_first_is_shown(native, engine, bodies):
-    played = native.play(port_of(engine), 2, 10, bodies({}, {"cache_salt": ""}))
+def test_refused_requests_are_counted_and_the_first_is_shown(script, engine, bodies):
+    played = script.play(port_of(engine), 2, 10, bodies({}, {"cache_salt": ""}))
     assert (len(played.took_us), played.failed) == (5, 5)
     assert "HTTP/1.1 400 Bad Request" in played.errors[0]
 
 
 @pytest.mark.parametrize(("interval_us", "least_us"), [(0, 0), (3000, 7 * 3000 - 1000)])
-def test_streams_keep_their_pace_and_no_chunk_is_missed(native, engine, bodies, interval_us, least_us):
+def test_streams_keep_their_pace_and_no_chunk_is_missed(script, engine, bodies, interval_us, least_us):
     engine.pace(interval_us)
-    played = native.play(port_of(engine), 4, 12, bodies({"stream": True, "max_tokens": 8}))
+    played = script.play(port_of(engine), 4, 12, bodies({"stream": True, "max_tokens": 8}))
     assert (played.failed, played.chunks, sum(count for _, count in played.delays_us)) == (0, 96, 96)
     assert min(played.took_us) >= least_us
     assert max(delay for delay, _ in played.delays_us) <= played.worst_delay_us
 
 
-def test_streams_that_open_slowly_are_timed_while_all_are_open(native, engine, bodies):
-    engine.pace(10_000)
-    path = bodies({"stream": True, "max_tokens": 1_000_000})
-    command = native.client_command(port_of(engine), 20, 20, path, open_per_s=200)
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as client:
-        assert client.stdout.readline() == b"open\n"
-        engine.finish()
-        (ended,) = client.stdout.readlines()
-    played = msgspec.json.decode(ended, type=native.Played)
-    assert (len(played.took_us), played.failed) == (20, 0)
-    assert 0 < played.window_s < played.wall_s
-
-
-def test_a_stream_that_ends_early_is_a_dropped_one(native, bodies):
+def test_a_stream_that_ends_early_is_a_dropped_one(script, bodies):
     path = bodies({"stream": True, "max_tokens": 400})
-    with native.mock_engine() as engine:
+    with script.mock_engine() as engine:
         engine.pace(10_000)
-        command = native.client_command(port_of(engine), 5, 5, path, open_per_s=100)
+        command = script.client_command(port_of(engine), 5, 5, path, open_per_s=100)
         with subprocess.Popen(command, stdout=subprocess.PIPE) as client:
             assert client.stdout.readline() == b"open\n"
             engine.process.kill()
-            played = msgspec.json.decode(client.stdout.readline(), type=native.Played)
+            played = msgspec.json.decode(client.stdout.readline(), type=script.Played)
     assert (len(played.took_us), played.failed) == (0, 5)
-
-
-def test_without_gcc_one_sentence_says_so(native, monkeypatch, tmp_path):
-    monkeypatch.setattr(native, "CACHE", tmp_path)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(native.NativeError, match=r"^gcc is missing: apt-get install gcc libc6-dev\.$"):
-        native.build("engine")

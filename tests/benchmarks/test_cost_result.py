@@ -3,13 +3,6 @@
 import pytest
 
 
-@pytest.fixture
-def made():
-    import cost_result
-
-    return cost_result
-
-
 def cells_of(text, title):
     """The cells of a row of the first table that has it."""
     row = next(line for line in text.splitlines() if line.startswith(f"| {title} |"))
@@ -18,19 +11,13 @@ def cells_of(text, title):
 
 @pytest.mark.parametrize(
     ("values", "share", "wanted"),
-    [
-        (range(1, 101), 0.5, 50),
-        (range(1, 101), 0.99, 99),
-        ([3, 1, 2], 1.0, 3),
-        ([7], 0.5, 7),
-        ([], 0.5, 0),
-    ],
+    [(range(1, 101), 0.5, 50), (range(1, 101), 0.99, 99), ([3, 1, 2], 1.0, 3), ([7], 0.5, 7), ([], 0.5, 0)],
 )
-def test_quantiles_are_by_rank(made, values, share, wanted):
-    assert made.quantile(values, share) == wanted
+def test_quantiles_are_by_rank(script, values, share, wanted):
+    assert script.quantile(values, share) == wanted
 
 
-def test_the_best_repeat_counts_and_a_missed_goal_is_marked(made):
+def test_the_best_repeat_counts_and_a_missed_goal_is_marked(script):
     given = [
         ("kvpin", "small c1", "first", 300.0),
         ("kvpin", "small c1", "first", 249.6),
@@ -39,10 +26,10 @@ def test_the_best_repeat_counts_and_a_missed_goal_is_marked(made):
         ("nginx", "small c1", "first", 9999.0),
     ]
     figures = [
-        made.Figure(router, load, turn, 100, cpu_us, 1, 2, 10.0, 5.0, 0.25)
+        script.Figure(router, load, turn, 100, cpu_us, 1, 2, 10.0, 5.0, 0.25)
         for router, load, turn, cpu_us in given
     ]
-    text = made.markdown(made.Figures(figures, [], {}, []))
+    text = script.markdown(script.Figures(figures, [], {}, []))
     assert cells_of(text, "kvpin, reuse on, new chats") == ["250", "1,001 ✗"]
     assert cells_of(text, "kvpin, reuse on, next turns") == ["–", "400"]
     assert cells_of(text, "nginx") == ["9,999", "–"]

@@ -1,6 +1,5 @@
 """Benchmarks as a newcomer runs them: with packages missing."""
 
-import argparse
 import os
 import subprocess
 import sys
@@ -32,12 +31,3 @@ def test_other_errors_keep_their_traceback(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["slots.py"])
     say_what_to_install(ValueError, ValueError("odd"), None)
     assert capsys.readouterr().err == "ValueError: odd\n"
-
-
-def test_only_known_names_are_taken():
-    from harness import some_of
-
-    read = some_of(("small c1", "SSE 64"))
-    assert read("SSE 64,small c1") == ["SSE 64", "small c1"]
-    with pytest.raises(argparse.ArgumentTypeError, match="'c1' is none of small c1, SSE 64"):
-        read("SSE 64,c1")

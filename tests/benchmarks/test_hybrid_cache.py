@@ -22,74 +22,9 @@ def prompt(*hashes, tail=1):
     return Chain(hashes, SIZE * len(hashes) + tail, SIZE)
 
 
-def serve(cache, *hashes, tail=1):
-    """How many blocks a prompt reuses."""
-    blocks = len(hashes) + (tail > 0)
-    taken = cache.take(prompt(*hashes, tail=tail), blocks)
-    cache.fill(hashes, taken.gpu, taken.boundaries)
-    cache.release(hashes, blocks)
-    return taken.gpu
-
-
 def chain_of(letters):
     """A path of a small tree: a block says all that goes before it."""
     return tuple(int("1" + "".join(map(str, letters[: n + 1]))) for n in range(len(letters)))
-
-
-def test_a_prompt_is_reused_up_to_a_window_that_is_there():
-    cache = made(100, groups=3, window_blocks=2)
-    assert serve(cache, 1, 2, 3, 4, 5) == 0
-    assert cache.match(prompt(1, 2, 3, 4, 5, 6)) == (5, 0)
-    assert cache.match(prompt(1, 2, 3, 4, 5, tail=0)) == (0, 0)  # the last token is always computed
-    assert (cache.held, cache.occupied, cache.in_use) == (5 + 3 * 2, 11, 0)
-
-
-def test_a_window_is_kept_where_full_attention_had_more():
-    cache = made(100, groups=3, window_blocks=2)
-    assert serve(cache, 1, 2, 3, 4, 5) == 0
-    assert serve(cache, 1, 2, 3, 9) == 0
-    assert serve(cache, 1, 2, 3, 8) == 3
-    assert cache.held == 7 + 3 * 6  # 2 and 3, and the last two of each prompt
-
-
-def test_what_the_window_left_goes_first_and_the_window_next():
-    cache = made(15, groups=2, window_blocks=1)
-    serve(cache, 1, 2, 3, 4, tail=0)  # 4 blocks, and 3 and 4 in two windows; 4 is held to the end
-    gone = []
-    for block in (7, 8):
-        taken = cache.take(prompt(block, tail=0), 1)
-        filled = cache.fill((block,), 0)
-        cache.release((block,), 1)
-        assert (taken.evicted, filled.evicted, filled.out_of_window) == ([], [], [])
-        gone += taken.out_of_window
-    assert gone == [3]
-    assert cache.match(prompt(1, 2, 3, 4)) == (4, 0)
-    assert cache.take(prompt(9, tail=0), 1).out_of_window == [4]
-    assert cache.match(prompt(1, 2, 3, 4)) == (0, 0)  # full attention still has all of it
-
-
-def test_running_requests_hold_their_window_and_no_more():
-    cache = made(14, groups=2, window_blocks=2)
-    assert cache.needs(4) == 4 + 2 * 3
-    assert cache.take(prompt(1, 2, 3, 4, tail=0), 4) is not None
-    cache.fill((1, 2, 3, 4), 0)
-    assert cache.in_use == 4 + 2 * 3
-    assert cache.take(prompt(9), 2) is None
-    cache.release((1, 2, 3, 4), 4)
-    assert cache.in_use == 0
-    assert cache.take(prompt(9), 2) is not None
-
-
-def test_an_answer_moves_the_window():
-    cache = made(100, groups=1, window_blocks=2)
-    cache.take(prompt(1, 2, 3), 6)
-    cache.fill((1, 2, 3), 0)
-    for end in (4, 5):
-        filled = cache.fill(tuple(range(1, end + 1)), end - 1)
-        assert (filled.new, filled.new_in_window) == ([end], [end])
-        assert cache.in_use == 6 + 3
-    cache.release((1, 2, 3, 4, 5), 6)
-    assert (cache.in_use, cache.match(prompt(1, 2, 3, 4, 5))) == (0, (5, 0))
 
 
 @given(st.lists(NAMES, max_size=30), st.integers(1, 3), st.integers(1, 3), st.integers(40, 70))

@@ -17,15 +17,8 @@ RATE = 1e6
 
 
 @pytest.fixture
-def mock():
-    import mock_engine
-
-    return mock_engine
-
-
-@pytest.fixture
-def core(mock):
-    return mock.TimedCore(mock.QuickCache(16, 64), mock.Clock(RATE, 0.0), lambda: None)
+def core(script):
+    return script.TimedCore(script.QuickCache(16, 64), script.Clock(RATE, 0.0), lambda: None)
 
 
 async def served(core, tokens, answer=1):
@@ -42,9 +35,9 @@ async def test_what_a_prompt_before_left_is_found_when_the_next_begins(core):
     assert (core.record.requests, len(core.record.first_token_s)) == (3, 3)
 
 
-async def test_an_answer_is_that_of_the_workload_and_is_cached(core, mock):
+async def test_an_answer_is_that_of_the_workload_and_is_cached(core, script):
     _, output = await served(core, range(100), answer=20)
-    assert output == mock.answer_ids(range(100), 20)
+    assert output == script.answer_ids(range(100), 20)
     cached, _ = await served(core, [*range(100), *output, 1])
     assert cached == 112  # all of the 120 tokens but the last, whose KV is not there yet
 
@@ -68,42 +61,9 @@ async def test_a_client_that_leaves_while_it_waits_holds_nothing(core):
     assert (await served(core, range(200)))[0] == 0
 
 
-class Heard:
-    """What the groups of a hybrid model told, by their numbers."""
-
-    def __init__(self):
-        self.held = {}
-        self.kinds = {}
-
-    def stored(self, run, group):
-        self.held.setdefault(group.number, set()).update(run.hashes)
-        self.kinds[group.number] = (group.kind, group.window)
-
-    def removed(self, hashes, group):
-        self.held[group.number].difference_update(hashes)
-
-
-async def test_a_hybrid_model_reuses_what_all_its_groups_hold(mock):
-    heard = Heard()
-    pages = mock.HybridPages(mock.QuickCache(16, 64), 64, heard, groups=2, window_tokens=33)
-    core = mock.TimedCore(pages, mock.Clock(RATE, 0.0), lambda: None)
-    cached, output = await served(core, range(160), answer=20)
-    assert (cached, (await served(core, [*range(160), *output, 1]))[0]) == (0, 176)
-    window = ("sliding_window", 33)
-    assert heard.kinds == {0: window, 1: window, 2: ("full_attention", None)}
-    assert [len(heard.held[number]) for number in range(3)] == [4, 4, 11]  # windows: of prompt and answer
-    first = set(heard.held[2])
-    for start in range(1000, 1000 + 5 * 64, 64):
-        await served(core, range(start, start + 64))
-    assert heard.held[0] == heard.held[1]
-    assert len(first & heard.held[0]) < len(first & heard.held[2])  # windows leave first
-    assert (await served(core, range(160)))[0] == 0
-    assert (core.running, pages.used) == (0, 0)
-
-
-async def test_events_of_a_hybrid_model_tell_kvpin_what_it_reuses(mock):
-    options = mock.VllmOptions(num_gpu_blocks=129)
-    engine = mock.MockVllm(options, mock.Clock(RATE, 0.0), window_groups=2, window_tokens=33)
+async def test_events_of_a_hybrid_model_tell_kvpin_what_it_reuses(script):
+    options = script.VllmOptions(num_gpu_blocks=129)
+    engine = script.MockVllm(options, script.Clock(RATE, 0.0), window_groups=2, window_tokens=33)
     index, reader, root, heard = PrefixIndex(), EventReader(), namespace_root("m"), 0
     index.add_engine("a")
     view = EngineView("a", index, lambda _salt, _lora: root, 16)
@@ -134,16 +94,8 @@ async def test_events_of_a_hybrid_model_tell_kvpin_what_it_reuses(mock):
     assert len(set(reused)) > 3
 
 
-async def test_a_hybrid_model_waits_for_room(mock):
-    pages = mock.HybridPages(mock.QuickCache(16, 8), 8, Heard(), groups=1, window_tokens=17)
-    core = mock.TimedCore(pages, mock.Clock(RATE, 0.0), lambda: None)
-    answers = await asyncio.gather(*(served(core, range(at, at + 70)) for at in (0, 100, 200)))
-    assert [cached for cached, _ in answers] == [0, 0, 0]
-    assert pages.used == 0
-
-
-async def test_a_restart_forgets_what_it_was_sent(mock):
-    engine = mock.MockVllm(mock.VllmOptions(kv_events=False), mock.Clock(RATE, 0.0))
+async def test_a_restart_forgets_what_it_was_sent(script):
+    engine = script.MockVllm(script.VllmOptions(kv_events=False), script.Clock(RATE, 0.0))
     transport = httpx.ASGITransport(engine.app)
     async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
         body = {"model": "tiny", "prompt": "a b c"}
@@ -156,13 +108,13 @@ async def test_a_restart_forgets_what_it_was_sent(mock):
     engine.close()
 
 
-async def test_a_quick_stream_says_what_the_fakes_own_says(mock):
-    engine = mock.MockVllm(mock.VllmOptions(model=mock.MODEL), mock.Clock(RATE, 0.0))
-    body = {"model": mock.MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
+async def test_a_quick_stream_says_what_the_fakes_own_says(script):
+    engine = script.MockVllm(script.VllmOptions(model=script.MODEL), script.Clock(RATE, 0.0))
+    body = {"model": script.MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
     body |= {"stream": True, "return_token_ids": True}
 
     async def events(**more):
-        answer = await client.post(mock.CHAT, json=body | more)
+        answer = await client.post(script.CHAT, json=body | more)
         told = [json.loads(line[6:]) for line in answer.text.split("\n\n") if line.startswith("data: {")]
         return [(event["choices"], event.get("prompt_token_ids")) for event in told if event["choices"]]
 

@@ -15,37 +15,20 @@ from tests.proxy.replay.making import SIZE, TRACES, Diary, ask, chats, fleet_of,
 from tests.proxy.replay.test_simulated_engine import REQUESTS
 
 
-@pytest.fixture
-def routers():
-    """The module, whose policies are known for one test."""
-    import other_routers
-
-    return other_routers
-
-
 def choose(policy, *requests, now=0.0):
     return [policy.choose(now, request, ()).engine for request in requests]
 
 
 class TestBoundedHash:
-    def test_a_prompt_has_its_engine(self, routers):
-        policy = routers.BoundedHash(fleet_of(4), 0)
-        for key in range(40):
-            homes = set()
-            for _ in range(3):
-                homes.update(choose(policy, ask((key,))))
-                policy.in_flight = [0] * 4
-            assert len(homes) == 1
-
-    def test_prompts_are_spread_evenly(self, routers):
-        policy, owned = routers.BoundedHash(fleet_of(4), 0), Counter()
+    def test_prompts_are_spread_evenly(self, script):
+        policy, owned = script.BoundedHash(fleet_of(4), 0), Counter()
         for key in range(2000):
             owned.update(choose(policy, ask((key,))))
             policy.in_flight = [0] * 4
         assert 350 < min(owned.values()) <= max(owned.values()) < 650
 
-    def test_the_bound_is_a_quarter_over_the_mean(self, routers):
-        policy = routers.BoundedHash(fleet_of(4), 0)
+    def test_the_bound_is_a_quarter_over_the_mean(self, script):
+        policy = script.BoundedHash(fleet_of(4), 0)
         (home,) = choose(policy, ask((1,)))
         # With this one 16 in flight, 4 on average: an engine takes a fifth, and no sixth.
         policy.in_flight = [4 if at == home else 11 / 3 for at in range(4)]
@@ -54,126 +37,119 @@ class TestBoundedHash:
         assert choose(policy, ask((1,))) != [home]
 
 
+def loaded(policy, home, here, there=0):
+    """So many requests are in flight on one of two engines and on the other."""
+    policy.in_flight[home], policy.in_flight[1 - home] = here, there
+
+
 class TestSglang:
-    def test_more_than_three_tenths_of_the_prompt_draw(self, routers):
-        policy = routers.SglangCacheAware(fleet_of(), 0)
+    @pytest.fixture
+    def policy(self, script):
+        return script.SglangCacheAware(fleet_of(), 0)
+
+    @pytest.mark.parametrize(
+        ("blocks", "stays"),
+        [((1, 2, 3, *range(4, 10)), True), ((1, 2, 3, *range(14, 21)), False)],
+        ids=["3 of 9", "3 of 10"],
+    )
+    def test_more_than_three_tenths_of_the_prompt_draw(self, policy, blocks, stays):
         (home,) = choose(policy, ask((1, 2, 3), tail=0))
-        policy.in_flight = [5 if at == home else 0 for at in range(2)]
-        assert choose(policy, ask((1, 2, 3, 4, 5, 6, 7, 8, 9), tail=0)) == [home]
-        # Three of exactly ten are not more than three tenths.
-        policy = routers.SglangCacheAware(fleet_of(), 0)
-        (home,) = choose(policy, ask((1, 2, 3), tail=0))
-        policy.in_flight = [5 if at == home else 0 for at in range(2)]
-        assert choose(policy, ask((1, 2, 3, 14, 15, 16, 17, 18, 19, 20), tail=0)) == [1 - home]
+        loaded(policy, home, 5)
+        assert (choose(policy, ask(blocks, tail=0)) == [home]) is stays
 
     @pytest.mark.parametrize(
         ("here", "there", "stays"), [(64, 0, True), (65, 0, False), (195, 130, True), (196, 130, False)]
     )
-    def test_more_than_64_and_half_as_many_again_release(self, routers, here, there, stays):
-        policy = routers.SglangCacheAware(fleet_of(), 0)
+    def test_more_than_64_and_half_as_many_again_release(self, policy, here, there, stays):
         (home,) = choose(policy, ask((1, 2)))
-        policy.in_flight[home], policy.in_flight[1 - home] = here, there
+        loaded(policy, home, here, there)
         assert (choose(policy, ask((1, 2))) == [home]) is stays
 
-    def test_any_of_those_it_was_sent_to_is_drawn(self, routers):
-        policy = routers.SglangCacheAware(fleet_of(3), 0)
+    def test_any_of_those_it_was_sent_to_is_drawn(self, script):
+        policy = script.SglangCacheAware(fleet_of(3), 0)
         (home,) = choose(policy, ask((1, 2)))
         policy.in_flight = [100, 100, 100]
         policy.in_flight[home - 1] = 0
         assert choose(policy, ask((1, 2))) == [(home - 1) % 3]
         policy.in_flight = [0, 0, 0]
-        drawn = choose(policy, *[ask((1, 2))] * 30)
-        assert set(drawn) == {home, (home - 1) % 3}
+        assert set(choose(policy, *[ask((1, 2))] * 30)) == {home, (home - 1) % 3}
 
-    def test_what_matches_nothing_goes_to_the_least_loaded_of_several_the_smallest_tree(self, routers):
-        policy = routers.SglangCacheAware(fleet_of(), 0)
+    def test_what_matches_nothing_goes_to_the_least_loaded_of_several_the_smallest_tree(self, policy):
         (home,) = choose(policy, ask((1, 2, 3)))
-        policy.in_flight = [0, 0]
-        assert choose(policy, ask((7,))) == [1 - home]
-        policy.in_flight = [0, 0]
-        assert choose(policy, ask((8,))) == [1 - home]
-        policy.in_flight = [0 if at == home else 1 for at in range(2)]
-        assert choose(policy, ask((9,))) == [home]
+        for block, load, expected in ((7, 0, 1 - home), (8, 0, 1 - home), (9, 1, home)):
+            loaded(policy, home, 0, load)
+            assert choose(policy, ask((block,))) == [expected]
 
-    def test_it_does_not_see_evictions_and_has_a_bound_of_its_own(self, routers, monkeypatch):
-        monkeypatch.setattr(routers.SglangCacheAware, "MAX_TREE_CHARS", 3 * 400)
-        policy = routers.SglangCacheAware(fleet_of(), 0)
+    def test_it_does_not_see_evictions_and_has_a_bound_of_its_own(self, script, monkeypatch):
+        monkeypatch.setattr(script.SglangCacheAware, "MAX_TREE_CHARS", 3 * 400)
+        policy = script.SglangCacheAware(fleet_of(), 0)
         (home,) = choose(policy, ask((1, 2)))
         policy.removed(home, Tier.GPU, [1, 2])
-        policy.in_flight = [5 if at == home else 0 for at in range(2)]
+        loaded(policy, home, 5)
         assert choose(policy, ask((1, 2, 3)), now=119.0) == [home]
-        policy.in_flight = [0 if at == home else 5 for at in range(2)]
+        loaded(policy, home, 0, 5)
         choose(policy, ask((7, 8)), now=119.5)
         # Five blocks in a tree for three: at 120 s the oldest two go, which are 3 and 2.
-        policy.in_flight = [5 if at == home else 0 for at in range(2)]
+        loaded(policy, home, 5)
         assert choose(policy, ask((1, 2, 3), tail=99), now=120.0) == [1 - home]
 
-    def test_what_one_engine_forgets_another_may_know(self, routers, monkeypatch):
-        monkeypatch.setattr(routers.SglangCacheAware, "MAX_TREE_CHARS", 2 * 400)
-        policy = routers.SglangCacheAware(fleet_of(), 0)
+    def test_what_one_engine_forgets_another_may_know(self, script, monkeypatch):
+        monkeypatch.setattr(script.SglangCacheAware, "MAX_TREE_CHARS", 2 * 400)
+        policy = script.SglangCacheAware(fleet_of(), 0)
         (home,) = choose(policy, ask((1, 2)))
-        policy.in_flight = [100 if at == home else 0 for at in range(2)]
+        loaded(policy, home, 100)
         choose(policy, ask((1, 2)))
-        policy.in_flight = [5 if at == home else 0 for at in range(2)]
+        loaded(policy, home, 5)
         assert choose(policy, ask((3, 4))) == [1 - home]
-        policy.in_flight = [5 if at != home else 0 for at in range(2)]
+        loaded(policy, home, 0, 5)
         assert choose(policy, *[ask((1, 2))] * 5, now=120.0) == [home] * 5
 
 
 class TestLlmd:
-    def test_four_fifths_of_the_prompt_keep_an_engine(self, routers):
-        for held, kept in ((8, True), (7, False)):
-            policy = routers.LlmdDefault(fleet_of(), 0)
-            policy.stored(0, Tier.GPU, range(held))
-            policy._tokens = [1000, 0]
-            assert (choose(policy, ask(range(10), tail=0)) == [0]) is kept
+    @pytest.mark.parametrize(
+        ("gpu", "host", "tail", "tokens", "kept"),
+        [
+            (8, 0, 0, 1000, True),  # four fifths of the prompt
+            (7, 0, 0, 1000, False),
+            (0, 10, 1, 1500, False),  # in host memory, each counts for four fifths; the last token is nowhere
+            (1, 9, 1, 1500, True),
+            (10, 0, 0, 18_000, True),  # 18 s more in flight
+            (10, 0, 0, 18_001, False),
+        ],
+    )
+    def test_an_engine_is_kept_for_what_it_holds_and_released_for_its_load(
+        self, script, gpu, host, tail, tokens, kept
+    ):
+        policy = script.LlmdDefault(fleet_of(), 0)
+        policy.stored(0, Tier.GPU, range(gpu))
+        policy.stored(0, Tier.HOST, range(gpu, gpu + host))
+        policy._tokens = [tokens, 0]
+        assert (choose(policy, ask(range(10), tail=tail)) == [0]) is kept
 
-    def test_what_lies_in_host_memory_scores_four_fifths(self, routers):
-        policy = routers.LlmdDefault(fleet_of(), 0)
-        policy.stored(0, Tier.HOST, range(5))
-        policy.stored(1, Tier.GPU, range(4))
-        assert choose(policy, ask(range(9), tail=0)) in ([0], [1])
-        assert sorted(policy._tokens) == [0, 500]
-        for host, kept in ((10, False), (9, True), (5, True)):
-            policy = routers.LlmdDefault(fleet_of(), 0)
-            policy.stored(0, Tier.GPU, range(10 - host))
-            policy.stored(0, Tier.HOST, range(10 - host, 10))
-            policy._tokens = [1500, 0]
-            # The last token of 1001 lies nowhere: with the rest in host memory that is not quite 0.8 of them.
-            assert (choose(policy, ask(range(10), tail=1)) == [0]) is kept
-
-    def test_18_s_more_in_flight_release(self, routers):
-        for tokens, kept in ((18_000, True), (18_001, False)):
-            policy = routers.LlmdDefault(fleet_of(), 0)
-            policy.stored(0, Tier.GPU, [1, 2])
-            policy._tokens = [tokens, 0]
-            assert (choose(policy, ask((1, 2))) == [0]) is kept
-
-    def test_otherwise_the_fewest_uncached_tokens(self, routers):
-        policy = routers.LlmdDefault(fleet_of(), 0)
+    def test_otherwise_the_fewest_uncached_tokens(self, script):
+        policy = script.LlmdDefault(fleet_of(), 0)
         policy.stored(1, Tier.GPU, [1, 2])
         assert choose(policy, ask((1, 2, 3, 4, 5))) == [1]
         policy._tokens = [0, 201]
         assert choose(policy, ask((1, 2, 8, 9, 10))) == [0]
 
-    def test_a_burst_of_one_prefix_gathers(self, routers):
-        policy = routers.LlmdDefault(fleet_of(), 0)
+    def test_a_burst_of_one_prefix_gathers_until_its_first_token(self, script):
+        policy = script.LlmdDefault(fleet_of(), 0)
         prompts = [ask(range(9), tail=0, name=name) for name in range(5)]
-        assert len(set(choose(policy, *prompts))) == 1
-
-    def test_first_tokens_end_what_is_in_flight(self, routers):
-        policy = routers.LlmdDefault(fleet_of(), 0)
-        request = ask((1, 2), tail=0)
-        (home,) = choose(policy, request)
-        assert policy._tokens[home] == 200
-        policy.first_token(0.1, home, request)
+        ((home, _),) = Counter(choose(policy, *prompts)).items()
+        assert policy._tokens[home] > 0
+        for prompt in prompts:
+            policy.first_token(0.1, home, prompt)
         assert policy._tokens == [0, 0]
-        assert policy.matches(request.chain)[home].blocks == 0
+        assert policy.matches(prompts[0].chain)[home].blocks == 0
 
 
 class TestDynamo:
-    def test_prefill_beyond_the_overlap_and_blocks_in_use(self, routers):
-        policy = routers.DynamoLike(fleet_of(), 0)
+    @pytest.fixture
+    def policy(self, script):
+        return script.DynamoLike(fleet_of(), 0)
+
+    def test_prefill_beyond_the_overlap_and_blocks_in_use(self, policy):
         policy.stored(1, Tier.GPU, [1, 2])
         assert choose(policy, ask((1, 2, 3), tail=0)) == [1]
         # In flight there: a block of prefill and three in use, as much as is cached is not enough.
@@ -181,15 +157,13 @@ class TestDynamo:
         assert choose(policy, ask((1, 2, 9), tail=0, name=2)) in ([0], [1])
 
     @pytest.mark.parametrize(("tier", "blocks"), [(Tier.GPU, 4), (Tier.HOST, 3), (Tier.DISK, 1)])
-    def test_credits_by_tier(self, routers, tier, blocks):
-        for load, home in ((100 * blocks - 1, 0), (100 * blocks + 1, 1)):
-            policy = routers.DynamoLike(fleet_of(), 0)
-            policy.stored(0, tier, [1, 2, 3, 4])
-            policy._prefill = [load, 0]
-            assert choose(policy, ask((1, 2, 3, 4))) == [home]
+    @pytest.mark.parametrize(("more", "home"), [(-1, 0), (1, 1)])
+    def test_credits_by_tier(self, policy, tier, blocks, more, home):
+        policy.stored(0, tier, [1, 2, 3, 4])
+        policy._prefill = [100 * blocks + more, 0]
+        assert choose(policy, ask((1, 2, 3, 4))) == [home]
 
-    def test_blocks_that_running_requests_share_count_once(self, routers):
-        policy = routers.DynamoLike(fleet_of(), 0)
+    def test_blocks_that_running_requests_share_count_once(self, policy):
         request = ask((1, 2, 3), tail=0)
         (home,) = choose(policy, request)
         assert policy._in_use(home, (1, 2, 9)) == 4
@@ -198,8 +172,7 @@ class TestDynamo:
         policy.finished(0.2, home, request)
         assert policy._in_use(home, (1, 2, 9)) == 3
 
-    def test_no_credit_beyond_the_prompt(self, routers):
-        policy = routers.DynamoLike(fleet_of(), 0)
+    def test_no_credit_beyond_the_prompt(self, policy):
         policy.stored(0, Tier.GPU, [1])
         policy._prefill = [-500, 0]
         assert choose(policy, ask((1,), tail=0)) == [0]
@@ -207,40 +180,25 @@ class TestDynamo:
 
 
 class TestMinTtft:
-    @pytest.fixture
-    def engines(self):
-        return [SimEngine(at, model_of(), SIZE, Diary()) for at in range(2)]
-
-    def test_who_answers_first(self, routers, engines):
+    def test_who_answers_first_and_of_equals_whom_holds_least(self, script):
+        engines = [SimEngine(at, model_of(), SIZE, Diary()) for at in range(2)]
         engines[0].submit(0.0, ask((7, 8)))
-        assert routers.MinTtft(fleet_of(), 0).choose(0.1, ask((1, 2)), engines) == (1, 0)
+        policy = script.MinTtft(fleet_of(), 0)
+        assert policy.choose(0.1, ask((1, 2)), engines) == (1, 0)
+        engines[1].submit(0.1, ask((9,)))
+        for engine in engines:
+            engine.advance(engine.due)
+        assert policy.choose(1.0, ask((1, 2)), engines) == (1, 0)
 
-    def test_ties_go_to_whom_holds_least(self, routers, engines):
-        for at, blocks in enumerate(((7, 8), (9,))):
-            engines[at].submit(0.0, ask(blocks))
-            engines[at].advance(engines[at].due)
-        assert routers.MinTtft(fleet_of(), 0).choose(1.0, ask((1, 2)), engines) == (1, 0)
-
-    def test_what_waits_and_what_that_leaves_behind(self, routers):
-        engine = SimEngine(0, model_of(), SIZE, Diary())
-        prompt = ask((1, 2, 3, 4)).chain
-        assert routers.foresee(engine, 0.0, prompt) == (pytest.approx(0.45), 0)
-        engine.submit(0.0, ask((1, 2)))
-        engine.submit(0.0, ask((1, 2, 3), name=1))
-        # The second finds two blocks of the first, the prompt three of the second.
-        assert routers.foresee(engine, 0.1, prompt) == (pytest.approx(0.25 - 0.1 + 0.15 + 0.15), 300)
-        engine.advance(engine.due)
-        assert routers.foresee(engine, 0.25, prompt) == (pytest.approx(0.15 + 0.15), 300)
-
-    def test_restores_of_what_waits(self, routers):
+    def test_restores_of_what_waits(self, script):
         engine, _ = play(model_of(5, host=10, restore_tok_s=100.0), ask((1, 2)), ask((7, 8, 9), name=2))
         now = 10.0
         engine.submit(now, ask((21, 22), tail=0, name=3))
         engine.submit(now, ask((1, 2), name=4))
         # 0.2 s for the first, then 200 tokens from host memory and 50 to compute; the prompt's own last.
         fresh, known = ask((31,), tail=0).chain, ask((1, 2)).chain
-        assert routers.foresee(engine, now, fresh) == (pytest.approx(0.2 + 2.05 + 0.1), 0)
-        assert routers.foresee(engine, now, known) == (pytest.approx(0.2 + 2.05 + 0.05), 200)
+        assert script.foresee(engine, now, fresh) == (pytest.approx(0.2 + 2.05 + 0.1), 0)
+        assert script.foresee(engine, now, known) == (pytest.approx(0.2 + 2.05 + 0.05), 200)
 
 
 @given(REQUESTS, st.sampled_from([0, 500]))
@@ -265,11 +223,11 @@ def test_what_is_foreseen_holds_where_nothing_is_evicted(requests, context_token
         assert cached[request.id] == tokens
 
 
-def test_every_policy_serves_every_request(routers):
+def test_every_policy_serves_every_request(script):
     trace = read_trace(TRACES / "agents.jsonl.gz", limit=60)
     for model in (model_of(1500), model_of(1500, host=3000, chunked=True)):
-        names = [*rules.resolve(["all"]), *routers.ABLATIONS]
-        rules.POLICIES.update(routers.ABLATIONS)
+        names = [*rules.resolve(["all"]), *script.ABLATIONS]
+        rules.POLICIES.update(script.ABLATIONS)
         speedup = speedup_for_load(trace, model, 4, 0.9)
         for outcome in run_all(trace, [ReplayRun(name, 4, model, speedup) for name in names]):
             assert outcome.requests == 60
@@ -339,60 +297,31 @@ def pending(policy):
     ("scene", "in_full"),
     [(queue, 1), (restore, 1), (interference, 1), (lost, 1), (congestion, 0), (pending, 0)],
 )
-def test_each_term_decides_and_can_be_left_out(routers, scene, in_full):
+def test_each_term_decides_and_can_be_left_out(script, scene, in_full):
     term, prompt = scene.__name__, ask([1, 2, 3, 4], tail=0, name=1)
     homes = {}
     for without in (None, term):
-        policy = routers.AnyKvpin(fleet_of(), 0, without=without)
+        policy = script.AnyKvpin(fleet_of(), 0, without=without)
         scene(policy)
         homes[without] = choose(policy, prompt, now=0.05)[0]
     assert homes == {None: in_full, term: 1 - in_full}
-    assert term in routers.TERMS
-
-
-def test_an_ablation_keeps_its_books_by_the_full_rule(routers):
-    policy = routers.AnyKvpin(fleet_of(), 0, without="restore")
-    policy.stored(0, Tier.HOST, [1, 2, 3])
-    assert policy.choose(0.0, ask((1, 2, 3)), ()) == (0, 300)
-    (prefill,) = policy._placer.books["e0"].ledger._prefills.values()
-    assert prefill.work.host == 300
+    assert term in script.TERMS
 
 
 # --- hybrid models --------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def fleet(routers):
-    """Two engines of a model with windows."""
-    model = routers.HybridModel(1000, prefill_tok_s=1000.0, window_groups=2, window_tokens=101)
-    return replace(fleet_of(), model=model)
-
-
-@pytest.fixture
-def engines(fleet):
-    return [fleet.model.engine(at, SIZE, Diary()) for at in range(2)]
-
-
-def test_what_all_groups_hold_counts(routers, fleet, engines):
-    policy = routers.AnyKvpin(fleet, 0)
-    policy.stored(0, Tier.GPU, [1, 2])
-    engines[0].cache.windows.append((True, [1, 2]))
-    assert policy.choose(0.0, ask((1, 2)), engines) == (0, 200)
-    engines[0].cache.windows.append((False, [2]))
-    policy.choose(0.0, ask((7,), name=1), engines)
-    assert policy._placer.match(ask((1, 2)).chain)["e0"].cut == 1
-
-
 @pytest.mark.parametrize(("without", "second"), [(None, 0), ("again", 1)])
-def test_a_beginning_is_completed_where_a_prompt_left_it(routers, fleet, without, second):
-    policy = routers.AnyKvpin(fleet, 0, without=without)
+def test_a_beginning_is_completed_where_a_prompt_left_it(script, without, second):
+    model = script.HybridModel(1000, prefill_tok_s=1000.0, window_groups=2, window_tokens=101)
+    policy = script.AnyKvpin(replace(fleet_of(), model=model), 0, without=without)
     assert answered(policy, ask((1, 2, 3, 4))) == 0
     assert policy.choose(1.0, ask((1, 2, 3, 5), name=1), ()) == (second, 0)
 
 
-def test_it_predicts_what_engines_reuse(routers):
+def test_it_predicts_what_engines_reuse(script):
     trace = chats(30, 6, seed=1)
-    model = routers.HybridModel(30_000, window_groups=3, window_tokens=301)
+    model = script.HybridModel(30_000, window_groups=3, window_tokens=301)
     speedup = speedup_for_load(trace, model, 2, 0.5)
     own, other = (simulate(trace, ReplayRun(name, 2, model, speedup)) for name in ("kvpin", "llm-d"))
     assert own.evicted > 0

@@ -9,13 +9,6 @@ from proxy.core.placement.placer import Placer
 PROMPT = Chain(tuple(range(1, 101)), 1601, 16)
 
 
-@pytest.fixture
-def pairs_live(scripts):
-    import pairs_live
-
-    return pairs_live
-
-
 @pytest.mark.parametrize(
     ("rule", "divides", "divides_next_turn"),
     [
@@ -28,8 +21,8 @@ def pairs_live(scripts):
         ("kvpin", False, False),
     ],
 )
-def test_what_a_rule_divides(pairs_live, rule, divides, divides_next_turn):
-    assert set(pairs_live.LIVE) == {"never", "always", "threshold", "local", "ppd", "conserve", "kvpin"}
+def test_what_a_rule_divides(script, rule, divides, divides_next_turn):
+    assert set(script.LIVE) == {"never", "always", "threshold", "local", "ppd", "conserve", "kvpin"}
     placer = Placer(16)
     for name in "pd":
         placer.add(name, gpu_blocks=1000)
@@ -37,7 +30,7 @@ def test_what_a_rule_divides(pairs_live, rule, divides, divides_next_turn):
     def pair(*, goes_on=False):
         p, d = placer.candidate(0.0, "p"), placer.candidate(0.0, "d", is_last=goes_on)
         prefillers = placer.prefillers(0.0, [p], {"d"})
-        placing = pairs_live.by_rule(rule, place_with_pairs)
+        placing = script.by_rule(rule, place_with_pairs)
         return placing([d], prefillers, PROMPT, placer.outlook(0.0)).pair
 
     assert (pair() is not None) == divides

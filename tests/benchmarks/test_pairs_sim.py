@@ -15,19 +15,12 @@ def trace():
     return read_trace(TRACES / "conversation.jsonl.gz", limit=120)
 
 
-@pytest.fixture
-def pairs_sim(scripts):
-    import pairs_sim
-
-    return pairs_sim
-
-
 RULES = ["no roles", "shared", "never", "always", "threshold", "local", "ppd", "conserve", "kvpin"]
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_every_request_is_answered_under_every_rule(pairs_sim, trace, rule):
-    played = pairs_sim.PairRun(1, 2, rule, 100_000.0, trace.tokens_per_block)
+def test_every_request_is_answered_under_every_rule(script, trace, rule):
+    played = script.PairRun(1, 2, rule, 100_000.0, trace.tokens_per_block)
     figures = played.play([(request.at / 1000, request) for request in trace.requests])
     assert len(played.ttfts) == len(trace.requests)
     assert played.running == {}
@@ -35,14 +28,14 @@ def test_every_request_is_answered_under_every_rule(pairs_sim, trace, rule):
         "e0": 0, "e1": 0, "e2": 0,
     }  # fmt: skip
     assert not any(played.placer.index.pending(name) for name in played.names)
-    assert list(pairs_sim.RULES) == RULES
+    assert list(script.RULES) == RULES
     divided = {"no roles": 0, "never": 0, "always": len(trace.requests)}.get(rule, played.divided)
     assert played.divided == divided
     assert 0 < figures.mean_ttft_s <= figures.p99_ttft_s
 
 
-def test_a_decoder_computes_nothing_of_what_was_moved(pairs_sim, trace):
-    played = pairs_sim.PairRun(1, 1, "always", 100_000.0, trace.tokens_per_block)
+def test_a_decoder_computes_nothing_of_what_was_moved(script, trace):
+    played = script.PairRun(1, 1, "always", 100_000.0, trace.tokens_per_block)
     played.play([(60.0 * number, request) for number, request in enumerate(trace.requests)])
     assert played.engines[1].computed == 0
     assert played.engines[0].computed > 0
@@ -55,37 +48,18 @@ def turns_of(blocks: list[list[int]]) -> list[TraceRequest]:
 
 
 @pytest.mark.parametrize(("rule", "divided"), [("always", 5), ("ppd", 3), ("conserve", 2), ("never", 0)])
-def test_rules_for_conversations_divide_first_turns(pairs_sim, rule, divided):
+def test_rules_for_conversations_divide_first_turns(script, rule, divided):
     """Two conversations of one system prompt: turns that add little, one that adds much."""
     first, second = [1, 2, 3], [1, 5, 6]
     requests = turns_of([first, second, [*first, 4], [*second, 7, 8, 9, 10, 11], [*first, 4, 12]])
-    played = pairs_sim.PairRun(1, 2, rule, 100_000.0, 512)
+    played = script.PairRun(1, 2, rule, 100_000.0, 512)
     played.play([(request.at / 1000, request) for request in requests])
     assert played.divided == divided
 
 
-def test_conserve_stays_on_a_decoder_that_is_busy(pairs_sim):
-    requests = turns_of([[1, 2], [*range(100, 500)], [1, 2, 3]])
-    targets = {}
-    for rule in ("ppd", "conserve"):
-        played = pairs_sim.PairRun(1, 2, rule, 100_000.0, 512)
-        played.play([(0.001 * number if number else 0.0, each) for number, each in enumerate(requests)])
-        targets[rule] = dict(played.homes)
-    assert targets["conserve"][2] == targets["conserve"][3]
-
-
-def test_figures_of_several_seeds_are_means(pairs_sim, trace):
-    def run(*seeds):
-        return pairs_sim.run(trace, (1, 2), 0.3, 400_000.0, "kvpin", seeds)
-
-    one, other = run(1), run(2)
-    assert one != other, "seeds move the arrivals"
-    assert run(1, 2) == pytest.approx([(a + b) / 2 for a, b in zip(one, other, strict=True)])
-
-
-def test_kvpin_is_no_worse_than_always_and_never(pairs_sim, trace):
+def test_kvpin_is_no_worse_than_always_and_never(script, trace):
     means = {
-        rule: pairs_sim.run(trace, (1, 2), 0.6, 400_000.0, rule).mean_ttft_s
+        rule: script.run(trace, (1, 2), 0.6, 400_000.0, rule).mean_ttft_s
         for rule in ("never", "always", "kvpin")
     }
     assert means["kvpin"] <= 1.02 * min(means["never"], means["always"])

@@ -14,33 +14,26 @@ LATE_S = 100.0
 
 
 @pytest.fixture
-def client():
-    import router_client
-
-    return router_client
-
-
-@pytest.fixture
-def question(client):
+def question(script):
     import router_work
 
-    return client.Question(0.0, "s", (), (1, 2), router_work.answer_ids((1, 2), 3))
+    return script.Question(0.0, "s", (), (1, 2), router_work.answer_ids((1, 2), 3))
 
 
 @pytest.fixture
-def engine(client, question):
+def engine(script, question):
     """Answers the question at once."""
-    event = json.dumps({"choices": [{"delta": {"content": client.text_of(question.answer)}}]})
+    event = json.dumps({"choices": [{"delta": {"content": script.text_of(question.answer)}}]})
 
     async def answer(_):
         return StreamingResponse(iter([f"data: {event}\n\ndata: [DONE]\n\n"]))
 
-    with served(Starlette(routes=[Route(client.CHAT, answer, methods=["POST"])])) as url:
-        yield f"{url}{client.CHAT}"
+    with served(Starlette(routes=[Route(script.CHAT, answer, methods=["POST"])])) as url:
+        yield f"{url}{script.CHAT}"
 
 
-async def test_what_the_client_is_late_by_is_waited_for(client, engine, question):
+async def test_what_the_client_is_late_by_is_waited_for(script, engine, question):
     async with aclosing(HttpTransport()) as transport:
-        answer = await client.ask(transport, engine, Headers([]), question, time.monotonic() - LATE_S)
+        answer = await script.ask(transport, engine, Headers([]), question, time.monotonic() - LATE_S)
     assert answer.error == ""
     assert answer.first_token_s > answer.sent_late_s >= LATE_S

@@ -2,19 +2,10 @@
 
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def profile():
-    import router_profile
-
-    return router_profile
-
-
-def test_samples_count_for_the_innermost_frame(profile):
+def test_samples_count_for_the_innermost_frame(script):
     serve = f"serve ({ROOT}/proxy/flow.py:10)"
     python = "/usr/lib/python3.11"
     folded = "\n".join(
@@ -29,7 +20,7 @@ def test_samples_count_for_the_innermost_frame(profile):
             f"run ({python}/threading.py:1);_worker ({python}/concurrent/futures/thread.py:81) 100",
         ]
     )
-    assert profile.by_package(folded) == {
+    assert script.by_package(folded) == {
         "proxy/core/placement": 4,
         "proxy/flow": 2,
         "aiohttp": 4,

@@ -4,15 +4,8 @@ from proxy.replay.trace import read_trace
 
 
 @pytest.fixture
-def work():
-    import router_work
-
-    return router_work
-
-
-@pytest.fixture
-def mix(work):
-    return work.Mix(
+def mix(script):
+    return script.Mix(
         "a few",
         chats=4,
         system_prompts=2,
@@ -26,47 +19,34 @@ def mix(work):
     )
 
 
-def test_a_seed_is_a_workload(work, mix):
-    bodies = [[(question.at, question.body) for question in work.make_work(mix, seed)] for seed in (1, 1, 2)]
+def test_a_seed_is_a_workload(script, mix):
+    bodies = [
+        [(question.at, question.body) for question in script.make_work(mix, seed)] for seed in (1, 1, 2)
+    ]
     assert bodies[0] == bodies[1] != bodies[2]
 
 
-def test_a_turn_continues_all_that_was_said_before(work, mix):
+def test_a_turn_continues_all_that_was_said_before(script, mix):
     said: dict[str, list[int]] = {}
-    turns = [question for question in work.make_work(mix, 3) if question.session.startswith("chat")]
-    assert len(turns) == 4 * work.TURNS
+    turns = [question for question in script.make_work(mix, 3) if question.session.startswith("chat")]
+    assert len(turns) == 4 * script.TURNS
     for turn in turns:
         before = said.get(turn.session, [])
         assert list(turn.token_ids[: len(before)]) == before
         said[turn.session] = [*turn.token_ids, *turn.answer]
 
 
-def test_a_rested_chat_goes_first(work, mix):
-    last: dict[str, float] = {}
-    turns = [question for question in work.make_work(mix, 4) if question.session.startswith("chat")]
-    for turn in turns[: len(turns) // 2]:  # as long as all chats have turns left
-        waited = turn.at - last.get(turn.session, -work.THINKING_S)
-        others = [at for chat, at in last.items() if chat != turn.session]
-        assert waited >= work.THINKING_S or all(turn.at - at < work.THINKING_S for at in others)
-        last[turn.session] = turn.at
-
-
-def test_an_answer_follows_from_the_whole_prompt(work):
+def test_an_answer_follows_from_the_whole_prompt(script):
     prompt = list(range(100, 200))
-    assert work.answer_ids(prompt, 5) == work.answer_ids(tuple(prompt), 5)
-    assert work.answer_ids(prompt, 5) != work.answer_ids([7, *prompt], 5)
-    assert work.answer_ids(prompt, 5) != work.answer_ids([*prompt, 7], 5)
-    assert len(work.answer_ids(prompt, 5)) == 5
+    assert script.answer_ids(prompt, 5) == script.answer_ids(tuple(prompt), 5)
+    assert script.answer_ids(prompt, 5) != script.answer_ids([7, *prompt], 5)
+    assert script.answer_ids(prompt, 5) != script.answer_ids([*prompt, 7], 5)
+    assert len(script.answer_ids(prompt, 5)) == 5
 
 
-def test_a_text_of_words_is_tokenised_into_them(work):
-    ids = work.answer_ids([1], 40)
-    assert tuple(work.tokenizer().encode(work.text_of(ids), add_special_tokens=False)) == ids
-
-
-def test_replay_reads_the_trace(work, mix, tmp_path):
-    made = work.make_work(mix, 5)
-    work.write_trace(made, tmp_path / "work.jsonl")
+def test_replay_reads_the_trace(script, mix, tmp_path):
+    made = script.make_work(mix, 5)
+    script.write_trace(made, tmp_path / "work.jsonl")
     trace = read_trace(tmp_path / "work.jsonl")
     assert (trace.tokens_per_block, trace.rechained, len(trace.requests)) == (16, False, len(made))
     assert trace.n_tokens == sum(len(question.token_ids) for question in made)

@@ -4,16 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.core.admission import (
-    MAX_LOOKS,
-    QUANTUM,
-    Backlog,
-    Entry,
-    FairQueue,
-    Needs,
-    Pace,
-    retry_after_s,
-)
+from proxy.core.admission import MAX_LOOKS, QUANTUM, Backlog, Entry, FairQueue, Needs, Pace, retry_after_s
 
 BASE, ADA = Needs(), Needs(lora="ada")
 
@@ -34,14 +25,6 @@ def taken(queue, most=10**6, may_go=lambda _: True, free=frozenset({BASE, ADA}))
     while len(items) < most and (found := queue.take(free, may_go)) is not None:
         items.append(found.item)
     return items
-
-
-def test_a_greedy_tenant_waits_for_its_turns():
-    queue = filled(
-        *(entry("greedy", f"g{n}") for n in range(4)), entry("modest", "m0"), entry("modest", "m1")
-    )
-    assert taken(queue) == ["g0", "m0", "g1", "m1", "g2", "g3"]
-    assert (len(queue), taken(queue)) == (0, [])
 
 
 REQUESTS = st.tuples(st.sampled_from("abc"), st.integers(1, 5 * QUANTUM), st.sampled_from([BASE, ADA]))
@@ -77,12 +60,6 @@ def test_requests_whose_engine_is_busy_hold_up_nobody_however_many_they_are():
     queue = filled(*stuck, entry("a", "1"), entry("z", "2"), entry("a", "3", priority=1))
     assert taken(queue, free={BASE}) == ["1", "2", "3"]
     assert len(taken(queue)) == len(stuck)
-
-
-def test_a_passed_over_tenant_goes_as_soon_as_it_may():
-    queue = filled(*(entry("b", "b", tokens=9) for _ in range(50)), entry("a", "ada", tokens=9, needs=ADA))
-    assert set(taken(queue, 20, free={BASE})) == {"b"}
-    assert taken(queue, 1) == ["ada"]
 
 
 @given(st.integers(1, 5 * QUANTUM))
@@ -131,19 +108,6 @@ def test_where_its_bodies_are_too_long_the_tenant_with_most_bytes_loses():
     )
     assert [each.item for each in queue.add(entry("small", "s2", size=1))] == ["b"]
     assert queue.add(huge := entry("big", "h", size=11)) == [huge]
-
-
-def test_what_is_removed_is_gone_and_may_be_removed_again():
-    one, two = entry("a", "1"), entry("a", "2")
-    queue = filled(one, two)
-    for _ in range(2):
-        queue.remove(one)
-    assert taken(queue) == ["2"]
-    queue.remove(two)
-    queue.add(entry("a", "3"))
-    queue.remove(two)
-    queue.remove(entry("a", priority=3))
-    assert len(queue) == 1
 
 
 def test_tokens_ahead_are_ones_own_and_as_many_of_each_other():

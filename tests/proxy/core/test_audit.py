@@ -52,26 +52,13 @@ def test_resyncs_that_do_not_help_become_rare():
     assert [audit.observe(32, 16) for _ in range(5)][-1], "a good window forgives"
 
 
-def test_only_the_last_window_counts():
-    audit = synced()
-    for _ in range(4):
-        audit.observe(0, 16)
-    for _ in range(WINDOW):
-        audit.observe(16, 16)
-    assert audit.view().recent_miss_share == 0
-
-
 def test_a_miss_after_an_eviction_is_counted_and_doubts_nothing():
-    audit = EngineAudit()
-    audit.synced()
+    audit = synced()
     for _ in range(3 * MIN_MISSES):
         assert not audit.observe(32, 16, evicted_since=True)
-    assert audit.trust is Trust.PRECISE
-    assert (audit.view().checked, audit.view().exact, audit.view().recent_miss_share) == (
-        3 * MIN_MISSES,
-        0,
-        0,
-    )
+    view = audit.view()
+    assert (audit.trust, view.checked, view.exact) == (Trust.PRECISE, 3 * MIN_MISSES, 0)
+    assert view.recent_miss_share == 0
     assert not audit.observe(32, 32, evicted_since=True)
     assert audit.view().exact == 1
     audit.observe(32, 16)
@@ -136,18 +123,12 @@ def test_what_was_sent_before_it_opened_says_nothing():
 
 def test_empty_answers_fail_only_beside_others_with_text():
     empty = EmptyAnswers()
-    assert [empty.fails(7) for _ in range(20)] == [False] * 20  # the others have given none since
+    assert [empty.fails(1) for _ in range(20)] == [False] * 20  # the others have given none since
     assert not empty.is_odd
-    assert empty.fails(8)
-    assert empty.is_odd
-
-
-def test_one_empty_answer_is_no_finding_and_a_text_ends_the_row():
-    empty = EmptyAnswers()
+    empty.in_a_row = 0  # it gave a text
     for texts in range(ODD, 50, ODD):
-        assert not empty.fails(texts)
-        assert not empty.is_odd
+        assert not empty.fails(texts)  # one alone is no finding
         assert empty.fails(texts + 1)
         assert empty.is_odd
-        empty.in_a_row = 0  # it gave a text
+        empty.in_a_row = 0
         assert not empty.is_odd

@@ -52,17 +52,14 @@ def test_removing_and_adding_an_engine_ends_the_order_to_drain_it_at_all_kvpins(
     assert other.added("a") == b"{}", "an order to drain it takes nothing else back"
 
 
-def test_an_engine_that_is_readmitted_is_as_its_settings_say():
+def test_an_engine_that_is_readmitted_or_added_takes_requests_as_its_settings_say():
     book = EngineBook()
     book.remove("a", now=1.0)
+    assert [mark.engine for mark in book.removals()] == ["a"]
     book.readmit("a", now=1.0)
-    assert (book.is_removed("a"), book.added("a")) == (False, b"")
-
-
-def test_undoing_what_was_never_drained_leaves_nothing():
-    book = EngineBook()
-    book.drain("a", drained=False, now=1.0)
-    assert book.marks() == []
+    book.add("b", b"{}", now=1.0)
+    assert book.removals() == []
+    assert [(book.is_drained(name), book.added(name)) for name in "ab"] == [(False, b""), (False, b"{}")]
 
 
 def test_the_oldest_orders_are_forgotten_first(monkeypatch):

@@ -75,21 +75,6 @@ def test_the_newest_removal_is_kept_however_old_the_key_is_and_whatever_the_cloc
         assert len(book.entries()) == MAX_KEYS
 
 
-def test_kvpins_that_remove_a_key_at_once_end_with_one_mark():
-    one, two = book_of(key()), book_of(key())
-    for book, now in ((one, 5.0), (two, 6.0)):
-        book.merge([book.removal(key(), now)])
-    one.merge(two.entries())
-    two.merge(one.entries())
-    assert one.entries() == two.entries()
-
-
-def test_the_wire_takes_entries_of_a_later_version():
-    fields = msgspec.msgpack.decode(msgspec.msgpack.encode(key()))
-    data = msgspec.msgpack.encode([*fields, "a field of a later version"])
-    assert msgspec.msgpack.decode(data, type=IssuedKey) == key()
-
-
 def test_only_who_has_the_secret_can_tell_of_keys():
     told = signed([key()], b"secret", 5.0)
     assert verified(told, b"secret", 5.0) == [key()]

@@ -64,36 +64,21 @@ def now(fields, repairs):
     ("repairs", "messages", "turns"),
     [
         # A late system message joins the turn before it, or the one after it behind an answer, or is one.
-        (
-            SYSTEMS,
-            [said("system"), said("user", "A"), said("system", "B"), said("assistant"), said("user")],
-            [said("system"), said("user", f"A\n\n{marked('B')}"), said("assistant"), said("user")],
-        ),
+        (SYSTEMS, [said("system"), said("user", "A"), said("system", "B"), said("assistant"), said("user")],
+         [said("system"), said("user", f"A\n\n{marked('B')}"), said("assistant"), said("user")]),
         (
             SYSTEMS,
             [said("user"), said("assistant"), said("system", "B"), said("system", "C"), said("user", "D")],
             [said("user"), said("assistant"), said("user", f"{marked('B')}\n\n{marked('C')}\n\nD")],
         ),
-        (
-            SYSTEMS,
-            [said("user"), said("assistant"), said("system", "B"), said("assistant")],
-            [said("user"), said("assistant"), said("user", marked("B")), said("assistant")],
-        ),
-        (
-            SYSTEMS,
-            [said("user"), said("assistant"), said("system", "B")],
-            [said("user"), said("assistant"), said("user", marked("B"))],
-        ),
-        (
-            SYSTEMS,
-            [said("user"), called(), result("1"), said("system", "B")],
-            [said("user"), called(), result("1", f"7\n\n{marked('B')}")],
-        ),
-        (
-            SYSTEMS,
-            [said("user", [text("A"), IMAGE]), said("system", [text("B"), text("C")])],
-            [said("user", [text("A"), IMAGE, text(f"\n\n{marked(f'B{chr(10) * 2}C')}")])],
-        ),
+        (SYSTEMS, [said("user"), said("assistant"), said("system", "B"), said("assistant")],
+         [said("user"), said("assistant"), said("user", marked("B")), said("assistant")]),
+        (SYSTEMS, [said("user"), said("assistant"), said("system", "B")],
+         [said("user"), said("assistant"), said("user", marked("B"))]),
+        (SYSTEMS, [said("user"), called(), result("1"), said("system", "B")],
+         [said("user"), called(), result("1", f"7\n\n{marked('B')}")]),
+        (SYSTEMS, [said("user", [text("A"), IMAGE]), said("system", [text("B"), text("C")])],
+         [said("user", [text("A"), IMAGE, text(f"\n\n{marked(f'B{chr(10) * 2}C')}")])]),
         (SYSTEMS, [said("system", "A"), said("developer", "B"), said("user")],
          [said("system", "A\n\nB"), said("user")]),
         (IN_TURN, [said("assistant"), said("system", "B"), said("user", [KNOWN])],
@@ -108,12 +93,9 @@ def now(fields, repairs):
         (ALTERNATE, [said("system"), said("assistant")], [said("system"), USER, said("assistant")]),
         (ALTERNATE, [said("user"), called("1", content=""), result("1"), said("user", "B")],
          [said("user"), called("1", content=""), result("1"), ASSISTANT, said("user", "B")]),
-        (
-            ALTERNATE,
-            [said("user"), said("assistant", "A", reasoning_content="a"),
-             said("assistant", "B", reasoning_content="b")],
-            [said("user"), said("assistant", "A\n\nB", reasoning_content="a\n\nb")],
-        ),
+        (ALTERNATE, [said("user"), said("assistant", "A", reasoning_content="a"),
+          said("assistant", "B", reasoning_content="b")],
+         [said("user"), said("assistant", "A\n\nB", reasoning_content="a\n\nb")]),
         # Mistral's templates count a text before a call as a turn, and refuse the assistant's next one.
         (TAKES_TOOLS, [said("user"), said("assistant", "I look."), called("c"), result("c")],
          [said("user"), {**called("c"), "content": "I look."}, result("c")]),
@@ -269,10 +251,7 @@ ITEMS = (
 @settings(deadline=None, max_examples=300)
 @given(
     st.sampled_from(["messages", "input"]),
-    st.lists(
-        st.sampled_from(ITEMS),
-        max_size=4,
-    ),
+    st.lists(st.sampled_from(ITEMS), max_size=4),
     st.sets(st.sampled_from(Repair), min_size=1),
     st.sampled_from([{}, {"system": "S"}, {"instructions": "S"}]),
 )

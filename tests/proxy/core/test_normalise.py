@@ -68,25 +68,14 @@ def test_a_date_with_a_time_is_cut_to_the_day(text, day):
     assert changed({"instructions": text}, Rule.DATE_TO_DAY) == {"instructions": day}
 
 
-@pytest.mark.parametrize(
-    ("line", "left", "values"),
-    [
-        ("Current time: 23:05", "Current time: [[time 1]]", ["[[time 1]]: 23:05"]),
-        (
-            "Context: 40,324 of 71,000 tokens used",
-            "Context: [[count 1]] of [[count 2]] tokens used",
-            ["[[count 1]]: 40,324", "[[count 2]]: 71,000"],
-        ),
-    ],
-)
-def test_what_changes_within_a_session_is_told_behind_the_last_message(line, left, values):
-    fields = ask(
-        f"You are brief.\n{line}\nYou know tides.", {"role": "assistant", "content": "4 m"}, user("And?")
-    )
-    made = changed(fields, Rule.VOLATILE_LAST)
-    assert made["messages"][0] == system(f"You are brief.\n{left}\nYou know tides.")
-    assert made["messages"][1:3] == fields["messages"][1:3]
-    assert made["messages"][3] == user("And?\n\n" + TOLD + "\n".join(values))
+def test_what_changes_within_a_session_is_told_behind_the_last_message():
+    said = "You are brief.\nContext: {} of {} tokens used\nYou know tides."
+    later = {"role": "assistant", "content": "4 m"}
+    fields = ask(said.format("40,324", "71,000"), later, user("And?"))
+    made = changed(fields, Rule.VOLATILE_LAST)["messages"]
+    assert made[0] == system(said.format("[[count 1]]", "[[count 2]]"))
+    assert made[1:3] == fields["messages"][1:3]
+    assert made[3] == user(f"And?\n\n{TOLD}[[count 1]]: 40,324\n[[count 2]]: 71,000")
 
 
 def test_what_is_equal_in_a_session_is_told_before_its_first_turn():
@@ -197,8 +186,7 @@ def test_a_late_system_message_may_stand_behind_the_last_turn():
 
 
 @pytest.mark.parametrize(
-    "messages",
-    [[], [user(None)], [{"role": "assistant", "content": "The"}], ["Hi"], [{"role": [1]}]],
+    "messages", [[], [user(None)], [{"role": "assistant", "content": "The"}], ["Hi"], [{"role": [1]}]]
 )
 def test_values_stay_where_no_text_can_tell_them(messages):
     fields = {"system": "Date: 1, in /home/u/w1", "messages": messages}
@@ -291,7 +279,7 @@ def test_whatever_is_sent_is_read(fields):
 
 @pytest.mark.parametrize("line", ["\n", "\r\n", "/1:\n"])
 def test_very_many_lines_take_no_long_time(line):
-    fields = {"instructions": line * 400_000 + "Now in /home/me/x", "input": "Hi"}
+    fields = {"instructions": line * 100_000 + "Now in /home/me/x", "input": "Hi"}
     started = thread_time()
     normalised(fields, AGENTS | {Rule.DATE_TO_DAY})
-    assert thread_time() - started < 30  # 3 s on a machine without other work
+    assert thread_time() - started < 10  # less than 1 s on a machine without other work

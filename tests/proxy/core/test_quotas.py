@@ -31,15 +31,6 @@ def test_tokens_are_charged_afterwards():
     assert quota.enter(1031.0) is None
 
 
-def test_requests_at_a_time():
-    quota = Quota(TenantLimits(requests_per_minute=3, concurrent_requests=1))
-    for _ in range(2):
-        assert quota.enter(0.0) is None
-        assert quota.enter(0.0) == Denied("concurrent_requests", 1, 1)
-        quota.leave()
-    assert quota.enter(0.0) is None  # those that were denied do not count
-
-
 def test_what_was_used_elsewhere_counts():
     changed = set()
     here = Quota(TenantLimits(3, 600, 2), "t", changed)
@@ -56,6 +47,10 @@ def test_what_was_used_elsewhere_counts():
     assert here.take() == Use(1, 5, 1)
     here.leave()
     assert here.take() == Use(0, 0, 0)
+    alone = Quota(TenantLimits(concurrent_requests=1))
+    assert [alone.enter(0.0), alone.enter(0.0)] == [None, Denied("concurrent_requests", 1, 1)]
+    alone.leave()
+    assert alone.enter(0.0) is None
 
 
 def test_use_elsewhere_of_a_tenant_without_limits():

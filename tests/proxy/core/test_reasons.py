@@ -48,34 +48,28 @@ def paired(alone, *, together=False, **terms):
     return replace(placed("d", alone), chosen=both, pair=legs, all_costs=lambda: (alone, both))
 
 
-FREE, SLOW = cost("e0"), cost("e0", 3200, pending_tokens=3200, queue=1.0)
-HOLDS = "e1 holds 3,200 of 4,000 tokens; "
-SOONER = f"{HOLDS}e0 would answer sooner, in 1.0 s against 1.7 s, but would "
-# What is decided, where a `*` stands for words that another case has.
+FREE = cost("e0")
+SOONER = "*e0 would answer sooner, in 1.0 s against 1.7 s, but would "
+# What is decided; a `*` stands for words that another case has.
 CASES = [
     (Reason.HELD, held(FREE),
-     f"{HOLDS}it computes 800 tokens in 200 ms, but computing 4,000 tokens on e0 takes 1.0 s"),
+     "e1 holds 3,200 of 4,000 tokens; it computes 800 tokens in 200 ms, but computing 4,000 tokens on e0*"),
     # The next best is held against it.
-    (Reason.HELD, placed("e1", FREE, cost("e1", 3200), cost("e2", 800, restore=0.5, host_tokens=800)),
-     "* computing 4,000 tokens on e0 takes 1.0 s"),
-    (Reason.HELD, held(FREE, queue=0.3), "*; it is free in 300 ms and computes 800 tokens in 200 ms, but*"),
-    (Reason.HELD, held(FREE, queue=0.2, room=0.1),
-     "*; it is free in 200 ms, has memory 100 ms later and computes 800 tokens*"),
+    (Reason.HELD, placed("e1", FREE, cost("e1", 3200), cost("e2", 800, restore=0.5)), "* on e0 takes 1.0 s"),
+    (Reason.HELD, held(FREE, queue=0.3), "*; it is free in 300 ms and computes 800*"),
+    (Reason.HELD, held(FREE, queue=0.2, room=0.1), "* in 200 ms, has memory 100 ms later and computes*"),
     (Reason.HELD, held(FREE, queue=0.005, restore=0.05, host_tokens=1600),
      "*; it is free in 5.0 ms, restores 1,600 tokens in 50 ms and computes 800 tokens in 200 ms, but*"),
     (Reason.HELD, held(cost("e0", 3200, queue=0.4)), "* but 400 ms of prefill wait on e0"),
     # A second of work counts for what it costs all.
     (Reason.HELD, held(cost("e0", queue=2.0), queue=0.5), "* 2.0 s of prefill wait on e0"),
-    (Reason.HELD, held(cost("e0", queue=2.0, strain=4.0), queue=0.5, strain=4.0),
-     "* computing 4,000 tokens on e0 takes 1.0 s"),
+    (Reason.HELD, held(cost("e0", queue=2.0, strain=4.0), queue=0.5, strain=4.0), "* 4,000 tokens on e0*"),
     # Another would answer sooner, at a cost to others.
     (Reason.HELD, held(cost("e0", strain=4.0), queue=1.5, strain=4.0),
      f"{SOONER}delay later requests by 3.0 s, at 75% utilisation"),
     (Reason.HELD, held(cost("e0", regret=2.5), queue=1.5, regret=0.1), f"{SOONER}evict KV worth 2.5 s"),
-    (Reason.HELD, held(cost("e0", later=2.5), queue=1.5, later=0.5),
-     f"{SOONER}make the next turns wait 2.0 s longer, because it is busier"),
-    (Reason.SPREAD, placed("e1", cost("e0", again=2.5), cost("e1", queue=1.5)),
-     "* but would have the next prompt with this beginning compute it again"),
+    (Reason.HELD, held(cost("e0", later=2.5), queue=1.5, later=0.5), f"{SOONER}make the next turns * 2.0*"),
+    (Reason.SPREAD, placed("e1", cost("e0", again=2.5), cost("e1", queue=1.5)), "* but would have the next*"),
     # A regret that was not looked at is dearer by another term.
     (Reason.RELEASED, placed("e0", cost("e0", regret=0.5), cost("e1", 3200, queue=9.0, regret=None)),
      "* but 9.0 s of prefill wait there*"),
@@ -85,40 +79,33 @@ CASES = [
     (Reason.RELEASED, placed("e0", cost("e0", free_blocks=9), cost("e1", 2), cost("e2", queue=1.0)),
      "e1 holds 2 of 4,000 tokens, which saves less than a millisecond; of 2 engines within 1 ms, e0 has*"),
     (Reason.GATHERED, held(FREE, pending_tokens=3200, queue=0.4),
-     "e1 is computing 3,200 of 4,000 tokens for requests in flight; it is free in 400 ms and computes 800*"),
+     "e1 is computing 3,200 of 4,000 tokens for requests in flight; it is free in 400 ms*"),
     # What all share and what one computes; what several compute.
     (Reason.GATHERED, held(cost("e0", 2800), pending_tokens=400), "*"),
-    (Reason.GATHERED, held(SLOW, pending_tokens=1616), "*"),
+    (Reason.GATHERED, held(cost("e0", 3200, pending_tokens=3200, queue=1.0), pending_tokens=1616), "*"),
     # A little that pends is not what decided.
     (Reason.HELD, held(cost("e0", 3200, queue=1.0), pending_tokens=16), "*"),
     (Reason.HELD, held(cost("e0", 1584, queue=1.0), pending_tokens=1600), "*"),
-    (Reason.HELD, held(cost("e0", queue=1.0)), "*"),
     (Reason.SPREAD, placed("e0", FREE, cost("e1", queue=0.4), cost("e2", queue=0.6)),
      "no engine holds any of the prompt; e0 computes 4,000 tokens in 1.0 s, but 400 ms of prefill wait*"),
-    (Reason.SPREAD, placed("e0", FREE, cost("e1", regret=0.2)),
-     "* but making room on e1 evicts KV worth 200 ms"),
+    (Reason.SPREAD, placed("e0", FREE, cost("e1", regret=0.2)), "*room on e1 evicts KV worth 200 ms"),
     (Reason.BALANCED, placed("e0", Cost("e0", in_flight=2), Cost("e1", in_flight=3), rule="least loaded"),
      "the prompt is not known here: e0 has the fewest requests in flight (2)"),
     (Reason.BALANCED,
      placed("e0", Cost("e0", in_flight=2, turn=4), Cost("e1", in_flight=2, turn=7), Cost("e2", in_flight=3),
             rule="least loaded"),
-     "* in flight (2); of 2 engines with as few, e0 was chosen longest ago"),
-    (Reason.ONLY, placed("e0", cost("e0", 800)),
-     "e0 is the only engine that can take the request; it holds 800 of 4,000 tokens"),
+     "*; of 2 engines with as few, e0 was chosen longest ago"),
+    (Reason.ONLY, placed("e0", cost("e0", 800)), "e0 is the only engine*; it holds 800 of 4,000 tokens"),
     (Reason.PAIRED, paired(cost("d", queue=2.0)),
      "p computes 800 tokens in 200 ms, and d reads the KV of 4,000 from it in 50 ms; without a pair, 2.0 s*"),
-    (Reason.PAIRED, paired(cost("d"), together=True),
-     "p holds 3,200 of 4,000 tokens; it computes 800 tokens in 200 ms, and d answers: neither of them can*"),
-    (Reason.PAIRED, paired(replace(cost("d"), stall_s=3.0)),
-     "* without a pair, computing 4,000 tokens on d delays other requests by 3.0 s in all"),
+    (Reason.PAIRED, paired(cost("d"), together=True), "p holds 3,200 *, and d answers: neither of them can*"),
+    (Reason.PAIRED, paired(replace(cost("d"), stall_s=3.0)), "* on d delays other requests by 3.0 s in all"),
     *(
         (Reason.RELEASED, placed("e0", FREE, cost("e1", 3200, **terms)),
          f"e1 holds 3,200 of 4,000 tokens, but {obstacle}; e0 computes 4,000 tokens in 1.0 s")
         for terms, obstacle in (
-            ({"queue": 1.9}, "1.9 s of prefill wait there"),
             ({"room": 1.9}, "running streams there leave no memory for it for 1.9 s"),
-            ({"restore": 1.9, "host_tokens": 2000, "disk_tokens": 1200},
-             "restoring 3,200 tokens there takes 1.9 s"),
+            ({"restore": 1.9, "host_tokens": 2000, "disk_tokens": 1200}, "restoring 3,200 tokens * 1.9 s"),
             ({"restore": 1.9}, "restoring its KV there takes 1.9 s"),
             ({"prefill": 1.9}, "computing 800 tokens there takes 1.9 s"),
             ({"interference": 1.9}, "running streams there slow the prompt by 1.9 s"),

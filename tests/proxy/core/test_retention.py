@@ -25,15 +25,23 @@ def ephemeral(**ttl):
     return {"type": "ephemeral", **ttl}
 
 
+def chat(*parts):
+    return {"messages": [{"role": "user", "content": [*parts]}]}
+
+
+def marked(**ttl):
+    """A part of a message, a tool or a system block that is to be kept."""
+    return {"type": "text", "text": "x", "cache_control": ephemeral(**ttl)}
+
+
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
         ({}, NOTHING),
-        ({"prompt_cache_key": "chat-1"}, NOTHING),
+        # OpenAI
         ({"prompt_cache_retention": "24h"}, kept(86_400)),
         ({"prompt_cache_retention": "in_memory"}, NOTHING),
         ({"prompt_cache_retention": "in-memory"}, NOTHING),
-        ({"prompt_cache_retention": None}, NOTHING),
         ({"prompt_cache_options": {"mode": "implicit", "ttl": "30m"}}, kept(1800)),
         ({"prompt_cache_options": {"ttl": 90}}, kept(90)),
         ({"prompt_cache_options": {"ttl": "45s"}}, kept(45)),
@@ -41,9 +49,21 @@ def ephemeral(**ttl):
         ({"prompt_cache_options": {"ttl": "30m"}, "prompt_cache_retention": "24h"}, kept(86_400)),
         ({"prompt_cache_options": {"ttl": "2d"}}, kept(MAX_TTL_S)),
         ({"prompt_cache_options": {"ttl": 10**400}}, kept(MAX_TTL_S)),
+        # Anthropic
+        ({"cache_control": ephemeral()}, kept(300)),
+        ({"cache_control": ephemeral(ttl="1h")}, kept(3600)),
+        ({"cache_control": ephemeral(ttl=None)}, NOTHING),
+        ({"cache_control": None}, NOTHING),
+        ({"system": [marked()]}, kept(300)),
+        ({"system": "cache_control"}, NOTHING),
+        (chat(marked(ttl="1h")), kept(3600)),
+        (chat("about cache_control"), NOTHING),
+        (chat({"type": "tool_result", "content": [marked(ttl="5m")]}), kept(300)),
+        ({"tools": [marked(ttl="5m")]}, kept(300)),
+        ({"tools": [marked(ttl="5m")], "system": [marked(ttl="1h")], **chat(marked(), {})}, kept(3600)),
     ],
 )
-def test_what_openai_clients_ask(fields, expected):
+def test_what_clients_ask(fields, expected):
     assert of(**fields) == expected
 
 
@@ -64,51 +84,6 @@ def test_a_breakpoint_asks_for_its_time_or_the_requests(mark, options, expected)
         {"input": [{"type": "function_call_output", "output": [part]}]},
     ):
         assert of(**fields, prompt_cache_options=options) == expected
-
-
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        ({"cache_control": ephemeral()}, kept(300)),
-        ({"cache_control": ephemeral(ttl="1h")}, kept(3600)),
-        ({"system": [{"type": "text", "text": "x", "cache_control": ephemeral()}]}, kept(300)),
-        ({"system": "cache_control"}, NOTHING),
-        (
-            {
-                "messages": [
-                    {"role": "user", "content": [{"text": "x", "cache_control": ephemeral(ttl="1h")}]}
-                ]
-            },
-            kept(3600),
-        ),
-        ({"messages": [{"role": "user", "content": "about cache_control"}]}, NOTHING),
-        (
-            {
-                "messages": [
-                    {
-                        "content": [
-                            {"type": "tool_result", "content": [{"cache_control": ephemeral(ttl="5m")}]}
-                        ]
-                    }
-                ]
-            },
-            kept(300),
-        ),
-        ({"tools": [{"name": "t", "cache_control": ephemeral(ttl="5m")}]}, kept(300)),
-        (
-            {
-                "tools": [{"cache_control": ephemeral(ttl="5m")}],
-                "system": [{"cache_control": ephemeral(ttl="1h")}],
-                "messages": [{"content": [{"cache_control": ephemeral()}, {}]}],
-            },
-            kept(3600),
-        ),
-        ({"cache_control": ephemeral(ttl=None)}, NOTHING),
-        ({"cache_control": None}, NOTHING),
-    ],
-)
-def test_what_anthropic_clients_ask(fields, expected):
-    assert of(**fields) == expected
 
 
 @pytest.mark.parametrize(
@@ -144,16 +119,7 @@ def test_a_time_that_is_none_is_refused(fields, param, ttl):
         ({"cache_control": "ephemeral"}, "cache_control", "'ephemeral': it must be an object"),
         ({"cache_control": {"type": "lasting"}}, "cache_control.type", "'lasting': the only type is"),
         ({"cache_control": {"ttl": "1h"}}, "cache_control.type", "None: the only type is 'ephemeral'"),
-        (
-            {"tools": [{}, {"cache_control": True}]},
-            "tools[1].cache_control",
-            "True: it must be an object",
-        ),
-        (
-            {"messages": [{"content": [{"prompt_cache_breakpoint": "explicit"}]}]},
-            "messages[0].content[0].prompt_cache_breakpoint",
-            "'explicit': it must be an object",
-        ),
+        ({"tools": [{}, {"cache_control": True}]}, "tools[1].cache_control", "True: it must be an object"),
     ],
 )
 def test_a_wish_that_cannot_be_read_is_refused(fields, param, says):

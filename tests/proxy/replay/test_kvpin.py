@@ -1,9 +1,6 @@
 from engine_adapter.types import Tier
 from proxy.replay.policy import Kvpin
-from proxy.replay.rules import POLICIES
-from proxy.replay.simulated_engine import EngineModel
-from proxy.replay.simulator import ReplayRun, simulate, speedup_for_load
-from tests.proxy.replay.making import ask, chats, fleet_of
+from tests.proxy.replay.making import ask, fleet_of
 
 
 def choose(policy, *requests, now=0.0):
@@ -27,26 +24,6 @@ def test_everything_it_takes_it_gives_back():
     assert [placer.index.pending(name) for name in ("e0", "e1")] == [0, 0]
     assert [book.ledger.in_flight for book in placer.books.values()] == [0, 0]
     assert not policy._placed
-
-
-def test_engines_that_decode_and_have_no_room_teach_it_no_slow_restores(monkeypatch):
-    """Prompts there wait for room, and share steps with streams: neither is a slowness of host memory."""
-    made = []
-
-    def remembered(fleet, seed):
-        made.append(Kvpin(fleet, seed))
-        return made[-1]
-
-    monkeypatch.setitem(POLICIES, "kvpin", remembered)
-    trace = chats(60, 12, seed=1)
-    model = EngineModel(120_000, 480_000, chunked=True)
-    speedup = speedup_for_load(trace, model, 4, 0.9)
-    own, in_turn = (simulate(trace, ReplayRun(name, 4, model, speedup)) for name in ("kvpin", "round-robin"))
-    assert own.mean_ttft_s < in_turn.mean_ttft_s
-    assert own.hit_share > in_turn.hit_share
-    learned = made[0]._placer.rates.restore_tok_s(Tier.HOST)
-    assert model.restore_tok_s / 2 < learned < model.restore_tok_s * 2
-    assert own.host_hits > 0.2 * own.prompt_tokens
 
 
 def test_events_reach_its_index():

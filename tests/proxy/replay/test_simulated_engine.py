@@ -10,26 +10,8 @@ from tests.proxy.replay.making import ask, model_of, play
 class TestFifo:
     """10 blocks of room and a second for each 1000 tokens."""
 
-    def test_one_after_the_other(self):
-        engine, diary = play(
-            model_of(), ask((1, 2), name=1), ask((7,), at=0.1, name=2), ask((8,), at=5.0, name=3)
-        )
-        assert diary.of("started", "first") == [
-            ("started", 0.0, 1, 0, 0),
-            ("first", 0.25, 1),
-            ("started", 0.25, 2, 0, 0),
-            ("first", 0.4, 2),
-            ("started", 5.0, 3, 0, 0),
-            ("first", 5.15, 3),
-        ]
-        assert engine.computed == 250 + 150 + 150
-
     def test_events(self):
-        engine, diary = play(
-            model_of(4),
-            ask((1, 2, 3), tail=0, name=1),
-            ask((7, 8), tail=0, name=2),
-        )
+        engine, diary = play(model_of(4), ask((1, 2, 3), tail=0, name=1), ask((7, 8), tail=0, name=2))
         assert diary.lines == [
             ("started", 0.0, 1, 0, 0),
             ("stored", "gpu", [1, 2, 3]),
@@ -51,10 +33,7 @@ class TestFifo:
 
     def test_a_host_tier_is_restored_before_the_prefill(self):
         _, diary = play(
-            model_of(3, host=10),
-            ask((1, 2), name=1),
-            ask((7, 8), name=2),
-            ask((1, 2), at=2.0, name=3),
+            model_of(3, host=10), ask((1, 2), name=1), ask((7, 8), name=2), ask((1, 2), at=2.0, name=3)
         )
         assert ("stored", "host", [1, 2]) in diary.lines
         # One block of the three was the tail's, so 1 and 2 had to go: 200 tokens at 10,000 a second.
@@ -88,23 +67,9 @@ class TestChunked:
             ("finished", pytest.approx(0.1 + prompt_s + left * 0.2, abs=1e-6), 1),
         ]
 
-    def test_streams_share_steps(self):
-        _, diary = play(
-            self.model(), ask((1,), tail=0, output=4, name=1), ask((1,), tail=0, output=2, name=2)
-        )
-        # 2 recomputes its only block: streams end together with what they have left.
-        first = 0.1 + 100 / (99 / 0.2)
-        behind = 3 - (first - 0.1) / 0.2
-        assert diary.of("finished") == [
-            ("finished", pytest.approx(first + 0.3, abs=1e-6), 2),
-            ("finished", pytest.approx(first + 0.3 + (behind - 1) * 0.2, abs=1e-6), 1),
-        ]
-
     def test_a_prompt_waits_for_room(self):
         _, diary = play(
-            self.model(3),
-            ask((1,), tail=0, output=6, name=1),
-            ask((7, 8), tail=0, output=1, name=2),
+            self.model(3), ask((1,), tail=0, output=6, name=1), ask((7, 8), tail=0, output=1, name=2)
         )
         assert diary.of("started", "finished") == [
             ("started", 0.0, 1, 0, 0),

@@ -1,8 +1,5 @@
-from contextlib import nullcontext
-
 import pytest
 
-from proxy.replay import simulator
 from proxy.replay.rules import ORACLE, POLICIES, resolve
 from proxy.replay.simulated_engine import EngineModel
 from proxy.replay.simulator import (
@@ -17,7 +14,7 @@ from proxy.replay.simulator import (
     speedup_for_load,
 )
 from proxy.replay.trace import read_trace
-from tests.proxy.replay.making import TRACES, ask, chats, model_of, trace_of
+from tests.proxy.replay.making import TRACES, ask, model_of, trace_of
 
 
 @pytest.fixture(scope="module")
@@ -71,12 +68,8 @@ def test_every_policy_serves_every_request_and_wastes_none(agents, policy, optio
     outcome = busy(agents, policy, **options)
     assert outcome.requests == 200
     if policy == ORACLE:
-        assert (outcome.ttfts, outcome.mean_ttft_s, outcome.ttft_s(0.5), outcome.imbalance) == (
-            (),
-            None,
-            None,
-            None,
-        )
+        assert (outcome.ttfts, outcome.mean_ttft_s) == ((), None)
+        assert (outcome.ttft_s(0.5), outcome.imbalance) == (None, None)
         return
     assert len(outcome.ttfts) == 200
     hits = outcome.gpu_hits + outcome.host_hits
@@ -138,23 +131,6 @@ def test_processes_come_to_the_same():
     assert sum(alone) == sum(beside) == 600
 
 
-def test_a_process_counts_what_it_has_served_before_its_run_ends(monkeypatch):
-    trace, counts = chats(100, 10, seed=1), []
-
-    class Counter:
-        value = 0
-
-        def get_lock(self):
-            counts.append(self.value)
-            return nullcontext()
-
-    monkeypatch.setattr(simulator, "_given", [])
-    simulator._take(trace, served := Counter())
-    simulator._run(ReplayRun("round-robin", 2, model_of(1000)))
-    assert counts == [0, 256, 512, 768]
-    assert served.value == len(trace.requests) == 1000
-
-
 def test_what_cannot_be_run_is_told_from_processes_too():
     runs = [ReplayRun(policy, 2, model_of(1)) for policy in ("kvpin", "sticky")]
     with pytest.raises(ValueError, match="no request of the trace fits"):
@@ -212,17 +188,3 @@ def test_what_goes_on_from_an_earlier_request_stays_after_it():
             assert own == sorted(own)
         moved += order != sorted(order)
     assert moved == 4
-
-
-def test_no_turn_of_a_real_conversation_comes_before_the_one_it_continues():
-    trace = read_trace(TRACES / "conversation.jsonl.gz")
-    ends, pairs = {}, []
-    for request in trace.requests:
-        own = request.chain.hashes[trace.common_blocks :]
-        pairs += [(ends[block], request.id) for block in own if block in ends]
-        if own:
-            ends[own[-1]] = request.id
-    assert len(pairs) > 10
-    for seed in range(1, 4):
-        place = {request.id: at for at, (_, request) in enumerate(arrivals(trace, 20.0, seed))}
-        assert all(place[before] < place[after] for before, after in pairs)

@@ -17,7 +17,7 @@ from proxy.core.index.view import EngineView
 ROOT = namespace_root("m")
 POOL = 4
 N = 24  # blocks of the pool in a chain
-WINDOW = KvGroup(1, Attention.WINDOW, 12)
+WINDOW, OTHER_WINDOW = (KvGroup(number, Attention.WINDOW, 12) for number in (1, 2))
 
 
 def reference(held, groups, sizes, n_tokens):
@@ -126,66 +126,49 @@ def world():
     return World()
 
 
+@pytest.fixture
+def both(world):
+    """Full attention and windows hold eight blocks."""
+    world.store(None, range(8))
+    world.store(WINDOW, range(8))
+    return world
+
+
 class TestEvents:
-    def test_a_prefix_whose_window_is_gone_cannot_be_reused(self, world):
-        world.store(None, range(8))
-        world.store(WINDOW, range(8))
-        assert world.match().blocks == 8
-        world.remove(WINDOW, range(7))
-        match = world.match()
-        assert (match.blocks, match.cut, match.lacks) == (0, 8, Attention.WINDOW)
+    @pytest.mark.parametrize(
+        ("gone", "blocks"),
+        [(range(7), 0), ([6], 6)],
+        ids=["no window is left", "a window is whole before it"],
+    )
+    def test_a_prefix_is_reused_up_to_where_a_window_is_whole(self, both, gone, blocks):
+        both.remove(WINDOW, gone)
+        match = both.match()
+        assert (match.blocks, match.gpu, match.lead) == (blocks, blocks, blocks)
+        assert (match.cut, match.lacks) == (8 - blocks, Attention.WINDOW)
 
-    def test_it_is_reused_up_to_where_the_window_is_whole(self, world):
-        world.store(None, range(8))
-        world.store(WINDOW, range(8))
-        world.remove(WINDOW, [6])
-        match = world.match()
-        assert (match.blocks, match.gpu, match.lead, match.cut) == (6, 6, 6, 2)
-
-    def test_a_group_keeps_a_block_that_the_main_one_drops(self, world):
-        world.store(None, range(8))
-        world.store(WINDOW, range(8))
-        world.remove(None, range(4, 8))
-        world.store(None, range(4, 8))
-        assert world.match().blocks == 8
+    def test_a_group_keeps_a_block_that_the_main_one_drops(self, both):
+        both.remove(None, range(4, 8))
+        both.store(None, range(4, 8))
+        assert both.match().blocks == 8
 
     def test_what_a_group_drops_before_its_content_is_known_is_not_held(self, world):
         world.store(WINDOW, range(8))
+        world.store(OTHER_WINDOW, range(8))
+        world.remove(OTHER_WINDOW, [6, 7])
+        assert world.view._waiting[7] == {WINDOW}
         world.remove(WINDOW, [7])
         assert 7 not in world.view._waiting
         world.store(None, range(8))
-        assert world.match().blocks == 7
+        assert world.match().blocks == 6
 
-    def test_nothing_is_kept_of_blocks_that_are_gone(self, world):
-        world.store(WINDOW, range(8))
-        world.store(None, range(8))
-        world.remove(None, range(8))
-        world.remove(WINDOW, range(8))
-        assert (world.view._waiting, world.view._ends, len(world.index)) == ({}, {}, 0)
-
-    def test_what_a_request_computes_again_is_pending(self, world):
-        world.store(None, range(8))
-        world.store(WINDOW, range(8))
-        world.remove(WINDOW, range(5))
-        world.remove(WINDOW, [7])
-        world.index.add_pending("a", world.chain.hashes[:8])
-        match = world.match()
+    def test_what_a_request_computes_again_is_pending(self, both):
+        both.remove(WINDOW, [*range(5), 7])
+        both.index.add_pending("a", both.chain.hashes[:8])
+        match = both.match()
         assert (match.gpu, match.pending, match.lead, match.cut) == (0, 8, 8, 0)
-        world.index.end_pending("a", world.chain.hashes[:8])
-        assert (world.match().blocks, world.match().cut) == (0, 8)
-        assert world.index.counts("a") == (8, 0, 0, 0)
-
-    def test_what_it_reuses_is_not(self, world):
-        world.store(None, range(8))
-        world.store(WINDOW, range(4))
-        world.index.add_pending("a", world.chain.hashes[:8])
-        match = world.match()
-        assert (match.gpu, match.pending, match.lead, match.lacks) == (4, 4, 8, None)
-        world.store(WINDOW, range(4, 8))
-        match = world.match()
-        assert (match.gpu, match.pending) == (8, 0)
-        world.index.end_pending("a", world.chain.hashes[:8])
-        assert world.match() == Match(gpu=8)
+        both.index.end_pending("a", both.chain.hashes[:8])
+        assert (both.match().blocks, both.match().cut) == (0, 8)
+        assert both.index.counts("a") == (8, 0, 0, 0)
 
     def test_a_request_in_flight_leaves_a_window_whole_at_its_end_alone(self, world):
         """vLLM keeps no other window, so that a prompt which shares less with it reuses nothing."""
@@ -214,14 +197,6 @@ class TestEvents:
         world.index.add_pending("a", (*world.chain.hashes[:9], -10, -11), 11)
         assert (world.match().blocks, world.match().pending) == (9, 8)
 
-    def test_several_requests_leave_the_same_boundary(self, world):
-        world.store(None, range(1))
-        world.store(WINDOW, range(1))
-        for _ in range(2):
-            world.index.add_pending("a", world.chain.hashes[:8], 8)
-        world.index.end_pending("a", world.chain.hashes[:8])
-        assert world.match().blocks == 8
-
     def test_large_blocks_with_states(self, world):
         state = KvGroup(2, Attention.STATE)
         world.store(None, range(3), 4 * POOL)
@@ -232,25 +207,23 @@ class TestEvents:
         world.remove(state, [1, 0])
         assert (world.match().blocks, world.match().cut, world.match().lacks) == (0, 12, Attention.STATE)
 
-    def test_nothing_is_left_of_an_engine_that_leaves(self, world):
-        world.store(None, range(8))
-        world.store(WINDOW, range(8))
-        world.index.remove_engine("a")
+    def test_nothing_is_left_of_an_engine_that_leaves(self, both):
+        both.index.remove_engine("a")
         for _ in range(100):
-            world.index.add_engine("b")
-            world.index.store("b", Tier.GPU, [1])
-            world.index.remove_engine("b")
-        assert len(world.index) == 0
+            both.index.add_engine("b")
+            both.index.store("b", Tier.GPU, [1])
+            both.index.remove_engine("b")
+        assert len(both.index) == 0
 
-    def test_after_a_flush_groups_are_learned_again(self, world):
-        world.store(None, range(8))
-        world.store(WINDOW, range(8))
-        world.view.apply(CacheCleared())
-        assert world.match().blocks == 0
-        world.store(None, range(8))
-        world.store(WINDOW, range(8))
-        assert world.match().blocks == 8
-        assert world.view.complete
+    def test_after_a_flush_groups_are_learned_again(self, both):
+        both.view.apply(CacheCleared())
+        assert both.match().blocks == 0
+        both.store(None, range(8))
+        assert both.match().blocks == 8  # it has only full attention so far
+        both.store(WINDOW, range(8))
+        both.remove(WINDOW, range(8))
+        assert both.match().blocks == 0
+        assert both.view.complete
 
     def test_a_group_of_an_unknown_kind_changes_nothing_and_is_never_firm(self, world):
         unknown = KvGroup(1, Attention.UNKNOWN)
@@ -267,25 +240,13 @@ class TestEvents:
         world.view.apply(BlocksRemoved(Tier.HOST, tuple(range(8)), WINDOW))
         assert world.match() == Match(gpu=8)
 
-    def test_a_block_that_waits_for_two_groups_waits_on_for_the_other(self, world):
-        other = KvGroup(2, Attention.WINDOW, 12)
-        world.store(WINDOW, range(8))
-        world.store(other, range(8))
-        world.remove(other, [7])
-        assert world.view._waiting[7] == {WINDOW}
-        world.store(None, range(8))
-        assert world.match().blocks == 7
-
-    def test_a_block_of_two_groups_stays_known_until_both_drop_it(self, world):
-        other = KvGroup(2, Attention.WINDOW, 12)
-        world.store(None, range(8))
-        world.store(WINDOW, range(8))
-        world.store(other, range(8))
-        world.remove(None, range(8))
-        world.remove(WINDOW, range(8))
-        assert len(world.view._ends) == 8
-        world.remove(other, range(8))
-        assert (world.view._ends, len(world.index)) == ({}, 0)
+    def test_a_block_of_two_groups_stays_known_until_both_drop_it(self, both):
+        both.store(OTHER_WINDOW, range(8))
+        both.remove(None, range(8))
+        both.remove(WINDOW, range(8))
+        assert len(both.view._ends) == 8
+        both.remove(OTHER_WINDOW, range(8))
+        assert (both.view._waiting, both.view._ends, len(both.index)) == ({}, {}, 0)
 
     def test_the_blocks_that_wait_are_bounded(self, world, monkeypatch):
         monkeypatch.setattr("proxy.core.index.view.MAX_WAITING", 2)
@@ -293,28 +254,6 @@ class TestEvents:
         assert len(world.view._waiting) == 2
         world.store(None, range(8))
         assert world.match().blocks < 8  # at worst, less is predicted
-
-    def test_engines_that_hold_the_same_have_the_same_match(self, world):
-        world.store(None, range(8))
-        world.store(WINDOW, range(8))
-        world.remove(WINDOW, [6])
-        world.index.add_engine("b")
-        world.index.add_group("b", WINDOW, POOL, POOL)
-        world.index.store("b", Tier.GPU, world.chain.hashes[:8])
-        world.index.store_group("b", WINDOW, world.chain.hashes[:6])
-        world.index.store_group("b", WINDOW, world.chain.hashes[7:8])
-        found = world.index.match(world.chain.hashes)
-        assert found["a"] is found["b"]
-        assert found["b"].blocks == 6
-
-    def test_the_last_token_is_computed_so_the_window_must_end_before(self, world):
-        chain = chain_of(ROOT, array("i", range(8 * POOL)), None, POOL)
-        world.store(None, range(8))
-        world.store(WINDOW, range(8))
-        world.remove(WINDOW, [4])
-        # A window of 12 tokens needs three blocks: 5 to 7 are whole, but block 7 ends in the last token.
-        match = world.index.match(chain.hashes, chain.reusable)["a"]
-        assert match.blocks == 4
 
 
 SEGMENTS = st.lists(st.sampled_from([(0, 4), (4, 8), (8, 12), (3, 9)]), max_size=3)

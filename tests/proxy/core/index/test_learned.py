@@ -78,13 +78,6 @@ def learned():
     return LearnedBlocks(6)
 
 
-def test_the_next_turn_takes_over_the_blocks_of_the_last(learned):
-    learned.learn((1, 2))
-    learned.learn((1, 2, 3, 4))
-    assert len(learned) == 4
-    assert len(learned._stretches) == 1
-
-
 def test_what_an_earlier_engine_held_beyond_the_capacity_is_left_out():
     learned = LearnedBlocks(3)
     assert [learned.restore(stretch) for stretch in ((1, 2), (3, 4), (5,))] == [True, False, True]

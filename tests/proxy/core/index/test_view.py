@@ -5,20 +5,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_adapter.types import (
-    BlocksRemoved,
-    BlocksStored,
-    CacheCleared,
-    Tier,
-    ViewLost,
-    ViewResumed,
-)
+from engine_adapter.types import BlocksRemoved, BlocksStored, CacheCleared, Tier, ViewLost, ViewResumed
 from proxy.core.index import view as module
 from proxy.core.index.blocks import extend, namespace_root
 from proxy.core.index.match import Match
 from proxy.core.index.prefix_index import PrefixIndex
 from proxy.core.index.runs import KeptRun
-from proxy.core.index.view import SLICE_NAMES, SLICE_TOKENS, EngineView, slices
+from proxy.core.index.view import SLICE_TOKENS, EngineView, slices
 
 SIZE = 4  # tokens per block of the pool
 
@@ -333,26 +326,3 @@ def test_a_long_run_becomes_runs_that_follow_each_other():
     assert [len(part.hashes) for part in parts] == [step, 2]
     assert sum((part.token_ids for part in parts), array("i")) == array("i", range(32 * (step + 2)))
     assert sum((part.extra_ids for part in parts), array("Q")) == extra_ids
-
-
-def test_names_alone_and_removals_are_cut_by_number():
-    named = BlocksStored(Tier.HOST, None, tuple(range(SLICE_NAMES + 1)), array("i"), 0)
-    gone = BlocksRemoved(Tier.GPU, tuple(range(2 * SLICE_NAMES)))
-    assert [len(part.hashes) for part in slices(named)] == [SLICE_NAMES, 1]
-    assert [len(part.hashes) for part in slices(gone)] == [SLICE_NAMES, SLICE_NAMES]
-
-
-@pytest.mark.parametrize(
-    "event",
-    [
-        long_run(2, 16),
-        long_run(SLICE_TOKENS, 2, hashes=(1, 2)),
-        BlocksStored(Tier.GPU, None, (1,), array("i", [5]), 0),
-        BlocksRemoved(Tier.GPU, (1,)),
-        CacheCleared(),
-        ViewLost("x"),
-    ],
-    ids=["short", "tokens that do not fit", "no size", "removal", "clearing", "loss"],
-)
-def test_others_stay_whole(event):
-    assert list(slices(event)) == [event]

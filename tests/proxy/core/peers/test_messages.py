@@ -46,29 +46,23 @@ def test_a_frame_of_another_version_has_no_owner(monkeypatch):
     assert owner_of(b"\xff") is None
 
 
-@pytest.mark.parametrize(
-    ("name", "changed"),
-    [
-        ("hashes", b"1234567"),
-        ("id", -1),
-        ("session", -1),
-    ],
-)
-def test_a_request_that_is_none(name, changed):
-    begun = dict(zip(Begun.__struct_fields__, msgspec.structs.astuple(BEGUN), strict=True)) | {name: changed}
-    body = msgspec.msgpack.encode([[0, *begun.values()]])
-    with pytest.raises(msgspec.ValidationError):
-        messages_of(frame_of(1, [])[:9] + body)
+def begun(**changes):
+    """Its fields on the wire, some of them changed."""
+    fields = dict(zip(Begun.__struct_fields__, msgspec.structs.astuple(BEGUN), strict=True))
+    return [0, *(fields | changes).values()]
 
 
-WHOLE = b"12345678"
+WHOLE, PART = b"12345678", b"123"
 
 
 @pytest.mark.parametrize(
     "told",
-    [[7, 1, "a", None, [WHOLE, b"123"]], [7, 1, "a", None, [WHOLE], b"123"], [8, b"1234567", 1.0]],
+    [
+        *(begun(id=-1), begun(session=-1), begun(hashes=PART)),
+        *([7, 1, "a", None, [WHOLE, PART]], [7, 1, "a", None, [WHOLE], PART], [8, PART, 1.0]),
+    ],
 )
-def test_hashes_that_are_not_whole_make_a_frame_none(told):
+def test_a_number_below_none_or_a_hash_in_part_makes_a_frame_none(told):
     with pytest.raises(msgspec.ValidationError):
         messages_of(frame_of(1, [])[:9] + msgspec.msgpack.encode([told]))
 
@@ -88,24 +82,24 @@ def test_a_text_that_is_no_utf_8_makes_a_frame_none():
 OWN = ToldEngine("gpu", "http://one:8000", False, "m", 16)
 COUNTED = ToldEngine("vllm-0", "http://two:8000", False, "m", 16)
 LOCAL = ToldEngine("near", "host http://127.0.0.1:8000", True, "m", 16)
+RANK = replace(COUNTED, id="vllm-0-dp1", address="http://two:8000 rank 1")
 ALL = [OWN, COUNTED, LOCAL]
 
 
-def test_by_an_id_that_the_operator_gave():
-    assert match(replace(OWN, address="http://10.0.0.1:8000"), ALL) is OWN
-
-
-def test_a_counted_id_or_one_of_a_single_machine_says_nothing():
-    assert match(replace(COUNTED, address="http://10.0.0.2:8000"), ALL) is None
-    rank = replace(COUNTED, id="vllm-0-dp1", address="http://two:8000 rank 1")
-    assert match(replace(rank, address="http://10.0.0.2:8000 rank 1"), [rank]) is None
-    assert match(replace(LOCAL, address="elsewhere http://127.0.0.1:8000"), ALL) is None
-    assert match(replace(OWN, address="elsewhere http://127.0.0.1:8000", is_local=True), ALL) is None
-    assert match(replace(LOCAL, address="http://10.0.0.3:8000", is_local=False), ALL) is None
-
-
-def test_an_engine_that_only_one_has_is_no_disagreement():
-    assert disagreement(replace(OWN, id="new", address="http://new:1"), ALL) is None
+@pytest.mark.parametrize(
+    ("told", "same"),
+    [
+        (replace(OWN, address="http://10.0.0.1:8000"), OWN),  # the operator gave this id
+        (replace(COUNTED, address="http://10.0.0.2:8000"), None),
+        (replace(LOCAL, address="elsewhere http://127.0.0.1:8000"), None),
+        (replace(OWN, address="elsewhere http://127.0.0.1:8000", is_local=True), None),
+        (replace(LOCAL, address="http://10.0.0.3:8000", is_local=False), None),
+        (replace(RANK, address="http://10.0.0.2:8000 rank 1"), None),
+    ],
+    ids=["given", "counted", "local", "local there", "local here", "counted rank"],
+)
+def test_a_counted_id_or_one_of_a_single_machine_says_nothing(told, same):
+    assert match(told, [*ALL, RANK]) is same
 
 
 def test_one_counted_id_for_two_engines():

@@ -1,12 +1,5 @@
 from proxy.core.index.blocks import Chain
-from proxy.core.peers.messages import (
-    AnswerBegan,
-    Begun,
-    Heartbeat,
-    Refined,
-    RequestOver,
-    packed,
-)
+from proxy.core.peers.messages import AnswerBegan, Begun, Heartbeat, Refined, RequestOver, packed
 from proxy.core.peers.telling import OwnRequests
 from proxy.core.placement.load import Work
 

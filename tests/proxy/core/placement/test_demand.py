@@ -31,17 +31,6 @@ def test_a_rate_is_that_of_the_last_seconds():
     assert rate.per_s(1000.0 + RATE_S) == pytest.approx(2 / e, rel=1e-3)
 
 
-def test_a_rate_may_be_that_of_the_last_minutes():
-    rate = Rate(WINDOW_S)
-    for at in range(1000):
-        rate.add(float(at), 2.0)
-    assert rate.per_s(999.0 + RATE_S) == pytest.approx(2 * e ** (-RATE_S / WINDOW_S), rel=0.01)
-    young = Rate(WINDOW_S)
-    young.add(0.0, 3.0)
-    assert young.is_young(WINDOW_S - 1)
-    assert young.per_s(6.0) == pytest.approx(3 / 6, rel=0.1)
-
-
 def test_an_amount_that_came_evenly_is_that_of_many_moments():
     seldom, often = Rate(), Rate()
     seldom.add_evenly(0.0, 1e6)
@@ -103,11 +92,6 @@ class TestReturns:
         back = made - (100 + REFRESH - 1)
         assert demand.returns(5.0) == pytest.approx((back + 30) / (made + 100))
         assert len(demand._asked) == 1
-
-    def test_what_never_comes_back_is_learned_too(self, demand):
-        for name in range(50 * REFRESH):
-            ask(demand, float(name), name)
-        assert demand.returns(0.0) < 0.001
 
     def test_what_was_learned_fades(self, demand):
         name, now = 0, 0.0

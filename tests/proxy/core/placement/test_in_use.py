@@ -70,13 +70,6 @@ def test_the_oldest_are_those_that_evictions_take_first(residents, held):
     assert residents.oldest(1) == [first, (0, 5, 25)]  # its end is gone, and its beginning may be next
 
 
-def test_of_many_only_the_oldest_are_looked_at():
-    residents = Residents(lambda _block: True)
-    for at in range(MAX_LOOKED_AT + 3):
-        residents.use(0.0, (at,), 1)
-    assert len(residents.oldest(999)) == MAX_LOOKED_AT
-
-
 def test_a_prompt_that_goes_on_from_others_takes_them_along_to_the_end(residents, held):
     residents.use(30.0, (*range(11, 16), *range(41, 44)), 3)
     held.add(43)

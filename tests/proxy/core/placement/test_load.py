@@ -2,16 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.core.placement.load import (
-    IDLE,
-    MANY,
-    REPORT_S,
-    EngineLedger,
-    LoadSample,
-    LoadView,
-    Spent,
-    Work,
-)
+from proxy.core.placement.load import IDLE, MANY, REPORT_S, EngineLedger, LoadSample, LoadView, Spent, Work
 
 THOUSAND = Work(1000)
 
@@ -49,11 +40,6 @@ class TestQueue:
     def test_what_is_late_is_taken_to_be_as_late_again(self, ledger):
         begin(ledger)
         assert [ledger.view(now).queue_s for now in (0.5, 1.0, 1.5, 3.0)] == [0.5, 0.0, 0.5, 2.0]
-
-    def test_one_that_came_while_the_engine_slept_starts_at_once(self, ledger):
-        ledger.end(7.0, begin(ledger))
-        begin(ledger, 10.0)
-        assert ledger.view(10.25).queue_s == 0.75
 
     def test_what_is_known_later_counts(self, ledger):
         first, ticket = begin(ledger, 0.0, 1.0), begin(ledger, 0.0, 5.0)
@@ -124,12 +110,6 @@ class TestUnseen:
         assert ledger.view(1.0) == LoadView(1, 0.0, 1)
         ledger.end(5.0, ticket)
         assert ledger.view(5.0) is IDLE
-
-    def test_the_next_begins_then_or_when_it_came(self, ledger):
-        begin(ledger, 0.0, seen=False), begin(ledger, 0.5, 2.0, seen=False)
-        assert ledger.view(2.0) == LoadView(2, 1.0, 1)
-        begin(ledger, 9.0, 1.0)
-        assert ledger.view(9.25) == LoadView(3, 0.75, 2)
 
     def test_nothing_is_learned_beside_one(self, ledger):
         first = begin(ledger)
@@ -218,23 +198,8 @@ class TestLearning:
         assert ledger.first_token(5.0, unknown) is None
         assert ledger.first_token(6.0, last) == LoadSample(THOUSAND, 1.0, 2)
 
-    def test_rates_that_change_say_nothing_of_a_prompt_that_is_not_known(self, ledger):
-        ledger.begin(0.0, 0.5, None)
-        begin(ledger)
-        ledger.reprice(lambda _work: 7.0)
-        assert ledger.view(0.0).queue_s == pytest.approx(7.5)
-
 
 class TestForgetting:
-    def test_a_prefill_counts_until_its_request_ends_however_long_that_takes(self, ledger):
-        # Requests may wait 1,800 s for their first byte, and longer where the settings say so.
-        first, second = begin(ledger), begin(ledger, 1.0)
-        assert ledger.view(1799.0).in_flight == 2
-        ledger.end(1800.0, first)
-        assert ledger.view(3599.0).in_flight == 1
-        ledger.end(3600.0, second)
-        assert ledger.view(3600.0) is IDLE
-
     def test_the_engine_knows_of_none_twice_in_a_row(self, ledger):
         stream, lost = begin(ledger), begin(ledger, 0.0, 5.0)
         ledger.first_token(1.0, stream)

@@ -23,7 +23,7 @@ from proxy.core.placement.pairs import (
     place_with_pairs,
 )
 from proxy.core.placement.rates import EngineRates, PoolRates
-from proxy.core.placement.scores import TIE_S, Scores, place
+from proxy.core.placement.scores import TIE_S, place
 
 # Engines compute 1,000 tokens a second.
 POOL = PoolRates()
@@ -105,14 +105,6 @@ class TestAPair:
         assert (busy.pair is not None, busy.chosen.stall_s) == (True, 0)
         assert placed_at(2000, d=0.5, p=0.5).pair is None, "as many come to the prefiller"
         assert placed_at(200, d=0.5).pair is None, "fewer come meanwhile, and each waits less"
-
-    def test_waits_for_memory_of_the_decoder(self):
-        full = InUse(10)
-        full.add(range(10**6, 10**6 + 10))
-        outlook = Outlook(0.0, 1.0, lambda _: 0.0, answer_s=8.0)
-        there = placed([engine("d", decoding=8, in_use=full)], [engine("p")], outlook=outlook)
-        assert there.pair is not None
-        assert there.chosen.room_s == there.costs[0].room_s > 0
 
     def test_moves_what_the_decoder_lacks_and_computes_what_the_prefiller_lacks(self):
         placement = placed([engine("d", queue_s=9.0, gpu=25)], [engine("p", gpu=75)])
@@ -265,28 +257,12 @@ def both(prefillers, decoders, *whole):
 
 
 class TestHalves:
-    def test_the_prompt_goes_where_it_costs_least(self):
-        prefillers = [engine("p", queue_s=0.5), engine("q", queue_s=0.1), engine("r", gpu=100)]
-        placement = both(prefillers, {"d": {}})
-        assert pair_of(placement) == ("r", "d")
-        assert placement.predicted_tokens == 1600
-        assert placement.chosen.total_s == pytest.approx(0.4)
-        assert placement.pair.together
-        assert (placement.pair.prefill.engine, placement.pair.decode.engine) == ("r", "d")
-
     def test_the_answer_comes_from_the_engine_that_has_room(self):
         placement = both([engine("p")], {"d": {"in_use": full()}, "e": {"decoding": 5}})
         assert pair_of(placement) == ("p", "e")
         (other,) = [cost for cost in placement.costs if cost.engine == "d"]
         assert other.room_s > 0
         assert other.total_s == pytest.approx(placement.chosen.total_s + other.room_s)
-
-    def test_a_choice_among_many_looks_at_each_engine_a_few_times(self, monkeypatch):
-        looks = []
-        wait_s = Scores.wait_s
-        monkeypatch.setattr(Scores, "wait_s", lambda self, at: looks.append(at) or wait_s(self, at))
-        both([engine("p")], {f"d{n}": {} for n in range(256)})
-        assert len(looks) <= 3 * 256
 
     @given(st.lists(st.floats(0, 3), min_size=1, max_size=5), st.lists(st.booleans(), min_size=1, max_size=5))
     def test_no_other_pair_costs_less(self, queues, are_full):
@@ -327,35 +303,34 @@ def met(transfers, *links):
         transfers.measured(0.0, source, target, 1000, 9.0)
 
 
-def test_the_first_transfer_tells_nothing_of_the_rate(transfers):
+UNKNOWN_S = 1000 / (SPEEDUP * 1000)
+
+
+@pytest.mark.parametrize(
+    ("measured", "now", "seconds"),
+    [
+        ([], 0.0, UNKNOWN_S),
+        ([(1.0, 1000, 40.0), (1.0, 1000, 1.0), (1.0, 1000, 2.0), (1.0, 1000, 40.0)], 1.0, 1.0),
+        ([(1.0, 1000, 1.0), (1.0, 10, 0.001)], 1.0, 1.0),
+        ([(1.0, 1000, 1.0), *[(2.0, 1000, 4.0)] * WINDOW], 2.0, 4.0),
+        ([(1.0, 1000, 50.0)], KEPT_S, 50.0),
+        ([(1.0, 1000, 50.0)], KEPT_S + 2, UNKNOWN_S),
+    ],
+    ids=[
+        "the first transfer tells nothing",
+        "requests that waited for their engine make no link slow",
+        "a round trip is no rate",
+        "slow after some slow ones",
+        "slow for a while",
+        "tried again after a while",
+    ],
+)
+def test_a_link_is_as_fast_as_its_fastest_late_transfer(transfers, measured, now, seconds):
     met(transfers, ("p", "d"))
-    assert transfers.seconds(0.0, "p", "d", 2000) == 2000 / (SPEEDUP * 1000)
-    assert transfers.seconds(0.0, "p", "e", 0) == HANDSHAKE_S, "these two have not met"
-
-
-def test_a_link_is_as_fast_as_its_fastest_transfer(transfers):
-    """Requests that waited for their engine make no link slow."""
-    met(transfers, ("p", "d"))
-    for seconds in (40.0, 1.0, 2.0, 40.0):
-        transfers.measured(1.0, "p", "d", 1000, seconds)
-    assert transfers.seconds(1.0, "p", "d", 500) == 0.5
-    transfers.measured(1.0, "p", "d", 10, 0.001)  # a round trip
-    assert transfers.seconds(1.0, "p", "d", 500) == 0.5
-
-
-def test_a_link_that_has_become_slow_is_slow_after_some_transfers(transfers):
-    met(transfers, ("p", "d"))
-    transfers.measured(1.0, "p", "d", 1000, 1.0)
-    for _ in range(WINDOW):
-        transfers.measured(2.0, "p", "d", 1000, 4.0)
-    assert transfers.seconds(2.0, "p", "d", 1000) == 4.0
-
-
-def test_a_slow_link_is_tried_again_after_a_while(transfers):
-    met(transfers, ("p", "d"))
-    transfers.measured(1.0, "p", "d", 1000, 50.0)
-    assert transfers.seconds(KEPT_S, "p", "d", 1000) == 50.0
-    assert transfers.seconds(KEPT_S + 2, "p", "d", 1000) == 1000 / (SPEEDUP * 1000)
+    for at, tokens, took_s in measured:
+        transfers.measured(at, "p", "d", tokens, took_s)
+    assert transfers.seconds(now, "p", "d", 1000) == seconds
+    assert transfers.seconds(now, "p", "e", 0) == HANDSHAKE_S, "these two have not met"
 
 
 def test_an_engine_that_was_replaced_is_met_anew(transfers):

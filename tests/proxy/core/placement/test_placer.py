@@ -92,18 +92,6 @@ class TestEngines:
         assert len(placer.books[engine].residents) == 0
         assert placer.books[engine].turn == 1
 
-    def test_of_one_with_a_host_tier_it_is_known_what_its_gpu_holds(self):
-        placer = Placer(16)
-        placer.add("a", gpu_blocks=10, host_blocks=100)
-        serve(placer, 0.0, prompt(1))
-        told = placer.candidate(9.0, "a")
-        placer.index.store("a", Tier.HOST, prompt(1).hashes)
-        placer.index.remove("a", Tier.GPU, prompt(1).hashes)
-        assert told.on_gpu.lost(9.0, 10, lambda _idle_s: 1.0) == 0.0
-        assert told.residents.lost(9.0, 10, lambda _idle_s: 1.0) == 10.0
-        placer.wipe("a")
-        assert (len(told.on_gpu), len(told.residents)) == (0, 0)
-
 
 class TestCandidates:
     @pytest.mark.parametrize(
@@ -135,8 +123,8 @@ class TestCandidates:
     def test_groups_share_the_room(self, stored, size, room):
         placer = Placer(16)
         placer.add("a", gpu_blocks=300)
-        for number in (1, 2):
-            group = KvGroup(number, Attention.WINDOW, 64)
+        groups = [KvGroup(number, Attention.WINDOW, 64) for number in (1, 2)]
+        for group in groups:
             placer.index.add_group("a", group, size, 16)
             placer.index.store_group("a", group, tuple(range(1, stored + 1)))
             placer.index.store_group("a", group, (1, 2)[:stored])  # nothing new
@@ -145,8 +133,7 @@ class TestCandidates:
         assert (told.free_blocks, told.room) == (room, room)
         placer.begin(0.0, "a", Work(160), prompt(9))
         assert placer.candidate(0.0, "a").room == room - 10
-        for number in (1, 2):
-            group = KvGroup(number, Attention.WINDOW, 64)
+        for group in groups:
             placer.index.remove_group("a", group, (*range(1, 31), 99))
         assert placer.index.groups_of("a").held == 0
 
@@ -166,13 +153,6 @@ class TestPlacement:
         assert late.costs == at_once
         assert late.chosen in late.costs
         assert place(placer, 11.0, chain).costs != at_once
-
-    def test_what_was_removed_is_not_kept_alive_by_what_explains_old_decisions(self, placer):
-        serve(placer, 0.0, prompt(1))
-        books = list(placer.books.values())
-        for name in "ab":
-            placer.remove(name)
-        assert [len(book.residents) for book in books] == [0, 0]
 
     def test_what_is_about_to_be_computed_draws_what_shares_it(self, placer):
         chain = prompt(1, blocks=90)
@@ -218,27 +198,15 @@ class TestPlacement:
         assert place(placer, 5.0, prompt(1)).strain == pytest.approx(1 / 0.9)
 
     def test_what_is_brought_back_is_work_too(self, placer):
-        serve(placer, 0.0, prompt(0, blocks=100), took_s=0.1)
+        serve(placer, 0.0, prompt(0, blocks=100))
         for second in range(600):
-            placement = place(placer, float(second), prompt(1), "a")
-            placed = begin_at(placer, float(second), placement, prompt(1))
+            placed = begin(placer, float(second), prompt(1), "a")
             placer.refine(placed, Work(1, host=80_000))
             placer.end(second + 0.5, placed, 1)
         assert placer.candidate(600.0, "a").busy == pytest.approx(0.5, rel=0.05)
-
-    def test_one_long_prefill_drives_no_conversation_away(self):
-        placer = Placer(16)
-        for name in ("a", "b"):
-            placer.add(name, gpu_blocks=10_000)
-        home, _ = serve(placer, 0.0, prompt(0, blocks=200), took_s=1.0)
-        for turn in range(1, 100):
-            assert serve(placer, 10.0 * turn, prompt(0, blocks=200 + turn))[0] == home
-        # Many more turns are expected. Each would find the engine computing if it went on like this.
-        placed = begin(placer, 1000.0, prompt(1, blocks=600), home)
-        placer.first_token(1003.0, placed)
-        placer.end(1003.0, placed, 9601)
-        assert placer.demand.turns > 5
-        assert place(placer, 1003.0, prompt(0, blocks=300)).engine == home
+        work = Work(1, host=80_000)
+        placer.refine(begin(placer, 700.0, prompt(1), "a"), work)
+        assert placer.candidate(700.0, "a").load.queue_s == pytest.approx(placer.books["a"].rates.price(work))
 
     def test_where_streams_hold_the_memory_a_prompt_waits_for_one_to_end(self, placer):
         serve(placer, 0.0, prompt(0))
@@ -275,9 +243,9 @@ class TestBursts:
         return placer
 
     @staticmethod
-    def question(number, document=1):
-        own = tuple(10**6 * document + 1000 * number + at for at in range(8))
-        return Chain((*range(10**9 * document, 10**9 * document + 500), *own), 508 * 16 + 1, 16)
+    def question(number):
+        own = range(10**6 + 1000 * number, 10**6 + 1000 * number + 8)
+        return Chain((*range(10**9, 10**9 + 500), *own), 508 * 16 + 1, 16)
 
     def ask(self, placer, now, *numbers):
         """Asks these at once; how many of them each engine gets."""
@@ -290,34 +258,10 @@ class TestBursts:
         assert len(many) == min(count, small + more)
         assert not many or max(many.values()) <= -(-(small + more) // count) + 1
 
-    def test_a_burst_before_any_rate_is_known_spreads(self):
-        placer = Placer(16)
-        for name in "abcde":
-            placer.add(name, gpu_blocks=100_000)
-        assert sorted(self.ask(placer, 0.0, *range(50)).values()) == [10] * 5
-
     def test_a_few_wait_for_the_first_copy_if_they_come_while_it_is_computed(self):
         placer = self.engines(5)
         (leader,) = self.ask(placer, 0.0, 0)
         assert self.ask(placer, 1.0, 1, 2, 3) == {leader: 3}
-
-    def test_idle_engines_compute_it_though_much_was_placed_lately(self):
-        placer = self.engines(2)
-        for at in range(20):
-            for document in (2 + at, 102 + at):
-                began = begin(placer, at / 2, self.question(0, document))
-                placer.first_token(at / 2 + 0.4, began)
-                placer.end(at / 2 + 0.4, began, None)
-                placer.settled(began)
-        assert placer.outlook(10.0).strain > 5
-        assert set(self.ask(placer, 10.0, *range(20)).values()) == {10}
-
-    def test_where_all_engines_are_busy_they_gather(self):
-        placer = self.engines(3)
-        for at in range(30):
-            begin(placer, 0.0, self.question(0, document=2 + at))
-        (leader,) = self.ask(placer, 0.0, 0)
-        assert self.ask(placer, 0.1, 1, 2, 3, 4) == {leader: 4}
 
 
 class TestEvictions:
@@ -359,15 +303,6 @@ class TestEvictions:
         begin(full, 20.0, prompt(20, blocks=14), "a")  # 13 are free
         assert rest.may_be_evicted
 
-    def test_where_memory_is_full_it_waits_for_streams_and_may_lose_all(self, placer):
-        serve(placer, 0.0, prompt(8), on="a")
-        stream = begin(placer, 20.0, prompt(20, blocks=85), "a")
-        placer.first_token(20.5, stream)
-        assert not begin(placer, 21.0, prompt(8), "a").may_be_evicted
-        serve(placer, 22.0, prompt(9), on="a")
-        assert begin(placer, 23.0, prompt(9), "a").may_be_evicted
-        placer.end(24.0, stream, None)
-
     def test_a_host_tier_keeps_what_they_evict(self):
         placer = Placer(16)
         placer.add("a", gpu_blocks=10, host_blocks=100)
@@ -390,13 +325,6 @@ class TestEvictions:
         assert not old.may_be_evicted
         begin(placer, 0.0, prompt(2, blocks=4), "a")
         assert old.may_be_evicted
-
-    def test_of_many_only_the_last_are_looked_at(self, full, monkeypatch):
-        monkeypatch.setattr(module, "MAX_NEIGHBOURS", 2)
-        old = begin(full, 20.0, prompt(0), "a")
-        for name in (20, 21, 22):
-            begin(full, 20.0, prompt(name, blocks=5), "a")
-        assert not old.may_be_evicted
 
     def test_who_is_over_evicts_nothing(self, placer):
         lives = [begin(placer, 0.0, prompt(name, blocks=60), "a") for name in range(4)]
@@ -446,6 +374,8 @@ class TestRequests:
         placer.index.store("a", Tier.GPU, longer.hashes)
         placer.end(1.0, placed, 17)
         assert placer.books["a"].on_gpu.lost(2.0, 95, lambda _idle_s: 1.0) == 91.0
+        placer.wipe("a")
+        assert len(placer.books["a"].on_gpu) == 0
 
 
 class TestWholeAnswers:
@@ -503,16 +433,9 @@ class TestSessions:
             begin(placer, 0.0, prompt(1), engine, session=session)
         assert [placer.last_engine(session) for session in (1, 2, 3, None)] == ["b", None, "a", None]
 
-    def test_of_prompts_that_are_not_known_go_back_where_the_load_is_the_same(self, placer):
-        placement = place(placer, 0.0, None)
-        placer.settled(begin_at(placer, 0.0, placement, None, session="s"))
-        placer.books["a"].ledger.end(1.0, 1), placer.books["b"].ledger.end(1.0, 1)
-        told = [placer.candidate(1.0, name, is_last=placer.last_engine("s") == name) for name in placer.books]
-        assert placer.place(1.0, told, None).engine == placement.engine
-
 
 PROMPTS = st.lists(
-    st.tuples(st.integers(0, 3), st.integers(0, 60), st.integers(10, 60)), min_size=40, max_size=80
+    st.tuples(st.integers(0, 3), st.integers(0, 60), st.integers(10, 60)), min_size=30, max_size=45
 )
 
 
@@ -554,14 +477,7 @@ class Race:
 
 class TestNobodyStarves:
     @given(PROMPTS)
-    def test_of_equal_engines_when_queues_build(self, prompts):
-        race = Race(4000.0, 4000.0, 4000.0)
-        # What is a prompt's own takes 0.04 s at least: twice as much as three engines can do.
-        served = race.run(prompts, 0.02 / 3)
-        assert min(served[name] for name in race.rates) >= len(prompts) // 10
-
-    @given(PROMPTS)
-    def test_nor_does_a_slow_one(self, prompts):
+    def test_not_even_a_slow_engine(self, prompts):
         race = Race(4000.0, 4000.0, 1000.0)
         served = race.run(prompts, 0.02 / 3)
         assert served["e2"] >= 1
@@ -632,23 +548,6 @@ class TestPairs:
         placer.first_token(1.0, decode)
         assert stall_s() == pytest.approx(STALL * placer.rates.prefill_s(161)), "from now on it is a stream"
 
-    def test_both_engines_get_a_request(self, placer, pair):
-        placer.add("c")
-        for name in "abc":  # as a decision does
-            assert placer.prefillers(0.0, [], set()).arrivals(name) == 0
-        for name, part in (("a", Role.PREFILL), ("b", Role.DECODE)):
-            placer.begin(1.0, name, Work(161), prompt(1), part=part)
-        arrivals = placer.prefillers(2.0, [], set()).arrivals
-        assert arrivals("a") == arrivals("b") == pytest.approx(0.5, rel=0.02)
-        assert arrivals("c") == 0
-
-    def test_requests_that_came_before_pairs_were_compared_are_no_burst(self, placer):
-        """The engine for prefills was down for an hour."""
-        placer.prefillers(0.0, [], set()).arrivals("b")
-        for at in range(3600):
-            placer.begin(float(at), "b", Work(1), None)
-        assert placer.prefillers(3600.0, [], set()).arrivals("b") == pytest.approx(1, rel=0.02)
-
     def test_the_second_engine_may_have_to_compute_the_prompt(self, placer, pair):
         chain, prefill, decode = pair
         placer.end(1.0, prefill, None)
@@ -661,13 +560,3 @@ class TestPairs:
         placer.settled(decode)
         assert placer.match(chain) == {}
         assert placer.demand._made == 10
-
-    def test_another_request_for_the_prompt_keeps_its_pending_blocks(self, placer, pair):
-        chain, _, decode = pair
-        other = placer.begin(0.0, "b", Work(161), chain)
-        placer.end(0.1, decode, None)
-        placer.settled(decode)
-        assert placer.match(chain)["b"].pending == 10
-        placer.end(0.2, other, None)
-        placer.settled(other)
-        assert "b" not in placer.match(chain)

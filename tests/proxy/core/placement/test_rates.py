@@ -4,15 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_adapter import Tier
 from proxy.core.placement.load import LoadSample, Work
-from proxy.core.placement.rates import (
-    HOST_SPEEDUP,
-    MAX_INTERFERENCE,
-    WINDOW,
-    EngineRates,
-    PoolRates,
-)
+from proxy.core.placement.rates import HOST_SPEEDUP, MAX_INTERFERENCE, WINDOW, EngineRates, PoolRates
 from proxy.core.placement.whole_answers import REFIT, AnswerSample
 
 
@@ -31,7 +24,7 @@ def compute(rates, tokens, seconds, decoding=0.0, *, times=1):
         rates.learn(LoadSample(Work(tokens), seconds, decoding))
 
 
-def restore(rates, seconds, *, computed=0, host=0, disk=0):
+def restore(rates, seconds, computed, host, disk=0):
     rates.learn(LoadSample(Work(computed, host, disk), seconds, 0.0))
 
 
@@ -40,11 +33,6 @@ class TestCurve:
         for seconds in (1.0, 1.1, 60.0):
             compute(rates, 1000, seconds)
         assert rates.prefill_s(1000) == pytest.approx(1.1)
-
-    def test_what_is_long_ago_is_forgotten(self, rates):
-        compute(rates, 1000, 9.0, times=2 * WINDOW)
-        compute(rates, 1000, 1.0, times=WINDOW)
-        assert rates.prefill_s(1000) == pytest.approx(1.0)
 
     @pytest.mark.parametrize("lengths", [(300, 3000), (3000, 300), (100, 300, 1000, 3000)])
     def test_what_is_long_ago_is_forgotten_of_each_length_of_prompts_in_turn(self, rates, lengths):
@@ -108,20 +96,6 @@ class TestPace:
             compute(rates, 1000, 1.0)
             assert rates.pace == 1.0
 
-    def test_an_engine_that_was_mended_loses_it(self, pool):
-        fast, slow = EngineRates(pool), EngineRates(pool)
-        for _ in range(3 * WINDOW):
-            compute(fast, 1000, 1.0), compute(slow, 1000, 3.0)
-        for _ in range(3 * WINDOW):
-            compute(fast, 1000, 1.0), compute(slow, 1000, 1.0)
-        assert slow.prefill_s(1000) == pytest.approx(fast.prefill_s(1000)) == pytest.approx(1.0)
-
-    def test_samples_that_differ_widely_are_no_pace(self, pool):
-        engines = [EngineRates(pool) for _ in range(3)]
-        for at in range(20 * WINDOW):
-            compute(engines[at % 3], 1000, 1.0 if at % 2 else 4.0)
-        assert {engine.pace for engine in engines} == {1.0}
-
     @pytest.mark.parametrize("number", [1, 2, 5])
     def test_equal_engines_do_not_drift_off_together(self, pool, number):
         # Times that hang on more than the tokens computed: once paces fell, and the curve rose, without end.
@@ -173,12 +147,6 @@ class TestWholeAnswers:
         answer(rates, 1000, 0, 1.0, times=10 * REFIT)
         assert 0 < len(asked) <= 10
 
-    def test_slower_hardware_has_its_own_pace(self, pool):
-        fast, slow = EngineRates(pool), EngineRates(pool)
-        for _ in range(12 * WINDOW):
-            answer(fast, 1000, 0, 1.0), answer(slow, 1000, 0, 3.0)
-        assert (fast.prefill_s(1000), slow.prefill_s(1000)) == pytest.approx((1.0, 3.0))
-
 
 class TestInterference:
     def test_is_found_between_busy_and_quiet_samples(self, rates, pool):
@@ -197,43 +165,31 @@ class TestInterference:
 
 
 class TestRestores:
-    def test_are_what_the_rest_of_the_time_leaves_by_tier(self, rates):
-        compute(rates, 1000, 1.0)
-        for seconds in (0.5, 0.3, 9.0):
-            restore(rates, seconds, computed=100, host=2000)
-        # 100 tokens take 0.1 s of each: 2000 were restored in 0.4, 0.2 and 8.9 s.
-        assert rates.restore_s(1000, 0) == pytest.approx(0.2)
-        restore(rates, 1.0, disk=500, host=400)
-        assert rates.restore_s(0, 900) == pytest.approx(1.0)
-        assert rates.prefill_s(1000) == pytest.approx(1.0)
+    """Where 1,000 tokens are computed in a second."""
 
-    def test_from_disk_are_slower_than_those_from_memory_until_seen(self, rates, pool):
-        restore(rates, 1.0, host=3000)
-        assert pool.restore_tok_s(Tier.HOST) == 3000
-        assert pool.restore_tok_s(Tier.DISK) == 1000
-
-    def test_a_prompt_that_is_computed_for_the_most_part_teaches_that(self, rates):
+    @pytest.mark.parametrize(
+        ("restored", "host_s", "disk_s"),
+        [
+            # 100 tokens take 0.1 s of each: 2,000 were restored in 0.4, 0.2 and 8.9 s.
+            ([(0.5, 100, 2000), (0.3, 100, 2000), (9.0, 100, 2000)], 0.2, 0.6),
+            ([(1.0, 0, 5000), (1.0, 0, 400, 500)], 0.2, 1000 / 900),  # mostly from disk
+            ([(10.0, 0, 10_000), (5.0, 4000, 1000)], 1.0, 3.0),  # mostly computed: that teaches the curve
+            ([(20.0, 1000, 4000)] * (2 * WINDOW), 1 / HOST_SPEEDUP, 3 / HOST_SPEEDUP),
+            (
+                [(10.0, 0, 10_000), (2.0, 1000, 1000), (0.5, 1000, 1000), (1.5, 1000, 10_000), (0.1, 0, 63)],
+                1.0,
+                3.0,
+            ),
+        ],
+        ids=["median", "each tier", "mostly computed", "the engine was held up", "halves teach nothing"],
+    )
+    def test_are_what_the_rest_of_the_time_leaves(self, rates, restored, host_s, disk_s):
         compute(rates, 1000, 1.0)
-        restore(rates, 10.0, host=10_000)
-        restore(rates, 5.0, computed=4000, host=1000)
-        assert rates.restore_s(1000, 0) == pytest.approx(1.0)
-        assert rates.prefill_s(4000) == pytest.approx(4.0)
-
-    def test_what_holds_up_an_engine_is_no_slowness_of_its_lower_tiers(self, rates, pool):
-        compute(rates, 1000, 1.0)
-        for _ in range(2 * WINDOW):
-            restore(rates, 20.0, computed=1000, host=4000)
-        assert pool.restore_tok_s(Tier.HOST) == HOST_SPEEDUP * pool.prefill_tok_s
-        assert rates.prefill_s(1000) == pytest.approx(1.0)
-
-    def test_halves_teach_nothing(self, rates):
-        compute(rates, 1000, 1.0)
-        restore(rates, 10.0, host=10_000)
-        restore(rates, 2.0, computed=1000, host=1000)
-        restore(rates, 0.5, computed=1000, host=1000)
-        restore(rates, 1.5, computed=1000, host=10_000)
-        restore(rates, 0.1, host=63)
-        assert (rates.prefill_s(1000), rates.restore_s(1000, 0)) == pytest.approx((1.0, 1.0))
+        for seconds, computed, *below in restored:
+            restore(rates, seconds, computed, *below)
+        assert rates.restore_s(1000, 0) == pytest.approx(host_s)
+        assert rates.restore_s(0, 1000) == pytest.approx(disk_s)
+        assert (rates.prefill_s(1000), rates.prefill_s(4000)) == pytest.approx((1.0, 4.0))
 
 
 class TestANewcomer:

@@ -4,9 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from proxy.core.index.blocks import Chain
 from proxy.core.placement import tiering
 from proxy.core.placement.demand import Demand
-from proxy.core.placement.tiering import GAPS, Below, Thread, Threads, gain, soon
+from proxy.core.placement.tiering import Below, Thread, Threads, gain, soon
 
 
 def never(_idle_s):
@@ -17,11 +18,11 @@ def thread(gaps=(), ended=0.0, name="t"):
     return Thread(name, (1, 2), 32, ended, tuple(gaps))
 
 
-def talk(threads, starts, *, answer_s=1.0, first=0):
+def talk(threads, starts, *, first=0):
     """A conversation whose turns begin then; its last thread."""
     for number, start in enumerate(starts):
         hashes = tuple(range(first, first + number + 2))
-        threads.turn(start, start + answer_s, hashes, 16 * len(hashes), f"turn {number}")
+        threads.turn(start, start + 1.0, hashes, 16 * len(hashes), f"turn {number}")
     return threads._threads[hashes[-1]]
 
 
@@ -29,17 +30,19 @@ def due(threads, now):
     return list(threads.due(now))
 
 
-class TestWindow:
-    @pytest.mark.parametrize("gaps", [(), (10.0,)])
-    def test_it_takes_some_turns_to_know_a_rhythm(self, gaps):
-        assert thread(gaps).window is None
-
-    def test_it_lies_around_the_usual_gap(self):
-        assert thread((10.0, 10.0, 10.0), ended=100.0).window == (108.5, 111.5)
-
-    def test_it_is_as_wide_as_the_gaps_are_spread(self):
-        assert thread((8.0, 10.0, 12.0)).window == (4.0, 16.0)
-        assert thread((1.0, 10.0, 30.0)).window == (0.0, 37.0)
+@pytest.mark.parametrize(
+    ("gaps", "ended", "window"),
+    [
+        ((), 0.0, None),
+        ((10.0,), 0.0, None),
+        ((10.0, 10.0, 10.0), 100.0, (108.5, 111.5)),
+        ((8.0, 10.0, 12.0), 0.0, (4.0, 16.0)),
+        ((1.0, 10.0, 30.0), 0.0, (0.0, 37.0)),
+    ],
+    ids=["new", "one gap is no rhythm", "steady", "spread", "widely spread"],
+)
+def test_a_window_lies_around_the_usual_gap_as_wide_as_gaps_are_spread(gaps, ended, window):
+    assert thread(gaps, ended).window == window
 
 
 class TestChance:
@@ -54,8 +57,6 @@ class TestChance:
 
 def learned(gaps):
     """The returns of a pool in which prompts came back after these gaps, one after the other."""
-    from proxy.core.index.blocks import Chain
-
     demand, now = Demand(), 0.0
     for number, gap in enumerate(gaps):
         demand.asked(now, Chain((1000 + 2 * number,), 16, 16), 16)
@@ -88,6 +89,10 @@ class TestThreads:
         last = talk(threads, (0.0, 11.0, 23.0))
         assert last.gaps == (10.0, 11.0)
         assert (last.prompt, last.n_tokens, last.ended, len(threads)) == ("turn 2", 64, 24.0, 1)
+        threads.turn(20.0, 30.0, tuple(range(5)), 80, "before the answer")
+        assert threads._threads[4].gaps == ()
+        assert threads.turn(40.0, 41.0, (), 5, "of no block") is None
+        assert len(threads) == 1
 
     def test_the_longest_of_several_is_it(self):
         threads = Threads()
@@ -106,21 +111,6 @@ class TestThreads:
         assert (last.gaps, last.other_gaps) == ((2.0,) * 4, (60.0, 60.0))
         threads.turn(now, now + 1.0, tuple(range(9)), 16, "x")
         assert threads._threads[8].window == (now + 1.0 + 51.0, now + 1.0 + 69.0)
-
-    def test_only_the_last_gaps_count(self):
-        last = talk(Threads(), [11.0 * n for n in range(GAPS + 5)])
-        assert last.gaps == (10.0,) * GAPS
-
-    def test_turns_at_the_same_time_have_no_gap(self):
-        threads = Threads()
-        threads.turn(0.0, 5.0, (1, 2), 32, "a")
-        threads.turn(3.0, 9.0, (1, 2, 3), 48, "b")
-        assert threads._threads[3].gaps == ()
-
-    def test_a_prompt_without_a_block_is_none(self):
-        threads = Threads()
-        assert threads.turn(0.0, 1.0, (), 5, "a") is None
-        assert len(threads) == 0
 
     def test_the_oldest_are_forgotten(self, monkeypatch):
         monkeypatch.setattr(tiering, "MAX_THREADS", 2)
@@ -162,11 +152,6 @@ class TestThreads:
         due(threads, 32.0)
         threads.turn(32.5, 33.0, tuple(range(5)), 80, "came")
         assert due(threads, 33.5) == threads.lapsed(90.0) == []
-
-    def test_one_that_came_early_never_is(self):
-        threads = Threads()
-        talk(threads, (0.0, 11.0, 22.0, 25.0))
-        assert [each.prompt for each in due(threads, 36.0)] == ["turn 3"]
 
     def test_those_that_came_early_are_not_held_on_to(self):
         threads = Threads()
