@@ -28,24 +28,19 @@ async def nothing(_operation):
     pass
 
 
-@pytest.mark.parametrize("error", [BadRequest("no"), EngineUnavailable("no")])
-async def test_an_error_fails_it_with_its_text(tasks, error):
+@pytest.mark.parametrize(
+    ("error", "is_told"),
+    [(BadRequest("why"), True), (EngineUnavailable("why"), True), (ZeroDivisionError("why"), False)],
+    ids=["refused", "engine away", "a bug"],
+)
+async def test_an_error_fails_it_with_its_text_and_a_bug_without(tasks, error, is_told):
     async def work(_operation):
         raise error
 
     operation = Operations(tasks).start(new_operation("flush", "all"), work)
     await operation.wait(5)
-    assert (operation.state, operation.error) == (OperationState.FAILED, "no")
-
-
-async def test_a_bug_fails_it_without_its_text(tasks):
-    async def work(_operation):
-        raise ZeroDivisionError("secret")
-
-    operation = Operations(tasks).start(new_operation("flush", "all"), work)
-    await operation.wait(5)
     assert operation.state is OperationState.FAILED
-    assert "secret" not in operation.error
+    assert ("why" in operation.error) is is_told
 
 
 async def test_cancelling_ends_it_and_its_parts(tasks):
@@ -85,41 +80,17 @@ async def test_history_is_bounded_and_keeps_what_runs(tasks):
 async def test_one_engine_fails_and_the_others_go_on(tasks):
     parts = [OperationPart("a", "flush"), OperationPart("b", "flush")]
 
-    async def good():
-        pass
-
     async def bad():
         raise EngineUnavailable("gone")
 
     async def work(_operation):
-        await run_parts(zip(parts, (bad, good), strict=True))
+        await run_parts(zip(parts, (bad, lambda: nothing(None)), strict=True))
 
     operation = Operations(tasks).start(new_operation("flush", "all", parts), work)
     await operation.wait(5)
     assert [part.state for part in parts] == [OperationState.FAILED, OperationState.DONE]
     assert operation.state is OperationState.FAILED
     assert operation.error == "1 of 2 engines failed: a: gone"
-
-
-async def test_an_engine_that_is_removed_ends_its_part_alone(tasks):
-    operations, parts, gate = (
-        Operations(tasks),
-        [OperationPart("a", "flush"), OperationPart("b", "flush")],
-        asyncio.Event(),
-    )
-
-    async def work(_operation):
-        await run_parts((part, gate.wait) for part in parts)
-
-    operation = operations.start(new_operation("flush", "all", parts), work)
-    assert not await operation.wait(0.01)
-    operations.stop_on("a")
-    gate.set()
-    await operation.wait(5)
-    assert [(part.state.value, part.error) for part in parts] == [
-        ("failed", "the engine was removed"),
-        ("done", None),
-    ]
 
 
 def test_progress_adds_up_over_targets():

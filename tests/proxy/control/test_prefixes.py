@@ -74,8 +74,8 @@ async def test_a_part_of_the_tree(world, pair):
 
 
 async def test_salts_are_kept_apart_and_of_models_that_are_gone_nothing_is_shown(world, pair):
-    for request_id, salt in (("r1", "s"), ("r2", None)):
-        world.record(request_id, SYSTEM, salt=salt, tenant=salt)
+    world.record("r1", SYSTEM, salt="s", tenant="s")
+    world.record("r2", SYSTEM)
     world.record("r3", SYSTEM, model="gone")
     found = await look(world)
     assert {each.tenant for each in found.prefixes} == {"s", None}
@@ -134,7 +134,8 @@ async def test_requests_are_served_while_it_looks(world, pair):
 PROMPT = tokens(33)
 
 
-async def test_a_worker_tells_hashes_and_no_tokens(world, pair):
+async def test_a_worker_tells_hashes_and_no_tokens(world, pair, monkeypatch):
+    monkeypatch.setattr(prefixes, "_SLICE_BLOCKS", 1)  # a long prompt is hashed in parts
     record = world.record("r1", PROMPT, tenant="t")
     world.record("r2", PROMPT, model="gone")
     world.record("r3", None)
@@ -143,10 +144,3 @@ async def test_a_worker_tells_hashes_and_no_tokens(world, pair):
     assert (prompt.request_id, prompt.model, prompt.tenant, prompt.lora) == ("r1", "m", "t", None)
     assert unpacked(prompt.hashes) == tuple(world.pool.chain(record.prompt).hashes)
     assert msgspec.msgpack.encode(PROMPT)[3:] not in told
-
-
-async def test_a_long_prompt_is_hashed_in_parts(world, pair, monkeypatch):
-    monkeypatch.setattr(prefixes, "_SLICE_BLOCKS", 1)
-    record = world.record("r1", PROMPT)
-    (only,) = (await world.prompts.own()).prompts
-    assert unpacked(only.hashes) == tuple(world.pool.chain(record.prompt).hashes)
