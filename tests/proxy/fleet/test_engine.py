@@ -5,13 +5,7 @@ import structlog
 
 from engine_adapter import EngineChanged
 from proxy.fleet.engine import FALSE_DOUBTS, EngineState
-from proxy.fleet.fleet import Fleet
 from tests.fakes import add_ready
-
-
-@pytest.fixture
-def fleet():
-    return Fleet()
 
 
 class TestEngine:

@@ -11,7 +11,6 @@ from proxy.core.index.match import Match
 from proxy.core.placement.rates import DEFAULT_PREFILL_TOK_S
 from proxy.core.placement.scores import place
 from proxy.fleet.engine import EngineState
-from proxy.fleet.fleet import Fleet
 from proxy.fleet.lower_tiers import expect_below, look_below
 from proxy.prompt import Prompt
 from tests.fakes import INFO, FakeAdapter
@@ -32,11 +31,6 @@ class TieredAdapter(FakeAdapter):
     async def lookup(self, prompt):
         self.asked.append(prompt)
         return self.answers.pop(0)
-
-
-@pytest.fixture
-def fleet():
-    return Fleet()
 
 
 def add(fleet, adapter, *, chunk=CHUNK):
