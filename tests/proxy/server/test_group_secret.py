@@ -17,11 +17,13 @@ from tests.fakes import INFO, FakeAdapter
 from tests.valkey import Valkey
 
 
-def test_without_a_place_each_start_has_its_own_and_salts_have_none():
+def test_without_a_place_that_lasts_salts_have_none_and_only_workers_share_it(tmp_path):
     one, two = group_secret(None, None, None), group_secret(None, None, None)
     assert one.value != two.value
     assert one.for_roots != two.for_roots
-    assert one.for_salts == two.for_salts == b""
+    workers = [group_secret(None, tmp_path, None) for _ in range(2)]
+    assert workers[0] == workers[1]
+    assert {each.for_salts for each in (one, two, *workers)} == {b""}
 
 
 def test_a_state_dir_keeps_it(tmp_path):
@@ -40,12 +42,6 @@ def test_kvpins_of_a_directory_have_the_same_one(tmp_path):
     assert first == second == group_secret(None, tmp_path / "exchange", None) != alone
     # It is what a kvpin of the group has when it starts alone, and what it gives to a new group.
     assert group_secret(tmp_path / "b", tmp_path / "other", None) == first
-
-
-def test_workers_without_a_state_dir_share_one_that_does_not_last(tmp_path):
-    one, two = (group_secret(None, tmp_path, None) for _ in range(2))
-    assert one == two
-    assert one.for_salts == b""
 
 
 def test_kvpins_of_a_redis_have_the_same_one(tmp_path):
