@@ -3,8 +3,8 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from engine_adapter import EngineSpecError, EngineUnavailable, KvVerb, Role
-from proxy.control.engines import describe_drained, describe_engine, place_of, stats
+from engine_adapter import EngineUnavailable, KvVerb, Role
+from proxy.control.engines import describe_drained, describe_engine, stats
 from proxy.control.operations import Target
 from proxy.errors import Conflict
 from proxy.fleet.engine import DrainReason, EngineState
@@ -27,12 +27,6 @@ async def test_an_address_of_several_engines_is_refused_with_all_of_them(world):
     )
     with pytest.raises(Conflict, match=r"^engine 'r-code' is already at "):
         engines.add(router.model_copy(update={"id": "r", "model": "code"}))
-
-
-async def test_an_engine_that_cannot_be_used_is_not_added(world, tmp_path):
-    with pytest.raises(EngineSpecError, match="ca: "):
-        world.proxy.engines.add(named("x", "https://127.0.0.1:1", ca=str(tmp_path / "none.pem")))
-    assert (world.fleet.engines, world.fleet.book.marks()) == ({}, [])
 
 
 async def test_a_removed_engine_ends_its_part_of_operations(world, pair):
@@ -58,20 +52,6 @@ async def test_its_role_and_what_it_lacks_are_told(world, pair):
     told = describe_engine(engine, world.pool)
     assert told.role is Role.DECODE
     assert "no engine of its model with role=prefill is connected" in told.findings[0]
-
-
-async def test_draining_and_back(world, pair):
-    engine, drain = world.engines["a"], world.proxy.engines.drain_for
-    drain(engine, {DrainReason.ORDERED})
-    assert engine.state is EngineState.DRAINING
-    assert [candidate.engine for candidate in world.pool.candidates(None)] == ["b"]
-    drain(engine, {DrainReason.LEAVING})  # no reason is left but that
-    assert engine.state is EngineState.DRAINING
-    drain(engine, set())
-    assert engine.state is EngineState.SUSPECT  # it is asked before it is trusted
-    assert engine.check_now.is_set()
-    drain(world.engines["b"], set())
-    assert world.engines["b"].state is EngineState.READY
 
 
 async def test_an_end_of_draining_lets_no_requests_in_where_none_may_be(world, pair, monkeypatch):
@@ -103,12 +83,6 @@ async def test_an_order_that_others_do_not_hear_of_is_told(world, pair):
         told = describe_drained(engine, world.fleet, is_told=False).warning
         assert told.endswith(f"{more}{warning}")
     assert "exchange" not in describe_drained(engine, world.fleet, is_told=True).warning
-
-
-def test_the_machine_of_an_order_is_said_to_be_one():
-    assert place_of("http://gpu:8000 rank 1") == "http://gpu:8000 rank 1"
-    there = "http://127.0.0.1:1 model m on vm, the machine of its kvpin"
-    assert place_of("vm http://127.0.0.1:1 model m") == there
 
 
 async def shown_by(world):

@@ -60,7 +60,8 @@ async def test_one_engine_fails_and_the_other_holds(world, pair):
         world.served(fake, tokens(32))
     pair[0].failure = EngineUnavailable("gone")
     operation = await finished(await world.pinning.pin(Target(token_ids=tokens(40)), 60))
-    assert operation.state is OperationState.FAILED
+    assert [part.state for part in operation.parts] == [OperationState.FAILED, OperationState.DONE]
+    assert (operation.state, operation.error) == (OperationState.FAILED, "1 of 2 engines failed: a: gone")
     assert operation.result["pin_id"]
     assert [held.engines for held in world.pinning.active()] == [["b"]]
 

@@ -214,17 +214,6 @@ async def test_a_server_under_another_name_is_connected_once_the_old_one_has_lef
     assert list(proxy.fleet.pool("m").engines) == ["b"]
 
 
-async def test_one_that_never_connected_leaves_its_server_to_another_name_without_a_word(one_adapter):
-    """As the engine that stands for all models of a router."""
-    proxy = Proxy(Settings(), HttpTransport())
-    proxy.engines.follow([named("a", NOWHERE)], grace_s=60)
-    with capture_logs() as logs:
-        proxy.engines.follow([named("b", NOWHERE)], grace_s=60)
-        await until(lambda: ids(proxy) == ["b"])
-    assert not [line for line in logs if line["event"].startswith("engine waits")]
-    await proxy.stop()
-
-
 @pytest.mark.parametrize("settings", [{"api_key": "k"}, None], ids=["replaced", "left"])
 async def test_an_engine_that_fails_to_close_holds_up_nothing(
     one_adapter, engine, proxy, monkeypatch, settings
@@ -352,17 +341,6 @@ async def test_removed_engines_are_listed_while_that_may_matter():
             (True, "kvpin engines add openai_compatible=http://127.0.0.1:1,model=m,headers=…"),
             (True, "kvpin engines add vllm=http://gpu:8000,dp_rank=1"),
         ]
-
-
-async def test_an_id_that_is_taken_keeps_a_removed_engine_out(engine, other):
-    async with started(named("a", engine.url)) as proxy:
-        await proxy.engines.remove(proxy.fleet.engine("a"))
-        proxy.engines.add(named("a", other.url))
-        with pytest.raises(Conflict, match="under an id that is taken: it joins when that is free"):
-            proxy.engines.add(named("other", engine.url))
-        assert proxy.fleet.engine("a").adapter.spec.url == other.url
-        await proxy.engines.remove(proxy.fleet.engine("a"))
-        await until(lambda: "a" in ids(proxy) and proxy.fleet.engine("a").adapter.spec.url == engine.url)
 
 
 async def test_engines_stay_until_one_that_waits_for_its_id_was_tried(engine, other):

@@ -169,14 +169,6 @@ class TestNames:
         assert self.of(*map(dict, engines), **options).has_choice is matters
 
 
-def test_engines_stand_in_the_order_in_which_they_were_named(fleet):
-    engines = [fleet.add(FakeAdapter(name)) for name in "abc"]
-    for engine in reversed(engines):
-        pool = fleet.join(engine, INFO)
-    assert list(pool.engines) == ["c", "b", "a"]
-    assert fleet.engines_of(pool) == engines
-
-
 class TestPools:
     @pytest.mark.parametrize(
         ("own", "pools"), [(None, 16), (64, 16), (16, 16), (8, 8), (4, 4), (2, 16), (1, 16)]

@@ -161,19 +161,6 @@ async def test_an_engine_that_left_is_followed_no_more_and_its_misses_start_noth
     assert (world.adapter.subscriptions, len(world.pool.index)) == (1, 0)
 
 
-async def test_engines_share_the_time_that_requests_wait(world):
-    """Their turns follow each other before a request gets one."""
-    for name in "bcde":
-        engine = world.fleet.add(FakeAdapter(name))
-        world.ingest.follow(engine, world.fleet.join(engine, world.engine.info))
-    await asyncio.sleep(0.01)
-    assert world.ingest._turn_s() == pytest.approx(module.TURN_S / 5)
-    for engine in world.fleet.engines.values():
-        world.ingest.leave(engine)
-    await asyncio.sleep(0.01)
-    assert world.ingest._turn_s() == module.TURN_S
-
-
 @pytest.mark.parametrize("events", [1, 100])
 async def test_a_flood_of_blocks_leaves_turns_to_requests(world, monkeypatch, events):
     """As many events, or as one."""

@@ -360,15 +360,6 @@ async def test_the_prompts_of_a_pool_outlive_the_engine_they_were_made_with(worl
     assert (first[1].tokenize.await_count, second[1].tokenize.await_count) == (0, 1)
 
 
-async def test_without_reuse_nothing_is_followed(start):
-    world = start(reuse=False)
-    engine, adapter = await world.ready(capabilities=frozenset({Capability.KV_EVENTS}))
-    adapter.failures = [EngineUnavailable("gone")]
-    await world.until(lambda: engine.last_error == "gone")
-    world.monitor.forget(engine)
-    assert adapter.subscriptions == 0
-
-
 class TestChanges:
     """What an engine can do changes while it runs: nothing that is known of its cache is lost over it."""
 

@@ -289,14 +289,6 @@ async def test_a_prompt_known_in_part_is_no_turn(world):
     assert len(world.ahead._threads) == 0
 
 
-async def test_an_engine_that_left_meanwhile_leaves_nothing(world):
-    world.talk(1)
-    await world.tick()
-    world.fleet.remove(world.fleet.engine("a"))
-    world.now += 60.0
-    await world.tick()
-
-
 async def test_it_looks_again_and_again(virtual_time, world):
     world.talk(1)
     world.tasks.keep("restore ahead", world.ahead.run)

@@ -224,21 +224,6 @@ async def test_an_engine_that_fell_asleep_after_its_last_health_check_is_not_wok
     assert (engine.adapter.asked > 0, world.prompts.exactness.source) == (True, "local")
 
 
-async def test_each_engine_is_compared_once_its_model_is_in_memory(world, monkeypatch):
-    """Of two routers, requests may load the model always on the second one."""
-    monkeypatch.setattr(tokenisation, "RETRY_S", 0.01)
-
-    async def is_loaded(adapter):
-        return adapter.spec.id == "b"
-
-    monkeypatch.setattr(Tokenising, "is_loaded", is_loaded)
-    first, second = world.join("a"), world.join("b")
-    world.loader.go.set()
-    await until(lambda: second.is_proven, 5)
-    assert (first.adapter.asked, first.is_proven, second.adapter.asked > 0) == (0, False, True)
-    assert world.prompts.exactness.source == "local"
-
-
 async def test_a_check_that_its_model_leaves_is_done_again_from_the_start(world, monkeypatch):
     monkeypatch.setattr(tokenisation, "RETRY_S", 0.01)
     leaves = [False] * 6 + [True]  # after the plain chats
