@@ -169,9 +169,7 @@ class TestForgottenSalts:
     async def flushed(self, world, **target):
         return await finished(await world.kv.operate(KvVerb.FLUSH, Target(**target)))
 
-    async def test_the_answer_says_that_salts_were_forgotten_and_another_tenants_flush_is_whole(
-        self, shared
-    ):
+    async def test_the_answer_says_that_salts_were_forgotten_and_another_tenants_flush_is_whole(self, shared):
         world, fake = shared
         assert "flush the whole engine to be sure" in (await self.flushed(world, tenant="bob")).note
         assert len(fake.tiers) == 4  # bob's first salt is forgotten, and its KV is missed
