@@ -48,7 +48,6 @@ class Gated(FakeEngine):
         await exchange.end()
 
 
-@contextlib.asynccontextmanager
 async def started(stack, process):
     """A kvpin that starts in another thread, until the stack is left."""
     kvpin = await asyncio.to_thread(process.__enter__)
