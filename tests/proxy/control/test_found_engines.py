@@ -205,21 +205,3 @@ async def test_one_address_becomes_an_engine_for_each_rank(kind, server_of, size
             assert [predicted for _, predicted in answered] == [0] * 3 + [64] * 3
             asked = [rank for rank, body in server.fake.seen if body.get("max_tokens") == 2]
             assert [f"e-dp{rank}" for rank in asked] == homes
-
-
-async def test_an_engine_that_waits_for_its_turn_drains_when_its_source_says_so(tmp_path, engine, other):
-    source = Scripted()
-    async with running(engines_file=tmp_path / "none") as proxy:
-        proxy.engines.follow([], [("one", source)], grace_s=60)
-        source.say(found("a", engine.url), found("b", other.url))
-        await until(lambda: state(proxy, "a") is state(proxy, "b") is EngineState.READY)
-        old = proxy.fleet.engine("a")
-        old.leases.add(request := object())
-        for is_ready in (True, False):
-            changed = found("b", other.url, is_ready=is_ready, api_key="k")
-            source.say(found("a", engine.url, api_key="k"), changed)
-        await until(lambda: state(proxy, "b") is EngineState.DRAINING)
-        old.leases.discard(request)
-        await until(lambda: proxy.fleet.engine("b").adapter.spec.api_key == "k")
-        await until(lambda: proxy.fleet.engine("b").info is not None)
-        assert state(proxy, "b") is EngineState.DRAINING
