@@ -126,8 +126,8 @@ async def test_an_engine_is_added_by_those_who_have_the_admin_key_and_told_witho
 
 async def test_a_partition_and_a_delay_lose_no_request_and_heal(server, monkeypatch):
     monkeypatch.setattr(redis_bus, "_RETRY_S", 0.05)
-    monkeypatch.setattr(redis_bus, "_TIMEOUT_S", 1.0)
-    monkeypatch.setattr(peers_module, "LOST_S", 1.5)
+    monkeypatch.setattr(redis_bus, "_TIMEOUT_S", 1.5)
+    monkeypatch.setattr(peers_module, "LOST_S", 2.0)
     async with Relay(server.port) as relay:
         urls = iter([f"redis://127.0.0.1:{relay.port}/0", server.url])
         async with (
