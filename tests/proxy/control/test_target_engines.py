@@ -45,8 +45,9 @@ async def test_the_last_prompt_of_a_cache_key(world, pair):
     await check_refused(world, NotFound, "model", prompt_cache_key="k", model="n")
     world.add(KvFake("n", model="n"))
     await check_refused(world, BadRequest, "model", match="was for 'm'", prompt_cache_key="k", model="n")
+    text = record.prompt
     for unlike_text in ({"media": True}, {"whole": False}):
-        record.prompt = structs.replace(record.prompt, **unlike_text)
+        record.prompt = structs.replace(text, **unlike_text)
         await check_refused(world, BadRequest, "prompt_cache_key", match="images", prompt_cache_key="k")
 
 

@@ -76,6 +76,9 @@ async def test_engines_follow_the_settings_and_changed_ones_do_one_after_the_oth
     await until_listens(now["b"]["url"])
     await until_listens(first["c"]["url"], is_there=False)
     assert not await listens(first["a"]["url"])
+    await shared.aclose()
+    for name in "abd":
+        assert not await listens(now[name]["url"])
 
 
 async def test_an_engine_that_cannot_be_used_changes_nothing(shared, tmp_path):
