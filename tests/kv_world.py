@@ -271,6 +271,12 @@ async def until(condition, seconds=5.0):
         await asyncio.sleep(0.005)
 
 
+async def finished(operation):
+    """The operation, once it has ended."""
+    assert await operation.wait(5)
+    return operation
+
+
 def rejected(status=400, message="no"):
     return EngineRejected(message, status=status, param=None)
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -663,11 +663,11 @@ class Reconciler:
         """The processes that kvpin runs."""
         return [member.process for member in self._members.values() if member.process is not None]
 
-    async def stop(self, *, within_s: float) -> None:
-        """Connects no further engine. Waits until those that leave have closed their adapters, but not
-        longer: they save their slots."""
+    def stop(self, *, within_s: float) -> Awaitable[None]:
+        """Connects no further engine, from this call on. To be awaited: waits until those that leave have
+        closed their adapters, but not longer: they save their slots."""
         self._is_stopped = True
-        await until(lambda: all(map(self._fleet.has, self._members)), within_s)
+        return until(lambda: all(map(self._fleet.has, self._members)), within_s)
 
 
 @lru_cache(maxsize=MAX_MARKS)

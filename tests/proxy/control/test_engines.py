@@ -3,8 +3,8 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from engine_adapter import EngineSpecError, EngineUnavailable, KvVerb, Role
-from proxy.control.engines import describe_drained, describe_engine, place_of, stats
+from engine_adapter import EngineUnavailable, KvVerb, Role
+from proxy.control.engines import describe_drained, describe_engine, stats
 from proxy.control.operations import Target
 from proxy.errors import Conflict
 from proxy.fleet.engine import DrainReason, EngineState
@@ -14,14 +14,6 @@ from tests.kv_world import tokens, until
 
 def named(engine_id, url, **more):
     return EngineSettings(kind="openai_compatible", url=url, id=engine_id, **more)
-
-
-async def test_added_engines_without_an_id_are_numbered(world):
-    """How they are used, and what is refused: tests/proxy/api/admin/test_engine_routes.py."""
-    urls = ("http://127.0.0.1:1", "http://127.0.0.1:2")
-    added = [EngineSettings(kind="openai_compatible", url=url) for url in urls]
-    ids = [world.proxy.engines.add(each).id for each in added]
-    assert ids == ["openai_compatible-0", "openai_compatible-1"]
 
 
 async def test_an_address_of_several_engines_is_refused_with_all_of_them(world):
@@ -35,12 +27,6 @@ async def test_an_address_of_several_engines_is_refused_with_all_of_them(world):
     )
     with pytest.raises(Conflict, match=r"^engine 'r-code' is already at "):
         engines.add(router.model_copy(update={"id": "r", "model": "code"}))
-
-
-async def test_an_engine_that_cannot_be_used_is_not_added(world, tmp_path):
-    with pytest.raises(EngineSpecError, match="ca: "):
-        world.proxy.engines.add(named("x", "https://127.0.0.1:1", ca=str(tmp_path / "none.pem")))
-    assert (world.fleet.engines, world.fleet.book.marks()) == ({}, [])
 
 
 async def test_a_removed_engine_ends_its_part_of_operations(world, pair):
@@ -60,28 +46,12 @@ async def test_a_removed_engine_ends_its_part_of_operations(world, pair):
 
 async def test_its_role_and_what_it_lacks_are_told(world, pair):
     engine = world.engines["a"]
-    assert (describe_engine(engine, world.pool).role, describe_engine(engine, world.pool).findings) == (
-        Role.BOTH,
-        [],
-    )
+    told = describe_engine(engine, world.pool)
+    assert (told.role, told.findings) == (Role.BOTH, [])
     engine.info = replace(engine.info, role=Role.DECODE)
-    assert describe_engine(engine, world.pool).role is Role.DECODE
-    (finding,) = describe_engine(engine, world.pool).findings
-    assert "no engine of its model with role=prefill is connected" in finding
-
-
-async def test_draining_and_back(world, pair):
-    engine, drain = world.engines["a"], world.proxy.engines.drain_for
-    drain(engine, {DrainReason.ORDERED})
-    assert engine.state is EngineState.DRAINING
-    assert [candidate.engine for candidate in world.pool.candidates(None)] == ["b"]
-    drain(engine, {DrainReason.LEAVING})  # no reason is left but that
-    assert engine.state is EngineState.DRAINING
-    drain(engine, set())
-    assert engine.state is EngineState.SUSPECT  # it is asked before it is trusted
-    assert engine.check_now.is_set()
-    drain(world.engines["b"], set())
-    assert world.engines["b"].state is EngineState.READY
+    told = describe_engine(engine, world.pool)
+    assert told.role is Role.DECODE
+    assert "no engine of its model with role=prefill is connected" in told.findings[0]
 
 
 async def test_an_end_of_draining_lets_no_requests_in_where_none_may_be(world, pair, monkeypatch):
@@ -107,24 +77,12 @@ async def test_an_undo_that_changes_nothing_says_why(world, pair, n_left):
 
 
 async def test_an_order_that_others_do_not_hear_of_is_told(world, pair):
-    first, last = (world.engines[name] for name in "ab")
-    world.proxy.engines.drain(first, undo=False)
     warning = "the exchange is gone: other kvpins follow this order when it is back"
-    assert describe_drained(first, world.fleet, is_told=True).warning is None
-    assert describe_drained(first, world.fleet, is_told=False).warning == warning
-    world.proxy.engines.drain(last, undo=False)
-    assert describe_drained(last, world.fleet, is_told=False).warning.endswith(f"ends that; {warning}")
-
-
-@pytest.mark.parametrize(
-    ("order", "place"),
-    [
-        ("http://gpu:8000 rank 1", "http://gpu:8000 rank 1"),
-        ("vm http://127.0.0.1:1 model m", "http://127.0.0.1:1 model m on vm, the machine of its kvpin"),
-    ],
-)
-def test_the_machine_of_an_order_is_said_to_be_one(order, place):
-    assert place_of(order) == place
+    for engine, more in zip(world.engines.values(), ("", "ends that; "), strict=True):
+        world.proxy.engines.drain(engine, undo=False)
+        told = describe_drained(engine, world.fleet, is_told=False).warning
+        assert told.endswith(f"{more}{warning}")
+    assert "exchange" not in describe_drained(engine, world.fleet, is_told=True).warning
 
 
 async def shown_by(world):
@@ -132,18 +90,18 @@ async def shown_by(world):
 
 
 async def test_pools_engines_and_totals(world, pair):
-    a, _ = pair
-    world.served(a, tokens(64))
+    world.served(pair[0], tokens(64))
     world.engines["a"].audit.observe(32, 48)
+    pair[1].failure = EngineUnavailable("gone")  # it is shown all the same
     shown = await shown_by(world)
     (pool,) = shown["pools"]
     assert (pool["model"], pool["index_entries"], pool["tokens_per_block"]) == ("m", 4, 16)
     first, second = pool["engines"]
     assert first["blocks"] == {"gpu": 4, "host": 0, "disk": 0}
-    assert first["kv"] == {"gpu": {"cached": 4}}
+    assert (first["kv"], first["kv_error"]) == ({"gpu": {"cached": 4}}, None)
     assert (first["trust"], first["why"]) == ("approximate", "no events yet: learning from responses")
     assert first["audit"]["reported_tokens"] == 48
-    assert second["blocks"]["gpu"] == 0
+    assert (second["blocks"]["gpu"], second["kv"], second["kv_error"]) == (0, {}, "gone")
     totals = shown["totals"]
     assert (totals["engines"], totals["ready"], totals["predicted_cached_tokens"]) == (2, 2, 32)
     assert shown["reuse"]
@@ -162,10 +120,3 @@ async def test_how_prompts_become_tokens(world, pair):
     world.pool.renderings = ()
     (pool,) = (await shown_by(world))["pools"]
     assert pool["tokenisation"] is None
-
-
-async def test_an_engine_that_does_not_answer_is_shown_all_the_same(world, pair):
-    pair[0].failure = EngineUnavailable("gone")
-    (pool,) = (await shown_by(world))["pools"]
-    assert (pool["engines"][0]["kv"], pool["engines"][0]["kv_error"]) == ({}, "gone")
-    assert pool["engines"][1]["kv_error"] is None

@@ -8,8 +8,7 @@ from engine_adapter import JsonBody, Tier
 from proxy.control.explain import explain, route, summarize
 from proxy.core.placement.decision import Cost
 from proxy.core.placement.pairs import TransferResult
-from proxy.errors import NoEngine, NotFound
-from proxy.fleet.engine import EngineState
+from proxy.errors import NotFound
 from tests.kv_world import KvFake, kv_world, tokens
 from tests.placements import placement_of
 
@@ -29,9 +28,8 @@ async def told(world, record):
     return msgspec.json.decode(msgspec.json.encode(await explain(world.flow, record)))
 
 
-async def explained(world, ids, placement, reported, **fields):
-    record = world.record("now", ids, placement=placement, reported_tokens=reported, **fields)
-    return await told(world, record)
+async def explained(world, *, ids=IDS, **fields):
+    return await told(world, world.record("now", ids, **fields))
 
 
 async def routed(world, path=None, tenant=None, **body):
@@ -109,9 +107,7 @@ UNKNOWN = "kvpin did not know the prompt when it placed it: reuse was off, *"
 async def test_each_explanation(world, pair, earlier, placement, reported, fields, said):
     if earlier is not None:
         world.record("r1", earlier)
-    fields = dict(fields)
-    ids = fields.pop("ids", tokens(64))
-    answer = await explained(world, ids, placement, reported, **fields)
+    answer = await explained(world, placement=placement, reported_tokens=reported, **fields)
     assert fnmatchcase(answer["explanation"], said), answer["explanation"]
     assert answer["changed"] == fields.get("changed", [])
 
@@ -119,16 +115,19 @@ async def test_each_explanation(world, pair, earlier, placement, reported, field
 async def test_it_diverges_and_the_text_shows_where(world, pair):
     other = tokens(40) + [5] * 24
     world.record("r1", other)
-    answer = await explained(world, tokens(64), placed("a", 64, ("a", 0.1, 32)), 32)
+    answer = await explained(world, placement=FOUND, reported_tokens=32)
     assert answer["explanation"].endswith("it shares 40 tokens with request r1; from there on it is new")
     assert (answer["miss"], answer["is_miss"]) == ("shared_prefix", False)
-    divergence = answer["divergence"]
-    assert (divergence["request_id"], divergence["common_tokens"]) == ("r1", 40)
-    assert divergence["token_ids"] == tokens(64)[40:56]
-    assert divergence["other_token_ids"] == other[40:56]
     decode = world.pool.prompts.local.tokenizer.decode
-    assert divergence["text"] == decode(tokens(64)[40:56])
-    assert divergence["other_text"] == decode(other[40:56])
+    assert answer["divergence"] == {
+        "request_id": "r1",
+        "at": None,
+        "common_tokens": 40,
+        "token_ids": IDS[40:56],
+        "other_token_ids": other[40:56],
+        "text": decode(IDS[40:56]),
+        "other_text": decode(other[40:56]),
+    }
 
 
 async def test_the_decision_is_told_with_the_terms_of_every_engine(world, pair):
@@ -137,7 +136,7 @@ async def test_the_decision_is_told_with_the_terms_of_every_engine(world, pair):
         Cost("b", queue_s=0.5, total_s=0.5, cached_tokens=48),
     )
     placement = structs.replace(placement_of("a", 0, 64, costs, "lowest cost"), strain=4.0)
-    decision = (await explained(world, tokens(64), placement, 0))["decision"]
+    decision = (await explained(world, placement=placement, reported_tokens=0))["decision"]
     assert decision["why"].startswith("b holds 48 of 64 tokens, but 500 ms of prefill wait there; a computes")
     assert (decision["reason"], decision["rule"], decision["tie"]) == ("released", "lowest cost", None)
     assert (decision["utilisation"], decision["strain"]) == (0.75, 4.0)
@@ -145,12 +144,12 @@ async def test_the_decision_is_told_with_the_terms_of_every_engine(world, pair):
         ("a", 0.0, 0.0),
         ("b", 0.5, None),
     ]
-    assert (await explained(world, tokens(64), None, None))["decision"] is None
+    assert (await explained(world))["decision"] is None
 
 
 async def test_a_stream_that_another_engine_went_on_with(world, pair):
-    fields = {"died": ["a"], "interrupted": 1, "attempts": ["a", "b"]}
-    answer = await explained(world, tokens(64), placed("b", 70, ("b", 0.1, 0)), 32, **fields)
+    fields = {"died": ["a"], "interrupted": 1, "attempts": ["a", "b"], "reported_tokens": 32}
+    answer = await explained(world, placement=placed("b", 70, ("b", 0.1, 0)), **fields)
     assert answer["explanation"] == "a died in mid-answer; b went on with the answer"
     assert answer["decision"]["why"] == (
         "a died in mid-answer; for the rest, with 6 tokens of the answer in its prompt, "
@@ -244,19 +243,3 @@ class TestDryRun:
                 assert (await routed(world, prompt=IDS, tenant=tenant))["predicted_tokens"] == predicted
             with pytest.raises(NotFound):
                 await routed(world, prompt=IDS, tenant="carol")
-
-    async def test_an_adapters_request_goes_where_the_adapter_is_served(self, world, pair):
-        ada = KvFake("c", loras=("ada",))
-        world.add(ada)
-        world.served(pair[0], IDS)
-        answer = await routed(world, prompt=IDS, model="ada")
-        assert (answer["engine"], answer["model"], answer["lora"]) == ("c", "m", "ada")
-        assert (answer["predicted_tokens"], len(answer["candidates"])) == (0, 1)
-        world.served(ada, IDS, lora="ada")
-        assert (await routed(world, prompt=IDS, model="ada"))["predicted_tokens"] == 48
-        assert (await routed(world, prompt=IDS, model="m"))["engine"] == "a"
-        world.engines["c"].state = EngineState.DRAINING
-        with pytest.raises(NoEngine, match="LoRA adapter 'ada'"):
-            await routed(world, prompt=IDS, model="ada")
-        with pytest.raises(NotFound):
-            await routed(world, prompt=IDS, model="n")

@@ -3,11 +3,10 @@
 import asyncio
 import contextlib
 import json
-from dataclasses import replace
+from functools import partial
 
 import httpx
 import pytest
-from structlog.testing import capture_logs
 
 from engine_adapter import HttpTransport
 from proxy.control import reconciler
@@ -19,9 +18,10 @@ from proxy.server.app import Proxy, build_app
 from proxy.settings import EngineSettings, HealthSettings, Settings
 from tests.fake_engines.sglang import running_sglang
 from tests.fake_engines.vllm import running_vllm
-from tests.fakes import INFO, FakeEngine, is_tokenised, serving
+from tests.fakes import FakeEngine, is_tokenised, serving
 from tests.kv_world import until
 
+QUICK_CHECKS = HealthSettings(interval_s=0.05)
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
 
@@ -34,6 +34,7 @@ def quick(monkeypatch):
 
 @contextlib.asynccontextmanager
 async def running(**settings):
+    """A proxy that was told to use these."""
     proxy = Proxy(Settings(**settings), HttpTransport())
     proxy.start()
     try:
@@ -43,23 +44,26 @@ async def running(**settings):
 
 
 @contextlib.asynccontextmanager
-async def loaded(proxy):
-    """Requests all the time; gives a client, and the statuses of what was answered."""
+async def served(proxy):
+    """A client of the proxy."""
+    async with serving(build_app(proxy)) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
+        yield client
+
+
+@contextlib.asynccontextmanager
+async def loaded(client):
+    """Requests all the time; gives the statuses of what was answered."""
     statuses, over = [], asyncio.Event()
 
-    async def send(client):
+    async def send():
         while not over.is_set():
             statuses.append((await client.post("/v1/chat/completions", json=CHAT)).status_code)
 
-    async with (
-        serving(build_app(proxy)) as url,
-        httpx.AsyncClient(base_url=url, timeout=60) as client,
-        asyncio.TaskGroup() as group,
-    ):
+    async with asyncio.TaskGroup() as group:
         for _ in range(4):
-            group.create_task(send(client))
+            group.create_task(send())
         try:
-            yield client, statuses
+            yield statuses
         finally:
             over.set()
 
@@ -86,7 +90,7 @@ class Scripted:
             yield tuple(said)
 
 
-def engine(engine_id, url, *, is_ready=True, **more):
+def found(engine_id, url, *, is_ready=True, **more):
     return FoundEngine(EngineSettings(kind="openai_compatible", url=url, id=engine_id, **more), is_ready)
 
 
@@ -98,18 +102,19 @@ async def test_engines_of_a_file_come_and_go_under_load(tmp_path):
         (tmp_path / "new").write_text(json.dumps({"engines": engines}))
         (tmp_path / "new").replace(path)
 
+    def is_there(*ids):
+        return [(each, state(proxy, each)) for each in sorted(proxy.fleet.engines)] == [
+            (each, EngineState.READY) for each in sorted(ids)
+        ]
+
     async with FakeEngine("a") as a, FakeEngine("b") as b, FakeEngine("c") as c:
         write(a)
-        async with running(engines_file=path) as proxy:
+        async with running(engines_file=path) as proxy, served(proxy) as client:
             await until(proxy.fleet.is_ready, 60)
-            async with loaded(proxy) as (client, statuses):
+            async with loaded(client) as statuses:
                 for servers in ([a, b], [b], [b, c], [c, a], [a]):
                     write(*servers)
-                    ids = {each.id for each in servers}
-                    await until(lambda ids=ids: set(proxy.fleet.engines) == ids, 60)
-                    await until(
-                        lambda ids=ids: all(state(proxy, each) is EngineState.READY for each in ids), 60
-                    )
+                    await until(lambda servers=servers: is_there(*(each.id for each in servers)), 60)
                     count = len(statuses)
                     await until(lambda count=count: len(statuses) > count + 20, 60)
                 path.write_text("[[engines]]")  # not JSON: the engine stays
@@ -125,61 +130,46 @@ async def test_engines_of_a_file_come_and_go_under_load(tmp_path):
             assert all(each.seen for each in (a, b, c))
 
 
-async def test_a_source_that_fails_or_names_what_cannot_be_used_keeps_its_engines(tmp_path):
+async def test_a_source_that_fails_or_names_what_cannot_be_used_keeps_its_engines(tmp_path, engine):
     one, other = Scripted(), Scripted()
-    async with FakeEngine("a") as a, running(engines_file=tmp_path / "none.toml") as proxy:
-        found, sources = proxy.engines, proxy.engines.sources
-        static = EngineSettings(kind="openai_compatible", url=a.url, id="s")
-        found.follow([static], [("one", one), ("other", other)], grace_s=60)
-        one.say(engine("a", a.url, headers={"x-to": "a"}), engine("s", "http://127.0.0.1:1"))
-        other.say(engine("a", "http://127.0.0.1:1"), engine("b", a.url, headers={"x-to": "b"}))
+    async with running(engines_file=tmp_path / "none.toml") as proxy:
+
+        def are(*names):
+            return set(proxy.fleet.engines) == set(names)
+
+        follow, sources = partial(proxy.engines.follow, grace_s=60), proxy.engines.sources
+        static = EngineSettings(kind="openai_compatible", url=engine.url, id="s")
+        follow([static], [("one", one), ("other", other)])
+        one.say(found("a", engine.url, headers={"x-to": "a"}), found("s", "http://127.0.0.1:1"))
+        other.say(found("a", "http://127.0.0.1:1"), found("b", engine.url, headers={"x-to": "b"}))
         await until(lambda: sources["one"].error is None and sources["other"].error is None)
         urls = {each.id: each.adapter.spec.url for each in proxy.fleet.engines.values()}
-        assert urls == dict.fromkeys(("s", "a", "b"), a.url)  # who names it first is believed
+        assert urls == dict.fromkeys(("s", "a", "b"), engine.url)  # who names it first is believed
         one.say("the source is away")
         await until(lambda: sources["one"].error == "the source is away")
-        one.say(engine("c", "https://127.0.0.1:1", ca=str(tmp_path / "no.pem")))
+        one.say(found("c", "https://127.0.0.1:1", ca=str(tmp_path / "no.pem")))
         await until(lambda: "ca: " in (sources["one"].error or ""))
-        assert set(proxy.fleet.engines) == {"s", "a", "b"}
+        assert are("s", "a", "b")
         assert [each.entry.id for each in sources["one"].found] == ["a", "s"]
-        mine = proxy.engines.add(engine("mine", a.url, headers={"x-to": "mine"}).entry)
-        found.follow([static], [("one", one)], grace_s=60)  # the other is gone
-        await until(lambda: set(proxy.fleet.engines) == {"s", "a", "mine"})
+        mine = proxy.engines.add(found("mine", engine.url, headers={"x-to": "mine"}).entry)
+        follow([static], [("one", one)])  # the other is gone
+        await until(lambda: are("s", "a", "mine"))
         again = Scripted()
-        found.follow([static], [("one", again)], grace_s=60)  # its settings have changed
-        assert set(proxy.fleet.engines) == {"s", "a", "mine"}
-        again.say(engine("mine", a.url, headers={"x-to": "found"}))
-        await until(lambda: set(proxy.fleet.engines) == {"s", "mine"})
-        assert found._waiting  # the admin API's engine is not touched
-        found.follow([static.model_copy(update={"id": "mine"})], [("one", again)], grace_s=60)
-        assert (proxy.fleet.engines["mine"], found._waiting) == (mine, {"mine"})
+        follow([static], [("one", again)])  # its settings have changed
+        assert are("s", "a", "mine")
+        again.say(found("mine", engine.url, headers={"x-to": "found"}))
+        await until(lambda: are("s", "mine"))
+        assert proxy.engines._waiting  # the admin API's engine is not touched
+        follow([static.model_copy(update={"id": "mine"})], [("one", again)])
+        assert (proxy.fleet.engines["mine"], proxy.engines._waiting) == (mine, {"mine"})
         await proxy.engines.remove(mine)
-        await until(lambda: not found._waiting and "mine" in proxy.fleet.engines)
+        await until(lambda: not proxy.engines._waiting and "mine" in proxy.fleet.engines)
 
 
-@contextlib.asynccontextmanager
-async def kvpin_over(kind, url):
-    """A proxy that was told only the address of a server, and a client of it."""
-    settings = Settings(
-        reuse=True,
-        engines=(EngineSettings(kind=kind, id="e", url=url),),
-        health=HealthSettings(interval_s=0.05),
-    )
-    proxy = Proxy(settings, HttpTransport())
-    proxy.start()
-    try:
-        async with serving(build_app(proxy)) as own, httpx.AsyncClient(base_url=own, timeout=60) as client:
-            yield proxy, client
-    finally:
-        await proxy.stop()
-
-
-def engines(proxy):
+def followed(proxy):
     """The ready engines whose events are followed."""
-    found = proxy.fleet.engines.values()
-    return {
-        each.id for each in found if each.state is EngineState.READY and each.audit.trust is Trust.PRECISE
-    }
+    ready = (each for each in proxy.fleet.engines.values() if each.state is EngineState.READY)
+    return {each.id for each in ready if each.audit.trust is Trust.PRECISE}
 
 
 async def complete(client, first):
@@ -190,63 +180,28 @@ async def complete(client, first):
 
 
 @pytest.mark.parametrize(
-    ("kind", "running"), [("vllm", running_vllm), ("sglang", running_sglang)], ids=["vllm", "sglang"]
+    ("kind", "server_of", "size"),
+    [("vllm", running_vllm, "block_size"), ("sglang", running_sglang, "page_size")],
+    ids=["vllm", "sglang"],
 )
-async def test_one_address_becomes_an_engine_for_each_rank(kind, running):
-    sizes = {"block_size": 16} if kind == "vllm" else {"page_size": 16}
-    with running(ranks=3, **sizes) as server:
-        async with kvpin_over(kind, server.url) as (proxy, client):
-            await until(lambda: engines(proxy) == {"e-dp0", "e-dp1", "e-dp2"}, 60)
-            await until(lambda: set(proxy.fleet.engines) == {"e-dp0", "e-dp1", "e-dp2"}, 60)
+async def test_one_address_becomes_an_engine_for_each_rank(kind, server_of, size):
+    ids = ["e-dp0", "e-dp1", "e-dp2"]
+    with server_of(ranks=3, **{size: 16}) as server:
+        told = {"engines": (EngineSettings(kind=kind, id="e", url=server.url),), "health": QUICK_CHECKS}
+        async with running(reuse=True, **told) as proxy, served(proxy) as client:
+            await until(lambda: sorted(followed(proxy)) == sorted(proxy.fleet.engines) == ids, 60)
             await until(lambda: is_tokenised(proxy), 60)
-            found = []
+            answered = []
             for first in (100, 300, 500, 100, 300, 500):
-                found.append(await complete(client, first))
-                held = 5 * len({engine for engine, _ in found})
+                answered.append(await complete(client, first))
+                held = 5 * len({engine for engine, _ in answered})
+                engines = proxy.fleet.engines.values()
                 await until(
-                    lambda held=held: sum(e.view.counts.stored for e in proxy.fleet.engines.values()) >= held,
-                    60,
+                    lambda held=held, engines=engines: sum(e.view.counts.stored for e in engines) >= held, 60
                 )
-            homes = [engine for engine, _ in found]
-            assert sorted(homes[:3]) == ["e-dp0", "e-dp1", "e-dp2"]
+            homes = [engine for engine, _ in answered]
+            assert sorted(homes[:3]) == ids
             assert homes[3:] == homes[:3]
-            assert [predicted for _, predicted in found] == [0] * 3 + [64] * 3
+            assert [predicted for _, predicted in answered] == [0] * 3 + [64] * 3
             asked = [rank for rank, body in server.fake.seen if body.get("max_tokens") == 2]
             assert [f"e-dp{rank}" for rank in asked] == homes
-
-
-async def test_a_first_start_is_not_told_as_a_change():
-    entry = EngineSettings(kind="vllm", id="e", url="http://127.0.0.1:1")
-    proxy = Proxy(Settings(reuse=True, engines=(entry,)), HttpTransport())
-    proxy.start()
-    try:
-        with capture_logs() as logs:
-            assert proxy.engines.split(proxy.fleet.engine("e"), replace(INFO, ranks=(0, 1)))
-            await until(lambda: set(proxy.fleet.engines) == {"e-dp0", "e-dp1"})
-            assert not proxy.engines.split(proxy.fleet.engine("e-dp0"), replace(INFO, ranks=(0, 1, 2)))
-    finally:
-        await proxy.stop()
-    events = [each["event"] for each in logs]
-    assert [each for each in events if "a server has" in each] == [
-        "a server has several ranks or models: each is an engine",
-        "a server has other ranks or models than were known: each is an engine",
-    ]
-    assert not [each for each in events if "engine has left" in each]
-
-
-async def test_an_engine_that_waits_for_its_turn_drains_when_its_source_says_so(tmp_path):
-    source = Scripted()
-    async with FakeEngine("a") as a, FakeEngine("b") as b, running(engines_file=tmp_path / "none") as proxy:
-        proxy.engines.follow([], [("one", source)], grace_s=60)
-        source.say(engine("a", a.url), engine("b", b.url))
-        await until(lambda: state(proxy, "a") is state(proxy, "b") is EngineState.READY)
-        old = proxy.fleet.engine("a")
-        old.leases.add(request := object())
-        for is_ready in (True, False):
-            changed = engine("b", b.url, is_ready=is_ready, api_key="k")
-            source.say(engine("a", a.url, api_key="k"), changed)
-        await until(lambda: state(proxy, "b") is EngineState.DRAINING)
-        old.leases.discard(request)
-        await until(lambda: proxy.fleet.engine("b").adapter.spec.api_key == "k")
-        await until(lambda: proxy.fleet.engine("b").info is not None)
-        assert state(proxy, "b") is EngineState.DRAINING

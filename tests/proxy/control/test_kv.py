@@ -1,24 +1,17 @@
 import asyncio
-from array import array
 
 import pytest
 
-from engine_adapter import (
-    CacheCleared,
-    Capability,
-    KvVerb,
-    ViewCurrent,
-    ViewLost,
-)
+from engine_adapter import CacheCleared, Capability, KvVerb, ViewCurrent, ViewLost
 from proxy.control.operations import OperationState, Target
 from proxy.core.audit import Trust
 from proxy.errors import BadRequest
-from proxy.prompt import Prompt
 from proxy.request.tenants import MAX_SALTS
 from tests.fakes import FakeEngine
-from tests.kv_world import ALL, KvFake, kv_world, tokens, until
+from tests.kv_world import ALL, KvFake, finished, kv_world, tokens, until
 
 NO_EVENTS = ALL - {Capability.KV_EVENTS}
+KEYS = ({"key": "ka", "tenant": "alice"}, {"key": "kb", "tenant": "bob"})
 
 
 @pytest.fixture
@@ -28,11 +21,6 @@ def learned(world):
     for fake in fakes:
         world.add(fake)
     return fakes
-
-
-async def finished(operation):
-    assert await operation.wait(5)
-    return operation
 
 
 async def test_a_prefix_is_flushed_where_it_lies_and_nowhere_else(world, learned):
@@ -49,7 +37,7 @@ async def test_a_prefix_is_flushed_where_it_lies_and_nowhere_else(world, learned
     assert world.matched(tokens(64, start=9)) == {"b": 4}
 
 
-async def test_a_flush_clears_the_view_before_it_is_done(world, learned):
+async def test_a_flush_clears_the_view_before_it_is_done_and_can_be_cancelled_between_slices(world, learned):
     a, _ = learned
     world.served(a, tokens(64))
     a.gate.clear()
@@ -57,15 +45,18 @@ async def test_a_flush_clears_the_view_before_it_is_done(world, learned):
     assert not await operation.wait(0.02)
     assert world.matched(tokens(64)) == {}
     assert operation.parts[0].total == 4
+    world.operations.cancel(operation.operation_id)
+    assert operation.state is operation.parts[0].state is OperationState.CANCELLED
+    await asyncio.sleep(0.02)
     a.gate.set()
-    await finished(operation)
-    assert not a.tiers
+    await asyncio.sleep(0.02)
+    assert len(a.tiers) == 4
 
 
 async def test_what_just_ended_is_not_expected_back(world, learned):
     """A request's blocks stay pending for a moment after it: a flush must not wait for that."""
-    world.served(learned[0], tokens(64))
-    world.pool.index.add_pending("a", world.pool.chain(Prompt(array("i", tokens(64)))).hashes)
+    prompt = world.served(learned[0], tokens(64))
+    world.pool.index.add_pending("a", world.pool.chain(prompt).hashes)
     await finished(await world.kv.operate(KvVerb.FLUSH, Target(token_ids=tokens(64))))
     assert world.matched(tokens(64)) == {}
 
@@ -93,7 +84,8 @@ async def test_a_restore_can_fall_back_to_warming(world):
     assert caught.value.param == "fallback"
 
 
-async def test_what_a_flush_leaves_is_learned_again_from_events(world, pair):
+@pytest.mark.parametrize("left", [1, 0])
+async def test_what_a_flush_leaves_is_learned_again_from_events(world, pair, left):
     a, _ = pair
     engine = world.engines["a"]
     world.flow.ingest.follow(engine, world.pool)
@@ -101,22 +93,11 @@ async def test_what_a_flush_leaves_is_learned_again_from_events(world, pair):
     a.feed.put_nowait(ViewCurrent())
     await until(lambda: engine.audit.trust is Trust.PRECISE)
     world.served(a, tokens(32))
-    a.in_use.add(next(iter(a.tiers)))
+    a.in_use.update([*a.tiers][:left])
     operation = await finished(await world.kv.operate(KvVerb.FLUSH, Target(engine="a")))
-    assert operation.parts[0].left == {"in_use": 1}
-    await until(lambda: a.subscriptions == 2)
-
-
-async def test_a_clean_flush_keeps_the_subscription(world, pair):
-    a, _ = pair
-    engine = world.engines["a"]
-    world.flow.ingest.follow(engine, world.pool)
-    a.feed.put_nowait(ViewCurrent())
-    await until(lambda: engine.audit.trust is Trust.PRECISE)
-    world.served(a, tokens(32))
-    await finished(await world.kv.operate(KvVerb.FLUSH, Target(engine="a")))
-    await asyncio.sleep(0.02)
-    assert a.subscriptions == 1
+    assert operation.parts[0].left == {"in_use": left}
+    await (until(lambda: a.subscriptions == 2) if left else asyncio.sleep(0.02))
+    assert a.subscriptions == 1 + left
 
 
 async def test_a_flush_ends_the_pins_it_meets(world, learned):
@@ -146,8 +127,7 @@ async def test_a_pin_that_a_flush_leaves_can_be_ended(world, learned):
 
 
 async def test_a_tenants_kv_and_nobody_elses(tokenizer_dir):
-    keys = ({"key": "ka", "tenant": "alice"}, {"key": "kb", "tenant": "bob"})
-    async with kv_world(tokenizer_dir, api_keys=keys) as world:
+    async with kv_world(tokenizer_dir, api_keys=KEYS) as world:
         fake = KvFake("a", NO_EVENTS)
         world.add(fake)
         salts = {
@@ -158,7 +138,8 @@ async def test_a_tenants_kv_and_nobody_elses(tokenizer_dir):
             world.served(fake, tokens(32), salt)
             world.engines["a"].salts.note(tenant, salt)
         operation = await finished(await world.kv.operate(KvVerb.FLUSH, Target(tenant="alice")))
-        assert (operation.parts[0].done, operation.parts[0].total) == (4, 4)
+        part = operation.parts[0]
+        assert (part.done, part.total, part.bytes) == (4, 4, 400)
         assert {block[0] for block in fake.tiers} == {salts["bob", None]}
         # Whose block a hash is cannot be told: the learned view of the engine starts over.
         assert world.matched(tokens(32), salts["alice", "x"]) == {}
@@ -167,50 +148,37 @@ async def test_a_tenants_kv_and_nobody_elses(tokenizer_dir):
 class TestForgottenSalts:
     """More cache salts than are remembered: a tenant's flush must not call itself sure."""
 
-    KEYS = ({"key": "ka", "tenant": "alice"}, {"key": "kb", "tenant": "bob"})
-
     @pytest.fixture
     async def shared(self, tokenizer_dir):
         """An engine whose every event was seen, with KV of alice's and more salts of bob's than are kept."""
-        async with kv_world(tokenizer_dir, api_keys=self.KEYS) as world:
+        async with kv_world(tokenizer_dir, api_keys=KEYS) as world:
             fake = KvFake("a")
             engine = world.add(fake)
             world.flow.ingest.follow(engine, world.pool)
             fake.feed.put_nowait(CacheCleared())
             fake.feed.put_nowait(ViewCurrent())
             await until(lambda: engine.audit.trust is Trust.PRECISE)
-            self.use(world, fake, "alice", "x")
-            self.use(world, fake, "bob", "first")
+            for tenant, name in (("alice", "x"), ("bob", "first")):
+                salt = world.tenants.salt(tenant, name)
+                world.served(fake, tokens(32), salt)
+                engine.salts.note(tenant, salt)
             for n in range(MAX_SALTS):
                 engine.salts.note("bob", world.tenants.salt("bob", str(n)))
             yield world, fake
 
-    @staticmethod
-    def use(world, fake, tenant, salt):
-        salt = world.tenants.salt(tenant, salt)
-        world.served(fake, tokens(32), salt)
-        world.engines["a"].salts.note(tenant, salt)
-
     async def flushed(self, world, **target):
         return await finished(await world.kv.operate(KvVerb.FLUSH, Target(**target)))
 
-    async def test_the_other_tenants_flush_is_whole(self, shared):
+    async def test_the_answer_says_that_salts_were_forgotten_and_another_tenants_flush_is_whole(self, shared):
         world, fake = shared
+        assert "flush the whole engine to be sure" in (await self.flushed(world, tenant="bob")).note
+        assert len(fake.tiers) == 4  # bob's first salt is forgotten, and its KV is missed
         operation = await self.flushed(world, tenant="alice")
         assert (operation.parts[0].done, operation.note) == (2, None)
         assert {block[0] for block in fake.tiers} == {world.tenants.salt("bob", "first")}
-
-    async def test_the_answer_says_that_salts_were_forgotten(self, shared):
-        world, fake = shared
-        operation = await self.flushed(world, tenant="bob")
-        assert operation.note == (
-            "kvpin does not know every cache salt of this tenant on a, and may have missed some of its KV "
-            "there: flush the whole engine to be sure"
-        )
-        assert len(fake.tiers) == 4  # bob's first salt is forgotten, and its KV is missed
         assert (await self.flushed(world, tenant="bob", cache_salt="first")).note is None
 
-    async def test_after_a_flush_of_the_engine_it_is_sure_again(self, shared):
+    async def test_after_a_flush_of_the_engine_it_is_sure_again_unless_the_view_is_lost(self, shared):
         world, fake = shared
         fake.in_use.add(next(iter(fake.tiers)))
         await self.flushed(world, engine="a")
@@ -221,25 +189,8 @@ class TestForgottenSalts:
         fake.feed.put_nowait(CacheCleared())
         await until(lambda: world.engines["a"].view.complete)
         assert (await self.flushed(world, tenant="bob")).note is None
-
-    async def test_nor_are_salts_known_that_an_engine_held_before_kvpin_came(self, shared):
-        world, fake = shared
-        fake.feed.put_nowait(ViewLost("connected"))
+        fake.feed.put_nowait(ViewLost("connected"))  # it may hold KV of before
         await until(lambda: not world.engines["a"].view.complete)
         assert "tenant on a, and may have missed" in (await self.flushed(world, tenant="alice")).note
         moved = await finished(await world.kv.operate(KvVerb.OFFLOAD, Target(tenant="alice")))
         assert moved.note.endswith("some of its KV there")
-
-
-async def test_cancelling_stops_between_slices(world, learned):
-    a, _ = learned
-    world.served(a, tokens(64))
-    a.gate.clear()
-    operation = await world.kv.operate(KvVerb.FLUSH, Target(engine="a"))
-    assert not await operation.wait(0.02)
-    world.operations.cancel(operation.operation_id)
-    assert operation.state is OperationState.CANCELLED
-    await asyncio.sleep(0.02)
-    a.gate.set()
-    await asyncio.sleep(0.02)
-    assert len(a.tiers) == 4

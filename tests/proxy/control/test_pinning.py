@@ -6,46 +6,37 @@ import pytest
 from engine_adapter import Capability, EngineUnavailable, NotSupported
 from proxy.control.operations import OperationState, Target
 from proxy.errors import BadRequest, NotFound
-from tests.kv_world import ALL, KvFake, tokens
+from tests.kv_world import ALL, KvFake, finished, tokens
 
 
-async def finished(operation):
-    assert await operation.wait(5)
-    return operation
-
-
-async def test_a_pin_holds_on_every_engine_that_holds_the_prefix(world, pair):
-    a, b = pair
+@pytest.fixture
+async def pinned(world, pair):
+    """A prefix that both engines hold was pinned for 60 s: the operation."""
     for fake in pair:
         world.served(fake, tokens(32))
-    operation = await finished(await world.pinning.pin(Target(token_ids=tokens(40)), 60))
-    assert operation.state is OperationState.DONE
-    assert operation.result["blocks"] == 4
-    assert len(a.pins) == len(b.pins) == 1
+    return await finished(await world.pinning.pin(Target(token_ids=tokens(40)), 60))
+
+
+async def test_a_pin_holds_on_every_engine_that_holds_the_prefix_until_its_time_is_over(world, pair, pinned):
+    assert (pinned.state, pinned.result["blocks"]) == (OperationState.DONE, 4)
+    assert [len(fake.pins) for fake in pair] == [1, 1]
     (held,) = world.pinning.active()
     assert msgspec.to_builtins(held) == {
-        "pin_id": operation.result["pin_id"],
+        "pin_id": pinned.result["pin_id"],
         "target": "token_ids (40 tokens)",
         "engines": ["a", "b"],
         "blocks": 4,
         "expires_in_s": 60,
         "kvpin": None,
     }
-
-
-async def test_it_ends_with_its_time(world, pair):
-    world.served(pair[0], tokens(32))
-    operation = await finished(await world.pinning.pin(Target(token_ids=tokens(40)), 60))
     world.now += 60
     assert world.pinning.active() == []
     with pytest.raises(NotFound):
-        world.pinning.unpin(operation.result["pin_id"])
+        world.pinning.unpin(pinned.result["pin_id"])
 
 
-async def test_unpin_lets_go_everywhere(world, pair):
-    for fake in pair:
-        world.served(fake, tokens(32))
-    pin_id = (await finished(await world.pinning.pin(Target(token_ids=tokens(40)), 60))).result["pin_id"]
+async def test_unpin_lets_go_everywhere(world, pair, pinned):
+    pin_id = pinned.result["pin_id"]
     operation = await finished(world.pinning.unpin(pin_id))
     assert operation.result == {"pin_id": pin_id, "unpinned": True}
     assert [fake.pins for fake in pair] == [{}, {}]
@@ -54,35 +45,28 @@ async def test_unpin_lets_go_everywhere(world, pair):
     assert caught.value.param == "pin_id"
 
 
-async def test_an_engine_that_does_not_let_go_can_be_asked_again(world, pair):
-    a, _ = pair
-    for fake in pair:
-        world.served(fake, tokens(32))
-    pin_id = (await finished(await world.pinning.pin(Target(token_ids=tokens(40)), 60))).result["pin_id"]
-    a.failure = EngineUnavailable("gone")
-    operation = await finished(world.pinning.unpin(pin_id))
+async def test_an_engine_that_does_not_let_go_can_be_asked_again(world, pair, pinned):
+    pair[0].failure = EngineUnavailable("gone")
+    operation = await finished(world.pinning.unpin(pinned.result["pin_id"]))
     assert operation.state is OperationState.FAILED
     assert [held.engines for held in world.pinning.active()] == [["a"]]
-    a.failure = None
-    assert (await finished(world.pinning.unpin(pin_id))).result["unpinned"]
-    assert not a.pins
+    pair[0].failure = None
+    assert (await finished(world.pinning.unpin(pinned.result["pin_id"]))).result["unpinned"]
+    assert not pair[0].pins
 
 
 async def test_one_engine_fails_and_the_other_holds(world, pair):
-    a, _ = pair
     for fake in pair:
         world.served(fake, tokens(32))
-    a.failure = EngineUnavailable("gone")
+    pair[0].failure = EngineUnavailable("gone")
     operation = await finished(await world.pinning.pin(Target(token_ids=tokens(40)), 60))
-    assert operation.state is OperationState.FAILED
+    assert [part.state for part in operation.parts] == [OperationState.FAILED, OperationState.DONE]
+    assert (operation.state, operation.error) == (OperationState.FAILED, "1 of 2 engines failed: a: gone")
     assert operation.result["pin_id"]
     assert [held.engines for held in world.pinning.active()] == [["b"]]
 
 
-async def test_a_restart_ends_the_pins_on_that_engine(world, pair):
-    for fake in pair:
-        world.served(fake, tokens(32))
-    await finished(await world.pinning.pin(Target(token_ids=tokens(40)), 60))
+async def test_a_restart_ends_the_pins_on_that_engine(world, pinned):
     engine = world.engines["a"]
     engine.info = replace(engine.info, instance="another")
     assert [held.engines for held in world.pinning.active()] == [["b"]]

@@ -5,13 +5,14 @@ import contextlib
 import socket
 import time
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import pytest
-import structlog
 from structlog.testing import capture_logs
 
 from engine_adapter import EngineSpecError, HttpTransport
 from engine_adapter.openai_compatible import OpenAICompatibleAdapter
+from proxy import runtime
 from proxy.control.engines import place_of
 from proxy.errors import Conflict, NoEngine
 from proxy.fleet import managed_engine
@@ -26,9 +27,14 @@ NOWHERE = "http://127.0.0.1:1"
 
 
 def named(engine_id, url, **more):
-    return EngineSettings(
-        kind="openai_compatible", url=url, **({"id": engine_id} if engine_id else {}), **more
-    )
+    """An engine; one without an id has none of the settings."""
+    name = {"id": engine_id} if engine_id else {}
+    return EngineSettings(kind="openai_compatible", url=url, **name, **more)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(runtime, "_POLL_S", 0.005)
 
 
 @contextlib.asynccontextmanager
@@ -43,254 +49,11 @@ async def running(*engines):
         await proxy.stop()
 
 
-async def test_an_engine_that_is_no_longer_named_leaves_after_its_requests_and_after_others_were_tried():
-    async with FakeEngine("a") as server, running(named("a", server.url)) as proxy:
-        old = proxy.fleet.engine("a")
-        old.leases.add(request := object())
-        changes = proxy.engines.follow([named("b", server.url)], grace_s=60)
-        assert ([e.id for e in changes.added], changes.removed) == (["b"], ("a",))
-        assert old.state is EngineState.READY
-        await until(lambda: old.state is EngineState.DRAINING)
-        assert proxy.fleet.engine("b").state is EngineState.READY
-        assert "a" in proxy.fleet.engines
-        old.leases.discard(request)
-        await until(lambda: list(proxy.fleet.engines) == ["b"])
-
-
-async def test_an_engine_with_other_settings_is_connected_anew_once_its_requests_have_ended():
-    async with FakeEngine("a") as server, running(named("a", server.url)) as proxy:
-        old = proxy.fleet.engine("a")
-        old.leases.add(request := object())
-        changes = proxy.engines.follow([named("a", server.url, api_key="k")], grace_s=60)
-        assert [entry.id for entry in changes.changed] == ["a"]
-        new = proxy.fleet.engine("a")
-        assert (new is not old, new.state) == (True, EngineState.CONNECTING)
-        assert proxy.fleet.pool("m").is_coming_back  # requests wait for it
-        old.leases.discard(request)
-        await until(lambda: new.state is EngineState.READY)
-        assert new.adapter.spec.api_key == "k"
-
-
-async def test_an_engine_that_was_replaced_is_used_until_its_requests_have_ended():
-    """The supervisor of the workers asks: then it ends the old process."""
-    async with FakeEngine("a") as server, FakeEngine("b") as other, running(named("a", server.url)) as proxy:
-        address = server.url.encode()
-        old = proxy.fleet.engine("a")
-        old.leases.add(request := object())
-        proxy.engines.follow([named("a", other.url)], grace_s=60)
-        assert old is not proxy.fleet.engine("a")
-        assert await proxy.engines.told_uses(address)
-        old.leases.discard(request)
-        await until(lambda: proxy.fleet.engine("a").state is EngineState.READY)
-        assert await proxy.engines.told_uses(address) == b""
-        assert await proxy.engines.told_uses(other.url.encode())
-
-
-async def test_one_engine_that_cannot_be_used_leaves_all_as_they_are(tmp_path):
-    async with FakeEngine("a") as server, running(named("a", server.url)) as proxy:
-        bad = named("c", "https://127.0.0.1:1", ca=str(tmp_path / "none"))
-        with pytest.raises(EngineSpecError, match="engine 'c': ca: "):
-            proxy.engines.follow([named("b", server.url), bad], grace_s=60)
-        assert list(proxy.fleet.engines) == ["a"]
-        assert proxy.engines.follow([named("a", server.url)], grace_s=60).removed == ()
-
-
-async def test_a_process_ends_with_its_engine():
-    proxy = Proxy(Settings(engines=(named("a", NOWHERE),)), HttpTransport())
-    started = ManagedSettings(kind="openai_compatible", id="p", command="sh -c 'sleep 100 # {port}'")
-    try:
-        proxy.engines.follow([started], grace_s=60)
-        process = proxy.fleet.engine("p").process
-        await until(lambda: process.pid is not None)
-        proxy.engines.follow([], grace_s=0.1)
-        await until(lambda: process.state == "stopped" and process.pid is None)
-        assert (list(proxy.fleet.engines), proxy.engines.processes) == ([], [])
-    finally:
-        await proxy.stop()
-
-
-async def test_engines_of_one_model_get_other_settings_one_after_the_other():
-    async with (
-        FakeEngine("a") as a,
-        FakeEngine("b") as b,
-        running(named("a", a.url), named("b", b.url)) as proxy,
-    ):
-        old_a, old_b = proxy.fleet.engine("a"), proxy.fleet.engine("b")
-        old_a.leases.add(request := object())
-        proxy.engines.follow([named("a", a.url, api_key="k"), named("b", b.url, api_key="k")], grace_s=60)
-        assert proxy.fleet.engine("a") is not old_a
-        await asyncio.sleep(0.2)
-        assert proxy.fleet.pool("m").ready() == [old_b]
-        old_a.leases.discard(request)
-        await until(lambda: proxy.fleet.engine("b") is not old_b)
-        assert proxy.fleet.engine("a").state is EngineState.READY
-        await until(lambda: proxy.fleet.engine("b").state is EngineState.READY)
-        assert proxy.fleet.engine("b").adapter.spec.api_key == "k"
-
-
-async def test_an_engine_that_waits_for_its_turn_takes_the_newest_settings():
-    async with (
-        FakeEngine("a") as a,
-        FakeEngine("b") as b,
-        running(named("a", a.url), named("b", b.url)) as proxy,
-    ):
-        old_a, old_b = proxy.fleet.engine("a"), proxy.fleet.engine("b")
-        old_a.leases.add(request := object())
-        for key in ("first", "second"):
-            entries = [named("a", a.url, api_key="k"), named("b", b.url, api_key=key)]
-            proxy.engines.follow(entries, grace_s=60)
-        old_a.leases.discard(request)
-        await until(lambda: proxy.fleet.engine("b") is not old_b)
-        assert proxy.fleet.engine("b").adapter.spec.api_key == "second"
-        await until(lambda: proxy.fleet.engine("b").state is EngineState.READY)
-
-
-async def test_an_engine_that_the_supervisor_starts_is_known_as_one(tmp_path):
-    async with FakeEngine("a") as server, FakeEngine("b") as other:
-        started = StartedSettings(
-            kind="openai_compatible", url=server.url, id="a", starting_file=tmp_path / "a"
-        )
-        async with running(started, named("b", other.url)) as proxy:
-            assert [engine.is_own for engine in proxy.fleet.engines.values()] == [True, False]
-
-
-async def test_a_managed_engine_that_was_drained_is_drained_on_its_next_port(monkeypatch):
-    mine = ManagedSettings(kind="openai_compatible", id="mine", command="sleep 60 {port}")
-    marks = []
-    for port in (49_152, 49_153):
-        monkeypatch.setattr(managed_engine, "_free_port", lambda port=port: port)
-        proxy = Proxy(Settings(), HttpTransport())
-        proxy.fleet.book.merge(marks, now=time.time())  # as those of a state_dir
-        proxy.engines.follow([mine], grace_s=0)
-        engine = proxy.fleet.engine("mine")
-        assert (engine.state is EngineState.DRAINING) == bool(marks)
-        if not marks:
-            proxy.fleet.book.drain(order_name(engine.adapter.spec), drained=True, now=time.time())
-        marks = proxy.fleet.book.marks()
-        await proxy.stop()
-
-
-async def test_a_managed_engine_on_the_port_of_one_that_was_drained_is_not_drained(monkeypatch):
-    monkeypatch.setattr(managed_engine, "_free_port", lambda: 49_152)
-    mine = ManagedSettings(kind="openai_compatible", id="mine", command="sleep 60 {port}")
-    proxy = Proxy(Settings(), HttpTransport())
-    before = EngineSettings(kind="openai_compatible", id="other", url="http://127.0.0.1:49152")
-    proxy.fleet.book.drain(order_name(before.spec()), drained=True, now=time.time() + 60)
-    proxy.engines.follow([mine], grace_s=0)
-    assert not proxy.fleet.is_drained(proxy.fleet.engine("mine"))
-    await proxy.stop()
-
-
 @pytest.fixture
-def one_adapter(monkeypatch):
-    """Engines take one kvpin at a time, as a llama-server does."""
-    monkeypatch.setattr(OpenAICompatibleAdapter, "one_owner", True)
-
-
-async def test_a_server_under_another_name_is_connected_once_the_old_one_has_left(one_adapter):
-    async with FakeEngine("a") as server, running(named("a", server.url)) as proxy:
-        old = proxy.fleet.engine("a")
-        old.leases.add(request := object())
-        with structlog.testing.capture_logs() as logs:
-            proxy.engines.follow([named("b", server.url)], grace_s=60)
-        (line,) = logs
-        assert line["event"].startswith("engine waits: its server is still in use under another name")
-        new = proxy.fleet.engine("b")
-        await until(lambda: old.state is EngineState.DRAINING)
-        await asyncio.sleep(0.2)
-        assert (new.state, new.info) == (EngineState.CONNECTING, None)
-        assert proxy.fleet.pool("m").is_coming_back  # requests wait for it
-        old.leases.discard(request)
-        await until(lambda: new.state is EngineState.READY)
-        assert proxy.fleet.engines == {"b": new}
-        assert list(proxy.fleet.pool("m").engines) == ["b"]
-
-
-async def test_one_that_never_connected_leaves_its_server_to_another_name_without_a_word(one_adapter):
-    """As the engine that stands for all models of a router."""
-    proxy = Proxy(Settings(), HttpTransport())
-    proxy.engines.follow([named("a", NOWHERE)], grace_s=60)
-    with structlog.testing.capture_logs() as logs:
-        proxy.engines.follow([named("b", NOWHERE)], grace_s=60)
-        await until(lambda: list(proxy.fleet.engines) == ["b"])
-    assert not [line for line in logs if line["event"].startswith("engine waits")]
-    await proxy.stop()
-
-
-async def test_a_server_under_another_name_is_connected_once_the_old_one_has_saved(one_adapter, monkeypatch):
-    async with FakeEngine("a") as server, running(named("a", server.url)) as proxy:
-        old, is_saved = proxy.fleet.engine("a"), asyncio.Event()
-        aclose = old.adapter.aclose
-
-        async def slow_aclose():
-            await is_saved.wait()
-            await aclose()
-
-        monkeypatch.setattr(old.adapter, "aclose", slow_aclose)
-        proxy.engines.follow([named("b", server.url)], grace_s=60)
-        new = proxy.fleet.engine("b")
-        await until(lambda: not proxy.fleet.has(old))
-        await asyncio.sleep(0.5)
-        assert (new.state, new.info) == (EngineState.CONNECTING, None)
-        assert proxy.fleet.pool("m").is_coming_back  # requests wait for it
-        is_saved.set()
-        await until(lambda: new.state is EngineState.READY)
-
-
-@pytest.mark.parametrize("settings", [{"api_key": "k"}, None], ids=["replaced", "left"])
-async def test_an_engine_that_fails_to_close_holds_up_nothing(one_adapter, monkeypatch, settings):
-    async with FakeEngine("a") as server, running(named("a", server.url)) as proxy:
-        old = proxy.fleet.engine("a")
-
-        async def broken():
-            raise OSError("the disk is full")
-
-        monkeypatch.setattr(old.adapter, "aclose", broken)
-        entries = [named("a", server.url, **settings)] if settings else []
-        proxy.engines.follow(entries, grace_s=60)
-        if settings:
-            new = proxy.fleet.engine("a")
-        else:
-            await until(lambda: not proxy.fleet.engines)
-            new = proxy.engines.add(named("b", server.url))
-        await until(lambda: new.state is EngineState.READY)
-        assert new is not old
-
-
-async def test_a_new_name_that_is_taken_back_leaves_the_engine_as_it_was(one_adapter):
-    async with FakeEngine("a") as server, running(named("a", server.url)) as proxy:
-        old = proxy.fleet.engine("a")
-        old.leases.add(object())
-        for name in "ba":
-            proxy.engines.follow([named(name, server.url)], grace_s=60)
-        await until(lambda: proxy.fleet.engines == {"a": old} and old.state is EngineState.READY)
-
-
-@pytest.mark.parametrize("settings", [{"api_key": "k"}, None], ids=["replaced", "removed"])
-async def test_a_stop_lets_an_adapter_that_leaves_save_and_connects_no_other(
-    one_adapter, monkeypatch, settings
-):
-    async with FakeEngine("a") as server, running(named("a", server.url)) as proxy:
-        old, saved = proxy.fleet.engine("a"), []
-        aclose = old.adapter.aclose
-
-        async def slow_aclose():
-            await asyncio.sleep(0.3)
-            saved.append(old.id)
-            await aclose()
-
-        monkeypatch.setattr(old.adapter, "aclose", slow_aclose)
-        if settings:
-            proxy.engines.follow([named("a", server.url, **settings)], grace_s=60)
-        else:
-            proxy.engines.follow([], grace_s=60)
-            await until(lambda: not proxy.fleet.has(old))
-            proxy.engines.add(named("a", server.url))
-        new = proxy.fleet.engine("a")
-        await asyncio.sleep(0.1)
-        await proxy.stop()
-        assert saved == ["a"]
-        assert (new.state, new.info, proxy.tasks._tasks) == (EngineState.CONNECTING, None, {})
+async def proxy(engine):
+    """A proxy whose only engine, "a", is ready."""
+    async with running(named("a", engine.url)) as proxy:
+        yield proxy
 
 
 @contextlib.asynccontextmanager
@@ -309,15 +72,194 @@ def ids(proxy):
     return list(proxy.fleet.engines)
 
 
+def state(proxy, engine_id):
+    engine = proxy.fleet.engines.get(engine_id)
+    return engine and engine.state
+
+
 def tell(proxy, *others):
     """What one kvpin knows, the others hear."""
     for other in others:
         other.fleet.book.merge(proxy.fleet.book.marks(), now=time.time())
 
 
-def state(proxy, engine_id):
-    engine = proxy.fleet.engines.get(engine_id)
-    return engine and engine.state
+async def test_an_engine_that_is_no_longer_named_leaves_after_its_requests_and_after_others_were_tried(
+    engine, proxy
+):
+    old = proxy.fleet.engine("a")
+    old.leases.add(request := object())
+    changes = proxy.engines.follow([named("b", engine.url)], grace_s=60)
+    assert ([e.id for e in changes.added], changes.removed) == (["b"], ("a",))
+    assert old.state is EngineState.READY
+    await until(lambda: old.state is EngineState.DRAINING)
+    assert state(proxy, "b") is EngineState.READY
+    assert "a" in proxy.fleet.engines
+    old.leases.discard(request)
+    await until(lambda: ids(proxy) == ["b"])
+
+
+async def test_a_changed_engine_is_used_until_its_requests_have_ended_and_then_connected_anew(
+    engine, other, proxy
+):
+    """The supervisor of the workers asks who uses it: then it ends the old process."""
+    old = proxy.fleet.engine("a")
+    old.leases.add(request := object())
+    changes = proxy.engines.follow([named("a", other.url, api_key="k")], grace_s=60)
+    assert [entry.id for entry in changes.changed] == ["a"]
+    new = proxy.fleet.engine("a")
+    assert (new is not old, new.state) == (True, EngineState.CONNECTING)
+    assert proxy.fleet.pool("m").is_coming_back  # requests wait for it
+    assert await proxy.engines.told_uses(engine.url.encode())
+    old.leases.discard(request)
+    await until(lambda: new.state is EngineState.READY)
+    assert new.adapter.spec.api_key == "k"
+    assert await proxy.engines.told_uses(engine.url.encode()) == b""
+    assert await proxy.engines.told_uses(other.url.encode())
+
+
+async def test_one_engine_that_cannot_be_used_leaves_all_as_they_are(engine, proxy, tmp_path):
+    bad = named("c", "https://127.0.0.1:1", ca=str(tmp_path / "none"))
+    with pytest.raises(EngineSpecError, match="engine 'c': ca: "):
+        proxy.engines.follow([named("b", engine.url), bad], grace_s=60)
+    assert ids(proxy) == ["a"]
+    assert proxy.engines.follow([named("a", engine.url)], grace_s=60).removed == ()
+
+
+async def test_a_process_ends_with_its_engine():
+    proxy = Proxy(Settings(engines=(named("a", NOWHERE),)), HttpTransport())
+    started = ManagedSettings(kind="openai_compatible", id="p", command="sh -c 'sleep 100 # {port}'")
+    try:
+        proxy.engines.follow([started], grace_s=60)
+        process = proxy.fleet.engine("p").process
+        await until(lambda: process.pid is not None)
+        proxy.engines.follow([], grace_s=0.1)
+        await until(lambda: process.state == "stopped" and process.pid is None)
+        assert (list(proxy.fleet.engines), proxy.engines.processes) == ([], [])
+    finally:
+        await proxy.stop()
+
+
+async def test_engines_of_one_model_get_the_newest_settings_one_after_the_other(engine, other):
+    async with running(named("a", engine.url), named("b", other.url)) as proxy:
+        old_a, old_b = proxy.fleet.engines.values()
+        old_a.leases.add(request := object())
+        for key in ("first", "second"):
+            entries = [named("a", engine.url, api_key="k"), named("b", other.url, api_key=key)]
+            proxy.engines.follow(entries, grace_s=60)
+        assert proxy.fleet.engine("a") is not old_a
+        await asyncio.sleep(0.1)
+        assert proxy.fleet.pool("m").ready() == [old_b]
+        old_a.leases.discard(request)
+        await until(lambda: proxy.fleet.engine("b") is not old_b)
+        assert state(proxy, "a") is EngineState.READY
+        assert proxy.fleet.engine("b").adapter.spec.api_key == "second"
+        await until(lambda: state(proxy, "b") is EngineState.READY)
+
+
+async def test_a_managed_engine_that_was_drained_is_drained_on_its_next_port_and_no_other_is(monkeypatch):
+    mine = ManagedSettings(kind="openai_compatible", id="mine", command="sleep 60 {port}")
+    before = EngineSettings(kind="openai_compatible", id="other", url="http://127.0.0.1:49152")
+    marks = []
+    for port in (49_152, 49_153):
+        monkeypatch.setattr(managed_engine, "_free_port", lambda port=port: port)
+        proxy = Proxy(Settings(), HttpTransport())
+        proxy.fleet.book.drain(order_name(before.spec()), drained=True, now=time.time() + 60)
+        proxy.fleet.book.merge(marks, now=time.time())  # as those of a state_dir
+        proxy.engines.follow([mine], grace_s=0)
+        engine = proxy.fleet.engine("mine")
+        assert (engine.state is EngineState.DRAINING) == proxy.fleet.is_drained(engine) == bool(marks)
+        if not marks:
+            proxy.fleet.book.drain(order_name(engine.adapter.spec), drained=True, now=time.time())
+        marks = proxy.fleet.book.marks()
+        await proxy.stop()
+
+
+@pytest.fixture
+def one_adapter(monkeypatch):
+    """Engines take one kvpin at a time, as a llama-server does."""
+    monkeypatch.setattr(OpenAICompatibleAdapter, "one_owner", True)
+
+
+async def test_a_server_under_another_name_is_connected_once_the_old_one_has_left_and_saved(
+    one_adapter, engine, proxy, monkeypatch
+):
+    old, is_saved = proxy.fleet.engine("a"), asyncio.Event()
+    aclose = old.adapter.aclose
+
+    async def slow_aclose():
+        await is_saved.wait()
+        await aclose()
+
+    monkeypatch.setattr(old.adapter, "aclose", slow_aclose)
+    old.leases.add(request := object())
+    with capture_logs() as logs:
+        proxy.engines.follow([named("b", engine.url)], grace_s=60)
+    (line,) = logs
+    assert line["event"].startswith("engine waits: its server is still in use under another name")
+    new = proxy.fleet.engine("b")
+
+    async def check_that_it_waits():
+        await asyncio.sleep(0.1)
+        assert (new.state, new.info) == (EngineState.CONNECTING, None)
+        assert proxy.fleet.pool("m").is_coming_back  # requests wait for it
+
+    await until(lambda: old.state is EngineState.DRAINING)
+    await check_that_it_waits()
+    old.leases.discard(request)
+    await until(lambda: not proxy.fleet.has(old))
+    await check_that_it_waits()
+    is_saved.set()
+    await until(lambda: new.state is EngineState.READY)
+    assert proxy.fleet.engines == {"b": new}
+    assert list(proxy.fleet.pool("m").engines) == ["b"]
+
+
+@pytest.mark.parametrize("settings", [{"api_key": "k"}, None], ids=["replaced", "left"])
+async def test_an_engine_that_fails_to_close_holds_up_nothing(
+    one_adapter, engine, proxy, monkeypatch, settings
+):
+    old = proxy.fleet.engine("a")
+    monkeypatch.setattr(old.adapter, "aclose", AsyncMock(side_effect=OSError("the disk is full")))
+    proxy.engines.follow([named("a", engine.url, **settings)] if settings else [], grace_s=60)
+    if settings:
+        new = proxy.fleet.engine("a")
+    else:
+        await until(lambda: not proxy.fleet.engines)
+        new = proxy.engines.add(named("b", engine.url))
+    await until(lambda: new.state is EngineState.READY)
+    assert new is not old
+
+
+async def test_a_new_name_that_is_taken_back_leaves_the_engine_as_it_was(one_adapter, engine, proxy):
+    old = proxy.fleet.engine("a")
+    old.leases.add(object())
+    for name in "ba":
+        proxy.engines.follow([named(name, engine.url)], grace_s=60)
+    await until(lambda: proxy.fleet.engines == {"a": old} and old.state is EngineState.READY)
+
+
+@pytest.mark.parametrize("settings", [{"api_key": "k"}, None], ids=["replaced", "removed"])
+async def test_a_stop_lets_an_adapter_that_leaves_save_and_connects_no_other(
+    one_adapter, engine, proxy, monkeypatch, settings
+):
+    old, saved = proxy.fleet.engine("a"), []
+    aclose = old.adapter.aclose
+
+    async def slow_aclose():
+        await asyncio.sleep(0.1)
+        saved.append(old.id)
+        await aclose()
+
+    monkeypatch.setattr(old.adapter, "aclose", slow_aclose)
+    proxy.engines.follow([named("a", engine.url, **settings)] if settings else [], grace_s=60)
+    if not settings:
+        await until(lambda: not proxy.fleet.has(old))
+        proxy.engines.add(named("a", engine.url))
+    new = proxy.fleet.engine("a")
+    await asyncio.sleep(0.02)
+    await proxy.stop()
+    assert saved == ["a"]
+    assert (new.state, new.info, proxy.tasks._tasks) == (EngineState.CONNECTING, None, {})
 
 
 async def test_drains_ordered_at_other_kvpins_are_followed(world, pair):
@@ -341,9 +283,9 @@ async def test_an_engine_kvpin_runs_is_not_removed(world, pair):
     assert ids(world) == ["a", "b"]
 
 
-async def test_an_engine_added_at_one_kvpin_joins_the_others_and_leaves_with_it():
-    async with FakeEngine("a") as server, started() as one, started() as two:
-        added = one.engines.add(named("", server.url, headers={"x-to": "a"}))
+async def test_an_engine_added_at_one_kvpin_joins_the_others_and_leaves_with_it(engine):
+    async with started() as one, started() as two:
+        added = one.engines.add(named("", engine.url, headers={"x-to": "a"}))
         assert added.id == "openai_compatible-0"
         tell(one, two)
         await until(lambda: state(two, added.id) is EngineState.READY)
@@ -356,27 +298,9 @@ async def test_an_engine_added_at_one_kvpin_joins_the_others_and_leaves_with_it(
         assert [(each.engine, each.named) for each in two.engines.removed()] == [
             (place_of(order_name(added.adapter.spec)), False)
         ]
-        one.engines.add(named("again", server.url))
+        one.engines.add(named("again", engine.url))
         tell(one, two)
         await until(lambda: state(two, "again") is EngineState.READY)
-
-
-async def test_a_configured_engine_that_was_drained_removed_and_added_elsewhere_serves_again():
-    async with FakeEngine("a") as server:
-        entry = named("a", server.url)
-        async with started(entry) as one, started(entry) as two, started(entry) as late:
-            await until(lambda: two.fleet.engine("a").state is EngineState.READY)
-            one.engines.drain(one.fleet.engine("a"), undo=False)
-            tell(one, two, late)
-            assert two.fleet.engine("a").state is EngineState.DRAINING
-            await one.engines.remove(one.fleet.engine("a"))
-            tell(one, two)
-            await until(lambda: not ids(two))
-            one.engines.add(entry)
-            tell(one, two, late)
-            await until(lambda: {*map(tuple, map(ids, (one, two, late)))} == {("a",)})
-            for each in (one, two, late):
-                await until(lambda each=each: each.fleet.engine("a").state is EngineState.READY)
 
 
 async def test_orders_outlive_a_restart(tmp_path):
@@ -419,96 +343,71 @@ async def test_removed_engines_are_listed_while_that_may_matter():
         ]
 
 
-async def test_an_id_that_is_taken_keeps_a_removed_engine_out():
-    async with FakeEngine("a") as a, FakeEngine("b") as b, started(named("a", a.url)) as proxy:
-        await proxy.engines.remove(proxy.fleet.engine("a"))
-        proxy.engines.add(named("a", b.url))
-        with pytest.raises(Conflict, match="under an id that is taken: it joins when that is free"):
-            proxy.engines.add(named("other", a.url))
-        assert proxy.fleet.engine("a").adapter.spec.url == b.url
-        await proxy.engines.remove(proxy.fleet.engine("a"))
-        await until(lambda: "a" in ids(proxy) and proxy.fleet.engine("a").adapter.spec.url == a.url)
+async def test_engines_stay_until_one_that_waits_for_its_id_was_tried(engine, other):
+    def reload(entry):
+        proxy.reload(proxy.settings.model_copy(update={"engines": (entry,)}))
 
-
-async def test_engines_stay_until_one_that_waits_for_its_id_was_tried():
-    async with (
-        FakeEngine("a") as a,
-        FakeEngine("b") as b,
-        FakeEngine("c") as c,
-        started(named("a", a.url)) as proxy,
-    ):
-
-        def reload(entry):
-            proxy.reload(proxy.settings.model_copy(update={"engines": (entry,)}))
-
+    async with FakeEngine("c") as third, started(named("a", engine.url)) as proxy:
         old = proxy.fleet.engine("a")
         await until(lambda: old.state is EngineState.READY)
         old.leases.add(request := object())
-        reload(named("b", b.url))
+        reload(named("b", other.url))
         await until(
             lambda: (state(proxy, "a"), state(proxy, "b")) == (EngineState.DRAINING, EngineState.READY)
         )
-        reload(named("a", c.url))  # a request holds the id: without b, all others would fail
-        await asyncio.sleep(0.2)
+        reload(named("a", third.url))  # a request holds the id: without b, all others would fail
+        await asyncio.sleep(0.1)
         assert state(proxy, "b") is EngineState.READY
         old.leases.discard(request)
         await until(lambda: ids(proxy) == ["a"])
-        assert (state(proxy, "a"), proxy.fleet.engine("a").adapter.spec.url) == (EngineState.READY, c.url)
+        assert (state(proxy, "a"), proxy.fleet.engine("a").adapter.spec.url) == (EngineState.READY, third.url)
 
 
-async def test_an_engine_stays_while_the_supervisor_starts_the_one_that_comes_in_its_place(tmp_path):
-    async with FakeEngine("a") as a, FakeEngine("b") as b, running(named("a", a.url)) as proxy:
-        port = b.port
-        await b.stop()
-        file = tmp_path / "starting"
-        file.touch()
-        started = StartedSettings(
-            kind="openai_compatible", url=f"http://127.0.0.1:{port}", id="b", starting_file=file
-        )
-        proxy.engines.follow([started], grace_s=60)
-        await until(lambda: proxy.fleet.engine("b").last_error is not None)
-        await asyncio.sleep(0.2)
-        assert (state(proxy, "a"), state(proxy, "b")) == (EngineState.READY, EngineState.CONNECTING)
-        with pytest.raises(NoEngine, match="engine 'b' is still connecting"):
-            proxy.fleet.find("the-model-of-b")  # not what a takes in its place
-        file.unlink()  # it has ended
-        proxy.fleet.engine("b").check_now.set()
-        await until(lambda: ids(proxy) == ["b"])
-        assert state(proxy, "b") is EngineState.DOWN
+async def test_an_engine_stays_while_the_supervisor_starts_the_one_that_comes_in_its_place(
+    other, proxy, tmp_path
+):
+    await other.stop()
+    file = tmp_path / "starting"
+    file.touch()
+    own = {"kind": "openai_compatible", "url": other.url, "id": "b", "starting_file": file}
+    proxy.engines.follow([StartedSettings(**own)], grace_s=60)
+    await until(lambda: proxy.fleet.engine("b").last_error is not None)
+    await asyncio.sleep(0.1)
+    assert (state(proxy, "a"), state(proxy, "b")) == (EngineState.READY, EngineState.CONNECTING)
+    with pytest.raises(NoEngine, match="engine 'b' is still connecting"):
+        proxy.fleet.find("the-model-of-b")  # not what a takes in its place
+    file.unlink()  # it has ended
+    proxy.fleet.engine("b").check_now.set()
+    await until(lambda: ids(proxy) == ["b"])
+    assert state(proxy, "b") is EngineState.DOWN
 
 
-async def test_an_engine_without_an_id_is_no_newcomer_while_the_one_that_had_its_number_leaves():
-    async with (
-        FakeEngine("b") as b,
-        FakeEngine("c") as c,
-        started(named("", "http://127.0.0.1:9"), named("", b.url)) as proxy,
-    ):
+async def test_an_engine_without_an_id_is_no_newcomer_while_the_one_that_had_its_number_leaves(engine, other):
+    def reload(*urls):
+        engines = Settings(engines=[named("", url) for url in urls]).engines
+        return proxy.reload(proxy.settings.model_copy(update={"engines": engines}))
 
-        def reload(*urls):
-            engines = Settings(engines=[named("", url) for url in urls]).engines
-            return proxy.reload(proxy.settings.model_copy(update={"engines": engines}))
-
+    async with started(named("", "http://127.0.0.1:9"), named("", engine.url)) as proxy:
         old, kept = (proxy.fleet.engine(f"openai_compatible-{number}") for number in (0, 1))
         await until(lambda: kept.state is EngineState.READY)
         old.leases.add(request := object())
         for _ in range(2):  # the settings number it 0 now, and 0 still leaves
-            reload(b.url)
-        assert reload(b.url, c.url).added == ()  # c is the first that has no number of its own: it waits
+            reload(engine.url)
+        # The other one is the first that has no number of its own: it waits.
+        assert reload(engine.url, other.url).added == ()
         assert proxy.fleet.engine(kept.id) is kept
         old.leases.discard(request)
         await until(lambda: sorted(ids(proxy)) == [old.id, kept.id] and not proxy.fleet.has(old))
         assert proxy.fleet.has(kept)
 
 
-async def test_an_engine_that_is_removed_and_added_again_at_once_stays():
-    async with FakeEngine("a") as a, started(named("a", a.url)) as proxy:
-        engine, book = proxy.fleet.engine("a"), proxy.fleet.book
-        await until(lambda: engine.state is EngineState.READY)
-        name = order_name(engine.adapter.spec)
-        book.remove(name, now=1.0)
-        book.readmit(name, now=2.0)
-        await asyncio.sleep(0.1)
-        assert proxy.fleet.engines == {"a": engine}
+async def test_an_engine_that_is_removed_and_added_again_at_once_stays(proxy):
+    engine, book = proxy.fleet.engine("a"), proxy.fleet.book
+    name = order_name(engine.adapter.spec)
+    book.remove(name, now=1.0)
+    book.readmit(name, now=2.0)
+    await asyncio.sleep(0.05)
+    assert proxy.fleet.engines == {"a": engine}
 
 
 async def test_an_added_engine_that_does_not_fit_here_is_told_without_its_key(tmp_path):

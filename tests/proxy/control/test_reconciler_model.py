@@ -29,28 +29,13 @@ from proxy.prompt import RegisteredTables
 from proxy.runtime import Supervisor
 from proxy.settings import EngineSettings, StartedSettings, engine_as_json
 from tests.fakes import INFO, FakeAdapter
+from tests.virtual_time import VirtualClock
 
 GRACE_S, SETTLED_S, CLOSING_S = 5.0, 40.0, 0.3
 # The last one has ranks, and the one before it takes one kvpin at a time.
 URLS = ("http://gpu0:1", "http://gpu1:1", "http://one:1", "http://ranks:1")
 OWN = "http://own:1"  # kvpin's supervisor starts it
 IDS, KEYS, MODELS = ("a", "b"), ("k", "l"), ("m", "n")
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """A loop whose clock jumps to the next timer when nothing else is to be done."""
-
-    def __init__(self):
-        super().__init__()
-        self.now, self.select = 0.0, self._selector.select
-        self._selector.select = self.jump
-
-    def time(self):
-        return self.now
-
-    def jump(self, timeout):
-        self.now += timeout or 0
-        return self.select(None if timeout is None else 0)
 
 
 class Strict(Supervisor):
@@ -381,11 +366,7 @@ class World:
             for place, claim in naive.used.items()
         }
         fleet = {
-            each.id: (
-                place_of(each),
-                each.adapter.spec.api_key,
-                each.drains,
-            )
+            each.id: (place_of(each), each.adapter.spec.api_key, each.drains)
             for each in self.fleet.engines.values()
         }
         assert fleet == expected
@@ -480,9 +461,14 @@ def each_order_is_later(monkeypatch):
     monkeypatch.setattr(reconciler, "time", SimpleNamespace(time=count(time.time(), 1.0).__next__))
 
 
-def run(work):
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner, structlog.testing.capture_logs():
-        runner.run(work)
+def run(play):
+    async def in_virtual_time():
+        with pytest.MonkeyPatch.context() as patch:
+            VirtualClock(asyncio.get_running_loop(), patch)
+            await play()
+
+    with structlog.testing.capture_logs():
+        asyncio.run(in_virtual_time())
 
 
 def each(*happening):
@@ -500,7 +486,7 @@ RANKS, GPU0, GPU1 = Claim("b", "http://ranks:1", "k"), Claim("a", URLS[0], "k"),
     ("hear", Claim("c", RANKS.url, "k")),
     ("name_in_settings", [GPU1, Claim("c", URLS[0], "k")]),
 )
-@settings(max_examples=150)
+@settings(max_examples=120)
 def test_the_fleet_becomes_what_settings_sources_and_orders_say(happening):
     async def play():
         world = World()
@@ -513,11 +499,17 @@ def test_the_fleet_becomes_what_settings_sources_and_orders_say(happening):
             world.check()
         await world.stop()
 
-    run(play())
+    run(play)
 
 
 @given(events(30))
-@settings(max_examples=100)
+@each(
+    ("add", GPU0),
+    ("name_in_settings", [GPU1]),
+    ("remove", 0),
+    ("restart",),  # before another one has joined
+)
+@settings(max_examples=80)
 def test_so_it_does_when_much_happens_at_once(happening):
     async def play():
         world = World(is_hurried=True)
@@ -537,4 +529,4 @@ def test_so_it_does_when_much_happens_at_once(happening):
         assert {order_name(each.adapter.spec) for each in world.fleet.engines.values()} <= added
         await world.stop()
 
-    run(play())
+    run(play)

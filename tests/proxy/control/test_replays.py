@@ -44,21 +44,16 @@ def trace():
         return b"".join(file.readlines()[:40])
 
 
-@pytest.fixture
 def children():
     """The ids of this process's own processes."""
-
-    def look() -> set[str]:
-        found = set()
-        for each in Path(f"/proc/{os.getpid()}/task").iterdir():
-            with suppress(FileNotFoundError):  # the thread has ended since
-                found.update((each / "children").read_text().split())
-        return found
-
-    return look
+    found = set()
+    for each in Path(f"/proc/{os.getpid()}/task").iterdir():
+        with suppress(FileNotFoundError):  # the thread has ended since
+            found.update((each / "children").read_text().split())
+    return found
 
 
-async def test_one_at_a_time_and_its_process_ends_with_the_call(trace, children):
+async def test_one_at_a_time_and_its_process_ends_with_the_call(trace):
     replays, before = Replays(), children()
     call = asyncio.ensure_future(replays.play(trace, {"policies": "all"}))
     while children() == before:  # noqa: ASYNC110 - a process tells nobody that it began
@@ -73,7 +68,7 @@ async def test_one_at_a_time_and_its_process_ends_with_the_call(trace, children)
     assert children() == before
 
 
-async def test_a_replay_that_takes_too_long_ends(trace, children, monkeypatch):
+async def test_a_replay_that_takes_too_long_ends(trace, monkeypatch):
     monkeypatch.setattr(module, "LONGEST_S", 0.01)
     before = children()
     with pytest.raises(BadRequest, match=r"takes longer than 0\.01 s"):
@@ -83,8 +78,7 @@ async def test_a_replay_that_takes_too_long_ends(trace, children, monkeypatch):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a signal of Linux")
 def test_its_process_ends_with_a_kvpin_that_is_killed():
-    with (TRACES / "agents.jsonl.gz").open("rb") as packed, gzip.open(packed) as file:
-        lines = file.read()
+    lines = gzip.decompress((TRACES / "agents.jsonl.gz").read_bytes())
     kvpin = subprocess.Popen([sys.executable, "-c", PLAYS], stdin=subprocess.PIPE)
     try:
         kvpin.stdin.write(lines)

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from msgspec import structs
 
-from engine_adapter import Capability, KvTarget, NotSupported
+from engine_adapter import Capability, JsonBody, KvTarget, NotSupported
 from proxy.control.operations import Target
 from proxy.control.target_engines import require_able
 from proxy.errors import BadRequest, NoEngine, NotFound
@@ -14,9 +14,19 @@ MESSAGES = [{"role": "user", "content": "What is the weather in Paris today? " *
 KEYS = ({"key": "ka", "tenant": "alice"}, {"key": "kb", "tenant": "bob"})
 
 
-async def test_a_chat_is_the_data_planes_prompt_without_the_turn_to_answer(world, pair):
-    from engine_adapter import JsonBody
+async def check_refused(world, error, param, /, match=None, **fields):
+    with pytest.raises(error, match=match) as caught:
+        await world.targets.prefix_of(Target(**fields))
+    assert caught.value.param == param
 
+
+async def chosen(world, capability, **fields):
+    """The engines that a target concerns."""
+    selection = await world.targets.select(Target(**fields), capability)
+    return [share.engine.id for share in selection.shares]
+
+
+async def test_a_chat_is_the_data_planes_prompt_without_the_turn_to_answer(world, pair):
     prefix = await world.targets.prefix_of(Target(messages=MESSAGES))
     body = JsonBody(msgspec.json.encode({"model": "m", "messages": MESSAGES}))
     served = await world.pool.prompts.build("/v1/chat/completions", body, salt=None)
@@ -30,63 +40,50 @@ async def test_a_chat_is_the_data_planes_prompt_without_the_turn_to_answer(world
 
 async def test_the_last_prompt_of_a_cache_key(world, pair):
     record = world.record("r1", tokens(40), prompt_cache_key="k")
-    prefix = await world.targets.prefix_of(Target(prompt_cache_key="k"))
-    assert prefix.prompt is record.prompt
-    with pytest.raises(NotFound) as caught:
-        await world.targets.prefix_of(Target(prompt_cache_key="other"))
-    assert caught.value.param == "prompt_cache_key"
-    with pytest.raises(NotFound) as caught:
-        await world.targets.prefix_of(Target(prompt_cache_key="k", model="n"))
-    assert caught.value.param == "model"
+    assert (await world.targets.prefix_of(Target(prompt_cache_key="k"))).prompt is record.prompt
+    await check_refused(world, NotFound, "prompt_cache_key", prompt_cache_key="other")
+    await check_refused(world, NotFound, "model", prompt_cache_key="k", model="n")
     world.add(KvFake("n", model="n"))
-    with pytest.raises(BadRequest, match="was for 'm'") as caught:
-        await world.targets.prefix_of(Target(prompt_cache_key="k", model="n"))
-    assert caught.value.param == "model"
+    await check_refused(world, BadRequest, "model", match="was for 'm'", prompt_cache_key="k", model="n")
+    text = record.prompt
+    for unlike_text in ({"media": True}, {"whole": False}):
+        record.prompt = structs.replace(text, **unlike_text)
+        await check_refused(world, BadRequest, "prompt_cache_key", match="images", prompt_cache_key="k")
 
 
 async def test_the_beginning_of_a_requests_prompt(world, pair):
     record = world.record("r1", tokens(40), salt="s", tenant="t")
-    whole = await world.targets.prefix_of(Target(request_id="r1"))
-    assert whole.prompt == record.prompt
+    assert (await world.targets.prefix_of(Target(request_id="r1"))).prompt == record.prompt
     part = await world.targets.prefix_of(Target(request_id="r1", tokens=32))
     assert part.chain.hashes == world.pool.chain(record.prompt).hashes
     assert (part.prompt.salt, part.label) == ("s", "request_id (32 tokens)")
     world.record("unknown", None)
     world.add(KvFake("n", model="n"))
-    for fields, error, param in (
-        ({"request_id": "r2"}, NotFound, "request_id"),
-        ({"request_id": "r1", "tenant": "other"}, NotFound, "request_id"),
-        ({"request_id": "unknown"}, BadRequest, "request_id"),
-        ({"request_id": "r1", "tokens": 41}, BadRequest, "tokens"),
-        ({"request_id": "r1", "model": "n"}, BadRequest, "model"),
-    ):
-        with pytest.raises(error) as caught:
-            await world.targets.prefix_of(Target(**fields))
-        assert caught.value.param == param
+    await check_refused(world, NotFound, "request_id", request_id="r2")
+    await check_refused(world, NotFound, "request_id", request_id="r1", tenant="other")
+    await check_refused(world, BadRequest, "request_id", request_id="unknown")
+    await check_refused(world, BadRequest, "tokens", request_id="r1", tokens=41)
+    await check_refused(world, BadRequest, "model", request_id="r1", model="n")
 
 
 async def test_an_alias_names_its_model_and_its_adapter(world, pair):
     world.fleet.aliases = {"gpt": "m", "tuned": "ada", "m": "ada"}
-    world.add(KvFake("c", loras=("ada",)))
-    for name, lora in (("gpt", None), ("tuned", "ada"), ("m", None)):
+    world.add(KvFake("c", loras=("ada", "lin")))
+    for name, lora in (("gpt", None), ("tuned", "ada"), ("ada", "ada"), ("m", None)):
         for engine in (None, "c"):
             prefix = await world.targets.prefix_of(Target(token_ids=tokens(40), model=name, engine=engine))
             assert prefix.prompt.lora == lora
-    with pytest.raises(BadRequest, match="engine 'a' serves 'm'"):
-        await world.targets.prefix_of(Target(token_ids=tokens(40), model="tuned", engine="a"))
+    for name, engine, served in (
+        ("tuned", "a", "'m'"),
+        ("ada", "a", "'m'"),
+        ("bob", "c", "'m', 'ada', 'lin'"),
+    ):
+        said = f"engine '{engine}' serves {served}$"
+        await check_refused(world, BadRequest, "model", match=said, prompt="x", model=name, engine=engine)
     world.record("r1", tokens(40), model="gpt", served_as="m", prompt_cache_key="k")
     for name in (None, "gpt", "m"):
         prefix = await world.targets.prefix_of(Target(prompt_cache_key="k", model=name))
         assert prefix.pool.model == "m"
-
-
-@pytest.mark.parametrize("unlike_text", [{"media": True}, {"whole": False}])
-async def test_a_prefix_that_holds_images_is_none(world, pair, unlike_text):
-    record = world.record("r1", tokens(40), prompt_cache_key="k")
-    record.prompt = structs.replace(record.prompt, **unlike_text)
-    with pytest.raises(BadRequest, match="images") as caught:
-        await world.targets.prefix_of(Target(prompt_cache_key="k"))
-    assert caught.value.param == "prompt_cache_key"
 
 
 @pytest.mark.parametrize(
@@ -104,9 +101,7 @@ async def test_a_prefix_that_holds_images_is_none(world, pair, unlike_text):
 )
 async def test_a_prefix_that_cannot_be_named(world, pair, fields, error, param):
     world.pool.prompts._context = lambda: 4096
-    with pytest.raises(error) as caught:
-        await world.targets.prefix_of(Target(**fields))
-    assert caught.value.param == param
+    await check_refused(world, error, param, **fields)
 
 
 async def test_an_engine_that_is_down_has_no_pool(world, pair):
@@ -116,26 +111,21 @@ async def test_an_engine_that_is_down_has_no_pool(world, pair):
 
 
 async def test_a_prefix_concerns_engines_that_hold_any_of_it_or_may(world, pair):
-    a, _ = pair
     for engine in world.engines.values():
         engine.audit.synced()
     ids = tokens(64)
-    prompt = world.served(a, ids[:32])
+    prompt = world.served(pair[0], ids[:32])
     world.pool.index.store("a", "gpu", world.pool.chain(prompt).hashes)
-    selection = await world.targets.select(Target(token_ids=ids), Capability.FLUSH)
-    assert [share.engine.id for share in selection.shares] == ["a"]
-    assert selection.note is None
+    assert await chosen(world, Capability.FLUSH, token_ids=ids) == ["a"]
     world.engines["b"].audit.lost("in doubt")
-    selection = await world.targets.select(Target(token_ids=ids), Capability.FLUSH)
-    assert [share.engine.id for share in selection.shares] == ["a", "b"]
+    assert await chosen(world, Capability.FLUSH, token_ids=ids) == ["a", "b"]
 
 
 async def test_tiers_that_no_event_tells_of_may_hold_it(world, pair):
     for engine in world.engines.values():
         engine.audit.synced()
     world.engines["b"].info = replace(world.engines["b"].info, tokens_per_chunk=16)
-    selection = await world.targets.select(Target(token_ids=tokens(40)), Capability.RESTORE)
-    assert [share.engine.id for share in selection.shares] == ["b"]
+    assert await chosen(world, Capability.RESTORE, token_ids=tokens(40)) == ["b"]
 
 
 async def test_engines_that_cannot_are_told_apart(world):
@@ -170,17 +160,13 @@ async def test_a_prefix_lies_under_its_tenants_salt(tokenizer_dir):
         salt = world.tenants.salt("alice", "x")
         prefix = await world.targets.prefix_of(Target(prompt="x", tenant="alice", cache_salt="x"))
         assert prefix.kv.cache_salt == salt
-        for target in (Target(prompt="x"), Target(prompt_cache_key="k")):
-            with pytest.raises(BadRequest) as caught:
-                await world.targets.prefix_of(target)
-            assert caught.value.param == "tenant"
+        await check_refused(world, BadRequest, "tenant", prompt="x")
+        await check_refused(world, BadRequest, "tenant", prompt_cache_key="k")
         world.record("r1", tokens(20), tenant="bob", prompt_cache_key="k")
         found = await world.targets.prefix_of(Target(prompt_cache_key="k", tenant="bob"))
         assert len(found.prompt.token_ids) == 20
-        with pytest.raises(NotFound):
-            await world.targets.prefix_of(Target(prompt_cache_key="k", tenant="alice"))
-        with pytest.raises(NotFound):
-            await world.targets.prefix_of(Target(prompt_cache_key="k", tenant="carol"))
+        await check_refused(world, NotFound, "prompt_cache_key", prompt_cache_key="k", tenant="alice")
+        await check_refused(world, NotFound, "tenant", prompt_cache_key="k", tenant="carol")
 
 
 async def test_one_tenant_alone_shares_with_everybody(tokenizer_dir):
@@ -214,24 +200,9 @@ class TestAdapters:
         assert own.kv.token_ids == plain.kv.token_ids
         assert own.chain.hashes[0] != plain.chain.hashes[0]
 
-    async def test_only_engines_that_serve_it_are_concerned(self, world, pair, ada):
-        target = Target(token_ids=self.IDS, model="ada")
-        chosen = await world.targets.select(target, Capability.FLUSH)
-        assert [share.engine.id for share in chosen.shares] == ["c"]
-        assert chosen.shares[0].targets[0].lora == "ada"
-
-    async def test_one_engines_adapters_are_named(self, world, ada):
-        prefix = await world.targets.prefix_of(Target(token_ids=self.IDS, model="ada", engine="c"))
-        assert prefix.kv.lora == "ada"
-        with pytest.raises(BadRequest, match=r"engine 'a' serves 'm'$"):
-            await world.targets.prefix_of(Target(token_ids=self.IDS, model="ada", engine="a"))
-        with pytest.raises(BadRequest, match=r"engine 'c' serves 'm', 'ada', 'lin'$"):
-            await world.targets.prefix_of(Target(token_ids=self.IDS, model="bob", engine="c"))
-
-    async def test_the_last_prompt_of_a_cache_key_keeps_it(self, world, ada):
-        record = world.record("r", self.IDS, model="ada", lora="ada", prompt_cache_key="k")
-        prefix = await world.targets.prefix_of(Target(prompt_cache_key="k"))
-        assert (prefix.prompt, prefix.kv.lora) == (record.prompt, "ada")
+    async def test_only_engines_that_serve_it_are_concerned(self, world, ada):
+        selection = await world.targets.select(Target(token_ids=self.IDS, model="ada"), Capability.FLUSH)
+        assert [(each.engine.id, each.targets[0].lora) for each in selection.shares] == [("c", "ada")]
 
     @pytest.mark.parametrize("fields", [{"all": True}, {"engine": "c"}])
     async def test_all_of_an_adapters_kv_cannot_be_told_from_the_rest(self, world, ada, fields):

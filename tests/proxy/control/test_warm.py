@@ -12,7 +12,7 @@ from proxy.errors import BadRequest, NoEngine
 from proxy.fleet.engine import EngineState
 from proxy.prompt import Prompt
 from tests.fakes import FakeEngine
-from tests.kv_world import ALL, KvFake, tokens
+from tests.kv_world import ALL, KvFake, finished, tokens
 
 NO_EVENTS = ALL - {Capability.KV_EVENTS}
 
@@ -26,18 +26,13 @@ async def servers(world):
         yield a, b
 
 
-def prefix_of(world):
-    """A prefix of two blocks."""
-    prompt = Prompt(array("i", tokens(32)))
+def prefix_of(world, prompt=None):
+    """A prefix, of two blocks unless it is given."""
+    prompt = prompt or Prompt(array("i", tokens(32)))
     return Prefix(world.pool, prompt, world.pool.chain(prompt), "token_ids")
 
 
-async def finished(operation):
-    assert await operation.wait(5)
-    return operation
-
-
-async def test_one_token_is_asked_of_the_engine_placement_picks(world, servers):
+async def test_one_token_is_asked_of_the_engine_placement_picks_and_the_index_learns(world, servers):
     a, b = servers
     world.served(world.engines["b"].adapter, tokens(32))
     operation = await finished(await world.warming.warm(Target(token_ids=tokens(48))))
@@ -49,26 +44,17 @@ async def test_one_token_is_asked_of_the_engine_placement_picks(world, servers):
     assert request.json["prompt"] == tokens(48)
     assert request.headers["content-type"] == "application/json"
     assert "cache_salt" not in request.json
+    assert world.matched(tokens(48)) == {"b": 3}
+    engine = world.engines["b"]
+    assert (engine.ledger.in_flight, engine.ledger.placed, engine.audit.view().checked) == (0, 1, 1)
 
 
-async def test_the_index_learns_what_was_warmed_and_nothing_stays_in_flight(world, servers):
-    await finished(await world.warming.warm(Target(token_ids=tokens(48), engine="a")))
-    assert world.matched(tokens(48)) == {"a": 3}
-    assert world.engines["a"].ledger.in_flight == 0
-    assert world.engines["a"].ledger.placed == 1
-    assert world.engines["a"].audit.view().checked == 1
-
-
-async def test_the_salt_goes_along(world, servers):
+async def test_salt_and_extra_ids_go_along_or_it_is_not_supported(world, servers):
     await finished(await world.warming.warm(Target(token_ids=tokens(48), cache_salt="s", engine="a")))
     assert servers[0].seen[0].json["cache_salt"] == "s"
-
-
-async def test_extra_ids_go_along_or_it_is_not_supported(world, servers):
     prompt = Prompt(array("i", [600, *tokens(31)]), array("Q", [9] + [0] * 31))
-    prefix = Prefix(world.pool, prompt, world.pool.chain(prompt), "token_ids")
-    await world.warming.warm_on(prefix, world.engines["a"], OperationPart("a", "warm"))
-    assert servers[0].seen[0].json["extra_ids"] == [9] + [0] * 31
+    await world.warming.warm_on(prefix_of(world, prompt), world.engines["a"], OperationPart("a", "warm"))
+    assert servers[0].seen[1].json["extra_ids"] == [9] + [0] * 31
     world.add(KvFake("c", NO_EVENTS - {Capability.EXTRA_IDS}))
     world.record("r1", None)
     world.record("r2", tokens(4), prompt_cache_key="k").prompt = prompt
@@ -100,23 +86,17 @@ async def test_who_cannot_be_asked(world, servers):
         await world.warming.warm(Target(token_ids=tokens(48)))
 
 
-async def test_an_engine_that_stays_away_fails_it(world, servers):
-    warming = Warming(replace(world.flow, wait_s=0.01), world.targets, world.operations)
-    world.engines["a"].state = EngineState.DOWN
-    with pytest.raises(NoEngine):
-        await warming.warm_on(prefix_of(world), world.engines["a"], OperationPart("a", "warm"))
-
-
 async def test_it_waits_a_moment_for_an_engine_that_is_away(world, servers):
-    world.engines["a"].state = EngineState.DOWN
-    warming = asyncio.create_task(
-        world.warming.warm_on(prefix_of(world), world.engines["a"], part := OperationPart("a", "warm"))
-    )
+    away, part = world.engines["a"], OperationPart("a", "warm")
+    away.state = EngineState.DOWN
+    warming = Warming(replace(world.flow, wait_s=0.01), world.targets, world.operations)
+    with pytest.raises(NoEngine):
+        await warming.warm_on(prefix_of(world), away, OperationPart("a", "warm"))
+    warming = asyncio.create_task(world.warming.warm_on(prefix_of(world), away, part))
     await asyncio.sleep(0)
-    world.engines["a"].state = EngineState.READY
+    away.state = EngineState.READY
     await warming
-    assert part.done == 2
-    assert len(servers[0].seen) == 1
+    assert (part.done, len(servers[0].seen)) == (2, 1)
 
 
 async def test_an_adapters_prefix_is_warmed_with_it(world, servers):

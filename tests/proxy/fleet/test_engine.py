@@ -1,17 +1,12 @@
 import asyncio
+import contextlib
 
 import pytest
 import structlog
 
 from engine_adapter import EngineChanged
 from proxy.fleet.engine import FALSE_DOUBTS, EngineState
-from proxy.fleet.fleet import Fleet
 from tests.fakes import add_ready
-
-
-@pytest.fixture
-def fleet():
-    return Fleet()
 
 
 class TestEngine:
@@ -44,24 +39,17 @@ class TestEngine:
 class TestDoubts:
     """An engine closed a connection: another process may answer from now on."""
 
-    async def test_a_request_waits_for_the_check_before_it_uses_a_new_connection(self, fleet):
+    @pytest.mark.parametrize("is_same", [True, False])
+    async def test_a_request_waits_for_the_check_and_is_not_sent_to_another_process(self, fleet, is_same):
         engine = add_ready(fleet, "a")
+        prepared_for = engine.connections
         engine.doubt()
         assert engine.check_now.is_set()
-        waiting = asyncio.create_task(engine.confirm(engine.connections))
+        waiting = asyncio.create_task(engine.confirm(prepared_for))
         await asyncio.sleep(0)
         assert not waiting.done()
-        engine.is_same(engine.doubts)
-        await asyncio.wait_for(waiting, 1)
-
-    async def test_what_was_prepared_for_a_process_that_is_gone_is_not_sent(self, fleet):
-        engine = add_ready(fleet, "a")
-        before = engine.connections
-        engine.doubt()
-        waiting = asyncio.create_task(engine.confirm(before))
-        await asyncio.sleep(0)
-        engine.has_gone()
-        with pytest.raises(EngineChanged):
+        engine.is_same(engine.doubts) if is_same else engine.has_gone()
+        with contextlib.nullcontext() if is_same else pytest.raises(EngineChanged):
             await asyncio.wait_for(waiting, 1)
 
     def test_a_doubt_during_the_check_needs_another_check(self, fleet):

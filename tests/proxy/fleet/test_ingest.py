@@ -23,6 +23,7 @@ from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest, has_exact_events
 from proxy.runtime import Supervisor
 from tests.fakes import INFO, FakeAdapter
+from tests.kv_world import until
 
 STORED = BlocksStored(Tier.GPU, None, (1,), array("i", range(16)), 16)
 
@@ -40,21 +41,15 @@ class World:
     async def say(self, *events):
         for event in events:
             self.adapter.feed.put_nowait(event)
-        await self.until(self.adapter.feed.empty)
+        await until(self.adapter.feed.empty)
         await asyncio.sleep(0)
-
-    async def until(self, condition):
-        async with asyncio.timeout(5):
-            while not condition():  # noqa: ASYNC110 - what is waited for has no event
-                await asyncio.sleep(0.001)
 
 
 @pytest.fixture
-async def world(monkeypatch):
-    monkeypatch.setattr(module, "RETRY_S", 0.01)
+async def world(virtual_time):
     world = World()
     world.ingest.follow(world.engine, world.pool)
-    await world.until(lambda: world.adapter.subscriptions == 1)
+    await until(lambda: world.adapter.subscriptions == 1)
     yield world
     await world.tasks.stop()
 
@@ -71,17 +66,13 @@ async def test_events_tell_whose_salts_an_engine_holds_kv_under():
     await world.tasks.stop()
 
 
-async def test_a_lost_view_voids_what_was_known_and_learned(world):
-    world.pool.learn(world.engine, (7, 8))
-    await world.say(ViewLost("start"), STORED, ViewCurrent(), ViewLost("a gap"))
+async def test_a_lost_view_voids_what_was_known_and_learned_and_a_first_start_is_no_alarm(world):
+    with structlog.testing.capture_logs() as logs:
+        await world.say(ViewLost("connected"), STORED, ViewCurrent())
+        world.pool.learn(world.engine, (7, 8))
+        await world.say(ViewLost("a gap"))
     assert (len(world.pool.index), len(world.engine.learned)) == (0, 0)
     assert (world.engine.audit.trust, world.engine.audit.why) == (Trust.APPROXIMATE, "a gap")
-
-
-async def test_only_a_view_that_held_something_is_reset(world):
-    """A first start is no alarm."""
-    with structlog.testing.capture_logs() as logs:
-        await world.say(ViewLost("connected"), STORED, ViewCurrent(), ViewLost("a gap"))
     events = [entry["event"] for entry in logs if "from events" in entry["event"]]
     assert events == ["learning the cache view from events", "cache view reset; relearning from events"]
 
@@ -89,7 +80,7 @@ async def test_only_a_view_that_held_something_is_reset(world):
 @pytest.mark.parametrize("error", [EngineUnavailable("gone"), EngineRejected("no", status=500)])
 async def test_a_broken_stream_lowers_trust_and_begins_again(world, error):
     await world.say(ViewLost("start"), STORED, ViewCurrent(), error)
-    await world.until(lambda: world.adapter.subscriptions == 2)
+    await until(lambda: world.adapter.subscriptions == 2)
     assert world.engine.audit.trust is Trust.APPROXIMATE
     assert "the event stream broke" in world.engine.audit.why
     assert world.engine.state == "suspect"
@@ -102,7 +93,7 @@ async def test_a_stream_that_just_ends_is_no_reason_for_trust(world, monkeypatch
     await world.say(ViewLost("start"), ViewCurrent())
     monkeypatch.setattr(world.adapter, "events", nothing)
     world.ingest.follow(world.engine, world.pool)
-    await world.until(lambda: world.engine.audit.trust is Trust.APPROXIMATE)
+    await until(lambda: world.engine.audit.trust is Trust.APPROXIMATE)
     assert world.engine.audit.why == "the event stream broke: the engine ended it"
     assert world.engine.state == "ready"
 
@@ -135,7 +126,7 @@ async def test_persistent_misses_start_over(world):
         for _ in range(MIN_MISSES):
             world.ingest.audit(world.engine, 16, 0)
     assert [line["event"] for line in logs] == ["predictions miss; relearning the cache view from events"]
-    await world.until(lambda: world.adapter.subscriptions == 2)
+    await until(lambda: world.adapter.subscriptions == 2)
     await world.say(ViewLost("start"), ViewCurrent())
     assert world.engine.audit.trust is Trust.PRECISE
     assert len(world.pool.index) == 0
@@ -159,57 +150,30 @@ async def test_a_view_that_is_not_complete_is_trusted_for_what_it_shows(world):
     assert not world.pool.candidates(None)[0].complete
 
 
-async def test_misses_of_an_engine_that_left_start_nothing(world):
+async def test_an_engine_that_left_is_followed_no_more_and_its_misses_start_nothing(world):
     await world.say(ViewLost("start"), ViewCurrent())
     world.ingest.leave(world.engine)
     world.fleet.leave(world.engine)
     for _ in range(MIN_MISSES):
         world.ingest.audit(world.engine, 16, 0)
-    await asyncio.sleep(0.02)
-    assert world.adapter.subscriptions == 1
-
-
-async def test_an_engine_that_left_is_followed_no_more(world):
-    world.ingest.leave(world.engine)
-    await asyncio.sleep(0.01)
     world.adapter.feed.put_nowait(STORED)
-    await asyncio.sleep(0.01)
-    assert len(world.pool.index) == 0
-
-
-async def test_engines_share_the_time_that_requests_wait(world):
-    """Their turns follow each other before a request gets one."""
-    assert world.ingest._turn_s() == module.TURN_S
-    for name in "bcde":
-        engine = world.fleet.add(FakeAdapter(name))
-        world.ingest.follow(engine, world.fleet.join(engine, world.engine.info))
-    await asyncio.sleep(0.01)
-    assert world.ingest._turn_s() == pytest.approx(module.TURN_S / 5)
-    for engine in world.fleet.engines.values():
-        world.ingest.leave(engine)
-    await asyncio.sleep(0.01)
-    assert world.ingest._turn_s() == module.TURN_S
+    await asyncio.sleep(10)
+    assert (world.adapter.subscriptions, len(world.pool.index)) == (1, 0)
 
 
 @pytest.mark.parametrize("events", [1, 100])
 async def test_a_flood_of_blocks_leaves_turns_to_requests(world, monkeypatch, events):
     """As many events, or as one."""
-    monkeypatch.setattr(module, "TURN_S", 0.0)
-    monkeypatch.setattr(module, "MIN_TURN_S", 0.0)
-    blocks, turns = 25_600, []
-
-    async def others():
-        while True:
-            await asyncio.sleep(0)
-            turns.append(world.pool.index.held("a", Tier.GPU))
-
-    task = asyncio.create_task(others())
+    monkeypatch.setattr(module, "TURN_S", -1.0)
+    monkeypatch.setattr(module, "MIN_TURN_S", -1.0)
+    blocks, turns = 25_600, [0]
     each = blocks // events
     for n in range(events):
         names, tokens = range(n * each, (n + 1) * each), array("i", range(n * each * 16, (n + 1) * each * 16))
         world.adapter.feed.put_nowait(BlocksStored(Tier.GPU, None, tuple(names), tokens, 16))
-    await world.until(lambda: world.pool.index.held("a", Tier.GPU) == blocks)
-    task.cancel()
+    while turns[-1] < blocks:
+        await asyncio.sleep(0)
+        turns.append(world.pool.index.held("a", Tier.GPU))
     assert max(later - before for before, later in pairwise(turns)) <= 256
 
 
@@ -219,14 +183,13 @@ async def test_a_flood_of_blocks_leaves_turns_to_requests(world, monkeypatch, ev
         ({}, True),
         ({"tokens_per_block": 64}, True),
         ({"tokens_per_block": 24}, False),
-        ({"tokens_per_block": 1}, True),
         ({"tokens_per_block": 2}, True),
         ({"tokens_per_block": 3}, False),
         ({"tokens_per_block": None}, False),
         ({"capabilities": frozenset()}, False),
     ],
 )
-async def test_only_events_in_blocks_that_fit_are_followed(info, exact):
+async def test_only_events_in_blocks_that_fit_are_followed(virtual_time, info, exact):
     world = World(**info)
     assert has_exact_events(world.engine, world.pool) is exact
     world.ingest.follow(world.engine, world.pool)

@@ -13,18 +13,12 @@ from proxy.core.index.match import Match
 from proxy.core.placement.load import Remaining
 from proxy.core.placement.rates import DEFAULT_PREFILL_TOK_S
 from proxy.core.placement.scores import place
-from proxy.fleet.fleet import Fleet
 from proxy.fleet.lease import LENIENCE, leader, patience_s
 from proxy.fleet.pool import PENDING_LINGER_S
 from proxy.prompt import Prompt
 from tests.fakes import add_ready
 
 PROMPT = Prompt(array("i", range(40)))
-
-
-@pytest.fixture
-def fleet():
-    return Fleet()
 
 
 class TestLease:
@@ -60,16 +54,16 @@ class TestLease:
                     raise error
         assert (engine.served, engine.prefilled, engine.failed) == (0, 1, 1)
 
-    async def test_blocks_stay_pending_while_events_may_still_tell_of_them(self, fleet):
+    async def test_blocks_stay_pending_while_events_may_still_tell_of_them(self, virtual_time, fleet):
         add_ready(fleet, "a").audit.synced()
         pool, chain, leasing = self.lease(fleet)
         with leasing as lease:
             lease.succeeded = True
         assert pool.index.match(chain.hashes) == {"a": Match(pending=2)}
-        await asyncio.sleep(PENDING_LINGER_S * 1.5)
+        await asyncio.sleep(PENDING_LINGER_S * 1.1)
         assert not pool.index.match(chain.hashes)
 
-    async def test_blocks_that_events_told_of_are_not_pending_when_they_leave(self, fleet):
+    async def test_blocks_that_events_told_of_are_not_pending_when_they_leave(self, virtual_time, fleet):
         """A small GPU evicts a prompt before a quarter of a second is over."""
         add_ready(fleet, "a").audit.synced()
         pool, chain, leasing = self.lease(fleet)
@@ -81,7 +75,7 @@ class TestLease:
         assert not pool.index.match(chain.hashes)
         *_, again = self.lease(fleet)
         with again:
-            await asyncio.sleep(PENDING_LINGER_S * 1.5)  # it ends none but its own
+            await asyncio.sleep(PENDING_LINGER_S * 1.1)  # it ends none but its own
             assert pool.index.match(chain.hashes) == {"a": Match(pending=2)}
 
     async def test_a_decode_leg_computes_no_prompt_that_others_wait_for(self, fleet):
@@ -95,15 +89,16 @@ class TestLease:
             await decoding.computes(streams=True)
             assert engine.underway == [decoding]
 
-    async def test_a_decode_leg_waits_for_no_prompt_until_it_computes_one(self, fleet):
+    async def test_a_decode_leg_waits_for_no_prompt_until_it_computes_one(self, virtual_time, fleet):
         add_ready(fleet, "a")
         pool, chain, leasing = self.lease(fleet)
         with leasing as first:
             again = place(pool.candidates(chain), chain)
             assert again.chosen.pending_tokens == 32
             with pool.lease(again, chain, streams=True, part=Role.DECODE) as decoding:
-                async with asyncio.timeout(0.005):  # the first one takes 10 ms
-                    await decoding.gather()
+                began = virtual_time.now
+                await decoding.gather()
+                assert virtual_time.now == began
                 computing = asyncio.ensure_future(decoding.computes(streams=True))
                 await asyncio.sleep(0)
                 assert not computing.done()
@@ -125,9 +120,8 @@ class TestLease:
     async def test_its_request_hears_that_the_engine_is_lost(self, fleet):
         engine, lost = add_ready(fleet, "a"), []
         pool = fleet.pools["m"]
-        with pool.lease(
-            pool.place(pool.candidates(None), None), None, on_lost=lambda: lost.append(1)
-        ) as lease:
+        placement = pool.place(pool.candidates(None), None)
+        with pool.lease(placement, None, on_lost=lambda: lost.append(1)) as lease:
             assert (engine.leases, engine.unanswered) == ({lease}, [lease])
             engine.abandon()
             assert (lost, lease.is_lost) == ([1], True)
@@ -156,13 +150,16 @@ class TestLeader:
 
 
 class TestPatience:
-    def test_as_long_as_going_beside_it_would_take_longer(self):
-        # Side by side each takes twice as long.
-        assert patience_s(Remaining(0.0, 1.9, seen=True), 1.0) == pytest.approx(1.9 * LENIENCE)
-        assert patience_s(Remaining(0.0, 2.0, seen=True), 1.0) is None
-
-    def test_what_is_before_both_delays_both(self):
-        assert patience_s(Remaining(50.0, 1.0, seen=True), 1.0) == 51 * LENIENCE
-
-    def test_whose_first_token_is_not_seen_is_taken_to_come_as_expected(self):
-        assert patience_s(Remaining(0.5, 1.0, seen=False), 1.0) == 1.5
+    @pytest.mark.parametrize(
+        ("before_s", "own_s", "seen", "patience"),
+        [
+            (0.0, 1.9, True, 1.9 * LENIENCE),  # side by side, each would take twice as long
+            (0.0, 2.0, True, None),
+            (50.0, 1.0, True, 51 * LENIENCE),
+            (0.5, 1.0, False, 1.5),
+        ],
+        ids=["it pays", "beside it is as fast", "what is before both delays both", "first token not seen"],
+    )
+    def test_as_long_as_going_beside_it_would_take_longer(self, before_s, own_s, seen, patience):
+        found = patience_s(Remaining(before_s, own_s, seen=seen), 1.0)
+        assert found == (patience if patience is None else pytest.approx(patience))

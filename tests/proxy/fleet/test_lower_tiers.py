@@ -11,7 +11,6 @@ from proxy.core.index.match import Match
 from proxy.core.placement.rates import DEFAULT_PREFILL_TOK_S
 from proxy.core.placement.scores import place
 from proxy.fleet.engine import EngineState
-from proxy.fleet.fleet import Fleet
 from proxy.fleet.lower_tiers import expect_below, look_below
 from proxy.prompt import Prompt
 from tests.fakes import INFO, FakeAdapter
@@ -32,11 +31,6 @@ class TieredAdapter(FakeAdapter):
     async def lookup(self, prompt):
         self.asked.append(prompt)
         return self.answers.pop(0)
-
-
-@pytest.fixture
-def fleet():
-    return Fleet()
 
 
 def add(fleet, adapter, *, chunk=CHUNK):
@@ -98,12 +92,12 @@ async def test_tiers_are_not_asked_for_what_is_more_than_text(fleet, unlike_text
     assert (placement.predicted_tokens, placement.firm, engine.adapter.asked) == (64, False, [])
 
 
-@pytest.mark.parametrize(("on_gpu", "expected"), [(18, 320), (2, 320), (0, 320)])
-async def test_the_longer_of_both_is_reused(fleet, on_gpu, expected):
+@pytest.mark.parametrize("on_gpu", [18, 2])
+async def test_the_longer_of_both_is_reused(fleet, on_gpu):
     _, pool = add(fleet, TieredAdapter("a", BelowGpu(320, 0, 320)))
     pool.index.store("a", Tier.GPU, pool.chain(PROMPT).hashes[:on_gpu])
     placement, _ = await looked(pool)
-    assert (placement.predicted_tokens, placement.gpu_tokens) == (expected, 16 * on_gpu)
+    assert (placement.predicted_tokens, placement.gpu_tokens) == (320, 16 * on_gpu)
 
 
 async def test_engines_without_such_tiers_are_left_alone(fleet):

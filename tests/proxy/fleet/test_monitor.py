@@ -1,7 +1,7 @@
 import asyncio
-import time
 from array import array
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest.mock import AsyncMock
 
 import pytest
@@ -36,29 +36,22 @@ INTERVAL_S = 0.02
 
 
 class World:
-    def __init__(self, *, reuse=True, interval_s=INTERVAL_S, timeout_s=1.0, isolated=False, timeouts=None):
+    def __init__(self, *, reuse=True, interval_s=INTERVAL_S, timeout_s=1.0, isolated=False):
         self.tasks, self.fleet = Supervisor(), Fleet()
         self.ingest = Ingest(self.fleet, self.tasks) if reuse else None
         self.tables = RegisteredTables(max_bytes=1 << 20)
-        self.monitor = Monitor(
-            self.fleet,
-            self.tasks,
-            self.ingest,
-            self.tables,
-            interval_s=interval_s,
-            timeout_s=timeout_s,
-            isolated=isolated,
-        )
+        times = {"interval_s": interval_s, "timeout_s": timeout_s}
+        self.monitor = Monitor(self.fleet, self.tasks, self.ingest, self.tables, isolated=isolated, **times)
 
-    def add(self, engine_id="a", **info):
-        adapter = FakeAdapter(engine_id, info=replace(INFO, **info))
+    def add(self, engine_id="a", adapter=None, **info):
+        adapter = adapter or FakeAdapter(engine_id, info=replace(INFO, **info))
         engine = self.fleet.add(adapter)
         self.monitor.watch(engine)
         return engine, adapter
 
-    async def ready(self, engine_id="a", **info):
+    async def ready(self, engine_id="a", adapter=None, **info):
         """An engine that has connected."""
-        engine, adapter = self.add(engine_id, **info)
+        engine, adapter = self.add(engine_id, adapter, **info)
         await self.state(engine, EngineState.READY)
         return engine, adapter
 
@@ -67,25 +60,30 @@ class World:
             while not condition():  # noqa: ASYNC110 - what is waited for has no event
                 await asyncio.sleep(0.001)
 
-    async def state(self, engine, *states):
-        await self.until(lambda: engine.state in states)
+    async def state(self, engine, state):
+        await self.until(lambda: engine.state is state)
 
 
 @pytest.fixture
-async def world():
-    world = World()
-    yield world
-    await world.tasks.stop()
+async def start(virtual_time):
+    """Starts a proxy's watch over engines."""
+    worlds = []
+    yield lambda **options: worlds.append(World(**options)) or worlds[-1]
+    for world in worlds:
+        await world.tasks.stop()
+
+
+@pytest.fixture
+def world(start):
+    return start()
 
 
 class TestIsolation:
     """With several tenants, an engine that cannot keep their KV apart is used only where it may share it."""
 
     @pytest.fixture
-    async def world(self):
-        world = World(isolated=True)
-        yield world
-        await world.tasks.stop()
+    def world(self, start):
+        return start(isolated=True)
 
     async def test_such_an_engine_is_not_used_and_the_log_names_the_setting(self, world):
         with structlog.testing.capture_logs() as logs:
@@ -112,37 +110,32 @@ class TestIsolation:
 
     async def test_it_is_used_once_it_can(self, world):
         """As a vLLM whose trial of salts is settled later than it joined."""
-        engine = world.fleet.add(adapter := ChangingAdapter("a", info=INFO))
-        world.monitor.watch(engine)
+        engine, adapter = world.add(adapter=ChangingAdapter("a", info=INFO))
         await world.state(engine, EngineState.REFUSED)
         adapter.info = replace(INFO, capabilities=frozenset({Capability.CACHE_SALT}))
         adapter.outdated = True
         await world.state(engine, EngineState.READY)
 
 
-async def test_one_that_is_down_at_start_is_named_once_in_the_log(world):
+@pytest.mark.parametrize(
+    ("error", "event"),
+    [
+        (EngineUnavailable("connection refused"), "engine is not reachable; kvpin keeps trying"),
+        (EngineRejected("it wants a key", status=401), "engine refuses kvpin; kvpin keeps trying"),
+    ],
+    ids=["unreachable", "refuses"],
+)
+async def test_one_that_is_down_at_start_is_named_once_in_the_log(world, error, event):
     adapter = FakeAdapter("a")
-    engine = world.fleet.add(adapter)
-    adapter.failures = [EngineUnavailable("connection refused")] * 3
+    adapter.failures = [error] * 3
     with structlog.testing.capture_logs() as logs:
-        world.monitor.watch(engine)
-        await world.state(engine, EngineState.READY)
-    (entry,) = [entry for entry in logs if entry["event"] == "engine is not reachable; kvpin keeps trying"]
-    assert entry["log_level"] == "warning"
-    assert (entry["engine"], entry["url"], entry["error"]) == ("a", adapter.spec.url, "connection refused")
-
-
-async def test_one_that_answers_with_an_error_is_not_called_unreachable(world):
-    adapter = FakeAdapter("a")
-    engine = world.fleet.add(adapter)
-    adapter.failures = [EngineRejected("it wants a key", status=401)] * 3
-    with structlog.testing.capture_logs() as logs:
-        world.monitor.watch(engine)
+        engine, _ = world.add(adapter=adapter)
         await world.state(engine, EngineState.DOWN)
-        assert engine.refuses
+        assert engine.refuses is isinstance(error, EngineRejected)
         await world.state(engine, EngineState.READY)
     (entry,) = [entry for entry in logs if "keeps trying" in entry["event"]]
-    assert (entry["event"], entry["error"]) == ("engine refuses kvpin; kvpin keeps trying", "it wants a key")
+    assert (entry["event"], entry["log_level"]) == (event, "warning")
+    assert (entry["engine"], entry["url"], entry["error"]) == ("a", adapter.spec.url, str(error))
 
 
 async def test_one_that_fails_a_check_leaves_with_all_that_was_known_and_comes_back(world):
@@ -211,100 +204,82 @@ async def test_failed_checks_are_repeated_before_the_engine_is_lost(world, error
     assert len(pool.index) == 0
 
 
-async def test_requests_that_fail_meanwhile_do_not_hasten_the_loss():
-    world = World(interval_s=0.2)
+async def test_requests_that_fail_meanwhile_do_not_hasten_the_loss(start, virtual_time):
+    world = start(interval_s=0.2)
     engine, adapter = await world.ready()
     adapter.failures = [EngineUnhealthy("503")] * 2
-    begun, checks = time.monotonic(), adapter.checks
+    begun, checks = virtual_time.now, adapter.checks
     while adapter.checks < checks + 3:
         engine.suspect(EngineUnavailable("reset"))
         await asyncio.sleep(0.01)
-    assert time.monotonic() - begun >= 0.4
-    await world.tasks.stop()
+    assert virtual_time.now - begun > 0.39
 
 
-class AnswersDuringAPause(FakeAdapter):
-    """Its first answer comes in time, while kvpin is paused for longer than a check may take."""
+async def test_engines_are_not_lost_because_kvpin_was_held_up(start, virtual_time):
+    """The first answer comes in time, while kvpin is paused for longer than a check may take."""
+    world = start(timeout_s=0.2)
+    engine, adapter = await world.ready()
+    load = adapter.load
 
-    paused = False
-
-    async def load(self):
-        if not self.paused:
-            self.paused = True
-            asyncio.get_running_loop().call_soon(time.sleep, 1.0)
+    async def load_during_a_pause():
+        adapter.load = load
+        asyncio.get_running_loop().call_soon(virtual_time.pause, 1.0)
         await asyncio.sleep(0.01)
-        return await super().load()
+        return await load()
 
-
-async def test_engines_are_not_lost_because_kvpin_was_held_up():
-    world = World(timeout_s=0.2)
-    adapter = AnswersDuringAPause()
-    engine = world.fleet.add(adapter)
+    adapter.load = load_during_a_pause
     with structlog.testing.capture_logs() as logs:
-        world.monitor.watch(engine)
         await world.until(lambda: adapter.checks > 4)
     assert engine.state is EngineState.READY
-    assert "engine is lost" not in {line["event"] for line in logs}
-    await world.tasks.stop()
+    assert logs == []
 
 
-async def test_one_that_does_not_answer_in_time_is_down():
-    world = World(timeout_s=0.03)
+async def test_one_that_does_not_answer_in_time_is_down(start):
+    world = start(timeout_s=0.03)
     engine, adapter = await world.ready()
-
-    async def hang():
-        await asyncio.sleep(60)
-
     pool, lost = world.fleet.pools["m"], []
     with pool.lease(pool.place(pool.candidates(None), None), None, on_lost=lambda: lost.append(1)):
-        adapter.load = adapter.connect = hang
+        adapter.load = adapter.connect = asyncio.Event().wait
         await world.state(engine, EngineState.DOWN)
         assert engine.last_error == "no answer within 0.03 s (health.timeout_s)"
         assert lost
-    await world.tasks.stop()
 
 
-async def test_a_managed_one_that_computes_is_not_suspected():
-    class Computing:
-        starting = False
-        error = None
-        computing = True
-
-    world = World(timeout_s=0.03)
+async def test_a_managed_one_that_computes_is_not_suspected(start):
+    world = start(timeout_s=0.03)
     engine, adapter = await world.ready()
-    engine.process, checks = Computing(), []
-
-    async def hang():
-        checks.append(1)
-        await asyncio.sleep(60)
-
-    adapter.load = adapter.connect = hang
-    await world.until(lambda: len(checks) > 2 * FAILURES)
+    engine.process = SimpleNamespace(starting=False, error=None, computing=True)
+    adapter.load = adapter.connect = asyncio.Event().wait
+    await asyncio.sleep(10 * FAILURES * INTERVAL_S)
     assert engine.state is EngineState.READY
     engine.process.computing = False
     await world.state(engine, EngineState.DOWN)
-    await world.tasks.stop()
+
+
+def held_up(begun, go, answer):
+    """What an engine answers once `go` is set."""
+
+    async def call():
+        begun.set()
+        await go.wait()
+        return answer
+
+    return call
 
 
 class TestSuspicion:
     @pytest.fixture
-    async def world(self):
-        world = World(interval_s=60)  # nothing is checked unless asked for
-        yield world
-        await world.tasks.stop()
+    def world(self, start):
+        return start(interval_s=60)  # nothing is checked unless asked for
 
-    async def test_is_checked_at_once_and_lifted(self, world):
-        engine, _ = await world.ready()
-        world.fleet.pools["m"].learn(engine, (1,))
-        engine.suspect(EngineUnavailable("reset"))
-        assert world.fleet.pools["m"].ready() == []
-        await world.state(engine, EngineState.READY)
-        assert world.fleet.pools["m"].index.held("a", Tier.GPU) == 1
-
-    async def test_finds_a_restarted_process_whose_cache_is_gone(self, world):
+    async def test_is_checked_at_once_and_lifted_or_finds_a_restarted_process(self, world):
         engine, adapter = await world.ready()
         pool = world.fleet.pools["m"]
         pool.learn(engine, (1,))
+        engine.suspect(EngineUnavailable("reset"))
+        assert pool.ready() == []
+        await world.state(engine, EngineState.READY)
+        assert pool.index.held("a", Tier.GPU) == 1
         adapter.info = replace(INFO, instance="i2")
         engine.suspect(EngineUnavailable("reset"))
         await world.until(lambda: engine.info.instance == "i2")
@@ -313,15 +288,9 @@ class TestSuspicion:
     async def test_an_engine_that_is_drained_while_it_is_checked_stays_so(self, world):
         engine, adapter = await world.ready()
         begun, go = asyncio.Event(), asyncio.Event()
-
-        async def connect():
-            begun.set()
-            await go.wait()
-            return INFO
-
-        adapter.connect = connect
+        adapter.connect = held_up(begun, go, INFO)
         engine.suspect(EngineUnavailable("reset"))
-        await asyncio.wait_for(begun.wait(), 1)
+        await begun.wait()
         engine.state = EngineState.DRAINING
         engine.check_now.clear()
         go.set()
@@ -332,71 +301,41 @@ class TestSuspicion:
     async def test_that_comes_during_a_check_is_not_forgotten(self, world):
         engine, adapter = await world.ready()
         begun, go = asyncio.Event(), asyncio.Event()
-
-        async def load():
-            begun.set()
-            await go.wait()
-            return EngineLoad(0, 0)
-
-        adapter.load = load
+        adapter.load = held_up(begun, go, EngineLoad(0, 0))
         engine.check_now.set()
-        await asyncio.wait_for(begun.wait(), 1)
+        await begun.wait()
         engine.suspect(EngineUnavailable("reset"))
         go.set()
         await world.state(engine, EngineState.READY)
 
 
-class ExactLoop(asyncio.SelectorEventLoop):
-    """A loop whose clock stands while anything runs, and jumps to the next timer: no machine is too busy."""
-
-    def __init__(self):
-        super().__init__()
-        self._now = 0.0
-        select = self._selector.select
-
-        def jump(timeout):
-            events = select(0 if timeout is not None else None)
-            if not events and timeout:
-                self._now += timeout
-            return events
-
-        self._selector.select = jump
-
-    def time(self):
-        return self._now
-
-
-def test_engines_that_connect_at_once_are_not_checked_at_once():
+async def test_engines_that_connect_at_once_are_not_checked_at_once(start, virtual_time):
     """All checks in one tick would keep requests waiting for as long as they take together."""
-    checked = []
+    world, checked = start(interval_s=0.5), []
 
-    async def check():
-        world, loop = World(interval_s=0.5), asyncio.get_running_loop()
+    async def load():
+        checked.append(virtual_time.now)
+        return EngineLoad(0, 0)
 
-        async def load():
-            checked.append(loop.time())
-            return EngineLoad(0, 0)
-
-        for number in range(64):
-            _, adapter = world.add(f"engine-{number}")
-            adapter.load = load
-        await world.until(lambda: len(checked) >= 128)
-        await world.tasks.stop()
-
-    with asyncio.Runner(loop_factory=ExactLoop) as runner:
-        runner.run(check())
+    for number in range(64):
+        _, adapter = world.add(f"engine-{number}")
+        adapter.load = load
+    await world.until(lambda: len(checked) >= 128)
     most = max(sum(begun <= each < begun + 0.05 for each in checked) for begun in checked)
     assert most <= 24
 
 
-async def test_a_draining_engine_stays_so(world):
+async def test_a_draining_engine_stays_so_when_it_fails_and_when_it_goes_elsewhere(world):
     engine, adapter = await world.ready()
     engine.state = EngineState.DRAINING
     adapter.failures = [EngineUnavailable("gone")]
     await world.until(lambda: engine.last_error == "gone")
     await world.until(lambda: engine.last_error is None)
-    assert engine.state == "draining"
+    assert engine.state is EngineState.DRAINING
     assert world.fleet.pools["m"].ready() == []
+    engine.give_to("other:7")
+    await world.until(lambda: world.fleet.pool_of(engine) is None)
+    assert engine.state is EngineState.DRAINING
 
 
 async def test_tables_are_given_before_requests(world):
@@ -410,37 +349,15 @@ async def test_tables_are_given_before_requests(world):
 
 
 async def test_the_prompts_of_a_pool_outlive_the_engine_they_were_made_with(world):
-    body = JsonBody(b'{"input": "hello"}')
-
-    asked = []
-
-    async def add(name):
-        async def tokenize(_path, _body):
-            asked.append(name)
-            return array("i", [1])
-
-        engine, adapter = world.add(name, capabilities=frozenset({Capability.TOKENIZE}))
-        adapter.tokenize = tokenize
-        await world.state(engine, EngineState.READY)
-        return engine
-
-    first, _ = await add("a"), await add("b")
+    first, second = [await world.ready(name, capabilities=frozenset({Capability.TOKENIZE})) for name in "ab"]
+    for _, adapter in (first, second):
+        adapter.tokenize = AsyncMock(return_value=array("i", [1]))
     prompts = world.fleet.pools["m"].prompts
-    world.monitor.forget(first)
-    world.fleet.remove(world.fleet.engine("a"))
-    asked.clear()
-    assert (await prompts.build("/v1/responses", body, salt=None)).token_ids == array("i", [1])
-    assert asked == ["b"]
-
-
-async def test_without_reuse_nothing_is_followed():
-    world = World(reuse=False)
-    engine, adapter = await world.ready(capabilities=frozenset({Capability.KV_EVENTS}))
-    adapter.failures = [EngineUnavailable("gone")]
-    await world.until(lambda: engine.last_error == "gone")
-    world.monitor.forget(engine)
-    assert adapter.subscriptions == 0
-    await world.tasks.stop()
+    world.monitor.forget(first[0])
+    world.fleet.remove(first[0])
+    prompt = await prompts.build("/v1/responses", JsonBody(b'{"input": "hello"}'), salt=None)
+    assert prompt.token_ids == array("i", [1])
+    assert (first[1].tokenize.await_count, second[1].tokenize.await_count) == (0, 1)
 
 
 class TestChanges:
@@ -463,12 +380,9 @@ class TestChanges:
         return told
 
     async def test_it_is_asked_again(self, world, told):
-        engine = world.fleet.add(adapter := ChangingAdapter("a", info=INFO))
-        world.monitor.watch(engine)
-        await world.state(engine, EngineState.READY)
+        engine, adapter = await world.ready(adapter=ChangingAdapter("a", info=INFO))
         world.fleet.pools["m"].learn(engine, (1, 2))
-        lost = Finding("no L2 tier", "start it with --l2")
-        adapter.found = (lost,)
+        adapter.found = (Finding("no L2 tier", "start it with --l2"),)
         await self.change(world, engine, adapter, capabilities=frozenset({Capability.OFFLOAD}))
         await self.change(world, engine, adapter, capabilities=frozenset())
         assert told == [("warning", "no L2 tier; start it with --l2")]
@@ -477,13 +391,7 @@ class TestChanges:
         assert told[1:] == [("info", "no L2 tier")]
         assert engine.can(Capability.PIN)
         assert len(world.fleet.pools["m"].index) == 2
-
-    async def test_another_process_is_another_matter(self, world):
-        engine = world.fleet.add(adapter := ChangingAdapter("a", info=INFO))
-        world.monitor.watch(engine)
-        await world.state(engine, EngineState.READY)
-        world.fleet.pools["m"].learn(engine, (1, 2))
-        await self.change(world, engine, adapter, instance="i2")
+        await self.change(world, engine, adapter, instance="i2")  # another process
         await world.state(engine, EngineState.READY)
         assert len(world.fleet.pools["m"].index) == 0
 
@@ -503,14 +411,12 @@ class ChangingAdapter(FakeAdapter):
         return replace(await super().load(), outdated=self.outdated)
 
 
-async def test_an_engine_that_another_process_uses_is_connected_once_it_is_free(world, monkeypatch):
-    monkeypatch.setattr(monitor_module, "TAKEN_S", INTERVAL_S)
+async def test_an_engine_that_another_process_uses_is_connected_once_it_is_free(world):
     adapter = FakeAdapter("a")
     adapter.one_owner = True
     adapter.failures = [EngineTaken("process 7 has it", holder="process 7")] * 3
-    engine = world.fleet.add(adapter)
     with structlog.testing.capture_logs() as logs:
-        world.monitor.watch(engine)
+        engine, _ = world.add(adapter=adapter)
         await world.state(engine, EngineState.ELSEWHERE)
         assert (engine.owner, engine.last_error) == ("process 7", "process 7 has it")
         await world.state(engine, EngineState.READY)
@@ -519,18 +425,12 @@ async def test_an_engine_that_another_process_uses_is_connected_once_it_is_free(
 
 
 async def test_an_engine_that_goes_to_another_kvpin_gets_no_more_requests(world):
-    engine, adapter = world.add()
-    left = []
-
-    async def leave():
-        left.append(engine.state)
-
-    adapter.leave = leave
-    await world.state(engine, EngineState.READY)
+    engine, adapter = await world.ready()
+    adapter.leave = AsyncMock()
     engine.give_to("other:7")
     assert engine.state is EngineState.ELSEWHERE
-    await world.until(lambda: world.fleet.pool_of(engine) is None and left)
-    assert left == [EngineState.ELSEWHERE]
+    await world.until(lambda: world.fleet.pool_of(engine) is None and adapter.leave.await_count)
+    assert engine.state is EngineState.ELSEWHERE
     assert "other:7" in engine.last_error
     engine.suspect(EngineUnavailable("a request that was still running"))
     assert engine.state is EngineState.ELSEWHERE
@@ -540,44 +440,35 @@ async def test_an_engine_that_goes_to_another_kvpin_gets_no_more_requests(world)
 
 async def test_one_that_goes_elsewhere_while_it_is_checked_is_not_ready_again(world):
     engine, adapter = await world.ready()
-    begun, go_on = asyncio.Event(), asyncio.Event()
-
-    async def load():
-        begun.set()
-        await go_on.wait()
-        return EngineLoad(running=0, waiting=0, outdated=True)
-
-    adapter.load = load
+    begun, go = asyncio.Event(), asyncio.Event()
+    adapter.load = held_up(begun, go, EngineLoad(running=0, waiting=0, outdated=True))
     await begun.wait()
     engine.give_to("other:7")
-    go_on.set()
+    go.set()
     await world.until(lambda: world.fleet.pool_of(engine) is None)
     assert engine.state is EngineState.ELSEWHERE
-
-
-async def test_one_that_is_drained_stays_so_wherever_it_is(world):
-    engine, _ = await world.ready()
-    engine.state = EngineState.DRAINING
-    engine.give_to("other:7")
-    await world.until(lambda: world.fleet.pool_of(engine) is None)
-    assert engine.state is EngineState.DRAINING
 
 
 class TestAnotherProcess:
     """An engine closes a connection, and no request has failed."""
 
     @pytest.fixture
-    async def world(self):
-        world = World(interval_s=60)  # nothing is checked unless asked for
-        yield world
-        await world.tasks.stop()
+    def world(self, start):
+        return start(interval_s=60)  # nothing is checked unless asked for
 
-    async def test_a_restart_is_noticed_by_the_closed_connection(self, world):
+    async def test_a_restart_is_noticed_by_the_closed_connection_and_one_removed_keeps_nobody_waiting(
+        self, world
+    ):
         engine, adapter = await world.ready()
         adapter.info = replace(INFO, instance="i2")
         adapter.closes()
         await world.until(lambda: engine.info.instance == "i2")
         assert engine.connections == 1
+        engine.sure.clear()
+        world.monitor.forget(engine)
+        assert engine.sure.is_set()
+        adapter.closes()
+        assert engine.sure.is_set()
 
     async def test_one_that_names_no_process_is_compared_again(self, world):
         engine, adapter = await world.ready(names_process=False)
@@ -596,22 +487,14 @@ class TestAnotherProcess:
         (line,) = [line for line in logs if line["event"] == "engine has changed"]
         assert line["changed"] == ["model m → other"]
 
-    async def test_one_that_is_removed_keeps_no_request_waiting(self, world):
-        engine, adapter = await world.ready()
-        engine.sure.clear()
-        world.monitor.forget(engine)
-        assert engine.sure.is_set()
-        adapter.closes()
-        assert engine.sure.is_set()
 
-
-async def test_an_adapter_that_is_asked_for_and_not_known_is_looked_up_once_a_second(world, monkeypatch):
-    monkeypatch.setattr(monitor_module, "LOOK_UP_S", 0.1)
+async def test_an_adapter_that_is_asked_for_and_not_known_is_looked_up_once_a_second(world):
     _, adapter = await world.ready(loads_loras=True)
     assert world.fleet.pools["m"].lora_of("ada") is None
     adapter.info = replace(adapter.info, loras=frozenset({"ada"}))
     assert await world.fleet.look_up()
     assert world.fleet.pools["m"].lora_of("ada") == "ada"
+    await asyncio.sleep(0.1)
     # One that is loaded within that second is found at its end, and all that ask meanwhile share the look.
     adapter.info = replace(adapter.info, loras=frozenset({"eve"}))
     adapter.connect = AsyncMock(return_value=adapter.info)
@@ -624,46 +507,34 @@ class TestLooks:
     """Adapters that are asked for and not known: who waits, and how long."""
 
     @pytest.fixture
-    async def world(self):
-        world = World(interval_s=30.0)
-        yield world
-        await world.tasks.stop()
+    def world(self, start):
+        return start(interval_s=30.0)
 
-    async def test_those_that_wait_for_a_look_that_was_not_done_look_themselves(self, world, monkeypatch):
-        monkeypatch.setattr(monitor_module, "LOOK_UP_S", 0.3)
+    async def test_those_that_wait_for_a_look_that_was_not_done_look_themselves(self, world):
         _, adapter = await world.ready(loads_loras=True)
-        assert await world.fleet.look_up()  # within the next 0.3 s, all that come wait for the next look
-        adapter.info = now = replace(adapter.info, loras=frozenset({"ada"}))
-
-        async def connect():
-            await asyncio.sleep(0.2)
-            return now
-
-        adapter.connect = connect
+        assert await world.fleet.look_up()  # within the next second, all that come wait for the next look
+        now = replace(adapter.info, loras=frozenset({"ada"}))
+        begun, go = asyncio.Event(), asyncio.Event()
+        adapter.connect = held_up(begun, go, now)
         first = asyncio.create_task(world.fleet.look_up())
         await asyncio.sleep(0.02)
         second = asyncio.create_task(world.fleet.look_up())
-        await asyncio.sleep(0.35)  # the look has begun, and answers both
+        await begun.wait()  # the look answers both
         first.cancel()
+        go.set()
         assert await second
         assert world.fleet.pools["m"].lora_of("ada") == "ada"  # else it is a 404
 
-    async def test_an_engine_that_hangs_holds_up_a_look_no_longer_than_its_limit(self, world):
+    async def test_an_engine_that_hangs_holds_up_a_look_no_longer_than_its_limit(self, world, virtual_time):
         """Those that ask in the middle of a look wait not for its end, the pause, and their own as well."""
-        world.monitor.timeout_s = 1.0
         _, adapter = await world.ready(loads_loras=True)
-
-        async def connect():
-            await asyncio.Event().wait()
-
-        adapter.connect = connect
+        adapter.connect = asyncio.Event().wait
         first = asyncio.create_task(world.fleet.look_up())
         await asyncio.sleep(0.1)
-        began = asyncio.get_running_loop().time()
+        began = virtual_time.now
         await world.fleet.look_up()
-        took_s = asyncio.get_running_loop().time() - began
         await first
-        assert took_s < 1.0 + monitor_module.LOOK_UP_S + 0.2, f"{took_s:.1f} s"
+        assert virtual_time.now - began < world.monitor.timeout_s + monitor_module.LOOK_UP_S + 0.2
 
 
 @pytest.mark.parametrize(

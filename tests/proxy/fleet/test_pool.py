@@ -9,21 +9,14 @@ from msgspec import structs
 
 from engine_adapter import BlocksStored, Capability, Forecast, JsonBody, Tier
 from proxy.core.admission import Needs
-from proxy.core.index import segments
 from proxy.core.index.match import Match
 from proxy.core.placement.decision import Cost
 from proxy.fleet.engine import Engine, EngineState
-from proxy.fleet.fleet import Fleet
 from proxy.prompt import Prompt
 from tests.fakes import INFO, FakeAdapter, add_ready
 from tests.placements import placement_of
 
 PROMPT = Prompt(array("i", range(40)))
-
-
-@pytest.fixture
-def fleet():
-    return Fleet()
 
 
 class TestTokenisers:
@@ -125,30 +118,26 @@ class TestCandidates:
         assert pool.is_coming_back
 
 
-class TestLearning:
-    async def test_what_makes_room_leaves_the_index_in_few_steps(self, fleet, monkeypatch):
-        engine = add_ready(fleet, "a", gpu_blocks=640)
-        pool, steps = fleet.pools["m"], []
-        chains = [pool.chain(Prompt(array("i", [n] * 16 * 640))).hashes for n in range(3)]
-        pool.learn(engine, chains[0])
-        position = segments.position
-        monkeypatch.setattr(segments, "position", lambda *at: steps.append(at) or position(*at))
-        pool.learn(engine, chains[1])
-        assert (pool.index.held("a", Tier.GPU), len(engine.learned)) == (640, 640)
-        assert len(steps) == 640 // segments.SEGMENT_BLOCKS
-        pool.learn(engine, chains[2][:32])
-        assert pool.index.match(chains[1])["a"] == Match(gpu=608), "ends are evicted before beginnings"
+def test_ends_are_evicted_before_beginnings(fleet):
+    engine = add_ready(fleet, "a", gpu_blocks=64)
+    pool = fleet.pools["m"]
+    chains = [pool.chain(Prompt(array("i", [n] * 16 * 64))).hashes for n in range(2)]
+    pool.learn(engine, chains[0])
+    pool.learn(engine, chains[1][:32])
+    assert (pool.index.held("a", Tier.GPU), len(engine.learned)) == (64, 64)
+    assert pool.index.match(chains[0])["a"] == Match(gpu=32)
 
-    def test_a_flush_is_forgotten(self, fleet):
-        engine = add_ready(fleet, "a")
-        pool = fleet.pools["m"]
-        pool.learn(engine, (1, 2, 3))
-        pool.index.store("a", Tier.HOST, (2,))
-        pool.forget(engine, (1, 2))
-        held = pool.index.held("a", Tier.GPU), pool.index.held("a", Tier.HOST), len(engine.learned)
-        assert held == (1, 0, 1)
-        pool.wipe(engine)
-        assert (len(pool.index), len(engine.learned)) == (0, 0)
+
+def test_a_flush_is_forgotten(fleet):
+    engine = add_ready(fleet, "a")
+    pool = fleet.pools["m"]
+    pool.learn(engine, (1, 2, 3))
+    pool.index.store("a", Tier.HOST, (2,))
+    pool.forget(engine, (1, 2))
+    held = pool.index.held("a", Tier.GPU), pool.index.held("a", Tier.HOST), len(engine.learned)
+    assert held == (1, 0, 1)
+    pool.wipe(engine)
+    assert (len(pool.index), len(engine.learned)) == (0, 0)
 
 
 def test_events_and_prompts_meet_in_one_namespace(fleet):

@@ -107,13 +107,6 @@ async def test_what_was_hashed_otherwise_is_dropped_with_a_warning(memory, info)
     await world.tasks.stop()
 
 
-async def test_a_view_in_doubt_is_not_kept():
-    world = World()
-    await world.says(ViewLost("start"), stored(1))
-    world.engine.audit.lost("predictions missed")
-    assert await world.kept() is None
-
-
 @pytest.mark.parametrize(("instance", "is_same"), [("i1", True), ("i2", False)])
 async def test_what_was_learned_counts_for_the_same_process(instance, is_same):
     world = World(events=False)
@@ -128,10 +121,14 @@ async def test_what_was_learned_counts_for_the_same_process(instance, is_same):
     assert later.engine.audit.trust is Trust.APPROXIMATE
 
 
-async def test_what_no_longer_fits_is_left_out():
+async def test_what_no_longer_fits_is_left_out_and_a_view_in_doubt_is_not_kept():
     world = World(events=False)
     world.pool.learn(world.engine, (1, 2))
     world.pool.learn(world.engine, (3, 4))
     later = World([await world.kept()], events=False, gpu_blocks=3)
     assert later.pool.index.match((1, 2)) == {"a": Match(gpu=2)}
     assert later.pool.index.match((3, 4)) == {}
+    world = World()
+    await world.says(ViewLost("start"), stored(1))
+    world.engine.audit.lost("predictions missed")
+    assert await world.kept() is None

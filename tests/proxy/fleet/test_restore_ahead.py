@@ -34,19 +34,8 @@ class World:
         self.ahead = RestoreAhead(self.fleet, self.tasks, clock=lambda: self.now)
         self.adapter = KvFake("a")
         self.engine = self.fleet.add(self.adapter)
-        self.pool = self.fleet.join(
-            self.engine,
-            replace(
-                INFO,
-                **{
-                    "capabilities": frozenset(Capability),
-                    "tokens_per_block": 16,
-                    "gpu_blocks": 8,
-                    "host_blocks": 64,
-                }
-                | info,
-            ),
-        )
+        given = {"capabilities": frozenset(Capability), "gpu_blocks": 8, "host_blocks": 64} | info
+        self.pool = self.fleet.join(self.engine, replace(INFO, **given))
         self.engine.state = EngineState.READY
         self.turns = {}
 
@@ -119,13 +108,16 @@ async def world():
     await world.tasks.stop()
 
 
-async def test_what_is_due_comes_back_before_it_is_asked_for(world):
+async def test_what_is_due_comes_back_before_it_is_asked_for_and_is_known_to_lie_on_the_gpu(world):
     world.talk(1)
+    hashes = world.pool.chain(world.last_prompt(1)).hashes
     await world.tick()
     (target,) = world.adapter.targets
-    assert target.token_ids == Prompt(array("i", [1000 + n for n in range(16 * 6)])).token_ids
+    assert target.token_ids == world.last_prompt(1).token_ids
     assert set(world.adapter.tiers.values()) == {"gpu"}
     assert (world.counts, world.engine.ahead.blocks) == ((1, 0, 0), 6)
+    world.pool.index.store("a", Tier.GPU, hashes)
+    assert world.on_gpu() == len(hashes) == 6
 
 
 async def test_after_the_last_of_several_tool_calls_it_is_due_when_its_user_usually_returns(world):
@@ -141,14 +133,6 @@ async def test_after_the_last_of_several_tool_calls_it_is_due_when_its_user_usua
     assert world.restored == 1
 
 
-async def test_what_came_back_is_known_to_lie_on_the_gpu(world):
-    world.talk(1)
-    hashes = world.pool.chain(world.last_prompt(1)).hashes
-    await world.tick()
-    world.pool.index.store("a", Tier.GPU, hashes)
-    assert world.on_gpu() == len(hashes) == 6
-
-
 async def test_of_what_lay_there_in_part_the_rest_came_back(world):
     world.talk(1)
     hashes = world.pool.chain(world.last_prompt(1)).hashes
@@ -159,16 +143,10 @@ async def test_of_what_lay_there_in_part_the_rest_came_back(world):
     assert (world.on_gpu(), world.engine.ahead.blocks) == (4, 4)
 
 
-async def test_what_is_gone_cannot_come_back(world):
+@pytest.mark.parametrize("gone", ["its KV", "its pool"])
+async def test_what_is_gone_cannot_come_back(world, gone):
     world.talk(1)
-    world.pool.wipe(world.engine)
-    await world.tick()
-    assert world.restored == 0
-
-
-async def test_a_pool_that_is_gone_is_left_alone(world):
-    world.talk(1)
-    world.fleet.remove(world.fleet.engine("a"))
+    world.pool.wipe(world.engine) if gone == "its KV" else world.fleet.remove(world.engine)
     await world.tick()
     assert world.restored == 0
 
@@ -181,11 +159,15 @@ async def test_the_turn_that_finds_it_there_used_it(world):
     assert world.counts == (1, 1, 0)
 
 
-async def test_a_turn_that_does_not_come_wasted_it(world):
+@pytest.mark.parametrize("failure", [None, EngineUnavailable("gone")], ids=["restored", "failed"])
+async def test_a_turn_that_does_not_come_wasted_it(world, failure):
     world.talk(1)
+    world.adapter.failure = failure
     await world.tick()
+    assert world.counts == (1, 0, 0)
     world.now += 60.0
     await world.tick()
+    assert world.counts == (1, 0, 1)
     world.answer(1)
     assert world.counts == (1, 0, 1)
 
@@ -286,16 +268,6 @@ async def test_of_several_the_likeliest_comes_first(world, likeliest):
     assert target.token_ids == world.last_prompt(likeliest).token_ids
 
 
-async def test_a_failure_is_borne(world):
-    world.talk(1)
-    world.adapter.failure = EngineUnavailable("gone")
-    await world.tick()
-    assert world.counts == (1, 0, 0)
-    world.now += 60.0
-    await world.tick()
-    assert world.counts == (1, 0, 1)
-
-
 @pytest.mark.parametrize(
     "info",
     [
@@ -317,15 +289,7 @@ async def test_a_prompt_known_in_part_is_no_turn(world):
     assert len(world.ahead._threads) == 0
 
 
-async def test_an_engine_that_left_meanwhile_leaves_nothing(world):
-    world.talk(1)
-    await world.tick()
-    world.fleet.remove(world.fleet.engine("a"))
-    world.now += 60.0
-    await world.tick()
-
-
-async def test_it_looks_again_and_again(world):
+async def test_it_looks_again_and_again(virtual_time, world):
     world.talk(1)
     world.tasks.keep("restore ahead", world.ahead.run)
     await until(lambda: world.restored, 20)

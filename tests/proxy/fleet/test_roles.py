@@ -14,11 +14,6 @@ from proxy.prompt import Prompt
 from tests.fakes import INFO, FakeAdapter, add_ready
 
 
-@pytest.fixture
-def fleet():
-    return Fleet()
-
-
 def pool_of(fleet, **roles):
     for name, role in roles.items():
         add_ready(fleet, name, role=role)

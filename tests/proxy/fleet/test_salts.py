@@ -10,19 +10,16 @@ def noted(n, tenant="alice"):
     return salts
 
 
-def test_as_many_as_the_limit_are_remembered():
+def test_beyond_the_limit_the_longest_unused_is_forgotten_and_the_tenant_says_so():
     salts = noted(MAX_SALTS)
-    assert len(salts.of("alice")) == MAX_SALTS
-    assert salts.is_complete("alice")
-
-
-def test_beyond_it_the_longest_unused_is_forgotten_and_the_tenant_says_so():
-    salts = noted(MAX_SALTS)
+    assert (len(salts.of("alice")), salts.is_complete("alice")) == (MAX_SALTS, True)
     salts.note("alice", "alice-0")  # used again
     salts.note("alice", "one more")
     assert {"alice-0", "one more"} <= salts.of("alice")
     assert "alice-1" not in salts.of("alice")
     assert not salts.is_complete("alice")
+    salts.emptied()  # the engine holds nothing forgotten any more
+    assert (len(salts.of("alice")), salts.is_complete("alice")) == (MAX_SALTS, True)
 
 
 def test_they_outlive_the_process():
@@ -37,14 +34,6 @@ def test_they_outlive_the_process():
 def test_one_tenants_salts_push_out_nobody_elses():
     salts = noted(MAX_SALTS + 1, "bob")
     salts.note("alice", "a")
-    assert (salts.of("alice"), salts.is_complete("alice")) == ({"a"}, True)
     for number in range(MAX_SALTS):
         salts.note("bob", f"more-{number}")
     assert (salts.of("alice"), salts.is_complete("alice")) == ({"a"}, True)
-
-
-def test_an_engine_that_was_emptied_holds_nothing_forgotten():
-    salts = noted(MAX_SALTS + 1)
-    salts.emptied()
-    assert salts.is_complete("alice")
-    assert len(salts.of("alice")) == MAX_SALTS

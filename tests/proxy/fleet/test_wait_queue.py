@@ -30,15 +30,8 @@ class World:
             return not engines or any(map(self.is_free, engines))
 
         async def go():
-            await self.line.wait(
-                tenant,
-                needs,
-                priority=priority,
-                tokens=tokens,
-                size=size,
-                deadline_s=deadline_s,
-                may_go=may_go,
-            )
+            numbers = {"priority": priority, "tokens": tokens, "size": size, "deadline_s": deadline_s}
+            await self.line.wait(tenant, needs, **numbers, may_go=may_go)
             # In the same step: its engine counts it.
             if self.room > 0:
                 self.room -= 1
@@ -62,7 +55,7 @@ async def test_each_goes_when_there_is_room_and_no_more_than_that():
     assert (world.served, len(world.line)) == (["a", "b", "c"], 0)
 
 
-async def test_other_bounds_hold_from_the_next_request_on():
+async def test_other_bounds_hold_from_the_next_request_on(virtual_time):
     world = World(queue_requests=10, queue_bytes=10)
     tasks = [world.send(name, size=4) for name in "ab"]
     await asyncio.sleep(0)
@@ -135,7 +128,7 @@ async def test_those_compete_that_one_engine_can_take():
     await waits
 
 
-async def test_the_paces_of_engines_that_left_are_forgotten(monkeypatch):
+async def test_the_paces_of_engines_that_left_are_forgotten(virtual_time, monkeypatch):
     monkeypatch.setattr(wait_queue, "MAX_PACES", 2)
     world = World()
     for home in "bcdefg":

@@ -2,7 +2,15 @@
 
 import pytest
 
+from proxy.peers import peers
 from proxy.peers.bus import UnixBus
+from tests.virtual_time import virtual_time  # noqa: F401 - a fixture
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(peers, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(peers, "_JOIN_POLL_S", 0.01)
 
 
 @pytest.fixture

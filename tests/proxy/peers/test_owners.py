@@ -1,26 +1,29 @@
 """Kvpins that claim an engine which only one may use. With a real llama-server: tests/live/test_owners.py."""
 
 import asyncio
+from unittest.mock import AsyncMock
 
 import pytest
 import structlog
 
 from engine_adapter import EngineTaken
-from proxy.core.peers import messages
-from proxy.fleet import monitor as monitor_module
 from proxy.fleet.engine import EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
 from proxy.fleet.monitor import Monitor
-from proxy.peers import peers as peers_module
 from proxy.peers.peers import Peers
 from proxy.prompt import RegisteredTables
 from proxy.request.tenants import Tenants
 from proxy.runtime import Supervisor
 from tests.fakes import FakeAdapter
-from tests.proxy.peers.world import Wire, until
+from tests.proxy.peers.world import Wire
+from tests.proxy.peers.world import until as until_within
 
 ADDRESS = "http://llama:8080"
+
+
+async def until(is_true):
+    await until_within(is_true, 60)
 
 
 class Slots(FakeAdapter):
@@ -76,11 +79,8 @@ class Kvpin:
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(messages, "SETTLE_S", 0.3)
-    monkeypatch.setattr(peers_module, "LOST_S", 0.5)
-    monkeypatch.setattr(peers_module, "HEARTBEAT_S", 0.05)
-    monkeypatch.setattr(monitor_module, "TAKEN_S", 0.02)
+def quick(virtual_time, quick):
+    """Time is virtual: nothing here waits."""
 
 
 @pytest.fixture
@@ -132,15 +132,11 @@ async def test_of_two_that_did_not_hear_each_other_one_lets_go(kvpin):
     nine.wire.is_cut = True
     await until(lambda: nine.is_owner)
     left = []
-    five.adapter.leave = lambda: _noted(left)
+    five.adapter.leave = AsyncMock(side_effect=lambda: left.append(True))
     nine.wire.is_cut = False
     await until(lambda: five.sees_at(9))
     await until(lambda: left)
     assert nine.is_owner
-
-
-async def _noted(left):
-    left.append(True)
 
 
 async def test_without_contact_a_lock_keeps_the_second_one_off(kvpin):
@@ -173,15 +169,10 @@ async def test_one_that_stood_still_is_no_owner_before_it_has_heard_the_others(k
     await until(lambda: five.is_owner)
 
 
-async def test_one_that_stood_still_stays_the_owner_where_a_lock_kept_others_off(kvpin):
+async def test_a_lock_keeps_others_off_one_that_stood_still_and_who_is_locked_out_says_so_at_once(kvpin):
     five = kvpin(5, locks=True)
     await until(lambda: five.is_owner)
     five.peers.owners.doubt(asyncio.get_running_loop().time())
     assert not five.peers.owners.is_bidding
-
-
-async def test_one_that_is_locked_out_says_so_before_its_next_decision(kvpin):
-    five = kvpin(5, locks=True)
-    await until(lambda: five.is_owner)
     five.engine.state = EngineState.ELSEWHERE
     assert not five.peers.owners.claim_of(five.engine).is_held

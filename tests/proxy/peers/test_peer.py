@@ -1,11 +1,10 @@
 """Which engines of another kvpin are engines here, and what its requests do to those."""
 
 import asyncio
-import contextlib
 
 from tests.fakes import client_of
 from tests.kv_world import tokens
-from tests.proxy.peers.world import ask, placer, until, world
+from tests.proxy.peers.world import ask, in_flight, open_all, placer, shut, until, world
 
 
 async def test_what_one_served_the_other_predicts(unix):
@@ -32,24 +31,20 @@ LONG = tokens(16 * 2000 + 5)  # computed so slowly, by the prior, that waiting f
 async def both_ask(group, one, two, first, second):
     """A request at one proxy, and when the other one knows of it, the same there."""
     running = group.create_task(ask(first, LONG, stream=True))
-    await until(lambda: any(e.of_peers for e in two.fleet.engines.values()))
+    await until(lambda: in_flight(two) == 1)
     waiting = group.create_task(ask(second, LONG, stream=True))
-    await until(
-        lambda: all(sum(e.ledger.in_flight for e in p.fleet.engines.values()) == 2 for p in (one, two))
-    )
+    await until(lambda: in_flight(one) == in_flight(two) == 2)
     return running, waiting
 
 
 async def test_a_request_waits_for_that_of_a_peer_which_computes_its_prefix(unix):
     async with world(unix) as (engines, (one, two)), client_of(one) as first, client_of(two) as second:
-        for engine in engines:
-            engine.gate.clear()
+        shut(engines)
         async with asyncio.TaskGroup() as group:
             running, waiting = await both_ask(group, one, two, first, second)
             await asyncio.sleep(0.1)
             assert sum(len(engine.seen) for engine in engines) == 1
-            for engine in engines:
-                engine.gate.set()
+            open_all(engines)
         home = (await running).headers["x-kvpin-engine"]
         answer = await waiting
         assert answer.headers["x-kvpin-engine"] == home
@@ -61,34 +56,24 @@ async def test_a_request_waits_for_that_of_a_peer_which_computes_its_prefix(unix
 
 async def test_where_the_request_of_the_peer_fails_it_computes_the_prefix_itself(unix):
     async with world(unix) as (engines, (one, two)), client_of(one) as first, client_of(two) as second:
-        for engine in engines:
-            engine.gate.clear()
+        shut(engines)
         async with asyncio.TaskGroup() as group:
             running, waiting = await both_ask(group, one, two, first, second)
             running.cancel()
             await until(lambda: sum(len(engine.seen) for engine in engines) == 2)
-            for engine in engines:
-                engine.gate.set()
+            open_all(engines)
         assert (await waiting).headers["x-kvpin-predicted-tokens"] == "0"
         await one.settled()
         await two.settled()
 
 
 async def test_of_two_bursts_at_two_proxies_each_engine_gets_half(unix):
-    async with world(unix) as (engines, proxies), contextlib.AsyncExitStack() as stack:
-        clients = [await stack.enter_async_context(client_of(proxy)) for proxy in proxies]
-        for engine in engines:
-            engine.gate.clear()
+    async with world(unix) as (engines, (one, two)), client_of(one) as first, client_of(two) as second:
+        shut(engines)
         async with asyncio.TaskGroup() as group:
             for number in range(8):
-                group.create_task(ask(clients[number % 2], tokens(400, 37 * number), stream=True))
-                placed = number + 1
-                await until(
-                    lambda placed=placed: all(
-                        sum(e.ledger.in_flight for e in proxy.fleet.engines.values()) == placed
-                        for proxy in proxies
-                    )
-                )
+                client = second if number % 2 else first
+                group.create_task(ask(client, tokens(400, 37 * number), stream=True))
+                await until(lambda placed=number + 1: in_flight(one) == in_flight(two) == placed)
             assert [len(engine.seen) for engine in engines] == [4, 4]
-            for engine in engines:
-                engine.gate.set()
+            open_all(engines)

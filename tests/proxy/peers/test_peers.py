@@ -14,11 +14,10 @@ from proxy.core.peers.messages import KvpinState, Leaving, frame_of
 from proxy.core.placement.load import LoadSample, Work
 from proxy.core.retention import AdminPin
 from proxy.fleet.engine import order_name
-from proxy.peers import peers
 from proxy.peers import peers as peers_module
 from tests.fakes import client_of, proxy_over
 from tests.kv_world import tokens
-from tests.proxy.peers.world import Gated, Wire, ask, in_step, placer, until, world
+from tests.proxy.peers.world import Gated, Wire, ask, in_flight, in_step, open_all, placer, shut, until, world
 
 
 async def test_only_paths_that_the_exchange_reaches_are_believed(wires):
@@ -32,23 +31,20 @@ async def test_only_paths_that_the_exchange_reaches_are_believed(wires):
 
 async def test_a_silent_one_is_lost_and_comes_back(wires, monkeypatch):
     monkeypatch.setattr(peers_module, "LOST_S", 0.3)
-    monkeypatch.setattr(peers_module, "HEARTBEAT_S", 0.05)
     async with world(lambda _: Wire(wires)) as (engines, (one, two)), client_of(one) as client:
-        for engine in engines:
-            engine.gate.clear()
+        shut(engines)
         async with asyncio.TaskGroup() as group:
             running = group.create_task(ask(client, stream=True))
-            await until(lambda: any(e.ledger.in_flight for e in two.fleet.engines.values()))
+            await until(lambda: in_flight(two))
             wires[0].is_cut = True
             await until(lambda: not two.peers.stats().peers)
-            assert not any(e.ledger.in_flight for e in two.fleet.engines.values())
+            assert in_flight(two) == 0
             assert not any(placer(two).index.pending(name) for name in "ab")
             assert two.peers.stats().lost == 1
             wires[0].is_cut = False
             await until(lambda: in_step(one) and in_step(two))
-            assert any(e.ledger.in_flight for e in two.fleet.engines.values())
-            for engine in engines:
-                engine.gate.set()
+            assert in_flight(two)
+            open_all(engines)
             await running
         await two.settled()
 
@@ -82,21 +78,15 @@ async def test_kvpins_of_two_versions_serve_side_by_side_and_share_nothing(wires
         assert len(told) == 2  # one warning of each, however many frames come
 
 
-async def test_a_frame_with_broken_hashes_is_ignored(wires):
+async def test_strange_frames_are_borne_and_one_has_a_name_though_it_told_none(wires):
     async with world(lambda _: Wire(wires)) as (_, (one, _two)):
-        told = msgspec.msgpack.encode([[7, one.peers._owner, "a", None, [b"123"]]])
-        wires[0].ears.receive(frame_of(7, [])[:9] + told)
-        assert in_step(one)
-
-
-async def test_one_may_say_twice_that_it_stops_and_has_a_name_though_it_told_none(wires):
-    async with world(lambda _: Wire(wires)) as (_, (one, _two)):
+        broken = msgspec.msgpack.encode([[7, one.peers._owner, "a", None, [b"123"]]])
         with capture_logs() as logs:
+            wires[0].ears.receive(frame_of(7, [])[:9] + broken)
             wires[0].ears.receive(frame_of(7, [Leaving(), KvpinState("x", []), Leaving()]))
         assert in_step(one)
-        assert [(entry["event"], entry["peer"]) for entry in logs] == [
-            ("another kvpin has stopped", "0000000000000007")
-        ]
+        stopped = [each["peer"] for each in logs if each["event"] == "another kvpin has stopped"]
+        assert stopped == ["0000000000000007"]
 
 
 async def test_a_newcomer_knows_all_before_it_is_ready(unix):
@@ -104,10 +94,10 @@ async def test_a_newcomer_knows_all_before_it_is_ready(unix):
         for number in range(5):
             await ask(client, tokens(400, number), session_id=f"chat {number}")
         placer(one).books["b"].rates.learn(LoadSample(Work(1024), 4.0, 0.0))
-        engines[0].gate.clear(), engines[1].gate.clear()
+        shut(engines)
         async with asyncio.TaskGroup() as group:
             running = group.create_task(ask(client, stream=True))
-            await until(lambda: any(e.ledger.in_flight for e in one.fleet.engines.values()))
+            await until(lambda: in_flight(one))
             async with proxy_over(*engines, reuse=True, exchange=unix) as three, client_of(three) as own:
                 assert (await own.get("/health/ready")).status_code == 503
                 await until(lambda: three.peers.is_ready)
@@ -118,8 +108,8 @@ async def test_a_newcomer_knows_all_before_it_is_ready(unix):
                     assert placer(three).index.pending(name) == placer(one).index.pending(name)
                 assert dict(placer(three)._sessions) == dict(placer(one)._sessions)
                 assert placer(three).rates.prefill_tok_s == placer(one).rates.prefill_tok_s == 256
-                assert sum(e.ledger.in_flight for e in three.fleet.engines.values()) == 1
-                engines[0].gate.set(), engines[1].gate.set()
+                assert in_flight(three) == 1
+                open_all(engines)
                 await running
                 await three.settled()
         await two.settled()
@@ -242,18 +232,8 @@ async def test_pins_of_one_are_known_to_the_others_while_they_hold(unix):
         await until(lambda: not two.peers.pins())
 
 
-async def test_one_that_nobody_answers_is_ready_after_a_while(wires, monkeypatch):
-    monkeypatch.setattr(peers, "JOIN_S", 0.2)
-    async with (
-        Gated("a") as engine,
-        proxy_over(engine, reuse=True, exchange=lambda _: Wire(wires)) as proxy,
-    ):
-        await until(lambda: proxy.peers.is_ready)
-
-
 async def test_what_one_learned_during_a_partition_is_told_after_it(wires, monkeypatch):
     monkeypatch.setattr(peers_module, "LOST_S", 0.3)
-    monkeypatch.setattr(peers_module, "HEARTBEAT_S", 0.05)
     async with world(lambda _: Wire(wires)) as (_, (one, two)), client_of(one) as client:
         wires[0].is_cut = True
         await until(lambda: not one.peers.stats().peers and not two.peers.stats().peers)

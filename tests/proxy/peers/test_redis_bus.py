@@ -37,6 +37,7 @@ def server():
 
 async def test_what_one_served_the_other_predicts_until_the_server_dies_and_again_after(server, monkeypatch):
     monkeypatch.setattr(redis_bus, "_RETRY_S", 0.05)
+    monkeypatch.setattr(peers_module, "LOST_S", 1.0)
     async with (
         world(lambda _: RedisBus(server.url, "n")) as (_, (one, two)),
         client_of(one) as first,
@@ -127,7 +128,6 @@ async def test_a_partition_and_a_delay_lose_no_request_and_heal(server, monkeypa
     monkeypatch.setattr(redis_bus, "_RETRY_S", 0.05)
     monkeypatch.setattr(redis_bus, "_TIMEOUT_S", 1.5)
     monkeypatch.setattr(peers_module, "LOST_S", 2.0)
-    monkeypatch.setattr(peers_module, "HEARTBEAT_S", 0.05)
     async with Relay(server.port) as relay:
         urls = iter([f"redis://127.0.0.1:{relay.port}/0", server.url])
         async with (
@@ -151,23 +151,32 @@ async def test_a_partition_and_a_delay_lose_no_request_and_heal(server, monkeypa
             await until(lambda: in_step(one) and in_step(two), 20)
 
 
-async def test_namespaces_do_not_hear_each_other(server):
-    heard = {"a": [], "b": []}
-    exchanges = {name: RedisBus(server.url, name) for name in heard}
+@contextlib.asynccontextmanager
+async def connected(*exchanges):
+    """What each of them hears."""
     async with asyncio.TaskGroup() as group:
+        heard = [[] for _ in exchanges]
         tasks = [
-            group.create_task(exchanges[name].run(BusCallbacks(heard[name].append, lambda: None)))
-            for name in heard
+            group.create_task(each.run(BusCallbacks(ear.append, lambda: None)))
+            for each, ear in zip(exchanges, heard, strict=True)
         ]
-        await until(lambda: all(each.is_connected for each in exchanges.values()))
-        assert all(each.is_alone for each in exchanges.values())
-        exchanges["a"].publish(b"one")
-        exchanges["a"].publish(b"two")
-        await until(lambda: heard["a"] == [b"one", b"two"])  # its own come back: peers ignore them
-        await exchanges["a"].aclose()
-        assert heard["b"] == []
+        await until(lambda: all(each.is_connected for each in exchanges))
+        yield heard
         for task in tasks:
             task.cancel()
+
+
+async def test_namespaces_do_not_hear_each_other(server):
+    one, other = RedisBus(server.url, "a"), RedisBus(server.url, "b")
+    async with connected(one, other) as heard:
+        assert one.is_alone
+        assert other.is_alone
+        one.publish(b"one")
+        one.publish(b"two")
+        await until(lambda: heard[0] == [b"one", b"two"])  # its own come back: peers ignore them
+        assert one._waiting_bytes == 0
+        await one.aclose()
+        assert heard[1] == []
 
 
 async def test_without_a_server_nothing_is_kept_and_too_much_is_dropped(monkeypatch):
@@ -183,13 +192,8 @@ async def test_without_a_server_nothing_is_kept_and_too_much_is_dropped(monkeypa
 
 async def test_what_waited_when_the_server_died_is_dropped_and_what_comes_after_arrives(server, monkeypatch):
     monkeypatch.setattr(redis_bus, "_RETRY_S", 0.05)
-    heard, one, two = [], RedisBus(server.url, "n"), RedisBus(server.url, "n")
-    async with asyncio.TaskGroup() as group:
-        tasks = [
-            group.create_task(one.run(BusCallbacks(lambda _: None, lambda: None))),
-            group.create_task(two.run(BusCallbacks(heard.append, lambda: None))),
-        ]
-        await until(lambda: one.is_connected and two.is_connected)
+    one, two = RedisBus(server.url, "n"), RedisBus(server.url, "n")
+    async with connected(one, two) as heard:
         server.pause()
         one.publish(b"asked")
         await until(lambda: not one._outbox)  # the server is asked to take it, and does not answer
@@ -199,9 +203,7 @@ async def test_what_waited_when_the_server_died_is_dropped_and_what_comes_after_
         server.start()
         await until(lambda: one.is_connected and two.is_connected)
         one.publish(b"after")
-        await until(lambda: b"after" in heard)
-        for task in tasks:
-            task.cancel()
+        await until(lambda: b"after" in heard[1])
 
 
 def test_of_all_kvpins_only_the_other_workers_are_reached():

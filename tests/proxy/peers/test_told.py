@@ -20,26 +20,23 @@ from proxy.peers.peer import contents, described
 from proxy.request.tenants import ApiKey, Tenants
 from proxy.settings import EngineSettings
 from tests.fakes import INFO, FakeAdapter, add_ready, client_of, proxy_over
-from tests.proxy.peers.world import COMPLETIONS, Gated, Wire, ask, in_step, until, world
+from tests.proxy.peers.world import Gated, Wire, ask, in_flight, in_step, open_all, shut, until, world
 
 
-async def test_after_a_lost_frame_they_agree_again(wires, monkeypatch):
-    monkeypatch.setattr(peers_module, "HEARTBEAT_S", 0.05)
+async def test_after_a_lost_frame_they_agree_again(wires):
     async with world(lambda _: Wire(wires)) as (engines, (one, two)), client_of(one) as client:
-        for engine in engines:
-            engine.gate.clear()
+        shut(engines)
         async with asyncio.TaskGroup() as group:
             wires[0].is_cut = True
             running = group.create_task(ask(client, stream=True))
-            await until(lambda: any(e.ledger.in_flight for e in one.fleet.engines.values()))
+            await until(lambda: in_flight(one))
             await asyncio.sleep(20 * peers_module.BATCH_S)
             wires[0].is_cut = False
-            await until(lambda: any(e.ledger.in_flight for e in two.fleet.engines.values()))
+            await until(lambda: in_flight(two))
             await until(lambda: in_step(two))
             assert two.peers.stats().peers[0].missed == 1
             assert b'kvpin_exchange_faults_total{fault="missed"} 1.0' in two.metrics.render()
-            for engine in engines:
-                engine.gate.set()
+            open_all(engines)
             await running
         await two.settled()
 
@@ -63,7 +60,7 @@ async def test_the_limits_of_a_tenant_hold_for_all_together(unix):
         engine.gate.clear()
         async with asyncio.TaskGroup() as group:
             running = group.create_task(ask(first, stream=True))
-            await until(lambda: any(e.ledger.in_flight for e in two.fleet.engines.values()))
+            await until(lambda: in_flight(two))
             refused = await ask(second)
             assert refused.status_code == 429
             assert "concurrent_requests" in refused.text
@@ -84,13 +81,11 @@ async def test_nothing_of_a_prompt_or_a_name_goes_over_the_wire(wires):
     async with world(lambda _: Wire(wires)) as (_, (one, _two)), client_of(one) as client:
         frames = []
         wires[0].publish = frames.append
-        await client.post(
-            COMPLETIONS,
-            json={"model": "m", "prompt": [5] * 64, "max_tokens": 1, "prompt_cache_key": "my secret chat"},
-        )
+        await ask(client, [5] * 64, prompt_cache_key="my secret chat")
         await until(lambda: len(b"".join(frames)) > 200)
-        assert b"secret" not in b"".join(frames)
-        assert json.dumps([5] * 10).encode() not in b"".join(frames)
+        told = b"".join(frames)
+        assert b"secret" not in told
+        assert json.dumps([5] * 10).encode() not in told
 
 
 def test_what_is_learned_and_where_conversations_were_is_told_in_parts(monkeypatch):

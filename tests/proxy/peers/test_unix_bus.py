@@ -104,18 +104,16 @@ async def test_a_frame_too_long_ends_its_connection(tmp_path, monkeypatch):
         writer.close()
 
 
-def test_a_directory_that_others_may_open_is_refused(tmp_path):
+def test_a_directory_that_others_may_open_or_too_long_for_a_socket_is_refused(tmp_path):
     (tmp_path / "bus").mkdir(mode=0o755)
     with pytest.raises(PermissionError, match="chmod 700"):
         prepare(tmp_path / "bus")
-
-
-def test_a_path_too_long_for_a_socket_is_refused(tmp_path):
     with pytest.raises(ValueError, match="too long"):
         UnixBus(tmp_path / ("x" * 100), 1)
 
 
-async def test_the_end_of_a_process_is_seen_at_once_by_all(tmp_path):
+async def test_the_end_of_a_process_is_seen_at_once_by_all(tmp_path, monkeypatch):
+    monkeypatch.setattr(bus, "_LOOK_S", 0.05)
     directory = tmp_path / "bus"
     async with Member(directory, 1) as one, Member(directory, 2) as two:
         path, accepted = directory / f"{10:016x}.sock", []

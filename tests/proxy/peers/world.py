@@ -28,12 +28,12 @@ class Gated(FakeEngine):
 
 
 class Wire:
-    """An exchange in memory that a test cuts, or delays."""
+    """An exchange in memory that a test cuts."""
 
     def __init__(self, others):
         self.dropped, self.is_connected, self.is_alone, self.is_private = 0, True, False, True
         self.http_socket = None
-        self.others, self.ears, self.is_cut, self.delay_s = others, None, False, 0.0
+        self.others, self.ears, self.is_cut = others, None, False
         others.append(self)
 
     def publish(self, frame):
@@ -42,8 +42,7 @@ class Wire:
             return
         for other in self.others:
             if other is not self and other.ears is not None and not other.is_cut:
-                delay_s = self.delay_s + other.delay_s
-                asyncio.get_running_loop().call_later(delay_s, other.ears.receive, frame)
+                asyncio.get_running_loop().call_soon(other.ears.receive, frame)
 
     def keep(self, _data):
         pass
@@ -82,8 +81,7 @@ async def world(make, count=2, **options):
         ]
         await until(lambda: all(in_step(proxy, count - 1) and proxy.peers.is_ready for proxy in proxies))
         yield engines, proxies
-        for engine in engines:
-            engine.gate.set()
+        open_all(engines)
 
 
 def ask(client, prompt=PROMPT, **more):
@@ -92,3 +90,19 @@ def ask(client, prompt=PROMPT, **more):
 
 def placer(proxy):
     return proxy.fleet.pools["m"].placer
+
+
+def in_flight(proxy):
+    """Requests on all engines, those at other proxies too."""
+    return sum(engine.ledger.in_flight for engine in proxy.fleet.engines.values())
+
+
+def shut(engines):
+    """From now on, they answer nobody."""
+    for engine in engines:
+        engine.gate.clear()
+
+
+def open_all(engines):
+    for engine in engines:
+        engine.gate.set()

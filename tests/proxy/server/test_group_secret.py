@@ -1,14 +1,13 @@
 """The secret of block hashes and salts: who has the same one, and what knowing everything else is worth."""
 
 import stat
-from array import array
 
 import msgspec
 import pytest
 from redis import Redis
 
 from engine_adapter import HttpTransport
-from proxy.core.index.blocks import chain, namespace_root
+from proxy.core.index.blocks import namespace_root
 from proxy.request.tenants import ApiKey, Tenants
 from proxy.server.app import Proxy
 from proxy.server.group_secret import FILE, GroupSecret, group_secret
@@ -17,11 +16,13 @@ from tests.fakes import INFO, FakeAdapter
 from tests.valkey import Valkey
 
 
-def test_without_a_place_each_start_has_its_own_and_salts_have_none():
+def test_without_a_place_that_lasts_salts_have_none_and_only_workers_share_it(tmp_path):
     one, two = group_secret(None, None, None), group_secret(None, None, None)
     assert one.value != two.value
     assert one.for_roots != two.for_roots
-    assert one.for_salts == two.for_salts == b""
+    workers = [group_secret(None, tmp_path, None) for _ in range(2)]
+    assert workers[0] == workers[1]
+    assert {each.for_salts for each in (one, two, *workers)} == {b""}
 
 
 def test_a_state_dir_keeps_it(tmp_path):
@@ -40,12 +41,6 @@ def test_kvpins_of_a_directory_have_the_same_one(tmp_path):
     assert first == second == group_secret(None, tmp_path / "exchange", None) != alone
     # It is what a kvpin of the group has when it starts alone, and what it gives to a new group.
     assert group_secret(tmp_path / "b", tmp_path / "other", None) == first
-
-
-def test_workers_without_a_state_dir_share_one_that_does_not_last(tmp_path):
-    one, two = (group_secret(None, tmp_path, None) for _ in range(2))
-    assert one == two
-    assert one.for_salts == b""
 
 
 def test_kvpins_of_a_redis_have_the_same_one(tmp_path):
@@ -72,25 +67,15 @@ def test_a_damaged_file_is_named(tmp_path, content):
 
 def test_hashes_and_salts_cannot_be_computed_without_it(tmp_path):
     """A prompt was made whose first block had the hash of another tenant's, from the names of both."""
-    prompt = array("i", range(16))
-    secrets = [group_secret(tmp_path / name, None, None) for name in "ab"]
-    keys = [ApiKey.of("k1", "ada"), ApiKey.of("k2", "bob")]
-    salts = [Tenants(keys, secret=each.for_salts).salt("ada", None) for each in secrets]
-    roots = [namespace_root("m", salt="s", secret=each.for_roots) for each in secrets]
-    found = [chain(root, prompt, None, 16).hashes for root in (*roots, namespace_root("m", salt="s"))]
-    assert len({*salts, Tenants(keys).salt("ada", None)}) == 3
-    assert len(set(found)) == 3
-
-
-def test_a_kvpin_uses_it(tmp_path):
     keys = [{"key": f"key-of-{name}", "tenant": name} for name in ("ada", "bob")]
     found = [
         Proxy(Settings(api_keys=keys, state_dir=tmp_path / name), HttpTransport()) for name in ("a", "a", "b")
     ]
     assert len({proxy.fleet.secret_name for proxy in found}) == 2
-    assert len({proxy.tenants.salt("ada", None) for proxy in found}) == 2
-    roots = []
-    for proxy in found:
-        engine = proxy.fleet.add(FakeAdapter("e"))
-        roots.append(proxy.fleet.join(engine, INFO).root_of("s"))
+    salts = {proxy.tenants.salt("ada", None) for proxy in found}
+    assert len(salts) == 2
+    roots = [proxy.fleet.join(proxy.fleet.add(FakeAdapter("e")), INFO).root_of("s") for proxy in found]
     assert roots[0] == roots[1] != roots[2]
+    without = Tenants([ApiKey.of("k1", "ada"), ApiKey.of("k2", "bob")]).salt("ada", None)
+    assert without not in salts
+    assert namespace_root("m", salt="s") not in roots

@@ -6,14 +6,10 @@ import json
 import os
 import signal
 import socket
-import sys
 
 import httpx
 import pytest
 import uvloop
-from starlette.applications import Starlette
-from starlette.responses import JSONResponse, StreamingResponse
-from starlette.routing import Route
 from structlog.testing import capture_logs
 
 from engine_adapter import HttpTransport
@@ -23,7 +19,9 @@ from proxy.http.listeners import listen
 from proxy.server import run
 from proxy.server.run import serve
 from proxy.settings import EngineSettings, ManagedSettings, Settings, SettingsError
-from tests.fakes import serving
+from tests.fakes import CHAT, STREAM, FakeEngine, answer, event
+from tests.kv_world import until
+from tests.live.conftest import running_kvpin
 
 ELSEWHERE = EngineSettings(kind="vllm", url="http://127.0.0.1:1", id="v")
 
@@ -74,92 +72,37 @@ def test_issued_keys_close_it_and_those_that_have_ended_are_warned_of(tmp_path):
     ]
 
 
-async def models(_request):
-    return JSONResponse({"object": "list", "data": [{"id": "m", "object": "model", "owned_by": "x"}]})
-
-
-async def endless(_request):
-    """A stream that ends when the client leaves."""
-
-    async def events():
-        while True:
-            yield b'data: {"choices": [{"delta": {"content": "x"}}]}\n\n'
-            await asyncio.sleep(0.05)
-
-    return StreamingResponse(events(), media_type="text/event-stream")
-
-
-ENGINE = Starlette(
-    routes=[Route("/v1/models", models), Route("/v1/chat/completions", endless, methods=["POST"])]
-)
-
-
-@contextlib.asynccontextmanager
-async def a_running_stream(log):
-    """kvpin as a process with one endless stream through it; gives the process and the stream's task."""
-    async with serving(ENGINE) as engine:
-        with listen("127.0.0.1", 0) as free:
-            port = free.getsockname()[1]
-        command = [sys.executable, "-m", "proxy.cli", "serve", "--port", str(port), "--log-format", "json"]
-        with log.open("wb") as output:
-            process = await asyncio.create_subprocess_exec(
-                *command, "--engine", f"openai_compatible={engine},model=m", stdout=output, stderr=output
-            )
-        try:
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
-                await ready(client, process, log)
-                begun = asyncio.Event()
-                stream = asyncio.create_task(read(client, begun))
-                async with asyncio.timeout(30):
-                    await begun.wait()
-                yield process, stream
-                await stream
-        finally:
-            if process.returncode is None:
-                process.kill()
-            await process.wait()
-
-
-async def ready(client, process, log):
-    async with asyncio.timeout(60):
-        while True:
-            with contextlib.suppress(httpx.TransportError):
-                if (await client.get("/health/ready")).is_success:
-                    return
-            assert process.returncode is None, log.read_text()
-            await asyncio.sleep(0.05)
-
-
-async def read(client, begun):
-    """What a stream told until it broke off."""
-    got = b""
-    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": True}
-    with contextlib.suppress(httpx.TransportError):
-        async with client.stream("POST", "/v1/chat/completions", json=body, timeout=60) as answer:
-            async for chunk in answer.aiter_bytes():
-                got += chunk
-                begun.set()
-    return got
-
-
-async def until_logged(log, text):
-    async with asyncio.timeout(30):
-        while text not in log.read_text():  # noqa: ASYNC110 - another process writes it
-            await asyncio.sleep(0.02)
+async def endless(exchange):
+    if exchange.target != CHAT:
+        await answer(exchange)
+        return
+    await exchange.start()
+    while not exchange.left.is_set():
+        await exchange.chunk(event({"choices": [{"delta": {"content": "x"}}]}))
+        await asyncio.sleep(0.05)
 
 
 async def test_a_second_interrupt_cuts_answers_short_without_a_traceback(tmp_path):
-    log = tmp_path / "log"
-    async with a_running_stream(log) as (process, stream):
-        process.send_signal(signal.SIGINT)
-        await until_logged(log, "waiting for running answers")
-        assert not stream.done()
-        process.send_signal(signal.SIGINT)
-        async with asyncio.timeout(20):  # the grace is 30 s
-            assert await process.wait() == 0
-            last = (await stream).rpartition(b"data: ")[2]
-        error = json.loads(last)["error"]
-        assert (error["code"], error["message"]) == ("no_engine", "kvpin is stopping; try again shortly")
+    log, got = tmp_path / "log", []
+    async with FakeEngine("a", endless) as engine, contextlib.AsyncExitStack() as stack:
+        named = f"--engine=openai-compatible={engine.url},id=a"
+        process = running_kvpin(log, "--log-format", "json", named, tokenised=False)
+        kvpin = await asyncio.to_thread(process.__enter__)
+        stack.push_async_exit(lambda *error: asyncio.to_thread(process.__exit__, *error))
+        client = await stack.enter_async_context(httpx.AsyncClient(timeout=60, trust_env=False))
+        async with client.stream("POST", f"{kvpin.url}{CHAT}", json=STREAM) as stream:
+            lines = stream.aiter_lines()
+            await anext(lines)
+            kvpin.process.send_signal(signal.SIGINT)
+            await until(lambda: "waiting for running answers" in log.read_text(), 30)
+            await anext(lines)
+            kvpin.process.send_signal(signal.SIGINT)
+            with contextlib.suppress(httpx.TransportError):
+                async for line in lines:
+                    got.append(line)  # noqa: PERF401 - kept although the stream breaks
+            await until(lambda: kvpin.process.poll() == 0, 20)  # the grace is 30 s
+    error = json.loads([line for line in got if line][-1].removeprefix("data: "))["error"]
+    assert (error["code"], error["message"]) == ("no_engine", "kvpin is stopping; try again shortly")
     said = log.read_text()
     assert "told to stop again: running answers are cut short" in said
     assert "Traceback" not in said

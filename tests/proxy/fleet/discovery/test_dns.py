@@ -70,15 +70,10 @@ async def test_all_addresses_of_both_families_each_time_the_ttl_ends(monkeypatch
         assert urls(await anext(sets)) == ["http://10.0.0.2:8000", "http://[fd00::1]:8000"]
 
 
-async def test_a_target_that_is_the_root_says_that_there_is_none():
+async def test_the_targets_of_srv_records_with_their_ports_and_the_root_is_none():
     async with looking("srv://_http._tcp.vllm.svc.") as (server, sets):
-        server.records["_http._tcp.vllm.svc.", "SRV"] = ["0 0 0 .", "0 1 8000 a.svc."]
-        assert urls(await anext(sets)) == ["http://a.svc:8000"]
-
-
-async def test_the_targets_of_srv_records_with_their_ports():
-    async with looking("srv://_http._tcp.vllm.svc.") as (server, sets):
-        server.records["_http._tcp.vllm.svc.", "SRV"] = ["0 1 8001 b.svc.", "0 1 8000 a.svc."]
+        records = ["0 0 0 .", "0 1 8001 b.svc.", "0 1 8000 a.svc."]
+        server.records["_http._tcp.vllm.svc.", "SRV"] = records
         found = await anext(sets)
         assert urls(found) == ["http://a.svc:8000", "http://b.svc:8001"]
         assert [each.entry.id for each in found] == ["a.svc-8000", "b.svc-8001"]

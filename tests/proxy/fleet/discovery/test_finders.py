@@ -63,11 +63,7 @@ async def test_each_change_is_found_as_toml_as_json_and_as_a_link(tmp_path, monk
     [
         ("e.toml", "", r"has no engines: write engines = \[\] if"),
         ("e.toml", "[[engines]]\nkind = 'vllm'\n", r"setting 'engines\[0\].url' .* cannot be used"),
-        (
-            "e.toml",
-            "[[engines]]\nkind = 'vllm'\nurl = 'http://a'\ntokeniser = 'x'\n",
-            "did you mean 'tokenizer'",
-        ),
+        ("e.toml", "engines = [{kind='vllm', url='http://a', tokeniser='x'}]", "did you mean 'tokenizer'"),
         ("e.toml", "[[engines", "is not TOML"),
         ("e.json", "{", "is not JSON"),
         ("e.json", "[" * 100_000, "nested too deeply"),

@@ -135,7 +135,7 @@ async def test_the_server_must_have_a_certificate_of_its_authority_and_gets_the_
     seen = []
 
     async def answer(reader, writer):
-        seen.append((await reader.readuntil(b"\r\n\r\n")).decode())
+        seen.append((await reader.readuntil(b"\r\n\r\n")).decode().lower())
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
         await writer.drain()
         writer.close()
@@ -150,7 +150,4 @@ async def test_the_server_must_have_a_certificate_of_its_authority_and_gets_the_
         for token in ("one", "two"):
             (tmp_path / "token").write_text(token + "\n")
             assert (await client.get("/")).status_code == 200
-    assert [
-        f"authorization: bearer {token}" in text.lower()
-        for token, text in zip(("one", "two"), seen, strict=True)
-    ] == [True] * 2
+            assert f"authorization: bearer {token}\r\n" in seen[-1]

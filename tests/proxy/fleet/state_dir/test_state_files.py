@@ -4,6 +4,7 @@ import stat
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -33,6 +34,10 @@ def test_a_file_is_replaced_whole_and_for_this_user_alone(tmp_path):
     write(path, b"new")
     assert path.read_bytes() == b"new"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    path.unlink()
+    (path / "in the way").mkdir(parents=True)
+    with pytest.raises(OSError, match="directory"):
+        write(path, b"new")
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -46,14 +51,6 @@ def test_what_must_outlive_a_crash_is_on_disk_before_it_is_named_and_so_is_its_n
     monkeypatch.setattr(os, "fsync", fsync)
     write(tmp_path / "file", b"new", synced=True)
     assert synced == [(".part", False, False), ("", True, True)]
-
-
-def test_what_cannot_be_written_leaves_the_old(tmp_path):
-    path = tmp_path / "file"
-    (path / "in the way").mkdir(parents=True)
-    with pytest.raises(OSError, match="directory"):
-        write(path, b"new")
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_directory_is_made_for_this_user_alone(tmp_path):
@@ -71,7 +68,10 @@ def test_one_that_others_may_write_is_refused(tmp_path, mode):
         make_directory(tmp_path)
 
 
-def test_so_is_one_of_another_user(tmp_path, monkeypatch):
+def test_a_directory_of_another_user_or_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    with pytest.raises(SettingsError, match=r"state_dir: '.*/file/x' cannot be written: Not a directory"):
+        make_directory(tmp_path / "file" / "x")
     monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
     monkeypatch.setattr(state_files, "_ROOT", -1)
     with pytest.raises(SettingsError, match="belongs to another user"):
@@ -85,12 +85,6 @@ def test_what_a_killed_process_left_goes_and_what_another_one_writes_stays(tmp_p
     os.utime(old, (0, time.time() - 3600))
     make_directory(tmp_path)
     assert list(tmp_path.iterdir()) == [young]
-
-
-def test_one_that_cannot_be_written_is_refused_by_the_settings_name(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(SettingsError, match=r"state_dir: '.*/file/x' cannot be written: Not a directory"):
-        make_directory(tmp_path / "file" / "x")
 
 
 def test_only_a_file_that_no_other_user_can_have_written_is_read(tmp_path, monkeypatch):
@@ -225,13 +219,10 @@ async def test_a_file_that_cannot_be_read_is_one_warning(tmp_path, raw):
 
 
 async def test_a_disk_that_is_full_is_told_and_tried_again(tmp_path, monkeypatch):
-    def full(_path, _data, *, synced):
-        raise OSError(28, "No space left on device")
-
     file = UseFile(tmp_path, book := UseBook())
     book[KEY].requests += 1
     with monkeypatch.context() as patch, capture_logs() as logs:
-        patch.setattr(state_files, "write", full)
+        patch.setattr(state_files, "write", Mock(side_effect=OSError(28, "No space left on device")))
         await file.save()
     assert logs[0]["error"] == "No space left on device"
     await file.save()
@@ -245,13 +236,20 @@ def key(number=1, *, removed=False):
     return IssuedKey(f"key-{number}", "t", b"%d" % number, "last", float(number), removed=float(removed))
 
 
-def test_without_a_directory_there_are_none_and_the_first_one_makes_it(tmp_path):
-    file = KeyBookFile(tmp_path / "state")
+def test_without_a_directory_there_are_none_and_the_first_one_makes_it_for_this_user_alone(tmp_path):
+    directory = tmp_path / "state"
+    file = KeyBookFile(directory)
     assert (file.read(), file.version) == ([], None)
     assert file.add([key()]) == [key()]
-    assert KeyBookFile(tmp_path / "state").read() == [key()]
-    assert stat.S_IMODE((tmp_path / "state" / "keys").stat().st_mode) == 0o600
-    assert stat.S_IMODE((tmp_path / "state").stat().st_mode) == 0o700
+    assert KeyBookFile(directory).read() == [key()]
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    (directory / "keys.lock").chmod(0o644)
+    before = file.version
+    file.add([key()])
+    assert file.version == before
+    file.add([key(removed=True)])
+    assert file.version != before
+    assert {stat.S_IMODE(path.stat().st_mode) for path in directory.iterdir()} == {0o600}
 
 
 def test_a_lock_that_another_process_keeps_is_given_up_and_named(tmp_path, monkeypatch):
@@ -261,29 +259,6 @@ def test_a_lock_that_another_process_keeps_is_given_up_and_named(tmp_path, monke
         with pytest.raises(TimeoutError, match=r"another process has locked '.*/keys\.lock' for 0.05 s"):
             KeyBookFile(tmp_path).add([key()])
     assert KeyBookFile(tmp_path).add([key()]) == [key()]
-
-
-def test_the_lock_is_this_users_alone(tmp_path):
-    (tmp_path / "keys.lock").touch(0o644)
-    KeyBookFile(tmp_path).add([key()])
-    assert stat.S_IMODE((tmp_path / "keys.lock").stat().st_mode) == 0o600
-
-
-def test_a_book_in_a_directory_that_others_may_write_is_refused(tmp_path):
-    KeyBookFile(tmp_path).add([key()])
-    tmp_path.chmod(0o777)
-    with pytest.raises(SettingsError, match="others may change what is in it"):
-        KeyBookFile(tmp_path).read()
-
-
-def test_it_tells_when_it_has_changed(tmp_path):
-    file = KeyBookFile(tmp_path)
-    file.add([key()])
-    before = file.version
-    file.add([key()])
-    assert file.version == before
-    file.add([key(removed=True)])
-    assert file.version != before
 
 
 def test_kvpins_that_share_it_lose_none_of_each_others_keys(tmp_path):
@@ -328,4 +303,7 @@ def test_one_that_others_may_have_written_is_not_read(tmp_path):
     (tmp_path / "keys").rename(tmp_path / "other")
     (tmp_path / "keys").symlink_to(tmp_path / "other")
     with pytest.raises(SettingsError, match="Too many levels of symbolic links"):
+        KeyBookFile(tmp_path).read()
+    tmp_path.chmod(0o777)
+    with pytest.raises(SettingsError, match="others may change what is in it"):
         KeyBookFile(tmp_path).read()

@@ -28,21 +28,16 @@ def long(tmp_path, monkeypatch):
     return path
 
 
-def test_it_is_its_owners_alone_and_is_removed_with_all_in_it():
+def test_it_is_its_owners_alone_locked_and_removed_with_all_in_it():
     own = OwnDirectory()
     assert stat.S_IMODE(own.path.stat().st_mode) == 0o700
+    cleaner = os.open(own.path, os.O_RDONLY)  # as of what cleans temporary directories
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(cleaner, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    os.close(cleaner)
     (own.path / "engines.json").write_text("{}")
     own.remove()
     assert not own.path.exists()
-
-
-def test_what_cleans_temporary_directories_finds_it_locked():
-    own = OwnDirectory()
-    other = os.open(own.path, os.O_RDONLY)
-    with pytest.raises(BlockingIOError):
-        fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    os.close(other)
-    own.remove()
 
 
 @pytest.mark.parametrize("runtime", [None, "short", "missing"])

@@ -42,7 +42,6 @@ def test_while_one_has_engines_it_is_not_the_turn_of_one_that_has_none(tmp_path)
     two.put(2, 5)
     assert turns() == [(True, True), (False, True)]
     two.be_ready(2)
-    assert turns() == [(False, False), (True, True)]
     two.put(2, 100)
     assert turns() == [(False, False), (True, True)]
     one.be_ready(1)

@@ -3,17 +3,19 @@
 import asyncio
 import json
 import sys
-import time
 from types import SimpleNamespace
 from unittest.mock import AsyncMock
 
 import pytest
 
 from engine_adapter import EngineSpecError
+from proxy import runtime
 from proxy.fleet.managed_engine import ProcessState
 from proxy.runtime import Supervisor
+from proxy.server.workers import supervisor
 from proxy.server.workers.supervisor import SharedEngines, starting_file
 from proxy.settings import ManagedSettings, Settings
+from tests.kv_world import until
 
 SERVER = f"{sys.executable} -m http.server --bind 127.0.0.1 {{port}}"
 
@@ -28,6 +30,8 @@ def settings(*engines):
 
 @pytest.fixture
 async def shared(tmp_path, monkeypatch):
+    for module, name in ((runtime, "_POLL_S"), (supervisor, "_CONNECT_S"), (supervisor, "_ASK_AGAIN_S")):
+        monkeypatch.setattr(module, name, 0.02)
     (tmp_path / "health").touch()  # what the engines serve
     monkeypatch.chdir(tmp_path)
     tasks = Supervisor()
@@ -42,30 +46,39 @@ def told(tmp_path):
 
 
 async def listens(url):
-    port = int(url.rpartition(":")[2])
     try:
-        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        _, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
     except OSError:
         return False
     writer.close()
     return True
 
 
-async def test_engines_follow_the_settings(shared, tmp_path):
-    shared.follow(settings(engine("a"), engine("b")))
+async def until_listens(url, *, is_there=True):
+    async with asyncio.timeout(30):
+        while await listens(url) != is_there:  # noqa: ASYNC110 - it is another process
+            await asyncio.sleep(0.02)
+
+
+async def test_engines_follow_the_settings_and_changed_ones_do_one_after_the_other(shared, tmp_path):
+    shared.follow(settings(engine("a"), engine("b"), engine("c")))
     first = told(tmp_path)
-    assert sorted(first) == ["a", "b"]
+    for name in "abc":
+        await until_listens(first[name]["url"])
+    shared.follow(settings(engine("a", model="new"), engine("b", model="new"), engine("d")))
+    assert sorted(told(tmp_path)) == ["a", "b", "d"]
     async with asyncio.timeout(30):
-        while not (await listens(first["a"]["url"]) and await listens(first["b"]["url"])):  # noqa: ASYNC110
+        while (now := told(tmp_path))["b"] == first["b"]:
+            assert await listens(first["b"]["url"])
             await asyncio.sleep(0.02)
-    shared.follow(settings(engine("a", model="other"), engine("c")))
-    assert sorted(told(tmp_path)) == ["a", "c"]
-    async with asyncio.timeout(30):
-        while (second := told(tmp_path))["a"].get("model") != "other":  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-        while not await listens(second["a"]["url"]) or await listens(first["b"]["url"]):  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+    assert now["a"]["model"] == now["b"]["model"] == "new"
+    assert await listens(now["a"]["url"])
+    await until_listens(now["b"]["url"])
+    await until_listens(first["c"]["url"], is_there=False)
     assert not await listens(first["a"]["url"])
+    await shared.aclose()
+    for name in "abd":
+        assert not await listens(now[name]["url"])
 
 
 async def test_an_engine_that_cannot_be_used_changes_nothing(shared, tmp_path):
@@ -79,65 +92,46 @@ async def test_an_engine_that_cannot_be_used_changes_nothing(shared, tmp_path):
     assert told(tmp_path) == before
 
 
-async def test_changed_engines_are_replaced_one_after_the_other(shared, tmp_path):
-    shared.follow(settings(engine("a"), engine("b")))
-    first = told(tmp_path)
-    async with asyncio.timeout(30):
-        while not (await listens(first["a"]["url"]) and await listens(first["b"]["url"])):  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-    shared.follow(settings(engine("a", model="new"), engine("b", model="new")))
-    async with asyncio.timeout(30):
-        while (now := told(tmp_path))["b"] == first["b"]:
-            assert await listens(first["b"]["url"])
-            await asyncio.sleep(0.02)
-        assert now["a"]["model"] == now["b"]["model"] == "new"
-        assert await listens(now["a"]["url"])
-        while not await listens(now["b"]["url"]):  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-
-
 @pytest.mark.parametrize(("state", "seconds"), [(ProcessState.READY, 0.2), (ProcessState.STARTING, 0.4)])
-async def test_an_engine_that_leaves_waits_for_those_that_join(shared, state, seconds):
+async def test_an_engine_that_leaves_waits_for_those_that_join(shared, virtual_time, state, seconds):
     old = SimpleNamespace(stop=AsyncMock(), spec=SimpleNamespace(url="http://old"))
-    began = time.monotonic()
+    shared._is_used = AsyncMock(return_value=True)
+    began = virtual_time.now
     await shared._end(old, 0.2, [SimpleNamespace(state=state)])
-    assert seconds <= time.monotonic() - began + 0.01
+    assert virtual_time.now - began == pytest.approx(seconds, abs=0.03)
     old.stop.assert_awaited_once()
 
 
 async def test_an_engine_that_leaves_ends_once_no_worker_uses_it(shared):
-    """Before, after `graceful_shutdown_s`, however idle it was."""
     old = SimpleNamespace(stop=AsyncMock(), spec=SimpleNamespace(url="http://old"))
     shared._is_used = AsyncMock(side_effect=[True, False])
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await shared._end(old, 60.0)
     shared._is_used.assert_awaited_with("http://old")
     old.stop.assert_awaited_once()
 
 
-@pytest.mark.parametrize("command", [SERVER, "false {port}"])
+@pytest.mark.parametrize("command", [SERVER, "false {port}"], ids=["healthy", "ends"])
 async def test_a_file_is_there_until_the_first_start_of_an_engine_has_ended(shared, tmp_path, command):
     shared.follow(settings(engine("a").model_copy(update={"command": tuple(command.split())})))
     file = starting_file(tmp_path, told(tmp_path)["a"]["url"])
     assert file.exists()
-    async with asyncio.timeout(30):
-        while file.exists():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+    await until(lambda: not file.exists(), 30)
     assert await listens(told(tmp_path)["a"]["url"]) == (command == SERVER)
 
 
 async def test_the_file_of_a_first_start_goes_also_where_the_engine_is_replaced_meanwhile(shared, tmp_path):
-    """Fails: the new engine's task has the name of the old one's, and ends it. An engine that gets the same
-    port later would seem to start for ever."""
-    slow = engine("a").model_copy(update={"command": ("sh", "-c", "sleep 60; echo {port}")})
-    shared.follow(settings(slow))
-    file = starting_file(tmp_path, told(tmp_path)["a"]["url"])
-    await asyncio.sleep(0.2)
-    assert file.exists()
+    """Else an engine that gets the same port later would seem to start for ever."""
+
+    def slow(seconds):
+        words = ("sh", "-c", f"sleep {seconds}; echo {{port}}")
+        return settings(engine("a").model_copy(update={"command": words}))
+
     shared._is_used = AsyncMock(return_value=False)
-    shared.follow(settings(slow.model_copy(update={"command": ("sh", "-c", "sleep 61; echo {port}")})))
-    async with asyncio.timeout(10):
-        while starting_file(tmp_path, told(tmp_path)["a"]["url"]) == file:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-    await asyncio.sleep(2.0)  # the old one has ended
-    assert not file.exists()
+    shared.follow(slow(60))
+    file = starting_file(tmp_path, told(tmp_path)["a"]["url"])
+    await asyncio.sleep(0.1)
+    assert file.exists()
+    shared.follow(slow(61))
+    await until(lambda: not file.exists(), 30)
+    assert starting_file(tmp_path, told(tmp_path)["a"]["url"]) != file

@@ -16,7 +16,6 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from tests.fake_engines.vllm import running_vllm
 from tests.fakes import DONE, FakeEngine, answer, event
 from tests.kv_world import tokens
 from tests.live.conftest import running_kvpin, starting_kvpin
@@ -49,18 +48,41 @@ class Gated(FakeEngine):
         await exchange.end()
 
 
+async def started(stack, process):
+    """A kvpin that starts in another thread, until the stack is left."""
+    kvpin = await asyncio.to_thread(process.__enter__)
+    stack.push_async_exit(lambda *error: asyncio.to_thread(process.__exit__, *error))
+    return kvpin
+
+
+def of_two_workers(tmp_path):
+    return tmp_path / "log", "--workers", "2", "--log-format", "json"
+
+
 @contextlib.asynccontextmanager
-async def two_workers(tmp_path, *flags):
-    """Two engines and a kvpin with two workers."""
+async def two_workers(tmp_path):
+    """Two engines and a kvpin with two workers, which all serve."""
     async with contextlib.AsyncExitStack() as stack:
         engines = [await stack.enter_async_context(Gated(name)) for name in ("a", "b")]
         named = [f"--engine=openai-compatible={engine.url},id={engine.id}" for engine in engines]
-        process = running_kvpin(
-            tmp_path / "log", "--workers", "2", "--log-format", "json", *named, *flags, tokenised=False
-        )
-        kvpin = await asyncio.to_thread(process.__enter__)
-        stack.push_async_exit(lambda *error: asyncio.to_thread(process.__exit__, *error))
+        process = running_kvpin(*of_two_workers(tmp_path), *named, tokenised=False)
+        kvpin = await started(stack, process)
+        await until_all_serve(kvpin)
         yield kvpin, engines
+
+
+@contextlib.asynccontextmanager
+async def two_workers_that_start(tmp_path, serve):
+    """A kvpin with two workers in front of one engine that answers so: it may not be ready yet."""
+    async with FakeEngine("a", serve) as engine, contextlib.AsyncExitStack() as stack:
+        named = f"--engine=openai-compatible={engine.url},id=a"
+        yield await started(stack, starting_kvpin(*of_two_workers(tmp_path), named))
+
+
+async def ask(kvpin, path="/v1/completions", body=COMPLETION):
+    """An answer over a connection of its own."""
+    async with httpx.AsyncClient(base_url=kvpin.url, timeout=60, trust_env=False) as client:
+        return await (client.get(path) if body is None else client.post(path, json=body))
 
 
 def logged(kvpin, event):
@@ -89,6 +111,10 @@ async def until_all_serve(kvpin):
 def running():
     """The processes of this machine."""
     return {int(each.name) for each in Path("/proc").iterdir() if each.name.isdecimal()}
+
+
+def is_left_in(directory):
+    return any(Path(directory).iterdir())
 
 
 LOCAL, REMOTE = 1, 2
@@ -162,18 +188,12 @@ async def check_that_a_response_is_found(clients):
     assert set(engines) == {made.headers["x-kvpin-engine"]}
 
 
-def left_in(directory):
-    """What is in a directory."""
-    return list(Path(directory).iterdir())
-
-
 async def test_workers_serve_one_port_and_come_back_when_killed(tmp_path, monkeypatch):
     async with contextlib.AsyncExitStack() as stack:
         # A socket's path is short, and tmp_path may be long.
         temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvpin-test-"))
         monkeypatch.setenv("TMPDIR", temporary)
         kvpin, engines = await stack.enter_async_context(two_workers(tmp_path))
-        await until_all_serve(kvpin)
         streams = []
         while {worker for _, worker in streams} != {1, 2}:
             streams.append(await stream(stack, kvpin))
@@ -181,8 +201,7 @@ async def test_workers_serve_one_port_and_come_back_when_killed(tmp_path, monkey
         os.kill(old[1], signal.SIGKILL)
         statuses = []
         while pids(kvpin)[1] == old[1] or len(statuses) < 20:
-            async with httpx.AsyncClient(base_url=kvpin.url, timeout=60, trust_env=False) as client:
-                statuses.append((await client.post("/v1/completions", json=COMPLETION)).status_code)
+            statuses.append((await ask(kvpin)).status_code)
         assert set(statuses) == {200}
         for engine in engines:
             engine.gate.set()
@@ -209,23 +228,18 @@ async def test_workers_serve_one_port_and_come_back_when_killed(tmp_path, monkey
         with socket.socket() as probe:
             assert probe.connect_ex((address.hostname, address.port)) != 0
         assert not running() & {*old.values(), *pids(kvpin).values()}
-        assert not left_in(temporary)
+        assert not is_left_in(temporary)
 
 
 async def test_when_the_one_that_speaks_is_killed_under_load_another_answers_operators(tmp_path):
     async with two_workers(tmp_path) as (kvpin, _), asyncio.TaskGroup() as group:
-        await until_all_serve(kvpin)
         statuses, failed, is_over = [], [], asyncio.Event()
-
-        async def ask(path, body=None):
-            async with httpx.AsyncClient(base_url=kvpin.url, timeout=60, trust_env=False) as client:
-                return await (client.get(path) if body is None else client.post(path, json=body))
 
         async def load():
             while not is_over.is_set():
                 began = monotonic()
                 try:
-                    statuses.append((await ask("/v1/completions", COMPLETION)).status_code)
+                    statuses.append((await ask(kvpin)).status_code)
                 except httpx.TransportError:
                     failed.append(began)
 
@@ -234,16 +248,14 @@ async def test_when_the_one_that_speaks_is_killed_under_load_another_answers_ope
         speaks = "this worker answers operators for all"
         await until(lambda: len(statuses) > 50)
         (before,) = logged(kvpin, speaks)
-        served = (await ask("/admin/v1/stats")).json()["totals"]["served"]
-        assert served > 0
-        killed = monotonic()
+        assert (await ask(kvpin, "/admin/v1/stats", None)).json()["totals"]["served"] > 0
+        killed, is_answered = monotonic(), False
         os.kill(pids(kvpin)[before["worker"]], signal.SIGKILL)
-        while monotonic() < killed + 30:
+        while not is_answered and monotonic() < killed + 30:
             with contextlib.suppress(httpx.TransportError):  # its connection was at the killed worker
-                if (await ask("/admin/v1/stats")).status_code == 200:
-                    break
-        took_s, asked = monotonic() - killed, len(statuses)
-        assert took_s < 5
+                is_answered = (await ask(kvpin, "/admin/v1/stats", None)).is_success
+        assert is_answered
+        asked = len(statuses)
         await until(lambda: len(statuses) > asked + 50)
         is_over.set()
         assert logged(kvpin, speaks)[-1]["worker"] != before["worker"]
@@ -257,21 +269,13 @@ async def test_who_comes_while_the_workers_start_waits(tmp_path):
         await is_loaded.wait()
         await answer(exchange)
 
-    async def ask(url):
-        async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client:
-            return (await client.post("/v1/completions", json=COMPLETION)).status_code
-
     is_loaded = asyncio.Event()
-    async with FakeEngine("a", serve) as engine, contextlib.AsyncExitStack() as stack:
-        named = f"--engine=openai-compatible={engine.url},id=a"
-        process = starting_kvpin(tmp_path / "log", "--workers", "2", "--log-format", "json", named)
-        kvpin = await asyncio.to_thread(process.__enter__)
-        stack.push_async_exit(lambda *error: asyncio.to_thread(process.__exit__, *error))
-        asked = [asyncio.create_task(ask(kvpin.url)) for _ in range(8)]
+    async with two_workers_that_start(tmp_path, serve) as kvpin:
+        asked = [asyncio.create_task(ask(kvpin)) for _ in range(8)]
         _, pending = await asyncio.wait(asked, timeout=0.5)
         is_loaded.set()
         assert len(pending) == 8
-        assert await asyncio.gather(*asked) == [200] * 8
+        assert [each.status_code for each in await asyncio.gather(*asked)] == [200] * 8
 
 
 async def test_while_one_worker_has_engines_it_takes_the_connections(tmp_path):
@@ -281,28 +285,22 @@ async def test_while_one_worker_has_engines_it_takes_the_connections(tmp_path):
         else:
             await exchange.send({"error": "loading"}, status=503)
 
-    async def ask():
-        async with httpx.AsyncClient(base_url=kvpin.url, timeout=60, trust_env=False) as client:
-            return (await client.post("/v1/completions", json=COMPLETION)).status_code
+    async def status():
+        return (await ask(kvpin)).status_code
 
     is_up = asyncio.Event()
-    async with FakeEngine("a", serve) as engine, contextlib.AsyncExitStack() as stack:
-        named = f"--engine=openai-compatible={engine.url},id=a"
-        process = starting_kvpin(tmp_path / "log", "--workers", "2", "--log-format", "json", named)
-        kvpin = await asyncio.to_thread(process.__enter__)
-        stack.push_async_exit(lambda *error: asyncio.to_thread(process.__exit__, *error))
+    async with two_workers_that_start(tmp_path, serve) as kvpin:
         await until_all_serve(kvpin)  # though they have no engine after 10 s
-        assert {await ask() for _ in range(4)} == {503}
+        assert {await status() for _ in range(4)} == {503}
         is_up.set()
         async with asyncio.timeout(30):
-            while await ask() != 200:
+            while await status() != 200:
                 pass
-        assert {await ask() for _ in range(20)} == {200}
+        assert {await status() for _ in range(20)} == {200}
 
 
 async def test_a_worker_that_cannot_be_started_is_started_later_and_knows_what_became_of_engines(tmp_path):
     async with two_workers(tmp_path) as (kvpin, engines):
-        await until_all_serve(kvpin)
         added = {"kind": "openai_compatible", "url": engines[0].url, "id": "added"}
         added["headers"] = {"x-to": "added"}  # else it would be the engine that is there
         assert kvpin.admin("POST", "engines", json=added).status_code == 201
@@ -313,8 +311,7 @@ async def test_a_worker_that_cannot_be_started_is_started_later_and_knows_what_b
         ended = "worker ended; it is started again"
         await until(lambda: len(logged(kvpin, ended)) > 1)
         assert logged(kvpin, ended)[1]["error"] == "it cannot be started: Too many open files"
-        async with httpx.AsyncClient(base_url=kvpin.url, trust_env=False) as client:
-            assert (await client.get("/health/ready")).status_code == 200
+        assert (await ask(kvpin, "/health/ready", None)).status_code == 200
         resource.prlimit(kvpin.process.pid, resource.RLIMIT_NOFILE, limits)
         await until(lambda: pids(kvpin)[1] != old[1])
         await until_all_serve(kvpin)
@@ -329,51 +326,17 @@ async def test_a_worker_that_cannot_be_started_is_started_later_and_knows_what_b
 
 
 async def test_a_worker_that_hangs_is_replaced_and_the_others_go_on(tmp_path, monkeypatch):
-    async with contextlib.AsyncExitStack() as stack:
-        temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvpin-test-"))
-        monkeypatch.setenv("NOTIFY_SOCKET", f"{temporary}/none")  # as under systemd
-        monkeypatch.setenv("WATCHDOG_USEC", "8000000")
-        kvpin, engines = await stack.enter_async_context(two_workers(tmp_path))
-        await until_all_serve(kvpin)
-        streams = []
-        while {worker for _, worker in streams} != {1, 2}:
-            streams.append(await stream(stack, kvpin))
-        old = pids(kvpin)
+    monkeypatch.setenv("NOTIFY_SOCKET", "/none")  # as under systemd
+    monkeypatch.setenv("WATCHDOG_USEC", "8000000")
+    async with two_workers(tmp_path) as (kvpin, _):
+        old, statuses = pids(kvpin), set()
         os.kill(old[1], signal.SIGSTOP)
-        statuses = set()
         while pids(kvpin)[1] == old[1]:
-            async with httpx.AsyncClient(base_url=kvpin.url, timeout=60, trust_env=False) as client:
-                statuses.add((await client.post("/v1/completions", json=COMPLETION)).status_code)
+            statuses.add((await ask(kvpin)).status_code)
         assert statuses == {200}
         (hung,) = logged(kvpin, "worker hangs: it is killed, and the answers that it was giving are lost")
         assert (hung["worker"], hung["pid"]) == (1, old[1])
         (ended,) = logged(kvpin, "worker ended; it is started again")
         assert (ended["worker"], ended["error"]) == (1, "ended by signal 9 (Killed)")
-        for engine in engines:
-            engine.gate.set()
-        for reader, worker in streams:
-            assert (DONE.strip() in await reader.read()) is (worker == 2)
         await until_all_serve(kvpin)
         assert pids(kvpin)[2] == old[2]
-
-
-async def test_a_rank_that_drains_drains_at_a_worker_that_is_started_later(tmp_path):
-    def states():
-        return {name: each["state"] for name, each in kvpin.engines().items()}
-
-    async with contextlib.AsyncExitStack() as stack:
-        server = stack.enter_context(running_vllm(ranks=2))
-        named = f"--engine=vllm={server.url},id=v"
-        process = running_kvpin(
-            tmp_path / "log", "--workers", "2", "--log-format", "json", named, tokenised=False
-        )
-        kvpin = await asyncio.to_thread(process.__enter__)
-        stack.push_async_exit(lambda *error: asyncio.to_thread(process.__exit__, *error))
-        await until_all_serve(kvpin)
-        await until(lambda: states() == {"v-dp0": "ready", "v-dp1": "ready"})
-        assert kvpin.admin("POST", "engines/v-dp1/drain").status_code == 200
-        old = pids(kvpin)
-        os.kill(old[1], signal.SIGKILL)
-        await until(lambda: pids(kvpin)[1] != old[1])
-        await until_all_serve(kvpin)
-        await until(lambda: states() == {"v-dp0": "ready", "v-dp1": "draining"})
