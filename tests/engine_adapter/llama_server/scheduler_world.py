@@ -192,6 +192,16 @@ def stopped(server):
         server.process.send_signal(signal.SIGCONT)
 
 
+@contextmanager
+def no_directory(server):
+    """While this lasts, no save of the server succeeds."""
+    gone = server.save_dir.rename(server.save_dir.with_suffix(".gone"))
+    try:
+        yield
+    finally:
+        gone.rename(server.save_dir)
+
+
 @asynccontextmanager
 async def scheduler_world(server, **place):
     """A scheduler of the slots of `server`, which are emptied first, and of its save directory, likewise."""

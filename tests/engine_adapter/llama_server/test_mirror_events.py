@@ -69,18 +69,6 @@ def mirror():
 
 
 class TestPlaces:
-    async def test_what_two_places_hold_is_stored_once_and_goes_with_the_last(self, mirror):
-        assert len(
-            await events_of(
-                mirror,
-                (mirror.put, 0, Tier.GPU, tokens(BLOCK), None),
-                (mirror.put, 1, Tier.GPU, tokens(BLOCK), None),
-                (mirror.drop, 0),
-            )
-        ) == 1  # fmt: skip
-        (removed,) = await events_of(mirror, (mirror.drop, 1), (mirror.drop, 1))
-        assert (type(removed), removed.tier, len(removed.hashes)) == (BlocksRemoved, Tier.GPU, 1)
-
     async def test_a_block_that_only_changes_place_never_leaves(self, mirror):
         mirror.put(0, Tier.GPU, tokens(2 * BLOCK), None)
         events = await events_of(mirror, (mirror.put, 0, Tier.GPU, tokens(BLOCK), None))
