@@ -8,18 +8,20 @@ adds about 60. Straight to a server, and through kvpin in front of a server with
     two        two servers; without kvpin, each request goes to any of them
     full       the cache in host memory holds 4 of the 12 conversations; kvpin has a disk tier beside it
     tenants    one tenant has asked first prompts that another one asks now, too
+    burst      an application asks 48 questions at the same moment, for answers in one piece
 
 Straight to the server, "default flags" names no number of slots: llama-server then has 4 slots and one KV
 buffer that they share, as with "-np 4 -kvu". With "default -np 4", each slot has its own part of the buffer.
 CPU time is that of the servers, not of kvpin.
 
-    python benchmarks/default_server.py [--cases talks,restart,two,full,tenants] [--rounds 4]
+    python benchmarks/default_server.py [--cases talks,restart,two,full,tenants,burst] [--rounds 4]
                                         [--model tiny|large] [--words 1000]
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import random
 import statistics
@@ -34,12 +36,12 @@ from pathlib import Path
 import httpx
 from harness import CACHE, ROOT, free_port, host_cache, kvpin, llama_server, some_of
 from slot_restore import wait_written_back
-from slots import VOCABULARY, Answer, ask
+from slots import MAX_TOKENS, VOCABULARY, Answer, ask
 
 sys.path.insert(0, str(ROOT))
 from scripts.make_gguf import gguf_path
 
-CASES = ("talks", "restart", "two", "full", "tenants")
+CASES = ("talks", "restart", "two", "full", "tenants", "burst")
 STRAIGHT = {
     "default flags": ("-np", "-1"),
     "default -np 4": (),
@@ -53,6 +55,7 @@ CACHE_MIB = {"tiny": 13, "large": 104}
 """Room for the KV of four conversations, by model."""
 KEYS = {"KVPIN_API_KEYS": '[{"key": "a", "tenant": "a"}, {"key": "b", "tenant": "b"}]'}
 AWAY_S = 60.0
+REQUESTS, BURST_WORDS = 48, 60
 
 
 @dataclass(slots=True)
@@ -176,6 +179,32 @@ def converse(setup: Setup, rounds: int, words: int, *, restarts: bool = False, k
     return column
 
 
+async def at_once(setup: Setup, rounds: int) -> list[str]:
+    """Bursts of an application's requests: how long they wait for their answers."""
+    choice = random.Random(7)  # noqa: S311 - the same texts each time
+    connections = httpx.Limits(max_connections=None)
+    lines = []
+    async with httpx.AsyncClient(base_url=setup.urls[0], timeout=600, limits=connections) as client:
+
+        async def ask_all() -> list[float]:
+            began, waits = time.perf_counter(), []
+
+            async def asked(text: str) -> None:
+                body = {"messages": [{"role": "user", "content": text}], "max_tokens": MAX_TOKENS}
+                (await client.post("/v1/chat/completions", json=body)).raise_for_status()
+                waits.append(time.perf_counter() - began)
+
+            texts = [" ".join(choice.choices(VOCABULARY, k=BURST_WORDS)) for _ in range(REQUESTS)]
+            await asyncio.gather(*map(asked, texts))
+            return waits
+
+        for number in range(1, rounds + 1):
+            waits = await ask_all()
+            median_s = statistics.median(waits)
+            lines.append(f"burst {number} | answers after {median_s:5.2f} s, the last {max(waits):5.2f} s")
+    return lines
+
+
 def _client(url: str, key: str = "a") -> httpx.Client:
     """A client with a new connection: llama-server closes a kept one without a word."""
     return httpx.Client(base_url=url, timeout=600, headers={"authorization": f"Bearer {key}"})
@@ -241,14 +270,16 @@ def _until(client: httpx.Client, *, ready: bool) -> None:
     )
 
 
-def run(case: str, name: str, model: str, rounds: int, words: int) -> Column:
-    """One setup of one case."""
+def run(case: str, name: str, model: str, rounds: int, words: int) -> list[str]:
+    """The lines of one setup of one case."""
     with ExitStack() as stack:
         setup = through_kvpin(stack, case, model) if name == "kvpin" else straight(stack, case, name, model)
+        if case == "burst":
+            return asyncio.run(at_once(setup, rounds))
         if case != "tenants":
-            return converse(setup, rounds, words, restarts=case == "restart")
+            return converse(setup, rounds, words, restarts=case == "restart").lines()
         converse(setup, 1, words)
-        return converse(setup, rounds, words, key="b")
+        return converse(setup, rounds, words, key="b").lines()
 
 
 def main() -> None:
@@ -261,9 +292,10 @@ def main() -> None:
     parser.add_argument("--words", type=int, default=1000, help="of each conversation's first prompt")
     arguments = parser.parse_args()
     for case in arguments.cases:
-        print(f"{case}: {TALKS} conversations, {SLOTS} slots, {arguments.rounds} rounds", flush=True)
+        who = f"{REQUESTS} requests at once" if case == "burst" else f"{TALKS} conversations"
+        print(f"{case}: {who}, {SLOTS} slots, {arguments.rounds} rounds", flush=True)
         for name in arguments.setups:
-            for line in run(case, name, arguments.model, arguments.rounds, arguments.words).lines():
+            for line in run(case, name, arguments.model, arguments.rounds, arguments.words):
                 print(f"  {name:14} | {line}", flush=True)
 
 

@@ -32,6 +32,8 @@ class Forecast:
         prefill_s: to compute the rest.
         interference_s: delay for running requests.
         regret_s: expected time to recompute later what it evicts now.
+        idle_s: the total cost in a slot that is idle, where the best one is not; inf if none is idle; None if
+            it waits for no slot.
     """
 
     cached_tokens: int
@@ -41,6 +43,12 @@ class Forecast:
     prefill_s: float = 0.0
     interference_s: float = 0.0
     regret_s: float = 0.0
+    idle_s: float | None = None
+
+    @property
+    def at_once_s(self) -> float:
+        """What it would cost to begin without a wait for a slot; inf if it cannot."""
+        return self.total_s if self.idle_s is None else self.idle_s
 
     @property
     def total_s(self) -> float:

@@ -379,7 +379,11 @@ class Flow:
             if not candidates:
                 return None
             placement, pool = self.choose(ready, candidates), ready.pool
-            if has_waited or not (pool.is_busy(placement) or (pool.line and pool.line.competes(ready.needs))):
+            if has_waited:
+                soonest = pool.at_once(placement, candidates)
+                placement = placement if soonest is candidates else self.choose(ready, soonest)
+                break
+            if not (pool.is_busy(placement, candidates) or (pool.line and pool.line.competes(ready.needs))):
                 break
             await self._in_turn(ready, request.record)
             has_waited = True  # engines hold other KV by now
@@ -453,7 +457,10 @@ class Flow:
 
         def may_go() -> bool:
             candidates = self.candidates(ready)
-            return ready.is_stale or not candidates or not pool.is_busy(self.choose(ready, candidates))
+            if ready.is_stale or not candidates:
+                return True
+            placement, waited_s = self.choose(ready, candidates), time.monotonic() - began
+            return not pool.is_busy(placement, candidates, waited_s)
 
         try:
             await pool.line.wait(

@@ -115,7 +115,6 @@ class Plan:
             the restore, and `interference_s` the delay of other slots' streams during both.
         restore: the saved prefix to restore into the slot first, None to use the slot as it is.
         save_first: save the slot's content before anything else.
-        is_ready: the slot is idle; if not, the request waits for it.
         over_pin: the slot's pin yields, because every slot has a pin in the way.
     """
 
@@ -123,7 +122,6 @@ class Plan:
     cost: Forecast
     restore: Saved | None
     save_first: bool
-    is_ready: bool
     over_pin: bool
 
 
@@ -265,7 +263,6 @@ def _choice(slot: Slot, kept: int, file: _File | None, given: _Inputs) -> Plan:
         cost=cost,
         restore=None if file is None else file.entry,
         save_first=save_s > 0,
-        is_ready=slot.is_idle,
         over_pin=slot.pinned_until > given.now
         and (0 if file is not None else slot.shared(given.prompt, given.salt)) < slot.pinned,
     )

@@ -15,7 +15,14 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from dataclasses import dataclass
 from http import HTTPStatus
 from time import monotonic
@@ -38,7 +45,7 @@ from engine_adapter.http.adapter import read_models
 from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server.options import LlamaServerSpec
 from engine_adapter.llama_server.slot_io import Pulse
-from engine_adapter.types import ModelState
+from engine_adapter.types import EngineSpec, ModelState
 
 # Between attempts to follow the router's events, and between looks at its models where these do not come.
 _LOOK_S = 1.0
@@ -94,6 +101,12 @@ class _Models(msgspec.Struct, frozen=True):
     data: list[RouterModel]
 
 
+# Prompts that the server renders and tokenises at once. Its HTTP server has four threads more than slots at
+# first, and a connection that comes beyond them may wait until another one has been idle for 5 s.
+MAX_TOKENISING = 4
+_TOKENISING = ("/tokenize", "/apply-template")
+
+
 class ServerClient(ControlClient):
     """Calls a llama-server's own routes.
 
@@ -102,6 +115,11 @@ class ServerClient(ControlClient):
     """
 
     model: str | None = None
+
+    def __init__(self, spec: EngineSpec) -> None:
+        """Raises EngineSpecError as ControlClient does."""
+        super().__init__(spec)
+        self._tokenising = asyncio.Semaphore(MAX_TOKENISING)
 
     @override
     async def fetch(
@@ -113,7 +131,8 @@ class ServerClient(ControlClient):
             if content is not None:
                 named = b'{"model":' + msgspec.json.encode(self.model)
                 content = named + (b"," if content != b"{}" else b"") + content[1:]
-        return await super().fetch(method, path, content, *rest, **more)
+        async with self._tokenising if path.startswith(_TOKENISING) else nullcontext():
+            return await super().fetch(method, path, content, *rest, **more)
 
 
 @dataclass(frozen=True, slots=True)

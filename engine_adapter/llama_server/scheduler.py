@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -56,6 +57,7 @@ class SlotScheduler:
         changed: set whenever a slot becomes idle.
         is_closed: its session has ended: the slots may hold anybody's KV.
         is_lost: the server turned out to be another process.
+        waiting: requests that came and have no slot yet.
         has_worked: something ran since the slots were last read.
         sleeps: the server was found asleep, and nothing has woken it since; `has_slept`: it was, once.
     """
@@ -64,6 +66,7 @@ class SlotScheduler:
         self.contents = contents
         self.changed = asyncio.Event()
         self.is_closed = self.is_lost = self.has_worked = self.sleeps = self.has_slept = False
+        self.waiting = 0
         self._control, self._table, self._clock = contents.control, contents.table, contents.clock
         self._turns = Turns(self._table, self._plan, self._clock)
         self._tasks = OwnTasks(f"{contents.engine}: work on its slots", EngineError)
@@ -75,18 +78,19 @@ class SlotScheduler:
 
     def forecast(self, ask: SlotRequest) -> Forecast:
         """The cost of `ask` now; changes nothing."""
-        cost = self._plan(ask, self._table).cost
-        queue_s = self._turns.waiting * self.contents.rates.hold_s / len(self._table)
+        cost, idle, idle_s = self._plan(ask, self._table).cost, self._table.idle(), None
+        if len(idle) <= self.waiting:
+            idle_s = math.inf
+        elif cost.wait_s:
+            idle_s = self._plan(ask, idle).cost.total_s
+        queue_s = self.waiting * self.contents.rates.hold_s / len(self._table)
         interference_s = cost.interference_s + INTERFERENCE_S * self.streams
-        return replace(cost, wait_s=cost.wait_s + queue_s, interference_s=interference_s)
+        return replace(cost, wait_s=cost.wait_s + queue_s, interference_s=interference_s, idle_s=idle_s)
 
     @asynccontextmanager
     async def lease(self, ask: SlotRequest) -> AsyncIterator[SlotLease]:
         """Leases the best slot for a request, after the save and restore that pay."""
-        self._check_open()
-        await self.is_asleep()
-        self.sleeps = False  # the request wakes it
-        chosen = await self._turns.turn(ask)
+        chosen = await self._turn(ask)
         self._check_open()
         lease = await self._prepared(chosen, ask)
         self._check_open()
@@ -111,10 +115,7 @@ class SlotScheduler:
     @asynccontextmanager
     async def alone(self) -> AsyncIterator[None]:
         """Takes all slots, for a request that cannot be pinned. The slots it used are unknown afterwards."""
-        self._check_open()
-        await self.is_asleep()
-        self.sleeps = False
-        await self._turns.turn(None)
+        await self._turn(None)
         tasks: dict[int, int | None] = {}
         try:
             tasks = {state.id: state.id_task for state in await read_slots(self._control)}
@@ -134,11 +135,6 @@ class SlotScheduler:
     def moves_kv(self) -> bool:
         """True if a save or a restore runs. The server answers no question about slots meanwhile."""
         return any(slot.operation in (SlotOperation.SAVE, SlotOperation.RESTORE) for slot in self._table)
-
-    @property
-    def waiting(self) -> int:
-        """Requests that wait for a slot."""
-        return self._turns.waiting
 
     # --- other operations -------------------------------------------------------------------------
 
@@ -270,6 +266,17 @@ class SlotScheduler:
         await self._tasks.cancel()
 
     # --- inside -----------------------------------------------------------------------------------
+
+    async def _turn(self, ask: SlotRequest | None) -> Plan:
+        """Waits for a slot, or with None for all, and wakes the server."""
+        self._check_open()
+        self.waiting += 1
+        try:
+            await self.is_asleep()
+            self.sleeps = False
+            return await self._turns.turn(ask)
+        finally:
+            self.waiting -= 1
 
     def _plan(self, ask: SlotRequest, slots: Iterable[Slot]) -> Plan:
         contents = self.contents

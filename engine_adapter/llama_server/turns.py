@@ -1,14 +1,15 @@
-"""The queue for slots: requests wait in the order of their arrival, and each gets its cheapest slot.
+"""Who gets which slot: requests get the cheapest idle slot, in the order of their arrival.
 
-A request may wait for a busy slot that holds its conversation; requests behind it then take the idle slots.
-It waits no longer than its best idle slot would have cost. A request that cannot be pinned runs alone: it
-waits until every slot is idle, and requests behind it wait for it.
+Requests wait in kvpin's own queue, which sends one when a slot is idle. Only one whose slot was taken in that
+moment waits here. A request that cannot be pinned runs alone: it waits until every slot is idle, and requests
+behind it wait for it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -94,7 +95,7 @@ class SlotLease:
 
 Decide = Callable[[SlotRequest, Iterable[Slot]], Plan]
 ALL_SLOTS = -1
-_ALONE = Plan(ALL_SLOTS, Forecast(0), restore=None, save_first=False, is_ready=True, over_pin=False)
+_ALONE = Plan(ALL_SLOTS, Forecast(0), restore=None, save_first=False, over_pin=False)
 
 
 @dataclass(slots=True, eq=False)
@@ -102,7 +103,6 @@ class _Waiter:
     """One request in the queue; `ask` is None for one that runs alone."""
 
     ask: SlotRequest | None
-    since: float
     turn: asyncio.Future[Plan]
 
 
@@ -116,13 +116,7 @@ class Turns:
         self._table = table
         self._decide = decide
         self._clock = clock
-        self._queue: list[_Waiter] = []
-        self._timer: asyncio.TimerHandle | None = None
-
-    @property
-    def waiting(self) -> int:
-        """Requests in the queue."""
-        return len(self._queue)
+        self._queue: deque[_Waiter] = deque()
 
     async def turn(self, ask: SlotRequest | None) -> Plan:
         """Waits for a slot for `ask`; the first operation of its plan has begun there. None waits for every
@@ -130,9 +124,9 @@ class Turns:
 
         A caller that is cancelled while it waits leaves nothing begun.
         """
-        waiter = _Waiter(ask, self._clock(), asyncio.get_running_loop().create_future())
+        waiter = _Waiter(ask, asyncio.get_running_loop().create_future())
         self._queue.append(waiter)
-        self.dispatch()
+        self._dispatch()
         try:
             return await waiter.turn
         except asyncio.CancelledError:
@@ -145,60 +139,38 @@ class Turns:
             self._table.end_all(self._clock())
         else:
             self._table.end(slot_id, self._clock())
-        self.dispatch()
+        self._dispatch()
 
     def fail(self, error: Exception) -> None:
         """Raises `error` in every waiting request."""
-        queue, self._queue = self._queue, []
+        queue, self._queue = self._queue, deque()
         for waiter in queue:
             if not waiter.turn.done():
                 waiter.turn.set_exception(error)
 
-    def dispatch(self) -> None:
+    def _dispatch(self) -> None:
         """Starts every waiting request that can start now."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        soonest = math.inf
-        for waiter in tuple(self._queue):
-            if self._table.in_flight == len(self._table):
-                break  # no slot is idle: save the time to plan for a long queue
-            if waiter.turn.done():
-                continue
-            if waiter.ask is None:
-                if self._table.in_flight:
-                    break
-                self._table.begin_all(SlotOperation.FOREIGN, self._clock())
-                self._grant(waiter, _ALONE)
-                continue
-            plan, patience_s = self._plan(waiter, waiter.ask)
-            if plan is not None:
+        while self._queue and self._table.in_flight < len(self._table):
+            waiter = self._queue[0]
+            if waiter.turn.done():  # it has left
+                plan = None
+            elif waiter.ask is not None:
+                plan = self._decide(waiter.ask, self._table.idle())
                 self._table.begin(plan.slot, first_operation(plan), self._clock())
-                self._grant(waiter, plan)
+            elif not self._table.in_flight:
+                plan = _ALONE
+                self._table.begin_all(SlotOperation.FOREIGN, self._clock())
             else:
-                soonest = min(soonest, patience_s)
-        if soonest < math.inf:
-            self._timer = asyncio.get_running_loop().call_later(soonest, self.dispatch)
-
-    def _plan(self, waiter: _Waiter, ask: SlotRequest) -> tuple[Plan | None, float]:
-        """(the plan to start now, or None; seconds after which an idle slot is taken instead of waiting)."""
-        best = self._decide(ask, self._table)
-        if best.is_ready:
-            return best, 0.0
-        # Wait as long as the alternative would have cost: the total is then at most twice the best possible.
-        alternative = self._decide(ask, self._table.idle())
-        left_s = alternative.cost.total_s - (self._clock() - waiter.since)
-        return (alternative, 0.0) if left_s <= 0 else (None, left_s)
-
-    def _grant(self, waiter: _Waiter, plan: Plan) -> None:
-        self._queue.remove(waiter)
-        waiter.turn.set_result(plan)
+                return
+            self._queue.popleft()
+            if plan is not None:
+                waiter.turn.set_result(plan)
 
     def _give_back(self, waiter: _Waiter) -> None:
         """Withdraws a cancelled request, even if its turn has just come."""
         if waiter in self._queue:
             self._queue.remove(waiter)
-            self.dispatch()
+            self._dispatch()
         elif waiter.turn.done() and not waiter.turn.cancelled() and waiter.turn.exception() is None:
             self.release(waiter.turn.result().slot)
 

@@ -6,6 +6,7 @@ import asyncio
 from array import array
 from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
+from math import inf
 from time import monotonic
 from typing import Any
 
@@ -430,21 +431,45 @@ class Pool:
         not known."""
         return self.placer.place(monotonic(), candidates, chain, prefillers)
 
-    def is_busy(self, placement: Placement) -> bool:
-        """True if every engine would begin a placed request so late that it had better wait here.
+    def is_busy(self, placement: Placement, candidates: Sequence[Candidate], waited_s: float = 0.0) -> bool:
+        """True if a request that has waited for so long had better wait here.
 
-        If any engine is free, the request does not wait here: costs already contain the wait at each engine,
-        and each placed request raises its engine's cost for the next one.
+        It waits while the slot is busy that is best for it, but no longer than the best idle slot would cost
+        it: the total is then at most twice the best possible. It also waits while every engine would begin it
+        late. If one is free, it does not: costs already contain the wait at each engine, and each placed
+        request raises its engine's cost for the next one.
         """
+        has_slots = self.engines[placement.engine].adapter.one_owner
+        if has_slots and (idle := self._idle_slot(placement, candidates)) is not None:
+            return waited_s < idle[0]
         return self._begins_late(placement.chosen) and all(map(self._begins_late, placement.all_costs()))
+
+    def at_once(self, placement: Placement, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+        """The candidates; but if the slot that was chosen is busy, only the one with the best idle slot."""
+        has_slots = self.engines[placement.engine].adapter.one_owner
+        idle = self._idle_slot(placement, candidates) if has_slots else None
+        return candidates if idle is None or idle[0] == inf else [idle[1]]
+
+    def _idle_slot(
+        self, placement: Placement, candidates: Sequence[Candidate]
+    ) -> tuple[float, Candidate] | None:
+        """(what it costs, inf if none is idle; its engine) of the best slot that a request need not wait for.
+        None where it waits for no slot."""
+        # Of a prompt that is not known, its adapter knows at least whether there is a slot for it.
+        told = [each.forecast or self.engines[each.engine].adapter.forecast(NO_PROMPT) for each in candidates]
+        chosen = next(told[at] for at, each in enumerate(candidates) if each.engine == placement.engine)
+        if chosen is None or chosen.idle_s is None:
+            return None
+        costs = [inf if each is None else each.at_once_s for each in told]
+        return min(costs), candidates[costs.index(min(costs))]
 
     def is_free(self, engine_id: str) -> bool:
         """True if the engine would soon begin a request, if that has a short prompt."""
         engine, now = self.engines[engine_id], monotonic()
-        if not self._is_late(engine, engine.ledger.view(now).queue_s):
-            return True
         forecast = engine.adapter.forecast(NO_PROMPT)
-        return forecast is not None and not self._is_late(engine, forecast.wait_s)
+        if forecast is not None:
+            return forecast.at_once_s < inf
+        return not self._is_late(engine, engine.ledger.view(now).queue_s)
 
     def _begins_late(self, cost: Cost) -> bool:
         engine, wait_s = self.engines[cost.prefiller or cost.engine], cost.queue_s + cost.room_s
@@ -518,6 +543,8 @@ class Pool:
         """A request on the engine is over, its own or one of another kvpin; see `Placer.end`."""
         placer = self.placer
         placer.end(monotonic(), placed, computed, report)
+        if self.line:  # there may be room now
+            asyncio.get_running_loop().call_soon(self.line.call_next)
         if computed is None or placed.chain is None:
             placer.settled(placed)
         elif not self.learn(engine, placed.chain.hashes) and not placer.ended(placed):

@@ -12,9 +12,9 @@ from proxy.core.admission import MAX_RETRY_S, Entry, FairQueue, Needs, Pace, ret
 from proxy.errors import Overloaded
 from proxy.settings import LimitSettings
 
-# Load falls as time passes. A pool with waiting requests is looked at this often; its engines still have
-# `HOLD_S` of work.
-TICK_S = 0.05
+# Load falls as time passes, and a slot is free once it is saved. A pool with waiting requests is looked at
+# this often, and whenever a request ends.
+TICK_S = 0.02
 # Paces that are remembered: one for each set of engines that requests have waited for.
 MAX_PACES = 64
 
@@ -99,7 +99,7 @@ class Line:
         for displaced in self._queue.add(entry):
             if not displaced.item.turn.done():
                 displaced.item.turn.set_result(False)
-        self._call_next()
+        self.call_next()
         try:
             async with asyncio.timeout(limit_s):
                 is_called = await waiter.turn
@@ -141,7 +141,7 @@ class Line:
         for engines in found - before:
             self._paces.setdefault(engines, Pace()).begin(monotonic())
 
-    def _call_next(self) -> None:
+    def call_next(self) -> None:
         """Calls the next request that may go. Only one at a time: each changes the load for the others."""
         if self._called is None and self._queue:
             self._look()
@@ -158,11 +158,11 @@ class Line:
 
     def _gone(self) -> None:
         self._called = None
-        self._call_next()
+        self.call_next()
 
     def _tick(self) -> None:
         self._timer = None
-        self._call_next()
+        self.call_next()
 
 
 def _too_long(wait_s: float | None, limit_s: float, whose: str) -> Overloaded:

@@ -118,7 +118,7 @@ def test_a_prompt_whose_text_alone_is_known_goes_where_its_beginning_was():
     assert choose(text=text[:-8] + text[:20]).slot == 1
     assert choose(text=text[::-1]).slot != 1
     assert choose(salt="another").slot != 1
-    assert not choose(SlotOperation.SETTLE).is_ready, "it waits for that slot"
+    assert choose(SlotOperation.SETTLE).cost.wait_s > 0, "it waits for that slot"
 
 
 @pytest.mark.parametrize("saved", [0, 120])
@@ -168,7 +168,6 @@ def test_of_two_files_that_cost_the_same_the_first():
 def test_a_busy_slot_is_waited_for_as_long_as_its_operation_usually_takes(operation, began, wait_s):
     choice = decide(run(1100), [slot(0, run(1000), operation=operation, since=began)], now=10.0)
     assert choice.cost.wait_s == pytest.approx(wait_s)
-    assert not choice.is_ready
     assert choice.cost.cached_tokens == 1000
     assert not choice.cost.firm  # the answer that runs adds tokens
 

@@ -26,7 +26,7 @@ from engine_adapter import (
 from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server import router as router_module
 from engine_adapter.llama_server.options import LlamaServerOptions
-from engine_adapter.llama_server.router import Router, ServerClient
+from engine_adapter.llama_server.router import MAX_TOKENISING, Router, ServerClient
 from engine_adapter.llama_server.slot_io import read_pulse
 from tests.engines import served
 
@@ -467,6 +467,23 @@ async def test_what_is_no_router_is_none():
         with pytest.raises(EngineUnavailable, match="not as expected"):
             await router.refresh()
         await control.aclose()
+
+
+async def test_a_burst_of_prompts_takes_few_of_the_servers_threads():
+    now = most = 0
+
+    async def tokenize(_request: Request) -> Response:
+        nonlocal now, most
+        now, most = now + 1, max(most, now + 1)
+        await asyncio.sleep(0.01)
+        now -= 1
+        return JSONResponse({"tokens": []})
+
+    with served(Starlette(routes=[Route("/tokenize", tokenize, methods=["POST"])])) as url:
+        async with aclosing(ServerClient(EngineSpec("llama_server", url, "e"))) as client:
+            asked = [client.call("POST", "/tokenize", json={"content": str(n)}) for n in range(16)]
+            assert await asyncio.gather(*asked) == [{"tokens": []}] * 16
+    assert most == MAX_TOKENISING
 
 
 async def test_a_call_names_its_model_and_loads_none():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from array import array
 from contextlib import asynccontextmanager, suppress
@@ -95,6 +96,18 @@ class TestForecast:
         assert again.answer.cached_tokens == len(tokens) - 1
         assert not again.firm
 
+    async def test_the_slot_of_its_conversation_may_be_worth_a_wait(self, world):
+        first = await world.ask(prompt_of(1, 800))
+        world.contents.rates.hold_s = 0.01  # requests are over soon
+        second_turn = world.table[first.slot].tokens + prompt_of(2, 20)
+        with stopped(world.server):
+            running = asking(world, second_turn)
+            await world.until(lambda: world.scheduler.streams == 1)
+            forecast = world.scheduler.forecast(SlotRequest(second_turn + prompt_of(3, 20)))
+        assert 0 < forecast.wait_s < forecast.total_s < forecast.idle_s < math.inf
+        assert forecast.cached_tokens == len(second_turn)
+        await running
+
     async def test_counts_those_who_wait(self, world):
         with stopped(world.server):
             running = [asking(world, prompt_of(seed)) for seed in range(2)]
@@ -102,7 +115,9 @@ class TestForecast:
             alone = world.scheduler.forecast(SlotRequest(prompt_of(9))).wait_s
             waiting = [asking(world, prompt_of(seed)) for seed in (2, 3)]
             await world.until(lambda: world.scheduler.waiting == 2)
-            assert world.scheduler.forecast(SlotRequest(prompt_of(9))).wait_s > alone > 0
+            forecast = world.scheduler.forecast(SlotRequest(prompt_of(9)))
+            assert forecast.wait_s > alone > 0
+            assert forecast.idle_s == math.inf
         await asyncio.gather(*running, *waiting)
         assert (world.scheduler.streams, world.scheduler.waiting) == (0, 0)
 
@@ -147,19 +162,6 @@ class TestToolCalls:
 
 
 class TestTurns:
-    async def test_a_request_waits_for_the_slot_of_its_conversation(self, world):
-        first = await world.ask(prompt_of(1, 800))
-        world.contents.rates.hold_s = 0.01  # requests are over soon: it is worth waiting
-        second_turn = world.table[first.slot].tokens + prompt_of(2, 20)
-        with stopped(world.server):
-            running = asking(world, second_turn)
-            await world.until(lambda: world.scheduler.streams == 1)
-            waits = asking(world, second_turn + prompt_of(3, 20))
-            await world.until(lambda: world.scheduler.waiting == 1)
-            assert world.operations().count(None) == 1, "the other slot is idle"
-        assert (await running).slot == (await waits).slot == first.slot
-        assert waits.result().answer.cached_tokens == len(second_turn)
-
     async def test_all_slots_at_once(self, world):
         """It waits for all of them, nobody behind it starts before, and what it ran on is not known."""
         await fill(world, 1, 2)

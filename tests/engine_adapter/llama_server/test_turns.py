@@ -1,7 +1,6 @@
 """Who gets which slot when, as scripts of asks and releases under a clock of the test's own."""
 
 import asyncio
-import time
 from array import array
 from dataclasses import dataclass, field
 
@@ -21,39 +20,29 @@ from tests.engine_adapter.llama_server.answers import lease_of
 ANYWHERE = -1
 
 
-def plan_of(slot, *, is_ready=True, save_first=False, restore=None, cost_s=0.0):
-    return Plan(
-        slot=slot,
-        cost=Forecast(0, prefill_s=cost_s),
-        restore=restore,
-        save_first=save_first,
-        is_ready=is_ready,
-        over_pin=False,
-    )
+def plan_of(slot, *, save_first=False, restore=None):
+    return Plan(slot=slot, cost=Forecast(0), restore=restore, save_first=save_first, over_pin=False)
 
 
 @dataclass
 class World:
-    """Turns over slots; an ask names the slot it is at home on, and elsewhere it costs `away_s`."""
+    """Turns over slots; an ask names the slot that it prefers."""
 
     slots: int = 2
-    away_s: float = 10.0
-    now: float = 100.0
-    plans: int = 0
     got: dict = field(default_factory=dict)  # name → slot, in the order of the grants; None for all
     tasks: dict = field(default_factory=dict)
 
     def __post_init__(self):
         self.table = SlotTable(self.slots)
-        self.turns = Turns(self.table, self.decide, lambda: self.now)
+        self.turns = Turns(self.table, self.decide, lambda: 100.0)
 
     def decide(self, ask, slots):
-        self.plans += 1
-        slots, home = list(slots), ask.tokens[0]
-        at_home = [slot for slot in slots if slot.id == home]
-        chosen = (at_home or sorted(slots, key=lambda slot: (not slot.is_idle, slot.id)))[0]
-        cost_s = self.away_s * (home not in (chosen.id, ANYWHERE))
-        return plan_of(chosen.id, is_ready=chosen.is_idle, cost_s=cost_s)
+        ids = [slot.id for slot in slots]
+        return plan_of(ask.tokens[0] if ask.tokens[0] in ids else ids[0])
+
+    @property
+    def waiting(self):
+        return sum(not task.done() for task in self.tasks.values())
 
     async def ask(self, name, home=ANYWHERE):
         """A request joins the queue; what it gets stands in `got`."""
@@ -74,12 +63,6 @@ class World:
             self.got[name] = None
 
         return await self._start(name, get())
-
-    async def pass_time(self, seconds):
-        """The queue is looked at that many seconds later."""
-        self.now += seconds
-        self.turns.dispatch()
-        await settle()
 
     async def _start(self, name, work):
         self.tasks[name] = asyncio.create_task(work)
@@ -124,28 +107,16 @@ async def world():
 class TestOrder:
     async def test_first_come_first_served(self, world):
         await world.ask_each("abcd")
-        assert (world.got, world.turns.waiting) == ({"a": 0, "b": 1}, 2)
+        assert (world.got, world.waiting) == ({"a": 0, "b": 1}, 2)
         await world.release(1)
         await world.release(0)
-        assert (world.got, world.turns.waiting) == ({"a": 0, "b": 1, "c": 1, "d": 0}, 0)
+        assert (world.got, world.waiting) == ({"a": 0, "b": 1, "c": 1, "d": 0}, 0)
         assert list(world.got) == ["a", "b", "c", "d"]
 
-    async def test_nothing_is_planned_while_no_slot_is_idle(self, world):
-        await world.ask_each("abcdef")
-        planned = world.plans
-        world.turns.dispatch()
-        await world.ask("g")
-        assert world.plans == planned
-
-    async def test_whoever_waits_for_a_slot_lets_those_behind_take_the_others(self, world):
-        await world.ask_each("ab", 0)
-        await world.ask("c", 1)
-        assert world.got == {"a": 0, "c": 1}
-        await world.ask("d", 0)
-        await world.release(0)
-        assert world.got == {"a": 0, "c": 1, "b": 0}, "and those behind never take what it waits for"
-        await world.release(0)
-        assert world.got["d"] == 0
+    async def test_each_gets_the_best_of_the_idle_slots(self, world):
+        await world.ask("a", 1)
+        await world.ask("b", 1)
+        assert world.got == {"a": 1, "b": 0}
 
     @pytest.mark.parametrize(
         ("plan", "operation"),
@@ -158,40 +129,6 @@ class TestOrder:
     )
     def test_what_a_plan_does_first(self, plan, operation):
         assert first_operation(plan) is operation
-
-
-class TestPatience:
-    async def test_ends_when_waiting_has_cost_as_much_as_moving(self, world):
-        await world.ask_each("ab", 0)
-        await world.pass_time(9.9)
-        assert "b" not in world.got
-        await world.pass_time(0.1)
-        assert world.got["b"] == 1
-
-    async def test_nobody_need_release_anything_for_it_to_end(self, world):
-        world.turns = Turns(world.table, world.decide, time.monotonic)
-        world.away_s = 0.01
-        await world.ask("a", 0)
-        waiting = await world.ask("b", 0)
-        await asyncio.wait_for(waiting, 10)
-        assert world.got["b"] == 1
-
-    async def test_counts_from_its_own_ask(self, world):
-        await world.ask_each("ab", 0)
-        world.now += 5
-        await world.ask("c", 0)
-        await world.pass_time(5)
-        assert world.got == {"a": 0, "b": 1}
-        await world.release(1)
-        assert "c" not in world.got
-        await world.pass_time(5)
-        assert world.got["c"] == 1
-
-    async def test_the_clock_of_an_empty_queue_stands_still(self, world):
-        await world.ask_each("ab", 0)
-        assert world.turns._timer is not None
-        await world.leave("b")
-        assert world.turns._timer is None
 
 
 class TestAlone:
@@ -209,27 +146,26 @@ class TestAlone:
 
 class TestFail:
     async def test_everybody_who_waits_is_told(self, world):
-        await world.ask_each("ab", 0)
+        await world.ask_each("abc")
         await world.ask_all("whole")
         world.turns.fail(EngineUnavailable("it is gone"))
-        for name in ("b", "whole"):
+        for name in ("c", "whole"):
             with pytest.raises(EngineUnavailable, match="it is gone"):
                 await world.tasks[name]
-        assert world.turns.waiting == 0
         await world.release(0)
-        assert world.busy() == []
+        assert world.busy() == [1]
 
     @pytest.mark.parametrize("first", ["it fails", "the request leaves"])
     async def test_whoever_leaves_meanwhile_is_cancelled(self, world, first):
-        await world.ask("a", 0)
-        waiting = await world.ask("b", 0)
+        await world.ask_each("ab")
+        waiting = await world.ask("c")
         if first == "the request leaves":
             waiting.cancel()
         world.turns.fail(EngineUnavailable("it is gone"))
         waiting.cancel()
         await asyncio.wait([waiting])
         assert waiting.cancelled()
-        assert world.busy() == [0]
+        assert world.busy() == [0, 1]
 
 
 STEPS = st.lists(
@@ -239,7 +175,6 @@ STEPS = st.lists(
         st.tuples(st.just("release"), st.integers(0, 9)),
         st.tuples(st.just("leave"), st.integers(0, 9)),
         st.tuples(st.just("race"), st.integers(0, 9)),
-        st.tuples(st.just("time"), st.integers(0, 15)),
     ),
     max_size=40,
 )
@@ -255,19 +190,17 @@ async def test_whatever_happens_no_slot_is_used_twice_and_everybody_is_served(st
             await world.ask_all(number)
         elif what == "release":
             await _release_one(world, running, value)
-        elif what == "leave":
-            waiting = [name for name, task in world.tasks.items() if not task.done()]
-            if waiting:
-                await world.leave(waiting[value % len(waiting)])
         elif what == "race":
             await _race(world, running, value)
         else:
-            await world.pass_time(value)
+            waiting = [name for name, task in world.tasks.items() if not task.done()]
+            if waiting:
+                await world.leave(waiting[value % len(waiting)])
         _note_running(world, running)
     while running:
         await _release_one(world, running, 0)
         _note_running(world, running)
-    assert (world.turns.waiting, world.busy(), world.table.violations) == (0, [], 0)
+    assert (world.waiting, world.busy(), world.table.violations) == (0, [], 0)
     assert all(task.done() for task in world.tasks.values())
 
 

@@ -1,6 +1,7 @@
 import json
 from array import array
 from dataclasses import replace
+from math import inf
 from time import monotonic
 
 import pytest
@@ -174,10 +175,10 @@ class TestBusy:
         """A request may still go to the busy one, where its prefix lies: its cost holds the wait."""
         pool = fleet.pools["m"]
         busy, other = Cost("a", queue_s=9.0), Cost("b", queue_s=9.0)
-        assert pool.is_busy(placement_of("a", 0, 40, (busy, other), "lowest cost"))
-        assert not pool.is_busy(placement_of("a", 0, 40, (busy, Cost("b")), "lowest cost"))
+        assert pool.is_busy(placement_of("a", 0, 40, (busy, other), "lowest cost"), ())
+        assert not pool.is_busy(placement_of("a", 0, 40, (busy, Cost("b")), "lowest cost"), ())
         kept["b"].clear()
-        assert not pool.is_busy(placement_of("a", 0, 40, (busy, other), "lowest cost"))
+        assert not pool.is_busy(placement_of("a", 0, 40, (busy, other), "lowest cost"), ())
 
     def test_an_engine_is_free_if_it_would_begin_a_short_prompt_soon(self, fleet, kept):
         pool, engine = fleet.pools["m"], fleet.engines["a"]
@@ -187,6 +188,46 @@ class TestBusy:
         assert pool.is_free("b")
         kept["a"].pop()
         assert pool.is_free("a")
+
+
+class TestSlots:
+    """Two engines with slots: of `a`, the slot of a conversation is busy."""
+
+    AWAITED = Forecast(90, wait_s=2.0, idle_s=9.0)
+
+    @pytest.fixture
+    def ask(self, fleet, monkeypatch):
+        """Forecasts of each engine → (is its turn still to come after some seconds, where it goes then)."""
+        for name in "ab":
+            engine = add_ready(fleet, name)
+            monkeypatch.setattr(engine.adapter, "one_owner", True, raising=False)
+        pool = fleet.pools["m"]
+
+        def ask(a, b, *, chosen="a", waited_s=0.0):
+            for name, told in (("a", a), ("b", b)):
+                monkeypatch.setattr(fleet.engines[name].adapter, "forecast", lambda _prompt, told=told: told)
+            candidates = pool.candidates(pool.chain(PROMPT), PROMPT)
+            placement = placement_of(chosen, 0, 40, (Cost(chosen),), "lowest cost")
+            waits = pool.is_busy(placement, candidates, waited_s)
+            return waits, [each.engine for each in pool.at_once(placement, candidates)]
+
+        return ask
+
+    def test_a_request_waits_for_its_slot_as_long_as_the_best_idle_one_would_cost(self, ask):
+        idle = Forecast(0, prefill_s=5.0)
+        assert ask(self.AWAITED, idle, waited_s=4.9) == (True, ["b"])
+        assert ask(self.AWAITED, idle, waited_s=5.1) == (False, ["b"])
+        elsewhere = Forecast(0, wait_s=1.0, prefill_s=5.0, idle_s=inf)
+        assert ask(self.AWAITED, elsewhere, waited_s=8.9) == (True, ["a"])
+        assert ask(self.AWAITED, elsewhere, waited_s=9.1) == (False, ["a"])
+
+    def test_it_goes_at_once_where_its_slot_is_idle_or_a_model_must_be_loaded(self, ask):
+        assert ask(Forecast(90), self.AWAITED) == (False, ["a", "b"])
+        assert ask(Forecast(0, wait_s=30.0), self.AWAITED) == (False, ["a", "b"])
+
+    def test_while_no_slot_is_idle_it_waits_however_long(self, ask):
+        none = Forecast(90, wait_s=0.1, idle_s=inf)
+        assert ask(none, none, waited_s=1e6) == (True, ["a", "b"])
 
 
 class TestContexts:

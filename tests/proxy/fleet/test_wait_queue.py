@@ -83,7 +83,7 @@ async def test_one_that_leaves_while_it_is_called_gives_its_turn_on():
     first, second = world.send("first"), world.send("second")
     await asyncio.sleep(0)
     world.room = 1
-    world.line._call_next()
+    world.line.call_next()
     first.cancel()
     await second
     assert world.served == ["second"]
