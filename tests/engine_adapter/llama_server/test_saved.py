@@ -5,6 +5,7 @@ import resource
 import threading
 import time
 from array import array
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -81,7 +82,7 @@ class World:
         for tier, directory in ((Tier.HOST, self.host), (Tier.DISK, self.disk)):
             wanted = {saved.name for saved in entries if saved.tier is tier}
             wanted |= {name.replace(".bin", ".json") for name in wanted}
-            lies = {each.name for each in directory.iterdir()} if directory.exists() else set()
+            lies = {each.name for each in directory.glob("kvpin-*")}
             assert lies == wanted, tier
         for tier, numbers in self.registry.stats()["tiers"].items():
             assert numbers["bytes"] == sum(saved.size for saved in entries if saved.tier == tier)
@@ -89,13 +90,18 @@ class World:
 
 
 @pytest.fixture
-def world(tmp_path) -> World:
-    return World(tmp_path)
+def world(tmp_path) -> Iterator[World]:
+    """Checked when the test is over."""
+    world = World(tmp_path)
+    yield world
+    world.check()
 
 
 @pytest.fixture
-def tiers(tmp_path) -> World:
-    return World(tmp_path, host=2, disk=2)
+def tiers(tmp_path) -> Iterator[World]:
+    world = World(tmp_path, host=2, disk=2)
+    yield world
+    world.check()
 
 
 @contextmanager
@@ -151,7 +157,6 @@ async def test_what_a_server_saved_is_an_entry(world):
     assert list(world.registry.entries("other")) == []
     assert world.told == [(SavedEvent.ADDED, saved.name, Tier.HOST)]
     assert "tenant" not in (world.host / saved.name.replace(".bin", ".json")).read_text()
-    world.check()
 
 
 async def test_a_longer_one_takes_the_place_and_the_uses_of_those_it_continues(world):
@@ -164,7 +169,6 @@ async def test_a_longer_one_takes_the_place_and_the_uses_of_those_it_continues(w
     again = await world.save(1, count=9)
     assert set(world.registry.entries(KEY)) == {same, salted, again}
     assert world.stats("evicted", "refused") == [0, 0]
-    world.check()
 
 
 @pytest.mark.parametrize("protected", ["pinned", "held"])
@@ -187,7 +191,6 @@ async def test_the_room_of_what_is_continued_counts_for_what_continues_it(world)
     await world.save(1, count=3)
     long = await world.save(1, count=9)
     assert set(world.registry.entries(KEY)) == {*others, long}
-    world.check()
 
 
 @pytest.mark.parametrize(
@@ -206,7 +209,6 @@ async def test_a_file_that_is_not_whole_is_refused_and_removed(world, expected, 
     with refused(fault, why):
         await world.registry.add(name, KEY, None, **expected or {})
     assert world.stats("refused") == [1]
-    world.check()
 
 
 @pytest.mark.parametrize("name", ["../x.bin", "x.bin", "kvpin-k2-" + "0" * 32 + ".bin"])
@@ -252,7 +254,6 @@ async def test_the_least_valuable_goes_when_there_is_no_room(world):
         (SavedEvent.REMOVED, second.name, Tier.HOST),
     ]
     assert world.stats("evicted") == [1]
-    world.check()
 
 
 async def test_a_file_that_no_room_can_be_made_for_is_refused(world):
@@ -266,7 +267,6 @@ async def test_a_file_that_no_room_can_be_made_for_is_refused(world):
         await world.save(1, count=50, size=4 * SIZE)
     assert list(world.registry.entries(KEY)) == [saved]
     assert world.stats("refused", "evicted") == [3, 0]
-    world.check()
 
 
 async def test_room_is_made_before_a_save(world):
@@ -278,7 +278,6 @@ async def test_room_is_made_before_a_save(world):
     assert set(world.registry.entries(KEY)) == {second, third}
     assert await world.registry.make_room(SIZE)
     assert set(world.registry.entries(KEY)) == {second, third}
-    world.check()
 
 
 async def test_a_victim_moves_to_disk_and_comes_back_when_it_is_needed(tiers):
@@ -293,7 +292,6 @@ async def test_a_victim_moves_to_disk_and_comes_back_when_it_is_needed(tiers):
     assert [first.tier, second.tier, third.tier] == [Tier.HOST, Tier.DISK, Tier.HOST]
     assert (tiers.host / first.name).read_bytes() == data
     assert tiers.stats("demoted", "promoted", "evicted") == [2, 1, 0]
-    tiers.check()
 
 
 async def test_the_disk_gives_up_what_is_worth_less_and_takes_nothing_that_is(tiers):
@@ -309,7 +307,6 @@ async def test_the_disk_gives_up_what_is_worth_less_and_takes_nothing_that_is(ti
     assert fourth not in set(tiers.registry.entries(KEY))
     assert [second.tier, third.tier] == [Tier.DISK, Tier.DISK]
     assert tiers.stats("evicted") == [2]
-    tiers.check()
 
 
 async def test_an_entry_of_the_disk_waits_there_when_the_host_tier_has_no_room(tiers):
@@ -323,7 +320,6 @@ async def test_an_entry_of_the_disk_waits_there_when_the_host_tier_has_no_room(t
     tiers.clock.now += 60
     await tiers.registry.ready(first)
     assert first.tier is Tier.HOST
-    tiers.check()
 
 
 # --- ready, using, drop ----------------------------------------------------------------------------------
@@ -369,7 +365,6 @@ async def test_an_entry_that_is_not_what_it_was_is_dropped(tiers, harm, reason, 
     assert tiers.told[-1][:2] == (SavedEvent.REMOVED, saved.name)
     with refused(FileFault.MISSING):
         await tiers.registry.ready(saved)
-    tiers.check()
 
 
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.DISK])
@@ -387,7 +382,6 @@ async def test_an_entry_that_cannot_be_read_now_is_kept_and_tried_again_later(ti
     tiers.clock.now += RETRY_S
     assert saved in set(tiers.registry.usable(KEY))
     assert await tiers.registry.ready(saved) == saved.name
-    tiers.check()
 
 
 async def test_an_entry_in_use_keeps_its_files_whatever_becomes_of_it(world):
@@ -400,7 +394,6 @@ async def test_an_entry_in_use_keeps_its_files_whatever_becomes_of_it(world):
         assert (world.host / name).exists()
         with refused(FileFault.MISSING):
             await world.registry.ready(saved)
-    world.check()
 
 
 async def test_what_fails_its_check_under_two_restores_goes_with_the_last(world):
@@ -411,7 +404,6 @@ async def test_what_fails_its_check_under_two_restores_goes_with_the_last(world)
             async with world.registry.using(saved):
                 pytest.fail("it is not sound")
         assert (world.host / name).exists()
-    world.check()
 
 
 async def test_dropped_while_it_comes_back_from_disk(tiers):
@@ -423,7 +415,6 @@ async def test_dropped_while_it_comes_back_from_disk(tiers):
     with refused(FileFault.MISSING):
         await coming
     assert (SavedEvent.MOVED, first.name, Tier.HOST) not in tiers.told
-    tiers.check()
 
 
 async def test_a_caller_that_leaves_leaves_no_half_work(tiers):
@@ -435,10 +426,11 @@ async def test_a_caller_that_leaves_leaves_no_half_work(tiers):
         await coming
     await first.idle()
     assert first.tier is Tier.HOST
-    tiers.check()
 
 
-async def test_a_listener_that_fails_while_nobody_waits_is_heard_of(tiers, caplog):
+async def test_a_listener_that_fails_while_nobody_waits_is_heard_of(tmp_path, caplog):
+    tiers = World(tmp_path, host=2, disk=2)
+
     def fail(event: SavedEvent, saved: Saved) -> None:
         if event is SavedEvent.MOVED:
             raise RuntimeError("what a listener did wrong")
@@ -488,7 +480,6 @@ async def test_a_restart_finds_what_was_saved(tiers):
         assert found[saved.name].sidecar() == saved.sidecar()
         assert found[saved.name].tokens == saved.tokens
         assert await tiers.registry.ready(found[saved.name]) == saved.name
-    tiers.check()
 
 
 async def test_a_restart_with_smaller_caps_keeps_the_best(tmp_path):
@@ -515,7 +506,6 @@ async def test_an_entry_in_both_tiers_counts_in_the_host_tier(tiers):
     tiers.open()
     await tiers.registry.rebuild()
     assert [found.tier for found in tiers.registry.entries(KEY)] == [Tier.HOST]
-    tiers.check()
 
 
 async def test_a_directory_that_is_not_there_is_asked_for_and_tried_again(tmp_path):
@@ -631,7 +621,6 @@ async def test_a_host_directory_that_vanished_loses_nothing_on_disk(tiers):
     assert first in set(tiers.registry.entries(KEY))
     away.rename(tiers.host)
     assert await tiers.registry.ready(first) == first.name
-    tiers.check()
 
 
 # --- Any order of events -----------------------------------------------------------------------------------

@@ -314,35 +314,30 @@ def test_the_tokens_of_a_file(saved, words, form):
     assert read_tokens(saved) == words
 
 
-@pytest.mark.parametrize(
-    ("data", "why"),
-    [
-        (b"", "less than a header"),
-        (state_bytes(frame(WORDS))[:11], "less than a header"),
-        (state_bytes(frame(WORDS))[:-1], "less than its 9 token words"),
-        (state_bytes(frame(WORDS), magic=0x67677370), "it starts with 0x67677370"),
-        (state_bytes([-1, 1, 0]), "less than a frame"),
-        (state_bytes([-1, 1, -1, 0, 0]), "-1 tokens do not fit"),
-        (state_bytes([-1, 1, 2, 8, 0]), "2 tokens do not fit"),
-        (state_bytes([-1, 1, 1, 8, 0, 0]), "are too many"),
-        (state_bytes(frame([8, -2])), "token id -2"),
-        (state_bytes([8, -2]), "token id -2"),
-    ],
-)
-def test_what_is_no_whole_file_is_damaged(saved, data, why):
-    assert refused(saved, data, why) is FileFault.DAMAGED
+DAMAGED, FOREIGN = FileFault.DAMAGED, FileFault.FOREIGN
 
 
 @pytest.mark.parametrize(
-    ("data", "why"),
+    ("data", "fault", "why"),
     [
-        (state_bytes(frame(WORDS), version=4), "format version 4"),
-        (state_bytes([-1, 2, 0, 0]), "token list version 2"),
-        (state_bytes(frame([8, -1, -1, 9], media=[1])), "images or audio"),
+        (b"", DAMAGED, "less than a header"),
+        (state_bytes(frame(WORDS))[:11], DAMAGED, "less than a header"),
+        (state_bytes(frame(WORDS))[:-1], DAMAGED, "less than its 9 token words"),
+        (state_bytes(frame(WORDS), magic=0x67677370), DAMAGED, "it starts with 0x67677370"),
+        (state_bytes([-1, 1, 0]), DAMAGED, "less than a frame"),
+        (state_bytes([-1, 1, -1, 0, 0]), DAMAGED, "-1 tokens do not fit"),
+        (state_bytes([-1, 1, 2, 8, 0]), DAMAGED, "2 tokens do not fit"),
+        (state_bytes([-1, 1, 1, 8, 0, 0]), DAMAGED, "are too many"),
+        (state_bytes(frame([8, -2])), DAMAGED, "token id -2"),
+        (state_bytes([8, -2]), DAMAGED, "token id -2"),
+        # What another version wrote may be sound.
+        (state_bytes(frame(WORDS), version=4), FOREIGN, "format version 4"),
+        (state_bytes([-1, 2, 0, 0]), FOREIGN, "token list version 2"),
+        (state_bytes(frame([8, -1, -1, 9], media=[1])), FOREIGN, "images or audio"),
     ],
 )
-def test_what_another_version_wrote_may_be_sound(saved, data, why):
-    assert refused(saved, data, why) is FileFault.FOREIGN
+def test_what_is_no_whole_file_of_this_format_is_refused(saved, data, fault, why):
+    assert refused(saved, data, why) is fault
 
 
 @given(st.data())
