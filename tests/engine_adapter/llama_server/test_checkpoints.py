@@ -31,7 +31,7 @@ STATE = MemoryRules(slot_ctx=4096, is_recurrent=True)
 FULL = MemoryRules(loses_window=True)
 # Checkpoints, small batches: short prompts have many of them.
 SMALL = ("-b", "128", "-ub", "32", "--ctx-checkpoints", "4", "--checkpoint-min-step", "64")
-STEPS = 30
+STEPS = 20
 
 
 def small(rules):

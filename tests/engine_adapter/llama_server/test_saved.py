@@ -242,6 +242,8 @@ async def test_who_wants_it_kept_is_remembered_over_restarts_and_longer_prefixes
     longer = await world.save(0, count=9)
     assert list(world.registry.entries(KEY)) == [longer]
     assert (longer.kept_until, longer.kept_for) == (until, "them")
+    world.registry.keep(longer, 100.0, "others")
+    assert (longer.kept_until, longer.kept_for) == (max(until, world.clock.now + 100), "others")
 
 
 async def test_the_least_valuable_goes_when_there_is_no_room(world):
