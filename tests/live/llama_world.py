@@ -20,6 +20,9 @@ from tests.llama import RunningLlama, memory_dir, running_llama_server
 MODEL = "tiny"
 WAIT_S = 60.0
 POLL_S = 0.02
+# Flags with which the tiny model has tokens to fill in with.
+FIM = [f"tokenizer.ggml.fim_{part}_token_id=int:{10 + at}" for at, part in enumerate(("pre", "suf", "mid"))]
+FILLS_IN = tuple(word for each in FIM for word in ("--override-kv", each))
 
 
 @dataclass(slots=True)

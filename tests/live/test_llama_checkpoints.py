@@ -22,19 +22,9 @@ NAMED = os.environ.get("CHECKPOINT_NAMED", "1") == "1"
 FLAGS = os.environ.get("CHECKPOINT_FLAGS", "").split()
 SLOTS, TALKS, AT_ONCE = 3, 8, 2
 WORDS = [
-    "river",
-    "stone",
-    "garden",
-    "light",
-    "paper",
-    "winter",
-    "market",
-    "engine",
-    "letter",
-    "window",
-    "silver",
+    "river", "stone", "garden", "light", "paper", "winter", "market", "engine", "letter", "window", "silver",
     "basket",
-]
+]  # fmt: skip
 SYSTEM = {"role": "system", "content": "You are brief. " * 12}
 
 

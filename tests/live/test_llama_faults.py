@@ -26,7 +26,7 @@ import httpx
 import pytest
 
 from scripts.make_gguf import gguf_path
-from tests.live.answers import until
+from tests.live.answers import cached, text_of, until
 from tests.live.conftest import Kvpin, running_kvpin, wait_until_tokenised
 from tests.llama import RunningLlama, llama_server, memory_dir, running_llama_server
 
@@ -51,10 +51,6 @@ def story(name: str, tokens: int = 400) -> str:
     return f"{name} {SECRET} " * (tokens // 5)
 
 
-def text_of(answer: httpx.Response) -> str:
-    return answer.json()["choices"][0]["message"]["content"]
-
-
 @cache
 def alone(url: str, text: str) -> str:
     """How the server at `url` answers when it reuses nothing and has nothing else to do, as far as that does
@@ -70,13 +66,6 @@ def alone(url: str, text: str) -> str:
         certain += token["token"]
     assert certain, "this prompt has no clear answer: take another"
     return certain
-
-
-def cached(answer: httpx.Response) -> int:
-    """The reused prompt tokens; checks that kvpin predicted them."""
-    reported = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
-    assert int(answer.headers["x-kvpin-predicted-tokens"]) == reported
-    return reported
 
 
 def is_hit(answer: httpx.Response) -> bool:
@@ -386,61 +375,7 @@ def test_a_server_that_hangs_for_long_is_passed_by(serve):
     assert len(one.warnings("engine is lost")) == 1
 
 
-# --- files are harmed -------------------------------------------------------------------------------------
-
-
-def truncate(file: Path, _: Path) -> None:
-    os.truncate(file, file.stat().st_size // 2)
-
-
-def flip(file: Path, _: Path) -> None:
-    """One bit of the KV."""
-    with file.open("r+b") as opened:
-        opened.seek(-1000, os.SEEK_END)
-        byte = opened.read(1)[0]
-        opened.seek(-1, os.SEEK_CUR)
-        opened.write(bytes([byte ^ 64]))
-
-
-def delete(file: Path, _: Path) -> None:
-    file.unlink()
-
-
-def replace(file: Path, other: Path) -> None:
-    """By the KV of another prefix, of as many bytes."""
-    shutil.copyfile(other, file)
-
-
-HARMS = {"Ada": truncate, "Ben": flip, "Cyd": delete, "Dan": replace}
-
-
-def test_a_harmed_file_is_dropped_and_never_served(serve):
-    one = serve(slots=1)
-    shared = story("Sal", 200)
-    saved: dict[str, Path] = {}
-    for name in (*HARMS, "Eve"):
-        before = one.files()
-        one.ask(shared + story(name))
-        one.until_saved()
-        (new,) = one.files() - before
-        saved[name] = one.directory / new
-    for name, harm in HARMS.items():
-        harm(saved[name], saved["Eve"])
-    for failed, name in enumerate(HARMS, 1):
-        # What the slot held before is still there, as far as the prompt shares it.
-        assert cached(one.ask(shared + story(name))) >= 200
-        assert one.count("failed_restores") == failed
-        assert not saved[name].exists()
-        one.until_saved()
-    assert one.count("restores") == 0
-    assert [len(one.warnings(saved[name].name)) for name in HARMS] == [1] * len(HARMS)
-    assert len(one.warnings()) == len(HARMS)
-    # What replaced them is sound.
-    for name in (*HARMS, "Eve"):
-        assert is_hit(one.ask(shared + story(name)))
-    assert one.count("restores") == len(HARMS) + 1
-    assert one.count("failed_restores") == len(HARMS)
-    assert len(one.files()) == len(HARMS) + 1
+# --- other files --------------------------------------------------------------------------------------
 
 
 def test_files_of_another_kv_type_are_refused_and_dropped(serve):
@@ -578,30 +513,10 @@ def test_files_of_a_model_that_was_swapped_are_never_restored(serve, tmp_path, m
     assert one.warnings("saved prefix") == []
 
 
-def test_a_model_whose_files_bring_nothing_is_never_saved_or_restored(serve, tmp_path):
-    gguf = gguf_path("swa")
-    names = ("Ada", "Ben", "Cyd", "Dan")
-    one = serve(gguf=gguf)
-    with running_llama_server(tmp_path / "other.log", gguf, slots=1) as other:
-        one.right = partial(alone, other.url)
-        for name in names:
-            one.ask(story(name))
-        for name in names:
-            one.ask(story(name))
-    (finding,) = one.findings
-    assert "sliding windows" in finding
-    assert "--swa-full" in finding
-    assert len(one.warnings("sliding windows")) == 1
-    assert (one.count("saves"), one.count("restores")) == (0, 0)
-    assert one.warnings() == one.warnings("sliding windows")
-
-
 SETUPS = {
     "ram-cache": ({}, ("--cache-ram", "256"), r"--cache-ram 0"),
-    "unified": ({}, ("-kvu",), r"-no-kvu -np 2 -c 2\*CTX"),
     "defaults": ({}, ("-np", "-1", "--cache-ram", "8192"), r"-no-kvu -np 4 -c 4\*CTX"),
     "no-save-path": ({"saves": False}, (), r"--slot-save-path DIR"),
-    "no-slots": ({}, ("--no-slots",), r"start the server with --slots"),
 }
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 
 import httpx
 import pytest
 
 from scripts.make_gguf import gguf_path
+from tests.live.answers import until
 from tests.live.conftest import running_kvpin
 from tests.llama import llama_server, memory_dir
 
@@ -52,6 +52,10 @@ def test_conversations_outlive_kvpin_and_its_server(serve):
     with memory_dir() as directory:
         with serve(directory) as kvpin:
             first = [ask(kvpin, text)[0] for text in texts]
+            (engine,) = kvpin.engines().values()
+            assert engine["findings"] == []
+            assert len(engine["kv"]["slots"]) == 2
+            assert engine["kv"]["files"]["tiers"]["host"]["cap"] > 0
         with serve(directory) as kvpin:
             for text, before in zip(texts, first, strict=True):
                 answer, predicted, reported = ask(kvpin, text)
@@ -64,23 +68,8 @@ def test_a_server_that_crashes_comes_back_with_its_conversations(serve):
         before, *_ = ask(kvpin, f"Ada: {STORY}")
         (engine,) = kvpin.engines().values()
         kvpin.admin("POST", "offload", json={"all": True}).raise_for_status()
-        deadline = time.monotonic() + WAIT_S
-        while not list(directory.glob("kvpin-*.json")):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        until(lambda: list(directory.glob("kvpin-*.json")), "a saved prefix")
         os.kill(engine["process"]["pid"], signal.SIGKILL)
-        while (answered := ask(kvpin, f"Ada: {STORY}")) is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        answer, predicted, reported = answered
+        answer, predicted, reported = until(lambda: ask(kvpin, f"Ada: {STORY}"), "an answer")
         assert answer == before
         assert predicted == reported > 100
-
-
-def test_sizes_and_findings_show_in_stats(serve):
-    with memory_dir() as directory, serve(directory) as kvpin:
-        ask(kvpin, STORY)
-        (engine,) = kvpin.engines().values()
-        assert engine["findings"] == []
-        assert len(engine["kv"]["slots"]) == 2
-        assert engine["kv"]["files"]["tiers"]["host"]["cap"] > 0

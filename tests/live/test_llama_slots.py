@@ -17,6 +17,7 @@ import pytest
 
 from scripts.make_gguf import gguf_path
 from tests.live import llama_hunt
+from tests.live.answers import cached, text_of
 from tests.live.isolation import KEYS
 from tests.live.llama_hunt import TIE, LoneServer, Quarry, quarries, said_at_once, said_in
 from tests.live.llama_world import MODEL, llama_world
@@ -223,10 +224,6 @@ def prefix(text):
     return {"model": MODEL, "messages": [{"role": "user", "content": text}]}
 
 
-def text_of(answer):
-    return answer.json()["choices"][0]["message"]["content"]
-
-
 SHORT = "Where is the ship? " * 30
 LONG = "ship night " * 3000  # 12001 tokens, which take seconds
 # A step of the server computes 256 tokens at most; slots of lower ids come first.
@@ -270,13 +267,6 @@ def begin(world, prompt, **fields):
 def has_answer(client):
     """Whether something has come to a client."""
     return bool(select.select([client], [], [], 0)[0])
-
-
-def cached(answer):
-    """Prompt tokens that were reused, which kvpin must have foreseen."""
-    reported = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
-    assert int(answer.headers["x-kvpin-predicted-tokens"]) == reported
-    return reported
 
 
 async def test_tenants_take_turns_for_slots(tmp_path):

@@ -11,6 +11,7 @@ from engine_adapter.types import EngineSpec
 from tests.engine_adapter.llama_server.scheduler_world import SMALL_STEPS, SchedulerWorld, scheduler_world
 from tests.engine_adapter.llama_server.slot_world import slot_world
 from tests.llama import RunningLlama, memory_dir, running_llama_server
+from tests.state_files import LittleRoom
 
 
 @pytest.fixture
@@ -49,6 +50,14 @@ async def scheduler(two_slots) -> AsyncIterator[SchedulerWorld]:
     """A scheduler of its slots, which are empty."""
     async with scheduler_world(two_slots) as world:
         yield world
+
+
+@pytest.fixture
+def little(tmp_path) -> Iterator[LittleRoom]:
+    """A directory that can be filled up."""
+    room = LittleRoom(tmp_path / "little", 1 << 20)
+    yield room
+    room.close()
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 
 from engine_adapter import (
     BlocksRemoved,
@@ -25,11 +25,30 @@ PATH = "/v1/completions"
 WAIT_S = 20.0
 
 
+async def blocks_in(events) -> dict[Tier, int]:
+    """Blocks on each tier, by the events of a new follower."""
+    blocks = {tier: set() for tier in Tier}
+    async with aclosing(events):
+        async for event in events:
+            if isinstance(event, BlocksStored):
+                blocks[event.tier].update(event.hashes)
+            elif isinstance(event, BlocksRemoved):
+                blocks[event.tier].difference_update(event.hashes)
+            elif isinstance(event, ViewCurrent):
+                break
+    return {tier: len(names) for tier, names in blocks.items() if names}
+
+
 def prompt_of(seed: int, count: int = 100, head: int = 0):
     """`count` plain tokens; prompts of one `head` share that many leading ones."""
     shared, own = random.Random(0), random.Random(seed)  # noqa: S311 - the same tokens each time
     ids = [shared.randrange(300, 4000) for _ in range(head)]
     return token_array(ids + [own.randrange(300, 4000) for _ in range(count - head)])
+
+
+# A prompt, and the same without its middle.
+START, GONE, REST = (prompt_of(seed, count) for seed, count in ((1, 60), (2, 100), (3, 300)))
+LONG, SHORTER = START + GONE + REST, START + REST
 
 
 class World:
@@ -53,10 +72,16 @@ class World:
     async def ask(self, tokens, salt=None, **fields):
         """(text, cached tokens reported, cached tokens said before)."""
         async with self.hold(tokens, salt, **fields) as hold:
-            async with await self.sent(hold) as response:
-                hold.answer.feed(await response.read())
-            text = json.loads(hold.answer.finish())["choices"][0]["text"]
+            text = (await self.answer(hold))["choices"][0]["text"]
             return text, hold.answer.cached_tokens(), hold.cached_tokens
+
+    async def answer(self, hold, path=PATH):
+        """The answer to a held request, as its client gets it."""
+        async with await self.sent(hold, path) as response:
+            raw = await response.read()
+        if hold.answer is not None:
+            raw = hold.answer.feed(raw) + hold.answer.finish()
+        return json.loads(raw)
 
     async def do(self, verb, **target):
         """The last word of an operation."""
@@ -77,19 +102,13 @@ class World:
             while not condition(await self.slots()):  # noqa: ASYNC110 - another process changes them
                 await asyncio.sleep(0.01)
 
+    async def until_idle(self):
+        """Returns when nothing runs on any slot."""
+        await self.until(lambda slots: all(slot["operation"] is None for slot in slots))
+
     async def held(self) -> dict[Tier, int]:
         """Blocks on each tier, by the events of a new follower."""
-        blocks = {tier: set() for tier in Tier}
-        events = self.adapter.events()
-        async for event in events:
-            if isinstance(event, BlocksStored):
-                blocks[event.tier].update(event.hashes)
-            elif isinstance(event, BlocksRemoved):
-                blocks[event.tier].difference_update(event.hashes)
-            elif isinstance(event, ViewCurrent):
-                break
-        await events.aclose()
-        return {tier: len(names) for tier, names in blocks.items() if names}
+        return await blocks_in(self.adapter.events())
 
 
 @asynccontextmanager

@@ -83,21 +83,6 @@ class TestLives:
             await world.until(lambda slots: all(slot["operation"] is None for slot in slots))
         assert await world.ask(prompt_of(1)) == (text, 99, 99)
 
-    async def test_a_server_that_slept_has_lost_its_slots(self, start_llama, save_dir):
-        server = start_llama("--sleep-idle-seconds", "1", slots=2, ctx=1024, save_dir=save_dir)
-        async with slot_world(server.url, host_cache_dir=str(save_dir)) as world:
-            await world.ask(prompt_of(1))
-
-            async def is_forgotten():
-                await world.adapter.load()
-                return await world.lengths() == [0, 0]
-
-            async with asyncio.timeout(20):
-                while not await is_forgotten():  # noqa: ASYNC110 - another process falls asleep
-                    await asyncio.sleep(0.1)
-            _, reported, said = await world.ask(prompt_of(1))
-            assert reported == said
-
     async def test_one_whose_slots_are_not_managed_is_seen_to_sleep_and_to_wake(self, start_llama, save_dir):
         server = start_llama("--sleep-idle-seconds", "1", "--no-slots", save_dir=save_dir)
         async with slot_world(server.url) as world:
@@ -157,22 +142,25 @@ class TestWhatItCanDo:
         assert info.vocab_size == 4096
         assert world.adapter.findings() == ()
 
-    async def test_slots_alone_without_the_directory(self, start_llama, save_dir):
-        server = start_llama(slots=2, save_dir=save_dir)
-        async with slot_world(server.url) as world:
-            assert (await world.adapter.connect()).capabilities == SLOTS | {Capability.FLUSH}
-            with pytest.raises(NotSupported, match="host_cache_dir"):
-                await world.do(KvVerb.OFFLOAD)
-            assert (await world.ask(prompt_of(1)))[1:] == (0, 0)
-            assert (await world.ask(prompt_of(1)))[1:] == (99, 99)
-
-    async def test_nor_without_a_save_path(self, start_llama, save_dir):
-        server = start_llama(slots=2)
-        async with slot_world(server.url, host_cache_dir=str(save_dir)) as world:
-            assert (await world.adapter.connect()).capabilities == SLOTS
-            assert "--slot-save-path" in " ".join(map(str, world.adapter.findings()))
-            with pytest.raises(NotSupported, match="--slot-save-path"):
-                await world.do(KvVerb.FLUSH)
+    @pytest.mark.parametrize(
+        ("saves", "is_told", "able", "verb", "remedy"),
+        [
+            pytest.param(
+                True, False, SLOTS | {Capability.FLUSH}, KvVerb.OFFLOAD, "host_cache_dir", id="directory"
+            ),
+            pytest.param(False, True, SLOTS, KvVerb.FLUSH, "--slot-save-path", id="save path"),
+        ],
+    )
+    async def test_slots_alone_without_one_of_them(
+        self, start_llama, save_dir, saves, is_told, able, verb, remedy
+    ):
+        server = start_llama(slots=2, save_dir=save_dir if saves else None)
+        directory = {"host_cache_dir": str(save_dir)} if is_told else {}
+        async with slot_world(server.url, **directory) as world:
+            assert (await world.adapter.connect()).capabilities == able
+            assert remedy in " ".join(map(str, world.adapter.findings()))
+            with pytest.raises(NotSupported, match=remedy):
+                await world.do(verb)
             assert (await world.ask(prompt_of(1)))[1:] == (0, 0)
             assert (await world.ask(prompt_of(1)))[1:] == (99, 99)
 
@@ -181,14 +169,12 @@ class TestWhatItCanDo:
         server = start_llama(flag, slots=2, save_dir=save_dir)
         async with slot_world(server.url, host_cache_dir=str(save_dir)) as world:
             assert (await world.adapter.connect()).capabilities == PLAIN
-            stats = await world.adapter.stats()
-            assert stats["slots"] == []
+            assert await world.slots() == []
             assert flag.removeprefix("--no-") in " ".join(map(str, world.adapter.findings()))
             assert world.adapter.forecast(KvTarget(prompt_of(1))) is None
             async with world.hold(prompt_of(1)) as hold:
                 assert hold.body.get("id_slot") is None
-                async with await world.sent(hold) as response:
-                    assert response.status == 200
+                assert (await world.answer(hold))["usage"]["prompt_tokens"] == 100
 
     async def test_no_word_for_a_server_with_a_cache_of_its_own(self, start_llama, save_dir):
         server = start_llama("--cache-ram", "64", slots=2, save_dir=save_dir)

@@ -20,111 +20,73 @@ from engine_adapter.llama_server.requests import (
     read_by,
     streaming_body,
 )
-from engine_adapter.llama_server.turns import SlotLease, SlotRequest
 from tests.engine_adapter.builders import body
+from tests.engine_adapter.llama_server.answers import DONE, delta, event, lease_of, native_stream, part
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-DONE = b"data: [DONE]\n\n"
 USAGE = {"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 5}}
+WHOLE = b"".join(
+    [
+        delta(role="assistant", content=None),
+        delta(content="he"),
+        delta(content="llo"),
+        part("stop", delta={}),
+        event(id="x", model="m", choices=[], usage=USAGE),
+        DONE,
+    ]
+)
 
 
 def assemble(path, stream):
     return read_answer(stream).assembled(path)
 
 
-def event(content):
-    return b"data: " + msgspec.json.encode(content) + b"\n\n"
+@pytest.fixture
+def lease():
+    return lease_of()
 
 
-def chunk(delta, finish=None):
-    return event(
-        {"id": "x", "model": "m", "choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}
-    )
-
-
-WHOLE = b"".join(
-    [
-        chunk({"role": "assistant", "content": None}),
-        chunk({"content": "he"}),
-        chunk({"content": "llo"}),
-        chunk({}, "stop"),
-        event({"id": "x", "model": "m", "choices": [], "usage": USAGE}),
-        DONE,
-    ]
-)
+def reading(lease, raw, *, assembles):
+    """The reader of an answer that came in small pieces."""
+    reader = SlotAnswer(CHAT, lease, assembles=assembles)
+    for at in range(0, len(raw), 7):
+        reader.feed(raw[at : at + 7])
+    return reader
 
 
 def test_it_tells_how_long_its_end_takes(lease):
     reader = SlotAnswer(CHAT, lease, assembles=True)
     reader.feed(WHOLE)
     assert 0 < reader.finish_ms < 1  # on the event loop
-    reader.feed(chunk({"content": "x" * 10}) * 10_000)
+    reader.feed(delta(content="x" * 10) * 10_000)
     assert reader.finish_ms > 50
 
 
-@pytest.fixture
-def lease():
-    nothing = array("i")
-    return SlotLease(
-        slot=0,
-        ask=SlotRequest(nothing),
-        cached_tokens=0,
-        firm=True,
-        may_reuse=True,
-        restored=False,
-        before=nothing,
-        length_before=0,
-        started=0.0,
-    )
-
-
-@pytest.fixture
-def watching(lease):
-    return SlotAnswer(CHAT, lease, assembles=False)
-
-
-@pytest.fixture
-def assembling(lease):
-    return SlotAnswer(CHAT, lease, assembles=True)
-
-
-def feed(reader, raw, size=7):
-    for at in range(0, len(raw), size):
-        reader.feed(raw[at : at + size])
-
-
-def test_a_lease_learns_what_the_answer_said(lease, watching):
-    feed(watching, WHOLE)
+def test_a_lease_learns_what_the_answer_said(lease):
+    reader = reading(lease, WHOLE, assembles=False)
     assert (lease.has_begun, lease.answer) == (True, None)
-    assert watching.finish() == b""
+    assert reader.finish() == b""
     assert (lease.answer.prompt_tokens, lease.answer.sampled_tokens) == (9, 2)
     assert (lease.answer.pieces, lease.answer.is_complete) == (["he", "llo"], True)
-    assert watching.cached_tokens() == 5
+    assert reader.cached_tokens() == 5
 
 
-def test_who_wanted_no_stream_gets_one_answer(lease, assembling):
-    feed(assembling, WHOLE)
-    answer = msgspec.json.decode(assembling.finish())
+@pytest.mark.parametrize("most", [requests.MAX_BYTES, len(WHOLE) - 1], ids=["short", "long"])
+def test_who_wanted_no_stream_gets_one_answer_however_long(lease, monkeypatch, most):
+    monkeypatch.setattr(requests, "MAX_BYTES", most)
+    reader = reading(lease, WHOLE, assembles=True)
+    answer = msgspec.json.decode(reader.finish())
     assert answer["choices"][0]["message"] == {"role": "assistant", "content": "hello"}
     assert (answer["object"], answer["usage"]) == ("chat.completion", USAGE)
-    assert assembling.cached_tokens() == 5
-    assert lease.answer.is_complete
+    assert (reader.cached_tokens(), lease.answer.is_complete) == (5, True)
 
 
-def test_a_longer_answer_than_is_read_is_passed_on_and_not_read(lease, monkeypatch):
+def test_a_longer_answer_than_is_read_is_passed_on_and_not_kept(lease, monkeypatch):
     monkeypatch.setattr(requests, "MAX_BYTES", len(WHOLE) - 1)
-    watching = SlotAnswer(CHAT, lease, assembles=False)
-    feed(watching, WHOLE)
-    assert watching.finish() == b""
-    assert (lease.has_begun, lease.answer, watching.cached_tokens()) == (True, None, None)
-    assert watching._chunks == []
-
-
-def test_and_assembled_all_the_same(lease, monkeypatch):
-    monkeypatch.setattr(requests, "MAX_BYTES", len(WHOLE) - 1)
-    assembling = SlotAnswer(CHAT, lease, assembles=True)
-    feed(assembling, WHOLE)
-    assert msgspec.json.decode(assembling.finish())["choices"][0]["message"]["content"] == "hello"
+    reader = reading(lease, WHOLE, assembles=False)
+    assert reader.finish() == b""
+    assert (lease.has_begun, lease.answer, reader.cached_tokens()) == (True, None, None)
+    assert reader._chunks == []
 
 
 SLOT = 2
@@ -234,13 +196,8 @@ def test_reasoning_and_tool_calls(start_llama, tmp_path):
         assert assembled == whole
 
 
-def part(finish_reason=None, **fields):
-    choice = {"index": 0, "finish_reason": finish_reason, **fields}
-    return b"data: " + msgspec.json.encode({"choices": [choice], "id": "x", "object": "chunk"}) + b"\n\n"
-
-
 def call(index, **fields):
-    return part(delta={"tool_calls": [{"index": index, **fields}]})
+    return delta(tool_calls=[{"index": index, **fields}])
 
 
 ERROR = b'data: {"error":{"code":%s,"message":"no room","type":"server_error"}}\n\n'
@@ -249,7 +206,7 @@ ERROR = b'data: {"error":{"code":%s,"message":"no room","type":"server_error"}}\
 def test_parallel_tool_calls_come_in_parts_and_a_name_may_grow():
     stream = b"".join(
         (
-            part(delta={"role": "assistant", "content": None}),
+            delta(role="assistant", content=None),
             call(0, id="a", type="function", function={"name": "get"}),
             call(0, id="a", type="function", function={"name": "get_weather"}),
             call(0, function={"arguments": '{"city":'}),
@@ -285,7 +242,7 @@ def test_an_error_in_the_stream_is_raised(path, code, status):
 
 
 UNPARSED = [
-    event({"error": {"code": 500, "message": f"{said}: <tool", "type": "server_error"}})
+    event(error={"code": 500, "message": f"{said}: <tool", "type": "server_error"})
     for said in (
         "Failed to parse input at pos 12",
         "The model produced output that does not match the expected peg-native format",
@@ -294,25 +251,22 @@ UNPARSED = [
 
 
 @pytest.mark.parametrize("error", UNPARSED)
-def test_what_was_parsed_of_an_answer_is_the_answer(lease, assembling, error):
-    parts = part(delta={"role": "assistant", "content": None}), part(delta={"content": "Let me look"})
-    feed(assembling, b"".join((*parts, call(0, id="a", function={"name": "get"}), error)))
-    answer = json.loads(assembling.finish())
+def test_what_was_parsed_of_an_answer_is_the_answer(lease, error):
+    begun = delta(role="assistant", content=None) + delta(content="Let me look")
+    reader = reading(lease, begun + call(0, id="a", function={"name": "get"}) + error, assembles=True)
+    answer = json.loads(reader.finish())
     (choice,) = answer["choices"]
-    assert (answer["id"], choice["finish_reason"], choice["message"]["content"]) == (
-        "x",
-        "stop",
-        "Let me look",
-    )
-    assert assembling.note == "llama-server could not parse the whole answer: its end is missing"
+    assert (answer["id"], choice["finish_reason"]) == ("x", "stop")
+    assert choice["message"]["content"] == "Let me look"
+    assert reader.note == "llama-server could not parse the whole answer: its end is missing"
     assert lease.answer.error is not None  # its slot is read from the file
 
 
 @pytest.mark.parametrize("error", UNPARSED)
-def test_an_answer_of_which_nothing_was_parsed_is_not_made_again(assembling, error):
-    feed(assembling, part(delta={"role": "assistant", "content": None}) + error)
+def test_an_answer_of_which_nothing_was_parsed_is_not_made_again(lease, error):
+    reader = reading(lease, delta(role="assistant", content=None) + error, assembles=True)
     with pytest.raises(EngineRejected) as raised:
-        assembling.finish()
+        reader.finish()
     assert (raised.value.status, raised.value.headers) == (500, {"x-should-retry": "false"})
 
 
@@ -321,13 +275,8 @@ ENDED = part(text="a", finish_reason="stop")
 
 @pytest.mark.parametrize(
     "stream",
-    [
-        b"",
-        DONE,
-        part(text="a"),
-        part(text="a") + DONE,
-        ENDED,
-    ],
+    [b"", DONE, part(text="a"), part(text="a") + DONE, ENDED],
+    ids=["empty", "no choice", "cut", "no finish reason", "no end"],
 )
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 def test_a_stream_that_breaks_off_is_an_error(path, stream):
@@ -363,22 +312,10 @@ PROMPT = array("i", [1, 2, 3])
 END = {"tokens_evaluated": 3, "tokens_predicted": 3, "stop": True, "timings": {"cache_n": 2, "prompt_n": 1}}
 
 
-def native_lease(tokens=PROMPT, salt=None):
-    return SlotLease(0, SlotRequest(tokens, salt), 0, True, True, False, array("i"), 0, 0.0)
-
-
-def stream(*events):
-    return b"".join(b"data: " + msgspec.json.encode(event) + b"\n\n" for event in events)
-
-
-def native_part(token, predicted):
-    return {"content": "x", "tokens": [token], "stop": False, "tokens_predicted": predicted}
-
-
 def test_a_whole_answer_tells_all_tokens_and_the_client_gets_what_it_asked_for():
     raw = msgspec.json.encode({"content": "abc", "tokens": [7, 8, 9], **END})
     for hides, tokens in ((True, b"[]"), (False, b"[7,8,9]")):
-        held = native_lease()
+        held = lease_of(PROMPT)
         reader = NativeAnswer(held, hides_tokens=hides)
         assert reader.feed(raw) + reader.finish() == raw.replace(b"[7,8,9]", tokens)
         assert (held.has_begun, reader.cached_tokens(), reader.prompt_tokens()) == (True, 2, None)
@@ -386,36 +323,35 @@ def test_a_whole_answer_tells_all_tokens_and_the_client_gets_what_it_asked_for()
 
 
 @pytest.mark.parametrize("raw", [b"{}", b'{"content":"a"}', b"[]", b"no json"])
-def test_other_answers_pass(raw):
-    held = native_lease()
-    assert NativeAnswer(held, hides_tokens=True).feed(raw) == raw
-    assert not held.answer.is_complete
+def test_other_answers_pass(lease, raw):
+    assert NativeAnswer(lease, hides_tokens=True).feed(raw) == raw
+    assert not lease.answer.is_complete
 
 
-def test_a_stream_tells_tokens_up_to_the_first_it_leaves_out():
-    """A character of several tokens has one event, with the last of them."""
-    whole = read_answer(
-        stream(native_part(7, 1), native_part(8, 2), native_part(9, 3), {"tokens": [], **END})
-    )
-    assert (whole.is_complete, whole.token_ids) == (True, array("i", [7, 8, 9]))
-    gap = read_answer(stream(native_part(7, 1), native_part(9, 3), {"tokens": [], **END}))
-    assert (gap.is_complete, gap.token_ids) == (True, array("i", [7]))
-    assert slot_content(PROMPT, gap, gap.token_ids) == (array("i", [1, 2, 3, 7]), 1)
-
-
-def test_nothing_is_known_after_the_server_dropped_tokens():
-    answer = read_answer(stream(native_part(7, 1), {"tokens": [], "truncated": True, **END}))
-    assert slot_content(PROMPT, answer, answer.token_ids) == (array("i"), 5)
+@pytest.mark.parametrize(
+    ("tokens", "end", "told", "content"),
+    [
+        pytest.param([(7, 1), (8, 2), (9, 3)], END, [7, 8, 9], ([1, 2, 3, 7, 8], 0), id="all"),
+        # A character of several tokens has one event, with the last of them.
+        pytest.param([(7, 1), (9, 3)], END, [7], ([1, 2, 3, 7], 1), id="up to the first it leaves out"),
+        pytest.param([(7, 1)], END | {"truncated": True}, [7], ([], 5), id="none after it dropped some"),
+    ],
+)
+def test_which_tokens_a_stream_tells(tokens, end, told, content):
+    answer = read_answer(native_stream(*tokens, **end))
+    assert (answer.is_complete, list(answer.token_ids)) == (True, told)
+    known, unknown = slot_content(PROMPT, answer, answer.token_ids)
+    assert (list(known), unknown) == content
 
 
 def test_token_ids_are_asked_for_where_that_changes_nothing_for_the_client():
     for path in ("/completion", "/completions", "/infill"):
-        sent, reader = read_by(path, body(prompt="a"), native_lease())
+        sent, reader = read_by(path, body(prompt="a"), lease_of(PROMPT))
         assert sent.get("return_tokens") is True
         assert reader.feed(b'{"tokens":[7]}') == b'{"tokens":[]}'
     for fields in ({"stream": True}, {"return_tokens": True}, {"response_fields": ["content"]}):
         asked = body(prompt="a", **fields)
-        sent, reader = read_by("/completion", asked, native_lease())
+        sent, reader = read_by("/completion", asked, lease_of(PROMPT))
         assert sent.raw == asked.raw
         assert reader.feed(b'{"tokens":[7]}') == b'{"tokens":[7]}'
 

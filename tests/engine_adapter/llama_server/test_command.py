@@ -36,7 +36,7 @@ def command_of(*words):
 def test_the_name_of_the_binary_may_be_left_out(program):
     command = command_of(*program, "-m", "m.gguf")
     assert command == [*(program or ("llama-server",)), "-m", "m.gguf", *MISSING]
-    assert llama_server_command(["-m", "x"], port=1, save_dir=None, binary="/b")[0] == "/b"
+    assert "--slot-save-path" not in llama_server_command(["-m", "x"], port=1, save_dir=None)
 
 
 @pytest.mark.parametrize(
@@ -60,10 +60,6 @@ def test_what_the_operator_says_stays_and_is_not_said_again(words, absent):
     assert absent not in added
     assert all(word in MISSING for word in added)
     assert len(added) < len(MISSING)
-
-
-def test_without_a_directory_nothing_is_saved():
-    assert "--slot-save-path" not in llama_server_command(["-m", "x"], port=1, save_dir=None)
 
 
 @pytest.mark.parametrize(
@@ -138,30 +134,21 @@ def test_what_the_words_say_of_the_server():
         (("--context-shift",), "--context-shift drops"),
         (("--cache-reuse", "256"), "--cache-reuse has no effect"),
         (("--sleep-idle-seconds", "60"), "--sleep-idle-seconds lets"),
+        (("-np", "4", "-c", "4096"), None),
+        (("-c", "4096"), None),
+        (("--cache-ram", "0"), None),
+        (("-kvu", "-no-kvu"), None),
+        (("--no-slots", "--slots"), None),
+        (("--cache-reuse", "0"), None),
+        (("--cache-ram", "512", "-cram", "0"), None),
+        (("-sps", "0.5"), None),
+        (("--sleep-idle-seconds", "-1"), None),
     ],
 )
-def test_what_works_against_reuse_is_one_sentence(words, sentence):
-    (said,) = advice(("llama-server", "-m", "m.gguf", *words))
-    assert said.startswith(sentence)
-    assert "\n" not in said
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("-np", "4", "-c", "4096"),
-        ("-c", "4096"),
-        ("--cache-ram", "0"),
-        ("-kvu", "-no-kvu"),
-        ("--no-slots", "--slots"),
-        ("--cache-reuse", "0"),
-        ("--cache-ram", "512", "-cram", "0"),
-        ("-sps", "0.5"),
-        ("--sleep-idle-seconds", "-1"),
-    ],
-)
-def test_what_does_not_is_not_mentioned(words):
-    assert advice(("-m", "m.gguf", *words)) == ()
+def test_each_flag_that_hinders_reuse_is_one_sentence(words, sentence):
+    said = advice(("llama-server", "-m", "m.gguf", *words))
+    assert [each.startswith(str(sentence)) for each in said] == [True] * (sentence is not None)
+    assert "\n" not in "".join(said)
 
 
 def test_a_real_server_knows_every_flag(tmp_path):
@@ -212,23 +199,21 @@ def memory(tmp_path, monkeypatch):
     return tmp_path / "shm"
 
 
-def test_memory_where_there_is_some(memory):
-    assert default_save_dir() == memory / f"kvpin-{os.getuid()}"
-
-
-def test_the_cache_directory_where_there_is_none(memory, monkeypatch):
-    saved_files._MOUNTS.write_text(f"/dev/sda1 {memory} ext4 rw 0 0\n")
-    assert default_save_dir() == memory.parent / "cache" / "kvpin" / "kv"
-    default_save_dir.cache_clear()
-    saved_files.is_in_memory.cache_clear()
-    saved_files._MOUNTS.unlink()
-    monkeypatch.setenv("KVPIN_CACHE", "/elsewhere")
-    assert default_save_dir() == Path("/elsewhere/kv")
-
-
-def test_the_cache_directory_where_memory_is_scarce(memory, monkeypatch):
-    monkeypatch.setattr(command, "_room", lambda _directory: 64 * 2**20)
-    assert default_save_dir() == memory.parent / "cache" / "kvpin" / "kv"
+@pytest.mark.parametrize(
+    ("mounted", "room", "environment", "expected"),
+    [
+        pytest.param("tmpfs", 4 * GIB, {}, f"shm/kvpin-{os.getuid()}", id="memory"),
+        pytest.param("ext4", 4 * GIB, {}, "cache/kvpin/kv", id="no memory"),
+        pytest.param("tmpfs", GIB // 16, {}, "cache/kvpin/kv", id="little memory"),
+        pytest.param("ext4", 4 * GIB, {"KVPIN_CACHE": "/elsewhere"}, "/elsewhere/kv", id="another cache"),
+    ],
+)
+def test_kv_is_saved_in_memory_if_there_is_some(memory, monkeypatch, mounted, room, environment, expected):
+    saved_files._MOUNTS.write_text(f"proc /proc proc rw 0 0\nshm {memory} {mounted} rw 0 0\n")
+    monkeypatch.setattr(command, "_room", lambda _directory: room)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert default_save_dir() == memory.parent / expected
 
 
 @pytest.mark.parametrize(("room", "cap"), [(4 * GIB, 2 * GIB), (64 * GIB, 8 * GIB), (0, 1)])

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import re
 import shutil
+from contextlib import contextmanager
 from dataclasses import replace
 
-import gguf
-import numpy as np
 import pytest
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
@@ -23,7 +22,6 @@ from engine_adapter.llama_server.discovery import (
     file_digest,
     findings_of,
     model_parts,
-    remote_digest,
 )
 from engine_adapter.llama_server.probe import memory_rules, probe
 from engine_adapter.llama_server.slot_io import SlotState, read_pulse, read_slots, spare_slot
@@ -79,7 +77,7 @@ async def test_the_flags_of_a_plain_start(found):
     assert "--slot-save-path DIR" in save
 
 
-@pytest.mark.parametrize("slots", [2, 3, 4, 8])
+@pytest.mark.parametrize("slots", [2, 3, 8])
 @pytest.mark.parametrize("flag", ["-kvu", "-no-kvu"])
 async def test_a_unified_pool_is_found_whatever_the_number_of_slots(found, save_dir, flag, slots):
     facts = await found(flag, slots=slots, ctx=512, save_dir=save_dir)
@@ -114,16 +112,6 @@ async def test_a_sleeping_server(start_llama, control_of, save_dir):
     assert replace(facts, is_sleeping=False) == awake
 
 
-async def test_a_restart_shows(start_llama, control_of):
-    instances = set()
-    for _ in range(2):
-        server = start_llama()
-        instances.add((await discover(control_of(server.url), spec_of(server.url))).instance)
-        assert (await discover(control_of(server.url), spec_of(server.url))).instance in instances
-        server.stop()
-    assert len(instances - {None}) == 2
-
-
 # --- what has to be tried out ----------------------------------------------------------------------------
 
 SAVED = {"n_erased": 0, "n_saved": 0, "timings": {"save_ms": 1, "cache_n": 0}}
@@ -155,9 +143,8 @@ async def test_a_server_whose_save_directory_is_gone_is_used_without_saves(start
 
 @pytest.mark.parametrize("n_written", [0, 35, 40, 46, 4000])
 async def test_a_file_of_unknown_size_tells_nothing(control_of, n_written):
-    answer = JSONResponse(SAVED | {"n_written": n_written})
-    routes = [Route(path, lambda _: answer, methods=["POST"]) for path in ("/slots/0", "/completion")]
-    with served(Starlette(routes=routes)) as url:
+    saved = SAVED | {"n_written": n_written}
+    with answering({"/slots/0": saved, "/completion": saved}) as url:
         assert (await probe(control_of(url), FACTS, 0, file=FILE)).is_unified is None
 
 
@@ -219,31 +206,6 @@ async def test_files_fit_the_same_model_with_the_same_streams(found, save_dir):
     assert len({here, fewer, pool, other}) == 4
 
 
-@pytest.fixture
-def lora(tmp_path):
-    """A LoRA adapter of the tiny model."""
-    path = tmp_path / "lora.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_string(gguf.Keys.General.TYPE, gguf.GGUFType.ADAPTER)
-    writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
-    writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, 1.0)
-    for name, shape in (("lora_a", (1, 256)), ("lora_b", (256, 1))):
-        writer.add_tensor(f"blk.0.attn_q.weight.{name}", np.ones(shape, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-async def test_an_adapter_makes_other_kv(found, lora):
-    plain, adapted, weak = [
-        (await found(*flags)).fingerprint
-        for flags in ((), ("--lora", str(lora)), ("--lora-scaled", f"{lora}:0.5"))
-    ]
-    assert len({plain, adapted, weak}) == 3
-
-
 async def test_a_model_out_of_reach(start_llama, control_of, tmp_path):
     """The server keeps the file open; here it is gone."""
     prints = set()
@@ -263,17 +225,6 @@ async def test_another_file_of_that_name_is_not_the_model(start_llama, control_o
     model.unlink()
     model.write_bytes(b"GGUF" + bytes(100))
     assert (await discover(control_of(server.url), spec_of(server.url))).local_model is None
-
-
-async def test_an_unread_model_costs_the_emptiest_slot(start_llama, control_of, tmp_path):
-    model = shutil.copy(gguf_path("tiny"), tmp_path / "model.gguf")
-    server = start_llama(model=model, slots=2)
-    model.unlink()
-    control = control_of(server.url)
-    prompt = list(range(500, 600))
-    await control.call("POST", "/completion", json={"prompt": prompt, "n_predict": 0, "id_slot": 0})
-    await discover(control, spec_of(server.url))
-    assert (await read_slots(control))[0].n_tokens == len(prompt)
 
 
 # --- slots ---------------------------------------------------------------------------------------
@@ -300,6 +251,19 @@ def test_the_spare_slot_is_idle_and_has_least():
 
 # --- what is no llama-server ---------------------------------------------------------------------
 
+
+@contextmanager
+def answering(answers):
+    """A server with these answers, by route; yields its address."""
+
+    async def answer(request):
+        return JSONResponse(answers[request.url.path])
+
+    routes = [Route(path, answer, methods=["GET", "POST"]) for path in answers]
+    with served(Starlette(routes=routes)) as url:
+        yield url
+
+
 PROPS = {"total_slots": 1, "default_generation_settings": {"n_ctx": 8}, "model_path": "/m"}
 
 
@@ -315,25 +279,37 @@ PROPS = {"total_slots": 1, "default_generation_settings": {"n_ctx": 8}, "model_p
     ],
 )
 async def test_what_is_no_llama_server(control_of, answers, error, message):
-    routes = [Route(path, lambda request: JSONResponse(answers[request.url.path])) for path in answers]
-    with served(Starlette(routes=routes)) as url, pytest.raises(error, match=message):
+    with answering(answers) as url, pytest.raises(error, match=message):
         await discover(control_of(url), spec_of(url))
 
 
 @pytest.mark.parametrize("meta", [True, ["x"], {"n_ctx_train": "8", "n_vocab": -1, "size": {}}])
 async def test_what_it_says_of_its_model_may_be_odd(control_of, meta):
-    answers = {
-        "/props": {**PROPS, "model_path": "/m\0"},
-        "/v1/models": {"data": [{"id": "m", "meta": meta}]},
-        "/completion": {"tokens": [1]},
-    }
-    routes = [
-        Route(path, lambda request: JSONResponse(answers[request.url.path]), methods=["GET", "POST"])
-        for path in answers
-    ]
-    with served(Starlette(routes=routes)) as url:
+    models = {"data": [{"id": "m", "meta": meta}]}
+    answers = {"/props": {**PROPS, "model_path": "/m\0"}, "/v1/models": models}
+    with answering(answers | {"/completion": {"tokens": [1]}}) as url:
         facts = await discover(control_of(url), spec_of(url))
     assert (facts.train_ctx, facts.vocab_size, facts.local_model) == (None, None, None)
+
+
+async def test_what_makes_other_kv(control_of):
+    """Of a model whose file kvpin cannot read: its name, its shape, what it says, and its adapters."""
+    same = {"/props": PROPS, "/v1/models": {"data": [{"id": "m"}]}, "/completion": {"tokens": [1]}}
+    same["/lora-adapters"] = []
+    other = (
+        {"/props": PROPS | {"model_path": "/n"}},
+        {"/v1/models": {"data": [{"id": "m", "meta": {"n_embd": 8}}]}},
+        {"/completion": {"tokens": [2]}},
+        {"/lora-adapters": [{"id": 0, "scale": 1.0}]},
+        {"/lora-adapters": [{"id": 0, "scale": 0.5}]},
+    )
+    answers, prints = {**same}, []
+    with answering(answers) as url:
+        for changes in ({}, {}, *other):
+            answers.update(same | changes)
+            prints.append((await discover(control_of(url), spec_of(url))).fingerprint)
+    assert prints[0] == prints[1]
+    assert len(set(prints)) == 6
 
 
 MIB = 1 << 20
@@ -383,22 +359,6 @@ def test_parts_count_as_one_model(tmp_path):
     parts[1].unlink()
     with pytest.raises(FileNotFoundError):
         file_digest(parts[0])
-
-
-async def digest(start_llama, control_of, *flags, seed=0, slot_id=0):
-    """What a server says of the tiny model without its file being read."""
-    control = control_of(start_llama(*flags, model=gguf_path("tiny", seed)).url)
-    meta = (await control.get("/v1/models"))["data"][0]["meta"]
-    return await remote_digest(control, meta, "model.gguf", slot_id)
-
-
-async def test_servers_of_one_model_say_the_same(start_llama, control_of):
-    one = await digest(start_llama, control_of)
-    assert await digest(start_llama, control_of, "-np", "2", "-c", "2048", slot_id=1) == one
-
-
-async def test_the_name_of_the_file_counts(control):
-    assert await remote_digest(control, {}, "m", 0) != await remote_digest(control, {}, "n", 0)
 
 
 FACTS = ServerFacts(

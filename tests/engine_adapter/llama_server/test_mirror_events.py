@@ -9,13 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_adapter.llama_server.mirror_events import MAX_SALTS, TOKENS_PER_BLOCK, MirrorEvents
-from engine_adapter.types import BlocksRemoved, BlocksStored, Tier, ViewCurrent
+from engine_adapter.types import BlocksRemoved, Tier
 from proxy.core.index.blocks import extend, namespace_root
 from proxy.core.index.prefix_index import PrefixIndex
 from proxy.core.index.view import EngineView
 
 BLOCK = TOKENS_PER_BLOCK
-END = 10_000
 
 
 def tokens(n, start=0):
@@ -48,19 +47,13 @@ class Follower:
 
 async def events_of(mirror, *actions):
     """The events that actions bring to somebody who follows already."""
-    async with aclosing(mirror.follow()) as events:
-        while not isinstance(await anext(events), ViewCurrent):
-            pass
-        for action, *arguments in actions:
-            action(*arguments)
-        mirror.put("the end", Tier.DISK, tokens(BLOCK, END), None)
-        got = []
-        while True:
-            event = await anext(events)
-            if isinstance(event, BlocksStored) and event.token_ids[0] == END:
-                mirror.drop("the end")
-                return got
-            got.append(event)
+    follower = Follower(mirror)
+    await follower.catch_up()
+    known = len(follower.read)
+    for action, *arguments in actions:
+        action(*arguments)
+    await follower.aclose()
+    return follower.read[known:]
 
 
 @pytest.fixture
@@ -69,18 +62,6 @@ def mirror():
 
 
 class TestPlaces:
-    async def test_what_two_places_hold_is_stored_once_and_goes_with_the_last(self, mirror):
-        assert len(
-            await events_of(
-                mirror,
-                (mirror.put, 0, Tier.GPU, tokens(BLOCK), None),
-                (mirror.put, 1, Tier.GPU, tokens(BLOCK), None),
-                (mirror.drop, 0),
-            )
-        ) == 1  # fmt: skip
-        (removed,) = await events_of(mirror, (mirror.drop, 1), (mirror.drop, 1))
-        assert (type(removed), removed.tier, len(removed.hashes)) == (BlocksRemoved, Tier.GPU, 1)
-
     async def test_a_block_that_only_changes_place_never_leaves(self, mirror):
         mirror.put(0, Tier.GPU, tokens(2 * BLOCK), None)
         events = await events_of(mirror, (mirror.put, 0, Tier.GPU, tokens(BLOCK), None))

@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from array import array
 
 import pytest
 
-from engine_adapter import (
-    JsonBody,
-    KvTarget,
-    KvVerb,
-)
-from tests.engine_adapter.llama_server.slot_world import prompt_of, slot_world
+from engine_adapter import JsonBody, KvTarget, KvVerb
+from tests.engine_adapter.llama_server.slot_world import LONG, PATH, SHORTER, START, prompt_of, slot_world
 
 
 class TestRequests:
-    async def test_those_that_follow_an_answer_at_once_are_not_lost(self, start_llama):
-        # The server closes the connection after each stream, when the next request may be under way.
-        async with slot_world(start_llama(slots=2).url) as world, world.hold(prompt_of(1)) as hold:
-            for _ in range(200):
-                async with await world.sent(hold) as response:
-                    await response.read()
-
     async def test_a_body_is_pinned_and_streamed_and_else_as_it_was(self, world):
         async with world.hold(prompt_of(1), seed=7, id_slot="nonsense") as hold:
             assert hold.body.get("id_slot") in (0, 1)
@@ -34,6 +22,13 @@ class TestRequests:
             assert hold.body.get("stream_options") is None
             assert not hold.answer.assembles
 
+    async def test_no_other_request_comes_on_the_connection_of_a_stream(self, world):
+        """The server closes it after the stream, when the next request may be under way."""
+        for body, closes in (({"stream": True}, True), ({}, False)):
+            raw = JsonBody(json.dumps(body).encode())
+            headers = dict(world.adapter.prepare("POST", PATH, {}, raw).headers)
+            assert (headers.get(b"connection") == b"close") is closes
+
     @pytest.mark.parametrize("path", ["/v1/completions", "/completion"])
     async def test_a_text_goes_as_its_token_ids(self, world, path, control_of):
         body = JsonBody(b'{"prompt": "Hello there", "temperature": 0, "max_tokens": 4, "n_predict": 4}')
@@ -41,9 +36,7 @@ class TestRequests:
         straight = await control_of(world.server.url).call("POST", path, json=json.loads(body.raw))
         async with world.adapter.hold(path, body, KvTarget(ids, exact=True)) as hold:
             assert hold.body.get("prompt") == ids.tolist()
-            async with await world.sent(hold, path) as response:
-                kept = hold.answer.feed(await response.read())
-                answer = json.loads(kept + hold.answer.finish())
+            answer = await world.answer(hold, path)
         for name in ("content", "prompt", "tokens_evaluated", "stop_type"):
             assert answer.get(name) == straight.get(name)
         if path == "/v1/completions":
@@ -68,10 +61,9 @@ class TestRequests:
         assert (await world.ask(prompt_of(1), cache_prompt=False))[1:] == (0, 0)
 
     async def test_a_prompt_nobody_knows_leaves_a_slot_nobody_knows(self, world):
-        async with world.hold(None) as hold, await world.sent(hold) as response:
-            hold.answer.feed(await response.read())
-            hold.answer.finish()
-        await world.until(lambda slots: all(slot["operation"] is None for slot in slots))
+        async with world.hold(None) as hold:
+            await world.answer(hold)
+        await world.until_idle()
         assert sorted((s["tokens"] > 0, s["unknown"] > 0) for s in await world.slots()) == [
             (False, False),
             (True, True),
@@ -79,43 +71,33 @@ class TestRequests:
         assert (await world.ask(array("i", [1, 2, 3])))[1:] == (0, 0)
 
     @pytest.mark.parametrize("flags", [(), ("--cache-reuse", "32")])
-    async def test_kv_is_never_shifted_to_another_place(self, start_llama, save_dir, flags):
-        """A server that is asked to shift it reuses more, answers otherwise, and so do all requests after."""
+    async def test_kv_is_never_moved_to_another_place(self, start_llama, save_dir, flags):
+        """A server that is asked to move it reuses more, answers otherwise, and so do all requests after."""
         server = start_llama(*flags, slots=1, ctx=1024, save_dir=save_dir)
-        start, gone, rest = (list(prompt_of(seed, count)) for seed, count in ((1, 60), (2, 100), (3, 300)))
-        shorter = array("i", start + rest)
         async with slot_world(server.url) as world:
-            text, *_ = await world.ask(shorter, max_tokens=24, cache_prompt=False)
-            await world.ask(array("i", start + gone + rest), cache_prompt=False)
-            assert await world.ask(shorter, max_tokens=24, n_cache_reuse=16) == (text, 60, 60)
-            assert await world.ask(shorter, max_tokens=24) == (text, 359, 359)
+            text, *_ = await world.ask(SHORTER, max_tokens=24, cache_prompt=False)
+            await world.ask(LONG, cache_prompt=False)
+            assert await world.ask(SHORTER, max_tokens=24, n_cache_reuse=16) == (text, 60, 60)
+            assert await world.ask(SHORTER, max_tokens=24) == (text, 359, 359)
 
-    @pytest.mark.parametrize("flags", [(), ("--cache-reuse", "32")])
-    async def test_nor_is_it_for_several_choices(self, start_llama, flags):
-        server = start_llama(*flags, slots=2, ctx=1024)
-        start, gone, rest = (list(prompt_of(seed, count)) for seed, count in ((1, 60), (2, 100), (3, 300)))
-        async with slot_world(server.url) as world:
-            text, *_ = await world.ask(array("i", start + rest), max_tokens=24, cache_prompt=False)
-            for prompt in (start + gone + rest, start + rest):
-                fields = {"max_tokens": 24, "n": 2, "n_cache_reuse": 16}
-                sent = world.hold(array("i", prompt), **fields)
-                async with sent as hold, await world.sent(hold) as response:
-                    answer = json.loads(await response.read())
-                await world.until(lambda slots: all(slot["operation"] is None for slot in slots))
+    async def test_nor_is_it_for_several_choices(self, start_llama):
+        async with slot_world(start_llama("--cache-reuse", "32", slots=2, ctx=1024).url) as world:
+            text, *_ = await world.ask(SHORTER, max_tokens=24, cache_prompt=False)
+            for prompt in (LONG, SHORTER):
+                async with world.hold(prompt, max_tokens=24, n=2, n_cache_reuse=16) as hold:
+                    answer = await world.answer(hold)
+                await world.until_idle()
             assert [choice["text"] for choice in answer["choices"]] == [text, text]
 
     @pytest.mark.parametrize("asked", [{}, {"n_cache_reuse": 0}, {"n_cache_reuse": 1000}])
     async def test_unless_the_engines_owner_allows_it(self, start_llama, save_dir, asked):
         server = start_llama(slots=1, ctx=1024, save_dir=save_dir)
-        start, gone, rest = (list(prompt_of(seed, count)) for seed, count in ((1, 60), (2, 100), (3, 300)))
         told = []
         async with slot_world(server.url, host_cache_dir=str(save_dir), cache_reuse=16) as world:
-            for prompt in (start + gone + rest, start + rest, start + rest, start):
-                forecast = world.adapter.forecast(KvTarget(array("i", prompt)))
-                async with world.hold(array("i", prompt), **asked) as hold:
-                    async with await world.sent(hold) as response:
-                        hold.answer.feed(await response.read())
-                    hold.answer.finish()
+            for prompt in (LONG, SHORTER, SHORTER, START):
+                forecast = world.adapter.forecast(KvTarget(prompt))
+                async with world.hold(prompt, **asked) as hold:
+                    await world.answer(hold)
                     assert hold.body.get("n_cache_reuse") == 16
                     assert hold.answer.cached_tokens() == hold.cached_tokens == forecast.cached_tokens
                     told.append((hold.cached_tokens, hold.note.startswith("not exact: ")))
@@ -128,25 +110,24 @@ class TestRequests:
         server, other, bare = (
             start_llama(slots=1, ctx=1024, save_dir=each) for each in (save_dir, save_dir, None)
         )
-        start, gone, rest = (list(prompt_of(seed, count)) for seed, count in ((1, 60), (2, 100), (3, 300)))
-        prompt, directory = array("i", start + rest), {"host_cache_dir": str(save_dir)}
+        directory = {"host_cache_dir": str(save_dir)}
         async with slot_world(bare.url) as world:
-            exact, *_ = await world.ask(prompt, max_tokens=24)
+            exact, *_ = await world.ask(SHORTER, max_tokens=24)
         async with slot_world(server.url, cache_reuse=16, **directory) as world:
-            await world.ask(array("i", start + gone + rest), max_tokens=1)
-            moved, cached, _ = await world.ask(prompt, max_tokens=24)
+            await world.ask(LONG, max_tokens=1)
+            moved, cached, _ = await world.ask(SHORTER, max_tokens=24)
             assert (moved != exact, cached) == (True, 359), "or the rest would prove nothing"
             await world.until(lambda slots: slots[0]["saved"] == slots[0]["tokens"])
         for url, said in ((server.url, 0), (other.url, 359)):  # at last, from an exact file
             async with slot_world(url, **directory) as world:
-                assert await world.ask(prompt, max_tokens=24) == (exact, said, said)
+                assert await world.ask(SHORTER, max_tokens=24) == (exact, said, said)
         async with slot_world(server.url, cache_reuse=16, **directory) as world:
-            assert await world.ask(prompt, max_tokens=24) == (moved, 359, 359)
+            assert await world.ask(SHORTER, max_tokens=24) == (moved, 359, 359)
 
     async def test_the_kv_of_an_adapter_is_not_that_of_its_tokens(self, world):
         await world.ask(prompt_of(1))
         assert (await world.ask(prompt_of(1), lora=[{"id": 0, "scale": 1.0}]))[2] == 0
-        await world.until(lambda slots: all(slot["operation"] is None for slot in slots))
+        await world.until_idle()
         assert sum(slot["unknown"] > 0 for slot in await world.slots()) == 1
 
     @pytest.mark.parametrize(
@@ -158,48 +139,15 @@ class TestRequests:
             assert "alone" in hold.note
             assert hold.body.get("id_slot") is None
             assert {slot["operation"] for slot in await world.slots()} == {"foreign"}
-            async with await world.sent(hold) as response:
-                assert len(json.loads(await response.read())["choices"]) == 2
-        await world.until(lambda slots: all(slot["operation"] is None for slot in slots))
+            assert len((await world.answer(hold))["choices"]) == 2
+        await world.until_idle()
         for seed in (1, 3):
             _, reported, said = await world.ask(prompt_of(seed))
             assert reported == said
 
-    async def test_a_client_that_leaves_frees_its_slot(self, world):
-        tokens = prompt_of(1, 900)
-
-        async def leave():
-            async with (
-                world.hold(tokens, stream=True, max_tokens=100) as hold,
-                await world.sent(hold) as answer,
-            ):
-                hold.answer.feed(await answer.receive())
-                raise ConnectionError
-
-        with pytest.raises(ConnectionError):
-            await leave()
-        await world.until(lambda slots: all(slot["operation"] is None for slot in slots))
-        _, reported, said = await world.ask(tokens)
-        assert reported == said > 800
-
-    async def test_more_requests_than_slots_all_get_their_turn(self, world):
-        prompts = [prompt_of(seed, 60) for seed in range(8)]
-        alone = [await world.ask(tokens) for tokens in prompts]
-        await world.do(KvVerb.FLUSH)
-        together = await asyncio.gather(*(world.ask(tokens) for tokens in prompts))
-        assert [text for text, *_ in together] == [text for text, *_ in alone]
-        assert all(reported == said for _, reported, said in together)
-
     async def test_a_forecast_has_the_times_of_the_pool(self, world):
         world.adapter.priced_by(lambda tokens: 7.0 * tokens)
         assert world.adapter.forecast(KvTarget(prompt_of(1))).prefill_s == 700.0
-
-    async def test_a_forecast_is_what_happens(self, world):
-        await world.ask(prompt_of(1))
-        for seed in (1, 2):
-            forecast = world.adapter.forecast(KvTarget(prompt_of(seed)))
-            assert forecast.firm
-            assert (await world.ask(prompt_of(seed)))[1] == forecast.cached_tokens
 
 
 class TestTenants:

@@ -5,6 +5,7 @@ import resource
 import threading
 import time
 from array import array
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from engine_adapter.llama_server.saved import (
 )
 from engine_adapter.llama_server.saved_files import GRACE_S, FileFault, StateFileError
 from engine_adapter.types import Tier
-from tests.state_files import LittleRoom, act, complete, no_handles, write_state
+from tests.state_files import act, complete, no_handles, write_state
 
 KEY, SIZE = "k1", 1000
 
@@ -52,6 +53,7 @@ class World:
     def open(self) -> None:
         """What a restart of kvpin does."""
         self.registry = SavedPrefixes(self.place, clock=self.clock)
+        self.told.clear()
         self.registry.subscribe(lambda event, saved: self.told.append((event, saved.name, saved.tier)))
 
     def server_saves(self, tokens, size: int = SIZE, key: str = KEY) -> str:
@@ -69,12 +71,18 @@ class World:
         return [self.registry.stats()[name] for name in names]
 
     def check(self) -> None:
-        """What the registry says is what lies there, and no more."""
+        """What the registry says is what lies there and what it told, and no more."""
         entries = list(self.registry._entries.values())
+        told: dict[str, str] = {}
+        for event, name, tier in self.told:
+            told[name] = tier
+            if event is SavedEvent.REMOVED:
+                del told[name]
+        assert told == {saved.name: saved.tier for saved in entries}
         for tier, directory in ((Tier.HOST, self.host), (Tier.DISK, self.disk)):
             wanted = {saved.name for saved in entries if saved.tier is tier}
             wanted |= {name.replace(".bin", ".json") for name in wanted}
-            lies = {each.name for each in directory.iterdir()} if directory.exists() else set()
+            lies = {each.name for each in directory.glob("kvpin-*")}
             assert lies == wanted, tier
         for tier, numbers in self.registry.stats()["tiers"].items():
             assert numbers["bytes"] == sum(saved.size for saved in entries if saved.tier == tier)
@@ -82,13 +90,18 @@ class World:
 
 
 @pytest.fixture
-def world(tmp_path) -> World:
-    return World(tmp_path)
+def world(tmp_path) -> Iterator[World]:
+    """Checked when the test is over."""
+    world = World(tmp_path)
+    yield world
+    world.check()
 
 
 @pytest.fixture
-def tiers(tmp_path) -> World:
-    return World(tmp_path, host=2, disk=2)
+def tiers(tmp_path) -> Iterator[World]:
+    world = World(tmp_path, host=2, disk=2)
+    yield world
+    world.check()
 
 
 @contextmanager
@@ -144,7 +157,6 @@ async def test_what_a_server_saved_is_an_entry(world):
     assert list(world.registry.entries("other")) == []
     assert world.told == [(SavedEvent.ADDED, saved.name, Tier.HOST)]
     assert "tenant" not in (world.host / saved.name.replace(".bin", ".json")).read_text()
-    world.check()
 
 
 async def test_a_longer_one_takes_the_place_and_the_uses_of_those_it_continues(world):
@@ -157,7 +169,6 @@ async def test_a_longer_one_takes_the_place_and_the_uses_of_those_it_continues(w
     again = await world.save(1, count=9)
     assert set(world.registry.entries(KEY)) == {same, salted, again}
     assert world.stats("evicted", "refused") == [0, 0]
-    world.check()
 
 
 async def test_a_restore_of_one_that_was_just_replaced_is_one_of_its_heir(world):
@@ -169,12 +180,17 @@ async def test_a_restore_of_one_that_was_just_replaced_is_one_of_its_heir(world)
     assert world.registry.heir(long) is long
 
 
-async def test_a_pinned_one_stays_beside_what_continues_it(world):
+@pytest.mark.parametrize("protected", ["pinned", "held"])
+async def test_a_protected_one_stays_beside_what_continues_it(world, protected):
     short = await world.save(1, count=3)
-    short.pins["test"] = world.clock.now + 60
-    long = await world.save(1, count=9)
+    if protected == "pinned":
+        short.pins["test"] = world.clock.now + 60
+        long = await world.save(1, count=9)
+        world.clock.now += 60
+    else:
+        async with world.registry.keeping(short):
+            long = await world.save(1, count=9)
     assert set(world.registry.entries(KEY)) == {short, long}
-    world.clock.now += 60
     longer = await world.save(1, count=10)
     assert set(world.registry.entries(KEY)) == {longer}
 
@@ -184,24 +200,24 @@ async def test_the_room_of_what_is_continued_counts_for_what_continues_it(world)
     await world.save(1, count=3)
     long = await world.save(1, count=9)
     assert set(world.registry.entries(KEY)) == {*others, long}
-    world.check()
 
 
-async def test_a_file_that_is_not_whole_is_refused_and_removed(world):
+@pytest.mark.parametrize(
+    ("expected", "fault", "why"),
+    [
+        ({"bytes_expected": SIZE + 1}, FileFault.DAMAGED, f"{SIZE} bytes, of {SIZE + 1}"),
+        ({"tokens_expected": 6}, FileFault.DAMAGED, "5 tokens, of 6"),
+        (None, FileFault.MISSING, "No such file"),
+    ],
+    ids=["bytes", "tokens", "gone"],
+)
+async def test_a_file_that_is_not_whole_is_refused_and_removed(world, expected, fault, why):
     name = world.server_saves(range(5))
-    with refused(FileFault.DAMAGED, f"{SIZE} bytes, of {SIZE + 1}"):
-        await world.registry.add(name, KEY, None, bytes_expected=SIZE + 1)
-    name = world.server_saves(range(5))
-    with refused(FileFault.DAMAGED, "5 tokens, of 6"):
-        await world.registry.add(name, KEY, None, tokens_expected=6)
-    with refused(FileFault.MISSING):
-        await world.registry.add(name, KEY, None)
-    (world.host / name).write_bytes(b"")
-    with refused(FileFault.DAMAGED, "less than a header"):
-        await world.registry.add(name, KEY, None)
-    assert world.stats("refused") == [4]
-    assert world.told == []
-    world.check()
+    if expected is None:
+        (world.host / name).unlink()
+    with refused(fault, why):
+        await world.registry.add(name, KEY, None, **expected or {})
+    assert world.stats("refused") == [1]
 
 
 @pytest.mark.parametrize("name", ["../x.bin", "x.bin", "kvpin-k2-" + "0" * 32 + ".bin"])
@@ -221,32 +237,22 @@ async def test_a_failed_save_is_discarded(world):
 # --- Room ----------------------------------------------------------------------------------------------
 
 
-async def test_what_is_to_be_kept_outlives_what_came_later(tmp_path):
-    world = World(tmp_path, host=4)
-    first, second = await world.save(100), await world.save(200)
-    world.registry.keep(first, 60.0, "them")
-    later = [await world.save(100 * i) for i in (3, 4, 5, 6)]
-    assert set(world.registry.entries(KEY)) == {first, *later[-3:]}
-    assert second not in set(world.registry.entries(KEY))
-    world.clock.now += 60
-    await world.save(700)
-    assert first not in set(world.registry.entries(KEY))
-    world.check()
-
-
-async def test_who_wants_it_kept_is_remembered_over_restarts_and_longer_prefixes(tmp_path):
+@pytest.mark.parametrize("keep_s", [60.0, math.inf])
+async def test_who_wants_it_kept_is_remembered_over_restarts_and_longer_prefixes(tmp_path, keep_s):
     world = World(tmp_path, host=4)
     name = world.server_saves(range(5))
-    first = await world.registry.add(name, KEY, None, keep_s=60.0, owner="them")
-    until = world.clock.now + 60
+    first = await world.registry.add(name, KEY, None, keep_s=keep_s, owner="them")
+    until = world.clock.now + keep_s
     world.open()
     await world.registry.rebuild()
     (found,) = world.registry.entries(KEY)
     assert (first.kept_until, found.kept_until, found.kept_for) == (until, until, "them")
+    assert await world.registry.ready(found) == name
     longer = await world.save(0, count=9)
     assert list(world.registry.entries(KEY)) == [longer]
     assert (longer.kept_until, longer.kept_for) == (until, "them")
-    assert (await world.save(0, count=12)).kept_until == until
+    world.registry.keep(longer, 100.0, "others")
+    assert (longer.kept_until, longer.kept_for) == (max(until, world.clock.now + 100), "others")
 
 
 async def test_the_least_valuable_goes_when_there_is_no_room(world):
@@ -259,7 +265,6 @@ async def test_the_least_valuable_goes_when_there_is_no_room(world):
         (SavedEvent.REMOVED, second.name, Tier.HOST),
     ]
     assert world.stats("evicted") == [1]
-    world.check()
 
 
 async def test_a_file_that_no_room_can_be_made_for_is_refused(world):
@@ -273,7 +278,6 @@ async def test_a_file_that_no_room_can_be_made_for_is_refused(world):
         await world.save(1, count=50, size=4 * SIZE)
     assert list(world.registry.entries(KEY)) == [saved]
     assert world.stats("refused", "evicted") == [3, 0]
-    world.check()
 
 
 async def test_room_is_made_before_a_save(world):
@@ -285,7 +289,6 @@ async def test_room_is_made_before_a_save(world):
     assert set(world.registry.entries(KEY)) == {second, third}
     assert await world.registry.make_room(SIZE)
     assert set(world.registry.entries(KEY)) == {second, third}
-    world.check()
 
 
 async def test_a_victim_moves_to_disk_and_comes_back_when_it_is_needed(tiers):
@@ -299,13 +302,7 @@ async def test_a_victim_moves_to_disk_and_comes_back_when_it_is_needed(tiers):
     assert await tiers.registry.ready(first) == first.name
     assert [first.tier, second.tier, third.tier] == [Tier.HOST, Tier.DISK, Tier.HOST]
     assert (tiers.host / first.name).read_bytes() == data
-    assert tiers.told[3:] == [
-        (SavedEvent.MOVED, first.name, Tier.DISK),
-        (SavedEvent.MOVED, second.name, Tier.DISK),
-        (SavedEvent.MOVED, first.name, Tier.HOST),
-    ]
     assert tiers.stats("demoted", "promoted", "evicted") == [2, 1, 0]
-    tiers.check()
 
 
 async def test_the_disk_gives_up_what_is_worth_less_and_takes_nothing_that_is(tiers):
@@ -321,7 +318,6 @@ async def test_the_disk_gives_up_what_is_worth_less_and_takes_nothing_that_is(ti
     assert fourth not in set(tiers.registry.entries(KEY))
     assert [second.tier, third.tier] == [Tier.DISK, Tier.DISK]
     assert tiers.stats("evicted") == [2]
-    tiers.check()
 
 
 async def test_an_entry_of_the_disk_waits_there_when_the_host_tier_has_no_room(tiers):
@@ -335,7 +331,6 @@ async def test_an_entry_of_the_disk_waits_there_when_the_host_tier_has_no_room(t
     tiers.clock.now += 60
     await tiers.registry.ready(first)
     assert first.tier is Tier.HOST
-    tiers.check()
 
 
 # --- ready, using, drop ----------------------------------------------------------------------------------
@@ -381,7 +376,6 @@ async def test_an_entry_that_is_not_what_it_was_is_dropped(tiers, harm, reason, 
     assert tiers.told[-1][:2] == (SavedEvent.REMOVED, saved.name)
     with refused(FileFault.MISSING):
         await tiers.registry.ready(saved)
-    tiers.check()
 
 
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.DISK])
@@ -399,18 +393,6 @@ async def test_an_entry_that_cannot_be_read_now_is_kept_and_tried_again_later(ti
     tiers.clock.now += RETRY_S
     assert saved in set(tiers.registry.usable(KEY))
     assert await tiers.registry.ready(saved) == saved.name
-    tiers.check()
-
-
-async def test_an_entry_kept_for_ever_is_so_after_a_restart(world):
-    name = world.server_saves(range(5))
-    await world.registry.add(name, KEY, None, keep_s=math.inf, owner="them")
-    world.open()
-    await world.registry.rebuild()
-    (found,) = world.registry.entries(KEY)
-    assert (found.kept_until, found.kept_for) == (math.inf, "them")
-    assert await world.registry.ready(found) == name
-    world.check()
 
 
 async def test_an_entry_in_use_keeps_its_files_whatever_becomes_of_it(world):
@@ -423,7 +405,6 @@ async def test_an_entry_in_use_keeps_its_files_whatever_becomes_of_it(world):
         assert (world.host / name).exists()
         with refused(FileFault.MISSING):
             await world.registry.ready(saved)
-    world.check()
 
 
 async def test_what_fails_its_check_under_two_restores_goes_with_the_last(world):
@@ -434,7 +415,6 @@ async def test_what_fails_its_check_under_two_restores_goes_with_the_last(world)
             async with world.registry.using(saved):
                 pytest.fail("it is not sound")
         assert (world.host / name).exists()
-    world.check()
 
 
 async def test_dropped_while_it_comes_back_from_disk(tiers):
@@ -446,31 +426,6 @@ async def test_dropped_while_it_comes_back_from_disk(tiers):
     with refused(FileFault.MISSING):
         await coming
     assert (SavedEvent.MOVED, first.name, Tier.HOST) not in tiers.told
-    tiers.check()
-
-
-async def test_dropped_while_it_goes_to_disk(tiers):
-    first, _ = [await tiers.save(100 * i) for i in (1, 2)]
-    room = asyncio.create_task(tiers.registry.make_room(SIZE))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    assert first.is_busy
-    await tiers.registry.drop(first)
-    assert await room
-    tiers.check()
-
-
-async def test_wanted_while_it_goes_to_disk(tiers):
-    first, _ = [await tiers.save(100 * i) for i in (1, 2)]
-    room = asyncio.create_task(tiers.registry.make_room(SIZE))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    assert first.is_busy
-    assert await tiers.registry.ready(first) == first.name
-    assert await room
-    assert first.tier is Tier.HOST
-    assert tiers.stats("demoted", "promoted") == [1, 1]
-    tiers.check()
 
 
 async def test_a_caller_that_leaves_leaves_no_half_work(tiers):
@@ -482,25 +437,11 @@ async def test_a_caller_that_leaves_leaves_no_half_work(tiers):
         await coming
     await first.idle()
     assert first.tier is Tier.HOST
-    tiers.check()
 
 
-async def test_a_caller_that_leaves_before_an_error_is_not_missed(world, caplog):
-    saved = await world.save(1)
-    flip(world.host / saved.name)
-    coming = asyncio.create_task(world.registry.ready(saved))
-    await asyncio.sleep(0)
-    coming.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await coming
-    await saved.idle()
-    assert not caplog.records, "the error is expected"
-    with refused(FileFault.DAMAGED):
-        await world.registry.ready(saved)
-    world.check()
+async def test_a_listener_that_fails_while_nobody_waits_is_heard_of(tmp_path, caplog):
+    tiers = World(tmp_path, host=2, disk=2)
 
-
-async def test_a_listener_that_fails_while_nobody_waits_is_heard_of(tiers, caplog):
     def fail(event: SavedEvent, saved: Saved) -> None:
         if event is SavedEvent.MOVED:
             raise RuntimeError("what a listener did wrong")
@@ -509,7 +450,6 @@ async def test_a_listener_that_fails_while_nobody_waits_is_heard_of(tiers, caplo
     first, _, _ = [await tiers.save(100 * i) for i in (1, 2, 3)]
     assert first.tier is Tier.DISK
     assert "what a listener did wrong" in caplog.text
-    tiers.check()
 
 
 async def test_the_figures_tell_no_content(tiers):
@@ -542,19 +482,15 @@ async def test_the_figures_tell_no_content(tiers):
 async def test_a_restart_finds_what_was_saved(tiers):
     first, second, third = [await tiers.save(100 * i, salt=salt_digest("a")) for i in (1, 2, 3)]
     await tiers.registry.ready(second)
-    tiers.told.clear()
     tiers.open()
     await asyncio.gather(tiers.registry.rebuild(), tiers.registry.rebuild())
     await tiers.registry.rebuild()
-    assert sorted(tiers.told) == sorted(
-        (SavedEvent.ADDED, saved.name, saved.tier) for saved in (first, second, third)
-    )
+    assert [event for event, *_ in tiers.told] == [SavedEvent.ADDED] * 3
     found = {saved.name: saved for saved in tiers.registry.entries(KEY)}
     for saved in (first, second, third):
         assert found[saved.name].sidecar() == saved.sidecar()
         assert found[saved.name].tokens == saved.tokens
         assert await tiers.registry.ready(found[saved.name]) == saved.name
-    tiers.check()
 
 
 async def test_a_restart_with_smaller_caps_keeps_the_best(tmp_path):
@@ -581,7 +517,6 @@ async def test_an_entry_in_both_tiers_counts_in_the_host_tier(tiers):
     tiers.open()
     await tiers.registry.rebuild()
     assert [found.tier for found in tiers.registry.entries(KEY)] == [Tier.HOST]
-    tiers.check()
 
 
 async def test_a_directory_that_is_not_there_is_asked_for_and_tried_again(tmp_path):
@@ -608,13 +543,6 @@ async def test_a_disk_tier_that_cannot_be_made(tmp_path):
 # --- Disks that are full, or gone ------------------------------------------------------------------------
 
 
-@pytest.fixture
-def little(tmp_path):
-    room = LittleRoom(tmp_path / "little", 1 << 20)
-    yield room
-    room.close()
-
-
 async def test_an_entry_that_a_full_disk_does_not_take_is_dropped(tmp_path, little, caplog):
     world = World(tmp_path, host=2)
     world.disk = little.path
@@ -627,24 +555,6 @@ async def test_an_entry_that_a_full_disk_does_not_take_is_dropped(tmp_path, litt
     assert world.told[-1][:2] == (SavedEvent.REMOVED, first.name)
     assert world.stats("evicted", "demoted") == [1, 0]
     assert "evicted instead of moved" in caplog.text
-    world.check()
-
-
-async def test_dropped_while_a_full_disk_does_not_take_it(tmp_path, little):
-    world = World(tmp_path, host=2)
-    world.disk = little.path
-    world.place = SavedPlace(world.host, 2 * SIZE, little.path, 2 * SIZE)
-    world.open()
-    first, second = [await world.save(100 * i) for i in (1, 2)]
-    with little.full():
-        room = asyncio.create_task(world.registry.make_room(SIZE))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert first.is_busy
-        await world.registry.drop(first)
-        assert await room
-    assert list(world.registry.entries(KEY)) == [second]
-    assert [told[0] for told in world.told].count(SavedEvent.REMOVED) == 1
     world.check()
 
 
@@ -722,7 +632,6 @@ async def test_a_host_directory_that_vanished_loses_nothing_on_disk(tiers):
     assert first in set(tiers.registry.entries(KEY))
     away.rename(tiers.host)
     assert await tiers.registry.ready(first) == first.name
-    tiers.check()
 
 
 # --- Any order of events -----------------------------------------------------------------------------------
@@ -759,7 +668,8 @@ async def _step(world: World, what: str, which: int, much: int) -> None:
     elif what == "room":
         calls = [world.registry.make_room(size)]
     elif what == "together":
-        calls = [world.registry.ready(each) for each in entries]
+        calls = [world.registry.make_room(size)] if which % 2 else []  # entries that are on their way to disk
+        calls += [world.registry.ready(each) for each in entries]
         calls += [world.save(first + i, size=size) for i in range(2)]
         calls += [world.registry.drop(each) for each in entries[: much - 1]]
     else:

@@ -1,7 +1,5 @@
-import asyncio
 import logging
 import os
-import threading
 import time
 from array import array
 from pathlib import Path
@@ -25,7 +23,6 @@ from engine_adapter.llama_server.saved_files import (
 )
 from engine_adapter.types import Tier
 from tests.state_files import (
-    LittleRoom,
     act,
     complete,
     frame,
@@ -104,16 +101,11 @@ def test_a_file_of_the_same_stamp_is_not_hashed_again(path):
     assert saved_files.verify(path, wanted) == seen
 
 
-def test_a_sidecar_is_written_whole_or_not_at_all(path, tmp_path):
+def test_a_sidecar_is_written_whole_or_not_at_all(path, little):
     before = path.with_suffix(".json").read_bytes()
-    room = LittleRoom(tmp_path / "little", 1 << 20)
-    try:
-        small = room.path / path.name
-        with room.full(), pytest.raises(StateFileError, match="no room"):
-            saved_files.write_sidecar(small, record(path))
-        assert there(room.path) == set()
-    finally:
-        room.close()
+    with little.full(), pytest.raises(StateFileError, match="no room"):
+        saved_files.write_sidecar(little.path / path.name, record(path))
+    assert there(little.path) == set()
     path.with_suffix(".json.part").mkdir()
     with pytest.raises(StateFileError, match="Is a directory") as caught:
         saved_files.write_sidecar(path, record(path))
@@ -131,16 +123,12 @@ def test_a_cap_beyond_the_file_system_is_lowered(tmp_path, caplog):
         saved_files.capacity(tmp_path / "none", 1, 0)
 
 
-def test_what_entries_hold_is_room_of_theirs_and_what_others_wrote_is_not(tmp_path):
-    room = LittleRoom(tmp_path / "little", 1 << 20)
-    try:
-        empty = saved_files.capacity(room.path, 1 << 62, 0)
-        (room.path / "some.bin").write_bytes(bytes(400 << 10))
-        for held, change in [(400 << 10, 0), (0, 400 << 10)]:
-            if room.is_mounted:  # else others write to the same file system meanwhile
-                assert abs(empty - change - saved_files.capacity(room.path, 1 << 62, held)) < 16 << 10
-    finally:
-        room.close()
+def test_what_entries_hold_is_room_of_theirs_and_what_others_wrote_is_not(little):
+    empty = saved_files.capacity(little.path, 1 << 62, 0)
+    (little.path / "some.bin").write_bytes(bytes(400 << 10))
+    for held, change in [(400 << 10, 0), (0, 400 << 10)]:
+        if little.is_mounted:  # else others write to the same file system meanwhile
+            assert abs(empty - change - saved_files.capacity(little.path, 1 << 62, held)) < 16 << 10
 
 
 # --- scan --------------------------------------------------------------------------------------------
@@ -319,49 +307,37 @@ def refused(path: Path, data: bytes, why: str = "") -> FileFault:
     return caught.value.reason
 
 
-def test_the_tokens_of_a_file(saved):
-    write_state(saved, WORDS, b"kv")
-    assert read_tokens(saved) == WORDS
-    write_state(saved, [])
-    assert read_tokens(saved) == array("i")
+@pytest.mark.parametrize("words", [WORDS, array("i")], ids=["some", "none"])
+@pytest.mark.parametrize("form", [frame, list], ids=["framed", "plain, as by older servers"])
+def test_the_tokens_of_a_file(saved, words, form):
+    saved.write_bytes(state_bytes(form(words), b"kv"))
+    assert read_tokens(saved) == words
 
 
-def test_a_plain_list_of_tokens_as_servers_of_before_wrote_it(saved):
-    saved.write_bytes(state_bytes(WORDS, b"kv"))
-    assert read_tokens(saved) == WORDS
-    saved.write_bytes(state_bytes([]))
-    assert read_tokens(saved) == array("i")
+DAMAGED, FOREIGN = FileFault.DAMAGED, FileFault.FOREIGN
 
 
 @pytest.mark.parametrize(
-    ("data", "why"),
+    ("data", "fault", "why"),
     [
-        (b"", "less than a header"),
-        (state_bytes(frame(WORDS))[:11], "less than a header"),
-        (state_bytes(frame(WORDS))[:-1], "less than its 9 token words"),
-        (state_bytes(frame(WORDS), magic=0x67677370), "it starts with 0x67677370"),
-        (state_bytes([-1, 1, 0]), "less than a frame"),
-        (state_bytes([-1, 1, -1, 0, 0]), "-1 tokens do not fit"),
-        (state_bytes([-1, 1, 2, 8, 0]), "2 tokens do not fit"),
-        (state_bytes([-1, 1, 1, 8, 0, 0]), "are too many"),
-        (state_bytes(frame([8, -2])), "token id -2"),
-        (state_bytes([8, -2]), "token id -2"),
+        (b"", DAMAGED, "less than a header"),
+        (state_bytes(frame(WORDS))[:11], DAMAGED, "less than a header"),
+        (state_bytes(frame(WORDS))[:-1], DAMAGED, "less than its 9 token words"),
+        (state_bytes(frame(WORDS), magic=0x67677370), DAMAGED, "it starts with 0x67677370"),
+        (state_bytes([-1, 1, 0]), DAMAGED, "less than a frame"),
+        (state_bytes([-1, 1, -1, 0, 0]), DAMAGED, "-1 tokens do not fit"),
+        (state_bytes([-1, 1, 2, 8, 0]), DAMAGED, "2 tokens do not fit"),
+        (state_bytes([-1, 1, 1, 8, 0, 0]), DAMAGED, "are too many"),
+        (state_bytes(frame([8, -2])), DAMAGED, "token id -2"),
+        (state_bytes([8, -2]), DAMAGED, "token id -2"),
+        # What another version wrote may be sound.
+        (state_bytes(frame(WORDS), version=4), FOREIGN, "format version 4"),
+        (state_bytes([-1, 2, 0, 0]), FOREIGN, "token list version 2"),
+        (state_bytes(frame([8, -1, -1, 9], media=[1])), FOREIGN, "images or audio"),
     ],
 )
-def test_what_is_no_whole_file_is_damaged(saved, data, why):
-    assert refused(saved, data, why) is FileFault.DAMAGED
-
-
-@pytest.mark.parametrize(
-    ("data", "why"),
-    [
-        (state_bytes(frame(WORDS), version=4), "format version 4"),
-        (state_bytes([-1, 2, 0, 0]), "token list version 2"),
-        (state_bytes(frame([8, -1, -1, 9], media=[1])), "images or audio"),
-    ],
-)
-def test_what_another_version_wrote_may_be_sound(saved, data, why):
-    assert refused(saved, data, why) is FileFault.FOREIGN
+def test_what_is_no_whole_file_of_this_format_is_refused(saved, data, fault, why):
+    assert refused(saved, data, why) is fault
 
 
 @given(st.data())
@@ -407,17 +383,6 @@ def test_the_checksum_is_of_the_whole_file(saved, size):
     assert checksum(saved) != xxhash.xxh3_64_intdigest(data)
 
 
-async def test_the_loop_runs_while_a_file_is_hashed(saved):
-    saved.write_bytes(b"")
-    os.truncate(saved, 1 << 28)  # a hole: a while to hash, no room taken
-    finished, turns = threading.Event(), 0
-    task = asyncio.create_task(asyncio.to_thread(lambda: (checksum(saved), finished.set())))
-    while not task.done():
-        await asyncio.sleep(0)
-        turns += not finished.is_set()
-    assert turns > 10
-
-
 def test_a_copy_is_whole_and_hashed_on_its_way(saved, tmp_path):
     data = write_state(saved, WORDS, size=3_000_000)
     target = tmp_path / "copy.bin"
@@ -426,21 +391,12 @@ def test_a_copy_is_whole_and_hashed_on_its_way(saved, tmp_path):
     assert sorted(tmp_path.iterdir()) == [target, saved]
 
 
-def test_a_copy_without_room_leaves_nothing(saved, tmp_path):
+def test_a_copy_that_cannot_be_written_leaves_nothing(saved, tmp_path, little):
     write_state(saved, WORDS, size=200_000)
-    room = LittleRoom(tmp_path / "little", 1 << 20)
-    try:
-        with room.full():
-            with pytest.raises(StateFileError, match="no room") as caught:
-                copy(saved, room.path / "copy.bin")
-            assert not list(room.path.glob("copy*"))
-    finally:
-        room.close()
+    with little.full(), pytest.raises(StateFileError, match="no room") as caught:
+        copy(saved, little.path / "copy.bin")
     assert caught.value.reason is FileFault.NO_ROOM
-
-
-def test_a_copy_into_no_directory(saved, tmp_path):
-    write_state(saved, WORDS)
+    assert there(little.path) == set()
     with pytest.raises(StateFileError, match="cannot be written") as caught:
         copy(saved, tmp_path / "gone" / "copy.bin")
     assert caught.value.reason is FileFault.UNWRITABLE
@@ -469,14 +425,10 @@ def test_the_file_of_a_real_server_and_the_same_in_the_plain_form(start_llama, s
     assert complete(server.url, list(tokens), 1)["timings"]["cache_n"] == len(tokens) - 1
 
 
-def test_an_empty_slot_of_a_real_server_saves_no_tokens(start_llama, save_dir):
+def test_what_a_real_server_refuses_is_refused_and_an_empty_slot_has_no_tokens(start_llama, save_dir, saved):
     server = start_llama(slots=1, ctx=512, save_dir=save_dir)
     act(server.url, 0, "save", "empty.bin").raise_for_status()
     assert read_tokens(save_dir / "empty.bin") == array("i")
-
-
-def test_what_a_real_server_refuses_is_refused(start_llama, save_dir, saved):
-    server = start_llama(slots=1, ctx=512, save_dir=save_dir)
     complete(server.url, list(range(10, 40)), 0)
     act(server.url, 0, "save", "real.bin").raise_for_status()
     data = (save_dir / "real.bin").read_bytes()

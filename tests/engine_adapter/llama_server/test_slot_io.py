@@ -1,19 +1,14 @@
 """Answers about slots that are odd, late or lost. Those of real servers: test_contents.py."""
 
 import asyncio
+import math
 
 import msgspec
 import pytest
 
 from engine_adapter.errors import EngineLost, EngineUnavailable
-from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server import slot_io
-from engine_adapter.llama_server.slot_io import (
-    SlotState,
-    until_all_arrived,
-    when_idle,
-)
-from engine_adapter.types import EngineSpec
+from engine_adapter.llama_server.slot_io import SlotState, until_all_arrived, when_idle
 from tests.fakes import FakeEngine
 
 NAME = "kvpin-slot-io.bin"
@@ -69,21 +64,23 @@ async def test_requests_that_were_sent_have_arrived_when_a_question_behind_them_
 class TestALostAnswer:
     """The connection of a save is half-open: nothing comes back on it."""
 
-    @pytest.fixture(autouse=True)
-    def quick(self, monkeypatch):
-        monkeypatch.setattr(slot_io, "LOOK_S", 0.05)
-        monkeypatch.setattr(slot_io, "LATE_S", 0.05)
-
     @pytest.fixture
-    async def server(self):
-        async with FakeEngine("lossy") as server:
-            server.busy, server.knows_the_question = False, True
+    async def server(self, monkeypatch):
+        """Answers a save after `looks` questions."""
+        monkeypatch.setattr(slot_io, "LOOK_S", 0.02)
+        monkeypatch.setattr(slot_io, "LATE_S", 0.02)
+        async with FakeEngine() as server:
+            server.busy, server.knows_the_question, server.looks = False, True, math.inf
+            is_over = asyncio.Event()
 
             async def script(exchange):
                 if exchange.target.startswith("/slots/"):
-                    await asyncio.sleep(1)
+                    await is_over.wait()
                     await exchange.send({"n_saved": 1, "n_written": 2, "timings": {"save_ms": 3}})
-                elif exchange.target == "/slots":
+                    return
+                if len(server.seen) > server.looks:
+                    is_over.set()
+                if exchange.target == "/slots":
                     await exchange.send([{"id": 0, "n_ctx": 8, "is_processing": server.busy}])
                 else:
                     await exchange.send([], status=200 if server.knows_the_question else 404)
@@ -91,23 +88,16 @@ class TestALostAnswer:
             server.script = script
             yield server
 
-    @pytest.fixture
-    async def lossy(self, server):
-        control = ControlClient(EngineSpec(kind="llama_server", url=server.url, id="l"))
-        yield control
-        await control.aclose()
-
-    async def test_it_is_noticed_once_the_server_is_done_with_all_it_was_sent(self, lossy):
-        async with asyncio.timeout(0.8):
-            with pytest.raises(EngineLost, match="slot 0: the answer to 'save' was lost"):
-                await slot_io.save(lossy, 0, NAME)
+    async def test_it_is_noticed_once_the_server_is_done_with_all_it_was_sent(self, server, control_of):
+        with pytest.raises(EngineLost, match="slot 0: the answer to 'save' was lost"):
+            await slot_io.save(control_of(server.url), 0, NAME)
 
     @pytest.mark.parametrize(("busy", "knows"), [(True, True), (False, False)])
     async def test_a_save_that_waits_or_cannot_be_looked_after_gets_its_time(
-        self, server, lossy, busy, knows
+        self, server, control_of, busy, knows
     ):
-        server.busy, server.knows_the_question = busy, knows
-        assert (await slot_io.save(lossy, 0, NAME)).tokens == 1
+        server.busy, server.knows_the_question, server.looks = busy, knows, 5
+        assert (await slot_io.save(control_of(server.url), 0, NAME)).tokens == 1
 
 
 @pytest.mark.parametrize(

@@ -138,22 +138,16 @@ def test_whatever_is_asked_one_operation_is_in_flight_per_slot(steps):
         assert table.violations == refused
 
 
-def test_what_is_kept_is_kept_as_long_as_all_of_it_stays():
+def test_what_ends_with_which_change_of_the_content():
+    """A result is expected until the content changes at all; it is retained until some of it goes."""
     table = SlotTable(1)
     table.hold(0, run(10), None)
-    table[0].kept_until, table[0].kept_for = 50.0, "others"
+    slot = table[0]
+    slot.kept_until, slot.kept_for, slot.due_until = 50.0, "others", 50.0
     table.hold(0, run(12), None)
-    assert (table[0].kept_until, table[0].kept_for) == (50.0, "others")
+    assert (slot.kept_until, slot.kept_for, slot.due_until) == (50.0, "others", NEVER)
     table.hold(0, run(11), None)
-    assert (table[0].kept_until, table[0].kept_for) == (NEVER, None)
-
-
-def test_a_result_is_expected_until_the_slot_holds_something_else():
-    table = SlotTable(1)
-    table.hold(0, run(10), None)
-    table[0].due_until = 50.0
-    table.hold(0, run(12), None)
-    assert table[0].due_until == NEVER
+    assert (slot.kept_until, slot.kept_for) == (NEVER, None)
 
 
 def test_what_idle_slots_hold_of_a_conversation_is_out_of_date_once_another_slot_serves_it():

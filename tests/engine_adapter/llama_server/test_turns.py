@@ -14,7 +14,8 @@ from engine_adapter.llama_server.answer import CompletionOutput
 from engine_adapter.llama_server.plan import Plan
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
 from engine_adapter.llama_server.slots import SlotOperation, SlotTable
-from engine_adapter.llama_server.turns import ALL_SLOTS, SlotLease, SlotRequest, Turns, first_operation
+from engine_adapter.llama_server.turns import ALL_SLOTS, SlotRequest, Turns, first_operation
+from tests.engine_adapter.llama_server.answers import lease_of
 
 ANYWHERE = -1
 
@@ -142,37 +143,6 @@ class TestAlone:
         await world.release_all()
         assert world.got == {"a": 0, "whole": None, "b": 1}
 
-    async def test_that_leaves_blocks_nobody(self, world):
-        await world.ask("a", 0)
-        await world.ask_all("whole")
-        await world.ask("b", 1)
-        await world.leave("whole")
-        assert world.got == {"a": 0, "b": 1}
-
-    async def test_that_leaves_in_the_moment_of_its_turn_holds_nothing(self, world):
-        await world.ask("a", 0)
-        await world.ask_all("whole")
-        await world.ask("b", 1)
-        world.turns.release(0)
-        assert world.busy() == [0, 1]
-        await world.leave("whole")
-        assert (world.got, world.busy()) == ({"a": 0, "b": 1}, [1])
-
-
-class TestLeaving:
-    async def test_in_the_moment_of_the_turn_gives_the_slot_to_the_next(self, world):
-        await world.ask_each("abcd")
-        world.turns.release(0)  # c has its turn, and does not know yet
-        await world.leave("c")
-        assert (world.got, world.busy()) == ({"a": 0, "b": 1, "d": 0}, [0, 1])
-
-    async def test_between_cancel_and_the_next_step_is_passed_over(self, world):
-        await world.ask_each("abcd")
-        world.tasks["c"].cancel()
-        world.turns.release(0)
-        await settle()
-        assert (world.got, world.tasks["c"].cancelled()) == ({"a": 0, "b": 1, "d": 0}, True)
-
 
 class TestFail:
     async def test_everybody_who_waits_is_told(self, world):
@@ -185,22 +155,17 @@ class TestFail:
         await world.release(0)
         assert world.busy() == [1]
 
-    async def test_whoever_leaves_then_takes_the_error_along(self, world):
+    @pytest.mark.parametrize("first", ["it fails", "the request leaves"])
+    async def test_whoever_leaves_meanwhile_is_cancelled(self, world, first):
         await world.ask_each("ab")
         waiting = await world.ask("c")
+        if first == "the request leaves":
+            waiting.cancel()
         world.turns.fail(EngineUnavailable("it is gone"))
         waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
+        await asyncio.wait([waiting])
         assert waiting.cancelled()
         assert world.busy() == [0, 1]
-
-    async def test_whoever_has_left_is_not_told(self, world):
-        await world.ask_each("ab")
-        waiting = await world.ask("c")
-        waiting.cancel()
-        world.turns.fail(EngineUnavailable("it is gone"))
-        await asyncio.gather(waiting, return_exceptions=True)
-        assert waiting.cancelled()
 
 
 STEPS = st.lists(
@@ -209,6 +174,7 @@ STEPS = st.lists(
         st.tuples(st.just("all"), st.just(0)),
         st.tuples(st.just("release"), st.integers(0, 9)),
         st.tuples(st.just("leave"), st.integers(0, 9)),
+        st.tuples(st.just("race"), st.integers(0, 9)),
     ),
     max_size=40,
 )
@@ -224,6 +190,8 @@ async def test_whatever_happens_no_slot_is_used_twice_and_everybody_is_served(st
             await world.ask_all(number)
         elif what == "release":
             await _release_one(world, running, value)
+        elif what == "race":
+            await _race(world, running, value)
         else:
             waiting = [name for name, task in world.tasks.items() if not task.done()]
             if waiting:
@@ -241,6 +209,21 @@ async def _release_one(world, running, value):
         name = list(running)[value % len(running)]
         slot = running.pop(name)
         await (world.release_all() if slot is None else world.release(slot))
+
+
+async def _race(world, running, value):
+    """A slot is released, and somebody who waits leaves in the moment before or after."""
+    waiting = [task for task in world.tasks.values() if not task.done()]
+    if running and waiting:
+        leaves = waiting[value // 2 % len(waiting)]
+        if value % 2:
+            leaves.cancel()
+        slot = running.pop(next(iter(running)))
+        world.turns.release(ALL_SLOTS if slot is None else slot)
+        if not value % 2:
+            leaves.cancel()
+        await settle()
+        assert leaves.cancelled()
 
 
 def _note_running(world, running):
@@ -268,6 +251,4 @@ def _note_running(world, running):
     ],
 )
 def test_kv_of_an_unknown_prompt_is_its_clients_once_the_answer_is_whole(tokens, salt, answer, leaves_own):
-    ask = SlotRequest(array("i", tokens), salt)
-    lease = SlotLease(0, ask, 0, True, True, False, array("i"), 0, 0.0, answer)
-    assert lease.leaves_own is leaves_own
+    assert lease_of(tokens, salt, answer).leaves_own is leaves_own

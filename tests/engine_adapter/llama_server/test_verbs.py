@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 
 import pytest
 
-from engine_adapter import BlocksRemoved, BlocksStored, JsonBody, KvTarget, KvVerb, Tier
+from engine_adapter import BlocksRemoved, BlocksStored, KvTarget, KvVerb, Tier
 from engine_adapter.llama_server.slots import SlotOperation
-from tests.engine_adapter.llama_server.slot_world import PATH, prompt_of, slot_world
+from tests.engine_adapter.llama_server.slot_world import prompt_of, slot_world
 
 
 @pytest.fixture
@@ -74,9 +73,7 @@ class TestFlush:
             assert (await world.do(KvVerb.FLUSH)).left["server_cache"] == 1
 
     async def test_a_slot_in_use_is_left(self, world):
-        tokens = prompt_of(1)
-        body = JsonBody(json.dumps({"prompt": list(tokens), "max_tokens": 1}).encode())
-        async with world.adapter.hold(PATH, body, KvTarget(tokens)):
+        async with world.hold(prompt_of(1)):
             progress = await world.do(KvVerb.FLUSH)
             assert dict(progress.left) == {"in_use": 6}
 
@@ -124,21 +121,14 @@ class TestPin:
         assert left.left["pinned"] == 6
         assert (await world.ask(tokens))[1] == 99
 
-    async def test_unpinned_it_is_one_again(self, world):
-        tokens = prompt_of(1)
-        await world.ask(tokens)
-        pinned = await world.adapter.pin(KvTarget(tokens), 60)
-        assert await world.adapter.unpin(pinned.pin_id)
-        assert not await world.adapter.unpin(pinned.pin_id)
-        assert (await world.do(KvVerb.FLUSH)).left == {}
-
     async def test_pins_of_one_prefix_stand_for_themselves(self, world):
         tokens = prompt_of(1)
         await world.ask(tokens)
         long = await world.adapter.pin(KvTarget(tokens), 3600)
         short = await world.adapter.pin(KvTarget(tokens[:32]), 60)
         assert max(slot["pinned_s"] for slot in await world.slots()) > 60
-        await world.adapter.unpin(short.pin_id)
+        assert await world.adapter.unpin(short.pin_id)
+        assert not await world.adapter.unpin(short.pin_id)
         assert max(slot["pinned_s"] for slot in await world.slots()) > 60
         await world.adapter.unpin(long.pin_id)
         assert max(slot["pinned_s"] for slot in await world.slots()) == 0
