@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 import subprocess
 import sys
 import threading
@@ -77,24 +79,61 @@ def running_engine(log: Path, *flags: str, program: Sequence[str] = ()) -> Itera
             process.stdin.close()
 
 
+class QuickServer(uvicorn.Server):
+    """Without signal handlers, and without uvicorn's ticks and pauses of 0.1 s: tests end at once."""
+
+    GRACE_S = 0.2
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._over = asyncio.Event()
+
+    def stop(self) -> None:
+        """Ends it; also from another thread."""
+        self._loop.call_soon_threadsafe(self._over.set)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+
+    async def main_loop(self) -> None:
+        await self.on_tick(0)
+        await self._over.wait()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for listening in (*self.servers, *(sockets or ())):
+            listening.close()
+        state, ends = self.server_state, self._loop.time() + self.GRACE_S
+        for connection in [*state.connections]:
+            connection.shutdown()
+        while (state.connections or state.tasks) and self._loop.time() < ends:  # noqa: ASYNC110 - it has no event
+            await asyncio.sleep(0.001)
+        for task in state.tasks:
+            task.cancel()
+        await self.lifespan.shutdown()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
 @contextmanager
 def served(app: ASGIApp, **options) -> Iterator[str]:
     """Serves an ASGI app on a free port in a thread, with options of uvicorn; yields its address."""
-    defaults = {"log_config": None, "log_level": "error", "access_log": False, "timeout_graceful_shutdown": 2}
-    config = uvicorn.Config(app, port=0, **{**defaults, **options})
-    server = uvicorn.Server(config)
+    config = uvicorn.Config(app, port=0, log_config=None, log_level="error", access_log=False, **options)
+    server = QuickServer(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     deadline = time.monotonic() + START_S
     while not server.started:
         if not thread.is_alive() or time.monotonic() > deadline:
             pytest.fail("the server did not start")
-        time.sleep(0.005)
+        time.sleep(0.001)
     port = server.servers[0].sockets[0].getsockname()[1]
     try:
         yield f"http://127.0.0.1:{port}"
     finally:
-        server.should_exit = True
+        server.stop()
         thread.join(STOP_S)
 
 

@@ -47,6 +47,7 @@ from proxy.runtime import Supervisor
 from proxy.settings import LimitSettings
 from proxy.steps.attempt import Attempts
 from proxy.steps.preparation import Preparation
+from tests.engines import QuickServer
 
 CHAT = "/v1/chat/completions"
 ASK = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -357,25 +358,12 @@ def add_ready(fleet: Fleet, engine_id: str, *, model=None, role=Role.BOTH, **inf
     return engine
 
 
-class _Server(uvicorn.Server):
-    """Without signal handlers, and without uvicorn's tick of 0.1 s, so that tests end at once."""
-
-    async def main_loop(self):
-        self.stopping = asyncio.Event()
-        await self.on_tick(0)
-        await self.stopping.wait()
-
-    @contextlib.contextmanager
-    def capture_signals(self):
-        yield
-
-
 @contextlib.asynccontextmanager
 async def serving(app, listener: socket.socket | None = None, protocol=Http1Protocol) -> AsyncIterator[str]:
     """A site of kvpin's or an ASGI application on a socket, in this loop; gives its address."""
     listener = listener or socket.create_server(("127.0.0.1", 0))
     protocol = protocol if isinstance(app, Dispatcher) else "httptools"
-    server = _Server(
+    server = QuickServer(
         uvicorn.Config(
             app,
             http=protocol,
@@ -393,8 +381,7 @@ async def serving(app, listener: socket.socket | None = None, protocol=Http1Prot
             await asyncio.sleep(0.001)
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
-        server.force_exit = True
-        server.stopping.set()
+        server.stop()
         await task
 
 
