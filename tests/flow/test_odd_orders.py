@@ -122,7 +122,7 @@ class TestAClientThatDoesNotRead:
     async def test_what_follows_a_whole_answer_on_its_connection_is_not_disturbed(self, engines):
         """The limit strikes when all of the answer was sent, and waits for its client."""
         a, _, _ = engines
-        size = 16 << 20
+        size = 8 << 20
 
         async def script(exchange):
             long = {"choices": [{"text": "x" * size}]}
