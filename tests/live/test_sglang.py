@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from engine_adapter.sglang import adapter
 from proxy.core.audit import Trust
 from proxy.fleet.engine import TOKENS_PER_BLOCK
 from tests.fake_engines.sglang import running_sglang
@@ -78,7 +79,8 @@ async def test_each_rank_of_a_server_is_an_engine():
     assert flushed["state"] == "done"
 
 
-async def test_a_flush_of_a_busy_server_is_told_as_such_and_the_view_stays_right():
+async def test_a_flush_of_a_busy_server_is_told_as_such_and_the_view_stays_right(monkeypatch):
+    monkeypatch.setattr(adapter, "_FLUSH_S", 0)
     body = {"model": "tiny", "prompt": list(range(100, 180)), "max_tokens": 2}
     with running_sglang(page_size=16) as running:
         async with kvpin_over((running, None)) as world:
