@@ -363,7 +363,7 @@ class TestFaults:
             with pytest.raises(httpx.ReadTimeout):
                 await world.client.post(f"{world.url}/v1/completions", json=asked(), timeout=0.5)
             await until(world.is_idle)
-            await until(lambda: world.fakes["d"].fake.aborted == 1)
+            await until(lambda: world.fakes["d"].fake.aborted == world.fakes[name].fake.aborted == 1)
 
     async def test_a_prompt_that_is_late_is_the_fault_of_its_engine(self):
         async with world_of("pqd") as world:
