@@ -23,7 +23,6 @@ from tests.processes import address_in, answers, wait_until
 
 START_S = 120.0
 STOP_S = 30.0
-LOOK_S = 0.005
 DEFAULT_FLAGS = ("--kv-blocks", "256", "--host-cache-bytes", str(64 << 20))
 """Flags of the shared engine: 256 blocks of 16 tokens, and a host tier."""
 
@@ -81,33 +80,47 @@ def running_engine(log: Path, *flags: str, program: Sequence[str] = ()) -> Itera
 
 
 class QuickServer(uvicorn.Server):
-    """Without uvicorn's tick and pause of 0.1 s, so that tests end at once."""
+    """Without signal handlers, and without uvicorn's ticks and pauses of 0.1 s: tests end at once."""
+
+    GRACE_S = 0.2
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._over = asyncio.Event()
+
+    def stop(self) -> None:
+        """Ends it; also from another thread."""
+        self._loop.call_soon_threadsafe(self._over.set)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
 
     async def main_loop(self) -> None:
         await self.on_tick(0)
-        while not self.should_exit:  # noqa: ASYNC110 - another thread sets it
-            await asyncio.sleep(LOOK_S)
+        await self._over.wait()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        for each in (*self.servers, *(sockets or ())):
-            each.close()
-        for connection in list(self.server_state.connections):
+        for listening in (*self.servers, *(sockets or ())):
+            listening.close()
+        state, ends = self.server_state, self._loop.time() + self.GRACE_S
+        for connection in [*state.connections]:
             connection.shutdown()
-        longest_s = 0.1 if self.force_exit else self.config.timeout_graceful_shutdown or STOP_S
-        deadline = time.monotonic() + longest_s
-        while (self.server_state.connections or self.server_state.tasks) and time.monotonic() < deadline:  # noqa: ASYNC110
+        while (state.connections or state.tasks) and self._loop.time() < ends:  # noqa: ASYNC110 - it has no event
             await asyncio.sleep(0.001)
-        for task in () if self.force_exit else self.server_state.tasks:
+        for task in state.tasks:
             task.cancel()
-        if not self.force_exit:
-            await self.lifespan.shutdown()
+        await self.lifespan.shutdown()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
 
 
 @contextmanager
 def served(app: ASGIApp, **options) -> Iterator[str]:
     """Serves an ASGI app on a free port in a thread, with options of uvicorn; yields its address."""
-    defaults = {"log_config": None, "log_level": "error", "access_log": False, "timeout_graceful_shutdown": 2}
-    config = uvicorn.Config(app, port=0, **{**defaults, **options})
+    config = uvicorn.Config(app, port=0, log_config=None, log_level="error", access_log=False, **options)
     server = QuickServer(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -115,12 +128,12 @@ def served(app: ASGIApp, **options) -> Iterator[str]:
     while not server.started:
         if not thread.is_alive() or time.monotonic() > deadline:
             pytest.fail("the server did not start")
-        time.sleep(0.005)
+        time.sleep(0.001)
     port = server.servers[0].sockets[0].getsockname()[1]
     try:
         yield f"http://127.0.0.1:{port}"
     finally:
-        server.should_exit = True
+        server.stop()
         thread.join(STOP_S)
 
 

@@ -358,25 +358,12 @@ def add_ready(fleet: Fleet, engine_id: str, *, model=None, role=Role.BOTH, **inf
     return engine
 
 
-class _Server(QuickServer):
-    """Without signal handlers, in the loop of its test."""
-
-    async def main_loop(self):
-        self.stopping = asyncio.Event()
-        await self.on_tick(0)
-        await self.stopping.wait()
-
-    @contextlib.contextmanager
-    def capture_signals(self):
-        yield
-
-
 @contextlib.asynccontextmanager
 async def serving(app, listener: socket.socket | None = None, protocol=Http1Protocol) -> AsyncIterator[str]:
     """A site of kvpin's or an ASGI application on a socket, in this loop; gives its address."""
     listener = listener or socket.create_server(("127.0.0.1", 0))
     protocol = protocol if isinstance(app, Dispatcher) else "httptools"
-    server = _Server(
+    server = QuickServer(
         uvicorn.Config(
             app,
             http=protocol,
@@ -394,8 +381,7 @@ async def serving(app, listener: socket.socket | None = None, protocol=Http1Prot
             await asyncio.sleep(0.001)
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
-        server.force_exit = True
-        server.stopping.set()
+        server.stop()
         await task
 
 

@@ -263,7 +263,7 @@ async def kv_world(tokenizer, **settings) -> AsyncIterator[KvWorld]:
         await proxy.stop()
 
 
-async def until(condition, seconds=5.0):
+async def until(condition, seconds=30.0):
     """Waits for a condition of the world; fails when it does not come."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -53,16 +53,6 @@ def test_every_setting_is_read(name):
     assert read or leaf in EngineSpec.__slots__
 
 
-def test_the_command_of_codex_has_all_that_its_test_gives_it():
-    program = (ROOT / "tests" / "clients" / "programs" / "codex.mjs").read_text(encoding="utf-8")
-    given = set(re.findall(r"^ +\"?(model_provider[\w.]*)\"?:", program, re.MULTILINE))
-    assert len(given) == 5
-    (row,) = re.findall(r"^\| Codex \| (`codex .*)", PAGES["docs/clients.md"], re.MULTILINE)
-    optional = {"model_providers.kvpin.wire_api"}  # it has one value
-    assert {name for name in given if f"-c {name}=" not in row.replace("'", "")} == optional
-    assert " -m MODEL " in row
-
-
 @pytest.mark.parametrize("miss", list(Miss))
 def test_every_way_to_miss(miss):
     assert f"\n| `{miss}` |" in PAGES["docs/misses.md"]

@@ -23,6 +23,7 @@ from tests.fakes import (
     post,
     proxy_over,
 )
+from tests.kv_world import until
 
 PATH = "/v1/audio/transcriptions"
 KIND = "content-type: multipart/form-data; boundary=b"
@@ -39,18 +40,6 @@ async def limited(*engines, bodies_bytes=1 << 30, **limits):
         await proxy.settled()
         assert proxy.bodies.used == 0
         assert tenants.quota("t").take().running == 0
-
-
-@pytest.fixture
-async def engine():
-    async with FakeEngine("a") as engine:
-        yield engine
-
-
-async def until(condition):
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
 
 
 class Unfinished:

@@ -14,6 +14,7 @@ from proxy.fleet import pool
 from proxy.fleet.engine import EngineState
 from proxy.prompt import Prompt
 from tests.fakes import FakeEngine, client_of, event, proxy_over
+from tests.kv_world import until
 
 PREFIX, TAIL, BLOCK = 2000, 20, 16
 BURST = 10
@@ -83,12 +84,6 @@ class Burst:
 
     async def answers(self):
         return [answer.status_code for answer in await asyncio.gather(*self.asked)]
-
-
-async def until(condition):
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 - it is other tasks' state
-            await asyncio.sleep(0.002)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import asyncio
 import json
 from contextlib import asynccontextmanager
 from functools import partial
+from time import monotonic
 
 import httpx
 import pytest
@@ -45,12 +46,11 @@ async def statuses(client, count):
     return [(await client.post(CHAT, json=ASK)).status_code for _ in range(count)]
 
 
-@pytest.mark.parametrize("status", [429, 500])
-async def test_an_engine_that_refuses_all_gets_little_and_all_again_once_it_is_well(monkeypatch, status):
+async def test_an_engine_that_refuses_all_gets_little_and_all_again_once_it_is_well(monkeypatch):
     monkeypatch.setattr(audit, "OPEN_S", 0.2)
     monkeypatch.setattr(audit, "MAX_OPEN_S", 0.2)
     async with two() as (bad, _, proxy, client):
-        bad.script = partial(failing, status=status)
+        bad.script = partial(failing, status=429)
         engine = proxy.fleet.engines["a"]
         assert await statuses(client, 40) == [200] * 40
         # It looks idle, and was asked every second time; each of these was tried twice.
@@ -77,9 +77,10 @@ async def test_where_all_fail_all_are_still_asked(monkeypatch):
 async def test_retries_do_not_multiply_the_load():
     async with two() as (bad, good, _, client):
         good.script = failing
+        began = monotonic()
         assert await statuses(client, 100) == [500] * 100
         retried = len(bad.seen) + len(good.seen) - 100
-        assert retried <= RETRY_FLOOR + 0.2 * 100 + 10  # and one for each second of the test
+        assert retried <= RETRY_FLOOR + 0.2 * 100 + 1 + (monotonic() - began)  # one a second
 
 
 async def test_a_request_outlives_the_doubt_whether_its_only_engine_is_the_same_process():
@@ -110,7 +111,6 @@ async def hanging(exchange, chunks=()):
         (b'{"id":\xb8^ns\xdc"x"}', "it holds no answer"),
         (b'{"choices":[{"mess', "it holds no answer"),
         (b"", "it is empty"),
-        (b"OK", "it holds no answer"),
     ],
 )
 async def test_an_engine_whose_answer_is_not_json_is_replaced(content, why):

@@ -15,7 +15,7 @@ from proxy.core.quotas import TenantLimits
 from proxy.fleet.fleet import Fleet
 from proxy.observe.metrics import Metrics
 from proxy.request.tenants import ApiKey, Tenants
-from tests.fakes import ASK, CHAT, INFO, FakeAdapter, FakeEngine, client_of, is_openai_error, proxy_over
+from tests.fakes import ASK, CHAT, INFO, FakeAdapter, client_of, is_openai_error, proxy_over
 
 COUNT = "/v1/messages/count_tokens"
 KEY = {"authorization": "Bearer key"}
@@ -23,12 +23,6 @@ KEY = {"authorization": "Bearer key"}
 
 def tenants_with(**limits):
     return Tenants([ApiKey.of("key", "gate")], {"gate": TenantLimits(**limits)})
-
-
-@pytest.fixture
-async def engine():
-    async with FakeEngine("a") as engine:
-        yield engine
 
 
 @pytest.fixture

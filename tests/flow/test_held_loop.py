@@ -10,7 +10,7 @@ import pytest
 from proxy.core.normalise import BILLING, Rule
 from proxy.errors import BadRequest
 from proxy.request.normalising import ChosenRules, Normalising
-from tests.fakes import ANSWER, CHAT, INFO, FakeAdapter, FakeEngine, client_of, event, proxy_over
+from tests.fakes import ANSWER, CHAT, INFO, FakeAdapter, client_of, event, proxy_over
 from tests.held_loop import MOST_MS, least_hold
 
 USAGE = {"prompt_tokens": 64, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 0}}
@@ -27,12 +27,6 @@ USER = {"role": "user", "content": "Hi"}
 
 def chat(**fields):
     return {"model": "m", "messages": [USER]} | fields
-
-
-@pytest.fixture
-async def engine():
-    async with FakeEngine("a") as engine:
-        yield engine
 
 
 @pytest.fixture

@@ -32,6 +32,7 @@ from tests.fakes import (
     is_openai_error,
     proxy_over,
 )
+from tests.kv_world import until
 
 QUICK = Rules(first_byte_s=5, idle_s=0.2)
 
@@ -74,12 +75,6 @@ def stalling(*chunks):
         await exchange.left.wait()
 
     return script
-
-
-@pytest.fixture
-async def engines():
-    async with FakeEngine("a") as a, FakeEngine("b") as b, FakeEngine("c") as c:
-        yield a, b, c
 
 
 async def stream(client, path, body):
@@ -199,8 +194,7 @@ class TestB5AnAttemptOwnsItsDeadlines:
         a.script = stalling(*words("The capital"))
         async with proxy_over(a, rules=QUICK) as proxy, client_of(proxy) as client:
             answer = asyncio.create_task(stream(client, CHAT, STREAM))
-            while not a.seen:  # noqa: ASYNC110 - the engine has no event for it
-                await asyncio.sleep(0.01)
+            await a.request()
             proxy.fleet.remove(proxy.fleet.engine("a"))
             if gone == "replaced":
                 proxy.add(a)
@@ -314,15 +308,11 @@ class TestWhatATrialFound:
                 proxy.add(Raises(engine.id, engine.url))
             async with client_of(proxy) as client:
                 asking = asyncio.create_task(client.post(CHAT, json=ASK))
-                async with asyncio.timeout(10):
-                    while not first.seen + second.seen:  # noqa: ASYNC110 - the engine is another's
-                        await asyncio.sleep(0.01)
+                await until(lambda: first.seen + second.seen)
                 asking.cancel()
                 with suppress(asyncio.CancelledError):
                     await asking
-            async with asyncio.timeout(10):
-                while not [*proxy.requests]:  # noqa: ASYNC110 - so is the log
-                    await asyncio.sleep(0.01)
+            await until(lambda: [*proxy.requests])
             assert len(first.seen + second.seen) == 1
             assert (proxy.last.cause, proxy.last.status) == (Cause.CLIENT_LEFT, 499)
 

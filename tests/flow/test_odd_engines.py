@@ -1,6 +1,6 @@
 """Two engines, one of which gives answers that are no answers: how many of 60 requests are answered well.
 
-Real sockets, and the whole kvpin with its health checks.
+Real sockets; some with the whole kvpin and its health checks.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ from functools import partial
 import pytest
 
 from engine_adapter import HttpTransport
+from proxy.core import audit
 from proxy.server.app import Proxy, build_app
 from proxy.settings import EngineSettings, HealthSettings, Settings
 from tests.fakes import (
@@ -157,12 +158,16 @@ async def counted(client, body):
 
 
 @pytest.mark.parametrize("name", ODD)
-async def test_an_odd_engine_draws_few_requests(name):
+async def test_an_odd_engine_draws_few_requests(name, monkeypatch):
+    """An odd engine that was found out is asked no more in this test, however long it takes."""
+    monkeypatch.setattr(audit, "OPEN_S", 3600.0)
+    monkeypatch.setattr(audit, "MAX_OPEN_S", 3600.0)
     script, body, least = ODD[name]
     async with (
         FakeEngine("odd", partial(scripted, script)) as odd,
         FakeEngine("good", partial(scripted, good)) as other,
-        kvpin_over(odd, other) as (_, client),
+        proxy_over(odd, other, reuse=True) as proxy,
+        client_of(proxy) as client,
     ):
         n_good = await counted(client, body)
         asked = sum(exchange.target == CHAT for exchange in odd.seen)

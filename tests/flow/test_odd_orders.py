@@ -20,7 +20,6 @@ from tests.fakes import (
     INFO,
     STREAM,
     FakeAdapter,
-    FakeEngine,
     answer,
     client_of,
     is_openai_error,
@@ -28,14 +27,9 @@ from tests.fakes import (
     proxy_over,
 )
 from tests.flow.test_lives import ASKS, FRANCE, chunk, dying, stalling, stream, telling, text_of, whole, words
+from tests.kv_world import until
 
 GREEDY = ASKS[CHAT]
-
-
-@pytest.fixture
-async def engines():
-    async with FakeEngine("a") as a, FakeEngine("b") as b, FakeEngine("c") as c:
-        yield a, b, c
 
 
 class TestAnEngineThatIsRemovedWhileItAnswers:
@@ -104,12 +98,6 @@ async def _small_socket(proxy):
         yield sock
 
 
-async def _until(condition):
-    async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110 - nothing tells it
-            await asyncio.sleep(0.01)
-
-
 BIG = chunk("x" * 1000) * 1000
 
 
@@ -127,14 +115,14 @@ class TestAClientThatDoesNotRead:
         async with proxy_over(a, rules=rules) as proxy, _small_socket(proxy) as sock:
             asked = post(CHAT, json.dumps(STREAM).encode())
             await asyncio.get_running_loop().sock_sendall(sock, asked)
-            await _until(lambda: list(proxy.requests))
+            await until(lambda: list(proxy.requests))
             assert proxy.last.cause is Cause.OUR_LIMIT
             await proxy.settled()
 
     async def test_what_follows_a_whole_answer_on_its_connection_is_not_disturbed(self, engines):
         """The limit strikes when all of the answer was sent, and waits for its client."""
         a, _, _ = engines
-        size = 16 << 20
+        size = 8 << 20
 
         async def script(exchange):
             long = {"choices": [{"text": "x" * size}]}
@@ -146,7 +134,7 @@ class TestAClientThatDoesNotRead:
             for number in (1, 2):
                 asked = post("/v1/completions", json.dumps({**ASK, "n": number, "prompt": "x"}).encode())
                 await loop.sock_sendall(sock, asked.replace(b"connection: close\r\n", b""))
-                await _until(lambda number=number: len(list(proxy.requests)) >= number)
+                await until(lambda number=number: len(list(proxy.requests)) >= number)
                 assert (proxy.last.cause, proxy.last.status) == (Cause.ANSWERED, 200)
                 got = b""
                 while b"\r\n\r\n" not in got:
@@ -285,7 +273,7 @@ class TestAClientThatLeaves:
             asked.cancel()
             await asyncio.gather(asked, return_exceptions=True)
             await asyncio.wait_for(exchange.left.wait(), 5)
-            await _until(lambda: list(proxy.requests))
+            await until(lambda: list(proxy.requests))
             assert (proxy.last.cause, proxy.last.status) == (Cause.CLIENT_LEFT, 499)
             assert proxy.flow.attempts.room.used == 0
             await proxy.settled()

@@ -12,6 +12,7 @@ from proxy.core.quotas import TenantLimits
 from proxy.request.tenants import ApiKey, Tenants
 from proxy.settings import LimitSettings
 from tests.fakes import ASK, CHAT, FakeEngine, answer, asked, client_of, is_openai_error, proxy_over
+from tests.kv_world import until
 
 # A turn of its tenant each.
 LONG = {"model": "m", "messages": [{"role": "user", "content": "x" * 8000}], "max_tokens": 1024}
@@ -33,7 +34,7 @@ class Busy:
     async def fill(self):
         self.engine.script = self.script
         self.running = [self.send() for _ in range(2)]
-        await self.until(lambda: len(self.engine.seen) == 2)
+        await until(lambda: len(self.engine.seen) == 2)
         self.backlog.reported(500)
         self.backlog.began(monotonic())
 
@@ -41,13 +42,8 @@ class Busy:
         headers = {"authorization": f"Bearer {tenant}", **headers}
         return asyncio.create_task(self.client.post(path, json=body, headers=headers))
 
-    async def until(self, condition):
-        async with asyncio.timeout(20):
-            while not condition():  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
-
     async def until_waiting(self, count):
-        await self.until(lambda: len(self.line) == count)
+        await until(lambda: len(self.line) == count)
 
     @property
     def line(self):
@@ -142,7 +138,7 @@ async def test_a_client_that_leaves_the_line_leaves_nothing():
         await world.until_waiting(1)
         leaves.cancel()
         await world.until_waiting(0)
-        await world.until(lambda: any(record.status == 499 for record in world.proxy.requests))
+        await until(lambda: any(record.status == 499 for record in world.proxy.requests))
 
 
 @asynccontextmanager
@@ -230,7 +226,7 @@ async def test_requests_at_a_time_are_counted_until_their_end():
         world = Busy(proxy, client, engine)
         engine.script = world.script
         first = world.send()
-        await world.until(lambda: engine.seen)
+        await until(lambda: engine.seen)
         assert is_openai_error(await world.send(), 429, "rate_limit_exceeded")
         world.released.set()
         assert (await first).status_code == 200

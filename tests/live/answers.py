@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,23 @@ def user(text: str) -> list[dict[str, Any]]:
 def text_of(answer: httpx.Response) -> str:
     """The text of a chat's whole answer."""
     return answer.json()["choices"][0]["message"]["content"]
+
+
+def texts_of(answer: httpx.Response) -> list[str]:
+    """The text of each choice of an answer that ended well, whole or streamed; also of SGLang's own route."""
+    assert answer.status_code == httpx.codes.OK, answer.text
+    events = [answer.text]
+    if answer.headers["content-type"].startswith("text/event-stream"):
+        assert answer.text.endswith("data: [DONE]\n\n")
+        events = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+    found: dict[int, str] = {}
+    for event in map(json.loads, events):
+        assert "error" not in event, answer.text
+        for choice in event.get("choices", [event]):
+            said = choice.get("message") or choice.get("delta") or choice
+            index = choice.get("index", 0)
+            found[index] = found.get(index, "") + (said.get("text") or said.get("content") or "")
+    return [found[index] for index in sorted(found)]
 
 
 def cached(answer: httpx.Response) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,11 +14,12 @@ from typing import Any
 import httpx
 import pytest
 
+from proxy.fleet import pool
 from tests.forks import Forked, start
+from tests.live.answers import until
 from tests.processes import address_in, answers, wait_until
 
 READY_S = 300.0
-RECORD_S = 60.0
 STOP_S = 60.0
 ENGINE = "embedded: --threads 1 --kv-blocks 512 --host-cache-bytes 64MiB"
 
@@ -43,19 +43,27 @@ class Kvpin:
     def base_url(self) -> str:
         return f"{self.url}/v1"
 
+    def post(self, path: str, body: dict[str, Any], **options: Any) -> httpx.Response:
+        """A request of the data plane, e.g. to `chat/completions`."""
+        return httpx.post(f"{self.base_url}/{path}", json=body, timeout=120, trust_env=False, **options)
+
     def admin(self, method: str, path: str, **options) -> httpx.Response:
         """An admin request, as JSON."""
         return httpx.request(method, f"{self.url}/admin/v1/{path}", timeout=60, trust_env=False, **options)
 
-    def record_of(self, answer: httpx.Response) -> dict[str, Any]:
+    def record(self, request_id: str) -> dict[str, Any]:
         """The record of a request. It may be written after the answer's end: kvpin asks the engine for its
         token ids before, and frees its slot."""
-        path = f"requests/{answer.headers['x-request-id']}"
-        deadline = time.monotonic() + RECORD_S
-        while (found := self.admin("GET", path)).status_code != httpx.codes.OK:
-            assert time.monotonic() < deadline, self.log.read_text()
-            time.sleep(0.02)
-        return found.json()
+
+        def written() -> dict[str, Any] | None:
+            answer = self.admin("GET", f"requests/{request_id}")
+            return answer.json() if answer.status_code == httpx.codes.OK else None
+
+        return until(written, f"the record of {request_id}", self.log.read_text)
+
+    def record_of(self, answer: httpx.Response) -> dict[str, Any]:
+        """The record of an answer's request."""
+        return self.record(answer.headers["x-request-id"])
 
     def engines(self) -> dict[str, dict]:
         """Stats of each engine, by id."""
@@ -130,6 +138,12 @@ def wait_until_tokenised(proxy: Kvpin, pools: int = 0) -> None:
         return is_there and not any("being loaded" in each or "not checked" in each for each in details)
 
     wait_until(is_tokenised, proxy.process, proxy.log, READY_S)
+
+
+@pytest.fixture
+def nothing_lingers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a request is about to leave behind counts until it ends, and here no longer."""
+    monkeypatch.setattr(pool, "PENDING_LINGER_S", 0.0)
 
 
 @pytest.fixture(scope="session")

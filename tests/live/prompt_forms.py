@@ -162,3 +162,9 @@ TEXTS: dict[str, Fields] = {
     "one of a list of token ids": {"prompt": [[400 + n for n in range(100)]]},
     "without special tokens": {"prompt": _LONG, "add_special_tokens": False},
 }
+
+REQUESTS: dict[str, tuple[str, Fields]] = {
+    **{name: ("chat/completions", fields) for name, fields in FORMS.items()},
+    **{name: ("completions", fields) for name, fields in TEXTS.items()},
+}
+"""Name → route and fields of a request."""

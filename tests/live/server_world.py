@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
-import time
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ import pytest
 from engine_adapter import BlocksRemoved, EngineUnavailable
 from engine_adapter.events.fields import KeyReader
 from engine_adapter.events.subscriber import EventEndpoints, KvEventSubscriber
+from tests.live.answers import until
 from tests.live.conftest import Kvpin, running_kvpin
 from tests.processes import answers, wait_until
 
@@ -33,7 +35,6 @@ MODEL = "tiny"
 START_S = 300.0
 STOP_S = 60.0
 WAIT_S = 120.0
-POLL_S = 0.02
 
 
 def installed(script: str, *arguments: str) -> str:
@@ -132,6 +133,20 @@ def free_port(ports: Sequence[int]) -> int:
     pytest.fail(f"no free port from {ports[0]} to {ports[-1]}")
 
 
+def passed(tell: Callable[..., None], *tests: str, **environment: str) -> int:
+    """Runs tests of the contract suite with real servers, which `environment` names: all pass. Returns their
+    number."""
+    command = [sys.executable, "-m", "pytest", "-q", *tests]
+    variables = {**os.environ, **environment}
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
+    summary = done.stdout.strip().rpartition("\n")[2]
+    tell(summary)
+    assert done.returncode == 0, done.stdout
+    found = re.search(r"(\d+) passed", summary)
+    assert found is not None
+    return int(found[1])
+
+
 StartServer = Callable[[Path, int, int], AbstractContextManager[RunningServer]]
 """(log, HTTP port, event port; 0 for free ones) → a server that starts."""
 
@@ -174,21 +189,11 @@ class ServerWorld:
 
     def record(self, request_id: str) -> dict[str, Any]:
         """kvpin's record of a finished request."""
-
-        def finished() -> dict[str, Any] | None:
-            answer = self.kvpin.admin("GET", f"requests/{request_id}")
-            return answer.json() if answer.status_code == httpx.codes.OK else None
-
-        return self.until(finished, f"the record of {request_id}")
+        return self.kvpin.record(request_id)
 
     def until(self, holds: Callable[[], Any], what: str) -> Any:
         """Polls until `holds` returns something true, and returns that."""
-        deadline = time.monotonic() + WAIT_S
-        while time.monotonic() < deadline:
-            if result := holds():
-                return result
-            time.sleep(POLL_S)
-        raise AssertionError(f"{what} did not come to be:\n{self.kvpin.log.read_text()}")
+        return until(holds, what, self.kvpin.log.read_text)
 
     def until_exact(self, number: int = 0) -> None:
         """Waits until a server's engines are ready and kvpin's view of them is up to date."""

@@ -5,8 +5,6 @@ import socket
 import time
 from contextlib import ExitStack
 
-import httpx
-
 from tests.fake_engines.vllm import running_vllm
 from tests.live.conftest import running_kvpin
 
@@ -38,8 +36,7 @@ def ask(kvpin, number):
     """The engine that answered, and the tokens that were predicted to be reused there."""
     words = f"{number} " * 40
     body = {"model": "tiny", "messages": [{"role": "user", "content": words}], "max_tokens": 1}
-    answer = httpx.post(f"{kvpin.base_url}/chat/completions", json=body, timeout=60, trust_env=False)
-    answer.raise_for_status()
+    answer = kvpin.post("chat/completions", body).raise_for_status()
     return answer.headers["x-kvpin-engine"], int(answer.headers["x-kvpin-predicted-tokens"])
 
 

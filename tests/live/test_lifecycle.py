@@ -1,4 +1,4 @@
-"""How kvpin and its engines start and end: told to stop, killed, frozen, or never healthy."""
+"""How kvpin and its engines start and end: told to stop, killed, under load, frozen, or never healthy."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ import httpx
 import pytest
 
 from tests.live.answers import until
-from tests.live.conftest import Kvpin, running_kvpin
+from tests.live.conftest import Kvpin, running_kvpin, starting_kvpin
 
 pytestmark = pytest.mark.live
 
 ENGINE = "embedded: --threads 1 --kv-blocks 256"
+MANAGED = ("--managed", ENGINE, "--log-format", "json")
+TWO = ("--managed", ENGINE, *MANAGED)
 
 
 def chat(text, **fields):
@@ -78,7 +80,7 @@ async def terminated_during_streams(kvpin, tokens):
 
 
 async def test_running_answers_finish_before_kvpin_stops(tmp_path):
-    with running_kvpin(tmp_path / "log", "--managed", ENGINE, "--log-format", "json") as kvpin:
+    with running_kvpin(tmp_path / "log", *MANAGED) as kvpin:
         (pid,) = engine_pids(kvpin).values()
         for text in await terminated_during_streams(kvpin, tokens=150):
             assert text.endswith(b"data: [DONE]\n\n")
@@ -90,8 +92,7 @@ async def test_running_answers_finish_before_kvpin_stops(tmp_path):
 async def test_answers_longer_than_the_grace_are_cut_short(tmp_path):
     config = tmp_path / "kvpin.toml"
     config.write_text("graceful_shutdown_s = 1\n")
-    flags = ("--config", str(config), "--managed", ENGINE, "--log-format", "json")
-    with running_kvpin(tmp_path / "log", *flags) as kvpin:
+    with running_kvpin(tmp_path / "log", "--config", str(config), *MANAGED) as kvpin:
         (pid,) = engine_pids(kvpin).values()
         for text in await terminated_during_streams(kvpin, tokens=3900):
             assert not text.endswith(b"data: [DONE]\n\n")
@@ -102,32 +103,19 @@ async def test_answers_longer_than_the_grace_are_cut_short(tmp_path):
 
 
 def test_engines_end_with_a_kvpin_that_is_killed(tmp_path):
-    command = [sys.executable, "-m", "proxy.cli", "serve", "--port", "0", "--log-format", "json"]
-    log = tmp_path / "log"
-    with log.open("wb") as output:
-        process = subprocess.Popen([*command, "--managed", ENGINE], stderr=output, stdout=output)
-    kvpin = Kvpin("", process, log)
-    try:
-        until(lambda: "listening on" in log.read_text())
-        (pid,) = engine_pids(kvpin).values()
+    with starting_kvpin(tmp_path / "log", *MANAGED) as kvpin:
+        (pid,) = until(lambda: engine_pids(kvpin)).values()
         assert is_running(pid)
-    finally:
-        process.kill()
-        process.wait()
-    until(lambda: not is_running(pid))
+        kvpin.kill()
+        until(lambda: not is_running(pid))
 
 
 def test_told_to_stop_while_engines_start(tmp_path):
-    command = [sys.executable, "-m", "proxy.cli", "serve", "--port", "0", "--log-format", "json"]
-    log = tmp_path / "log"
-    with log.open("wb") as output:
-        process = subprocess.Popen([*command, "--managed", ENGINE], stderr=output, stdout=output)
-    kvpin = Kvpin("", process, log)
-    until(lambda: "managed engine started" in log.read_text())
-    (pid,) = engine_pids(kvpin).values()
-    process.terminate()
-    assert process.wait(30) == 0
-    assert not is_running(pid)
+    with starting_kvpin(tmp_path / "log", *MANAGED) as kvpin:
+        (pid,) = until(lambda: engine_pids(kvpin)).values()
+        kvpin.process.terminate()
+        assert kvpin.process.wait(30) == 0
+        assert not is_running(pid)
 
 
 def test_a_port_in_use_is_one_line(tmp_path):
@@ -145,12 +133,9 @@ def test_a_port_in_use_is_one_line(tmp_path):
 
 def test_an_engine_that_never_starts_does_not_keep_the_others_from_serving(tmp_path):
     broken = "embedded: --model /nowhere/at/all --threads 1"
-    flags = ("--managed", broken, "--managed", ENGINE, "--log-format", "json")
-    with running_kvpin(tmp_path / "log", *flags) as kvpin:
+    with running_kvpin(tmp_path / "log", "--managed", broken, *MANAGED) as kvpin:
         for number in range(4):
-            answer = httpx.post(
-                f"{kvpin.base_url}/chat/completions", json=chat(f"Ship {number}."), timeout=60
-            )
+            answer = kvpin.post("chat/completions", chat(f"Ship {number}."))
             assert answer.status_code == 200
             assert answer.headers["x-kvpin-engine"] == "embedded-1"
         until(lambda: "managed engine given up" in kvpin.log.read_text())
@@ -161,11 +146,36 @@ def test_an_engine_that_never_starts_does_not_keep_the_others_from_serving(tmp_p
         assert [engine["id"] for engine in unconnected] == ["embedded-0"]
 
 
+async def test_an_engine_killed_under_load_costs_no_new_request(tmp_path):
+    with running_kvpin(tmp_path / "log", *TWO) as kvpin:
+        async with httpx.AsyncClient(base_url=kvpin.base_url, timeout=60) as client:
+
+            async def ask(text):
+                return await client.post("/chat/completions", json=chat(text))
+
+            # Both engines hold something, so that both are in use.
+            warm = await asyncio.gather(*(ask(f"Ship {n} " * 40) for n in range(4)))
+            victim = min(answer.headers["x-kvpin-engine"] for answer in warm)
+            pid, begun = engine_pids(kvpin)[victim], asyncio.Event()
+            running = [asyncio.create_task(read_stream(client, n, 200, begun)) for n in range(8)]
+            await begun.wait()
+            os.kill(pid, signal.SIGKILL)
+            answers = await asyncio.gather(*(ask(f"Late {n}.") for n in range(10)))
+            assert [answer.status_code for answer in answers] == [200] * 10
+            for text in await asyncio.gather(*running):
+                assert text.endswith(b"data: [DONE]\n\n") != (b'"error"' in text or b"broken: " in text)
+            until(lambda: engine_pids(kvpin)[victim] != pid)
+            until(lambda: kvpin.engines().get(victim, {}).get("state") == "ready")
+            for number in range(4):  # what it held is gone, and nothing is predicted from it
+                answer = await ask(f"Ship {number} " * 40)
+                reported = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+                assert int(answer.headers["x-kvpin-predicted-tokens"]) == reported
+
+
 async def test_a_frozen_engine_is_left_alone_until_it_thaws(tmp_path):
     config = tmp_path / "kvpin.toml"
     config.write_text("[health]\ninterval_s = 0.5\ntimeout_s = 1.5\n")
-    flags = ("--config", str(config), "--managed", ENGINE, "--managed", ENGINE, "--log-format", "json")
-    with running_kvpin(tmp_path / "log", *flags) as kvpin:
+    with running_kvpin(tmp_path / "log", "--config", str(config), *TWO) as kvpin:
         async with httpx.AsyncClient(base_url=kvpin.base_url, timeout=60) as client:
 
             async def ask(text):

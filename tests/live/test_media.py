@@ -10,19 +10,14 @@ from contextlib import asynccontextmanager
 import pytest
 
 from proxy.core.audit import Trust
-from proxy.fleet import pool
 from proxy.settings import EngineSettings
 from tests.fake_engines.vllm import running_vllm
 from tests.live.fake_world import KEYS, VllmWorld, proxy_over
 
+pytestmark = pytest.mark.usefixtures("nothing_lingers")
+
 SYSTEM = {"role": "system", "content": "You look at pictures and tell what is in them. " * 6}
 PAGE = 16
-
-
-@pytest.fixture(autouse=True)
-def nothing_lingers(monkeypatch):
-    """What a request is about to leave behind counts until it ends, and here no longer."""
-    monkeypatch.setattr(pool, "PENDING_LINGER_S", 0.0)
 
 
 class World(VllmWorld):

@@ -3,13 +3,13 @@
 import json
 import signal
 import socket
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import httpx
 import pytest
 
+from tests.live.answers import text_of, until, user
 from tests.live.conftest import running_kvpin, starting_kvpin, wait_until_ready
 from tests.live.llama_world import MODEL
 from tests.llama import memory_dir, running_llama_server
@@ -38,25 +38,11 @@ def start(tmp_path):
         yield lambda run, name, *flags: stack.enter_context(run(tmp_path / f"{name}.log", *flags))
 
 
-def until(is_so):
-    deadline = time.monotonic() + WAIT_S
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def ask(kvpin, text, **fields):
     """(text, cached tokens) of a greedy chat."""
-    body = {
-        "model": MODEL,
-        "messages": [{"role": "user", "content": text}],
-        "max_tokens": 4,
-        "temperature": 0,
-    }
-    url = f"{kvpin.base_url}/chat/completions"
-    answer = httpx.post(url, json=body | fields, timeout=WAIT_S, trust_env=False).raise_for_status().json()
-    usage = answer["usage"]
-    return answer["choices"][0]["message"]["content"], usage["prompt_tokens_details"]["cached_tokens"]
+    body = {"model": MODEL, "messages": user(text), "max_tokens": 4, "temperature": 0, **fields}
+    answer = kvpin.post("chat/completions", body).raise_for_status()
+    return text_of(answer), answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
 def health(kvpin):
@@ -148,9 +134,8 @@ def test_a_request_at_an_owner_that_hangs_is_a_503_and_the_server_is_free_once_i
     second = start(starting_kvpin, "second", flag, exchange)
     wait_until_ready(second)
     body = {"model": MODEL, "prompt": "Tell me a story. ", "max_tokens": 2000, "ignore_eos": True}
-    url = f"{second.base_url}/completions"
     with ThreadPoolExecutor() as threads:
-        asked = threads.submit(httpx.post, url, json=body, timeout=WAIT_S, trust_env=False)
+        asked = threads.submit(second.post, "completions", body)
         until(lambda: running(first) == 1)
         first.process.send_signal(signal.SIGSTOP)
         answer = asked.result()
@@ -179,8 +164,7 @@ def test_workers_that_share_redis_pass_requests_on_to_the_one_that_owns_the_serv
 
 
 def completion(kvpin, body):
-    answer = httpx.post(f"{kvpin.base_url}/completions", json=body, timeout=WAIT_S, trust_env=False)
-    return answer.raise_for_status().json()
+    return kvpin.post("completions", body).raise_for_status().json()
 
 
 def stream(kvpin, body):

@@ -24,9 +24,13 @@ from tests.fake_engines.nixl import Found
 from tests.fake_engines.vllm import RefusedError, running_vllm
 from tests.live.fake_world import VllmWorld, proxy_over, until
 
+pytestmark = pytest.mark.usefixtures("nothing_lingers")
+
 # About 800 tokens.
 TEXT = " ".join(f"Entry {n}: all was well on this day." for n in range(75))
 ROLES = {"p": Role.PREFILL, "q": Role.PREFILL, "d": Role.DECODE, "e": Role.DECODE}
+# Of engines that must be late: longer than a busy machine takes to fetch.
+LEASE_S = 0.5
 # Engines without a role: in dev mode, they say that they pass KV both ways.
 BOTH = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
 
@@ -156,16 +160,6 @@ class TestWithoutRoles:
             audit = world.engine(holder).audit.view()
             assert audit.exact == audit.checked > 0
 
-    async def test_an_engine_whose_connector_is_not_known_is_never_asked(self):
-        async with world_of("a", "b") as world:
-            await world.stream()
-            holder = world.last.engine
-            crowd(world, holder)
-            await world.stream()
-            record = world.last
-            assert record.prefilled_by is None
-            assert all(cost.prefiller is None for cost in record.placement.costs)
-
     async def test_an_engine_that_keeps_nothing_is_asked_once(self):
         told = {"kv_transfer_config": BOTH}
         async with world_of("a", "b", a=told | {"nixl": False}, b=told | {"nixl": False}) as world:
@@ -197,41 +191,28 @@ class TestBothLegs:
             parts = record.first_byte_parts
             assert sum(parts.values()) == pytest.approx(record.moments.began - record.moments.came)
 
-    async def test_what_each_of_them_is_sent(self):
+    @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
+    async def test_chats_messages_and_responses_go_the_same_way(self, stream):
         async with world_of("p", "d") as world:
-            await world.stream(stop=["zzz"], min_tokens=3, stream_options={"include_usage": True})
-            (first,), (second,) = world.sent("p"), world.sent("d")
-            assert first["kv_transfer_params"] == {
-                "do_remote_decode": True,
-                "do_remote_prefill": False,
-                "remote_engine_id": None,
-                "remote_block_ids": None,
-                "remote_host": None,
-                "remote_port": None,
-            }
-            assert (first["stream"], first["max_tokens"], first["stop"]) == (False, 1, ["zzz"])
-            assert not {"stream_options", "min_tokens"} & first.keys()
-            assert first["prompt"] == second["prompt"]
-            params = second["kv_transfer_params"]
-            assert (params["do_remote_prefill"], params["transfer_mode"]) == (True, "pull")
-            assert params["remote_engine_id"] == world.nixl("p").id
-            assert (second["stream"], second["max_tokens"], second["min_tokens"]) == (True, 6, 3)
-
-    async def test_a_chat_and_a_message_go_the_same_way(self):
-        async with world_of("p", "d") as world:
-            for path in ("chat/completions", "messages"):
-                chat = {"messages": [{"role": "user", "content": f"{path}: {TEXT}"}], "max_tokens": 4}
-                asked = {"model": "tiny", "stream": True, **chat}
-                answer = await world.client.post(f"{world.url}/v1/{path}", json=asked)
-                assert answer.status_code == 200
+            for path in ("chat/completions", "messages", "responses"):
+                text = f"{path}: {TEXT}"
+                chat = {"messages": [{"role": "user", "content": text}], "max_tokens": 4}
+                body = {
+                    "model": "tiny",
+                    "stream": stream,
+                    **({"input": text} if path == "responses" else chat),
+                }
+                answer = await world.client.post(f"{world.url}/v1/{path}", json=body)
+                assert answer.status_code == 200, answer.text
                 await until(world.is_idle)
                 assert world.last.transfer is TransferResult.MOVED, path
-            assert world.nixl("d").found == [Found.THE_KV] * 2
+            assert world.nixl("d").found == [Found.THE_KV] * 3
 
     async def test_the_client_is_told_what_the_first_engine_reused(self):
         async with world_of("p", "d") as world:
             usage = {"stream_options": {"include_usage": True}}
             assert cached_of(await world.stream(**usage)) == 0
+            await world.settle()
             await world.operate("flush", engine="d")
             again = asked(f"{TEXT} And?", **usage)
             answer = await world.client.post(f"{world.url}/v1/completions", json=again)
@@ -274,24 +255,6 @@ class TestBothLegs:
             assert first["cache_salt"] == second["cache_salt"]
             assert "kv_hints" not in second
 
-    async def test_many_at_once(self):
-        async with world_of("p", "d", "e") as world:
-            texts = [f"{n} {TEXT}" for n in range(8)]
-            answers = await asyncio.gather(
-                *(world.client.post(f"{world.url}/v1/completions", json=asked(text)) for text in texts)
-            )
-            for text, answer in zip(texts, answers, strict=True):
-                assert text_of(answer.text) == await world.alone(text)
-            await until(world.is_idle)
-            assert Found.OTHER_KV not in world.nixl("d").found + world.nixl("e").found
-            assert world.nixl("d").found + world.nixl("e").found
-            page = (await world.client.get(f"{world.url}/metrics")).text
-            moved = [line for line in page.splitlines() if line.startswith("kvpin_transfers_total{")]
-            assert all('prefiller="p"' in line and 'result="moved"' in line for line in moved), page
-            assert sum(float(line.split()[-1]) for line in moved) == len(
-                world.nixl("d").found + world.nixl("e").found
-            )
-
 
 class TestFetchedBefore:
     """Answers that do not show in time when the KV was fetched: a request for one token fetches it before."""
@@ -330,18 +293,10 @@ class TestFetchedBefore:
                 assert cached == world.last.reported_tokens >= expected
                 assert cached == int(answer.headers["x-kvpin-cached-tokens"])
                 assert cached == int(answer.headers["x-kvpin-predicted-tokens"])
+                await world.settle()
                 await world.operate("flush", engine="d")
             assert world.engine("p").audit.view().exact == 2
             assert world.engine("d").audit.view().unchecked == {}
-
-    async def test_a_response_and_a_message(self):
-        async with world_of("p", "d") as world:
-            message = {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 4}
-            for path, body in (("messages", message), ("responses", {"input": "Once more. " + TEXT})):
-                answer = await world.client.post(f"{world.url}/v1/{path}", json={"model": "tiny"} | body)
-                assert answer.status_code == 200, answer.text
-                await until(world.is_idle)
-                assert world.last.transfer is TransferResult.MOVED, path
 
     async def test_an_engine_that_refuses_to_fetch_computes_the_prompt(self):
         async with world_of("p", "d") as world:
@@ -359,13 +314,13 @@ class TestFetchedBefore:
             assert cached == world.last.reported_tokens == 0
 
     async def test_a_fetch_that_comes_too_late_ends_the_attempt(self):
-        async with world_of("p", "d", lease_s=0.5) as world:
+        async with world_of("p", "d", lease_s=LEASE_S) as world:
             world.fakes["d"].core.hold()
             asking = asyncio.ensure_future(
                 world.client.post(f"{world.url}/v1/completions", json=asked(stream=False), timeout=30)
             )
             await until(lambda: bool(world.sent("d")))
-            await asyncio.sleep(0.7)
+            await asyncio.sleep(1.4 * LEASE_S)
             world.fakes["d"].core.release()
             answer = await asking
             assert answer.json()["choices"][0]["text"] == await world.alone()
@@ -386,36 +341,12 @@ class TestAdded:
                 await world.stream()
                 assert (world.last.engine, world.last.prefilled_by) == ("d", "p")
 
-    async def test_a_role_that_its_kind_cannot_have_is_refused(self):
-        async with world_of("d") as world:
-            named = {"kind": "sglang", "url": "http://127.0.0.1:1", "role": "prefill"}
-            refused = await world.client.post(f"{world.url}/admin/v1/engines", json=named)
-            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "role")
-            assert "sglang engines cannot have role=prefill" in refused.json()["error"]["message"]
-
 
 class TestAlone:
-    @pytest.mark.parametrize(
-        "fields",
-        [{"prompt_logprobs": 1}, {"kv_transfer_params": {"max_load_tokens": 1}}],
-    )
-    async def test_some_requests_are_not_divided(self, fields):
-        async with world_of("p", "d") as world:
-            answer = await world.client.post(f"{world.url}/v1/completions", json=asked(**fields))
-            assert answer.status_code == 200
-            await until(world.is_idle)
-            assert (world.last.engine, world.last.prefilled_by) == ("d", None)
-            assert world.sent("p") == []
-
     async def test_where_no_other_engine_may_be_tried(self):
         async with world_of("p", "d") as world:
             flow = world.proxy.flow
             object.__setattr__(flow, "rules", replace(flow.rules, retries=0))
-            await world.stream()
-            assert (world.last.engine, world.last.prefilled_by) == ("d", None)
-
-    async def test_where_a_pair_costs_more(self):
-        async with world_of("p", "d", pace=1.0) as world:
             await world.stream()
             assert (world.last.engine, world.last.prefilled_by) == ("d", None)
 
@@ -540,14 +471,14 @@ class TestTheLease:
     async def test_an_engine_that_stopped_answers_from_no_kv_that_may_be_gone(self):
         """The second engine stands still until the lease is over, and goes on then. Its answer would be one
         from the KV of somebody else, with status 200."""
-        async with world_of("p", "d", lease_s=0.5) as world:
+        async with world_of("p", "d", lease_s=LEASE_S) as world:
             expected = await world.alone()
             world.fakes["d"].core.hold()
             asking = asyncio.ensure_future(
                 world.client.post(f"{world.url}/v1/completions", json=asked(), timeout=30)
             )
             await until(lambda: bool(world.sent("d")))
-            await asyncio.sleep(0.7)
+            await asyncio.sleep(1.4 * LEASE_S)
             world.fakes["d"].core.release()
             answer = await asking
             assert text_of(answer.text) == expected
@@ -561,38 +492,16 @@ class TestTheLease:
             page = (await world.client.get(f"{world.url}/metrics")).text
             assert 'kvpin_transfers_total{model="tiny",prefiller="p",result="late"} 1' in page
 
-    async def test_the_shorter_lease_of_the_first_engine_holds(self):
-        slow = {"kv_lease_duration": 0.5}
-        async with world_of("p", "d", leases={"p": 5.5}, p=slow) as world:
-            world.fakes["d"].core.hold()
-            asking = asyncio.ensure_future(world.stream())
-            await until(lambda: bool(world.sent("d")))
-            await asyncio.sleep(0.7)
-            world.fakes["d"].core.release()
-            assert text_of(await asking) == await world.alone()
-            assert world.last.past_legs == [("p", TransferResult.LATE)]
-
-    async def test_an_engine_that_is_a_little_slow_is_in_time(self):
-        async with world_of("p", "d", lease_s=5.0) as world:
-            world.fakes["d"].core.hold()
-            asking = asyncio.ensure_future(world.stream())
-            await until(lambda: bool(world.sent("d")))
-            await asyncio.sleep(0.7)
-            world.fakes["d"].core.release()
-            assert text_of(await asking) == await world.alone()
-            assert world.last.attempts == ["d"]
-            assert world.nixl("d").found == [Found.THE_KV]
-
 
 class TestChaos:
-    """Engines stop and go on, are lost, and clients leave, all at random, with leases of half a second."""
+    """Engines stop and go on, are lost, and clients leave, all at random, with short leases."""
 
     REQUESTS = 60
 
     async def ask(self, world, number: int, random: Random) -> tuple[str, str | None]:
         """One request: its prompt, and its text if its client stayed."""
         text = f"{number % 20} {TEXT} {number}"
-        await asyncio.sleep(random.uniform(0, 4))
+        await asyncio.sleep(random.uniform(0, 2.5))
         patience_s = random.choice((0.05, 0.3, 30, 30, 30))
         streams = number % 3 > 0
         asking = world.client.post(f"{world.url}/v1/completions", json=asked(text, stream=streams))
@@ -614,14 +523,13 @@ class TestChaos:
             core.hold(after=random.choice((0, 0, 2)))
             if random.random() < 0.3:
                 world.engine(name).abandon()
-            await asyncio.sleep(random.uniform(0.1, 1.5))
+            await asyncio.sleep(random.uniform(0.1, 1.0))
             core.release()
-            await asyncio.sleep(random.uniform(0, 0.3))
+            await asyncio.sleep(random.uniform(0, 0.2))
 
-    @pytest.mark.parametrize("seed", [1, 2])
-    async def test_no_answer_is_wrong_and_nothing_is_left(self, seed):
-        random = Random(seed)  # noqa: S311 - a test
-        async with world_of("p", "q", "d", "e", lease_s=0.5) as world:
+    async def test_no_answer_is_wrong_and_nothing_is_left(self):
+        random = Random(1)  # noqa: S311 - a test
+        async with world_of("p", "q", "d", "e", lease_s=LEASE_S) as world:
             with running_vllm() as single:
                 trouble = asyncio.ensure_future(self.trouble(world, random))
                 answers = await asyncio.gather(

@@ -80,8 +80,7 @@ def peak_mb(kvpin):
     return int(status.partition("VmHWM:")[2].split()[0]) / 1024
 
 
-@pytest.mark.parametrize("chunked", [False, True])
-@pytest.mark.parametrize("route", ["files", "audio/transcriptions"])
+@pytest.mark.parametrize(("route", "chunked"), [("files", False), ("audio/transcriptions", True)])
 def test_a_large_upload_is_not_held_in_memory(kvpin, route, chunked):
     def body():
         for _ in range(UPLOAD // MB):

@@ -17,15 +17,10 @@ from proxy.prompt import PromptBuilder, RegisteredTables, verify_exactness
 from scripts.make_gguf import gguf_path
 from tests.engines import engine_spec
 from tests.live.llama_world import llama_world
-from tests.live.prompt_forms import FORMS, TEXTS, WITNESS
+from tests.live.prompt_forms import REQUESTS, WITNESS
 
 pytestmark = pytest.mark.live
 
-CHAT, COMPLETIONS = "chat/completions", "completions"
-REQUESTS = {
-    **{name: (CHAT, fields) for name, fields in FORMS.items()},
-    **{name: (COMPLETIONS, fields) for name, fields in TEXTS.items()},
-}
 # The embedded engine's blocks.
 BLOCK = 16
 TIMEOUT_S = 60
@@ -54,8 +49,7 @@ NOT_EMBEDDED = {"chat_template_kwargs of the renderer"}
 def twice(kvpin, path, body):
     """Asks twice. Of the second answer: prompt tokens, those reused, predicted, and counted by kvpin."""
     for _ in range(2):
-        answer = httpx.post(f"{kvpin.base_url}/{path}", json=body, timeout=TIMEOUT_S, trust_env=False)
-        answer.raise_for_status()
+        answer = kvpin.post(path, body).raise_for_status()
     usage = answer.json()["usage"]
     record = kvpin.record_of(answer)
     predicted = int(answer.headers["x-kvpin-predicted-tokens"])
@@ -72,8 +66,7 @@ def test_on_the_embedded_engine(kvpin, path, fields, request):
     salt = request.node.name  # so that forms share nothing
     body = {"model": "kvpin-tiny", "max_tokens": 2, "temperature": 0, "cache_salt": salt, **fields}
     if request.node.callspec.id in NOT_EMBEDDED:
-        answer = httpx.post(f"{kvpin.base_url}/{path}", json=body, timeout=TIMEOUT_S, trust_env=False)
-        assert answer.status_code == httpx.codes.BAD_REQUEST
+        assert kvpin.post(path, body).status_code == httpx.codes.BAD_REQUEST
         return
     tokens, reported, predicted, seen = twice(kvpin, path, body)
     assert predicted == reported == (tokens - 1) // BLOCK * BLOCK > 0

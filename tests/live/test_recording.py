@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 
-import httpx
 import pytest
 
 from proxy.replay.trace import read_trace
+from tests.live.answers import until
 from tests.live.conftest import ENGINE, running_kvpin
 
 pytestmark = pytest.mark.live
@@ -44,8 +43,7 @@ def ask(kvpin, key, question, **fields):
         **fields,
     }
     headers = {"authorization": f"Bearer {key}"}
-    answer = httpx.post(f"{kvpin.base_url}/chat/completions", json=body, headers=headers, timeout=60)
-    return answer.raise_for_status()
+    return kvpin.post("chat/completions", body, headers=headers).raise_for_status()
 
 
 def all_lines_of(path):
@@ -67,10 +65,7 @@ def test_what_was_served_can_be_replayed_and_not_read(tmp_path):
             for key, asked in KEYS.items()
             for question in QUESTIONS[:asked]
         ]
-        deadline = time.monotonic() + 30
-        while len(lines_of(path)) < len(usages):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        until(lambda: len(lines_of(path)) >= len(usages))
         ask(kvpin, "key-of-anna", QUESTIONS[0], stream=True)  # the last write is that of the shutdown
     *whole, streamed = lines_of(path)
 

@@ -78,37 +78,6 @@ def test_second_turns_hit_by_name_and_by_items(client):
         client.responses.retrieve(again.id)
 
 
-def test_a_stream_is_accumulated(client):
-    asked = {"input": f"Streamed. {STORY}", "instructions": "Be brief."}
-    whole, _ = create(client, **asked)
-    with client.responses.stream(model=client.model, **asked, **LIMIT) as stream:
-        events = list(stream)
-    client.settle()
-    assert [event.sequence_number for event in events] == list(range(len(events)))
-    kinds = [event.type for event in events]
-    assert kinds[:4] == [
-        "response.created",
-        "response.in_progress",
-        "response.output_item.added",
-        "response.content_part.added",
-    ]
-    assert kinds[-4:] == [
-        "response.output_text.done",
-        "response.content_part.done",
-        "response.output_item.done",
-        "response.incomplete",
-    ]
-    last = events[-1].response
-    assert (
-        "".join(each.delta for each in events if each.type == "response.output_text.delta")
-        == last.output_text
-    )
-    assert last.output_text == whole.output_text
-    assert last.usage.input_tokens_details.cached_tokens > whole.usage.input_tokens - 20
-    kept = client.responses.retrieve(last.id)
-    assert kept.to_dict() == last.to_dict()
-
-
 def test_items_are_listed_page_by_page(client):
     first, _ = create(client, input="One.", metadata={"who": "me"})
     second, _ = create(client, input="Two.", previous_response_id=first.id)
@@ -131,27 +100,6 @@ def test_tokens_are_counted(client):
     counted = client.responses.input_tokens.count(model=client.model, **asked)
     response, _ = create(client, **asked)
     assert counted.input_tokens == response.usage.input_tokens
-
-
-@pytest.mark.parametrize(
-    ("fields", "error", "param"),
-    [
-        ({"previous_response_id": "resp_none"}, openai.NotFoundError, "previous_response_id"),
-        ({"input": "ship " * 20_000}, openai.BadRequestError, "input"),
-        ({"background": True}, openai.BadRequestError, "background"),
-        ({"input": [{"type": "item_reference", "id": "msg_none"}]}, openai.NotFoundError, "input[0].id"),
-        (
-            {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]},
-            openai.BadRequestError,
-            "input[0].content[0]",
-        ),
-        ({"tool_choice": {"type": "web_search"}}, openai.BadRequestError, "tool_choice"),
-    ],
-)
-def test_each_error_names_its_field(client, fields, error, param):
-    with pytest.raises(error) as caught:
-        client.responses.create(model=client.model, **{"input": "Hi.", **LIMIT, **fields})
-    assert caught.value.param == param
 
 
 class Weather(BaseModel):

@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from dataclasses import dataclass, field
 
 import httpx
@@ -21,6 +20,7 @@ from starlette.routing import Route
 
 from proxy.http.listeners import listen
 from tests.fakes import serving
+from tests.live.answers import becomes
 
 pytestmark = pytest.mark.live
 
@@ -80,12 +80,17 @@ class Load:
     @contextlib.asynccontextmanager
     async def running(self, clients: int = 8):
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._client(number)) for number in range(clients)]
+            self._over = False
+            self._tasks = [group.create_task(self._client(number)) for number in range(clients)]
             try:
                 yield
             finally:
-                self._over = True
-                await asyncio.wait(tasks, timeout=120)
+                await self.over()
+
+    async def over(self) -> None:
+        """Waits for the last answers."""
+        self._over = True
+        await asyncio.wait(self._tasks, timeout=120)
 
     async def more(self, answers: int = 40) -> None:
         """Waits for that many more answers."""
@@ -95,7 +100,6 @@ class Load:
                 await asyncio.sleep(0.02)
 
     async def _client(self, number: int) -> None:
-        self._over = False
         async with httpx.AsyncClient(base_url=self.url, timeout=120, trust_env=False) as client:
             turn = 0
             while not self._over:
@@ -122,27 +126,39 @@ class Load:
         self.engines.add(answer.headers.get("x-kvpin-engine", ""))
 
 
-async def until(condition, seconds=120.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.05)
+async def logged(log, text):
+    """Returns once a kvpin has written this to its log."""
+    await becomes(lambda: text in log.read_text())
+
+
+@contextlib.asynccontextmanager
+async def kvpin_on(listener: socket.socket, log, *flags: str):
+    """A kvpin, once its engine is ready; killed at the end."""
+    process = start(listener, log, *flags)
+    try:
+        await logged(log, "engine is ready")
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 async def ended(process, log):
-    """The exit status of a process that was told to stop."""
-    await until(lambda: process.poll() is not None)
+    """Tells a kvpin to stop, and waits until it has."""
+    process.send_signal(signal.SIGTERM)
+    await becomes(lambda: process.poll() is not None)
     assert process.returncode == 0, log.read_text()
 
 
-@contextlib.contextmanager
-def killed_at_the_end(processes):
-    try:
-        yield
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+@pytest.fixture
+def listener():
+    with listen("127.0.0.1", 0) as listener:
+        yield listener
+
+
+@pytest.fixture
+def url(listener):
+    return f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
 @pytest.fixture
@@ -152,30 +168,23 @@ async def engine():
         yield url
 
 
-async def test_two_kvpins_on_one_socket_follow_each_other_without_a_failed_request(tmp_path, engine):
-    engine = f"openai_compatible={engine},id=e"
-    with listen("127.0.0.1", 0) as listener:
-        load, processes = Load(f"http://127.0.0.1:{listener.getsockname()[1]}"), []
-        with killed_at_the_end(processes):
-            for number in range(2):
-                log = tmp_path / f"log-{number}"
-                processes.append(start(listener, log, "--engine", engine))
-                await until(lambda: "engine is ready" in log.read_text())  # noqa: B023 - used at once
-                if number == 0:
-                    running = contextlib.AsyncExitStack()
-                    await running.enter_async_context(load.running())
-                await load.more()
-                if number:
-                    processes[-2].send_signal(signal.SIGTERM)
-                    await ended(processes[-2], tmp_path / f"log-{number - 1}")
-                    await load.more()
-            # Alone, without a sibling: what comes meanwhile waits in the socket's queue.
-            processes[-1].send_signal(signal.SIGTERM)
-            await ended(processes[-1], log)
-            processes.append(start(listener, tmp_path / "log-last", "--engine", engine))
+async def test_two_kvpins_on_one_socket_follow_each_other_without_a_failed_request(
+    tmp_path, engine, listener, url
+):
+    flags, load = ("--engine", f"openai_compatible={engine},id=e"), Load(url)
+    logs = [tmp_path / f"log-{number}" for number in range(3)]
+    async with kvpin_on(listener, logs[0], *flags) as first, load.running():
+        await load.more()
+        async with kvpin_on(listener, logs[1], *flags) as second:
             await load.more()
-            await running.aclose()
-        assert load.failures == []
+            await ended(first, logs[0])
+            await load.more()
+            # Alone, without a sibling: what comes meanwhile waits in the socket's queue.
+            await ended(second, logs[1])
+            async with kvpin_on(listener, logs[2], *flags):
+                await load.more()
+                await load.over()
+    assert load.failures == []
 
 
 async def reload_ok(url):
@@ -184,7 +193,7 @@ async def reload_ok(url):
     return float(re.search(r"^kvpin_reload_ok (\S+)$", page.text, re.MULTILINE)[1])
 
 
-async def test_new_settings_under_load(tmp_path, engine, monkeypatch):
+async def test_new_settings_under_load(tmp_path, engine, listener, url, monkeypatch):
     config, log = tmp_path / "kvpin.toml", tmp_path / "log"
     first, other = (
         f'[[engines]]\nkind = "openai_compatible"\nurl = "{engine}"\n'
@@ -194,49 +203,43 @@ async def test_new_settings_under_load(tmp_path, engine, monkeypatch):
     old, new = '[[api_keys]]\nkey = "k"\ntenant = "t"\n', '[[api_keys]]\nkey = "new"\ntenant = "t"\n'
     config.write_text(first + old)
     monkeypatch.setenv("KVPIN_METRICS_KEY", "the-metrics-key")
-    with listen("127.0.0.1", 0) as listener:
-        process = start(listener, log, "--config", str(config))
-        with killed_at_the_end([process]):
+    load, rotated, late = Load(url), Load(url, key="new"), Load(url)
+    async with kvpin_on(listener, log, "--config", str(config)) as process:
 
-            async def reload(text, said):
-                before = log.read_text().count(said)
-                config.write_text(text)
-                process.send_signal(signal.SIGHUP)
-                await until(lambda: log.read_text().count(said) > before)
+        async def reload(text, said):
+            before = log.read_text().count(said)
+            config.write_text(text)
+            process.send_signal(signal.SIGHUP)
+            await becomes(lambda: log.read_text().count(said) > before)
 
-            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            load, rotated = Load(url), Load(url, key="new")
-            await until(lambda: "engine is ready" in log.read_text())
-            async with load.running():
+        async with load.running():
+            await load.more()
+            await reload(first + other + old + new, "settings reloaded")
+            await load.more()
+            for refused in ("engines = 7", "", (first + other + old)[:20], first + other):
+                await reload(refused, "settings not reloaded: the old ones stay")
                 await load.more()
-                await reload(first + other + old + new, "settings reloaded")
-                await load.more()
-                for refused in ("engines = 7", "", (first + other + old)[:20], first + other):
-                    await reload(refused, "settings not reloaded: the old ones stay")
-                    await load.more()
-                    assert load.engines == {"one", "two"}
-                    assert await reload_ok(url) == 0
-                await reload(first + other + old + new, "settings reloaded")
-                assert await reload_ok(url) == 1
-            async with rotated.running():
-                await rotated.more()
-                await reload(other + new, "settings reloaded")
-                await until(lambda: "engine has left" in log.read_text())
-                rotated.engines.clear()
-                await rotated.more()
-                assert rotated.engines == {"two"}
-            assert load.failures + rotated.failures == []
-            late = Load(url)
-            async with late.running(clients=1):
-                await late.more(1)
-            assert late.failures[0].startswith("401 ")
-            process.send_signal(signal.SIGTERM)
-            await ended(process, log)
+                assert load.engines == {"one", "two"}
+                assert await reload_ok(url) == 0
+            await reload(first + other + old + new, "settings reloaded")
+            assert await reload_ok(url) == 1
+        async with rotated.running():
+            await rotated.more()
+            await reload(other + new, "settings reloaded")
+            await logged(log, "engine has left")
+            rotated.engines.clear()
+            await rotated.more()
+            assert rotated.engines == {"two"}
+        assert load.failures + rotated.failures == []
+        async with late.running(clients=1):
+            await late.more(1)
+        assert late.failures[0].startswith("401 ")
+        await ended(process, log)
     assert '"exception"' not in log.read_text()
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-async def test_other_command_lines_under_load(tmp_path, workers):
+async def test_other_command_lines_under_load(tmp_path, listener, url, workers):
     config, log = tmp_path / "kvpin.toml", tmp_path / "log"
     flags = "--threads 1 --served-model-name m"
 
@@ -250,58 +253,46 @@ async def test_other_command_lines_under_load(tmp_path, workers):
         return log.read_text().count('"engine is ready"')
 
     engines(512)
-    with listen("127.0.0.1", 0) as listener:
-        process = start(listener, log, "--config", str(config))
-        with killed_at_the_end([process]):
-            await until(lambda: ready() == 2 * workers)
-            load = Load(f"http://127.0.0.1:{listener.getsockname()[1]}")
-            async with load.running(clients=2):
-                await load.more(10)
-                engines(256)
-                process.send_signal(signal.SIGHUP)
-                await until(lambda: load.failures or ready() == 4 * workers)
-                await load.more(10)
-            assert load.failures == []
-            process.send_signal(signal.SIGTERM)
-            await ended(process, log)
+    load = Load(url)
+    async with kvpin_on(listener, log, "--config", str(config)) as process:
+        await becomes(lambda: ready() == 2 * workers)
+        async with load.running(clients=2):
+            await load.more(10)
+            engines(256)
+            process.send_signal(signal.SIGHUP)
+            await becomes(lambda: load.failures or ready() == 4 * workers)
+            await load.more(10)
+        assert load.failures == []
+        await ended(process, log)
     assert '"exception"' not in log.read_text()
 
 
-async def test_a_client_that_pauses_between_two_requests_is_not_cut_off(tmp_path, engine):
+async def test_a_client_that_pauses_between_two_requests_is_not_cut_off(tmp_path, engine, listener, url):
     log = tmp_path / "log"
-    with listen("127.0.0.1", 0) as listener:
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        process = start(listener, log, "--engine", f"openai_compatible={engine}")
-        with killed_at_the_end([process]):
-            await until(lambda: "engine is ready" in log.read_text())
-            async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
-                assert (await client.get("/health/live")).status_code == 200
-                process.send_signal(signal.SIGTERM)
-                await until(lambda: "waiting for running answers" in log.read_text())
-                await asyncio.sleep(0.6)
-                answer = await client.get("/health/live")  # the port is closed: on the same connection
-                assert (answer.status_code, answer.headers["connection"]) == (200, "close")
-            await ended(process, log)
+    async with kvpin_on(listener, log, "--engine", f"openai_compatible={engine}") as process:
+        async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
+            assert (await client.get("/health/live")).status_code == 200
+            process.send_signal(signal.SIGTERM)
+            await logged(log, "waiting for running answers")
+            await asyncio.sleep(0.6)
+            answer = await client.get("/health/live")  # the port is closed: on the same connection
+            assert (answer.status_code, answer.headers["connection"]) == (200, "close")
+        await ended(process, log)
 
 
-async def test_until_requests_stop_coming_kvpin_says_that_it_is_not_ready(tmp_path, engine):
-    config, log = tmp_path / "kvpin.toml", tmp_path / "log"
+async def test_until_requests_stop_coming_kvpin_says_that_it_is_not_ready(tmp_path, engine, listener, url):
+    config, log, load = tmp_path / "kvpin.toml", tmp_path / "log", Load(url)
     config.write_text("drain_s = 60\n")
-    with listen("127.0.0.1", 0) as listener:
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        process = start(listener, log, "--config", str(config), "--engine", f"openai_compatible={engine}")
-        load = Load(url)
-        with killed_at_the_end([process]):
-            await until(lambda: "engine is ready" in log.read_text())
-            async with httpx.AsyncClient(base_url=url, trust_env=False) as client, load.running(clients=2):
-                await load.more(5)
-                assert (await client.get("/health/ready")).status_code == 200
-                process.send_signal(signal.SIGTERM)
-                await until(lambda: "still accepting requests" in log.read_text())
-                for path, status in (("/health/ready", 503), ("/health", 503), ("/health/live", 200)):
-                    answer = await client.get(path)
-                    assert (answer.status_code, answer.headers["connection"]) == (status, "close")
-                await load.more(10)
-            assert load.failures == []
-            process.send_signal(signal.SIGTERM)  # no need to wait for the rest of the 60 s
-            await ended(process, log)
+    flags = ("--config", str(config), "--engine", f"openai_compatible={engine}")
+    async with kvpin_on(listener, log, *flags) as process:
+        async with httpx.AsyncClient(base_url=url, trust_env=False) as client, load.running(clients=2):
+            await load.more(5)
+            assert (await client.get("/health/ready")).status_code == 200
+            process.send_signal(signal.SIGTERM)
+            await logged(log, "still accepting requests")
+            for path, status in (("/health/ready", 503), ("/health", 503), ("/health/live", 200)):
+                answer = await client.get(path)
+                assert (answer.status_code, answer.headers["connection"]) == (status, "close")
+            await load.more(10)
+        assert load.failures == []
+        await ended(process, log)  # told again: no need to wait for the rest of the 60 s

@@ -6,40 +6,35 @@ import asyncio
 
 import pytest
 
+from engine_adapter.sglang import adapter
 from proxy.core.audit import Trust
-from proxy.fleet import pool
 from proxy.fleet.engine import TOKENS_PER_BLOCK
 from tests.fake_engines.sglang import running_sglang
 from tests.fake_engines.text import encode
-from tests.fakes import is_openai_error
 from tests.live.fake_world import KEYS, Talks, predicted, until
 from tests.live.sglang_world import kvpin_over
 
+pytestmark = pytest.mark.usefixtures("nothing_lingers")
+
 TEXTS = [text * 2 for text in Talks.TEXTS]
-
-
-@pytest.fixture(autouse=True)
-def nothing_lingers(monkeypatch):
-    """What a request is about to leave behind counts until it ends, and here no longer."""
-    monkeypatch.setattr(pool, "PENDING_LINGER_S", 0.0)
 
 
 @pytest.mark.parametrize(("page_size", "cache_report"), [(1, False), (16, True), (64, False)])
 async def test_what_is_predicted_is_reported(page_size, cache_report):
     """Over evictions, a flush and a restart."""
-    options = {"page_size": page_size, "capacity": 3200 // page_size, "enable_cache_report": cache_report}
+    options = {"page_size": page_size, "capacity": 2000 // page_size, "enable_cache_report": cache_report}
     with running_sglang(loras=("calm",), **options) as running:
         async with kvpin_over((running, None), tenants=("one", "two")) as world:
             talks = Talks(world, page_size, tenants=("one", "two"), models=("tiny", "tiny", "calm"))
-            outcomes = await talks.some(80)
+            outcomes = await talks.some(40)
             assert running.told()[1] > 0  # pages were evicted
             assert (await world.operate("flush", all=True))["state"] == "done"
             assert len(running.core.cache) == 0
-            outcomes += await talks.some(60)
+            outcomes += await talks.some(25)
             before = world.engine().info.instance
             running.fake.restart()
             await until(lambda: world.engine().info.instance != before)
-            outcomes += await talks.some(60)
+            outcomes += await talks.some(25)
             engine = world.engine()
             counts = engine.audit.view()
             assert (engine.audit.trust, engine.view.counts.orphaned) == (Trust.PRECISE, 0)
@@ -48,7 +43,7 @@ async def test_what_is_predicted_is_reported(page_size, cache_report):
     assert [(said, was) for said, was, _ in outcomes if not 0 <= was - said < within] == []
     assert counts.exact == counts.checked == len(outcomes)
     assert all(firm for *_, firm in outcomes)
-    assert sum(was for _, was, _ in outcomes) > 3000
+    assert sum(was for _, was, _ in outcomes) > 1000
 
 
 async def test_tenants_share_nothing_and_neither_do_extra_keys():
@@ -84,7 +79,8 @@ async def test_each_rank_of_a_server_is_an_engine():
     assert flushed["state"] == "done"
 
 
-async def test_a_flush_of_a_busy_server_is_told_as_such_and_the_view_stays_right():
+async def test_a_flush_of_a_busy_server_is_told_as_such_and_the_view_stays_right(monkeypatch):
+    monkeypatch.setattr(adapter, "_FLUSH_S", 0)
     body = {"model": "tiny", "prompt": list(range(100, 180)), "max_tokens": 2}
     with running_sglang(page_size=16) as running:
         async with kvpin_over((running, None)) as world:
@@ -152,23 +148,6 @@ async def test_a_server_without_events_is_learned_from_its_answers():
             found = [predicted(await world.post("completions", body)) for _ in range(2)]
             assert (found, world.last.reported_tokens) == ([0, 64], 64)
             assert world.engine().audit.trust is Trust.APPROXIMATE
-
-
-async def test_several_answers_to_one_prompt():
-    body = {"model": "tiny", "prompt": list(range(100, 180)), "max_tokens": 2, "n": 2}
-    with running_sglang(page_size=16) as running:
-        async with kvpin_over((running, None)) as world:
-            for stream in (False, True):
-                answer = await world.post("completions", body | {"stream": stream})
-                assert predicted(answer) == world.last.reported_tokens == 64
-
-
-async def test_an_error_of_the_engine_comes_in_openais_shape():
-    with running_sglang() as running:
-        async with kvpin_over((running, None)) as world:
-            answer = await world.post("chat/completions", {"model": "tiny", "messages": []})
-    assert is_openai_error(answer, 400)
-    assert answer.json()["error"]["message"] == "Messages cannot be empty."
 
 
 async def test_generate_is_followed_and_kept_apart():

@@ -45,8 +45,7 @@ def kvpin(tmp_path_factory):
 
 
 def post(kvpin: Kvpin, route: str, tenant: str, body: dict) -> httpx.Response:
-    headers = {"authorization": f"Bearer {KEYS[tenant]}"}
-    return httpx.post(f"{kvpin.base_url}/{route}", json=body, headers=headers, timeout=120, trust_env=False)
+    return kvpin.post(route, body, headers={"authorization": f"Bearer {KEYS[tenant]}"})
 
 
 def admin(kvpin: Kvpin, verb: str, **body) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import stat
-import time
 from contextlib import ExitStack, contextmanager
 
 import httpx
@@ -11,12 +10,13 @@ import pytest
 
 from tests.fake_engines.vllm import running_vllm
 from tests.kv_world import safetensors_of
+from tests.live.answers import until
 from tests.live.conftest import running_kvpin
 from tests.live.llama_world import llama_world
 
 pytestmark = pytest.mark.live
 
-WAIT_S, DAY_S = 60.0, 86_400
+DAY_S = 86_400
 RAW = {"content-type": "application/octet-stream"}
 
 
@@ -31,19 +31,10 @@ def body_of(number, model):
 
 def ask(kvpin, number, model):
     """Tokens that were predicted, and reported, to be reused."""
-    answer = httpx.post(
-        f"{kvpin.base_url}/chat/completions", json=body_of(number, model), timeout=WAIT_S, trust_env=False
-    )
+    answer = kvpin.post("chat/completions", body_of(number, model))
     usage = answer.raise_for_status().json()["usage"]
     details = usage.get("prompt_tokens_details") or {}
     return int(answer.headers["x-kvpin-predicted-tokens"]), details.get("cached_tokens", 0)
-
-
-def until(condition):
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 class World:

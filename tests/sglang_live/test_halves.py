@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from statistics import median
 
 import pytest
 
 from proxy.core.placement.pairs import TransferResult
 from proxy.request.records import RequestRecord
+from tests.live.answers import texts_of
 from tests.live.server_world import MODEL
 from tests.sglang_live.halves_world import real_halves
 
@@ -34,21 +34,6 @@ def asked(number: int) -> tuple[str, dict]:
     return kinds[number % len(kinds)]
 
 
-def text_of(answer: str) -> str:
-    """The text of a stream, or of a whole answer."""
-    if not answer.startswith("data: "):
-        return _text_in(json.loads(answer))
-    events = [line[6:] for line in answer.splitlines() if line.startswith("data: {")]
-    return "".join(map(_text_in, map(json.loads, events)))
-
-
-def _text_in(answer: dict) -> str:
-    if "text" in answer:
-        return answer["text"]
-    told = [each.get("message") or each.get("delta") or each for each in answer["choices"]]
-    return "".join(each.get("text") or each.get("content") or "" for each in told)
-
-
 async def test_the_answers_are_those_of_a_single_server(tmp_path, tell):
     async with real_halves(tmp_path) as world:
         records = list[RequestRecord]()
@@ -58,7 +43,7 @@ async def test_the_answers_are_those_of_a_single_server(tmp_path, tell):
             assert answer.status_code == 200, answer.text
             records.append(await world.done())
             alone = await world.client.post(f"{world.single}{path}", json=body, timeout=120)
-            assert text_of(answer.text) == text_of(alone.text) != "", number
+            assert texts_of(answer) == texts_of(alone) != [""], number
         assert {each.transfer for each in records} == {TransferResult.MOVED}
         assert {(each.prefilled_by, each.engine) for each in records} == {("p", "d")}
         audit = world.engine("p").audit.view()

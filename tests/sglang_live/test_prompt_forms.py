@@ -11,16 +11,12 @@ import httpx
 import pytest
 
 from scripts.make_checkpoint import checkpoint_path
-from tests.live.prompt_forms import FORMS, TEXTS, WITNESS, WITNESS_OF_PARTS
+from tests.live.prompt_forms import REQUESTS, WITNESS, WITNESS_OF_PARTS
 from tests.live.server_world import MODEL, WAIT_S
 from tests.sglang_live.sglang_world import SglangOptions, sglang_world
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
-REQUESTS = {
-    **{name: ("chat/completions", fields) for name, fields in FORMS.items()},
-    **{name: ("completions", fields) for name, fields in TEXTS.items()},
-}
 REFUSED = {
     "arguments that are no object",
     "arguments that are broken",

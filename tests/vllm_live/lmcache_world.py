@@ -9,7 +9,6 @@ import functools
 import json
 import os
 import subprocess
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -20,7 +19,8 @@ import httpx
 import pytest
 
 from scripts.make_checkpoint import checkpoint_path
-from tests.live.server_world import ROOT, STOP_S, WAIT_S, ServerWorld, free_port
+from tests.live.answers import until
+from tests.live.server_world import ROOT, STOP_S, ServerWorld, free_port
 from tests.vllm_live.vllm_world import VllmOptions, vllm, vllm_world
 
 CHUNK = 64
@@ -67,7 +67,7 @@ class LmCacheWorld:
                 command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
             )
         url = self.url if what == "node" else self.coordinator_url
-        until(lambda: _is_well(f"{url}/{_HEALTH[what]}"), f"the {what} did not start", self.log(what))
+        until(lambda: _is_well(f"{url}/{_HEALTH[what]}"), f"the {what}", lambda: self.log(what))
 
     def kill(self, what: str) -> None:
         """Ends it as `kill -9` does."""
@@ -98,7 +98,7 @@ class LmCacheWorld:
     def until_tiers(self, token_ids: Sequence[int], expected: str, salt: str = "") -> None:
         """Waits until the coordinator reports every whole chunk of a prompt there."""
         whole = [expected] * (len(token_ids) // CHUNK)
-        until(lambda: self.tiers(token_ids, salt) == whole, f"it does not lie on {expected!r}")
+        until(lambda: self.tiers(token_ids, salt) == whole, f"a prompt on {expected!r}")
 
     def reset_vllms(self) -> None:
         """Empties vLLM's own caches behind kvpin's back. kvpin hears of it with the next request."""
@@ -163,15 +163,6 @@ def lmcache_world(tmp_path: Path, *, servers: int = 1, blocks: int = 100) -> Ite
 def _environment() -> dict[str, str]:
     """The environment of processes that import LMCache."""
     return {"PYTHONPATH": overlay(), "LMCACHE_DISABLE_BANNER": "1", "LMCACHE_TRACK_USAGE": "false"}
-
-
-def until(holds: Any, what: str, detail: str = "") -> None:
-    """Polls until it holds."""
-    deadline = time.monotonic() + WAIT_S
-    while not holds():
-        if time.monotonic() > deadline:
-            pytest.fail(f"{what}\n{detail}", pytrace=False)
-        time.sleep(0.05)
 
 
 def _is_well(url: str) -> bool:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
 from contextlib import ExitStack
 
 import pytest
 
-from tests.live.server_world import ROOT
+from tests.live.server_world import passed
 from tests.vllm_live.pair_world import with_connector
 from tests.vllm_live.vllm_world import VllmOptions, running_vllm
 
@@ -33,16 +29,3 @@ def test_a_pair_keeps_the_contract(tmp_path, tell):
             server.wait()
         addresses = " ".join(server.url for server in servers)
         assert passed(tell, "tests/contract/test_pairs.py", KVPIN_TEST_PAIR=addresses) > 10
-
-
-def passed(tell, *tests: str, **environment: str) -> int:
-    """Runs tests of the suite with these real servers; returns how many passed: all."""
-    command = [sys.executable, "-m", "pytest", "-q", *tests]
-    environment = {**os.environ, **environment}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    summary = done.stdout.strip().rpartition("\n")[2]
-    tell(summary)
-    assert done.returncode == 0, done.stdout
-    found = re.search(r"(\d+) passed", summary)
-    assert found is not None
-    return int(found[1])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,8 +11,9 @@ from dataclasses import dataclass
 import httpx
 import pytest
 
+from tests.live.answers import until
 from tests.live.server_world import MODEL
-from tests.vllm_live.lmcache_world import CHUNK, LmCacheWorld, lmcache_world, until
+from tests.vllm_live.lmcache_world import CHUNK, LmCacheWorld, lmcache_world
 from tests.vllm_live.vllm_world import LORA
 
 N_TOKENS = 700
@@ -193,36 +193,7 @@ def test_a_pin_holds_until_it_is_taken_back(world: LmCacheWorld, ask, prompt):
     assert pinned() == 0
     short = world.vllms.admin("pin", {**target, "ttl_s": 0.5})
     assert short["result"]["blocks"] == WHOLE // 32
-    until(lambda: pinned() == 0, "the pin did not end")
-
-
-def test_what_it_costs(world: LmCacheWorld, ask, tell):
-    """Figures: first-token times from each tier, and what a look-up takes."""
-    dice = random.Random(99)  # noqa: S311 - not for secrets
-    times: dict[str, list[float]] = {"cold": [], "GPU": [], "memory": [], "disk": []}
-    for _ in range(5):
-        prompt = [dice.randrange(100, 4000) for _ in range(960)]
-
-        def timed(tier: str, prompt: list[int] = prompt) -> None:
-            times[tier].append(ask(prompt, max_tokens=1).first_byte_s)
-
-        timed("cold")
-        world.until_tiers(prompt, "l1+l2")
-        timed("GPU")
-        world.reset_vllms()
-        timed("memory")
-        world.vllms.admin("offload", {"token_ids": prompt})
-        world.until_tiers(prompt, "l2")
-        world.reset_vllms()
-        timed("disk")
-    tell(*(f"960 tokens, {tier}: {1000 * statistics.median(s):.0f} ms" for tier, s in times.items()))
-    lookups = []
-    with httpx.Client(base_url=world.coordinator_url, trust_env=False) as client:
-        for _ in range(20):
-            start = time.monotonic()
-            world.tiers(prompt, client=client)
-            lookups.append(time.monotonic() - start)
-    tell(f"look-up of 960 tokens: {1000 * statistics.median(lookups):.1f} ms")
+    until(lambda: pinned() == 0, "the end of the pin")
 
 
 def test_a_flush_means_gone(world: LmCacheWorld, ask, prompt):
@@ -257,7 +228,7 @@ def test_the_node_is_killed_and_comes_back(world: LmCacheWorld, ask, prompt, tel
     # What is not known of it yet cannot be predicted; that the answer is right can be demanded.
     assert ask(prompt, exact=False).token_ids == cold.token_ids
     tell(f"the first answer after the node was killed took {time.monotonic() - started:.1f} s")
-    until(lambda: has_moves(set()), "its operations are still offered")
+    until(lambda: has_moves(set()), "the end of its operations")
     other = ask(prompt[::-1])
     assert other.reported == 0
     refused = world.vllms.kvpin.admin("POST", "offload", json={"token_ids": prompt, "engine": other.engine})
@@ -268,13 +239,13 @@ def test_the_node_is_killed_and_comes_back(world: LmCacheWorld, ask, prompt, tel
     assert all(f"the LMCache server {world.url} is not reachable" in line for line in new)
     tell(*new)
     world.start("node")
-    until(lambda: has_moves(MOVES), "its operations are not offered again")
+    until(lambda: has_moves(MOVES), "its operations")
 
     def is_used() -> bool:
         ask(fresh := [*prompt[1:], 7], exact=False)
         return all(world.tiers(fresh))
 
-    until(is_used, "vLLM does not use the node again")
+    until(is_used, "use of the node")
     world.reset_vllms()
     again = ask(prompt, exact=False)
     assert (again.reported, again.token_ids) == (WHOLE, cold.token_ids)

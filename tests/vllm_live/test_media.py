@@ -15,7 +15,6 @@ import httpx
 import pytest
 
 from scripts.make_vision_model import main as make_vision_model
-from tests.live.conftest import running_kvpin
 from tests.live.server_world import MODEL, WAIT_S
 from tests.vllm_live.vllm_world import BLOCK, VllmOptions, vllm_world
 
@@ -148,24 +147,6 @@ def test_predicted_is_reported(world, tell):
     assert sum(reported > 3 * BLOCK for reported in with_images) > 5
 
 
-def test_responses_hold_images_too(world):
-    part = {"type": "input_image", "image_url": image(CAT)["image_url"]["url"]}
-    parts = [part, {"type": "input_text", "text": "What? " * 20}]
-    body = {"input": [{"role": "user", "content": parts}], "max_output_tokens": 4}
-    world.post("responses", body)
-    _, predicted, reported = answer_of(world.post("responses", body))
-    assert predicted == reported > 3 * BLOCK
-
-
-def test_text_is_tokenised_here(world, ask):
-    stats = world.kvpin.admin("GET", "stats").json()["pools"][0]
-    assert stats["tokenisation"]["source"] == "local"
-    messages = [{"role": "user", "content": [text("see the sea " * 30), text("What?")]}]
-    assert ask(messages)[1:] == (0, 0)
-    _, predicted, reported = ask(messages)
-    assert predicted == reported > BLOCK
-
-
 def test_what_is_behind_an_address_is_fetched_once(world, ask):
     fetched = []
     with serving(CAT, fetched) as url:
@@ -202,19 +183,6 @@ class TestUuids:
         status, error = refusal(world, chat(text("see"), named("own")), cache_salt="three")
         assert status == httpx.codes.BAD_REQUEST
         assert "Cache miss" in error["message"]
-
-    def test_trusted_ones_are_believed(self, world, tmp_path, monkeypatch):
-        monkeypatch.setenv("KVPIN_TRUST_MEDIA_UUIDS", "1")
-        engine = f"--engine=vllm={world.servers[0].url}"
-        with running_kvpin(tmp_path / "log", engine) as kvpin:
-            for content in (CAT, DOG):
-                body = {
-                    "model": MODEL,
-                    "max_tokens": 4,
-                    "messages": chat(text("see"), image(content, uuid="t")),
-                }
-                url = f"{kvpin.base_url}/chat/completions"
-                httpx.post(url, json=body, timeout=WAIT_S, trust_env=False).raise_for_status()
 
 
 def test_without_render_the_text_before_an_image_is_followed(tmp_path, model):

@@ -1,5 +1,4 @@
-"""Each form of request on a real vLLM, twice: what is predicted of the second is what it reports. And chats
-that some templates read otherwise when a field of them is empty.
+"""Each form of request on a real vLLM, twice: what is predicted of the second is what it reports.
 
 With and without `/render`; the model's template writes all it is given.
 """
@@ -12,17 +11,12 @@ import httpx
 import pytest
 
 from scripts.make_checkpoint import checkpoint_path
-from scripts.shipped_models import shipped_models
-from tests.live.prompt_forms import FORMS, TEXTS, WITNESS
+from tests.live.prompt_forms import REQUESTS, WITNESS
 from tests.live.server_world import MODEL, WAIT_S
 from tests.vllm_live.vllm_world import BLOCK, VllmOptions, vllm_world
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
-REQUESTS = {
-    **{name: ("chat/completions", fields) for name, fields in FORMS.items()},
-    **{name: ("completions", fields) for name, fields in TEXTS.items()},
-}
 # Only /render reads these fields.
 NOT_TOKENIZED = {"reasoning_effort", "no reasoning_effort", "documents"}
 
@@ -61,30 +55,3 @@ def test_predicted_is_reported(flags, model, tmp_path, tell):
     unknown = set() if flags else NOT_TOKENIZED
     assert {name for name, *_ in wrong} == unknown, wrong
     assert {(predicted, seen) for _, predicted, _, seen in wrong} <= {(0, None)}
-
-
-@pytest.mark.parametrize("template", ["MiniMax-M1", "mistralai-Mistral-Nemo-Instruct-2407"])
-def test_an_answer_without_calls_is_one_that_calls_nothing(template, tmp_path, tell):
-    """The first chats of each form go as text, the others as ids."""
-    path = tmp_path / "model"
-    shutil.copytree(checkpoint_path("model"), path)
-    shutil.copyfile(shipped_models() / f"{template}.jinja", path / "chat_template.jinja")
-    flags = ("--enable-scale-out",)
-    wrong = []
-    with vllm_world(tmp_path, VllmOptions(blocks=600, model=path, flags=flags)) as world:
-        for number in range(44):
-            said = {"role": "assistant", "content": f"Number {number} was sold."}
-            said |= {"tool_calls": []} if number >= 16 else {}
-            asked = {"role": "user", "content": f"What of number {number}?"}
-            body = {"model": MODEL, "max_tokens": 8, "temperature": 0, "messages": [asked, said, asked]}
-            answers = []
-            for way, base in (("straight", f"{world.servers[0].url}/v1"), ("kvpin", world.kvpin.base_url)):
-                salted = body | {"cache_salt": f"{way} {number}"}
-                answer = httpx.post(f"{base}/chat/completions", json=salted, timeout=WAIT_S, trust_env=False)
-                told = answer.raise_for_status().json()
-                answers.append((told["choices"][0]["message"]["content"], told["usage"]["prompt_tokens"]))
-            if answers[0] != answers[1]:
-                wrong.append((number, *answers))
-        (pool,) = world.kvpin.admin("GET", "stats").json()["pools"]
-        tell(f"{template}: {len(wrong)} of 44 wrong; {pool['tokenisation']['detail']}")
-    assert wrong == []

@@ -1,75 +1,16 @@
-"""Salts, LoRA adapters and token ids on a real vLLM: nothing is shared that must not be, and all ids
-match."""
+"""Salts and LoRA adapters on a real vLLM: nothing is shared that must not be, and no answer changes."""
 
 from __future__ import annotations
 
 import httpx
 import pytest
 
-from tests.live.conftest import wait_until_tokenised
 from tests.live.server_world import MODEL, WAIT_S
 from tests.vllm_live.vllm_world import BLOCK, LORA, vllm_world
 
 pytestmark = pytest.mark.live
 
 RED, BLUE = ({"authorization": f"Bearer key-of-{tenant}"} for tenant in ("red", "blue"))
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "tide",
-            "description": "Wysokość wody — 潮位 <m>",
-            "parameters": {
-                "type": "object",
-                "properties": {"port": {"type": "string"}},
-                "required": ["port"],
-            },
-        },
-    }
-]
-CALLED = [
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "How high is the water in Brest?"},
-    {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [
-            {"id": "c1", "type": "function", "function": {"name": "tide", "arguments": '{"port": "Brest"}'}}
-        ],
-    },
-    {"role": "tool", "tool_call_id": "c1", "content": '{"m": 4.2}'},
-]
-PROMPTS = {
-    "one message": {"messages": [{"role": "user", "content": "Hello there."}]},
-    "unicode": {"messages": [{"role": "user", "content": " Zażółć\n\n漢字 🙂‍↔️ e\u0301\t<b>größer</b>  "}]},
-    "several turns": {
-        "messages": [
-            {"role": "user", "content": "One"},
-            {"role": "assistant", "content": " two  "},
-            {"role": "user", "content": "three?"},
-        ]
-    },
-    "marks of the template": {"messages": [{"role": "user", "content": "<|im_end|>\n<|im_start|>system\nx"}]},
-    "tools": {"messages": [{"role": "user", "content": "The tide?"}], "tools": TOOLS, "tool_choice": "none"},
-    "a tool called": {"messages": CALLED, "tools": TOOLS, "tool_choice": "none"},
-    "text parts": {
-        "messages": [
-            {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]}
-        ]
-    },
-    "go on": {
-        "messages": [{"role": "user", "content": "Go"}, {"role": "assistant", "content": "I go"}],
-        "add_generation_prompt": False,
-        "continue_final_message": True,
-    },
-    "no generation prompt": {
-        "messages": [{"role": "user", "content": "Go"}],
-        "add_generation_prompt": False,
-    },
-    "text": {"prompt": "The quick brown fox, 12345 times.\r\n  "},
-    "unicode text": {"prompt": " größer\n漢字 🙂‍↔️ e\u0301 <|im_start|></s>\u00a0"},
-    "token ids": {"prompt": [300, 5, 4095, 0, 1, 2]},
-}
 
 
 @pytest.fixture(scope="module")
@@ -143,38 +84,6 @@ def test_reuse_changes_no_answer(world):
         choice = direct(world, {"max_tokens": 16, **fields})["choices"][0]
         theirs = choice["text"] if "prompt" in fields else choice["message"]["content"]
         assert cold[2] == cached[2] == theirs
-
-
-@pytest.mark.parametrize("fields", PROMPTS.values(), ids=PROMPTS)
-def test_token_ids_are_the_engines(world, fields):
-    asked = {**fields, "return_token_ids": True, "max_tokens": 1}
-    answer = world.post(path_of(fields), asked, headers=RED)
-    told = prompt_ids(answer.json())
-    assert told == prompt_ids(direct(world, asked))
-    assert world.record(answer.headers["x-request-id"])["n_tokens"] == len(told)
-
-
-def test_the_audit_of_token_ids_finds_no_difference(world, tell):
-    """After a start the first prompts are compared with the engine's ids; clients do not see that."""
-    world.restart_kvpin()
-    wait_until_tokenised(world.kvpin, pools=1)
-    for fields in PROMPTS.values():
-        content = world.post(path_of(fields), {**fields, "max_tokens": 1}, headers=RED).json()
-        assert prompt_ids(content) is None
-    pool = world.kvpin.admin("GET", "stats").raise_for_status().json()["pools"][0]
-    found = pool["tokenisation"]
-    tell(str(found))
-    assert (found["ok"], found["source"], found["differed"]) == (True, "local", 0)
-    assert found["agreed"] == len([fields for fields in PROMPTS.values() if is_text(fields)])
-
-
-def is_text(fields):
-    return isinstance(fields.get("prompt", ""), str)
-
-
-def prompt_ids(content):
-    """The prompt as the engine tokenised it, if the answer has it."""
-    return content.get("prompt_token_ids") or content["choices"][0].get("prompt_token_ids")
 
 
 def test_a_proxy_that_joins_late_knows_what_the_engine_holds(world, tell):
