@@ -28,4 +28,5 @@ async def proxy(engine):
 @pytest.fixture
 async def client(proxy):
     async with client_of(proxy) as client:
+        client.proxy = proxy
         yield client

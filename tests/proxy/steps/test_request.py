@@ -8,13 +8,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from engine_adapter import (
-    EngineDied,
-    EngineRejected,
-    Headers,
-    JsonBody,
-    Resumption,
-)
+from engine_adapter import EngineDied, EngineRejected, Headers, JsonBody, Resumption
 from proxy.core.life import Cause, Phase, RetryBudget, Rules
 from proxy.prompt import Prompt
 from proxy.request.calls import Call, Nobody, Reply

@@ -61,25 +61,17 @@ def test_a_field_of_the_chat_is_a_field_of_the_request(of_chat, of_the_message, 
     assert (of_message().path(of_chat), of_response().path(of_chat)) == (of_the_message, of_the_response)
 
 
-@pytest.mark.parametrize(
-    ("of_chat", "place"),
-    [
-        ("messages[1].content[1].image_url.url", "messages[0].content[1].source"),
-        ("messages[4].content[0].image_url", "messages[2].content[0].source"),
-        ("messages[4].content[1].text", "messages[2].content[1].text"),
-    ],
-)
-def test_the_parts_of_several_blocks(of_chat, place):
+def test_the_parts_of_several_blocks():
     """A picture in the result of a tool is a part of the message that follows it."""
-    assert of_message().path(of_chat) == place
+    path = of_message().path
+    assert path("messages[1].content[1].image_url.url") == "messages[0].content[1].source"
+    assert path("messages[4].content[0].image_url") == "messages[2].content[0].source"
+    assert path("messages[4].content[1].text") == "messages[2].content[1].text"
 
 
 def test_a_sentence_names_what_the_client_sent():
-    said = "messages[1].content[0] has type 'image_url': this engine takes text and prompt_embeds"
-    assert (
-        of_message().text(said)
-        == "messages[0].content[0] has type 'image': this engine takes text and prompt_embeds"
-    )
+    said = "messages[1].content[0] has type 'image_url': this engine takes text"
+    assert of_message().text(said) == "messages[0].content[0] has type 'image': this engine takes text"
     assert of_response().text(said).startswith("input[0].content[0] has type 'input_image':")
     assert of_response().text("max_tokens is 9, stop at once") == "max_output_tokens is 9, stop at once"
     assert of_message().text("'image_url' alone says nothing") == "'image_url' alone says nothing"
@@ -88,10 +80,7 @@ def test_a_sentence_names_what_the_client_sent():
 def test_a_type_is_the_clients_where_the_position_is_the_chats():
     body = {"max_tokens": 4, "messages": [{"role": "user", "content": [PICTURE]}]}
     wording = MessageTranslation(JsonBody(json.dumps(body).encode())).wording
-    assert (
-        wording.text("messages[0].content[0] has type 'image_url'")
-        == "messages[0].content[0] has type 'image'"
-    )
+    assert wording.text("messages[0].content[0] has type 'image_url'").endswith(" has type 'image'")
 
 
 def test_an_error_is_reworded_on_its_way():
