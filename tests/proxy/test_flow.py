@@ -64,11 +64,8 @@ def bodies():
 
 class TestRetries:
     @pytest.fixture
-    async def client(self, engine, other):
-        async with proxy_over(engine, other) as proxy, client_of(proxy) as client:
-            client.proxy = proxy
-            yield client
-            await proxy.settled()
+    def adapters(self, engine, other):
+        return [engine, other]
 
     async def test_a_refused_connection_goes_to_the_other_engine(self, engine, other, client):
         await engine.stop()
@@ -127,13 +124,13 @@ class TestRetries:
         engine.script = script
         reached, left = asyncio.Event(), asyncio.Event()
         asked = asyncio.create_task(client.post(CHAT, json=body))
-        await asyncio.wait_for(reached.wait(), 5)
+        await asyncio.wait_for(reached.wait(), 30)
         await asyncio.sleep(0.02)
         client.proxy.fleet.engines["a"].abandon()
         response = await asked
         assert (response.status_code, response.headers["x-kvpin-engine"]) == (200, "b")
         assert client.proxy.last.attempts == ["a", "b"]
-        await asyncio.wait_for(left.wait(), 5)
+        await asyncio.wait_for(left.wait(), 30)
         assert not client.proxy.fleet.engines["a"].unanswered
 
     async def test_an_answer_that_has_begun_ends_with_its_engine(self, engine, other, client, monkeypatch):
@@ -156,7 +153,7 @@ class TestRetries:
                     client.proxy.fleet.engines["a"].abandon()
         error = json.loads(got.removeprefix(b"data: 1").strip().removeprefix(b"data: "))["error"]
         assert (error["type"], error["message"]) == ("server_error", "the engine was lost in mid-answer")
-        await asyncio.wait_for(left.wait(), 5)
+        await asyncio.wait_for(left.wait(), 30)
         assert client.proxy.last.error == error["message"]
         assert (client.proxy.fleet.engines["a"].leases, other.seen) == (set(), [])
 
@@ -247,11 +244,8 @@ class TestPassedOn:
     FORM: ClassVar = {"content-type": "multipart/form-data; boundary=b"}
 
     @pytest.fixture
-    async def client(self, engine, other):
-        async with proxy_over(engine, other) as proxy, client_of(proxy) as client:
-            client.proxy = proxy
-            yield client
-            await proxy.settled()
+    def adapters(self, engine, other):
+        return [engine, other]
 
     @staticmethod
     def lacks(status):
@@ -308,10 +302,8 @@ class TestWaiting:
     """No engine takes requests, and one may soon."""
 
     @pytest.fixture
-    async def proxy(self, engine):
-        async with proxy_over(engine, wait_s=5) as proxy:
-            yield proxy
-            await proxy.settled()
+    def proxy_options(self):
+        return {"wait_s": 60}
 
     async def test_a_request_waits_for_an_engine_to_become_ready(self, proxy, client):
         engine = proxy.fleet.engines["a"]
@@ -321,16 +313,16 @@ class TestWaiting:
         await asyncio.sleep(0.05)
         proxy.fleet.join(engine, INFO)
         engine.state = EngineState.READY
-        responses = await asyncio.wait_for(asyncio.gather(*asked), 2)
+        responses = await asyncio.wait_for(asyncio.gather(*asked), 30)
         assert [response.status_code for response in responses] == [200, 200]
 
     async def test_nor_for_an_engine_that_drains(self, proxy, client):
         proxy.fleet.engines["a"].state = EngineState.DRAINING
-        response = await asyncio.wait_for(client.post(CHAT, json=ASK), 2)
+        response = await asyncio.wait_for(client.post(CHAT, json=ASK), 30)
         assert is_openai_error(response, 503, "no_engine")
         assert "try again shortly" in response.text, "it may leave, and another take its place"
         proxy.fleet.book.drain(order_name(proxy.fleet.engine("a").adapter.spec), drained=True, now=1.0)
-        response = await asyncio.wait_for(client.post(CHAT, json=ASK), 2)
+        response = await asyncio.wait_for(client.post(CHAT, json=ASK), 30)
         assert is_openai_error(response, 503, "no_engine")
         assert "all engines that serve this model are drained" in response.text
         assert "try again" not in response.text
@@ -374,12 +366,13 @@ class TestReuse:
     """Prompts are ready token ids, so that no tokenizer is needed."""
 
     @pytest.fixture
-    async def proxy(self, engine, other):
-        async with proxy_over(engine, other, reuse=True) as proxy:
-            for fake in (engine, other):
-                fake.script = self.report(0)
-            yield proxy
-            await proxy.settled()
+    def adapters(self, engine, other):
+        engine.script = other.script = self.report(0)
+        return [engine, other]
+
+    @pytest.fixture
+    def proxy_options(self):
+        return {"reuse": True}
 
     @staticmethod
     def report(cached):
@@ -572,11 +565,12 @@ class TestAdapters:
     """LoRA adapters, named as models. Engine `b` alone serves one."""
 
     @pytest.fixture
-    async def proxy(self, engine, other):
-        with_ada = HoldingAdapter(other, info=replace(INFO, loras=frozenset({"ada"})))
-        async with proxy_over(engine, with_ada, reuse=True) as proxy:
-            yield proxy
-            await proxy.settled()
+    def adapters(self, engine, other):
+        return [engine, HoldingAdapter(other, info=replace(INFO, loras=frozenset({"ada"})))]
+
+    @pytest.fixture
+    def proxy_options(self):
+        return {"reuse": True}
 
     async def test_its_requests_go_where_it_is_served_under_its_name(self, other, client):
         for path, body in ((CHAT, ASK), ("/v1/embeddings", {"input": "x"})):
@@ -756,10 +750,12 @@ class TestHold:
         return HoldingAdapter(other)
 
     @pytest.fixture
-    async def proxy(self, a, b):
-        async with proxy_over(a, b, reuse=True) as proxy:
-            yield proxy
-            await proxy.settled()
+    def adapters(self, a, b):
+        return [a, b]
+
+    @pytest.fixture
+    def proxy_options(self):
+        return {"reuse": True}
 
     @pytest.mark.parametrize("firm", [True, False])
     async def test_what_it_knows_better_is_the_prediction(self, a, proxy, client, firm):
@@ -822,7 +818,7 @@ class TestHold:
             await engine.request()
         assert a.ended == []
         writer.close()
-        await asyncio.wait_for(a.one_ended.wait(), 5)
+        await asyncio.wait_for(a.one_ended.wait(), 30)
         assert a.ended == [asyncio.CancelledError]
 
     async def test_an_engine_that_is_lost_while_it_is_awaited_is_replaced(self, a, b, proxy, client):
@@ -836,7 +832,7 @@ class TestHold:
 
         a.hold = hold
         asked = asyncio.create_task(client.post(self.PROMPT, json=self.BODY))
-        await asyncio.wait_for(waiting.wait(), 5)
+        await asyncio.wait_for(waiting.wait(), 30)
         proxy.fleet.engines["a"].abandon()
         assert (await asked).headers["x-kvpin-engine"] == "b"
 

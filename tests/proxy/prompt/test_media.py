@@ -281,11 +281,6 @@ class TestRendering:
         assert (await build(builder_of(*renderers), chat(disguised))).media
         assert [len(each.asked) for each in renderers] == [1, 1, 1]
 
-    async def test_a_prompt_beyond_the_context(self, builder_of, info_of):
-        builder = builder_of(RenderingEngine(), info=info_of(Capability.RENDER, max_model_len=10))
-        with pytest.raises(BadRequest, match="context"):
-            await build(builder, chat(image(), image(DOG)))
-
 
 class EmbeddingEngine:
     """The part of an adapter that builders use for prompts with embeddings."""

@@ -191,20 +191,11 @@ def body(**fields):
     return JsonBody(msgspec.json.encode(fields))
 
 
-@pytest.mark.parametrize("header", SESSION_HEADERS)
-def test_headers_that_name_it(header):
-    assert session_of(None, sent({"accept": "*/*", header: "s1"}), None) == Session(None, "s1")
-
-
-@pytest.mark.parametrize("field", FIELDS)
-def test_fields_that_name_it(field):
-    assert session_of("alice", NONE, body(**{field: "s1"})) == Session("alice", "s1")
-
-
 def test_the_name_that_tells_conversations_apart_best_counts():
     named = {field: field for field in FIELDS}
-    assert session_of(None, sent({"x-session-id": "h"}), body(**named)).name == "h"
-    assert session_of(None, NONE, body(**named)).name == "session_id"
+    assert session_of("alice", sent({"x-session-id": "h"}), body(**named)) == Session("alice", "h")
+    assert session_of("alice", NONE, body(**named)) == Session("alice", "session_id")
+    assert session_of("alice", NONE, body(prompt_cache_key="k")) == Session("alice", "k")
     best, next_best, *_ = SESSION_HEADERS
     assert session_of(None, sent({next_best: "2", best: "1"}), None).name == "1"
 
@@ -213,14 +204,6 @@ def test_the_name_that_tells_conversations_apart_best_counts():
 def test_what_is_no_name_is_passed_over(name):
     assert session_of(None, NONE, body(session_id=name)) is None
     assert session_of(None, NONE, body(session_id=name, prompt_cache_key="k")).name == "k"
-
-
-def test_fields_are_not_read_where_a_header_tells():
-    class Unread(JsonBody):
-        def get(self, name):
-            raise AssertionError(f"{name} was read")
-
-    assert session_of(None, sent({SESSION_HEADERS[-1]: "h"}), Unread(b"{}")).name == "h"
 
 
 def test_what_many_share_or_one_request_has_alone_is_none():

@@ -38,10 +38,9 @@ def compact(part):
 
 
 @pytest.fixture
-async def client(engine, other):
-    async with proxy_over(engine, other) as proxy, client_of(proxy) as client:
-        client.proxy = proxy
-        yield client
+async def proxy(engine, other):
+    async with proxy_over(engine, other) as proxy:
+        yield proxy
         await proxy.settled()
         assert proxy.flow.attempts.room.used == 0
 
@@ -187,9 +186,12 @@ class TestNotAgain:
         engine.script = dies(*chunks)
         got = await broken(client, body)
         assert got.startswith(b"".join(chunks))
-        assert b"stopped in mid-answer" in got.rpartition(b"data: ")[2]
+        error = json.loads(got.rpartition(b"data: ")[2])["error"]
+        assert (error["type"], "stopped in mid-answer" in error["message"]) == ("server_error", True)
         assert not other.seen
         assert client.proxy.last.interrupted == 1
+        assert client.proxy.last.error == error["message"]
+        assert client.proxy.fleet.engines["a"].state == "suspect"
 
     async def test_retries_are_off(self, engine, other):
         async with proxy_over(engine, other, rules=Rules(retries=0)) as proxy, client_of(proxy) as client:

@@ -59,14 +59,14 @@ def test_rules_are_chosen_by_tenant_and_model(tenant, model, rules):
 
 
 @pytest.fixture
-async def client(engine, tokenizer_dir):
-    adapter = FakeAdapter("a", engine.url, replace(INFO, tokenizer=str(tokenizer_dir)))
+def adapters(engine, tokenizer_dir):
+    return [FakeAdapter("a", engine.url, replace(INFO, tokenizer=str(tokenizer_dir)))]
+
+
+@pytest.fixture
+def proxy_options():
     tenants = Tenants([ApiKey.of(name, name) for name in ("red", "blue")])
-    proxied = proxy_over(adapter, reuse=True, tenants=tenants, normalising=DATES)
-    async with proxied as proxy, client_of(proxy) as client:
-        client.proxy = proxy
-        yield client
-        await proxy.settled()
+    return {"reuse": True, "tenants": tenants, "normalising": DATES}
 
 
 def served_as_chats(client, route):

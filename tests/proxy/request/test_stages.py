@@ -57,13 +57,6 @@ def test_a_stage_sees_only_what_has_its_marks_and_no_more_once_it_has_none():
     assert client.chunks == [RAW, event({"a": 2}), event({"a": 3})]
 
 
-def test_an_event_is_parsed_once_for_all_who_read_it_alike():
-    read = []
-    one = Event(b"data: 1\n\n")
-    assert [one.read(read.append) for _ in range(2)] == [None, None]
-    assert read == [b"1"]
-
-
 def test_a_whole_answer_that_may_be_changed_is_sent_when_it_is_complete():
     client = Client()
     staged = Staged(client, [Reader([b"?"]), Louder()])

@@ -111,7 +111,7 @@ async def test_a_clean_up_that_hangs_is_interrupted_again(monkeypatch):
 
     world.works = hangs
     task = asyncio.create_task(world.live())
-    assert await asyncio.wait_for(task, 5) is Cause.OUR_LIMIT
+    assert await asyncio.wait_for(task, 30) is Cause.OUR_LIMIT
     assert cancels == [2, 3]
     assert not task.cancelling()
 

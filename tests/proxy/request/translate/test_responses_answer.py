@@ -194,21 +194,16 @@ class TestNamespaces:
 
     def test_each_tool_is_a_function(self):
         chosen = {"type": "function", "name": "tide", "namespace": "sea"}
-        made = translation(tools=self.TOOLS, tool_choice=chosen)
+        space = SPACE | {"tools": [*SPACE["tools"], {"type": "mcp"}]}
+        made = translation(tools=[space, *self.TOOLS[1:]], tool_choice=chosen)
         chat = json.loads(made.chat.raw)
         assert [tool["function"]["name"] for tool in chat["tools"]] == ["sea__tide", "sea__log", "tide"]
         assert chat["tool_choice"]["function"]["name"] == "sea__tide"
-        assert made.changed == ("tool:web_search",)
+        assert made.changed == ("tool:mcp", "tool:web_search")
         assert made.wording.path("tools[2].function.parameters") == "tools[2].parameters"
         allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "namespace", "name": "sea"}]}
         chat = json.loads(translation(tools=self.TOOLS, tool_choice=allowed).chat.raw)
         assert [tool["function"]["name"] for tool in chat["tools"]] == ["sea__tide", "sea__log"]
-
-    def test_other_tools_of_a_namespace_are_told(self):
-        space = {"type": "namespace", "name": "sea", "tools": [TOOL, {"type": "web_search"}]}
-        made = translation(tools=[space])
-        assert [tool["function"]["name"] for tool in json.loads(made.chat.raw)["tools"]] == ["sea__tide"]
-        assert made.changed == ("tool:web_search",)
 
     def test_the_model_is_told_the_grammar_of_a_custom_tool(self):
         grammar = {"type": "grammar", "syntax": "lark", "definition": "start: WORD"}

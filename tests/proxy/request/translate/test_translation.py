@@ -26,10 +26,8 @@ X = event(chunk({"content": "x"}))
 
 
 @pytest.fixture
-async def proxy(engine):
-    async with proxy_over(FakeAdapter("a", engine.url, AS_CHATS)) as proxy:
-        yield proxy
-        await proxy.settled()
+def adapters(engine):
+    return [FakeAdapter("a", engine.url, AS_CHATS)]
 
 
 async def ask(client, route=MESSAGES, path="", headers=None, **fields):
