@@ -18,9 +18,20 @@ async def other():
 
 
 @pytest.fixture
-async def proxy(engine):
-    """One engine, one proxy; at the end no request may have left a trace."""
-    async with proxy_over(engine) as proxy:
+def adapters(engine):
+    """What the proxy serves."""
+    return [engine]
+
+
+@pytest.fixture
+def proxy_options():
+    return {}
+
+
+@pytest.fixture
+async def proxy(adapters, proxy_options):
+    """A proxy over one engine, if its test says nothing else; at the end no request may have left a trace."""
+    async with proxy_over(*adapters, **proxy_options) as proxy:
         yield proxy
         await proxy.settled()
 
@@ -28,4 +39,5 @@ async def proxy(engine):
 @pytest.fixture
 async def client(proxy):
     async with client_of(proxy) as client:
+        client.proxy = proxy
         yield client

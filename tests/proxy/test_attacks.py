@@ -1,8 +1,8 @@
 """Attacks of clients and engines, over sockets. docs/threat-model.md lists all, and where each is tested."""
 
-import asyncio
 import contextlib
 import json
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -15,52 +15,23 @@ from proxy.core.life import Cause
 from proxy.request.tenants import ApiKey, Tenants
 from proxy.server.app import Proxy, build_app
 from proxy.settings import Settings
-from tests.fakes import (
-    ANSWER,
-    ASK,
-    CHAT,
-    STREAM,
-    FakeEngine,
-    answer,
-    asked,
-    client_of,
-    connect_to,
-    event,
-    post,
-    proxy_over,
-    serving,
-)
+from tests.fakes import ANSWER, ASK, CHAT, STREAM, answer, asked, connect_to, event, post, serving
+from tests.scripts import sends
 
 SECRET = "s3cret-of-the-engine"
 TWO = Tenants([ApiKey.of("k1", "alice"), ApiKey.of("k2", "bob")])
 ALICE = {"authorization": "Bearer k1"}
 
 
-async def answered(proxy, request: bytes) -> bytes:
-    reader, writer = await connect_to(proxy)
-    writer.write(request)
-    answer = await asyncio.wait_for(reader.read(), 10)
-    writer.close()
-    return answer
-
-
-@contextlib.asynccontextmanager
-async def hostile(script, **options):
-    """An engine whose answers `script` writes, and a client of a proxy in front of it."""
-    async with asked(script, **options) as (_proxy, client, engine):
-        yield engine, client
-
-
 class TestClients:
     async def test_refused_requests_are_counted(self):
-        async with FakeEngine() as engine, proxy_over(engine, tenants=TWO, max_body_bytes=1000) as proxy:
-            async with client_of(proxy) as client:
-                await client.post(CHAT, json=ASK)
-                await client.post(CHAT, content=b"{", headers=ALICE)
-                await client.post(CHAT, content=bytes(2000), headers=ALICE)
-                await client.post(CHAT, json=ASK | {"model": "other"}, headers=ALICE)
-                await client.post(CHAT, json=ASK, headers=ALICE)
-                page = (await client.get("/metrics")).text
+        async with asked(answer, tenants=TWO, max_body_bytes=1000) as (proxy, client, _):
+            await client.post(CHAT, json=ASK)
+            await client.post(CHAT, content=b"{", headers=ALICE)
+            await client.post(CHAT, content=bytes(2000), headers=ALICE)
+            await client.post(CHAT, json=ASK | {"model": "other"}, headers=ALICE)
+            await client.post(CHAT, json=ASK, headers=ALICE)
+            page = (await client.get("/metrics")).text
             assert len(list(proxy.requests)) == 3  # of the whole bodies, and of the one that is no JSON
         counted = {
             line.partition('status="')[2][:3]: line.rpartition(" ")[2]
@@ -84,30 +55,26 @@ class TestClients:
         body = json.dumps(ASK).encode()
         head = post(CHAT, b"").replace(b"content-length: 0", b"transfer-encoding: chunked")
         chunks = b"%x\r\n%b\r\n0\r\nauthorization: Bearer k1\r\n\r\n" % (len(body), body)
-        async with FakeEngine() as engine, proxy_over(engine, tenants=TWO) as proxy:
-            assert (await answered(proxy, head + chunks)).startswith(b"HTTP/1.1 401 ")
+        async with asked(answer, tenants=TWO) as (proxy, _, engine):
+            reader, writer = await connect_to(proxy)
+            writer.write(head + chunks)
+            assert (await reader.read()).startswith(b"HTTP/1.1 401 ")
+            writer.close()
             assert not engine.seen
 
     @pytest.mark.parametrize(
-        "fields",
+        "message",
         [
-            {
-                "messages": [
-                    {
-                        "role": "assistant",
-                        "tool_calls": [{"function": {"name": "f", "arguments": "[" * 9000}}],
-                    }
-                ]
-            },
-            {"messages": [{"role": "user", "content": "\ud800"}]},
-            {"messages": [[[[[[[[]]]]]]]]},
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 9000}}]},
+            {"role": "user", "content": "\ud800"},
+            [[[[[[[]]]]]]],
         ],
+        ids=["arguments without end", "half a character", "lists"],
     )
-    async def test_odd_messages_are_no_500(self, fields):
-        body = json.dumps({"model": "m", **fields}).encode()
-        async with FakeEngine() as engine, proxy_over(engine, reuse=True) as proxy:
-            answer = await answered(proxy, post(CHAT, body))
-        assert answer[9:12] in (b"200", b"400")
+    async def test_odd_messages_are_no_500(self, message):
+        async with asked(answer, reuse=True) as (_, client, _):
+            body = json.dumps({"model": "m", "messages": [message]})
+            assert (await client.post(CHAT, content=body)).status_code in (200, 400)
 
     async def test_no_redirection_leads_to_a_host_that_the_client_names(self):
         real = Proxy(Settings(), HttpTransport())
@@ -138,7 +105,7 @@ class TestEngines:
             await exchange._connection.write(raw.encode())
             exchange.die()
 
-        async with hostile(script) as (_, client):
+        async with asked(script) as (_, client, _):
             with capture_logs() as logs:
                 answer = await client.post(CHAT, json=ASK)
         assert answer.status_code == 502
@@ -149,10 +116,8 @@ class TestEngines:
         """An engine may repeat the prompt in it, at any length."""
         text = f"{SECRET} " * (1 << 16)
 
-        async def script(exchange):
-            await exchange.send({"error": {"message": text, "type": "server_error"}}, status=500)
-
-        async with hostile(script) as (_, client):
+        script = sends({"error": {"message": text, "type": "server_error"}}, 500)
+        async with asked(script) as (_, client, _):
             with capture_logs() as logs:
                 for _ in range(6):  # until the engine is known to fail
                     answer = await client.post(CHAT, json=ASK)
@@ -178,14 +143,9 @@ class TestEngines:
                 for _ in range(64):
                     await exchange.chunk(b" " * 65_536)
 
-        async with (
-            FakeEngine("a", script=script) as one,
-            FakeEngine("b", script=script) as other,
-            proxy_over() as proxy,
-            client_of(proxy) as client,
-        ):
-            for engine in (one, other):
-                proxy.add(engine, served_as_chats=MESSAGES_ROUTES)
+        async with asked(script, script) as (proxy, client, *_):
+            for engine in proxy.fleet.engines.values():
+                engine.info = replace(engine.info, served_as_chats=MESSAGES_ROUTES)
             with contextlib.suppress(httpx.RemoteProtocolError):  # kvpin breaks it off
                 await client.post(path, json=STREAM | more)
             await proxy.settled()
@@ -200,7 +160,7 @@ class TestEngines:
             while True:
                 await exchange.chunk(bytes(65_536))
 
-        async with hostile(script) as (_, client):
+        async with asked(script) as (_, client, _):
             answer = await client.post(CHAT, json=ASK)
         assert answer.status_code == 502
 
@@ -210,7 +170,7 @@ class TestEngines:
             packed = (("content-type", "application/json"), ("content-encoding", "gzip"))
             await exchange.send(b"\x1f\x8b not unpacked", headers=packed)
 
-        async with hostile(script) as (_, client):
+        async with asked(script) as (_, client, _):
             request = client.build_request("POST", CHAT, json=ASK)
             answer = await client.send(request, stream=True)
             assert b"".join([part async for part in answer.aiter_raw()]) == b"\x1f\x8b not unpacked"
@@ -219,10 +179,8 @@ class TestEngines:
     async def test_odd_counts_of_tokens_are_no_500(self, cached):
         usage = {"prompt_tokens": cached, "prompt_tokens_details": {"cached_tokens": cached}}
 
-        async def script(exchange):
-            await exchange.send({"id": "i", "choices": [{"message": {"content": "x"}}], "usage": usage})
-
-        async with hostile(script, reuse=True) as (_, client):
+        script = sends({**ANSWER, "usage": usage})
+        async with asked(script, reuse=True) as (_, client, _):
             assert (await client.post(CHAT, json=ASK)).status_code == 200
             assert (await client.get("/metrics")).status_code == 200
 
@@ -233,7 +191,7 @@ class TestEngines:
             behind = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
             await exchange._connection.write(behind % (len(forged), forged))
 
-        async with hostile(script) as (engine, client):
+        async with asked(script) as (_, client, engine):
             for _ in range(5):
                 answer = await client.post(CHAT, json=ASK)
                 assert "forged" not in answer.text

@@ -5,6 +5,7 @@ import contextlib
 import re
 import select
 import socket
+import threading
 import time
 
 import pytest
@@ -17,8 +18,10 @@ from tests.engines import served
 OFFER = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAAP__\r\n"
 HEAD = b"POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5\r\n"
 GET = b"GET %b HTTP/1.1\r\nhost: localhost\r\n%b\r\n"
+CHUNKED = b"POST /upload HTTP/1.1\r\nhost: x\r\n%btransfer-encoding: chunked\r\n\r\n"
 LAST = GET % (b"/say", b"connection: close\r\n")
 IDLE_S = 0.5
+MAY_END = threading.Event()
 
 
 def answer(exchange, body=b"", status=200, headers=()):
@@ -71,7 +74,7 @@ async def huge(exchange):
 
 
 async def stuck(exchange):
-    await asyncio.sleep(1)
+    await asyncio.to_thread(MAY_END.wait)
     answer(exchange, b"%d0" % exchange._arrived)
 
 
@@ -96,7 +99,7 @@ async def handler(exchange):
 
 @pytest.fixture(scope="module")
 def server():
-    options = {"interface": "asgi3", "ws": "none", "proxy_headers": False}
+    options = {"interface": "asgi3", "ws": "none", "proxy_headers": False, "timeout_graceful_shutdown": 0.1}
     with served(handler, http=Http1Protocol, timeout_keep_alive=IDLE_S, **options) as url:
         yield "127.0.0.1", int(url.rpartition(":")[2])
 
@@ -121,6 +124,17 @@ def until(connection: socket.socket, end: bytes) -> bytes:
     return answer
 
 
+def send_until_it_stops(connection: socket.socket, data: bytes, limit: int) -> int:
+    """Sends data again and again until it is not read for 0.2 s; returns how many bytes."""
+    connection.settimeout(0.2)
+    sent = 0
+    with contextlib.suppress(TimeoutError):
+        while sent < limit:
+            sent += connection.send(data)
+    connection.settimeout(60)
+    return sent
+
+
 class TestOffers:
     @pytest.mark.parametrize("offer", [OFFER, b"connection: upgrade\r\nupgrade: websocket\r\n"])
     @pytest.mark.parametrize("cut", [1, 30, 100, -8, -5, -2, None])
@@ -139,14 +153,6 @@ class TestOffers:
 
 
 class TestRequests:
-    @pytest.mark.parametrize("cut", [1, 20, -6, -3])
-    def test_pieces_make_a_request(self, connection, cut):
-        request = HEAD + b"\r\nhello"
-        for part in (request[:cut], request[cut:]):
-            connection.sendall(part)
-            time.sleep(0.01)
-        assert until(connection, b"hello").startswith(b"HTTP/1.1 200 OK\r\n")
-
     def test_pipelined_requests_are_answered_in_order(self, connection):
         slow, plain = GET % (b"/stream", b""), HEAD + b"\r\nhello"
         connection.sendall(slow + plain + slow + LAST)
@@ -158,22 +164,12 @@ class TestRequests:
     def test_many_pipelined_requests_are_not_all_taken_at_once(self, connection):
         long = b"GET /say HTTP/1.1\r\nhost: x\r\nx-long: %b\r\n\r\n" % (b"y" * 60_000)
         connection.sendall(GET % (b"/endless", b""))
-        connection.settimeout(0.2)
-        sent = 0
-        with contextlib.suppress(TimeoutError):
-            while sent < 64 << 20:
-                sent += connection.send(long)
-        assert sent < 32 << 20
+        assert send_until_it_stops(connection, long, 64 << 20) < 32 << 20
 
     def test_a_client_that_reads_no_answers_is_not_read(self, connection):
         request = GET % (b"/say", b"x-long: %b\r\n" % (b"y" * 1000))
-        connection.settimeout(0.2)
-        sent = 0
-        with contextlib.suppress(TimeoutError):
-            while sent < 32 << 20:
-                sent += connection.send(request * 100)
+        sent = send_until_it_stops(connection, request * 100, 32 << 20)
         assert sent < 16 << 20
-        connection.settimeout(60)
         # What was read is answered.
         assert everything(connection).count(b"HTTP/1.1 200") == sent // len(request)
 
@@ -187,8 +183,7 @@ class TestRequests:
         assert b"('GET', '/say?a=1', {" in everything(connection)
 
     def test_a_chunked_body_is_whole_and_its_trailers_are_no_headers(self, connection):
-        head = b"POST /upload HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\nconnection: close\r\n\r\n"
-        connection.sendall(head + b"5\r\nhello\r\n")
+        connection.sendall(CHUNKED % b"connection: close\r\n" + b"5\r\nhello\r\n")
         time.sleep(0.05)
         connection.sendall(b"6\r\n world\r\n0\r\nx-late: 1\r\n\r\n")
         answer = everything(connection)
@@ -198,13 +193,9 @@ class TestRequests:
     def test_a_reader_that_does_not_read_slows_the_client_down(self, connection):
         size = 64 << 20
         connection.sendall(b"POST /stuck HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % size)
-        connection.settimeout(0.2)
-        sent = 0
-        with contextlib.suppress(TimeoutError):
-            while sent < size:
-                sent += connection.send(bytes(262_144))
-        assert sent < size / 2
-        connection.settimeout(60)
+        MAY_END.clear()
+        assert send_until_it_stops(connection, bytes(262_144), size) < size / 2
+        MAY_END.set()
         kept = int(until(connection, b"0").rpartition(b"\r\n\r\n")[2])
         assert 65_536 < kept / 10 < 10 << 20
 
@@ -236,17 +227,14 @@ class TestRequests:
         assert everything(connection) == b""
 
     def test_a_body_in_chunks_of_a_byte_is_refused_after_many(self, connection):
-        head = b"POST /upload HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
-        connection.sendall(head + b"1\r\nx\r\n" * 16_384 + b"0\r\n\r\n")
+        connection.sendall(CHUNKED % b"" + b"1\r\nx\r\n" * 16_384 + b"0\r\n\r\n")
         assert until(connection, b"}").count(b"x" * 16_384) == 1
-        connection.sendall(head + b"1\r\nx\r\n" * 16_500)
+        connection.sendall(CHUNKED % b"" + b"1\r\nx\r\n" * 16_500)
         assert everything(connection).startswith(b"HTTP/1.1 400 ")
 
     def test_the_longer_a_body_the_more_pieces_it_may_have(self, connection):
         chunk = b"200\r\n%b\r\n" % bytes(512)
-        head = b"POST /upload HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
-        head += b"transfer-encoding: chunked\r\n\r\n"
-        connection.sendall(head + chunk * 40_000 + b"0\r\n\r\n")
+        connection.sendall(CHUNKED % b"connection: close\r\n" + chunk * 40_000 + b"0\r\n\r\n")
         assert everything(connection).startswith(b"HTTP/1.1 200 ")
 
 
@@ -255,6 +243,7 @@ class TestAnswers:
         connection.sendall(GET % (b"/stream", b""))
         first = until(connection, b"4\r\none \r\n")
         assert b"transfer-encoding: chunked" in first
+        assert re.search(rb"\r\ndate: \w{3}, \d\d \w{3} \d{4} \d\d:\d\d:\d\d GMT\r\n", first)
         assert until(connection, b"0\r\n\r\n") == b"4\r\ntwo \r\n5\r\nthree\r\n0\r\n\r\n"
 
     def test_to_http_1_0_it_ends_with_the_connection(self, connection):
@@ -316,11 +305,17 @@ class TestRefusals:
         assert answers.count(b"x") >= 32 << 20
         assert b"HTTP/1.1 400" not in answers
 
-    @pytest.mark.parametrize("body", [b"", b"content-length: 5\r\n\r\nhello"])
-    def test_a_long_head_in_one_piece(self, connection, body):
-        connection.sendall(
-            b"POST /say HTTP/1.1\r\nhost: x\r\nx-long: %b\r\n" % (b"a" * (MAX_HEAD + 100)) + (body or b"\r\n")
-        )
+    @pytest.mark.parametrize(
+        "rest",
+        [
+            b"x-long: %b\r\n\r\n" % (b"a" * (MAX_HEAD + 100)),
+            b"x-long: %b\r\ncontent-length: 5\r\n\r\nhello" % (b"a" * (MAX_HEAD + 100)),
+            b"a: \r\n" * (MAX_HEAD // 4) + b"\r\n",
+        ],
+        ids=["a long header", "before a body", "tiny headers"],
+    )
+    def test_a_long_head_in_one_piece(self, connection, rest):
+        connection.sendall(b"POST /say HTTP/1.1\r\nhost: x\r\n" + rest)
         answer = everything(connection)
         assert answer.startswith(b"HTTP/1.1 431 ")
         assert answer.count(b"HTTP/1.1") == 1
@@ -330,10 +325,6 @@ class TestRefusals:
         connection.sendall(b"GET / HTTP/1.1\r\nhost: x\r\nx-long: ")
         for _ in range(MAX_HEAD // 1000 + 1):
             connection.sendall(piece)
-        assert connection.recv(100).startswith(b"HTTP/1.1 431 ")
-
-    def test_a_head_of_tiny_headers_in_one_piece(self, connection):
-        connection.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n" + b"a: \r\n" * (MAX_HEAD // 4) + b"\r\n")
         assert connection.recv(100).startswith(b"HTTP/1.1 431 ")
 
     @pytest.mark.parametrize(
@@ -346,7 +337,7 @@ class TestRefusals:
         ids=["trailers", "a trailer", "a chunk's extension"],
     )
     def test_what_stands_beside_a_body_has_an_end(self, connection, begin, piece):
-        connection.sendall(b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n" + begin)
+        connection.sendall(CHUNKED % b"" + begin)
         sent = 0
         while sent < 8 * MAX_HEAD and not select.select([connection], [], [], 0.001)[0]:
             connection.sendall(piece)
@@ -367,7 +358,7 @@ def test_an_idle_connection_is_closed(connection):
     until(connection, b"hello")
     begun = time.monotonic()
     assert everything(connection) == b""
-    assert IDLE_S * 0.8 < time.monotonic() - begun < IDLE_S * 2 + 1
+    assert time.monotonic() - begun > IDLE_S * 0.8
 
 
 def test_the_rest_of_a_refused_body_may_not_drip_for_ever(connection):

@@ -74,7 +74,7 @@ async def test_a_connection_whose_protocol_fails_is_closed_and_others_come_in():
     door = Door([listener], connect)
     try:
         reader, writer = await asyncio.open_connection(*listener.getsockname())
-        assert await asyncio.wait_for(reader.read(), 5) == b""
+        assert await asyncio.wait_for(reader.read(), 30) == b""
         writer.close()
         _, writer = await asyncio.open_connection(*listener.getsockname())
         await until(lambda: len(made) == 2)

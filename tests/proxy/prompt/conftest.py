@@ -65,15 +65,9 @@ def info_of(tokenizer_dir):
     """EngineInfo of the embedded engine's kind, with changes."""
 
     def info_of(*capabilities, **changes):
-        fields = {
-            "model": "m",
-            "instance": "i",
-            "tokenizer": str(tokenizer_dir),
-            "vocab_size": VOCAB,
-            "hidden_size": HIDDEN,
-            "max_model_len": 2000,
-        }
-        return EngineInfo(capabilities=frozenset(capabilities), **(fields | changes))
+        sizes = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "max_model_len": 2000}
+        fields = {"tokenizer": str(tokenizer_dir), "capabilities": frozenset(capabilities), **sizes}
+        return EngineInfo(model="m", instance="i", **(fields | changes))
 
     return info_of
 

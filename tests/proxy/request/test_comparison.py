@@ -50,6 +50,11 @@ class World:
         self.log.add(record)
         return record
 
+    async def miss(self, *args, **fields):
+        """Why a new request missed, and the sentence about it."""
+        found = await self.comparison.explain(self.record(*args, **fields))
+        return found.miss, detail_of(found)
+
     async def nearest(self, record):
         """The request that it is compared with."""
         record.diagnosis = None
@@ -70,13 +75,9 @@ class TestNearest:
         world.record("later", tokens(36), started=new.started + 1)
         assert await world.nearest(new) is near
 
-    async def test_is_the_newest_of_equals(self, world):
-        world.record("one", tokens(20))
-        two = world.record("two", tokens(20))
-        assert await world.nearest(world.record("new", tokens(20))) is two
-
-    async def test_of_equals_is_one_of_the_same_api(self, world):
+    async def test_of_equals_is_the_newest_of_the_same_api(self, world):
         said = {"messages": [{"role": "user", "content": "What time is it?"}]}
+        world.record("earlier", tokens(20), body=said)
         same = world.record("same", tokens(20), body=said)
         world.record("other", tokens(20), body={"input": "What time is it?"}, route="/v1/y")
         assert await world.nearest(world.record("new", tokens(20))) is same
@@ -173,9 +174,8 @@ class TestWhyItMissed:
         """`emptied`: when the engine lost its cache, in seconds after the earlier request came."""
         asked = {"ids": tokens(64), "body": {"messages": [{"role": "user", "content": "Who wrote it?"}]}}
         first = world.record("r1", **asked | before)
-        new = world.record("r2", **asked | now)
         world.engines["a"].emptied += [first.started + after for after in emptied]
-        assert (await world.comparison.explain(new)).miss is miss
+        assert (await world.miss("r2", **asked | now))[0] is miss
 
     @staticmethod
     def in_halves(cached, prefiller="a"):
@@ -186,46 +186,35 @@ class TestWhyItMissed:
 
     async def test_of_halves_the_engine_that_computed_it_is_named(self, world):
         first = world.record("r1", tokens(64), placement=self.in_halves((0, 0)))
-        evicted = world.record("r2", tokens(64), placement=self.in_halves((48, 0)))
-        diagnosis = await world.comparison.explain(evicted)
-        assert diagnosis.miss is Miss.EVICTED
-        assert "but a evicted or flushed them" in detail_of(diagnosis)
-        elsewhere = world.record("r3", tokens(64), placement=self.in_halves((48, 0), "b"))
-        diagnosis = await world.comparison.explain(elsewhere)
-        assert diagnosis.miss is Miss.ELSEWHERE
-        assert detail_of(diagnosis).startswith("a holds 48 tokens of it")
+        miss, told = await world.miss("r2", tokens(64), placement=self.in_halves((48, 0)))
+        assert (miss, "but a evicted or flushed them" in told) == (Miss.EVICTED, True)
+        miss, told = await world.miss("r3", tokens(64), placement=self.in_halves((48, 0), "b"))
+        assert (miss, told.startswith("a holds 48 tokens of it")) == (Miss.ELSEWHERE, True)
         world.engines["a"].emptied.append(first.started + 5)
-        flushed = await world.comparison.explain(
-            world.record("r4", tokens(64), placement=self.in_halves((0, 0)), started=first.started + 9)
-        )
-        assert flushed.miss is Miss.RESTARTED
-        assert "but a was restarted or flushed" in detail_of(flushed)
+        later = {"placement": self.in_halves((0, 0)), "started": first.started + 9}
+        miss, told = await world.miss("r4", tokens(64), **later)
+        assert (miss, "but a was restarted or flushed" in told) == (Miss.RESTARTED, True)
 
     async def test_an_engine_that_got_its_kv_is_named_if_it_lost_that(self, world):
         world.record("r1", tokens(64), placement=self.in_halves((0, 0)))
         alone = placement_of("d", 48, 64, (Cost("d", cached_tokens=48),), "lowest cost")
-        diagnosis = await world.comparison.explain(world.record("r2", tokens(64), placement=alone))
-        assert diagnosis.miss is Miss.EVICTED
-        assert "but d evicted or flushed them" in detail_of(diagnosis)
+        miss, told = await world.miss("r2", tokens(64), placement=alone)
+        assert (miss, "but d evicted or flushed them" in told) == (Miss.EVICTED, True)
 
     async def test_its_engine_is_gone(self, world):
         world.record("r1", tokens(64))
         del world.engines["a"]
-        assert (await world.comparison.explain(world.record("r2", tokens(64)))).miss is Miss.EVICTED
-        away = world.record("r3", tokens(64, 100))
-        away.placement = placement_of("z", 0, 64, (Cost("z"),), "lowest cost")
-        assert (await world.comparison.explain(world.record("r4", tokens(64, 100)))).miss is Miss.AWAY
+        assert (await world.miss("r2", tokens(64)))[0] is Miss.EVICTED
+        away = placement_of("z", 0, 64, (Cost("z"),), "lowest cost")
+        world.record("r3", tokens(64, 100), placement=away)
+        assert (await world.miss("r4", tokens(64, 100)))[0] is Miss.AWAY
 
     async def test_it_differs_from_a_request_of_another_api(self, world):
         chat = {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "one"}]}
         world.record("r1", tokens(64), body=chat)
-        response = {"instructions": "Be brief.", "input": "two"}
-        new = world.record(
-            "r2", [*tokens(40), 5, *tokens(24, 40)], body=response, reported_tokens=32, route="/v1/y"
-        )
-        diagnosis = await world.comparison.explain(new)
-        assert (diagnosis.miss, diagnosis.at) == (Miss.INPUT, None)
-        assert detail_of(diagnosis) == "it differs from request r1 from token 40 on"
+        new = {"body": {"instructions": "Be brief.", "input": "two"}, "reported_tokens": 32, "route": "/v1/y"}
+        found = await world.miss("r2", [*tokens(40), 5, *tokens(24, 40)], **new)
+        assert found == (Miss.INPUT, "it differs from request r1 from token 40 on")
 
     @pytest.mark.parametrize(
         ("continued", "miss"), [("resp_1", Miss.TEMPLATE), ("resp_2", Miss.INPUT), (None, Miss.INPUT)]
@@ -241,7 +230,6 @@ class TestWhyItMissed:
     @pytest.mark.parametrize(
         ("own", "repeated"),
         [
-            ([*tokens(20), 5, *tokens(79, 21)], 79),
             ([*tokens(20), *tokens(80, 900)], 0),
             ([*tokens(20), *tokens(40, 900), *tokens(80, 20)], 80),
             (tokens(20), 0),

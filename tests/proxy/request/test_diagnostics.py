@@ -14,13 +14,8 @@ from tests.proxy.request.passing import passed
 
 RESPONSES, MESSAGES = APIS["/v1/responses"], APIS["/v1/messages"]
 CHATS = APIS["/v1/chat/completions"]
-MISSED = Diagnosis(
-    n_tokens=64,
-    compared=Compared(
-        request_id="r1", n_tokens=50, common_tokens=20, repeated_tokens=40,
-        difference=Difference(Kind.TOOLS, "tools"),
-    ),
-)  # fmt: skip
+OTHER = {"request_id": "r1", "n_tokens": 50, "common_tokens": 20, "repeated_tokens": 40}
+MISSED = Diagnosis(n_tokens=64, compared=Compared(**OTHER, difference=Difference(Kind.TOOLS, "tools")))
 JSON = (b"content-type", b"application/json")
 
 
@@ -55,8 +50,6 @@ class World:
         (RESPONSES, {"prompt_cache_options": None}, None),
         (RESPONSES, {"diagnostics": {"previous_message_id": "msg_1"}}, None),
         (MESSAGES, {"diagnostics": {"previous_message_id": "msg_1"}}, "msg_1"),
-        (MESSAGES, {"diagnostics": {"previous_message_id": None}}, None),
-        (MESSAGES, {}, None),
     ],
 )
 def test_who_asks(api, body, asked):
@@ -68,12 +61,6 @@ def test_who_asks(api, body, asked):
     ("api", "body", "param"),
     [
         (CHATS, {"prompt_cache_options": "chatcmpl-1"}, "prompt_cache_options"),
-        (
-            RESPONSES,
-            {"prompt_cache_options": {"comparison_response_id": 5}},
-            "prompt_cache_options.comparison_response_id",
-        ),
-        (MESSAGES, {"diagnostics": ["msg_1"]}, "diagnostics"),
         (MESSAGES, {"diagnostics": {"previous_message_id": {}}}, "diagnostics.previous_message_id"),
     ],
 )
@@ -118,9 +105,8 @@ class TestIds:
 class TestWholeAnswers:
     def test_get_the_field(self):
         world = World(RESPONSES)
-        world.whole(
-            b'{"id":"resp_2","x":1.50,"usage":{"input_tokens":64,"input_tokens_details":{"cached_tokens":16}}}',
-        )
+        usage = b'"usage":{"input_tokens":64,"input_tokens_details":{"cached_tokens":16}}'
+        world.whole(b'{"id":"resp_2","x":1.50,%b}' % usage)
         assert (world.compared, world.client.head) == ([16], (200, [JSON]))
         assert b'"x":1.50' in world.client.body
         found = json.loads(world.client.body)["prompt_cache_diagnostics"]
@@ -128,8 +114,7 @@ class TestWholeAnswers:
         assert told == ("cache_miss", "tools_changed", 44)
 
     @pytest.mark.parametrize(
-        ("status", "answer"),
-        [(400, b'{"id": "x", "error": "no"}'), (400, b"not json"), (400, b"[1]"), (200, b"[1]")],
+        ("status", "answer"), [(400, b'{"id": "x", "error": "no"}'), (200, b"not json"), (200, b"[1]")]
     )
     def test_errors_and_what_is_no_object_stay_as_they_are(self, status, answer):
         world = World(RESPONSES)
@@ -203,13 +188,7 @@ class TestCacheWrites:
 
     @pytest.mark.parametrize(
         ("status", "answer"),
-        [
-            (200, b'{"id":  "c"}'),
-            (200, b"no json"),
-            (200, b'{"usage": 1}'),
-            (200, b'{"usage": null}'),
-            (400, b'{"usage": {"prompt_tokens": 50}}'),
-        ],
+        [(200, b"no json"), (200, b'{"usage": 1}'), (400, b'{"usage": {"prompt_tokens": 50}}')],
     )
     def test_an_answer_without_usage_keeps_its_bytes(self, status, answer):
         client = passed(writes_counted(lambda: 16), whole=answer, status=status)

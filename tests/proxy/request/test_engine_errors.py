@@ -1,12 +1,16 @@
 """Which answers leave a request to another engine. Over real sockets: tests/proxy/test_flow.py."""
 
+import json
+
 import pytest
 
-from engine_adapter import EngineRejected, EngineUnavailable, Headers
+from engine_adapter import EngineRejected, EngineUnavailable, Headers, JsonBody, read_error
 from proxy.core.life import Cause
 from proxy.errors import EngineFailed
 from proxy.request.calls import Call
-from proxy.request.engine_errors import cause_of_error, engines_code, final_error
+from proxy.request.engine_errors import cause_of_error, engines_code, final_error, naming_call
+from tests.fakes import ASK, CHAT, asked, is_openai_error
+from tests.scripts import sends
 
 DOWN, FULL = EngineUnavailable("down"), EngineRejected("full", status=429)
 
@@ -89,3 +93,60 @@ def test_where_all_refuse_the_first_ones_word_counts():
 def test_a_404_has_a_code_whether_the_engine_gives_one_or_not(status, told, code):
     message, told = told["message"], {name: told[name] for name in told if name != "message"}
     assert engines_code(EngineRejected(message, status=status, **told)) == code
+
+
+SAID = "Failed to parse tool call arguments as JSON: [json.exception.parse_error.101] parse error at line 1"
+AT = "messages[1].tool_calls[1].function.arguments"
+
+
+def history(*arguments):
+    """A conversation with an assistant's calls that have these arguments."""
+    calls = [
+        {"id": f"c{i}", "type": "function", "function": {"name": "f", "arguments": each}}
+        for i, each in enumerate(arguments)
+    ]
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": "x"} for call in calls]
+    return [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": calls}, *results]
+
+
+async def named(messages, said=SAID):
+    body = JsonBody(json.dumps({"messages": messages}).encode())
+    return await naming_call(read_error(json.dumps({"error": said}).encode()), body)
+
+
+@pytest.mark.parametrize("broken", ['{"x": ', "", "[1]", "7", "[" * 5000])
+async def test_the_call_is_named(broken):
+    told = await named(history("{}", broken))
+    assert (told.is_clients, told.param, told.type) == (True, AT, "invalid_request_error")
+    assert told.message.startswith(f"{AT} is no JSON object")
+    assert told.message.endswith(SAID)
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        (history("{}"), SAID),
+        (history("{"), "out of memory"),
+        ([7, {"tool_calls": 7}, {"tool_calls": [7, {"function": {"arguments": {}}}]}], SAID),
+        (7, SAID),
+    ],
+)
+async def test_other_errors_stay(messages, said):
+    told = await named(messages, said)
+    assert (told.message, told.param, told.is_clients) == (said, None, False)
+
+
+@pytest.mark.parametrize("body", [None, JsonBody(rb'{"messages": [1e999999]}')])
+async def test_what_cannot_be_read_stays(body):
+    told = read_error(json.dumps({"error": SAID}).encode())
+    assert await naming_call(told, body) is told
+
+
+async def test_no_second_engine_is_asked():
+    script = sends({"error": {"code": 500, "message": SAID, "type": "server_error"}}, 500)
+    async with asked(script, script) as (proxy, client, *_):
+        answer = await client.post(CHAT, json=ASK | {"messages": history("{}", "{")})
+        assert is_openai_error(answer, 400, None, AT)
+        assert proxy.last.attempts == ["a"]
+        await client.post(CHAT, json=ASK | {"messages": history("{}", "{}")})
+        assert len(proxy.last.attempts) == 2

@@ -66,11 +66,10 @@ def test_halves_are_found_as_python_finds_them():
 
 
 @pytest.mark.parametrize(
-    "text",
-    [rb"\ud83d\ude00", rb"\\ud83d", rb"\ud83d", b"\\\\" * 3, rb'"arguments":"', rb"\u00e9"],
+    "text", [rb"\ud83d\ude00", rb"\\ud83d", rb"\ud83d", b"\\\\" * 3, rb'"arguments":"', rb"\u00e9"]
 )
 def test_long_hostile_texts_are_read_in_time(text):
-    raw = b'{"arguments":"' + text * ((8 << 20) // len(text)) + b'"}'
+    raw = b'{"arguments":"' + text * ((1 << 20) // len(text)) + b'"}'
     began = time.process_time()
     whole_characters(raw)
-    assert time.process_time() - began < 10  # linear: a quadratic search takes hours
+    assert time.process_time() - began < 5  # linear: a quadratic search takes minutes

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 
 from engine_adapter import JsonBody
+from engine_adapter.types import MESSAGES_ROUTES
 from proxy.core.normalise import Rule
 from proxy.request.normalising import OVERHEAD, ChosenRules, KeptReasoning, Normalising, ReasoningSeen
 from proxy.request.tenants import ApiKey, Tenants
-from proxy.request.translate import ResponseStore, translations
-from tests.fakes import ASK, CHAT, INFO, FakeAdapter, client_of, event, proxy_over
+from tests.fakes import ASK, CHAT, DONE, INFO, FakeAdapter, client_of, event, proxy_over
 from tests.proxy.request.passing import passed
 
 USER = {"role": "user", "content": "How high is the water?"}
@@ -20,42 +20,35 @@ CALLED = {"role": "assistant", "content": "", "tool_calls": [CALL]}
 SAID = {"role": "assistant", "content": "High."}
 
 
+def chunk(delta, finish=None):
+    return event({"choices": [{"index": 0, "delta": delta, "finish_reason": finish}]})
+
+
 async def answers(exchange):
     """Thinks aloud, calls a tool, and then answers."""
     messages = exchange.json["messages"]
     thought, made = f"Hm, {len(messages)}.", SAID if messages[-1]["role"] == "tool" else CALLED
     if not exchange.json.get("stream"):
         message = {**made, "reasoning_content": thought}
-        choice = {"index": 0, "message": message, "finish_reason": "stop"}
-        await exchange.send({"object": "chat.completion", "choices": [choice]})
+        await exchange.send({"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]})
         return
-    deltas = [{"role": "assistant"}, *({"reasoning_content": part} for part in (thought[:2], thought[2:]))]
+    deltas = [{"role": "assistant"}, {"reasoning_content": thought[:2]}, {"reasoning_content": thought[2:]}]
     if made is SAID:
         deltas += [{"content": "Hi"}, {"content": "gh."}]
     else:
-        function = {"name": "tide", "arguments": ""}
-        deltas.append({"tool_calls": [{**CALL, "index": 0, "function": function}]})
-        deltas += [
-            {"tool_calls": [{"index": 0, "function": {"arguments": part}}]}
-            for part in ('{"port"', ':"Brest"}')
-        ]
-    chunks = [event({"choices": [{"index": 0, "delta": delta, "finish_reason": None}]}) for delta in deltas]
-    last = event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
-    await exchange.stream(*chunks, last, b"data: [DONE]\n\n")
+        first, *more = ({"arguments": part} for part in ("", '{"port"', ':"Brest"}'))
+        deltas.append({"tool_calls": [{**CALL, "index": 0, "function": {"name": "tide", **first}}]})
+        deltas += [{"tool_calls": [{"index": 0, "function": part}]} for part in more]
+    await exchange.stream(*map(chunk, deltas), chunk({}, "stop"), DONE)
 
 
 @pytest.fixture
 async def client(engine):
     engine.script = answers
-    routes = frozenset({"/v1/messages"})
-    adapter = FakeAdapter("a", engine.url, replace(INFO, served_as_chats=routes))
+    adapter = FakeAdapter("a", engine.url, replace(INFO, served_as_chats=MESSAGES_ROUTES))
     rules = Normalising([ChosenRules(frozenset({Rule.REASONING_KEPT, Rule.VOLATILE_LAST}))])
-    proxied = proxy_over(
-        adapter,
-        tenants=Tenants([ApiKey.of(name, name) for name in ("red", "blue")]),
-        normalising=rules,
-        translations=translations(ResponseStore()),
-    )
+    tenants = Tenants([ApiKey.of(name, name) for name in ("red", "blue")])
+    proxied = proxy_over(adapter, tenants=tenants, normalising=rules)
     async with proxied as proxy, client_of(proxy) as client:
         client.proxy, client.engine = proxy, engine
         yield client
@@ -131,9 +124,9 @@ async def test_messages_that_leave_it_out(client):
 
 
 async def test_the_same_history_gives_the_same_bytes(client):
-    """Over 20 turns, each prompt begins with the one before, and with what the engine said to it."""
+    """Each prompt begins with the one before, and with what the engine said to it."""
     talk, before = [USER], []
-    for turn in range(20):
+    for turn in range(8):
         await ask(client, *talk, stream=bool(turn % 2))
         sent = json.loads(client.engine.seen[-1].body)["messages"]
         assert sent[: len(before)] == before
@@ -156,8 +149,7 @@ async def kept_after(*chunks, status=200, whole=False, limit=None):
     return json.loads(body.raw)["messages"][1].get("reasoning_content")
 
 
-DELTA = event({"choices": [{"delta": {"reasoning": "Hm.", "content": "High."}}]})
-END = event({"choices": [{"delta": {}, "finish_reason": "stop"}]})
+DELTA, END = chunk({"reasoning": "Hm.", "content": "High."}), chunk({}, "stop")
 
 
 async def test_only_of_a_whole_answer():
@@ -168,8 +160,7 @@ async def test_only_of_a_whole_answer():
     assert await kept_after(DELTA, b"data: {broken\n\n", END) is None
     assert await kept_after(DELTA, b"data: " + b"x" * (65 << 20), END) is None
     assert await kept_after(b"<html>", whole=True) is None
-    assert await kept_after(b"", whole=True) is None
-    assert await kept_after(END.replace(b"{}", b'{"content":"High."}')) is None  # it has none
+    assert await kept_after(chunk({"content": "High."}, "stop")) is None  # it has none
 
 
 async def test_memory_is_bounded_and_what_is_used_stays():

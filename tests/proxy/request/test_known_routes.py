@@ -8,12 +8,9 @@ from proxy.request.known_routes import did_you_mean, of_lacking
 @pytest.mark.parametrize(
     ("route", "meant"),
     [
-        ("/v1/chat/completion", "/v1/chat/completions"),
         ("/v1/chats/completions", "/v1/chat/completions"),
         ("/v1/chat", "/v1/chat/completions"),
         ("/v1/message", "/v1/messages"),
-        ("/v1/response", "/v1/responses"),
-        ("/v1/embedding", "/v1/embeddings"),
         ("/v1/model", "/v1/models"),
     ],
 )

@@ -1,7 +1,6 @@
 """Streams whose engine dies in mid-answer, over real sockets: which go on, and which end. The rest
 of a stream joined to what its client has."""
 
-import asyncio
 import json
 from array import array
 from dataclasses import replace
@@ -13,9 +12,10 @@ import pytest
 from engine_adapter import EngineDiverged, Hold, Resumption
 from engine_adapter.torch_engine.adapter import ToldTokens
 from proxy.core.life import Rules
-from proxy.request.migration import SentStream, Splice, Transcript
+from proxy.request.migration import SentStream, Splice, Transcript, read_chunk
 from tests.fakes import CHAT, DONE, STREAM, FakeAdapter, client_of, event, proxy_over
 from tests.holding import HoldingAdapter
+from tests.scripts import dies, streams
 
 GREEDY = {**STREAM, "temperature": 0}
 WORDS = ["One", " two", " three", " four", " five"]
@@ -37,28 +37,10 @@ def compact(part):
     return event(0).replace(b"0", json.dumps(json.loads(part[6:]), separators=(",", ":")).encode())
 
 
-def dying(*chunks, abort=False):
-    async def script(exchange):
-        await exchange.start()
-        for part in chunks:
-            await exchange.chunk(part)
-        exchange.die(abort=abort)
-
-    return script
-
-
-def telling(*chunks):
-    async def script(exchange):
-        await exchange.stream(*chunks)
-
-    return script
-
-
 @pytest.fixture
-async def client(engine, other):
-    async with proxy_over(engine, other) as proxy, client_of(proxy) as client:
-        client.proxy = proxy
-        yield client
+async def proxy(engine, other):
+    async with proxy_over(engine, other) as proxy:
+        yield proxy
         await proxy.settled()
         assert proxy.flow.attempts.room.used == 0
 
@@ -81,8 +63,8 @@ class TestAgain:
         "words", [WORDS, ["One tw", "o three four", " five"]], ids=["same", "other cuts"]
     )
     async def test_the_client_sees_one_stream(self, engine, other, client, sent, words):
-        engine.script = dying(*whole()[:sent], abort=sent == 2)
-        other.script = telling(*whole("2", words))
+        engine.script = dies(*whole()[:sent], abort=sent == 2)
+        other.script = streams(*whole("2", words))
         response = await client.post(CHAT, json=GREEDY)
         assert other.seen[0].body == engine.seen[0].body
         chunks = [json.loads(line[6:]) for line in response.text.split("\n\n")[:-2]]
@@ -90,9 +72,8 @@ class TestAgain:
         assert "".join(delta.get("content") or "" for delta in deltas) == "".join(WORDS)
         assert [delta["role"] for delta in deltas if "role" in delta] == ["assistant"]
         assert len({(part["id"], part["created"]) for part in chunks}) == 1
-        assert [part["choices"][0]["finish_reason"] for part in chunks] == [None] * (len(chunks) - 1) + [
-            "stop"
-        ]
+        *reasons, last = [part["choices"][0]["finish_reason"] for part in chunks]
+        assert (set(reasons), last) == ({None}, "stop")
         assert response.text.endswith("data: [DONE]\n\n")
         record = client.proxy.last
         assert (record.attempts, record.status, record.error) == (["a", "b"], 200, None)
@@ -101,8 +82,8 @@ class TestAgain:
         assert ('kvpin_interrupted_streams_total{model="m",result="migrated"} 1.0' in page) == (sent > 0)
 
     async def test_after_a_comment_the_next_engine_says_the_first_token(self, engine, other, client):
-        engine.script = dying(b":\n\n")
-        other.script = telling(*whole("2"))
+        engine.script = dies(b":\n\n")
+        other.script = streams(*whole("2"))
         response = await client.post(CHAT, json=GREEDY)
         assert response.text.count("data:") == len(whole())
         record = client.proxy.last
@@ -110,22 +91,12 @@ class TestAgain:
         assert record.first_byte_s is not None
         assert record.moments.has_failed
 
-    async def test_a_long_answer(self, engine, other, client):
-        words = [f" word{number}" for number in range(2000)]
-        engine.script = dying(*whole(words=words)[:1500])
-        other.script = telling(*whole("2", words))
-        response = await client.post(CHAT, json=GREEDY)
-        lines = response.text.split("\n\n")[:-2]
-        assert [json.loads(line[6:])["choices"][0]["delta"].get("content") for line in lines[1:-1]] == words
-
     @pytest.mark.parametrize(
-        "answer",
-        [whole("2", ["One", " 2"]), whole("2", ["One"]), [event({"error": {"message": "no"}}), DONE]],
-        ids=["another", "shorter", "error"],
+        "answer", [whole("2", ["One"]), [event({"error": {"message": "no"}}), DONE]], ids=["shorter", "error"]
     )
     async def test_another_answer_ends_it(self, engine, other, client, answer):
-        engine.script = dying(*whole()[:4])
-        other.script = telling(*answer)
+        engine.script = dies(*whole()[:4])
+        other.script = streams(*answer)
         got = await broken(client)
         assert got.startswith(b"".join(whole()[:4]))
         assert b"gave another one" in got
@@ -133,8 +104,8 @@ class TestAgain:
         assert 'result="broken"} 1.0' in client.proxy.metrics.render().decode()
 
     async def test_a_second_death_ends_it(self, engine, other, client):
-        engine.script = dying(*whole()[:2])
-        other.script = dying(*whole("2")[:4])
+        engine.script = dies(*whole()[:2])
+        other.script = dies(*whole("2")[:4])
         got = await broken(client)
         assert got.startswith(b"".join(whole()[:2]))
         assert got.count(b'"content"') == 4
@@ -156,9 +127,9 @@ class TestOnward:
         def make(body):
             return Hold(body, resume=lambda: self.TOLD)
 
-        engine.script = dying(self.text("One"), self.text(" two"))
+        engine.script = dies(self.text("One"), self.text(" two"))
         last = self.text("", "2", finish_reason="length")
-        other.script = telling(self.text(" three", "2"), last, DONE)
+        other.script = streams(self.text(" three", "2"), last, DONE)
         adapters = HoldingAdapter(engine, make), HoldingAdapter(other, make)
         async with proxy_over(*adapters, reuse=True) as proxy, client_of(proxy) as client:
             response = await client.post("/v1/completions", json=self.ASK)
@@ -178,18 +149,9 @@ class TestOnward:
             told = ToldTokens()
             return Hold(body, answer=told, resume=told.resume)
 
-        def telling_tokens(text, *token_ids):
-            return b": %b\n" % b" ".join(b"%d" % each for each in token_ids) + self.text(text)
-
-        async def script(exchange):
-            await exchange.start()
-            for number, word in enumerate(WORDS, 40):  # a piece of its own for each event
-                await exchange.chunk(telling_tokens(word, number))
-                await asyncio.sleep(0.01)
-            exchange.die()
-
-        engine.script = script
-        other.script = telling(self.text("", "2", finish_reason="length"), DONE)
+        said = [b": %d\n" % number + self.text(word) for number, word in enumerate(WORDS, 40)]
+        engine.script = dies(*said, pause_s=0.01)
+        other.script = streams(self.text("", "2", finish_reason="length"), DONE)
         adapters = HoldingAdapter(engine, make), HoldingAdapter(other, make)
         async with proxy_over(*adapters, reuse=True) as proxy, client_of(proxy) as client:
             response = await client.post("/v1/completions", json=self.ASK)
@@ -197,7 +159,7 @@ class TestOnward:
             assert other.seen[0].json["answer_token_ids"] == [40, 41, 42, 43, 44]
 
     async def test_another_kind_of_engine_cannot(self, engine, other):
-        engine.script = dying(self.text("One"))
+        engine.script = dies(self.text("One"))
         holding = HoldingAdapter(engine, lambda body: Hold(body, resume=lambda: self.TOLD))
         stranger = FakeAdapter(other.id, other.url)
         stranger.spec = replace(stranger.spec, kind="vllm")
@@ -213,10 +175,7 @@ class TestNotAgain:
         [
             (STREAM, whole()[:3]),
             (GREEDY, [*whole()[:3], chunk({"tool_calls": [{"index": 0}]})]),
-            (
-                GREEDY,
-                [chunk({"content": "One"}, logprobs=None), event({"choices": [{"logprobs": {"a": 1}}]})],
-            ),
+            (GREEDY, [chunk({"content": "One"}), event({"choices": [{"logprobs": {"a": 1}}]})]),
             (GREEDY, [*whole()[:3], event({"choices": [{"index": 1, "delta": {"content": "x"}}]})]),
             (GREEDY, [event({"choices": [{}, {}]})]),
             (GREEDY, [b"data: odd\n\n"]),
@@ -224,29 +183,28 @@ class TestNotAgain:
         ids=["sampled", "tool call", "logprobs", "second choice", "two choices", "unreadable"],
     )
     async def test_it_ends_with_an_error(self, engine, other, client, body, chunks):
-        engine.script = dying(*chunks)
+        engine.script = dies(*chunks)
         got = await broken(client, body)
         assert got.startswith(b"".join(chunks))
-        assert b"stopped in mid-answer" in got.rpartition(b"data: ")[2]
+        error = json.loads(got.rpartition(b"data: ")[2])["error"]
+        assert (error["type"], "stopped in mid-answer" in error["message"]) == ("server_error", True)
         assert not other.seen
         assert client.proxy.last.interrupted == 1
+        assert client.proxy.last.error == error["message"]
+        assert client.proxy.fleet.engines["a"].state == "suspect"
 
     async def test_retries_are_off(self, engine, other):
         async with proxy_over(engine, other, rules=Rules(retries=0)) as proxy, client_of(proxy) as client:
-            engine.script = dying(*whole()[:3])
+            engine.script = dies(*whole()[:3])
             await broken(client)
             assert not other.seen
 
 
 async def test_bodies_have_limited_room(engine, other, client):
     client.proxy.flow.attempts.room.limit = 10
-    engine.script = dying(*whole()[:3])
+    engine.script = dies(*whole()[:3])
     assert b"stopped in mid-answer" in await broken(client)
     assert not other.seen
-
-
-def plain_chunk(delta, name="1", **more):
-    return event({"id": name, "created": int(name), "choices": [{"index": 0, "delta": delta}], **more})
 
 
 def spliced(sent, rest, *, again, cached=None):
@@ -269,20 +227,19 @@ ROLE = {"role": "assistant", "content": None}
 
 
 def test_what_was_sent_before_the_role_is_kept():
-    assert deltas(spliced([], [plain_chunk(ROLE, "2")], again=True)) == [ROLE]
-    assert deltas(
-        spliced([plain_chunk(ROLE)], [plain_chunk({**ROLE, "content": "One"}, "2")], again=True)
-    ) == [{"content": "One"}]
+    assert deltas(spliced([], [chunk(ROLE, "2")], again=True)) == [ROLE]
+    first = chunk({**ROLE, "content": "One"}, "2")
+    assert deltas(spliced([chunk(ROLE)], [first], again=True)) == [{"content": "One"}]
 
 
 def test_a_seam_inside_a_chunk_and_between_fields():
-    sent = [plain_chunk(ROLE), plain_chunk({"reasoning_content": "Hm"}), plain_chunk({"content": "On"})]
+    sent = [chunk(ROLE), chunk({"reasoning_content": "Hm"}), chunk({"content": "On"})]
     rest = [
-        plain_chunk({"role": "assistant", "reasoning_content": "H"}, "2"),
-        plain_chunk({"reasoning_content": "m"}, "2"),
+        chunk({"role": "assistant", "reasoning_content": "H"}, "2"),
+        chunk({"reasoning_content": "m"}, "2"),
         event({"id": "2", "choices": []}),
         b": comment\n\n",
-        plain_chunk({"content": "One two"}, "2"),
+        chunk({"content": "One two"}, "2"),
     ]
     assert deltas(spliced(sent, rest, again=True)) == [{"content": "e two"}]
 
@@ -290,27 +247,84 @@ def test_a_seam_inside_a_chunk_and_between_fields():
 @pytest.mark.parametrize(
     "other",
     [
-        {"content": "Ona"},
-        {"reasoning_content": "One"},
-        {"content": "On", "tool_calls": [1]},
-        {"refusal": "No"},
+        chunk({"content": "Ona"}, "2"),
+        chunk({"reasoning_content": "One"}, "2"),
+        chunk({"content": "On", "tool_calls": [1]}, "2"),
+        DONE,
     ],
+    ids=["other text", "a thought", "a call", "too early an end"],
 )
 def test_another_answer_is_refused(other):
     with pytest.raises(EngineDiverged, match="another one"):
-        spliced([plain_chunk(ROLE), plain_chunk({"content": "One"})], [plain_chunk(other, "2")], again=True)
+        spliced([chunk(ROLE), chunk({"content": "One"})], [other], again=True)
 
 
 @pytest.mark.parametrize("details", [{"prompt_tokens_details": {"cached_tokens": 99}}, {}])
 def test_the_usage_tells_what_the_first_engine_reused(details):
-    last = plain_chunk({}, "2", usage={"completion_tokens": 9, **details})
+    last = chunk({}, "2", usage={"completion_tokens": 9, **details})
     (part,) = spliced([], [last], again=False, cached=32)
-    expected = {"completion_tokens": 9} | (
-        {"prompt_tokens_details": {"cached_tokens": 32}} if details else {}
+    told = {"prompt_tokens_details": {"cached_tokens": 32}} if details else {}
+    assert part["usage"] == {"completion_tokens": 9, **told}
+
+
+def piece(delta, **choice):
+    return event(
+        {"id": "1", "object": "o", "choices": [{"index": 0, "delta": delta, **choice}], "usage": None}
     )
-    assert part["usage"] == expected
 
 
-def test_an_answer_that_ends_too_early_is_refused():
-    with pytest.raises(EngineDiverged, match="another one"):
-        spliced([plain_chunk({"content": "One"})], [DONE], again=True)
+PARTS = [
+    b": comment\n\n",
+    piece({"role": "assistant", "content": ""}),
+    piece({"reasoning_content": "Hm"}),
+    piece({"reasoning_content": "m"}, finish_reason=None, logprobs=None),
+    piece({"content": "żó"}),
+    piece({"content": "ł\n\nw", "tool_calls": []}),
+]
+TEXTS = [("reasoning_content", "Hmm"), ("content", "żół\n\nw")]
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 100])
+@pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n"])
+def test_any_number_of_events_at_once_gives_the_same(at_once, end):
+    parts = [each.replace(b"\n\n", end) for each in PARTS]
+    sent = Transcript(keeps_text=True)
+    for at in range(0, len(parts), at_once):
+        part = b"".join(parts[at : at + at_once])
+        assert sent.feed(part) == part
+    sent.read()
+    assert (list(sent.texts), sent.has_role, sent.is_plain) == (TEXTS, True, True)
+    assert set(sent.head) == {"id", "object"}
+
+
+def test_a_completion_has_its_text_in_the_choice():
+    sent = Transcript(keeps_text=True)
+    sent.feed(event({"id": "1", "choices": [{"index": 0, "text": "One", "logprobs": None}]}))
+    sent.read()
+    assert (sent.texts, sent.is_plain) == ((("text", "One"),), True)
+
+
+def test_too_long_a_text_is_given_up():
+    sent = Transcript(keeps_text=True)
+    for _ in range(40):
+        sent.feed(piece({"content": "x" * 40_000}))
+    assert not sent.is_plain
+    assert len(sent.texts[0][1]) < 1_200_000
+
+
+@pytest.mark.parametrize("last", [event({"error": {}}), piece({}, finish_reason="stop").replace(b": ", b":")])
+def test_without_its_text_a_stream_must_not_have_ended(last):
+    sent = Transcript(keeps_text=False)
+    for part in PARTS:
+        assert sent.feed(part) == part
+    assert (sent.is_plain, sent.texts, sent.has_role, bool(sent.head)) == (True, (), True, True)
+    assert sent.feed(last) == last
+    assert not sent.is_plain
+
+
+def test_other_events():
+    assert read_chunk(DONE) is None
+    assert read_chunk(b"event: ping\n\n") is None
+    assert read_chunk(event({"choices": [{}, {}]})) is None
+    assert read_chunk(event({"usage": {}})).choice is None
+    assert read_chunk(event({"choices": None, "usage": {}})).choice is None

@@ -15,8 +15,9 @@ from proxy.core.normalise import AGENTS, Rule
 from proxy.request.calls import Call, Session
 from proxy.request.normalising import NO_RULES, ChosenRules, Normalising
 from proxy.request.tenants import ApiKey, Tenants
-from tests.fakes import ASK, CHAT, INFO, FakeAdapter, client_of, event, proxy_over
+from tests.fakes import ASK, CHAT, DONE, INFO, FakeAdapter, client_of, event, proxy_over
 from tests.kv_world import until
+from tests.scripts import sends, streams
 
 TIMES = ("2026-11-25T23:05:44Z", "2026-11-25T23:06:01Z")
 DATES = Normalising(
@@ -29,6 +30,12 @@ DATES = Normalising(
 
 def asked(at, text="Hi"):
     messages = [{"role": "system", "content": f"Now: {at}. Be brief."}, {"role": "user", "content": text}]
+    return {**ASK, "messages": messages}
+
+
+def working_in(path, *more, said="Be brief.", asks="Hi"):
+    text = f"The current working directory is `{path}`. {said}"
+    messages = [{"role": "system", "content": text}, {"role": "user", "content": asks}, *more]
     return {**ASK, "messages": messages}
 
 
@@ -52,14 +59,19 @@ def test_rules_are_chosen_by_tenant_and_model(tenant, model, rules):
 
 
 @pytest.fixture
-async def client(engine, tokenizer_dir):
-    adapter = FakeAdapter("a", engine.url, replace(INFO, tokenizer=str(tokenizer_dir)))
+def adapters(engine, tokenizer_dir):
+    return [FakeAdapter("a", engine.url, replace(INFO, tokenizer=str(tokenizer_dir)))]
+
+
+@pytest.fixture
+def proxy_options():
     tenants = Tenants([ApiKey.of(name, name) for name in ("red", "blue")])
-    proxied = proxy_over(adapter, reuse=True, tenants=tenants, normalising=DATES)
-    async with proxied as proxy, client_of(proxy) as client:
-        client.proxy = proxy
-        yield client
-        await proxy.settled()
+    return {"reuse": True, "tenants": tenants, "normalising": DATES}
+
+
+def served_as_chats(client, route):
+    engine = client.proxy.fleet.engines["a"]
+    engine.info = replace(engine.info, served_as_chats=frozenset({route}))
 
 
 async def ask(client, body, tenant="red", path=CHAT):
@@ -107,35 +119,24 @@ async def test_a_miss_that_the_client_made_is_told_where_it_wrote(client):
     assert (found.miss, str(found.at)) == ("system_changed", "messages[0], character 43")
 
 
-def working_in(path, *more, said="Be brief.", asks="Hi"):
-    text = f"The current working directory is `{path}`. {said}"
-    messages = [{"role": "system", "content": text}, {"role": "user", "content": asks}, *more]
-    return {**ASK, "messages": messages}
-
-
 PIECES = ['{"file": "[', "[pa", 'th 1]]/a.py"', "}"]
 
 
-@pytest.mark.parametrize("streams", [True, False])
-async def test_a_path_comes_back_right_where_a_model_repeats_its_reference(engine, client, streams):
-    def choice(arguments, **more):
-        call = {"index": 0, "function": {"arguments": arguments}}
-        return {"index": 0, "finish_reason": None, **more, "delta": {"tool_calls": [call]}}
+@pytest.mark.parametrize("is_stream", [True, False])
+async def test_a_path_comes_back_right_where_a_model_repeats_its_reference(engine, client, is_stream):
+    def chunk(delta, finish=None):
+        return event({"id": "c", "choices": [{"index": 0, "delta": delta, "finish_reason": finish}]})
 
-    async def script(exchange):
-        if streams:
-            chunks = [event({"id": "c", "choices": [choice(piece)]}) for piece in PIECES]
-            end = event({"id": "c", "choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]})
-            await exchange.stream(*chunks, end, b"data: [DONE]\n\n")
-        else:
-            message = {"content": None, "tool_calls": [{"function": {"arguments": "".join(PIECES)}}]}
-            told = json.dumps({"id": "c", "choices": [{"index": 0, "message": message}]}).encode()
-            await exchange.send(told)
+    def calling(arguments):
+        return {"tool_calls": [{"index": 0, "function": {"arguments": arguments}}]}
 
-    engine.script = script
+    if is_stream:
+        engine.script = streams(*(chunk(calling(each)) for each in PIECES), chunk({}, "tool_calls"), DONE)
+    else:
+        engine.script = sends({"id": "c", "choices": [{"index": 0, "message": calling("".join(PIECES))}]})
     systems = set()
     for path in ("/home/me/x", "/home/me/y"):
-        answer = await ask(client, {**working_in(path), "stream": streams}, "blue")
+        answer = await ask(client, {**working_in(path), "stream": is_stream}, "blue")
         assert answer.headers["x-kvpin-normalised"] == "paths"
         said = [json.loads(line[6:]) for line in answer.text.split("\n") if line.startswith("data: {")]
         turns = [each["choices"][0]["delta"] for each in said]
@@ -149,10 +150,8 @@ async def test_a_path_comes_back_right_where_a_model_repeats_its_reference(engin
 
 
 async def test_a_result_of_a_tool_and_an_earlier_answer_stay_as_they_are(engine, client):
-    more = [
-        {"role": "assistant", "content": "It is /home/me/x."},
-        {"role": "tool", "tool_call_id": "c", "content": "/home/me/x/a.py"},
-    ]
+    said = {"role": "assistant", "content": "It is /home/me/x."}
+    more = [said, {"role": "tool", "tool_call_id": "c", "content": "/home/me/x/a.py"}]
     await ask(client, working_in("/home/me/x", *more), "blue")
     sent = json.loads(engine.seen[-1].body)["messages"]
     assert sent[2:] == more
@@ -160,38 +159,34 @@ async def test_a_result_of_a_tool_and_an_earlier_answer_stay_as_they_are(engine,
     assert json.loads(engine.seen[-1].body)["messages"][:4] == sent
 
 
-@pytest.mark.parametrize(("stored", "rules"), [({}, []), ({"store": False}, ["paths"])])
-async def test_an_answer_that_an_engine_keeps_has_no_reference(client, stored, rules):
-    body = {"model": "m", "instructions": "The directory is /home/me/x.", "input": "Hi", **stored}
-    await ask(client, body, "blue", "/v1/responses")
-    assert client.proxy.last.normalised == rules
+RESPONSE = {"model": "m", "instructions": "The directory is /home/me/x.", "input": "Hi"}
 
 
-@pytest.mark.parametrize(("stored", "rules"), [({}, ["paths"]), ({"store": True}, [])])
-async def test_a_chat_that_an_engine_keeps_has_no_reference(client, stored, rules):
-    await ask(client, working_in("/home/me/x") | stored, "blue")
+@pytest.mark.parametrize(
+    ("path", "body", "rules"),
+    [
+        ("/v1/responses", RESPONSE, []),
+        ("/v1/responses", {**RESPONSE, "store": False}, ["paths"]),
+        (CHAT, working_in("/home/me/x"), ["paths"]),
+        (CHAT, {**working_in("/home/me/x"), "store": True}, []),
+    ],
+    ids=["response", "response unkept", "chat", "kept chat"],
+)
+async def test_an_answer_that_an_engine_keeps_has_no_reference(client, path, body, rules):
+    await ask(client, body, "blue", path)
     assert client.proxy.last.normalised == rules
 
 
 async def test_a_response_that_kvpin_keeps_has_no_reference(engine, client):
     """Its items are the history of the next response, whose references mean other values."""
-    engine_of = client.proxy.fleet.engines["a"]
-    engine_of.info = replace(engine_of.info, served_as_chats=frozenset({"/v1/responses"}))
-
-    async def script(exchange):
-        message = {"role": "assistant", "content": "Hello"}
-        choice = {"index": 0, "message": message, "finish_reason": "stop"}
-        await exchange.send(json.dumps({"id": "c", "choices": [choice]}).encode())
-
-    engine.script = script
-    body = {"model": "m", "instructions": "The directory is /home/me/x.", "input": "Hi"}
-    answer = (await ask(client, body, "blue", "/v1/responses")).json()
+    served_as_chats(client, "/v1/responses")
+    answer = (await ask(client, RESPONSE, "blue", "/v1/responses")).json()
     headers = {"authorization": "Bearer blue"}
     items = await client.get(f"/v1/responses/{answer['id']}/input_items", headers=headers)
     assert "[[path" not in items.text
-    body |= {"instructions": "The directory is /home/me/y.", "previous_response_id": answer["id"]}
-    last = await ask(client, {**body, "store": False}, "blue", "/v1/responses")
-    assert last.json()["instructions"] == body["instructions"]
+    goes_on = {"instructions": "The directory is /home/me/y.", "previous_response_id": answer["id"]}
+    last = await ask(client, {**RESPONSE, **goes_on, "store": False}, "blue", "/v1/responses")
+    assert last.json()["instructions"] == goes_on["instructions"]
     sent = engine.seen[-1].body.decode()
     assert "/home/me/y" in sent
     assert "/home/me/x" not in sent
@@ -213,25 +208,17 @@ async def test_another_tenants_prompt_stays(engine, client):
 
 
 async def test_the_billing_line_of_messages_is_always_dropped_and_never_silently(engine, client):
-    engine_of = client.proxy.fleet.engines["a"]
-    engine_of.info = replace(engine_of.info, served_as_chats=frozenset({"/v1/messages"}))
-    line = "x-anthropic-billing-header: cc_version=2.1; cch=a5145;"
-    body = {"model": "m", "max_tokens": 4, "system": [{"type": "text", "text": line}]}
-    answer = await ask(
-        client, {**body, "messages": [{"role": "user", "content": "Hi"}]}, "blue", "/v1/messages"
-    )
+    served_as_chats(client, "/v1/messages")
+    line = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cch=a5145;"}
+    answer = await ask(client, {**ASK, "max_tokens": 4, "system": [line]}, "blue", "/v1/messages")
     assert answer.headers["x-kvpin-normalised"] == "billing_line"
     assert [each["role"] for each in json.loads(engine.seen[0].body)["messages"]] == ["user"]
 
 
 async def test_tools_that_are_nested_too_deeply_stay_as_they_are():
     schema = b'{"a":' * 700 + b"1" + b"}" * 700
-    call = call_with(b'{"messages": [], "tools": [{"name": "f", "parameters": %b}]}' % schema)
-    assert await Normalising([ChosenRules(AGENTS)]).apply(call, "m") is None
-
-
-def call_with(raw):
-    return Call("r", "POST", CHAT, None, JsonBody(raw))
+    body = JsonBody(b'{"messages": [], "tools": [{"name": "f", "parameters": %b}]}' % schema)
+    assert await Normalising([ChosenRules(AGENTS)]).apply(Call("r", "POST", CHAT, None, body), "m") is None
 
 
 STRICT = (
@@ -267,19 +254,11 @@ async def test_messages_that_the_template_loses_are_repaired(engine, strict_toke
 
 
 async def test_a_repair_is_in_the_log_once_for_each_session():
-    chat = {"messages": [{"role": "user", "content": "A"}, {"role": "user", "content": "B"}]}
-    made = [
-        Call("r", "POST", CHAT, None, JsonBody(json.dumps(chat).encode()), session=session)
-        for session in (
-            Session("red", "talk-1"),
-            Session("red", "talk-1"),
-            Session("red", "talk-2"),
-            None,
-            None,
-        )
-    ]
+    body = JsonBody(b'{"messages": [{"role": "user", "content": "A"}, {"role": "user", "content": "B"}]}')
+    one, other = Session("red", "talk-1"), Session("red", "talk-2")
     with capture_logs() as logs:
-        for call in made:
+        for session in (one, one, other, None, None):
+            call = Call("r", "POST", CHAT, None, body, session=session)
             changed, applied, _ = await NO_RULES.apply(call, "a model of this test", {MessageShape.TURNS})
             assert applied == (Repair.TURNS_ALTERNATE,)
             assert changed.body.view("messages") == [{"role": "user", "content": "A\n\nB"}]

@@ -1,3 +1,4 @@
+import json
 from array import array
 
 import pytest
@@ -6,23 +7,13 @@ from engine_adapter import Headers, JsonBody
 from proxy.prompt import Prompt
 from proxy.request import records as module
 from proxy.request.calls import Call
-from proxy.request.records import RequestLog, RequestRecord
+from proxy.request.records import RequestLog, RequestRecord, Sources
 
 
-def record(name, tokens=None, *, started=0.0, model="m", salt=None, key=None, tenant=None, client_id=None):
-    prompt = Prompt(array("i", tokens), None, salt) if tokens is not None else None
-    return RequestRecord(
-        name,
-        started,
-        "/v1/x",
-        model,
-        tenant,
-        stream=False,
-        client_request_id=client_id,
-        prompt_cache_key=key,
-        prompt=prompt,
-        served_as=model,
-    )
+def record(name, tokens=None, *, key=None, tenant=None, client_id=None):
+    prompt = Prompt(array("i", tokens)) if tokens is not None else None
+    fields = {"client_request_id": client_id, "prompt_cache_key": key, "prompt": prompt, "served_as": "m"}
+    return RequestRecord(name, 0.0, "/v1/x", "m", tenant, stream=False, **fields)
 
 
 def log_of(*records, capacity=10):
@@ -83,12 +74,8 @@ def test_the_beginning_of_an_id_finds_the_only_request_with_it():
 
 
 def test_the_prompt_of_a_cache_key_is_its_tenants_newest():
-    log = log_of(
-        record("a", [1], key="k"),
-        record("b", [2], key="k"),
-        record("c", key="k"),
-        record("d", [3], key="k", tenant="t"),
-    )
+    own = [record(name, tokens, key="k") for name, tokens in (("a", [1]), ("b", [2]), ("c", None))]
+    log = log_of(*own, record("d", [3], key="k", tenant="t"))
     model, prompt = log.last_prompt("k", None)
     assert (model, prompt.token_ids.tolist()) == ("m", [2])
     assert log.last_prompt("k", "t")[1].token_ids.tolist() == [3]
@@ -100,21 +87,15 @@ def test_prompts_do_not_show_in_logs():
     assert "1234567" not in repr(record("a", [1234567]))
 
 
-def test_an_answer_is_found_by_its_id_and_its_tenant():
-    red, blue = record("req-1", tenant="red"), record("req-2", tenant="blue")
+def test_an_answer_is_found_by_its_id_or_x_request_id_and_its_tenant():
+    """The request's id is kvpin's own, or the client's, which the answer repeats."""
+    red, blue = record("req-1", tenant="red", client_id="mine"), record("req-2", tenant="blue")
     red.answer_id = blue.answer_id = "resp_1"
     log = log_of(red, blue)
     assert (log.answered("resp_1", "red"), log.answered("resp_1", "blue")) == (red, blue)
-    assert (log.answered("resp_1", None), log.answered("resp_2", "red")) == (None, None)
-
-
-def test_an_answer_is_found_by_its_x_request_id():
-    """kvpin's own, or the client's, which the answer repeats."""
-    asked = record("req-1", tenant="red")
-    asked.client_request_id = "mine"
-    log = log_of(asked)
-    assert (log.answered("req-1", "red"), log.answered("mine", "red")) == (asked, asked)
-    assert (log.answered("req-1", "blue"), log.answered("req-1", None)) == (None, None)
+    assert (log.answered("req-1", "red"), log.answered("mine", "red")) == (red, red)
+    for name, tenant in (("resp_1", None), ("resp_2", "red"), ("req-1", "blue"), ("req-1", None)):
+        assert log.answered(name, tenant) is None
 
 
 def test_a_body_leaves_with_its_record():
@@ -135,3 +116,43 @@ def test_no_body_is_kept_that_nobody_can_ask_about(log, runs_prompt):
     new.runs_prompt = runs_prompt
     log.keep_source(new, b"{}")
     assert log.sources.n_bytes == 0
+
+
+def body(prompt, **more):
+    return json.dumps({"prompt": prompt, **more}).encode()
+
+
+def test_the_fields_that_make_a_prompt():
+    sources = Sources()
+    sources.keep("r", "red", body("x", temperature=1, tools=[1]))
+    assert sources.fields("r", "red") == {"prompt": "x", "tools": [1]}
+    assert sources.fields("r", "blue") is sources.fields("r", None) is None
+    sources.drop("r", "blue")
+    sources.drop("r", "red")
+    sources.drop("r", "red")
+    assert (sources.fields("r", "red"), sources.n_bytes) == (None, 0)
+
+
+def test_a_field_that_cannot_be_read_is_none():
+    sources = Sources()
+    sources.keep("r", None, b'{"prompt": 1e999}')
+    assert sources.fields("r", None) == {"prompt": None}
+
+
+def test_the_tenant_that_takes_most_loses_its_oldest():
+    one = len(body("a"))
+    sources = Sources(limit_bytes=3 * one)
+    sources.keep("b1", "blue", body("b"))
+    for name in ("r1", "r2", "r3"):
+        sources.keep(name, "red", body("a"))
+    assert sources.fields("r1", "red") is None
+    assert all(sources.fields(name, "red") for name in ("r2", "r3"))
+    assert sources.fields("b1", "blue") == {"prompt": "b"}
+    assert sources.n_bytes == 3 * one
+
+
+def test_large_bodies_are_not_kept(monkeypatch):
+    monkeypatch.setattr(module, "MOST_BYTES", 20)
+    sources = Sources()
+    sources.keep("r", None, body("a" * 20))
+    assert sources.n_bytes == 0

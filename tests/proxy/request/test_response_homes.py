@@ -17,16 +17,10 @@ def serving(name):
 
     async def script(exchange):
         if exchange.method == "POST" and exchange.target == ROUTE:
-            made = {
-                "id": f"resp_{name}_{len(exchange.body)}",
-                "object": "response",
-                "output": [],
-                "metadata": {"id": "resp_x"},
-            }
+            made = {"id": f"resp_{name}_{len(exchange.body)}", "output": [], "metadata": {"id": "resp_x"}}
             if exchange.json.get("stream"):
-                await exchange.stream(
-                    b"event: response.created\n", event({"response": made}), event({"id": "no"})
-                )
+                created = event({"response": made})
+                await exchange.stream(b"event: response.created\n", created, event({"id": "no"}))
             else:
                 await exchange.send(made)
         else:
@@ -56,7 +50,7 @@ async def make(client, **fields):
 @pytest.mark.parametrize("stream", [False, True])
 async def test_all_that_names_a_response_goes_to_its_home(engines, stream):
     async with proxy_over(*engines) as proxy, client_of(proxy) as client:
-        for at in range(6):  # placement by load alone would spread them
+        for at in range(4):  # placement by load alone would spread them
             name, home = await make(client, stream=stream, pad="x" * at)
             for method, path in (("GET", ""), ("GET", "/input_items"), ("POST", "/cancel"), ("DELETE", "")):
                 answer = await client.request(method, f"{ROUTE}/{name}{path}")

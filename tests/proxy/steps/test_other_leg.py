@@ -29,8 +29,8 @@ async def answered(prefilled, *, begins_after=0.0, takes=0.0) -> Forwarded:
 
 class TestKeptKv:
     async def test_an_answer_must_begin_in_time_and_may_then_take_any(self):
-        prefilled = kept_for(0.2)
-        assert await prefilled.in_time(answered(prefilled, takes=0.4)) == Forwarded(200)
+        prefilled = kept_for(0.1)
+        assert await prefilled.in_time(answered(prefilled, takes=0.15)) == Forwarded(200)
         assert prefilled.is_over
 
     async def test_one_that_began_while_kvpin_was_paused_is_refused(self):
@@ -72,16 +72,17 @@ class TestSilence:
         monkeypatch.setattr(other_leg, "TICK_S", 0.02)
         began = monotonic()
         with other_leg._Silence() as silence:
-            await asyncio.sleep(0.3)
-        assert began + 0.1 < silence.surely < monotonic() - 0.01
+            while silence.surely < began + 0.01:  # noqa: ASYNC110 - it tells nobody
+                await asyncio.sleep(0.01)
+        assert silence.surely <= silence._last - 0.019
 
     async def test_a_pause_is_no_silence(self, monkeypatch):
         """What came while kvpin was paused may have come at its beginning."""
         monkeypatch.setattr(other_leg, "TICK_S", 0.02)
         with other_leg._Silence() as silence:
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.05)
             paused = monotonic()
-            time_sleep(0.3)
+            time_sleep(0.1)
             await asyncio.sleep(0)  # the overdue tick
             await asyncio.sleep(0)
         assert silence.surely <= paused
@@ -122,7 +123,7 @@ class TestHalves:
     async def test_a_report_that_does_not_come_is_not_waited_for_long(self, half, monkeypatch):
         monkeypatch.setattr(other_leg, "LAST_S", 0.05)
         one = half(lambda each: computes(each, 60))
-        assert await asyncio.wait_for(one.in_time(answered(one)), 5) == Forwarded(200)
+        assert await asyncio.wait_for(one.in_time(answered(one)), 30) == Forwarded(200)
         assert one.cached_tokens is None
 
     async def test_a_time_limit_of_something_else_stays_one(self, half):

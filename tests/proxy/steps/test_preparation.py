@@ -9,13 +9,7 @@ from engine_adapter import Headers, JsonBody
 from proxy.request.calls import Call
 from proxy.steps import preparation
 from proxy.steps.preparation import Preparation
-from tests.fakes import (
-    ASK,
-    CHAT,
-    client_of,
-    is_openai_error,
-    proxy_over,
-)
+from tests.fakes import ASK, CHAT, client_of, is_openai_error, proxy_over
 
 
 async def test_a_wrong_priority_is_refused_even_where_nothing_waits(engine):

@@ -8,13 +8,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from engine_adapter import (
-    EngineDied,
-    EngineRejected,
-    Headers,
-    JsonBody,
-    Resumption,
-)
+from engine_adapter import EngineDied, EngineRejected, Headers, JsonBody, Resumption
 from proxy.core.life import Cause, Phase, RetryBudget, Rules
 from proxy.prompt import Prompt
 from proxy.request.calls import Call, Nobody, Reply
@@ -117,7 +111,7 @@ async def test_a_clean_up_that_hangs_is_interrupted_again(monkeypatch):
 
     world.works = hangs
     task = asyncio.create_task(world.live())
-    assert await asyncio.wait_for(task, 5) is Cause.OUR_LIMIT
+    assert await asyncio.wait_for(task, 30) is Cause.OUR_LIMIT
     assert cancels == [2, 3]
     assert not task.cancelling()
 

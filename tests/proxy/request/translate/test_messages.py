@@ -83,7 +83,6 @@ class TestWhole:
     @pytest.mark.parametrize(
         ("finish", "choice", "reason", "sequence"),
         [
-            ("stop", {}, "end_turn", None),
             (None, {}, "end_turn", None),
             ("odd", {}, "end_turn", None),
             ("length", {}, "max_tokens", None),
@@ -92,7 +91,6 @@ class TestWhole:
             ("stop", {"stop_reason": "\n\n"}, "stop_sequence", "\n\n"),
             ("stop", {"stop_reason": 7}, "end_turn", None),
             ("stop", {"matched_stop": "END"}, "stop_sequence", "END"),
-            ("stop", {"matched_stop": 7}, "end_turn", None),
         ],
     )
     def test_why_it_stopped(self, finish, choice, reason, sequence):
@@ -116,13 +114,10 @@ class TestWhole:
     def test_usage(self, details, counts):
         """Without a mark, nothing counts as written."""
         usage = {"prompt_tokens": 40, "completion_tokens": 2, "prompt_tokens_details": details}
-        for fields, (fresh, written, read) in ((MARKED, counts), ({}, (sum(counts[:2]), 0, counts[2]))):
-            assert whole({"content": "x"}, usage=usage, fields=fields)["usage"] == {
-                "input_tokens": fresh,
-                "cache_creation_input_tokens": written,
-                "cache_read_input_tokens": read,
-                "output_tokens": 2,
-            }
+        for fields, expected in ((MARKED, counts), ({}, (sum(counts[:2]), 0, counts[2]))):
+            told = whole({"content": "x"}, usage=usage, fields=fields)["usage"]
+            names = "input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens"
+            assert told == {**dict(zip(names, expected, strict=True)), "output_tokens": 2}
 
     @pytest.mark.parametrize("content", [b"{}", b"no", b'{"choices": [{}]}', b'{"choices": 1}', b"\xff"])
     def test_what_is_no_chat(self, content):
@@ -135,57 +130,31 @@ class TestStream:
         function = {"name": "tide", "arguments": ""}
         events = streamed(
             chunk({"role": "assistant", "content": ""}),
-            chunk({"reasoning_content": "h"}),
-            chunk({"reasoning": "m"}),
-            chunk({"content": "I "}),
-            chunk({"content": "look."}),
+            *(chunk({name: part}) for name, part in (("reasoning_content", "h"), ("reasoning", "m"))),
+            *(chunk({"content": part}) for part in ("I ", "look.")),
             chunk({"tool_calls": [{"index": 0, "id": "c1", "function": function}]}),
-            chunk({"tool_calls": [{"index": 0, "function": {"arguments": '{"port"'}}]}),
-            chunk({"tool_calls": [{"index": 0, "function": {"arguments": ":1}"}}]}),
+            *(chunk({"tool_calls": [{"index": 0, "function": {"arguments": part}}]})
+              for part in ('{"port"', ":1}")),
             chunk({"tool_calls": [{"index": 1}]}),  # it has no name yet
             chunk({"tool_calls": [{"index": 1, "function": {"name": "wind", "arguments": "{}"}}]}),
             chunk(finish="tool_calls"),
             USAGE,
-        )
+        )  # fmt: skip
         nothing = dict.fromkeys(
             ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens", "output_tokens"), 0
         )
+        begun = {"type": "message", "role": "assistant", "model": "m", "content": [], "usage": nothing}
+        begun |= {"stop_reason": None, "stop_sequence": None}
         assert events[0]["message"].pop("id").startswith("msg_")
-        assert events[:2] == [
-            {
-                "type": "message_start",
-                "message": {
-                    "type": "message",
-                    "role": "assistant",
-                    "model": "m",
-                    "content": [],
-                    "stop_reason": None,
-                    "stop_sequence": None,
-                    "usage": nothing,
-                },
-            },
-            {"type": "ping"},
-        ]
+        assert events[:2] == [{"type": "message_start", "message": begun}, {"type": "ping"}]
         assert [brief(each) for each in events[2:]] == [
-            ("start", 0, "thinking"),
-            ("delta", 0, "h"),
-            ("delta", 0, "m"),
-            ("delta", 0, "kvpin"),
+            ("start", 0, "thinking"), ("delta", 0, "h"), ("delta", 0, "m"), ("delta", 0, "kvpin"),
             ("stop", 0, None),
-            ("start", 1, "text"),
-            ("delta", 1, "I "),
-            ("delta", 1, "look."),
-            ("stop", 1, None),
-            ("start", 2, "tool_use"),
-            ("delta", 2, '{"port"'),
-            ("delta", 2, ":1}"),
-            ("stop", 2, None),
-            ("start", 3, "tool_use"),
-            ("delta", 3, "{}"),
-            ("stop", 3, None),
-            ("delta", None, "tool_use"),
-            ("stop", None, None),
-        ]
+            ("start", 1, "text"), ("delta", 1, "I "), ("delta", 1, "look."), ("stop", 1, None),
+            ("start", 2, "tool_use"), ("delta", 2, '{"port"'), ("delta", 2, ":1}"), ("stop", 2, None),
+            ("start", 3, "tool_use"), ("delta", 3, "{}"), ("stop", 3, None),
+            ("delta", None, "tool_use"), ("stop", None, None),
+        ]  # fmt: skip
         calls = [each["content_block"] for each in events if each["type"] == "content_block_start"][2:]
         assert calls[0] == {"type": "tool_use", "id": "c1", "name": "tide", "input": {}}
         assert calls[1]["id"].startswith("toolu_")
@@ -198,18 +167,13 @@ class TestStream:
             ({"code": "time_limit"}, "timeout_error"),
             ({"code": "overloaded"}, "overloaded_error"),
             ({"code": 7}, "api_error"),
-            ({}, "api_error"),
         ],
     )
     def test_a_code_decides_the_type_of_an_error(self, error, kind):
         failed = {"error": {"message": "boom", **error}, "request_id": "r"}
         *_, before, last = streamed(chunk({"content": "x"}), failed, chunk({"content": "y"}, "stop"))
         assert before["delta"]["text"] == "x"
-        assert last == {
-            "type": "error",
-            "error": {"type": kind, "message": "boom"},
-            "request_id": "r",
-        }
+        assert last == {"type": "error", "error": {"type": kind, "message": "boom"}, "request_id": "r"}
 
 
 def test_a_prompt_that_is_prewarmed_has_no_answer():

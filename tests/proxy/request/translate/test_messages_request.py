@@ -13,11 +13,8 @@ IMAGE_PART = {"type": "image_url", "image_url": {"url": "data:image/png;base64,A
 
 
 CALL = {"type": "tool_use", "id": "t1", "name": "tide", "input": {"port": "Brest", "at": 1.0}}
-CALLED = {
-    "id": "t1",
-    "type": "function",
-    "function": {"name": "tide", "arguments": '{"port":"Brest","at":1.0}'},
-}
+ARGUMENTS = '{"port":"Brest","at":1.0}'
+CALLED = {"id": "t1", "type": "function", "function": {"name": "tide", "arguments": ARGUMENTS}}
 
 
 def result(content=None, **fields):
@@ -67,10 +64,9 @@ def test_what_only_anthropics_service_knows_goes():
 
 
 SCHEMA = {"type": "json_schema", "schema": {"type": "object"}}
-FORMAT = {
-    "type": "json_schema",
-    "json_schema": {"name": "answer", "schema": {"type": "object"}, "strict": True},
-}
+NAMED_SCHEMA = {"name": "answer", "schema": {"type": "object"}, "strict": True}
+FORMAT = {"type": "json_schema", "json_schema": NAMED_SCHEMA}
+PDF = {"type": "url", "url": "x.pdf"}
 BY_URL = {"type": "image", "source": {"type": "url", "url": "https://x/y.png"}}
 CACHED = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
 FOUND_IT = {"type": "search_result", "source": "s", "title": "T", "content": [text("a"), text("b")]}
@@ -142,18 +138,18 @@ def test_numbers_keep_their_digits():
     assert arguments == '{"a":123456789012345678901234567890,"b":1.10}'
 
 
+NAMED = {"type": "tool", "name": "n"}
+
+
 class TestTools:
     def test_offered(self):
         schema = {"type": "object", "properties": {"b": {}, "a": {}}}
         named = {"name": "n", "input_schema": schema}
         full = {**named, "type": "custom", "description": "d", "strict": True, "cache_control": None}
-        assert translated(tools=[named, full])["tools"] == [
-            {"type": "function", "function": {"name": "n", "description": "", "parameters": schema}},
-            {
-                "type": "function",
-                "function": {"name": "n", "description": "d", "parameters": schema, "strict": True},
-            },
-        ]
+        first, second = translated(tools=[named, full])["tools"]
+        offered = {"name": "n", "description": "", "parameters": schema}
+        assert first == {"type": "function", "function": offered}
+        assert second["function"] == offered | {"description": "d", "strict": True}
         assert translated(tools=[]) == translated()
 
     @pytest.mark.parametrize(
@@ -162,12 +158,8 @@ class TestTools:
             ({"type": "auto"}, 1, {}),
             ({"type": "any"}, 2, {"tool_choice": "required"}),
             ({"type": "none"}, 1, {"tool_choice": "none"}),
-            ({"type": "tool", "name": "n"}, 1, {"tool_choice": "required"}),
-            (
-                {"type": "tool", "name": "n"},
-                2,
-                {"tool_choice": {"type": "function", "function": {"name": "n"}}},
-            ),
+            (NAMED, 1, {"tool_choice": "required"}),
+            (NAMED, 2, {"tool_choice": {"type": "function", "function": {"name": "n"}}}),
             ({"type": "auto", "disable_parallel_tool_use": True}, 1, {"parallel_tool_calls": False}),
         ],
     )
@@ -176,14 +168,10 @@ class TestTools:
         assert translated(tools=tools, tool_choice=choice) == {**translated(tools=tools), **fields}
 
 
+SEARCHES = {"type": "web_search_20250305", "name": "w"}
 SEARCH = {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {"query": "tides"}}
-FOUND = {
-    "type": "web_search_tool_result",
-    "tool_use_id": "s1",
-    "content": [
-        {"type": "web_search_result", "url": "http://t", "title": "Tides", "encrypted_content": "Eo8"}
-    ],
-}
+HIT = {"type": "web_search_result", "url": "http://t", "title": "Tides", "encrypted_content": "Eo8"}
+FOUND = {"type": "web_search_tool_result", "tool_use_id": "s1", "content": [HIT]}
 
 
 class TestOfAService:
@@ -191,11 +179,7 @@ class TestOfAService:
 
     def test_tools_are_left_out(self):
         own = {"name": "n", "input_schema": {}}
-        tools = [
-            {"type": "web_search_20250305", "name": "web_search"},
-            own,
-            {"type": "dream_20990101", "name": "d"},
-        ]
+        tools = [SEARCHES, own, {"type": "dream_20990101", "name": "d"}]
         assert translated(tools=tools) == translated(tools=[own])
         assert translated(tools=tools[:1], tool_choice={"type": "any"}) == translated()
         assert told(tools=tools) == ("tool:web_search", "tool:dream")
@@ -204,17 +188,12 @@ class TestOfAService:
         blocks = [text("Let me see."), SEARCH, FOUND, text("High."), {"type": "redacted_thinking"}]
         (said,) = chat(assistant(blocks))
         assert said["content"] == "Let me see.\nweb_search\ntides\n\nhttp://t\nTides\nHigh."
-        assert told([assistant(blocks)]) == (
-            "block:server_tool_use",
-            "block:web_search_tool_result",
-            "block:redacted_thinking",
-        )
+        services = "server_tool_use", "web_search_tool_result", "redacted_thinking"
+        assert told([assistant(blocks)]) == tuple(f"block:{each}" for each in services)
 
     def test_a_compaction_and_an_upload(self):
-        assert (
-            chat(assistant([{"type": "compaction", "content": "We spoke."}]), "Hi")[0]["content"]
-            == "\nWe spoke.\n"
-        )
+        first, _ = chat(assistant([{"type": "compaction", "content": "We spoke."}]), "Hi")
+        assert first["content"] == "\nWe spoke.\n"
         assert chat(user([{"type": "container_upload", "file_id": "f"}, text("a")])) == [user("a")]
 
 
@@ -261,59 +240,52 @@ def test_the_next_turn_begins_with_the_same_messages():
     assert third[: len(second)] == second
 
 
+def refused(fields):
+    with pytest.raises(BadRequest) as caught:
+        translated(**fields)
+    assert caught.value.param in str(caught.value)
+    return caught.value.param, str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("message", "param", "says"),
+    [
+        ({"role": "user"}, "content", "missing"),
+        ({"role": "cook", "content": "x"}, "role", "cook"),
+        (user([{"type": "sound"}]), "content[0].type", "sound"),
+        (user([text("a"), {"type": "text"}]), "content[1].text", "missing"),
+        (user([{"type": "thinking", "thinking": "x"}]), "content[0].type", "'thinking'"),
+        (assistant([IMAGE]), "content[0].type", "'image'"),
+        ({"role": "system", "content": [IMAGE]}, "content[0].type", "'image'"),
+        (user([{**IMAGE, "source": {"type": "file", "file_id": "f"}}]), "content[0].source.type", "file"),
+        (user([{"type": "document", "source": PDF}]), "content[0].source", "PDFs"),
+    ],
+)
+def test_a_message_that_cannot_be_served_is_named(message, param, says):
+    named, said = refused({"messages": [message]})
+    assert named == f"messages[0].{param}"
+    assert says in said
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
         ({"messages": None}, "messages", "must be a list"),
         ({"messages": []}, "messages", "at least one"),
         ({"max_tokens": -1}, "max_tokens", "must be a whole number of at least 0"),
-        ({"messages": [{"role": "user"}]}, "messages[0].content", "missing"),
-        ({"messages": [{"role": "cook", "content": "x"}]}, "messages[0].role", "cook"),
-        ({"messages": [user([{"type": "sound"}])]}, "messages[0].content[0].type", "sound"),
-        ({"messages": [user([text("a"), {"type": "text"}])]}, "messages[0].content[1].text", "missing"),
-        (
-            {"messages": [user([{"type": "thinking", "thinking": "x"}])]},
-            "messages[0].content[0].type",
-            "'thinking'",
-        ),
-        ({"messages": [assistant([IMAGE])]}, "messages[0].content[0].type", "'image'"),
-        ({"messages": [{"role": "system", "content": [IMAGE]}]}, "messages[0].content[0].type", "'image'"),
-        (
-            {"messages": [user([{**IMAGE, "source": {"type": "file", "file_id": "f"}}])]},
-            "messages[0].content[0].source.type",
-            "file",
-        ),
-        (
-            {"messages": [user([{"type": "document", "source": {"type": "url", "url": "x.pdf"}}])]},
-            "messages[0].content[0].source",
-            "PDFs",
-        ),
-        (
-            {
-                "tools": [{"type": "web_search_20250305", "name": "w"}],
-                "tool_choice": {"type": "tool", "name": "w"},
-            },
-            "tool_choice.name",
-            "'w'",
-        ),
+        ({"tools": [SEARCHES], "tool_choice": {"type": "tool", "name": "w"}}, "tool_choice.name", "'w'"),
         ({"tools": [{"name": "w"}]}, "tools[0].input_schema", "missing"),
         ({"tools": [{"input_schema": {}}]}, "tools[0].name", "missing"),
         ({"tool_choice": {"type": "maybe"}}, "tool_choice.type", "maybe"),
         ({"container": "c"}, "container", "Anthropic's own service"),
         ({"mcp_servers": [{}]}, "mcp_servers", "Anthropic's own service"),
-        (
-            {"thinking": {"type": "enabled"}, "chat_template_kwargs": 1},
-            "chat_template_kwargs",
-            "object",
-        ),
+        ({"thinking": {"type": "enabled"}, "chat_template_kwargs": 1}, "chat_template_kwargs", "object"),
     ],
 )
-def test_what_cannot_be_served_is_named(fields, param, says):
-    with pytest.raises(BadRequest) as caught:
-        translated(**fields)
-    assert caught.value.param == param
-    assert param in str(caught.value)
-    assert says in str(caught.value)
+def test_a_field_that_cannot_be_served_is_named(fields, param, says):
+    named, said = refused(fields)
+    assert named == param
+    assert says in said
 
 
 def test_text_that_is_no_text():

@@ -4,8 +4,6 @@ import sys
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
-
 from proxy.request.translate.responses_store import IDLE_S, ResponseStore, Turn
 
 
@@ -16,22 +14,16 @@ class Clock:
         return self.now
 
 
-@pytest.fixture
-def clock():
-    return Clock()
-
-
 def turn(previous=None, asked=b"q", name="1"):
     return Turn(previous, {f"msg_{name}": asked}, {f"out_{name}": b"a"})
 
 
 def test_a_conversation_is_kept_once():
-    store = ResponseStore()
-    first, shelf = turn(name="1"), store.of(None)
-    store.of(None).put("r1", b"{}", first)
+    first, shelf = turn(name="1"), ResponseStore().of(None)
+    shelf.put("r1", b"{}", first)
     alone = shelf.bytes
     second = turn(first, name="2")
-    store.of(None).put("r2", b"{}", second)
+    shelf.put("r2", b"{}", second)
     assert shelf.bytes == 2 * alone
     assert [name for name, _ in second.conversation()] == ["msg_1", "out_1", "msg_2", "out_2"]
     assert list(map(list, second.input())) == [["msg_1"], ["out_1"], ["msg_2"]]
@@ -44,36 +36,35 @@ def test_a_conversation_is_kept_once():
 
 
 def test_what_was_used_longest_ago_goes_first():
-    store = ResponseStore(max_bytes=5 * 1024)
+    shelf = ResponseStore(max_bytes=5 * 1024).of(None)
     for name in ("1", "2", "3"):
-        store.of(None).put(f"r{name}", b"x" * 1000, turn(name=name))
-        store.of(None).get("r1")
-    assert [store.of(None).get(f"r{name}") is not None for name in ("1", "2", "3")] == [True, False, True]
-    store.of(None).put("r4", b"x" * 10_000, turn(name="4"))
-    assert store.of(None).bytes == 0
+        shelf.put(f"r{name}", b"x" * 1000, turn(name=name))
+        shelf.get("r1")
+    assert [shelf.get(f"r{name}") is not None for name in ("1", "2", "3")] == [True, False, True]
+    shelf.put("r4", b"x" * 10_000, turn(name="4"))
+    assert shelf.bytes == 0
 
 
 def test_a_turn_that_went_while_its_next_one_was_made_comes_back():
-    store = ResponseStore()
-    first = turn(name="1")
-    store.of(None).put("r1", b"{}", first)
-    store.of(None).delete("r1")
-    store.of(None).put("r2", b"{}", turn(first, name="2"))
-    assert store.of(None).item("out_1") == b"a"
-    store.of(None).delete("r2")
-    assert store.of(None).bytes == 0
+    shelf, first = ResponseStore().of(None), turn(name="1")
+    shelf.put("r1", b"{}", first)
+    shelf.delete("r1")
+    shelf.put("r2", b"{}", turn(first, name="2"))
+    assert shelf.item("out_1") == b"a"
+    shelf.delete("r2")
+    assert shelf.bytes == 0
 
 
 def test_an_item_that_a_later_turn_has_too_stays():
-    store = ResponseStore()
-    store.of(None).put("r1", b"{}", turn(name="1"))
-    store.of(None).put("r2", b"{}", turn(name="1"))
-    store.of(None).delete("r1")
-    assert store.of(None).item("msg_1") == b"q"
+    shelf = ResponseStore().of(None)
+    for name in ("r1", "r2"):
+        shelf.put(name, b"{}", turn(name="1"))
+    shelf.delete("r1")
+    assert shelf.item("msg_1") == b"q"
 
 
-def test_tenants_do_not_see_or_crowd_out_each_other(clock):
-    store = ResponseStore("ab", max_bytes=4 * 1024, clock=clock)
+def test_tenants_do_not_see_or_crowd_out_each_other():
+    store = ResponseStore("ab", max_bytes=4 * 1024)
     store.of("a").put("r1", b"{}", turn(name="1"))
     for name in range(50):
         store.of("b").put(f"r{name + 2}", b"{}", turn(asked=b"q" * 500, name=str(name + 2)))
@@ -95,14 +86,15 @@ def test_a_tenant_that_was_removed_leaves_nothing():
     assert (store.of("globex").get("r1"), store.of("globex").get("r2")) == (None, None)
 
 
-def test_what_nobody_uses_expires(clock):
-    store = ResponseStore(clock=clock)
+def test_what_nobody_uses_expires():
+    clock = Clock()
+    shelf = ResponseStore(clock=clock).of(None)
     for name in ("1", "2"):
-        store.of(None).put(f"r{name}", b"{}", turn(name=name))
+        shelf.put(f"r{name}", b"{}", turn(name=name))
     clock.now = IDLE_S
-    assert store.of(None).get("r1") is not None
+    assert shelf.get("r1") is not None
     clock.now += 1
-    assert [store.of(None).get(name) is None for name in ("r1", "r2")] == [False, True]
+    assert [shelf.get(name) is None for name in ("r1", "r2")] == [False, True]
 
 
 def test_what_is_counted_is_what_it_takes():

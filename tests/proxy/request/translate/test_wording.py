@@ -6,6 +6,7 @@ import pytest
 
 from engine_adapter import ChatError, JsonBody
 from proxy.request.translate import MessageTranslation
+from proxy.request.translate.wording import ANTHROPIC, OPENAI
 from tests.proxy.request.translate.response_world import translation
 
 PICTURE = {"type": "image", "source": {"type": "url", "url": "data:,x"}}
@@ -61,25 +62,17 @@ def test_a_field_of_the_chat_is_a_field_of_the_request(of_chat, of_the_message, 
     assert (of_message().path(of_chat), of_response().path(of_chat)) == (of_the_message, of_the_response)
 
 
-@pytest.mark.parametrize(
-    ("of_chat", "place"),
-    [
-        ("messages[1].content[1].image_url.url", "messages[0].content[1].source"),
-        ("messages[4].content[0].image_url", "messages[2].content[0].source"),
-        ("messages[4].content[1].text", "messages[2].content[1].text"),
-    ],
-)
-def test_the_parts_of_several_blocks(of_chat, place):
+def test_the_parts_of_several_blocks():
     """A picture in the result of a tool is a part of the message that follows it."""
-    assert of_message().path(of_chat) == place
+    path = of_message().path
+    assert path("messages[1].content[1].image_url.url") == "messages[0].content[1].source"
+    assert path("messages[4].content[0].image_url") == "messages[2].content[0].source"
+    assert path("messages[4].content[1].text") == "messages[2].content[1].text"
 
 
 def test_a_sentence_names_what_the_client_sent():
-    said = "messages[1].content[0] has type 'image_url': this engine takes text and prompt_embeds"
-    assert (
-        of_message().text(said)
-        == "messages[0].content[0] has type 'image': this engine takes text and prompt_embeds"
-    )
+    said = "messages[1].content[0] has type 'image_url': this engine takes text"
+    assert of_message().text(said) == "messages[0].content[0] has type 'image': this engine takes text"
     assert of_response().text(said).startswith("input[0].content[0] has type 'input_image':")
     assert of_response().text("max_tokens is 9, stop at once") == "max_output_tokens is 9, stop at once"
     assert of_message().text("'image_url' alone says nothing") == "'image_url' alone says nothing"
@@ -88,10 +81,7 @@ def test_a_sentence_names_what_the_client_sent():
 def test_a_type_is_the_clients_where_the_position_is_the_chats():
     body = {"max_tokens": 4, "messages": [{"role": "user", "content": [PICTURE]}]}
     wording = MessageTranslation(JsonBody(json.dumps(body).encode())).wording
-    assert (
-        wording.text("messages[0].content[0] has type 'image_url'")
-        == "messages[0].content[0] has type 'image'"
-    )
+    assert wording.text("messages[0].content[0] has type 'image_url'").endswith(" has type 'image'")
 
 
 def test_an_error_is_reworded_on_its_way():
@@ -102,3 +92,34 @@ def test_an_error_is_reworded_on_its_way():
     with pytest.raises(ChatError, match=r"^messages\[0\] must be an object") as caught:
         fail()
     assert caught.value.param == "messages[0]"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "this model's context is 8192 tokens; the prompt has 9000",
+        "this model's context is 8192 tokens; the prompt has at least 9000",
+        "This model's maximum context length is 8192 tokens. However, you requested 9000 tokens.",
+    ],
+)
+def test_agents_read_how_much_too_long_a_prompt_is(said):
+    error = {"kind": "invalid_request_error", "code": "context_length_exceeded"}
+    body = json.loads(ANTHROPIC.error(400, said, **error))
+    assert body["error"]["message"] == "prompt is too long: 9000 tokens > 8192 maximum"
+    assert json.loads(OPENAI.error(400, said, **error))["error"]["message"] == said
+
+
+def test_agents_know_a_prompt_that_does_not_fit_by_its_message():
+    error = {"kind": "invalid_request_error", "code": "context_length_exceeded", "more": {"n_ctx": 8}}
+    body = json.loads(ANTHROPIC.error(400, "it has 9 tokens", **error))
+    assert body["error"] == {
+        "type": "invalid_request_error",
+        "message": "prompt is too long: it has 9 tokens",
+    }
+    assert json.loads(OPENAI.error(400, "it has 9 tokens", **error))["error"] == {
+        "message": "it has 9 tokens",
+        "type": "invalid_request_error",
+        "param": None,
+        "code": "context_length_exceeded",
+        "n_ctx": 8,
+    }
