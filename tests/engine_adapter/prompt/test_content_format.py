@@ -1,5 +1,6 @@
 import pytest
 
+from engine_adapter.errors import ChatError
 from engine_adapter.prompt.chat import ChatTokenizer
 from engine_adapter.prompt.template_input import USUAL, ContentFormat, TemplateInput
 from engine_adapter.prompt.template_trials import content_format
@@ -8,7 +9,6 @@ from tests.fake_engines.text import MODEL_DIR
 PARTS = {
     "loop over the key": "{% for m in messages %}{% for c in m['content'] %}{{ c }}{% endfor %}{% endfor %}",
     "loop over attribute": "{% for m in messages %}{% for c in m.content %}{{ c }}{% endfor %}{% endfor %}",
-    "filtered": "{% for m in messages %}{% for c in m.content | list %}{{ c }}{% endfor %}{% endfor %}",
     "alias of messages": (
         "{% set rest = messages[1:] %}{% set loop_messages = rest %}"
         "{% for m in loop_messages %}{% for c in m.content %}{{ c }}{% endfor %}{% endfor %}"
@@ -25,14 +25,6 @@ PARTS = {
         "{% macro show(body=1) %}{% for c in body %}{{ c }}{% endfor %}{% endmacro %}"
         "{% for m in messages %}{{ show(body=m['content']) }}{% endfor %}"
     ),
-    "generation tag": (
-        "{% for m in messages %}{% generation %}{% for c in m.content %}{{ c }}{% endfor %}"
-        "{% endgeneration %}{% endfor %}"
-    ),
-    "loop controls": (
-        "{% for m in messages %}{% for c in m.content %}{% if c %}{% break %}{% endif %}{% endfor %}"
-        "{% endfor %}"
-    ),
 }
 STRING = {
     "plain": "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}",
@@ -47,14 +39,10 @@ STRING = {
 }
 
 
-@pytest.mark.parametrize("name", PARTS)
-def test_templates_that_loop_over_content_take_parts(name):
-    assert content_format(PARTS[name]) is ContentFormat.PARTS
-
-
-@pytest.mark.parametrize("name", STRING)
-def test_other_templates_take_text(name):
-    assert content_format(STRING[name]) is ContentFormat.STRING
+@pytest.mark.parametrize("name", [*PARTS, *STRING])
+def test_templates_that_loop_over_content_take_parts_and_others_text(name):
+    expected = ContentFormat.PARTS if name in PARTS else ContentFormat.STRING
+    assert content_format((PARTS | STRING)[name]) is expected
 
 
 IN_PARTS = {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]}
@@ -65,13 +53,12 @@ def tokenizer():
     return ChatTokenizer.load(str(MODEL_DIR))
 
 
-def test_the_usual_one_is_the_tokenizer_itself(tokenizer):
-    assert tokenizer.rendering(USUAL) is tokenizer
+def test_what_joins_texts_and_their_form_are_the_engines_choice(tokenizer):
     assert "one\ntwo" in tokenizer.render([IN_PARTS])
-
-
-def test_what_joins_texts(tokenizer):
     assert "one two" in tokenizer.rendering(TemplateInput(joint=" ")).render([IN_PARTS])
+    with_parts = tokenizer.rendering(TemplateInput(content_format=lambda _: ContentFormat.PARTS))
+    with pytest.raises(ChatError, match="cannot render"):  # this template takes strings
+        with_parts.render([IN_PARTS])
 
 
 def test_tools_and_messages_as_the_engine_makes_them(tokenizer):
@@ -88,10 +75,3 @@ def test_no_calls_are_as_no_field(tokenizer):
     said = {"role": "assistant", "content": "one"}
     assert tokenizer.render([said | {"tool_calls": []}]) == tokenizer.render([said])
     assert USUAL.message(said, ContentFormat.STRING) is said
-
-
-def test_the_form_of_texts_is_the_engines_choice(tokenizer):
-    with_parts = TemplateInput(content_format=lambda _: ContentFormat.PARTS)
-    ids = tokenizer.rendering(with_parts)
-    with pytest.raises(Exception, match="cannot render"):  # this template takes strings
-        ids.render([IN_PARTS])

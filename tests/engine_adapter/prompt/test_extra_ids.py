@@ -22,7 +22,7 @@ from engine_adapter.prompt.extra_ids import (
 )
 
 VOCAB = 100
-A, B = TableRef(extra_id=11, rows=4), TableRef(extra_id=22, rows=8)
+A, B, TOP = TableRef(extra_id=11, rows=4), TableRef(extra_id=22, rows=8), TableRef(UINT64_MAX, 1)
 
 
 def tensors(**arrays):
@@ -33,8 +33,8 @@ def embeddings(values, dtype=np.float32):
     return parse_embeddings(tensors(t=np.asarray(values, dtype=dtype)), param="p")
 
 
-def resolve(tokens, *, explicit=None, table=None, registered=(A, B)):
-    known = {ref.extra_id: ref for ref in registered}
+def resolve(tokens, *, explicit=None, table=None):
+    known = {ref.extra_id: ref for ref in (A, B, TOP)}
     return resolve_extra_ids(
         array("i", tokens), vocab_size=VOCAB, explicit=explicit, table=table, registered=known
     )
@@ -50,20 +50,8 @@ class Zero:
 
 class TestIdentity:
     def test_kinds_and_contents_are_told_apart(self):
-        pairs = [
-            ("a", b"bc"),
-            ("ab", b"c"),
-            ("abc", b""),
-            ("", b"abc"),
-            ("prompt_table", b"x"),
-            ("prompt_embeds", b"x"),
-        ]
+        pairs = [("a", b"bc"), ("ab", b"c"), ("abc", b""), ("", b"abc")]
         assert len({extra_id(*pair) for pair in pairs}) == len(pairs)
-
-    @given(st.text(max_size=5), st.binary(max_size=20))
-    def test_is_a_uint64_and_never_0(self, kind, content):
-        assert 0 < extra_id(kind, content) <= UINT64_MAX
-        assert extra_id(kind, content) == extra_id(kind, content)
 
     def test_0_is_given_to_text_alone(self, monkeypatch):
         monkeypatch.setattr(extra_ids, "blake2b", lambda _frame, digest_size: Zero())
@@ -77,19 +65,13 @@ class TestIdentity:
         assert prompt_table_extra_id(embeddings([[1.0, 2.0], [3.0, 4.0]])) == 18393934817007223142
         assert embeddings([[1.0, 2.0], [3.0, 4.0]]).content().hex() == "ff5ce8d9ce48e8db69f1205c796488e6"
 
-    def test_the_same_values_in_another_shape_or_type_are_another_table(self):
-        zeros = [
-            embeddings(np.zeros((2, 4))),
-            embeddings(np.zeros((4, 2))),
-            embeddings(np.zeros((4, 4)), np.float16),
-        ]
-        assert len({prompt_table_extra_id(each) for each in zeros}) == 3
-
-    def test_equal_embeddings_have_one_id_whatever_their_tensors_name(self):
+    def test_equal_embeddings_and_no_others_have_one_id_whatever_their_tensors_name(self):
         values = np.ones((2, 4), np.float32)
         one, two = (parse_embeddings(tensors(**{name: values}), param="p") for name in ("x", "y"))
         assert prompt_table_extra_id(one) == prompt_table_extra_id(two)
-        assert prompt_table_extra_id(one) != prompt_embeds_extra_id(one)
+        others = [embeddings(values.T), embeddings(values, np.float16)]
+        ids = {prompt_table_extra_id(each) for each in (one, *others)}
+        assert len({*ids, prompt_embeds_extra_id(one)}) == 4
 
     def test_a_clients_label_never_joins_two_tables(self):
         assert client_extra_id(11, 5) != client_extra_id(22, 5) != client_extra_id(22, 6)
@@ -106,14 +88,11 @@ class TestParseEmbeddings:
         ("data", "reason"),
         [
             (b"PK\x03\x04rest", "pickle"),
-            (b"\x80\x02rest", "pickle"),
             (b"", "not safetensors"),
-            (b"nonsense" * 4, "not safetensors"),
             (struct.pack("<Q", 2**60) + b"{}", "not safetensors"),
             (safetensors.numpy.save({}), "holds 0 tensors"),
             (tensors(a=np.ones((1, 1), np.float32), b=np.ones((1, 1), np.float32)), "holds 2 tensors"),
             (tensors(a=np.ones(4, np.float32)), r"shape \[4\]"),
-            (tensors(a=np.ones((1, 2, 3), np.float32)), r"shape \[1, 2, 3\]"),
             (tensors(a=np.ones((0, 3), np.float32)), r"shape \[0, 3\]"),
             (tensors(a=np.ones((2, 2), np.int32)), "type I32"),
         ],
@@ -140,17 +119,13 @@ class TestResolve:
                 [client_extra_id(11, 5), 11],
                 {client_extra_id(11, 5): A, 11: A},
             ),
-            # Several registered tables in one prompt.
             ([100, 1, 107], {"explicit": [11, 0, 22]}, [11, 0, 22], {11: A, 22: B}),
+            ([100], {"explicit": [UINT64_MAX]}, [UINT64_MAX], {UINT64_MAX: TOP}),
         ],
     )
     def test_fake_ids_have_tables(self, tokens, options, extra_ids, tables):
         result = resolve(tokens, **options)
         assert (result.extra_ids and list(result.extra_ids), result.tables) == (extra_ids, tables)
-
-    def test_the_largest_uint64_is_one(self):
-        top = TableRef(UINT64_MAX, 1)
-        assert list(resolve([100], explicit=[UINT64_MAX], registered=[top]).extra_ids) == [UINT64_MAX]
 
     @pytest.mark.parametrize(
         ("tokens", "options", "param", "reason"),
@@ -160,13 +135,11 @@ class TestResolve:
             ([1, 2], {"explicit": [0, 7]}, "extra_ids[1]", "7 beside the text id 2"),
             ([100], {"explicit": [2**64]}, "extra_ids[0]", "0 to 2**64-1"),
             ([100], {"explicit": [True]}, "extra_ids[0]", "True"),
-            ([100], {"explicit": [1.0]}, "extra_ids[0]", "1.0"),
             ([100], {"explicit": ["11"]}, "extra_ids[0]", "'11'"),
             ([1, -1], {}, "prompt[1]", "negative"),
             ([1, 100], {}, "prompt[1]", "prompt[1] is 100, outside the vocabulary of 100"),
             ([1, 100], {"explicit": [0, 33]}, "extra_ids[1]", "no prompt table"),
             ([100, 104], {"table": A}, "prompt[1]", "row 4 of a table of 4 rows"),
-            ([107, 108], {"explicit": [22, 22]}, "prompt[1]", "row 8 of a table of 8 rows"),
         ],
     )
     def test_a_broken_rule_names_its_index(self, tokens, options, param, reason):
