@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from array import array
 from contextlib import contextmanager
 from functools import cache
 
+import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -220,6 +222,15 @@ def served(model, **options):
             assert gpu["free"] + gpu["cached"] == gpu["total"]
     finally:
         world.engine.stop()
+
+
+async def until(condition):
+    """Waits until the condition holds."""
+    for _ in range(3000):
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+    pytest.fail("it never holds")
 
 
 @cache

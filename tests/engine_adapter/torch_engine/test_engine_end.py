@@ -13,6 +13,7 @@ from engine_adapter.torch_engine.engine import is_fatal
 from engine_adapter.torch_engine.serve import EmbeddedOptions
 from engine_adapter.torch_engine.server import EngineHost, create_app
 from engine_adapter.torch_engine.service import EngineService
+from tests.engine_adapter.torch_engine.engine_world import until
 from tests.engines import served
 
 BODY = {"prompt": [5, 6, 7], "max_tokens": 900, "ignore_eos": True}
@@ -42,10 +43,7 @@ async def test_streams_and_answers_are_cut_and_health_tells(mortal):
 
     reading = asyncio.create_task(read_stream())
     whole = asyncio.create_task(client.post("/v1/completions", json=BODY))
-    for _ in range(1000):
-        if lines and service.engine.counters.running == 2:
-            break
-        await asyncio.sleep(0.01)
+    await until(lambda: lines and service.engine.counters.running == 2)
     await asyncio.to_thread(service.engine.stop)
     with pytest.raises(httpx.RemoteProtocolError):
         await reading
@@ -61,11 +59,8 @@ async def test_streams_and_answers_are_cut_and_health_tells(mortal):
 @pytest.mark.parametrize(
     ("error", "fatal"),
     [
-        (torch.AcceleratorError("CUDA error: device-side assert triggered"), True),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`"), True),
         (RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"), True),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), False),
-        (RuntimeError("index out of range in self"), False),
         (ValueError("CUDA error"), False),
     ],
 )

