@@ -1,6 +1,7 @@
 import base64
 import copy
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -205,6 +206,8 @@ def test_embeddings_touch_the_text_beside_them():
     content, slots = normal.messages[0]["content"], normal.embeddings
     one, two = slots
     assert content == f"a{one}{two}b\nc"
+    assert re.findall(normal.marker_pattern, content) == [one, two]
+    assert one not in normal.marker_pattern  # one pattern, however many there are
     assert [(param, embeddings.rows) for param, embeddings in slots.values()] == [
         ("messages[0].content[1].data", 2),
         ("messages[0].content[2].data", 2),

@@ -118,7 +118,8 @@ class Reference:
 class Answer:
     """All outputs of one request."""
 
-    def __init__(self):
+    def __init__(self, request_id):
+        self.id = request_id
         self.outputs = []
         self.done = threading.Event()
         self.first = threading.Event()
@@ -167,21 +168,9 @@ class Served:
         )
         self._next = 0
 
-    def ask(
-        self,
-        prompt,
-        count=8,
-        *,
-        extra_ids=None,
-        embeddings=None,
-        salt=None,
-        request_id=None,
-        wants_hidden=False,
-        **sampling,
-    ):
+    def ask(self, prompt, count=8, *, extra_ids=None, embeddings=None, salt=None, hidden=False, **sampling):
         self._next += 1
-        answer = Answer()
-        answer.id = request_id or f"r{self._next}"
+        answer = Answer(f"r{self._next}")
         request = GenerationRequest(
             answer.id,
             array("i", prompt),
@@ -189,7 +178,7 @@ class Served:
             extra_ids=None if extra_ids is None else array("Q", extra_ids),
             embeddings=embeddings or {},
             cache_salt=salt,
-            wants_hidden=wants_hidden,
+            wants_hidden=hidden,
         )
         self.engine.submit(request, answer)
         return answer
@@ -203,9 +192,9 @@ class Served:
     def stats(self):
         return self.call(lambda cache: cache.stats(0.0))
 
-    def operate(self, verb, prompt=None, max_blocks=10_000):
+    def operate(self, verb, prompt=None):
         target = KvTarget() if prompt is None else KvTarget(array("i", prompt))
-        return self.call(lambda cache: getattr(cache, verb)(target, max_blocks))
+        return self.call(lambda cache: getattr(cache, verb)(target, 10_000))
 
 
 @contextmanager

@@ -103,33 +103,23 @@ async def test_a_stop_token_is_not_shown(client):
 
 
 async def test_the_openai_client(served_engine):
-    async with openai.AsyncOpenAI(
-        base_url=f"{served_engine.url}/v1", api_key="none", max_retries=0
-    ) as client:
-        messages = [{"role": "user", "content": "hello"}]
-        answer = await client.chat.completions.create(
-            model="kvpin-tiny", messages=messages, max_completion_tokens=6, temperature=0
-        )
-        assert answer.usage.prompt_tokens_details.cached_tokens is not None
-        text = ""
-        async for chunk in await client.chat.completions.create(
-            model="kvpin-tiny",
-            messages=messages,
-            max_completion_tokens=6,
-            temperature=0,
-            stream=True,
-            stream_options={"include_usage": True},
-        ):
-            if chunk.choices:
-                text += chunk.choices[0].delta.content or ""
-            else:
-                assert chunk.usage.total_tokens == answer.usage.total_tokens
+    asked = {"model": "kvpin-tiny", "messages": [{"role": "user", "content": "hello"}]}
+    asked |= {"max_completion_tokens": 6, "temperature": 0}
+    url = f"{served_engine.url}/v1"
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        create = client.chat.completions.create
+        answer = await create(**asked)
+        stream = await create(**asked, stream=True, stream_options={"include_usage": True})
+        *chunks, last = [chunk async for chunk in stream]
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
         assert text == answer.choices[0].message.content
+        assert last.usage.total_tokens == answer.usage.total_tokens
+        assert answer.usage.prompt_tokens_details.cached_tokens is not None
         with pytest.raises(openai.BadRequestError) as caught:
-            await client.chat.completions.create(model="kvpin-tiny", messages=[])
+            await create(**asked | {"messages": []})
         assert caught.value.param == "messages"
         with pytest.raises(openai.NotFoundError):
-            await client.chat.completions.create(model="other", messages=messages)
+            await create(**asked | {"model": "other"})
 
 
 def sent(connection, served_engine, **fields):

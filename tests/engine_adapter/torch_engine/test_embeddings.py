@@ -31,12 +31,12 @@ def test_hidden_states_are_the_models_however_they_came_about(kind, tmp_path):
     with torch.inference_mode():
         expected = Reference(directory).module.base_model(torch.tensor([PROMPT])).last_hidden_state[0, -1:]
     with served(load_model(str(directory)), prefill_chunk=16) as world:
-        cold = world.ask(PROMPT, 1, wants_hidden=True).wait()
+        cold = world.ask(PROMPT, 1, hidden=True).wait()
         beside = [
             world.ask(PROMPT, 12),
             world.ask(PROMPT, 2, prompt_logprobs=1),
-            world.ask(PROMPT, 1, wants_hidden=True),
-            world.ask(PROMPT[:9], 1, wants_hidden=True),
+            world.ask(PROMPT, 1, hidden=True),
+            world.ask(PROMPT[:9], 1, hidden=True),
         ]
         warm = beside[2].wait()
         assert (cold.cached, warm.cached) == (0, 40)
@@ -51,7 +51,7 @@ def test_a_model_whose_logits_are_not_made_by_one_layer_gives_none(monkeypatch):
     monkeypatch.setattr(type(model.module), "get_output_embeddings", lambda _: None)
     with served(model) as world:
         beside = world.ask(PROMPT, 20)
-        refused = world.ask(PROMPT[::-1], 1, wants_hidden=True).wait()
+        refused = world.ask(PROMPT[::-1], 1, hidden=True).wait()
         assert (refused.finished.reason, refused.finished.param) == ("refused", "model")
         assert len(beside.wait().tokens) == 20
 

@@ -101,7 +101,9 @@ def test_greedy_is_generate_after_offload_and_restore(pair):
     expected = reference.greedy(prompt, 9)
     with served(model, host_cache_bytes=64 * model.block_bytes(4)) as world:
         assert world.tokens(prompt, 9) == expected
+        told = len(world.batches)
         assert world.operate("offload", prompt).moved == 7
+        assert len(world.batches) == told + 1  # before the operation returns
         again = world.ask(prompt, 9).wait()  # the prompt restores it
         assert (again.tokens, again.cached) == (expected, 28)
         assert world.operate("offload").moved == 9

@@ -5,6 +5,8 @@ from __future__ import annotations
 import httpx
 import pytest
 
+from engine_adapter.errors import PromptTableError
+from engine_adapter.prompt.chat import ChatTokenizer
 from engine_adapter.torch_engine.engine import Counters
 from engine_adapter.torch_engine.protocol import ApiError, ChatRequest, CompletionRequest, read_body
 from engine_adapter.torch_engine.server import EngineHost, create_app
@@ -200,3 +202,21 @@ async def test_long_and_short_texts_are_tokenised_alike(served_engine):
     messages = [{"role": "user", "content": [{"type": "text", "text": text}]}]
     chat = await service.prompt(ChatRequest(messages=messages))
     assert chat.token_ids == service.tokenizer.chat(messages).token_ids
+    said = [*messages, {"role": "assistant", "content": "b"}]
+    continued = await service.prompt(ChatRequest(messages=said, continue_final_message=True))
+    options = {"continue_final_message": True, "add_generation_prompt": False}
+    assert continued.token_ids == service.tokenizer.chat(said, **options).token_ids
+
+
+async def test_long_data_of_embeddings_is_not_read_on_the_event_loop(served_engine, monkeypatch):
+    expected = []
+
+    async def off_loop(tokenizer, chars, work):
+        expected.append(chars / tokenizer._encoder.chars_per_ms)
+        return work()
+
+    monkeypatch.setattr(ChatTokenizer, "off_loop", off_loop)
+    part = {"type": "prompt_embeds", "data": "A" * (8 << 20)}
+    with pytest.raises(PromptTableError):  # it is no tensor
+        await served_engine.service.prompt(ChatRequest(messages=[{"role": "user", "content": [part]}]))
+    assert expected[0] > 1, "milliseconds"
