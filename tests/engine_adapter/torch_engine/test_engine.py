@@ -9,15 +9,17 @@ import pytest
 import torch
 
 from engine_adapter.errors import EngineUnavailable
-from engine_adapter.torch_engine.engine import MAX_FAILED_STEPS, EngineCore
+from engine_adapter.torch_engine.engine import MAX_FAILED_STEPS, EngineCore, is_fatal
 from engine_adapter.torch_engine.model import load_model
 from engine_adapter.torch_engine.requests import (
     GenerationRequest,
+    PromptScores,
     RequestRefused,
     SamplingParams,
     Scheduled,
     Token,
 )
+from engine_adapter.torch_engine.scheduler import SCORED_TOKENS
 from engine_adapter.torch_engine.serve import EmbeddedOptions
 from engine_adapter.types import BlocksStored, KvTarget, Tier
 from tests.engine_adapter.torch_engine.engine_world import (
@@ -436,3 +438,62 @@ def test_values_that_are_no_numbers_in_the_middle_of_a_prompt_end_the_request(ll
             model.module.model.embed_tokens.forward = run
         keys = [block.token_ids[0] for block in world.call(lambda cache: cache.snapshot())]
         assert poison not in keys
+
+
+def test_errors_of_the_device_are_fatal():
+    assert is_fatal(RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"))
+    assert not is_fatal(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
+    assert not is_fatal(ValueError("CUDA error"))
+
+
+# --- logprobs of prompts ------------------------------------------------------------------------------
+
+SCORED = [2 + i % 90 for i in range(SCORED_TOKENS + 50)]
+
+
+@pytest.fixture
+def expected(reference):
+    with torch.inference_mode():
+        return reference.module(torch.tensor([SCORED])).logits[0].log_softmax(-1)[:-1]
+
+
+def scores_of(answer):
+    parts = [output for output in answer.wait().outputs if isinstance(output, PromptScores)]
+    return [score for part in parts for score in part.scores]
+
+
+def compare(scores, expected):
+    assert len(scores) == len(SCORED) - 1
+    chosen = expected.gather(1, torch.tensor(SCORED[1:])[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor([score for score, _ in scores]), chosen, atol=1e-4, rtol=1e-4)
+    best = expected.topk(2)
+    assert [[i for i, _ in top] for _, top in scores] == best.indices.tolist()
+
+
+@pytest.mark.parametrize("chunk", [7, 512])
+def test_scores_of_a_prompt_are_the_models(llama, expected, chunk):
+    with served(llama[0], prefill_chunk=chunk, kv_blocks=128) as world:
+        plain = world.tokens(SCORED, 4)
+        answer = world.ask(SCORED, 4, prompt_logprobs=2)
+        compare(scores_of(answer), expected)
+        assert answer.tokens == plain
+        beside = [world.ask(SCORED, 4), world.ask(SCORED, 4, prompt_logprobs=2), world.ask([5, 6, 7], 4)]
+        compare(scores_of(beside[1]), expected)
+        assert beside[0].wait().tokens == plain
+
+
+def test_a_prompt_that_is_scored_is_computed_whole_and_reused_by_others(llama):
+    with served(llama[0], kv_blocks=128) as world:
+        for _ in range(2):
+            scored = world.ask(SCORED, 1, prompt_logprobs=0)
+            assert [top for _, top in scores_of(scored)] == [()] * (len(SCORED) - 1)
+            assert scored.cached == 0
+        assert scores_of(world.ask([5], 2, prompt_logprobs=1)) == []
+        assert world.ask(SCORED, 1).wait().cached == (len(SCORED) - 1) // 4 * 4
+
+
+def test_a_preempted_prompt_is_scored_once(llama, expected):
+    with served(llama[0], kv_blocks=60) as world:
+        scored, beside = world.ask(SCORED, 30, prompt_logprobs=2), world.ask([9] * 20, 60)
+        compare(scores_of(scored), expected)
+        beside.wait()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+
 import httpx
 import pytest
 
@@ -9,8 +12,10 @@ from engine_adapter.errors import PromptTableError
 from engine_adapter.prompt.chat import ChatTokenizer
 from engine_adapter.torch_engine.engine import Counters
 from engine_adapter.torch_engine.protocol import ApiError, ChatRequest, CompletionRequest, read_body
+from engine_adapter.torch_engine.serve import EmbeddedOptions
 from engine_adapter.torch_engine.server import EngineHost, create_app
-from engine_adapter.torch_engine.service import EngineMetrics
+from engine_adapter.torch_engine.service import EngineMetrics, EngineService
+from tests.engine_adapter.torch_engine.engine_world import until
 from tests.engines import served
 
 TOOL = {"type": "function", "function": {"name": "f"}}
@@ -220,3 +225,33 @@ async def test_long_data_of_embeddings_is_not_read_on_the_event_loop(served_engi
     with pytest.raises(PromptTableError):  # it is no tensor
         await served_engine.service.prompt(ChatRequest(messages=[{"role": "user", "content": [part]}]))
     assert expected[0] > 1, "milliseconds"
+
+
+# --- the engine stops during an answer: never what looks like a whole answer -----------------------------
+
+
+async def test_streams_and_answers_are_cut_and_health_tells():
+    body = {"prompt": [5, 6, 7], "max_tokens": 900, "ignore_eos": True}
+    lines: list[str] = []
+
+    async def read_stream() -> None:
+        async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+            async for line in response.aiter_lines():
+                lines.append(line)  # noqa: PERF401 - kept although the stream breaks
+
+    service = await asyncio.to_thread(EngineService, EmbeddedOptions(threads=1, kv_blocks=64))
+    with served(create_app(EngineHost(service))) as url:
+        async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client:
+            reading = asyncio.create_task(read_stream())
+            whole = asyncio.create_task(client.post("/v1/completions", json=body))
+            await until(lambda: lines and service.engine.counters.running == 2)
+            await asyncio.to_thread(service.close)
+            with pytest.raises(httpx.RemoteProtocolError):
+                await reading
+            assert (await whole).status_code == 503  # nothing was sent yet: another engine can answer
+            last = [line for line in lines if line][-1]
+            assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_unavailable"
+            for path in ("/health", "/v1/models", "/kv/info"):
+                assert (await client.get(path)).status_code == 503
+            assert (await client.post("/v1/completions", json=body)).status_code == 503
+            assert (await client.get("/metrics")).status_code == 200
