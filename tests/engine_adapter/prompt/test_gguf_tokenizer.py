@@ -165,17 +165,6 @@ def test_what_is_put_around_a_text(tmp_path, family, fields, ids):
     assert load_gguf_tokenizer(path).encode("") == ids
 
 
-def test_names_of_tokens_and_the_template():
-    tokenizer = load_gguf_tokenizer(gguf_path("tiny"))
-    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == (
-        "<|endoftext|>",
-        "<|im_end|>",
-        "<|endoftext|>",
-    )
-    assert "<|im_start|>" in tokenizer.chat_template
-    assert tokenizer.decode([0, *tokenizer.encode("größer 漢字")]) == "<|endoftext|>größer 漢字"
-
-
 @pytest.mark.parametrize(
     ("without", "fields", "message"),
     [

@@ -51,22 +51,6 @@ def test_a_queue_sweeps_stale_entries():
     assert queue.pop() is node
 
 
-def test_extend_takes_over_what_another_computed():
-    world = World(8)
-    pair = [world.sequence(tokens(13)) for _ in range(2)]
-    for sequence in pair:
-        assert world.begin(sequence)
-    world.compute(pair[1], 2)
-    world.compute(pair[0], 13)
-    world.cache.extend(pair[1])
-    assert pair[1].computed == 2  # not at a block boundary
-    world.compute(pair[1], 2)
-    world.cache.extend(pair[1])
-    assert pair[1].computed == 12
-    world.compute(pair[1], 1)
-    world.check()
-
-
 def test_no_room_changes_nothing():
     world = World(4)
     holder = world.sequence(tokens(12))
@@ -324,17 +308,3 @@ def test_pins_may_not_take_the_pool():
     assert world.cache.pinned_blocks == 0
     assert world.cache.pin(prefix(list(range(16))), 10, now=0.0).blocks == 4
     assert world.cache.pin(prefix([77] * 8), 10, now=0.0).blocks == 0
-
-
-def test_snapshot_tells_all_in_runs_parents_first():
-    world = filled()
-    world.cache.offload(KvTarget(cache_salt="s"), 1)
-    runs = world.cache.snapshot()
-    assert [(run.tier, run.salt, len(run.hashes), run.parent is None) for run in runs] == [
-        (Tier.GPU, None, 2, True),
-        (Tier.GPU, None, 1, False),
-        (Tier.HOST, "s", 1, True),
-        (Tier.GPU, None, 1, False),
-    ]
-    assert list(runs[0].token_ids) == A
-    assert runs[1].parent == runs[0].hashes[0]

@@ -121,17 +121,6 @@ def test_no_more_is_kept_than_its_share_and_the_oldest_goes_first():
     assert [world.held(prompt(name)) for name in (1, 2, 3)] == [0, 2, 2]
 
 
-def test_owners_that_share_a_beginning_leave_it_in_order():
-    world = World(8)
-    stem = prompt(1, 1)
-    world.run([*stem, *prompt(2, 1)], priority=1, owner="a")
-    world.run([*stem, *prompt(3, 1)], priority=1, owner="b")
-    for name in (4, 5, 6):
-        world.run(prompt(name, 1), priority=1, owner="c")
-    world.check()
-    assert kept(world) <= 4
-
-
 def test_a_long_chain_ends_at_once():
     chain, freed = [Node(b"", 0, None, 0)], []
     for number in range(20_000):

@@ -252,14 +252,3 @@ def test_the_end_of_top_p_is_found_wherever_it_lies(width, monkeypatch):
         kept = int((chances.cumsum(-1) - chances < top_p).sum())
         assert set(drawn(scores, top_p=top_p)) <= set(range(kept))
         assert kept - 1 in drawn(scores, top_p=top_p)
-
-
-def test_rows_have_filters_of_their_own():
-    filters = Filters(
-        torch.tensor([1.0, 1.0, 1e-3, 1.0]),
-        torch.tensor([0, 2, 0, 0]),
-        torch.tensor([1.0, 1.0, 1.0, 0.6]),
-        torch.zeros(4),
-    )
-    numbers = torch.full((4,), 0.9999)
-    assert draw(LOGITS.repeat(4, 1), filters, numbers).tolist() == [4, 1, 0, 0]

@@ -18,11 +18,11 @@ class Desk:
         self.world = World(blocks)
         self.scheduler = Scheduler(self.world.cache, max_num_seqs=max_num_seqs, prefill_chunk=prefill_chunk)
 
-    def add(self, name, tokens, limit=100, ends=(), priority=0):
+    def add(self, name, tokens, priority=0):
         params = SamplingParams(temperature=0.0)
         request = GenerationRequest(name, array("i", tokens), params, priority=priority)
         sampler = Sampler(request, ends=frozenset(), vocab_size=10, seed=0)
-        active = Active(request, lambda outputs: None, sampler, ends=frozenset(ends), limit=limit)
+        active = Active(request, lambda outputs: None, sampler, ends=frozenset(), limit=100)
         self.scheduler.add(active)
         return active
 
@@ -132,13 +132,6 @@ def test_a_preempted_request_is_recomputed_and_not_first_again():
     desk.scheduler.remove(first)
     assert len(second.sequence.tokens) == 9
     assert desk.step() == [("b", 1, False)]  # the rest is still cached
-
-
-def test_a_request_ends_at_a_stop_token_or_its_limit():
-    active = Desk().add("a", tokens(3), limit=2, ends=[9])
-    assert active.accept(1) is None
-    assert active.accept(1) == "length"
-    assert active.accept(9) == "stop"
 
 
 FAKE = 4096

@@ -298,20 +298,6 @@ async def test_slices_stop_at_their_size_and_go_on(client):
     assert (flushed["moved"], flushed["remaining"]) == (6, 0)
 
 
-async def test_a_flush_leaves_running_requests_their_blocks(client):
-    prompt = [(i * 3) % 900 + 5 for i in range(200)]
-    fields = {"cache_salt": "running", "ignore_eos": True, "max_tokens": 60}
-    alone = await complete(client, prompt, **fields)
-    await client.post("/kv/flush", json={"cache_salt": "running"})
-    running = asyncio.create_task(complete(client, prompt, **fields))
-    in_use = 0
-    while not running.done():
-        left = (await client.post("/kv/flush", json={"cache_salt": "running"})).json()["left"]
-        in_use = max(in_use, left["in_use"])
-    assert in_use > 0
-    assert (await running)["choices"] == alone["choices"]
-
-
 async def test_tables_come_and_go(client, served_engine):
     hidden = served_engine.service.model.hidden_size
     data = save({"t": torch.ones(2, hidden)})
