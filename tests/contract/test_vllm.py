@@ -7,14 +7,7 @@ from array import array
 
 import pytest
 
-from engine_adapter import (
-    BlocksStored,
-    CacheCleared,
-    Capability,
-    EngineRejected,
-    KvTarget,
-    KvVerb,
-)
+from engine_adapter import BlocksStored, CacheCleared, Capability, EngineRejected, KvTarget, KvVerb
 from engine_adapter.http.control import ControlClient
 from tests.contract.follower import body, check_predictions, complete, following, operated, tokens_of
 

@@ -18,13 +18,7 @@ from hypothesis import strategies as st
 from tokenizers.pre_tokenizers import ByteLevel
 
 from engine_adapter.prompt.encoders import exact_encoder
-from engine_adapter.prompt.gguf_tokenizer import (
-    _NEW,
-    GgufError,
-    has_new,
-    load_gguf_tokenizer,
-    read_metadata,
-)
+from engine_adapter.prompt.gguf_tokenizer import _NEW, GgufError, has_new, load_gguf_tokenizer, read_metadata
 from scripts.make_gguf import gguf_path
 from tests.llama import running_llama_server
 

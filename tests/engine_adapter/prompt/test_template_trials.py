@@ -160,13 +160,7 @@ NAMED = "{% for t in tools %}{{ t.function.name }}{% endfor %}"
 
 @pytest.mark.parametrize(
     ("template", "is_first"),
-    [
-        (EACH + NAMED, True),
-        (NAMED + EACH, False),
-        (EACH, False),
-        (NONE + NAMED, False),
-        ("", False),
-    ],
+    [(EACH + NAMED, True), (NAMED + EACH, False), (EACH, False), (NONE + NAMED, False), ("", False)],
 )
 def test_what_a_template_writes_first(template, is_first):
     def render(messages, tools):

@@ -178,10 +178,7 @@ REASONED = [
     {"role": "assistant", "content": "<think>\nI\n</think>\n\nB", "reasoning": "R"},
     *ASKED,
 ]
-PARTIAL = [
-    *ASKED,
-    {"role": "assistant", "content": [{"type": "text", "text": "Well, "}]},
-]
+PARTIAL = [*ASKED, {"role": "assistant", "content": [{"type": "text", "text": "Well, "}]}]
 CHATS = (
     (ASKED, {}),
     (ASKED, {"add_generation_prompt": False}),

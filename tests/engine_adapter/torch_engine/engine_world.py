@@ -24,13 +24,7 @@ from transformers import (
 
 from engine_adapter.torch_engine.engine import EngineCore
 from engine_adapter.torch_engine.model import load_model, random_model
-from engine_adapter.torch_engine.requests import (
-    Finished,
-    GenerationRequest,
-    SamplingParams,
-    Scheduled,
-    Token,
-)
+from engine_adapter.torch_engine.requests import Finished, GenerationRequest, SamplingParams, Scheduled, Token
 from engine_adapter.torch_engine.serve import EmbeddedOptions
 from engine_adapter.types import KvTarget
 

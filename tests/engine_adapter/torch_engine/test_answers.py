@@ -9,13 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from engine_adapter.prompt.chat import ChatTokenizer
-from engine_adapter.torch_engine.answers import (
-    AnswerWriter,
-    CompletionWriter,
-    Detokenizer,
-    Piece,
-    TokenBytes,
-)
+from engine_adapter.torch_engine.answers import AnswerWriter, CompletionWriter, Detokenizer, Piece, TokenBytes
 from engine_adapter.torch_engine.requests import Token
 
 TOKENS = [

@@ -5,13 +5,7 @@ import json
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    BloomConfig,
-    DiffLlamaConfig,
-    Llama4TextConfig,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig, DiffLlamaConfig, Llama4TextConfig
 
 from engine_adapter.errors import EngineSpecError
 from engine_adapter.torch_engine.attention import IMPLEMENTATION
