@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from engine_adapter import EngineAdapter, make_adapter
+from engine_adapter import ENGINE_KINDS, EngineAdapter, make_adapter
 from tests.engine_adapter.conftest import make as adapter_of  # noqa: F401 - a fixture
 from tests.engine_adapter.conftest import transport  # noqa: F401 - and another
 from tests.engines import engine_spec
@@ -141,18 +141,7 @@ def nim() -> Iterator[str]:
         yield url
 
 
-@pytest.fixture(
-    params=[
-        "embedded",
-        "openai_compatible",
-        "llama_server",
-        "vllm",
-        "sglang",
-        "tensorrt_llm",
-        "lmdeploy",
-        "nim",
-    ]
-)
+@pytest.fixture(params=ENGINE_KINDS)
 async def adapter(
     request, embedded_engine, llama, vllm_server, sglang_server, trtllm_server, lmdeploy, nim
 ) -> AsyncIterator[EngineAdapter]:

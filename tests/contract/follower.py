@@ -3,16 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import random
 from array import array
 from contextlib import aclosing, asynccontextmanager
 
-from engine_adapter import ViewCurrent
+from engine_adapter import JsonBody, ViewCurrent
 from proxy.core.index.blocks import chain, namespace_root
 from proxy.core.index.prefix_index import PrefixIndex
 from proxy.core.index.view import EngineView
 
 PAGE = 16
 WAIT_S = 20.0
+
+
+def body(**fields):
+    return JsonBody(json.dumps(fields).encode())
+
+
+def tokens_of(seed, count):
+    """A new prompt."""
+    source = random.Random(f"{seed}")  # noqa: S311 - no secret
+    return [source.randrange(100, 4000) for _ in range(count)]
+
+
+async def complete(control, tokens, **fields):
+    """Reused tokens, as reported."""
+    request = {"prompt": list(tokens), "max_tokens": 1, "temperature": 0} | fields
+    answer = await control.call("POST", "/v1/completions", json=request)
+    return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+async def operated(adapter, verb, target):
+    return [progress async for progress in adapter.operate(verb, target)]
 
 
 class Follower:
@@ -51,8 +74,24 @@ class Follower:
                 self._changed.clear()
                 await self._changed.wait()
 
+    async def until_held(self, tokens, salt=None):
+        """Waits until all full blocks of the prompt are held."""
+        await self.until(lambda: self.held(tokens, salt) == len(tokens) // self._size * self._size)
+
     async def until_current(self):
         await self.until(lambda: any(isinstance(event, ViewCurrent) for event in self.events))
+
+
+async def check_predictions(follower, control, *, longest):
+    """Prompts share prefixes and salts and exceed the cache: every prediction is exact."""
+    source = random.Random(7)  # noqa: S311 - no secret
+    for _ in range(60):
+        tokens = tokens_of(source.randrange(4), 700)[: source.randrange(1, longest)]
+        tokens += tokens_of(source.randrange(3), source.randrange(1, 200))
+        salt = source.choice([None, "a", "b"])
+        predicted = follower.would_reuse(tokens, salt)
+        assert await complete(control, tokens, **({"cache_salt": salt} if salt else {})) == predicted
+        await follower.until_held(tokens, salt)
 
 
 @asynccontextmanager

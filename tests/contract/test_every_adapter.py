@@ -181,7 +181,7 @@ async def test_what_is_not_declared_is_not_supported(adapter):
         with pytest.raises(NotSupported) as caught:
             await USES[capability](adapter)
         assert caught.value.capability == capability.value
-        assert caught.value.instead
+        assert f"has no {capability.value!r}: {caught.value.instead}" in str(caught.value)
     if Capability.PIN in missing:
         with pytest.raises(NotSupported):
             await adapter.unpin("x")
@@ -235,10 +235,3 @@ async def test_another_kind_of_engine_is_not_taken_for_ours(adapter_of):
             await adapter_of("embedded", url).connect()
         with pytest.raises(EngineRejected):
             await adapter_of("embedded", url).load()
-
-
-async def test_what_it_cannot_do_is_named_with_what_there_is_instead(adapter):
-    for capability in set(Capability) - (await adapter.connect()).capabilities:
-        error = adapter.not_supported(capability)
-        assert error.capability == capability.value
-        assert f"has no {capability.value!r}: {error.instead}" in str(error)

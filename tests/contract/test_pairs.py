@@ -89,9 +89,7 @@ class TestFirstLeg:
         assert kept == {
             "do_remote_prefill": True,
             "do_remote_decode": False,
-            "tp_size": 1,
-            "dcp_size": 1,
-            "pp_size": 1,
+            **dict.fromkeys(("tp_size", "dcp_size", "pp_size"), 1),
             "remote_num_tokens": count,
             "remote_blocks_expiry_time": None,
             "transfer_mode": "pull",

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 
 import pytest
 
-from engine_adapter import CacheCleared, Capability, EngineRejected, JsonBody, KvTarget, KvVerb
+from engine_adapter import CacheCleared, Capability, EngineRejected, KvTarget, KvVerb
 from engine_adapter.http.control import ControlClient
 from engine_adapter.sglang.answer import DetailsAnswer
 from proxy.prompt import PromptBuilder, RegisteredTables, verify_exactness
-from tests.contract.follower import following
+from tests.contract.follower import body, check_predictions, complete, following, operated, tokens_of
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 JSON = {"content-type": "application/json"}
@@ -51,36 +50,14 @@ async def control(sglang):
     await client.aclose()
 
 
-def body(**fields):
-    return JsonBody(json.dumps(fields).encode())
-
-
-def tokens_of(seed, count):
-    """A new prompt."""
-    source = random.Random(f"{seed}")  # noqa: S311 - no secret
-    return [source.randrange(100, 4000) for _ in range(count)]
-
-
-async def complete(control, tokens, **fields):
-    """Reused tokens, as reported."""
-    request = {"prompt": list(tokens), "max_tokens": 1, "temperature": 0} | fields
-    answer = await control.call("POST", COMPLETIONS, json=request)
-    return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-
-
-async def flushed(adapter, target=None):
-    return [progress async for progress in adapter.operate(KvVerb.FLUSH, target or KvTarget())]
+async def flushed(adapter):
+    return [progress.left for progress in await operated(adapter, KvVerb.FLUSH, KvTarget())]
 
 
 async def test_connect_tells_everything(sglang):
     info = await sglang.connect()
-    assert info.capabilities == {
-        Capability.KV_EVENTS,
-        Capability.CACHED_TOKENS,
-        Capability.TOKENIZE,
-        Capability.CACHE_SALT,
-        Capability.FLUSH,
-    }
+    names = ("KV_EVENTS", "CACHED_TOKENS", "TOKENIZE", "CACHE_SALT", "FLUSH")
+    assert info.capabilities == {Capability[name] for name in names}
     assert (info.tokens_per_block, info.gpu_blocks) == (16, 128)
     assert info.tokenizer
     assert info.version.startswith("SGLang 0.")
@@ -119,18 +96,9 @@ async def test_a_refused_request_is_told(sglang):
 
 
 async def test_events_tell_what_requests_reuse(sglang, control):
-    """Prompts share prefixes and salts and exceed the cache: every prediction is exact."""
     async with following(sglang) as follower:
-        assert [part.left for part in await flushed(sglang)] == [{}]
-        source = random.Random(7)  # noqa: S311 - no secret
-        for _ in range(60):
-            tokens = tokens_of(source.randrange(4), 700)[: source.randrange(1, 500)]
-            tokens += tokens_of(source.randrange(3), source.randrange(1, 200))
-            salt = source.choice([None, "a", "b"])
-            predicted = follower.would_reuse(tokens, salt)
-            salted = {"cache_salt": salt} if salt else {}
-            assert await complete(control, tokens, **salted) == predicted
-            await follower.until(lambda: follower.held(tokens, salt) == len(tokens) // 16 * 16)  # noqa: B023
+        assert await flushed(sglang) == [{}]
+        await check_predictions(follower, control, longest=500)
 
 
 async def test_two_prompts_of_a_batch_compute_what_they_share_twice(sglang, control):
@@ -167,12 +135,12 @@ async def test_a_flush_waits_for_a_moment_without_requests(sglang, sglang_server
         with sglang_server.decoding_for_long():
             async with await transport.send(sglang.prepare("POST", COMPLETIONS, JSON, request)) as response:
                 await response.receive()
-                await follower.until(lambda: follower.held(tokens) == 96)
+                await follower.until_held(tokens)
                 flush = asyncio.create_task(flushed(sglang))
                 await sglang.load()  # it was asked to by now
                 sglang_server.go_on()
                 await response.read()
-        assert [part.left for part in await flush] == [{}]
+        assert await flush == [{}]
         await follower.until(lambda: isinstance(follower.events[-1], CacheCleared))
         assert follower.would_reuse(tokens) == 0
         assert await complete(control, tokens) == 0
@@ -220,7 +188,7 @@ async def test_a_flush_is_told_rank_by_rank(adapter_of, sglang_ranks, transport)
             asked = adapter.prepare("POST", COMPLETIONS, JSON, body(prompt=tokens, max_tokens=1))
             async with await transport.send(asked) as response:
                 await response.read()
-            await follower.until(lambda follower=follower: follower.held(tokens) == 96)
-        assert [part.left for part in await flushed(ranks[1])] == [{}]
+            await follower.until_held(tokens)
+        assert await flushed(ranks[1]) == [{}]
         for follower in (first, second):
             await follower.until(lambda follower=follower: follower.held(tokens) == 0)

@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import random
 from array import array
 
 import pytest
 
-from engine_adapter import (
-    BlocksStored,
-    CacheCleared,
-    Capability,
-    EngineRejected,
-    JsonBody,
-    KvTarget,
-    KvVerb,
-)
+from engine_adapter import BlocksStored, CacheCleared, Capability, EngineRejected, KvTarget, KvVerb
 from engine_adapter.http.control import ControlClient
-from tests.contract.follower import following
+from tests.contract.follower import body, check_predictions, complete, following, operated, tokens_of
 
 
 @pytest.fixture
@@ -34,37 +24,10 @@ async def control(vllm):
     await client.aclose()
 
 
-def body(**fields):
-    return JsonBody(json.dumps(fields).encode())
-
-
-def tokens_of(seed, count):
-    """A new prompt."""
-    source = random.Random(f"{seed}")  # noqa: S311 - no secret
-    return [source.randrange(100, 4000) for _ in range(count)]
-
-
-async def complete(control, tokens, **fields):
-    """Reused tokens, as reported."""
-    request = {"prompt": list(tokens), "max_tokens": 1, "temperature": 0} | fields
-    answer = await control.call("POST", "/v1/completions", json=request)
-    return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-
-
-async def operated(adapter, verb, target):
-    return [progress async for progress in adapter.operate(verb, target)]
-
-
 async def test_connect_tells_everything(vllm):
     info = await vllm.connect()
-    assert info.capabilities >= {
-        Capability.KV_EVENTS,
-        Capability.CACHED_TOKENS,
-        Capability.TOKENIZE,
-        Capability.RENDER,
-        Capability.CACHE_SALT,
-        Capability.FLUSH,
-    }
+    names = ("KV_EVENTS", "CACHED_TOKENS", "TOKENIZE", "RENDER", "CACHE_SALT", "FLUSH")
+    assert info.capabilities >= {Capability[name] for name in names}
     assert (info.tokens_per_block, info.gpu_blocks) == (32, 99)
     assert info.tokenizer
     assert info.version.startswith("vLLM 0.")
@@ -109,18 +72,9 @@ async def test_a_refused_request_names_its_field(vllm):
 
 
 async def test_events_tell_what_requests_reuse(vllm, control):
-    """Prompts share prefixes and salts and exceed the cache: every prediction is exact."""
     async with following(vllm) as follower:
         await operated(vllm, KvVerb.FLUSH, KvTarget())
-        source = random.Random(7)  # noqa: S311 - no secret
-        for _ in range(60):
-            tokens = tokens_of(source.randrange(4), 700)[: source.randrange(1, 700)]
-            tokens += tokens_of(source.randrange(3), source.randrange(1, 200))
-            salt = source.choice([None, "a", "b"])
-            predicted = follower.would_reuse(tokens, salt)
-            salted = {"cache_salt": salt} if salt else {}
-            assert await complete(control, tokens, **salted) == predicted
-            await follower.until(lambda: follower.held(tokens, salt) == len(tokens) // 32 * 32)  # noqa: B023
+        await check_predictions(follower, control, longest=700)
 
 
 async def test_what_decoding_fills_is_told(vllm, control):
@@ -131,7 +85,7 @@ async def test_what_decoding_fills_is_told(vllm, control):
         answer = await control.call("POST", "/v1/completions", json=request)
         longer = tokens + answer["choices"][0]["token_ids"]
         assert len(longer) == 129
-        await follower.until(lambda: follower.held(longer) == 128)
+        await follower.until_held(longer)
         assert await complete(control, longer) == follower.would_reuse(longer) == 128
 
 
@@ -151,7 +105,7 @@ async def test_a_flush_forgets_everything_and_says_so(vllm, control):
     tokens = tokens_of("flush", 100)
     async with following(vllm) as follower:
         await complete(control, tokens)
-        await follower.until(lambda: follower.held(tokens) == 96)
+        await follower.until_held(tokens)
         (progress,) = await operated(vllm, KvVerb.FLUSH, KvTarget())
         assert progress.done == progress.total >= 3
         assert isinstance(follower.events[-1], CacheCleared)
@@ -167,7 +121,7 @@ async def test_while_requests_run_nothing_is_flushed(vllm, vllm_server, transpor
         with vllm_server.decoding_for_long():
             async with await transport.send(sent) as response:
                 await response.receive()
-                await follower.until(lambda: follower.held(tokens) == 96)
+                await follower.until_held(tokens)
                 (progress,) = await operated(vllm, KvVerb.FLUSH, KvTarget())
         assert (progress.done, progress.left["busy"]) == (0, progress.total)
         assert not isinstance(follower.events[-1], CacheCleared)

@@ -109,9 +109,7 @@ def test_ids_that_decode_differently_are_noticed(tokenizer_dir):
     assert not describe(tokenizer).decodes
 
 
-@pytest.mark.parametrize(
-    "odd", ["{{ range(99999) | random }}", "{{ ('x' * 1100000)[:0] }}", "{{ strftime_now('%f') }}", ""]
-)
+@pytest.mark.parametrize("odd", ["{{ ('x' * 1100000)[:0] }}", ""])
 def test_a_template_is_bounded_whoever_reads_its_tokenizer(description, monkeypatch, odd):
     """Once, transformers rendered what differed from its rendering, without limits."""
     monkeypatch.setattr(sandbox, "MAX_S", 0.2)

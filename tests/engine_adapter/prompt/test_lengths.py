@@ -16,10 +16,14 @@ class Encoder:
         return range(len(text) // self.size)
 
 
-@pytest.mark.parametrize("size", [1, 4, 100])
-def test_usual_text_is_not_looked_at(size):
-    encode = Encoder(size)
-    check_fits(["a" * 40_000, "b" * 40_000], 10_000, encode)
+@pytest.mark.parametrize(
+    ("texts", "limit"),
+    [(["a" * 40_000, "b" * 40_000], 10_000), (["a" * 65_536], 100), (["a" * 1_000_000], None)],
+    ids=["usual texts", "a short text", "no limit"],
+)
+def test_what_fits_or_is_short_is_not_looked_at(texts, limit):
+    encode = Encoder(1)
+    check_fits(texts, limit, encode)
     assert encode.chars == 0
 
 
@@ -28,10 +32,6 @@ def test_too_many_characters_are_refused_without_work():
     with pytest.raises(CannotFit) as error:
         check_fits(["a" * 256_000, "b" * 1000], 1000, encode)
     assert (error.value.tokens, encode.chars) == (1003, 0)
-
-
-def test_a_short_text_may_be_longer_than_a_short_context():
-    check_fits(["a" * 65_536], 100, Encoder(1))
 
 
 def test_a_long_text_is_encoded_up_to_the_limit():
@@ -51,7 +51,3 @@ def test_a_long_text_of_few_tokens_fits():
     encode = Encoder(100)
     check_fits(["a" * 90_000], 1000, encode)
     assert encode.chars == 90_000
-
-
-def test_an_unknown_context_has_no_limit():
-    check_fits(["a" * 1_000_000], None, Encoder(1))

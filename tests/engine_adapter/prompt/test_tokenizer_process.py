@@ -30,9 +30,6 @@ def command(monkeypatch):
     monkeypatch.setattr(asyncio, "create_subprocess_exec", asyncio.subprocess.create_subprocess_exec)
 
 
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
-
-
 async def test_it_is_the_tokenizer_that_loading_here_gives(tokenizer_dir):
     for source in (DEFAULT, str(tokenizer_dir)):
         ours, apart = ChatTokenizer.load(source), await load_tokenizer(source)
@@ -46,7 +43,7 @@ async def test_it_is_the_tokenizer_that_loading_here_gives(tokenizer_dir):
                 bare = ours.decode(ids, skip_special_tokens=True)
                 assert apart.decode(ids, skip_special_tokens=True) == bare
         for chat in CHATS:
-            for tools in (None, [TOOL]):
+            for tools in (None, [{"type": "function", "function": {"name": "f", "parameters": {}}}]):
                 assert apart.render(chat, tools=tools) == ours.render(chat, tools=tools)
         said = [*CHATS[0], {"role": "assistant", "content": "Well,"}]
         more = {"add_generation_prompt": False, "continue_final_message": True}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from array import array
 from contextlib import contextmanager
 from functools import cache
 
+import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -22,13 +24,7 @@ from transformers import (
 
 from engine_adapter.torch_engine.engine import EngineCore
 from engine_adapter.torch_engine.model import load_model, random_model
-from engine_adapter.torch_engine.requests import (
-    Finished,
-    GenerationRequest,
-    SamplingParams,
-    Scheduled,
-    Token,
-)
+from engine_adapter.torch_engine.requests import Finished, GenerationRequest, SamplingParams, Scheduled, Token
 from engine_adapter.torch_engine.serve import EmbeddedOptions
 from engine_adapter.types import KvTarget
 
@@ -116,7 +112,8 @@ class Reference:
 class Answer:
     """All outputs of one request."""
 
-    def __init__(self):
+    def __init__(self, request_id):
+        self.id = request_id
         self.outputs = []
         self.done = threading.Event()
         self.first = threading.Event()
@@ -165,21 +162,9 @@ class Served:
         )
         self._next = 0
 
-    def ask(
-        self,
-        prompt,
-        count=8,
-        *,
-        extra_ids=None,
-        embeddings=None,
-        salt=None,
-        request_id=None,
-        wants_hidden=False,
-        **sampling,
-    ):
+    def ask(self, prompt, count=8, *, extra_ids=None, embeddings=None, salt=None, hidden=False, **sampling):
         self._next += 1
-        answer = Answer()
-        answer.id = request_id or f"r{self._next}"
+        answer = Answer(f"r{self._next}")
         request = GenerationRequest(
             answer.id,
             array("i", prompt),
@@ -187,7 +172,7 @@ class Served:
             extra_ids=None if extra_ids is None else array("Q", extra_ids),
             embeddings=embeddings or {},
             cache_salt=salt,
-            wants_hidden=wants_hidden,
+            wants_hidden=hidden,
         )
         self.engine.submit(request, answer)
         return answer
@@ -201,9 +186,9 @@ class Served:
     def stats(self):
         return self.call(lambda cache: cache.stats(0.0))
 
-    def operate(self, verb, prompt=None, max_blocks=10_000):
+    def operate(self, verb, prompt=None):
         target = KvTarget() if prompt is None else KvTarget(array("i", prompt))
-        return self.call(lambda cache: getattr(cache, verb)(target, max_blocks))
+        return self.call(lambda cache: getattr(cache, verb)(target, 10_000))
 
 
 @contextmanager
@@ -220,6 +205,15 @@ def served(model, **options):
             assert gpu["free"] + gpu["cached"] == gpu["total"]
     finally:
         world.engine.stop()
+
+
+async def until(condition):
+    """Waits until the condition holds."""
+    for _ in range(3000):
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+    pytest.fail("it never holds")
 
 
 @cache

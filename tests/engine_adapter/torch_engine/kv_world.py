@@ -47,9 +47,9 @@ class View:
                 continue
             assert isinstance(event, BlocksStored)
             assert event.parent is None or any(event.parent in tier for tier in self.tiers.values())
-            parent = event.parent
+            parent, size = event.parent, event.tokens_per_block
             for index, name in enumerate(event.hashes):
-                cut = slice(index * SIZE, (index + 1) * SIZE)
+                cut = slice(index * size, (index + 1) * size)
                 extras = None if event.extra_ids is None else tuple(event.extra_ids[cut])
                 content = tuple(event.token_ids[cut]), extras if extras and any(extras) else None
                 assert name not in known

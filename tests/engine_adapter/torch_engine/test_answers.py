@@ -1,23 +1,17 @@
-"""OpenAI's shapes, checked with the openai package's own models."""
+"""Logprobs of tokens, and text from tokens. OpenAI's shapes: test_prepare.py."""
 
 from __future__ import annotations
 
-import json
-
 import pytest
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
-from engine_adapter.torch_engine.answers import (
-    AnswerWriter,
-    CompletionWriter,
-    Piece,
-    TokenBytes,
-    usage_of,
-)
+from engine_adapter.prompt.chat import ChatTokenizer
+from engine_adapter.torch_engine.answers import AnswerWriter, CompletionWriter, Detokenizer, Piece, TokenBytes
 from engine_adapter.torch_engine.requests import Token
-from engine_adapter.torch_engine.tool_calls import CallPart
 
-USAGE = usage_of(prompt=10, cached=4, completion=2)
 TOKENS = [
     Token(70, -0.5, ((70, -0.5), (71, float("-inf")))),
     Token(71, float("-inf"), ((70, -0.5), (72, -2.0))),
@@ -29,51 +23,29 @@ def token_bytes(tokenizer) -> TokenBytes:
     return TokenBytes(tokenizer)
 
 
-def writer(token_bytes, *, kind=AnswerWriter, logprobs=False, usage=False) -> AnswerWriter:
-    return kind(token_bytes=token_bytes, model="m", with_logprobs=logprobs, include_usage=usage)
-
-
-def events(data: bytes) -> list[object]:
-    assert data.endswith(b"\n\n")
-    lines = data.decode().strip().split("\n\n")
-    return [
-        line if line == "data: [DONE]" else json.loads(line.removeprefix("data: ")) for line in lines if line
-    ]
-
-
-def test_a_whole_chat(token_bytes):
-    data = json.loads(writer(token_bytes).whole([Piece("hi", TOKENS, finish_reason="stop")], USAGE))
-    answer = ChatCompletion.model_validate(data, strict=True)
-    assert answer.choices[0].message.content == "hi"
-    assert answer.choices[0].logprobs is None
-    assert answer.usage.prompt_tokens_details.cached_tokens == 4
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (
-        10,
-        2,
-        12,
-    )
-    assert "token_ids" not in data["choices"][0]
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_a_piece_that_shows_nothing_is_no_chunk(token_bytes, logprobs):
+    writer = AnswerWriter(token_bytes=token_bytes, model="m", with_logprobs=logprobs)
+    assert bool(writer.piece(0, Piece("", TOKENS))) is logprobs
+    assert writer.piece(0, Piece()) == b""
 
 
 def test_chat_logprobs(tokenizer, token_bytes):
-    data = writer(token_bytes, logprobs=True).whole([Piece("hi", TOKENS, finish_reason="stop")], USAGE)
-    content = ChatCompletion.model_validate_json(data).choices[0].logprobs.content
-    assert [entry.logprob for entry in content] == [-0.5, -9999.0]
-    assert content[0].token == tokenizer.decode([70])
-    assert bytes(content[0].bytes).decode() == content[0].token
-    assert [best.logprob for best in content[0].top_logprobs] == [-0.5, -9999.0]
+    content = AnswerWriter(token_bytes=token_bytes, model="m").logprobs(0, TOKENS)["content"]
+    assert [entry["logprob"] for entry in content] == [-0.5, -9999.0]
+    assert content[0]["token"] == tokenizer.decode([70])
+    assert [best["logprob"] for best in content[0]["top_logprobs"]] == [-0.5, -9999.0]
 
 
 def test_each_part_of_a_character_has_its_bytes(tokenizer, token_bytes):
-    parts = tokenizer.encode("a\U0001f9ff", add_special_tokens=False)
-    entries = writer(token_bytes).logprobs(0, [Token(part, -1.0, ()) for part in parts])["content"]
-    assert len(entries) > 2
+    parts = [Token(each, -1.0, ()) for each in tokenizer.encode("a\U0001f9ff", add_special_tokens=False)]
+    entries = AnswerWriter(token_bytes=token_bytes, model="m").logprobs(0, parts)["content"]
     assert bytes(byte for entry in entries for byte in entry["bytes"]) == "a\U0001f9ff".encode()
     assert entries[1]["token"].startswith("\\xf0")
 
 
 def test_completion_logprobs_and_their_offsets(tokenizer, token_bytes):
-    out = writer(token_bytes, kind=CompletionWriter)
+    out = CompletionWriter(token_bytes=token_bytes, model="m")
     first, second = out.logprobs(0, TOKENS[:1]), out.logprobs(0, TOKENS[1:])
     assert first["text_offset"] == [0]
     assert second["text_offset"] == [len(tokenizer.decode([70]))]
@@ -84,55 +56,129 @@ def test_completion_logprobs_and_their_offsets(tokenizer, token_bytes):
 
 def test_offsets_count_characters_not_tokens(tokenizer, token_bytes):
     tokens = [Token(i, -1.0, ()) for i in tokenizer.encode("\U0001f9ff!", add_special_tokens=False)]
-    offsets = writer(token_bytes, kind=CompletionWriter).logprobs(0, tokens)["text_offset"]
+    offsets = CompletionWriter(token_bytes=token_bytes, model="m").logprobs(0, tokens)["text_offset"]
     assert offsets == [0] * (len(tokens) - 1) + [1]
 
 
-CALLS = [
-    CallPart(0, '{"a"', "call_1", "f"),
-    CallPart(0, ":1}"),
-    CallPart(1, "{}", "call_2", "g"),
-]
+# --- from tokens to text, piece by piece ---------------------------------------------------------------
 
 
-def test_tool_calls_whole_and_streamed(token_bytes):
-    out = writer(token_bytes)
-    data = out.whole([Piece("", TOKENS, CALLS, finish_reason="tool_calls")], USAGE)
-    message = ChatCompletion.model_validate_json(data, strict=True).choices[0].message
-    assert message.content is None
-    assert [(call.id, call.function.name, call.function.arguments) for call in message.tool_calls] == [
-        ("call_1", "f", '{"a":1}'),
-        ("call_2", "g", "{}"),
-    ]
-    (part,) = events(out.piece(0, Piece("", TOKENS, CALLS)))
-    ChatCompletionChunk.model_validate(part, strict=True)
-    first, second, _ = part["choices"][0]["delta"]["tool_calls"]
-    assert first == {
-        "index": 0,
-        "id": "call_1",
-        "type": "function",
-        "function": {"name": "f", "arguments": '{"a"'},
-    }
-    assert second == {"index": 0, "function": {"arguments": ":1}"}}
+def pieces(tokenizer, ids, stops=()):
+    added = tokenizer.transformers.added_tokens_decoder
+    special = frozenset(token_id for token_id, token in added.items() if token.special)
+    detokenizer = Detokenizer(tokenizer, stops, skipped=special)
+    texts = []
+    for token in ids:
+        texts.append(detokenizer.push(token))
+        if detokenizer.stopped:
+            break
+    return [*texts, detokenizer.finish()], detokenizer
 
 
-def test_a_chat_stream(token_bytes):
-    out = writer(token_bytes, usage=True)
-    (role,) = events(out.opening())
-    (part,) = events(out.piece(0, Piece('ge"sagt\u2028', TOKENS)))
-    last, usage, done = events(out.piece(0, Piece("", finish_reason="stop")) + out.end(USAGE))
-    for chunk in (role, part, last, usage):
-        ChatCompletionChunk.model_validate(chunk, strict=True)
-        assert chunk["id"] == role["id"]
-    assert role["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-    assert part["choices"][0]["delta"] == {"content": 'ge"sagt\u2028'}
-    assert part["usage"] is None
-    assert last["choices"][0] == {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop"}
-    assert usage["choices"] == []
-    assert usage["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
-    assert done == "data: [DONE]"
+@given(st.data())
+def test_pieces_make_the_whole(tokenizer, data):
+    text = data.draw(st.text(max_size=60) | st.sampled_from(["漢字🙂🚀 ok", "zażółć", "  a\n\n b"]))
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    texts, _ = pieces(tokenizer, ids)
+    assert "".join(texts) == tokenizer.decode(ids, skip_special_tokens=True) == text
 
 
-def test_a_piece_that_shows_nothing_is_no_chunk(token_bytes):
-    assert writer(token_bytes).piece(0, Piece("", TOKENS)) == b""
-    assert writer(token_bytes, logprobs=True).piece(0, Piece()) == b""
+@given(st.data())
+def test_any_tokens_make_the_text_of_the_whole(tokenizer, data):
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=40))
+    texts, _ = pieces(tokenizer, ids)
+    assert "".join(texts) == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@given(
+    st.text(alphabet="ab🙂 ", max_size=40),
+    st.lists(st.text(alphabet="ab🙂 ", min_size=1, max_size=4), min_size=1, max_size=3),
+)
+def test_text_ends_before_the_first_stop_string(tokenizer, text, stops):
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    texts, detokenizer = pieces(tokenizer, ids, stops)
+    shown = "".join(texts)
+    assert detokenizer.stopped == any(stop in text for stop in stops)
+    if detokenizer.stopped:
+        # Of two stop strings in one token, the first counts. A later token may complete an earlier one.
+        assert text.startswith(shown)
+        assert any(text[len(shown) :].startswith(stop) for stop in stops)
+        assert not any(stop in shown for stop in stops)
+    else:
+        assert shown == text
+
+
+def test_of_two_stop_strings_in_one_token_the_first_counts(tokenizer):
+    texts = {token: tokenizer.decode([token]) for token in range(tokenizer.vocab_size)}
+    token, text = next(each for each in texts.items() if len(each[1]) == len(set(each[1])) > 2)
+    assert Detokenizer(tokenizer, [text[-1], text[1]]).push(token) == text[0]
+
+
+def test_a_character_of_several_tokens_comes_whole(tokenizer):
+    ids = tokenizer.encode("\U0001f9ff", add_special_tokens=False)
+    assert len(ids) > 1
+    texts, _ = pieces(tokenizer, ids)
+    assert texts == [*[""] * (len(ids) - 1), "\U0001f9ff", ""]
+
+
+def test_the_start_of_a_stop_string_is_held_back_and_given_when_it_was_none(tokenizer):
+    detokenizer = Detokenizer(tokenizer, ["a!b"])
+    shown = [detokenizer.push(token) for token in tokenizer.encode("xa!", add_special_tokens=False)]
+    assert "".join(shown) == "x"
+    (question,) = tokenizer.encode("?", add_special_tokens=False)
+    assert detokenizer.push(question) == "a!?"
+
+
+def test_nothing_comes_after_a_stop(tokenizer):
+    texts, detokenizer = pieces(tokenizer, tokenizer.encode("a b c", add_special_tokens=False), [" b"])
+    assert "".join(texts) == "a"
+    assert detokenizer.push(5) == ""
+    assert detokenizer.finish() == ""
+
+
+def test_bytes_that_never_make_a_character_hold_nothing_back(tokenizer):
+    """They are shown, each as U+FFFD, and what a token costs does not grow with how many came."""
+    lead = tokenizer.encode("é", add_special_tokens=False)[0]
+    texts, longest = counted(tokenizer, [lead] * 400)
+    assert longest <= 16
+    assert sum(map(bool, texts)) > 90
+    assert "".join(texts) == tokenizer.decode([lead] * 400)
+
+
+@pytest.mark.parametrize("silent", ["special", "unknown"])
+def test_tokens_without_text_make_no_later_token_dearer(tokenizer, silent):
+    token = tokenizer.eos_token_id if silent == "special" else tokenizer.vocab_size + 5
+    (letter,) = tokenizer.encode("x", add_special_tokens=False)
+    texts, longest = counted(tokenizer, [letter, *[token] * 400, letter])
+    assert longest <= 16
+    assert "".join(texts) == "xx"
+
+
+def counted(tokenizer, ids):
+    """The pieces of text, and the most tokens that were decoded at once."""
+    decoded = []
+
+    class Counting:
+        transformers = tokenizer.transformers
+        vocab_size = tokenizer.vocab_size
+
+        def decode(self, ids, **options):
+            decoded.append(len(ids))
+            return tokenizer.decode(ids, **options)
+
+    return pieces(Counting(), ids)[0], max(decoded)
+
+
+def test_tokens_of_a_tokenizer_like_llama_2s_are_the_text():
+    """Spaces are `▁`, rare characters bytes."""
+    names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "o", "k", "▁o", "▁ok"]
+    vocab = {name: index for index, name in enumerate(names)}
+    bpe = models.BPE(vocab, [("▁", "o"), ("▁o", "k")], unk_token="<unk>", byte_fallback=True)
+    made = Tokenizer(bpe)
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    made.decoder = decoders.Sequence(parts)
+    fast = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>")
+    tokenizer = ChatTokenizer(fast, source="here")
+    ids = tokenizer.encode("ok ok 漢", add_special_tokens=False)
+    assert b"".join(map(TokenBytes(tokenizer).of, ids)) == " ok ok 漢".encode()

@@ -1,3 +1,5 @@
+"""What attention refuses, and KV that moves. That it is right: load_model checks it, and test_engine.py."""
+
 from __future__ import annotations
 
 from types import SimpleNamespace
@@ -8,156 +10,45 @@ import torch
 from engine_adapter.errors import EngineSpecError
 from engine_adapter.torch_engine.attention import (
     STAGED_BLOCKS,
-    AttentionCall,
     KvStorage,
     LayerShape,
-    PagedBatch,
-    Part,
     Probe,
-    Scratch,
     attention_context,
     bytes_per_token,
     paged_attention,
 )
 
-HEADS, KV_HEADS, DIM, SIZE = 4, 2, 8, 4
-
-
-class Planes:
-    def __init__(self, tokens):
-        draw = torch.Generator().manual_seed(0)
-        self.keys = torch.randn(tokens, KV_HEADS, DIM, generator=draw)
-        self.values = torch.randn(tokens, KV_HEADS, DIM, generator=draw)
-
-    @property
-    def layers(self):
-        return [(self.keys, self.values)]
-
-
-def call(rows, **kwargs):
-    draw = torch.Generator().manual_seed(1)
-    values = {"scaling": 0.3, "softcap": None, "window": None, **kwargs}
-    return AttentionCall(
-        0,
-        torch.randn(rows, HEADS, DIM, generator=draw),
-        torch.randn(rows, KV_HEADS, DIM, generator=draw),
-        torch.randn(rows, KV_HEADS, DIM, generator=draw),
-        **values,
-    )
-
-
-def by_hand(query, keys, values, asked):
-    """Attention of one query over its keys, step by step."""
-    output = torch.empty(HEADS, DIM)
-    start = 0 if asked.window is None else max(0, len(keys) - asked.window)
-    for head in range(HEADS):
-        group = head // (HEADS // KV_HEADS)
-        scores = keys[start:, group] @ query[head] * asked.scaling
-        if asked.softcap is not None:
-            scores = asked.softcap * torch.tanh(scores / asked.softcap)
-        output[head] = scores.softmax(-1) @ values[start:, group]
-    return output
-
-
-@pytest.mark.parametrize("window", [None, 3, 50])
-@pytest.mark.parametrize("softcap", [None, 2.0])
-def test_a_mixed_step_attends_each_row_over_its_own_sequence(window, softcap):
-    planes = Planes(40)
-    asked = call(2 + 3 + 5, window=window, softcap=softcap)
-    sequences = [  # block ids, tokens after this step, rows in this step
-        ([3, 1], 6, 1),
-        ([0], 2, 1),
-        ([5, 6], 7, 3),  # contiguous
-        ([9, 2], 5, 5),  # from the first token, and not contiguous
-    ]
-    slots, parts, row = [], [Part(0, 2, torch.tensor([6, 2]), 6, blocks=torch.tensor([3, 1, 0, 0]))], 0
-    for blocks, length, rows in sequences:
-        slots += [blocks[at // SIZE] * SIZE + at % SIZE for at in range(length - rows, length)]
-        if rows > 1:
-            together = blocks[-1] - blocks[0] == len(blocks) - 1
-            scattered = None if together else torch.tensor(blocks)
-            lengths = torch.tensor([length])
-            parts.append(Part(row, row + rows, lengths, length, blocks[0] * SIZE, scattered))
-        row += rows
-    output = PagedBatch(planes.layers, torch.tensor(slots), parts, Scratch(SIZE)).attend(asked)
-    row = 0
-    for blocks, length, rows in sequences:
-        at = [blocks[position // SIZE] * SIZE + position % SIZE for position in range(length)]
-        for position in range(length - rows, length):
-            seen = at[: position + 1]
-            expected = by_hand(asked.query[row], planes.keys[seen], planes.values[seen], asked)
-            torch.testing.assert_close(output[row], expected)
-            row += 1
-
-
-def test_gathered_tokens_lie_in_the_same_memory_each_time():
-    planes, scratch = Planes(40), Scratch(SIZE)
-    first = scratch.gather(planes.keys, torch.tensor([3, 1, 9]), values=False)
-    where = first.data_ptr()
-    assert torch.equal(first, planes.keys.view(-1, SIZE, KV_HEADS, DIM)[[3, 1, 9]].flatten(0, 1))
-    other = scratch.gather(planes.values, torch.tensor([3, 1, 9]), values=True)
-    again = scratch.gather(planes.keys, torch.tensor([2]), values=False)
-    assert again.data_ptr() == where != other.data_ptr()
-    assert torch.equal(again, planes.keys[2 * SIZE : 3 * SIZE])
-    larger = scratch.gather(planes.keys, torch.arange(10), values=False)
-    assert torch.equal(larger, planes.keys)
-
-
-def run_probe(module=None, mask=None, **kwargs):
-    probe = Probe()
-    asked = SimpleNamespace(layer_idx=1, is_causal=True) if module is None else module
-    query, key, value = (torch.zeros(1, heads, 2, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
-    with attention_context(probe):
-        output, weights = paged_attention(asked, query, key, value, mask, **kwargs)
-    assert weights is None
-    return probe, output
-
-
-def test_the_probe_learns_shapes_and_windows():
-    probe, output = run_probe(sliding_window=9, position_ids=torch.zeros(1))
-    assert probe.shapes == {1: (KV_HEADS, DIM, DIM)}
-    assert probe.windows == {1: 9}
-    assert output.shape == (1, 2, HEADS, DIM)
-
-
-def test_the_probe_refuses_a_layer_that_attends_twice():
-    probe = Probe()
-    probe.attend(call(1))
-    with pytest.raises(EngineSpecError, match="layer 0 attends twice"):
-        probe.attend(call(1))
+HEADS, KV_HEADS, DIM = 4, 2, 8
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "message"),
+    ("layer", "mask", "message"),
     [
-        ({"mask": torch.zeros(1)}, "masks of its own"),
-        ({"s_aux": torch.zeros(1)}, "needs s_aux"),
-        ({"module": SimpleNamespace(layer_idx=0, is_causal=False)}, "not causal"),
-        ({"module": SimpleNamespace(layer_idx=None, is_causal=True)}, "not numbered"),
+        ({}, torch.zeros(1), "masks of its own"),
+        ({"is_causal": False}, None, "not causal"),
+        ({"layer_idx": None}, None, "not numbered"),
     ],
 )
-def test_the_probe_refuses_what_cannot_work(kwargs, message):
-    with pytest.raises(EngineSpecError, match=message):
-        run_probe(**kwargs)
+def test_attention_that_cannot_be_paged_is_refused(layer, mask, message):
+    module = SimpleNamespace(**{"layer_idx": 1, "is_causal": True, **layer})
+    query, key, value = (torch.zeros(1, heads, 2, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    with attention_context(Probe()), pytest.raises(EngineSpecError, match=message):
+        paged_attention(module, query, key, value, mask)
 
 
 SHAPES = [LayerShape(2, 4, 4), LayerShape(1, 6, 4), LayerShape(2, 4, 3)]
 
 
-def storage(gpu_blocks=5, host_blocks=3):
-    return KvStorage(
+def test_many_blocks_move_through_a_buffer_of_fixed_size():
+    count = 3 * STAGED_BLOCKS + 1
+    kv = KvStorage(
         SHAPES,
-        gpu_blocks=gpu_blocks,
-        host_blocks=host_blocks,
+        gpu_blocks=count,
+        host_blocks=count,
         tokens_per_block=2,
         device=torch.device("cpu"),
         dtype=torch.float32,
     )
-
-
-def test_many_blocks_move_through_a_buffer_of_fixed_size():
-    count = 3 * STAGED_BLOCKS + 1
-    kv = storage(gpu_blocks=count, host_blocks=count)
     planes = [plane for index in range(3) for plane in kv.layers[index]]
     for number, plane in enumerate(planes):
         plane.copy_(torch.arange(plane.numel()).view(plane.shape) + 1000 * number)

@@ -14,6 +14,11 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from engine_adapter.torch_engine.requests import GenerationRequest, RequestRefused, SamplingParams
+from engine_adapter.torch_engine.service import Generation
+from engine_adapter.types import token_array
+from tests.engine_adapter.torch_engine.engine_world import until
+
 PROMPT = list(range(10, 60))
 
 
@@ -42,12 +47,7 @@ def cancelled(service) -> int:
 
 
 async def one_more_cancelled(service, before: int) -> None:
-    """Waits until the engine has cancelled one more request."""
-    for _ in range(1000):
-        if cancelled(service) > before:
-            return
-        await asyncio.sleep(0.01)
-    pytest.fail("the request is still running")
+    await until(lambda: cancelled(service) > before)
 
 
 async def test_streamed_and_whole_answers_agree(client):
@@ -102,93 +102,63 @@ async def test_a_stop_token_is_not_shown(client):
     assert answer["text"].startswith(choice["text"])
 
 
-async def test_logprobs(client):
-    choice = (await complete(client, logprobs=3, max_tokens=4)).json()["choices"][0]
-    logprobs = choice["logprobs"]
-    assert len(logprobs["tokens"]) == len(logprobs["token_logprobs"]) == len(logprobs["top_logprobs"]) == 4
-    assert all(value <= 0 for value in logprobs["token_logprobs"])
-    chat = {
-        "messages": [{"role": "user", "content": "hi"}],
-        "max_tokens": 2,
-        "logprobs": True,
-        "top_logprobs": 2,
-    }
-    content = (await client.post("/v1/chat/completions", json=chat)).json()["choices"][0]["logprobs"][
-        "content"
-    ]
-    assert all(len(entry["top_logprobs"]) == 2 for entry in content)
-    chunks, _ = await stream(client, logprobs=1, max_tokens=3)
-    shown = [chunk["choices"][0]["logprobs"] for chunk in chunks]
-    assert sum(len(entry["tokens"]) for entry in shown if entry) == 3
-
-
 async def test_the_openai_client(served_engine):
-    async with openai.AsyncOpenAI(
-        base_url=f"{served_engine.url}/v1", api_key="none", max_retries=0
-    ) as client:
-        messages = [{"role": "user", "content": "hello"}]
-        answer = await client.chat.completions.create(
-            model="kvpin-tiny", messages=messages, max_completion_tokens=6, temperature=0
-        )
-        assert answer.usage.prompt_tokens_details.cached_tokens is not None
-        text = ""
-        async for chunk in await client.chat.completions.create(
-            model="kvpin-tiny",
-            messages=messages,
-            max_completion_tokens=6,
-            temperature=0,
-            stream=True,
-            stream_options={"include_usage": True},
-        ):
-            if chunk.choices:
-                text += chunk.choices[0].delta.content or ""
-            else:
-                assert chunk.usage.total_tokens == answer.usage.total_tokens
+    asked = {"model": "kvpin-tiny", "messages": [{"role": "user", "content": "hello"}]}
+    asked |= {"max_completion_tokens": 6, "temperature": 0}
+    url = f"{served_engine.url}/v1"
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        create = client.chat.completions.create
+        answer = await create(**asked)
+        stream = await create(**asked, stream=True, stream_options={"include_usage": True})
+        *chunks, last = [chunk async for chunk in stream]
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
         assert text == answer.choices[0].message.content
+        assert last.usage.total_tokens == answer.usage.total_tokens
+        assert answer.usage.prompt_tokens_details.cached_tokens is not None
         with pytest.raises(openai.BadRequestError) as caught:
-            await client.chat.completions.create(model="kvpin-tiny", messages=[])
+            await create(**asked | {"messages": []})
         assert caught.value.param == "messages"
         with pytest.raises(openai.NotFoundError):
-            await client.chat.completions.create(model="other", messages=messages)
+            await create(**asked | {"model": "other"})
 
 
-async def test_a_client_that_leaves_frees_its_blocks(client, served_engine):
+def sent(connection, served_engine, **fields):
+    """Sends a request for many tokens."""
+    content = json.dumps(body(max_tokens=3000, **fields)).encode()
+    connection.connect((httpx.URL(served_engine.url).host, httpx.URL(served_engine.url).port))
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: [::1]\r\ncontent-length: {len(content)}\r\n\r\n"
+    connection.sendall(head.encode() + content)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_a_client_that_leaves_frees_its_blocks(client, served_engine, streams):
     before = cancelled(served_engine.service)
-    fields = body(max_tokens=3000, stream=True, cache_salt="leaving")
-    async with (
-        httpx.AsyncClient(base_url=served_engine.url, timeout=60, trust_env=False) as leaver,
-        leaver.stream("POST", "/v1/completions", json=fields) as response,
-    ):
-        assert response.status_code == 200
+    with socket.socket() as leaver:
+        sent(leaver, served_engine, stream=streams)
+        if streams:
+            await asyncio.to_thread(leaver.recv, 1)
     await one_more_cancelled(served_engine.service, before)
     assert (await client.get("/kv/stats")).json()["gpu"]["active"] == 0
 
 
-async def test_a_client_that_leaves_while_it_waits(client, served_engine):
-    """A request without an answer yet is cancelled too."""
-    before = cancelled(served_engine.service)
-    with socket.create_connection(httpx.URL(served_engine.url).netloc.decode().split(":")) as connection:
-        content = json.dumps(body(max_tokens=3000)).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: [::1]\r\ncontent-length: {len(content)}\r\n\r\n"
-        connection.sendall(head.encode() + content)
-    await one_more_cancelled(served_engine.service, before)
-    await complete(client)
-
-
 async def test_a_client_that_does_not_read_stops_nobody(client, served_engine):
     before = cancelled(served_engine.service)
-    host, _, port = httpx.URL(served_engine.url).netloc.decode().partition(":")
     with socket.socket() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
-        slow.connect((host, int(port)))
-        fields = body(max_tokens=3000, stream=True, logprobs=20, cache_salt="slow")
-        content = json.dumps(fields).encode()
-        slow.sendall(
-            f"POST /v1/completions HTTP/1.1\r\nhost: [::1]\r\ncontent-length: {len(content)}\r\n\r\n".encode()
-            + content
-        )
+        sent(slow, served_engine, stream=True, logprobs=20)
         answers = await asyncio.gather(*(complete(client) for _ in range(3)))
         assert len({answer.json()["choices"][0]["text"] for answer in answers}) == 1
+    await one_more_cancelled(served_engine.service, before)
+
+
+async def test_one_refused_choice_ends_all_of_them(served_engine):
+    engine, before = served_engine.service.engine, cancelled(served_engine.service)
+    endless = SamplingParams(max_tokens=3000, ignore_eos=True)
+    fine = GenerationRequest("fine", token_array(PROMPT), endless)
+    too_long = GenerationRequest("long", token_array([5] * (engine.max_model_len + 1)), endless)
+    with pytest.raises(RequestRefused):
+        async with Generation(engine, [fine, too_long]):
+            pytest.fail("it was taken")
     await one_more_cancelled(served_engine.service, before)
 
 
@@ -327,9 +297,6 @@ class TestEmbeddings:
         def sent(value):
             return self.encoded(value) if isinstance(value, torch.Tensor) else value
 
-        given = {
-            name: [*map(sent, value)] if isinstance(value, list) else sent(value)
-            for name, value in fields.items()
-        }
+        given = {name: sent(value) for name, value in fields.items()}
         answer = await client.post("/v1/completions", json=body(prompt=None) | given)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)

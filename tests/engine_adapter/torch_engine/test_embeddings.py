@@ -17,6 +17,7 @@ from tests.engine_adapter.torch_engine.engine_world import (
     Reference,
     served,
     tiny,
+    until,
     write_config_model,
 )
 
@@ -30,12 +31,12 @@ def test_hidden_states_are_the_models_however_they_came_about(kind, tmp_path):
     with torch.inference_mode():
         expected = Reference(directory).module.base_model(torch.tensor([PROMPT])).last_hidden_state[0, -1:]
     with served(load_model(str(directory)), prefill_chunk=16) as world:
-        cold = world.ask(PROMPT, 1, wants_hidden=True).wait()
+        cold = world.ask(PROMPT, 1, hidden=True).wait()
         beside = [
             world.ask(PROMPT, 12),
             world.ask(PROMPT, 2, prompt_logprobs=1),
-            world.ask(PROMPT, 1, wants_hidden=True),
-            world.ask(PROMPT[:9], 1, wants_hidden=True),
+            world.ask(PROMPT, 1, hidden=True),
+            world.ask(PROMPT[:9], 1, hidden=True),
         ]
         warm = beside[2].wait()
         assert (cold.cached, warm.cached) == (0, 40)
@@ -50,7 +51,7 @@ def test_a_model_whose_logits_are_not_made_by_one_layer_gives_none(monkeypatch):
     monkeypatch.setattr(type(model.module), "get_output_embeddings", lambda _: None)
     with served(model) as world:
         beside = world.ask(PROMPT, 20)
-        refused = world.ask(PROMPT[::-1], 1, wants_hidden=True).wait()
+        refused = world.ask(PROMPT[::-1], 1, hidden=True).wait()
         assert (refused.finished.reason, refused.finished.param) == ("refused", "model")
         assert len(beside.wait().tokens) == 20
 
@@ -102,17 +103,16 @@ async def test_kv_is_shared_under_the_same_salt_alone(client, served_engine):
     assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == reused[2]
 
 
-async def test_more_than_the_cache_holds_waits_for_room(client, served_engine):
-    """Others are answered meanwhile."""
-    texts = [f"{number} " + TEXT * 40 for number in range(40)]
+async def test_more_than_the_cache_holds_waits_for_room_while_others_are_answered(client, served_engine):
+    engine = served_engine.service.engine
+    texts = [f"{number} " + TEXT * 40 for number in range(20)]
     embedding = asyncio.create_task(embed(client, texts, cache_salt="room", priority=1))
-    await asyncio.sleep(0.2)
+    await until(lambda: engine.counters.running)
     answer = await client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})
     assert answer.status_code == 200
     assert not embedding.done()
     made = await embedding
-    assert len(made["data"]) == 40
-    engine = served_engine.service.engine
+    assert len(made["data"]) == 20
     assert made["usage"]["total_tokens"] > engine.gpu_blocks * served_engine.service.options.tokens_per_block
 
 
@@ -130,17 +130,13 @@ async def test_more_texts_than_the_engine_gets_at_a_time(client, served_engine):
 
 
 async def test_when_the_client_leaves_the_rest_is_not_computed(client, served_engine):
-    finished = served_engine.service.engine.counters.finished
-    before = finished.get("cancelled", 0)
+    counters = served_engine.service.engine.counters
+    before = counters.finished.get("cancelled", 0)
     texts = [f"{number} " + TEXT * 40 for number in range(40)]
     embedding = asyncio.create_task(embed(client, texts, cache_salt="leaves"))
-    await asyncio.sleep(0.2)
+    await until(lambda: counters.running)
     embedding.cancel()
-    for _ in range(1000):
-        if finished.get("cancelled", 0) > before + 5:
-            return
-        await asyncio.sleep(0.01)
-    pytest.fail("it goes on")
+    await until(lambda: counters.finished.get("cancelled", 0) > before + 5)
 
 
 @pytest.mark.parametrize(
@@ -151,11 +147,9 @@ async def test_when_the_client_leaves_the_rest_is_not_computed(client, served_en
         ({"input": []}, "input"),
         ({"input": ["a", ""]}, "input[1]"),
         ({"input": [[5], []]}, "input[1]"),
-        ({"input": [5, "a"]}, "input[1]"),
         ({"input": [5, 4096]}, "input[1]"),
         ({"input": [[5], [6, 4096]]}, "input[1][1]"),
         ({"input": [5] * 5000}, "input"),
-        ({"input": ["a", "word " * 9000]}, "input[1]"),
         ({"input": "x" * 3_000_000}, "input"),
         ({"input": ["a"] * (MAX_INPUTS + 1)}, "input"),
         ({"input": [[5] * 4000] * (MAX_TOKENS // 4000 + 1)}, "input"),

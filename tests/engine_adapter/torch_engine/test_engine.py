@@ -9,9 +9,17 @@ import pytest
 import torch
 
 from engine_adapter.errors import EngineUnavailable
-from engine_adapter.torch_engine.engine import MAX_FAILED_STEPS, EngineCore
+from engine_adapter.torch_engine.engine import MAX_FAILED_STEPS, EngineCore, is_fatal
 from engine_adapter.torch_engine.model import load_model
-from engine_adapter.torch_engine.requests import Finished, GenerationRequest, RequestRefused, SamplingParams
+from engine_adapter.torch_engine.requests import (
+    GenerationRequest,
+    PromptScores,
+    RequestRefused,
+    SamplingParams,
+    Scheduled,
+    Token,
+)
+from engine_adapter.torch_engine.scheduler import SCORED_TOKENS
 from engine_adapter.torch_engine.serve import EmbeddedOptions
 from engine_adapter.types import BlocksStored, KvTarget, Tier
 from tests.engine_adapter.torch_engine.engine_world import (
@@ -26,6 +34,16 @@ from tests.engine_adapter.torch_engine.kv_integrity import violations
 
 def prompt_of(length, seed=0):
     return [2 + (31 * index + 7 * index * index + 17 * seed) % (VOCAB - 2) for index in range(length)]
+
+
+@contextmanager
+def held_up(world):
+    """Holds the engine thread, so that requests made within start together."""
+    gate = threading.Event()
+    blocked = world.engine.call(lambda cache: gate.wait(10))
+    yield
+    gate.set()
+    blocked.result(timeout=10)
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
@@ -53,10 +71,7 @@ def world(llama):
         yield world
 
 
-# --- the answers are transformers' own, however they came about --------------------------------------
-
-
-@pytest.mark.parametrize("chunk", [3, 7, 256])
+@pytest.mark.parametrize("chunk", [3, 256])
 def test_greedy_is_generate_with_and_without_cache(pair, chunk):
     model, reference = pair
     prompt = prompt_of(41)
@@ -78,9 +93,8 @@ def test_greedy_is_generate_in_a_batch(pair, chunk):
     prompts = [shared + prompt_of(length, seed=length) for length in (1, 5, 13, 30)] + [prompt_of(3, seed=9)]
     with served(model, prefill_chunk=chunk, max_num_seqs=3) as world:
         answers = [world.ask(prompt, 10) for prompt in prompts]
-        assert [answer.wait().tokens for answer in answers] == [
-            reference.greedy(prompt, 10) for prompt in prompts
-        ]
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert answer.wait().tokens == reference.greedy(prompt, 10)
 
 
 def test_greedy_is_generate_after_offload_and_restore(pair):
@@ -89,7 +103,9 @@ def test_greedy_is_generate_after_offload_and_restore(pair):
     expected = reference.greedy(prompt, 9)
     with served(model, host_cache_bytes=64 * model.block_bytes(4)) as world:
         assert world.tokens(prompt, 9) == expected
+        told = len(world.batches)
         assert world.operate("offload", prompt).moved == 7
+        assert len(world.batches) == told + 1  # before the operation returns
         again = world.ask(prompt, 9).wait()  # the prompt restores it
         assert (again.tokens, again.cached) == (expected, 28)
         assert world.operate("offload").moved == 9
@@ -103,9 +119,8 @@ def test_greedy_is_generate_through_preemption_and_eviction(pair):
     prompts = [prompt_of(14, seed=seed) for seed in range(4)]
     with served(model, kv_blocks=14, prefill_chunk=8, host_cache_bytes=5 * model.block_bytes(4)) as world:
         answers = [world.ask(prompt, 24) for prompt in prompts]
-        assert [answer.wait().tokens for answer in answers] == [
-            reference.greedy(prompt, 24) for prompt in prompts
-        ]
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert answer.wait().tokens == reference.greedy(prompt, 24)
         assert world.engine.counters.preemptions > 0
         assert world.stats()["blocks"]["evicted"] > 0
 
@@ -115,19 +130,18 @@ def test_fake_ids_stand_for_rows_of_their_table(llama):
     tables = {7: torch.randn(5, 32, generator=torch.Generator().manual_seed(1)), 8: torch.randn(5, 32)}
     text = prompt_of(6)
     tokens = [VOCAB + 4, VOCAB + 1, VOCAB, VOCAB + 2, *text]
+    extra_ids = [7, 7, 8, 7, *[0] * 6]
     embed = reference.module.get_input_embeddings()
-    embeds = torch.cat([tables[7][[4, 1, 0, 2]], embed(torch.tensor(text))]).detach()
-    expected = reference.greedy(tokens, 8, embeds)
+    rows = tables[7][[4, 1, 0, 2]]
+    rows[2] = tables[8][0]
+    expected = reference.greedy(tokens, 8, torch.cat([rows, embed(torch.tensor(text))]).detach())
     with served(model, prefill_chunk=3) as world:
-        first = world.ask(tokens, 8, extra_ids=[7] * 4 + [0] * 6, embeddings=tables).wait()
-        again = world.ask(tokens, 8, extra_ids=[7] * 4 + [0] * 6, embeddings=tables).wait()
+        first = world.ask(tokens, 8, extra_ids=extra_ids, embeddings=tables).wait()
+        again = world.ask(tokens, 8, extra_ids=extra_ids, embeddings=tables).wait()
         other = world.ask(tokens, 8, extra_ids=[8] * 4 + [0] * 6, embeddings=tables).wait()
     assert (first.tokens, first.cached) == (expected, 0)
     assert (again.tokens, again.cached) == (expected, 8)
     assert other.cached == 0
-
-
-# --- sharing -------------------------------------------------------------------------------------------
 
 
 def test_a_salt_keeps_kv_apart(world):
@@ -136,57 +150,31 @@ def test_a_salt_keeps_kv_apart(world):
     assert cached == [0, 0, 8, 0, 8]
 
 
-@pytest.mark.parametrize("length", [9, 33])
-def test_a_burst_of_one_prompt_computes_it_once(llama, length):
+def test_a_burst_of_one_prompt_computes_it_once(llama):
     model, _ = llama
-    prompt = prompt_of(length)
     with served(model, prefill_chunk=16) as world:
-        gate = threading.Event()
-        blocked = world.engine.call(lambda cache: gate.wait(10))
-        answers = [world.ask(prompt, 4) for _ in range(6)]
-        gate.set()
-        blocked.result(timeout=10)
-        assert [answer.wait().cached for answer in answers] == [0] + [length - 1] * 5
+        with held_up(world):
+            answers = [world.ask(prompt_of(33), 4) for _ in range(6)]
+        assert [answer.wait().cached for answer in answers] == [0] + [32] * 5
         assert len({tuple(answer.tokens) for answer in answers}) == 1
-
-
-# --- events -------------------------------------------------------------------------------------------
 
 
 def test_events_of_a_step_come_before_its_tokens_in_runs(llama):
     model, _ = llama
-    order = []
+    prompt = prompt_of(17)
     with served(model, prefill_chunk=8) as world:
-        world.engine._publish = lambda events: order.append(("events", events))
-        done = threading.Event()
-
-        def on_output(outputs):
-            order.append(("outputs", outputs))
-            if isinstance(outputs[-1], Finished):
-                done.set()
-
-        prompt = prompt_of(17)
-        world.engine.submit(
-            GenerationRequest("x", array("i", prompt), SamplingParams(temperature=0, max_tokens=4)), on_output
-        )
-        assert done.wait(10)
-    kinds = [kind for kind, _ in order]
-    assert kinds[:6] == ["outputs", "events", "events", "outputs", "outputs", "outputs"]
-    stored = [event for kind, events in order if kind == "events" for event in events]
+        with held_up(world):
+            answer = world.ask(prompt, 4)
+            order = answer.outputs
+            world.engine._publish = order.append
+        answer.wait()
+    kinds = [type(each) for each in order]
+    assert kinds[:4] == [Scheduled, list, list, Token]
+    stored = [event for each in order if isinstance(each, list) for event in each]
     assert [len(event.hashes) for event in stored[:2]] == [2, 2]
     assert all(isinstance(event, BlocksStored) and event.tier is Tier.GPU for event in stored)
     assert (stored[0].parent, stored[1].parent) == (None, stored[0].hashes[-1])
     assert list(stored[0].token_ids + stored[1].token_ids) == prompt[:16]
-
-
-def test_an_operation_publishes_before_its_future_is_done(world):
-    world.tokens(prompt_of(9))
-    seen = len(world.batches)
-    assert world.operate("flush").moved == 4
-    assert len(world.batches) == seen + 1
-
-
-# --- ends ---------------------------------------------------------------------------------------------
 
 
 def test_cancel_frees_the_blocks_at_once(world):
@@ -223,14 +211,8 @@ def test_the_end_token_stops_unless_ignored(world):
         assert other.tokens(prompt_of(9), 12) == free
 
 
-# --- failures -----------------------------------------------------------------------------------------
-
-
 POISON = 1  # the first token of a prompt whose steps fail
-
-
-def poison_of(length):
-    return [POISON, *prompt_of(length - 1)]
+POISONED = [POISON, *prompt_of(6)]
 
 
 def fail_on_poison(world, error, times=10**9):
@@ -246,16 +228,6 @@ def fail_on_poison(world, error, times=10**9):
     world.engine._runner.run = poisoned
 
 
-@contextmanager
-def held_up(world):
-    """Holds the engine thread, so that requests made within start together."""
-    gate = threading.Event()
-    blocked = world.engine.call(lambda cache: gate.wait(10))
-    yield
-    gate.set()
-    blocked.result(timeout=10)
-
-
 def test_only_the_request_that_fails_ends_and_the_others_get_their_tokens(world, reference, caplog):
     sampled = {"temperature": 1.0, "seed": 3, "presence_penalty": 1.0}
     alone = world.tokens(prompt_of(11, seed=2), **sampled)
@@ -263,7 +235,7 @@ def test_only_the_request_that_fails_ends_and_the_others_get_their_tokens(world,
         fail_on_poison(other, RuntimeError("out of luck"))
         with held_up(other):
             greedy, drawn = other.ask(prompt_of(9)), other.ask(prompt_of(11, seed=2), **sampled)
-            broken = other.ask(poison_of(6))
+            broken = other.ask(POISONED)
         assert broken.wait().finished.reason == "error"
         assert broken.finished.message == "RuntimeError: out of luck"
         assert greedy.wait().tokens == reference.greedy(prompt_of(9), 8)
@@ -275,10 +247,9 @@ def test_only_the_request_that_fails_ends_and_the_others_get_their_tokens(world,
 def test_a_step_that_fails_once_costs_nobody_anything(world, reference):
     fail_on_poison(world, torch.OutOfMemoryError("CUDA out of memory"), times=1)
     with held_up(world):
-        answers = [world.ask(prompt) for prompt in (prompt_of(9), poison_of(7))]
-    assert [answer.wait().tokens for answer in answers] == [
-        reference.greedy(prompt, 8) for prompt in (prompt_of(9), poison_of(7))
-    ]
+        answers = [world.ask(prompt) for prompt in (prompt_of(9), POISONED)]
+    for prompt, answer in zip((prompt_of(9), POISONED), answers, strict=True):
+        assert answer.wait().tokens == reference.greedy(prompt, 8)
 
 
 def test_what_is_no_number_ends_its_own_request_and_never_reaches_another(llama):
@@ -300,9 +271,8 @@ def test_what_is_no_number_ends_its_own_request_and_never_reaches_another(llama)
         world.operate("flush")
         with held_up(world):  # these two get the blocks of the broken ones
             answers = [world.ask(prompt_of(length)) for length in (5, 6)]
-        assert [answer.wait().tokens for answer in answers] == [
-            reference.greedy(prompt_of(length), 8) for length in (5, 6)
-        ]
+        for length, answer in zip((5, 6), answers, strict=True):
+            assert answer.wait().tokens == reference.greedy(prompt_of(length), 8)
 
 
 @pytest.mark.parametrize("verb", ["copy_to_host", "copy_to_gpu"])
@@ -310,9 +280,8 @@ def test_a_copy_that_fails_costs_its_request_and_no_other_kv(llama, verb):
     model, reference = llama
     prompts = [prompt_of(33, seed=seed) for seed in range(3)]
     with served(model, kv_blocks=16, host_cache_bytes=32 * model.block_bytes(4)) as world:
-        assert [world.tokens(prompt) for prompt in prompts[:2]] == [
-            reference.greedy(prompt, 8) for prompt in prompts[:2]
-        ]
+        for prompt in prompts[:2]:
+            world.tokens(prompt)
         storage = world.engine._cache.tree._copier
         copy = getattr(storage, verb)
 
@@ -335,7 +304,7 @@ def test_a_broken_device_ends_the_engine_and_says_whose_step_it_was(llama, caplo
             world, torch.AcceleratorError(f"{told}\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1")
         )
         with held_up(world):
-            both = [world.ask(prompt_of(9), 100), world.ask(poison_of(6))]
+            both = [world.ask(prompt_of(9), 100), world.ask(POISONED)]
             waiting = world.ask(prompt_of(5))
         assert [answer.wait().finished.reason for answer in both] == ["error", "error"]
         assert waiting.wait().finished.reason == "cancelled"
@@ -345,36 +314,31 @@ def test_a_broken_device_ends_the_engine_and_says_whose_step_it_was(llama, caplo
     assert "the engine died" in caplog.text
 
 
-def test_a_device_error_in_an_operation_ends_the_engine(world):
-
-    def fail(cache):
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    with pytest.raises(RuntimeError, match="illegal memory access"):
-        world.call(fail)
-    assert "illegal memory access" in world.engine.wait()
-
-
-def test_a_device_error_in_a_copy_ends_the_engine(llama):
+@pytest.mark.parametrize("where", ["an operation", "a copy"])
+def test_a_device_error_beside_the_steps_ends_the_engine(llama, where):
     model, _ = llama
+
+    def fail(*_):
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
     with served(model, kv_blocks=16, host_cache_bytes=32 * model.block_bytes(4)) as world:
         world.tokens(prompt_of(33))
-
-        def fail(*slots):
-            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
-
-        world.engine._cache.tree._copier.copy_to_host = fail
-        assert world.ask(prompt_of(33, seed=1)).wait().finished.reason == "error"
+        if where == "an operation":
+            with pytest.raises(RuntimeError, match="illegal memory access"):
+                world.call(fail)
+        else:
+            world.engine._cache.tree._copier.copy_to_host = fail
+            assert world.ask(prompt_of(33, seed=1)).wait().finished.reason == "error"
         assert "illegal memory access" in world.engine.wait()
 
 
 def test_an_engine_that_fails_at_every_step_ends(world, reference):
     fail_on_poison(world, RuntimeError("out of luck"))
     for _ in range(MAX_FAILED_STEPS - 1):
-        world.ask(poison_of(6)).wait()
+        world.ask(POISONED).wait()
     assert world.tokens(prompt_of(9)) == reference.greedy(prompt_of(9), 8)  # a good step resets the count
     for _ in range(MAX_FAILED_STEPS):
-        assert world.ask(poison_of(6)).wait().finished.reason == "error"
+        assert world.ask(POISONED).wait().finished.reason == "error"
     assert f"{MAX_FAILED_STEPS} steps in a row failed" in world.engine.wait()
 
 
@@ -401,10 +365,8 @@ def test_a_dead_thread_leaves_nobody_waiting(world, caplog):
 
     world.engine._scheduler.plan = die
     answer = world.ask(prompt_of(9)).wait()
-    assert (answer.finished.reason, answer.finished.message) == (
-        "cancelled",
-        "the engine died: RuntimeError: bug",
-    )
+    assert answer.finished.reason == "cancelled"
+    assert answer.finished.message == "the engine died: RuntimeError: bug"
     assert world.engine.wait() == "RuntimeError: bug"
     assert not world.engine.alive
     with pytest.raises(EngineUnavailable):
@@ -427,9 +389,6 @@ def test_stop_cancels_what_is_in_flight(world):
     assert not world.engine.alive
 
 
-# --- refusals -----------------------------------------------------------------------------------------
-
-
 def test_requests_that_never_fit_are_refused(llama):
     model, _ = llama
     with served(model, kv_blocks=4) as world:
@@ -440,15 +399,12 @@ def test_requests_that_never_fit_are_refused(llama):
         assert world.ask(prompt_of(15), 5).wait().finished.reason == "length"
 
 
-def test_without_a_size_the_cache_is_sized_by_the_free_memory(llama, caplog, monkeypatch):
+def test_without_a_size_the_cache_is_sized_by_the_free_memory(llama, monkeypatch):
     model, _ = llama
-    monkeypatch.setattr(
-        "engine_adapter.torch_engine.engine.available_bytes", lambda: 40 * model.block_bytes(4)
-    )
-    with caplog.at_level("INFO", "kvpin.engine"):
-        engine = EngineCore(model, EmbeddedOptions(tokens_per_block=4), lambda _events: None)
+    free = "engine_adapter.torch_engine.engine.available_bytes"
+    monkeypatch.setattr(free, lambda: 40 * model.block_bytes(4))
+    engine = EngineCore(model, EmbeddedOptions(tokens_per_block=4), lambda _events: None)
     assert (engine.gpu_blocks, engine.max_model_len) == (10, 40)
-    assert "KV cache: 10 blocks of 4 tokens, 0.0 MiB; requests of up to 40 tokens; 256 prompt" in caplog.text
 
 
 def test_pins_can_leave_a_request_without_room(llama):
@@ -461,9 +417,6 @@ def test_pins_can_leave_a_request_without_room(llama):
         assert lost.finished.reason == "cancelled"  # another engine may have room
         assert "beside 8 pinned blocks" in lost.finished.message
         assert world.ask(prompt_of(5, seed=6), 2).wait().finished.reason == "length"
-
-
-# --- counters and the default model --------------------------------------------------------------------
 
 
 def test_values_that_are_no_numbers_in_the_middle_of_a_prompt_end_the_request(llama):
@@ -485,3 +438,62 @@ def test_values_that_are_no_numbers_in_the_middle_of_a_prompt_end_the_request(ll
             model.module.model.embed_tokens.forward = run
         keys = [block.token_ids[0] for block in world.call(lambda cache: cache.snapshot())]
         assert poison not in keys
+
+
+def test_errors_of_the_device_are_fatal():
+    assert is_fatal(RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"))
+    assert not is_fatal(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
+    assert not is_fatal(ValueError("CUDA error"))
+
+
+# --- logprobs of prompts ------------------------------------------------------------------------------
+
+SCORED = [2 + i % 90 for i in range(SCORED_TOKENS + 50)]
+
+
+@pytest.fixture
+def expected(reference):
+    with torch.inference_mode():
+        return reference.module(torch.tensor([SCORED])).logits[0].log_softmax(-1)[:-1]
+
+
+def scores_of(answer):
+    parts = [output for output in answer.wait().outputs if isinstance(output, PromptScores)]
+    return [score for part in parts for score in part.scores]
+
+
+def compare(scores, expected):
+    assert len(scores) == len(SCORED) - 1
+    chosen = expected.gather(1, torch.tensor(SCORED[1:])[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor([score for score, _ in scores]), chosen, atol=1e-4, rtol=1e-4)
+    best = expected.topk(2)
+    assert [[i for i, _ in top] for _, top in scores] == best.indices.tolist()
+
+
+@pytest.mark.parametrize("chunk", [7, 512])
+def test_scores_of_a_prompt_are_the_models(llama, expected, chunk):
+    with served(llama[0], prefill_chunk=chunk, kv_blocks=128) as world:
+        plain = world.tokens(SCORED, 4)
+        answer = world.ask(SCORED, 4, prompt_logprobs=2)
+        compare(scores_of(answer), expected)
+        assert answer.tokens == plain
+        beside = [world.ask(SCORED, 4), world.ask(SCORED, 4, prompt_logprobs=2), world.ask([5, 6, 7], 4)]
+        compare(scores_of(beside[1]), expected)
+        assert beside[0].wait().tokens == plain
+
+
+def test_a_prompt_that_is_scored_is_computed_whole_and_reused_by_others(llama):
+    with served(llama[0], kv_blocks=128) as world:
+        for _ in range(2):
+            scored = world.ask(SCORED, 1, prompt_logprobs=0)
+            assert [top for _, top in scores_of(scored)] == [()] * (len(SCORED) - 1)
+            assert scored.cached == 0
+        assert scores_of(world.ask([5], 2, prompt_logprobs=1)) == []
+        assert world.ask(SCORED, 1).wait().cached == (len(SCORED) - 1) // 4 * 4
+
+
+def test_a_preempted_prompt_is_scored_once(llama, expected):
+    with served(llama[0], kv_blocks=60) as world:
+        scored, beside = world.ask(SCORED, 30, prompt_logprobs=2), world.ask([9] * 20, 60)
+        compare(scores_of(scored), expected)
+        beside.wait()

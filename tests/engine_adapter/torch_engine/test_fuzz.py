@@ -61,47 +61,17 @@ def check(client: httpx.Client, path: str, content: bytes) -> None:
     assert client.get("/health").status_code == 200
 
 
-FUZZ = settings(
-    max_examples=60,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-    derandomize=True,
-)
+fuzzed = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-@FUZZ
-@given(path=st.sampled_from(PATHS), content=st.binary(max_size=200))
-def test_any_bytes(client, path, content):
-    check(client, path, content)
-
-
-@FUZZ
-@given(path=st.sampled_from(PATHS), content=json_values)
-def test_any_json(client, path, content):
-    check(client, path, json.dumps(content).encode())
-
-
-@settings(FUZZ, max_examples=250)
+@settings(fuzzed, max_examples=200)
 @given(path=st.sampled_from(PATHS), changes=fields)
 def test_known_fields_with_any_values(client, path, changes):
     check(client, path, json.dumps({"max_tokens": 2} | GOOD | changes).encode())
 
 
-@settings(FUZZ, max_examples=80)
-@given(path=st.sampled_from(PATHS), content=json_values)
-def test_any_messages(client, path, content):
+@settings(fuzzed, max_examples=80)
+@given(content=json_values)
+def test_any_messages(client, content):
     body = {"messages": [{"role": "user", "content": content}, content], "max_tokens": 2}
     check(client, "/v1/chat/completions", json.dumps(body).encode())
-
-
-@settings(FUZZ, max_examples=40)
-@given(cut=st.integers(0, 200))
-def test_cut_bodies(client, cut):
-    check(client, "/v1/chat/completions", json.dumps(GOOD | {"max_tokens": 1}).encode()[:cut])
-
-
-def test_the_engine_still_answers_as_before(client):
-    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "temperature": 0}
-    answers = [client.post("/v1/chat/completions", json=body) for _ in range(2)]
-    assert [answer.status_code for answer in answers] == [200, 200]
-    assert answers[0].json()["choices"] == answers[1].json()["choices"]

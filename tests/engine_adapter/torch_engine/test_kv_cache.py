@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from array import array
+
 import pytest
 import xxhash
 
-from engine_adapter.torch_engine.kv_tree import CopyFailed, KvTree, LeafQueue, Node
+from engine_adapter.torch_engine.kv_tree import CopyFailed, LeafQueue, Node
+from engine_adapter.torch_engine.requests import PinLimitReached
 from engine_adapter.types import KvTarget, Tier
 from tests.engine_adapter.torch_engine.kv_world import World
 
@@ -39,34 +42,13 @@ def test_a_forced_collision_of_names_mixes_nothing_up(monkeypatch):
     assert world.run(tokens(9)) == 8
 
 
-def test_extend_takes_over_what_another_computed():
-    world = World(8)
-    pair = [world.sequence(tokens(13)) for _ in range(2)]
-    for sequence in pair:
-        assert world.begin(sequence)
-    world.compute(pair[1], 2)
-    world.compute(pair[0], 13)
-    world.cache.extend(pair[1])
-    assert pair[1].computed == 2  # not at a block boundary
-    world.compute(pair[1], 2)
-    world.cache.extend(pair[1])
-    assert pair[1].computed == 12
-    world.compute(pair[1], 1)
-    world.check()
-
-
-def test_extend_restores_into_the_reserved_block():
-    world = World(8, 8)
-    waiting = world.sequence(tokens(9))
-    assert world.begin(waiting)
-    world.run(tokens(9))
-    assert world.cache.offload(KvTarget(), 10).moved == 2
-    world.check()
-    world.cache.extend(waiting)
-    assert waiting.computed == 8
-    world.compute(waiting, 1)
-    world.check()
-    assert world.blocks(Tier.HOST) == 0
+def test_a_queue_sweeps_stale_entries():
+    queue, node = LeafQueue(Tier.GPU), Node(b"", 1, None, 0)
+    for tick in range(1000):
+        node.last_used = tick
+        queue.push(node)
+    assert len(queue._heap) <= 80
+    assert queue.pop() is node
 
 
 def test_no_room_changes_nothing():
@@ -153,20 +135,6 @@ def test_blocks_whose_copy_down_failed_are_forgotten():
     world.check()
 
 
-def test_blocks_whose_copy_up_failed_stay_on_the_host():
-    world = World(6, 6)
-    world.run(range(9))
-    world.cache.offload(KvTarget(), 10)
-    fail_once(world, "copy_to_gpu")
-    sequence = world.sequence(range(9))
-    with pytest.raises(CopyFailed):
-        world.cache.begin(sequence)
-    world.end(sequence)
-    world.check()
-    assert world.blocks(Tier.HOST) == 2
-    assert world.run(range(9)) == 8
-
-
 def test_a_failed_copy_while_extending_leaves_what_was_gained():
     world = World(12, 6)
     late = world.sequence([*range(9), 50])
@@ -183,75 +151,160 @@ def test_a_failed_copy_while_extending_leaves_what_was_gained():
     world.check()
 
 
-def leaf(last_used, priority=0, slot=0):
-    node = Node(b"", 1, None, slot)
-    node.last_used, node.priority = last_used, priority
-    return node
+# --- operations ---------------------------------------------------------------------------------------------
 
 
-def test_a_queue_orders_by_priority_then_use_then_depth():
-    deep = Node(b"", 1, leaf(2), 0)
-    nodes = [leaf(1, priority=1), leaf(2), deep, leaf(3)]
-    queue = LeafQueue(Tier.GPU)
-    for node in nodes:
-        queue.push(node)
-    assert [queue.pop() for _ in range(5)] == [deep, nodes[1], nodes[3], nodes[0], None]
+A = list(range(8))
+B = [*range(4), *range(50, 54)]  # shares its first block with A
+ALL = KvTarget()
 
 
-def test_a_queue_sweeps_stale_entries():
-    queue = LeafQueue(Tier.GPU)
-    node = leaf(0)
-    for tick in range(1000):
-        node.last_used = tick
-        queue.push(node)
-    assert len(queue._heap) <= 80
-    assert queue.pop() is node
+def prefix(tokens, salt=None):
+    return KvTarget(array("i", tokens), None, salt)
 
 
-class Copies:
-    def __init__(self):
-        self.down = []
-        self.up = []
-
-    def copy_to_host(self, gpu_slots, host_slots):
-        self.down.append((list(gpu_slots), list(host_slots)))
-
-    def copy_to_gpu(self, host_slots, gpu_slots):
-        self.up.append((list(host_slots), list(gpu_slots)))
+def filled(gpu=8, host=8):
+    world = World(gpu, host)
+    world.run(A)
+    world.run(B)
+    world.run(A, salt="s")
+    return world
 
 
-def chain(tree, length, salt=None):
-    """An idle chain of blocks."""
-    root = tree.hold_root(salt)
-    nodes: list[Node] = []
-    for index in range(length):
-        nodes.append(tree.insert(nodes[-1] if nodes else root, b"key%d" % index, tree.gpu.take()))
-    tree.touch(nodes)
-    for node in reversed(nodes):
-        tree.release(node)
-    tree.release_root(root)
-    return nodes
+def test_flush_all_in_slices():
+    world = filled()
+    results = [world.cache.flush(ALL, 2) for _ in range(3)]
+    told = [(each.moved, each.remaining, each.bytes) for each in results]
+    assert told == [(2, 3, 200), (2, 1, 200), (1, 0, 100)]
+    world.check()
+    assert world.blocks(Tier.GPU) == 0
+    assert world.cache.tree.roots == {}
 
 
-def make(gpu=4, host=4):
-    copies = Copies()
-    return KvTree(gpu_blocks=gpu, host_blocks=host, tokens_per_block=1, copier=copies), copies
+def test_flush_by_salt_and_by_prefix():
+    world = filled()
+    assert world.cache.flush(KvTarget(cache_salt="s"), 10).moved == 2
+    assert world.cache.flush(KvTarget(cache_salt="unknown"), 10).moved == 0
+    world.check()
+    assert world.cache.flush(prefix(A), 10).moved == 3  # with all blocks below its first one
+    world.check()
+    assert world.blocks(Tier.GPU) == 0
 
 
-def test_one_eviction_is_one_copy_and_tells_of_a_chain_once():
-    tree, copies = make()
-    nodes = chain(tree, 4)
-    tree.journal.drain()
-    assert tree.make_room(3)
-    assert copies.down == [([3, 2, 1], [0, 1, 2])]
-    stored, removed = tree.journal.drain()
-    assert stored.hashes == tuple(node.name for node in nodes[1:])
-    assert set(removed.hashes) == set(stored.hashes)
+def test_flush_leaves_what_runs():
+    world = filled()
+    running = world.sequence(A)
+    assert world.begin(running)
+    result = world.cache.flush(prefix(A), 10)
+    assert (result.moved, result.left["in_use"]) == (1, 1)
+    world.compute(running, 4)
+    world.check()
+    result = world.cache.flush(ALL, 10)
+    assert (result.moved, result.left["in_use"]) == (3, 2)
+    world.check()
 
 
-def test_a_host_slot_given_twice_in_one_batch_is_copied_once():
-    tree, copies = make(gpu=4, host=1)
-    chain(tree, 4)
-    assert tree.make_room(4)
-    assert copies.down == [([0], [0])]
-    assert tree.totals["evicted"] == 4
+def test_offload_of_a_prefix_moves_that_chain_and_leaves_its_children():
+    world = filled()
+    result = world.cache.offload(prefix(A), 10)
+    assert (result.moved, result.remaining) == (2, 0)
+    world.check()
+    assert world.blocks(Tier.HOST) == 2
+    assert world.run([*B, 1]) == 8  # its shared first block is restored, the second never moved
+    assert world.cache.stats(0.0)["blocks"] == {"evicted": 0, "offloaded": 2, "restored": 1}
+
+
+def test_offload_says_why_blocks_stay():
+    world = filled(host=1)
+    running = world.sequence([*B, 1])
+    assert world.begin(running)
+    world.cache.pin(prefix(A, "s"), 10, now=0.0)
+    result = world.cache.offload(ALL, 10)
+    assert (result.moved, result.left) == (1, {"in_use": 2, "pinned": 2, "no_room": 0})
+    world.check()
+    world.end(running)
+    result = world.cache.offload(ALL, 10)  # no host block has less value
+    assert result.remaining == 0
+    assert result.left["no_room"] + result.moved == 2
+    world.check()
+
+
+def test_offload_never_pushes_out_what_it_just_moved():
+    world = World(12, 3)
+    for start in (0, 100, 200):
+        world.run(list(range(start, start + 8)))
+    result = world.cache.offload(ALL, 10)
+    assert (result.moved, result.left["no_room"]) == (3, 3)
+    world.check()
+    assert world.run([*range(200, 208), 1]) == 8
+
+
+def test_restore_evicts_only_what_is_worth_less():
+    world = World(4, 8)
+    world.run(A)
+    world.cache.offload(ALL, 10)
+    world.run(list(range(100, 116)))
+    world.check()
+    assert world.cache.restore(ALL, 10).left["no_room"] == 2  # every GPU block was used later
+    assert world.cache.restore(prefix(A), 10).moved == 2  # a named prefix counts as used now
+    world.check()
+    assert world.cache.tree.totals["evicted"] == 2
+    assert world.run([*A, 1]) == 8
+
+
+@pytest.mark.parametrize(("host", "moved"), [(4, 0), (6, 2)])
+def test_restore_loses_neither_what_it_restores_nor_what_is_kept(host, moved):
+    """A retained block moves to the host tier to make room, if that has room for it."""
+    world, other = World(8, host), list(range(100, 116))
+    world.run(A, priority=1, ttl_s=60.0)
+    world.run(other)
+    world.cache.offload(prefix(other), 10)
+    running = world.sequence(list(range(200, 224)))
+    assert world.begin(running)
+    world.compute(running, 24)
+    result = world.cache.restore(prefix(other), 10)
+    assert (result.moved, result.left["no_room"]) == (moved, 4 - moved)
+    world.end(running)
+    world.check()
+    assert (world.held(other), world.held(A)) == (4, 2)
+
+
+def test_a_pin_protects_until_it_ends():
+    world = World(4)
+    world.run(A)
+    pinned = world.cache.pin(prefix(A), 5.0, now=100.0)
+    assert (pinned.blocks, pinned.ttl_s) == (2, 5.0)
+    world.run(list(range(100, 108)))
+    assert not world.begin(world.sequence(list(range(12))[::-1]))
+    assert world.run([*A, 1]) == 8
+    stats = world.cache.stats(101.0)
+    assert stats["pins"] == [{"pin_id": pinned.pin_id, "blocks": 2, "expires_in_s": 4.0}]
+    assert stats["gpu"] == {"total": 4, "free": 1, "cached": 3, "active": 0}
+    world.cache.expire(104.9)
+    assert world.cache.pinned_blocks == 2
+    assert world.cache.stats(105.0)["pins"] == []
+    world.check()
+    assert not world.cache.unpin(pinned.pin_id)
+
+
+def test_overlapping_pins_count_once_and_end_one_by_one():
+    world = filled()
+    first = world.cache.pin(prefix(A), 10, now=0.0)
+    second = world.cache.pin(prefix(B), 10, now=0.0)
+    assert world.cache.pinned_blocks == 3
+    assert world.cache.unpin(first.pin_id)
+    assert world.cache.pinned_blocks == 2
+    world.check()
+    assert world.cache.flush(prefix(B), 10).moved == 3  # a flush ends the pins on its blocks
+    assert not world.cache.unpin(second.pin_id)
+    world.check()
+
+
+def test_pins_may_not_take_the_pool():
+    world = World(5)
+    world.run(list(range(20)))
+    with pytest.raises(PinLimitReached, match="to 5; at most 4 of 5 may be pinned"):
+        world.cache.pin(prefix(list(range(20))), 10, now=0.0)
+    assert world.cache.pinned_blocks == 0
+    assert world.cache.pin(prefix(list(range(16))), 10, now=0.0).blocks == 4
+    assert world.cache.pin(prefix([77] * 8), 10, now=0.0).blocks == 0

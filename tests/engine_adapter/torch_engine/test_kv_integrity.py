@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from array import array
 
-import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine_adapter.torch_engine.requests import RequestRefused
 from engine_adapter.types import KvTarget
-from tests.engine_adapter.torch_engine.kv_integrity import violations
 from tests.engine_adapter.torch_engine.kv_world import SIZE, World
 
 PROMPTS = st.lists(st.integers(0, 2), min_size=1, max_size=18)
@@ -123,35 +121,3 @@ TestCache.settings = settings(
     derandomize=True,
     suppress_health_check=list(HealthCheck),
 )
-
-
-def broken(change):
-    world = World(8, 2)
-    world.run(list(range(12)))
-    sequence = world.sequence(list(range(12)))
-    assert world.begin(sequence)
-    change(world, sequence)
-    return violations(world.cache, world.running)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda world, sequence: world.cache.tree.gpu.take(),
-        lambda world, sequence: world.cache.tree.gpu.give(sequence.blocks[0]),
-        lambda world, sequence: setattr(sequence.path[0], "refs", 7),
-        lambda world, sequence: setattr(sequence.path[0], "gpu_children", 0),
-        lambda world, sequence: sequence.tokens.__setitem__(0, 99),
-        lambda world, sequence: sequence.path.reverse(),
-        lambda world, sequence: setattr(sequence.root, "refs", 0),
-        lambda world, sequence: setattr(world.cache.tree, "idle", 3),
-        lambda world, sequence: setattr(sequence.path[1], "name", sequence.path[0].name),
-        lambda world, sequence: setattr(sequence, "computed", 99),
-        lambda world, sequence: setattr(sequence.path[0], "priority", 1),
-        lambda world, sequence: setattr(sequence.path[1], "kept_until", 9.0),
-        lambda world, sequence: setattr(world.cache.tree.kept, "limit", -1),
-    ],
-)
-def test_a_broken_cache_is_found_out(change):
-    assert broken(lambda world, sequence: None) == []
-    assert broken(change) != []

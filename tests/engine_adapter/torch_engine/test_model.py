@@ -5,15 +5,7 @@ import json
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    BloomConfig,
-    DiffLlamaConfig,
-    GptOssConfig,
-    Llama4TextConfig,
-    MambaConfig,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig, DiffLlamaConfig, Llama4TextConfig
 
 from engine_adapter.errors import EngineSpecError
 from engine_adapter.torch_engine.attention import IMPLEMENTATION
@@ -44,14 +36,11 @@ def test_the_default_tokenizer_is_exact_and_renders_chats():
     text = "def größe(x): return '漢字 🙂'\n\t<|im_start|>"
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert len(tokenizer) == 4096
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Hi"},
-        {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}],
-        },
+        {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "content": "42"},
     ]
     plain = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -59,12 +48,6 @@ def test_the_default_tokenizer_is_exact_and_renders_chats():
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
         '<|im_start|>assistant\n\n<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call><|im_end|>\n'
         "<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n"
-    )
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    with_tools = tokenizer.apply_chat_template(messages[:2], tools=tools, tokenize=False)
-    assert with_tools == (
-        '<|im_start|>system\nBe brief.\n\nTools:\n{"type": "function", "function": {"name": "f"}}<|im_end|>\n'
-        "<|im_start|>user\nHi<|im_end|>\n"
     )
 
 
@@ -74,11 +57,6 @@ def test_a_directory_is_served_under_its_name_in_the_type_asked_for(tmp_path):
     assert (model.name, model.tokenizer, model.is_default) == ("my-model", str(directory), False)
     assert (model.dtype, model.block_bytes(1)) == ("bfloat16", 2 * 2 * 2 * 16 * 2)
     assert (model.max_model_len, model.eos_token_ids) == (256, {1})
-
-
-def save(config, directory):
-    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
-    return str(directory)
 
 
 SMALL = {
@@ -95,36 +73,16 @@ SMALL = {
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (
-            MambaConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2, state_size=4),
-            "layers of kind linear_attention",
-        ),
         (BloomConfig(**SMALL), "Bloom"),
         (DiffLlamaConfig(**SMALL, num_key_value_heads=2, intermediate_size=32), "layer 0 attends twice"),
-        (
-            GptOssConfig(
-                **SMALL, num_key_value_heads=2, head_dim=8, intermediate_size=32, num_local_experts=2
-            ),
-            "s_aux",
-        ),
-        (
-            Llama4TextConfig(
-                **SMALL,
-                num_key_value_heads=2,
-                head_dim=8,
-                intermediate_size=32,
-                intermediate_size_mlp=32,
-                num_local_experts=2,
-                moe_layers=[],
-            ),
-            "layers of kind chunked_attention",
-        ),
+        (Llama4TextConfig(**SMALL, intermediate_size=32, num_local_experts=2), "kind chunked_attention"),
     ],
-    ids=lambda value: getattr(value, "model_type", None),
+    ids=["bloom", "diffllama", "llama4"],
 )
 def test_models_that_cannot_run_are_refused_at_start(config, message, tmp_path):
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(EngineSpecError, match=message):
-        load_model(save(config, tmp_path))
+        load_model(str(tmp_path))
 
 
 def test_quantised_weights_are_refused_by_name(tmp_path):

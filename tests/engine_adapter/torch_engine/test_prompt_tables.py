@@ -9,7 +9,7 @@ from safetensors.torch import save
 from engine_adapter.errors import PromptTableError
 from engine_adapter.prompt.extra_ids import parse_embeddings, prompt_table_extra_id
 from engine_adapter.torch_engine.protocol import ApiError
-from engine_adapter.torch_engine.service import PromptTables, embedding_tensor, parse_extra_id
+from engine_adapter.torch_engine.service import PromptTables, parse_extra_id
 from engine_adapter.types import extra_array, token_array
 
 VOCAB, HIDDEN = 100, 4
@@ -24,8 +24,8 @@ def tables() -> PromptTables:
     return PromptTables(vocab_size=VOCAB, hidden_size=HIDDEN)
 
 
-def resolve(tables, ids, explicit=None, table_id=None):
-    return tables.resolve(token_array(ids), explicit=explicit, table_id=table_id)
+def resolve(tables, ids, explicit):
+    return tables.resolve(token_array(ids), explicit=explicit, table_id=None)
 
 
 def test_without_an_extra_id_the_content_gives_it(tables):
@@ -51,7 +51,8 @@ def test_clashes_are_conflicts(tables, table_id, data, extra_id, param):
     assert caught.value.param == param
 
 
-def test_two_names_for_one_table_outlive_each_other(tables):
+def test_an_extra_id_has_one_meaning_under_all_its_names_even_when_they_are_gone(tables):
+    """KV computed from the old rows may still be cached under it."""
     tables.keep(tables.read("a", table(), 7))
     tables.keep(tables.read("b", table(), 7))
     assert tables.delete("a")
@@ -59,16 +60,10 @@ def test_two_names_for_one_table_outlive_each_other(tables):
     assert tables.delete("b")
     with pytest.raises(PromptTableError):
         resolve(tables, [100], explicit=[7])
-
-
-def test_an_extra_id_never_gets_another_meaning(tables):
-    """KV computed from the old rows may still be cached under it."""
-    tables.keep(tables.read("a", table(0.1), 7))
-    tables.delete("a")
     with pytest.raises(ApiError) as caught:
         tables.keep(tables.read("a", table(0.2), 7))
     assert caught.value.status == 409
-    assert tables.keep(tables.read("a", table(0.1), 7))[1]
+    assert tables.keep(tables.read("a", table(), 7))[1]
 
 
 @pytest.mark.parametrize(
@@ -88,10 +83,10 @@ def test_bad_tables_are_the_clients_fault(tables, data):
     assert tables.all() == []
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-def test_values_survive_in_their_type(dtype):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_values_survive_in_their_type(tables, dtype):
     values = torch.arange(8, dtype=dtype).reshape(2, HIDDEN)
-    tensor = embedding_tensor(parse_embeddings(save({"t": values}), param="t"), hidden_size=HIDDEN, param="t")
+    tensor = tables.read("a", save({"t": values}), None).tensor
     assert tensor.dtype == dtype
     assert torch.equal(tensor, values)
 
@@ -106,19 +101,7 @@ def test_the_total_size_is_limited(tables, monkeypatch):
     tables.keep(tables.read("b", table(0.2, rows=4), None))
 
 
-def test_an_unknown_table_is_named(tables):
-    with pytest.raises(ApiError) as caught:
-        resolve(tables, [100], table_id="nope")
-    assert caught.value.param == "prompt_table"
-
-
-@pytest.mark.parametrize("name", ["", "x" * 257])
-def test_bad_names(tables, name):
-    with pytest.raises(ApiError):
-        tables.keep(tables.read(name, table(), None))
-
-
-@pytest.mark.parametrize("text", ["0", "-1", "x", "1.5", "", str(2**64), "9" * 5000, "٣"])
+@pytest.mark.parametrize("text", ["0", "-1", "", str(2**64), "9" * 5000, "٣"])
 def test_bad_extra_ids(text):
     with pytest.raises(ApiError) as caught:
         parse_extra_id(text)

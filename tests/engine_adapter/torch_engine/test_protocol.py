@@ -36,79 +36,88 @@ def sampling(request):
     return sampling_of(request, default_max_tokens=None)
 
 
+def sampled(**fields):
+    return sampling(chat(**fields))
+
+
+def completed(**fields):
+    return sampling(completion(**fields))
+
+
+def chosen(**fields):
+    return choices_of(chat(**fields))
+
+
+def embedded(**fields):
+    return embeds_of(completion(**{"prompt": None, "prompt_embeds": "x", **fields}))
+
+
+def target(**fields):
+    return target_of(parse(msgspec.json.encode(fields), SliceRequest))
+
+
 @pytest.mark.parametrize(
-    ("fields", "param"),
+    ("read", "fields", "param"),
     [
-        ({"max_tokens": -1}, "max_tokens"),
-        ({"max_tokens": "5"}, "max_tokens"),
-        ({"temperature": 2.1}, "temperature"),
-        ({"top_p": 0}, "top_p"),
-        ({"top_k": 2**63}, "top_k"),
-        ({"seed": 2**63}, "seed"),
-        ({"frequency_penalty": -2.5}, "frequency_penalty"),
-        ({"repetition_penalty": 0}, "repetition_penalty"),
-        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
-        ({"stop": ["a", ""]}, "stop[1]"),
-        ({"stop": ["a"] * 5}, "stop"),
-        ({"stop": "a" * 1001}, "stop"),
-        ({"stop": ["a", 5]}, "stop[1]"),
-        ({"logit_bias": {"x": 1}}, "logit_bias"),
-        ({"logit_bias": {"5": 101}}, "logit_bias"),
-        ({"response_format": "text"}, "response_format"),
-        ({"stream": "yes"}, "stream"),
-        ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        (sampled, {"max_tokens": -1}, "max_tokens"),
+        (sampled, {"temperature": 2.1}, "temperature"),
+        (sampled, {"top_p": 0}, "top_p"),
+        (sampled, {"top_k": 2**63}, "top_k"),
+        (sampled, {"seed": 2**63}, "seed"),
+        (sampled, {"frequency_penalty": -2.5}, "frequency_penalty"),
+        (sampled, {"repetition_penalty": 0}, "repetition_penalty"),
+        (sampled, {"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+        (sampled, {"stop": ["a", ""]}, "stop[1]"),
+        (sampled, {"stop": ["a"] * 5}, "stop"),
+        (sampled, {"stop": "a" * 1001}, "stop"),
+        (sampled, {"stop": ["a", 5]}, "stop[1]"),
+        (sampled, {"logit_bias": {"x": 1}}, "logit_bias"),
+        (sampled, {"logit_bias": {"5": 101}}, "logit_bias"),
+        (sampled, {"stream": "yes"}, "stream"),
+        (sampled, {"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        (sampled, {"keep_priority": 1001}, "keep_priority"),
+        (sampled, {"keep_s": 0}, "keep_s"),
+        (sampled, {"top_logprobs": 3}, "top_logprobs"),
+        (sampled, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        (sampled, {"max_completion_tokens": 0}, "max_completion_tokens"),
+        (sampled, {"prompt_table": "t"}, "prompt_table"),
+        (completed, {"max_tokens": 0}, "max_tokens"),
+        (completed, {"logprobs": 21}, "logprobs"),
+        (completed, {"suffix": "x"}, "suffix"),
+        (chosen, {"n": 0}, "n"),
+        (chosen, {"n": 129}, "n"),
+        (chosen, {"n": 2, "best_of": 3}, "best_of"),
+        (chosen, {"n": 2, "answer_token_ids": [5]}, "answer_token_ids"),
+        (chosen, {"n": 2, "stream_token_ids": True}, "stream_token_ids"),
+        (embedded, {"prompt_embeds": ["x", "y"]}, "prompt_embeds"),
+        (embedded, {"prompt": "x"}, "prompt"),
+        (embedded, {"prompt_table": "t"}, "prompt_table"),
+        (embedded, {"extra_ids": [0]}, "extra_ids"),
+        (target, {"cache_salt": ""}, "cache_salt"),
+        (target, {"token_ids": [1, 2], "extra_ids": [1]}, "extra_ids"),
+        (target, {"token_ids": [1], "extra_ids": [-1]}, "extra_ids[0]"),
+        (target, {"extra_ids": [1]}, "extra_ids"),
+        (target, {"token_ids": [2**40]}, "token_ids[0]"),
+        (target, {"max_blocks": 0}, "max_blocks"),
+        (prompt_of, {"prompt": None}, "prompt"),
+        (prompt_of, {"prompt": [[]]}, "prompt"),
+        (prompt_of, {"prompt": ["a", "b"]}, "prompt"),
+        (prompt_of, {"prompt": [[1], [2]]}, "prompt"),
+        (prompt_of, {"prompt": [1, True]}, "prompt[1]"),
+        (prompt_of, {"prompt": [0, 1, 2**31]}, "prompt[2]"),
     ],
 )
-@pytest.mark.parametrize("make", [chat, completion])
-def test_bad_fields_are_named(make, fields, param):
+def test_what_cannot_be_is_a_400_that_names_the_field(read, fields, param):
     with pytest.raises(ApiError) as caught:
-        sampling(make(**fields))
-    assert caught.value.status == 400
-    assert caught.value.param == param
+        read(**fields)
+    assert (caught.value.status, caught.value.param) == (400, param)
     assert param.partition("[")[0].rpartition(".")[2] in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("request_of", "param"),
-    [
-        (lambda: chat(top_logprobs=3), "top_logprobs"),
-        (lambda: chat(logprobs=True, top_logprobs=21), "top_logprobs"),
-        (lambda: chat(max_completion_tokens=0), "max_completion_tokens"),
-        (lambda: chat(prompt_table="t"), "prompt_table"),
-        (lambda: completion(logprobs=21), "logprobs"),
-        (lambda: completion(suffix="x"), "suffix"),
-        (lambda: chat(modalities=["text", "audio"]), "modalities"),
-    ],
-)
-def test_bad_fields_of_one_route_are_named(request_of, param):
-    with pytest.raises(ApiError) as caught:
-        sampling(request_of())
-    assert caught.value.param == param
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"n": 0}, "n"),
-        ({"n": 129}, "n"),
-        ({"n": 2, "best_of": 3}, "best_of"),
-        ({"n": 2, "answer_token_ids": [5]}, "answer_token_ids"),
-        ({"n": 2, "stream_token_ids": True}, "stream_token_ids"),
-    ],
-)
-@pytest.mark.parametrize("make", [chat, completion])
-def test_bad_numbers_of_choices_are_named(make, fields, param):
-    with pytest.raises(ApiError) as caught:
-        choices_of(make(**fields))
-    assert caught.value.param == param
 
 
 def test_an_echo_may_be_all_that_is_wanted():
     asked = sampling(completion(echo=True, max_tokens=0, logprobs=2))
     assert (asked.max_tokens, asked.prompt_logprobs) == (0, 2)
     assert sampling(completion(logprobs=2)).prompt_logprobs is None
-    with pytest.raises(ApiError):
-        sampling(completion(max_tokens=0))
 
 
 def test_a_wrong_type_is_told_in_plain_words():
@@ -129,17 +138,10 @@ def test_a_missing_field_is_named(kind, name):
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"{", b"nonsense", b'{"prompt": "\xff"}', b'{"prompt":' + b"[" * 100_000, b'{"prompt": "\\ud800"}'],
+    [b"", b"{", b'{"prompt": "\xff"}', b'{"prompt":' + b"[" * 100_000, b'{"prompt": "\\ud800"}', b"[]", b"5"],
 )
-def test_bytes_that_are_no_json(body):
-    with pytest.raises(ApiError) as caught:
-        parse(body, CompletionRequest)
-    assert caught.value.status == 400
-
-
-@pytest.mark.parametrize("body", [b"[]", b"null", b"5", b'"x"'])
-def test_json_that_is_no_object(body):
-    for read in (lambda: parse(body, ChatRequest), lambda: parse_tokenize(body)):
+def test_bytes_that_are_no_json_object(body):
+    for read in (lambda: parse(body, CompletionRequest), lambda: parse_tokenize(body)):
         with pytest.raises(ApiError) as caught:
             read()
         assert caught.value.status == 400
@@ -179,44 +181,7 @@ def test_embeddings_are_the_whole_prompt(beside):
         assert embeds_of(completion(prompt_embeds=none)) is None
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"prompt_embeds": ["x", "y"]}, "prompt_embeds"),
-        ({"prompt": "x"}, "prompt"),
-        ({"prompt_table": "t"}, "prompt_table"),
-        ({"extra_ids": [0]}, "extra_ids"),
-    ],
-)
-def test_what_embeddings_exclude_is_named(fields, param):
-    with pytest.raises(ApiError) as caught:
-        embeds_of(completion(**{"prompt": None, "prompt_embeds": "x", **fields}))
-    assert caught.value.param == param
-
-
-@pytest.mark.parametrize(
-    ("prompt", "param"),
-    [
-        (None, "prompt"),
-        ([], "prompt"),
-        ([[]], "prompt"),
-        (["a", "b"], "prompt"),
-        ([[1], [2]], "prompt"),
-        ([1, True], "prompt[1]"),
-        ([1, 2.0], "prompt[1]"),
-        ([0, 1, 2**31], "prompt[2]"),
-    ],
-)
-def test_bad_prompts(prompt, param):
-    with pytest.raises(ApiError) as caught:
-        prompt_of(prompt)
-    assert caught.value.param == param
-
-
 def test_targets():
-    def target(**fields):
-        return target_of(parse(msgspec.json.encode(fields), SliceRequest))
-
     assert target().token_ids is None
     assert target(cache_salt="s").cache_salt == "s"
     full = target(token_ids=[1, 900], extra_ids=[0, 2**64 - 1])
@@ -225,28 +190,9 @@ def test_targets():
 
 
 @pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"cache_salt": ""}, "cache_salt"),
-        ({"token_ids": [1, 2], "extra_ids": [1]}, "extra_ids"),
-        ({"token_ids": [1], "extra_ids": [-1]}, "extra_ids[0]"),
-        ({"token_ids": [2**40]}, "token_ids[0]"),
-        ({"max_blocks": 0}, "max_blocks"),
-    ],
-)
-def test_bad_targets(fields, param):
-    with pytest.raises(ApiError) as caught:
-        target_of(parse(msgspec.json.encode(fields), SliceRequest))
-    assert caught.value.param == param
-
-
-@pytest.mark.parametrize(
     ("fields", "retention"),
     [
         ({}, Retention()),
-        ({"keep_priority": 0, "keep_s": 60}, Retention(0, 60.0)),
-        ({"priority": 5}, Retention()),
-        ({"keep_for": "acme"}, Retention(owner="acme")),
         ({"keep_priority": 3}, Retention(3)),
         ({"keep_s": 60}, Retention(1, 60.0)),
         ({"keep_priority": 2, "keep_s": 0.5, "keep_for": "acme"}, Retention(2, 0.5, "acme")),
@@ -254,16 +200,3 @@ def test_bad_targets(fields, param):
 )
 def test_what_is_to_be_kept(fields, retention):
     assert retention_of(chat(**fields)) == retention
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"keep_priority": 1001}, "keep_priority"),
-        ({"keep_s": 0}, "keep_s"),
-    ],
-)
-def test_what_cannot_be_kept(fields, param):
-    with pytest.raises(ApiError) as raised:
-        retention_of(chat(**fields))
-    assert raised.value.param == param

@@ -29,7 +29,7 @@ def read(reader, text, step=1000):
     return "".join(each.text for each in found), [tuple(call) for call in calls], reader.ends_as
 
 
-STEPS = [1, 2, 3, 7, 1000]
+STEPS = [1, 3, 1000]
 CASES = [
     (
         HERMES,
@@ -42,7 +42,6 @@ CASES = [
     ),
     (HERMES, '<tool_call>{"name":"f"}</tool_call> Done.', " Done.", [("f", "{}")]),
     (HERMES, '<tool_call>{"name":"f","arguments":"{\\"a\\":1}"}</tool_call>', "", [("f", '{"a":1}')]),
-    (HERMES, '<tool_call>{"name":"f","arguments":null}', "", [("f", "{}")]),
     (MISTRAL, '[TOOL_CALLS][{"name": "f", "arguments": {"x": [1]}}]', "", [("f", '{"x": [1]}')]),
     (
         MISTRAL,
@@ -63,10 +62,7 @@ NO_CALLS = [
     (HERMES, 'a < b <tool_calx> {"x"} \n'),
     (HERMES, "<tool_call>nonsense</tool_call> more"),
     (HERMES, '<tool_call>{"name": 5}</tool_call> more'),
-    (HERMES, '<tool_call>{"name":"f","argu'),
-    (HERMES, '<tool_call>{"name":"f"]}'),
     (HERMES, "it ends with <tool_"),
-    (MISTRAL, "[TOOL_CALLS]this is no call"),
     (MISTRAL, '[TOOL_CALLS]f{"a":}'),
     (MISTRAL, "[TOOL_CALLS]" + "x" * 500),
     (LLAMA, '{"temperature": 5}'),
@@ -86,24 +82,10 @@ def test_what_is_no_call_stays_text(format_, text, step):
     assert read(MarkedCalls(format_), text, step) == (text, [], None)
 
 
-@given(text=st.text(alphabet='<tol_ca>{}"\\ x:,[/', max_size=60), step=st.integers(1, 9))
-def test_text_without_calls_is_never_changed(text, step):
-    shown, calls, _ = read(MarkedCalls(HERMES), text, step)
-    assert shown == text
-    assert calls == []
-
-
 BROKEN = '<tool_call>{"x":5}'
 PIECES = [
     *(HERMES.opens, HERMES.closes, MISTRAL.opens, LLAMA.opens, "<tool_", "</tool", "[TOOL", "<|py", "[ARGS]"),
-    *(
-        '{"name":"f"}',
-        '{"name":"f","arguments":{"a":"}"}}',
-        '{"name":"other"}',
-        '{"name":5}',
-        '{"name"',
-        '"}',
-    ),
+    *('{"name":"f"}', '{"name":"f","arguments":{"a":"}"}}', '{"name":"other"}', '{"name":5}', '{"name"'),
     *("f", "g[CALL_ID]x", "{}", "{", "}", '"', "\\", "[", "]", ",", " ", "\n", "no call", "x" * 130),
 ]
 
@@ -112,9 +94,8 @@ PIECES = [
 @given(pieces=st.lists(st.sampled_from(PIECES), max_size=12), step=st.integers(1, 40))
 def test_how_a_text_arrives_does_not_matter(format_, pieces, step):
     text = "".join(pieces)
-    assert read(MarkedCalls(format_, names={"f"}), text, step) == read(
-        MarkedCalls(format_, names={"f"}), text, 10**6
-    )
+    in_pieces, whole = (read(MarkedCalls(format_, names={"f"}), text, each) for each in (step, 10**6))
+    assert in_pieces == whole
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -134,18 +115,15 @@ def test_a_call_after_broken_markup_is_found(format_, text, shown, calls, step):
     assert (found[0], "".join(name for name, _ in found[1])) == (shown, calls)
 
 
-def test_ids_are_unique_and_short_where_templates_insist():
-    first, second = (MarkedCalls(MISTRAL).push('[TOOL_CALLS]f{"a":1}').calls[0] for _ in range(2))
-    assert first.call_id != second.call_id
-    assert len(first.call_id) == 9
-    assert first.call_id.isalnum()
-
-
 def test_text_is_given_out_at_once_where_no_call_can_begin():
     reader = MarkedCalls(HERMES)
-    assert reader.push("hello").text == "hello"
-    assert reader.push(" <").text == ""  # it may be the beginning of a mark
-    assert reader.push("b").text == " <b"
+    assert [reader.push(text).text for text in ("hello", " <", "b")] == ["hello", "", " <b"]
+
+
+def test_ids_are_unique_and_short_where_templates_insist():
+    first, second = (MarkedCalls(MISTRAL).push('[TOOL_CALLS]f{"a":1}').calls[0].call_id for _ in range(2))
+    assert first != second
+    assert (len(first), first.isalnum()) == (9, True)
 
 
 def test_a_named_call_streams_its_arguments():
@@ -161,6 +139,8 @@ def test_a_named_call_streams_its_arguments():
 def test_a_list_of_calls(step):
     text = '[{"name":"f","parameters":{"a":1}},\n {"name":"g","parameters":{}}]'
     assert read(ListedCalls(), text, step) == ("", [("f", '{"a":1}'), ("g", "{}")], "tool_calls")
+    broken = '[{"name":"f","parameters":{}}, no, {"name":"g","parameters":{}}]'
+    assert read(ListedCalls(), broken, step)[1:] == ([("f", "{}")], "tool_calls")
 
 
 @pytest.mark.parametrize("cut", ["", "[ ", '[ {"name', '[{"name":"f","parameters":{"a":'])
@@ -196,10 +176,3 @@ def test_the_format_is_found_in_the_chat_template(template, format_):
 def test_a_call_of_a_function_that_was_not_offered_is_text(format_, text, step):
     assert read(MarkedCalls(format_, names={"f"}), text, step) == (text, [], None)
     assert read(MarkedCalls(format_, names={"other", "Ada"}), text, step)[2] == "tool_calls"
-
-
-@pytest.mark.parametrize("step", STEPS)
-def test_what_follows_a_broken_list_is_text(step):
-    text = '[{"name":"f","parameters":{}}, no, {"name":"g","parameters":{}}]'
-    found = read(ListedCalls(), text, step)
-    assert found[1:] == ([("f", "{}")], "tool_calls")
