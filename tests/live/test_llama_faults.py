@@ -184,8 +184,8 @@ class Behind:
 
     def files(self) -> set[str]:
         """The saved files, all whole by their sidecars. Beside them lie records, and a lock."""
-        beside = (".owners", ".probe", ".lock")
-        names = {path.name for path in self.directory.iterdir() if path.suffix not in beside}
+        names = {path.name for path in self.directory.iterdir()}
+        names = {name for name in names if not name.startswith("kvpin-slots-")}
         saved = {name for name in names if name.endswith(".bin")}
         assert {name.removesuffix(".bin") + ".json" for name in saved} == names - saved
         for name in saved:
