@@ -235,7 +235,7 @@ class TestEvents:
     def test_what_a_group_holds_on_other_tiers_does_not_count(self, world):
         world.store(None, range(8))
         world.view.apply(BlocksStored(Tier.HOST, None, tuple(range(8)), array("i"), POOL, group=WINDOW))
-        assert world.match() == Match(gpu=8)  # it is not even a group yet
+        assert (world.match(), world.index.groups_of("a")) == (Match(gpu=8), None)
         world.store(WINDOW, range(8))
         world.view.apply(BlocksRemoved(Tier.HOST, tuple(range(8)), WINDOW))
         assert world.match() == Match(gpu=8)
