@@ -1,15 +1,14 @@
 """Who gets which slot: requests get the cheapest idle slot, in the order of their arrival.
 
 Requests wait in kvpin's own queue, which sends one when a slot is idle. Only one whose slot was taken in that
-moment waits here. A request that cannot be pinned runs alone: it waits until every slot is idle, and requests
-behind it wait for it.
+moment waits here, or one whose slot will be idle in a moment. A request that cannot be pinned runs alone: it
+waits until every slot is idle, and requests behind it wait for it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -95,6 +94,8 @@ class SlotLease:
 
 Decide = Callable[[SlotRequest, Iterable[Slot]], Plan]
 ALL_SLOTS = -1
+# What a slot does after a request: it is idle again in a moment, and still holds its conversation.
+_SHORT = (SlotOperation.SETTLE, SlotOperation.SAVE)
 _ALONE = Plan(ALL_SLOTS, Forecast(0), restore=None, save_first=False, over_pin=False)
 
 
@@ -116,7 +117,7 @@ class Turns:
         self._table = table
         self._decide = decide
         self._clock = clock
-        self._queue: deque[_Waiter] = deque()
+        self._queue: list[_Waiter] = []
 
     async def turn(self, ask: SlotRequest | None) -> Plan:
         """Waits for a slot for `ask`; the first operation of its plan has begun there. None waits for every
@@ -143,28 +144,33 @@ class Turns:
 
     def fail(self, error: Exception) -> None:
         """Raises `error` in every waiting request."""
-        queue, self._queue = self._queue, deque()
+        queue, self._queue = self._queue, []
         for waiter in queue:
             if not waiter.turn.done():
                 waiter.turn.set_exception(error)
 
     def _dispatch(self) -> None:
         """Starts every waiting request that can start now."""
-        while self._queue and self._table.in_flight < len(self._table):
-            waiter = self._queue[0]
+        for waiter in tuple(self._queue):
             if waiter.turn.done():  # it has left
-                plan = None
-            elif waiter.ask is not None:
-                plan = self._decide(waiter.ask, self._table.idle())
-                self._table.begin(plan.slot, first_operation(plan), self._clock())
-            elif not self._table.in_flight:
-                plan = _ALONE
-                self._table.begin_all(SlotOperation.FOREIGN, self._clock())
-            else:
+                self._queue.remove(waiter)
+            elif self._table.in_flight == len(self._table):
                 return
-            self._queue.popleft()
-            if plan is not None:
-                waiter.turn.set_result(plan)
+            elif waiter.ask is not None:
+                soon = [slot for slot in self._table if slot.is_idle or slot.operation in _SHORT]
+                plan = self._decide(waiter.ask, soon)
+                if self._table[plan.slot].is_idle:
+                    self._table.begin(plan.slot, first_operation(plan), self._clock())
+                    self._grant(waiter, plan)
+            elif self._table.in_flight:
+                return
+            else:
+                self._table.begin_all(SlotOperation.FOREIGN, self._clock())
+                self._grant(waiter, _ALONE)
+
+    def _grant(self, waiter: _Waiter, plan: Plan) -> None:
+        self._queue.remove(waiter)
+        waiter.turn.set_result(plan)
 
     def _give_back(self, waiter: _Waiter) -> None:
         """Withdraws a cancelled request, even if its turn has just come."""

@@ -118,6 +118,15 @@ class TestOrder:
         await world.ask("b", 1)
         assert world.got == {"a": 1, "b": 0}
 
+    @pytest.mark.parametrize("operation", [SlotOperation.SETTLE, SlotOperation.SAVE])
+    async def test_a_slot_that_is_idle_in_a_moment_is_waited_for(self, world, operation):
+        world.table.begin(1, operation, 100.0)
+        await world.ask("a", 1)
+        await world.ask("b", 0)
+        assert world.got == {"b": 0}, "whoever is behind it need not wait"
+        await world.release(1)
+        assert world.got == {"b": 0, "a": 1}
+
     @pytest.mark.parametrize(
         ("plan", "operation"),
         [
