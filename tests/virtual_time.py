@@ -7,7 +7,6 @@ import time
 
 import pytest
 
-
 _STUCK_S = 20  # of real time, for what comes from threads
 
 
