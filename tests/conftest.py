@@ -57,7 +57,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"part(n): {meaning}")
 
 
-# Who uses one of these, as a fixture or by calling it, starts a real engine.
+# Tests here start kvpins and engines, real or fake. Who uses one of these, as a fixture or by calling it, starts a
+# real engine.
+LIVE = ROOT / "tests" / "live"
 STARTS = {
     *("llama", "start_llama", "llama_server", "running_llama_server", "running_llama_router", "llama_world"),
     *("embedded_engine", "start_engine", "running_engine", "running_kvpin", "starting_kvpin"),
@@ -69,7 +71,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Marks tests of live engines, keeps a part of large sets, and lets several workers take the longest
     files first, so that none is left with one in the end."""
     for item in items:
-        if _starts_engine(item):
+        if item.path.is_relative_to(LIVE) or _starts_engine(item):
             item.add_marker("live")
     is_named = config.option.keyword or any("::" in each for each in config.option.file_or_dir)
     if not IS_WHOLE and not is_named:

@@ -171,6 +171,17 @@ def test_every_link_leads_somewhere(page):
                 assert anchor in slugs, target
 
 
+def test_every_attack_has_its_test():
+    paths = sorted((ROOT / "tests").rglob("test_*.py"))
+    tests = {
+        (path.name, name) for path in paths for name in re.findall(r"(?:def|class) (\w+)", path.read_text())
+    }
+    tests |= {(path.name, "") for path in paths}
+    named = re.findall(r"(test_\w+\.py)(?:::(?:\w+::)*(\w+))?", PAGES["docs/threat-model.md"])
+    assert len(named) > 40
+    assert set(named) <= tests
+
+
 @pytest.mark.parametrize("page", ["architecture.md", "add-an-engine.md"])
 def test_every_path_named_is_there(page):
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")

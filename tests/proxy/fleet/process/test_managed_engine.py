@@ -260,6 +260,16 @@ def test_a_key_of_the_command_stays():
     assert (engine.spec.api_key, engine._environment()["LLAMA_API_KEY"]) == ("a", "a")
 
 
+async def test_an_embedded_engine_asks_for_its_key():
+    engine = ManagedEngine(ManagedSettings(kind="embedded", id="e-0", command=("--kv-blocks", "64")))
+    async with running(engine), httpx.AsyncClient(base_url=engine.spec.url, trust_env=False) as client:
+        await until(is_ready(engine), 60)
+        assert (await client.get("/kv/info")).status_code == 401
+        assert (await client.post("/kv/flush")).status_code == 401
+        key = {"authorization": f"Bearer {engine.spec.api_key}"}
+        assert (await client.get("/kv/info", headers=key)).status_code == 200
+
+
 @pytest.fixture
 def llama(tmp_path):
     """A real llama-server, not started yet; its directory does not exist."""
