@@ -57,9 +57,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"part(n): {meaning}")
 
 
-# Tests here start kvpins and engines, real or fake. Who uses one of these, as a fixture or by calling it, starts a
-# real engine.
+# Tests here start kvpins and engines, real or fake.
 LIVE = ROOT / "tests" / "live"
+# Who uses one of these, as a fixture or by calling it, starts a real engine.
 STARTS = {
     *("llama", "start_llama", "llama_server", "running_llama_server", "running_llama_router", "llama_world"),
     *("embedded_engine", "start_engine", "running_engine", "running_kvpin", "starting_kvpin"),

@@ -31,8 +31,8 @@ from tests.fakes import (
 )
 
 N_REQUESTS, AT_A_TIME = 60, 4
-# An answer of the good engine. The odd one answers at once, and so looks fast: it gets many requests before an
-# answer with text shows that it is odd.
+# An answer of the good engine. The odd one answers at once, and so looks fast: it gets many requests before
+# an answer with text shows that it is odd.
 GOOD_S = 0.004
 WORD, END = ({"index": 0, "delta": delta} for delta in ({"content": "hi"}, {}))
 ROLE = event({"id": "1", "choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
