@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import re
 from array import array
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineError, EngineLost, EngineRejected
-from engine_adapter.http.control import ControlClient
+from engine_adapter.http.control import ANSWER_S, ControlClient
 from engine_adapter.llama_server.options import NATIVE_COMPLETIONS
 from engine_adapter.types import TokenIds, common_prefix
 
@@ -35,6 +36,9 @@ _POLL_S = (0.02, 0.15, 1.2)
 _QUEUED = "/lora-adapters"
 # Time from the last byte of a request to its place in the server's queue.
 _ARRIVAL_S = 0.02
+# Time after which a question is asked anew.
+_ASK_S = 3.0
+_Told = TypeVar("_Told")
 
 
 class _Params(msgspec.Struct, frozen=True):
@@ -152,7 +156,7 @@ async def _is_done(control: ControlClient, slot_id: int) -> bool:
     """True if the server has done all that it was sent for a slot before this question. Operations on a slot
     that works for somebody else wait, and questions overtake them."""
     try:
-        await control.get(_QUEUED)
+        await _between_steps(partial(control.get, _QUEUED))
         return not (await read_slots(control))[slot_id].is_processing
     except (EngineError, IndexError):
         return False
@@ -176,8 +180,21 @@ async def read_pulse(control: ControlClient) -> Pulse:
 
 async def read_slots(control: ControlClient) -> list[SlotState]:
     """All slots by id, at least one. Wakes a sleeping server: ask `read_pulse` first."""
-    slots = await control.read(_Slots, "GET", "/slots")
+    slots = await _between_steps(partial(control.read, _Slots, "GET", "/slots"))
     return sorted(slots, key=lambda slot: slot.id)
+
+
+async def _between_steps(ask: Callable[[], Awaitable[_Told]]) -> _Told:
+    """The answer to a question that the server answers between its steps.
+
+    One that is about to end never does, and does not end while somebody waits (observed on llama.cpp
+    0c1e570). So kvpin asks anew every few seconds.
+    """
+    for _ in range(int(ANSWER_S / _ASK_S) - 1):
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_ASK_S):
+                return await ask()
+    return await ask()
 
 
 def spare_slot(slots: Sequence[SlotState]) -> int:
@@ -203,7 +220,7 @@ async def until_all_arrived(control: ControlClient) -> None:
     """
     await asyncio.sleep(_ARRIVAL_S)
     with suppress(EngineRejected):  # a server without this route
-        await control.get(_QUEUED)
+        await _between_steps(partial(control.get, _QUEUED))
 
 
 async def end_copies(control: ControlClient, slot_id: int) -> None:

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.live
 
 MODELS = ("m0", "m1")
 WAIT_S = 60.0
-CHECKS_S = 1.0  # several of kvpin's health checks
+CHECKS_S = 3.0  # several of kvpin's health checks
 
 
 @dataclass(slots=True)
@@ -88,13 +88,6 @@ def router_world(
         ) as kvpin,
     ):
         yield World(kvpin, router)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def frequent_checks() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("KVPIN_HEALTH__INTERVAL_S", "0.2")
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from contextlib import suppress
 
 import msgspec
 import pytest
@@ -46,6 +47,38 @@ async def test_a_slot_is_read_until_it_is_idle(control_of, monkeypatch):
     async with FakeEngine(script=script) as engine:
         state = await when_idle(control_of(engine.url), 0)
     assert (state.is_processing, state.n_tokens, answers) == (False, 5, [])
+
+
+async def test_a_question_that_is_not_answered_is_asked_anew(control_of, monkeypatch):
+    monkeypatch.setattr(slot_io, "_ASK_S", 0.05)
+    asked = []
+
+    async def script(exchange):
+        asked.append(exchange.target)
+        if len(asked) == 1:
+            await asyncio.sleep(math.inf)
+        await exchange.send(slots(False))
+
+    async with FakeEngine(script=script) as engine:
+        assert [each.id for each in await slot_io.read_slots(control_of(engine.url))] == [0]
+    assert asked == ["/slots", "/slots"]
+
+
+@pytest.mark.live
+async def test_a_server_ends_although_it_is_asked_about_its_slots_all_the_time(start_llama, control_of):
+    server = start_llama(slots=2)
+    control = control_of(server.url)
+
+    async def ask():
+        with suppress(EngineUnavailable):
+            while True:
+                await slot_io.read_slots(control)
+
+    others = [asyncio.create_task(ask()) for _ in range(4)]
+    await asyncio.sleep(0.2)
+    server.process.terminate()
+    assert await asyncio.to_thread(server.process.wait, 30) in (0, -15)
+    await asyncio.gather(*others)
 
 
 async def test_requests_that_were_sent_have_arrived_when_a_question_behind_them_is_answered(control_of):
