@@ -36,7 +36,6 @@ _POLL_S = (0.02, 0.15, 1.2)
 _QUEUED = "/lora-adapters"
 # Time from the last byte of a request to its place in the server's queue.
 _ARRIVAL_S = 0.02
-# Time after which a question is asked anew.
 _ASK_S = 3.0
 _Told = TypeVar("_Told")
 
@@ -185,11 +184,8 @@ async def read_slots(control: ControlClient) -> list[SlotState]:
 
 
 async def _between_steps(ask: Callable[[], Awaitable[_Told]]) -> _Told:
-    """The answer to a question that the server answers between its steps.
-
-    One that is about to end never does, and does not end while somebody waits (observed on llama.cpp
-    0c1e570). So kvpin asks anew every few seconds.
-    """
+    """The answer to a question that waits for the server's steps. One that is about to end never gives it,
+    and does not end while somebody waits (llama.cpp 0c1e570): so kvpin asks anew."""
     for _ in range(int(ANSWER_S / _ASK_S) - 1):
         with suppress(TimeoutError):
             async with asyncio.timeout(_ASK_S):
