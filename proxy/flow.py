@@ -460,7 +460,7 @@ class Flow:
             if ready.is_stale or not candidates:
                 return True
             placement, waited_s = self.choose(ready, candidates), time.monotonic() - began
-            return not pool.is_busy(placement, candidates, waited_s)
+            return not pool.is_busy(placement, candidates, waited_s, deadline_of(call))
 
         try:
             await pool.line.wait(

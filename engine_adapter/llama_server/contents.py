@@ -244,7 +244,8 @@ class SlotContents:
         if self._saved is None or entry is None:
             yield entry
         else:
-            entry = self._saved.heir(entry)
+            heir = self._saved.heir(entry)
+            entry = heir if self.rules.cuts_files or heir.count == entry.count else entry
             async with self._saved.keeping(entry):
                 yield entry
 

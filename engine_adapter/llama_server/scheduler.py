@@ -79,11 +79,13 @@ class SlotScheduler:
     def forecast(self, ask: SlotRequest) -> Forecast:
         """The cost of `ask` now; changes nothing."""
         cost, idle, idle_s = self._plan(ask, self._table).cost, self._table.idle(), None
-        if len(idle) <= self.waiting:
+        queue_s = self.waiting * self.contents.rates.hold_s / len(self._table)
+        if self.waiting:  # which slots these get is not known yet
+            idle_s = queue_s + self.contents.rates.prefill_s(len(ask.tokens))
+        elif not idle:
             idle_s = math.inf
         elif cost.wait_s:
             idle_s = self._plan(ask, idle).cost.total_s
-        queue_s = self.waiting * self.contents.rates.hold_s / len(self._table)
         interference_s = cost.interference_s + INTERFERENCE_S * self.streams
         return replace(cost, wait_s=cost.wait_s + queue_s, interference_s=interference_s, idle_s=idle_s)
 
@@ -160,12 +162,12 @@ class SlotScheduler:
         save_first = chosen.dirty
 
         async def work(slot: Slot) -> bool:
-            async with self.contents.keeping(entry):
+            async with self.contents.keeping(entry) as kept:
                 if save_first:
                     if not await self.contents.save(slot):
                         return False  # keep what the slot holds: no request waits for this restore
                     self._next(slot, SlotOperation.RESTORE)
-                return await self.contents.restore(slot, entry)
+                return kept is not None and await self.contents.restore(slot, kept)
 
         return await self.take(chosen.id, SlotOperation.SAVE if save_first else SlotOperation.RESTORE, work)
 

@@ -431,8 +431,15 @@ class Pool:
         not known."""
         return self.placer.place(monotonic(), candidates, chain, prefillers)
 
-    def is_busy(self, placement: Placement, candidates: Sequence[Candidate], waited_s: float = 0.0) -> bool:
-        """True if a request that has waited for so long had better wait here.
+    def is_busy(
+        self,
+        placement: Placement,
+        candidates: Sequence[Candidate],
+        waited_s: float = 0.0,
+        deadline_s: float | None = None,
+    ) -> bool:
+        """True if a request that has waited for so long had better wait here. `deadline_s` is how long its
+        client does.
 
         It waits while the slot is busy that is best for it, but no longer than the best idle slot would cost
         it: the total is then at most twice the best possible. It also waits while every engine would begin it
@@ -441,7 +448,7 @@ class Pool:
         """
         has_slots = self.engines[placement.engine].adapter.one_owner
         if has_slots and (idle := self._idle_slot(placement, candidates)) is not None:
-            return waited_s < idle[0]
+            return idle[0] == inf or waited_s < min(idle[0], self.line.patience_s(deadline_s))
         return self._begins_late(placement.chosen) and all(map(self._begins_late, placement.all_costs()))
 
     def at_once(self, placement: Placement, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
@@ -455,11 +462,10 @@ class Pool:
     ) -> tuple[float, Candidate] | None:
         """(what it costs, inf if none is idle; its engine) of the best slot that a request need not wait for.
         None where it waits for no slot."""
-        # Of a prompt that is not known, its adapter knows at least whether there is a slot for it.
-        told = [each.forecast or self.engines[each.engine].adapter.forecast(NO_PROMPT) for each in candidates]
+        told = [each.forecast for each in candidates]
         chosen = next(told[at] for at, each in enumerate(candidates) if each.engine == placement.engine)
         if chosen is None or chosen.idle_s is None:
-            return None
+            return None  # without a known prompt, it waits at its engine, if it needs a slot at all
         costs = [inf if each is None else each.at_once_s for each in told]
         return min(costs), candidates[costs.index(min(costs))]
 

@@ -55,6 +55,11 @@ class Line:
         self._limits = limits
         self._queue.max_entries, self._queue.max_bytes = limits.queue_requests, limits.queue_bytes
 
+    def patience_s(self, deadline_s: float | None) -> float:
+        """The longest time in which a request may wait for a better engine than one that is free: half of its
+        limit."""
+        return min(self._limits.queue_s, deadline_s or inf) / 2 if self._limits.queue_requests else 0.0
+
     def competes(self, needs: Needs) -> bool:
         """True if any waiting request competes with a request with these needs."""
         if not self._queue.entries:
@@ -92,7 +97,7 @@ class Line:
             (self._limits.queue_s, "limits.queue_s"), (deadline_s or inf, "its client waits no longer")
         )
         wait_s = self._wait_s(monotonic(), tenant, needs, priority, tokens)
-        if wait_s is not None and wait_s > limit_s:
+        if wait_s is not None and wait_s > limit_s and not may_go():
             raise _too_long(wait_s, limit_s, whose)
         waiter = _Waiter(may_go, asyncio.get_running_loop().create_future())
         entry = Entry(tenant, priority, tokens, size, needs, waiter)
@@ -117,7 +122,10 @@ class Line:
         self, now: float, tenant: str | None, needs: Needs, priority: int, tokens: int
     ) -> float | None:
         """Seconds until a new request goes to the least awaited of its engines. None if nothing waits, or
-        if the pace is unknown."""
+        if the pace is unknown: where an engine is free, requests wait for the best of its slots, and the pace
+        says nothing of what it can do."""
+        if any(map(self._is_free, self._engines_for(needs))):
+            return None
         self._look()
         waiting = {each: sum(tenants.values()) for each, tenants in self._queue.tokens.items()}
         by_engine = (
