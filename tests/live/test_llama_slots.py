@@ -253,6 +253,18 @@ def requests_in(slots):
     return [slot for slot in slots if slot["operation"] == "request"]
 
 
+def test_what_needs_no_slot_waits_for_none(tmp_path):
+    forever = {"max_tokens": 8000, "stream": True, "ignore_eos": True}
+    with llama_world(tmp_path, slots=1, ctx=16384) as world, begin(world, "ship night ", **forever):
+        world.until(lambda: requests_in(world.slots()), "a stream")
+        base = world.kvpin.url
+        for path in ("/v1/health", "/props", "/lora-adapters"):
+            httpx.get(base + path, timeout=5, trust_env=False).raise_for_status()
+        tokenised = httpx.post(f"{base}/tokenize", json={"content": "ship"}, timeout=5, trust_env=False)
+        assert tokenised.json()["tokens"]
+        assert requests_in(world.slots()), "it runs on"
+
+
 def begin(world, prompt, **fields):
     """A client that has sent a request and has read nothing yet."""
     body = {"model": MODEL, "prompt": prompt, "max_tokens": 8, **fields}

@@ -13,6 +13,7 @@ from proxy.core.index.match import Match
 from proxy.core.placement.decision import Cost
 from proxy.fleet.engine import Engine, EngineState
 from proxy.prompt import Prompt
+from proxy.settings import LimitSettings
 from tests.fakes import INFO, FakeAdapter, add_ready
 from tests.placements import placement_of
 
@@ -192,13 +193,13 @@ class TestSlots:
             monkeypatch.setattr(engine.adapter, "one_owner", True, raising=False)
         pool = fleet.pools["m"]
 
-        def ask(a, b, *, chosen="a", waited_s=0.0):
+        def ask(a, b, *, chosen="a", prompt=PROMPT, **waits):
             for name, told in (("a", a), ("b", b)):
                 monkeypatch.setattr(fleet.engines[name].adapter, "forecast", lambda _prompt, told=told: told)
-            candidates = pool.candidates(pool.chain(PROMPT), PROMPT)
+            candidates = pool.candidates(pool.chain(prompt), prompt)
             placement = placement_of(chosen, 0, 40, (Cost(chosen),), "lowest cost")
-            waits = pool.is_busy(placement, candidates, waited_s)
-            return waits, [each.engine for each in pool.at_once(placement, candidates)]
+            is_busy = pool.is_busy(placement, candidates, **waits)
+            return is_busy, [each.engine for each in pool.at_once(placement, candidates)]
 
         return ask
 
@@ -217,6 +218,14 @@ class TestSlots:
     def test_while_no_slot_is_idle_it_waits_however_long(self, ask):
         none = Forecast(90, wait_s=0.1, idle_s=inf)
         assert ask(none, none, waited_s=1e6) == (True, ["a", "b"])
+        assert ask(none, none, prompt=None) == (False, ["a", "b"]), "it may need no slot"
+
+    def test_nobody_is_refused_for_his_patience(self, fleet, ask):
+        idle = Forecast(0, prefill_s=5.0)
+        assert ask(self.AWAITED, idle, waited_s=0.9, deadline_s=2.0) == (True, ["b"])
+        assert ask(self.AWAITED, idle, waited_s=1.1, deadline_s=2.0) == (False, ["b"])
+        fleet.pools["m"].line.bound(LimitSettings(queue_requests=0))
+        assert ask(self.AWAITED, idle) == (False, ["b"])
 
 
 class TestContexts:

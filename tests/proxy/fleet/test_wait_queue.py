@@ -100,6 +100,18 @@ async def test_a_wait_that_would_be_too_long_is_refused_at_once(steady):
     await waits
 
 
+async def test_nobody_is_refused_while_an_engine_is_free(steady):
+    """Others wait for the best of its slots, and leave slowly."""
+    world = World(queue_s=10)
+    waits = world.send("a", needs=ON_A, tokens=19)
+    await asyncio.sleep(0)
+    world.b = 1
+    await world.send("b", tokens=1_000_000)
+    world.room = 1
+    await waits
+    assert world.served == ["b", "a"]
+
+
 async def test_a_wait_for_another_engine_is_not_expected_of_those_that_need_not_wait_for_it(steady):
     world = World(queue_s=10)
     stuck = [world.send("s", tenant, ON_A, tokens=5) for tenant in "xyz"]
