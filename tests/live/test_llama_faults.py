@@ -307,7 +307,7 @@ def test_a_server_killed_in_mid_save_leaves_nothing_behind(serve):
     assert half.name not in known
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(one.post, story("Ben"))
-        until(one.waits, "a request that waits")
+        until(lambda: one.waits() or one.engine.get("in_flight"), "a request that waits")
         one.server.kill()
         refused(waiting.result())
         refused(one.post(story("Ben")))
