@@ -446,15 +446,13 @@ class Pool:
         late. If one is free, it does not: costs already contain the wait at each engine, and each placed
         request raises its engine's cost for the next one.
         """
-        has_slots = self.engines[placement.engine].adapter.one_owner
-        if has_slots and (idle := self._idle_slot(placement, candidates)) is not None:
+        if (idle := self._idle_slot(placement, candidates)) is not None:
             return idle[0] == inf or waited_s < min(idle[0], self.line.patience_s(deadline_s))
         return self._begins_late(placement.chosen) and all(map(self._begins_late, placement.all_costs()))
 
     def at_once(self, placement: Placement, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         """The candidates; but if the slot that was chosen is busy, only the one with the best idle slot."""
-        has_slots = self.engines[placement.engine].adapter.one_owner
-        idle = self._idle_slot(placement, candidates) if has_slots else None
+        idle = self._idle_slot(placement, candidates)
         return candidates if idle is None or idle[0] == inf else [idle[1]]
 
     def _idle_slot(
@@ -462,6 +460,8 @@ class Pool:
     ) -> tuple[float, Candidate] | None:
         """(what it costs, inf if none is idle; its engine) of the best slot that a request need not wait for.
         None where it waits for no slot."""
+        if not self.engines[placement.engine].adapter.one_owner:
+            return None  # its adapter does not manage its cache, and foresees nothing
         told = [each.forecast for each in candidates]
         chosen = next(told[at] for at, each in enumerate(candidates) if each.engine == placement.engine)
         if chosen is None or chosen.idle_s is None:

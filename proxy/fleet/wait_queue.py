@@ -97,7 +97,7 @@ class Line:
             (self._limits.queue_s, "limits.queue_s"), (deadline_s or inf, "its client waits no longer")
         )
         wait_s = self._wait_s(monotonic(), tenant, needs, priority, tokens)
-        if wait_s is not None and wait_s > limit_s and not may_go():
+        if wait_s is not None and wait_s > limit_s:
             raise _too_long(wait_s, limit_s, whose)
         waiter = _Waiter(may_go, asyncio.get_running_loop().create_future())
         entry = Entry(tenant, priority, tokens, size, needs, waiter)
@@ -124,15 +124,13 @@ class Line:
         """Seconds until a new request goes to the least awaited of its engines. None if nothing waits, or
         if the pace is unknown: where an engine is free, requests wait for the best of its slots, and the pace
         says nothing of what it can do."""
-        if any(map(self._is_free, self._engines_for(needs))):
-            return None
         self._look()
         waiting = {each: sum(tenants.values()) for each, tenants in self._queue.tokens.items()}
         by_engine = (
             [each for each in waiting if engine in self._engines[each]] for engine in self._engines_for(needs)
         )
         rivals = min(by_engine, key=lambda found: sum(waiting[each] for each in found), default=None)
-        if not rivals:
+        if not rivals or any(map(self._is_free, self._engines_for(needs))):
             return None
         paces = [self._paces[engines].per_s(now) for engines in {self._engines[each] for each in rivals}]
         if None in paces:

@@ -7,6 +7,7 @@ import math
 import time
 from array import array
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from random import Random
 
 import msgspec
@@ -68,6 +69,20 @@ async def test_the_slot_that_a_conversation_has_left_is_out_of_date(world):
     assert held[0] is not held[1]
     assert [(slot.session, slot.is_outdated) for slot in held] == [(7, True), (7, False)]
     await world.check()
+
+
+async def test_a_restore_that_was_planned_takes_what_replaced_its_file(world):
+    first = await world.ask(prompt_of(1))
+    await world.save(first.slot)
+    (old,) = world.entries()
+    longer = await world.ask(world.table[first.slot].tokens + prompt_of(2, 20))
+    await world.save(longer.slot)
+    (new,) = world.entries()
+    async with world.contents.keeping(old) as kept:
+        assert kept is new
+    world.contents.rules = replace(world.contents.rules, window=8)  # its files cannot be cut
+    async with world.contents.keeping(old) as kept:
+        assert kept is old
 
 
 class TestForecast:
