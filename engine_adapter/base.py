@@ -184,9 +184,14 @@ class EngineAdapter(ABC):
         """Reused prompt tokens, if the engine reports them in response headers; else None."""
         return None
 
-    def priced_by(self, prefill_s: Callable[[int], float]) -> None:  # noqa: ARG002 - of adapters that plan
-        """The engine has joined a pool. `prefill_s`: tokens → the seconds in which it computes so many, as
-        the pool has learned by the time of the call."""
+    def priced_by(
+        self,
+        prefill_s: Callable[[int], float],  # noqa: ARG002 - of adapters that plan
+        returns: Callable[[float], float],  # noqa: ARG002
+    ) -> None:
+        """The engine has joined a pool, which has learned these by the time of each call. `prefill_s`: tokens
+        → the seconds in which the engine computes so many. `returns`: seconds for which a prompt has been
+        idle → the probability that it is requested again."""
         return
 
     def forecast(self, prompt: KvTarget) -> Forecast | None:  # noqa: ARG002 - of adapters that can tell

@@ -376,8 +376,8 @@ class LlamaServerAdapter(EngineAdapter):
     # --- requests -------------------------------------------------------------------------------------
 
     @override
-    def priced_by(self, prefill_s: Callable[[int], float]) -> None:
-        self._rates.prefill_s = prefill_s
+    def priced_by(self, prefill_s: Callable[[int], float], returns: Callable[[float], float]) -> None:
+        self._rates.prefill_s, self._rates.returns = prefill_s, returns
 
     @override
     def forecast(self, prompt: KvTarget) -> Forecast | None:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from engine_adapter.hold import Forecast
 from engine_adapter.llama_server.checkpoints import PLAIN, MemoryRules, reusable
-from engine_adapter.llama_server.saved_entry import Saved, recency
+from engine_adapter.llama_server.saved_entry import Saved
 from engine_adapter.llama_server.slots import NO_TOKENS, Slot, SlotOperation
 from engine_adapter.types import Tier, TokenIds
 
@@ -34,30 +34,28 @@ WINDOW = 32
 class SlotRates:
     """How long work on the slots of one server takes.
 
-    The time of prompts is learned by the engine's pool, from what the server reports. Only a server with
+    The time of prompts, and whether they come back, is learned by the engine's pool. Only a server with
     slots saves and restores files and waits for slots: this is learned here. Each rate is the median of its
     last samples. The first guess counts as two samples, so one outlier has no effect. Saves count as cheap:
     their real rate is learned only if they are tried.
 
     Attributes:
         prefill_s: tokens → seconds to compute so many prompt tokens.
+        returns: idle seconds → probability that a prompt idle for so long is requested again.
         save_bytes_s: bytes per second from a slot to the host tier.
         restore_bytes_s: bytes per second from the host tier to a slot.
         disk_bytes_s: bytes per second from the disk tier to the host tier.
         hold_s: usual seconds that a request holds a slot.
-        reuse_probability: prior that a conversation goes on right after an answer.
-        half_life_s: idle seconds that halve this probability.
         overhead_s: seconds of a save or a restore that do not depend on its bytes.
     """
 
-    prefill_s: Callable[[int], float] = lambda tokens: tokens / 500.0  # a guess, before it is in a pool
+    prefill_s: Callable[[int], float] = lambda tokens: tokens / 500.0  # guesses, before it is in a pool
+    returns: Callable[[float], float] = lambda _idle_s: 0.3
     save_bytes_s: float = 1e9
     restore_bytes_s: float = 2e9
     disk_bytes_s: float = 400e6
     bytes_per_token: float = 1000.0
     hold_s: float = 2.0
-    reuse_probability: float = 0.8
-    half_life_s: float = 1800.0
     overhead_s: float = 0.002
     measured: dict[str, float] = field(default_factory=dict)
     _samples: dict[str, deque[float]] = field(default_factory=dict)
@@ -74,6 +72,11 @@ class SlotRates:
         """Seconds to restore this file from its tier."""
         seconds = self.overhead_s + entry.size / self.restore_bytes_s
         return seconds + entry.size / self.disk_bytes_s if entry.tier is Tier.DISK else seconds
+
+    def value(self, entry: Saved, now: float) -> tuple[float, float]:
+        """Seconds that a file is expected to spare for each of its bytes; then when it was last used."""
+        times = self.returns(now - entry.last_used) * (1 + entry.uses)
+        return times * self.prefill_s(entry.count) / entry.size, entry.last_used
 
     def saved(self, tokens: int, size: int, seconds: float) -> None:
         """A slot of `tokens` tokens became a file of `size` bytes in `seconds`."""
@@ -295,8 +298,7 @@ def _regret_s(slot: Slot, kept: int, saved: int, rates: SlotRates, now: float) -
     if slot.due_until > now:
         return AFTER_TOOL_CALL * later_s
     idle_s = now - slot.since if slot.is_idle else 0.0
-    probability = rates.reuse_probability * (OUTDATED if slot.is_outdated else 1.0)
-    return probability * recency(idle_s, rates.half_life_s) * later_s
+    return rates.returns(idle_s) * (OUTDATED if slot.is_outdated else 1.0) * later_s
 
 
 def _wait_s(slot: Slot, rates: SlotRates, now: float) -> float:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -27,6 +27,7 @@ from weakref import WeakValueDictionary
 from engine_adapter.errors import EngineSpecError
 from engine_adapter.llama_server import saved_files
 from engine_adapter.llama_server.own_tasks import OwnTasks
+from engine_adapter.llama_server.plan import SlotRates
 from engine_adapter.llama_server.saved_entry import (
     Listener,
     Saved,
@@ -35,7 +36,6 @@ from engine_adapter.llama_server.saved_entry import (
     Work,
     least_valuable,
     salt_digest,
-    value,
 )
 from engine_adapter.llama_server.saved_files import FileFault, StateFileError, writing
 from engine_adapter.types import Tier
@@ -63,6 +63,9 @@ class SavedPrefixes:
 
     Other kvpin processes may share the directory: files may come and go, and each process applies its caps to
     the files it knows.
+
+    Attributes:
+        rates: what the files of a key are worth to its servers. A key without a server has the guesses.
     """
 
     _shared: ClassVar[WeakValueDictionary[Path, SavedPrefixes]] = WeakValueDictionary()
@@ -77,6 +80,7 @@ class SavedPrefixes:
         self._dirs = {Tier.HOST: place.host} | ({Tier.DISK: place.disk} if place.disk else {})
         self._wanted = {Tier.HOST: place.host_bytes, Tier.DISK: place.disk_bytes}
         self._caps = self._wanted.copy()
+        self.rates: defaultdict[str, SlotRates] = defaultdict(SlotRates)
         self._entries: dict[str, Saved] = {}
         self._listeners: set[Listener] = set()
         self._counts: Counter[str] = Counter(evicted=0, demoted=0, promoted=0, refused=0)
@@ -360,7 +364,14 @@ class SavedPrefixes:
         """The entries to evict for `size` more bytes, beside those `leaving`; None if too few may go."""
         staying = [saved for saved in self._entries.values() if saved.tier is tier and saved not in leaving]
         missing = sum(saved.size for saved in staying) + size - self._caps[tier]
-        return least_valuable(staying, missing, self._caps[tier], self._clock())
+        return least_valuable(staying, missing, self._caps[tier], self._clock(), self._value)
+
+    def _value(self, saved: Saved) -> tuple[float, float]:
+        return self.rates[saved.key].value(saved, self._clock())
+
+    def _rank(self, saved: Saved) -> tuple[bool, tuple[float, float]]:
+        """The order by which two saved prefixes compete for room."""
+        return saved.kept_until > self._clock(), self._value(saved)
 
     def _retire(self, victims: Iterable[Saved]) -> list[Work]:
         """Moves victims out of the host tier: to disk if they are worth it, otherwise they are evicted."""
@@ -380,8 +391,7 @@ class SavedPrefixes:
         if Tier.DISK not in self._dirs:
             return None
         victims = self._victims(Tier.DISK, saved.size)
-        now = self._clock()
-        if victims and _rank(victims[-1], now) >= _rank(saved, now):
+        if victims and self._rank(victims[-1]) >= self._rank(saved):
             return None
         return victims
 
@@ -439,11 +449,6 @@ class SavedPrefixes:
     def _check_registered(self, saved: Saved) -> None:
         if not self._is_registered(saved):
             raise StateFileError(self.place.host / saved.name, FileFault.MISSING, "it was dropped")
-
-
-def _rank(saved: Saved, now: float) -> tuple[bool, float]:
-    """The order by which two saved prefixes compete for room."""
-    return saved.kept_until > now, value(saved, now)
 
 
 async def _settled(work: Collection[Work]) -> None:

@@ -13,7 +13,6 @@ import msgspec
 from engine_adapter.types import Tier, TokenIds, common_prefix
 
 KEPT_SHARE = 0.5  # of a tier, at most, is retained for clients
-_HALF_LIFE_S = 1800.0  # an unused saved prefix loses half of its value in this time
 
 Stamp = tuple[int, int, int]  # inode, bytes, mtime in ns: the same file with the same content
 Work = asyncio.Task[Any]
@@ -113,16 +112,6 @@ def salt_digest(salt: str | None) -> str | None:
     return blake2b(data, digest_size=16, person=b"kvpin-salt").hexdigest()
 
 
-def value(saved: Saved, now: float) -> float:
-    """The value per byte: tokens it spares, times its uses plus one, halved every half hour without use."""
-    return saved.count / saved.size * (1 + saved.uses) * recency(now - saved.last_used, _HALF_LIFE_S)
-
-
-def recency(age_s: float, half_life_s: float) -> float:
-    """1 right after a use, halved every half-life. A use in the future counts as now."""
-    return float(0.5 ** (max(age_s, 0.0) / half_life_s))
-
-
 def kept(entries: Iterable[Saved], room: int, now: float) -> set[Saved]:
     """The entries that count as retained: those that clients retain, up to KEPT_SHARE of `room` bytes.
 
@@ -147,8 +136,10 @@ def kept(entries: Iterable[Saved], room: int, now: float) -> set[Saved]:
     return chosen
 
 
-def least_valuable(entries: Iterable[Saved], size: int, room: int, now: float) -> list[Saved] | None:
-    """The entries of least value that together hold `size` bytes of a tier of `room` bytes.
+def least_valuable(
+    entries: Iterable[Saved], size: int, room: int, now: float, value: Callable[[Saved], tuple[float, float]]
+) -> list[Saved] | None:
+    """The entries of least `value` that together hold `size` bytes of a tier of `room` bytes.
 
     None if too few may go. Entries that are pinned, in use, or worked on stay; retained ones go last.
     """
@@ -156,7 +147,7 @@ def least_valuable(entries: Iterable[Saved], size: int, room: int, now: float) -
     free = [saved for saved in entries if saved.pinned_until <= now and not saved.holds and not saved.is_busy]
     staying = kept(entries, room, now)
     victims: list[Saved] = []
-    for saved in sorted(free, key=lambda each: (each in staying, value(each, now))):
+    for saved in sorted(free, key=lambda each: (each in staying, value(each))):
         if size <= 0:
             break
         victims.append(saved)

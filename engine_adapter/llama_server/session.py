@@ -211,6 +211,8 @@ class ServerSession:
         await self._learn_memory()
         saved = await self._usable(registry)
         self._has_files = saved is not None
+        if saved is not None:
+            saved.rates[self.facts.key] = self.rates
         self._note_probe()
         directory = saved.place.host if saved is not None else None
         # Records of what the server holds are those of the kvpin that uses it.

@@ -153,7 +153,7 @@ class Fleet:
             gpu_blocks=info.gpu_blocks if info.tokens_per_block is not None else None,
             host_blocks=info.host_blocks if info.tokens_per_block is not None else None,
         )
-        engine.adapter.priced_by(pool.placer.books[engine.id].rates.prefill_s)
+        engine.adapter.priced_by(pool.placer.books[engine.id].rates.prefill_s, pool.placer.demand.returns)
         pool.join(engine)
         self._not_away(engine.id)
         self._warn_of_names()

@@ -24,6 +24,10 @@ def in_proportion(tok_s, power=1.0):
     return lambda tokens: tokens**power / tok_s
 
 
+def halved(chance, half_life_s=1800.0):
+    return lambda idle_s: chance * 2 ** -(max(idle_s, 0.0) / half_life_s)
+
+
 # A token takes 1 ms to compute, 0.1 ms to save, 0.01 ms to restore, 0.02 ms more from disk.
 RATES = SlotRates(
     prefill_s=in_proportion(1000.0),
@@ -32,7 +36,7 @@ RATES = SlotRates(
     disk_bytes_s=5e6,
     bytes_per_token=100.0,
     hold_s=4.0,
-    reuse_probability=0.5,
+    returns=halved(0.5),
 )
 
 
@@ -138,7 +142,7 @@ def test_among_empty_slots_the_one_unused_for_longest_then_the_lower_id():
 
 def test_of_two_that_cost_the_same_the_empty_slot():
     held = slot(0, run(500, 600), since=-5.0)
-    assert decide(run(9), [held, slot(1)], rates=replace(RATES, reuse_probability=0.0)).slot == 1
+    assert decide(run(9), [held, slot(1)], rates=replace(RATES, returns=lambda _: 0.0)).slot == 1
 
 
 # --- restore -------------------------------------------------------------------------------------
@@ -204,7 +208,7 @@ def regret(each, kept, safe, rates, now):
     if safe > kept:
         later += rates.overhead_s + safe * rates.bytes_per_token / rates.restore_bytes_s
     age = now - each.since if each.operation is None else 0.0
-    return later * rates.reuse_probability * 2 ** -(age / rates.half_life_s)
+    return later * rates.returns(age)
 
 
 def every_total(prompt, slots, saved, rates, now, *, can_save, can_restore):
@@ -285,8 +289,7 @@ SOME_RATES = st.builds(
     disk_bytes_s=st.floats(1e3, 1e8),
     bytes_per_token=st.just(100.0),
     hold_s=st.floats(0.001, 10),
-    reuse_probability=st.floats(0, 1),
-    half_life_s=st.floats(1, 1e4),
+    returns=st.builds(halved, st.floats(0, 1), st.floats(1, 1e4)),
 )
 
 

@@ -145,9 +145,14 @@ class TestRequests:
             _, reported, said = await world.ask(prompt_of(seed))
             assert reported == said
 
-    async def test_a_forecast_has_the_times_of_the_pool(self, world):
-        world.adapter.priced_by(lambda tokens: 7.0 * tokens)
-        assert world.adapter.forecast(KvTarget(prompt_of(1))).prefill_s == 700.0
+    async def test_a_forecast_has_the_prices_of_the_pool(self, world):
+        world.adapter.priced_by(lambda tokens: 7.0 * tokens, lambda idle_s: 0.0)
+        for seed in range(4):
+            await world.ask(prompt_of(seed))
+        cost = world.adapter.forecast(KvTarget(prompt_of(9)))
+        assert (cost.prefill_s, cost.regret_s) == (700.0, 0.0)
+        world.adapter.priced_by(lambda tokens: 7.0 * tokens, lambda idle_s: 1.0)
+        assert world.adapter.forecast(KvTarget(prompt_of(9))).regret_s > 0
 
 
 class TestTenants:

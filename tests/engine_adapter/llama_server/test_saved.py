@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from engine_adapter.errors import EngineSpecError
 from engine_adapter.llama_server import saved_files
+from engine_adapter.llama_server.plan import SlotRates
 from engine_adapter.llama_server.saved import (
     RETRY_S,
     Saved,
@@ -265,6 +266,19 @@ async def test_the_least_valuable_goes_when_there_is_no_room(world):
         (SavedEvent.REMOVED, second.name, Tier.HOST),
     ]
     assert world.stats("evicted") == [1]
+
+
+async def test_a_file_is_worth_what_its_servers_pool_has_learned(world):
+    rates = world.registry.rates[KEY] = SlotRates(returns=lambda idle_s: float(idle_s > 30.0))
+    first = await world.save(100)
+    world.clock.now += 60
+    second, third = [await world.save(100 * i) for i in (2, 3)]
+    fourth = await world.save(400)
+    assert set(world.registry.entries(KEY)) == {first, third, fourth}, "the longest idle one comes back"
+    rates.returns = lambda idle_s: float(idle_s < 30.0)
+    fifth = await world.save(500)
+    assert set(world.registry.entries(KEY)) == {third, fourth, fifth}
+    assert second.name not in {path.name for path in world.host.iterdir()}
 
 
 async def test_a_file_that_no_room_can_be_made_for_is_refused(world):

@@ -5,12 +5,12 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine_adapter.llama_server.plan import SlotRates
 from engine_adapter.llama_server.saved_entry import (
     Saved,
     kept,
     least_valuable,
     salt_digest,
-    value,
 )
 
 NOW = 10_000.0
@@ -45,24 +45,27 @@ def test_a_sidecar_holds_the_record_and_nothing_of_the_prompt():
     assert repr(one) == "Saved('n')"
 
 
-def test_value_is_tokens_per_byte_that_uses_raise_and_time_wears_off():
-    for age_s, uses, wanted in ((0, 0, 2.0), (0, 2, 6.0), (1800, 0, 1.0), (5400, 0, 0.25)):
-        assert value(saved("a", tokens=1000, size=500, used=NOW - age_s, uses=uses), NOW) == wanted
+def test_a_file_is_worth_the_seconds_that_it_is_likely_to_spare():
+    rates = SlotRates(
+        prefill_s=lambda tokens: tokens / 100, returns=lambda idle_s: 0.5 if idle_s < 1800 else 0.25
+    )
+    for age_s, uses, seconds_per_byte in ((0, 0, 0.01), (0, 2, 0.03), (1800, 0, 0.005)):
+        one = saved("a", tokens=1000, size=500, used=NOW - age_s, uses=uses)
+        assert rates.value(one, NOW) == (seconds_per_byte, NOW - age_s)
 
 
-def test_value_bears_clocks_that_jump():
-    for age_s, wanted in ((-1e9, 2.0), (1e9, 0.0)):
-        assert value(saved("a", tokens=1000, size=500, used=NOW - age_s), NOW) == wanted
+def least(entries: list[Saved], size: int, room: int = ROOM, now: float = NOW) -> list[str] | None:
+    return names(least_valuable(entries, size, room, now, lambda each: (each.last_used, 0.0)))
 
 
 def test_the_least_valuable_that_hold_enough():
     entries = [saved("new"), saved("old", used=NOW - 5000), saved("older", used=NOW - 9000)]
-    assert names(least_valuable(entries, 0, ROOM, NOW)) == []
-    assert names(least_valuable(entries, -1, ROOM, NOW)) == []
-    assert names(least_valuable(entries, 1, ROOM, NOW)) == ["older"]
-    assert names(least_valuable(entries, 101, ROOM, NOW)) == ["older", "old"]
-    assert names(least_valuable(entries, 300, ROOM, NOW)) == ["older", "old", "new"]
-    assert names(least_valuable(entries, 301, ROOM, NOW)) is None
+    assert least(entries, 0) == []
+    assert least(entries, -1) == []
+    assert least(entries, 1) == ["older"]
+    assert least(entries, 101) == ["older", "old"]
+    assert least(entries, 300) == ["older", "old", "new"]
+    assert least(entries, 301) is None
 
 
 async def test_what_is_pinned_used_or_worked_on_stays():
@@ -70,15 +73,15 @@ async def test_what_is_pinned_used_or_worked_on_stays():
     pinned.pins["test"], used.holds = NOW + 1, 1
     gate = asyncio.Event()
     busy.work = asyncio.create_task(gate.wait())
-    assert names(least_valuable([pinned, used, busy, free], 1, ROOM, NOW)) == ["free"]
-    assert least_valuable([pinned, used, busy], 1, ROOM, NOW) is None
-    assert names(least_valuable([pinned], 1, ROOM, NOW + 1)) == ["pinned"]
+    assert least([pinned, used, busy, free], 1) == ["free"]
+    assert least([pinned, used, busy], 1) is None
+    assert least([pinned], 1, now=NOW + 1) == ["pinned"]
 
     waits = asyncio.create_task(busy.idle())
     gate.set()
     await waits
     assert not busy.is_busy
-    assert names(least_valuable([busy], 1, ROOM, NOW)) == ["busy"]
+    assert least([busy], 1) == ["busy"]
 
 
 def wanted(name: str, owner: str | None = None, *, until: float = NOW + 1, **fields) -> Saved:
@@ -89,14 +92,14 @@ def wanted(name: str, owner: str | None = None, *, until: float = NOW + 1, **fie
 
 def test_what_is_kept_goes_after_all_else_until_its_time_is_over():
     entries = [wanted("kept", used=NOW - 9000), saved("new"), saved("old", used=NOW - 5000)]
-    assert names(least_valuable(entries, 300, ROOM, NOW)) == ["old", "new", "kept"]
-    assert names(least_valuable(entries, 300, ROOM, NOW + 1)) == ["kept", "old", "new"]
+    assert least(entries, 300) == ["old", "new", "kept"]
+    assert least(entries, 300, now=NOW + 1) == ["kept", "old", "new"]
 
 
 def test_half_of_the_room_can_be_kept_what_was_used_last_first():
     entries = [wanted(f"{age}", used=NOW - age) for age in (30, 10, 20)]
     assert names(sorted(kept(entries, 400, NOW), key=lambda each: each.name)) == ["10", "20"]
-    assert names(least_valuable(entries, 300, 400, NOW)) == ["30", "20", "10"]
+    assert least(entries, 300, 400) == ["30", "20", "10"]
     assert kept(entries, 199, NOW) == set()
 
 
