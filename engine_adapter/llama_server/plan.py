@@ -46,16 +46,20 @@ class SlotRates:
         restore_bytes_s: bytes per second from the host tier to a slot.
         disk_bytes_s: bytes per second from the disk tier to the host tier.
         hold_s: usual seconds that a request holds a slot.
+        reuse_probability: first guess that a conversation goes on right after an answer.
+        half_life_s: idle seconds that halve this guess.
         overhead_s: seconds of a save or a restore that do not depend on its bytes.
     """
 
     prefill_s: Callable[[int], float] = lambda tokens: tokens / 500.0  # guesses, before it is in a pool
-    returns: Callable[[float], float] = lambda _idle_s: 0.3
+    returns: Callable[[float], float] = lambda _idle_s: 0.0
     save_bytes_s: float = 1e9
     restore_bytes_s: float = 2e9
     disk_bytes_s: float = 400e6
     bytes_per_token: float = 1000.0
     hold_s: float = 2.0
+    reuse_probability: float = 0.8
+    half_life_s: float = 1800.0
     overhead_s: float = 0.002
     measured: dict[str, float] = field(default_factory=dict)
     _samples: dict[str, deque[float]] = field(default_factory=dict)
@@ -73,9 +77,16 @@ class SlotRates:
         seconds = self.overhead_s + entry.size / self.restore_bytes_s
         return seconds + entry.size / self.disk_bytes_s if entry.tier is Tier.DISK else seconds
 
+    def comes_back(self, idle_s: float) -> float:
+        """Probability that what has been idle for so long is requested again: what the pool has learned, or
+        the first guess if that is higher. Few people share a server with slots, and their conversations go
+        on; a pool begins with what many do."""
+        guess = self.reuse_probability * float(0.5 ** (max(idle_s, 0.0) / self.half_life_s))
+        return max(self.returns(idle_s), guess)
+
     def value(self, entry: Saved, now: float) -> tuple[float, float]:
         """Seconds that a file is expected to spare for each of its bytes; then when it was last used."""
-        times = self.returns(now - entry.last_used) * (1 + entry.uses)
+        times = self.comes_back(now - entry.last_used) * (1 + entry.uses)
         return times * self.prefill_s(entry.count) / entry.size, entry.last_used
 
     def saved(self, tokens: int, size: int, seconds: float) -> None:
@@ -298,7 +309,7 @@ def _regret_s(slot: Slot, kept: int, saved: int, rates: SlotRates, now: float) -
     if slot.due_until > now:
         return AFTER_TOOL_CALL * later_s
     idle_s = now - slot.since if slot.is_idle else 0.0
-    return rates.returns(idle_s) * (OUTDATED if slot.is_outdated else 1.0) * later_s
+    return rates.comes_back(idle_s) * (OUTDATED if slot.is_outdated else 1.0) * later_s
 
 
 def _wait_s(slot: Slot, rates: SlotRates, now: float) -> float:

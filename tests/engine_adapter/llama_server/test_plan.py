@@ -24,10 +24,6 @@ def in_proportion(tok_s, power=1.0):
     return lambda tokens: tokens**power / tok_s
 
 
-def halved(chance, half_life_s=1800.0):
-    return lambda idle_s: chance * 2 ** -(max(idle_s, 0.0) / half_life_s)
-
-
 # A token takes 1 ms to compute, 0.1 ms to save, 0.01 ms to restore, 0.02 ms more from disk.
 RATES = SlotRates(
     prefill_s=in_proportion(1000.0),
@@ -36,7 +32,7 @@ RATES = SlotRates(
     disk_bytes_s=5e6,
     bytes_per_token=100.0,
     hold_s=4.0,
-    returns=halved(0.5),
+    reuse_probability=0.5,
 )
 
 
@@ -136,13 +132,20 @@ def test_a_few_shared_tokens_are_no_reason_to_overwrite_a_conversation(saved):
     assert (choice.slot, choice.cost.cached_tokens) == (0, 19), "a short prompt that is asked again is"
 
 
+def test_what_the_pool_has_seen_come_back_is_dearer():
+    held = slot(0, run(500, 600))
+    dearer = replace(RATES, returns=lambda idle_s: 0.9)
+    costs = [decide(run(9), [held], rates=each, can_save=False).cost.regret_s for each in (RATES, dearer)]
+    assert costs == pytest.approx([0.5 * 0.1, 0.9 * 0.1])
+
+
 def test_among_empty_slots_the_one_unused_for_longest_then_the_lower_id():
     assert decide(run(9), [slot(0, since=3.0), slot(1, since=1.0), slot(2, since=1.0)], now=9.0).slot == 1
 
 
 def test_of_two_that_cost_the_same_the_empty_slot():
     held = slot(0, run(500, 600), since=-5.0)
-    assert decide(run(9), [held, slot(1)], rates=replace(RATES, returns=lambda _: 0.0)).slot == 1
+    assert decide(run(9), [held, slot(1)], rates=replace(RATES, reuse_probability=0.0)).slot == 1
 
 
 # --- restore -------------------------------------------------------------------------------------
@@ -208,7 +211,7 @@ def regret(each, kept, safe, rates, now):
     if safe > kept:
         later += rates.overhead_s + safe * rates.bytes_per_token / rates.restore_bytes_s
     age = now - each.since if each.operation is None else 0.0
-    return later * rates.returns(age)
+    return later * max(rates.reuse_probability * 2 ** -(age / rates.half_life_s), rates.returns(age))
 
 
 def every_total(prompt, slots, saved, rates, now, *, can_save, can_restore):
@@ -289,7 +292,9 @@ SOME_RATES = st.builds(
     disk_bytes_s=st.floats(1e3, 1e8),
     bytes_per_token=st.just(100.0),
     hold_s=st.floats(0.001, 10),
-    returns=st.builds(halved, st.floats(0, 1), st.floats(1, 1e4)),
+    reuse_probability=st.floats(0, 1),
+    half_life_s=st.floats(1, 1e4),
+    returns=st.sampled_from([lambda idle_s: 0.0, lambda idle_s: 0.9]),
 )
 
 

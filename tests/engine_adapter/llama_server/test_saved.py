@@ -269,7 +269,9 @@ async def test_the_least_valuable_goes_when_there_is_no_room(world):
 
 
 async def test_a_file_is_worth_what_its_servers_pool_has_learned(world):
-    rates = world.registry.rates[KEY] = SlotRates(returns=lambda idle_s: float(idle_s > 30.0))
+    rates = world.registry.rates[KEY] = SlotRates(
+        returns=lambda idle_s: float(idle_s > 30.0), reuse_probability=0.1
+    )
     first = await world.save(100)
     world.clock.now += 60
     second, third = [await world.save(100 * i) for i in (2, 3)]

@@ -47,7 +47,9 @@ def test_a_sidecar_holds_the_record_and_nothing_of_the_prompt():
 
 def test_a_file_is_worth_the_seconds_that_it_is_likely_to_spare():
     rates = SlotRates(
-        prefill_s=lambda tokens: tokens / 100, returns=lambda idle_s: 0.5 if idle_s < 1800 else 0.25
+        prefill_s=lambda tokens: tokens / 100,
+        returns=lambda idle_s: 0.5 if idle_s < 1800 else 0.25,
+        reuse_probability=0.1,
     )
     for age_s, uses, seconds_per_byte in ((0, 0, 0.01), (0, 2, 0.03), (1800, 0, 0.005)):
         one = saved("a", tokens=1000, size=500, used=NOW - age_s, uses=uses)
