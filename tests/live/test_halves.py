@@ -4,12 +4,14 @@ adapter, the events and the whole of kvpin are real."""
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 import httpx
 import pytest
+from starlette.routing import Route
 
 from proxy.core.audit import Trust
 from proxy.core.life import Rules
@@ -34,9 +36,25 @@ def asked(text=TEXT, **fields):
     return {"model": "tiny", "prompt": text, "max_tokens": 6, "temperature": 0, **fields}
 
 
+def route_of(server: RunningSglang) -> Route:
+    (route,) = [each for each in server.fake.app.routes if each.path == "/v1/completions"]
+    return route
+
+
+def answers_after(server: RunningSglang, begun: threading.Event) -> None:
+    route = route_of(server)
+    serve = route.app
+
+    async def app(scope, receive, send):
+        await until(begun.is_set)
+        await serve(scope, receive, send)
+
+    route.app = app
+
+
 def sends_a_comment_first(server: RunningSglang) -> None:
     """Its streams begin before it has the prompt's KV."""
-    (route,) = [each for each in server.fake.app.routes if each.path == "/v1/completions"]
+    route = route_of(server)
     serve = route.app
 
     async def app(scope, receive, send):
@@ -328,10 +346,17 @@ class TestFaults:
 
     async def test_an_engine_that_sends_comments_waits_no_longer_for_it(self):
         async with world_of() as world:
+            begun = threading.Event()
             sends_a_comment_first(world.fakes["d"])
+            answers_after(world.fakes["p"], begun)
             world.fakes["p"].fake.refuses = 503
-            with pytest.raises(httpx.RemoteProtocolError):
-                await world.client.post(f"{world.url}/v1/completions", json=asked(stream=True, temperature=1))
+            body = asked(stream=True, temperature=1)
+            async with world.client.stream("POST", f"{world.url}/v1/completions", json=body) as answer:
+                pieces = answer.aiter_bytes()
+                assert (await anext(pieces)).startswith(b":")
+                begun.set()
+                with pytest.raises(httpx.RemoteProtocolError):
+                    [each async for each in pieces]
             await until(world.is_idle)
             assert "out of order" in world.last.error
             await until(lambda: world.fakes["d"].fake.aborted == 1)
