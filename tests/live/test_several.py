@@ -116,7 +116,8 @@ def test_prompts_are_foreseen_each_by_itself(place):
 
 
 def test_seeds_make_choices_that_differ_and_repeat(place):
-    fields = {"prompt": story("Seeds", 5), "temperature": 1.0, "max_tokens": 12}
+    # Short: what else a step of llama-server computes changes its numbers, and now and then a token.
+    fields = {"prompt": story("Seeds", 5), "temperature": 1.0, "max_tokens": 4}
     several = place.post("completions", **fields, seed=11, n=3).json()["choices"]
     texts = [text_of(choice) for choice in several]
     assert len(set(texts)) == 3
