@@ -147,8 +147,8 @@ class NativeRoute:
         same_as: the `/v1` route that does the same; a request is sent to that one.
         prompt: the fields of the prompt; None if the route runs none, or kvpin does not follow it.
         runs: whether it goes on from a prompt, which has a KV cache.
-        lists: to a list of prompts, or for several choices (`n`, `n_cmpl`), it answers with a list: an object
-            for each, which names its `index`. The events of a stream name it, too.
+        lists: to a list of prompts (where `prompt` names fields), or for several choices (`n`, `n_cmpl`), it
+            answers with a list: an object for each, which names its `index`, as the events of a stream do.
     """
 
     method: str = "POST"

@@ -189,10 +189,10 @@ class EngineInfo:
         served_as_chats: routes of other APIs that kvpin serves as chats, because the engine lacks them or
             would not serve them on the slot or with the salt that kvpin chooses: always MESSAGES_ROUTES,
             TRANSLATED_ROUTES unless kvpin can follow the responses of the engine itself.
-        runs_several: it takes several choices or prompts in one request, also streamed. If False, kvpin
-            always splits them.
-        splits_choices: it would run several choices of a prompt where kvpin did not place them. With reuse,
-            kvpin sends each choice by itself.
+        runs_several: it takes several choices or prompts in one request, also streamed, and finds places for
+            them itself. If False, kvpin always splits them.
+        recomputes_prompts: it would compute the prompt of several choices for each of them. With reuse, kvpin
+            has it computed before.
         any_model: it serves its model whatever name a request gives.
         shares_prefill: concurrent prompts compute a shared prefix only once. If False, kvpin lets the second
             one wait.
@@ -243,7 +243,7 @@ class EngineInfo:
     routes: Mapping[str, NativeRoute] = field(default_factory=dict, repr=False, hash=False)
     served_as_chats: frozenset[str] = frozenset()
     runs_several: bool = True
-    splits_choices: bool = False
+    recomputes_prompts: bool = False
     any_model: bool = False
     shares_prefill: bool = False
     renders_alike: bool = False

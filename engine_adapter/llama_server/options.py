@@ -62,7 +62,7 @@ ROUTES = {
     **{path: NativeRoute(same_as=same_as) for path, same_as in _SAME.items()},
     "/models": NativeRoute("GET", same_as="/v1/models"),
     **dict.fromkeys(NATIVE_COMPLETIONS, _COMPLETION),
-    INFILL: NativeRoute(runs=True),
+    INFILL: NativeRoute(runs=True, lists=True),
     "/tokenize": ASK,
     "/detokenize": ASK,
     "/apply-template": ASK,

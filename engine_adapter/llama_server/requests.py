@@ -1,6 +1,6 @@
 """Requests on their way to a slot, and their answers on the way back.
 
-The prompt, the hold on one slot or all, the body for the server, and the reader of its answer.
+The prompt, the hold on a slot, the body for the server, and the reader of its answer.
 
 The server's own completions are not sent as streams: the server notices within about a second that their
 client has left, and their JSON answer has more than their stream. It can tell the ids of all sampled tokens:
@@ -14,13 +14,14 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from http import HTTPStatus
 from typing import Any
 
 import msgspec
 from typing_extensions import override
 
 from engine_adapter.body import UNREADABLE, JsonBody
-from engine_adapter.errors import EngineUnavailable
+from engine_adapter.errors import EngineRejected, EngineUnavailable
 from engine_adapter.hold import AnswerReader, Hold, RequestBody
 from engine_adapter.llama_server.answer import CHAT, COMPLETIONS, CompletionOutput, read_answer
 from engine_adapter.llama_server.mirror_events import MirrorEvents
@@ -34,8 +35,10 @@ from engine_adapter.off_loop import JSON_BYTES_PER_MS, VALUES_PER_MS, off_loop
 from engine_adapter.types import KvTarget
 
 _TEXTS = NATIVE_COMPLETIONS | {COMPLETIONS}
-# Fields that turn one request into several; the server chooses their slots.
+# Fields that turn one request into several, for which the server would choose the slots. kvpin splits those
+# before. What is left contradicts itself: `n` of 1 and `n_cmpl` of 2.
 _SEVERAL = ("n", "n_cmpl")
+_TOO_MANY = "kvpin gives llama-server one prompt and one answer at a time: send a request for each"
 # Fields that make the server parse an answer instead of passing on its text.
 _PARSED = ("tools", "response_format", "json_schema", "grammar")
 # Fields that change the KV of a prompt: its tokens alone do not identify it.
@@ -73,7 +76,7 @@ def ask_of(prompt: KvTarget, mirror: MirrorEvents) -> SlotRequest:
 def hold_request(
     session: ServerSession | None, path: str, body: RequestBody, prompt: KvTarget | None
 ) -> AbstractAsyncContextManager[Hold]:
-    """Holds what a request needs: a slot; all of them, if it becomes several; nothing, if none is managed.
+    """Holds the slot that a request needs; nothing, if none is managed.
 
     With a salt and without a slot of its owner's, it reuses nothing, and cannot name a slot.
     """
@@ -84,11 +87,8 @@ def hold_request(
     scheduler = session.scheduler if session is not None else None
     if session is None or scheduler is None or path not in PINNED_ROUTES:
         return nullcontext(Hold(_without_slot(body)))
-    if _is_several(body):
-        alone = _without_slot(body).replace(**{_CHUNK: 0})
-        # Where the server chooses the slot, KV may lie that was moved, or is another prompt's (`is_sound`).
-        may_reuse = scheduler.contents.rules.cuts_files and not session.facts.cache_reuse
-        return _hold_all(scheduler, alone if may_reuse else alone.replace(cache_prompt=False))
+    if _is_several(path, body):
+        raise EngineRejected(_TOO_MANY, status=HTTPStatus.BAD_REQUEST)
     return _hold_slot(session, scheduler, path, body, prompt)
 
 
@@ -127,13 +127,6 @@ async def _hold_slot(
         )
 
 
-@asynccontextmanager
-async def _hold_all(scheduler: SlotScheduler, body: JsonBody) -> AsyncIterator[Hold]:
-    """Runs a request alone, because the server chooses its slots. Nothing is predicted for it."""
-    async with scheduler.alone():
-        yield Hold(body, cached_tokens=0, firm=False, note="unpinned: it ran alone on all slots")
-
-
 def _without_slot(body: JsonBody) -> JsonBody:
     """A request that runs on any slot. Whose KV lies there is not known: with a salt, it reuses none."""
     return body if body.get("cache_salt") is None else body.replace(cache_prompt=False, id_slot=None)
@@ -158,9 +151,9 @@ def _text_around(body: JsonBody) -> array[int]:
     return array("i", text[:_TEXT_LOOKED_AT].encode("utf-32-le", "surrogatepass"))
 
 
-def _is_several(body: JsonBody) -> bool:
-    """True if the server turns it into several requests. A list with a number in it is one prompt."""
-    prompt = body.get("prompt")
+def _is_several(path: str, body: JsonBody) -> bool:
+    """True if the server would turn it into several requests. A list with a number in it is one prompt."""
+    prompt: Any = body.get("prompt") if path != INFILL else None
     texts = isinstance(prompt, list) and not any(isinstance(token, int) for token in prompt)
     return (texts and len(prompt) > 1) or any(body.get(name) not in (None, 1) for name in _SEVERAL)
 

@@ -34,7 +34,7 @@ from engine_adapter.llama_server.slot_io import (
     when_idle,
 )
 from engine_adapter.llama_server.slots import NO_TOKENS, Slot, SlotOperation
-from engine_adapter.llama_server.turns import ALL_SLOTS, SlotLease, SlotRequest, Turns, first_operation
+from engine_adapter.llama_server.turns import SlotLease, SlotRequest, Turns, first_operation
 from engine_adapter.types import TOOL_S, TokenIds, common_prefix
 
 log = logging.getLogger("kvpin.llama_server")
@@ -113,20 +113,6 @@ class SlotScheduler:
         if lease.answer is not None and not self.is_closed:
             self._next(self._table[lease.slot], SlotOperation.SETTLE)
         await asyncio.wait([self._tasks.start(self._finish(lease))])
-
-    @asynccontextmanager
-    async def alone(self) -> AsyncIterator[None]:
-        """Takes all slots, for a request that cannot be pinned. The slots it used are unknown afterwards."""
-        await self._turn(None)
-        tasks: dict[int, int | None] = {}
-        try:
-            tasks = {state.id: state.id_task for state in await read_slots(self._control)}
-            self._check_open()
-            for slot in self._table:
-                self.contents.owners.becomes(slot.id, UNKNOWN_OWNER)
-            yield
-        finally:
-            self._tasks.start(self._after_alone(tasks))
 
     @property
     def streams(self) -> int:
@@ -269,8 +255,8 @@ class SlotScheduler:
 
     # --- inside -----------------------------------------------------------------------------------
 
-    async def _turn(self, ask: SlotRequest | None) -> Plan:
-        """Waits for a slot, or with None for all, and wakes the server."""
+    async def _turn(self, ask: SlotRequest) -> Plan:
+        """Waits for a slot, and wakes the server."""
         self._check_open()
         self.waiting += 1
         try:
@@ -445,27 +431,6 @@ class SlotScheduler:
             log.warning("%s: slot %d: %s", self.contents.engine, slot.id, error)
         finally:
             self._release(slot.id)
-
-    async def _after_alone(self, tasks: dict[int, int | None]) -> None:
-        """After a request that ran alone: a slot that has run another task since is unknown."""
-        if self.is_closed:
-            return
-        try:
-            await until_all_arrived(self._control)
-            for slot in self._table:
-                await self._count_when_idle(slot.id)
-            states = await read_slots(self._control)
-            touched = [state.id for state in states if tasks.get(state.id, self) != state.id_task]
-            if touched:
-                await end_copies(self._control, touched[0])
-            for state in await read_slots(self._control):
-                if state.id in touched:
-                    self.contents.mark_unknown(self._table[state.id], state.n_tokens)
-        except EngineError:
-            for slot in self._table:
-                self.contents.mark_unknown(slot, None)
-        finally:
-            self._release(ALL_SLOTS)
 
     async def _taken(self, slot_id: int, work: _Work[_Result]) -> _Result:
         slot = self._table[slot_id]

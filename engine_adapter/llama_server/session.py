@@ -385,7 +385,8 @@ def absent(model: str, instance: str, card: Mapping[str, Any], *, keeps_none: bo
         any_model=True,
         served_as_chats=TRANSLATED_ROUTES,
         routes=SERVED,
-        splits_choices=True,
+        runs_several=False,
+        recomputes_prompts=True,
         card=card,
         too_long=_too_long,
     )
@@ -406,7 +407,8 @@ def info_of(spec: LlamaServerSpec, session: ServerSession) -> EngineInfo:
         tokenizer=spec.tokenizer or (str(facts.local_model) if facts.local_model else None),
         gpu_blocks=facts.slots * facts.slot_ctx // TOKENS_PER_BLOCK,
         version=facts.build,
-        splits_choices=session.scheduler is not None,
+        runs_several=session.scheduler is None,
+        recomputes_prompts=session.scheduler is not None,
     )
 
 

@@ -28,7 +28,7 @@ class SlotOperation(StrEnum):
     SAVE = "save"
     RESTORE = "restore"
     ERASE = "erase"
-    FOREIGN = "foreign"  # another client's request, or one that cannot be pinned
+    FOREIGN = "foreign"  # another client's request
 
 
 class SlotBusy(Exception):
@@ -169,16 +169,6 @@ class SlotTable:
             self._violated(f"cannot end an operation on slot {slot_id}: none is in flight there")
         slot.operation = None
         slot.since = now
-
-    def begin_all(self, operation: SlotOperation, now: float) -> None:
-        """Starts `operation` on every slot, for a request that cannot be pinned; SlotBusy if one is busy."""
-        for slot in [slot for slot in self._slots if not slot.is_idle] or self._slots:
-            self.begin(slot.id, operation, now)
-
-    def end_all(self, now: float) -> None:
-        """Ends a `begin_all`; unless every slot is busy it raises SlotBusy and changes nothing."""
-        for slot in self.idle() or self._slots:
-            self.end(slot.id, now)
 
     def hold(
         self,

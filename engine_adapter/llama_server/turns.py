@@ -1,8 +1,7 @@
 """Who gets which slot: requests get the cheapest idle slot, in the order of their arrival.
 
 Requests wait in kvpin's own queue, which sends one when a slot is idle. Only one whose slot was taken in that
-moment waits here, or one whose slot will be idle in a moment. A request that cannot be pinned runs alone: it
-waits until every slot is idle, and requests behind it wait for it.
+moment waits here, or one whose slot will be idle in a moment.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from engine_adapter.hold import Forecast
 from engine_adapter.llama_server.answer import CompletionOutput
 from engine_adapter.llama_server.checkpoints import SlotMemory
 from engine_adapter.llama_server.plan import Plan
@@ -93,92 +91,59 @@ class SlotLease:
 
 
 Decide = Callable[[SlotRequest, Iterable[Slot]], Plan]
-ALL_SLOTS = -1
 # What a slot does after a request: it is idle again in a moment, and still holds its conversation.
 _SHORT = (SlotOperation.SETTLE, SlotOperation.SAVE)
-_ALONE = Plan(ALL_SLOTS, Forecast(0), restore=None, save_first=False, over_pin=False)
-
-
-@dataclass(slots=True, eq=False)
-class _Waiter:
-    """One request in the queue; `ask` is None for one that runs alone."""
-
-    ask: SlotRequest | None
-    turn: asyncio.Future[Plan]
 
 
 class Turns:
-    """The queue in front of the slots. It begins what it grants on the slot table.
-
-    `decide` gives the best plan for a prompt over some slots.
-    """
+    """The requests that wait for a slot. `decide` gives the best plan for one over some slots."""
 
     def __init__(self, table: SlotTable, decide: Decide, clock: Callable[[], float]) -> None:
         self._table = table
         self._decide = decide
         self._clock = clock
-        self._queue: list[_Waiter] = []
+        self._queue: dict[asyncio.Future[Plan], SlotRequest] = {}
 
-    async def turn(self, ask: SlotRequest | None) -> Plan:
-        """Waits for a slot for `ask`; the first operation of its plan has begun there. None waits for every
-        slot at once: FOREIGN has begun on each.
+    async def turn(self, ask: SlotRequest) -> Plan:
+        """Waits for a slot for `ask`; the first operation of its plan has begun there.
 
         A caller that is cancelled while it waits leaves nothing begun.
         """
-        waiter = _Waiter(ask, asyncio.get_running_loop().create_future())
-        self._queue.append(waiter)
+        turn: asyncio.Future[Plan] = asyncio.get_running_loop().create_future()
+        self._queue[turn] = ask
         self._dispatch()
         try:
-            return await waiter.turn
+            return await turn
         except asyncio.CancelledError:
-            self._give_back(waiter)
+            is_told = self._queue.pop(turn, None) is None and not turn.cancelled()
+            if is_told and turn.exception() is None:  # its turn has just come
+                self.release(turn.result().slot)
             raise
 
     def release(self, slot_id: int) -> None:
-        """Ends the operation on a slot, or on ALL_SLOTS, and starts waiting requests."""
-        if slot_id == ALL_SLOTS:
-            self._table.end_all(self._clock())
-        else:
-            self._table.end(slot_id, self._clock())
+        """Ends the operation on a slot, and starts waiting requests."""
+        self._table.end(slot_id, self._clock())
         self._dispatch()
 
     def fail(self, error: Exception) -> None:
         """Raises `error` in every waiting request."""
-        queue, self._queue = self._queue, []
-        for waiter in queue:
-            if not waiter.turn.done():
-                waiter.turn.set_exception(error)
+        for turn in self._queue:
+            if not turn.done():
+                turn.set_exception(error)
+        self._queue.clear()
 
     def _dispatch(self) -> None:
         """Starts every waiting request that can start now."""
-        for waiter in tuple(self._queue):
-            if waiter.turn.done():  # it has left
-                self._queue.remove(waiter)
-            elif self._table.in_flight == len(self._table):
+        for turn, ask in tuple(self._queue.items()):
+            if self._table.in_flight == len(self._table):
                 return
-            elif waiter.ask is not None:
+            if not turn.done():  # it has not left
                 soon = [slot for slot in self._table if slot.is_idle or slot.operation in _SHORT]
-                plan = self._decide(waiter.ask, soon)
+                plan = self._decide(ask, soon)
                 if self._table[plan.slot].is_idle:
                     self._table.begin(plan.slot, first_operation(plan), self._clock())
-                    self._grant(waiter, plan)
-            elif self._table.in_flight:
-                return
-            else:
-                self._table.begin_all(SlotOperation.FOREIGN, self._clock())
-                self._grant(waiter, _ALONE)
-
-    def _grant(self, waiter: _Waiter, plan: Plan) -> None:
-        self._queue.remove(waiter)
-        waiter.turn.set_result(plan)
-
-    def _give_back(self, waiter: _Waiter) -> None:
-        """Withdraws a cancelled request, even if its turn has just come."""
-        if waiter in self._queue:
-            self._queue.remove(waiter)
-            self._dispatch()
-        elif waiter.turn.done() and not waiter.turn.cancelled() and waiter.turn.exception() is None:
-            self.release(waiter.turn.result().slot)
+                    del self._queue[turn]
+                    turn.set_result(plan)
 
 
 def first_operation(plan: Plan) -> SlotOperation:

@@ -210,9 +210,9 @@ class Pool:
         return any(info.renders_embeds or info.renders_alike for info in self._infos)
 
     @property
-    def splits_choices(self) -> bool:
-        """True if an engine needs each choice in a request of its own, to run it where kvpin places it."""
-        return any(info.splits_choices for info in self._infos)
+    def recomputes_prompts(self) -> bool:
+        """True if an engine would compute the prompt of several choices for each of them."""
+        return any(info.recomputes_prompts for info in self._infos)
 
     @property
     def card(self) -> dict[str, Any]:

@@ -129,8 +129,8 @@ ANSWER_HEADERS = (
     OfAnswer(
         (NOTE_HEADER,),
         "answers served in an unusual way",
-        "one sentence, e.g. that a request could not be pinned to a slot; also in `kvpin requests --json`",
-        "ran alone: …",
+        "one sentence, e.g. that it may use KV that was moved; also in `kvpin requests --json`",
+        "not exact: …",
     ),
     OfAnswer(
         (RETENTION_HEADER,),

@@ -285,8 +285,23 @@ def test_a_text_that_is_filled_in_reuses_the_one_before(tmp_path, slots):
                 assert reused(other, prompt) > STORY.count(" ")
 
 
+@pytest.mark.parametrize("flags", [(), ("--no-reuse",)], ids=["reuse", "no reuse"])
+def test_several_texts_that_are_filled_in(tmp_path, flags):
+    """Each on a slot that kvpin chooses; a list is no prompt here, and the server passes over it."""
+    with llama_world(tmp_path, *FILLS_IN, slots=2, kvpin_flags=flags) as world:
+        body = {"input_prefix": STORY, "input_suffix": "", "prompt": "", "n_predict": 4}
+        path = f"{world.base_url.removesuffix('/v1')}/infill"
+        answer = httpx.post(path, json=body | {"n": 3}, timeout=WAIT_S, trust_env=False).raise_for_status()
+        assert [each["index"] for each in answer.json()] == [0, 1, 2]
+        assert {each["id_slot"] for each in answer.json()} <= {0, 1}
+        listed = httpx.post(path, json=body | {"prompt": ["a", "b"]}, timeout=WAIT_S, trust_env=False)
+        assert listed.raise_for_status().json()["stop"]
+        refused = httpx.post(path, json=body | {"n": 0}, timeout=WAIT_S, trust_env=False)
+        assert refused.status_code == 400
+
+
 def test_no_route_reuses_another_tenants_kv(tmp_path):
-    """Whatever slot a request runs on, also one that becomes several, for which the server chooses slots."""
+    """Whatever slot a request runs on, also one that becomes several."""
     keys = ("--api-key", "one", "--api-key", "two")
     with llama_world(tmp_path, "--metrics", *FILLS_IN, slots=2, kvpin_flags=keys) as world:
         base = world.base_url.removesuffix("/v1")

@@ -78,7 +78,7 @@ def serve(flow: Flow, call: Call, reply: Reply, admitted: Admission) -> Coroutin
         ms = body.n_values / VALUES_PER_MS
         await work(await off_loop(lambda: prompts_of(body, listed=listed), ms=ms))
 
-    if route == CHAT:
+    if route == CHAT or (native is not None and native.prompt is None):  # of one prompt
         return work(None)
     if len(body.raw) > VALUES_PER_MS:  # it may have very many prompts
         return work_off_loop()

@@ -151,7 +151,7 @@ def several_of(
         prompts = None
     choices = runs = 1
     if has_choices:
-        if pool.runs_several and not (reuse and pool.splits_choices):
+        if pool.runs_several:
             asked = body.hint("n")
             choices = asked if type(asked) is int and asked > 0 else 1
         else:
@@ -167,7 +167,7 @@ def several_of(
         prompts,
         choices,
         runs,
-        shares_prompt=prompts is None and reuse and pool.splits_choices,
+        shares_prompt=prompts is None and reuse and pool.recomputes_prompts,
         hides_logprobs=runs > choices and body.hint("logprobs") is None,
         listed=listed,
     )

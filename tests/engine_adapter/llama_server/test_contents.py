@@ -286,8 +286,8 @@ class TestNotes:
         assert (mine["id"], mine["tokens"], mine["unknown"], mine["saved"]) == (lease.slot, 103, 0, 0)
         assert (mine["operation"], mine["since_s"] >= 0, 50 < mine["pinned_s"] <= 60) == (None, True, True)
         assert described[1 - lease.slot]["pinned_s"] == 0
-        async with world.scheduler.alone():
-            assert {each["operation"] for each in world.contents.describe()} == {"foreign"}
+        async with world.scheduler.lease(SlotRequest(prompt_of(1))):
+            assert {each["operation"] for each in world.contents.describe()} == {None, "request"}
         assert str(prompt_of(1)[0]) not in str(described)
 
 

@@ -8,6 +8,7 @@ from array import array
 import pytest
 
 from engine_adapter import JsonBody, KvTarget, KvVerb
+from engine_adapter.errors import EngineRejected
 from tests.engine_adapter.llama_server.slot_world import LONG, PATH, SHORTER, START, prompt_of, slot_world
 
 
@@ -80,15 +81,6 @@ class TestRequests:
             assert await world.ask(SHORTER, max_tokens=24, n_cache_reuse=16) == (text, 60, 60)
             assert await world.ask(SHORTER, max_tokens=24) == (text, 359, 359)
 
-    async def test_nor_is_it_for_several_choices(self, start_llama):
-        async with slot_world(start_llama("--cache-reuse", "32", slots=2, ctx=1024).url) as world:
-            text, *_ = await world.ask(SHORTER, max_tokens=24, cache_prompt=False)
-            for prompt in (LONG, SHORTER):
-                async with world.hold(prompt, max_tokens=24, n=2, n_cache_reuse=16) as hold:
-                    answer = await world.answer(hold)
-                await world.until_idle()
-            assert [choice["text"] for choice in answer["choices"]] == [text, text]
-
     @pytest.mark.parametrize("asked", [{}, {"n_cache_reuse": 0}, {"n_cache_reuse": 1000}])
     async def test_unless_the_engines_owner_allows_it(self, start_llama, save_dir, asked):
         server = start_llama(slots=1, ctx=1024, save_dir=save_dir)
@@ -131,19 +123,29 @@ class TestRequests:
         assert sum(slot["unknown"] > 0 for slot in await world.slots()) == 1
 
     @pytest.mark.parametrize(
-        "fields", [{"n": 2}, {"prompt": ["Hello there", "Good day"]}, {"prompt": [[5, 6], [7, 8]]}]
+        "fields",
+        [
+            {"n": 2},
+            {"n_cmpl": 3},
+            {"n": 1, "n_cmpl": 2},
+            {"prompt": ["Hello there", "Good day"]},
+            {"prompt": [[5], [7]]},
+        ],
     )
-    async def test_what_is_several_requests_runs_alone(self, world, fields):
-        await world.ask(prompt_of(1))
+    async def test_what_would_become_several_requests_gets_no_slot(self, world, fields):
+        """kvpin splits it before: the server would choose the slots."""
+        with pytest.raises(EngineRejected, match="one prompt and one answer at a time") as caught:
+            async with world.hold(prompt_of(2), **fields):
+                pass
+        assert caught.value.status == 400
+        assert {slot["operation"] for slot in await world.slots()} == {None}
+
+    @pytest.mark.parametrize(
+        "fields", [{"n": 1, "n_cmpl": None}, {"prompt": ["Hello"]}, {"prompt": [5, "a"]}]
+    )
+    async def test_what_stays_one_request_gets_a_slot(self, world, fields):
         async with world.hold(prompt_of(2), **fields) as hold:
-            assert "alone" in hold.note
-            assert hold.body.get("id_slot") is None
-            assert {slot["operation"] for slot in await world.slots()} == {"foreign"}
-            assert len((await world.answer(hold))["choices"]) == 2
-        await world.until_idle()
-        for seed in (1, 3):
-            _, reported, said = await world.ask(prompt_of(seed))
-            assert reported == said
+            assert hold.slot in (0, 1)
 
     async def test_a_forecast_has_the_prices_of_the_pool(self, world):
         world.adapter.priced_by(lambda tokens: 7.0 * tokens, lambda idle_s: 0.0)

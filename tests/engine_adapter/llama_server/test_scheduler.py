@@ -27,7 +27,6 @@ from tests.engine_adapter.llama_server.scheduler_world import (
     NEVER_SENT,
     SMALL_STEPS,
     WAIT_S,
-    Left,
     no_directory,
     scheduler_world,
     stopped,
@@ -175,66 +174,6 @@ class TestToolCalls:
             lease.answer.finish_reason = reason
         await world.idle(lease.slot)
         assert (world.table[lease.slot].due_until > world.clock()) == waits
-
-
-class TestTurns:
-    async def test_all_slots_at_once(self, world):
-        """It waits for all of them, nobody behind it starts before, and what it ran on is not known."""
-        await fill(world, 1, 2)
-        async with world.scheduler.lease(SlotRequest(prompt_of(1))) as lease:
-            others = asyncio.Event()
-
-            async def alone():
-                async with world.scheduler.alone():
-                    assert world.operations() == [FOREIGN, FOREIGN]
-                    await world.complete(prompt_of(8))
-                    await others.wait()
-
-            whole = asyncio.create_task(alone())
-            await world.until(lambda: world.scheduler.waiting == 1)
-            behind = asking(world, prompt_of(2))
-            await world.until(lambda: world.scheduler.waiting == 2)
-            assert sum(slot.is_idle for slot in world.table) == 1
-            await world.send(lease)
-        await world.until(lambda: world.operations() == [FOREIGN, FOREIGN])
-        assert world.scheduler.waiting == 1
-        others.set()
-        await asyncio.gather(whole, behind)
-        assert sum(slot.salt == UNKNOWN_OWNER for slot in world.table) <= 1
-        await world.check()
-
-    async def test_alone_and_idle_changes_nothing(self, world):
-        await fill(world, 1, 2)
-        before = [slot.tokens for slot in world.table]
-        async with world.scheduler.alone():
-            pass
-        await world.idle()
-        assert [slot.tokens for slot in world.table] == before
-
-    async def test_alone_and_left_early_is_waited_for(self, world):
-        await fill(world, 1, 2)
-
-        async def leave():
-            async with world.scheduler.alone():
-                asks = asyncio.create_task(world.complete(prompt_of(8, 600), 0))
-                await world.until_processing(0)
-                asks.cancel()
-                raise Left
-
-        with pytest.raises(Left):
-            await leave()
-        await world.idle()
-        assert sorted(slot.salt == UNKNOWN_OWNER for slot in world.table) == [False, True]
-        await world.check()
-
-    async def test_alone_on_a_server_that_is_gone(self, own_world):
-        await fill(own_world, 1, 2)
-        own_world.server.kill()
-        with pytest.raises(EngineUnavailable):
-            async with own_world.scheduler.alone():
-                pass
-        await own_world.idle()
-        assert {slot.salt for slot in own_world.table} == {UNKNOWN_OWNER}
 
 
 class TestPrepared:
@@ -502,7 +441,7 @@ class TestClose:
         with stopped(world.server):
             running = [asking(world, prompt_of(seed)) for seed in range(2)]
             await world.until(lambda: world.scheduler.streams == 2)
-            waits = [asking(world, prompt_of(2)), asyncio.create_task(self.run_alone(world))]
+            waits = [asking(world, prompt_of(seed)) for seed in (2, 3)]
             await world.until(lambda: world.scheduler.waiting == 2)
             await world.scheduler.aclose()
             for waiting in waits:
@@ -511,13 +450,9 @@ class TestClose:
             for task in running:
                 task.cancel()
             await asyncio.wait(running)
-        for late in (world.ask(prompt_of(3)), self.run_alone(world), world.save(0)):
+        for late in (world.ask(prompt_of(3)), world.save(0)):
             with pytest.raises(EngineUnavailable, match="lost"):
                 await late
-
-    async def run_alone(self, world):
-        async with world.scheduler.alone():
-            pytest.fail("it started")
 
     async def test_what_still_runs_tells_nothing_any_more(self, world):
         """The slots, by then, may be another scheduler's, who tells the same mirror."""
@@ -529,14 +464,13 @@ class TestClose:
         await events.aclose()
 
     @pytest.mark.parametrize("turns", range(5))
-    @pytest.mark.parametrize("kind", ["one", "all"])
-    async def test_a_turn_that_comes_in_the_last_moment_is_none(self, world, kind, turns):
+    async def test_a_turn_that_comes_in_the_last_moment_is_none(self, world, turns):
         """The slots are released, and the scheduler is closed so many turns of the loop later."""
         scheduler, over = world.scheduler, asyncio.Event()
         works = [asyncio.create_task(scheduler.take(slot, SAVE, lambda _: over.wait())) for slot in (0, 1)]
 
         async def start():
-            async with scheduler.alone() if kind == "all" else scheduler.lease(SlotRequest(prompt_of(1))):
+            async with scheduler.lease(SlotRequest(prompt_of(1))):
                 assert not over.is_closed, "it started on a server that may be another scheduler's"
 
         over.is_closed = False

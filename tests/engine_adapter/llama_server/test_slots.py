@@ -1,6 +1,7 @@
 import math
 from array import array
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -107,8 +108,6 @@ STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("begin"), st.integers(0, 2), st.sampled_from(SlotOperation)),
         st.tuples(st.just("end"), st.integers(0, 2)),
-        st.tuples(st.just("begin_all"), st.sampled_from(SlotOperation)),
-        st.tuples(st.just("end_all")),
     ),
     max_size=30,
 )
@@ -118,20 +117,16 @@ STEPS = st.lists(
 def test_whatever_is_asked_one_operation_is_in_flight_per_slot(steps):
     """Against a plain model: the set of busy slots, and which steps it allows."""
     table, busy, refused, uses = SlotTable(3), set(), 0, [0, 0, 0]
-    everything = {0, 1, 2}
-    for now, (verb, *arguments) in enumerate(steps):
-        touched = {arguments[0]} if verb in {"begin", "end"} else everything
-        legal = not touched & busy if verb.startswith("begin") else touched <= busy
-        step = getattr(table, verb)
-        if legal:
-            step(*arguments, float(now))
-            busy = busy | touched if verb.startswith("begin") else busy - touched
-            for slot_id in touched if verb.startswith("begin") else ():
-                uses[slot_id] += 1
+    for now, (verb, slot_id, *operation) in enumerate(steps):
+        step = partial(getattr(table, verb), slot_id, *operation, float(now))
+        if (verb == "begin") == (slot_id not in busy):
+            step()
+            busy ^= {slot_id}
+            uses[slot_id] += verb == "begin"
         else:
             refused += 1
             with pytest.raises(SlotBusy):
-                step(*arguments, float(now))
+                step()
         assert {slot.id for slot in table if not slot.is_idle} == busy
         assert table.in_flight == len(busy)
         assert [slot.uses for slot in table] == uses

@@ -14,7 +14,7 @@ from engine_adapter.llama_server.answer import CompletionOutput
 from engine_adapter.llama_server.plan import Plan
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
 from engine_adapter.llama_server.slots import SlotOperation, SlotTable
-from engine_adapter.llama_server.turns import ALL_SLOTS, SlotRequest, Turns, first_operation
+from engine_adapter.llama_server.turns import SlotRequest, Turns, first_operation
 from tests.engine_adapter.llama_server.answers import lease_of
 
 ANYWHERE = -1
@@ -29,7 +29,7 @@ class World:
     """Turns over slots; an ask names the slot that it prefers."""
 
     slots: int = 2
-    got: dict = field(default_factory=dict)  # name → slot, in the order of the grants; None for all
+    got: dict = field(default_factory=dict)  # name → slot, in the order of the grants
     tasks: dict = field(default_factory=dict)
 
     def __post_init__(self):
@@ -50,31 +50,17 @@ class World:
         async def get():
             self.got[name] = (await self.turns.turn(SlotRequest(array("i", [home])))).slot
 
-        return await self._start(name, get())
+        self.tasks[name] = asyncio.create_task(get())
+        await settle()
+        return self.tasks[name]
 
     async def ask_each(self, names, home=ANYWHERE):
         """One after the other."""
         for name in names:
             await self.ask(name, home)
 
-    async def ask_all(self, name):
-        async def get():
-            await self.turns.turn(None)
-            self.got[name] = None
-
-        return await self._start(name, get())
-
-    async def _start(self, name, work):
-        self.tasks[name] = asyncio.create_task(work)
-        await settle()
-        return self.tasks[name]
-
     async def release(self, slot):
         self.turns.release(slot)
-        await settle()
-
-    async def release_all(self):
-        self.turns.release(ALL_SLOTS)
         await settle()
 
     async def leave(self, name):
@@ -140,25 +126,11 @@ class TestOrder:
         assert first_operation(plan) is operation
 
 
-class TestAlone:
-    async def test_waits_for_every_slot_and_blocks_those_behind(self, world):
-        await world.ask("a", 0)
-        await world.ask_all("whole")
-        await world.ask("b", 1)
-        assert world.got == {"a": 0}
-        await world.release(0)
-        assert world.got == {"a": 0, "whole": None}
-        assert [slot.operation for slot in world.table] == [SlotOperation.FOREIGN] * 2
-        await world.release_all()
-        assert world.got == {"a": 0, "whole": None, "b": 1}
-
-
 class TestFail:
     async def test_everybody_who_waits_is_told(self, world):
-        await world.ask_each("abc")
-        await world.ask_all("whole")
+        await world.ask_each("abcd")
         world.turns.fail(EngineUnavailable("it is gone"))
-        for name in ("c", "whole"):
+        for name in "cd":
             with pytest.raises(EngineUnavailable, match="it is gone"):
                 await world.tasks[name]
         await world.release(0)
@@ -180,7 +152,6 @@ class TestFail:
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("ask"), st.integers(-1, 2)),
-        st.tuples(st.just("all"), st.just(0)),
         st.tuples(st.just("release"), st.integers(0, 9)),
         st.tuples(st.just("leave"), st.integers(0, 9)),
         st.tuples(st.just("race"), st.integers(0, 9)),
@@ -195,8 +166,6 @@ async def test_whatever_happens_no_slot_is_used_twice_and_everybody_is_served(st
     for number, (what, value) in enumerate(steps):
         if what == "ask":
             await world.ask(number, value)
-        elif what == "all":
-            await world.ask_all(number)
         elif what == "release":
             await _release_one(world, running, value)
         elif what == "race":
@@ -216,8 +185,7 @@ async def test_whatever_happens_no_slot_is_used_twice_and_everybody_is_served(st
 async def _release_one(world, running, value):
     if running:
         name = list(running)[value % len(running)]
-        slot = running.pop(name)
-        await (world.release_all() if slot is None else world.release(slot))
+        await world.release(running.pop(name))
 
 
 async def _race(world, running, value):
@@ -227,8 +195,7 @@ async def _race(world, running, value):
         leaves = waiting[value // 2 % len(waiting)]
         if value % 2:
             leaves.cancel()
-        slot = running.pop(next(iter(running)))
-        world.turns.release(ALL_SLOTS if slot is None else slot)
+        world.turns.release(running.pop(next(iter(running))))
         if not value % 2:
             leaves.cancel()
         await settle()
@@ -239,9 +206,7 @@ def _note_running(world, running):
     """Moves what was granted to what runs, and compares that with the table."""
     running.update(world.got)
     world.got.clear()
-    slots = [slot.id for slot in world.table] if None in running.values() else sorted(running.values())
-    assert len(running) == 1 or None not in running.values()
-    assert world.busy() == slots
+    assert world.busy() == sorted(running.values())
 
 
 # --- leases ------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from itertools import chain
 import pytest
 
 from engine_adapter import EngineLost, EngineUnavailable, KvTarget, KvVerb
-from engine_adapter.llama_server import scheduler, slot_io
+from engine_adapter.llama_server import slot_io
 from engine_adapter.llama_server.checkpoints import PLAIN
 from engine_adapter.llama_server.turns import SlotRequest
 from tests.engine_adapter.llama_server.scheduler_world import NEVER_SENT, scheduler_world
@@ -80,22 +80,6 @@ async def test_a_slot_whose_predictions_keep_failing_is_not_firm(alone):
     assert [lease.firm for lease in leases] == [*[True] * 4, *[False] * 3]
 
 
-async def test_several_choices_on_moved_kv_are_not_taken_for_exact(start_llama, save_dir):
-    """kvpin itself splits most of them; those whose `n` is 1 it does not."""
-    server = start_llama(slots=2, ctx=1024, save_dir=save_dir)
-    async with slot_world(server.url, host_cache_dir=str(save_dir), cache_reuse=16) as world:
-        await world.ask(LONG)
-        moved, cached, _ = await world.ask(SHORTER, max_tokens=24)
-        await world.until_idle()
-        async with world.hold(SHORTER, max_tokens=24, n=1, n_cmpl=2) as hold:
-            texts = [choice["text"] for choice in (await world.answer(hold))["choices"]]
-            note = hold.note
-        await world.until_idle()
-        exact, *_ = await world.ask(SHORTER, max_tokens=24, cache_prompt=False)
-        assert (moved != exact, cached) == (True, 359), "or the rest would prove nothing"
-        assert texts == [exact, exact] or note.startswith("not exact")
-
-
 async def test_without_a_directory_no_kv_is_moved(start_llama, save_dir):
     """Nothing would write down that the slot holds moved KV: the next kvpin would take it for exact."""
     server = start_llama(slots=1, ctx=1024, save_dir=save_dir)
@@ -133,12 +117,6 @@ class TestNobodyElseGetsWhatATenantLeft:
             fail()
         assert await reused_by_another(alone) == [0]
 
-    async def test_after_several_choices_whose_end_is_not_known(self, alone, monkeypatch):
-        async with unanswered(alone, monkeypatch) as fail, alone.scheduler.alone():
-            await alone.complete(PROMPT)
-            fail()
-        assert await reused_by_another(alone) == [0]
-
     async def test_by_a_request_that_never_left(self, alone, monkeypatch):
         """The length of what lies there was a guess: that another one is found does not show that it ran."""
         lease = alone.scheduler.lease(SlotRequest(PROMPT, "a"))
@@ -162,17 +140,6 @@ class TestNobodyElseGetsWhatWasRestored:
     async def test_for_a_request_that_never_left(self, pair):
         assert await pair.restore(1, pair.entry)
         assert (await pair.ask(pair.entry.tokens, "a", chunks=NEVER_SENT)).slot == 1
-        assert await reused_by_another(pair) == [0, 0]
-
-    async def test_before_a_request_on_all_slots_that_never_ran(self, pair, monkeypatch):
-        """The question what the slots hold failed before it, and afterwards they tell of no request."""
-        assert await pair.restore(1, pair.entry)
-        failing = once(scheduler.read_slots, EngineUnavailable("no answer"), runs=False)
-        monkeypatch.setattr(scheduler, "read_slots", failing)
-        with pytest.raises(EngineUnavailable):
-            async with pair.scheduler.alone():
-                pass
-        await pair.idle()
         assert await reused_by_another(pair) == [0, 0]
 
     async def test_for_a_request_that_the_server_refused(self, start_llama, save_dir):

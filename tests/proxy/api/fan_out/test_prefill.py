@@ -14,7 +14,8 @@ from proxy.request.tenants import ApiKey
 from proxy.settings import LimitSettings
 from tests.fakes import CHAT, DONE, client_of, event, is_openai_error, proxy_over
 
-SLOTS = {"splits_choices": True, "capabilities": frozenset({Capability.RESTORE})}
+APART = {"runs_several": False, "recomputes_prompts": True}
+SLOTS = {**APART, "capabilities": frozenset({Capability.RESTORE})}
 LONG = {"model": "m", "messages": [{"role": "user", "content": "zebra " * LEAST_TOKENS}], "n": 3}
 
 SHORT = [{"role": "user", "content": "short"}]
@@ -78,7 +79,7 @@ async def test_not_for_a_prompt_that_is_short_or_unknown(engine, client, fields)
 
 async def test_not_on_an_engine_that_cannot_restore_it(engine, proxy, tokenizer_dir):
     engine.script = Script()
-    proxy.add(engine, tokenizer=str(tokenizer_dir), splits_choices=True)
+    proxy.add(engine, tokenizer=str(tokenizer_dir), **APART)
     async with client_of(proxy) as client:
         await client.post(CHAT, json=LONG)
     assert len(engine.seen) == 3

@@ -12,7 +12,7 @@ from proxy.fleet.fleet import Fleet
 from tests.fakes import add_ready
 
 NEVER = {"runs_several": False}
-APART = {"splits_choices": True}
+APART = {**NEVER, "recomputes_prompts": True}
 
 
 def fleet_of(*infos):
@@ -60,7 +60,8 @@ def test_a_route_that_answers_with_a_list():
     assert listed({"prompt": "a", "n": 2}).shares_prompt
     for prompt in ("a", ["a"], [1, 2], ["a", 5], [-1, "a"], []):
         assert listed({"prompt": prompt}) is None
-    assert listed({"prompt": ["a", "b"]}, reuse=False) is None
+    assert len(bodies(listed({"prompt": ["a", "b"]}, reuse=False))) == 2
+    assert not listed({"prompt": "a", "n": 2}, reuse=False).shares_prompt
 
 
 def test_of_a_plain_request_not_even_the_pool_is_looked_up():
@@ -144,9 +145,8 @@ class TestWhatAnEngineRunsItself:
         several = split(COMPLETIONS, {"prompt": ["a", "b"], "n": n}, {})
         assert bodies(several)[1] == {"prompt": "b", "n": n}
 
-    @pytest.mark.parametrize("info", [{}, APART])
-    def test_nothing_is_split_without_reuse(self, info):
-        assert split(COMPLETIONS, BOTH, info, reuse=False) is None
+    def test_nothing_is_split_without_reuse(self):
+        assert split(COMPLETIONS, BOTH, {}, reuse=False) is None
 
     def test_all_is_split_for_an_engine_that_takes_one_at_a_time(self):
         several = split(COMPLETIONS, {"prompt": ["a", "b"], "n": 2}, NEVER, reuse=False)
