@@ -251,8 +251,7 @@ class LlamaServerAdapter(EngineAdapter):
         if session is not None and await session.is_busy_moving():
             return
         facts = await discover(self._control, self.spec)
-        if self._place.options.host_cache_dir:  # there kvpin writes down which slots hold moved KV
-            facts = replace(facts, cache_reuse=self.spec.options.cache_reuse)
+        facts = replace(facts, cache_reuse=self.spec.options.cache_reuse)
         if session is None or session.is_lost or session.facts.identity != facts.identity:
             await self.end_session(farewell=False)
             told = self._probed if self._router is not None else None
@@ -321,6 +320,8 @@ class LlamaServerAdapter(EngineAdapter):
         if scheduler.has_worked and not (scheduler.streams or scheduler.moves_kv or scheduler.sleeps):
             await scheduler.reconcile()
             await session.try_out()
+            if session.verbs is not None:
+                session.verbs.protect()  # what is pinned may have come back since kvpin was killed
             self.capabilities = session.capabilities
         return EngineLoad(running=scheduler.streams, waiting=scheduler.waiting, outdated=self._is_outdated)
 
@@ -478,9 +479,7 @@ class LlamaServerAdapter(EngineAdapter):
         facts = replace(session.facts, is_sleeping=has_slept)
         name = self.spec.model or ""
         flag = router.model(name).flag("--cache-reuse") if router and name in router.states else None
-        if self.spec.options.cache_reuse and not facts.cache_reuse:
-            seen = [*seen, "cache_reuse has no effect without host_cache_dir: set it"]
-        elif flag not in (None, "0") and not facts.cache_reuse:
+        if flag not in (None, "0") and not facts.cache_reuse:
             seen = [*seen, FLAG_ALONE]
         return (*findings_of(facts), *(Finding(text) for text in (*session.findings, *seen)))
 

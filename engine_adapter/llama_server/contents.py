@@ -22,7 +22,7 @@ from engine_adapter.llama_server.mirror_events import MirrorEvents
 from engine_adapter.llama_server.plan import SlotRates
 from engine_adapter.llama_server.saved import Saved, SavedPrefixes, salt_digest
 from engine_adapter.llama_server.saved_files import FileFault, StateFileError
-from engine_adapter.llama_server.server_files import UNKNOWN_OWNER, SlotOwners
+from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
 from engine_adapter.llama_server.slots import NO_TOKENS, Slot, SlotTable
 from engine_adapter.llama_server.turns import SlotRequest
 from engine_adapter.types import Retention, Tier, common_prefix
@@ -57,8 +57,7 @@ class Counts:
 class SlotContents:
     """The slots of one server process and the files it can restore.
 
-    `_saved` is None when nothing can be saved. Every change of content goes to `_mirror`, and its owner to
-    `owners`.
+    `_saved` is None when nothing can be saved. Every change of content goes to `_mirror`.
 
     Attributes:
         engine: its id, for logs.
@@ -73,7 +72,6 @@ class SlotContents:
     _saved: SavedPrefixes | None
     _mirror: MirrorEvents
     clock: Callable[[], float]
-    owners: SlotOwners
     rates: SlotRates = field(default_factory=SlotRates)
     counts: Counts = field(default_factory=Counts, init=False)
     findings: list[str] = field(default_factory=list, init=False)
@@ -114,8 +112,7 @@ class SlotContents:
         return iter(()) if self._saved is None else self._saved.entries(self.facts.key)
 
     def _tell(self, slot: Slot) -> None:
-        """Tells the mirror and the record of owners what a slot holds now."""
-        self.owners.becomes(slot.id, slot.salt)
+        """Tells the mirror what a slot holds now."""
         if slot.is_empty or slot.salt == UNKNOWN_OWNER:
             self._mirror.drop(slot.id)
         else:
@@ -148,12 +145,6 @@ class SlotContents:
                 "slots change by themselves: another client uses the server, or the server clears idle slots "
                 "(-kvu, the default without -np); start it with -np N -c N*ctx and without -kvu"
             )
-
-    def wipe(self) -> None:
-        """The server lost all KV, for instance because it fell asleep."""
-        self.table.wipe()
-        for slot in self.table:
-            self.owners.becomes(slot.id, UNKNOWN_OWNER)
 
     async def save(self, slot: Slot) -> bool:
         """Saves a slot on which SAVE has begun; the file's header then lists all its tokens.
@@ -211,7 +202,6 @@ class SlotContents:
             return False
         try:
             async with self._saved.using(entry) as name:
-                self.owners.becomes(slot.id, entry.salt)
                 moved = await slot_io.restore(self.control, slot.id, name)
         except StateFileError as error:
             self.counts.failed_restores += 1

@@ -178,11 +178,6 @@ class ServerFacts:
         return xxhash.xxh3_64_hexdigest(f"{self.fingerprint} {layout}".encode())
 
     @property
-    def holder(self) -> str | None:
-        """`instance`, for records of what its slots hold: KV that may have been moved has other records."""
-        return f"{self.instance} moved" if self.instance and self.cache_reuse else self.instance
-
-    @property
     def identity(self) -> str:
         """Changes with the process, and with the model it serves."""
         return f"{self.instance or ''}{self.fingerprint}"

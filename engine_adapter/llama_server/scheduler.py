@@ -97,7 +97,6 @@ class SlotScheduler:
         lease = await self._prepared(chosen, ask)
         self._check_open()
         # The slot is going to hold this prompt: the next request of the conversation waits for it.
-        self.contents.owners.becomes(lease.slot, ask.salt)
         memory = lease.memory.after(lease.shared, len(ask.tokens), self.contents.user_starts(ask))
         unknown = int(not ask.tokens)  # an empty slot is nobody's
         self._table.hold(
@@ -160,17 +159,11 @@ class SlotScheduler:
     # --- the server's own word --------------------------------------------------------------------
 
     def adopt(self, states: Iterable[SlotState]) -> None:
-        """Takes over what lies in the slots. Content whose owner an earlier kvpin recorded is known after its
-        next save; other content stays unknown."""
-        contents = self.contents
+        """Takes over the slots. Whose content lies there is unknown."""
         for state in states:
             slot, count = self._table[state.id], state.n_tokens or 0
-            owner = contents.owners.recorded(state)
-            if count and owner != UNKNOWN_OWNER:
-                lost = contents.rules.lost(count)
-                self._table.hold(slot.id, NO_TOKENS, owner, unknown=count, memory=lost)
-            elif count or state.is_processing:
-                contents.mark_unknown(slot, max(count, 1))
+            if count or state.is_processing:
+                self.contents.mark_unknown(slot, max(count, 1))
             else:
                 self._table.hold(slot.id, NO_TOKENS, None)
             if state.is_processing:
@@ -181,9 +174,11 @@ class SlotScheduler:
 
         Raises EngineUnavailable if the server lost its slots: it is another process.
         """
-        uses, settled = [slot.uses for slot in self._table], []
+        uses = [slot.uses for slot in self._table]
         self.has_worked = False
-        for state in await read_slots(self._control):
+        states = await read_slots(self._control)
+        before, self._tasks_at = self._tasks_at, {}
+        for state in states:
             slot = self._table[state.id]
             if not slot.is_idle or slot.uses != uses[slot.id]:
                 continue
@@ -195,26 +190,12 @@ class SlotScheduler:
             elif (
                 state.is_processing
                 or state.n_tokens not in (None, slot.length)
-                or self._tasks_at.get((slot.id, slot.uses), state.id_task) != state.id_task
+                or before.get((slot.id, slot.uses), state.id_task) != state.id_task
             ):
                 self.contents.mark_changed(slot, state.n_tokens or int(state.is_processing))
                 self._watch_foreign(slot)
             else:
-                settled.append(state)
-        self._tasks_at = {(state.id, uses[state.id]): state.id_task for state in settled}
-        self._note_owners(settled)
-
-    async def _note_soon(self) -> None:
-        """Records whose content the slots have, now that nothing runs: kvpin may be killed before it compares
-        all."""
-        uses = [slot.uses for slot in self._table]
-        states = await read_slots(self._control)
-        if [slot.uses for slot in self._table] == uses and not self.is_closed:
-            self._note_owners([each for each in states if each.n_tokens == self._table[each.id].length])
-
-    def _note_owners(self, states: Iterable[SlotState]) -> None:
-        idle = [state for state in states if not state.is_processing]
-        self.contents.owners.note((state, self._table[state.id].salt) for state in idle)
+                self._tasks_at[slot.id, slot.uses] = state.id_task
 
     async def look(self) -> bool:
         """True if the server sleeps. The question does not wake it. A server that sleeps has lost all KV.
@@ -241,7 +222,7 @@ class SlotScheduler:
     def wipe(self) -> None:
         """The server lost all KV, for instance because it fell asleep, and its slots look new."""
         self._used.clear()
-        self.contents.wipe()
+        self._table.wipe()
 
     async def settled(self) -> None:
         """Waits until all of the scheduler's own tasks are over."""
@@ -446,8 +427,6 @@ class SlotScheduler:
         self._turns.release(slot_id)
         self.has_worked, self._worked_at = True, self._clock()
         self.changed.set()
-        if not self._table.in_flight and not self.is_closed:
-            self._tasks.start(self._note_soon())
 
     def _check_open(self) -> None:
         if self.is_closed:

@@ -15,7 +15,6 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
@@ -27,7 +26,6 @@ import msgspec
 import xxhash
 
 from engine_adapter.errors import EngineTaken
-from engine_adapter.llama_server.slot_io import SlotState
 
 # The salt of content that nobody here knows. It is new in each process: no request ever runs under it.
 UNKNOWN_OWNER = uuid4().hex
@@ -212,47 +210,3 @@ class ServerRecord(Generic[_Content]):
 
 def _path(directory: Path, url: str, suffix: str) -> Path:
     return directory / f"kvpin-slots-{xxhash.xxh3_64_hexdigest(url.encode())}.{suffix}"
-
-
-class _Recorded(msgspec.Struct, frozen=True, array_like=True):
-    """The owner of a slot's content, and what `/slots` told of the slot: its latest task and its tokens."""
-
-    owner: str | None
-    task: int
-    tokens: int
-
-
-class SlotOwners:
-    """The record of each slot's owner: the digest of a cache salt, None for content without one.
-
-    It outlives kvpin, and is believed only while `/slots` tells the same of a slot as when it was
-    written: another client of the server may use a slot while no kvpin looks. While the content of a slot
-    changes, it has no owner there. So no tenant is ever given another one's KV.
-    """
-
-    def __init__(self, directory: Path | None, url: str, instance: str | None, slots: int) -> None:
-        self._record = ServerRecord(directory, url, instance, "owners", list[_Recorded | None])
-        recorded = self._record.read() or []
-        self._recorded: list[_Recorded | None] = recorded if len(recorded) == slots else [None] * slots
-
-    def recorded(self, state: SlotState) -> str | None:
-        """The owner that the record names for a slot as the server tells it; else UNKNOWN_OWNER."""
-        told = self._recorded[state.id]
-        is_same = told is not None and (told.task, told.tokens) == (state.id_task, state.n_tokens)
-        return told.owner if told is not None and is_same and not state.is_processing else UNKNOWN_OWNER
-
-    def becomes(self, slot_id: int, owner: str | None) -> None:
-        """Content of `owner` replaces what the slot holds, or is about to."""
-        told = self._recorded[slot_id]
-        if told is not None and told.owner != owner:
-            self._recorded[slot_id] = None
-            self._record.write(self._recorded)
-
-    def note(self, owned: Iterable[tuple[SlotState, str | None]]) -> None:
-        """Records the owners of idle slots whose content is as the server tells it here."""
-        before = list(self._recorded)
-        for state, owner in owned:
-            if owner != UNKNOWN_OWNER and state.id_task is not None and state.n_tokens:
-                self._recorded[state.id] = _Recorded(owner, state.id_task, state.n_tokens)
-        if self._recorded != before:
-            self._record.write(self._recorded)

@@ -29,7 +29,7 @@ from engine_adapter.llama_server.probe import memory_rules, probe, probe_file
 from engine_adapter.llama_server.saved import SavedPrefixes
 from engine_adapter.llama_server.saved_files import StateFileError
 from engine_adapter.llama_server.scheduler import SlotScheduler
-from engine_adapter.llama_server.server_files import UNKNOWN_OWNER, ServerRecord, SlotOwners
+from engine_adapter.llama_server.server_files import UNKNOWN_OWNER, ServerRecord
 from engine_adapter.llama_server.slot_io import erase, read_pulse, read_slots, read_user_mark, spare_slot
 from engine_adapter.llama_server.slots import Slot, SlotOperation
 from engine_adapter.llama_server.verbs import Pin, SlotVerbs
@@ -214,15 +214,14 @@ class ServerSession:
         if saved is not None:
             saved.rates[self.facts.key] = self.rates
         self._note_probe()
-        directory = saved.place.host if saved is not None else None
-        # Records of what the server holds are those of the kvpin that uses it.
-        process = directory if self.may_try else None, self._spec.url, self.facts.holder
-        owners = SlotOwners(*process, self.facts.slots)
         contents = SlotContents(
-            self._spec.id, self.facts, self._control, saved, self.mirror, time.monotonic, owners, self.rates
+            self._spec.id, self.facts, self._control, saved, self.mirror, time.monotonic, self.rates
         )
         scheduler = self.scheduler = SlotScheduler(contents)
-        verbs = self.verbs = SlotVerbs(scheduler, ServerRecord(*process, "pins", list[Pin]))
+        # Pins are those of the kvpin that uses the server.
+        directory = saved.place.host if saved is not None and self.may_try else None
+        record = ServerRecord(directory, self._spec.url, self.facts.instance, "pins", list[Pin])
+        verbs = self.verbs = SlotVerbs(scheduler, record)
         for state in await read_slots(self._control) if self.may_try else ():
             # Content that was restored and never used does not show, and may be anybody's.
             if state.n_tokens is None and self.facts.can_save and not state.is_processing:
@@ -230,14 +229,12 @@ class ServerSession:
         scheduler.adopt(await read_slots(self._control))
         verbs.recall()
         if self.may_try:
-            writing = self._keep_writing_back(scheduler, verbs)
+            writing = self._keep_writing_back(scheduler)
             self._write_back = asyncio.get_running_loop().create_task(writing)
 
-    async def _keep_writing_back(self, scheduler: SlotScheduler, verbs: SlotVerbs) -> None:
+    async def _keep_writing_back(self, scheduler: SlotScheduler) -> None:
         while True:
             try:
-                await save_idle(scheduler)  # after a crash of kvpin: a file's header tells what a slot holds
-                verbs.recall()
                 await write_back(scheduler)
             except Exception:
                 # Log a bug in it, and let nothing else fail.

@@ -91,7 +91,7 @@ class SlotVerbs:
             most = max((held.shared(ids, salt) for held in self._holders(ids, salt)), default=0)
             if most:
                 self._pins.append(Pin(pin_id, ids[:most].tobytes(), salt, time.time() + ttl_s))
-            self._protect()
+            self.protect()
             self._record.write(self._pins)
         return Pinned(pin_id, most // TOKENS_PER_BLOCK, ttl_s)
 
@@ -101,14 +101,14 @@ class SlotVerbs:
         if len(left) == len(self._pins):
             return False
         self._pins = left
-        self._protect()
+        self.protect()
         self._record.write(self._pins)
         return True
 
     def recall(self) -> None:
         """Starts the recorded pins again, as far as slots and files are known to hold their prefixes."""
         self._pins = self._record.read() or self._pins
-        self._protect()
+        self.protect()
 
     def _holders(self, ids: TokenIds[int], salt: str | None) -> list[Slot | Saved]:
         """The slot and the file that hold most of a prefix, if that is at least one full block."""
@@ -120,8 +120,8 @@ class SlotVerbs:
         entry = max(self._contents.entries(), key=shared, default=None)
         return [held for held in (slot, entry) if held is not None and shared(held) >= TOKENS_PER_BLOCK]
 
-    def _protect(self) -> None:
-        """Applies all current pins."""
+    def protect(self) -> None:
+        """Applies all current pins to what holds their prefixes now."""
         now, table = time.time(), self._contents.table
         self._pins = [pin for pin in self._pins if pin.until > now]
         for slot in table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 
 import httpx
@@ -262,6 +263,7 @@ _ASKED = (
     ("/v1/messages", _TALK),
     ("/v1/responses", {"input": _SECRET, "max_output_tokens": 4}),
 )
+_OF_ONE_ANSWER = frozenset({"/v1/messages", "/v1/responses"})
 
 
 @pytest.mark.parametrize("slots", [1, 3])
@@ -311,6 +313,8 @@ def test_no_route_reuses_another_tenants_kv(tmp_path):
             before = _prompt_tokens(world.servers[0].url)
             headers = {"authorization": f"Bearer {key}"}
             answer = httpx.post(base + path, json=body, headers=headers, timeout=WAIT_S, trust_env=False)
+            if path in _OF_ONE_ANSWER and {"n", "n_cmpl"} & body.keys() and answer.status_code == 400:
+                return math.inf  # it is refused
             answer.raise_for_status()
             return _prompt_tokens(world.servers[0].url) - before
 

@@ -21,7 +21,7 @@ from engine_adapter.llama_server.requests import SlotAnswer
 from engine_adapter.llama_server.saved import SavedEvent, SavedPlace, SavedPrefixes
 from engine_adapter.llama_server.saved_files import read_tokens
 from engine_adapter.llama_server.scheduler import SlotScheduler
-from engine_adapter.llama_server.server_files import UNKNOWN_OWNER, SlotOwners
+from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
 from engine_adapter.llama_server.slot_io import read_slots
 from engine_adapter.llama_server.slots import SlotOperation
 from engine_adapter.llama_server.turns import SlotRequest
@@ -59,8 +59,7 @@ class SchedulerWorld:
         self.server, self.facts, self.control, self.registry = server, facts, control, registry
         self.clock = Clock()
         self.mirror = MirrorEvents()
-        owners = SlotOwners(None, "", None, facts.slots)
-        self.contents = SlotContents("e", facts, control, registry, self.mirror, self.clock, owners)
+        self.contents = SlotContents("e", facts, control, registry, self.mirror, self.clock)
         self.scheduler = SlotScheduler(self.contents)
         self.table = self.contents.table
         registry.subscribe(self._on_saved)

@@ -13,8 +13,7 @@ import pytest
 
 from engine_adapter.errors import EngineTaken
 from engine_adapter.llama_server import server_files
-from engine_adapter.llama_server.server_files import UNKNOWN_OWNER, ServerLock, ServerRecord, SlotOwners
-from engine_adapter.llama_server.slot_io import SlotState
+from engine_adapter.llama_server.server_files import ServerLock, ServerRecord
 
 URL = "http://127.0.0.1:8081"
 HOLD = """
@@ -109,7 +108,7 @@ class TestServersThatAreGone:
         left = lock(f"http://localhost:{port}")
         left.take()
         (path,) = tmp_path.glob("*.lock")
-        for suffix in ("owners", "probe"):
+        for suffix in ("pins", "probe"):
             path.with_suffix(f".{suffix}").write_bytes(b"x")
         left.free()
         return path
@@ -154,38 +153,6 @@ class TestServersThatAreGone:
 
 
 SERVER = "http://127.0.0.1:1"
-
-
-def owners(directory, instance="one", url=SERVER):
-    return SlotOwners(directory, url, instance, 3)
-
-
-def told(slot, task=7, tokens=300, **changes):
-    return SlotState(slot, 1024, **{"is_processing": False, "id_task": task, "n_tokens": tokens} | changes)
-
-
-def test_owners_outlive_kvpin(tmp_path):
-    owners(tmp_path).note([(told(0), "a"), (told(1), None), (told(2), UNKNOWN_OWNER)])
-    later = owners(tmp_path)
-    assert [later.recorded(told(slot)) for slot in range(3)] == ["a", None, UNKNOWN_OWNER]
-    assert SlotOwners(tmp_path, SERVER, "one", 2).recorded(told(0)) == UNKNOWN_OWNER
-
-
-@pytest.mark.parametrize("change", [{"task": 8}, {"tokens": 301}, {"tokens": None}, {"is_processing": True}])
-def test_a_slot_that_another_client_used_meanwhile_has_no_owner(tmp_path, change):
-    owners(tmp_path).note([(told(0), "a")])
-    assert owners(tmp_path).recorded(told(0, **change)) == UNKNOWN_OWNER
-
-
-def test_a_slot_that_changes_owners_has_none_meanwhile(tmp_path):
-    record = owners(tmp_path)
-    record.note([(told(0), "a")])
-    record.becomes(0, "a")
-    assert owners(tmp_path).recorded(told(0)) == "a"
-    record.becomes(0, "b")
-    assert owners(tmp_path).recorded(told(0)) == UNKNOWN_OWNER
-    record.note([(told(0, task=9), "b")])
-    assert owners(tmp_path).recorded(told(0, task=9)) == "b"
 
 
 def record(directory, instance="one", url=SERVER, kind=list[int]):

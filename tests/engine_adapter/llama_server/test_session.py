@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
-from engine_adapter import Capability, EngineUnavailable, KvVerb, NotSupported, make_adapter
+from engine_adapter import Capability, EngineUnavailable, KvTarget, KvVerb, NotSupported, make_adapter
 from engine_adapter.llama_server import session as session_module
 from engine_adapter.llama_server.discovery import discover
 from engine_adapter.llama_server.mirror_events import MirrorEvents
@@ -215,28 +215,44 @@ async def test_a_restored_slot_is_not_taken_for_empty(start_llama, server, save_
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
-async def test_after_an_end_of_kvpin_a_save_tells_what_the_slots_hold(server, save_dir, is_killed):
+async def test_after_an_end_of_kvpin_the_files_alone_tell_what_was_computed(server, save_dir, is_killed):
     async with slot_world(server.url, host_cache_dir=str(save_dir)) as world:
         text, *_ = await world.ask(prompt_of(1), salt="a")
         if is_killed:
-            await world.adapter.load()
+            await world.until(lambda slots: any(slot["saved"] == slot["tokens"] == 103 for slot in slots))
             await world.adapter.leave()
-    for path in save_dir.glob("kvpin-*-*.bin"):  # nothing was saved
-        path.unlink()
-        path.with_suffix(".json").unlink()
     async with slot_world(server.url, host_cache_dir=str(save_dir)) as world:
-        await world.until(lambda slots: any(slot["saved"] == slot["tokens"] == 103 for slot in slots))
-        assert {slot["unknown"] for slot in await world.slots()} == {0}
+        assert sorted(slot["unknown"] for slot in await world.slots())[1] == 103
         assert (await world.ask(prompt_of(1), salt="b"))[1:] == (0, 0)
         assert await world.ask(prompt_of(1), salt="a") == (text, 99, 99)
 
 
-async def test_content_that_no_kvpin_recorded_stays_unknown(server, save_dir, control_of):
+async def test_what_lies_in_a_slot_already_is_nobodys(server, save_dir, control_of):
     body = {"prompt": list(prompt_of(1)), "n_predict": 4, "id_slot": 1}
     await control_of(server.url).call("POST", "/completion", json=body)
     async with slot_world(server.url, host_cache_dir=str(save_dir)) as world:
         assert sorted(slot["unknown"] for slot in await world.slots()) == [0, 103]
         assert (await world.ask(prompt_of(1)))[1:] == (0, 0)
+
+
+@pytest.mark.parametrize("is_written_back", [False, True])
+async def test_a_pin_protects_what_comes_back_after_kvpin_was_killed(server, save_dir, is_written_back):
+    async with slot_world(server.url, host_cache_dir=str(save_dir)) as world:
+        await world.ask(prompt_of(1))
+        await world.until(lambda slots: any(slot["saved"] == slot["tokens"] == 103 for slot in slots))
+        pin = await world.adapter.pin(KvTarget(prompt_of(1)), 100)
+        await world.adapter.leave()
+    if not is_written_back:
+        for path in save_dir.glob("kvpin-*-*.bin"):
+            path.unlink()
+            path.with_suffix(".json").unlink()
+    async with slot_world(server.url, host_cache_dir=str(save_dir)) as world:
+        assert not [slot for slot in await world.slots() if slot["pinned_s"]]
+        assert (await world.ask(prompt_of(1)))[1:] == ((99, 99) if is_written_back else (0, 0))
+        await world.adapter.load()
+        assert [slot["tokens"] for slot in await world.slots() if slot["pinned_s"]] == [103]
+        assert await world.adapter.unpin(pin.pin_id)
+        assert not [slot for slot in await world.slots() if slot["pinned_s"]]
 
 
 async def test_a_crash_of_write_back_takes_nothing_down(begun, monkeypatch, caplog):

@@ -80,16 +80,17 @@ async def test_a_slot_whose_predictions_keep_failing_is_not_firm(alone):
     assert [lease.firm for lease in leases] == [*[True] * 4, *[False] * 3]
 
 
-async def test_without_a_directory_no_kv_is_moved(start_llama, save_dir):
-    """Nothing would write down that the slot holds moved KV: the next kvpin would take it for exact."""
+async def test_what_was_moved_in_a_slot_the_next_kvpin_does_not_take_for_exact(start_llama, save_dir):
+    """Nothing tells it that the slot holds moved KV. So it reuses none of what lies there already."""
     server = start_llama(slots=1, ctx=1024, save_dir=save_dir)
     async with slot_world(server.url) as world:
         exact, *_ = await world.ask(SHORTER, max_tokens=24)
     async with slot_world(server.url, cache_reuse=16) as world:
         await world.ask(LONG, max_tokens=1, cache_prompt=False)
-        text, cached, _ = await world.ask(SHORTER, max_tokens=24)
-    assert text == exact
-    assert cached < 100
+        moved, cached, predicted = await world.ask(SHORTER, max_tokens=24)
+        assert (moved != exact, cached, predicted) == (True, 359, 359), "or the rest would prove nothing"
+    async with slot_world(server.url) as world:
+        assert await world.ask(SHORTER, max_tokens=24) == (exact, 0, 0)
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
