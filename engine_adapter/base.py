@@ -42,6 +42,7 @@ from engine_adapter.types import (
 )
 
 _FLUSHES_ALL = "it can only flush everything: flush the whole engine, or leave unused KV to eviction"
+_WARMS = '"fallback": "warm" computes a prefix again by a one-token prefill'
 _ANY_ENGINE: Mapping[Capability, str] = MappingProxyType(
     {
         Capability.KV_EVENTS: "kvpin learns what it holds from its answers",
@@ -53,7 +54,7 @@ _ANY_ENGINE: Mapping[Capability, str] = MappingProxyType(
         Capability.PROMPT_TABLES: "serve the model with the embedded engine to use prompt tables",
         Capability.FLUSH: "restart the engine, or let eviction take the KV",
         Capability.OFFLOAD: "its own eviction decides what stays",
-        Capability.RESTORE: 'warm computes a prefix again by a one-token prefill; "fallback": "warm" does so',
+        Capability.RESTORE: _WARMS,
         Capability.PIN: "warm the prefix again when it is needed",
     }
 )
@@ -79,7 +80,8 @@ class EngineAdapter(ABC):
         transfer: how the engine, which has a role, moves KV to or from others; None if it cannot.
         rendezvous: how the engine, which serves only half of a request, meets the one that serves the other
             half; None if it answers alone.
-        instead: advice for missing capabilities, where this kind has other advice than any engine.
+        instead: advice for missing capabilities that no finding names, where this kind has other advice than
+            any engine.
 
     Attributes for adapters:
         _control: calls the engine's own routes.
@@ -209,8 +211,12 @@ class EngineAdapter(ABC):
             raise self.not_supported(capability)
 
     def not_supported(self, capability: Capability) -> NotSupported:
-        """The error for a missing capability; it says what to do instead."""
-        advice = self.instead.get(capability, _ANY_ENGINE[capability])
+        """The error for a missing capability. It tells the finding of what costs it, or else what to do
+        instead."""
+        found = next((str(each) for each in self.findings() if capability in each.lacks), None)
+        if found is not None and capability is Capability.RESTORE:
+            found = f"{found}; {_WARMS}"
+        advice = found or self.instead.get(capability, _ANY_ENGINE[capability])
         return NotSupported(capability.value, engine=self.spec.id, instead=advice)
 
     # --- capabilities: each raises NotSupported where it is not declared ------------------------------

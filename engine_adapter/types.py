@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import struct
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
@@ -276,10 +276,12 @@ class Finding:
     Attributes:
         problem: the lack, and its consequence.
         remedy: the flag or setting that fixes it; "" if there is none.
+        lacks: the capabilities that it costs.
     """
 
     problem: str
     remedy: str = ""
+    lacks: Collection[Capability] = ()
 
     def __str__(self) -> str:
         return f"{self.problem}; {self.remedy}" if self.remedy else self.problem

@@ -28,14 +28,13 @@ from engine_adapter.errors import (
     EngineTaken,
     EngineUnavailable,
     ModelNotLoaded,
-    NotSupported,
 )
 from engine_adapter.hold import Forecast, Hold, RequestBody
 from engine_adapter.http.adapter import read_models
 from engine_adapter.http.prepare import OutgoingRequest
 from engine_adapter.http.web_pages import is_loopback
 from engine_adapter.llama_server.command import FLAG_ALONE
-from engine_adapter.llama_server.discovery import discover, findings_of
+from engine_adapter.llama_server.discovery import MOVES, discover, findings_of
 from engine_adapter.llama_server.mirror_events import MirrorEvents
 from engine_adapter.llama_server.options import (
     LOAD,
@@ -76,30 +75,15 @@ DEFAULT_CACHE_BYTES = 4 * 2**30
 _CONVERSATION = "x-conversation-id"
 # Of a router's models: the directory where their processes save.
 _SAVES_TO = "--slot-save-path"
-_INSTEAD = {
-    Capability.KV_EVENTS: "kvpin cannot follow its slots and learns from its answers what it holds",
-    Capability.CACHE_SALT: "start it with --cache-ram 0: its own prompt cache serves every tenant",
-    Capability.PIN: "start it with --slots and without -kvu to let kvpin lease its slots",
-    Capability.FLUSH: "start it with --slot-save-path DIR: erasing a slot needs it",
-    Capability.OFFLOAD: "start it with --slot-save-path DIR and set host_cache_dir to DIR",
-    Capability.RESTORE: "start it with --slot-save-path DIR and set host_cache_dir to DIR; "
-    '"fallback": "warm" computes a prefix again by a one-token prefill',
-}  # fmt: skip
-_OF_FLAGS = frozenset({Capability.PIN, Capability.FLUSH})
-_MOVES = frozenset({Capability.OFFLOAD, Capability.RESTORE})
-_IN_VAIN = (
-    "it would compute what is restored again, so the KV stays in its slots; "
-    "if its model has sliding windows, start it with --swa-full"
-)
-_DRAFTS = (
-    "its draft model would lack the KV that is restored, so the KV stays in its slots; start it without "
-    "--model-draft"
-)
 _FLAGS_UNKNOWN = "its flags are not known before its model is first in memory: send a request for it first"
 _SALT_UNKNOWN = (
     "it is not known yet whether it has a prompt cache of its own, which would serve every tenant (none with "
     "--cache-ram 0): kvpin serve finds out on an idle slot, kvpin doctor with --probe"
 )
+_INSTEAD = {
+    Capability.CACHE_SALT: _SALT_UNKNOWN,
+    **dict.fromkeys((Capability.PIN, Capability.FLUSH, *MOVES), _FLAGS_UNKNOWN),
+}
 
 
 class LlamaServerAdapter(EngineAdapter):
@@ -143,20 +127,6 @@ class LlamaServerAdapter(EngineAdapter):
         scheduler = self._scheduler
         sleeps = self._pulse.is_sleeping if scheduler is None else scheduler.sleeps
         return ModelState.SLEEPING if sleeps else None
-
-    @override
-    def not_supported(self, capability: Capability) -> NotSupported:
-        session = self._session
-        is_unmet = self._known is not None and self._known.gpu_blocks is None  # it was never in memory here
-        needs_flags = capability in _OF_FLAGS or (capability in _MOVES and self._registry is not None)
-        if is_unmet and needs_flags:
-            return NotSupported(capability.value, engine=self.spec.id, instead=_FLAGS_UNKNOWN)
-        if capability in _MOVES and session is not None and session.restores_in_vain:
-            instead = _DRAFTS if session.facts.has_draft else _IN_VAIN
-            return NotSupported(capability.value, engine=self.spec.id, instead=instead)
-        if capability is Capability.CACHE_SALT and session is not None and session.facts.ram_cache is None:
-            return NotSupported(capability.value, engine=self.spec.id, instead=_SALT_UNKNOWN)
-        return super().not_supported(capability)
 
     @override
     async def connect(self) -> EngineInfo:
@@ -480,8 +450,8 @@ class LlamaServerAdapter(EngineAdapter):
         name = self.spec.model or ""
         flag = router.model(name).flag("--cache-reuse") if router and name in router.states else None
         if flag not in (None, "0") and not facts.cache_reuse:
-            seen = [*seen, FLAG_ALONE]
-        return (*findings_of(facts), *(Finding(text) for text in (*session.findings, *seen)))
+            seen = [*seen, Finding(FLAG_ALONE)]
+        return (*findings_of(facts), *session.findings, *seen)
 
     def _unsaved(self) -> Iterator[Finding]:
         """Why a router's model loses its KV when it leaves: this is told before the first one does."""
@@ -493,7 +463,9 @@ class LlamaServerAdapter(EngineAdapter):
             remedy = f"start the router with {_SAVES_TO} DIR, an absolute path, best in memory"
         else:
             remedy = f"set host_cache_dir to the router's {_SAVES_TO}, {directory}, as kvpin sees it"
-        yield Finding("nothing is saved: whenever the router ends this model, all its KV is lost", remedy)
+        yield Finding(
+            "nothing is saved: whenever the router ends this model, all its KV is lost", remedy, MOVES
+        )
 
     @override
     async def stats(self) -> dict[str, Any]:

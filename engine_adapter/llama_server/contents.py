@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
@@ -17,7 +17,7 @@ from engine_adapter.errors import EngineError, EngineRejected
 from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server import saved_files, slot_io
 from engine_adapter.llama_server.checkpoints import MemoryRules, user_starts
-from engine_adapter.llama_server.discovery import ServerFacts
+from engine_adapter.llama_server.discovery import MOVES, ServerFacts
 from engine_adapter.llama_server.mirror_events import MirrorEvents
 from engine_adapter.llama_server.plan import SlotRates
 from engine_adapter.llama_server.saved import Saved, SavedPrefixes, salt_digest
@@ -25,7 +25,7 @@ from engine_adapter.llama_server.saved_files import FileFault, StateFileError
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
 from engine_adapter.llama_server.slots import NO_TOKENS, Slot, SlotTable
 from engine_adapter.llama_server.turns import SlotRequest
-from engine_adapter.types import Retention, Tier, common_prefix
+from engine_adapter.types import Capability, Finding, Retention, Tier, common_prefix
 
 log = logging.getLogger("kvpin.llama_server")
 
@@ -74,7 +74,7 @@ class SlotContents:
     clock: Callable[[], float]
     rates: SlotRates = field(default_factory=SlotRates)
     counts: Counts = field(default_factory=Counts, init=False)
-    findings: list[str] = field(default_factory=list, init=False)
+    findings: list[Finding] = field(default_factory=list, init=False)
     reuses_any_prefix: bool = field(default=True, init=False)
     _refused: set[str] = field(default_factory=set, init=False)  # by this server, by name
     _vain_restores: int = field(default=0, init=False)
@@ -297,7 +297,8 @@ class SlotContents:
             self.reuses_any_prefix = False
             self._find(
                 "restoring does not pay on this model: the server computes restored prompts again "
-                "(sliding-window, hybrid or recurrent memory); kvpin no longer saves or restores its slots"
+                "(sliding-window, hybrid or recurrent memory); kvpin no longer saves or restores its slots",
+                MOVES,
             )
 
     def describe(self) -> list[dict[str, Any]]:
@@ -338,6 +339,6 @@ class SlotContents:
             return f"in {directory} ({error.strerror})"
         return f"in {directory} ({free} bytes free; check its room, and that the server may write there)"
 
-    def _find(self, finding: str) -> None:
-        self.findings.append(finding)
-        log.warning("%s: %s", self.engine, finding)
+    def _find(self, problem: str, lacks: Collection[Capability] = ()) -> None:
+        self.findings.append(Finding(problem, lacks=lacks))
+        log.warning("%s: %s", self.engine, problem)

@@ -28,7 +28,11 @@ from engine_adapter.http.adapter import read_models
 from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server.checkpoints import PLAIN, MemoryRules
 from engine_adapter.llama_server.slot_io import read_slots, spare_slot
-from engine_adapter.types import EngineSpec, Finding
+from engine_adapter.types import Capability, EngineSpec, Finding
+
+MOVES = (Capability.OFFLOAD, Capability.RESTORE)
+# What kvpin can do where it chooses the slots.
+_OF_SLOTS = (Capability.KV_EVENTS, Capability.PIN, Capability.CACHE_SALT, Capability.FLUSH, *MOVES)
 
 _ENDS = 1 << 20  # bytes read at the head (metadata, vocabulary) and at the tail
 _SAMPLES, _SAMPLE = 512, 4096  # evenly between: a tensor of 0.2% of the file is hit at least once
@@ -242,6 +246,7 @@ def findings_of(facts: ServerFacts) -> Iterator[Finding]:
         yield Finding(
             "its RAM cache is on: it changes slots unseen by kvpin, and can corrupt an answer",
             "start the server with --cache-ram 0",
+            (Capability.CACHE_SALT,),
         )
     if facts.looks_unified:
         yield _of_pool(facts)
@@ -249,9 +254,10 @@ def findings_of(facts: ServerFacts) -> Iterator[Finding]:
         yield Finding(
             "no prefix can be saved or restored",
             "start the server with --slot-save-path DIR, a directory that exists, best in memory",
+            (Capability.FLUSH, *MOVES),
         )
     if not facts.has_slots:
-        yield Finding("kvpin cannot watch its slots", "start the server with --slots")
+        yield Finding("kvpin cannot watch its slots", "start the server with --slots", _OF_SLOTS)
     yield from _of_memory(facts)
     if facts.is_sleeping:
         yield Finding(
@@ -266,12 +272,14 @@ def _of_memory(facts: ServerFacts) -> Iterator[Finding]:
         yield Finding(
             "its model has sliding windows: what is restored would be computed again, so nothing is saved",
             "start the server with --swa-full, which keeps the KV of all tokens: it takes more memory",
+            MOVES,
         )
     if facts.has_draft:
         yield Finding(
             "it has a draft model, whose KV is in no saved file: after a restore, requests fail or few "
             "drafts are accepted, so nothing is saved or restored",
             "start the server with as many slots as conversations (-np), or without --model-draft",
+            MOVES,
         )
     if not facts.memory.most:
         yield Finding(
@@ -299,17 +307,20 @@ def _of_pool(facts: ServerFacts) -> Finding:
         return Finding(
             "its slots share one KV pool (-kvu, or no -np): a prompt can evict those of other slots",
             f"start the server with {flags}",
+            _OF_SLOTS,
         )
     if facts.ram_cache is None and facts.can_save:
         return Finding(
             "it is not known yet whether its slots share one KV pool (-kvu, or no -np), where a prompt can "
             "evict those of other slots",
             "kvpin doctor --probe finds out, and so does kvpin serve on an idle slot",
+            _OF_SLOTS,
         )
     return Finding(
         "its slots may share one KV pool (-kvu, or no -np), as each has the model's whole context: kvpin "
         "cannot tell, and leaves them alone",
         f"start the server with --slot-save-path DIR, by which kvpin finds out, and with {flags}",
+        _OF_SLOTS,
     )
 
 

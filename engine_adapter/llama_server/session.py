@@ -21,7 +21,7 @@ from engine_adapter.errors import EngineError
 from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server.checkpoints import UNPROBED
 from engine_adapter.llama_server.contents import SlotContents
-from engine_adapter.llama_server.discovery import MemoryKind, ServerFacts
+from engine_adapter.llama_server.discovery import MOVES, MemoryKind, ServerFacts
 from engine_adapter.llama_server.mirror_events import TOKENS_PER_BLOCK, MirrorEvents
 from engine_adapter.llama_server.options import SERVED, LlamaServerSpec
 from engine_adapter.llama_server.plan import SlotRates, worth_saving
@@ -33,7 +33,7 @@ from engine_adapter.llama_server.server_files import UNKNOWN_OWNER, ServerRecord
 from engine_adapter.llama_server.slot_io import erase, read_pulse, read_slots, read_user_mark, spare_slot
 from engine_adapter.llama_server.slots import Slot, SlotOperation
 from engine_adapter.llama_server.verbs import Pin, SlotVerbs
-from engine_adapter.types import TRANSLATED_ROUTES, Capability, EngineInfo
+from engine_adapter.types import TRANSLATED_ROUTES, Capability, EngineInfo, Finding
 
 # --- session --------------------------------------------------------------------------------------------
 # One server process, from kvpin's first contact until it is gone: its facts, and who schedules its slots.
@@ -45,9 +45,11 @@ FAREWELL_S = 8.0
 # A slot is written back after it has been idle for this long.
 IDLE_S = 0.1
 POLL_S = 0.25
-_TOO_SLOW = (
+_TOO_SLOW = Finding(
     "it is too slow to be tried out: the probe at connect, some 220 tokens, did not end within "
-    "health.timeout_s. So predictions are not firm, and salts are refused; raise health.timeout_s"
+    "health.timeout_s. So predictions are not firm, and salts are refused",
+    "raise health.timeout_s",
+    (Capability.CACHE_SALT,),
 )
 
 
@@ -86,7 +88,7 @@ class ServerSession:
     rates: SlotRates = field(default_factory=SlotRates)
     scheduler: SlotScheduler | None = field(default=None, init=False)
     verbs: SlotVerbs | None = field(default=None, init=False)
-    findings: list[str] = field(default_factory=list, init=False)
+    findings: list[Finding] = field(default_factory=list, init=False)
     mirror: MirrorEvents = field(default_factory=MirrorEvents, init=False)
     is_probing: bool = field(default=False, init=False)
     _has_files: bool = field(default=False, init=False)
@@ -139,11 +141,6 @@ class ServerSession:
         }
         with_slots = {capability for capability, there in has.items() if there and self.scheduler is not None}
         return frozenset({Capability.CACHED_TOKENS, Capability.TOKENIZE, *with_slots})
-
-    @property
-    def restores_in_vain(self) -> bool:
-        """True if the server computes again whatever is restored, so that a saved slot is a lost one."""
-        return self._has_files and not self._can_restore
 
     @property
     def _can_restore(self) -> bool:
@@ -279,22 +276,25 @@ class ServerSession:
         """The registry, if the server can save and the directory can be used."""
         if registry is None and self.facts.can_save:
             left = f"; until then, a small file stays there, {self._left}" if self._left else ""
-            self.findings.append(
-                "nothing is saved: set host_cache_dir to the server's --slot-save-path as kvpin sees it"
-                + left
-            )
+            remedy = f"set host_cache_dir to the server's --slot-save-path as kvpin sees it{left}"
+            self.findings.append(Finding("nothing is saved", remedy, MOVES))
         if registry is None or not self.facts.can_save:
             return None
         directory = registry.place.host
         try:
             await (registry.rebuild() if self.may_try else registry.look())
         except StateFileError as error:
-            self.findings.append(f"nothing is saved: host_cache_dir {directory} cannot be used ({error})")
+            problem = f"nothing is saved: host_cache_dir {directory} cannot be used ({error})"
+            self.findings.append(Finding(problem, lacks=MOVES))
             return None
         if not self._shares_directory:
             self.findings.append(
-                f"nothing is saved: files of the server do not arrive in host_cache_dir {directory}; start"
-                f" it with --slot-save-path {directory}, or set host_cache_dir to the directory it saves to"
+                Finding(
+                    f"nothing is saved: files of the server do not arrive in host_cache_dir {directory}",
+                    f"start it with --slot-save-path {directory}, or set host_cache_dir to the directory it "
+                    "saves to",
+                    MOVES,
+                )
             )
             return None
         return registry

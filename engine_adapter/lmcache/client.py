@@ -54,7 +54,8 @@ class _Unusable(Exception):
     """Ends a survey, with its finding."""
 
     def __init__(self, problem: str, remedy: str) -> None:
-        self.finding = Finding(f"{problem}: {_UNUSED}", remedy)
+        lacks = (Capability.OFFLOAD, Capability.RESTORE, Capability.PIN)
+        self.finding = Finding(f"{problem}: {_UNUSED}", remedy, lacks)
 
 
 async def survey(
@@ -97,7 +98,7 @@ async def _survey(
         await coordinator.pins()
     except EngineError as error:
         problem = f"the LMCache coordinator {url} cannot pin ({error})"
-        return site, (Finding(problem, "start it with its eviction controller"),)
+        return site, (Finding(problem, "start it with its eviction controller", (Capability.PIN,)),)
     return replace(site, capabilities=moves | {Capability.PIN}), ()
 
 

@@ -136,6 +136,7 @@ def find(
         yield Finding(
             "its usage does not report cached tokens: kvpin asks chats and completions in another way",
             "start it with --enable-cache-report",
+            (Capability.CACHED_TOKENS,),
         )
     if info.radix_cache and not info.hicache:
         yield Finding(
@@ -154,6 +155,7 @@ def find(
         yield Finding(
             "it cannot be flushed: that needs its --admin-api-key",
             "use the same key as its --api-key, and give it to kvpin as api_key",
+            (Capability.FLUSH,),
         )
     if info.radix_cache and info.is_hybrid:
         yield from _of_hybrids(info, window)
@@ -187,8 +189,6 @@ def _of_hybrids(info: ServerInfo, window: int | None) -> Iterator[Finding]:
 
 _INSTEAD = {
     Capability.KV_EVENTS: "kvpin learns what it holds from its answers; start it with --kv-events-config",
-    Capability.CACHED_TOKENS: "start it with --enable-cache-report",
-    Capability.FLUSH: "give the server's --admin-api-key to kvpin as api_key, or restart the server",
     Capability.OFFLOAD: "with --enable-hierarchical-cache SGLang copies to its host tier by itself",
     Capability.RESTORE: 'SGLang loads from its host tier by itself; "fallback": "warm" computes again',
 }

@@ -66,7 +66,6 @@ from engine_adapter.types import (
 # The figures are for people, and reading them may take them away from another reader.
 STATS_EVERY_S = 15.0
 _INSTEAD = {
-    Capability.TOKENIZE: "start it with TRTLLM_ENABLE_RENDER_ENDPOINTS=1, or set the engine's tokenizer",
     Capability.RENDER: "prompts with images are followed up to the first message with one",
     Capability.EXTRA_IDS: "its HTTP routes take no prompt tables: only text prompts can be warmed",
     Capability.OFFLOAD: "it offloads evicted KV by itself, with host_cache_size in its kv_cache_config",

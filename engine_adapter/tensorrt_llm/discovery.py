@@ -152,10 +152,12 @@ PARTIAL_REUSE_UNTOLD = Finding(
 NO_SALT = Finding(
     "it takes no cache_salt: tenants would share its KV",
     "use trtllm-serve 1.2 or newer, or one engine per tenant",
+    (Capability.CACHE_SALT,),
 )
 NO_TOKENIZE = Finding(
     "it has no route to tokenise: kvpin cannot check its own tokens",
     "set TRTLLM_ENABLE_RENDER_ENDPOINTS=1 in its environment, if its version knows that",
+    (Capability.TOKENIZE,),
 )
 NO_RESET = Finding(
     "its cache cannot be reset: after lost events, kvpin knows only blocks that are computed again"

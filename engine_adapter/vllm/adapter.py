@@ -45,10 +45,12 @@ _FLAG = (
     """start it with --kv-events-config '{"enable_kv_cache_events":true,"publisher":"zmq","""
     """"endpoint":"tcp://*:5557","replay_endpoint":"tcp://*:5657"}'"""
 )
-_NO_EVENTS = Finding("it sends no KV events: kvpin learns what it holds from its answers", _FLAG)
+_EVENTS = (Capability.KV_EVENTS,)
+_NO_EVENTS = Finding("it sends no KV events: kvpin learns what it holds from its answers", _FLAG, _EVENTS)
 _NO_SOURCES = Finding(
     "it does not say where its KV events are: kvpin learns what it holds from its answers",
     f"{_FLAG} and name both addresses: events=tcp://HOST:5557,replay=tcp://HOST:5657",
+    _EVENTS,
 )
 _NO_REPLAY = Finding(
     "missed events cannot be replayed: kvpin does not know what it held before kvpin connected, or while "
@@ -95,6 +97,7 @@ def _cache_findings(facts: VllmFacts) -> Iterator[Finding]:
         yield Finding(
             "/metrics does not report its block size: kvpin cannot follow its cache",
             "start it without --disable-log-stats",
+            _EVENTS,
         )
 
 
@@ -107,6 +110,7 @@ def _event_findings(facts: VllmFacts, spec: VllmSpec) -> tuple[Finding, ...]:
             Finding(
                 f"it has {len(ranks)} data-parallel ranks, each with its own cache, and chooses one itself",
                 f"{RANKS}, or add it {len(ranks)} times, with dp_rank={ranks[0]} to {ranks[-1]}",
+                _EVENTS,
             ),
         )
     endpoints = event_endpoints(facts, spec)
@@ -118,6 +122,7 @@ def _event_findings(facts: VllmFacts, spec: VllmSpec) -> tuple[Finding, ...]:
                 f"its events at {source.endpoint} cannot be reached from here",
                 'give --kv-events-config an "endpoint" such as tcp://*:5557, or name the address that '
                 "reaches it: events=tcp://HOST:PORT",
+                _EVENTS,
             ),
         )
     return (_NO_EVENTS,) if facts.names_sources else (_NO_SOURCES,)
@@ -128,16 +133,19 @@ def _route_findings(facts: VllmFacts, spec: VllmSpec) -> Iterator[Finding]:
         yield Finding(
             "its answers do not report reused tokens: predictions cannot be checked",
             "start it with --enable-prompt-tokens-details",
+            (Capability.CACHED_TOKENS,),
         )
     if facts.trials.takes_salt is False:
-        yield Finding("it ignores cache salts on some routes", "upgrade vLLM")
+        yield Finding("it ignores cache salts on some routes", "upgrade vLLM", (Capability.CACHE_SALT,))
     if not facts.renders:
         yield Finding(
             "kvpin cannot follow chats with images, and serves /v1/responses as chats",
             "start it with --enable-scale-out",
+            (Capability.RENDER,),
         )
     if not facts.resets:
-        yield Finding("its cache cannot be flushed", "start it with VLLM_SERVER_DEV_MODE=1")
+        remedy = "start it with VLLM_SERVER_DEV_MODE=1"
+        yield Finding("its cache cannot be flushed", remedy, (Capability.FLUSH,))
     if spec.api_key:
         yield Finding(
             "its --api-key protects only /v1: whoever reaches its port can tokenise, read metrics and, in "
@@ -151,11 +159,6 @@ def _route_findings(facts: VllmFacts, spec: VllmSpec) -> Iterator[Finding]:
 # --- the adapter ----------------------------------------------------------------------------------------
 
 _INSTEAD = {
-    Capability.KV_EVENTS: "kvpin learns what it holds from its answers; start it with --kv-events-config",
-    Capability.CACHED_TOKENS: "start it with --enable-prompt-tokens-details",
-    Capability.RENDER: "chats are followed up to their first image; start it with --enable-scale-out",
-    Capability.CACHE_SALT: "serve tenants that must not share KV from engines of their own, or upgrade it",
-    Capability.FLUSH: "start it with VLLM_SERVER_DEV_MODE=1, or let eviction take the KV",
     Capability.OFFLOAD: "start it with an LMCache server and name that: lmcache=http://HOST:PORT",
     Capability.RESTORE: "start it with an LMCache server and name that: lmcache=http://HOST:PORT; "
     '"fallback": "warm" computes a prefix again by a one-token prefill',

@@ -13,7 +13,7 @@ from msgspec import structs
 from typing_extensions import override
 
 from engine_adapter.body import JsonBody
-from engine_adapter.errors import EngineError, EngineRejected, NotSupported
+from engine_adapter.errors import EngineError, EngineRejected
 from engine_adapter.hold import RequestBody
 from engine_adapter.http.prepare import OutgoingRequest, route_of
 from engine_adapter.lmcache.client import Coordinator, LmCacheNode, LmCacheSite, below_gpu, survey, text_of
@@ -43,7 +43,6 @@ from engine_adapter.vllm.prompts import RENDERED_ROUTES
 _LOOKUP_S = 0.25
 _LOOKUP_TOK_S = 500_000
 _CHECK_S = 1.0
-_MOVES = frozenset({Capability.OFFLOAD, Capability.RESTORE, Capability.PIN})
 _GENERATES = RENDERED_ROUTES | {"/v1/chat/completions/batch", "/inference/v1/generate"}
 _NO_PAIRS = Finding(
     "it has a role and an LMCache: kvpin moves KV between engines by NixlConnector alone",
@@ -130,13 +129,6 @@ class TieredVllmAdapter(VllmAdapter):
         mixed = (_MIXED,) if self._loras and not self._salts else ()
         alone = (_NO_PAIRS,) if self.spec.role is not Role.BOTH else ()
         return (*super().findings(), *self._flaws, *mixed, *alone)
-
-    @override
-    def not_supported(self, capability: Capability) -> NotSupported:
-        if capability in _MOVES and self._flaws:
-            instead = str(self._flaws[0])
-            return NotSupported(capability.value, engine=self.spec.id, instead=instead)
-        return super().not_supported(capability)
 
     @override
     async def stats(self) -> dict[str, Any]:

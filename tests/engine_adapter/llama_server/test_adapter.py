@@ -183,7 +183,9 @@ class TestWhatItCanDo:
         async with slot_world(server.url, host_cache_dir=str(save_dir)) as world:
             assert (await world.adapter.connect()).capabilities == FILES - {Capability.CACHE_SALT}
             assert "--cache-ram 0" in " ".join(map(str, world.adapter.findings()))
-            assert "start it with --cache-ram 0" in str(world.adapter.not_supported(Capability.CACHE_SALT))
+            assert "start the server with --cache-ram 0" in str(
+                world.adapter.not_supported(Capability.CACHE_SALT)
+            )
             async with world.hold(prompt_of(1)) as hold:
                 assert not hold.firm
             assert not world.adapter.forecast(KvTarget(prompt_of(1))).firm

@@ -231,7 +231,9 @@ class TestNotes:
             assert not world.contents.can_save
             assert not world.contents.reuses_any_prefix
             assert (list(world.contents.entries()), world.entries() != []) == ([], True)
-            assert ["restoring does not pay" in finding for finding in world.contents.findings] == [True]
+            assert ["restoring does not pay" in finding.problem for finding in world.contents.findings] == [
+                True
+            ]
             assert not (await world.ask(prompt_of(2, 300))).restored
             assert len(entries[2].tokens) == 303
             assert len([text for text in said() if "restoring does not pay" in text]) == 1
@@ -253,7 +255,7 @@ class TestNotes:
             world.contents.note_prediction(is_right=False)
         assert world.contents.rules.is_sure == (finding is None)
         assert any(slot.memory.is_firm(0, 20) for slot in world.table) == (finding is None)
-        assert [finding in text for text in world.contents.findings] == [True] * (finding is not None)
+        assert [finding in each.problem for each in world.contents.findings] == [True] * (finding is not None)
         assert len(said()) == len(world.contents.findings)
 
     def test_user_messages_matter_to_chats_on_a_memory_with_checkpoints(self, world):
@@ -274,7 +276,7 @@ class TestNotes:
         for times in range(1, 3 * MANY_CHANGES):
             world.contents.mark_changed(world.table[0], 10)
             assert len(world.contents.findings) == (times >= MANY_CHANGES)
-        assert "-np N" in world.contents.findings[0]
+        assert "-np N" in world.contents.findings[0].problem
         assert len(said()) == 1
         assert world.contents.counts.strangers == times
 
