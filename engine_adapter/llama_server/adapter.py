@@ -444,9 +444,9 @@ class LlamaServerAdapter(EngineAdapter):
             named = [] if router is None else [self.spec.model] if self.spec.model else list(router.states)
             failures = [Finding(why) for name in named if router and (why := router.failure(name))]
             return (*failures, *self._unsaved())
-        seen = scheduler.contents.findings if scheduler is not None else []
-        has_slept = session.facts.is_sleeping or (scheduler is not None and scheduler.has_slept)
-        facts = replace(session.facts, is_sleeping=has_slept)
+        facts, seen = session.facts, list[Finding]()
+        if scheduler is not None:
+            facts, seen = scheduler.contents.facts, scheduler.contents.findings
         name = self.spec.model or ""
         flag = router.model(name).flag("--cache-reuse") if router and name in router.states else None
         if flag not in (None, "0") and not facts.cache_reuse:

@@ -51,7 +51,7 @@ class Saved(Sidecar, kw_only=True, eq=False):
 
     Attributes:
         name: file name, the same in either tier.
-        pins: until when who wants it kept. Servers that share a directory share its prefixes.
+        pins: until when which engine wants it kept. Servers that share a directory share its prefixes.
         seen: stamp of the file whose bytes were hashed in this process.
         retry_at: it is not restored before this time, because it could not be read.
         holds: restores that use it now; its files stay until they end.
@@ -60,7 +60,7 @@ class Saved(Sidecar, kw_only=True, eq=False):
     name: str
     tokens: TokenIds[int] = msgspec.field(name="token_ids")
     tier: Tier = Tier.HOST
-    pins: dict[object, float] = msgspec.field(default_factory=dict)
+    pins: dict[str, float] = msgspec.field(default_factory=dict)
     seen: Stamp | None = None
     retry_at: float = 0.0
     holds: int = 0

@@ -59,13 +59,13 @@ class SlotScheduler:
         is_lost: the server turned out to be another process.
         waiting: requests that came and have no slot yet.
         has_worked: something ran since the slots were last read.
-        sleeps: the server was found asleep, and nothing has woken it since; `has_slept`: it was, once.
+        sleeps: the server was found asleep, and nothing has woken it since.
     """
 
     def __init__(self, contents: SlotContents) -> None:
         self.contents = contents
         self.changed = asyncio.Event()
-        self.is_closed = self.is_lost = self.has_worked = self.sleeps = self.has_slept = False
+        self.is_closed = self.is_lost = self.has_worked = self.sleeps = False
         self.waiting = 0
         self._control, self._table, self._clock = contents.control, contents.table, contents.clock
         self._turns = Turns(self._table, self._plan, self._clock)
@@ -205,9 +205,10 @@ class SlotScheduler:
         pulse = await read_pulse(self._control)
         if pulse.instance != self.contents.facts.instance:
             raise EngineUnavailable("the server was restarted")
-        if pulse.is_sleeping and not self.sleeps:
-            self.wipe()
-            self.has_slept = True
+        if pulse.is_sleeping and not self.sleeps:  # when it wakes, its slots look new
+            self._used.clear()
+            self._table.wipe()
+            self.contents.facts = replace(self.contents.facts, is_sleeping=True)
         self.sleeps = pulse.is_sleeping
         return self.sleeps
 
@@ -218,11 +219,6 @@ class SlotScheduler:
                 async with asyncio.timeout(PULSE_S):
                     return await self.look()
         return False
-
-    def wipe(self) -> None:
-        """The server lost all KV, for instance because it fell asleep, and its slots look new."""
-        self._used.clear()
-        self._table.wipe()
 
     async def settled(self) -> None:
         """Waits until all of the scheduler's own tasks are over."""

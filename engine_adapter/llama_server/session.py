@@ -35,9 +35,6 @@ from engine_adapter.llama_server.slots import Slot, SlotOperation
 from engine_adapter.llama_server.verbs import Pin, SlotVerbs
 from engine_adapter.types import TRANSLATED_ROUTES, Capability, EngineInfo, Finding
 
-# --- session --------------------------------------------------------------------------------------------
-# One server process, from kvpin's first contact until it is gone: its facts, and who schedules its slots.
-
 log = logging.getLogger("kvpin.llama_server")
 
 # Longest time to save slots at shutdown. Supervisors kill a process after ten seconds.
@@ -218,13 +215,12 @@ class ServerSession:
         # Pins are those of the kvpin that uses the server.
         directory = saved.place.host if saved is not None and self.may_try else None
         record = ServerRecord(directory, self._spec.url, self.facts.instance, "pins", list[Pin])
-        verbs = self.verbs = SlotVerbs(scheduler, record)
+        self.verbs = SlotVerbs(scheduler, record)
         for state in await read_slots(self._control) if self.may_try else ():
             # Content that was restored and never used does not show, and may be anybody's.
             if state.n_tokens is None and self.facts.can_save and not state.is_processing:
                 await erase(self._control, state.id)
         scheduler.adopt(await read_slots(self._control))
-        verbs.recall()
         if self.may_try:
             writing = self._keep_writing_back(scheduler)
             self._write_back = asyncio.get_running_loop().create_task(writing)

@@ -66,12 +66,13 @@ class SlotVerbs:
     """KV operations on the slots and files of one server."""
 
     def __init__(self, scheduler: SlotScheduler, record: ServerRecord[list[Pin]]) -> None:
-        """`record`: where pins are written to."""
+        """`record`: where pins are written to. Those that are there begin again."""
         self._scheduler = scheduler
         self._record = record
         self._contents = scheduler.contents
-        self._pins: list[Pin] = []
+        self._pins = record.read() or []
         self._pinned: set[Saved] = set()  # by these pins
+        self.protect()
 
     def operate(self, verb: KvVerb, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
         """Yields the progress of an operation."""
@@ -105,11 +106,6 @@ class SlotVerbs:
         self._record.write(self._pins)
         return True
 
-    def recall(self) -> None:
-        """Starts the recorded pins again, as far as slots and files are known to hold their prefixes."""
-        self._pins = self._record.read() or self._pins
-        self.protect()
-
     def _holders(self, ids: TokenIds[int], salt: str | None) -> list[Slot | Saved]:
         """The slot and the file that hold most of a prefix, if that is at least one full block."""
 
@@ -127,7 +123,7 @@ class SlotVerbs:
         for slot in table:
             table.pin(slot.id, 0, NEVER)
         for entry in self._pinned:
-            entry.pins.pop(self, None)
+            entry.pins.pop(self._contents.engine, None)
         self._pinned.clear()
         for pin in self._pins:
             ids = array("i", pin.tokens)
@@ -136,7 +132,8 @@ class SlotVerbs:
                     until = max(pin.until - now + self._contents.clock(), held.pinned_until)
                     table.pin(held.id, max(held.shared(ids, pin.salt), held.pinned), until)
                 else:
-                    held.pins[self] = max(pin.until, held.pins.get(self, 0.0))
+                    mine = self._contents.engine
+                    held.pins[mine] = max(pin.until, held.pins.get(mine, 0.0))
                     self._pinned.add(held)
 
     async def _flush(self, target: KvTarget) -> AsyncGenerator[KvProgress, None]:

@@ -133,12 +133,16 @@ class TestPin:
         await world.adapter.unpin(long.pin_id)
         assert max(slot["pinned_s"] for slot in await world.slots()) == 0
 
-    async def test_a_pinned_file_outlives_a_flush(self, world):
+    @pytest.mark.parametrize("is_met_again", [False, True])
+    async def test_a_pinned_file_outlives_a_flush(self, world, is_met_again):
         tokens = prompt_of(1)
         await world.ask(tokens)
         await world.do(KvVerb.OFFLOAD)
         pinned = await world.adapter.pin(KvTarget(tokens), 60)
         assert pinned.blocks == 6
+        if is_met_again:
+            await world.adapter.leave()
+            await world.adapter.connect()
         assert (await world.do(KvVerb.FLUSH)).left == {"pinned": 6}
         assert len(await world.files()) == 1
         await world.adapter.unpin(pinned.pin_id)
