@@ -103,14 +103,9 @@ def named_api_key(words: Sequence[str]) -> str | None:
 
 
 def advice(words: Sequence[str]) -> tuple[str, ...]:
-    """One sentence for each flag in the words that hinders the reuse of KV."""
-    found = [text for flags, harmless, text in _ADVICE if _hinders(words, flags, harmless)]
-    if (_value(words, _SLOTS) or "").startswith("-"):
-        found.append(
-            "-np below 1 lets the server choose, which shares one KV buffer among the slots: "
-            "give -np a number"
-        )
-    return tuple(found)
+    """One sentence for each flag in the words that hinders the reuse of KV and that the server does not tell:
+    those that it tells are findings."""
+    return tuple(text for flags, harmless, text in _ADVICE if _hinders(words, flags, harmless))
 
 
 def _hinders(words: Sequence[str], flags: Collection[str], harmless: str | Collection[str]) -> bool:
@@ -122,21 +117,6 @@ def _hinders(words: Sequence[str], flags: Collection[str], harmless: str | Colle
 
 
 _ADVICE: tuple[tuple[tuple[str, ...], str | tuple[str, ...], str], ...] = (
-    (
-        _CACHE_RAM,
-        "0",
-        "--cache-ram other than 0 lets the server swap the KV of its slots behind kvpin's back: leave it out",
-    ),
-    (
-        ("-kvu", "--kv-unified"),
-        ("-no-kvu", "--no-kv-unified"),
-        "-kvu shares one KV buffer among the slots, so that idle slots are not kept or saved: leave it out",
-    ),
-    (
-        ("--no-slots",),
-        ("--slots",),
-        "--no-slots hides from kvpin what the slots do: leave it out",
-    ),
     (
         ("--no-cache-prompt",),
         ("--cache-prompt",),

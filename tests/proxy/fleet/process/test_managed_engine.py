@@ -296,14 +296,14 @@ async def test_a_llama_server_comes_back_on_its_port_with_its_slots(llama, tmp_p
 
 
 async def test_what_works_against_reuse_is_told_once(tmp_path):
-    words = (sys.executable, "-m", str(tmp_path / "m.gguf"), "-kvu", "--no-slots")
+    words = (sys.executable, "-m", str(tmp_path / "m.gguf"), "--no-cache-prompt", "--context-shift")
     settings = ManagedSettings(kind="llama_server", id="l-0", command=words, host_cache_dir=str(tmp_path))
     engine = quick(settings)
     with capture_logs() as entries:
         async with running(engine):
             await until(lambda: engine.restarts == 1)
     advice = [entry["advice"] for entry in entries if "advice" in entry]
-    assert [sentence.split()[0] for sentence in advice] == ["-kvu", "--no-slots"]
+    assert [sentence.split()[0] for sentence in advice] == ["--no-cache-prompt", "--context-shift"]
 
 
 async def test_an_engines_stdin_stays_open(tmp_path):
