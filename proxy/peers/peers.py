@@ -19,11 +19,11 @@ import structlog
 from proxy.core.books import MAX_AGE_S, MAX_AHEAD_S, EngineMark, decode_marks, encode_marks, signed, verified
 from proxy.core.peers.messages import (
     Ask,
-    Begun,
     Contents,
     KvpinState,
     Leaving,
     Message,
+    RequestState,
     ToldEngine,
     ToldPin,
     UseReport,
@@ -461,4 +461,5 @@ class Peers:
 
 
 def _hash_bytes(message: Message) -> int:
-    return len(message.hashes or b"") if isinstance(message, Begun) else 0
+    placing = message.placing if isinstance(message, RequestState) else None
+    return len(placing.hashes or b"") if placing is not None else 0
