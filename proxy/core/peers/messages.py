@@ -322,11 +322,8 @@ def owner_of(frame: bytes) -> int | None:
 
 
 def messages_of(frame: bytes) -> list[Message]:
-    """The messages of a frame. Raises msgspec.MsgspecError if it has none."""
-    try:
-        return _decode(memoryview(frame)[_HEAD:])
-    except UnicodeDecodeError as error:
-        raise msgspec.DecodeError("a text is not UTF-8") from error
+    """The messages of a frame. Raises one of `UNREADABLE` if it has none."""
+    return _decode(memoryview(frame)[_HEAD:])
 
 
 def packed(hashes: Iterable[BlockHash]) -> bytes:

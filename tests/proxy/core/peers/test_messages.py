@@ -2,6 +2,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from engine_adapter import UNREADABLE
 from engine_adapter.types import Usage
 from proxy.core.index.blocks import Chain
 from proxy.core.peers import messages
@@ -75,7 +76,7 @@ def test_a_prompt_that_is_not_known_has_no_chain():
 def test_a_text_that_is_no_utf_8_makes_a_frame_none():
     """Who may write to a Redis channel ended the exchange by it."""
     frame = frame_of(1, [KvpinState("a name", [])]).replace(b"a name", b"a n\xffme")
-    with pytest.raises(msgspec.MsgspecError):
+    with pytest.raises(UNREADABLE):
         messages_of(frame)
 
 
