@@ -56,10 +56,8 @@ class OwnClaim:
     @property
     def claim(self) -> Claim | None:
         """The claim as the others are told it; None without one."""
-        return self._claim if self._since is not None else None
-
-    @property
-    def _claim(self) -> Claim:
+        if self._since is None:
+            return None
         return Claim(self._epoch, self.is_owner and not self.is_locked_out)
 
     @property
@@ -83,8 +81,8 @@ class OwnClaim:
             may_bid: others would hear the bid, or a lock keeps the engine from a second owner.
             is_alone: there is no other kvpin.
         """
-        if self._since is not None and any(
-            _rank(claim, kvpin) > _rank(self._claim, self._kvpin) for kvpin, claim in others.items()
+        if (own := self.claim) is not None and any(
+            _rank(claim, kvpin) > _rank(own, self._kvpin) for kvpin, claim in others.items()
         ):
             self._since, self.is_owner = None, False
         if self._since is None:
