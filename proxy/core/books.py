@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from engine_adapter import UNREADABLE
 from proxy.core.quotas import TenantLimits
 
 # --- engine book ----------------------------------------------------------------------------------------
@@ -17,10 +18,12 @@ from proxy.core.quotas import TenantLimits
 
 # A book keeps this many engines, the last changed first.
 MAX_MARKS = 1000
-# A later order of one engine is later by at least that, whatever the clock of its kvpin says.
-_STEP_S = 0.001
-# Clocks of kvpins may differ by about this much. A later mark would count for ever: no order is later.
-MAX_AHEAD_S = 300.0
+# Of two orders about one engine, and of two removals of keys, the later one is later by at least that,
+# whatever the clock of its kvpin says.
+_TICK_S = 0.001
+# Clocks of kvpins may differ by about this much. A mark from later than that would count for ever: no order
+# is later. A signature from earlier may be a repeated one.
+MAX_SKEW_S = 300.0
 
 
 class EngineMark(msgspec.Struct, frozen=True, array_like=True):
@@ -54,11 +57,8 @@ def encode_marks(marks: list[EngineMark]) -> bytes:
 
 
 def decode_marks(data: bytes) -> list[EngineMark]:
-    """The marks of `encode_marks`. Raises msgspec.MsgspecError if they are none."""
-    try:
-        return msgspec.msgpack.decode(data, type=list[EngineMark])
-    except UnicodeDecodeError as error:
-        raise msgspec.DecodeError("a text is not UTF-8") from error
+    """The marks of `encode_marks`. Raises one of `UNREADABLE` if they are none."""
+    return msgspec.msgpack.decode(data, type=list[EngineMark])
 
 
 class EngineBook:
@@ -111,14 +111,14 @@ class EngineBook:
         return [mark for mark in self.marks() if mark.removed]
 
     def _order(self, engine: str, now: float, **changes: Any) -> None:  # noqa: ANN401 - fields of a mark
-        before = self._marks.get(engine, EngineMark(engine, drained=False, at=now - _STEP_S))
-        self._take([replace(before, at=max(now, before.at + _STEP_S), **changes)])
+        before = self._marks.get(engine, EngineMark(engine, drained=False, at=now - _TICK_S))
+        self._take([replace(before, at=max(now, before.at + _TICK_S), **changes)])
 
     def merge(self, marks: Iterable[EngineMark], *, now: float) -> bool:
         """Takes over the marks that are later than those known here. `now` is in Unix time. False if some are
         from the future, which does not count."""
         told = [*marks]
-        heard = [mark for mark in told if mark.at <= now + MAX_AHEAD_S]
+        heard = [mark for mark in told if mark.at <= now + MAX_SKEW_S]
         self._take(heard)
         return len(heard) == len(told)
 
@@ -145,10 +145,6 @@ class EngineBook:
 
 # A book holds this many keys, and as many marks of removed ones, the newest.
 MAX_KEYS = 2000
-# Clocks of kvpins may differ by about this much.
-MAX_AGE_S = 300.0
-# The least time between two removals.
-_TICK_S = 0.001
 _SIGNATURE, _SIGNATURE_BYTES = "sha256", 32
 
 
@@ -196,7 +192,7 @@ def signed(entries: list[IssuedKey], secret: bytes, now: float) -> bytes:
 def verified(told: bytes, secret: bytes, now: float | None) -> list[IssuedKey] | None:
     """The entries of `signed`; None if another secret signed them, or they are none.
 
-    Also None MAX_AGE_S after they were signed, as `now` says: whoever may write to the exchange could repeat
+    Also None MAX_SKEW_S after they were signed, as `now` says: whoever may write to the exchange could repeat
     what it told before a key was removed. With `now` None, only this user may write there, and age is no
     matter.
     """
@@ -205,9 +201,9 @@ def verified(told: bytes, secret: bytes, now: float | None) -> list[IssuedKey] |
         return None
     try:
         heard = msgspec.msgpack.decode(data, type=_Told)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except UNREADABLE:
         return None
-    return heard.entries if now is None or abs(now - heard.at) <= MAX_AGE_S else None
+    return heard.entries if now is None or abs(now - heard.at) <= MAX_SKEW_S else None
 
 
 @dataclass(slots=True)

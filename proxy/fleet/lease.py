@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from engine_adapter import EngineError, Hold, Role
 from engine_adapter.types import Usage
 from proxy.core.index.blocks import BlockHash, Chain
+from proxy.core.peers.messages import Step
 from proxy.core.peers.telling import Telling
 from proxy.core.placement.decision import NOTHING, Placement
 from proxy.core.placement.load import Remaining, Work
@@ -237,7 +238,7 @@ class Lease(Struct, eq=False):
         else:
             self.placer.answered(time.monotonic(), self.placed)
         if self.telling is not None:
-            self.telling.answer_began(1 if streamed else 2)
+            self.telling.answer_began(Step.STREAMS if streamed else Step.ANSWERED)
 
 
 def leader(

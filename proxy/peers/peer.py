@@ -16,18 +16,17 @@ from math import inf
 from typing import NamedTuple, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
-from engine_adapter.types import Usage
 from proxy.core.audit import Trust
 from proxy.core.peers.messages import (
-    AnswerBegan,
-    Begun,
     Claim,
     Contents,
     Heartbeat,
     Message,
-    Refined,
-    RequestOver,
+    Placing,
+    RequestState,
+    Step,
     ToldEngine,
     ToldPin,
     chain_of,
@@ -119,23 +118,27 @@ class Site(NamedTuple):
 class _Request:
     """A peer's request. It has no site while this kvpin does not have its engine."""
 
-    begun: Begun
+    placing: Placing
+    told: RequestState
     site: Site | None = None
     placed: PlacedRequest | None = None
-    step: int = 0
 
-    def answered(self, *, has_answer: bool = True) -> None:
-        """Nobody waits for its answer any more: it begins, or never will."""
-        if self.site is not None and self.placed is not None:
-            waited = self.site.engine.of_peers.pop(self.placed.ticket, None)
-            if waited is not None:
-                waited.ends(has_answer=has_answer)
-
-    def end(self, computed: int | None = None, report: Usage | None = None) -> None:
-        """It is over: its engine has `computed` new tokens, None if that is not known."""
-        self.answered(has_answer=computed is not None)
-        if self.site is not None and self.placed is not None:
-            self.site.pool.end(self.site.engine, self.placed, computed, report)
+    def follow(self, now: float, before: RequestState) -> None:
+        """Applies what has changed since `before`."""
+        told, placed = self.told, self.placed
+        if self.site is None or placed is None:
+            return
+        pool, engine, _ = self.site
+        if told.work != before.work:
+            pool.placer.refine(placed, told.work)
+        if told.step > before.step:
+            if (awaited := engine.of_peers.pop(placed.ticket, None)) is not None:
+                awaited.ends(has_answer=told.step < Step.OVER or told.computed is not None)
+            if told.step == Step.OVER:
+                pool.end(engine, placed, told.computed, told.usage)
+            else:
+                answers = pool.placer.first_token if told.step == Step.STREAMS else pool.placer.answered
+                answers(now, placed)
 
 
 class PeerStats(msgspec.Struct, kw_only=True):
@@ -226,10 +229,9 @@ class Peer:
         """Finds its engines among those of this kvpin. Returns what the operator has to change."""
         found = [(told, match(told, engines)) for told in self.engines]
         self.here = {told.id: (mine.id, hash_alike(told, mine)) for told, mine in found if mine is not None}
-        for request in self._requests.values():  # those whose engine was not here when they began
-            if request.site is None and self._place(now, request, is_new=False) and request.step:
-                step, request.step = request.step, 0
-                self._answer_began(now, request, step)
+        for request in self._requests.values():
+            if request.site is None:  # its engine was not here when it began
+                self._place(now, request, is_new=False)
         problems = (disagreement(told, engines) for told in self.engines)
         return [problem for problem in problems if problem is not None]
 
@@ -250,75 +252,58 @@ class Peer:
 
     def receive(self, now: float, messages: Iterable[Message]) -> list[Message]:
         """Replays messages. Returns those that are about something else than requests."""
-        self.heard = now
-        return [message for message in messages if not self._replay(now, message)]
+        self.heard, others = now, list[Message]()
+        for message in messages:
+            match message:
+                case RequestState():
+                    self._upsert(message)
+                case Heartbeat():
+                    self._compare({*unpacked(message.requests)}, now - message.sent)
+                case _:
+                    others.append(message)
+        return others
 
-    def _replay(self, now: float, message: Message) -> bool:
-        match message:
-            case Begun():
-                if (request := self._requests.get(message.id)) is None:
-                    request = self._requests[message.id] = _Request(message)
-                    self._place(now, request)
-                if message.step:
-                    self._answer_began(now, request, message.step)
-            case Refined() | AnswerBegan() | RequestOver():
-                if (request := self._requests.get(message.id)) is not None:
-                    self._go_on(now, request, message)
-            case Heartbeat():
-                self._compare({*unpacked(message.requests)}, now - message.sent)
-            case _:
-                return False
-        return True
+    def _upsert(self, told: RequestState) -> None:
+        """A request is now as was told, unless something later was told before. One whose placement was not
+        heard stays unknown."""
+        now, request = self.heard, self._requests.get(told.id)
+        if request is not None and told.step >= request.told.step:
+            before, request.told = request.told, told
+            if told.step == Step.OVER:
+                del self._requests[told.id]
+            request.follow(now, before)
+        elif request is None and told.placing is not None and told.step < Step.OVER:
+            request = self._requests[told.id] = _Request(told.placing, told)
+            self._place(now, request, is_new=not self.is_late)
 
-    def _go_on(self, now: float, request: _Request, message: Refined | AnswerBegan | RequestOver) -> None:
-        match message:
-            case Refined() if request.site is not None and request.placed is not None:
-                request.site.pool.placer.refine(request.placed, message.work)
-            case AnswerBegan():
-                self._answer_began(now, request, message.step)
-            case RequestOver():
-                del self._requests[message.id]
-                request.end(message.computed, message.report)
-            case _:
-                pass
-
-    def _place(self, now: float, request: _Request, *, is_new: bool = True) -> bool:
+    def _place(self, now: float, request: _Request, *, is_new: bool) -> None:
         """Places the request, if its engine is here. Of a request that is not new, the times are unknown."""
-        begun, is_new = request.begun, is_new and not self.is_late
-        site = request.site = self.site(begun.engine)
+        placing, told, site = request.placing, request.told, self.site(request.placing.engine)
         if site is None:
-            return False
+            return
         placer, engine = site.pool.placer, site.engine
-        request.placed = placer.begin(
+        placed = placer.begin(
             now,
             engine.id,
-            begun.work,
-            chain_of(begun, site.pool.tokens_per_block) if site.hashes_alike else None,
-            streams=begun.streams,
-            known=begun.known and is_new,
-            session=begun.session if is_new else None,
-            part=begun.part,
+            told.work,
+            chain_of(placing, site.pool.tokens_per_block) if site.hashes_alike else None,
+            streams=placing.streams,
+            known=placing.known and is_new,
+            session=placing.session if is_new else None,
+            part=placing.part,
         )
-        engine.of_peers[request.placed.ticket] = PeerRequest(request.placed)
-        if not is_new and begun.session is not None:
-            placer.note_earlier(begun.session, engine.id)
-        return True
-
-    def _answer_began(self, now: float, request: _Request, step: int) -> None:
-        if request.step:
-            return
-        request.step = step
-        if request.site is not None and request.placed is not None:
-            placer = request.site.pool.placer
-            (placer.first_token if step == 1 else placer.answered)(now, request.placed)
-            request.answered()
+        engine.of_peers[placed.ticket] = PeerRequest(placed)
+        if not is_new and placing.session is not None:
+            placer.note_earlier(placing.session, engine.id)
+        request.site, request.placed = site, placed
+        request.follow(now, replace(told, step=Step.PLACED))
 
     def _compare(self, alive: set[int], way_s: float = inf) -> None:
         """A heartbeat names the requests that go on, and came in `way_s` by the clocks of both."""
         self._least_s = min(way_s, self._least_s + DRIFT_S)
         self.is_late = way_s - self._least_s > LATE_S
         for number in self._requests.keys() - alive:
-            self._requests.pop(number).end()
+            self._upsert(replace(self._requests[number].told, step=Step.OVER))
         was_in_step, self.in_step = self.in_step, alive <= self._requests.keys()
         self.missed += was_in_step and not self.in_step
 

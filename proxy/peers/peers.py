@@ -13,17 +13,17 @@ import asyncio
 from collections.abc import Callable, Sequence
 from time import monotonic, time
 
-import msgspec
 import structlog
 
-from proxy.core.books import MAX_AGE_S, MAX_AHEAD_S, EngineMark, decode_marks, encode_marks, signed, verified
+from engine_adapter import UNREADABLE
+from proxy.core.books import MAX_SKEW_S, EngineMark, decode_marks, encode_marks, signed, verified
 from proxy.core.peers.messages import (
     Ask,
-    Begun,
     Contents,
     KvpinState,
     Leaving,
     Message,
+    RequestState,
     ToldEngine,
     ToldPin,
     UseReport,
@@ -214,7 +214,7 @@ class Peers:
             return
         try:
             messages = messages_of(frame) if owner is not None else None
-        except msgspec.MsgspecError:
+        except UNREADABLE:
             messages = None
         if owner is None or messages is None:
             self._complain(
@@ -294,7 +294,7 @@ class Peers:
         elif told:
             self._complain(
                 "issued keys of another kvpin do not count here: set the same admin_key at all kvpins of the "
-                f"group, {NEEDS_KEY}, and clocks that differ by less than {MAX_AGE_S:g} s"
+                f"group, {NEEDS_KEY}, and clocks that differ by less than {MAX_SKEW_S:g} s"
             )
         return entries is not None or not told
 
@@ -326,7 +326,7 @@ class Peers:
         if not self._fleet.book.merge(heard, now=time()):
             self._complain(
                 "an order about an engine does not count here, because its time is in the future: set the "
-                f"clocks of all kvpins to the same time; they may differ by {MAX_AHEAD_S:g} s"
+                f"clocks of all kvpins to the same time; they may differ by {MAX_SKEW_S:g} s"
             )
             return False
         return len(heard) == len(marks)
@@ -335,7 +335,7 @@ class Peers:
         """Takes over the orders that the exchange keeps, and has it keep those that only this kvpin knows."""
         try:
             self._take_marks(decode_marks(kept) if kept is not None else [])
-        except msgspec.MsgspecError:
+        except UNREADABLE:
             self._complain("the orders that the exchange keeps cannot be read: they are replaced")
         told = self._told_marks()
         if told and (own := encode_marks(told)) != kept:
@@ -461,4 +461,5 @@ class Peers:
 
 
 def _hash_bytes(message: Message) -> int:
-    return len(message.hashes or b"") if isinstance(message, Begun) else 0
+    placing = message.placing if isinstance(message, RequestState) else None
+    return len(placing.hashes or b"") if placing is not None else 0

@@ -63,7 +63,15 @@ async def _clock_jumps(a: Attacker) -> None:
 def _frames(a: Attacker) -> Iterator[bytes]:
     """Noise, huge and broken frames, and those of kvpins that are not there."""
     from proxy.core.books import IssuedKey, signed
-    from proxy.core.peers.messages import VERSION, Begun, KvpinState, Leaving, UseReport, frame_of
+    from proxy.core.peers.messages import (
+        VERSION,
+        KvpinState,
+        Leaving,
+        Placing,
+        RequestState,
+        UseReport,
+        frame_of,
+    )
     from proxy.core.placement.load import Work
     from proxy.core.quotas import Use
 
@@ -73,10 +81,9 @@ def _frames(a: Attacker) -> Iterator[bytes]:
     key = signed([IssuedKey("key-1", "nobody", bytes(32), "evil", 0.0)], b"", 0.0)
     forged = (KvpinState("evil \x1b[2J", [], "/nowhere", keys=key), UseReport("nobody", Use(9, 9, 9)))
     yield from (frame_of(_FORGED, [message]) for message in forged)
-    hashes = os.urandom(a.size(6))
+    placing = Placing("well", os.urandom(a.size(6)), 10**9, streams=True, known=True, session=None)
     for number in range(8):
-        begun = Begun(number, "well", hashes, 10**9, Work(10**9), streams=True, known=True, session=None)
-        yield frame_of(_FORGED, [begun])
+        yield frame_of(_FORGED, [RequestState(number, Work(10**9), placing=placing)])
     yield frame_of(_FORGED, [Leaving()])
     for number in range(a.many(3_000)):
         yield frame_of(1_000 + number, [KvpinState(f"kvpin {number}", [], None)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from enum import IntEnum
 from typing import Annotated
 
 import msgspec
@@ -55,10 +56,8 @@ class OwnClaim:
     @property
     def claim(self) -> Claim | None:
         """The claim as the others are told it; None without one."""
-        return self._claim if self._since is not None else None
-
-    @property
-    def _claim(self) -> Claim:
+        if self._since is None:
+            return None
         return Claim(self._epoch, self.is_owner and not self.is_locked_out)
 
     @property
@@ -82,8 +81,8 @@ class OwnClaim:
             may_bid: others would hear the bid, or a lock keeps the engine from a second owner.
             is_alone: there is no other kvpin.
         """
-        if self._since is not None and any(
-            _rank(claim, kvpin) > _rank(self._claim, self._kvpin) for kvpin, claim in others.items()
+        if (own := self.claim) is not None and any(
+            _rank(claim, kvpin) > _rank(own, self._kvpin) for kvpin, claim in others.items()
         ):
             self._since, self.is_owner = None, False
         if self._since is None:
@@ -117,7 +116,7 @@ def _rank(claim: Claim, kvpin: int) -> tuple[bool, int, int]:
 # told as block hashes, conversations as digests. No text of a prompt leaves a kvpin.
 
 # Kvpins of other versions of this format do not understand each other: they ignore each other's frames.
-VERSION = b"\x03"
+VERSION = b"\x04"
 _OWNER_BYTES = 8
 _HEAD = len(VERSION) + _OWNER_BYTES
 
@@ -137,30 +136,34 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
     pass
 
 
-class Begun(_Message, tag=0, frozen=True):
-    """A request was placed on an engine.
+class Step(IntEnum):
+    """How far a request is: its answer has not begun, streams after its first token, came whole; or it is
+    over."""
+
+    PLACED = 0
+    STREAMS = 1
+    ANSWERED = 2
+    OVER = 3
+
+
+class Placing(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """How a request was placed, which does not change.
 
     Attributes:
-        id: its number at the kvpin that placed it.
         engine: its id at the sender.
-        hashes: its blocks, see `packed`; None if its prompt is not known.
-        work: its work before the first token.
+        hashes: the request's blocks, see `packed`; None if its prompt is not known.
         streams: its answer is a stream.
         known: all its tokens are known, so rates may be learned from its times.
         session: digest of its conversation; None without one.
-        step: 0 before the answer, 1 after its first token, 2 after its end.
         part: the part of the request that the engine got.
     """
 
-    id: _Number
     engine: str
     hashes: bytes | None
     n_tokens: int
-    work: Work
     streams: bool
     known: bool
     session: _Number | None
-    step: int = 0
     part: Role = Role.BOTH
 
     def __post_init__(self) -> None:
@@ -168,26 +171,22 @@ class Begun(_Message, tag=0, frozen=True):
         _check_packed(self.hashes or b"")
 
 
-class Refined(_Message, tag=1, frozen=True):
-    """The work of a request is another one."""
+class RequestState(_Message, tag=0, frozen=True):
+    """A request as it is now: a message that is repeated changes nothing, and each makes up for lost ones.
 
-    id: int
+    Attributes:
+        id: its number at the kvpin that placed it.
+        work: its work before the first token.
+        placing: where it runs; None if the sender has told that before.
+        computed: tokens of its prompt that are new on the engine; None before it is over, and if it failed.
+    """
+
+    id: _Number
     work: Work
-
-
-class AnswerBegan(_Message, tag=2, frozen=True):
-    """The answer to a request began: its `step` is 1 after a stream's first token, 2 for a whole answer."""
-
-    id: int
-    step: int
-
-
-class RequestOver(_Message, tag=3, frozen=True):
-    """A request is over: `computed` tokens of its prompt are new on the engine, None if it failed."""
-
-    id: int
-    computed: int | None
-    report: Usage | None
+    step: Step = Step.PLACED
+    placing: Placing | None = None
+    computed: int | None = None
+    usage: Usage | None = None
 
 
 class UseReport(_Message, tag=4, frozen=True):
@@ -302,18 +301,7 @@ class Leaving(_Message, tag=9, frozen=True):
     """The sender stops: all its requests are over."""
 
 
-Message = (
-    Begun
-    | Refined
-    | AnswerBegan
-    | RequestOver
-    | UseReport
-    | KvpinState
-    | Ask
-    | Contents
-    | Heartbeat
-    | Leaving
-)
+Message = RequestState | UseReport | KvpinState | Ask | Contents | Heartbeat | Leaving
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(list[Message]).decode
@@ -332,11 +320,8 @@ def owner_of(frame: bytes) -> int | None:
 
 
 def messages_of(frame: bytes) -> list[Message]:
-    """The messages of a frame. Raises msgspec.MsgspecError if it has none."""
-    try:
-        return _decode(memoryview(frame)[_HEAD:])
-    except UnicodeDecodeError as error:
-        raise msgspec.DecodeError("a text is not UTF-8") from error
+    """The messages of a frame. Raises one of `UNREADABLE` if it has none."""
+    return _decode(memoryview(frame)[_HEAD:])
 
 
 def packed(hashes: Iterable[BlockHash]) -> bytes:
@@ -349,11 +334,11 @@ def unpacked(data: bytes) -> tuple[BlockHash, ...]:
     return tuple(memoryview(data).cast("Q"))
 
 
-def chain_of(begun: Begun, tokens_per_block: int) -> Chain | None:
+def chain_of(placing: Placing, tokens_per_block: int) -> Chain | None:
     """The prompt of a request; None if it is not known."""
-    if begun.hashes is None:
+    if placing.hashes is None:
         return None
-    return Chain(unpacked(begun.hashes), begun.n_tokens, tokens_per_block)
+    return Chain(unpacked(placing.hashes), placing.n_tokens, tokens_per_block)
 
 
 # --- which engines of two kvpins are the same ---------------------------------------------------------------

@@ -3,50 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from msgspec.structs import replace
 
 from engine_adapter.types import Role, Usage
 from proxy.core.index.blocks import Chain
-from proxy.core.peers.messages import (
-    AnswerBegan,
-    Begun,
-    Heartbeat,
-    Message,
-    Refined,
-    RequestOver,
-    packed,
-)
+from proxy.core.peers.messages import Heartbeat, Message, Placing, RequestState, Step, packed
 from proxy.core.placement.load import Work
 
 
 class Telling:
     """Tells of one request, from its placement to its end."""
 
-    __slots__ = ("_begun", "_own", "_step", "_work")
+    __slots__ = ("_own", "_placing", "_state")
 
-    def __init__(self, own: OwnRequests, begun: Begun) -> None:
-        self._own, self._begun = own, begun
-        self._work, self._step = begun.work, 0
+    def __init__(self, own: OwnRequests, state: RequestState, placing: Placing) -> None:
+        self._own, self._state = own, state
+        self._placing = replace(placing, known=False)  # who hears of it later does not know its times
+        own.tell(replace(state, placing=placing))
 
     def refined(self, work: Work) -> None:
         """Its work is another one."""
-        self._work = work
-        self._own.tell(Refined(self._begun.id, work))
+        self._tell(work=work)
 
-    def answer_began(self, step: int) -> None:
-        """Its answer began, see `AnswerBegan`."""
-        self._step = step
-        self._own.tell(AnswerBegan(self._begun.id, step))
+    def answer_began(self, step: Step) -> None:
+        """Its answer began, see `Step`."""
+        self._tell(step=step)
 
-    def ended(self, computed: int | None, report: Usage | None) -> None:
+    def ended(self, computed: int | None, usage: Usage | None) -> None:
         """It is over, see `Placer.end`."""
-        self._own.forget(self._begun.id)
-        self._own.tell(RequestOver(self._begun.id, computed, report))
+        self._own.forget(self._state.id)
+        self._tell(step=Step.OVER, computed=computed, usage=usage)
 
-    def now(self) -> Begun:
-        """The request as it is now, for a peer that did not see its earlier steps and so not their times."""
-        return replace(self._begun, work=self._work, known=False, step=self._step)
+    def _tell(self, **changes: Any) -> None:  # noqa: ANN401 - fields of a state
+        self._state = replace(self._state, **changes)
+        self._own.tell(self._state)
+
+    def now(self) -> RequestState:
+        """The request as it is now, for a peer that does not know it."""
+        return replace(self._state, placing=self._placing)
 
 
 class OwnRequests:
@@ -74,19 +70,8 @@ class OwnRequests:
         steps."""
         self._last += 1
         hashes, n_tokens = (packed(chain.hashes), chain.n_tokens) if chain is not None else (None, 0)
-        begun = Begun(
-            self._last,
-            engine,
-            hashes,
-            n_tokens,
-            work,
-            streams=streams,
-            known=known,
-            session=session,
-            part=part,
-        )
-        telling = self._in_flight[begun.id] = Telling(self, begun)
-        self.tell(begun)
+        placing = Placing(engine, hashes, n_tokens, streams, known, session, part)
+        telling = self._in_flight[self._last] = Telling(self, RequestState(self._last, work), placing)
         return telling
 
     def tell(self, message: Message) -> None:

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from proxy.core import books as engine_book
-from proxy.core.books import MAX_AHEAD_S, EngineBook, EngineMark, decode_marks, encode_marks
+from proxy.core.books import MAX_SKEW_S, EngineBook, EngineMark, decode_marks, encode_marks
 
 NOW = 1000.0
 
@@ -88,7 +88,7 @@ def test_an_undone_drain_that_was_never_known_is_no_news():
     assert heard == []
 
 
-@pytest.mark.parametrize("at", [NOW + MAX_AHEAD_S + 1, 1e300, math.inf, math.nan])
+@pytest.mark.parametrize("at", [NOW + MAX_SKEW_S + 1, 1e300, math.inf, math.nan])
 def test_an_order_from_the_future_does_not_count(at):
     """No later order could undo it."""
     book = EngineBook()
@@ -96,6 +96,6 @@ def test_an_order_from_the_future_does_not_count(at):
         [EngineMark("a", drained=True, at=at), EngineMark("b", drained=True, at=NOW)], now=NOW
     )
     assert [mark.engine for mark in book.marks()] == ["b"]
-    assert book.merge([EngineMark("a", drained=True, at=NOW + MAX_AHEAD_S)], now=NOW)
+    assert book.merge([EngineMark("a", drained=True, at=NOW + MAX_SKEW_S)], now=NOW)
     book.drain("a", drained=False, now=NOW)
     assert not book.is_drained("a")

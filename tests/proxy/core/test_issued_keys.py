@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from proxy.api.admin.endpoint import MAX_KEY_MODELS
-from proxy.core.books import MAX_AGE_S, MAX_KEYS, IssuedKey, KeyBook, signed, verified
+from proxy.core.books import MAX_KEYS, MAX_SKEW_S, IssuedKey, KeyBook, signed, verified
 from proxy.core.quotas import TenantLimits
 from proxy.peers.bus import MAX_FRAME_BYTES
 
@@ -88,9 +88,9 @@ def test_only_who_has_the_secret_can_tell_of_keys():
 def test_an_old_state_that_is_told_once_more_opens_no_removed_key():
     told = signed([key()], b"secret", 1000.0)
     for now, is_taken in (
-        (1000.0 + MAX_AGE_S, True),
-        (1000.0 - MAX_AGE_S, True),
-        (1001.0 + MAX_AGE_S, False),
+        (1000.0 + MAX_SKEW_S, True),
+        (1000.0 - MAX_SKEW_S, True),
+        (1001.0 + MAX_SKEW_S, False),
     ):
         assert (verified(told, b"secret", now) is not None) is is_taken
     assert verified(signed([key()], b"secret", float("nan")), b"secret", 1000.0) is None

@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 
 from proxy.control.engines import stats
 from proxy.control.kv import PinAnswer
-from proxy.core.books import MAX_AGE_S, IssuedKey, signed
+from proxy.core.books import MAX_SKEW_S, EngineMark, IssuedKey, encode_marks, signed
 from proxy.core.peers.messages import KvpinState, Leaving, frame_of
 from proxy.core.placement.load import LoadSample, Work
 from proxy.core.retention import AdminPin
@@ -81,8 +81,15 @@ async def test_kvpins_of_two_versions_serve_side_by_side_and_share_nothing(wires
 async def test_strange_frames_are_borne_and_one_has_a_name_though_it_told_none(wires):
     async with world(lambda _: Wire(wires)) as (_, (one, _two)):
         broken = msgspec.msgpack.encode([[7, one.peers._owner, "a", None, [b"123"]]])
+        nested = b"\x91" * 10_000 + b"\xc0"
+        deep, deep_mark = (
+            b"\x91\x92\x09",
+            b"\x91\x97" + encode_marks([EngineMark("a", drained=True, at=1.0)])[2:],
+        )
         with capture_logs() as logs:
-            wires[0].ears.receive(frame_of(7, [])[:9] + broken)
+            for messages in (broken, deep + nested):
+                wires[0].ears.receive(frame_of(7, [])[:9] + messages)
+            wires[0].ears.kept(deep_mark + nested)
             wires[0].ears.receive(frame_of(7, [Leaving(), KvpinState("x", []), Leaving()]))
         assert in_step(one)
         stopped = [each["peer"] for each in logs if each["event"] == "another kvpin has stopped"]
@@ -181,7 +188,7 @@ async def test_who_lacks_the_secret_issues_no_key(wires):
 async def test_an_old_message_that_is_repeated_opens_no_key_where_others_may_write(wires):
     """It was told before the key was removed, and whoever may publish to a Redis channel has kept it."""
     async with world(lambda _: Wire(wires)) as (_, (one, two)):
-        old = signed(issued("k"), b"", time.time() - 2 * MAX_AGE_S)
+        old = signed(issued("k"), b"", time.time() - 2 * MAX_SKEW_S)
         one.peers._secret = two.peers._secret = lambda: b""
         for proxy, is_private, keys in ((one, False, []), (two, True, [b"k"])):
             proxy.peers.bus.is_private = is_private

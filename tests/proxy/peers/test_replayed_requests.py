@@ -1,6 +1,8 @@
 """The requests of another kvpin, replayed. Its messages are those that a kvpin makes, so that both sides are
 tested."""
 
+import random
+
 import pytest
 from msgspec.structs import replace
 
@@ -166,6 +168,69 @@ def test_a_peer_that_hashes_otherwise_shares_its_load(world):
     world.begin(None)
     world.send()
     assert (world.ledger.in_flight, world.pending) == (2, 0)
+
+
+def go_on(world, rng, running):
+    """A random step of a random request, or a new one. `running`: their work and their step."""
+    telling = rng.choice([None, *running])
+    if telling is None:
+        running[world.begin(rng.choice([CHAIN, None]))] = Work(165), 0
+    elif (step := rng.choice(["refine", "answer", "end"])) == "end":
+        telling.ended(rng.choice([80, None]), None)
+        del running[telling]
+    elif not running[telling][1]:
+        work, answered = (Work(rng.randrange(165)), 0) if step == "refine" else (running[telling][0], 1)
+        telling.refined(work) if step == "refine" else telling.answer_began(1)
+        running[telling] = work, answered
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_ghost_outlives_a_heartbeat_whatever_is_lost_repeated_or_out_of_order(world, seed):
+    rng, running, told = random.Random(seed), {}, []  # noqa: S311 - no secret
+    for _ in range(8):
+        for _ in range(12):
+            go_on(world, rng, running)
+            told += world.own.take() * rng.randrange(3)  # lost, once, twice
+            if rng.random() < 0.7:
+                rng.shuffle(told)
+                world.send(*told[: (cut := rng.randrange(len(told) + 1))])
+                del told[:cut]
+        world.beat()
+        assert world.peer._requests.keys() <= {telling.now().id for telling in running}
+        assert world.ledger.in_flight == world.in_flight
+        if rng.random() < 0.5:
+            world.all()
+            waiting = [work for work, answered in running.values() if not answered]
+            assert world.known == (True, len(running), len(running))
+            assert world.ledger.view(1.0).decoding == len(running) - len(waiting)
+            assert sorted(each.placed.work.computed for each in world.engine.of_peers.values()) == sorted(
+                work.computed for work in waiting
+            )
+    world.own._in_flight.clear()
+    world.beat()
+    assert (world.known, world.pending, world.engine.of_peers) == ((True, 0, 0), 0, {})
+
+
+def test_each_message_makes_up_for_those_that_were_lost_before_it(world):
+    telling = world.begin()
+    world.send()
+    telling.refined(Work(80))
+    world.send(lost=True)
+    telling.answer_began(1)
+    world.send()
+    (request,) = world.peer._requests.values()
+    assert request.placed.work == Work(80)
+    assert world.ledger.view(1.0).decoding == 1
+
+
+def test_a_message_that_comes_after_a_later_one_changes_nothing(world):
+    telling = world.begin(streams=False)
+    telling.refined(Work(80))
+    telling.answer_began(2)
+    first, *rest = world.own.take()
+    world.send(first, *rest, *rest)
+    (request,) = world.peer._requests.values()
+    assert request.placed.spent.computed == 80
 
 
 def test_all_requests_of_a_lost_peer_are_over(world):

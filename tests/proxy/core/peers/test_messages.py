@@ -2,14 +2,15 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from engine_adapter import UNREADABLE
 from engine_adapter.types import Usage
 from proxy.core.index.blocks import Chain
 from proxy.core.peers import messages
 from proxy.core.peers.messages import (
-    Begun,
     Heartbeat,
     KvpinState,
-    RequestOver,
+    Placing,
+    RequestState,
     ToldEngine,
     UseReport,
     chain_of,
@@ -24,13 +25,13 @@ from proxy.core.peers.messages import (
 from proxy.core.placement.load import Work
 from proxy.core.quotas import Use
 
-BEGUN = Begun(1, "a", packed([7, 2**64 - 1]), 40, Work(8, 16), streams=True, known=False, session=2**63)
+PLACING = Placing("a", packed([7, 2**64 - 1]), 40, streams=True, known=False, session=2**63)
 
 
 def test_messages_come_back_as_they_were():
     messages = [
-        BEGUN,
-        RequestOver(1, None, Usage(3, 4, (5, 0.5))),
+        RequestState(1, Work(8, 16), placing=PLACING),
+        RequestState(1, Work(8), 3, usage=Usage(3, 4, (5, 0.5))),
         UseReport("t", Use(1, 2, 3)),
         Heartbeat(packed([2**64 - 1]), 1.5),
     ]
@@ -46,10 +47,10 @@ def test_a_frame_of_another_version_has_no_owner(monkeypatch):
     assert owner_of(b"\xff") is None
 
 
-def begun(**changes):
+def begun(id=1, step=0, **changes):  # noqa: A002 - as the field
     """Its fields on the wire, some of them changed."""
-    fields = dict(zip(Begun.__struct_fields__, msgspec.structs.astuple(BEGUN), strict=True))
-    return [0, *(fields | changes).values()]
+    fields = dict(zip(Placing.__struct_fields__, msgspec.structs.astuple(PLACING), strict=True))
+    return [0, id, Work(8), step, [*(fields | changes).values()]]
 
 
 WHOLE, PART = b"12345678", b"123"
@@ -58,7 +59,7 @@ WHOLE, PART = b"12345678", b"123"
 @pytest.mark.parametrize(
     "told",
     [
-        *(begun(id=-1), begun(session=-1), begun(hashes=PART)),
+        *(begun(id=-1), begun(step=4), begun(session=-1), begun(hashes=PART)),
         *([7, 1, "a", None, [WHOLE, PART]], [7, 1, "a", None, [WHOLE], PART], [8, PART, 1.0]),
     ],
 )
@@ -68,14 +69,14 @@ def test_a_number_below_none_or_a_hash_in_part_makes_a_frame_none(told):
 
 
 def test_a_prompt_that_is_not_known_has_no_chain():
-    assert chain_of(BEGUN, 16) == Chain((7, 2**64 - 1), 40, 16)
-    assert chain_of(msgspec.structs.replace(BEGUN, hashes=None), 16) is None
+    assert chain_of(PLACING, 16) == Chain((7, 2**64 - 1), 40, 16)
+    assert chain_of(replace(PLACING, hashes=None), 16) is None
 
 
 def test_a_text_that_is_no_utf_8_makes_a_frame_none():
     """Who may write to a Redis channel ended the exchange by it."""
     frame = frame_of(1, [KvpinState("a name", [])]).replace(b"a name", b"a n\xffme")
-    with pytest.raises(msgspec.MsgspecError):
+    with pytest.raises(UNREADABLE):
         messages_of(frame)
 
 

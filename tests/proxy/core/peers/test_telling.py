@@ -1,5 +1,7 @@
+from msgspec.structs import replace
+
 from proxy.core.index.blocks import Chain
-from proxy.core.peers.messages import AnswerBegan, Begun, Heartbeat, Refined, RequestOver, packed
+from proxy.core.peers.messages import Heartbeat, Placing, RequestState, packed
 from proxy.core.peers.telling import OwnRequests
 from proxy.core.placement.load import Work
 
@@ -21,8 +23,13 @@ def test_a_request_is_told_from_its_begin_to_its_end():
     telling.answer_began(1)
     telling.ended(4, None)
     begun, *rest = own.take()
-    assert begun == Begun(1, "a", packed([1, 2]), 40, Work(9), streams=True, known=True, session=5)
-    assert rest == [Refined(1, Work(4)), AnswerBegan(1, 1), RequestOver(1, 4, None)]
+    placing = Placing("a", packed([1, 2]), 40, streams=True, known=True, session=5)
+    assert begun == RequestState(1, Work(9), placing=placing)
+    assert rest == [
+        RequestState(1, Work(4)),
+        RequestState(1, Work(4), 1),
+        RequestState(1, Work(4), 3, computed=4),
+    ]
     assert own.take() == []
     assert len(woken) == 1
 
@@ -32,7 +39,7 @@ def test_after_all_was_taken_the_next_message_wakes_again():
     begin(own)
     own.take()
     begin(own, streams=False).answer_began(2)
-    assert own.take()[1:] == [AnswerBegan(2, 2)]
+    assert own.take()[1:] == [RequestState(2, Work(9), 2)]
     assert len(woken) == 2
 
 
@@ -43,8 +50,9 @@ def test_what_runs_is_told_as_it_is_now():
     running.refined(Work(1))
     answered.answer_began(2)
     one, two, last = own.in_flight(5.0)
-    assert (one.id, one.hashes, one.work, one.step, one.known) == (2, None, Work(1), 0, False)
-    assert (two.id, two.hashes, two.work, two.step) == (3, packed([3]), Work(9), 2)
+    untimed = Placing("a", None, 0, streams=True, known=False, session=5)
+    assert one == RequestState(2, Work(1), 0, untimed)
+    assert two == RequestState(3, Work(9), 2, replace(untimed, hashes=packed([3]), n_tokens=16))
     assert last == own.heartbeat(5.0) == Heartbeat(packed([2, 3]), 5.0)
     running.answer_began(1)
     assert next(own.in_flight(5.0)).step == 1
