@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from engine_adapter import UNREADABLE
+from engine_adapter.body import UNREADABLE
 from proxy.core.quotas import TenantLimits
 
 # --- engine book ----------------------------------------------------------------------------------------
