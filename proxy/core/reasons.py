@@ -157,8 +157,7 @@ _STRAINED = ("restore_s", "prefill_s")
 
 
 def _dearest(words: Mapping[str, str], rival: Cost, placement: Placement, place: str | None = None) -> str:
-    """The words for the term that adds most to the rival's cost over the chosen engine's. `place` says where,
-    empty if the sentence has said it; the rival's name by default."""
+    """The words for the term that adds most to the rival's cost over the chosen engine's, and the `place`."""
 
     def more(name: str) -> float:
         added = _term(rival, name) - _term(placement.chosen, name)
