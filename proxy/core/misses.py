@@ -181,7 +181,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
         return Miss.STATE if self.lacks is Attention.STATE else Miss.WINDOW
 
     def _change(self, compared: Compared, n_tokens: int) -> Miss:
-        """The miss of a prompt that differs. All that both share was reused. Templates make short ones alike."""
+        """The miss of a prompt that differs; what both share was reused. Templates make short ones alike."""
         shared = self.reusable(compared.common_tokens)
         if self.is_whole and shared == self.reusable(compared.n_tokens) > 0:
             return Miss.HIT
