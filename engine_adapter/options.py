@@ -57,6 +57,7 @@ _KINDS = {
     "null": "null",
     "bytes": "bytes",
 }
+_CUT = "Input data was truncated"
 # msgspec's messages about a time.
 _NO_TIME = re.compile(r"^(?:Invalid RFC3339 encoded datetime|Expected `datetime` with a timezone component)")
 _A_TIME = "must be a time with its zone, as 2027-01-31T00:00:00Z"
@@ -104,7 +105,9 @@ def _read(kind: type, value: object) -> Any:  # noqa: ANN401 - msgspec's signatu
 
 
 def plain_error(message: str) -> str:
-    """The message of a `msgspec.ValidationError`; what follows in it, the place of the value, stays."""
+    """The message of a `msgspec.DecodeError`; what follows in it, the place of the value, stays."""
+    if message == _CUT:
+        return "it ends too early"
     if _NO_TIME.match(message):
         return _NO_TIME.sub(_A_TIME, message)
     found = _EXPECTED.match(message)

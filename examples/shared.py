@@ -21,7 +21,8 @@ def one_line_errors() -> Iterator[None]:
         sys.exit(f"{error.request.url} answered {error.response.status_code}: {message_of(error.response)}")
     except (APIConnectionError, httpx.TransportError) as error:
         url = error.request.url
-        sys.exit(f"Nothing answers at {url}: start kvpin (scripts/serve), or name its address. ({error})")
+        hint = "start kvpin (scripts/serve), or name its address with --base-url"
+        sys.exit(f"Nothing answers at {url}: {hint}. ({error})")
     except OpenAIError as error:
         sys.exit(str(error))
 
@@ -54,7 +55,7 @@ def first_model(client: OpenAI) -> str:
     """The first model that is served."""
     models = client.models.list().data
     if not models:
-        sys.exit("No model is served yet: wait until kvpin prints 'ready', then try again.")
+        sys.exit("No model is served yet: wait until kvpin prints 'ready:', then try again.")
     return models[0].id
 
 

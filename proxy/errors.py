@@ -29,6 +29,7 @@ import msgspec
 
 from engine_adapter.causes import Cause, Code
 from engine_adapter.errors import KvpinError
+from engine_adapter.options import plain_error
 from proxy.headers import RETRY_AFTER_HEADER, SHOULD_RETRY_HEADER
 
 ANSWERED = (KvpinError, msgspec.DecodeError)
@@ -207,7 +208,7 @@ class EngineFailed(ProxyError):
 def message_of(error: Exception) -> str:
     """What its client, and the record of the request, say of an error."""
     is_broken = isinstance(error, msgspec.DecodeError) and not isinstance(error, msgspec.ValidationError)
-    return f"the body is not valid JSON: {error}" if is_broken else str(error)
+    return f"the body is not valid JSON: {plain_error(str(error))}" if is_broken else str(error)
 
 
 def code_of(error: Exception) -> Code:

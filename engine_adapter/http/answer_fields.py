@@ -25,9 +25,11 @@ _OPENAIS = ("message", "type", "param", "code")
 # llama-server has this type, but not OpenAI's code, which clients look for.
 _CODES = {"exceed_context_size_error": "context_length_exceeded"}
 _REFUSED = "the model's chat template refuses the request: "
-# llama-server answers these with 500: another engine with the same model would do so, too.
+# llama-server answers these with 500: another engine with the same model would do so, too. The JSON error is
+# about a field of another type than it expects.
 _CLIENTS_FAULT = re.compile(
-    rf"(image|audio|video) input is not supported|Failed to parse messages: |{_REFUSED}"
+    r"(image|audio|video) input is not supported|Failed to parse (messages|tools): "
+    rf"|\[json\.exception\.type_error\.30\d\] |{_REFUSED}"
 )
 # llama-servers answer these with 500 after they have generated the whole answer, which their parser does not
 # take. Another engine would generate it once more.

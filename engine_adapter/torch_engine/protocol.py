@@ -344,13 +344,26 @@ def parse(body: bytes, kind: type[AnyRequest]) -> AnyRequest:
             raise ApiError(f"{param} is missing", param=param) from error
         param = path.removesuffix(_EACH)
         each = "each value " if path.endswith(_EACH) else ""
-        reason = plain_error(message)
+        reason = _range_of(kind, param) if "<= " in message or ">= " in message else None
+        reason = reason or plain_error(message)
         where = f"{param or 'the body'}: {each}"
         raise ApiError(where + reason[:1].lower() + reason[1:], param=param or None) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ApiError(f"the body is not valid JSON: {error}", code="invalid_json") from error
+        raise ApiError(
+            f"the body is not valid JSON: {plain_error(str(error))}", code="invalid_json"
+        ) from error
     except RecursionError as error:
         raise ApiError("the body is nested too deeply", code="invalid_json") from error
+
+
+def _range_of(kind: type[msgspec.Struct], name: str) -> str | None:
+    """What a number must be that has two bounds, of which msgspec names one; None for other fields."""
+    fields = getattr(msgspec.inspect.type_info(kind), "fields", ())
+    types = next((getattr(field.type, "types", ()) for field in fields if field.name == name), ())
+    for each in types:
+        if isinstance(each, msgspec.inspect.FloatType) and None not in (each.ge, each.le):
+            return f"must be a number from {each.ge:g} to {each.le:g}"
+    return None
 
 
 def parse_tokenize(body: bytes) -> PromptRequest:
@@ -376,8 +389,8 @@ def sampling_of(request: PromptRequest, *, default_max_tokens: int | None) -> Sa
     echoes = isinstance(request, CompletionRequest) and bool(request.echo)
     if max_tokens is not None:
         least = 0 if echoes else 1
-        _need(max_tokens >= least, request.limit_name, f"is at least {least}")
-        _need((request.min_tokens or 0) <= max_tokens, "min_tokens", f"is at most {request.limit_name}")
+        _need(max_tokens >= least, request.limit_name, f"be at least {least}")
+        _need((request.min_tokens or 0) <= max_tokens, "min_tokens", f"be at most {request.limit_name}")
     given = {name: getattr(request, name) for name in _SAMPLING_FIELDS}
     return SamplingParams(
         **{name: value for name, value in given.items() if value is not None},
@@ -480,7 +493,7 @@ def answered_of(request: PromptRequest, sampling: SamplingParams) -> TokenIds[in
     """
     answered = token_ids_of(request.answer_token_ids or [], "answer_token_ids")
     limit = sampling.max_tokens
-    rule = f"has less than {request.limit_name} tokens"
+    rule = f"have less than {request.limit_name} tokens"
     _need(limit is None or not answered or len(answered) < limit, "answer_token_ids", rule)
     return answered
 
@@ -511,14 +524,14 @@ def target_of(request: SliceRequest | PinRequest) -> KvTarget:
                 param="extra_ids",
             )
         for index, value in enumerate(request.extra_ids):
-            _need(0 <= value <= UINT64_MAX, f"extra_ids[{index}]", "is within uint64")
+            _need(0 <= value <= UINT64_MAX, f"extra_ids[{index}]", "be within uint64")
         extra_ids = extra_array(request.extra_ids)
     return KvTarget(token_ids, extra_ids, salt_of(request.cache_salt))
 
 
 def _need(holds: bool, param: str, rule: str) -> None:
     if not holds:
-        raise ApiError(f"{param} is out of range: it {rule}", param=param)
+        raise ApiError(f"{param} must {rule}", param=param)
 
 
 def _logprobs(request: PromptRequest) -> int | None:
@@ -537,7 +550,7 @@ def _bias(request: PromptRequest) -> tuple[tuple[int, float], ...]:
     for token, bias in (request.logit_bias or {}).items():
         if not (token.isascii() and token.isdigit() and len(token) < 10):  # noqa: PLR2004 - fits int32
             raise ApiError(f"logit_bias: {token[:40]!r} is not a token id", param="logit_bias")
-        _need(-_MAX_BIAS <= bias <= _MAX_BIAS, "logit_bias", f"is from {-_MAX_BIAS:g} to {_MAX_BIAS:g}")
+        _need(-_MAX_BIAS <= bias <= _MAX_BIAS, "logit_bias", f"be from {-_MAX_BIAS:g} to {_MAX_BIAS:g}")
         biases[int(token)] = bias
     return tuple(biases.items())
 

@@ -410,7 +410,8 @@ class DataPlane:
         if not given.isdigit():
             return None
         if (length := int(given)) > self.max_body_bytes:
-            raise BodyTooLarge(f"the body has {length} bytes; the limit is {self.max_body_bytes}")
+            limit = f"{self.max_body_bytes} (limits.body_bytes)"
+            raise BodyTooLarge(f"the body has {length} bytes; the limit is {limit}")
         return length
 
     def _options(self, exchange: Exchange) -> Response:

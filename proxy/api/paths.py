@@ -20,7 +20,7 @@ from engine_adapter import (
     websocket,
 )
 from proxy.errors import BadRequest, Forbidden, MethodNotAllowed, NotFound
-from proxy.request.known_routes import ALLOW_POST, POST_ONLY
+from proxy.request.known_routes import ALLOW_POST, POST_ONLY, is_known
 from proxy.request.stages import Stage
 
 # --- the open paths of the data plane: most below `/v1`, and those that adapters declare ----------------
@@ -36,7 +36,8 @@ _TWICE = "/v1/v1/"
 
 @lru_cache(maxsize=256)
 def checked_path(target: bytes) -> str:
-    """Path and query of a request for the engine. A native route that equals one of `/v1` becomes that one.
+    """Path and query of a request for the engine. A native route that equals one of `/v1` becomes that one. A
+    known route loses a slash at its end: engines redirect or refuse it with one.
 
     Raises:
         NotFound: the route is not open, or has dot segments: they could leave `/v1` at the engine.
@@ -57,6 +58,9 @@ def checked_path(target: bytes) -> str:
     )
     if climbs or not path.isascii() or not is_open:
         raise NotFound(f"there is no route {decoded!r}{_hint(decoded)}")
+    if path.endswith("/") and is_known(route):
+        path = path.rstrip("/")
+        return f"{path}?{query}" if query else path
     return whole.removesuffix("?")
 
 
@@ -64,6 +68,8 @@ def _hint(path: str) -> str:
     """A hint for the error message if the path looks like the result of a wrong base URL."""
     if path in ("/v1", _ROOT):
         return ": OpenAI's API begins here; /v1/models lists the models"
+    if path.startswith(f"{_TWICE}messages"):
+        return ": Anthropic's clients add /v1 themselves: set base_url to http://HOST:PORT"
     return ": write /v1 once, as the end of base_url" if path.startswith(_TWICE) else ""
 
 
@@ -76,7 +82,7 @@ def check_method(method: str, path: str) -> None:
     """
     asked = path.partition("?")[0]
     if route_of(path) in POST_ONLY and method != "POST":
-        raise MethodNotAllowed(f"{asked} takes {ALLOW_POST}, not {method}", allow=ALLOW_POST)
+        raise MethodNotAllowed(f"{asked} takes POST, not {method}", allow=ALLOW_POST)
     native = NATIVE_ROUTES.get(asked)
     if native is not None and method != native.method and (method, native.method) != ("HEAD", "GET"):
         raise NotFound(f"there is no route {method} {asked}")

@@ -165,10 +165,11 @@ def show_stats(stats: dict[str, Any]) -> None:
 
 def _ended(counts: dict[str, Any], served: str = " served") -> str:
     """The requests that are over: those that were served, and if there are any, those whose prompt an engine
-    computed for another one, and those that failed."""
+    computed for another one, and those whose answer was an error, of the client's too."""
     prefilled = f", {counts['prefilled']} for others" if counts.get("prefilled") else ""
-    failed = f", {counts['failed']} failed" if counts["failed"] else ""
-    return f"{counts['served']}{served}{prefilled}{failed}"
+    failed = counts["failed"]
+    errors = f", {failed} error{'s' * (failed > 1)}" if failed else ""
+    return f"{counts['served']}{served}{prefilled}{errors}"
 
 
 def ready_engines(ready: int, of: int, elsewhere: int) -> str:

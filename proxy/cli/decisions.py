@@ -148,7 +148,8 @@ def show_request(request: dict[str, Any]) -> None:
         out.print(f"first token expected after {expected}, came after {_ms(request['first_byte_s'])}")
     if parts := request["first_byte_parts"]:
         spent = ", ".join(f"{name} {_ms(seconds)}" for name, seconds in parts.items())
-        out.print(f"first byte {_ms(sum(parts.values()))} after the request came: {spent}", markup=False)
+        what = "first byte" if request["stream"] else "answer"
+        out.print(f"{what} {_ms(sum(parts.values()))} after the request came: {spent}", markup=False)
 
 
 def _show_costs(

@@ -25,7 +25,7 @@ class Miss(StrEnum):
     """Why no more of a prompt was reused."""
 
     HIT = "hit"  # all that could be reused was
-    SHARED = "shared_prefix"  # all that both prompts share was reused; the rest is new
+    SHARED = "shared_prefix"  # all that both prompts share was reused, or they are short; the rest is new
     SHORT = "too_short"  # it has no full block, and engines reuse only those
     FIRST = "first_seen"  # no request of this tenant that is known began like it
     MODEL = "model_changed"
@@ -128,7 +128,9 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def has_all(self) -> bool:
         """True if all that could be reused was, whatever other requests left."""
-        return self.is_whole and self.reused_tokens >= self.reusable(self.n_tokens or 0) > 0
+        n_tokens = self.n_tokens or 1
+        most = self.reusable(n_tokens) or n_tokens - 1  # a llama-server reuses less than a block, too
+        return self.is_whole and self.reused_tokens >= most > 0
 
     @property
     def miss(self) -> Miss:
@@ -136,10 +138,10 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
         reused, n_tokens = self.reused_tokens, self.n_tokens
         if n_tokens is None:
             return Miss.UNKNOWN
-        if self.is_whole and not self.reusable(n_tokens):
-            return Miss.SHORT
         if self.has_all:
             return Miss.HIT
+        if self.is_whole and not self.reusable(n_tokens):
+            return Miss.SHORT
         if self.compared is not None:
             return self._beside(self.compared, n_tokens)
         if max(self.held_tokens, self.predicted_tokens) > reused or self.cut_tokens:
@@ -179,14 +181,15 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
         return Miss.STATE if self.lacks is Attention.STATE else Miss.WINDOW
 
     def _change(self, compared: Compared, n_tokens: int) -> Miss:
-        """The miss of a prompt that differs from an earlier one. All that both share was reused."""
+        """The miss of a prompt that differs; what both share was reused. Templates make short ones alike."""
         shared = self.reusable(compared.common_tokens)
         if self.is_whole and shared == self.reusable(compared.n_tokens) > 0:
             return Miss.HIT
         is_new = self.is_whole and compared.repeated_tokens < REPEATED * n_tokens
         # More than both share: KV was moved from behind the difference.
         is_moved = self.reused_tokens >= compared.common_tokens + REPEATED * n_tokens
-        if (is_new and self.reused_tokens) or is_moved:
+        is_short = self.is_whole and not shared and self.reusable(n_tokens) <= self.tokens_per_block
+        if (is_new and self.reused_tokens) or is_moved or is_short:
             return Miss.SHARED
         if compared.changes:
             return Miss.KVPIN

@@ -104,7 +104,8 @@ def why(placement: Placement, *, is_reusing: bool = True) -> str:
         against += _dearest(_PRICES, sooner, placement)
     else:
         rival = min(others, key=lambda cost: cost.total_s)
-        against = f"{subject} {_takes(chosen, total)}, but {_dearest(_OBSTACLES, rival, placement)}"
+        obstacle = _dearest(_OBSTACLES, rival, placement, "")
+        against = f"{subject} {_takes(chosen, total)}; on {rival.engine} {obstacle}"
     return f"{said}; {against}"
 
 
@@ -128,7 +129,7 @@ def _of_a_release(placement: Placement) -> str:
     said = f"{holder.engine} {verb} {_held(holder, total)}"
     if holder in _equals(placement):
         return f"{said}, which saves less than a millisecond{_tie(placement)}"
-    obstacle = _dearest(_OBSTACLES, holder, placement, "there")
+    obstacle = _dearest(_OBSTACLES, holder, placement, " there")
     return f"{said}, but {obstacle}; {chosen.engine} {_takes(chosen, total)}"
 
 
@@ -141,23 +142,22 @@ _PRICES = {
 }
 # Term of a cost → why it costs too much at `place`; likewise.
 _OBSTACLES = {
-    "later_s": "the next turns would wait {term} {place}",
-    "again_s": "the next prompt with this beginning would compute it {place} again: {term}",
-    "interference_s": "running streams {place} slow the prompt by {term}",
-    "room_s": "running streams {place} leave no memory for it for {term}",
-    "restore_s": "restoring {restored} {place} takes {term}",
-    "regret_s": "making room {place} evicts KV worth {term}",
-    "prefill_s": "computing {computed:,} tokens {place} takes {term}",
-    "stall_s": "computing {computed:,} tokens {place} delays other requests by {term} in all",
-    "queue_s": "{term} of prefill wait {place}",
+    "later_s": "the next turns would wait {term}{place}",
+    "again_s": "the next prompt with this beginning would compute it{place} again: {term}",
+    "interference_s": "running streams{place} slow the prompt by {term}",
+    "room_s": "running streams{place} leave no memory for it for {term}",
+    "restore_s": "restoring {restored}{place} takes {term}",
+    "regret_s": "making room{place} evicts KV worth {term}",
+    "prefill_s": "computing {computed:,} tokens{place} takes {term}",
+    "stall_s": "computing {computed:,} tokens{place} delays other requests by {term} in all",
+    "queue_s": "{term} of prefill wait{place}",
 }
 # Terms that count for other requests, too.
 _STRAINED = ("restore_s", "prefill_s")
 
 
-def _dearest(words: Mapping[str, str], rival: Cost, placement: Placement, place: str = "") -> str:
-    """The words for the term that adds most to the rival's cost over the chosen engine's. `place` stands for
-    the rival; its name by default."""
+def _dearest(words: Mapping[str, str], rival: Cost, placement: Placement, place: str | None = None) -> str:
+    """The words for the term that adds most to the rival's cost over the chosen engine's, and the `place`."""
 
     def more(name: str) -> float:
         added = _term(rival, name) - _term(placement.chosen, name)
@@ -167,7 +167,7 @@ def _dearest(words: Mapping[str, str], rival: Cost, placement: Placement, place:
     return words[name].format(
         term=_s(_term(rival, name)),
         more=_s(more(name)),
-        place=place or f"on {rival.engine}",
+        place=f" on {rival.engine}" if place is None else place,
         busy=utilisation_of(placement),
         restored=_restored(rival),
         computed=placement.n_tokens - rival.cached_tokens,

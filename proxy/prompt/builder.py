@@ -464,7 +464,7 @@ class PromptBuilder:
     def _too_long(self, tokens: int, has: str, param: str) -> TooLong:
         limit = self._context() or 0
         return TooLong(
-            f"this model's context is {limit} tokens; the prompt {has} {tokens}",
+            f"this model's context is {limit} tokens; the prompt {has} {tokens} tokens",
             tokens,
             param=param,
             code=Code.CONTEXT_LENGTH_EXCEEDED,

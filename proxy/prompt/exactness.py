@@ -96,7 +96,7 @@ _PROBES: dict[Form, dict[str, dict[str, Any]]] = {
         "tool call in a stream": _called("Look.") | {"stream": True},
     },
     Form.CONTINUED: {
-        "no turn of the user last": {"messages": [_HELLO, _SAID]},
+        "no user message last": {"messages": [_HELLO, _SAID]},
         "no generation prompt": {"messages": [_HELLO], "add_generation_prompt": False},
         "continue_final_message": {
             "messages": [_HELLO, _SAID],
@@ -266,8 +266,8 @@ def difference_of(ours: TokenIds[int], theirs: TokenIds[int]) -> str | None:
         return None
     shared = common_prefix(ours, theirs)
     if shared == min(len(ours), len(theirs)):
-        return f"{len(ours)} tokens here, {len(theirs)} there"
-    return f"token {shared} is {ours[shared]} here, {theirs[shared]} there"
+        return f"kvpin made {len(ours)} tokens, the engine {len(theirs)}"
+    return f"token {shared}: kvpin made {ours[shared]}, the engine {theirs[shared]}"
 
 
 def _probes(model: str, local: LocalTokenizer | None) -> dict[Form, dict[str, JsonBody]]:

@@ -288,7 +288,7 @@ class Preparation:
             # An engine that keeps no responses keeps no chats, which a GET would list.
             keeps_none = call.route == CHAT_PATH and RESPONSES_PATH in pool.served_as_chats
             if is_chat or keeps_none:
-                text = f"{call.route} takes {ALLOW_POST}, not {call.method}"
+                text = f"{call.route} takes POST, not {call.method}"
                 raise MethodNotAllowed(text, allow=ALLOW_POST)
         if translate is None or not is_chat or not isinstance(body, JsonBody):
             return None

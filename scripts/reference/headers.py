@@ -115,8 +115,9 @@ ANSWER_HEADERS = (
         (FIRM_HEADER,),
         "answers of engines, where that prediction is not firm",
         "`not-firm`: the engine may reuse another number of tokens, and the audit does not count the "
-        "prediction. It rests on what requests in flight have yet to store or may evict, or the engine holds "
-        "KV that it tells nobody of, as a llama-server with its own prompt cache",
+        "prediction. It rests on what requests in flight have yet to store or may evict; or it goes on from "
+        "an answer in a slot of a llama-server, whose tokens kvpin knows only once it has saved the slot; or "
+        "the engine holds KV that it tells nobody of, as a llama-server with its own prompt cache",
         "not-firm",
     ),
     OfAnswer(

@@ -70,6 +70,12 @@ def test_what_a_value_must_be(meta, kind, value, said):
     assert plain_error(str(caught.value)) == said
 
 
+def test_a_text_that_is_cut_off():
+    with pytest.raises(msgspec.DecodeError) as caught:
+        msgspec.json.decode(b'{"a": ')
+    assert plain_error(str(caught.value)) == "it ends too early"
+
+
 @pytest.mark.parametrize("text", ["tomorrow", "2027-01-31", "2027-01-31T00:00:00"])
 def test_what_a_time_must_be(text):
     struct = msgspec.defstruct("Fields", [("end", Annotated[datetime, msgspec.Meta(tz=True)] | None)])

@@ -549,7 +549,7 @@ class TestReuse:
         assert (response.status_code, response.json()["error"]) == (
             400,
             {
-                "message": "this model's context is 30 tokens; the prompt has 40",
+                "message": "this model's context is 30 tokens; the prompt has 40 tokens",
                 "type": "too_big",
                 "param": "prompt",
                 "code": "context_length_exceeded",
@@ -645,7 +645,10 @@ class TestTokensThatEnginesTell:
             for _ in range(2):
                 assert (await client.post(CHAT, json=LONG)).status_code == 200
         (log,) = [log for log in logs if "tokens" in log["event"]]
-        assert (log["engine"], log["difference"]) == ("a", f"token 2 is {prompt.token_ids[2]} here, 7 there")
+        assert (log["engine"], log["difference"]) == (
+            "a",
+            f"token 2: kvpin made {prompt.token_ids[2]}, the engine 7",
+        )
         assert proxy.last.tokens_agree is False
         await proxy.settled()
         pool = proxy.fleet.pools["m"]

@@ -200,7 +200,8 @@ def decode(raw: bytes, kind: type[Body]) -> Body:
             raise BadRequest("the body must be a JSON object", code=Code.INVALID_JSON) from error
         raise BadRequest(_in_words(str(error)), param=at_fault) from error
     except UNREADABLE as error:
-        raise BadRequest(f"the body is not valid JSON: {error}", code=Code.INVALID_JSON) from error
+        text = f"the body is not valid JSON: {plain_error(str(error))}"
+        raise BadRequest(text, code=Code.INVALID_JSON) from error
 
 
 def answer(content: msgspec.Struct, status: int = 200) -> Response:

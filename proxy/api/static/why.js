@@ -92,10 +92,10 @@ const Costs = ({ request }) => {
 };
 
 // What the time to the first byte was spent on. The parts add up to it.
-const Spent = ({ parts }) => {
+const Spent = ({ parts, what }) => {
   const whole = Object.values(parts).reduce((sum, each) => sum + each, 0);
   return html`<section aria-label="Where the time went">
-    <h3>Where the time went <small>first byte ${seconds(whole)} after the request came</small></h3>
+    <h3>Where the time went <small>${what} ${seconds(whole)} after the request came</small></h3>
     ${Object.entries(parts).map(
       ([part, spent]) => html`<div title=${PARTS[part]}><${Share} label=${part} part=${spent} whole=${whole} tone="selected" text=${seconds(spent)} /></div>`,
     )}
@@ -141,7 +141,7 @@ const Request = ({ id }) => {
       <div><dt>duration</dt><dd>${seconds(request.duration_s)}</dd></div>
       <div><dt>output tokens</dt><dd>${count(request.output_tokens)}</dd></div>
     </dl>
-    ${request.first_byte_parts && html`<${Spent} parts=${request.first_byte_parts} />`}
+    ${request.first_byte_parts && html`<${Spent} parts=${request.first_byte_parts} what=${request.stream ? "first byte" : "answer"} />`}
     ${request.decision && html`<h3>Why ${request.engine}</h3><p>${request.decision.why}.</p><${Costs} request=${request} />`}
     ${request.divergence && html`<${Divergence} divergence=${request.divergence} at=${request.differs_at} />`}
   </article>`;

@@ -22,7 +22,8 @@ from proxy.headers import ANTHROPICS_ID_HEADER, REQUEST_ID_HEADER
 # The route that the client asked decides, even if an engine serves the request on another route.
 
 NO_MORE: Mapping[str, object] = MappingProxyType({})
-_MESSAGES = b"/v1/messages"
+# The second: Anthropic's clients add /v1 to their base URL.
+_MESSAGES = (b"/v1/messages", b"/v1/v1/messages")
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     402: "billing_error",

@@ -155,6 +155,24 @@ def test_every_shape_becomes_one(answer, error):
     assert read_error(json.dumps(answer).encode()) == error
 
 
+@pytest.mark.parametrize(
+    ("message", "is_clients"),
+    [
+        ("Failed to parse tools: [json.exception.type_error.304] cannot use at() with string", True),
+        ("[json.exception.type_error.302] type must be string, but is number", True),
+        (
+            "[json.exception.type_error.316] invalid UTF-8 byte at index 0: 0xFF",
+            False,
+        ),  # it wrote that itself
+    ],
+)
+def test_a_field_of_another_type_is_the_clients_fault(message, is_clients):
+    """llama-server answers these with 500, and OpenAI's SDKs would ask twice more."""
+    found = read_error(json.dumps({"error": {"code": 500, "message": message}}).encode())
+    assert found.is_clients is is_clients
+    assert found.rejection(500).status == (400 if is_clients else 500)
+
+
 def test_a_long_message_keeps_its_beginning_and_its_end():
     told = read_error(json.dumps({"error": {"message": "first " + "x" * 100_000 + " last"}}).encode()).message
     assert told.startswith("first x")

@@ -128,6 +128,23 @@ def test_a_wrong_type_is_told_in_plain_words():
     assert caught.value.param == "logit_bias"
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"temperature": 3}, "temperature: must be a number from 0 to 2"),
+        ({"presence_penalty": -3}, "presence_penalty: must be a number from -2 to 2"),
+        ({"top_p": 2}, "top_p: must be a number of at most 1"),
+        ({"n": 0}, "n: must be a whole number of at least 1"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1"),
+        ({"logit_bias": {"5": 101}}, "logit_bias must be from -100 to 100"),
+    ],
+)
+def test_a_number_out_of_its_range_is_told_the_range(fields, said):
+    with pytest.raises(ApiError) as caught:
+        sampling(chat(**fields))
+    assert str(caught.value) == said
+
+
 @pytest.mark.parametrize(("kind", "name"), [(ChatRequest, "messages"), (EmbeddingRequest, "input")])
 def test_a_missing_field_is_named(kind, name):
     with pytest.raises(ApiError) as caught:

@@ -218,6 +218,11 @@ class TestRefusals:
         assert is_openai_error(await client.post(CHAT, content=content, headers=headers), 400)
         assert not engine.seen
 
+    async def test_a_body_that_is_too_long_names_the_setting(self, client):
+        answer = await client.post(CHAT, content=b" " * (2 << 20))
+        said = "the body has 2097152 bytes; the limit is 1048576 (limits.body_bytes)"
+        assert answer.json()["error"]["message"] == said
+
     @pytest.mark.parametrize(
         ("path", "headers", "body"),
         [

@@ -64,6 +64,33 @@ async def test_a_wrong_base_url(engine, client, path, hint):
     assert not engine.seen
 
 
+async def test_a_base_url_of_anthropics_clients_that_ends_with_v1(engine, client):
+    """They add /v1 themselves, and show errors in their own shape only."""
+    response = await client.post("/v1/v1/messages", json={})
+    assert (response.status_code, response.json()["type"]) == (404, "error")
+    assert response.json()["error"] == {
+        "type": "not_found_error",
+        "message": "there is no route '/v1/v1/messages': Anthropic's clients add /v1 themselves: "
+        "set base_url to http://HOST:PORT",
+    }
+    assert not engine.seen
+
+
+@pytest.mark.parametrize(
+    ("path", "target"),
+    [
+        (f"{CHAT}/", CHAT),
+        (f"{CHAT}/?x=%41", f"{CHAT}?x=%41"),
+        ("/v1//completions", "/v1//completions"),
+        ("/v1/files/a/", "/v1/files/a/"),  # it names an object: only the engine knows it
+    ],
+)
+async def test_an_engine_gets_a_known_route_without_a_slash_at_its_end(engine, proxy, path, target):
+    """FastAPI redirects a path with a slash at its end, and llama-server has no such route."""
+    await raw(proxy, post(path, b'{"model": "m", "messages": [], "prompt": "a"}'))
+    assert engine.seen[0].target == target
+
+
 async def test_encoded_characters_reach_the_engine_as_they_are(engine, proxy):
     await raw(proxy, post("/v1/files/a%2Fb%20c%7E~;p=1?q=%41&r=+%2B", b"{}"))
     assert engine.seen[0].target == "/v1/files/a%2Fb%20c%7E~;p=1?q=%41&r=+%2B"
@@ -74,6 +101,8 @@ async def test_encoded_characters_reach_the_engine_as_they_are(engine, proxy):
 async def test_a_route_that_takes_only_post(engine, client, method, path):
     response = await client.request(method, path)
     assert (response.status_code, response.headers["allow"]) == (405, "POST, OPTIONS")
+    if method != "HEAD":
+        assert response.json()["error"]["message"] == f"{path.partition('?')[0]} takes POST, not {method}"
     assert not engine.seen
 
 

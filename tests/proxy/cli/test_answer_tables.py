@@ -50,7 +50,7 @@ def test_slots_and_files_are_shown_where_an_engine_has_them(capsys):
     )
     output = capsys.readouterr().out
     for text in (
-        "119008 tokens", "1, 2 failed", "0 requests in flight, 1 served, 2 failed; reuse is on",
+        "119008 tokens", "1, 2 errors", "0 requests in flight, 1 served, 2 errors; reuse is on",
         "llama-0: exact 1 of 1 checked; 42 not checked (reuse off: 40, ended early: 2)\n",
         "slots of llama-0", "812", "700", "save", "60 s", "on [x]", "[here]", "made here: plain",
         "5 files on host, 3 of 64 MiB, in /mem/[kv] (memory: a reboot loses them)\n",

@@ -29,6 +29,7 @@ REQUEST = {
     "first_byte_parts": None,
     "decision": DECISION | {"costs": COSTS},
 }  # fmt: skip
+WHOLE = "answer 1760.0 ms after the request came: tokenise 10.0 ms, hold 1700.0 ms, engine 50.0 ms\n"
 LONG = "first byte 1760.0 ms after the request came: tokenise 10.0 ms, hold 1700.0 ms, engine 50.0 ms\n"
 
 
@@ -82,6 +83,7 @@ def test_a_past_request_shows_why_it_went_there_and_when_it_was_expected(capsys)
         assert "first token" not in told(capsys, decisions.show_request, REQUEST | other)
     parts = {"first_byte_parts": {"tokenise": 0.01, "hold": 1.7, "engine": 0.05}}
     assert told(capsys, decisions.show_request, REQUEST | parts).endswith(LONG)
+    assert told(capsys, decisions.show_request, REQUEST | parts | {"stream": False}).endswith(WHOLE)
 
 
 def test_a_prompt_is_never_read_as_markup(capsys):

@@ -28,6 +28,8 @@ CASES = [
     (Miss.UNKNOWN, "did not know the prompt", {"n_tokens": None}),
     (Miss.UNKNOWN, "did not know the prompt", other() | {"n_tokens": None}),
     (Miss.SHORT, "blocks of 16 tokens", {"n_tokens": 16}),
+    (Miss.SHORT, "blocks of 16 tokens", {"n_tokens": 12, "reused_tokens": 5}),
+    (Miss.HIT, "all its reusable tokens", {"n_tokens": 12, "reused_tokens": 11}),  # by a llama-server
     (Miss.HIT, "all its full blocks", {"reused_tokens": 48}),
     (Miss.HIT, "all its full", other(64) | {"reused_tokens": 48}),
     (Miss.HIT, "all full blocks that it shares with request r1",
@@ -69,6 +71,10 @@ CASES = [
     (Miss.SHARED, "r1; from there on it is new", other(32, repeated_tokens=6) | {"reused_tokens": 32}),
     (Miss.SHARED, "from there on at messages[1], character 7, it is new",
      differing(Kind.INPUT, 32, repeated_tokens=0) | {"reused_tokens": 32}),
+    # The template's words are repeated in short prompts that have nothing to do with each other.
+    (Miss.SHARED, "it shares 9 tokens with request r1; from there on at messages[1], character 7, it is new",
+     differing(Kind.INPUT, 9, n_tokens=13, repeated_tokens=5) | {"n_tokens": 17}),
+    (Miss.INPUT, f"{AT} 9 on", differing(Kind.INPUT, 9, n_tokens=33, repeated_tokens=20) | {"n_tokens": 33}),
     # KV that was moved from behind the difference.
     (Miss.SHARED, "from there on", differing(Kind.INPUT, 8) | {"reused_tokens": 40}),
     (Miss.MEDIA, "at messages[1]", differing(Kind.MEDIA) | IN_PART),

@@ -53,17 +53,18 @@ SOONER = "*e0 would answer sooner, in 1.0 s against 1.7 s, but would "
 # What is decided; a `*` stands for words that another case has.
 CASES = [
     (Reason.HELD, held(FREE),
-     "e1 holds 3,200 of 4,000 tokens; it computes 800 tokens in 200 ms, but computing 4,000 tokens on e0*"),
+     "e1 holds 3,200 of 4,000 tokens; it computes 800 tokens in 200 ms; on e0 computing 4,000 tokens*"),
     # The next best is held against it.
-    (Reason.HELD, placed("e1", FREE, cost("e1", 3200), cost("e2", 800, restore=0.5)), "* on e0 takes 1.0 s"),
+    (Reason.HELD, placed("e1", FREE, cost("e1", 3200), cost("e2", 800, restore=0.5)),
+     "*; on e0 computing 4,000 tokens takes 1.0 s"),
     (Reason.HELD, held(FREE, queue=0.3), "*; it is free in 300 ms and computes 800*"),
     (Reason.HELD, held(FREE, queue=0.2, room=0.1), "* in 200 ms, has memory 100 ms later and computes*"),
     (Reason.HELD, held(FREE, queue=0.005, restore=0.05, host_tokens=1600),
-     "*; it is free in 5.0 ms, restores 1,600 tokens in 50 ms and computes 800 tokens in 200 ms, but*"),
-    (Reason.HELD, held(cost("e0", 3200, queue=0.4)), "* but 400 ms of prefill wait on e0"),
+     "*; it is free in 5.0 ms, restores 1,600 tokens in 50 ms and computes 800 tokens in 200 ms; on e0 *"),
+    (Reason.HELD, held(cost("e0", 3200, queue=0.4)), "*; on e0 400 ms of prefill wait"),
     # A second of work counts for what it costs all.
-    (Reason.HELD, held(cost("e0", queue=2.0), queue=0.5), "* 2.0 s of prefill wait on e0"),
-    (Reason.HELD, held(cost("e0", queue=2.0, strain=4.0), queue=0.5, strain=4.0), "* 4,000 tokens on e0*"),
+    (Reason.HELD, held(cost("e0", queue=2.0), queue=0.5), "*; on e0 2.0 s of prefill wait"),
+    (Reason.HELD, held(cost("e0", queue=2.0, strain=4.0), queue=0.5, strain=4.0), "*; on e0 computing 4,0*"),
     # Another would answer sooner, at a cost to others.
     (Reason.HELD, held(cost("e0", strain=4.0), queue=1.5, strain=4.0),
      f"{SOONER}delay later requests by 3.0 s, at 75% utilisation"),
@@ -87,8 +88,8 @@ CASES = [
     (Reason.HELD, held(cost("e0", 3200, queue=1.0), pending_tokens=16), "*"),
     (Reason.HELD, held(cost("e0", 1584, queue=1.0), pending_tokens=1600), "*"),
     (Reason.SPREAD, placed("e0", FREE, cost("e1", queue=0.4), cost("e2", queue=0.6)),
-     "no engine holds any of the prompt; e0 computes 4,000 tokens in 1.0 s, but 400 ms of prefill wait*"),
-    (Reason.SPREAD, placed("e0", FREE, cost("e1", regret=0.2)), "*room on e1 evicts KV worth 200 ms"),
+     "no engine holds any of the prompt; e0 computes 4,000 tokens in 1.0 s; on * 400 ms of prefill wait"),
+    (Reason.SPREAD, placed("e0", FREE, cost("e1", regret=0.2)), "*; on e1 making room evicts KV worth*"),
     (Reason.BALANCED, placed("e0", Cost("e0", in_flight=2), Cost("e1", in_flight=3), rule="least loaded"),
      "the prompt is not known here: e0 has the fewest requests in flight (2)"),
     (Reason.BALANCED,
@@ -162,7 +163,7 @@ def test_a_pair_that_was_not_chosen_is_no_rival():
     placement = placed("d", alone, both)
     assert placement.chosen is alone
     assert reason_of(placement) is not Reason.PAIRED
-    assert "on d takes 1.0 s" in why(placed("e", cost("e", 3200), alone, both))
+    assert "; on d computing 4,000 tokens takes 1.0 s" in why(placed("e", cost("e", 3200), alone, both))
 
 
 AT_ONCE = dict.fromkeys(("came", "arrived", "prepared", "placed", "gathered", "sent", "began"), 5.0)

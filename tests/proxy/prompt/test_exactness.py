@@ -75,7 +75,7 @@ async def test_one_token_off_costs_one_form(check, info_of, engine, is_off, form
         assert len(exactness.detail) < 400, "two sentences, however many forms differ"
     else:
         assert all(f"{form} ('" in exactness.detail for form in forms - unprobed)
-    assert " here, 0 there" in exactness.detail
+    assert ", the engine 0" in exactness.detail
 
 
 async def test_special_tokens_are_looked_for_where_engines_read_them_otherwise(builder, engine):
@@ -209,7 +209,7 @@ class TestAudit:
         assert (prompt.source, prompt.exact) == ("local", True)
         theirs = array("i", [*prompt.token_ids[:3], 9, *prompt.token_ids[4:]])
         difference = audit_tokens(asking, prompt, theirs)
-        assert difference == f"token 3 is {prompt.token_ids[3]} here, 9 there"
+        assert difference == f"token 3: kvpin made {prompt.token_ids[3]}, the engine 9"
         assert (asking.exactness.ok, asking.exactness.source) == (True, "engine")
         assert difference in asking.exactness.detail
         later = await build(asking)
@@ -219,7 +219,10 @@ class TestAudit:
     async def test_a_prompt_of_before_says_nothing_about_the_engines(self, asking, build):
         prompt = await build(asking)
         longer = prompt.token_ids + array("i", [1])
-        assert audit_tokens(asking, prompt, longer) == f"{len(longer) - 1} tokens here, {len(longer)} there"
+        assert (
+            audit_tokens(asking, prompt, longer)
+            == f"kvpin made {len(longer) - 1} tokens, the engine {len(longer)}"
+        )
         assert audit_tokens(asking, prompt, longer) is None, "told once"
         assert (asking.differed, asking.exactness.ok) == (2, True)
         assert (await build(asking)).exact

@@ -97,8 +97,8 @@ def test_an_error_is_reworded_on_its_way():
 @pytest.mark.parametrize(
     "said",
     [
-        "this model's context is 8192 tokens; the prompt has 9000",
-        "this model's context is 8192 tokens; the prompt has at least 9000",
+        "this model's context is 8192 tokens; the prompt has 9000 tokens",
+        "this model's context is 8192 tokens; the prompt has at least 9000 tokens",
         "This model's maximum context length is 8192 tokens. However, you requested 9000 tokens.",
     ],
 )
