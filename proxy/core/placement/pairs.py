@@ -2,10 +2,11 @@
 
     cost = prefiller: queue + interference + (restore + prefill + lost) / (1 - utilisation)
          + transfer
-         + decoder: rest of the queue + room + lost / (1 - utilisation) + later
+         + decoder: rest of the queue + room + restore + lost / (1 - utilisation) + later
 
-in seconds, as in `scores.py`. Such a pair is one more candidate beside the single engines. It never wins
-against one that costs as little.
+in seconds, as in `scores.py`: the decoder's part is the formula there with a prefill of zero, so that a new
+term counts on both engines. A pair is one more candidate beside the single engines. It never wins against one
+that costs as little.
 
 The first engine is meant for prefills, or holds much of the prompt. Where engines are meant for prefills,
 each prefill is charged with the delay of its engine's streams, and of requests that come to that engine
@@ -114,13 +115,13 @@ def best_pair(
     cheapest = [at for at in sources.within(inf) if at < meant or sources.totals[at] < limit_s]
     if not cheapest:
         return None
-    firstlegs = [(at, sources.cost(at)) for at in cheapest[:MAX_SOURCES]]
+    first_legs = [(at, sources.cost(at)) for at in cheapest[:MAX_SOURCES]]
     apart = _apart(candidates, chain, outlook)
     best: tuple[float, int, int, tuple[Cost, Cost, int, float, float]] | None = None
     for target in _nearest(candidates, apart, prefillers, chain):
         second = apart.cost(target)
         pulled = chain.n_tokens - second.cached_tokens
-        for source, first in firstlegs:
+        for source, first in first_legs:
             more = first.cached_tokens - second.cached_tokens
             if first.engine == second.engine or (source >= meant and more < LEAST_HELD * pulled):
                 continue

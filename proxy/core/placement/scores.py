@@ -59,12 +59,7 @@ def predict(chain: Chain, blocks: int, tokens_per_block: int) -> int:
 
 
 def reuse_of(
-    held: Match | Forecast,
-    tokens_per_block: int,
-    rates: EngineRates,
-    chain: Chain,
-    outlook: Outlook,
-    computes: bool,
+    held: Match | Forecast, size: int, rates: EngineRates, chain: Chain, outlook: Outlook, computes: bool
 ) -> Cost:
     """The part of a prompt that an engine reuses, and the time for the rest, if it `computes` that itself.
 
@@ -76,10 +71,10 @@ def reuse_of(
     if not isinstance(held, Match):
         cached, restore_s, prefill_s = held.cached_tokens, held.restore_s, held.prefill_s
     elif held is not NOTHING:
-        size, cached = chain.tokens_per_block, predict(chain, held.blocks, tokens_per_block)
-        host = min(held.host * size, cached)
-        disk = min(held.disk * size, cached - host)
-        pending = min(held.pending * size, cached - host - disk)
+        cached, common = predict(chain, held.blocks, size), chain.tokens_per_block
+        host = min(held.host * common, cached)
+        disk = min(held.disk * common, cached - host)
+        pending = min(held.pending * common, cached - host - disk)
         restore_s = rates.restore_s(host, disk)
     if not computes:
         prefill_s = 0.0
