@@ -40,7 +40,7 @@ from proxy.request.engine_errors import NOT_HERE, final_error
 from proxy.request.gate import Admission, deadline_of, priority_of, prompt_tokens_of, tokens_of
 from proxy.request.known_routes import is_known
 from proxy.request.normalising import ReasoningSeen
-from proxy.request.records import RequestLog, RequestRecord
+from proxy.request.records import RequestRecord, RequestRecords
 from proxy.request.stages import pairs
 from proxy.request.tenants import Tenants
 from proxy.request.translate import CHAT_PATH, Translation
@@ -87,7 +87,7 @@ class Flow:
     preparation: Preparation
     attempts: Attempts
     tenants: Tenants
-    requests: RequestLog
+    requests: RequestRecords
     rules: Rules
     observe: Callable[[RequestRecord], None]
     placed: Callable[[RequestRecord, Placement], None] = lambda _record, _placement: None

@@ -40,7 +40,7 @@ from proxy.peers.peers import Peers
 from proxy.prompt import FormTable, MediaUuids, PromptBuilder, RegisteredTables
 from proxy.request.gate import Gate
 from proxy.request.normalising import NO_RULES, Normalising
-from proxy.request.records import RequestLog
+from proxy.request.records import RequestRecords
 from proxy.request.tenants import Tenants
 from proxy.request.translate import ResponseStore, Translate, translations
 from proxy.runtime import Supervisor
@@ -416,7 +416,7 @@ class FakeProxy:
             self.peers.start(self.tasks)
         self.bodies = ByteBudget(self.bodies_bytes)
         self.metrics = Metrics(self.fleet, peers=self.peers, bodies=self.bodies)
-        self.requests = RequestLog(100)
+        self.requests = RequestRecords(100)
         self.responses = ResponseStore(self.tenants.names)
         self.ingest = Ingest(self.fleet, self.tasks) if self.reuse else None
         destinations = Destinations(self.fleet, self.tenants.names)

@@ -1,7 +1,7 @@
 """llama-server: slots leased one operation at a time, saved, restored, and followed token by token.
 
 adapter.py      all of it as an EngineAdapter          requests.py       a slot for each; answers
-session.py      one server process and its scheduler; what kvpin declares of it
+session.py      one server process and its scheduler; `write_back` of idle slots; what kvpin declares of it
 scheduler.py    leases slots                           turns.py          whose turn it is
 own_tasks.py    work that no leaving client stops      plan.py           which slot, restore what? rates
 slots.py        what each slot holds and runs

@@ -35,13 +35,14 @@ _CONTEXT_TOKENS = 16
 class CostAnswer(Cost, frozen=True, kw_only=True):
     """Cost of a request on an engine, term by term, in seconds. The lowest `total_s` wins.
 
-    `first_token_s` is the time that the request itself waits for its first token. It leaves out
+    `first_token_s` is the time that the request itself waits for its first token. It leaves out `stall_s`,
     `congestion_s`, `regret_s` and `again_s`, which other requests pay, and `later_s`, which the
     conversation's next turns pay. `regret_s` is null where the engine already cost more without it. Totals
     within a millisecond are equal: `is_last`, `free_blocks` and `turn` then decide.
     """
 
     first_token_s: float
+    total_s: float
 
 
 class CandidateAnswer(CostAnswer, frozen=True, kw_only=True):
@@ -202,6 +203,7 @@ async def route(
             CandidateAnswer(
                 **msgspec.structs.asdict(cost),
                 first_token_s=cost.first_token_s,
+                total_s=cost.total_s,
                 trust=pool.engines[cost.engine].audit.trust,
                 matched_tokens=matches[cost.engine].tokens(pool.tokens_per_block),
             )
@@ -306,7 +308,7 @@ def _of_the_unknown(record: RequestRecord, placement: Placement, diagnosis: Diag
 
 def _decision(flow: Flow, record: RequestRecord, placement: Placement) -> DecisionAnswer:
     costs = [
-        CostAnswer(**msgspec.structs.asdict(cost), first_token_s=cost.first_token_s)
+        CostAnswer(**msgspec.structs.asdict(cost), first_token_s=cost.first_token_s, total_s=cost.total_s)
         for cost in placement.costs
     ]
     said = _decided(placement, flow)

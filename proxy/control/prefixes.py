@@ -23,7 +23,7 @@ from proxy.errors import BadRequest, NotFound
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.pool import Pool
 from proxy.prompt import Prompt
-from proxy.request.records import RequestLog
+from proxy.request.records import RequestRecords
 
 # Where a worker tells the others of its own.
 PROMPTS_PATH = "/workers/kept_prompts"
@@ -72,7 +72,7 @@ class KeptPrompts:
     """
 
     _fleet: Fleet
-    _requests: RequestLog
+    _requests: RequestRecords
     _pins: PinBook
     _others: Callable[[], Awaitable[Iterable[bytes]]]
     _clock: Callable[[], float] = time.monotonic

@@ -18,7 +18,7 @@ from proxy.fleet.engine import Engine
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.pool import Pool
 from proxy.prompt import Prompt, PromptBuilder
-from proxy.request.records import RequestLog
+from proxy.request.records import RequestRecords
 from proxy.request.tenants import Tenants
 
 
@@ -72,7 +72,7 @@ class Targets:
     `has_views` is False without reuse: then nothing is known of what engines hold, and all are asked.
     """
 
-    def __init__(self, fleet: Fleet, tenants: Tenants, requests: RequestLog, *, has_views: bool) -> None:
+    def __init__(self, fleet: Fleet, tenants: Tenants, requests: RequestRecords, *, has_views: bool) -> None:
         self._fleet = fleet
         self._tenants = tenants
         self._requests = requests

@@ -19,7 +19,7 @@ from engine_adapter.off_loop import off_loop
 from proxy.core.differences import CONTINUED, Difference, are_alike, cause_as_sent, difference
 from proxy.core.misses import REPEATED, Compared, Diagnosis
 from proxy.prompt import Prompt
-from proxy.request.records import RequestLog, RequestRecord
+from proxy.request.records import RequestRecord, RequestRecords
 
 # Requests that share less than a block with all others are compared with this many by their text.
 _LOOKS = 16
@@ -50,17 +50,19 @@ class ComparedEngine(Protocol):
 
 
 class Comparison:
-    """Tells why caches missed, from the log of requests and the engines as they are now."""
+    """Tells why caches missed, from the records of requests and the engines as they are now."""
 
-    def __init__(self, log: RequestLog, engines: Mapping[str, ComparedEngine], tokens_per_block: int) -> None:
+    def __init__(
+        self, records: RequestRecords, engines: Mapping[str, ComparedEngine], tokens_per_block: int
+    ) -> None:
         """`tokens_per_block`: assumed of engines that do not tell theirs."""
-        self._log = log
+        self._records = records
         self._engines = engines
         self._block = tokens_per_block
 
     async def with_answer(self, answer_id: str, record: RequestRecord) -> Diagnose | None:
         """Compares with the request that has this answer; None if its tenant has no such request."""
-        other = self._log.answered(answer_id, record.tenant)
+        other = self._records.answered(answer_id, record.tenant)
         if other is None or not _may_compare(record, other):
             return None
         # Many values are compared slowly.
@@ -75,7 +77,7 @@ class Comparison:
         if record.diagnosis is None:
             earlier = [
                 other
-                for other in self._log
+                for other in self._records
                 if other.started < record.started
                 and record.prompt is not None
                 and other.prompt is not None
@@ -153,13 +155,13 @@ class Comparison:
             shared = common_tokens(record.prompt, other.prompt)
             if shared > most:
                 best, most = other, shared
-        fields = self._log.fields(record)
+        fields = self._records.fields(record)
         least, block = REPEATED * (record.n_tokens or 0), self.tokens_per_block(record)
         if most >= max(least, block) or fields is None:
             return best
         newest, continued = earlier[::-1], fields.get(CONTINUED)
         goes_on = [other for other in newest if continued is not None and other.answer_id == continued]
-        looks = [(other, self._log.fields(other) or {}) for other in newest[:_LOOKS]]
+        looks = [(other, self._records.fields(other) or {}) for other in newest[:_LOOKS]]
         looks.sort(key=lambda look: look[1].get("tools") != fields.get("tools"))
         alike = (other for other, others in looks if are_alike(fields, others))
         if most < block:
@@ -192,7 +194,7 @@ class Comparison:
     ) -> tuple[bool, Difference | None, tuple[str, ...]]:
         """(the fields show every difference, the first difference, what of kvpin's alone made it). Each API
         has its own fields. A response's `input` holds only what follows the response that it continues."""
-        fields, others = self._log.fields(record), self._log.fields(other)
+        fields, others = self._records.fields(record), self._records.fields(other)
         if fields is None or others is None or record.route != other.route:
             return False, None, ()
         continued = fields.get(CONTINUED)
@@ -201,7 +203,7 @@ class Comparison:
             found = difference(fields, others)
             if found is None or not (is_told and (record.normalised or other.normalised)):
                 return is_told, found, ()
-            sent, others = self._log.fields_sent(record), self._log.fields_sent(other)
+            sent, others = self._records.fields_sent(record), self._records.fields_sent(other)
             if sent is None or others is None or sent.get(CONTINUED) != others.get(CONTINUED):
                 return is_told, found, ()
             cause = cause_as_sent(found, sent, others)

@@ -269,7 +269,7 @@ def _key(record: RequestRecord) -> str:
     return f"{record.request_id} changed" if record.normalised else record.request_id
 
 
-class RequestLog:
+class RequestRecords:
     """The last requests, newest last.
 
     Attributes:

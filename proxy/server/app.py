@@ -73,7 +73,7 @@ from proxy.peers.peers import Peers
 from proxy.prompt import MediaUuids, RegisteredTables
 from proxy.request.gate import Gate
 from proxy.request.normalising import ChosenRules, Normalising
-from proxy.request.records import RequestLog, RequestRecord
+from proxy.request.records import RequestRecord, RequestRecords
 from proxy.request.tenants import ApiKey, Tenants
 from proxy.request.translate import ResponseStore, translations
 from proxy.runtime import LoopLag, Supervisor, within
@@ -262,7 +262,7 @@ class Proxy:
             ),
             attempts=make_attempts(self.transport, self.ingest, self.tenants),
             tenants=self.tenants,
-            requests=RequestLog(settings.limits.request_records, keeps_bodies=settings.reuse),
+            requests=RequestRecords(settings.limits.request_records, keeps_bodies=settings.reuse),
             rules=_rules(settings),
             observe=self.observe,
             placed=self.live.placed,

@@ -37,7 +37,7 @@ MUTATIONS = tuple(Mutation(*row) for row in (
     ("retries: 429 is the client's", "engine: status 429", "proxy/request/engine_errors.py", "{429, *range(500, 600)}", "{*range(500, 600)}"),
     ("retries: a refused key is not tried elsewhere", "engine: status 401", "engine_adapter/causes.py", 'Blame.IF_ANSWERED, "elsewhere")', "Blame.IF_ANSWERED)"),
     ("placement: ties go to the fullest cache", "chat tiny", "proxy/core/placement/scores.py", "-(candidate.free_blocks or 0)", "(candidate.free_blocks or 0)"),
-    ("placement: waiting work costs nothing", "at once", "proxy/core/placement/scores.py", "load.queue_s + reuse.total_s + stream_s", "reuse.total_s + stream_s"),
+    ("placement: waiting work costs nothing", "at once", "proxy/core/placement/scores.py", "queue_s, decoding = load.queue_s,", "queue_s, decoding = 0.0,"),
     ("index: a prompt's last token is reused", "whole blocks", "proxy/core/index/blocks.py", "return max(n_tokens - 1, 0) // tokens_per_block", "return n_tokens // tokens_per_block"),
     ("prompt: each chat asks for an answer", "admin: stats", "engine_adapter/prompt/chat.py", "add_generation_prompt=add_generation_prompt,", "add_generation_prompt=True,"),
     ("vLLM: chats go without their tokens", "three at once", "engine_adapter/vllm/requests.py", 'return {"kv_transfer_params": {"prompt_token_ids": ids.tolist()}}', "return {}"),

@@ -94,18 +94,20 @@ CALM = Outlook(0.0, 1.0, lambda _idle_s: 0.0)
 class Cost(msgspec.Struct, frozen=True, gc=False):
     """The cost of placing a request on one engine, term by term. Times in seconds.
 
+    Each field whose name ends with `_s` is a term: the total is their sum. `Scores` gives them in this order.
+
     Attributes:
         queue_s: prefill in flight before this request.
         room_s: until the streams that hold the memory it needs have ended.
         restore_s: to bring KV back from lower tiers.
         prefill_s: to compute the rest.
-        transfer_s: to move the KV that `prefiller` computes to the engine.
         interference_s: delay of the prefill by decoding streams.
         stall_s: delay of those streams by the prefill, and of requests that come while it runs or wait for
             memory; counted only where a pair could spare them.
         congestion_s: delay of later requests.
         later_s: delay of its own next turns there by prompts of others.
         again_s: cost of computing its beginning once more for the next prompt with it.
+        transfer_s: to move the KV that `prefiller` computes to the engine.
         regret_s: cost of what it evicts and will be requested again. None if it was not computed, because the
             engine costs more than others without it.
         cached_tokens: prompt tokens the engine would reuse.
@@ -125,14 +127,13 @@ class Cost(msgspec.Struct, frozen=True, gc=False):
     room_s: float = 0.0
     restore_s: float = 0.0
     prefill_s: float = 0.0
-    transfer_s: float = 0.0
     interference_s: float = 0.0
     stall_s: float = 0.0
     congestion_s: float = 0.0
     later_s: float = 0.0
     again_s: float = 0.0
+    transfer_s: float = 0.0
     regret_s: float | None = None
-    total_s: float = 0.0
     cached_tokens: int = 0
     host_tokens: int = 0
     disk_tokens: int = 0
@@ -154,6 +155,15 @@ class Cost(msgspec.Struct, frozen=True, gc=False):
         """Seconds the request itself waits for its first token."""
         computing_s = self.restore_s + self.prefill_s + self.interference_s
         return self.queue_s + self.room_s + computing_s + self.transfer_s
+
+    @property
+    def total_s(self) -> float:
+        """All of it. The lowest one wins."""
+        return sum([getattr(self, term) or 0.0 for term in TERMS])
+
+
+# The terms of a cost.
+TERMS = tuple([name for name in Cost.__struct_fields__ if name.endswith("_s")])
 
 
 class Placement(msgspec.Struct, frozen=True, gc=False):

@@ -73,15 +73,15 @@ class Rate:
         """Adds an amount now; takes back one that is negative."""
         if self._first is None:
             self._first = now
-        self._sum = max(self._sum * exp((self._at - now) / self._fades_s) + amount, 0.0)
-        self._at = now
+        kept = self._sum * exp((self._at - now) / self._fades_s) + amount
+        self._sum, self._at = kept if kept > 0 else 0.0, now
 
     def add_evenly(self, now: float, amount: float) -> None:
         """Adds an amount that came evenly since the last one was added. When the first began is not known:
         it does not count."""
         if self._first is None:
             amount = 0.0
-        elif gap := (now - self._at) / self._fades_s:
+        elif amount and (gap := (now - self._at) / self._fades_s):
             amount *= -expm1(-gap) / gap
         self.add(now, amount)
 
@@ -89,9 +89,10 @@ class Rate:
         """The rate now; 0 if nothing was added."""
         if self._first is None:
             return 0.0
-        age = max(now - self._first, YOUNG_S)
-        faded = self._sum * exp((self._at - now) / self._fades_s)
-        return faded / (self._fades_s * (1 - exp(-age / self._fades_s)))
+        age, fades_s = now - self._first, self._fades_s
+        age = age if age > YOUNG_S else YOUNG_S  # noqa: FURB136 - of each engine at each placement
+        faded = self._sum * exp((self._at - now) / fades_s)
+        return faded / (fades_s * (1 - exp(-age / fades_s)))
 
     def is_young(self, now: float) -> bool:
         """True if the first amount was added less than `fades_s` ago, or none was."""

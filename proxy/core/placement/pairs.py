@@ -2,10 +2,11 @@
 
     cost = prefiller: queue + interference + (restore + prefill + lost) / (1 - utilisation)
          + transfer
-         + decoder: rest of the queue + room + lost / (1 - utilisation) + later
+         + decoder: rest of the queue + room + restore + lost / (1 - utilisation) + later
 
-in seconds, as in `scores.py`. Such a pair is one more candidate beside the single engines. It never wins
-against one that costs as little.
+in seconds, as in `scores.py`: the decoder's part is the formula there with a prefill of zero, so that a new
+term counts on both engines. A pair is one more candidate beside the single engines. It never wins against one
+that costs as little.
 
 The first engine is meant for prefills, or holds much of the prompt. Where engines are meant for prefills,
 each prefill is charged with the delay of its engine's streams, and of requests that come to that engine
@@ -28,14 +29,13 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from heapq import nlargest, nsmallest
 from math import inf
 
 import msgspec
 from msgspec.structs import replace
 
 from proxy.core.index.blocks import Chain
-from proxy.core.placement.decision import Candidate, Cost, Outlook, Pair, Placement
+from proxy.core.placement.decision import NOTHING, TERMS, Candidate, Cost, Outlook, Pair, Placement
 from proxy.core.placement.scores import TIE_S, Scores, choose, place, place_least_loaded, regret_of
 
 # What a second of prefill costs each stream on the same engine, in seconds. Tokens that come later matter
@@ -107,8 +107,8 @@ def best_pair(
     """
     once = replace(outlook, turns=1.0)  # the next turns come to the decoder
     meant = len(prefillers.candidates)
-    held = [each for each in prefillers.holders if each.match.blocks]
-    givers = [*prefillers.candidates, *nlargest(MAX_HOLDERS, held, key=lambda each: each.match.blocks)]
+    holders = sorted(prefillers.holders, key=lambda each: each.match.blocks, reverse=True)[:MAX_HOLDERS]
+    givers = [*prefillers.candidates, *[each for each in holders if each.match.blocks]]
     sources = Scores(givers, chain, once)
     later_s = (outlook.turns - 1) * outlook.rest_s * min([each.busy for each in candidates])
     limit_s = alone_s - later_s - TIE_S
@@ -116,38 +116,45 @@ def best_pair(
     if not cheapest:
         return None
     first_legs = [(at, sources.cost(at)) for at in cheapest[:MAX_SOURCES]]
-    best: tuple[int, int, Cost] | None = None
-    for target in _nearest(candidates, targets, prefillers, chain):
-        pulled, second = chain.n_tokens - targets.reuses[target].cached_tokens, targets.cost(target)
+    apart = _apart(candidates, chain, outlook)
+    best: tuple[float, int, int, tuple[Cost, Cost, int, float, float]] | None = None
+    for target in _nearest(candidates, apart, prefillers, chain):
+        second = apart.cost(target)
+        pulled = chain.n_tokens - second.cached_tokens
         for source, first in first_legs:
             more = first.cached_tokens - second.cached_tokens
             if first.engine == second.engine or (source >= meant and more < LEAST_HELD * pulled):
                 continue
             transfer_s = prefillers.transfer_s(first.engine, second.engine, pulled)
-            cost = _joined(first, second, pulled, transfer_s)
-            if best is None or cost.total_s < best[2].total_s:
-                best = source, target, cost
+            # The KV moves when the first leg is over. By then, the second engine's queue is shorter.
+            over_s = min(second.queue_s, first.first_token_s + transfer_s)
+            total_s = sources.totals[source] + apart.totals[target] + transfer_s - over_s
+            if best is None or total_s < best[0]:
+                best = total_s, source, target, (first, second, pulled, transfer_s, over_s)
     if best is None:
         return None
-    source, target, cost = best
+    _, source, target, legs = best
     for at, scores, each in ((source, sources, givers[source]), (target, targets, candidates[target])):
         scores.regrets[at] = regret_of(each, scores.reuses[at], chain, outlook)
     lost_s = sources.regrets[source] + targets.regrets[target]
     prefill, decode = sources.placement(source, chain, once), targets.placement(target, chain, outlook)
     patience_s = prefill.chosen.first_token_s + max(decode.chosen.first_token_s, LEAST_PATIENCE_S)
-    return replace(
-        prefill,
-        chosen=replace(cost, regret_s=lost_s, total_s=cost.total_s + lost_s),
-        pair=Pair(prefill, decode, patience_s),
-    )
+    chosen = replace(_joined(*legs), regret_s=lost_s)
+    return replace(prefill, chosen=chosen, pair=Pair(prefill, decode, patience_s))
+
+
+def _apart(candidates: Sequence[Candidate], chain: Chain, outlook: Outlook) -> Scores:
+    """The cost of each candidate if another engine computes the prompt, and pays for what that delays."""
+    calm = replace(outlook, strain=1.0, arrivals=None, spare=0.0)
+    return Scores(candidates, chain, calm, computes=False)
 
 
 def _nearest(
-    candidates: Sequence[Candidate], targets: Scores, prefillers: Prefillers, chain: Chain
+    candidates: Sequence[Candidate], apart: Scores, prefillers: Prefillers, chain: Chain
 ) -> list[int]:
     """The targets for which the transfer, and what they add to it, costs least. Links count as equal here."""
     n_tokens = chain.n_tokens
-    lacks = [n_tokens - reuse.cached_tokens for reuse in targets.reuses]
+    lacks = [n_tokens - reuse.cached_tokens for reuse in apart.reuses]
     able = [
         at
         for at, candidate in enumerate(candidates)
@@ -157,35 +164,26 @@ def _nearest(
         return able
     any_link = candidates[able[0]].engine, candidates[able[-1]].engine
     token_s = (prefillers.transfer_s(*any_link, n_tokens) - prefillers.transfer_s(*any_link, 0)) / n_tokens
-    return nsmallest(MAX_TARGETS, able, key=lambda at: targets.apart_s(at) + token_s * lacks[at])
+    return sorted(able, key=lambda at: apart.totals[at] + token_s * lacks[at])[:MAX_TARGETS]
 
 
-def _joined(first: Cost, second: Cost, pulled: int, transfer_s: float | None = None) -> Cost:
-    """The cost of two legs, from those of their engines, without the second one's regret.
-
-    `transfer_s`: the KV moves when the first leg is over. By then, the second engine's queue is shorter. None
-    if both run at once: then the first engine does everything but answer.
-    """
-    if transfer_s is None:
-        transfer_s, queue_s, restore_s, later_s = 0.0, second.queue_s, 0.0, 0.0
-    else:
-        queue_s = max(second.queue_s - first.first_token_s - transfer_s, 0.0)
-        restore_s, later_s = second.restore_s, second.later_s
+def _joined(first: Cost, second: Cost, pulled: int, transfer_s: float = 0.0, over_s: float = 0.0) -> Cost:
+    """The cost of two legs: the sum of each term of theirs, of the second one's queue without `over_s`, and
+    without the second one's regret."""
+    terms: dict[str, float | None] = {
+        name: (getattr(first, name) or 0.0) + (getattr(second, name) or 0.0) for name in TERMS
+    }
+    terms["queue_s"] = first.queue_s + (second.queue_s - over_s)
+    terms |= {"transfer_s": transfer_s, "regret_s": first.regret_s}
     return replace(
-        first,
-        engine=second.engine,
+        second,
         prefiller=first.engine,
-        queue_s=first.queue_s + queue_s,
-        room_s=first.room_s + second.room_s,
-        restore_s=first.restore_s + restore_s,
-        transfer_s=transfer_s,
-        later_s=first.later_s + later_s,
-        total_s=first.total_s + transfer_s + (queue_s + second.room_s + restore_s + later_s),
         pulled_tokens=pulled,
-        in_flight=second.in_flight,
-        free_blocks=second.free_blocks,
-        turn=second.turn,
-        is_last=second.is_last,
+        cached_tokens=first.cached_tokens,
+        host_tokens=first.host_tokens,
+        disk_tokens=first.disk_tokens,
+        pending_tokens=first.pending_tokens,
+        **terms,
     )
 
 
@@ -228,17 +226,20 @@ def _both_halves(decoders: Sequence[Candidate], chain: Chain, outlook: Outlook) 
     """The cheapest two of these engines and of their partners, which all have the same."""
     prefill = place(decoders[0].partners, chain, outlook)
     targets = Scores(decoders, chain, outlook)
-    least_s = min(map(targets.wait_s, range(len(decoders))))
+    # The first engine does everything but answer, and the next turns come to it.
+    lacking = [replace(each, match=NOTHING) for each in decoders]
+    apart = _apart(lacking, chain, replace(outlook, turns=1.0))
+    least_s = min(apart.totals)
 
     def order(at: int) -> tuple[float, int, bool, int]:
         """Waits that differ by less than a tie are equal."""
-        over_s, each = targets.wait_s(at) - least_s, decoders[at]
+        over_s, each = apart.totals[at] - least_s, decoders[at]
         return over_s if over_s > TIE_S else 0.0, each.load.in_flight, not each.is_last, each.turn
 
     at = min(range(len(decoders)), key=order)
 
     def joined(first: Cost, at: int) -> Cost:
-        return _joined(first, targets.cost(at), chain.n_tokens - targets.reuses[at].cached_tokens)
+        return _joined(first, apart.cost(at), chain.n_tokens - targets.reuses[at].cached_tokens)
 
     def all_costs() -> tuple[Cost, ...]:
         """Of each prefiller with the chosen decoder, and of each decoder with the chosen prefiller."""

@@ -15,6 +15,7 @@ from functools import partial
 from itertools import islice
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from engine_adapter.hold import Forecast
 from engine_adapter.types import Role, Tier, Usage
@@ -68,6 +69,7 @@ class KnownEngine:
         unread_blocks: those of their prompts.
         in_flight: requests that have not ended, legs included.
         untold: requests that were served, and whose blocks no event has told of yet.
+        idle: what of it as a candidate never changes.
     """
 
     engine: str
@@ -89,6 +91,17 @@ class KnownEngine:
     unread_blocks: int = 0
     in_flight: int = 0
     untold: list[PlacedRequest] = field(default_factory=list)
+    idle: Candidate = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.idle = Candidate(
+            self.engine,
+            self.tokens_per_block,
+            self.rates,
+            residents=self.residents,
+            on_gpu=self.on_gpu,
+            in_use=self.in_use,
+        )
 
     def forget(self) -> None:
         """The engine lost its KV."""
@@ -223,27 +236,22 @@ class Placer:
             free = book.gpu_blocks - gpu
             if engine in self.index.grouped:
                 free = self.index.grouped[engine].groups.room(book.gpu_blocks, gpu)
-            free = room = max(free - pending, 0)
+            free = room = free - pending if free > pending else 0
             if book.host_blocks > host:
                 room += book.host_blocks - host
         busy = book.worked.per_s(now)
-        return Candidate(
-            engine,
-            book.tokens_per_block,
-            book.rates,
-            match or NOTHING,
-            book.ledger.view(now),
-            room,
-            free,
-            book.turn,
-            book.residents,
-            book.on_gpu,
-            forecast,
-            complete,
-            is_last,
-            min(busy, 1.0),
-            book.in_use,
-            partners,
+        return replace(
+            book.idle,
+            match=match or NOTHING,
+            load=book.ledger.view(now),
+            room=room,
+            free_blocks=free,
+            turn=book.turn,
+            forecast=forecast,
+            complete=complete,
+            is_last=is_last,
+            busy=busy if busy < 1 else 1.0,
+            partners=partners,
         )
 
     def place(

@@ -26,12 +26,16 @@ Without reuse, or if the prompt is not known, the engine with the fewest request
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from msgspec.structs import replace
 
+from engine_adapter.hold import Forecast
 from proxy.core.index.blocks import Chain, reusable_tokens
+from proxy.core.index.match import Match
 from proxy.core.placement.decision import CALM, NOTHING, Candidate, Cost, Outlook, Placement
 from proxy.core.placement.load import LoadView
+from proxy.core.placement.rates import EngineRates
 
 # Costs that differ by less than this are equal: nobody notices a millisecond.
 TIE_S = 0.001
@@ -43,6 +47,8 @@ SHARED = 0.5
 # A burst is expected to bring this many requests more for each one that waits. With 1, bursts of 200 within a
 # second took up to 12% longer on 16 engines than placed by load alone (`benchmarks/placement_bursts.py`).
 GROWTH = 2.0
+# The terms of a `Cost` that an engine has alone, in the order of its fields: from `queue_s` to `again_s`.
+OwnTerms = tuple[float, float, float, float, float, float, float, float, float]
 
 
 def predict(chain: Chain, blocks: int, tokens_per_block: int) -> int:
@@ -52,34 +58,35 @@ def predict(chain: Chain, blocks: int, tokens_per_block: int) -> int:
     return held // tokens_per_block * tokens_per_block if held < most else most
 
 
-def reuse_of(candidate: Candidate, chain: Chain, outlook: Outlook) -> Cost:
-    """The part of a prompt that an engine reuses, and the time for the rest.
+def reuse_of(
+    held: Match | Forecast, size: int, rates: EngineRates, chain: Chain, outlook: Outlook, computes: bool
+) -> Cost:
+    """The part of a prompt that an engine reuses, and the time for the rest, if it `computes` that itself.
 
-    It is a cost without load: `interference_s` and `stall_s` are those of one decoding stream. Engines that
-    hold the same part of the prompt and are equally fast share it.
+    It is a cost without load: `interference_s` and `stall_s` are those of one decoding stream. Engines of
+    equal match, block size and pace share it. So it is not told which one it is of.
     """
-    foreseen, match, rates = candidate.forecast, candidate.match, candidate.rates
     cached = host = disk = pending = 0
-    restore_s = 0.0
-    if foreseen is not None:
-        cached, restore_s, prefill_s = foreseen.cached_tokens, foreseen.restore_s, foreseen.prefill_s
-    else:
-        if match is not NOTHING:
-            size, cached = chain.tokens_per_block, predict(chain, match.blocks, candidate.tokens_per_block)
-            host = min(match.host * size, cached)
-            disk = min(match.disk * size, cached - host)
-            pending = min(match.pending * size, cached - host - disk)
-            restore_s = rates.restore_s(host, disk)
+    restore_s = prefill_s = 0.0
+    if not isinstance(held, Match):
+        cached, restore_s, prefill_s = held.cached_tokens, held.restore_s, held.prefill_s
+    elif held is not NOTHING:
+        cached, common = predict(chain, held.blocks, size), chain.tokens_per_block
+        host = min(held.host * common, cached)
+        disk = min(held.disk * common, cached - host)
+        pending = min(held.pending * common, cached - host - disk)
+        restore_s = rates.restore_s(host, disk)
+    if not computes:
+        prefill_s = 0.0
+    elif isinstance(held, Match):
         prefill_s = rates.prefill_s(chain.n_tokens - cached)
-    congestion_s = (restore_s + prefill_s) * (outlook.strain - 1)
     return Cost(
-        candidate.engine,
+        "",
         restore_s=restore_s,
         prefill_s=prefill_s,
         interference_s=prefill_s * rates.pool.interference,
         stall_s=prefill_s * outlook.stall,
-        congestion_s=congestion_s,
-        total_s=restore_s + prefill_s + congestion_s,
+        congestion_s=(restore_s + prefill_s) * (outlook.strain - 1),
         cached_tokens=cached,
         host_tokens=host,
         disk_tokens=disk,
@@ -88,63 +95,62 @@ def reuse_of(candidate: Candidate, chain: Chain, outlook: Outlook) -> Cost:
 
 
 class Scores:
-    """The cost of each candidate: the total at once, the terms when somebody asks for them.
+    """The cost of each candidate: the total at once, named terms when somebody asks for them.
 
     Values that may change later are noted at once. So the terms are those that the decision saw, however late
     somebody asks for them.
 
     Attributes:
         totals: total seconds of each candidate, without regret.
+        reuses: see `reuse_of`.
         regrets: cost of evicted KV that will be requested again, by the position of the candidate that evicts
             it; only for candidates for which it was computed.
     """
 
-    __slots__ = (
-        "_again", "_candidates", "_kinds", "_later_s", "_rooms", "_waiting_s", "regrets", "reuses", "totals",
-    )  # fmt: skip
+    __slots__ = "_candidates", "_terms", "regrets", "reuses", "totals"
 
-    def __init__(self, candidates: Sequence[Candidate], chain: Chain, outlook: Outlook) -> None:
-        totals: list[float] = []
+    def __init__(
+        self, candidates: Sequence[Candidate], chain: Chain, outlook: Outlook, *, computes: bool = True
+    ) -> None:
+        """`computes`: False if another engine computes the prompt for the candidate."""
         reuses: list[Cost] = []
-        rooms: dict[int, float] = {}
-        waiting_s: dict[int, float] = {}
+        terms: list[OwnTerms] = []
         shared: dict[object, Cost] = {}
-        blocks, later_s, parted = len(chain.hashes), (outlook.turns - 1) * outlook.rest_s, 0
+        blocks, turns_s = len(chain.hashes), (outlook.turns - 1) * outlook.rest_s
         arrivals, spare = outlook.arrivals, outlook.spare
+        cut = [each.match.of_full_attention for each in candidates if each.match.cut] if computes else []
+        least = max([each.match.blocks for each in candidates]) if cut else 0
+        again = partial(_again_s, max(cut), least, chain, outlook) if cut else None
         for candidate in candidates:
-            foreseen = candidate.forecast
-            if foreseen is None:
-                load, in_use, rates = candidate.load, candidate.in_use, candidate.rates
-                key = id(candidate.match), candidate.tokens_per_block, id(rates.pool), rates.pace
-                reuse = shared.get(key)
-                if reuse is None:
-                    reuse = shared[key] = reuse_of(candidate, chain, outlook)
-                    if candidate.match.cut:
-                        parted = max(parted, candidate.match.of_full_attention)
-                stream_s = reuse.interference_s + reuse.stall_s
-                total_s = load.queue_s + reuse.total_s + stream_s * load.decoding
-                is_full = in_use is not None and in_use.blocks + blocks > in_use.capacity
-                if in_use is not None and is_full:
-                    rooms[len(totals)] = room_s = in_use.wait_s(chain.hashes, outlook.answer_s)
-                    total_s += room_s
-                if arrivals is not None:
-                    waits_s = _waiting_s(reuse, load, arrivals(candidate.engine), is_full=is_full)
-                    waiting_s[len(totals)] = waits_s
-                    total_s += waits_s
-                elif spare and load.queue_s:
-                    waiting_s[len(totals)] = waits_s = spare * _followers_s(reuse, load)
-                    total_s += waits_s
+            foreseen, rates, size = candidate.forecast, candidate.rates, candidate.tokens_per_block
+            held = candidate.match if foreseen is None else foreseen
+            key = id(held), size, rates.pool, rates.pace
+            reuse = shared.get(key)
+            if reuse is None:
+                reuse = shared[key] = reuse_of(held, size, rates, chain, outlook, computes)
+            room_s = stall_s = again_s = 0.0
+            if foreseen is not None:
+                queue_s, slowed_s = foreseen.wait_s, foreseen.interference_s
             else:
-                reuse = shared[candidate.engine] = reuse_of(candidate, chain, outlook)
-                total_s = foreseen.wait_s + reuse.total_s + foreseen.interference_s
-            totals.append(total_s + later_s * candidate.busy)
+                load, in_use = candidate.load, candidate.in_use
+                queue_s, decoding = load.queue_s, load.decoding
+                slowed_s, stall_s = reuse.interference_s * decoding, reuse.stall_s * decoding
+                is_full = False
+                if in_use is not None and in_use.blocks + blocks > in_use.capacity:
+                    is_full, room_s = True, in_use.wait_s(chain.hashes, outlook.answer_s)
+                if arrivals is not None:
+                    stall_s += _waiting_s(reuse, load, arrivals(candidate.engine), is_full=is_full)
+                elif spare and queue_s:
+                    stall_s += spare * _followers_s(reuse, load)
+                if again is not None:
+                    again_s = again(candidate)
+            terms.append((
+                queue_s, room_s, reuse.restore_s, reuse.prefill_s, slowed_s, stall_s, reuse.congestion_s,
+                turns_s * candidate.busy, again_s,
+            ))  # fmt: skip
             reuses.append(reuse)
-        self._candidates, self._kinds, self._later_s, self._rooms = candidates, shared, later_s, rooms
-        self._waiting_s = waiting_s
-        self.totals, self.reuses = totals, reuses
-        self._again = _again_s(candidates, parted, chain, outlook) if parted else {}
-        for at, again_s in self._again.items():
-            totals[at] += again_s
+        self._candidates, self._terms, self.reuses = candidates, terms, reuses
+        self.totals: list[float] = [*map(sum, terms)]
         self.regrets: dict[int, float] = {}
 
     def within(self, limit_s: float) -> list[int]:
@@ -162,29 +168,12 @@ class Scores:
 
     def elsewhere(self, best: int) -> int | None:
         """Most tokens of the prompt that a candidate other than `best` would reuse; None without another."""
-        own = self.reuses[best]
-        if len(self._kinds) == 1:
-            return own.cached_tokens if len(self.reuses) > 1 else None
-        is_shared = sum([each is own for each in self.reuses]) > 1
-        others = [each.cached_tokens for each in self._kinds.values() if is_shared or each is not own]
-        return max(others, default=None)
+        others = [*self.reuses[:best], *self.reuses[best + 1 :]]
+        return max([each.cached_tokens for each in others]) if others else None
 
     def costs(self) -> tuple[Cost, ...]:
         """The cost of every candidate, in their order."""
         return tuple([self.cost(at) for at in range(len(self.totals))])
-
-    def wait_s(self, at: int) -> float:
-        """Seconds until a candidate has room, if it computes no prompt."""
-        foreseen = self._candidates[at].forecast
-        queue_s = self._candidates[at].load.queue_s if foreseen is None else foreseen.wait_s
-        return queue_s + self._rooms.get(at, 0.0)
-
-    def apart_s(self, at: int) -> float:
-        """The total of a candidate if another engine computed the prompt: without the prefill, and what that
-        delays."""
-        reuse, decoding = self.reuses[at], self._candidates[at].load.decoding
-        own_s = reuse.total_s - reuse.restore_s + (reuse.interference_s + reuse.stall_s) * decoding
-        return self.totals[at] - own_s - self._waiting_s.get(at, 0.0)
 
     def placement(self, at: int, chain: Chain, outlook: Outlook) -> Placement:
         """The decision for one candidate."""
@@ -205,43 +194,28 @@ class Scores:
 
     def cost(self, at: int) -> Cost:
         """The terms of one candidate."""
-        candidate, reuse, regret_s = self._candidates[at], self.reuses[at], self.regrets.get(at)
-        foreseen, load = candidate.forecast, candidate.load
-        if foreseen is None:
-            queue_s, slowed_s = load.queue_s, reuse.interference_s * load.decoding
-            stall_s = reuse.stall_s * load.decoding + self._waiting_s.get(at, 0.0)
-        else:
-            queue_s, slowed_s, stall_s = foreseen.wait_s, foreseen.interference_s, 0.0
+        candidate, reuse = self._candidates[at], self.reuses[at]
         return replace(
-            reuse,
-            engine=candidate.engine,
-            queue_s=queue_s,
-            room_s=self._rooms.get(at, 0.0),
-            interference_s=slowed_s,
-            stall_s=stall_s,
-            later_s=self._later_s * candidate.busy,
-            again_s=self._again.get(at, 0.0),
-            regret_s=regret_s,
-            total_s=self.totals[at] + (regret_s or 0.0),
-            in_flight=load.in_flight,
+            Cost(candidate.engine, *self._terms[at]),
+            regret_s=self.regrets.get(at),
+            cached_tokens=reuse.cached_tokens,
+            host_tokens=reuse.host_tokens,
+            disk_tokens=reuse.disk_tokens,
+            pending_tokens=reuse.pending_tokens,
+            in_flight=candidate.load.in_flight,
             free_blocks=candidate.free_blocks,
             turn=candidate.turn,
             is_last=candidate.is_last,
         )
 
 
-def _again_s(
-    candidates: Sequence[Candidate], parted: int, chain: Chain, outlook: Outlook
-) -> dict[int, float]:
-    """`Cost.again_s` by the position of the candidate. `parted`: where the prompt parts from others, in
-    blocks; an engine whose full attention holds less of it will leave no window or state there. What any
-    engine can reuse need not be computed again."""
-    price, reusable, found = SHARED * outlook.strain, max(each.match.blocks for each in candidates), {}
-    for at, each in enumerate(candidates):
-        lacking = parted - max(each.match.of_full_attention, reusable)
-        if lacking > 0 and each.forecast is None:
-            found[at] = price * each.rates.prefill_s(lacking * chain.tokens_per_block)
-    return found
+def _again_s(parted: int, least: int, chain: Chain, outlook: Outlook, each: Candidate) -> float:
+    """See `Cost.again_s`. `parted`: where the prompt parts from others, in blocks; an engine whose full
+    attention holds less of it will leave no window or state there. What any engine can reuse, `least` blocks,
+    need not be computed again."""
+    lacking = parted - max(each.match.of_full_attention, least)
+    again_s = each.rates.prefill_s(lacking * chain.tokens_per_block) if lacking > 0 else 0.0
+    return SHARED * outlook.strain * again_s
 
 
 def _waiting_s(reuse: Cost, load: LoadView, per_s: float, *, is_full: bool) -> float:

@@ -1,6 +1,12 @@
+from pathlib import Path
+
 import pytest
 
+from proxy import api
 from proxy.cli import decisions
+from proxy.control.explain import CostAnswer
+from proxy.core import reasons
+from proxy.core.placement.decision import TERMS, Cost
 
 WHY = "e1 holds 3,200 of [4,000] tokens, but 1.9 s of prefill wait there"
 
@@ -146,3 +152,14 @@ def test_a_row(capsys, fields, row):
     output = told(capsys, decisions.show_requests, [REQUEST | fields])
     assert ("~ not firm: the engine may reuse another number" in output) is (fields.get("is_firm") is False)
     assert " ".join(output.splitlines()[1].split()) == f"08:00:00 r[1] acme qwen /v1/chat/completions {row}"
+
+
+def test_no_term_of_a_cost_is_forgotten_where_costs_are_shown():
+    static = Path(api.__file__).parent / "static"
+    script, style = (static / "why.js").read_text(), (static / "style.css").read_text()
+    for term in TERMS:
+        assert term in decisions._TERMS
+        assert f'["{term}", ' in script
+        assert f".{term} {{" in style
+        assert term in {*reasons._PRICES, *reasons._OBSTACLES, "transfer_s"}, "a sentence names the transfer"
+        assert Cost("a", **{term: 1.0}).first_token_s or f"`{term}`" in CostAnswer.__doc__

@@ -21,10 +21,9 @@ def cost(engine, cached=0, *, prefill=None, strain=1.0, **terms):
         if name in terms
     }
     congestion = (prefill + seconds.get("restore_s", 0.0)) * (strain - 1)
-    total = sum(seconds.values()) + prefill + congestion + (regret or 0.0)
     return Cost(
-        engine, prefill_s=prefill, congestion_s=congestion, regret_s=regret, total_s=total,
-        cached_tokens=cached, **seconds, **terms,
+        engine, prefill_s=prefill, congestion_s=congestion, regret_s=regret, cached_tokens=cached,
+        **seconds, **terms,
     )  # fmt: skip
 
 
@@ -42,7 +41,7 @@ def paired(alone, *, together=False, **terms):
     """A pair of p and d, where d alone would cost `alone`; `together`: neither can answer alone."""
     both = replace(
         cost("d", prefill=0.2, **terms), prefiller="p", pulled_tokens=4000, transfer_s=0.05,
-        cached_tokens=3200, total_s=0.25,
+        cached_tokens=3200,
     )  # fmt: skip
     legs = Pair(placed("p", cost("p", 3200)), placed("d", alone), 1.0, together)
     return replace(placed("d", alone), chosen=both, pair=legs, all_costs=lambda: (alone, both))
@@ -159,7 +158,7 @@ class TestTies:
 
 
 def test_a_pair_that_was_not_chosen_is_no_rival():
-    alone, both = cost("d"), replace(cost("d", 3200), prefiller="p", total_s=9.0)
+    alone, both = cost("d"), replace(cost("d", 3200), prefiller="p", transfer_s=9.0)
     placement = placed("d", alone, both)
     assert placement.chosen is alone
     assert reason_of(placement) is not Reason.PAIRED

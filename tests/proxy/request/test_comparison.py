@@ -13,7 +13,7 @@ from proxy.core.placement.decision import Cost, Placement
 from proxy.core.placement.placer import Placer
 from proxy.prompt import Prompt
 from proxy.request.comparison import Comparison, repeated_tokens
-from proxy.request.records import RequestLog, RequestRecord
+from proxy.request.records import RequestRecord, RequestRecords
 from tests.placements import placement_of
 
 
@@ -31,7 +31,7 @@ class World:
     """A log of requests and engines `a` and `b`, with blocks of 16 tokens."""
 
     def __init__(self):
-        self.log = RequestLog(100)
+        self.log = RequestRecords(100)
         self.engines = {"a": FakeEngine(), "b": FakeEngine()}
         self.comparison = Comparison(self.log, self.engines, 16)
         self.now = time.time()

@@ -7,7 +7,7 @@ from engine_adapter import Headers, JsonBody
 from proxy.prompt import Prompt
 from proxy.request import records as module
 from proxy.request.calls import Call
-from proxy.request.records import RequestLog, RequestRecord, Sources
+from proxy.request.records import RequestRecord, RequestRecords, Sources
 
 
 def record(name, tokens=None, *, key=None, tenant=None, client_id=None):
@@ -17,7 +17,7 @@ def record(name, tokens=None, *, key=None, tenant=None, client_id=None):
 
 
 def log_of(*records, capacity=10):
-    log = RequestLog(capacity)
+    log = RequestRecords(capacity)
     for each in records:
         log.add(each)
     return log
@@ -109,7 +109,7 @@ def test_a_body_leaves_with_its_record():
 
 @pytest.mark.parametrize(
     ("log", "runs_prompt"),
-    [(RequestLog(0), True), (RequestLog(9, keeps_bodies=False), True), (RequestLog(9), False)],
+    [(RequestRecords(0), True), (RequestRecords(9, keeps_bodies=False), True), (RequestRecords(9), False)],
 )
 def test_no_body_is_kept_that_nobody_can_ask_about(log, runs_prompt):
     new = record("a")

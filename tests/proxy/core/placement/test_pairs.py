@@ -1,10 +1,11 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from proxy.core.index.blocks import Chain
 from proxy.core.index.match import Match
-from proxy.core.placement.decision import CALM, Candidate, Outlook
+from proxy.core.placement.decision import CALM, TERMS, Candidate, Outlook
 from proxy.core.placement.demand import InUse, Residents
 from proxy.core.placement.load import LoadView
 from proxy.core.placement.pairs import (
@@ -18,12 +19,13 @@ from proxy.core.placement.pairs import (
     WINDOW,
     Prefillers,
     Transfers,
+    best_pair,
     least_loaded_of,
     place_halves,
     place_with_pairs,
 )
 from proxy.core.placement.rates import EngineRates, PoolRates
-from proxy.core.placement.scores import TIE_S, place
+from proxy.core.placement.scores import TIE_S, Scores, place
 
 # Engines compute 1,000 tokens a second.
 POOL = PoolRates()
@@ -233,6 +235,48 @@ def test_a_pair_never_costs_more_than_a_single_engine(decoders, prefillers, tran
         assert placement.chosen in placement.costs
 
 
+# The terms that each engine of a pair pays for itself, and those that the first one alone has: it computes.
+OF_EACH = ("room_s", "restore_s", "later_s", "regret_s")
+OF_THE_FIRST = ("prefill_s", "interference_s", "stall_s", "congestion_s", "again_s")
+
+
+@given(
+    st.lists(engines, min_size=1, max_size=2 * MAX_TARGETS),
+    st.lists(engines, min_size=1, max_size=3),
+    st.floats(1, 9),
+    st.floats(0, 2),
+)
+def test_the_cost_of_a_pair_is_the_sum_of_its_terms(decoders, prefillers, strain, transfer_s):
+    def made(name, drawn):
+        residents = Residents(lambda _block: True)
+        residents.use(0.0, range(10**6, 10**6 + 50), 50)
+        return [
+            replace(
+                engine(f"{name}{at}", queue_s=queue_s, decoding=decoding, residents=residents, room=gpu),
+                busy=0.1 * at,
+                match=Match(gpu=gpu, host=gpu % 9, cut=gpu % 7),
+                in_use=full() if at % 2 else None,
+            )
+            for at, (queue_s, decoding, gpu) in enumerate(drawn)
+        ]  # fmt: skip
+
+    candidates, chain = made("d", decoders), prompt(2300)
+    outlook = Outlook(
+        9.0, strain, lambda _idle_s: 1.0, 3.0, 0.5, 2.0, stall=STALL, arrivals=lambda _name: 0.5
+    )
+    pairs = Prefillers(
+        made("p", prefillers), {f"d{at}" for at in range(99)}, lambda *_: transfer_s, nothing_comes
+    )
+    found = best_pair(candidates, pairs, chain, outlook, Scores(candidates, chain, outlook))
+    first, second, cost = found.pair.prefill.chosen, found.pair.decode.chosen, found.chosen
+    expected = {name: getattr(first, name) + getattr(second, name) for name in OF_EACH}
+    expected |= {name: getattr(first, name) for name in OF_THE_FIRST}
+    over_s = first.first_token_s + transfer_s
+    expected |= {"queue_s": first.queue_s + max(second.queue_s - over_s, 0.0), "transfer_s": transfer_s}
+    assert {name: getattr(cost, name) for name in TERMS} == pytest.approx(expected)
+    assert cost.total_s == pytest.approx(sum(expected.values()))
+
+
 # --- engines that answer only two at a time -----------------------------------------------------------------
 
 # Answers take two seconds.
@@ -271,6 +315,9 @@ class TestHalves:
         placement = both(prefillers, decoders)
         least_s = 2.0 + min(queues) + placement.chosen.room_s
         assert least_s - 1e-6 <= placement.chosen.total_s <= least_s + TIE_S + 1e-6
+        for cost in placement.costs:
+            alone = place([each for each in prefillers if each.engine == cost.prefiller], prompt(), ANSWERS)
+            assert cost.total_s == pytest.approx(alone.chosen.total_s + cost.room_s)
         assert (placement.chosen.room_s > 0) == all(are_full)
 
 
