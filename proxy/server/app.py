@@ -48,6 +48,7 @@ from proxy.api.siblings import USES_PATH, Siblings, ask
 from proxy.api.together import ORDERS_PATH, Together, peer_routes
 from proxy.control.keys import KEYS_PATH, IssuedKeys, SharedTables
 from proxy.control.kv import KvVerbs, Pinning, Warming
+from proxy.control.live import Live
 from proxy.control.operations import Operations
 from proxy.control.prefixes import PROMPTS_PATH, KeptPrompts, Prefixes
 from proxy.control.reconciler import Reconciler
@@ -66,7 +67,6 @@ from proxy.fleet.monitor import Monitor
 from proxy.fleet.saved_state import StateSaver
 from proxy.fleet.state_files import KeyBookFile
 from proxy.flow import Flow
-from proxy.observe.live import Live
 from proxy.observe.metrics import Metrics
 from proxy.observe.recorder import EngineWatch, Recorder
 from proxy.peers.peers import Peers
