@@ -27,7 +27,7 @@ from starlette.routing import Route
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from proxy.api.page import WebPage  # noqa: E402 - found by the line before
-from proxy.observe.live import SHOWN_PER_S  # noqa: E402
+from proxy.control.live import SHOWN_PER_S  # noqa: E402
 from tests.fakes import serving  # noqa: E402
 
 ENGINES, REQUESTS_PER_S, PREFIXES = 256, 10_000 / 60, 300
@@ -49,7 +49,7 @@ def _snapshot(number: int) -> dict[str, Any]:
     engine = {
         "model": "m", "state": "ready", "trust": "precise", "why": "", "queue_s": 0.01 * number,
         "in_flight": number, "decoding": number, "held_tokens": {"gpu": 50 * number, "host": 90 * number},
-        "capacity_tokens": {"gpu": 90_000}, "reuse": reuse, "problem": None,
+        "capacity_tokens": {"gpu": 90_000}, "reuse": reuse, "last_error": None,
     }  # fmt: skip
     engines = [{**engine, "id": f"engine-{at}"} for at in range(ENGINES)]
     return {

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import unquote
 
 import structlog
@@ -17,7 +17,6 @@ from starlette.types import ASGIApp, Message
 
 from engine_adapter import NATIVE_ROUTES
 from proxy.api.auth import FROM_PEER, MetricsGuard
-from proxy.api.openai import DataPlane
 from proxy.api.own_answers import error_response
 from proxy.api.together import Together
 from proxy.fleet.engine import Engine, EngineState
@@ -94,6 +93,13 @@ def _scope(exchange: Exchange) -> dict[str, Any]:
     }
 
 
+class Serving(Protocol):
+    """What serves requests."""
+
+    def serve(self, exchange: Exchange) -> Coroutine[Any, Any, None]:
+        """The work of one exchange."""
+
+
 @dataclass(slots=True)
 class Dispatcher:
     """The handler of every exchange.
@@ -104,7 +110,7 @@ class Dispatcher:
         draining: set when kvpin is about to stop: each answer then says that its connection closes.
     """
 
-    data_plane: DataPlane
+    data_plane: Serving
     rest: ASGIApp
     draining: asyncio.Event = field(default_factory=asyncio.Event)
 

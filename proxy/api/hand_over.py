@@ -13,12 +13,12 @@ import msgspec
 from engine_adapter import HttpTransport
 from engine_adapter.off_loop import THREADS, What
 from proxy.api.siblings import Siblings, ask
+from proxy.control.live import Live, Viewer
 from proxy.core.audit import AuditCounts, Unchecked
 from proxy.core.books import decode_marks, encode_marks
 from proxy.core.placement.tiering import AheadCounts
 from proxy.fleet.engine import Engine
 from proxy.fleet.fleet import Fleet
-from proxy.observe.live import Live, Viewer
 from proxy.observe.metric_families import Taken
 from proxy.observe.metrics import Metrics, ReuseCounts, WorkerNow, tasks, waiting_of
 from proxy.prompt import PromptBuilder

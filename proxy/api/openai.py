@@ -96,7 +96,7 @@ ENGINE_END_S = 1.0
 CLEAN_UP_S = 30.0
 # The ids on the log lines of a request, which runs in a task of its own. structlog adds every variable with
 # its prefix; to bind one through structlog would look at all of them.
-_OWN_ID = ContextVar[str](f"{structlog.contextvars.STRUCTLOG_KEY_PREFIX}request")
+OWN_ID = ContextVar[str](f"{structlog.contextvars.STRUCTLOG_KEY_PREFIX}request")
 _CLIENT_ID = ContextVar[str](f"{structlog.contextvars.STRUCTLOG_KEY_PREFIX}client_request")
 _NO_LIMIT: AbstractContextManager[None] = nullcontext()
 _REQUEST_ID = REQUEST_ID_HEADER.encode()
@@ -133,7 +133,7 @@ class DataPlane:
         own_id, client_id = f"req-{os.urandom(16).hex()}", None
         if _REQUEST_ID in exchange.headers.first:
             client_id = _client_id(exchange.headers)
-        _OWN_ID.set(own_id)
+        OWN_ID.set(own_id)
         if client_id is not None:
             _CLIENT_ID.set(client_id)
         if self.cors is not None:

@@ -311,7 +311,7 @@ class TopView:
     def _head(self, now: dict[str, Any]) -> Text:
         engines = now["engines"]
         ready = sum(engine["state"] == "ready" for engine in engines)
-        elsewhere = sum(each["state"] == "elsewhere" and each["problem"] is None for each in engines)
+        elsewhere = sum(each["state"] == "elsewhere" and each["last_error"] is None for each in engines)
         first = self._recent[0]
         seconds = now["at"] - first["at"]
         parts = [self.url, ready_engines(ready, len(engines), elsewhere)]

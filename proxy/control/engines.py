@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from time import monotonic, time
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 import msgspec
@@ -100,14 +100,23 @@ class RemovedEngine(msgspec.Struct, kw_only=True):
     undo: str
 
 
-def describe_engine(engine: Engine, pool: Pool | None) -> EngineAnswer:
-    """An engine, and its pool where it is in one, as the admin API tells it."""
-    spec, info, audit = engine.adapter.spec, engine.info, engine.audit.view()
+_Answer = TypeVar("_Answer", bound=EngineAnswer)
+
+
+def describe_engine(
+    engine: Engine,
+    pool: Pool | None,
+    as_a: type[_Answer] = EngineAnswer,  # type: ignore[assignment]  # the default of a type variable
+    **more: Any,  # noqa: ANN401 - they are of several types
+) -> _Answer:
+    """An engine, and its pool where it is in one, as the admin API tells it. `more` are the fields that
+    `as_a` has beyond those of an `EngineAnswer`."""
+    spec, info = engine.adapter.spec, engine.info
     load = engine.ledger.view(monotonic())
     rates = pool.placer.books[engine.id].rates if pool is not None else None
     findings = (*of_role(engine, pool), *of_sharing(engine, pool), *of_tokens(engine, pool))
     findings = (*findings, *engine.findings(), *engine.adapter.findings())
-    return EngineAnswer(
+    return as_a(
         id=engine.id,
         kind=spec.kind,
         role=engine.role,
@@ -121,8 +130,8 @@ def describe_engine(engine: Engine, pool: Pool | None) -> EngineAnswer:
         loras=sorted(engine.loras),
         tokens_per_block=info.tokens_per_block if info is not None else None,
         max_model_len=info.max_model_len if info is not None else None,
-        trust=audit.trust,
-        why=audit.why,
+        trust=engine.audit.trust,
+        why=engine.audit.why,
         in_flight=engine.in_flight,
         decoding=load.decoding,
         queue_s=load.queue_s,
@@ -133,6 +142,7 @@ def describe_engine(engine: Engine, pool: Pool | None) -> EngineAnswer:
         last_error=(engine.process.error if engine.process is not None else None) or engine.last_error,
         owner=engine.owner,
         findings=[str(each) for each in findings],
+        **more,
     )
 
 
@@ -148,8 +158,7 @@ def describe_drained(engine: Engine, fleet: Fleet, *, is_told: bool) -> DrainedE
     warning = warning_of(fleet, names, undo, is_told=is_told)
     if others:
         warning = "; ".join(filter(None, (f"{engine.id} drains whatever is ordered: {others}", warning)))
-    described = msgspec.structs.asdict(describe_engine(engine, fleet.pool_of(engine)))
-    return DrainedEngine(**described, warning=warning)
+    return describe_engine(engine, fleet.pool_of(engine), DrainedEngine, warning=warning)
 
 
 def names_served(engine: Engine, fleet: Fleet) -> frozenset[str]:
@@ -321,8 +330,10 @@ def _pool(fleet: Fleet, pool: Pool, own: dict[str, dict[str, Any]]) -> PoolStats
 
 
 def _engine(pool: Pool, engine: Engine, own: dict[str, Any]) -> EngineStats:
-    return EngineStats(
-        **msgspec.structs.asdict(describe_engine(engine, pool)),
+    return describe_engine(
+        engine,
+        pool,
+        EngineStats,
         audit=engine.audit.view(),
         restored_ahead=engine.ahead,
         blocks={tier.value: pool.index.held(engine.id, tier) for tier in Tier},

@@ -89,16 +89,13 @@ class RouteAnswer(Decision, kw_only=True):
     candidates: list[CandidateAnswer]
 
 
-class RequestSummary(RequestFacts, kw_only=True):
-    """One past request, without its prompt. Its times count from its placement.
+class RequestShown(RequestFacts, kw_only=True):
+    """A request with what was predicted of it.
 
     Attributes:
         session: the conversation that its client named.
         is_firm: false if the engine may reuse another number of tokens than predicted; null if the prompt is
             not known.
-        miss: why no more of the prompt was reused, in one word; null if the request failed or had none.
-        is_miss: tokens could have been reused and were not.
-        differs_at: the field, message, part and character that differ first from the earlier request.
     """
 
     session: str | None
@@ -107,6 +104,17 @@ class RequestSummary(RequestFacts, kw_only=True):
     predicted_tokens: int | None
     is_firm: bool | None
     expected_first_token_s: float | None
+
+
+class RequestSummary(RequestShown, kw_only=True):
+    """One past request, without its prompt. Its times count from its placement.
+
+    Attributes:
+        miss: why no more of the prompt was reused, in one word; null if the request failed or had none.
+        is_miss: tokens could have been reused and were not.
+        differs_at: the field, message, part and character that differ first from the earlier request.
+    """
+
     miss: Miss | None
     is_miss: bool
     differs_at: str | None
@@ -156,11 +164,10 @@ class RequestAnswer(RequestSummary, kw_only=True):
     divergence: DivergenceAnswer | None
 
 
-# Fields of a summary that its record has by the same name.
-_OF_RECORD = (
-    *RequestFacts.__struct_fields__,
-    *("engine", "n_tokens", "predicted_tokens", "is_firm", "expected_first_token_s"),
-)
+def facts_of(record: RequestRecord) -> dict[str, Any]:
+    """The fields of a `RequestShown`."""
+    said = {name: getattr(record, name) for name in RequestShown.__struct_fields__}
+    return {**said, "session": record.session.name if record.session is not None else None}
 
 
 async def route(
@@ -229,8 +236,7 @@ async def summarize(flow: Flow, record: RequestRecord) -> RequestSummary:
     is_served = record.error is None and record.placement is not None and record.runs_prompt
     diagnosis = await flow.comparison.explain(record) if is_served else None
     return RequestSummary(
-        **{name: getattr(record, name) for name in _OF_RECORD},
-        session=record.session.name if record.session is not None else None,
+        **facts_of(record),
         miss=diagnosis.miss if diagnosis is not None else None,
         is_miss=diagnosis is not None and diagnosis.miss.is_miss,
         differs_at=str(diagnosis.at) if diagnosis is not None and diagnosis.at is not None else None,

@@ -46,7 +46,7 @@ def of_role(engine: Engine, pool: Pool | None) -> tuple[Finding, ...]:
     rendezvous = engine.adapter.rendezvous
     if rendezvous is not None:
         return _of_half(engine, rendezvous, pool)
-    there = {each.role for each in pool.engines.values()}
+    there = {each.role for each in pool.engines.values()} if engine.role is not Role.BOTH else set()
     if engine.role is Role.PREFILL and Role.DECODE not in there:
         use = "only when no other engine can" if Role.BOTH in there else "itself"
         return (_without(Role.DECODE, "prefills", f"it answers {use}"),)

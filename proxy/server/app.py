@@ -48,6 +48,7 @@ from proxy.api.siblings import USES_PATH, Siblings, ask
 from proxy.api.together import ORDERS_PATH, Together, peer_routes
 from proxy.control.keys import KEYS_PATH, IssuedKeys, SharedTables
 from proxy.control.kv import KvVerbs, Pinning, Warming
+from proxy.control.live import Live
 from proxy.control.operations import Operations
 from proxy.control.prefixes import PROMPTS_PATH, KeptPrompts, Prefixes
 from proxy.control.reconciler import Reconciler
@@ -66,7 +67,6 @@ from proxy.fleet.monitor import Monitor
 from proxy.fleet.saved_state import StateSaver
 from proxy.fleet.state_files import KeyBookFile
 from proxy.flow import Flow
-from proxy.observe.live import Live
 from proxy.observe.metrics import Metrics
 from proxy.observe.recorder import EngineWatch, Recorder
 from proxy.peers.peers import Peers
@@ -164,6 +164,7 @@ class Proxy:
             use=self.use,
         )
         self.telemetry = telemetry_module()(self.page) if settings.otel else None
+        self.traces = self.telemetry.traces if self.telemetry is not None else None
         self.draining = asyncio.Event()
         self.live = Live(self.fleet, self.metrics, self.tasks, self.draining, reuse=settings.reuse)
         self.hand_over = (
@@ -242,11 +243,9 @@ class Proxy:
         return group_secret(directory, place, (url, exchange.namespace) if place is None else None)
 
     def _flow(self) -> Flow:
-        """The read path, with spans if there is telemetry."""
-        settings, telemetry = self.settings, self.telemetry
-        make_flow, make_attempts = (
-            (Flow, Attempts) if telemetry is None else (telemetry.flow, telemetry.attempts)
-        )
+        """The read path."""
+        settings = self.settings
+        make_attempts = Attempts if self.traces is None else self.traces.attempts
         media = MediaUuids(trusted=settings.trust_media_uuids)
         rules = Normalising(
             [
@@ -255,7 +254,7 @@ class Proxy:
             ]
         )
         routes = translations(self.responses)
-        return make_flow(
+        return Flow(
             fleet=self.fleet,
             preparation=Preparation(
                 self.destinations, self.tenants, media, routes, reuse=settings.reuse, normalising=rules
@@ -307,7 +306,7 @@ class Proxy:
 
     def observe(self, record: RequestRecord) -> None:
         """Counts and records a finished request."""
-        trace_id = self.telemetry.trace_id() if self.telemetry is not None else None
+        trace_id = self.traces.observed(record) if self.traces is not None else None
         self.metrics.observe(record, trace_id)
         self.live.finished(record)
         if self.recorder is not None:
@@ -444,8 +443,7 @@ def build_app(proxy: Proxy) -> Dispatcher:
     cors = Cors(settings.cors_origins) if settings.cors_origins else None
     limits = settings.limits
     limit = int(limits.body_bytes)
-    make_data_plane = DataPlane if proxy.telemetry is None else proxy.telemetry.data_plane
-    data_plane = make_data_plane(
+    data_plane = DataPlane(
         proxy.flow,
         proxy.tenants,
         proxy.gate,
@@ -477,7 +475,8 @@ def build_app(proxy: Proxy) -> Dispatcher:
         },
     )
     rest.router.redirect_slashes = False  # such an answer leads to the host that the client named
-    return Dispatcher(data_plane, rest, proxy.draining)
+    traces = proxy.traces
+    return Dispatcher(data_plane if traces is None else traces.data_plane(data_plane), rest, proxy.draining)
 
 
 def _peer_routes(proxy: Proxy) -> list[Route]:

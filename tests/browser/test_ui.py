@@ -337,7 +337,7 @@ async def test_many_engines_and_requests_fill_pages_not_the_browser(page, kvpin)
         "kind": "vllm", "model": "m",
         "state": "ready", "trust": "precise", "why": "", "audit": audit, "forms": {}, "queue_s": 0.1,
         "in_flight": 1, "decoding": 1, "held_tokens": {"gpu": 5}, "capacity_tokens": {"gpu": 10},
-        "reuse": reuse, "problem": None,
+        "reuse": reuse, "last_error": None,
     }  # fmt: skip
     snapshot = {
         "at": 1.0, "reuse_on": True, "requests": 5000, "unshown": 7, "waiting": {"m": 3}, "reuse": reuse,

@@ -25,11 +25,11 @@ from proxy.api.admin.endpoint import (
     until_left,
 )
 from proxy.control.explain import RequestAnswer, RequestSummary, RouteAnswer, explain, route, summarize
+from proxy.control.live import Live, Missed, RequestNow, Snapshot
 from proxy.control.replays import MAX_TRACE_BYTES, OPTIONS, ReplayAnswer, Replays
 from proxy.core.quotas import MOST_DAYS, DayUse, UseBook, Used
 from proxy.errors import BadRequest, NotFound, ProxyError
 from proxy.flow import Flow
-from proxy.observe.live import Live, Missed, RequestNow, Snapshot
 
 _LIMIT = Query.number("limit", "How many", 50, 10_000)
 _WHOSE = Query("tenant", "string", "Whose request it is, where several clients send the same id.")

@@ -97,11 +97,14 @@ const Checked = ({ audit: { checked, exact, unchecked } }) => {
   return checked + all > 0 && html`<p class="note">exact ${count(exact)} of ${count(checked)} checked${why}</p>`;
 };
 
+// Before it has connected, nobody knows what it holds.
+const isConnected = ({ held_tokens: held }) => Object.keys(held).length > 0;
+
 const Engine = ({ engine }) => html`<article class=${`card engine ${engine.state}`}>
   <h3>${engine.id} <span class="chip state">${SIGNS[engine.state]} ${engine.state}</span></h3>
-  <p class="note">${engine.model ?? "not connected"}${" "}<span class="chip" title=${engine.why}>${engine.trust} view</span>
+  <p class="note">${isConnected(engine) ? engine.model : "not connected"}${" "}<span class="chip" title=${engine.why}>${engine.trust} view</span>
     ${" "}<${Forms} forms=${engine.forms} /></p>
-  ${engine.problem && html`<p class="problem">${engine.problem}</p>`}
+  ${engine.state !== "ready" && engine.last_error && html`<p class="problem">${engine.last_error}</p>`}
   ${Object.entries(engine.held_tokens)
     .filter(([tier, held]) => held || engine.capacity_tokens[tier])
     .map(
@@ -115,13 +118,13 @@ const Engine = ({ engine }) => html`<article class=${`card engine ${engine.state
     <div><dt>hit share</dt><dd>${percent(engine.reuse.delivered_tokens, engine.reuse.prompt_tokens)}</dd></div>
   </dl>
   <${Checked} audit=${engine.audit} />
-  ${engine.model && html`<${EngineActions} engine=${engine.id} />`}
+  ${isConnected(engine) && html`<${EngineActions} engine=${engine.id} />`}
 </article>`;
 
 const Engines = pure(({ snapshot }) => {
   const engines = [...snapshot.engines].sort((a, b) => (a.state === "ready") - (b.state === "ready"));
   const ready = engines.filter((each) => each.state === "ready").length;
-  const elsewhere = engines.filter((each) => each.state === "elsewhere" && each.problem === null).length;
+  const elsewhere = engines.filter((each) => each.state === "elsewhere" && each.last_error === null).length;
   const more = elsewhere ? ` and ${elsewhere} used through another kvpin` : "";
   const waiting = Object.entries(snapshot.waiting);
   return html`<section aria-label="Engines">

@@ -11,14 +11,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from importlib.metadata import version
 from itertools import pairwise
-from urllib.parse import urlsplit
+from typing import Annotated, Literal, TypeVar
 from uuid import uuid4
 
 import structlog
@@ -44,12 +42,10 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from prometheus_client import Metric as Family
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
+from pydantic import AnyHttpUrl, Field, FiniteFloat, TypeAdapter, ValidationError
 
-from proxy.api.openai import DataPlane
-from proxy.flow import Flow
-from proxy.server.tracing.traced import TracedAttempts, TracedDataPlane, TracedFlow, trace_id
+from proxy.server.tracing.traced import Traces
 from proxy.settings import SettingsError
-from proxy.steps.attempt import Attempts
 
 
 def read(page: str, since_ns: int, now_ns: int) -> Iterator[Metric]:
@@ -102,44 +98,35 @@ log = structlog.get_logger(__name__)
 
 # Seconds between two lines.
 EVERY_S = 60.0
-_LOGGER = "opentelemetry"
-_CAUSE = re.compile(r"\[Errno -?[0-9]+\] (?P<cause>[^\"')\]]+)")
-_LONGEST = 120
+_LONGEST = 300
 
 
 class Complaints(logging.Handler):
     """Logs the first record of OpenTelemetry's packages, which complain of every attempt to send, and then at
     most one in `EVERY_S`."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self._clock = clock
-        self._quiet_until: float | None = None
+        self._quiet_until = 0.0
 
     @classmethod
     def take(cls) -> None:
         """Takes all records of these packages."""
-        logger = logging.getLogger(_LOGGER)
+        logger = logging.getLogger("opentelemetry")
         logger.handlers, logger.propagate = [cls()], False
 
     def emit(self, record: logging.LogRecord) -> None:
         """Logs the record, if none was logged in the last `EVERY_S`."""
-        now = self._clock()
-        if self._quiet_until is not None and now < self._quiet_until:
+        if record.created < self._quiet_until:
             return
-        self._quiet_until = now + EVERY_S
-        said = record.getMessage()
-        found = _CAUSE.search(said)
+        self._quiet_until = record.created + EVERY_S
         log.warning(
             "traces or metrics are not sent; kvpin goes on trying, and says so at most once a minute",
-            error=found["cause"] if found else said[:_LONGEST],
+            error=record.getMessage()[:_LONGEST],
         )
 
 
 _NAME = "kvpin"
-_ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
-# Between two exports of metrics, in ms, as OpenTelemetry has it.
-_EVERY_MS = "60000"
 # Seconds that what is left may take when kvpin stops.
 STOP_S = 3.0
 
@@ -148,13 +135,8 @@ class Telemetry:
     """Sends spans and metrics of this kvpin to its collector.
 
     Attributes:
-        flow: makes a flow, whose requests have traces if these are sent; takes the arguments of `Flow`.
-        attempts: makes what runs attempts likewise.
-        data_plane: makes a data plane likewise.
-        trace_id: the id of the running request's trace, if the trace is kept.
+        traces: makes the spans; None if none are sent.
     """
-
-    trace_id = staticmethod(trace_id)
 
     def __init__(self, page: Callable[[], bytes]) -> None:
         """`page` renders the metrics. Raises SettingsError if OpenTelemetry's variables ask for what kvpin
@@ -162,15 +144,10 @@ class Telemetry:
         resource = _resource()
         Complaints.take()
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        self.flow: Callable[..., Flow] = Flow
-        self.attempts: Callable[..., Attempts] = Attempts
-        self.data_plane: Callable[..., DataPlane] = DataPlane
+        self.traces: Traces | None = None
         if _sends("TRACES"):
             self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-            tracer = self._provider.get_tracer(_NAME, version(_NAME))
-            self.flow = partial(TracedFlow, tracer=tracer)
-            self.attempts = partial(TracedAttempts, tracer=tracer)
-            self.data_plane = partial(TracedDataPlane, tracer=tracer)
+            self.traces = Traces(self._provider.get_tracer(_NAME, version(_NAME)))
         self._resource, self._page, self._since_ns = resource, page, time.time_ns()
         self._metrics = OTLPMetricExporter() if _sends("METRICS") else None
         self._every_s = _every_s()
@@ -220,43 +197,32 @@ def _sends(signal: str) -> bool:
     """True if TRACES, or METRICS, are sent."""
     if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return False
-    exporter = os.environ.get(f"OTEL_{signal}_EXPORTER") or "otlp"
-    if exporter == "none":
+    if _variable(f"OTEL_{signal}_EXPORTER", _EXPORTER, "otlp", "be 'otlp' or 'none'") == "none":
         return False
-    if exporter != "otlp":
-        raise SettingsError(f"OTEL_{signal}_EXPORTER is {exporter!r}: kvpin knows 'otlp' and 'none'")
-    general = os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL")
-    protocol = os.environ.get(f"OTEL_EXPORTER_OTLP_{signal}_PROTOCOL") or general or "http/protobuf"
-    if protocol != "http/protobuf":
-        raise SettingsError(
-            f"kvpin sends OTLP as 'http/protobuf' only, and OpenTelemetry is to use {protocol!r}"
-        )
-    for name in (f"OTEL_EXPORTER_OTLP_{signal}_ENDPOINT", _ENDPOINT):
-        _check_address(name)
+    own, general = f"OTEL_EXPORTER_OTLP_{signal}", "OTEL_EXPORTER_OTLP"
+    protocol = f"{own if os.environ.get(f'{own}_PROTOCOL') else general}_PROTOCOL"
+    _variable(protocol, _PROTOCOL, "http/protobuf", "be 'http/protobuf': kvpin has no gRPC")
+    for each in (own, general):
+        _variable(f"{each}_ENDPOINT", _ADDRESS, "http://localhost:4318", "look like http://host:4318")
     return True
-
-
-def _check_address(name: str) -> None:
-    """Raises SettingsError for a variable whose value is no address."""
-    given = os.environ.get(name)
-    if not given:
-        return
-    try:
-        parts = urlsplit(given)
-        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        is_address = False
-    if not is_address:
-        raise SettingsError(f"{name} is {given!r}: it must look like http://host:4318")
 
 
 def _every_s() -> float:
     """Seconds between two exports of metrics."""
-    given = os.environ.get("OTEL_METRIC_EXPORT_INTERVAL") or _EVERY_MS
+    return (
+        _variable("OTEL_METRIC_EXPORT_INTERVAL", _MILLISECONDS, "60000", "be a number of milliseconds") / 1000
+    )
+
+
+_Value = TypeVar("_Value")
+_EXPORTER, _PROTOCOL = TypeAdapter(Literal["otlp", "none"]), TypeAdapter(Literal["http/protobuf"])
+_ADDRESS, _MILLISECONDS = TypeAdapter(AnyHttpUrl), TypeAdapter(Annotated[FiniteFloat, Field(gt=0)])
+
+
+def _variable(name: str, values: TypeAdapter[_Value], default: str, must: str) -> _Value:
+    """The value of a variable of OpenTelemetry. Raises SettingsError if it is none of these values."""
+    given = os.environ.get(name) or default
     try:
-        ms = float(given)
-    except ValueError:
-        ms = 0.0
-    if not 0 < ms < float("inf"):
-        raise SettingsError(f"OTEL_METRIC_EXPORT_INTERVAL is {given!r}: it must be a number of milliseconds")
-    return ms / 1000
+        return values.validate_python(given)
+    except ValidationError:
+        raise SettingsError(f"{name} is {given!r}: it must {must}") from None

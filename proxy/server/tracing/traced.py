@@ -1,4 +1,4 @@
-"""The data plane and the flow with a span around each step of a request.
+"""The spans of a request.
 
     POST /v1/chat/completions     from the request's head to the end of its answer
         parse                     receive and parse the body
@@ -10,10 +10,11 @@
         chat qwen3                the engine's part
             first leg             the half that another engine serves at the same time
 
-The trace goes on from the client's `traceparent`, and the engine gets one that leads to the last span. Each
-attempt has spans of its own, and so has each part of a request for several answers.
+The trace goes on from the client's `traceparent`, and an engine gets one that leads to the span of its part.
+So the first span and those of engines' parts are there while they run, one for each attempt. All others are
+made from the request's record afterwards. Each part of a request for several answers has all but `parse`.
 
-While tracing is off, none of this is in the way of a request: `Flow` and `DataPlane` serve it.
+While tracing is off, none of this is in the way of a request: `Attempts` and `DataPlane` serve it.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import urlsplit
 
 from msgspec.structs import replace
+from opentelemetry.context import Context
 from opentelemetry.trace import (
     INVALID_SPAN,
     Span,
@@ -36,52 +39,46 @@ from opentelemetry.trace import (
     format_span_id,
     format_trace_id,
     get_current_span,
+    set_span_in_context,
 )
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from structlog.contextvars import STRUCTLOG_KEY_PREFIX
 
-from engine_adapter import NATIVE_ROUTES, EngineSpec, Headers, JsonBody, RequestBody, base_url
-from proxy.api.openai import DataPlane
-from proxy.core.placement.decision import Pair, Placement
+from engine_adapter import NATIVE_ROUTES, EngineSpec, Headers, base_url
+from engine_adapter.off_loop import PAYER
+from proxy.api.openai import OWN_ID, DataPlane
+from proxy.core.placement.decision import Pair
 from proxy.core.reasons import reason_of
-from proxy.fleet.lease import Lease
-from proxy.flow import CLIENT_LEFT, Flow
+from proxy.flow import CLIENT_LEFT
 from proxy.http.exchange import Exchange
 from proxy.observe.metrics import available_tokens
-from proxy.request.calls import PROMPT_ROUTES, Call
-from proxy.request.gate import Admission
+from proxy.request.calls import PROMPT_ROUTES
 from proxy.request.records import RequestRecord
-from proxy.request.tenants import ApiKey
 from proxy.steps.attempt import Attempts
 from proxy.steps.forward import Attempt, Forwarded
 from proxy.steps.other_leg import FirstLeg, PromptHalf
 from proxy.steps.preparation import Ready
-from proxy.steps.request import Request
 
 _W3C = TraceContextTextMapPropagator()
 _W3C_HEADERS = frozenset(name.encode() for name in _W3C.fields)
 _SERVER_ERROR = 500
-# The ids on the log lines of a request; see `_OWN_ID` in proxy/api/openai.py.
+# The ids on the log lines of a request; see `OWN_ID` in proxy/api/openai.py.
 _TRACE_ID = ContextVar[str](f"{STRUCTLOG_KEY_PREFIX}trace_id")
 _SPAN_ID = ContextVar[str](f"{STRUCTLOG_KEY_PREFIX}span_id")
 
 
-def trace_id() -> str | None:
-    """The id of the running request's trace, if the trace is kept."""
-    context = get_current_span().get_span_context()
-    return format_trace_id(context.trace_id) if context.trace_flags.sampled else None
-
-
 @contextmanager
-def _span(
-    tracer: Tracer, name: str, kind: SpanKind = SpanKind.INTERNAL, attributes: Attributes | None = None
-) -> Iterator[Span]:
-    """A span around a step of a request whose trace is kept."""
+def _span(tracer: Tracer, name: str, attributes: Attributes | None) -> Iterator[Span]:
+    """A span around what an engine does for a request whose trace is kept."""
     if not get_current_span().is_recording():
         yield INVALID_SPAN
         return
     with tracer.start_as_current_span(
-        name, kind=kind, attributes=attributes, record_exception=False, set_status_on_exception=False
+        name,
+        kind=SpanKind.CLIENT,
+        attributes=attributes,
+        record_exception=False,
+        set_status_on_exception=False,
     ) as span:
         try:
             yield span
@@ -96,11 +93,65 @@ def _fail(span: Span, kind: str) -> None:
     span.set_status(StatusCode.ERROR)
 
 
-@dataclass(frozen=True)
-class TracedDataPlane(DataPlane):
+@dataclass(frozen=True, slots=True)
+class Traces:
+    """Makes spans, which its `tracer` takes."""
+
+    tracer: Tracer
+
+    def data_plane(self, data_plane: DataPlane) -> TracedDataPlane:
+        """The data plane, with a span around each request."""
+        return TracedDataPlane(data_plane, self.tracer)
+
+    def attempts(self, *given: Any) -> Attempts:  # noqa: ANN401 - the arguments of `Attempts`
+        """Runs attempts, with spans around what engines do."""
+        return TracedAttempts(*given, tracer=self.tracer)
+
+    def observed(self, record: RequestRecord) -> str | None:
+        """Adds the spans of kvpin's own steps to the trace of a request that has just ended. Returns the
+        trace's id; None if it is not kept."""
+        span = get_current_span()
+        if not span.is_recording():
+            return None
+        if record.duration_s:  # it got to the flow
+            self._add_steps(record, record.arrived + record.duration_s)
+        return format_trace_id(span.get_span_context().trace_id)
+
+    def _add_steps(self, record: RequestRecord, ended: float) -> None:
+        zero = time.time() - time.monotonic()  # one for all: their order stays
+
+        def add(
+            name: str, began: float, ended: float, told: Attributes, within: Context | None = None
+        ) -> Span:
+            start = round((zero + began) * 1e9)
+            span = self.tracer.start_span(name, within, attributes=told, start_time=start)
+            span.end(round((zero + ended) * 1e9))
+            return span
+
+        prepared, waited_s = record.prepared, record.queued_s or 0.0
+        if record.came is not None:
+            add(PARSE, record.came, record.arrived, {})
+        n_tokens = record.n_tokens
+        known: Attributes = {"gen_ai.usage.input_tokens": n_tokens} if n_tokens is not None else {}
+        add(TOKENISE, record.arrived, prepared or ended, known)
+        if prepared is None or not (record.attempts or record.error):
+            return
+        placed = prepared + waited_s if record.attempts else ended  # on its first engine
+        if record.placed is not None and len(record.attempts) == 1:
+            placed = record.placed
+        place = add(PLACE, prepared, placed, of_placement(record))
+        if waited_s:
+            add(QUEUE, prepared, prepared + waited_s, {}, set_span_in_context(place))
+        if record.moments is not None:
+            add(HOLD, record.moments.placed, record.moments.sent, {})
+
+
+@dataclass(frozen=True, slots=True)
+class TracedDataPlane:
     """A data plane whose requests have traces."""
 
-    tracer: Tracer = field(kw_only=True)
+    untraced: DataPlane
+    tracer: Tracer
 
     async def serve(self, exchange: Exchange) -> None:
         """Serves a request in a span that goes on from the client's."""
@@ -118,58 +169,14 @@ class TracedDataPlane(DataPlane):
             _SPAN_ID.set(format_span_id(context.span_id))
             exchange.headers = _leading_here(exchange.headers)  # another kvpin may answer it
             try:
-                await super().serve(exchange)
+                await self.untraced.serve(exchange)
             finally:
                 status = CLIENT_LEFT if exchange.status is None else exchange.status
-                span.set_attribute("http.response.status_code", status)
+                span.set_attributes({"http.response.status_code": status, "kvpin.request.id": OWN_ID.get()})
+                if (tenant := PAYER.get()) is not None:
+                    span.set_attribute("kvpin.tenant", tenant)
                 if status >= _SERVER_ERROR:
                     _fail(span, str(status))
-
-    async def _body(self, exchange: Exchange, admitted: Admission) -> tuple[JsonBody | None, tuple[str, ...]]:
-        with _span(self.tracer, PARSE):
-            return await super()._body(exchange, admitted)
-
-    def _call(
-        self,
-        exchange: Exchange,
-        path: str,
-        key: ApiKey | None,
-        own_id: str,
-        client_id: str | None,
-        body: RequestBody,
-        changed: tuple[str, ...] = (),
-    ) -> Call:
-        span = get_current_span()
-        span.set_attribute("kvpin.request.id", own_id)
-        if key is not None:
-            span.set_attribute("kvpin.tenant", key.tenant)
-        return super()._call(exchange, path, key, own_id, client_id, body, changed)
-
-
-@dataclass(frozen=True)
-class TracedFlow(Flow):
-    """A flow whose steps have spans."""
-
-    tracer: Tracer = field(kw_only=True)
-
-    async def prepare(self, call: Call) -> Ready:
-        """Prepares a request in a span."""
-        with _span(self.tracer, TOKENISE) as span:
-            ready = await super().prepare(call)
-            if ready.prompt is not None:
-                span.set_attribute("gen_ai.usage.input_tokens", len(ready.prompt.token_ids))
-            return ready
-
-    async def _placement(self, request: Request) -> Placement | None:
-        with _span(self.tracer, PLACE) as span:
-            placed = await super()._placement(request)
-            if placed is not None:
-                span.set_attributes(of_placement(placed, request.record))
-            return placed
-
-    async def _in_turn(self, ready: Ready, record: RequestRecord) -> None:
-        with _span(self.tracer, QUEUE):
-            await super()._in_turn(ready, record)
 
 
 @dataclass(frozen=True)
@@ -180,33 +187,24 @@ class TracedAttempts(Attempts):
 
     async def first_leg(self, attempt: Attempt, pair: Pair) -> FirstLeg | None:
         """Lets another engine compute the prompt, within a span."""
-        with _span(self.tracer, FIRST_LEG, SpanKind.CLIENT, {"kvpin.engine": pair.prefill.engine}):
+        with _span(self.tracer, FIRST_LEG, {"kvpin.engine": pair.prefill.engine}):
             return await super().first_leg(replace(attempt, ready=_leading_on(attempt.ready)), pair)
 
     async def half_leg(self, half: PromptHalf, ready: Ready) -> None:
         """Lets another engine compute the prompt at the same time, within a span."""
-        with _span(self.tracer, FIRST_LEG, SpanKind.CLIENT, {"kvpin.engine": half.source}):
+        with _span(self.tracer, FIRST_LEG, {"kvpin.engine": half.source}):
             await super().half_leg(half, _leading_on(ready))
 
     async def forward(self, attempt: Attempt) -> Forwarded:
         """Sends the request to the engine that it holds, within a span."""
-        self._add_hold(attempt.lease)
         record = attempt.request.record
-        with _span(self.tracer, engine_span_name(record), SpanKind.CLIENT) as span:
-            if span.is_recording():
-                span.set_attributes(of_engine_request(record, attempt.engine.adapter.spec))
+        known = of_engine_request(record, attempt.engine.adapter.spec)
+        with _span(self.tracer, engine_span_name(record), known) as span:
             answer = await super().forward(replace(attempt, ready=_leading_on(attempt.ready)))
-            if span.is_recording():
-                span.set_attributes(of_answer(record, answer))
-                if answer.error is not None:
-                    _fail(span, str(answer.status))
+            span.set_attributes(of_answer(record, answer))
+            if answer.error is not None:
+                _fail(span, str(answer.status))
             return answer
-
-    def _add_hold(self, lease: Lease) -> None:
-        """Adds the span from a request's placement until now. It is over only once the hold is entered."""
-        if get_current_span().is_recording():
-            began = time.time_ns() - round((time.monotonic() - lease.started) * 1e9)
-            self.tracer.start_span(HOLD, start_time=began).end()
 
 
 def _leading_on(ready: Ready) -> Ready:
@@ -256,8 +254,10 @@ def engine_span_name(record: RequestRecord) -> str:
     return f"{_OPERATIONS.get(record.route, _FORWARD)} {record.lora or record.served_as}"
 
 
-def of_placement(placement: Placement, record: RequestRecord) -> Attributes:
+def of_placement(record: RequestRecord) -> Attributes:
     """The attributes of a decision."""
+    if (placement := record.placement) is None:
+        return {}
     attributes: Attributes = {"kvpin.engine": placement.engine, "kvpin.reason": reason_of(placement).value}
     if record.prompt is not None:
         attributes["kvpin.available_tokens"] = available_tokens(placement)

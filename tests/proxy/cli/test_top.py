@@ -79,7 +79,7 @@ def engine(name, **fields):
     return {
         "id": name, "model": "m", "state": "ready", "trust": "precise", "queue_s": 0.25, "in_flight": 3,
         "held_tokens": {"gpu": 800, "host": 16}, "capacity_tokens": {"gpu": 1600}, "reuse": REUSE,
-        "problem": None, **fields,
+        "last_error": None, **fields,
     }  # fmt: skip
 
 

@@ -46,7 +46,7 @@ async def next_of(stream, name):
 
 
 async def test_a_request_is_seen_as_it_passes(tokenizer_dir, monkeypatch):
-    monkeypatch.setattr("proxy.observe.live.TICK_S", 0.1)
+    monkeypatch.setattr("proxy.control.live.TICK_S", 0.1)
     async with watched(tokenizer_dir) as (world, client), client.stream("GET", "/admin/v1/events") as answer:
         assert answer.status_code == 200
         assert answer.headers["content-type"] == "text/event-stream"

@@ -12,10 +12,10 @@ from proxy.api.hand_over import HAND_OVER_PATH, Handed, HandOver
 from proxy.api.siblings import Siblings
 from proxy.api.together import peer_routes
 from proxy.control.engines import stats
+from proxy.control.live import Live
 from proxy.core.audit import Unchecked
 from proxy.core.placement.load import Work
 from proxy.fleet.fleet import Fleet
-from proxy.observe.live import Live
 from proxy.observe.metrics import OTHER_TENANTS, Metrics
 from proxy.request.records import RequestRecord
 from proxy.runtime import Supervisor

@@ -40,9 +40,9 @@ async def test_metrics_are_sent_again_and_again_and_each_process_has_a_name(trac
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("OTEL_TRACES_EXPORTER", "zipkin", "'zipkin': kvpin knows 'otlp' and 'none'"),
-        ("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc", "'http/protobuf' only"),
-        ("OTEL_EXPORTER_OTLP_METRICS_PROTOCOL", "grpc", "'http/protobuf' only"),
+        ("OTEL_TRACES_EXPORTER", "zipkin", "'zipkin': it must be 'otlp' or 'none'"),
+        ("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc", "must be 'http/protobuf': kvpin has no gRPC"),
+        ("OTEL_EXPORTER_OTLP_METRICS_PROTOCOL", "grpc", "must be 'http/protobuf'"),
         ("OTEL_EXPORTER_OTLP_ENDPOINT", "foo", "must look like http://host:4318"),
         ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://h:x", "must look like http://host:4318"),
         ("OTEL_METRIC_EXPORT_INTERVAL", "often", "must be a number of milliseconds"),
@@ -84,13 +84,12 @@ REFUSED = (
 )
 
 
-@pytest.mark.parametrize(("said", "error"), [(REFUSED, "Connection refused"), ("x" * 500, "x" * 120)])
+@pytest.mark.parametrize(("said", "error"), [(REFUSED, REFUSED), ("x" * 500, "x" * 300)])
 def test_one_short_line_a_minute(said, error):
-    now = 0.0
-    complaints = Complaints(lambda: now)
+    complaints = Complaints()
     record = logging.LogRecord("opentelemetry.x", logging.ERROR, "", 0, said, (), None)
     with capture_logs() as lines:
-        for now in (0.0, 1.0, EVERY_S - 1, EVERY_S, EVERY_S + 1):  # noqa: B007 - the clock
+        for record.created in (0.0, 1.0, EVERY_S - 1, EVERY_S, EVERY_S + 1):
             complaints.emit(record)
     assert [line["error"] for line in lines] == [error] * 2
 

@@ -111,7 +111,17 @@ async def test_each_attempt_has_its_spans(traced, collector, engine):
     attempts = [span for span in collector.spans if span.name == "chat m"]
     assert {span.attributes["kvpin.engine"] for span in attempts} == {"a", "b"}
     assert {span.attributes["error.type"] for span in attempts} == {"EngineDied"}
+    assert collector.span("place").attributes["kvpin.reason"] == "balanced"
     assert collector.span(SERVER).attributes["http.response.status_code"] == 502
+
+
+async def test_a_wait_for_busy_engines_is_within_the_placement(traced, collector, monkeypatch):
+    monkeypatch.setattr("proxy.fleet.pool.Pool.is_busy", lambda *_: True)
+    async with traced(limits={"queue_s": 0.3}) as (_, client):
+        assert (await client.post(CHAT, json=ASK)).status_code == 503
+    place, queue = collector.span("place"), collector.span("queue")
+    assert (queue.parent_id, queue.start) == (place.span_id, place.start)
+    assert 0.2e9 < queue.end - queue.start <= place.end - place.start
 
 
 async def test_what_fails_before_the_flow_has_a_trace_too(traced, collector):

@@ -4,13 +4,14 @@ from array import array
 import msgspec
 import pytest
 
+from proxy.control.live import MAX_VIEWERS, MAX_WAITING_BYTES, SHOWN_PER_S, Live, Viewer
 from proxy.core.placement.decision import Cost
 from proxy.errors import Overloaded
 from proxy.fleet.engine import EngineState
 from proxy.fleet.fleet import Fleet
-from proxy.observe.live import MAX_VIEWERS, MAX_WAITING_BYTES, SHOWN_PER_S, Live, Viewer
 from proxy.observe.metrics import Metrics
 from proxy.prompt import Prompt
+from proxy.request.calls import Session
 from proxy.request.records import RequestRecord
 from proxy.runtime import Supervisor
 from tests.fakes import add_ready
@@ -37,6 +38,7 @@ def record(request_id="r", **fields):
         "error": SECRET,
         "note": SECRET,
         "prompt_cache_key": SECRET,
+        "session": Session("t", SECRET),
     }
     return RequestRecord(request_id, 1.5, "/v1/x", SECRET, "t", stream=True, **{**given, **fields})
 
@@ -119,7 +121,7 @@ async def test_nothing_is_made_while_nobody_watches(world, monkeypatch):
 
 
 async def test_snapshots_come_while_somebody_watches(world, monkeypatch):
-    monkeypatch.setattr("proxy.observe.live.TICK_S", 0.01)
+    monkeypatch.setattr("proxy.control.live.TICK_S", 0.01)
     one, other = world.join(), world.join()
     for viewer in (one, other, one, other):
         assert events(await viewer.take())[0][0] == "snapshot"

@@ -16,11 +16,13 @@ import msgspec
 
 from engine_adapter import Tier
 from engine_adapter.prompt.forms import Form
-from proxy.core.audit import AuditView, Trust
+from proxy.control.engines import EngineAnswer, describe_engine
+from proxy.control.explain import RequestShown, facts_of
+from proxy.core.audit import AuditView
 from proxy.core.placement.decision import Placement
 from proxy.core.reasons import Reason, reason_of, why
 from proxy.errors import Overloaded
-from proxy.fleet.engine import Engine, EngineState
+from proxy.fleet.engine import Engine
 from proxy.fleet.fleet import Fleet
 from proxy.observe.metrics import Metrics, ReuseCounts, available_tokens, waiting_of
 from proxy.prompt import Trusted
@@ -38,37 +40,21 @@ MAX_WAITING_BYTES = 1 << 20
 _ENCODER = msgspec.json.Encoder()
 
 
-class EngineNow(msgspec.Struct, kw_only=True):
-    """An engine now.
+class EngineNow(EngineAnswer, kw_only=True):
+    """An engine with what is watched of it.
 
     Attributes:
-        kind: what serves it, as `vllm`.
-        model: null until it has connected.
-        trust: `precise` while the view of its cache is exact; `why` says why.
         audit: how many predictions were exact, and why others were not checked.
         forms: who makes the tokens of each form of prompt; empty without reuse.
-        queue_s: seconds of prefill in flight.
-        decoding: streams that run.
-        held_tokens: tokens it is known to hold, by tier.
+        held_tokens: tokens it is known to hold, by tier; empty until it has connected.
         capacity_tokens: room for them, by tier, where the engine tells.
-        problem: why it takes no requests; null while it does.
     """
 
-    id: str
-    kind: str
-    model: str | None
-    state: EngineState
-    trust: Trust
-    why: str
     audit: AuditView
     forms: dict[Form, Trusted]
-    queue_s: float
-    in_flight: int
-    decoding: int
     held_tokens: dict[str, int]
     capacity_tokens: dict[str, int]
     reuse: ReuseCounts
-    problem: str | None
 
 
 class Snapshot(msgspec.Struct, kw_only=True):
@@ -94,44 +80,17 @@ class Snapshot(msgspec.Struct, kw_only=True):
     engines: list[EngineNow]
 
 
-class RequestNow(msgspec.Struct, kw_only=True):
-    """A request when it is placed, and again when it has ended. Times in seconds.
+class RequestNow(RequestShown, kw_only=True):
+    """A request when it is placed, and again when it has ended. Nothing in it repeats a prompt: `error`,
+    `note`, `prompt_cache_key` and `session` are empty. `model`: the model or LoRA adapter that serves it.
 
     Attributes:
-        started: Unix time.
-        model: the model or LoRA adapter that serves it; null if none does.
-        attempts: the engines it was sent to.
-        n_tokens: prompt tokens; null where kvpin does not know the prompt, as are the next two.
-        available_tokens: the most that any eligible engine held of it.
-        predicted_tokens: what its engine should reuse.
-        is_firm: false if it may reuse another number; null where kvpin does not know the prompt.
-        reported_tokens: what its engine did reuse.
-        expected_first_token_s: from placement.
-        first_byte_s: from placement; an answer that is no stream has its first byte last.
+        available_tokens: the most that any eligible engine held of its prompt; null if that is not known.
         reason: what sent it to its engine, in one word.
         why: the same in a sentence; null if an earlier event of the request had it.
     """
 
-    request_id: str
-    started: float
-    route: str
-    model: str | None
-    tenant: str | None
-    stream: bool
-    engine: str | None
-    attempts: list[str]
-    n_tokens: int | None
     available_tokens: int | None
-    predicted_tokens: int | None
-    is_firm: bool | None
-    reported_tokens: int | None
-    output_tokens: int | None
-    expected_first_token_s: float | None
-    first_byte_s: float | None
-    queued_s: float | None
-    duration_s: float | None
-    interrupted: int
-    status: int | None
     reason: Reason | None
     why: str | None
 
@@ -219,18 +178,18 @@ class Live:
         for viewer in self.viewers:
             viewer.end()
 
-    def placed(self, record: RequestRecord, placement: Placement) -> None:
+    def placed(self, record: RequestRecord, _placement: Placement) -> None:
         """A request was placed; again for each further attempt."""
         if self.viewers and self._may_show(record):
             self._followed.add(record.request_id)
-            self._publish("placed", self._request(record, placement, explain=True))
+            self._publish("placed", self._request(record, explain=True))
 
     def finished(self, record: RequestRecord) -> None:
         """A request has ended."""
         if self.viewers and self._may_show(record):
             explain = record.request_id not in self._followed
             self._followed.discard(record.request_id)
-            self._publish("finished", self._request(record, record.placement, explain=explain))
+            self._publish("finished", self._request(record, explain=explain))
 
     def snapshot(self) -> Snapshot:
         """Everything now."""
@@ -276,60 +235,35 @@ class Live:
         for viewer in self.viewers:
             viewer.give(event)
 
-    def _request(self, record: RequestRecord, placement: Placement | None, *, explain: bool) -> RequestNow:
-        known = placement if record.prompt is not None else None
+    def _request(self, record: RequestRecord, *, explain: bool) -> RequestNow:
+        placement, model = record.placement, record.lora or record.served_as
+        of_others = {"model": model, "error": None, "note": "", "prompt_cache_key": None, "session": None}
         return RequestNow(
-            request_id=record.request_id,
-            started=record.started,
-            route=record.route,
-            model=record.lora or record.served_as,
-            tenant=record.tenant,
-            stream=record.stream,
-            engine=placement.engine if placement is not None else None,
-            attempts=record.attempts,
-            n_tokens=known.n_tokens if known is not None else None,
-            available_tokens=available_tokens(known) if known is not None else None,
-            predicted_tokens=known.predicted_tokens if known is not None else None,
-            is_firm=known.firm if known is not None else None,
-            reported_tokens=record.reported_tokens,
-            output_tokens=record.output_tokens,
-            expected_first_token_s=known.chosen.first_token_s if known is not None else None,
-            first_byte_s=record.first_byte_s,
-            queued_s=record.queued_s,
-            duration_s=record.duration_s,
-            interrupted=record.interrupted,
-            status=record.status,
+            **{**facts_of(record), **of_others},
+            available_tokens=available_tokens(placement) if placement and record.prompt is not None else None,
             reason=reason_of(placement) if placement is not None else None,
             why=why(placement, is_reusing=self._reuse) if placement is not None and explain else None,
         )
 
     def _engine(self, engine: Engine, reuse: ReuseCounts) -> EngineNow:
         pool, info = self._fleet.pool_of(engine), engine.info
-        load = engine.ledger.view(time.monotonic())
-        held, capacity = dict[str, int](), dict[str, int]()
-        if pool is not None:
-            for tier in Tier:
-                held[tier.value] = pool.index.held(engine.id, tier) * pool.tokens_per_block
-        if info is not None and info.tokens_per_block is not None:
-            for tier, blocks in ((Tier.GPU, info.gpu_blocks), (Tier.HOST, info.host_blocks)):
-                if blocks is not None:
-                    capacity[tier.value] = blocks * info.tokens_per_block
-        return EngineNow(
-            id=engine.id,
-            kind=engine.adapter.spec.kind,
-            model=pool.model if pool is not None else None,
-            state=engine.state,
-            trust=engine.audit.trust,
-            why=engine.audit.why,
+        size = (info.tokens_per_block if info is not None else None) or 0
+        rooms = {Tier.GPU: info.gpu_blocks, Tier.HOST: info.host_blocks} if info is not None and size else {}
+        return describe_engine(
+            engine,
+            pool,
+            EngineNow,
             audit=engine.audit.view(),
             forms=pool.prompts.forms.sources if pool is not None and pool.prompts is not None else {},
-            queue_s=round(load.queue_s, 4),
-            in_flight=engine.in_flight,
-            decoding=load.decoding,
-            held_tokens=held,
-            capacity_tokens=capacity,
+            held_tokens={
+                tier.value: pool.index.held(engine.id, tier) * pool.tokens_per_block for tier in Tier
+            }
+            if pool is not None
+            else {},
+            capacity_tokens={
+                tier.value: blocks * size for tier, blocks in rooms.items() if blocks is not None
+            },
             reuse=reuse,
-            problem=None if engine.state is EngineState.READY else engine.last_error,
         )
 
 
