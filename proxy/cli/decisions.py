@@ -46,7 +46,7 @@ _REMEDIES: Mapping[str, str] = {
     Miss.OPTION: "keep this field for a conversation",
     Miss.TEMPLATE: "where the client leaves reasoning out, the rule reasoning_kept puts it back",
     Miss.KVPIN: "leave out the rule or repair that `kvpin requests ID` names",
-    Miss.EVICTED: "more memory, a host tier, retention or a pin",
+    Miss.EVICTED: "more memory, a host tier, retention or a pin, unless it was flushed",
     Miss.WINDOW: "more memory",
     Miss.STATE: "more memory",
 }

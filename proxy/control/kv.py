@@ -34,6 +34,7 @@ from proxy.fleet.ingest import Ingest
 from proxy.flow import Flow
 from proxy.headers import PRIORITY_HEADER
 from proxy.request.calls import Call, Nobody, Reply
+from proxy.request.comparison import Flush
 from proxy.request.gate import Admission
 from proxy.request.records import RequestRecord
 from proxy.steps.preparation import Ready
@@ -186,8 +187,11 @@ class KvVerbs:
                 share.engine.salts.emptied()
 
     def _clear_view(self, share: Share, selection: Selection) -> None:
-        """KV that is being flushed counts as gone at once, so that no request is sent to it."""
+        """KV that is being flushed counts as gone at once, so that no request is sent to it. The flush is
+        noted as the cause of later misses."""
         engine, pool, prefix = share.engine, share.pool, selection.prefix
+        salts = frozenset(target.cache_salt for target in share.targets)
+        engine.flushed.append(Flush(time.time(), None if prefix is None else prefix.prompt, salts))
         if prefix is not None:
             pool.forget(engine, prefix.chain.hashes)
         elif all(target.cache_salt is None for target in share.targets):

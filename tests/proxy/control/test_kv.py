@@ -35,6 +35,8 @@ async def test_a_prefix_is_flushed_where_it_lies_and_nowhere_else(world, learned
     assert len(b.tiers) == 4
     assert world.matched(tokens(64)) == {}
     assert world.matched(tokens(64, start=9)) == {"b": 4}
+    (noted,) = world.engines["a"].flushed  # the cause of later misses
+    assert list(noted.prefix.token_ids) == tokens(40)
 
 
 async def test_a_flush_clears_the_view_before_it_is_done_and_can_be_cancelled_between_slices(world, learned):
