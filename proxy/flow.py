@@ -415,7 +415,10 @@ class Flow:
                 way = each if each.chain is not None else ready
                 found.append(self.choose(replace(way, others=(), rendering=each.rendering), own))
         costs = [(placement.chosen.total_s // TIE_S, placement.chosen.turn) for placement in found]
-        return found[costs.index(min(costs))]
+        placement = found[costs.index(min(costs))]
+        own, each_of = engines[placement.engine].prompts, (one.engine for one in candidates)
+        unlike = tuple(name for name in each_of if engines[name].prompts is not own)
+        return replace(placement, unlike=unlike)
 
     def candidates(self, ready: Ready, without: Container[str] = ()) -> list[Candidate]:
         """The engines that could serve the request now, with what placement knows of each."""
