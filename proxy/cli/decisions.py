@@ -82,6 +82,8 @@ def show_route(route: dict[str, Any]) -> None:
     """Prints where a request would go."""
     out = console()
     out.print(f"would go to {route['engine']}: {route['why']}", markup=False)
+    if route.get("note"):
+        out.print(route["note"], markup=False)
     if route["is_firm"] is False:
         out.print(f"{route['engine']} may reuse another number of tokens: its prediction is not firm")
     _show_costs(out, route, route["candidates"], route["engine"], route["n_tokens"])

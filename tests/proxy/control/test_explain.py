@@ -251,6 +251,8 @@ class TestDryRun:
             world.add(fake)
             world.served(fake, IDS, world.tenants.salt("alice", None))
             for tenant, predicted in (("alice", 48), ("bob", 0)):
-                assert (await routed(world, prompt=IDS, tenant=tenant))["predicted_tokens"] == predicted
+                answer = await routed(world, prompt=IDS, tenant=tenant)
+                assert (answer["predicted_tokens"], answer["note"]) == (predicted, None)
+            assert "--tenant NAME" in (await routed(world, prompt=IDS))["note"]
             with pytest.raises(NotFound):
                 await routed(world, prompt=IDS, tenant="carol")
