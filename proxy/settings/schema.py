@@ -265,7 +265,8 @@ class Settings(BaseSettings):
     exposed_keys: ClassVar[tuple[str, ...]] = ()
 
     host: Hosts = "127.0.0.1"
-    """Where kvpin listens; several addresses with commas between them, e.g. `127.0.0.1,::1`."""
+    """Where kvpin listens, by TCP (not on a Unix socket); several addresses with commas between them, e.g.
+    `127.0.0.1,::1`."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """Port to listen on; 0 takes any free one."""
     name: ShownName | None = None

@@ -146,6 +146,14 @@ def test_engines_that_several_tenants_may_not_use_are_warned_of(check):
     assert "such an engine never does" in said[1]
 
 
+def test_a_host_without_an_address_is_a_fault(check):
+    result = check('host = "127.0.0.1,no.such.host.invalid"')
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(
+        "kvpin: host: 'no.such.host.invalid' has no address that kvpin could listen on: "
+    )
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0", "127.0.0.1,10.0.0.1"])
 def test_a_port_that_anyone_may_use_is_warned_of(check, host):
     is_open = "0.0.0.0" in host or "10." in host
