@@ -416,9 +416,9 @@ class Flow:
                 found.append(self.choose(replace(way, others=(), rendering=each.rendering), own))
         costs = [(placement.chosen.total_s // TIE_S, placement.chosen.turn) for placement in found]
         placement = found[costs.index(min(costs))]
-        own, each_of = engines[placement.engine].prompts, (one.engine for one in candidates)
-        unlike = tuple(name for name in each_of if engines[name].prompts is not own)
-        return replace(placement, unlike=unlike)
+        chosen = engines[placement.engine].prompts
+        unlike = [one.engine for one in candidates if engines[one.engine].prompts is not chosen]
+        return replace(placement, unlike=tuple(unlike))
 
     def candidates(self, ready: Ready, without: Container[str] = ()) -> list[Candidate]:
         """The engines that could serve the request now, with what placement knows of each."""

@@ -309,9 +309,9 @@ class Monitor:
     def _lose(self, engine: Engine, error: Exception) -> None:
         """Drops a lost engine and the knowledge of its KV."""
         owner = error.holder if isinstance(error, EngineTaken) else None
-        reason, away = self._reason(error), (EngineState.DOWN, EngineState.CONNECTING)
+        reason, away = self._reason(error), [EngineState.DOWN, EngineState.CONNECTING]
         if self._fleet.pool_of(engine) is None:
-            away = (*away, EngineState.DRAINING)
+            away.append(EngineState.DRAINING)
         if owner is not None:
             if engine.mine.is_set() and engine.last_error != str(error):
                 log.warning("engine is not used", engine=engine.id, reason=str(error))
