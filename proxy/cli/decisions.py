@@ -40,7 +40,10 @@ _OF_PAIRS = "transfer: KV moves; stall: streams and requests that its prefill de
 
 # What a person can do about a miss.
 _REMEDIES: Mapping[str, str] = {
-    Miss.SYSTEM: "put what changes at the end of the prompt, or choose rules: `kvpin advise` says which",
+    Miss.SYSTEM: (
+        "put what changes at the end of the prompt, or choose rules: `kvpin advise` says which, from a "
+        "recording (`kvpin serve --record-traffic FILE`)"
+    ),
     Miss.TOOLS: "send tools in a fixed order, or choose the rules tools_sorted and schemas_sorted",
     Miss.INPUT: "only append messages",
     Miss.OPTION: "keep this field for a conversation",
