@@ -415,7 +415,10 @@ class Flow:
                 way = each if each.chain is not None else ready
                 found.append(self.choose(replace(way, others=(), rendering=each.rendering), own))
         costs = [(placement.chosen.total_s // TIE_S, placement.chosen.turn) for placement in found]
-        return found[costs.index(min(costs))]
+        placement = found[costs.index(min(costs))]
+        chosen = engines[placement.engine].prompts
+        unlike = [one.engine for one in candidates if engines[one.engine].prompts is not chosen]
+        return replace(placement, unlike=tuple(unlike))
 
     def candidates(self, ready: Ready, without: Container[str] = ()) -> list[Candidate]:
         """The engines that could serve the request now, with what placement knows of each."""

@@ -78,6 +78,21 @@ def passed_on_headers(headers: Headers, tenants: Tenants) -> Headers:
     return Headers([*kept, (b"authorization", b"Bearer " + key.encode("latin-1"))])
 
 
+class WrongKeys:
+    """Tells the log of requests without a right key: once a minute, with their number and the last one's
+    address. Each line costs disk, and whoever reaches kvpin can make some."""
+
+    def __init__(self) -> None:
+        self._count, self._told = 0, -math.inf
+
+    def tell(self, event: str, peer: str | None, **fields: str) -> None:
+        """One more request came. Logs the `event`, if it is time."""
+        self._count += 1
+        if (now := time.monotonic()) - self._told >= _TELL_S:
+            log.warning(event, refused=self._count, peer=peer, **fields)
+            self._count, self._told = 0, now
+
+
 class AdminGuard:
     """Checks requests of operators: for one of some keys, or, when there is none, that they come from this
     machine."""
@@ -87,7 +102,7 @@ class AdminGuard:
         `needs` are for errors."""
         self._digests = [key_digest(key) for key in keys if key]
         self._what, self._needs = what, needs
-        self._turn, self._wrong, self._told = asyncio.Lock(), 0, -math.inf
+        self._turn, self._wrong = asyncio.Lock(), WrongKeys()
 
     def right(self, connection: HTTPConnection) -> str:
         """The right by which a request is let in, for the audit log."""
@@ -106,15 +121,9 @@ class AdminGuard:
             raise
 
     async def _slow(self, connection: HTTPConnection) -> None:
-        self._wrong += 1
-        if (now := time.monotonic()) - self._told >= _TELL_S:
-            log.warning(
-                "wrong keys for operators' routes: someone may be guessing, or a program has an old key",
-                what=self._what,
-                refused=self._wrong,
-                peer=connection.client.host if connection.client is not None else None,
-            )
-            self._wrong, self._told = 0, now
+        event = "wrong keys for operators' routes: someone may be guessing, or a program has an old key"
+        peer = connection.client.host if connection.client is not None else None
+        self._wrong.tell(event, peer, what=self._what)
         async with self._turn:
             await asyncio.sleep(_WRONG_S)
 

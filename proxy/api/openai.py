@@ -27,6 +27,7 @@ from proxy.api.auth import (
     METHODS,
     SERVED,
     Cors,
+    WrongKeys,
     authenticate,
     check_origin,
     is_preflight,
@@ -60,6 +61,7 @@ from proxy.errors import (
     MethodNotAllowed,
     NoEngine,
     RateLimited,
+    Unauthorized,
     cause_of,
     message_of,
     status_of,
@@ -127,6 +129,7 @@ class DataPlane:
     refused: Callable[[int, str | None], None] = lambda _status, _reason: None
     elsewhere: PassedToOwner | None = None
     to_keeper: PassedToKeeper | None = None
+    wrong_keys: WrongKeys = field(default_factory=WrongKeys)
 
     async def serve(self, exchange: Exchange) -> None:
         """Serves one request."""
@@ -174,7 +177,7 @@ class DataPlane:
         if exchange.asks_for_websocket:
             await self._serve_websocket(exchange, reply, own_id, client_id)
             return
-        key = authenticate(headers, self.tenants)
+        key = self._key(exchange, headers)
         tenant = key.tenant if key is not None else None
         PAYER.set(tenant)
         path = checked_path(exchange.target)
@@ -198,6 +201,15 @@ class DataPlane:
                     self._record(call(None), error, reply)
                     raise
                 await work
+
+    def _key(self, exchange: Exchange, headers: Headers) -> ApiKey | None:
+        """The key of a request: see `authenticate`. The log tells of requests without a right one."""
+        try:
+            return authenticate(headers, self.tenants)
+        except Unauthorized as error:
+            peer, event = exchange.address("peername"), "clients without a right key are refused"
+            self.wrong_keys.tell(event, peer and peer[0], why=str(error))
+            raise
 
     async def _is_answered_here(
         self, exchange: Exchange, reply: Reply, path: str, own_id: str, key: ApiKey | None
@@ -311,7 +323,7 @@ class DataPlane:
         """Passes a WebSocket on to an engine that takes it, until one side closes it."""
         check_origin(self.cors, exchange.headers.get("origin"))  # browsers send no preflight for it
         headers = with_key(exchange.headers)
-        key, path = authenticate(headers, self.tenants), checked_path(exchange.target)
+        key, path = self._key(exchange, headers), checked_path(exchange.target)
         tenant, models = (key.tenant, key.models) if key is not None else (None, None)
         check_websocket(path, isolated=self.tenants.isolated)
         passed_on, session = passed_on_headers(headers, self.tenants), session_of(tenant, headers, None)

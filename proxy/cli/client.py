@@ -78,6 +78,7 @@ POLL_S = 0.2
 TIMEOUT_S = 75.0
 _NO_KVPIN = "is no kvpin: name kvpin's address (--url or KVPIN_URL)"
 KEY_FILE = "KVPIN_ADMIN_KEY_FILE"
+_KEY_HELP = f"Key of the admin API; or {KEY_FILE}."
 # Seconds without an event. A snapshot comes every second.
 EVENT_S = 15.0
 # Fields of the admin API → flags; other fields come from arguments without a flag.
@@ -120,7 +121,7 @@ class AdminClient:
     """
 
     url: str = option("URL", "Address of kvpin.", _URL, envvar="KVPIN_URL")
-    admin_key: str | None = option("KEY", "Key of the admin API.", envvar="KVPIN_ADMIN_KEY")
+    admin_key: str | None = option("KEY", _KEY_HELP, envvar="KVPIN_ADMIN_KEY")
 
     def get(self, path: str, **query: str | int) -> Any:  # noqa: ANN401 - JSON
         """Sends a GET; returns the decoded answer."""

@@ -40,13 +40,16 @@ _OF_PAIRS = "transfer: KV moves; stall: streams and requests that its prefill de
 
 # What a person can do about a miss.
 _REMEDIES: Mapping[str, str] = {
-    Miss.SYSTEM: "put what changes at the end of the prompt, or choose rules: `kvpin advise` says which",
+    Miss.SYSTEM: (
+        "put what changes at the end of the prompt, or choose rules: `kvpin advise` says which, from a "
+        "recording (`kvpin serve --record-traffic FILE`)"
+    ),
     Miss.TOOLS: "send tools in a fixed order, or choose the rules tools_sorted and schemas_sorted",
     Miss.INPUT: "only append messages",
     Miss.OPTION: "keep this field for a conversation",
     Miss.TEMPLATE: "where the client leaves reasoning out, the rule reasoning_kept puts it back",
     Miss.KVPIN: "leave out the rule or repair that `kvpin requests ID` names",
-    Miss.EVICTED: "more memory, a host tier, retention or a pin",
+    Miss.EVICTED: "more memory, a host tier, retention or a pin, unless it was flushed",
     Miss.WINDOW: "more memory",
     Miss.STATE: "more memory",
 }
@@ -82,6 +85,8 @@ def show_route(route: dict[str, Any]) -> None:
     """Prints where a request would go."""
     out = console()
     out.print(f"would go to {route['engine']}: {route['why']}", markup=False)
+    if route.get("note"):
+        out.print(route["note"], markup=False)
     if route["is_firm"] is False:
         out.print(f"{route['engine']} may reuse another number of tokens: its prediction is not firm")
     _show_costs(out, route, route["candidates"], route["engine"], route["n_tokens"])

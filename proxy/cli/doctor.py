@@ -109,7 +109,7 @@ def init(
     try:
         found = zip(examined(engines), map(_given, engines), strict=True)
     except UnusableEngine as error:
-        fail(str(error))
+        fail(str(error).replace("\n", "\nkvpin: "))
     text = settings_text(found, str(_FILE if output == _STDOUT else output))
     if output == _STDOUT:
         typer.echo(text, nl=False)

@@ -317,16 +317,25 @@ def examined(
     it waits for them.
 
     `options`: further ones of each, `kind` among them. `probe`: send two short requests to each. Raises
-    UnusableEngine if one of them cannot be examined.
+    UnusableEngine, with a line for each, if some cannot be examined.
     """
 
-    async def all_of_them() -> list[Examination]:
-        return await asyncio.gather(*(_examine(each, dict(options), probe=probe) for each in engines))
+    async def tried(text: str) -> Examination | UnusableEngine:
+        try:
+            return await _examine(text, dict(options), probe=probe)
+        except UnusableEngine as error:
+            return error
+
+    async def all_of_them() -> list[Examination | UnusableEngine]:
+        return await asyncio.gather(*map(tried, engines))
 
     configure_logs(LogSettings(level="error"))
     addresses = ", ".join(each.partition(",")[0] for each in engines)
     with Console(stderr=True).status(f"asking {addresses} …"):
-        return asyncio.run(all_of_them())
+        found = asyncio.run(all_of_them())
+    if failed := [str(each) for each in found if isinstance(each, UnusableEngine)]:
+        raise UnusableEngine("\n".join(failed))
+    return [each for each in found if isinstance(each, Examination)]
 
 
 async def _examine(text: str, options: dict[str, str], *, probe: bool) -> Examination:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -165,17 +166,19 @@ def check(
         is_open_to_all,
         warnings_of,
     )
-    from proxy.settings import check_settings, settings_file  # noqa: PLC0415 - see above
+    from proxy.settings import SettingsError, check_settings, settings_file  # noqa: PLC0415 - see above
 
     settings, faults = check_settings(config)
     if settings is not None:
         faults += _faults_of_this_machine(settings)
     for fault in faults:
         typer.echo(f"kvpin: {fault}", err=True)
+    if settings is not None:
+        with suppress(SettingsError):  # the issued keys cannot be read, which is a fault
+            for warning in [*warnings_of(settings), *([OPEN_TO_ALL] if is_open_to_all(settings) else [])]:
+                typer.echo(f"kvpin: warning: {warning}", err=True)
     if settings is None or faults:
         raise typer.Exit(_FAULTS)
-    for warning in [*warnings_of(settings), *([OPEN_TO_ALL] if is_open_to_all(settings) else [])]:
-        typer.echo(f"kvpin: warning: {warning}", err=True)
     file = settings_file(config)
     typer.echo(f"{file if file is not None else 'environment'}: {_summary(settings)}")
 

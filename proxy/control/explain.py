@@ -28,6 +28,10 @@ from proxy.request.calls import Call, session_of
 from proxy.request.records import RequestFacts, RequestRecord
 from proxy.request.translate import CHAT_PATH
 
+_NO_TENANT = (
+    "no tenant is named, and each tenant's KV is kept apart: none of it counts here; tenant (--tenant NAME) "
+    "says whose KV counts"
+)
 # Tokens that are shown of each prompt.
 _CONTEXT_TOKENS = 16
 
@@ -75,6 +79,7 @@ class RouteAnswer(Decision, kw_only=True):
     Attributes:
         is_firm: false if the engine may reuse another number of tokens than predicted; null when the prompt
             is not known here.
+        note: what the answer leaves out; null for nothing.
     """
 
     model: str
@@ -86,6 +91,7 @@ class RouteAnswer(Decision, kw_only=True):
     engine: str
     predicted_tokens: int
     is_firm: bool | None
+    note: str | None
     candidates: list[CandidateAnswer]
 
 
@@ -205,6 +211,7 @@ async def route(
         engine=placement.engine,
         predicted_tokens=placement.predicted_tokens,
         is_firm=placement.firm if chain is not None else None,
+        note=_NO_TENANT if tenant is None and flow.tenants.isolated else None,
         **_decided(placement, flow),
         candidates=[
             CandidateAnswer(

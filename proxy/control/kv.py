@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +26,6 @@ from proxy.control.operations import (
 from proxy.control.target_engines import Prefix, Selection, Share, Targets, parts_of, require_able
 from proxy.core.admission import MAX_PRIORITY
 from proxy.core.audit import Trust
-from proxy.core.index.blocks import BlockHash
 from proxy.core.retention import AdminPin, PinBook
 from proxy.errors import BadRequest, NoEngine, NotFound
 from proxy.fleet.engine import Engine
@@ -35,6 +34,7 @@ from proxy.fleet.ingest import Ingest
 from proxy.flow import Flow
 from proxy.headers import PRIORITY_HEADER
 from proxy.request.calls import Call, Nobody, Reply
+from proxy.request.comparison import Flush
 from proxy.request.gate import Admission
 from proxy.request.records import RequestRecord
 from proxy.steps.preparation import Ready
@@ -187,8 +187,11 @@ class KvVerbs:
                 share.engine.salts.emptied()
 
     def _clear_view(self, share: Share, selection: Selection) -> None:
-        """KV that is being flushed counts as gone at once, so that no request is sent to it."""
+        """KV that is being flushed counts as gone at once, so that no request is sent to it. The flush is
+        noted as the cause of later misses."""
         engine, pool, prefix = share.engine, share.pool, selection.prefix
+        salts = frozenset(target.cache_salt for target in share.targets)
+        engine.flushed.append(Flush(time.time(), None if prefix is None else prefix.prompt, salts))
         if prefix is not None:
             pool.forget(engine, prefix.chain.hashes)
         elif all(target.cache_salt is None for target in share.targets):
@@ -206,8 +209,9 @@ class KvVerbs:
             self._pins.forget_engine(
                 share.engine.id, lambda pin: first is not None and pin.first_block == first
             )
-        elif all(target.cache_salt is None for target in share.targets):
-            self._pins.forget_engine(share.engine.id)
+        else:
+            salts = {target.cache_salt for target in share.targets}  # None: that of all KV
+            self._pins.forget_engine(share.engine.id, lambda pin: None in salts or pin.salt in salts)
 
     def _rebuild_view(self, share: Share) -> None:
         """Some of the KV that was cleared from the view is still there: the engine's events tell which."""
@@ -257,7 +261,6 @@ class Pinning:
         selection = await self._targets.select(target, Capability.PIN)
         require_able(selection, Capability.PIN)
         pairs, unable = parts_of(selection, Capability.PIN)
-        blocks = selection.prefix.chain.hashes if selection.prefix is not None else ()
 
         async def work(operation: Operation) -> None:
             held: dict[str, str] = {}
@@ -266,7 +269,7 @@ class Pinning:
             finally:
                 if held:
                     done = sum(part.done for part, _ in pairs)
-                    self._note(operation, held, done, ttl_s, blocks)
+                    self._note(operation, held, done, ttl_s, selection.prefix)
             if not held and all(part.state is OperationState.DONE for part in operation.parts):
                 raise NotFound("no engine holds any of it: warm it first")
 
@@ -317,13 +320,15 @@ class Pinning:
         held: dict[str, str],
         blocks: int,
         ttl_s: float,
-        prefix: Sequence[BlockHash],
+        prefix: Prefix | None,
     ) -> None:
         """Keeps a pin that engines hold now, as engine id → the engine's own pin id."""
         name, expires = f"pin-{uuid.uuid4().hex[:16]}", self._clock() + ttl_s
         instances = {engine: self._instance(engine) for engine in held}
-        first, last = (prefix[0], prefix[-1]) if prefix else (None, None)
-        self._pins.add(AdminPin(name, held, blocks, expires, operation.target, first, instances, last))
+        hashes = prefix.chain.hashes if prefix is not None else ()
+        first, last = (hashes[0], hashes[-1]) if hashes else (None, None)
+        salt = prefix.kv.cache_salt if prefix is not None else None
+        self._pins.add(AdminPin(name, held, blocks, expires, operation.target, first, instances, last, salt))
         operation.result = {"pin_id": name, "blocks": blocks, "ttl_s": ttl_s}
 
     def _forget_lost(self) -> None:

@@ -48,6 +48,7 @@ class EngineNow(EngineAnswer, kw_only=True):
         forms: who makes the tokens of each form of prompt; empty without reuse.
         held_tokens: tokens it is known to hold, by tier; empty until it has connected.
         capacity_tokens: room for them, by tier, where the engine tells.
+        reuse: of the model that it serves now.
     """
 
     audit: AuditView
@@ -193,7 +194,7 @@ class Live:
 
     def snapshot(self) -> Snapshot:
         """Everything now."""
-        fleet, by_engine = self._fleet, self._metrics.reuse()
+        fleet, by_engine = self._fleet, self._metrics.reuse(self._serves_now)
         return Snapshot(
             at=time.time(),
             reuse_on=self._reuse,
@@ -207,6 +208,12 @@ class Live:
                 for engine in fleet.engines.values()
             ],
         )
+
+    def _serves_now(self, model: str, engine_id: str) -> bool:
+        """False if the engine serves another model now: its reuse is not shown beside the new one."""
+        engine = self._fleet.engines.get(engine_id)
+        pool = self._fleet.pool_of(engine) if engine is not None else None
+        return engine is None or pool is None or model in (pool.model, *engine.loras)
 
     async def _run(self) -> None:
         """Sends snapshots until kvpin stops."""

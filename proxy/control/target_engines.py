@@ -130,8 +130,10 @@ class Targets:
                     param=kind,
                 )
             note = None if shares else "no engine holds any of it"
-            if prefix.rendering is not None and len(prefix.pool.renderings) > 1:
-                note = "engines that make other tokens of it were left out: name each as the engine"
+            own, every = prefix.rendering, prefix.pool.engines.values()
+            unlike = ", ".join(each.id for each in every if each.prompts not in (own, None))
+            if unlike and own is not None and target.engine is None:
+                note = f"left out, because they make other tokens of it: {unlike}; name each (--engine ID)"
             return _divide(prefix.label, shares, capability, prefix, note)
         label = {"engine": f"engine {target.engine}", "tenant": f"tenant {target.tenant}"}.get(kind, "all")
         shares = [

@@ -13,6 +13,7 @@ none. A date at the beginning of a system prompt is one: all that follows it cou
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from enum import StrEnum
 
 import msgspec
@@ -41,6 +42,7 @@ class Miss(StrEnum):
     WINDOW = "window_gone"  # full attention holds it, the blocks of a sliding window are gone
     STATE = "state_gone"  # full attention holds it, the state of linear attention is gone
     RESTARTED = "restarted"  # the engine was restarted or flushed
+    FLUSHED = "flushed"  # an operator had this kvpin flush it
     ELSEWHERE = "placed_elsewhere"  # another engine holds it; this one cost less
     AWAY = "engine_away"  # the engine that computed it took no requests
     RUNNING = "still_running"  # the earlier request was not finished
@@ -102,6 +104,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
         left_on: the engine that the earlier request left its KV on.
         is_candidate: that engine could have taken this request.
         is_emptied: it lost its cache in between.
+        flushed_at: when this kvpin flushed it there in between, in Unix time; None if it did not.
     """
 
     n_tokens: int | None
@@ -119,6 +122,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     left_on: str | None = None
     is_candidate: bool = True
     is_emptied: bool = False
+    flushed_at: float | None = None
 
     def reusable(self, tokens: int) -> int:
         """Number of the first `tokens` tokens that can be reused: full blocks, and never the last token."""
@@ -172,8 +176,8 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
             return Miss.RUNNING
         if self.held_tokens > self.reused_tokens:
             return Miss.ELSEWHERE
-        if self.is_emptied:
-            return Miss.RESTARTED
+        if self.flushed_at is not None or self.is_emptied:
+            return Miss.RESTARTED if self.flushed_at is None else Miss.FLUSHED
         if not self.is_candidate:
             return Miss.AWAY
         if not self.cut_tokens:
@@ -226,6 +230,7 @@ def detail_of(facts: Diagnosis) -> str:
         holder=facts.holder,
         held=facts.held_tokens,
         cut=facts.cut_tokens,
+        flushed=f"{datetime.fromtimestamp(facts.flushed_at or 0, UTC):%H:%M:%S} UTC",
         **beside,
     )
     rules = facts.rules if miss is not Miss.KVPIN else ()
@@ -265,6 +270,7 @@ _BESIDE = {
         "computed this prompt"
     ),
     Miss.RESTARTED: "request {other} left {common} tokens of it, but {engine} was restarted or flushed since",
+    Miss.FLUSHED: "request {other} left {common} tokens of it, but an operator flushed {engine} at {flushed}",
     Miss.AWAY: "request {other} left {common} tokens of it on {engine}, which took no requests",
     Miss.RUNNING: "it shares {common} tokens with request {other}, which was still running on {engine}",
     Miss.KVPIN: (

@@ -89,7 +89,7 @@ def why(placement: Placement, *, is_reusing: bool = True) -> str:
         case Reason.RELEASED:
             return _of_a_release(placement)
         case Reason.ONLY:
-            return f"{name} is the only engine that can take the request; it holds {_held(chosen, total)}"
+            return _of_the_only(placement)
         case Reason.GATHERED:
             said = f"{name} is computing {chosen.pending_tokens:,} of {total:,} tokens for requests in flight"
         case Reason.SPREAD:
@@ -107,6 +107,17 @@ def why(placement: Placement, *, is_reusing: bool = True) -> str:
         obstacle = _dearest(_OBSTACLES, rival, placement, "")
         against = f"{subject} {_takes(chosen, total)}; on {rival.engine} {obstacle}"
     return f"{said}; {against}"
+
+
+def _of_the_only(placement: Placement) -> str:
+    """The sentence when there was no other engine, or none that makes the same tokens of the request."""
+    name, held = placement.engine, _held(placement.chosen, placement.n_tokens)
+    if not placement.unlike:
+        return f"{name} is the only engine that can take the request; it holds {held}"
+    others = (
+        f"{' and '.join(placement.unlike)} would not cost less, and cannot go on with an answer of {name}"
+    )
+    return f"{name} holds {held}; {others}: model files, chat template or tokens differ"
 
 
 def _of_a_pair(placement: Placement) -> str:

@@ -164,6 +164,7 @@ class AdminPin:
         first_block: hash of the first protected block; a flush that starts with it ends the pin.
         instances: engine id → the process that holds it; a restart ends the pin on that engine.
         last_block: hash of the last block of the prefix.
+        salt: the cache salt of its KV; a flush of that salt ends the pin.
     """
 
     pin_id: str
@@ -174,6 +175,7 @@ class AdminPin:
     first_block: int | None = None
     instances: Mapping[str, str] = field(default_factory=dict)
     last_block: int | None = None
+    salt: str | None = None
 
 
 class PinBook:

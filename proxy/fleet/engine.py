@@ -32,6 +32,7 @@ from proxy.core.placement.tiering import AheadCounts
 from proxy.fleet.lease import Lease, PeerRequest
 from proxy.fleet.managed_engine import ManagedEngine
 from proxy.prompt import Audits, PromptBuilder
+from proxy.request.comparison import Flush
 from proxy.request.tenants import TenantSalts
 
 log = structlog.get_logger(__name__)
@@ -113,6 +114,7 @@ class Engine:
         starting_file: it is there while kvpin's supervisor starts the engine for the first time; None if the
             supervisor does not start it.
         emptied: when it lost its cache, in Unix time; the last times only.
+        flushed: the last flushes that this kvpin ordered.
         drains: why it drains; empty unless its state is `draining`.
         last_error: why it is not ready.
         refuses: it can be reached, and its answer to kvpin was an error, as `last_error` says.
@@ -158,6 +160,7 @@ class Engine:
         self.process: ManagedEngine | None = None
         self.starting_file: Path | None = None
         self.emptied: deque[float] = deque(maxlen=16)
+        self.flushed: deque[Flush] = deque(maxlen=16)
         self.drains: set[DrainReason] = set()
         self.last_error: str | None = None
         self.refuses = False

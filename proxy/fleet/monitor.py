@@ -309,12 +309,15 @@ class Monitor:
     def _lose(self, engine: Engine, error: Exception) -> None:
         """Drops a lost engine and the knowledge of its KV."""
         owner = error.holder if isinstance(error, EngineTaken) else None
+        reason, away = self._reason(error), [EngineState.DOWN, EngineState.CONNECTING]
+        if self._fleet.pool_of(engine) is None:
+            away.append(EngineState.DRAINING)
         if owner is not None:
             if engine.mine.is_set() and engine.last_error != str(error):
                 log.warning("engine is not used", engine=engine.id, reason=str(error))
-        elif engine.state not in (EngineState.DOWN, EngineState.CONNECTING):
-            log.warning("engine is lost", engine=engine.id, error=self._reason(error))
-        elif engine.state is EngineState.CONNECTING and not engine.is_own:
+        elif engine.state not in away:
+            log.warning("engine is lost", engine=engine.id, error=reason)
+        elif engine.last_error != reason and not engine.is_own:
             refuses = isinstance(error, EngineRejected)
             log.warning(
                 "engine refuses kvpin; kvpin keeps trying"
@@ -322,14 +325,14 @@ class Monitor:
                 else "engine is not reachable; kvpin keeps trying",
                 engine=engine.id,
                 url=engine.adapter.spec.url,
-                error=self._reason(error),
+                error=reason,
             )
         engine.refuses = isinstance(error, EngineRejected)
         if engine.mine.is_set():  # otherwise its owner is known
             if engine.state is not EngineState.DRAINING and not engine.is_starting:
                 engine.state = EngineState.DOWN if owner is None else EngineState.ELSEWHERE
             engine.owner = owner
-            engine.last_error = self._reason(error)
+            engine.last_error = reason
         engine.has_gone()
         self._renderings.leave(engine)
         engine.audit.lost("the engine is down")

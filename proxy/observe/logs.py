@@ -175,6 +175,7 @@ def summary(fleet: Fleet, *, has_joined: bool) -> tuple[int, str]:
 
 
 POLL_S = 0.1
+_DRAINED = {EngineState.DRAINING: " (drained)"}
 # All other states are named with their reason.
 _USABLE = (EngineState.CONNECTING, EngineState.READY, EngineState.SUSPECT, EngineState.DRAINING)
 
@@ -251,7 +252,8 @@ class Banner:
 
     def _print_ready(self) -> None:
         for pool in self._fleet.pools.values():
-            if names := [each.id for each in self._fleet.engines_of(pool) if not each.model_failed]:
+            engines = [each for each in self._fleet.engines_of(pool) if not each.model_failed]
+            if names := [f"{each.id}{_DRAINED.get(each.state, '')}" for each in engines]:
                 _print(f"ready: {pool.model} on {', '.join(names)}")
         for engine in self._fleet.engines.values():
             if engine.is_served_there:

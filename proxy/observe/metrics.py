@@ -563,11 +563,16 @@ class Metrics:
         for served, saver, saved_s in self._saved.observe(record):
             self._count("kvpin_saved_prefill_seconds_total", served, saver, by=saved_s)
 
-    def reuse(self) -> dict[str, ReuseCounts]:
-        """The reuse of the fleet's engines, by engine, and of requests that ended after theirs had left."""
+    def reuse(
+        self, counts_for: Callable[[str, str], bool] = lambda _model, _engine: True
+    ) -> dict[str, ReuseCounts]:
+        """The reuse of the fleet's engines, by engine, and of requests that ended after theirs had left; only
+        of those pairs of a model and an engine that `counts_for` selects."""
         found: dict[str, dict[str, float]] = {}
         for field, name in _REUSE.items():
-            for (_, engine), series in self._counters[name].items():
+            for (model, engine), series in self._counters[name].items():
+                if not counts_for(model, engine):
+                    continue
                 counts = found.setdefault(engine, dict.fromkeys(_REUSE, 0))
                 # Another worker's tokens are told as numbers with a point.
                 counts[field] += series.number if field == "saved_s" else int(series.number)

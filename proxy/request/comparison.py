@@ -10,7 +10,7 @@ import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from msgspec.structs import replace
 
@@ -37,6 +37,22 @@ Diagnose = Callable[[int | None], Diagnosis]
 It may be asked for each event of a stream."""
 
 
+class Flush(NamedTuple):
+    """A flush that this kvpin ordered: when, in Unix time, and of which prefix or salts; the salt None stands
+    for all KV."""
+
+    at: float
+    prefix: Prompt | None
+    salts: frozenset[str | None] = frozenset()
+
+    def concerns(self, prompt: Prompt, block: int) -> bool:
+        """True if it dropped KV of the prompt, whose engine has such blocks."""
+        if self.prefix is None:
+            return None in self.salts or prompt.salt in self.salts
+        is_same = (self.prefix.salt, self.prefix.lora) == (prompt.salt, prompt.lora)
+        return is_same and common_tokens(self.prefix, prompt) >= block
+
+
 class ComparedEngine(Protocol):
     """The part of an engine that a comparison needs."""
 
@@ -47,6 +63,10 @@ class ComparedEngine(Protocol):
     @property
     def emptied(self) -> Sequence[float]:
         """When it lost its cache, in Unix time; the last times only."""
+
+    @property
+    def flushed(self) -> Sequence[Flush]:
+        """The last flushes that this kvpin ordered there."""
 
 
 class Comparison:
@@ -131,6 +151,11 @@ class Comparison:
         over = _end(other)
         until = _end(record) + _NOTICED_S * ((record.reported_tokens or 0) < predicted)
         engine = self._engines.get(left_on or "")
+        flushed = [
+            each.at
+            for each in (engine.flushed if engine is not None else ())
+            if over <= each.at <= _end(record) and each.concerns(prompt, facts.tokens_per_block)
+        ]
         return replace(
             facts,
             compared=like,
@@ -139,6 +164,7 @@ class Comparison:
             left_on=left_on,
             is_candidate=left_on in {cost.computed_by for cost in placement.costs},
             is_emptied=engine is not None and any(over <= emptied <= until for emptied in engine.emptied),
+            flushed_at=max(flushed, default=None),
         )
 
     # --- in a thread ----------------------------------------------------------------------------------

@@ -319,7 +319,8 @@ class RequestRecords:
 
     def get(self, request_id: str, tenant: str | None = None) -> RequestRecord | None:
         """The request with that id of kvpin's, or the newest with that id of its client's; else the newest
-        with the one id that begins so. `tenant` limits the search to that tenant's requests."""
+        with the one id that begins so, with or without the "req-" of kvpin's. `tenant` limits the search to
+        that tenant's requests."""
         own = self._records.get(request_id)
         for record in (own,) if own is not None else reversed(self._records.values()):
             if request_id in (record.request_id, record.client_request_id) and tenant in (
@@ -330,7 +331,7 @@ class RequestRecords:
         found: dict[str, RequestRecord] = {}
         for record in self._records.values() if request_id and own is None else ():
             ids = record.client_request_id or "", record.request_id
-            begins = next((each for each in ids if each.startswith(request_id)), None)
+            begins = next((each for each in ids if each.startswith((request_id, f"req-{request_id}"))), None)
             if begins is not None and tenant in (None, record.tenant):
                 found[begins] = record
         return next(iter(found.values())) if len(found) == 1 else None

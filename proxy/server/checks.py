@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -199,6 +200,7 @@ def _checks(settings: Settings, starts: Iterable[ManagedSettings]) -> Iterator[C
     yield from (partial(_check_managed, engine) for engine in starts)
     yield lambda: list(finders_of(settings))
     yield partial(_check_roles, settings)
+    yield from (partial(_check_host, host) for host in settings.hosts)
     if settings.exchange is not None:
         yield partial(_check_exchange, settings.exchange)
     if settings.otel:
@@ -237,6 +239,17 @@ def _check_roles(settings: Settings) -> None:
     for model, roles in by_model.items():
         if roles == {Role.PREFILL}:
             raise SettingsError(f"every engine of the model {model!r} has role=prefill: {_GIVE_DECODE}")
+
+
+def _check_host(host: str) -> None:
+    """Raises SettingsError for a name that has no address. Whether the address is this machine's, `serve`
+    finds out."""
+    try:
+        socket.getaddrinfo(host, 0, socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    except OSError as error:
+        raise SettingsError(
+            f"host: {host!r} has no address that kvpin could listen on: {error.strerror}"
+        ) from error
 
 
 def _check_managed(engine: ManagedSettings) -> None:

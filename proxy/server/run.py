@@ -13,6 +13,7 @@ The port is opened before anything is started, so that a port in use costs no en
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import socket
@@ -84,9 +85,9 @@ def serve(load: Load) -> int:
     except OSError as error:
         # The text that Python adds in brackets repeats the address.
         reason = (error.strerror or str(error)).partition(" (")[0]
-        sys.stderr.write(
-            f"kvpin: cannot listen on {settings.host}:{settings.port}: {reason}; use another --port\n"
-        )
+        is_of_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
+        mend = "use another --port" if is_of_port else "--host must name an address of this machine"
+        sys.stderr.write(f"kvpin: cannot listen on {settings.host}:{settings.port}: {reason}; {mend}\n")
         return 1
     _warn(settings, listeners)
     if settings.workers > 1:

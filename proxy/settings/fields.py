@@ -156,6 +156,8 @@ def _source(value: str) -> str:
 def _hosts(hosts: str) -> str:
     if not all(host == host.strip() != "" for host in hosts.split(",")):
         raise ValueError("name an address, or several with only commas between them: 127.0.0.1,::1")
+    if any(host.startswith("unix:") or "/" in host for host in hosts.split(",")):
+        raise ValueError("kvpin listens on TCP ports, not on Unix sockets: name an address, as 127.0.0.1")
     return hosts
 
 

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Any, get_args
+from typing import Any, Self, get_args
 
-from pydantic import BaseModel, SecretStr, ValidationError
+from pydantic import BaseModel, SecretStr, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource
 from pydantic_settings import SettingsError as SourceError
@@ -142,8 +142,8 @@ def load_settings(config: Path | None = None, **flags: Any) -> Settings:  # noqa
 def check_settings(config: Path | None = None, **flags: Any) -> tuple[Settings | None, list[str]]:  # noqa: ANN401
     """The settings as `load_settings` takes them, None if they cannot be used, and every fault in a sentence.
 
-    What depends on several settings is checked only where each of them can be used. A missing file of the
-    admin key is no fault: `load_settings` makes it.
+    Settings together, and this machine, can be checked only once each setting can be used. A missing file of
+    the admin key is no fault: `load_settings` makes it.
     """
     return _checked(config, flags, makes_key=False)
 
@@ -190,14 +190,20 @@ def _checked(
         return None, [*faults, _not_json(error)]
     except SettingsError as error:
         return None, [*faults, str(error)]
-    return settings, faults
+    return settings, [*faults, *settings.faults_together()]
 
 
 def _with_sources(lower: dict[str, Any]) -> type[Settings]:
-    """The settings whose sources are their arguments, the environment, and `lower`."""
+    """The settings whose sources are their arguments, the environment, and `lower`. Settings that are wrong
+    together are no error: other faults are looked for as well."""
 
     class LoadedSettings(Settings):
         """Settings with this call's sources."""
+
+        @override
+        @model_validator(mode="after")
+        def _check_together(self) -> Self:
+            return self
 
         @override
         @classmethod

@@ -265,7 +265,8 @@ class Settings(BaseSettings):
     exposed_keys: ClassVar[tuple[str, ...]] = ()
 
     host: Hosts = "127.0.0.1"
-    """Where kvpin listens; several addresses with commas between them, e.g. `127.0.0.1,::1`."""
+    """Where kvpin listens, by TCP (not on a Unix socket); several addresses with commas between them, e.g.
+    `127.0.0.1,::1`."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """Port to listen on; 0 takes any free one."""
     name: ShownName | None = None
@@ -387,10 +388,12 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
-        require_none((*self._faults_of_engines(), *self._faults_of_keys(), *self._faults_of_traffic()))
+        require_none(self.faults_together())
         return self
 
-    # Settings that are right by themselves, and wrong together: a sentence for each fault.
+    def faults_together(self) -> tuple[str, ...]:
+        """A sentence for each fault of settings that are right by themselves, and wrong together."""
+        return (*self._faults_of_engines(), *self._faults_of_keys(), *self._faults_of_traffic())
 
     def _faults_of_engines(self) -> Iterator[str]:
         yield from repeated_ids((*self.engines, *self.managed))

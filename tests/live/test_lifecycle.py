@@ -131,6 +131,13 @@ def test_a_port_in_use_is_one_line(tmp_path):
     assert not done.stdout
 
 
+def test_an_address_of_another_machine_is_one_line():
+    command = [sys.executable, "-m", "proxy.cli", "serve", "--host", "192.0.2.1", "--managed", ENGINE]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr.endswith("; --host must name an address of this machine\n")
+
+
 def test_an_engine_that_never_starts_does_not_keep_the_others_from_serving(tmp_path):
     broken = "embedded: --model /nowhere/at/all --threads 1"
     with running_kvpin(tmp_path / "log", "--managed", broken, *MANAGED) as kvpin:

@@ -183,6 +183,7 @@ class Placement(msgspec.Struct, frozen=True, gc=False):
         cut_tokens: further tokens that its full attention holds, and that it cannot reuse.
         lacks: the kind of attention that lacks its part of those; None without any.
         pair: the two legs, if another engine computes the prompt; None if the engine does so itself.
+        unlike: other engines, which make other tokens of the request: none of them cost less.
     """
 
     chosen: Cost
@@ -197,6 +198,7 @@ class Placement(msgspec.Struct, frozen=True, gc=False):
     cut_tokens: int = 0
     lacks: Attention | None = None
     pair: Pair | None = None
+    unlike: tuple[str, ...] = ()
 
     @property
     def engine(self) -> str:

@@ -93,7 +93,7 @@ class TestAdminWithAKey:
             assert not any(await wrong)
             assert time.monotonic() - began >= 0.1
             assert [entry["refused"] for entry in logs] == [1]
-            guard._told -= 60
+            guard._wrong._told -= 60
             await ask(x_api_key="1")
         assert [entry["refused"] for entry in logs] == [1, 5]
 

@@ -329,11 +329,15 @@ class TestKeys:
 
     @pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer nope"}])
     async def test_no_key_or_a_wrong_one_is_a_401(self, engine, client, headers):
-        for method, path in (("POST", CHAT), ("GET", "/v1/models")):
-            response = await client.request(method, path, json=ASK, headers=headers)
-            assert is_openai_error(response, 401, "invalid_api_key")
-            assert response.headers["www-authenticate"] == "Bearer"
+        with structlog.testing.capture_logs() as logs:
+            for method, path in (("POST", CHAT), ("GET", "/v1/models")):
+                response = await client.request(method, path, json=ASK, headers=headers)
+                assert is_openai_error(response, 401, "invalid_api_key")
+                assert response.headers["www-authenticate"] == "Bearer"
         assert not engine.seen
+        (told,) = [line for line in logs if line["event"] == "clients without a right key are refused"]
+        assert (told["refused"], told["peer"], "nope" in str(told)) == (1, "127.0.0.1", False)
+        assert told["why"] == response.json()["error"]["message"]
 
     async def test_either_header_carries_the_key_and_it_stays_here(self, engine, proxy, client):
         for headers in ({"authorization": "bearer key-a"}, {"x-api-key": "key-b"}):

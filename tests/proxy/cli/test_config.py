@@ -59,6 +59,18 @@ def test_every_fault_in_a_sentence(check):
     assert all(line.startswith("kvpin: ") for line in lines)
 
 
+def test_one_kind_of_fault_hides_no_other(check):
+    text = 'host = "0.0.0.0"\nmetrics_key = "short"\n[tls]\ncert = "/no/cert.pem"\n'
+    text += "".join(f'[[api_keys]]\nkey = "one"\nexpires = 2020-01-0{n}T00:00:00Z\n' for n in (1, 2))
+    result = check(text)
+    assert (result.exit_code, result.stdout) == (2, "")
+    said = result.stderr.splitlines()
+    assert "api_keys[0] and api_keys[1] have the same key" in said[0]
+    assert "metrics_key needs at least 16 characters" in said[1]
+    assert "tls.cert: '/no/cert.pem' cannot be read" in said[2]
+    assert ["has expired" in line for line in said[3:]] == [True, True]
+
+
 def test_what_this_machine_lacks(check, tmp_path):
     managed = '[[managed]]\nkind = "llama_server"\ncommand = "/no/llama-server -m m.gguf"\n'
     broken = tmp_path / "engines.toml"
@@ -144,6 +156,14 @@ def test_engines_that_several_tenants_may_not_use_are_warned_of(check):
     assert [line.split(":")[2].split()[0] for line in said] == ["engine"] * 2
     assert "start the server with --cache-ram 0; or let them share it" in said[0]
     assert "such an engine never does" in said[1]
+
+
+def test_a_host_without_an_address_is_a_fault(check):
+    result = check('host = "127.0.0.1,no.such.host.invalid"')
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(
+        "kvpin: host: 'no.such.host.invalid' has no address that kvpin could listen on: "
+    )
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0", "127.0.0.1,10.0.0.1"])

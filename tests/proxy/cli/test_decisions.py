@@ -67,6 +67,10 @@ def told(capsys, show, answer):
             "stall: streams and requests that its prefill delays",
         ),
         (
+            {"note": "no tenant is named"}, [],
+            f"{WHY}\nno tenant is named\n",
+        ),
+        (
             {"is_firm": False}, [],
             "tensorrt_llm-12 may reuse another number of tokens: its prediction is not firm\n",
         ),

@@ -52,7 +52,10 @@ def test_no_file_is_replaced_unasked(kvpin, embedded_engine, file):
 
 
 def test_an_engine_that_cannot_be_asked(kvpin, file):
-    result = kvpin("init", "http://127.0.0.1:9", "--output", str(file))
+    urls = "http://127.0.0.1:9", "http://127.0.0.1:7"
+    result = kvpin("init", *urls, "--output", str(file))
     assert (result.exit_code, result.stdout, file.exists()) == (1, "", False)
-    assert result.stderr.startswith("kvpin: http://127.0.0.1:9: ")
-    assert result.stderr.count("\n") == 1
+    said = result.stderr.splitlines()
+    assert len(said) == 2
+    for line, url in zip(said, urls, strict=True):
+        assert line.startswith(f"kvpin: {url}: ")

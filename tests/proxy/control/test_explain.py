@@ -145,6 +145,17 @@ async def test_the_decision_is_told_with_the_terms_of_every_engine(world, pair):
     assert (await explained(world))["decision"] is None
 
 
+async def test_an_engine_that_makes_other_tokens_is_named(world, pair):
+    for fake in pair:
+        world.served(fake, IDS)
+    world.pool.part(world.engines["b"])
+    answer = await routed(world, prompt=IDS)
+    name, other = (answer["engine"], "b" if answer["engine"] == "a" else "a")
+    assert answer["why"].startswith(
+        f"{name} holds 48 of 64 tokens; {other} would not cost less, and cannot go on"
+    )
+
+
 async def test_a_stream_that_another_engine_went_on_with(world, pair):
     fields = {"died": ["a"], "interrupted": 1, "attempts": ["a", "b"], "reported_tokens": 32}
     answer = await explained(world, placement=placed("b", 70, ("b", 0.1, 0)), **fields)
@@ -238,6 +249,8 @@ class TestDryRun:
             world.add(fake)
             world.served(fake, IDS, world.tenants.salt("alice", None))
             for tenant, predicted in (("alice", 48), ("bob", 0)):
-                assert (await routed(world, prompt=IDS, tenant=tenant))["predicted_tokens"] == predicted
+                answer = await routed(world, prompt=IDS, tenant=tenant)
+                assert (answer["predicted_tokens"], answer["note"]) == (predicted, None)
+            assert "--tenant NAME" in (await routed(world, prompt=IDS))["note"]
             with pytest.raises(NotFound):
                 await routed(world, prompt=IDS, tenant="carol")

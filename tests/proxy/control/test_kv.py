@@ -35,6 +35,8 @@ async def test_a_prefix_is_flushed_where_it_lies_and_nowhere_else(world, learned
     assert len(b.tiers) == 4
     assert world.matched(tokens(64)) == {}
     assert world.matched(tokens(64, start=9)) == {"b": 4}
+    (noted,) = world.engines["a"].flushed  # the cause of later misses
+    assert list(noted.prefix.token_ids) == tokens(40)
 
 
 async def test_a_flush_clears_the_view_before_it_is_done_and_can_be_cancelled_between_slices(world, learned):
@@ -143,6 +145,22 @@ async def test_a_tenants_kv_and_nobody_elses(tokenizer_dir):
         assert {block[0] for block in fake.tiers} == {salts["bob", None]}
         # Whose block a hash is cannot be told: the learned view of the engine starts over.
         assert world.matched(tokens(32), salts["alice", "x"]) == {}
+
+
+async def test_a_tenants_flush_ends_its_pins_and_nobody_elses(tokenizer_dir):
+    async with kv_world(tokenizer_dir, api_keys=KEYS) as world:
+        fake = KvFake("a", NO_EVENTS)
+        world.add(fake)
+        for tenant, salt in (("alice", None), ("alice", "x"), ("bob", None)):
+            world.served(fake, tokens(32), world.tenants.salt(tenant, salt))
+            world.engines["a"].salts.note(tenant, world.tenants.salt(tenant, salt))
+            target = Target(token_ids=tokens(32), tenant=tenant, cache_salt=salt)
+            await finished(await world.pinning.pin(target, 60))
+        pins = [pin.pin_id for pin in world.pinning.active()]
+        await finished(await world.kv.operate(KvVerb.FLUSH, Target(tenant="alice", cache_salt="x")))
+        assert [pin.pin_id for pin in world.pinning.active()] == [pins[0], pins[2]]
+        await finished(await world.kv.operate(KvVerb.FLUSH, Target(tenant="alice")))
+        assert [pin.pin_id for pin in world.pinning.active()] == pins[2:]
 
 
 class TestForgottenSalts:

@@ -76,6 +76,13 @@ async def test_the_first_event_is_a_snapshot_of_everything(world):
     }
 
 
+async def test_an_engine_that_came_back_with_another_model_has_reused_nothing_for_it(world):
+    world._metrics.observe(record(reported_tokens=16, served_as="earlier"))
+    now = world.snapshot()
+    assert (now.engines[0].model, now.engines[0].reuse.prompt_tokens) == ("m", 0)
+    assert now.reuse.delivered_tokens == 16
+
+
 async def test_a_request_is_told_when_it_is_placed_and_when_it_has_ended_without_its_text(world):
     viewer, request = world.join(), record()
     await viewer.take()

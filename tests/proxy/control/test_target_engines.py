@@ -38,6 +38,14 @@ async def test_a_chat_is_the_data_planes_prompt_without_the_turn_to_answer(world
     assert whole.chain == world.pool.chain(served)
 
 
+async def test_engines_that_make_other_tokens_are_named(world, pair):
+    world.pool.part(world.engines["b"])
+    selection = await world.targets.select(Target(messages=MESSAGES), Capability.FLUSH)
+    assert selection.note == "left out, because they make other tokens of it: b; name each (--engine ID)"
+    for fields in ({"engine": "a", "messages": MESSAGES}, {"token_ids": tokens(40)}):
+        assert "left out" not in str((await world.targets.select(Target(**fields), Capability.FLUSH)).note)
+
+
 async def test_the_last_prompt_of_a_cache_key(world, pair):
     record = world.record("r1", tokens(40), prompt_cache_key="k")
     assert (await world.targets.prefix_of(Target(prompt_cache_key="k"))).prompt is record.prompt

@@ -53,6 +53,7 @@ CASES = [
     (Miss.ELSEWHERE, "b holds 32", other(40) | BY_B),
     (Miss.RUNNING, "running on a", other(40) | {"is_running": True}),
     (Miss.RESTARTED, "a was restarted", other(40) | {"is_emptied": True}),
+    (Miss.FLUSHED, "an operator flushed a at 00:01:05 UTC", other(40) | {"flushed_at": 65.0}),
     (Miss.AWAY, "on a, which took no requests", other(40) | {"is_candidate": False}),
     (Miss.MODEL, "another", other(same_model=False)),
     (Miss.LORA, "another LoRA", other(same_lora=False)),

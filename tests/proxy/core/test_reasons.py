@@ -96,6 +96,8 @@ CASES = [
             rule="least loaded"),
      "*; of 2 engines with as few, e0 was chosen longest ago"),
     (Reason.ONLY, placed("e0", cost("e0", 800)), "e0 is the only engine*; it holds 800 of 4,000 tokens"),
+    (Reason.ONLY, replace(placed("e0", cost("e0", 800)), unlike=("e1", "e2")),
+     "e0 holds 800 of 4,000 tokens; e1 and e2 would not cost less, and cannot go on with an answer of e0: *"),
     (Reason.PAIRED, paired(cost("d", queue=2.0)),
      "p computes 800 tokens in 200 ms, and d reads the KV of 4,000 from it in 50 ms; without a pair, 2.0 s*"),
     (Reason.PAIRED, paired(cost("d"), together=True), "p holds 3,200 *, and d answers: neither of them can*"),

@@ -138,6 +138,20 @@ async def test_one_that_is_down_at_start_is_named_once_in_the_log(world, error, 
     assert (entry["engine"], entry["url"], entry["error"]) == ("a", adapter.spec.url, str(error))
 
 
+@pytest.mark.parametrize("state", [EngineState.READY, EngineState.DRAINING])
+async def test_another_reason_why_it_is_away_is_named_once(world, state):
+    engine, adapter = await world.ready()
+    engine.state = state
+    refused, wants_key = EngineUnavailable("connection refused"), EngineRejected("it wants a key", status=401)
+    adapter.failures = [refused] * 3 + [wants_key] * 3
+    with structlog.testing.capture_logs() as logs:
+        await world.until(lambda: not adapter.failures and world.fleet.pool_of(engine) is not None)
+    assert [(entry["event"], entry["error"]) for entry in logs if "error" in entry] == [
+        ("engine is lost", "connection refused"),
+        ("engine refuses kvpin; kvpin keeps trying", "it wants a key"),
+    ]
+
+
 async def test_one_that_fails_a_check_leaves_with_all_that_was_known_and_comes_back(world):
     engine, adapter = await world.ready()
     pool = world.fleet.pools["m"]

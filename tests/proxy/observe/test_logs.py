@@ -227,6 +227,13 @@ async def test_a_model_that_failed_to_load_is_neither_ready_nor_in_the_request(c
     assert '"model": "broken"' in capsys.readouterr().out  # the only model that a key is for
 
 
+async def test_an_engine_that_an_operator_drained_is_told_apart(capsys):
+    fleet = fleet_of(EngineState.READY, EngineState.READY)
+    fleet.engine("e1").state = EngineState.DRAINING
+    await banner_of(fleet).print_when_ready()
+    assert capsys.readouterr().out.startswith("ready: m on e0, e1 (drained)\n")
+
+
 async def test_engines_that_are_down_are_named_before_the_others_are_ready(capsys):
     fleet = Fleet()
     down, loading = fleet.add(FakeAdapter("down")), fleet.add(FakeAdapter("loading"))

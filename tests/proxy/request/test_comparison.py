@@ -12,7 +12,7 @@ from proxy.core.misses import Miss, detail_of
 from proxy.core.placement.decision import Cost, Placement
 from proxy.core.placement.placer import Placer
 from proxy.prompt import Prompt
-from proxy.request.comparison import Comparison, repeated_tokens
+from proxy.request.comparison import Comparison, Flush, repeated_tokens
 from proxy.request.records import RequestRecord, RequestRecords
 from tests.placements import placement_of
 
@@ -21,6 +21,7 @@ from tests.placements import placement_of
 class FakeEngine:
     info: EngineInfo | None = None
     emptied: list[float] = field(default_factory=list)
+    flushed: list[Flush] = field(default_factory=list)
 
 
 def tokens(n, start=0):
@@ -176,6 +177,25 @@ class TestWhyItMissed:
         first = world.record("r1", **asked | before)
         world.engines["a"].emptied += [first.started + after for after in emptied]
         assert (await world.miss("r2", **asked | now))[0] is miss
+
+    @pytest.mark.parametrize(
+        ("after", "prefix", "salts", "miss"),
+        [
+            (5, None, {None}, Miss.FLUSHED),
+            (5, None, {"s", "t"}, Miss.FLUSHED),
+            (5, None, {"t"}, Miss.EVICTED),
+            (5, Prompt(array("i", tokens(20)), salt="s"), {"s"}, Miss.FLUSHED),
+            (5, Prompt(array("i", tokens(15)), salt="s"), {"s"}, Miss.EVICTED),  # not a block
+            (5, Prompt(array("i", tokens(20)), salt="s", lora="ada"), {"s"}, Miss.EVICTED),
+            (-3, None, {None}, Miss.EVICTED),
+            (14, None, {None}, Miss.EVICTED),
+        ],
+    )
+    async def test_a_flush_is_the_cause_of_what_it_concerns(self, world, after, prefix, salts, miss):
+        """`after`: when it was ordered, in seconds after the earlier request came."""
+        first = world.record("r1", tokens(64), salt="s")
+        world.engines["a"].flushed += [Flush(first.started + after, prefix, frozenset(salts))]
+        assert (await world.miss("r2", tokens(64), salt="s"))[0] is miss
 
     @staticmethod
     def in_halves(cached, prefiller="a"):

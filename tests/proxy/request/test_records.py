@@ -69,6 +69,7 @@ def test_the_beginning_of_an_id_finds_the_only_request_with_it():
     log = log_of(one, two, part, last)
     assert (log.get("req-12"), log.get("req-13"), log.get("req-1", "blue")) == (one, two, two)
     assert (log.get("req-1"), log.get(""), log.get("eq-1")) == (None, None, None)
+    assert (log.get("12"), log.get("1", "blue"), log.get("1")) == (one, two, None)
     assert log_of(part, last).get("req-") is last
     assert log.get("req-2-") is None
 

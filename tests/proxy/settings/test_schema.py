@@ -119,6 +119,7 @@ def test_no_secret_shows():
         ({"admin_key": ""}, "must not be empty"),
         ({"host": ""}, "name an address"),
         ({"host": "127.0.0.1, ::1"}, "with only commas between them"),
+        ({"host": "unix:/tmp/k.sock"}, "not on Unix sockets"),
         ({"health": {"interval_s": float("inf")}}, "finite"),
         ({"limits": {"body_bytes": "-1"}}, "body_bytes"),
         ({"record_traffic": "t.jsonl"}, "record_traffic needs reuse"),

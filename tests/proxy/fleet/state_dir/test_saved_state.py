@@ -117,7 +117,7 @@ def test_a_file_that_cannot_be_used_is_one_warning(tmp_path, make):
     assert logs[0]["why"] in ("it is damaged", "Is a directory")
 
 
-PIN = AdminPin("pin-1", {"a": "own"}, 3, 500.0, "prefix", 2**64 - 1, {"a": "i1"}, 7)
+PIN = AdminPin("pin-1", {"a": "own"}, 3, 500.0, "prefix", 2**64 - 1, {"a": "i1"}, 7, "s")
 SALTS, POSITION = KeptSalts({"t": ["s"]}, []), EventPosition(7, 2**64 - 1, complete=True)
 ENGINE = EngineMemory("a", "m", 16, "i1", SALTS, POSITION, learned=[b"12345678"])
 SNAPSHOT = SavedState(False, [on_other_clock(PIN, 1000.0)], [ENGINE])
