@@ -10,6 +10,7 @@ import secrets
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import httpx
 import uvicorn
@@ -48,6 +49,7 @@ from proxy.settings import LimitSettings
 from proxy.steps.attempt import Attempts
 from proxy.steps.preparation import Preparation
 from tests.engines import QuickServer
+from tests.ports import opened, port_of
 
 CHAT = "/v1/chat/completions"
 ASK = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -359,14 +361,19 @@ def add_ready(fleet: Fleet, engine_id: str, *, model=None, role=Role.BOTH, **inf
 
 
 @contextlib.asynccontextmanager
-async def serving(app, listener: socket.socket | None = None, protocol=Http1Protocol) -> AsyncIterator[str]:
+async def serving(
+    app, listener: socket.socket | None = None, *, is_of_peer: bool = False
+) -> AsyncIterator[str]:
     """A site of kvpin's or an ASGI application on a socket, in this loop; gives its address."""
     listener = listener or socket.create_server(("127.0.0.1", 0))
-    protocol = protocol if isinstance(app, Dispatcher) else "httptools"
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    if isinstance(app, Dispatcher):
+        async with opened(port_of(app), listener, protocol=partial(Http1Protocol, is_of_peer=is_of_peer)):
+            yield url
+        return
     server = QuickServer(
         uvicorn.Config(
             app,
-            http=protocol,
             interface="asgi3",
             ws="none",
             log_config=None,
@@ -379,7 +386,7 @@ async def serving(app, listener: socket.socket | None = None, protocol=Http1Prot
     try:
         while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
             await asyncio.sleep(0.001)
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        yield url
     finally:
         server.stop()
         await task

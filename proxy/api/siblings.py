@@ -6,14 +6,14 @@ import asyncio
 import fcntl
 import os
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
 
 from engine_adapter import EngineUnavailable, HeaderPairs, HttpTransport, OutgoingRequest
-from proxy.http.listeners import Door
+from proxy.http.listeners import Begin, Door
 
 log = structlog.get_logger(__name__)
 
@@ -126,10 +126,9 @@ class PeerPort:
     Its requests are trusted: whoever makes them is the same user. Each says so by `is_from_peer`.
     """
 
-    def __init__(self, path: Path, connect: Callable[[], asyncio.Protocol]) -> None:
-        """Listens at `path`, in a directory that only its owner may open. `connect` makes the protocol
-        of each connection. Raises OSError."""
-        self._path, self._door = path, Door([_bound(path)], connect)
+    def __init__(self, path: Path, begin: Begin) -> None:
+        """Listens at `path`, in a directory that only its owner may open. Raises OSError."""
+        self._path, self._door = path, Door([_bound(path)], begin)
 
     def close(self) -> None:
         """Accepts no more connections. Those that are open stay."""

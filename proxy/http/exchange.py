@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import http
 from collections.abc import AsyncGenerator, Callable
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from engine_adapter import HeaderPairs, Headers
 from proxy.errors import BodyTooLarge, NoEngine, SlowBody
@@ -39,7 +39,7 @@ class ClientConnection(Protocol):
 
     transport: asyncio.Transport
     is_full: bool
-    is_of_peer: ClassVar[bool]
+    is_of_peer: bool
 
     @property
     def date(self) -> bytes:

@@ -2,9 +2,9 @@
 
     bytes → parser → Exchange → the dispatcher, in a task of its own → bytes
 
-uvicorn counts connections and their tasks. A connection serves one request at a
-time: while an answer runs, pipelined requests wait. When many wait, the connection is not read. A request
-for a WebSocket is the last one: its exchange gets the bytes that follow as they come.
+A connection serves one request at a time: while an answer runs, pipelined requests wait. When many wait, the
+connection is not read. A request for a WebSocket is the last one: its exchange gets the bytes that follow as
+they come.
 """
 
 from __future__ import annotations
@@ -13,21 +13,18 @@ import asyncio
 import fcntl
 import select
 import termios
-import time
 from functools import partial
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any
 
 import httptools
 import structlog
-import uvicorn
 from typing_extensions import override
-from uvicorn.server import ServerState
 
 from engine_adapter import HeaderPairs, Headers
 from proxy.http.exchange import STOPPING_S, Exchange
-from proxy.http.listeners import MAX_CONNECTIONS, ConnectionLimits, Permission
-from proxy.http.uvicorn_inner import Port
+from proxy.http.listeners import Permission
+from proxy.http.port import Port
 
 log = structlog.get_logger(__name__)
 
@@ -63,32 +60,18 @@ class Http1Protocol(asyncio.Protocol):
         is_of_peer: other kvpins of this machine make these connections; their requests are trusted.
     """
 
-    limits: ClassVar[ConnectionLimits] = ConnectionLimits(MAX_CONNECTIONS, time.monotonic)
-    is_of_peer: ClassVar[bool] = False
     __slots__ = (
         "_body_bytes", "_close_after", "_current", "_fault", "_head_bytes", "_headers", "_idle_s",
         "_idle_since", "_is_new", "_is_reserved", "_lookout", "_loop", "_parser", "_paused", "_pieces",
         "_port", "_reading", "_room", "_socket", "_target", "_timer", "_to_websocket", "_unsent", "_waiting",
-        "is_full", "transport",
+        "is_full", "is_of_peer", "transport",
     )  # fmt: skip
 
-    @staticmethod
-    def refused(status: int) -> None:
-        """Called with the status of each request that no handler sees."""
-
-    def __init__(
-        self,
-        config: uvicorn.Config,
-        server_state: ServerState,
-        app_state: dict[str, Any],  # noqa: ARG002 - uvicorn's
-        _loop: asyncio.AbstractEventLoop | None = None,
-    ) -> None:
-        """Called by uvicorn; the configured app is the handler of exchanges."""
+    def __init__(self, port: Port, *, is_of_peer: bool = False) -> None:
         self.transport: asyncio.Transport
-        self.is_full = False
-        self._port = Port(config, server_state)
-        self._idle_s = self._port.idle_s
-        self._loop = _loop or asyncio.get_running_loop()
+        self.is_full, self.is_of_peer = False, is_of_peer
+        self._port, self._idle_s = port, port.idle_s
+        self._loop = asyncio.get_running_loop()
         self._parser: Any = _parser(self)  # httptools has no types
         self._target = b""
         self._headers: HeaderPairs = []
@@ -115,8 +98,7 @@ class Http1Protocol(asyncio.Protocol):
     @override
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport  # type: ignore[assignment]  # asyncio names its base class
-        self._port.connections.add(self)
-        place = self.limits.admit(self, self._port.connections)
+        place = self._port.limits.admit(self)
         if place is Permission.RESERVED:
             self._is_reserved, self._idle_s = True, min(self._idle_s, RESERVED_IDLE_S)
         self._timer = self._loop.call_later(self._idle_s, self._watch)
@@ -125,7 +107,7 @@ class Http1Protocol(asyncio.Protocol):
 
     @override
     def connection_lost(self, exc: Exception | None) -> None:
-        self._port.connections.discard(self)
+        self._port.limits.connections.discard(self)
         for timer in (self._timer, self._lookout):
             if timer is not None:
                 timer.cancel()
@@ -135,20 +117,6 @@ class Http1Protocol(asyncio.Protocol):
         self._parser = None  # it refers to this connection
         if left is not None:
             left.leave()
-
-    def shutdown(self) -> None:
-        """Closes the connection, after its answer if one runs. uvicorn calls it when kvpin stops."""
-        self._end()
-
-    def _end(self) -> None:
-        """No request follows: closes the connection, after its answer if one runs."""
-        self._close_after = True
-        self._waiting.clear()
-        if self._current is None:
-            self.transport.close()
-        else:
-            self._current.keep_alive = False
-            self._current.hurry()
 
     def hurry(self) -> None:
         """Kvpin stops: what has begun to arrive gets a few seconds."""
@@ -200,14 +168,13 @@ class Http1Protocol(asyncio.Protocol):
         """Tells the client that there is no place for it. What it sends is dropped until it has read that:
         a connection that is closed with unread bytes is reset, which may take the answer away."""
         self._close_after = True
-        self._port.connections.discard(self)
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self._loop.call_later(RESERVED_IDLE_S, self.abort)
         self._write_plain(*_NO_PLACE)
         if self.transport.can_write_eof():
             self.transport.write_eof()
-            self.limits.turned_away(self)
+            self._port.limits.turned_away(self)
         else:
             self.transport.close()
 
@@ -238,9 +205,10 @@ class Http1Protocol(asyncio.Protocol):
         self._lookout = None
         if not self._paused or self.transport.is_closing():
             return
-        poll = select.poll()
-        poll.register(self.transport.get_extra_info("socket").fileno(), _LEFT)
-        if poll.poll(0):
+        socket, poll = self.transport.get_extra_info("socket"), select.poll()
+        if socket is not None:
+            poll.register(socket.fileno(), _LEFT)
+        if socket is None or poll.poll(0):
             self.transport.abort()
         else:
             self._lookout = self._loop.call_later(LOOK_S, self._look_out)
@@ -383,20 +351,18 @@ class Http1Protocol(asyncio.Protocol):
 
     def _refuse(self, status: int, reason: bytes) -> None:
         """Refuses bytes that are not HTTP and stops reading. A running answer is still completed."""
-        current = self._current
-        if self._waiting or (current is not None and current is not self._reading):
-            self._reading = None
-            self._end()
+        current, reading, waiting = self._current, self._reading, self._waiting
+        self._reading, self._waiting, self._close_after = None, [], True
+        if current is not None and current is not reading:
+            current.keep_alive = False
             return
-        if current is None or not current.started:
+        if not (waiting or (current is not None and current.started)):
             self._write_plain(status, reason)
-        self._reading = None
-        self._close_after = True
         self.transport.close()
 
     def _write_plain(self, status: int, reason: bytes, more: bytes = b"") -> None:
         """Sends the connection's last answer, of no handler; `more`: lines of its head."""
-        self.refused(status)
+        self._port.refused(status)
         head = b"HTTP/1.1 %d \r\ncontent-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\n"
         end = b"connection: close\r\n\r\n"
         self.transport.write(head % (status, len(reason)) + more + end + reason)
@@ -406,14 +372,14 @@ class Http1Protocol(asyncio.Protocol):
     def _begin(self, exchange: Exchange) -> None:
         self._current = exchange
         task = exchange.task = self._loop.create_task(self._port.handler(exchange))
-        self._port.tasks.add(task)
+        self._port.answers.add(task)
         task.add_done_callback(partial(self._over, exchange))
 
     def _over(self, exchange: Exchange, task: asyncio.Task[None]) -> None:
         """Ends the exchange after its handler. An incomplete answer breaks the connection, so that the client
         notices.
         """
-        self._port.tasks.discard(task)
+        self._port.answers.discard(task)
         exchange.task = exchange.on_left = None
         if not task.cancelled() and task.exception() is not None:
             log.error("request crashed", exc_info=task.exception())
@@ -485,8 +451,9 @@ class Http1Protocol(asyncio.Protocol):
 
 def _unread(transport: asyncio.Transport) -> bool:
     """True if its socket holds bytes that the event loop has not read yet."""
-    held = bytearray(4)
-    fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.FIONREAD, held)
+    socket, held = transport.get_extra_info("socket"), bytearray(4)
+    if socket is not None:  # else TLS has lost it: the protocol is told in the next round of the loop
+        fcntl.ioctl(socket.fileno(), termios.FIONREAD, held)
     return any(held)
 
 

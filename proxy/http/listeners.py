@@ -13,10 +13,12 @@ import heapq
 import os
 import resource
 import socket
+import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, MutableSet, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from enum import Enum
-from typing import Protocol, TypeVar
+from functools import partial
+from typing import Protocol
 
 import structlog
 
@@ -55,7 +57,8 @@ class Permission(Enum):
 
 
 class LimitedConnection(Protocol):
-    """A connection as the limit sees it. Its times are those of the loop's clock."""
+    """A connection, or the handshake before it, as the limit and a stop see it. Its times are those of the
+    loop's clock."""
 
     @property
     def idle_since(self) -> float | None:
@@ -67,32 +70,39 @@ class LimitedConnection(Protocol):
     def abort(self) -> None:
         """Breaks it off."""
 
+    def hurry(self) -> None:
+        """Kvpin stops: what has begun to arrive gets a few seconds."""
 
-_Connection = TypeVar("_Connection", bound=LimitedConnection)
+    def close_if_idle(self, for_s: float) -> None:
+        """Closes it if it has had no request for that long, and none is on its way."""
 
 
 class ConnectionLimits:
-    """The limit on connections of one port, or of several that share it."""
+    """The limit on connections of one port, or of several that share it.
 
-    def __init__(self, limit: int, clock: Callable[[], float]) -> None:
-        """`clock` gives seconds."""
-        self._limit, self._clock = limit, clock
+    Attributes:
+        connections: those that are open, and handshakes.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.connections: set[LimitedConnection] = set()
+        self._limit = limit
         self._warned = float("-inf")
         self._turned_away: deque[LimitedConnection] = deque()
 
-    def admit(self, new: _Connection, connections: MutableSet[_Connection]) -> Permission:
-        """Admits a new connection, already in `connections`. May close others and remove them there."""
-        if len(connections) <= self._limit:
+    def admit(self, new: LimitedConnection) -> Permission:
+        """Admits a new connection. May close others."""
+        n_connections = len(self.connections) + 1
+        if n_connections <= self._limit:
+            self.connections.add(new)
             return Permission.FREE
-        n_connections = len(connections)
-        longest = _longest_idle((each for each in connections if each is not new), self._limit)
-        evicted = [each for each in longest if each.evict()]
+        evicted = [each for each in _longest_idle(self.connections, self._limit) if each.evict()]
         self._warn(n_connections, len(evicted))
-        for each in evicted:
-            connections.discard(each)
-        if evicted:
-            return Permission.FREE
-        return Permission.RESERVED if len(connections) <= self._limit + RESERVE else Permission.NONE
+        self.connections.difference_update(evicted)
+        if not evicted and n_connections > self._limit + RESERVE:
+            return Permission.NONE
+        self.connections.add(new)
+        return Permission.FREE if evicted else Permission.RESERVED
 
     def turned_away(self, connection: LimitedConnection) -> None:
         """A client was told that there is no place. The connection stays until it has read that, but of many,
@@ -102,7 +112,7 @@ class ConnectionLimits:
             self._turned_away.popleft().abort()
 
     def _warn(self, n: int, evicted: int) -> None:
-        now = self._clock()
+        now = time.monotonic()
         if now - self._warned < _WARN_S:
             return
         self._warned = now
@@ -115,7 +125,7 @@ class ConnectionLimits:
         )
 
 
-def _longest_idle(connections: Iterable[_Connection], limit: int) -> Collection[_Connection]:
+def _longest_idle(connections: Iterable[LimitedConnection], limit: int) -> list[LimitedConnection]:
     idle = [(since, each) for each in connections if (since := each.idle_since) is not None]
     return [each for _, each in heapq.nsmallest(max(limit // _BATCH, 1), idle, key=lambda pair: pair[0])]
 
@@ -189,6 +199,15 @@ def listen(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port), family=family, backlog=2048)
 
 
+Begin = Callable[[socket.socket], Awaitable[object]]
+"""Gives an accepted connection its protocol."""
+
+
+def plainly(connect: Callable[[], asyncio.Protocol]) -> Begin:
+    """Gives connections the protocols that `connect` makes, without TLS."""
+    return partial(asyncio.get_running_loop().connect_accepted_socket, connect)
+
+
 class Door:
     """Accepts the connections of some sockets: in each round of the event loop all that wait.
 
@@ -196,9 +215,9 @@ class Door:
     some 60 ms, so that the last one of 64 new connections would wait for seconds before it is read at all.
     """
 
-    def __init__(self, listeners: Sequence[socket.socket], connect: Callable[[], asyncio.Protocol]) -> None:
-        """`connect` makes the protocol of each connection. Closing the door closes `listeners`."""
-        self._listeners, self._connect = listeners, connect
+    def __init__(self, listeners: Sequence[socket.socket], begin: Begin) -> None:
+        """Closing the door closes `listeners`."""
+        self._listeners, self._begin_on = listeners, begin
         self._loop = asyncio.get_running_loop()
         self._held: dict[int, asyncio.TimerHandle] = {}
         # Of accepted connections that have no protocol yet.
@@ -254,7 +273,7 @@ class Door:
         try:
             if connection.family != socket.AF_UNIX:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            await self._loop.connect_accepted_socket(self._connect, connection)
+            await self._begin_on(connection)
         except BaseException as error:
             connection.close()
             if not isinstance(error, OSError):  # else its client has left

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
 import ssl
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
 
-import uvicorn
 from typing_extensions import override
-from uvicorn.server import ServerState
 
 from proxy.http.exchange import STOPPING_S
-from proxy.http.http1 import Http1Protocol
-from proxy.http.listeners import Permission
-from proxy.http.uvicorn_inner import Port
+from proxy.http.listeners import ConnectionLimits, Permission
 from proxy.settings import SettingsError, TlsSettings
 
 
@@ -74,98 +69,64 @@ def _no_password() -> str:
 
 
 # --- the TLS handshake of a connection of the HTTPS port ------------------------------------------------
-#     accepted → Accepted → Handshake → Http1Protocol
-#
-# A connection counts for the limit as soon as it is accepted: clients that connect and send nothing must not
-# use up the process's files. asyncio's own TLS server shows a connection only after its handshake.
 
 # Seconds that a handshake may take.
 HANDSHAKE_S = 10.0
 
 
-def over_tls(http: type[Http1Protocol], context: ssl.SSLContext) -> type[Accepted]:
-    """The protocol of a port's connections that speak `http` after a handshake with `context`."""
-    return type("Accepted", (Accepted,), {"http": http, "context": context})
-
-
-class Accepted(asyncio.Protocol):
-    """A connection without a byte read. uvloop's transport has begun to read before it can be told to speak
-    TLS, so the socket moves to another one.
-
-    Attributes:
-        context: the port's certificate, and the clients that it accepts.
-        http: the protocol of connections after the handshake.
-    """
-
-    context: ClassVar[ssl.SSLContext]
-    http: ClassVar[type[Http1Protocol]]
-
-    def __init__(
-        self,
-        config: uvicorn.Config,
-        server_state: ServerState,
-        app_state: dict[str, Any],
-        _loop: asyncio.AbstractEventLoop | None = None,
-    ) -> None:
-        """Called by uvicorn, like that of Http1Protocol."""
-        loop = _loop or asyncio.get_running_loop()
-        http = self.http(config, server_state, app_state, loop)
-        self._handshake = Handshake(http, Port(config, server_state), loop)
-
-    @override
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        try:
-            moved = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
-        except OSError:  # no file is left
-            moved = None
-        transport.abort()  # type: ignore[attr-defined]  # asyncio names its base class
-        if moved is not None:
-            self._handshake.begin(moved, self.context)
+async def shake_hands(
+    context: ssl.SSLContext,
+    limits: ConnectionLimits,
+    connect: Callable[[], asyncio.Protocol],
+    accepted: socket.socket,
+) -> None:
+    """Starts the handshake of a connection, if there is a place for it. The protocol that `connect` makes
+    gets the connection afterwards."""
+    handshake = Handshake(limits, connect, accepted)
+    if limits.admit(handshake) is Permission.NONE:
+        accepted.close()
+    else:
+        handshake.start(context)
 
 
 class Handshake(asyncio.Protocol):
-    """A handshake. Until it is over, the limit on connections sees it as one that waits for a request.
+    """A handshake. Until it is over, the limit on connections sees it as one that waits for a request:
+    clients that connect and send nothing must not use up the process's files.
 
     Attributes:
         idle_since: when it began, by the loop's clock.
     """
 
-    __slots__ = ("_http", "_loop", "_port", "_task", "idle_since")
+    __slots__ = ("_accepted", "_connect", "_limits", "_loop", "_task", "idle_since")
 
-    def __init__(self, http: Http1Protocol, port: Port, loop: asyncio.AbstractEventLoop) -> None:
-        """`http` gets the connection afterwards."""
-        self._http, self._port, self._loop = http, port, loop
-        self._task: asyncio.Task[None] | None = None
-        self.idle_since = loop.time()
+    def __init__(
+        self, limits: ConnectionLimits, connect: Callable[[], asyncio.Protocol], accepted: socket.socket
+    ) -> None:
+        self._limits, self._connect, self._accepted = limits, connect, accepted
+        self._loop = asyncio.get_running_loop()
+        self._task: asyncio.Task[None]
+        self.idle_since = self._loop.time()
 
-    def begin(self, accepted: socket.socket, context: ssl.SSLContext) -> None:
-        """Starts the handshake, if there is a place for the connection."""
-        connections = self._port.connections
-        connections.add(self)
-        if self._http.limits.admit(self, connections) is Permission.NONE:
-            connections.discard(self)
-            accepted.close()
-        else:
-            self._task = self._loop.create_task(self._run(accepted, context))
+    def start(self, context: ssl.SSLContext) -> None:
+        """Starts it."""
+        self._task = self._loop.create_task(self._run(context))
 
-    async def _run(self, accepted: socket.socket, context: ssl.SSLContext) -> None:
+    async def _run(self, context: ssl.SSLContext) -> None:
         try:
-            with contextlib.suppress(OSError):  # it left, was too slow, or speaks no TLS
+            with contextlib.suppress(OSError):  # the client left, was too slow, or speaks no TLS
                 await self._loop.connect_accepted_socket(
-                    lambda: self, accepted, ssl=context, ssl_handshake_timeout=HANDSHAKE_S
+                    lambda: self, self._accepted, ssl=context, ssl_handshake_timeout=HANDSHAKE_S
                 )
         finally:
-            self._leave()
+            self._limits.connections.discard(self)
 
+    @override
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The handshake has succeeded."""
-        self._leave()
-        self._task = None
-        transport.set_protocol(self._http)
-        self._http.connection_made(transport)
-
-    def _leave(self) -> None:
-        self._port.connections.discard(self)
+        self._limits.connections.discard(self)
+        protocol = self._connect()
+        transport.set_protocol(protocol)
+        protocol.connection_made(transport)
 
     def evict(self) -> bool:
         """Ends the handshake, for another connection."""
@@ -174,8 +135,9 @@ class Handshake(asyncio.Protocol):
 
     def abort(self) -> None:
         """Ends the handshake."""
-        if self._task is not None:
+        if self in self._limits.connections:  # else it is over
             self._task.cancel()
+            self._accepted.close()  # the task may not have begun
 
     def hurry(self) -> None:
         """Kvpin stops: a client that is connecting gets a few seconds."""

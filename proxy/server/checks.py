@@ -91,10 +91,15 @@ def issued_keys(settings: Settings) -> list[IssuedKey]:
     return KeyBookFile(settings.state_dir).read() if settings.state_dir is not None else []
 
 
-def is_open_to_all(settings: Settings) -> bool:
-    """True if other machines can use the engines without a key, by the addresses that the settings name."""
-    is_local = all(host == "localhost" or is_loopback(host) for host in settings.hosts)
-    return not (is_local or settings.api_keys or issued_keys(settings))
+def is_local(hosts: Iterable[str]) -> bool:
+    """True if only this machine can connect to these addresses."""
+    return all(host == "localhost" or is_loopback(host) for host in hosts)
+
+
+def is_open_to_all(settings: Settings, hosts: Iterable[str] | None = None) -> bool:
+    """True if other machines can use the engines without a key, at `hosts` or those of the settings."""
+    is_closed = is_local(settings.hosts if hosts is None else hosts)
+    return not (is_closed or settings.api_keys or issued_keys(settings))
 
 
 def warnings_of(settings: Settings) -> Iterator[str]:

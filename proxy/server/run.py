@@ -18,7 +18,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
@@ -28,17 +27,24 @@ import structlog
 import uvloop
 
 from engine_adapter import EngineSpecError, HttpTransport
-from engine_adapter.http.web_pages import is_loopback
 from proxy.api.siblings import PeerPort, Siblings
 from proxy.core.life import Cause
 from proxy.http.http1 import Http1Protocol
-from proxy.http.listeners import ConnectionLimits, Door, connection_limit, inherited, listen_on
-from proxy.http.tls import load_certificate, over_tls, server_context
-from proxy.http.uvicorn_inner import UvicornServer
+from proxy.http.listeners import (
+    Begin,
+    ConnectionLimits,
+    Door,
+    connection_limit,
+    inherited,
+    listen_on,
+    plainly,
+)
+from proxy.http.port import Port
+from proxy.http.tls import load_certificate, server_context, shake_hands
 from proxy.observe.logs import Banner, configure_logs
 from proxy.runtime import settle, steady, until, within
 from proxy.server.app import Proxy, build_app
-from proxy.server.checks import OPEN_TO_ALL, check, issued_keys, warnings_of
+from proxy.server.checks import OPEN_TO_ALL, check, is_local, is_open_to_all, warnings_of
 from proxy.server.workers.fairness import ConnectionTally, FairAcceptor, tallied
 from proxy.server.workers.supervisor import Orders, Watchdog, Workers
 from proxy.settings import Settings, SettingsError, needs_restart
@@ -157,20 +163,16 @@ class _Server:
         self._proxy, self._load, self._listeners, self._orders = proxy, load, listeners, orders
         self._site = build_app(proxy)
         self._hurry = asyncio.Event()  # no waiting for requests that may still come
-        self._protocol = _protocol(proxy)
+        self._is_cut = False  # no waiting for running answers
+        self._limits = ConnectionLimits(connection_limit())
+        self._port = Port(self._site, self._limits, proxy.metrics.refuse)
         self._peer_ports = list[PeerPort]()
         self._door: Door | None = None
         tls = proxy.settings.tls
         self._context = server_context(tls) if tls is not None else None
         self._tally = ConnectionTally(Path(orders.directory), orders.of) if orders is not None else None
-        http = self._protocol
         if orders is not None and self._tally is not None:
-            http = tallied(http, self._tally, orders.number)
             proxy.tasks.keep("pulse", partial(self._tally.pulse, orders.number))
-        context = self._context
-        self.uvicorn = UvicornServer(
-            self._site, http if context is None else over_tls(http, context), self._stop
-        )
 
     def listen_to_peers(self) -> None:
         """Serves other kvpins of this machine: other workers, and those of its exchange. Raises OSError."""
@@ -178,11 +180,10 @@ class _Server:
         siblings = self._proxy.siblings
         paths = {peers.bus.http_socket if peers is not None else None}
         paths |= {siblings.own if siblings is not None else None}
-        protocol = type("PeerProtocol", (self._protocol,), {"__slots__": (), "is_of_peer": True})
-        connect = self.uvicorn.connect(protocol)
+        begin = plainly(partial(Http1Protocol, self._port, is_of_peer=True))
         for path in paths:
             if path is not None:
-                self._peer_ports.append(PeerPort(path, connect))
+                self._peer_ports.append(PeerPort(path, begin))
 
     def close_peer_ports(self) -> None:
         """Accepts no more connections of other kvpins, and speaks for no other worker."""
@@ -193,35 +194,40 @@ class _Server:
 
     async def serve(self) -> None:
         """Accepts connections until kvpin has stopped; of several workers, each accepts its share."""
-        connect = self.uvicorn.connect()
         if self._orders is None or self._tally is None:
-            self._door = Door(self._listeners, connect)
+            self._door = Door(self._listeners, self._begins(Http1Protocol))
         else:
-            number = self._orders.number
-            self._door = FairAcceptor(self._listeners, self._tally, number, connect)
-            self._proxy.tasks.start("join", self._join(self._tally, number))
-        await self.uvicorn.serve([])
+            tally, number = self._tally, self._orders.number
+            begin = self._begins(tallied(Http1Protocol, tally, number))
+            self._door = FairAcceptor(self._listeners, tally, number, begin)
+            self._proxy.tasks.start("join", self._join(tally, number))
+        log.info("connections are accepted", pid=os.getpid())
+        await self._proxy.draining.wait()
+        await self._stop()
         running = self._cancel_answers()
         if running:
             await asyncio.wait(running, timeout=_CUT_S)
 
+    def _begins(self, protocol: Callable[[Port], asyncio.Protocol]) -> Begin:
+        """Gives clients' connections a protocol, over TLS if the settings say so."""
+        connect, context = partial(protocol, self._port), self._context
+        return plainly(connect) if context is None else partial(shake_hands, context, self._limits, connect)
+
     def on_signal(self, number: int) -> None:
         """Handles a signal as the module's docstring says."""
-        uvicorn = self.uvicorn
         if number == signal.SIGHUP:
             self.reload()
-        elif number == signal.SIGINT and uvicorn.force_exit:
+        elif number == signal.SIGINT and self._is_cut:
             log.warning("ended at once by the third SIGINT; the engines that kvpin started get a SIGTERM")
             os._exit(_INTERRUPTED)
-        elif uvicorn.should_exit:
+        elif self._proxy.draining.is_set():
             log.warning(
                 "told to stop again: running answers are cut short", signal=signal.Signals(number).name
             )
-            uvicorn.force_exit = True
+            self._is_cut = True
             self._hurry.set()
             self._cancel_answers()
         else:
-            uvicorn.should_exit = True
             self._proxy.draining.set()
             if number == signal.SIGINT:
                 self._hurry.set()
@@ -255,10 +261,10 @@ class _Server:
     async def until_tried(self) -> None:
         """Waits until an engine is ready, and this kvpin knows what the others know, but not long. Meanwhile
         connections wait in the queue of the socket, or another kvpin takes them."""
-        fleet, peers = self._proxy.fleet, self._proxy.peers
+        fleet, peers, draining = self._proxy.fleet, self._proxy.peers, self._proxy.draining
 
         def is_over() -> bool:
-            return self.uvicorn.should_exit or (fleet.is_ready() and (peers is None or peers.is_ready))
+            return draining.is_set() or (fleet.is_ready() and (peers is None or peers.is_ready))
 
         await until(is_over, _FIRST_S)
 
@@ -279,20 +285,20 @@ class _Server:
         self.close_peer_ports()
         if self._door is not None:
             self._door.close()
-        for connection in self.uvicorn.connections:
+        for connection in self._limits.connections:
             connection.hurry()
-        log.info("stopping: waiting for running answers", answers=len(self.uvicorn.answers))
+        log.info("stopping: waiting for running answers", answers=len(self._port.answers))
         await within(settings.graceful_shutdown_s, self._until_answered())
 
     async def _until_answered(self) -> None:
         """Waits for the last answer, and closes each connection once its client has none to wait for."""
-        while (connections := self.uvicorn.connections) and not self.uvicorn.force_exit:
-            for connection in connections:
+        while self._limits.connections and not self._is_cut:
+            for connection in [*self._limits.connections]:
                 connection.close_if_idle(_HURRIED_IDLE_S if self._hurry.is_set() else _IDLE_S)
             await asyncio.sleep(_POLL_S)
 
     def _cancel_answers(self) -> set[asyncio.Task[None]]:
-        running = self.uvicorn.answers
+        running = {*self._port.answers}
         for task in running:
             task.cancel(Cause.STOPPING)
         return running
@@ -302,31 +308,16 @@ def _drain_s(settings: Settings, listeners: list[socket.socket]) -> float:
     """Seconds for which requests are accepted after SIGTERM."""
     if settings.drain_s is not None:
         return settings.drain_s
-    return 0.0 if _is_local(listeners) else _DRAIN_S
-
-
-def _protocol(proxy: Proxy) -> type[Http1Protocol]:
-    """The protocol of connections, without TLS."""
-
-    class Protocol(Http1Protocol):
-        __slots__ = ()
-        limits = ConnectionLimits(connection_limit(), time.monotonic)
-
-        @staticmethod
-        def refused(status: int) -> None:
-            proxy.metrics.refuse(status)
-
-    return Protocol
+    return 0.0 if is_local(_hosts(listeners)) else _DRAIN_S
 
 
 def _warn(settings: Settings, listeners: list[socket.socket]) -> None:
     """Warns of keys and rules that do nothing, and if other machines can use the engines without a key."""
     for warning in warnings_of(settings):
         log.warning(warning)
-    if not (settings.api_keys or issued_keys(settings) or _is_local(listeners)):
+    if is_open_to_all(settings, _hosts(listeners)):
         log.warning(OPEN_TO_ALL, host=settings.host)
 
 
-def _is_local(listeners: list[socket.socket]) -> bool:
-    """True if only this machine can connect."""
-    return all(is_loopback(listener.getsockname()[0]) for listener in listeners)
+def _hosts(listeners: list[socket.socket]) -> list[str]:
+    return [listener.getsockname()[0] for listener in listeners]

@@ -51,7 +51,7 @@ async def start(tmp_path):
             running = running_kvpin(log, *named, *flags, tokenised=False, **options)
             kvpin = await asyncio.to_thread(running.__enter__)
             workers = int(flags[flags.index("--workers") + 1]) if "--workers" in flags else 1
-            await becomes(lambda: kvpin.log.read_text().count('"Started server process') == workers)
+            await becomes(lambda: kvpin.log.read_text().count('"connections are accepted"') == workers)
             stack.push_async_exit(lambda *error: asyncio.to_thread(running.__exit__, *error))
             return kvpin
 

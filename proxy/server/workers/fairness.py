@@ -12,13 +12,13 @@ import asyncio
 import mmap
 import select
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
 
-from proxy.http.listeners import Door
+from proxy.http.listeners import Begin, Door
 
 # A connection that no other worker takes for that long is taken by any.
 HOLD_S = 0.01
@@ -28,7 +28,7 @@ BEAT_S = 0.25
 _MORE_AT_ONCE = 8
 # What a worker counts for: while it has no engine, besides its connections; and when it takes none.
 _UNREADY = 2**30
-_GONE = 2**31
+_GONE = 2**40
 TALLY = "connections"
 """The file of that memory, in the supervisor's directory."""
 _BYTES = 8
@@ -45,13 +45,14 @@ class ConnectionTally:
             self._memory = mmap.mmap(file.fileno(), size)
         numbers = memoryview(self._memory).cast("q")
         self._counts, self._beats = numbers[:workers], numbers[workers:]
-        self._left = set[int]()
-        self._ready = set[int]()
 
-    def put(self, worker: int, connections: int) -> None:
-        """Tells how many connections a worker has; workers count from 1."""
-        if worker not in self._left:
-            self._counts[worker - 1] = connections + (0 if worker in self._ready else _UNREADY)
+    def join(self, worker: int) -> None:
+        """A worker takes connections, but has no engines yet; workers count from 1."""
+        self._counts[worker - 1] = _UNREADY
+
+    def add(self, worker: int, connections: int) -> None:
+        """A worker has so many connections more, or fewer."""
+        self._counts[worker - 1] += connections
 
     async def pulse(self, worker: int) -> None:
         """Shows that the event loop of a worker turns, for ever."""
@@ -65,14 +66,11 @@ class ConnectionTally:
 
     def be_ready(self, worker: int) -> None:
         """A worker has engines from now on."""
-        if worker not in self._ready:
-            self._ready.add(worker)
-            if worker not in self._left:
-                self._counts[worker - 1] -= _UNREADY
+        if self._counts[worker - 1] >= _UNREADY:
+            self._counts[worker - 1] -= _UNREADY
 
     def leave(self, worker: int) -> None:
         """A worker takes no more connections."""
-        self._left.add(worker)
         self._counts[worker - 1] = _GONE
 
     def is_due(self, worker: int, beginning: int = 0) -> bool:
@@ -92,16 +90,11 @@ class FairAcceptor(Door):
     """Accepts connections for one worker, while it is its turn."""
 
     def __init__(
-        self,
-        listeners: Sequence[socket.socket],
-        tally: ConnectionTally,
-        worker: int,
-        connect: Callable[[], asyncio.Protocol],
+        self, listeners: Sequence[socket.socket], tally: ConnectionTally, worker: int, begin: Begin
     ) -> None:
-        """`connect` makes the protocol of each connection."""
         self._tally, self._worker = tally, worker
-        tally.put(worker, 0)
-        super().__init__(listeners, connect)
+        tally.join(worker)
+        super().__init__(listeners, begin)
 
     @override
     def close(self) -> None:
@@ -133,18 +126,15 @@ def tallied(protocol: type[Any], tally: ConnectionTally, worker: int) -> type[An
 
     class Tallied(protocol):  # type: ignore[misc]  # its base is only known here
         __slots__ = ()
-        total = 0
 
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
             """Counts one connection more."""
-            Tallied.total += 1
-            tally.put(worker, Tallied.total)
+            tally.add(worker, 1)
             super().connection_made(transport)
 
         def connection_lost(self, exc: Exception | None) -> None:
             """Counts one connection less."""
-            Tallied.total -= 1
-            tally.put(worker, Tallied.total)
+            tally.add(worker, -1)
             super().connection_lost(exc)
 
     return Tallied

@@ -5,16 +5,18 @@ import logging
 import socket
 import ssl
 import time
+from functools import partial
 
 import pytest
 import trustme
 from structlog.testing import capture_logs
 
 import proxy.http.tls
+import tests.ports
 from proxy.http.http1 import Http1Protocol
-from proxy.http.listeners import RESERVE, ConnectionLimits
-from proxy.http.tls import over_tls
-from tests.engines import served
+from proxy.http.listeners import RESERVE
+from proxy.http.tls import HANDSHAKE_S, shake_hands
+from tests.ports import in_thread, port_of
 
 WAIT_S = 60
 LIMIT = 4
@@ -39,23 +41,23 @@ def trusts(authority):
 
 
 @pytest.fixture
-def connect(authority):
-    """Opens a connection to a port with TLS and few places, and says nothing on it."""
+def port():
+    return port_of(handler, limit=LIMIT)
+
+
+@pytest.fixture
+def begin_on(authority):
+    """What begins a connection of a port with TLS."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert("127.0.0.1").configure_cert(context)
 
-    class Protocol(Http1Protocol):
-        __slots__ = ()
-        limits = ConnectionLimits(LIMIT, time.monotonic)
+    return lambda port: partial(shake_hands, context, port.limits, partial(Http1Protocol, port))
 
-    options = {
-        "http": over_tls(Protocol, context),
-        "interface": "asgi3",
-        "ws": "none",
-        "proxy_headers": False,
-    }
-    with served(handler, **options) as url, contextlib.ExitStack() as opened:
-        address = "127.0.0.1", int(url.rpartition(":")[2])
+
+@pytest.fixture
+def connect(port, begin_on):
+    """Opens a connection to a port with TLS and few places, and says nothing on it."""
+    with in_thread(port, begin_on) as address, contextlib.ExitStack() as opened:
         yield lambda: opened.enter_context(socket.create_connection(address, timeout=WAIT_S))
 
 
@@ -87,6 +89,19 @@ def test_a_handshake_has_its_time(connect, trusts, monkeypatch, caplog):
     assert not caplog.records
     monkeypatch.undo()
     assert ask(connect(), trusts).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_stop_waits_a_few_seconds_for_one_that_is_silent(port, begin_on, monkeypatch):
+    monkeypatch.setattr(proxy.http.tls, "STOPPING_S", 0.2)
+    monkeypatch.setattr(tests.ports, "GRACE_S", 60.0)
+    with contextlib.ExitStack() as opened:
+        with in_thread(port, begin_on) as address:
+            silent = opened.enter_context(socket.create_connection(address, timeout=WAIT_S))
+            while not port.limits.connections:
+                time.sleep(0.01)
+            begun = time.monotonic()
+        assert 0.2 <= time.monotonic() - begun < HANDSHAKE_S
+        assert is_over(silent)
 
 
 def test_what_speaks_no_tls_ends_quietly(connect, trusts, caplog):

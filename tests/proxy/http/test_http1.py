@@ -9,11 +9,10 @@ import threading
 import time
 
 import pytest
-import uvicorn
-from uvicorn.server import ServerState
 
 from proxy.http.http1 import MAX_HEAD, Http1Protocol
-from tests.engines import served
+from proxy.http.listeners import listen
+from tests.ports import in_thread, opened, port_of
 
 OFFER = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAAP__\r\n"
 HEAD = b"POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5\r\n"
@@ -56,7 +55,7 @@ async def stream(exchange):
     exchange.start(200, [(b"content-type", b"text/plain")])
     for word in (b"one ", b"two ", b"", b"three"):
         exchange.write(word)
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.1)
     exchange.finish()
 
 
@@ -99,9 +98,8 @@ async def handler(exchange):
 
 @pytest.fixture(scope="module")
 def server():
-    options = {"interface": "asgi3", "ws": "none", "proxy_headers": False, "timeout_graceful_shutdown": 0.1}
-    with served(handler, http=Http1Protocol, timeout_keep_alive=IDLE_S, **options) as url:
-        yield "127.0.0.1", int(url.rpartition(":")[2])
+    with in_thread(port_of(handler, idle_s=IDLE_S)) as address:
+        yield address
 
 
 @pytest.fixture
@@ -384,21 +382,35 @@ def test_a_request_names_one_host(connection, version, hosts, status):
     assert everything(connection).startswith(b"HTTP/1.1 %d " % status)
 
 
+async def test_a_tls_connection_that_is_lost_before_its_protocol_is_told_ends_like_others():
+    class Lost(asyncio.Transport):
+        def close(self):
+            ended.append("closed")
+
+        def is_closing(self):
+            return False
+
+    ended, connection = [], Http1Protocol(port_of(say))
+    connection.connection_made(Lost())
+    connection.close_if_idle(0.0)
+    connection._is_new = False
+    assert connection.evict()
+    assert ended == ["closed", "closed"]
+    connection.connection_lost(None)
+
+
 async def test_a_connection_that_is_idle_is_closed_but_not_while_a_request_is_on_its_way():
-    config = uvicorn.Config(say, interface="asgi3", lifespan="off", log_config=None, proxy_headers=False)
-    config.load()
-    state, loop = ServerState(), asyncio.get_running_loop()
-    server = await loop.create_server(lambda: Http1Protocol(config, state, {}), "127.0.0.1", 0)
+    port, listener = port_of(say), listen("127.0.0.1", 0)
 
     async def until(holds):
         async with asyncio.timeout(30):
             while not holds():  # noqa: ASYNC110 - a test
                 await asyncio.sleep(0.001)
 
-    async with server:
-        with socket.create_connection(server.sockets[0].getsockname()) as client:
-            await until(lambda: state.connections)
-            (connection,) = state.connections
+    async with opened(port, listener):
+        with socket.create_connection(listener.getsockname()) as client:
+            await until(lambda: port.limits.connections)
+            (connection,) = port.limits.connections
 
             def is_closed(for_s=0.0):
                 connection.close_if_idle(for_s)

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from proxy.http.listeners import Door, inherited, listen, listen_on
+from proxy.http.listeners import Door, inherited, listen, listen_on, plainly
 from proxy.settings import SettingsError
 from tests.kv_world import until
 
@@ -71,7 +71,7 @@ async def test_a_connection_whose_protocol_fails_is_closed_and_others_come_in():
         return asyncio.Protocol()
 
     listener = listen("127.0.0.1", 0)
-    door = Door([listener], connect)
+    door = Door([listener], plainly(connect))
     try:
         reader, writer = await asyncio.open_connection(*listener.getsockname())
         assert await asyncio.wait_for(reader.read(), 30) == b""

@@ -3,19 +3,17 @@
 import contextlib
 import socket
 
-from proxy.http.http1 import Http1Protocol
 from tests.fakes import serving
-
-
-class OfPeer(Http1Protocol):
-    is_of_peer = True
-    __slots__ = ()
+from tests.kv_world import until
 
 
 @contextlib.asynccontextmanager
 async def reachable(proxy):
     """Serves a proxy to the other ones."""
+    path = proxy.peers.bus.http_socket
+    await until(path.parent.is_dir)  # the bus makes it
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(proxy.peers.bus.http_socket))
-        async with serving(proxy.site, listener, OfPeer):
+        listener.bind(str(path))
+        listener.listen()
+        async with serving(proxy.site, listener, is_of_peer=True):
             yield

@@ -129,7 +129,7 @@ async def test_a_third_interrupt_ends_it_at_once(monkeypatch):
     running = run._Server(proxy, None, [])
     for _ in range(2):
         running.on_signal(signal.SIGINT)
-    assert (running.uvicorn.should_exit, running.uvicorn.force_exit, ended) == (True, True, [])
+    assert (proxy.draining.is_set(), running._is_cut, ended) == (True, True, [])
     running.on_signal(signal.SIGINT)
     assert ended == [130]
     await proxy.stop()

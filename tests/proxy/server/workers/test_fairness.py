@@ -4,31 +4,32 @@ import asyncio
 import contextlib
 import os
 import socket
+from functools import partial
 
 import pytest
 
-from proxy.http.listeners import listen
+from proxy.http.listeners import listen, plainly
 from proxy.server.workers.fairness import ConnectionTally, FairAcceptor, tallied
 
 
 def test_it_is_the_turn_of_those_with_the_fewest_connections(tmp_path):
     one, two = ConnectionTally(tmp_path, 2), ConnectionTally(tmp_path, 2)  # as two processes have them
-    one.put(1, 3)
-    two.put(2, 2)
+    one.add(1, 3)
+    two.add(2, 2)
     assert [one.is_due(1), one.is_due(2)] == [False, True]
-    one.put(1, 2)
+    one.add(1, -1)
     assert [two.is_due(1), two.is_due(2)] == [True, True]
     two.leave(2)
-    two.put(2, 0)  # its last connections end
-    one.put(1, 100)
+    two.add(2, -2)  # its last connections end
+    one.add(1, 98)
     assert one.is_due(1)
 
 
 def test_one_with_many_connections_takes_some_at_once(tmp_path):
     tally = ConnectionTally(tmp_path, 2)
-    for each, at_once in ((0, 1), (7, 1), (8, 2), (64, 9)):
-        tally.put(1, each)
-        tally.put(2, each)
+    for more, at_once in ((0, 1), (7, 1), (1, 2), (56, 9)):
+        tally.add(1, more)
+        tally.add(2, more)
         assert [tally.is_due(1, beginning) for beginning in range(at_once + 1)] == [*[True] * at_once, False]
 
 
@@ -38,11 +39,12 @@ def test_while_one_has_engines_it_is_not_the_turn_of_one_that_has_none(tmp_path)
     def turns():
         return [(each.is_due(number), each.may_take(number)) for number, each in ((1, one), (2, two))]
 
-    one.put(1, 0)
-    two.put(2, 5)
+    one.join(1)
+    two.join(2)
+    two.add(2, 5)
     assert turns() == [(True, True), (False, True)]
     two.be_ready(2)
-    two.put(2, 100)
+    two.add(2, 95)
     assert turns() == [(False, False), (True, True)]
     one.be_ready(1)
     one.be_ready(1)
@@ -73,7 +75,7 @@ async def port(tmp_path):
         for worker, tally in enumerate(tallies, 1):
             protocol = tallied(Named, tally, worker)
             own = socket.socket(fileno=os.dup(listener.fileno()))
-            doors.append(FairAcceptor([own], tally, worker, lambda p=protocol, n=worker: p(n)))
+            doors.append(FairAcceptor([own], tally, worker, plainly(partial(protocol, worker))))
         yield listener.getsockname(), doors, tallies
     for door in doors:
         door.close()

@@ -104,8 +104,12 @@ def pids(kvpin):
 
 async def until_all_serve(kvpin):
     """Waits until each worker takes connections."""
-    started = "Started server process [{}]"
-    await until(lambda: all(logged(kvpin, started.format(pid)) for pid in pids(kvpin).values()))
+
+    def do_serve():
+        serving = {entry["pid"] for entry in logged(kvpin, "connections are accepted")}
+        return serving.issuperset(pids(kvpin).values())
+
+    await until(do_serve)
 
 
 def running():
