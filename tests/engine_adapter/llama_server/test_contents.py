@@ -85,7 +85,7 @@ class TestSave:
         assert list(world.server.save_dir.iterdir()) == []
 
     async def test_one_that_is_never_answered_loses_no_slot(self, two_slots, monkeypatch, said):
-        monkeypatch.setattr(slot_io, "MOVE_S", 0.05)
+        monkeypatch.setattr(slot_io, "MOVE_S", 0.3)
         async with scheduler_world(two_slots) as world:
             lease = await world.ask(prompt_of(1))
             with stopped(two_slots):
