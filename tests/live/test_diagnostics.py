@@ -45,6 +45,7 @@ class Place:
     model: str
     other_model: str
     empty: Callable[[], None]
+    emptied: str
 
     def ask(self, messages: list[dict[str, Any]], key: str = RED, **fields: Any) -> dict[str, Any]:
         """What `kvpin requests ID` shows of a chat."""
@@ -67,7 +68,7 @@ def place(request, tmp_path_factory):
         engine = "embedded: --threads 1 --kv-blocks 96"
         other = f"{engine} --served-model-name other"
         with running_kvpin(path / "log", "--managed", engine, "--managed", other, *KEYS) as kvpin:
-            yield Place(kvpin, "kvpin-tiny", "other", lambda: flush(kvpin))
+            yield Place(kvpin, "kvpin-tiny", "other", lambda: flush(kvpin), "flushed")
     else:
         with llama_world(
             path, servers=2, models=("tiny", "other"), host_cache=False, kvpin_flags=KEYS
@@ -80,7 +81,7 @@ def place(request, tmp_path_factory):
                     lambda: world.kvpin.log.read_text().count(known) > 1, "the server after its restart"
                 )
 
-            yield Place(world.kvpin, "tiny", "other", restart)
+            yield Place(world.kvpin, "tiny", "other", restart, "restarted")
 
 
 def chat(name: str, question: str = "Who wrote it?") -> list[dict[str, Any]]:
@@ -132,7 +133,7 @@ def test_of_another_tenant_nothing_is_told(place):
 def test_a_flush_or_a_restart(place):
     place.ask(chat("restarts"))
     place.empty()
-    assert differs(place.ask(chat("restarts"))) == ("restarted", None)
+    assert differs(place.ask(chat("restarts"))) == (place.emptied, None)
 
 
 def test_evicted(place):

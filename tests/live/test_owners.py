@@ -5,6 +5,7 @@ import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 
 import httpx
 import pytest
@@ -18,6 +19,8 @@ from tests.valkey import Valkey
 pytestmark = pytest.mark.live
 
 WAIT_S = 60.0
+# Long enough that saving a slot pays.
+STORY = "Tell me a story about slots. " * 120
 
 
 @pytest.fixture
@@ -45,6 +48,12 @@ def ask(kvpin, text, **fields):
     return text_of(answer), answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
+def until_saved(flag):
+    """After kill -9, a kvpin knows what files hold. They are written in idle time."""
+    directory = Path(flag.rpartition("=")[2])
+    until(lambda: [*directory.glob("kvpin-*.bin")])
+
+
 def health(kvpin):
     return httpx.get(f"{kvpin.url}/health/ready", trust_env=False)
 
@@ -57,7 +66,7 @@ def engine_of(kvpin):
 def test_one_that_was_started_by_mistake_says_who_has_it_and_waits_until_it_is_free(server, start):
     _, flag = server
     first = start(running_kvpin, "first", flag)
-    said = ask(first, "Tell me a story about slots. " * 20)[0]
+    said = ask(first, STORY)[0]
     second = start(starting_kvpin, "second", flag)
     reason = f"another kvpin uses it (process {first.process.pid} on"
     until(lambda: reason in second.log.read_text())
@@ -69,9 +78,10 @@ def test_one_that_was_started_by_mistake_says_who_has_it_and_waits_until_it_is_f
     assert answer.status_code == 503
     assert reason in answer.text
     assert "kvpin_engine_owner" in httpx.get(f"{second.url}/metrics", trust_env=False).text
+    until_saved(flag)
     first.kill()
     until(lambda: health(second).status_code == 200)
-    text, cached = ask(second, "Tell me a story about slots. " * 20)
+    text, cached = ask(second, STORY)
     assert text == said
     assert cached > 100
 
@@ -85,12 +95,11 @@ def test_with_an_exchange_one_owns_the_server_and_both_answer_as_one(server, sta
     assert engine_of(second)["state"] == "elsewhere"
     assert engine_of(second)["owner"] == engine_of(first)["owner"]
 
-    story = "Tell me a story about slots. " * 20
-    said, _ = ask(first, story)
-    text, cached = ask(second, story)
+    said, _ = ask(first, STORY)
+    text, cached = ask(second, STORY)
     assert text == said
     assert cached > 100
-    body = {"model": MODEL, "prompt": story, "max_tokens": 6, "temperature": 0}
+    body = {"model": MODEL, "prompt": STORY, "max_tokens": 6, "temperature": 0}
     whole = completion(first, body)["choices"][0]["text"]
     assert whole == completion(second, body)["choices"][0]["text"]
     streamed = b"".join(stream(second, body | {"stream": True}))
@@ -104,6 +113,7 @@ def test_with_an_exchange_one_owns_the_server_and_both_answer_as_one(server, sta
     unknown = httpx.post(f"{second.base_url}/completions", content=b"{", trust_env=False)
     assert unknown.status_code == 400
 
+    until_saved(flag)
     leaving = stream(second, body | {"stream": True, "max_tokens": 3000})
     next(leaving)
     assert running(first) == 1
@@ -116,11 +126,11 @@ def test_with_an_exchange_one_owns_the_server_and_both_answer_as_one(server, sta
         first.kill()
         assert asked.result()["choices"][0]["text"].startswith(whole)
     until(lambda: engine_of(second)["state"] == "ready")
-    text, cached = ask(second, story)
+    text, cached = ask(second, STORY)
     assert text == said
     assert cached > 100
     third = start(running_kvpin, "third", flag, exchange)
-    assert ask(third, story) == (text, cached)
+    assert ask(third, STORY) == (text, cached)
     assert all("damaged" not in each.log.read_text() for each in (first, second, third))
     assert llama.process.poll() is None
 
