@@ -258,10 +258,10 @@ class Attempts:
     def _hold(
         self, engine: Engine, ready: Ready, *, audited: bool = False
     ) -> AbstractAsyncContextManager[Hold]:
-        """The request's hold on its engine. When reuse is off, the adapter holds no request with a body. The
-        engine makes the prompt's token ids itself if it is `audited`."""
+        """The request's hold on its engine. When reuse is off, the adapter holds only what must not share KV
+        with others. The engine makes the prompt's token ids itself if it is `audited`."""
         call, prompt, body = ready.call, ready.prompt, ready.body_for(engine)
-        if self.ingest is None and body is not None:
+        if self.ingest is None and body is not None and ready.salt is None:
             return nullcontext(Hold(body))
         if prompt is None or not prompt.whole:
             return engine.adapter.hold(call.route, body, None)

@@ -302,10 +302,11 @@ def test_several_texts_that_are_filled_in(tmp_path, flags):
         assert refused.status_code == 400
 
 
-def test_no_route_reuses_another_tenants_kv(tmp_path):
+@pytest.mark.parametrize("flags", [(), ("--no-reuse",)], ids=["reuse", "no reuse"])
+def test_no_route_reuses_another_tenants_kv(tmp_path, flags):
     """Whatever slot a request runs on, also one that becomes several."""
-    keys = ("--api-key", "one", "--api-key", "two")
-    with llama_world(tmp_path, "--metrics", *FILLS_IN, slots=2, kvpin_flags=keys) as world:
+    flags = ("--api-key", "one", "--api-key", "two", *flags)
+    with llama_world(tmp_path, "--metrics", *FILLS_IN, slots=2, kvpin_flags=flags) as world:
         base = world.base_url.removesuffix("/v1")
 
         def computed(path, key, body):
