@@ -191,9 +191,9 @@ class EngineAdapter(ABC):
         prefill_s: Callable[[int], float],  # noqa: ARG002 - of adapters that plan
         returns: Callable[[float], float],  # noqa: ARG002
     ) -> None:
-        """The engine has joined a pool, which has learned these by the time of each call. `prefill_s`: tokens
-        → the seconds in which the engine computes so many. `returns`: seconds for which a prompt has been
-        idle → the probability that it is requested again."""
+        """The engine has joined a pool. Each call gives what the pool has learned by then. `prefill_s`:
+        prompt tokens → seconds to compute them. `returns`: idle seconds of a prompt → probability that it is
+        requested again."""
         return
 
     def forecast(self, prompt: KvTarget) -> Forecast | None:  # noqa: ARG002 - of adapters that can tell

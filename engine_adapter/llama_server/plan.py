@@ -78,9 +78,9 @@ class SlotRates:
         return seconds + entry.size / self.disk_bytes_s if entry.tier is Tier.DISK else seconds
 
     def comes_back(self, idle_s: float) -> float:
-        """Probability that what has been idle for so long is requested again: what the pool has learned, or
-        the first guess if that is higher. Few people share a server with slots, and their conversations go
-        on; a pool begins with what many do."""
+        """Probability that a prompt idle for `idle_s` seconds is requested again: the pool's, or the first
+        guess if that is higher. The pool's own prior is lower: few people share a server with slots, and
+        their conversations go on."""
         guess = self.reuse_probability * float(0.5 ** (max(idle_s, 0.0) / self.half_life_s))
         return max(self.returns(idle_s), guess)
 

@@ -155,6 +155,8 @@ class TestRequests:
         assert cost.prefill_s == 700.0
         world.adapter.priced_by(lambda tokens: 7.0 * tokens, lambda idle_s: 1.0)
         assert world.adapter.forecast(KvTarget(prompt_of(9))).regret_s > cost.regret_s
+        registry, facts = world.adapter._registry, world.adapter._session.facts
+        assert registry.rates[facts.key].prefill_s(1) == 7.0, "files have the same prices"
 
 
 class TestTenants:

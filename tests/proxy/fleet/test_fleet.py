@@ -19,6 +19,14 @@ PROMPT = Prompt(array("i", range(40)))
 ADA = Needs(lora="ada")
 
 
+def test_an_engine_that_joins_is_told_the_prices_that_its_pool_learns(fleet, monkeypatch):
+    told = []
+    monkeypatch.setattr(FakeAdapter, "priced_by", lambda _, *prices: told.append(prices))
+    add_ready(fleet, "a")
+    placer = fleet.pool("m").placer
+    assert told == [(placer.books["a"].rates.prefill_s, placer.demand.returns)]
+
+
 class TestAdapters:
     """LoRA adapters: clients name them as models."""
 
