@@ -29,8 +29,7 @@ async def opened(port, listener, begin=None, protocol=Http1Protocol):
     finally:
         door.close()
         open_now, loop = port.limits.connections, asyncio.get_running_loop()
-        for each in open_now:
-            each.hurry()
+        port.stop()
         ends = loop.time() + GRACE_S
         while (open_now or port.answers) and loop.time() < ends:
             for each in [*open_now]:

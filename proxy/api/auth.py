@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import math
 import time
 from collections.abc import Collection, Mapping
 
@@ -79,18 +78,26 @@ def passed_on_headers(headers: Headers, tenants: Tenants) -> Headers:
 
 
 class WrongKeys:
-    """Tells the log of requests without a right key: once a minute, with their number and the last one's
-    address. Each line costs disk, and whoever reaches kvpin can make some."""
+    """Tells the log of requests without a right key: of the first at once, then once a minute, with their
+    number and the last one's address. Each line costs disk, and whoever reaches kvpin can make some."""
 
     def __init__(self) -> None:
-        self._count, self._told = 0, -math.inf
+        self._count = 0
+        self._last: dict[str, str | None] = {}
+        self._due: asyncio.TimerHandle | None = None
 
     def tell(self, event: str, peer: str | None, **fields: str) -> None:
-        """One more request came. Logs the `event`, if it is time."""
-        self._count += 1
-        if (now := time.monotonic()) - self._told >= _TELL_S:
-            log.warning(event, refused=self._count, peer=peer, **fields)
-            self._count, self._told = 0, now
+        """One more request came. Logs the `event`, now or when it is time."""
+        self._count, self._last = self._count + 1, {"event": event, "peer": peer, **fields}
+        if self._due is None:
+            self._log()
+
+    def _log(self) -> None:
+        self._due = None
+        if self._count:
+            log.warning(refused=self._count, **self._last)
+            self._count = 0
+            self._due = asyncio.get_running_loop().call_later(_TELL_S, self._log)
 
 
 class AdminGuard:

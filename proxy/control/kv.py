@@ -168,8 +168,7 @@ class KvVerbs:
         return self._operations.start(operation, lambda _operation: run_parts(work))
 
     async def _do(self, verb: KvVerb, share: Share, selection: Selection, part: OperationPart) -> None:
-        if verb is KvVerb.FLUSH:
-            self._clear_view(share, selection)
+        flush = self._clear_view(share, selection) if verb is KvVerb.FLUSH else None
         complete = False
         try:
             for target in share.targets:
@@ -179,19 +178,22 @@ class KvVerbs:
                         part.advance(before, progress)
             complete = not any(part.left.values())
         finally:
-            if verb is KvVerb.FLUSH and not complete:
+            if flush is not None and not complete:
                 self._rebuild_view(share)
-        if verb is KvVerb.FLUSH and complete:
+                if not part.done and flush in share.engine.flushed:
+                    share.engine.flushed.remove(flush)
+        if flush is not None and complete:
             self._end_pins(share, selection)
             if KvTarget() in share.targets:
                 share.engine.salts.emptied()
 
-    def _clear_view(self, share: Share, selection: Selection) -> None:
+    def _clear_view(self, share: Share, selection: Selection) -> Flush:
         """KV that is being flushed counts as gone at once, so that no request is sent to it. The flush is
-        noted as the cause of later misses."""
+        noted as the cause of later misses, and returned: one that flushed nothing is none."""
         engine, pool, prefix = share.engine, share.pool, selection.prefix
         salts = frozenset(target.cache_salt for target in share.targets)
-        engine.flushed.append(Flush(time.time(), None if prefix is None else prefix.prompt, salts))
+        flush = Flush(time.time(), None if prefix is None else prefix.prompt, salts)
+        engine.flushed.append(flush)
         if prefix is not None:
             pool.forget(engine, prefix.chain.hashes)
         elif all(target.cache_salt is None for target in share.targets):
@@ -199,6 +201,7 @@ class KvVerbs:
         elif engine.audit.trust is Trust.APPROXIMATE:
             # A block's hash does not tell whose KV it is, and no event will.
             pool.wipe(engine)
+        return flush
 
     def _end_pins(self, share: Share, selection: Selection) -> None:
         """Ends the pins on KV that is gone. Where some is left, as engines may leave pinned KV, they stay:

@@ -104,6 +104,8 @@ class Http1Protocol(asyncio.Protocol):
         self._timer = self._loop.call_later(self._idle_s, self._watch)
         if place is Permission.NONE:
             self._turn_away()
+        elif self._port.is_stopping:  # its TLS handshake ended after the stop began
+            self.hurry()
 
     @override
     def connection_lost(self, exc: Exception | None) -> None:
@@ -125,8 +127,13 @@ class Http1Protocol(asyncio.Protocol):
         self._loop.call_later(STOPPING_S, self._give_up)
 
     def _give_up(self) -> None:
-        if self._current is None:
+        """Closes the connection if it waits for the rest of a head; else looks again."""
+        if self.transport.is_closing():
+            return
+        if self._current is None and self._loop.time() - self._idle_since >= STOPPING_S:
             self.transport.close()
+        else:
+            self._loop.call_later(LOOK_S, self._give_up)
 
     def close_if_idle(self, for_s: float) -> None:
         """Closes the connection if it has had no request for that long, and none is on its way here."""
@@ -286,6 +293,8 @@ class Http1Protocol(asyncio.Protocol):
             is_reserved=self._is_reserved,
         )
         self._is_new = False
+        if self._port.is_stopping:
+            exchange.hurry()
         if self._to_websocket:
             self._socket = exchange
         self._headers = []  # trailers must not become headers

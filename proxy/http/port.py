@@ -24,6 +24,7 @@ class Port:
         refused: called with the status of each request that no handler sees.
         idle_s: how long a connection may wait for a request, in seconds.
         answers: the tasks of running requests.
+        is_stopping: what arrives from now on gets a few seconds.
     """
 
     def __init__(
@@ -35,7 +36,14 @@ class Port:
     ) -> None:
         self.handler, self.limits, self.refused, self.idle_s = handler, limits, refused, idle_s
         self.answers: set[asyncio.Task[None]] = set()
+        self.is_stopping = False
         self._second, self._date = 0, b""
+
+    def stop(self) -> None:
+        """Hurries the connections that are open, and those whose handshake is not over."""
+        self.is_stopping = True
+        for connection in self.limits.connections:
+            connection.hurry()
 
     @property
     def date(self) -> bytes:

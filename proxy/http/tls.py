@@ -115,7 +115,11 @@ class Handshake(asyncio.Protocol):
         try:
             with contextlib.suppress(OSError):  # the client left, was too slow, or speaks no TLS
                 await self._loop.connect_accepted_socket(
-                    lambda: self, self._accepted, ssl=context, ssl_handshake_timeout=HANDSHAKE_S
+                    lambda: self,
+                    self._accepted,
+                    ssl=context,
+                    ssl_handshake_timeout=HANDSHAKE_S,
+                    ssl_shutdown_timeout=STOPPING_S,
                 )
         finally:
             self._limits.connections.discard(self)

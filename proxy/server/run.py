@@ -285,8 +285,7 @@ class _Server:
         self.close_peer_ports()
         if self._door is not None:
             self._door.close()
-        for connection in self._limits.connections:
-            connection.hurry()
+        self._port.stop()
         log.info("stopping: waiting for running answers", answers=len(self._port.answers))
         await within(settings.graceful_shutdown_s, self._until_answered())
 

@@ -53,6 +53,7 @@ async def test_a_flush_clears_the_view_before_it_is_done_and_can_be_cancelled_be
     a.gate.set()
     await asyncio.sleep(0.02)
     assert len(a.tiers) == 4
+    assert not world.engines["a"].flushed
 
 
 async def test_what_just_ended_is_not_expected_back(world, learned):

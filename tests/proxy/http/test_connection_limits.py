@@ -19,8 +19,9 @@ import tests.ports
 from proxy.api.own_answers import error_response
 from proxy.errors import NoEngine, ProxyError
 from proxy.http.http1 import Http1Protocol
-from proxy.http.listeners import RESERVE, ConnectionLimits, Permission, connection_limit
-from tests.ports import in_thread, port_of
+from proxy.http.listeners import RESERVE, ConnectionLimits, Permission, connection_limit, listen
+from tests import kv_world
+from tests.ports import in_thread, opened, port_of
 
 WAIT_S = 20
 HEAD = b"POST %b HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
@@ -171,6 +172,22 @@ class TestSlowClients:
                 begun = time.monotonic()
             assert time.monotonic() - begun < WAIT_S
             assert b"kvpin is stopping" in everything(connection)
+
+    async def test_a_stop_does_not_wait_for_half_a_head_that_follows_an_answer(self, monkeypatch):
+        monkeypatch.setattr(proxy.http.http1, "STOPPING_S", 0.1)
+        monkeypatch.setattr(proxy.http.http1, "LOOK_S", 0.1)
+        port = port_of(handler)
+        with listen("127.0.0.1", 0) as listener:
+            async with opened(port, listener):
+                reader, writer = await asyncio.open_connection(*listener.getsockname())
+                writer.write(HEAD % (b"/", 10) + b"hello")
+                await kv_world.until(lambda: port.answers)
+                port.stop()
+                await asyncio.sleep(0.2)  # the connection is looked at while its request runs
+                writer.write(b"world" + (GET % b"/")[:20])
+                async with asyncio.timeout(WAIT_S):
+                    assert (await reader.read()).endswith(b"helloworld")
+                writer.close()
 
     def test_a_client_that_leaves_behind_many_pipelined_requests_is_noticed(self, monkeypatch):
         monkeypatch.setattr(proxy.http.http1, "LOOK_S", 0.1)
