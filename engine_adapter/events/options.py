@@ -11,6 +11,7 @@ import msgspec
 from typing_extensions import override
 
 from engine_adapter.events.subscriber import EventEndpoints
+from engine_adapter.http.web_pages import is_loopback
 from engine_adapter.options import EngineOptions
 from engine_adapter.types import EngineSpec
 
@@ -18,7 +19,6 @@ RANKS = "name it in the settings or in a source of engines, and kvpin uses each 
 """How a server with several data-parallel ranks is used fully."""
 
 WILDCARDS = ("*", "0.0.0.0", "[::]")  # noqa: S104 - nothing is bound here
-_LOOPBACKS = ("localhost", "127.", "[::1]")
 _ADDRESS = re.compile(r"tcp://(?:[\w.-]+|\[[0-9A-Fa-f:.]+(?:%\w+)?\]):\d{1,5}|ipc://\S+", re.ASCII)
 
 
@@ -88,8 +88,8 @@ def reachable_endpoint(endpoint: str, engine_url: str) -> str | None:
     bound, _, port = address.rpartition(":")
     if scheme == "tcp" and bound in WILDCARDS:
         endpoint, bound = f"tcp://{host}:{port}", host
-    is_local = scheme == "ipc" or _is_loopback(bound)
-    if not _ADDRESS.fullmatch(endpoint) or (is_local and not _is_loopback(host)):
+    is_local = scheme == "ipc" or is_loopback(bound)
+    if not _ADDRESS.fullmatch(endpoint) or (is_local and not is_loopback(host)):
         return None
     return endpoint
 
@@ -98,7 +98,3 @@ def address_of_rank(address: str, rank: int) -> str:
     """The address of a data-parallel rank, where `address` is that of rank 0: each has the next port."""
     start, _, port = address.rpartition(":")
     return f"{start}:{int(port) + rank}" if port.isdecimal() else address
-
-
-def _is_loopback(host: str) -> bool:
-    return host.startswith(_LOOPBACKS)

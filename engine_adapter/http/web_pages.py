@@ -71,10 +71,10 @@ def _without_port(host: str) -> str:
     return _PORT.sub("", host).lower()
 
 
-def is_loopback(address: str) -> bool:
-    """True if an address is a loopback address of this machine."""
+def is_loopback(host: str) -> bool:
+    """True if a host, by name or address, is this machine and no other can reach it there."""
     try:
-        return ipaddress.ip_address(address).is_loopback
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
 

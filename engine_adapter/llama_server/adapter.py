@@ -199,7 +199,7 @@ class LlamaServerAdapter(EngineAdapter):
         """Learns from a router of this machine where a model's process will save, if no setting names that.
         The probe of the process finds out whether its files really arrive there."""
         directory, host = model.flag(_SAVES_TO), urlsplit(self.spec.url).hostname or ""
-        if self._registry is not None or directory is None or not (host == "localhost" or is_loopback(host)):
+        if self._registry is not None or directory is None or not is_loopback(host):
             return
         if not Path(directory).is_absolute() or not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
             return

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -316,7 +316,7 @@ class Reconciler:
             if mark.engine in known or mark.at >= since
         ]
 
-    def _ordered(self, _engines: Collection[str]) -> None:
+    def _ordered(self) -> None:
         for engine in self._fleet.engines.values():
             self._drain(engine)
 

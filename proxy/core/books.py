@@ -67,11 +67,11 @@ class EngineBook:
     An engine that takes requests again keeps its mark: an older order may still arrive.
 
     Attributes:
-        listeners: called with the engines about which something else is ordered now.
+        listeners: called when something else is ordered about an engine.
     """
 
     def __init__(self) -> None:
-        self.listeners: list[Callable[[list[str]], None]] = []
+        self.listeners: list[Callable[[], None]] = []
         self._marks: dict[str, EngineMark] = {}
 
     def is_drained(self, engine: str) -> bool:
@@ -123,18 +123,17 @@ class EngineBook:
         return len(heard) == len(told)
 
     def _take(self, marks: Iterable[EngineMark]) -> None:
-        changed: list[str] = []
+        is_changed = False
         for mark in marks:
             before = self._marks.get(mark.engine, EngineMark(mark.engine, drained=False, at=-1.0))
             if (before.at, before.order) < (mark.at, mark.order):
                 self._marks[mark.engine] = mark
-                if before.order != mark.order:
-                    changed.append(mark.engine)
+                is_changed |= before.order != mark.order
         if len(self._marks) > MAX_MARKS:
             for mark in self.marks()[MAX_MARKS:]:
                 del self._marks[mark.engine]
-        for listener in self.listeners if changed else ():
-            listener(changed)
+        for listener in self.listeners if is_changed else ():
+            listener()
 
     def marks(self) -> list[EngineMark]:
         """All marks, the last first."""

@@ -220,7 +220,7 @@ class StateSaver:
         book.merge(
             [msgspec.structs.replace(mark, at=min(mark.at, now)) for mark in self._before.marks], now=now
         )
-        book.listeners.append(lambda _changed: self._wanted.set())
+        book.listeners.append(self._wanted.set)
         ahead_s = time.time() - time.monotonic()
         for kept in self._before.pins:
             pins.add(on_other_clock(kept, -ahead_s))

@@ -298,7 +298,7 @@ class Peers:
             )
         return entries is not None or not told
 
-    def _tell_marks(self, _changed: list[str]) -> None:
+    def _tell_marks(self) -> None:
         self._tell_state()
         self.bus.keep(encode_marks(self._told_marks()))
 

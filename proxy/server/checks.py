@@ -93,7 +93,7 @@ def issued_keys(settings: Settings) -> list[IssuedKey]:
 
 def is_local(hosts: Iterable[str]) -> bool:
     """True if only this machine can connect to these addresses."""
-    return all(host == "localhost" or is_loopback(host) for host in hosts)
+    return all(map(is_loopback, hosts))
 
 
 def is_open_to_all(settings: Settings, hosts: Iterable[str] | None = None) -> bool:

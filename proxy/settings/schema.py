@@ -424,8 +424,7 @@ class Settings(BaseSettings):
     def _may_be_guessed(self, key: str) -> bool:
         """True if others than users of this machine can try short keys. The length of a hashed one is not
         known."""
-        is_here = all(host == "localhost" or is_loopback(host) for host in self.hosts)
-        return len(key) < SHORTEST_KEY and not is_here
+        return len(key) < SHORTEST_KEY and not all(map(is_loopback, self.hosts))
 
     def _faults_of_traffic(self) -> Iterator[str]:
         limits = self.limits

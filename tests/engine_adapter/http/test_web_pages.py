@@ -25,7 +25,9 @@ def asking(host="localhost:8000", here=HERE, scheme="http", **headers):
         ("::1", True),
         ("0.0.0.0", False),
         ("8.8.8.8", False),
-        ("localhost", False),
+        ("localhost", True),
+        ("localhost.example", False),
+        ("[::1]", True),
         ("", False),
     ],
 )

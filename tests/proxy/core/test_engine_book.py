@@ -27,18 +27,18 @@ def test_books_agree_whatever_the_order_in_which_they_hear():
 
 def test_a_later_order_counts_whatever_the_clock_says():
     book, heard = EngineBook(), []
-    book.listeners.append(heard.append)
+    book.listeners.append(lambda: heard.append(1))
     book.drain("a", drained=True, now=100.0)
     book.drain("a", drained=False, now=50.0)
     assert not book.is_drained("a")
     book.merge([EngineMark("a", True, 100.0)], now=NOW)  # the older order comes late
     assert not book.is_drained("a")
-    assert heard == [["a"], ["a"]]
+    assert heard == [1, 1]
 
 
 def test_removing_and_adding_an_engine_ends_the_order_to_drain_it_at_all_kvpins():
     book, other, heard = EngineBook(), EngineBook(), []
-    other.listeners.append(heard.append)
+    other.listeners.append(lambda: heard.append(1))
     book.drain("a", drained=True, now=5.0)
     other.merge(book.marks(), now=NOW)
     book.remove("a", now=1.0)
@@ -47,7 +47,7 @@ def test_removing_and_adding_an_engine_ends_the_order_to_drain_it_at_all_kvpins(
     assert (book.is_drained("a"), book.is_removed("a"), book.added("a")) == (False, False, b"{}")
     other.merge(decode_marks(encode_marks(book.marks())), now=NOW)
     assert other.marks() == book.marks()
-    assert heard == [["a"], ["a"]]
+    assert heard == [1, 1]
     other.drain("a", drained=True, now=1.0)
     assert other.added("a") == b"{}", "an order to drain it takes nothing else back"
 
@@ -83,7 +83,7 @@ def test_a_book_that_hears_only_of_undone_drains_has_a_limit_too(monkeypatch):
 def test_an_undone_drain_that_was_never_known_is_no_news():
     """An engine that drains for another reason, as its source says, goes on draining."""
     book, heard = EngineBook(), []
-    book.listeners.append(heard.append)
+    book.listeners.append(lambda: heard.append(1))
     book.merge([EngineMark("a", drained=False, at=1.0)], now=NOW)
     assert heard == []
 
