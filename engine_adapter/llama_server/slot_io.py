@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from engine_adapter.body import JsonBody
-from engine_adapter.errors import EngineError, EngineLost, EngineRejected
+from engine_adapter.errors import EngineError, EngineLost, EngineRejected, EngineUnreachable
 from engine_adapter.http.control import ANSWER_S, ControlClient
 from engine_adapter.llama_server.options import NATIVE_COMPLETIONS
 from engine_adapter.types import TokenIds, common_prefix
@@ -136,7 +136,7 @@ async def _act(
     A connection can be half-open: the answer never comes, and the slot would be taken for `MOVE_S`.
 
     Raises:
-        EngineLost: the server is done with all that it was sent, and did not answer.
+        EngineLost: the server is done with all that it was sent, and did not answer; or it ends.
     """
     path = f"/slots/{slot_id}?action={action}"
     answer = asyncio.ensure_future(control.read(kind, "POST", path, json=fields, answer_s=MOVE_S))
@@ -153,10 +153,17 @@ async def _act(
 
 async def _is_done(control: ControlClient, slot_id: int) -> bool:
     """True if the server has done all that it was sent for a slot before this question. Operations on a slot
-    that works for somebody else wait, and questions overtake them."""
+    that works for somebody else wait, and questions overtake them.
+
+    Raises:
+        EngineLost: the server ends. It takes no more connections, answers nothing that waits in its queue,
+            and does not end while somebody waits (llama.cpp 0c1e570).
+    """
     try:
         await _between_steps(partial(control.get, _QUEUED))
         return not (await read_slots(control))[slot_id].is_processing
+    except EngineUnreachable as error:
+        raise EngineLost(f"slot {slot_id}: the server ends") from error
     except (EngineError, IndexError):
         return False
 

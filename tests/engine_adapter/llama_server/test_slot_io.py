@@ -11,6 +11,7 @@ from engine_adapter.errors import EngineLost, EngineUnavailable
 from engine_adapter.llama_server import slot_io
 from engine_adapter.llama_server.slot_io import SlotState, until_all_arrived, when_idle
 from tests.fakes import FakeEngine
+from tests.kv_world import until
 
 NAME = "kvpin-slot-io.bin"
 
@@ -131,6 +132,27 @@ class TestALostAnswer:
     ):
         server.busy, server.knows_the_question, server.looks = busy, knows, 5
         assert (await slot_io.save(control_of(server.url), 0, NAME)).tokens == 1
+
+
+async def test_a_server_that_ends_is_not_kept_by_saves_that_wait(
+    start_llama, save_dir, control_of, monkeypatch
+):
+    monkeypatch.setattr(slot_io, "LOOK_S", 0.2)
+    server = start_llama(save_dir=save_dir)
+    control, begun = control_of(server.url), set()
+
+    async def save_again_and_again(slot):
+        while True:
+            begun.add(slot)
+            await slot_io.save(control, slot, f"{NAME}-{slot}")
+
+    saves = [asyncio.create_task(save_again_and_again(slot)) for slot in range(4)]
+    await until(lambda: len(begun) == len(saves))
+    server.process.terminate()
+    for save in saves:
+        with pytest.raises(EngineUnavailable):
+            await save
+    assert await asyncio.to_thread(server.process.wait, 10) == 0
 
 
 @pytest.mark.parametrize(
