@@ -131,9 +131,7 @@ async def erase(control: ControlClient, slot_id: int) -> int:
 async def _act(
     control: ControlClient, slot_id: int, action: str, kind: type[_Answer], fields: dict[str, str]
 ) -> _Answer:
-    """Lets the server do something with a slot.
-
-    A connection can be half-open: the answer never comes, and the slot would be taken for `MOVE_S`.
+    """Lets the server do something with a slot. A connection can be half-open: the answer never comes.
 
     Raises:
         EngineLost: the server is done with all that it was sent, and did not answer; or it ends.
@@ -142,9 +140,8 @@ async def _act(
     answer = asyncio.ensure_future(control.read(kind, "POST", path, json=fields, answer_s=MOVE_S))
     try:
         while not (await asyncio.wait({answer}, timeout=LOOK_S))[0]:
-            if not await _is_done(control, slot_id):
-                continue
-            if not (await asyncio.wait({answer}, timeout=LATE_S))[0]:
+            is_due = await _is_done(control, slot_id)
+            if is_due and not (await asyncio.wait({answer}, timeout=LATE_S))[0]:
                 raise EngineLost(f"slot {slot_id}: the answer to {action!r} was lost")
         return answer.result()
     finally:
