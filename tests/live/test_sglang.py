@@ -125,22 +125,6 @@ async def test_a_prompt_waits_for_another_that_computes_its_beginning():
     assert found == [(0, 0), (64, 64)]
 
 
-async def test_requests_for_a_rank_reach_it_on_every_route():
-    ids = list(range(100, 180))
-    asked = {
-        "/generate": {"input_ids": ids, "sampling_params": {"max_new_tokens": 1}},
-        "/v1/completions": {"model": "tiny", "prompt": ids, "max_tokens": 1},
-        "/v1/chat/completions": {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]},
-    }
-    other = {"x-data-parallel-rank": "0", "x-override-routed-dp-rank": "0"}
-    with running_sglang(ranks=2, page_size=16) as running:
-        async with kvpin_over((running, 1)) as world:
-            for path, body in asked.items():
-                await world.settle()
-                await world.client.post(world.url + path, json=body | {"routed_dp_rank": 0}, headers=other)
-    assert [rank for rank, _ in running.fake.seen] == [1, 1, 1]
-
-
 async def test_a_server_without_events_is_learned_from_its_answers():
     body = {"model": "tiny", "prompt": list(range(100, 180)), "max_tokens": 2}
     with running_sglang(page_size=16, kv_events=False, enable_cache_report=False) as running:

@@ -1,4 +1,3 @@
-from array import array
 from contextlib import asynccontextmanager
 
 import pytest
@@ -14,11 +13,9 @@ from engine_adapter.lmcache.client import (
     ObjectPlace,
     below_gpu,
     chunks_of,
-    leading,
     survey,
-    text_of,
 )
-from engine_adapter.types import BelowGpu, Capability, EngineSpec, KvTarget
+from engine_adapter.types import BelowGpu, Capability, EngineSpec
 from tests.engine_adapter.lmcache.conftest import PROMPT, spec_of
 from tests.fake_engines.text import MODEL_DIR
 
@@ -42,13 +39,6 @@ async def test_a_coordinator_tells_where_things_lie(lmcache, coordinator, scope,
     monkeypatch.setattr(client, "_PAGE", 3)
     keys = [each.key for each in await coordinator.keys()]
     assert len({(key.chunk_hash_hex, key.cache_salt) for key in keys}) == len(keys) == 8
-
-
-@pytest.mark.parametrize(("pending", "in_flight", "is_storing"), [(0, 0, False), (3, 0, True), (0, 1, True)])
-def test_what_a_node_holds_and_is_about_to_write(pending, in_flight, is_storing):
-    stores = {"_default": client.Storing(), "other": client.Storing(pending, in_flight)}
-    storage = client.Storage({"_default": client.L1(5), "other": client.L1(2)}, stores, 1)
-    assert (storage.l1_objects, storage.is_storing) == (7, is_storing)
 
 
 def chunk(tiers: str) -> KvChunk:
@@ -88,19 +78,6 @@ def test_a_chunk_lies_where_the_objects_of_all_ranks_do():
 def test_what_other_nodes_hold_counts_where_it_is_shared(instance, shared, held):
     (found,) = chunks_of([objects("x", "l2", instance=instance, shared=shared)], "a")
     assert found.held is held
-
-
-def test_leading_chunks_end_at_the_first_gap():
-    assert len(leading([chunk("h"), chunk("d"), chunk(""), chunk("h")])) == 2
-
-
-def test_only_whole_chunks_before_the_first_image_are_text():
-    tokens, marks = array("i", range(200)), array("Q", bytes(8 * 200))
-    assert len(text_of(KvTarget(tokens), 64)) == 192
-    assert len(text_of(KvTarget(tokens, marks), 64)) == 192
-    marks[130] = 1
-    assert text_of(KvTarget(tokens, marks), 64) == tokens[:128]
-    assert len(text_of(KvTarget(), 64)) == 0
 
 
 MOVES = {Capability.OFFLOAD, Capability.RESTORE}

@@ -5,7 +5,6 @@ import pytest
 
 from engine_adapter import EngineGarbled, JsonBody, Role, make_adapter
 from engine_adapter.errors import EngineRejected
-from engine_adapter.http.control import ControlClient
 from engine_adapter.tensorrt_llm.adapter import NO_NUMBERS
 from engine_adapter.tensorrt_llm.requests import (
     CHAT,
@@ -21,7 +20,7 @@ from engine_adapter.tensorrt_llm.requests import (
 from engine_adapter.types import KvTarget
 from tests.engine_adapter.builders import body
 from tests.engines import engine_spec
-from tests.fake_engines.tensorrt_llm import FakeTrtllm, running_trtllm
+from tests.fake_engines.tensorrt_llm import running_trtllm
 
 USUAL = RequestFields()
 EXACT = KvTarget(array("i", [5, 6]), exact=True)
@@ -175,60 +174,7 @@ SENT = PHASE.first_leg(asked(prompt=TOKENS))
 """What a context server was sent."""
 
 
-@pytest.fixture(params=[True, False], ids=["with ctx_usage", "without"])
-async def pair(request):
-    """(context server, its client), (generation server, its client)."""
-    options = {"takes_ctx_usage": request.param}
-    with running_trtllm(**options) as first, running_trtllm(**options) as second:
-        clients = [ControlClient(engine_spec("tensorrt_llm", each.url, "t")) for each in (first, second)]
-        yield (first.fake, clients[0]), (second.fake, clients[1])
-        for client in clients:
-            await client.aclose()
-
-
-async def first_leg(client: ControlClient, path: str, body: JsonBody) -> tuple[bytes, JsonBody]:
-    """The server's answer, and what it was sent."""
-    sent = PHASE.first_leg(body)
-    return json.dumps(await client.call("POST", path, json=json.loads(sent.raw))).encode(), sent
-
-
 class TestBothLegs:
-    @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-    async def test_the_second_server_fetches_what_the_first_one_keeps(self, pair, path):
-        (first, context), (second, generation) = pair
-        client = asked(**PROMPTS[path])
-        handover = PHASE.handover(*await first_leg(context, path, client))
-        sent = json.loads(PHASE.second_leg(client, handover).raw)
-        params = sent.pop("disaggregated_params")
-        assert sent == json.loads(client.raw), "the rest is the client's"
-        assert (params["request_type"], len(params["first_gen_tokens"])) == ("generation_only", 1)
-        assert first.kept.keys() == {params["disagg_request_id"]}
-        if second.options.takes_ctx_usage:
-            assert params["ctx_usage"]["prompt_tokens"] == len(TOKENS)
-        whole = sent | {"disaggregated_params": params, "stream": False}
-        del whole["stream_options"]
-        await generation.call("POST", path, json=whole)
-        assert (handover.cached_tokens, second.fetched, FakeTrtllm.kept) == (0, 100, {})
-
-    async def test_the_prompt_goes_as_the_first_servers_tokens(self, pair):
-        (_, context), _ = pair
-        for path, client, ids in (
-            (COMPLETIONS, asked(prompt="Hello there"), "prompt"),
-            (CHAT, asked(messages=HELLO), "prompt_token_ids"),
-        ):
-            handover = PHASE.handover(*await first_leg(context, path, client))
-            sent = json.loads(PHASE.second_leg(client, handover).raw)
-            assert all(isinstance(token, int) for token in sent[ids]), sent
-            assert sent[ids]
-            assert sent.keys() - json.loads(client.raw).keys() <= {"prompt_token_ids", "disaggregated_params"}
-        FakeTrtllm.kept.clear()
-
-    async def test_an_answer_that_ends_with_its_first_token_hands_nothing_over(self, pair):
-        (fake, context), _ = pair
-        fake.ends_at_once = True
-        handover = PHASE.handover(*await first_leg(context, COMPLETIONS, asked(prompt=TOKENS)))
-        assert (handover.fields, handover.cached_tokens) == ({}, 0)
-
     def test_each_request_has_a_number_that_no_server_gives_itself(self):
         sent = [PHASE.first_leg(asked(prompt="a")).get("disaggregated_params") for _ in range(200)]
         numbers = {params["disagg_request_id"] for params in sent}
@@ -241,6 +187,19 @@ class TestAnswers:
     def test_of_a_server_that_keeps_nothing(self, params):
         answer = {"choices": [{"finish_reason": "length", "disaggregated_params": params}]}
         assert PHASE.handover(json.dumps(answer).encode(), SENT) is None
+
+    @pytest.mark.parametrize(
+        ("sent", "ids"), [({"prompt": "Hi"}, "prompt"), ({"messages": HELLO}, "prompt_token_ids")]
+    )
+    def test_the_second_server_gets_the_firsts_tokens_and_usage(self, sent, ids):
+        kept = {"ctx_request_id": 7, "ctx_usage": None}
+        answer = {"choices": [{"finish_reason": "length", "disaggregated_params": kept}]}
+        answer |= {"prompt_token_ids": TOKENS, "usage": {"prompt_tokens": 100}}
+        client = asked(**sent)
+        handover = PHASE.handover(json.dumps(answer).encode(), SENT)
+        second = json.loads(PHASE.second_leg(client, handover).raw)
+        assert second.pop("disaggregated_params")["ctx_usage"] == {"prompt_tokens": 100}
+        assert second == json.loads(client.raw) | {ids: TOKENS}
 
     @pytest.mark.parametrize("number", [{}, {"disagg_request_id": None}, {"disagg_request_id": 7}])
     def test_what_the_server_says_is_passed_on_with_the_number_that_kvpin_drew(self, number):

@@ -18,7 +18,6 @@ from engine_adapter import (
     KvVerb,
     NotSupported,
     ViewCurrent,
-    ViewLost,
     ViewResumed,
 )
 from engine_adapter.http.control import ControlClient
@@ -137,24 +136,6 @@ async def test_a_flush_that_no_event_tells_of_is_an_error(adapter_of, monkeypatc
                 await operated(adapter, KvVerb.FLUSH)
 
 
-async def test_a_restart_makes_the_view_anew(adapter_of):
-    with running_vllm() as server:
-        adapter = adapter_of(server)
-        await adapter.connect()
-        async with aclosing(adapter.events()) as events:
-            await until(events, ViewCurrent)
-            server.fake.restart()
-            with pytest.raises(EngineUnavailable):
-                await until(events, BlocksStored)
-        await complete(server, range(40))
-        async with aclosing(adapter.events()) as events:
-            assert isinstance(await anext(events), ViewLost)
-            assert len((await anext(events)).hashes) == 2
-        stats = await adapter.stats()
-        assert stats["events"]["batches"] == 1
-        assert stats["prefix_cache"] == {"queried_tokens": 40, "hit_tokens": 0, "fetched_tokens": 0}
-
-
 async def test_another_reader_goes_on_where_one_stopped(adapter_of):
     with running_vllm() as server:
         first, then = adapter_of(server), adapter_of(server)
@@ -177,17 +158,6 @@ async def test_another_reader_goes_on_where_one_stopped(adapter_of):
         assert not seen[-1].complete  # of a block that is held twice, nobody knows that any more
 
 
-async def test_a_server_without_render_is_asked_with_tokenize(adapter_of):
-    chat = [{"role": "user", "content": "Hi"}]
-    with running_vllm(enable_scale_out=False) as server:
-        adapter = adapter_of(server)
-        assert Capability.RENDER not in (await adapter.connect()).capabilities
-        ids = await adapter.tokenize("/v1/chat/completions", body(messages=chat))
-        assert ids == array("i", chat_tokens(chat))
-        with pytest.raises(NotSupported, match="--enable-scale-out"):
-            await adapter.render("/v1/chat/completions", body(messages=chat))
-
-
 async def test_blocks_with_embeddings_are_known_where_their_size_is(adapter_of):
     asked = body(prompt_embeds=encoded(ROWS))
     with running_vllm(enable_scale_out=False) as server:
@@ -202,13 +172,17 @@ async def test_blocks_with_embeddings_are_known_where_their_size_is(adapter_of):
 
 
 async def test_what_a_server_is_not_set_up_for_is_told_with_its_flag(adapter_of):
-    with running_vllm(
-        kv_events=False, dev_mode=False, enable_prompt_tokens_details=False, knows_salts=False
-    ) as server:
+    chat = [{"role": "user", "content": "Hi"}]
+    lacks = ("kv_events", "dev_mode", "enable_prompt_tokens_details", "knows_salts", "enable_scale_out")
+    with running_vllm(**dict.fromkeys(lacks, False)) as server:
         adapter = adapter_of(server)
         assert adapter.findings() == ()
-        assert (await adapter.connect()).capabilities == {Capability.TOKENIZE, Capability.RENDER}
-        assert len(adapter.findings()) == 4
+        assert (await adapter.connect()).capabilities == {Capability.TOKENIZE}
+        assert len(adapter.findings()) == len(lacks)
+        ids = await adapter.tokenize("/v1/chat/completions", body(messages=chat))
+        assert ids == array("i", chat_tokens(chat))
+        with pytest.raises(NotSupported, match="--enable-scale-out"):
+            await adapter.render("/v1/chat/completions", body(messages=chat))
         with pytest.raises(NotSupported, match="VLLM_SERVER_DEV_MODE=1"):
             await operated(adapter, KvVerb.FLUSH)
         with pytest.raises(NotSupported, match="--kv-events-config"):

@@ -26,8 +26,6 @@ from engine_adapter.types import (
     ViewCurrent,
 )
 from engine_adapter.vllm import tiered
-from engine_adapter.vllm.adapter import VllmAdapter
-from engine_adapter.vllm.tiered import TieredVllmAdapter
 from tests.engine_adapter.builders import body
 from tests.engines import engine_spec
 from tests.fake_engines.lmcache import running_lmcache, running_tiered_vllm
@@ -88,14 +86,16 @@ async def ask(adapter, *, salt=None, model="tiny"):
     return answer.raise_for_status().json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-def test_which_adapter_is_made():
-    assert type(make_adapter(engine_spec("vllm", "http://h:1", "v"))) is VllmAdapter
-    tiered = make_adapter(engine_spec("vllm", "http://h:1", "v", lmcache="http://h:2"))
-    assert type(tiered) is TieredVllmAdapter
-    with pytest.raises(EngineSpecError, match="lmcache_coordinator goes with lmcache="):
-        make_adapter(engine_spec("vllm", "http://h:1", "v", lmcache_coordinator="http://h:3"))
-    with pytest.raises(EngineSpecError, match="is not an http:// or https:// address"):
-        make_adapter(engine_spec("vllm", "http://h:1", "v", lmcache="h:2"))
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"lmcache_coordinator": "http://h:3"}, "lmcache_coordinator goes with lmcache="),
+        ({"lmcache": "h:2"}, "is not an http:// or https:// address"),
+    ],
+)
+def test_wrong_options_are_named(option, message):
+    with pytest.raises(EngineSpecError, match=message):
+        make_adapter(engine_spec("vllm", "http://h:1", "v", **option))
 
 
 class TestWhatItIs:
