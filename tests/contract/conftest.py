@@ -92,7 +92,6 @@ class SglangServer:
             self.go_on()
 
     def go_on(self) -> None:
-        """Ends `decoding_for_long`."""
         if self.core is not None:
             self.core.release()
 
@@ -119,7 +118,6 @@ def sglang_ranks() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def trtllm_server() -> Iterator[RunningTrtllm]:
-    """A fake one."""
     with running_trtllm() as running:
         yield running
 
@@ -145,7 +143,6 @@ def nim() -> Iterator[str]:
 async def adapter(
     request, embedded_engine, llama, vllm_server, sglang_server, trtllm_server, lmdeploy, nim
 ) -> AsyncIterator[EngineAdapter]:
-    """Each kind of adapter, with a shared engine of its kind."""
     is_llama = request.param == "llama_server"
     urls = {
         "llama_server": llama.url,

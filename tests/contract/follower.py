@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 from array import array
 from contextlib import aclosing, asynccontextmanager
 
-from engine_adapter import JsonBody, ViewCurrent
+from engine_adapter import ViewCurrent
 from proxy.core.index.blocks import chain, namespace_root
 from proxy.core.index.prefix_index import PrefixIndex
 from proxy.core.index.view import EngineView
@@ -17,12 +16,7 @@ PAGE = 16
 WAIT_S = 20.0
 
 
-def body(**fields):
-    return JsonBody(json.dumps(fields).encode())
-
-
 def tokens_of(seed, count):
-    """A new prompt."""
     source = random.Random(f"{seed}")  # noqa: S311 - no secret
     return [source.randrange(100, 4000) for _ in range(count)]
 

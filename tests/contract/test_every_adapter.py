@@ -204,11 +204,6 @@ async def test_lower_tiers_are_asked_only_where_there_are_some(adapter):
     assert await adapter.lookup(TARGET) is None or has_some
 
 
-async def test_it_is_known_who_computes_what_two_prompts_share_twice(adapter):
-    once = ("embedded", "llama_server", "vllm")
-    assert (await adapter.connect()).shares_prefill is (adapter.spec.kind in once)
-
-
 async def test_stats_are_for_people(adapter):
     stats = await adapter.stats()
     assert isinstance(stats, dict)

@@ -23,13 +23,10 @@ NIXL = NixlPull(30.0)
 
 
 def tokens_of(count: int) -> list[int]:
-    """A new prompt."""
     return [random.randrange(100, 4000) for _ in range(count)]  # noqa: S311 - no secret
 
 
 class Pair:
-    """A prefill engine and a decode engine."""
-
     def __init__(self, urls: tuple[str, str]) -> None:
         self.prefill, self.decode = (ControlClient(engine_spec("vllm", url, "under-test")) for url in urls)
 

@@ -11,7 +11,8 @@ from engine_adapter import CacheCleared, Capability, EngineRejected, KvTarget, K
 from engine_adapter.http.control import ControlClient
 from engine_adapter.sglang.answer import DetailsAnswer
 from proxy.prompt import PromptBuilder, RegisteredTables, verify_exactness
-from tests.contract.follower import body, check_predictions, complete, following, operated, tokens_of
+from tests.contract.follower import check_predictions, complete, following, operated, tokens_of
+from tests.engine_adapter.builders import body
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 JSON = {"content-type": "application/json"}

@@ -9,7 +9,8 @@ import pytest
 
 from engine_adapter import BlocksStored, CacheCleared, Capability, EngineRejected, KvTarget, KvVerb
 from engine_adapter.http.control import ControlClient
-from tests.contract.follower import body, check_predictions, complete, following, operated, tokens_of
+from tests.contract.follower import check_predictions, complete, following, operated, tokens_of
+from tests.engine_adapter.builders import body
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ import re
 import pytest
 
 from engine_adapter import EngineRejected, EngineUnavailable
-from proxy import errors
 from proxy.core.life import Cause
 from proxy.errors import ProxyError, cause_of
 from proxy.settings import Settings
@@ -44,7 +43,3 @@ def test_each_error_has_one(error):
 def test_what_is_not_expected_is_a_bug():
     assert cause_of(ValueError()) is Cause.BUG
     assert cause_of(EngineRejected("no", status=500)) is Cause.INVALID  # an attempt looks at the status
-
-
-def test_the_status_of_an_error_is_that_of_its_code():
-    assert (errors.RateLimited("x").status, errors.NoEngine("x").status) == (429, 503)

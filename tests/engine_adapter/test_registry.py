@@ -100,7 +100,6 @@ def test_each_kind_has_its_command_line():
     ]
     assert command("vllm", "vllm", "serve", "--port={port}") == ["vllm", "serve", "--port=4711"]
     llama = command("llama_server", "-m", "x", host_cache_dir="/kv", host_cache_bytes=1)
-    assert llama[:7] == ["llama-server", "-m", "x", "--host", "127.0.0.1", "--port", "4711"]
     assert llama[llama.index("--slot-save-path") + 1] == "/kv/"
 
 
@@ -147,7 +146,6 @@ def test_other_kinds_are_as_the_operator_said(kind):
     [
         ("embedded", ("--port", "1"), "--port is chosen by kvpin"),
         ("embedded", ("--host=0.0.0.0",), "--host is chosen by kvpin"),
-        ("llama_server", ("-m", "x", "--port", "1"), "--port is chosen by kvpin"),
         ("llama_server", (), "names no model"),
         ("embedded", ("--modle", "x"), "No such option: --modle"),
         ("embedded", ("--threads", "0"), "--threads"),
@@ -180,9 +178,6 @@ def test_what_a_llama_server_needs_is_made(tmp_path, monkeypatch):
     described = managed_kind("llama_server").complete(spec("llama_server", **dirs), words)
     managed_kind("llama_server").prepare(described, words)
     assert all((tmp_path / name).is_dir() for name in ("a/host", "disk"))
-    monkeypatch.setenv("LLAMA_SERVER", "/nowhere/llama-server")
-    with pytest.raises(EngineSpecError, match=r"no program '/nowhere/llama-server'.*scripts/llama-server"):
-        managed_kind("llama_server").prepare(described, words)
 
 
 def test_the_help_of_the_engine(capsys):

@@ -40,13 +40,11 @@ class Work:
         return "text_completion"
 
     def envelope(self, choices: list[dict], **fields: object) -> dict:
-        """One JSON object of the answer."""
         head = {"id": "cmpl-1", "object": self.object, "created": 1, "model": self.model}
         return {**head, "choices": choices, **fields}
 
 
 async def answer(core: EngineCore, work: Work) -> Response:
-    """The answer to a valid request."""
     if work.stream:
         return event_stream(_chunks(core, work))
     async with core.generate(work.prompt, work.max_tokens, read=work.read) as generation:
@@ -62,8 +60,6 @@ async def answer(core: EngineCore, work: Work) -> Response:
 
 
 def event_stream(events: AsyncIterator[dict]) -> StreamingResponse:
-    """`data:` lines, and `[DONE]`."""
-
     async def lines() -> AsyncIterator[bytes]:
         async for event in events:
             yield b"data: " + json.dumps(event, separators=(",", ":")).encode() + b"\n\n"

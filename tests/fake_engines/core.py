@@ -15,6 +15,8 @@ from tests.fake_engines.cache import CachePrompt, PageCache, RunningPrompt
 from tests.fake_engines.publisher import Publisher
 from tests.fake_engines.text import words
 
+_MAX_RUNNING = 8
+
 
 def output_token(prompt: CachePrompt, at: int) -> int:
     """Token `at` of the answer, a function of everything the prompt's KV depends on except its salt."""
@@ -40,13 +42,11 @@ class EngineCore:
         end_of_step: called after each step that may have changed the cache; engines send events then.
     """
 
-    def __init__(
-        self, cache: PageCache, *, max_running: int = 8, end_of_step: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, cache: PageCache, *, end_of_step: Callable[[], None] = lambda: None) -> None:
         self.cache = cache
         self.end_of_step = end_of_step
         self.running = self.waiting = 0
-        self._turns = asyncio.Semaphore(max_running)
+        self._turns = asyncio.Semaphore(_MAX_RUNNING)
         self._held_after = 0
         self._gate = threading.Event()
         self._gate.set()

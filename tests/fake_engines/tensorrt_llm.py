@@ -74,7 +74,7 @@ class TrtllmOptions:
         pushes: `kv_events_config` of KVCacheManagerV2: events go out over ZMQ, and none can be polled.
         replays: it has a `replay_endpoint`.
         of_functions: the fields that its model of a function has.
-        numbers_phases, takes_ctx_usage: `disaggregated_params` have `disagg_request_id`, and `ctx_usage`.
+        numbers_phases: `disaggregated_params` have `disagg_request_id`.
         kv_transfer_timeout_s: how long it keeps a prompt's KV for another server, and waits for that of one.
     """
 
@@ -97,15 +97,12 @@ class TrtllmOptions:
     replays: bool = False
     of_functions: tuple[str, ...] = ("name", "description", "parameters", "strict")
     numbers_phases: bool = True
-    takes_ctx_usage: bool = True
     kv_transfer_timeout_s: float = 60.0
     version: str = "1.4.0"
 
     @property
     def params(self) -> tuple[str, ...]:
-        """The fields of `disaggregated_params`."""
-        has = {"disagg_request_id": self.numbers_phases, "ctx_usage": self.takes_ctx_usage}
-        return tuple(name for name in PARAMS if has.get(name, True))
+        return tuple(name for name in PARAMS if self.numbers_phases or name != "disagg_request_id")
 
 
 class EventBuffer:
@@ -355,7 +352,6 @@ class FakeTrtllm:
         fetched: prompt tokens whose KV it fetched from other servers.
         ends_at_once: the first token of each answer of a context phase ends it.
         refuses_kv: generation phases are refused, as by a server whose key for them is another one.
-        aborted: context phases whose client left.
         publisher: pushes its events; None where they are polled.
     """
 
@@ -364,7 +360,7 @@ class FakeTrtllm:
 
     def __init__(self, options: TrtllmOptions) -> None:
         self.options = options
-        self.fetched = self.aborted = 0
+        self.fetched = 0
         self.ends_at_once = self.refuses_kv = False
         self.seen: list[tuple[str, dict]] = []
         self.polls = 0
@@ -483,7 +479,7 @@ class FakeTrtllm:
             try:
                 self._check_params(params)
                 if params["request_type"] == "context_only":
-                    return await self._context(request, work, params)
+                    return await self._context(work, params)
                 return await self._generation(work, params)
             except _RefusedError as refused:
                 return refused.answer()
@@ -496,12 +492,9 @@ class FakeTrtllm:
         if params["request_type"] == "generation_only" and self.refuses_kv:
             raise _RefusedError("Invalid internal disaggregated request authentication")
 
-    async def _context(self, request: Request, work: Work, params: dict) -> Response:
+    async def _context(self, work: Work, params: dict) -> Response:
         """Computes the prompt and one token, and keeps the KV, unless that token is the last one."""
         done = await answer(self.core, replace(work, max_tokens=1))
-        if await request.is_disconnected():
-            self.aborted += 1
-            return Response(status_code=499)
         told, tokens = json.loads(bytes(done.body)), work.prompt.tokens
         choice = told["choices"][0]
         choice["finish_reason"] = "length" if work.max_tokens == 1 else "not_finished"

@@ -503,7 +503,6 @@ async def _disabled(_: Request) -> Response:
 
 
 def _limit(body: dict) -> int | None:
-    """The longest answer that a request asks for, in tokens."""
     return body.get("max_completion_tokens") or body.get("max_output_tokens") or body.get("max_tokens")
 
 

@@ -167,23 +167,6 @@ class TestClients:
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, "disaggregated_params")
             assert world.sent("p") == world.sent("d") == []
 
-    @pytest.mark.parametrize("phase", ["p", "d"])
-    async def test_a_client_that_leaves(self, phase):
-        async with world_of() as world:
-            world.fakes[phase].fake.core.hold(after=phase == "d")
-            asking = asyncio.ensure_future(world.ask(*STREAM))
-            await until(lambda: bool(world.sent(phase)))
-            asking.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await asking
-            await until(world.is_idle)
-            assert world.last.status == 499
-            world.fakes[phase].fake.core.release()
-            if phase == "p":
-                await until(lambda: world.fakes["p"].fake.aborted == 1)
-                assert world.sent("d") == []
-            assert FakeTrtllm.kept == {}
-
 
 class TestFailures:
     async def answered(self, world: PhasesWorld, asking=None) -> RequestRecord:

@@ -167,20 +167,6 @@ async def test_a_server_without_events_is_found_out_and_its_answers_teach():
             assert any("event_buffer_max_size: 16384" in finding for finding in engine["findings"])
 
 
-async def test_lora_requests_are_not_followed_and_mislead_nobody():
-    lora = {"lora_name": "calm", "lora_int_id": 1, "lora_path": "/calm"}
-    body = {"model": "tiny", "prompt": list(range(100, 200)), "max_tokens": 2}
-    with running_trtllm() as server:
-        async with kvpin_over(server) as world:
-            await world.post("completions", body | {"lora_request": lora})
-            await until(lambda: world.engine().adapter._poller.doubt is not None)
-            await until(lambda: world.engine().audit.trust is Trust.APPROXIMATE)
-            answer = await world.client.post(f"{world.url}/v1/completions", json=body)
-            assert (predicted(answer), world.last.reported_tokens) == (0, 0)
-            answer = await world.client.post(f"{world.url}/v1/completions", json=body)
-            assert (predicted(answer), world.last.reported_tokens) == (96, 96)
-
-
 async def test_inside_a_nim_it_is_followed_as_well():
     body = {"model": "tiny", "prompt": list(range(100, 200)), "max_tokens": 2}
     with running_trtllm() as server, running_nim(FakeNim(tuple(server.fake.app.routes))) as url:

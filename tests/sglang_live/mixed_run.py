@@ -63,7 +63,6 @@ class Talk:
 
 
 def _parts(talk: Talk) -> list[dict[str, Any]]:
-    """The users' messages in two parts each."""
     messages = talk.messages
     for message in messages:
         if message["role"] == "user":
@@ -124,8 +123,6 @@ FORMS: dict[str, tuple[str, Callable[[Talk], dict[str, Any]]]] = {
 
 
 class MixedRun:
-    """The run: `await play(300)`."""
-
     def __init__(
         self, world: ServerWorld, *, within: int = 1, seed: int = 1, forms: tuple[str, ...] = tuple(FORMS)
     ) -> None:

@@ -56,7 +56,6 @@ class Talks:
 
 
 async def record(directory: Path, requests: int) -> list[dict[str, Any]]:
-    """The lines of a recording."""
     lines: list[dict[str, Any]] = []
     options = SglangOptions(model=make_model(directory / "model", "mellum"), flags=FLAGS)
     with (
@@ -91,7 +90,6 @@ async def record(directory: Path, requests: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Records."""
     parser = argparse.ArgumentParser()
     parser.add_argument("path", type=Path)
     parser.add_argument("--requests", type=int, default=100)

@@ -100,8 +100,6 @@ class Mix:
 
 
 class MixedRun:
-    """The run: `await play(300)`."""
-
     def __init__(
         self,
         world: ServerWorld,

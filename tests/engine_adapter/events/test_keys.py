@@ -14,7 +14,6 @@ from engine_adapter.events.fields import (
     MalformedEvents,
     StoredFields,
     narrow_tokens,
-    read_named_keys,
     read_sglang_keys,
     read_vllm_keys,
 )
@@ -203,14 +202,3 @@ class TestSglang:
         token_ids, extra_ids = narrow_tokens(raw)
         pairs = list(zip(token_ids, extra_ids or [0] * len(raw), strict=True))
         assert len(set(pairs)) == len(set(raw))
-
-
-class TestEmbedded:
-    def test_names_are_needed(self):
-        with pytest.raises(MalformedEvents):
-            read_named_keys(run(["salt"]))
-
-    def test_salt_and_extra_ids_by_name(self):
-        piece = extra_array([0, 9, 0, 0]).tobytes()
-        keys = read_named_keys(run([["cache_salt", "s"], ["extra_ids", piece]], None))
-        assert keys == BlockKeys(ids(8, t1=9), "s")

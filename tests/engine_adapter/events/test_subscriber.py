@@ -94,7 +94,6 @@ class ScriptedEngine:
         self._task = asyncio.create_task(self._serve())
 
     async def fall_silent(self) -> None:
-        """Answers no more on the replay socket."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
@@ -113,8 +112,6 @@ async def engine():
 
 
 class Reader:
-    """Pulls a known number of events out of a subscriber."""
-
     def __init__(self, subscriber: KvEventSubscriber) -> None:
         self.subscriber = subscriber
         self.events = subscriber.events()

@@ -143,21 +143,6 @@ def test_events_that_do_not_belong_together_stay_apart(first, second):
     assert decode_batch(encode_batch([first, second], timestamp=1.0)).events == (first, second)
 
 
-def test_the_array_form_of_older_engines():
-    batch = decode_batch(
-        wire(
-            ["BlockStored", [1, 2], None, [5, 6, 7, 8], 2, None, "GPU"],
-            ["BlockRemoved", [1], "CPU"],
-            ["AllBlocksCleared"],
-        )
-    )
-    assert batch.events == (
-        BlocksStored(Tier.GPU, None, (1, 2), token_array([5, 6, 7, 8]), 2),
-        BlocksRemoved(Tier.HOST, (1,)),
-        CacheCleared(),
-    )
-
-
 @pytest.mark.parametrize("size", [2, 0, None])
 def test_offload_may_name_blocks_without_their_tokens_and_their_size(size):
     (event,) = decode_batch(wire(stored(token_ids=[], medium="CPU", block_size=size))).events

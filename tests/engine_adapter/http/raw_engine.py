@@ -19,7 +19,6 @@ class Wire:
         self.is_left = asyncio.Event()
 
     async def head(self) -> bytes:
-        """Reads a request's head."""
         return await self.until(b"\r\n\r\n")
 
     async def until(self, end: bytes) -> bytes:

@@ -79,7 +79,6 @@ def sent(hold) -> dict:
 
 @st.composite
 def splits(draw, raw: bytes) -> list[bytes]:
-    """The bytes as network chunks, cut anywhere."""
     cuts = sorted({0, len(raw), *draw(st.lists(st.integers(0, len(raw)), max_size=12))})
     return [raw[a:b] for a, b in pairwise(cuts)]
 
@@ -223,7 +222,6 @@ class TestTokenIds:
         assert (answer.prompt_tokens(), answer.cached_tokens()) == (array("i", PROMPT), 8)
 
     def test_what_else_is_in_an_event_keeps_its_bytes(self):
-        """Of an event with ids, only these are taken out."""
         more, choice = '"system_fingerprint" : "fp_1.0","created":1.50', '{"index":0,"delta":{"content":"a"},'
         asked = f'data: {{{more},"choices":[{choice}"token_ids":[5]}}]}}\n\n'
         plain = asked.replace("[5]", "null").replace(" : ", ":")

@@ -26,7 +26,6 @@ def spec(url="http://127.0.0.1:8000", **fields):
 
 
 def prepared(headers):
-    """A request with that body of a client's."""
     body = JsonBody(b'{"a" : 1}')
     return prepare_request(spec(), "POST", "/v1/chat/completions", headers, body)
 
@@ -175,7 +174,6 @@ def url(files):
 
 @pytest.fixture(scope="module")
 def strict_url(files):
-    """A server that wants a certificate of its clients."""
     required = {"ssl_cert_reqs": ssl.CERT_REQUIRED, "ssl_ca_certs": files["ca"]}
     with served(APP, ssl_certfile=files["server"], **required) as address:
         yield address.replace("http://", "https://")

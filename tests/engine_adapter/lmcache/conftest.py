@@ -32,7 +32,6 @@ def shared_lmcache() -> Iterator[FakeLmCache]:
 
 @pytest.fixture
 def lmcache(shared_lmcache) -> FakeLmCache:
-    """One that is empty and well."""
     shared_lmcache.reset()
     return shared_lmcache
 

@@ -41,6 +41,12 @@ async def test_a_coordinator_tells_where_things_lie(lmcache, coordinator, scope,
     assert len({(key.chunk_hash_hex, key.cache_salt) for key in keys}) == len(keys) == 8
 
 
+@pytest.mark.parametrize(("pending", "in_flight", "is_storing"), [(0, 0, False), (3, 0, True), (0, 1, True)])
+def test_whether_a_node_is_about_to_write(pending, in_flight, is_storing):
+    stores = {"_default": client.Storing(), "other": client.Storing(pending, in_flight)}
+    assert client.Storage({}, stores, 1).is_storing is is_storing
+
+
 def chunk(tiers: str) -> KvChunk:
     return KvChunk((), "h" in tiers, "d" in tiers, 100)
 

@@ -166,24 +166,6 @@ class TestFlush:
         assert [progress async for progress in mover.flush()] == []
 
 
-class TestSettle:
-    async def test_waits_until_all_is_written_and_told(self, lmcache, mover):
-        lmcache.tells_at_once = lmcache.writes_through = False
-        lmcache.tells_in = 2
-        lmcache.store(PROMPT)
-        settling = asyncio.create_task(mover.settle())
-        await until(lambda: lmcache.statuses >= 3)
-        assert not settling.done()
-        lmcache.write_through()
-        await asyncio.wait_for(settling, 30)
-        assert len(lmcache.told) == 6
-
-    async def test_gives_up_on_a_coordinator_that_counts_otherwise(self, lmcache, mover):
-        lmcache.tells_at_once = False
-        lmcache.store(PROMPT)
-        await asyncio.wait_for(mover.settle(), 30)
-
-
 async def test_a_pin_ends_when_its_time_is_up(lmcache, coordinator, scope):
     held = TimedPins()
     await held.add(coordinator, scope, PROMPT, "s", 0.05)

@@ -35,7 +35,6 @@ def adapter_of(make):
 
 @pytest.fixture
 def start():
-    """Starts servers of a test's own."""
     with ExitStack() as stack:
         yield lambda **options: stack.enter_context(running_sglang(**options))
 
@@ -50,7 +49,6 @@ async def drained(events):
 
 
 async def complete(adapter, body):
-    """A completion of the engine itself."""
     return await adapter._control.call("POST", COMPLETIONS, json=body)
 
 
@@ -72,15 +70,6 @@ class TestConnect:
     async def test_a_rank_that_is_not_there(self, start, adapter_of):
         with pytest.raises(EngineUnavailable, match=r"no dp_rank 1, only 1 rank\(s\)"):
             await adapter_of(start(), dp_rank=1).connect()
-
-    async def test_a_server_that_is_paused_takes_no_requests(self, start, adapter_of):
-        running = start()
-        adapter = adapter_of(running)
-        await adapter.connect()
-        running.fake.paused = True
-        for call in (adapter.connect, adapter.load):
-            with pytest.raises(EngineUnavailable):
-                await call()
 
 
 class TestLoad:
@@ -120,14 +109,6 @@ class TestEvents:
             await complete(adapter, body | {"prompt": other})
         stored, kept = [await anext(events) for _ in range(2)]
         assert kept.hashes == stored.hashes[-2:]
-        await events.aclose()
-
-    async def test_without_the_length_of_its_windows_no_view_is_complete(self, start, adapter_of):
-        adapter = adapter_of(start(page_size=16, server_info=WINDOWS), tokenizer="no-such/model")
-        events = adapter.events()
-        seen = [await anext(events) for _ in range(4)]
-        assert seen[2:] == [ViewCurrent(complete=False)] * 2
-        assert any("how long its sliding windows are" in finding.problem for finding in adapter.findings())
         await events.aclose()
 
 

@@ -55,7 +55,6 @@ def adapter(adapter_of, server):
 
 
 async def ask(adapter, path=COMPLETIONS, target=None, **fields) -> int:
-    """Sends a request as kvpin does; returns its cached tokens."""
     async with adapter.hold(path, body(**fields), target) as hold:
         request = adapter.prepare("POST", path, {}, hold.body)
         async with httpx.AsyncClient() as client:
@@ -252,8 +251,6 @@ def often(monkeypatch):
 
 @pytest.fixture
 def pushed_by(make, often):
-    """The adapter of a server that pushes its events."""
-
     def pushed_by(server):
         publisher = server.fake.publisher
         return make("tensorrt_llm", server.url, events=publisher.endpoint, replay=publisher.replay_endpoint)

@@ -44,7 +44,6 @@ class Server:
         return given
 
     async def asks(self, times: int) -> None:
-        """Returns when it was asked so often more."""
         target = self.asked + times
         async with asyncio.timeout(WAIT_S):
             while self.asked < target:
@@ -176,8 +175,6 @@ class TestDoubt:
     @pytest.mark.parametrize(
         ("traffic", "events", "doubt"),
         [
-            (Traffic(salted=True), answer(created(), stored(ONE)), None),
-            (Traffic(lora=True), answer(created(), stored(ONE | {"lora_id": None})), None),
             (Traffic(lora=True), answer(created(), stored(ONE)), NO_LORA_IN_EVENTS),
             (Traffic(salted=True), answer(created(), stored(SALTLESS)), NO_SALT_IN_EVENTS),
             (Traffic(), OF_TWO_RANKS, SEVERAL_RANKS),
@@ -192,11 +189,6 @@ class TestDoubt:
             got = []
             while not got or not isinstance(got[-1], ViewCurrent):
                 got.append(await event())
-            if doubt is None:
-                served(poller, SILENT_PROMPTS)
-                server.answers = [answer(stored(TWO), first=2)]
-                assert (await event()).hashes == (2,)
-                return
             assert await event() == ViewLost(doubt.problem)
             assert poller.doubt is doubt
             asked = server.asked

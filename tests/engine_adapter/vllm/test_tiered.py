@@ -45,7 +45,6 @@ def servers():
 
 @pytest.fixture
 def lmcache(servers):
-    """One that is empty and well."""
     servers[0].reset()
     return servers[0]
 
