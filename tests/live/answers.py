@@ -25,7 +25,8 @@ def text_of(answer: httpx.Response) -> str:
 
 
 def texts_of(answer: httpx.Response) -> list[str]:
-    """The text of each choice of an answer that ended well, whole or streamed; also of SGLang's own route."""
+    """The text of each choice of an answer that ended well, whole or streamed; also of a response, and of
+    SGLang's own route."""
     assert answer.status_code == httpx.codes.OK, answer.text
     events = [answer.text]
     if answer.headers["content-type"].startswith("text/event-stream"):
@@ -33,11 +34,14 @@ def texts_of(answer: httpx.Response) -> list[str]:
         events = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
     found: dict[int, str] = {}
     for event in map(json.loads, events):
-        assert "error" not in event, answer.text
-        for choice in event.get("choices", [event]):
+        assert event.get("error") is None, answer.text
+        for choice in event.get("choices", event.get("output", [event])):
             said = choice.get("message") or choice.get("delta") or choice
+            text = said.get("text") or said.get("content") or ""
             index = choice.get("index", 0)
-            found[index] = found.get(index, "") + (said.get("text") or said.get("content") or "")
+            found[index] = found.get(index, "") + "".join(
+                each if isinstance(each, str) else each["text"] for each in text
+            )
     return [found[index] for index in sorted(found)]
 
 
