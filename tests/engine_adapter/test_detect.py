@@ -91,15 +91,6 @@ async def test_the_key_goes_along(engine):
     assert {exchange.headers["authorization"] for exchange in engine.seen} == {"Bearer k"}
 
 
-async def test_one_that_wants_a_key(engine):
-    engine.routes = {"/v1/models": 401}
-    with pytest.raises(
-        EngineRejected, match=r": it wants a key: give it as api_key=KEY \(it says: no key\)"
-    ) as caught:
-        await kind_of(engine.url)
-    assert caught.value.status == 401
-
-
 async def test_a_kind_that_is_known_without_the_key(engine):
     engine.routes = {"/v1/models": 401, "/kv_event_sources": {"0": {"endpoint": "tcp://*:1"}}}
     assert await kind_of(engine.url) == "vllm"
@@ -114,11 +105,6 @@ async def test_what_is_no_engine(engine):
     await engine.stop()
     with pytest.raises(EngineUnavailable):
         await kind_of(engine.url)
-
-
-async def test_what_is_no_address():
-    with pytest.raises(EngineSpecError, match="not an http"):
-        await kind_of("localhost:8000")
 
 
 @pytest.mark.parametrize(("owner", "kind"), [("kvpin", "embedded"), ("sglang", "sglang")])

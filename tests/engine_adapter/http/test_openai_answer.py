@@ -84,14 +84,13 @@ def splits(draw, raw: bytes) -> list[bytes]:
 
 
 class TestRequest:
-    @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
     @pytest.mark.parametrize(
-        ("options", "asked"),
+        ("path", "options", "asked"),
         [
-            ({}, {"include_usage": True}),
-            ({"stream_options": {}}, {"include_usage": True}),
-            ({"stream_options": {"include_usage": False, "x": 1}}, {"x": 1, "include_usage": True}),
-            ({"stream_options": {"continuous_usage_stats": True}}, {"include_usage": True}),
+            (CHAT, {}, {"include_usage": True}),
+            (COMPLETIONS, {"stream_options": {}}, {"include_usage": True}),
+            (CHAT, {"stream_options": {"include_usage": False, "x": 1}}, {"x": 1, "include_usage": True}),
+            (CHAT, {"stream_options": {"continuous_usage_stats": True}}, {"include_usage": True}),
         ],
     )
     def test_a_stream_is_asked_for_usage(self, path, options, asked):
