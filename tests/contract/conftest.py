@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -18,41 +18,43 @@ from tests.fake_engines.lmdeploy import running_lmdeploy
 from tests.fake_engines.nim import FakeNim, running_nim
 from tests.fake_engines.sglang import running_sglang
 from tests.fake_engines.tensorrt_llm import RunningTrtllm, running_trtllm
-from tests.fake_engines.vllm import FakeVllm, running_vllm
+from tests.fake_engines.vllm import running_vllm
 
 
 @dataclass(frozen=True, slots=True)
-class VllmServer:
-    """The server for the tests of vLLM's adapter.
+class Server:
+    """The server for the tests of an adapter.
 
     Attributes:
-        fake: None if it is a real one.
+        cores: of a fake one.
     """
 
     url: str
-    fake: FakeVllm | None
+    cores: Sequence[EngineCore] = ()
 
     @contextmanager
     def decoding_for_long(self) -> Iterator[None]:
-        """Requests for many tokens run until the block ends; a real server takes its own time."""
-        cores = self.fake.cores if self.fake is not None else []
-        for core in cores:
+        """Requests for many tokens run until `go_on`, or the block ends; a real server takes its own time."""
+        for core in self.cores:
             core.hold(after=1)
         try:
             yield
         finally:
-            for core in cores:
-                core.release()
+            self.go_on()
+
+    def go_on(self) -> None:
+        for core in self.cores:
+            core.release()
 
 
 @pytest.fixture(scope="session")
-def vllm_server() -> Iterator[VllmServer]:
+def vllm_server() -> Iterator[Server]:
     """A fake one, or a real one at KVPIN_TEST_VLLM: idle, with 100 blocks of 32 tokens."""
     if address := os.environ.get("KVPIN_TEST_VLLM"):
-        yield VllmServer(address, None)
+        yield Server(address)
         return
     with running_vllm(block_size=32, num_gpu_blocks=100) as vllm:
-        yield VllmServer(vllm.url, vllm.fake)
+        yield Server(vllm.url, vllm.fake.cores)
 
 
 @pytest.fixture(scope="session")
@@ -70,40 +72,14 @@ def vllm_pair() -> Iterator[tuple[str, str]]:
         yield prefill.url, decode.url
 
 
-@dataclass(frozen=True, slots=True)
-class SglangServer:
-    """The server for the tests of SGLang's adapter.
-
-    Attributes:
-        core: None if it is a real one.
-    """
-
-    url: str
-    core: EngineCore | None
-
-    @contextmanager
-    def decoding_for_long(self) -> Iterator[None]:
-        """Requests for many tokens run until `go_on`, or the block ends; a real server takes its own time."""
-        if self.core is not None:
-            self.core.hold(after=1)
-        try:
-            yield
-        finally:
-            self.go_on()
-
-    def go_on(self) -> None:
-        if self.core is not None:
-            self.core.release()
-
-
 @pytest.fixture(scope="session")
-def sglang_server() -> Iterator[SglangServer]:
+def sglang_server() -> Iterator[Server]:
     """A fake one, or a real one at KVPIN_TEST_SGLANG: idle, with 128 pages of 16 tokens."""
     if address := os.environ.get("KVPIN_TEST_SGLANG"):
-        yield SglangServer(address, None)
+        yield Server(address)
         return
     with running_sglang(page_size=16, capacity=128) as running:
-        yield SglangServer(running.url, running.core)
+        yield Server(running.url, running.fake.cores)
 
 
 @pytest.fixture(scope="session")
