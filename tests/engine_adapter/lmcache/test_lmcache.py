@@ -365,6 +365,12 @@ class TestFlush:
     async def test_nothing_to_flush(self, mover):
         assert [progress async for progress in mover.flush()] == []
 
+    async def test_a_coordinator_that_counts_otherwise_is_not_waited_for(self, lmcache, mover):
+        lmcache.tells_at_once = False
+        lmcache.store(PROMPT)
+        async with asyncio.timeout(30):
+            assert [progress async for progress in mover.flush()] == []
+
 
 async def test_a_pin_ends_when_its_time_is_up(lmcache, coordinator, scope):
     held = TimedPins()

@@ -271,11 +271,12 @@ async def test_partial_reuse_makes_no_view_complete(pushed_by):
 
 
 async def test_a_flush_empties_the_view_before_the_next_message(pushed_by):
-    with running_trtllm(pushes=True, replays=True) as server:
+    with running_trtllm(pushes=True, replays=True, tells_block_size=False) as server:
         adapter = pushed_by(server)
         async with followed(adapter) as event:
             await ask_about(adapter, 0)
             assert len((await event()).hashes) == 3
+            assert discovery.BLOCK_SIZE_UNKNOWN not in adapter.findings()
             first = asyncio.create_task(event())  # the blocks count once their reader asks for more
             await asyncio.sleep(0)
             done = [progress async for progress in adapter.operate(KvVerb.FLUSH, KvTarget())]

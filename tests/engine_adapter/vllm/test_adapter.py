@@ -149,6 +149,7 @@ async def test_another_reader_goes_on_where_one_stopped(adapter_of):
             waits = asyncio.ensure_future(anext(events))
             await asyncio.sleep(0)
             position = first.event_position()
+            assert (await first.stats())["events"]["batches"] == 1
             waits.cancel()
             await asyncio.gather(waits, return_exceptions=True)
         await complete(server, range(80, 100))
