@@ -254,7 +254,8 @@ class TestOffload:
         assert (await offloading).done == 12
         assert lmcache.tiers(PROMPT) == ["l2"] * 6
 
-    async def test_what_an_engine_has_just_computed_is_waited_for(self, lmcache, mover):
+    async def test_what_an_engine_has_just_computed_is_waited_for(self, lmcache, node, site):
+        mover = KvMover(node, replace(site, flush_s=1.0), 2)  # so long that a busy machine asks again
         lmcache.tells_at_once = False
         lmcache.store(PROMPT)
         lmcache.tell()
