@@ -25,6 +25,7 @@ _FLAGS = {
 
 
 def options_of(name: str) -> SglangOptions:
+    """Of the server of that name."""
     report = ("--enable-cache-report",)
     if name not in _FLAGS:
         return SglangOptions(flags=report)
@@ -50,6 +51,7 @@ class RealHalves(FakeWorld):
         return engine.state is EngineState.READY and is_exact
 
     async def done(self) -> RequestRecord:
+        """The record of the last request, once it is over."""
         engines = self.proxy.fleet.pools[MODEL].engines
         await until(lambda: not any(engine.leases for engine in engines.values()))
         return self.last
@@ -57,6 +59,7 @@ class RealHalves(FakeWorld):
 
 @asynccontextmanager
 async def real_halves(tmp_path: Path) -> AsyncIterator[RealHalves]:
+    """kvpin over a pair, and a single server."""
     with ExitStack() as stack:
         running = {
             name: stack.enter_context(running_sglang(tmp_path / f"{name}.log", options_of(name)))

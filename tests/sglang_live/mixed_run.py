@@ -11,20 +11,27 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
 
 from engine_adapter.events.fields import read_sglang_keys
-from tests.live.mixed_run import LONGEST, SYSTEMS, WORDS, Report, Seen
-from tests.live.server_world import MODEL, WAIT_S, ServerWorld
+from tests.live.server_world import MODEL, WAIT_S, ServerWorld, count_evictions
 
 TALKS = 10  # at a time
 AT_ONCE = 4
 LEAVE, LEFT = 0.08, "the client left"  # share of the streams
+LONGEST = 700  # a conversation with more prompt tokens is replaced by a new one
+SYSTEMS = (
+    "You are a harbour pilot. " + "Answer briefly, and name the light you steer by. " * 6,
+    "You keep the log of a lighthouse. " + "Write what you see, never what you think. " * 6,
+    "Jesteś latarnikiem. 灯台守。 " + "Pisz krótko: zażółć gęślą jaźń 🙂. " * 5,
+)
+WORDS = ("tide", "light", "chart", "wind", "knot", "sail", "anchor", "rope", "fog", "keel", "żagiel", "港")
 TOOL = {
     "type": "function",
     "function": {
@@ -63,6 +70,7 @@ class Talk:
 
 
 def _parts(talk: Talk) -> list[dict[str, Any]]:
+    """The users' messages in two parts each."""
     messages = talk.messages
     for message in messages:
         if message["role"] == "user":
@@ -122,7 +130,71 @@ FORMS: dict[str, tuple[str, Callable[[Talk], dict[str, Any]]]] = {
 """Form → route and body of the next request of a conversation."""
 
 
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One request and what came of it; counts in tokens.
+
+    Attributes:
+        stage: part of the run.
+        broken: why it broke off; then nothing is reported.
+    """
+
+    number: int
+    stage: str
+    form: str
+    stream: bool
+    salted: bool
+    engine: str = ""
+    prompt: int = 0
+    predicted: int = 0
+    reported: int | None = None
+    why: str = ""
+    broken: str = ""
+
+    def is_exact(self, within: int) -> bool:
+        """Whether it reused what was predicted, and less than `within` tokens more."""
+        return self.reported is not None and 0 <= self.reported - self.predicted < within
+
+
+@dataclass(slots=True)
+class Report:
+    """The result of the run. `within`: an engine with small pages may reuse so many tokens more."""
+
+    within: int
+    seen: list[Seen] = field(default_factory=list)
+    evicted: int = 0
+
+    @property
+    def answered(self) -> list[Seen]:
+        return [seen for seen in self.seen if not seen.broken]
+
+    @property
+    def misses(self) -> list[Seen]:
+        return [seen for seen in self.answered if not seen.is_exact(self.within)]
+
+    def lines(self) -> Iterator[str]:
+        """The report for people."""
+        answered, missed = Counter(), Counter()
+        for seen in self.answered:
+            for key in (seen.form, "streams" if seen.stream else "whole", seen.engine, seen.stage):
+                answered[key] += 1
+                missed[key] += not seen.is_exact(self.within)
+        total, misses = len(self.answered), len(self.misses)
+        share = 100 * (total - misses) / max(total, 1)
+        reused = sum(seen.reported or 0 for seen in self.answered)
+        prompts = sum(seen.prompt for seen in self.answered)
+        less = sum(seen.predicted > (seen.reported or 0) for seen in self.misses)
+        yield f"exact: {total - misses} of {total} ({share:.2f}%); tokens reused: {reused} of {prompts}"
+        yield f"reused less than predicted: {less}; more: {misses - less}"
+        yield f"blocks evicted: {self.evicted}"
+        yield from (f"  {key}: {count - missed[key]} of {count}" for key, count in answered.items())
+        yield f"broken off: {dict(Counter((s.stage, s.broken[:80]) for s in self.seen if s.broken))}"
+        yield from (f"missed: {seen}" for seen in self.misses)
+
+
 class MixedRun:
+    """The run: `await play(300)`."""
+
     def __init__(
         self, world: ServerWorld, *, within: int = 1, seed: int = 1, forms: tuple[str, ...] = tuple(FORMS)
     ) -> None:
@@ -157,13 +229,18 @@ class MixedRun:
     @asynccontextmanager
     async def _running(self) -> AsyncIterator[None]:
         """Opens the client, and counts evictions."""
-        async with (
-            httpx.AsyncClient(
-                base_url=self._world.kvpin.url, timeout=WAIT_S, trust_env=False
-            ) as self._client,
-            self.report.counting_evictions(self._world, read_sglang_keys),
-        ):
+        first = self._world.servers[0].event_port
+        async with httpx.AsyncClient(
+            base_url=self._world.kvpin.url, timeout=WAIT_S, trust_env=False
+        ) as self._client:
+            counters = [
+                asyncio.create_task(count_evictions(first + rank, read_sglang_keys, self._add_evicted))
+                for rank in range(len(self._world.engines[0]))
+            ]
             yield
+            for counter in counters:
+                counter.cancel()
+            await asyncio.gather(*counters, return_exceptions=True)
 
     async def _flush(self) -> None:
         await asyncio.to_thread(self._world.admin, "flush", {"all": True})
@@ -174,6 +251,9 @@ class MixedRun:
         await self._together("while it restarts", 5)
         await restart
         await asyncio.to_thread(self._world.until_exact)
+
+    def _add_evicted(self, blocks: int) -> None:
+        self.report.evicted += blocks
 
     def _new_talk(self, form: str) -> Talk:
         salt = f"own-{self._dice.randrange(3)}" if self._dice.random() < 0.15 else None
@@ -208,7 +288,7 @@ class MixedRun:
         body = {"model": MODEL, "temperature": 0, "stream": stream, **make(talk)}
         if talk.salt:
             body["cache_salt"] = talk.salt
-        seen = Seen(number, stage, talk.form, stream, AT_ONCE)
+        seen = Seen(number, stage, talk.form, stream, talk.salt is not None)
         request_id = f"mixed-{number}"
         leaves = stream and self._dice.random() < LEAVE
         try:

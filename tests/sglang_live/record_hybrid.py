@@ -56,6 +56,7 @@ class Talks:
 
 
 async def record(directory: Path, requests: int) -> list[dict[str, Any]]:
+    """The lines of a recording."""
     lines: list[dict[str, Any]] = []
     options = SglangOptions(model=make_model(directory / "model", "mellum"), flags=FLAGS)
     with (
@@ -90,6 +91,7 @@ async def record(directory: Path, requests: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
+    """Records."""
     parser = argparse.ArgumentParser()
     parser.add_argument("path", type=Path)
     parser.add_argument("--requests", type=int, default=100)

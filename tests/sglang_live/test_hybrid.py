@@ -25,6 +25,6 @@ async def test_predicted_is_reported(tmp_path, tell, pytestconfig):
         tell(*report.lines(), f"audit: {audit}")
     assert {seen.broken for seen in report.seen} <= {"", LEFT}
     # What others evict, or leave in a window, between a placement and its prefill is not foreseen.
-    assert len(report.misses()) <= 4 + requests // 20
+    assert len(report.misses) <= 4 + requests // 20
     assert report.evicted > 100
     assert audit["checked"] > requests // 2

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.live.mixed_run import Report
 from tests.live.server_world import ServerWorld
-from tests.sglang_live.mixed_run import FORMS, LEFT, MixedRun
+from tests.sglang_live.mixed_run import FORMS, LEFT, MixedRun, Report
 from tests.sglang_live.sglang_world import SglangOptions, sglang_world
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(1800)]
@@ -28,12 +27,12 @@ async def test_predicted_is_reported(options, tmp_path, tell, pytestconfig):
         report = await MixedRun(world, within=1 if options.page > 1 else 16).play(requests)
         audits = _audits(world)
         tell(*report.lines(), str(audits))
-    assert {seen.kind for seen in report.answered()} == set(FORMS)
+    assert {seen.form for seen in report.answered} == set(FORMS)
     assert {seen.stage for seen in report.seen if seen.broken not in ("", LEFT)} <= {"while it restarts"}
-    assert len(report.answered()) > 0.88 * requests
+    assert len(report.answered) > 0.88 * requests
     _assert_exact(report, audits)
     assert report.evicted > 100
-    assert {seen.engine for seen in report.answered()} == set(world.engines[0])
+    assert {seen.engine for seen in report.answered} == set(world.engines[0])
 
 
 async def test_flushes_and_kills_cost_no_prediction(tmp_path, tell, pytestconfig):
@@ -53,7 +52,7 @@ def _audits(world: ServerWorld) -> dict[str, dict[str, Any]]:
 def _assert_exact(report: Report, audits: dict[str, dict[str, Any]]) -> None:
     """What others evict or store between a placement and its prefill is not foreseen. kvpin knows where
     that may happen, but for one prediction of 100."""
-    assert len(report.misses()) <= 4 + len(report.answered()) // 50
+    assert len(report.misses) <= 4 + len(report.answered) // 50
     checked, exact = (sum(audit[key] for audit in audits.values()) for key in ("checked", "exact"))
-    assert checked > len(report.answered()) // 3
+    assert checked > len(report.answered) // 3
     assert checked - exact <= 2 + checked // 100

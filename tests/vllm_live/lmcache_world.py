@@ -58,6 +58,7 @@ class LmCacheWorld:
     _running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict, repr=False)
 
     def start(self, what: str) -> None:
+        """Starts the `node` or the `coordinator`, and waits for it."""
         flags = self._flags(what)
         command = [str(Path(vllm()).parent / "python"), "-m", "lmcache.cli.main", *flags]
         with (self.tmp_path / f"{what}.log").open("ab") as output:
@@ -69,15 +70,18 @@ class LmCacheWorld:
         until(lambda: _is_well(f"{url}/{_HEALTH[what]}"), f"the {what}", lambda: self.log(what))
 
     def kill(self, what: str) -> None:
+        """Ends it as `kill -9` does."""
         process = self._running.pop(what)
         process.kill()
         process.wait(STOP_S)
 
     def stop(self) -> None:
+        """Ends both."""
         for what in list(self._running):
             self.kill(what)
 
     def log(self, what: str) -> str:
+        """Its log."""
         path = self.tmp_path / f"{what}.log"
         return path.read_text(errors="replace")[-4000:] if path.exists() else ""
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Iterable
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from openai import APIError, AsyncOpenAI
 
 from engine_adapter.events.fields import read_vllm_keys
-from tests.live.mixed_run import LONGEST, SYSTEMS, WORDS, Report, Seen
-from tests.live.server_world import MODEL, WAIT_S, ServerWorld
+from tests.live.server_world import MODEL, WAIT_S, ServerWorld, count_evictions
 from tests.vllm_live.vllm_world import LORA, VllmOptions
 
 OPTIONS = VllmOptions(blocks=160, context=1024)
@@ -27,7 +27,28 @@ KVPIN_FLAGS = tuple(f"--api-key={key}" for key in KEYS.values())
 """Flags of `kvpin serve`: each key is its own tenant."""
 
 TALKS = 8  # at a time
+LONGEST = 700  # a conversation with more prompt tokens is replaced by a new one
 ANSWER = 16  # tokens
+SYSTEMS = (
+    "You are a harbour pilot. " + "Answer briefly, and name the light you steer by. " * 6,
+    "You keep the log of a lighthouse. " + "Write what you see, never what you think. " * 6,
+    "Jesteś latarnikiem. 灯台守。 " + "Pisz krótko: zażółć gęślą jaźń 🙂. " * 5,
+)
+WORDS = (
+    "tide",
+    "light",
+    "chart",
+    "wind",
+    "knot",
+    "sail",
+    "anchor",
+    "rope",
+    "fog",
+    "keel",
+    "buoy",
+    "żagiel",
+    "港",
+)
 
 
 @dataclass(slots=True)
@@ -48,6 +69,81 @@ class Talk:
     salt: str | None
     messages: list[dict[str, str]]
     prompt_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One request and what came of it; counts in tokens.
+
+    Attributes:
+        number: of the request, from 0.
+        stage: part of the run.
+        kind: kind of request, in words.
+        engine: the engine that served it.
+        at_once: requests sent together, itself included.
+        predicted: from the answer's header.
+        reported: by the engine, from the usage if the client asked for it, else as kvpin read it.
+        why: kvpin's explanation.
+        broken: why it broke off; then nothing is reported.
+    """
+
+    number: int
+    stage: str
+    kind: str
+    engine: str = ""
+    at_once: int = 1
+    prompt: int = 0
+    predicted: int = 0
+    reported: int = 0
+    why: str = ""
+    broken: str = ""
+
+    @property
+    def exact(self) -> bool:
+        """Whether the prediction was exact."""
+        return self.predicted == self.reported
+
+    def __str__(self) -> str:
+        return (
+            f"request {self.number} {self.stage}, {self.at_once} at a time ({self.kind}, {self.prompt} "
+            f"tokens): predicted {self.predicted}, reported {self.reported}; {self.why}"
+        )
+
+
+@dataclass(slots=True)
+class Report:
+    """The result of the run: each request, and the number of evicted blocks."""
+
+    seen: list[Seen] = field(default_factory=list)
+    evicted: int = 0
+
+    def answered(self, *, alone: bool | None = None) -> list[Seen]:
+        """Answered requests; with `alone`, only those sent alone or only the others."""
+        return [s for s in self.seen if not s.broken and alone in (None, s.at_once == 1)]
+
+    def misses(self, *, alone: bool | None = None) -> list[Seen]:
+        """Requests with a wrong prediction."""
+        return [seen for seen in self.answered(alone=alone) if not seen.exact]
+
+    def imagined(self) -> list[Seen]:
+        """Requests that reused less than predicted."""
+        return [seen for seen in self.answered() if seen.predicted > seen.reported]
+
+    def lines(self) -> Iterator[str]:
+        """The report for people."""
+        for label, alone in (("one at a time", True), ("four at a time", False)):
+            seen = self.answered(alone=alone)
+            exact = sum(s.exact for s in seen)
+            cached, prompt = sum(s.reported for s in seen), sum(s.prompt for s in seen)
+            share = 100 * cached / prompt if prompt else 0.0
+            yield f"{label}: {exact} of {len(seen)} exact; {cached} of {prompt} tokens reused ({share:.1f}%)"
+        by_stage = Counter(seen.stage for seen in self.answered())
+        yield f"answered: {dict(by_stage)}; by engine: {dict(Counter(s.engine for s in self.answered()))}"
+        yield f"blocks evicted: {self.evicted}"
+        yield f"kinds: {dict(Counter(seen.kind for seen in self.answered()))}"
+        yield f"predicted hits that did not happen: {len(self.imagined())}"
+        yield f"broken off: {[f'{s.number} {s.stage}: {s.broken}' for s in self.seen if s.broken]}"
+        yield from (f"missed: {seen}" for seen in self.misses())
 
 
 class Mix:
@@ -100,6 +196,8 @@ class Mix:
 
 
 class MixedRun:
+    """The run: `await play(300)`."""
+
     def __init__(
         self,
         world: ServerWorld,
@@ -139,11 +237,20 @@ class MixedRun:
             self._clients[tenant] = AsyncOpenAI(
                 base_url=self._world.kvpin.base_url, api_key=key, max_retries=0, timeout=WAIT_S
             )
+        counters = [
+            asyncio.create_task(count_evictions(server.event_port, read_vllm_keys, self._add_evicted))
+            for server in self._world.servers
+        ]
         try:
-            async with self._report.counting_evictions(self._world, read_vllm_keys):
-                yield
+            yield
         finally:
+            for counter in counters:
+                counter.cancel()
+            await asyncio.gather(*counters, return_exceptions=True)
             await asyncio.gather(*(client.close() for client in self._clients.values()))
+
+    def _add_evicted(self, blocks: int) -> None:
+        self._report.evicted += blocks
 
     async def _alone(self, stage: str, count: int) -> None:
         for _ in range(count):
@@ -171,12 +278,12 @@ class MixedRun:
             f"LoRA {LORA}" if talk.model == LORA else "",
             "salt" if talk.salt else "",
         ]
-        seen = Seen(number, stage, ", ".join(filter(None, words)), bool(manner), at_once)
+        kind = ", ".join(filter(None, words))
         request_id = f"mixed-{number}"
         try:
             headers, text, usage = await self._send(talk, manner, request_id)
         except APIError as error:
-            return replace(seen, broken=f"{type(error).__name__}: {error}")
+            return Seen(number, stage, kind, at_once=at_once, broken=f"{type(error).__name__}: {error}")
         record = await asyncio.to_thread(self._world.record, request_id)
         assert usage in (None, record["reported_tokens"]), (usage, record)
         if talk.chat:
@@ -184,13 +291,16 @@ class MixedRun:
         else:
             talk.messages[0]["content"] += text
         talk.prompt_tokens = record["n_tokens"]
-        return replace(
-            seen,
-            engine=headers["x-kvpin-engine"],
-            prompt=record["n_tokens"],
-            predicted=int(headers["x-kvpin-predicted-tokens"]),
-            reported=record["reported_tokens"],
-            why=record["explanation"],
+        return Seen(
+            number,
+            stage,
+            kind,
+            headers["x-kvpin-engine"],
+            at_once,
+            record["n_tokens"],
+            int(headers["x-kvpin-predicted-tokens"]),
+            record["reported_tokens"],
+            record["explanation"],
         )
 
     async def _send(

@@ -90,6 +90,7 @@ class RealPairs(FakeWorld):
         return self.engine(name).audit.trust is Trust.PRECISE
 
     async def done(self) -> RequestRecord:
+        """The record of the last request, once it is over."""
         await until(lambda: not any(engine.leases for engine in self.pool.engines.values()))
         return self.last
 

@@ -78,6 +78,7 @@ def _prompt(talk: Talk) -> dict[str, Any]:
 async def record(
     shape: str, directory: Path, *, requests: int, blocks: int, at_once: int
 ) -> list[dict[str, Any]]:
+    """The lines of a recording."""
     model = make_model(directory / "model", shape)
     options = VllmOptions(blocks, model=model, flags=("--load-format", "dummy"))
     mix = Mix(1, TALKS, chats=1.0 if shape == "gemma3" else 0.0, loras=0.0)
@@ -104,12 +105,14 @@ async def record(
 
 
 def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
+    """Writes a recording."""
     encode = json.JSONEncoder(separators=(",", ":"), default=lambda name: {"__bytes__": name.hex()}).encode
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(gzip.compress("\n".join(map(encode, lines)).encode() + b"\n", 9, mtime=0))
 
 
 def main() -> None:
+    """Records."""
     parser = argparse.ArgumentParser()
     parser.add_argument("shape", choices=BLOCKS)
     parser.add_argument("path", type=Path)

@@ -42,6 +42,7 @@ class EventRelay:
         self._end = threading.Event()
 
     def run(self) -> None:
+        """Relays until `stop`."""
         with zmq.Context() as context, context.socket(zmq.SUB) as sub:
             sub.setsockopt(zmq.RCVHWM, 0)
             sub.setsockopt(zmq.SUBSCRIBE, b"")
@@ -94,6 +95,7 @@ class TcpRelay:
         self._end = threading.Event()
 
     def run(self) -> None:
+        """Relays until `stop`."""
         asyncio.run(self._serve())
 
     def stop(self) -> None:

@@ -74,6 +74,7 @@ _seeds = iter(range(1, 1000))
 
 @pytest.fixture
 def prompt() -> list[int]:
+    """New token ids."""
     dice = random.Random(next(_seeds))  # noqa: S311 - not for secrets
     return [dice.randrange(100, 4000) for _ in range(N_TOKENS)]
 

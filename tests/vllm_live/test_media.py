@@ -26,6 +26,7 @@ WORDS = "see the sea and say what a ship is this in fog or at night".split()  # 
 
 
 def png(seed, width=96, height=96):
+    """A picture of noise."""
     dice = random.Random(seed)  # noqa: S311 - not for secrets
     rows = b"".join(b"\0" + dice.randbytes(3 * width) for _ in range(height))
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)

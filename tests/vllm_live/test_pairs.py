@@ -4,19 +4,18 @@ that agree."""
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import Iterator
 from statistics import median
 from time import monotonic
 
-import httpx
 import pytest
 from msgspec.structs import replace
 
 from engine_adapter import Tier
 from proxy.core.placement.pairs import TransferResult
 from proxy.request.records import RequestRecord
-from tests.live.answers import texts_of
 from tests.live.fake_world import until
 from tests.live.server_world import MODEL
 from tests.vllm_live.pair_world import BLOCKS, real_pairs
@@ -53,6 +52,28 @@ def asked(number: int) -> tuple[str, dict]:
     return kinds[number % len(kinds)]
 
 
+def texts_of(answer: str) -> list[str]:
+    """The text of each choice, of a stream or a whole answer."""
+    found: dict[int, str] = {}
+    for event in _events(answer):
+        for output in event.get("output", ()):
+            found[len(found)] = "".join(part["text"] for part in output.get("content") or ())
+        for choice in event.get("choices", ()):
+            message = choice.get("delta") or choice.get("message") or choice
+            text = message.get("text") or message.get("content") or ""
+            found[choice["index"]] = found.get(choice["index"], "") + text
+    return [found[index] for index in sorted(found)]
+
+
+def _events(answer: str) -> Iterator[dict]:
+    if answer.startswith("{"):
+        yield json.loads(answer)
+        return
+    for line in answer.splitlines():
+        if line.startswith("data: {"):
+            yield json.loads(line[6:])
+
+
 def is_moved(record: RequestRecord) -> bool:
     return record.transfer is TransferResult.MOVED
 
@@ -68,7 +89,7 @@ async def test_the_answers_are_those_of_a_single_engine(tmp_path, tell, request)
             assert answer.status_code == 200, answer.text
             records.append(await world.done())
             alone = await world.client.post(f"{single}{path}", json=body, timeout=120)
-            assert texts_of(answer) == texts_of(alone) != [], number
+            assert texts_of(answer.text) == texts_of(alone.text) != [], number
         moved = [record for record in records if is_moved(record)]
         tell(*figures(records, await world.fetched_tokens()))
         assert len(moved) > 0.8 * requests, "on a machine this busy, an engine may miss a health check"
@@ -100,16 +121,16 @@ async def test_engines_that_are_killed(tmp_path, tell):
     async with real_pairs(tmp_path, 1) as world:
         bodies = [asked(10 * number)[1] | {"max_tokens": 500} for number in range(7)]
         url, single = (f"{base}/v1/completions" for base in (world.url, world.servers["p0"]))
-        alone = [texts_of(await world.client.post(single, json=body)) for body in bodies]
+        alone = [texts_of((await world.client.post(single, json=body)).text) for body in bodies]
 
-        async def ask(number: int, killed: str) -> httpx.Response:
+        async def ask(number: int, killed: str) -> str:
             text = ""
             async with world.client.stream("POST", url, json=bodies[number], timeout=120) as answer:
                 async for part in answer.aiter_text():
                     if killed == "d0" and not text:
                         world.running[killed].kill()
                     text += part
-            return httpx.Response(answer.status_code, headers=answer.headers, text=text)
+            return text
 
         async def stage(number: int, killed: str = "") -> RequestRecord:
             # A prompt that the engine computes itself teaches a rate that is too good by the pace before.
@@ -150,7 +171,7 @@ async def test_an_engine_without_a_role_reads_what_another_one_holds(tmp_path, t
                 answer = await world.client.post(f"{world.url}{path}", json=body, timeout=120)
                 assert answer.status_code == 200, answer.text
                 records.append(await world.done())
-                answers.append(texts_of(answer))
+                answers.append(texts_of(answer.text))
             assert answers[0] == answers[1] != [], number
         moved = [record for record in records if is_moved(record)]
         tell(*figures(records, await world.fetched_tokens()))

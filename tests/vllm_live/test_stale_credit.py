@@ -93,6 +93,7 @@ def clock(world):
 
 
 def behind_its_back(world, numbers, blocks=6):
+    """Sends requests past kvpin."""
     for number in numbers:
         body = {"model": MODEL, "prompt": prompt(number, blocks), "max_tokens": 1, "temperature": 0}
         url = f"{world.servers[0].url}/v1/completions"
