@@ -9,7 +9,6 @@ import pytest
 
 from engine_adapter import (
     Capability,
-    EngineTaken,
     EngineUnavailable,
     JsonBody,
     KvTarget,
@@ -116,24 +115,6 @@ class TestLives:
                 assert not await late.adapter.is_loaded()
                 async with late.adapter.hold("/v1/embeddings", JsonBody(b"{}"), None):
                     assert await late.adapter.is_loaded()
-
-
-async def test_a_second_kvpin_leaves_the_slots_alone_until_the_first_has_left(world, save_dir):
-    first, tokens = world, prompt_of(1)
-    assert first.adapter.one_owner
-    text, *_ = await first.ask(tokens)
-    for _ in range(2):
-        with pytest.raises(EngineTaken, match=f"process {os.getpid()} on"):
-            async with slot_world(world.server.url, host_cache_dir=str(save_dir)):
-                pass
-    assert await first.ask(tokens) == (text, 99, 99)
-    while not await first.files():  # noqa: ASYNC110 - its slot is written back, else nobody knows what it holds
-        await asyncio.sleep(0.01)
-    await first.adapter.leave()
-    async with slot_world(world.server.url, host_cache_dir=str(save_dir)) as second:
-        assert await second.ask(tokens) == (text, 99, 99)
-        with pytest.raises(EngineTaken):
-            await first.adapter.connect()
 
 
 class TestWhatItCanDo:

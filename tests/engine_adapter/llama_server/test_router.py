@@ -39,10 +39,9 @@ class FakeRouter:
         self.states: dict[str, dict[str, Any]] = {name: {"value": "unloaded"} for name in names}
         self.most, self.events = 1, True
         self.asked: list[str] = []
-        self.refuses = 0  # further loads, for want of room
         self.broken = ""
         self.stuck = ""  # loads for ever
-        self.says: list[str] = []  # refusals of further loads, for other reasons
+        self.says: list[str] = []  # refusals of further loads
         self.role = "router"
         self.changes = 0
         self.told = ""  # the model of the latest change
@@ -89,9 +88,6 @@ class FakeRouter:
     async def load(self, request: Request) -> Response:
         name = (await request.json())["model"]
         self.asked.append(f"load {name}")
-        if self.refuses:
-            self.refuses -= 1
-            return JSONResponse({"error": {"message": "model limit reached"}}, 500)
         if self.says:
             return JSONResponse({"error": {"message": self.says.pop()}}, 500)
         if self.states[name]["value"] != "unloaded":
@@ -402,11 +398,11 @@ async def test_a_swap_waits_for_a_visit_only_briefly_and_for_a_request_to_its_en
 
 async def test_a_router_without_room_is_asked_again_but_not_for_ever(monkeypatch):
     monkeypatch.setattr(router_module, "_RETRY_S", 0.0)
-    async with routing("a", "b", most=2, refuses=2) as (fake, router):
+    async with routing("a", "b", most=2, says=["model limit reached"] * 2) as (fake, router):
         await ask(router, "a")
         assert fake.asked == ["load a"] * 3
         monkeypatch.setattr(router_module, "_ROOM_S", 0.05)
-        fake.refuses = 10**6
+        fake.says = ["model limit reached"] * 1000
         with pytest.raises(EngineRejected, match=r"no room for the model 'b' for 0\.05 s") as refused:
             await ask(router, "b")
         assert refused.value.status == 503

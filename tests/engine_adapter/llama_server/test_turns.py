@@ -14,7 +14,7 @@ from engine_adapter.llama_server.answer import CompletionOutput
 from engine_adapter.llama_server.plan import Plan
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
 from engine_adapter.llama_server.slots import SlotOperation, SlotTable
-from engine_adapter.llama_server.turns import SlotRequest, Turns, first_operation
+from engine_adapter.llama_server.turns import SlotRequest, Turns
 from tests.engine_adapter.llama_server.answers import lease_of
 
 ANYWHERE = -1
@@ -112,18 +112,6 @@ class TestOrder:
         assert world.got == {"b": 0}, "whoever is behind it need not wait"
         await world.release(1)
         assert world.got == {"b": 0, "a": 1}
-
-    @pytest.mark.parametrize(
-        ("plan", "operation"),
-        [
-            (plan_of(0), SlotOperation.REQUEST),
-            (plan_of(0, restore="f"), SlotOperation.RESTORE),
-            (plan_of(0, restore="f", save_first=True), SlotOperation.SAVE),
-            (plan_of(0, save_first=True), SlotOperation.SAVE),
-        ],
-    )
-    def test_what_a_plan_does_first(self, plan, operation):
-        assert first_operation(plan) is operation
 
 
 class TestFail:

@@ -35,20 +35,6 @@ async def pair(start_llama, save_dir):
         yield world
 
 
-def once(function, error, *, runs):
-    """`function`, whose first call raises `error`: before it runs, or after."""
-    calls = []
-
-    async def once(*args):
-        calls.append(args)
-        result = await function(*args) if runs or len(calls) > 1 else None
-        if len(calls) == 1:
-            raise error
-        return result
-
-    return once
-
-
 @asynccontextmanager
 async def unanswered(world, monkeypatch):
     """The question what a slot holds after the request of this block fails."""
@@ -132,9 +118,16 @@ class TestNobodyElseGetsWhatWasRestored:
     """`/slots` tells no tokens of a slot that had no request yet, even after a restore: that is not empty."""
 
     async def test_by_a_restore_without_an_answer(self, pair, monkeypatch):
-        monkeypatch.setattr(slot_io, "restore", once(slot_io.restore, EngineLost("no answer"), runs=True))
-        with pytest.raises(EngineLost):
-            await pair.ask(PROMPT, "a")
+        restore = slot_io.restore
+
+        async def unanswered(*args):
+            await restore(*args)
+            raise EngineLost("no answer")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(slot_io, "restore", unanswered)
+            with pytest.raises(EngineLost):
+                await pair.ask(PROMPT, "a")
         await pair.idle()
         assert await reused_by_another(pair) == [0, 0]
 
