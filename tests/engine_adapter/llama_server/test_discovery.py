@@ -333,8 +333,6 @@ FACTS = ServerFacts(
 @pytest.mark.parametrize(
     ("changes", "finding"),
     [
-        ({"ram_cache": True}, "its RAM cache is on.*--cache-ram 0"),
-        ({"is_unified": True}, r"its slots share one KV pool.*-np 4 -c 4\*CTX"),
         (
             {"slot_ctx": 2048, "is_unified": None, "ram_cache": None},
             "not known yet whether its slots share one KV pool.*kvpin doctor --probe finds out",
@@ -343,16 +341,11 @@ FACTS = ServerFacts(
             {"slot_ctx": 2048, "is_unified": None, "ram_cache": False},
             r"its slots may share one KV pool.*cannot tell.*--slot-save-path DIR.*-np 4 -c 4\*CTX",
         ),
-        ({"can_save": False}, "no prefix can be saved.*--slot-save-path DIR"),
-        ({"has_slots": False}, "cannot watch its slots.*--slots"),
-        ({"memory": MemoryRules(window=128)}, "sliding windows.*nothing is saved.*--swa-full"),
         ({"has_draft": True}, "draft model.*nothing is saved or restored.*without --model-draft"),
-        ({"memory": MemoryRules(is_recurrent=True, most=0)}, "no context checkpoints.*--ctx-checkpoints 32"),
-        ({"cache_reuse": 64, "memory": MemoryRules(chunk=64)}, "moves KV.*not exact.*leave cache_reuse out"),
         ({"cache_reuse": 64}, "cache_reuse has no effect.*leave it out"),
         ({"is_sleeping": True}, "it sleeps when idle.*--sleep-idle-seconds"),
     ],
 )
-def test_each_missing_flag_is_named(changes, finding):
+def test_what_servers_in_other_tests_do_not_lack_is_named_too(changes, finding):
     (found,) = findings_of(replace(FACTS, **changes))
     assert re.search(finding, str(found))

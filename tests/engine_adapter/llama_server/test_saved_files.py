@@ -141,8 +141,6 @@ def test_a_scan_finds_what_is_sound_and_touches_nothing_foreign(path, tmp_path, 
     [
         (lambda path: path.write_bytes(path.read_bytes()[:-1]), "4999 bytes, of 5000"),
         (lambda path: write_state(path, [3, 4], size=5000), "2 tokens, of 3"),
-        (lambda path: write_state(path, [-2, 4, 5], size=5000), "below 0"),
-        (lambda path: path.write_bytes(b"\0" * 5000), "it starts with 0x00000000"),
         (lambda path: path.with_suffix(".json").write_text("{"), "it is no JSON"),
         (lambda path: path.with_suffix(".json").write_bytes(b"\xff\xfe"), "it is no JSON"),
         (lambda path: path.with_suffix(".json").write_bytes(b""), "it is no JSON"),

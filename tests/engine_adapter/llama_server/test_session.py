@@ -63,25 +63,6 @@ async def test_a_probe_leaves_one_file_at_most_where_kvpin_does_not_know_the_dir
     assert list(save_dir.iterdir()) == []
 
 
-async def test_who_may_not_try_a_server_out_changes_nothing_there(server, save_dir, control_of):
-    """As `kvpin doctor`, beside the kvpin that manages the server."""
-    control = control_of(server.url)
-    for slot, seed in enumerate((1, 2)):
-        body = {"prompt": list(prompt_of(seed)), "n_predict": 0, "id_slot": slot}
-        await control.call("POST", "/completion", json=body)
-    held = await read_slots(control)
-    adapter = make_adapter(engine_spec("llama_server", server.url, host_cache_dir=str(save_dir)))
-    adapter.may_try = False
-    info = await adapter.connect()
-    await adapter.load()
-    assert {Capability.KV_EVENTS, Capability.PIN} <= info.capabilities
-    assert Capability.CACHE_SALT not in info.capabilities  # nobody knows
-    assert "not known yet whether it has a" in str(adapter.not_supported(Capability.CACHE_SALT))
-    await adapter.aclose()
-    assert await read_slots(control) == held
-    assert list(save_dir.glob("*.bin")) == []
-
-
 async def test_a_server_is_tried_out_once(server, save_dir, control_of):
     """A next kvpin knows what the first one found, and no slot loses its content."""
     control, held = control_of(server.url), []
