@@ -118,15 +118,7 @@ def test_an_answer_is_the_servers_own(call, fields):
         assert without(ours.json()) == without(own.json())
 
 
-SEVERAL = {
-    "prompts": {"prompt": ["One ship. " + STORY, "Two ships. " + STORY]},
-    "choices": {"prompt": "Three ships. " + STORY, "n_cmpl": 3},
-    "both": {"prompt": ["Four ships. " + STORY, [*range(5, 305)]], "n": 2},
-    "some fields": {
-        "prompt": ["Five ships. " + STORY, "Six ships. " + STORY],
-        "response_fields": ["content", "timings"],
-    },
-}
+SEVERAL = ask(["Two ships. " + STORY, [*range(5, 305)]], n=2)
 
 
 @pytest.fixture(scope="module")
@@ -136,13 +128,10 @@ def alone(tmp_path_factory):
         yield lambda path, body: httpx.post(server.url + path, json=body, timeout=WAIT_S, trust_env=False)
 
 
-@pytest.mark.parametrize("path", ["/completion", "/completions"])
-@pytest.mark.parametrize("form", SEVERAL)
-def test_several_are_served_one_by_one_and_answered_as_the_server_does(world, call, alone, path, form):
-    asked = ask(**SEVERAL[form])
-    own = alone(path, asked).raise_for_status().json()
+def test_several_are_served_one_by_one_and_answered_as_the_server_does(world, call, alone):
+    own = alone("/completion", SEVERAL).raise_for_status().json()
     for _ in range(2):
-        answer = call("POST", path, asked).raise_for_status()
+        answer = call("POST", "/completion", SEVERAL).raise_for_status()
         assert [without(each) for each in answer.json()] == [without(each) for each in own]
         assert "x-kvpin-note" not in answer.headers
         parts = [part_of(world, answer, number) for number in range(len(own))]
@@ -162,7 +151,7 @@ def record_of(world, name):
 
 
 def test_several_as_a_stream(call, alone):
-    asked = ask(**SEVERAL["both"], stream=True)
+    asked = {**SEVERAL, "stream": True}
     ours, own = call("POST", "/completion", asked), alone("/completion", asked)
     assert ours.headers["content-type"] == own.headers["content-type"]
     for number in range(4):

@@ -224,40 +224,6 @@ def sleeps(server: RunningLlama) -> bool:
     return httpx.get(f"{server.url}/props", timeout=WAIT_S, trust_env=False).json()["is_sleeping"]
 
 
-def test_the_check_of_the_tokenizer_waits_for_a_request_that_wakes_the_server(tmp_path):
-    """Of a server whose slots kvpin does not manage: nothing but its pulse tells that it sleeps."""
-    with running_llama_server(
-        tmp_path / "llama.log", None, "--sleep-idle-seconds", "2", "--no-slots"
-    ) as server:
-        until(lambda: sleeps(server))
-        engine = f"--engine=llama_server={server.url},model=tiny"
-        with running_kvpin(tmp_path / "kvpin.log", engine, tokenised=False) as kvpin:
-            world = World(kvpin, server)
-            time.sleep(CHECKS_S)
-            assert sleeps(server)
-            assert world.chat("tiny", begun("letter")).status_code == 200
-
-            def is_checked() -> bool:
-                if sleeps(server):  # before the check: another request wakes it
-                    world.chat("tiny", begun("letter"))
-                return tokenised_by(kvpin) == "local"
-
-            until(is_checked, "a local tokenizer", kvpin.log.read_text)
-            until(lambda: sleeps(server))
-            time.sleep(CHECKS_S)
-            assert sleeps(server)
-            assert kvpin.engines()["llama_server-0"]["model_state"] == "sleeping"
-            spec = EngineSpec("llama_server", server.url, "e")
-            found = asyncio.run(examine(spec, probe=False)).as_json()  # as `kvpin doctor` does
-            assert "not asked: the model is sleeping" in found["tokenisation"]["detail"]
-            assert sleeps(server)
-
-
-def tokenised_by(kvpin: Kvpin) -> str | None:
-    (pool,) = kvpin.admin("GET", "stats").json()["pools"]
-    return pool["tokenisation"] and pool["tokenisation"]["source"]
-
-
 def test_kvpin_lets_a_server_sleep(tmp_path):
     with (
         memory_dir() as saved,

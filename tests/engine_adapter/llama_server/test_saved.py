@@ -420,17 +420,6 @@ async def test_what_fails_its_check_under_two_restores_goes_with_the_last(world)
         assert (world.host / name).exists()
 
 
-async def test_dropped_while_it_comes_back_from_disk(tiers):
-    first, _, _ = [await tiers.save(100 * i) for i in (1, 2, 3)]
-    coming = asyncio.create_task(tiers.registry.ready(first))
-    await asyncio.sleep(0)
-    assert first.is_busy
-    await tiers.registry.drop(first)
-    with refused(FileFault.MISSING):
-        await coming
-    assert (SavedEvent.MOVED, first.name, Tier.HOST) not in tiers.told
-
-
 async def test_a_caller_that_leaves_leaves_no_half_work(tiers):
     first, _, _ = [await tiers.save(100 * i) for i in (1, 2, 3)]
     coming = asyncio.create_task(tiers.registry.ready(first))
