@@ -154,6 +154,13 @@ async def ask(router: Router, name: str, order: list[str] | None = None) -> None
             order.append(name)
 
 
+async def until_loading(router: Router, name: str) -> None:
+    """Returns when kvpin has heard that a model is loading."""
+    async with asyncio.timeout(20):
+        while router.state(name) is not ModelState.LOADING:  # noqa: ASYNC110 - the fake runs in a thread
+            await asyncio.sleep(0.005)
+
+
 class Clock:
     """The router's clock, which stands still."""
 
@@ -281,13 +288,14 @@ async def test_each_failure_of_a_model_doubles_the_pause_after_it(clock):
 
 
 async def test_a_load_that_tells_nothing_has_failed_and_is_ended():
-    async with routing("a", "b", stuck="b", load_s=0.1) as (fake, router):
+    async with routing("a", "b", stuck="b", load_s=1.0) as (fake, router):
         stuck = [asyncio.create_task(ask(router, "b")) for _ in range(3)]
-        await asyncio.sleep(0.05)
+        await until_loading(router, "b")
+        await asyncio.sleep(0.5)
         await ask(router, "a")  # there is no room for it before
         failures = await asyncio.gather(*stuck, return_exceptions=True)
         assert str(failures[0]) == (
-            "the model 'b' failed to load: its llama-server has told no progress for 0.1 s; look for it "
+            "the model 'b' failed to load: its llama-server has told no progress for 1 s; look for it "
             "in the router's presets, or raise load_s"
         )
         assert len({str(failure) for failure in failures}) == 1
@@ -338,7 +346,7 @@ async def test_a_model_that_loads_for_a_request_does_not_leave_before_it_has_ser
 async def test_a_load_that_nobody_waits_for_any_longer_makes_room():
     async with routing("a", "b", stuck="b") as (fake, router):
         stuck = asyncio.create_task(ask(router, "b"))
-        await asyncio.sleep(0.05)
+        await until_loading(router, "b")
         stuck.cancel()
         await asyncio.wait([stuck])
         await ask(router, "a")
