@@ -35,16 +35,6 @@ class TestLives:
         async with slot_world(again.url, host_cache_dir=str(save_dir)) as world:
             assert await world.ask(prompt_of(1)) == (text, 99, 99)
 
-    async def test_another_server_of_the_directory_restores_it(self, start_llama, save_dir):
-        servers = [start_llama(slots=2, ctx=1024, save_dir=save_dir) for _ in range(2)]
-        async with (
-            slot_world(servers[0].url, "a", host_cache_dir=str(save_dir)) as first,
-            slot_world(servers[1].url, "b", host_cache_dir=str(save_dir)) as second,
-        ):
-            text, *_ = await first.ask(prompt_of(1))
-            await first.do(KvVerb.OFFLOAD)
-            assert await second.ask(prompt_of(1)) == (text, 99, 99)
-
     async def test_a_restart_between_two_checks_is_noticed(self, start_llama, save_dir, world):
         await world.ask(prompt_of(1))
         before = await world.adapter.connect()

@@ -1,14 +1,12 @@
 import asyncio
 import math
 import os
-import resource
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -26,7 +24,7 @@ from engine_adapter.llama_server.saved import (
 )
 from engine_adapter.llama_server.saved_files import GRACE_S, FileFault, StateFileError
 from engine_adapter.types import Tier
-from tests.state_files import act, complete, no_handles, write_state
+from tests.state_files import no_handles, write_state
 
 KEY, SIZE = "k1", 1000
 
@@ -652,31 +650,3 @@ async def _touch(world: World, what: str, saved: Saved, much: int) -> None:
             for directory in (world.host, world.disk):
                 saved_files.remove(directory / saved.name)
         await world.registry.ready(saved)
-
-
-# --- Files of real servers ---------------------------------------------------------------------------------
-
-
-async def test_what_a_real_server_writes_to_a_full_disk_is_never_an_entry(start_llama, little):
-    """The server answers 200 and the size it meant to write when just the last bytes found no room."""
-    server = start_llama(slots=1, ctx=1024, save_dir=little.path)
-    registry = SavedPrefixes(SavedPlace(little.path, 1 << 30))
-    complete(server.url, range(10, 110), 0)
-    small = act(server.url, 0, "save", "small.bin").json()
-    (little.path / "small.bin").unlink()
-
-    count = little.size // (small["n_written"] // small["n_saved"]) + 1
-    complete(server.url, range(10, 10 + count), 0)
-    name = saved_files.new_name(KEY)
-    if little.is_mounted:
-        said = act(server.url, 0, "save", name).raise_for_status().json()
-    else:  # the kernel ends a server that writes beyond its limit: what it leaves is cut short as well
-        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (little.size, little.size))
-        with pytest.raises(httpx.TransportError):
-            act(server.url, 0, "save", name)
-        said = {"n_saved": count, "n_written": little.size + 1}
-    assert said["n_written"] > little.size
-    with pytest.raises(StateFileError):
-        await registry.add(name, KEY, None, tokens_expected=said["n_saved"], bytes_expected=said["n_written"])
-    assert list(little.path.iterdir()) == []
-    assert list(registry.entries(KEY)) == []

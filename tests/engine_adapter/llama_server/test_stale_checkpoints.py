@@ -61,21 +61,6 @@ async def test_nothing_goes_on_behind_a_checkpoint_of_another_prompt(start_llama
 
 
 @pytest.mark.parametrize(("shape", "prompts"), STALE)
-@pytest.mark.parametrize("told", [True, False])
-async def test_nor_in_a_slot_that_another_kvpin_has_left(start_llama, save_dir, shape, prompts, told):
-    right = await right_of(start_llama, shape, prompts)
-    server = start_llama(model=gguf_path(shape), slots=1, ctx=4096, save_dir=save_dir)
-    async with slot_world(server.url, host_cache_dir=str(save_dir)) as world:
-        for prompt in (prompt_of(8, 300), *prompts[:-1]):
-            await world.ask(prompt)
-        if told:
-            await world.adapter.load()
-            await world.adapter.leave()
-    async with slot_world(server.url, host_cache_dir=str(save_dir)) as world:
-        assert (await world.ask(prompts[-1], max_tokens=12))[0] == right
-
-
-@pytest.mark.parametrize(("shape", "prompts"), STALE)
 async def test_nor_behind_a_text_whose_tokens_are_unknown(start_llama, shape, prompts):
     right = await right_of(start_llama, shape, prompts)
     server = start_llama(model=gguf_path(shape), slots=1, ctx=4096)

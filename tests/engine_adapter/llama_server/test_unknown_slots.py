@@ -15,7 +15,7 @@ from engine_adapter.llama_server import slot_io
 from engine_adapter.llama_server.checkpoints import PLAIN
 from engine_adapter.llama_server.turns import SlotRequest
 from tests.engine_adapter.llama_server.scheduler_world import NEVER_SENT, scheduler_world
-from tests.engine_adapter.llama_server.slot_world import LONG, SHORTER, START, prompt_of, slot_world
+from tests.engine_adapter.llama_server.slot_world import START, prompt_of, slot_world
 
 PROMPT = prompt_of(1, 300)
 
@@ -64,35 +64,6 @@ async def test_a_slot_whose_predictions_keep_failing_is_not_firm(alone):
     assert wrong == [False, *[True] * 6]
     assert not alone.contents.rules.is_sure
     assert [lease.firm for lease in leases] == [*[True] * 4, *[False] * 3]
-
-
-async def test_what_was_moved_in_a_slot_the_next_kvpin_does_not_take_for_exact(start_llama, save_dir):
-    """Nothing tells it that the slot holds moved KV. So it reuses none of what lies there already."""
-    server = start_llama(slots=1, ctx=1024, save_dir=save_dir)
-    async with slot_world(server.url) as world:
-        exact, *_ = await world.ask(SHORTER, max_tokens=24)
-    async with slot_world(server.url, cache_reuse=16) as world:
-        await world.ask(LONG, max_tokens=1, cache_prompt=False)
-        moved, cached, predicted = await world.ask(SHORTER, max_tokens=24)
-        assert (moved != exact, cached, predicted) == (True, 359, 359), "or the rest would prove nothing"
-    async with slot_world(server.url) as world:
-        assert await world.ask(SHORTER, max_tokens=24) == (exact, 0, 0)
-
-
-@pytest.mark.parametrize("is_killed", [False, True])
-async def test_a_slot_that_somebody_used_while_no_kvpin_looked_is_nobodys(start_llama, save_dir, is_killed):
-    """Another client writes no record, nor does a kvpin that sees another directory, or none."""
-    server = start_llama(slots=1, ctx=1024, save_dir=save_dir)
-    async with slot_world(server.url, host_cache_dir=str(save_dir)) as world:
-        await world.ask(prompt_of(2, 300), "a")
-        if is_killed:
-            await world.adapter.load()
-            await world.adapter.leave()
-    async with slot_world(server.url) as world:
-        await world.ask(PROMPT, "b")
-    async with slot_world(server.url, host_cache_dir=str(save_dir)) as world:
-        await world.until_idle()
-        assert (await world.ask(PROMPT, "a"))[1] == 0
 
 
 class TestNobodyElseGetsWhatATenantLeft:
