@@ -36,7 +36,6 @@ class Talk:
         self.messages: list[dict[str, Any]] = [SYSTEM]
 
     def next(self) -> list[dict[str, Any]]:
-        """The messages of its next request."""
         users = [at for at, message in enumerate(self.messages) if message["role"] == "user"]
         chance = self.dice.random()
         if users and chance < 0.1:

@@ -30,7 +30,6 @@ def files(world: LlamaWorld) -> set[str]:
 
 
 def stop_in_next_save(world: LlamaWorld, before: set[str]) -> Path:
-    """Stops the server as soon as it has a new file, and returns that."""
     end = time.monotonic() + WAIT_S
     while time.monotonic() < end:
         with os.scandir(world.host_dir) as entries:  # quicker than pathlib: a save takes milliseconds
@@ -61,7 +60,6 @@ def stop_in_mid_save(world: LlamaWorld) -> tuple[str, Path]:
 
 
 def waits(world: LlamaWorld) -> bool:
-    """Whether a request waits for a slot."""
     page = httpx.get(f"{world.kvpin.url}/metrics", timeout=WAIT_S, trust_env=False).text
     return bool(re.search(r"^kvpin_queue_requests{.*} [1-9]", page, re.MULTILINE))
 

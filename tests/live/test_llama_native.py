@@ -140,7 +140,6 @@ def test_several_are_served_one_by_one_and_answered_as_the_server_does(world, ca
 
 
 def part_of(world, answer, number):
-    """kvpin's record of one of several."""
     name = f"{answer.headers['x-request-id']}-{number}"
     return world.until(lambda: record_of(world, name), f"the record of {name}")
 

@@ -30,8 +30,6 @@ CHECKS_S = 3.0  # several of kvpin's health checks
 
 @dataclass(slots=True)
 class World:
-    """A router and the kvpin in front of it."""
-
     kvpin: Kvpin
     router: RunningLlama
 
@@ -41,12 +39,10 @@ class World:
         return httpx.post(url, json=body, timeout=WAIT_S, trust_env=False)
 
     def states(self) -> dict[str, str]:
-        """The state of each model, as kvpin tells it."""
         health = httpx.get(f"{self.kvpin.url}/health/ready", timeout=WAIT_S, trust_env=False).json()
         return {engine.removeprefix("llama_server-0-"): state for engine, state in health["models"].items()}
 
     def own_states(self) -> dict[str, str]:
-        """The same, as the router tells it."""
         return states_of(self.router)
 
     def until(self, model: str, state: str) -> None:

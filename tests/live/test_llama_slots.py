@@ -49,7 +49,6 @@ class Hunt:
         self.wrong: list[dict] = []
 
     async def round(self, count: int) -> None:
-        """`count` requests at once."""
         hunted = await quarries(self.dice, MODEL, self.lone, count)
         self.dice.shuffle(hunted)
         async with asyncio.TaskGroup() as group:
@@ -171,7 +170,6 @@ async def test_the_hunt_knows_wrong_answers(tmp_path):
 
 
 def with_another_word(quarry):
-    """The same request, but for the fifth word of its prompt."""
     prompt = quarry.body.get("prompt") or quarry.body["messages"][0]["content"]
     words = prompt.split(" ")
     words[4] = "map"
@@ -276,5 +274,4 @@ def begin(world, prompt, **fields):
 
 
 def has_answer(client):
-    """Whether something has come to a client."""
     return bool(select.select([client], [], [], 0)[0])

@@ -261,7 +261,6 @@ def test_ids_of_no_model_are_not_moved(id_):
 
 
 def test_a_search_takes_its_time_once():
-    """Also where runs almost match everywhere."""
     held, prompt = array("i", [1, 2] * 50_000), array("i", [1, 3] + [2] * 50_000)
     start = time.process_time()
     assert reusable(held, prompt, 256) == 1

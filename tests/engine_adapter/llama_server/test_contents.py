@@ -29,13 +29,11 @@ def world(scheduler):
 
 @pytest.fixture
 def said(caplog):
-    """The warnings so far: `said()`."""
     caplog.set_level(logging.WARNING, "kvpin.llama_server")
     return lambda: caplog.messages
 
 
 async def held(world):
-    """Blocks in slots by the events of a new follower."""
     return (await blocks_in(world.mirror.follow())).get(Tier.GPU, 0)
 
 

@@ -268,7 +268,6 @@ MIB = 1 << 20
 
 @pytest.fixture
 def model(tmp_path):
-    """A copy of the tiny model to change."""
     return shutil.copy(gguf_path("tiny"), tmp_path / "model.gguf")
 
 

@@ -22,8 +22,6 @@ def tokens(n, start=0):
 
 
 class Follower:
-    """Follows a mirror from now on."""
-
     def __init__(self, mirror):
         self._task = asyncio.ensure_future(self._follow(mirror))
         self.read = []

@@ -162,8 +162,6 @@ async def until_loading(router: Router, name: str) -> None:
 
 
 class Clock:
-    """The router's clock, which stands still."""
-
     now = 1000.0
 
 

@@ -55,7 +55,6 @@ class World:
         return self.tasks[name]
 
     async def ask_each(self, names, home=ANYWHERE):
-        """One after the other."""
         for name in names:
             await self.ask(name, home)
 
@@ -75,7 +74,6 @@ class World:
 
 
 async def settle():
-    """Lets every task run as far as it gets."""
     for _ in range(5):
         await asyncio.sleep(0)
 

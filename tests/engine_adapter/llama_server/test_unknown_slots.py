@@ -22,7 +22,6 @@ PROMPT = prompt_of(1, 300)
 
 @pytest.fixture
 async def alone(start_llama, save_dir):
-    """A scheduler of a server with one slot."""
     async with scheduler_world(start_llama(slots=1, ctx=1024, save_dir=save_dir)) as world:
         yield world
 
