@@ -158,12 +158,6 @@ def test_several_as_a_stream(call, alone):
         assert told[0] == told[1] != []
 
 
-def test_an_error_of_one_of_several_is_the_servers(call, alone):
-    asked = ask(["A ship.", [1] * 5000])
-    ours, own = call("POST", "/completion", asked), alone("/completion", asked)
-    assert (ours.status_code, ours.json()) == (own.status_code, own.json())
-
-
 @pytest.mark.parametrize("more", [0, 1], ids=["refused by the server", "refused by kvpin"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_prompt_that_does_not_fit_has_the_servers_fields_and_openais_code(world, stream, more):

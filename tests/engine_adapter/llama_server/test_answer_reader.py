@@ -285,12 +285,6 @@ def test_a_chunk_that_cannot_be_read_is_an_error(payload):
         assemble(COMPLETIONS, b"data: " + payload + b"\n\n" + ENDED + DONE)
 
 
-def test_a_body_is_made_a_stream_with_usage():
-    for path in (CHAT, COMPLETIONS):
-        made = json.loads(streaming_body(path, body(a=1, stream=False, stream_options=None)).raw)
-        assert made == {"a": 1, "stream": True, "stream_options": {"include_usage": True}}
-
-
 def test_what_is_a_stream_or_cannot_be_one_stays_as_it_is(llama):
     assert streaming_body(CHAT, body(stream=True)) is None
     assert streaming_body("/v1/embeddings", body(input="a")) is None

@@ -113,15 +113,6 @@ class TestOrder:
 
 
 class TestFail:
-    async def test_everybody_who_waits_is_told(self, world):
-        await world.ask_each("abcd")
-        world.turns.fail(EngineUnavailable("it is gone"))
-        for name in "cd":
-            with pytest.raises(EngineUnavailable, match="it is gone"):
-                await world.tasks[name]
-        await world.release(0)
-        assert world.busy() == [1]
-
     @pytest.mark.parametrize("first", ["it fails", "the request leaves"])
     async def test_whoever_leaves_meanwhile_is_cancelled(self, world, first):
         await world.ask_each("ab")
