@@ -2,11 +2,12 @@
 
 import asyncio
 import math
+from contextlib import suppress
 
 import msgspec
 import pytest
 
-from engine_adapter.errors import EngineLost
+from engine_adapter.errors import EngineLost, EngineUnavailable
 from engine_adapter.llama_server import slot_io
 from engine_adapter.llama_server.slot_io import SlotState, until_all_arrived, when_idle
 from tests.fakes import FakeEngine
@@ -50,6 +51,23 @@ async def test_a_question_that_is_not_answered_is_asked_anew(control_of, monkeyp
     async with FakeEngine(script=script) as engine:
         assert [each.id for each in await slot_io.read_slots(control_of(engine.url))] == [0]
     assert asked == ["/slots", "/slots"]
+
+
+@pytest.mark.live
+async def test_a_server_ends_although_it_is_asked_about_its_slots_all_the_time(start_llama, control_of):
+    server = start_llama(slots=2)
+    control = control_of(server.url)
+
+    async def ask():
+        with suppress(EngineUnavailable):
+            while True:
+                await slot_io.read_slots(control)
+
+    others = [asyncio.create_task(ask()) for _ in range(4)]
+    await asyncio.sleep(0.2)
+    server.process.terminate()
+    assert await asyncio.to_thread(server.process.wait, 30) in (0, -15)
+    await asyncio.gather(*others)
 
 
 async def test_requests_that_were_sent_have_arrived_when_a_question_behind_them_is_answered(control_of):
