@@ -183,6 +183,14 @@ def test_an_error_is_the_servers(call):
     assert ours.json() == own.json()
 
 
+@pytest.mark.parametrize(
+    "path", ["/props", "/lora-adapters", "/slots/0?action=erase", "/models/load", "/tools"]
+)
+def test_what_is_the_operators_cannot_be_reached(call, path):
+    assert call("POST", path, {}).status_code == 404
+    assert call("GET", "/cors-proxy?url=http://127.0.0.1/").status_code == 404
+
+
 def test_no_tenant_sees_the_slots_of_all(tmp_path):
     keys = ("--api-key", "one", "--api-key", "two")
     debugging = {"LLAMA_SERVER_SLOTS_DEBUG": "1"}
