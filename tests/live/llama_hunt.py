@@ -28,8 +28,6 @@ _TOP = 8
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What an answer says."""
-
     texts: tuple[str, ...]
     finishes: tuple[str, ...]
 
@@ -174,14 +172,12 @@ def _manner(dice: random.Random, *, is_chat: bool) -> dict[str, Any]:
 
 
 def said_at_once(answer: dict[str, Any]) -> Said:
-    """What a JSON answer says."""
     choices = sorted(answer["choices"], key=lambda choice: choice["index"])
     texts = tuple(c["message"]["content"] if "message" in c else c["text"] for c in choices)
     return Said(texts, tuple(choice["finish_reason"] for choice in choices))
 
 
 def said_in(chunks: list[dict[str, Any]]) -> Said:
-    """What the chunks of a whole stream say."""
     texts: dict[int, str] = {}
     finishes: dict[int, str] = {}
     for choice in _choices(chunks):

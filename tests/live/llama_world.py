@@ -5,7 +5,6 @@ llama_world(tmp_path, servers=2)  →  clients → kvpin → llama-servers that 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -14,12 +13,12 @@ from typing import Any
 
 import httpx
 
+from tests.live.answers import until
 from tests.live.conftest import Kvpin, running_kvpin
 from tests.llama import RunningLlama, memory_dir, running_llama_server
 
 MODEL = "tiny"
 WAIT_S = 60.0
-POLL_S = 0.02
 # Flags with which the tiny model has tokens to fill in with.
 FIM = [f"tokenizer.ggml.fim_{part}_token_id=int:{10 + at}" for at, part in enumerate(("pre", "suf", "mid"))]
 FILLS_IN = tuple(word for each in FIM for word in ("--override-kv", each))
@@ -44,7 +43,6 @@ class LlamaWorld:
 
     @property
     def base_url(self) -> str:
-        """What an OpenAI client takes."""
         return self.kvpin.base_url
 
     def post(self, path: str, body: dict[str, Any], **options: Any) -> httpx.Response:
@@ -65,7 +63,6 @@ class LlamaWorld:
         return operation
 
     def engine(self, number: int = 0) -> dict[str, Any]:
-        """What kvpin tells of an engine."""
         return self.kvpin.engines()[f"llama-{number}"]
 
     def kv(self, number: int = 0) -> dict[str, Any]:
@@ -73,7 +70,6 @@ class LlamaWorld:
         return self.engine(number)["kv"]
 
     def slots(self, number: int = 0) -> list[dict[str, Any]]:
-        """The slots of a server as kvpin sees them."""
         return self.kv(number)["slots"]
 
     def server_slots(self, number: int = 0) -> list[dict[str, Any]]:
@@ -81,13 +77,7 @@ class LlamaWorld:
         return httpx.get(f"{self.servers[number].url}/slots", timeout=WAIT_S, trust_env=False).json()
 
     def until(self, holds: Callable[[], Any], what: str) -> Any:
-        """Polls until `holds` is true of the world, and returns what it then returned."""
-        deadline = time.monotonic() + WAIT_S
-        while time.monotonic() < deadline:
-            if result := holds():
-                return result
-            time.sleep(POLL_S)
-        raise AssertionError(f"{what} did not come to be:\n{self.kvpin.log.read_text()}")
+        return until(holds, what, self.kvpin.log.read_text)
 
     def record_of(self, answer: httpx.Response) -> dict[str, Any]:
         """The record of a request, which is kept once its slot is free."""
@@ -143,18 +133,9 @@ def llama_world(
 ) -> Iterator[LlamaWorld]:
     """Starts servers and a kvpin with reuse that knows them; ends all of them, kvpin with a clean exit.
 
-    Args:
-        tmp_path: for logs.
-        server_flags: further flags of every server.
-        servers: how many.
-        slots: of each server.
-        ctx: context of one slot, in tokens.
-        model: path of a GGUF; the tiny model if not given.
-        host_cache: whether the servers share a directory in memory that kvpin knows, too.
-        engine_options: further options of each `--engine`, e.g. `host_cache_bytes=8MiB`.
-        kvpin_flags: further flags of `kvpin serve`.
-        models: the model of each server; all have the same by default.
-        server_env: further environment of every server.
+    `ctx` is that of one slot, in tokens; `host_cache`: the servers share a directory in memory that kvpin
+    knows, too; `engine_options` are of each `--engine`, e.g. `host_cache_bytes=8MiB`; `models` are the names
+    of the servers' models, if they differ.
     """
     with ExitStack() as stack, ExitStack() as proxies:
         host_dir = stack.enter_context(memory_dir()) if host_cache else None

@@ -9,7 +9,7 @@ import re
 import httpx
 import pytest
 
-from tests.live.llama_world import FILLS_IN, MODEL, WAIT_S, llama_world
+from tests.live.llama_world import FILLS_IN, WAIT_S, llama_world
 from tests.llama import running_llama_server
 
 pytestmark = pytest.mark.live
@@ -17,15 +17,7 @@ pytestmark = pytest.mark.live
 STORY = "The ship left the harbour at dawn. " * 20
 # What differs from one answer to the next of the same server.
 VOLATILE = ("timings", "id_slot", "tokens_cached")
-OPERATORS = (
-    ("POST", "/props"),
-    ("POST", "/lora-adapters"),
-    ("POST", "/slots/0?action=erase"),
-    ("POST", "/models/load"),
-    ("GET", "/tools"),
-    ("POST", "/tools"),
-    ("GET", "/cors-proxy?url=http://127.0.0.1/"),
-)
+CONTEXT = 4096
 
 
 @pytest.fixture(scope="module")
@@ -126,15 +118,7 @@ def test_an_answer_is_the_servers_own(call, fields):
         assert without(ours.json()) == without(own.json())
 
 
-SEVERAL = {
-    "prompts": {"prompt": ["One ship. " + STORY, "Two ships. " + STORY]},
-    "choices": {"prompt": "Three ships. " + STORY, "n_cmpl": 3},
-    "both": {"prompt": ["Four ships. " + STORY, [*range(5, 305)]], "n": 2},
-    "some fields": {
-        "prompt": ["Five ships. " + STORY, "Six ships. " + STORY],
-        "response_fields": ["content", "timings"],
-    },
-}
+SEVERAL = ask(["Two ships. " + STORY, [*range(5, 305)]], n=2)
 
 
 @pytest.fixture(scope="module")
@@ -144,13 +128,10 @@ def alone(tmp_path_factory):
         yield lambda path, body: httpx.post(server.url + path, json=body, timeout=WAIT_S, trust_env=False)
 
 
-@pytest.mark.parametrize("path", ["/completion", "/completions"])
-@pytest.mark.parametrize("form", SEVERAL)
-def test_several_are_served_one_by_one_and_answered_as_the_server_does(world, call, alone, path, form):
-    asked = ask(**SEVERAL[form])
-    own = alone(path, asked).raise_for_status().json()
+def test_several_are_served_one_by_one_and_answered_as_the_server_does(world, call, alone):
+    own = alone("/completion", SEVERAL).raise_for_status().json()
     for _ in range(2):
-        answer = call("POST", path, asked).raise_for_status()
+        answer = call("POST", "/completion", SEVERAL).raise_for_status()
         assert [without(each) for each in answer.json()] == [without(each) for each in own]
         assert "x-kvpin-note" not in answer.headers
         parts = [part_of(world, answer, number) for number in range(len(own))]
@@ -159,7 +140,6 @@ def test_several_are_served_one_by_one_and_answered_as_the_server_does(world, ca
 
 
 def part_of(world, answer, number):
-    """kvpin's record of one of several."""
     name = f"{answer.headers['x-request-id']}-{number}"
     return world.until(lambda: record_of(world, name), f"the record of {name}")
 
@@ -170,7 +150,7 @@ def record_of(world, name):
 
 
 def test_several_as_a_stream(call, alone):
-    asked = ask(**SEVERAL["both"], stream=True)
+    asked = {**SEVERAL, "stream": True}
     ours, own = call("POST", "/completion", asked), alone("/completion", asked)
     assert ours.headers["content-type"] == own.headers["content-type"]
     for number in range(4):
@@ -178,10 +158,22 @@ def test_several_as_a_stream(call, alone):
         assert told[0] == told[1] != []
 
 
-def test_an_error_of_one_of_several_is_the_servers(call, alone):
-    asked = ask(["A ship.", [1] * 5000])
-    ours, own = call("POST", "/completion", asked), alone("/completion", asked)
-    assert (ours.status_code, ours.json()) == (own.status_code, own.json())
+@pytest.mark.parametrize("more", [0, 1], ids=["refused by the server", "refused by kvpin"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_that_does_not_fit_has_the_servers_fields_and_openais_code(world, stream, more):
+    """A prompt as long as the context leaves no room for an answer: only the server minds."""
+    body = {"prompt": [5] * (CONTEXT + more), "max_tokens": 1, "stream": stream}
+    answer = world.post("completions", body)
+    assert answer.status_code == 400
+    assert (
+        answer.json()["error"].items()
+        >= {
+            "code": "context_length_exceeded",
+            "type": "exceed_context_size_error",
+            "n_prompt_tokens": CONTEXT + more,
+            "n_ctx": CONTEXT,
+        }.items()
+    )
 
 
 def test_an_error_is_the_servers(call):
@@ -192,41 +184,11 @@ def test_an_error_is_the_servers(call):
 
 
 @pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/tokenize", {"content": "the ship", "with_pieces": True}),
-        ("/detokenize", {"tokens": [5, 6, 7]}),
-        ("/apply-template", {"messages": [{"role": "user", "content": "Where?"}]}),
-        ("/chat/completions/input_tokens", {"messages": [{"role": "user", "content": "Where?"}]}),
-    ],
+    "path", ["/props", "/lora-adapters", "/slots/0?action=erase", "/models/load", "/tools"]
 )
-def test_questions_without_a_prompt_are_passed_on(call, path, body):
-    ours, own = (call("POST", path, body, server=server).raise_for_status() for server in (False, True))
-    assert ours.json() == own.json()
-
-
-def test_what_is_told_to_all(call):
-    assert call("GET", "/props").json()["total_slots"] == 4
-    assert call("GET", "/lora-adapters").json() == []
-    assert len(call("GET", "/slots").json()) == 4
-    assert call("GET", "/health").json() == {"status": "ok"}
-    assert call("GET", "/models").json()["data"][0]["id"] == MODEL
-
-
-def test_the_prefix_v1_may_be_left_out(call):
-    chat = {"messages": [{"role": "user", "content": f"Without the prefix. {STORY}"}], "max_tokens": 4}
-    first = call("POST", "/chat/completions", chat).raise_for_status()
-    again = call("POST", "/v1/chat/completions", chat).raise_for_status()
-    cached = again.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
-    assert cached == first.json()["usage"]["prompt_tokens"] - 1
-    assert int(again.headers["x-kvpin-predicted-tokens"]) == cached
-
-
-@pytest.mark.parametrize(("method", "path"), OPERATORS)
-def test_what_is_the_operators_cannot_be_reached(call, method, path):
-    answer = call(method, path, {} if method == "POST" else None)
-    assert answer.status_code == 404
-    assert answer.json()["error"]["type"] == "invalid_request_error"
+def test_what_is_the_operators_cannot_be_reached(call, path):
+    assert call("POST", path, {}).status_code == 404
+    assert call("GET", "/cors-proxy?url=http://127.0.0.1/").status_code == 404
 
 
 def test_no_tenant_sees_the_slots_of_all(tmp_path):

@@ -18,7 +18,6 @@ import pytest
 from scripts.make_gguf import gguf_path
 from tests.live import llama_hunt
 from tests.live.answers import cached, text_of
-from tests.live.isolation import KEYS
 from tests.live.llama_hunt import TIE, LoneServer, Quarry, quarries, said_at_once, said_in
 from tests.live.llama_world import MODEL, llama_world
 from tests.llama import running_llama_server
@@ -50,7 +49,6 @@ class Hunt:
         self.wrong: list[dict] = []
 
     async def round(self, count: int) -> None:
-        """`count` requests at once."""
         hunted = await quarries(self.dice, MODEL, self.lone, count)
         self.dice.shuffle(hunted)
         async with asyncio.TaskGroup() as group:
@@ -172,7 +170,6 @@ async def test_the_hunt_knows_wrong_answers(tmp_path):
 
 
 def with_another_word(quarry):
-    """The same request, but for the fifth word of its prompt."""
     prompt = quarry.body.get("prompt") or quarry.body["messages"][0]["content"]
     words = prompt.split(" ")
     words[4] = "map"
@@ -277,28 +274,4 @@ def begin(world, prompt, **fields):
 
 
 def has_answer(client):
-    """Whether something has come to a client."""
     return bool(select.select([client], [], [], 0)[0])
-
-
-async def test_tenants_take_turns_for_slots(tmp_path):
-    with llama_world(tmp_path, slots=2, kvpin_flags=KEYS) as world:
-        async with open_client(world.kvpin.url) as client:
-            ended, first = [], asyncio.Event()
-
-            async def ask(tenant: str, number: int) -> None:
-                prompt = f"{number} ships sail " + "and sail " * 600  # a turn of the queue is 2,048 tokens
-                body = {"model": MODEL, "prompt": prompt, "max_tokens": 64, "ignore_eos": True}
-                key = {"authorization": f"Bearer key-of-{tenant}"}
-                (await client.post("/v1/completions", json=body, headers=key)).raise_for_status()
-                ended.append(tenant)
-                first.set()
-
-            async with asyncio.TaskGroup() as group:
-                for number in range(16):
-                    group.create_task(ask("red", number))
-                await first.wait()
-                await ask("blue", 99)
-                before = len(ended)
-        assert before <= 6, "two ran, two had their turn before it"
-        assert world.kv()["violations"] == 0

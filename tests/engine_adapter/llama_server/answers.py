@@ -12,17 +12,14 @@ DONE = b"data: [DONE]\n\n"
 
 
 def event(**fields):
-    """One event of a stream."""
     return b"data: " + msgspec.json.encode(fields) + b"\n\n"
 
 
 def part(finish_reason=None, **fields):
-    """An event with one choice."""
     return event(id="x", choices=[{"index": 0, "finish_reason": finish_reason, **fields}])
 
 
 def delta(**fields):
-    """An event of a chat."""
     return part(delta=fields)
 
 

@@ -30,7 +30,6 @@ async def control_of() -> AsyncIterator[Callable[[str], ControlClient]]:
 
 @pytest.fixture
 def control(llama, control_of) -> ControlClient:
-    """A client of the shared server."""
     return control_of(llama.url)
 
 
@@ -54,7 +53,6 @@ async def scheduler(two_slots) -> AsyncIterator[SchedulerWorld]:
 
 @pytest.fixture
 def little(tmp_path) -> Iterator[LittleRoom]:
-    """A directory that can be filled up."""
     room = LittleRoom(tmp_path / "little", 1 << 20)
     yield room
     room.close()

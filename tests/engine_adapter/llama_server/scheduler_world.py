@@ -43,8 +43,6 @@ class Left(Exception):
 
 
 class Clock:
-    """Real time, and what a test adds to it."""
-
     def __init__(self):
         self.ahead = 0.0
 
@@ -105,7 +103,6 @@ class SchedulerWorld:
         answer.finish()
 
     async def complete(self, tokens, slot=None, **fields):
-        """A request of somebody else's, past the scheduler."""
         body = {"prompt": list(tokens), "n_predict": 4, "temperature": 0, "ignore_eos": True} | fields
         return await self.control.call(
             "POST", "/completion", json=body | {"id_slot": -1 if slot is None else slot}
@@ -117,19 +114,16 @@ class SchedulerWorld:
         await self.until(lambda: all(self.table[slot].is_idle for slot in watched))
 
     async def until(self, condition, pause_s=0.001):
-        """Returns when `condition` holds."""
         async with asyncio.timeout(WAIT_S):
             while not condition():  # noqa: ASYNC110 - several tasks and another process change it
                 await asyncio.sleep(pause_s)
 
     async def until_processing(self, slot):
-        """Returns when the server works on a slot."""
         async with asyncio.timeout(WAIT_S):
             while not (await read_slots(self.control))[slot].is_processing:
                 pass
 
     def operations(self):
-        """What runs on each slot."""
         return [slot.operation for slot in self.table]
 
     # --- slots and files --------------------------------------------------------------------------
@@ -149,7 +143,6 @@ class SchedulerWorld:
         return list(self.contents.all_entries())
 
     def file(self, entry):
-        """Where a saved prefix lies."""
         return self.server.save_dir / entry.name
 
     async def saved_away(self, tokens, salt=None):

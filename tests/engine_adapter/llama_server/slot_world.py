@@ -65,7 +65,6 @@ class World:
         return self.adapter.hold(path, JsonBody(json.dumps(body).encode()), target)
 
     async def sent(self, hold, path=PATH):
-        """The transport's response to a held request."""
         request = self.adapter.prepare("POST", path, {"content-type": "application/json"}, hold.body)
         return await self.transport.send(request)
 
@@ -103,11 +102,9 @@ class World:
                 await asyncio.sleep(0.01)
 
     async def until_idle(self):
-        """Returns when nothing runs on any slot."""
         await self.until(lambda slots: all(slot["operation"] is None for slot in slots))
 
     async def held(self) -> dict[Tier, int]:
-        """Blocks on each tier, by the events of a new follower."""
         return await blocks_in(self.adapter.events())
 
 

@@ -29,13 +29,11 @@ def world(scheduler):
 
 @pytest.fixture
 def said(caplog):
-    """The warnings so far: `said()`."""
     caplog.set_level(logging.WARNING, "kvpin.llama_server")
     return lambda: caplog.messages
 
 
 async def held(world):
-    """Blocks in slots by the events of a new follower."""
     return (await blocks_in(world.mirror.follow())).get(Tier.GPU, 0)
 
 
@@ -146,15 +144,6 @@ class TestSave:
 
 
 class TestRestore:
-    async def test_the_slot_holds_the_file(self, world):
-        entry = await world.saved_away(prompt_of(1), "a")
-        assert await world.restore(1, entry)
-        slot = world.table[1]
-        assert (slot.tokens, slot.salt, slot.saved) == (entry.tokens, "a", 103)
-        counts = world.contents.counts
-        assert (counts.restores, counts.restored_tokens, entry.uses) == (1, 103, 1)
-        await world.check()
-
     async def test_what_the_server_refuses_is_kept_for_others_and_has_emptied_the_slot(self, world, said):
         """A file that is whole and unharmed, and no KV of this model."""
         lease = await world.ask(prompt_of(2))
@@ -279,26 +268,3 @@ class TestNotes:
         assert "-np N" in world.contents.findings[0].problem
         assert len(said()) == 1
         assert world.contents.counts.strangers == times
-
-    async def test_slots_are_described_without_what_they_hold(self, world):
-        lease = await world.ask(prompt_of(1))
-        world.table.pin(lease.slot, 50, world.clock() + 60)
-        described = world.contents.describe()
-        mine = described[lease.slot]
-        assert (mine["id"], mine["tokens"], mine["unknown"], mine["saved"]) == (lease.slot, 103, 0, 0)
-        assert (mine["operation"], mine["since_s"] >= 0, 50 < mine["pinned_s"] <= 60) == (None, True, True)
-        assert described[1 - lease.slot]["pinned_s"] == 0
-        async with world.scheduler.lease(SlotRequest(prompt_of(1))):
-            assert {each["operation"] for each in world.contents.describe()} == {None, "request"}
-        assert str(prompt_of(1)[0]) not in str(described)
-
-
-async def test_the_mirror_is_told_what_is_known(world):
-    world.table.hold(0, prompt_of(1), None, unknown=40)
-    assert await held(world) == 6
-    world.contents.mark_unknown(world.table[0], 140)
-    assert await held(world) == 0
-    world.table.hold(1, prompt_of(1), None)
-    assert await held(world) == 6
-    world.table.hold(1, array("i"), None)
-    assert await held(world) == 0

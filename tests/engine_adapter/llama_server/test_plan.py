@@ -121,24 +121,6 @@ def test_a_prompt_whose_text_alone_is_known_goes_where_its_beginning_was():
     assert choose(SlotOperation.SETTLE).cost.wait_s > 0, "it waits for that slot"
 
 
-@pytest.mark.parametrize("saved", [0, 120])
-def test_a_few_shared_tokens_are_no_reason_to_overwrite_a_conversation(saved):
-    held, prompt = slot(0, run(120), saved=saved), array("i", [*range(20), *range(900, 1000)])
-    assert decide(prompt, [held, slot(1)]).slot == 1
-    longer = slot(0, run(2000), saved=2000)
-    choice = decide(array("i", [*range(1000), 7]), [longer, slot(1)])
-    assert (choice.slot, choice.cost.cached_tokens) == (0, 1000), "a shared document is"
-    choice = decide(run(20), [held, slot(1)])
-    assert (choice.slot, choice.cost.cached_tokens) == (0, 19), "a short prompt that is asked again is"
-
-
-def test_what_the_pool_has_seen_come_back_is_dearer():
-    held = slot(0, run(500, 600))
-    dearer = replace(RATES, returns=lambda idle_s: 0.9)
-    costs = [decide(run(9), [held], rates=each, can_save=False).cost.regret_s for each in (RATES, dearer)]
-    assert costs == pytest.approx([0.5 * 0.1, 0.9 * 0.1])
-
-
 def test_among_empty_slots_the_one_unused_for_longest_then_the_lower_id():
     assert decide(run(9), [slot(0, since=3.0), slot(1, since=1.0), slot(2, since=1.0)], now=9.0).slot == 1
 

@@ -39,10 +39,9 @@ class FakeRouter:
         self.states: dict[str, dict[str, Any]] = {name: {"value": "unloaded"} for name in names}
         self.most, self.events = 1, True
         self.asked: list[str] = []
-        self.refuses = 0  # further loads, for want of room
         self.broken = ""
         self.stuck = ""  # loads for ever
-        self.says: list[str] = []  # refusals of further loads, for other reasons
+        self.says: list[str] = []  # refusals of further loads
         self.role = "router"
         self.changes = 0
         self.told = ""  # the model of the latest change
@@ -89,9 +88,6 @@ class FakeRouter:
     async def load(self, request: Request) -> Response:
         name = (await request.json())["model"]
         self.asked.append(f"load {name}")
-        if self.refuses:
-            self.refuses -= 1
-            return JSONResponse({"error": {"message": "model limit reached"}}, 500)
         if self.says:
             return JSONResponse({"error": {"message": self.says.pop()}}, 500)
         if self.states[name]["value"] != "unloaded":
@@ -158,9 +154,14 @@ async def ask(router: Router, name: str, order: list[str] | None = None) -> None
             order.append(name)
 
 
-class Clock:
-    """The router's clock, which stands still."""
+async def until_loading(router: Router, name: str) -> None:
+    """Returns when kvpin has heard that a model is loading."""
+    async with asyncio.timeout(20):
+        while router.state(name) is not ModelState.LOADING:  # noqa: ASYNC110 - the fake runs in a thread
+            await asyncio.sleep(0.005)
 
+
+class Clock:
     now = 1000.0
 
 
@@ -285,13 +286,14 @@ async def test_each_failure_of_a_model_doubles_the_pause_after_it(clock):
 
 
 async def test_a_load_that_tells_nothing_has_failed_and_is_ended():
-    async with routing("a", "b", stuck="b", load_s=0.1) as (fake, router):
+    async with routing("a", "b", stuck="b", load_s=1.0) as (fake, router):
         stuck = [asyncio.create_task(ask(router, "b")) for _ in range(3)]
-        await asyncio.sleep(0.05)
+        await until_loading(router, "b")
+        await asyncio.sleep(0.5)
         await ask(router, "a")  # there is no room for it before
         failures = await asyncio.gather(*stuck, return_exceptions=True)
         assert str(failures[0]) == (
-            "the model 'b' failed to load: its llama-server has told no progress for 0.1 s; look for it "
+            "the model 'b' failed to load: its llama-server has told no progress for 1 s; look for it "
             "in the router's presets, or raise load_s"
         )
         assert len({str(failure) for failure in failures}) == 1
@@ -342,7 +344,7 @@ async def test_a_model_that_loads_for_a_request_does_not_leave_before_it_has_ser
 async def test_a_load_that_nobody_waits_for_any_longer_makes_room():
     async with routing("a", "b", stuck="b") as (fake, router):
         stuck = asyncio.create_task(ask(router, "b"))
-        await asyncio.sleep(0.05)
+        await until_loading(router, "b")
         stuck.cancel()
         await asyncio.wait([stuck])
         await ask(router, "a")
@@ -402,11 +404,11 @@ async def test_a_swap_waits_for_a_visit_only_briefly_and_for_a_request_to_its_en
 
 async def test_a_router_without_room_is_asked_again_but_not_for_ever(monkeypatch):
     monkeypatch.setattr(router_module, "_RETRY_S", 0.0)
-    async with routing("a", "b", most=2, refuses=2) as (fake, router):
+    async with routing("a", "b", most=2, says=["model limit reached"] * 2) as (fake, router):
         await ask(router, "a")
         assert fake.asked == ["load a"] * 3
         monkeypatch.setattr(router_module, "_ROOM_S", 0.05)
-        fake.refuses = 10**6
+        fake.says = ["model limit reached"] * 1000
         with pytest.raises(EngineRejected, match=r"no room for the model 'b' for 0\.05 s") as refused:
             await ask(router, "b")
         assert refused.value.status == 503

@@ -1,15 +1,12 @@
 import asyncio
 import math
 import os
-import resource
 import threading
 import time
-from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -27,7 +24,7 @@ from engine_adapter.llama_server.saved import (
 )
 from engine_adapter.llama_server.saved_files import GRACE_S, FileFault, StateFileError
 from engine_adapter.types import Tier
-from tests.state_files import act, complete, no_handles, write_state
+from tests.state_files import no_handles, write_state
 
 KEY, SIZE = "k1", 1000
 
@@ -146,18 +143,6 @@ def test_a_place_that_cannot_be(place, why):
 
 
 # --- add ---------------------------------------------------------------------------------------------
-
-
-async def test_what_a_server_saved_is_an_entry(world):
-    salt = salt_digest("tenant")
-    saved = await world.save(7, salt=salt)
-    assert (saved.key, saved.salt, saved.size, saved.tier) == (KEY, salt, SIZE, Tier.HOST)
-    assert saved.tokens == array("i", range(7, 12))
-    assert (saved.created, saved.last_used, saved.uses) == (world.clock.now, world.clock.now, 0)
-    assert list(world.registry.entries(KEY)) == [saved]
-    assert list(world.registry.entries("other")) == []
-    assert world.told == [(SavedEvent.ADDED, saved.name, Tier.HOST)]
-    assert "tenant" not in (world.host / saved.name.replace(".bin", ".json")).read_text()
 
 
 async def test_a_longer_one_takes_the_place_and_the_uses_of_those_it_continues(world):
@@ -433,17 +418,6 @@ async def test_what_fails_its_check_under_two_restores_goes_with_the_last(world)
         assert (world.host / name).exists()
 
 
-async def test_dropped_while_it_comes_back_from_disk(tiers):
-    first, _, _ = [await tiers.save(100 * i) for i in (1, 2, 3)]
-    coming = asyncio.create_task(tiers.registry.ready(first))
-    await asyncio.sleep(0)
-    assert first.is_busy
-    await tiers.registry.drop(first)
-    with refused(FileFault.MISSING):
-        await coming
-    assert (SavedEvent.MOVED, first.name, Tier.HOST) not in tiers.told
-
-
 async def test_a_caller_that_leaves_leaves_no_half_work(tiers):
     first, _, _ = [await tiers.save(100 * i) for i in (1, 2, 3)]
     coming = asyncio.create_task(tiers.registry.ready(first))
@@ -466,30 +440,6 @@ async def test_a_listener_that_fails_while_nobody_waits_is_heard_of(tmp_path, ca
     first, _, _ = [await tiers.save(100 * i) for i in (1, 2, 3)]
     assert first.tier is Tier.DISK
     assert "what a listener did wrong" in caplog.text
-
-
-async def test_the_figures_tell_no_content(tiers):
-    first, _, _ = [await tiers.save(12345678 + 100 * i, salt="secret") for i in (1, 2, 3)]
-    tiers.clock.now += 7
-    stats = tiers.registry.stats()
-    place = tiers.registry.place
-    assert [tier.pop("place") for tier in stats["tiers"].values()] == [str(place.host), str(place.disk)]
-    assert {tier.pop("in_memory") for tier in stats["tiers"].values()} <= {True, False}
-    assert stats["tiers"] == {
-        "host": {"entries": 2, "bytes": 2 * SIZE, "cap": 2 * SIZE},
-        "disk": {"entries": 1, "bytes": SIZE, "cap": 2 * SIZE},
-    }
-    assert stats["saved"][0] == {
-        "name": first.name,
-        "tokens": 5,
-        "size": SIZE,
-        "tier": "disk",
-        "age": 9.0,
-        "uses": 0,
-    }
-    assert [stats[each] for each in ("evicted", "demoted", "promoted", "refused")] == [0, 1, 0, 0]
-    assert "secret" not in str(stats)
-    assert "123457" not in str(stats)
 
 
 # --- rebuild ---------------------------------------------------------------------------------------------
@@ -551,9 +501,8 @@ async def test_a_directory_that_is_not_there_is_asked_for_and_tried_again(tmp_pa
 
 async def test_a_disk_tier_that_cannot_be_made(tmp_path):
     (tmp_path / "disk").write_text("a file")
-    world = World(tmp_path, disk=1)
     with refused(FileFault.UNWRITABLE):
-        await world.registry.rebuild()
+        await World(tmp_path, disk=1).registry.rebuild()
 
 
 # --- Disks that are full, or gone ------------------------------------------------------------------------
@@ -639,17 +588,6 @@ async def test_a_save_without_room_for_its_sidecar_is_refused(tmp_path, little):
     world.check()
 
 
-async def test_a_host_directory_that_vanished_loses_nothing_on_disk(tiers):
-    first, _, third = [await tiers.save(100 * i) for i in (1, 2, 3)]
-    await tiers.registry.drop(third)
-    away = tiers.host.rename(tiers.host.with_name("away"))
-    with refused(FileFault.UNWRITABLE):
-        await tiers.registry.ready(first)
-    assert first in set(tiers.registry.entries(KEY))
-    away.rename(tiers.host)
-    assert await tiers.registry.ready(first) == first.name
-
-
 # --- Any order of events -----------------------------------------------------------------------------------
 
 STEPS = st.lists(
@@ -712,66 +650,3 @@ async def _touch(world: World, what: str, saved: Saved, much: int) -> None:
             for directory in (world.host, world.disk):
                 saved_files.remove(directory / saved.name)
         await world.registry.ready(saved)
-
-
-# --- Files of real servers ---------------------------------------------------------------------------------
-
-
-async def add_real(registry: SavedPrefixes, url: str, slot: int) -> Saved:
-    name = saved_files.new_name(KEY)
-    said = act(url, slot, "save", name).raise_for_status().json()
-    return await registry.add(
-        name, KEY, None, tokens_expected=said["n_saved"], bytes_expected=said["n_written"]
-    )
-
-
-async def test_a_real_slot_comes_back_from_disk_on_another_server_after_a_restart(
-    start_llama, save_dir, tmp_path
-):
-    server = start_llama(slots=2, ctx=512, save_dir=save_dir)
-    prompts = [[3 + i, *range(10, 210)] for i in range(3)]
-    cold = complete(server.url, prompts[0], 0, predict=8)["content"]
-    first_size = act(server.url, 0, "save", "size.bin").json()["n_written"]
-    place = SavedPlace(save_dir, first_size * 5 // 2, tmp_path / "disk", first_size * 10)
-    registry = SavedPrefixes(place)
-    entries = []
-    for prompt in prompts:
-        complete(server.url, prompt, 0)
-        entries.append(await add_real(registry, server.url, 0))
-    assert [saved.tier for saved in entries] == [Tier.DISK, Tier.HOST, Tier.HOST]
-    server.kill()
-
-    registry = SavedPrefixes(place)
-    await registry.rebuild()
-    (found,) = (entry for entry in registry.entries(KEY) if entry.name == entries[0].name)
-    other = start_llama(slots=2, ctx=512, save_dir=save_dir)
-    async with registry.using(found) as name:
-        assert act(other.url, 1, "restore", name).json()["n_restored"] == len(found.tokens)
-    warm = complete(other.url, prompts[0], 1, predict=8)
-    assert warm["timings"]["cache_n"] == len(prompts[0]) - 1
-    assert warm["content"] == cold
-
-
-async def test_what_a_real_server_writes_to_a_full_disk_is_never_an_entry(start_llama, little):
-    """The server answers 200 and the size it meant to write when just the last bytes found no room."""
-    server = start_llama(slots=1, ctx=1024, save_dir=little.path)
-    registry = SavedPrefixes(SavedPlace(little.path, 1 << 30))
-    complete(server.url, range(10, 110), 0)
-    saved = await add_real(registry, server.url, 0)
-    await registry.drop(saved)
-
-    count = little.size // (saved.size // len(saved.tokens)) + 1
-    complete(server.url, range(10, 10 + count), 0)
-    name = saved_files.new_name(KEY)
-    if little.is_mounted:
-        said = act(server.url, 0, "save", name).raise_for_status().json()
-    else:  # the kernel ends a server that writes beyond its limit: what it leaves is cut short as well
-        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (little.size, little.size))
-        with pytest.raises(httpx.TransportError):
-            act(server.url, 0, "save", name)
-        said = {"n_saved": count, "n_written": little.size + 1}
-    assert said["n_written"] > little.size
-    with pytest.raises(StateFileError):
-        await registry.add(name, KEY, None, tokens_expected=said["n_saved"], bytes_expected=said["n_written"])
-    assert list(little.path.iterdir()) == []
-    assert list(registry.entries(KEY)) == []

@@ -105,14 +105,6 @@ def test_half_of_the_room_can_be_kept_what_was_used_last_first():
     assert kept(entries, 199, NOW) == set()
 
 
-def test_an_owner_of_little_keeps_it_beside_one_of_much():
-    much = [wanted(f"much-{n}", "much") for n in range(9)]
-    little = wanted("little", "little", used=NOW - 9000)
-    chosen = kept([*much, little], 800, NOW)
-    assert little in chosen
-    assert len(chosen) == 4
-
-
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 50), st.sampled_from(["a", "b", "c"])), max_size=30),
     room=st.integers(0, 400),

@@ -49,12 +49,10 @@ async def own_world(start_llama, save_dir):
 
 
 def asking(world, tokens, salt=None, **sending):
-    """A request as a task of its own."""
     return asyncio.create_task(world.ask(tokens, salt, **sending))
 
 
 async def fill(world, *seeds):
-    """One conversation after the other."""
     return [await world.ask(prompt_of(seed)) for seed in seeds]
 
 
@@ -266,8 +264,6 @@ class TestPrepared:
 
 
 class TestLeft:
-    """What a request leaves in its slot, however it ends."""
-
     @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
     @pytest.mark.parametrize("fields", [{"max_tokens": 0}, {"max_tokens": 1}, {"logit_bias": [[2, 100]]}])
     async def test_an_answer_of_next_to_nothing(self, world, path, fields):
@@ -392,8 +388,6 @@ class TestTake:
 
 
 class TestOthers:
-    """Somebody else uses the server as well."""
-
     @pytest.mark.parametrize("word", ["adopt", "reconcile"])
     async def test_a_slot_somebody_else_works_on_is_left_to_him(self, world, word):
         other = asyncio.create_task(world.complete(prompt_of(1, 600), 0, n_predict=100))

@@ -17,7 +17,7 @@ from engine_adapter.llama_server.slot_io import read_slots
 from engine_adapter.llama_server.slots import SlotOperation
 from engine_adapter.llama_server.turns import SlotRequest
 from scripts.make_gguf import gguf_path
-from tests.engine_adapter.llama_server.scheduler_world import no_directory, scheduler_world, stopped
+from tests.engine_adapter.llama_server.scheduler_world import no_directory, stopped
 from tests.engine_adapter.llama_server.slot_world import prompt_of, slot_world
 from tests.engines import engine_spec
 
@@ -61,25 +61,6 @@ async def test_a_probe_leaves_one_file_at_most_where_kvpin_does_not_know_the_dir
     assert told.endswith(f"until then, a small file stays there, {left.name}")
     await tried_out(host_cache_dir=str(save_dir))
     assert list(save_dir.iterdir()) == []
-
-
-async def test_who_may_not_try_a_server_out_changes_nothing_there(server, save_dir, control_of):
-    """As `kvpin doctor`, beside the kvpin that manages the server."""
-    control = control_of(server.url)
-    for slot, seed in enumerate((1, 2)):
-        body = {"prompt": list(prompt_of(seed)), "n_predict": 0, "id_slot": slot}
-        await control.call("POST", "/completion", json=body)
-    held = await read_slots(control)
-    adapter = make_adapter(engine_spec("llama_server", server.url, host_cache_dir=str(save_dir)))
-    adapter.may_try = False
-    info = await adapter.connect()
-    await adapter.load()
-    assert {Capability.KV_EVENTS, Capability.PIN} <= info.capabilities
-    assert Capability.CACHE_SALT not in info.capabilities  # nobody knows
-    assert "not known yet whether it has a" in str(adapter.not_supported(Capability.CACHE_SALT))
-    await adapter.aclose()
-    assert await read_slots(control) == held
-    assert list(save_dir.glob("*.bin")) == []
 
 
 async def test_a_server_is_tried_out_once(server, save_dir, control_of):
@@ -229,14 +210,6 @@ async def test_after_an_end_of_kvpin_the_files_alone_tell_what_was_computed(serv
         assert await world.ask(prompt_of(1), salt="a") == (text, 99, 99)
 
 
-async def test_what_lies_in_a_slot_already_is_nobodys(server, save_dir, control_of):
-    body = {"prompt": list(prompt_of(1)), "n_predict": 4, "id_slot": 1}
-    await control_of(server.url).call("POST", "/completion", json=body)
-    async with slot_world(server.url, host_cache_dir=str(save_dir)) as world:
-        assert sorted(slot["unknown"] for slot in await world.slots()) == [0, 103]
-        assert (await world.ask(prompt_of(1)))[1:] == (0, 0)
-
-
 @pytest.mark.parametrize("is_written_back", [False, True])
 async def test_a_pin_protects_what_comes_back_after_kvpin_was_killed(server, save_dir, is_written_back):
     async with slot_world(server.url, host_cache_dir=str(save_dir)) as world:
@@ -304,15 +277,6 @@ class TestWriteBack:
         assert (world.contents.counts.write_backs, world.contents.counts.saves) == (2, 2)
         await world.check()
 
-    async def test_again_when_they_have_grown(self, world):
-        async with writing_back(world):
-            for saves, count in enumerate((100, 150), 1):
-                lease = await world.ask(prompt_of(1, 150)[:count], max_tokens=1)
-                await world.until(lambda saves=saves: world.contents.counts.saves == saves)
-                assert [len(entry.tokens) for entry in world.entries()] == [count]
-        await world.idle()
-        assert world.table[lease.slot].saved == 150
-
     async def test_not_what_nobody_here_knows(self, world):
         await world.complete(prompt_of(1, 500), 0)
         world.scheduler.adopt(await read_slots(world.control))
@@ -338,33 +302,6 @@ class TestWriteBack:
             world.clock.ahead += 60
             await world.until(lambda: counts.saves == 1)
         assert (counts.write_backs, counts.saves, counts.failed_saves) == (2, 1, 1)
-
-    async def test_a_server_that_died_is_left_alone(self, start_llama, save_dir):
-        async with scheduler_world(start_llama(slots=2, ctx=512, save_dir=save_dir)) as world:
-            await world.ask(prompt_of(1))
-            world.server.kill()
-            async with writing_back(world) as task:
-                await world.until(lambda: world.contents.counts.write_backs == 1)
-                await world.idle()
-                assert not world.contents.can_save  # until the pause is over, or its loss is noticed
-                assert not task.done()
-            assert world.entries() == []
-
-    async def test_a_slot_that_is_being_saved_is_worth_the_wait(self, world):
-        for seed in (1, 2):
-            lease = await world.ask(prompt_of(seed))
-        first = 1 - lease.slot
-        turn = world.table[first].tokens + prompt_of(3, 10)
-        async with writing_back(world):
-            with stopped(world.server):
-                await world.until(lambda: world.table[first].operation is SAVE)
-                forecast = world.scheduler.forecast(SlotRequest(turn))
-            assert 0 < forecast.wait_s < forecast.total_s < forecast.idle_s
-            await world.until(lambda: world.table[first].is_idle)
-            lease = await world.ask(turn)
-        assert (lease.slot, lease.cached_tokens) == (first, 103)
-        await world.idle()
-        await world.check()
 
 
 class TestSaveAll:

@@ -16,18 +16,6 @@ from tests.kv_world import until
 NAME = "kvpin-slot-io.bin"
 
 
-@pytest.mark.parametrize("action", ["save", "restore", "erase"])
-async def test_an_answer_that_is_not_understood_names_slot_and_action(control_of, action):
-    async def script(exchange):
-        assert (exchange.method, exchange.target) == ("POST", f"/slots/3?action={action}")
-        await exchange.send({"id_slot": 3, "n_erased": "many", "n_saved": 1, "n_restored": 1})
-
-    async with FakeEngine(script=script) as engine:
-        args = () if action == "erase" else (NAME,)
-        with pytest.raises(EngineUnavailable, match=rf"/slots/3\?action={action}: .* not as expected"):
-            await getattr(slot_io, action)(control_of(engine.url), 3, *args)
-
-
 # --- when a server is done with its slots --------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""The ids are those the server computes: as many, and every one of them found in the slot's content."""
+"""The ids of a prompt are those of the server. All forms of requests: tests/live/test_prompt_forms.py."""
 
 from __future__ import annotations
 
@@ -14,82 +14,53 @@ from tests.engine_adapter.builders import body
 from tests.engines import served
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-SLOT = 3
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "Weather for a city — today's",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-    },
-}
-CALL = {
-    "id": "call_12345",
-    "type": "function",
-    "function": {"name": "get_weather", "arguments": '{"city": "Kraków"}'},
-}
 
 
 def user(content):
     return {"role": "user", "content": content}
 
 
-def assistant(content, **fields):
-    return {"role": "assistant", "content": content, **fields}
-
-
-CHATS = {
-    "one message": {"messages": [user("Hello there.")]},
-    "turns": {"messages": [user("a"), assistant(" It's 3.14159…  "), user("  again?")]},
-    "unicode": {"messages": [user("Zażółć gęślą jaźń 漢字 🙂‍↔️ e\u0301 \u200b\n\n\tx = 1 ")]},
-    "text parts": {"messages": [user([{"type": "text", "text": "one"}, {"type": "text", "text": "two"}])]},
-    "tool call": {
-        "messages": [
-            user("Weather?"),
-            assistant("", tool_calls=[CALL]),
-            {"role": "tool", "tool_call_id": "call_12345", "content": "18 °C"},
-        ],
-        "tools": [WEATHER],
-    },
-    "an answer begun, told": {
-        "messages": [user("Count."), assistant("One, two,")],
-        "continue_final_message": True,
-        "add_generation_prompt": False,
-    },
-    "template options": {"messages": [user("a")], "chat_template_kwargs": {"enable_thinking": False}},
-}
-TEXTS = {
-    "text": "The quick brown fox, 12345 times.",
-    "unicode": " größer\n漢字 🙂‍↔️ e\u0301 <|im_start|></s>",
-    "a list of one text": ["one text"],
-    "token ids": [300, 301, 302, 900],
-    "a list of one list of ids": [[300, 301, 302, 900]],
+CHAT_WITH_TOOLS = {
+    "messages": [
+        user("Weather?"),
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [
+                {
+                    "id": "call_12345",
+                    "type": "function",
+                    "function": {"name": "weather", "arguments": '{"city": "Kraków"}'},
+                }
+            ],
+        },
+        {"role": "tool", "tool_call_id": "call_12345", "content": "18 °C"},
+    ],
+    "tools": [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}],
 }
 
 
-async def assert_computed(control, path, fields):
-    """The server counts as many ids, and finds all of them (but the last, always computed) in its slot."""
-    ids = await tokenize(control, path, body(**fields))
-    usage = (await control.call("POST", path, json={**fields, "max_tokens": 1, "id_slot": SLOT}))["usage"]
-    assert len(ids) == usage["prompt_tokens"]
-    again = await control.call(
-        "POST", "/completion", json={"prompt": ids.tolist(), "n_predict": 0, "id_slot": SLOT}
-    )
-    assert again["timings"]["cache_n"] == len(ids) - 1
-
-
-@pytest.mark.parametrize("name", CHATS)
-async def test_chats(control, name):
-    await assert_computed(control, CHAT, CHATS[name])
-
-
-@pytest.mark.parametrize("name", TEXTS)
-async def test_completions(control, name):
-    await assert_computed(control, COMPLETIONS, {"prompt": TEXTS[name]})
+async def test_a_server_whose_model_begins_with_its_own_token_finds_all_ids_in_its_slot(
+    start_llama, control_of
+):
+    server = start_llama("--override-kv", "tokenizer.ggml.add_bos_token=bool:true", slots=4)
+    control = control_of(server.url)
+    for path, fields in (
+        (CHAT, CHAT_WITH_TOOLS),
+        (COMPLETIONS, {"prompt": " größer\n漢字 🙂‍↔️ <|im_start|></s>"}),
+        (COMPLETIONS, {"prompt": [[300, 301, 302, 900]]}),
+        (COMPLETIONS, {"prompt": [300, " mixed", 900]}),
+    ):
+        ids = await tokenize(control, path, body(**fields))
+        asked = {**fields, "max_tokens": 1, "id_slot": 3}
+        assert len(ids) == (await control.call("POST", path, json=asked))["usage"]["prompt_tokens"]
+        again = {"prompt": ids.tolist(), "n_predict": 0, "id_slot": 3}
+        timings = (await control.call("POST", "/completion", json=again))["timings"]
+        assert timings["cache_n"] == len(ids) - 1, "the last one is always computed"
 
 
 async def test_where_user_messages_begin(control):
-    messages = [user("one"), assistant("two"), user("three")]
+    messages = [user("one"), {"role": "assistant", "content": "two"}, user("three")]
     ids, mark = await tokenize(control, CHAT, body(messages=messages)), await read_user_mark(control)
     first = await tokenize(control, CHAT, body(messages=messages[:1]))
     assert list(mark) == first[: len(mark)].tolist()
@@ -124,15 +95,6 @@ async def test_without_a_chat_template_no_message_has_a_mark(control_of):
     refuse = Route("/apply-template", lambda _: JSONResponse({}, status_code=400), methods=["POST"])
     with served(Starlette(routes=[refuse])) as url:
         assert await read_user_mark(control_of(url)) == ()
-
-
-async def test_a_model_that_begins_with_its_own_token(start_llama, control_of):
-    server = start_llama("--override-kv", "tokenizer.ggml.add_bos_token=bool:true", slots=4)
-    control = control_of(server.url)
-    ids = await tokenize(control, COMPLETIONS, body(prompt=TEXTS["text"]))
-    assert ids[0] == 0
-    await assert_computed(control, COMPLETIONS, {"prompt": TEXTS["text"]})
-    await assert_computed(control, CHAT, CHATS["tool call"])
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from engine_adapter.llama_server.answer import CompletionOutput
 from engine_adapter.llama_server.plan import Plan
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
 from engine_adapter.llama_server.slots import SlotOperation, SlotTable
-from engine_adapter.llama_server.turns import SlotRequest, Turns, first_operation
+from engine_adapter.llama_server.turns import SlotRequest, Turns
 from tests.engine_adapter.llama_server.answers import lease_of
 
 ANYWHERE = -1
@@ -55,7 +55,6 @@ class World:
         return self.tasks[name]
 
     async def ask_each(self, names, home=ANYWHERE):
-        """One after the other."""
         for name in names:
             await self.ask(name, home)
 
@@ -75,7 +74,6 @@ class World:
 
 
 async def settle():
-    """Lets every task run as far as it gets."""
     for _ in range(5):
         await asyncio.sleep(0)
 
@@ -113,29 +111,8 @@ class TestOrder:
         await world.release(1)
         assert world.got == {"b": 0, "a": 1}
 
-    @pytest.mark.parametrize(
-        ("plan", "operation"),
-        [
-            (plan_of(0), SlotOperation.REQUEST),
-            (plan_of(0, restore="f"), SlotOperation.RESTORE),
-            (plan_of(0, restore="f", save_first=True), SlotOperation.SAVE),
-            (plan_of(0, save_first=True), SlotOperation.SAVE),
-        ],
-    )
-    def test_what_a_plan_does_first(self, plan, operation):
-        assert first_operation(plan) is operation
-
 
 class TestFail:
-    async def test_everybody_who_waits_is_told(self, world):
-        await world.ask_each("abcd")
-        world.turns.fail(EngineUnavailable("it is gone"))
-        for name in "cd":
-            with pytest.raises(EngineUnavailable, match="it is gone"):
-                await world.tasks[name]
-        await world.release(0)
-        assert world.busy() == [1]
-
     @pytest.mark.parametrize("first", ["it fails", "the request leaves"])
     async def test_whoever_leaves_meanwhile_is_cancelled(self, world, first):
         await world.ask_each("ab")

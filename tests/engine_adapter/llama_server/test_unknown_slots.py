@@ -1,28 +1,32 @@
-"""What slots hold when that is not sure: nobody gets moved KV for exact, or KV of another tenant."""
+"""What slots hold when that is not sure: nobody gets moved KV for exact, KV of another tenant,
+or goes on behind a checkpoint of another prompt (`Checkpoint.is_stale`)."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from array import array
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import chain
 
+import httpx
 import pytest
 
-from engine_adapter import EngineLost, EngineUnavailable, KvTarget, KvVerb
+from engine_adapter import EngineLost, EngineUnavailable, JsonBody, KvTarget, KvVerb
 from engine_adapter.llama_server import slot_io
-from engine_adapter.llama_server.checkpoints import PLAIN
+from engine_adapter.llama_server.checkpoints import PLAIN, UNPROBED
+from engine_adapter.llama_server.probe import memory_rules
 from engine_adapter.llama_server.turns import SlotRequest
+from scripts.make_gguf import gguf_path
 from tests.engine_adapter.llama_server.scheduler_world import NEVER_SENT, scheduler_world
-from tests.engine_adapter.llama_server.slot_world import LONG, SHORTER, START, prompt_of, slot_world
+from tests.engine_adapter.llama_server.slot_world import START, prompt_of, slot_world
 
 PROMPT = prompt_of(1, 300)
 
 
 @pytest.fixture
 async def alone(start_llama, save_dir):
-    """A scheduler of a server with one slot."""
     async with scheduler_world(start_llama(slots=1, ctx=1024, save_dir=save_dir)) as world:
         yield world
 
@@ -33,20 +37,6 @@ async def pair(start_llama, save_dir):
     async with scheduler_world(start_llama(slots=2, ctx=1024, save_dir=save_dir)) as world:
         world.entry = await world.saved_away(PROMPT, "a")
         yield world
-
-
-def once(function, error, *, runs):
-    """`function`, whose first call raises `error`: before it runs, or after."""
-    calls = []
-
-    async def once(*args):
-        calls.append(args)
-        result = await function(*args) if runs or len(calls) > 1 else None
-        if len(calls) == 1:
-            raise error
-        return result
-
-    return once
 
 
 @asynccontextmanager
@@ -80,35 +70,6 @@ async def test_a_slot_whose_predictions_keep_failing_is_not_firm(alone):
     assert [lease.firm for lease in leases] == [*[True] * 4, *[False] * 3]
 
 
-async def test_what_was_moved_in_a_slot_the_next_kvpin_does_not_take_for_exact(start_llama, save_dir):
-    """Nothing tells it that the slot holds moved KV. So it reuses none of what lies there already."""
-    server = start_llama(slots=1, ctx=1024, save_dir=save_dir)
-    async with slot_world(server.url) as world:
-        exact, *_ = await world.ask(SHORTER, max_tokens=24)
-    async with slot_world(server.url, cache_reuse=16) as world:
-        await world.ask(LONG, max_tokens=1, cache_prompt=False)
-        moved, cached, predicted = await world.ask(SHORTER, max_tokens=24)
-        assert (moved != exact, cached, predicted) == (True, 359, 359), "or the rest would prove nothing"
-    async with slot_world(server.url) as world:
-        assert await world.ask(SHORTER, max_tokens=24) == (exact, 0, 0)
-
-
-@pytest.mark.parametrize("is_killed", [False, True])
-async def test_a_slot_that_somebody_used_while_no_kvpin_looked_is_nobodys(start_llama, save_dir, is_killed):
-    """Another client writes no record, nor does a kvpin that sees another directory, or none."""
-    server = start_llama(slots=1, ctx=1024, save_dir=save_dir)
-    async with slot_world(server.url, host_cache_dir=str(save_dir)) as world:
-        await world.ask(prompt_of(2, 300), "a")
-        if is_killed:
-            await world.adapter.load()
-            await world.adapter.leave()
-    async with slot_world(server.url) as world:
-        await world.ask(PROMPT, "b")
-    async with slot_world(server.url, host_cache_dir=str(save_dir)) as world:
-        await world.until_idle()
-        assert (await world.ask(PROMPT, "a"))[1] == 0
-
-
 class TestNobodyElseGetsWhatATenantLeft:
     async def test_after_a_text_whose_end_is_not_known(self, alone, monkeypatch):
         """As of `/infill`, whose tokens kvpin does not know."""
@@ -132,9 +93,16 @@ class TestNobodyElseGetsWhatWasRestored:
     """`/slots` tells no tokens of a slot that had no request yet, even after a restore: that is not empty."""
 
     async def test_by_a_restore_without_an_answer(self, pair, monkeypatch):
-        monkeypatch.setattr(slot_io, "restore", once(slot_io.restore, EngineLost("no answer"), runs=True))
-        with pytest.raises(EngineLost):
-            await pair.ask(PROMPT, "a")
+        restore = slot_io.restore
+
+        async def unanswered(*args):
+            await restore(*args)
+            raise EngineLost("no answer")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(slot_io, "restore", unanswered)
+            with pytest.raises(EngineLost):
+                await pair.ask(PROMPT, "a")
         await pair.idle()
         assert await reused_by_another(pair) == [0, 0]
 
@@ -174,3 +142,93 @@ async def test_the_end_of_a_pin_leaves_the_pin_of_another_engine_on_the_same_fil
         await one.adapter.unpin(mine.pin_id)
         done = await two.do(KvVerb.FLUSH, token_ids=PROMPT)
         assert done.left.get("pinned"), done
+
+
+# --- checkpoints of another prompt ---------------------------------------------------------------------
+
+NEW = prompt_of(2, 300)
+END = prompt_of(9, 6)
+# The server goes on at a checkpoint of one token, and that one is of another prompt.
+WINDOW = [prompt_of(0, 6), prompt_of(0, 1) + prompt_of(1, 300), NEW, prompt_of(2, 1) + prompt_of(3, 40) + END]
+STATE = [prompt_of(0, 5), NEW, prompt_of(2, 40) + END]
+# At 50 and 51 tokens there are states; the second one stays when token 50 changes.
+HEAD = prompt_of(0, 50)
+LATER_STATE = [
+    prompt_of(0, 54),
+    prompt_of(0, 53) + prompt_of(1, 2),
+    HEAD + prompt_of(2, 1500),
+    HEAD + prompt_of(2, 250) + END,
+]
+STALE = [("swa", WINDOW), ("linear", STATE), ("conv", STATE)]
+
+
+async def right_of(start_llama, shape, prompts, *flags):
+    """What a server says to the last prompt if it reuses nothing; a bare one says something else."""
+    server = start_llama(*flags, model=gguf_path(shape), slots=1, ctx=4096)
+    asked = {"n_predict": 12, "temperature": 0, "n_probs": 1, "id_slot": 0}
+    async with httpx.AsyncClient(base_url=server.url, trust_env=False, timeout=60) as client:
+
+        async def ask(prompt, *, reuse):
+            body = asked | {"prompt": prompt.tolist(), "cache_prompt": reuse}
+            return (await client.post("/completion", json=body)).json()
+
+        alone = [await ask(prompt, reuse=True) for prompt in prompts][-1]
+        right = await ask(prompts[-1], reuse=False)
+    assert alone["timings"]["cache_n"] > 0
+    assert alone["completion_probabilities"] != right["completion_probabilities"], "or it proves nothing"
+    return right["content"]
+
+
+@pytest.mark.parametrize(("shape", "prompts"), [("swa", WINDOW), ("linear", LATER_STATE)])
+async def test_nothing_goes_on_behind_a_checkpoint_of_another_prompt(start_llama, shape, prompts):
+    right = await right_of(start_llama, shape, prompts)
+    server = start_llama(model=gguf_path(shape), slots=1, ctx=4096)
+    async with slot_world(server.url) as world:
+        await world.ask(prompt_of(8, 300))  # computed whole: its checkpoints are known
+        for prompt in prompts[:-1]:
+            await world.ask(prompt)
+        assert await world.ask(prompts[-1], max_tokens=12) == (right, 0, 0)
+
+
+@pytest.mark.parametrize(("shape", "prompts"), STALE)
+async def test_nor_behind_a_text_whose_tokens_are_unknown(start_llama, shape, prompts):
+    right = await right_of(start_llama, shape, prompts)
+    server = start_llama(model=gguf_path(shape), slots=1, ctx=4096)
+    async with slot_world(server.url) as world:
+        for prompt in (prompt_of(8, 300), *prompts[:-2]):
+            await world.ask(prompt)
+        body = {"prompt": prompts[-2].tolist(), "max_tokens": 1, "temperature": 0}
+        untold = JsonBody(json.dumps(body).encode()), KvTarget()
+        async with world.adapter.hold("/v1/completions", *untold) as hold:
+            await world.answer(hold)
+        assert (await world.ask(prompts[-1], max_tokens=12))[0] == right
+
+
+@pytest.mark.parametrize("shape", ["linear", "conv"])
+async def test_nor_where_the_server_is_tried_out_while_a_request_runs(start_llama, save_dir, shape):
+    """What the server's memory is, is learned while the request runs on another slot."""
+    right = await right_of(start_llama, shape, STATE)
+    server = start_llama(model=gguf_path(shape), slots=1, ctx=4096, save_dir=save_dir)
+    async with scheduler_world(server) as world:
+        kind = world.facts.kind
+        world.contents.learn(replace(world.facts, memory=UNPROBED))
+        await world.ask(STATE[0])
+        async with world.scheduler.lease(SlotRequest(STATE[1])) as lease:
+            await world.send(lease)
+            world.contents.learn(replace(world.facts, memory=memory_rules(kind, world.facts)))
+        await world.idle()
+        lease = await world.ask(STATE[-1], max_tokens=12)
+    assert "".join(lease.answer.pieces) == right
+
+
+@pytest.mark.parametrize("shape", ["linear", "conv", "swa"])
+@pytest.mark.parametrize("size", [128, 256])
+async def test_nor_on_a_server_whose_batches_are_not_the_default(start_llama, save_dir, shape, size):
+    """`-ub N` puts a checkpoint of one token into a prompt of N + 5 tokens; kvpin expects it for 512."""
+    prompts = [prompt_of(0, size + 5), prompt_of(2, 700), prompt_of(2, 40) + END]
+    right = await right_of(start_llama, shape, prompts, "-ub", str(size))
+    flags = {"model": gguf_path(shape), "slots": 1, "ctx": 4096, "save_dir": save_dir}
+    async with slot_world(start_llama("-ub", str(size), **flags).url) as world:
+        for prompt in prompts[:-1]:
+            await world.ask(prompt)
+        assert (await world.ask(prompts[-1], max_tokens=12))[0] == right
