@@ -22,6 +22,8 @@ def tokens(n, start=0):
 
 
 class Follower:
+    """Follows a mirror from now on."""
+
     def __init__(self, mirror):
         self._task = asyncio.ensure_future(self._follow(mirror))
         self.read = []
@@ -59,33 +61,36 @@ def mirror():
     return MirrorEvents()
 
 
-async def test_a_block_that_only_changes_place_never_leaves(mirror):
-    mirror.put(0, Tier.GPU, tokens(2 * BLOCK), None)
-    events = await events_of(mirror, (mirror.put, 0, Tier.GPU, tokens(BLOCK), None))
-    assert [(type(event), len(event.hashes)) for event in events] == [(BlocksRemoved, 1)]
+class TestPlaces:
+    async def test_a_block_that_only_changes_place_never_leaves(self, mirror):
+        mirror.put(0, Tier.GPU, tokens(2 * BLOCK), None)
+        events = await events_of(mirror, (mirror.put, 0, Tier.GPU, tokens(BLOCK), None))
+        assert [(type(event), len(event.hashes)) for event in events] == [(BlocksRemoved, 1)]
 
 
-async def test_salts_that_clients_invent_do_not_fill_memory(mirror):
-    mirror.know("d", "secret")
-    mirror.put(0, Tier.GPU, tokens(BLOCK), "d")
-    for number in range(2 * MAX_SALTS):
-        mirror.know(f"digest {number}", f"salt {number}")
-    assert len(mirror._salts) <= MAX_SALTS + 2
-    follower = Follower(mirror)
-    await follower.aclose()
-    assert [event.salt for event in follower.read[1:-1]] == ["secret"], "what is held stays known"
-    assert len(await events_of(mirror, (mirror.put, 1, Tier.GPU, tokens(BLOCK), None))) == 1
-    forgotten = await events_of(mirror, (mirror.put, 2, Tier.GPU, tokens(BLOCK), "digest 0"))
-    assert forgotten == []
-    assert len(await events_of(mirror, (mirror.know, "digest 0", "salt 0"))) == 1
+class TestSalts:
+    async def test_salts_that_clients_invent_do_not_fill_memory(self, mirror):
+        mirror.know("d", "secret")
+        mirror.put(0, Tier.GPU, tokens(BLOCK), "d")
+        for number in range(2 * MAX_SALTS):
+            mirror.know(f"digest {number}", f"salt {number}")
+        assert len(mirror._salts) <= MAX_SALTS + 2
+        follower = Follower(mirror)
+        await follower.aclose()
+        assert [event.salt for event in follower.read[1:-1]] == ["secret"], "what is held stays known"
+        assert len(await events_of(mirror, (mirror.put, 1, Tier.GPU, tokens(BLOCK), None))) == 1
+        forgotten = await events_of(mirror, (mirror.put, 2, Tier.GPU, tokens(BLOCK), "digest 0"))
+        assert forgotten == []
+        assert len(await events_of(mirror, (mirror.know, "digest 0", "salt 0"))) == 1
 
 
-async def test_following_ends_with_whoever_follows(mirror):
-    async with aclosing(mirror.follow()) as events:
-        await anext(events)
-        assert len(mirror._followers) == 1
-    assert not mirror._followers
-    mirror.put(0, Tier.GPU, tokens(BLOCK), None)
+class TestFollowing:
+    async def test_ends_with_whoever_follows(self, mirror):
+        async with aclosing(mirror.follow()) as events:
+            await anext(events)
+            assert len(mirror._followers) == 1
+        assert not mirror._followers
+        mirror.put(0, Tier.GPU, tokens(BLOCK), None)
 
 
 # Few different prompts that share beginnings: each is a path of blocks, of which some are equal.

@@ -160,6 +160,18 @@ class TestRequests:
 
 
 class TestTenants:
+    async def test_no_salt_shares_with_another(self, world):
+        tokens = prompt_of(1)
+        for salt in ("a", "b", None, "c", "d"):
+            assert (await world.ask(tokens, salt=salt))[1:] == (0, 0)
+
+    async def test_nor_by_files(self, world):
+        tokens = prompt_of(1)
+        await world.ask(tokens, salt="a")
+        await world.do(KvVerb.OFFLOAD)
+        assert (await world.ask(tokens, salt="b"))[1:] == (0, 0)
+        assert (await world.ask(tokens, salt="a"))[1:] == (99, 99)
+
     async def test_salts_are_not_written_down(self, world, save_dir):
         await world.ask(prompt_of(1), salt="tenant-secret")
         await world.do(KvVerb.OFFLOAD)

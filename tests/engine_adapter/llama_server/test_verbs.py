@@ -38,6 +38,13 @@ class TestFlush:
         assert progress.total in (6, 12)  # its slot, and a file of it if it was written back meanwhile
         assert await world.lengths() == [0, 0, 103]
 
+    async def test_a_salt_takes_its_own(self, world):
+        await world.ask(prompt_of(1), salt="a")
+        await world.ask(prompt_of(1), salt="b")
+        assert (await world.do(KvVerb.FLUSH, cache_salt="a")).done in (6, 12)  # a file of it, too
+        assert (await world.ask(prompt_of(1), salt="a"))[1:] == (0, 0)
+        assert (await world.ask(prompt_of(1), salt="b"))[1:] == (99, 99)
+
     async def test_a_slot_that_is_being_saved_is_waited_for(self, world):
         for number in (1, 2):
             await world.ask(prompt_of(number))
