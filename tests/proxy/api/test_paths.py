@@ -76,6 +76,9 @@ async def test_a_base_url_of_anthropics_clients_that_ends_with_v1(engine, client
     assert not engine.seen
 
 
+_ODD = "/v1/files/a%2Fb%20c%7E~;p=1?q=%41&r=+%2B"
+
+
 @pytest.mark.parametrize(
     ("path", "target"),
     [
@@ -83,17 +86,13 @@ async def test_a_base_url_of_anthropics_clients_that_ends_with_v1(engine, client
         (f"{CHAT}/?x=%41", f"{CHAT}?x=%41"),
         ("/v1//completions", "/v1//completions"),
         ("/v1/files/a/", "/v1/files/a/"),  # it names an object: only the engine knows it
+        (_ODD, _ODD),
     ],
 )
 async def test_an_engine_gets_a_known_route_without_a_slash_at_its_end(engine, proxy, path, target):
     """FastAPI redirects a path with a slash at its end, and llama-server has no such route."""
     await raw(proxy, post(path, b'{"model": "m", "messages": [], "prompt": "a"}'))
     assert engine.seen[0].target == target
-
-
-async def test_encoded_characters_reach_the_engine_as_they_are(engine, proxy):
-    await raw(proxy, post("/v1/files/a%2Fb%20c%7E~;p=1?q=%41&r=+%2B", b"{}"))
-    assert engine.seen[0].target == "/v1/files/a%2Fb%20c%7E~;p=1?q=%41&r=+%2B"
 
 
 @pytest.mark.parametrize("method", ["GET", "DELETE", "HEAD"])
