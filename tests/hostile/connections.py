@@ -117,13 +117,13 @@ async def _sockets(a: Attacker) -> None:
 
 
 ATTACKS = (
-    Attack("heads without end", "row 1", frozenset({400, 431, CLOSED}), _endless_heads),
-    Attack("600 connections that do nothing", "row 4", REFUSED | {HELD, CLOSED}, _idle),
-    Attack("a key in a trailer", "row 8", frozenset({401}), _key_in_a_trailer),
-    Attack("TRACE", "15", REFUSED | UNKNOWN, each(_traces)),
-    Attack("odd heads", "new", ANY | UNKNOWN | {CLOSED, LATE, 414, 417}, each(_odd_heads)),
-    Attack("2,000 clients that reset", "new", frozenset({CLOSED}), _resets),
-    Attack("60 clients that never read", "new", frozenset({HELD}), _never_read),
-    Attack("a pipeline without reading", "new", frozenset({HELD}), _pipeline),
-    Attack("WebSockets that flood", "new", ANY | UNKNOWN | {HELD, CLOSED, 426, 502}, _sockets),
+    Attack("heads without end", frozenset({400, 431, CLOSED}), _endless_heads),
+    Attack("600 connections that do nothing", REFUSED | {HELD, CLOSED}, _idle),
+    Attack("a key in a trailer", frozenset({401}), _key_in_a_trailer),
+    Attack("TRACE", REFUSED | UNKNOWN, each(_traces)),
+    Attack("odd heads", ANY | UNKNOWN | {CLOSED, LATE, 414, 417}, each(_odd_heads)),
+    Attack("2,000 clients that reset", frozenset({CLOSED}), _resets),
+    Attack("60 clients that never read", frozenset({HELD}), _never_read),
+    Attack("a pipeline without reading", frozenset({HELD}), _pipeline),
+    Attack("WebSockets that flood", ANY | UNKNOWN | {HELD, CLOSED, 426, 502}, _sockets),
 )

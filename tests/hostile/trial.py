@@ -128,7 +128,7 @@ class Result:
     """What an attack did.
 
     Attributes:
-        name, finding: of the attack.
+        name: of the attack.
         answers: how often each status came.
         alone, during: what the innocent saw before and beside it.
         more: bytes that kvpin and its engine took more, at their peaks.
@@ -136,7 +136,6 @@ class Result:
     """
 
     name: str
-    finding: str
     answers: Counter[int]
     alone: Seen
     during: Seen
@@ -152,7 +151,7 @@ class Result:
     @classmethod
     def of_error(cls, attack: Attack, error: Exception) -> Result:
         """An attack after which kvpin could not be asked."""
-        return cls(attack.name, attack.finding, Counter(), Seen(), Seen(), (), 0.0, [repr(error)[:300]])
+        return cls(attack.name, Counter(), Seen(), Seen(), (), 0.0, [repr(error)[:300]])
 
 
 def attackers(count: int) -> ProcessPoolExecutor:
@@ -256,4 +255,4 @@ async def try_attack(
     took, more = time.monotonic() - began, watch.more()
     faults += innocent_faults(during)
     faults += await watch.faults()
-    return Result(attack.name, attack.finding, answers, alone, during, more, took, faults)
+    return Result(attack.name, answers, alone, during, more, took, faults)

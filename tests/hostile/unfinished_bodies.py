@@ -50,12 +50,11 @@ async def _trailers(a: Attacker) -> None:
 
 
 ATTACKS = (
-    Attack("20 bodies of 60 MiB held back", "1", REFUSED | {HELD},
-           _held(CHAT, b'{"model":"broken","messages":"')),
-    Attack("20 forms of 60 MiB held back", "1", REFUSED | {HELD}, _held(FORMS, _FORM, _FORM_TYPE)),
-    Attack("300 bodies that drip", "1", REFUSED | {HELD}, _drip),
-    Attack("forms of 60 MiB", "new", ANY, each(lambda a: itertools.repeat(form(a.size(60)), 8), 8)),
-    Attack("bodies in chunks of a byte", "new", ANY | {CLOSED}, _chunks_of_a_byte),
-    Attack("a chunk extension without end", "new", REFUSED | {CLOSED}, _chunk_extension),
-    Attack("trailers without end", "new", REFUSED | {CLOSED}, _trailers),
+    Attack("20 bodies of 60 MiB held back", REFUSED | {HELD}, _held(CHAT, b'{"model":"broken","messages":"')),
+    Attack("20 forms of 60 MiB held back", REFUSED | {HELD}, _held(FORMS, _FORM, _FORM_TYPE)),
+    Attack("300 bodies that drip", REFUSED | {HELD}, _drip),
+    Attack("forms of 60 MiB", ANY, each(lambda a: itertools.repeat(form(a.size(60)), 8), 8)),
+    Attack("bodies in chunks of a byte", ANY | {CLOSED}, _chunks_of_a_byte),
+    Attack("a chunk extension without end", REFUSED | {CLOSED}, _chunk_extension),
+    Attack("trailers without end", REFUSED | {CLOSED}, _trailers),
 )  # fmt: skip
