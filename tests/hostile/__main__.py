@@ -21,13 +21,13 @@ from tests.hostile.attacks import ATTACKS
 from tests.hostile.trial import (
     Result,
     Watch,
+    Worlds,
     attackers,
     innocent_faults,
     make,
     p99,
     try_attack,
 )
-from tests.hostile.worlds import Worlds
 
 ALONE_S = 20.0
 AT_ONCE = 4

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 from tests.hostile.attacker import ANY, MIB, SERVED, Attack, Attacker
 from tests.hostile.client import CHAT, chat, post
+from tests.hostile.connections import form
 from tests.hostile.place import BAD, BROKEN, TINY
 from tests.hostile.strangers import names
-from tests.hostile.unfinished_bodies import form
 
 _CHANNEL = "kvpin:hostile"
 _FORGED = 77
