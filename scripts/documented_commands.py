@@ -52,7 +52,6 @@ RULES = (
     Rule(r"([A-Z_]+=\S+ )*(kvpin|scripts/serve) ?.*", READ, _HERE + "test_kvpin_reads_it"),
     Rule(r"scripts/test", RUN, ".ci/run"),
     Rule(r"scripts/(check|install engine,dev)", RUN, "scripts/test"),
-    Rule(r"scripts/compare --mutations", NOT_RUN, "half an hour; its table is tested in tests/compare"),
     Rule(r"scripts/compare .*", READ, "tests/compare/test_compare.py::test_kvpin_does_what_was_recorded"),
     Rule(r"scripts/docs", RUN, "tests/test_site.py::test_every_page_is_in_the_sidebar"),
     Rule(r"scripts/llama-server", RUN, "tests/llama.py::llama_server"),

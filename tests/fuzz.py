@@ -13,19 +13,16 @@ from proxy.request.translate.fates import (
     RESPONSE_TOOLS,
 )
 
-SCALARS = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=10)
+ODD_TEXTS = st.sampled_from(["", "\ud800", "a\udfffb", "\0", "\x7f", "🙂", "x" * 5000])
+SHORT = st.text(max_size=10) | ODD_TEXTS
+SCALARS = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | SHORT
 JSON = st.recursive(
     SCALARS,
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=10,
 )
-PARTS = st.lists(
-    JSON
-    | st.fixed_dictionaries(
-        {"type": st.sampled_from(["text", "image_url", "prompt_embeds"]), "text": JSON, "data": JSON}
-    ),
-    max_size=3,
-)
+PART_TYPES = st.sampled_from(["text", "image_url", "prompt_embeds"])
+PARTS = st.lists(JSON | st.fixed_dictionaries({"type": PART_TYPES, "text": JSON, "data": JSON}), max_size=3)
 MESSAGE = st.fixed_dictionaries(
     {"role": st.sampled_from(["system", "user", "assistant", "tool", "developer", "x"]) | JSON},
     optional={"content": st.text(max_size=20) | PARTS | JSON, "tool_calls": JSON, "name": JSON},
@@ -40,12 +37,9 @@ FIELDS = st.fixed_dictionaries(
         "stream": st.booleans() | JSON,
         "cache_salt": st.text(max_size=5) | JSON,
         "extra_ids": st.lists(st.integers(-1, 2**65), max_size=40) | JSON,
-        "prompt_table": JSON,
-        "prompt_cache_key": JSON,
-        "tools": JSON,
         "chat_template_kwargs": st.dictionaries(st.text(max_size=8), JSON, max_size=2) | JSON,
-        "add_generation_prompt": JSON,
-        "add_special_tokens": JSON,
+        **dict.fromkeys(("prompt_table", "prompt_cache_key", "tools"), JSON),
+        **dict.fromkeys(("add_generation_prompt", "add_special_tokens"), JSON),
     },
 )
 
@@ -68,25 +62,10 @@ def mutated(draw, raw):
 PATHS = st.sampled_from(["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/anything"])
 MORE_PATHS = PATHS | st.sampled_from(
     [
-        "/v1/messages",
-        "/v1/messages/count_tokens",
-        "/v1/responses",
-        "/v1/models",
-        "/v1/models/m",
-        "/v1/rerank",
-        "/v1/audio/transcriptions",
-        "/v1/files",
-        "/tokenize",
-        "/generate",
-        "/completion",
-        "/health/live",
-        "/",
-        "/v1/../admin/v1/engines",
-        "/v1/%2e%2e/x",
-        "//v1/models",
-        "/v1/models?a=%ff",
-        "*",
-        "http://x/v1/models",
+        *("/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/v1/models", "/v1/models/m"),
+        *("/v1/rerank", "/v1/audio/transcriptions", "/v1/files", "/tokenize", "/generate", "/completion"),
+        *("/health/live", "/", "/v1/../admin/v1/engines", "/v1/%2e%2e/x", "//v1/models", "/v1/models?a=%ff"),
+        *("*", "http://x/v1/models"),
     ]
 )
 METHODS = st.sampled_from(
@@ -96,66 +75,27 @@ VERSIONS = st.sampled_from(
     [*["HTTP/1.1"] * 6, "HTTP/1.0", "HTTP/2.0", "HTTP/0.9", "HTTP/1.1 x", "", "XTTP/1.1"]
 )
 LINE_ENDS = st.sampled_from([*["\r\n"] * 8, "\n", "\r", "\r\r\n", " \r\n", "\0\r\n"])
+_LENGTHS = ("5", "+5", "-1", "99999999999999999999", "0x5", "5, 5", "5 5", "5\r\ncontent-length: 6")
+_CODINGS = ("chunked", "chunked, identity", "xchunked", "gzip, chunked")
 HEADERS = st.sampled_from(
     [
-        "host: localhost",
-        "Host: localhost\r\nHost: y",
-        "host:",
-        ": x",
-        "x",
-        "x : y",
-        "x: a\r\n b",
-        "x: a\0b",
-        "x: \x1b[2J",
-        " x: y",
-        "content-length: 5",
-        "content-length: 5\r\ncontent-length: 6",
-        "content-length: +5",
-        "content-length: -1",
-        "content-length: 99999999999999999999",
-        "content-length: 0x5",
-        "content-length: 5, 5",
-        "content-length: 5 5",
-        "transfer-encoding: chunked",
-        "transfer-encoding: chunked, identity",
-        "transfer-encoding: xchunked",
-        "Transfer-Encoding : chunked",
-        "transfer-encoding:\x0bchunked",
-        "transfer-encoding: gzip, chunked",
-        "connection: close",
-        "connection: keep-alive, x-a",
-        "connection: upgrade\r\nupgrade: websocket",
-        "expect: 100-continue",
-        "expect: x",
-        "te: trailers",
-        "trailer: authorization",
-        "content-encoding: gzip",
-        "authorization: Bearer x",
-        "authorization: \xff",
-        "x-request-id: " + "r" * 300,
-        "x-kvpin-engine: a",
-        "content-type: application/json",
-        "content-type: multipart/form-data; boundary=x",
-        "cookie: " + "c" * 9000,
-        "sec-websocket-key: x",
-        "origin: null\r\naccess-control-request-method: POST",
-        "via: 1.1 x",
+        *(f"content-length: {length}" for length in _LENGTHS),
+        *(f"transfer-encoding: {coding}" for coding in _CODINGS),
+        *("Transfer-Encoding : chunked", "transfer-encoding:\x0bchunked"),
+        *("host: localhost", "Host: localhost\r\nHost: y", "host:", ": x", "x", "x : y", " x: y"),
+        *("x: a\r\n b", "x: a\0b", "x: \x1b[2J", "x-request-id: " + "r" * 300, "cookie: " + "c" * 9000),
+        *("connection: close", "connection: keep-alive, x-a", "connection: upgrade\r\nupgrade: websocket"),
+        *("expect: 100-continue", "expect: x", "te: trailers", "trailer: authorization", "via: 1.1 x"),
+        *("content-encoding: gzip", "authorization: Bearer x", "authorization: \xff", "x-kvpin-engine: a"),
+        *("content-type: application/json", "content-type: multipart/form-data; boundary=x"),
+        *("sec-websocket-key: x", "origin: null\r\naccess-control-request-method: POST"),
     ]
 )
 CHUNKS = st.sampled_from(
     [
-        b"5\r\nhello\r\n",
-        b"2\r\n{}\r\n",
-        b"0\r\n\r\n",
-        b"0\r\nauthorization: Bearer k\r\n\r\n",
-        b"5;x=y\r\nhello\r\n",
-        b"ffffffffffffffff\r\nx",
-        b"-1\r\n",
-        b"0x5\r\nhello\r\n",
-        b"5\nhello\n",
-        b"5\r\nhelloX\r\n",
-        b"\r\n",
-        b"zz\r\n",
+        *(b"5\r\nhello\r\n", b"2\r\n{}\r\n", b"0\r\n\r\n", b"0\r\nauthorization: Bearer k\r\n\r\n"),
+        *(b"5;x=y\r\nhello\r\n", b"ffffffffffffffff\r\nx", b"-1\r\n", b"0x5\r\nhello\r\n", b"5\nhello\n"),
+        *(b"5\r\nhelloX\r\n", b"\r\n", b"zz\r\n"),
     ]
 )
 
@@ -196,13 +136,9 @@ def odd(strategy):
 
 
 PATH = st.just({"path": "/x"})
-SOURCE = st.sampled_from(
-    [
-        {"type": "text", "media_type": "text/plain", "data": "x"},
-        {"type": "url", "url": "https://x/y.png"},
-        {"type": "base64", "media_type": "image/png", "data": "aGk="},
-    ]
-)
+TEXT_SOURCE = {"type": "text", "media_type": "text/plain", "data": "x"}
+IMAGE_SOURCE = {"type": "base64", "media_type": "image/png", "data": "aGk="}
+SOURCE = st.sampled_from([TEXT_SOURCE, IMAGE_SOURCE, {"type": "url", "url": "https://x/y.png"}])
 BLOCKS = st.recursive(
     st.fixed_dictionaries(
         {
@@ -221,18 +157,9 @@ BLOCKS = st.recursive(
     max_leaves=3,
 )  # fmt: skip
 ALL_ROLES = ["user", "assistant", "system", "developer", "tool"]
-CALLS = st.lists(
-    odd(
-        st.fixed_dictionaries(
-            {
-                "id": odd(IDS),
-                "type": st.just("function"),
-                "function": st.fixed_dictionaries({"name": odd(NAMES), "arguments": odd(ARGUMENTS)}),
-            }
-        )
-    ),
-    max_size=3,
-)
+FUNCTIONS = st.fixed_dictionaries({"name": odd(NAMES), "arguments": odd(ARGUMENTS)})
+CALL = {"id": odd(IDS), "type": st.just("function"), "function": FUNCTIONS}
+CALLS = st.lists(odd(st.fixed_dictionaries(CALL)), max_size=3)
 
 
 def turns(parts, n_roles):

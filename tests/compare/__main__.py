@@ -4,14 +4,12 @@ It says nothing, and exits with 0, if there is no difference.
 
     scripts/compare OLD NEW            each a checkout, a revision, or a file that --record wrote
     scripts/compare --record FILE NEW  writes what NEW does
-    scripts/compare --mutations [NEW]  changes its code in one place after the other: how many are found?
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import re
 import subprocess
 import sys
 import tempfile
@@ -20,7 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.compare.mutations import MUTATIONS, Mutation, mutated
 from tests.compare.transcripts import Transcript, differences, masked, read, write
 from tests.compare.world import ROOT, run
 
@@ -34,16 +31,11 @@ def main() -> None:
         "versions", nargs="*", metavar="VERSION", help="a checkout, a revision or a recorded file"
     )
     parser.add_argument("--record", type=Path, metavar="FILE", help="write what the version does to FILE")
-    parser.add_argument("--mutations", action="store_true", help="how many changes of the code are found?")
-    parser.add_argument(
-        "--only", default="", metavar="PATTERN", help="cases, or mutations, whose name has the pattern"
-    )
+    parser.add_argument("--only", default="", metavar="PATTERN", help="cases whose name has the pattern")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     versions, only = arguments.versions, arguments.only
     expected = 1 if arguments.record or arguments.child else 2
-    if arguments.mutations:
-        sys.exit(not find_mutations((versions or [str(ROOT)])[0], only))
     if len(versions) != expected:
         parser.error(f"name {expected} version{'s' if expected > 1 else ''}")
     if arguments.child:
@@ -89,40 +81,6 @@ def checkout_of(version: str) -> Iterator[Path]:
             yield place
         finally:
             subprocess.run([*git, "remove", "--force", place], check=True)
-
-
-def find_mutations(version: str, only: str) -> bool:
-    """Prints for each mutation of a version's code whether its cases find it; True if all do.
-
-    Only the mutations' cases are sent, in the world with keys. They must be silent between two runs of the
-    same code, so that nothing is found by chance.
-    """
-    wanted = [each for each in MUTATIONS if re.search(only, each.about)]
-    sent = f"^keys .*({'|'.join(re.escape(each.case) for each in MUTATIONS)})"
-    with checkout_of(version) as checkout, ThreadPoolExecutor(2) as pool:
-        before, again = pool.map(lambda _: transcript_of(str(checkout), sent), range(2))
-        noise = list(differences(before, again))
-        print("\n".join(["the same code differs:", *noise]) if noise else f"silent: {len(before)} cases")
-
-        def look(mutation: Mutation) -> str:
-            with tempfile.TemporaryDirectory() as directory:
-                if not mutated(checkout, mutation, Path(directory)):
-                    return "mutation gone: give it another text"
-                try:
-                    after = transcript_of(directory, sent)
-                except subprocess.CalledProcessError:
-                    return "NOT FOUND: kvpin does not run"
-            lines = list(differences(before, after))
-            places = [line[4:] for line in lines if line.startswith("+++ ")]
-            own = [place for place in places if mutation.case in place]
-            return f"found in {len(own)} of {len(places)} places, first: {own[0]}" if own else "NOT FOUND"
-
-        found = 0
-        for mutation, result in zip(wanted, pool.map(look, wanted), strict=True):
-            found += result.startswith("found")
-            print(f"{mutation.about}: {result}", flush=True)
-    print(f"found {found} of {len(wanted)}")
-    return found == len(wanted) and not noise
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.compare.mutations import MUTATIONS, mutated
 from tests.compare.transcripts import differences, masked, read
 from tests.compare.world import ROOT
 
@@ -33,13 +32,6 @@ def test_kvpin_does_what_was_recorded(tmp_path):
     lines = list(differences(before, now))
     wanted = "wanted? scripts/compare --record tests/compare/recorded.xz ."
     assert not lines, "\n".join([*lines[:200], wanted])
-
-
-def test_the_text_of_every_mutation_stands_once_in_the_code(tmp_path):
-    gone = [
-        each.about for number, each in enumerate(MUTATIONS) if not mutated(ROOT, each, tmp_path / str(number))
-    ]
-    assert not gone
 
 
 def test_ids_and_salts_are_numbered_and_times_are_left_out():

@@ -104,8 +104,6 @@ class Attack:
 
     Attributes:
         name: what it does.
-        finding: where it is listed: `1` to `16` of the second trial, `row 1` to `row 16` of the threat model,
-            `new` for others.
         expects: statuses that may come.
         run: makes it.
         has_keys: kvpin's clients need keys.
@@ -113,7 +111,6 @@ class Attack:
     """
 
     name: str
-    finding: str
     expects: frozenset[int]
     run: Run
     has_keys: bool = True

@@ -77,15 +77,15 @@ def _pickles(_: Attacker) -> Iterator[bytes]:
 _OWN_TEMPLATE = chat(TINY, "hi", max_tokens=2, chat_template="{{ 'a' * 10**10 }}")
 _CHOICES = chat(TINY, "word " * 2_000, n=128, max_tokens=1)
 ATTACKS = (
-    Attack("count_tokens of 60 MiB", "2", REFUSED, bodies(COUNT, _counted, 60, 6)),
-    Attack("input_tokens of 60 MiB", "2", REFUSED, bodies(INPUT_TOKENS, _counted_input, 60, 6)),
-    Attack("count_tokens beyond the quota", "2", ANY, same(post(COUNT, _counted(30_000), key=LIMITED), 500)),
-    Attack("regexes that explode", "5", ANY, each(_regexes)),
-    Attack("schemas and grammars that explode", "5", ANY, each(_schemas, 8)),
-    Attack("pickles as embeddings", "row 13", ANY | {501}, each(_pickles)),
-    Attack("a template in the request", "row 14", ANY, same(post(CHAT, _OWN_TEMPLATE, key=BAD), 8)),
-    Attack("128 choices of a long prompt", "row 16", ANY, same(post(CHAT, _CHOICES, key=LIMITED), 8)),
-    Attack("a word of 30 MiB", "new", REFUSED, bodies(CHAT, _long("a"), 30, 4)),
-    Attack("a text of combining marks", "new", REFUSED, bodies(CHAT, _long("a\u0301\u0327\u0328"), 30)),
-    Attack("words of 20,000 letters", "new", ANY, same(post(CHAT, _long("a")(20_000), key=BAD), 60)),
+    Attack("count_tokens of 60 MiB", REFUSED, bodies(COUNT, _counted, 60, 6)),
+    Attack("input_tokens of 60 MiB", REFUSED, bodies(INPUT_TOKENS, _counted_input, 60, 6)),
+    Attack("count_tokens beyond the quota", ANY, same(post(COUNT, _counted(30_000), key=LIMITED), 500)),
+    Attack("regexes that explode", ANY, each(_regexes)),
+    Attack("schemas and grammars that explode", ANY, each(_schemas, 8)),
+    Attack("pickles as embeddings", ANY | {501}, each(_pickles)),
+    Attack("a template in the request", ANY, same(post(CHAT, _OWN_TEMPLATE, key=BAD), 8)),
+    Attack("128 choices of a long prompt", ANY, same(post(CHAT, _CHOICES, key=LIMITED), 8)),
+    Attack("a word of 30 MiB", REFUSED, bodies(CHAT, _long("a"), 30, 4)),
+    Attack("a text of combining marks", REFUSED, bodies(CHAT, _long("a\u0301\u0327\u0328"), 30)),
+    Attack("words of 20,000 letters", ANY, same(post(CHAT, _long("a")(20_000), key=BAD), 60)),
 )

@@ -1,4 +1,4 @@
-"""Heads that are odd or endless, and connections that are idle, flood, or are never read."""
+"""Heads that are odd or endless, connections that are idle, flood or are never read, unfinished bodies."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from tests.hostile.attacker import (
     UNKNOWN,
     Attack,
     Attacker,
+    Run,
     each,
 )
 from tests.hostile.client import CHAT, chat, connection, head_of, post, write
-from tests.hostile.place import BAD, BROKEN
+from tests.hostile.place import BAD, BROKEN, LIMITED
 
 _LONG = 60_000
 _TARGETS = (
@@ -116,14 +117,64 @@ async def _sockets(a: Attacker) -> None:
     await a.hold((offer + frame for offer in offers), 3)
 
 
+# --- unfinished bodies
+
+FORMS = "/v1/audio/transcriptions"
+_FORM = b'--b\r\ncontent-disposition: form-data; name="file"; filename="f"\r\n\r\n'
+_FORM_END = b'\r\n--b\r\ncontent-disposition: form-data; name="model"\r\n\r\nbroken\r\n--b--\r\n'
+_FORM_TYPE = "content-type: multipart/form-data; boundary=b"
+_CHUNKED = head_of("POST", CHAT, "transfer-encoding: chunked", key=BAD)
+
+
+def form(size: int) -> bytes:
+    """A request with a whole form whose file has `size` bytes and comes before the model's name."""
+    return post(FORMS, _FORM + b"x" * size + _FORM_END, _FORM_TYPE, key=BAD)
+
+
+def _held(target: str, begin: bytes, *headers: str) -> Run:
+    """The last byte of 20 bodies does not come, by a tenant with one request at a time."""
+
+    async def run(a: Attacker) -> None:
+        whole = post(target, begin + b"x" * a.size(60), *headers, key=LIMITED)
+        await a.hold(itertools.repeat(whole[:-1], 20), 5)
+
+    return run
+
+
+async def _drip(a: Attacker) -> None:
+    begin = head_of("POST", CHAT, "content-length: 1048576", key=BAD) + b"{"
+    await a.hold(itertools.repeat(begin, a.many(300)), 75, drip=b" ")
+
+
+async def _chunks_of_a_byte(a: Attacker) -> None:
+    body = chat(BROKEN, "x" * a.size(4))
+    await a.ask(_CHUNKED, b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n")
+
+
+async def _chunk_extension(a: Attacker) -> None:
+    await a.ask(_CHUNKED, b"1;x=", b"y" * a.size(60))
+
+
+async def _trailers(a: Attacker) -> None:
+    line = b"x: %b\r\n" % (b"y" * 30)
+    await a.ask(_CHUNKED, b"2\r\n{}\r\n0\r\n", line * (a.size(60) // len(line)))
+
+
 ATTACKS = (
-    Attack("heads without end", "row 1", frozenset({400, 431, CLOSED}), _endless_heads),
-    Attack("600 connections that do nothing", "row 4", REFUSED | {HELD, CLOSED}, _idle),
-    Attack("a key in a trailer", "row 8", frozenset({401}), _key_in_a_trailer),
-    Attack("TRACE", "15", REFUSED | UNKNOWN, each(_traces)),
-    Attack("odd heads", "new", ANY | UNKNOWN | {CLOSED, LATE, 414, 417}, each(_odd_heads)),
-    Attack("2,000 clients that reset", "new", frozenset({CLOSED}), _resets),
-    Attack("60 clients that never read", "new", frozenset({HELD}), _never_read),
-    Attack("a pipeline without reading", "new", frozenset({HELD}), _pipeline),
-    Attack("WebSockets that flood", "new", ANY | UNKNOWN | {HELD, CLOSED, 426, 502}, _sockets),
-)
+    Attack("heads without end", frozenset({400, 431, CLOSED}), _endless_heads),
+    Attack("600 connections that do nothing", REFUSED | {HELD, CLOSED}, _idle),
+    Attack("a key in a trailer", frozenset({401}), _key_in_a_trailer),
+    Attack("TRACE", REFUSED | UNKNOWN, each(_traces)),
+    Attack("odd heads", ANY | UNKNOWN | {CLOSED, LATE, 414, 417}, each(_odd_heads)),
+    Attack("2,000 clients that reset", frozenset({CLOSED}), _resets),
+    Attack("60 clients that never read", frozenset({HELD}), _never_read),
+    Attack("a pipeline without reading", frozenset({HELD}), _pipeline),
+    Attack("WebSockets that flood", ANY | UNKNOWN | {HELD, CLOSED, 426, 502}, _sockets),
+    Attack("20 bodies of 60 MiB held back", REFUSED | {HELD}, _held(CHAT, b'{"model":"broken","messages":"')),
+    Attack("20 forms of 60 MiB held back", REFUSED | {HELD}, _held(FORMS, _FORM, _FORM_TYPE)),
+    Attack("300 bodies that drip", REFUSED | {HELD}, _drip),
+    Attack("forms of 60 MiB", ANY, each(lambda a: itertools.repeat(form(a.size(60)), 8), 8)),
+    Attack("bodies in chunks of a byte", ANY | {CLOSED}, _chunks_of_a_byte),
+    Attack("a chunk extension without end", REFUSED | {CLOSED}, _chunk_extension),
+    Attack("trailers without end", REFUSED | {CLOSED}, _trailers),
+)  # fmt: skip

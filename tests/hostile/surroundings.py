@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 from tests.hostile.attacker import ANY, MIB, SERVED, Attack, Attacker
 from tests.hostile.client import CHAT, chat, post
+from tests.hostile.connections import form
 from tests.hostile.place import BAD, BROKEN, TINY
 from tests.hostile.strangers import names
-from tests.hostile.unfinished_bodies import form
 
 _CHANNEL = "kvpin:hostile"
 _FORGED = 77
@@ -100,8 +100,8 @@ async def _poisoned_channel(a: Attacker) -> None:
 
 
 ATTACKS = (
-    Attack("a full temporary directory", "13", frozenset({200, 503, 507}), _full_temporary_directory),
-    Attack("no state directory", "new", ANY | {404}, _no_state_dir),
-    Attack("a poisoned exchange", "new", SERVED, _poisoned_channel),
-    Attack("clock jumps", "new", SERVED, _clock_jumps, needs_clock=True),
+    Attack("a full temporary directory", frozenset({200, 503, 507}), _full_temporary_directory),
+    Attack("no state directory", ANY | {404}, _no_state_dir),
+    Attack("a poisoned exchange", SERVED, _poisoned_channel),
+    Attack("clock jumps", SERVED, _clock_jumps, needs_clock=True),
 )

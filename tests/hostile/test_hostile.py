@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.hostile.attacks import ATTACKS
-from tests.hostile.trial import MORE_MEMORY, attackers, try_attack
-from tests.hostile.worlds import Worlds
+from tests.hostile.trial import MORE_MEMORY, Worlds, attackers, try_attack
 
 pytestmark = pytest.mark.live
 # Those on one kvpin one after the other. The clock is set by scripts/test-hostile alone.

@@ -1,5 +1,6 @@
 """A trial: an attack, and beside it an innocent tenant that must not notice.
 
+Worlds           a kvpin for each attack: the last one, unless that was damaged or does not fit
 Innocent         sends a small steady load, and compares every answer with the right one
 try_attack()     runs one attack and says what it did to kvpin and to the innocent
 """
@@ -10,20 +11,22 @@ import asyncio
 import itertools
 import os
 import re
+import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from multiprocessing import get_context
+from pathlib import Path
 
 from tests.hostile.attacker import Attack
 from tests.hostile.attacks import fire
 from tests.hostile.client import CHAT, Answer, ask, chat, head_of, post
 from tests.hostile.engine_texts import SECRET, text_of
 from tests.hostile.place import GOOD, TINY, WELL, Place
-from tests.hostile.world import Books, World, status_of
+from tests.hostile.world import Books, World, running_world, status_of
 
 MORE_MEMORY = 500 << 20
 """What kvpin, and its engine, may take more during an attack."""
@@ -128,7 +131,7 @@ class Result:
     """What an attack did.
 
     Attributes:
-        name, finding: of the attack.
+        name: of the attack.
         answers: how often each status came.
         alone, during: what the innocent saw before and beside it.
         more: bytes that kvpin and its engine took more, at their peaks.
@@ -136,7 +139,6 @@ class Result:
     """
 
     name: str
-    finding: str
     answers: Counter[int]
     alone: Seen
     during: Seen
@@ -152,7 +154,7 @@ class Result:
     @classmethod
     def of_error(cls, attack: Attack, error: Exception) -> Result:
         """An attack after which kvpin could not be asked."""
-        return cls(attack.name, attack.finding, Counter(), Seen(), Seen(), (), 0.0, [repr(error)[:300]])
+        return cls(attack.name, Counter(), Seen(), Seen(), (), 0.0, [repr(error)[:300]])
 
 
 def attackers(count: int) -> ProcessPoolExecutor:
@@ -256,4 +258,46 @@ async def try_attack(
     took, more = time.monotonic() - began, watch.more()
     faults += innocent_faults(during)
     faults += await watch.faults()
-    return Result(attack.name, attack.finding, answers, alone, during, more, took, faults)
+    return Result(attack.name, answers, alone, during, more, took, faults)
+
+
+class Worlds:
+    """Starts one world at a time."""
+
+    def __init__(self, checkout: Path | None, faketime: Path | None, more_memory: int) -> None:
+        """Args:
+        checkout: of the kvpin that is attacked; None for this one.
+        faketime: the library that sets kvpin's clock where an attack needs that.
+        more_memory: bytes that kvpin and its engine may have more than at their start.
+        """
+        self._checkout, self._faketime, self._more_memory = checkout, faketime, more_memory
+        self._stack = ExitStack()
+        self._current: tuple[World, Innocent] | None = None
+        self._is_for: tuple[bool, bool] | None = None
+
+    def get(self, attack: Attack) -> tuple[World, Innocent]:
+        """A kvpin that the attack fits, and the innocent there."""
+        wanted = (attack.has_keys, attack.needs_clock)
+        if self._current is None or self._is_for != wanted:
+            self.end()
+            directory = Path(self._stack.enter_context(tempfile.TemporaryDirectory()), "world")
+            world = self._stack.enter_context(
+                running_world(
+                    directory,
+                    has_keys=attack.has_keys,
+                    checkout=self._checkout,
+                    faketime=self._faketime if attack.needs_clock else None,
+                )
+            )
+            world.limit(self._more_memory)
+            self._current, self._is_for = (world, Innocent(world.place)), wanted
+        return self._current
+
+    def end(self) -> str | None:
+        """Ends the kvpin. Returns what was wrong then."""
+        self._current = None
+        try:
+            self._stack.close()
+        except Exception as error:  # noqa: BLE001 - a kvpin that was attacked may end in any way
+            return f"it did not end well: {str(error)[-400:]}"
+        return None

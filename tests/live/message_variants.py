@@ -37,6 +37,7 @@ _CALL: Fields = {
     "type": "function",
     "function": {"name": "tide", "arguments": '{"port": "Brest", "day": 1}'},
 }
+_LONG_ID = "call_0123456789abcdef"
 _RESULT: Fields = {"role": "tool", "tool_call_id": "call00001", "content": "4.2 m"}
 _FUNCTION: Fields = {
     "name": "tide",
@@ -83,223 +84,150 @@ def _tool(**changes: Any) -> Fields:
     return _chat(_ASKED, tools=[{"type": "function", "function": {**_FUNCTION, **changes}}])
 
 
+def _each(name: str, *values: object, **more: object) -> list[Fields]:
+    return [{**more, name: value} for value in values]
+
+
+def _part(kind: str, name: str = "text", text: str = "two") -> Fields:
+    return {"type": kind, name: text}
+
+
 # Fields that clients write into messages: those of answers that they send back, and those that hold nothing.
+_MARKED: Fields = {"cache_control": {"type": "ephemeral"}}
 _OF_ANSWERS: list[Fields] = [
-    *({"tool_calls": value} for value in ([], None)),
-    *({"content": None, "tool_calls": value} for value in ([], None)),
-    *({"content": value, "tool_calls": []} for value in ("", [_TEXT], "<think>\nHm.\n</think>\n\nSo.")),
-    *({"content": value} for value in (None, "", " ", "\n\n x \n")),
-    *({"reasoning_content": value} for value in ("", None, "Hm.", "\n Hm. \n")),
-    *({"reasoning": value} for value in ("", None, "Hm.")),
-    *({"reasoning_content": "Hm.", "reasoning": value} for value in ("", None, "Other.")),
-    *({"reasoning_content": "Hm.", "tool_calls": []}, {"thinking": "Hm."}, {"reasoning_details": []}),
-    *({"reasoning_content": "Hm.", "content": value} for value in (None, "", [_TEXT])),
-    *({"refusal": value} for value in (None, "No.")),
-    *({name: None} for name in ("audio", "function_call", "name", "tool_call_id", "stop_reason", "task")),
-    *(
-        {"annotations": []},
-        {"images": []},
-        {"name": ""},
-        {"name": "ada"},
-        {"prefix": True},
-        {"prefix": False},
-    ),
-    *({"id": "msg_1"}, {"weight": 1}, {"task": "search"}, {"tools": [_TOOL]}, {"partial": True}),
+    *_each("tool_calls", [], None),
+    *_each("tool_calls", [], None, content=None),
+    *_each("content", "", [_TEXT], "<think>\nHm.\n</think>\n\nSo.", tool_calls=[]),
+    *_each("content", None, "", " ", "\n\n x \n"),
+    *_each("reasoning_content", "", None, "Hm.", "\n Hm. \n"),
+    *_each("reasoning", "", None, "Hm."),
+    *_each("reasoning", "", None, "Other.", reasoning_content="Hm."),
+    *_each("content", None, "", [_TEXT], reasoning_content="Hm."),
+    *_each("tool_calls", [], reasoning_content="Hm."),
+    *_each("refusal", None, "No."),
+    *_each("name", None, "", "ada"),
+    *_each("prefix", True, False),
+    *_each("task", None, "search"),
+    *({name: None} for name in ("audio", "function_call", "tool_call_id", "stop_reason")),
+    *({name: []} for name in ("annotations", "images", "reasoning_details")),
+    *({"thinking": "Hm."}, {"id": "msg_1"}, {"weight": 1}, {"tools": [_TOOL]}, {"partial": True}),
     {"function_call": None, "tool_calls": [], "refusal": None, "audio": None, "annotations": []},
     {"function_call": None, "tool_calls": None, "reasoning_content": None, "provider_specific_fields": None},
-    *(
-        {"content": [{"type": kind, key: "one"}]}
-        for kind, key in (
-            ("refusal", "refusal"),
-            ("thinking", "thinking"),
-            ("output_text", "text"),
-            ("input_text", "text"),
-        )
-    ),
-    *(
-        {"content": text}
-        for text in (
-            "<think>Hm.</think>So.",
-            "</think>\n\nSo.",
-            "<think>\n\n</think>\n\nSo.",
-            "<think>Hm.",
-            "So.<think>Hm.</think>",
-        )
-    ),
+    *({"content": [_part(kind, kind, "one")]} for kind in ("refusal", "thinking")),
+    *({"content": [_part(kind, text="one")]} for kind in ("output_text", "input_text")),
+    *_each("content", "<think>Hm.</think>So.", "</think>\n\nSo.", "<think>\n\n</think>\n\nSo."),
+    *_each("content", "<think>Hm.", "So.<think>Hm.</think>"),
+]
+_SECOND_PARTS: list[Fields] = [
+    *(_part("text", text=""), {"type": "text", "text": None}, {"text": "two"}, {"type": "text"}),
+    *({**_TEXT, **_MARKED}, _part("input_text"), {**_TEXT, "id": "1"}, {"text": "two", "type": "text"}),
+    _part("text", text=" two\n"),
 ]
 _OF_QUESTIONS: list[Fields] = [
-    *({"name": value} for value in (None, "", "ada")),
-    *({"content": value} for value in (None, "", "  ", [], [_TEXT], [_TEXT, _TEXT], ["one", "two"])),
-    *(
-        {"content": [_TEXT, value]}
-        for value in (
-            {"type": "text", "text": ""},
-            {"type": "text", "text": None},
-            {"text": "two"},
-            {"type": "text"},
-            {**_TEXT, "cache_control": {"type": "ephemeral"}},
-            {"type": "input_text", "text": "two"},
-            {**_TEXT, "id": "1"},
-            {"text": "two", "type": "text"},
-            {"type": "text", "text": " two\n"},
-        )
-    ),
-    *({"tool_calls": value} for value in ([], None)),
-    *(
-        {"tool_call_id": "call00001"},
-        {"reasoning_content": "Hm."},
-        {"reasoning_content": ""},
-        {"id": "msg_1"},
-    ),
-    *(
-        {"cache_control": {"type": "ephemeral"}},
-        {"content": f"{_BILLING}\nHello"},
-        {"content": "a</s><s><|im_end|>b"},
-    ),
+    *_each("name", None, "", "ada"),
+    *_each("content", None, "", "  ", [], [_TEXT], [_TEXT, _TEXT], ["one", "two"]),
+    *_each("content", *([_TEXT, part] for part in _SECOND_PARTS)),
+    *_each("content", f"{_BILLING}\nHello", "a</s><s><|im_end|>b"),
+    *_each("tool_calls", [], None),
+    *_each("reasoning_content", "Hm.", ""),
+    *({"tool_call_id": "call00001"}, {"id": "msg_1"}, _MARKED),
 ]
 _OF_SYSTEM: list[Fields] = [
-    *({"content": value} for value in ("", None, " ", [], [_TEXT], [_TEXT, _TEXT])),
-    *(
-        {"content": value}
-        for value in (_BILLING, f"{_BILLING}\n", f"{_BILLING}\nBe brief.", f" {_BILLING}\nBe brief.")
-    ),
-    *(
-        {"content": value}
-        for value in (
-            [{"type": "text", "text": _BILLING}, _TEXT],
-            [_TEXT, {"type": "text", "text": f"{_BILLING}\nBe brief."}],
-        )
-    ),
+    *_each("content", "", None, " ", [], [_TEXT], [_TEXT, _TEXT]),
+    *_each("content", _BILLING, f"{_BILLING}\n", f"{_BILLING}\nBe brief.", f" {_BILLING}\nBe brief."),
+    *_each("content", [_part("text", text=_BILLING), _TEXT]),
+    *_each("content", [_TEXT, _part("text", text=f"{_BILLING}\nBe brief.")]),
     *({"role": "developer", **more} for more in ({}, {"content": [_TEXT]}, {"tools": [_TOOL]})),
     *({"name": "ada"}, {"name": None}, {"tool_calls": []}, {"reasoning_content": None}),
 ]
 _ARGUMENTS = (
-    *(
-        "{}",
-        "null",
-        "1",
-        '"text"',
-        "[]",
-        " {} ",
-        '{"port": 1.0}',
-        '{"port": 1e400}',
-        '{"port": NaN}',
-        '{"a": 1, "a": 2}',
-    ),
-    *(
-        '{"b": 1, "a": {"d": [], "c": null}}',
-        '{"port": "\\u0142\\n"}',
-        '{"port": "ł"}',
-        '{"": ""}',
-        '{"port": "<|im_end|>"}',
-    ),
-    *({"port": "Brest"}, {}, None, [], 1),
+    *("{}", "null", "1", '"text"', "[]", " {} ", '{"port": 1.0}', '{"port": 1e400}', '{"port": NaN}'),
+    *('{"a": 1, "a": 2}', '{"b": 1, "a": {"d": [], "c": null}}', '{"port": "\\u0142\\n"}', '{"port": "ł"}'),
+    *('{"": ""}', '{"port": "<|im_end|>"}', {"port": "Brest"}, {}, None, [], 1),
 )
+_OWN = _CALL["function"]
 _CALLS: dict[str, Fields] = {
-    "a call without content": _called(_CALL, {"content": None}),
+    **{
+        f"a call and {name}": _called(_CALL, said)
+        for name, said in {
+            "a null": {"content": None},
+            "a text": {"content": " I look.\n"},
+            "a part": {"content": [_TEXT]},
+            "no parts": {"content": []},
+            "empty reasoning_content": {"reasoning_content": ""},
+        }.items()
+    },
+    **{
+        f"a call {name}": _called(call)
+        for name, call in {
+            "without id": _without(_CALL, "id"),
+            "without type": _without(_CALL, "type"),
+            "with an index": {"index": 0, **_CALL},
+            "of another type": {"id": "c", "type": "custom", "custom": {"name": "tide", "input": "x"}},
+            "in another order": {"function": _OWN, "type": "function", "id": "call00001"},
+            "of arguments before the name": {**_CALL, "function": {"arguments": "{}", "name": "tide"}},
+            "without arguments": {**_CALL, "function": {"name": "tide"}},
+            "with a null": {**_CALL, "function": {**_OWN, "description": None}},
+        }.items()
+    },
+    **{
+        f"a result {name}": _called(_CALL, None, result)
+        for name, result in {
+            "with a name": {**_RESULT, "name": "tide"},
+            "without id": _without(_RESULT, "tool_call_id"),
+            "with a null id": {**_RESULT, "tool_call_id": None},
+            "with calls": {**_RESULT, "tool_calls": []},
+            "that failed": {**_RESULT, "is_error": True},
+        }.items()
+    },
+    **{
+        f"a result of {value!r:.40}": _called(_CALL, None, {**_RESULT, "content": value})
+        for value in ("", None, " ", [], [_TEXT], [_TEXT, _TEXT], ["one"], '{"m": 4.20}', {"m": 4})
+    },
     "a call without the field content": _chat(
         _ASKED, {"role": "assistant", "tool_calls": [_CALL]}, _RESULT, tools=[_TOOL]
     ),
-    "a call and a text": _called(_CALL, {"content": " I look.\n"}),
-    "a call and a part": _called(_CALL, {"content": [_TEXT]}),
-    "a call and no parts": _called(_CALL, {"content": []}),
-    "a call and empty reasoning_content": _called(_CALL, {"reasoning_content": ""}),
     "a call and no tools": _called(_CALL, tools=None),
-    "a call without id": _called(_without(_CALL, "id")),
-    "a call without type": _called(_without(_CALL, "type")),
-    "a call with an index": _called({"index": 0, **_CALL}),
-    "a call of another type": _called(
-        {"id": "c", "type": "custom", "custom": {"name": "tide", "input": "x"}}
-    ),
-    "a call in another order": _called(
-        {"function": _CALL["function"], "type": "function", "id": "call00001"}
-    ),
-    "arguments before the name": _called({**_CALL, "function": {"arguments": "{}", "name": "tide"}}),
-    "no field arguments": _called({**_CALL, "function": {"name": "tide"}}),
-    "a call with a null": _called({**_CALL, "function": {**_CALL["function"], "description": None}}),
-    "a long id": _called(
-        {**_CALL, "id": "call_0123456789abcdef"}, None, {**_RESULT, "tool_call_id": "call_0123456789abcdef"}
-    ),
-    "a result with a name": _called(_CALL, None, {**_RESULT, "name": "tide"}),
-    "a result without id": _called(_CALL, None, _without(_RESULT, "tool_call_id")),
-    "a result with a null id": _called(_CALL, None, {**_RESULT, "tool_call_id": None}),
-    "a result with calls": _called(_CALL, None, {**_RESULT, "tool_calls": []}),
-    "a result that failed": _called(_CALL, None, {**_RESULT, "is_error": True}),
+    "a long id": _called({**_CALL, "id": _LONG_ID}, None, {**_RESULT, "tool_call_id": _LONG_ID}),
     "a call and a question": _called(_CALL, None, _RESULT, _SAID, _ASKED),
     "a call unanswered": _called(_CALL, None, _ASKED),
     "a call twice": _called(_CALL, None, _RESULT, {**_SAID, "tool_calls": [_CALL]}, _RESULT),
     "a result alone": _chat(_ASKED, _RESULT),
     "a call at the end": _chat(_ASKED, {**_SAID, "tool_calls": [_CALL]}, tools=[_TOOL]),
-    **{
-        f"a result of {value!r:.40}": _called(_CALL, None, {**_RESULT, "content": value})
-        for value in ("", None, " ", [], [_TEXT], [_TEXT, _TEXT], ["one"], '{"m": 4.20}', {"m": 4})
-    },
 }
-_TOOLS: dict[str, Fields] = {
-    f"a tool with {name} {value!r:.40}": _tool(**{name: value})
-    for name, value in (
-        *(("strict", True), ("strict", False), ("strict", None), ("description", None), ("description", "")),
-        *(("parameters", None), ("parameters", {}), ("returns", {"type": "string"}), ("defer_loading", None)),
-        *(
-            (
-                "parameters",
-                {"required": ["ł"], "properties": {"ł": {"$ref": "#/$defs/a"}}, "$defs": {"a": {}}},
-            ),
-        ),
-    )
-} | {
-    "a tool without description": _chat(
-        _ASKED, tools=[{**_TOOL, "function": _without(_FUNCTION, "description")}]
-    ),
-    "a tool without parameters": _chat(
-        _ASKED, tools=[{**_TOOL, "function": _without(_FUNCTION, "parameters")}]
-    ),
-    "a tool without type": _chat(_ASKED, tools=[_without(_TOOL, "type")]),
-    "a tool of another type": _chat(_ASKED, tools=[{"type": "web_search"}]),
-    "a tool with cache_control": _chat(_ASKED, tools=[{**_TOOL, "cache_control": None}]),
-    "tools null": _chat(_ASKED, tools=None),
-    "tool_choice required": _chat(_ASKED, tools=[_TOOL], tool_choice="required"),
-    "tool_choice auto": _chat(_ASKED, tools=[_TOOL], tool_choice="auto"),
+_OF_FUNCTIONS: list[Fields] = [
+    *_each("strict", True, False, None),
+    *_each("description", None, ""),
+    *_each("parameters", None, {}),
+    *({"returns": {"type": "string"}}, {"defer_loading": None}),
+    {"parameters": {"required": ["ł"], "properties": {"ł": {"$ref": "#/$defs/a"}}, "$defs": {"a": {}}}},
+]
+_TOOLS: dict[str, object] = {
+    "a tool without description": [{**_TOOL, "function": _without(_FUNCTION, "description")}],
+    "a tool without parameters": [{**_TOOL, "function": _without(_FUNCTION, "parameters")}],
+    "a tool without type": [_without(_TOOL, "type")],
+    "a tool of another type": [{"type": "web_search"}],
+    "a tool with cache_control": [{**_TOOL, "cache_control": None}],
+    "tools null": None,
 }
 _KWARGS: list[Any] = [
-    *({}, None, {"thinking": True}, {"enable_thinking": True}, {"enable_thinking": None}, {"thinking": "x"}),
+    *({}, None),
+    *_each("thinking", True, "x"),
+    *_each("enable_thinking", True, None),
     *({"reasoning_effort": "low"}, {"add_generation_prompt": False}, {"tools": []}, {"bos_token": "<x>"}),
-    *(
-        {"add_vision_id": True},
-        {"preserve_thinking": True},
-        {"clear_thinking": False},
-        {"date_string": "1 May"},
-    ),
-    *(
-        {"continue_final_message": True},
-        {"tokenize": True},
-        {"chat_template": None},
-        {"keep_all": [1, {"a": None}]},
-    ),
-    *(
-        {"tools_in_user_message": False},
-        {"xml_tools": [_FUNCTION]},
-        {"custom_tools": [_TOOL]},
-        {"system": "x"},
-    ),
+    *({"add_vision_id": True}, {"preserve_thinking": True}, {"clear_thinking": False}, {"system": "x"}),
+    *({"continue_final_message": True}, {"tokenize": True}, {"chat_template": None}),
+    *({"date_string": "1 May"}, {"keep_all": [1, {"a": None}]}, {"tools_in_user_message": False}),
+    *({"xml_tools": [_FUNCTION]}, {"custom_tools": [_TOOL]}),
 ]
 _FIELDS: list[Fields] = [
-    *({"reasoning_effort": value} for value in ("low", "none", None)),
-    *(
-        {"response_format": {"type": "text"}},
-        {"parallel_tool_calls": False},
-        {"thinking": {"type": "disabled"}},
-    ),
-    *(
-        {"functions": [_FUNCTION]},
-        {"include_reasoning": False},
-        {"metadata": {}},
-        {"documents": []},
-        {"documents": None},
-    ),
-    *({"add_special_tokens": value} for value in (True, False, None)),
-    *({"add_generation_prompt": value} for value in (True, None)),
-    *({"continue_final_message": False}, {"verbosity": "low"}, {"tool_choice": "none"}, {"tools": []}),
+    *_each("reasoning_effort", "low", "none", None),
+    *_each("documents", [], None),
+    *_each("add_special_tokens", True, False, None),
+    *_each("add_generation_prompt", True, None),
+    *({"response_format": {"type": "text"}}, {"parallel_tool_calls": False}, {"verbosity": "low"}),
+    *({"thinking": {"type": "disabled"}}, {"functions": [_FUNCTION]}, {"include_reasoning": False}),
+    *({"metadata": {}}, {"continue_final_message": False}, {"tool_choice": "none"}, {"tools": []}),
 ]
 _TURNS: dict[str, tuple[object, ...]] = {
     "two questions": (_ASKED, _ASKED),
@@ -328,7 +256,9 @@ VARIANTS: dict[str, Fields] = {
     **_named("a system message", _OF_SYSTEM, _told),
     **{f"arguments {given!r}": _arguments(given) for given in _ARGUMENTS},
     **_CALLS,
-    **_TOOLS,
+    **_named("a tool", _OF_FUNCTIONS, _tool),
+    **{name: _chat(_ASKED, tools=tools) for name, tools in _TOOLS.items()},
+    **{f"tool_choice {how}": _chat(_ASKED, tools=[_TOOL], tool_choice=how) for how in ("required", "auto")},
     **{
         f"chat_template_kwargs {kwargs!r:.60}": _asked() | {"chat_template_kwargs": kwargs}
         for kwargs in _KWARGS

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine_adapter.torch_engine.protocol import ChatRequest, CompletionRequest
+from tests.fuzz import JSON, MESSAGE
 
 pytestmark = pytest.mark.live
 
@@ -26,22 +27,9 @@ KNOWN = sorted({*ChatRequest.__struct_encode_fields__, *CompletionRequest.__stru
 LENGTHS = ("max_tokens", "max_completion_tokens", "min_tokens", "n", "best_of")
 """Large ones are good, and take long."""
 
-odd_text = st.sampled_from(["", "\ud800", "a\udfffb", "\0", "\x7f", "🙂", "x" * 5000])
-scalars = (
-    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=12) | odd_text
-)
-values = st.recursive(
-    scalars,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
-    max_leaves=10,
-)
 numbers = st.integers(-3, 30) | st.sampled_from([2**31, 2**63, 2**64, 10**40, 1e308, 0.5])
-tokens = st.lists(st.integers(-2, 4200) | numbers | values, max_size=20)
-roles = st.sampled_from(["system", "user", "assistant", "tool", "developer"]) | values
-messages = st.lists(
-    values | st.fixed_dictionaries({"role": roles, "content": values | st.lists(values, max_size=3)}),
-    max_size=4,
-)
+tokens = st.lists(st.integers(-2, 4200) | numbers | JSON, max_size=20)
+messages = st.lists(MESSAGE | JSON, max_size=4)
 
 
 def is_short(changed: dict[str, object]) -> bool:
@@ -51,21 +39,20 @@ def is_short(changed: dict[str, object]) -> bool:
 
 
 changes = st.dictionaries(
-    st.sampled_from(KNOWN), numbers | tokens | messages | values, min_size=1, max_size=2
+    st.sampled_from(KNOWN), numbers | tokens | messages | JSON, min_size=1, max_size=2
 ).filter(is_short)
+OTHERS = ("prompt", "prompt_table", "prompt_cache_key", "tenant", "all", "cache_salt", "wait_s", "pin_id")
+OTHERS += ("fallback", "engines")
 targets = st.fixed_dictionaries(
     {},
     optional={
         "messages": messages,
         "token_ids": tokens,
         "extra_ids": tokens,
-        "engine": st.just("embedded-0") | values,
-        "model": st.just("kvpin-tiny") | values,
-        "ttl_s": st.floats(max_value=1) | values,
-        **dict.fromkeys(
-            ("prompt", "prompt_table", "prompt_cache_key", "tenant", "all", "cache_salt"), values
-        ),
-        **dict.fromkeys(("wait_s", "pin_id", "fallback", "engines"), values),
+        "engine": st.just("embedded-0") | JSON,
+        "model": st.just("kvpin-tiny") | JSON,
+        "ttl_s": st.floats(max_value=1) | JSON,
+        **dict.fromkeys(OTHERS, JSON),
     },
 )
 FUZZ = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), max_examples=200)

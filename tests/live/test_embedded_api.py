@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
+import httpx
 import pytest
 from openai import OpenAI
+
+from tests.live.answers import becomes, user
 
 pytestmark = pytest.mark.live
 
@@ -27,7 +31,7 @@ def client(kvpin):
 
 
 def messages(name):
-    return [{"role": "user", "content": f"{name}: " + " ".join(f"harbour {n}" for n in range(60))}]
+    return user(f"{name}: " + " ".join(f"harbour {n}" for n in range(60)))
 
 
 def check_foreseen(kvpin, answer):
@@ -99,3 +103,19 @@ def test_an_echo_with_logprobs_reuses_nothing_and_is_foreseen(client, kvpin):
         assert check_foreseen(kvpin, answer)["reported_tokens"] == 0
     answer, _ = complete(client, prompt=prompt, max_tokens=1)
     assert check_foreseen(kvpin, answer)["reported_tokens"] > 100
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_leaves_frees_its_blocks(kvpin, stream):
+    body = {"model": MODEL, "messages": user("Tell me all."), "max_tokens": 4000, "ignore_eos": True}
+
+    def active_blocks():
+        return sum(engine["kv"]["gpu"]["active"] for engine in kvpin.engines().values())
+
+    async with httpx.AsyncClient(base_url=kvpin.base_url, timeout=60) as client:
+        request = asyncio.create_task(client.post("/chat/completions", json={**body, "stream": stream}))
+        await becomes(lambda: active_blocks() > 0)
+        request.cancel()
+        await asyncio.gather(request, return_exceptions=True)
+    async with asyncio.timeout(10):  # generous: the figure is measured in benchmarks
+        await becomes(lambda: active_blocks() == 0)

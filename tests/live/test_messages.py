@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -52,6 +51,10 @@ class World:
         messages = [user(text)] if isinstance(text, str) else text
         return self.post({"messages": messages, **fields}).raise_for_status()
 
+    def counted(self, fields) -> int:
+        """The tokens of a prompt, which no engine serves."""
+        return self.post(fields, "messages/count_tokens").json()["input_tokens"]
+
 
 @pytest.fixture(scope="module", params=["embedded", "llama_server"])
 def world(request, tmp_path_factory) -> Iterator[World]:
@@ -69,62 +72,18 @@ def user(text):
     return {"role": "user", "content": text}
 
 
-def events_of(text) -> list[dict]:
-    """The events of a stream; each is named as its data says."""
-    found = []
-    for event in text.strip().split("\n\n"):
-        name, data = event.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
-    return found
-
-
-def message_of(events) -> dict:
-    """The message that a stream tells, put together as Anthropic's SDK does."""
-    assert [events[0]["type"], events[-1]["type"]] == ["message_start", "message_stop"]
-    message = events[0]["message"]
-    for event in events[1:]:
-        match event["type"]:
-            case "content_block_start":
-                assert event["index"] == len(message["content"])
-                message["content"].append(event["content_block"])
-            case "content_block_delta":
-                block, delta = message["content"][event["index"]], event["delta"]
-                assert delta["type"] == "text_delta"
-                block["text"] += delta["text"]
-            case "message_delta":
-                message |= event["delta"]
-                message["usage"] |= event["usage"]
-    return message
-
-
 def checked(answer) -> tuple[dict, int]:
     """Message and prompt tokens of an answer whose prediction came true."""
-    is_stream = answer.headers["content-type"].startswith("text/event-stream")
-    events = events_of(answer.text) if is_stream else []
-    begun = dict(events[0]["message"]["usage"]) if is_stream else {}
-    message = message_of(events) if is_stream else answer.json()
+    message = answer.json()
     usage = message["usage"]
     assert int(answer.headers["x-kvpin-predicted-tokens"]) == usage["cache_read_input_tokens"]
-    tokens = prompt_tokens(usage)
-    if is_stream:
-        assert (begun["cache_read_input_tokens"], begun["output_tokens"]) == (
-            usage["cache_read_input_tokens"],
-            0,
-        )
-        assert prompt_tokens(begun) == tokens
-    return message, tokens
+    names = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
+    return message, sum(usage[name] for name in names)
 
 
-def prompt_tokens(usage):
-    return sum(usage[f"{name}input_tokens"] for name in ("", "cache_read_", "cache_creation_"))
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_conversation(world, stream):
-    system = [{"type": "text", "text": f"{stream} {STORY}", "cache_control": {"type": "ephemeral"}}]
-    asked = {"system": system, "stream": stream}
-    first, tokens = checked(world.ask("Where does it sail?", **asked))
+def test_a_conversation(world):
+    system = [{"type": "text", "text": STORY, "cache_control": {"type": "ephemeral"}}]
+    first, tokens = checked(world.ask("Where does it sail?", system=system))
     assert first["stop_reason"] in {"end_turn", "max_tokens"}
     assert (first["type"], first["role"], first["model"]) == ("message", "assistant", world.model)
     assert first["id"].startswith("msg_")
@@ -134,10 +93,9 @@ def test_a_conversation(world, stream):
         {"role": "assistant", "content": first["content"] or "?"},
         user("And then?"),
     ]
-    second, more = checked(world.ask(turns, **asked))
+    second, more = checked(world.ask(turns, system=system))
     assert tokens - 17 < second["usage"]["cache_read_input_tokens"] < more
-    counted = world.post({"messages": turns, "system": system}, "messages/count_tokens")
-    assert counted.json() == {"input_tokens": more}
+    assert world.counted({"messages": turns, "system": system}) == more
 
 
 def test_what_chats_left_is_reused(world):
@@ -150,21 +108,17 @@ def test_what_chats_left_is_reused(world):
     assert tokens - 17 < message["usage"]["cache_read_input_tokens"]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_round_trip_of_a_tool(world, stream):
+def test_a_round_trip_of_a_tool(world):
     """The call is made up: no tiny model makes one."""
-    asked = {"tools": [TOOL], "stream": stream}
-    turns = [user(f"How high is the water? {stream} {STORY}")]
-    _, before = checked(world.ask(turns, **asked))
+    turns = [user(f"How high is the water? {STORY}")]
+    _, before = checked(world.ask(turns, tools=[TOOL]))
     call = {"type": "tool_use", "id": "toolu_1", "name": "tide", "input": {"port": "Brest"}}
     turns.append({"role": "assistant", "content": [{"type": "text", "text": "I look."}, call]})
     result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "4 m"}]}
     turns.append(user([result, {"type": "text", "text": "Briefly!"}]))
-    second, tokens = checked(world.ask(turns, **asked))
+    second, tokens = checked(world.ask(turns, tools=[TOOL]))
     assert before - 17 < second["usage"]["cache_read_input_tokens"] < tokens
-    assert world.post({"messages": turns, **asked}, "messages/count_tokens").json() == {
-        "input_tokens": tokens
-    }
+    assert world.counted({"messages": turns, "tools": [TOOL]}) == tokens
 
 
 def test_the_beginning_of_the_answer_is_continued(world):
@@ -172,14 +126,12 @@ def test_the_beginning_of_the_answer_is_continued(world):
     _, tokens = checked(world.ask(turns))
     again, _ = checked(world.ask(turns))
     assert tokens - 17 < again["usage"]["cache_read_input_tokens"]
-    counted = world.post({"messages": turns}, "messages/count_tokens")
-    assert counted.json() == {"input_tokens": tokens}
+    assert world.counted({"messages": turns}) == tokens
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_prompt_is_prewarmed(world, stream):
-    text = f"Prewarmed {stream}. {STORY}"
-    message, tokens = checked(world.ask(text, max_tokens=0, stream=stream))
+def test_a_prompt_is_prewarmed(world):
+    text = f"Prewarmed. {STORY}"
+    message, tokens = checked(world.ask(text, max_tokens=0))
     assert (message["content"], message["usage"]["output_tokens"]) == ([], 0)
     again, _ = checked(world.ask(text))
     assert tokens - 17 < again["usage"]["cache_read_input_tokens"]

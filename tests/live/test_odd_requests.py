@@ -17,62 +17,38 @@ pytestmark = pytest.mark.live
 CHAT, MESSAGES, RESPONSES = "chat/completions", "messages", "responses"
 USE = said("assistant", [{"type": "tool_use", "id": "1", "name": "f", "input": {}}])
 SEARCH = {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {"query": "tides of Brest"}}
-RESULT = {
-    "type": "tool_result",
-    "tool_use_id": "1",
-    "content": [text("high"), {"type": "text", "text": "low"}],
-}
+RESULT = {"type": "tool_result", "tool_use_id": "1", "content": [text("high"), text("low")]}
+HIDDEN = {"type": "redacted_thinking", "data": "eA=="}
 FUNCTION = {"type": "function", "name": "log", "description": "d", "parameters": {"type": "object"}}
 SERVICES = {"type": "web_search_20250305", "name": "web_search"}
 NAMESPACE = {"type": "namespace", "name": "git", "description": "d", "tools": [FUNCTION]}
 OBJECT = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}}
 
+CHATS = {
+    "a late system message": [said("system"), said("user"), said("system", "late")],
+    "two system messages": [said("system"), said("system", "late"), said("user")],
+    "a developer's message": [said("system"), said("developer", "late"), said("user")],
+    "the assistant first": [said("assistant", "late"), said("user")],
+    "two turns of the user": [said("user"), said("user", "late")],
+    "a result alone": [said("user"), result("9", "late"), said("user")],
+    "null beside calls": [said("user"), called("1"), result("1", "late")],
+    "arguments as an object": [said("user"), said("assistant", "", tool_calls=[OBJECT]), result("1", "late")],
+    "half an emoji": [said("user", "late \ud83d")],
+    "zstd": [said("user", "late")],
+    "a byte order mark": [said("user", "late")],
+}
+TALKS = {
+    "a history of a service": [said("user"), said("assistant", [SEARCH, text("late")]), said("user")],
+    "hidden thoughts": [said("user"), said("assistant", [HIDDEN, text("late")]), said("user")],
+    "a result of several texts": [said("user"), USE, said("user", [RESULT, text("late")])],
+}
 CASES = {
-    "a late system message": (CHAT, {"messages": [said("system"), said("user"), said("system", "late")]}),
-    "two system messages": (CHAT, {"messages": [said("system"), said("system", "late"), said("user")]}),
-    "a developer's message": (CHAT, {"messages": [said("system"), said("developer", "late"), said("user")]}),
-    "the assistant first": (CHAT, {"messages": [said("assistant", "late"), said("user")]}),
-    "two turns of the user": (CHAT, {"messages": [said("user"), said("user", "late")]}),
-    "a result alone": (CHAT, {"messages": [said("user"), result("9", "late"), said("user")]}),
-    "null beside calls": (CHAT, {"messages": [said("user"), called("1"), result("1", "late")]}),
-    "arguments as an object": (
-        CHAT,
-        {
-            "messages": [
-                said("user"),
-                said("assistant", "", tool_calls=[OBJECT]),
-                result("1", "late"),
-            ]
-        },
-    ),
+    **{name: (CHAT, {"messages": messages}) for name, messages in CHATS.items()},
+    **{name: (MESSAGES, {"messages": messages}) for name, messages in TALKS.items()},
     "a service's tool": (MESSAGES, {"messages": [said("user", "late")], "tools": [SERVICES]}),
     "a service's tool of responses": (RESPONSES, {"input": "late", "tools": [{"type": "web_search"}]}),
-    "a history of a service": (
-        MESSAGES,
-        {"messages": [said("user"), said("assistant", [SEARCH, text("late")]), said("user")]},
-    ),
-    "hidden thoughts": (
-        MESSAGES,
-        {
-            "messages": [
-                said("user"),
-                said("assistant", [{"type": "redacted_thinking", "data": "eA=="}, text("late")]),
-                said("user"),
-            ]
-        },
-    ),
-    "tools in a namespace": (
-        RESPONSES,
-        {"input": "late", "tools": [NAMESPACE]},
-    ),
-    "a result of several texts": (
-        MESSAGES,
-        {"messages": [said("user"), USE, said("user", [RESULT, text("late")])]},
-    ),
-    "half an emoji": (CHAT, {"messages": [said("user", "late \ud83d")]}),
-    "zstd": (CHAT, {"messages": [said("user", "late")]}),
-    "a byte order mark": (CHAT, {"messages": [said("user", "late")]}),
-}  # fmt: skip
+    "tools in a namespace": (RESPONSES, {"input": "late", "tools": [NAMESPACE]}),
+}
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +57,7 @@ def world(tmp_path_factory):
     template = path / "template.jinja"
     template.write_text(REFUSES)
     with llama_world(path, "--chat-template-file", str(template)) as world:
-        late = {"messages": CASES["a late system message"][1]["messages"]}
+        late = {"messages": CHATS["a late system message"]}
         world.until(lambda: "x-kvpin-normalised" in world.post(CHAT, late).headers, "a repair")
         yield world
 

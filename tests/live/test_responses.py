@@ -78,23 +78,6 @@ def test_second_turns_hit_by_name_and_by_items(client):
         client.responses.retrieve(again.id)
 
 
-def test_items_are_listed_page_by_page(client):
-    first, _ = create(client, input="One.", metadata={"who": "me"})
-    second, _ = create(client, input="Two.", previous_response_id=first.id)
-    assert client.responses.retrieve(first.id).metadata == {"who": "me"}
-    listed = list(client.responses.input_items.list(second.id, limit=1, order="asc"))
-    assert [item.content[0].text for item in listed] == ["One.", first.output_text, "Two."]
-    assert listed[1].id == first.output[0].id
-    with pytest.raises(openai.BadRequestError, match="background"):
-        client.responses.cancel(first.id)
-    client.responses.delete(first.id)
-    for gone in (client.responses.retrieve, client.responses.delete, client.responses.input_items.list):
-        with pytest.raises(openai.NotFoundError):
-            gone(first.id)
-    third, _ = create(client, input="Three.", previous_response_id=second.id)
-    assert len(list(client.responses.input_items.list(third.id))) == 5
-
-
 def test_tokens_are_counted(client):
     asked = {"input": [{"role": "user", "content": "How long?"}], "instructions": "Count."}
     counted = client.responses.input_tokens.count(model=client.model, **asked)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
-import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import anthropic
-from features import LONG, PIXEL, TOO_LONG, TOOL_SCHEMA, EitherHalf, World, each, main, raises, stoppable
+from features import LONG, PIXEL, TOOL_SCHEMA, EitherHalf, World, each, main, stoppable
+from plain import plain
 
 TOOLS = [{"name": "tide", "description": "Height of the tide", "input_schema": TOOL_SCHEMA}]
 
@@ -27,29 +29,33 @@ class Client(EitherHalf):
         greedy = {"temperature": 0}  # the SDK's own methods no longer take it
         return await self("messages.create", **{**asked, **fields}, extra_body=greedy)
 
-    async def count(self, key: str) -> int:
-        """How often the fake engine saw the key."""
-        return int(text_of(await self.say(f"do: count {key}")))
-
 
 def text_of(message: Any) -> str:
     return "".join(block.text for block in message.content if block.type == "text")
 
 
-async def chat(world: World) -> None:
-    message = await Client(world).say(world.fresh())
-    assert (message.type, message.role) == ("message", "assistant")
-    assert text_of(message)
-    assert message.stop_reason in ("end_turn", "max_tokens")
+async def ask(world: World, prompt: str, **changes: Any) -> str:
+    fields = {"model": changes.pop("model")} if "model" in changes else {}
+    return text_of(await Client(world, **changes).say(prompt, **fields))
 
 
-async def stream(world: World) -> None:
-    client, prompt = Client(world), world.fresh()
-    whole = await client.say(prompt)
-    events = [event async for event in each(await client.say(prompt, stream=True))]
-    assert (events[0].type, events[-1].type) == ("message_start", "message_stop")
-    deltas = [event.delta for event in events if event.type == "content_block_delta"]
-    assert "".join(delta.text for delta in deltas if delta.type == "text_delta") == text_of(whole)
+async def pieces(world: World, prompt: str) -> AsyncIterator[str]:
+    async with aclosing(each(await Client(world).say(prompt, stream=True))) as events:
+        async for event in events:
+            if event.type == "content_block_delta" and event.delta.type == "text_delta":
+                yield event.delta.text
+
+
+def check(error: Any) -> None:
+    types = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
+    told = error.body["error"]
+    assert (error.body["type"], types.get(error.status_code, told["type"])) == ("error", told["type"])
+    assert told["message"]
+    if error.status_code == 429:
+        assert error.response.headers["retry-after"] == "1"
+
+
+globals().update(plain(ask, pieces, check, before_death=("The tide ",)))
 
 
 async def usage(world: World) -> None:
@@ -63,13 +69,8 @@ async def usage(world: World) -> None:
 
 
 async def stop(world: World) -> None:
-    client = Client(world)
-
-    async def ask(prompt: str) -> str:
-        return text_of(await client.say(prompt))
-
-    prompt, word = await stoppable(world, ask)
-    message = await client.say(prompt, stop_sequences=[word])
+    prompt, word = await stoppable(world, partial(ask, world))
+    message = await Client(world).say(prompt, stop_sequences=[word])
     assert word not in text_of(message)
     assert message.stop_reason in ("stop_sequence", "end_turn")
 
@@ -134,83 +135,12 @@ async def count_tokens(world: World) -> None:
     assert counted.input_tokens == used.input_tokens + (used.cache_read_input_tokens or 0)
 
 
-async def wrong_key(world: World) -> None:
-    error = await raises(anthropic.AuthenticationError, Client(world, api_key="wrong").say("Hi"))
-    assert (error.body["type"], error.body["error"]["type"]) == ("error", "authentication_error")
-
-
-async def no_model(world: World) -> None:
-    error = await raises(anthropic.NotFoundError, Client(world).say("Hi", model="no-such-model"))
-    assert (error.body["type"], error.body["error"]["type"]) == ("error", "not_found_error")
-
-
-async def bad_request(world: World) -> None:
-    asked = world.wish("refuse-400")[0] if world.is_fake else TOO_LONG
-    error = await raises(anthropic.BadRequestError, Client(world).say(asked))
-    assert (error.body["type"], error.body["error"]["type"]) == ("error", "invalid_request_error")
-    assert error.body["error"]["message"]
-
-
-async def rate_limit(world: World) -> None:
-    prompt, key = world.wish("fail-429")
-    started = time.monotonic()
-    assert text_of(await Client(world, max_retries=1).say(prompt))
-    assert time.monotonic() - started >= 1  # retry-after
-    assert await Client(world).count(key) == 2
-    error = await raises(anthropic.RateLimitError, Client(world).say(world.wish("refuse-429")[0]))
-    assert error.response.headers["retry-after"] == "1"
-
-
-async def server_error(world: World) -> None:
-    prompt, key = world.wish("fail-503")
-    assert text_of(await Client(world, max_retries=1).say(prompt))
-    assert await Client(world).count(key) == 2
-    await raises(anthropic.InternalServerError, Client(world).say(world.wish("refuse-500")[0]))
-
-
-async def no_retry(world: World) -> None:
-    prompt, key = world.wish("refuse-500-final")
-    await raises(anthropic.InternalServerError, Client(world, max_retries=2).say(prompt))
-    assert await Client(world).count(key) == 1
-
-
-async def cancel(world: World) -> None:
-    client = Client(world)
-    prompt, key = world.wish("endless")
-    got = await client.say(prompt, stream=True)
-    async for event in each(got):
-        if event.type == "content_block_delta":
-            break
-    closed = got.close()
-    if inspect.isawaitable(closed):
-        await closed
-    assert text_of(await client.say(f"do: left {key}")) == "left"
-
-
-async def death(world: World) -> None:
-    client = Client(world)
-    got: list[str] = []
-
-    async def read() -> None:
-        async for event in each(await client.say(world.wish("die")[0], stream=True)):
-            got.append(event.type)
-
-    await raises(anthropic.APIError, read())
-    assert "content_block_delta" in got
-    assert "message_stop" not in got
-    await raises(anthropic.APIError, client.say(world.wish("die")[0]))
-
-
-async def timeout(world: World) -> None:
-    await raises(anthropic.APITimeoutError, Client(world, timeout=0.5).say(world.wish("hang")[0]))
-
-
 async def parallel(world: World) -> None:
-    if world.asynchronous:
-        made = [Client(world).say(world.fresh()) for _ in range(8)]
-    else:
-        made = [asyncio.to_thread(lambda: asyncio.run(Client(world).say(world.fresh()))) for _ in range(8)]
-    assert all(text_of(message) for message in await asyncio.gather(*made))
+    def one() -> str:
+        return asyncio.run(ask(world, world.fresh()))
+
+    made = (ask(world, world.fresh()) if world.asynchronous else asyncio.to_thread(one) for _ in range(8))
+    assert all(await asyncio.gather(*made))
 
 
 if __name__ == "__main__":

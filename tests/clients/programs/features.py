@@ -96,13 +96,18 @@ class EitherHalf:
 
 
 async def each(stream: Any) -> AsyncIterator[Any]:
-    """The items of a stream of either half."""
-    if hasattr(stream, "__aiter__"):
-        async for item in stream:
-            yield item
-    else:
-        for item in stream:
-            yield item
+    """The items of a stream of either half, which is closed at the end."""
+    try:
+        if hasattr(stream, "__aiter__"):
+            async for item in stream:
+                yield item
+        else:
+            for item in stream:
+                yield item
+    finally:
+        closed = stream.close()
+        if inspect.isawaitable(closed):
+            await closed
 
 
 def main() -> None:
@@ -137,15 +142,6 @@ def status_of(error: BaseException | None) -> int | None:
             return status
         error = error.__cause__ or error.__context__
     return None
-
-
-async def raises(expected: type[Exception] | tuple[type[Exception], ...], made: Awaitable[Any]) -> Any:
-    """The error that this must end with."""
-    try:
-        got = await made
-    except expected as error:
-        return error
-    raise AssertionError(f"no {expected}, but {got!r}")
 
 
 async def stoppable(world: World, ask: Callable[[str], Awaitable[str]]) -> tuple[str, str]:

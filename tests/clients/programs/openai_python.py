@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import openai
@@ -13,16 +15,15 @@ from features import (
     LONG,
     PIXEL_URL,
     SCHEMA,
-    TOO_LONG,
     TOOL,
     VECTOR,
     EitherHalf,
     World,
     each,
     main,
-    raises,
     stoppable,
 )
+from plain import plain
 
 
 class Client(EitherHalf):
@@ -35,20 +36,37 @@ class Client(EitherHalf):
 
     async def chat(self, prompt: str | list[Any], **fields: Any) -> Any:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        asked = {"model": self._world.model, "messages": messages, "max_tokens": 8, "temperature": 0}
+        asked = {"model": self._world.model, "messages": messages, "max_tokens": 16, "temperature": 0}
         return await self("chat.completions.create", **{**asked, **fields})
 
     async def respond(self, prompt: str | list[Any], **fields: Any) -> Any:
         asked = {"model": self._world.model, "input": prompt, "max_output_tokens": 16}
         return await self("responses.create", **{**asked, **fields})
 
-    async def count(self, key: str) -> int:
-        """How often the fake engine saw the key."""
-        return int((await self.chat(f"do: count {key}")).choices[0].message.content)
+
+async def ask(world: World, prompt: str, **changes: Any) -> str:
+    fields = {"model": changes.pop("model")} if "model" in changes else {}
+    return (await Client(world, **changes).chat(prompt, **fields)).choices[0].message.content or ""
 
 
-async def texts(stream: Any) -> list[str]:
-    return [chunk.choices[0].delta.content or "" async for chunk in each(stream) if chunk.choices]
+async def pieces(world: World, prompt: str) -> AsyncIterator[str]:
+    async with aclosing(each(await Client(world).chat(prompt, stream=True))) as chunks:
+        async for chunk in chunks:
+            if chunk.choices and chunk.choices[0].delta.content:
+                yield chunk.choices[0].delta.content
+
+
+def check(error: Any) -> None:
+    assert error.body["message"]
+    if error.status_code == 401:
+        assert error.code == "invalid_api_key"
+    if error.status_code == 404:
+        assert (error.code, error.param) == ("model_not_found", "model")
+    if error.status_code == 429:
+        assert error.response.headers["retry-after"] == "1"
+
+
+globals().update(plain(ask, pieces, check, before_death=("The tide ",)))
 
 
 async def models(world: World) -> None:
@@ -56,21 +74,6 @@ async def models(world: World) -> None:
     listed = await client("models.list")
     assert world.model in [model.id for model in listed.data]
     assert (await client("models.retrieve", world.model)).id == world.model
-
-
-async def chat(world: World) -> None:
-    answer = await Client(world).chat(world.fresh())
-    assert answer.choices[0].message.role == "assistant"
-    assert answer.choices[0].message.content
-    assert answer.choices[0].finish_reason in ("stop", "length")
-
-
-async def stream(world: World) -> None:
-    client, prompt = Client(world), world.fresh()
-    whole = await client.chat(prompt)
-    pieces = await texts(await client.chat(prompt, stream=True))
-    assert "".join(pieces) == whole.choices[0].message.content
-    assert len(pieces) > 2
 
 
 async def usage(world: World) -> None:
@@ -85,27 +88,17 @@ async def usage(world: World) -> None:
 
 
 async def stop(world: World) -> None:
-    client = Client(world)
-
-    async def ask(prompt: str) -> str:
-        return (await client.chat(prompt)).choices[0].message.content or ""
-
-    prompt, word = await stoppable(world, ask)
-    answer = (await client.chat(prompt, stop=[word])).choices[0]
+    prompt, word = await stoppable(world, partial(ask, world))
+    answer = (await Client(world).chat(prompt, stop=[word])).choices[0]
     assert (word in answer.message.content, answer.finish_reason) == (False, "stop")
 
 
 async def parallel(world: World) -> None:
-    client = Client(world)
+    def one() -> str:
+        return asyncio.run(ask(world, world.fresh()))
 
-    def one(number: int) -> Any:
-        return asyncio.run(client.chat(world.fresh(f"Story {number}.")))
-
-    if world.asynchronous:
-        answers = await asyncio.gather(*(client.chat(world.fresh()) for _ in range(8)))
-    else:
-        answers = await asyncio.gather(*(asyncio.to_thread(one, number) for number in range(8)))
-    assert all(answer.choices[0].message.content for answer in answers)
+    made = (ask(world, world.fresh()) if world.asynchronous else asyncio.to_thread(one) for _ in range(8))
+    assert all(await asyncio.gather(*made))
 
 
 async def many(world: World) -> None:
@@ -245,76 +238,6 @@ async def responses_kept(world: World) -> None:
     if not world.is_fake:
         assert second.usage.input_tokens > first.usage.input_tokens
         assert second.usage.input_tokens_details.cached_tokens > 0
-
-
-async def wrong_key(world: World) -> None:
-    error = await raises(openai.AuthenticationError, Client(world, api_key="wrong").chat(world.fresh()))
-    assert (error.status_code, error.code) == (401, "invalid_api_key")
-
-
-async def no_model(world: World) -> None:
-    error = await raises(openai.NotFoundError, Client(world).chat("Hi", model="no-such-model"))
-    assert (error.code, error.param) == ("model_not_found", "model")
-
-
-async def bad_request(world: World) -> None:
-    prompt = world.wish("refuse-400")[0] if world.is_fake else TOO_LONG
-    error = await raises(openai.BadRequestError, Client(world).chat(prompt))
-    assert error.body["message"]
-
-
-async def rate_limit(world: World) -> None:
-    prompt, key = world.wish("fail-429")
-    started = time.monotonic()
-    assert (await Client(world, max_retries=1).chat(prompt)).choices
-    assert time.monotonic() - started >= 1  # retry-after
-    assert await Client(world).count(key) == 2
-    error = await raises(openai.RateLimitError, Client(world).chat(world.wish("refuse-429")[0]))
-    assert error.response.headers["retry-after"] == "1"
-
-
-async def server_error(world: World) -> None:
-    prompt, key = world.wish("fail-503")
-    assert (await Client(world, max_retries=1).chat(prompt)).choices
-    assert await Client(world).count(key) == 2
-    error = await raises(openai.InternalServerError, Client(world).chat(world.wish("refuse-500")[0]))
-    assert error.status_code == 500
-    assert error.body["message"] == "not now"
-
-
-async def no_retry(world: World) -> None:
-    prompt, key = world.wish("refuse-500-final")
-    await raises(openai.InternalServerError, Client(world, max_retries=2).chat(prompt))
-    assert await Client(world).count(key) == 1
-
-
-async def cancel(world: World) -> None:
-    client = Client(world)
-    prompt, key = world.wish("endless")
-    got = await client.chat(prompt, stream=True)
-    async for _ in each(got):
-        break
-    closed = got.close()
-    if inspect.isawaitable(closed):
-        await closed
-    assert (await client.chat(f"do: left {key}")).choices[0].message.content == "left"
-
-
-async def death(world: World) -> None:
-    client = Client(world)
-    got: list[str] = []
-
-    async def read() -> None:
-        async for chunk in each(await client.chat(world.wish("die")[0], stream=True)):
-            got.append(chunk.choices[0].delta.content)
-
-    await raises(openai.APIError, read())
-    assert got == ["The ", "tide "]
-    await raises(openai.APIError, client.chat(world.wish("die")[0]))
-
-
-async def timeout(world: World) -> None:
-    await raises(openai.APITimeoutError, Client(world, timeout=0.5).chat(world.wish("hang")[0]))
 
 
 if __name__ == "__main__":

@@ -13,14 +13,22 @@ from features import TOO_LONG, World, status_of
 
 
 class Ask(Protocol):
-    """Asks one question; `key`, `model`, `retries` and `timeout_s` are those of the client."""
+    """Asks one question; `api_key`, `model`, `max_retries` and `timeout` are the client's."""
 
     async def __call__(self, world: World, prompt: str, **changes: Any) -> str: ...
 
 
-def plain(ask: Ask, pieces: Callable[[World, str], AsyncIterator[str]]) -> dict[str, Callable[..., Any]]:
-    """Feature → its function, for a client that is used through `ask` and, for streams, `pieces`."""
-    client = _Plain(ask, pieces)
+def plain(
+    ask: Ask,
+    pieces: Callable[[World, str], AsyncIterator[str]],
+    check: Callable[[Any], None] = lambda _: None,
+    before_death: tuple[str, ...] = ("The tide ", "The ", ""),
+) -> dict[str, Callable[..., Any]]:
+    """Feature → its function, for a client that is used through `ask` and, for streams, `pieces`.
+
+    `check` gets errors with a status; `before_death` is what the client may have of a stream that breaks off.
+    """
+    client = _Plain(ask, pieces, check, before_death)
     return {name: getattr(client, name) for name in vars(_Plain) if not name.startswith("_")}
 
 
@@ -28,6 +36,8 @@ def plain(ask: Ask, pieces: Callable[[World, str], AsyncIterator[str]]) -> dict[
 class _Plain:
     _ask: Ask
     _pieces: Callable[[World, str], AsyncIterator[str]]
+    _check: Callable[[Any], None]
+    _before_death: tuple[str, ...]
 
     async def chat(self, world: World) -> None:
         assert await self._ask(world, world.fresh())
@@ -43,7 +53,7 @@ class _Plain:
         assert all(await asyncio.gather(*(self._ask(world, world.fresh()) for _ in range(8))))
 
     async def wrong_key(self, world: World) -> None:
-        assert await self._status(world, "Hi", key="wrong") == 401
+        assert await self._status(world, "Hi", api_key="wrong") == 401
 
     async def no_model(self, world: World) -> None:
         assert await self._status(world, "Hi", model="no-such-model") == 404
@@ -55,20 +65,20 @@ class _Plain:
     async def rate_limit(self, world: World) -> None:
         prompt, key = world.wish("fail-429")
         started = time.monotonic()
-        assert await self._ask(world, prompt, retries=1)
+        assert await self._ask(world, prompt, max_retries=1)
         assert time.monotonic() - started >= 1  # retry-after
         assert await self._count(world, key) == 2
         assert await self._status(world, world.wish("refuse-429")[0]) == 429
 
     async def server_error(self, world: World) -> None:
         prompt, key = world.wish("fail-503")
-        assert await self._ask(world, prompt, retries=1)
+        assert await self._ask(world, prompt, max_retries=1)
         assert await self._count(world, key) == 2
         assert await self._status(world, world.wish("refuse-500")[0]) == 500
 
     async def no_retry(self, world: World) -> None:
         prompt, key = world.wish("refuse-500-final")
-        assert await self._status(world, prompt, retries=2) == 500
+        assert await self._status(world, prompt, max_retries=2) == 500
         assert await self._count(world, key) == 1
 
     async def cancel(self, world: World) -> None:
@@ -84,13 +94,13 @@ class _Plain:
             async for piece in self._pieces(world, world.wish("die")[0]):
                 got.append(piece)
         except Exception:  # each client has its own
-            assert "".join(got) in ("The tide ", "The ", "")
+            assert "".join(got) in self._before_death
         else:
             raise AssertionError(f"a clean end after {got}")
-        assert await self._status(world, world.wish("die")[0]) != 200
+        assert status_of(await self._error(world, world.wish("die")[0])) != 200
 
     async def timeout(self, world: World) -> None:
-        error = await self._error(world, world.wish("hang")[0], timeout_s=0.5)
+        error = await self._error(world, world.wish("hang")[0], timeout=0.5)
         chain = []
         while error is not None:
             chain.append(f"{type(error).__name__}: {error}".lower())
@@ -108,4 +118,6 @@ class _Plain:
         raise AssertionError(f"no error, but {got!r}")
 
     async def _status(self, world: World, prompt: str, **changes: Any) -> int | None:
-        return status_of(await self._error(world, prompt, **changes))
+        error = await self._error(world, prompt, **changes)
+        self._check(error)
+        return status_of(error)

@@ -19,9 +19,7 @@ def openai(world: World, **changes: Any) -> ChatOpenAI:
 
 
 async def ask(world: World, prompt: str, **changes: Any) -> str:
-    names = {"key": "api_key", "retries": "max_retries", "timeout_s": "timeout", "model": "model"}
-    llm = openai(world, **{names[name]: value for name, value in changes.items()})
-    return (await llm.ainvoke(prompt)).text
+    return (await openai(world, **changes).ainvoke(prompt)).text
 
 
 async def pieces(world: World, prompt: str) -> AsyncIterator[str]:

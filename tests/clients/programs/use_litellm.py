@@ -23,11 +23,9 @@ async def chat_of(world: World, messages: str | list[Any], **changes: Any) -> An
 
 
 async def ask(world: World, prompt: str, **changes: Any) -> str:
-    names = {"key": "api_key", "retries": "max_retries", "timeout_s": "timeout", "model": "model"}
-    given = {names[name]: value for name, value in changes.items()}
-    if "model" in given:
-        given["model"] = f"openai/{given['model']}"
-    return (await chat_of(world, prompt, **given)).choices[0].message.content
+    if "model" in changes:
+        changes["model"] = f"openai/{changes['model']}"
+    return (await chat_of(world, prompt, **changes)).choices[0].message.content
 
 
 async def pieces(world: World, prompt: str) -> AsyncIterator[str]:

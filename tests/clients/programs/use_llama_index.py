@@ -26,9 +26,7 @@ def client(world: World, **changes: Any) -> OpenAILike:
 
 
 async def ask(world: World, prompt: str, **changes: Any) -> str:
-    names = {"key": "api_key", "retries": "max_retries", "timeout_s": "timeout", "model": "model"}
-    llm = client(world, **{names[name]: value for name, value in changes.items()})
-    return (await llm.achat([ChatMessage(prompt)])).message.content or ""
+    return (await client(world, **changes).achat([ChatMessage(prompt)])).message.content or ""
 
 
 async def pieces(world: World, prompt: str) -> AsyncIterator[str]:

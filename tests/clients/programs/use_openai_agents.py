@@ -39,9 +39,8 @@ def tide(port: str) -> str:
 
 
 def agent(world: World, *, responses: bool = False, settings: Any = None, **fields: Any) -> Agent:
-    names = {"key": "api_key", "retries": "max_retries", "timeout_s": "timeout"}
     options = {"api_key": world.key, "max_retries": 0, "timeout": 60}
-    options |= {name: fields.pop(ours) for ours, name in names.items() if ours in fields}
+    options |= {name: fields.pop(name) for name in options if name in fields}
     kind = OpenAIResponsesModel if responses else OpenAIChatCompletionsModel
     model = kind(
         fields.pop("model", world.model), openai_client=AsyncOpenAI(base_url=world.base_url, **options)

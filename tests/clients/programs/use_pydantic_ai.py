@@ -28,9 +28,8 @@ class Harbour(BaseModel):
 def agent(
     world: World, *, model: str = "", kind: Any = OpenAIChatModel, max_tokens: int = 16, **fields: Any
 ) -> Agent:
-    names = {"key": "api_key", "retries": "max_retries", "timeout_s": "timeout"}
     options = {"api_key": world.key, "max_retries": 0, "timeout": 60}
-    options |= {name: fields.pop(ours) for ours, name in names.items() if ours in fields}
+    options |= {name: fields.pop(name) for name in options if name in fields}
     provider = OpenAIProvider(openai_client=AsyncOpenAI(base_url=world.base_url, **options))
     settings = ModelSettings(max_tokens=max_tokens, temperature=0)
     return Agent(kind(model or world.model, provider=provider), model_settings=settings, **fields)

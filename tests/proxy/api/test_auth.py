@@ -174,18 +174,20 @@ class TestMetrics:
             await guard.admit(peer)
 
 
-def test_a_key_of_ours_ends_here_and_another_goes_to_the_engine():
-    headers = given({"authorization": "Bearer k1", "x-api-key": "k1", "cookie": "a=1", "x-other": "1"})
-    assert passed_on_headers(headers, TENANTS) == {"x-other": "1"}
-    assert passed_on_headers(headers, Tenants([])) is headers
+SENT = {"authorization": "Bearer k1", "x-api-key": "k1", "cookie": "a=1", "x-other": "1"}
+NAMED = {"x-request-id": "r", "x-data-parallel-rank": "1", "x-other": "1"}  # an engine's requests
 
 
-def test_of_several_tenants_none_names_the_requests_of_an_engine():
-    named = {"x-request-id": "r", "x-data-parallel-rank": "1", "x-other": "1"}
-    assert passed_on_headers(given(named), TENANTS) == {"x-other": "1"}
-    assert passed_on_headers(given(named), Tenants([ApiKey.of("k1", "alice")])) == named
-
-
-def test_a_key_of_the_engines_is_sent_as_all_engines_take_it():
-    headers = passed_on_headers(given({"x-api-key": "k1", "x-other": "1"}), Tenants([]))
-    assert headers == {"x-other": "1", "authorization": "Bearer k1"}
+@pytest.mark.parametrize(
+    ("sent", "tenants", "passed_on"),
+    [
+        (SENT, TENANTS, {"x-other": "1"}),
+        (SENT, Tenants([]), SENT),
+        (NAMED, TENANTS, {"x-other": "1"}),
+        (NAMED, Tenants([ApiKey.of("k1", "alice")]), NAMED),
+        ({"x-api-key": "k", "x-other": "1"}, Tenants([]), {"x-other": "1", "authorization": "Bearer k"}),
+    ],
+    ids=["kvpin's key", "the engine's", "of several tenants", "of one", "as all engines take it"],
+)
+def test_what_an_engine_gets_of_a_clients_headers(sent, tenants, passed_on):
+    assert passed_on_headers(given(sent), tenants) == passed_on

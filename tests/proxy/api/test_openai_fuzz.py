@@ -32,6 +32,8 @@ from tests.fakes import (
 from tests.fuzz import PATHS, STREAMS, agent_requests, bodies
 from tests.held_loop import watched
 
+FUZZ = settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+
 
 @pytest.fixture(scope="module")
 def world(tokenizer_dir):
@@ -69,7 +71,7 @@ def world(tokenizer_dir):
 def test_any_body_is_answered_and_harms_nobody(world):
     runner, proxy, client = world
 
-    @settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @FUZZ
     @given(PATHS, bodies() | st.binary(max_size=50))
     def check(path, body):
         runner.run(ask(path, body))
@@ -93,7 +95,7 @@ def test_any_body_is_answered_and_harms_nobody(world):
 def test_any_bytes_on_a_connection_are_answered_or_refused(world):
     runner, proxy, client = world
 
-    @settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @FUZZ
     @given(STREAMS)
     def check(sent):
         for status in runner.run(statuses(proxy, sent)):
@@ -111,9 +113,7 @@ def test_any_request_of_an_agent_is_answered_and_holds_up_nobody(world, monkeypa
     (builder,) = proxy.fleet.pools["m"].renderings
     counts, longest, lost = Counter(), [0.0], [frozenset(), frozenset(MessageShape)]
 
-    @settings(
-        max_examples=MOST_AGENTS, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
-    )
+    @settings(FUZZ, max_examples=MOST_AGENTS)
     @given(agent_requests(), st.sampled_from(lost))
     def check(asked, lost):
         proxy.fleet.pools["m"].lost_shapes = lost

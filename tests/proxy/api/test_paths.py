@@ -1,12 +1,27 @@
-"""Which paths reach engines, as the very bytes that come over a socket."""
+"""Which paths reach which engine, as the very bytes that come over a socket."""
 
 import asyncio
 from dataclasses import replace
 
 import pytest
 
+from engine_adapter.llama_server.options import ROUTES as LLAMA
+from engine_adapter.llama_server.options import SERVED
 from engine_adapter.types import RESPONSES_ROUTES
-from tests.fakes import CHAT, INFO, FakeAdapter, client_of, connect_to, is_openai_error, post, proxy_over
+from engine_adapter.vllm.options import ROUTES as VLLM
+from proxy.fleet.engine import EngineState
+from tests.fakes import (
+    ASK,
+    CHAT,
+    INFO,
+    FakeAdapter,
+    FakeEngine,
+    client_of,
+    connect_to,
+    is_openai_error,
+    post,
+    proxy_over,
+)
 
 
 async def raw(proxy, request: bytes) -> bytes:
@@ -76,6 +91,9 @@ async def test_a_base_url_of_anthropics_clients_that_ends_with_v1(engine, client
     assert not engine.seen
 
 
+_ODD = "/v1/files/a%2Fb%20c%7E~;p=1?q=%41&r=+%2B"
+
+
 @pytest.mark.parametrize(
     ("path", "target"),
     [
@@ -83,17 +101,13 @@ async def test_a_base_url_of_anthropics_clients_that_ends_with_v1(engine, client
         (f"{CHAT}/?x=%41", f"{CHAT}?x=%41"),
         ("/v1//completions", "/v1//completions"),
         ("/v1/files/a/", "/v1/files/a/"),  # it names an object: only the engine knows it
+        (_ODD, _ODD),
     ],
 )
 async def test_an_engine_gets_a_known_route_without_a_slash_at_its_end(engine, proxy, path, target):
     """FastAPI redirects a path with a slash at its end, and llama-server has no such route."""
     await raw(proxy, post(path, b'{"model": "m", "messages": [], "prompt": "a"}'))
     assert engine.seen[0].target == target
-
-
-async def test_encoded_characters_reach_the_engine_as_they_are(engine, proxy):
-    await raw(proxy, post("/v1/files/a%2Fb%20c%7E~;p=1?q=%41&r=+%2B", b"{}"))
-    assert engine.seen[0].target == "/v1/files/a%2Fb%20c%7E~;p=1?q=%41&r=+%2B"
 
 
 @pytest.mark.parametrize("method", ["GET", "DELETE", "HEAD"])
@@ -114,3 +128,84 @@ async def test_chats_are_listed_by_engines_that_may_keep_them(engine, keeps):
         response = await client.get(CHAT)
     assert response.status_code == (200 if keeps else 405)
     assert len(engine.seen) == keeps
+
+
+# --- routes beside `/v1`
+
+
+@pytest.fixture
+def engine_with_routes(proxy, engine):
+    """The engine of the proxy declares llama-server's routes."""
+    proxy.fleet.engines["a"].info = replace(INFO, routes=LLAMA)
+    return engine
+
+
+async def test_a_declared_route_reaches_the_engine_and_one_like_that_of_v1_becomes_it(
+    engine_with_routes, client
+):
+    for path in ("/completion?x=1", "/chat/completions?x=1"):
+        assert (await client.post(path, json=ASK)).status_code == 200
+    assert (await client.get("/props")).status_code == 200
+    assert (await client.get("/models")).json()["data"][0]["id"] == "m"
+    seen = [(exchange.method, exchange.target) for exchange in engine_with_routes.seen]
+    assert seen == [("POST", "/completion?x=1"), ("POST", "/v1/chat/completions?x=1"), ("GET", "/props")]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("POST", "/props", 404, "not_found"),
+        ("DELETE", "/slots", 404, "not_found"),
+        ("GET", "/completion", 405, "method_not_allowed"),
+        ("POST", "/pooling", 404, "not_found"),
+    ],
+    ids=["another method", "an operator's", "only POST", "of no engine"],
+)
+async def test_other_methods_and_routes_do_not(engine_with_routes, client, method, path, status, code):
+    answer = await client.request(method, path, json={"model": "m"})
+    assert is_openai_error(answer, status, code)
+    if status == 405:
+        told = await client.options(path)
+        assert answer.headers["allow"] == told.headers["allow"] == "POST, OPTIONS"
+    assert not engine_with_routes.seen
+
+
+async def test_only_an_engine_that_has_the_route_gets_it(proxy, engine_with_routes, client):
+    async with FakeEngine("b") as other:
+        added = proxy.add(FakeAdapter("b", other.url))
+        proxy.fleet.join(added, replace(INFO, routes=VLLM))
+        added.state = EngineState.READY
+        for _ in range(3):
+            assert (await client.get("/version")).status_code == 200
+            assert (await client.get("/slots")).status_code == 200
+        assert {exchange.target for exchange in other.seen} == {"/version"}
+        assert {exchange.target for exchange in engine_with_routes.seen} == {"/slots"}
+
+
+async def test_a_lost_engine_may_have_the_route(proxy, engine_with_routes, client):
+    proxy.fleet.leave(proxy.fleet.engines["a"])
+    assert is_openai_error(await client.get("/props"), 503)
+
+
+async def test_with_several_pools_the_query_names_the_model(proxy, engine_with_routes, client):
+    other = proxy.add(FakeAdapter("b", model="n"))
+    proxy.fleet.join(other, replace(INFO, model="n"))
+    assert (await client.get("/props?model=m")).status_code == 200
+    assert [exchange.target for exchange in engine_with_routes.seen] == ["/props?model=m"]
+    other.info = replace(INFO, model="n", routes=LLAMA)
+    assert is_openai_error(await client.get("/props"), 404, "model_not_found")
+
+
+@pytest.mark.parametrize("default", [None, "n"])
+async def test_without_a_name_the_only_model_whose_engines_have_the_route_serves_it(
+    proxy, engine_with_routes, client, default
+):
+    other = proxy.add(FakeAdapter("b", model="n"))
+    proxy.fleet.join(other, replace(INFO, model="n", routes=VLLM))
+    proxy.fleet.default_model = default
+    proxy.fleet.engines["a"].info = replace(INFO, routes=SERVED)
+    assert (await client.post("/infill", json={"input_prefix": "a"})).status_code == 200
+    assert (await client.get("/v1/health")).status_code == 200
+    other.info = replace(INFO, model="n", routes=SERVED)
+    assert (await client.get("/v1/health")).status_code == 200  # any may answer
+    assert [exchange.target for exchange in engine_with_routes.seen] == ["/infill"] + ["/v1/health"] * 2

@@ -5,7 +5,7 @@ import pytest
 
 from engine_adapter import Capability
 from proxy.fleet.engine import EngineState
-from tests.fakes import FakeEngine, is_openai_error
+from tests.fakes import FakeEngine
 from tests.kv_world import ALL, KvFake, tokens, until
 
 
@@ -62,8 +62,6 @@ async def test_ids_are_taken_once_and_kinds_are_known(client, pair):
     assert (await client.post("/engines", json=body)).status_code == 409
     answer = await client.post("/engines", json={**body, "kind": "teapot", "id": "t"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_engine")
-    for answer in (await client.delete("/engines/z"), await client.post("/engines/z/drain")):
-        assert answer.status_code == 404
 
 
 async def test_an_engines_key_is_not_shown(world, client):
@@ -96,17 +94,6 @@ async def test_a_wrong_question_names_its_field(client, pair):
 
 
 NO_EVENTS = ALL - {Capability.KV_EVENTS}
-
-
-async def test_an_operation_that_ends_in_time_is_200(world, client, pair):
-    world.served(pair[0], tokens(32))
-    answer = await client.post("/flush", json={"token_ids": tokens(40), "engine": "a"})
-    assert answer.status_code == 200
-    operation = answer.json()
-    assert (operation["state"], operation["verb"], operation["error"]) == ("done", "flush", None)
-    (part,) = operation["engines"]
-    assert (part["engine"], part["verb"], part["state"], part["error"]) == ("a", "flush", "done", None)
-    assert (part["done"], part["total"], part["bytes"], part["left"]) == (2, 2, 200, {"in_use": 0})
 
 
 async def test_one_that_does_not_is_202_and_can_be_followed(world, client, pair):
@@ -158,14 +145,6 @@ async def test_warming(world, client):
         answer = await client.post("/warm", json={"token_ids": tokens(32), "engines": "all"})
         assert [part["state"] for part in answer.json()["engines"]] == ["done", "done"]
         assert len(a.seen) == len(b.seen) == 1
-
-
-async def test_what_cannot_be_done_names_the_capability_and_what_can(world, client):
-    world.add(KvFake("a", NO_EVENTS - {Capability.RESTORE}))
-    answer = await client.post("/restore", json={"token_ids": tokens(32), "engine": "a"})
-    assert is_openai_error(answer, 501, "not_supported")
-    assert "'restore'" in answer.text
-    assert "warm" in answer.text
 
 
 async def test_a_restore_falls_back_to_warming_when_told(world, client):

@@ -45,15 +45,6 @@ async def test_extra_ids_are_uint64_above_0(client, pair, text):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"), [(b"\x80\x04pickle", "pickle"), (b"PK\x03\x04", "pickle"), (b"xx", "safetensors")]
-)
-async def test_other_formats_are_refused(client, pair, content, said):
-    answer = await client.post("/prompt_tables", content=content, headers=RAW)
-    assert answer.status_code == 400
-    assert said in answer.json()["error"]["message"]
-
-
-@pytest.mark.parametrize(
     ("body", "param"), [({}, "data"), ({"data": "%%"}, "data"), ({"data": "", "name": "x"}, "name")]
 )
 async def test_wrong_json_names_its_field(client, pair, body, param):

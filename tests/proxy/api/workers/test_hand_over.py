@@ -38,6 +38,7 @@ class Worker:
     def serve(self, tenant="t"):
         """A request was answered."""
         self.engine.served += 1
+        self.fleet.passed_on["vm:7"] += 1
         self.engine.audit.observe(32, 32)
         self.engine.audit.skip(Unchecked.NOT_FIRM)
         record = RequestRecord("r", 0.0, "/v1/x", "m", tenant, stream=True)
@@ -52,7 +53,7 @@ class Worker:
         page = [line for line in lines if line.startswith("kvpin_request_duration_seconds_count")]
         audit = self.engine.audit.view()
         assert self.engine.served == audit.checked == audit.unchecked.get(Unchecked.NOT_FIRM, 0)
-        assert self.engine.served == self.metrics.ended
+        assert self.engine.served == self.metrics.ended == self.fleet.passed_on["vm:7"]
         return self.engine.served, sum(float(line.split()[-1]) for line in page)
 
 

@@ -148,9 +148,17 @@ async def test_events_pass_as_they_come_and_end_when_their_client_leaves(two):
     await end()
 
 
-async def test_events_end_with_the_one_that_sends_them(tmp_path):
+@pytest.fixture
+async def lone(tmp_path):
+    """What speaks for all, and does not answer yet, and the other worker."""
     one, other = Siblings(tmp_path, 1, 2), Worker(tmp_path, 2)
     assert one.speaks()
+    yield one, other
+    await other.transport.aclose()
+
+
+async def test_events_end_with_the_one_that_sends_them(lone):
+    one, other = lone
 
     async def dies(reader, writer):
         await reader.readuntil(b"\r\n\r\n")
@@ -167,14 +175,12 @@ async def test_events_end_with_the_one_that_sends_them(tmp_path):
     ):
         with pytest.raises(httpx.RemoteProtocolError):  # cut short: clients come again
             await client.get(f"{url}/admin/v1/events")
-    await other.transport.aclose()
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [("POST", "/do", 503), ("DELETE", "/it", 200)])
-async def test_what_perhaps_was_done_is_done_again_only_if_that_does_no_harm(tmp_path, method, path, status):
+async def test_what_perhaps_was_done_is_done_again_only_if_that_does_no_harm(lone, method, path, status):
     """The one that speaks is lost while it carries something out."""
-    one, other = Siblings(tmp_path, 1, 2), Worker(tmp_path, 2)
-    assert one.speaks()
+    one, other = lone
 
     async def dies(reader, writer):
         await reader.readuntil(b"\r\n\r\n")
@@ -186,7 +192,6 @@ async def test_what_perhaps_was_done_is_done_again_only_if_that_does_no_harm(tmp
         assert (lost.status_code, other.done) == (status, [])
         assert ("look whether it is done" in lost.text) is (status == 503)
         assert (await client.get("/who")).json() == {"of": 2}
-    await other.transport.aclose()
 
 
 @contextlib.asynccontextmanager
@@ -203,17 +208,15 @@ async def hanging(path):
 
 
 @pytest.mark.parametrize(("method", "path"), [("GET", "/who"), ("POST", "/order")])
-async def test_one_that_speaks_and_hangs_is_not_waited_for(tmp_path, monkeypatch, method, path):
+async def test_one_that_speaks_and_hangs_is_not_waited_for(lone, monkeypatch, method, path):
     """Before, 20 and 70 s; Prometheus gives up after 10 s."""
     assert together_module._SHOW_S <= 8
     monkeypatch.setattr(together_module, "_SHOW_S", 0.3)
-    one, other = Siblings(tmp_path, 1, 2), Worker(tmp_path, 2)
-    assert one.speaks()
+    one, other = lone
     async with hanging(one.own), other.client() as client, asyncio.timeout(3):
         answer = await client.request(method, path)
     assert answer.status_code == 503
     assert "the worker that answers for all has been silent" in answer.text
-    await other.transport.aclose()
 
 
 async def test_an_order_says_that_a_worker_hangs(tmp_path, monkeypatch):
