@@ -4,9 +4,7 @@ from proxy.settings import (
     EngineSettings,
     ManagedSettings,
     Settings,
-    SettingsError,
     check_settings,
-    read_engines,
 )
 from proxy.settings.engine_settings import repeated_engines
 
@@ -25,11 +23,6 @@ def test_engines_without_id_are_numbered_by_kind_around_ids_taken():
     )  # fmt: skip
     assert [e.id for e in settings.engines] == ["vllm-0", "vllm-1", "vllm-2", "tensorrt_llm-0"]
     assert [e.id for e in settings.managed] == ["embedded-0", "main"]
-
-
-def test_a_rank_is_an_engine_with_addresses_of_its_own():
-    rank = engine("http://gpu:8000", id="e", events="tcp://gpu:5557").of_part(1)
-    assert (rank.id, rank.model_extra) == ("e-dp1", {"dp_rank": 1, "events": "tcp://gpu:5558"})
 
 
 @pytest.mark.parametrize(
@@ -63,10 +56,3 @@ def test_several_engines_of_one_server(one, other):
 def test_all_that_does_not_go_together_is_told_at_once():
     flags = {"record_traffic": "t.gz", "workers": 2, "exchange": {"url": "unix:/x"}}
     assert len(check_settings(**flags, engines=[engine(), engine()])[1]) == 4  # workers may record
-
-
-def test_an_engine_twice_in_a_file_of_engines(tmp_path):
-    file = tmp_path / "engines.toml"
-    file.write_text('[[engines]]\nkind = "vllm"\nurl = "http://gpu-1"\n' * 2)
-    with pytest.raises(SettingsError, match="two engines have the id 'gpu-1'"):
-        read_engines(file)

@@ -7,7 +7,6 @@ from proxy.settings import EngineSettings, SettingsError, load_settings
 FILE = """
 port = 9000
 default_model = "m"
-cors_origins = ["*"]
 reuse = true
 retries = 1
 
@@ -18,21 +17,11 @@ retries = 1
 body_bytes = "1MiB"
 request_records = 7
 
-[[engines]]
-kind = "vllm"
-url = "http://127.0.0.1:8001"
-
-[[managed]]
-kind = "embedded"
-command = "--kv-blocks 64"
-
 [[managed]]
 kind = "llama-server"
 command = "-m model.gguf -np 2"
 host_cache_dir = "/mem/kv"
 host_cache_bytes = "1GiB"
-disk_cache_dir = "/var/kv"
-disk_cache_bytes = "64GiB"
 
 [[api_keys]]
 key = "sk-1"
@@ -54,15 +43,11 @@ def test_a_file_sets_everything(write):
     settings = load_settings(write(FILE))
     assert (settings.port, settings.reuse, settings.retries) == (9000, True, 1)
     assert (settings.limits.body_bytes, settings.limits.request_records) == (2**20, 7)
-    assert [e.id for e in settings.engines] == ["vllm-0"]
-    assert settings.managed[0].command == ("--kv-blocks", "64")
-    spec = settings.managed[1].spec(4711)
+    spec = settings.managed[0].spec(4711)
     assert (spec.kind, spec.url, spec.id) == ("llama_server", "http://127.0.0.1:4711", "llama_server-0")
     assert (spec.options.host_cache_dir, spec.options.host_cache_bytes) == ("/mem/kv", 2**30)
-    assert (spec.options.disk_cache_dir, spec.options.disk_cache_bytes) == ("/var/kv", 64 * 2**30)
     assert settings.api_keys[0].tenant_id == "a"
     assert (settings.model_aliases, settings.default_model) == ({"gpt-4o": "m"}, "m")
-    assert settings.cors_origins == ("*",)
 
 
 def test_flags_win_over_variables_and_these_over_the_file(write, monkeypatch):

@@ -8,22 +8,12 @@ from pydantic import ValidationError
 from proxy.core.normalise import AGENTS, Rule
 from proxy.settings import (
     ApiKeySettings,
-    EngineSettings,
-    ManagedSettings,
     Settings,
     SettingsError,
     load_settings,
 )
 
-URL = "http://127.0.0.1:8000"
-
-
-def test_defaults_bind_to_this_machine_and_leave_reuse_off():
-    settings = Settings()
-    assert (settings.host, settings.port, settings.reuse) == ("127.0.0.1", 8000, False)
-    assert (settings.limits.body_bytes, settings.limits.request_records) == (64 * 2**20, 512)
-    assert settings.trust_media_uuids is False
-    assert Settings(record_traffic="t.jsonl", reuse=True).record_traffic_bytes == 2**30
+ENGINE = {"kind": "vllm", "url": "http://127.0.0.1:8000", "id": "a"}
 
 
 @pytest.mark.parametrize("rules", ["agents", ["agents"], ["agents", "paths"]])
@@ -86,11 +76,12 @@ def test_no_secret_shows():
     settings = Settings(
         api_keys=[ApiKeySettings(key="hush-1")],
         admin_key="hush-2",
-        engines=[EngineSettings(kind="vllm", url=URL, api_key="hush-3")],
-        managed=[
-            ManagedSettings(kind="vllm", command="vllm --port {port} --api-key hush-4", api_key="hush-4")
-        ],
+        engines=[ENGINE | {"api_key": "hush-3"}],
+        managed=[{"kind": "vllm", "command": "vllm --port {port} --api-key hush-4", "api_key": "hush-4"}],
+        reuse=True,
+        exchange={"url": "rediss://:hush-5@h:6379/1"},
     )
+    assert settings.exchange.url.get_secret_value() == "rediss://:hush-5@h:6379/1"
     assert "hush" not in f"{settings!r} {settings} {settings.engines[0].spec()!r}"
     assert settings.managed[0].spec(1).api_key == "hush-4"
 
@@ -98,13 +89,7 @@ def test_no_secret_shows():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (
-            {
-                "engines": [{"kind": "vllm", "url": URL, "id": "a"}],
-                "managed": [{"kind": "embedded", "id": "a"}],
-            },
-            "two engines have the id 'a'",
-        ),
+        ({"engines": [ENGINE], "managed": [{"kind": "embedded", "id": "a"}]}, "two engines have the id 'a'"),
         (
             {"api_keys": [{"key": "a"}, {"key": "a", "tenant": "t"}]},
             r"api_keys\[0\] and api_keys\[1\] have the same key",
@@ -114,9 +99,7 @@ def test_no_secret_shows():
             "the keys of tenant 't' have different limits",
         ),
         ({"api_keys": [{"key": "a", "requests_per_minute": 0}]}, "greater than 0"),
-        ({"api_keys": [{"key": "a"}], "admin_key": "a"}, "admin_key must differ"),
         ({"api_keys": [{"key": " "}]}, "must not be empty"),
-        ({"admin_key": ""}, "must not be empty"),
         ({"host": ""}, "name an address"),
         ({"host": "127.0.0.1, ::1"}, "with only commas between them"),
         ({"host": "unix:/tmp/k.sock"}, "not on Unix sockets"),
@@ -141,15 +124,6 @@ def test_limits_of_a_tenant_stand_with_one_of_its_keys():
     limited = ApiKeySettings(key="a", tenant="t", requests_per_minute=5)
     settings = Settings(api_keys=[limited, ApiKeySettings(key="b", tenant="t"), ApiKeySettings(key="c")])
     assert settings.tenant_limits == {"t": limited.limits}
-
-
-@pytest.mark.parametrize(
-    "url", ["unix:/run/kvpin", "unix:///run/kvpin", "redis://:secret@h:6379/1", "rediss://h"]
-)
-def test_an_exchange(url):
-    exchange = Settings(reuse=True, exchange={"url": url}).exchange
-    assert exchange.url.get_secret_value() == url
-    assert "secret" not in repr(exchange)
 
 
 def test_a_key_may_name_its_models_and_its_end(tmp_path, monkeypatch):
