@@ -16,10 +16,10 @@ from proxy.fleet.engine import address_of
 from proxy.fleet.fleet import Fleet
 from proxy.peers import peer as told_module
 from proxy.peers import peers as peers_module
-from proxy.peers.peer import contents, described
+from proxy.peers.peer import contents
 from proxy.request.tenants import ApiKey, Tenants
 from proxy.settings import EngineSettings
-from tests.fakes import INFO, FakeAdapter, add_ready, client_of, proxy_over
+from tests.fakes import add_ready, client_of, proxy_over
 from tests.proxy.peers.world import Gated, Wire, ask, in_flight, in_step, open_all, shut, until, world
 
 
@@ -132,13 +132,3 @@ def test_ranks_of_one_server_are_engines_of_their_own(url):
     specs = [EngineSettings(kind="vllm", id="v", url=url).of_part(rank).spec() for rank in (0, 1)]
     told = [ToldEngine(spec.id, *address_of(spec), "m", 16) for spec in specs]
     assert [match(each, told) for each in told] == told
-
-
-def test_an_engine_has_a_model_once_it_is_connected():
-    fleet = Fleet()
-    engine = fleet.add(FakeAdapter("a", "http://gpu:1"))
-    (told,) = described(fleet, lambda _: None)
-    assert told == ToldEngine("a", "http://gpu:1", is_local=False, model=None, tokens_per_block=None)
-    fleet.join(engine, INFO)
-    (told,) = described(fleet, lambda _: None)
-    assert (told.model, told.tokens_per_block) == ("m", 16)
