@@ -83,13 +83,6 @@ async def test_one_that_was_heard_and_is_no_more_hangs(virtual_time, tmp_path):
     await asyncio.wait_for(watch, 10)
 
 
-async def test_nobody_need_listen(directory):
-    watchdog = asyncio.create_task(Watchdog(str(directory / "none"), 0.01).run())
-    await asyncio.sleep(0.1)
-    assert not watchdog.done()
-    watchdog.cancel()
-
-
 @pytest.mark.live
 def test_a_single_kvpin_tells_systemd(directory, tmp_path, environment):
     with listening(str(directory / "notify")) as systemd:
