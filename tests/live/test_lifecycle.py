@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import signal
 import socket
@@ -21,7 +20,6 @@ pytestmark = pytest.mark.live
 
 ENGINE = "embedded: --threads 1 --kv-blocks 256"
 MANAGED = ("--managed", ENGINE, "--log-format", "json")
-TWO = ("--managed", ENGINE, *MANAGED)
 
 
 def chat(text, **fields):
@@ -111,39 +109,3 @@ def test_an_engine_that_never_starts_does_not_keep_the_others_from_serving(tmp_p
         until(lambda: "managed engine given up" in kvpin.log.read_text())
         unconnected = kvpin.admin("GET", "stats").json()["unconnected"]
         assert [engine["id"] for engine in unconnected] == ["embedded-0"]
-
-
-async def test_a_frozen_engine_is_left_alone_until_it_thaws(tmp_path):
-    config = tmp_path / "kvpin.toml"
-    config.write_text("[health]\ninterval_s = 0.5\ntimeout_s = 1.5\n")
-    with running_kvpin(tmp_path / "log", "--config", str(config), *TWO) as kvpin:
-        async with httpx.AsyncClient(base_url=kvpin.base_url, timeout=60) as client:
-
-            async def ask(text):
-                answer = await client.post("/chat/completions", json=chat(text))
-                assert answer.status_code == 200, answer.text
-                return answer
-
-            first = await ask("A long tale of the sea. " * 40)
-            home = first.headers["x-kvpin-engine"]
-            pid = engine_pids(kvpin)[home]
-            os.kill(pid, signal.SIGSTOP)
-            try:
-                # kvpin sends these to the frozen engine, and to the other one once it gives the first up.
-                answers = await asyncio.gather(*(ask("A long tale of the sea. " * 40) for _ in range(4)))
-                assert home not in {answer.headers["x-kvpin-engine"] for answer in answers}
-                assert {answer.json()["choices"][0]["message"]["content"] for answer in answers} == {
-                    first.json()["choices"][0]["message"]["content"]
-                }
-            finally:
-                os.kill(pid, signal.SIGCONT)
-            until(lambda: kvpin.engines().get(home, {}).get("state") == "ready")
-            assert engine_pids(kvpin)[home] == pid
-            until(lambda: kvpin.engines()[home]["trust"] == "precise")
-            await asyncio.sleep(0.5)
-            engine = kvpin.engines()[home]
-            assert engine["blocks"]["gpu"] == engine["kv"]["gpu"]["cached"] > 10
-            target = {**chat("A long tale of the sea. " * 40), "path": "/v1/chat/completions"}
-            route = kvpin.admin("POST", "route", json=target).json()
-            cached = {candidate["engine"]: candidate["cached_tokens"] for candidate in route["candidates"]}
-            assert cached[home] > 100
