@@ -28,6 +28,7 @@ from proxy.fleet.monitor import FAILURES, Monitor
 from proxy.prompt import RegisteredTables
 from proxy.runtime import Supervisor
 from tests.fakes import INFO, FakeAdapter
+from tests.kv_world import until
 
 INTERVAL_S = 0.02
 
@@ -52,13 +53,8 @@ class World:
         await self.state(engine, EngineState.READY)
         return engine, adapter
 
-    async def until(self, condition):
-        async with asyncio.timeout(60):
-            while not condition():  # noqa: ASYNC110 - what is waited for has no event
-                await asyncio.sleep(0.001)
-
     async def state(self, engine, state):
-        await self.until(lambda: engine.state is state)
+        await until(lambda: engine.state is state)
 
 
 @pytest.fixture
@@ -137,7 +133,7 @@ async def test_another_reason_why_it_is_away_is_named_once(world, state):
     refused, wants_key = EngineUnavailable("connection refused"), EngineRejected("it wants a key", status=401)
     adapter.failures = [refused] * 3 + [wants_key] * 3
     with structlog.testing.capture_logs() as logs:
-        await world.until(lambda: not adapter.failures and world.fleet.pool_of(engine) is not None)
+        await until(lambda: not adapter.failures and world.fleet.pool_of(engine) is not None)
     assert [(entry["event"], entry["error"]) for entry in logs if "error" in entry] == [
         ("engine is lost", "connection refused"),
         ("engine refuses kvpin; kvpin keeps trying", "it wants a key"),
@@ -181,7 +177,7 @@ async def test_an_engine_whose_model_failed_to_load_is_not_ready_until_it_is_loa
     await world.state(engine, EngineState.SUSPECT)
     assert (pool.ready(), engine.last_error) == ([], "its model failed to load")
     checks = adapter.checks
-    await world.until(lambda: adapter.checks > checks + 4)
+    await until(lambda: adapter.checks > checks + 4)
     assert engine.state is EngineState.SUSPECT
     assert [each.engine for each in pool.candidates(None)] == ["a"]  # a request tries it again
     state = ModelState.LOADED
@@ -235,7 +231,7 @@ async def test_engines_are_not_lost_because_kvpin_was_held_up(start, virtual_tim
 
     adapter.load = load_during_a_pause
     with structlog.testing.capture_logs() as logs:
-        await world.until(lambda: adapter.checks > 4)
+        await until(lambda: adapter.checks > 4)
     assert engine.state is EngineState.READY
     assert logs == []
 
@@ -288,7 +284,7 @@ class TestSuspicion:
         assert pool.index.held("a", Tier.GPU) == 1
         adapter.info = replace(INFO, instance="i2")
         engine.suspect(EngineUnavailable("reset"))
-        await world.until(lambda: engine.info.instance == "i2")
+        await until(lambda: engine.info.instance == "i2")
         assert len(pool.index) == 0
 
     async def test_an_engine_that_is_drained_while_it_is_checked_stays_so(self, world):
@@ -301,7 +297,7 @@ class TestSuspicion:
         engine.check_now.clear()
         go.set()
         engine.check_now.set()
-        await world.until(lambda: not engine.check_now.is_set())
+        await until(lambda: not engine.check_now.is_set())
         assert engine.state is EngineState.DRAINING
 
     async def test_that_comes_during_a_check_is_not_forgotten(self, world):
@@ -326,7 +322,7 @@ async def test_engines_that_connect_at_once_are_not_checked_at_once(start, virtu
     for number in range(64):
         _, adapter = world.add(f"engine-{number}")
         adapter.load = load
-    await world.until(lambda: len(checked) >= 128)
+    await until(lambda: len(checked) >= 128)
     most = max(sum(begun <= each < begun + 0.05 for each in checked) for begun in checked)
     assert most <= 24
 
@@ -335,12 +331,12 @@ async def test_a_draining_engine_stays_so_when_it_fails_and_when_it_goes_elsewhe
     engine, adapter = await world.ready()
     engine.state = EngineState.DRAINING
     adapter.failures = [EngineUnavailable("gone")]
-    await world.until(lambda: engine.last_error == "gone")
-    await world.until(lambda: engine.last_error is None)
+    await until(lambda: engine.last_error == "gone")
+    await until(lambda: engine.last_error is None)
     assert engine.state is EngineState.DRAINING
     assert world.fleet.pools["m"].ready() == []
     engine.give_to("other:7")
-    await world.until(lambda: world.fleet.pool_of(engine) is None)
+    await until(lambda: world.fleet.pool_of(engine) is None)
     assert engine.state is EngineState.DRAINING
 
 
@@ -361,7 +357,7 @@ class TestChanges:
     async def change(world, engine, adapter, **info):
         adapter.info = replace(adapter.info, **info)
         adapter.outdated = True
-        await world.until(lambda: not adapter.outdated and engine.info == adapter.info)
+        await until(lambda: not adapter.outdated and engine.info == adapter.info)
 
     async def test_it_is_asked_again(self, world):
         engine, adapter = await world.ready(adapter=ChangingAdapter("a", info=INFO))
@@ -405,7 +401,7 @@ async def test_one_that_goes_elsewhere_while_it_is_checked_is_not_ready_again(wo
     await begun.wait()
     engine.give_to("other:7")
     go.set()
-    await world.until(lambda: world.fleet.pool_of(engine) is None)
+    await until(lambda: world.fleet.pool_of(engine) is None)
     assert engine.state is EngineState.ELSEWHERE
 
 
@@ -422,7 +418,7 @@ class TestAnotherProcess:
         engine, adapter = await world.ready()
         adapter.info = replace(INFO, instance="i2")
         adapter.closes()
-        await world.until(lambda: engine.info.instance == "i2")
+        await until(lambda: engine.info.instance == "i2")
         assert engine.connections == 1
         engine.sure.clear()
         world.monitor.forget(engine)
@@ -433,16 +429,16 @@ class TestAnotherProcess:
     async def test_one_that_names_no_process_is_compared_again(self, world):
         engine, adapter = await world.ready(names_process=False)
         adapter.closes()
-        await world.until(engine.sure.is_set)
+        await until(engine.sure.is_set)
         assert engine.connections == 1, "what was prepared before is not sent"
-        await world.until(lambda: engine.is_proven)
+        await until(lambda: engine.is_proven)
 
     async def test_another_model_at_the_address_joins_the_pool_of_its_own(self, world):
         _, adapter = await world.ready(names_process=False, rendering="model m")
         adapter.info = replace(adapter.info, model="other", rendering="model other")
         with structlog.testing.capture_logs() as logs:
             adapter.closes()
-            await world.until(lambda: "other" in world.fleet.pools)
+            await until(lambda: "other" in world.fleet.pools)
         assert list(world.fleet.pools) == ["other"]
         (line,) = [line for line in logs if line["event"] == "engine has changed"]
         assert line["changed"] == ["model m → other"]

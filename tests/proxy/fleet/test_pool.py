@@ -119,6 +119,18 @@ class TestCandidates:
         assert pool.is_coming_back
 
 
+def test_a_flush_is_forgotten(fleet):
+    engine = add_ready(fleet, "a")
+    pool = fleet.pools["m"]
+    pool.learn(engine, (1, 2, 3))
+    pool.index.store("a", Tier.HOST, (2,))
+    pool.forget(engine, (1, 2))
+    held = pool.index.held("a", Tier.GPU), pool.index.held("a", Tier.HOST), len(engine.learned)
+    assert held == (1, 0, 1)
+    pool.wipe(engine)
+    assert (len(pool.index), len(engine.learned)) == (0, 0)
+
+
 class TestBusy:
     @pytest.fixture
     def kept(self, fleet, monkeypatch):

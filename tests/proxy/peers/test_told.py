@@ -42,7 +42,7 @@ async def test_after_a_lost_frame_they_agree_again(wires):
 
 
 async def test_the_limits_of_a_tenant_hold_for_all_together(unix):
-    limits = {"t": TenantLimits(concurrent_requests=1, requests_per_minute=3)}
+    limits = {"t": TenantLimits(concurrent_requests=1)}
 
     def tenants():
         return Tenants([ApiKey.of("key", "t")], limits)
@@ -67,14 +67,7 @@ async def test_the_limits_of_a_tenant_hold_for_all_together(unix):
             engine.gate.set()
             await running
         await two.settled()
-        statuses = []
-        for client in (first, second, first):
-            statuses.append((await ask(client)).status_code)
-            await one.settled()
-            await two.settled()
-            await asyncio.sleep(0.05)
-        assert statuses == [200, 200, 429]
-        assert "requests_per_minute" in (await ask(second)).text
+        assert (await ask(second)).status_code == 200
 
 
 async def test_nothing_of_a_prompt_or_a_name_goes_over_the_wire(wires):

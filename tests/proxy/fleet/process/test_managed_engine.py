@@ -20,6 +20,7 @@ from proxy.fleet.managed_engine import (
     log_output,
 )
 from proxy.settings import ManagedSettings
+from tests.kv_world import until
 
 SERVER = """
 import http.server, os, pathlib, signal, subprocess, sys, time
@@ -67,12 +68,6 @@ async def running(engine):
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
-
-
-async def until(condition, limit_s=30):
-    async with asyncio.timeout(limit_s):
-        while not condition():  # noqa: ASYNC110 - what is waited for is another process
-            await asyncio.sleep(0.01)
 
 
 def is_alive(pid):
