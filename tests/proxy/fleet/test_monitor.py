@@ -287,19 +287,6 @@ class TestSuspicion:
         await until(lambda: engine.info.instance == "i2")
         assert len(pool.index) == 0
 
-    async def test_an_engine_that_is_drained_while_it_is_checked_stays_so(self, world):
-        engine, adapter = await world.ready()
-        begun, go = asyncio.Event(), asyncio.Event()
-        adapter.connect = held_up(begun, go, INFO)
-        engine.suspect(EngineUnavailable("reset"))
-        await begun.wait()
-        engine.state = EngineState.DRAINING
-        engine.check_now.clear()
-        go.set()
-        engine.check_now.set()
-        await until(lambda: not engine.check_now.is_set())
-        assert engine.state is EngineState.DRAINING
-
     async def test_that_comes_during_a_check_is_not_forgotten(self, world):
         engine, adapter = await world.ready()
         begun, go = asyncio.Event(), asyncio.Event()
