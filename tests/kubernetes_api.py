@@ -80,18 +80,20 @@ class Api:
             version = int(query["resourceVersion"])
             if version < self.oldest:
                 return JSONResponse({"kind": "Status", "code": 410, "message": "too old"}, 410)
-            return StreamingResponse(self._events(version, wanted), media_type="application/json")
+            events = self._events(version, wanted, self._changed)
+            return StreamingResponse(events, media_type="application/json")
         self.lists += 1
         items = [each for each in self.slices.values() if _service(each) == wanted]
         return JSONResponse({"metadata": {"resourceVersion": str(len(self.history))}, "items": items})
 
-    async def _events(self, version, wanted):
+    async def _events(self, version, wanted, changed):
         while True:
-            for kind, what in self.history[version:]:
+            told, version = self.history[version:], len(self.history)
+            for kind, what in told:
                 if kind == "BOOKMARK" or _service(what) == wanted:
                     yield json.dumps({"type": kind, "object": what}) + "\n"
-            version, changed = len(self.history), self._changed
             await changed.wait()
+            changed = self._changed
             kind, what = self._last
             if kind == "ERROR":
                 yield json.dumps({"type": kind, "object": what}) + "\n"

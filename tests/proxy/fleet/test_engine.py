@@ -14,9 +14,10 @@ class TestEngine:
         engine = add_ready(fleet, "a")
         engine.suspect(RuntimeError("reset"))
         assert (engine.state, engine.last_error, engine.check_now.is_set()) == ("suspect", "reset", True)
-        engine.state = EngineState.DRAINING
-        engine.suspect(RuntimeError("again"))
-        assert engine.state == "draining"
+        for state in (EngineState.DRAINING, EngineState.ELSEWHERE):
+            engine.state = state
+            engine.suspect(RuntimeError("again"))
+            assert engine.state is state
 
     async def test_a_loss_is_logged_once_with_the_number_of_its_requests(self, fleet):
         engine = add_ready(fleet, "a")

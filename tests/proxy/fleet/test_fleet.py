@@ -212,11 +212,6 @@ class TestPools:
         fleet.remove(old)
         assert fleet.engines == fleet.pool_of(new).engines == {"a": new}
 
-    def test_an_unknown_id_is_told_with_the_known_ones(self, fleet):
-        add_ready(fleet, "a")
-        with pytest.raises(NotFound, match="'x'; known: a"):
-            fleet.engine("x")
-
     def test_ready_means_any_is_and_those_of_the_start_were_tried(self, fleet):
         assert not fleet.is_ready()
         one, two = add_ready(fleet, "a"), add_ready(fleet, "b")

@@ -5,7 +5,6 @@ from itertools import pairwise
 
 import pytest
 import structlog
-from msgspec import structs
 
 from engine_adapter import (
     BlocksStored,
@@ -51,18 +50,6 @@ async def world(virtual_time):
     world.ingest.follow(world.engine, world.pool)
     await until(lambda: world.adapter.subscriptions == 1)
     yield world
-    await world.tasks.stop()
-
-
-async def test_events_tell_whose_salts_an_engine_holds_kv_under():
-    world = World()
-    world.ingest = Ingest(world.fleet, world.tasks, {"red-1": "red"}.get)
-    world.ingest.follow(world.engine, world.pool)
-    await world.say(
-        *(structs.replace(STORED, hashes=(n,), salt=s) for n, s in enumerate(["red-1", "mine", None]))
-    )
-    assert world.engine.salts.of("red") == {"red-1"}
-    assert len(world.pool.index) == 3
     await world.tasks.stop()
 
 

@@ -117,18 +117,6 @@ class TestLease:
             assert replace(refined, predicted_tokens=placed.predicted_tokens, firm=True) == placed
             assert lease.placement is refined
 
-    async def test_its_request_hears_that_the_engine_is_lost(self, fleet):
-        engine, lost = add_ready(fleet, "a"), []
-        pool = fleet.pools["m"]
-        placement = pool.place(pool.candidates(None), None)
-        with pool.lease(placement, None, on_lost=lambda: lost.append(1)) as lease:
-            assert (engine.leases, engine.unanswered) == ({lease}, [lease])
-            engine.abandon()
-            assert (lost, lease.is_lost) == ([1], True)
-            lease.first_byte(streamed=True)
-            assert engine.unanswered == []
-        assert not engine.leases
-
 
 @dataclass
 class Underway:

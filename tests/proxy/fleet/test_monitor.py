@@ -1,5 +1,4 @@
 import asyncio
-from array import array
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import AsyncMock
@@ -11,11 +10,9 @@ from engine_adapter import (
     Capability,
     EngineLoad,
     EngineRejected,
-    EngineTaken,
     EngineUnavailable,
     EngineUnhealthy,
     Finding,
-    JsonBody,
     ModelState,
     PromptTable,
     Role,
@@ -31,6 +28,7 @@ from proxy.fleet.monitor import FAILURES, Monitor
 from proxy.prompt import RegisteredTables
 from proxy.runtime import Supervisor
 from tests.fakes import INFO, FakeAdapter
+from tests.kv_world import until
 
 INTERVAL_S = 0.02
 
@@ -55,13 +53,8 @@ class World:
         await self.state(engine, EngineState.READY)
         return engine, adapter
 
-    async def until(self, condition):
-        async with asyncio.timeout(60):
-            while not condition():  # noqa: ASYNC110 - what is waited for has no event
-                await asyncio.sleep(0.001)
-
     async def state(self, engine, state):
-        await self.until(lambda: engine.state is state)
+        await until(lambda: engine.state is state)
 
 
 @pytest.fixture
@@ -101,17 +94,12 @@ class TestIsolation:
         assert "try again" not in str(told)
         assert told.headers == {}, "no retry-after: an operator has to act"
 
-    async def test_one_that_keeps_them_apart_is_used_and_the_other_is_not(self, world):
-        able, _ = world.add("a", capabilities=frozenset({Capability.CACHE_SALT}))
-        unable, _ = world.add("b")
-        await world.state(able, EngineState.READY)
-        await world.state(unable, EngineState.REFUSED)
-        assert world.fleet.pools["m"].ready() == [able]
-
     async def test_it_is_used_once_it_can(self, world):
         """As a vLLM whose trial of salts is settled later than it joined."""
+        able, _ = await world.ready("b", capabilities=frozenset({Capability.CACHE_SALT}))
         engine, adapter = world.add(adapter=ChangingAdapter("a", info=INFO))
         await world.state(engine, EngineState.REFUSED)
+        assert world.fleet.pools["m"].ready() == [able]
         adapter.info = replace(INFO, capabilities=frozenset({Capability.CACHE_SALT}))
         adapter.outdated = True
         await world.state(engine, EngineState.READY)
@@ -145,7 +133,7 @@ async def test_another_reason_why_it_is_away_is_named_once(world, state):
     refused, wants_key = EngineUnavailable("connection refused"), EngineRejected("it wants a key", status=401)
     adapter.failures = [refused] * 3 + [wants_key] * 3
     with structlog.testing.capture_logs() as logs:
-        await world.until(lambda: not adapter.failures and world.fleet.pool_of(engine) is not None)
+        await until(lambda: not adapter.failures and world.fleet.pool_of(engine) is not None)
     assert [(entry["event"], entry["error"]) for entry in logs if "error" in entry] == [
         ("engine is lost", "connection refused"),
         ("engine refuses kvpin; kvpin keeps trying", "it wants a key"),
@@ -189,7 +177,7 @@ async def test_an_engine_whose_model_failed_to_load_is_not_ready_until_it_is_loa
     await world.state(engine, EngineState.SUSPECT)
     assert (pool.ready(), engine.last_error) == ([], "its model failed to load")
     checks = adapter.checks
-    await world.until(lambda: adapter.checks > checks + 4)
+    await until(lambda: adapter.checks > checks + 4)
     assert engine.state is EngineState.SUSPECT
     assert [each.engine for each in pool.candidates(None)] == ["a"]  # a request tries it again
     state = ModelState.LOADED
@@ -243,7 +231,7 @@ async def test_engines_are_not_lost_because_kvpin_was_held_up(start, virtual_tim
 
     adapter.load = load_during_a_pause
     with structlog.testing.capture_logs() as logs:
-        await world.until(lambda: adapter.checks > 4)
+        await until(lambda: adapter.checks > 4)
     assert engine.state is EngineState.READY
     assert logs == []
 
@@ -296,21 +284,8 @@ class TestSuspicion:
         assert pool.index.held("a", Tier.GPU) == 1
         adapter.info = replace(INFO, instance="i2")
         engine.suspect(EngineUnavailable("reset"))
-        await world.until(lambda: engine.info.instance == "i2")
+        await until(lambda: engine.info.instance == "i2")
         assert len(pool.index) == 0
-
-    async def test_an_engine_that_is_drained_while_it_is_checked_stays_so(self, world):
-        engine, adapter = await world.ready()
-        begun, go = asyncio.Event(), asyncio.Event()
-        adapter.connect = held_up(begun, go, INFO)
-        engine.suspect(EngineUnavailable("reset"))
-        await begun.wait()
-        engine.state = EngineState.DRAINING
-        engine.check_now.clear()
-        go.set()
-        engine.check_now.set()
-        await world.until(lambda: not engine.check_now.is_set())
-        assert engine.state is EngineState.DRAINING
 
     async def test_that_comes_during_a_check_is_not_forgotten(self, world):
         engine, adapter = await world.ready()
@@ -334,7 +309,7 @@ async def test_engines_that_connect_at_once_are_not_checked_at_once(start, virtu
     for number in range(64):
         _, adapter = world.add(f"engine-{number}")
         adapter.load = load
-    await world.until(lambda: len(checked) >= 128)
+    await until(lambda: len(checked) >= 128)
     most = max(sum(begun <= each < begun + 0.05 for each in checked) for begun in checked)
     assert most <= 24
 
@@ -343,12 +318,12 @@ async def test_a_draining_engine_stays_so_when_it_fails_and_when_it_goes_elsewhe
     engine, adapter = await world.ready()
     engine.state = EngineState.DRAINING
     adapter.failures = [EngineUnavailable("gone")]
-    await world.until(lambda: engine.last_error == "gone")
-    await world.until(lambda: engine.last_error is None)
+    await until(lambda: engine.last_error == "gone")
+    await until(lambda: engine.last_error is None)
     assert engine.state is EngineState.DRAINING
     assert world.fleet.pools["m"].ready() == []
     engine.give_to("other:7")
-    await world.until(lambda: world.fleet.pool_of(engine) is None)
+    await until(lambda: world.fleet.pool_of(engine) is None)
     assert engine.state is EngineState.DRAINING
 
 
@@ -362,18 +337,6 @@ async def test_tables_are_given_before_requests(world):
     assert (adapter.tables, other.tables) == ([table], [])
 
 
-async def test_the_prompts_of_a_pool_outlive_the_engine_they_were_made_with(world):
-    first, second = [await world.ready(name, capabilities=frozenset({Capability.TOKENIZE})) for name in "ab"]
-    for _, adapter in (first, second):
-        adapter.tokenize = AsyncMock(return_value=array("i", [1]))
-    prompts = world.fleet.pools["m"].prompts
-    world.monitor.forget(first[0])
-    world.fleet.remove(first[0])
-    prompt = await prompts.build("/v1/responses", JsonBody(b'{"input": "hello"}'), salt=None)
-    assert prompt.token_ids == array("i", [1])
-    assert (first[1].tokenize.await_count, second[1].tokenize.await_count) == (0, 1)
-
-
 class TestChanges:
     """What an engine can do changes while it runs: nothing that is known of its cache is lost over it."""
 
@@ -381,28 +344,21 @@ class TestChanges:
     async def change(world, engine, adapter, **info):
         adapter.info = replace(adapter.info, **info)
         adapter.outdated = True
-        await world.until(lambda: not adapter.outdated and engine.info == adapter.info)
+        await until(lambda: not adapter.outdated and engine.info == adapter.info)
 
-    @pytest.fixture
-    def told(self, monkeypatch):
-        told = []
-        for level in ("warning", "info"):
-            monkeypatch.setattr(
-                f"proxy.fleet.monitor.log.{level}",
-                lambda event, finding=None, *, level=level, **_: finding and told.append((level, finding)),
-            )
-        return told
-
-    async def test_it_is_asked_again(self, world, told):
+    async def test_it_is_asked_again(self, world):
         engine, adapter = await world.ready(adapter=ChangingAdapter("a", info=INFO))
         world.fleet.pools["m"].learn(engine, (1, 2))
         adapter.found = (Finding("no L2 tier", "start it with --l2"),)
-        await self.change(world, engine, adapter, capabilities=frozenset({Capability.OFFLOAD}))
-        await self.change(world, engine, adapter, capabilities=frozenset())
-        assert told == [("warning", "no L2 tier; start it with --l2")]
-        adapter.found = ()
-        await self.change(world, engine, adapter, capabilities=frozenset({Capability.PIN}))
-        assert told[1:] == [("info", "no L2 tier")]
+        with structlog.testing.capture_logs() as logs:
+            await self.change(world, engine, adapter, capabilities=frozenset({Capability.OFFLOAD}))
+            await self.change(world, engine, adapter, capabilities=frozenset())
+            adapter.found = ()
+            await self.change(world, engine, adapter, capabilities=frozenset({Capability.PIN}))
+        assert [(log["log_level"], log["finding"]) for log in logs if "finding" in log] == [
+            ("warning", "no L2 tier; start it with --l2"),
+            ("info", "no L2 tier"),
+        ]
         assert engine.can(Capability.PIN)
         assert len(world.fleet.pools["m"].index) == 2
         await self.change(world, engine, adapter, instance="i2")  # another process
@@ -425,33 +381,6 @@ class ChangingAdapter(FakeAdapter):
         return replace(await super().load(), outdated=self.outdated)
 
 
-async def test_an_engine_that_another_process_uses_is_connected_once_it_is_free(world):
-    adapter = FakeAdapter("a")
-    adapter.one_owner = True
-    adapter.failures = [EngineTaken("process 7 has it", holder="process 7")] * 3
-    with structlog.testing.capture_logs() as logs:
-        engine, _ = world.add(adapter=adapter)
-        await world.state(engine, EngineState.ELSEWHERE)
-        assert (engine.owner, engine.last_error) == ("process 7", "process 7 has it")
-        await world.state(engine, EngineState.READY)
-    assert [log["reason"] for log in logs if log["event"] == "engine is not used"] == ["process 7 has it"]
-    assert engine.owner == "this kvpin"
-
-
-async def test_an_engine_that_goes_to_another_kvpin_gets_no_more_requests(world):
-    engine, adapter = await world.ready()
-    adapter.leave = AsyncMock()
-    engine.give_to("other:7")
-    assert engine.state is EngineState.ELSEWHERE
-    await world.until(lambda: world.fleet.pool_of(engine) is None and adapter.leave.await_count)
-    assert engine.state is EngineState.ELSEWHERE
-    assert "other:7" in engine.last_error
-    engine.suspect(EngineUnavailable("a request that was still running"))
-    assert engine.state is EngineState.ELSEWHERE
-    engine.take()
-    await world.state(engine, EngineState.READY)
-
-
 async def test_one_that_goes_elsewhere_while_it_is_checked_is_not_ready_again(world):
     engine, adapter = await world.ready()
     begun, go = asyncio.Event(), asyncio.Event()
@@ -459,7 +388,7 @@ async def test_one_that_goes_elsewhere_while_it_is_checked_is_not_ready_again(wo
     await begun.wait()
     engine.give_to("other:7")
     go.set()
-    await world.until(lambda: world.fleet.pool_of(engine) is None)
+    await until(lambda: world.fleet.pool_of(engine) is None)
     assert engine.state is EngineState.ELSEWHERE
 
 
@@ -476,7 +405,7 @@ class TestAnotherProcess:
         engine, adapter = await world.ready()
         adapter.info = replace(INFO, instance="i2")
         adapter.closes()
-        await world.until(lambda: engine.info.instance == "i2")
+        await until(lambda: engine.info.instance == "i2")
         assert engine.connections == 1
         engine.sure.clear()
         world.monitor.forget(engine)
@@ -487,16 +416,16 @@ class TestAnotherProcess:
     async def test_one_that_names_no_process_is_compared_again(self, world):
         engine, adapter = await world.ready(names_process=False)
         adapter.closes()
-        await world.until(engine.sure.is_set)
+        await until(engine.sure.is_set)
         assert engine.connections == 1, "what was prepared before is not sent"
-        await world.until(lambda: engine.is_proven)
+        await until(lambda: engine.is_proven)
 
     async def test_another_model_at_the_address_joins_the_pool_of_its_own(self, world):
         _, adapter = await world.ready(names_process=False, rendering="model m")
         adapter.info = replace(adapter.info, model="other", rendering="model other")
         with structlog.testing.capture_logs() as logs:
             adapter.closes()
-            await world.until(lambda: "other" in world.fleet.pools)
+            await until(lambda: "other" in world.fleet.pools)
         assert list(world.fleet.pools) == ["other"]
         (line,) = [line for line in logs if line["event"] == "engine has changed"]
         assert line["changed"] == ["model m → other"]

@@ -7,7 +7,7 @@ from time import monotonic
 import pytest
 from msgspec import structs
 
-from engine_adapter import BlocksStored, Capability, Forecast, JsonBody, Tier
+from engine_adapter import Capability, Forecast, JsonBody, Tier
 from proxy.core.admission import Needs
 from proxy.core.index.match import Match
 from proxy.core.placement.decision import Cost
@@ -119,16 +119,6 @@ class TestCandidates:
         assert pool.is_coming_back
 
 
-def test_ends_are_evicted_before_beginnings(fleet):
-    engine = add_ready(fleet, "a", gpu_blocks=64)
-    pool = fleet.pools["m"]
-    chains = [pool.chain(Prompt(array("i", [n] * 16 * 64))).hashes for n in range(2)]
-    pool.learn(engine, chains[0])
-    pool.learn(engine, chains[1][:32])
-    assert (pool.index.held("a", Tier.GPU), len(engine.learned)) == (64, 64)
-    assert pool.index.match(chains[0])["a"] == Match(gpu=32)
-
-
 def test_a_flush_is_forgotten(fleet):
     engine = add_ready(fleet, "a")
     pool = fleet.pools["m"]
@@ -139,17 +129,6 @@ def test_a_flush_is_forgotten(fleet):
     assert held == (1, 0, 1)
     pool.wipe(engine)
     assert (len(pool.index), len(engine.learned)) == (0, 0)
-
-
-def test_events_and_prompts_meet_in_one_namespace(fleet):
-    from proxy.core.index.view import EngineView
-
-    add_ready(fleet, "a")
-    pool = fleet.pools["m"]
-    view = EngineView("a", pool.index, pool.root_of, 16)
-    view.apply(BlocksStored(Tier.GPU, None, (1, 2), PROMPT.token_ids[:32], 16, salt="s"))
-    assert pool.index.match(pool.chain(PROMPT).hashes) == {}
-    assert pool.index.match(pool.chain(Prompt(PROMPT.token_ids, None, "s")).hashes) == {"a": Match(gpu=2)}
 
 
 class TestBusy:

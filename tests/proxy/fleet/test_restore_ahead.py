@@ -120,19 +120,6 @@ async def test_what_is_due_comes_back_before_it_is_asked_for_and_is_known_to_lie
     assert world.on_gpu() == len(hashes) == 6
 
 
-async def test_after_the_last_of_several_tool_calls_it_is_due_when_its_user_usually_returns(world):
-    for _ in range(3):
-        for called_tool, pause_s in ((True, 1.0), (True, 1.0), (False, 30.0)):
-            world.answer(1, tier=Tier.HOST, called_tool=called_tool)
-            world.now += pause_s + 1.0
-    world.now -= 28.0
-    await world.tick()  # a tool's result would come now
-    assert world.restored == 0
-    world.now += 26.0
-    await world.tick()
-    assert world.restored == 1
-
-
 async def test_of_what_lay_there_in_part_the_rest_came_back(world):
     world.talk(1)
     hashes = world.pool.chain(world.last_prompt(1)).hashes

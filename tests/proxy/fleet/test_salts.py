@@ -29,11 +29,3 @@ def test_they_outlive_the_process():
     later.restore(msgspec.msgpack.decode(msgspec.msgpack.encode(salts.kept()), type=KeptSalts))
     assert (later.of("alice"), later.is_complete("alice")) == ({"alice-0", "alice-1"}, True)
     assert not later.is_complete("bob")
-
-
-def test_one_tenants_salts_push_out_nobody_elses():
-    salts = noted(MAX_SALTS + 1, "bob")
-    salts.note("alice", "a")
-    for number in range(MAX_SALTS):
-        salts.note("bob", f"more-{number}")
-    assert (salts.of("alice"), salts.is_complete("alice")) == ({"a"}, True)

@@ -42,19 +42,6 @@ class World:
         return asyncio.create_task(go())
 
 
-async def test_each_goes_when_there_is_room_and_no_more_than_that():
-    world = World()
-    tasks = [world.send(name) for name in "abc"]
-    await asyncio.sleep(0)
-    assert (len(world.line), world.served) == (3, [])
-    world.room = 2
-    await asyncio.gather(*tasks[:2])
-    assert (world.served, world.room, len(world.line)) == (["a", "b"], 0, 1)
-    world.room = 1
-    await tasks[2]
-    assert (world.served, len(world.line)) == (["a", "b", "c"], 0)
-
-
 async def test_other_bounds_hold_from_the_next_request_on(virtual_time):
     world = World(queue_requests=10, queue_bytes=10)
     tasks = [world.send(name, size=4) for name in "ab"]
@@ -87,17 +74,6 @@ async def test_one_that_leaves_while_it_is_called_gives_its_turn_on():
 def steady(monkeypatch):
     """Two tokens a second leave for each set of engines."""
     monkeypatch.setattr(Pace, "per_s", lambda *_: 2.0)
-
-
-async def test_a_wait_that_would_be_too_long_is_refused_at_once(steady):
-    world = World(queue_s=10)
-    waits = world.send("a", tokens=10)
-    await asyncio.sleep(0)
-    with pytest.raises(Overloaded, match="would wait about 30 s for one; the limit is 10 s") as caught:
-        await world.send("b", tokens=50)
-    assert caught.value.headers == {"retry-after": "20"}
-    world.room = 1
-    await waits
 
 
 async def test_nobody_is_refused_while_an_engine_is_free(steady):

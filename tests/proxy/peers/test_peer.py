@@ -65,15 +65,3 @@ async def test_where_the_request_of_the_peer_fails_it_computes_the_prefix_itself
         assert (await waiting).headers["x-kvpin-predicted-tokens"] == "0"
         await one.settled()
         await two.settled()
-
-
-async def test_of_two_bursts_at_two_proxies_each_engine_gets_half(unix):
-    async with world(unix) as (engines, (one, two)), client_of(one) as first, client_of(two) as second:
-        shut(engines)
-        async with asyncio.TaskGroup() as group:
-            for number in range(8):
-                client = second if number % 2 else first
-                group.create_task(ask(client, tokens(400, 37 * number), stream=True))
-                await until(lambda placed=number + 1: in_flight(one) == in_flight(two) == placed)
-            assert [len(engine.seen) for engine in engines] == [4, 4]
-            open_all(engines)

@@ -49,6 +49,15 @@ async def test_a_silent_one_is_lost_and_comes_back(wires, monkeypatch):
         await two.settled()
 
 
+async def test_an_engine_that_joined_the_other_one_before_is_shared_too(wires):
+    async with world(lambda _: Wire(wires)) as (_, (one, two)), Gated("c") as late:
+        one.add(late)
+        (peer,) = two.peers._peers.values()
+        await until(lambda: len(peer.engines) == 3)
+        two.add(late)
+        await until(lambda: two.peers.stats().peers[0].engines == 3)
+
+
 async def test_one_that_stops_is_gone_at_once(unix):
     async with world(unix) as (_, (one, two)):
         await one.peers.aclose()

@@ -126,24 +126,6 @@ def test_a_request_whose_end_was_lost_ends_with_the_next_heartbeat(world):
     assert world.ended == [None, None]
 
 
-def test_requests_that_are_told_again_change_nothing_for_who_knows_them(world):
-    world.begin().answer_began(1)
-    world.send()
-    world.all()
-    assert (world.known, world.ledger.placed) == ((True, 1, 1), 1)
-    assert world.ledger.view(1.0).decoding == 1
-
-
-def test_messages_of_unknown_requests_are_ignored(world):
-    telling = world.begin()
-    world.send(lost=True)
-    telling.refined(Work(1))
-    telling.answer_began(1)
-    telling.ended(1, None)
-    world.send()
-    assert world.ended == []
-
-
 def test_an_engine_that_comes_later_gets_its_requests_then(world):
     world.peer.here.clear()
     running, waiting = world.begin(), world.begin()
@@ -209,18 +191,6 @@ def test_no_ghost_outlives_a_heartbeat_whatever_is_lost_repeated_or_out_of_order
     world.own._in_flight.clear()
     world.beat()
     assert (world.known, world.pending, world.engine.of_peers) == ((True, 0, 0), 0, {})
-
-
-def test_each_message_makes_up_for_those_that_were_lost_before_it(world):
-    telling = world.begin()
-    world.send()
-    telling.refined(Work(80))
-    world.send(lost=True)
-    telling.answer_began(1)
-    world.send()
-    (request,) = world.peer._requests.values()
-    assert request.placed.work == Work(80)
-    assert world.ledger.view(1.0).decoding == 1
 
 
 def test_a_message_that_comes_after_a_later_one_changes_nothing(world):

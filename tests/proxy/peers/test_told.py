@@ -16,10 +16,10 @@ from proxy.fleet.engine import address_of
 from proxy.fleet.fleet import Fleet
 from proxy.peers import peer as told_module
 from proxy.peers import peers as peers_module
-from proxy.peers.peer import contents, described
+from proxy.peers.peer import contents
 from proxy.request.tenants import ApiKey, Tenants
 from proxy.settings import EngineSettings
-from tests.fakes import INFO, FakeAdapter, add_ready, client_of, proxy_over
+from tests.fakes import add_ready, client_of, proxy_over
 from tests.proxy.peers.world import Gated, Wire, ask, in_flight, in_step, open_all, shut, until, world
 
 
@@ -42,7 +42,7 @@ async def test_after_a_lost_frame_they_agree_again(wires):
 
 
 async def test_the_limits_of_a_tenant_hold_for_all_together(unix):
-    limits = {"t": TenantLimits(concurrent_requests=1, requests_per_minute=3)}
+    limits = {"t": TenantLimits(concurrent_requests=1)}
 
     def tenants():
         return Tenants([ApiKey.of("key", "t")], limits)
@@ -67,14 +67,7 @@ async def test_the_limits_of_a_tenant_hold_for_all_together(unix):
             engine.gate.set()
             await running
         await two.settled()
-        statuses = []
-        for client in (first, second, first):
-            statuses.append((await ask(client)).status_code)
-            await one.settled()
-            await two.settled()
-            await asyncio.sleep(0.05)
-        assert statuses == [200, 200, 429]
-        assert "requests_per_minute" in (await ask(second)).text
+        assert (await ask(second)).status_code == 200
 
 
 async def test_nothing_of_a_prompt_or_a_name_goes_over_the_wire(wires):
@@ -132,13 +125,3 @@ def test_ranks_of_one_server_are_engines_of_their_own(url):
     specs = [EngineSettings(kind="vllm", id="v", url=url).of_part(rank).spec() for rank in (0, 1)]
     told = [ToldEngine(spec.id, *address_of(spec), "m", 16) for spec in specs]
     assert [match(each, told) for each in told] == told
-
-
-def test_an_engine_has_a_model_once_it_is_connected():
-    fleet = Fleet()
-    engine = fleet.add(FakeAdapter("a", "http://gpu:1"))
-    (told,) = described(fleet, lambda _: None)
-    assert told == ToldEngine("a", "http://gpu:1", is_local=False, model=None, tokens_per_block=None)
-    fleet.join(engine, INFO)
-    (told,) = described(fleet, lambda _: None)
-    assert (told.model, told.tokens_per_block) == ("m", 16)

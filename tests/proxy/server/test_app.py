@@ -11,16 +11,13 @@ from structlog.testing import capture_logs
 
 from engine_adapter import HttpTransport, JsonBody
 from proxy.api.siblings import Siblings
-from proxy.control.keys import SharedTables
 from proxy.control.reconciler import Reconciler
-from proxy.core.retention import AdminPin
 from proxy.errors import BodyTooLarge
 from proxy.prompt import Prompt
 from proxy.request.records import RequestRecord
 from proxy.server.app import Proxy, build_app
 from proxy.settings import EngineSettings, Settings
 from tests.fakes import FakeAdapter, serving
-from tests.kv_world import safetensors_of
 
 ELSEWHERE = EngineSettings(kind="vllm", url="http://127.0.0.1:1", id="v")
 
@@ -51,21 +48,6 @@ async def test_every_limit_reaches_what_it_limits():
         assert answer.status_code == 413
     finally:
         await proxy.stop()
-
-
-async def test_pins_and_tables_outlive_a_proxy_that_was_stopped(tmp_path):
-    settings = Settings(state_dir=tmp_path)
-    first = Proxy(settings, HttpTransport())
-    first.pins.add(AdminPin("p", {"e": "own"}, 1, time.monotonic() + 86_400, "prefix"))
-    await SharedTables(first.fleet, first.tables, first.state.tables).put(safetensors_of(), table_id="t")
-    await first.stop()
-    for _ in range(2):  # one that was never started loses nothing
-        then = Proxy(settings, HttpTransport())
-        assert [pin.pin_id for pin in then.pins.active(time.monotonic())] == ["p"]
-        assert then.tables.get("t").data == safetensors_of()
-        await then.stop()
-    await SharedTables(then.fleet, then.tables, then.state.tables).delete("t")
-    assert Proxy(settings, HttpTransport()).tables.list() == []
 
 
 async def test_use_is_kept_when_the_number_of_workers_changes(tmp_path):

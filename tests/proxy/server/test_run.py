@@ -17,31 +17,12 @@ from proxy.core.books import IssuedKey
 from proxy.fleet.state_files import KeyBookFile
 from proxy.http.listeners import listen
 from proxy.server import run
-from proxy.server.run import serve
-from proxy.settings import EngineSettings, ManagedSettings, Settings, SettingsError
+from proxy.settings import EngineSettings, Settings
 from tests.fakes import CHAT, STREAM, FakeEngine, answer, event
 from tests.kv_world import until
 from tests.live.conftest import running_kvpin
 
 ELSEWHERE = EngineSettings(kind="vllm", url="http://127.0.0.1:1", id="v")
-
-
-def test_an_engine_that_could_never_start_is_one_sentence(tmp_path):
-    words = ("/nowhere/llama-server", "-m", "model.gguf", "--slot-save-path", str(tmp_path / "kv"))
-    engine = ManagedSettings(kind="llama_server", id="mine", command=words)
-    with pytest.raises(SettingsError) as told:
-        serve(lambda: Settings(managed=(engine,)))
-    said = str(told.value)
-    assert said.startswith("engine 'mine': there is no program '/nowhere/llama-server'")
-    assert "\n" not in said
-    assert "scripts/llama-server" in said
-
-
-async def test_where_nothing_can_be_recorded_nothing_is_started(tmp_path):
-    settings = Settings(reuse=True, record_traffic=tmp_path / "none" / "traffic.jsonl")
-    expected = "record_traffic: .* cannot be written: No such file or directory"
-    with listen("127.0.0.1", 0) as listener, pytest.raises(SettingsError, match=expected):
-        await run._run(settings, [listener], None)
 
 
 @pytest.mark.parametrize(

@@ -12,18 +12,12 @@ from proxy.settings import (
     ManagedSettings,
     Settings,
     SettingsError,
+    check_settings,
     load_settings,
 )
+from proxy.settings.engine_settings import repeated_engines
 
-URL = "http://127.0.0.1:8000"
-
-
-def test_defaults_bind_to_this_machine_and_leave_reuse_off():
-    settings = Settings()
-    assert (settings.host, settings.port, settings.reuse) == ("127.0.0.1", 8000, False)
-    assert (settings.limits.body_bytes, settings.limits.request_records) == (64 * 2**20, 512)
-    assert settings.trust_media_uuids is False
-    assert Settings(record_traffic="t.jsonl", reuse=True).record_traffic_bytes == 2**30
+ENGINE = {"kind": "vllm", "url": "http://127.0.0.1:8000", "id": "a"}
 
 
 @pytest.mark.parametrize("rules", ["agents", ["agents"], ["agents", "paths"]])
@@ -86,11 +80,12 @@ def test_no_secret_shows():
     settings = Settings(
         api_keys=[ApiKeySettings(key="hush-1")],
         admin_key="hush-2",
-        engines=[EngineSettings(kind="vllm", url=URL, api_key="hush-3")],
-        managed=[
-            ManagedSettings(kind="vllm", command="vllm --port {port} --api-key hush-4", api_key="hush-4")
-        ],
+        engines=[ENGINE | {"api_key": "hush-3"}],
+        managed=[{"kind": "vllm", "command": "vllm --port {port} --api-key hush-4", "api_key": "hush-4"}],
+        reuse=True,
+        exchange={"url": "rediss://:hush-5@h:6379/1"},
     )
+    assert settings.exchange.url.get_secret_value() == "rediss://:hush-5@h:6379/1"
     assert "hush" not in f"{settings!r} {settings} {settings.engines[0].spec()!r}"
     assert settings.managed[0].spec(1).api_key == "hush-4"
 
@@ -98,13 +93,7 @@ def test_no_secret_shows():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (
-            {
-                "engines": [{"kind": "vllm", "url": URL, "id": "a"}],
-                "managed": [{"kind": "embedded", "id": "a"}],
-            },
-            "two engines have the id 'a'",
-        ),
+        ({"engines": [ENGINE], "managed": [{"kind": "embedded", "id": "a"}]}, "two engines have the id 'a'"),
         (
             {"api_keys": [{"key": "a"}, {"key": "a", "tenant": "t"}]},
             r"api_keys\[0\] and api_keys\[1\] have the same key",
@@ -114,9 +103,7 @@ def test_no_secret_shows():
             "the keys of tenant 't' have different limits",
         ),
         ({"api_keys": [{"key": "a", "requests_per_minute": 0}]}, "greater than 0"),
-        ({"api_keys": [{"key": "a"}], "admin_key": "a"}, "admin_key must differ"),
         ({"api_keys": [{"key": " "}]}, "must not be empty"),
-        ({"admin_key": ""}, "must not be empty"),
         ({"host": ""}, "name an address"),
         ({"host": "127.0.0.1, ::1"}, "with only commas between them"),
         ({"host": "unix:/tmp/k.sock"}, "not on Unix sockets"),
@@ -141,15 +128,6 @@ def test_limits_of_a_tenant_stand_with_one_of_its_keys():
     limited = ApiKeySettings(key="a", tenant="t", requests_per_minute=5)
     settings = Settings(api_keys=[limited, ApiKeySettings(key="b", tenant="t"), ApiKeySettings(key="c")])
     assert settings.tenant_limits == {"t": limited.limits}
-
-
-@pytest.mark.parametrize(
-    "url", ["unix:/run/kvpin", "unix:///run/kvpin", "redis://:secret@h:6379/1", "rediss://h"]
-)
-def test_an_exchange(url):
-    exchange = Settings(reuse=True, exchange={"url": url}).exchange
-    assert exchange.url.get_secret_value() == url
-    assert "secret" not in repr(exchange)
 
 
 def test_a_key_may_name_its_models_and_its_end(tmp_path, monkeypatch):
@@ -179,3 +157,52 @@ def test_a_key_for_no_model_is_a_mistake():
         with pytest.raises(SettingsError, match=rf"'api_keys\[0\]\.{why}") as told:
             load_settings(api_keys=({"key": "a", "models": models},))
         assert "\n" not in str(told.value)
+
+
+def engine(url="http://127.0.0.1:8000", kind="vllm", **fields):
+    return EngineSettings(kind=kind, url=url, **fields)
+
+
+def test_engines_without_id_are_numbered_by_kind_around_ids_taken():
+    settings = Settings(
+        engines=[
+            engine("http://a:1"), engine("http://b:1", id="vllm-1"), engine("http://c:1"),
+            engine("http://d:1", kind="tensorrt-llm"),
+        ],
+        managed=[ManagedSettings(kind="embedded"), ManagedSettings(kind="embedded", id="main")],
+    )  # fmt: skip
+    assert [e.id for e in settings.engines] == ["vllm-0", "vllm-1", "vllm-2", "tensorrt_llm-0"]
+    assert [e.id for e in settings.managed] == ["embedded-0", "main"]
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://localhost:8000", "http://127.0.0.1:8000/", "http://[::1]:8000/v1", "http://LOCALHOST:8000/v1/"],
+)
+def test_one_engine_under_two_names(url):
+    assert list(repeated_engines([engine(id="a"), engine(url, id="b")])) == [
+        "'a' and 'b' are one engine, at http://127.0.0.1:8000: name it once"
+    ]
+    assert list(repeated_engines([engine(), engine(url, kind="openai_compatible")])) == [
+        "two engines are one engine, at http://127.0.0.1:8000: name it once"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"dp_rank": 0}, {"dp_rank": 1}),
+        ({"model": "a"}, {"model": "b"}),
+        ({"headers": {"x-to": "a"}}, {"headers": {"x-to": "b"}}),
+        ({"url": "http://127.0.0.1:8000/a"}, {"url": "http://127.0.0.1:8000/b"}),
+        ({"url": "http://127.0.0.1"}, {"url": "https://127.0.0.1"}),
+    ],
+)
+def test_several_engines_of_one_server(one, other):
+    assert list(repeated_engines([engine(**one), engine(**other)])) == []
+    assert list(repeated_engines([engine(**one), engine(**one)])) != []
+
+
+def test_all_that_does_not_go_together_is_told_at_once():
+    flags = {"record_traffic": "t.gz", "workers": 2, "exchange": {"url": "unix:/x"}}
+    assert len(check_settings(**flags, engines=[engine(), engine()])[1]) == 4  # workers may record

@@ -3,11 +3,8 @@
 import asyncio
 import contextlib
 import os
-import shutil
 import signal
-import subprocess
 import sys
-import time
 from collections import deque
 from io import FileIO
 from pathlib import Path
@@ -18,14 +15,12 @@ from structlog.testing import capture_logs
 
 from proxy.fleet.managed_engine import (
     MAX_LINE_BYTES,
-    CpuTime,
     ManagedEngine,
     ProcessState,
     log_output,
 )
 from proxy.settings import ManagedSettings
-from scripts.make_gguf import gguf_path
-from tests.llama import llama_server
+from tests.kv_world import until
 
 SERVER = """
 import http.server, os, pathlib, signal, subprocess, sys, time
@@ -54,14 +49,10 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 QUICK = {"backoff_s": 0.02, "max_backoff_s": 0.08, "poll_s": 0.02, "unhealthy_s": 0.1, "grace_s": 5}
 
 
-def quick(settings, timing=QUICK):
-    engine = ManagedEngine(settings)
+def engine_of(*command, timing=QUICK, **settings):
+    engine = ManagedEngine(ManagedSettings(**({"kind": "vllm", "id": "e-0", "command": command} | settings)))
     vars(engine).update(timing)
     return engine
-
-
-def engine_of(*command, timing=QUICK):
-    return quick(ManagedSettings(kind="vllm", id="e-0", command=command), timing)
 
 
 def server(tmp_path, mode="plain", timing=QUICK):
@@ -77,12 +68,6 @@ async def running(engine):
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
-
-
-async def until(condition, limit_s=30):
-    async with asyncio.timeout(limit_s):
-        while not condition():  # noqa: ASYNC110 - what is waited for is another process
-            await asyncio.sleep(0.01)
 
 
 def is_alive(pid):
@@ -102,20 +87,9 @@ def is_ready(engine):
     return lambda: engine.state is ProcessState.READY
 
 
-async def test_an_engine_becomes_ready_and_stops(tmp_path):
-    engine = server(tmp_path)
-    assert (engine.state, engine.starting) == (ProcessState.STOPPED, True)
-    async with running(engine):
-        await until(is_ready(engine))
-        pid = engine.pid
-        assert (is_alive(pid), engine.starting) == (True, False)
-    assert not is_alive(pid)
-    assert (engine.state, engine.pid, engine.restarts) == (ProcessState.STOPPED, None, 0)
-    assert engine.last_exit_code == -signal.SIGTERM
-
-
 async def test_a_killed_engine_comes_back_on_its_port_and_its_children_end_with_it(tmp_path):
     engine = server(tmp_path, "parent")
+    assert (engine.state, engine.starting) == (ProcessState.STOPPED, True)
     async with running(engine) as task:
         await until(is_ready(engine))
         first, port, child = engine.pid, engine.port, int((tmp_path / "child").read_text())
@@ -131,7 +105,8 @@ async def test_a_killed_engine_comes_back_on_its_port_and_its_children_end_with_
         await engine.stop()
         await until(lambda: not is_alive(child))
         await asyncio.wait_for(task, 10)
-        assert (engine.restarts, engine.state) == (1, ProcessState.STOPPED)
+        assert (engine.restarts, engine.state, engine.pid) == (1, ProcessState.STOPPED, None)
+        assert engine.last_exit_code == -signal.SIGTERM
         await engine.stop()  # again is fine
 
 
@@ -140,17 +115,6 @@ async def test_one_that_ignores_sigterm_is_killed(tmp_path):
     async with running(engine):
         await until(is_ready(engine))
     assert engine.last_exit_code == -signal.SIGKILL
-
-
-async def test_one_that_stays_unhealthy_is_restarted(tmp_path):
-    engine = server(tmp_path)
-    async with running(engine):
-        await until(is_ready(engine))
-        (tmp_path / "sick").touch()
-        await until(lambda: engine.restarts == 1)
-        assert engine.state in (ProcessState.STARTING, ProcessState.BACKING_OFF)
-        (tmp_path / "sick").unlink()
-        await until(is_ready(engine))
 
 
 async def test_stop_while_backing_off_ends_run():
@@ -243,25 +207,23 @@ KEYED = [("embedded", "KVPIN_ENGINE_KEY", ()), ("llama_server", "LLAMA_API_KEY",
 def test_an_engine_that_takes_a_key_gets_one_that_nobody_else_sees_or_that_of_the_settings(
     kind, variable, command
 ):
-    settings = ManagedSettings(kind=kind, id="e-0", command=command)
-    one, other = ManagedEngine(settings), ManagedEngine(settings)
+    one, other = (engine_of(*command, kind=kind) for _ in range(2))
     key = one.spec.api_key
     assert len(key) >= 43  # 256 bits
     assert key != other.spec.api_key
     assert one._environment()[variable] == key
     assert key not in f"{one.command()} {one.spec} {one.describe()}"
-    engine = ManagedEngine(ManagedSettings(kind=kind, id="e-0", command=command, api_key="mine"))
+    engine = engine_of(*command, kind=kind, api_key="mine")
     assert (engine.spec.api_key, engine._environment()[variable]) == ("mine", "mine")
 
 
 def test_a_key_of_the_command_stays():
-    words = ("-m", "m.gguf", "--api-key", "a,b")
-    engine = ManagedEngine(ManagedSettings(kind="llama_server", id="e-0", command=words))
+    engine = engine_of("-m", "m.gguf", "--api-key", "a,b", kind="llama_server")
     assert (engine.spec.api_key, engine._environment()["LLAMA_API_KEY"]) == ("a", "a")
 
 
 async def test_an_embedded_engine_asks_for_its_key():
-    engine = ManagedEngine(ManagedSettings(kind="embedded", id="e-0", command=("--kv-blocks", "64")))
+    engine = engine_of("--kv-blocks", "64", kind="embedded", timing={})
     async with running(engine), httpx.AsyncClient(base_url=engine.spec.url, trust_env=False) as client:
         await until(is_ready(engine), 60)
         assert (await client.get("/kv/info")).status_code == 401
@@ -270,35 +232,9 @@ async def test_an_embedded_engine_asks_for_its_key():
         assert (await client.get("/kv/info", headers=key)).status_code == 200
 
 
-@pytest.fixture
-def llama(tmp_path):
-    """A real llama-server, not started yet; its directory does not exist."""
-    words = (llama_server(), "-m", str(gguf_path("tiny")), "-c", "2048", "-t", "1")
-    cache = {"host_cache_dir": str(tmp_path / "kv"), "host_cache_bytes": 2**20}
-    return quick(ManagedSettings(kind="llama_server", id="l-0", command=words, **cache))
-
-
-async def test_a_llama_server_comes_back_on_its_port_with_its_slots(llama, tmp_path):
-    headers = {"authorization": f"Bearer {llama.spec.api_key}"}
-    client = httpx.AsyncClient(base_url=llama.spec.url, headers=headers, trust_env=False)
-    async with running(llama), client:
-        for restarts in (0, 1):
-            await until(lambda n=restarts: llama.restarts == n and is_ready(llama)())
-            assert (await client.get("/slots", headers={"authorization": ""})).status_code == 401
-            slots = (await client.get("/slots")).json()
-            assert [slot["n_ctx"] for slot in slots] == [512] * 4
-            await client.post("/completion", json={"prompt": "a b c", "n_predict": 2, "id_slot": 3})
-            saved = await client.post("/slots/3?action=save", json={"filename": f"{restarts}.bin"})
-            assert saved.json()["n_saved"] > 0
-            assert (tmp_path / "kv" / f"{restarts}.bin").stat().st_size == saved.json()["n_written"]
-            shutil.rmtree(tmp_path / "kv")  # it is made again
-            os.kill(llama.pid, signal.SIGKILL)
-
-
 async def test_what_works_against_reuse_is_told_once(tmp_path):
     words = (sys.executable, "-m", str(tmp_path / "m.gguf"), "--no-cache-prompt", "--context-shift")
-    settings = ManagedSettings(kind="llama_server", id="l-0", command=words, host_cache_dir=str(tmp_path))
-    engine = quick(settings)
+    engine = engine_of(*words, kind="llama_server", host_cache_dir=str(tmp_path))
     with capture_logs() as entries:
         async with running(engine):
             await until(lambda: engine.restarts == 1)
@@ -343,8 +279,10 @@ async def test_one_that_computes_is_not_restarted(tmp_path):
         assert (engine.pid, engine.restarts) == (pid, 0)
 
 
-@pytest.mark.parametrize(("how", "timing"), [("hung", QUICK), ("busy", QUICK | {"stuck_s": 1.5})])
-async def test_one_that_is_stuck_is_restarted(tmp_path, how, timing):
+@pytest.mark.parametrize(
+    ("how", "timing"), [("sick", QUICK), ("hung", QUICK), ("busy", QUICK | {"stuck_s": 1.5})]
+)
+async def test_one_that_is_unhealthy_or_stuck_is_restarted(tmp_path, how, timing):
     engine = server(tmp_path, timing=timing)
     async with running(engine):
         await until(is_ready(engine))
@@ -407,33 +345,3 @@ async def test_what_an_engine_says_of_each_request_is_for_those_who_look_for_it(
     levels = {entry["line"]: entry["log_level"] for entry in entries}
     of_information = "debug" if is_ready else "info"
     assert levels == dict.fromkeys(INFORMATION, of_information) | dict.fromkeys(OTHERS, "info")
-
-
-# Computes until a line comes, then waits until its input ends.
-COMPUTES_THEN_WAITS = """
-import select, sys
-while not select.select([sys.stdin], [], [], 0)[0]:
-    pass
-sys.stdin.read()
-"""
-
-
-def test_a_process_that_computes_is_told_from_one_that_waits():
-    command = [sys.executable, "-c", COMPUTES_THEN_WAITS]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, text=True) as process:
-        cpu = CpuTime(process.pid)
-        assert comes_to_be(cpu, used=True)
-        process.stdin.write("wait\n")
-        process.stdin.flush()
-        assert comes_to_be(cpu, used=False)
-    assert not CpuTime(2**22 + 1).is_used(), "of a process that is gone nobody knows"
-
-
-def comes_to_be(cpu, *, used):
-    """True once a look says so: at 20 s at the latest, for on a busy machine the process waits for a core."""
-    end_s = time.monotonic() + 20
-    while time.monotonic() < end_s:
-        time.sleep(0.1)
-        if cpu.is_used() == used:
-            return True
-    return False

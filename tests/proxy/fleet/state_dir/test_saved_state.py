@@ -2,21 +2,47 @@
 
 import asyncio
 import time
+from array import array
+from dataclasses import replace
 from unittest.mock import Mock
 
 import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from engine_adapter import EventPosition
+from engine_adapter import (
+    BlocksRemoved,
+    BlocksStored,
+    Capability,
+    EventPosition,
+    Tier,
+    ViewCurrent,
+    ViewLost,
+    ViewResumed,
+)
+from proxy.core.audit import Trust
+from proxy.core.index.blocks import extend
+from proxy.core.index.match import Match
 from proxy.core.quotas import UseBook, Used
 from proxy.core.retention import AdminPin, PinBook
 from proxy.fleet import saved_state as module
 from proxy.fleet.fleet import Fleet
-from proxy.fleet.saved_state import FILE, EngineMemory, SavedState, StateSaver, decode, encode, on_other_clock
+from proxy.fleet.ingest import Ingest
+from proxy.fleet.saved_state import (
+    FILE,
+    SLICE_RUNS,
+    EngineMemory,
+    SavedState,
+    StateSaver,
+    decode,
+    encode,
+    keep,
+    on_other_clock,
+)
 from proxy.fleet.state_files import UnusableFileError
 from proxy.prompt import RegisteredTables
-from proxy.request.tenants import KeptSalts, Tenants
+from proxy.request.tenants import Tenants
+from proxy.runtime import Supervisor
 from tests.fakes import INFO, FakeAdapter
 from tests.kv_world import until
 
@@ -117,52 +143,123 @@ def test_a_file_that_cannot_be_used_is_one_warning(tmp_path, make):
     assert logs[0]["why"] in ("it is damaged", "Is a directory")
 
 
-PIN = AdminPin("pin-1", {"a": "own"}, 3, 500.0, "prefix", 2**64 - 1, {"a": "i1"}, 7, "s")
-SALTS, POSITION = KeptSalts({"t": ["s"]}, []), EventPosition(7, 2**64 - 1, complete=True)
-ENGINE = EngineMemory("a", "m", 16, "i1", SALTS, POSITION, learned=[b"12345678"])
-SNAPSHOT = SavedState(False, [on_other_clock(PIN, 1000.0)], [ENGINE])
-
-
 def test_a_pin_ends_at_the_same_time_on_another_clock():
-    assert SNAPSHOT.pins[0].expires == 1500.0
-    assert on_other_clock(SNAPSHOT.pins[0], -1400.0).expires == 100.0
-    assert on_other_clock(SNAPSHOT.pins[0], -1000.0) == PIN
-
-
-def damaged(data):
-    return bytes([*data[:-1], data[-1] ^ 1])
-
-
-def of_other_fields(_data):
-    return encode(msgspec.Raw(msgspec.msgpack.encode({"isolated": False})))
-
-
-def of_endless_depth(_data):
-    return encode(msgspec.Raw(b"\x81\xa4deep" + b"\x91" * 100_000 + b"\x00"))
-
-
-def of_no_text(data):
-    body = data[data.index(b"\n") + 17 :]
-    return encode(msgspec.Raw(body.replace(b"pin-1", b"pin-\xff")))
-
-
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        (damaged, "damaged"),
-        (lambda data: data[:-1], "damaged"),
-        (lambda _data: b"", "damaged"),
-        (lambda data: data.replace(b"state 2", b"state 1"), "another version"),
-        (of_other_fields, "another version"),
-        (of_endless_depth, "another version"),
-        (of_no_text, "another version"),
-    ],
-)
-def test_what_cannot_be_used_says_why(change, why):
-    with pytest.raises(UnusableFileError, match=why):
-        decode(change(encode(SNAPSHOT)), isolated=False)
+    one = AdminPin("pin-1", {"a": "own"}, 3, 500.0, "prefix", 2**64 - 1, {"a": "i1"}, 7, "s")
+    other = on_other_clock(one, 1000.0)
+    assert other.expires == 1500.0
+    assert on_other_clock(other, -1400.0).expires == 100.0
+    assert on_other_clock(other, -1000.0) == one
 
 
 def test_salts_of_several_tenants_are_none_of_a_single_one():
     with pytest.raises(UnusableFileError, match="one tenant now and were several"):
-        decode(encode(SNAPSHOT), isolated=True)
+        decode(encode(SavedState(False, [], [])), isolated=True)
+
+
+# --- what is kept of an engine, and what the next kvpin makes of it. Views: tests/proxy/core/index
+
+PROMPTS = 2 * SLICE_RUNS
+AT = EventPosition(7, 77, complete=True)
+
+
+def stored(number):
+    return BlocksStored(Tier.GPU, None, (number,), array("i", [number] * 16), 16, None, f"red-{number}")
+
+
+class Connected:
+    """A kvpin with one engine; with `memories` of an earlier one."""
+
+    def __init__(self, memories=(), *, events=True, **info):
+        self.tasks, self.fleet, self.adapter = Supervisor(), Fleet(), FakeAdapter("a")
+        self.engine = self.fleet.add(self.adapter)
+        capabilities = frozenset({Capability.KV_EVENTS}) if events else frozenset()
+        self.pool = self.fleet.join(self.engine, replace(INFO, capabilities=capabilities, **info))
+        self.memories = {each.engine: each for each in memories}
+        Ingest(self.fleet, self.tasks, lambda salt: salt.partition("-")[0], self.memories).follow(
+            self.engine, self.pool
+        )
+
+    async def says(self, *events):
+        """Tells events, and waits until they count."""
+        for event in (*events, ViewCurrent()):
+            self.adapter.feed.put_nowait(event)
+        while self.engine.audit.trust is not Trust.PRECISE or not self.adapter.feed.empty():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        self.adapter.position = AT
+
+    async def kept(self):
+        """What is kept, as the next kvpin reads it."""
+        memory = await keep(self.engine, self.pool)
+        await self.tasks.stop()
+        return memory and msgspec.msgpack.decode(msgspec.msgpack.encode(memory), type=EngineMemory)
+
+    def holds(self, number):
+        chain = self.pool.root_of(f"red-{number}")
+        (block,) = extend(chain, array("i", [number] * 16), None, 16)
+        return self.pool.index.match((block,)).get("a", Match()).gpu == 1
+
+
+@pytest.fixture
+async def memory():
+    """Of an engine that sends events."""
+    kvpin = Connected()
+    await kvpin.says(ViewLost("start"), *map(stored, range(PROMPTS)))
+    return await kvpin.kept()
+
+
+async def test_a_view_goes_on_where_it_was(memory):
+    kvpin = Connected([memory])
+    kvpin.pool.learn(kvpin.engine, (1, 2))  # before the view is current
+    await kvpin.says(ViewResumed(), BlocksRemoved(Tier.GPU, (1,)), stored(PROMPTS))
+    assert kvpin.adapter.since == AT
+    assert [number for number in range(PROMPTS + 1) if not kvpin.holds(number)] == [1]
+    assert kvpin.engine.salts.of("red") == {f"red-{number}" for number in range(PROMPTS + 1)}
+    assert kvpin.engine.view.counts.stored == PROMPTS + 1
+    assert (kvpin.memories.get("a"), len(kvpin.engine.learned)) == (None, 0)
+    assert kvpin.pool.index.held("a", Tier.GPU) == PROMPTS
+    await kvpin.tasks.stop()
+
+
+async def test_of_an_engine_that_was_restarted_nothing_is_claimed(memory):
+    kvpin = Connected([memory])
+    await kvpin.says(ViewLost("batch 7 has changed"), stored(3))
+    assert [number for number in range(PROMPTS) if kvpin.holds(number)] == [3]
+    assert kvpin.engine.salts.of("red") == {"red-3"}
+    await kvpin.tasks.stop()
+
+
+@pytest.mark.parametrize("info", [{"model": "another"}, {"tokens_per_block": 8}])
+async def test_what_was_hashed_otherwise_is_dropped_with_a_warning(memory, info):
+    with capture_logs() as logs:
+        kvpin = Connected([memory], **info)
+        await kvpin.says(ViewLost("start"))
+    assert kvpin.adapter.since is None
+    assert "another model or block size" in logs[0]["event"]
+    await kvpin.tasks.stop()
+
+
+@pytest.mark.parametrize(("instance", "is_same"), [("i1", True), ("i2", False)])
+async def test_what_was_learned_counts_for_the_same_process(instance, is_same):
+    kvpin = Connected(events=False)
+    kvpin.engine.salts.note("red", "red-1")
+    kvpin.pool.learn(kvpin.engine, (1, 2, 3))
+    kvpin.pool.learn(kvpin.engine, (1, 4))
+    later = Connected([await kvpin.kept()], events=False, instance=instance)
+    held = [Match(gpu=3), Match(gpu=2)] if is_same else []
+    chains = (1, 2, 3), (1, 4)
+    assert [match for chain in chains for match in later.pool.index.match(chain).values()] == held
+    assert later.engine.salts.of("red") == ({"red-1"} if is_same else set())
+    assert later.engine.audit.trust is Trust.APPROXIMATE
+
+
+async def test_what_no_longer_fits_is_left_out_and_a_view_in_doubt_is_not_kept():
+    kvpin = Connected(events=False)
+    kvpin.pool.learn(kvpin.engine, (1, 2))
+    kvpin.pool.learn(kvpin.engine, (3, 4))
+    later = Connected([await kvpin.kept()], events=False, gpu_blocks=3)
+    assert later.pool.index.match((1, 2)) == {"a": Match(gpu=2)}
+    assert later.pool.index.match((3, 4)) == {}
+    kvpin = Connected()
+    await kvpin.says(ViewLost("start"), stored(1))
+    kvpin.engine.audit.lost("predictions missed")
+    assert await kvpin.kept() is None

@@ -53,14 +53,6 @@ def test_what_must_outlive_a_crash_is_on_disk_before_it_is_named_and_so_is_its_n
     assert synced == [(".part", False, False), ("", True, True)]
 
 
-def test_a_directory_is_made_for_this_user_alone(tmp_path):
-    directory = tmp_path / "a" / "b"
-    make_directory(directory)
-    make_directory(directory)
-    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
-    assert list(directory.iterdir()) == []
-
-
 @pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770, 0o702])
 def test_one_that_others_may_write_is_refused(tmp_path, mode):
     tmp_path.chmod(mode)
@@ -162,17 +154,6 @@ TODAY = int(time.time() // DAY_S)
 KEY = (TODAY, "acme", "m")
 
 
-async def test_counts_outlive_a_restart(tmp_path):
-    book = UseBook({KEY: Used(2, 1, 30, 20, 10)}.items())
-    file = UseFile(tmp_path, book)
-    await file.save()
-    assert stat.S_IMODE((tmp_path / "use").stat().st_mode) == 0o600
-    later = UseBook()
-    UseFile(tmp_path, later)
-    later[KEY].requests += 1
-    assert later == {KEY: Used(3, 1, 30, 20, 10)}
-
-
 async def test_what_workers_left_is_counted_once(tmp_path):
     """There were three workers, and now there is one process."""
     for number in (1, 2, 3):
@@ -249,7 +230,8 @@ def test_without_a_directory_there_are_none_and_the_first_one_makes_it_for_this_
     assert file.version == before
     file.add([key(removed=True)])
     assert file.version != before
-    assert {stat.S_IMODE(path.stat().st_mode) for path in directory.iterdir()} == {0o600}
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in directory.iterdir()}
+    assert modes == {"keys": 0o600, "keys.lock": 0o600}
 
 
 def test_a_lock_that_another_process_keeps_is_given_up_and_named(tmp_path, monkeypatch):
@@ -281,6 +263,7 @@ def flipped(data):
         (lambda data: data.replace(b"keys 1", b"keys 2"), "another version of kvpin wrote it"),
         (lambda _data: sealed(b"kvpin-keys 1\n", msgspec.msgpack.encode([["x"]])), "another version"),
         (lambda _data: sealed(b"kvpin-keys 1\n", b"\x91" * 100_000), "another version"),
+        (lambda data: sealed(b"kvpin-keys 1\n", data[29:].replace(b"key-1", b"key-\xff")), "another version"),
     ],
 )
 def test_a_damaged_one_is_one_sentence_and_is_never_overwritten(tmp_path, change, why):
@@ -299,10 +282,6 @@ def test_one_that_others_may_have_written_is_not_read(tmp_path):
     KeyBookFile(tmp_path).add([key()])
     (tmp_path / "keys").chmod(0o666)
     with pytest.raises(SettingsError, match="another user may have written it"):
-        KeyBookFile(tmp_path).read()
-    (tmp_path / "keys").rename(tmp_path / "other")
-    (tmp_path / "keys").symlink_to(tmp_path / "other")
-    with pytest.raises(SettingsError, match="Too many levels of symbolic links"):
         KeyBookFile(tmp_path).read()
     tmp_path.chmod(0o777)
     with pytest.raises(SettingsError, match="others may change what is in it"):

@@ -115,12 +115,3 @@ async def test_one_that_leaves_or_hangs_gets_none_and_none_is_lost(port):
         two.close()
         one._loop.add_reader(one._listeners[0], one._knock, one._listeners[0])
         assert {(await connect(stack, address))[0] for _ in range(3)} == {b"1"}
-
-
-async def test_one_without_engines_gets_none_while_another_has_some(port):
-    address, _, (one, two) = port
-    async with contextlib.AsyncExitStack() as stack:
-        two.be_ready(2)
-        assert {(await connect(stack, address))[0] for _ in range(6)} == {b"2"}
-        one.be_ready(1)
-        assert {(await connect(stack, address))[0] for _ in range(6)} == {b"1"}

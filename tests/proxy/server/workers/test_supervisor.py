@@ -4,13 +4,11 @@ import asyncio
 import contextlib
 import json
 import os
-import re
 import resource
 import signal
 import socket
 import tempfile
 from pathlib import Path
-from time import monotonic
 from urllib.parse import urlsplit
 
 import httpx
@@ -34,9 +32,6 @@ class Gated(FakeEngine):
         self.streams = 0
 
     async def serve(self, exchange):
-        if exchange.target.startswith("/v1/responses"):
-            await exchange.send({"id": "resp_1", "object": "response", "output": []})
-            return
         if not (exchange.body and exchange.json.get("stream")):
             await answer(exchange)
             return
@@ -158,14 +153,8 @@ async def client_of(stack, kvpin, worker):
             return client
 
 
-async def counts_of(client):
-    page = (await client.get("/metrics")).text
-    queued = re.search(r"kvpin_queued_seconds_count\S* (\S+)|$", page)[0]
-    return queued, sum(map(float, re.findall(r"kvpin_requests_total\S+ (\S+)", page)))
-
-
 async def check_that_both_answer_as_one(kvpin):
-    """The requests of both workers are counted and listed, whichever worker is asked."""
+    """The requests of both workers are listed, whichever worker is asked."""
     async with contextlib.AsyncExitStack() as stack:
         clients = [await client_of(stack, kvpin, worker) for worker in (1, 2)]
         for name, client in zip(("r1", "r2"), clients, strict=True):
@@ -173,27 +162,6 @@ async def check_that_both_answer_as_one(kvpin):
         for client in clients:
             listed = (await client.get("/admin/v1/requests?limit=2")).json()["requests"]
             assert [each["client_request_id"] for each in listed] == ["r2", "r1"]
-            assert (await client.get("/admin/v1/requests/r1")).json()["client_request_id"] == "r1"
-            added = {"kind": "openai_compatible", "url": "http://127.0.0.1:1"}
-            added = (await client.post("/admin/v1/engines", json=added)).json()["id"]
-            told = [(await each.get("/admin/v1/engines")).json()["engines"] for each in clients]
-            assert [len(engines) for engines in told] == [3, 3]
-            assert (await client.delete(f"/admin/v1/engines/{added}")).status_code == 200
-            assert (await clients[0].get("/admin/v1/stats")).json()["totals"]["engines"] == 2
-        async with asyncio.timeout(30):  # a worker's counts of the other one are up to a second old
-            while len({await counts_of(client) for client in clients}) != 1:  # noqa: ASYNC110 - another process
-                await asyncio.sleep(0.1)
-        await check_that_a_response_is_found(clients)
-
-
-async def check_that_a_response_is_found(clients):
-    """Both workers send requests for a response to the engine that made it."""
-    made = await clients[0].post("/v1/responses", json={"model": "m", "input": "hi"})
-    engines = [
-        (await clients[n % 2].get(f"/v1/responses/{made.json()['id']}")).headers["x-kvpin-engine"]
-        for n in range(10)
-    ]
-    assert set(engines) == {made.headers["x-kvpin-engine"]}
 
 
 async def test_workers_serve_one_port_and_come_back_when_killed(tmp_path, monkeypatch):
@@ -237,39 +205,6 @@ async def test_workers_serve_one_port_and_come_back_when_killed(tmp_path, monkey
             assert probe.connect_ex((address.hostname, address.port)) != 0
         assert not running() & {*old.values(), *pids(kvpin).values()}
         assert not is_left_in(temporary)
-
-
-async def test_when_the_one_that_speaks_is_killed_under_load_another_answers_operators(tmp_path):
-    async with two_workers(tmp_path) as (kvpin, _), asyncio.TaskGroup() as group:
-        statuses, failed, is_over = [], [], asyncio.Event()
-
-        async def load():
-            while not is_over.is_set():
-                began = monotonic()
-                try:
-                    statuses.append((await ask(kvpin)).status_code)
-                except httpx.TransportError:
-                    failed.append(began)
-
-        for _ in range(8):
-            group.create_task(load())
-        speaks = "this worker answers operators for all"
-        await until(lambda: len(statuses) > 50)
-        (before,) = logged(kvpin, speaks)
-        assert (await ask(kvpin, "/admin/v1/stats", None)).json()["totals"]["served"] > 0
-        killed, is_answered = monotonic(), False
-        os.kill(pids(kvpin)[before["worker"]], signal.SIGKILL)
-        while not is_answered and monotonic() < killed + 30:
-            with contextlib.suppress(httpx.TransportError):  # its connection was at the killed worker
-                is_answered = (await ask(kvpin, "/admin/v1/stats", None)).is_success
-        assert is_answered
-        asked = len(statuses)
-        await until(lambda: len(statuses) > asked + 50)
-        is_over.set()
-        assert logged(kvpin, speaks)[-1]["worker"] != before["worker"]
-        assert set(statuses) == {200}
-        assert all(began < killed for began in failed)
-        assert len(failed) <= 8
 
 
 async def test_who_comes_while_the_workers_start_waits(tmp_path):
