@@ -8,14 +8,18 @@ import random
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 
 from scripts.make_gguf import gguf_path, write_shuffled
+from tests.fakes import serving
 from tests.live.conftest import Kvpin, running_kvpin
 from tests.llama import RunningLlama, running_llama_server
 from tests.processes import wait_until
@@ -28,6 +32,7 @@ CHURN_S = float(os.environ.get("CHURN_S", "10"))
 WORDS = ("river", "runs", "over", "stones", "and", "an", "old", "mill", "turns", "while", "rain", "falls",
          "on", "fields", "near", "town")
 # fmt: on
+ALICE = '[[api_keys]]\nkey = "alice-key-of-16-letters"\ntenant = "alice"\nmodels = ["model-a"]\n'
 
 
 class Servers:
@@ -125,6 +130,55 @@ async def _reused(kvpin: Kvpin, seed: int) -> int:
             cached = usage["prompt_tokens_details"]["cached_tokens"]
             found += cached == int(answer.headers["x-kvpin-predicted-tokens"]) > 20
     return found
+
+
+async def test_contexts_of_different_length(servers, tmp_path):
+    """A prompt is refused only if no server takes it, whichever connected first and whatever came back."""
+    small, large = servers.start(gguf_path("tiny"), ctx=512), servers.start(gguf_path("tiny"), ctx=2048)
+    with kvpin_over(tmp_path, small, large) as kvpin:
+        long = [" ".join(["mill", *texts(seed, 25)]) for seed in range(6)]
+        answers = await said(kvpin.url, "/v1/completions", asked(long))
+        assert all(answer["usage"]["prompt_tokens"] > 900 for answer in answers)
+        with pytest.raises(httpx.HTTPStatusError, match="400"):
+            await said(kvpin.url, "/v1/completions", asked([" ".join(texts(9, 80))]))
+        servers.change(small, ctx=8192)
+        until_logged(kvpin, "context 512 ")
+        (answer,) = await said(kvpin.url, "/v1/completions", asked([" ".join(texts(9, 80))]))
+        assert answer["usage"]["prompt_tokens"] > 2048
+
+
+async def test_another_model_at_the_address_of_an_engine_that_tells_nothing_else(tmp_path):
+    """It joins the pool of its own model: no key of the old model reaches it."""
+    served = "model-a"
+
+    async def models(_request):
+        return JSONResponse({"object": "list", "data": [{"id": served, "object": "model"}]})
+
+    async def chat(_request):
+        message = {"role": "assistant", "content": served}
+        return JSONResponse({"model": served, "choices": [{"index": 0, "message": message}]})
+
+    app = Starlette(
+        routes=[Route("/v1/models", models), Route("/v1/chat/completions", chat, methods=["POST"])]
+    )
+    settings = tmp_path / "settings.toml"
+    settings.write_text(ALICE)
+    async with serving(app) as url, AsyncExitStack() as stack:
+        engine = f"--engine=openai_compatible={url},id=e,share_kv=true"
+        running = running_kvpin(tmp_path / "log", engine, f"--config={settings}", tokenised=False)
+        kvpin = await asyncio.to_thread(running.__enter__)
+        stack.push_async_callback(asyncio.to_thread, running.__exit__, None, None, None)
+        body = {"model": "model-a", "messages": [{"role": "user", "content": "x"}]}
+        headers = {"authorization": "Bearer alice-key-of-16-letters"}
+        ask = f"{kvpin.url}/v1/chat/completions"
+        client = httpx.AsyncClient(timeout=30, trust_env=False, headers=headers)
+        await stack.enter_async_context(client)
+        assert (await client.post(ask, json=body)).json()["model"] == "model-a"
+        served = "model-b"
+        await asyncio.to_thread(until_logged, kvpin, "engine has changed")
+        answer = await client.post(ask, json=body)
+        assert answer.status_code in (403, 404, 503)
+        assert "model-b" not in answer.text
 
 
 async def test_servers_that_come_back_changed_at_random_moments(servers, tmp_path):

@@ -1,5 +1,7 @@
 """Several `kvpin serve` in front of one llama-server, which takes only one."""
 
+import json
+import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -97,13 +99,32 @@ def test_with_an_exchange_one_owns_the_server_and_both_answer_as_one(server, sta
     text, cached = ask(second, STORY)
     assert text == said
     assert cached > 100
-    body = {"model": MODEL, "prompt": STORY, "max_tokens": 1000, "temperature": 0}
+    body = {"model": MODEL, "prompt": STORY, "max_tokens": 6, "temperature": 0}
+    whole = completion(first, body)["choices"][0]["text"]
+    assert whole == completion(second, body)["choices"][0]["text"]
+    streamed = b"".join(stream(second, body | {"stream": True}))
+    assert streamed.endswith(b"data: [DONE]\n\n")
+    parts = [json.loads(line[6:]) for line in streamed.split(b"\n\n") if line.startswith(b"data: {")]
+    assert "".join(part["choices"][0]["text"] for part in parts if part["choices"]) == whole
+    for path in ("models", f"models/{MODEL}"):
+        answers = [httpx.get(f"{each.base_url}/{path}", trust_env=False).json() for each in (first, second)]
+        assert answers[0] == answers[1]
+    assert "owner" in httpx.get(f"{second.url}/metrics", trust_env=False).text
+    unknown = httpx.post(f"{second.base_url}/completions", content=b"{", trust_env=False)
+    assert unknown.status_code == 400
+
     until_saved(flag)
+    leaving = stream(second, body | {"stream": True, "max_tokens": 3000})
+    next(leaving)
+    assert running(first) == 1
+    leaving.close()
+    until(lambda: running(first) == 0)
+
     with ThreadPoolExecutor() as threads:
-        asked = threads.submit(completion, second, body)
+        asked = threads.submit(completion, second, body | {"max_tokens": 1000})
         until(lambda: running(first) == 1)
         first.kill()
-        assert asked.result()["choices"][0]["text"]
+        assert asked.result()["choices"][0]["text"].startswith(whole)
     until(lambda: engine_of(second)["state"] == "ready")
     text, cached = ask(second, STORY)
     assert text == said
@@ -112,6 +133,28 @@ def test_with_an_exchange_one_owns_the_server_and_both_answer_as_one(server, sta
     assert ask(third, STORY) == (text, cached)
     assert all("damaged" not in each.log.read_text() for each in (first, second, third))
     assert llama.process.poll() is None
+
+
+def test_a_request_at_an_owner_that_hangs_is_a_503_and_the_server_is_free_once_it_is_killed(
+    server, start, tmp_path
+):
+    _, flag = server
+    exchange = f"--exchange=unix:{tmp_path / 'bus'}"
+    first = start(running_kvpin, "first", flag, exchange)
+    second = start(starting_kvpin, "second", flag, exchange)
+    wait_until_ready(second)
+    body = {"model": MODEL, "prompt": "Tell me a story. ", "max_tokens": 2000, "ignore_eos": True}
+    with ThreadPoolExecutor() as threads:
+        asked = threads.submit(second.post, "completions", body)
+        until(lambda: running(first) == 1)
+        first.process.send_signal(signal.SIGSTOP)
+        answer = asked.result()
+    assert answer.status_code == 503
+    assert "another one does" in answer.json()["error"]["message"]
+    assert engine_of(second)["state"] == "elsewhere"
+    first.kill()
+    until(lambda: engine_of(second)["state"] == "ready")
+    assert completion(second, body | {"max_tokens": 4})["choices"][0]["text"]
 
 
 def test_workers_that_share_redis_pass_requests_on_to_the_one_that_owns_the_server(server, start):
@@ -132,6 +175,12 @@ def test_workers_that_share_redis_pass_requests_on_to_the_one_that_owns_the_serv
 
 def completion(kvpin, body):
     return kvpin.post("completions", body).raise_for_status().json()
+
+
+def stream(kvpin, body):
+    url = f"{kvpin.base_url}/completions"
+    with httpx.stream("POST", url, json=body, timeout=WAIT_S, trust_env=False) as answer:
+        yield from answer.iter_bytes()
 
 
 def running(kvpin):

@@ -106,3 +106,16 @@ def test_the_sdk_passes_files_and_hears_speech(kvpin):
         assert spoken.response.headers["content-type"] == "audio/mpeg"
         vector = client.embeddings.create(model="m", input="x").data[0].embedding
     assert len(vector) == 64  # the SDK reads base64 as floats
+
+
+def test_a_refused_upload_is_answered(kvpin):
+    def body():
+        for _ in range(300):
+            yield bytes(MB)
+
+    headers = {"content-type": "multipart/form-data; boundary=b", "content-length": str(300 * MB)}
+    with httpx.Client(trust_env=False, timeout=60) as client:
+        answer = client.post(f"{kvpin.base_url}/files", content=body(), headers=headers)
+        assert answer.status_code == 413
+        assert answer.json()["error"]["code"] == "body_too_large"
+        assert client.get(f"{kvpin.base_url}/models").status_code == 200

@@ -14,19 +14,38 @@ from dataclasses import dataclass, field
 
 import httpx
 import pytest
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse, StreamingResponse
+from starlette.routing import Route
 
 from proxy.http.listeners import listen
-from tests.fakes import CHAT, FakeEngine, answer
+from tests.fakes import serving
 from tests.live.answers import becomes
 
 pytestmark = pytest.mark.live
 
 
-async def slowly(exchange):
-    await asyncio.sleep(0.02)
-    await answer(exchange)
+async def models(_request):
+    return JSONResponse({"object": "list", "data": [{"id": "m", "object": "model", "owned_by": "x"}]})
 
 
+async def chat(request):
+    if not (await request.json())["stream"]:
+        await asyncio.sleep(0.02)
+        return JSONResponse({"choices": [{"message": {"role": "assistant", "content": "x"}}]})
+
+    async def events():
+        for _ in range(3):
+            await asyncio.sleep(0.02)
+            yield b'data: {"choices": [{"delta": {"content": "x"}}]}\n\n'
+        yield b"data: [DONE]\n\n"
+
+    return StreamingResponse(events(), media_type="text/event-stream")
+
+
+ENGINE = Starlette(
+    routes=[Route("/v1/models", models), Route("/v1/chat/completions", chat, methods=["POST"])]
+)
 # `systemd-socket-activate` in one line: the socket is descriptor 3, and the variables name this process.
 ACTIVATE = (
     "import os, sys; os.dup2(int(sys.argv[1]), 3); "
@@ -88,15 +107,21 @@ class Load:
                 await self._ask(client, f"Client {number} asks {turn}.", streams=turn % 2 == 0)
 
     async def _ask(self, client, text, *, streams):
-        messages = [{"role": "user", "content": text}]
-        body = {"model": "m", "messages": messages, "stream": streams, "max_tokens": 4}
+        body = {
+            "model": "m",
+            "messages": [{"role": "user", "content": text}],
+            "stream": streams,
+            "max_tokens": 4,
+        }
+        headers = {"authorization": f"Bearer {self.key}"}
         try:
-            answer = await client.post(CHAT, json=body, headers={"authorization": f"Bearer {self.key}"})
+            async with client.stream("POST", "/v1/chat/completions", json=body, headers=headers) as answer:
+                content = await answer.aread()
         except httpx.HTTPError as error:
             self.failures.append(repr(error))
             return
-        if answer.status_code != 200 or (streams and not answer.text.endswith("data: [DONE]\n\n")):
-            self.failures.append(f"{answer.status_code} {answer.text[-200:]}")
+        if answer.status_code != 200 or (streams and not content.endswith(b"data: [DONE]\n\n")):
+            self.failures.append(f"{answer.status_code} {content[-200:]!r}")
         self.answers += 1
         self.engines.add(answer.headers.get("x-kvpin-engine", ""))
 
@@ -138,9 +163,9 @@ def url(listener):
 
 @pytest.fixture
 async def engine():
-    """The address of an engine."""
-    async with FakeEngine("e", slowly) as engine:
-        yield engine.url
+    """The address of an engine that answers at once."""
+    async with serving(ENGINE) as url:
+        yield url
 
 
 async def test_two_kvpins_on_one_socket_follow_each_other_without_a_failed_request(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 
+import httpx
 import pytest
 
-from tests.live.answers import texts_of
 from tests.live.llama_world import MODEL, llama_world
 
 pytestmark = pytest.mark.live
@@ -54,10 +56,8 @@ def cached(usage):
     return usage["prompt_tokens_details"]["cached_tokens"]
 
 
-def usage_of(answer):
-    """The usage of an answer, which is the last event of a stream."""
-    events = [line.removeprefix("data: ") for line in answer.text.splitlines() if "{" in line]
-    return json.loads(events[-1])["usage"]
+def events_of(answer):
+    return [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
 
 
 def text_of(choice):
@@ -66,20 +66,30 @@ def text_of(choice):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_choices_are_foreseen_and_the_second_request_hits(place, stream):
-    fields = {"messages": [{"role": "user", "content": story(f"Choices {stream}")}], "n": 3}
+    text = story(f"Choices {stream}")
+    fields = {"messages": [{"role": "user", "content": text}], "n": 3, "stream": stream}
     if stream:
-        fields |= {"stream": True, "stream_options": {"include_usage": True}}
+        fields["stream_options"] = {"include_usage": True}
     first, again = place.post("chat/completions", **fields), place.post("chat/completions", **fields)
     for answer in (first, again):
         assert answer.status_code == 200, answer.text
-        assert len(set(texts_of(answer))) == 1 < len(texts_of(answer))  # temperature 0
-        parts, usage = place.parts(answer), usage_of(answer)
+        parts = place.parts(answer)
         assert len(parts) == 3
         assert [part["predicted_tokens"] for part in parts] == [part["reported_tokens"] for part in parts]
+        if not stream:
+            made = answer.json()
+            usage = made["usage"]
+            assert [choice["index"] for choice in made["choices"]] == [0, 1, 2]
+            assert len({text_of(choice) for choice in made["choices"]}) == 1  # temperature 0
+        else:
+            *events, last = events_of(answer)
+            usage = last["usage"]
+            assert {choice["index"] for event in events for choice in event["choices"]} == {0, 1, 2}
+            assert len({event["id"] for event in events}) == 1
+            assert answer.text.count("[DONE]") == 1
         assert usage["completion_tokens"] == sum(part["output_tokens"] for part in parts)
         assert usage["prompt_tokens"] == parts[0]["n_tokens"] > 400
-    assert cached(usage_of(first)) < 100
-    assert cached(usage_of(again)) == place.parts(again)[0]["reported_tokens"]
+        assert cached(usage) < 100 if answer is first else cached(usage) == parts[0]["reported_tokens"]
     for part in place.parts(again):
         assert part["reported_tokens"] > part["n_tokens"] - 32
 
@@ -103,3 +113,42 @@ def test_prompts_are_foreseen_each_by_itself(place):
         assert max(one["reported_tokens"], other["reported_tokens"]) > one["n_tokens"] - 32
     assert made["usage"]["prompt_tokens"] == sum(part["n_tokens"] for part in parts[::2])
     assert cached(made["usage"]) == sum(part["reported_tokens"] for part in parts[::2])
+
+
+def test_seeds_make_choices_that_differ_and_repeat(place):
+    # Short: what else a step of llama-server computes changes its numbers, and now and then a token.
+    fields = {"prompt": story("Seeds", 5), "temperature": 1.0, "max_tokens": 4}
+    several = place.post("completions", **fields, seed=11, n=3).json()["choices"]
+    texts = [text_of(choice) for choice in several]
+    assert len(set(texts)) == 3
+    singles = [
+        text_of(place.post("completions", **fields, seed=seed).json()["choices"][0]) for seed in (11, 12, 13)
+    ]
+    assert texts == singles
+
+
+def test_a_llama_server_serves_others_meanwhile(llama):
+    """Before kvpin split them, such a request waited for all slots, and all others waited for it."""
+    answers = []
+
+    def ask(path, **fields):
+        answers.append((path, llama.post(path, **fields), time.monotonic()))
+
+    fields = {
+        "messages": [{"role": "user", "content": "Go on."}],
+        "n": 2,
+        "max_tokens": 600,
+        "ignore_eos": True,
+    }
+    long = threading.Thread(target=ask, args=("chat/completions",), kwargs=fields)
+    long.start()
+    deadline = time.monotonic() + 60
+    while sum(slot["operation"] == "request" for slot in llama.kvpin.engines()["llama-0"]["kv"]["slots"]) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    body = {"model": MODEL, "prompt": "Hello", "max_tokens": 1}
+    answer = httpx.post(f"{llama.kvpin.base_url}/completions", json=body, timeout=60, trust_env=False)
+    assert answer.status_code == 200
+    assert long.is_alive()
+    long.join()
+    assert answers[0][1].json()["usage"]["completion_tokens"] == 1200

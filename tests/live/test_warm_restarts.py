@@ -12,6 +12,7 @@ from tests.fake_engines.vllm import running_vllm
 from tests.kv_world import safetensors_of
 from tests.live.answers import until
 from tests.live.conftest import running_kvpin
+from tests.live.llama_world import llama_world
 
 pytestmark = pytest.mark.live
 
@@ -109,3 +110,29 @@ def test_what_was_known_counts_where_it_still_holds(tmp_path, start_engine):
             assert predicted == reported > 0
             for model in ("silent", "other"):  # nothing of what was known of them holds
                 assert ask(kvpin, 1, model) == (0, 0)
+
+
+def test_files_and_pins_of_a_llama_server_outlive_a_kill(tmp_path):
+    texts = [f"{number} of many words " * 30 for number in range(6)]
+    state = tmp_path / "state"
+    with llama_world(tmp_path, slots=2, ctx=1024, kvpin_flags=("--state-dir", str(state))) as world:
+        for text in texts[:4]:  # all lie in files
+            world.chat(text)
+        world.admin("pin", {"messages": [{"role": "user", "content": texts[3]}], "ttl_s": DAY_S})
+        until(lambda: b"pin-" in b"".join(path.read_bytes() for path in state.glob("state")))
+        until(lambda: all(slot["saved"] == slot["tokens"] for slot in world.slots()))
+        world.kvpin.kill()
+        world.restart_kvpin()
+        world.until_ready()
+        (pin,) = world.kvpin.admin("GET", "stats").json()["pins"]
+        for text in texts[4:]:
+            world.chat(text)
+        for text in (texts[3], texts[0]):
+            answer = world.chat(text)
+            usage = answer.json()["usage"]
+            reported = usage["prompt_tokens_details"]["cached_tokens"]
+            assert reported == int(answer.headers["x-kvpin-predicted-tokens"])
+            assert reported == usage["prompt_tokens"] - 1
+            until(lambda: [slot for slot in world.slots() if slot["pinned_s"] > 80_000])
+        world.admin("unpin", {"pin_id": pin["pin_id"]})
+        assert not [slot for slot in world.slots() if slot["pinned_s"]]
