@@ -127,20 +127,6 @@ async def test_engines_that_share_their_prefills_are_left_to_it(engine, start):
     assert engine.computed == BURST * (PREFIX + TAIL)
 
 
-async def test_what_comes_after_the_first_token_waits_for_nobody(engine, start):
-    burst = await start(engine)
-    burst.ask(0)
-    await engine.request()
-    engine.gate.set()
-    await burst.answers()
-    engine.gate.clear()
-    burst.ask(1, 2, 3)
-    await until(lambda: len(engine.seen) == 4)
-    engine.gate.set()
-    assert await burst.answers() == [200] * 4
-    assert engine.computed == PREFIX + 4 * TAIL
-
-
 @pytest.mark.parametrize("leaves", ["the leader's engine fails it", "the leader's client leaves"])
 async def test_one_of_those_that_wait_takes_the_place_of_one_that_fails(engine, start, leaves):
     burst = await start(engine)
@@ -176,19 +162,6 @@ async def test_what_the_leader_left_before_it_failed_is_found(engine, start):
     engine.gate.set()
     del burst.asked[0]
     assert await burst.predicted() == [50 * BLOCK]
-
-
-async def test_one_that_waits_and_leaves_leaves_nothing(engine, start):
-    burst = await start(engine)
-    burst.ask(0)
-    await engine.request()
-    burst.ask(1)
-    await until(lambda: burst.waiting() == 2)
-    burst.asked[1].cancel()
-    await until(lambda: burst.waiting() == 1)
-    engine.gate.set()
-    assert (await burst.asked[0]).status_code == 200
-    assert len(engine.seen) == 1
 
 
 async def test_a_lost_engine_is_not_waited_for(engine, start):

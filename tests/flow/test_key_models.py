@@ -10,7 +10,6 @@ from proxy.core.life import Cause
 from proxy.core.quotas import TenantLimits
 from proxy.request.tenants import ApiKey, Tenants
 from tests.fakes import (
-    ANSWER,
     ASK,
     CHAT,
     INFO,
@@ -231,13 +230,3 @@ class TestLimits:
             assert response.headers["x-ratelimit-reset-requests"].endswith("s")
             assert response.headers["x-ratelimit-limit-tokens"] == "600"
             assert int(response.headers["x-ratelimit-remaining-tokens"]) < 600
-
-    @pytest.mark.parametrize(("limits", "told"), [({}, "9"), ({"t": TenantLimits(600)}, "600")])
-    async def test_kvpins_limits_rule(self, limits, told):
-        async def script(exchange):
-            await exchange.send(ANSWER, headers=[("x-ratelimit-limit-requests", "9")])
-
-        tenants = Tenants([ApiKey.of("all", "t")], limits)
-        async with asked(script, headers=ALL, tenants=tenants) as (_proxy, client, *_):
-            response = await client.post(CHAT, json=ASK)
-        assert response.headers.get_list("x-ratelimit-limit-requests") == [told]

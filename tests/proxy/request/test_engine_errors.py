@@ -71,12 +71,6 @@ def test_the_last_failure_is_the_clients_error_and_stops_its_retries():
     assert str(final_error([DOWN])) == "1 engine failed this request; the last said: down"
 
 
-def test_where_all_refuse_the_first_ones_word_counts():
-    denied = EngineRejected("not yours", status=403)
-    assert final_error([denied, EngineRejected("nor here", status=401)]) is denied
-    assert denied.headers == {"x-should-retry": "false"}
-
-
 @pytest.mark.parametrize(
     ("status", "told", "code"),
     [
