@@ -193,22 +193,6 @@ async def test_nobody_waits_for_longer_than_is_to_be_expected(engine, start, str
     assert await burst.answers() == [200] * 2
 
 
-async def test_a_long_prompt_of_its_own_is_not_waited_for(engine, start):
-    burst = await start(engine)
-    own = {"model": "m", "prompt": [*range(PREFIX), *range(50_000, 50_000 + 2 * PREFIX)], "stream": True}
-    burst.asked.append(asyncio.create_task(burst.client.post("/v1/completions", json=own)))
-    await engine.request()
-    burst.ask(1)
-    assert burst.queue_s() > 2 * PREFILL_S
-    await engine.request(1)
-    assert burst.queue_s() > 3 * PREFILL_S, "both compute the prefix"
-    engine.gate.set()
-    assert await burst.answers() == [200] * 2
-    assert await burst.predicted() == [0, 0]
-    assert [record.placement.gpu_tokens for record in burst.proxy.requests] == [0, 0]
-    assert engine.computed == 2 * PREFIX + TAIL + 2 * PREFIX
-
-
 async def test_a_stream_that_goes_on_holds_nobody_up(engine, start):
     burst = await start(engine)
     go_on = asyncio.Event()

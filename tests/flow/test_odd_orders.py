@@ -190,28 +190,13 @@ class TestOnePartOfSeveral:
     @pytest.mark.parametrize("rest", [FRANCE, "The capital city"])
     async def test_goes_on_elsewhere_while_the_other_is_served(self, engines, rest):
         """Where no engine tells the same text, the whole answer breaks off."""
-        a, b, c = engines
-        died = asyncio.Event()
+        scripts = iter([dies(*words("The capital of"), pause_s=0.02), streams(*whole(FRANCE), pause_s=0.05)])
 
-        async def first(exchange):
-            a.script = streams(*whole(rest))
-            await exchange.start()
-            for part in words("The capital of"):
-                await exchange.chunk(part)
-            await asyncio.sleep(0.05)
-            died.set()
-            exchange.die()
+        async def script(exchange):
+            await next(scripts, streams(*whole(rest)))(exchange)
 
-        async def second(exchange):
-            b.script = streams(*whole(rest))
-            await exchange.start()
-            await exchange.chunk(words(FRANCE)[0])
-            await died.wait()
-            for part in whole(FRANCE)[1:]:
-                await exchange.chunk(part)
-            await exchange.end()
-
-        a.script, b.script, c.script = first, second, streams(*whole(rest))
+        for engine in engines:
+            engine.script = script
         info = replace(INFO, runs_several=False)
         adapters = [FakeAdapter(each.id, each.url, info) for each in engines[: 3 if rest == FRANCE else 2]]
         async with proxy_over(*adapters) as proxy, client_of(proxy) as client:

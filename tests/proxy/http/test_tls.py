@@ -59,9 +59,11 @@ async def test_https_with_client_certificates_that_are_renewed_without_a_restart
             f'port = {port}\n[tls]\ncert = "{files["cert"]}"\nkey = "{files["key"]}"\n'
             f'client_ca = "{files["ca"]}"\n[[engines]]\nkind = "openai_compatible"\nurl = "{engine.url}"\n'
         )
-        command = [sys.executable, "-m", "proxy.cli", "serve", "--config", config, "--log-format", "json"]
+        command = ["-m", "proxy.cli", "serve", "--config", str(config), "--log-format", "json"]
         with log.open("wb") as output:
-            process = await asyncio.create_subprocess_exec(*command, stdout=output, stderr=output)
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, *command, stdout=output, stderr=output
+            )
         try:
             await logged(log, "engine is ready")
             async with httpx.AsyncClient(base_url=f"https://127.0.0.1:{port}", verify=shows) as client:
