@@ -57,8 +57,6 @@ def body(number, *, stream=True):
 
 
 class Burst:
-    """A proxy, its clients, and what is asked of them."""
-
     def __init__(self, proxy, client):
         self.proxy, self.client = proxy, client
         self.asked = []

@@ -64,7 +64,6 @@ async def stream(client, path, body):
 
 
 def text_of(raw):
-    """The text of a stream of any API."""
     events = [json.loads(line[6:]) for line in raw.split(b"\n") if line.startswith(b"data: {")]
     chats = [each["choices"][0]["delta"].get("content") for each in events if each.get("choices")]
     deltas = [each.get("delta") for each in events]

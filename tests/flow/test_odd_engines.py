@@ -78,7 +78,6 @@ ODD = {
 
 
 def is_good(response):
-    """True for an answer with a text."""
     if response.status_code != 200:
         return False
     if response.headers["content-type"].startswith("text/event-stream"):

@@ -70,7 +70,6 @@ class TestAnAnswerWithoutItsLastByte:
 
 @asynccontextmanager
 async def _small_socket(proxy):
-    """A connection of a client that takes very little."""
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.connect(("127.0.0.1", httpx.URL(proxy.url).port))

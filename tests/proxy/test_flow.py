@@ -45,7 +45,7 @@ from tests.fakes import (
     proxy_over,
 )
 from tests.holding import HoldingAdapter, Reader
-from tests.scripts import dies, hangs, sends
+from tests.scripts import EVENTS, dies, hangs, sends, streams
 
 LONG = {"model": "m", "messages": [{"role": "user", "content": "What is the weather in Paris today? " * 8}]}
 
@@ -55,7 +55,6 @@ BY = {name: {"authorization": f"Bearer {name}"} for name in ("red", "blue")}
 
 
 def bodies():
-    """Request bodies in memory."""
     return sum(type(each) is JsonBody for each in gc.get_objects())
 
 
@@ -99,39 +98,22 @@ class TestRetries:
         assert response.status_code == 503
 
     @pytest.mark.parametrize("body", [ASK, STREAM], ids=["whole", "stream"])
-    @pytest.mark.parametrize("has_begun", [False, True])
-    async def test_one_that_hangs_and_is_lost_is_replaced(self, engine, other, client, body, has_begun):
-        async def script(exchange):
-            if has_begun:
-                await exchange.start()
-            reached.set()
-            await exchange.left.wait()
-            left.set()
-
-        engine.script = script
-        reached, left = asyncio.Event(), asyncio.Event()
+    @pytest.mark.parametrize("headers", [None, EVENTS], ids=["before its head", "after"])
+    async def test_one_that_hangs_and_is_lost_is_replaced(self, engine, other, client, body, headers):
+        engine.script = hangs(headers=headers)
         asked = asyncio.create_task(client.post(CHAT, json=body))
-        await asyncio.wait_for(reached.wait(), 30)
+        exchange = await engine.request()
         await asyncio.sleep(0.02)
         client.proxy.fleet.engines["a"].abandon()
         response = await asked
         assert (response.status_code, response.headers["x-kvpin-engine"]) == (200, "b")
         assert client.proxy.last.attempts == ["a", "b"]
-        await asyncio.wait_for(left.wait(), 30)
+        await asyncio.wait_for(exchange.left.wait(), 30)
         assert not client.proxy.fleet.engines["a"].unanswered
 
     async def test_an_answer_that_has_begun_ends_with_its_engine(self, engine, other, client, monkeypatch):
         monkeypatch.setattr(life, "SILENCE_S", 0.02)
-
-        async def script(exchange):
-            await exchange.start()
-            await exchange.chunk(b"data: 1\n\n")
-            await exchange.left.wait()
-            left.set()
-
-        engine.script = script
-        left = asyncio.Event()
-        got = b""
+        engine.script, got = hangs(b"data: 1\n\n"), b""
         async with client.stream("POST", CHAT, json=STREAM) as response:
             with pytest.raises(httpx.RemoteProtocolError):  # noqa: PT012 - the loop is what breaks
                 async for chunk in response.aiter_raw():
@@ -140,7 +122,7 @@ class TestRetries:
                     client.proxy.fleet.engines["a"].abandon()
         error = json.loads(got.removeprefix(b"data: 1").strip().removeprefix(b"data: "))["error"]
         assert (error["type"], error["message"]) == ("server_error", "the engine was lost in mid-answer")
-        await asyncio.wait_for(left.wait(), 30)
+        await asyncio.wait_for(engine.seen[0].left.wait(), 30)
         assert client.proxy.last.error == error["message"]
         assert (client.proxy.fleet.engines["a"].leases, other.seen) == (set(), [])
 
@@ -256,25 +238,18 @@ class TestWaiting:
 
 
 class TestRecords:
-    @pytest.mark.parametrize("streams", [False, True])
-    async def test_the_parts_of_the_time_to_the_first_byte_add_up(self, engine, proxy, client, streams):
+    @pytest.mark.parametrize("stream", [False, True])
+    async def test_the_parts_of_the_time_to_the_first_byte_add_up(self, engine, proxy, client, stream):
         timings = {"prompt_n": 9, "prompt_ms": 0.002, "predicted_ms": 0.001}
-
-        async def script(exchange):
-            said = {"message": {"content": "x"}, "delta": {"content": "x"}}
-            chunk = {"choices": [said], "usage": {"completion_tokens": 1}, "timings": timings}
-            if streams:
-                await exchange.stream(event(chunk), DONE)
-            else:
-                await exchange.send(chunk)
-
-        engine.script = script
-        assert (await client.post(CHAT, json={**ASK, "stream": streams})).status_code == 200
+        said = {"message": {"content": "x"}, "delta": {"content": "x"}}
+        chunk = {"choices": [said], "usage": {"completion_tokens": 1}, "timings": timings}
+        engine.script = streams(event(chunk), DONE) if stream else sends(chunk)
+        assert (await client.post(CHAT, json={**ASK, "stream": stream})).status_code == 200
         record, parts = proxy.last, proxy.last.first_byte_parts
         assert record.came < record.arrived < record.prepared < record.placed
         assert sum(parts.values()) == pytest.approx(record.placed + record.first_byte_s - record.came)
         assert parts["prefill"] == pytest.approx(2e-6)
-        assert ("decode" in parts) is not streams
+        assert ("decode" in parts) is not stream
         assert {"read", "tokenise", "place", "engine"} <= parts.keys()
 
     async def test_tenants_that_use_one_request_id_have_a_record_each(self, engine):
@@ -490,7 +465,6 @@ class TestTokensThatEnginesTell:
 
     @pytest.fixture
     async def prompt(self, proxy):
-        """The prompt of LONG."""
         body = JsonBody(json.dumps(LONG).encode())
         return await proxy.fleet.pools["m"].prompts.build(CHAT, body, salt=None)
 

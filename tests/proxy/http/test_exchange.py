@@ -12,8 +12,6 @@ HEAD = b"HTTP/1.1 200 OK\r\ndate: now\r\nx-a: 1\r\n"
 
 
 class Connection:
-    """Notes each write."""
-
     is_of_peer = False
 
     def __init__(self):

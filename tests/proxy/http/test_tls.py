@@ -98,7 +98,6 @@ async def logged(log, text):
 
 
 def serial(port, context):
-    """The serial number of the certificate that a new connection gets."""
     with (
         socket.create_connection(("127.0.0.1", port), timeout=60) as plain,
         context.wrap_socket(plain, server_hostname="127.0.0.1") as connection,
@@ -167,7 +166,6 @@ def ask(connection, trusts):
 
 
 def is_over(connection):
-    """Waits for the end of a connection, clean or not."""
     with contextlib.suppress(ConnectionResetError):
         assert connection.recv(1) == b""
     return True

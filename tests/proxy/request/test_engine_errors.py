@@ -89,7 +89,6 @@ AT = "messages[1].tool_calls[1].function.arguments"
 
 
 def history(*arguments):
-    """A conversation with an assistant's calls that have these arguments."""
     calls = [
         {"id": f"c{i}", "type": "function", "function": {"name": "f", "arguments": each}}
         for i, each in enumerate(arguments)

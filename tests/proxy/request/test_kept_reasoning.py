@@ -25,7 +25,6 @@ def chunk(delta, finish=None):
 
 
 async def answers(exchange):
-    """Thinks aloud, calls a tool, and then answers."""
     messages = exchange.json["messages"]
     thought, made = f"Hm, {len(messages)}.", SAID if messages[-1]["role"] == "tool" else CALLED
     if not exchange.json.get("stream"):
@@ -63,7 +62,6 @@ async def ask(client, *messages, tenant="red", path=CHAT, **fields):
 
 
 def thoughts(client):
-    """The reasoning in the last prompt, by message."""
     messages = json.loads(client.engine.seen[-1].body)["messages"]
     return [message.get("reasoning_content") for message in messages]
 

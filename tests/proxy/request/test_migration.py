@@ -45,7 +45,6 @@ async def proxy(engine, other):
 
 
 async def broken(client, body=GREEDY):
-    """What a client gets of a stream that breaks."""
     got = b""
     async with client.stream("POST", CHAT, json=body) as response:
         with pytest.raises(httpx.RemoteProtocolError):  # noqa: PT012 - the loop is what breaks

@@ -44,7 +44,6 @@ async def engines():
 
 
 async def make(client, **fields):
-    """The id of a new response, and the engine that made it."""
     answer = await client.post(ROUTE, json={"model": "m", "input": "hi", **fields})
     assert answer.status_code == 200
     engine = answer.headers["x-kvpin-engine"]
