@@ -12,14 +12,7 @@ from proxy.core import audit
 from proxy.core.life import RETRY_FLOOR, Rules
 from proxy.fleet.engine import EngineState
 from proxy.steps.attempt import Attempts
-from tests.fakes import (
-    ASK,
-    CHAT,
-    STREAM,
-    answer,
-    asked,
-    is_openai_error,
-)
+from tests.fakes import ASK, CHAT, STREAM, answer, asked, is_openai_error
 from tests.kv_world import until
 from tests.scripts import hangs, sends
 
