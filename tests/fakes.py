@@ -112,7 +112,6 @@ class Exchange:
 
     @property
     def port(self) -> int:
-        """The port from which the request came."""
         return self._connection.transport.get_extra_info("peername")[1]
 
     def die(self, *, abort=False):
@@ -249,7 +248,6 @@ class FakeEngine:
 
     @property
     def is_up(self) -> bool:
-        """Whether it takes connections."""
         return self._server.is_serving()
 
     async def stop(self):
@@ -500,12 +498,10 @@ def client_of(proxy: FakeProxy, **options) -> httpx.AsyncClient:
 
 
 async def connect_to(proxy: FakeProxy) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A bare connection to the proxy."""
     return await asyncio.open_connection("127.0.0.1", httpx.URL(proxy.url).port)
 
 
 def post(path: str, body: bytes = b"{}", *headers: str) -> bytes:
-    """A request as bytes."""
     lines = [
         f"POST {path} HTTP/1.1",
         "host: localhost",

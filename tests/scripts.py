@@ -50,16 +50,6 @@ def hangs(*chunks: bytes, headers: HeaderList | None = EVENTS) -> Script:
     return script
 
 
-def once(opened: asyncio.Event, script: Script) -> Script:
-    """That script, after the event."""
-
-    async def waiting(exchange):
-        await opened.wait()
-        await script(exchange)
-
-    return waiting
-
-
 async def _begin(exchange: Exchange, chunks, headers, pause_s: float) -> None:
     await exchange.start(headers=headers)
     for chunk in chunks:

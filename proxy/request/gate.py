@@ -37,7 +37,7 @@ def priority_of(call: Call) -> int:
         return 0
     asked = call.body.hint("priority")
     if isinstance(asked, int) and not isinstance(asked, bool):
-        return _within(asked)
+        return min(max(asked, MIN_PRIORITY), MAX_PRIORITY)
     tier = call.body.hint("service_tier")
     return _TIERS.get(tier, 0) if isinstance(tier, str) else 0
 
@@ -82,10 +82,6 @@ def tokens_of(call: Call, known: int | None) -> int:
     asked = body.hint("max_completion_tokens") or body.hint("max_tokens")
     is_number = isinstance(asked, int) and asked > 0
     return prompt_tokens + (min(asked, MOST_ANSWER) if is_number else USUAL_ANSWER)
-
-
-def _within(priority: int) -> int:
-    return min(max(priority, MIN_PRIORITY), MAX_PRIORITY)
 
 
 # --- admission of a request by its head, before any of its body is read ---------------------------------

@@ -1,18 +1,27 @@
-"""Requests are admitted by their head, over real sockets: before their body is read or anything runs."""
+"""Requests are admitted by their head, over real sockets: nothing is read, decoded or counted before it."""
 
 import asyncio
 import contextlib
-import json
+import re
+import time
+from dataclasses import replace
 
 import pytest
 
-from engine_adapter import Hold
+from engine_adapter import Hold, off_loop
+from engine_adapter.off_loop import THREADS
+from engine_adapter.prompt.chat import ChatTokenizer
+from engine_adapter.types import MESSAGES_ROUTES
+from proxy.api import openai
 from proxy.core.quotas import TenantLimits
+from proxy.fleet.fleet import Fleet
+from proxy.observe.metrics import Metrics
 from proxy.request.tenants import ApiKey, Tenants
 from tests.fakes import (
     ASK,
     CHAT,
     DONE,
+    INFO,
     STREAM,
     FakeAdapter,
     FakeEngine,
@@ -20,21 +29,28 @@ from tests.fakes import (
     client_of,
     connect_to,
     event,
+    is_openai_error,
     post,
     proxy_over,
 )
 from tests.kv_world import until
+from tests.scripts import sends
 
 PATH = "/v1/audio/transcriptions"
 KIND = "content-type: multipart/form-data; boundary=b"
 KEY = "authorization: Bearer key"
+BEARER = {"authorization": "Bearer key"}
 LONG = 60_000
 FORM = b'--b\r\ncontent-disposition: form-data; name="file"; filename="a"\r\n\r\n' + bytes(LONG)
 
 
+def tenants_with(**limits):
+    return Tenants([ApiKey.of("key", "t")], {"t": TenantLimits(**limits)})
+
+
 @contextlib.asynccontextmanager
 async def limited(*engines, bodies_bytes=1 << 30, **limits):
-    tenants = Tenants([ApiKey.of("key", "t")], {"t": TenantLimits(**limits)})
+    tenants = tenants_with(**limits)
     async with proxy_over(*engines, tenants=tenants, bodies_bytes=bodies_bytes) as proxy:
         yield proxy
         await proxy.settled()
@@ -87,21 +103,11 @@ async def test_a_tenant_with_one_request_at_a_time_holds_one_unfinished_body(eng
         await until(lambda: not proxy.tenants.quota("t")._running)
 
 
-async def test_who_is_refused_is_not_invited_to_send_its_body(engine):
-    async with limited(engine, requests_per_minute=1) as proxy:
-        for start in (b"HTTP/1.1 100 ", b"HTTP/1.1 429 "):
-            asked = await Unfinished.begin(proxy, CHAT, b"", "expect: 100-continue")
-            assert (await asyncio.wait_for(asked.reader.readuntil(b"\r\n"), 20)).startswith(start)
-            await asked.leave()
-        await until(lambda: not proxy.tenants.quota("t")._running)
-
-
 @pytest.mark.parametrize(
     "path", ["/v1/responses/resp_1", "/v1/files", "/v1/messages/count_tokens", "/tokenize"]
 )
 async def test_requests_of_every_kind_count(engine, path):
-    headers = {"authorization": "Bearer key"}
-    async with limited(engine, requests_per_minute=1) as proxy, client_of(proxy, headers=headers) as client:
+    async with limited(engine, requests_per_minute=1) as proxy, client_of(proxy, headers=BEARER) as client:
         assert (await client.post(CHAT, json=ASK)).status_code == 200
         method = "GET" if path.startswith(("/v1/resp", "/v1/files")) else "POST"
         assert (await client.request(method, path)).status_code == 429
@@ -111,7 +117,7 @@ async def test_requests_of_every_kind_count(engine, path):
 class TestMemory:
     @pytest.mark.parametrize("length", [LONG + 1, None], ids=["length", "chunks"])
     async def test_bodies_that_do_not_fit_are_refused_until_others_are_gone(self, engine, length):
-        async with limited(engine, bodies_bytes=100_000) as proxy, client_of(proxy) as client:
+        async with limited(engine, bodies_bytes=100_000) as proxy, client_of(proxy, headers=BEARER) as client:
             first = await Unfinished.begin(proxy, length=length)
             await until(lambda: proxy.bodies.used == LONG)
             refused = await (await Unfinished.begin(proxy, length=length)).answer()
@@ -124,7 +130,6 @@ class TestMemory:
             await first.leave()
             await until(lambda: proxy.bodies.used == 0)
             long = {**ASK, "user": "x" * LONG}
-            client.headers["authorization"] = "Bearer key"
             assert (await client.post(CHAT, json=long)).status_code == 200
 
     async def test_forms_that_are_kept_count(self, engine):
@@ -138,35 +143,11 @@ class TestMemory:
             await until(lambda: proxy.bodies.used == 0)
 
     async def test_an_upload_that_is_passed_on_as_it_arrives_takes_none(self, engine):
-        async def take(exchange):
-            await exchange.send({"text": "heard"})
-
-        engine.script = take
-        headers = {"authorization": "Bearer key", "content-type": "audio/wav"}
+        engine.script = sends({"text": "heard"})
+        headers = BEARER | {"content-type": "audio/wav"}
         async with limited(engine, bodies_bytes=10) as proxy, client_of(proxy, headers=headers) as client:
             assert (await client.post(PATH, content=bytes(LONG))).status_code == 200
         assert len(engine.seen[0].body) == LONG
-
-    async def test_a_body_is_free_when_its_answer_begins(self, engine):
-        released = asyncio.Event()
-
-        async def script(exchange):
-            assert proxy.bodies.used > LONG
-            await exchange.start()
-            await exchange.chunk(event({"choices": [{"delta": {"content": "x"}}]}))
-            await released.wait()
-            await exchange.chunk(DONE)
-            await exchange.end()
-
-        engine.script = script
-        headers = {"authorization": "Bearer key"}
-        async with limited(engine) as proxy, client_of(proxy, headers=headers) as client:
-            body = json.dumps({**STREAM, "user": "x" * LONG})
-            async with client.stream("POST", CHAT, content=body) as answer:
-                assert answer.status_code == 200
-                async for _ in answer.aiter_bytes():
-                    assert proxy.bodies.used == 0
-                    released.set()
 
 
 class Settling(FakeAdapter):
@@ -200,10 +181,9 @@ class TestPlace:
     async def asked(self, engine):
         engine.script = say
         adapter = Settling("a", engine.url)
-        tenants = Tenants([ApiKey.of("key", "t")], {"t": TenantLimits(concurrent_requests=1)})
-        headers = {"authorization": "Bearer key"}
+        tenants = tenants_with(concurrent_requests=1)
         async with proxy_over(adapter, tenants=tenants, reuse=True) as proxy:
-            async with client_of(proxy, headers=headers) as client:
+            async with client_of(proxy, headers=BEARER) as client:
 
                 async def twice(path, **request):
                     for _ in range(2):
@@ -246,9 +226,8 @@ class TestPlace:
             await exchange.end()
 
         engine.script = script
-        headers = {"authorization": "Bearer key"}
         async with limited(engine, concurrent_requests=1) as proxy:
-            async with client_of(proxy, headers=headers) as client:
+            async with client_of(proxy, headers=BEARER) as client:
                 for _ in range(2):
                     async with client.stream("POST", CHAT, json=STREAM) as response:
                         assert response.status_code == 200
@@ -268,12 +247,105 @@ class TestPlace:
             await exchange.end()
 
         engine.script = script
-        headers = {"authorization": "Bearer key"}
         async with (
             limited(engine, concurrent_requests=1) as proxy,
-            client_of(proxy, headers=headers) as client,
+            client_of(proxy, headers=BEARER) as client,
             client.stream("POST", CHAT, json=ASK) as response,
         ):
             async for _ in response.aiter_bytes():
                 assert proxy.tenants.quota("t")._running == 1
                 ends.set()
+
+
+COUNT = "/v1/messages/count_tokens"
+
+
+@pytest.fixture
+def adapter(engine, tokenizer_dir):
+    info = replace(INFO, tokenizer=str(tokenizer_dir), served_as_chats=MESSAGES_ROUTES, max_model_len=1000)
+    return FakeAdapter("a", engine.url, info)
+
+
+@pytest.mark.parametrize("path", [CHAT, COUNT, "/v1/responses/input_tokens", "/v1/embeddings"])
+async def test_what_a_quota_refuses_is_not_parsed(engine, path, monkeypatch):
+    parsed = []
+    monkeypatch.setattr(openai, "parse", lambda raw, _most: parsed.append(raw))
+    tenants = tenants_with(requests_per_minute=1)
+    async with proxy_over(engine, tenants=tenants) as proxy, client_of(proxy, headers=BEARER) as client:
+        tenants.quota("t").enter(time.monotonic())
+        answer = await client.post(path, content=b"x" * 900_000)
+    assert answer.status_code == 429
+    assert parsed == []
+
+
+async def test_a_body_of_a_bad_shape_is_refused_before_it_is_decoded(engine, monkeypatch):
+    decoded = []
+    monkeypatch.setattr("proxy.request.bodies.JsonBody", decoded.append)
+    raw = b"{" + b",".join(b'"%x":0' % i for i in range(131_073))  # no JSON, but nobody finds out
+    async with proxy_over(engine, max_body_bytes=64 << 20) as proxy, client_of(proxy) as client:
+        answer = await client.post(CHAT, content=raw)
+        assert is_openai_error(answer, 400, "body_too_complex")
+        assert 'kvpin_refused_total{reason="shape"} 1' in proxy.metrics.render().decode()
+    assert decoded == engine.seen == []
+
+
+async def test_a_long_body_is_parsed_in_a_thread_that_is_charged_to_its_tenant(engine):
+    tenants, before = tenants_with(), THREADS.spent
+    async with proxy_over(engine, tenants=tenants) as proxy, client_of(proxy, headers=BEARER) as client:
+        await client.post(CHAT, json={**ASK, "user": "x" * 900_000})
+    key = ("t", "parse")
+    measured_s = THREADS._in_threads[key]
+    assert measured_s > 0
+    assert THREADS.spent[key] > before.get(key, 0.0)
+
+
+@pytest.mark.parametrize("path", [CHAT, COUNT])
+async def test_a_prompt_that_cannot_fit_is_not_encoded_and_is_charged(adapter, engine, path, monkeypatch):
+    """Of 400,000 characters, one piece at most."""
+    encoded, encode = [], ChatTokenizer.encode
+
+    def counting(self, text, **options):
+        encoded.append(len(text))
+        return encode(self, text, **options)
+
+    tenants = tenants_with(tokens_per_minute=100)
+    async with (
+        proxy_over(adapter, tenants=tenants, reuse=True) as proxy,
+        client_of(proxy, headers=BEARER) as client,
+    ):
+        monkeypatch.setattr(ChatTokenizer, "encode", counting)
+        ask = {**ASK, "messages": [{"role": "user", "content": "z9" * 100_000}], "max_tokens": 1}
+        answer = await client.post(path, json=ask)
+        assert answer.status_code == 400
+        assert re.search("context is 1000 tokens; the prompt has at least|tokens > 1000 maximum", answer.text)
+        assert sum(encoded) <= 65_536
+        assert (await client.post(path, json=ask)).status_code == 429
+    assert engine.seen == []
+
+
+async def test_what_is_counted_is_charged(adapter):
+    tenants = tenants_with(tokens_per_minute=5)
+    ask = {**ASK, "messages": [{"role": "user", "content": "some words to count"}], "max_tokens": 1}
+    async with (
+        proxy_over(adapter, tenants=tenants, reuse=True) as proxy,
+        client_of(proxy, headers=BEARER) as client,
+    ):
+        assert (await client.post(COUNT, json=ask)).status_code == 200
+        assert (await client.post(COUNT, json=ask)).status_code == 429
+
+
+def test_the_cpu_time_of_tenants_is_a_metric(monkeypatch):
+    threads = off_loop.FairThreads(1, 1)
+    monkeypatch.setattr("proxy.observe.metrics.THREADS", threads)
+    for tenant, what in (("a", "parse"), ("a", "render"), ("b", "parse"), (None, "parse")):
+        threads.on_loop[tenant, what] += 0.5
+    name = "kvpin_tenant_cpu_seconds_total"
+    assert f"{name}{{" not in Metrics(Fleet()).render().decode()
+    shown = Metrics(Fleet(), tenants=1)
+    shown._tenants.add("a")
+    lines = re.findall(rf"^{name}{{.*$", shown.render().decode(), re.MULTILINE)
+    assert lines == [
+        f'{name}{{tenant="a",what="parse"}} 0.5',
+        f'{name}{{tenant="a",what="render"}} 0.5',
+        f'{name}{{tenant="all others",what="parse"}} 0.5',
+    ]

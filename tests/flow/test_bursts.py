@@ -57,8 +57,6 @@ def body(number, *, stream=True):
 
 
 class Burst:
-    """A proxy, its clients, and what is asked of them."""
-
     def __init__(self, proxy, client):
         self.proxy, self.client = proxy, client
         self.asked = []
@@ -127,20 +125,6 @@ async def test_engines_that_share_their_prefills_are_left_to_it(engine, start):
     assert engine.computed == BURST * (PREFIX + TAIL)
 
 
-async def test_what_comes_after_the_first_token_waits_for_nobody(engine, start):
-    burst = await start(engine)
-    burst.ask(0)
-    await engine.request()
-    engine.gate.set()
-    await burst.answers()
-    engine.gate.clear()
-    burst.ask(1, 2, 3)
-    await until(lambda: len(engine.seen) == 4)
-    engine.gate.set()
-    assert await burst.answers() == [200] * 4
-    assert engine.computed == PREFIX + 4 * TAIL
-
-
 @pytest.mark.parametrize("leaves", ["the leader's engine fails it", "the leader's client leaves"])
 async def test_one_of_those_that_wait_takes_the_place_of_one_that_fails(engine, start, leaves):
     burst = await start(engine)
@@ -178,19 +162,6 @@ async def test_what_the_leader_left_before_it_failed_is_found(engine, start):
     assert await burst.predicted() == [50 * BLOCK]
 
 
-async def test_one_that_waits_and_leaves_leaves_nothing(engine, start):
-    burst = await start(engine)
-    burst.ask(0)
-    await engine.request()
-    burst.ask(1)
-    await until(lambda: burst.waiting() == 2)
-    burst.asked[1].cancel()
-    await until(lambda: burst.waiting() == 1)
-    engine.gate.set()
-    assert (await burst.asked[0]).status_code == 200
-    assert len(engine.seen) == 1
-
-
 async def test_a_lost_engine_is_not_waited_for(engine, start):
     async with SideBySide("b") as other:
         burst = await start(engine, other)
@@ -218,22 +189,6 @@ async def test_nobody_waits_for_longer_than_is_to_be_expected(engine, start, str
     assert not engine.gate.is_set()
     engine.gate.set()
     assert await burst.answers() == [200] * 2
-
-
-async def test_a_long_prompt_of_its_own_is_not_waited_for(engine, start):
-    burst = await start(engine)
-    own = {"model": "m", "prompt": [*range(PREFIX), *range(50_000, 50_000 + 2 * PREFIX)], "stream": True}
-    burst.asked.append(asyncio.create_task(burst.client.post("/v1/completions", json=own)))
-    await engine.request()
-    burst.ask(1)
-    assert burst.queue_s() > 2 * PREFILL_S
-    await engine.request(1)
-    assert burst.queue_s() > 3 * PREFILL_S, "both compute the prefix"
-    engine.gate.set()
-    assert await burst.answers() == [200] * 2
-    assert await burst.predicted() == [0, 0]
-    assert [record.placement.gpu_tokens for record in burst.proxy.requests] == [0, 0]
-    assert engine.computed == 2 * PREFIX + TAIL + 2 * PREFIX
 
 
 async def test_a_stream_that_goes_on_holds_nobody_up(engine, start):

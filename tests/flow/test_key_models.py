@@ -10,7 +10,6 @@ from proxy.core.life import Cause
 from proxy.core.quotas import TenantLimits
 from proxy.request.tenants import ApiKey, Tenants
 from tests.fakes import (
-    ANSWER,
     ASK,
     CHAT,
     INFO,
@@ -75,15 +74,9 @@ async def test_another_model_is_refused_as_if_it_did_not_exist(path, model):
             f"the model {model!r} does not exist, or this key may not use it; for this key: fast"
         )
         assert all(engine.seen == [] for engine in engines)
-        page = proxy.metrics.render().decode()
-    assert 'kvpin_refused_total{reason="model"}' in page
-
-
-@pytest.mark.parametrize("path", BODIES)
-async def test_its_model_is_served(path):
-    async with served("fast") as (_, client, (a, _b)):
+        assert 'kvpin_refused_total{reason="model"}' in proxy.metrics.render().decode()
         await client.post(path, json={"model": "fast", **BODIES[path]})
-        assert a.seen
+        assert engines[0].seen
 
 
 async def test_the_error_has_openais_code_and_a_cause_of_its_own():
@@ -231,13 +224,3 @@ class TestLimits:
             assert response.headers["x-ratelimit-reset-requests"].endswith("s")
             assert response.headers["x-ratelimit-limit-tokens"] == "600"
             assert int(response.headers["x-ratelimit-remaining-tokens"]) < 600
-
-    @pytest.mark.parametrize(("limits", "told"), [({}, "9"), ({"t": TenantLimits(600)}, "600")])
-    async def test_kvpins_limits_rule(self, limits, told):
-        async def script(exchange):
-            await exchange.send(ANSWER, headers=[("x-ratelimit-limit-requests", "9")])
-
-        tenants = Tenants([ApiKey.of("all", "t")], limits)
-        async with asked(script, headers=ALL, tenants=tenants) as (_proxy, client, *_):
-            response = await client.post(CHAT, json=ASK)
-        assert response.headers.get_list("x-ratelimit-limit-requests") == [told]

@@ -3,22 +3,13 @@
 import asyncio
 import json
 from dataclasses import replace
-from functools import partial
-from random import Random
 
 import pytest
 
 from engine_adapter import Capability, Headers, JsonBody
-from engine_adapter.types import Usage
-from proxy.core.index.blocks import Chain
 from proxy.core.placement.whole_answers import MIN_ANSWERS
 from proxy.fleet.lower_tiers import RestoreAhead
 from proxy.fleet.pool import Pool
-from proxy.replay import rules
-from proxy.replay.policy import Kvpin
-from proxy.replay.simulated_engine import EngineModel
-from proxy.replay.simulator import ReplayRun, simulate
-from proxy.replay.trace import Trace, TraceRequest
 from proxy.request.calls import Call, Reply
 from proxy.request.gate import Admission
 from proxy.steps.forward import Forwarded, Forwarding
@@ -71,64 +62,6 @@ async def test_an_engine_that_times_its_prefills_teaches_at_once():
     ):
         rates = await ask(proxy, client, 1)
         assert rates.prefill_s(200) == pytest.approx(200 / PREFILL_TOK_S)
-
-
-class WholeAnswers(Kvpin):
-    """kvpin, where no client streams: it sees answers when they end, and nothing before."""
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self._placer.begin = partial(self._placer.begin, streams=False)
-
-    def first_token(self, now, engine, request):
-        """Nobody saw it."""
-
-    def finished(self, now, engine, request):
-        placed, computed = self._placed.pop(request.id)
-        self._placer.answered(now, placed)
-        self._placer.end(now, placed, computed, Usage(None, request.output_tokens))
-        self._placer.settled(placed)
-
-
-def trace(random, requests=400):
-    """Prompts that share nothing, of 200 to 8,000 tokens, and answers of 16 to 400."""
-
-    def length(low, high):
-        return round(low * (high / low) ** random.random())
-
-    made, now = [], 0.0
-    for at in range(requests):
-        now += random.expovariate(4.0)
-        tokens = length(200, 8000)
-        chain = Chain(tuple(1000 * at + n for n in range(tokens // 16)), tokens, 16)
-        made.append(TraceRequest(at, now, chain, length(16, 400)))
-    return Trace("t", tuple(made), 16, 0)
-
-
-@pytest.mark.parametrize(("prefill_tok_s", "seed"), [(8000.0, 0), (40_000.0, 1)])
-def test_streams_and_whole_answers_agree(monkeypatch, prefill_tok_s, seed):
-    learned = []
-
-    class Streams(Kvpin):
-        def __init__(self, *args):
-            super().__init__(*args)
-            learned.append(self._placer.rates)
-
-    class Answers(WholeAnswers):
-        def __init__(self, *args):
-            super().__init__(*args)
-            learned.append(self._placer.rates)
-
-    model = EngineModel(gpu_tokens=1_000_000, prefill_tok_s=prefill_tok_s, chunked=True)
-    for policy in (Streams, Answers):
-        monkeypatch.setitem(rules.POLICIES, "kvpin", policy)
-        simulate(trace(Random(seed)), ReplayRun("kvpin", 4, model))  # noqa: S311 - a test
-    by_stream, by_answer = learned
-    assert by_answer.fit is not None
-    for tokens in (500, 2000, 8000):
-        assert by_stream.prefill_s(tokens) == pytest.approx(tokens / prefill_tok_s, rel=0.1)
-        assert by_answer.prefill_s(tokens) == pytest.approx(by_stream.prefill_s(tokens), rel=0.35)
-    assert by_answer.fit.step_s == pytest.approx(model.step_s, rel=0.5)
 
 
 async def test_the_chain_of_a_request_is_computed_once(monkeypatch):

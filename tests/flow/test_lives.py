@@ -33,6 +33,7 @@ from tests.fakes import (
     proxy_over,
 )
 from tests.kv_world import until
+from tests.scripts import dies, hangs, streams
 
 QUICK = Rules(first_byte_s=5, idle_s=0.2)
 
@@ -50,33 +51,6 @@ def whole(text):
     return [*words(text), chunk("", "stop"), DONE]
 
 
-def dying(*chunks):
-    async def script(exchange):
-        await exchange.start()
-        for part in chunks:
-            await exchange.chunk(part)
-        exchange.die()
-
-    return script
-
-
-def telling(*chunks):
-    async def script(exchange):
-        await exchange.stream(*chunks)
-
-    return script
-
-
-def stalling(*chunks):
-    async def script(exchange):
-        await exchange.start()
-        for part in chunks:
-            await exchange.chunk(part)
-        await exchange.left.wait()
-
-    return script
-
-
 async def stream(client, path, body):
     """The bytes of a stream, and whether it ended cleanly."""
     got = b""
@@ -90,7 +64,6 @@ async def stream(client, path, body):
 
 
 def text_of(raw):
-    """The text of a stream of any API."""
     events = [json.loads(line[6:]) for line in raw.split(b"\n") if line.startswith(b"data: {")]
     chats = [each["choices"][0]["delta"].get("content") for each in events if each.get("choices")]
     deltas = [each.get("delta") for each in events]
@@ -124,9 +97,9 @@ class TestB1AMigratedStreamThatOneEngineWouldAnswerOtherwise:
     async def test_the_third_engine_gives_the_rest(self, engines, served, path):
         proxy, client = served
         a, b, c = engines
-        a.script = dying(*words("The capital of France"))
-        b.script = telling(*whole("The capital city of all France is Paris"))
-        c.script = telling(*whole(FRANCE))
+        a.script = dies(*words("The capital of France"))
+        b.script = streams(*whole("The capital city of all France is Paris"))
+        c.script = streams(*whole(FRANCE))
         got, is_clean = await stream(client, path, ASKS[path])
         assert (text_of(got), is_clean) == (f"{FRANCE} ", True)
         record = proxy.last
@@ -148,7 +121,7 @@ class TestB1AMigratedStreamThatOneEngineWouldAnswerOtherwise:
         _, client = served
         a, b, c = engines
         rest = f"{first} over the dog!"
-        a.script, b.script, c.script = dying(*words(first)), telling(*whole(second)), telling(*whole(rest))
+        a.script, b.script, c.script = dies(*words(first)), streams(*whole(second)), streams(*whole(rest))
         got, is_clean = await stream(client, path, ASKS[path])
         expected = f"{second} " if second == first else f"{rest} "
         assert (text_of(got), is_clean) == (expected, True)
@@ -157,9 +130,9 @@ class TestB1AMigratedStreamThatOneEngineWouldAnswerOtherwise:
     async def test_b10_where_all_differ_the_client_is_told(self, engines, served, path):
         proxy, client = served
         a, b, c = engines
-        a.script = dying(*words("The quick brown fox jumps over"))
-        b.script = telling(*whole("A completely other answer."))
-        c.script = telling(*whole("The quick brown fox sleeps."))
+        a.script = dies(*words("The quick brown fox jumps over"))
+        b.script = streams(*whole("A completely other answer."))
+        c.script = streams(*whole("The quick brown fox sleeps."))
         got, is_clean = await stream(client, path, ASKS[path])
         assert (text_of(got), is_clean) == ("The quick brown fox jumps over ", False)
         assert b"gave another one" in got
@@ -170,29 +143,18 @@ class TestB1AMigratedStreamThatOneEngineWouldAnswerOtherwise:
     async def test_b10_one_that_stalls_is_followed_by_one_that_does_not(self, engines, served):
         proxy, client = served
         a, b, c = engines
-        a.script = dying(*words("The capital"))
-        b.script = stalling(*words("The capital of"))
-        c.script = telling(*whole(FRANCE))
+        a.script = dies(*words("The capital"))
+        b.script = hangs(*words("The capital of"))
+        c.script = streams(*whole(FRANCE))
         got, is_clean = await stream(client, CHAT, ASKS[CHAT])
         assert (text_of(got), is_clean) == (f"{FRANCE} ", True)
         assert proxy.last.attempts == ["a", "b", "c"]
 
-    async def test_the_second_engine_adds_something_before_it_is_silent(self, engines, served):
-        _, client = served
-        a, b, c = engines
-        a.script = dying(*words("The capital"))
-        b.script = stalling(*words("The capital of France"))
-        c.script = telling(*whole(FRANCE))
-        got, is_clean = await stream(client, CHAT, ASKS[CHAT])
-        assert (text_of(got), is_clean) == (f"{FRANCE} ", True)
-
 
 class TestB5AnAttemptOwnsItsDeadlines:
     @pytest.mark.parametrize("gone", ["removed", "replaced"])
-    async def test_a_stream_of_a_removed_or_replaced_engine_still_ends(self, engines, gone):
-        a, _, _ = engines
-        a.script = stalling(*words("The capital"))
-        async with proxy_over(a, rules=QUICK) as proxy, client_of(proxy) as client:
+    async def test_a_stream_of_a_removed_or_replaced_engine_still_ends(self, gone):
+        async with asked(hangs(*words("The capital")), rules=QUICK) as (proxy, client, a):
             answer = asyncio.create_task(stream(client, CHAT, STREAM))
             await a.request()
             proxy.fleet.remove(proxy.fleet.engine("a"))
@@ -211,63 +173,46 @@ class TestB6KvpinsOwnLimitsBlameNoEngine:
             (Rules(idle_s=0.1), Cause.ENGINE_SILENT),
         ],
     )
-    async def test_a_limit_that_ends_streams_opens_no_breaker(self, engines, rules, cause):
-        a, _, _ = engines
-        a.script = stalling(*words("The capital"))
-        async with proxy_over(a, rules=rules) as proxy, client_of(proxy) as client:
+    async def test_a_limit_that_ends_streams_opens_no_breaker(self, rules, cause):
+        async with asked(hangs(*words("The capital")), rules=rules) as (proxy, client, _):
             for _ in range(6):
                 await stream(client, CHAT, STREAM)
                 assert proxy.last.cause is cause
             engine = proxy.fleet.engines["a"]
             assert (engine.state, engine.breaker) == ("ready", None)
 
-    async def test_an_answer_that_ends_before_the_limit_is_whole(self, engines):
-        a, _, _ = engines
-        a.script = telling(*whole(FRANCE))
-        async with proxy_over(a, rules=Rules(total_s=5, idle_s=5)) as proxy, client_of(proxy) as client:
-            got, is_clean = await stream(client, CHAT, STREAM)
-            assert (text_of(got), is_clean, proxy.last.cause) == (f"{FRANCE} ", True, Cause.ANSWERED)
-
 
 class TestB12TheEndOfAnAnswerIsNoText:
     @pytest.mark.parametrize("text", ["[DONE]", "data: [DONE]", '"finish_reason": "stop"'])
-    async def test_text_like_an_end_that_just_stops_is_not_whole(self, engines, text):
-        a, b, _ = engines
+    async def test_text_like_an_end_that_just_stops_is_not_whole(self, text):
         said = chunk(f"The mark\n\n{text}\n\n")
-        a.script = telling(said)
-        b.script = telling(said, chunk("ends it."), chunk("", "stop"), DONE)
-        async with proxy_over(a, b) as proxy, client_of(proxy) as client:
+        second = streams(said, chunk("ends it."), chunk("", "stop"), DONE)
+        async with asked(streams(said), second) as (proxy, client, *_):
             got, is_clean = await stream(client, CHAT, ASKS[CHAT])
             assert (text_of(got), is_clean) == (f"The mark\n\n{text}\n\nends it.", True)
             assert proxy.last.attempts == ["a", "b"]
 
     @pytest.mark.parametrize("told", [0, 2, 6])  # bytes of the reason, and of what follows it
-    async def test_an_end_that_breaks_off_is_none(self, engines, told):
-        a, b, _ = engines
-        last = chunk("", "stop")
-        said = chunk("It ends ")
-        a.script = telling(said, last[: last.rindex(b"stop") + told])
-        b.script = telling(said, last, DONE)
-        async with proxy_over(a, b) as proxy, client_of(proxy) as client:
+    async def test_an_end_that_breaks_off_is_none(self, told):
+        said, last = chunk("It ends "), chunk("", "stop")
+        first = streams(said, last[: last.rindex(b"stop") + told])
+        async with asked(first, streams(said, last, DONE)) as (proxy, client, *_):
             got, is_clean = await stream(client, CHAT, ASKS[CHAT])
             assert (got.replace(b" ", b""), is_clean) == ((said + last + DONE).replace(b" ", b""), True)
             assert proxy.last.attempts == ["a", "b"]
 
     @pytest.mark.parametrize("temperature", [0, 1])  # without 0, no other engine could go on
-    async def test_what_breaks_off_after_the_end_is_left_out(self, engines, temperature):
-        a, b, _ = engines
+    async def test_what_breaks_off_after_the_end_is_left_out(self, temperature):
         said = b"".join(whole("It ends"))[: -len(DONE)]
-        a.script = telling(said + b'data: {"choices": [], "usage": {"prompt')
-        async with proxy_over(a, b) as proxy, client_of(proxy) as client:
+        first = streams(said + b'data: {"choices": [], "usage": {"prompt')
+        async with asked(first, streams()) as (proxy, client, *_):
             got, is_clean = await stream(client, CHAT, {**ASKS[CHAT], "temperature": temperature})
             assert (got, is_clean, proxy.last.attempts) == (said, True, ["a"])
 
     @pytest.mark.parametrize("last", [b'data: {"choices": []}', b"data: [DONE]", b"data:[DONE]\n"])
-    async def test_the_last_event_may_lack_its_blank_line(self, engines, last):
-        a, b, _ = engines
+    async def test_the_last_event_may_lack_its_blank_line(self, last):
         said = b"".join(whole("It ends"))[: -len(DONE)] + last
-        a.script = telling(said)
-        async with proxy_over(a, b) as proxy, client_of(proxy) as client:
+        async with asked(streams(said), streams()) as (proxy, client, *_):
             assert await stream(client, CHAT, ASKS[CHAT]) == (said, True)
             assert proxy.last.attempts == ["a"]
 
@@ -318,14 +263,9 @@ class TestWhatATrialFound:
 
     @pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/responses"])
     async def test_a_length_of_the_engines_stream_is_not_the_clients(self, path):
-        async def measured(exchange):
-            body = b"".join(whole("The capital of France is Paris."))
-            sizes = [("content-type", "text/event-stream"), ("content-length", str(len(body)))]
-            await exchange.start(headers=sizes)
-            await exchange.chunk(body)
-            await exchange.end()
-
-        async with asked(measured) as (proxy, client, *_):
+        said = b"".join(whole(FRANCE))
+        sizes = [("content-type", "text/event-stream"), ("content-length", str(len(said)))]
+        async with asked(streams(said, headers=sizes)) as (proxy, client, *_):
             fields = {"messages": STREAM["messages"]} if path != "/v1/responses" else {"input": "hi"}
             body = {"model": "m", "max_tokens": 20, "stream": True, **fields}
             answer = await client.post(path, json=body)
@@ -337,7 +277,7 @@ class TestWhatATrialFound:
     async def test_a_stream_whose_text_is_no_text_is_passed_on(self, content):
         odd = event({"id": "1", "choices": [{"index": 0, "delta": {"content": content}}]})
 
-        async with asked(telling(*[odd] * 300, DONE), telling(*[odd] * 300, DONE)) as (proxy, client, *_):
+        async with asked(streams(*[odd] * 300, DONE), streams(*[odd] * 300, DONE)) as (proxy, client, *_):
             answer = await client.post(CHAT, json=STREAM)
             assert answer.text.count('"index"') == 300
             assert proxy.last.cause is Cause.ANSWERED
@@ -346,18 +286,15 @@ class TestWhatATrialFound:
         def of(index, text):
             return event({"id": "1", "choices": [{"index": index, "delta": {"content": text}}]})
 
-        async with asked(
-            dying(of(0, "The")), telling(of(1, "The capital"), of(0, "The"), of(0, " end"), DONE)
-        ) as (_proxy, client, first, _second):
-            async with asyncio.timeout(10):
-                while not first.seen:
-                    raw, _ = await stream(client, CHAT, STREAM)
+        second = streams(of(1, "The capital"), of(0, "The"), of(0, " end"), DONE)
+        async with asked(dies(of(0, "The")), second) as (_proxy, client, *_):
+            raw, _ = await stream(client, CHAT, STREAM)
             assert text_of(raw) == "The"
             assert b'"error"' in raw
 
     @pytest.mark.parametrize("end", [b"", chunk("", "length")])
     async def test_a_stream_that_just_ends_is_not_whole_however_it_samples(self, end):
-        async with asked(telling(*words("The capital"), end)) as (proxy, client, *_):
+        async with asked(streams(*words("The capital"), end)) as (proxy, client, *_):
             raw, is_clean = await stream(client, CHAT, {**STREAM, "temperature": 1})
             assert text_of(raw) == "The capital "
             if end:  # some engines send no [DONE]
@@ -378,9 +315,8 @@ class TestWhatATrialFound:
     @pytest.mark.parametrize("temperature", [0, 1])
     async def test_what_follows_the_end_may_be_long(self, rest, temperature):
         sent = [*words("The capital"), chunk("", "stop"), *rest]
-        async with FakeEngine("a", telling(*sent)) as engine, proxy_over(engine) as proxy:
-            async with client_of(proxy) as client:
-                raw, is_clean = await stream(client, CHAT, {**STREAM, "temperature": temperature})
+        async with asked(streams(*sent)) as (proxy, client, _):
+            raw, is_clean = await stream(client, CHAT, {**STREAM, "temperature": temperature})
             assert (raw, is_clean, proxy.last.cause) == (b"".join(sent), True, Cause.ANSWERED)
 
     @pytest.mark.parametrize(
@@ -393,18 +329,16 @@ class TestWhatATrialFound:
     async def test_an_engine_that_ends_its_stream_by_an_error_has_not_died(self, end):
         """A llama-server sends no [DONE] after it."""
         sent = [*words("The capital"), end]
-        async with FakeEngine("a", telling(*sent)) as engine, proxy_over(engine) as proxy:
-            async with client_of(proxy) as client:
-                raw, is_clean = await stream(client, CHAT, STREAM)
+        async with asked(streams(*sent)) as (proxy, client, _):
+            raw, is_clean = await stream(client, CHAT, STREAM)
             assert (raw, is_clean) == (b"".join(sent), True)
             assert proxy.fleet.engines["a"].state == "ready"
             assert (proxy.last.cause, proxy.last.error) == (Cause.ENGINE_REJECTED, "the context is full")
 
     async def test_text_that_looks_like_an_error_is_none(self):
         text = '\ndata: {"error":{"message":"x"}}\n\nerror: {}'
-        async with FakeEngine("a", telling(chunk(text))) as engine, proxy_over(engine) as proxy:
-            async with client_of(proxy) as client:
-                _, is_clean = await stream(client, CHAT, STREAM)
+        async with asked(streams(chunk(text))) as (proxy, client, _):
+            _, is_clean = await stream(client, CHAT, STREAM)
             assert (is_clean, proxy.last.cause) == (False, Cause.ENGINE_DIED)
 
     async def test_an_event_that_is_too_long_to_be_held_back_passes(self):
@@ -412,15 +346,14 @@ class TestWhatATrialFound:
         picture = event({"b64_json": "x" * (9 << 20)})
         sent = [picture[:5], *(picture[at : at + (1 << 20)] for at in range(5, len(picture), 1 << 20))]
         sent += [event({"type": "completed"}), b"data: no end"]
-        async with FakeEngine("a", telling(*sent)) as engine, proxy_over(engine) as proxy:
-            async with client_of(proxy) as client:
-                body = {"model": "m", "prompt": "x", "stream": True}
-                raw, is_clean = await stream(client, "/v1/images/generations", body)
+        async with asked(streams(*sent)) as (_proxy, client, _):
+            body = {"model": "m", "prompt": "x", "stream": True}
+            raw, is_clean = await stream(client, "/v1/images/generations", body)
             assert is_clean
             assert raw == b"".join(sent)
 
     async def test_half_an_event_is_not_sent_before_the_error(self):
-        async with asked(dying(*words("The capital"), chunk("of")[:-9])) as (_proxy, client, *_):
+        async with asked(dies(*words("The capital"), chunk("of")[:-9])) as (_proxy, client, *_):
             raw, _ = await stream(client, CHAT, {**STREAM, "temperature": 1})
             events = [json.loads(each[6:]) for each in raw.split(b"\n\n") if each]
             assert [*events[-1]] == ["error"]
@@ -429,34 +362,18 @@ class TestWhatATrialFound:
     @pytest.mark.parametrize("temperature", [0, 1])
     async def test_a_compressed_stream_is_passed_on_as_it_is(self, temperature):
         packed = gzip.compress(b"".join(whole(FRANCE)))
-
-        async def compressed(exchange):
-            kinds = [("content-type", "text/event-stream"), ("content-encoding", "gzip")]
-            await exchange.start(headers=kinds)
-            await exchange.chunk(packed)
-            await exchange.end()
-
+        kinds = [("content-type", "text/event-stream"), ("content-encoding", "gzip")]
+        compressed = streams(packed, headers=kinds)
         async with asked(compressed, compressed) as (proxy, client, first, second):
             raw, is_clean = await stream(client, CHAT, {**STREAM, "temperature": temperature})
             assert (raw, is_clean, proxy.last.cause) == (packed, True, Cause.ANSWERED)
             assert len(first.seen + second.seen) == 1
 
-    async def test_a_content_type_in_capitals_is_the_same(self, engines):
-        a, b, _ = engines
-
-        async def capitals(exchange):
-            await exchange.start(headers=[("content-type", "Text/Event-Stream")])
-            for part in words("The capital"):
-                await exchange.chunk(part)
-            exchange.die()
-
-        b.script = a.script = telling(*whole(FRANCE))
-        a.script = capitals
-        async with proxy_over(a, b) as proxy, client_of(proxy) as client:
-            async with asyncio.timeout(10):
-                while not [*proxy.requests] or "a" not in proxy.last.attempts:
-                    raw, is_clean = await stream(client, CHAT, {**STREAM, "temperature": 0})
-            assert (text_of(raw), is_clean) == (f"{FRANCE} ", True)
+    async def test_a_content_type_in_capitals_is_the_same(self):
+        capitals = dies(*words("The capital"), headers=[("content-type", "Text/Event-Stream")])
+        async with asked(capitals, streams(*whole(FRANCE))) as (proxy, client, *_):
+            raw, is_clean = await stream(client, CHAT, ASKS[CHAT])
+            assert (text_of(raw), is_clean, proxy.last.attempts) == (f"{FRANCE} ", True, ["a", "b"])
 
     async def test_the_time_limit_begins_with_the_head(self):
         async def slowly():
@@ -489,7 +406,7 @@ class TestWhatATrialFound:
         monkeypatch.setattr(openai, "CLEAN_UP_S", 0.1)
         monkeypatch.setattr(request, "CLEAN_UP_S", 1)  # where both interrupt at once
         async with (
-            FakeEngine("a", stalling()) as engine,
+            FakeEngine("a", hangs()) as engine,
             proxy_over(rules=Rules(total_s=0.2), reuse=True) as proxy,
         ):
             proxy.add(Hangs(engine.id, engine.url))

@@ -1,20 +1,12 @@
-"""Two engines, one of which gives answers that are no answers: how many of 60 requests are answered well.
-
-Real sockets; some with the whole kvpin and its health checks.
-"""
+"""Two engines, one of which gives answers that are no answers: how many of 60 requests are answered well."""
 
 import asyncio
 import json
-from contextlib import asynccontextmanager
 from dataclasses import replace
-from functools import partial
 
 import pytest
 
-from engine_adapter import HttpTransport
 from proxy.core import audit
-from proxy.server.app import Proxy, build_app
-from proxy.settings import EngineSettings, HealthSettings, Settings
 from tests.fakes import (
     ASK,
     CHAT,
@@ -27,8 +19,8 @@ from tests.fakes import (
     client_of,
     event,
     proxy_over,
-    serving,
 )
+from tests.scripts import sends, streams
 
 N_REQUESTS, AT_A_TIME = 60, 4
 # An answer of the good engine. The odd one answers at once, and so looks fast: it gets many requests before
@@ -56,83 +48,36 @@ async def good(exchange):
         await exchange.send(whole(choice("hi")))
 
 
-async def answers(exchange, *, content=b"", status=200, headers=()):
-    await exchange.send(content, status, headers)
-
-
-async def streams_all(exchange, *, events):
-    await exchange.stream(*events)
-
-
 def error(status, message, **more):
-    return partial(answers, content={"error": {"message": message, "code": status, **more}}, status=status)
+    return sends({"error": {"message": message, "code": status, **more}}, status)
 
 
 # By their names: what the odd engine does, what is asked, and how many of 60 answers must be good.
 ODD = {
-    "no text": (partial(answers, content=whole(choice(""))), ASK, 40),
-    "no text, streamed": (partial(streams_all, events=(ROLE, LAST, DONE)), STREAM, 40),
-    "no choices": (partial(answers, content=whole()), ASK, 60),
-    "no choices, streamed": (
-        partial(streams_all, events=(event({"id": "1", "choices": []}), DONE)),
-        STREAM,
-        60,
-    ),
-    "an HTML page": (partial(answers, content=b"<html>Sign in</html>", headers=[HTML]), ASK, 60),
-    "an HTML page, streamed": (partial(answers, content=b"<html>Sign in</html>", headers=[HTML]), STREAM, 60),
-    "302": (partial(answers, status=302, headers=[HTML, ("location", "http://10.0.0.1/login")]), ASK, 60),
-    "204": (partial(answers, status=204, headers=[HTML]), ASK, 60),
-    "null": (partial(answers, content=b"null"), ASK, 60),
-    "another shape": (partial(answers, content={"generated_text": "hi"}), ASK, 60),
+    "no text": (sends(whole(choice(""))), ASK, 40),
+    "no text, streamed": (streams(ROLE, LAST, DONE), STREAM, 40),
+    "no choices": (sends(whole()), ASK, 60),
+    "no choices, streamed": (streams(event({"id": "1", "choices": []}), DONE), STREAM, 60),
+    "an HTML page": (sends(b"<html>Sign in</html>", headers=[HTML]), ASK, 60),
+    "an HTML page, streamed": (sends(b"<html>Sign in</html>", headers=[HTML]), STREAM, 60),
+    "302": (sends(b"", 302, [HTML, ("location", "http://10.0.0.1/login")]), ASK, 60),
+    "204": (sends(b"", 204, [HTML]), ASK, 60),
+    "null": (sends(b"null"), ASK, 60),
+    "another shape": (sends({"generated_text": "hi"}), ASK, 60),
     "401": (error(401, "invalid key"), ASK, 60),
     "403": (error(403, "not yours"), ASK, 60),
     "404": (error(404, "The model `m` does not exist.", type="NotFoundError", param="model"), ASK, 60),
     "405": (error(405, "Method Not Allowed"), ASK, 60),
     "501": (error(501, "not implemented"), ASK, 60),
     "529": (error(529, "overloaded"), ASK, 60),
-    "an error in a 200": (partial(answers, content={"error": {"message": "no", "code": 503}}), ASK, 60),
-    "an error in a stream": (
-        partial(streams_all, events=(event({"error": {"message": "no", "code": 500}}), DONE)),
-        STREAM,
-        60,
-    ),
+    "an error in a 200": (sends({"error": {"message": "no", "code": 503}}), ASK, 60),
+    "an error in a stream": (streams(event({"error": {"message": "no"}}), DONE), STREAM, 60),
     "500": (error(500, "broken"), ASK, 60),
-    "an empty body": (partial(answers, content=b""), ASK, 60),
+    "an empty body": (sends(b""), ASK, 60),
 }
 
 
-async def scripted(script, exchange):
-    """What an engine says of itself, and `script` as its answer to a chat."""
-    if exchange.method == "POST":
-        await script(exchange)
-    elif exchange.target == "/v1/models":
-        await exchange.send({"data": [{"id": "m", "max_model_len": 4096}]})
-    else:
-        await exchange.send({"status": "ok"})
-
-
-@asynccontextmanager
-async def kvpin_over(*engines):
-    settings = Settings(
-        reuse=True,
-        engines=tuple(EngineSettings(kind="openai_compatible", url=each.url, id=each.id) for each in engines),
-        health=HealthSettings(interval_s=0.5),
-    )
-    proxy = Proxy(settings, HttpTransport())
-    proxy.start()
-    try:
-        async with serving(build_app(proxy)) as url:
-            proxy.url = url
-            async with asyncio.timeout(20), client_of(proxy) as client:
-                while not proxy.fleet.is_ready():  # noqa: ASYNC110 - it has no event for all of them
-                    await asyncio.sleep(0.01)
-                yield proxy, client
-    finally:
-        await proxy.stop()
-
-
 def is_good(response):
-    """True for an answer with a text."""
     if response.status_code != 200:
         return False
     if response.headers["content-type"].startswith("text/event-stream"):
@@ -164,71 +109,40 @@ async def test_an_odd_engine_draws_few_requests(name, monkeypatch):
     monkeypatch.setattr(audit, "OPEN_S", 3600.0)
     monkeypatch.setattr(audit, "MAX_OPEN_S", 3600.0)
     script, body, least = ODD[name]
-    async with (
-        FakeEngine("odd", partial(scripted, script)) as odd,
-        FakeEngine("good", partial(scripted, good)) as other,
-        proxy_over(odd, other, reuse=True) as proxy,
-        client_of(proxy) as client,
-    ):
+    async with asked(script, good, reuse=True) as (_proxy, client, odd, _):
         n_good = await counted(client, body)
-        asked = sum(exchange.target == CHAT for exchange in odd.seen)
         assert n_good >= least, f"{n_good} of {N_REQUESTS} are good"
-        assert asked <= N_REQUESTS / 2
+        assert len(odd.seen) <= N_REQUESTS / 2
 
 
 async def test_empty_answers_are_a_finding_until_the_engine_gives_text():
     script, body, _ = ODD["no text"]
-    async with (
-        FakeEngine("odd", partial(scripted, script)) as odd,
-        FakeEngine("good", partial(scripted, good)) as other,
-        kvpin_over(odd, other) as (proxy, client),
-    ):
+    async with asked(script, good, reuse=True) as (proxy, client, first, _):
         await counted(client, body)
-        engines = proxy.fleet.engines
-        (finding,) = engines["odd"].findings()
+        odd, other = proxy.fleet.engines.values()
+        (finding,) = odd.findings()
         assert str(finding).startswith(
             "its answers are empty, while other engines of its model answer with text"
         )
-        assert engines["odd"].breaker is not None
-        assert not engines["good"].findings()
-        odd.script = partial(scripted, good)
+        assert odd.breaker is not None
+        assert not other.findings()
+        first.script = good
         async with asyncio.timeout(20):
-            while engines["odd"].findings():
+            while odd.findings():
                 await client.post(CHAT, json=body)
-
-
-async def test_where_all_answers_are_empty_none_is_odd():
-    script, body, _ = ODD["no text"]
-    async with (
-        FakeEngine("a", partial(scripted, script)) as a,
-        FakeEngine("b", partial(scripted, script)) as b,
-        kvpin_over(a, b) as (proxy, client),
-    ):
-        await counted(client, body)
-        assert all(not each.findings() and each.breaker is None for each in proxy.fleet.engines.values())
 
 
 @pytest.mark.parametrize("name", ["401", "403", "404", "405", "501", "529", "500", "an error in a 200"])
 async def test_what_both_engines_refuse_is_nobodys_failure(name):
     """The client gets the first one's word, and each is asked once."""
     script, body, _ = ODD[name]
-    async with asked(partial(scripted, script), partial(scripted, script)) as (proxy, client, *_):
+    async with asked(script, script) as (proxy, client, *_):
         for _ in range(4):
             response = await client.post(CHAT, json=body)
             assert response.status_code == (503 if name == "an error in a 200" else int(name))
             assert response.headers["x-should-retry"] == "false"
             assert len(list(proxy.requests)[-1].attempts) == 2
         assert all(each.breaker is None for each in proxy.fleet.engines.values())
-
-
-@pytest.mark.parametrize("name", ["401", "403", "404", "405", "501"])
-async def test_one_engine_alone_is_believed(name):
-    script, body, _ = ODD[name]
-    async with asked(partial(scripted, script)) as (proxy, client, *_):
-        response = await client.post(CHAT, json=body)
-        assert (response.status_code, response.headers["x-kvpin-engine"]) == (int(name), "a")
-        (record,) = proxy.requests
-        assert record.cause == "engine_rejected"
 
 
 # A failure told in an answer with status 200: what it names, the status for the client, how many are asked.
@@ -246,11 +160,8 @@ TOLD = [
 @pytest.mark.parametrize("body", [ASK, STREAM], ids=["whole", "stream"])
 @pytest.mark.parametrize(("told", "status", "engines"), TOLD)
 async def test_a_failure_in_a_200_has_the_status_that_it_names(told, status, engines, body):
-    if body is ASK:
-        script = partial(answers, content={"error": told})
-    else:
-        script = partial(streams_all, events=(event({"error": told}), DONE))
-    async with asked(partial(scripted, script), partial(scripted, script)) as (proxy, client, *_):
+    script = sends({"error": told}) if body is ASK else streams(event({"error": told}), DONE)
+    async with asked(script, script) as (proxy, client, *_):
         response = await client.post(CHAT, json=body)
         assert (response.status_code, response.json()["error"]["message"]) == (status, told["message"])
         (record,) = proxy.requests
@@ -271,14 +182,9 @@ AFTER_TEXT = {
 @pytest.mark.parametrize(("code", "cause"), [(500, "engine_refused"), (400, "engine_rejected")])
 async def test_a_failure_after_text_is_the_engines_and_told(api, code, cause):
     route, body, form = AFTER_TEXT[api]
-    events = (
-        ROLE,
-        event({"id": "1", "choices": [WORD]}),
-        event({"error": {"message": "broke", "code": code}}),
-    )
-    script = partial(streams_all, events=(*events, DONE))
+    failure = event({"error": {"message": "broke", "code": code}})
     async with (
-        FakeEngine("a", partial(scripted, script)) as a,
+        FakeEngine("a", streams(ROLE, event({"id": "1", "choices": [WORD]}), failure, DONE)) as a,
         proxy_over(FakeAdapter("a", a.url, AS_CHATS)) as proxy,
         client_of(proxy) as client,
     ):

@@ -21,13 +21,15 @@ from tests.fakes import (
     STREAM,
     FakeAdapter,
     answer,
+    asked,
     client_of,
     is_openai_error,
     post,
     proxy_over,
 )
-from tests.flow.test_lives import ASKS, FRANCE, chunk, dying, stalling, stream, telling, text_of, whole, words
+from tests.flow.test_lives import ASKS, FRANCE, chunk, stream, text_of, whole, words
 from tests.kv_world import until
+from tests.scripts import dies, hangs, streams
 
 GREEDY = ASKS[CHAT]
 
@@ -45,43 +47,21 @@ class TestAnEngineThatIsRemovedWhileItAnswers:
             await removed.wait()
             exchange.die()
 
-        a.script, b.script, c.script = script, telling(*whole(FRANCE)), telling(*whole(FRANCE))
+        a.script, b.script, c.script = script, streams(*whole(FRANCE)), streams(*whole(FRANCE))
         async with proxy_over(*engines[: 1 + others]) as proxy, client_of(proxy) as client:
-            asked = asyncio.create_task(stream(client, CHAT, GREEDY))
+            asking = asyncio.create_task(stream(client, CHAT, GREEDY))
             await a.request()
             await asyncio.sleep(0.05)
             proxy.fleet.remove(proxy.fleet.engine("a"))
             removed.set()
-            got, is_clean = await asked
+            got, is_clean = await asking
             assert (text_of(got), is_clean) == (f"{FRANCE} ", True)
             assert proxy.last.cause is Cause.ANSWERED
 
-    async def test_it_is_lost_when_another_attempt_has_begun(self, engines):
-        """The news that the first engine is lost come late: they must not end the second attempt."""
-        a, b, c = engines
-        a.script = dying()
-        b.script = c.script = telling(*whole(FRANCE))
-
-        class Leaving(FakeAdapter):
-            @asynccontextmanager
-            async def hold(self, *asked):
-                try:
-                    async with super().hold(*asked) as hold:
-                        yield hold
-                finally:
-                    proxy.fleet.engines["a"].abandon()
-
-        async with proxy_over(Leaving("a", a.url), b, c, reuse=True) as proxy, client_of(proxy) as client:
-            got, is_clean = await stream(client, CHAT, GREEDY)
-            assert (text_of(got), is_clean) == (f"{FRANCE} ", True)
-            assert proxy.last.attempts == ["a", "b"]
-
 
 class TestAnAnswerWithoutItsLastByte:
-    async def test_is_whole_if_the_client_has_its_end(self, engines):
-        a, _, _ = engines
-        a.script = stalling(*whole(FRANCE))
-        async with proxy_over(a, rules=Rules(idle_s=0.1)) as proxy, client_of(proxy) as client:
+    async def test_is_whole_if_the_client_has_its_end(self):
+        async with asked(hangs(*whole(FRANCE)), rules=Rules(idle_s=0.1)) as (proxy, client, _):
             got, is_clean = await stream(client, CHAT, STREAM)
             assert (text_of(got), is_clean) == (f"{FRANCE} ", True)
             assert (proxy.last.cause, proxy.last.status, proxy.last.error) == (Cause.ANSWERED, 200, None)
@@ -90,7 +70,6 @@ class TestAnAnswerWithoutItsLastByte:
 
 @asynccontextmanager
 async def _small_socket(proxy):
-    """A connection of a client that takes very little."""
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.connect(("127.0.0.1", httpx.URL(proxy.url).port))
@@ -113,8 +92,8 @@ class TestAClientThatDoesNotRead:
         a.script = script
         rules = Rules(total_s=0.3, idle_s=0.1)
         async with proxy_over(a, rules=rules) as proxy, _small_socket(proxy) as sock:
-            asked = post(CHAT, json.dumps(STREAM).encode())
-            await asyncio.get_running_loop().sock_sendall(sock, asked)
+            sent = post(CHAT, json.dumps(STREAM).encode())
+            await asyncio.get_running_loop().sock_sendall(sock, sent)
             await until(lambda: list(proxy.requests))
             assert proxy.last.cause is Cause.OUR_LIMIT
             await proxy.settled()
@@ -132,8 +111,8 @@ class TestAClientThatDoesNotRead:
         loop = asyncio.get_running_loop()
         async with proxy_over(a, rules=Rules(total_s=4)) as proxy, _small_socket(proxy) as sock:
             for number in (1, 2):
-                asked = post("/v1/completions", json.dumps({**ASK, "n": number, "prompt": "x"}).encode())
-                await loop.sock_sendall(sock, asked.replace(b"connection: close\r\n", b""))
+                sent = post("/v1/completions", json.dumps({**ASK, "n": number, "prompt": "x"}).encode())
+                await loop.sock_sendall(sock, sent.replace(b"connection: close\r\n", b""))
                 await until(lambda number=number: len(list(proxy.requests)) >= number)
                 assert (proxy.last.cause, proxy.last.status) == (Cause.ANSWERED, 200)
                 got = b""
@@ -148,9 +127,8 @@ class TestAClientThatDoesNotRead:
 
 
 class TestTheTotalLimit:
-    async def test_strikes_a_request_that_waits_for_an_engine(self, engines):
-        a, _, _ = engines
-        async with proxy_over(a, rules=Rules(total_s=0.1), wait_s=60) as proxy, client_of(proxy) as client:
+    async def test_strikes_a_request_that_waits_for_an_engine(self):
+        async with asked(answer, rules=Rules(total_s=0.1), wait_s=60) as (proxy, client, a):
             proxy.fleet.engines["a"].state = EngineState.DOWN
             response = await client.post(CHAT, json=ASK)
             assert is_openai_error(response, 504, "time_limit")
@@ -158,10 +136,9 @@ class TestTheTotalLimit:
             assert response.json()["error"]["message"] == said
             assert (proxy.last.cause, a.seen) == (Cause.OUR_LIMIT, [])
 
-    async def test_the_error_names_the_limit_that_was_exceeded(self, engines):
-        a, _, _ = engines
+    async def test_the_error_names_the_limit_that_was_exceeded(self):
         rules = Rules(first_byte_s=0.1, total_s=60, queue_s=0)
-        async with proxy_over(a, rules=rules, wait_s=60) as proxy, client_of(proxy) as client:
+        async with asked(answer, rules=rules, wait_s=60) as (proxy, client, _):
             proxy.fleet.engines["a"].state = EngineState.DOWN
             response = await client.post(CHAT, json=ASK)
             assert response.json()["error"]["message"] == (
@@ -171,7 +148,7 @@ class TestTheTotalLimit:
     @pytest.mark.parametrize("path", ASKS)
     async def test_ends_a_stream_of_any_api_with_an_error(self, engines, path):
         a, b, _ = engines
-        a.script = b.script = stalling(*words(FRANCE))
+        a.script = b.script = hangs(*words(FRANCE))
         info = replace(INFO, served_as_chats=MESSAGES_ROUTES | RESPONSES_ROUTES)
         adapters = [FakeAdapter(each.id, each.url, info) for each in (a, b)]
         async with proxy_over(*adapters, rules=Rules(total_s=0.3)) as proxy, client_of(proxy) as client:
@@ -184,26 +161,17 @@ class TestTheTotalLimit:
             assert proxy.fleet.engines["a"].state is EngineState.READY
             await proxy.settled()
 
-    async def test_strikes_while_another_engine_goes_on(self, engines):
-        a, b, _ = engines
-        a.script, b.script = dying(*words("The capital")), stalling()
-        async with proxy_over(a, b, rules=Rules(total_s=0.3)) as proxy, client_of(proxy) as client:
-            got, is_clean = await stream(client, CHAT, GREEDY)
-            assert (text_of(got), is_clean) == ("The capital ", False)
-            assert (proxy.last.cause, proxy.last.attempts) == (Cause.OUR_LIMIT, ["a", "b"])
-            assert proxy.flow.attempts.room.used == 0
-
 
 class TestAnAttemptThatIsInterrupted:
     async def test_its_hold_fails_to_end(self, engines):
         """The hold's error takes the place of the interruption: the next attempt still has its limits."""
         a, b, _ = engines
-        a.script, b.script = stalling(), stalling(*words("The capital"))
+        a.script, b.script = hangs(), hangs(*words("The capital"))
 
         class Failing(FakeAdapter):
             @asynccontextmanager
-            async def hold(self, *asked):
-                async with super().hold(*asked) as hold:
+            async def hold(self, *given):
+                async with super().hold(*given) as hold:
                     try:
                         yield hold
                     except asyncio.CancelledError:
@@ -221,28 +189,13 @@ class TestOnePartOfSeveral:
     @pytest.mark.parametrize("rest", [FRANCE, "The capital city"])
     async def test_goes_on_elsewhere_while_the_other_is_served(self, engines, rest):
         """Where no engine tells the same text, the whole answer breaks off."""
-        a, b, c = engines
-        died = asyncio.Event()
+        scripts = iter([dies(*words("The capital of"), pause_s=0.02), streams(*whole(FRANCE), pause_s=0.05)])
 
-        async def first(exchange):
-            a.script = telling(*whole(rest))
-            await exchange.start()
-            for part in words("The capital of"):
-                await exchange.chunk(part)
-            await asyncio.sleep(0.05)
-            died.set()
-            exchange.die()
+        async def script(exchange):
+            await next(scripts, streams(*whole(rest)))(exchange)
 
-        async def second(exchange):
-            b.script = telling(*whole(rest))
-            await exchange.start()
-            await exchange.chunk(words(FRANCE)[0])
-            await died.wait()
-            for part in whole(FRANCE)[1:]:
-                await exchange.chunk(part)
-            await exchange.end()
-
-        a.script, b.script, c.script = first, second, telling(*whole(rest))
+        for engine in engines:
+            engine.script = script
         info = replace(INFO, runs_several=False)
         adapters = [FakeAdapter(each.id, each.url, info) for each in engines[: 3 if rest == FRANCE else 2]]
         async with proxy_over(*adapters) as proxy, client_of(proxy) as client:
@@ -264,14 +217,13 @@ class TestOnePartOfSeveral:
 
 
 class TestAClientThatLeaves:
-    async def test_while_another_engine_goes_on(self, engines):
-        a, b, _ = engines
-        a.script, b.script = dying(*words("The capital")), stalling(*words("The capital"))
-        async with proxy_over(a, b) as proxy, client_of(proxy) as client:
-            asked = asyncio.create_task(stream(client, CHAT, GREEDY))
+    async def test_while_another_engine_goes_on(self):
+        said = words("The capital")
+        async with asked(dies(*said), hangs(*said)) as (proxy, client, _, b):
+            asking = asyncio.create_task(stream(client, CHAT, GREEDY))
             exchange = await b.request()
-            asked.cancel()
-            await asyncio.gather(asked, return_exceptions=True)
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
             await asyncio.wait_for(exchange.left.wait(), 5)
             await until(lambda: list(proxy.requests))
             assert (proxy.last.cause, proxy.last.status) == (Cause.CLIENT_LEFT, 499)

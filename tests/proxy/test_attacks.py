@@ -165,15 +165,12 @@ class TestEngines:
         assert answer.status_code == 502
 
     async def test_a_compressed_answer_is_not_unpacked(self):
-        async def script(exchange):
-            assert exchange.headers["accept-encoding"] == "identity"
-            packed = (("content-type", "application/json"), ("content-encoding", "gzip"))
-            await exchange.send(b"\x1f\x8b not unpacked", headers=packed)
-
-        async with asked(script) as (_, client, _):
+        packed = [("content-type", "application/json"), ("content-encoding", "gzip")]
+        async with asked(sends(b"\x1f\x8b not unpacked", headers=packed)) as (_, client, engine):
             request = client.build_request("POST", CHAT, json=ASK)
             answer = await client.send(request, stream=True)
             assert b"".join([part async for part in answer.aiter_raw()]) == b"\x1f\x8b not unpacked"
+            assert engine.seen[0].headers["accept-encoding"] == "identity"
 
     @pytest.mark.parametrize("cached", [-1, -(2**63), 2**70, 1e300, "x", [], {"a": 1}])
     async def test_odd_counts_of_tokens_are_no_500(self, cached):

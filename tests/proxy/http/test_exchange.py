@@ -6,13 +6,12 @@ import pytest
 
 from engine_adapter import Headers
 from proxy.http.exchange import Exchange
+from tests.ports import port_of
 
 HEAD = b"HTTP/1.1 200 OK\r\ndate: now\r\nx-a: 1\r\n"
 
 
 class Connection:
-    """Notes each write."""
-
     is_of_peer = False
 
     def __init__(self):
@@ -98,3 +97,14 @@ async def test_a_body_in_small_pieces_takes_little_more_than_its_length(connecti
     exchange.feed_end()
     assert taken < 3 * 2 * pieces
     assert await exchange.read(1 << 20) == b"ab" * pieces + b"c" * 1000 + b"d"
+
+
+def test_the_date_is_that_of_the_second(monkeypatch):
+    port, now = port_of(None), 784_111_777.2
+    monkeypatch.setattr("proxy.http.port.time.time", lambda: now)
+    dated = port.date
+    assert dated == b"date: Sun, 06 Nov 1994 08:49:37 GMT\r\n"  # the example of RFC 9110
+    now += 0.5
+    assert port.date is dated
+    now += 1.0
+    assert port.date == b"date: Sun, 06 Nov 1994 08:49:38 GMT\r\n"

@@ -92,7 +92,6 @@ BY_PATH = {b"/" + each.__name__.encode(): each for each in HANDLERS}
 
 
 async def handler(exchange):
-    """The path says what it does."""
     await BY_PATH.get(exchange.target.partition(b"?")[0], echo)(exchange)
 
 

@@ -26,7 +26,6 @@ class Objects:
         self._numbers = itertools.count(1)
 
     def make(self, collection, fields=()):
-        """A new object."""
         name = f"{collection.replace('/', '-')}-{self._mark}-{next(self._numbers)}"
         made = {**dict(fields), **ANSWER, "id": name, "object": collection}
         self.kept[f"/v1/{collection}/{name}"] = made
@@ -54,7 +53,6 @@ class Objects:
 
 
 async def make(client, tenant):
-    """The id of a new response, made through kvpin."""
     answer = await client.post("/v1/responses", json={"model": "m", "input": "hi"}, headers=KEYS[tenant])
     assert answer.status_code == 200, answer.text
     return answer.json()["id"]

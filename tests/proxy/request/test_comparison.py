@@ -57,7 +57,6 @@ class World:
         return found.miss, detail_of(found)
 
     async def nearest(self, record):
-        """The request that it is compared with."""
         record.diagnosis = None
         like = (await self.comparison.explain(record)).compared
         return self.log.get(like.request_id) if like is not None else None

@@ -30,14 +30,6 @@ def test_a_request_that_is_denied_leaves_no_trace():
     assert running(gate) == 0
 
 
-def test_tokens_that_are_spent_let_the_next_request_wait():
-    gate = gate_with(tokens_per_minute=60)
-    with gate.admit("alice", None, 0.0) as admitted:
-        admitted.spend(62)
-    with pytest.raises(RateLimited, match="tokens_per_minute = 60 is reached: try again in 3 s"):
-        gate.admit("alice", None, 0.0)
-
-
 def test_a_request_that_another_kvpin_has_counted_only_spends_tokens():
     gate = gate_with(requests_per_minute=1, concurrent_requests=1, tokens_per_minute=60)
     for _ in range(3):

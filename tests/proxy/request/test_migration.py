@@ -11,7 +11,6 @@ import pytest
 
 from engine_adapter import EngineDiverged, Hold, Resumption
 from engine_adapter.torch_engine.adapter import ToldTokens
-from proxy.core.life import Rules
 from proxy.request.migration import SentStream, Splice, Transcript, read_chunk
 from tests.fakes import CHAT, DONE, STREAM, FakeAdapter, client_of, event, proxy_over
 from tests.holding import HoldingAdapter
@@ -46,7 +45,6 @@ async def proxy(engine, other):
 
 
 async def broken(client, body=GREEDY):
-    """What a client gets of a stream that breaks."""
     got = b""
     async with client.stream("POST", CHAT, json=body) as response:
         with pytest.raises(httpx.RemoteProtocolError):  # noqa: PT012 - the loop is what breaks
@@ -102,15 +100,6 @@ class TestAgain:
         assert b"gave another one" in got
         assert client.proxy.last.error
         assert 'result="broken"} 1.0' in client.proxy.metrics.render().decode()
-
-    async def test_a_second_death_ends_it(self, engine, other, client):
-        engine.script = dies(*whole()[:2])
-        other.script = dies(*whole("2")[:4])
-        got = await broken(client)
-        assert got.startswith(b"".join(whole()[:2]))
-        assert got.count(b'"content"') == 4
-        assert b"stopped in mid-answer" in got.rpartition(b"data: ")[2]
-        assert client.proxy.last.interrupted == 2
 
 
 class TestOnward:
@@ -192,12 +181,6 @@ class TestNotAgain:
         assert client.proxy.last.interrupted == 1
         assert client.proxy.last.error == error["message"]
         assert client.proxy.fleet.engines["a"].state == "suspect"
-
-    async def test_retries_are_off(self, engine, other):
-        async with proxy_over(engine, other, rules=Rules(retries=0)) as proxy, client_of(proxy) as client:
-            engine.script = dies(*whole()[:3])
-            await broken(client)
-            assert not other.seen
 
 
 async def test_bodies_have_limited_room(engine, other, client):

@@ -149,16 +149,6 @@ async def test_a_path_comes_back_right_where_a_model_repeats_its_reference(engin
     assert systems == {"The current working directory is `[[path 1]]`. Be brief."}
 
 
-async def test_a_result_of_a_tool_and_an_earlier_answer_stay_as_they_are(engine, client):
-    said = {"role": "assistant", "content": "It is /home/me/x."}
-    more = [said, {"role": "tool", "tool_call_id": "c", "content": "/home/me/x/a.py"}]
-    await ask(client, working_in("/home/me/x", *more), "blue")
-    sent = json.loads(engine.seen[-1].body)["messages"]
-    assert sent[2:] == more
-    await ask(client, working_in("/home/me/x", *more, {"role": "user", "content": "And?"}), "blue")
-    assert json.loads(engine.seen[-1].body)["messages"][:4] == sent
-
-
 RESPONSE = {"model": "m", "instructions": "The directory is /home/me/x.", "input": "Hi"}
 
 

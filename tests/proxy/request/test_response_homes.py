@@ -1,11 +1,19 @@
-"""Responses that engines keep: who names one reaches the engine that made it."""
+"""Routes that kvpin passes on, and responses that engines keep: who names one reaches the engine of it."""
 
 from dataclasses import replace
 
 import pytest
 
 from engine_adapter.types import RESPONSES_ROUTES
-from proxy.request.known_routes import MAX_HOMES, MAX_ID, Home, ResponseHomes, ResponseNoter
+from proxy.request.known_routes import (
+    MAX_HOMES,
+    MAX_ID,
+    Home,
+    ResponseHomes,
+    ResponseNoter,
+    did_you_mean,
+    of_lacking,
+)
 from tests.fakes import INFO, FakeAdapter, FakeEngine, client_of, event, is_openai_error, proxy_over
 from tests.proxy.request.passing import passed
 
@@ -36,7 +44,6 @@ async def engines():
 
 
 async def make(client, **fields):
-    """The id of a new response, and the engine that made it."""
     answer = await client.post(ROUTE, json={"model": "m", "input": "hi", **fields})
     assert answer.status_code == 200
     engine = answer.headers["x-kvpin-engine"]
@@ -138,3 +145,26 @@ def test_the_first_event_that_says_something_names_the_response():
     chunks = [b": quiet\n\n", event({"response": {"id": "r"}}) + event({"id": "no"})]
     passed(ResponseNoter(noted.append), chunks=chunks)
     assert noted == ["r"]
+
+
+@pytest.mark.parametrize(
+    ("route", "meant"),
+    [
+        ("/v1/chats/completions", "/v1/chat/completions"),
+        ("/v1/chat", "/v1/chat/completions"),
+        ("/v1/message", "/v1/messages"),
+        ("/v1/model", "/v1/models"),
+    ],
+)
+def test_a_wrong_path_means_the_route_that_it_is_like(route, meant):
+    assert did_you_mean(route) == f"; did you mean {meant}?"
+
+
+@pytest.mark.parametrize("said", ["File Not Found", "Not Found", "not found."])
+def test_an_engine_that_says_that_nothing_is_there_lacks_the_route(said):
+    assert of_lacking("/v1/files", said) == ": no engine that was asked has the route /v1/files"
+    assert of_lacking(f"/v1/{'x' * 500}", said).endswith("x" * 90)
+
+
+def test_an_engine_that_says_what_is_not_there_has_the_route():
+    assert of_lacking("/v1/files", "No such File object: f") == ""

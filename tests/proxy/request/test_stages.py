@@ -13,8 +13,6 @@ RAW = event({"a": 1}) + b": quiet\n\n" + b"event: x\r\ndata: b\r\ndata: c\r\n\r\
 
 
 class Reader(Stage):
-    """Notes what it reads."""
-
     def __init__(self, marks=None):
         self.marks, self.read = marks, []
 

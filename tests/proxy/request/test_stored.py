@@ -302,10 +302,3 @@ async def test_with_one_tenant_nothing_changes(engine, objects):
         body = b'{"model":"m", "messages":[], "file_id":"x","conversation" : "c"}'
         assert (await client.post(CHAT, content=body)).status_code == 200
         assert engine.seen[-1].body == body
-
-
-async def test_responses_go_with_their_tenant(client, proxy):
-    name = await make(client, "a")
-    proxy.flow.preparation.destinations.divide(["b", "c"])
-    proxy.flow.preparation.destinations.divide(["a", "b"])
-    assert is_openai_error(await client.get(f"/v1/responses/{name}", headers=KEYS["a"]), 404)

@@ -53,13 +53,11 @@ def answered(made, finish="stop", usage=USAGE, **message):
 
 
 def streamed(made, *deltas, finish="stop"):
-    """The events of a translation, from a chat that streams these."""
     last = {"choices": [{"delta": {}, "finish_reason": finish}], "usage": USAGE}
     return events_from(made, *({"choices": [{"delta": delta}]} for delta in deltas), last)
 
 
 def events_from(made, *chunks):
-    """The events of a translation, from a chat that streams these chunks."""
     return events_of(passed(made, chunks=[*map(event, chunks), DONE]).body)
 
 

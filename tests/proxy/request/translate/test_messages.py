@@ -44,12 +44,10 @@ def events_of(raw):
 
 
 def streamed(*chunks, **fields):
-    """The events of a stream of these chunks."""
     return events_of(passed(made(**fields), chunks=[*map(event, chunks), DONE]).body)
 
 
 def brief(event):
-    """What an event does, to which block, with what."""
     kind = event["type"].rpartition("_")[2]
     given = event.get("delta") or event.get("content_block") or {"": None}
     *_, last = given.values() if kind != "start" else [given["type"]]

@@ -41,17 +41,14 @@ def body_of(messages, **fields):
 
 
 def translated(messages=("Hi",), **fields):
-    """The chat of a request."""
     return json.loads(MessageTranslation(body_of(messages, **fields)).chat.raw)
 
 
 def told(messages=("Hi",), **fields):
-    """What the client is told that became of its request."""
     return MessageTranslation(body_of(messages, **fields)).changed
 
 
 def chat(*messages, **fields):
-    """The messages of a chat."""
     return translated(messages, **fields)["messages"]
 
 
