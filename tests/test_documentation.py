@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-import typer
 from pydantic import BaseModel
 
 from engine_adapter.prompt.forms import Form
@@ -17,7 +16,6 @@ from engine_adapter.torch_engine.service import EngineMetrics
 from engine_adapter.types import EngineSpec
 from proxy.cli.engine_check import _of_view, show_examination
 from proxy.cli.engine_probe import View
-from proxy.cli.main import app
 from proxy.core.misses import Miss
 from proxy.core.reasons import Reason
 from proxy.settings import Settings, check_settings
@@ -124,29 +122,6 @@ def test_the_output_of_doctor_is_what_it_prints(capsys):
     printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     (quoted,) = [block for block in blocks(OPERATIONS) if block.startswith("$ kvpin doctor")]
     assert quoted.splitlines()[1:] == printed
-
-
-def commands_of(text: str) -> Iterator[list[str]]:
-    """The `kvpin` commands of a page, word by word, in blocks and in lines."""
-    for code in (*blocks(text), *re.findall(r"`([^`\n]+)`", text)):
-        for line in code.replace("\\\n", " ").splitlines():
-            words = line.removeprefix("$ ").replace("'", " ").split()
-            if len(words) > 1 and words[0].rpartition("/")[2] in ("kvpin", "serve") and words[1:]:
-                yield ["serve", *words[1:]] if words[0].endswith("serve") else words[1:]
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_every_command_and_flag_exists(page):
-    program = typer.main.get_command(app)
-    for name, *words in commands_of(PAGES[page]):
-        if name not in program.commands or name == "engine":  # prose; options of the embedded engine
-            continue
-        command = program.commands[name]
-        command = getattr(command, "commands", {}).get(words[0] if words else "", command)
-        known = {option for each in command.params for option in (*each.opts, *each.secondary_opts)}
-        flags = [word.partition("=")[0] for word in words if re.fullmatch(r"--[a-z][a-z-]+(=.*)?", word)]
-        of_engines = "--managed" in flags or any(word.endswith(":") for word in words)
-        assert of_engines or set(flags) <= known | {"--help"}, words
 
 
 @pytest.mark.parametrize("page", [page for page, text in PAGES.items() if "\n```toml" in text])

@@ -1,6 +1,5 @@
 import asyncio
 import json
-import socket
 import ssl
 import threading
 from contextlib import contextmanager
@@ -98,12 +97,6 @@ def test_what_is_no_json_is_not_sent(capsys, value):
         error = failure(capsys, lambda: AdminClient(url, None).post("/pin", {"a": value}))
     assert "numbers must be finite" in error
     assert seen == []
-
-
-def test_nobody_there(capsys):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
-    assert "nothing answers at" in failure(capsys, lambda: AdminClient(url, None).get("/stats"))
 
 
 def error(message, param=None):

@@ -70,38 +70,11 @@ def test_no_reuse_wins_over_the_switch(kvpin, served):
     assert [settings.reuse for settings in served] == [True, False]
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("--engine", "teapot"),
-        ("--engine", "llama-server: -m m.gguf --port 1"),
-        ("--managed", "vllm: vllm serve"),
-        ("--log-level", "loud"),
-        ("--config", "/nowhere/kvpin.toml"),
-        ("--model-alias", "gpt-4o"),
-    ],
-)
-def test_wrong_settings_are_one_line_and_status_2(kvpin, served, words):
-    result = kvpin("serve", *words)
-    assert result.exit_code == 2
-    assert result.stderr.startswith("kvpin: ")
-    assert result.stderr.count("\n") == 1
-    assert not served
-
-
-def test_a_foreign_variable_of_workers_is_one_line_and_status_2(kvpin, monkeypatch):
-    monkeypatch.setenv("KVPIN_WORKER", "7")
-    result = kvpin("serve")
-    assert result.exit_code == 2
-    assert result.stderr.startswith("kvpin: KVPIN_WORKER is set, but")
-    assert result.stderr.count("\n") == 1
-
-
-def test_no_traceback_from_the_program():
-    command = [sys.executable, "-m", "proxy.cli", "serve", "--engine", "teapot"]
-    output = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (output.returncode, output.stdout) == (2, "")
-    assert output.stderr.count("\n") == 1
+def test_a_reader_that_has_seen_enough_is_no_error():
+    command = f"{sys.executable} -m proxy.cli --help | head -1; exit ${{PIPESTATUS[0]}}"
+    output = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert output.stdout.startswith("Usage:")
+    assert "Traceback" not in output.stderr
 
 
 def test_the_engines_own_options_are_passed_through(kvpin):
