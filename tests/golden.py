@@ -1,7 +1,10 @@
 """Texts that tests compare whole. `RENEW=1` before pytest writes them anew."""
 
 import os
+from difflib import unified_diff
 from pathlib import Path
+
+import pytest
 
 
 def check_golden(path: Path, cases: dict[str, str]) -> None:
@@ -9,4 +12,7 @@ def check_golden(path: Path, cases: dict[str, str]) -> None:
     text = "\n".join(f"# {title}\n{said}" for title, said in cases.items())
     if "RENEW" in os.environ:
         path.write_text(text, encoding="utf-8")
-    assert path.read_text(encoding="utf-8") == text, "RENEW=1 writes it anew"
+    known = path.read_text(encoding="utf-8")
+    differs = [*unified_diff(known.splitlines(), text.splitlines(), path.name, "now", n=2, lineterm="")]
+    if differs:
+        pytest.fail("\n".join((*differs, "RENEW=1 writes it anew")), pytrace=False)

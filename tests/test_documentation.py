@@ -18,7 +18,11 @@ from proxy.cli.engine_check import _of_view, show_examination
 from proxy.cli.engine_probe import View
 from proxy.core.misses import Miss
 from proxy.core.reasons import Reason
+from proxy.fleet.fleet import Fleet
+from proxy.observe.metrics import Metrics
 from proxy.settings import Settings, check_settings
+from proxy.settings.schema import LimitSettings
+from scripts.reference.gate import LIMITS
 
 ROOT = Path(__file__).parent.parent
 OPERATIONS = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
@@ -171,3 +175,14 @@ def test_every_table_has_a_head(page):
     text = re.sub(r"^```.*?^```", "", PAGES[page], flags=re.MULTILINE | re.DOTALL)
     for table in re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE):
         assert re.match(r"\|.*\n\|[ |:-]+\|\n", table), table
+
+
+def test_every_setting_of_limits_is_in_the_table_of_the_gate():
+    named = {each.setting.removeprefix("limits.") for each in LIMITS if each.setting.startswith("limits.")}
+    elsewhere = {"request_records", "prompt_table_bytes"}  # memory that requests do not take on their way in
+    assert named == LimitSettings.model_fields.keys() - elsewhere
+
+
+def test_the_gates_reasons_are_those_of_the_metric():
+    (refused,) = (each for each in Metrics(Fleet()).declared if each.name == "kvpin_refused_total")
+    assert all(f" {each.reason} (" in refused.text for each in LIMITS if each.reason)

@@ -5,9 +5,7 @@ import re
 import time
 
 import httpx
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from proxy.cli import admin as admin_module
 from tests.proxy.cli.test_client import admin
@@ -153,36 +151,3 @@ def test_a_drain_is_undone(kvpin, live_proxy, ask, show):
     while ask("engines")["engines"][0]["state"] != "ready":
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-def test_engines_come_and_go(ask, show):
-    added = show("engines", "add", "vllm=http://127.0.0.1:1,id=gone,dp_rank=0")
-    assert added.startswith("added gone, not connected yet: `kvpin engines` says ")
-    assert "gone is drained, after 0.0 s" in show("engines", "drain", "gone", "--wait")
-    assert [engine["state"] for engine in ask("engines")["engines"]] == ["ready", "draining"]
-    assert show("engines", "remove", "gone") == "removed gone\n"
-
-
-def test_a_table_from_put_to_delete(kvpin, show, live_proxy, tmp_path):
-    hidden, vocabulary, path = 256, 4096, str(tmp_path / "table.safetensors")
-    save_file({"t": np.random.default_rng(5).normal(0, 0.02, (16, hidden)).astype(np.float32)}, path)
-    put = show("tables", "put", path, "--id", "mine", "--extra-id", "77")
-    assert put == "registered mine: 16 rows of 256 values\n"
-    mine = json.loads(show("tables", "show", "mine", "--json"))
-    assert (mine["extra_id"], mine["rows"], mine["hidden"]) == (77, 16, hidden)
-    assert '"prompt_table": "mine"' in show("tables", "show", "mine")
-    ids = [*range(vocabulary, vocabulary + 16), 100, 101]
-    body = {"model": "kvpin-tiny", "prompt": ids, "max_tokens": 1, "prompt_table": "mine"}
-    answer = httpx.post(f"{live_proxy}/v1/completions", json=body, timeout=60, trust_env=False)
-    assert answer.status_code == 200, answer.text
-    assert show("tables", "delete", "mine") == "deleted mine\n"
-    assert "mine" not in show("tables")
-    named = json.loads(show("tables", "put", path, "--json"))  # by its content
-    assert named["table_id"] == f"pt-{named['extra_id']:016x}"
-    assert f" {named['extra_id']}" in show("tables", "list")
-    show("tables", "delete", named["table_id"])
-    for words, said in (
-        (("--extra-id", "0"), "--extra-id must be an integer"),
-        (("--id", "a b"), "--id must be 1 to 128 letters"),
-    ):
-        assert said in kvpin("tables", "put", path, *words, "--url", live_proxy, *KEY).stderr

@@ -1,14 +1,6 @@
 from tests.fake_engines.vllm import running_vllm
 
 
-def test_an_engine_that_is_well(kvpin, embedded_engine):
-    result = kvpin("doctor", embedded_engine.url, "--probe")
-    assert result.exit_code == 0, result.output
-    for text in ("embedded", "detected", "the view is current", "sent twice: the engine reports 48 of 49"):
-        assert text in result.output
-    assert "no findings" in result.output
-
-
 def test_findings_come_with_what_mends_them(kvpin):
     with running_vllm(replay_endpoint=False, loras=("ada",)) as engine:
         result = kvpin("doctor", f"vllm={engine.url},id=v")

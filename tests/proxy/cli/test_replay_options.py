@@ -110,31 +110,6 @@ def test_a_context_length_needs_a_rate_beside_recorded_times():
     assert (model.context_tokens, model.curve) == (32_000, ())
 
 
-def test_recordings_of_several_kvpins_are_one_trace(kvpin, tmp_path):
-    paths = [tmp_path / name for name in ("a.jsonl", "b.jsonl")]
-    engine = {"id": "e", "model": "m", "gpu_tokens": 6400, "prefill": [[64, 1.0]], "samples": 9}
-    request = {"timestamp": 0, "input_length": 70, "output_length": 1, "hash_ids": [7], "block_tokens": 64}
-    request |= {"model": "m", "engine": "e", "status": 200}
-    for path, began, ttft_ms in zip(paths, (1000.0, 1002.5), (1000, 100), strict=True):
-        about = {"recording": {"began": began, "key": "k", "unrecorded": 1, "engines": [engine]}}
-        path.write_text("".join(f"{json.dumps(each)}\n" for each in (about, request | {"ttft_ms": ttft_ms})))
-    result = kvpin("replay", *map(str, paths), "--policies", "kvpin")
-    assert result.exit_code == 0, result.output
-    for said in (
-        "a.jsonl and 1 more: 2 requests of 1 engine",
-        "6,400 tokens on the GPU (recorded), prefill 64 tokens/s in prompts of 1,024 (recorded)",
-        "checked: on the 1 recorded engine, replay predicts a p99 TTFT of 1.09 s in 5 runs; measured: 1 s",
-        "2 more requests were served meanwhile",
-    ):
-        assert said in result.stdout
-    assert "DEFAULTS" not in result.stdout
-    paths[1].write_text(json.dumps(request) + "\n")
-    refused = kvpin("replay", *map(str, paths))
-    assert refused.stderr == (
-        f"kvpin: {paths[1]}: does not say when it began, so it cannot be merged with others\n"
-    )
-
-
 def test_all_of_an_engine():
     options = ReplayOptions(
         gpu_tokens="40GiB", host_tokens="2M", bytes_per_token="128KiB", model="chunked",
