@@ -48,7 +48,11 @@ RULES = (
     Rule("|".join(map(re.escape, EXAMPLES.values())), RUN, _EXAMPLES),
     Rule("kvpin (" + "|".join(sorted(set(EXAMPLES) - {"serve"})) + ")", RUN, _EXAMPLES),
     Rule(r"kvpin replay (tests/data/|traffic\.jsonl --engines).*", RUN, _HERE + "test_replays_work"),
-    Rule(r"kvpin engine( \[.*)?", READ, "tests/test_documentation.py::test_every_command_and_flag_exists"),
+    Rule(
+        r"kvpin engine( \[.*)?",
+        READ,
+        "tests/proxy/cli/test_serve.py::test_the_engines_own_options_are_passed_through",
+    ),
     Rule(r"([A-Z_]+=\S+ )*(kvpin|scripts/serve) ?.*", READ, _HERE + "test_kvpin_reads_it"),
     Rule(r"scripts/test", RUN, ".ci/run"),
     Rule(r"scripts/(check|install engine,dev)", RUN, "scripts/test"),

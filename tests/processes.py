@@ -42,3 +42,11 @@ def answers(url: str) -> bool:
         return httpx.get(url, trust_env=False).status_code == httpx.codes.OK
     except httpx.TransportError:
         return False
+
+
+def is_alive(pid: int | str) -> bool:
+    """Whether the process exists and has not ended (Linux)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-import typer
 from pydantic import BaseModel
 
 from engine_adapter.prompt.forms import Form
@@ -17,10 +16,13 @@ from engine_adapter.torch_engine.service import EngineMetrics
 from engine_adapter.types import EngineSpec
 from proxy.cli.engine_check import _of_view, show_examination
 from proxy.cli.engine_probe import View
-from proxy.cli.main import app
 from proxy.core.misses import Miss
 from proxy.core.reasons import Reason
+from proxy.fleet.fleet import Fleet
+from proxy.observe.metrics import Metrics
 from proxy.settings import Settings, check_settings
+from proxy.settings.schema import LimitSettings
+from scripts.reference.gate import LIMITS
 
 ROOT = Path(__file__).parent.parent
 OPERATIONS = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
@@ -126,29 +128,6 @@ def test_the_output_of_doctor_is_what_it_prints(capsys):
     assert quoted.splitlines()[1:] == printed
 
 
-def commands_of(text: str) -> Iterator[list[str]]:
-    """The `kvpin` commands of a page, word by word, in blocks and in lines."""
-    for code in (*blocks(text), *re.findall(r"`([^`\n]+)`", text)):
-        for line in code.replace("\\\n", " ").splitlines():
-            words = line.removeprefix("$ ").replace("'", " ").split()
-            if len(words) > 1 and words[0].rpartition("/")[2] in ("kvpin", "serve") and words[1:]:
-                yield ["serve", *words[1:]] if words[0].endswith("serve") else words[1:]
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_every_command_and_flag_exists(page):
-    program = typer.main.get_command(app)
-    for name, *words in commands_of(PAGES[page]):
-        if name not in program.commands or name == "engine":  # prose; options of the embedded engine
-            continue
-        command = program.commands[name]
-        command = getattr(command, "commands", {}).get(words[0] if words else "", command)
-        known = {option for each in command.params for option in (*each.opts, *each.secondary_opts)}
-        flags = [word.partition("=")[0] for word in words if re.fullmatch(r"--[a-z][a-z-]+(=.*)?", word)]
-        of_engines = "--managed" in flags or any(word.endswith(":") for word in words)
-        assert of_engines or set(flags) <= known | {"--help"}, words
-
-
 @pytest.mark.parametrize("page", [page for page, text in PAGES.items() if "\n```toml" in text])
 def test_settings_can_be_used(page, tmp_path):
     for number, text in enumerate(re.findall(r"^```toml\n(.*?)^```$", PAGES[page], re.MULTILINE | re.DOTALL)):
@@ -196,3 +175,14 @@ def test_every_table_has_a_head(page):
     text = re.sub(r"^```.*?^```", "", PAGES[page], flags=re.MULTILINE | re.DOTALL)
     for table in re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE):
         assert re.match(r"\|.*\n\|[ |:-]+\|\n", table), table
+
+
+def test_every_setting_of_limits_is_in_the_table_of_the_gate():
+    named = {each.setting.removeprefix("limits.") for each in LIMITS if each.setting.startswith("limits.")}
+    elsewhere = {"request_records", "prompt_table_bytes"}  # memory that requests do not take on their way in
+    assert named == LimitSettings.model_fields.keys() - elsewhere
+
+
+def test_the_gates_reasons_are_those_of_the_metric():
+    (refused,) = (each for each in Metrics(Fleet()).declared if each.name == "kvpin_refused_total")
+    assert all(f" {each.reason} (" in refused.text for each in LIMITS if each.reason)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -12,11 +11,8 @@ import sys
 import msgspec
 import pytest
 
-from engine_adapter.prompt.chat import ChatTokenizer
-from engine_adapter.prompt.tokenizer_process import load_tokenizer
 from tests import forks
 from tests.forks import Forked, start
-from tests.live.conftest import starting_kvpin
 
 WORDS = [("--version",), ("config", "show", "--port", "much"), ("serve", "--engine", "teapot"), ("nonsense",)]
 
@@ -43,12 +39,6 @@ def _plain(text: str) -> str:
     return re.sub(r"python -m [\w.]+", "kvpin", text)
 
 
-def test_its_environment_is_its_own(tmp_path):
-    process, text = started(tmp_path, "serve", KVPIN_PORT="much")
-    assert process.returncode == 2
-    assert "KVPIN_PORT" in text
-
-
 def test_where_imports_would_read_another_environment_the_command_is_run(tmp_path):
     process, _ = started(tmp_path, "--version", HF_HOME=str(tmp_path))
     assert isinstance(process, subprocess.Popen)
@@ -64,19 +54,3 @@ def test_who_asks_and_is_gone_at_once_ends_nothing(tmp_path):
         socket.send_fds(connection, [msgspec.msgpack.encode(order)], [0, 1, 2])
         connection.close()
     assert started(tmp_path, "--version")[0].returncode == 0
-
-
-def test_signals_and_its_end_are_told(tmp_path):
-    with starting_kvpin(tmp_path / "log", "--engine=vllm=http://127.0.0.1:1") as kvpin:
-        process = kvpin.process
-        assert process.poll() is None
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(0.01)
-        kvpin.kill()
-        assert process.returncode == -signal.SIGKILL
-        process.terminate()  # nothing happens
-
-
-async def test_a_loader_that_a_test_needs_is_forked(tokenizer_dir):
-    source = str(tokenizer_dir)
-    assert (await load_tokenizer(source)).vocab_size == ChatTokenizer.load(source).vocab_size

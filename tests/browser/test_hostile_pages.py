@@ -9,7 +9,7 @@ import pytest
 from playwright.async_api import Page
 
 from proxy.api.openai import DataPlane
-from tests.fakes import CHAT, FakeEngine, client_of, proxy_over
+from tests.fakes import FakeEngine, proxy_over
 
 ASK = """{"model": "m", "messages": [{"role": "user", "content": "spend my money"}]}"""
 # What a page can send across origins without asking first, each with the method that arrives.
@@ -119,8 +119,3 @@ async def test_what_a_person_types_is_shown(proxy, browser):
     page = await browser.new_page()
     assert (await page.goto(f"{proxy.url}/v1/models")).status == 200
     assert (await page.goto(named(f"{proxy.url}/metrics", "localhost"))).status == 200
-
-
-async def test_a_program_is_served_as_ever(proxy):
-    async with client_of(proxy) as client:
-        assert (await client.post(CHAT, content=ASK)).status_code == 200

@@ -5,9 +5,7 @@ import re
 import time
 
 import httpx
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from proxy.cli import admin as admin_module
 from tests.proxy.cli.test_client import admin
@@ -79,12 +77,6 @@ def test_a_new_key_is_printed_alone(kvpin):
     }
 
 
-def test_an_operation_that_failed_is_status_1(kvpin):
-    with admin(lambda *_: (200, ANSWER | {"state": "failed", "error": "gone"})) as (url, _):
-        result = kvpin("flush", "--all", "--url", url, *KEY, "--json")
-    assert (result.exit_code, result.stderr) == (1, "kvpin: gone\n")
-
-
 def test_a_drain_that_is_waited_for_says_when_it_is_over(kvpin, monkeypatch):
     monkeypatch.setattr(admin_module, "_POLL_S", 0.01)
     left = iter([2, 1, 0])
@@ -99,12 +91,6 @@ def test_a_drain_that_is_waited_for_says_when_it_is_over(kvpin, monkeypatch):
     assert first.endswith(", 2 requests in flight")
     assert re.fullmatch(r"e0 is drained, after \d+\.\d s: no request is in flight", last)
     assert next(left, None) is None
-
-
-@pytest.mark.parametrize(("group", "command"), [("tables", "list"), ("engines", "drain")])
-def test_an_address_before_the_command_is_not_lost(kvpin, group, command):
-    result = kvpin(group, "--url", "http://127.0.0.1:9", command, "e0")
-    assert (result.exit_code, result.stderr) == (1, f"kvpin: write --url after {command}\n")
 
 
 @pytest.fixture
@@ -165,77 +151,3 @@ def test_a_drain_is_undone(kvpin, live_proxy, ask, show):
     while ask("engines")["engines"][0]["state"] != "ready":
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-def test_engines_come_and_go(kvpin, ask, show, live_proxy):
-    added = show("engines", "add", "vllm=http://127.0.0.1:1,id=gone,dp_rank=0")
-    assert added.startswith("added gone, not connected yet: `kvpin engines` says ")
-    assert "gone is drained, after 0.0 s" in show("engines", "drain", "gone", "--wait")
-    both = kvpin("engines", "drain", "gone", "--undo", "--wait", "--url", live_proxy, *KEY)
-    assert (both.exit_code, "leave out --undo or --wait" in both.stderr) == (1, True)
-    assert [engine["state"] for engine in ask("engines")["engines"]] == ["ready", "draining"]
-    assert show("engines", "remove", "gone") == "removed gone\n"
-    wrong = ("nonsense", "vllm=http://x,id", "vllm=http://x,dprank=0", "embedded: --kv-blocks 9")
-    for words in (("remove", "gone"), *(("add", text) for text in wrong)):
-        result = kvpin("engines", *words, "--url", live_proxy, *KEY)
-        assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
-
-
-def test_the_address_and_key_come_from_the_environment(kvpin, live_proxy):
-    env = {"KVPIN_URL": live_proxy, "KVPIN_ADMIN_KEY": "secret"}
-    assert kvpin("stats", env=env).exit_code == 0
-    result = kvpin("stats", env={"KVPIN_URL": live_proxy})
-    assert (result.exit_code, "the admin key is missing or wrong" in result.stderr) == (1, True)
-
-
-def test_a_table_from_put_to_delete(kvpin, show, live_proxy, tmp_path):
-    hidden, vocabulary, path = 256, 4096, str(tmp_path / "table.safetensors")
-    save_file({"t": np.random.default_rng(5).normal(0, 0.02, (16, hidden)).astype(np.float32)}, path)
-    put = show("tables", "put", path, "--id", "mine", "--extra-id", "77")
-    assert put == "registered mine: 16 rows of 256 values\n"
-    mine = json.loads(show("tables", "show", "mine", "--json"))
-    assert (mine["extra_id"], mine["rows"], mine["hidden"]) == (77, 16, hidden)
-    assert '"prompt_table": "mine"' in show("tables", "show", "mine")
-    ids = [*range(vocabulary, vocabulary + 16), 100, 101]
-    body = {"model": "kvpin-tiny", "prompt": ids, "max_tokens": 1, "prompt_table": "mine"}
-    answer = httpx.post(f"{live_proxy}/v1/completions", json=body, timeout=60, trust_env=False)
-    assert answer.status_code == 200, answer.text
-    assert show("tables", "delete", "mine") == "deleted mine\n"
-    assert "mine" not in show("tables")
-    named = json.loads(show("tables", "put", path, "--json"))  # by its content
-    assert named["table_id"] == f"pt-{named['extra_id']:016x}"
-    assert f" {named['extra_id']}" in show("tables", "list")
-    show("tables", "delete", named["table_id"])
-    for words, said in (
-        (("--extra-id", "0"), "--extra-id must be an integer"),
-        (("--id", "a b"), "--id must be 1 to 128 letters"),
-    ):
-        assert said in kvpin("tables", "put", path, *words, "--url", live_proxy, *KEY).stderr
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("flush",), "name a target: use one of --messages-file, "),
-        (("flush", "--engine", "z"), "there is no engine 'z'"),
-        (("flush", "--token-ids", "1,2,3"), "full blocks of 16 tokens, and the prefix has only 3"),
-        (("warm", "--engine", "z"), "this command needs a prefix"),
-        (("pin", "--prompt", "x", "--ttl", "0"), "--ttl: must be a number above 0"),
-        (("pin", "--prompt", "never pinned " * 40), "warm it first"),
-        (("unpin", "pin-x"), "there is no pin 'pin-x'"),
-        (("requests", "req-x"), "no recent request has the id 'req-x'"),
-        (
-            ("tables", "put", "gone.safetensors"),
-            "'gone.safetensors' cannot be read: No such file or directory",
-        ),
-        (("tables", "put", __file__), "safetensors"),
-        (("tables", "show", "nobody"), "there is no prompt table 'nobody'"),
-    ],
-)
-def test_what_is_wrong_is_one_line_and_status_1(kvpin, live_proxy, words, said):
-    result = kvpin(*words, "--url", live_proxy, *KEY)
-    assert result.exit_code == 1
-    assert said in result.stderr
-    assert result.stderr.startswith("kvpin: ")
-    assert result.stderr.count("\n") == 1
-    assert not re.search(r"\w_\w", result.stderr)  # no field of the admin API

@@ -41,16 +41,6 @@ def test_requests_without_a_session_are_not_called_unchanged(path):
     assert "No session changes what it sent before. 1 requests name no session, and were" in told.output
 
 
-@pytest.mark.parametrize(
-    ("content", "why"), [(b"", "holds no request"), (b'{"input_length": 5}\n', "holds no text hashes")]
-)
-def test_a_recording_without_text_is_refused(path, content, why):
-    path.write_bytes(content)
-    told = CliRunner().invoke(app, ["advise", str(path)])
-    assert told.exit_code == 2
-    assert why in told.output
-
-
 def test_several_recordings_are_one(path, tmp_path):
     about = msgspec.json.encode(RecordingLine(Recording(1.0, "k"))) + b"\n"
     files = [path, tmp_path / "traffic-1.jsonl"]

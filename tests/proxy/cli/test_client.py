@@ -1,6 +1,5 @@
 import asyncio
 import json
-import socket
 import ssl
 import threading
 from contextlib import contextmanager
@@ -77,14 +76,6 @@ def test_authorities_of_the_environment_are_trusted(tmp_path, monkeypatch, capsy
         assert asyncio.run(first_model(f"{url}/v1", None)) == "m"
 
 
-def test_the_key_goes_along():
-    with admin(lambda *_: (200, {"a": 1})) as (url, seen):
-        assert AdminClient(url + "/", "k").get("/stats", limit=2) == {"a": 1}
-        AdminClient(url, None).delete("/x")
-    assert seen[0] == ("GET", "/admin/v1/stats?limit=2", b"", "Bearer k")
-    assert seen[1] == ("DELETE", "/admin/v1/x", b"", None)
-
-
 @pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/", "/admin/v1"])
 def test_the_address_may_be_the_base_url_of_clients(end):
     with admin(lambda *_: (200, {})) as (url, seen):
@@ -98,12 +89,6 @@ def test_what_is_no_json_is_not_sent(capsys, value):
         error = failure(capsys, lambda: AdminClient(url, None).post("/pin", {"a": value}))
     assert "numbers must be finite" in error
     assert seen == []
-
-
-def test_nobody_there(capsys):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
-    assert "nothing answers at" in failure(capsys, lambda: AdminClient(url, None).get("/stats"))
 
 
 def error(message, param=None):

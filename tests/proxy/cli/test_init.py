@@ -49,13 +49,3 @@ def test_no_file_is_replaced_unasked(kvpin, embedded_engine, file):
     file.unlink()
     assert kvpin(*words).exit_code == 0
     assert file.stat().st_mode & 0o777 == 0o600
-
-
-def test_an_engine_that_cannot_be_asked(kvpin, file):
-    urls = "http://127.0.0.1:9", "http://127.0.0.1:7"
-    result = kvpin("init", *urls, "--output", str(file))
-    assert (result.exit_code, result.stdout, file.exists()) == (1, "", False)
-    said = result.stderr.splitlines()
-    assert len(said) == 2
-    for line, url in zip(said, urls, strict=True):
-        assert line.startswith(f"kvpin: {url}: ")

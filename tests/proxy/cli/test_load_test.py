@@ -120,18 +120,3 @@ def test_two_addresses_side_by_side(kvpin, live_proxy, embedded_engine):
     assert lines["Total generated tokens"] == ["24", "24"]
     for name in ("Mean TTFT (ms)", "Median TPOT (ms)", "P99 ITL (ms)", "Mean E2EL (ms)"):
         assert all(float(value) > 0 for value in lines[name])
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["http://127.0.0.1:9", "http://127.0.0.1:9/v1"], "an address is given twice"),
-        (["127.0.0.1:9"], "is not an address"),
-        (["http://127.0.0.1:9", "--request-rate", "0"], "--request-rate must be above 0"),
-    ],
-)
-def test_bad_input_is_one_sentence(kvpin, words, said):
-    result = kvpin("bench", *words)
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert said in result.stderr
-    assert result.stderr.count("\n") == 1

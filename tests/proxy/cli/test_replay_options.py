@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from proxy.cli.replay import AmountError, ReplayOptionError, ReplayOptions, parse_amount
+from proxy.cli.replay import ReplayOptionError, ReplayOptions, parse_amount
 from proxy.replay.figures import FigureSource
 from proxy.replay.simulated_engine import EngineModel
 from proxy.replay.trace import RecordedFigures
@@ -57,40 +57,6 @@ def test_the_number_of_engines_that_keeps_a_p99(kvpin, tmp_path):
     (need,) = json.loads(path.read_text())["needs"]
     assert (need["engines"], need["target_p99_s"], need["margin"]) == (3, 20.0, 0.2)
     assert "kvpin: 2 engines are not enough" in kvpin(*words, "--max-engines", "2").stdout
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["nowhere.jsonl"], "nowhere.jsonl: cannot be read: No such file or directory"),
-        ([AGENTS, "--gpu-tokens", "1k"], "no request of the trace fits an engine: give it more GPU tokens"),
-        ([AGENTS, "--policies", "best"], "--policies: there is no policy 'best'"),
-        ([AGENTS, "--limit", "1", "--load", "1"], "all requests arrive at once"),
-        (
-            [AGENTS, "--limit", "1", "--csv", "/nowhere/x"],
-            "/nowhere/x: cannot be written: there is no",
-        ),
-        ([AGENTS, "--speedup", "nan"], "--speedup nan: must be a number, more than 0"),
-        ([AGENTS, "--speedup", "1e-300"], "more than 30 years: raise --speedup"),
-        ([AGENTS, "--gpu-tokens", "9" * 400], "--gpu-tokens: '999999999999'… is too large"),
-    ],
-)
-def test_what_cannot_be_replayed(kvpin, words, message):
-    result = kvpin("replay", *words)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert message in result.stderr
-    assert len(result.stderr.splitlines()) == 1
-
-
-@pytest.mark.parametrize("flag", ["--json", "--csv"])
-def test_a_file_that_cannot_be_written_is_told(kvpin, flag, tmp_path):
-    # Before the work: what would come next is that the trace cannot be read.
-    for target, why in ((tmp_path, "Is a directory"), (tmp_path / ("x" * 300), "File name too long")):
-        result = kvpin("replay", "nowhere.jsonl", flag, str(target))
-        assert (result.exit_code, result.stderr) == (2, f"kvpin: {target}: cannot be written: {why}\n")
-    result = kvpin("replay", AGENTS, "--limit", "5", "--policies", "sticky", flag, "/dev/full")
-    assert result.stderr == "kvpin: /dev/full: cannot be written: No space left on device\n"
-    assert result.exit_code == 2
 
 
 @pytest.mark.parametrize("words", [(), ("--json", "-")])
@@ -144,31 +110,6 @@ def test_a_context_length_needs_a_rate_beside_recorded_times():
     assert (model.context_tokens, model.curve) == (32_000, ())
 
 
-def test_recordings_of_several_kvpins_are_one_trace(kvpin, tmp_path):
-    paths = [tmp_path / name for name in ("a.jsonl", "b.jsonl")]
-    engine = {"id": "e", "model": "m", "gpu_tokens": 6400, "prefill": [[64, 1.0]], "samples": 9}
-    request = {"timestamp": 0, "input_length": 70, "output_length": 1, "hash_ids": [7], "block_tokens": 64}
-    request |= {"model": "m", "engine": "e", "status": 200}
-    for path, began, ttft_ms in zip(paths, (1000.0, 1002.5), (1000, 100), strict=True):
-        about = {"recording": {"began": began, "key": "k", "unrecorded": 1, "engines": [engine]}}
-        path.write_text("".join(f"{json.dumps(each)}\n" for each in (about, request | {"ttft_ms": ttft_ms})))
-    result = kvpin("replay", *map(str, paths), "--policies", "kvpin")
-    assert result.exit_code == 0, result.output
-    for said in (
-        "a.jsonl and 1 more: 2 requests of 1 engine",
-        "6,400 tokens on the GPU (recorded), prefill 64 tokens/s in prompts of 1,024 (recorded)",
-        "checked: on the 1 recorded engine, replay predicts a p99 TTFT of 1.09 s in 5 runs; measured: 1 s",
-        "2 more requests were served meanwhile",
-    ):
-        assert said in result.stdout
-    assert "DEFAULTS" not in result.stdout
-    paths[1].write_text(json.dumps(request) + "\n")
-    refused = kvpin("replay", *map(str, paths))
-    assert refused.stderr == (
-        f"kvpin: {paths[1]}: does not say when it began, so it cannot be merged with others\n"
-    )
-
-
 def test_all_of_an_engine():
     options = ReplayOptions(
         gpu_tokens="40GiB", host_tokens="2M", bytes_per_token="128KiB", model="chunked",
@@ -182,13 +123,7 @@ def test_all_of_an_engine():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"gpu_tokens": "x"}, "--gpu-tokens: 'x' is not an amount"),
-        ({"gpu_tokens": "0"}, "--gpu-tokens 0: must be 1 or more"),
-        ({"host_tokens": "1GiB"}, "--host-tokens: '1GiB' is in bytes: give --bytes-per-token"),
-        ({"bytes_per_token": "0"}, "--bytes-per-token 0: must be 1 or more"),
-        ({"model": "lifo"}, "--model 'lifo': must be fifo or chunked"),
-        ({"prefill_rate": "2MB"}, "--prefill-rate: '2MB' is in bytes"),
-        ({"decode_step_ms": 0.0, "decode_stream_ms": 0.0}, "one of them must be more than 0"),
+        ({"gpu_tokens": "9" * 400}, "--gpu-tokens: '999999999999'… is too large"),
         ({"decode_step_ms": nan}, "--decode-step-ms nan: must be a number, 0 or more"),
         ({"decode_step_ms": -1.0}, "--decode-step-ms -1: must be a number, 0 or more"),
     ],
@@ -196,26 +131,6 @@ def test_all_of_an_engine():
 def test_engines_that_cannot_be(options, message):
     with pytest.raises(ReplayOptionError) as told:
         ReplayOptions(**options).models()
-    assert message in str(told.value)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"target_p99": 0.0}, "--target-p99 0: must be a number, more than 0"),
-        ({"target_p99": 1.0, "engines": "4"}, "bound it by --max-engines"),
-        ({"target_p99": 1.0, "load": 0.9}, "say --speedup instead"),
-        ({"target_p99": 1.0, "policies": "oracle"}, "--target-p99: the policy oracle has no times"),
-        ({"load": 0.9, "speedup": 2.0}, "give one of them"),
-        ({"load": 0.0}, "--load 0: must be a number, more than 0"),
-        ({"speedup": -1.0}, "--speedup -1: must be a number, more than 0"),
-        ({"policies": "kvpin,best"}, "--policies: there is no policy 'best'"),
-        ({"engines": "4,0"}, "--engines 0: must be 1 or more"),
-    ],
-)
-def test_plans_that_cannot_be(options, message):
-    with pytest.raises(ReplayOptionError) as told:
-        ReplayOptions(**options).plan()
     assert message in str(told.value)
 
 
@@ -232,9 +147,3 @@ def test_plans_that_cannot_be(options, message):
 )
 def test_amounts(text, amount):
     assert parse_amount(text) == amount
-
-
-@pytest.mark.parametrize("text", ["", "k", "-1", "1e6", "5 apples", "1,000"])
-def test_what_is_no_amount(text):
-    with pytest.raises(AmountError, match="is not an amount; write 500k"):
-        parse_amount(text)

@@ -1,38 +1,32 @@
 """Over sockets, with all that follows from a change: tests/proxy/api/admin/test_key_routes.py."""
 
-import asyncio
 from types import SimpleNamespace
 
 import pytest
-from structlog.testing import capture_logs
 
 from engine_adapter import EngineUnavailable, PromptTableError
-from proxy.control import keys as module
 from proxy.control.keys import IssuedKeys, notes_of, used_engines
 from proxy.core.books import IssuedKey, KeyBook
-from proxy.errors import BadRequest, Conflict, NotFound, ProxyError
+from proxy.errors import BadRequest, Conflict, ProxyError
 from proxy.fleet.state_files import KeyBookFile
-from tests.kv_world import rejected, safetensors_of, until
+from tests.kv_world import rejected, safetensors_of
 
 PLAIN = {"tenant": None, "name": "", "models": None, "expires": None}
 
 
-class World:
-    """Issued keys of one kvpin, and how often it told the other workers."""
+def keys_over(file):
+    """The keys that one kvpin issues, without other workers."""
 
-    def __init__(self, file):
-        self.book, self.told, self.file = KeyBook(), 0, file
-        self.keys = IssuedKeys(self.book, file, tuple, self.tell)
+    async def tell():
+        pass
 
-    async def tell(self):
-        self.told += 1
-        assert {key.id for key in self.file.read()} == {key.id for key in self.book.entries()}
+    return IssuedKeys(KeyBook(), file, tuple, tell)
 
 
 class FullDisk(KeyBookFile):
     def __init__(self, directory):
         super().__init__(directory)
-        self.is_full = True
+        self.is_full = False
 
     def add(self, entries):
         if self.is_full:
@@ -44,69 +38,33 @@ def told(name="key-1"):
     return IssuedKey(name, "t", name.encode(), "last", 1.0)
 
 
-async def test_a_change_is_on_disk_and_told_to_the_other_workers_before_it_is_answered(tmp_path):
-    world = World(KeyBookFile(tmp_path))
-    added = await world.keys.add(**PLAIN)
-    assert world.told == 1
-    await world.keys.remove(added.id)
-    assert world.told == 2
-    assert [(key.id, key.removed > 0) for key in world.file.read()] == [(added.id, True)]
-
-
 async def test_a_key_that_cannot_be_saved_keeps_no_other_from_it(tmp_path):
-    world = World(FullDisk(tmp_path))
-    world.file.is_full = False
-    await world.keys.look()
-    world.file.is_full = True
-    world.book.merge([told()])
+    file = FullDisk(tmp_path)
+    keys = keys_over(file)
+    await keys.look()
+    file.is_full = True
+    keys._book.merge([told()])
     with pytest.raises(ProxyError):
-        await world.keys.add(**PLAIN)
-    world.file.is_full = False
-    await world.keys.look()
-    assert world.file.read() == [told()]
-
-
-async def test_a_key_is_closed_while_the_disk_is_full_and_its_removal_saved_as_soon_as_there_is_room(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr(module, "_LOOK_S", 0.01)
-    world = World(FullDisk(tmp_path))
-    world.file.is_full = False
-    added = await world.keys.add(**PLAIN)
-    world.file.is_full, heard = True, []
-    world.book.listeners.append(lambda: heard.append([key.id for key in world.book.issued()]))
-    with capture_logs() as logs:
-        removed = await world.keys.remove(added.id)
-        assert (removed.id, heard) == (added.id, [[]]), "whoever listens tells the group"
-        assert "its removal is not saved: the file of keys cannot be written: No space" in removed.warning
-        with pytest.raises(NotFound):
-            await world.keys.remove(added.id)
-        task = asyncio.create_task(world.keys.run())
-        await asyncio.sleep(0.02)
-        assert [key.removed for key in world.file.read()] == [0.0]
-        world.file.is_full = False
-        await until(lambda: len(logs) == 2 and world.file.read()[0].removed, 5)
-        task.cancel()
-    assert [each["event"].partition(":")[0] for each in logs] == [
-        "issued keys are not saved",
-        "issued keys are saved again",
-    ]
+        await keys.add(**PLAIN)
+    file.is_full = False
+    await keys.look()
+    assert file.read() == [told()]
 
 
 async def test_a_kvpin_without_a_place_for_keys_closes_those_of_the_group():
-    world = World(None)
-    world.book.merge([told()])
-    removed = await world.keys.remove("key-1")
-    assert world.book.issued() == []
+    keys = keys_over(None)
+    keys._book.merge([told()])
+    removed = await keys.remove("key-1")
+    assert keys._book.issued() == []
     assert "has no state_dir: it does not save the removal" in removed.warning
 
 
 async def test_a_file_that_is_gone_is_written_again(tmp_path):
-    world = World(KeyBookFile(tmp_path))
-    await world.keys.add(**PLAIN)
+    keys = keys_over(KeyBookFile(tmp_path))
+    await keys.add(**PLAIN)
     (tmp_path / "keys").unlink()
-    await world.keys.look()
-    assert world.file.read() == world.book.entries()
+    await keys.look()
+    assert KeyBookFile(tmp_path).read() == keys._book.entries()
 
 
 @pytest.mark.parametrize(("is_there", "notes"), [(False, ["no engine serves 'typo' now"]), (True, [])])

@@ -7,7 +7,6 @@ from proxy.control.operations import OperationState, Target
 from proxy.core.audit import Trust
 from proxy.errors import BadRequest
 from proxy.request.tenants import MAX_SALTS
-from tests.fakes import FakeEngine
 from tests.kv_world import ALL, KvFake, finished, kv_world, tokens, until
 
 NO_EVENTS = ALL - {Capability.KV_EVENTS}
@@ -73,15 +72,7 @@ async def test_without_reuse_every_engine_is_asked(tokenizer_dir):
         assert operation.parts[0].done == 2
 
 
-async def test_a_restore_can_fall_back_to_warming(world):
-    async with FakeEngine("a") as server:
-        fake = KvFake("a", NO_EVENTS - {Capability.RESTORE}, url=server.url)
-        world.add(fake)
-        world.served(fake, tokens(32))
-        target = Target(token_ids=tokens(40), engine="a")
-        operation = await finished(await world.kv.operate(KvVerb.RESTORE, target, warm_instead=True))
-        assert (operation.state, operation.parts[0].verb) == (OperationState.DONE, "warm")
-        assert server.seen[-1].json["prompt"] == tokens(40)
+async def test_only_a_prefix_can_be_warmed_in_place_of_a_restore(world, pair):
     with pytest.raises(BadRequest) as caught:
         await world.kv.operate(KvVerb.RESTORE, Target(engine="a"), warm_instead=True)
     assert caught.value.param == "fallback"
@@ -129,38 +120,25 @@ async def test_a_pin_that_a_flush_leaves_can_be_ended(world, learned):
     assert (world.pinning.active(), a.pins) == ([], {})
 
 
-async def test_a_tenants_kv_and_nobody_elses(tokenizer_dir):
+async def test_a_tenants_kv_and_pins_and_nobody_elses(tokenizer_dir):
     async with kv_world(tokenizer_dir, api_keys=KEYS) as world:
-        fake = KvFake("a", NO_EVENTS)
+        fake, salts, pins = KvFake("a", NO_EVENTS), [], []
         world.add(fake)
-        salts = {
-            (tenant, salt): world.tenants.salt(tenant, salt)
-            for tenant, salt in (("alice", None), ("alice", "x"), ("bob", None))
-        }
-        for (tenant, _), salt in salts.items():
-            world.served(fake, tokens(32), salt)
-            world.engines["a"].salts.note(tenant, salt)
+        for tenant, name in (("alice", None), ("alice", "x"), ("bob", None)):
+            salts.append(world.tenants.salt(tenant, name))
+            world.served(fake, tokens(32), salts[-1])
+            world.engines["a"].salts.note(tenant, salts[-1])
+            target = Target(token_ids=tokens(32), tenant=tenant, cache_salt=name)
+            pins.append((await finished(await world.pinning.pin(target, 60))).result["pin_id"])
+        await finished(await world.kv.operate(KvVerb.FLUSH, Target(tenant="alice", cache_salt="x")))
+        assert [pin.pin_id for pin in world.pinning.active()] == [pins[0], pins[2]]
+        world.served(fake, tokens(32), salts[1])
         operation = await finished(await world.kv.operate(KvVerb.FLUSH, Target(tenant="alice")))
         part = operation.parts[0]
         assert (part.done, part.total, part.bytes) == (4, 4, 400)
-        assert {block[0] for block in fake.tiers} == {salts["bob", None]}
+        assert {block[0] for block in fake.tiers} == {salts[2]}
         # Whose block a hash is cannot be told: the learned view of the engine starts over.
-        assert world.matched(tokens(32), salts["alice", "x"]) == {}
-
-
-async def test_a_tenants_flush_ends_its_pins_and_nobody_elses(tokenizer_dir):
-    async with kv_world(tokenizer_dir, api_keys=KEYS) as world:
-        fake = KvFake("a", NO_EVENTS)
-        world.add(fake)
-        for tenant, salt in (("alice", None), ("alice", "x"), ("bob", None)):
-            world.served(fake, tokens(32), world.tenants.salt(tenant, salt))
-            world.engines["a"].salts.note(tenant, world.tenants.salt(tenant, salt))
-            target = Target(token_ids=tokens(32), tenant=tenant, cache_salt=salt)
-            await finished(await world.pinning.pin(target, 60))
-        pins = [pin.pin_id for pin in world.pinning.active()]
-        await finished(await world.kv.operate(KvVerb.FLUSH, Target(tenant="alice", cache_salt="x")))
-        assert [pin.pin_id for pin in world.pinning.active()] == [pins[0], pins[2]]
-        await finished(await world.kv.operate(KvVerb.FLUSH, Target(tenant="alice")))
+        assert world.matched(tokens(32), salts[1]) == {}
         assert [pin.pin_id for pin in world.pinning.active()] == pins[2:]
 
 

@@ -118,15 +118,6 @@ async def test_of_many_requests_some_are_shown_whole_and_the_others_counted(worl
     assert not world._followed
 
 
-async def test_nothing_is_made_while_nobody_watches(world, monkeypatch):
-    monkeypatch.setattr(world, "_request", None)
-    monkeypatch.setattr(world, "snapshot", None)
-    request = record()
-    world.placed(request, request.placement)
-    world.finished(request)
-    assert not world._tasks._tasks
-
-
 async def test_snapshots_come_while_somebody_watches(world, monkeypatch):
     monkeypatch.setattr("proxy.control.live.TICK_S", 0.01)
     one, other = world.join(), world.join()

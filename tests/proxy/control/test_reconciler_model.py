@@ -96,10 +96,8 @@ class Adapter(FakeAdapter):
 class Request:
     """One in flight."""
 
-    is_lost = False
-
     def give_up(self):
-        self.is_lost = True
+        pass
 
 
 class Finder:

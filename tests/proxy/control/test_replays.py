@@ -3,7 +3,6 @@ import gzip
 import os
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,6 +11,8 @@ import pytest
 from proxy.control import replays as module
 from proxy.control.replays import Replays
 from proxy.errors import BadRequest
+from tests.live.answers import until
+from tests.processes import is_alive
 
 TRACES = Path(__file__).parents[2] / "data" / "traces"
 PLAYS = """
@@ -20,22 +21,6 @@ from proxy.control.replays import Replays
 engines = ",".join(map(str, range(1, 100)))
 asyncio.run(Replays().play(sys.stdin.buffer.read(), {"engines": engines}))
 """
-
-
-def until(look):
-    """What it sees, once it sees something."""
-    deadline = time.monotonic() + 30
-    while not (seen := look()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return seen
-
-
-def is_alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 @pytest.fixture(scope="module")

@@ -208,10 +208,6 @@ class TestAdapters:
         assert own.kv.token_ids == plain.kv.token_ids
         assert own.chain.hashes[0] != plain.chain.hashes[0]
 
-    async def test_only_engines_that_serve_it_are_concerned(self, world, ada):
-        selection = await world.targets.select(Target(token_ids=self.IDS, model="ada"), Capability.FLUSH)
-        assert [(each.engine.id, each.targets[0].lora) for each in selection.shares] == [("c", "ada")]
-
     @pytest.mark.parametrize("fields", [{"all": True}, {"engine": "c"}])
     async def test_all_of_an_adapters_kv_cannot_be_told_from_the_rest(self, world, ada, fields):
         with pytest.raises(BadRequest, match="only by a prefix") as caught:

@@ -4,6 +4,8 @@ import json
 import logging
 import sys
 from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 import structlog
@@ -16,6 +18,7 @@ from proxy.observe.logs import Banner, waiting_bar
 from proxy.request.tenants import ApiKey, Tenants
 from proxy.settings import LogSettings, Settings
 from tests.fakes import INFO, FakeAdapter, add_ready
+from tests.golden import check_golden
 
 
 @pytest.fixture(autouse=True)
@@ -135,31 +138,66 @@ def banner_of(fleet, *keys, **more):
     return Banner(fleet, "127.0.0.1", 8000, Settings(reuse=True), tenants=Tenants(keys), **more)
 
 
-@pytest.mark.parametrize(
-    ("host", "shown"),
-    [
-        ("127.0.0.1", "http://127.0.0.1:8000"),
-        ("0.0.0.0", "http://127.0.0.1:8000"),
-        ("::", "http://[::1]:8000"),
-        ("fd00::7", "http://[fd00::7]:8000"),
-    ],
-)
-def test_it_names_addresses_that_can_be_connected_to(capsys, host, shown):
-    Banner(Fleet(), host, 8000, Settings(reuse=True)).print_addresses()
-    printed = capsys.readouterr().out
-    assert f"base_url  {shown}/v1\n" in printed
-    assert f"admin     {shown}/admin/v1\n" in printed
-    assert "reuse on" in printed
+class Failed(FakeAdapter):
+    model_state = ModelState.FAILED
 
 
-async def test_once_engines_are_ready_there_is_a_request_to_copy(capsys):
-    await banner_of(ready_fleet()).print_when_ready()
-    printed = capsys.readouterr().out
-    assert "ready: m on a\n" in printed
-    assert "curl http://127.0.0.1:8000/v1/chat/completions" in printed
-    body = json.loads(printed.partition("-d '")[2].partition("'")[0])
-    assert body["model"] == "m"
-    assert "authorization" not in printed
+def failed_fleet():
+    """A model that failed to load, and one that did not."""
+    fleet = Fleet()
+    for name, kind in (("broken", Failed), ("good", FakeAdapter)):
+        engine = fleet.add(kind(name, info=replace(INFO, model=name)))
+        fleet.join(engine, engine.adapter.info)
+        engine.state = EngineState.READY
+    failed = fleet.engine("broken")
+    failed.state, failed.last_error = EngineState.SUSPECT, "its model failed to load"
+    return fleet
+
+
+def drained_fleet():
+    fleet = fleet_of(EngineState.READY, EngineState.READY)
+    fleet.engine("e1").state = EngineState.DRAINING
+    return fleet
+
+
+def unserved_fleet():
+    fleet = ready_fleet()
+    fleet.aliases, fleet.default_model = {"gpt": "m", "lost": "gone"}, "nothere"
+    return fleet
+
+
+def keyed_banner(*models):
+    """The banner where each key is for some models, or for all."""
+    fleet = ready_fleet()
+    add_ready(fleet, "b", model="n")
+    fleet.aliases = {"alias": "m"}
+    keys = [ApiKey.of(f"k{at}", "t", frozenset(each) if each else None) for at, each in enumerate(models)]
+    return banner_of(fleet, *keys, ApiKey.of("ended", "t", frozenset({"m"}), expires=1.0))
+
+
+async def test_what_is_printed_at_the_start(capsys):
+    banners = {
+        "no key": banner_of(ready_fleet()),
+        "models that nothing serves": banner_of(unserved_fleet()),
+        "keys for an alias and more": keyed_banner(["alias"], ["alias", "m"]),
+        "most keys for an alias": keyed_banner(["m"], ["alias"], ["alias"]),
+        "a key for a model that is not served": keyed_banner(["gone"], ["n"]),
+        "a key for all models and one for another": keyed_banner(None, ["n"]),
+        "keys for all models": keyed_banner(None, None),
+        "no key for a model that is served": keyed_banner(["gone"]),
+        "a model that failed to load": banner_of(failed_fleet()),
+        "a key for it alone": banner_of(failed_fleet(), ApiKey.of("k", "t", frozenset({"broken"}))),
+        "an engine that an operator drained": banner_of(drained_fleet()),
+    }
+    for host in ("127.0.0.1", "0.0.0.0", "::", "fd00::7"):
+        Banner(Fleet(), host, 8000, Settings(reuse=True)).print_addresses()
+    said = {
+        "addresses that can be connected to": capsys.readouterr().out.replace(version("kvpin"), "VERSION")
+    }
+    for title, banner in banners.items():
+        await banner.print_when_ready()
+        said[title] = capsys.readouterr().out
+    check_golden(Path(__file__).with_name("banners.txt"), said)
 
 
 async def test_it_is_not_ready_before_it_knows_what_other_kvpins_know(capsys):
@@ -171,67 +209,6 @@ async def test_it_is_not_ready_before_it_knows_what_other_kvpins_know(capsys):
     joined.set()
     await task
     assert capsys.readouterr().out.startswith("ready: m on a\n")
-
-
-async def test_it_names_models_that_settings_name_and_nothing_serves(capsys):
-    fleet = ready_fleet()
-    fleet.aliases, fleet.default_model = {"gpt": "m", "lost": "gone"}, "nothere"
-    await banner_of(fleet).print_when_ready()
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[:4] == [
-        "ready: m on a", "not served: gone (alias 'lost')", "not served: nothere (default model)", "try it:",
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("models", "model", "of"),
-    [
-        ([["alias"], ["alias", "m"]], "alias", "one of your keys"),
-        ([["m"], ["alias"], ["alias"]], "alias", "a key for alias"),
-        ([["gone"], ["n"]], "n", "a key for n"),
-        ([None, ["n"]], "n", "one of your keys"),
-        ([None, None], "m", "one of your keys"),
-        ([["gone"]], None, None),
-    ],
-)
-async def test_the_request_is_for_a_model_that_the_key_is_for(capsys, models, model, of):
-    fleet = ready_fleet()
-    add_ready(fleet, "b", model="n")
-    fleet.aliases = {"alias": "m"}
-    keys = [ApiKey.of(f"k{at}", "t", frozenset(each) if each else None) for at, each in enumerate(models)]
-    ended = ApiKey.of("ended", "t", frozenset({"m"}), expires=1.0)
-    await banner_of(fleet, *keys, ended).print_when_ready()
-    printed = capsys.readouterr().out
-    assert (f"try it, with {of} in OPENAI_API_KEY:\n" in printed) is (of is not None)
-    assert (f'"model": "{model}"' in printed) is (model is not None)
-    assert ("curl" in printed) is (model is not None)
-    assert ("not served: gone (a key of tenant 't' is for it)\n" in printed) is (["gone"] in models)
-
-
-async def test_a_model_that_failed_to_load_is_neither_ready_nor_in_the_request(capsys):
-    class Failed(FakeAdapter):
-        model_state = ModelState.FAILED
-
-    fleet = Fleet()
-    for name, kind in (("broken", Failed), ("good", FakeAdapter)):
-        engine = fleet.add(kind(name, info=replace(INFO, model=name)))
-        fleet.join(engine, engine.adapter.info)
-        engine.state = EngineState.READY
-    failed = fleet.engine("broken")
-    failed.state, failed.last_error = EngineState.SUSPECT, "its model failed to load"
-    await banner_of(fleet).print_when_ready()
-    printed = capsys.readouterr().out
-    assert printed.startswith("suspect: broken: its model failed to load\nready: good on good\ntry it:\n")
-    assert '"model": "good"' in printed
-    await banner_of(fleet, ApiKey.of("k", "t", frozenset({"broken"}))).print_when_ready()
-    assert '"model": "broken"' in capsys.readouterr().out  # the only model that a key is for
-
-
-async def test_an_engine_that_an_operator_drained_is_told_apart(capsys):
-    fleet = fleet_of(EngineState.READY, EngineState.READY)
-    fleet.engine("e1").state = EngineState.DRAINING
-    await banner_of(fleet).print_when_ready()
-    assert capsys.readouterr().out.startswith("ready: m on e0, e1 (drained)\n")
 
 
 async def test_engines_that_are_down_are_named_before_the_others_are_ready(capsys):

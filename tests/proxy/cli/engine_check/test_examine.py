@@ -6,7 +6,7 @@ import zmq
 
 from engine_adapter import EngineRejected, EngineSpec, EngineSpecError, EngineTaken, EngineUnavailable
 from proxy.cli import engine_check as doctor
-from proxy.cli.engine_check import examine, show_examination
+from proxy.cli.engine_check import examine
 from tests.engine_adapter.llama_server.slot_world import prompt_of, slot_world
 from tests.fake_engines.sglang import running_sglang
 from tests.fake_engines.tensorrt_llm import running_trtllm
@@ -193,25 +193,3 @@ async def test_the_report_holds_no_key(embedded_engine):
     found = await of(embedded_engine.url, probe=False, api_key="secret")
     assert "secret" not in str(found.as_json()) + repr(found)
     assert found.as_json()["view"]["state"] == "current"
-
-
-FOUND = {
-    "kind": "vllm", "version": "", "detected": False, "role": "both", "model": "m", "models": {}, "loras": [],
-    "max_model_len": None,
-    "tokens_per_block": None, "gpu_blocks": 5, "host_blocks": None, "running": 0, "waiting": 0, "can": [],
-    "cannot": {"pin": "restart it", "offload": "add LMCache"}, "view": {"detail": "[none]"},
-    "tokenisation": {"detail": "here", "forms": {}}, "probe": None, "findings": [],
-    "unseen": None,
-}  # fmt: skip
-
-
-def shown(capsys, **fields):
-    show_examination(FOUND | fields)
-    return [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-
-
-@pytest.mark.parametrize(("error", "is_shown"), [(None, True), ("refused", False)])
-def test_a_probe_that_failed_is_a_finding_and_no_comparison(capsys, error, is_shown):
-    probe = {"error": error, "reported": 48, "n_tokens": 49, "predicted": 48}
-    compared = "probe sent twice: the engine reports 48 of 49 tokens reused, kvpin predicted 48"
-    assert (compared in shown(capsys, probe=probe)) is is_shown
