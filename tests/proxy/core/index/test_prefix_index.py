@@ -229,6 +229,18 @@ TestIndexMachine = IndexMachine.TestCase
 TestIndexMachine.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 
 
+def test_what_is_served_becomes_stored_unless_others_await_it(index):
+    index.add_pending("a", (1, 2, 3))
+    index.add_pending("a", (1, 2, 4))
+    index.served("a", (1, 2, 3))
+    assert index.match((1, 2, 4)) == {"a": Match(gpu=2, pending=1)}
+    index.remove("a", Tier.GPU, (1, 2, 3))
+    assert index.match((1, 2, 4)) == {"a": Match(pending=3)}
+    index.served("a", (1, 2, 4))
+    index.remove("a", Tier.GPU, (1, 2, 4))
+    assert len(index) == 0
+
+
 def test_matches_are_equal_by_tiers():
     assert {Match(gpu=1, lead=1), Match(gpu=1), Match(host=1)} == {Match(gpu=1), Match(host=1)}
 
