@@ -10,6 +10,8 @@ import msgspec
 from cost_routers import KVPIN, SUBJECTS
 from cost_work import LOADS, Load
 
+from proxy.replay.simulator import quantile_of
+
 FIRST, NEXT = "first", "next"
 MISSED = "✗"
 # Panels of the picture that stand side by side.
@@ -72,8 +74,7 @@ class Figures(msgspec.Struct, frozen=True):
 
 def quantile(values: Sequence[float], share: float) -> float:
     """The smallest value that `share` of all values do not exceed; 0 for none."""
-    ranked = sorted(values)
-    return ranked[max(-(-int(share * 1e9) * len(ranked) // 10**9), 1) - 1] if ranked else 0.0
+    return quantile_of(sorted(values), share) if values else 0.0
 
 
 def quantile_of_counts(counts: Iterable[tuple[float, int]], share: float) -> float:

@@ -5,7 +5,7 @@ import contextlib
 import time
 from array import array
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 
 import httpx
 import msgspec
@@ -38,7 +38,6 @@ from proxy.control.prefixes import KeptPrompts, Prefixes
 from proxy.control.replays import Replays
 from proxy.control.target_engines import Targets
 from proxy.fleet.engine import Engine, EngineState
-from proxy.flow import Flow
 from proxy.prompt import Prompt
 from proxy.request.records import RequestRecord
 from proxy.server.app import Proxy
@@ -226,30 +225,6 @@ class KvWorld:
         )
         transport = httpx.ASGITransport(app, client=(peer, 1234))
         return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1/admin/v1")
-
-
-class WatchedFlow(Flow):
-    """The read path, which notes the steps it is asked for."""
-
-    steps: list[str]
-
-    @classmethod
-    def of(cls, flow: Flow) -> "WatchedFlow":
-        watched = cls(**{each.name: getattr(flow, each.name) for each in fields(flow)})
-        object.__setattr__(watched, "steps", [])
-        return watched
-
-    async def prepare(self, call):
-        self.steps.append("prepare")
-        return await super().prepare(call)
-
-    def candidates(self, ready, without=()):
-        self.steps.append("candidates")
-        return super().candidates(ready, without)
-
-    async def run(self, ready, reply, record, admitted):
-        self.steps.append("run")
-        return await super().run(ready, reply, record, admitted)
 
 
 @contextlib.asynccontextmanager

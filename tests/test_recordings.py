@@ -9,7 +9,6 @@ import gzip
 import hashlib
 import json
 import struct
-from contextlib import aclosing
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,14 +17,12 @@ import pytest
 from xxhash import xxh3_64_intdigest
 
 from engine_adapter.events.fields import read_vllm_keys
-from engine_adapter.events.subscriber import EventEndpoints, KvEventSubscriber
 from engine_adapter.events.wire import EventReader
 from engine_adapter.prompt.extra_ids import mark_media
-from engine_adapter.types import MediaSpan, Tier, ViewCurrent, token_array
+from engine_adapter.types import MediaSpan, Tier, token_array
 from proxy.core.index.blocks import chain, namespace_root
 from proxy.core.index.prefix_index import PrefixIndex
 from proxy.core.index.view import EngineView, slices
-from tests.fake_engines.publisher import published
 
 DATA = Path(__file__).parent / "data" / "vllm_events"
 NAMES = sorted(path.name.removesuffix(".jsonl.gz") for path in DATA.glob("*.gz"))
@@ -153,42 +150,6 @@ def match(index, token_ids, *, extra_ids=None, salt=None, lora=None):
 def test_the_index_holds_what_the_recording_says(name, form):
     _, index = replay(recorded(name), form=form)
     assert len(index) > 0
-
-
-@pytest.mark.parametrize("name", NAMES)
-async def test_over_sockets_with_every_third_batch_lost(name):
-    payloads, (view, index) = recorded(name), a_view()
-    with published(topic=f"kv@{name}") as publisher:
-        endpoints = EventEndpoints(publisher.endpoint, publisher.replay_endpoint, publisher.topic)
-        subscriber = KvEventSubscriber(endpoints, read_keys=read_vllm_keys, idle_check_s=0.02)
-        publisher.publish(payloads[0][1])
-        async with aclosing(subscriber.events()) as events:
-            async for event in events:
-                view.apply(event)
-                if isinstance(event, ViewCurrent):
-                    for number, (_, batch, _) in enumerate(payloads[1:]):
-                        publisher.dropping = number % 3 == 2
-                        publisher.publish(batch)
-                if subscriber.counts.batches == len(payloads) and view.complete and at_rest(view, payloads):
-                    break
-    _, expected = replay(payloads)
-    assert where_all(index) == where_all(expected)
-    assert (subscriber.counts.malformed, subscriber.counts.unanswered) == (0, 0)
-
-
-def where_all(index):
-    locations = index._locations
-    return {
-        block: locations.get(block)
-        for part in {id(part): part for part in locations._parts}.values()
-        for block in part
-    }
-
-
-def at_rest(view, payloads):
-    """Whether the view was told every block of the recording."""
-    stored = [event for _, events, _ in payloads for event in events if event["type"] == "BlockStored"]
-    return view.counts.stored == sum(len(event["block_hashes"]) for event in stored)
 
 
 def test_adapter_and_salt_are_worlds_of_their_own():

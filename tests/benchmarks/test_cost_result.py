@@ -1,20 +1,10 @@
 """Tables of router_cost.py: quantiles, and marks of missed goals."""
 
-import pytest
-
 
 def cells_of(text, title):
     """The cells of a row of the first table that has it."""
     row = next(line for line in text.splitlines() if line.startswith(f"| {title} |"))
     return [cell.strip() for cell in row.split("|")[2:-1]]
-
-
-@pytest.mark.parametrize(
-    ("values", "share", "wanted"),
-    [(range(1, 101), 0.5, 50), (range(1, 101), 0.99, 99), ([3, 1, 2], 1.0, 3), ([7], 0.5, 7), ([], 0.5, 0)],
-)
-def test_quantiles_are_by_rank(script, values, share, wanted):
-    assert script.quantile(values, share) == wanted
 
 
 def test_the_best_repeat_counts_and_a_missed_goal_is_marked(script):

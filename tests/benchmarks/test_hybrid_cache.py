@@ -4,8 +4,6 @@ from hypothesis import strategies as st
 from engine_adapter.types import Attention, KvGroup, Tier
 from proxy.core.index.blocks import Chain
 from proxy.core.index.prefix_index import PrefixIndex
-from tests.proxy.replay.making import SIZE as BLOCK
-from tests.proxy.replay.making import Diary, ask
 
 SIZE = 10
 NAMES = st.lists(st.integers(0, 2), min_size=1, max_size=8)
@@ -59,19 +57,3 @@ def test_its_events_say_what_it_reuses(prompts, groups, window_blocks, room):
     for each in running:
         cache.release(*each)
     assert cache.occupied == cache.held
-
-
-def test_what_a_simulated_engine_tells():
-    from hybrid_cache import HybridModel
-
-    diary = Diary()
-    model = HybridModel(4 * BLOCK, prefill_tok_s=1000.0, window_groups=1, window_tokens=101)
-    engine = model.engine(0, BLOCK, diary)  # 8 blocks of the pool
-    engine.submit(0.0, ask((1, 2, 3), tail=0, name=1))
-    engine.submit(0.0, ask((7, 8), tail=0, name=2))
-    while engine.due < float("inf"):
-        engine.advance(engine.due)
-    assert diary.of("stored", "removed") == [("stored", "gpu", [1, 2, 3]), ("stored", "gpu", [7, 8])]
-    told = [(is_new, list(hashes)) for is_new, hashes in engine.cache.windows]
-    assert told == [(True, [2, 3]), (False, [2]), (True, [7, 8]), (False, [3])]
-    assert engine.evicted == 0

@@ -69,17 +69,8 @@ async def test_events_of_a_hybrid_model_tell_kvpin_what_it_reuses(script):
     view = EngineView("a", index, lambda _salt, _lora: root, 16)
     view.apply(CacheCleared())
     predicted, reused = [], []
-    for length, own in [
-        (100, 0),
-        (100, 1),
-        (200, 1),
-        (300, 2),
-        (40, 3),
-        (200, 1),
-        (300, 4),
-        (100, 1),
-        (300, 2),
-    ]:
+    lengths, owns = (100, 100, 200, 300, 40, 200, 300, 100, 300), (0, 1, 1, 2, 3, 1, 4, 1, 2)
+    for length, own in zip(lengths, owns, strict=True):
         tokens = array("i", [*range(100), *range(1000 * own, 1000 * own + length)])
         asked = chain(root, tokens, None, 16)
         match = index.match(asked.hashes, asked.reusable).get("a", Match())

@@ -21,7 +21,6 @@ class Publisher:
 
     Attributes:
         endpoint, replay_endpoint: addresses; the second is None without replay.
-        dropping: number of batches to lose; a replay still has them.
     """
 
     def __init__(
@@ -34,7 +33,6 @@ class Publisher:
     ) -> None:
         """`ports` are those of events and replay, 0 for any free one."""
         self.topic = topic
-        self.dropping = 0
         self._rank = rank
         self._lock = threading.Lock()
         self._buffer: deque[tuple[int, bytes]] = deque(maxlen=10_000)
@@ -56,9 +54,6 @@ class Publisher:
         with self._lock:
             sequence, self._next = self._next, self._next + 1
             self._buffer.append((sequence, payload))
-            if self.dropping:
-                self.dropping -= 1
-                return
             self._pub.send_multipart(self._frames(sequence.to_bytes(8, "big"), payload))
 
     def forget(self, *, but: int = 0) -> None:

@@ -102,17 +102,6 @@ def test_values_in_the_descriptions_of_tools_are_told():
     assert made == {"tools": [expected], "input": f"{TOLD}[[path 1]]: /home/u/w1\n\nHi"}
 
 
-def test_the_prompts_of_two_directories_are_equal_up_to_the_values():
-    def prompt(at, day, session):
-        text = f"Be brief.\nYou work in {at} since {day}, as {session}.\nKnow tides."
-        return changed({"messages": [system(text), user("Hi")]}, *AGENTS)["messages"]
-
-    one = prompt("/home/u/w1", "Nov 28, 2026", "0b9d8a52-7c1e-4f0a-9d3e-1f2a3b4c5d6e")
-    other = prompt("/Users/v/w2", "29 November 2026", "1b9d8a52-7c1e-4f0a-9d3e-1f2a3b4c5d6e")
-    assert one[0] == other[0]
-    assert one[1] != other[1]
-
-
 def test_schemas_are_sorted_and_mean_the_same():
     def tool(*names):
         inner = {name: {"type": "string", "enum": ["b", "a"]} for name in names}

@@ -1,7 +1,5 @@
 """Advice from recordings."""
 
-import gzip
-import json
 from hashlib import blake2b
 
 import msgspec
@@ -85,34 +83,6 @@ def test_requests_without_text_or_session_are_counted():
     advice = advise([AdviceLine(TOKENS), line(None, **chat(LONG)), line(None, **chat(LONG))])
     assert (advice.requests, advice.unknown, advice.alone) == (2, 1, 2)
     assert advice.cached_tokens == TOKENS
-
-
-@pytest.mark.parametrize("opened", [open, gzip.open])
-def test_a_recording_is_read(tmp_path, opened):
-    path = tmp_path / ("t.jsonl" if opened is open else "t.jsonl.gz")
-    about = msgspec.json.encode(RecordingLine(Recording(began=1.0, key="k")))
-    with opened(path, "wb") as file:
-        file.write(about + b"\n")
-        file.write(json.dumps({"input_length": 3, "hash_ids": [1], "text": {"ids": [5]}}).encode() + b"\n")
-        file.write(b'{"input_len')  # its writer was killed
-    (read,) = read_recordings(path)
-    assert (read.input_length, read.text.ids) == (3, [5])
-
-
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        (b'{"input_length": 0}\n', "line 1: Expected `int` >= 1"),
-        (b"\xff\n", "line 1: "),
-        (None, "cannot be read"),
-    ],
-)
-def test_a_file_that_is_none_is_refused(tmp_path, content, says):
-    path = tmp_path / "t.jsonl"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(TraceError, match=says):
-        read_recordings(path)
 
 
 def recorded(path, began, *lines, key="k"):

@@ -59,17 +59,12 @@ def test_json_and_csv_hold_every_run(each):
     assert float(read[0]["mean_ttft_s"]) == each[0]["mean_ttft_s"]
 
 
-TRACE = trace_of(*(ask((n % 3, 10 + n), at=n / 10) for n in range(20)))
-
-
-def drawn(names, engines, sizes):
-    runs = [ReplayRun(name, n, model_of(size)) for n in engines for size in sizes for name in names]
-    each = rows(run_all(TRACE, runs))
-    return each, curves(each)
-
-
 def test_hits_and_times_over_the_engines():
-    each, (hits, mean, p99) = drawn(("oracle", "kvpin"), (2, 1), (5,))
+    trace = trace_of(*(ask((n % 3, 10 + n), at=n / 10) for n in range(20)))
+    each = rows(
+        run_all(trace, [ReplayRun(name, n, model_of(5)) for n in (2, 1) for name in ("oracle", "kvpin")])
+    )
+    hits, mean, p99 = curves(each)
     value = {(row["policy"], row["engines"]): row["hit_percent"] for row in each}
     assert hits == Curves(
         "token hits, %",

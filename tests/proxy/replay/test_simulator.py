@@ -131,12 +131,6 @@ def test_processes_come_to_the_same():
     assert sum(alone) == sum(beside) == 600
 
 
-def test_what_cannot_be_run_is_told_from_processes_too():
-    runs = [ReplayRun(policy, 2, model_of(1)) for policy in ("kvpin", "sticky")]
-    with pytest.raises(ValueError, match="no request of the trace fits"):
-        run_all(trace_of(ask((1, 2))), runs, jobs=2)
-
-
 def test_a_load_is_what_computing_everything_would_take():
     trace = trace_of(ask((1, 2), tail=0, at=5.0), ask((1, 2), tail=0, at=25.0))
     # 0.4 s of work for 20 s: two engines are busy for half of the time when it takes 0.4 s.

@@ -12,13 +12,6 @@ from proxy.steps.preparation import Preparation
 from tests.fakes import ASK, CHAT, client_of, is_openai_error, proxy_over
 
 
-async def test_a_wrong_priority_is_refused_even_where_nothing_waits(engine):
-    async with proxy_over(engine) as proxy, client_of(proxy) as client:
-        answer = await client.post(CHAT, json=ASK, headers={"x-kvpin-priority": "99"})
-        assert is_openai_error(answer, 400)
-        assert not engine.seen
-
-
 class TestNames:
     """The names that engines get, and those that records and metrics show."""
 

@@ -5,20 +5,25 @@ from array import array
 from contextlib import suppress
 from types import SimpleNamespace
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from engine_adapter import EngineDied, EngineRejected, Headers, JsonBody, Resumption
-from proxy.core.life import Cause, Phase, RetryBudget, Rules
+from proxy.core.audit import Unchecked
+from proxy.core.life import Cause, FailedAttempt, Phase, RetryBudget, Rules
+from proxy.core.placement.decision import Cost, Placement
+from proxy.fleet.fleet import Fleet
+from proxy.fleet.ingest import Ingest
 from proxy.prompt import Prompt
 from proxy.request.calls import Call, Nobody, Reply
 from proxy.request.gate import Admission
 from proxy.request.migration import SentStream
 from proxy.request.records import RequestRecord
 from proxy.steps import request
+from proxy.steps.checks import check_prediction
 from proxy.steps.preparation import Ready
 from proxy.steps.request import Request
-from tests.fakes import CHAT
+from tests.fakes import CHAT, add_ready
 
 QUIET = Rules()
 
@@ -49,7 +54,7 @@ async def test_a_stream_goes_on_only_where_engines_make_the_prompt_with_which_it
         for one in (0, 1)
     )
     made = request_for()
-    made.is_ready(msgspec.structs.replace(mine, others=(other,)))
+    made.is_ready(replace(mine, others=(other,)))
     made.prepared()
     made.placed("a")
     made.record.attempts.append("a")
@@ -65,6 +70,23 @@ async def test_a_stream_goes_on_only_where_engines_make_the_prompt_with_which_it
     assert made.ready.rendering is builders[begun]
     assert made.ready.call.body.get("answer_token_ids") == [7, 8]
     assert list(made.ready.prompt.token_ids) == [begun, 7, 8]
+
+
+@pytest.mark.parametrize("cause", Cause)
+async def test_only_some_causes_say_something_about_the_engine(cause):
+    engine = add_ready(Fleet(), "a")
+    ready = SimpleNamespace(pool=SimpleNamespace(engines={"a": engine}))
+    asks = SimpleNamespace(ready=ready, call=SimpleNamespace(route="/v1/files"))
+    Request.blame(asks, [FailedAttempt("a", cause, EngineRejected("x", status=503))])
+    is_suspect = cause in (
+        Cause.ENGINE_UNREACHABLE, Cause.ENGINE_DIED, Cause.ENGINE_LATE, Cause.ENGINE_GARBLED
+    )  # fmt: skip
+    assert (engine.state == "suspect") is is_suspect
+    assert engine.check_now.is_set() is (is_suspect or cause is Cause.ENGINE_SILENT)
+    assert (engine.breaker is not None) is (
+        is_suspect or cause in (Cause.ENGINE_REFUSED, Cause.ENGINE_DENIED, Cause.ENGINE_MODEL_FAILED)
+    )
+    assert engine.lacks == ({"/v1/files"} if cause is Cause.ENGINE_LACKS else set())
 
 
 class World:
@@ -127,3 +149,40 @@ async def test_an_engine_that_is_lost_between_two_attempts_or_after_the_end_is_n
     assert await task is None
     world.request.engine_lost()
     await asyncio.sleep(0.01)
+
+
+# --- what reports are compared with --------------------------------------------------------------
+
+PROMPT = Prompt(array("i", range(40)))
+PLACED = Placement(Cost("a"), 32, 40, tuple, "lowest cost")
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"tokens_agree": False}, Unchecked.TOKENS_DIFFER),
+        ({"may_be_evicted": True}, Unchecked.MAY_BE_EVICTED),
+        ({"reported": None, "error": "no"}, Unchecked.FAILED),
+        ({"reported": None, "runs_prompt": False}, Unchecked.NO_PROMPT),
+        ({"tokens_agree": False, "firm": False}, Unchecked.TOKENS_DIFFER),
+        ({"has_ingest": False}, Unchecked.REUSE_OFF),
+        # What may be doubted and is not. Nothing can be evicted of a prompt of which nothing is cached.
+        ({"tokens_agree": None}, None),
+        ({"may_be_evicted": True, "predicted_tokens": 0}, None),
+    ],
+)
+def test_what_is_no_firm_prediction_is_not_compared(more, why):
+    """All is well with it, but for what `more` says. Further reasons: tests/proxy/test_flow.py."""
+    engine, given = (
+        add_ready(fleet := Fleet(), "a"),
+        {"tokens_agree": True, "error": None, "runs_prompt": True},
+    )
+    placement = replace(PLACED, **{name: more[name] for name in ("firm", "predicted_tokens") if name in more})
+    placed = SimpleNamespace(may_be_evicted=more.get("may_be_evicted", False))
+    lease = SimpleNamespace(placement=placement, placed=placed, evicted_since=False)
+    record = SimpleNamespace(**given | more, placement=placement)
+    ingest = Ingest(fleet, None) if more.get("has_ingest", True) else None
+    ready = SimpleNamespace(prompt=PROMPT)
+    assert check_prediction(ingest, engine, ready, lease, record, more.get("reported", 32)) is why
+    assert engine.audit.view().checked == (why is None)
+    assert record.placement.firm is (why is not Unchecked.MAY_BE_EVICTED and placement.firm)

@@ -1,11 +1,15 @@
 """Where blocks lie, against a naive model beside others: test_prefix_index.py."""
 
 from array import array
+from collections import Counter
+
+import pytest
+from xxhash import xxh3_64_intdigest
 
 from proxy.core.index import locations
 from proxy.core.index.blocks import extend, namespace_root
 from proxy.core.index.locations import Locations
-from proxy.core.index.segments import SEGMENT_BLOCKS
+from proxy.core.index.segments import SEGMENT_BLOCKS, place, spread
 
 ROOT = namespace_root("m")
 LONG = extend(ROOT, array("i", range(1000)), None, 4)
@@ -65,3 +69,18 @@ def test_what_is_parted_during_a_pass_takes_nothing_retired_along(monkeypatch):
         assert {block: where.get(block) for block in chain} == {
             block: 0 if block in middles else 2 for block in chain
         }
+
+
+DIGESTS = [xxh3_64_intdigest(n.to_bytes(4, "big")) for n in range(25_600)]
+KEYS = {
+    "uint64": DIGESTS,
+    "int64": [digest - 2**63 for digest in DIGESTS],
+    "bytes": [digest.to_bytes(32, "big") for digest in DIGESTS],
+}
+
+
+@pytest.mark.parametrize("kind", KEYS)
+def test_each_gets_its_share(kind):
+    places = Counter(map(place, KEYS[kind]))
+    assert set(places) == set(range(len(spread())))
+    assert max(places.values()) < 200

@@ -1,5 +1,6 @@
 import pytest
 
+from proxy.replay.policy import Kvpin
 from proxy.replay.rules import LeastLoaded, Sticky, UnknownPolicy, affinity, resolve
 from tests.proxy.replay.making import ask, fleet_of
 
@@ -54,3 +55,16 @@ def test_ties_are_broken_by_the_seed():
 def test_an_unknown_name_is_told_with_those_there_are():
     with pytest.raises(UnknownPolicy, match=r"no policy 'x'; there are all, kvpin, .*oracle"):
         resolve(["kvpin", "x"])
+
+
+def test_everything_that_kvpin_takes_it_gives_back():
+    policy = Kvpin(fleet_of(), 0)
+    for now in range(5):
+        request = ask((1, 2, 10 + now), name=now)
+        engine = policy.choose(float(now), request, ()).engine
+        policy.first_token(now + 0.3, engine, request)
+        policy.finished(now + 0.3, engine, request)
+    placer = policy._placer
+    assert [placer.index.pending(name) for name in ("e0", "e1")] == [0, 0]
+    assert [book.ledger.in_flight for book in placer.books.values()] == [0, 0]
+    assert not policy._placed
