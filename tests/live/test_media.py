@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import random
 from contextlib import asynccontextmanager
 
@@ -89,32 +88,6 @@ async def test_predicted_is_reported(world):
             del talk[1:]
     assert reused > 40 * PAGE
     assert world.last.prompt.media
-
-
-async def test_what_images_share(world):
-    question = text("What is there?")
-    first = await world.ask(text("see"), image(CAT), question)
-    again = await world.ask(text("see"), image(CAT), question)
-    other = await world.ask(text("see"), image(DOG), question)
-    moved = await world.ask(text("see " * 3), image(CAT), question)
-    assert [predicted == reported for predicted, reported in (first, again, other, moved)] == [True] * 4
-    # Another picture, or the same one at another place, shares the text before it alone.
-    assert first[0] == 0
-    assert again[0] > other[0] >= 4 * PAGE
-    assert again[0] > moved[0] >= 4 * PAGE
-
-
-async def test_the_server_renders_what_holds_images_and_nothing_else(world, vllm):
-    await world.ask(text("hello"))
-    rendered = len(vllm.fake.rendered)  # when it was connected to
-    await world.ask(text("hello"), text("again"))
-    assert len(vllm.fake.rendered) == rendered
-    await world.ask(image(CAT))
-    assert len(vllm.fake.rendered) == rendered + 1
-    await world.ask(image(CAT), ELSEWHERE)
-    assert len(vllm.fake.rendered) == rendered + 1
-    sent = [body for _, body in vllm.fake.seen[-2:]]
-    assert "mm_payload" not in json.dumps(sent)
 
 
 async def test_responses_hold_images_too(world):

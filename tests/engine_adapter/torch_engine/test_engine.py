@@ -14,7 +14,6 @@ from engine_adapter.torch_engine.model import load_model
 from engine_adapter.torch_engine.requests import (
     GenerationRequest,
     PromptScores,
-    RequestRefused,
     SamplingParams,
     Scheduled,
     Token,
@@ -144,12 +143,6 @@ def test_fake_ids_stand_for_rows_of_their_table(llama):
     assert other.cached == 0
 
 
-def test_a_salt_keeps_kv_apart(world):
-    prompt = prompt_of(9)
-    cached = [world.ask(prompt, 1, salt=salt).wait().cached for salt in (None, "a", "a", "b", None)]
-    assert cached == [0, 0, 8, 0, 8]
-
-
 def test_a_burst_of_one_prompt_computes_it_once(llama):
     model, _ = llama
     with served(model, prefill_chunk=16) as world:
@@ -175,18 +168,6 @@ def test_events_of_a_step_come_before_its_tokens_in_runs(llama):
     assert all(isinstance(event, BlocksStored) and event.tier is Tier.GPU for event in stored)
     assert (stored[0].parent, stored[1].parent) == (None, stored[0].hashes[-1])
     assert list(stored[0].token_ids + stored[1].token_ids) == prompt[:16]
-
-
-def test_cancel_frees_the_blocks_at_once(world):
-    answer = world.ask(prompt_of(9), 200)
-    assert answer.first.wait(10)
-    world.engine.cancel(answer.id)
-    assert world.stats()["gpu"]["active"] == 0
-    assert answer.wait().finished.reason == "cancelled"
-    world.engine.cancel(answer.id)
-    world.engine.cancel("never heard of")
-    waiting = world.engine.counters
-    assert (waiting.running, waiting.waiting) == (0, 0)
 
 
 def test_stop_tokens_and_lengths(world):
@@ -375,28 +356,6 @@ def test_a_dead_thread_leaves_nobody_waiting(world, caplog):
         world.engine.call(lambda cache: None)
     world.engine.cancel(answer.id)
     assert "the engine died" in caplog.text
-
-
-def test_stop_cancels_what_is_in_flight(world):
-    answer = world.ask(prompt_of(9), 200)
-    assert answer.first.wait(10)
-    world.engine.stop()
-    assert answer.wait().finished.reason == "cancelled"
-    assert not world.engine.alive
-    assert world.engine.wait() is None
-    with pytest.raises(RuntimeError):
-        world.engine.start()
-    assert not world.engine.alive
-
-
-def test_requests_that_never_fit_are_refused(llama):
-    model, _ = llama
-    with served(model, kv_blocks=4) as world:
-        assert world.engine.max_model_len == 16
-        with pytest.raises(RequestRefused, match="1 to 15 fit") as refused:
-            world.ask(prompt_of(16))
-        assert refused.value.param == "prompt"
-        assert world.ask(prompt_of(15), 5).wait().finished.reason == "length"
 
 
 def test_without_a_size_the_cache_is_sized_by_the_free_memory(llama, monkeypatch):

@@ -73,14 +73,6 @@ def test_eviction_takes_leaves_first_then_the_least_recently_used():
     assert [world.held(tokens(8, start)) for start in (0, 100, 200)] == [2, 1, 2]
 
 
-def test_a_higher_priority_is_evicted_later():
-    world = World(4)
-    world.run(tokens(8), priority=1)
-    world.run(tokens(8, 100))
-    world.run(tokens(8, 200))
-    assert world.run(tokens(9)) == 8
-
-
 def test_reuse_raises_the_priority_of_a_prefix():
     world = World(5)
     world.run(tokens(8))

@@ -83,15 +83,6 @@ class TestChoices:
         assert all(each[-1] and not any(each[:-1]) for each in reasons)
         assert last["usage"]["total_tokens"] == whole["usage"]["total_tokens"]
 
-    async def test_the_prompt_is_computed_once(self, client, served_engine):
-        counters = served_engine.service.engine.counters
-        words = " ".join(f"word{n}" for n in range(300))
-        before = counters.steps
-        made = await ask(client, prompt=words, n=8, max_tokens=1, cache_salt="computed-once")
-        chunks = made["usage"]["prompt_tokens"] / 64  # the engine's prefill_chunk
-        assert counters.steps - before <= chunks + 4
-        assert made["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-
     async def test_a_stop_string_ends_one_choice_alone(self, client):
         fields = {"temperature": 1.5, "seed": 9, "n": 4, "max_tokens": 24}
         texts = [choice["text"] for choice in (await ask(client, **fields))["choices"]]

@@ -70,15 +70,6 @@ async def test_embeddings_need_no_tokenizer_but_the_models_sizes(build, embedded
         assert await build(info, COMPLETIONS, prompt_embeds=TEXT) is None
 
 
-async def test_text_and_token_ids(build, embedded, engine):
-    text = await build(embedded, COMPLETIONS, prompt="hello")
-    assert text.token_ids == engine.tokenizer.encode("hello", add_special_tokens=True)
-    assert prompts_of(embedded).decode(text.token_ids[1:]) == "hello"
-    bare = await build(embedded, COMPLETIONS, prompt=["hello"], add_special_tokens=False)
-    assert bare.token_ids == text.token_ids[1:]
-    assert (await build(embedded, COMPLETIONS, prompt=[[5, 6]])).token_ids == array("i", [5, 6])
-
-
 @pytest.mark.parametrize(("tokens", "leaves"), [(2_000, False), (100_000, True)])
 async def test_a_long_list_of_token_ids_is_read_off_the_loop(build, info_of, monkeypatch, tokens, leaves):
     readers = []
@@ -157,7 +148,7 @@ async def test_a_prompt_beyond_the_context_is_refused_where_it_is_known(build, i
         assert len(prompt.token_ids) == 4
 
 
-async def test_without_a_tokenizer_only_token_ids_are_followed(build, info_of, tables):
+async def test_without_a_tokenizer_only_token_ids_are_followed(build, info_of, tables, engine):
     builder = prompts_of(info_of(tokenizer=None), tables=tables)
     assert builder.local is None
     assert builder.reason == "no tokenizer is known for this model"
@@ -165,6 +156,7 @@ async def test_without_a_tokenizer_only_token_ids_are_followed(build, info_of, t
     assert await build(None, COMPLETIONS, builder=builder, prompt="hello") is None
     assert await build(None, COMPLETIONS, builder=builder, prompt=[5]) is not None
     assert builder.decode(array("i", [5])) is None
+    assert prompts_of(info_of()).decode(engine.tokenizer.encode("hi", add_special_tokens=False)) == "hi"
 
 
 async def test_a_tokenizer_that_is_loaded_is_not_used_before_it_is_checked(build, info_of, engine, tables):
@@ -182,9 +174,11 @@ async def test_a_tokenizer_that_is_loaded_is_not_used_before_it_is_checked(build
 async def test_the_engine_can_be_asked_instead(build, embedded, engine, tables):
     engines = [engine]
     builder = prompts_of(embedded, tables=tables, engines=lambda _: engines)
+    ours = engine.tokenizer.chat(HELLO).token_ids.tolist()
+    response = await build(None, RESPONSES, builder=builder, input="hello", salt="s")  # asked in any case
+    assert (response.token_ids.tolist(), response.extra_ids, response.salt) == (ours, None, "s")
     builder.ask_engines("to try it")
     engine.alter = lambda path, body, ids: [1, *ids]
-    ours = engine.tokenizer.chat(HELLO).token_ids.tolist()
     prompt = await build(None, CHAT, builder=builder, messages=HELLO, salt="s")
     assert (prompt.token_ids.tolist(), prompt.salt) == ([1, *ours], "s")
     engines.clear()
@@ -210,13 +204,3 @@ async def test_what_engines_differ_on_is_asked_of_one(build, info_of, engine, ta
     assert len(engine.asked) == 1
     own = prompts_of(info_of(*able, renders_alike=True), tables=tables, engines=lambda _: [engine])
     assert (await build(None, CHAT, builder=own, **fields)).token_ids[0] != 599
-
-
-async def test_a_response_is_tokenised_by_an_engine_whoever_tokenises_chats(build, embedded, engine, tables):
-    builder = prompts_of(embedded, tables=tables, engines=lambda _: [engine])
-    prompt = await build(None, RESPONSES, builder=builder, input="hello", salt="s")
-    assert prompt.token_ids == engine.tokenizer.chat(HELLO).token_ids
-    assert (prompt.extra_ids, prompt.salt) == (None, "s")
-    builder.ask_engines("to try it")
-    assert (await build(None, RESPONSES, builder=builder, input="hello", salt="s")) == prompt
-    assert len(engine.asked) == 2
