@@ -304,19 +304,34 @@ class TestMissing:
             assert (await world.client.post(f"{world.url}/v1/completions", json=asked())).status_code == 200
 
 
+async def refuses(world):
+    world.fakes["p"].fake.refuses = 500
+
+
+async def is_late(world):
+    world.fakes["p"].fake.hangs = True
+    object.__setattr__(world.proxy.flow, "rules", Rules(first_byte_s=1.0))
+
+
+async def is_lost(world):
+    world.fakes["p"].fake.hangs = True
+    await until(lambda: world.counts()["p"] == 1)
+    world.engine("p").abandon()
+
+
 class TestFaults:
-    async def test_a_prompt_that_is_refused_goes_to_another_engine_for_prefills(self):
-        """The one for decoding is not to blame: it is asked again."""
+    @pytest.mark.parametrize("fails", [refuses, is_late, is_lost])
+    async def test_the_prompt_goes_to_another_engine_and_the_one_for_decoding_is_not_to_blame(self, fails):
         async with world_of("pqd") as world:
             expected = await world.alone("v1/completions", asked())
-            world.fakes["p"].fake.refuses = 500
             world.proxy.fleet.pools["tiny"].placer.books["q"].turn = 99
+            failing = asyncio.ensure_future(fails(world))
             answer, record = await world.ask(stream=True)
             assert texts_of(answer) == expected
             assert (record.attempts, record.prefilled_by) == (["d", "d"], "q")
             await until(lambda: world.fakes["d"].fake.aborted == 1)
-            assert world.engine("p").breaker is not None
-            assert world.engine("d").breaker is None
+            assert (world.engine("p").failed, world.engine("d").breaker) == (1, None)
+            await failing
 
     async def test_an_engine_that_sends_comments_waits_no_longer_for_it(self):
         async with world_of() as world:
@@ -364,26 +379,3 @@ class TestFaults:
                 await world.client.post(f"{world.url}/v1/completions", json=asked(), timeout=0.5)
             await until(world.is_idle)
             await until(lambda: world.fakes["d"].fake.aborted == world.fakes[name].fake.aborted == 1)
-
-    async def test_a_prompt_that_is_late_is_the_fault_of_its_engine(self):
-        async with world_of("pqd") as world:
-            expected = await world.alone("v1/completions", asked())
-            world.fakes["p"].fake.hangs = True
-            world.proxy.fleet.pools["tiny"].placer.books["q"].turn = 99
-            object.__setattr__(world.proxy.flow, "rules", Rules(first_byte_s=1.0))
-            answer, record = await world.ask()
-            assert texts_of(answer) == expected
-            assert (record.attempts, record.prefilled_by) == (["d", "d"], "q")
-
-    async def test_a_lost_engine_for_prefills(self):
-        async with world_of("pqd") as world:
-            expected = await world.alone("v1/completions", asked())
-            world.fakes["p"].fake.hangs = True
-            world.proxy.fleet.pools["tiny"].placer.books["q"].turn = 99
-            answer = asyncio.ensure_future(world.client.post(f"{world.url}/v1/completions", json=asked()))
-            await until(lambda: world.counts()["p"] == 1)
-            world.engine("p").abandon()
-            assert texts_of(await answer) == expected
-            await until(lambda: world.is_idle() and bool(list(world.proxy.flow.requests)))
-            assert world.last.attempts == ["d", "d"]
-            assert (world.engine("p").served, world.engine("p").failed) == (0, 1)

@@ -16,12 +16,6 @@ def url():
         yield url
 
 
-@pytest.fixture(scope="module")
-def locked():
-    with served(create_app(EngineHost(), key="key")) as url:
-        yield url
-
-
 def status(url, method="GET", path="/kv/info", **headers):
     headers = {name.replace("_", "-"): value for name, value in headers.items()}
     return httpx.request(method, url + path, headers=headers, trust_env=False).status_code
@@ -51,14 +45,14 @@ def test_programs_are(url, method, path, headers):
     assert status(url, method, path, **headers) == LOADING
 
 
-@pytest.mark.parametrize(("method", "path"), ROUTES)
-def test_with_a_key_the_key_decides(locked, method, path):
-    assert status(locked, method, path) == 401
-    assert status(locked, method, path, authorization="Bearer other") == 401
-    assert status(locked, method, path, authorization=b"Bearer \xe9") == 401
-    key = "Bearer key"
-    assert status(locked, method, path, authorization=key) == LOADING
-    assert status(locked, method, path, authorization=key, host="kvpin.example") == LOADING
-    assert (status(locked, path="/health"), status(locked, path="/health/")) == (LOADING, 401)
-    error = httpx.get(f"{locked}/kv/info", trust_env=False).json()["error"]
-    assert (error["code"], error["type"]) == ("invalid_api_key", "invalid_request_error")
+def test_with_a_key_the_key_decides():
+    with served(create_app(EngineHost(), key="key")) as locked:
+        for method, path in ROUTES:
+            assert status(locked, method, path) == 401
+            assert status(locked, method, path, authorization="Bearer other") == 401
+            assert status(locked, method, path, authorization=b"Bearer \xe9") == 401
+            key = "Bearer key"
+            assert status(locked, method, path, authorization=key, host="kvpin.example") == LOADING
+        assert (status(locked, path="/health"), status(locked, path="/health/")) == (LOADING, 401)
+        error = httpx.get(f"{locked}/kv/info", trust_env=False).json()["error"]
+        assert (error["code"], error["type"]) == ("invalid_api_key", "invalid_request_error")

@@ -1,3 +1,4 @@
+import asyncio
 import base64
 import threading
 from array import array
@@ -9,12 +10,15 @@ import pytest
 from safetensors.numpy import save
 
 from engine_adapter import Capability, ChatError, JsonBody, PromptTableError
+from engine_adapter.prompt.chat import ChatTokenizer
 from engine_adapter.prompt.extra_ids import parse_embeddings, prompt_embeds_extra_id
 from engine_adapter.prompt.forms import Form
 from proxy.errors import BadRequest
 from proxy.prompt import PromptBuilder, RegisteredTables
 from proxy.prompt.render import read_prompt
+from proxy.prompt.tokenizer import EngineTokenizer, LocalTokenizer
 from tests.fakes import prompts_of, use_unchecked
+from tests.proxy.prompt.conftest import TokenizingEngine
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 VOCAB, HIDDEN = 1000, 4
@@ -204,3 +208,48 @@ async def test_what_engines_differ_on_is_asked_of_one(build, info_of, engine, ta
     assert len(engine.asked) == 1
     own = prompts_of(info_of(*able, renders_alike=True), tables=tables, engines=lambda _: [engine])
     assert (await build(None, CHAT, builder=own, **fields)).token_ids[0] != 599
+
+
+# --- where the work is done, and which engines are asked ------------------------------------------------
+
+
+@pytest.mark.parametrize(("size", "inline"), [(10, True), (1_000_000, False)])
+async def test_long_work_leaves_the_event_loop(tokenizer_dir, size, inline):
+    threads = []
+
+    class Watched(ChatTokenizer):
+        def encode(self, text, *, add_special_tokens):
+            threads.append(threading.current_thread())
+            return super().encode(text, add_special_tokens=add_special_tokens)
+
+    local = LocalTokenizer(Watched.load(str(tokenizer_dir)), vocab_size=None, hidden_size=None)
+    threads.clear()  # the search for a cut encodes, too
+    body = JsonBody(msgspec.json.encode({"messages": [{"role": "user", "content": "a" * size}]}))
+    chat = await local.chat(source := read_prompt(CHAT, body), body)
+    assert chat.token_ids == local.tokenizer.chat(source.messages).token_ids
+    await local.text(read_prompt(COMPLETIONS, JsonBody(msgspec.json.encode({"prompt": "a" * size}))))
+    here = threading.current_thread()
+    assert [thread is here for thread in threads] == [inline, True, inline]
+
+
+ASKED = JsonBody(b'{"prompt": "hello"}')
+
+
+async def test_engines_are_asked_until_one_answers(engine):
+    gone, refusing = (TokenizingEngine(engine.tokenizer) for _ in range(2))
+    gone.is_gone()
+    refusing.refuses()
+    assert await EngineTokenizer().ask([gone, engine, refusing], COMPLETIONS, ASKED) is not None
+    assert await EngineTokenizer().ask([refusing, engine], COMPLETIONS, ASKED) is None
+    assert await EngineTokenizer().ask((), COMPLETIONS, ASKED) is None
+    assert [len(each.asked) for each in (gone, engine, refusing)] == [1, 1, 1]
+
+
+async def test_an_engine_that_does_not_answer_in_time_leaves_the_prompt_unknown(engine, monkeypatch):
+    async def hang(*_):
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr("proxy.prompt.tokenizer.ANSWER_S", 0.01)
+    engine.tokenize = engine.render = hang
+    assert await EngineTokenizer().ask([engine], COMPLETIONS, ASKED) is None
+    assert await EngineTokenizer().render([engine], CHAT, ASKED) is None
