@@ -100,18 +100,3 @@ def test_embeddings_as_a_completions_prompt(kvpin):
     part = {"type": "prompt_embeds", "data": embedded(tensor(31, rows=50))[0]}
     chat = {"messages": [{"role": "user", "content": [part]}], "max_tokens": 1, "model": "kvpin-tiny"}
     assert cached(kvpin.post("chat/completions", chat)) == 0
-
-
-def test_embeddings_beside_other_prompts(kvpin):
-    """Each is a prompt of its own, embeddings first, as in vLLM."""
-    texts = [
-        f"{name} of the harbour, where the ship lay for years and years. " * 4 for name in ("One", "Two")
-    ]
-    given = embedded(tensor(41), tensor(42))
-    joined = complete(kvpin, texts, prompt_embeds=given).raise_for_status().json()
-    alone = [complete(kvpin, None, prompt_embeds=each) for each in given]
-    alone += [complete(kvpin, each) for each in texts]
-    assert all(cached(each) > 0 for each in alone)
-    assert [choice["index"] for choice in joined["choices"]] == [0, 1, 2, 3]
-    choices = [each.json()["choices"][0]["text"] for each in alone]
-    assert [choice["text"] for choice in joined["choices"]] == choices

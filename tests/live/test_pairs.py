@@ -13,6 +13,7 @@ from random import Random
 from time import monotonic
 from types import MappingProxyType
 
+import httpx
 import pytest
 from msgspec.structs import replace
 
@@ -65,6 +66,12 @@ class PairWorld(VllmWorld):
         assert '"error"' not in answer.text
         await until(self.is_idle)
         return answer.text
+
+    async def ask(self, **fields) -> httpx.Response:
+        """The answer to a completion, once nothing is in flight any more."""
+        answer = await self.client.post(f"{self.url}/v1/completions", json=asked(**fields))
+        await until(self.is_idle)
+        return answer
 
     def is_idle(self) -> bool:
         """Whether nothing is in flight or pending, here and in the ledgers."""
@@ -214,10 +221,7 @@ class TestBothLegs:
         async with world_of("p", "d") as world:
             usage = {"stream_options": {"include_usage": True}} if stream else {}
             for least in (0, 700):
-                answer = await world.client.post(
-                    f"{world.url}/v1/completions", json=asked(stream=stream, **usage)
-                )
-                await until(world.is_idle)
+                answer = await world.ask(stream=stream, **usage)
                 assert world.last.transfer is TransferResult.MOVED
                 assert cached_of(answer.text) == world.last.reported_tokens >= least
                 assert int(answer.headers["x-kvpin-predicted-tokens"]) == world.last.reported_tokens
@@ -264,9 +268,8 @@ class TestFetchedBefore:
     @pytest.mark.parametrize("fields", [{"stream": False}, {"n": 2}, {"stream": False, "echo": True}])
     async def test_the_request_finds_the_kv_in_its_engines_cache(self, fields):
         async with world_of("p", "d") as world:
-            answer = await world.client.post(f"{world.url}/v1/completions", json=asked(**fields))
+            answer = await world.ask(**fields)
             assert answer.status_code == 200, answer.text
-            await until(world.is_idle)
             record = world.last
             assert (record.engine, record.prefilled_by, record.attempts) == ("d", "p", ["d"])
             assert record.transfer is TransferResult.MOVED
@@ -292,27 +295,11 @@ class TestFetchedBefore:
                 raise RefusedError("kv_load_failure_policy is fail", status=500)
 
             fake._pulled = refuse
-            answer = await world.client.post(f"{world.url}/v1/completions", json=asked(stream=False))
-            await until(world.is_idle)
-            assert answer.json()["choices"][0]["text"] == await world.alone()
+            answer = await world.ask(stream=False)
+            assert text_of(answer.text) == await world.alone()
             assert (world.last.attempts, world.last.transfer) == (["d"], TransferResult.FAILED)
             cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
             assert cached == world.last.reported_tokens == 0
-
-    async def test_a_fetch_that_comes_too_late_ends_the_attempt(self):
-        async with world_of("p", "d", lease_s=LEASE_S) as world:
-            world.fakes["d"].core.hold()
-            asking = asyncio.ensure_future(
-                world.client.post(f"{world.url}/v1/completions", json=asked(stream=False), timeout=30)
-            )
-            await until(lambda: bool(world.sent("d")))
-            await asyncio.sleep(1.4 * LEASE_S)
-            world.fakes["d"].core.release()
-            answer = await asking
-            assert answer.json()["choices"][0]["text"] == await world.alone()
-            await until(world.is_idle)
-            assert (world.last.attempts, world.last.past_legs) == (["d", "p"], [("p", TransferResult.LATE)])
-            assert len(world.sent("d")) == 1, "the request itself was not sent there"
 
 
 class TestAdded:
@@ -414,10 +401,9 @@ class TestSecondEngineFails:
     async def test_what_the_client_sent_wrong_is_told(self):
         """The first engine takes it: that one gets another limit."""
         async with world_of("p", "d") as world:
-            answer = await world.client.post(f"{world.url}/v1/completions", json=asked(max_tokens=2000))
+            answer = await world.ask(max_tokens=2000)
             assert answer.status_code == 400
             assert answer.json()["error"]["param"] == "max_tokens"
-            await until(world.is_idle)
             assert (world.last.attempts, world.last.prefilled_by) == (["d"], "p")
             assert world.engine("d").breaker is None
 
@@ -425,9 +411,7 @@ class TestSecondEngineFails:
 class TestTheClientLeaves:
     async def leaves(self, world, when):
         """A client that leaves as soon as `when` holds."""
-        asking = asyncio.ensure_future(
-            world.client.post(f"{world.url}/v1/completions", json=asked(), timeout=30)
-        )
+        asking = asyncio.ensure_future(world.ask())
         await until(when)
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -453,30 +437,26 @@ class TestTheClientLeaves:
             assert world.nixl("p").kept == {}
 
 
-class TestTheLease:
-    async def test_an_engine_that_stopped_answers_from_no_kv_that_may_be_gone(self):
-        """The second engine stands still until the lease is over, and goes on then. Its answer would be one
-        from the KV of somebody else, with status 200."""
-        async with world_of("p", "d", lease_s=LEASE_S) as world:
-            expected = await world.alone()
-            world.fakes["d"].core.hold()
-            asking = asyncio.ensure_future(
-                world.client.post(f"{world.url}/v1/completions", json=asked(), timeout=30)
-            )
-            await until(lambda: bool(world.sent("d")))
-            await asyncio.sleep(1.4 * LEASE_S)
-            world.fakes["d"].core.release()
-            answer = await asking
-            assert text_of(answer.text) == expected
-            assert answer.text.endswith("data: [DONE]\n\n")
-            await until(lambda: world.nixl("d").found == [Found.OTHER_KV])  # else this tests nothing
-            await until(world.is_idle)
-            record = world.last
-            assert record.attempts == ["d", "p"]
-            assert record.past_legs == [("p", TransferResult.LATE)]
-            assert (record.prefilled_by, record.transfer, record.first_leg_s) == (None, None, None)
-            page = (await world.client.get(f"{world.url}/metrics")).text
-            assert 'kvpin_transfers_total{model="tiny",prefiller="p",result="late"} 1' in page
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "fetched before"])
+async def test_an_engine_that_stopped_answers_from_no_kv_that_may_be_gone(stream):
+    """The second engine stands still until the lease is over, and goes on then. Its answer would be one from
+    the KV of somebody else, with status 200."""
+    async with world_of("p", "d", lease_s=LEASE_S) as world:
+        expected = await world.alone()
+        world.fakes["d"].core.hold()
+        asking = asyncio.ensure_future(world.ask(stream=stream))
+        await until(lambda: bool(world.sent("d")))
+        await asyncio.sleep(1.4 * LEASE_S)
+        world.fakes["d"].core.release()
+        assert text_of((await asking).text) == expected
+        await until(lambda: world.nixl("d").found == [Found.OTHER_KV])  # else this tests nothing
+        record = world.last
+        assert record.attempts == ["d", "p"]
+        assert record.past_legs == [("p", TransferResult.LATE)]
+        assert (record.prefilled_by, record.transfer, record.first_leg_s) == (None, None, None)
+        assert len(world.sent("d")) == 1, "of what is fetched before, the request itself was not sent there"
+        page = (await world.client.get(f"{world.url}/metrics")).text
+        assert 'kvpin_transfers_total{model="tiny",prefiller="p",result="late"} 1' in page
 
 
 class TestChaos:
@@ -496,9 +476,7 @@ class TestChaos:
         except TimeoutError:
             return text, None
         assert answer.status_code == 200, answer.text
-        if not streams:
-            return text, answer.json()["choices"][0]["text"]
-        assert answer.text.endswith("data: [DONE]\n\n"), answer.text[-300:]
+        assert answer.text.endswith("data: [DONE]\n\n") is streams, answer.text[-300:]
         return text, text_of(answer.text)
 
     async def trouble(self, world, random: Random) -> None:
