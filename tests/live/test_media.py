@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import random
 from contextlib import asynccontextmanager
 
@@ -12,6 +11,7 @@ from proxy.core.audit import Trust
 from proxy.settings import EngineSettings
 from tests.fake_engines.vllm import running_vllm
 from tests.live.fake_world import KEYS, VllmWorld, proxy_over
+from tests.proxy.prompt.test_media import CAT, DOG, image, text
 
 pytestmark = pytest.mark.usefixtures("nothing_lingers")
 
@@ -54,20 +54,10 @@ async def world(vllm):
         yield world
 
 
-def image(content, **fields):
-    address = f"data:image/png;base64,{base64.b64encode(content).decode()}"
-    return {"type": "image_url", "image_url": {"url": address}, **fields}
-
-
 def named(uuid):
     return {"type": "image_url", "image_url": None, "uuid": uuid}
 
 
-def text(content):
-    return {"type": "text", "text": content}
-
-
-CAT, DOG = b"cat", b"dog"
 ELSEWHERE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/cat.png"}}
 
 
