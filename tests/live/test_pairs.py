@@ -6,12 +6,11 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from random import Random
 from time import monotonic
-from types import MappingProxyType
 
 import httpx
 import pytest
@@ -97,9 +96,7 @@ class PairWorld(VllmWorld):
 async def world_of(
     *names: str,
     lease_s: float = 30.0,
-    leases: Mapping[str, float] = MappingProxyType({}),
     tenants: tuple[str, ...] = (),
-    pace: float = 5.0,
     **options,
 ) -> AsyncIterator[PairWorld]:
     """A world in which pairs cost less than single engines: those that answer compute slowly."""
@@ -116,7 +113,7 @@ async def world_of(
                 kind="vllm",
                 url=fake.url,
                 role=ROLES.get(name, Role.BOTH),
-                kv_lease_s=leases.get(name, lease_s + 5.0),
+                kv_lease_s=lease_s + 5.0,
             )
             for name, fake in fakes.items()
         ]
@@ -125,7 +122,7 @@ async def world_of(
             await world.settle()
             placer = world.proxy.fleet.pools["tiny"].placer
             for name in (name for name in names if ROLES.get(name) is Role.DECODE):
-                placer.books[name].rates.pace = pace
+                placer.books[name].rates.pace = 5.0
                 for source in ("p", "q") * 2:
                     placer.transfers.measured(monotonic(), source, name, 1000, 0.001)
             yield world

@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from engine_adapter import Capability, ChatError, JsonBody, PromptTableError
+from engine_adapter import (
+    Capability,
+    ChatError,
+    EngineRejected,
+    EngineUnavailable,
+    JsonBody,
+    PromptTableError,
+)
 from engine_adapter.prompt.chat import ChatTokenizer
 from engine_adapter.prompt.extra_ids import parse_embeddings, prompt_embeds_extra_id
 from engine_adapter.prompt.forms import Form
@@ -237,8 +244,7 @@ ASKED = JsonBody(b'{"prompt": "hello"}')
 
 async def test_engines_are_asked_until_one_answers(engine):
     gone, refusing = (TokenizingEngine(engine.tokenizer) for _ in range(2))
-    gone.is_gone()
-    refusing.refuses()
+    gone.error, refusing.error = EngineUnavailable("gone"), EngineRejected("no", status=400)
     assert await EngineTokenizer().ask([gone, engine, refusing], COMPLETIONS, ASKED) is not None
     assert await EngineTokenizer().ask([refusing, engine], COMPLETIONS, ASKED) is None
     assert await EngineTokenizer().ask((), COMPLETIONS, ASKED) is None

@@ -176,7 +176,7 @@ async def test_an_engine_that_cannot_be_asked_leaves_it_unchecked(check, info_of
 
 
 async def test_an_engine_that_goes_away_is_unavailable(check, embedded, engine):
-    engine.is_gone()
+    engine.error = EngineUnavailable("gone")
     with pytest.raises(EngineUnavailable):
         await check(embedded)
 
