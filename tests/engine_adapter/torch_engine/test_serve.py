@@ -158,7 +158,7 @@ def test_without_a_size_the_cache_holds_what_requests_need_in_a_part_of_the_memo
     assert blocks(available=10**9) == 32 * 63
     assert blocks(available=10**9, max_num_seqs=2, tokens_per_block=8) == 2 * 125
     assert blocks(available=int(100 * 100 / MEMORY_SHARE)) == 100
-    assert blocks() == DEFAULT_KV_BLOCKS
+    assert (blocks(), blocks(kv_bytes=1050)) == (DEFAULT_KV_BLOCKS, 10)
     with pytest.raises(EngineSpecError, match="25% of the free memory is 97, less than one block"):
         blocks(available=388)
 
