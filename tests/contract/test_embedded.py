@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from array import array
 from contextlib import aclosing
 
 import pytest
@@ -16,7 +14,6 @@ from engine_adapter import (
     Capability,
     EngineRejected,
     EngineUnavailable,
-    JsonBody,
     KvTarget,
     KvVerb,
     NotSupported,
@@ -111,22 +108,6 @@ async def test_connect_tells_everything(adapter):
     assert all((info.host_blocks, info.vocab_size, info.hidden_size, info.tokenizer, info.version))
 
 
-async def test_tokenize_equals_what_is_served(adapter, control):
-    path = "/v1/chat/completions"
-    messages = [{"role": "user", "content": "Hi 🙂"}]
-    request = {"messages": messages, "max_tokens": 1, "return_token_ids": True}
-    served = await control.call("POST", path, json=request)
-    tokens = await adapter.tokenize(path, JsonBody(json.dumps(request).encode()))
-    assert tokens == array("i", served["prompt_token_ids"])
-
-
-async def test_a_refused_request_names_its_field(adapter):
-    with pytest.raises(EngineRejected) as caught:
-        await adapter.tokenize("/v1/chat/completions", JsonBody(b'{"messages": []}'))
-    assert caught.value.status == 400
-    assert caught.value.param == "messages"
-
-
 async def test_events_and_the_snapshot_give_the_same_view(adapter, control):
     await complete(control, range(10, 60), cache_salt="before")
     view = CurrentView()
@@ -148,22 +129,6 @@ async def test_events_and_the_snapshot_give_the_same_view(adapter, control):
     finally:
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
-
-
-async def test_offload_and_restore_keep_the_kv(adapter, control):
-    tokens, salt = token_array(range(100, 164)), "tiers"
-    target = KvTarget(tokens, cache_salt=salt)
-    cold = await complete(control, tokens, cache_salt=salt, max_tokens=5)
-    (offloaded,) = await result(adapter, KvVerb.OFFLOAD, target)
-    assert (offloaded.done, offloaded.total) == (4, 4)
-    assert offloaded.bytes > 0
-    (restored,) = await result(adapter, KvVerb.RESTORE, target)
-    assert restored.done == 4
-    warm = await complete(control, tokens, cache_salt=salt, max_tokens=5)
-    assert cached(warm) == 48
-    assert warm["choices"] == cold["choices"]
-    assert (await result(adapter, KvVerb.FLUSH, target))[-1].done >= 4
-    assert cached(await complete(control, tokens, cache_salt=salt)) == 0
 
 
 async def test_pins_hold_and_end(adapter, control):

@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import sys
-import threading
 from array import array
 
 import numpy as np
@@ -169,14 +168,6 @@ def test_a_broken_tokenizer_is_one_sentence(tmp_path, content):
     with pytest.raises(EngineSpecError, match="cannot be loaded: ") as caught:
         ChatTokenizer.load(str(tmp_path))
     assert "\n" not in str(caught.value)
-
-
-async def test_long_work_leaves_the_event_loop(tokenizer):
-    async def is_here(chars):
-        return await tokenizer.off_loop(chars, threading.current_thread) is threading.current_thread()
-
-    assert await is_here(0)
-    assert not await is_here(1_000_000)
 
 
 def test_two_threads_load_at_once(tokenizer_dir):

@@ -17,37 +17,33 @@ class Encoder:
 
 
 @pytest.mark.parametrize(
-    ("texts", "limit"),
-    [(["a" * 40_000, "b" * 40_000], 10_000), (["a" * 65_536], 100), (["a" * 1_000_000], None)],
-    ids=["usual texts", "a short text", "no limit"],
+    ("texts", "limit", "size", "encoded"),
+    [
+        (["a" * 40_000, "b" * 40_000], 10_000, 1, 0),
+        (["a" * 65_536], 100, 1, 0),
+        (["a" * 1_000_000], None, 1, 0),
+        (["a" * 90_000], 1000, 100, 90_000),
+    ],
+    ids=["usual texts", "a short text", "no limit", "a long text of few tokens"],
 )
-def test_what_fits_or_is_short_is_not_looked_at(texts, limit):
-    encode = Encoder(1)
+def test_what_fits_or_is_short_is_not_looked_at_unless_it_is_long(texts, limit, size, encoded):
+    encode = Encoder(size)
     check_fits(texts, limit, encode)
-    assert encode.chars == 0
+    assert encode.chars == encoded
 
 
-def test_too_many_characters_are_refused_without_work():
-    encode = Encoder(200)
+@pytest.mark.parametrize(
+    ("texts", "limit", "size", "tokens", "encoded"),
+    [
+        (["a" * 256_000, "b" * 1000], 1000, 200, range(1003, 1004), 0),
+        (["a" * 20_000_000], 100_000, 1, range(100_001, 200_001), 200_000),
+        (["a" * 100] * 900, 1000, 1, range(1001, 90_001), 90_000),
+    ],
+    ids=["too many characters", "a long text", "many short texts"],
+)
+def test_what_cannot_fit_is_refused_without_much_work(texts, limit, size, tokens, encoded):
+    encode = Encoder(size)
     with pytest.raises(CannotFit) as error:
-        check_fits(["a" * 256_000, "b" * 1000], 1000, encode)
-    assert (error.value.tokens, encode.chars) == (1003, 0)
-
-
-def test_a_long_text_is_encoded_up_to_the_limit():
-    encode = Encoder(1)
-    with pytest.raises(CannotFit) as error:
-        check_fits(["a" * 20_000_000], 100_000, encode)
-    assert 100_000 < error.value.tokens <= 200_000
-    assert encode.chars <= 200_000
-
-
-def test_many_short_texts_count_together():
-    with pytest.raises(CannotFit):
-        check_fits(["a" * 100] * 900, 1000, Encoder(1))
-
-
-def test_a_long_text_of_few_tokens_fits():
-    encode = Encoder(100)
-    check_fits(["a" * 90_000], 1000, encode)
-    assert encode.chars == 90_000
+        check_fits(texts, limit, encode)
+    assert error.value.tokens in tokens
+    assert encode.chars <= encoded

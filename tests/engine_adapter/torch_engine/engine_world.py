@@ -116,12 +116,9 @@ class Answer:
         self.id = request_id
         self.outputs = []
         self.done = threading.Event()
-        self.first = threading.Event()
 
     def __call__(self, outputs):
         self.outputs += outputs
-        if any(isinstance(output, Token) for output in outputs):
-            self.first.set()
         if isinstance(outputs[-1], Finished):
             self.done.set()
 
@@ -162,7 +159,7 @@ class Served:
         )
         self._next = 0
 
-    def ask(self, prompt, count=8, *, extra_ids=None, embeddings=None, salt=None, hidden=False, **sampling):
+    def ask(self, prompt, count=8, *, extra_ids=None, embeddings=None, hidden=False, **sampling):
         self._next += 1
         answer = Answer(f"r{self._next}")
         request = GenerationRequest(
@@ -171,7 +168,6 @@ class Served:
             SamplingParams(**{"temperature": 0.0, "max_tokens": count, "ignore_eos": True, **sampling}),
             extra_ids=None if extra_ids is None else array("Q", extra_ids),
             embeddings=embeddings or {},
-            cache_salt=salt,
             wants_hidden=hidden,
         )
         self.engine.submit(request, answer)

@@ -14,7 +14,6 @@ from engine_adapter.torch_engine.model import load_model
 from engine_adapter.torch_engine.requests import (
     GenerationRequest,
     PromptScores,
-    RequestRefused,
     SamplingParams,
     Scheduled,
     Token,
@@ -55,19 +54,22 @@ def pair(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    directory = write_config_model("llama", tmp_path_factory.mktemp("llama"))
-    return load_model(str(directory)), Reference(directory)
+    return write_config_model("llama", tmp_path_factory.mktemp("llama"))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
+def model(llama):
+    return load_model(str(llama))
+
+
+@pytest.fixture(scope="module")
 def reference(llama):
-    return llama[1]
+    return Reference(llama)
 
 
 @pytest.fixture
-def world(llama):
-    """An engine of the llama."""
-    with served(llama[0]) as world:
+def world(model):
+    with served(model) as world:
         yield world
 
 
@@ -125,8 +127,7 @@ def test_greedy_is_generate_through_preemption_and_eviction(pair):
         assert world.stats()["blocks"]["evicted"] > 0
 
 
-def test_fake_ids_stand_for_rows_of_their_table(llama):
-    model, reference = llama
+def test_fake_ids_stand_for_rows_of_their_table(model, reference):
     tables = {7: torch.randn(5, 32, generator=torch.Generator().manual_seed(1)), 8: torch.randn(5, 32)}
     text = prompt_of(6)
     tokens = [VOCAB + 4, VOCAB + 1, VOCAB, VOCAB + 2, *text]
@@ -144,14 +145,7 @@ def test_fake_ids_stand_for_rows_of_their_table(llama):
     assert other.cached == 0
 
 
-def test_a_salt_keeps_kv_apart(world):
-    prompt = prompt_of(9)
-    cached = [world.ask(prompt, 1, salt=salt).wait().cached for salt in (None, "a", "a", "b", None)]
-    assert cached == [0, 0, 8, 0, 8]
-
-
-def test_a_burst_of_one_prompt_computes_it_once(llama):
-    model, _ = llama
+def test_a_burst_of_one_prompt_computes_it_once(model):
     with served(model, prefill_chunk=16) as world:
         with held_up(world):
             answers = [world.ask(prompt_of(33), 4) for _ in range(6)]
@@ -159,8 +153,7 @@ def test_a_burst_of_one_prompt_computes_it_once(llama):
         assert len({tuple(answer.tokens) for answer in answers}) == 1
 
 
-def test_events_of_a_step_come_before_its_tokens_in_runs(llama):
-    model, _ = llama
+def test_events_of_a_step_come_before_its_tokens_in_runs(model):
     prompt = prompt_of(17)
     with served(model, prefill_chunk=8) as world:
         with held_up(world):
@@ -175,18 +168,6 @@ def test_events_of_a_step_come_before_its_tokens_in_runs(llama):
     assert all(isinstance(event, BlocksStored) and event.tier is Tier.GPU for event in stored)
     assert (stored[0].parent, stored[1].parent) == (None, stored[0].hashes[-1])
     assert list(stored[0].token_ids + stored[1].token_ids) == prompt[:16]
-
-
-def test_cancel_frees_the_blocks_at_once(world):
-    answer = world.ask(prompt_of(9), 200)
-    assert answer.first.wait(10)
-    world.engine.cancel(answer.id)
-    assert world.stats()["gpu"]["active"] == 0
-    assert answer.wait().finished.reason == "cancelled"
-    world.engine.cancel(answer.id)
-    world.engine.cancel("never heard of")
-    waiting = world.engine.counters
-    assert (waiting.running, waiting.waiting) == (0, 0)
 
 
 def test_stop_tokens_and_lengths(world):
@@ -252,8 +233,7 @@ def test_a_step_that_fails_once_costs_nobody_anything(world, reference):
         assert answer.wait().tokens == reference.greedy(prompt, 8)
 
 
-def test_what_is_no_number_ends_its_own_request_and_never_reaches_another(llama):
-    model, reference = llama
+def test_what_is_no_number_ends_its_own_request_and_never_reaches_another(model, reference):
     rows = {5: torch.full((1, 32), float("nan"))}
     with served(model, kv_blocks=16) as world:
         with held_up(world):
@@ -276,8 +256,7 @@ def test_what_is_no_number_ends_its_own_request_and_never_reaches_another(llama)
 
 
 @pytest.mark.parametrize("verb", ["copy_to_host", "copy_to_gpu"])
-def test_a_copy_that_fails_costs_its_request_and_no_other_kv(llama, verb):
-    model, reference = llama
+def test_a_copy_that_fails_costs_its_request_and_no_other_kv(model, reference, verb):
     prompts = [prompt_of(33, seed=seed) for seed in range(3)]
     with served(model, kv_blocks=16, host_cache_bytes=32 * model.block_bytes(4)) as world:
         for prompt in prompts[:2]:
@@ -296,8 +275,7 @@ def test_a_copy_that_fails_costs_its_request_and_no_other_kv(llama, verb):
         assert violations(world.engine._cache, []) == []
 
 
-def test_a_broken_device_ends_the_engine_and_says_whose_step_it_was(llama, caplog):
-    model, _ = llama
+def test_a_broken_device_ends_the_engine_and_says_whose_step_it_was(model, caplog):
     told = "CUDA error: device-side assert triggered"
     with served(model, max_num_seqs=2) as world:
         fail_on_poison(
@@ -315,8 +293,7 @@ def test_a_broken_device_ends_the_engine_and_says_whose_step_it_was(llama, caplo
 
 
 @pytest.mark.parametrize("where", ["an operation", "a copy"])
-def test_a_device_error_beside_the_steps_ends_the_engine(llama, where):
-    model, _ = llama
+def test_a_device_error_beside_the_steps_ends_the_engine(model, where):
 
     def fail(*_):
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
@@ -377,38 +354,14 @@ def test_a_dead_thread_leaves_nobody_waiting(world, caplog):
     assert "the engine died" in caplog.text
 
 
-def test_stop_cancels_what_is_in_flight(world):
-    answer = world.ask(prompt_of(9), 200)
-    assert answer.first.wait(10)
-    world.engine.stop()
-    assert answer.wait().finished.reason == "cancelled"
-    assert not world.engine.alive
-    assert world.engine.wait() is None
-    with pytest.raises(RuntimeError):
-        world.engine.start()
-    assert not world.engine.alive
-
-
-def test_requests_that_never_fit_are_refused(llama):
-    model, _ = llama
-    with served(model, kv_blocks=4) as world:
-        assert world.engine.max_model_len == 16
-        with pytest.raises(RequestRefused, match="1 to 15 fit") as refused:
-            world.ask(prompt_of(16))
-        assert refused.value.param == "prompt"
-        assert world.ask(prompt_of(15), 5).wait().finished.reason == "length"
-
-
-def test_without_a_size_the_cache_is_sized_by_the_free_memory(llama, monkeypatch):
-    model, _ = llama
+def test_without_a_size_the_cache_is_sized_by_the_free_memory(model, monkeypatch):
     free = "engine_adapter.torch_engine.engine.available_bytes"
     monkeypatch.setattr(free, lambda: 40 * model.block_bytes(4))
     engine = EngineCore(model, EmbeddedOptions(tokens_per_block=4), lambda _events: None)
     assert (engine.gpu_blocks, engine.max_model_len) == (10, 40)
 
 
-def test_pins_can_leave_a_request_without_room(llama):
-    model, _ = llama
+def test_pins_can_leave_a_request_without_room(model):
     with served(model, kv_blocks=10) as world:
         world.tokens(prompt_of(32), 1)
         target = KvTarget(array("i", prompt_of(32)))
@@ -419,10 +372,9 @@ def test_pins_can_leave_a_request_without_room(llama):
         assert world.ask(prompt_of(5, seed=6), 2).wait().finished.reason == "length"
 
 
-def test_values_that_are_no_numbers_in_the_middle_of_a_prompt_end_the_request(llama):
+def test_values_that_are_no_numbers_in_the_middle_of_a_prompt_end_the_request(model, reference):
     """Only the first chunk of this prompt has such values. They are hidden from the attention of others, so
     the answer's scores are numbers."""
-    model, reference = llama
     with served(model, kv_blocks=16, prefill_chunk=4) as world:
         good = world.ask(prompt_of(9))
         run, poison = model.module.model.embed_tokens.forward, 7
@@ -471,8 +423,8 @@ def compare(scores, expected):
 
 
 @pytest.mark.parametrize("chunk", [7, 512])
-def test_scores_of_a_prompt_are_the_models(llama, expected, chunk):
-    with served(llama[0], prefill_chunk=chunk, kv_blocks=128) as world:
+def test_scores_of_a_prompt_are_the_models(model, expected, chunk):
+    with served(model, prefill_chunk=chunk, kv_blocks=128) as world:
         plain = world.tokens(SCORED, 4)
         answer = world.ask(SCORED, 4, prompt_logprobs=2)
         compare(scores_of(answer), expected)
@@ -482,8 +434,8 @@ def test_scores_of_a_prompt_are_the_models(llama, expected, chunk):
         assert beside[0].wait().tokens == plain
 
 
-def test_a_prompt_that_is_scored_is_computed_whole_and_reused_by_others(llama):
-    with served(llama[0], kv_blocks=128) as world:
+def test_a_prompt_that_is_scored_is_computed_whole_and_reused_by_others(model):
+    with served(model, kv_blocks=128) as world:
         for _ in range(2):
             scored = world.ask(SCORED, 1, prompt_logprobs=0)
             assert [top for _, top in scores_of(scored)] == [()] * (len(SCORED) - 1)
@@ -492,8 +444,8 @@ def test_a_prompt_that_is_scored_is_computed_whole_and_reused_by_others(llama):
         assert world.ask(SCORED, 1).wait().cached == (len(SCORED) - 1) // 4 * 4
 
 
-def test_a_preempted_prompt_is_scored_once(llama, expected):
-    with served(llama[0], kv_blocks=60) as world:
+def test_a_preempted_prompt_is_scored_once(model, expected):
+    with served(model, kv_blocks=60) as world:
         scored, beside = world.ask(SCORED, 30, prompt_logprobs=2), world.ask([9] * 20, 60)
         compare(scores_of(scored), expected)
         beside.wait()

@@ -5,11 +5,11 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig, DiffLlamaConfig, Llama4TextConfig
+from transformers import AutoModelForCausalLM, BloomConfig, DiffLlamaConfig, Llama4TextConfig
 
 from engine_adapter.errors import EngineSpecError
 from engine_adapter.torch_engine.attention import IMPLEMENTATION
-from engine_adapter.torch_engine.model import DEFAULT_MODEL, TOLERANCE, check_model, load_model
+from engine_adapter.torch_engine.model import TOLERANCE, check_model, load_model, random_model
 from tests.engine_adapter.torch_engine.engine_world import (
     CONFIGS,
     phi3_with_longrope,
@@ -29,26 +29,6 @@ def test_the_default_model_is_the_same_each_time_and_leaves_torchs_seed_be():
         tiny().module.named_parameters(), again.module.named_parameters(), strict=True
     ):
         assert torch.equal(ours, theirs), name
-
-
-def test_the_default_tokenizer_is_exact_and_renders_chats():
-    tokenizer = AutoTokenizer.from_pretrained(DEFAULT_MODEL)
-    text = "def größe(x): return '漢字 🙂'\n\t<|im_start|>"
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert len(tokenizer) == 4096
-    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
-    messages = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "content": "42"},
-    ]
-    plain = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert plain == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
-        '<|im_start|>assistant\n\n<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call><|im_end|>\n'
-        "<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n"
-    )
 
 
 def test_a_directory_is_served_under_its_name_in_the_type_asked_for(tmp_path):
@@ -160,8 +140,9 @@ def test_a_layer_that_sees_more_than_its_tokens_is_refused(tmp_path):
 
 
 def test_a_model_without_numbers_is_refused(tmp_path):
-    model = load_model(str(write_config_model("llama", tmp_path)))
+    module = random_model(CONFIGS["llama"], seed=3)
     with torch.no_grad():
-        model.module.lm_head.weight.fill_(float("nan"))
+        module.lm_head.weight.fill_(float("nan"))
+    module.save_pretrained(tmp_path)
     with pytest.raises(EngineSpecError, match="by nan of"):
-        check_model(model)
+        load_model(str(tmp_path))

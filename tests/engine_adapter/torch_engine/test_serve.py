@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
-import openai
 import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
@@ -97,10 +96,6 @@ def test_a_stream_that_fails_in_the_middle_ends_with_an_error_event(survivor):
     assert "".join(json.loads(chunk)["choices"][0]["text"] for chunk in chunks)
     assert json.loads(error)["error"]["code"] == "request_failed"
     assert end == "[DONE]"
-    prompt = [failing.FAILS_LATER, *range(20)]
-    completions = openai.OpenAI(base_url=f"{survivor.url}/v1", api_key="none").completions
-    with pytest.raises(openai.APIError, match="index out of range"):
-        list(completions.create(model="kvpin-tiny", prompt=prompt, max_tokens=60, stream=True))
 
 
 def test_a_broken_device_ends_the_process_so_that_it_is_started_again(log):
@@ -163,7 +158,7 @@ def test_without_a_size_the_cache_holds_what_requests_need_in_a_part_of_the_memo
     assert blocks(available=10**9) == 32 * 63
     assert blocks(available=10**9, max_num_seqs=2, tokens_per_block=8) == 2 * 125
     assert blocks(available=int(100 * 100 / MEMORY_SHARE)) == 100
-    assert blocks() == DEFAULT_KV_BLOCKS
+    assert (blocks(), blocks(kv_bytes=1050)) == (DEFAULT_KV_BLOCKS, 10)
     with pytest.raises(EngineSpecError, match="25% of the free memory is 97, less than one block"):
         blocks(available=388)
 

@@ -71,15 +71,12 @@ NO_CALLS = [
 
 
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize(("format_", "text", "shown", "calls"), CASES)
-def test_calls_are_found_however_they_arrive(format_, text, shown, calls, step):
-    assert read(MarkedCalls(format_), text, step) == (shown, calls, "tool_calls")
-
-
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize(("format_", "text"), NO_CALLS)
-def test_what_is_no_call_stays_text(format_, text, step):
-    assert read(MarkedCalls(format_), text, step) == (text, [], None)
+@pytest.mark.parametrize(
+    ("format_", "text", "shown", "calls"), [*CASES, *((*each, each[1], []) for each in NO_CALLS)]
+)
+def test_calls_are_found_however_they_arrive_and_what_is_none_stays_text(format_, text, shown, calls, step):
+    ends_as = "tool_calls" if calls else None
+    assert read(MarkedCalls(format_), text, step) == (shown, calls, ends_as)
 
 
 BROKEN = '<tool_call>{"x":5}'

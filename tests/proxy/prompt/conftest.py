@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine_adapter import Capability, EngineInfo, EngineRejected, EngineUnavailable
+from engine_adapter import Capability, EngineInfo, EngineRejected
 from engine_adapter.prompt.chat import ChatTokenizer
 from engine_adapter.types import token_array
 from proxy.prompt.render import AskedInput, ChatInput, read_prompt
@@ -47,12 +47,6 @@ class TokenizingEngine:
 
     async def tokenize_if_loaded(self, path, body):
         return await self.tokenize(path, body)
-
-    def is_gone(self):
-        self.error = EngineUnavailable("gone")
-
-    def refuses(self):
-        self.error = EngineRejected("no", status=400)
 
 
 @pytest.fixture

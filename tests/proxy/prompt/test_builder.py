@@ -1,3 +1,4 @@
+import asyncio
 import base64
 import threading
 from array import array
@@ -8,13 +9,23 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from engine_adapter import Capability, ChatError, JsonBody, PromptTableError
+from engine_adapter import (
+    Capability,
+    ChatError,
+    EngineRejected,
+    EngineUnavailable,
+    JsonBody,
+    PromptTableError,
+)
+from engine_adapter.prompt.chat import ChatTokenizer
 from engine_adapter.prompt.extra_ids import parse_embeddings, prompt_embeds_extra_id
 from engine_adapter.prompt.forms import Form
 from proxy.errors import BadRequest
 from proxy.prompt import PromptBuilder, RegisteredTables
 from proxy.prompt.render import read_prompt
+from proxy.prompt.tokenizer import EngineTokenizer, LocalTokenizer
 from tests.fakes import prompts_of, use_unchecked
+from tests.proxy.prompt.conftest import TokenizingEngine
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 VOCAB, HIDDEN = 1000, 4
@@ -68,15 +79,6 @@ async def test_embeddings_need_no_tokenizer_but_the_models_sizes(build, embedded
     for size in ("vocab_size", "hidden_size"):
         info = replace(embedded, **{size: None})
         assert await build(info, COMPLETIONS, prompt_embeds=TEXT) is None
-
-
-async def test_text_and_token_ids(build, embedded, engine):
-    text = await build(embedded, COMPLETIONS, prompt="hello")
-    assert text.token_ids == engine.tokenizer.encode("hello", add_special_tokens=True)
-    assert prompts_of(embedded).decode(text.token_ids[1:]) == "hello"
-    bare = await build(embedded, COMPLETIONS, prompt=["hello"], add_special_tokens=False)
-    assert bare.token_ids == text.token_ids[1:]
-    assert (await build(embedded, COMPLETIONS, prompt=[[5, 6]])).token_ids == array("i", [5, 6])
 
 
 @pytest.mark.parametrize(("tokens", "leaves"), [(2_000, False), (100_000, True)])
@@ -157,7 +159,7 @@ async def test_a_prompt_beyond_the_context_is_refused_where_it_is_known(build, i
         assert len(prompt.token_ids) == 4
 
 
-async def test_without_a_tokenizer_only_token_ids_are_followed(build, info_of, tables):
+async def test_without_a_tokenizer_only_token_ids_are_followed(build, info_of, tables, engine):
     builder = prompts_of(info_of(tokenizer=None), tables=tables)
     assert builder.local is None
     assert builder.reason == "no tokenizer is known for this model"
@@ -165,6 +167,7 @@ async def test_without_a_tokenizer_only_token_ids_are_followed(build, info_of, t
     assert await build(None, COMPLETIONS, builder=builder, prompt="hello") is None
     assert await build(None, COMPLETIONS, builder=builder, prompt=[5]) is not None
     assert builder.decode(array("i", [5])) is None
+    assert prompts_of(info_of()).decode(engine.tokenizer.encode("hi", add_special_tokens=False)) == "hi"
 
 
 async def test_a_tokenizer_that_is_loaded_is_not_used_before_it_is_checked(build, info_of, engine, tables):
@@ -182,9 +185,11 @@ async def test_a_tokenizer_that_is_loaded_is_not_used_before_it_is_checked(build
 async def test_the_engine_can_be_asked_instead(build, embedded, engine, tables):
     engines = [engine]
     builder = prompts_of(embedded, tables=tables, engines=lambda _: engines)
+    ours = engine.tokenizer.chat(HELLO).token_ids.tolist()
+    response = await build(None, RESPONSES, builder=builder, input="hello", salt="s")  # asked in any case
+    assert (response.token_ids.tolist(), response.extra_ids, response.salt) == (ours, None, "s")
     builder.ask_engines("to try it")
     engine.alter = lambda path, body, ids: [1, *ids]
-    ours = engine.tokenizer.chat(HELLO).token_ids.tolist()
     prompt = await build(None, CHAT, builder=builder, messages=HELLO, salt="s")
     assert (prompt.token_ids.tolist(), prompt.salt) == ([1, *ours], "s")
     engines.clear()
@@ -212,11 +217,45 @@ async def test_what_engines_differ_on_is_asked_of_one(build, info_of, engine, ta
     assert (await build(None, CHAT, builder=own, **fields)).token_ids[0] != 599
 
 
-async def test_a_response_is_tokenised_by_an_engine_whoever_tokenises_chats(build, embedded, engine, tables):
-    builder = prompts_of(embedded, tables=tables, engines=lambda _: [engine])
-    prompt = await build(None, RESPONSES, builder=builder, input="hello", salt="s")
-    assert prompt.token_ids == engine.tokenizer.chat(HELLO).token_ids
-    assert (prompt.extra_ids, prompt.salt) == (None, "s")
-    builder.ask_engines("to try it")
-    assert (await build(None, RESPONSES, builder=builder, input="hello", salt="s")) == prompt
-    assert len(engine.asked) == 2
+# --- where the work is done, and which engines are asked ------------------------------------------------
+
+
+@pytest.mark.parametrize(("size", "inline"), [(10, True), (1_000_000, False)])
+async def test_long_work_leaves_the_event_loop(tokenizer_dir, size, inline):
+    threads = []
+
+    class Watched(ChatTokenizer):
+        def encode(self, text, *, add_special_tokens):
+            threads.append(threading.current_thread())
+            return super().encode(text, add_special_tokens=add_special_tokens)
+
+    local = LocalTokenizer(Watched.load(str(tokenizer_dir)), vocab_size=None, hidden_size=None)
+    threads.clear()  # the search for a cut encodes, too
+    body = JsonBody(msgspec.json.encode({"messages": [{"role": "user", "content": "a" * size}]}))
+    chat = await local.chat(source := read_prompt(CHAT, body), body)
+    assert chat.token_ids == local.tokenizer.chat(source.messages).token_ids
+    await local.text(read_prompt(COMPLETIONS, JsonBody(msgspec.json.encode({"prompt": "a" * size}))))
+    here = threading.current_thread()
+    assert [thread is here for thread in threads] == [inline, True, inline]
+
+
+ASKED = JsonBody(b'{"prompt": "hello"}')
+
+
+async def test_engines_are_asked_until_one_answers(engine):
+    gone, refusing = (TokenizingEngine(engine.tokenizer) for _ in range(2))
+    gone.error, refusing.error = EngineUnavailable("gone"), EngineRejected("no", status=400)
+    assert await EngineTokenizer().ask([gone, engine, refusing], COMPLETIONS, ASKED) is not None
+    assert await EngineTokenizer().ask([refusing, engine], COMPLETIONS, ASKED) is None
+    assert await EngineTokenizer().ask((), COMPLETIONS, ASKED) is None
+    assert [len(each.asked) for each in (gone, engine, refusing)] == [1, 1, 1]
+
+
+async def test_an_engine_that_does_not_answer_in_time_leaves_the_prompt_unknown(engine, monkeypatch):
+    async def hang(*_):
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr("proxy.prompt.tokenizer.ANSWER_S", 0.01)
+    engine.tokenize = engine.render = hang
+    assert await EngineTokenizer().ask([engine], COMPLETIONS, ASKED) is None
+    assert await EngineTokenizer().render([engine], CHAT, ASKED) is None

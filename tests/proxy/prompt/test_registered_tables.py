@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from proxy.errors import BadRequest, BodyTooLarge, Conflict, NotFound
+from proxy.errors import BadRequest, BodyTooLarge, Conflict
 from proxy.prompt import RegisteredTables
 
 
@@ -87,9 +87,3 @@ def test_room_is_bounded_and_comes_back():
     tables.delete("a")
     assert tables.total_bytes == len(data(2.0))
     tables.put(data(3.0))
-
-
-def test_unknown_tables_are_not_found():
-    for call in (RegisteredTables().get, RegisteredTables().delete):
-        with pytest.raises(NotFound, match="'nope'"):
-            call("nope")
