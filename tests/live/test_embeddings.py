@@ -75,6 +75,14 @@ def test_the_worked_example(small_vocabulary, tmp_path):
         assert complete(kvpin, first_ids, "small", extra_ids=[3] * 4 + [0] * 4).status_code == 400
 
 
+def test_a_named_table_gives_its_rows_an_identity(kvpin):
+    one, two = (register(kvpin, tensor(seed)).raise_for_status().json() for seed in (11, 12))
+    ids = [*range(VOCABULARY, VOCABULARY + ROWS), *range(100, 120)]
+    assert cached(complete(kvpin, ids, prompt_table=one["table_id"])) == 0
+    assert cached(complete(kvpin, ids, prompt_table=two["table_id"])) == 0
+    assert cached(complete(kvpin, ids, prompt_table=one["table_id"])) == 48
+
+
 def test_labels_of_a_client_do_not_make_two_tables_one(kvpin):
     one, two = (register(kvpin, tensor(seed)).raise_for_status().json() for seed in (13, 14))
     ids, labels = [*range(VOCABULARY, VOCABULARY + ROWS), *range(50, 66)], [7] * ROWS + [0] * 16
@@ -82,6 +90,25 @@ def test_labels_of_a_client_do_not_make_two_tables_one(kvpin):
         answer = complete(kvpin, ids, prompt_table=table["table_id"], extra_ids=labels)
         assert cached(answer) == 0
     assert cached(complete(kvpin, ids, prompt_table=one["table_id"], extra_ids=labels)) == 32
+
+
+def test_embeddings_in_a_message(kvpin):
+    def ask(seed):
+        part = {"type": "prompt_embeds", "data": base64.b64encode(tensor(seed)).decode()}
+        content = [{"type": "text", "text": "Continue:"}, part, {"type": "text", "text": "and so on"}]
+        body = {
+            "model": "kvpin-tiny",
+            "messages": [{"role": "user", "content": content}],
+            "max_tokens": 4,
+            "temperature": 0,
+        }
+        return kvpin.post("chat/completions", body)
+
+    first, other, again = ask(21), ask(22), ask(21)
+    assert cached(first) == 0
+    assert cached(other) <= 16  # at most the text before the embeddings
+    assert cached(again) >= 32
+    assert again.json()["choices"] == first.json()["choices"]
 
 
 def embedded(*tensors):
@@ -100,3 +127,18 @@ def test_embeddings_as_a_completions_prompt(kvpin):
     part = {"type": "prompt_embeds", "data": embedded(tensor(31, rows=50))[0]}
     chat = {"messages": [{"role": "user", "content": [part]}], "max_tokens": 1, "model": "kvpin-tiny"}
     assert cached(kvpin.post("chat/completions", chat)) == 0
+
+
+def test_embeddings_beside_other_prompts(kvpin):
+    """Each is a prompt of its own, embeddings first, as in vLLM."""
+    texts = [
+        f"{name} of the harbour, where the ship lay for years and years. " * 4 for name in ("One", "Two")
+    ]
+    given = embedded(tensor(41), tensor(42))
+    joined = complete(kvpin, texts, prompt_embeds=given).raise_for_status().json()
+    alone = [complete(kvpin, None, prompt_embeds=each) for each in given]
+    alone += [complete(kvpin, each) for each in texts]
+    assert all(cached(each) > 0 for each in alone)
+    assert [choice["index"] for choice in joined["choices"]] == [0, 1, 2, 3]
+    choices = [each.json()["choices"][0]["text"] for each in alone]
+    assert [choice["text"] for choice in joined["choices"]] == choices

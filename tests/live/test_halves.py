@@ -180,6 +180,13 @@ class TestPair:
             assert len(texts_of(answer)) == 4
             assert world.counts() == {"p": 4, "d": 4}
 
+    async def test_generate_takes_one_prompt_and_gives_one_answer(self):
+        async with world_of() as world:
+            answer = await world.client.post(f"{world.url}/generate", json={"text": ["a", "b"]})
+            assert answer.status_code == 400
+            assert "text asks for several answers" in answer.text
+            await until(world.is_idle)
+
     async def test_each_half_has_a_span(self, monkeypatch):
         with collecting() as collector:
             monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
@@ -223,7 +230,7 @@ class TestWarming:
         answer = await world.client.post(f"{world.url}/admin/v1/warm", json=body | {"wait_s": 10})
         return answer.json()
 
-    async def test_reaches_the_engine_that_is_named_or_one_that_computes_prompts(self):
+    async def test_reaches_the_engine_that_is_named(self):
         async with world_of("pqd") as world:
             done = await self.warmed(world, {"engine": "q"})
             assert [(part["engine"], part["state"]) for part in done["engines"]] == [("q", "done")]
@@ -231,10 +238,6 @@ class TestWarming:
             _, record = await world.ask()
             assert record.prefilled_by == "q"
             assert record.reported_tokens > 300
-            (part,) = (await self.warmed(world, {}))["engines"]
-            assert part["engine"] in "pq"
-            refused = await self.warmed(world, {"engine": "d"})
-            assert refused["error"]["message"] == "engine 'd' computes no prompts: name one of p, q"
 
     async def test_reaches_all_that_compute_prompts(self):
         async with world_of("pqdw") as world:
@@ -242,6 +245,13 @@ class TestWarming:
             assert {part["engine"]: part["state"] for part in done["engines"]} == dict.fromkeys("pqw", "done")
             assert world.counts()["w"] == 1
             assert world.counts()["p"] == world.counts()["q"] == 1
+
+    async def test_says_where_the_kv_is_and_where_none_can_be(self):
+        async with world_of() as world:
+            done = await self.warmed(world, {})
+            assert [part["engine"] for part in done["engines"]] == ["p"]
+            refused = await self.warmed(world, {"engine": "d"})
+            assert refused["error"]["message"] == "engine 'd' computes no prompts: name one of p"
 
 
 class TestGathering:
@@ -289,14 +299,21 @@ class TestMissing:
                 f"the {there} half cannot answer alone; try again shortly"
             )
             assert world.counts() == {names: 0}
-            finding = f"only the {there} half of each request, and no engine of its model the {missing} half"
-            assert finding in (await world.client.get(f"{world.url}/admin/v1/engines")).text
 
-    async def test_a_half_that_comes_back_serves_again(self):
-        async with world_of() as world:
+    async def test_a_finding_says_so(self):
+        async with world_of("p") as world:
+            stats = (await world.client.get(f"{world.url}/admin/v1/engines")).text
+            assert (
+                "it does only the prefill half of each request, and no engine of its model the decode half"
+                in stats
+            )
+        async with world_of("pd") as world:
             assert (
                 "half of each request" not in (await world.client.get(f"{world.url}/admin/v1/engines")).text
             )
+
+    async def test_a_half_that_comes_back_serves_again(self):
+        async with world_of() as world:
             world.fakes["p"].fake.paused = True
             await until(lambda: world.engine("p").state is EngineState.DOWN)
             assert (await world.client.post(f"{world.url}/v1/completions", json=asked())).status_code == 503
@@ -305,34 +322,27 @@ class TestMissing:
             assert (await world.client.post(f"{world.url}/v1/completions", json=asked())).status_code == 200
 
 
-async def refuses(world):
-    world.fakes["p"].fake.refuses = 500
-
-
-async def is_late(world):
-    world.fakes["p"].fake.hangs = True
-    object.__setattr__(world.proxy.flow, "rules", Rules(first_byte_s=1.0))
-
-
-async def is_lost(world):
-    world.fakes["p"].fake.hangs = True
-    await until(lambda: world.counts()["p"] == 1)
-    world.engine("p").abandon()
-
-
 class TestFaults:
-    @pytest.mark.parametrize(("fails", "failed"), [(refuses, 1), (is_late, 0), (is_lost, 1)])
-    async def test_the_prompt_goes_to_another_engine_and_decoding_is_not_to_blame(self, fails, failed):
+    async def test_a_prompt_that_is_refused_goes_to_another_engine_for_prefills(self):
+        """The one for decoding is not to blame: it is asked again."""
         async with world_of("pqd") as world:
             expected = await world.alone("v1/completions", asked())
+            world.fakes["p"].fake.refuses = 500
             world.proxy.fleet.pools["tiny"].placer.books["q"].turn = 99
-            failing = asyncio.ensure_future(fails(world))
             answer, record = await world.ask(stream=True)
             assert texts_of(answer) == expected
             assert (record.attempts, record.prefilled_by) == (["d", "d"], "q")
             await until(lambda: world.fakes["d"].fake.aborted == 1)
-            assert (world.engine("p").failed, world.engine("d").breaker) == (failed, None)
-            await failing
+            assert world.engine("p").breaker is not None
+            assert world.engine("d").breaker is None
+
+    async def test_of_one_pair_the_client_gets_the_refusal(self):
+        async with world_of() as world:
+            world.fakes["p"].fake.refuses = 503
+            answer = await world.post("completions", asked())
+            assert answer.status_code == 503
+            assert "out of order" in answer.text
+            await until(world.is_idle)
 
     async def test_an_engine_that_sends_comments_waits_no_longer_for_it(self):
         async with world_of() as world:
@@ -351,12 +361,11 @@ class TestFaults:
             assert "out of order" in world.last.error
             await until(lambda: world.fakes["d"].fake.aborted == 1)
 
-    @pytest.mark.parametrize("status", [503, 422])
-    async def test_a_refusal_of_the_only_pair_is_passed_on(self, status):
+    async def test_an_error_about_the_request_is_passed_on(self):
         async with world_of() as world:
-            world.fakes["p"].fake.refuses = status
+            world.fakes["p"].fake.refuses = 422
             answer = await world.post("completions", asked())
-            assert answer.status_code == status
+            assert answer.status_code == 422
             assert "out of order" in answer.text
             # On a busy machine, the error may come before the other half has reached its server.
             await until(lambda: world.is_idle() and world.fakes["d"].fake.aborted == world.counts()["d"])
@@ -380,3 +389,26 @@ class TestFaults:
                 await world.client.post(f"{world.url}/v1/completions", json=asked(), timeout=0.5)
             await until(world.is_idle)
             await until(lambda: world.fakes["d"].fake.aborted == world.fakes[name].fake.aborted == 1)
+
+    async def test_a_prompt_that_is_late_is_the_fault_of_its_engine(self):
+        async with world_of("pqd") as world:
+            expected = await world.alone("v1/completions", asked())
+            world.fakes["p"].fake.hangs = True
+            world.proxy.fleet.pools["tiny"].placer.books["q"].turn = 99
+            object.__setattr__(world.proxy.flow, "rules", Rules(first_byte_s=1.0))
+            answer, record = await world.ask()
+            assert texts_of(answer) == expected
+            assert (record.attempts, record.prefilled_by) == (["d", "d"], "q")
+
+    async def test_a_lost_engine_for_prefills(self):
+        async with world_of("pqd") as world:
+            expected = await world.alone("v1/completions", asked())
+            world.fakes["p"].fake.hangs = True
+            world.proxy.fleet.pools["tiny"].placer.books["q"].turn = 99
+            answer = asyncio.ensure_future(world.client.post(f"{world.url}/v1/completions", json=asked()))
+            await until(lambda: world.counts()["p"] == 1)
+            world.engine("p").abandon()
+            assert texts_of(await answer) == expected
+            await until(lambda: world.is_idle() and bool(list(world.proxy.flow.requests)))
+            assert world.last.attempts == ["d", "d"]
+            assert (world.engine("p").served, world.engine("p").failed) == (0, 1)

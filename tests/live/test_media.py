@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import random
 from contextlib import asynccontextmanager
 
@@ -11,7 +13,6 @@ from proxy.core.audit import Trust
 from proxy.settings import EngineSettings
 from tests.fake_engines.vllm import running_vllm
 from tests.live.fake_world import KEYS, VllmWorld, proxy_over
-from tests.proxy.prompt.test_media import CAT, DOG, image, text
 
 pytestmark = pytest.mark.usefixtures("nothing_lingers")
 
@@ -54,10 +55,20 @@ async def world(vllm):
         yield world
 
 
+def image(content, **fields):
+    address = f"data:image/png;base64,{base64.b64encode(content).decode()}"
+    return {"type": "image_url", "image_url": {"url": address}, **fields}
+
+
 def named(uuid):
     return {"type": "image_url", "image_url": None, "uuid": uuid}
 
 
+def text(content):
+    return {"type": "text", "text": content}
+
+
+CAT, DOG = b"cat", b"dog"
 ELSEWHERE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/cat.png"}}
 
 
@@ -78,6 +89,32 @@ async def test_predicted_is_reported(world):
             del talk[1:]
     assert reused > 40 * PAGE
     assert world.last.prompt.media
+
+
+async def test_what_images_share(world):
+    question = text("What is there?")
+    first = await world.ask(text("see"), image(CAT), question)
+    again = await world.ask(text("see"), image(CAT), question)
+    other = await world.ask(text("see"), image(DOG), question)
+    moved = await world.ask(text("see " * 3), image(CAT), question)
+    assert [predicted == reported for predicted, reported in (first, again, other, moved)] == [True] * 4
+    # Another picture, or the same one at another place, shares the text before it alone.
+    assert first[0] == 0
+    assert again[0] > other[0] >= 4 * PAGE
+    assert again[0] > moved[0] >= 4 * PAGE
+
+
+async def test_the_server_renders_what_holds_images_and_nothing_else(world, vllm):
+    await world.ask(text("hello"))
+    rendered = len(vllm.fake.rendered)  # when it was connected to
+    await world.ask(text("hello"), text("again"))
+    assert len(vllm.fake.rendered) == rendered
+    await world.ask(image(CAT))
+    assert len(vllm.fake.rendered) == rendered + 1
+    await world.ask(image(CAT), ELSEWHERE)
+    assert len(vllm.fake.rendered) == rendered + 1
+    sent = [body for _, body in vllm.fake.seen[-2:]]
+    assert "mm_payload" not in json.dumps(sent)
 
 
 async def test_responses_hold_images_too(world):

@@ -6,13 +6,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from random import Random
 from time import monotonic
+from types import MappingProxyType
 
-import httpx
 import pytest
 from msgspec.structs import replace
 
@@ -40,8 +40,7 @@ def asked(text=TEXT, **fields):
 
 
 def events_of(answer: str) -> list[dict]:
-    """Those of a stream, or the one whole answer."""
-    return [json.loads(line.removeprefix("data: ")) for line in answer.splitlines() if "{" in line]
+    return [json.loads(line[6:]) for line in answer.splitlines() if line.startswith("data: {")]
 
 
 def text_of(answer: str) -> str:
@@ -65,12 +64,6 @@ class PairWorld(VllmWorld):
         assert '"error"' not in answer.text
         await until(self.is_idle)
         return answer.text
-
-    async def ask(self, **fields) -> httpx.Response:
-        """The answer to a completion, once nothing is in flight any more."""
-        answer = await self.client.post(f"{self.url}/v1/completions", json=asked(**fields))
-        await until(self.is_idle)
-        return answer
 
     def is_idle(self) -> bool:
         """Whether nothing is in flight or pending, here and in the ledgers."""
@@ -96,7 +89,9 @@ class PairWorld(VllmWorld):
 async def world_of(
     *names: str,
     lease_s: float = 30.0,
+    leases: Mapping[str, float] = MappingProxyType({}),
     tenants: tuple[str, ...] = (),
+    pace: float = 5.0,
     **options,
 ) -> AsyncIterator[PairWorld]:
     """A world in which pairs cost less than single engines: those that answer compute slowly."""
@@ -113,7 +108,7 @@ async def world_of(
                 kind="vllm",
                 url=fake.url,
                 role=ROLES.get(name, Role.BOTH),
-                kv_lease_s=lease_s + 5.0,
+                kv_lease_s=leases.get(name, lease_s + 5.0),
             )
             for name, fake in fakes.items()
         ]
@@ -122,7 +117,7 @@ async def world_of(
             await world.settle()
             placer = world.proxy.fleet.pools["tiny"].placer
             for name in (name for name in names if ROLES.get(name) is Role.DECODE):
-                placer.books[name].rates.pace = 5.0
+                placer.books[name].rates.pace = pace
                 for source in ("p", "q") * 2:
                     placer.transfers.measured(monotonic(), source, name, 1000, 0.001)
             yield world
@@ -213,17 +208,19 @@ class TestBothLegs:
                 assert world.last.transfer is TransferResult.MOVED, path
             assert world.nixl("d").found == [Found.THE_KV] * 3
 
-    @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
-    async def test_the_client_is_told_what_the_first_engine_reused(self, stream):
+    async def test_the_client_is_told_what_the_first_engine_reused(self):
         async with world_of("p", "d") as world:
-            usage = {"stream_options": {"include_usage": True}} if stream else {}
-            for least in (0, 700):
-                answer = await world.ask(stream=stream, **usage)
-                assert world.last.transfer is TransferResult.MOVED
-                assert cached_of(answer.text) == world.last.reported_tokens >= least
-                assert int(answer.headers["x-kvpin-predicted-tokens"]) == world.last.reported_tokens
-                await world.settle()
-                await world.operate("flush", engine="d")
+            usage = {"stream_options": {"include_usage": True}}
+            assert cached_of(await world.stream(**usage)) == 0
+            await world.settle()
+            await world.operate("flush", engine="d")
+            again = asked(f"{TEXT} And?", **usage)
+            answer = await world.client.post(f"{world.url}/v1/completions", json=again)
+            await until(world.is_idle)
+            record = world.last
+            assert record.transfer is TransferResult.MOVED
+            assert cached_of(answer.text) == record.reported_tokens > 700
+            assert int(answer.headers["x-kvpin-predicted-tokens"]) == record.reported_tokens
             audits = {name: world.engine(name).audit.view() for name in "pd"}
             assert (audits["p"].checked, audits["p"].exact) == (2, 2)
             # Each prediction is counted once: where the prompt was computed.
@@ -265,8 +262,9 @@ class TestFetchedBefore:
     @pytest.mark.parametrize("fields", [{"stream": False}, {"n": 2}, {"stream": False, "echo": True}])
     async def test_the_request_finds_the_kv_in_its_engines_cache(self, fields):
         async with world_of("p", "d") as world:
-            answer = await world.ask(**fields)
+            answer = await world.client.post(f"{world.url}/v1/completions", json=asked(**fields))
             assert answer.status_code == 200, answer.text
+            await until(world.is_idle)
             record = world.last
             assert (record.engine, record.prefilled_by, record.attempts) == ("d", "p", ["d"])
             assert record.transfer is TransferResult.MOVED
@@ -284,6 +282,22 @@ class TestFetchedBefore:
             assert parts["first leg"] == pytest.approx(record.first_leg_s + record.transfer_s, abs=0.05)
             assert world.engine("d").ledger.in_flight == 0
 
+    async def test_its_client_is_told_what_the_first_engine_reused(self):
+        async with world_of("p", "d") as world:
+            for expected in (0, 700):
+                whole = asked(stream=False)
+                answer = await world.client.post(f"{world.url}/v1/completions", json=whole)
+                await until(world.is_idle)
+                assert world.last.transfer is TransferResult.MOVED
+                cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+                assert cached == world.last.reported_tokens >= expected
+                assert cached == int(answer.headers["x-kvpin-cached-tokens"])
+                assert cached == int(answer.headers["x-kvpin-predicted-tokens"])
+                await world.settle()
+                await world.operate("flush", engine="d")
+            assert world.engine("p").audit.view().exact == 2
+            assert world.engine("d").audit.view().unchecked == {}
+
     async def test_an_engine_that_refuses_to_fetch_computes_the_prompt(self):
         async with world_of("p", "d") as world:
             fake = world.fakes["d"].fake
@@ -292,11 +306,27 @@ class TestFetchedBefore:
                 raise RefusedError("kv_load_failure_policy is fail", status=500)
 
             fake._pulled = refuse
-            answer = await world.ask(stream=False)
-            assert text_of(answer.text) == await world.alone()
+            answer = await world.client.post(f"{world.url}/v1/completions", json=asked(stream=False))
+            await until(world.is_idle)
+            assert answer.json()["choices"][0]["text"] == await world.alone()
             assert (world.last.attempts, world.last.transfer) == (["d"], TransferResult.FAILED)
             cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
             assert cached == world.last.reported_tokens == 0
+
+    async def test_a_fetch_that_comes_too_late_ends_the_attempt(self):
+        async with world_of("p", "d", lease_s=LEASE_S) as world:
+            world.fakes["d"].core.hold()
+            asking = asyncio.ensure_future(
+                world.client.post(f"{world.url}/v1/completions", json=asked(stream=False), timeout=30)
+            )
+            await until(lambda: bool(world.sent("d")))
+            await asyncio.sleep(1.4 * LEASE_S)
+            world.fakes["d"].core.release()
+            answer = await asking
+            assert answer.json()["choices"][0]["text"] == await world.alone()
+            await until(world.is_idle)
+            assert (world.last.attempts, world.last.past_legs) == (["d", "p"], [("p", TransferResult.LATE)])
+            assert len(world.sent("d")) == 1, "the request itself was not sent there"
 
 
 class TestAdded:
@@ -398,9 +428,10 @@ class TestSecondEngineFails:
     async def test_what_the_client_sent_wrong_is_told(self):
         """The first engine takes it: that one gets another limit."""
         async with world_of("p", "d") as world:
-            answer = await world.ask(max_tokens=2000)
+            answer = await world.client.post(f"{world.url}/v1/completions", json=asked(max_tokens=2000))
             assert answer.status_code == 400
             assert answer.json()["error"]["param"] == "max_tokens"
+            await until(world.is_idle)
             assert (world.last.attempts, world.last.prefilled_by) == (["d"], "p")
             assert world.engine("d").breaker is None
 
@@ -408,7 +439,9 @@ class TestSecondEngineFails:
 class TestTheClientLeaves:
     async def leaves(self, world, when):
         """A client that leaves as soon as `when` holds."""
-        asking = asyncio.ensure_future(world.ask())
+        asking = asyncio.ensure_future(
+            world.client.post(f"{world.url}/v1/completions", json=asked(), timeout=30)
+        )
         await until(when)
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -434,26 +467,30 @@ class TestTheClientLeaves:
             assert world.nixl("p").kept == {}
 
 
-@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "fetched before"])
-async def test_an_engine_that_stopped_answers_from_no_kv_that_may_be_gone(stream):
-    """The second engine stands still until the lease is over, and goes on then. Its answer would be one from
-    the KV of somebody else, with status 200."""
-    async with world_of("p", "d", lease_s=LEASE_S) as world:
-        expected = await world.alone()
-        world.fakes["d"].core.hold()
-        asking = asyncio.ensure_future(world.ask(stream=stream))
-        await until(lambda: bool(world.sent("d")))
-        await asyncio.sleep(1.4 * LEASE_S)
-        world.fakes["d"].core.release()
-        assert text_of((await asking).text) == expected
-        await until(lambda: world.nixl("d").found == [Found.OTHER_KV])  # else this tests nothing
-        record = world.last
-        assert record.attempts == ["d", "p"]
-        assert record.past_legs == [("p", TransferResult.LATE)]
-        assert (record.prefilled_by, record.transfer, record.first_leg_s) == (None, None, None)
-        assert len(world.sent("d")) == 1, "of what is fetched before, the request itself was not sent there"
-        page = (await world.client.get(f"{world.url}/metrics")).text
-        assert 'kvpin_transfers_total{model="tiny",prefiller="p",result="late"} 1' in page
+class TestTheLease:
+    async def test_an_engine_that_stopped_answers_from_no_kv_that_may_be_gone(self):
+        """The second engine stands still until the lease is over, and goes on then. Its answer would be one
+        from the KV of somebody else, with status 200."""
+        async with world_of("p", "d", lease_s=LEASE_S) as world:
+            expected = await world.alone()
+            world.fakes["d"].core.hold()
+            asking = asyncio.ensure_future(
+                world.client.post(f"{world.url}/v1/completions", json=asked(), timeout=30)
+            )
+            await until(lambda: bool(world.sent("d")))
+            await asyncio.sleep(1.4 * LEASE_S)
+            world.fakes["d"].core.release()
+            answer = await asking
+            assert text_of(answer.text) == expected
+            assert answer.text.endswith("data: [DONE]\n\n")
+            await until(lambda: world.nixl("d").found == [Found.OTHER_KV])  # else this tests nothing
+            await until(world.is_idle)
+            record = world.last
+            assert record.attempts == ["d", "p"]
+            assert record.past_legs == [("p", TransferResult.LATE)]
+            assert (record.prefilled_by, record.transfer, record.first_leg_s) == (None, None, None)
+            page = (await world.client.get(f"{world.url}/metrics")).text
+            assert 'kvpin_transfers_total{model="tiny",prefiller="p",result="late"} 1' in page
 
 
 class TestChaos:
@@ -473,7 +510,9 @@ class TestChaos:
         except TimeoutError:
             return text, None
         assert answer.status_code == 200, answer.text
-        assert answer.text.endswith("data: [DONE]\n\n") is streams, answer.text[-300:]
+        if not streams:
+            return text, answer.json()["choices"][0]["text"]
+        assert answer.text.endswith("data: [DONE]\n\n"), answer.text[-300:]
         return text, text_of(answer.text)
 
     async def trouble(self, world, random: Random) -> None:
