@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import math
 import time
 from collections.abc import Collection, Mapping
 
@@ -82,22 +83,25 @@ class WrongKeys:
     number and the last one's address. Each line costs disk, and whoever reaches kvpin can make some."""
 
     def __init__(self) -> None:
-        self._count = 0
+        self._count, self._told = 0, -math.inf
         self._last: dict[str, str | None] = {}
         self._due: asyncio.TimerHandle | None = None
 
     def tell(self, event: str, peer: str | None, **fields: str) -> None:
         """One more request came. Logs the `event`, now or when it is time."""
         self._count, self._last = self._count + 1, {"event": event, "peer": peer, **fields}
-        if self._due is None:
+        wait_s = self._told + _TELL_S - time.monotonic()
+        if wait_s <= 0:
             self._log()
+        elif self._due is None:
+            self._due = asyncio.get_running_loop().call_later(wait_s, self._log)
 
     def _log(self) -> None:
-        self._due = None
-        if self._count:
-            log.warning(refused=self._count, **self._last)
-            self._count = 0
-            self._due = asyncio.get_running_loop().call_later(_TELL_S, self._log)
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None
+        log.warning(refused=self._count, **self._last)
+        self._count, self._told = 0, time.monotonic()
 
 
 class AdminGuard:

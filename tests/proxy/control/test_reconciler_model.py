@@ -96,8 +96,10 @@ class Adapter(FakeAdapter):
 class Request:
     """One in flight."""
 
+    is_lost = False
+
     def give_up(self):
-        pass
+        self.is_lost = True
 
 
 class Finder:
