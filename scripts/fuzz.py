@@ -31,6 +31,7 @@ from hypothesis.errors import Unsatisfiable
 from schemathesis import Case, GenerationMode
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.extend(map(str, Path(".venv/lib").glob("python*/site-packages")))  # what kvpin's modules import
 from scripts.schema_cases import free_port, limited
 from tests.fuzz import MORE_PATHS, STREAMS, bodies
 
