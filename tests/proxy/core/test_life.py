@@ -117,6 +117,26 @@ def test_there_are_enough_of_them():
 ON_A = ["0 prepared -> place, may wait", "0 placed a -> run a", "0 entered ->", "0 sent ->"]
 
 
+@pytest.mark.parametrize(
+    ("cause", "follows"),
+    [
+        ("engine_died", "blame a suspect; place without a"),
+        ("engine_garbled", "blame a suspect; place without a"),
+        ("engine_late", "blame a suspect; place without a"),
+        ("engine_lacks", "blame a lacks; place without a"),
+        ("engine_refused", "place without a"),
+        ("engine_lost", "place without a"),
+        ("engine_busy", "place without a"),
+        ("engine_changed", "place without"),  # another process, which did not get the request
+        ("engine_rejected", "end engine_rejected"),
+        ("invalid", "end invalid"),
+        ("bug", "end bug"),
+    ],
+)
+def test_which_failures_before_an_answer_another_engine_may_mend(cause, follows):
+    play([*ON_A, f"1 failed {cause} -> {follows}"])
+
+
 START = {
     Phase.ADMITTED: ON_A[:1],
     Phase.IN_TURN: ON_A[:2],

@@ -135,6 +135,17 @@ def both(world):
 
 
 class TestEvents:
+    @pytest.mark.parametrize(
+        ("gone", "blocks"),
+        [(range(7), 0), ([6], 6)],
+        ids=["no window is left", "a window is whole before it"],
+    )
+    def test_a_prefix_is_reused_up_to_where_a_window_is_whole(self, both, gone, blocks):
+        both.remove(WINDOW, gone)
+        match = both.match()
+        assert (match.blocks, match.gpu, match.lead) == (blocks, blocks, blocks)
+        assert (match.cut, match.lacks) == (8 - blocks, Attention.WINDOW)
+
     def test_a_group_keeps_a_block_that_the_main_one_drops(self, both):
         both.remove(None, range(4, 8))
         both.store(None, range(4, 8))

@@ -15,6 +15,17 @@ def owner_at(now=0.0, kvpin=5):
     return own
 
 
+def test_one_that_is_not_sure_to_be_alone_bids_first():
+    own = OwnClaim(5)
+    own.decide(0.0, {}, may_bid=True)
+    assert own.is_bidding
+    assert own.claim == BID
+    own.decide(SETTLE_S - 0.01, {9: BID}, may_bid=True)  # drew a greater number
+    assert not own.is_owner
+    own.decide(SETTLE_S, {9: BID}, may_bid=True)
+    assert own.is_owner
+
+
 def test_one_that_nobody_would_hear_does_not_bid_and_an_owner_stays():
     own = OwnClaim(5)
     own.decide(0.0, {}, may_bid=False, is_alone=True)
@@ -22,6 +33,18 @@ def test_one_that_nobody_would_hear_does_not_bid_and_an_owner_stays():
     own = owner_at()
     own.decide(1.0, {}, may_bid=False)
     assert own.is_owner
+
+
+def test_a_bid_gives_way_to_a_better_one_and_to_an_owner():
+    for better in (HELD, Claim(2, is_held=False), BID):
+        own = OwnClaim(5)
+        own.decide(0.0, {}, may_bid=True)
+        own.decide(0.1, {3: better}, may_bid=True)
+        assert own.claim is None
+        own.decide(9.0, {3: better}, may_bid=True)
+        assert own.claim is None
+        own.decide(10.0, {}, may_bid=True)
+        assert own.claim == Claim(better.epoch + 1, is_held=False)
 
 
 def test_one_that_is_locked_out_leaves_the_engine_to_an_owner():

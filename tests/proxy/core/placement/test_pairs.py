@@ -124,6 +124,20 @@ class TestAPair:
         short = placed([engine("d", queue_s=0.5, decoding=9)], [engine("p", gpu=20)], prompt(400))
         assert short.pair.patience_s == pytest.approx(0.08 + LEAST_PATIENCE_S)
 
+    def test_pays_for_what_it_evicts_on_both_engines(self):
+        def full(size):
+            residents = Residents(lambda _block: True)
+            residents.use(0.0, range(10**6, 10**6 + size), size)
+            return residents
+
+        decoder = engine("d", queue_s=9.0, room=100, residents=full(50))
+        source = engine("p", room=120, residents=full(50))
+        cost = placed([decoder], [source], outlook=TWO).chosen
+        assert cost.regret_s == pytest.approx(2.0 * 16 * (25 + 5) / 1000)
+        assert cost.total_s == pytest.approx(
+            cost.first_token_s + cost.congestion_s + cost.later_s + cost.regret_s
+        )
+
 
 class TestNoPair:
     def test_where_the_decoder_holds_nearly_all(self):

@@ -11,7 +11,8 @@ from engine_adapter import Tier
 from engine_adapter.types import Attention, KvGroup, Role, Usage
 from proxy.core.index.blocks import Chain
 from proxy.core.placement import placer as module
-from proxy.core.placement.load import EngineLedger, Work
+from proxy.core.placement.load import IDLE, EngineLedger, Work
+from proxy.core.placement.pairs import STALL
 from proxy.core.placement.placer import Placer
 from proxy.core.placement.whole_answers import MIN_ANSWERS
 
@@ -152,6 +153,16 @@ class TestPlacement:
         assert late.costs == at_once
         assert late.chosen in late.costs
         assert place(placer, 11.0, chain).costs != at_once
+
+    def test_what_is_about_to_be_computed_draws_what_shares_it(self, placer):
+        chain = prompt(1, blocks=90)
+        placements = []
+        for _ in range(4):
+            placements.append(place(placer, 0.0, chain))
+            begin_at(placer, 0.0, placements[-1], chain)
+        assert {placement.engine for placement in placements} == {"a"}
+        assert [placement.predicted_tokens for placement in placements] == [0, 1440, 1440, 1440]
+        assert [placement.chosen.pending_tokens for placement in placements] == [0, 1440, 1440, 1440]
 
     def test_an_unknown_prompt_goes_where_the_fewest_requests_are(self, placer):
         first = place(placer, 0.0, None)
@@ -328,6 +339,11 @@ class TestEvictions:
 
 
 class TestRequests:
+    def test_a_first_token_teaches_the_pool(self, placer):
+        serve(placer, 0.0, prompt(1, blocks=50), took_s=1.0)
+        assert [book.rates.prefill_s(801) for book in placer.books.values()] == pytest.approx([1.0, 1.0])
+        assert placer.candidate(9.0, "a").load is IDLE
+
     def test_what_is_in_flight_is_repriced_when_rates_turn_out_to_be_others(self, placer):
         begin(placer, 0.0, prompt(1, blocks=50), "a")
         assert placer.candidate(0.0, "a").load.queue_s == pytest.approx(801 / 4000)
@@ -423,29 +439,54 @@ PROMPTS = st.lists(
 )
 
 
-@given(PROMPTS)
-def test_not_even_a_slow_engine_starves(prompts):
-    """Engines compute one prompt after the other, so many tokens a second each."""
-    placer, served, due = Placer(16), Counter(), []
-    rates = {"fast": 4000.0, "other": 4000.0, "slow": 1000.0}
-    free_at = dict.fromkeys(rates, 0.0)
-    for name in rates:
-        placer.add(name)
-    for at, (name, shared, own) in enumerate(prompts):  # each has some blocks of its own
-        now, whole = at * 0.02 / 3, prompt(name, shared + own)
-        hashes = (*whole.hashes[:shared], *(10**6 + 1000 * at + block for block in range(own)))
-        while due and due[0][0] <= now:
-            then, _, placed, placement = heappop(due)
-            placer.first_token(then, placed)
-            placer.index.store(placement.engine, Tier.GPU, placed.chain.hashes)
-            placer.end(then, placed, placement.uncached_tokens)
-            placer.settled(placed)
-        placement = place(placer, now, chain := Chain(hashes, whole.n_tokens, 16))
-        engine = placement.engine
-        free_at[engine] = max(free_at[engine], now) + placement.uncached_tokens / rates[engine]
-        heappush(due, (free_at[engine], at, begin_at(placer, now, placement, chain), placement))
-        served[engine] += 1
-    assert served["slow"] >= 1
+class Race:
+    """Engines that compute one prompt after the other, so many tokens a second each, and what is asked."""
+
+    def __init__(self, *rates):
+        self.placer = Placer(16)
+        self.rates = {f"e{at}": rate for at, rate in enumerate(rates)}
+        for name in self.rates:
+            self.placer.add(name)
+        self.free_at = dict.fromkeys(self.rates, 0.0)
+        self.due = []
+        self.given = Counter()
+
+    def run(self, prompts, gap_s):
+        """Prompts of a shared beginning, by name and length, and blocks of their own."""
+        for at, (name, shared, own) in enumerate(prompts):
+            chain = prompt(name, shared + own)
+            hashes = (*chain.hashes[:shared], *(10**6 + 1000 * at + block for block in range(own)))
+            self.ask(at * gap_s, Chain(hashes, chain.n_tokens, 16))
+        return self.given
+
+    def ask(self, now, chain):
+        while self.due and self.due[0][0] <= now:
+            then, _, placed, placement = heappop(self.due)
+            self.placer.first_token(then, placed)
+            self.placer.index.store(placement.engine, Tier.GPU, placed.chain.hashes)
+            self.placer.end(then, placed, placement.uncached_tokens)
+            self.placer.settled(placed)
+        placement = place(self.placer, now, chain)
+        name = placement.engine
+        placed = begin_at(self.placer, now, placement, chain)
+        seconds = placement.uncached_tokens / self.rates[name]
+        self.free_at[name] = max(self.free_at[name], now) + seconds
+        heappush(self.due, (self.free_at[name], self.given.total(), placed, placement))
+        self.given[name] += 1
+
+
+class TestNobodyStarves:
+    @given(PROMPTS)
+    def test_not_even_a_slow_engine(self, prompts):
+        race = Race(4000.0, 4000.0, 1000.0)
+        served = race.run(prompts, 0.02 / 3)
+        assert served["e2"] >= 1
+
+    @given(st.integers(1, 8), st.integers(1, 60))
+    def test_without_load_or_cache_they_take_turns(self, engines, blocks):
+        race = Race(*[4000.0] * engines)
+        served = race.run([(at, 0, blocks) for at in range(3 * engines)], 10.0)
+        assert set(served.values()) == {3}
 
 
 def test_sessions_that_another_has_seen_are_older(monkeypatch):
@@ -491,6 +532,21 @@ class TestPairs:
         assert (views["b"].queue_s, views["b"].in_flight, views["b"].decoding) == (0, 1, 0)
         assert placer.books["b"].in_use.blocks == 10, "the memory for it is reserved at once"
         assert placer.last_engine("s") == "b"
+
+    def test_a_prefill_is_charged_for_requests_whose_kv_a_full_engine_awaits(self, placer, pair):
+        _, _, decode = pair
+        full = placer.books["b"].in_use
+        full.capacity = full.blocks
+
+        def stall_s():
+            a, b = (placer.candidate(1.0, name) for name in "ab")
+            pairs = placer.prefillers(1.0, [a], {"b"})
+            meanwhile_s = placer.rates.prefill_s(161) ** 2 / 2 * pairs.arrivals("b")
+            return placer.place(1.0, [b], prompt(2), pairs).costs[0].stall_s - meanwhile_s
+
+        assert stall_s() == pytest.approx(placer.rates.prefill_s(161)), "it waits for all of the prefill"
+        placer.first_token(1.0, decode)
+        assert stall_s() == pytest.approx(STALL * placer.rates.prefill_s(161)), "from now on it is a stream"
 
     def test_the_second_engine_may_have_to_compute_the_prompt(self, placer, pair):
         chain, prefill, decode = pair
