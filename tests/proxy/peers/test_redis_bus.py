@@ -35,9 +35,7 @@ def server():
     server.kill()
 
 
-async def test_while_the_server_is_dead_each_goes_on_alone_and_hears_of_the_other_again_after(
-    server, monkeypatch
-):
+async def test_what_one_served_the_other_predicts_until_the_server_dies_and_again_after(server, monkeypatch):
     monkeypatch.setattr(redis_bus, "_RETRY_S", 0.05)
     monkeypatch.setattr(peers_module, "LOST_S", 1.0)
     async with (
@@ -45,6 +43,9 @@ async def test_while_the_server_is_dead_each_goes_on_alone_and_hears_of_the_othe
         client_of(one) as first,
         client_of(two) as second,
     ):
+        home = (await ask(first)).headers["x-kvpin-engine"]  # no stream: nobody learns that prefill is free
+        await until(lambda: placer(two).index.held(home, "gpu") == 20)
+        assert (await ask(second)).headers["x-kvpin-predicted-tokens"] == "320"
         with capture_logs() as logs:
             server.kill()
             await until(lambda: not one.peers.bus.is_connected and not two.peers.bus.is_connected)
@@ -123,7 +124,7 @@ async def test_an_engine_is_added_by_those_who_have_the_admin_key_and_told_witho
             await until(lambda: listed(later) == ["b"])
 
 
-async def test_a_partition_loses_no_request_and_heals(server, monkeypatch):
+async def test_a_partition_and_a_delay_lose_no_request_and_heal(server, monkeypatch):
     monkeypatch.setattr(redis_bus, "_RETRY_S", 0.05)
     monkeypatch.setattr(redis_bus, "_TIMEOUT_S", 1.5)
     monkeypatch.setattr(peers_module, "LOST_S", 2.0)
@@ -140,6 +141,13 @@ async def test_a_partition_loses_no_request_and_heals(server, monkeypatch):
             assert (await ask(second, tokens(400, 3))).status_code == 200
             assert placer(two).index.held(home, "gpu") in {0, 25}  # not what the first one served
             relay.heal()
+            await until(lambda: in_step(one) and in_step(two), 20)
+            await until(lambda: placer(two).index.held(home, "gpu") in {20, 45})
+            relay.delay_s = 0.2
+            held = sum(placer(two).index.held(name, "gpu") for name in "ab")
+            await ask(first, tokens(400, 5))
+            await until(lambda: sum(placer(two).index.held(name, "gpu") for name in "ab") == held + 25, 20)
+            relay.delay_s = 0.0
             await until(lambda: in_step(one) and in_step(two), 20)
 
 
