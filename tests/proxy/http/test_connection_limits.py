@@ -189,6 +189,19 @@ class TestSlowClients:
                     assert (await reader.read()).endswith(b"helloworld")
                 writer.close()
 
+    async def test_nor_for_one_on_a_connection_whose_handshake_ended_after_it_began(self, monkeypatch):
+        monkeypatch.setattr(proxy.http.http1, "STOPPING_S", 0.1)
+        monkeypatch.setattr(proxy.http.http1, "LOOK_S", 0.1)
+        port = port_of(handler)
+        with listen("127.0.0.1", 0) as listener:
+            async with opened(port, listener):
+                port.stop()  # as with TLS, the connection is made only now
+                reader, writer = await asyncio.open_connection(*listener.getsockname())
+                writer.write((GET % b"/")[:20])
+                async with asyncio.timeout(WAIT_S):
+                    assert await reader.read() == b""
+                writer.close()
+
     def test_a_client_that_leaves_behind_many_pipelined_requests_is_noticed(self, monkeypatch):
         monkeypatch.setattr(proxy.http.http1, "LOOK_S", 0.1)
         with serving(limit=1) as connect:
