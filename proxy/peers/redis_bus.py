@@ -117,6 +117,7 @@ class RedisBus:
                 self._outbox.clear()
                 self._has_waiting.clear()
                 self._waiting_bytes = 0
+            _end_if_cancelled()
             await asyncio.sleep(_RETRY_S)
 
     async def _serve(self, callbacks: BusCallbacks) -> None:
@@ -128,6 +129,7 @@ class RedisBus:
             ((_, listeners),) = await sender.pubsub_numsub(self._channel)
             self._is_alone = listeners <= 1
             kept = await self._read(sender)
+            _end_if_cancelled()
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._send(sender))
                 group.create_task(self._listen(channel, callbacks))

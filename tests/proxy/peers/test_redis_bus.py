@@ -206,6 +206,15 @@ async def test_what_waited_when_the_server_died_is_dropped_and_what_comes_after_
         await until(lambda: b"after" in heard[1])
 
 
+async def test_a_bus_that_is_stopped_while_it_connects_ends(server):
+    for moment in range(80):  # redis may swallow a cancellation: without a look at it, one of ten hangs
+        task = asyncio.create_task(RedisBus(server.url, "n").run(BusCallbacks(lambda _: None, lambda: None)))
+        await asyncio.sleep(moment * 0.0002)
+        task.cancel()
+        ended, _ = await asyncio.wait([task], timeout=2)
+        assert ended, f"after {moment * 0.2:.1f} ms"
+
+
 def test_of_all_kvpins_only_the_other_workers_are_reached():
     sockets = ["/run/kvpin-x/worker-2.http"]
     worker = RedisBus("redis://h", "n", Path("/run/kvpin-x/worker-1.http"), sockets)
