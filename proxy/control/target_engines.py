@@ -57,6 +57,7 @@ class Selection:
         unable: engines that hold some of the target and cannot do it.
         prefix: set when the target is a prefix.
         note: why no engine is concerned, or what the operation may miss.
+        away: engines that are not connected and may still hold what is to be flushed.
     """
 
     label: str
@@ -64,6 +65,7 @@ class Selection:
     unable: tuple[Share, ...] = ()
     prefix: Prefix | None = None
     note: str | None = None
+    away: tuple[Engine, ...] = ()
 
 
 class Targets:
@@ -134,16 +136,32 @@ class Targets:
             unlike = ", ".join(each.id for each in every if each.prompts not in (own, None))
             if unlike and own is not None and target.engine is None:
                 note = f"left out, because they make other tokens of it: {unlike}; name each (--engine ID)"
-            return _divide(prefix.label, shares, capability, prefix, note)
+            away = self._away(target, capability, prefix.pool.model)
+            return _divide(prefix.label, shares, capability, prefix, note, away)
         label = {"engine": f"engine {target.engine}", "tenant": f"tenant {target.tenant}"}.get(kind, "all")
+        pools = self._pools(target)
         shares = [
             Share(engine, pool, self._whole(target, engine))
-            for pool in self._pools(target)
+            for pool in pools
             for engine in pool.engines.values()
             if target.engine in (None, engine.id)
         ]
         note = _what_may_be_missed(target, shares, capability) if shares else "no engine is connected"
-        return _divide(label, shares, capability, None, note)
+        away = self._away(target, capability, pools[0].model if target.model is not None else None)
+        return _divide(label, shares, capability, None, note, away)
+
+    def _away(self, target: Target, capability: Capability, model: str | None) -> tuple[Engine, ...]:
+        """Engines that are not connected and may still hold what is to be flushed. `model`: None for any."""
+        if capability is not Capability.FLUSH or target.engine is not None:
+            return ()
+        away = list[Engine]()
+        for engine in self._fleet.engines.values():
+            served = engine.adapter.spec.model or (engine.info and engine.info.model)
+            is_of_model = None in {model, served} or served == model
+            # The KV of a process that kvpin runs ends with it.
+            if self._fleet.pool_of(engine) is None and not engine.is_own and is_of_model:
+                away.append(engine)
+        return tuple(away)
 
     def _holders(self, prefix: Prefix, target: Target, capability: Capability) -> list[Engine]:
         """Engines that hold any of the prefix, or may hold it unseen. A named engine counts in any case."""
@@ -264,22 +282,31 @@ def require_able(selection: Selection, capability: Capability) -> None:
 def parts_of(
     selection: Selection, capability: Capability
 ) -> tuple[list[tuple[OperationPart, Share]], list[OperationPart]]:
-    """A part for each engine that can do the operation, and a failed part for each that cannot."""
+    """A part for each engine that can do the operation, and a failed one for each that cannot or is away."""
     able = [(OperationPart(share.engine.id, capability.value), share) for share in selection.shares]
     unable = []
     for share in selection.unable:
         part = OperationPart(share.engine.id, capability.value)
         part.fail(str(share.engine.adapter.not_supported(capability)))
         unable.append(part)
+    for engine in selection.away:
+        part = OperationPart(engine.id, capability.value)
+        part.fail("not connected: what it holds was not flushed")
+        unable.append(part)
     return able, unable
 
 
 def _divide(
-    label: str, shares: list[Share], capability: Capability, prefix: Prefix | None, note: str | None
+    label: str,
+    shares: list[Share],
+    capability: Capability,
+    prefix: Prefix | None,
+    note: str | None,
+    away: tuple[Engine, ...],
 ) -> Selection:
     able = tuple(share for share in shares if share.engine.can(capability))
     unable = tuple(share for share in shares if not share.engine.can(capability))
-    return Selection(label, able, unable, prefix, note)
+    return Selection(label, able, unable, prefix, note, away)
 
 
 def _prefix(pool: Pool, prompt: Prompt, kind: str, rendering: PromptBuilder | None = None) -> Prefix:

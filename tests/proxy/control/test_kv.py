@@ -38,6 +38,29 @@ async def test_a_prefix_is_flushed_where_it_lies_and_nowhere_else(world, learned
     assert list(noted.prefix.token_ids) == tokens(40)
 
 
+async def test_a_flush_fails_for_engines_that_are_away_and_may_still_hold_the_kv(world, learned):
+    a, b = learned
+    for fake in learned:
+        world.served(fake, tokens(64))
+    world.fleet.leave(world.engines["a"])
+    world.fleet.add(KvFake("never seen"))
+    prefix, everything = Target(token_ids=tokens(64)), Target(all=True)
+    for target in (prefix, everything, Target(all=True, model=b.info.model)):
+        operation = await finished(await world.kv.operate(KvVerb.FLUSH, target))
+        assert {part.engine: part.error for part in operation.parts} == {
+            "b": None,
+            "a": "not connected: what it holds was not flushed",
+            "never seen": "not connected: what it holds was not flushed",
+        }
+        assert operation.state is OperationState.FAILED
+        assert len(a.tiers) == 4
+        assert not b.tiers
+    alone = await finished(await world.kv.operate(KvVerb.FLUSH, Target(engine="b")))
+    assert alone.state is OperationState.DONE
+    others = await finished(await world.kv.operate(KvVerb.OFFLOAD, everything))
+    assert [part.engine for part in others.parts] == ["b"]
+
+
 async def test_a_flush_clears_the_view_before_it_is_done_and_can_be_cancelled_between_slices(world, learned):
     a, _ = learned
     world.served(a, tokens(64))
