@@ -106,6 +106,11 @@ class Targets:
             raise NoEngine("prompts cannot be tokenised yet; try again shortly")
         adapter = None if lora is None else pool.identity_of(lora)
         prompt = await rendering.build(path, body, salt=salt, lora=lora, adapter=adapter)
+        if prompt is None and rendering.can_ask:
+            raise NoEngine(
+                "no engine tokenised this prefix: none answered in time, or they refused it, or it is more "
+                "than text; try again, or use token_ids, which always work"
+            )
         if prompt is None:
             raise BadRequest(
                 "kvpin cannot tokenise this prefix: no tokenizer is known for the model, or the prefix is "
