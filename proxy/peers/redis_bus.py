@@ -12,6 +12,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import anyio
 import structlog
 from redis.asyncio import Redis
 from redis.asyncio.client import PubSub
@@ -130,9 +131,10 @@ class RedisBus:
             self._is_alone = listeners <= 1
             kept = await self._read(sender)
             _end_if_cancelled()
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._send(sender))
-                group.create_task(self._listen(channel, callbacks))
+            # Python 3.11's own group would leave this task marked as cancelled when the server goes.
+            async with anyio.create_task_group() as group:
+                group.start_soon(self._send, sender)
+                group.start_soon(self._listen, channel, callbacks)
                 self._is_connected = True
                 if self._has_complained:
                     self._has_complained = False
