@@ -29,24 +29,11 @@ BILLING = "x-anthropic-billing-header"
 # Fields of a plain chat: none of them changes its prompt, its identity or who may see it.
 _OF_PLAIN_CHATS = frozenset(
     {
-        "frequency_penalty",
-        "ignore_eos",
-        "max_completion_tokens",
-        "max_tokens",
-        "messages",
-        "min_p",
-        "min_tokens",
-        "model",
-        "presence_penalty",
-        "seed",
-        "stream",
-        "stream_options",
-        "temperature",
-        "top_k",
-        "top_p",
-        "user",
+        "frequency_penalty", "ignore_eos", "max_completion_tokens", "max_tokens", "messages", "min_p",
+        "min_tokens", "model", "presence_penalty", "seed", "stream", "stream_options", "temperature",
+        "top_k", "top_p", "user",
     }
-)
+)  # fmt: skip
 _SPEAKERS = ("system", "user", "assistant")
 _Text = Annotated[dict[Literal["role", "content"], str], msgspec.Meta(min_length=2)]
 _decode_texts = msgspec.json.Decoder(Annotated[list[_Text], msgspec.Meta(min_length=1)]).decode

@@ -187,25 +187,12 @@ HINTS = frozenset({"kv_hints", "priority"})
 same."""
 PRIVATE_FIELDS = frozenset(
     {
-        "bootstrap_host",
-        "bootstrap_pair_key",
-        "bootstrap_port",
-        "bootstrap_room",
-        "custom_logit_processor",
-        "data_parallel_rank",
-        "data_parallel_rank_decode",
-        "decode_tp_size",
-        "disagg_prefill_dp_rank",
-        "disaggregated_params",
-        "ec_transfer_params",
-        "kv_transfer_params",
-        "migration_request",
-        "preserve_cache",
-        "routed_dp_rank",
-        "session_params",
-        "with_cache",
+        "bootstrap_host", "bootstrap_pair_key", "bootstrap_port", "bootstrap_room", "custom_logit_processor",
+        "data_parallel_rank", "data_parallel_rank_decode", "decode_tp_size", "disagg_prefill_dp_rank",
+        "disaggregated_params", "ec_transfer_params", "kv_transfer_params", "migration_request",
+        "preserve_cache", "routed_dp_rank", "session_params", "with_cache",
     }
-)
+)  # fmt: skip
 """Fields that name other servers, other sessions' KV, ranks, or code to run."""
 PRIVATE_WITHIN = (("vllm_xargs",), ("sampling_params", "extra_args"))
 """Paths of the objects within a request from which vLLM reads `kv_transfer_params`, too."""

@@ -281,11 +281,7 @@ class KvEventSubscriber:
             raise _StartOverError("the replay socket answers again")
 
     async def _catch_up(
-        self,
-        replay: ReplayClient | None,
-        cursor: _Cursor,
-        patience_s: float,
-        other: Inbox | None = None,
+        self, replay: ReplayClient | None, cursor: _Cursor, patience_s: float, other: Inbox | None = None
     ) -> AsyncGenerator[KvEvent, None]:
         """Replays what the engine published after `cursor.last`, with pauses of at most `patience_s` seconds.
         A ROUTER drops messages for a slow peer, so an answer with gaps is requested again. A message in the

@@ -183,21 +183,11 @@ _MAX_PATHS = 64
 # usage.
 ENDS_HERE = frozenset(
     {
-        "accept-encoding",
-        "connection",
-        "content-length",
-        "expect",
-        "host",
-        "keep-alive",
-        "proxy-authenticate",
-        "proxy-authorization",
-        "proxy-connection",
-        "te",
-        "trailer",
-        "transfer-encoding",
-        "upgrade",
+        "accept-encoding", "connection", "content-length", "expect", "host", "keep-alive",
+        "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
+        "transfer-encoding", "upgrade",
     }
-)
+)  # fmt: skip
 _KEYS = frozenset({"authorization", "x-api-key"})
 _OWN_PREFIX = b"x-kvpin-"
 # Values of the header `connection` that nearly every client sends.

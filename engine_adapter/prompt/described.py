@@ -121,9 +121,7 @@ class DescribedTokenizer:
     @cached_property
     def _fast(self) -> FastokensEncoder:
         return FastokensEncoder(
-            self._json(),
-            lambda: self._plain,
-            split_special_tokens=self._description.splits_special,
+            self._json(), lambda: self._plain, split_special_tokens=self._description.splits_special
         )
 
     @cached_property

@@ -51,32 +51,18 @@ _PLAIN, _CONTINUED = frozenset({Form.PLAIN}), frozenset({Form.PLAIN, Form.CONTIN
 # Fields that make the prompt, or the namespace of its KV, in a way that only the engine knows.
 _OF_THE_ENGINE = frozenset(
     {
-        "prompt_embeds",
-        "input_embeds",
-        "input_ids",
-        "prompt_token_ids",
-        "truncate_prompt_tokens",
-        "suffix",
-        "lora_path",
-        "lora_request",
-        "extra_key",
+        "prompt_embeds", "input_embeds", "input_ids", "prompt_token_ids", "truncate_prompt_tokens", "suffix",
+        "lora_path", "lora_request", "extra_key",
     }
-)
+)  # fmt: skip
 _OF_THE_ENGINE_IN_COMPLETIONS = _OF_THE_ENGINE - {"prompt_embeds"}
 # Fields of a chat that some engines give their template, or that change what it writes.
 _SPECIAL = frozenset(
     {
-        "reasoning",
-        "reasoning_effort",
-        "response_format",
-        "tool_choice",
-        "parallel_tool_calls",
-        "json_schema",
-        "grammar",
-        "thinking",
-        "task",
+        "reasoning", "reasoning_effort", "response_format", "tool_choice", "parallel_tool_calls",
+        "json_schema", "grammar", "thinking", "task",
     }
-)
+)  # fmt: skip
 # Roles and fields that all engines give their templates in the same form. Some engines leave out, rename or
 # reorder the others, or join them differently.
 _ROLES = ("system", "user", "assistant", "tool")

@@ -105,7 +105,7 @@ def _why_not_followed(info: ServerInfo, spec: EventSpec) -> Iterator[Finding]:
     if info.pairs_tokens:
         yield Finding(
             f"with --speculative-algorithm {info.speculative} its events hold pairs of tokens, "
-            f"which kvpin cannot follow, so {_LEARNED}",
+            f"which kvpin cannot follow, so {_LEARNED}"
         )
     for is_wrong, keys, since, instead in (
         (not info.events_carry_salts, "cache salts", EVENTS_CARRY_SALTS, ""),

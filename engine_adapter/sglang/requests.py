@@ -35,16 +35,10 @@ GENERATE = "/generate"
 # With these fields of /generate, token ids do not identify the prompt, or its KV.
 _MORE_THAN_TEXT = frozenset(
     {
-        "input_embeds",
-        "image_data",
-        "video_data",
-        "audio_data",
-        "session_params",
-        "lora_path",
-        "extra_key",
+        "input_embeds", "image_data", "video_data", "audio_data", "session_params", "lora_path", "extra_key",
         "positional_embed_overrides",
     }
-)
+)  # fmt: skip
 ROUTES = {
     GENERATE: NativeRoute(
         prompt=PromptFields(text="text", ids="input_ids", unless=_MORE_THAN_TEXT), runs=True

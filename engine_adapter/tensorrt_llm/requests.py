@@ -28,24 +28,11 @@ SALT = "cache_salt"
 # metadata.
 HINTS = frozenset(
     {
-        "cache_namespace",
-        "conversation_params",
-        "metadata",
-        "nvext",
-        "prediction",
-        "priority",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "request_id",
-        "rid",
-        "safety_identifier",
-        "service_tier",
-        "session_id",
-        "store",
-        "user",
+        "cache_namespace", "conversation_params", "metadata", "nvext", "prediction", "priority",
+        "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "request_id", "rid",
+        "safety_identifier", "service_tier", "session_id", "store", "user",
     }
-)
+)  # fmt: skip
 # The hints and the fields of kvpin's own that versions 1.2 to 1.4 take, for servers that do not list their
 # fields.
 KNOWN: Mapping[str, frozenset[str]] = {

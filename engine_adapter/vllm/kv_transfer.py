@@ -40,24 +40,13 @@ _KEEP = {
 }
 # Fields about the answer, which the first leg does not need. Some contradict its one token.
 _OF_ANSWER = (
-    "logprobs",
-    "min_tokens",
-    "return_token_ids",
-    "stop_token_ids",
-    "stream_options",
-    "top_logprobs",
-)
+    "logprobs", "min_tokens", "return_token_ids", "stop_token_ids", "stream_options", "top_logprobs",
+)  # fmt: skip
 # Likewise, but some of them change the prompt. So they are left out only if its token ids go along.
 _OF_GENERATION = (
-    "guided_choice",
-    "guided_grammar",
-    "guided_json",
-    "guided_regex",
-    "response_format",
-    "structured_outputs",
-    "tool_choice",
-    "tools",
-)
+    "guided_choice", "guided_grammar", "guided_json", "guided_regex", "response_format",
+    "structured_outputs", "tool_choice", "tools",
+)  # fmt: skip
 # With these fields a request would pull several times, or answers with its prompt.
 _SEVERAL = ("n", "best_of")
 _OTHERWISE = ("echo", "use_beam_search")

@@ -89,17 +89,10 @@ RENDERED_ROUTES = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/res
 _TOKENIZED = {
     "/v1/completions": ("prompt", "add_special_tokens"),
     "/v1/chat/completions": (
-        "messages",
-        "tools",
-        "chat_template",
-        "chat_template_kwargs",
-        "add_generation_prompt",
-        "continue_final_message",
-        "add_special_tokens",
-        "media_io_kwargs",
-        "mm_processor_kwargs",
+        "messages", "tools", "chat_template", "chat_template_kwargs", "add_generation_prompt",
+        "continue_final_message", "add_special_tokens", "media_io_kwargs", "mm_processor_kwargs",
     ),
-}
+}  # fmt: skip
 # Fields that shape the prompt and that `/tokenize` ignores.
 _BEYOND = ("documents", "reasoning_effort", "truncate_prompt_tokens", "prompt_embeds", "suffix")
 
@@ -139,9 +132,7 @@ async def tokenize(control: ControlClient, path: str, body: JsonBody, model: str
     for name in _BEYOND:
         if body.get(name) is not None:
             raise EngineRejected(
-                f"vLLM renders requests with {name} only with --enable-scale-out",
-                status=400,
-                param=name,
+                f"vLLM renders requests with {name} only with --enable-scale-out", status=400, param=name
             )
     fields = {name: value for name in names if (value := body.get(name)) is not None}
     if path == "/v1/completions" and not isinstance(fields.get("prompt"), str):

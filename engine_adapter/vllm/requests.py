@@ -267,26 +267,14 @@ def _unknown(why: str) -> EngineRejected:
 
 # With these fields, vLLM does more with a text than tokenise it, or returns it.
 _TEXT_STAYS = (
-    "add_special_tokens",
-    "echo",
-    "prompt_embeds",
-    "prompt_logprobs",
-    "suffix",
-    "truncate_prompt_tokens",
+    "add_special_tokens", "echo", "prompt_embeds", "prompt_logprobs", "suffix", "truncate_prompt_tokens",
     "truncation_side",
-)
+)  # fmt: skip
 # Likewise in chats; the first of these already carries ids, or names another server's KV.
 _CHAT_STAYS = (
-    "kv_transfer_params",
-    "echo",
-    "prompt_embeds",
-    "prompt_logprobs",
-    "return_prompt_text",
-    "return_token_offsets",
-    "truncate_prompt_tokens",
-    "truncation_side",
-    "use_beam_search",
-)
+    "kv_transfer_params", "echo", "prompt_embeds", "prompt_logprobs", "return_prompt_text",
+    "return_token_offsets", "truncate_prompt_tokens", "truncation_side", "use_beam_search",
+)  # fmt: skip
 # Chats' prompts may depend on the choice among tools, which `/tokenize` does not read: a server that has no
 # `/render` did not prove their ids.
 _ONLY_RENDERED = ("tools", "tool_choice")

@@ -38,17 +38,10 @@ from proxy.request.translate import RESPONSES_PATH
 # Headers that end at each server, and those that the transport writes itself.
 _OF_ONE_HOP = frozenset(
     {
-        b"connection",
-        b"content-length",
-        b"expect",
-        b"host",
-        b"keep-alive",
-        b"te",
-        b"trailer",
-        b"transfer-encoding",
-        b"upgrade",
+        b"connection", b"content-length", b"expect", b"host", b"keep-alive", b"te", b"trailer",
+        b"transfer-encoding", b"upgrade",
     }
-)
+)  # fmt: skip
 # Headers of an answer that this kvpin writes itself.
 _OWN = frozenset({b"connection", b"date", b"keep-alive", b"trailer", b"transfer-encoding", b"upgrade"})
 _CORS = b"access-control-"

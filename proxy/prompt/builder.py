@@ -453,12 +453,7 @@ class PromptBuilder:
         if prompt is None or exact is None:
             return None
         return Prompt(
-            prompt.token_ids,
-            prompt.extra_ids,
-            exact=exact,
-            source=source,
-            forms=forms,
-            beginning=beginning,
+            prompt.token_ids, prompt.extra_ids, exact=exact, source=source, forms=forms, beginning=beginning
         )
 
     def _too_long(self, tokens: int, has: str, param: str) -> TooLong:

@@ -87,7 +87,7 @@ _PROBES: dict[Form, dict[str, dict[str, Any]]] = {
                     "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}],
                 }
             ]
-        },
+        }
     },
     Form.TOOLS: {"tools": {"messages": [_HELLO], "tools": [_TOOL], "stream": True}},
     Form.TOOL_CALLS: {

@@ -67,8 +67,7 @@ class RegisteredTables:
             return known
         if self.total_bytes + len(table.data) > self.max_bytes:
             raise BodyTooLarge(
-                f"prompt tables would take more than {self.max_bytes} bytes; delete some first",
-                param="table",
+                f"prompt tables would take more than {self.max_bytes} bytes; delete some first", param="table"
             )
         self._by_id[table.table_id] = table
         self._content_of[table.extra_id] = content

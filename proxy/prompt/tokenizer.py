@@ -66,10 +66,7 @@ class LocalTokenizer:
         return await self.tokenizer.off_loop(
             len(body.raw),
             lambda: self.tokenizer.chat(
-                **_of_template(source),
-                vocab_size=self.vocab_size,
-                hidden_size=self.hidden_size,
-                limit=limit,
+                **_of_template(source), vocab_size=self.vocab_size, hidden_size=self.hidden_size, limit=limit
             ),
         )
 

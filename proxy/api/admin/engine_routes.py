@@ -71,12 +71,7 @@ class EngineList(msgspec.Struct):
 
 
 def engine_routes(
-    fleet: Fleet,
-    reconciler: Reconciler,
-    pinning: Pinning,
-    peers: Peers | None = None,
-    *,
-    reuse: bool,
+    fleet: Fleet, reconciler: Reconciler, pinning: Pinning, peers: Peers | None = None, *, reuse: bool
 ) -> tuple[Endpoint, ...]:
     """Lists, adds, removes and drains engines, and tells what they hold."""
 

@@ -15,15 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from engine_adapter import JsonBody
 from engine_adapter.off_loop import off_loop
-from proxy.api.admin.endpoint import (
-    DryRun,
-    Endpoint,
-    Query,
-    decode,
-    operation,
-    read_bytes,
-    until_left,
-)
+from proxy.api.admin.endpoint import DryRun, Endpoint, Query, decode, operation, read_bytes, until_left
 from proxy.control.explain import RequestAnswer, RequestSummary, RouteAnswer, explain, route, summarize
 from proxy.control.live import Live, Missed, RequestNow, Snapshot
 from proxy.control.replays import MAX_TRACE_BYTES, OPTIONS, ReplayAnswer, Replays

@@ -159,12 +159,7 @@ async def _serve_part(
 ) -> None:
     """Serves a part as a request of its own. Its record has the whole request's id, and a number."""
     client = _PartClient(part.place, answer)
-    own = replace(
-        call,
-        request_id=f"{call.request_id}-{number}",
-        client_id=call.answer_id,
-        body=part.body,
-    )
+    own = replace(call, request_id=f"{call.request_id}-{number}", client_id=call.answer_id, body=part.body)
     reply = Reply(client, reads_ahead=False)
     reply.stages.append(client)
     with admitted:
@@ -318,10 +313,7 @@ async def compute_once(flow: Flow, call: Call, body: JsonBody, admitted: Admissi
     """
     limits = _ONE_TOKEN if call.native is None else {**_ONE_TOKEN, "n_predict": 1}
     own = replace(
-        call,
-        request_id=f"{call.request_id}-prompt",
-        client_id=call.answer_id,
-        body=body.replace(**limits),
+        call, request_id=f"{call.request_id}-prompt", client_id=call.answer_id, body=body.replace(**limits)
     )
     try:
         if not await _is_worth_it(flow, own):

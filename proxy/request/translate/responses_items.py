@@ -94,19 +94,9 @@ class Messages:
                 self._turn(*(() if joins else ("content",)))
                 self._write(text)
                 self._told = None
-            case {
-                "type": "function_call",
-                "call_id": str(call_id),
-                "name": str(),
-                "arguments": str(given),
-            }:
+            case {"type": "function_call", "call_id": str(call_id), "name": str(), "arguments": str(given)}:
                 self._call(call_id, flat_name(item), given)
-            case {
-                "type": "custom_tool_call",
-                "call_id": str(call_id),
-                "name": str(),
-                "input": str(given),
-            }:
+            case {"type": "custom_tool_call", "call_id": str(call_id), "name": str(), "input": str(given)}:
                 self._call(call_id, flat_name(item), custom_arguments(given))
             case {
                 "type": "function_call_output" | "custom_tool_call_output",

@@ -10,14 +10,7 @@ import msgspec
 from engine_adapter import JsonBody
 from engine_adapter.causes import Code
 from proxy.errors import BadRequest, NotFound
-from proxy.request.translate.fates import (
-    RESPONSE_FIELDS,
-    RESPONSE_ITEMS,
-    RESPONSE_TOOLS,
-    Fate,
-    plain,
-    told,
-)
+from proxy.request.translate.fates import RESPONSE_FIELDS, RESPONSE_ITEMS, RESPONSE_TOOLS, Fate, plain, told
 from proxy.request.translate.responses_items import CUSTOM_ARGUMENT, Json, Messages, flat_name, listed
 from proxy.request.translate.responses_store import TenantResponses, Turn
 from proxy.request.translate.translation import Translation
@@ -52,12 +45,7 @@ _NAMES = Names(
     within={".image_url.url": ".image_url", ".function": ""},
     types={"image_url": "input_image"},
 )
-_KINDS: Mapping[type[Any], str] = {
-    str: "a text",
-    list: "a list",
-    dict: "an object",
-    bool: "true or false",
-}
+_KINDS: Mapping[type[Any], str] = {str: "a text", list: "a list", dict: "an object", bool: "true or false"}
 MAX_NAMED_BYTES = 64 << 20
 """The most that a request may name of what is kept: as much as the body of a request, by default."""
 _LOGPROBS, _SEALED = "message.output_text.logprobs", "reasoning.encrypted_content"
