@@ -296,7 +296,7 @@ class EngineAdapter(ABC):
         itself does no more. It tells the blocks that its events have shown.
         """
         await self.require(Capability(verb.value))
-        if not target.is_everything:
+        if not target.token_ids is target.cache_salt is target.lora is None:
             raise NotSupported(Capability.FLUSH.value, engine=self.spec.id, instead=_FLUSHES_ALL)
         blocks = self._known_blocks
         if await self._reset():

@@ -227,7 +227,3 @@ class Rendezvous:
     remedy: str
     routes: frozenset[str]
     meet: Callable[[], Mapping[str, object]]
-
-    def takes(self, route: str) -> bool:
-        """True if requests on that route have two halves."""
-        return route in self.routes

@@ -519,11 +519,6 @@ class KvTarget(msgspec.Struct, frozen=True):
     retention: Retention | None = None
     session: int | None = None
 
-    @property
-    def is_everything(self) -> bool:
-        """True if it means all that the engine holds."""
-        return self.token_ids is None and self.cache_salt is None and self.lora is None
-
 
 @dataclass(frozen=True, slots=True)
 class BelowGpu:

@@ -186,33 +186,21 @@ def read_named_keys(fields: StoredFields) -> BlockKeys:
     per_block = _per_block(fields)
     if not any(per_block):
         return _TEXT
-    block_bytes = 8 * fields.size
-    pieces: list[bytes] = []
+    pieces = [bytes(8 * fields.size)] * len(per_block)
     salt: str | None = None
     for index, keys in enumerate(per_block):
-        piece, block_salt = _named_block(keys, block_bytes)
-        pieces.append(piece or bytes(block_bytes))
-        if block_salt is not None:
-            if index:
-                raise MalformedEvents("cache_salt stands on the first block only")
-            salt = block_salt
+        for key in keys:
+            match key:
+                case [str(name), bytes(value)] if name == _EXTRA_IDS and len(value) == len(pieces[index]):
+                    pieces[index] = value
+                case [str(name), str(value)] if name == _CACHE_SALT:
+                    if index:
+                        raise MalformedEvents("cache_salt stands on the first block only")
+                    salt = value
+                case _:
+                    raise MalformedEvents("an extra key of an unknown kind")
     joined = b"".join(pieces)
     return BlockKeys(array("Q", joined) if any(joined) else None, salt)
-
-
-def _named_block(keys: Sequence[object], block_bytes: int) -> tuple[bytes | None, str | None]:
-    """Extra-id bytes and salt of one block."""
-    extra_ids: bytes | None = None
-    salt: str | None = None
-    for key in keys:
-        match key:
-            case [str(name), bytes(value)] if name == _EXTRA_IDS and len(value) == block_bytes:
-                extra_ids = value
-            case [str(name), str(value)] if name == _CACHE_SALT:
-                salt = value
-            case _:
-                raise MalformedEvents("an extra key of an unknown kind")
-    return extra_ids, salt
 
 
 def named_keys(
@@ -244,9 +232,6 @@ class _Found:
     embeds: list[tuple[int, bytes]] = field(default_factory=list)
     salt: str | None = None
 
-    def extra_ids(self, n_tokens: int) -> ExtraIds[int] | None:
-        return mark_media(n_tokens, self.media, self.embeds)
-
 
 def read_vllm_keys(fields: StoredFields) -> BlockKeys:
     """Reads vLLM's `extra_keys`: per block nil or, without names and in this order, the LoRA adapter's
@@ -274,7 +259,7 @@ def read_vllm_keys(fields: StoredFields) -> BlockKeys:
     found = _Found()
     for index, keys in enumerate(per_block):
         _read_block(keys, found, index * size, size, lora=lora, first=begins and index == 0)
-    return BlockKeys(found.extra_ids(size * len(per_block)), found.salt, lora)
+    return BlockKeys(mark_media(size * len(per_block), found.media, found.embeds), found.salt, lora)
 
 
 def _read_block(

@@ -25,6 +25,7 @@ from engine_adapter.events.wire import CacheSnapshot, EventReader
 from engine_adapter.events.zmq_inbox import Inbox, ReplayClient, replay_client, subscription
 from engine_adapter.types import CacheCleared, EventPosition, KvEvent, ViewCurrent, ViewLost, ViewResumed
 
+_digest = xxhash.xxh3_64_intdigest
 _END_OF_REPLAY = 2**64 - 1
 _SEQUENCE_BYTES = 8
 # Seconds that an idle check waits for an answer. A replay socket that counts as silent
@@ -243,8 +244,13 @@ class KvEventSubscriber:
         async with aclosing(self._catch_up(replay, cursor, _LOOK_S, other=inbox)) as events:
             async for event in events:
                 yield event
-        if self.replay_is_silent:
-            self._bear_silence(replay, cursor)
+        if self.replay_is_silent:  # a busy engine may be late
+            now = time.monotonic()
+            cursor.asked_at = now if cursor.asked_at is None else cursor.asked_at
+            if now - cursor.asked_at >= self.idle_timeout_s:
+                raise _StartOverError("the replay socket no longer answers")
+            cursor.silent = self.replay_is_silent = False
+            replay.connect()
 
     async def _missed(
         self, replay: ReplayClient | None, cursor: _Cursor, sequence: int
@@ -259,24 +265,15 @@ class KvEventSubscriber:
         if cursor.last is None or cursor.last < sequence:
             raise _StartOverError(f"batches {first} to {sequence} are lost")
 
-    def _bear_silence(self, replay: ReplayClient, cursor: _Cursor) -> None:
-        """An idle check got no answer, as a busy engine may be late. Raises if it is silent for too long."""
-        now = time.monotonic()
-        cursor.asked_at = now if cursor.asked_at is None else cursor.asked_at
-        if now - cursor.asked_at >= self.idle_timeout_s:
-            raise _StartOverError("the replay socket no longer answers")
-        cursor.silent = self.replay_is_silent = False
-        replay.connect()
-
     async def _look_for_replay(self, inbox: Inbox, replay: ReplayClient, cursor: _Cursor) -> None:
         """Starts the view over once a silent replay socket answers. It is asked again only now and then."""
-        answers = await replay.receive(0) is not None
+        answers = await replay.inbox.receive(0) is not None
         cursor.idle_checks += 1
         if not answers and cursor.idle_checks % _LOOK_EVERY == 0:
             with replay_client(self.endpoints.replay) as another:
                 if another is not None:
                     await another.ask(_END_OF_REPLAY)
-                    answers = await another.receive(_LOOK_S, inbox) is not None
+                    answers = await another.inbox.receive(_LOOK_S, inbox) is not None
         if answers:
             raise _StartOverError("the replay socket answers again")
 
@@ -306,7 +303,7 @@ class KvEventSubscriber:
         """The events of one answer, up to its first gap."""
         known, batches = cursor.last if cursor.last is not None and cursor.last >= 0 else None, 0
         await replay.ask(known or 0)
-        while (frames := await replay.receive(patience_s, other)) is not None:
+        while (frames := await replay.inbox.receive(patience_s, other)) is not None:
             message = self._numbered(frames, replayed=True)
             if message is None:
                 continue
@@ -379,7 +376,3 @@ def _check_same(cursor: _Cursor, sequence: int, payload: bytes) -> Iterator[KvEv
     if cursor.is_unproven:
         cursor.is_unproven = False
         yield ViewResumed()
-
-
-def _digest(payload: bytes) -> int:
-    return xxhash.xxh3_64_intdigest(payload)

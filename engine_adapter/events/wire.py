@@ -100,7 +100,12 @@ class EventReader:
     def _event(self, fields: Fields | None) -> KvEvent:
         if isinstance(fields, StoredFields):
             group = self.groups.group_of(fields)
-            return _stored(fields, self._read_keys) if group is None else _stored_in(group, fields)
+            if group is None:
+                return _stored(fields, self._read_keys)
+            # Their names say which: the event has the tokens of the whole range, but no names of blocks that
+            # the group left out, such as those before its window.
+            tier, parent = _tier(fields.medium), fields.parent_block_hash
+            return BlocksStored(tier, parent, fields.block_hashes, _NO_TOKENS, fields.size, group=group)
         if isinstance(fields, RemovedFields):
             return BlocksRemoved(_tier(fields.medium), fields.block_hashes, self.groups.group_of(fields))
         if fields is None:
@@ -169,27 +174,21 @@ def event_fields(event: KvEvent) -> dict[str, Any]:
     """The map that stands for `event` on the wire. Raises TypeError for ViewLost and ViewCurrent, which
     readers make and engines never send."""
     if isinstance(event, BlocksStored):
-        return _stored_fields(event)
+        keys = named_keys(event.extra_ids, event.salt, len(event.hashes), event.tokens_per_block)
+        return {
+            "type": "BlockStored",
+            "block_hashes": event.hashes,
+            "parent_block_hash": event.parent,
+            "token_ids": event.token_ids.tolist(),
+            "block_size": event.tokens_per_block,
+            "medium": _MEDIUM_OF[event.tier],
+            **({} if keys is None else {"extra_keys": keys}),
+        }
     if isinstance(event, BlocksRemoved):
         return {"type": "BlockRemoved", "block_hashes": event.hashes, "medium": _MEDIUM_OF[event.tier]}
     if isinstance(event, CacheCleared):
         return {"type": "AllBlocksCleared"}
     raise TypeError(f"{type(event).__name__} is not an event of an engine")
-
-
-def _stored_fields(event: BlocksStored) -> dict[str, Any]:
-    fields: dict[str, Any] = {
-        "type": "BlockStored",
-        "block_hashes": event.hashes,
-        "parent_block_hash": event.parent,
-        "token_ids": event.token_ids.tolist(),
-        "block_size": event.tokens_per_block,
-        "medium": _MEDIUM_OF[event.tier],
-    }
-    keys = named_keys(event.extra_ids, event.salt, len(event.hashes), event.tokens_per_block)
-    if keys is not None:
-        fields["extra_keys"] = keys
-    return fields
 
 
 def _stored(fields: StoredFields, read_keys: KeyReader) -> BlocksStored:
@@ -211,13 +210,6 @@ def _stored(fields: StoredFields, read_keys: KeyReader) -> BlocksStored:
     return BlocksStored(
         tier, parent, hashes, token_ids, size, keys.extra_ids, keys.salt, keys.lora, per_chunk=per_chunk
     )
-
-
-def _stored_in(group: KvGroup, fields: StoredFields) -> BlocksStored:
-    """Blocks that a further group stored. Their names say which: the event has the tokens of the whole range,
-    but no names of blocks that the group left out, such as those before its window."""
-    tier, parent = _tier(fields.medium), fields.parent_block_hash
-    return BlocksStored(tier, parent, fields.block_hashes, _NO_TOKENS, fields.size, group=group)
 
 
 def _tokens(raw: list[int]) -> TokenIds[int]:

@@ -109,42 +109,39 @@ def _connect(socket: zmq.asyncio.Socket, endpoint: str) -> None:
 
 
 class ReplayClient:
-    """Asks a ROUTER socket to replay batches."""
+    """Asks a ROUTER socket to replay batches.
+
+    Attributes:
+        inbox: the messages of the answer.
+    """
 
     def __init__(self, context: zmq.asyncio.Context, endpoint: str) -> None:
         """`connect` comes first."""
-        self._context = context
-        self._endpoint = endpoint
-        self._dealer = self._new_socket()
-        self._inbox = Inbox(self._dealer)
+        self._context, self._endpoint = context, endpoint
+        self._open()
 
     def connect(self) -> None:
         """Connects. A later call opens another connection: a late answer to an earlier question is then not
         read as the answer to the next. Raises EngineUnavailable for an address that cannot be used."""
-        self._dealer.close(linger=0)
-        self._dealer = self._new_socket()
-        self._inbox = Inbox(self._dealer)
+        self.close()
+        self._open()
         _connect(self._dealer, self._endpoint)
 
     def close(self) -> None:
         """Drops the connection and what it brought."""
         self._dealer.close(linger=0)
 
-    def _new_socket(self) -> zmq.asyncio.Socket:
-        dealer = self._context.socket(zmq.DEALER)
+    def _open(self) -> None:
+        self._dealer = dealer = self._context.socket(zmq.DEALER)
         dealer.setsockopt(zmq.IPV6, 1)
         # A ROUTER drops what does not fit. The engine's buffer limits how much it sends.
         dealer.setsockopt(zmq.RCVHWM, 0)
         dealer.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        return dealer
+        self.inbox = Inbox(dealer)
 
     async def ask(self, start: int) -> None:
         """Asks for batch `start` and all later ones."""
         await self._dealer.send_multipart((b"", start.to_bytes(8, "big")))
-
-    async def receive(self, timeout_s: float, other: Inbox | None = None) -> list[bytes] | None:
-        """The next message of the answer; None after the time-out, or once the `other` inbox has one."""
-        return await self._inbox.receive(timeout_s, other)
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import re
 import socket
 import ssl
@@ -15,6 +14,7 @@ import httpx
 from engine_adapter.errors import EngineDied, EngineUnavailable, EngineUnhealthy, EngineUnreachable
 from engine_adapter.http.connection import Connection, IncomingResponse
 from engine_adapter.http.prepare import OutgoingRequest, describe
+from engine_adapter.http.web_pages import is_address
 
 # --- one address of an engine, and the idle connections to it -------------------------------------------
 
@@ -177,7 +177,7 @@ class Origin:
             return [self._unix]
         loop = asyncio.get_running_loop()
         if loop.time() >= self._addresses_until:
-            if _is_address(self._name):
+            if is_address(self._name):
                 self._addresses, self._addresses_until = [self._name], float("inf")
             else:
                 found = await loop.getaddrinfo(self._name, self._port, type=socket.SOCK_STREAM)
@@ -193,14 +193,6 @@ class Origin:
             why += "; name the authorities that signed its certificate: ca=FILE"
         kind = EngineUnhealthy if isinstance(error, TimeoutError) else EngineUnreachable
         return kind(f"cannot connect to {self._unix or self.host.decode('ascii')}: {why}")
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
 
 
 # --- client ---------------------------------------------------------------------------------------------

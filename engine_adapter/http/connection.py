@@ -233,11 +233,12 @@ class Connection(asyncio.Protocol):
     Attributes:
         parser: parses the answer that is being read; None once it is a WebSocket.
         is_paused: the connection is not read, because much waits for the reader.
+        is_lost: the connection is closed, and its owner has been told.
     """
 
     __slots__ = (
-        "_answer", "_closes", "_head_bytes", "_is_lost", "_owner", "_poll", "_room", "_transport",
-        "_upload", "is_paused", "parser",
+        "_answer", "_closes", "_head_bytes", "_owner", "_poll", "_room", "_transport", "_upload", "is_lost",
+        "is_paused", "parser",
     )  # fmt: skip
 
     def __init__(self, owner: Origin) -> None:
@@ -249,7 +250,7 @@ class Connection(asyncio.Protocol):
         self._upload: asyncio.Task[None] | None = None
         self._room: asyncio.Future[None] | None = None  # while the socket is full
         self.is_paused = False
-        self._is_lost = False
+        self.is_lost = False
 
     async def ask(self, request: OutgoingRequest, head: bytes) -> IncomingResponse:
         """Sends a request; returns when the head of its answer is there. `head`: that of the request.
@@ -258,7 +259,7 @@ class Connection(asyncio.Protocol):
             EngineUnavailable: there was no answer, or no HTTP/1.1. An error of a streamed body is raised as
                 it is.
         """
-        if self._is_lost:
+        if self.is_lost:
             raise EngineUnreachable("the engine closed the connection before a request was sent")
         answer = self._answer = IncomingResponse(
             self, has_body=request.method != "HEAD", may_switch=request.socket is not None
@@ -283,11 +284,6 @@ class Connection(asyncio.Protocol):
         return answer
 
     @property
-    def is_lost(self) -> bool:
-        """True if the connection is closed and its owner has been told."""
-        return self._is_lost
-
-    @property
     def is_usable(self) -> bool:
         """True if an idle connection can take a request. Something to read can only be the connection's end,
         which the event loop has not seen yet."""
@@ -295,7 +291,7 @@ class Connection(asyncio.Protocol):
 
     def resume_reading(self) -> None:
         """The reader has room again."""
-        if self.is_paused and not self._is_lost:
+        if self.is_paused and not self.is_lost:
             self.is_paused = False
             self._transport.resume_reading()
 
@@ -360,7 +356,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is closed: ends the running answer, or fails it."""
-        self._is_lost = True
+        self.is_lost = True
         self._owner.lost(self)
         self.resume_writing()
         answer = self._answer
@@ -412,7 +408,7 @@ class Connection(asyncio.Protocol):
                     self._transport.writelines((b"%x\r\n" % len(chunk), chunk, b"\r\n"))
                 if self._room is not None:
                     await self._room
-                if self._is_lost:
+                if self.is_lost:
                     return
         except Exception as error:  # noqa: BLE001 - the source's own: its reader is told
             self.fail(error)
@@ -435,7 +431,7 @@ class Connection(asyncio.Protocol):
             answer.overran = True
         is_sent = self._upload is None or self._upload.done()
         self._forget_answer()
-        if self._is_lost:
+        if self.is_lost:
             return
         if is_sent and answer.keeps_connection and not self._closes and not answer.overran:
             if self.is_paused:

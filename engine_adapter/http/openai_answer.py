@@ -287,12 +287,15 @@ class OpenAIAnswer(AnswerReader):
             if self.told_cached is not None:
                 fields["usage"] = _with_cached(usage, self.told_cached)
         if self._reads_tokens and self._prompt is None:
-            self._prompt = _prompt_in(fields, choices)
+            found = (each["prompt_token_ids"] for each in (fields, *choices) if "prompt_token_ids" in each)
+            self._prompt = next((ids for ids in map(_token_ids, found) if ids is not None), None)
         if not self._hides_tokens or not choices:
             return self.told_cached is not None
         if all(map(_says_nothing, choices)) and not usage.startswith(b"{"):
             return None
-        _hide_tokens(fields, choices)
+        for names, each in ((_IN_ANSWER, fields), *((_IN_CHOICE, choice) for choice in choices)):
+            each.update(dict.fromkeys(each.keys() & names, NULL))
+        fields["choices"] = msgspec.Raw(msgspec.json.encode(choices))
         return True
 
 
@@ -354,12 +357,6 @@ def pass_marked(events: bytes, marks: Marks, pass_event: Callable[[bytes], bytes
     return b"".join([*parts, events[done:]])
 
 
-def _prompt_in(fields: RawFields, choices: list[RawFields]) -> TokenIds[int] | None:
-    """The prompt's token ids: chats have them beside their choices, completions in each choice."""
-    found = (each["prompt_token_ids"] for each in (fields, *choices) if "prompt_token_ids" in each)
-    return next((ids for ids in map(_token_ids, found) if ids is not None), None)
-
-
 def _token_ids(raw: msgspec.Raw) -> TokenIds[int] | None:
     try:
         ids = _decode_ids(raw)
@@ -382,10 +379,3 @@ def _says_nothing(choice: RawFields) -> bool:
     """True if a chunk of a chat holds nothing but token ids."""
     silent = all(choice.get(name, NULL) == NULL for name in ("finish_reason", "logprobs"))
     return silent and choice.get("delta") == msgspec.Raw(b"{}")
-
-
-def _hide_tokens(answer: RawFields, choices: list[RawFields]) -> None:
-    """Puts null in place of token ids. Every other value keeps its bytes."""
-    for names, fields in ((_IN_ANSWER, answer), *((_IN_CHOICE, choice) for choice in choices)):
-        fields.update(dict.fromkeys(fields.keys() & names, NULL))
-    answer["choices"] = msgspec.Raw(msgspec.json.encode(choices))

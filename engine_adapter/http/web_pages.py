@@ -85,11 +85,16 @@ def _may_be_a_pages(name: str) -> bool:
         return False
     if "." not in name or name.endswith(_OF_NETWORK):
         return name not in _own_names() and _IN_POD not in os.environ
+    return not is_address(name)
+
+
+def is_address(name: str) -> bool:
+    """True if a host is named by its address."""
     try:
         ipaddress.ip_address(name)
     except ValueError:
-        return True
-    return False
+        return False
+    return True
 
 
 @lru_cache(maxsize=1)

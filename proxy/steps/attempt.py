@@ -175,7 +175,7 @@ class Attempts:
             return _ALONE
         reply, record, source = request.reply, request.record, ready.pool.engines[pair.prefill.engine]
         rendezvous = source.adapter.rendezvous
-        if rendezvous is None or not rendezvous.takes(ready.call.route):
+        if rendezvous is None or ready.call.route not in rendezvous.routes:
             return _ALONE
         if not isinstance(ready.call.body, JsonBody):
             return _ALONE

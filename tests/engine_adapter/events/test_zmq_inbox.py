@@ -77,7 +77,7 @@ async def test_a_message_of_any_length_does_not_fill_the_memory(bound, monkeypat
         await client.ask(0)
         asker, *_ = await hostile.recv_multipart()
         await hostile.send_multipart((asker, b"", bytes(1001)))
-        assert await client.receive(0.05) is None
+        assert await client.inbox.receive(0.05) is None
 
 
 @pytest.mark.parametrize("endpoint", ["", "tcp://gpu7", "nowhere"])
