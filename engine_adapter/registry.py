@@ -93,11 +93,8 @@ NATIVE_ROUTES: Mapping[str, NativeRoute] = {
 
 
 def make_options(kind: str, values: Mapping[str, object]) -> EngineOptions:
-    """The options of an engine of `kind`, from names and values as the operator wrote them.
-
-    Raises:
-        EngineSpecError: the kind does not exist; OptionError: an option is wrong.
-    """
+    """The options of an engine of `kind`, from names and values as the operator wrote them. Raises
+    EngineSpecError: the kind does not exist; OptionError: an option is wrong."""
     check_kind(kind)
     return read_options(kind, KINDS[kind].options, values)
 

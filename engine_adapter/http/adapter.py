@@ -54,11 +54,8 @@ class ServedModel:
 
 
 def read_models(answer: object, wanted: str | None = None) -> ServedModel:
-    """The base model named `wanted`, or the first base model if there is none of that name.
-
-    Raises:
-        EngineUnavailable: the answer names no base model.
-    """
+    """The base model named `wanted`, or the first base model if there is none of that name. Raises
+    EngineUnavailable: the answer names no base model."""
     match answer:
         case {"data": [*entries]}:
             named = [each for each in entries if isinstance(each, dict) and isinstance(each.get("id"), str)]

@@ -199,7 +199,7 @@ _MAX_TOKENS, _LEAST_MS, _MAX_MS = 1 << 31, 1e-3, 1e9
 _decode_answer = msgspec.json.Decoder(_AnswerFields).decode
 _decode_usage = msgspec.json.Decoder(_UsageFields).decode
 _decode_any = msgspec.json.Decoder().decode
-_decode_choices = msgspec.json.Decoder(list[RawFields]).decode
+decode_choices = msgspec.json.Decoder(list[RawFields]).decode
 NULL = msgspec.Raw(b"null")
 SAYS_NOTHING = (NULL, msgspec.Raw(b'""'), msgspec.Raw(b"[]"), msgspec.Raw(b"{}"))
 """Values of a field that add nothing to an answer."""
@@ -251,7 +251,7 @@ def choices_of(chunk: RawFields) -> list[RawFields]:
     """The choices of a chunk; none where the engine left the field out, or has null there. Raises one of
     `UNREADABLE`."""
     choices = chunk.get("choices", NULL)
-    return [] if choices == NULL else _decode_choices(choices)
+    return [] if choices == NULL else decode_choices(choices)
 
 
 def is_usage_alone(chunk: RawFields, choices: list[RawFields]) -> bool:

@@ -87,10 +87,7 @@ class Origin:
 
     async def connect(self) -> Connection:
         """A new connection. Tries the addresses of the host one by one; the one that answered last is first.
-
-        Raises:
-            EngineUnavailable: there is none.
-        """
+        Raises EngineUnavailable: there is none."""
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 addresses = await self._resolved()
@@ -231,12 +228,9 @@ class HttpTransport:
         """Sends a request and returns when the headers have arrived.
 
         `confirm` is awaited before a new connection is used, which may lead to another process than those
-        before. What it raises is raised here, and nothing was sent.
-
-        Raises:
-            EngineUnavailable: they did not arrive. An error raised by a streamed request body is raised as it
-                is, here or while the answer is read.
-        """
+        before. What it raises is raised here, and nothing was sent. Raises EngineUnavailable: they did not
+        arrive. An error raised by a streamed request body is raised as it is, here or while the answer is
+        read."""
         end = request.url.find("/", len("https://"))
         address, target = (request.url[:end], request.url[end:]) if end > 0 else (request.url, "/")
         origin = self._origin(address, request.tls, request.unix)
@@ -288,11 +282,8 @@ def _first_lines(method: str, target: str, host: bytes) -> bytes:
 
 
 def _head(request: OutgoingRequest, target: str, host: bytes) -> bytes:
-    """The request line and the headers, up to the body.
-
-    Raises:
-        ValueError: the target is not percent-encoded.
-    """
+    """The request line and the headers, up to the body. Raises ValueError: the target is not
+    percent-encoded."""
     lines = [_first_lines(request.method, target, host), *map(b": ".join, request.headers)]
     if request.socket is not None:
         lines += _UPGRADE

@@ -253,12 +253,9 @@ class Connection(asyncio.Protocol):
         self.is_lost = False
 
     async def ask(self, request: OutgoingRequest, head: bytes) -> IncomingResponse:
-        """Sends a request; returns when the head of its answer is there. `head`: that of the request.
-
-        Raises:
-            EngineUnavailable: there was no answer, or no HTTP/1.1. An error of a streamed body is raised as
-                it is.
-        """
+        """Sends a request; returns when the head of its answer is there. `head`: that of the request. Raises
+        EngineUnavailable: there was no answer, or no HTTP/1.1. An error of a streamed body is raised as it
+        is."""
         if self.is_lost:
             raise EngineUnreachable("the engine closed the connection before a request was sent")
         answer = self._answer = IncomingResponse(

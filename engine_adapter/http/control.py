@@ -229,11 +229,8 @@ class Samples:
 
 
 def read_samples(page: bytes, names: Collection[str]) -> Samples:
-    """The samples of `page` with one of these names and a finite value: NaN and infinity tell nothing.
-
-    Raises:
-        EngineUnhealthy: the page is not in Prometheus text format.
-    """
+    """The samples of `page` with one of these names and a finite value: NaN and infinity tell nothing. Raises
+    EngineUnhealthy: the page is not in Prometheus text format."""
     try:
         text = f"\n{page.decode()}"
         samples = [_sample(name, line) for name in names for line in _group(text, name)]

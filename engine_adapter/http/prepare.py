@@ -124,11 +124,8 @@ def describe(error: BaseException) -> str:
 def tls_context(spec: EngineSpec) -> ssl.SSLContext | None:
     """The context of an https engine, None for any other.
 
-    With `ca`, only those authorities are trusted; without, the machine's own.
-
-    Raises:
-        EngineSpecError: a file cannot be read, or does not hold what it should.
-    """
+    With `ca`, only those authorities are trusted; without, the machine's own. Raises EngineSpecError: a file
+    cannot be read, or does not hold what it should."""
     if spec.url.lower().startswith("https://"):
         try:
             return _context(spec.ca, spec.cert, spec.key)
@@ -199,11 +196,8 @@ _HEADER_VALUE = re.compile(r"[\x21-\x7e](?:[\t\x20-\x7e]*[\x21-\x7e])?")
 
 @lru_cache(_MAX_ENGINES)
 def base_url(spec: EngineSpec) -> str:
-    """The engine's address without `/v1` and without a slash at its end.
-
-    Raises:
-        EngineSpecError: it is not an http or https address.
-    """
+    """The engine's address without `/v1` and without a slash at its end. Raises EngineSpecError: it is not an
+    http or https address."""
     try:
         url = httpx.URL(spec.url)
     except httpx.InvalidURL as error:

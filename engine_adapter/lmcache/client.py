@@ -80,7 +80,7 @@ async def _survey(
         problem = f"the LMCache server {spec.options.lmcache} is not reachable ({error})"
         raise _Unusable(problem, "start it, or leave lmcache= out") from None
     context = _context(spec, model, status)
-    reporting = config.coordinator or CoordinatorConfig()
+    reporting = config.coordinator or _CoordinatorConfig()
     url = spec.options.lmcache_coordinator or reporting.url
     if url is None or not reporting.event_reporting:
         problem = f"the LMCache server {spec.options.lmcache} reports to no coordinator"
@@ -102,7 +102,7 @@ async def _survey(
     return replace(site, capabilities=moves | {Capability.PIN}), ()
 
 
-def _context(spec: VllmSpec, model: str, status: Status) -> Context:
+def _context(spec: VllmSpec, model: str, status: Status) -> _Context:
     """The engine as it is registered with the node."""
     contexts = [*status.cache_context_meta.values(), *status.non_cuda_context_meta.values()]
     for each in contexts:
@@ -140,6 +140,11 @@ class Scope:
     model_name: str
     world_size: int
     instance_id: str
+
+    def of(self, token_ids: Sequence[int], salt: str) -> dict[str, Any]:
+        """A prompt there, as both servers take it."""
+        name, size = self.model_name, self.world_size
+        return {"model_name": name, "world_size": size, "token_ids": list(token_ids), "cache_salt": salt}
 
 
 class Key(msgspec.Struct, frozen=True):
@@ -185,16 +190,12 @@ class DirectoryStats(msgspec.Struct, frozen=True):
     l2_size_bytes: int
 
 
-class Context(msgspec.Struct, frozen=True):
-    """An engine connected to a node."""
-
+class _Context(msgspec.Struct, frozen=True):
     model_name: str
     world_size: int
 
 
-class L1(msgspec.Struct, frozen=True):
-    """A node's memory."""
-
+class _L1(msgspec.Struct, frozen=True):
     total_object_count: int = 0
     memory_used_bytes: int = 0
     memory_total_bytes: int = 0
@@ -210,7 +211,7 @@ class Storing(msgspec.Struct, frozen=True):
 class Storage(msgspec.Struct, frozen=True):
     """A node's tiers. A node with several memories counts each under its own name."""
 
-    l1_managers: dict[str, L1] = {}
+    l1_managers: dict[str, _L1] = {}
     store_controllers: dict[str, Storing] = {}
     num_l2_adapters: int = 0
 
@@ -230,29 +231,23 @@ class Status(msgspec.Struct, frozen=True):
 
     chunk_size: int
     storage_manager: Storage
-    cache_context_meta: dict[str, Context] = {}
-    non_cuda_context_meta: dict[str, Context] = {}
+    cache_context_meta: dict[str, _Context] = {}
+    non_cuda_context_meta: dict[str, _Context] = {}
 
 
-class CoordinatorConfig(msgspec.Struct, frozen=True):
-    """The coordinator's part of a node's configuration."""
-
+class _CoordinatorConfig(msgspec.Struct, frozen=True):
     url: str | None = None
     event_reporting: bool = False
     event_flush_interval: float = 1.0
 
 
-class Instance(msgspec.Struct, frozen=True):
-    """A node, by its name."""
-
+class _Instance(msgspec.Struct, frozen=True):
     instance_id: str
 
 
-class Config(msgspec.Struct, frozen=True):
-    """A node's configuration."""
-
-    mp: Instance
-    coordinator: CoordinatorConfig | None = None
+class _Config(msgspec.Struct, frozen=True):
+    mp: _Instance
+    coordinator: _CoordinatorConfig | None = None
 
 
 class Prefetch(msgspec.Struct, frozen=True):
@@ -279,7 +274,7 @@ class _Listing(msgspec.Struct):
 
 
 class _Instances(msgspec.Struct):
-    instances: list[Instance]
+    instances: list[_Instance]
 
 
 class _Pinned(msgspec.Struct):
@@ -315,14 +310,13 @@ class LmCacheNode(_LmCacheServer):
         """Its content, and the connected engines."""
         return await self._control.read(Status, "GET", "/status")
 
-    async def config(self) -> Config:
+    async def config(self) -> _Config:
         """Its configuration."""
-        return await self._control.read(Config, "GET", "/config")
+        return await self._control.read(_Config, "GET", "/config")
 
     async def prefetch(self, scope: Scope, token_ids: Sequence[int], salt: str) -> Prefetch:
         """Starts to load a prompt's chunks from L2 to L1."""
-        body = _prompt(scope, token_ids, salt)
-        return await self._control.read(Prefetch, "POST", "/cache/prefetches", json=body)
+        return await self._control.read(Prefetch, "POST", "/cache/prefetches", json=scope.of(token_ids, salt))
 
     async def prefetched(self, request_id: str) -> Prefetch:
         """Progress of a prefetch. The node reports its end only once."""
@@ -353,8 +347,7 @@ class Coordinator(_LmCacheServer):
 
     async def lookup(self, scope: Scope, token_ids: Sequence[int], salt: str) -> Lookup:
         """The places of a prompt's whole chunks."""
-        body = _prompt(scope, token_ids, salt)
-        return await self._control.read(Lookup, "POST", "/directory/lookup", json=body)
+        return await self._control.read(Lookup, "POST", "/directory/lookup", json=scope.of(token_ids, salt))
 
     async def keys(self) -> list[KeyPlacements]:
         """All objects of every model and node."""
@@ -372,22 +365,14 @@ class Coordinator(_LmCacheServer):
 
     async def pin(self, scope: Scope, token_ids: Sequence[int], salt: str) -> int:
         """Pins the whole chunks of a prompt on L2; returns the number of objects."""
-        body = _prompt(scope, token_ids, salt)
-        return (await self._control.read(_Pinned, "POST", "/cache/pins", json=body)).affected
+        return await self._change_pins("POST", scope.of(token_ids, salt))
 
     async def unpin(self, scope: Scope, token_ids: Sequence[int], salt: str) -> int:
         """Removes one pin of these chunks."""
-        body = _prompt(scope, token_ids, salt)
-        return (await self._control.read(_Pinned, "DELETE", "/cache/pins", json=body)).affected
+        return await self._change_pins("DELETE", scope.of(token_ids, salt))
 
-
-def _prompt(scope: Scope, token_ids: Sequence[int], salt: str) -> dict[str, Any]:
-    return {
-        "model_name": scope.model_name,
-        "world_size": scope.world_size,
-        "token_ids": list(token_ids),
-        "cache_salt": salt,
-    }
+    async def _change_pins(self, method: str, prompt: object) -> int:
+        return (await self._control.read(_Pinned, method, "/cache/pins", json=prompt)).affected
 
 
 @dataclass(frozen=True, slots=True)

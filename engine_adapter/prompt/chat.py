@@ -74,7 +74,12 @@ class ChatOptions(TypedDict, total=False):
 
 
 class ChatTokenizer:
-    """A tokenizer and its chat template. Calls are thread-safe; encoding releases the GIL."""
+    """A tokenizer and its chat template. Calls are thread-safe; encoding releases the GIL.
+
+    Attributes:
+        transformers: the tokenizer of transformers.
+        encoder: makes its ids.
+    """
 
     def __init__(
         self,
@@ -87,10 +92,8 @@ class ChatTokenizer:
         """Wraps a transformers tokenizer; `load` is the usual way to one. `source` is where it comes from,
         and `encoder` gives its ids: by default it is looked for, which takes seconds. `template_input`: see
         `rendering`."""
-        self.source = source
-        self._tokenizer = tokenizer
-        self._encoder = encoder or exact_encoder(tokenizer)
-        self._input = template_input
+        self.source, self.transformers, self._input = source, tokenizer, template_input
+        self.encoder = encoder or exact_encoder(tokenizer)
 
     @classmethod
     def load(cls, source: str) -> ChatTokenizer:
@@ -103,46 +106,38 @@ class ChatTokenizer:
         """This tokenizer, for an engine that gives chats to the template as `given` says."""
         if given is self._input:
             return self
-        return ChatTokenizer(self._tokenizer, source=self.source, encoder=self._encoder, template_input=given)
-
-    @property
-    def transformers(self) -> Any:  # noqa: ANN401 - transformers is untyped
-        """The tokenizer of transformers."""
-        return self._tokenizer
-
-    @property
-    def cuts(self) -> tuple[str, ...]:
-        """Added tokens before which a text can be cut, and its pieces encoded alone; see `cut_tokens`."""
-        return self._encoder.cuts
+        return ChatTokenizer(
+            self.transformers, source=self.source, encoder=self.encoder, template_input=given
+        )
 
     @property
     def vocab_size(self) -> int:
         """Ids the tokenizer knows, added tokens included; a model's embedding may have more rows."""
-        return len(self._tokenizer)
+        return len(self.transformers)
 
     @property
     def eos_token_id(self) -> int | None:
         """The id that ends a text; None where the tokenizer names none."""
-        token: int | None = self._tokenizer.eos_token_id
+        token: int | None = self.transformers.eos_token_id
         return token
 
     @cached_property
     def special_tokens(self) -> frozenset[str]:
         """The added tokens that `decode` may skip."""
         return frozenset(
-            str(token) for token in self._tokenizer.added_tokens_decoder.values() if token.special
+            str(token) for token in self.transformers.added_tokens_decoder.values() if token.special
         )
 
     def template(self, tools: object) -> str | None:
         """The chat template for these tools; None for a tokenizer without one."""
         try:
-            return choose_template(self._tokenizer.chat_template, tools)
+            return choose_template(self.transformers.chat_template, tools)
         except ValueError:
             return None
 
     def encode(self, text: str, *, add_special_tokens: bool) -> TokenIds[int]:
         """Token ids of `text`, as transformers gives them."""
-        return self._encoder.encode(text, add_special_tokens=add_special_tokens)
+        return self.encoder.encode(text, add_special_tokens=add_special_tokens)
 
     def encode_all(
         self, texts: Sequence[str], *, add_special_tokens: bool, limit: int | None
@@ -154,13 +149,13 @@ class ChatTokenizer:
     def off_loop(self, chars: int, work: Callable[[], _Result]) -> Coroutine[Any, Any, _Result]:
         """Does `work`, which encodes a text of `chars` characters: here if it takes about 1 ms at most, else
         in a thread, so that it does not block the event loop."""
-        return off_loop(work, ms=chars / self._encoder.chars_per_ms, what="encode")
+        return off_loop(work, ms=chars / self.encoder.chars_per_ms, what="encode")
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = False) -> str:
         """The text of `token_ids`; ids outside the vocabulary are left out."""
         size = self.vocab_size
         known = [token for token in token_ids if 0 <= token < size]
-        text: str = self._tokenizer.decode(
+        text: str = self.transformers.decode(
             known, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
         return text
@@ -239,7 +234,7 @@ class ChatTokenizer:
                 documents=variables.get("documents"),
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                variables={**self._tokenizer.special_tokens_map, **variables},
+                variables={**self.transformers.special_tokens_map, **variables},
             )
         except TEMPLATE_ERRORS as error:
             raise ChatError(
@@ -249,7 +244,8 @@ class ChatTokenizer:
 
     def _join(self, text: str, normal: NormalMessages, vocab_size: int) -> ChatPrompt:
         """Encodes the text between the markers, and replaces each marker by rows of fake ids."""
-        pieces = re.split(normal.marker_pattern, text)
+        # In time linear in the text, however many markers there are.
+        pieces = re.split(f"({normal.word}x[0-9]+x)", text)
         rendered = set(pieces[1::2])
         for marker, (param, _) in normal.embeddings.items():
             if marker not in rendered:
@@ -336,11 +332,6 @@ class NormalMessages(msgspec.Struct, frozen=True):
     embeddings: dict[str, tuple[str, Embeddings]] = {}
     word: str = ""
 
-    @property
-    def marker_pattern(self) -> str:
-        """Matches the markers, in time linear in the text however many there are."""
-        return f"({self.word}x[0-9]+x)"
-
 
 def normalize_messages(
     messages: object, wanted: ContentFormat, *, joint: str = "\n", hidden_size: int | None = None
@@ -412,20 +403,18 @@ class _Reader:
             if not isinstance(text, str):
                 raise ChatError(f"{name}.text must be a string", param=f"{name}.text")
             return text, False
-        if kind == "prompt_embeds":
-            return self._embedding(part.get("data"), f"{name}.data"), True
-        raise ChatError(
-            f"{name} has type {kind!r}: this engine takes text and prompt_embeds", param=f"{name}.type"
-        )
-
-    def _embedding(self, data: object, name: str) -> str:
+        if kind != "prompt_embeds":
+            raise ChatError(
+                f"{name} has type {kind!r}: this engine takes text and prompt_embeds", param=f"{name}.type"
+            )
+        name = f"{name}.data"
         if self._hidden_size is None:
             raise ChatError(f"{name}: prompt embeddings cannot be used here", param=name)
-        embeddings = read_embeds(data, param=name, hidden_size=self._hidden_size)
+        embeddings = read_embeds(part.get("data"), param=name, hidden_size=self._hidden_size)
         self.word = self.word or f"kvpin{secrets.token_hex(16)}"
         marker = f"{self.word}x{len(self.embeddings)}x"
         self.embeddings[marker] = name, embeddings
-        return marker
+        return marker, True
 
 
 def _tool_calls(calls: object, name: str) -> list[dict[str, Any]]:

@@ -60,14 +60,12 @@ def cut_tokens(added: Iterable[AddedToken]) -> tuple[str, ...]:
     tokens = [token for token in added if token.content]
     if any(token.single_word for token in tokens):
         return ()
-    return tuple(token.content for token in tokens if _is_cut(token, tokens))
-
-
-def _is_cut(token: AddedToken, tokens: Iterable[AddedToken]) -> bool:
-    cut = token.content
-    if token.normalized or token.lstrip or cut[0].isspace():
-        return False
-    return not any(_hides(other.content, cut) for other in tokens)
+    return tuple(
+        token.content
+        for token in tokens
+        if not (token.normalized or token.lstrip or token.content[0].isspace())
+        and not any(_hides(other.content, token.content) for other in tokens)
+    )
 
 
 def _hides(other: str, cut: str) -> bool:
@@ -88,14 +86,17 @@ def find_cut(tokenizer: ChatTokenizer) -> str | None:
     except ChatError:
         return None
     # A token that only begins the chat cuts nothing off.
-    found = [token for token in tokenizer.cuts if text.rfind(token) > 0]
+    found = [token for token in tokenizer.encoder.cuts if text.rfind(token) > 0]
     cut = max(found, key=text.count, default=None)
     return cut if cut is not None and _is_exact(tokenizer, cut, text) else None
 
 
 def _is_exact(tokenizer: ChatTokenizer, cut: str, chat: str) -> bool:
-    """True if texts cut before `cut` give the ids of the whole texts."""
-    for text in (chat, *_texts(cut, tokenizer.cuts[:_NEIGHBOURS])):
+    """True if texts cut before `cut`, which stands between all kinds of neighbours, give the ids of the whole
+    texts."""
+    neighbours = tokenizer.encoder.cuts[:_NEIGHBOURS]
+    pairs = product((*_ENDS, *neighbours), (*_STARTS, *neighbours))
+    for text in (chat, *(f"{end}{cut}{start}" for end, start in pairs)):
         head, *tails = text.split(cut)
         ids = array("i")
         for piece in (head, *(cut + tail for tail in tails)):
@@ -103,12 +104,6 @@ def _is_exact(tokenizer: ChatTokenizer, cut: str, chat: str) -> bool:
         if ids != tokenizer.encode(text, add_special_tokens=False):
             return False
     return True
-
-
-def _texts(cut: str, neighbours: tuple[str, ...]) -> Iterator[str]:
-    """Texts in which `cut` stands between all kinds of neighbours."""
-    for end, start in product((*_ENDS, *neighbours), (*_STARTS, *neighbours)):
-        yield f"{end}{cut}{start}"
 
 
 # --- refuses texts that cannot fit into a context, with as little work as possible ----------------------
@@ -255,11 +250,10 @@ class FastokensEncoder(Encoder):
         """Reads a `tokenizer.json`; raises ValueError for what fastokens does not implement.
 
         `slower` gives what encodes the rare text that exceeds fastokens' regular expressions, or has letters
-        that llama.cpp does not know. With
-        `split_special_tokens`, special tokens in a text are encoded as text.
+        that llama.cpp does not know. With `split_special_tokens`, special tokens in a text are encoded as
+        text.
         """
-        self._slower = slower
-        self._split_special_tokens = split_special_tokens
+        self._slower, self._split_special_tokens = slower, split_special_tokens
         plain = plain_classes(description)
         self._knows_new = plain == description
         self._tokenizer = fastokens.Tokenizer.from_json_str(plain)

@@ -72,13 +72,9 @@ class Embeddings:
 
 
 def parse_embeddings(data: bytes, *, param: str) -> Embeddings:
-    """Reads one 2-d float tensor from safetensors bytes.
-
-    Raises:
-        PromptTableError: not safetensors (the message names a pickle), not exactly one tensor, not
-            2-d, not floating point, without rows, or with too long a header. `param` is the field that the
-            error names.
-    """
+    """Reads one 2-d float tensor from safetensors bytes. Raises PromptTableError: not safetensors (the
+    message names a pickle), not exactly one tensor, not 2-d, not floating point, without rows, or with too
+    long a header. `param` is the field that the error names."""
     if data[:2] == b"PK" or data[:1] == b"\x80":
         raise PromptTableError(
             f"{param} is a pickled tensor; pickles can run code and are refused: save it as safetensors",
@@ -188,10 +184,9 @@ def _table_of(
 ) -> tuple[TableRef, int]:
     """The table of a fake id, and the extra id that the fake id gets."""
     if table is not None:
-        identity = (
-            table.extra_id if label in (None, table.extra_id) else client_extra_id(table.extra_id, label or 0)
-        )
-        return table, identity
+        if label is None or label == table.extra_id:
+            return table, table.extra_id
+        return table, client_extra_id(table.extra_id, label)
     if label is None:
         raise PromptTableError(
             f"prompt[{index}] is {token}, outside the vocabulary of {vocab_size}: only a prompt_table gives "

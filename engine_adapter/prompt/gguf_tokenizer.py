@@ -54,9 +54,9 @@ def read_metadata(path: Path) -> dict[str, Any]:
         return found
 
 
+@dataclass(frozen=True, slots=True)
 class _Reader:
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
+    _file: BinaryIO
 
     def number(self, code: str) -> Any:  # noqa: ANN401 - as the code has it
         return self._numbers(code, 1)[0]
@@ -196,10 +196,6 @@ def load_gguf_tokenizer(path: Path) -> Any:  # noqa: ANN401 - transformers is un
         raise GgufError(
             f"its kind, {kind!r} with {cut!r}, cannot be read; known: 'gpt2' with {', '.join(_FAMILIES)}"
         )
-    return _make(found, _FAMILIES[cut], metadata.get("tokenizer.chat_template"))
-
-
-def _make(found: Mapping[str, Any], family: _Family, template: str | None) -> Any:  # noqa: ANN401 - untyped
     from transformers import PreTrainedTokenizerFast  # noqa: PLC0415 - slow to import, needed here alone
 
     names = {
@@ -208,8 +204,8 @@ def _make(found: Mapping[str, Any], family: _Family, template: str | None) -> An
         if f"{key}_token_id" in found
     }
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=_make_bpe(found, family),
-        chat_template=template,
+        tokenizer_object=_make_bpe(found, _FAMILIES[cut]),
+        chat_template=metadata.get("tokenizer.chat_template"),
         clean_up_tokenization_spaces=False,
         **names,
     )
@@ -219,7 +215,7 @@ def _make_bpe(found: Mapping[str, Any], family: _Family) -> Any:  # noqa: ANN401
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers  # noqa: PLC0415
 
     tokens: list[str] = found["tokens"]
-    merges = [_pair(merge) for merge in found.get("merges", ())]
+    merges = [merge.partition(" ")[::2] for merge in found.get("merges", ())]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     bpe = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=family.takes_whole))
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
@@ -242,7 +238,7 @@ def _make_bpe(found: Mapping[str, Any], family: _Family) -> Any:  # noqa: ANN401
 
 def _ends(found: Mapping[str, Any], family: _Family) -> Any:  # noqa: ANN401 - for tokenizers
     """Adds a first and a last token to a text, where the file asks for them."""
-    from tokenizers import processors  # noqa: PLC0415 - see _make
+    from tokenizers import processors  # noqa: PLC0415 - see load_gguf_tokenizer
 
     tokens = found["tokens"]
     first = [found["bos_token_id"]] if found.get("add_bos_token", family.adds_bos) else []
@@ -251,8 +247,3 @@ def _ends(found: Mapping[str, Any], family: _Family) -> Any:  # noqa: ANN401 - f
         single=[*(tokens[index] for index in first), "$A", *(tokens[index] for index in last)],
         special_tokens=[(tokens[index], index) for index in {*first, *last}],
     )
-
-
-def _pair(merge: str) -> tuple[str, str]:
-    left, _, right = merge.partition(" ")
-    return left, right

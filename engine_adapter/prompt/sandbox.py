@@ -218,13 +218,6 @@ BOUNDED_METHODS = frozenset({*_METHODS, "join"})
 """Methods of strings that can make much of little."""
 
 
-def bounded_method(text: str, name: str, method: Callable[..., str]) -> Callable[..., str]:
-    """The `method` of that `name` of a string, with its limit."""
-    if name == "join":
-        return lambda pieces: _join(text, list(pieces))
-    return _bounded(method, lambda *args, **named: _METHODS[name](text, *args, **named))
-
-
 def _join(between: str, pieces: list[Any]) -> str:
     check_length(sum(len(piece) + len(between) for piece in pieces if isinstance(piece, str)))
     return between.join(pieces)
@@ -390,7 +383,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if kind is str and attribute in _OF_STRINGS:
             return getattr(obj, attribute)
         if kind is str and attribute in BOUNDED_METHODS:
-            return bounded_method(obj, attribute, super().getattr(obj, attribute))
+            if attribute == "join":
+                return lambda pieces: _join(obj, list(pieces))
+            return _bounded(super().getattr(obj, attribute), partial(_METHODS[attribute], obj))
         return super().getattr(obj, attribute)
 
 

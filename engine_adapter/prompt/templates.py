@@ -230,18 +230,13 @@ def _raise_exception(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def _make_environment() -> Sandbox:
-    made = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-    made.filters |= {**BOUNDED_FILTERS, "tojson": checked_filter(_tojson)}
-    made.globals |= {
-        "raise_exception": _raise_exception,
-        "strftime_now": lambda form: datetime.now().strftime(form),  # noqa: DTZ005 - local time
-        "dict": _Dict(),
-        "lipsum": bounded_lipsum,
-        "namespace": _Namespace,
-    }
-    return made
-
-
-environment = _make_environment()
+environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
 """Sandboxed, for templates are programs of whoever made the model."""
+environment.filters |= {**BOUNDED_FILTERS, "tojson": checked_filter(_tojson)}
+environment.globals |= {
+    "raise_exception": _raise_exception,
+    "strftime_now": lambda form: datetime.now().strftime(form),  # noqa: DTZ005 - local time
+    "dict": _Dict(),
+    "lipsum": bounded_lipsum,
+    "namespace": _Namespace,
+}

@@ -111,7 +111,7 @@ def main() -> None:
     output, source = os.dup(1), sys.argv[1]
     os.dup2(2, 1)  # what libraries print is not an answer
     sys.modules["torch"] = None  # type: ignore[assignment]  # no tokenizer needs it: 200 MB and seconds less
-    _limit()
+    _limit()  # a chat template is a program, and is tried out here
     found: Description | _Failure
     try:
         found = describe(_load(source))
@@ -126,19 +126,14 @@ def main() -> None:
 
 
 def _limit() -> None:
-    """Limits what loading takes: a chat template is a program, and is tried out here."""
-
     def stop(number: int, frame: object) -> NoReturn:  # noqa: ARG001 - signal's
         raise TimeoutError
 
     signal.signal(signal.SIGXCPU, stop)
-    _lower(resource.RLIMIT_CPU, MAX_CPU_S)
-    _lower(resource.RLIMIT_DATA, MAX_BYTES)  # files that are only mapped do not count
-
-
-def _lower(kind: int, limit: int) -> None:
-    _, hard = resource.getrlimit(kind)
-    resource.setrlimit(kind, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+    # For data, files that are only mapped do not count.
+    for kind, limit in ((resource.RLIMIT_CPU, MAX_CPU_S), (resource.RLIMIT_DATA, MAX_BYTES)):
+        _, hard = resource.getrlimit(kind)
+        resource.setrlimit(kind, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
 def _load(source: str) -> object:

@@ -107,14 +107,10 @@ def _why_not_followed(info: ServerInfo, spec: EventSpec) -> Iterator[Finding]:
             f"with --speculative-algorithm {info.speculative} its events hold pairs of tokens, "
             f"which kvpin cannot follow, so {_LEARNED}"
         )
+    lacks_lora = info.lora and not info.events_carry_lora
     for is_wrong, keys, since, instead in (
         (not info.events_carry_salts, "cache salts", EVENTS_CARRY_SALTS, ""),
-        (
-            info.lora and not info.events_carry_lora,
-            "LoRA adapters",
-            EVENTS_CARRY_LORA,
-            ", or serve without LoRA",
-        ),
+        (lacks_lora, "LoRA adapters", EVENTS_CARRY_LORA, ", or serve without LoRA"),
     ):
         if is_wrong:
             yield Finding(
@@ -241,7 +237,37 @@ class SglangAdapter(EngineAdapter):
         self._jinja = self._tokenizes and await uses_jinja(self._control, info)
         found = find(info, of_events, jinja=self._jinja, tokenizes=self._tokenizes, window=self._window)
         self._findings = tuple(found)
-        return self._describe(info)
+        has = {
+            Capability.CACHE_SALT: True,
+            Capability.KV_EVENTS: self._endpoints is not None,
+            Capability.CACHED_TOKENS: tells_cached_tokens(info),
+            Capability.TOKENIZE: self._tokenizes,
+            Capability.FLUSH: not info.lacks_admin_key,
+        }
+        self.capabilities = frozenset(capability for capability, there in has.items() if there)
+        blocks = info.capacity_tokens // info.page_size if info.capacity_tokens and info.page_size else None
+        return EngineInfo(
+            model=info.served.name,
+            instance=info.instance,
+            rendering=f"model {info.model_path}\ntemplate {info.chat_template}",
+            capabilities=self.capabilities,
+            tokens_per_block=info.page_size,
+            max_model_len=info.served.max_model_len,
+            tokenizer=self.spec.tokenizer or info.tokenizer,
+            gpu_blocks=blocks,
+            host_blocks=int(blocks * info.host_ratio) or None if blocks is not None else None,
+            version=f"SGLang {info.version}",
+            loras=info.served.loras,
+            lora_paths=info.served.lora_paths,
+            loads_loras=info.lora,
+            template_input=SGLANG_INPUT,
+            served_as_chats=TRANSLATED_ROUTES,
+            runs_several=not info.is_half,
+            role=ROLES.get(info.disaggregation),
+            ranks=tuple(range(info.dp_ranks)) if info.release >= _RANKS_SINCE else (),
+            routes=ROUTES,
+            card=info.served.card,
+        )
 
     @override
     async def load(self) -> EngineLoad:
@@ -324,36 +350,3 @@ class SglangAdapter(EngineAdapter):
             "gpu_usage": load.gpu_usage,
             "cache_hit_rate": self._loads.cache_hit_rate,
         }
-
-    def _describe(self, info: ServerInfo) -> EngineInfo:
-        has = {
-            Capability.CACHE_SALT: True,
-            Capability.KV_EVENTS: self._endpoints is not None,
-            Capability.CACHED_TOKENS: tells_cached_tokens(info),
-            Capability.TOKENIZE: self._tokenizes,
-            Capability.FLUSH: not info.lacks_admin_key,
-        }
-        self.capabilities = frozenset(capability for capability, there in has.items() if there)
-        blocks = info.capacity_tokens // info.page_size if info.capacity_tokens and info.page_size else None
-        return EngineInfo(
-            model=info.served.name,
-            instance=info.instance,
-            rendering=f"model {info.model_path}\ntemplate {info.chat_template}",
-            capabilities=self.capabilities,
-            tokens_per_block=info.page_size,
-            max_model_len=info.served.max_model_len,
-            tokenizer=self.spec.tokenizer or info.tokenizer,
-            gpu_blocks=blocks,
-            host_blocks=int(blocks * info.host_ratio) or None if blocks is not None else None,
-            version=f"SGLang {info.version}",
-            loras=info.served.loras,
-            lora_paths=info.served.lora_paths,
-            loads_loras=info.lora,
-            template_input=SGLANG_INPUT,
-            served_as_chats=TRANSLATED_ROUTES,
-            runs_several=not info.is_half,
-            role=ROLES.get(info.disaggregation),
-            ranks=tuple(range(info.dp_ranks)) if info.release >= _RANKS_SINCE else (),
-            routes=ROUTES,
-            card=info.served.card,
-        )

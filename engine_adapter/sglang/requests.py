@@ -244,19 +244,15 @@ def _asked(info: ServerInfo, path: str, body: JsonBody, changes: dict[str, objec
 
 def _foreseen(info: ServerInfo, path: str, body: JsonBody, prompt: KvTarget) -> int | None:
     """The cached tokens it will report, where the index cannot know; else None."""
-    if path == COMPLETIONS and _is_another_prompt(info, body):
-        return 0
+    if path == COMPLETIONS:  # it may reuse nothing, or have another prompt than kvpin thinks
+        is_templated = info.completion_template is not None and not isinstance(body.get("prompt"), list)
+        if (body.get("echo") and body.get("logprobs")) or is_templated:
+            return 0
     samples = body.get("n")
     if isinstance(samples, int) and samples > 1 and info.page_size and prompt.token_ids is not None:
         # SGLang computes the prompt once first, so every answer finds it in the cache.
         return max(len(prompt.token_ids) - 1, 0) // info.page_size * info.page_size
     return None
-
-
-def _is_another_prompt(info: ServerInfo, body: JsonBody) -> bool:
-    """True if a completion reuses nothing, or has another prompt than kvpin thinks."""
-    reads_prompt = bool(body.get("echo") and body.get("logprobs"))
-    return reads_prompt or (info.completion_template is not None and not isinstance(body.get("prompt"), list))
 
 
 # The fields of a chat that make its prompt. /tokenize refuses some of the others, such as `stream`, and reads

@@ -262,11 +262,9 @@ class Loads:
     """
 
     def __init__(self, control: ControlClient, dp_rank: int | None) -> None:
-        self._control = control
-        self._dp_rank = dp_rank
-        self._is_old = False
-        self._prefilled = 0
+        self._control, self._dp_rank = control, dp_rank
         self.cache_hit_rate: float | None = None
+        self.forget()
 
     async def read(self) -> EngineLoad:
         """Raises EngineUnavailable if the rank is missing or its process was replaced."""

@@ -195,26 +195,29 @@ async def discover(control: ControlClient, instance: str) -> Discovered:
     openapi: dict[str, Any] = {}
     with suppress(EngineUnavailable):  # some versions fail to describe their routes
         openapi = await _optional(control, "/openapi.json")
-    routes = _Routes(control, openapi)
+    paths = openapi.get("paths")
+    paths = paths if isinstance(paths, dict) else {}
     stats = await read_stats(control)
     fields = RequestFields(openapi)
     capabilities = {Capability.CACHED_TOKENS}
-    if await routes.has(EVENTS):
+    if await _has(control, paths, EVENTS):
         capabilities.add(Capability.KV_EVENTS)
     if fields.accepts(CHAT, SALT):
         capabilities.add(Capability.CACHE_SALT)
-    if await routes.has(CHAT + _RENDER) and await routes.has(COMPLETIONS + _RENDER):
+    if await _has(control, paths, CHAT + _RENDER) and await _has(control, paths, COMPLETIONS + _RENDER):
         capabilities.add(Capability.TOKENIZE)
-    reset_path = await routes.reset()
+    reset_path = await _reset_route(control, paths)
     if reset_path is not None:
         capabilities.add(Capability.FLUSH)
+    size = server.get("tokens_per_block")
+    block_size = size if type(size) is int and size > 0 else stats.tokens_per_block
     info = EngineInfo(
         model=model.name,
         instance=instance,
         names_process=False,
         rendering=f"model {model.name}",
         capabilities=frozenset(capabilities),
-        tokens_per_block=_block_size(server) or stats.tokens_per_block,
+        tokens_per_block=block_size,
         max_model_len=stats.max_model_len or model.max_model_len,
         tokenizer=stats.model or (model.name if "/" in model.name else None),
         gpu_blocks=stats.gpu_blocks,
@@ -255,11 +258,6 @@ def _findings(info: EngineInfo, stats: ServerFigures) -> Iterable[Finding]:
             yield finding
 
 
-def _block_size(server: dict[str, Any]) -> int | None:
-    size = server.get("tokens_per_block")
-    return size if type(size) is int and size > 0 else None
-
-
 async def _optional(control: ControlClient, path: str) -> dict[str, Any]:
     """The JSON object at `path`, {} if it is missing. Raises EngineUnavailable."""
     try:
@@ -269,26 +267,18 @@ async def _optional(control: ControlClient, path: str) -> dict[str, Any]:
     return answer if isinstance(answer, dict) else {}
 
 
-class _Routes:
-    """The POST routes of a server. Its methods raise EngineUnavailable."""
+async def _has(control: ControlClient, paths: dict[str, Any], path: str) -> bool:
+    """True if the server has that POST route. `paths`: its own description of its routes, {} without one.
+    Raises EngineUnavailable."""
+    if paths:
+        methods = paths.get(path)
+        return isinstance(methods, dict) and "post" in methods
+    return await control.status("GET", path) in (HTTPStatus.OK, HTTPStatus.METHOD_NOT_ALLOWED)
 
-    def __init__(self, control: ControlClient, openapi: dict[str, Any]) -> None:
-        """`openapi`: its own description of its routes, {} without one."""
-        self._control = control
-        paths = openapi.get("paths")
-        self._paths = paths if isinstance(paths, dict) else {}
 
-    async def has(self, path: str) -> bool:
-        """True if the route exists."""
-        if self._paths:
-            methods = self._paths.get(path)
-            return isinstance(methods, dict) and "post" in methods
-        return await self._control.status("GET", path) in (HTTPStatus.OK, HTTPStatus.METHOD_NOT_ALLOWED)
-
-    async def reset(self) -> str | None:
-        """The route that resets the cache, if it has one."""
-        named = [path for path in self._paths if _RESETS.fullmatch(path)]
-        for path in named or _KNOWN_RESETS:
-            if await self.has(path):
-                return path
-        return None
+async def _reset_route(control: ControlClient, paths: dict[str, Any]) -> str | None:
+    """The route that resets the cache, if it has one."""
+    for path in [each for each in paths if _RESETS.fullmatch(each)] or _KNOWN_RESETS:
+        if await _has(control, paths, path):
+            return path
+    return None

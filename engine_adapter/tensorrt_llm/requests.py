@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -12,7 +13,7 @@ from typing_extensions import override
 from engine_adapter.body import UNREADABLE, JsonBody
 from engine_adapter.errors import EngineGarbled, EngineRejected
 from engine_adapter.hold import Handover, Transfer
-from engine_adapter.http.answer_fields import read_answer_usage
+from engine_adapter.http.answer_fields import NULL, read_answer_usage
 from engine_adapter.types import KvTarget, TokenIds
 
 # --- decides which request fields go to the server, and how its chat template gets tools ----------------
@@ -116,6 +117,7 @@ FUNCTION = ("name", "description", "parameters", "strict")
 """The fields of a function, for servers that do not list them. 1.2 and older have no `strict`."""
 
 
+@dataclass(init=False, unsafe_hash=True)
 class GivenTools:
     """The client's tools → those of the chat template: read into trtllm-serve's models and written out again.
 
@@ -123,16 +125,12 @@ class GivenTools:
     that writes tools first would share almost nothing with one that got the client's JSON.
     """
 
+    fields: tuple[str, ...]
+
     def __init__(self, openapi: object = None) -> None:
         """`openapi` is the server's description of its routes, if it gives one."""
         listed = look_up(openapi, "components", "schemas", "FunctionDefinition", "properties")
-        self.fields: Sequence[str] = tuple(listed) if isinstance(listed, dict) and listed else FUNCTION
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, GivenTools) and self.fields == other.fields
-
-    def __hash__(self) -> int:
-        return hash(self.fields)
+        self.fields = tuple(listed) if isinstance(listed, dict) and listed else FUNCTION
 
     def __call__(self, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """A tool without a function stays: the server refuses it."""
@@ -230,7 +228,7 @@ class ContextPhase(Transfer):
         if choice.finish_reason not in _GOES_ON:
             return Handover({}, cached)
         kept = choice.disaggregated_params or {}
-        if _is_null(kept.get("ctx_request_id", _NULL)):
+        if kept.get("ctx_request_id", NULL) == NULL:
             return None
         # Whatever number the answer names, it is no other request's KV.
         number = asked.view(_PARAMS)["disagg_request_id"]
@@ -238,7 +236,7 @@ class ContextPhase(Transfer):
         if "ctx_usage" in kept:  # a version that takes no such field does not name it
             params["ctx_usage"] = told.usage
         fields = {_PARAMS: msgspec.Raw(msgspec.json.encode(params)), _IDS: told.prompt_token_ids}
-        return Handover({name: each for name, each in fields.items() if not _is_null(each)}, cached)
+        return Handover({name: each for name, each in fields.items() if each != NULL}, cached)
 
     @override
     def second_leg(self, body: JsonBody, handover: Handover) -> JsonBody:
@@ -250,11 +248,7 @@ class ContextPhase(Transfer):
         return body.replace(**fields)
 
 
-_NULL, _GENERATION = msgspec.Raw(b"null"), msgspec.Raw(b'"generation_only"')
-
-
-def _is_null(value: msgspec.Raw) -> bool:
-    return bytes(value) == b"null"
+_GENERATION = msgspec.Raw(b'"generation_only"')
 
 
 class _Choice(msgspec.Struct):
@@ -264,8 +258,8 @@ class _Choice(msgspec.Struct):
 
 class _Answer(msgspec.Struct):
     choices: list[_Choice] = []
-    prompt_token_ids: msgspec.Raw = _NULL
-    usage: msgspec.Raw = _NULL
+    prompt_token_ids: msgspec.Raw = NULL
+    usage: msgspec.Raw = NULL
 
 
 _decode_answer = msgspec.json.Decoder(_Answer).decode

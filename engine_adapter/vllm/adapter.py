@@ -101,31 +101,28 @@ def _cache_findings(facts: VllmFacts) -> Iterator[Finding]:
         )
 
 
-def _event_findings(facts: VllmFacts, spec: VllmSpec) -> tuple[Finding, ...]:
+def _event_findings(facts: VllmFacts, spec: VllmSpec) -> Iterator[Finding]:
     if not facts.metrics.tells_blocks:
-        return ()  # _cache_findings says why
+        return  # _cache_findings says why
     ranks, source = facts.metrics.ranks, facts.source
     if is_several(facts, spec):
-        return (
-            Finding(
-                f"it has {len(ranks)} data-parallel ranks, each with its own cache, and chooses one itself",
-                f"{RANKS}, or add it {len(ranks)} times, with dp_rank={ranks[0]} to {ranks[-1]}",
-                _EVENTS,
-            ),
+        yield Finding(
+            f"it has {len(ranks)} data-parallel ranks, each with its own cache, and chooses one itself",
+            f"{RANKS}, or add it {len(ranks)} times, with dp_rank={ranks[0]} to {ranks[-1]}",
+            _EVENTS,
         )
-    endpoints = event_endpoints(facts, spec)
-    if endpoints is not None:
-        return () if endpoints.replay is not None else (_NO_REPLAY,)
-    if source is not None and source.publishes:
-        return (
-            Finding(
-                f"its events at {source.endpoint} cannot be reached from here",
-                'give --kv-events-config an "endpoint" such as tcp://*:5557, or name the address that '
-                "reaches it: events=tcp://HOST:PORT",
-                _EVENTS,
-            ),
+    elif (endpoints := event_endpoints(facts, spec)) is not None:
+        if endpoints.replay is None:
+            yield _NO_REPLAY
+    elif source is not None and source.publishes:
+        yield Finding(
+            f"its events at {source.endpoint} cannot be reached from here",
+            'give --kv-events-config an "endpoint" such as tcp://*:5557, or name the address that reaches '
+            "it: events=tcp://HOST:PORT",
+            _EVENTS,
         )
-    return (_NO_EVENTS,) if facts.names_sources else (_NO_SOURCES,)
+    else:
+        yield _NO_EVENTS if facts.names_sources else _NO_SOURCES
 
 
 def _route_findings(facts: VllmFacts, spec: VllmSpec) -> Iterator[Finding]:
@@ -198,7 +195,15 @@ class VllmAdapter(EngineAdapter):
         self._facts, self._queries = facts, metrics.queries
         self._endpoints = event_endpoints(facts, self.spec)
         self.transfer = transfer_of(self.spec, facts.kv_transfer)
-        self.capabilities = self._abilities(facts)
+        has = {
+            Capability.KV_EVENTS: self._endpoints is not None,
+            Capability.CACHED_TOKENS: facts.trials.reports_cached is True,
+            Capability.TOKENIZE: facts.tokenizes or facts.renders,
+            Capability.RENDER: facts.renders,
+            Capability.CACHE_SALT: facts.trials.takes_salt is True,
+            Capability.FLUSH: facts.resets,
+        }
+        self.capabilities = frozenset(capability for capability, there in has.items() if there)
         self._shaper = RequestShaper(
             asks_usage=facts.trials.reports_cached is not False,
             longest_chat=longest_chat(facts.version, facts.model.max_model_len),
@@ -235,16 +240,11 @@ class VllmAdapter(EngineAdapter):
         if self._facts is not None and self._is_another(metrics.identity, metrics.queries):
             raise EngineUnavailable("the engine was restarted")
         self._queries = metrics.queries
-        return EngineLoad(
-            metrics.running, metrics.waiting, metrics.usage, outdated=await self._serves_others()
-        )
-
-    async def _serves_others(self) -> bool:
-        """True if its models or LoRA adapters changed. A server that cannot load any is not asked."""
-        known = self._facts
-        if known is None or not (known.loads_loras or known.metrics.identity is None):
-            return False
-        return read_models(await self._control.get("/v1/models"), self.spec.model) != known.model
+        known, outdated = self._facts, False
+        if known is not None and (known.loads_loras or known.metrics.identity is None):
+            # Its models or LoRA adapters may have changed. A server that cannot load any is not asked.
+            outdated = read_models(await self._control.get("/v1/models"), self.spec.model) != known.model
+        return EngineLoad(metrics.running, metrics.waiting, metrics.usage, outdated)
 
     @override
     def findings(self) -> tuple[Finding, ...]:
@@ -335,17 +335,6 @@ class VllmAdapter(EngineAdapter):
         """True if the server's process was replaced since `connect`. Where `/metrics` has no identity, a
         counter that fell shows it."""
         return queries < self._queries if identity is None else identity != self._instance
-
-    def _abilities(self, facts: VllmFacts) -> frozenset[Capability]:
-        has = {
-            Capability.KV_EVENTS: self._endpoints is not None,
-            Capability.CACHED_TOKENS: facts.trials.reports_cached is True,
-            Capability.TOKENIZE: facts.tokenizes or facts.renders,
-            Capability.RENDER: facts.renders,
-            Capability.CACHE_SALT: facts.trials.takes_salt is True,
-            Capability.FLUSH: facts.resets,
-        }
-        return frozenset(capability for capability, there in has.items() if there)
 
 
 def _served_name(facts: VllmFacts, body: JsonBody) -> str:

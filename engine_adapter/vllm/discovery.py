@@ -87,13 +87,16 @@ def read_metrics(page: bytes, rank: int | None = None) -> VllmMetrics:
     samples = read_samples(page, _NAMES)
     one = {} if rank is None else {"engine": str(rank)}
     config = samples.labels(_CONFIG, **one)
-    ranks = _ranks(samples)
+    # Request counts are missing if nothing has run yet and API servers share the page.
+    names = {sample.labels.get("engine", "") for sample in samples.all(_CONFIG)}
+    ranks = tuple(sorted(int(name) for name in names if name.isdecimal()))
+    shares = [sample.value for sample in samples.all(_USAGE, **one)]
     return VllmMetrics(
         ranks=ranks,
         identity=_identity(samples, one),
         running=_count(samples, _RUNNING, one),
         waiting=_count(samples, _WAITING, one),
-        usage=_share(samples, one),
+        usage=min(max(sum(shares) / len(shares), 0.0), 1.0) if shares else None,
         block_size=_number(config, "block_size"),
         blocks=_blocks(config, ranks, rank),
         caching={"True": True, "False": False}.get(config.get("enable_prefix_caching", "")),
@@ -102,12 +105,6 @@ def read_metrics(page: bytes, rank: int | None = None) -> VllmMetrics:
         fetched=_count(samples, _SOURCES, {**one, "source": _FETCHED}),
         lmcache=bool(samples.all(_LMCACHE, **one)),
     )
-
-
-def _ranks(samples: Samples) -> tuple[int, ...]:
-    # Request counts are missing if nothing has run yet and API servers share the page.
-    names = {sample.labels.get("engine", "") for sample in samples.all(_CONFIG)}
-    return tuple(sorted(int(name) for name in names if name.isdecimal()))
 
 
 def _blocks(config: Mapping[str, str], ranks: tuple[int, ...], rank: int | None) -> int | None:
@@ -130,17 +127,12 @@ def _count(samples: Samples, name: str, one: Mapping[str, str]) -> int:
     return int(samples.sum(name, **one) or 0)
 
 
-def _share(samples: Samples, one: Mapping[str, str]) -> float | None:
-    values = [sample.value for sample in samples.all(_USAGE, **one)]
-    return min(max(sum(values) / len(values), 0.0), 1.0) if values else None
-
-
 def _number(labels: Mapping[str, str], name: str) -> int | None:
     text = labels.get(name, "")
     return int(text) if text.isdecimal() else None
 
 
-# --- asks a vLLM server what it is and how it was started. Trials tell what it does not say -------------
+# --- trials ---------------------------------------------------------------------------------------------
 # A trial request has one token or is refused, so it leaves nothing in the cache. Only an older server, which
 # leaves out a count of 0, gets a prompt of one block.
 
@@ -226,19 +218,12 @@ async def _reports_cached(
     try:
         for length in lengths:
             body = {"model": model, "prompt": [_TOKEN] * length, "max_tokens": 1, "temperature": 0}
-            if _tells(await control.call("POST", "/v1/completions", json=body, headers=headers)):
-                return True
+            match await control.call("POST", "/v1/completions", json=body, headers=headers):
+                case {"usage": {"prompt_tokens_details": {"cached_tokens": int()}}}:
+                    return True
     except EngineRejected:
         return None  # it does not serve completions
     return False
-
-
-def _tells(answer: object) -> bool:
-    match answer:
-        case {"usage": {"prompt_tokens_details": {"cached_tokens": int()}}}:
-            return True
-        case _:
-            return False
 
 
 class RankSource(msgspec.Struct, frozen=True):

@@ -27,13 +27,8 @@ def _message(message: dict[str, Any], wanted: ContentFormat) -> dict[str, Any]:
     role, content = message["role"], message.get("content")
     if wanted is ContentFormat.STRING and role != "system" and is_text(message):
         return {"role": role, "content": content}
-    parts = (
-        content
-        if isinstance(content, list)
-        else []
-        if content is None
-        else [{"type": "text", "text": content}]
-    )
+    parts = [] if content is None else content
+    parts = parts if isinstance(parts, list) else [{"type": "text", "text": content}]
     if role == "system":
         parts = [part for part in map(_without_billing, parts) if part is not None]
     takes_parts = wanted is ContentFormat.PARTS and role != "tool"
@@ -136,7 +131,12 @@ async def tokenize(control: ControlClient, path: str, body: JsonBody, model: str
             )
     fields = {name: value for name in names if (value := body.get(name)) is not None}
     if path == "/v1/completions" and not isinstance(fields.get("prompt"), str):
-        return _plain_ids(fields.get("prompt"))
+        try:
+            return token_array(msgspec.convert(fields.get("prompt"), list[int]))
+        except (msgspec.ValidationError, OverflowError) as error:
+            raise EngineRejected(
+                "prompt must be a string or a list of token ids", status=400, param="prompt"
+            ) from error
     if isinstance(fields.get("messages"), list):
         fields["messages"] = [_as_chats_read(message) for message in fields["messages"]]
     answer = await control.read(_Tokens, "POST", "/tokenize", json={**fields, "model": model})
@@ -177,12 +177,3 @@ def _media(features: _Features) -> tuple[MediaSpan, ...]:
             raise EngineUnavailable("the answer is not as expected: a prompt's items have no position")
         spans += map(MediaSpan, identities, (p.offset for p in places), (p.length for p in places))
     return tuple(sorted(spans, key=lambda span: span.offset))
-
-
-def _plain_ids(prompt: object) -> TokenIds[int]:
-    try:
-        return token_array(msgspec.convert(prompt, list[int]))
-    except (msgspec.ValidationError, OverflowError) as error:
-        raise EngineRejected(
-            "prompt must be a string or a list of token ids", status=400, param="prompt"
-        ) from error

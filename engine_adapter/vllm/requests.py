@@ -198,7 +198,8 @@ def _completion(body: JsonBody, block: int) -> RenderedPrompt:
     if not isinstance(given, str) or body.get("prompt") is not None:
         raise _unknown("the request has several prompts")
     rows = _rows(given)
-    return _rendered(array("i", bytes(4 * rows.count)), [*_each(rows)], block)
+    ids = array("i", bytes(4 * rows.count))
+    return RenderedPrompt(ids, embeds=tuple(_digests([*_each(rows)], block)))
 
 
 def _chat(body: JsonBody, token_ids: TokenIds[int], stands_for: TokenIds[int], block: int) -> RenderedPrompt:
@@ -210,11 +211,7 @@ def _chat(body: JsonBody, token_ids: TokenIds[int], stands_for: TokenIds[int], b
     following = iter(rows)
     of_tokens = [next(following) if it_is else None for it_is in is_row]
     ids = array("i", (0 if it_is else token for it_is, token in zip(is_row, token_ids, strict=True)))
-    return _rendered(ids, of_tokens, block)
-
-
-def _rendered(token_ids: TokenIds[int], rows: _TokenRows, block: int) -> RenderedPrompt:
-    return RenderedPrompt(token_ids, embeds=tuple(_digests(rows, block)))
+    return RenderedPrompt(ids, embeds=tuple(_digests(of_tokens, block)))
 
 
 def _digests(rows: _TokenRows, block: int) -> Iterator[tuple[int, bytes]]:
@@ -291,8 +288,7 @@ class RequestShaper:
     """
 
     def __init__(self, *, asks_usage: bool, longest_chat: int = 0, renders: bool = True) -> None:
-        self._asks_usage = asks_usage
-        self._longest_chat = longest_chat
+        self._asks_usage, self._longest_chat = asks_usage, longest_chat
         self._chat_stays = _CHAT_STAYS if renders else (*_CHAT_STAYS, *_ONLY_RENDERED)
 
     def hold(self, path: str, body: JsonBody, prompt: KvTarget | None, *, tell_reuse: bool) -> Hold:
@@ -300,8 +296,9 @@ class RequestShaper:
         if path not in RENDERED_ROUTES:
             return Hold(body)
         changes: dict[str, object] = {}
-        if tell_reuse:
-            changes |= _with_reuse_told(body)
+        given = body.get("vllm_xargs") if tell_reuse else None
+        if tell_reuse and (given is None or isinstance(given, dict)):  # the engine refuses anything else
+            changes["vllm_xargs"] = {"kv_cache_report_mode": "full", **(given or {})}
         ask_tokens = prompt is not None and prompt.audit
         if prompt is not None and not ask_tokens:
             changes |= self._ids_for_text(path, body, prompt)
@@ -334,13 +331,6 @@ def longest_chat(version: str, max_model_len: int | None) -> int:
     if max_model_len is None or release_of(version) < _CHATS_TAKE_IDS_SINCE:
         return 0
     return max_model_len - 1
-
-
-def _with_reuse_told(body: JsonBody) -> dict[str, object]:
-    given = body.get("vllm_xargs")
-    if given is not None and not isinstance(given, dict):
-        return {}  # the engine refuses it
-    return {"vllm_xargs": {"kv_cache_report_mode": "full", **(given or {})}}
 
 
 def computes_all(path: str, body: JsonBody) -> bool:

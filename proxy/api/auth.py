@@ -31,6 +31,7 @@ _OF_SEVERAL = _KEY_HEADERS | PRIVATE_HEADERS
 FROM_PEER = "kvpin.from_peer"
 # A wrong operator's key is answered after so long, one after the other.
 _WRONG_S = 0.1
+_WRONG_KEYS = "wrong keys for operators' routes: someone may be guessing, or a program has an old key"
 # The log tells of wrong keys once in this time.
 _TELL_S = 60.0
 
@@ -42,12 +43,9 @@ def bearer(headers: Mapping[str, str]) -> str:
 
 
 def authenticate(headers: Headers, tenants: Tenants) -> ApiKey | None:
-    """The key of a data-plane request, which tells its tenant; None where requests need no key.
-
-    Raises:
-        Unauthorized: a key is needed, and it is missing, wrong or expired. Only who sends the whole key
-            learns that it has expired.
-    """
+    """The key of a data-plane request, which tells its tenant; None where requests need no key. Raises
+    Unauthorized: a key is needed, and it is missing, wrong or expired. Only who sends the whole key learns
+    that it has expired."""
     if tenants.open:
         return None
     key = bearer(headers)
@@ -128,15 +126,14 @@ class AdminGuard:
             self.check(connection)
         except Unauthorized:
             if bearer(connection.headers):
-                await self._slow(connection)
+                event = (
+                    "wrong keys for operators' routes: someone may be guessing, or a program has an old key"
+                )
+                peer = connection.client.host if connection.client is not None else None
+                self._wrong.tell(event, peer, what=self._what)
+                async with self._turn:
+                    await asyncio.sleep(_WRONG_S)
             raise
-
-    async def _slow(self, connection: HTTPConnection) -> None:
-        event = "wrong keys for operators' routes: someone may be guessing, or a program has an old key"
-        peer = connection.client.host if connection.client is not None else None
-        self._wrong.tell(event, peer, what=self._what)
-        async with self._turn:
-            await asyncio.sleep(_WRONG_S)
 
     def check(self, connection: HTTPConnection) -> None:
         """Raises Unauthorized for a missing or wrong key, Forbidden for another machine."""
@@ -157,14 +154,12 @@ class AdminGuard:
         """
         host = connection.client.host if connection.client else ""
         headers = connection.headers
-        forwarded = [
-            name for name in headers if name in FORWARDED_HEADERS or name.startswith(FORWARDED_PREFIX)
-        ]
-        if forwarded:
-            raise Forbidden(
-                f"without an admin key, {self._what} answers no request through a proxy ({forwarded[0]}): "
-                "start kvpin with --admin-key"
-            )
+        for name in headers:
+            if name in FORWARDED_HEADERS or name.startswith(FORWARDED_PREFIX):
+                raise Forbidden(
+                    f"without an admin key, {self._what} answers no request through a proxy ({name}): "
+                    "start kvpin with --admin-key"
+                )
         is_here = is_loopback(host) and name_of(headers) in LOCAL_NAMES
         if not (is_here and is_own_page(headers, lambda: connection.scope["scheme"])):
             raise Forbidden(
@@ -255,11 +250,8 @@ def check_origin(cors: Cors | None, origin: str | None) -> None:
 
 
 def preflight(cors: Cors | None, headers: Headers) -> dict[str, str]:
-    """The headers of the answer to a preflight, beside those of every answer. All headers may be sent.
-
-    Raises:
-        Forbidden: pages of this origin may not use the data plane.
-    """
+    """The headers of the answer to a preflight, beside those of every answer. All headers may be sent. Raises
+    Forbidden: pages of this origin may not use the data plane."""
     check_origin(cors, headers.get("origin"))
     asked = headers.get("access-control-request-headers")
     wanted = {"access-control-allow-headers": asked} if asked else {}

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import unquote
 
 import structlog
@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message
 
 from engine_adapter import NATIVE_ROUTES
 from proxy.api.auth import FROM_PEER, MetricsGuard
+from proxy.api.openai import DataPlane
 from proxy.api.own_answers import error_response
 from proxy.api.together import Together
 from proxy.fleet.engine import Engine, EngineState
@@ -93,13 +94,6 @@ def _scope(exchange: Exchange) -> dict[str, Any]:
     }
 
 
-class Serving(Protocol):
-    """What serves requests."""
-
-    def serve(self, exchange: Exchange) -> Coroutine[Any, Any, None]:
-        """The work of one exchange."""
-
-
 @dataclass(slots=True)
 class Dispatcher:
     """The handler of every exchange.
@@ -110,7 +104,7 @@ class Dispatcher:
         draining: set when kvpin is about to stop: each answer then says that its connection closes.
     """
 
-    data_plane: Serving
+    data_plane: DataPlane
     rest: ASGIApp
     draining: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -212,10 +206,7 @@ class Ops:
 
     async def page(self, request: Request) -> Response:
         """Prometheus' text format, or OpenMetrics if the client asks for it, as Prometheus itself does.
-
-        Raises:
-            Unauthorized, Forbidden: the client may not see it.
-        """
+        Raises Unauthorized, Forbidden: the client may not see it."""
         await self.guard.admit(request)
         return await self.together.by_speaker(request, self._page)
 

@@ -250,10 +250,7 @@ class DataPlane:
         body. Its answer tells what is left of these limits.
 
         With `is_upload`, its body is passed on as it arrives: its length is not the memory that it takes.
-
-        Raises:
-            BodyTooLarge, RateLimited, NoMemory: it is refused.
-        """
+        Raises BodyTooLarge, RateLimited, NoMemory: it is refused."""
         length, now = self._length(exchange.headers), time.monotonic()
         if (quota := self.tenants.quota(tenant)) is not None:
             exchange.reword = lambda headers: with_limits(headers, quota.left(time.monotonic()))
@@ -441,11 +438,8 @@ class DataPlane:
 
 @contextmanager
 def _within(total_s: float) -> Iterator[None]:
-    """Limits the work of a request. Its life ends in time by itself: this ends what is around it.
-
-    Raises:
-        TimeLimit: it took longer than `total_s`, and the time to clean up.
-    """
+    """Limits the work of a request. Its life ends in time by itself: this ends what is around it. Raises
+    TimeLimit: it took longer than `total_s`, and the time to clean up."""
     task = asyncio.current_task()
     assert task is not None  # noqa: S101 - it runs in one
     timer = asyncio.get_running_loop().call_later(total_s + CLEAN_UP_S, task.cancel, Cause.OUR_LIMIT)

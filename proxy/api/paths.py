@@ -37,11 +37,8 @@ _TWICE = "/v1/v1/"
 @lru_cache(maxsize=256)
 def checked_path(target: bytes) -> str:
     """Path and query of a request for the engine. A native route that equals one of `/v1` becomes that one. A
-    known route loses a slash at its end: engines redirect or refuse it with one.
-
-    Raises:
-        NotFound: the route is not open, or has dot segments: they could leave `/v1` at the engine.
-    """
+    known route loses a slash at its end: engines redirect or refuse it with one. Raises NotFound: the route
+    is not open, or has dot segments: they could leave `/v1` at the engine."""
     whole = target.decode("latin-1")
     path, _, query = whole.partition("?")
     if (native := NATIVE_ROUTES.get(path)) is not None:

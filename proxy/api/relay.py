@@ -145,11 +145,8 @@ class PassedToOwner:
     def way(self, model: str | None, exchange: Exchange) -> ToldClaim | None:
         """The kvpin that gets a request for this model; None if the request stays here.
 
-        A request stays here if this kvpin, or no kvpin, owns an engine of the model.
-
-        Raises:
-            NoEngine: that kvpin cannot be reached, or another one has just passed the request on.
-        """
+        A request stays here if this kvpin, or no kvpin, owns an engine of the model. Raises NoEngine: that
+        kvpin cannot be reached, or another one has just passed the request on."""
         told = self._peers.owners.elsewhere
         if not told or self._is_served_here(model):
             return None
@@ -175,11 +172,8 @@ class PassedToOwner:
         silent_s: float,
     ) -> None:
         """Answers a request for a model: by `here` in this kvpin, or by the owner of its engine, which may be
-        silent for `silent_s` seconds.
-
-        Raises:
-            ProxyError, EngineError: the request failed before the answer began.
-        """
+        silent for `silent_s` seconds. Raises ProxyError, EngineError: the request failed before the answer
+        began."""
         deadline, dropped = monotonic() + WAIT_S, 0
         while True:
             to, is_late = self.way(model, exchange), monotonic() > deadline
@@ -193,7 +187,9 @@ class PassedToOwner:
                 except EngineUnavailable as error:
                     if isinstance(error, (EngineDied, EngineGarbled)):  # it waits for the next owner
                         deadline, dropped, is_late = monotonic() + WAIT_S, dropped + 1, False
-                    if is_late or dropped == _MAX_DROPPED or not _is_repeatable(call):
+                    # What a client streams is gone once it is sent.
+                    is_streamed = call.socket is not None or isinstance(call.body, Upload)
+                    if is_late or dropped == _MAX_DROPPED or is_streamed:
                         raise NoEngine(
                             "the kvpin that uses the engine of this model went away; try again shortly"
                         ) from error
@@ -230,11 +226,6 @@ class PassedToOwner:
             if name is not None and (serving := [each for each in told if each.model == name]):
                 return _first_of(serving)
         return None if own else _first_of(told)
-
-
-def _is_repeatable(call: Call) -> bool:
-    """True if another kvpin can get the same request: what a client streams is gone once it is sent."""
-    return call.socket is None and not isinstance(call.body, Upload)
 
 
 def _first_of(told: Sequence[ToldClaim]) -> ToldClaim:

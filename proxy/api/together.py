@@ -90,11 +90,8 @@ class Together:
 
     async def by_speaker(self, request: Request, here: _Here, *, is_quick: bool = False) -> Response:
         """The answer of the worker that speaks for all: by `here` in this one, or passed on. A request that
-        `is_quick` takes no longer than one that changes nothing.
-
-        Raises:
-            NoEngine: no worker speaks for all now, or it was lost while it carried the request out.
-        """
+        `is_quick` takes no longer than one that changes nothing. Raises NoEngine: no worker speaks for all
+        now, or it was lost while it carried the request out."""
         siblings = self.siblings
         if siblings is None or self.transport is None or is_from_peer(request) or siblings.speaks():
             return await here(request)

@@ -301,9 +301,6 @@ class PromptBuilder:
     def _ask(self, path: str, body: JsonBody) -> Coroutine[Any, Any, ChatPrompt | None]:
         return self._engines.ask(self._asked[0](self), path, body)
 
-    def _ask_renderer(self, path: str, body: JsonBody) -> Coroutine[Any, Any, ChatPrompt | None]:
-        return self._engines.render(self._asked[1](self), path, body)
-
     async def _tokenise(
         self, source: PromptInput, path: str, body: JsonBody, owner: ChatOwner
     ) -> Prompt | None:
@@ -351,7 +348,12 @@ class PromptBuilder:
         if prompt is not None:
             # Never exact: its ids must not be sent in place of the images.
             return Prompt(prompt.token_ids, prompt.extra_ids, source="engine", media=True)
-        return await self._before_media(source, body, owner) if isinstance(source, ChatInput) else None
+        if not isinstance(source, ChatInput):
+            return None
+        around = await self._around_media(source, body, owner)
+        if around is None or not is_text_message(body.view("messages")[0]):  # it comes first
+            return None
+        return Prompt(around.token_ids[: around.before], source="local", whole=False)
 
     async def _with_embeddings(self, path: str, body: JsonBody) -> Prompt | None:
         """A prompt with embeddings. Never whole: an engine may convert them, and identify others then."""
@@ -368,8 +370,9 @@ class PromptBuilder:
         around = None
         if isinstance(source, ChatInput) and self.local is not None:
             around = await self._around_media(source, body, owner, here=True)
+        ask = partial(self._engines.render, self._asked[1](self), path, body)
         if around is None:
-            return await self._ask_renderer(path, body)
+            return await ask()
         messages = body.view("messages")
         key = await off_loop(
             partial(head_key, body, messages, around, owner),
@@ -377,17 +380,10 @@ class PromptBuilder:
             what="media",
         )
         known = self._known_media.find(key, around)
-        if known is None and (rendered := await self._ask_renderer(path, body)) is not None:
+        if known is None and (rendered := await ask()) is not None:
             self._known_media.learn(key, around, rendered)
             return rendered
         return known
-
-    async def _before_media(self, source: ChatInput, body: JsonBody, owner: ChatOwner) -> Prompt | None:
-        """The tokens before the first message with media, unless that comes first."""
-        around = await self._around_media(source, body, owner)
-        if around is None or not is_text_message(body.view("messages")[0]):
-            return None
-        return Prompt(around.token_ids[: around.before], source="local", whole=False)
 
     async def _around_media(
         self, source: ChatInput, body: JsonBody, owner: ChatOwner, *, here: bool = False

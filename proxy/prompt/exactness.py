@@ -157,10 +157,7 @@ async def compare(
 ) -> FormTable:
     """Compares the builder's token ids with those of an engine, form by form. Engines for which the tables
     have equal outcomes make the same tokens of all probes. `lost`: what `lost_by` found, if it was asked.
-
-    Raises:
-        EngineUnavailable: the engine went away meanwhile, or its model was unloaded.
-    """
+    Raises EngineUnavailable: the engine went away meanwhile, or its model was unloaded."""
     info, local = builder.info, builder.local
     table = FormTable(can_ask=builder.can_ask, detail=builder.reason)
     if local is not None:

@@ -203,7 +203,13 @@ class KnownChats:
         for segment in segments:
             token_ids += segment.token_ids
         token_ids += encoded[-1]
-        self._shrink()
+        while self.n_bytes > self._limit:
+            tenant, largest = max(self._shares.items(), key=lambda each: each[1].n_bytes)
+            fair = self._limit // len(self._shares)
+            while self.n_bytes > self._limit and largest.n_bytes > fair:
+                self.n_bytes -= largest.drop_oldest()
+            if not largest.segments:
+                del self._shares[tenant]
         return token_ids, KnownBeginning(segments)
 
     def _pieces(self, text: bytes, start: int) -> list[bytes]:
@@ -224,16 +230,6 @@ class KnownChats:
             share.n_bytes += n_bytes
             self.n_bytes += n_bytes
         return segment
-
-    def _shrink(self) -> None:
-        """Forgets segments until the limit is kept."""
-        while self.n_bytes > self._limit:
-            tenant, share = max(self._shares.items(), key=lambda each: each[1].n_bytes)
-            fair = self._limit // len(self._shares)
-            while self.n_bytes > self._limit and share.n_bytes > fair:
-                self.n_bytes -= share.drop_oldest()
-            if not share.segments:
-                del self._shares[tenant]
 
 
 # --- known media ----------------------------------------------------------------------------------------

@@ -118,11 +118,8 @@ def is_text(part: object) -> bool:
 
 
 def find_media(values: dict[str, Any]) -> list[MediaPart]:
-    """The images, audio and video in decoded fields of a request, in their order.
-
-    Raises:
-        BadRequest: there are more than `MOST_MEDIA`.
-    """
+    """The images, audio and video in decoded fields of a request, in their order. Raises BadRequest: there
+    are more than `MOST_MEDIA`."""
     parts = (part for name, value in values.items() for part in _parts(value, name))
     found = list(islice(parts, MOST_MEDIA + 1))
     check_number(len(found), next(iter(values), None))
@@ -158,11 +155,8 @@ def media_fields(body: JsonBody) -> dict[str, Any]:
 
 
 def _parts(value: object, param: str) -> Iterator[MediaPart]:
-    """Looks without recursion, in the order of the request: most of what it looks at holds nothing.
-
-    Raises:
-        BadRequest: a part may lie deeper than engines look.
-    """
+    """Looks without recursion, in the order of the request: most of what it looks at holds nothing. Raises
+    BadRequest: a part may lie deeper than engines look."""
     waiting: list[tuple[object, _Path]] = [(value, (param, None, 0))]
     while waiting:
         each, path = waiting.pop()
@@ -239,11 +233,8 @@ class MediaUuids:
         self._count = 0
 
     async def admit(self, body: JsonBody, salt: str | None, tenant: str | None = None) -> JsonBody:
-        """A tenant's request as it may go to engines: under a salt, its uuids are unique to the salt.
-
-        Raises:
-            BadRequest: a uuid has other content already, or is not a string; or there are too many items.
-        """
+        """A tenant's request as it may go to engines: under a salt, its uuids are unique to the salt. Raises
+        BadRequest: a uuid has other content already, or is not a string; or there are too many items."""
         if body.is_plain:
             return body
         # JSON may write any letter as \u00xx.
@@ -261,7 +252,11 @@ class MediaUuids:
             return body
         if not self._trusted:
             await self._check(size, parts, salt, tenant)
-        return body if salt is None else _scoped(body, values, parts, salt)
+        if salt is None:
+            return body
+        for part in parts:
+            part.fields["uuid"] = f"kvpin-{_name(part, salt).hex()}"
+        return body.replace(**values)
 
     async def _check(
         self, size: int, parts: Sequence[MediaPart], salt: str | None, tenant: str | None
@@ -282,14 +277,11 @@ class MediaUuids:
                 )
             seen.move_to_end(name)
             if self._count > self._limit:
-                self._drop_some()
-
-    def _drop_some(self) -> None:
-        """Drops several at once: the search for the tenant that has the most takes time."""
-        most = max(self._seen.values(), key=len)
-        for _ in range(max(len(most) // _DROPPED, 1)):
-            most.popitem(last=False)
-            self._count -= 1
+                # Several at once: the search for the tenant that has the most takes time.
+                most = max(self._seen.values(), key=len)
+                for _ in range(max(len(most) // _DROPPED, 1)):
+                    most.popitem(last=False)
+                    self._count -= 1
 
 
 def _may_hold_media(body: JsonBody) -> bool:
@@ -302,13 +294,6 @@ def _may_hold_media(body: JsonBody) -> bool:
         return not (messages is None or isinstance(messages, list)) or bool(not_plain(body))
     except msgspec.DecodeError:
         return True
-
-
-def _scoped(body: JsonBody, values: dict[str, Any], parts: Sequence[MediaPart], salt: str) -> JsonBody:
-    """The request with its uuids made unique to a salt."""
-    for part in parts:
-        part.fields["uuid"] = f"kvpin-{_name(part, salt).hex()}"
-    return body.replace(**values)
 
 
 def _name(part: MediaPart, salt: str | None) -> bytes:

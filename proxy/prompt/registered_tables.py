@@ -65,7 +65,7 @@ class RegisteredTables:
         known = self._known(table, content)
         if known is not None:
             return known
-        if self.total_bytes + len(table.data) > self.max_bytes:
+        if sum(len(each.data) for each in (*self._by_id.values(), table)) > self.max_bytes:
             raise BodyTooLarge(
                 f"prompt tables would take more than {self.max_bytes} bytes; delete some first", param="table"
             )
@@ -114,11 +114,6 @@ class RegisteredTables:
         )
         return resolved.extra_ids
 
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all tables together."""
-        return sum(len(table.data) for table in self._by_id.values())
-
     def _known(self, table: PromptTable, content: bytes) -> PromptTable | None:
         """The table if it is registered already. Raises Conflict where an id has other content."""
         if self._content_of.get(table.extra_id, content) != content:
@@ -135,7 +130,10 @@ class RegisteredTables:
 
 def read_table(data: bytes, table_id: str | None, extra_id: int | None) -> ReadTable:
     """A table that is not registered yet, see `RegisteredTables.put`. Takes long: 128 MiB are allowed."""
-    _check_ids(table_id, extra_id)
+    if table_id is not None and not _TABLE_ID.fullmatch(table_id):
+        raise BadRequest("table_id must be 1 to 128 letters, digits, '_', '.', ':' or '-'", param="table_id")
+    if extra_id is not None and not 0 < extra_id <= UINT64_MAX:
+        raise BadRequest("extra_id must be an integer from 1 to 2**64-1", param="extra_id")
     embeddings = parse_embeddings(data, param="table")
     derived = prompt_table_extra_id(embeddings)
     table = PromptTable(
@@ -146,10 +144,3 @@ def read_table(data: bytes, table_id: str | None, extra_id: int | None) -> ReadT
         data=data,
     )
     return ReadTable(table, embeddings.content())
-
-
-def _check_ids(table_id: str | None, extra_id: int | None) -> None:
-    if table_id is not None and not _TABLE_ID.fullmatch(table_id):
-        raise BadRequest("table_id must be 1 to 128 letters, digits, '_', '.', ':' or '-'", param="table_id")
-    if extra_id is not None and not 0 < extra_id <= UINT64_MAX:
-        raise BadRequest("extra_id must be an integer from 1 to 2**64-1", param="extra_id")

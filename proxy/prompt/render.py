@@ -95,11 +95,8 @@ def read_prompt(path: str, body: JsonBody) -> PromptInput | None:
     """The fields that a request's prompt is made from.
 
     None for requests without a single prompt that can be known here: other routes, several prompts in one
-    request, or fields that only the engine understands. Such requests are still forwarded.
-
-    Raises:
-        BadRequest: naming a field that no engine accepts.
-    """
+    request, or fields that only the engine understands. Such requests are still forwarded. Raises BadRequest,
+    naming a field that no engine accepts."""
     if path == COMPLETIONS_PATH:
         return _completion(body)
     if path == CHAT_PATH and body.is_plain:
@@ -139,11 +136,8 @@ def _completion(body: JsonBody) -> CompletionInput | EmbeddedInput | None:
 
 
 def read_native(fields: PromptFields | None, body: JsonBody) -> CompletionInput | AskedInput | None:
-    """The prompt of a route beside `/v1`, if it has one prompt that can be known.
-
-    Raises:
-        BadRequest: a token id is out of range. What else is wrong with it is the engine's to say.
-    """
+    """The prompt of a route beside `/v1`, if it has one prompt that can be known. Raises BadRequest: a token
+    id is out of range. What else is wrong with it is the engine's to say."""
     if fields is None or gives(body, fields.unless):
         return None
     given = body.get(fields.ids)

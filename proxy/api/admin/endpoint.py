@@ -195,10 +195,15 @@ def decode(raw: bytes, kind: type[Body]) -> Body:
     try:
         return msgspec.json.decode(raw, type=kind)
     except msgspec.ValidationError as error:
-        at_fault = _field_of(str(error))
-        if at_fault is None:
+        message = str(error)
+        name, path = _FIELD.search(message), _PATH.search(message)
+        # The field as a path into the body.
+        at_fault = ".".join(filter(None, (path and path["path"], name and name["name"])))
+        if not at_fault:
             raise BadRequest("the body must be a JSON object", code=Code.INVALID_JSON) from error
-        raise BadRequest(_in_words(str(error)), param=at_fault) from error
+        for pattern, words in PATTERNS.items():
+            message = message.replace(f"Expected `str` matching regex {pattern!r}", f"must be {words}")
+        raise BadRequest(plain_error(message), param=at_fault) from error
     except UNREADABLE as error:
         text = f"the body is not valid JSON: {plain_error(str(error))}"
         raise BadRequest(text, code=Code.INVALID_JSON) from error
@@ -207,20 +212,6 @@ def decode(raw: bytes, kind: type[Body]) -> Body:
 def answer(content: msgspec.Struct, status: int = 200) -> Response:
     """A JSON answer."""
     return Response(msgspec.json.encode(content), status, media_type="application/json")
-
-
-def _in_words(message: str) -> str:
-    """The message of a `msgspec.ValidationError`, with what a text must be in place of its pattern."""
-    for pattern, words in PATTERNS.items():
-        message = message.replace(f"Expected `str` matching regex {pattern!r}", f"must be {words}")
-    return plain_error(message)
-
-
-def _field_of(message: str) -> str | None:
-    """The field that a message of msgspec is about, as a path into the body."""
-    name, path = _FIELD.search(message), _PATH.search(message)
-    parts = [path["path"] if path else "", name["name"] if name else ""]
-    return ".".join(part for part in parts if part) or None
 
 
 # --- the request bodies of the admin API. An unknown field is an error that names it --------------------

@@ -127,8 +127,9 @@ def _route(endpoint: Endpoint, refs: dict[object, _Schema]) -> dict[str, Any]:
         kind = "text/event-stream" if endpoint.is_stream else "application/json"
         good["content"] = {kind: {"schema": refs[endpoint.answer]}}
     error = {"description": "An error.", "content": {"application/json": {"schema": refs[ErrorAnswer]}}}
+    words = re.sub(r"[{}]", "", endpoint.path).replace(".", "_").strip("/").split("/")
     route: dict[str, Any] = {
-        "operationId": _operation_id(endpoint),
+        "operationId": "_".join([endpoint.method.lower(), *words]),
         "summary": endpoint.summary,
         "responses": {**{str(status): good for status in endpoint.statuses}, "default": error},
     }
@@ -150,11 +151,6 @@ def _route(endpoint: Endpoint, refs: dict[object, _Schema]) -> dict[str, Any]:
     if content:
         route["requestBody"] = {"content": content}
     return route
-
-
-def _operation_id(endpoint: Endpoint) -> str:
-    words = re.sub(r"[{}]", "", endpoint.path).replace(".", "_").strip("/").split("/")
-    return "_".join([endpoint.method.lower(), *words])
 
 
 # --- the admin API as one ASGI application: first the guard, then the routes; errors have one shape -----

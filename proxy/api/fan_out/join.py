@@ -15,14 +15,12 @@ from msgspec import Raw
 from typing_extensions import override
 
 from engine_adapter import UNREADABLE, RawFields, decode_object
-from engine_adapter.http.answer_fields import choices_of, is_usage_alone
+from engine_adapter.http.answer_fields import NULL, choices_of, decode_choices, is_usage_alone
 from proxy.api.fan_out.split import AnswerPlace, Several
 from proxy.errors import EngineFailed
 from proxy.request.stages import DONE, Event
 
-_decode_choices = msgspec.json.Decoder(list[RawFields]).decode
 _encode = msgspec.json.encode
-_NOTHING = Raw(b"null")
 _LAST = b"data: " + DONE + b"\n\n"
 # Fields of a stream's events that are equal in all of them.
 _OF_ALL = ("id", "created", "model")
@@ -41,7 +39,7 @@ class SingleAnswer(msgspec.Struct):
         """Raises EngineFailed if it is no chat or completion."""
         try:
             fields = decode_object(content)
-            choices = _decode_choices(fields["choices"])
+            choices = decode_choices(fields["choices"])
         except (*UNREADABLE, KeyError) as error:
             raise EngineFailed("an engine's answer to a single request has no choices") from error
         choices.sort(key=_index)
@@ -86,11 +84,8 @@ class Joined:
         self._usages: dict[int, tuple[AnswerPlace, RawFields, dict[str, Any]]] = {}
 
     def whole(self, answers: Iterable[tuple[AnswerPlace, bytes]]) -> bytes:
-        """The one answer. `answers` are those of all parts, in their order.
-
-        Raises:
-            EngineFailed: one of them is no chat or completion.
-        """
+        """The one answer. `answers` are those of all parts, in their order. Raises EngineFailed: one of them
+        is no chat or completion."""
         several, pairs = self._several, [(place, SingleAnswer.of(content)) for place, content in answers]
         of_prompts: dict[int, list[RawFields]] = {}
         for place, answer in pairs:
@@ -101,7 +96,7 @@ class Joined:
             for at, choice in enumerate(kept):
                 choice["index"] = _raw(number * several.choices + at)
                 if several.hides_logprobs:
-                    choice["logprobs"] = _NOTHING
+                    choice["logprobs"] = NULL
                 choices.append(choice)
         fields = {**pairs[0][1].fields, "choices": _raw(choices)}
         usage = usage_of(((place, answer.usage) for place, answer in pairs), self.cached)
@@ -111,10 +106,7 @@ class Joined:
 
     def event(self, place: AnswerPlace, event: Event) -> bytes:
         """Turns a part's event into the client's. Returns b"" for usage, which is held back, and for the end.
-
-        Raises:
-            EngineFailed: it is no event of a chat or completion.
-        """
+        Raises EngineFailed: it is no event of a chat or completion."""
         if event.data == DONE:
             return b""
         try:
@@ -152,7 +144,7 @@ def is_error(event: Event) -> bool:
     if b'"error"' not in event.data:
         return False
     try:
-        return event.fields.get("error", _NOTHING) != _NOTHING
+        return event.fields.get("error", NULL) != NULL
     except UNREADABLE:
         return False
 
@@ -160,7 +152,7 @@ def is_error(event: Event) -> bool:
 def _value(fields: RawFields, name: str) -> Any:  # noqa: ANN401 - JSON
     """A field's value; None if there is none, or none that can be read."""
     try:
-        return msgspec.json.decode(fields.get(name, _NOTHING))
+        return msgspec.json.decode(fields.get(name, NULL))
     except UNREADABLE:
         return None
 

@@ -46,11 +46,8 @@ _BROKEN_OFF = "an engine's answer broke off"
 
 
 def serve(flow: Flow, call: Call, reply: Reply, admitted: Admission) -> Coroutine[Any, Any, object]:
-    """Answers a request, split if its pool needs that. The caller closes `admitted`.
-
-    Raises:
-        ProxyError, EngineError: the request failed before the answer began.
-    """
+    """Answers a request, split if its pool needs that. The caller closes `admitted`. Raises ProxyError,
+    EngineError: the request failed before the answer began."""
     body, route = call.body, call.route
     if not isinstance(body, JsonBody) or body.is_plain:  # of one choice and one prompt
         return flow.serve(call, reply, admitted)
@@ -306,11 +303,7 @@ async def compute_once(flow: Flow, call: Call, body: JsonBody, admitted: Admissi
     not again with the choices.
 
     Returns the tokens that were cached before; None if nothing was computed, or if that failed. The choices
-    then find out why.
-
-    Raises:
-        Overloaded: all engines are too busy.
-    """
+    then find out why. Raises Overloaded: all engines are too busy."""
     limits = _ONE_TOKEN if call.native is None else {**_ONE_TOKEN, "n_predict": 1}
     own = replace(
         call, request_id=f"{call.request_id}-prompt", client_id=call.answer_id, body=body.replace(**limits)

@@ -101,7 +101,8 @@ class Several(Struct, frozen=True):
 
     def parts(self) -> Iterator[SingleRequest]:
         """The single requests in the order of their choices, each made when it is needed."""
-        seed = _seed(self.body)
+        asked = self.body.hint("seed")  # a negative one asks for another each time
+        seed = asked if type(asked) is int and asked >= 0 else None
         for number, prompt in enumerate(self.prompts or [None]):
             for choice in range(self.parts_per_prompt):
                 changes: dict[str, Any] = {}
@@ -220,9 +221,3 @@ def _best_of(body: JsonBody, choices: int) -> int:
             "a stream takes no best_of above n: its choices are sent as they are made", param="best_of"
         )
     return best_of
-
-
-def _seed(body: JsonBody) -> int | None:
-    """The seed; None for none, or for one that asks for another each time."""
-    seed = body.hint("seed")
-    return seed if type(seed) is int and seed >= 0 else None

@@ -198,6 +198,8 @@ STOPS: Mapping[str, Stop] = {
 }
 """A chat's `finish_reason` → what it is in the other APIs."""
 
+UNKNOWN = Row(Fate.LEFT_OUT, "")
+"""The row of any other kind."""
 TOLD = frozenset({Fate.TEXT, Fate.LEFT_OUT})
 """Fates that the client is told of."""
 _VERSION = re.compile(r"_\d{8}|_\d{4}_\d\d_\d\d")
@@ -221,11 +223,10 @@ def plain(kind: str) -> str:
 def told(*parts: tuple[str, Rows, Iterable[str]]) -> tuple[str, ...]:
     """The kinds that are left out or turned into text, as the client is told of them: `tool:web_search`. At
     most 16 names, then `more`. Each part: what the kinds are, their rows, and the kinds of a request."""
-    other = Row(Fate.LEFT_OUT, "")
     names: dict[str, None] = {}
     for what, rows, kinds in parts:
         for kind in dict.fromkeys(map(plain, kinds)):
-            if rows.get(kind, other).fate in TOLD:
+            if rows.get(kind, UNKNOWN).fate in TOLD:
                 names[f"{what}:{kind if _NAME.fullmatch(kind) else 'other'}"] = None
     every = tuple(names)
     return every if len(every) <= _MOST_TOLD else (*every[:_MOST_TOLD], "more")

@@ -31,6 +31,7 @@ from proxy.request.translate.fates import (
     MESSAGE_FIELDS,
     MESSAGE_TOOLS,
     TOLD,
+    UNKNOWN,
     Fate,
     plain,
     text_of,
@@ -213,11 +214,7 @@ _NAMES = Names(
 
 
 def _read(body: JsonBody) -> _Request:
-    """The request's own fields.
-
-    Raises:
-        BadRequest: naming the field that is wrong.
-    """
+    """The request's own fields. Raises BadRequest, naming the field that is wrong."""
     try:
         request = _decode(body.raw)
     except msgspec.ValidationError as error:
@@ -242,12 +239,6 @@ def _invalid(fault: str) -> BadRequest:
         param, reason = f"{param}.{missing[1]}".removeprefix("."), "It is missing"
     reason = plain_error(reason)
     return BadRequest(f"{param}: {reason[:1].lower()}{reason[1:]}", param=param)
-
-
-def _is_offered(tool: _Tool) -> bool:
-    """True for a tool of the client's own. Those that only a service runs are left out."""
-    row = MESSAGE_TOOLS.get(plain(tool.type or "custom"))
-    return row is not None and row.fate is Fate.KEPT
 
 
 def _tool_fields(request: _Request, offered: Sequence[int]) -> dict[str, Any]:
@@ -327,7 +318,9 @@ class MessageRequest(Translation):
         changes: dict[str, Any] = dict.fromkeys(_LEFT_OUT)
         messages = list(_messages(request))
         changes["messages"] = [message for message, _ in messages]
-        offered = [i for i, tool in enumerate(request.tools or ()) if _is_offered(tool)]
+        # Tools that only a service runs are left out.
+        rows = [MESSAGE_TOOLS.get(plain(tool.type or "custom"), UNKNOWN) for tool in request.tools or ()]
+        offered = [index for index, row in enumerate(rows) if row.fate is Fate.KEPT]
         changes |= _tool_fields(request, offered)
         if self.prewarms:
             changes["max_tokens"] = 1
@@ -354,8 +347,9 @@ class MessageRequest(Translation):
 
 def _messages(request: _Request) -> Iterator[tuple[dict[str, Any], Place]]:
     """The messages of the chat, and what each is made of."""
-    if (system := _system_text(request.system)) is not None:
-        yield {"role": "system", "content": system}, Place("system", "system")
+    system = request.system  # joined as vLLM and llama-server join it
+    if text := system if isinstance(system, str) else "".join(block.text for block in system or ()):
+        yield {"role": "system", "content": text}, Place("system", "system")
     for index, message in enumerate(request.messages):
         at = f"messages[{index}]"
         place = Place(at, f"{at}.content")
@@ -368,12 +362,6 @@ def _messages(request: _Request) -> Iterator[tuple[dict[str, Any], Place]]:
         else:
             texts = (_text(block, f"{place.content}[{i}]") for i, block in enumerate(blocks))
             yield {"role": "system", "content": "".join(texts)}, place
-
-
-def _system_text(system: str | list[_Text] | None) -> str | None:
-    """The blocks' texts, joined as vLLM and llama-server join them."""
-    texts = [system] if isinstance(system, str) else [block.text for block in system or ()]
-    return "".join(texts) or None
 
 
 def _user(blocks: list[_Block], place: Place) -> Iterator[tuple[dict[str, Any], Place]]:

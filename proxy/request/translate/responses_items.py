@@ -48,11 +48,7 @@ class Messages:
         self._shown_at: list[str] = []
 
     def add(self, item: Json, param: str) -> None:
-        """Adds an item; `param` is its place in the request.
-
-        Raises:
-            BadRequest: it cannot be served.
-        """
+        """Adds an item; `param` is its place in the request. Raises BadRequest: it cannot be served."""
         if item.get("type") not in _RESULTS:
             self._show()
         row = RESPONSE_ITEMS.get(str(item.get("type")))
@@ -97,7 +93,7 @@ class Messages:
             case {"type": "function_call", "call_id": str(call_id), "name": str(), "arguments": str(given)}:
                 self._call(call_id, flat_name(item), given)
             case {"type": "custom_tool_call", "call_id": str(call_id), "name": str(), "input": str(given)}:
-                self._call(call_id, flat_name(item), custom_arguments(given))
+                self._call(call_id, flat_name(item), msgspec.json.encode({CUSTOM_ARGUMENT: given}).decode())
             case {
                 "type": "function_call_output" | "custom_tool_call_output",
                 "call_id": str(call_id),
@@ -117,7 +113,9 @@ class Messages:
                 roles = ", ".join(_ROLES)
                 raise BadRequest(f"{param}.role is {role!r}; it can be {roles}", param=f"{param}.role")
             case {"type": str(kind)}:
-                raise BadRequest(f"{param}: {_unserved(kind)}", param=param)
+                why = f"an item of type {kind!r} with these fields cannot be served"
+                why = why if kind in RESPONSE_ITEMS else f"items of type {kind!r} are unknown"
+                raise BadRequest(f"{param}: {why}", param=param)
             case _:
                 raise BadRequest(
                     f"{param} is no item: it has neither a role with a content nor a type", param=param
@@ -146,13 +144,6 @@ class Messages:
         return self.all[-1]
 
 
-def _unserved(kind: str) -> str:
-    """Why an item is refused, whose type and fields stand for no message of a chat."""
-    if kind in RESPONSE_ITEMS:
-        return f"an item of type {kind!r} with these fields cannot be served"
-    return f"items of type {kind!r} are unknown"
-
-
 def flat_name(named: Json) -> str:
     """The function's name of a tool or a call that may be in a namespace."""
     name, space = str(named["name"]), named.get("namespace")
@@ -167,11 +158,6 @@ def _place(item: Json, content: str | Sequence[Json] | None, param: str) -> Plac
     own = f"{param}.{'output' if 'output' in item else 'content'}"
     parts = [f"{own}[{index}]" for index in range(len(content))] if isinstance(content, list) else ()
     return Place(param, own, parts)
-
-
-def custom_arguments(given: str) -> str:
-    """The arguments of the function that stands for a custom tool, from the tool's input."""
-    return msgspec.json.encode({CUSTOM_ARGUMENT: given}).decode()
 
 
 def custom_input(arguments: str) -> str:

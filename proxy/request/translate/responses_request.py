@@ -10,7 +10,15 @@ import msgspec
 from engine_adapter import JsonBody
 from engine_adapter.causes import Code
 from proxy.errors import BadRequest, NotFound
-from proxy.request.translate.fates import RESPONSE_FIELDS, RESPONSE_ITEMS, RESPONSE_TOOLS, Fate, plain, told
+from proxy.request.translate.fates import (
+    RESPONSE_FIELDS,
+    RESPONSE_ITEMS,
+    RESPONSE_TOOLS,
+    UNKNOWN,
+    Fate,
+    plain,
+    told,
+)
 from proxy.request.translate.responses_items import CUSTOM_ARGUMENT, Json, Messages, flat_name, listed
 from proxy.request.translate.responses_store import TenantResponses, Turn
 from proxy.request.translate.translation import Translation
@@ -121,7 +129,9 @@ class ResponseRequest(Translation):
         stores = _of(body, "store", bool) is not False
         self.chat, self.model = body.replace(**changes), body.get("model")
         self.turn = _turn(previous, items, response_id) if stores else None
-        self.repeated = _repeated(body, [tool for tool in given if _is_kept(tool)], text, reasoning)
+        fates = [RESPONSE_TOOLS.get(plain(tool["type"]), UNKNOWN).fate for tool in given]
+        kept = [tool for tool, fate in zip(given, fates, strict=True) if fate is not Fate.LEFT_OUT]
+        self.repeated = _repeated(body, kept, text, reasoning)
         self.source = body.replace(input=items) if room.has_items else None
         self.changed = told(
             ("tool", RESPONSE_TOOLS, (tool.own["type"] for tool in tools)),
@@ -225,11 +235,6 @@ def _checked(value: Any, name: str, kind: type[Any]) -> Any:  # noqa: ANN401 - J
     if value is not None and not isinstance(value, kind):
         raise BadRequest(f"{name} must be {_KINDS[kind]}", param=name)
     return value
-
-
-def _is_kept(tool: Json) -> bool:
-    row = RESPONSE_TOOLS.get(plain(tool["type"]))
-    return row is not None and row.fate is not Fate.LEFT_OUT
 
 
 def _tools(given: list[Any]) -> list[_Tool]:

@@ -160,7 +160,6 @@ def read_chat(content: bytes) -> Chat:
 Json = dict[str, Any]
 CHAT_PATH = "/v1/chat/completions"
 BROKEN_OFF = "the engine broke off its answer"
-_NO_CHAT = "the engine's answer is not that of a chat"
 
 
 class Predicted(NamedTuple):
@@ -234,7 +233,7 @@ class Translation(Stage, ABC):
         chat = event.read(read_chat)
         choice = next(iter(chat.choices), None)
         if choice is None or choice.message is None:
-            raise EngineFailed(_NO_CHAT)
+            raise EngineFailed("the engine's answer is not that of a chat")
         self._note(chat, choice)
         return self.whole(choice)
 

@@ -65,7 +65,7 @@ described = DescribedTokenizer(msgspec.msgpack.decode(wire, type=Description))
 chat = ChatTokenizer(described, source="here", encoder=described.encoder)
 ids = chat.chat([{{"role": "user", "content": "hello"}}], tools=[{{"type": "function"}}]).token_ids
 assert "hello" in chat.decode(ids)
-print(chat._encoder.name, *sorted({{"transformers", "tokenizers", "numpy"}} & set(sys.modules)))
+print(chat.encoder.name, *sorted({{"transformers", "tokenizers", "numpy"}} & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.split() == ["fastokens"]

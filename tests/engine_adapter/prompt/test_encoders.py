@@ -195,6 +195,10 @@ class OneACharacter:
 
     cuts = ("<s>", "<e>", "<b>")
 
+    @property
+    def encoder(self):
+        return self
+
     def __init__(self, text="<b><s>a<e><s>b<e><s>", merged="\0"):
         self.text = text
         self.merged = merged

@@ -33,7 +33,7 @@ def command(monkeypatch):
 async def test_it_is_the_tokenizer_that_loading_here_gives(tokenizer_dir):
     for source in (DEFAULT, str(tokenizer_dir)):
         ours, apart = ChatTokenizer.load(source), await load_tokenizer(source)
-        facts = [(t.source, t._encoder.name, t.vocab_size, t.eos_token_id) for t in (ours, apart)]
+        facts = [(t.source, t.encoder.name, t.vocab_size, t.eos_token_id) for t in (ours, apart)]
         assert facts[0] == facts[1]
         for text in TEXTS:
             for special in (True, False):

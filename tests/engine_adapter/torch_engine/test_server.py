@@ -209,7 +209,7 @@ async def test_long_data_of_embeddings_is_not_read_on_the_event_loop(served_engi
     expected = []
 
     async def off_loop(tokenizer, chars, work):
-        expected.append(chars / tokenizer._encoder.chars_per_ms)
+        expected.append(chars / tokenizer.encoder.chars_per_ms)
         return work()
 
     monkeypatch.setattr(ChatTokenizer, "off_loop", off_loop)

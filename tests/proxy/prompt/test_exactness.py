@@ -141,11 +141,11 @@ async def test_an_engine_that_does_not_answer_one_probe_costs_its_form(
 
 async def test_probes_that_both_sides_refuse_prove_nothing(embedded, engine):
     builder = prompts_of(embedded)
-    builder.local.tokenizer._tokenizer.chat_template = None
+    builder.local.tokenizer.transformers.chat_template = None
     exactness = await verify_exactness(builder, engine)
     assert exactness.source == "engine"
     assert "('one message': kvpin cannot render it" in exactness.detail
-    engine.tokenizer._tokenizer.chat_template = None
+    engine.tokenizer.transformers.chat_template = None
     exactness = await verify_exactness(builder, engine)
     assert exactness.source == "engine"
     assert "(nothing is proven: the engine refuses all probes, and so does kvpin)" in exactness.detail
@@ -162,7 +162,7 @@ async def test_probes_that_both_sides_refuse_prove_nothing(embedded, engine):
 )
 async def test_a_probe_that_the_template_refuses_leaves_its_form_to_the_others(builder, engine, template):
     for tokenizer in (engine.tokenizer, builder.local.tokenizer):
-        tokenizer._tokenizer.chat_template = template
+        tokenizer.transformers.chat_template = template
     await verify_exactness(builder, engine)
     assert builder.forms.rows[Form.PLAIN].probed
     assert (await builder.build(CHAT, chat(tools=[exactness._TOOL]), salt=None)).source == "local"

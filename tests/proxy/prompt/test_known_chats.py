@@ -73,7 +73,7 @@ async def test_turn_by_turn_gives_the_ids_of_the_whole(kind):
             messages.append({"role": "user", "content": text(pick, pick.choice((0, 5, 300)))})
             prompt, beginning = await local.turn(*request(messages), OWNER)
             whole = tokenizer.render(messages)
-            reference = tokenizer._tokenizer.encode(whole, add_special_tokens=False)
+            reference = tokenizer.transformers.encode(whole, add_special_tokens=False)
             assert prompt.token_ids.tolist() == reference
             if beginning is not None:
                 known = chain(1, prompt.token_ids, None, TPB, beginning.hashes)

@@ -10,7 +10,7 @@ from engine_adapter import JsonBody
 from engine_adapter.off_loop import MOST_MS, off_loop
 from proxy.errors import BadRequest
 from proxy.request.translate import ResponseStore, ResponseTranslation, responses_request
-from proxy.request.translate.responses_items import Messages, custom_arguments, custom_input, listed, sealed
+from proxy.request.translate.responses_items import Messages, custom_input, listed, sealed
 from proxy.request.translate.responses_request import may_name_more
 from tests.proxy.request.translate.response_world import (
     FUNCTION,
@@ -258,7 +258,7 @@ def test_a_custom_tool_is_a_function_with_one_argument():
     result = {"type": "custom_tool_call_output", "call_id": "c1", "output": "done"}
     made = messages_of(called, result)
     arguments = made[0]["tool_calls"][0]["function"]["arguments"]
-    assert arguments == custom_arguments('a "b"') == '{"input":"a \\"b\\""}'
+    assert arguments == '{"input":"a \\"b\\""}'
     assert custom_input(arguments) == 'a "b"'
     assert custom_input('{"a": 1}') == '{"a": 1}'
     assert made[1] == OUTPUT_SAID | {"content": "done"}
