@@ -246,8 +246,7 @@ class EngineAdapter(ABC):
         the engine goes away.
 
         `since` is where an earlier reader stopped. If the engine proves that nothing is missing since then,
-        ViewResumed replaces the first ViewLost, and only what came later follows.
-        """
+        ViewResumed replaces the first ViewLost, and only what came later follows."""
         if self.capabilities is None:
             await self.connect()
         if self._endpoints is None:
@@ -293,10 +292,9 @@ class EngineAdapter(ABC):
         that running requests keep their blocks and their speed.
 
         By default it flushes everything, on all ranks of the server: an engine that manages its cache by
-        itself does no more. It tells the blocks that its events have shown.
-        """
+        itself does no more. It tells the blocks that its events have shown."""
         await self.require(Capability(verb.value))
-        if not target.token_ids is target.cache_salt is target.lora is None:
+        if (target.token_ids, target.cache_salt, target.lora) != (None, None, None):
             raise NotSupported(Capability.FLUSH.value, engine=self.spec.id, instead=_FLUSHES_ALL)
         blocks = self._known_blocks
         if await self._reset():

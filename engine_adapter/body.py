@@ -43,11 +43,7 @@ _PLAIN_BYTES = 256 * 1024
 
 class UnreadableField(msgspec.ValidationError):
     """A field is valid JSON but has no usable value, such as a number that is too large or half a surrogate
-    pair.
-
-    Attributes:
-        param: the field, with the path inside it.
-    """
+    pair. `param`: the field, with the path inside it."""
 
     def __init__(self, name: str, error: msgspec.DecodeError) -> None:
         message, _, path = str(error).partition(" - at `$")

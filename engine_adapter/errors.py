@@ -210,11 +210,8 @@ class NotSupported(EngineError):
 
 
 class FieldError(EngineError):
-    """A field of a request is wrong: the client's fault.
-
-    Attributes:
-        param: the field, with the index where there is one, e.g. `messages[2].content`.
-    """
+    """A field of a request is wrong: the client's fault. `param`: the field, with the index where there is
+    one, e.g. `messages[2].content`."""
 
     code = Code.INVALID_VALUE
 

@@ -203,8 +203,7 @@ class Transfer(Protocol):
     def handover(self, answer: bytes, asked: JsonBody) -> Handover | None:
         """What the prefill engine's answer says about the KV; None if it keeps nothing for another engine.
 
-        `asked` is the body of the first leg. Raises EngineGarbled for an answer that cannot be understood.
-        """
+        `asked` is the body of the first leg. Raises EngineGarbled for an answer that cannot be understood."""
 
     def second_leg(self, body: JsonBody, handover: Handover) -> JsonBody:
         """The body for the decode engine, which then fetches the KV."""

@@ -10,8 +10,7 @@ _ROOT = Path("/")
 def available_bytes(root: Path = _ROOT) -> int | None:
     """Memory that is free or easily freed, within the limits of this process's cgroups; None if nobody says.
 
-    Linux says it, in `/proc` and `/sys`; `root` stands for `/`.
-    """
+    Linux says it, in `/proc` and `/sys`; `root` stands for `/`."""
     lines = _read(root / "proc/meminfo").splitlines()
     known = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
     for line in _read(root / "proc/self/cgroup").splitlines():

@@ -44,8 +44,7 @@ class NimOptions(VllmOptions, frozen=True):
 class NimAdapter:
     """The parts that a NIM adds to the engine inside: its readiness, its release, and what hides the engine.
 
-    Everything else is the inner adapter's.
-    """
+    Everything else is the inner adapter's."""
 
     def __init__(self, spec: EngineSpec[Any], as_kind: AsKind) -> None:
         self.spec = spec

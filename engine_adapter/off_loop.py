@@ -136,12 +136,8 @@ class _Job:
 
 
 class FairThreads:
-    """Threads that tenants share fairly. Any thread may submit work.
-
-    Attributes:
-        on_loop: CPU seconds by tenant and kind of work that was done on the loop instead. Only the loop's
-            thread may use it, and `spent`.
-    """
+    """Threads that tenants share fairly. Any thread may submit work. `on_loop`: CPU seconds by tenant and
+    kind of work that was done on the loop instead. Only the loop's thread may use it, and `spent`."""
 
     def __init__(self, threads: int, each: int) -> None:
         """`each`: the most threads of one tenant."""
@@ -235,8 +231,7 @@ def may_stay(ms: float, what: What = "parse") -> bool:
 async def off_loop(work: Callable[[], _Result], *, ms: float, what: What = "parse") -> _Result:
     """Does `work`, which takes about `ms` milliseconds: here if that is at most 1, else in a thread.
 
-    Work that waits for a free thread is dropped if its caller is cancelled.
-    """
+    Work that waits for a free thread is dropped if its caller is cancelled."""
     if may_stay(ms, what):
         return work()
     return await asyncio.wrap_future(THREADS.submit(PAYER.get(), what, work))

@@ -30,8 +30,7 @@ class OpenAICompatibleAdapter(EngineAdapter):
     """`EngineAdapter` over `/v1/models`, `/health` where there is one, and the OpenAI routes.
 
     Such an engine does not identify its process, so every connection counts as the same process, unless the
-    model has changed. Reported cached tokens correct what kvpin learned of its cache.
-    """
+    model has changed. Reported cached tokens correct what kvpin learned of its cache."""
 
     capabilities: frozenset[Capability] = frozenset()
 

@@ -31,11 +31,8 @@ class Size(int):
 
 
 class OptionError(EngineSpecError):
-    """An option that the kind does not have, or a value it does not take.
-
-    Attributes:
-        param: the option; None when several contradict each other.
-    """
+    """An option that the kind does not have, or a value it does not take. `param`: the option; None when
+    several contradict each other."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)

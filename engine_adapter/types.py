@@ -360,11 +360,8 @@ class BlocksStored(msgspec.Struct, frozen=True, gc=False):
 
 
 class BlocksRemoved(msgspec.Struct, frozen=True, gc=False):
-    """These blocks were removed from `tier`; other tiers may still hold them.
-
-    Attributes:
-        group: the KV cache group that removed them; None for the main one.
-    """
+    """These blocks were removed from `tier`; other tiers may still hold them. `group`: the KV cache group
+    that removed them; None for the main one."""
 
     tier: Tier
     hashes: tuple[int | bytes, ...]
@@ -392,12 +389,8 @@ class ViewResumed:
 
 @dataclass(frozen=True, slots=True)
 class ViewCurrent:
-    """The events so far describe what the engine holds; the view is exact from here on.
-
-    Attributes:
-        complete: False if the engine may hold older blocks that no event reported. The view is right, but
-            there may be more.
-    """
+    """The events so far describe what the engine holds; the view is exact from here on. `complete`: False if
+    the engine may hold older blocks that no event reported. The view is right, but there may be more."""
 
     complete: bool = True
 

@@ -43,8 +43,7 @@ class EventAddresses(EngineOptions, frozen=True):
         """The addresses at which this machine reads an engine's events; None if it does not reach them.
 
         The operator's addresses override `events` and `replay`, which the engine itself names. `url` is that
-        of its HTTP server.
-        """
+        of its HTTP server."""
         if self.events is not None:
             return EventEndpoints(self.events, self.replay, topic)
         reached = None if events is None else reachable_endpoint(events, url)

@@ -116,8 +116,7 @@ class EventReader:
 def _join(first: KvEvent, second: KvEvent) -> KvEvent | None:
     """One event that means the same as two; None if there is none.
 
-    vLLM sends an event for each block that it evicts, SGLang one for each page that it stores or evicts.
-    """
+    vLLM sends an event for each block that it evicts, SGLang one for each page that it stores or evicts."""
     if isinstance(first, BlocksRemoved) and isinstance(second, BlocksRemoved):
         if (first.tier, first.group) == (second.tier, second.group) and len(first.hashes) < _JOINED_BLOCKS:
             return BlocksRemoved(first.tier, first.hashes + second.hashes, first.group)
@@ -265,8 +264,7 @@ class ReportedGroups:
     def group_of(self, fields: StoredFields | RemovedFields) -> KvGroup | None:
         """The event's group; None for the main one, and for engines that name no groups.
 
-        A store says what kind its group is; a removal has only the group's number.
-        """
+        A store says what kind its group is; a removal has only the group's number."""
         number = fields.group_idx
         if number is None or number == self.main:
             return None

@@ -109,11 +109,7 @@ def _connect(socket: zmq.asyncio.Socket, endpoint: str) -> None:
 
 
 class ReplayClient:
-    """Asks a ROUTER socket to replay batches.
-
-    Attributes:
-        inbox: the messages of the answer.
-    """
+    """Asks a ROUTER socket to replay batches. `inbox`: the messages of the answer."""
 
     def __init__(self, context: zmq.asyncio.Context, endpoint: str) -> None:
         """`connect` comes first."""

@@ -27,11 +27,7 @@ UNUSED_S = 600.0
 
 
 class Origin:
-    """Scheme, host and port, and the connections there.
-
-    Attributes:
-        host: the `host` header.
-    """
+    """Scheme, host and port, and the connections there. `host`: the `host` header."""
 
     def __init__(
         self,
@@ -68,8 +64,7 @@ class Origin:
         """The idle connection used last; None if there is none.
 
         Never one that the engine has closed: a request on it would fail, and kvpin could not know whether the
-        engine has read it.
-        """
+        engine has read it."""
         self._used_at = now = asyncio.get_running_loop().time()
         while self._idle:
             connection, since = self._idle.popitem()
@@ -207,8 +202,7 @@ class HttpTransport:
     """HTTP/1.1: no limit on connections, no decompression, no redirects, no cookies.
 
     A POST that the engine may have read is never sent again: the engine may have died of it. A request that
-    changes nothing is sent a second time if its connection, used before, ended without an answer.
-    """
+    changes nothing is sent a second time if its connection, used before, ended without an answer."""
 
     def __init__(
         self,

@@ -96,8 +96,7 @@ class IncomingResponse:
         """Gives the rest of the body to `pass_on`, each piece in the callback that reads it: no task wakes.
 
         `pass_on` returns False if it takes no more for now: then `relay` returns False. Returns True at the
-        end. Raises EngineUnavailable if the engine went away, and what `pass_on` raises.
-        """
+        end. Raises EngineUnavailable if the engine went away, and what `pass_on` raises."""
         while True:
             while self.parts:
                 if not pass_on(self._taken()):

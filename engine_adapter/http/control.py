@@ -46,10 +46,7 @@ class ControlClient:
     """Calls an engine's own routes, apart from the data plane.
 
     Every call raises EngineUnavailable if there is no answer, and EngineRejected if the answer is an error.
-
-    Attributes:
-        on_closed: called when the engine closes an idle connection.
-    """
+    `on_closed`: called when the engine closes an idle connection."""
 
     def __init__(self, spec: EngineSpec) -> None:
         """Raises EngineSpecError for an address, a header or a TLS file that cannot be used."""

@@ -84,11 +84,7 @@ def what_is_said(route: str, content: bytes, *, is_json: bool) -> Says:
 
 
 class Opening:
-    """Reads the first events of a stream.
-
-    Attributes:
-        waits: the beginning may still turn out to be no answer.
-    """
+    """Reads the first events of a stream. `waits`: the beginning may still turn out to be no answer."""
 
     __slots__ = ("_has_begun", "_rest", "waits")
 
@@ -215,11 +211,8 @@ def tell_cached(hold: Hold, route: str, cached: int) -> None:
 
 
 class OpenAIAnswer(AnswerReader):
-    """Reads chats and completions: a JSON answer, or the events of a stream that have a mark.
-
-    Attributes:
-        told_cached: reused tokens that the client is told; None for those that the engine reports.
-    """
+    """Reads chats and completions: a JSON answer, or the events of a stream that have a mark. `told_cached`:
+    reused tokens that the client is told; None for those that the engine reports."""
 
     marks: tuple[bytes, ...] | None
 

@@ -46,11 +46,8 @@ def events_in(whole: bytes) -> list[bytes]:
 
 class WholeEvents:
     """Collects chunks, and gives each event when it is complete. Each byte is looked at once. A method that
-    takes a chunk raises EngineGarbled for an event longer than `MAX_EVENT_BYTES`.
-
-    Attributes:
-        is_between: no event has begun.
-    """
+    takes a chunk raises EngineGarbled for an event longer than `MAX_EVENT_BYTES`. `is_between`: no event has
+    begun."""
 
     __slots__ = ("_rest", "_seen", "is_between")
 

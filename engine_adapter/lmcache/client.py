@@ -63,8 +63,7 @@ async def survey(
 ) -> tuple[LmCacheSite | None, tuple[Finding, ...]]:
     """Asks the node and its coordinator what they are: the usable site or None, and the findings.
 
-    The model the engine was started with is its name in LMCache.
-    """
+    The model the engine was started with is its name in LMCache."""
     try:
         return await _survey(spec, model, node, coordinator_at)
     except _Unusable as flaw:
@@ -413,8 +412,7 @@ def leading(chunks: Sequence[KvChunk]) -> list[KvChunk]:
 def below_gpu(chunks: Sequence[KvChunk], n_tokens: int, tokens_per_chunk: int) -> BelowGpu:
     """The part of a prompt that an engine would reuse with these chunks.
 
-    If every token is held, the engine computes the last one again, so one token less is reused.
-    """
+    If every token is held, the engine computes the last one again, so one token less is reused."""
     held = leading(chunks)
     host = sum(1 for _ in takewhile(lambda chunk: chunk.on_host, held)) * tokens_per_chunk
     total = len(held) * tokens_per_chunk

@@ -97,11 +97,8 @@ _PASSES = 4
 
 
 class KvMover:
-    """Moves KV between the tiers of a node. Progress counts the engine's blocks.
-
-    Attributes:
-        blocks_per_chunk: those of the engine in a chunk.
-    """
+    """Moves KV between the tiers of a node. Progress counts the engine's blocks. `blocks_per_chunk`: those of
+    the engine in a chunk."""
 
     def __init__(self, node: LmCacheNode, site: LmCacheSite, blocks_per_chunk: int) -> None:
         self._node = node

@@ -100,8 +100,7 @@ class DescribedTokenizer:
     def __init__(self, description: Description) -> None:
         """Takes seconds for 150,000 entries: call it in a thread.
 
-        fastokens releases the GIL meanwhile; tokenizers holds it for 0.7 s.
-        """
+        fastokens releases the GIL meanwhile; tokenizers holds it for 0.7 s."""
         self.chat_template = description.chat_template
         self.special_tokens_map = description.special_tokens
         self.eos_token_id = description.eos_token_id

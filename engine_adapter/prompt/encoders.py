@@ -55,8 +55,7 @@ def cut_tokens(added: Iterable[AddedToken]) -> tuple[str, ...]:
 
     Such a token is looked for in the text as it stands and takes no space from its left. No added token can
     begin before it and reach into it, or be found in its place. There are none if any added token must stand
-    alone as a word, because then its neighbours decide.
-    """
+    alone as a word, because then its neighbours decide."""
     tokens = [token for token in added if token.content]
     if any(token.single_word for token in tokens):
         return ()
@@ -79,8 +78,7 @@ def _hides(other: str, cut: str) -> bool:
 def find_cut(tokenizer: ChatTokenizer) -> str | None:
     """The added token before which this tokenizer's chats are cut; None if they must be encoded whole.
 
-    It is the one that the chat template writes most often.
-    """
+    It is the one that the chat template writes most often."""
     try:
         text = tokenizer.render(_CHAT)
     except ChatError:
@@ -121,11 +119,7 @@ _OF_CUTS = 1.25
 
 
 class CannotFit(Exception):
-    """A text is longer than its context.
-
-    Attributes:
-        tokens: it has at least as many.
-    """
+    """A text is longer than its context. `tokens`: it has at least as many."""
 
     def __init__(self, tokens: int) -> None:
         super().__init__(f"a text of at least {tokens} tokens does not fit")
@@ -251,8 +245,7 @@ class FastokensEncoder(Encoder):
 
         `slower` gives what encodes the rare text that exceeds fastokens' regular expressions, or has letters
         that llama.cpp does not know. With `split_special_tokens`, special tokens in a text are encoded as
-        text.
-        """
+        text."""
         self._slower, self._split_special_tokens = slower, split_special_tokens
         plain = plain_classes(description)
         self._knows_new = plain == description

@@ -115,8 +115,7 @@ def prompt_embeds_extra_id(embeddings: Embeddings) -> int:
 def client_extra_id(table_extra_id: int, label: int) -> int:
     """The extra id of a fake token for which the client named a table and gave its own label.
 
-    The table is part of the hash: with the label alone, two tables under one label would share KV.
-    """
+    The table is part of the hash: with the label alone, two tables under one label would share KV."""
     return extra_id("client", table_extra_id.to_bytes(8, "little") + label.to_bytes(8, "little"))
 
 

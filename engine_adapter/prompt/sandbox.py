@@ -299,8 +299,7 @@ _STEP = nodes.ExprStmt(nodes.EnvironmentAttribute("step()"))
 class _CheckedCode(CodeGenerator):
     """jinja2's compiler, with a look at the results of `+` and `~`, and at each step of loops and macros.
 
-    The look is written into the code, because a call would take a tenth of a template's time.
-    """
+    The look is written into the code, because a call would take a tenth of a template's time."""
 
     @optimizeconst
     def visit_Add(self, node: nodes.BinExpr, frame: Frame) -> None:  # noqa: N802 - jinja2 names it

@@ -74,8 +74,7 @@ def render_template(
 
     The template gets all arguments, and `variables` by name. It gets the messages themselves, because the
     sandbox keeps it from changing them. With `continue_final_message`, the text ends within the last
-    message's content. Raises one of TEMPLATE_ERRORS if the template or its rules refuse the messages.
-    """
+    message's content. Raises one of TEMPLATE_ERRORS if the template or its rules refuse the messages."""
     chat = [_prepared(message) for message in messages]
     final = _mark_end(chat, template) if continue_final_message else ""
     if documents is not None and not all(isinstance(document, dict) for document in documents):

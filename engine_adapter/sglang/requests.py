@@ -137,8 +137,7 @@ def hold_request(
     """The hold of a request.
 
     With `jinja`, the server renders chats with a Jinja template, which makes nothing but the prompt. Raises
-    EngineRejected if the server would use another tenant's KV, or ignore the LoRA adapter.
-    """
+    EngineRejected if the server would use another tenant's KV, or ignore the LoRA adapter."""
     changes = _of_the_tenant(info, path, body)
     if prompt is not None and prompt.exact and prompt.token_ids is not None:
         changes |= _tokens(info, path, body, prompt.token_ids.tolist(), jinja=jinja)

@@ -255,16 +255,13 @@ class _OldRank(msgspec.Struct, frozen=True):
 
 
 class Loads:
-    """Reads the load of one rank, or of all ranks together.
-
-    Attributes:
-        cache_hit_rate: share of recent prompt tokens that were reused, as the server reports it.
-    """
+    """Reads the load of one rank, or of all ranks together. `cache_hit_rate`: share of recent prompt tokens
+    that were reused, as the server reports it."""
 
     def __init__(self, control: ControlClient, dp_rank: int | None) -> None:
         self._control, self._dp_rank = control, dp_rank
+        self._is_old, self._prefilled = False, 0
         self.cache_hit_rate: float | None = None
-        self.forget()
 
     async def read(self) -> EngineLoad:
         """Raises EngineUnavailable if the rank is missing or its process was replaced."""

@@ -104,8 +104,7 @@ class Windows:
     def _kept_from(self, first: int, event: BlocksStored) -> int:
         """The first page of the window that is kept at the end of a run, which begins after `first` pages.
 
-        The window of a prompt stays until an answer is so long that SGLang moves it on.
-        """
+        The window of a prompt stays until an answer is so long that SGLang moves it on."""
         page, last = self._page, first + len(event.hashes)
         start, end = first * page, last * page
         for prompt in reversed(self._asked):

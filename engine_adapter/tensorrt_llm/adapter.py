@@ -262,8 +262,7 @@ class TensorRTLLMAdapter(EngineAdapter):
 
         Frames are vLLM's, and events are maps. Only whole blocks of the largest attention window come,
         without salts, LoRA adapters, media or moves between tiers: an offloaded block stays on the GPU in the
-        view.
-        """
+        view."""
         await self._able(Capability.KV_EVENTS)
         poller = self._poller
         poller.doubt, self._polls_instead = None, False

@@ -90,8 +90,7 @@ class MmKey(msgspec.Struct, frozen=True):
 class Block(msgspec.Struct, frozen=True):
     """A block; the last of a prompt may hold fewer tokens than a block has room for.
 
-    Fields that older servers leave out are UNSET.
-    """
+    Fields that older servers leave out are UNSET."""
 
     block_hash: BlockName
     tokens: list[EventToken]

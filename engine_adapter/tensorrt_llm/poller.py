@@ -50,11 +50,8 @@ SEVERAL_RANKS = Finding(
 
 @dataclass(slots=True)
 class Traffic:
-    """The requests sent to the server.
-
-    Attributes:
-        prompts: hashes of different prompts that were answered, at most `SILENT_PROMPTS`.
-    """
+    """The requests sent to the server. `prompts`: hashes of different prompts that were answered, at most
+    `SILENT_PROMPTS`."""
 
     in_flight: int = 0
     salted: bool = False
@@ -79,11 +76,8 @@ class Traffic:
 
 
 class EventPoller:
-    """One server's events, as `EngineAdapter.events` describes them.
-
-    Attributes:
-        doubt: why the events are not followed; None while they are.
-    """
+    """One server's events, as `EngineAdapter.events` describes them. `doubt`: why the events are not
+    followed; None while they are."""
 
     def __init__(
         self, drain: Callable[[], Awaitable[bytes]], new_reader: Callable[[], PolledEventReader]

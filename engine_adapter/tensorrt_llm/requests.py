@@ -45,11 +45,8 @@ _MORE_THAN_TOKENS = ("prompt_token_ids", "echo", "truncate_prompt_tokens", "docu
 
 
 class RequestFields:
-    """The request fields that each route of a server takes.
-
-    Attributes:
-        numbers_phases: the two phases of a divided request can have a number, by which KV is asked for.
-    """
+    """The request fields that each route of a server takes. `numbers_phases`: the two phases of a divided
+    request can have a number, by which KV is asked for."""
 
     def __init__(self, openapi: object = None) -> None:
         """`openapi` is the server's description of its routes, if it gives one."""
@@ -122,8 +119,7 @@ class GivenTools:
     """The client's tools → those of the chat template: read into trtllm-serve's models and written out again.
 
     So every field of these models is there, in their order, with null where the client gave none: a template
-    that writes tools first would share almost nothing with one that got the client's JSON.
-    """
+    that writes tools first would share almost nothing with one that got the client's JSON."""
 
     fields: tuple[str, ...]
 
@@ -183,8 +179,7 @@ _OF_ANSWER = (
 class ContextPhase(Transfer):
     """`Transfer` between context and generation servers.
 
-    `usable_s` is below `kv_transfer_timeout_ms` of their cache transceivers, 60 s by default.
-    """
+    `usable_s` is below `kv_transfer_timeout_ms` of their cache transceivers, 60 s by default."""
 
     name = "TensorRT-LLM context phase"
     usable_s = 55.0

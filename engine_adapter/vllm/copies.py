@@ -36,8 +36,7 @@ class Copies:
     those before its window. Of a run that may be such a report, only the blocks count that the reuse needed.
 
     Below the GPU, chunks of vLLM's offloading connector may share their first blocks: these are stored and
-    removed with each chunk.
-    """
+    removed with each chunk."""
 
     def __init__(self, per_chunk: int = 1) -> None:
         """`per_chunk`: blocks of such a chunk, where the server says it. Events may name its last alone."""

@@ -170,8 +170,7 @@ async def try_out(
 
     `metrics` say how its cache is cut, and `headers` send a request to the engine meant. `known` was found of
     the same process before. Raises EngineUnavailable if no salt trial was answered: an engine must not join
-    before this is known, because the requests of tenants would go to it unsalted.
-    """
+    before this is known, because the requests of tenants would go to it unsalted."""
     takes_salt, reports_cached = await asyncio.gather(
         _known(known.takes_salt, lambda: _takes_salt(control, model)),
         _known(known.reports_cached, lambda: _answered(_reports_cached(control, model, metrics, headers))),

@@ -182,8 +182,7 @@ async def render(
     """The prompt of a request with embeddings.
 
     `block` is the number of tokens in a block of the server's cache. `tokenize` asks the server for the token
-    ids of a request. Raises EngineRejected if the server refuses it, or if its prompt is not known here.
-    """
+    ids of a request. Raises EngineRejected if the server refuses it, or if its prompt is not known here."""
     ms = len(body.raw) / _BYTES_PER_MS
     if path == _COMPLETIONS:
         return await off_loop(lambda: _completion(body, block), ms=ms)

@@ -64,8 +64,7 @@ def passed_on_headers(headers: Headers, tenants: Tenants) -> Headers:
     those that may reach another tenant's request.
 
     Where kvpin has no keys, the client's key is the engine's. All engines take it in `authorization`, not all
-    in `x-api-key`.
-    """
+    in `x-api-key`."""
     if not tenants.open:
         ends_here = _OF_SEVERAL if tenants.isolated else _KEY_HEADERS
         return Headers([pair for pair in headers.raw if pair[0] not in ends_here])
@@ -150,8 +149,7 @@ class AdminGuard:
         """Raises Forbidden unless the peer and the host name it asked for are both this machine.
 
         The address alone is not enough. A web page in a local browser also has it, when it rebinds a name to
-        127.0.0.1 or posts across origins. Of web pages, only kvpin's own gets in.
-        """
+        127.0.0.1 or posts across origins. Of web pages, only kvpin's own gets in."""
         host = connection.client.host if connection.client else ""
         headers = connection.headers
         for name in headers:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import unquote
 
 import structlog
@@ -17,7 +17,6 @@ from starlette.types import ASGIApp, Message
 
 from engine_adapter import NATIVE_ROUTES
 from proxy.api.auth import FROM_PEER, MetricsGuard
-from proxy.api.openai import DataPlane
 from proxy.api.own_answers import error_response
 from proxy.api.together import Together
 from proxy.fleet.engine import Engine, EngineState
@@ -94,6 +93,13 @@ def _scope(exchange: Exchange) -> dict[str, Any]:
     }
 
 
+class Serving(Protocol):
+    """What serves requests."""
+
+    def serve(self, exchange: Exchange) -> Coroutine[Any, Any, None]:
+        """The work of one exchange."""
+
+
 @dataclass(slots=True)
 class Dispatcher:
     """The handler of every exchange.
@@ -104,7 +110,7 @@ class Dispatcher:
         draining: set when kvpin is about to stop: each answer then says that its connection closes.
     """
 
-    data_plane: DataPlane
+    data_plane: Serving
     rest: ASGIApp
     draining: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -187,8 +193,7 @@ class Ops:
 
         It is also 503 when kvpin is about to stop: a load balancer then sends requests elsewhere. `models`
         tells whether the model of an engine that loads and unloads it is in memory. `why` tells why no
-        request can be taken although an engine is ready, or why there is no engine.
-        """
+        request can be taken although an engine is ready, or why there is no engine."""
         engines = self.fleet.engines.values()
         states = {engine.id: engine.state for engine in engines}
         elsewhere = {each.id: _where(each) for each in engines if each.state is EngineState.ELSEWHERE}
@@ -206,7 +211,10 @@ class Ops:
 
     async def page(self, request: Request) -> Response:
         """Prometheus' text format, or OpenMetrics if the client asks for it, as Prometheus itself does.
-        Raises Unauthorized, Forbidden: the client may not see it."""
+
+        Raises:
+            Unauthorized, Forbidden: the client may not see it.
+        """
         await self.guard.admit(request)
         return await self.together.by_speaker(request, self._page)
 

@@ -459,8 +459,7 @@ def _cancel(exchange: Exchange, reply: Reply) -> None:
     freed.
 
     Clients disconnect after [DONE]. The engine gets time to end its stream, so that its connection can be
-    reused. Bytes already sent on a WebSocket still reach the engine.
-    """
+    reused. Bytes already sent on a WebSocket still reach the engine."""
     ends_itself = reply.complete or (exchange.asks_for_websocket and reply.started)
     why = Cause.CLIENT_SLOW if exchange.is_slow else Cause.CLIENT_LEFT
     if exchange.task is not None:

@@ -123,8 +123,7 @@ _BACKLOG = 1024
 class PeerPort:
     """The Unix socket on which a kvpin serves HTTP to the other kvpins of its machine, until it is closed.
 
-    Its requests are trusted: whoever makes them is the same user. Each says so by `is_from_peer`.
-    """
+    Its requests are trusted: whoever makes them is the same user. Each says so by `is_from_peer`."""
 
     def __init__(self, path: Path, begin: Begin) -> None:
         """Listens at `path`, in a directory that only its owner may open. Raises OSError."""

@@ -158,8 +158,7 @@ class KnownChats:
     """The chats of one pool's tokenizer. Not thread-safe.
 
     Memory is bounded. At the limit, the tenant that takes most of it loses what it used least recently: no
-    tenant loses anything while it takes less than an equal share.
-    """
+    tenant loses anything while it takes less than an equal share."""
 
     def __init__(self, cut: str, *, limit_bytes: int = LIMIT_BYTES) -> None:
         """`cut` is the added token before which texts are cut, see `find_cut`."""

@@ -77,11 +77,8 @@ class AskedInput:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedInput:
-    """A completion's prompt of embeddings.
-
-    Attributes:
-        data: them, undecoded; None where the request has several prompts.
-    """
+    """A completion's prompt of embeddings. `data`: them, undecoded; None where the request has several
+    prompts."""
 
     param: ClassVar[str] = "prompt_embeds"
     data: object = field(default=None, repr=False)

@@ -30,8 +30,7 @@ _MESSAGES_PER_MS = 64
 @dataclass(eq=False, repr=False)
 class LocalTokenizer:
     """Tokenises here, with a loaded tokenizer. A prompt of clearly more tokens than a `limit` is a
-    CannotFit.
-    """
+    CannotFit."""
 
     tokenizer: ChatTokenizer
     _: KW_ONLY
@@ -145,8 +144,7 @@ class EngineTokenizer:
     """Asks engines in turn, one call per prompt: slower, and always right.
 
     A prompt that no engine tokenises within 2 s stays unknown and does not fail: it is placed by session and
-    load, and an error in it is the engine's to report.
-    """
+    load, and an error in it is the engine's to report."""
 
     def __init__(self) -> None:
         self._turn = -1

@@ -64,11 +64,8 @@ class RowView(msgspec.Struct):
 
 
 class FormRow(RowView):
-    """One form of prompt, as it changes.
-
-    Attributes:
-        probed: kvpin's ids were the engine's on the probes of this form.
-    """
+    """One form of prompt, as it changes. `probed`: kvpin's ids were the engine's on the probes of this
+    form."""
 
     probed: bool = False
     _wrong: dict[Source, int] = {}  # each row gets its own
@@ -110,10 +107,7 @@ class FormRow(RowView):
 
 class Audits:
     """Which prompts an engine is asked to tokenise itself: of each form the first ones, then a sample.
-
-    Attributes:
-        healed: how often forms that were taken away came back. Each time, twice as many are audited.
-    """
+    `healed`: how often forms that were taken away came back. Each time, twice as many are audited."""
 
     def __init__(self) -> None:
         self.healed = 0

@@ -211,10 +211,7 @@ async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:
 @dataclass(slots=True)
 class RefusalLines:
     """How many refused requests the log tells of: each line costs disk, and whoever reaches kvpin makes some.
-
-    Attributes:
-        left_out: those that have no line, since the last one that has one.
-    """
+    `left_out`: those that have no line, since the last one that has one."""
 
     left_out: int = 0
     _since: float = -math.inf  # when this minute began

@@ -71,11 +71,8 @@ def usage_of(
 
 
 class Joined:
-    """The answers of several requests, as that of one: whole ones, or the events of streams.
-
-    Attributes:
-        cached: prompt tokens that were cached before kvpin let the prompt be computed; None if it did not.
-    """
+    """The answers of several requests, as that of one: whole ones, or the events of streams. `cached`: prompt
+    tokens that were cached before kvpin let the prompt be computed; None if it did not."""
 
     def __init__(self, several: Several) -> None:
         self.cached: int | None = None

@@ -116,8 +116,7 @@ async def _run(works: Iterator[Coroutine[Any, Any, None]], may_begin: Callable[[
     """Does all works side by side. If one fails, or the caller is cancelled, cancels all that run and waits
     for their end. Raises the first error.
 
-    `may_begin` is asked before each work, with how many run now. One always may.
-    """
+    `may_begin` is asked before each work, with how many run now. One always may."""
     running: set[asyncio.Task[None]] = set()
     why: Cause = Cause.PART_FAILED
     try:
@@ -206,8 +205,7 @@ class _Answer:
 
     async def fail(self, error: bytes, headers: HeaderPairs = ()) -> None:  # type: ignore[assignment]
         """Breaks the stream off. It does not call `finish`: clients would take a clean end for a complete
-        answer.
-        """
+        answer."""
         await self.send(b"data: " + error + b"\n\n", headers)
 
     async def finish(self) -> None:

@@ -302,11 +302,7 @@ def _output_fields(request: _Request) -> dict[str, Any]:
 
 
 class MessageRequest(Translation):
-    """A request for a message, read.
-
-    Attributes:
-        marks_cache: it marks what is to be cached.
-    """
+    """A request for a message, read. `marks_cache`: it marks what is to be cached."""
 
     def __init__(self, body: JsonBody, *, counts: bool) -> None:
         """Raises BadRequest, naming a field that is wrong or cannot be served."""

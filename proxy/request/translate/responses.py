@@ -131,11 +131,7 @@ class _CallItem:
 
 
 class Output:
-    """The items of a response, which grow chunk by chunk.
-
-    Attributes:
-        items: those that are complete, in order.
-    """
+    """The items of a response, which grow chunk by chunk. `items`: those that are complete, in order."""
 
     def __init__(self, tools: Mapping[str, Any], *, seals: bool) -> None:
         """`tools`: the client's tools, by the names of their functions. `seals`: reasoning is also given
