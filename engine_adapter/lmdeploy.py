@@ -42,13 +42,10 @@ from engine_adapter.types import (
 _OF_FUNCTIONS = ("description", "name", "parameters")
 
 
-def _tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [_function(tool.get("function")) for tool in tools]
-
-
-def _function(function: Any) -> Any:  # noqa: ANN401 - JSON
+def _tools(tools: list[dict[str, Any]]) -> list[Any]:
     """A tool without a function stays one: the server refuses it."""
-    return {name: function.get(name) for name in _OF_FUNCTIONS} if isinstance(function, dict) else function
+    functions = [tool.get("function") for tool in tools]
+    return [{name: f.get(name) for name in _OF_FUNCTIONS} if isinstance(f, dict) else f for f in functions]
 
 
 def _message(message: dict[str, Any], _wanted: ContentFormat) -> dict[str, Any]:

@@ -64,7 +64,7 @@ class NimAdapter:
         version = await self._version()
         info, finding = await self._connect_inside(await detect_inside(self._control))
         found = (NOT_A_NIM if version is None else None, finding)
-        self._findings = tuple(finding for finding in found if finding is not None)
+        self._findings = tuple(filter(None, found))
         return replace(info, version=", ".join(filter(None, (f"NIM {version or ''}".strip(), info.version))))
 
     async def load(self) -> EngineLoad:

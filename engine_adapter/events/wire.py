@@ -205,17 +205,13 @@ def _stored(fields: StoredFields, read_keys: KeyReader) -> BlocksStored:
     per_chunk = len(hashes) if tier is not Tier.GPU and fields.kv_cache_spec_kind is not None else 1
     if not keys.complete:
         return BlocksStored(tier, parent, hashes, _NO_TOKENS, size, per_chunk=per_chunk)
-    token_ids = _tokens(tokens) if keys.token_ids is None else keys.token_ids
+    try:
+        token_ids = token_array(tokens) if keys.token_ids is None else keys.token_ids
+    except OverflowError as error:
+        raise MalformedEvents(f"token_ids: {error}") from error
     return BlocksStored(
         tier, parent, hashes, token_ids, size, keys.extra_ids, keys.salt, keys.lora, per_chunk=per_chunk
     )
-
-
-def _tokens(raw: list[int]) -> TokenIds[int]:
-    try:
-        return token_array(raw)
-    except OverflowError as error:
-        raise MalformedEvents(f"token_ids: {error}") from error
 
 
 def _tier(medium: str | None) -> Tier:

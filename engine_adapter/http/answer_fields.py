@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
@@ -237,8 +237,11 @@ def read_streamed_usage(part: bytes) -> Usage:
     """The usage in a part of an event stream: for each count, the last one reported."""
     cached = output = None
     last = 0  # where the last one stands
-    for at, usage in _backwards(part):
-        last = max(at, last)
+    at = len(part)
+    while (at := part.rfind(USAGE_KEY, 0, at)) >= 0:
+        if (found := _USAGE.match(part, at)) is None:
+            continue
+        usage, last = read_usage(found[1]), max(at, last)
         cached = usage.cached_tokens if cached is None else cached
         output = usage.output_tokens if output is None else output
         if cached is not None and output is not None:
@@ -275,15 +278,6 @@ def _last_timings(part: bytes, begin: int) -> object:
         return _decode_any(found[1]) if found is not None else None
     except UNREADABLE:
         return None
-
-
-def _backwards(part: bytes) -> Iterator[tuple[int, Usage]]:
-    """Each usage, the last one first, and where it begins."""
-    at = len(part)
-    while (at := part.rfind(USAGE_KEY, 0, at)) >= 0:
-        usage = _USAGE.match(part, at)
-        if usage is not None:
-            yield at, read_usage(usage[1])
 
 
 def _read(usage: _UsageFields | None) -> Usage:

@@ -174,7 +174,8 @@ def _of_the_tenant(info: ServerInfo, path: str, body: JsonBody) -> dict[str, obj
 def _salted(info: ServerInfo, path: str, body: JsonBody) -> dict[str, object]:
     """The changes that put a request's namespace, which begins with its salt, where events carry it."""
     salt = body.get("cache_salt")
-    if salt is not None and not (path in RUNS_NONE or _takes_salt(info, path)):
+    takes_salt = path in _SALTED and (path != GENERATE or info.release >= EVENTS_CARRY_SALTS)
+    if salt is not None and not (path in RUNS_NONE or takes_salt):
         raise EngineRejected(
             f"SGLang takes no cache_salt on {path}, so that tenants' KV would not be kept apart: use {CHAT}",
             status=403,
@@ -188,10 +189,6 @@ def _salted(info: ServerInfo, path: str, body: JsonBody) -> dict[str, object]:
         # One for each prompt of a batch.
         return {"cache_salt": [_folded(salt, item) for item in key] or salt, "extra_key": None}
     return {}
-
-
-def _takes_salt(info: ServerInfo, path: str) -> bool:
-    return path in _SALTED and (path != GENERATE or info.release >= EVENTS_CARRY_SALTS)
 
 
 def _folded(salt: str | None, key: str) -> str:

@@ -166,22 +166,18 @@ class TensorRTLLMAdapter(EngineAdapter):
     def findings(self) -> tuple[Finding, ...]:
         """Includes what its events have shown since."""
         reader = self._poller.reader
-        found = list(self._server.findings) if self._server is not None else []
-        if self._tokens_per_block == self._measured:
-            found = [finding for finding in found if finding is not BLOCK_SIZE_UNKNOWN]
-        if self._polls_instead:
-            found.append(NOTHING_PUSHED)
-        if self._poller.doubt is not None:
-            found.append(self._poller.doubt)
-        if reader.gaps:
-            found.append(EVENTS_LOST)
-        if reader.blocks_per_level and not any(reader.blocks_per_level[1:]):
-            found.append(NO_HOST_TIER)
-        if self.spec.role is not Role.BOTH and self.transfer is None:
-            found.append(NO_NUMBERS)
-        if not reader.follows_all:
-            found.append(SEVERAL_WINDOWS)
-        return tuple(found)
+        is_measured = self._tokens_per_block == self._measured
+        of_server = self._server.findings if self._server is not None else ()
+        found = [
+            *(each for each in of_server if not (is_measured and each is BLOCK_SIZE_UNKNOWN)),
+            self._polls_instead and NOTHING_PUSHED,
+            self._poller.doubt,
+            reader.gaps and EVENTS_LOST,
+            reader.blocks_per_level and not any(reader.blocks_per_level[1:]) and NO_HOST_TIER,
+            self.spec.role is not Role.BOTH and self.transfer is None and NO_NUMBERS,
+            not reader.follows_all and SEVERAL_WINDOWS,
+        ]
+        return tuple(finding for finding in found if isinstance(finding, Finding))
 
     @override
     async def stats(self) -> dict[str, Any]:

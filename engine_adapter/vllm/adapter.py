@@ -81,7 +81,8 @@ def findings_of(facts: VllmFacts, spec: VllmSpec, *, replay_is_silent: bool = Fa
     found = [*_cache_findings(facts), *_event_findings(facts, spec)]
     if facts.metrics.lmcache and spec.options.lmcache is None:
         found.insert(0, _LMCACHE)
-    if facts.blocks_per_chunk > 1 and facts.kv_transfer and not facts.kv_transfer.describes_chunks:
+    extra = facts.kv_transfer.kv_connector_extra_config if facts.kv_transfer else {}
+    if facts.blocks_per_chunk > 1 and extra.get("self_describing_kv_events") is not True:
         found.append(_UNNAMED_CHUNKS)
     if replay_is_silent:
         found.append(_SILENT)

@@ -95,7 +95,8 @@ class Copies:
 
     def _store(self, event: BlocksStored) -> None:
         copies, names = self._copies, _names(event)
-        if event.parent is not None or self._is_new(names):
+        held = not self._is_complete or all(name in copies or name in self._doubted for name in names)
+        if event.parent is not None or not held:  # then the run was stored, not reused
             for name in names:
                 copies[name] = copies.get(name, 0) + 1
             return
@@ -106,10 +107,6 @@ class Copies:
             if len(self._doubted) > _MAX_DOUBTED:
                 self._doubted.clear()
                 self._is_complete = False
-
-    def _is_new(self, names: Sequence[_Name]) -> bool:
-        """True if a block of the run was not held: then the run was stored, not reused."""
-        return self._is_complete and not all(name in self._copies or name in self._doubted for name in names)
 
     def _is_last(self, name: _Name) -> bool:
         copies = self._copies.pop(name, 1)

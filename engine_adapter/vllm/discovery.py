@@ -90,6 +90,9 @@ def read_metrics(page: bytes, rank: int | None = None) -> VllmMetrics:
     # Request counts are missing if nothing has run yet and API servers share the page.
     names = {sample.labels.get("engine", "") for sample in samples.all(_CONFIG)}
     ranks = tuple(sorted(int(name) for name in names if name.isdecimal()))
+    # The page reports the blocks of all ranks together; one block of each rank stays empty.
+    total, parts = _number(config, "num_gpu_blocks") or 0, len(ranks) or 1
+    blocks = total - parts if rank is None else total // parts - 1
     shares = [sample.value for sample in samples.all(_USAGE, **one)]
     return VllmMetrics(
         ranks=ranks,
@@ -98,21 +101,13 @@ def read_metrics(page: bytes, rank: int | None = None) -> VllmMetrics:
         waiting=_count(samples, _WAITING, one),
         usage=min(max(sum(shares) / len(shares), 0.0), 1.0) if shares else None,
         block_size=_number(config, "block_size"),
-        blocks=_blocks(config, ranks, rank),
+        blocks=blocks if total else None,
         caching={"True": True, "False": False}.get(config.get("enable_prefix_caching", "")),
         queries=_count(samples, _QUERIES, one),
         hits=_count(samples, _HITS, one),
         fetched=_count(samples, _SOURCES, {**one, "source": _FETCHED}),
         lmcache=bool(samples.all(_LMCACHE, **one)),
     )
-
-
-def _blocks(config: Mapping[str, str], ranks: tuple[int, ...], rank: int | None) -> int | None:
-    """The page reports the blocks of all ranks together; one block of each rank stays empty."""
-    total, parts = _number(config, "num_gpu_blocks"), len(ranks) or 1
-    if not total:
-        return None
-    return total - parts if rank is None else total // parts - 1
 
 
 def _identity(samples: Samples, one: Mapping[str, str]) -> str | None:

@@ -178,11 +178,6 @@ class KvTransfer(msgspec.Struct, frozen=True):
         """True if it keeps KV below the GPU by itself, and may do so."""
         return self.kv_connector in (*_OFFLOADING, _MAY_CONTAIN_IT)
 
-    @property
-    def describes_chunks(self) -> bool:
-        """True if its events say which blocks it offloads."""
-        return self.kv_connector_extra_config.get("self_describing_kv_events") is True
-
     def blocks_per_chunk(self, block_size: int | None) -> int:
         """Blocks that it offloads together; `block_size` is that of its GPU."""
         if self.kv_connector != "OffloadingConnector":

@@ -185,7 +185,8 @@ class DataPlane:
         if not asks_prompt and await self._is_answered_here(exchange, reply, path, own_id, key):
             return
         call = partial(self._call, exchange, path, key, own_id, client_id)
-        is_upload = not asks_prompt and _is_upload(path, headers)
+        may_be_file = not asks_prompt and route_of(path).startswith(FILE_ROUTES)
+        is_upload = may_be_file and _kind(headers).startswith(("multipart/", "audio/"))  # a file or a form
         limit = _NO_LIMIT if (total_s := self.flow.rules.total_s) is None else _within(total_s)
         with self._admit(tenant, exchange, reply, call, is_upload=is_upload) as admitted, limit:
             kept = None if asks_prompt else await self.responses.answer(method, path, tenant)
@@ -470,11 +471,6 @@ async def _once(parts: list[bytes]) -> AsyncIterator[bytes]:
     """Yields the parts, and forgets each."""
     while parts:
         yield parts.pop(0)
-
-
-def _is_upload(path: str, headers: Headers) -> bool:
-    """True if the body is a file or a form."""
-    return route_of(path).startswith(FILE_ROUTES) and _kind(headers).startswith(("multipart/", "audio/"))
 
 
 def _kind(headers: Headers) -> str:

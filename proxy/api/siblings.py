@@ -126,24 +126,20 @@ class PeerPort:
     Its requests are trusted: whoever makes them is the same user. Each says so by `is_from_peer`."""
 
     def __init__(self, path: Path, begin: Begin) -> None:
-        """Listens at `path`, in a directory that only its owner may open. Raises OSError."""
-        self._path, self._door = path, Door([_bound(path)], begin)
+        """Listens at `path`, in a directory that only its owner may open, in place of a socket that a killed
+        process left there. Raises OSError."""
+        bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            os.fchmod(bound.fileno(), _MODE)  # the mode that the path gets
+            path.unlink(missing_ok=True)
+            bound.bind(str(path))
+            bound.listen(_BACKLOG)
+        except OSError:
+            bound.close()
+            raise
+        self._path, self._door = path, Door([bound], begin)
 
     def close(self) -> None:
         """Accepts no more connections. Those that are open stay."""
         self._door.close()
         self._path.unlink(missing_ok=True)
-
-
-def _bound(path: Path) -> socket.socket:
-    """A socket that listens at `path`, in place of one that a killed process left there."""
-    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        os.fchmod(bound.fileno(), _MODE)  # the mode that the path gets
-        path.unlink(missing_ok=True)
-        bound.bind(str(path))
-        bound.listen(_BACKLOG)
-    except OSError:
-        bound.close()
-        raise
-    return bound

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http import HTTPStatus
 
 import msgspec
@@ -56,10 +56,6 @@ _HANGS = (
 )
 
 
-def _nobody() -> Sequence[str]:
-    return ()
-
-
 @dataclass(frozen=True, slots=True)
 class Together:
     """Answers with the other kvpins of the machine.
@@ -73,7 +69,7 @@ class Together:
 
     transport: HttpTransport | None = None
     siblings: Siblings | None = None
-    nearby: Callable[[], Sequence[str]] = field(default=_nobody)
+    nearby: Callable[[], Sequence[str]] = tuple
     orders: Callable[[], bytes] = bytes
 
     async def serve(self, endpoint: Endpoint, request: Request) -> Response:
@@ -138,12 +134,18 @@ class Together:
             if not known:
                 raise
             first = next((each for each in known if each.is_good), known[0])
-            return _response(first.status, first.headers, first.body)
+            response = Response(first.body, first.status)
+            response.raw_headers = [*_kept(first.headers), (b"content-length", b"%d" % len(first.body))]
+            return response
         if endpoint.others == "follow":
             clock = asyncio.get_running_loop().time
             began = clock()
             await ask(transport, workers, "POST", ORDERS_PATH, body=self.orders(), within_s=_FOLLOW_S)
-            return answered if clock() < began + _FOLLOW_S else _with_warning(answered)
+            if clock() < began + _FOLLOW_S:
+                return answered
+            said = msgspec.json.decode(bytes(answered.body))
+            said["warning"] = f"{said['warning']}; {_LATE}" if said.get("warning") else _LATE
+            return Response(msgspec.json.encode(said), answered.status_code, media_type="application/json")
         if endpoint.others == "know" or answered.status_code >= HTTPStatus.MULTIPLE_CHOICES:
             return answered
         bodies = [bytes(answered.body), *(each.body for each in await others() if each.is_good)]
@@ -155,13 +157,6 @@ class Together:
 
         content = await off_loop(joined, ms=sum(map(len, bodies)) / JSON_BYTES_PER_MS)
         return Response(content, media_type="application/json")
-
-
-def _with_warning(answered: Response) -> Response:
-    """An answer that says that another worker has not followed yet."""
-    said = msgspec.json.decode(bytes(answered.body))
-    said["warning"] = f"{said['warning']}; {_LATE}" if said.get("warning") else _LATE
-    return Response(msgspec.json.encode(said), answered.status_code, media_type="application/json")
 
 
 def _target(request: Request) -> str:
@@ -193,12 +188,6 @@ async def _pieces(answer: IncomingResponse) -> AsyncIterator[bytes]:
     async with answer:
         while piece := await answer.receive():
             yield piece
-
-
-def _response(status: int, headers: HeaderPairs, body: bytes) -> Response:
-    response = Response(body, status)
-    response.raw_headers = [*_kept(headers), (b"content-length", b"%d" % len(body))]
-    return response
 
 
 def _kept(headers: HeaderPairs) -> HeaderPairs:

@@ -51,91 +51,72 @@ _CALL = {
     "type": "function",
     "function": {"name": "get_weather", "arguments": '{"city": "Kraków"}'},
 }
-_HELLO = {"role": "user", "content": "Hello there."}
-_SAID = {"role": "assistant", "content": " It's 3.14159…  "}
+_RESULT = {"role": "tool", "tool_call_id": _CALL_ID, "content": "18 °C"}
 
 
-def _called(content: str | None) -> dict[str, Any]:
-    answer = {"role": "tool", "tool_call_id": _CALL_ID, "content": "18 °C"}
-    call = {"role": "assistant", "content": content, "tool_calls": [_CALL]}
-    return {"messages": [_HELLO, call, answer], "tools": [_TOOL]}
+def _says(role: str, content: object, **fields: object) -> dict[str, Any]:
+    return {"role": role, "content": content, **fields}
+
+
+_HELLO = _says("user", "Hello there.")
+_SAID = _says("assistant", " It's 3.14159…  ")
+# Fields of an answer that hold nothing.
+_EMPTY = dict.fromkeys(("refusal", "audio", "function_call", "tool_calls")) | {"annotations": []}
+
+
+def _chat(*messages: dict[str, Any], **fields: object) -> dict[str, Any]:
+    return {"messages": [*messages], **fields}
+
+
+def _called(content: str | None, **fields: object) -> dict[str, Any]:
+    """A chat in which a tool was called; `fields`: more of the call's message."""
+    return _chat(_HELLO, _says("assistant", content, **fields, tool_calls=[_CALL]), _RESULT, tools=[_TOOL])
 
 
 _PROBES: dict[Form, dict[str, dict[str, Any]]] = {
     Form.PLAIN: {
-        "one message": {"messages": [_HELLO]},
-        "a stream": {"messages": [_HELLO], "stream": True, "stream_options": {"include_usage": True}},
-        "system message": {"messages": [{"role": "system", "content": "Be brief."}, _HELLO]},
-        "several turns, unicode": {
-            "messages": [
-                {"role": "user", "content": "Zażółć gęślą jaźń 漢字 🙂\n\n\tx = 1 "},
-                _SAID,
-                {"role": "user", "content": "  again?"},
-            ],
-            "stream": True,
-        },
-        "thoughts in a text": {
-            "messages": [_HELLO, {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nSo."}, _HELLO]
-        },
-        "empty content": {"messages": [{"role": "user", "content": ""}]},
+        "one message": _chat(_HELLO),
+        "a stream": _chat(_HELLO, stream=True, stream_options={"include_usage": True}),
+        "system message": _chat(_says("system", "Be brief."), _HELLO),
+        "several turns, unicode": _chat(
+            _says("user", "Zażółć gęślą jaźń 漢字 🙂\n\n\tx = 1 "),
+            _SAID,
+            _says("user", "  again?"),
+            stream=True,
+        ),
+        "thoughts in a text": _chat(_HELLO, _says("assistant", "<think>\nHm.\n</think>\n\nSo."), _HELLO),
+        "empty content": _chat(_says("user", "")),
     },
     Form.TEXT_PARTS: {
-        "text parts": {
-            "messages": [
-                {
-                    "role": "user",
-                    "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}],
-                }
-            ]
-        }
+        "text parts": _chat(_says("user", [{"type": "text", "text": text} for text in ("one", "two")])),
     },
-    Form.TOOLS: {"tools": {"messages": [_HELLO], "tools": [_TOOL], "stream": True}},
+    Form.TOOLS: {"tools": _chat(_HELLO, tools=[_TOOL], stream=True)},
     Form.TOOL_CALLS: {
         "tool call": _called(""),
         "tool call without content": _called(None),
         "tool call in a stream": _called("Look.") | {"stream": True},
     },
     Form.CONTINUED: {
-        "no user message last": {"messages": [_HELLO, _SAID]},
-        "no generation prompt": {"messages": [_HELLO], "add_generation_prompt": False},
-        "continue_final_message": {
-            "messages": [_HELLO, _SAID],
-            "add_generation_prompt": False,
-            "continue_final_message": True,
-        },
+        "no user message last": _chat(_HELLO, _SAID),
+        "no generation prompt": _chat(_HELLO, add_generation_prompt=False),
+        "continue_final_message": _chat(
+            _HELLO, _SAID, add_generation_prompt=False, continue_final_message=True
+        ),
     },
     Form.REASONING: {
-        "thoughts": {"messages": [_HELLO, _SAID | {"reasoning_content": "Hm."}, _HELLO]},
-        "thoughts before a tool call": {
-            "messages": [
-                _HELLO,
-                {"role": "assistant", "content": "", "reasoning_content": "Hm.\n", "tool_calls": [_CALL]},
-                {"role": "tool", "tool_call_id": _CALL_ID, "content": "18 °C"},
-            ],
-            "tools": [_TOOL],
-        },
+        "thoughts": _chat(_HELLO, _SAID | {"reasoning_content": "Hm."}, _HELLO),
+        "thoughts before a tool call": _called("", reasoning_content="Hm.\n"),
     },
     Form.LEFT_OUT: {
-        "no calls": {"messages": [_HELLO, _SAID | {"tool_calls": []}, _HELLO]},
-        "fields of an answer that hold nothing": {
-            "messages": [
-                _HELLO,
-                _SAID
-                | dict.fromkeys(("refusal", "audio", "function_call", "tool_calls"))
-                | {"annotations": []},
-                _HELLO,
-            ]
-        },
-        "a line of Claude Code": {
-            "messages": [{"role": "system", "content": f"{BILLING}: cch=1;\nBe brief."}, _HELLO]
-        },
-        "that line alone": {"messages": [{"role": "system", "content": f"{BILLING}: cch=1;"}, _HELLO]},
+        "no calls": _chat(_HELLO, _SAID | {"tool_calls": []}, _HELLO),
+        "fields of an answer that hold nothing": _chat(_HELLO, _SAID | _EMPTY, _HELLO),
+        "a line of Claude Code": _chat(_says("system", f"{BILLING}: cch=1;\nBe brief."), _HELLO),
+        "that line alone": _chat(_says("system", f"{BILLING}: cch=1;"), _HELLO),
     },
     Form.TEMPLATE_KWARGS: {
-        f"enable_thinking: {value}": {
-            "messages": [_HELLO, _SAID, _HELLO],
-            "chat_template_kwargs": {"enable_thinking": value},
-        }
+        f"enable_thinking: {value}": _chat(
+            _HELLO, _SAID, _HELLO, chat_template_kwargs={"enable_thinking": value}
+        )
         for value in (False, True)
     },
     Form.TEXT: {
@@ -270,7 +251,7 @@ def difference_of(ours: TokenIds[int], theirs: TokenIds[int]) -> str | None:
 def _probes(model: str, local: LocalTokenizer | None) -> dict[Form, dict[str, JsonBody]]:
     """The probes of each form, by name. That of special tokens has the first ones of the model."""
     marks = " x ".join(sorted(local.tokenizer.special_tokens)[:_MARKS]) if local is not None else ""
-    special = {"special tokens": {"messages": [_HELLO, _SAID, {"role": "user", "content": marks}]}}
+    special = {"special tokens": _chat(_HELLO, _SAID, _says("user", marks))}
     probes = _PROBES | ({Form.SPECIAL_TOKENS: special} if marks else {})
     return {
         form: {

@@ -72,8 +72,7 @@ def key_routes(keys: IssuedKeys, tenants: Tenants, fleet: Fleet) -> tuple[Endpoi
 
 
 RAW = ("application/octet-stream", "application/x-safetensors")
-
-
+_ID_DIGITS = 20  # of 2**64
 _OF_RAW = (
     Query("id", "string", "With a raw body: the table's name; by default from its content."),
     Query("extra_id", "integer", "With a raw body: its identity; by default it is derived from the content."),
@@ -100,7 +99,11 @@ def table_routes(tables: SharedTables) -> tuple[Endpoint, ...]:
         raw = await read_bytes(request)
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind in RAW:
-            extra_id = _extra_id(request.query_params.get("extra_id"))
+            asked = request.query_params.get("extra_id")
+            is_number = asked is None or (asked.isascii() and asked.isdigit() and len(asked) <= _ID_DIGITS)
+            if not is_number:
+                raise BadRequest("extra_id must be an integer from 1 to 2**64-1", param="extra_id")
+            extra_id = None if asked is None else int(asked)
             body = PutTable(data=raw, id=request.query_params.get("id"), extra_id=extra_id)
         else:
             read = partial(decode, raw, PutTable)
@@ -113,11 +116,3 @@ def table_routes(tables: SharedTables) -> tuple[Endpoint, ...]:
         await tables.delete(table_id)
 
     return list_tables, post_table, delete_table
-
-
-def _extra_id(text: str | None) -> int | None:
-    if text is None:
-        return None
-    if not (text.isascii() and text.isdigit()) or len(text) > 20:  # noqa: PLR2004 - digits of 2**64
-        raise BadRequest("extra_id must be an integer from 1 to 2**64-1", param="extra_id")
-    return int(text)

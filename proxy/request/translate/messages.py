@@ -22,7 +22,7 @@ from engine_adapter import JsonBody, read_error
 from engine_adapter.causes import Code
 from proxy.request.stages import Event
 from proxy.request.translate.fates import STOPS
-from proxy.request.translate.messages_request import MessageRequest
+from proxy.request.translate.messages_request import MessageRequest, text_part
 from proxy.request.translate.translation import (
     BROKEN_OFF,
     Chat,
@@ -61,7 +61,7 @@ class MessageTranslation(MessageRequest):
     def whole(self, choice: Choice) -> bytes:
         said = self.said(choice)
         blocks = [_thinking(said.thoughts, _SIGNATURE)] if said.thoughts else []
-        blocks += [_text(said.content)] if said.content else []
+        blocks += [text_part(said.content)] if said.content else []
         calls, self._sequence = said.tool_calls or (), choice.stop_sequence
         blocks += [_tool_use(call.id, call.name, _arguments(call.arguments)) for call in calls]
         self._uses_tool = bool(calls)
@@ -84,7 +84,7 @@ class MessageTranslation(MessageRequest):
             events += self._open(_thinking("", ""))
             events.append(self._delta("thinking_delta", thinking=said.thoughts))
         if said.content:
-            events += self._open(_text(""))
+            events += self._open(text_part(""))
             events.append(self._delta("text_delta", text=said.content))
         for call in said.tool_calls or ():
             if call.name and (index := call.index or 0) != self._call:
@@ -168,10 +168,6 @@ def _told(*events: Json) -> Iterable[Event]:
 
 def _thinking(text: str, signature: str) -> Json:
     return {"type": "thinking", "thinking": text, "signature": signature}
-
-
-def _text(text: str) -> Json:
-    return {"type": "text", "text": text}
 
 
 def _tool_use(call_id: str | None, name: str, arguments: dict[str, Any]) -> Json:

@@ -374,7 +374,7 @@ def _user(blocks: list[_Block], place: Place) -> Iterator[tuple[dict[str, Any], 
             )
             results += 1
         elif isinstance(block, _OfService):
-            shown = [_text_part(block.text)] if block.text else []
+            shown = [text_part(block.text)] if block.text else []
         elif isinstance(block, _Shown):
             shown = _parts(block, at)
         else:
@@ -382,7 +382,9 @@ def _user(blocks: list[_Block], place: Place) -> Iterator[tuple[dict[str, Any], 
         parts += shown
         places += [at] * len(shown)
     if parts or not results:
-        content = _content(parts)
+        # A single text stays a string: for Anthropic, both mean the same.
+        is_text = len(parts) == 1 and parts[0]["type"] == "text"
+        content = parts[0]["text"] if is_text else parts or ""
         yield (
             {"role": "user", "content": content},
             place if isinstance(content, str) else place._replace(parts=places),
@@ -425,24 +427,24 @@ def _parts(block: _Shown, path: str) -> list[dict[str, Any]]:
     """The content of a block, as parts of a chat's message."""
     match block:
         case _Text():
-            return [_text_part(block.text)]
+            return [text_part(block.text)]
         case _Image():
-            return [{"type": "image_url", "image_url": {"url": _address(block.source)}}]
+            source = block.source
+            url = source.url if isinstance(source, _Url) else f"data:{source.media_type};base64,{source.data}"
+            return [{"type": "image_url", "image_url": {"url": url}}]
         case _Document():
             return _document(block, path)
         case _SearchResult():
-            return [
-                _text_part("\n".join([block.title, block.source, *(each.text for each in block.content)]))
-            ]
+            return [text_part("\n".join([block.title, block.source, *(each.text for each in block.content)]))]
         case _ToolReference():
             return []  # all tools are in the prompt
 
 
 def _document(block: _Document, path: str) -> list[dict[str, Any]]:
-    heads = [_text_part(head) for head in (block.title, block.context) if head]
+    heads = [text_part(head) for head in (block.title, block.context) if head]
     match block.source:
         case _PlainText():
-            return [*heads, _text_part(block.source.data)]
+            return [*heads, text_part(block.source.data)]
         case _Content():
             content = block.source.content
             inner = [_Text(content)] if isinstance(content, str) else content
@@ -454,20 +456,8 @@ def _document(block: _Document, path: str) -> list[dict[str, Any]]:
             )
 
 
-def _address(source: _Base64 | _Url) -> str:
-    if isinstance(source, _Url):
-        return source.url
-    return f"data:{source.media_type};base64,{source.data}"
-
-
-def _content(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    """A single text stays a string: for Anthropic, both mean the same."""
-    if not parts:
-        return ""
-    return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
-
-
-def _text_part(text: str) -> dict[str, Any]:
+def text_part(text: str) -> dict[str, Any]:
+    """A text, in both APIs."""
     return {"type": "text", "text": text}
 
 

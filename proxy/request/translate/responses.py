@@ -1,10 +1,4 @@
-"""OpenAI's Responses API, `/v1/responses` and `/v1/responses/input_tokens`: its answers, from those of chats.
-
-responses_output.py    chunks → items and their events
-responses_request.py   the request: its chat, and what the answer repeats of it
-responses_items.py     items → messages
-responses_store.py     the responses that are kept
-"""
+"""OpenAI's Responses API, `/v1/responses` and `/v1/responses/input_tokens`: answers, from those of chats."""
 
 from __future__ import annotations
 
@@ -37,7 +31,7 @@ from proxy.request.translate.translation import (
     read_chat,
 )
 
-# --- the items and events of a response, from the chunks of a chat --------------------------------------
+# --- the items and events of a response -----------------------------------------------------------------
 
 Item = dict[str, Any]
 # The type of an event, and its fields beside its number in the stream.

@@ -215,16 +215,12 @@ def _resolved(item: Any, shelf: TenantResponses, room: _Room, param: str) -> Jso
 def _turn(previous: Turn | None, items: list[Json], response_id: str) -> Turn:
     """The request as it is stored. Items without an id get one."""
     asked = {}
+    prefixes = {"reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
     for index, item in enumerate(items):
-        given = item.get("id")
-        item_id = given if isinstance(given, str) and given else f"{_prefix(item)}_{response_id[5:]}{index}"
+        given, prefix = item.get("id"), prefixes.get(str(item.get("type")), "msg")
+        item_id = given if isinstance(given, str) and given else f"{prefix}_{response_id[5:]}{index}"
         asked[item_id] = msgspec.json.encode(listed(item, item_id))
     return Turn(previous, asked, {})
-
-
-def _prefix(item: Json) -> str:
-    prefixes = {"reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
-    return prefixes.get(str(item.get("type")), "msg")
 
 
 def _of(body: JsonBody, name: str, kind: type[Any]) -> Any:  # noqa: ANN401 - of `kind`, or None
