@@ -3,10 +3,8 @@
 translation.py        one translated request, and the stage that its answer passes
 wording.py            how each API words an error; errors about the chat, in the client's words
 fates.py              what becomes of each tool, block, item, field and stop reason
-messages.py           Anthropic's Messages API: its answers
-messages_request.py   its requests
-responses.py          OpenAI's Responses API: its answers
-responses_request.py  its requests
+messages.py           Anthropic's Messages API
+responses.py          OpenAI's Responses API: its requests and answers
 responses_items.py    their items
 responses_store.py    what is kept of them
 
@@ -20,8 +18,12 @@ from collections.abc import Mapping
 from functools import partial
 
 from proxy.request.translate.messages import MessageTranslation
-from proxy.request.translate.responses import INPUT_TOKENS_PATH, RESPONSES_PATH, ResponseTranslation
-from proxy.request.translate.responses_request import may_name_more
+from proxy.request.translate.responses import (
+    INPUT_TOKENS_PATH,
+    RESPONSES_PATH,
+    ResponseTranslation,
+    may_name_more,
+)
 from proxy.request.translate.responses_store import ResponseStore
 from proxy.request.translate.translation import CHAT_PATH, Predicted, Translate, Translation
 

@@ -1,226 +1,377 @@
-"""OpenAI's Responses API, `/v1/responses` and `/v1/responses/input_tokens`: answers, from those of chats."""
+"""OpenAI's Responses API, `/v1/responses` and `/v1/responses/input_tokens`, served as chats."""
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
-from msgspec import UNSET, Raw
+from msgspec import UNSET
 from typing_extensions import override
 
 from engine_adapter import JsonBody
+from engine_adapter.causes import Code
+from proxy.errors import BadRequest, NotFound
 from proxy.request.stages import Event
-from proxy.request.translate.fates import STOPS
-from proxy.request.translate.responses_items import custom_input, sealed
-from proxy.request.translate.responses_request import ResponseRequest
-from proxy.request.translate.responses_store import ResponseStore
+from proxy.request.translate.fates import (
+    RESPONSE_FIELDS,
+    RESPONSE_ITEMS,
+    RESPONSE_TOOLS,
+    STOPS,
+    UNKNOWN,
+    Fate,
+    plain,
+    told,
+)
+from proxy.request.translate.responses_items import (
+    CUSTOM_ARGUMENT,
+    ItemEvent,
+    Messages,
+    Output,
+    flat_name,
+    listed,
+)
+from proxy.request.translate.responses_store import ResponseStore, TenantResponses, Turn
 from proxy.request.translate.translation import (
     BROKEN_OFF,
     Chat,
-    ChatMessage,
     ChatUsage,
     Choice,
     Error,
     Json,
-    ToolCall,
+    Translation,
     named_event,
     read_chat,
 )
-
-# --- the items and events of a response -----------------------------------------------------------------
-
-Item = dict[str, Any]
-# The type of an event, and its fields beside its number in the stream.
-ItemEvent = tuple[str, dict[str, Any]]
-
-
-class _Part:
-    """The one part of a message or of reasoning, while it is written."""
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-        self.id = f"{'rs' if kind == 'reasoning_text' else 'msg'}_{secrets.token_hex(16)}"
-        self.pieces: list[str] = []
-        self.logprobs: list[Raw] = []
-
-    def item(self, status: str, *, seals: bool = False) -> Item:
-        known = {"id": self.id, "status": status, "content": [self._part()] if self.pieces else []}
-        if self.kind != "reasoning_text":
-            return {"type": "message", **known, "role": "assistant"}
-        secret = sealed("".join(self.pieces)) if seals else None
-        return {"type": "reasoning", **known, "summary": [], "encrypted_content": secret}
-
-    def _part(self) -> dict[str, Any]:
-        text = "".join(self.pieces)
-        if self.kind == "output_text":
-            return {"type": self.kind, "text": text, "annotations": [], "logprobs": self.logprobs}
-        return {"type": self.kind, "refusal" if self.kind == "refusal" else "text": text}
-
-    def begin(self) -> Iterator[ItemEvent]:
-        yield "response.output_item.added", {"item": self.item("in_progress")}
-        yield "response.content_part.added", {"item_id": self.id, "content_index": 0, "part": self._part()}
-
-    def add(self, text: str, logprobs: list[Raw]) -> Iterator[ItemEvent]:
-        self.pieces.append(text)
-        self.logprobs += logprobs
-        known = {"logprobs": logprobs} if self.kind == "output_text" else {}
-        yield (
-            f"response.{self.kind}.delta",
-            {"item_id": self.id, "content_index": 0, "delta": text, **known},
-        )
-
-    def end(self, item: Item) -> Iterator[ItemEvent]:
-        at, part = {"item_id": self.id, "content_index": 0}, self._part()
-        whole = {name: value for name, value in part.items() if name not in ("type", "annotations")}
-        yield f"response.{self.kind}.done", {**at, **whole}
-        yield "response.content_part.done", {**at, "part": part}
-        yield "response.output_item.done", {"item": item}
-
-
-class _CallItem:
-    """A call, while it is written."""
-
-    def __init__(self, call: ToolCall, tools: Mapping[str, Any]) -> None:
-        self.name = call.name
-        self.call_id = call.id or f"call_{secrets.token_hex(12)}"
-        self._tools = tools
-        self.is_custom = tools.get(self.name, {}).get("type") == "custom"
-        self.id = f"{'ctc' if self.is_custom else 'fc'}_{secrets.token_hex(16)}"
-        self.pieces: list[str] = []
-
-    @property
-    def _named(self) -> dict[str, str]:
-        """The tool's own name, and its namespace if it is in one."""
-        tool = self._tools.get(self.name, {})
-        space = {"namespace": tool["namespace"]} if "namespace" in tool else {}
-        return {"name": tool.get("name", self.name), **space}
-
-    def item(self, status: str, *, seals: bool = False) -> Item:  # noqa: ARG002 - reasoning is
-        given = "".join(self.pieces)
-        known = {"id": self.id, "status": status, "call_id": self.call_id, **self._named}
-        if self.is_custom:
-            return {"type": "custom_tool_call", **known, "input": custom_input(given) if given else ""}
-        return {"type": "function_call", **known, "arguments": given}
-
-    def begin(self) -> Iterator[ItemEvent]:
-        yield "response.output_item.added", {"item": self.item("in_progress")}
-
-    def add(self, text: str, logprobs: list[Raw]) -> Iterator[ItemEvent]:  # noqa: ARG002 - text has them
-        self.pieces.append(text)
-        if not self.is_custom:  # its input is known when it is complete
-            yield "response.function_call_arguments.delta", {"item_id": self.id, "delta": text}
-
-    def end(self, item: Item) -> Iterator[ItemEvent]:
-        if self.is_custom:
-            yield "response.custom_tool_call_input.delta", {"item_id": self.id, "delta": item["input"]}
-            yield "response.custom_tool_call_input.done", {"item_id": self.id, "input": item["input"]}
-        else:
-            done = {"item_id": self.id, "name": self._named["name"], "arguments": "".join(self.pieces)}
-            yield "response.function_call_arguments.done", done
-        yield "response.output_item.done", {"item": item}
-
-
-class Output:
-    """The items of a response, which grow chunk by chunk. `items`: those that are complete, in order."""
-
-    def __init__(self, tools: Mapping[str, Any], *, seals: bool) -> None:
-        """`tools`: the client's tools, by the names of their functions. `seals`: reasoning is also given
-        as `encrypted_content`."""
-        self._tools, self._seals = tools, seals
-        self._open: dict[str | int, tuple[int, _Part | _CallItem]] = {}
-        self._done: dict[int, Item] = {}
-        self._n_thought = self._n_written = 0  # characters
-
-    @property
-    def thoughts(self) -> float:
-        """The share of reasoning in its text."""
-        return self._n_thought / (self._n_thought + self._n_written or 1)
-
-    @property
-    def items(self) -> list[Item]:
-        """The items that are complete, in order."""
-        return [item for _, item in sorted(self._done.items(), key=lambda pair: pair[0])]
-
-    def add(self, delta: ChatMessage, logprobs: list[Raw]) -> Iterator[ItemEvent]:
-        """Takes what a chunk adds, and gives the events that say so."""
-        if thought := delta.thoughts:
-            yield from self._write("reasoning_text", thought, [])
-        if delta.content:
-            yield from self._write("output_text", delta.content, logprobs)
-        if delta.refusal:
-            yield from self._write("refusal", delta.refusal, [])
-        for at, call in enumerate(delta.tool_calls or ()):
-            yield from self._call(at if call.index is None else call.index, call)
-
-    def end(self, status: str) -> Iterator[ItemEvent]:
-        """No chunk follows: completes the items that are not complete."""
-        for key in list(self._open):
-            yield from self._end(key, status)
-
-    def _write(self, kind: str, text: str, logprobs: list[Raw]) -> Iterator[ItemEvent]:
-        if kind == "reasoning_text":
-            self._n_thought += len(text)
-        else:
-            self._n_written += len(text)
-        if kind not in self._open:
-            yield from self._end_text()
-            yield from self._begin(kind, _Part(kind))
-        yield from self._at(kind, self._open[kind][1].add(text, logprobs))
-
-    def _call(self, index: int, call: ToolCall) -> Iterator[ItemEvent]:
-        if index not in self._open:
-            yield from self._end_text()
-            yield from self._begin(index, _CallItem(call, self._tools))
-        item = self._open[index][1]
-        if isinstance(item, _CallItem):
-            item.name = call.name or item.name  # it may grow
-        self._n_written += len(call.name) + len(call.arguments)
-        if call.arguments:
-            yield from self._at(index, item.add(call.arguments, []))
-
-    def _begin(self, key: str | int, item: _Part | _CallItem) -> Iterator[ItemEvent]:
-        self._open[key] = len(self._open) + len(self._done), item
-        yield from self._at(key, item.begin())
-
-    def _end_text(self) -> Iterator[ItemEvent]:
-        """Something else begins: a message or reasoning is complete. Calls may be written side by side."""
-        for key in [key for key in self._open if isinstance(key, str)]:
-            yield from self._end(key, "completed")
-
-    def _end(self, key: str | int, status: str) -> Iterator[ItemEvent]:
-        index, made = self._open[key]
-        item = self._done[index] = made.item(status, seals=self._seals)
-        yield from self._at(key, made.end(item))
-        del self._open[key]
-
-    def _at(self, key: str | int, events: Iterator[ItemEvent]) -> Iterator[ItemEvent]:
-        index = self._open[key][0]
-        for kind, fields in events:
-            yield kind, {"output_index": index, **fields}
-
-
-# --- responses ------------------------------------------------------------------------------------------
+from proxy.request.translate.wording import Names, Wording
 
 RESPONSES_PATH = "/v1/responses"
 INPUT_TOKENS_PATH = "/v1/responses/input_tokens"
+# Fields of the API that a chat does not have. All others, such as `cache_salt`, stay in the chat.
+_NOT_OF_A_CHAT = [name for name, row in RESPONSE_FIELDS.items() if row.fate is not Fate.KEPT]
+_REFUSED = {name: row.here for name, row in RESPONSE_FIELDS.items() if row.fate is Fate.REFUSED}
+# Fields of its request that a response repeats, each with the value that stands for nothing.
+_REPEATED: Mapping[str, Any] = {
+    "instructions": None, "max_output_tokens": None, "max_tool_calls": None, "metadata": {},
+    "parallel_tool_calls": True, "previous_response_id": None, "prompt_cache_key": None,
+    "prompt_cache_retention": None, "safety_identifier": None, "store": True, "temperature": None,
+    "tool_choice": "auto", "top_logprobs": 0, "top_p": None, "user": None,
+}  # fmt: skip
+_CALLED = ("function", "custom")
+_PLAIN_TEXT = {"type": "text"}
+_INPUT_OF_A_CUSTOM_TOOL = {
+    "type": "object",
+    "properties": {CUSTOM_ARGUMENT: {"type": "string"}},
+    "required": [CUSTOM_ARGUMENT],
+}
+_NAMES = Names(
+    fields={
+        "messages": "input",
+        "max_tokens": "max_output_tokens",
+        "max_completion_tokens": "max_output_tokens",
+        "response_format": "text.format",
+        "reasoning_effort": "reasoning.effort",
+        "logprobs": "top_logprobs",
+    },
+    within={".image_url.url": ".image_url", ".function": ""},
+    types={"image_url": "input_image"},
+)
+_KINDS: Mapping[type[Any], str] = {str: "a text", list: "a list", dict: "an object", bool: "true or false"}
+MAX_NAMED_BYTES = 64 << 20
+"""The most that a request may name of what is kept: as much as the body of a request, by default."""
+_LOGPROBS, _SEALED = "message.output_text.logprobs", "reasoning.encrypted_content"
 
 
-class ResponseTranslation(ResponseRequest):
-    """`Translation` of one request for a response."""
+class _Tool(NamedTuple):
+    """A tool of a request.
+
+    Attributes:
+        own: the tool, with its namespace if it is in one.
+        number: of its entry in the request's `tools`.
+        path: its place in the request.
+        name: of the function that the chat offers for it; empty for a tool that only OpenAI runs.
+    """
+
+    own: Json
+    number: int
+    path: str
+    name: str = ""
+
+
+def may_name_more(body: JsonBody) -> bool:
+    """True if a request may name responses or items that are kept: much longer ones, maybe, than itself."""
+    raw = body.raw
+    return b'"id"' in raw or b"\\u" in raw or isinstance(body.hint("previous_response_id"), str)
+
+
+def _previous(body: JsonBody, shelf: TenantResponses) -> Turn | None:
+    name = body.get("previous_response_id")
+    if not name:
+        return None
+    stored = shelf.get(name) if isinstance(name, str) else None
+    if stored is None:
+        raise NotFound(
+            f"Previous response with id {name!r} not found.",
+            param="previous_response_id",
+            code=Code.PREVIOUS_RESPONSE_NOT_FOUND,
+        )
+    return stored.turn
+
+
+class _Room:
+    """Counts what a request adds to its own body by naming responses and items, each maybe many times."""
+
+    def __init__(self, previous: Turn | None) -> None:
+        """Raises BadRequest if the turns up to `previous` are more than a chat may have."""
+        self._left = MAX_NAMED_BYTES
+        self.has_items = False
+        if previous is not None:
+            self.take(previous.total, "previous_response_id")
+
+    def take(self, n_bytes: int, param: str) -> None:
+        """Raises BadRequest if it is too much."""
+        self._left -= n_bytes
+        if self._left < 0:
+            raise BadRequest(
+                f"the conversation is longer than {MAX_NAMED_BYTES} bytes: shorten it and send it as input",
+                param=param,
+                code=Code.CONTEXT_LENGTH_EXCEEDED,
+            )
+
+
+def _items(body: JsonBody, shelf: TenantResponses, room: _Room, *, needed: bool) -> list[Json]:
+    """The items of the request's own input; references are replaced by what they name."""
+    given = body.get("input")
+    if isinstance(given, str):
+        return [{"type": "message", "role": "user", "content": given}]
+    if given is None and not needed:
+        return []
+    if not isinstance(given, list) or (needed and not given):
+        raise BadRequest("input must be a text or a list of at least one item", param="input")
+    return [_resolved(item, shelf, room, f"input[{index}]") for index, item in enumerate(given)]
+
+
+def _resolved(item: Any, shelf: TenantResponses, room: _Room, param: str) -> Json:  # noqa: ANN401 - JSON
+    match item:
+        case {"id": str(item_id), **rest} if rest in ({}, {"type": "item_reference"}, {"type": None}):
+            found = shelf.item(item_id)
+            if found is None:
+                raise NotFound(f"Item with id {item_id!r} not found.", param=f"{param}.id")
+            room.take(len(found), f"{param}.id")
+            room.has_items = True
+            named: Json = msgspec.json.decode(found)
+            return named
+        case dict():
+            return item
+        case _:
+            raise BadRequest(f"{param} must be an object", param=param)
+
+
+def _turn(previous: Turn | None, items: list[Json], response_id: str) -> Turn:
+    """The request as it is stored. Items without an id get one."""
+    asked = {}
+    prefixes = {"reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
+    for index, item in enumerate(items):
+        given, prefix = item.get("id"), prefixes.get(str(item.get("type")), "msg")
+        item_id = given if isinstance(given, str) and given else f"{prefix}_{response_id[5:]}{index}"
+        asked[item_id] = msgspec.json.encode(listed(item, item_id))
+    return Turn(previous, asked, {})
+
+
+def _of(body: JsonBody, name: str, kind: type[Any]) -> Any:  # noqa: ANN401 - of `kind`, or None
+    return _checked(body.get(name), name, kind)
+
+
+def _checked(value: Any, name: str, kind: type[Any]) -> Any:  # noqa: ANN401 - JSON, of `kind`, or None
+    if value is not None and not isinstance(value, kind):
+        raise BadRequest(f"{name} must be {_KINDS[kind]}", param=name)
+    return value
+
+
+def _tools(given: list[Any]) -> list[_Tool]:
+    """The tools of a request, those of a namespace one by one. Raises BadRequest for what is no tool, and for
+    two that a model could not tell apart."""
+    tools, paths = list[_Tool](), dict[str, str]()
+    for number, tool in enumerate(given):
+        match tool:
+            case {"type": "namespace", "name": str(space), "tools": [*inner]}:
+                tools += [
+                    _tool(each, number, f"tools[{number}].tools[{i}]", space) for i, each in enumerate(inner)
+                ]
+            case _:
+                tools.append(_tool(tool, number, f"tools[{number}]"))
+    for tool in tools:
+        if tool.name and (other := paths.setdefault(tool.name, tool.path)) != tool.path:
+            raise BadRequest(
+                f"{tool.path} and {other} are both offered as the function {tool.name!r}: rename one",
+                param=tool.path,
+            )
+    return tools
+
+
+def _tool(tool: Any, number: int, path: str, space: str | None = None) -> _Tool:  # noqa: ANN401 - JSON
+    match tool:
+        case {"type": "function" | "custom", "name": str(name)} if name:
+            own = tool if space is None else {**tool, "namespace": space}
+            return _Tool(own, number, path, flat_name(own))
+        case {"type": str(kind)} if kind not in (*_CALLED, "namespace"):
+            return _Tool(tool, number, path)
+        case _:
+            raise BadRequest(f"{path} is no tool: it must have a type and a name", param=path)
+
+
+def _limit(tokens: Any) -> dict[str, Any]:  # noqa: ANN401 - JSON
+    """The most tokens of the answer, if there is a limit."""
+    if tokens is not None and not (type(tokens) is int and tokens > 0):
+        raise BadRequest("max_output_tokens must be a whole number of at least 1", param="max_output_tokens")
+    return {} if tokens is None else {"max_tokens": tokens}
+
+
+def _choice(choice: Any, tools: list[Json], *, is_given: bool) -> Json:  # noqa: ANN401 - JSON
+    """The chat's tools, and its choice among them. `auto` is what every engine does without a choice.
+    `is_given`: the request has tools, of which all may be left out."""
+    match choice:
+        case None | "auto":
+            chosen: Any = None
+        case "none" | "required":
+            chosen = choice
+        case {"type": "function" | "custom", "name": str()} if flat_name(choice) in map(flat_name, tools):
+            chosen = {"type": "function", "function": {"name": flat_name(choice)}}
+        case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": [*allowed]}:
+            named = [tool for tool in allowed if isinstance(tool, dict) and isinstance(tool.get("name"), str)]
+            spaces = {tool["name"] for tool in named if tool.get("type") == "namespace"}
+            names = {flat_name(tool) for tool in named}
+            tools = [tool for tool in tools if flat_name(tool) in names or tool.get("namespace") in spaces]
+            chosen = None if mode == "auto" else mode
+        case _:
+            raise BadRequest(
+                "tool_choice must be none, auto, required, allowed tools, or a function or custom tool of "
+                "`tools`: tools that OpenAI runs itself are left out here",
+                param="tool_choice",
+            )
+    if is_given and not tools:
+        chosen = None  # no tool is left to choose
+    return {"tools": list(map(_function, tools)) or None, "tool_choice": chosen}
+
+
+def _function(tool: Json) -> Json:
+    """A tool of a chat, with its fields in the order that all engines keep."""
+    parameters, description = tool.get("parameters"), tool.get("description")
+    if tool["type"] == "custom":
+        parameters = _INPUT_OF_A_CUSTOM_TOOL
+        match tool.get("format"):
+            case {"type": "grammar", "syntax": str(syntax), "definition": str(grammar)}:
+                told = f"The input follows this grammar ({syntax}):\n{grammar}"
+                description = f"{description}\n\n{told}" if isinstance(description, str) else told
+    fields = {"name": flat_name(tool), "description": description, "parameters": parameters}
+    strict = {"strict": True} if tool.get("strict") is True else {}
+    kept = {name: value for name, value in fields.items() if value is not None}
+    return {"type": "function", "function": kept | strict}
+
+
+def _format(wanted: Any) -> Json:  # noqa: ANN401 - JSON
+    match wanted:
+        case None | {"type": "text"}:
+            return {}
+        case {"type": "json_object"}:
+            return {"response_format": {"type": "json_object"}}
+        case {"type": "json_schema", "name": str(), "schema": dict(), **rest}:
+            kept = {name: value for name, value in rest.items() if value is not None}
+            schema = {"name": wanted["name"], "schema": wanted["schema"], **kept}
+            return {"response_format": {"type": "json_schema", "json_schema": schema}}
+        case _:
+            raise BadRequest(
+                "text.format must be of type text, json_object or json_schema, the last with a name and a "
+                "schema",
+                param="text.format",
+            )
+
+
+def _repeated(body: JsonBody, tools: list[Json], text: Json, reasoning: Json) -> Json:
+    given = {name: value for name in _REPEATED if (value := body.get(name)) is not None}
+    if not all(isinstance(value, str) for value in (_of(body, "metadata", dict) or {}).values()):
+        raise BadRequest("metadata must have texts as values", param="metadata")
+    return {
+        **_REPEATED,
+        **given,
+        "tools": tools,
+        "text": {**text, "format": text.get("format") or _PLAIN_TEXT},
+        "reasoning": {"effort": None, "summary": None, **reasoning},
+        "background": False,
+        "service_tier": "default",
+        "truncation": "disabled",
+    }
+
+
+class ResponseTranslation(Translation):
+    """`Translation` of one request for a response.
+
+    Attributes:
+        turn: its items, which the next turn needs; None if nothing is to be stored.
+        repeated: what the response repeats of the request.
+        tools: the client's tools, by the name of the function that the chat offers for each.
+        ttl: how long the prompt is to be kept, as the client wrote it.
+    """
 
     def __init__(
         self, body: JsonBody, tenant: str | None, *, store: ResponseStore, counts: bool = False
     ) -> None:
-        """Raises BadRequest or NotFound for a request that cannot be served."""
-        self._id = f"resp_{secrets.token_hex(24)}"
-        super().__init__(body, store.of(tenant), self._id)
+        """Raises BadRequest if a field is wrong, or cannot be served, and NotFound if the request names a
+        response or an item that is not kept."""
+        for name, reason in _REFUSED.items():
+            if body.get(name):
+                raise BadRequest(reason, param=name)
+        shelf, self._id = store.of(tenant), f"resp_{secrets.token_hex(24)}"
+        previous = _previous(body, shelf)
+        room = _Room(previous)
+        items = _items(body, shelf, room, needed=previous is None)
+        messages = Messages(_of(body, "instructions", str))
+        if previous is not None:
+            for _, stored in previous.conversation():
+                messages.add(msgspec.json.decode(stored), "previous_response_id")
+        for index, item in enumerate(items):
+            messages.add(item, f"input[{index}]")
+        messages.finish()
+        include = _of(body, "include", list) or []
+        given, choice = _of(body, "tools", list) or [], body.get("tool_choice")
+        tools = _tools(given)
+        offered = {tool.name: tool for tool in tools if tool.name}
+        self.tools = {name: tool.own for name, tool in offered.items()}
+        text, reasoning = _of(body, "text", dict) or {}, _of(body, "reasoning", dict) or {}
+        changes: dict[str, Any] = dict.fromkeys(_NOT_OF_A_CHAT)
+        changes["messages"] = messages.all
+        changes |= _choice(choice, [*self.tools.values()], is_given=bool(given))
+        cache_options = _of(body, "prompt_cache_options", dict) or {}
+        prewarms = _checked(cache_options.get("prewarm"), "prompt_cache_options.prewarm", bool)
+        self.prewarms, self.ttl = bool(prewarms), cache_options.get("ttl")
+        changes |= _limit(1 if self.prewarms else body.get("max_output_tokens"))
+        changes |= _format(text.get("format"))
+        if (effort := reasoning.get("effort")) is not None:
+            changes["reasoning_effort"] = effort
+        if body.get("top_logprobs") or _LOGPROBS in include:
+            changes |= {"logprobs": True, "top_logprobs": body.get("top_logprobs") or 0}
+        if body.get("stream") is True:
+            changes["stream_options"] = {"include_usage": True}
+        stores = _of(body, "store", bool) is not False
+        self.chat, self.model = body.replace(**changes), body.get("model")
+        self.turn = _turn(previous, items, self._id) if stores else None
+        fates = [RESPONSE_TOOLS.get(plain(tool["type"]), UNKNOWN).fate for tool in given]
+        kept = [tool for tool, fate in zip(given, fates, strict=True) if fate is not Fate.LEFT_OUT]
+        self.repeated = _repeated(body, kept, text, reasoning)
+        self.source = body.replace(input=items) if room.has_items else None
+        self.changed = told(
+            ("tool", RESPONSE_TOOLS, (tool.own["type"] for tool in tools)),
+            ("item", RESPONSE_ITEMS, (str(item.get("type") or "message") for item in items)),
+            ("field", RESPONSE_FIELDS, (name for name in _NOT_OF_A_CHAT if name in body)),
+        )
+        self._output = Output(self.tools, seals=_SEALED in include)
+        numbers = [offered[tool["function"]["name"]].number for tool in changes["tools"] or ()]
+        self.wording = Wording(_NAMES, messages.places, numbers)
         self.counts, self._created_at = counts, int(time.time())
         self._store, self._tenant = store, tenant
-        self._output = Output(self.tools, seals=self.seals)
         self._number = 0  # of the next event
         self._timings: dict[str, msgspec.Raw] = {}  # llama-server's, which its own events have, too
 
@@ -295,7 +446,7 @@ class ResponseTranslation(ResponseRequest):
             self._store.of(self._tenant).put(self._id, content, turn)
         return content
 
-    def _response(self, status: str, items: list[Item]) -> Json:
+    def _response(self, status: str, items: list[Json]) -> Json:
         is_over = status != "in_progress"
         reason = self._incomplete if is_over else None
         return {

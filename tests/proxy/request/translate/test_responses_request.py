@@ -9,9 +9,9 @@ import pytest
 from engine_adapter import JsonBody
 from engine_adapter.off_loop import MOST_MS, off_loop
 from proxy.errors import BadRequest
-from proxy.request.translate import ResponseStore, ResponseTranslation, responses_request
+from proxy.request.translate import ResponseStore, ResponseTranslation, responses
+from proxy.request.translate.responses import may_name_more
 from proxy.request.translate.responses_items import Messages, custom_input, listed, sealed
-from proxy.request.translate.responses_request import may_name_more
 from tests.proxy.request.translate.response_world import (
     FUNCTION,
     KEYS,
@@ -134,7 +134,7 @@ def test_a_type_that_is_no_text_is_no_fault():
 
 
 def test_what_is_named_many_times_has_a_limit(monkeypatch):
-    monkeypatch.setattr(responses_request, "MAX_NAMED_BYTES", 10_000)
+    monkeypatch.setattr(responses, "MAX_NAMED_BYTES", 10_000)
     store = ResponseStore()
     first = answered(translation(store=store, input="a" * 1000), content="x")
     item = store.of(None).get(first["id"]).turn.asked
