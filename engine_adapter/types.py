@@ -572,12 +572,8 @@ class PromptTable:
 
 
 def token_array(values: Sequence[int]) -> TokenIds[int]:
-    """`values` as an int32 array.
-
-    Raises:
-        OverflowError: an id is outside int32.
-        TypeError: an id is not an integer.
-    """
+    """`values` as an int32 array. Raises OverflowError: an id is outside int32; TypeError: an id is not an
+    integer."""
     try:
         # `array("i", values)` takes three times as long for a list.
         return array("i", _int32s(len(values)).pack(*values))

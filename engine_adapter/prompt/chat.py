@@ -339,12 +339,8 @@ def normalize_messages(
     """Checks and converts `messages`, decoded from JSON; the originals are not changed.
 
     `wanted` is the form in which the template reads a list of parts, and `joint` joins texts that become one.
-    Without the `hidden_size` of the model, embeddings are refused.
-
-    Raises:
-        ChatError: naming the field at fault.
-        PromptTableError: embeddings that cannot be read.
-    """
+    Without the `hidden_size` of the model, embeddings are refused. Raises ChatError, naming the field at
+    fault; PromptTableError: embeddings that cannot be read."""
     if not isinstance(messages, list) or not messages:
         raise ChatError("messages must be a list of at least one message", param="messages")
     if all(type(each) is dict and is_text(each) and each["role"] for each in messages):

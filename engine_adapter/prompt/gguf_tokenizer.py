@@ -180,12 +180,8 @@ _FAMILIES = {
 
 
 def load_gguf_tokenizer(path: Path) -> Any:  # noqa: ANN401 - transformers is untyped
-    """The transformers tokenizer of the GGUF at `path`. Library errors on a damaged file pass through.
-
-    Raises:
-        GgufError: it is not a GGUF, or has no tokenizer, or one of another kind.
-        OSError: it cannot be read.
-    """
+    """The transformers tokenizer of the GGUF at `path`. Library errors on a damaged file pass through. Raises
+    GgufError: it is not a GGUF, or has no tokenizer, or one of another kind; OSError: it cannot be read."""
     metadata = read_metadata(path)
     found = {name.removeprefix(_KEYS): value for name, value in metadata.items() if name.startswith(_KEYS)}
     missing = [name for name in ("model", "tokens", "token_type") if name not in found]

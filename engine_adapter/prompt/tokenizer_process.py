@@ -60,13 +60,9 @@ def version_of(source: str) -> str:
 async def load_tokenizer(source: str) -> ChatTokenizer:
     """Loads the tokenizer of a directory, of a GGUF file or, by its id, of the model hub.
 
-    Takes seconds, but does not block the event loop. Cancelling it ends the second process.
-
-    Raises:
-        EngineSpecError: nothing usable is there.
-        EngineUnavailable: the hub did not answer within 3 s, or the second process was killed, or cannot be
-            started now: no memory, too many files or processes.
-    """
+    Takes seconds, but does not block the event loop. Cancelling it ends the second process. Raises
+    EngineSpecError: nothing usable is there; EngineUnavailable: the hub did not answer within 3 s, or the
+    second process was killed, or cannot be started now: no memory, too many files or processes."""
     check_source(source)
     try:
         process = await asyncio.create_subprocess_exec(

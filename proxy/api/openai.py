@@ -216,12 +216,8 @@ class DataPlane:
         self, exchange: Exchange, reply: Reply, path: str, own_id: str, key: ApiKey | None
     ) -> bool:
         """Answers what no engine is needed for: which models there are, and whether a response is kept here.
-        False for all other requests, which may be passed on.
-
-        Raises:
-            NotFound, MethodNotAllowed: no API has the route or the method.
-            Forbidden: several tenants may not use the route.
-        """
+        False for all other requests, which may be passed on. Raises NotFound, MethodNotAllowed: no API has
+        the route or the method; Forbidden: several tenants may not use the route."""
         method = exchange.method
         check_method(method, path)
         if is_of_models(path):

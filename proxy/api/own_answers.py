@@ -63,15 +63,11 @@ async def handle_http(request: Request, error: Exception) -> Response:
     message = f"{request.method} {request.url.path}: {getattr(error, 'detail', 'failed').lower()}"
     if status == NOT_FOUND:
         message = f"there is no route {request.method} {request.url.path}"
-        is_admin = request.url.path.startswith("/admin")
-        own = f"{request.base_url}v1"
-        message += (
-            "; /admin/v1/openapi.json lists the routes of the admin API"
-            if is_admin
-            else f"; OpenAI's API is under /v1: set base_url to {own}"
-        )
-    code = _CODES.get(status)
-    body = error_body(message, kind="invalid_request_error", code=code)
+        if request.url.path.startswith("/admin"):
+            message += "; /admin/v1/openapi.json lists the routes of the admin API"
+        else:
+            message += f"; OpenAI's API is under /v1: set base_url to {request.base_url}v1"
+    body = error_body(message, kind="invalid_request_error", code=_CODES.get(status))
     return Response(body, status, getattr(error, "headers", None), media_type="application/json")
 
 
@@ -164,12 +160,9 @@ class KeptResponses:
         return self.store.of(tenant).get(response_id) is not None
 
     async def answer(self, method: str, target: str, tenant: str | None) -> Response | None:
-        """The answer to a request for one of the tenant's responses; None if it names none of them.
-
-        Raises:
-            BadRequest: a parameter is wrong, or the response cannot be cancelled.
-            NotFound: there is no such route.
-        """
+        """The answer to a request for one of the tenant's responses; None if it names none of them. Raises
+        BadRequest: a parameter is wrong, or the response cannot be cancelled; NotFound: there is no such
+        route."""
         path, _, query = target.partition("?")
         if (route := route_of(path)) == _COMPACT:
             raise NotFound("conversations are not compacted here: send a shorter input")
@@ -187,8 +180,7 @@ class KeptResponses:
                 content = stored.content
             case "DELETE", "":
                 await off_loop(lambda: shelf.delete(response_id), ms=long)
-                gone = {"id": response_id, "object": "response", "deleted": True}
-                content = msgspec.json.encode(gone)
+                content = msgspec.json.encode({"id": response_id, "object": "response", "deleted": True})
             case "POST", "cancel":
                 raise BadRequest("Only responses that are made in the background can be cancelled.")
             case "GET", "input_items":

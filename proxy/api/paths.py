@@ -71,12 +71,8 @@ def _hint(path: str) -> str:
 
 
 def check_method(method: str, path: str) -> None:
-    """Checks the method of a path that is open.
-
-    Raises:
-        MethodNotAllowed: the route takes only POST.
-        NotFound: only the engine's operator may use the method of a native route.
-    """
+    """Checks the method of a path that is open. Raises MethodNotAllowed: the route takes only POST; NotFound:
+    only the engine's operator may use the method of a native route."""
     asked = path.partition("?")[0]
     if route_of(path) in POST_ONLY and method != "POST":
         raise MethodNotAllowed(f"{asked} takes POST, not {method}", allow=ALLOW_POST)

@@ -432,8 +432,7 @@ class PromptBuilder:
         vocab_size = self.info.vocab_size
         if vocab_size is None:
             # Without the vocabulary size, fake ids look like text ids.
-            is_plain = source.explicit is None and source.table is None
-            return prompt if is_plain else None
+            return prompt if (source.explicit, source.table) == (None, None) else None
         extra_ids = self._tables.extra_ids(prompt.token_ids, source, vocab_size)
         return prompt if extra_ids is None else replace(prompt, extra_ids=extra_ids)
 

@@ -204,12 +204,8 @@ async def _theirs(adapter: EngineAdapter, probes: Mapping[Form, Mapping[str, Jso
 
 
 async def _asked(adapter: EngineAdapter, form: Form, body: JsonBody) -> TokenIds[int] | Exception:
-    """What the engine makes of a probe; if it refuses it, or does not answer, its error.
-
-    Raises:
-        EngineUnavailable: it does not answer a plain chat.
-        ModelNotLoaded: its model left meanwhile.
-    """
+    """What the engine makes of a probe; if it refuses it, or does not answer, its error. Raises
+    EngineUnavailable: it does not answer a plain chat; ModelNotLoaded: its model left meanwhile."""
     try:
         async with asyncio.timeout(_PROBE_S):
             return await adapter.tokenize_if_loaded(_path_of(form), body)

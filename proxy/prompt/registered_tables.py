@@ -100,12 +100,9 @@ class RegisteredTables:
     def extra_ids(
         self, token_ids: TokenIds[int], source: CompletionInput, vocab_size: int
     ) -> ExtraIds[int] | None:
-        """One extra id per token of a completion's prompt, None when all of it is text.
-
-        Raises:
-            BadRequest: the request names a table that is not registered.
-            PromptTableError: naming the index of the first id that breaks a rule.
-        """
+        """One extra id per token of a completion's prompt, None when all of it is text. Raises BadRequest:
+        the request names a table that is not registered; PromptTableError, naming the index of the first id
+        that breaks a rule."""
         table = self.ref(source.table) if source.table is not None else None
         if source.table is not None and table is None:
             raise BadRequest(f"there is no prompt table {source.table!r}", param="prompt_table")

@@ -204,8 +204,7 @@ async def _serve(by_method: Mapping[str, Endpoint], serve: Serve, request: Reque
 
 
 async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:
-    response = await handle_http(Request(scope), HTTPException(404))
-    await response(scope, receive, send)
+    await (await handle_http(Request(scope), HTTPException(404)))(scope, receive, send)
 
 
 @dataclass(slots=True)
@@ -242,13 +241,11 @@ class _Guarded:
         try:
             await self.guard.admit(connection)
         except ProxyError as error:
-            response = error_response(error)
-            return await response(scope, receive, send)
+            return await error_response(error)(scope, receive, send)
         try:
             return await self.app(scope, receive, send)
         except HTTPException as error:
-            response = await handle_http(Request(scope), error)
-            return await response(scope, receive, send)
+            return await (await handle_http(Request(scope), error))(scope, receive, send)
 
 
 def audited(connection: HTTPConnection, send: Send, right: str, refusals: RefusalLines) -> Send:

@@ -176,11 +176,7 @@ def several_of(
 
 def prompts_of(body: JsonBody, *, listed: bool = False) -> list[OnePrompt] | None:
     """The prompts of a request, undecoded, embeddings first; None for a single one. Looks at each of them.
-
-    Raises:
-        BadRequest: there are more than `MAX_PARTS`.
-        UnreadableField: they cannot be decoded.
-    """
+    Raises BadRequest: there are more than `MAX_PARTS`; UnreadableField: they cannot be decoded."""
     try:
         fields = [name for name in (_EMBEDS, _PROMPT) if body.gives(name)] if not listed else [_PROMPT]
         found = [prompt for name in fields for prompt in _prompts_in(body, name)]
