@@ -60,12 +60,8 @@ class CacheSnapshot:
 
 
 class EventReader:
-    """Reads the batches of one engine, in order.
-
-    Attributes:
-        groups: the KV cache groups of its model.
-        skipped: events so far that could not be read.
-    """
+    """Reads the batches of one engine, in order. `groups`: the KV cache groups of its model; `skipped`:
+    events so far that could not be read."""
 
     def __init__(self, read_keys: KeyReader | None = None) -> None:
         """`read_keys` reads the keys beside the tokens; None reads the embedded engine's named keys."""

@@ -74,12 +74,8 @@ class ChatOptions(TypedDict, total=False):
 
 
 class ChatTokenizer:
-    """A tokenizer and its chat template. Calls are thread-safe; encoding releases the GIL.
-
-    Attributes:
-        transformers: the tokenizer of transformers.
-        encoder: makes its ids.
-    """
+    """A tokenizer and its chat template. Calls are thread-safe; encoding releases the GIL. `transformers`:
+    the tokenizer of transformers; `encoder`: makes its ids."""
 
     def __init__(
         self,

@@ -156,12 +156,8 @@ _ROLES = {"kv_producer": Role.PREFILL, "kv_consumer": Role.DECODE}
 
 
 class KvTransfer(msgspec.Struct, frozen=True):
-    """The server's `--kv-transfer-config`.
-
-    Attributes:
-        kv_connector: None if it passes no KV on.
-        kv_load_failure_policy: "recompute", or "fail": an answer without its KV is an error.
-    """
+    """The server's `--kv-transfer-config`. `kv_connector`: None if it passes no KV on;
+    `kv_load_failure_policy`: "recompute", or "fail": an answer without its KV is an error."""
 
     kv_connector: str | None = None
     kv_role: str | None = None

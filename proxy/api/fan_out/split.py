@@ -40,12 +40,8 @@ class OnePrompt(Struct, frozen=True):
 
 
 class AnswerPlace(Struct, frozen=True, gc=False):
-    """The place of a single request's answer in the joined one.
-
-    Attributes:
-        prompt: number of its prompt.
-        index: index of its first choice.
-    """
+    """The place of a single request's answer in the joined one. `prompt`: number of its prompt; `index`:
+    index of its first choice."""
 
     prompt: int
     index: int

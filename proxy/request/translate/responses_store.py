@@ -75,12 +75,8 @@ class Turn:
 
 @dataclass(slots=True)
 class StoredResponse:
-    """A response that is kept.
-
-    Attributes:
-        content: the response as JSON.
-        used_at: when it was used last, by the store's clock.
-    """
+    """A response that is kept. `content`: the response as JSON; `used_at`: when it was used last, by the
+    store's clock."""
 
     content: bytes = field(repr=False)
     turn: Turn = field(repr=False)
