@@ -45,15 +45,9 @@ _read_size = TypeAdapter(ByteSize).validate_python
 # msgspec's words about a value, and ours.
 _EXPECTED = re.compile(r"^Expected `(?P<kinds>[^`]+)`(?:, got `[^`]+`)?(?P<bound>[^`]*)")
 _KINDS = {
-    "int": "a whole number",
-    "float": "a number",
-    "str": "text",
-    "bool": "true or false",
-    "array": "a list",
-    "object": "an object",
-    "null": "null",
-    "bytes": "bytes",
-}
+    "int": "a whole number", "float": "a number", "str": "text", "bool": "true or false", "array": "a list",
+    "object": "an object", "null": "null", "bytes": "bytes",
+}  # fmt: skip
 _CUT = "Input data was truncated"
 # msgspec's messages about a time.
 _NO_TIME = re.compile(r"^(?:Invalid RFC3339 encoded datetime|Expected `datetime` with a timezone component)")

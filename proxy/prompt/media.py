@@ -28,21 +28,11 @@ from proxy.errors import BadRequest
 # The field of a part that holds an item → its kind, in chats, Responses and Messages. The field decides, not
 # the part's type: some engines read a `text` part with an image_url as an image.
 _KINDS = {
-    "image_url": "image",
-    "image_embeds": "image",
-    "image_pil": "image",
-    "source": "image",
-    "input_audio": "audio",
-    "audio_url": "audio",
-    "audio_embeds": "audio",
-    "video_url": "video",
-    "video_embeds": "video",
-    "file": "file",
-    "file_id": "file",
-    "file_url": "file",
-    "file_data": "file",
+    "image_url": "image", "image_embeds": "image", "image_pil": "image", "source": "image",
+    "input_audio": "audio", "audio_url": "audio", "audio_embeds": "audio", "video_url": "video",
+    "video_embeds": "video", "file": "file", "file_id": "file", "file_url": "file", "file_data": "file",
     "prompt_embeds": "embeddings",
-}
+}  # fmt: skip
 # If a part has several of these fields, the first one counts.
 _RANK = {key: rank for rank, key in enumerate(_KINDS)}
 MOST_MEDIA = 4096

@@ -25,18 +25,10 @@ NO_MORE: Mapping[str, object] = MappingProxyType({})
 # The second: Anthropic's clients add /v1 to their base URL.
 _MESSAGES = (b"/v1/messages", b"/v1/v1/messages")
 _ANTHROPIC_TYPES = {
-    401: "authentication_error",
-    402: "billing_error",
-    403: "permission_error",
-    404: "not_found_error",
-    409: "conflict_error",
-    413: "request_too_large",
-    424: "api_error",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-    529: "overloaded_error",
-}
+    401: "authentication_error", 402: "billing_error", 403: "permission_error", 404: "not_found_error",
+    409: "conflict_error", 413: "request_too_large", 424: "api_error", 429: "rate_limit_error",
+    503: "overloaded_error", 504: "timeout_error", 529: "overloaded_error",
+}  # fmt: skip
 
 
 def error_body(
