@@ -271,22 +271,7 @@ class RequestParts:
 def parts_of(spec: EngineSpec) -> RequestParts:
     """Raises EngineSpecError for an address, a header or a TLS file that cannot be used."""
     url = base_url(spec)
-    _check_headers(spec)
-    own = {"accept-encoding": "identity"} | {name.lower(): value for name, value in spec.headers.items()}
-    if spec.api_key:
-        own["authorization"] = f"Bearer {spec.api_key}"
-    # The operator's key for the engine replaces every client's key.
-    replaced = own.keys() | (_KEYS if spec.api_key else frozenset())
-    return RequestParts(
-        url,
-        Headers.of(own.items()).raw,
-        frozenset(name.encode() for name in ENDS_HERE | replaced),
-        tls_context(spec),
-    )
-
-
-def _check_headers(spec: EngineSpec) -> None:
-    """Raises EngineSpecError, which does not repeat a value: it may be secret."""
+    # No error repeats a value: it may be secret.
     if spec.api_key and not _HEADER_VALUE.fullmatch(spec.api_key):
         raise EngineSpecError(f"engine {spec.id!r}: api_key is not printable ASCII, or has space at an end")
     for name, value in spec.headers.items():
@@ -298,3 +283,14 @@ def _check_headers(spec: EngineSpec) -> None:
             raise EngineSpecError(
                 f"engine {spec.id!r}: headers: {name!r} has a value that is not printable ASCII"
             )
+    own = {"accept-encoding": "identity"} | {name.lower(): value for name, value in spec.headers.items()}
+    if spec.api_key:
+        own["authorization"] = f"Bearer {spec.api_key}"
+    # The operator's key for the engine replaces every client's key.
+    replaced = own.keys() | (_KEYS if spec.api_key else frozenset())
+    return RequestParts(
+        url,
+        Headers.of(own.items()).raw,
+        frozenset(name.encode() for name in ENDS_HERE | replaced),
+        tls_context(spec),
+    )

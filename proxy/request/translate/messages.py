@@ -459,13 +459,6 @@ def _kind(block: Struct) -> str:
     return str(block.__struct_config__.tag)
 
 
-def _is_prefill(message: _Message) -> bool:
-    """True if the message is the beginning of the answer."""
-    blocks = message.content
-    is_text = isinstance(blocks, str) or not any(isinstance(block, _ToolUse) for block in blocks)
-    return message.role == "assistant" and bool(blocks) and is_text
-
-
 # --- answers ------------------------------------------------------------------------------------------
 
 # Clients send a thinking block back only if it is signed. kvpin does not check it.
@@ -500,7 +493,9 @@ class MessageTranslation(Translation):
             changes["stream_options"] = {"include_usage": True}
         if request.metadata is not None and request.metadata.user_id:
             changes["user"] = request.metadata.user_id
-        if _is_prefill(request.messages[-1]):
+        last = request.messages[-1]
+        calls = isinstance(last.content, list) and any(isinstance(each, _ToolUse) for each in last.content)
+        if last.role == "assistant" and last.content and not calls:  # it is the beginning of the answer
             changes |= {"continue_final_message": True, "add_generation_prompt": False}
         self.chat = body.replace(**changes, **_thinking_fields(request, body), **_output_fields(request))
         self.wording = Wording(_NAMES, [place for _, place in messages], offered)
