@@ -9,7 +9,7 @@ import pytest
 
 from engine_adapter import CacheCleared, Capability, EngineRejected, KvTarget, KvVerb
 from engine_adapter.http.control import ControlClient
-from engine_adapter.sglang.answer import DetailsAnswer
+from engine_adapter.sglang.requests import DetailsAnswer
 from proxy.prompt import PromptBuilder, RegisteredTables, verify_exactness
 from tests.contract.follower import check_predictions, complete, following, operated, tokens_of
 from tests.engine_adapter.builders import body

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_adapter.sglang.answer import DetailsAnswer
+from engine_adapter.sglang.requests import DetailsAnswer
 from tests.holding import read_by
 
 # As SGLang 0.5.23 writes them.

@@ -8,11 +8,11 @@ from starlette.responses import JSONResponse
 from engine_adapter import EngineRejected, EngineSpec, JsonBody, KvTarget
 from engine_adapter.http.control import ControlClient
 from engine_adapter.prompt.template_input import ContentFormat
-from engine_adapter.sglang.answer import DetailsAnswer
 from engine_adapter.sglang.requests import (
     CHAT,
     COMPLETIONS,
     SGLANG_INPUT,
+    DetailsAnswer,
     check_is_one,
     hold_request,
     rendezvous_of,
