@@ -95,8 +95,10 @@ class Copies:
 
     def _store(self, event: BlocksStored) -> None:
         copies, names = self._copies, _names(event)
-        held = not self._is_complete or all(name in copies or name in self._doubted for name in names)
-        if event.parent is not None or not held:  # then the run was stored, not reused
+        # If a block of the run was not held, the run was stored, not reused.
+        if event.parent is not None or (
+            self._is_complete and not all(name in copies or name in self._doubted for name in names)
+        ):
             for name in names:
                 copies[name] = copies.get(name, 0) + 1
             return

@@ -301,6 +301,9 @@ class PromptBuilder:
     def _ask(self, path: str, body: JsonBody) -> Coroutine[Any, Any, ChatPrompt | None]:
         return self._engines.ask(self._asked[0](self), path, body)
 
+    def _ask_renderer(self, path: str, body: JsonBody) -> Coroutine[Any, Any, ChatPrompt | None]:
+        return self._engines.render(self._asked[1](self), path, body)
+
     async def _tokenise(
         self, source: PromptInput, path: str, body: JsonBody, owner: ChatOwner
     ) -> Prompt | None:
@@ -370,9 +373,8 @@ class PromptBuilder:
         around = None
         if isinstance(source, ChatInput) and self.local is not None:
             around = await self._around_media(source, body, owner, here=True)
-        ask = partial(self._engines.render, self._asked[1](self), path, body)
         if around is None:
-            return await ask()
+            return await self._ask_renderer(path, body)
         messages = body.view("messages")
         key = await off_loop(
             partial(head_key, body, messages, around, owner),
@@ -380,7 +382,7 @@ class PromptBuilder:
             what="media",
         )
         known = self._known_media.find(key, around)
-        if known is None and (rendered := await ask()) is not None:
+        if known is None and (rendered := await self._ask_renderer(path, body)) is not None:
             self._known_media.learn(key, around, rendered)
             return rendered
         return known
