@@ -43,14 +43,14 @@ async def test_a_flush_fails_for_engines_that_are_away_and_may_still_hold_the_kv
     for fake in learned:
         world.served(fake, tokens(64))
     world.fleet.leave(world.engines["a"])
-    world.fleet.add(KvFake("never seen"))
+    world.fleet.add(KvFake("elsewhere")).give_to("kvpin-2")
     prefix, everything = Target(token_ids=tokens(64)), Target(all=True)
     for target in (prefix, everything, Target(all=True, model=b.info.model)):
         operation = await finished(await world.kv.operate(KvVerb.FLUSH, target))
         assert {part.engine: part.error for part in operation.parts} == {
             "b": None,
             "a": "not connected: what it holds was not flushed",
-            "never seen": "not connected: what it holds was not flushed",
+            "elsewhere": "another kvpin uses it (kvpin-2): what it holds was not flushed",
         }
         assert operation.state is OperationState.FAILED
         assert len(a.tiers) == 4
