@@ -296,7 +296,7 @@ def parts_of(
         unable.append(part)
     for engine in selection.away:
         part = OperationPart(engine.id, capability.value)
-        why = "not connected" if engine.owner is None else f"another kvpin uses it ({engine.owner})"
+        why = "not connected" if engine.mine.is_set() else f"another kvpin uses it ({engine.owner})"
         part.fail(f"{why}: what it holds was not flushed")
         unable.append(part)
     return able, unable
