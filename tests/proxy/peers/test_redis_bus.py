@@ -63,7 +63,9 @@ async def test_what_one_served_the_other_predicts_until_the_server_dies_and_agai
         assert placer(two).match(chain)[engine].blocks == 25
 
 
-async def test_one_that_starts_after_all_others_have_gone_knows_what_is_drained(server):
+async def test_one_that_starts_after_all_others_have_gone_knows_what_is_drained(server, monkeypatch):
+    monkeypatch.setattr(redis_bus, "_RETRY_S", 0.05)
+
     def make(_owner):
         return RedisBus(server.url, "n")
 
@@ -71,6 +73,13 @@ async def test_one_that_starts_after_all_others_have_gone_knows_what_is_drained(
         one.fleet.book.drain("gpu1:8000", drained=True, now=5.0)
         two.fleet.book.drain("gpu2:8000", drained=True, now=5.0)
         await until(lambda: one.fleet.book.marks() == two.fleet.book.marks())
+        server.kill()
+        await until(lambda: not one.peers.bus.is_connected and not two.peers.bus.is_connected)
+        server.start()  # it has nothing: the orders are kept there again
+        with Redis.from_url(server.url) as redis:
+            await until(
+                lambda: decode_marks(redis.get("kvpin:n:engines") or b"\x90") == one.fleet.book.marks()
+            )
     with Redis.from_url(server.url) as redis:
         kept = redis.get("kvpin:n:engines")
         async with world(make, 1) as (_, (later,)):
