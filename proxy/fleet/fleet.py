@@ -116,8 +116,7 @@ class Fleet:
 
     def engine(self, engine_id: str) -> Engine:
         """The engine with that id. Raises NotFound."""
-        engine = self.engines.get(engine_id)
-        if engine is None:
+        if (engine := self.engines.get(engine_id)) is None:
             known = ", ".join(self.engines) or "none"
             raise NotFound(f"there is no engine {engine_id!r}; known: {known}", param="engine")
         return engine
@@ -161,8 +160,7 @@ class Fleet:
 
     def leave(self, engine: Engine) -> None:
         """The engine is gone: forgets its KV."""
-        pool = self.pool_of(engine)
-        if pool is not None:
+        if (pool := self.pool_of(engine)) is not None:
             pool.wipe(engine)
             pool.placer.remove(engine.id)
             pool.leave(engine)
@@ -185,11 +183,8 @@ class Fleet:
         for pool in self.pools.values():
             for name in sorted((pool.loras & self.pools.keys()) - self._warned):
                 self._warned.add(name)
-                log.warning(
-                    "a LoRA adapter is not served: a model has the same name",
-                    lora=name,
-                    parent=pool.model,
-                )
+                event = "a LoRA adapter is not served: a model has the same name"
+                log.warning(event, lora=name, parent=pool.model)
 
     def is_ready(self) -> bool:
         """True if requests can be taken, here or at another kvpin, and all engines of the start were tried.

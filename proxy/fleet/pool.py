@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from math import inf
-from time import monotonic
+from time import monotonic, time
 from typing import Any
 
 from msgspec.structs import replace
@@ -29,7 +29,6 @@ from proxy.core.admission import HOLD_S, KEPT_BUSY, Needs
 from proxy.core.audit import Trust
 from proxy.core.index.blocks import BlockHash, Chain, chain, namespace_root
 from proxy.core.index.match import Match
-from proxy.core.index.prefix_index import PrefixIndex
 from proxy.core.peers.telling import OwnRequests
 from proxy.core.placement.decision import Candidate, Cost, Placement
 from proxy.core.placement.pairs import Prefillers
@@ -87,6 +86,7 @@ class Pool:
         self.tokens_per_block = tokens_per_block
         self.engines: dict[str, Engine] = {}
         self.placer = Placer(tokens_per_block)
+        self.index = self.placer.index  # the blocks its engines hold
         self._lora_paths: dict[str, str] = {}
         self._told_paths: dict[tuple[str, str], str] = {}  # of each engine
         self.away: dict[str, EngineInfo] = {}
@@ -148,11 +148,6 @@ class Pool:
         tokens = prompt + (asked if type(asked) is int and asked > 0 else 1)
         wanted = max(min(tokens, contexts[-1]), prompt)
         return 0 if wanted <= contexts[0] else next((each for each in contexts if each >= wanted), wanted)
-
-    @property
-    def index(self) -> PrefixIndex:
-        """The blocks its engines hold."""
-        return self.placer.index
 
     def root_of(self, salt: str | None, lora: str | None = None) -> BlockHash:
         """The namespace root of the model, a salt and a LoRA adapter."""
@@ -472,8 +467,7 @@ class Pool:
     def is_free(self, engine_id: str) -> bool:
         """True if the engine would soon begin a request, if that has a short prompt."""
         engine, now = self.engines[engine_id], monotonic()
-        forecast = engine.adapter.forecast(NO_PROMPT)
-        if forecast is not None:
+        if (forecast := engine.adapter.forecast(NO_PROMPT)) is not None:
             return forecast.at_once_s < inf
         return not self._is_late(engine, engine.ledger.view(now).queue_s)
 
@@ -583,7 +577,7 @@ class Pool:
         """The engine lost its KV, or its view is no longer valid."""
         engine.learned.clear()
         engine.below.clear()
-        engine.has_emptied()
+        engine.emptied.append(time())
         self.placer.wipe(engine.id)
 
 

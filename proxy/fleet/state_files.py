@@ -217,7 +217,11 @@ class UseFile:
     async def save(self) -> None:
         """Writes the book, if it has changed. Logs a failure."""
         self._book.prune()
-        data = sealed(_USE_HEAD, await _encoded(self._book))
+        keys, pieces = list(self._book), list[bytes]()
+        for at in range(0, len(keys), _AT_ONCE):  # 100,000 in a row would hold up the loop for 0.1 s
+            pieces += (msgspec.msgpack.encode((key, self._book[key])) for key in keys[at : at + _AT_ONCE])
+            await asyncio.sleep(0)
+        data = sealed(_USE_HEAD, b"".join((_ARRAY, len(keys).to_bytes(4), *pieces)))
         if data == self._saved:
             return
         try:
@@ -250,15 +254,6 @@ def _rows(directory: Path) -> list[tuple[UseKey, Used]] | None:
             "the saved use of tenants cannot be read: counting begins anew", file=str(aside), why=str(error)
         )
     return None
-
-
-async def _encoded(book: UseBook) -> bytes:
-    """The rows, encoded a few thousand at a time: 100,000 would hold up the loop for 0.1 s."""
-    keys, pieces = list(book), list[bytes]()
-    for at in range(0, len(keys), _AT_ONCE):
-        pieces += (msgspec.msgpack.encode((key, book[key])) for key in keys[at : at + _AT_ONCE])
-        await asyncio.sleep(0)
-    return b"".join((_ARRAY, len(keys).to_bytes(4), *pieces))
 
 
 # --- key book file --------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Hashable
+from dataclasses import dataclass
 
 import structlog
 
@@ -32,20 +33,15 @@ RETRY_S = 1.0
 RELOAD_S = 300.0
 
 
+@dataclass(frozen=True, slots=True)
 class Renderings:
-    """Loads the tokenizers of all pools, and compares them with each engine.
+    """Loads the tokenizers of all pools, and compares them with each engine."""
 
-    Args:
-        tasks: runs that.
-        tables: p-tuning tables that prompts may name.
-        load: gives the tokenizer of a directory or hub id; raises EngineSpecError, or
-            EngineUnavailable if it may succeed later.
-    """
-
-    def __init__(self, tasks: Supervisor, tables: RegisteredTables, load: Load = load_tokenizer) -> None:
-        self._tasks = tasks
-        self._tables = tables
-        self._load = load
+    _tasks: Supervisor
+    _tables: RegisteredTables  # p-tuning tables that prompts may name
+    # Gives the tokenizer of a directory or hub id. Raises EngineSpecError, or EngineUnavailable if it may
+    # succeed later.
+    _load: Load = load_tokenizer
 
     def join(self, engine: Engine, info: EngineInfo, pool: Pool) -> None:
         """An engine joined the pool: prompts can be built from now on. Does not wait for the tokenizer."""
@@ -213,7 +209,6 @@ def _change(before: PromptBuilder, after: PromptBuilder) -> str:
 
 
 def _warn_of_others(engine: Engine, pool: Pool, builder: PromptBuilder) -> None:
-    """Warns if other engines of the pool make other tokens."""
     for other in pool.engines.values():
         if other.is_proven and other is not engine and other.prompts is not None:
             log.warning(
