@@ -25,19 +25,12 @@ from proxy.runtime import until, within
 
 @dataclass(frozen=True, slots=True)
 class BusCallbacks:
-    """The callbacks of an exchange.
+    """The callbacks of an exchange."""
 
-    Attributes:
-        receive: with each frame that comes, in the order in which its sender published them.
-        joined: when there is somebody new, or the exchange works again.
-        ended: with the number of a kvpin whose process is known to have ended.
-        kept: with what `Bus.keep` left, or None, each time the exchange begins to work.
-    """
-
-    receive: Callable[[bytes], None]
-    joined: Callable[[], None]
-    ended: Callable[[int], None] = lambda _kvpin: None
-    kept: Callable[[bytes | None], None] = lambda _data: None
+    receive: Callable[[bytes], None]  # each frame that comes, in the order in which its sender published them
+    joined: Callable[[], None]  # there is somebody new, or the exchange works again
+    ended: Callable[[int], None] = lambda _kvpin: None  # the process of the kvpin of that number
+    kept: Callable[[bytes | None], None] = lambda _data: None  # what `Bus.keep` left, as the exchange begins
 
 
 class Bus(Protocol):
@@ -103,7 +96,7 @@ def sealed_marks(marks: Iterable[EngineMark], key: bytes | None) -> list[EngineM
     return [
         replace(mark, seal=_seal(mark, key)) if mark.added and key else mark
         for mark in marks
-        if not mark.added or (key and not _is_secret(mark))
+        if not mark.added or (key and not any(map(msgspec.json.decode(mark.added).get, _SECRET)))
     ]
 
 
@@ -118,11 +111,6 @@ def proven_marks(marks: Iterable[EngineMark], key: bytes | None) -> list[EngineM
 
 def _seal(mark: EngineMark, key: bytes) -> bytes:
     return hmac.digest(key, encode_marks([replace(mark, seal=b"")]), hashlib.sha256)
-
-
-def _is_secret(mark: EngineMark) -> bool:
-    settings = msgspec.json.decode(mark.added)
-    return any(settings.get(name) for name in _SECRET)
 
 
 # --- unix bus -------------------------------------------------------------------------------------------
@@ -183,17 +171,12 @@ class UnixBus:
         self._lost = set[str]()  # names of sockets whose connection ended since the last look
         self._unreachable = set[str]()  # names of sockets that could not be connected to at the last look
         self._look_now = asyncio.Event()
-        self._has_looked = False
-
-    @property
-    def is_connected(self) -> bool:
-        """True if it listens."""
-        return self._has_looked
+        self.is_connected = False
 
     @property
     def is_alone(self) -> bool:
         """True if there is no other kvpin in the directory."""
-        return self._has_looked and not self._peers and not self._incoming
+        return self.is_connected and not self._peers and not self._incoming
 
     def reaches(self, _socket: str) -> bool:
         """True: all kvpins in the directory are on this machine and of this user."""
@@ -224,11 +207,11 @@ class UnixBus:
             hidden.rename(self._own)  # it is seen only when it accepts connections
             while True:
                 await self._look(callbacks)
-                self._has_looked = True
+                self.is_connected = True
                 self._look_now.clear()
                 await within(_LOOK_S, self._look_now.wait())
         finally:
-            self._has_looked = False
+            self.is_connected = False
             self._own.unlink(missing_ok=True)
             server.close()
             for peer in [*self._peers.values()]:

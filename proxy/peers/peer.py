@@ -103,15 +103,11 @@ DRIFT_S = 0.001
 
 
 class Site(NamedTuple):
-    """An engine of this kvpin on which requests of another one run.
-
-    Attributes:
-        hashes_alike: the other kvpin hashes its prompts as this one does. If not, only load is shared.
-    """
+    """An engine of this kvpin on which requests of another one run."""
 
     pool: Pool
     engine: Engine
-    hashes_alike: bool
+    hashes_alike: bool  # the other kvpin hashes its prompts as this one does. If not, only load is shared.
 
 
 @dataclass(slots=True)
@@ -133,7 +129,8 @@ class _Request:
             pool.placer.refine(placed, told.work)
         if told.step > before.step:
             if (awaited := engine.of_peers.pop(placed.ticket, None)) is not None:
-                awaited.ends(has_answer=told.step < Step.OVER or told.computed is not None)
+                awaited.has_answer = told.step < Step.OVER or told.computed is not None
+                awaited.begun.set()
             if told.step == Step.OVER:
                 pool.end(engine, placed, told.computed, told.usage)
             else:

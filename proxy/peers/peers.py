@@ -138,14 +138,12 @@ class Peers:
     # --- telling -----------------------------------------------------------------------------------
 
     def _say(self, messages: Sequence[Message]) -> None:
-        """Sends messages at once."""
         if self._is_over:
             return
         self.counts.told += len(messages)
         self.bus.publish(frame_of(self._owner, messages))
 
     def _flush(self) -> None:
-        """Sends the collected messages."""
         if self._flush_at is not None:
             self._flush_at.cancel()
             self._flush_at = None
@@ -155,20 +153,10 @@ class Peers:
             self._say(messages)
 
     def _introduce(self) -> None:
-        """Introduces this kvpin to the others."""
         self._engines = described(self._fleet, self.owners.claim_of)
-        self._own.tell(self._state())
+        self._tell_state()
         self._own.tell(self._own.heartbeat(monotonic()))
         self._flush()
-
-    def _follow_engines(self) -> bool:
-        """Tells of engines that came, left, or have connected. Returns whether any did."""
-        engines = described(self._fleet, self.owners.claim_of)
-        if engines == self._engines:
-            return False
-        self._engines = engines
-        self._own.tell(self._state())
-        return True
 
     def _tell_state(self) -> None:
         """Tells again who this kvpin is, with its engines, pins, what operators have ordered, and issued
@@ -247,8 +235,6 @@ class Peers:
                 log.info("another kvpin has stopped", peer=peer.label)
             case Contents() if message.to == self._owner:
                 self._adopt(now, peer, message)
-            case _:
-                pass
 
     def _meet(self, now: float, peer: Peer, state: KvpinState) -> None:
         """A peer says who it is, and which engines it has."""
@@ -274,7 +260,6 @@ class Peers:
         return b"" if self.bus.is_private else secret_of(self._admin_key())
 
     def _keys(self) -> bytes:
-        """The issued keys for other kvpins, signed."""
         entries, secret = self._tenants.issued.entries(), self._secret()
         if secret is None and entries:
             self._complain(
@@ -342,7 +327,6 @@ class Peers:
             self.bus.keep(own)
 
     def _adopt(self, now: float, peer: Peer, told: Contents) -> None:
-        """Takes over what engines hold."""
         if told.engine is None:
             self._is_told = True
             self._missed.discard(peer.owner)
@@ -382,12 +366,14 @@ class Peers:
         )
         if self.owners.is_bidding and not was_bidding:
             self._has_bid.set()
-        if self._follow_engines():
+        if (engines := described(self._fleet, self.owners.claim_of)) != self._engines:
+            self._engines = engines  # some came, left, or have connected
+            self._tell_state()
             for peer in self._peers.values():
                 self._match(now, peer)
 
     def _complain(self, event: str, **context: str) -> None:
-        """Logs a warning, once."""
+        """Warns, once."""
         key = repr((event, context.get("problem")))
         if key not in self._complained:
             self._complained.add(key)
