@@ -126,7 +126,7 @@ class Request(Life):
         error.__traceback__ = None  # it holds frames, and they hold the body
         blamed = None
         if self.half is not None and self.half.is_to_blame(cause):
-            blamed = self.half.source
+            blamed = self.half.engine.id
         goes_on = self.told is not None
         self.blame(
             self.failed(monotonic(), cause, error, has_begun=has_begun, can_go_on=goes_on, engine=blamed)
