@@ -84,12 +84,10 @@ class KvOrders:
             for engine in engines:
                 if not engine.can(Capability.EXTRA_IDS):
                     raise engine.adapter.not_supported(Capability.EXTRA_IDS)
-        parts = [(OperationPart(engine.id, "warm"), engine) for engine in engines]
-
-        async def work(_operation: Operation) -> None:
-            await run_parts([(part, partial(self.warm_on, prefix, engine, part)) for part, engine in parts])
-
-        return self._operations.start("warm", prefix.label, (part for part, _ in parts), work)
+        pairs = [(OperationPart(engine.id, "warm"), engine) for engine in engines]
+        work = [(part, partial(self.warm_on, prefix, engine, part)) for part, engine in pairs]
+        parts = [part for part, _ in pairs]
+        return self._operations.start("warm", prefix.label, parts, lambda _operation: run_parts(work))
 
     async def warm_on(self, prefix: Prefix, engine: Engine, part: OperationPart) -> None:
         """Computes the prefix on one engine. Like a request, it waits a moment for an engine that is away."""
@@ -162,9 +160,11 @@ class KvOrders:
             complete = not any(part.left.values())
         finally:
             if flush is not None and not complete:
-                self._rebuild_view(share)
-                if not part.done and flush in share.engine.flushed:
-                    share.engine.flushed.remove(flush)
+                ingest, engine, pool = self._flow.ingest, share.engine, share.pool
+                if ingest is not None and engine.audit.trust is Trust.PRECISE and engine.id in pool.engines:
+                    ingest.follow(engine, pool)  # some of the KV is still there: its events tell which
+                if not part.done and flush in engine.flushed:
+                    engine.flushed.remove(flush)
         if flush is not None and complete:
             self._end_pins(share, selection)
             if KvTarget() in share.targets:
@@ -193,13 +193,6 @@ class KvOrders:
         else:
             salts = {target.cache_salt for target in share.targets}  # None: that of all KV
             self._fleet.pins.forget_engine(share.engine.id, lambda pin: None in salts or pin.salt in salts)
-
-    def _rebuild_view(self, share: Share) -> None:
-        """Some of the KV that was cleared from the view is still there: the engine's events tell which."""
-        engine, pool = share.engine, share.pool
-        is_followed = engine.audit.trust is Trust.PRECISE and engine.id in pool.engines
-        if self._flow.ingest is not None and is_followed:
-            self._flow.ingest.follow(engine, pool)
 
     # --- pins: a prefix protected from eviction on every engine that holds it -----------------------------
 

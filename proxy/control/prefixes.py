@@ -123,7 +123,9 @@ class PrefixesAnswer(msgspec.Struct, kw_only=True):
     unshown: int
 
 
-_Owner = tuple[KeptPrompt, Pool]
+_Tree = PrefixTree[tuple[KeptPrompt, Pool]]
+_Node = PrefixNode[tuple[KeptPrompt, Pool]]
+_Pinned = dict[_Node, list[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +195,7 @@ class Prefixes:
             why = "under must be the id of a prefix, as this route answers it"
             raise BadRequest(why, param="under") from error
         kept = await self.all()
-        tree, requests = PrefixTree[_Owner](), 0
+        tree, requests = _Tree(), 0
         for prompt in kept.prompts:
             if (pool := self._fleet.pools.get(prompt.model)) is not None:
                 tree.add(unpacked(prompt.hashes), (prompt, pool))
@@ -219,15 +221,11 @@ class Prefixes:
         return prefixes
 
     async def _widest(
-        self,
-        tops: Iterable[PrefixNode[_Owner]],
-        pinned: dict[PrefixNode[_Owner], list[str]],
-        depth: int,
-        most: int,
+        self, tops: Iterable[_Node], pinned: _Pinned, depth: int, most: int
     ) -> tuple[list[PrefixAnswer], int]:
         """The widest nodes from `tops` on, and how many of `tops` are left out."""
         order, shown = count(), list[PrefixAnswer]()  # of equals, the first one first
-        left = list[tuple[int, int, int, PrefixNode[_Owner], PrefixAnswer | None]]()
+        left = list[tuple[int, int, int, _Node, PrefixAnswer | None]]()
         for node in tops:
             heappush(left, (-node.blocks, next(order), 1, node, None))
         for _ in range(most):
@@ -246,7 +244,7 @@ class Prefixes:
             await asyncio.sleep(0)
         return shown, sum(parent is None for *_, parent in left)
 
-    def _answer(self, node: PrefixNode[_Owner], pinned: dict[PrefixNode[_Owner], list[str]]) -> PrefixAnswer:
+    def _answer(self, node: _Node, pinned: _Pinned) -> PrefixAnswer:
         prompt, pool = node.newest
         block, matches = pool.tokens_per_block, pool.index.match(node.own)
         held = sorted(matches.items(), key=lambda item: (-item[1].blocks, item[0]))
@@ -285,13 +283,11 @@ async def _hashes(pool: Pool, prompt: Prompt) -> Sequence[BlockHash]:
     return known
 
 
-async def _pinned(
-    tree: PrefixTree[_Owner], pins: Sequence[tuple[str, BlockHash]]
-) -> dict[PrefixNode[_Owner], list[str]]:
+async def _pinned(tree: _Tree, pins: Sequence[tuple[str, BlockHash]]) -> _Pinned:
     ends: dict[BlockHash, list[str]] = {}
     for pin_id, last in pins:
         ends.setdefault(last, []).append(pin_id)
-    pinned: dict[PrefixNode[_Owner], list[str]] = {}
+    pinned: _Pinned = {}
     for node in tree if ends else ():
         for block in ends.keys() & node.own:
             for each in node.path():
@@ -300,7 +296,7 @@ async def _pinned(
     return pinned
 
 
-async def _find(tree: PrefixTree[_Owner], last: BlockHash) -> PrefixNode[_Owner]:
+async def _find(tree: _Tree, last: BlockHash) -> _Node:
     for looked, node in enumerate(tree):
         if node.last == last:
             return node

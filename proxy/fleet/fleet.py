@@ -40,18 +40,7 @@ async def _nothing_new() -> bool:
 
 
 class Fleet:
-    """All engines and their pools.
-
-    Attributes:
-        name: this kvpin's, for people.
-        secret_name: tells the secrets of kvpins apart, and nothing else about them.
-        told: tells other kvpins of requests, in pools made from now on; None without other kvpins.
-        claims_engines: an engine that only one kvpin may use waits until it is claimed.
-        book: what operators have ordered about engines, at any kvpin of the group.
-        pins: the pins that this kvpin holds.
-        look_up: asks engines for LoRA adapters that are not known; returns whether it asked any.
-        passed_on: requests that other kvpins answered for this one so far, by the names of these kvpins.
-    """
+    """All engines and their pools."""
 
     def __init__(
         self,
@@ -63,21 +52,25 @@ class Fleet:
     ) -> None:
         """`aliases`: further names of models and LoRA adapters. `default_model`: serves all other names.
         `queue`: the bounds of each pool's queue. `secret`: the key of namespace roots."""
-        self.name, self._secret = name, secret
+        self.name, self._secret = name, secret  # its name is for people
+        # Tells the secrets of kvpins apart, and nothing else about them.
         self.secret_name = blake2b(secret, digest_size=8, person=b"kvpin group").digest()
         self._queue = queue
         self.aliases = aliases or {}
         self.default_model = default_model
         self.engines: dict[str, Engine] = {}
         self.pools: dict[str, Pool] = {}
+        # Tells other kvpins of requests, in pools made from now on; None without other kvpins.
         self.told: OwnRequests | None = None
-        self.claims_engines = False
-        self.book = EngineBook()
-        self.pins = PinBook()
+        self.claims_engines = False  # an engine that only one kvpin may use waits until it is claimed
+        self.book = EngineBook()  # what operators have ordered about engines, at any kvpin of the group
+        self.pins = PinBook()  # the pins that this kvpin holds
+        # Requests that other kvpins answered for this one so far, by the names of these kvpins.
         self.passed_on: Counter[str] = Counter()
         self._warned: set[str] = set()
         self._an_engine_is_ready = asyncio.Event()
         self._has_started = False
+        # Asks engines for LoRA adapters that are not known; returns whether it asked any.
         self.look_up: Callable[[], Coroutine[Any, Any, bool]] = _nothing_new
 
     def add(self, adapter: EngineAdapter) -> Engine:

@@ -58,19 +58,7 @@ def _root_of(model: str, lora: str | None, salt: str | None, secret: bytes) -> B
 
 
 class Pool:
-    """Engines that serve the same model, and the index of what they hold.
-
-    Attributes:
-        renderings: what renders and tokenises requests, for each set of its engines that make the same tokens
-            of the same prompt. Mostly there is one.
-        lost_shapes: messages that the chat template of some of its engines refuses or leaves out.
-        context: the longest prompt that any of its engines takes, in tokens; None without a limit.
-        has_roles: some of its engines are meant for one part of requests.
-        passes_kv: some of its engines can pass KV to others.
-        has_halves: some of its engines answer only together with another one.
-        away: lost engines, as they were when they were lost.
-        line: requests that wait because its engines are busy.
-    """
+    """Engines that serve the same model, and the index of what they hold."""
 
     def __init__(
         self,
@@ -89,7 +77,8 @@ class Pool:
         self.index = self.placer.index  # the blocks its engines hold
         self._lora_paths: dict[str, str] = {}
         self._told_paths: dict[tuple[str, str], str] = {}  # of each engine
-        self.away: dict[str, EngineInfo] = {}
+        self.away: dict[str, EngineInfo] = {}  # lost engines, as they were when they were lost
+        # Requests that wait because its engines are busy.
         self.line = Line(self.engines_for, self.is_free, queue)
         self._told = told
         self.refresh()
@@ -121,16 +110,19 @@ class Pool:
         """Some engine has joined, left, got another builder, or told anew what it is."""
         engines = self.engines.values()
         halves = [each for each in engines if _way_of(each) is not None]
-        self.has_roles = any(each.role is not Role.BOTH for each in engines)
+        self.has_roles = any(each.role is not Role.BOTH for each in engines)  # meant for a part of requests
         self.passes_kv = any(each.adapter.transfer is not None for each in engines)
-        self.has_halves = bool(halves)
+        self.has_halves = bool(halves)  # some answer only together with another one
         self.placer.answering = sum(each.role is Role.DECODE for each in halves)
         told = [info.max_model_len for info in self._infos]
         contexts = sorted(each for each in told if each is not None)
         self._contexts = tuple(contexts)
+        # The longest prompt that any of its engines takes, in tokens; None without a limit.
         self.context = contexts[-1] if contexts and None not in told else None
+        # For each set of its engines that make the same tokens of the same prompt. Mostly there is one.
         found = dict.fromkeys(each.prompts for each in engines if each.prompts is not None)
         self.renderings = tuple(sorted(found, key=lambda each: (each.is_blank, not each.is_proven)))
+        # Messages that the chat template of some of its engines refuses or leaves out.
         self.lost_shapes = frozenset[MessageShape]().union(*(each.lost_shapes for each in self.renderings))
 
     @property

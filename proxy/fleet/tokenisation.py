@@ -31,6 +31,7 @@ log = structlog.get_logger(__name__)
 RETRY_S = 1.0
 # Between attempts to load a tokenizer whose source is away. Each attempt costs about 2 s of a core.
 RELOAD_S = 300.0
+_Lost = frozenset[MessageShape] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +103,7 @@ class Renderings:
             if not is_final:
                 await asyncio.sleep(RELOAD_S)
 
-    async def _lost_by(
-        self, engine: Engine, pool: Pool, builder: PromptBuilder
-    ) -> frozenset[MessageShape] | None:
+    async def _lost_by(self, engine: Engine, pool: Pool, builder: PromptBuilder) -> _Lost:
         """What the engine's template loses; None if it cannot be asked now. Requests come before its
         tokenizer is loaded and compared, which takes seconds: their messages are repaired by this."""
         if not builder.can_ask:
@@ -119,9 +118,7 @@ class Renderings:
             pool.render(engine, builder)
         return lost
 
-    async def _own(
-        self, engine: Engine, pool: Pool, builder: PromptBuilder, lost: frozenset[MessageShape] | None
-    ) -> PromptBuilder:
+    async def _own(self, engine: Engine, pool: Pool, builder: PromptBuilder, lost: _Lost) -> PromptBuilder:
         """The builder with the same key whose outcome is the engine's: one of the pool, or a new one."""
         table = await self._compared(engine, builder, lost)
         for each in pool.renderings:
@@ -143,7 +140,7 @@ class Renderings:
         return own
 
     async def _other_like(
-        self, engine: Engine, pool: Pool, builder: PromptBuilder, lost: frozenset[MessageShape] | None
+        self, engine: Engine, pool: Pool, builder: PromptBuilder, lost: _Lost
     ) -> PromptBuilder | None:
         """For an engine whose tokenizer is nowhere: a builder of the pool that makes the same tokens."""
         if builder.local is not None or not builder.can_ask:
@@ -155,9 +152,7 @@ class Renderings:
                     return each
         return None
 
-    async def _compared(
-        self, engine: Engine, builder: PromptBuilder, lost: frozenset[MessageShape] | None
-    ) -> FormTable:
+    async def _compared(self, engine: Engine, builder: PromptBuilder, lost: _Lost) -> FormTable:
         """The outcome for the engine, once it answers. It is neither loaded nor woken for that."""
         while True:
             try:

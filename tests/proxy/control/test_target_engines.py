@@ -204,8 +204,8 @@ class TestAdapters:
     async def test_a_prefix_is_the_adapters_that_model_names(self, world, ada, fields):
         plain = await world.targets.prefix_of(Target(**fields))
         own = await world.targets.prefix_of(Target(**fields, model="ada"))
-        assert (own.kv.lora, plain.kv.lora) == ("ada", None)
-        assert own.kv.token_ids == plain.kv.token_ids
+        assert (own.prompt.kv.lora, plain.prompt.kv.lora) == ("ada", None)
+        assert own.prompt.kv.token_ids == plain.prompt.kv.token_ids
         assert own.chain.hashes[0] != plain.chain.hashes[0]
 
     @pytest.mark.parametrize("fields", [{"all": True}, {"engine": "c"}])
