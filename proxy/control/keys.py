@@ -221,15 +221,10 @@ class IssuedKeys:
 def _fields(key: IssuedKey) -> dict[str, Any]:
     expires = datetime.fromtimestamp(key.expires, UTC) if key.expires is not None else None
     return {
-        "id": key.id,
-        "name": key.name,
-        "tenant": key.tenant,
-        "ending": key.ending,
-        "models": key.models,
+        **{name: getattr(key, name) for name in ("id", "name", "tenant", "ending", "models", "limits")},
         "expires": expires,
         "expired": key.expires is not None and key.expires <= time.time(),
         "created": datetime.fromtimestamp(key.created, UTC).replace(microsecond=0),
-        "limits": key.limits,
     }
 
 
@@ -333,10 +328,5 @@ class SharedTables:
 
 def describe_table(table: PromptTable) -> TableAnswer:
     """A table as the admin API tells it."""
-    return TableAnswer(
-        table_id=table.table_id,
-        extra_id=table.extra_id,
-        rows=table.rows,
-        hidden=table.hidden,
-        bytes=len(table.data),
-    )
+    alike = {name: getattr(table, name) for name in ("table_id", "extra_id", "rows", "hidden")}
+    return TableAnswer(**alike, bytes=len(table.data))

@@ -42,7 +42,7 @@ _LAST = b"%d" % MAX_PRIORITY
 MAX_TTL_S = 7 * 24 * 3600.0
 
 
-class PinAnswer(msgspec.Struct, kw_only=True):
+class PinAnswer(msgspec.Struct):
     """A pin that holds now: what it protects, on which engines, and for how long. `kvpin` is the kvpin that
     holds it; null for the one that answers."""
 
@@ -248,14 +248,8 @@ class KvOrders:
         self._forget_lost()
         now = self._clock()
         return [
-            PinAnswer(
-                pin_id=held.pin_id,
-                target=held.label,
-                engines=list(held.engine_pins),
-                blocks=held.blocks,
-                expires_in_s=max(held.expires - now, 0.0),
-            )
-            for held in self._fleet.pins.active(now)
+            PinAnswer(pin.pin_id, pin.label, list(pin.engine_pins), pin.blocks, max(pin.expires - now, 0.0))
+            for pin in self._fleet.pins.active(now)
         ]
 
     def _note(

@@ -6,11 +6,12 @@ A prefix is tokenised by the pool's own prompt builder, so it is exactly what a 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from msgspec.structs import replace
 
 from engine_adapter import Capability, KvTarget
-from proxy.control.operations import PREFIXES, OperationPart, Target, kind_of, request_of
+from proxy.control.operations import PREFIXES, OperationPart, OperationState, Target, kind_of, request_of
 from proxy.core.audit import Trust
 from proxy.core.index.blocks import Chain
 from proxy.errors import BadRequest, NoEngine, NotFound
@@ -123,7 +124,7 @@ class Targets:
             if unlike and own is not None and target.engine is None:
                 note = f"left out, because they make other tokens of it: {unlike}; name each (--engine ID)"
             away = self._away(target, capability, prefix.pool.model)
-            return _divide(prefix.label, shares, capability, prefix, note, away)
+            return Selection(prefix.label, *_divided(shares, capability), prefix, note, away)
         label = {"engine": f"engine {target.engine}", "tenant": f"tenant {target.tenant}"}.get(kind, "all")
         pools = self._pools(target)
         shares = [
@@ -134,7 +135,7 @@ class Targets:
         ]
         note = _what_may_be_missed(target, shares, capability) if shares else "no engine is connected"
         away = self._away(target, capability, pools[0].model if target.model is not None else None)
-        return _divide(label, shares, capability, None, note, away)
+        return Selection(label, *_divided(shares, capability), None, note, away)
 
     def _away(self, target: Target, capability: Capability, model: str | None) -> tuple[Engine, ...]:
         """Engines that are not connected and may still hold what is to be flushed. `model`: None for any."""
@@ -263,30 +264,19 @@ def parts_of(
     if is_required and selection.unable and not selection.shares:
         raise selection.unable[0].engine.adapter.not_supported(capability)
     able = [(OperationPart(share.engine.id, capability.value), share) for share in selection.shares]
-    unable = []
-    for share in selection.unable:
-        part = OperationPart(share.engine.id, capability.value)
-        part.fail(str(share.engine.adapter.not_supported(capability)))
-        unable.append(part)
-    for engine in selection.away:
-        part = OperationPart(engine.id, capability.value)
-        why = "not connected" if engine.mine.is_set() else f"another kvpin uses it ({engine.owner})"
-        part.fail(f"{why}: what it holds was not flushed")
-        unable.append(part)
-    return able, unable
+    cannot = [
+        (each.engine.id, str(each.engine.adapter.not_supported(capability))) for each in selection.unable
+    ]
+    for each in selection.away:
+        why = "not connected" if each.mine.is_set() else f"another kvpin uses it ({each.owner})"
+        cannot.append((each.id, f"{why}: what it holds was not flushed"))
+    failed = partial(OperationPart, verb=capability.value, state=OperationState.FAILED)
+    return able, [failed(engine, error=why) for engine, why in cannot]
 
 
-def _divide(
-    label: str,
-    shares: list[Share],
-    capability: Capability,
-    prefix: Prefix | None,
-    note: str | None,
-    away: tuple[Engine, ...],
-) -> Selection:
+def _divided(shares: list[Share], capability: Capability) -> tuple[tuple[Share, ...], tuple[Share, ...]]:
     able = tuple(share for share in shares if share.engine.can(capability))
-    unable = tuple(share for share in shares if not share.engine.can(capability))
-    return Selection(label, able, unable, prefix, note, away)
+    return able, tuple(share for share in shares if not share.engine.can(capability))
 
 
 def _prefix(pool: Pool, prompt: Prompt, kind: str, rendering: PromptBuilder | None = None) -> Prefix:

@@ -138,13 +138,9 @@ class Fleet:
         engine.has_connected(info)
         if info.gpu_blocks is not None and info.tokens_per_block is not None:
             engine.learned.capacity = info.gpu_blocks * info.tokens_per_block // pool.tokens_per_block
-        pool.placer.add(
-            engine.id,
-            engine.ledger,
-            tokens_per_block=info.tokens_per_block,
-            gpu_blocks=info.gpu_blocks if info.tokens_per_block is not None else None,
-            host_blocks=info.host_blocks if info.tokens_per_block is not None else None,
-        )
+        size, gpu, host = info.tokens_per_block, info.gpu_blocks, info.host_blocks
+        gpu, host = (gpu, host) if size is not None else (None, None)
+        pool.placer.add(engine.id, engine.ledger, tokens_per_block=size, gpu_blocks=gpu, host_blocks=host)
         engine.adapter.priced_by(pool.placer.books[engine.id].rates.prefill_s, pool.placer.demand.returns)
         pool.join(engine)
         self._not_away(engine.id)
