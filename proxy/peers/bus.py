@@ -34,17 +34,11 @@ class BusCallbacks:
 
 
 class Bus(Protocol):
-    """Carries frames to every other kvpin, at most once, in order. Frames may be lost.
+    """Carries frames to every other kvpin, at most once, in order. Frames may be lost."""
 
-    Attributes:
-        dropped: frames that were not sent because too much was waiting.
-        http_socket: serves HTTP to the other kvpins; None if none can reach it.
-        is_private: nobody but this user can read or write frames.
-    """
-
-    dropped: int
-    is_private: bool
-    http_socket: Path | None
+    dropped: int  # frames that were not sent because too much was waiting
+    is_private: bool  # nobody but this user can read or write frames
+    http_socket: Path | None  # serves HTTP to the other kvpins; None if none can reach it
 
     def reaches(self, socket: str) -> bool:
         """True if the HTTP socket that another kvpin announced is its own, on this machine."""
@@ -149,14 +143,7 @@ def prepare(directory: Path) -> None:
 
 
 class UnixBus:
-    """Carries frames over sockets in a directory, see `Bus`.
-
-    Attributes:
-        dropped: frames that a peer did not get because it had not read enough.
-        is_private: True, as the directory is.
-        http_socket: serves HTTP to the other kvpins, in the same directory. The server makes and
-            removes it; that of a kvpin that was killed is removed here.
-    """
+    """Carries frames over sockets in a directory, which is private, see `Bus`."""
 
     def __init__(self, directory: Path, owner: int) -> None:
         """`owner` names the socket. Raises ValueError if its path is too long."""
@@ -165,6 +152,7 @@ class UnixBus:
         self._own = directory / f"{owner:016x}.sock"
         if len(os.fsencode(self._own)) + 1 > MAX_PATH_BYTES:  # a dot comes in front while it is made
             raise ValueError(f"the path {str(directory)!r} is too long for a socket")
+        # The server makes and removes it; that of a kvpin that was killed is removed here.
         self.http_socket: Path | None = self._own.with_suffix(_HTTP)
         self._peers: dict[str, _Outgoing] = {}  # by the name of their socket
         self._incoming = set[_Incoming]()

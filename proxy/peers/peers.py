@@ -57,15 +57,7 @@ _JOIN_POLL_S = 0.05
 
 
 class Peers:
-    """The other kvpins, and what this one shares with them.
-
-    Attributes:
-        name: this kvpin, for people.
-        bus: carries the messages.
-        counts: messages, and what went wrong with them.
-        owners: who uses the engines that only one kvpin may use.
-        is_ready: this kvpin knows what the others know, or has waited long enough.
-    """
+    """The other kvpins, and what this one shares with them."""
 
     def __init__(
         self,
@@ -85,7 +77,8 @@ class Peers:
         self._may_own = may_own
         self.name, self.bus, self.owners = fleet.name, bus, Owners(owner, fleet)
         self._owner, self._fleet, self._tenants = owner, fleet, tenants
-        self.is_ready = self._is_told = False  # what engines hold
+        # It knows what the others know, or has waited long enough; it was told what engines hold.
+        self.is_ready = self._is_told = False
         self._missed = set[int]()  # kvpins that were lost: they may hold more when they are back
         self._join_until: float | None = None
         self._own = fleet.told = OwnRequests(self._flush_soon)

@@ -36,13 +36,8 @@ _CLOSE_S = 0.5
 
 
 class RedisBus:
-    """Carries frames through a channel of a server, see `Bus`.
-
-    Attributes:
-        dropped: frames that were not sent because too much was waiting.
-        is_private: False: whoever can use the server's channel reads and writes frames.
-        http_socket: serves HTTP to the other workers; None for a kvpin without workers.
-    """
+    """Carries frames through a channel of a server, see `Bus`. Whoever can use the channel reads and writes
+    them. Only other workers reach `http_socket`."""
 
     def __init__(
         self, url: str, namespace: str, http_socket: Path | None = None, siblings: Collection[str] = ()

@@ -372,13 +372,11 @@ class _Silence:
 
     kvpin may be paused, and then find an answer that came long before. So when it came is not known. But what
     had come by a tick is read before the next one: if that finds silence, too, nothing had come by the first.
-
-    Attributes:
-        surely: a time at which the answer had not begun, in monotonic seconds; at most two ticks ago while
-            kvpin is not paused.
     """
 
     def __init__(self) -> None:
+        # A time at which the answer had not begun, in monotonic seconds; at most two ticks ago while kvpin is
+        # not paused.
         self.surely = self._last = monotonic()
 
     def __enter__(self) -> Self:
