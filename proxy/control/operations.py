@@ -107,21 +107,15 @@ def request_of(target: Target, model: str) -> tuple[str, JsonBody]:
     """The request whose prompt the prefix is."""
     fields: dict[str, Any] = {"model": model}
     if target.messages is not None:
-        fields |= {
-            "messages": target.messages,
-            "tools": target.tools,
-            "chat_template_kwargs": target.chat_template_kwargs,
-            "add_generation_prompt": target.add_generation_prompt or False,
-        }
+        fields |= {name: getattr(target, name) for name in ("messages", "tools", "chat_template_kwargs")}
+        fields["add_generation_prompt"] = target.add_generation_prompt or False
         path = "/v1/chat/completions"
     else:
         if target.token_ids is not None and not target.token_ids:
             raise BadRequest("token_ids is empty", param="token_ids")
+        fields["prompt"] = target.prompt if target.prompt is not None else target.token_ids
         fields |= {
-            "prompt": target.prompt if target.prompt is not None else target.token_ids,
-            "extra_ids": target.extra_ids,
-            "prompt_table": target.prompt_table,
-            "add_special_tokens": target.add_special_tokens,
+            name: getattr(target, name) for name in ("extra_ids", "prompt_table", "add_special_tokens")
         }
         path = "/v1/completions"
     given = {name: value for name, value in fields.items() if value is not None}

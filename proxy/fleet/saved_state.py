@@ -133,11 +133,8 @@ def recall_learned(engine: Engine, pool: Pool, memory: EngineMemory) -> None:
 
 # --- saved state ----------------------------------------------------------------------------------------
 # Saves kvpin's state once a minute, when pins or operators' orders about engines change, and when it stops.
-# Reads it at the start. The file:
-#
-# first line   names the format; every change of it, or of how blocks are hashed, gets a new number
-# 16 bytes     xxh3_128 of the rest
-# msgpack      SavedState
+# Reads it at the start. The file is `sealed`: every change of its format, or of how blocks are hashed, gets a
+# new number.
 
 _HEAD = b"kvpin-state 2\n"
 
