@@ -222,7 +222,7 @@ def code_of(error: Exception) -> Code:
 
 def status_of(error: Exception) -> int:
     """The HTTP status that an error is answered with. An engine's error that is passed on does not come here:
-    see `Forwarding._as_error`."""
+    see `Attempt._as_error`."""
     return error.status if isinstance(error, KvpinError) else code_of(error).status
 
 

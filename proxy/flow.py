@@ -6,7 +6,7 @@
     end       the client knows how it ended
 
 From the socket to here: `Http1Protocol` → `DataPlane.serve` (api/openai.py) → `serve` (api/fan_out/, which
-splits some requests) → `Flow.serve`. From here to the engine: `Attempts.run` → `Forwarding.run` →
+splits some requests) → `Flow.serve`. From here to the engine: `Attempts.run` → `Attempt.run` →
 `HttpTransport.send`.
 
 `core/life.py` decides which failed attempt is repeated on another engine (`Life.failed`), and how long each

@@ -33,8 +33,8 @@ from proxy.api.admin import (
 from proxy.api.auth import AdminGuard
 from proxy.api.own_answers import handle_http
 from proxy.control.keys import SharedTables
-from proxy.control.kv import KvVerbs, Pinning, Warming
-from proxy.control.prefixes import KeptPrompts, Prefixes
+from proxy.control.kv import KvOrders
+from proxy.control.prefixes import Prefixes
 from proxy.control.replays import Replays
 from proxy.control.target_engines import Targets
 from proxy.fleet.engine import Engine, EngineState
@@ -159,16 +159,13 @@ class KvWorld:
         self.reuse = proxy.ingest is not None
         self.operations = proxy.operations
         self.targets = Targets(self.fleet, self.tenants, self.flow.requests, has_views=self.reuse)
-        self.warming = Warming(self.flow, self.targets, self.operations)
-        self.pinning = Pinning(self.fleet, self.targets, self.pins, self.operations, lambda: self.now)
         self.told = []  # what other workers tell of their prompts
-        self.prompts = KeptPrompts(self.fleet, self.flow.requests, self.pins, self._tell, lambda: self.now)
-        self.prefixes = Prefixes(self.fleet, self.prompts)
-        self.kv = KvVerbs(self.targets, self.warming, self.pins, proxy.ingest, self.operations)
+        self.prefixes = Prefixes(self.fleet, self.flow.requests, self.pins, self._tell, lambda: self.now)
+        self.kv = KvOrders(self.fleet, self.flow, self.targets, self.operations, lambda: self.now)
         self.tables = SharedTables(self.fleet, proxy.tables)
         self.endpoints = (
-            *engine_routes(self.fleet, proxy.engines, self.pinning, reuse=self.reuse),
-            *kv_routes(self.kv, self.warming, self.pinning, self.operations),
+            *engine_routes(self.fleet, proxy.engines, self.kv, reuse=self.reuse),
+            *kv_routes(self.kv, self.operations),
             *request_routes(self.flow),
             *prefix_routes(self.prefixes),
             *event_routes(proxy.live),

@@ -101,6 +101,8 @@ class RemovedEngine(msgspec.Struct, kw_only=True):
 
 
 _Answer = TypeVar("_Answer", bound=EngineAnswer)
+# What an `Engine` calls by the same name.
+_ALIKE = ("id", "role", "state", "in_flight", "served", "prefilled", "failed", "owner")
 
 
 def describe_engine(
@@ -117,11 +119,9 @@ def describe_engine(
     findings = (*of_role(engine, pool), *of_sharing(engine, pool), *of_tokens(engine, pool))
     findings = (*findings, *engine.findings(), *engine.adapter.findings())
     return as_a(
-        id=engine.id,
+        **{name: getattr(engine, name) for name in _ALIKE},
         kind=spec.kind,
-        role=engine.role,
         url=spec.url,
-        state=engine.state,
         process=engine.process.describe() if engine.process is not None else None,
         model=pool.model if pool is not None else spec.model,
         model_state=engine.adapter.model_state,
@@ -132,15 +132,10 @@ def describe_engine(
         max_model_len=info.max_model_len if info is not None else None,
         trust=engine.audit.trust,
         why=engine.audit.why,
-        in_flight=engine.in_flight,
         decoding=load.decoding,
         queue_s=load.queue_s,
-        served=engine.served,
-        prefilled=engine.prefilled,
-        failed=engine.failed,
         prefill_tok_s=rates.prefill_tok_s if rates is not None else None,
         last_error=(engine.process.error if engine.process is not None else None) or engine.last_error,
-        owner=engine.owner,
         findings=[str(each) for each in findings],
         **more,
     )
@@ -295,14 +290,7 @@ def _pins_elsewhere(own: list[PinAnswer], peers: Peers) -> Iterator[PinAnswer]:
     for kvpin, pin in peers.pins():
         left_s = pin.expires - time()
         if left_s > 0 and pin.pin_id not in known:
-            yield PinAnswer(
-                pin_id=pin.pin_id,
-                target=pin.label,
-                engines=pin.engines,
-                blocks=pin.blocks,
-                expires_in_s=left_s,
-                kvpin=kvpin,
-            )
+            yield PinAnswer(pin.pin_id, pin.label, pin.engines, pin.blocks, left_s, kvpin)
 
 
 async def _ask(engine: Engine, own: dict[str, dict[str, Any]]) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from datetime import UTC, datetime
 from functools import partial
+from http import HTTPStatus
 from typing import Any
 
 import msgspec
@@ -182,10 +183,7 @@ class IssuedKeys:
             return
         why = await self._exchange(file)
         if why is not None and not self._has_complained:
-            log.error(
-                "issued keys are not saved: those that are known count; repair the file",
-                error=why,
-            )
+            log.error("issued keys are not saved: those that are known count; repair the file", error=why)
         elif why is None and self._has_complained:
             log.info("issued keys are saved again")
         self._has_complained = why is not None
@@ -223,15 +221,10 @@ class IssuedKeys:
 def _fields(key: IssuedKey) -> dict[str, Any]:
     expires = datetime.fromtimestamp(key.expires, UTC) if key.expires is not None else None
     return {
-        "id": key.id,
-        "name": key.name,
-        "tenant": key.tenant,
-        "ending": key.ending,
-        "models": key.models,
+        **{name: getattr(key, name) for name in ("id", "name", "tenant", "ending", "models", "limits")},
         "expires": expires,
         "expired": key.expires is not None and key.expires <= time.time(),
         "created": datetime.fromtimestamp(key.created, UTC).replace(microsecond=0),
-        "limits": key.limits,
     }
 
 
@@ -277,9 +270,7 @@ class SharedTables:
 
     def __init__(self, fleet: Fleet, tables: RegisteredTables, files: TableFiles | None = None) -> None:
         """`files`: where tables are kept over a restart, if anywhere."""
-        self._fleet = fleet
-        self._tables = tables
-        self._files = files
+        self._fleet, self._tables, self._files = fleet, tables, files
 
     def described(self) -> list[TableAnswer]:
         """All tables."""
@@ -301,7 +292,13 @@ class SharedTables:
         table = self._tables.add(ready)
         try:
             for engine in self._holders():
-                await _give(engine, table)
+                try:
+                    await engine.adapter.put_prompt_table(table)
+                except EngineRejected as error:
+                    if not 400 <= error.status < 500:  # noqa: PLR2004 - HTTP
+                        raise
+                    refused = Conflict if error.status == HTTPStatus.CONFLICT else BadRequest
+                    raise refused(f"engine {engine.id!r}: {error}", param=error.param or "table") from error
         except (EngineError, BadRequest, Conflict):
             if table.table_id not in before:
                 await self.delete(table.table_id)
@@ -331,21 +328,5 @@ class SharedTables:
 
 def describe_table(table: PromptTable) -> TableAnswer:
     """A table as the admin API tells it."""
-    return TableAnswer(
-        table_id=table.table_id,
-        extra_id=table.extra_id,
-        rows=table.rows,
-        hidden=table.hidden,
-        bytes=len(table.data),
-    )
-
-
-async def _give(engine: Engine, table: PromptTable) -> None:
-    try:
-        await engine.adapter.put_prompt_table(table)
-    except EngineRejected as error:
-        if error.status == 409:  # noqa: PLR2004 - HTTP
-            raise Conflict(f"engine {engine.id!r}: {error}", param=error.param or "table") from error
-        if 400 <= error.status < 500:  # noqa: PLR2004 - HTTP
-            raise BadRequest(f"engine {engine.id!r}: {error}", param=error.param or "table") from error
-        raise
+    alike = {name: getattr(table, name) for name in ("table_id", "extra_id", "rows", "hidden")}
+    return TableAnswer(**alike, bytes=len(table.data))

@@ -11,7 +11,7 @@ from functools import partial
 
 import msgspec
 
-from engine_adapter import Capability, EngineRejected, Headers, JsonBody, KvTarget, KvVerb
+from engine_adapter import Capability, EngineRejected, Headers, JsonBody, KvProgress, KvTarget, KvVerb
 from proxy.control.operations import (
     PREFIXES,
     Operation,
@@ -20,17 +20,15 @@ from proxy.control.operations import (
     OperationState,
     Target,
     kind_of,
-    new_operation,
     run_parts,
 )
-from proxy.control.target_engines import Prefix, Selection, Share, Targets, parts_of, require_able
+from proxy.control.target_engines import Prefix, Selection, Share, Targets, parts_of
 from proxy.core.admission import MAX_PRIORITY
 from proxy.core.audit import Trust
-from proxy.core.retention import AdminPin, PinBook
+from proxy.core.retention import AdminPin
 from proxy.errors import BadRequest, NoEngine, NotFound
 from proxy.fleet.engine import Engine
 from proxy.fleet.fleet import Fleet
-from proxy.fleet.ingest import Ingest
 from proxy.flow import Flow
 from proxy.headers import PRIORITY_HEADER
 from proxy.request.calls import Call, Nobody, Reply
@@ -39,20 +37,35 @@ from proxy.request.gate import Admission
 from proxy.request.records import RequestRecord
 from proxy.steps.preparation import Ready
 
-# --- warming: a completion of one token, so that a prefix's KV is there before it is needed -------------
-# It lives like a client's request: it waits for its turn, behind those of clients.
-
 _PATH = "/v1/completions"
 _LAST = b"%d" % MAX_PRIORITY
+MAX_TTL_S = 7 * 24 * 3600.0
+
+
+class PinAnswer(msgspec.Struct):
+    """A pin that holds now: what it protects, on which engines, and for how long. `kvpin` is the kvpin that
+    holds it; null for the one that answers."""
+
+    pin_id: str
+    target: str
+    engines: list[str]
+    blocks: int
+    expires_in_s: float
+    kvpin: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Warming:
-    """Computes prefixes ahead of need."""
+class KvOrders:
+    """Starts and ends what operators order. `clock` gives monotonic seconds."""
 
+    _fleet: Fleet
     _flow: Flow
     _targets: Targets
     _operations: Operations
+    _clock: Callable[[], float] = time.monotonic
+
+    # --- warming: a completion of one token, so that a prefix's KV is there before it is needed -----------
+    # It lives like a client's request: it waits for its turn, behind those of clients.
 
     async def warm(self, target: Target, *, everywhere: bool = False) -> Operation:
         """Starts computing a prefix: on the target's `engine`, on every ready engine of the pool that
@@ -71,13 +84,10 @@ class Warming:
             for engine in engines:
                 if not engine.can(Capability.EXTRA_IDS):
                     raise engine.adapter.not_supported(Capability.EXTRA_IDS)
-        parts = [(OperationPart(engine.id, "warm"), engine) for engine in engines]
-
-        async def work(_operation: Operation) -> None:
-            await run_parts([(part, partial(self.warm_on, prefix, engine, part)) for part, engine in parts])
-
-        operation = new_operation("warm", prefix.label, (part for part, _ in parts))
-        return self._operations.start(operation, work)
+        pairs = [(OperationPart(engine.id, "warm"), engine) for engine in engines]
+        work = [(part, partial(self.warm_on, prefix, engine, part)) for part, engine in pairs]
+        parts = [part for part, _ in pairs]
+        return self._operations.start("warm", prefix.label, parts, lambda _operation: run_parts(work))
 
     async def warm_on(self, prefix: Prefix, engine: Engine, part: OperationPart) -> None:
         """Computes the prefix on one engine. Like a request, it waits a moment for an engine that is away."""
@@ -91,7 +101,6 @@ class Warming:
         part.done = part.total
 
     def _choose(self, prefix: Prefix, engine_id: str | None, *, everywhere: bool) -> list[Engine]:
-        """The engines that are to compute the prefix."""
         pool, request = prefix.pool, _request(prefix)
         computing = pool.computing(request.own_needs)
         if engine_id is not None:
@@ -106,41 +115,12 @@ class Warming:
             return chosen
         candidates = self._flow.candidates(request)
         if not candidates:
-            raise self._flow.fleet.none_ready(pool, prefix.prompt.lora)
+            raise self._fleet.none_ready(pool, prefix.prompt.lora)
         if everywhere:
             return computing
         return [pool.engines[pool.place(candidates, prefix.chain).chosen.computed_by]]
 
-
-def _request(prefix: Prefix) -> Ready:
-    """The one-token completion that leaves the prefix in an engine's cache."""
-    pool, prompt = prefix.pool, prefix.prompt
-    fields = {
-        "model": prompt.lora or pool.model,
-        "prompt": prompt.token_ids.tolist(),
-        "max_tokens": 1,
-        "temperature": 0,
-    }
-    if prompt.extra_ids is not None:
-        fields["extra_ids"] = prompt.extra_ids.tolist()
-    body = JsonBody(msgspec.json.encode(fields))
-    headers = Headers([(b"content-type", b"application/json"), (PRIORITY_HEADER.encode(), _LAST)])
-    call = Call(f"warm-{uuid.uuid4().hex}", "POST", _PATH, headers, body)
-    return Ready(call, pool, prompt.salt, prompt.lora, prompt, prefix.chain, rendering=prefix.rendering)
-
-
-# --- flush, offload and restore: one operation over every engine that a target concerns -----------------
-
-
-@dataclass(frozen=True, slots=True)
-class KvVerbs:
-    """Starts operations on KV. `ingest` relearns what a flush left behind; None without reuse."""
-
-    _targets: Targets
-    _warming: Warming
-    _pins: PinBook
-    _ingest: Ingest | None
-    _operations: Operations
+    # --- flush, offload and restore: one operation over every engine that a target concerns ---------------
 
     async def operate(self, verb: KvVerb, target: Target, *, warm_instead: bool = False) -> Operation:
         """Starts an operation on a target. With `warm_instead`, engines that cannot do it compute the prefix.
@@ -153,35 +133,38 @@ class KvVerbs:
         selection = await self._targets.select(target, capability)
         if warm_instead and selection.prefix is None:
             raise BadRequest("only a prefix can be warmed in place of a restore", param="fallback")
-        if not warm_instead:
-            require_able(selection, capability)
-        able, unable = parts_of(selection, capability)
+        able, unable = parts_of(selection, capability, is_required=not warm_instead)
         work = [(part, partial(self._do, verb, share, selection, part)) for part, share in able]
         if warm_instead and selection.prefix is not None:
             unable = [OperationPart(share.engine.id, "warm") for share in selection.unable]
             work += [
-                (part, partial(self._warming.warm_on, selection.prefix, share.engine, part))
+                (part, partial(self.warm_on, selection.prefix, share.engine, part))
                 for part, share in zip(unable, selection.unable, strict=True)
             ]
         parts = [*(part for part, _ in able), *unable]
-        operation = new_operation(verb.value, selection.label, parts, selection.note)
-        return self._operations.start(operation, lambda _operation: run_parts(work))
+        return self._operations.start(
+            verb.value, selection.label, parts, lambda _operation: run_parts(work), selection.note
+        )
 
     async def _do(self, verb: KvVerb, share: Share, selection: Selection, part: OperationPart) -> None:
         flush = self._clear_view(share, selection) if verb is KvVerb.FLUSH else None
-        complete = False
+        complete, now = False, KvProgress(0, 0)
         try:
             for target in share.targets:
-                before = part.progress
+                before = now
                 async with aclosing(share.engine.adapter.operate(verb, target)) as steps:
                     async for progress in steps:
-                        part.advance(before, progress)
+                        now = before.plus(progress)
+                        part.done, part.total, part.bytes = now.done, now.total, now.bytes
+                        part.left = dict(now.left)
             complete = not any(part.left.values())
         finally:
             if flush is not None and not complete:
-                self._rebuild_view(share)
-                if not part.done and flush in share.engine.flushed:
-                    share.engine.flushed.remove(flush)
+                ingest, engine, pool = self._flow.ingest, share.engine, share.pool
+                if ingest is not None and engine.audit.trust is Trust.PRECISE and engine.id in pool.engines:
+                    ingest.follow(engine, pool)  # some of the KV is still there: its events tell which
+                if not part.done and flush in engine.flushed:
+                    engine.flushed.remove(flush)
         if flush is not None and complete:
             self._end_pins(share, selection)
             if KvTarget() in share.targets:
@@ -196,10 +179,8 @@ class KvVerbs:
         engine.flushed.append(flush)
         if prefix is not None:
             pool.forget(engine, prefix.chain.hashes)
-        elif all(target.cache_salt is None for target in share.targets):
-            pool.wipe(engine)
-        elif engine.audit.trust is Trust.APPROXIMATE:
-            # A block's hash does not tell whose KV it is, and no event will.
+        elif engine.audit.trust is Trust.APPROXIMATE or salts <= {None}:
+            # Of one salt: a block's hash does not tell whose KV it is, and no event will.
             pool.wipe(engine)
         return flush
 
@@ -207,49 +188,13 @@ class KvVerbs:
         """Ends the pins on KV that is gone. Where some is left, as engines may leave pinned KV, they stay:
         who wants it flushed can end them."""
         if selection.prefix is not None:
-            hashes = selection.prefix.chain.hashes
-            first = hashes[0] if hashes else None
-            self._pins.forget_engine(
-                share.engine.id, lambda pin: first is not None and pin.first_block == first
-            )
+            first = selection.prefix.chain.hashes[:1]
+            self._fleet.pins.forget_engine(share.engine.id, lambda pin: (pin.first_block,) == first)
         else:
             salts = {target.cache_salt for target in share.targets}  # None: that of all KV
-            self._pins.forget_engine(share.engine.id, lambda pin: None in salts or pin.salt in salts)
+            self._fleet.pins.forget_engine(share.engine.id, lambda pin: None in salts or pin.salt in salts)
 
-    def _rebuild_view(self, share: Share) -> None:
-        """Some of the KV that was cleared from the view is still there: the engine's events tell which."""
-        engine, pool = share.engine, share.pool
-        is_followed = engine.audit.trust is Trust.PRECISE and engine.id in pool.engines
-        if self._ingest is not None and is_followed:
-            self._ingest.follow(engine, pool)
-
-
-# --- pins: a prefix protected from eviction on every engine that holds it -------------------------------
-
-MAX_TTL_S = 7 * 24 * 3600.0
-
-
-class PinAnswer(msgspec.Struct, kw_only=True):
-    """A pin that holds now: what it protects, on which engines, and for how long. `kvpin` is the kvpin that
-    holds it; null for the one that answers."""
-
-    pin_id: str
-    target: str
-    engines: list[str]
-    blocks: int
-    expires_in_s: float
-    kvpin: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Pinning:
-    """Starts and ends pins. `clock` gives monotonic seconds."""
-
-    _fleet: Fleet
-    _targets: Targets
-    _pins: PinBook
-    _operations: Operations
-    _clock: Callable[[], float] = time.monotonic
+    # --- pins: a prefix protected from eviction on every engine that holds it -----------------------------
 
     async def pin(self, target: Target, ttl_s: float) -> Operation:
         """Starts pinning a prefix for `ttl_s` seconds. The operation's result holds the pin's id.
@@ -262,8 +207,7 @@ class Pinning:
         if kind not in PREFIXES:
             raise BadRequest(f"a pin needs a prefix: one of {', '.join(PREFIXES)}", param=kind)
         selection = await self._targets.select(target, Capability.PIN)
-        require_able(selection, Capability.PIN)
-        pairs, unable = parts_of(selection, Capability.PIN)
+        pairs, unable = parts_of(selection, Capability.PIN, is_required=True)
 
         async def work(operation: Operation) -> None:
             held: dict[str, str] = {}
@@ -277,14 +221,12 @@ class Pinning:
                 raise NotFound("no engine holds any of it: warm it first")
 
         parts = [*(part for part, _ in pairs), *unable]
-        operation = new_operation("pin", selection.label, parts, selection.note)
-        return self._operations.start(operation, work)
+        return self._operations.start("pin", selection.label, parts, work, selection.note)
 
     def unpin(self, pin_id: str) -> Operation:
         """Starts ending a pin on all its engines. Raises NotFound for one that has ended."""
         self._forget_lost()
-        found = self._pins.take(pin_id, self._clock())
-        if found is None:
+        if (found := self._fleet.pins.take(pin_id, self._clock())) is None:
             raise NotFound(f"there is no pin {pin_id!r}", param="pin_id")
         engines = {name: own for name, own in found.engine_pins.items() if name in self._fleet.engines}
         pairs = [(OperationPart(name, "unpin"), own) for name, own in engines.items()]
@@ -296,51 +238,40 @@ class Pinning:
             finally:
                 if left:
                     # These engines still hold it. It can be ended again, and lapses by itself.
-                    self._pins.add(replace(found, engine_pins=left))
+                    self._fleet.pins.add(replace(found, engine_pins=left))
             operation.result = {"pin_id": pin_id, "unpinned": not left}
 
-        operation = new_operation("unpin", found.label, (part for part, _ in pairs))
-        return self._operations.start(operation, work)
+        return self._operations.start("unpin", found.label, (part for part, _ in pairs), work)
 
     def active(self) -> list[PinAnswer]:
         """The pins that hold now."""
         self._forget_lost()
         now = self._clock()
         return [
-            PinAnswer(
-                pin_id=held.pin_id,
-                target=held.label,
-                engines=list(held.engine_pins),
-                blocks=held.blocks,
-                expires_in_s=max(held.expires - now, 0.0),
-            )
-            for held in self._pins.active(now)
+            PinAnswer(pin.pin_id, pin.label, list(pin.engine_pins), pin.blocks, max(pin.expires - now, 0.0))
+            for pin in self._fleet.pins.active(now)
         ]
 
     def _note(
-        self,
-        operation: Operation,
-        held: dict[str, str],
-        blocks: int,
-        ttl_s: float,
-        prefix: Prefix | None,
+        self, operation: Operation, held: dict[str, str], blocks: int, ttl_s: float, prefix: Prefix | None
     ) -> None:
         """Keeps a pin that engines hold now, as engine id → the engine's own pin id."""
         name, expires = f"pin-{uuid.uuid4().hex[:16]}", self._clock() + ttl_s
         instances = {engine: self._instance(engine) for engine in held}
         hashes = prefix.chain.hashes if prefix is not None else ()
         first, last = (hashes[0], hashes[-1]) if hashes else (None, None)
-        salt = prefix.kv.cache_salt if prefix is not None else None
-        self._pins.add(AdminPin(name, held, blocks, expires, operation.target, first, instances, last, salt))
+        salt = prefix.prompt.kv.cache_salt if prefix is not None else None
+        target = operation.target
+        self._fleet.pins.add(AdminPin(name, held, blocks, expires, target, first, instances, last, salt))
         operation.result = {"pin_id": name, "blocks": blocks, "ttl_s": ttl_s}
 
     def _forget_lost(self) -> None:
         """Drops pins on engines that are gone or were restarted: a process that ends loses its pins."""
-        for held in self._pins.active(self._clock()):
+        for held in self._fleet.pins.active(self._clock()):
             for name in held.engine_pins:
                 is_gone = name not in self._fleet.engines
                 if is_gone or self._instance(name) not in ("", held.instances[name]):
-                    self._pins.forget_engine(name, partial(_is, held.pin_id))
+                    self._fleet.pins.forget_engine(name, partial(_is, held.pin_id))
 
     def _instance(self, engine_id: str) -> str:
         engine = self._fleet.engines.get(engine_id)
@@ -364,3 +295,20 @@ async def _pin_on(share: Share, ttl_s: float, part: OperationPart, held: dict[st
 
 def _is(pin_id: str, other: AdminPin) -> bool:
     return other.pin_id == pin_id
+
+
+def _request(prefix: Prefix) -> Ready:
+    """The one-token completion that leaves the prefix in an engine's cache."""
+    pool, prompt = prefix.pool, prefix.prompt
+    fields = {
+        "model": prompt.lora or pool.model,
+        "prompt": prompt.token_ids.tolist(),
+        "max_tokens": 1,
+        "temperature": 0,
+    }
+    if prompt.extra_ids is not None:
+        fields["extra_ids"] = prompt.extra_ids.tolist()
+    body = JsonBody(msgspec.json.encode(fields))
+    headers = Headers([(b"content-type", b"application/json"), (PRIORITY_HEADER.encode(), _LAST)])
+    call = Call(f"warm-{uuid.uuid4().hex}", "POST", _PATH, headers, body)
+    return Ready(call, pool, prompt.salt, prompt.lora, prompt, prefix.chain, rendering=prefix.rendering)

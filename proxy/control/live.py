@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import suppress
 
 import msgspec
 
@@ -27,7 +26,7 @@ from proxy.fleet.fleet import Fleet
 from proxy.observe.metrics import Metrics, ReuseCounts, available_tokens, waiting_of
 from proxy.prompt import Trusted
 from proxy.request.records import RequestRecord
-from proxy.runtime import Supervisor
+from proxy.runtime import Supervisor, within
 
 # Seconds between two snapshots.
 TICK_S = 1.0
@@ -204,8 +203,7 @@ class Live:
             unserved=fleet.unserved(),
             reuse=self._metrics.total_reuse(),
             engines=[
-                self._engine(engine, by_engine.get(engine.id, ReuseCounts()))
-                for engine in fleet.engines.values()
+                self._engine(each, by_engine.get(each.id, ReuseCounts())) for each in fleet.engines.values()
             ],
         )
 
@@ -216,11 +214,8 @@ class Live:
         return engine is None or pool is None or model in (pool.model, *engine.loras)
 
     async def _run(self) -> None:
-        """Sends snapshots until kvpin stops."""
         while not self._draining.is_set():
-            with suppress(TimeoutError):
-                async with asyncio.timeout(TICK_S):
-                    await self._draining.wait()
+            await within(TICK_S, self._draining.wait())
             if viewers := [viewer for viewer in self.viewers if viewer.snapshots]:
                 event = _event("snapshot", self.snapshot())
                 for viewer in viewers:

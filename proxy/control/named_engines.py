@@ -23,27 +23,20 @@ from proxy.settings import EngineEntry, EngineSettings, StartedSettings, are_ali
 
 @dataclass(frozen=True, slots=True)
 class NamedEngine:
-    """An engine that somebody names.
+    """An engine that somebody names."""
 
-    Attributes:
-        entry: its adapter, and its process, are made from this.
-        order: its name in operators' orders; None for one that kvpin starts, which cannot be removed.
-        whole: the entry that names it: that of a server with several ranks or models stands for several.
-        ordered: the settings by which an operator added it. They may differ from `entry` in the id. None for
-            one that settings or sources name.
-        is_ready: False if its source says that it should get no new requests.
-        counts: False for one that is named elsewhere, too, and that counts there; and for one that has never
-            been ready.
-        is_overruled: an operator has removed it, or has added it with other settings.
-    """
-
-    entry: EngineEntry
+    entry: EngineEntry  # its adapter, and its process, are made from this
+    # Its name in operators' orders; None for one that kvpin starts, which cannot be removed.
     order: str | None
+    # The entry that names it: that of a server with several ranks or models stands for several.
     whole: EngineEntry
+    # The settings by which an operator added it. They may differ from `entry` in the id. None for one that
+    # settings or sources name.
     ordered: EngineSettings | None = None
-    is_ready: bool = True
+    is_ready: bool = True  # False if its source says that it should get no new requests
+    # False for one that is named elsewhere, too, and that counts there; and for one that has never been ready
     counts: bool = True
-    is_overruled: bool = False
+    is_overruled: bool = False  # an operator has removed it, or has added it with other settings
 
     @property
     def id(self) -> str:
@@ -85,22 +78,13 @@ class Parts(dict[str, tuple[int, ...] | tuple[str, ...]]):
 
 def named_engines(
     settings: Iterable[EngineEntry],
-    found: Iterable[FoundEngine],
-    added: Mapping[str, EngineSettings],
-    removed: Container[str],
+    found: Iterable[FoundEngine],  # of all sources
+    added: Mapping[str, EngineSettings],  # by operators; by their names in orders
+    removed: Container[str],  # by operators; names in orders
     parts: Parts,
-    have: Iterable[NamedEngine] = (),
+    have: Iterable[NamedEngine] = (),  # the last result, without those that have not joined: ids stay
 ) -> list[NamedEngine]:
-    """All engines that somebody names.
-
-    Args:
-        settings: the engines of the settings.
-        found: those of all sources.
-        added: the engines that operators have added, by their names in orders.
-        removed: the names of those that operators have removed.
-        parts: what servers have told of their ranks and models.
-        have: the last result, without those that have not joined. They keep their ids.
-    """
+    """All engines that somebody names."""
     have = list(have)
     ordered = (each for each in have if each.ordered is not None)
     joined = {each.order: each for each in ordered if added.get(each.order or "") == each.ordered}

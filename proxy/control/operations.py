@@ -14,9 +14,9 @@ from typing import Annotated, Any
 import anyio
 import msgspec
 
-from engine_adapter import EngineError, JsonBody, KvProgress
+from engine_adapter import EngineError, JsonBody
 from proxy.errors import BadRequest, NotFound, ProxyError, status_of
-from proxy.runtime import Supervisor
+from proxy.runtime import Supervisor, within
 
 # --- target ---------------------------------------------------------------------------------------------
 # The target of an operation, as an operator names it: a prefix, the KV of an engine, of a tenant, or all.
@@ -107,21 +107,15 @@ def request_of(target: Target, model: str) -> tuple[str, JsonBody]:
     """The request whose prompt the prefix is."""
     fields: dict[str, Any] = {"model": model}
     if target.messages is not None:
-        fields |= {
-            "messages": target.messages,
-            "tools": target.tools,
-            "chat_template_kwargs": target.chat_template_kwargs,
-            "add_generation_prompt": target.add_generation_prompt or False,
-        }
+        fields |= {name: getattr(target, name) for name in ("messages", "tools", "chat_template_kwargs")}
+        fields["add_generation_prompt"] = target.add_generation_prompt or False
         path = "/v1/chat/completions"
     else:
         if target.token_ids is not None and not target.token_ids:
             raise BadRequest("token_ids is empty", param="token_ids")
+        fields["prompt"] = target.prompt if target.prompt is not None else target.token_ids
         fields |= {
-            "prompt": target.prompt if target.prompt is not None else target.token_ids,
-            "extra_ids": target.extra_ids,
-            "prompt_table": target.prompt_table,
-            "add_special_tokens": target.add_special_tokens,
+            name: getattr(target, name) for name in ("extra_ids", "prompt_table", "add_special_tokens")
         }
         path = "/v1/completions"
     given = {name: value for name, value in fields.items() if value is not None}
@@ -192,16 +186,6 @@ class OperationPart(PartAnswer, kw_only=True):
         if self._scope is not None:
             self._scope.cancel()
 
-    def advance(self, before: KvProgress, now: KvProgress) -> None:
-        """Adds the progress on one target to that on the targets before it."""
-        both = before.plus(now)
-        self.done, self.total, self.bytes, self.left = both.done, both.total, both.bytes, dict(both.left)
-
-    @property
-    def progress(self) -> KvProgress:
-        """The progress so far."""
-        return KvProgress(self.done, self.total, self.bytes, dict(self.left))
-
 
 class OperationAnswer(msgspec.Struct, kw_only=True):
     """An operation. Times are Unix seconds.
@@ -229,20 +213,15 @@ class OperationAnswer(msgspec.Struct, kw_only=True):
 
 
 class Operation(OperationAnswer, kw_only=True):
-    """An operation that runs, or has run.
-
-    Attributes:
-        status: the HTTP status of the answer to whoever started it.
-    """
+    """An operation that runs, or has run."""
 
     parts: tuple[OperationPart, ...] = msgspec.field(name="engines", default=())
-    status: int = HTTPStatus.ACCEPTED
+    status: int = HTTPStatus.ACCEPTED  # the HTTP status of the answer to whoever started it
     _over: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
 
     async def wait(self, seconds: float) -> bool:
         """Waits for the end; False when the operation still runs after `seconds`."""
-        with anyio.move_on_after(seconds):
-            await self._over.wait()
+        await within(seconds, self._over.wait())
         return self._over.is_set()
 
     def end(
@@ -258,14 +237,6 @@ class Operation(OperationAnswer, kw_only=True):
                 part.state = state
         self._over.set()
 
-    def settle(self) -> None:
-        """The work has returned: the operation is done, unless an engine failed."""
-        failed = [part for part in self.parts if part.state is OperationState.FAILED]
-        if not failed:
-            return self.end(OperationState.DONE)
-        first = f"{failed[0].engine}: {failed[0].error}"
-        return self.end(OperationState.FAILED, f"{len(failed)} of {len(self.parts)} engines failed: {first}")
-
 
 class Operations:
     """Running and recent operations, oldest first. Only finished ones leave the history."""
@@ -275,18 +246,26 @@ class Operations:
         self._operations: OrderedDict[str, Operation] = OrderedDict()
 
     def start(
-        self, operation: Operation, work: Callable[[Operation], Coroutine[Any, Any, None]]
+        self,
+        verb: str,
+        target: str,
+        parts: Iterable[OperationPart],
+        work: Callable[[Operation], Coroutine[Any, Any, None]],
+        note: str | None = None,
     ) -> Operation:
-        """Runs `work` on the operation in the background."""
-        self._operations[operation.operation_id] = operation
-        self._trim()
-        self._tasks.start(f"operation {operation.operation_id}", _run(operation, work))
+        """Begins an operation: runs `work` on it in the background."""
+        name = f"op-{uuid.uuid4().hex[:16]}"
+        operation = Operation(operation_id=name, verb=verb, target=target, parts=tuple(parts), note=note)
+        self._operations[name] = operation
+        over = (o for o in list(self._operations.values()) if o.state is not OperationState.RUNNING)
+        while len(self._operations) > HISTORY and (oldest := next(over, None)) is not None:
+            del self._operations[oldest.operation_id]
+        self._tasks.start(f"operation {name}", _run(operation, work))
         return operation
 
     def get(self, operation_id: str) -> Operation:
         """The operation of that id; raises NotFound."""
-        operation = self._operations.get(operation_id)
-        if operation is None:
+        if (operation := self._operations.get(operation_id)) is None:
             raise NotFound(f"there is no operation {operation_id!r}", param="operation_id")
         return operation
 
@@ -308,19 +287,6 @@ class Operations:
                 if part.engine == engine_id and part.state is OperationState.RUNNING:
                     part.stop()
 
-    def _trim(self) -> None:
-        over = (o for o in list(self._operations.values()) if o.state is not OperationState.RUNNING)
-        while len(self._operations) > HISTORY and (oldest := next(over, None)) is not None:
-            del self._operations[oldest.operation_id]
-
-
-def new_operation(
-    verb: str, target: str, parts: Iterable[OperationPart] = (), note: str | None = None
-) -> Operation:
-    """An operation that is not started yet."""
-    name = f"op-{uuid.uuid4().hex[:16]}"
-    return Operation(operation_id=name, verb=verb, target=target, parts=tuple(parts), note=note)
-
 
 async def run_parts(parts: Iterable[tuple[OperationPart, Callable[[], Awaitable[None]]]]) -> None:
     """Runs the work of all engines at once."""
@@ -332,7 +298,11 @@ async def run_parts(parts: Iterable[tuple[OperationPart, Callable[[], Awaitable[
 async def _run(operation: Operation, work: Callable[[Operation], Coroutine[Any, Any, None]]) -> None:
     try:
         await work(operation)
-        operation.settle()
+        if failed := [part for part in operation.parts if part.state is OperationState.FAILED]:
+            first = f"{failed[0].engine}: {failed[0].error}"
+            why = f"{len(failed)} of {len(operation.parts)} engines failed: {first}"
+            operation.end(OperationState.FAILED, why)
+        operation.end(OperationState.DONE)
     except (ProxyError, EngineError) as error:
         operation.end(OperationState.FAILED, str(error), status_of(error))
     except asyncio.CancelledError:

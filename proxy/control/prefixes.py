@@ -34,103 +34,22 @@ _NAME_TOKENS = 12
 
 
 class KeptPrompt(msgspec.Struct, frozen=True, array_like=True):
-    """The prompt of a request.
-
-    Attributes:
-        started: when the request came, in Unix time.
-        model: the pool that it was for.
-        session: the conversation that its client named.
-        hashes: its full blocks, as `packed` makes them.
-    """
+    """The prompt of a request."""
 
     request_id: str
-    started: float
-    model: str
+    started: float  # when the request came, in Unix time
+    model: str  # the pool that it was for
     lora: str | None
     tenant: str | None
-    session: str | None
-    hashes: bytes
+    session: str | None  # the conversation that its client named
+    hashes: bytes  # its full blocks, as `packed` makes them
 
 
 class PromptsAndPins(msgspec.Struct, frozen=True, array_like=True):
-    """The prompts and pins of one worker, or of all.
+    """The prompts and pins of one worker, or of all."""
 
-    Attributes:
-        prompts: the oldest first.
-        pins: the id of each pin, and the last block that it protects.
-    """
-
-    prompts: list[KeptPrompt]
-    pins: list[tuple[str, BlockHash]]
-
-
-@dataclass(frozen=True, slots=True)
-class KeptPrompts:
-    """Gathers the prompts and pins of all workers.
-
-    `_others` asks the other workers for theirs. `_clock` gives monotonic seconds.
-    """
-
-    _fleet: Fleet
-    _requests: RequestRecords
-    _pins: PinBook
-    _others: Callable[[], Awaitable[Iterable[bytes]]]
-    _clock: Callable[[], float] = time.monotonic
-
-    async def own(self) -> PromptsAndPins:
-        """Prompts and pins of this process."""
-        prompts = list[KeptPrompt]()
-        for record in list(self._requests):
-            prompt, model = record.prompt, record.served_as
-            pool = self._fleet.pools.get(model) if model is not None else None
-            if prompt is not None and pool is not None:
-                hashes, session = packed(await _hashes(pool, prompt)), record.session
-                prompts.append(
-                    KeptPrompt(
-                        record.request_id,
-                        record.started,
-                        pool.model,
-                        prompt.lora,
-                        record.tenant,
-                        session.name if session is not None else None,
-                        hashes,
-                    )
-                )
-            await asyncio.sleep(0)
-        pins = self._pins.active(self._clock())
-        return PromptsAndPins(
-            prompts, [(pin.pin_id, pin.last_block) for pin in pins if pin.last_block is not None]
-        )
-
-    async def told(self) -> bytes:
-        """The prompts and pins of this process, encoded for another worker."""
-        return msgspec.msgpack.encode(await self.own())
-
-    async def all(self) -> PromptsAndPins:
-        """Prompts and pins of all workers."""
-        own, others = await asyncio.gather(self.own(), self._others())
-        kept = [own, *(msgspec.msgpack.decode(each, type=PromptsAndPins) for each in others)]
-        prompts = sorted((prompt for each in kept for prompt in each.prompts), key=lambda each: each.started)
-        return PromptsAndPins(prompts, [pin for each in kept for pin in each.pins])
-
-    def words(self, request_id: str, start: int) -> str | None:
-        """The first words of a prompt from a token on; None for a prompt of another worker."""
-        record = self._requests.get(request_id)
-        pool = self._fleet.pools.get(record.served_as or "") if record is not None else None
-        if record is None or record.prompt is None or pool is None or pool.prompts is None:
-            return None
-        return pool.prompts.decode(record.prompt.token_ids[start : start + _NAME_TOKENS])
-
-
-async def _hashes(pool: Pool, prompt: Prompt) -> Sequence[BlockHash]:
-    root, block = pool.root_of(prompt.salt, prompt.lora), pool.tokens_per_block
-    known: tuple[BlockHash, ...] = ()
-    step = _SLICE_BLOCKS * block
-    for end in range(step, len(prompt.token_ids) + step, step):
-        extra_ids = prompt.extra_ids and prompt.extra_ids[:end]
-        known = chain(root, prompt.token_ids[:end], extra_ids, block, known).hashes
-        await asyncio.sleep(0)
-    return known
+    prompts: list[KeptPrompt]  # the oldest first
+    pins: list[tuple[str, BlockHash]]  # the id of each pin, and the last block that it protects
 
 
 # Engines that are named for each prefix; `engines` counts the others, too.
@@ -204,19 +123,58 @@ class PrefixesAnswer(msgspec.Struct, kw_only=True):
     unshown: int
 
 
+_Tree = PrefixTree[tuple[KeptPrompt, Pool]]
+_Node = PrefixNode[tuple[KeptPrompt, Pool]]
+_Pinned = dict[_Node, list[str]]
+
+
 @dataclass(frozen=True, slots=True)
-class _Owner:
-    """A prompt, and the pool that it was for."""
-
-    prompt: KeptPrompt
-    pool: Pool
-
-
 class Prefixes:
-    """Tells what engines hold of the last prompts."""
+    """Gathers the prompts and pins of all workers, and tells what engines hold of them.
 
-    def __init__(self, fleet: Fleet, prompts: KeptPrompts) -> None:
-        self._fleet, self._prompts = fleet, prompts
+    `_others` asks the other workers for theirs. `_clock` gives monotonic seconds.
+    """
+
+    _fleet: Fleet
+    _requests: RequestRecords
+    _pins: PinBook
+    _others: Callable[[], Awaitable[Iterable[bytes]]]
+    _clock: Callable[[], float] = time.monotonic
+
+    async def own(self) -> PromptsAndPins:
+        """Prompts and pins of this process."""
+        prompts = list[KeptPrompt]()
+        for record in list(self._requests):
+            prompt, model, session = record.prompt, record.served_as, record.session
+            pool = self._fleet.pools.get(model) if model is not None else None
+            if prompt is not None and pool is not None:
+                name = session.name if session is not None else None
+                whose, hashes = (pool.model, prompt.lora, record.tenant, name), await _hashes(pool, prompt)
+                prompts.append(KeptPrompt(record.request_id, record.started, *whose, packed(hashes)))
+            await asyncio.sleep(0)
+        pins = self._pins.active(self._clock())
+        return PromptsAndPins(
+            prompts, [(pin.pin_id, pin.last_block) for pin in pins if pin.last_block is not None]
+        )
+
+    async def told(self) -> bytes:
+        """The prompts and pins of this process, encoded for another worker."""
+        return msgspec.msgpack.encode(await self.own())
+
+    async def all(self) -> PromptsAndPins:
+        """Prompts and pins of all workers."""
+        own, others = await asyncio.gather(self.own(), self._others())
+        kept = [own, *(msgspec.msgpack.decode(each, type=PromptsAndPins) for each in others)]
+        prompts = sorted((prompt for each in kept for prompt in each.prompts), key=lambda each: each.started)
+        return PromptsAndPins(prompts, [pin for each in kept for pin in each.pins])
+
+    def words(self, request_id: str, start: int) -> str | None:
+        """The first words of a prompt from a token on; None for a prompt of another worker."""
+        record = self._requests.get(request_id)
+        pool = self._fleet.pools.get(record.served_as or "") if record is not None else None
+        if record is None or record.prompt is None or pool is None or pool.prompts is None:
+            return None
+        return pool.prompts.decode(record.prompt.token_ids[start : start + _NAME_TOKENS])
 
     async def look(self, under: str | None, depth: int, most: int, *, words: bool = False) -> PrefixesAnswer:
         """The widest prefixes.
@@ -236,8 +194,13 @@ class Prefixes:
         except ValueError as error:
             why = "under must be the id of a prefix, as this route answers it"
             raise BadRequest(why, param="under") from error
-        kept = await self._prompts.all()
-        tree, requests = await self._grow(kept.prompts)
+        kept = await self.all()
+        tree, requests = _Tree(), 0
+        for prompt in kept.prompts:
+            if (pool := self._fleet.pools.get(prompt.model)) is not None:
+                tree.add(unpacked(prompt.hashes), (prompt, pool))
+                requests += 1
+            await asyncio.sleep(0)
         top = await _find(tree, block) if block is not None else None
         tops = [*tree.roots.values()] if top is None else [top]
         pinned = await _pinned(tree, kept.pins)
@@ -245,7 +208,7 @@ class Prefixes:
         shown, unshown = await self._widest(tops, pinned, depth, most)
         return PrefixesAnswer(
             requests=requests,
-            tokens=sum(node.blocks * node.newest.pool.tokens_per_block for node in tree.roots.values()),
+            tokens=sum(node.blocks * node.newest[1].tokens_per_block for node in tree.roots.values()),
             path=path,
             prefixes=self._with_words(shown) if words else shown,
             unshown=unshown,
@@ -253,33 +216,16 @@ class Prefixes:
 
     def _with_words(self, prefixes: list[PrefixAnswer]) -> list[PrefixAnswer]:
         for prefix in prefixes:
-            prefix.words = self._prompts.words(prefix.request_id, prefix.start)
+            prefix.words = self.words(prefix.request_id, prefix.start)
             self._with_words(prefix.children)
         return prefixes
 
-    async def _grow(self, prompts: Iterable[KeptPrompt]) -> tuple[PrefixTree[_Owner], int]:
-        """The tree of all prompts whose pools are here, and how many these are."""
-        tree, requests = PrefixTree[_Owner](), 0
-        for prompt in prompts:
-            if (pool := self._fleet.pools.get(prompt.model)) is not None:
-                tree.add(unpacked(prompt.hashes), _Owner(prompt, pool))
-                requests += 1
-            await asyncio.sleep(0)
-        return tree, requests
-
     async def _widest(
-        self,
-        tops: Iterable[PrefixNode[_Owner]],
-        pinned: dict[PrefixNode[_Owner], list[str]],
-        depth: int,
-        most: int,
+        self, tops: Iterable[_Node], pinned: _Pinned, depth: int, most: int
     ) -> tuple[list[PrefixAnswer], int]:
         """The widest nodes from `tops` on, and how many of `tops` are left out."""
-        order = count()  # of equals, the first one first
-        shown, left = (
-            list[PrefixAnswer](),
-            list[tuple[int, int, int, PrefixNode[_Owner], PrefixAnswer | None]](),
-        )
+        order, shown = count(), list[PrefixAnswer]()  # of equals, the first one first
+        left = list[tuple[int, int, int, _Node, PrefixAnswer | None]]()
         for node in tops:
             heappush(left, (-node.blocks, next(order), 1, node, None))
         for _ in range(most):
@@ -298,10 +244,9 @@ class Prefixes:
             await asyncio.sleep(0)
         return shown, sum(parent is None for *_, parent in left)
 
-    def _answer(self, node: PrefixNode[_Owner], pinned: dict[PrefixNode[_Owner], list[str]]) -> PrefixAnswer:
-        """A node without its children."""
-        prompt, pool, block = node.newest.prompt, node.newest.pool, node.newest.pool.tokens_per_block
-        matches = pool.index.match(node.own)
+    def _answer(self, node: _Node, pinned: _Pinned) -> PrefixAnswer:
+        prompt, pool = node.newest
+        block, matches = pool.tokens_per_block, pool.index.match(node.own)
         held = sorted(matches.items(), key=lambda item: (-item[1].blocks, item[0]))
         return PrefixAnswer(
             id=f"{node.last:016x}",
@@ -327,14 +272,22 @@ class Prefixes:
         )
 
 
-async def _pinned(
-    tree: PrefixTree[_Owner], pins: Sequence[tuple[str, BlockHash]]
-) -> dict[PrefixNode[_Owner], list[str]]:
-    """The ids of the pins on each node."""
+async def _hashes(pool: Pool, prompt: Prompt) -> Sequence[BlockHash]:
+    root, block = pool.root_of(prompt.salt, prompt.lora), pool.tokens_per_block
+    known: tuple[BlockHash, ...] = ()
+    step = _SLICE_BLOCKS * block
+    for end in range(step, len(prompt.token_ids) + step, step):
+        extra_ids = prompt.extra_ids and prompt.extra_ids[:end]
+        known = chain(root, prompt.token_ids[:end], extra_ids, block, known).hashes
+        await asyncio.sleep(0)
+    return known
+
+
+async def _pinned(tree: _Tree, pins: Sequence[tuple[str, BlockHash]]) -> _Pinned:
     ends: dict[BlockHash, list[str]] = {}
     for pin_id, last in pins:
         ends.setdefault(last, []).append(pin_id)
-    pinned: dict[PrefixNode[_Owner], list[str]] = {}
+    pinned: _Pinned = {}
     for node in tree if ends else ():
         for block in ends.keys() & node.own:
             for each in node.path():
@@ -343,8 +296,7 @@ async def _pinned(
     return pinned
 
 
-async def _find(tree: PrefixTree[_Owner], last: BlockHash) -> PrefixNode[_Owner]:
-    """The node that ends in a block."""
+async def _find(tree: _Tree, last: BlockHash) -> _Node:
     for looked, node in enumerate(tree):
         if node.last == last:
             return node

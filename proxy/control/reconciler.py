@@ -63,22 +63,15 @@ _Made = tuple[NamedEngine, EngineAdapter, ManagedEngine | None]
 
 @dataclass(eq=False, slots=True)
 class _Member:
-    """An engine, from when it joins the fleet until its adapter is closed.
-
-    Attributes:
-        is_held: another adapter still uses its server: it is not connected yet.
-        is_leaving: nothing names it any more.
-        is_drained: that, and those that joined in its place were tried.
-        next: its new settings, until it is their turn.
-    """
+    """An engine, from when it joins the fleet until its adapter is closed."""
 
     engine: Engine
     named: NamedEngine
     process: ManagedEngine | None
-    is_held: bool = False
-    is_leaving: bool = False
-    is_drained: bool = False
-    next: _Made | None = None
+    is_held: bool = False  # another adapter still uses its server: it is not connected yet
+    is_leaving: bool = False  # nothing names it any more
+    is_drained: bool = False  # that, and those that joined in its place were tried
+    next: _Made | None = None  # its new settings, until it is their turn
 
     def is_to_be(self, entry: EngineEntry) -> bool:
         """True if it has these settings, or will have them when it is its turn."""
@@ -104,11 +97,7 @@ class _Plan:
 
 @dataclass(slots=True)
 class Reconciler:
-    """Lets engines join, change, drain and leave.
-
-    Attributes:
-        sources: where engines are found, by name.
-    """
+    """Lets engines join, change, drain and leave. `sources`: where engines are found, by name."""
 
     _fleet: Fleet
     _monitor: Monitor
@@ -126,22 +115,15 @@ class Reconciler:
     _is_stopped: bool = False
 
     def follow(
-        self,
-        settings: Iterable[EngineEntry],
-        finders: Iterable[tuple[str, Finder]] = (),
-        *,
-        grace_s: float,
+        self, settings: Iterable[EngineEntry], finders: Iterable[tuple[str, Finder]] = (), *, grace_s: float
     ) -> EngineChanges:
         """Takes over what the settings name, at start or when they are read again. From the start on, what
-        operators order is followed, too.
+        operators order is followed, too. Raises EngineSpecError if an engine cannot be used: nothing changed.
 
         Args:
             settings: the engines of the settings.
             finders: the sources, by name.
             grace_s: time that requests of an engine that leaves get to end.
-
-        Raises:
-            EngineSpecError: an engine cannot be used. Nothing changed.
         """
         wanted, before = dict(finders), self._settings
         gone = {name: self.sources.pop(name) for name in self.sources.keys() - wanted.keys()}
@@ -220,12 +202,8 @@ class Reconciler:
     def split(self, engine: Engine, info: EngineInfo) -> bool:
         """An engine has connected, and declares the parts of its server. Whether it leaves, because others
         come in its place."""
-        member, url, parts = (
-            self._members.get(engine),
-            engine.adapter.spec.url,
-            tuple(info.models) or info.ranks,
-        )
-        was_known = url in self._parts
+        member, url = self._members.get(engine), engine.adapter.spec.url
+        parts, was_known = tuple(info.models) or info.ranks, url in self._parts
         if member is None or member.is_leaving or member.named.ordered is not None:
             return False  # what an operator added is as the order says
         if not self._parts.learn(url, parts):
@@ -368,12 +346,9 @@ class Reconciler:
                 self._settle()
 
     def _settle(self) -> EngineChanges:
-        """Lets engines join, change, drain and leave as settings, sources and operators say now.
-
-        Raises:
-            EngineSpecError: an engine of the settings or of a source cannot be used. Nothing changed, but for
-                engines that operators have removed.
-        """
+        """Lets engines join, change, drain and leave as settings, sources and operators say now. Raises
+        EngineSpecError if an engine of the settings or of a source cannot be used: nothing changed, but for
+        engines that operators have removed."""
         added = self._added()
         for engine in [each for each in self._fleet.engines.values() if self._must_end(each, added)]:
             self._drop_by_order(engine)
@@ -436,7 +411,6 @@ class Reconciler:
         return named, self._make_adapter(named.entry.spec()), None
 
     def _keep(self, member: _Member, named: NamedEngine) -> None:
-        """An engine stays, or waits on for its turn."""
         if member.named.entry == named.entry:
             member.named, member.next = named, None
         else:

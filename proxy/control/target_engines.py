@@ -6,11 +6,12 @@ A prefix is tokenised by the pool's own prompt builder, so it is exactly what a 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from msgspec.structs import replace
 
 from engine_adapter import Capability, KvTarget
-from proxy.control.operations import PREFIXES, OperationPart, Target, kind_of, request_of
+from proxy.control.operations import PREFIXES, OperationPart, OperationState, Target, kind_of, request_of
 from proxy.core.audit import Trust
 from proxy.core.index.blocks import Chain
 from proxy.errors import BadRequest, NoEngine, NotFound
@@ -32,11 +33,6 @@ class Prefix:
     label: str
     rendering: PromptBuilder | None = None
 
-    @property
-    def kv(self) -> KvTarget:
-        """The prefix in the form that engines take. They act on its full blocks."""
-        return self.prompt.kv
-
 
 @dataclass(frozen=True, slots=True)
 class Share:
@@ -49,36 +45,24 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """A target, resolved.
+    """A target, resolved."""
 
-    Attributes:
-        label: the target in a word or two, without prompt text.
-        shares: engines that can do the operation.
-        unable: engines that hold some of the target and cannot do it.
-        prefix: set when the target is a prefix.
-        note: why no engine is concerned, or what the operation may miss.
-        away: engines that are not connected and may still hold what is to be flushed.
-    """
-
-    label: str
-    shares: tuple[Share, ...]
-    unable: tuple[Share, ...] = ()
-    prefix: Prefix | None = None
-    note: str | None = None
-    away: tuple[Engine, ...] = ()
+    label: str  # the target in a word or two, without prompt text
+    shares: tuple[Share, ...]  # engines that can do the operation
+    unable: tuple[Share, ...] = ()  # engines that hold some of the target and cannot do it
+    prefix: Prefix | None = None  # set when the target is a prefix
+    note: str | None = None  # why no engine is concerned, or what the operation may miss
+    away: tuple[Engine, ...] = ()  # engines that are not connected and may still hold what is to be flushed
 
 
+@dataclass(frozen=True, slots=True)
 class Targets:
-    """Resolves targets.
+    """Resolves targets."""
 
-    `has_views` is False without reuse: then nothing is known of what engines hold, and all are asked.
-    """
-
-    def __init__(self, fleet: Fleet, tenants: Tenants, requests: RequestRecords, *, has_views: bool) -> None:
-        self._fleet = fleet
-        self._tenants = tenants
-        self._requests = requests
-        self._has_views = has_views
+    _fleet: Fleet
+    _tenants: Tenants
+    _requests: RequestRecords
+    has_views: bool  # False without reuse: nothing is known of what engines hold, and all are asked
 
     async def prefix_of(self, target: Target) -> Prefix:
         """The prefix a target names.
@@ -120,16 +104,14 @@ class Targets:
         return _prefix(pool, prompt, kind, None if prompt.source == "client" else rendering)
 
     async def select(self, target: Target, capability: Capability) -> Selection:
-        """The engines that an operation which needs `capability` concerns, and what it means on each.
-
-        Raises:
-            BadRequest, NotFound, NoEngine: see `prefix_of`. No cache keeps so short a prefix: BadRequest.
-        """
+        """The engines that an operation which needs `capability` concerns, and what it means on each. Raises
+        as `prefix_of`, and BadRequest for a prefix so short that no cache keeps it."""
         kind = kind_of(target)
         if kind in PREFIXES:
             prefix = await self.prefix_of(target)
             engines = self._holders(prefix, target, capability)
-            shares = [Share(engine, prefix.pool, (prefix.kv,)) for engine in engines]
+            # They act on its full blocks.
+            shares = [Share(engine, prefix.pool, (prefix.prompt.kv,)) for engine in engines]
             if not shares and not prefix.chain.hashes:
                 raise BadRequest(
                     f"caches keep full blocks of {prefix.pool.tokens_per_block} tokens, and the prefix has "
@@ -142,7 +124,7 @@ class Targets:
             if unlike and own is not None and target.engine is None:
                 note = f"left out, because they make other tokens of it: {unlike}; name each (--engine ID)"
             away = self._away(target, capability, prefix.pool.model)
-            return _divide(prefix.label, shares, capability, prefix, note, away)
+            return Selection(prefix.label, *_divided(shares, capability), prefix, note, away)
         label = {"engine": f"engine {target.engine}", "tenant": f"tenant {target.tenant}"}.get(kind, "all")
         pools = self._pools(target)
         shares = [
@@ -153,7 +135,7 @@ class Targets:
         ]
         note = _what_may_be_missed(target, shares, capability) if shares else "no engine is connected"
         away = self._away(target, capability, pools[0].model if target.model is not None else None)
-        return _divide(label, shares, capability, None, note, away)
+        return Selection(label, *_divided(shares, capability), None, note, away)
 
     def _away(self, target: Target, capability: Capability, model: str | None) -> tuple[Engine, ...]:
         """Engines that are not connected and may still hold what is to be flushed. `model`: None for any."""
@@ -189,7 +171,7 @@ class Targets:
 
     def _may_hold_unseen(self, engine: Engine) -> bool:
         """True if an engine may hold KV that the index does not know of."""
-        is_seen = self._has_views and engine.audit.trust is Trust.PRECISE
+        is_seen = self.has_views and engine.audit.trust is Trust.PRECISE
         # A tier that stores chunks sends no events.
         return not is_seen or (engine.info is not None and bool(engine.info.tokens_per_chunk))
 
@@ -205,13 +187,8 @@ class Targets:
 
     def _last_prefix(self, target: Target) -> Prefix:
         key = target.prompt_cache_key or ""
-        tenants = self._tenants
-        if target.tenant is not None and target.tenant not in tenants.names:
-            raise _no_tenant(target.tenant)
-        if target.tenant is None and tenants.isolated:
-            raise _name_tenant()
-        tenant = target.tenant or next(iter(tenants.names), None)
-        found = self._requests.last_prompt(key, tenant)
+        self._check_tenant(target)
+        found = self._requests.last_prompt(key, target.tenant or next(iter(self._tenants.names), None))
         if found is None:
             raise NotFound(f"no recent request has prompt_cache_key {key!r}", param="prompt_cache_key")
         model, prompt = found
@@ -220,8 +197,7 @@ class Targets:
         return _prefix(self._pool_of(target, model)[0], prompt, "prompt_cache_key")
 
     def _prefix_of_request(self, target: Target) -> Prefix:
-        record = self._requests.get(target.request_id or "", target.tenant)
-        if record is None:
+        if (record := self._requests.get(target.request_id or "", target.tenant)) is None:
             problem = f"no recent request has the id {target.request_id!r}, or several begin so"
             raise NotFound(problem, param="request_id")
         if record.prompt is None or record.served_as is None:
@@ -238,24 +214,27 @@ class Targets:
         return _prefix(self._pool_of(target, own)[0], prompt, "request_id")
 
     def _salt_of(self, target: Target) -> str | None:
-        """The salt that the target's KV lies under."""
         tenants = self._tenants
+        self._check_tenant(target)
         if target.tenant is None:
-            if tenants.isolated:
-                raise _name_tenant()
             return target.cache_salt
-        if target.tenant not in tenants.names:
-            raise _no_tenant(target.tenant)
         if not tenants.isolated and kind_of(target) == "tenant":
             raise BadRequest("there is only one tenant, so all KV is its own: use all: true", param="tenant")
         return tenants.salt(target.tenant, target.cache_salt)
+
+    def _check_tenant(self, target: Target) -> None:
+        """Raises NotFound for an unknown tenant, BadRequest if one has to be named."""
+        if target.tenant is not None and target.tenant not in self._tenants.names:
+            raise NotFound(f"there is no tenant {target.tenant!r}", param="tenant")
+        if target.tenant is None and self._tenants.isolated:
+            text = "each tenant's KV is kept apart: name the tenant whose prefix this is"
+            raise BadRequest(text, param="tenant")
 
     def _pool_of(self, target: Target, model: str | None) -> tuple[Pool, str | None]:
         """The pool that serves `model`, and the name by which its engines know that."""
         if target.engine is None:
             return self._fleet.find(model)
-        pool = self._fleet.pool_of(self._fleet.engine(target.engine))
-        if pool is None:
+        if (pool := self._fleet.pool_of(self._fleet.engine(target.engine))) is None:
             raise NoEngine(f"engine {target.engine!r} is not connected")
         names = (pool.model, *sorted(pool.engines[target.engine].loras))
         own = model if model in names else self._fleet.aliases.get(model or "", model)
@@ -265,7 +244,6 @@ class Targets:
         return pool, own
 
     def _pools(self, target: Target) -> list[Pool]:
-        """The pools of a target that is no prefix."""
         if target.engine is None and target.model is None:
             return list(self._fleet.pools.values())
         pool, own = self._pool_of(target, target.model)
@@ -278,41 +256,27 @@ class Targets:
         return [pool]
 
 
-def require_able(selection: Selection, capability: Capability) -> None:
-    """Raises NotSupported when engines are concerned and none of them can do the operation."""
-    if selection.unable and not selection.shares:
-        raise selection.unable[0].engine.adapter.not_supported(capability)
-
-
 def parts_of(
-    selection: Selection, capability: Capability
+    selection: Selection, capability: Capability, *, is_required: bool
 ) -> tuple[list[tuple[OperationPart, Share]], list[OperationPart]]:
-    """A part for each engine that can do the operation, and a failed one for each that cannot or is away."""
+    """A part for each engine that can do the operation, and a failed one for each that cannot or is away.
+    Raises NotSupported if engines are concerned, none of them can do it, and it `is_required`."""
+    if is_required and selection.unable and not selection.shares:
+        raise selection.unable[0].engine.adapter.not_supported(capability)
     able = [(OperationPart(share.engine.id, capability.value), share) for share in selection.shares]
-    unable = []
-    for share in selection.unable:
-        part = OperationPart(share.engine.id, capability.value)
-        part.fail(str(share.engine.adapter.not_supported(capability)))
-        unable.append(part)
-    for engine in selection.away:
-        part = OperationPart(engine.id, capability.value)
-        why = "not connected" if engine.mine.is_set() else f"another kvpin uses it ({engine.owner})"
-        part.fail(f"{why}: what it holds was not flushed")
-        unable.append(part)
-    return able, unable
+    cannot = [
+        (each.engine.id, str(each.engine.adapter.not_supported(capability))) for each in selection.unable
+    ]
+    for each in selection.away:
+        why = "not connected" if each.mine.is_set() else f"another kvpin uses it ({each.owner})"
+        cannot.append((each.id, f"{why}: what it holds was not flushed"))
+    failed = partial(OperationPart, verb=capability.value, state=OperationState.FAILED)
+    return able, [failed(engine, error=why) for engine, why in cannot]
 
 
-def _divide(
-    label: str,
-    shares: list[Share],
-    capability: Capability,
-    prefix: Prefix | None,
-    note: str | None,
-    away: tuple[Engine, ...],
-) -> Selection:
+def _divided(shares: list[Share], capability: Capability) -> tuple[tuple[Share, ...], tuple[Share, ...]]:
     able = tuple(share for share in shares if share.engine.can(capability))
-    unable = tuple(share for share in shares if not share.engine.can(capability))
-    return Selection(label, able, unable, prefix, note, away)
+    return able, tuple(share for share in shares if not share.engine.can(capability))
 
 
 def _prefix(pool: Pool, prompt: Prompt, kind: str, rendering: PromptBuilder | None = None) -> Prefix:
@@ -321,9 +285,8 @@ def _prefix(pool: Pool, prompt: Prompt, kind: str, rendering: PromptBuilder | No
             "this prefix holds images, audio or video; operations take text: name the part before them",
             param=kind,
         )
-    chain = Chain((), 0, pool.tokens_per_block)
-    label = f"{kind} ({len(prompt.token_ids)} tokens)"
-    return Prefix(pool, prompt, pool.chain(prompt) or chain, label, rendering)
+    chain, label = pool.chain(prompt), f"{kind} ({len(prompt.token_ids)} tokens)"
+    return Prefix(pool, prompt, chain or Chain((), 0, pool.tokens_per_block), label, rendering)
 
 
 def _what_may_be_missed(target: Target, shares: list[Share], capability: Capability) -> str | None:
@@ -343,11 +306,3 @@ def _what_may_be_missed(target: Target, shares: list[Share], capability: Capabil
         f"kvpin does not know every cache salt of this tenant on {', '.join(unsure)}, and may have missed "
         f"some of its KV there{remedy}"
     )
-
-
-def _no_tenant(tenant: str) -> NotFound:
-    return NotFound(f"there is no tenant {tenant!r}", param="tenant")
-
-
-def _name_tenant() -> BadRequest:
-    return BadRequest("each tenant's KV is kept apart: name the tenant whose prefix this is", param="tenant")

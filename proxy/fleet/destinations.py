@@ -43,8 +43,7 @@ def of_role(engine: Engine, pool: Pool | None) -> tuple[Finding, ...]:
     transfer = engine.adapter.transfer
     if engine.keeps_no_kv and transfer is not None:
         return (Finding(_KEEPS_NO_KV, transfer.remedy),)
-    rendezvous = engine.adapter.rendezvous
-    if rendezvous is not None:
+    if (rendezvous := engine.adapter.rendezvous) is not None:
         return _of_half(engine, rendezvous, pool)
     there = {each.role for each in pool.engines.values()} if engine.role is not Role.BOTH else set()
     if engine.role is Role.PREFILL and Role.DECODE not in there:
@@ -104,25 +103,16 @@ _PREVIOUS = "Previous response", Code.PREVIOUS_RESPONSE_NOT_FOUND
 
 
 class Destination(Struct, frozen=True):
-    """Where a request may go.
+    """Where a request may go."""
 
-    Attributes:
-        pool: the engines that serve its model.
-        model: the name by which they know the model; None for their own.
-        home: the one engine that can serve it; None if all can.
-    """
-
-    pool: Pool
-    model: str | None
-    home: str | None = None
+    pool: Pool  # the engines that serve its model
+    model: str | None  # the name by which they know the model; None for their own
+    home: str | None = None  # the one engine that can serve it; None if all can
 
 
 class Destinations:
-    """Finds destinations, and remembers which engine keeps which responses of whom.
-
-    Attributes:
-        isolated: there are several tenants, who must not reach what engines keep for others.
-    """
+    """Finds destinations, and remembers which engine keeps which responses of whom. `isolated`: there are
+    several tenants, who must not reach what engines keep for others."""
 
     def __init__(self, fleet: Fleet, tenants: Iterable[str] = ()) -> None:
         """`tenants`: see `divide`."""
@@ -160,7 +150,6 @@ class Destinations:
         return self._find(call) if call.models is None else self._find_of(call, call.models)
 
     async def _find_of(self, call: Call, models: frozenset[str]) -> Destination:
-        """The destination of a request whose key is for these models."""
         if call.socket is not None or call.route.startswith(_NAMING_UNSEEN):
             what = "WebSockets and batches: kvpin does not see the models that they name"
             raise Forbidden(f"a key for some models cannot use {what}")
@@ -201,8 +190,14 @@ class Destinations:
         if (named := response_of(call)) is not None:
             if (home := self._homes.find(call.tenant, named.id)) is not None:
                 return self._at(home, call, named)
-            if not self.isolated:
-                return self._anywhere(call, named)
+            if not self.isolated:  # kvpin did not see it
+                if call.route in CONTINUING:
+                    return Destination(*self._fleet.find(call.model))
+                pools = self._fleet.pools.values()
+                keepers = [each for each in pools if RESPONSES_PATH not in each.served_as_chats]
+                if len(keepers) != 1:
+                    raise _no_response(named)
+                return Destination(keepers[0], None)
             if not self._keeps_responses(call):
                 raise _no_response(named)
         try:
@@ -263,15 +258,6 @@ class Destinations:
     def _keeps_responses(self, call: Call) -> bool:
         """True if kvpin itself looks up what a request continues: engines of its model get chats."""
         return call.route in CONTINUING and RESPONSES_PATH in self._fleet.find(call.model)[0].served_as_chats
-
-    def _anywhere(self, call: Call, named: NamedResponse) -> Destination:
-        """Where to look for a response that kvpin did not see, with one tenant."""
-        if call.route in CONTINUING:
-            return Destination(*self._fleet.find(call.model))
-        keepers = [each for each in self._fleet.pools.values() if RESPONSES_PATH not in each.served_as_chats]
-        if len(keepers) != 1:
-            raise _no_response(named)
-        return Destination(keepers[0], None)
 
     def _at(self, home: Home, call: Call, named: NamedResponse) -> Destination:
         engine = self._fleet.engines.get(home.engine)

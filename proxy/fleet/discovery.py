@@ -11,6 +11,7 @@ import asyncio
 import os
 import ssl
 from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
@@ -56,17 +57,12 @@ class Finder(Protocol):
 
 @dataclass(slots=True)
 class Source:
-    """A source as it is now.
-
-    Attributes:
-        found: its engines by its last usable answer.
-        error: why `found` may be old; None if its last answer could be used.
-    """
+    """A source as it is now."""
 
     name: str
     finder: Finder
-    found: FoundEngines = ()
-    error: str | None = "not asked yet"
+    found: FoundEngines = ()  # its engines by its last usable answer
+    error: str | None = "not asked yet"  # why `found` may be old; None if its last answer could be used
 
 
 # --- the engines behind Kubernetes services, from their EndpointSlices: list once, then watch -----------
@@ -109,16 +105,13 @@ class ApiServer:
             trust_env=False,
         )
 
-    def namespace(self) -> str:
-        """The namespace of this pod. Raises SourceError."""
-        return self._read("namespace")
-
     def _authorised(self, request: httpx.Request) -> httpx.Request:
         # Read for each request: Kubernetes writes a new token before the old one ends.
-        request.headers["authorization"] = f"Bearer {self._read('token')}"
+        request.headers["authorization"] = f"Bearer {self.read('token')}"
         return request
 
-    def _read(self, name: str) -> str:
+    def read(self, name: str) -> str:
+        """A file of the service account. Raises SourceError."""
         try:
             return (self.account / name).read_text(encoding="utf-8").strip()
         except OSError as error:
@@ -133,7 +126,7 @@ WATCH_PAUSE_S = 0.5
 
 
 class _Object(msgspec.Struct, rename="camel"):
-    """Base of the API's objects, whose fields are in camel case."""
+    pass
 
 
 class _ObjectMeta(_Object):
@@ -211,7 +204,7 @@ class KubernetesFinder:
     async def found(self) -> AsyncIterator[FoundEngines]:
         """The engines of the slices, now and after each change."""
         cluster = self.cluster or ApiServer.of_pod()
-        namespace = self.source.namespace or cluster.namespace()
+        namespace = self.source.namespace or cluster.read("namespace")
         path = f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
         try:
             async with cluster.client(_READ_S) as client:
@@ -285,9 +278,8 @@ class KubernetesFinder:
             return int(self.source.port)
         named = [each.port for each in ports if self.source.port in ("", each.name)]
         if len(named) > 1:
-            raise SourceError(
-                "Kubernetes: the service has several ports: name one, as in kubernetes://llm/vllm:http"
-            )
+            text = "Kubernetes: the service has several ports: name one, as in kubernetes://llm/vllm:http"
+            raise SourceError(text)
         return named[0] if named else None
 
 
@@ -296,14 +288,11 @@ def _check(answer: httpx.Response) -> None:
     if answer.status_code == HTTPStatus.GONE:
         raise _Gone
     if answer.is_error:
-        status = f"{answer.status_code} {answer.reason_phrase}"
-        try:
-            reason = msgspec.json.decode(answer.content, type=_EndpointSlice).message
-        except msgspec.DecodeError:
-            reason = ""
-        raise SourceError(
-            f"Kubernetes answers {status}: {reason}" if reason else f"Kubernetes answers {status}"
-        )
+        said = f"Kubernetes answers {answer.status_code} {answer.reason_phrase}"
+        with suppress(msgspec.DecodeError):
+            if reason := msgspec.json.decode(answer.content, type=_EndpointSlice).message:
+                said += f": {reason}"
+        raise SourceError(said)
 
 
 # --- the finder of each source that the settings name ---------------------------------------------------
@@ -324,10 +313,9 @@ class FileFinder:
         seen: _Stamp | None = None
         while True:
             # In a thread: the file may be on a network's disk.
-            stamp, engines = await asyncio.to_thread(self._read, seen)
+            seen, engines = await asyncio.to_thread(self._read, seen)
             if engines is not None:
-                yield tuple(FoundEngine(entry) for entry in engines)
-            seen = stamp
+                yield tuple(map(FoundEngine, engines))
             await asyncio.sleep(PAUSE_S)
 
     def _read(self, seen: _Stamp | None) -> tuple[_Stamp, tuple[EngineSettings, ...] | None]:
@@ -347,17 +335,13 @@ def finders_of(settings: Settings) -> Iterator[tuple[str, Finder]]:
     if settings.engines_file is not None:
         yield str(settings.engines_file), FileFinder(settings.engines_file)
     for entry in settings.discovery:
-        yield entry.source, _finder(entry)
-
-
-def _finder(entry: DiscoverySettings) -> Finder:
-    source = entry.place
-    if isinstance(source, KubernetesSource):
-        return KubernetesFinder(entry, source)
-    try:
-        from proxy.fleet.discovery_dns import DnsFinder  # noqa: PLC0415 - it needs a package of an extra
-    except ImportError as error:
-        raise SettingsError(
-            f"discovery {entry.source!r} needs dnspython: pip install 'kvpin[dns]'"
-        ) from error
-    return DnsFinder(entry, source)
+        source = entry.place
+        if isinstance(source, KubernetesSource):
+            yield entry.source, KubernetesFinder(entry, source)
+            continue
+        try:
+            from proxy.fleet.discovery_dns import DnsFinder  # noqa: PLC0415 - it needs a package of an extra
+        except ImportError as error:
+            text = f"discovery {entry.source!r} needs dnspython: pip install 'kvpin[dns]'"
+            raise SettingsError(text) from error
+        yield entry.source, DnsFinder(entry, source)

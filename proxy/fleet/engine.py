@@ -91,89 +91,64 @@ def order_name(spec: EngineSpec) -> str:
 
 
 class Engine:
-    """One engine: its adapter, what it declared, its load, its audit.
-
-    Attributes:
-        order: its name in operators' orders.
-        info: its declaration when it connected; None before that.
-        prompts: the builder of its prompts; None before it has connected. It stays while the engine is away.
-        is_proven: this connection was compared, and makes the tokens that `prompts` makes.
-        audits: which of its prompts it is asked to tokenise itself.
-        heals_at: when forms that served prompts took away are compared again; None if there are none.
-        connections: how many of its connections have ended.
-        doubts: how often it closed a connection, so that another process might answer.
-        sure: an event, set while the process that answers is surely the one that was compared.
-        audit: predicted against reported cached tokens, and the trust in its view.
-        learned: blocks learned from responses, for engines without events.
-        below: blocks on lower tiers that its events do not report.
-        ahead: counts of restores ahead of need.
-        lacks: routes that the engine said it does not have.
-        keeps_no_kv: it computed a prompt for another engine, and kept nothing for it.
-        view: its KV cache, from its events; None without events.
-        process: its process, if kvpin runs it.
-        starting_file: it is there while kvpin's supervisor starts the engine for the first time; None if the
-            supervisor does not start it.
-        emptied: when it lost its cache, in Unix time; the last times only.
-        flushed: the last flushes that this kvpin ordered.
-        drains: why it drains; empty unless its state is `draining`.
-        last_error: why it is not ready.
-        refuses: it can be reached, and its answer to kvpin was an error, as `last_error` says.
-        check_now: wakes its monitor.
-        of_peers: requests that other kvpins have on it and that have no answer yet, by ticket.
-        served: requests of this kvpin that it answered. A worker hands its counts over, also the next two.
-        prefilled: requests of this kvpin whose prompt it computed for another engine.
-        failed: requests of this kvpin whose answer was an error, or that got none.
-        at_others: requests in flight of other workers that do not count as load here.
-        empty: its empty answers beside those of others.
-        breaker: lets few requests through after several failed in a row; None after none did.
-        mine: an event, set while this kvpin may use the engine.
-        owner: the kvpin that uses the engine, if only one may; None while unknown.
-        is_served_there: the owner is another kvpin, and takes requests from this one.
-    """
+    """One engine: its adapter, what it declared, its load, its audit."""
 
     def __init__(self, adapter: EngineAdapter, on_ready: Callable[[], None] = lambda: None) -> None:
         """`on_ready` is called whenever the engine becomes ready."""
         self.adapter = adapter
-        self.id, self.order = adapter.spec.id, order_name(adapter.spec)
+        self.id, self.order = adapter.spec.id, order_name(adapter.spec)  # its name in operators' orders
         self._state = EngineState.CONNECTING
         self._on_ready = on_ready
         self._failed = 0  # requests, since it was ready last
-        self.info: EngineInfo | None = None
+        self.info: EngineInfo | None = None  # its declaration when it connected; None before that
+        # The builder of its prompts; None before it has connected. It stays while the engine is away.
         self.prompts: PromptBuilder | None = None
-        self.is_proven = True
-        self.audits = Audits()
+        self.is_proven = True  # this connection was compared, and makes the tokens that `prompts` makes
+        self.audits = Audits()  # which of its prompts it is asked to tokenise itself
+        # When forms that served prompts took away are compared again; None if there are none.
         self.heals_at: float | None = None
+        # An event, set while the process that answers is surely the one that was compared.
         self.sure = asyncio.Event()
         self.sure.set()
+        # Connections that have ended; times that it closed one, so that another process might answer.
         self.connections = self.doubts = 0
         self._trusted_until = 0.0
         self._false_doubts: deque[float] = deque(maxlen=FALSE_DOUBTS)
         self.ledger = EngineLedger()
-        self.audit = EngineAudit()
+        self.audit = EngineAudit()  # predicted against reported cached tokens, and the trust in its view
+        # Blocks learned from responses, for engines without events.
         self.learned = LearnedBlocks(ASSUMED_CAPACITY_TOKENS // TOKENS_PER_BLOCK)
-        self.below = LearnedBlocks(HINTED_BLOCKS)
+        self.below = LearnedBlocks(HINTED_BLOCKS)  # blocks on lower tiers that its events do not report
         self.salts = TenantSalts()
-        self.ahead = AheadCounts()
-        self.lacks: set[str] = set()
-        self.keeps_no_kv = False
-        self.view: EngineView | None = None
-        self.process: ManagedEngine | None = None
+        self.ahead = AheadCounts()  # counts of restores ahead of need
+        self.lacks: set[str] = set()  # routes that the engine said it does not have
+        self.keeps_no_kv = False  # it computed a prompt for another engine, and kept nothing for it
+        self.view: EngineView | None = None  # its KV cache, from its events; None without events
+        self.process: ManagedEngine | None = None  # its process, if kvpin runs it
+        # It is there while kvpin's supervisor starts the engine for the first time; None if the supervisor
+        # does not start it.
         self.starting_file: Path | None = None
+        # When it lost its cache, in Unix time; the last times only.
         self.emptied: deque[float] = deque(maxlen=16)
-        self.flushed: deque[Flush] = deque(maxlen=16)
-        self.drains: set[DrainReason] = set()
-        self.last_error: str | None = None
-        self.refuses = False
-        self.check_now = asyncio.Event()
+        self.flushed: deque[Flush] = deque(maxlen=16)  # the last flushes that this kvpin ordered
+        self.drains: set[DrainReason] = set()  # why it drains; empty unless its state is `draining`
+        self.last_error: str | None = None  # why it is not ready
+        self.refuses = False  # it can be reached, and its answer to kvpin was an error, as `last_error` says
+        self.check_now = asyncio.Event()  # wakes its monitor
         self.leases: set[Lease] = set()
+        # Requests that other kvpins have on it and that have no answer yet, by ticket.
         self.of_peers: dict[int, PeerRequest] = {}
+        # Requests of this kvpin that it answered, whose prompt it computed for another engine, and whose
+        # answer was an error or that got none: a worker hands these over. Then requests in flight of other
+        # workers that do not count as load here.
         self.served = self.prefilled = self.failed = self.at_others = 0
-        self.empty = EmptyAnswers()
+        self.empty = EmptyAnswers()  # its empty answers beside those of others
+        # Lets few requests through after several failed in a row; None after none did.
         self.breaker: Breaker | None = None
-        self.mine = asyncio.Event()
+        self.mine = asyncio.Event()  # an event, set while this kvpin may use the engine
         self.mine.set()
-        self.owner: str | None = None
-        self.is_served_there = False
+        self.owner: str | None = None  # the kvpin that uses the engine, if only one may; None while unknown
+        self.is_served_there = False  # the owner is another kvpin, and takes requests from this one
 
     @property
     def role(self) -> Role:
@@ -299,10 +274,6 @@ class Engine:
         if self.connections != connections:
             raise EngineChanged("another process may have taken the engine's place")
 
-    def has_emptied(self) -> None:
-        """Notes that the engine lost its cache: it was restarted or flushed."""
-        self.emptied.append(time.time())
-
     def give_to(self, owner: str | None, *, is_served_there: bool = False) -> None:
         """Leaves the engine to another kvpin; None if its owner is not known yet. New requests stop."""
         self.mine.clear()
@@ -388,4 +359,5 @@ class Engine:
         if failed:
             log.warning("requests failed because their engine was lost", engine=self.id, requests=failed)
         for lease in self.leases:
-            lease.give_up()
+            lease.is_lost = True
+            lease.on_lost()

@@ -40,18 +40,7 @@ async def _nothing_new() -> bool:
 
 
 class Fleet:
-    """All engines and their pools.
-
-    Attributes:
-        name: this kvpin's, for people.
-        secret_name: tells the secrets of kvpins apart, and nothing else about them.
-        told: tells other kvpins of requests, in pools made from now on; None without other kvpins.
-        claims_engines: an engine that only one kvpin may use waits until it is claimed.
-        book: what operators have ordered about engines, at any kvpin of the group.
-        pins: the pins that this kvpin holds.
-        look_up: asks engines for LoRA adapters that are not known; returns whether it asked any.
-        passed_on: requests that other kvpins answered for this one so far, by the names of these kvpins.
-    """
+    """All engines and their pools."""
 
     def __init__(
         self,
@@ -63,21 +52,25 @@ class Fleet:
     ) -> None:
         """`aliases`: further names of models and LoRA adapters. `default_model`: serves all other names.
         `queue`: the bounds of each pool's queue. `secret`: the key of namespace roots."""
-        self.name, self._secret = name, secret
+        self.name, self._secret = name, secret  # its name is for people
+        # Tells the secrets of kvpins apart, and nothing else about them.
         self.secret_name = blake2b(secret, digest_size=8, person=b"kvpin group").digest()
         self._queue = queue
         self.aliases = aliases or {}
         self.default_model = default_model
         self.engines: dict[str, Engine] = {}
         self.pools: dict[str, Pool] = {}
+        # Tells other kvpins of requests, in pools made from now on; None without other kvpins.
         self.told: OwnRequests | None = None
-        self.claims_engines = False
-        self.book = EngineBook()
-        self.pins = PinBook()
+        self.claims_engines = False  # an engine that only one kvpin may use waits until it is claimed
+        self.book = EngineBook()  # what operators have ordered about engines, at any kvpin of the group
+        self.pins = PinBook()  # the pins that this kvpin holds
+        # Requests that other kvpins answered for this one so far, by the names of these kvpins.
         self.passed_on: Counter[str] = Counter()
         self._warned: set[str] = set()
         self._an_engine_is_ready = asyncio.Event()
         self._has_started = False
+        # Asks engines for LoRA adapters that are not known; returns whether it asked any.
         self.look_up: Callable[[], Coroutine[Any, Any, bool]] = _nothing_new
 
     def add(self, adapter: EngineAdapter) -> Engine:
@@ -116,8 +109,7 @@ class Fleet:
 
     def engine(self, engine_id: str) -> Engine:
         """The engine with that id. Raises NotFound."""
-        engine = self.engines.get(engine_id)
-        if engine is None:
+        if (engine := self.engines.get(engine_id)) is None:
             known = ", ".join(self.engines) or "none"
             raise NotFound(f"there is no engine {engine_id!r}; known: {known}", param="engine")
         return engine
@@ -146,13 +138,9 @@ class Fleet:
         engine.has_connected(info)
         if info.gpu_blocks is not None and info.tokens_per_block is not None:
             engine.learned.capacity = info.gpu_blocks * info.tokens_per_block // pool.tokens_per_block
-        pool.placer.add(
-            engine.id,
-            engine.ledger,
-            tokens_per_block=info.tokens_per_block,
-            gpu_blocks=info.gpu_blocks if info.tokens_per_block is not None else None,
-            host_blocks=info.host_blocks if info.tokens_per_block is not None else None,
-        )
+        size, gpu, host = info.tokens_per_block, info.gpu_blocks, info.host_blocks
+        gpu, host = (gpu, host) if size is not None else (None, None)
+        pool.placer.add(engine.id, engine.ledger, tokens_per_block=size, gpu_blocks=gpu, host_blocks=host)
         engine.adapter.priced_by(pool.placer.books[engine.id].rates.prefill_s, pool.placer.demand.returns)
         pool.join(engine)
         self._not_away(engine.id)
@@ -161,8 +149,7 @@ class Fleet:
 
     def leave(self, engine: Engine) -> None:
         """The engine is gone: forgets its KV."""
-        pool = self.pool_of(engine)
-        if pool is not None:
+        if (pool := self.pool_of(engine)) is not None:
             pool.wipe(engine)
             pool.placer.remove(engine.id)
             pool.leave(engine)
@@ -185,11 +172,8 @@ class Fleet:
         for pool in self.pools.values():
             for name in sorted((pool.loras & self.pools.keys()) - self._warned):
                 self._warned.add(name)
-                log.warning(
-                    "a LoRA adapter is not served: a model has the same name",
-                    lora=name,
-                    parent=pool.model,
-                )
+                event = "a LoRA adapter is not served: a model has the same name"
+                log.warning(event, lora=name, parent=pool.model)
 
     def is_ready(self) -> bool:
         """True if requests can be taken, here or at another kvpin, and all engines of the start were tried.

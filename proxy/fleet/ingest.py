@@ -139,7 +139,7 @@ class Ingest:
 def _before(event: KvEvent, engine: Engine, pool: Pool) -> None:
     """What has to be known before an event is applied."""
     if isinstance(event, CacheCleared):
-        engine.has_emptied()
+        engine.emptied.append(time.time())
     elif isinstance(event, BlocksRemoved):
         pool.placer.told(engine.id)
 

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from engine_adapter import EngineError, Hold, Role
 from engine_adapter.types import Usage
-from proxy.core.index.blocks import BlockHash, Chain
+from proxy.core.index.blocks import BlockHash
 from proxy.core.peers.messages import Step
 from proxy.core.peers.telling import Telling
 from proxy.core.placement.decision import NOTHING, Placement
@@ -34,14 +34,10 @@ LENIENCE = 2.0
 
 
 class PeerRequest(Struct, eq=False):
-    """A request that another kvpin has on the engine.
-
-    Attributes:
-        begun: its answer has begun, or never will.
-    """
+    """A request that another kvpin has on the engine."""
 
     placed: PlacedRequest
-    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    begun: asyncio.Event = field(default_factory=asyncio.Event)  # its answer has begun, or never will
     has_answer: bool = False
 
     @property
@@ -55,53 +51,32 @@ class PeerRequest(Struct, eq=False):
         chain = self.placed.chain
         return (chain.n_tokens - self.placed.work.computed) // chain.tokens_per_block if chain else 0
 
-    def ends(self, *, has_answer: bool) -> None:
-        """Its answer begins, or never will."""
-        self.has_answer = has_answer
-        self.begun.set()
-
 
 class Lease(Struct, eq=False):
-    """A request's hold on an engine, as a context.
-
-    Attributes:
-        started: when it was placed here, in monotonic seconds.
-        removals: blocks the engine had removed by then.
-        ended: called once it is over.
-        on_lost: called if its engine is lost meanwhile.
-        is_late: asked when its request is cancelled: was it because the engine was lost or too slow?
-        tell: tells other kvpins that it begins; None if there are none.
-        telling: tells them of its further steps; None before it has begun.
-        gathered: when no other request computed its prefix any more; until then, `started`.
-        first_byte_s: seconds from placement to the first byte; None before that.
-        succeeded: the answer is complete, and kvpin's token ids were right: the engine now holds the prompt.
-        failed: the answer is an error, or the engine gave none.
-        found: leading blocks that the engine is expected to hold; the request computes the others.
-        begun: the answer has begun, or never will.
-        is_lost: its engine was lost while it ran.
-        connections: those of its engine when it began.
-    """
+    """A request's hold on an engine, as a context."""
 
     engine: Engine
     placement: Placement
     placer: Placer
     placed: PlacedRequest
-    started: float
-    removals: int
-    ended: Callable[[Lease], None]
-    on_lost: Callable[[], None]
+    started: float  # when it was placed here, in monotonic seconds
+    removals: int  # blocks the engine had removed by then
+    ended: Callable[[Lease], None]  # called once it is over
+    on_lost: Callable[[], None]  # called if its engine is lost meanwhile
+    # Asked when its request is cancelled: was it because the engine was lost or too slow?.
     is_late: Callable[[], bool]
-    tell: Callable[..., Telling] | None = None
-    telling: Telling | None = None
-    gathered: float = 0.0
-    first_byte_s: float | None = None
+    tell: Callable[..., Telling] | None = None  # tells other kvpins that it begins; None if there are none
+    telling: Telling | None = None  # tells them of its further steps; None before it has begun
+    gathered: float = 0.0  # when no other request computed its prefix any more; until then, `started`
+    first_byte_s: float | None = None  # seconds from placement to the first byte; None before that
+    # The answer is complete, and kvpin's token ids were right: the engine now holds the prompt.
     succeeded: bool = False
-    failed: bool = False
-    found: int = 0
+    failed: bool = False  # the answer is an error, or the engine gave none
+    found: int = 0  # leading blocks that the engine is expected to hold; the request computes the others
     report: Usage | None = None
-    is_lost: bool = False
-    connections: int = 0
-    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    is_lost: bool = False  # its engine was lost while it ran
+    connections: int = 0  # those of its engine when it began
+    begun: asyncio.Event = field(default_factory=asyncio.Event)  # the answer has begun, or never will
 
     async def confirm(self) -> None:
         """Waits until it is sure that the process which was leased answers. Raises EngineChanged."""
@@ -157,13 +132,10 @@ class Lease(Struct, eq=False):
         """Waits for the request that computes this prefix. Each lease does so before its engine gets the
         request, whatever its part. If the other request fails or takes too long, this one computes the
         prefix, and later ones may wait for it."""
-        chain, shared = self.placed.chain, self.placement.chosen.pending_tokens
-        if chain is not None and not await self._is_shared(self.placed.book.rates.prefill_s(shared)):
-            self._compute(chain)
-
-    def _compute(self, chain: Chain) -> None:
-        """Notes that this request computes every block that the engine lacks, pending blocks included."""
-        book, placement = self.placed.book, self.placement
+        chain, book, shared = self.placed.chain, self.placed.book, self.placement.chosen.pending_tokens
+        if chain is None or await self._is_shared(book.rates.prefill_s(shared)):
+            return
+        placement = self.placement  # it computes every block that the engine lacks, pending blocks included
         match = self.placer.match(chain).get(book.engine, NOTHING)
         predicted = predict(chain, match.blocks - match.pending, book.tokens_per_block)
         self.found = predicted // chain.tokens_per_block
@@ -178,11 +150,9 @@ class Lease(Struct, eq=False):
         """
         ledger, has_failed = self.placed.book.ledger, False
         while other := leader(self.engine.underway, self.hashes, self.found):
-            remaining = ledger.remaining(time.monotonic(), other.placed.ticket)
-            if remaining is None:
+            if (remaining := ledger.remaining(time.monotonic(), other.placed.ticket)) is None:
                 return True
-            wait_s = patience_s(remaining, shared_s)
-            if wait_s is None:
+            if (wait_s := patience_s(remaining, shared_s)) is None:
                 return False
             try:
                 async with asyncio.timeout(wait_s):
@@ -223,11 +193,6 @@ class Lease(Struct, eq=False):
     def evicted_since(self) -> bool:
         """True if the engine has evicted anything since the placement."""
         return self.engine.removals != self.removals
-
-    def give_up(self) -> None:
-        """Ends the lease: the engine was lost."""
-        self.is_lost = True
-        self.on_lost()
 
     def first_byte(self, *, streamed: bool) -> None:
         """The answer has begun. A stream's first byte is its first token; other answers are whole by then."""

@@ -6,14 +6,14 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
 
 import structlog
 from msgspec.structs import replace
 
-from engine_adapter import BelowGpu, Capability, EngineError, KvVerb, Tier, log_text
+from engine_adapter import Capability, EngineError, KvVerb, Tier, log_text
 from proxy.core.index.blocks import BlockHash, Chain
 from proxy.core.placement.load import Work
 from proxy.core.placement.tiering import Below, Thread, Threads, gain, soon
@@ -44,7 +44,12 @@ async def look_below(
     if below is None:
         lease.placement = replace(placement, predicted_tokens=placement.gpu_tokens, firm=False)
         return
-    _note(pool, engine, chain, below)
+    on_host, held = below.host // pool.tokens_per_block, (below.host + below.disk) // pool.tokens_per_block
+    for each in _sharing(pool, engine):
+        each.below.forget(chain.hashes, on_host)
+        pool.index.remove(each.id, Tier.HOST, chain.hashes[on_host:])
+        pool.index.remove(each.id, Tier.DISK, chain.hashes[on_host:])
+        _hint(pool, each, chain.hashes, on_host, held)
     cached = max(placement.gpu_tokens, below.cached)
     # A tier may not yet report what was just stored: the true number can only be higher.
     firm = placement.firm and below.host + below.disk >= whole
@@ -66,17 +71,6 @@ def _whole_tokens(engine: Engine, chain: Chain | None) -> int:
     """The most tokens of a prompt that lower tiers can hold; 0 where there are none to ask."""
     unit = engine.info.tokens_per_chunk if engine.info is not None else None
     return chain.n_tokens // unit * unit if unit and chain is not None else 0
-
-
-def _note(pool: Pool, engine: Engine, chain: Chain, below: BelowGpu) -> None:
-    """Writes the answer to the index, for every engine that shares the tiers."""
-    host = below.host // pool.tokens_per_block
-    held = (below.host + below.disk) // pool.tokens_per_block
-    for each in _sharing(pool, engine):
-        each.below.forget(chain.hashes, host)
-        pool.index.remove(each.id, Tier.HOST, chain.hashes[host:])
-        pool.index.remove(each.id, Tier.DISK, chain.hashes[host:])
-        _hint(pool, each, chain.hashes, host, held)
 
 
 def _hint(pool: Pool, engine: Engine, hashes: tuple[BlockHash, ...], host: int, held: int) -> None:
@@ -130,24 +124,16 @@ class _Choice(NamedTuple):
     thread: Thread[NextTurn]
 
 
+@dataclass(slots=True)
 class RestoreAhead:
-    """Watches finished requests, and restores the KV of the turns that are due next.
+    """Watches finished requests, and restores the KV of the turns that are due next."""
 
-    Args:
-        fleet: the engines.
-        tasks: runs the restores.
-        clock: monotonic seconds.
-    """
-
-    def __init__(
-        self, fleet: Fleet, tasks: Supervisor, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._fleet = fleet
-        self._tasks = tasks
-        self._clock = clock
-        self._threads = Threads[NextTurn]()
-        # Engine → when it may restore again, in monotonic seconds; while it restores: never.
-        self._not_before: dict[str, float] = {}
+    _fleet: Fleet
+    _tasks: Supervisor  # runs the restores
+    clock: Callable[[], float] = time.monotonic
+    _threads: Threads[NextTurn] = field(default_factory=Threads)
+    # Engine → when it may restore again, in monotonic seconds; while it restores: never.
+    _not_before: dict[str, float] = field(default_factory=dict)
 
     def observe(self, record: RequestRecord) -> None:
         """Notes a finished request: its next turn may need its KV."""
@@ -157,11 +143,10 @@ class RestoreAhead:
         engine = self._fleet.engines.get(placement.engine)
         if engine is None or not _is_able(engine):
             return
-        pool = self._fleet.pool_of(engine)
-        if pool is None:
+        if (pool := self._fleet.pool_of(engine)) is None:
             return
         hashes = record.chain.hashes if record.chain is not None else ()
-        now = self._clock()
+        now = self.clock()
         started = now - (record.duration_s or 0.0)
         turn, called = NextTurn(pool.model, prompt), record.called_tool
         before = self._threads.turn(started, now, hashes, len(prompt.token_ids), turn, called_tool=called)
@@ -180,19 +165,18 @@ class RestoreAhead:
 
     def tick(self) -> None:
         """Starts the restores that are worth it now, at most one per engine."""
-        now = self._clock()
+        now = self.clock()
         self._not_before = {engine: when for engine, when in self._not_before.items() if when > now}
         for thread in self._threads.lapsed(now):
             if thread.restored_on is not None:
                 self._count(thread, used=False)
         best: dict[str, _Choice] = {}
         for thread in self._threads.due(now):
-            choice = self._look_at(thread, now)
-            if choice is not None:
+            if (choice := self._look_at(thread, now)) is not None:
                 rival = best.get(choice.engine.id)
                 if choice.gain > (rival.gain if rival is not None else 0.0):
                     best[choice.engine.id] = choice
-            if self._clock() - now >= LOOK_S:
+            if self.clock() - now >= LOOK_S:
                 break
         for engine_id, choice in best.items():
             choice.thread.restored_on = engine_id
@@ -202,8 +186,7 @@ class RestoreAhead:
     def _look_at(self, thread: Thread[NextTurn], now: float) -> _Choice | None:
         """The engine that holds most of a thread, and the gain of a restore there; None where no block of it
         lies below the GPU, or the engine is busy."""
-        pool = self._fleet.pools.get(thread.prompt.model)
-        if pool is None:
+        if (pool := self._fleet.pools.get(thread.prompt.model)) is None:
             return None
         matches = pool.index.match(thread.hashes)
         best = max(matches, key=lambda engine: (matches[engine].blocks, matches[engine].lead), default=None)
@@ -220,29 +203,31 @@ class RestoreAhead:
 
     async def _restore(self, choice: _Choice) -> None:
         engine, thread = choice.engine, choice.thread
-        started, done = self._clock(), 0
+        started, done = self.clock(), 0
         try:
             async with aclosing(engine.adapter.operate(KvVerb.RESTORE, thread.prompt.prompt.kv)) as steps:
                 async for step in steps:
                     done = step.done
-                    if not _is_quiet(engine, self._clock()):
+                    if not _is_quiet(engine, self.clock()):
                         break
         except EngineError as error:
-            log.info(
-                "restore ahead failed; the next turn computes the rest",
-                engine=engine.id,
-                error=log_text(error),
-            )
+            event = "restore ahead failed; the next turn computes the rest"
+            log.info(event, engine=engine.id, error=log_text(error))
         finally:
-            now = self._clock()
+            now = self.clock()
             self._not_before[engine.id] = now + (now - started) * (1 / MOST_TIME - 1)
         engine.ahead.restores += 1
         engine.ahead.blocks += done
-        _note_restored(choice, done, now)
+        pool, book, info = choice.pool, choice.pool.placer.books.get(engine.id), engine.info
+        if book is None or info is None:
+            return
+        book.residents.use(now, thread.hashes, 0)
+        if book.on_gpu is not None:  # they are on its GPU again
+            blocks = done * (info.tokens_per_block or pool.tokens_per_block) // pool.tokens_per_block
+            book.on_gpu.use(now, thread.hashes[: thread.on_gpu + blocks], blocks)
 
     def _count(self, thread: Thread[NextTurn], *, used: bool) -> None:
-        engine = self._fleet.engines.get(thread.restored_on or "")
-        if engine is not None:
+        if (engine := self._fleet.engines.get(thread.restored_on or "")) is not None:
             engine.ahead.used += used
             engine.ahead.wasted += not used
         thread.restored_on = None
@@ -266,7 +251,6 @@ def _is_quiet(engine: Engine, now: float) -> bool:
 
 
 def _gain(pool: Pool, engine: Engine, below: Below[NextTurn], now: float) -> float:
-    """Gain of restoring a thread on the engine, see `tiering.gain`."""
     book, returns = pool.placer.books[engine.id], pool.placer.demand.returns
     on_gpu = book.on_gpu if book.on_gpu is not None else book.residents
     gpu, _, _, pending = pool.index.counts(engine.id)
@@ -275,15 +259,3 @@ def _gain(pool: Pool, engine: Engine, below: Below[NextTurn], now: float) -> flo
         return on_gpu.lost(now, blocks, lambda idle_s: soon(returns, idle_s, within_s))
 
     return gain(below, now, max((book.gpu_blocks or 0) - gpu - pending, 0), lost, returns)
-
-
-def _note_restored(choice: _Choice, done: int, now: float) -> None:
-    """Notes that `done` of the engine's blocks of the thread are on its GPU again."""
-    pool, thread, info = choice.pool, choice.thread, choice.engine.info
-    book = pool.placer.books.get(choice.engine.id)
-    if book is None or info is None:
-        return
-    book.residents.use(now, thread.hashes, 0)
-    if book.on_gpu is not None:
-        blocks = done * (info.tokens_per_block or pool.tokens_per_block) // pool.tokens_per_block
-        book.on_gpu.use(now, thread.hashes[: thread.on_gpu + blocks], blocks)

@@ -51,7 +51,8 @@ class ProcessState(StrEnum):
 
 
 class ManagedEngine:
-    """Keeps one engine process running while `run` runs.
+    """Keeps one engine process running while `run` runs. Raises EngineSpecError if the settings contradict
+    each other.
 
     Attributes:
         port: chosen once; a restarted engine has the same port.
@@ -60,9 +61,6 @@ class ManagedEngine:
         last_exit_code: exit code of the last process that ended, −N for signal N; None before the first end.
         error: why it does not run: the exit code and the last lines it wrote; None while nothing is wrong.
         computing: it gives no answer because it computes. It is given `stuck_s` for that.
-
-    Raises:
-        EngineSpecError: the settings contradict each other.
     """
 
     # When it is checked, restarted and given up, in seconds.
@@ -169,8 +167,7 @@ class ManagedEngine:
         self._stopping.set()
         if self.state is not ProcessState.FAILED:
             self.state = ProcessState.STOPPED
-        process = self._process
-        if process is None:
+        if (process := self._process) is None:
             return
         try:
             await self._end(process)
@@ -179,7 +176,6 @@ class ManagedEngine:
         self._note_end(process)
 
     async def _run_once(self) -> None:
-        """Starts the process once and waits for its end."""
         self.state = ProcessState.STARTING
         self._ready_since = None
         self._last_lines.clear()
@@ -281,11 +277,8 @@ class ManagedEngine:
             async with asyncio.timeout(self.grace_s):
                 await process.wait()
         except TimeoutError:
-            log.warning(
-                "managed engine ignores SIGTERM; kvpin kills it",
-                engine=self.id,
-                grace_s=self.grace_s,
-            )
+            event = "managed engine ignores SIGTERM; kvpin kills it"
+            log.warning(event, engine=self.id, grace_s=self.grace_s)
             _signal_group(process.pid, signal.SIGKILL)
             await process.wait()
 
@@ -310,9 +303,7 @@ def _pipe() -> Iterator[tuple[FileIO, FileIO]]:
         yield ends
     finally:
         for end in ends:
-            with suppress(
-                OSError
-            ):  # the event loop has closed it, if it was cancelled while it began to read
+            with suppress(OSError):  # the event loop closed it, if it was cancelled while it began to read
                 end.close()
 
 
@@ -326,8 +317,7 @@ def end_of(exit_code: int | None) -> str:
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+        return int(probe.getsockname()[1])
 
 
 def _signal_group(pid: int, number: signal.Signals) -> None:

@@ -52,31 +52,20 @@ Split = Callable[[Engine, EngineInfo], bool]
 
 @dataclass(eq=False, repr=False)
 class Monitor:
-    """Watches the engines of a fleet.
-
-    Args:
-        fleet: the engines.
-        tasks: runs one watch per engine.
-        ingest: follows the events of engines that are ready; None without reuse.
-        tables: p-tuning tables every engine must know before it gets requests.
-        interval_s: time between health checks of a ready engine.
-        timeout_s: how long one check may take.
-        isolated: there are several tenants; an engine that cannot keep their KV apart is refused, unless its
-            `share_kv` allows it.
-
-    Attributes:
-        split: called with each engine that connects, and what it declares: the data-parallel ranks or the
-            models of its server. True if these replace the engine.
-    """
+    """Watches the engines of a fleet."""
 
     _fleet: Fleet
-    _tasks: Supervisor
-    _ingest: Ingest | None
-    _tables: RegisteredTables
+    _tasks: Supervisor  # runs one watch per engine
+    _ingest: Ingest | None  # follows the events of engines that are ready; None without reuse
+    _tables: RegisteredTables  # p-tuning tables every engine must know before it gets requests
     _: KW_ONLY
-    interval_s: float
-    timeout_s: float
+    interval_s: float  # time between health checks of a ready engine
+    timeout_s: float  # how long one check may take
+    # There are several tenants: an engine that cannot keep their KV apart is refused, unless its `share_kv`
+    # allows it.
     isolated: bool = False
+    # Called with each engine that connects, and what it declares: the data-parallel ranks or the models of
+    # its server. True if these replace the engine.
     split: Split = field(default_factory=lambda: lambda _engine, _info: False, init=False)
     _findings: dict[str, tuple[Finding, ...]] = field(default_factory=dict, init=False)  # logged, by engine
 
@@ -149,7 +138,6 @@ class Monitor:
                 backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
     async def _connect(self, engine: Engine) -> None:
-        """Connects an engine, gives it what it needs, and lets it take requests."""
         async with asyncio.timeout(self.timeout_s):
             info = await engine.adapter.connect()
         _require_mine(engine)
@@ -197,11 +185,8 @@ class Monitor:
             try:
                 await self._check_in_time(engine)
             except _FAILED as error:
-                if (
-                    isinstance(error, TimeoutError)
-                    and engine.process is not None
-                    and engine.process.computing
-                ):
+                computes = engine.process is not None and engine.process.computing
+                if computes and isinstance(error, TimeoutError):
                     continue  # its process is watched: it ends if it is stuck
                 failures += 1
                 if failures == FAILURES:
@@ -212,11 +197,8 @@ class Monitor:
             _require_mine(engine)
 
     async def _check_in_time(self, engine: Engine) -> None:
-        """Checks the engine's health. Repeats a late check if kvpin itself was held up.
-
-        Raises:
-            EngineError, TimeoutError: it failed.
-        """
+        """Checks the engine's health. Repeats a late check if kvpin itself was held up. Raises EngineError or
+        TimeoutError if it failed."""
         while True:
             began = monotonic()
             try:
@@ -296,7 +278,6 @@ class Monitor:
             )
 
     def _log_findings(self, engine: Engine) -> None:
-        """Logs each new finding once, and each finding that is gone."""
         before, now = self._findings.get(engine.id, ()), engine.adapter.findings()
         self._findings[engine.id] = now
         for finding in now:
@@ -307,9 +288,9 @@ class Monitor:
                 log.info("finding is gone", engine=engine.id, finding=finding.problem)
 
     def _lose(self, engine: Engine, error: Exception) -> None:
-        """Drops a lost engine and the knowledge of its KV."""
         owner = error.holder if isinstance(error, EngineTaken) else None
         reason, away = self._reason(error), [EngineState.DOWN, EngineState.CONNECTING]
+        engine.refuses = isinstance(error, EngineRejected)
         if self._fleet.pool_of(engine) is None:
             away.append(EngineState.DRAINING)
         if owner is not None:
@@ -318,16 +299,14 @@ class Monitor:
         elif engine.state not in away:
             log.warning("engine is lost", engine=engine.id, error=reason)
         elif engine.last_error != reason and not engine.is_own:
-            refuses = isinstance(error, EngineRejected)
             log.warning(
                 "engine refuses kvpin; kvpin keeps trying"
-                if refuses
+                if engine.refuses
                 else "engine is not reachable; kvpin keeps trying",
                 engine=engine.id,
                 url=engine.adapter.spec.url,
                 error=reason,
             )
-        engine.refuses = isinstance(error, EngineRejected)
         if engine.mine.is_set():  # otherwise its owner is known
             if engine.state is not EngineState.DRAINING and not engine.is_starting:
                 engine.state = EngineState.DOWN if owner is None else EngineState.ELSEWHERE
@@ -359,7 +338,6 @@ _OF_RENDERINGS = {"model": "its model's files", "template": "its chat template"}
 
 
 def _log_changes(engine: Engine, before: EngineInfo | None, now: EngineInfo) -> None:
-    """Logs in one line what an engine tells otherwise than before."""
     if before is not None and (changed := changes_of(before, now)):
         log.warning("engine has changed", engine=engine.id, changed=changed)
 

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from math import inf
-from time import monotonic
+from time import monotonic, time
 from typing import Any
 
 from msgspec.structs import replace
@@ -29,7 +29,6 @@ from proxy.core.admission import HOLD_S, KEPT_BUSY, Needs
 from proxy.core.audit import Trust
 from proxy.core.index.blocks import BlockHash, Chain, chain, namespace_root
 from proxy.core.index.match import Match
-from proxy.core.index.prefix_index import PrefixIndex
 from proxy.core.peers.telling import OwnRequests
 from proxy.core.placement.decision import Candidate, Cost, Placement
 from proxy.core.placement.pairs import Prefillers
@@ -59,19 +58,7 @@ def _root_of(model: str, lora: str | None, salt: str | None, secret: bytes) -> B
 
 
 class Pool:
-    """Engines that serve the same model, and the index of what they hold.
-
-    Attributes:
-        renderings: what renders and tokenises requests, for each set of its engines that make the same tokens
-            of the same prompt. Mostly there is one.
-        lost_shapes: messages that the chat template of some of its engines refuses or leaves out.
-        context: the longest prompt that any of its engines takes, in tokens; None without a limit.
-        has_roles: some of its engines are meant for one part of requests.
-        passes_kv: some of its engines can pass KV to others.
-        has_halves: some of its engines answer only together with another one.
-        away: lost engines, as they were when they were lost.
-        line: requests that wait because its engines are busy.
-    """
+    """Engines that serve the same model, and the index of what they hold."""
 
     def __init__(
         self,
@@ -87,9 +74,11 @@ class Pool:
         self.tokens_per_block = tokens_per_block
         self.engines: dict[str, Engine] = {}
         self.placer = Placer(tokens_per_block)
+        self.index = self.placer.index  # the blocks its engines hold
         self._lora_paths: dict[str, str] = {}
         self._told_paths: dict[tuple[str, str], str] = {}  # of each engine
-        self.away: dict[str, EngineInfo] = {}
+        self.away: dict[str, EngineInfo] = {}  # lost engines, as they were when they were lost
+        # Requests that wait because its engines are busy.
         self.line = Line(self.engines_for, self.is_free, queue)
         self._told = told
         self.refresh()
@@ -121,16 +110,19 @@ class Pool:
         """Some engine has joined, left, got another builder, or told anew what it is."""
         engines = self.engines.values()
         halves = [each for each in engines if _way_of(each) is not None]
-        self.has_roles = any(each.role is not Role.BOTH for each in engines)
+        self.has_roles = any(each.role is not Role.BOTH for each in engines)  # meant for a part of requests
         self.passes_kv = any(each.adapter.transfer is not None for each in engines)
-        self.has_halves = bool(halves)
+        self.has_halves = bool(halves)  # some answer only together with another one
         self.placer.answering = sum(each.role is Role.DECODE for each in halves)
         told = [info.max_model_len for info in self._infos]
         contexts = sorted(each for each in told if each is not None)
         self._contexts = tuple(contexts)
+        # The longest prompt that any of its engines takes, in tokens; None without a limit.
         self.context = contexts[-1] if contexts and None not in told else None
+        # For each set of its engines that make the same tokens of the same prompt. Mostly there is one.
         found = dict.fromkeys(each.prompts for each in engines if each.prompts is not None)
         self.renderings = tuple(sorted(found, key=lambda each: (each.is_blank, not each.is_proven)))
+        # Messages that the chat template of some of its engines refuses or leaves out.
         self.lost_shapes = frozenset[MessageShape]().union(*(each.lost_shapes for each in self.renderings))
 
     @property
@@ -148,11 +140,6 @@ class Pool:
         tokens = prompt + (asked if type(asked) is int and asked > 0 else 1)
         wanted = max(min(tokens, contexts[-1]), prompt)
         return 0 if wanted <= contexts[0] else next((each for each in contexts if each >= wanted), wanted)
-
-    @property
-    def index(self) -> PrefixIndex:
-        """The blocks its engines hold."""
-        return self.placer.index
 
     def root_of(self, salt: str | None, lora: str | None = None) -> BlockHash:
         """The namespace root of the model, a salt and a LoRA adapter."""
@@ -472,8 +459,7 @@ class Pool:
     def is_free(self, engine_id: str) -> bool:
         """True if the engine would soon begin a request, if that has a short prompt."""
         engine, now = self.engines[engine_id], monotonic()
-        forecast = engine.adapter.forecast(NO_PROMPT)
-        if forecast is not None:
+        if (forecast := engine.adapter.forecast(NO_PROMPT)) is not None:
             return forecast.at_once_s < inf
         return not self._is_late(engine, engine.ledger.view(now).queue_s)
 
@@ -583,7 +569,7 @@ class Pool:
         """The engine lost its KV, or its view is no longer valid."""
         engine.learned.clear()
         engine.below.clear()
-        engine.has_emptied()
+        engine.emptied.append(time())
         self.placer.wipe(engine.id)
 
 

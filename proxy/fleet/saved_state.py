@@ -56,23 +56,17 @@ _unpack = msgspec.msgpack.Decoder(list[KeptRun]).decode
 
 
 class EngineMemory(msgspec.Struct, frozen=True):
-    """The knowledge of one engine's cache.
-
-    Attributes:
-        salts: the cache salts of each tenant with KV there.
-        position: the place in its events up to which `runs` are right; None without such events.
-        runs: its view, in parts: packed lists of KeptRun.
-        learned: the prompts it probably holds, the next to be evicted first: hashes as uint64.
-    """
+    """The knowledge of one engine's cache."""
 
     engine: str
     model: str
     tokens_per_block: int
     instance: str
-    salts: KeptSalts
+    salts: KeptSalts  # the cache salts of each tenant with KV there
+    # The place in its events up to which `runs` are right; None without such events.
     position: EventPosition | None = None
-    runs: list[msgspec.Raw] = []
-    learned: list[bytes] = []
+    runs: list[msgspec.Raw] = []  # its view, in parts: packed lists of KeptRun
+    learned: list[bytes] = []  # the prompts it probably holds, the next to be evicted first: hashes as uint64
 
 
 async def keep(engine: Engine, pool: Pool) -> EngineMemory | None:
@@ -99,8 +93,7 @@ async def keep(engine: Engine, pool: Pool) -> EngineMemory | None:
 
 def take_memory(memories: dict[str, EngineMemory], engine: Engine, pool: Pool) -> EngineMemory | None:
     """Takes the memory of an engine that connects; None if there is none for its model and block size."""
-    memory = memories.pop(engine.id, None)
-    if memory is None:
+    if (memory := memories.pop(engine.id, None)) is None:
         return None
     then, now = (memory.model, memory.tokens_per_block), (pool.model, pool.tokens_per_block)
     if then == now:
@@ -134,38 +127,26 @@ def recall_learned(engine: Engine, pool: Pool, memory: EngineMemory) -> None:
         stretch = tuple(array("Q", packed))
         if engine.learned.restore(stretch):
             pool.index.store(engine.id, Tier.GPU, stretch)
-    log.info(
-        "learned cache content restored from before the restart",
-        engine=engine.id,
-        blocks=len(engine.learned),
-    )
+    event = "learned cache content restored from before the restart"
+    log.info(event, engine=engine.id, blocks=len(engine.learned))
 
 
 # --- saved state ----------------------------------------------------------------------------------------
 # Saves kvpin's state once a minute, when pins or operators' orders about engines change, and when it stops.
-# Reads it at the start.
-#
-# Knowledge of an engine counts only after verification, see `proxy/fleet/saved_state.py`. The file:
-#
-# first line   names the format; every change of it, or of how blocks are hashed, gets a new number
-# 16 bytes     xxh3_128 of the rest
-# msgpack      SavedState
+# Reads it at the start. The file is `sealed`: every change of its format, or of how blocks are hashed, gets a
+# new number.
 
 _HEAD = b"kvpin-state 2\n"
 
 
 class SavedState(msgspec.Struct, frozen=True):
-    """The state of one kvpin.
+    """The state of one kvpin."""
 
-    Attributes:
-        isolated: there are several tenants, each with a salt of its own.
-        marks: what operators have ordered about engines, with the keys of engines that they added.
-        pins: the active pins. They expire in Unix time: the clock of a process does not outlive it.
-    """
-
-    isolated: bool
+    isolated: bool  # there are several tenants, each with a salt of its own
+    # The active pins. They expire in Unix time: the clock of a process does not outlive it.
     pins: list[AdminPin]
     engines: list[EngineMemory]
+    # What operators have ordered about engines, with the keys of engines that they added.
     marks: list[EngineMark] = msgspec.field(default_factory=list)
 
 
@@ -193,11 +174,8 @@ FILE = "state"
 
 
 class StateSaver:
-    """Saves and restores the state.
-
-    Attributes:
-        memories: the memories of engines that have not connected since the start, by id.
-    """
+    """Saves and restores the state. `memories`: those of engines that have not connected since the start, by
+    id."""
 
     def __init__(self, directory: Path, tenants: Tenants, use: UseBook, left: Sequence[Path] = ()) -> None:
         """Reads the snapshot, and the use in directories that workers `left`. If the snapshot cannot be used,

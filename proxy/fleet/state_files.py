@@ -41,8 +41,8 @@ class UnusableFileError(OSError):
 
 
 def sealed(head: bytes, body: bytes) -> bytes:
-    """A file's bytes: `head`, which is a line that names format and version; the digest of the body; the
-    body."""
+    """A file's bytes: `head`, a line that names format and version; 16 bytes of xxh3_128 of the body; the
+    body, which is msgpack."""
     return head + xxhash.xxh3_128_digest(body) + body
 
 
@@ -189,9 +189,7 @@ class TableFiles:
 
 
 # --- the use of tenants on disk: `use` in `state_dir`. It outlives what makes `state` useless -----------
-# first line   names the format
-# 16 bytes     xxh3_128 of the rest
-# msgpack      a list of pairs: UseKey, Used
+# `sealed`: a list of pairs, UseKey and Used.
 
 _USE_HEAD = b"kvpin-use 1\n"
 _USE_FILE, _UNREAD = "use", "use.unread"
@@ -217,7 +215,11 @@ class UseFile:
     async def save(self) -> None:
         """Writes the book, if it has changed. Logs a failure."""
         self._book.prune()
-        data = sealed(_USE_HEAD, await _encoded(self._book))
+        keys, pieces = list(self._book), list[bytes]()
+        for at in range(0, len(keys), _AT_ONCE):  # 100,000 in a row would hold up the loop for 0.1 s
+            pieces += (msgspec.msgpack.encode((key, self._book[key])) for key in keys[at : at + _AT_ONCE])
+            await asyncio.sleep(0)
+        data = sealed(_USE_HEAD, b"".join((_ARRAY, len(keys).to_bytes(4), *pieces)))
         if data == self._saved:
             return
         try:
@@ -252,20 +254,9 @@ def _rows(directory: Path) -> list[tuple[UseKey, Used]] | None:
     return None
 
 
-async def _encoded(book: UseBook) -> bytes:
-    """The rows, encoded a few thousand at a time: 100,000 would hold up the loop for 0.1 s."""
-    keys, pieces = list(book), list[bytes]()
-    for at in range(0, len(keys), _AT_ONCE):
-        pieces += (msgspec.msgpack.encode((key, book[key])) for key in keys[at : at + _AT_ONCE])
-        await asyncio.sleep(0)
-    return b"".join((_ARRAY, len(keys).to_bytes(4), *pieces))
-
-
 # --- key book file --------------------------------------------------------------------------------------
 # The key book on disk: `keys` in `state_dir`, which kvpins that share the directory write together.
-# first line   names the format
-# 16 bytes     xxh3_128 of the rest
-# msgpack      a list of IssuedKey
+# `sealed`: a list of IssuedKey.
 
 _HEAD = b"kvpin-keys 1\n"
 _FILE, _LOCK = "keys", "keys.lock"
@@ -326,11 +317,10 @@ class KeyBookFile:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             os.fchmod(lock, 0o600)  # an older kvpin let others open it, and lock it
-            is_held = False
-            while not is_held:
+            while True:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    is_held = True
+                    break
                 except BlockingIOError:
                     if time.monotonic() > until:
                         why = f"another process has locked {str(path)!r} for {_LOCK_S:g} s"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Hashable
+from dataclasses import dataclass
 
 import structlog
 
@@ -30,22 +31,18 @@ log = structlog.get_logger(__name__)
 RETRY_S = 1.0
 # Between attempts to load a tokenizer whose source is away. Each attempt costs about 2 s of a core.
 RELOAD_S = 300.0
+_Lost = frozenset[MessageShape] | None
 
 
+@dataclass(frozen=True, slots=True)
 class Renderings:
-    """Loads the tokenizers of all pools, and compares them with each engine.
+    """Loads the tokenizers of all pools, and compares them with each engine."""
 
-    Args:
-        tasks: runs that.
-        tables: p-tuning tables that prompts may name.
-        load: gives the tokenizer of a directory or hub id; raises EngineSpecError, or
-            EngineUnavailable if it may succeed later.
-    """
-
-    def __init__(self, tasks: Supervisor, tables: RegisteredTables, load: Load = load_tokenizer) -> None:
-        self._tasks = tasks
-        self._tables = tables
-        self._load = load
+    _tasks: Supervisor
+    _tables: RegisteredTables  # p-tuning tables that prompts may name
+    # Gives the tokenizer of a directory or hub id. Raises EngineSpecError, or EngineUnavailable if it may
+    # succeed later.
+    _load: Load = load_tokenizer
 
     def join(self, engine: Engine, info: EngineInfo, pool: Pool) -> None:
         """An engine joined the pool: prompts can be built from now on. Does not wait for the tokenizer."""
@@ -106,9 +103,7 @@ class Renderings:
             if not is_final:
                 await asyncio.sleep(RELOAD_S)
 
-    async def _lost_by(
-        self, engine: Engine, pool: Pool, builder: PromptBuilder
-    ) -> frozenset[MessageShape] | None:
+    async def _lost_by(self, engine: Engine, pool: Pool, builder: PromptBuilder) -> _Lost:
         """What the engine's template loses; None if it cannot be asked now. Requests come before its
         tokenizer is loaded and compared, which takes seconds: their messages are repaired by this."""
         if not builder.can_ask:
@@ -123,9 +118,7 @@ class Renderings:
             pool.render(engine, builder)
         return lost
 
-    async def _own(
-        self, engine: Engine, pool: Pool, builder: PromptBuilder, lost: frozenset[MessageShape] | None
-    ) -> PromptBuilder:
+    async def _own(self, engine: Engine, pool: Pool, builder: PromptBuilder, lost: _Lost) -> PromptBuilder:
         """The builder with the same key whose outcome is the engine's: one of the pool, or a new one."""
         table = await self._compared(engine, builder, lost)
         for each in pool.renderings:
@@ -147,7 +140,7 @@ class Renderings:
         return own
 
     async def _other_like(
-        self, engine: Engine, pool: Pool, builder: PromptBuilder, lost: frozenset[MessageShape] | None
+        self, engine: Engine, pool: Pool, builder: PromptBuilder, lost: _Lost
     ) -> PromptBuilder | None:
         """For an engine whose tokenizer is nowhere: a builder of the pool that makes the same tokens."""
         if builder.local is not None or not builder.can_ask:
@@ -159,9 +152,7 @@ class Renderings:
                     return each
         return None
 
-    async def _compared(
-        self, engine: Engine, builder: PromptBuilder, lost: frozenset[MessageShape] | None
-    ) -> FormTable:
+    async def _compared(self, engine: Engine, builder: PromptBuilder, lost: _Lost) -> FormTable:
         """The outcome for the engine, once it answers. It is neither loaded nor woken for that."""
         while True:
             try:
@@ -213,7 +204,6 @@ def _change(before: PromptBuilder, after: PromptBuilder) -> str:
 
 
 def _warn_of_others(engine: Engine, pool: Pool, builder: PromptBuilder) -> None:
-    """Warns if other engines of the pool make other tokens."""
     for other in pool.engines.values():
         if other.is_proven and other is not engine and other.prompts is not None:
             log.warning(

@@ -72,27 +72,15 @@ class Line:
         tenant: str | None,
         needs: Needs,
         *,
-        priority: int,
-        tokens: int,
-        size: int,
-        deadline_s: float | None,
-        may_go: Callable[[], bool],
+        priority: int,  # the lowest value goes first
+        tokens: int,  # its cost to its tenant
+        size: int,  # bytes of its body
+        deadline_s: float | None,  # how long its client waits; None if it did not say
+        may_go: Callable[[], bool],  # whether placement finds an engine that takes it now
     ) -> None:
         """Returns when it is the request's turn, and an engine `may` take it. It must go there without an
-        await in between.
-
-        Args:
-            tenant: whose request it is.
-            needs: says which engines can take it.
-            priority: the lowest value goes first.
-            tokens: its cost to its tenant.
-            size: bytes of its body.
-            deadline_s: how long its client waits; None if it did not say.
-            may_go: whether placement finds an engine that takes it now.
-
-        Raises:
-            Overloaded: the wait is longer than the limit or than its client waits, or there is no room.
-        """
+        await in between. Raises Overloaded if the wait is longer than the limit or than its client waits, or
+        there is no room."""
         limit_s, whose = min(
             (self._limits.queue_s, "limits.queue_s"), (deadline_s or inf, "its client waits no longer")
         )
@@ -116,7 +104,10 @@ class Line:
                 # After this step of the caller's task: by then its engine counts it.
                 asyncio.get_running_loop().call_soon(self._gone)
         if not is_called:
-            raise _full(wait_s)
+            raise Overloaded(
+                "all engines are busy, and too many requests wait for one; try again later",
+                retry_after_s=min(max(ceil(wait_s or 0), 1), MAX_RETRY_S),
+            )
 
     def _wait_s(
         self, now: float, tenant: str | None, needs: Needs, priority: int, tokens: int
@@ -176,11 +167,4 @@ def _too_long(wait_s: float | None, limit_s: float, whose: str) -> Overloaded:
     return Overloaded(
         f"all engines are busy: the request {expected} for one; the limit is {limit_s:g} s ({whose})",
         retry_after_s=retry_after_s(wait_s, limit_s),
-    )
-
-
-def _full(wait_s: float | None) -> Overloaded:
-    return Overloaded(
-        "all engines are busy, and too many requests wait for one; try again later",
-        retry_after_s=min(max(ceil(wait_s or 0), 1), MAX_RETRY_S),
     )

@@ -25,33 +25,20 @@ from proxy.runtime import until, within
 
 @dataclass(frozen=True, slots=True)
 class BusCallbacks:
-    """The callbacks of an exchange.
+    """The callbacks of an exchange."""
 
-    Attributes:
-        receive: with each frame that comes, in the order in which its sender published them.
-        joined: when there is somebody new, or the exchange works again.
-        ended: with the number of a kvpin whose process is known to have ended.
-        kept: with what `Bus.keep` left, or None, each time the exchange begins to work.
-    """
-
-    receive: Callable[[bytes], None]
-    joined: Callable[[], None]
-    ended: Callable[[int], None] = lambda _kvpin: None
-    kept: Callable[[bytes | None], None] = lambda _data: None
+    receive: Callable[[bytes], None]  # each frame that comes, in the order in which its sender published them
+    joined: Callable[[], None]  # there is somebody new, or the exchange works again
+    ended: Callable[[int], None] = lambda _kvpin: None  # the process of the kvpin of that number
+    kept: Callable[[bytes | None], None] = lambda _data: None  # what `Bus.keep` left, as the exchange begins
 
 
 class Bus(Protocol):
-    """Carries frames to every other kvpin, at most once, in order. Frames may be lost.
+    """Carries frames to every other kvpin, at most once, in order. Frames may be lost."""
 
-    Attributes:
-        dropped: frames that were not sent because too much was waiting.
-        http_socket: serves HTTP to the other kvpins; None if none can reach it.
-        is_private: nobody but this user can read or write frames.
-    """
-
-    dropped: int
-    is_private: bool
-    http_socket: Path | None
+    dropped: int  # frames that were not sent because too much was waiting
+    is_private: bool  # nobody but this user can read or write frames
+    http_socket: Path | None  # serves HTTP to the other kvpins; None if none can reach it
 
     def reaches(self, socket: str) -> bool:
         """True if the HTTP socket that another kvpin announced is its own, on this machine."""
@@ -103,7 +90,7 @@ def sealed_marks(marks: Iterable[EngineMark], key: bytes | None) -> list[EngineM
     return [
         replace(mark, seal=_seal(mark, key)) if mark.added and key else mark
         for mark in marks
-        if not mark.added or (key and not _is_secret(mark))
+        if not mark.added or (key and not any(map(msgspec.json.decode(mark.added).get, _SECRET)))
     ]
 
 
@@ -118,11 +105,6 @@ def proven_marks(marks: Iterable[EngineMark], key: bytes | None) -> list[EngineM
 
 def _seal(mark: EngineMark, key: bytes) -> bytes:
     return hmac.digest(key, encode_marks([replace(mark, seal=b"")]), hashlib.sha256)
-
-
-def _is_secret(mark: EngineMark) -> bool:
-    settings = msgspec.json.decode(mark.added)
-    return any(settings.get(name) for name in _SECRET)
 
 
 # --- unix bus -------------------------------------------------------------------------------------------
@@ -161,14 +143,7 @@ def prepare(directory: Path) -> None:
 
 
 class UnixBus:
-    """Carries frames over sockets in a directory, see `Bus`.
-
-    Attributes:
-        dropped: frames that a peer did not get because it had not read enough.
-        is_private: True, as the directory is.
-        http_socket: serves HTTP to the other kvpins, in the same directory. The server makes and
-            removes it; that of a kvpin that was killed is removed here.
-    """
+    """Carries frames over sockets in a directory, which is private, see `Bus`."""
 
     def __init__(self, directory: Path, owner: int) -> None:
         """`owner` names the socket. Raises ValueError if its path is too long."""
@@ -177,23 +152,19 @@ class UnixBus:
         self._own = directory / f"{owner:016x}.sock"
         if len(os.fsencode(self._own)) + 1 > MAX_PATH_BYTES:  # a dot comes in front while it is made
             raise ValueError(f"the path {str(directory)!r} is too long for a socket")
+        # The server makes and removes it; that of a kvpin that was killed is removed here.
         self.http_socket: Path | None = self._own.with_suffix(_HTTP)
         self._peers: dict[str, _Outgoing] = {}  # by the name of their socket
         self._incoming = set[_Incoming]()
         self._lost = set[str]()  # names of sockets whose connection ended since the last look
         self._unreachable = set[str]()  # names of sockets that could not be connected to at the last look
         self._look_now = asyncio.Event()
-        self._has_looked = False
-
-    @property
-    def is_connected(self) -> bool:
-        """True if it listens."""
-        return self._has_looked
+        self.is_connected = False
 
     @property
     def is_alone(self) -> bool:
         """True if there is no other kvpin in the directory."""
-        return self._has_looked and not self._peers and not self._incoming
+        return self.is_connected and not self._peers and not self._incoming
 
     def reaches(self, _socket: str) -> bool:
         """True: all kvpins in the directory are on this machine and of this user."""
@@ -224,11 +195,11 @@ class UnixBus:
             hidden.rename(self._own)  # it is seen only when it accepts connections
             while True:
                 await self._look(callbacks)
-                self._has_looked = True
+                self.is_connected = True
                 self._look_now.clear()
                 await within(_LOOK_S, self._look_now.wait())
         finally:
-            self._has_looked = False
+            self.is_connected = False
             self._own.unlink(missing_ok=True)
             server.close()
             for peer in [*self._peers.values()]:

@@ -19,26 +19,17 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ToldClaim:
-    """A claim of another kvpin.
-
-    Attributes:
-        name: the kvpin, for people.
-        model: the engine's model there; None while it is not connected.
-        socket: serves HTTP to this kvpin; None if this kvpin cannot reach it.
-    """
+    """A claim of another kvpin."""
 
     claim: Claim
-    name: str
-    model: str | None
-    socket: str | None
+    name: str  # the kvpin, for people
+    model: str | None  # the engine's model there; None while it is not connected
+    socket: str | None  # serves HTTP to this kvpin; None if this kvpin cannot reach it
 
 
 class Owners:
-    """This kvpin's claims to engines, and the owners of all other engines.
-
-    Attributes:
-        elsewhere: engine → the kvpin that uses it in place of this one.
-    """
+    """This kvpin's claims to engines, and the owners of all other engines. `elsewhere`: engine → the kvpin
+    that uses it in place of this one."""
 
     def __init__(self, kvpin: int, fleet: Fleet) -> None:
         """Engines that join `fleet` from now on wait until they are claimed. `kvpin` is the number that this
@@ -60,30 +51,21 @@ class Owners:
 
     def claim_of(self, engine: Engine) -> Claim | None:
         """This kvpin's claim to an engine."""
-        own = self._claims.get(engine.adapter.spec.url)
-        if own is None:
+        if (own := self._claims.get(engine.adapter.spec.url)) is None:
             return None
         own.is_locked_out = _is_locked_out(engine)  # since the last decision, too
         return own.claim
 
     def decide(
         self,
-        now: float,
-        others: Mapping[str, Mapping[int, ToldClaim]],
+        now: float,  # monotonic seconds
+        others: Mapping[str, Mapping[int, ToldClaim]],  # engine → claims, by the numbers that kvpins drew
         *,
-        is_heard: bool,
-        is_alone: bool,
-        may_own: bool = True,
+        is_heard: bool,  # other kvpins hear what this one tells
+        is_alone: bool,  # there is no other kvpin
+        may_own: bool = True,  # of the workers of one kvpin, only the one that speaks for all claims engines
     ) -> None:
-        """Takes the engines that this kvpin owns by now. Leaves engines that another kvpin owns.
-
-        Args:
-            now: monotonic seconds.
-            others: engine → the claims of other kvpins, by the numbers that they drew.
-            is_heard: other kvpins hear what this one tells.
-            is_alone: there is no other kvpin.
-            may_own: of the workers of one kvpin, only the one that speaks for all claims engines.
-        """
+        """Takes the engines that this kvpin owns by now. Leaves engines that another kvpin owns."""
         claimed, self.elsewhere = {}, {}
         for engine in self._fleet.engines.values():
             if not engine.adapter.one_owner:
@@ -96,11 +78,11 @@ class Owners:
             own.decide(
                 now, claims, may_bid=may_own and (is_heard or engine.adapter.has_lock), is_alone=is_alone
             )
-            if own.is_owner:
-                _take(engine)
-            else:
-                holder = holder_of(claims)
-                if holder is not None:
+            if own.is_owner and not engine.mine.is_set():
+                log.info("this kvpin owns the engine", engine=engine.id)
+                engine.take()
+            elif not own.is_owner:
+                if (holder := holder_of(claims)) is not None:
                     self.elsewhere[engine.id] = told[holder]
                 _give(engine, self.elsewhere.get(engine.id))
         self._claims = claimed
@@ -115,12 +97,6 @@ class Owners:
 
 def _is_locked_out(engine: Engine) -> bool:
     return engine.mine.is_set() and engine.state is EngineState.ELSEWHERE
-
-
-def _take(engine: Engine) -> None:
-    if not engine.mine.is_set():
-        log.info("this kvpin owns the engine", engine=engine.id)
-        engine.take()
 
 
 def _give(engine: Engine, to: ToldClaim | None) -> None:

@@ -103,15 +103,11 @@ DRIFT_S = 0.001
 
 
 class Site(NamedTuple):
-    """An engine of this kvpin on which requests of another one run.
-
-    Attributes:
-        hashes_alike: the other kvpin hashes its prompts as this one does. If not, only load is shared.
-    """
+    """An engine of this kvpin on which requests of another one run."""
 
     pool: Pool
     engine: Engine
-    hashes_alike: bool
+    hashes_alike: bool  # the other kvpin hashes its prompts as this one does. If not, only load is shared.
 
 
 @dataclass(slots=True)
@@ -133,7 +129,8 @@ class _Request:
             pool.placer.refine(placed, told.work)
         if told.step > before.step:
             if (awaited := engine.of_peers.pop(placed.ticket, None)) is not None:
-                awaited.ends(has_answer=told.step < Step.OVER or told.computed is not None)
+                awaited.has_answer = told.step < Step.OVER or told.computed is not None
+                awaited.begun.set()
             if told.step == Step.OVER:
                 pool.end(engine, placed, told.computed, told.usage)
             else:
@@ -189,31 +186,21 @@ class ExchangeCounts:
 
 
 class Peer:
-    """Another kvpin.
-
-    Attributes:
-        owner: the number that it drew when it started.
-        name: for people; None before it told its name.
-        engines: its engines.
-        pins: the pins that it holds.
-        socket: serves HTTP to this kvpin; None if this kvpin cannot reach it.
-        here: its id of an engine → the id here, and whether both make the same block hashes.
-        asked: when it was asked for what was missed last.
-        is_doubted: keys or orders that it told last do not count here.
-        heard: when it was heard last.
-        in_step: its last heartbeat named no request that is not known here.
-        missed: how often one did, after one that did not.
-        is_late: its last heartbeat came `LATE_S` later than others did.
-    """
+    """Another kvpin."""
 
     def __init__(self, owner: int, fleet: Fleet, now: float) -> None:
-        self.owner, self.heard, self.asked = owner, now, -inf
-        self.name: str | None = None
+        self.owner = owner  # the number that it drew when it started
+        self.heard = now  # last
+        self.asked = -inf  # when it was asked for what was missed last
+        self.name: str | None = None  # for people; None before it told its name
         self.engines, self.pins = list[ToldEngine](), list[ToldPin]()
-        self.socket: str | None = None
+        self.socket: str | None = None  # serves HTTP to this kvpin; None if this kvpin cannot reach it
+        # Its id of an engine → the id here, and whether both make the same block hashes.
         self.here = dict[str, tuple[str, bool]]()
-        self.is_doubted = self.in_step = self.is_late = False
-        self.missed = 0
+        self.is_doubted = False  # keys or orders that it told last do not count here
+        self.in_step = False  # its last heartbeat named no request that is not known here
+        self.missed = 0  # how often one did, after one that did not
+        self.is_late = False  # its last heartbeat came `LATE_S` later than others did
         self._fleet = fleet
         self._least_s = inf  # between the clocks, with the way of a heartbeat
         self._requests: dict[int, _Request] = {}

@@ -57,15 +57,7 @@ _JOIN_POLL_S = 0.05
 
 
 class Peers:
-    """The other kvpins, and what this one shares with them.
-
-    Attributes:
-        name: this kvpin, for people.
-        bus: carries the messages.
-        counts: messages, and what went wrong with them.
-        owners: who uses the engines that only one kvpin may use.
-        is_ready: this kvpin knows what the others know, or has waited long enough.
-    """
+    """The other kvpins, and what this one shares with them."""
 
     def __init__(
         self,
@@ -85,7 +77,8 @@ class Peers:
         self._may_own = may_own
         self.name, self.bus, self.owners = fleet.name, bus, Owners(owner, fleet)
         self._owner, self._fleet, self._tenants = owner, fleet, tenants
-        self.is_ready = self._is_told = False  # what engines hold
+        # It knows what the others know, or has waited long enough; it was told what engines hold.
+        self.is_ready = self._is_told = False
         self._missed = set[int]()  # kvpins that were lost: they may hold more when they are back
         self._join_until: float | None = None
         self._own = fleet.told = OwnRequests(self._flush_soon)
@@ -138,14 +131,12 @@ class Peers:
     # --- telling -----------------------------------------------------------------------------------
 
     def _say(self, messages: Sequence[Message]) -> None:
-        """Sends messages at once."""
         if self._is_over:
             return
         self.counts.told += len(messages)
         self.bus.publish(frame_of(self._owner, messages))
 
     def _flush(self) -> None:
-        """Sends the collected messages."""
         if self._flush_at is not None:
             self._flush_at.cancel()
             self._flush_at = None
@@ -155,20 +146,10 @@ class Peers:
             self._say(messages)
 
     def _introduce(self) -> None:
-        """Introduces this kvpin to the others."""
         self._engines = described(self._fleet, self.owners.claim_of)
-        self._own.tell(self._state())
+        self._tell_state()
         self._own.tell(self._own.heartbeat(monotonic()))
         self._flush()
-
-    def _follow_engines(self) -> bool:
-        """Tells of engines that came, left, or have connected. Returns whether any did."""
-        engines = described(self._fleet, self.owners.claim_of)
-        if engines == self._engines:
-            return False
-        self._engines = engines
-        self._own.tell(self._state())
-        return True
 
     def _tell_state(self) -> None:
         """Tells again who this kvpin is, with its engines, pins, what operators have ordered, and issued
@@ -247,8 +228,6 @@ class Peers:
                 log.info("another kvpin has stopped", peer=peer.label)
             case Contents() if message.to == self._owner:
                 self._adopt(now, peer, message)
-            case _:
-                pass
 
     def _meet(self, now: float, peer: Peer, state: KvpinState) -> None:
         """A peer says who it is, and which engines it has."""
@@ -274,7 +253,6 @@ class Peers:
         return b"" if self.bus.is_private else secret_of(self._admin_key())
 
     def _keys(self) -> bytes:
-        """The issued keys for other kvpins, signed."""
         entries, secret = self._tenants.issued.entries(), self._secret()
         if secret is None and entries:
             self._complain(
@@ -342,7 +320,6 @@ class Peers:
             self.bus.keep(own)
 
     def _adopt(self, now: float, peer: Peer, told: Contents) -> None:
-        """Takes over what engines hold."""
         if told.engine is None:
             self._is_told = True
             self._missed.discard(peer.owner)
@@ -382,12 +359,14 @@ class Peers:
         )
         if self.owners.is_bidding and not was_bidding:
             self._has_bid.set()
-        if self._follow_engines():
+        if (engines := described(self._fleet, self.owners.claim_of)) != self._engines:
+            self._engines = engines  # some came, left, or have connected
+            self._tell_state()
             for peer in self._peers.values():
                 self._match(now, peer)
 
     def _complain(self, event: str, **context: str) -> None:
-        """Logs a warning, once."""
+        """Warns, once."""
         key = repr((event, context.get("problem")))
         if key not in self._complained:
             self._complained.add(key)

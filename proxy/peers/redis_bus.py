@@ -36,13 +36,8 @@ _CLOSE_S = 0.5
 
 
 class RedisBus:
-    """Carries frames through a channel of a server, see `Bus`.
-
-    Attributes:
-        dropped: frames that were not sent because too much was waiting.
-        is_private: False: whoever can use the server's channel reads and writes frames.
-        http_socket: serves HTTP to the other workers; None for a kvpin without workers.
-    """
+    """Carries frames through a channel of a server, see `Bus`. Whoever can use the channel reads and writes
+    them. Only other workers reach `http_socket`."""
 
     def __init__(
         self, url: str, namespace: str, http_socket: Path | None = None, siblings: Collection[str] = ()
@@ -58,7 +53,7 @@ class RedisBus:
         self._outbox = deque[bytes]()
         self._waiting_bytes = 0
         self._has_waiting = asyncio.Event()
-        self._is_connected = self._is_alone = False
+        self.is_connected = self._is_alone = False
         self._has_complained = self._is_refused = False
 
     def _client(self) -> Any:  # noqa: ANN401 - redis has no types for the asynchronous client
@@ -72,14 +67,9 @@ class RedisBus:
         )
 
     @property
-    def is_connected(self) -> bool:
-        """True if the server answers."""
-        return self._is_connected
-
-    @property
     def is_alone(self) -> bool:
         """True if nobody else listens to the channel."""
-        return self._is_connected and self._is_alone
+        return self.is_connected and self._is_alone
 
     def reaches(self, socket: str) -> bool:
         """True if the path is another worker's. Kvpins of other machines also announce paths."""
@@ -87,7 +77,7 @@ class RedisBus:
 
     def publish(self, frame: bytes) -> None:
         """Sends a frame soon. It is dropped while the server is gone, and where too much is waiting."""
-        if not self._is_connected:
+        if not self.is_connected:
             return
         if self._waiting_bytes + len(frame) > OUTBOX_BYTES:
             self.dropped += 1
@@ -114,7 +104,7 @@ class RedisBus:
                         "the exchange is gone: this kvpin goes on alone until it is back", error=reason
                     )
             finally:
-                self._is_connected = False
+                self.is_connected = False
                 self._outbox.clear()
                 self._has_waiting.clear()
                 self._waiting_bytes = 0
@@ -129,13 +119,17 @@ class RedisBus:
             await channel.subscribe(self._channel)
             ((_, listeners),) = await sender.pubsub_numsub(self._channel)
             self._is_alone = listeners <= 1
-            kept = await self._read(sender)
+            kept: bytes | None = None
+            try:
+                kept = await sender.get(self._key)
+            except ResponseError as error:
+                self._refuse(error)
             _end_if_cancelled()
             # Python 3.11's own group would leave this task marked as cancelled when the server goes.
             async with anyio.create_task_group() as group:
                 group.start_soon(self._send, sender)
                 group.start_soon(self._listen, channel, callbacks)
-                self._is_connected = True
+                self.is_connected = True
                 if self._has_complained:
                     self._has_complained = False
                     log.info("the exchange is back")
@@ -149,7 +143,13 @@ class RedisBus:
         while True:
             await self._has_waiting.wait()
             self._has_waiting.clear()
-            await self._write(client)
+            data, self._kept = self._kept, None
+            if data is not None:
+                try:
+                    await client.set(self._key, data)
+                except ResponseError as error:
+                    self._refuse(error)
+                _end_if_cancelled()
             frames = [*self._outbox]
             self._outbox.clear()
             if not frames:
@@ -161,26 +161,6 @@ class RedisBus:
             _end_if_cancelled()
             self._waiting_bytes -= sum(map(len, frames))
             self._is_alone = listeners[-1] <= 1
-
-    async def _read(self, client: Any) -> bytes | None:  # noqa: ANN401 - likewise
-        """The data that was kept."""
-        try:
-            data: bytes | None = await client.get(self._key)
-        except ResponseError as error:
-            self._refuse(error)
-            return None
-        return data
-
-    async def _write(self, client: Any) -> None:  # noqa: ANN401 - likewise
-        """Has the server keep what waits for it."""
-        data, self._kept = self._kept, None
-        if data is None:
-            return
-        try:
-            await client.set(self._key, data)
-        except ResponseError as error:
-            self._refuse(error)
-        _end_if_cancelled()
 
     def _refuse(self, error: ResponseError) -> None:
         """The server does not keep data for this user: says so, once."""
@@ -201,7 +181,7 @@ class RedisBus:
 
     async def aclose(self) -> None:
         """Waits until the server has what was published, but not for long."""
-        await until(lambda: not (self._is_connected and (self._waiting_bytes or self._kept)), _CLOSE_S)
+        await until(lambda: not (self.is_connected and (self._waiting_bytes or self._kept)), _CLOSE_S)
 
 
 def _end_if_cancelled() -> None:

@@ -47,10 +47,10 @@ from proxy.api.relay import PassedToKeeper, PassedToOwner
 from proxy.api.siblings import USES_PATH, Siblings, ask
 from proxy.api.together import ORDERS_PATH, Together, peer_routes
 from proxy.control.keys import KEYS_PATH, IssuedKeys, SharedTables
-from proxy.control.kv import KvVerbs, Pinning, Warming
+from proxy.control.kv import KvOrders
 from proxy.control.live import Live
 from proxy.control.operations import Operations
-from proxy.control.prefixes import PROMPTS_PATH, KeptPrompts, Prefixes
+from proxy.control.prefixes import PROMPTS_PATH, Prefixes
 from proxy.control.reconciler import Reconciler
 from proxy.control.replays import Replays
 from proxy.control.target_engines import Targets
@@ -184,7 +184,7 @@ class Proxy:
         self.destinations = Destinations(self.fleet, self.tenants.names)
         self.tenants.listeners.append(self._divide)
         self.flow = self._flow()
-        self.prompts = KeptPrompts(
+        self.prefixes = Prefixes(
             self.fleet, self.flow.requests, self.pins, partial(self._ask_workers, PROMPTS_PATH)
         )
 
@@ -486,7 +486,7 @@ def _peer_routes(proxy: Proxy) -> list[Route]:
     return peer_routes(
         {
             HAND_OVER_PATH: proxy.hand_over.receive,
-            PROMPTS_PATH: lambda _body: proxy.prompts.told(),
+            PROMPTS_PATH: lambda _body: proxy.prefixes.told(),
             KEYS_PATH: proxy.told_keys,
             USES_PATH: proxy.engines.told_uses,
             ORDERS_PATH: proxy.follow_orders,
@@ -505,19 +505,17 @@ def _sockets(proxy: Proxy) -> Callable[[], Sequence[str]] | None:
 def admin_api(proxy: Proxy, together: Together) -> Mount:
     """The admin API over a proxy's collaborators."""
     fleet, flow, reuse = proxy.fleet, proxy.flow, proxy.ingest is not None
-    operations, pins = proxy.operations, proxy.pins
+    operations = proxy.operations
     files = proxy.state.tables if proxy.state is not None else None
     targets = Targets(fleet, proxy.tenants, flow.requests, has_views=reuse)
-    warming = Warming(flow, targets, operations)
-    pinning = Pinning(fleet, targets, pins, operations)
-    kv = KvVerbs(targets, warming, pins, proxy.ingest, operations)
+    kv = KvOrders(fleet, flow, targets, operations)
     endpoints = (
-        *engine_routes(fleet, proxy.engines, pinning, proxy.peers, reuse=reuse),
+        *engine_routes(fleet, proxy.engines, kv, proxy.peers, reuse=reuse),
         *key_routes(proxy.keys, proxy.tenants, fleet),
-        *kv_routes(kv, warming, pinning, operations),
+        *kv_routes(kv, operations),
         *request_routes(flow),
         *use_routes(proxy.use),
-        *prefix_routes(Prefixes(fleet, proxy.prompts)),
+        *prefix_routes(proxy.prefixes),
         *event_routes(proxy.live),
         *replay_routes(Replays()),
         *table_routes(SharedTables(fleet, proxy.tables, files)),

@@ -21,14 +21,7 @@ from typing import Any
 import structlog
 from msgspec.structs import replace
 
-from engine_adapter import (
-    EngineError,
-    Hold,
-    HttpTransport,
-    JsonBody,
-    KvTarget,
-    Role,
-)
+from engine_adapter import EngineError, Hold, HttpTransport, JsonBody, KvTarget, Role
 from proxy.core.audit import Unchecked
 from proxy.core.placement.decision import Pair, Placement
 from proxy.core.placement.pairs import TransferResult
@@ -41,7 +34,7 @@ from proxy.request.calls import Call
 from proxy.request.migration import MAX_BODIES, Passage, passage_for
 from proxy.request.tenants import Tenants
 from proxy.steps.checks import ask_tokens, check_prediction, check_tokens, is_audited
-from proxy.steps.forward import Attempt, Forwarded, Forwarding, note_moved
+from proxy.steps.forward import Attempt, Forwarded, note_moved
 from proxy.steps.other_leg import FirstLeg, OtherLeg, PromptHalf
 from proxy.steps.preparation import Ready
 from proxy.steps.request import Request
@@ -53,26 +46,17 @@ _ALONE = nullcontext[None]()
 
 @dataclass(frozen=True, slots=True)
 class Attempts:
-    """Runs attempts.
+    """Runs attempts."""
 
-    Attributes:
-        transport: sends requests to engines.
-        ingest: audits predictions; None when reuse is off.
-        tenants: whose KV lies under which salt.
-        room: memory for what running streams need to go on when their engine dies.
-    """
-
-    transport: HttpTransport
-    ingest: Ingest | None
-    tenants: Tenants
+    transport: HttpTransport  # sends requests to engines
+    ingest: Ingest | None  # audits predictions; None when reuse is off
+    tenants: Tenants  # whose KV lies under which salt
+    # Memory for what running streams need to go on when their engine dies.
     room: ByteBudget = field(default_factory=lambda: ByteBudget(MAX_BODIES))
 
     async def run(self, request: Request) -> None:
-        """Leases the engine whose turn it is, sends the request there, and audits the prediction.
-
-        Raises:
-            EngineUnavailable, EngineRejected: the engine failed.
-        """
+        """Leases the engine whose turn it is, sends the request there, and audits the prediction. Raises
+        EngineUnavailable or EngineRejected if the engine failed."""
         ready, placement, record = request.ready, request.placement, request.record
         assert ready is not None and placement is not None  # noqa: S101, PT018 - it was placed
         pool, pair, engine = ready.pool, placement.pair, ready.pool.engines[request.engine]
@@ -95,7 +79,7 @@ class Attempts:
                 body = ready.body_for(engine) if audited else None
                 raw = body.raw if isinstance(body, JsonBody) else None  # an answer frees the body
                 async with self._hold(engine, ready, audited=audited) as hold:
-                    attempt = Attempt(request, ready, engine, lease, hold)
+                    attempt = Attempt(request, ready, ready.call, engine, lease, hold)
                     if pair is None:
                         if engine.has_lower_tiers:
                             await look_below(pool, engine, lease, ready.prompt, ready.chain)
@@ -122,7 +106,6 @@ class Attempts:
         request.answered(is_error=forwarded.error is not None)
 
     def _lease(self, request: Request, ready: Ready, placement: Placement, engine: Engine) -> Lease:
-        """The request's lease of the engine that answers."""
         pair = placement.pair
         if ready.salt is not None:
             engine.salts.note(self.tenants.owner(ready.salt), ready.salt)
@@ -148,7 +131,22 @@ class Attempts:
         if source is not None and transfer is not None and isinstance(hold.body, JsonBody):
             source.salts.note(self.tenants.owner(ready.salt), ready.salt)
             request.sent()
-            leg = FirstLeg.of(self.transport, ready, pair, source, transfer, hold.body, self.ingest)
+            call, prompt = ready.call, ready.prompt
+            apart = transfer.fetch(call.route, hold.body, prompt.token_ids) if prompt is not None else None
+            path, body = apart or (call.path, hold.body)
+            leg = FirstLeg(
+                transport=self.transport,
+                ready=ready,
+                engine=source,
+                lease=ready.pool.lease(pair.prefill, ready.chain, streams=True, part=Role.PREFILL),
+                ingest=self.ingest,
+                patience_s=pair.patience_s,
+                is_checked=transfer.checks_all,
+                transfer=transfer,
+                path=path,
+                body=body,
+                is_apart=apart is not None,
+            )
             is_computed = await leg.run()
             record.first_leg_s = monotonic() - began
             if is_computed:
@@ -200,13 +198,14 @@ class Attempts:
     def forward(self, attempt: Attempt) -> Coroutine[Any, Any, Forwarded]:
         """Sends the request to the engine that it holds, and the answer to the client. Raises EngineError."""
         request, call = attempt.request, attempt.ready.call_for(attempt.engine)
+        attempt.call = call
         request.passage = self._passage(attempt, call)
         for_others = request.call.body if request.kept else None
         request.reply.on_start = partial(_forget_bodies, call, attempt.hold, for_others)
         request.sent()
-        forwarding = Forwarding(attempt, call)
-        answer = forwarding.run(self.transport)
-        return answer if forwarding.leg is None else forwarding.leg.in_time(answer)
+        attempt.is_sent()
+        answer = attempt.run(self.transport)
+        return answer if attempt.beside is None else attempt.beside.in_time(answer)
 
     def _passage(self, attempt: Attempt, call: Call) -> Passage | None:
         """The reader of the stream, if another engine could go on with it. Keeps the body for that engine.
@@ -291,7 +290,7 @@ def _begin_together(lease: Lease, hold: Hold, half: PromptHalf | None) -> None:
 def _of_leg(placement: Placement, leg: OtherLeg) -> Placement:
     """The placement of a request whose prompt another engine computes. Its prediction is not firm if requests
     in flight there may evict what it rests on."""
-    is_firm = placement.firm and not (leg.may_be_evicted and placement.predicted_tokens)
+    is_firm = placement.firm and not (leg.lease.placed.may_be_evicted and placement.predicted_tokens)
     return placement if is_firm else replace(placement, firm=False)
 
 

@@ -57,15 +57,6 @@ def check_prediction(
     return unchecked if record is None or record.runs_prompt else Unchecked.NO_PROMPT
 
 
-def check_leg(
-    ingest: Ingest | None, engine: Engine, ready: Ready, lease: Lease, reported: int | None
-) -> None:
-    """Audits the prediction for an engine that computed the prompt for another one."""
-    unchecked = check_prediction(ingest, engine, ready, lease, None, reported)
-    if unchecked is not None:
-        engine.audit.skip(unchecked)
-
-
 def is_audited(engine: Engine, prompt: Prompt) -> bool:
     """True if the engine is to make its own ids of this prompt, which is about to be served there."""
     builder = engine.prompts
@@ -95,8 +86,7 @@ def check_tokens(ready: Ready, engine: Engine, hold: Hold, record: RequestRecord
     if not record.tokens_agree:
         ready.pool.part(engine)
         engine.lost_forms()
-    difference = audit_tokens(engine.prompts, record.prompt, theirs)
-    if difference is not None:
+    if (difference := audit_tokens(engine.prompts, record.prompt, theirs)) is not None:
         log.warning(
             "the engine's tokens of a prompt differ from kvpin's: its prediction is not used",
             engine=engine.id,

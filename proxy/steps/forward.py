@@ -34,7 +34,6 @@ from engine_adapter import (
     IncomingResponse,
     Opening,
     OutgoingRequest,
-    Retention,
     Says,
     Speech,
     WholeEvents,
@@ -48,7 +47,6 @@ from engine_adapter.causes import Cause, Code
 from engine_adapter.http.answer_fields import NOTHING
 from engine_adapter.off_loop import MOST_MS, off_loop
 from engine_adapter.types import Usage
-from proxy.core.placement.decision import Placement
 from proxy.core.placement.pairs import TransferResult
 from proxy.fleet.engine import Engine
 from proxy.fleet.lease import Lease
@@ -61,7 +59,7 @@ from proxy.headers import (
     REQUEST_ID_HEADER,
     RETENTION_HEADER,
 )
-from proxy.request.calls import Call, Reply
+from proxy.request.calls import Call
 from proxy.request.engine_errors import REFUSALS, engines_code, is_no_websocket, naming_call
 from proxy.request.known_routes import of_lacking
 from proxy.request.migration import ROUTES, is_whole, without_half
@@ -94,58 +92,49 @@ class Forwarded(msgspec.Struct, frozen=True):
 
 
 class Attempt(msgspec.Struct, eq=False):
-    """An attempt on one engine.
-
-    Attributes:
-        ready: the request.
-        leg: its leg on another engine; None without one, and if that failed.
-    """
+    """An attempt on one engine: the request on its way there, and the answer on its way back."""
 
     request: Request
-    ready: Ready
+    ready: Ready  # the request
+    call: Call  # the request as this engine gets it
     engine: Engine
     lease: Lease
-    hold: Hold
-    leg: OtherLeg | None = None
+    hold: Hold  # the body for the engine, and who reads the answer as it passes
+    leg: OtherLeg | None = None  # its leg on another engine; None without one, and if that failed
+    beside: OtherLeg | None = None  # that leg, where its end matters to the answer
+    headers: dict[str, str] = {}  # added to the answer
+    cached: int | None = None  # cached tokens that the headers of the answer tell; None if they do not
+    sent: float = 0.0  # when the request was sent, in monotonic seconds
+    continues: bool = False  # the client has the beginning of the answer from another engine
 
-
-class Forwarding:
-    """One request on its way to one engine, and the answer on its way back.
-
-    Attributes:
-        call: the request as this engine gets it.
-        hold: the body for the engine, and who reads the answer as it passes.
-        leg: the part that another engine does meanwhile; None if nothing hangs on when it ends.
-        headers: added to the answer.
-        cached: cached tokens that the headers of the answer tell; None if they do not.
-    """
-
-    __slots__ = (
-        "_continues", "_sent", "adapter", "cached", "call", "headers", "hold", "lease", "leg", "reply",
-        "request",
-    )  # fmt: skip
-
-    def __init__(self, attempt: Attempt, call: Call) -> None:
-        request, ready, engine, leg = attempt.request, attempt.ready, attempt.engine, attempt.leg
-        lease, hold = attempt.lease, attempt.hold
-        self.request, self.call, self.lease, self.hold = request, call, lease, hold
-        self.reply, self.adapter = request.reply, engine.adapter
-        self.leg = None if leg is None or leg.is_fetched else leg
-        self.cached: int | None = None
-        self._sent, self._continues = monotonic(), self.reply.started
-        record = request.record
+    def is_sent(self) -> None:
+        """It goes to the engine now."""
+        ready, leg, lease, hold, reply = self.ready, self.leg, self.lease, self.hold, self.request.reply
+        self.beside = None if leg is None or leg.is_fetched else leg
+        self.sent, self.continues = monotonic(), reply.started
+        record = self.request.record
         placement = record.placement if leg is not None and record.placement else lease.placement
-        self.headers = _added_headers(call, placement, hold, self.reply)
-        if ready.rules or call.changed:
-            self.headers |= ready.told
-        if ready.retention is not None:
-            self.headers |= _retained(ready.retention, hold)
+        headers = self.headers = {
+            **dict.fromkeys(reply.dialect.id_headers, self.call.answer_id),
+            ENGINE_HEADER: placement.chosen.engine,
+            PREDICTED_HEADER: str(placement.predicted_tokens),
+            # A page that an engine answered must not act as kvpin's own page, which may use the admin API.
+            POLICY_HEADER: "sandbox",
+        }
+        if not placement.firm:
+            headers[FIRM_HEADER] = "not-firm"
+        if hold.note:
+            headers[NOTE_HEADER] = hold.note
+        if ready.rules or self.call.changed:
+            headers |= ready.told
+        if ready.retention is not None and ready.retention.priority:
+            headers[RETENTION_HEADER] = f"{ready.retention.ttl_s:g}" if hold.retains else "0"
         if ready.translation is not None:
-            ready.translation.predicted = ready.predicted(placement, engine)
+            ready.translation.predicted = ready.predicted(placement, self.engine)
 
     def begins(self, response: IncomingResponse) -> None:
         """The answer begins."""
-        request, reply = self.request, self.reply
+        request, reply = self.request, self.request.reply
         request.cached = self.cached
         request.progress = lambda: (response.received, reply.waits)
         request.blame(request.began(monotonic(), is_socket=response.status == _SWITCHED))
@@ -153,26 +142,23 @@ class Forwarding:
     def speaks(self) -> None:
         """The first bytes are here that say something, which comments of a stream do not."""
         lease, record = self.lease, self.request.record
-        if self.leg is not None:
-            self.leg.begins()
-            note_moved(record, self.leg, lease, self._sent)
+        if self.beside is not None:
+            self.beside.begins()
+            note_moved(record, self.beside, lease, self.sent)
         lease.first_byte(streamed=self.call.streams)
-        if record.first_byte_s is None or not self._continues:
+        if record.first_byte_s is None or not self.continues:
             # Now, because the client may leave before the end.
-            record.begins(lease.started, lease.gathered, self._sent, lease.first_byte_s or 0.0)
+            record.begins(lease.started, lease.gathered, self.sent, lease.first_byte_s or 0.0)
 
     def refuses(self, error: EngineRejected) -> bool:
         """True if the engine leaves the request to another one with this error."""
-        if self.leg is not None and self.leg.is_checked:
+        if self.beside is not None and self.beside.is_checked:
             return True
         return self.request.cause_for(error) is not Cause.ENGINE_REJECTED
 
     async def run(self, transport: HttpTransport) -> Forwarded:
-        """Forwards and answers.
-
-        Raises:
-            EngineUnavailable, EngineRejected: the engine failed. The client keeps what `reply` has sent.
-        """
+        """Forwards and answers. Raises EngineUnavailable or EngineRejected if the engine failed: the client
+        keeps what `reply` has sent."""
         # Nothing here keeps the request: its body may be long.
         response = await transport.send(self._outgoing(), self.lease.confirm)
         try:
@@ -185,14 +171,14 @@ class Forwarding:
             has_form = call.runs_prompt and call.native is None
             if has_form and response.status in _NO_ANSWERS:
                 raise EngineGarbled(f"the engine answered {response.status} to a prompt")
-            self.cached = self.adapter.cached_tokens(response.headers)
+            self.cached = self.engine.adapter.cached_tokens(response.headers)
             kind = response.headers.first.get(b"content-type", b"").decode("latin-1").lower()
             headers = self._headers(response, kind)
             if call.socket is not None:
                 return await self._as_websocket(response, headers)
             # A compressed stream, which no engine is asked for, is passed on as it is.
             is_events = kind.startswith(_EVENTS) and _is_plain(response)
-            if self.reply.started and not is_events:
+            if self.request.reply.started and not is_events:
                 raise EngineGarbled("the engine that was to go on with a stream sent none")
             if kind.startswith(_JSON) or (has_form and kind.startswith(_HTML)):
                 return await self._as_json(response, headers, has_form=has_form and _is_plain(response))
@@ -208,13 +194,13 @@ class Forwarding:
         call, hold = self.call, self.hold
         if hold.is_lost is not None and hold.is_lost():
             raise EngineUnavailable("the engine was lost before it could start")
-        request = self.adapter.prepare(call.method, call.path, call.headers, hold.body)
+        request = self.engine.adapter.prepare(call.method, call.path, call.headers, hold.body)
         return request if call.socket is None else replace(request, socket=call.socket)
 
     def _headers(self, response: IncomingResponse, kind: str) -> HeaderPairs:
         """The headers that the client gets; `kind` is the content type. A reader of the answer may change its
         length, and so may a translation of a stream, or another engine that goes on with it."""
-        kept = passed_on(response, self.adapter.spec)
+        kept = passed_on(response, self.engine.adapter.spec)
         if self.hold.answer is not None or kind.startswith(_EVENTS):
             kept = [pair for pair in kept if pair[0] != b"content-length"]
         return kept + pairs(self.headers)
@@ -263,8 +249,8 @@ class Forwarding:
     async def _send(
         self, status: int, content: bytes, headers: HeaderPairs, cached: int | None, usage: Usage
     ) -> Forwarded:
-        await self.reply.start(status, [*headers, *of_cached(self._told(cached))])
-        await self.reply.finish(content)
+        await self.request.reply.start(status, [*headers, *of_cached(self._told(cached))])
+        await self.request.reply.finish(content)
         return _forwarded(status, cached, usage)
 
     def _told(self, cached: int | None) -> int | None:
@@ -275,7 +261,7 @@ class Forwarding:
         self, response: IncomingResponse, headers: HeaderPairs, opening: Opening | None, *, is_events: bool
     ) -> Forwarded:
         """Sends nothing before the engine's first byte: until then another engine can be tried."""
-        reply, reader, cached = self.reply, self.hold.answer, self.cached
+        reply, reader, cached = self.request.reply, self.hold.answer, self.cached
         stream = _Stream(self, response, opening, is_events=is_events)
         first = await stream.receive()
         await reply.start(response.status, [*headers, *of_cached(self._told(cached))], is_events=is_events)
@@ -311,23 +297,20 @@ class Forwarding:
         """Passes a WebSocket on. The client's frames travel at the same time."""
         self.begins(response)
         self.speaks()
-        await self.reply.start(response.status, headers)
+        await self.request.reply.start(response.status, headers)
         chunk = b""  # the head leaves at once: the client waits for it before it sends
         while True:
-            await self.reply.write(chunk)
+            await self.request.reply.write(chunk)
             if not (chunk := await response.receive()):
                 break
-        await self.reply.finish()
+        await self.request.reply.finish()
         return Forwarded(response.status)
 
     async def _as_error(self, response: IncomingResponse, content: bytes, status: int | None) -> Forwarded:
         """Passes the engine's error on: unchanged on an engine's own route, else in the form of the client's
-        API. `status`: None for an error that came with status 200.
-
-        Raises:
-            EngineRejected: another engine may succeed.
-        """
-        reply = self.reply
+        API. `status`: None for an error that came with status 200. Raises EngineRejected if another engine
+        may succeed."""
+        reply = self.request.reply
         told = await naming_call(read_error(content), self.call.body)
         is_unknown = status == HTTPStatus.NOT_FOUND and self.call.native is None
         hint = of_lacking(self.call.route, told.message) if is_unknown else ""
@@ -351,27 +334,6 @@ class Forwarding:
         return Forwarded(status, error=message)
 
 
-def _added_headers(call: Call, placement: Placement, hold: Hold, reply: Reply) -> dict[str, str]:
-    """The headers kvpin adds to the answer."""
-    headers = {
-        **dict.fromkeys(reply.dialect.id_headers, call.answer_id),
-        ENGINE_HEADER: placement.chosen.engine,
-        PREDICTED_HEADER: str(placement.predicted_tokens),
-        # A page that an engine answered must not act as kvpin's own page, which may use the admin API.
-        POLICY_HEADER: "sandbox",
-    }
-    if not placement.firm:
-        headers[FIRM_HEADER] = "not-firm"
-    return {**headers, NOTE_HEADER: hold.note} if hold.note else headers
-
-
-def _retained(wish: Retention, hold: Hold) -> dict[str, str]:
-    """The header that says whether the client's wish to keep its KV is honoured, if it has one."""
-    if not wish.priority:
-        return {}
-    return {RETENTION_HEADER: f"{wish.ttl_s:g}" if hold.retains else "0"}
-
-
 def note_moved(record: RequestRecord, prefilled: OtherLeg, lease: Lease, sent: float) -> None:
     """Notes that an engine has the KV that another one computed, and how long moving that took."""
     now, book = monotonic(), lease.placed.book
@@ -379,7 +341,7 @@ def note_moved(record: RequestRecord, prefilled: OtherLeg, lease: Lease, sent: f
     pulled = record.placement.chosen.pulled_tokens if record.placement is not None else 0
     waited = book.ledger.view(now).queue_s > 0  # then the time is not that of the transfer alone
     measured = 0 if waited else pulled
-    lease.placer.transfers.measured(now, prefilled.source, book.engine, measured, record.transfer_s)
+    lease.placer.transfers.measured(now, prefilled.engine.id, book.engine, measured, record.transfer_s)
 
 
 def _forwarded(status: int, cached: int | None, usage: Usage) -> Forwarded:
@@ -415,15 +377,15 @@ class _Stream:
     )  # fmt: skip
 
     def __init__(
-        self, forwarding: Forwarding, response: IncomingResponse, opening: Opening | None, *, is_events: bool
+        self, attempt: Attempt, response: IncomingResponse, opening: Opening | None, *, is_events: bool
     ) -> None:
         """`opening`: reads its first events, where these must be an answer to a prompt. `is_events`: half
         events are held back: an error event must not follow them."""
-        reader, call = forwarding.hold.answer, forwarding.call
-        passage = self._passage = forwarding.request.passage if is_events else None
+        reader, call = attempt.hold.answer, attempt.call
+        passage = self._passage = attempt.request.passage if is_events else None
         # Once it has begun: whole events without these bytes pass unread. None: all are read.
         self._marks: tuple[bytes, ...] | None = None
-        self._response, self._reader, self._put = response, reader, forwarding.reply.put
+        self._response, self._reader, self._put = response, reader, attempt.request.reply.put
         # A reader of events gets whole ones, whatever the engine calls its stream.
         reads_events = reader is not None and not reader.takes_pieces
         self._events = WholeEvents() if is_events or reads_events else None
@@ -442,8 +404,8 @@ class _Stream:
         self._must_end = is_events and call.streams and call.route in ROUTES  # a whole answer has an end mark
         self._is_whole = False  # what was dropped from the tail had an end mark
         # Called at its first bytes, and at the first that are no comments, or at the end.
-        self._begins: Callable[[], None] | None = partial(forwarding.begins, response)
-        self._speaks: Callable[[], None] | None = forwarding.speaks
+        self._begins: Callable[[], None] | None = partial(attempt.begins, response)
+        self._speaks: Callable[[], None] | None = attempt.speaks
         self._speech = Speech()
         self._opening = opening
         self._held = b""  # the client's part of events that may be no answer
@@ -522,7 +484,6 @@ class _Stream:
         return tuple(mark for marks in found if marks is not None for mark in marks)
 
     def _trim(self) -> None:
-        """Keeps the last bytes alone."""
         self._is_whole = self._is_whole or (self._must_end and is_whole(self.tail))
         self._recent, self._recent_bytes = [self.tail[-_TAIL_BYTES:]], _TAIL_BYTES
 

@@ -39,7 +39,6 @@ from engine_adapter import (
     HttpTransport,
     IncomingResponse,
     JsonBody,
-    Role,
     Transfer,
     log_text,
     read_answer_usage,
@@ -48,13 +47,12 @@ from engine_adapter import (
     tell_cached,
 )
 from proxy.core.life import Blame, Cause
-from proxy.core.placement.decision import Pair
 from proxy.errors import cause_of
 from proxy.fleet.engine import Engine
 from proxy.fleet.ingest import Ingest
 from proxy.fleet.lease import Lease
 from proxy.request.engine_errors import REFUSALS
-from proxy.steps.checks import check_leg
+from proxy.steps.checks import check_prediction
 from proxy.steps.preparation import Ready
 
 log = structlog.get_logger(__name__)
@@ -69,36 +67,19 @@ LAST_S = 2.0
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class OtherLeg:
-    """The part of a request that another engine than the one that answers does.
-
-    Attributes:
-        engine: that other engine.
-        lease: of it.
-        patience_s: seconds after which this leg is given up; None for never.
-        cached_tokens: prompt tokens that the engine reused; None before it has told, and if it does not.
-        is_fetched: the engine that answers had the KV before it got the request.
-        is_checked: this leg's engine took all fields of the request: one that refuses them refuses the KV.
-    """
+    """The part of a request that another engine than the one that answers does."""
 
     transport: HttpTransport
     ready: Ready
-    engine: Engine
-    lease: Lease
+    engine: Engine  # that other engine
+    lease: Lease  # of it
     ingest: Ingest | None
-    patience_s: float | None = None
+    patience_s: float | None = None  # seconds after which this leg is given up; None for never
+    # Prompt tokens that the engine reused; None before it has told, and if it does not.
     cached_tokens: int | None = None
-    is_fetched: bool = False
+    is_fetched: bool = False  # the engine that answers had the KV before it got the request
+    # This leg's engine took all fields of the request: one that refuses them refuses the KV.
     is_checked: bool = False
-
-    @property
-    def source(self) -> str:
-        """Its engine's name."""
-        return self.engine.id
-
-    @property
-    def may_be_evicted(self) -> bool:
-        """True if requests in flight may evict what its engine is to reuse."""
-        return self.lease.placed.may_be_evicted
 
     def moves_since(self, sent: float) -> float:
         """When the KV began to move, for a request that was `sent` to the engine that answers then."""
@@ -136,7 +117,9 @@ class OtherLeg:
     def _succeeded(self, cached: int | None) -> None:
         """The engine holds the prompt, of which it reports to have reused `cached` tokens."""
         self.lease.succeeded, self.cached_tokens = True, cached
-        check_leg(self.ingest, self.engine, self.ready, self.lease, cached)
+        unchecked = check_prediction(self.ingest, self.engine, self.ready, self.lease, None, cached)
+        if unchecked is not None:
+            self.engine.audit.skip(unchecked)
 
 
 _LOST = "the engine was lost while it computed a prompt"
@@ -144,51 +127,16 @@ _LOST = "the engine was lost while it computed a prompt"
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class FirstLeg(OtherLeg):
-    """The leg before the answer.
-
-    Attributes:
-        path, body: of the leg that fetches the KV, before it is told where that lies.
-        is_apart: that is not the request itself.
-        handover: where the KV lies.
-        until: when its engine may drop the KV, in monotonic seconds.
-    """
+    """The leg before the answer. `path` and `body`: of the leg that fetches the KV, before it is told where
+    that lies."""
 
     transfer: Transfer
     path: str
     body: JsonBody
-    is_apart: bool
-    handover: Handover | None = None
-    until: float = 0.0
+    is_apart: bool  # that is not the request itself
+    handover: Handover | None = None  # where the KV lies
+    until: float = 0.0  # when its engine may drop the KV, in monotonic seconds
     _limit: asyncio.Timeout | None = None
-
-    @classmethod
-    def of(
-        cls,
-        transport: HttpTransport,
-        ready: Ready,
-        pair: Pair,
-        engine: Engine,
-        transfer: Transfer,
-        body: JsonBody,
-        ingest: Ingest | None,
-    ) -> FirstLeg:
-        """The first leg of a request that another engine would get with this `body`, to be run at once."""
-        call, prompt = ready.call, ready.prompt
-        apart = transfer.fetch(call.route, body, prompt.token_ids) if prompt is not None else None
-        path, body = apart or (call.path, body)
-        return cls(
-            transport=transport,
-            ready=ready,
-            engine=engine,
-            lease=ready.pool.lease(pair.prefill, ready.chain, streams=True, part=Role.PREFILL),
-            ingest=ingest,
-            patience_s=pair.patience_s,
-            is_checked=transfer.checks_all,
-            transfer=transfer,
-            path=path,
-            body=body,
-            is_apart=apart is not None,
-        )
 
     async def run(self) -> bool:
         """Computes the prompt on its engine. False if that failed: the engine is blamed for it."""
@@ -204,16 +152,13 @@ class FirstLeg(OtherLeg):
         self.until = silent + self.transfer.usable_s
         if self.handover is None:
             self.engine.keeps_no_kv = True
-            log.warning("an engine keeps no KV for others: see its findings", engine=self.source)
+            log.warning("an engine keeps no KV for others: see its findings", engine=self.engine.id)
         return self.handover is not None and not self.is_over  # kvpin may have been paused
 
     async def hand_over(self, target: Engine, hold: Hold) -> bool:
         """Tells the request where the KV lies, or lets its engine fetch that before. False if the engine
-        refused to, or there is none: it computes the prompt then.
-
-        Raises:
-            EngineUnavailable: that engine failed, or did not fetch the KV in time.
-        """
+        refused to, or there is none: it computes the prompt then. Raises EngineUnavailable if that engine
+        failed, or did not fetch the KV in time."""
         handover = self.handover
         if handover is None or not handover.fields:
             return False
@@ -264,7 +209,7 @@ class FirstLeg(OtherLeg):
         except EngineRejected as error:
             if not self.is_checked or error.status in REFUSALS:
                 raise
-            message = f"it refused the KV that engine {self.source!r} keeps for it: {error}"
+            message = f"it refused the KV that engine {self.engine.id!r} keeps for it: {error}"
             raise EngineRejected(message, status=HTTPStatus.BAD_GATEWAY) from error
 
     def begins(self) -> None:
@@ -275,7 +220,7 @@ class FirstLeg(OtherLeg):
             self._limit.reschedule(None)
 
     def _late(self) -> EngineLate:
-        return EngineLate(f"no answer while engine {self.source!r} surely kept the prompt's KV for it")
+        return EngineLate(f"no answer while engine {self.engine.id!r} surely kept the prompt's KV for it")
 
     async def _ask(self, engine: Engine, body: JsonBody) -> tuple[bytes, float]:
         """An engine's answer, and a time at which it had surely not begun. Raises EngineRejected for an
@@ -303,23 +248,15 @@ class FirstLeg(OtherLeg):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class PromptHalf(OtherLeg):
-    """The half beside the answer. Its lease ends with its engine's answer, or with the context that it is.
+    """The half beside the answer. Its lease ends with its engine's answer, or with the context that it is."""
 
-    Attributes:
-        meeting: the fields that both engines get.
-        leg: holds the engine for a request, and lets this half `compute` it there.
-        is_refused: whether the client gets an error as the other engine's answer.
-        error: why it failed before the answer began; None if it did not.
-        answered: when its engine had answered, in monotonic seconds; None before.
-        took_s: how long that took.
-    """
-
-    meeting: Mapping[str, object]
+    meeting: Mapping[str, object]  # the fields that both engines get
+    # Holds the engine for a request, and lets this half `compute` it there.
     leg: Callable[[PromptHalf, Ready], Awaitable[None]]
-    is_refused: Callable[[], bool]
-    error: BaseException | None = None
-    answered: float | None = None
-    took_s: float | None = None
+    is_refused: Callable[[], bool]  # whether the client gets an error as the other engine's answer
+    error: BaseException | None = None  # why it failed before the answer began; None if it did not
+    answered: float | None = None  # when its engine had answered, in monotonic seconds; None before
+    took_s: float | None = None  # how long that took
     _has_begun: bool = False
     _leased: ExitStack = field(default_factory=ExitStack)
 
@@ -343,11 +280,8 @@ class PromptHalf(OtherLeg):
         self._has_begun = True
 
     async def in_time(self, answer: Coroutine[Any, Any, _T]) -> _T:
-        """Runs this half beside the `answer` of the other engine, and returns that.
-
-        Raises:
-            EngineError: either of them failed.
-        """
+        """Runs this half beside the `answer` of the other engine, and returns that. Raises EngineError if
+        either of them failed."""
         limit = asyncio.timeout(None)
         task = asyncio.get_running_loop().create_task(self._run(), name="prompt half")
         task.add_done_callback(lambda done: self._ended(done, limit))
@@ -372,7 +306,7 @@ class PromptHalf(OtherLeg):
             return
         if isinstance(error, EngineError):  # any other is a bug
             log.warning(
-                "a prompt was not computed for another engine", engine=self.source, error=log_text(error)
+                "a prompt was not computed for another engine", engine=self.engine.id, error=log_text(error)
             )
         if not (self._has_begun or self.is_refused()):
             self.error = error
@@ -380,8 +314,11 @@ class PromptHalf(OtherLeg):
 
     async def _run(self) -> None:
         """Raises EngineError: it failed."""
+        call, body = self.ready.call, self.ready.call.body
+        assert isinstance(body, JsonBody)  # noqa: S101 - only such requests have two halves
+        whole = replace(call, body=body.replace(stream=None, stream_options=None))  # only its end is read
         with self._leased:
-            await self._computed(lambda: self.leg(self, _in_one_piece(self.ready)))
+            await self._computed(lambda: self.leg(self, replace(self.ready, call=whole)))
             self._succeeded(self.cached_tokens)
 
     async def compute(self, ready: Ready, hold: Hold) -> None:
@@ -397,14 +334,6 @@ class PromptHalf(OtherLeg):
             cached = hold.answer.cached_tokens()
         self.answered, self.cached_tokens = monotonic(), cached
         self.took_s = self.answered - self.lease.started
-
-
-def _in_one_piece(ready: Ready) -> Ready:
-    """The request with an answer that is no stream: only its end is read."""
-    body = ready.call.body
-    assert isinstance(body, JsonBody)  # noqa: S101 - only such requests have two halves
-    whole = body.replace(stream=None, stream_options=None)
-    return replace(ready, call=replace(ready.call, body=whole))
 
 
 async def _send(
@@ -443,13 +372,11 @@ class _Silence:
 
     kvpin may be paused, and then find an answer that came long before. So when it came is not known. But what
     had come by a tick is read before the next one: if that finds silence, too, nothing had come by the first.
-
-    Attributes:
-        surely: a time at which the answer had not begun, in monotonic seconds; at most two ticks ago while
-            kvpin is not paused.
     """
 
     def __init__(self) -> None:
+        # A time at which the answer had not begun, in monotonic seconds; at most two ticks ago while kvpin is
+        # not paused.
         self.surely = self._last = monotonic()
 
     def __enter__(self) -> Self:

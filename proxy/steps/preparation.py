@@ -48,51 +48,35 @@ _LONG_BYTES = 4 << 20
 
 
 class Ready(Struct, frozen=True):
-    """A request that can be placed.
+    """A request that can be placed."""
 
-    Attributes:
-        call: the request, its media checked, with a model name that its engines take.
-        pool: the engines that serve its model.
-        salt: the cache salt its KV lies under.
-        lora: the LoRA adapter it runs with.
-        rendering: what made its prompt: only the engines of that builder can take it. None for any.
-        others: the same request with the prompts of the pool's other builders.
-        renderings: the pool's builders when the prompts were made; None if none were to be made.
-        context: the least context of an engine that can take its prompt, in tokens; 0 for any.
-        prompt: its prompt as the engine will see it; None when reuse is off or the prompt cannot be known.
-        chain: the prompt's blocks; None without a prompt.
-        session: the conversation it belongs to; None when reuse is off.
-        retention: how long its client wants its KV kept; None when reuse is off.
-        translation: turns the answer to a chat into that of the API the client asked; None for its own.
-        home: the engine that made the response that the request names: only that one can serve it; None for
-            any.
-        rules: the rules and repairs that changed its prompt.
-        asked: the client's body as these rules changed it, until it is kept; None if none did.
-        values: reference → value, which the answer may name.
-        shares: it runs without its tenant's salt, because the pool's engines share KV between tenants.
-        keep: keeps the reasoning of its answer; None if it is not to be kept.
-        kind: the only kind of engine that can serve it, because one of them died in mid-answer; None for any.
-    """
-
-    call: Call
-    pool: Pool
-    salt: str | None
-    lora: str | None
+    call: Call  # the request, its media checked, with a model name that its engines take
+    pool: Pool  # the engines that serve its model
+    salt: str | None  # the cache salt its KV lies under
+    lora: str | None  # the LoRA adapter it runs with
+    # Its prompt as the engine will see it; None when reuse is off or the prompt cannot be known.
     prompt: Prompt | None = None
-    chain: Chain | None = None
-    session: Session | None = None
-    retention: Retention | None = None
+    chain: Chain | None = None  # the prompt's blocks; None without a prompt
+    session: Session | None = None  # the conversation it belongs to; None when reuse is off
+    retention: Retention | None = None  # how long its client wants its KV kept; None when reuse is off
+    # Turns the answer to a chat into that of the API the client asked; None for its own.
     translation: Translation | None = None
-    keep: Keep | None = None
+    keep: Keep | None = None  # keeps the reasoning of its answer; None if it is not to be kept
+    # The engine that made the response that the request names: only that one can serve it; None for any.
     home: str | None = None
+    # The only kind of engine that can serve it, because one of them died in mid-answer; None for any.
     kind: str | None = None
-    rules: tuple[Change, ...] = ()
+    rules: tuple[Change, ...] = ()  # the rules and repairs that changed its prompt
+    # The client's body as these rules changed it, until it is kept; None if none did.
     asked: RequestBody = None
-    values: Mapping[str, str] = {}
+    values: Mapping[str, str] = {}  # reference → value, which the answer may name
+    # What made its prompt: only the engines of that builder can take it. None for any.
     rendering: PromptBuilder | None = None
-    others: tuple[Ready, ...] = ()
+    others: tuple[Ready, ...] = ()  # the same request with the prompts of the pool's other builders
+    # The pool's builders when the prompts were made; None if none were to be made.
     renderings: tuple[PromptBuilder, ...] | None = None
-    context: int = 0
+    context: int = 0  # the least context of an engine that can take its prompt, in tokens; 0 for any
+    # It runs without its tenant's salt, because the pool's engines share KV between tenants.
     shares: bool = False
     priority: int | None = None
 
@@ -189,23 +173,15 @@ class Ready(Struct, frozen=True):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Preparation:
-    """Reads requests as far as placement needs it.
+    """Reads requests as far as placement needs it."""
 
-    Attributes:
-        destinations: which pool, or which engine, may serve a request.
-        tenants: tenant → cache salt.
-        media: the content behind clients' names of images.
-        translations: route → what translates a request there into a chat, for engines that want chats.
-        reuse: every prompt is tokenised; without reuse, only prompts that are counted.
-        normalising: the rules that change prompts.
-    """
-
-    destinations: Destinations
-    tenants: Tenants
-    media: MediaUuids
+    destinations: Destinations  # which pool, or which engine, may serve a request
+    tenants: Tenants  # tenant → cache salt
+    media: MediaUuids  # the content behind clients' names of images
+    # route → what translates a request there into a chat, for engines that want chats
     translations: Mapping[str, Translate]
-    reuse: bool
-    normalising: Normalising = NO_RULES
+    reuse: bool  # every prompt is tokenised; without reuse, only prompts that are counted
+    normalising: Normalising = NO_RULES  # the rules that change prompts
     _turns: WeakValueDictionary[str | None, asyncio.Lock] = dataclasses.field(
         default_factory=WeakValueDictionary
     )
@@ -219,10 +195,7 @@ class Preparation:
         """Finds the pool of a request, and reads its prompt.
 
         A tenant's long bodies are read one after the other: meanwhile, each takes about ten times its length
-        of memory.
-
-        Raises:
-            ProxyError, EngineError: the request is wrong, or no engine serves its model.
+        of memory. Raises ProxyError or EngineError if it is wrong, or no engine serves its model.
         """
         if _PRIORITY in call.headers.first:
             priority_in(call.headers)  # an invalid priority is refused even if no request waits
@@ -277,11 +250,8 @@ class Preparation:
         return await off_loop(lambda: retention_of(body, call.tenant), ms=body.n_values / VALUES_PER_MS)
 
     async def _translation(self, call: Call, pool: Pool) -> Translation | None:
-        """The request's translation into a chat; None if the engines of the pool serve it as it is.
-
-        Raises:
-            MethodNotAllowed: the route takes only POST here.
-        """
+        """The request's translation into a chat; None if the engines of the pool serve it as it is. Raises
+        MethodNotAllowed where the route takes only POST."""
         translate, body = self.translations.get(call.route), call.body
         is_chat = translate is not None and call.route in pool.served_as_chats
         if call.method != "POST":
@@ -300,14 +270,8 @@ class Preparation:
     async def _ready(
         self, call: Call, to: Destination, retention: Retention | None, *, counts: bool = False
     ) -> Ready:
-        """The request in a form that engines understand.
-
-        Args:
-            call: the request.
-            to: where it may go.
-            retention: how long its client wants its KV kept.
-            counts: the client only asks for the length of its prompt.
-        """
+        """The request in a form that engines understand. It `counts` if its client only asks for the length
+        of its prompt."""
         pool, salt, shares, priority = to.pool, None, False, None
         if isinstance(call.body, JsonBody):
             body = call.body
@@ -359,12 +323,7 @@ class Preparation:
                 continue
             chain, context = pool.chain(prompt), pool.context_for(len(prompt.token_ids), call.body)
             one = replace(
-                ready,
-                rendering=rendering,
-                renderings=renderings,
-                prompt=prompt,
-                chain=chain,
-                context=context,
+                ready, rendering=rendering, renderings=renderings, prompt=prompt, chain=chain, context=context
             )
             made.append(one)
         if not made:

@@ -40,23 +40,7 @@ def _no_progress() -> tuple[int, bool]:
 
 
 class Request(Life):
-    """A request that is being served by the task that makes it.
-
-    Attributes:
-        call: the request as it came.
-        reply: the way back to its client.
-        record: its entry in the log.
-        admitted: the permission to serve it: its tenant's quota, and memory for its body.
-        arrived: when its head came, or that of the whole of which it is a part.
-        ready: the request for the next attempt; `first`: the request of the first attempt.
-        placement: the engine it goes to, one of `n_candidates`.
-        half: the half of that attempt on another engine, if neither can answer alone.
-        passage: reads the running stream for a later engine; None if the stream ends with its engine.
-        cached: prompt tokens that the engine of the running attempt reused, as its headers tell.
-        told: what the client has of the answer; None before another engine goes on with it.
-        kept: bytes of its body that are kept so that another engine can go on.
-        progress: pieces of the running answer that have arrived, and whether kvpin waits for the client.
-    """
+    """A request that is being served by the task that makes it."""
 
     __slots__ = (
         "_cancelled_before", "_cancels", "_handle", "_interrupt", "_task", "admitted", "arrived", "cached",
@@ -73,18 +57,24 @@ class Request(Life):
         rules: Rules,
         budget: RetryBudget,
     ) -> None:
-        """`rules` and `budget` are those of its life."""
+        """`call`: the request as it came. `reply`: the way back to its client. `record`: its log entry.
+        `admitted`: the permission to serve it: its tenant's quota, and memory for its body. `rules` and
+        `budget` are those of its life."""
+        # When its head came, or that of the whole of which it is a part.
         self.arrived = record.arrived if admitted.since is None else admitted.since
         super().__init__(rules, budget, self.arrived, monotonic())
         self.call, self.reply, self.record, self.admitted = call, reply, record, admitted
-        self.ready: Ready | None = None
-        self.first: Ready | None = None
-        self.placement: Placement | None = None
-        self.half: PromptHalf | None = None
+        self.ready: Ready | None = None  # the request for the next attempt
+        self.first: Ready | None = None  # the request of the first attempt
+        self.placement: Placement | None = None  # the engine it goes to, one of `n_candidates`
+        self.half: PromptHalf | None = None  # of that attempt on another engine, if neither can answer alone
+        # Reads the running stream for a later engine; None if the stream ends with its engine.
         self.passage: Passage | None = None
-        self.told: SentStream | None = None
+        self.told: SentStream | None = None  # what the client has, before another engine goes on with it
+        # Prompt tokens that the engine of the running attempt reused, as its headers tell.
         self.cached: int | None = None
-        self.n_candidates = self.kept = 0
+        self.n_candidates = self.kept = 0  # kept: bytes of its body, so that another engine can go on
+        # Pieces of the running answer that have arrived, and whether kvpin waits for the client.
         self.progress: Callable[[], tuple[int, bool]] = _no_progress
         self._task: asyncio.Task[Any] | None = asyncio.current_task()
         self._cancelled_before = self._task.cancelling() if self._task is not None else 0
@@ -126,7 +116,7 @@ class Request(Life):
         error.__traceback__ = None  # it holds frames, and they hold the body
         blamed = None
         if self.half is not None and self.half.is_to_blame(cause):
-            blamed = self.half.source
+            blamed = self.half.engine.id
         goes_on = self.told is not None
         self.blame(
             self.failed(monotonic(), cause, error, has_begun=has_begun, can_go_on=goes_on, engine=blamed)

@@ -12,7 +12,7 @@ from proxy.fleet.lower_tiers import RestoreAhead
 from proxy.fleet.pool import Pool
 from proxy.request.calls import Call, Reply
 from proxy.request.gate import Admission
-from proxy.steps.forward import Forwarded, Forwarding
+from proxy.steps.forward import Attempt, Forwarded
 from tests.fakes import FakeEngine, client_of, proxy_over
 
 PREFILL_TOK_S, STEP_S = 40_000, 0.001
@@ -68,7 +68,7 @@ async def test_the_chain_of_a_request_is_computed_once(monkeypatch):
     async def run(*_):
         return Forwarded(200)
 
-    monkeypatch.setattr(Forwarding, "run", run)
+    monkeypatch.setattr(Attempt, "run", run)
     made, chain = [], Pool.chain
     monkeypatch.setattr(Pool, "chain", lambda *prompt: made.append(prompt) or chain(*prompt))
     async with FakeEngine() as engine, proxy_over(reuse=True) as proxy:

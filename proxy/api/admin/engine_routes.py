@@ -39,7 +39,7 @@ from proxy.control.engines import (
     stats,
     warning_of,
 )
-from proxy.control.kv import KvVerbs, Pinning, Warming
+from proxy.control.kv import KvOrders
 from proxy.control.operations import Operation, OperationAnswer, Operations, OperationState
 from proxy.control.prefixes import MAX_DEPTH, MAX_PREFIXES, Prefixes, PrefixesAnswer
 from proxy.control.reconciler import Reconciler
@@ -71,7 +71,7 @@ class EngineList(msgspec.Struct):
 
 
 def engine_routes(
-    fleet: Fleet, reconciler: Reconciler, pinning: Pinning, peers: Peers | None = None, *, reuse: bool
+    fleet: Fleet, reconciler: Reconciler, kv: KvOrders, peers: Peers | None = None, *, reuse: bool
 ) -> tuple[Endpoint, ...]:
     """Lists, adds, removes and drains engines, and tells what they hold."""
 
@@ -84,7 +84,7 @@ def engine_routes(
     @operation("GET", "/stats")
     async def get_stats() -> Stats:
         """What every pool and engine holds and has predicted."""
-        return await stats(fleet, pinning.active(), peers, reuse=reuse)
+        return await stats(fleet, kv.active(), peers, reuse=reuse)
 
     @operation("GET", "/engines")
     async def list_engines() -> EngineList:
@@ -147,9 +147,7 @@ class OperationList(msgspec.Struct):
     operations: list[OperationAnswer]
 
 
-def kv_routes(
-    kv: KvVerbs, warming: Warming, pinning: Pinning, operations: Operations
-) -> tuple[Endpoint, ...]:
+def kv_routes(kv: KvOrders, operations: Operations) -> tuple[Endpoint, ...]:
     """Starts operations, lists them, and cancels them."""
     flush, offload = partial(kv.operate, KvVerb.FLUSH), partial(kv.operate, KvVerb.OFFLOAD)
 
@@ -157,7 +155,7 @@ def kv_routes(
         return await kv.operate(KvVerb.RESTORE, body, warm_instead=body.fallback == "warm")
 
     async def unpin(body: Unpin) -> Operation:
-        return pinning.unpin(body.pin_id)
+        return kv.unpin(body.pin_id)
 
     @operation("GET", "/operations", others="do", join=_all_operations)
     async def list_operations() -> OperationList:
@@ -180,13 +178,13 @@ def kv_routes(
         _start(
             "/warm",
             Warm,
-            lambda body: warming.warm(body, everywhere=body.engines == "all"),
+            lambda body: kv.warm(body, everywhere=body.engines == "all"),
             "Computes a prefix before it is needed.",
         ),
         _start(
             "/pin",
             Pin,
-            lambda body: pinning.pin(body, body.ttl_s),
+            lambda body: kv.pin(body, body.ttl_s),
             "Protects a prefix from eviction for a time.",
         ),
         _start("/unpin", Unpin, unpin, "Ends a pin."),

@@ -192,7 +192,7 @@ class TracedAttempts(Attempts):
 
     async def half_leg(self, half: PromptHalf, ready: Ready) -> None:
         """Lets another engine compute the prompt at the same time, within a span."""
-        with _span(self.tracer, FIRST_LEG, {"kvpin.engine": half.source}):
+        with _span(self.tracer, FIRST_LEG, {"kvpin.engine": half.engine.id}):
             await super().half_leg(half, _leading_on(ready))
 
     async def forward(self, attempt: Attempt) -> Forwarded:

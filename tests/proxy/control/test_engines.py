@@ -86,7 +86,7 @@ async def test_an_order_that_others_do_not_hear_of_is_told(world, pair):
 
 
 async def shown_by(world):
-    return msgspec.to_builtins(await stats(world.fleet, world.pinning.active(), reuse=world.reuse))
+    return msgspec.to_builtins(await stats(world.fleet, world.kv.active(), reuse=world.reuse))
 
 
 async def test_pools_engines_and_totals(world, pair):

@@ -123,24 +123,24 @@ async def test_a_flush_ends_the_pins_it_meets(world, learned):
         world.served(fake, tokens(32))
     world.served(a, tokens(32, start=9))
     for ids in (tokens(32), tokens(32, start=9)):
-        await finished(await world.pinning.pin(Target(token_ids=ids), 60))
+        await finished(await world.kv.pin(Target(token_ids=ids), 60))
     await finished(await world.kv.operate(KvVerb.FLUSH, Target(token_ids=tokens(16), engine="a")))
-    assert [held.engines for held in world.pinning.active()] == [["b"], ["a"]]
+    assert [held.engines for held in world.kv.active()] == [["b"], ["a"]]
     await finished(await world.kv.operate(KvVerb.FLUSH, Target(engine="a")))
-    assert [held.engines for held in world.pinning.active()] == [["b"]]
+    assert [held.engines for held in world.kv.active()] == [["b"]]
     assert b.pins
 
 
 async def test_a_pin_that_a_flush_leaves_can_be_ended(world, learned):
     a, _ = learned
     world.served(a, tokens(32))
-    pinned = await finished(await world.pinning.pin(Target(token_ids=tokens(32)), 60))
+    pinned = await finished(await world.kv.pin(Target(token_ids=tokens(32)), 60))
     a.in_use.add(next(iter(a.tiers)))  # a llama-server leaves what is pinned in the same way
     for target in (Target(token_ids=tokens(32)), Target(engine="a")):
         await finished(await world.kv.operate(KvVerb.FLUSH, target))
-        assert [held.engines for held in world.pinning.active()] == [["a"]]
-    await finished(world.pinning.unpin(pinned.result["pin_id"]))
-    assert (world.pinning.active(), a.pins) == ([], {})
+        assert [held.engines for held in world.kv.active()] == [["a"]]
+    await finished(world.kv.unpin(pinned.result["pin_id"]))
+    assert (world.kv.active(), a.pins) == ([], {})
 
 
 async def test_a_tenants_kv_and_pins_and_nobody_elses(tokenizer_dir):
@@ -152,9 +152,9 @@ async def test_a_tenants_kv_and_pins_and_nobody_elses(tokenizer_dir):
             world.served(fake, tokens(32), salts[-1])
             world.engines["a"].salts.note(tenant, salts[-1])
             target = Target(token_ids=tokens(32), tenant=tenant, cache_salt=name)
-            pins.append((await finished(await world.pinning.pin(target, 60))).result["pin_id"])
+            pins.append((await finished(await world.kv.pin(target, 60))).result["pin_id"])
         await finished(await world.kv.operate(KvVerb.FLUSH, Target(tenant="alice", cache_salt="x")))
-        assert [pin.pin_id for pin in world.pinning.active()] == [pins[0], pins[2]]
+        assert [pin.pin_id for pin in world.kv.active()] == [pins[0], pins[2]]
         world.served(fake, tokens(32), salts[1])
         operation = await finished(await world.kv.operate(KvVerb.FLUSH, Target(tenant="alice")))
         part = operation.parts[0]
@@ -162,7 +162,7 @@ async def test_a_tenants_kv_and_pins_and_nobody_elses(tokenizer_dir):
         assert {block[0] for block in fake.tiers} == {salts[2]}
         # Whose block a hash is cannot be told: the learned view of the engine starts over.
         assert world.matched(tokens(32), salts[1]) == {}
-        assert [pin.pin_id for pin in world.pinning.active()] == pins[2:]
+        assert [pin.pin_id for pin in world.kv.active()] == pins[2:]
 
 
 class TestForgottenSalts:

@@ -9,7 +9,6 @@ from proxy.control.operations import (
     OperationState,
     Target,
     kind_of,
-    new_operation,
 )
 from proxy.errors import BadRequest
 from proxy.runtime import Supervisor
@@ -35,7 +34,7 @@ async def test_an_error_fails_it_with_its_text_and_a_bug_without(tasks, error, i
     async def work(_operation):
         raise error
 
-    operation = Operations(tasks).start(new_operation("flush", "all"), work)
+    operation = Operations(tasks).start("flush", "all", (), work)
     await operation.wait(5)
     assert operation.state is OperationState.FAILED
     assert ("why" in operation.error) is is_told
@@ -44,9 +43,9 @@ async def test_an_error_fails_it_with_its_text_and_a_bug_without(tasks, error, i
 async def test_history_is_bounded_and_keeps_what_runs(tasks):
     operations = Operations(tasks)
     gate = asyncio.Event()
-    running = operations.start(new_operation("flush", "all"), lambda _: gate.wait())
+    running = operations.start("flush", "all", (), lambda _: gate.wait())
     for _ in range(HISTORY + 5):
-        done = operations.start(new_operation("flush", "all"), nothing)
+        done = operations.start("flush", "all", (), nothing)
         await done.wait(5)
     newest = operations.newest()
     assert len(newest) == HISTORY

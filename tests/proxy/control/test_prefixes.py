@@ -52,7 +52,7 @@ async def test_a_prefix_is_named_by_its_conversation_and_by_its_words_if_they_ar
     assert [child.words for child in system.children] == [
         decode(array("i", each[32:44])) for each in (FIRST, SECOND)
     ]
-    assert world.prompts.words("of another worker", 0) is None
+    assert world.prefixes.words("of another worker", 0) is None
 
 
 async def test_a_part_of_the_tree(world, pair):
@@ -85,9 +85,9 @@ async def test_salts_are_kept_apart_and_of_models_that_are_gone_nothing_is_shown
 async def test_a_pin_is_shown_on_all_that_it_protects_also_that_of_another_worker(world, pair):
     world.served(pair[0], FIRST)
     world.record("r1", FIRST)
-    operation = await world.pinning.pin(Target(request_id="r1", tokens=64), 60)
+    operation = await world.kv.pin(Target(request_id="r1", tokens=64), 60)
     assert await operation.wait(5)
-    told = await world.prompts.told()
+    told = await world.prefixes.told()
     world.record("r2", SECOND)
 
     async def pins():
@@ -105,7 +105,7 @@ async def test_a_pin_is_shown_on_all_that_it_protects_also_that_of_another_worke
 
 async def test_the_prompts_of_other_workers_are_in_the_tree(world, pair):
     world.record("r1", FIRST)
-    world.told = [await world.prompts.told()]  # as a worker would that has the same
+    world.told = [await world.prefixes.told()]  # as a worker would that has the same
     world.record("r2", SECOND)
     found = await look(world)
     assert (found.requests, found.tokens) == (3, 80)
@@ -141,7 +141,7 @@ async def test_a_worker_tells_hashes_and_no_tokens(world, pair, monkeypatch):
     record = world.record("r1", PROMPT, tenant="t")
     world.record("r2", PROMPT, model="gone")
     world.record("r3", None)
-    told = await world.prompts.told()
+    told = await world.prefixes.told()
     (prompt,) = msgspec.msgpack.decode(told, type=PromptsAndPins).prompts
     assert (prompt.request_id, prompt.model, prompt.tenant, prompt.lora) == ("r1", "m", "t", None)
     assert unpacked(prompt.hashes) == tuple(world.pool.chain(record.prompt).hashes)

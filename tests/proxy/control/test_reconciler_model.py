@@ -98,8 +98,8 @@ class Request:
 
     is_lost = False
 
-    def give_up(self):
-        self.is_lost = True
+    def on_lost(self):
+        pass
 
 
 class Finder:

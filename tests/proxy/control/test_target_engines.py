@@ -6,7 +6,7 @@ from msgspec import structs
 
 from engine_adapter import Capability, JsonBody, KvTarget, NotSupported
 from proxy.control.operations import Target
-from proxy.control.target_engines import require_able
+from proxy.control.target_engines import parts_of
 from proxy.errors import BadRequest, NoEngine, NotFound
 from tests.kv_world import ALL, KvFake, kv_world, tokens
 
@@ -142,10 +142,10 @@ async def test_engines_that_cannot_are_told_apart(world):
     selection = await world.targets.select(Target(all=True), Capability.OFFLOAD)
     assert [s.engine.id for s in selection.shares] == ["a"]
     assert [s.engine.id for s in selection.unable] == ["b"]
-    require_able(selection, Capability.OFFLOAD)
+    parts_of(selection, Capability.OFFLOAD, is_required=True)
     selection = await world.targets.select(Target(engine="b"), Capability.OFFLOAD)
     with pytest.raises(NotSupported, match="'offload'") as caught:
-        require_able(selection, Capability.OFFLOAD)
+        parts_of(selection, Capability.OFFLOAD, is_required=True)
     assert str(caught.value) == str(world.fleet.engine("b").adapter.not_supported(Capability.OFFLOAD))
 
 
@@ -167,7 +167,7 @@ async def test_a_prefix_lies_under_its_tenants_salt(tokenizer_dir):
         world.add(KvFake("a"))
         salt = world.tenants.salt("alice", "x")
         prefix = await world.targets.prefix_of(Target(prompt="x", tenant="alice", cache_salt="x"))
-        assert prefix.kv.cache_salt == salt
+        assert prefix.prompt.kv.cache_salt == salt
         await check_refused(world, BadRequest, "tenant", prompt="x")
         await check_refused(world, BadRequest, "tenant", prompt_cache_key="k")
         world.record("r1", tokens(20), tenant="bob", prompt_cache_key="k")
@@ -204,8 +204,8 @@ class TestAdapters:
     async def test_a_prefix_is_the_adapters_that_model_names(self, world, ada, fields):
         plain = await world.targets.prefix_of(Target(**fields))
         own = await world.targets.prefix_of(Target(**fields, model="ada"))
-        assert (own.kv.lora, plain.kv.lora) == ("ada", None)
-        assert own.kv.token_ids == plain.kv.token_ids
+        assert (own.prompt.kv.lora, plain.prompt.kv.lora) == ("ada", None)
+        assert own.prompt.kv.token_ids == plain.prompt.kv.token_ids
         assert own.chain.hashes[0] != plain.chain.hashes[0]
 
     @pytest.mark.parametrize("fields", [{"all": True}, {"engine": "c"}])

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from engine_adapter import Capability, NotSupported
-from proxy.control.kv import Warming
+from proxy.control.kv import KvOrders
 from proxy.control.operations import OperationPart, OperationState, Target
 from proxy.control.target_engines import Prefix
 from proxy.errors import BadRequest, NoEngine
@@ -35,7 +35,7 @@ def prefix_of(world, prompt=None):
 async def test_one_token_is_asked_of_the_engine_placement_picks_and_the_index_learns(world, servers):
     a, b = servers
     world.served(world.engines["b"].adapter, tokens(32))
-    operation = await finished(await world.warming.warm(Target(token_ids=tokens(48))))
+    operation = await finished(await world.kv.warm(Target(token_ids=tokens(48))))
     assert operation.state is OperationState.DONE
     assert (operation.parts[0].engine, operation.parts[0].done) == ("b", 3)
     assert not a.seen
@@ -50,16 +50,16 @@ async def test_one_token_is_asked_of_the_engine_placement_picks_and_the_index_le
 
 
 async def test_salt_and_extra_ids_go_along_or_it_is_not_supported(world, servers):
-    await finished(await world.warming.warm(Target(token_ids=tokens(48), cache_salt="s", engine="a")))
+    await finished(await world.kv.warm(Target(token_ids=tokens(48), cache_salt="s", engine="a")))
     assert servers[0].seen[0].json["cache_salt"] == "s"
     prompt = Prompt(array("i", [600, *tokens(31)]), array("Q", [9] + [0] * 31))
-    await world.warming.warm_on(prefix_of(world, prompt), world.engines["a"], OperationPart("a", "warm"))
+    await world.kv.warm_on(prefix_of(world, prompt), world.engines["a"], OperationPart("a", "warm"))
     assert servers[0].seen[1].json["extra_ids"] == [9] + [0] * 31
     world.add(KvFake("c", NO_EVENTS - {Capability.EXTRA_IDS}))
     world.record("r1", None)
     world.record("r2", tokens(4), prompt_cache_key="k").prompt = prompt
     with pytest.raises(NotSupported, match="'extra_ids'"):
-        await world.warming.warm(Target(prompt_cache_key="k", engine="c"))
+        await world.kv.warm(Target(prompt_cache_key="k", engine="c"))
 
 
 async def test_an_engines_refusal_fails_it(world, servers):
@@ -67,32 +67,32 @@ async def test_an_engines_refusal_fails_it(world, servers):
         await exchange.send({"error": {"message": "too long"}}, 400)
 
     servers[0].script = refuse
-    operation = await finished(await world.warming.warm(Target(token_ids=tokens(48), engine="a")))
+    operation = await finished(await world.kv.warm(Target(token_ids=tokens(48), engine="a")))
     assert (operation.state, operation.parts[0].error) == (OperationState.FAILED, "too long")
     assert world.matched(tokens(48)) == {}
 
 
 async def test_who_cannot_be_asked(world, servers):
     with pytest.raises(BadRequest) as caught:
-        await world.warming.warm(Target(token_ids=tokens(48), engine="a"), everywhere=True)
+        await world.kv.warm(Target(token_ids=tokens(48), engine="a"), everywhere=True)
     assert caught.value.param == "engines"
     with pytest.raises(BadRequest, match="needs a prefix"):
-        await world.warming.warm(Target(all=True))
+        await world.kv.warm(Target(all=True))
     world.engines["a"].state = EngineState.DRAINING
     with pytest.raises(NoEngine, match="'a'"):
-        await world.warming.warm(Target(token_ids=tokens(48), engine="a"))
+        await world.kv.warm(Target(token_ids=tokens(48), engine="a"))
     world.engines["b"].state = EngineState.DOWN
     with pytest.raises(NoEngine):
-        await world.warming.warm(Target(token_ids=tokens(48)))
+        await world.kv.warm(Target(token_ids=tokens(48)))
 
 
 async def test_it_waits_a_moment_for_an_engine_that_is_away(world, servers):
     away, part = world.engines["a"], OperationPart("a", "warm")
     away.state = EngineState.DOWN
-    warming = Warming(replace(world.flow, wait_s=0.01), world.targets, world.operations)
+    warming = KvOrders(world.fleet, replace(world.flow, wait_s=0.01), world.targets, world.operations)
     with pytest.raises(NoEngine):
         await warming.warm_on(prefix_of(world), away, OperationPart("a", "warm"))
-    warming = asyncio.create_task(world.warming.warm_on(prefix_of(world), away, part))
+    warming = asyncio.create_task(world.kv.warm_on(prefix_of(world), away, part))
     await asyncio.sleep(0)
     away.state = EngineState.READY
     await warming
@@ -102,11 +102,11 @@ async def test_it_waits_a_moment_for_an_engine_that_is_away(world, servers):
 async def test_an_adapters_prefix_is_warmed_with_it(world, servers):
     async with FakeEngine("c") as server:
         world.add(KvFake("c", NO_EVENTS, loras=("ada",), url=server.url))
-        operation = await world.warming.warm(Target(token_ids=tokens(48), model="ada"), everywhere=True)
+        operation = await world.kv.warm(Target(token_ids=tokens(48), model="ada"), everywhere=True)
         await finished(operation)
         assert [part.engine for part in operation.parts] == ["c"]
         assert server.seen[0].json["model"] == "ada"
     assert world.matched(tokens(48), lora="ada") == {"c": 3}
     assert world.matched(tokens(48)) == {}
     with pytest.raises(BadRequest):
-        await world.warming.warm(Target(token_ids=tokens(48), model="ada", engine="a"))
+        await world.kv.warm(Target(token_ids=tokens(48), model="ada", engine="a"))

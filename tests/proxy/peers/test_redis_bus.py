@@ -192,7 +192,7 @@ async def test_without_a_server_nothing_is_kept_and_too_much_is_dropped(monkeypa
     exchange = RedisBus("redis://127.0.0.1:1/0", "n")
     exchange.publish(b"x")
     assert not exchange._outbox
-    exchange._is_connected = True
+    exchange.is_connected = True
     monkeypatch.setattr(redis_bus, "OUTBOX_BYTES", 10)
     exchange.publish(bytes(8))
     exchange.publish(bytes(8))

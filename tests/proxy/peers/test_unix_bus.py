@@ -83,7 +83,7 @@ async def test_what_is_no_socket_of_a_kvpin_stays_and_is_told_once(tmp_path, mon
         datagrams.bind(str(foreign))
         async with Member(tmp_path / "bus", 1) as one:
             for _ in range(3):
-                one.exchange._has_looked = False
+                one.exchange.is_connected = False
                 await until(lambda: one.exchange.is_connected)
             assert one.exchange.is_alone
     assert file.read_text() == "mine"

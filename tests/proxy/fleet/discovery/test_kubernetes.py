@@ -128,7 +128,7 @@ def test_elsewhere_there_is_none(monkeypatch, tmp_path):
     with pytest.raises(SourceError, match=r"ca\.crt cannot be used: .*No such file"):
         ApiServer("https://x", tmp_path).client(1)
     with pytest.raises(SourceError, match="namespace cannot be read: No such file"):
-        ApiServer("https://x", tmp_path).namespace()
+        ApiServer("https://x", tmp_path).read("namespace")
 
 
 async def test_the_server_must_have_a_certificate_of_its_authority_and_gets_the_token_of_now(tmp_path):
