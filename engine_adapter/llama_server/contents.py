@@ -16,7 +16,7 @@ from typing import Any
 from engine_adapter.errors import EngineError, EngineRejected
 from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server import saved_files, slot_io
-from engine_adapter.llama_server.checkpoints import MemoryRules, user_starts
+from engine_adapter.llama_server.checkpoints import MemoryRules
 from engine_adapter.llama_server.discovery import MOVES, ServerFacts
 from engine_adapter.llama_server.mirror_events import MirrorEvents
 from engine_adapter.llama_server.plan import SlotRates
@@ -24,7 +24,6 @@ from engine_adapter.llama_server.saved import Saved, SavedPrefixes, salt_digest
 from engine_adapter.llama_server.saved_files import FileFault, StateFileError
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
 from engine_adapter.llama_server.slots import NO_TOKENS, Slot, SlotTable
-from engine_adapter.llama_server.turns import SlotRequest
 from engine_adapter.types import Capability, Finding, Retention, Tier, common_prefix
 
 log = logging.getLogger("kvpin.llama_server")
@@ -266,11 +265,6 @@ class SlotContents:
         """The server was probed: it tells more of its memory."""
         self.facts = facts
         self._follow(facts.memory)
-
-    def user_starts(self, ask: SlotRequest) -> tuple[int, ...]:
-        """The positions where the user messages of a chat begin; none where they do not matter."""
-        is_needed = ask.is_chat and not self.rules.is_plain
-        return user_starts(ask.tokens, self.facts.user_mark) if is_needed else ()
 
     def note_prediction(self, *, is_right: bool) -> None:
         """A firm prediction came true, or not. Too many that do not are no longer called firm."""

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from engine_adapter.hold import Forecast
 from engine_adapter.llama_server.checkpoints import PLAIN, MemoryRules, reusable
-from engine_adapter.llama_server.saved_entry import Saved
+from engine_adapter.llama_server.saved_files import Saved
 from engine_adapter.llama_server.slots import NO_TOKENS, Slot, SlotOperation
 from engine_adapter.types import Tier, TokenIds
 

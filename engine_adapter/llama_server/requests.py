@@ -27,10 +27,9 @@ from engine_adapter.llama_server.answer import CHAT, COMPLETIONS, CompletionOutp
 from engine_adapter.llama_server.mirror_events import MirrorEvents
 from engine_adapter.llama_server.options import INFILL, NATIVE_COMPLETIONS, PINNED_ROUTES, SLOTS
 from engine_adapter.llama_server.saved import salt_digest
-from engine_adapter.llama_server.scheduler import SlotScheduler
+from engine_adapter.llama_server.scheduler import SlotLease, SlotRequest, SlotScheduler
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
 from engine_adapter.llama_server.session import ServerSession
-from engine_adapter.llama_server.turns import SlotLease, SlotRequest
 from engine_adapter.off_loop import JSON_BYTES_PER_MS, VALUES_PER_MS, off_loop
 from engine_adapter.types import KvTarget
 

@@ -16,35 +16,72 @@ import asyncio
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 from weakref import WeakValueDictionary
 
 from engine_adapter.errors import EngineSpecError
 from engine_adapter.llama_server import saved_files
-from engine_adapter.llama_server.own_tasks import OwnTasks
 from engine_adapter.llama_server.plan import SlotRates
-from engine_adapter.llama_server.saved_entry import (
+from engine_adapter.llama_server.saved_files import (
+    FileFault,
     Listener,
     Saved,
     SavedEvent,
     Stamp,
+    StateFileError,
     Work,
     least_valuable,
     salt_digest,
+    writing,
 )
-from engine_adapter.llama_server.saved_files import FileFault, StateFileError, writing
 from engine_adapter.types import Tier
 
-__all__ = ["Saved", "SavedEvent", "SavedPlace", "SavedPrefixes", "salt_digest"]
+__all__ = ["OwnTasks", "Saved", "SavedEvent", "SavedPlace", "SavedPrefixes", "salt_digest"]
 
 RETRY_S = 60.0  # pause after a saved prefix could not be read, before the next try
 
 _log = logging.getLogger("kvpin.llama_server")
+_Result = TypeVar("_Result")
+
+
+class OwnTasks:
+    """The tasks of one owner, which go on if the caller that waits for them is cancelled. `what` they do is
+    for the log. Callers handle `expected` errors. Any other is logged, because its caller may have left."""
+
+    def __init__(self, what: str, expected: type[Exception]) -> None:
+        self._what = what
+        self._expected = expected
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def start(self, work: Coroutine[Any, Any, _Result]) -> asyncio.Task[_Result]:
+        """Runs `work`."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._end)
+        return task
+
+    async def settled(self) -> None:
+        """Waits until all are over, also those that begin meanwhile."""
+        while self._tasks:
+            await asyncio.wait(tuple(self._tasks))
+
+    async def cancel(self) -> None:
+        """Cancels all, and waits until they are over."""
+        tasks = tuple(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _end(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, self._expected):
+            _log.error("%s failed", self._what, exc_info=error)
 
 
 @dataclass(frozen=True, slots=True)

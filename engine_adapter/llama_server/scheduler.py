@@ -4,6 +4,10 @@
 
 The slot table changes without awaits. The I/O in between runs in the scheduler's own tasks: a client that
 leaves never stops a save or restore half-way, and never leaves a slot busy.
+
+Requests get the cheapest idle slot, in the order of their arrival. They wait in kvpin's own queue, which
+sends one when a slot is idle. Only one whose slot was taken in that moment waits here, or one whose slot will
+be idle in a moment.
 """
 
 from __future__ import annotations
@@ -13,17 +17,16 @@ import logging
 import math
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from engine_adapter.errors import EngineError, EngineUnavailable
 from engine_adapter.hold import Forecast
 from engine_adapter.llama_server.answer import CompletionOutput, known_tokens, slot_content
-from engine_adapter.llama_server.checkpoints import SlotMemory
+from engine_adapter.llama_server.checkpoints import SlotMemory, user_starts
 from engine_adapter.llama_server.contents import SlotContents
-from engine_adapter.llama_server.own_tasks import OwnTasks
 from engine_adapter.llama_server.plan import Plan, plan
-from engine_adapter.llama_server.saved import Saved
+from engine_adapter.llama_server.saved import OwnTasks, Saved
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
 from engine_adapter.llama_server.slot_io import (
     SlotState,
@@ -33,9 +36,8 @@ from engine_adapter.llama_server.slot_io import (
     until_all_arrived,
     when_idle,
 )
-from engine_adapter.llama_server.slots import NO_TOKENS, Slot, SlotOperation
-from engine_adapter.llama_server.turns import SlotLease, SlotRequest, Turns, first_operation
-from engine_adapter.types import TOOL_S, TokenIds, common_prefix
+from engine_adapter.llama_server.slots import NO_TOKENS, Slot, SlotOperation, SlotTable
+from engine_adapter.types import TOOL_S, Retention, TokenIds, common_prefix
 
 log = logging.getLogger("kvpin.llama_server")
 
@@ -48,6 +50,140 @@ PULSE_S = 0.25
 
 _Result = TypeVar("_Result")
 _Work = Callable[[Slot], Coroutine[Any, Any, _Result]]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRequest:
+    """A prompt that needs a slot.
+
+    Attributes:
+        tokens: its ids; empty if they are unknown.
+        salt: digest of its cache salt.
+        retention: how long to retain what it leaves; None for no retention.
+        is_chat: the server knows where its messages begin.
+        session: digest of its conversation; None if its client names none.
+        text: how the text begins that the server makes its prompt of, as code points; empty if `tokens` are
+            known.
+    """
+
+    tokens: TokenIds[int] = field(repr=False)
+    salt: str | None = None
+    reuse: bool = True
+    retention: Retention | None = None
+    is_chat: bool = False
+    session: int | None = None
+    text: TokenIds[int] = field(default_factory=lambda: NO_TOKENS, repr=False)
+
+
+@dataclass(slots=True)
+class SlotLease:
+    """A request's hold on a slot.
+
+    Attributes:
+        cached_tokens: prompt tokens the server will report as reused.
+        firm: False if the server may report more.
+        may_reuse: the request may use KV that lies in the slot.
+        restored: the slot's KV came from a file just before.
+        before: known tokens the slot held, if the request may use them.
+        length_before: tokens the slot held, known or not; `is_length_sure`: it is no guess.
+        started: when the request could be sent.
+        answer: its content; None until it has ended, or if it never did.
+        has_begun: the first bytes of the answer have come.
+        shows_text: the answer's text is all that was sampled: nothing is held back, parsed or trimmed.
+        shared: leading tokens of the prompt that the server takes from the slot.
+        memory: the slot's memory as the request finds it.
+    """
+
+    slot: int
+    ask: SlotRequest
+    cached_tokens: int
+    firm: bool
+    may_reuse: bool
+    restored: bool
+    before: TokenIds[int] = field(repr=False)
+    length_before: int
+    started: float
+    answer: CompletionOutput | None = None
+    has_begun: bool = False
+    shows_text: bool = True
+    shared: int = 0
+    is_length_sure: bool = False
+    memory: SlotMemory = field(default_factory=SlotMemory, repr=False)
+
+    @property
+    def is_exact(self) -> bool:
+        """True if it uses no KV that was computed elsewhere and moved."""
+        return self.memory.exact == math.inf
+
+    @property
+    def leaves_own(self) -> bool:
+        """True if all KV in the slot is now its own client's, although the prompt's tokens are not known."""
+        answer, ask = self.answer, self.ask
+        is_done = answer is not None and answer.is_complete and answer.error is None
+        return is_done and not ask.tokens and ask.salt != UNKNOWN_OWNER
+
+
+Decide = Callable[[SlotRequest, Iterable[Slot]], Plan]
+# What a slot does after a request: it is idle again in a moment, and still holds its conversation.
+_SHORT = (SlotOperation.SETTLE, SlotOperation.SAVE)
+
+
+class Turns:
+    """The requests that wait for a slot. `decide` gives the best plan for one over some slots."""
+
+    def __init__(self, table: SlotTable, decide: Decide, clock: Callable[[], float]) -> None:
+        self._table = table
+        self._decide = decide
+        self._clock = clock
+        self._queue: dict[asyncio.Future[Plan], SlotRequest] = {}
+
+    async def turn(self, ask: SlotRequest) -> Plan:
+        """Waits for a slot for `ask`; the first operation of its plan has begun there.
+
+        A caller that is cancelled while it waits leaves nothing begun.
+        """
+        turn: asyncio.Future[Plan] = asyncio.get_running_loop().create_future()
+        self._queue[turn] = ask
+        self._dispatch()
+        try:
+            return await turn
+        except asyncio.CancelledError:
+            is_told = self._queue.pop(turn, None) is None and not turn.cancelled()
+            if is_told and turn.exception() is None:  # its turn has just come
+                self.release(turn.result().slot)
+            raise
+
+    def release(self, slot_id: int) -> None:
+        """Ends the operation on a slot, and starts waiting requests."""
+        self._table.end(slot_id, self._clock())
+        self._dispatch()
+
+    def fail(self, error: Exception) -> None:
+        """Raises `error` in every waiting request."""
+        for turn in self._queue:
+            if not turn.done():
+                turn.set_exception(error)
+        self._queue.clear()
+
+    def _dispatch(self) -> None:
+        """Starts every waiting request that can start now."""
+        for turn, ask in tuple(self._queue.items()):
+            if self._table.in_flight == len(self._table):
+                return
+            if not turn.done():  # it has not left
+                soon = [slot for slot in self._table if slot.is_idle or slot.operation in _SHORT]
+                plan = self._decide(ask, soon)
+                if self._table[plan.slot].is_idle:
+                    self._table.begin(plan.slot, first_operation(plan), self._clock())
+                    del self._queue[turn]
+                    turn.set_result(plan)
+
+
+def first_operation(plan: Plan) -> SlotOperation:
+    """The first operation of a plan on its slot."""
+    if plan.save_first:
+        return SlotOperation.SAVE
+    return SlotOperation.REQUEST if plan.restore is None else SlotOperation.RESTORE
 
 
 class SlotScheduler:
@@ -97,7 +233,7 @@ class SlotScheduler:
         lease = await self._prepared(chosen, ask)
         self._check_open()
         # The slot is going to hold this prompt: the next request of the conversation waits for it.
-        memory = lease.memory.after(lease.shared, len(ask.tokens), self.contents.user_starts(ask))
+        memory = lease.memory.after(lease.shared, len(ask.tokens), self._user_starts(ask))
         unknown = int(not ask.tokens)  # an empty slot is nobody's
         self._table.hold(
             lease.slot, ask.tokens, ask.salt, unknown=unknown, memory=memory, text=ask.text, is_sure=False
@@ -355,7 +491,12 @@ class SlotScheduler:
         rules = self.contents.rules
         if told is None or not ask.tokens or lease.memory.rules != rules:  # they may have changed meanwhile
             return rules.lost(max(len(ask.tokens), 1))
-        return lease.memory.after(lease.shared, len(ask.tokens), self.contents.user_starts(ask), told=told)
+        return lease.memory.after(lease.shared, len(ask.tokens), self._user_starts(ask), told=told)
+
+    def _user_starts(self, ask: SlotRequest) -> tuple[int, ...]:
+        """The positions where the user messages of a chat begin; none where they do not matter."""
+        is_needed = ask.is_chat and not self.contents.rules.is_plain
+        return user_starts(ask.tokens, self.contents.facts.user_mark) if is_needed else ()
 
     async def _left_by(self, lease: SlotLease) -> tuple[TokenIds[int], int, bool]:
         """(known tokens, number of unknown ones, whether all are its owner's) in the slot after a request."""

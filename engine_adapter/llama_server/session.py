@@ -21,11 +21,17 @@ from engine_adapter.errors import EngineError
 from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server.checkpoints import UNPROBED
 from engine_adapter.llama_server.contents import SlotContents
-from engine_adapter.llama_server.discovery import MOVES, MemoryKind, ServerFacts
+from engine_adapter.llama_server.discovery import (
+    MOVES,
+    MemoryKind,
+    ServerFacts,
+    memory_rules,
+    probe,
+    probe_file,
+)
 from engine_adapter.llama_server.mirror_events import TOKENS_PER_BLOCK, MirrorEvents
 from engine_adapter.llama_server.options import SERVED, LlamaServerSpec
 from engine_adapter.llama_server.plan import SlotRates, worth_saving
-from engine_adapter.llama_server.probe import memory_rules, probe, probe_file
 from engine_adapter.llama_server.saved import SavedPrefixes
 from engine_adapter.llama_server.saved_files import StateFileError
 from engine_adapter.llama_server.scheduler import SlotScheduler

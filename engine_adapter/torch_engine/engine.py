@@ -26,6 +26,7 @@ from engine_adapter.memory import available_bytes
 from engine_adapter.torch_engine.attention import KvStorage
 from engine_adapter.torch_engine.kv_cache import KvCache
 from engine_adapter.torch_engine.kv_tree import CopyFailed, KvTree
+from engine_adapter.torch_engine.model import LoadedModel, Runner, first_line
 from engine_adapter.torch_engine.requests import (
     Finished,
     FinishReason,
@@ -38,7 +39,6 @@ from engine_adapter.torch_engine.requests import (
     Scheduled,
     Token,
 )
-from engine_adapter.torch_engine.runner import LoadedModel, Runner, first_line
 from engine_adapter.torch_engine.sampling import Sampler, choose_all, logprobs_of
 from engine_adapter.torch_engine.scheduler import Active, Scheduler, check_request
 from engine_adapter.torch_engine.serve import EmbeddedOptions

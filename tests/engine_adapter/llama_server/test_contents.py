@@ -14,8 +14,8 @@ from engine_adapter.llama_server import saved_files, slot_io
 from engine_adapter.llama_server.checkpoints import PLAIN, MemoryRules
 from engine_adapter.llama_server.contents import MANY_CHANGES
 from engine_adapter.llama_server.saved_files import read_tokens
+from engine_adapter.llama_server.scheduler import SlotRequest
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
-from engine_adapter.llama_server.turns import SlotRequest
 from scripts.make_gguf import gguf_path
 from tests.engine_adapter.llama_server.scheduler_world import no_directory, scheduler_world, stopped
 from tests.engine_adapter.llama_server.slot_world import blocks_in, prompt_of
