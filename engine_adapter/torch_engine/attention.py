@@ -128,12 +128,6 @@ def _runs(slots: Sequence[int]) -> Iterator[tuple[slice, slice]]:
             begin = end
 
 
-def bytes_per_token(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:
-    """Bytes of KV of one token over all layers."""
-    values = sum(shape.heads * (shape.key_dim + shape.value_dim) for shape in shapes)
-    return values * dtype.itemsize
-
-
 # --- attention ------------------------------------------------------------------------------------------
 
 IMPLEMENTATION = "kvpin_paged"

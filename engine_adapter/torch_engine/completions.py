@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine_adapter.errors import EngineUnavailable
 from engine_adapter.off_loop import JSON_BYTES_PER_MS, off_loop
@@ -28,7 +28,6 @@ from engine_adapter.torch_engine.answers import (
     Echo,
     Piece,
     event_of,
-    usage_of,
 )
 from engine_adapter.torch_engine.grammar import Structure, ToolUse, structure_of, tool_use_of
 from engine_adapter.torch_engine.protocol import (
@@ -82,8 +81,12 @@ def _while_client_stays(serve: Callable[[Send], Coroutine[Any, Any, None]]) -> A
     """Runs `serve` to its end, or until the client leaves. Raises what it raises."""
 
     async def app(_scope: Scope, receive: Receive, send: Send) -> None:
+        async def client_leaves() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
         serving = asyncio.ensure_future(serve(send))
-        leaving = asyncio.ensure_future(_client_leaves(receive))
+        leaving = asyncio.ensure_future(client_leaves())
         try:
             await asyncio.wait((serving, leaving), return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -94,12 +97,6 @@ def _while_client_stays(serve: Callable[[Send], Coroutine[Any, Any, None]]) -> A
             serving.result()
 
     return app
-
-
-async def _client_leaves(receive: Receive) -> None:
-    message: Message = await receive()
-    while message["type"] != "http.disconnect":
-        message = await receive()
 
 
 @dataclass(kw_only=True)
@@ -151,14 +148,14 @@ class CompletionAnswer:
             if self._is_done:
                 break
             if pending:
-                await _send_part(send, pending)
+                await _send_body(send, pending, more=True)
                 pending = b""
             try:
                 pieces = await self._next_pieces(generation)
             except (RequestFailed, RequestRefused, EngineUnavailable) as error:
                 await _end_broken(send, error)
                 return
-        await _send_last(send, pending + self.writer.end(self._usage(generation)))
+        await _send_body(send, pending + self.writer.end(self._usage(generation)))
 
     async def _send_whole(self, generation: Generation, send: Send) -> None:
         choices = [Piece() for _ in self.readers]
@@ -167,7 +164,7 @@ class CompletionAnswer:
                 choices[index].add(piece)
         body = self.writer.whole(choices, self._usage(generation))
         await self._send_head(send, generation.cached_tokens)
-        await _send_last(send, body)
+        await _send_body(send, body)
 
     @property
     def _is_done(self) -> bool:
@@ -188,9 +185,15 @@ class CompletionAnswer:
         return [(index, piece) for index, reader in enumerate(self.readers) if (piece := reader.take())]
 
     def _usage(self, generation: Generation) -> dict[str, Any]:
+        """OpenAI's `usage`: the tokens of the prompt, counted once, and of all choices."""
         prompt = self.prompt_tokens
         made = sum(self.answered + reader.completion_tokens for reader in self.readers)
-        return usage_of(prompt, min(generation.cached_tokens, prompt), made)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": made,
+            "total_tokens": prompt + made,
+            "prompt_tokens_details": {"cached_tokens": min(generation.cached_tokens, prompt)},
+        }
 
 
 async def _end_broken(send: Send, error: RequestFailed | RequestRefused | EngineUnavailable) -> None:
@@ -200,18 +203,12 @@ async def _end_broken(send: Send, error: RequestFailed | RequestRefused | Engine
     known = as_api_error(error)
     # A bare end would look like a whole answer.
     event = event_of(error_body(known)) if known is not None else b""
-    if isinstance(error, EngineUnavailable):
-        await _send_part(send, event)
-    else:
-        await _send_last(send, event + END_OF_STREAM)
+    has_died = isinstance(error, EngineUnavailable)
+    await _send_body(send, event if has_died else event + END_OF_STREAM, more=has_died)
 
 
-async def _send_part(send: Send, body: bytes) -> None:
-    await send({"type": "http.response.body", "body": body, "more_body": True})
-
-
-async def _send_last(send: Send, body: bytes) -> None:
-    await send({"type": "http.response.body", "body": body})
+async def _send_body(send: Send, body: bytes, *, more: bool = False) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": more})
 
 
 # --- preparing: from a request to requests of the engine, one per choice, and their readers and writer ---
@@ -238,7 +235,9 @@ async def prepare(service: EngineService, request: PromptRequest) -> CompletionA
     salt = salt_of(request.cache_salt)
     grammar = None if structure is None else await service.grammars.compile(structure, salt)
     echo = _echo(service, request, prompt, sampling)
-    skipped = frozenset() if _shows_special(service, use) else service.special_ids
+    # Calls may begin with a special token, which text usually leaves out.
+    opens = None if use is None or use.format_ is None else use.format_.opens
+    skipped = frozenset() if opens in service.tokenizer.special_tokens else service.special_ids
     readers = [
         ChoiceReader(
             Detokenizer(service.tokenizer, request.stops, skipped=skipped),
@@ -260,11 +259,16 @@ async def prepare(service: EngineService, request: PromptRequest) -> CompletionA
         tells_tokens=bool(request.stream_token_ids),
         answered=answered,
     )
-    extra_ids = prompt.extra_ids
+    extra_ids, most = prompt.extra_ids, sampling.max_tokens
     first = GenerationRequest(
         request_id=secrets.token_hex(12),
         token_ids=prompt.token_ids + answered,
-        sampling=_rest_of(sampling, len(answered)),
+        # The limits of what is still to be generated. The engine generates one token at least.
+        sampling=replace(
+            sampling,
+            max_tokens=None if most is None else max(most - len(answered), 1),
+            min_tokens=max(sampling.min_tokens - len(answered), 0),
+        ),
         extra_ids=None if extra_ids is None else extra_ids + extra_array([0] * len(answered)),
         embeddings=prompt.tensors,
         cache_salt=salt,
@@ -289,16 +293,6 @@ async def prepare(service: EngineService, request: PromptRequest) -> CompletionA
         streams=bool(request.stream),
         prompt_tokens=len(prompt.token_ids),
         answered=len(answered),
-    )
-
-
-def _rest_of(sampling: SamplingParams, answered: int) -> SamplingParams:
-    """The limits of what is still to be generated. The engine generates one token at least."""
-    most = sampling.max_tokens
-    return replace(
-        sampling,
-        max_tokens=None if most is None else max(most - answered, 1),
-        min_tokens=max(sampling.min_tokens - answered, 0),
     )
 
 
@@ -346,13 +340,6 @@ def _structure(request: PromptRequest, use: ToolUse | None) -> Structure | None:
             if getattr(request, name):
                 raise ApiError(f"{name} and {structure.param} exclude each other", param=name)
     return structure
-
-
-def _shows_special(service: EngineService, use: ToolUse | None) -> bool:
-    """True if calls begin with a special token, which text usually leaves out."""
-    if use is None or use.format_ is None:
-        return False
-    return use.format_.opens in service.tokenizer.special_tokens
 
 
 def _echo(

@@ -89,7 +89,7 @@ class EngineCore:
             context=model.max_model_len,
             available=available_bytes() if model.device == "cpu" else None,
         )
-        self.host_blocks = options.host_blocks(self.block_bytes)
+        self.host_blocks = options.host_cache_bytes // self.block_bytes
         self.max_model_len = min(model.max_model_len, self.gpu_blocks * options.tokens_per_block)
         _log.info(
             "KV cache: %d blocks of %d tokens, %.1f MiB; requests of up to %d tokens; "
@@ -101,7 +101,20 @@ class EngineCore:
             options.prefill_chunk,
         )
         self._model = model
-        storage = _allocate(model, options, self.gpu_blocks, self.host_blocks)
+        try:
+            storage = KvStorage(
+                model.layers,
+                gpu_blocks=self.gpu_blocks,
+                host_blocks=self.host_blocks,
+                tokens_per_block=options.tokens_per_block,
+                device=torch.device(model.device),
+                dtype=model.module.dtype,
+            )
+        except (RuntimeError, MemoryError, OSError, OverflowError) as error:
+            raise EngineSpecError(
+                f"cannot allocate {self.gpu_blocks} + {self.host_blocks} KV blocks of "
+                f"{self.block_bytes} bytes: {first_line(error)}"
+            ) from error
         tree = KvTree(
             gpu_blocks=self.gpu_blocks,
             host_blocks=self.host_blocks,
@@ -228,8 +241,7 @@ class EngineCore:
             self.counters.waiting = len(self._scheduler.waiting)
 
     def _cancel(self, request_id: str) -> None:
-        active = self._in_flight.get(request_id)
-        if active is not None:
+        if (active := self._in_flight.get(request_id)) is not None:
             self._finish(active, "cancelled")
 
     def _run_call(self, fn: Callable[[KvCache], T], future: Future[T]) -> None:
@@ -274,8 +286,10 @@ class EngineCore:
             self._fail(self._scheduler.planning, error)
             self._count_failed_step(error)
             return []
-        if not planned:
-            self._refuse_first()
+        if not planned:  # the cache has no room for the first waiting request although nothing else runs
+            pinned = self._cache.pinned_blocks
+            message = f"the KV cache has no room for this request beside {pinned} pinned blocks"
+            self._finish(self._scheduler.waiting[0], "cancelled", message)
         return planned
 
     def _compute(self, planned: list[Active]) -> list[Outcome]:
@@ -345,13 +359,6 @@ class EngineCore:
                 self.counters.cached_tokens += cached
                 self._deliver(active, [Scheduled(cached)])
 
-    def _refuse_first(self) -> None:
-        """Ends the first waiting request: the cache has no room for it although nothing else runs."""
-        active = self._scheduler.waiting[0]
-        pinned = self._cache.pinned_blocks
-        message = f"the KV cache has no room for this request beside {pinned} pinned blocks"
-        self._finish(active, "cancelled", message)
-
     def _finish(
         self, active: Active, reason: FinishReason, message: str | None = None, param: str | None = None
     ) -> None:
@@ -374,26 +381,8 @@ class EngineCore:
                     self._inbox.append(partial(self._cancel, active.request.request_id))
 
     def _publish_events(self) -> None:
-        events = self._cache.tree.journal.drain()
-        if events:
+        if events := self._cache.tree.journal.drain():
             self._publish(events)
-
-
-def _allocate(model: LoadedModel, options: EmbeddedOptions, gpu_blocks: int, host_blocks: int) -> KvStorage:
-    try:
-        return KvStorage(
-            model.layers,
-            gpu_blocks=gpu_blocks,
-            host_blocks=host_blocks,
-            tokens_per_block=options.tokens_per_block,
-            device=torch.device(model.device),
-            dtype=model.module.dtype,
-        )
-    except (RuntimeError, MemoryError, OSError, OverflowError) as error:
-        raise EngineSpecError(
-            f"cannot allocate {gpu_blocks} + {host_blocks} KV blocks of "
-            f"{model.block_bytes(options.tokens_per_block)} bytes: {first_line(error)}"
-        ) from error
 
 
 def _describe(error: Exception) -> str:
@@ -464,11 +453,9 @@ def _judged(choice: Token | Exception, active: Active, hidden: Tensor | None) ->
     errors of the device."""
     if isinstance(choice, NoScores) and active.request.embeddings:
         return RequestRefused("the prompt's embeddings lead to scores that are no numbers", param="prompt")
-    if isinstance(choice, Exception):
-        if is_fatal(choice):
-            raise choice
-        return choice
-    if hidden is None or not active.request.wants_hidden:
+    if isinstance(choice, Exception) and is_fatal(choice):
+        raise choice
+    if isinstance(choice, Exception) or hidden is None or not active.request.wants_hidden:
         return choice
     return replace(choice, hidden=hidden.float().cpu().numpy().tobytes())
 

@@ -126,10 +126,9 @@ class Grammars:
         """
         key = msgspec.msgpack.encode((salt, structure.kind, structure.text))
         digest = hashlib.sha256(key).digest()
-        known = self._compiled.get(digest)
-        if known is not None:
+        if digest in self._compiled:
             self._compiled.move_to_end(digest)
-            return known
+            return self._compiled[digest]
         if self._waiting >= MAX_WAITING:
             raise ApiError("too many structures wait to be compiled", status=503, code="engine_unavailable")
         self._waiting += 1
@@ -152,7 +151,6 @@ class Grammars:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _compile(self, structure: Structure) -> Grammar:
-        """Compiles; runs in the thread."""
         try:
             import llguidance  # noqa: PLC0415 - an extra
         except ImportError:
@@ -212,7 +210,7 @@ def _tags(tags: dict[str, Any], tokenizer: ChatTokenizer) -> str:
     """Text, and calls between marks. A mark may be a token of its own, or text."""
     from llguidance import grammar_from  # noqa: PLC0415 - see Grammars
 
-    added = {str(token) for token in tokenizer.transformers.added_tokens_decoder.values()}
+    added = set(map(str, tokenizer.transformers.added_tokens_decoder.values()))
     begin, end = tags["begin"], tags["end"]
     schema = json.dumps(tags["schema"] | {"x-guidance": {"whitespace_pattern": _SPACES}})
     first = f"TEXT {begin}" if begin in added else "text_to_mark"
@@ -231,8 +229,7 @@ def _tags(tags: dict[str, Any], tokenizer: ChatTokenizer) -> str:
 
 
 def _refused(structure: Structure, reason: str) -> ApiError:
-    fault = _FAULT_OF_REGEX.search(reason) if structure.kind == "regex" else None
-    if fault is not None:
+    if structure.kind == "regex" and (fault := _FAULT_OF_REGEX.search(reason)) is not None:
         reason = f"the pattern is wrong: {fault[1]}"
     return ApiError(f"{structure.param} cannot be used: {_in_short(reason)}", param=structure.param)
 
@@ -304,8 +301,7 @@ def tool_use_of(
     """The ways in which the answer may use tools; None for not at all. Raises ApiError (400)."""
     if choice in ("none", None, "auto") and not tools:
         return None
-    functions = _functions(tools)
-    one = parallel is False
+    functions, one = _functions(tools), parallel is False
     if choice == "none":
         return None
     if choice in (None, "auto"):
@@ -333,10 +329,8 @@ def _of_format(asked: object) -> Structure | None:
             return _made("json", _ANY_OBJECT, "response_format")
         case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
             return _made("json", schema, "response_format")
-    raise ApiError(
-        "response_format is of type text, json_object, or json_schema with json_schema.schema",
-        param="response_format",
-    )
+    types = "response_format is of type text, json_object, or json_schema with json_schema.schema"
+    raise ApiError(types, param="response_format")
 
 
 def _of_vllm(request: PromptRequest) -> list[Structure | None]:
@@ -413,10 +407,16 @@ def _any_call(functions: Mapping[str, dict[str, Any]], field: str) -> dict[str, 
         moved = {place[8:]: _moved(functions[name], place) for name, place in places.items()}
     except RecursionError:
         raise _too_deep("tools") from None
-    return {
-        "anyOf": [_call_schema(name, {"$ref": place}, field) for name, place in places.items()],
-        "$defs": moved,
-    }
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, field: {"$ref": place}},
+            "required": ["name", field],
+            "additionalProperties": False,
+        }
+        for name, place in places.items()
+    ]
+    return {"anyOf": calls, "$defs": moved}
 
 
 def _moved(schema: Any, place: str) -> Any:  # noqa: ANN401 - JSON
@@ -433,22 +433,11 @@ def _moved(schema: Any, place: str) -> Any:  # noqa: ANN401 - JSON
     }
 
 
-def _call_schema(name: str, parameters: object, field: str) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": {"name": {"const": name}, field: parameters},
-        "required": ["name", field],
-        "additionalProperties": False,
-    }
-
-
-def _strict(functions: Mapping[str, Mapping[str, Any]], format_: CallFormat | None) -> Structure | None:
+def _strict(functions: Mapping[str, Mapping[str, Any]], format_: CallFormat) -> Structure | None:
     """The calls that `strict` tools allow, between text. Calls of other functions stay free."""
-    if format_ is not HERMES or not any(function.get("strict") is True for function in functions.values()):
+    strict = {name for name, function in functions.items() if function.get("strict") is True}
+    if format_ is not HERMES or not strict:
         return None
-    free = {
-        name: _parameters(function) if function.get("strict") is True else dict(_ANY_OBJECT)
-        for name, function in functions.items()
-    }
+    free = {name: _parameters(functions[name]) if name in strict else _ANY_OBJECT for name in functions}
     tags = {"begin": format_.opens, "end": format_.closes, "schema": _any_call(free, "arguments")}
     return _made("tags", tags, "tools")

@@ -180,8 +180,7 @@ class KvCache:
 
         Its retention starts at the time of the last `expire`.
         """
-        root = sequence.root
-        if root is None:
+        if (root := sequence.root) is None:
             return
         for slot in sequence.blocks[len(sequence.path) :]:
             self.tree.gpu.give(slot)
@@ -250,13 +249,9 @@ class KvCache:
         moved = self.tree.offload(going, limit)
         remaining = len(going) - moved
         no_room = remaining if moved < limit else 0
-        return self._result(
-            moved,
-            remaining=remaining - no_room,
-            in_use=in_use,
-            pinned=len(nodes) - in_use - len(going),
-            no_room=no_room,
-        )
+        pinned = len(nodes) - in_use - len(going)
+        remaining -= no_room
+        return self._result(moved, remaining=remaining, in_use=in_use, pinned=pinned, no_room=no_room)
 
     def restore(self, target: KvTarget, max_blocks: int) -> SliceResult:
         """Moves blocks to the GPU tier, parents first. Evicts only blocks of less value. A target with token
@@ -264,18 +259,15 @@ class KvCache:
         nodes = self._scope(target)
         if target.token_ids is not None:
             self.tree.touch(nodes)
-        going = [node for node in nodes if node.tier is Tier.HOST]
         worth = self.tree.leaves[Tier.GPU].worth
-        going.sort(key=worth, reverse=True)
+        going = sorted((node for node in nodes if node.tier is Tier.HOST), key=worth, reverse=True)
         batch = going[:max_blocks]
         for node in batch:  # what makes room on the GPU must not push them out of the host tier
             self.tree.hold(node)
         try:
             if batch:
-                self.tree.make_room(
-                    min(len(batch), self.tree.gpu.free + self.tree.idle),
-                    below=worth(batch[-1]),
-                )
+                room = min(len(batch), self.tree.gpu.free + self.tree.idle)
+                self.tree.make_room(room, below=worth(batch[-1]))
             moving = batch[: self.tree.gpu.free]
             self.tree.restore(moving)
         finally:
@@ -304,8 +296,7 @@ class KvCache:
 
     def unpin(self, pin_id: str) -> bool:
         """Ends a pin; False when no pin has that id."""
-        pin = self._pins.pop(pin_id, None)
-        if pin is None:
+        if (pin := self._pins.pop(pin_id, None)) is None:
             return False
         for node in reversed(pin.nodes):
             self.tree.release(node, pin=True)
@@ -324,16 +315,11 @@ class KvCache:
         pinned = {node for pin in self._pins.values() for node in pin.nodes}
         cached = tree.idle + sum(1 for node in pinned if node.tier is Tier.GPU and not node.refs)
         gpu, host = tree.gpu, tree.host
-        in_host = host.total - host.free
+        in_gpu, in_host = gpu.total - gpu.free, host.total - host.free
         return {
             "tokens_per_block": tree.tokens_per_block,
             "block_bytes": self._block_bytes,
-            "gpu": {
-                "total": gpu.total,
-                "free": gpu.free,
-                "cached": cached,
-                "active": gpu.total - gpu.free - cached,
-            },
+            "gpu": {"total": gpu.total, "free": gpu.free, "cached": cached, "active": in_gpu - cached},
             "host": {
                 "total": host.total,
                 "free": host.free,
@@ -361,19 +347,13 @@ class KvCache:
         tree = self.tree
         if target.token_ids is None and target.cache_salt is None:
             return list(tree.below(tree.roots.values()))
-        root = tree.roots.get(target.cache_salt)
-        if root is None:
+        if (root := tree.roots.get(target.cache_salt)) is None:
             return []
         if target.token_ids is None:
             return list(tree.below([root]))
-        size = tree.tokens_per_block
-        return tree.walk(
-            root,
-            (
-                block_key(target.token_ids, target.extra_ids, index, size)
-                for index in range(len(target.token_ids) // size)
-            ),
-        )
+        tokens, extra_ids, size = target.token_ids, target.extra_ids, tree.tokens_per_block
+        keys = (block_key(tokens, extra_ids, index, size) for index in range(len(tokens) // size))
+        return tree.walk(root, keys)
 
     def _result(
         self, moved: int, *, remaining: int, in_use: int = 0, pinned: int = 0, no_room: int = 0

@@ -205,8 +205,7 @@ class KeptBlocks:
     def keep(self, chain: Sequence[Node], retention: Retention, now: float) -> None:
         """Retains a chain, from the root down, as far as the limit reaches. A block that is retained already
         gets the higher priority and the later end."""
-        chain = chain[: self.limit]
-        if not chain:
+        if not (chain := chain[: self.limit]):
             return
         # Whole seconds, so that one look finds the ends of many requests.
         until = math.ceil(now + retention.ttl_s) if retention.ttl_s < math.inf else math.inf
@@ -262,9 +261,8 @@ class KeptBlocks:
         if node not in self._owners:
             return
         owner = self._owners.pop(node)
-        book = self._books[owner]
-        del book[node]
-        if not book:
+        del self._books[owner][node]
+        if not self._books[owner]:
             del self._books[owner]
 
 
@@ -301,9 +299,8 @@ class Journal:
     def _add(self, stored: bool, tier: Tier, node: Node) -> None:
         last = self._runs[-1] if self._runs else None
         if last is None or last[:2] != (stored, tier) or (stored and last[2][-1] is not node.parent):
-            last = stored, tier, []
-            self._runs.append(last)
-        last[2].append(node)
+            self._runs.append((stored, tier, []))
+        self._runs[-1][2].append(node)
 
     def _event(self, tier: Tier, nodes: list[Node]) -> BlocksStored:
         size = self._tokens_per_block
@@ -350,7 +347,7 @@ class KvTree:
         self.journal = Journal(tokens_per_block)
         self.roots: dict[str | None, Node] = {}
         self.totals = {"evicted": 0, "offloaded": 0, "restored": 0}
-        self.idle = 0
+        self.idle = self._tick = 0
         self._names: set[int] = set()
         self._copier = copier
         # With a host tier, the GPU tier loses nothing by evicting: retention counts on the host tier only.
@@ -359,7 +356,6 @@ class KvTree:
             Tier.HOST: LeafQueue(Tier.HOST),
         }
         self.kept = KeptBlocks(host_blocks or gpu_blocks, self._offer)
-        self._tick = 0
 
     # --- finding ---------------------------------------------------------------------------------
 
@@ -367,8 +363,7 @@ class KvTree:
         """The longest chain of cached blocks below `start` with these keys."""
         chain: list[Node] = []
         for key in keys:
-            child = start.children.get(key)
-            if child is None:
+            if (child := start.children.get(key)) is None:
                 break
             chain.append(child)
             start = child
@@ -400,22 +395,16 @@ class KvTree:
 
     def hold(self, node: Node, *, pin: bool = False) -> None:
         """Holds a block for a running sequence, or by a pin. The caller holds its ancestors too."""
-        if node.idle and node.tier is Tier.GPU:
-            self.idle -= 1
-        if pin:
-            node.pins += 1
-        else:
-            node.refs += 1
+        self.idle -= node.idle and node.tier is Tier.GPU
+        node.pins += pin
+        node.refs += not pin
 
     def release(self, node: Node, *, pin: bool = False) -> None:
         """Undoes one `hold`, also of a block that was dropped. Release children before their parents."""
-        if pin:
-            node.pins -= 1
-        else:
-            node.refs -= 1
+        node.pins -= pin
+        node.refs -= not pin
         if node.idle and node.slot != GONE:
-            if node.tier is Tier.GPU:
-                self.idle += 1
+            self.idle += node.tier is Tier.GPU
             self._offer(node)
 
     def touch(self, chain: Iterable[Node]) -> None:
@@ -550,8 +539,7 @@ class KvTree:
         """Enters that a host block now lies in `slot` of the GPU tier."""
         self.host.give(node.slot)
         node.tier, node.slot = Tier.GPU, slot
-        if node.idle:
-            self.idle += 1
+        self.idle += node.idle
         if node.parent is not None:
             node.parent.gpu_children += 1
 
@@ -568,8 +556,7 @@ class KvTree:
             node.slot = GONE
             self.kept.forget(node)
             self._names.discard(node.name)
-            parent = node.parent
-            if parent is not None:
+            if (parent := node.parent) is not None:
                 del parent.children[node.key]
                 self._offer(parent)
                 self._prune(parent)

@@ -32,7 +32,6 @@ from engine_adapter.torch_engine.attention import (
     Probe,
     Scratch,
     attention_context,
-    bytes_per_token,
 )
 from engine_adapter.torch_engine.kv_cache import KvSequence
 from engine_adapter.torch_engine.requests import NoScores, RequestRefused
@@ -90,7 +89,9 @@ class LoadedModel:
 
     def block_bytes(self, tokens_per_block: int) -> int:
         """Bytes of one KV block."""
-        return bytes_per_token(self.layers, getattr(torch, self.dtype)) * tokens_per_block
+        values = sum(layer.heads * (layer.key_dim + layer.value_dim) for layer in self.layers)
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return values * dtype.itemsize * tokens_per_block
 
 
 class _Rows(NamedTuple):
@@ -248,19 +249,10 @@ def first_line(error: BaseException) -> str:
 
 
 def load_model(
-    source: str | None,
-    *,
-    device: str = "cpu",
-    dtype: str | None = None,
-    served_name: str | None = None,
+    source: str | None, *, device: str = "cpu", dtype: str | None = None, served_name: str | None = None
 ) -> LoadedModel:
-    """Loads a Hugging Face causal LM from a directory or hub id; None is `kvpin-tiny`.
-
-    `dtype` None takes the checkpoint's.
-
-    Raises:
-        EngineSpecError: the model cannot be loaded, or this engine cannot run it. The text says why.
-    """
+    """Loads a Hugging Face causal LM from a directory or hub id; None is `kvpin-tiny`. `dtype` None takes the
+    checkpoint's. EngineSpecError says why it cannot be loaded, or why this engine cannot run it."""
     if dtype is not None and dtype not in DTYPES:
         raise EngineSpecError(f"dtype is {dtype!r}; one of {', '.join(DTYPES)} is needed")
     if device.startswith("cuda") and not torch.cuda.is_available():
@@ -285,9 +277,8 @@ def load_model(
         _log.info("checking that %s answers over paged KV as it does without", model.name)
         check_model(model)
     except (EngineSpecError, *_UNRUNNABLE) as error:
-        reason = str(error)
-        if not isinstance(error, EngineSpecError):
-            reason = f"a forward pass over paged KV fails ({first_line(error)})"
+        fails = f"a forward pass over paged KV fails ({first_line(error)})"
+        reason = str(error) if isinstance(error, EngineSpecError) else fails
         raise EngineSpecError(
             f"model {name!r} ({type(module).__name__}) cannot run here: {reason}"
         ) from error
@@ -326,19 +317,16 @@ def _from_source(source: str, dtype: torch.dtype | str) -> Any:  # noqa: ANN401 
 
 
 def _refuse_quantised(config: PretrainedConfig, source: str) -> None:
-    quantised = getattr(config.get_text_config(), "quantization_config", None) or getattr(
-        config, "quantization_config", None
-    )
-    if quantised:
-        method = quantised.get("quant_method", "unknown")
-        raise EngineSpecError(
-            f"model {source!r} is quantised ({method}); this engine takes weights in {', '.join(DTYPES)}"
-        )
+    for each in (config.get_text_config(), config):
+        if quantised := getattr(each, "quantization_config", None):
+            method = quantised.get("quant_method", "unknown")
+            raise EngineSpecError(
+                f"model {source!r} is quantised ({method}); this engine takes weights in {', '.join(DTYPES)}"
+            )
 
 
 def _describe(module: Any, name: str, tokenizer: str, *, is_default: bool) -> LoadedModel:  # noqa: ANN401
     config = module.config.get_text_config()
-    layers = _probe(module, config)
     generation = module.generation_config
     eos = generation.eos_token_id if generation.eos_token_id is not None else config.eos_token_id
     ends = eos if isinstance(eos, list) else [eos]
@@ -353,7 +341,7 @@ def _describe(module: Any, name: str, tokenizer: str, *, is_default: bool) -> Lo
         default_max_tokens=generation.max_new_tokens,
         device=str(module.device),
         dtype=str(module.dtype).removeprefix("torch."),
-        layers=layers,
+        layers=_probe(module, config),
         is_default=is_default,
     )
 
@@ -436,12 +424,7 @@ def _paged_logits(model: LoadedModel, long: list[int], short: list[int]) -> Tens
     embedded = _NEAR - 3
     row = model.module.get_input_embeddings()(torch.tensor([short[embedded]], device=device))
     storage = KvStorage(
-        model.layers,
-        gpu_blocks=8,
-        host_blocks=0,
-        tokens_per_block=_BLOCK,
-        device=device,
-        dtype=row.dtype,
+        model.layers, gpu_blocks=8, host_blocks=0, tokens_per_block=_BLOCK, device=device, dtype=row.dtype
     )
     runner = Runner(model, storage, _BLOCK)
     tokens, extra_ids = array("i", short), array("Q", bytes(8 * _NEAR))

@@ -27,7 +27,6 @@ from engine_adapter.types import KvTarget, Retention, TokenIds, extra_array
 
 # --- errors in OpenAI's shape, bodies up to a limit, JSON responses -------------------------------------
 
-
 _TYPES = {
     404: "not_found_error",
     409: "conflict_error",

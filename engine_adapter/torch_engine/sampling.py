@@ -186,15 +186,13 @@ def _beside(scores: Tensor, values: NDArray[Any]) -> Tensor:
 def _choices(logits: Tensor, tokens: Tensor, samplers: Sequence[Sampler]) -> list[Token]:
     """The chosen tokens; with the model's own logprobs for the rows that want them."""
     choices = [Token(token) for token in tokens.tolist()]
-    wanted = {
-        row: each.params.logprobs for row, each in enumerate(samplers) if each.params.logprobs is not None
-    }
-    if not wanted:
-        return choices
-    rows = list(wanted)
-    scored = logprobs_of(logits[rows], tokens[rows], max(wanted.values()))
-    for row, (logprob, best) in zip(rows, scored, strict=True):
-        choices[row] = Token(choices[row].token_id, logprob, best[: wanted[row]])
+    asked = [each.params.logprobs for each in samplers]
+    wanted = {row: most for row, most in enumerate(asked) if most is not None}
+    if wanted:
+        rows = list(wanted)
+        scored = logprobs_of(logits[rows], tokens[rows], max(wanted.values()))
+        for row, (logprob, best) in zip(rows, scored, strict=True):
+            choices[row] = Token(choices[row].token_id, logprob, best[: wanted[row]])
     return choices
 
 

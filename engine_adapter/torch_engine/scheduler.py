@@ -16,12 +16,7 @@ import numpy as np
 
 from engine_adapter.torch_engine.kv_cache import KvCache, KvSequence
 from engine_adapter.torch_engine.kv_tree import Node
-from engine_adapter.torch_engine.requests import (
-    FinishReason,
-    GenerationRequest,
-    OnOutput,
-    RequestRefused,
-)
+from engine_adapter.torch_engine.requests import FinishReason, GenerationRequest, OnOutput, RequestRefused
 from engine_adapter.torch_engine.sampling import Sampler
 
 SCORED_TOKENS = 128
@@ -138,8 +133,7 @@ class Scheduler:
         budget = max(1, self._prefill_chunk // 2) if planned else self._prefill_chunk
         claimed: set[tuple[Node, bytes]] = set()
         for active in self._prompts():
-            count = self._chunk(active, budget, claimed)
-            if count:
+            if count := self._chunk(active, budget, claimed):
                 active.plan(count)
                 planned.append(active)
                 budget -= count

@@ -18,8 +18,6 @@ from typer.main import get_command
 
 from engine_adapter.errors import EngineSpecError, EngineUnavailable
 
-# --- the options of `kvpin engine`: its model, its sizes and limits, its server -------------------------
-
 DEFAULT_KV_BLOCKS = 1024
 DEFAULT_MAX_BODY_BYTES = 64 * 2**20
 KEY_VARIABLE = "KVPIN_ENGINE_KEY"
@@ -118,10 +116,6 @@ class EmbeddedOptions:
         needed = self.max_num_seqs * -(-context // self.tokens_per_block)
         room = int(available * MEMORY_SHARE)
         return min(needed, _blocks_in(room, block_bytes, f"{MEMORY_SHARE:.0%} of the free memory is"))
-
-    def host_blocks(self, block_bytes: int) -> int:
-        """Blocks of the host tier."""
-        return self.host_cache_bytes // block_bytes
 
 
 def _blocks_in(room: int, block_bytes: int, what: str) -> int:

@@ -152,7 +152,7 @@ async def unpin(service: EngineService, request: Request) -> object:
 
 async def list_tables(service: EngineService, _request: Request) -> object:
     """Every prompt table."""
-    return {"prompt_tables": [_shown(table) for table in service.tables.all()]}
+    return {"prompt_tables": [_shown(table) for table in service.tables.by_id.values()]}
 
 
 async def put_table(service: EngineService, request: Request) -> object:
@@ -170,12 +170,8 @@ async def delete_table(service: EngineService, request: Request) -> object:
 
 
 def _shown(table: StoredTable) -> dict[str, Any]:
-    return {
-        "id": table.table_id,
-        "extra_id": table.extra_id,
-        "rows": table.rows,
-        "hidden": table.tensor.shape[1],
-    }
+    hidden = table.tensor.shape[1]
+    return {"id": table.table_id, "extra_id": table.extra_id, "rows": table.rows, "hidden": hidden}
 
 
 # --- server ---------------------------------------------------------------------------------------------
@@ -267,12 +263,11 @@ async def model(service: EngineService, request: Request) -> object:
 async def tokenize(service: EngineService, request: Request) -> object:
     """The tokens of a chat or a prompt, exactly as the engine would run them."""
     prompt = await service.prompt(parse_tokenize(await body_of(request)))
-    extra_ids = prompt.extra_ids
     return {
         "count": len(prompt.token_ids),
         "max_model_len": service.engine.max_model_len,
         "tokens": prompt.token_ids.tolist(),
-        "extra_ids": None if extra_ids is None else extra_ids.tolist(),
+        "extra_ids": None if prompt.extra_ids is None else prompt.extra_ids.tolist(),
     }
 
 
@@ -303,19 +298,16 @@ async def _answer_error(_request: Request, error: Exception) -> Response:
 
 
 async def _fault(_request: Request, _error: Exception) -> Response:
-    return error_response(
-        ApiError("internal error; the engine's log has the details", status=500, code="internal_error")
-    )
+    message = "internal error; the engine's log has the details"
+    return error_response(ApiError(message, status=500, code="internal_error"))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     """The router's own errors: 404 and 405."""
     if not isinstance(error, HTTPException):
         raise error
-    path = request.url.path
-    message = (
-        f"{request.method} {path} is not served here" if error.status_code in (404, 405) else error.detail
-    )
+    is_ours = error.status_code in (404, 405)
+    message = f"{request.method} {request.url.path} is not served here" if is_ours else error.detail
     answer = error_response(ApiError(message, status=error.status_code))
     answer.headers.update(error.headers or {})
     return answer
@@ -358,7 +350,6 @@ def _digest(text: bytes) -> bytes:
 
 # --- the process of one engine: it answers at once, loads meanwhile, ends both together -----------------
 
-
 _GRACE_S = 20
 _BACKLOG = 2048
 _log = logging.getLogger("kvpin.engine")
@@ -400,11 +391,10 @@ class _EngineProcess(EngineHost):
         key = os.environ.pop(KEY_VARIABLE, None) or None
         web = create_app(self, max_body_bytes=options.max_body_bytes, key=key)
         web.router.lifespan_context = self.lifespan
-        self.server = uvicorn.Server(
-            uvicorn.Config(
-                web, log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=_GRACE_S
-            )
+        config = uvicorn.Config(
+            web, log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=_GRACE_S
         )
+        self.server = uvicorn.Server(config)
 
     @asynccontextmanager
     async def lifespan(self, _app: Starlette) -> AsyncIterator[None]:

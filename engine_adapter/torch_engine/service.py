@@ -6,7 +6,6 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -51,7 +50,6 @@ from engine_adapter.types import ExtraIds, KvTarget, Retention, TokenIds
 
 # --- the engine's Prometheus metrics: their names begin with `kvpin_engine_` ----------------------------
 
-
 _COUNTERS = {
     "steps": "Model steps",
     "prompt_tokens": "Prompt tokens of scheduled requests",
@@ -95,9 +93,6 @@ class EngineMetrics:
         for reason, count in list(self._counters.finished.items()):
             finished.add_metric([reason], count)
         yield finished
-        yield from self._cache_metrics()
-
-    def _cache_metrics(self) -> Iterator[Metric]:
         blocks = GaugeMetricFamily(
             "kvpin_engine_kv_blocks", "KV blocks by tier and state", labels=["tier", "state"]
         )
@@ -120,7 +115,6 @@ class EngineMetrics:
 
 
 # --- p-tuning tables, and the embeddings behind the fake ids of a prompt --------------------------------
-
 
 MAX_TOTAL_BYTES = 1 << 30
 _MAX_ID_LENGTH = 256
@@ -168,17 +162,16 @@ class PromptTables:
 
     An extra id stands for one content as long as the process lives, even after its table is deleted: KV of
     that content may still be cached under it.
+
+    Attributes:
+        by_id: every table, in the order they came.
     """
 
     def __init__(self, *, vocab_size: int, hidden_size: int) -> None:
         self._vocab_size = vocab_size
         self._hidden_size = hidden_size
-        self._by_id: dict[str, StoredTable] = {}
+        self.by_id: dict[str, StoredTable] = {}
         self._content_of: dict[int, bytes] = {}
-
-    def all(self) -> list[StoredTable]:
-        """Every table, in the order they came."""
-        return list(self._by_id.values())
 
     def read(self, table_id: str, data: bytes, extra_id: int | None) -> StoredTable:
         """A table that is not stored yet: `data` are safetensors bytes, one tensor [rows, hidden]; without
@@ -197,7 +190,7 @@ class PromptTables:
         nothing. Raises ApiError: 409 for an id or extra id that stands for other content, 413 beyond the
         limit."""
         table_id, extra_id = table.table_id, table.extra_id
-        held = self._by_id.get(table_id)
+        held = self.by_id.get(table_id)
         if held is not None and (held.content, held.extra_id) != (table.content, extra_id):
             raise ApiError(
                 f"prompt table {table_id!r} exists with other content or another extra id",
@@ -212,19 +205,18 @@ class PromptTables:
             )
         if held is not None:
             return held, False
-        total = sum(other.tensor.nbytes for other in self._by_id.values())
+        total = sum(other.tensor.nbytes for other in self.by_id.values())
         if total + table.tensor.nbytes > MAX_TOTAL_BYTES:
             raise ApiError(
-                f"prompt tables would take more than {MAX_TOTAL_BYTES} bytes; delete some first",
-                status=413,
+                f"prompt tables would take more than {MAX_TOTAL_BYTES} bytes; delete some first", status=413
             )
-        self._by_id[table_id] = table
+        self.by_id[table_id] = table
         self._content_of[extra_id] = table.content
         return table, True
 
     def delete(self, table_id: str) -> bool:
         """Deletes a table; False when no table has that id."""
-        return self._by_id.pop(table_id, None) is not None
+        return self.by_id.pop(table_id, None) is not None
 
     def resolve(
         self, token_ids: TokenIds[int], *, explicit: list[int] | None, table_id: str | None
@@ -235,10 +227,10 @@ class PromptTables:
             PromptTableError: an id breaks a rule; names the index of the first one.
             ApiError: 400 for an unknown table.
         """
-        table = None if table_id is None else self._by_id.get(table_id)
+        table = None if table_id is None else self.by_id.get(table_id)
         if table_id is not None and table is None:
             raise ApiError(f"there is no prompt table {table_id!r}", param="prompt_table")
-        by_extra_id = {stored.extra_id: stored for stored in self._by_id.values()}
+        by_extra_id = {stored.extra_id: stored for stored in self.by_id.values()}
         resolved = resolve_extra_ids(
             token_ids, vocab_size=self._vocab_size, explicit=explicit, table=table, registered=by_extra_id
         )
@@ -276,10 +268,7 @@ class EngineService:
             torch.set_num_threads(options.threads)
         self.options = options
         self.model = load_model(
-            options.model,
-            device=options.device,
-            dtype=options.dtype,
-            served_name=options.served_model_name,
+            options.model, device=options.device, dtype=options.dtype, served_name=options.served_model_name
         )
         self.tokenizer = ChatTokenizer.load(self.model.tokenizer)
         self.instance = secrets.token_hex(8)
@@ -304,8 +293,7 @@ class EngineService:
 
     async def call(self, fn: Callable[[KvCache], T]) -> T:
         """Runs `fn` on the cache between two steps. Raises EngineUnavailable when the engine has ended."""
-        future: Future[T] = self.engine.call(fn)
-        return await asyncio.wrap_future(future)
+        return await asyncio.wrap_future(self.engine.call(fn))
 
     def check_model(self, name: str | None) -> None:
         """Raises ApiError (404) for a model other than the served one."""
@@ -324,17 +312,12 @@ class EngineService:
             return await self._chat_prompt(request)
         embeds = embeds_of(request)
         if embeds is not None:
-            return await self._embedded_prompt(embeds)
+            return await off_loop(partial(self._embedded_prompt, embeds), ms=reading_ms(embeds))
         prompt = prompt_of(request.prompt)
         if isinstance(prompt, str):
-            special = request.add_special_tokens
-            token_ids = await self.tokenizer.off_loop(
-                len(prompt), lambda: self.encode(prompt, "prompt", special=special)
-            )
-        else:
-            token_ids = prompt
-        explicit: list[Any] | None = request.extra_ids
-        return self.tables.resolve(token_ids, explicit=explicit, table_id=request.prompt_table)
+            encode = partial(self.encode, prompt, "prompt", special=request.add_special_tokens)
+            prompt = await self.tokenizer.off_loop(len(prompt), encode)
+        return self.tables.resolve(prompt, explicit=request.extra_ids, table_id=request.prompt_table)
 
     def encode(self, text: str, param: str, *, special: bool | None) -> TokenIds[int]:
         """The token ids of a text, with special tokens unless that is False. Raises ApiError (400) for a text
@@ -371,16 +354,11 @@ class EngineService:
             raise ApiError("the chat template renders these messages to nothing", param="messages")
         return self._with_rows(chat, "messages")
 
-    async def _embedded_prompt(self, data: object) -> EnginePrompt:
-        def read() -> EnginePrompt:
-            rows = read_embeds(data, param="prompt_embeds", hidden_size=self.model.hidden_size)
-            prompt = ChatPrompt.of_embeddings(rows, self.model.vocab_size)
-            return self._with_rows(prompt, "prompt_embeds")
-
-        return await off_loop(read, ms=reading_ms(data))
+    def _embedded_prompt(self, data: object) -> EnginePrompt:
+        rows = read_embeds(data, param="prompt_embeds", hidden_size=self.model.hidden_size)
+        return self._with_rows(ChatPrompt.of_embeddings(rows, self.model.vocab_size), "prompt_embeds")
 
     def _with_rows(self, prompt: ChatPrompt, param: str) -> EnginePrompt:
-        """The prompt with its embeddings as tensors."""
         tensors = {
             identity: embedding_tensor(rows, hidden_size=self.model.hidden_size, param=param)
             for identity, rows in prompt.embeddings.items()
@@ -497,7 +475,12 @@ class Generation:
         for index, outputs in pending.items():
             if isinstance(last := outputs[-1], Finished):
                 self._open.discard(index)
-                _check(last)
+                if last.reason == "error":
+                    raise RequestFailed(f"the engine failed on this request: {last.message}")
+                if last.reason == "refused":
+                    raise RequestRefused(last.message or "it cannot be served", param=last.param or "prompt")
+                if last.reason == "cancelled":
+                    raise EngineUnavailable(last.message or "the engine is shutting down")
         return pending
 
     def _cancel_all(self) -> None:
@@ -505,7 +488,6 @@ class Generation:
             self.cancel(index)
 
     def _from_engine(self, index: int, outputs: list[Output]) -> None:
-        """Hands the outputs over; runs in the engine thread."""
         self._loop.call_soon_threadsafe(self._arrive, index, outputs)
 
     def _arrive(self, index: int, outputs: list[Output]) -> None:
@@ -515,12 +497,3 @@ class Generation:
             self.cached_tokens = first.cached_tokens
         self._pending.setdefault(index, []).extend(outputs)
         self._wake.set()
-
-
-def _check(last: Finished) -> None:
-    if last.reason == "error":
-        raise RequestFailed(f"the engine failed on this request: {last.message}")
-    if last.reason == "refused":
-        raise RequestRefused(last.message or "it cannot be served", param=last.param or "prompt")
-    if last.reason == "cancelled":
-        raise EngineUnavailable(last.message or "the engine is shutting down")
