@@ -238,12 +238,8 @@ class CompletionOutput:
             self.error = "the server dropped tokens from its context"
 
     def assembled(self, path: str) -> bytes:
-        """The JSON answer of a chat or completion that was sent as a stream.
-
-        Raises:
-            EngineRejected: the stream has an error.
-            EngineUnavailable: it ended too early, or is no stream.
-        """
+        """The JSON answer of a chat or completion that was sent as a stream. Raises EngineRejected if that
+        has an error, and EngineUnavailable if it ended too early or is no stream."""
         finish_reason, fields = self.finish_reason, self.fields
         if self.unreadable is not None:
             raise EngineGarbled(f"llama-server sent an unreadable chunk: {self.unreadable}")
@@ -269,10 +265,7 @@ class CompletionOutput:
             message["reasoning_content"] = "".join(self.reasoning)
         if self.calls:
             message["tool_calls"] = [
-                {
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": "".join(call.arguments)},
-                }
+                {"type": "function", "function": {"name": call.name, "arguments": "".join(call.arguments)}}
                 | ({"id": call.id} if call.id else {})
                 for _, call in sorted(self.calls.items())
             ]
@@ -282,9 +275,7 @@ class CompletionOutput:
 def read_answer(raw: bytes) -> CompletionOutput:
     """Reads the bytes of a streamed answer of any route. A line that is cut short is not read."""
     answer = CompletionOutput()
-    lines = raw.split(b"\n")
-    lines.pop()
-    for line in lines:
+    for line in raw.split(b"\n")[:-1]:
         if line.startswith(b"data:"):
             answer.read(line[5:].strip())
     return answer

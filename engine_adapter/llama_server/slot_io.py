@@ -123,19 +123,16 @@ async def restore(control: ControlClient, slot_id: int, name: str) -> Moved:
     return Moved(answer.n_restored, answer.n_read, answer.timings.restore_ms / 1000)
 
 
-async def erase(control: ControlClient, slot_id: int) -> int:
-    """Empties a slot; returns the number of tokens it held."""
-    return (await _act(control, slot_id, "erase", _Erased, {})).n_erased
+async def erase(control: ControlClient, slot_id: int) -> None:
+    """Empties a slot."""
+    await _act(control, slot_id, "erase", _Erased, {})
 
 
 async def _act(
     control: ControlClient, slot_id: int, action: str, kind: type[_Answer], fields: dict[str, str]
 ) -> _Answer:
-    """Lets the server do something with a slot. A connection can be half-open: the answer never comes.
-
-    Raises:
-        EngineLost: the server is done with all that it was sent, and did not answer; or it ends.
-    """
+    """Lets the server do something with a slot. A connection can be half-open: the answer never comes. Raises
+    EngineLost if the server is done with all that it was sent, and did not answer; or if it ends."""
     path = f"/slots/{slot_id}?action={action}"
     answer = asyncio.ensure_future(control.read(kind, "POST", path, json=fields, answer_s=MOVE_S))
     try:
@@ -150,12 +147,9 @@ async def _act(
 
 async def _is_done(control: ControlClient, slot_id: int) -> bool:
     """True if the server has done all that it was sent for a slot before this question. Operations on a slot
-    that works for somebody else wait, and questions overtake them.
-
-    Raises:
-        EngineLost: the server ends. It takes no more connections, answers nothing that waits in its queue,
-            and does not end while somebody waits (llama.cpp 0c1e570).
-    """
+    that works for somebody else wait, and questions overtake them. Raises EngineLost if the server ends: it
+    takes no more connections, answers nothing that waits in its queue, and does not end while somebody waits
+    (llama.cpp 0c1e570)."""
     try:
         await _between_steps(partial(control.get, _QUEUED))
         return not (await read_slots(control))[slot_id].is_processing

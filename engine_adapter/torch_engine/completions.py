@@ -119,11 +119,8 @@ class CompletionAnswer:
     _has_token: bool = field(default=False, init=False)
 
     async def serve(self, send: Send) -> None:
-        """Sends the answer. Nothing is sent before the first token, so that a failure has its own status.
-
-        Raises:
-            RequestFailed, RequestRefused, EngineUnavailable: before anything was sent.
-        """
+        """Sends the answer. Nothing is sent before the first token, so that a failure has its own status:
+        until then, it raises RequestFailed, RequestRefused and EngineUnavailable."""
         async with Generation(self.service.engine, self.requests) as generation:
             if self.streams:
                 await self._stream(generation, send)
@@ -215,11 +212,8 @@ async def _send_body(send: Send, body: bytes, *, more: bool = False) -> None:
 
 
 async def prepare(service: EngineService, request: PromptRequest) -> CompletionAnswer:
-    """Checks a request and renders its prompt, before the engine sees it.
-
-    Raises:
-        ApiError, ChatError, PromptTableError, RequestRefused: the client's fault.
-    """
+    """Checks a request and renders its prompt, before the engine sees it. Raises ApiError, ChatError,
+    PromptTableError and RequestRefused: the client's fault."""
     is_chat = isinstance(request, ChatRequest)
     default = service.model.default_max_tokens if is_chat else None
     sampling = sampling_of(request, default_max_tokens=default)
@@ -235,9 +229,7 @@ async def prepare(service: EngineService, request: PromptRequest) -> CompletionA
     salt = salt_of(request.cache_salt)
     grammar = None if structure is None else await service.grammars.compile(structure, salt)
     echo = _echo(service, request, prompt, sampling)
-    # Calls may begin with a special token, which text usually leaves out.
-    opens = None if use is None or use.format_ is None else use.format_.opens
-    skipped = frozenset() if opens in service.tokenizer.special_tokens else service.special_ids
+    skipped = frozenset() if _shows_special(service, use) else service.special_ids
     readers = [
         ChoiceReader(
             Detokenizer(service.tokenizer, request.stops, skipped=skipped),
@@ -340,6 +332,12 @@ def _structure(request: PromptRequest, use: ToolUse | None) -> Structure | None:
             if getattr(request, name):
                 raise ApiError(f"{name} and {structure.param} exclude each other", param=name)
     return structure
+
+
+def _shows_special(service: EngineService, use: ToolUse | None) -> bool:
+    """True if calls begin with a special token, which text usually leaves out."""
+    opens = None if use is None or use.format_ is None else use.format_.opens
+    return opens in service.tokenizer.special_tokens
 
 
 def _echo(

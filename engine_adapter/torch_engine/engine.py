@@ -164,12 +164,8 @@ class EngineCore:
         return self._failure
 
     def submit(self, request: GenerationRequest, on_output: OnOutput) -> None:
-        """Queues a request; thread-safe.
-
-        Raises:
-            RequestRefused: the request can never run.
-            EngineUnavailable: the engine is not running.
-        """
+        """Queues a request; thread-safe. Raises RequestRefused if it can never run, and EngineUnavailable if
+        the engine is not running."""
         check_request(request, self._model.vocab_size, self.max_model_len)
         model, params = self._model, request.sampling
         ends = params.ends(model.eos_token_ids)
@@ -411,10 +407,8 @@ def compute(runner: Runner, planned: Sequence[Active]) -> list[Outcome]:
     """The outcome of each request, in order. Keeps the logprobs of prompts in `Active.scores`.
 
     When a step fails, its requests run one by one: only those that fail alone have failed. That repeats no
-    choice: tokens are chosen after the step has run. KV that was written already is written again.
-
-    Raises:
-        Exception: the device is broken, see `is_fatal`; nothing can run on it any more.
+    choice: tokens are chosen after the step has run. KV that was written already is written again. Raises an
+    error of the device, see `is_fatal`: nothing can run on it any more.
     """
     try:
         return _run(runner, planned)

@@ -118,12 +118,8 @@ class Grammars:
         self._waiting = 0
 
     async def compile(self, structure: Structure, salt: str | None = None) -> Grammar:
-        """The grammar of a structure, for requests with this cache salt.
-
-        Raises:
-            ApiError: 400 for a structure that is wrong or too complex; 501 where llguidance is not installed;
-                503 while too many structures wait.
-        """
+        """The grammar of a structure, for requests with this cache salt. Raises ApiError: 400 for a structure
+        that is wrong or too complex; 501 without llguidance; 503 while too many structures wait."""
         key = msgspec.msgpack.encode((salt, structure.kind, structure.text))
         digest = hashlib.sha256(key).digest()
         if digest in self._compiled:

@@ -185,14 +185,11 @@ KEPT_SHARE = 0.5
 
 
 class KeptBlocks:
-    """The kept blocks, by owner, in the order in which they lose their retention.
-
-    Args:
-        room: blocks of the tier where eviction loses KV.
-        freed: called with each block that loses its retention and stays cached.
-    """
+    """The kept blocks, by owner, in the order in which they lose their retention."""
 
     def __init__(self, room: int, freed: Callable[[Node], None]) -> None:
+        """`room`: blocks of the tier where eviction loses KV. `freed` is called with each block that loses
+        its retention and stays cached."""
         self.limit = int(KEPT_SHARE * room)
         self._freed = freed
         self._owners: dict[Node, str | None] = {}

@@ -127,11 +127,8 @@ class Runner:
     @torch.inference_mode()
     def run(self, work: Sequence[KvSequence]) -> Tensor:
         """Logits [tokens after which they are needed, vocabulary], in order. Neighbours in `work` with a
-        single token each and similar lengths are attended in one call.
-
-        Raises:
-            NoScores: the model computes what is no number.
-        """
+        single token each and similar lengths are attended in one call. Raises NoScores if the model computes
+        what is no number."""
         rows = self._rows(work)
         needed = np.array([item.logits for item in work], dtype=np.int64)
         wanted = np.arange(needed.sum()) + (rows.ends - needed.cumsum()).repeat(needed)
@@ -150,11 +147,8 @@ class Runner:
         return logits
 
     def run_with_hidden(self, work: Sequence[KvSequence]) -> tuple[Tensor, Tensor]:
-        """The same, and the last hidden states [tokens, hidden] that the logits are made from.
-
-        Raises:
-            RequestRefused: the model's logits are not made by one layer.
-        """
+        """The same, and the last hidden states [tokens, hidden] that the logits are made from. Raises
+        RequestRefused if the model's logits are not made by one layer."""
         seen: list[Tensor] = []
         head = self._module.get_output_embeddings()
         if head is not None:

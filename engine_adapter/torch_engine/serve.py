@@ -37,11 +37,7 @@ def _size(text: str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddedOptions:
-    """The options, with what the command line says of each.
-
-    Raises:
-        EngineSpecError: a value is out of range; the text names it.
-    """
+    """The options, with what the command line says of each. EngineSpecError names a value out of range."""
 
     model: Annotated[
         str | None,
@@ -102,10 +98,8 @@ class EmbeddedOptions:
         """Blocks of the GPU tier.
 
         Without `kv_blocks` and `kv_bytes`: as many as `max_num_seqs` requests of `context` tokens need, in at
-        most `MEMORY_SHARE` of the `available` bytes. `DEFAULT_KV_BLOCKS` if those are unknown.
-
-        Raises:
-            EngineSpecError: there is no room for one block.
+        most `MEMORY_SHARE` of the `available` bytes. `DEFAULT_KV_BLOCKS` if those are unknown. Raises
+        EngineSpecError without room for one block.
         """
         if self.kv_blocks is not None:
             return self.kv_blocks

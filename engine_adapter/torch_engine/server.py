@@ -358,11 +358,8 @@ _log = logging.getLogger("kvpin.engine")
 def serve_engine(options: EmbeddedOptions) -> None:
     """Serves until SIGTERM or SIGINT; running requests then have 20 s to finish.
 
-    The address answers at once. `/health` is 503 until the model is loaded.
-
-    Raises:
-        EngineSpecError: model and options cannot be served.
-        EngineUnavailable: the address cannot be bound, or the engine died, see `EngineCore.wait`.
+    The address answers at once. `/health` is 503 until the model is loaded. Raises EngineSpecError if model
+    and options cannot be served, and EngineUnavailable if the address cannot be bound or the engine died.
     """
     listener = _listen(options.host, options.port)
     process = _EngineProcess(options)

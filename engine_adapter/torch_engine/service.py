@@ -122,11 +122,8 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 
 
 def embedding_tensor(embeddings: Embeddings, *, hidden_size: int, param: str) -> torch.Tensor:
-    """`embeddings` as a tensor [rows, hidden] on the CPU, in their own type.
-
-    Raises:
-        PromptTableError: the width is not the model's, or a value is NaN or infinite.
-    """
+    """`embeddings` as a tensor [rows, hidden] on the CPU, in their own type. Raises PromptTableError if the
+    width is not the model's, or a value is NaN or infinite."""
     if embeddings.hidden != hidden_size:
         raise PromptTableError(
             f"{param} has {embeddings.hidden} columns; the model's hidden size is {hidden_size}", param=param
@@ -221,12 +218,8 @@ class PromptTables:
     def resolve(
         self, token_ids: TokenIds[int], *, explicit: list[int] | None, table_id: str | None
     ) -> EnginePrompt:
-        """A prompt of token ids with its extra ids and rows; see `resolve_extra_ids` for the rules.
-
-        Raises:
-            PromptTableError: an id breaks a rule; names the index of the first one.
-            ApiError: 400 for an unknown table.
-        """
+        """A prompt of token ids with its extra ids and rows; see `resolve_extra_ids` for the rules. Raises
+        PromptTableError for the first id that breaks one, and ApiError (400) for an unknown table."""
         table = None if table_id is None else self.by_id.get(table_id)
         if table_id is not None and table is None:
             raise ApiError(f"there is no prompt table {table_id!r}", param="prompt_table")
@@ -463,11 +456,8 @@ class Generation:
 
     async def outputs(self) -> dict[int, list[Output]]:
         """The outputs of each choice since the last call, of at least one. Finished is the last of a choice.
-
-        Raises:
-            RequestFailed, RequestRefused: the engine failed on a request, or gave it up.
-            EngineUnavailable: the engine stopped.
-        """
+        Raises RequestFailed or RequestRefused if the engine failed on a request or gave it up, and
+        EngineUnavailable if it stopped."""
         while not self._pending:
             self._wake.clear()
             await self._wake.wait()

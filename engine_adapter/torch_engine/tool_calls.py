@@ -31,10 +31,9 @@ class CallPart(msgspec.Struct, frozen=True):
 
     def as_delta(self) -> dict[str, Any]:
         """OpenAI's entry of `delta.tool_calls`."""
-        function: dict[str, Any] = {"arguments": self.arguments}
         if self.call_id is None:
-            return {"index": self.index, "function": function}
-        function = {"name": self.name, **function}
+            return {"index": self.index, "function": {"arguments": self.arguments}}
+        function = {"name": self.name, "arguments": self.arguments}
         return {"index": self.index, "id": self.call_id, "type": "function", "function": function}
 
 
@@ -85,10 +84,6 @@ def format_of(template: str) -> CallFormat | None:
 class MarkedCalls:
     """Reads a choice of a model that decides by itself between text and calls.
 
-    Args:
-        names: the functions that were offered: a call of another one is text; None for any.
-        most: calls that are given out; None for all.
-
     Attributes:
         ends_as: the finish reason of an answer that made calls and ended by itself; None while it made none.
     """
@@ -96,6 +91,8 @@ class MarkedCalls:
     def __init__(
         self, format_: CallFormat, *, names: Container[str] | None = None, most: int | None = None
     ) -> None:
+        """`names`: the functions that were offered: a call of another one is text; None for any. `most`:
+        calls that are given out; None for all."""
         self.ends_as: str | None = None
         self._format = format_
         self._names = names
@@ -104,9 +101,8 @@ class MarkedCalls:
         self._held = ""  # text that may be the beginning of a call, or is
         self._inside = False  # `_held` begins after a call's mark
         self._mark = ""  # the mark, until a call came after it
-        self._between = re.compile(
-            f"(?:{re.escape(format_.opens)}|{_BETWEEN})*" if format_.opens else f"{_BETWEEN}*"
-        )
+        mark = f"{re.escape(format_.opens)}|" if format_.opens else ""
+        self._between = re.compile(f"(?:{mark}{_BETWEEN})*")
         self._object = _JsonObject()
         self._is_start = True
 
