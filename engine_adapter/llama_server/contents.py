@@ -175,11 +175,8 @@ class SlotContents:
         finally:
             if entry is None:
                 await registry.discard(name)
-        if (
-            entry is None
-            or moved.tokens != length
-            or common_prefix(entry.tokens, slot.tokens) < len(slot.tokens)
-        ):
+        kept = 0 if entry is None else common_prefix(entry.tokens, slot.tokens)
+        if entry is None or moved.tokens != length or kept < len(slot.tokens):
             # Its owner is unknown too, so the tenant that this slot served does not get it.
             self.mark_changed(slot, moved.tokens)
             if entry is not None:
@@ -253,12 +250,8 @@ class SlotContents:
         entries = list(self.entries())
         for slot in slots:
             if slot.salt != UNKNOWN_OWNER:
-                spared = (
-                    self.rules.restored(entry.count).reused(
-                        slot.shared(entry.tokens, entry.salt), slot.length + 1
-                    )
-                    for entry in entries
-                )
+                shared = ((entry.count, slot.shared(entry.tokens, entry.salt)) for entry in entries)
+                spared = (self.rules.restored(count).reused(of, slot.length + 1) for count, of in shared)
                 slot.saved = max(spared, default=0)
 
     def learn(self, facts: ServerFacts) -> None:

@@ -46,15 +46,10 @@ _CONTINUATION = 16
 
 
 def file_digest(path: Path) -> str:
-    """Digest of a GGUF with all its parts: their sizes, and about 4 MiB of each part.
-
-    Takes milliseconds with a warm page cache. Unchanged files are read once.
-    """
-    files = []
-    for part in model_parts(path):
-        status = part.stat()
-        files.append((str(part), status.st_size, status.st_mtime_ns, status.st_ino))
-    return _digest(tuple(files))
+    """Digest of a GGUF with all its parts: their sizes, and about 4 MiB of each part. Takes milliseconds with
+    a warm page cache. Unchanged files are read once."""
+    files = ((str(part), part.stat()) for part in model_parts(path))
+    return _digest(tuple((name, each.st_size, each.st_mtime_ns, each.st_ino) for name, each in files))
 
 
 def model_parts(path: Path) -> list[Path]:
@@ -262,10 +257,8 @@ def findings_of(facts: ServerFacts) -> Iterator[Finding]:
         yield Finding("kvpin cannot watch its slots", "start the server with --slots", _OF_SLOTS)
     yield from _of_memory(facts)
     if facts.is_sleeping:
-        yield Finding(
-            "it sleeps when idle and loses all KV",
-            "start the server without --sleep-idle-seconds, or with -1",
-        )
+        remedy = "start the server without --sleep-idle-seconds, or with -1"
+        yield Finding("it sleeps when idle and loses all KV", remedy)
 
 
 def _of_memory(facts: ServerFacts) -> Iterator[Finding]:
@@ -327,20 +320,17 @@ def _of_pool(facts: ServerFacts) -> Finding:
 
 
 async def _props(control: ControlClient, spec: EngineSpec) -> _Props:
+    at = f"engine {spec.id!r}: {spec.url!r}"
     try:
         props = msgspec.convert(await control.get("/props"), _Props)
     except EngineRejected as error:
         if error.status == HTTPStatus.NOT_FOUND:
-            raise EngineSpecError(
-                f"engine {spec.id!r}: {spec.url!r} is no llama-server: it has no /props"
-            ) from error
+            raise EngineSpecError(f"{at} is no llama-server: it has no /props") from error
         raise
     except msgspec.ValidationError as error:
-        raise EngineSpecError(
-            f"engine {spec.id!r}: {spec.url!r} answers /props as no known llama-server does: {error}"
-        ) from error
+        raise EngineSpecError(f"{at} answers /props as no known llama-server does: {error}") from error
     if props.total_slots < 1:
-        raise EngineSpecError(f"engine {spec.id!r}: {spec.url!r} has no slots")
+        raise EngineSpecError(f"{at} has no slots")
     return props
 
 
@@ -487,10 +477,8 @@ def memory_rules(kind: MemoryKind, facts: ServerFacts) -> MemoryRules:
 
 def _window(model: Path | None) -> int | None:
     """The sliding window of a model by its file, None if that does not tell."""
-    if model is None:
-        return None
     try:
-        found = read_metadata(model)
+        found = read_metadata(model) if model is not None else {}
     except (OSError, ValueError):
         return None
     window = found.get(f"{found.get('general.architecture')}.attention.sliding_window")

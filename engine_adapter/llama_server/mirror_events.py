@@ -110,12 +110,11 @@ class MirrorEvents:
         self._salts = {digest: salt for digest, salt in self._salts.items() if digest in used}
 
     def _store(self, run: _Run) -> None:
-        holders, first = self._holders, len(run.names)
+        first = len(run.names)
         for at, name in enumerate(run.names):
-            key = (run.tier, name)
-            holders[key] += 1
+            self._holders[run.tier, name] += 1
             # A run holds the parents of its blocks too, so only its end can be new.
-            if holders[key] == 1:
+            if self._holders[run.tier, name] == 1:
                 first = min(first, at)
         if first < len(run.names) and run.salt in self._salts:
             self._tell(self._stored(run, first))

@@ -85,7 +85,9 @@ def hold_request(
         return nullcontext(Hold(body))
     scheduler = session.scheduler if session is not None else None
     if session is None or scheduler is None or path not in PINNED_ROUTES:
-        return nullcontext(Hold(_without_slot(body)))
+        # Whose KV lies on the slot that it gets is not known: with a salt, it reuses none.
+        has_salt = body.get("cache_salt") is not None
+        return nullcontext(Hold(body.replace(cache_prompt=False, id_slot=None) if has_salt else body))
     if _is_several(path, body):
         raise EngineRejected(_TOO_MANY, status=HTTPStatus.BAD_REQUEST)
     return _hold_slot(session, scheduler, path, body, prompt)
@@ -109,7 +111,7 @@ async def _hold_slot(
     ask = replace(ask, reuse=reuse, is_chat=path not in _TEXTS and path != INFILL)
     async with scheduler.lease(ask) as lease:
         lease.shows_text = _shows_text(path, session.facts.chat_template, body)
-        reuses = lease.may_reuse
+        reuses, retains = lease.may_reuse, ask.retention is not None and ask.retention.priority > 0
         sent, answer = read_by(path, body, lease)
         slot = {"id_slot": lease.slot, "cache_prompt": reuses, _CHUNK: lease.memory.rules.chunk}
         yield Hold(
@@ -120,15 +122,8 @@ async def _hold_slot(
             note="" if lease.is_exact else _MOVED,
             slot=lease.slot,
             is_lost=lambda: scheduler.is_closed,
-            retains=ask.retention is not None
-            and ask.retention.priority > 0
-            and scheduler.contents.can_restore,
+            retains=retains and scheduler.contents.can_restore,
         )
-
-
-def _without_slot(body: JsonBody) -> JsonBody:
-    """A request that runs on any slot. Whose KV lies there is not known: with a salt, it reuses none."""
-    return body if body.get("cache_salt") is None else body.replace(cache_prompt=False, id_slot=None)
 
 
 def _ids_for_text(path: str, body: JsonBody, prompt: KvTarget | None) -> dict[str, object]:

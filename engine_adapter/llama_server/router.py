@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import (
     AbstractContextManager,
     ExitStack,
@@ -26,7 +26,7 @@ from contextlib import (
 from dataclasses import dataclass
 from http import HTTPStatus
 from time import monotonic
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 from urllib.parse import quote
 from weakref import WeakValueDictionary
 
@@ -144,11 +144,8 @@ class _Failure:
     until: float
 
 
-class Resident(Protocol):
-    """Who uses a model of the router."""
-
-    async def end_session(self, *, farewell: bool) -> None:
-        """Its process has ended. With `farewell` it is about to: what its slots hold is saved first."""
+EndSession = Callable[..., Awaitable[None]]
+"""Told that a model's process has ended; with `farewell`, that it is about to: its slots are saved first."""
 
 
 class Router:
@@ -168,7 +165,7 @@ class Router:
         self._control = ControlClient(spec)
         self._models: dict[str, RouterModel] = {}
         self._cards: dict[str, dict[str, Any]] = {}
-        self._residents: dict[str, Resident] = {}
+        self._residents: dict[str, EndSession] = {}  # who uses a model
         self._requests = Counter[str]()
         self._questions = Counter[str]()  # kvpin's own
         self._used_at: dict[str, float] = {}
@@ -189,8 +186,7 @@ class Router:
         if pulse.role != "router":
             return None
         key = (spec.server, spec.api_key or "", repr(sorted(spec.headers.items())))
-        router = cls._shared.get(key)
-        if router is None:
+        if (router := cls._shared.get(key)) is None:
             router = cls._shared[key] = cls(spec)
         router.loads, router._most = pulse.models_autoload, pulse.max_instances
         return router
@@ -227,11 +223,8 @@ class Router:
             return self._failures[name].why
         if self.state(name) is not ModelState.FAILED:
             return None
-        code = self.model(name).status.exit_code
-        return (
-            f"the model {name!r} failed to load: its llama-server ended with status {code}, and the router's "
-            "log says why"
-        )
+        ended = f"its llama-server ended with status {self.model(name).status.exit_code}"
+        return f"the model {name!r} failed to load: {ended}, and the router's log says why"
 
     def card(self, name: str) -> Mapping[str, Any]:
         """The router's own fields of a model, without the command line of its process. They stay current."""
@@ -261,11 +254,10 @@ class Router:
         self._note_loads(before)
         self._wake()
         for name, model in before.items():
-            now = self._models.get(name)
-            if model.process is not None and (now is None or now.process != model.process):
-                resident = self._residents.get(name)
-                if resident is not None:
-                    await resident.end_session(farewell=False)
+            now, resident = self._models.get(name), self._residents.get(name)
+            has_ended = model.process is not None and (now is None or now.process != model.process)
+            if has_ended and resident is not None:
+                await resident(farewell=False)
 
     async def has(self, name: str) -> bool:
         """Asks whether a model is in memory now."""
@@ -274,16 +266,16 @@ class Router:
 
     # --- who uses it ----------------------------------------------------------------------------------
 
-    def join(self, name: str, resident: Resident) -> None:
+    def join(self, name: str, resident: EndSession) -> None:
         """An adapter uses a model from now on; "" is the router itself."""
         self._residents[name] = resident
         self._cards.setdefault(name, {})
         if self._follower is None:
             self._follower = asyncio.get_running_loop().create_task(self._follow())
 
-    async def leave(self, name: str, resident: Resident) -> None:
+    async def leave(self, name: str, resident: EndSession) -> None:
         """An adapter no longer uses a model. The last one ends the connection to the router."""
-        if self._residents.get(name) is resident:
+        if self._residents.get(name) == resident:
             del self._residents[name]
         if not self._residents and self._follower is not None:
             follower, self._follower = self._follower, None
@@ -477,7 +469,7 @@ class Router:
                     while self._questions[name]:
                         await self._change()
             if name in self._residents:
-                await self._residents[name].end_session(farewell=True)
+                await self._residents[name](farewell=True)
             self._ending = name
             with suppress(EngineRejected):  # it has ended by itself
                 await self._control.call("POST", "/models/unload", json={"model": name})

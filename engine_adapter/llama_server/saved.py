@@ -213,9 +213,8 @@ class SavedPrefixes:
                 with writing(directory):
                     await asyncio.to_thread(directory.mkdir, parents=True, exist_ok=True)
             found, held = await asyncio.to_thread(saved_files.scan, directory, tier, self._clock(), taken)
-            self._caps[tier] = await asyncio.to_thread(
-                saved_files.capacity, directory, self._wanted[tier], held
-            )
+            wanted = self._wanted[tier]
+            self._caps[tier] = await asyncio.to_thread(saved_files.capacity, directory, wanted, held)
             taken |= {saved.name for saved in found}
             there += found
         for saved in there:
@@ -281,8 +280,7 @@ class SavedPrefixes:
                 saved.kept_until, saved.kept_for = old.kept_until, old.kept_for
         # Announce it before its predecessors go: content that lies in a file never seems to lie in none.
         self._register(saved)
-        work = [self._drop(old) for old in replaced]
-        return work + self._retire(victims)
+        return [self._drop(old) for old in replaced] + self._retire(victims)
 
     def _continues(self, saved: Saved, old: Saved) -> bool:
         return (
@@ -296,8 +294,7 @@ class SavedPrefixes:
         """The entry that took the place of a saved prefix; itself if none has."""
         if self._is_registered(saved):
             return saved
-        found = (each for each in self.entries(saved.key) if self._continues(each, saved))
-        return next(found, saved)
+        return next((each for each in self.entries(saved.key) if self._continues(each, saved)), saved)
 
     def keep(self, saved: Saved, ttl_s: float, owner: str | None) -> None:
         """Retains a saved prefix for `ttl_s` seconds from now."""
@@ -347,15 +344,14 @@ class SavedPrefixes:
                 await asyncio.shield(self._tasks.start(self._erase(saved)))
 
     async def _ready(self, saved: Saved) -> None:
+        path = self.place.host / saved.name
         if saved.tier is Tier.DISK:
             await self._promote(saved)
         else:
-            path = self.place.host / saved.name
             saved.seen = await asyncio.to_thread(saved_files.verify, path, saved)
         saved.uses += 1
         saved.last_used = self._clock()
         with suppress(StateFileError):  # then the next start counts one use less
-            path = self.place.host / saved.name
             await asyncio.to_thread(saved_files.write_sidecar, path, saved)
 
     async def _promote(self, saved: Saved) -> None:
@@ -455,10 +451,8 @@ class SavedPrefixes:
         return await asyncio.to_thread(saved_files.move, *paths, saved)
 
     def _no_room(self, saved: Saved) -> StateFileError:
-        detail = (
-            f"its {saved.size} bytes do not fit into the host tier of {self._caps[Tier.HOST]} bytes"
-            " beside pinned entries and those in use"
-        )
+        room = f"the host tier of {self._caps[Tier.HOST]} bytes beside pinned entries and those in use"
+        detail = f"its {saved.size} bytes do not fit into {room}"
         return StateFileError(self.place.host / saved.name, FileFault.NO_ROOM, detail)
 
     # --- Books -----------------------------------------------------------------------------------

@@ -452,9 +452,8 @@ def capacity(directory: Path, wanted: int, held: int) -> int:
     room -= room // 50  # sidecars, and blocks that are not full
     if wanted <= room or not status.f_blocks:  # a tmpfs without a limit says 0 blocks
         return wanted
-    _log.warning(
-        "%s has room for %d of %d bytes of saved prefixes: the cap is lowered", directory, room, wanted
-    )
+    text = "%s has room for %d of %d bytes of saved prefixes: the cap is lowered"
+    _log.warning(text, directory, room, wanted)
     return room
 
 
@@ -534,8 +533,8 @@ def _read_sidecar(path: Path, data: bytes) -> Sidecar:
     except RecursionError as error:
         raise _foreign(path, "kvpin did not write it: it is nested too deep") from error
     if sidecar.format != FORMAT:
-        known = f"format {sidecar.format}, known is {FORMAT}"
-        raise _foreign(path, f"another version of kvpin wrote it: {known}")
+        other = f"another version of kvpin wrote it: format {sidecar.format}, known is {FORMAT}"
+        raise _foreign(path, other)
     return sidecar
 
 

@@ -228,7 +228,14 @@ class SlotScheduler:
     @asynccontextmanager
     async def lease(self, ask: SlotRequest) -> AsyncIterator[SlotLease]:
         """Leases the best slot for a request, after the save and restore that pay."""
-        chosen = await self._turn(ask)
+        self._check_open()
+        self.waiting += 1
+        try:
+            await self.is_asleep()
+            self.sleeps = False  # the request wakes it
+            chosen = await self._turns.turn(ask)
+        finally:
+            self.waiting -= 1
         self._check_open()
         lease = await self._prepared(chosen, ask)
         self._check_open()
@@ -368,17 +375,6 @@ class SlotScheduler:
 
     # --- inside -----------------------------------------------------------------------------------
 
-    async def _turn(self, ask: SlotRequest) -> Plan:
-        """Waits for a slot, and wakes the server."""
-        self._check_open()
-        self.waiting += 1
-        try:
-            await self.is_asleep()
-            self.sleeps = False
-            return await self._turns.turn(ask)
-        finally:
-            self.waiting -= 1
-
     def _plan(self, ask: SlotRequest, slots: Iterable[Slot]) -> Plan:
         contents = self.contents
         return plan(
@@ -468,16 +464,14 @@ class SlotScheduler:
         try:
             known, unknown, is_own = await self._left_by(lease)
         except EngineError as error:
-            log.warning(
-                "%s: content of slot %d is unknown after a request: %s", self.contents.engine, slot.id, error
-            )
+            text = "%s: content of slot %d is unknown after a request: %s"
+            log.warning(text, self.contents.engine, slot.id, error)
         finally:
             if is_own:
-                memory = self._memory_after(lease).grown(len(known) + unknown)
-                ask = lease.ask
+                memory, ask = self._memory_after(lease).grown(len(known) + unknown), lease.ask
                 self._table.hold(slot.id, known, ask.salt, unknown=unknown, memory=memory, text=ask.text)
                 self.contents.note_files([slot])
-                self.contents.keep(slot, lease.ask.retention)
+                self.contents.keep(slot, ask.retention)
                 if lease.answer is not None and lease.answer.finish_reason == "tool_calls":
                     slot.due_until = self._clock() + TOOL_S  # the tool's result is expected
             else:

@@ -179,9 +179,8 @@ class ServerSession:
         idle = scheduler.contents.table.idle()
         if idle and not scheduler.streams and not scheduler.waiting:
             slot = min(idle, key=lambda slot: (slot.dirty, slot.length))
-            await scheduler.take(
-                slot.id, SlotOperation.FOREIGN, partial(self._try_out_on, scheduler.contents)
-            )
+            work = partial(self._try_out_on, scheduler.contents)
+            await scheduler.take(slot.id, SlotOperation.FOREIGN, work)
 
     async def _try_out_on(self, contents: SlotContents, slot: Slot) -> None:
         contents.mark_unknown(slot, None)
@@ -290,14 +289,10 @@ class ServerSession:
             self.findings.append(Finding(problem, lacks=MOVES))
             return None
         if not self._shares_directory:
-            self.findings.append(
-                Finding(
-                    f"nothing is saved: files of the server do not arrive in host_cache_dir {directory}",
-                    f"start it with --slot-save-path {directory}, or set host_cache_dir to the directory it "
-                    "saves to",
-                    MOVES,
-                )
-            )
+            problem = f"nothing is saved: files of the server do not arrive in host_cache_dir {directory}"
+            choice = "or set host_cache_dir to the directory it saves to"
+            remedy = f"start it with --slot-save-path {directory}, {choice}"
+            self.findings.append(Finding(problem, remedy, MOVES))
             return None
         return registry
 
@@ -372,13 +367,11 @@ def _worth_most(scheduler: SlotScheduler) -> Slot | None:
 
 def absent(model: str, instance: str, card: Mapping[str, Any], *, keeps_none: bool = False) -> EngineInfo:
     """The facts about a server whose model was not in memory yet. `keeps_none`: it has no `--cache-ram`."""
-    salted = {Capability.CACHE_SALT} if keeps_none else set()
+    has = {Capability.CACHED_TOKENS, Capability.KV_EVENTS, Capability.TOKENIZE}
     return EngineInfo(
         model=model,
         instance=instance,
-        capabilities=frozenset(
-            {Capability.CACHED_TOKENS, Capability.KV_EVENTS, Capability.TOKENIZE, *salted}
-        ),
+        capabilities=frozenset(has | {Capability.CACHE_SALT} if keeps_none else has),
         tokens_per_block=TOKENS_PER_BLOCK,
         shares_prefill=True,
         any_model=True,
