@@ -56,17 +56,12 @@ class Counts:
 class SlotContents:
     """The slots of one server process and the files it can restore.
 
-    `_saved` is None when nothing can be saved. Every change of content goes to `_mirror`.
-
-    Attributes:
-        engine: its id, for logs.
-        facts: of the server, as far as it was probed.
-        clock: seconds, of the slot table.
-        reuses_any_prefix: the server reuses any prefix of a slot's content: true until it is seen not to.
+    `_saved` is None when nothing can be saved. Every change of content goes to `_mirror`. The server reuses
+    any prefix of a slot's content [`reuses_any_prefix`], until it is seen not to.
     """
 
-    engine: str
-    facts: ServerFacts
+    engine: str  # its id, for logs
+    facts: ServerFacts  # as far as it was probed
     control: ControlClient
     _saved: SavedPrefixes | None
     _mirror: MirrorEvents

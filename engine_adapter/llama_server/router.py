@@ -108,13 +108,9 @@ _TOKENISING = ("/tokenize", "/apply-template")
 
 
 class ServerClient(ControlClient):
-    """Calls a llama-server's own routes.
+    """Calls a llama-server's own routes."""
 
-    Attributes:
-        model: of a router, the model that each call is about. No call loads it. None at any other server.
-    """
-
-    model: str | None = None
+    model: str | None = None  # of a router: the one that each call is about; no call loads it
 
     def __init__(self, spec: EngineSpec) -> None:
         """Raises EngineSpecError as ControlClient does."""
@@ -149,18 +145,13 @@ EndSession = Callable[..., Awaitable[None]]
 
 
 class Router:
-    """The models of one router, for all their adapters in this process.
-
-    Attributes:
-        loads: it loads a model when a request names it.
-        load_limit_s: a load that tells nothing for so long has failed.
-    """
+    """The models of one router, for all their adapters in this process."""
 
     _shared: ClassVar[WeakValueDictionary[tuple[str, ...], Router]] = WeakValueDictionary()
 
     def __init__(self, spec: LlamaServerSpec) -> None:
-        self.loads = True
-        self.load_limit_s = spec.options.load_s
+        self.loads = True  # when a request names a model
+        self.load_limit_s = spec.options.load_s  # a load that tells nothing for so long has failed
         self._most = 0
         self._control = ControlClient(spec)
         self._models: dict[str, RouterModel] = {}

@@ -100,9 +100,6 @@ class SavedPrefixes:
 
     Other kvpin processes may share the directory: files may come and go, and each process applies its caps to
     the files it knows.
-
-    Attributes:
-        rates: what the files of a key are worth to its servers. A key without a server has the guesses.
     """
 
     _shared: ClassVar[WeakValueDictionary[Path, SavedPrefixes]] = WeakValueDictionary()
@@ -117,6 +114,7 @@ class SavedPrefixes:
         self._dirs = {Tier.HOST: place.host} | ({Tier.DISK: place.disk} if place.disk else {})
         self._wanted = {Tier.HOST: place.host_bytes, Tier.DISK: place.disk_bytes}
         self._caps = self._wanted.copy()
+        # What the files of a key are worth to its servers. A key without a server has the guesses.
         self.rates: defaultdict[str, SlotRates] = defaultdict(SlotRates)
         self._entries: dict[str, Saved] = {}
         self._listeners: set[Listener] = set()

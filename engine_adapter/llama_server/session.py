@@ -78,7 +78,6 @@ class ServerSession:
         verbs: the admin verbs on its slots; None likewise.
         findings: reasons why kvpin cannot use it fully, beyond the findings of the facts.
         mirror: what its slots and files hold, as events.
-        is_probing: the probe has begun and not ended.
     """
 
     _spec: LlamaServerSpec
@@ -158,11 +157,9 @@ class ServerSession:
     def probed(self) -> Probed | None:
         """The results of the probe; None if the next process has to be probed, too."""
         facts = self.facts
-        return (
-            Probed(facts.ram_cache, facts.is_unified, facts.kind, facts.has_draft)
-            if self._has_files and facts.ram_cache is not None
-            else None
-        )
+        if not self._has_files or facts.ram_cache is None:
+            return None
+        return Probed(facts.ram_cache, facts.is_unified, facts.kind, facts.has_draft)
 
     async def is_busy_moving(self) -> bool:
         """True if the same process is saving or restoring a slot, during which it answers few questions."""

@@ -119,20 +119,15 @@ class Slot:
 
 
 class SlotTable:
-    """All slots of one server. `tell` is called after each change of what a slot is sure to hold.
-
-    Attributes:
-        violations: times that SlotBusy was raised; above 0 there is a bug.
-        most_in_flight: for each slot, the most operations ever requested at once.
-    """
+    """All slots of one server. `tell` is called after each change of what a slot is sure to hold."""
 
     def __init__(
         self, count: int, rules: MemoryRules = PLAIN, tell: Callable[[Slot], None] = lambda _: None
     ) -> None:
         self._slots = tuple(Slot(slot_id, memory=rules.restored(0)) for slot_id in range(count))
         self._tell = tell
-        self.violations = 0
-        self.most_in_flight = [0] * count
+        self.violations = 0  # times that SlotBusy was raised; above 0 there is a bug
+        self.most_in_flight = [0] * count  # for each slot, the most operations ever requested at once
 
     def __iter__(self) -> Iterator[Slot]:
         return iter(self._slots)

@@ -38,10 +38,8 @@ class Detokenizer:
     The text of a token depends on its neighbours (spaces, characters of several tokens). So each token
     decodes a short window again, and the text the window had before is cut off. Bytes of an unfinished
     character are held back until the character is whole, or cannot become so any more. Text that may begin a
-    stop string is held back until that is decided.
-
-    Attributes:
-        stopped: a stop string was found. It and everything after it are left out.
+    stop string is held back until that is decided. Once one is found [`stopped`], it and everything after it
+    are left out.
     """
 
     __slots__ = (
@@ -186,20 +184,13 @@ _json = msgspec.json.Encoder().encode
 
 @dataclass(slots=True)
 class Piece:
-    """A part of one choice.
-
-    Attributes:
-        text: new text, and `calls` new parts of tool calls.
-        tokens: the tokens they came from.
-        echoed: tokens of the prompt, before `tokens`.
-        finish_reason: set in the last piece.
-    """
+    """A part of one choice: new text and parts of tool calls, and the tokens they came from."""
 
     text: str = ""
     tokens: list[Token] = field(default_factory=list)
     calls: list[CallPart] = field(default_factory=list)
-    echoed: list[Token] = field(default_factory=list)
-    finish_reason: str | None = None
+    echoed: list[Token] = field(default_factory=list)  # of the prompt, before `tokens`
+    finish_reason: str | None = None  # set in the last piece
 
     def __bool__(self) -> bool:
         return bool(self.text or self.tokens or self.calls or self.echoed or self.finish_reason)
@@ -215,17 +206,11 @@ class Piece:
 
 @dataclass(slots=True)
 class Echo:
-    """The prompt, which stands before each choice of a completion with `echo`.
-
-    Attributes:
-        text: its text.
-        unscored: its tokens, while their logprobs are awaited; None otherwise.
-        tokens: its tokens with their logprobs.
-    """
+    """The prompt, which stands before each choice of a completion with `echo`."""
 
     text: str
-    unscored: TokenIds[int] | None = None
-    tokens: list[Token] = field(default_factory=list)
+    unscored: TokenIds[int] | None = None  # while logprobs are awaited
+    tokens: list[Token] = field(default_factory=list)  # with their logprobs
 
     def score(self, found: PromptScores) -> None:
         """Takes the logprobs. The first token has none."""
@@ -236,22 +221,16 @@ class Echo:
 
 @dataclass
 class ChoiceReader:
-    """One choice while it is generated.
-
-    Attributes:
-        answered: the answer's tokens before it: new text depends on them.
-        drops: the client wants no token of it.
-        finish_reason: None until it has ended.
-    """
+    """One choice while it is generated."""
 
     detokenizer: Detokenizer
     end_tokens: frozenset[int]
-    answered: Sequence[int] = ()
+    answered: Sequence[int] = ()  # the answer's tokens before it: new text depends on them
     calls: CallReader | None = None
     echo: Echo | None = None
-    drops: bool = False
+    drops: bool = False  # the client wants no token of it
     completion_tokens: int = field(default=0, init=False)
-    finish_reason: str | None = field(default=None, init=False)
+    finish_reason: str | None = field(default=None, init=False)  # until it has ended
     _new: Piece = field(init=False)
 
     def __post_init__(self) -> None:

@@ -47,10 +47,8 @@ class _Group:
 class KvStorage:
     """The paged KV of all layers on the device, and its host tier (pinned memory with CUDA).
 
-    Copies and forward passes share one stream, so they take effect in call order.
-
-    Attributes:
-        layers: keys and values of each layer, [token slots, heads, dim], for reading and writing.
+    Copies and forward passes share one stream, so they take effect in call order. Keys and values of each
+    layer, [token slots, heads, dim], are read and written in `layers`.
     """
 
     def __init__(

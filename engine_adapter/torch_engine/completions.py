@@ -101,20 +101,14 @@ def _while_client_stays(serve: Callable[[Send], Coroutine[Any, Any, None]]) -> A
 
 @dataclass(kw_only=True)
 class CompletionAnswer:
-    """The answer to one checked request while it is generated.
-
-    Attributes:
-        requests: to the engine; one per choice, as `readers`.
-        prompt_tokens, answered: tokens of the prompt, and of the answer's beginning.
-    """
+    """The answer to one checked request while it is generated."""
 
     service: EngineService
-    requests: list[GenerationRequest]
+    requests: list[GenerationRequest]  # to the engine; one per choice, as `readers`
     readers: list[ChoiceReader]
     writer: AnswerWriter
     streams: bool
     prompt_tokens: int
-    answered: int
     _started: float = field(default_factory=time.perf_counter, init=False)
     _has_token: bool = field(default=False, init=False)
 
@@ -183,8 +177,8 @@ class CompletionAnswer:
 
     def _usage(self, generation: Generation) -> dict[str, Any]:
         """OpenAI's `usage`: the tokens of the prompt, counted once, and of all choices."""
-        prompt = self.prompt_tokens
-        made = sum(self.answered + reader.completion_tokens for reader in self.readers)
+        prompt, answered = self.prompt_tokens, len(self.writer.answered)
+        made = sum(answered + reader.completion_tokens for reader in self.readers)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": made,
@@ -284,7 +278,6 @@ async def prepare(service: EngineService, request: PromptRequest) -> CompletionA
         writer=writer,
         streams=bool(request.stream),
         prompt_tokens=len(prompt.token_ids),
-        answered=len(answered),
     )
 
 
@@ -372,10 +365,8 @@ async def embed(service: EngineService, request: Request) -> ASGIApp:
     service.check_model(asked.model)
     hidden_size = service.model.hidden_size
     if asked.dimensions not in (None, hidden_size):
-        raise ApiError(
-            f"dimensions is {asked.dimensions}; embeddings of this model have {hidden_size}",
-            param="dimensions",
-        )
+        fault = f"dimensions is {asked.dimensions}; embeddings of this model have {hidden_size}"
+        raise ApiError(fault, param="dimensions")
     requests = await _requests(service, asked)
 
     def written(vectors: list[bytes]) -> Response:

@@ -53,15 +53,11 @@ _log = logging.getLogger("kvpin.engine")
 
 @dataclass(slots=True)
 class Counters:
-    """Running totals for metrics. Only the engine thread writes them; any thread reads them.
-
-    Attributes:
-        prompt_tokens: tokens of all scheduled prompts; `cached_tokens` of them came from cache.
-    """
+    """Running totals for metrics. Only the engine thread writes them; any thread reads them."""
 
     steps: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
+    prompt_tokens: int = 0  # of all scheduled prompts
+    cached_tokens: int = 0  # of these, from cache
     generated_tokens: int = 0
     preemptions: int = 0
     running: int = 0

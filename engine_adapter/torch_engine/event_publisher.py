@@ -39,9 +39,6 @@ class EventPublisher:
 
     Only the engine's thread calls `publish`. A second thread answers replay requests, so that a late reader
     never delays a step. Any thread may call `close` once the engine has stopped.
-
-    Attributes:
-        last_sequence: number of the last published batch, -1 before the first.
     """
 
     def __init__(self, *, host: str = "127.0.0.1", buffer_steps: int = BUFFER_STEPS) -> None:
@@ -62,7 +59,7 @@ class EventPublisher:
             topic=TOPIC,
         )
         self._topic = TOPIC.encode()
-        self.last_sequence = -1
+        self.last_sequence = -1  # number of the last published batch
         self._lock = threading.Lock()
         self._buffer: deque[tuple[int, bytes]] = deque(maxlen=buffer_steps)
         self._thread = threading.Thread(target=self._serve_replays, name="kv-event-replay", daemon=True)

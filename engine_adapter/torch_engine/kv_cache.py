@@ -94,17 +94,13 @@ class KvSequence:
 
 
 class KvCache:
-    """The blocks of both tiers in a prefix tree. Not thread-safe: use it through `EngineCore.call`.
-
-    Attributes:
-        pinned_blocks: blocks under at least one pin.
-    """
+    """The blocks of both tiers in a prefix tree. Not thread-safe: use it through `EngineCore.call`."""
 
     def __init__(self, tree: KvTree, *, block_bytes: int, pin_share: float) -> None:
         """Pins hold at most `pin_share` of the GPU tier."""
         self.tree = tree
         self.tokens_per_block = tree.tokens_per_block
-        self.pinned_blocks = 0
+        self.pinned_blocks = 0  # under at least one pin
         self._block_bytes = block_bytes
         self._pin_limit = int(pin_share * tree.gpu.total)
         self._pins: dict[str, _Pin] = {}

@@ -58,7 +58,6 @@ class Node:
         refs: running sequences that contain this block. A block with refs lies on the GPU tier.
         pins: pins that protect it. A parent has at least the refs and pins of its child.
         priority: above 0 while it is retained (see below); a parent's is never below its child's.
-        kept_until: when the retention ends.
         salt: the cache salt, of a root alone.
     """
 
@@ -331,7 +330,6 @@ class KvTree:
     Attributes:
         idle: GPU blocks that can be evicted, at once or after the leaves below them.
         leaves: evictable blocks by tier, and what each is worth there.
-        kept: retained blocks.
         totals: blocks evicted from the GPU tier, offloaded and restored since the start.
     """
 

@@ -70,7 +70,6 @@ class LoadedModel:
         max_model_len: context in tokens.
         default_max_tokens: limit of the generation config; None if it has none.
         device, dtype: as torch names them, e.g. `cpu`, `float32`.
-        layers: KV shape of each layer.
         is_default: True for the built-in random-weight model.
     """
 

@@ -153,6 +153,7 @@ _MAX_BIAS = 100.0
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 _Stop = Annotated[str, Meta(min_length=1, max_length=MAX_STOP)]
 _Alternatives = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+_OWN_SPECIAL = "a chat template brings its own special tokens"
 # Fields that `SamplingParams` takes as they are.
 _SAMPLING_FIELDS = (
     "temperature", "top_p", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
@@ -541,10 +542,7 @@ def _check_supported(request: PromptRequest) -> None:
             "modalities": (set(request.modalities or ()) - {"text"}, "this engine makes text only"),
             "prompt_table": (request.prompt_table is not None, "prompt_table needs /v1/completions"),
             "extra_ids": (request.extra_ids is not None, "extra_ids need /v1/completions"),
-            "add_special_tokens": (
-                request.add_special_tokens,
-                "a chat template brings its own special tokens",
-            ),
+            "add_special_tokens": (request.add_special_tokens, _OWN_SPECIAL),
         }
     for param, (is_asked, message) in refused.items():
         if is_asked:

@@ -128,11 +128,8 @@ class Token(msgspec.Struct, frozen=True, gc=False):
 
 
 class PromptScores(msgspec.Struct, frozen=True, gc=False):
-    """Logprobs of the prompt's tokens, before the first generated one.
-
-    Attributes:
-        scores: logprob and best tokens as in `Token`, for each token from the second on.
-    """
+    """Logprobs of the prompt's tokens, before the first generated one: the logprob and best tokens, as in
+    `Token`, of each token from the second on."""
 
     scores: list[tuple[float, tuple[tuple[int, float], ...]]]
 

@@ -105,11 +105,7 @@ class Sampler:
 
 
 class Tally:
-    """Tokens that were seen, and how often the answer has them.
-
-    Attributes:
-        ids: each token once. counts: how often the answer has it, in the same order.
-    """
+    """Tokens that were seen, each once, and how often the answer has them, in the same order."""
 
     def __init__(self, seen: Iterable[int]) -> None:
         self.ids = array("q", dict.fromkeys(seen))

@@ -47,14 +47,8 @@ class Active:
 
     def __post_init__(self) -> None:
         request, reuses = self.request, self.request.sampling.prompt_logprobs is None
-        self.sequence = KvSequence(
-            request.token_ids,
-            request.extra_ids,
-            request.cache_salt,
-            request.retention,
-            reuses=reuses,
-            embeddings=request.embeddings,
-        )
+        where = request.token_ids, request.extra_ids, request.cache_salt, request.retention
+        self.sequence = KvSequence(*where, reuses=reuses, embeddings=request.embeddings)
         self.scores = None if reuses else []
 
     @property
@@ -202,10 +196,8 @@ def check_request(request: GenerationRequest, vocab_size: int, max_model_len: in
     """Raises RequestRefused for a request that can never run, or could break the device; names the field."""
     tokens = np.array(request.token_ids, dtype=np.int64)
     if not 0 < len(tokens) < max_model_len:
-        raise RequestRefused(
-            f"the prompt has {len(tokens)} tokens; with one to generate, 1 to {max_model_len - 1} fit",
-            param="prompt",
-        )
+        fault = f"the prompt has {len(tokens)} tokens; with one to generate, 1 to {max_model_len - 1} fit"
+        raise RequestRefused(fault, param="prompt")
     sampling = request.sampling
     for index, token in enumerate(sampling.stop_token_ids):
         check_token_id(token, f"stop_token_ids[{index}]", vocab_size)
@@ -218,10 +210,9 @@ def check_request(request: GenerationRequest, vocab_size: int, max_model_len: in
         extra_id = request.extra_ids[index] if request.extra_ids is not None else 0
         rows = request.embeddings.get(extra_id)
         if rows is None or not 0 <= tokens[index] - vocab_size < len(rows):
-            raise RequestRefused(
-                f"prompt[{index}] is {tokens[index]}: no text, and no row that extra id {extra_id} has",
-                param=f"prompt[{index}]",
-            )
+            param = f"prompt[{index}]"
+            fault = f"{param} is {tokens[index]}: no text, and no row that extra id {extra_id} has"
+            raise RequestRefused(fault, param=param)
 
 
 def check_token_id(token: int, param: str, vocab_size: int) -> None:

@@ -159,15 +159,12 @@ class PromptTables:
 
     An extra id stands for one content as long as the process lives, even after its table is deleted: KV of
     that content may still be cached under it.
-
-    Attributes:
-        by_id: every table, in the order they came.
     """
 
     def __init__(self, *, vocab_size: int, hidden_size: int) -> None:
         self._vocab_size = vocab_size
         self._hidden_size = hidden_size
-        self.by_id: dict[str, StoredTable] = {}
+        self.by_id: dict[str, StoredTable] = {}  # in the order they came
         self._content_of: dict[int, bytes] = {}
 
     def read(self, table_id: str, data: bytes, extra_id: int | None) -> StoredTable:
@@ -189,24 +186,17 @@ class PromptTables:
         table_id, extra_id = table.table_id, table.extra_id
         held = self.by_id.get(table_id)
         if held is not None and (held.content, held.extra_id) != (table.content, extra_id):
-            raise ApiError(
-                f"prompt table {table_id!r} exists with other content or another extra id",
-                status=409,
-                param="table_id",
-            )
+            fault = f"prompt table {table_id!r} exists with other content or another extra id"
+            raise ApiError(fault, status=409, param="table_id")
         if self._content_of.get(extra_id, table.content) != table.content:
-            raise ApiError(
-                f"extra id {extra_id} has stood for other content in this process",
-                status=409,
-                param="extra_id",
-            )
+            fault = f"extra id {extra_id} has stood for other content in this process"
+            raise ApiError(fault, status=409, param="extra_id")
         if held is not None:
             return held, False
         total = sum(other.tensor.nbytes for other in self.by_id.values())
         if total + table.tensor.nbytes > MAX_TOTAL_BYTES:
-            raise ApiError(
-                f"prompt tables would take more than {MAX_TOTAL_BYTES} bytes; delete some first", status=413
-            )
+            fault = f"prompt tables would take more than {MAX_TOTAL_BYTES} bytes; delete some first"
+            raise ApiError(fault, status=413)
         self.by_id[table_id] = table
         self._content_of[extra_id] = table.content
         return table, True
@@ -291,12 +281,8 @@ class EngineService:
     def check_model(self, name: str | None) -> None:
         """Raises ApiError (404) for a model other than the served one."""
         if name is not None and name != self.model.name:
-            raise ApiError(
-                f"the model {name!r} is not served here; {self.model.name!r} is",
-                status=404,
-                param="model",
-                code="model_not_found",
-            )
+            fault = f"the model {name!r} is not served here; {self.model.name!r} is"
+            raise ApiError(fault, status=404, param="model", code="model_not_found")
 
     async def prompt(self, request: PromptRequest) -> EnginePrompt:
         """Tokenises a request. Raises ApiError, ChatError or PromptTableError for bad input."""
@@ -409,9 +395,6 @@ class Generation:
     Choices of one prompt share its KV: the engine computes a block for the first of them, and the others
     wait for it. Outputs wait here until they are read. `max_tokens` bounds their number, and a client that
     reads slowly delays nobody else.
-
-    Attributes:
-        cached_tokens: prompt tokens that came from cache, for the first choice.
     """
 
     def __init__(self, engine: EngineCore, requests: Sequence[GenerationRequest]) -> None:
@@ -421,7 +404,7 @@ class Generation:
         self._pending: dict[int, list[Output]] = {}
         self._wake = asyncio.Event()
         self._open: set[int] = set()
-        self.cached_tokens = 0
+        self.cached_tokens = 0  # prompt tokens that came from cache, for the first choice
 
     async def __aenter__(self) -> Self:
         """Raises RequestRefused or EngineUnavailable."""

@@ -82,11 +82,8 @@ def format_of(template: str) -> CallFormat | None:
 
 
 class MarkedCalls:
-    """Reads a choice of a model that decides by itself between text and calls.
-
-    Attributes:
-        ends_as: the finish reason of an answer that made calls and ended by itself; None while it made none.
-    """
+    """Reads a choice of a model that decides by itself between text and calls. `ends_as` is the finish reason
+    of an answer that made calls and ended by itself; None while it made none."""
 
     def __init__(
         self, format_: CallFormat, *, names: Container[str] | None = None, most: int | None = None
@@ -218,7 +215,7 @@ class MarkedCalls:
 
 
 class NamedCall:
-    """Reads a choice that is nothing but the arguments of one function. Attributes as of `MarkedCalls`."""
+    """Reads a choice that is nothing but the arguments of one function. `ends_as`: see `MarkedCalls`."""
 
     def __init__(self, name: str) -> None:
         self.ends_as: str | None = None
