@@ -165,11 +165,9 @@ class CompletionOutput:
 
     @property
     def has_chunk_per_token(self) -> bool:
-        """True if the counts prove that each sampled token has its own chunk.
-
-        The end of a turn has no text. Another token without text, or one whose text was held back because it
-        ends inside a character, makes the pieces fewer than the tokens.
-        """
+        """True if the counts prove that each sampled token has its own chunk. The end of a turn has no text.
+        Another token without text, or one whose text was held back because it ends inside a character, makes
+        the pieces fewer than the tokens."""
         ended = self.finish_reason == "stop"
         return self.is_plain and bool(self.pieces) and len(self.pieces) + ended == self.sampled_tokens
 
@@ -291,11 +289,9 @@ class _Tokenised(msgspec.Struct):
 
 
 async def known_tokens(control: ControlClient, answer: CompletionOutput) -> TokenIds[int]:
-    """The leading sampled tokens whose ids are certain; the server tokenises the text.
-
-    For requests that leave the text as it is sampled: no stop strings, which hold text back, and no parser,
-    which may drop white space.
-    """
+    """The leading sampled tokens whose ids are certain; the server tokenises the text. For requests that
+    leave the text as it is sampled: no stop strings, which hold text back, and no parser, which may drop
+    white space."""
     known: TokenIds[int] = array("i")
     if not answer.has_chunk_per_token:
         return known
@@ -314,10 +310,8 @@ def slot_content(
     prompt: TokenIds[int], answer: CompletionOutput, sampled: TokenIds[int]
 ) -> tuple[TokenIds[int], int]:
     """The slot's content after the answer: known leading tokens, and the number of unknown ones that follow.
-
     `sampled` are the known tokens of the answer. A stream that broke off leaves at least the prompt. No token
-    is known after an error, or if the server counted another number of prompt tokens.
-    """
+    is known after an error, or if the server counted another number of prompt tokens."""
     n_prompt = len(prompt) if answer.prompt_tokens is None else answer.prompt_tokens
     length = n_prompt + max((answer.sampled_tokens or 0) - 1, 0)
     began = answer.sampled_tokens is not None or answer.says_something

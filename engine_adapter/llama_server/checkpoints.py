@@ -40,9 +40,7 @@ _PAD = 256  # the cells of a sliding window are a multiple of this
 
 class Checkpoint(NamedTuple):
     """A copy of the memory of a slot's first `tokens` tokens. It holds them from position `oldest` on.
-
-    `is_stale`: the last of them is not the content's, and the server does not compute it again.
-    """
+    `is_stale`: the last of them is not the content's, and the server does not compute it again."""
 
     tokens: int
     oldest: int
@@ -190,8 +188,7 @@ class SlotMemory:
         self, shared: int, new: int, user_starts: Sequence[int] = (), *, told: int | None = None
     ) -> SlotMemory:
         """The memory once that prompt was computed. `user_starts`: where its user messages begin. `told`: how
-        many tokens the server says it reused, if it has said so.
-        """
+        many tokens the server says it reused, if it has said so."""
         rules = self.rules
         if rules.is_plain:
             is_whole = not self.reused(shared, new)

@@ -155,11 +155,9 @@ def _value(words: Sequence[str], names: Collection[str]) -> str | None:
 
 @functools.cache
 def default_save_dir() -> Path:
-    """`/dev/shm/kvpin-<uid>` if that is memory, otherwise `kv` in kvpin's cache directory.
-
-    A tmpfs with less than 1 GiB free is too small for KV of real models (containers get 64 MiB by default).
-    The answer does not change while the process runs.
-    """
+    """`/dev/shm/kvpin-<uid>` if that is memory, otherwise `kv` in kvpin's cache directory. A tmpfs with less
+    than 1 GiB free is too small for KV of real models (containers get 64 MiB by default). The answer does not
+    change while the process runs."""
     directory = _MEMORY / f"kvpin-{os.getuid()}"
     if is_in_memory(_MEMORY) and _room(directory) >= _ENOUGH_BYTES:
         return directory
@@ -169,10 +167,8 @@ def default_save_dir() -> Path:
 
 @functools.cache
 def default_save_bytes(directory: Path) -> int:
-    """The cap of the files in `directory`: half of the room for them, at most 8 GiB.
-
-    The answer does not change while the process runs, because servers that share a directory need equal caps.
-    """
+    """The cap of the files in `directory`: half of the room for them, at most 8 GiB. The answer does not
+    change while the process runs, because servers that share a directory need equal caps."""
     return max(min(_room(directory) // 2, _MOST_BYTES), 1)
 
 

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable, Itera
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any
 
 from engine_adapter.errors import EngineError, EngineRejected
@@ -54,11 +55,9 @@ class Counts:
 
 @dataclass(eq=False, repr=False)
 class SlotContents:
-    """The slots of one server process and the files it can restore.
-
-    `_saved` is None when nothing can be saved. Every change of content goes to `_mirror`. The server reuses
-    any prefix of a slot's content [`reuses_any_prefix`], until it is seen not to.
-    """
+    """The slots of one server process and the files it can restore. `_saved` is None when nothing can be
+    saved. Every change of content goes to `_mirror`. The server reuses any prefix of a slot's content
+    [`reuses_any_prefix`], until it is seen not to."""
 
     engine: str  # its id, for logs
     facts: ServerFacts  # as far as it was probed
@@ -141,10 +140,8 @@ class SlotContents:
             )
 
     async def save(self, slot: Slot) -> bool:
-        """Saves a slot on which SAVE has begun; the file's header then lists all its tokens.
-
-        False if the save failed, which leaves the slot as it was, or if somebody else changed the slot.
-        """
+        """Saves a slot on which SAVE has begun; the file's header then lists all its tokens. False if the
+        save failed, which leaves the slot as it was, or if somebody else changed the slot."""
         registry, salt, length = self._saved, slot.salt, slot.length
         if registry is None or salt == UNKNOWN_OWNER or not length:
             return False
@@ -165,7 +162,11 @@ class SlotContents:
                     replaces=self.rules.cuts_files,
                 )
         except (EngineError, StateFileError) as error:
-            self._pause_saving(error)
+            self.counts.failed_saves += 1
+            self._no_save_before = self.clock() + self._save_pause_s
+            text = "%s: a slot could not be saved %s; kvpin tries again in %.0f s: %s"
+            log.warning(text, self.engine, _room_in(registry.place.host), self._save_pause_s, error)
+            self._save_pause_s = min(2 * self._save_pause_s, MAX_SAVE_PAUSE_S)
             return False
         finally:
             if entry is None:
@@ -185,10 +186,8 @@ class SlotContents:
         return True
 
     async def restore(self, slot: Slot, entry: Saved) -> bool:
-        """Restores a saved prefix into a slot on which RESTORE has begun.
-
-        False leaves the slot as it was, or empty if the server refused the file.
-        """
+        """Restores a saved prefix into a slot on which RESTORE has begun. False leaves the slot as it was, or
+        empty if the server refused the file."""
         if self._saved is None:
             return False
         try:
@@ -303,24 +302,14 @@ class SlotContents:
         self.rules = rules
         self.table.follow(rules)
 
-    def _pause_saving(self, error: Exception) -> None:
-        self.counts.failed_saves += 1
-        self._no_save_before = self.clock() + self._save_pause_s
-        text = "%s: a slot could not be saved %s; kvpin tries again in %.0f s: %s"
-        log.warning(text, self.engine, self._where(), self._save_pause_s, error)
-        self._save_pause_s = min(2 * self._save_pause_s, MAX_SAVE_PAUSE_S)
-
-    def _where(self) -> str:
-        """The directory and its free bytes, for people."""
-        if self._saved is None:
-            return ""
-        directory = self._saved.place.host
-        try:
-            free = shutil.disk_usage(directory).free
-        except OSError as error:
-            return f"in {directory} ({error.strerror})"
-        return f"in {directory} ({free} bytes free; check its room, and that the server may write there)"
-
     def _find(self, problem: str, lacks: Collection[Capability] = ()) -> None:
         self.findings.append(Finding(problem, lacks=lacks))
         log.warning("%s: %s", self.engine, problem)
+
+
+def _room_in(directory: Path) -> str:
+    try:
+        free = shutil.disk_usage(directory).free
+    except OSError as error:
+        return f"in {directory} ({error.strerror})"
+    return f"in {directory} ({free} bytes free; check its room, and that the server may write there)"

@@ -63,10 +63,8 @@ def model_parts(path: Path) -> list[Path]:
 
 async def remote_digest(control: ControlClient, meta: dict[str, Any], file_name: str, slot_id: int) -> str:
     """Digest of a model whose file is out of reach, by its `meta` in `/v1/models` and the name of its file.
-
     Slot `slot_id` continues the fixed prompt: its content is lost. Raises EngineUnavailable if the answer has
-    no tokens.
-    """
+    no tokens."""
     request = {
         "prompt": _PROMPT, "n_predict": _CONTINUATION, "temperature": 0, "ignore_eos": True,
         "return_tokens": True, "cache_prompt": False, "id_slot": slot_id,
@@ -93,7 +91,6 @@ def _digest(files: tuple[tuple[str, int, int, int], ...]) -> str:
 
 
 def _samples(size: int) -> Iterator[tuple[int, int]]:
-    """Offsets and lengths of the parts of a file that are read."""
     if size <= _WHOLE:
         yield 0, size
         return
@@ -340,10 +337,8 @@ def _count(meta: Mapping[str, Any], name: str) -> int | None:
 
 
 def _local_model(path: str, size: object) -> Path | None:
-    """The model's file if kvpin can read it and it is not another file of the same name.
-
-    `size` is the server's figure for its tensors; the rest of the file is metadata.
-    """
+    """The model's file if kvpin can read it and it is not another file of the same name. `size` is the
+    server's figure for its tensors; the rest of the file is metadata."""
     local = Path(path)
     try:
         parts = model_parts(local)

@@ -43,11 +43,9 @@ class _Run:
 
 
 class MirrorEvents:
-    """The places of one server, and the followers of their events.
-
-    Places have the digest of a salt, because a sidecar has no more. Events of a salt's content begin once the
-    salt itself is known: no request can use the content before.
-    """
+    """The places of one server, and the followers of their events. Places have the digest of a salt, because
+    a sidecar has no more. Events of a salt's content begin once the salt itself is known: no request can use
+    the content before."""
 
     def __init__(self) -> None:
         self._salts: dict[str | None, str | None] = {None: None}
@@ -59,8 +57,9 @@ class MirrorEvents:
         """Learns the salt of a digest, and sends the events that waited for it."""
         if digest in self._salts:
             return
-        if len(self._salts) > MAX_SALTS:
-            self._forget_unused_salts()
+        if len(self._salts) > MAX_SALTS:  # a request that brings an unused salt makes it known again
+            used = {None, *(run.salt for run in self._runs.values())}
+            self._salts = {each: known for each, known in self._salts.items() if each in used}
         self._salts[digest] = salt
         for run in self._runs.values():
             if run.salt == digest and run.names:
@@ -103,11 +102,6 @@ class MirrorEvents:
                 yield await queue.get()
         finally:
             self._followers.discard(queue)
-
-    def _forget_unused_salts(self) -> None:
-        """Forgets salts that own no content; a request that brings one makes it known again."""
-        used = {None, *(run.salt for run in self._runs.values())}
-        self._salts = {digest: salt for digest, salt in self._salts.items() if digest in used}
 
     def _store(self, run: _Run) -> None:
         first = len(run.names)

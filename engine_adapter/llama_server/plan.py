@@ -202,11 +202,9 @@ def plan(
 
 
 def worth_saving(slot: Slot, rates: SlotRates, now: float, streams: int, *, idle_s: float) -> bool:
-    """True if saving an idle slot pays: a file is expected to spare more than the save costs.
-
-    The cost of the save counts once for the slot and once for each of `streams` running streams. A slot is
-    never worth saving before it has been idle for `idle_s` seconds.
-    """
+    """True if saving an idle slot pays: a file is expected to spare more than the save costs. The cost of the
+    save counts once for the slot and once for each of `streams` running streams. A slot is never worth saving
+    before it has been idle for `idle_s` seconds."""
     if not slot.is_idle or not slot.dirty or now - slot.since < idle_s:
         return False
     spared = _regret_s(slot, 0, slot.saved, rates, now) - _regret_s(slot, 0, slot.length, rates, now)
@@ -214,11 +212,9 @@ def worth_saving(slot: Slot, rates: SlotRates, now: float, streams: int, *, idle
 
 
 def _best_file(given: _Inputs, saved: Iterable[Saved]) -> _File | None:
-    """The saved prefix whose restore into any idle slot costs least; None if none beats a full prefill.
-
-    The loss in the slot does not depend on the file, so one file is the best for all slots. A file is
-    compared with the prompt at most once, and only if one token shows that it may beat the best so far.
-    """
+    """The saved prefix whose restore into any idle slot costs least; None if none beats a full prefill. The
+    loss in the slot does not depend on the file, so one file is the best for all slots. A file is compared
+    with the prompt at most once, and only if one token shows that it may beat the best so far."""
     best: _File | None = None
     length, prefill_s = len(given.prompt), given.rates.prefill_s
     least_s = prefill_s(length)
@@ -294,11 +290,9 @@ def _loss(slot: Slot, kept: int, others: int, given: _Inputs) -> tuple[float, fl
 
 
 def _regret_s(slot: Slot, kept: int, saved: int, rates: SlotRates, now: float) -> float:
-    """Expected cost of overwriting all but `kept` leading tokens, with `saved` of them in a file.
-
-    If the conversation comes back, the file is restored and the rest computed. A conversation that goes on in
-    its own slot loses nothing.
-    """
+    """Expected cost of overwriting all but `kept` leading tokens, with `saved` of them in a file. If the
+    conversation comes back, the file is restored and the rest computed. A conversation that goes on in its
+    own slot loses nothing."""
     if kept and kept == len(slot.tokens):
         return 0.0
     later_s = rates.prefill_s(max(slot.length - max(kept, saved), 0))

@@ -75,10 +75,8 @@ def ask_of(prompt: KvTarget, mirror: MirrorEvents) -> SlotRequest:
 def hold_request(
     session: ServerSession | None, path: str, body: RequestBody, prompt: KvTarget | None
 ) -> AbstractAsyncContextManager[Hold]:
-    """Holds the slot that a request needs; nothing, if none is managed.
-
-    With a salt and without a slot of its owner's, it reuses nothing, and cannot name a slot.
-    """
+    """Holds the slot that a request needs; nothing, if none is managed. With a salt and without a slot of its
+    owner's, it reuses nothing, and cannot name a slot."""
     if path == SLOTS:
         return nullcontext(Hold(body, answer=SlotsAnswer()))
     if not isinstance(body, JsonBody):
@@ -127,10 +125,8 @@ async def _hold_slot(
 
 
 def _ids_for_text(path: str, body: JsonBody, prompt: KvTarget | None) -> dict[str, object]:
-    """The text of a completion as token ids, so that the server need not tokenise it again.
-
-    A chat stays as it is: the server makes its prompt from the messages, whatever else comes with them.
-    """
+    """The text of a completion as token ids, so that the server need not tokenise it again. A chat stays as
+    it is: the server makes its prompt from the messages, whatever else comes with them."""
     is_text = path in _TEXTS and isinstance(body.get("prompt"), str)
     if not is_text or prompt is None or not prompt.exact or not prompt.token_ids:
         return {}
@@ -153,11 +149,9 @@ def _is_several(path: str, body: JsonBody) -> bool:
 
 
 def _shows_text(path: str, template: str, body: JsonBody) -> bool:
-    """True if the stream of an answer shows all text that is sampled, as it is sampled.
-
-    Stop strings hold text back. The chat parser drops white space before an answer when the template knows
-    reasoning, or when the answer is parsed.
-    """
+    """True if the stream of an answer shows all text that is sampled, as it is sampled. Stop strings hold
+    text back. The chat parser drops white space before an answer when the template knows reasoning, or when
+    the answer is parsed."""
     if body.get("stop"):
         return False
     return path == COMPLETIONS or not ("think" in template or any(body.get(name) for name in _PARSED))

@@ -205,7 +205,6 @@ class Router:
         return ModelState.FAILED if self._is_remembered(name) else model.state
 
     def _is_remembered(self, name: str) -> bool:
-        """True if a model is not to be tried again yet."""
         return name in self._failures and monotonic() < self._failures[name].until
 
     def failure(self, name: str) -> str | None:
@@ -278,11 +277,9 @@ class Router:
 
     @asynccontextmanager
     async def using(self, name: str) -> AsyncIterator[None]:
-        """Loads a model, and keeps it loaded until the block ends.
-
-        A request for a model that is to leave waits until the other one was served, so that no model waits
-        for ever. Raises ModelFailed for a model that fails to load, or has failed lately.
-        """
+        """Loads a model, and keeps it loaded until the block ends. A request for a model that is to leave
+        waits until the other one was served, so that no model waits for ever. Raises ModelFailed for a model
+        that fails to load, or has failed lately."""
         with ExitStack() as use:
             while self.loads and not self.is_open(name):
                 if self.state(name) is not ModelState.LOADING:
@@ -301,7 +298,6 @@ class Router:
 
     @contextmanager
     def _counted(self, uses: Counter[str], name: str) -> Iterator[None]:
-        """A model has one more of these uses until the block ends."""
         uses[name] += 1
         try:
             yield

@@ -96,11 +96,8 @@ class SavedPlace:
 
 
 class SavedPrefixes:
-    """The saved prefixes of the servers that share a directory.
-
-    Other kvpin processes may share the directory: files may come and go, and each process applies its caps to
-    the files it knows.
-    """
+    """The saved prefixes of the servers that share a directory. Other kvpin processes may share the
+    directory: files may come and go, and each process applies its caps to the files it knows."""
 
     _shared: ClassVar[WeakValueDictionary[Path, SavedPrefixes]] = WeakValueDictionary()
 
@@ -193,9 +190,7 @@ class SavedPrefixes:
 
     async def rebuild(self) -> None:
         """Reads the directories once; concurrent callers wait. After an error, the next call tries again."""
-        if self._rebuilding is None:
-            self._rebuilding = self._tasks.start(self._rebuild())
-        task = self._rebuilding
+        task = self._rebuilding = self._rebuilding or self._tasks.start(self._rebuild())
         try:
             await asyncio.shield(task)
         except StateFileError:
@@ -307,9 +302,7 @@ class SavedPrefixes:
 
     async def ready(self, saved: Saved) -> str:
         """Verifies a saved prefix before a restore, moves it to the host tier, and returns its file name.
-
-        Raises StateFileError. A file that is damaged or gone was dropped then; any other stays.
-        """
+        Raises StateFileError. A file that is damaged or gone was dropped then; any other stays."""
         await saved.idle()
         self._check_registered(saved)
         saved.work = self._tasks.start(self._ready(saved))
@@ -401,30 +394,20 @@ class SavedPrefixes:
         return self.rates[saved.key].value(saved, self._clock())
 
     def _rank(self, saved: Saved) -> tuple[bool, tuple[float, float]]:
-        """The order by which two saved prefixes compete for room."""
         return saved.kept_until > self._clock(), self._value(saved)
 
     def _retire(self, victims: Iterable[Saved]) -> list[Work]:
         """Moves victims out of the host tier: to disk if they are worth it, otherwise they are evicted."""
         work = []
         for saved in victims:
-            worse = self._worse_on_disk(saved)
-            if worse is None:
+            worse = self._victims(Tier.DISK, saved.size) if Tier.DISK in self._dirs else None
+            if worse is None or (worse and self._rank(worse[-1]) >= self._rank(saved)):
                 work += self._evict([saved])
             else:
                 saved.tier = Tier.DISK
                 saved.work = self._tasks.start(self._demote(saved, self._evict(worse)))
                 work.append(saved.work)
         return work
-
-    def _worse_on_disk(self, saved: Saved) -> list[Saved] | None:
-        """Entries to evict from disk for `saved`; None if it has no room, or holds only better entries."""
-        if Tier.DISK not in self._dirs:
-            return None
-        victims = self._victims(Tier.DISK, saved.size)
-        if victims and self._rank(victims[-1]) >= self._rank(saved):
-            return None
-        return victims
 
     def _evict(self, victims: Iterable[Saved]) -> list[Work]:
         work = [self._drop(saved) for saved in victims]

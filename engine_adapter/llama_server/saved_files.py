@@ -160,9 +160,7 @@ def salt_digest(salt: str | None) -> str | None:
 
 def kept(entries: Iterable[Saved], room: int, now: float) -> set[Saved]:
     """The entries that count as retained: those that clients retain, up to KEPT_SHARE of `room` bytes.
-
-    Tenants take turns, the one with the fewest bytes so far first; each gets its last used entry first.
-    """
+    Tenants take turns, the one with the fewest bytes so far first; each gets its last used entry first."""
     wanted: dict[str | None, list[Saved]] = {}
     for saved in sorted(entries, key=lambda each: each.last_used):
         if saved.kept_until > now:
@@ -185,10 +183,8 @@ def kept(entries: Iterable[Saved], room: int, now: float) -> set[Saved]:
 def least_valuable(
     entries: Iterable[Saved], size: int, room: int, now: float, value: Callable[[Saved], tuple[float, float]]
 ) -> list[Saved] | None:
-    """The entries of least `value` that together hold `size` bytes of a tier of `room` bytes.
-
-    None if too few may go. Entries that are pinned, in use, or worked on stay; retained ones go last.
-    """
+    """The entries of least `value` that together hold `size` bytes of a tier of `room` bytes. None if too few
+    may go. Entries that are pinned, in use, or worked on stay; retained ones go last."""
     entries = tuple(entries)
     free = [saved for saved in entries if saved.pinned_until <= now and not saved.holds and not saved.is_busy]
     staying = kept(entries, room, now)
@@ -442,10 +438,8 @@ def remove(path: Path) -> None:
 
 
 def capacity(directory: Path, wanted: int, held: int) -> int:
-    """Bytes that saved files may take: `wanted`, or less if the file system has less room.
-
-    The `held` bytes of a scan are room for entries too. Raises StateFileError where there is no directory.
-    """
+    """Bytes that saved files may take: `wanted`, or less if the file system has less room. The `held` bytes
+    of a scan are room for entries too. Raises StateFileError where there is no directory."""
     with reading(directory):
         status = os.statvfs(directory)
     room = held + status.f_bavail * status.f_frsize

@@ -138,10 +138,8 @@ class Turns:
         self._queue: dict[asyncio.Future[Plan], SlotRequest] = {}
 
     async def turn(self, ask: SlotRequest) -> Plan:
-        """Waits for a slot for `ask`; the first operation of its plan has begun there.
-
-        A caller that is cancelled while it waits leaves nothing begun.
-        """
+        """Waits for a slot for `ask`; the first operation of its plan has begun there. A caller that is
+        cancelled while it waits leaves nothing begun."""
         turn: asyncio.Future[Plan] = asyncio.get_running_loop().create_future()
         self._queue[turn] = ask
         self._dispatch()
@@ -270,18 +268,14 @@ class SlotScheduler:
 
     async def take(self, slot_id: int, operation: SlotOperation, work: _Work[_Result]) -> _Result:
         """Runs `work` as the one operation on an idle slot, to its end even if the caller is cancelled.
-
-        Raises what `work` raises.
-        """
+        Raises what `work` raises."""
         self._check_open()
         self._table.begin(slot_id, operation, self._clock())
         return await _outcome(self._tasks.start(self._taken(slot_id, work)))
 
     async def bring(self, entry: Saved) -> bool:
-        """Restores a saved prefix ahead of its request, into an empty slot or the one idle for longest.
-
-        Saves that slot first. False if every slot is busy or pinned, or if the save or restore fails.
-        """
+        """Restores a saved prefix ahead of its request, into an empty slot or the one idle for longest. Saves
+        that slot first. False if every slot is busy or pinned, or if the save or restore fails."""
         now = self._clock()
         idle = [slot for slot in self._table.idle() if slot.pinned_until <= now]
         if not idle:
@@ -313,10 +307,8 @@ class SlotScheduler:
                 self._watch_foreign(slot)
 
     async def reconcile(self) -> None:
-        """Compares the mirror with `/slots`. A slot that somebody else changed becomes unknown.
-
-        Raises EngineUnavailable if the server lost its slots: it is another process.
-        """
+        """Compares the mirror with `/slots`. A slot that somebody else changed becomes unknown. Raises
+        EngineUnavailable if the server lost its slots: it is another process."""
         uses = [slot.uses for slot in self._table]
         self.has_worked = False
         states = await read_slots(self._control)
@@ -342,9 +334,7 @@ class SlotScheduler:
 
     async def look(self) -> bool:
         """True if the server sleeps. The question does not wake it. A server that sleeps has lost all KV.
-
-        Raises EngineUnavailable if another process answers.
-        """
+        Raises EngineUnavailable if another process answers."""
         pulse = await read_pulse(self._control)
         if pulse.instance != self.contents.facts.instance:
             raise EngineUnavailable("the server was restarted")

@@ -120,7 +120,6 @@ def _holder(file: FileIO) -> _Holder | None:
 
 
 def _is_there(file: FileIO, path: Path) -> bool:
-    """True if the path still leads to the open file."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except OSError:
@@ -155,11 +154,9 @@ def _is_gone(url: str) -> bool:
 
 
 class ServerRecord(Generic[_Content]):
-    """One record, which only this user can read; none without a directory or `instance`.
-
-    `instance` is the word of the server's process: a record of another process counts for nothing. `name` is
-    what it is about, in its file's name and in logs; `kind` is the type of its content.
-    """
+    """One record, which only this user can read; none without a directory or `instance`. `instance` is the
+    word of the server's process: a record of another process counts for nothing. `name` is what it is about,
+    in its file's name and in logs; `kind` is the type of its content."""
 
     def __init__(
         self, directory: Path | None, url: str, instance: str | None, name: str, kind: type[_Content]

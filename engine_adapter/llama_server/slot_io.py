@@ -19,9 +19,7 @@ from engine_adapter.http.control import ANSWER_S, ControlClient
 from engine_adapter.llama_server.options import NATIVE_COMPLETIONS
 from engine_adapter.types import TokenIds, common_prefix
 
-# --- slot io --------------------------------------------------------------------------------------------
-# The routes of a llama-server's slots: what they hold, save, restore, erase, and when they are quiet.
-#
+# --- the routes of the slots: what they hold, save, restore, erase, and when they are quiet -------------
 # Each call raises EngineUnavailable when no answer comes, or one of another form, and EngineRejected for an
 # error.
 
@@ -207,11 +205,9 @@ async def when_idle(control: ControlClient, slot_id: int) -> SlotState:
 
 
 async def until_all_arrived(control: ControlClient) -> None:
-    """Waits until every request sent so far runs or is gone.
-
-    A request whose client left may still wait behind a long step and then start. The server answers `/slots`
-    during the step and does not show the request.
-    """
+    """Waits until every request sent so far runs or is gone. A request whose client left may still wait
+    behind a long step and then start. The server answers `/slots` during the step and does not show the
+    request."""
     await asyncio.sleep(_ARRIVAL_S)
     with suppress(EngineRejected):  # a server without this route
         await _between_steps(partial(control.get, _QUEUED))
@@ -228,9 +224,7 @@ async def end_copies(control: ControlClient, slot_id: int) -> None:
     await control.call("POST", "/completion", json=body)
 
 
-# --- tokens ---------------------------------------------------------------------------------------------
-# The token ids of a request, from the server that will compute it: exact for any template and flags.
-#
+# --- the token ids of a request, from the server that will compute it: exact for any template and flags ---
 # A chat costs two calls (`/apply-template`, `/tokenize`), a text one call, ready ids none.
 
 _CHAT = "/v1/chat/completions"
@@ -272,8 +266,7 @@ async def tokenize(control: ControlClient, path: str, body: JsonBody) -> TokenId
 
 async def read_user_mark(control: ControlClient) -> tuple[int, ...]:
     """The tokens that begin a user message, as the server finds them in its chat template: it compares two
-    chats, of which one has a further user message. Empty if the template does not tell.
-    """
+    chats, of which one has a further user message. Empty if the template does not tell."""
     user, begun = {"role": "user", "content": "kvpin-a"}, [{"role": "user", "content": "kvpin-b"}]
     begun.append({"role": "assistant", "content": "kvpin-c"})
     try:

@@ -212,10 +212,8 @@ class SlotTable:
                 slot.is_outdated = True
 
     def pin(self, slot_id: int, tokens: int, until: float) -> int:
-        """Pins the first `tokens` known tokens of a slot until `until`; returns how many are pinned.
-
-        A slot has one pin: this replaces the last one, and 0 tokens end it.
-        """
+        """Pins the first `tokens` known tokens of a slot until `until`; returns how many are pinned. A slot
+        has one pin: this replaces the last one, and 0 tokens end it."""
         slot = self._slots[slot_id]
         slot.pinned = min(tokens, len(slot.tokens))
         slot.pinned_until = until if slot.pinned else NEVER
@@ -227,10 +225,8 @@ class SlotTable:
             slot.memory = rules.lost(slot.length)
 
     def wipe(self) -> None:
-        """The server lost all KV: contents and pins go, operations in flight go on.
-
-        Counts as a use, so that an operation in flight sees that the content has changed.
-        """
+        """The server lost all KV: contents and pins go, operations in flight go on. Counts as a use, so that
+        an operation in flight sees that the content has changed."""
         for slot in self._slots:
             self.hold(slot.id, NO_TOKENS, None)
             slot.uses += 1

@@ -172,7 +172,6 @@ class SlotVerbs:
         return [entry for entry in entries if entry not in kept], kept
 
     async def _offload(self, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
-        """Saves slots to files and empties them."""
         tally = _Tally()
         held = [slot for slot in self._contents.table if _matches(slot, target)]
         if target.token_ids is not None:

@@ -259,7 +259,6 @@ class EmbeddedAdapter(EngineAdapter):
 
 
 def _target_fields(target: KvTarget) -> dict[str, Any]:
-    """`target` in the fields of the engine's routes."""
     token_ids, extra_ids = target.token_ids, target.extra_ids
     return {
         "token_ids": None if token_ids is None else token_ids.tolist(),

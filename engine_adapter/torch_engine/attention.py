@@ -45,11 +45,9 @@ class _Group:
 
 
 class KvStorage:
-    """The paged KV of all layers on the device, and its host tier (pinned memory with CUDA).
-
-    Copies and forward passes share one stream, so they take effect in call order. Keys and values of each
-    layer, [token slots, heads, dim], are read and written in `layers`.
-    """
+    """The paged KV of all layers on the device, and its host tier (pinned memory with CUDA). Copies and
+    forward passes share one stream, so they take effect in call order. Keys and values of each layer, [token
+    slots, heads, dim], are read and written in `layers`."""
 
     def __init__(
         self,

@@ -116,10 +116,7 @@ class CompletionAnswer:
         """Sends the answer. Nothing is sent before the first token, so that a failure has its own status:
         until then, it raises RequestFailed, RequestRefused and EngineUnavailable."""
         async with Generation(self.service.engine, self.requests) as generation:
-            if self.streams:
-                await self._stream(generation, send)
-            else:
-                await self._send_whole(generation, send)
+            await (self._stream if self.streams else self._send_whole)(generation, send)
 
     async def _send_head(self, send: Send, cached_tokens: int) -> None:
         content_type = b"text/event-stream; charset=utf-8" if self.streams else b"application/json"
@@ -162,7 +159,6 @@ class CompletionAnswer:
         return all(reader.finish_reason is not None for reader in self.readers)
 
     async def _next_pieces(self, generation: Generation) -> list[tuple[int, Piece]]:
-        """New text and tokens of each choice."""
         for index, outputs in (await generation.outputs()).items():
             if not self._has_token and any(isinstance(output, Token) for output in outputs):
                 self._has_token = True

@@ -35,11 +35,9 @@ class EventSource:
 
 
 class EventPublisher:
-    """Numbers, sends and keeps batches of events.
-
-    Only the engine's thread calls `publish`. A second thread answers replay requests, so that a late reader
-    never delays a step. Any thread may call `close` once the engine has stopped.
-    """
+    """Numbers, sends and keeps batches of events. Only the engine's thread calls `publish`. A second thread
+    answers replay requests, so that a late reader never delays a step. Any thread may call `close` once the
+    engine has stopped."""
 
     def __init__(self, *, host: str = "127.0.0.1", buffer_steps: int = BUFFER_STEPS) -> None:
         self._context = zmq.Context()

@@ -110,11 +110,8 @@ class KvCache:
 
     def begin(self, sequence: KvSequence, *, spare: int = 0) -> bool:
         """Reserves blocks for all tokens of a sequence; its cached prefix is reused, host blocks of it are
-        restored. Needs room for `spare` more blocks, but does not reserve them.
-
-        `computed` then counts the reused tokens. The last token is never among them. Without room, returns
-        False and changes nothing.
-        """
+        restored. Needs room for `spare` more blocks, but does not reserve them. `computed` then counts the
+        reused tokens. The last token is never among them. Without room, returns False and changes nothing."""
         root = self.tree.hold_root(sequence.salt)
         path = self.tree.walk(root, self._keys_after(sequence, 0)) if sequence.reuses else []
         for node in path:
@@ -134,10 +131,8 @@ class KvCache:
         return True
 
     def extend(self, sequence: KvSequence) -> None:
-        """Replaces reserved blocks by blocks that other sequences have computed since `begin`.
-
-        Works only at a block boundary, and never covers the last token.
-        """
+        """Replaces reserved blocks by blocks that other sequences have computed since `begin`. Works only at
+        a block boundary, and never covers the last token."""
         size = self.tokens_per_block
         held = len(sequence.path)
         if sequence.computed != held * size or not sequence.reuses:
@@ -172,10 +167,8 @@ class KvCache:
             sequence.path.append(node)
 
     def end(self, sequence: KvSequence) -> None:
-        """Releases the blocks of a sequence: full blocks stay cached, others become free. Twice is fine.
-
-        Its retention starts at the time of the last `expire`.
-        """
+        """Releases the blocks of a sequence: full blocks stay cached, others become free. Twice is fine. Its
+        retention starts at the time of the last `expire`."""
         if (root := sequence.root) is None:
             return
         for slot in sequence.blocks[len(sequence.path) :]:

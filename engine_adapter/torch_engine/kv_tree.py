@@ -130,11 +130,9 @@ class BlockPool:
 
 
 class LeafQueue:
-    """Evictable leaves of one tier, least valuable first.
-
-    A node is pushed whenever it may have become evictable or changed its value. Stale entries are skipped
-    when they surface, and swept when they outnumber the others.
-    """
+    """Evictable leaves of one tier, least valuable first. A node is pushed whenever it may have become
+    evictable or changed its value. Stale entries are skipped when they surface, and swept when they outnumber
+    the others."""
 
     __slots__ = ("_heap", "_limit", "_serial", "_tier", "worth")
 
@@ -416,11 +414,9 @@ class KvTree:
     # --- storing ---------------------------------------------------------------------------------
 
     def insert(self, parent: Node, key: bytes, slot: int) -> Node:
-        """Stores the block in `slot` of the GPU tier as a child of `parent`; returns its node, held.
-
-        If the tree has that content on the GPU tier, its block is used and `slot` becomes free. If it has
-        it on the host tier, the block moves up into `slot`.
-        """
+        """Stores the block in `slot` of the GPU tier as a child of `parent`; returns its node, held. If the
+        tree has that content on the GPU tier, its block is used and `slot` becomes free. If it has it on the
+        host tier, the block moves up into `slot`."""
         node = parent.children.get(key)
         if node is None:
             node = Node(key, self._name(parent, key), parent, slot)
@@ -450,10 +446,8 @@ class KvTree:
 
     def make_room(self, count: int, below: Value | None = None) -> bool:
         """Evicts idle leaves with a value under `below` until `count` GPU slots are free. With `below`, a
-        retained one stays if the host tier has no room for it.
-
-        Evicts nothing if that cannot be enough. Returns whether there is room.
-        """
+        retained one stays if the host tier has no room for it. Evicts nothing if that cannot be enough.
+        Returns whether there is room."""
         if self.gpu.free >= count:
             return True
         if self.gpu.free + self.idle < count:

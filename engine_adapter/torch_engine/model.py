@@ -340,11 +340,9 @@ def _describe(module: Any, name: str, tokenizer: str, *, is_default: bool) -> Lo
 
 
 def _context(config: PretrainedConfig) -> int:
-    """Longest sequence in tokens.
-
-    With longrope, the longest position in a batch chooses the rotary factors of all its rows; cached KV may
-    have been computed with other factors. Up to the original context, the factors never change.
-    """
+    """Longest sequence in tokens. With longrope, the longest position in a batch chooses the rotary factors
+    of all its rows; cached KV may have been computed with other factors. Up to the original context, the
+    factors never change."""
     longest: int = config.max_position_embeddings
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":
@@ -378,10 +376,8 @@ def _probe(module: Any, config: PretrainedConfig) -> tuple[LayerShape, ...]:  # 
 
 
 class _Stretched:
-    """A model that moves the tokens from the 13th on to the end of its context.
-
-    This tests long positions without long sequences.
-    """
+    """A model that moves the tokens from the 13th on to the end of its context. This tests long positions
+    without long sequences."""
 
     def __init__(self, module: Any, max_model_len: int) -> None:  # noqa: ANN401 - a transformers model
         self._module = module

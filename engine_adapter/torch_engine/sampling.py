@@ -236,11 +236,9 @@ class Filters(NamedTuple):
 
 
 def draw(scores: Tensor, filters: Filters, numbers: Tensor) -> Tensor:
-    """Token ids [rows] for `scores` [rows, vocabulary] and random `numbers` [rows], from 0 to below 1.
-
-    The token of a row depends on its own scores, filters and number alone. The highest score of each row is
-    finite. Tokens with equal scores are kept or left out together.
-    """
+    """Token ids [rows] for `scores` [rows, vocabulary] and random `numbers` [rows], from 0 to below 1. The
+    token of a row depends on its own scores, filters and number alone. The highest score of each row is
+    finite. Tokens with equal scores are kept or left out together."""
     tokens = torch.full_like(filters.top_k, _NONE)
     few = filters.ranked if scores.shape[1] >= 8 * _CANDIDATES else filters.top_k > 0
     for rows, of_rows in ((few, _draw_of_best), (None, _draw_of_all)):
@@ -308,11 +306,8 @@ def _lowest(values: Tensor, filters: Filters, total: Tensor | None = None) -> Te
 
 def _first_above(sums: Tensor, chances: Tensor, numbers: Tensor) -> Tensor:
     """The place in each row whose share of the sum holds the row's number. `sums` are those of `chances`.
-    Changes `sums`.
-
-    A GPU adds in parallel, so rounding may leave a sum below the one before it, or above it at a token that
-    has no chance (PyTorch's issue 13867).
-    """
+    Changes `sums`. A GPU adds in parallel, so rounding may leave a sum below the one before it, or above it
+    at a token that has no chance (PyTorch's issue 13867)."""
     sums.masked_fill_(chances == 0, 0.0)
     total = sums.amax(-1)
     # The sum at which a row's number lies, always below its total.

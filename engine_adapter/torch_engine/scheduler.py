@@ -116,10 +116,8 @@ class Scheduler:
 
     def plan(self) -> list[Active]:
         """Reserves blocks for the next step; returns the requests that it runs: those with a single token
-        first, by the length of their sequences, so that similar lengths attend together.
-
-        Empty although `busy` when the cache has no room for the first waiting request and nothing else runs.
-        """
+        first, by the length of their sequences, so that similar lengths attend together. Empty although
+        `busy` when the cache has no room for the first waiting request and nothing else runs."""
         self.planning = None
         planned = self._reserve_decodes()
         for active in planned:

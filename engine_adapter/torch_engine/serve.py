@@ -95,12 +95,9 @@ class EmbeddedOptions:
             raise EngineSpecError(f"host_cache_bytes is {self.host_cache_bytes}; 0 or more is needed")
 
     def gpu_blocks(self, block_bytes: int, *, context: int, available: int | None) -> int:
-        """Blocks of the GPU tier.
-
-        Without `kv_blocks` and `kv_bytes`: as many as `max_num_seqs` requests of `context` tokens need, in at
-        most `MEMORY_SHARE` of the `available` bytes. `DEFAULT_KV_BLOCKS` if those are unknown. Raises
-        EngineSpecError without room for one block.
-        """
+        """Blocks of the GPU tier. Without `kv_blocks` and `kv_bytes`: as many as `max_num_seqs` requests of
+        `context` tokens need, in at most `MEMORY_SHARE` of the `available` bytes. `DEFAULT_KV_BLOCKS` if
+        those are unknown. Raises EngineSpecError without room for one block."""
         if self.kv_blocks is not None:
             return self.kv_blocks
         if self.kv_bytes is not None:

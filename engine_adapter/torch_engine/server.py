@@ -356,11 +356,9 @@ _log = logging.getLogger("kvpin.engine")
 
 
 def serve_engine(options: EmbeddedOptions) -> None:
-    """Serves until SIGTERM or SIGINT; running requests then have 20 s to finish.
-
-    The address answers at once. `/health` is 503 until the model is loaded. Raises EngineSpecError if model
-    and options cannot be served, and EngineUnavailable if the address cannot be bound or the engine died.
-    """
+    """Serves until SIGTERM or SIGINT; running requests then have 20 s to finish. The address answers at once.
+    `/health` is 503 until the model is loaded. Raises EngineSpecError if model and options cannot be served,
+    and EngineUnavailable if the address cannot be bound or the engine died."""
     listener = _listen(options.host, options.port)
     process = _EngineProcess(options)
     host, port = listener.getsockname()[:2]
@@ -405,7 +403,6 @@ class _EngineProcess(EngineHost):
             await asyncio.to_thread(self.service.close)
 
     def _load(self) -> None:
-        """Loads the service, then watches its engine."""
         try:
             service = EngineService(self._options)
         except Exception as error:  # noqa: BLE001 - raised again by serve_engine, in the main thread

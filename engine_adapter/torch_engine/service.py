@@ -155,11 +155,8 @@ class EnginePrompt:
 
 
 class PromptTables:
-    """The tables of one engine. Used from the event loop only.
-
-    An extra id stands for one content as long as the process lives, even after its table is deleted: KV of
-    that content may still be cached under it.
-    """
+    """The tables of one engine. Used from the event loop only. An extra id stands for one content as long as
+    the process lives, even after its table is deleted: KV of that content may still be cached under it."""
 
     def __init__(self, *, vocab_size: int, hidden_size: int) -> None:
         self._vocab_size = vocab_size

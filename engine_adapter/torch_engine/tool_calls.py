@@ -145,10 +145,8 @@ class MarkedCalls:
         self._mark, self._held, self._object = mark, rest, _JsonObject()
 
     def _body(self, texts: list[str], calls: list[CallPart], *, is_end: bool) -> bool:
-        """Reads the next call after a mark. Returns whether there is more to read.
-
-        Each decision falls at the first character that allows it, so it is the same however the text arrives.
-        """
+        """Reads the next call after a mark. Returns whether there is more to read. Each decision falls at the
+        first character that allows it, so it is the same however the text arrives."""
         held, closes = self._held, self._format.closes
         after = self._between.match(held)
         begin = after.end() if after is not None else 0
