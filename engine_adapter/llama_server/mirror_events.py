@@ -15,15 +15,7 @@ from hashlib import blake2b
 
 from xxhash import xxh3_64_intdigest
 
-from engine_adapter.types import (
-    BlocksRemoved,
-    BlocksStored,
-    KvEvent,
-    Tier,
-    TokenIds,
-    ViewCurrent,
-    ViewLost,
-)
+from engine_adapter.types import BlocksRemoved, BlocksStored, KvEvent, Tier, TokenIds, ViewCurrent, ViewLost
 
 TOKENS_PER_BLOCK = 16
 # Clients may invent salts. Beyond this number, only salts that own content are remembered.

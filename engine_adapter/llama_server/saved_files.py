@@ -55,13 +55,14 @@ _MAGIC, _VERSION, _TOKENS_VERSION = 0x67677371, 3, 1
 _HEAD = struct.Struct("=III")
 _FRAMED, _MIN_FRAME = -1, 4  # a word that is no token id; the words of a frame without tokens and media
 _CHUNK = 1 << 20  # bytes per read: the fastest measured, and enough for xxhash to release the GIL
+_OTHER_BYTES = "its bytes are not those that were saved"
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 Stamp = tuple[int, int, int]  # inode, bytes, mtime in ns: the same file with the same content
 Work = asyncio.Task[Any]
 
 
-# --- an entry, and which of several is worth least --------------------------------------------------------
+# --- an entry, and which of several is worth least -----------------------------------------------------
 
 
 class Sidecar(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -197,7 +198,7 @@ def least_valuable(
     return None if size > 0 else victims
 
 
-# --- errors ------------------------------------------------------------------------------------------------
+# --- errors --------------------------------------------------------------------------------------------
 
 
 class FileFault(StrEnum):
@@ -326,10 +327,6 @@ def _check_count(path: Path, unit: str, found: int, expected: int | None) -> Non
     _check(path, expected in (None, found), f"{found} {unit}, of {expected} that were saved")
 
 
-def _check_checksum(path: Path, found: int, expected: int) -> None:
-    _check(path, found == expected, "its bytes are not those that were saved")
-
-
 def _foreign(path: Path, detail: str) -> StateFileError:
     return StateFileError(path, FileFault.FOREIGN, detail)
 
@@ -404,7 +401,7 @@ def verify(path: Path, saved: Saved) -> Stamp:
     _check_count(path, "bytes", found[1], saved.size)
     _check(path, read_tokens(path) == saved.tokens, "its tokens are not those it was saved with")
     if found != saved.seen:
-        _check_checksum(path, checksum(path), saved.checksum)
+        _check(path, checksum(path) == saved.checksum, _OTHER_BYTES)
     return found
 
 
@@ -413,7 +410,7 @@ def move(source: Path, target: Path, saved: Saved) -> Stamp:
     _check_count(source, "bytes", stamp(source)[1], saved.size)
     copied = copy(source, target)
     try:
-        _check_checksum(source, copied, saved.checksum)
+        _check(source, copied == saved.checksum, _OTHER_BYTES)
         write_sidecar(target, saved)
     except StateFileError:
         remove(target)

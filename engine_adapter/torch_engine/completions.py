@@ -121,8 +121,7 @@ class CompletionAnswer:
     async def _send_head(self, send: Send, cached_tokens: int) -> None:
         content_type = b"text/event-stream; charset=utf-8" if self.streams else b"application/json"
         headers = [(b"content-type", content_type), (b"x-kv-cached-tokens", str(cached_tokens).encode())]
-        if self.streams:
-            headers.append((b"cache-control", b"no-cache"))
+        headers += [(b"cache-control", b"no-cache")] if self.streams else []
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def _stream(self, generation: Generation, send: Send) -> None:
@@ -301,10 +300,8 @@ def _tool_use(service: EngineService, request: PromptRequest) -> ToolUse | None:
     if not isinstance(request, ChatRequest):
         return None
     template = service.tokenizer.template(request.tools) if request.tools else None
-    format_ = None if template is None else format_of(template)
-    return tool_use_of(
-        request.tools, request.tool_choice, parallel=request.parallel_tool_calls, format_=format_
-    )
+    format_, parallel = format_of(template or ""), request.parallel_tool_calls
+    return tool_use_of(request.tools, request.tool_choice, parallel=parallel, format_=format_)
 
 
 def _structure(request: PromptRequest, use: ToolUse | None) -> Structure | None:

@@ -457,12 +457,8 @@ def _scores(rows: Tensor, active: Active) -> list[tuple[float, tuple[tuple[int, 
     first = max(known, begin)
     targets = active.request.token_ids[first + 1 : begin + active.sequence.count + 1]
     best = active.request.sampling.prompt_logprobs or 0
-    return [
-        score
-        for at in range(0, len(targets), _ROWS)
-        for score in logprobs_of(
-            rows[first - begin + at : first - begin + len(targets)][:_ROWS],
-            torch.tensor(targets[at : at + _ROWS], device=rows.device, dtype=torch.long),
-            best,
-        )
-    ]
+    rows, found = rows[first - begin : first - begin + len(targets)], []
+    for at in range(0, len(targets), _ROWS):
+        tokens = torch.tensor(targets[at : at + _ROWS], device=rows.device, dtype=torch.long)
+        found += logprobs_of(rows[at : at + _ROWS], tokens, best)
+    return found

@@ -179,16 +179,14 @@ class Grammars:
             first = int(np.unpackbits(words.view(np.uint8), bitorder="little").argmax())
             if not matcher.consume_token(first) or matcher.is_stopped():
                 break
-        fault: str = matcher.get_error()
-        return fault
+        return str(matcher.get_error())
 
     def _load(self) -> None:
         if self._tokenizer is None and self._ends:
             from llguidance.hf import from_tokenizer  # noqa: PLC0415 - an extra
 
-            self._tokenizer = from_tokenizer(
-                self._source.transformers, n_vocab=self._vocab_size, eos_token=sorted(self._ends)
-            )
+            source, ends = self._source.transformers, sorted(self._ends)
+            self._tokenizer = from_tokenizer(source, n_vocab=self._vocab_size, eos_token=ends)
 
 
 def _definition(structure: Structure, tokenizer: ChatTokenizer) -> str:

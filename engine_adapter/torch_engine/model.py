@@ -295,7 +295,12 @@ def random_model(config: PretrainedConfig, seed: int, dtype: torch.dtype = torch
 def _from_source(source: str, dtype: torch.dtype | str) -> Any:  # noqa: ANN401 - a transformers model
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        _refuse_quantised(config, source)
+        for each in (config.get_text_config(), config):
+            if quantised := getattr(each, "quantization_config", None):
+                method, known = quantised.get("quant_method", "unknown"), ", ".join(DTYPES)
+                raise EngineSpecError(
+                    f"model {source!r} is quantised ({method}); this engine takes weights in {known}"
+                )
         # No pickles, and no code of the model's own: either could run anything.
         return AutoModelForCausalLM.from_pretrained(
             source,
@@ -307,15 +312,6 @@ def _from_source(source: str, dtype: torch.dtype | str) -> Any:  # noqa: ANN401 
         )
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise EngineSpecError(f"cannot load model {source!r}: {error}") from error
-
-
-def _refuse_quantised(config: PretrainedConfig, source: str) -> None:
-    for each in (config.get_text_config(), config):
-        if quantised := getattr(each, "quantization_config", None):
-            method = quantised.get("quant_method", "unknown")
-            raise EngineSpecError(
-                f"model {source!r} is quantised ({method}); this engine takes weights in {', '.join(DTYPES)}"
-            )
 
 
 def _describe(module: Any, name: str, tokenizer: str, *, is_default: bool) -> LoadedModel:  # noqa: ANN401

@@ -60,8 +60,7 @@ class EmbeddedOptions:
     ] = 0
     max_num_seqs: Annotated[int, Option(metavar="N", help="Most requests running at once.")] = 32
     prefill_chunk: Annotated[
-        int,
-        Option(metavar="N", help="Most prompt tokens per step; half of it while other requests decode."),
+        int, Option(metavar="N", help="Most prompt tokens per step; half of it while other requests decode.")
     ] = 256
     pin_share: Annotated[
         float, Option(metavar="SHARE", help="Most of the GPU tier that pins may hold, 0 to 1.")
