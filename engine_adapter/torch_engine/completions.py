@@ -56,7 +56,7 @@ from engine_adapter.torch_engine.requests import (
     SamplingParams,
     Token,
 )
-from engine_adapter.torch_engine.scheduler import check_token_id
+from engine_adapter.torch_engine.scheduler import check_token_ids
 from engine_adapter.torch_engine.service import EnginePrompt, EngineService, Generation
 from engine_adapter.torch_engine.tool_calls import format_of
 from engine_adapter.types import TOOL_S, TokenIds, extra_array
@@ -213,8 +213,7 @@ async def prepare(service: EngineService, request: PromptRequest) -> CompletionA
     prompt = await service.prompt(request)
     service.check_length(request, len(prompt.token_ids))
     answered = answered_of(request, sampling)
-    for index, token in enumerate(answered):
-        check_token_id(token, f"answer_token_ids[{index}]", service.model.vocab_size)
+    check_token_ids("answer_token_ids", enumerate(answered), service.model.vocab_size)
     salt = salt_of(request.cache_salt)
     grammar = None if structure is None else await service.grammars.compile(structure, salt)
     echo = _echo(service, request, prompt, sampling)
@@ -390,8 +389,7 @@ async def _requests(service: EngineService, asked: EmbeddingRequest) -> list[Gen
         if isinstance(each, str):
             each = service.encode(each, name, special=asked.add_special_tokens)
         else:
-            for index, token in enumerate(each):
-                check_token_id(token, f"{name}[{index}]", service.model.vocab_size)
+            check_token_ids(name, enumerate(each), service.model.vocab_size)
         service.check_fits(len(each), name)
         return each
 

@@ -283,7 +283,11 @@ class ToolUse:
 def structure_of(request: PromptRequest) -> Structure | None:
     """The structure that a request asks for, None for none. Raises ApiError (400) for what cannot be asked
     for, and for two structures at once."""
-    found = [each for each in (_of_format(request.response_format), *_of_vllm(request)) if each]
+    given = request.structured_outputs or {}
+    asked = [(f"guided_{kind}", kind, getattr(request, f"guided_{kind}")) for kind in _OF_VLLM]
+    asked += [(f"structured_outputs.{kind}", kind, given.get(kind)) for kind in _OF_VLLM]
+    of_vllm = (_of_kind(kind, value, param) for param, kind, value in asked)
+    found = [each for each in (_of_format(request.response_format), *of_vllm) if each]
     if len(found) > 1:
         raise ApiError(f"{found[0].param} and {found[1].param} exclude each other", param=found[1].param)
     return found[0] if found else None
@@ -306,7 +310,10 @@ def tool_use_of(
     if not functions:
         raise ApiError("tool_choice needs tools", param="tool_choice")
     if choice == "required":
-        return ToolUse(_made("json", _list_of_calls(functions, one=one), "tools"), ListedCalls)
+        calls = _any_call({name: _parameters(each) for name, each in functions.items()}, "parameters")
+        schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls["anyOf"]}, "$defs": calls["$defs"]}
+        schema |= {"maxItems": 1} if one else {}
+        return ToolUse(_made("json", schema, "tools"), ListedCalls)
     match choice:
         case {"type": "function", "function": {"name": str(name)}}:
             if name not in functions:
@@ -325,13 +332,6 @@ def _of_format(asked: object) -> Structure | None:
             return _made("json", schema, "response_format")
     types = "response_format is of type text, json_object, or json_schema with json_schema.schema"
     raise ApiError(types, param="response_format")
-
-
-def _of_vllm(request: PromptRequest) -> list[Structure | None]:
-    asked = {f"guided_{kind}": (kind, getattr(request, f"guided_{kind}")) for kind in _OF_VLLM}
-    given = request.structured_outputs or {}
-    asked |= {f"structured_outputs.{kind}": (kind, given.get(kind)) for kind in _OF_VLLM}
-    return [_of_kind(kind, value, param) for param, (kind, value) in asked.items()]
 
 
 def _of_kind(kind: str, value: object, param: str) -> Structure | None:
@@ -385,12 +385,6 @@ def _functions(tools: object) -> dict[str, Mapping[str, Any]]:
 def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
     parameters = function.get("parameters")
     return parameters if isinstance(parameters, dict) and parameters else _ANY_OBJECT
-
-
-def _list_of_calls(functions: Mapping[str, Mapping[str, Any]], *, one: bool) -> dict[str, Any]:
-    calls = _any_call({name: _parameters(function) for name, function in functions.items()}, "parameters")
-    schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls["anyOf"]}, "$defs": calls["$defs"]}
-    return schema | {"maxItems": 1} if one else schema
 
 
 def _any_call(functions: Mapping[str, dict[str, Any]], field: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ blocks back to the cache and waits again.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -197,10 +197,8 @@ def check_request(request: GenerationRequest, vocab_size: int, max_model_len: in
         fault = f"the prompt has {len(tokens)} tokens; with one to generate, 1 to {max_model_len - 1} fit"
         raise RequestRefused(fault, param="prompt")
     sampling = request.sampling
-    for index, token in enumerate(sampling.stop_token_ids):
-        check_token_id(token, f"stop_token_ids[{index}]", vocab_size)
-    for token, _ in sampling.logit_bias:
-        check_token_id(token, f"logit_bias[{token}]", vocab_size)
+    check_token_ids("stop_token_ids", enumerate(sampling.stop_token_ids), vocab_size)
+    check_token_ids("logit_bias", ((token, token) for token, _ in sampling.logit_bias), vocab_size)
     no_text = np.flatnonzero((tokens < 0) | (tokens >= vocab_size)).tolist()
     if no_text and sampling.prompt_logprobs is not None:
         raise RequestRefused("embeddings in a prompt have no logprobs", param="logprobs")
@@ -213,7 +211,9 @@ def check_request(request: GenerationRequest, vocab_size: int, max_model_len: in
             raise RequestRefused(fault, param=param)
 
 
-def check_token_id(token: int, param: str, vocab_size: int) -> None:
-    """Raises RequestRefused for a token id outside the vocabulary."""
-    if not 0 <= token < vocab_size:
-        raise RequestRefused(f"{param} is {token}, outside the vocabulary of {vocab_size}", param=param)
+def check_token_ids(name: str, placed: Iterable[tuple[int, int]], vocab_size: int) -> None:
+    """Raises RequestRefused for a token id outside the vocabulary. Each comes with its place in the field."""
+    for place, token in placed:
+        if not 0 <= token < vocab_size:
+            param = f"{name}[{place}]"
+            raise RequestRefused(f"{param} is {token}, outside the vocabulary of {vocab_size}", param=param)

@@ -50,7 +50,7 @@ from engine_adapter.torch_engine.protocol import (
     parse_tokenize,
     target_of,
 )
-from engine_adapter.torch_engine.scheduler import check_token_id
+from engine_adapter.torch_engine.scheduler import check_token_ids
 from engine_adapter.torch_engine.serve import DEFAULT_MAX_BODY_BYTES, KEY_VARIABLE, EmbeddedOptions
 from engine_adapter.torch_engine.service import EngineService, StoredTable, parse_extra_id
 from engine_adapter.types import KvEvent, KvTarget
@@ -274,8 +274,7 @@ async def tokenize(service: EngineService, request: Request) -> object:
 async def detokenize(service: EngineService, request: Request) -> object:
     """The text of token ids."""
     asked = parse(await body_of(request), DetokenizeRequest)
-    for index, token in enumerate(asked.tokens):
-        check_token_id(token, f"tokens[{index}]", service.model.vocab_size)
+    check_token_ids("tokens", enumerate(asked.tokens), service.model.vocab_size)
     return {"prompt": service.tokenizer.decode(asked.tokens)}
 
 
