@@ -238,7 +238,7 @@ class SlotScheduler:
         lease = await self._prepared(chosen, ask)
         self._check_open()
         # The slot is going to hold this prompt: the next request of the conversation waits for it.
-        memory = lease.memory.after(lease.shared, len(ask.tokens), self._user_starts(ask))
+        memory = lease.memory.after(lease.shared, len(ask.tokens), self.user_starts(ask))
         unknown = int(not ask.tokens)  # an empty slot is nobody's
         self._table.hold(
             lease.slot, ask.tokens, ask.salt, unknown=unknown, memory=memory, text=ask.text, is_sure=False
@@ -475,9 +475,9 @@ class SlotScheduler:
         rules = self.contents.rules
         if told is None or not ask.tokens or lease.memory.rules != rules:  # they may have changed meanwhile
             return rules.lost(max(len(ask.tokens), 1))
-        return lease.memory.after(lease.shared, len(ask.tokens), self._user_starts(ask), told=told)
+        return lease.memory.after(lease.shared, len(ask.tokens), self.user_starts(ask), told=told)
 
-    def _user_starts(self, ask: SlotRequest) -> tuple[int, ...]:
+    def user_starts(self, ask: SlotRequest) -> tuple[int, ...]:
         """The positions where the user messages of a chat begin; none where they do not matter."""
         is_needed = ask.is_chat and not self.contents.rules.is_plain
         return user_starts(ask.tokens, self.contents.facts.user_mark) if is_needed else ()

@@ -250,10 +250,10 @@ class TestNotes:
     def test_user_messages_matter_to_chats_on_a_memory_with_checkpoints(self, world):
         tokens = array("i", [7, 8, 9, 7, 8])
         plain = replace(world.facts, user_mark=(7, 8))
-        assert world.contents.user_starts(SlotRequest(tokens, is_chat=True)) == ()
+        assert world.scheduler.user_starts(SlotRequest(tokens, is_chat=True)) == ()
         world.contents.learn(replace(plain, memory=MemoryRules(1024, is_recurrent=True)))
-        assert world.contents.user_starts(SlotRequest(tokens, is_chat=True)) == (0, 3)
-        assert world.contents.user_starts(SlotRequest(tokens)) == ()
+        assert world.scheduler.user_starts(SlotRequest(tokens, is_chat=True)) == (0, 3)
+        assert world.scheduler.user_starts(SlotRequest(tokens)) == ()
 
     def test_once_in_vain_is_nothing(self, world):
         for in_vain in (True, False, True, False, True):
