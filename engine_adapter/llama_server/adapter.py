@@ -391,8 +391,7 @@ class LlamaServerAdapter(EngineAdapter):
                     # The prompt could not be tokenised before. Where the server was thought to take no salts,
                     # the body has the client's own alone: then one tenant uses the server, or all share it.
                     with suppress(EngineRejected):
-                        ids = await self.tokenize(path, body)
-                        prompt = KvTarget(ids, cache_salt=body.get("cache_salt"))
+                        prompt = KvTarget(await self.tokenize(path, body), cache_salt=body.get("cache_salt"))
             async with hold_request(self._session, path, body, prompt) as hold:
                 yield hold
 

@@ -104,8 +104,7 @@ async def _hold_slot(
         ask = replace(ask_of(target, session.mirror), text=text)
     # The server's own prompt cache serves every tenant.
     may_share = session.facts.keeps_none_itself or ask.salt is None
-    wants_reuse = body.get("cache_prompt") is not False
-    reuse = ask is not _UNKNOWN and wants_reuse and may_share
+    reuse = ask is not _UNKNOWN and body.get("cache_prompt") is not False and may_share
     ask = replace(ask, reuse=reuse, is_chat=path not in _TEXTS and path != INFILL)
     async with scheduler.lease(ask) as lease:
         lease.shows_text = _shows_text(path, session.facts.chat_template, body)

@@ -155,8 +155,7 @@ def salt_digest(salt: str | None) -> str | None:
     """The digest that stands for a cache salt in the registry and on disk; None for no salt."""
     if salt is None:
         return None
-    data = salt.encode(errors="surrogatepass")
-    return blake2b(data, digest_size=16, person=b"kvpin-salt").hexdigest()
+    return blake2b(salt.encode(errors="surrogatepass"), digest_size=16, person=b"kvpin-salt").hexdigest()
 
 
 def kept(entries: Iterable[Saved], room: int, now: float) -> set[Saved]:
@@ -524,8 +523,7 @@ def _read_sidecar(path: Path, data: bytes) -> Sidecar:
     except RecursionError as error:
         raise _foreign(path, "kvpin did not write it: it is nested too deep") from error
     if sidecar.format != FORMAT:
-        other = f"another version of kvpin wrote it: format {sidecar.format}, known is {FORMAT}"
-        raise _foreign(path, other)
+        raise _foreign(path, f"another version of kvpin wrote it: format {sidecar.format}, known is {FORMAT}")
     return sidecar
 
 

@@ -224,8 +224,7 @@ class ServerSession:
                 await erase(self._control, state.id)
         scheduler.adopt(await read_slots(self._control))
         if self.may_try:
-            writing = self._keep_writing_back(scheduler)
-            self._write_back = asyncio.get_running_loop().create_task(writing)
+            self._write_back = asyncio.get_running_loop().create_task(self._keep_writing_back(scheduler))
 
     async def _keep_writing_back(self, scheduler: SlotScheduler) -> None:
         while True:

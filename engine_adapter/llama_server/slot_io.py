@@ -135,8 +135,7 @@ async def _act(
     answer = asyncio.ensure_future(control.read(kind, "POST", path, json=fields, answer_s=MOVE_S))
     try:
         while not (await asyncio.wait({answer}, timeout=LOOK_S))[0]:
-            is_due = await _is_done(control, slot_id)
-            if is_due and not (await asyncio.wait({answer}, timeout=LATE_S))[0]:
+            if await _is_done(control, slot_id) and not (await asyncio.wait({answer}, timeout=LATE_S))[0]:
                 raise EngineLost(f"slot {slot_id}: the answer to {action!r} was lost")
         return answer.result()
     finally:

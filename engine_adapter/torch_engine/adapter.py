@@ -230,8 +230,7 @@ class EmbeddedAdapter(EngineAdapter):
 
     @override
     async def unpin(self, pin_id: str) -> bool:
-        answer = await self._control.read(_Unpinned, "POST", "/kv/unpin", json={"pin_id": pin_id})
-        return answer.unpinned
+        return (await self._control.read(_Unpinned, "POST", "/kv/unpin", json={"pin_id": pin_id})).unpinned
 
     @override
     async def put_prompt_table(self, table: PromptTable) -> None:

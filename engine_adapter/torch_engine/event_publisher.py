@@ -100,8 +100,7 @@ class EventPublisher:
             skip = min(max(0, start - first), len(self._buffer))
             wanted = list(islice(self._buffer, skip, None))
         for sequence, payload in wanted:
-            message = (frames[0], b"", self._topic, sequence.to_bytes(8, "big"), payload)
-            self._router.send_multipart(message)
+            self._router.send_multipart((frames[0], b"", self._topic, sequence.to_bytes(8, "big"), payload))
         self._router.send_multipart((frames[0], b"", self._topic, END_OF_REPLAY, b""))
 
 

@@ -120,8 +120,7 @@ class Grammars:
     async def compile(self, structure: Structure, salt: str | None = None) -> Grammar:
         """The grammar of a structure, for requests with this cache salt. Raises ApiError: 400 for a structure
         that is wrong or too complex; 501 without llguidance; 503 while too many structures wait."""
-        key = msgspec.msgpack.encode((salt, structure.kind, structure.text))
-        digest = hashlib.sha256(key).digest()
+        digest = hashlib.sha256(msgspec.msgpack.encode((salt, structure.kind, structure.text))).digest()
         if digest in self._compiled:
             self._compiled.move_to_end(digest)
             return self._compiled[digest]

@@ -287,8 +287,7 @@ def random_model(config: PretrainedConfig, seed: int, dtype: torch.dtype = torch
     with torch.no_grad():
         for _, weight in sorted(module.named_parameters()):
             if weight.ndim > 1:
-                values = torch.randn(weight.shape, generator=draw) / math.sqrt(weight.shape[-1])
-                weight.copy_(values)
+                weight.copy_(torch.randn(weight.shape, generator=draw) / math.sqrt(weight.shape[-1]))
     return module
 
 
