@@ -115,49 +115,31 @@ class MemoryKind(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """One server at the time of the question.
-
-    Attributes:
-        card: its own fields of the model in `/v1/models`.
-        slot_ctx: context of each, in tokens.
-        train_ctx: context the model was trained with.
-        local_model: the file of the model, if kvpin can read it.
-        instance: a word that is new in each process, None on servers without one. Sleep keeps it.
-        is_sleeping: it was asleep, so the KV of all its slots is gone.
-        has_slots: `GET /slots` is allowed.
-        can_save: it has a `--slot-save-path`.
-        fingerprint: digest of the model and the LoRA adapters that make its KV.
-        is_unified: all slots share one KV pool (`-kvu`); None while unknown.
-        ram_cache: it keeps prompts in its own cache (`--cache-ram`); None while unknown.
-        kind: of its memory; None while unknown.
-        memory: how much of a slot it reuses, by its kind; the default while unknown.
-        has_draft: a draft model proposes tokens. Its KV is in no saved file.
-        has_media: it takes images, audio or video.
-        cache_reuse: the engine's setting: the least run of tokens that it moves; None for none.
-        user_mark: the tokens that begin a user message in a chat; empty while they do not matter.
-    """
+    """One server at the time of the question."""
 
     model: str
-    card: Mapping[str, Any] = field(repr=False)
+    card: Mapping[str, Any] = field(repr=False)  # its own fields of the model in `/v1/models`
     slots: int
-    slot_ctx: int
-    train_ctx: int | None
-    local_model: Path | None
+    slot_ctx: int  # context of each, in tokens
+    train_ctx: int | None  # context the model was trained with
+    local_model: Path | None  # the file of the model, if kvpin can read it
     vocab_size: int | None
     build: str
     chat_template: str = field(repr=False)
-    instance: str | None
-    is_sleeping: bool
-    has_slots: bool
-    can_save: bool
-    fingerprint: str
-    is_unified: bool | None = None
-    ram_cache: bool | None = None
-    kind: MemoryKind | None = None
-    memory: MemoryRules = PLAIN
+    instance: str | None  # a word that is new in each process, None on servers without one. Sleep keeps it.
+    is_sleeping: bool  # it was asleep, so the KV of all its slots is gone
+    has_slots: bool  # `GET /slots` is allowed
+    can_save: bool  # it has a `--slot-save-path`
+    fingerprint: str  # digest of the model and the LoRA adapters that make its KV
+    is_unified: bool | None = None  # all slots share one KV pool (`-kvu`); None while unknown
+    ram_cache: bool | None = None  # it keeps prompts in its own cache (`--cache-ram`); None while unknown
+    kind: MemoryKind | None = None  # of its memory; None while unknown
+    memory: MemoryRules = PLAIN  # how much of a slot it reuses, by its kind; the default while unknown
+    # The tokens that begin a user message in a chat; empty while they do not matter.
     user_mark: tuple[int, ...] = ()
-    has_draft: bool = False
-    has_media: bool = False
+    has_draft: bool = False  # a draft model proposes tokens. Its KV is in no saved file.
+    has_media: bool = False  # it takes images, audio or video
+    # The engine's setting: the least run of tokens that it moves; None for none.
     cache_reuse: int | None = None
 
     @property

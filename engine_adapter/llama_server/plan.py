@@ -122,21 +122,15 @@ LEAST_REST = 0.25  # an overdue operation is expected to take this share of its 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A choice of slot for a request.
-
-    Attributes:
-        cost: what the server will report as cached, and the expected seconds: `restore_s` has the save before
-            the restore, and `interference_s` the delay of other slots' streams during both.
-        restore: the saved prefix to restore into the slot first, None to use the slot as it is.
-        save_first: save the slot's content before anything else.
-        over_pin: the slot's pin yields, because every slot has a pin in the way.
-    """
+    """A choice of slot for a request."""
 
     slot: int
+    # What the server will report as cached, and the expected seconds: `restore_s` has the save before the
+    # restore, and `interference_s` the delay of other slots' streams during both.
     cost: Forecast
-    restore: Saved | None
-    save_first: bool
-    over_pin: bool
+    restore: Saved | None  # the saved prefix to restore into the slot first, None to use the slot as it is
+    save_first: bool  # save the slot's content before anything else
+    over_pin: bool  # the slot's pin yields, because every slot has a pin in the way
 
 
 @dataclass(frozen=True, slots=True)

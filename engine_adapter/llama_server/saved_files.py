@@ -66,51 +66,34 @@ Work = asyncio.Task[Any]
 
 
 class Sidecar(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """kvpin's record of a saved file. It has no prompt content, and only a digest of the salt.
-
-    Attributes:
-        key: fingerprint of model and stream layout; a server restores only its own key.
-        salt: `salt_digest` of the cache salt of the content.
-        checksum: xxh3_64 of the file.
-        created: seconds since the epoch, as all times here.
-        last_used: time of its last restore or write.
-        uses: restores of it and of entries it replaced.
-        kept_until: a client retains it until then: it is evicted after others, as far as `kept` says. In
-            JSON, null stands for infinity.
-        kept_for: digest of that client's tenant.
-    """
+    """kvpin's record of a saved file. It has no prompt content, and only a digest of the salt."""
 
     format: int
-    key: str
-    salt: str | None
+    key: str  # fingerprint of model and stream layout; a server restores only its own key
+    salt: str | None  # `salt_digest` of the cache salt of the content
     count: int = msgspec.field(name="tokens")
     size: int
-    checksum: int
-    created: float
-    last_used: float
-    uses: int
+    checksum: int  # xxh3_64 of the file
+    created: float  # seconds since the epoch, as all times here
+    last_used: float  # time of its last restore or write
+    uses: int  # restores of it and of entries it replaced
+    # A client retains it until then: it is evicted after others, as far as `kept` says. In JSON, null stands
+    # for infinity.
     kept_until: float = 0.0
-    kept_for: str | None = None
+    kept_for: str | None = None  # digest of that client's tenant
 
 
 class Saved(Sidecar, kw_only=True, eq=False):
-    """One saved prefix.
+    """One saved prefix."""
 
-    Attributes:
-        name: file name, the same in either tier.
-        pins: until when which engine wants it kept. Servers that share a directory share its prefixes.
-        seen: stamp of the file whose bytes were hashed in this process.
-        retry_at: it is not restored before this time, because it could not be read.
-        holds: restores that use it now; its files stay until they end.
-    """
-
-    name: str
+    name: str  # file name, the same in either tier
     tokens: TokenIds[int] = msgspec.field(name="token_ids")
     tier: Tier = Tier.HOST
+    # Until when which engine wants it kept. Servers that share a directory share its prefixes.
     pins: dict[str, float] = msgspec.field(default_factory=dict)
-    seen: Stamp | None = None
-    retry_at: float = 0.0
-    holds: int = 0
+    seen: Stamp | None = None  # stamp of the file whose bytes were hashed in this process
+    retry_at: float = 0.0  # it is not restored before this time, because it could not be read
+    holds: int = 0  # restores that use it now; its files stay until they end
     work: Work | None = None
 
     @property

@@ -54,24 +54,15 @@ _Work = Callable[[Slot], Coroutine[Any, Any, _Result]]
 
 @dataclass(frozen=True, slots=True)
 class SlotRequest:
-    """A prompt that needs a slot.
+    """A prompt that needs a slot."""
 
-    Attributes:
-        tokens: its ids; empty if they are unknown.
-        salt: digest of its cache salt.
-        retention: how long to retain what it leaves; None for no retention.
-        is_chat: the server knows where its messages begin.
-        session: digest of its conversation; None if its client names none.
-        text: how the text begins that the server makes its prompt of, as code points; empty if `tokens` are
-            known.
-    """
-
-    tokens: TokenIds[int] = field(repr=False)
-    salt: str | None = None
+    tokens: TokenIds[int] = field(repr=False)  # its ids; empty if they are unknown
+    salt: str | None = None  # digest of its cache salt
     reuse: bool = True
-    retention: Retention | None = None
-    is_chat: bool = False
-    session: int | None = None
+    retention: Retention | None = None  # how long to retain what it leaves; None for no retention
+    is_chat: bool = False  # the server knows where its messages begin
+    session: int | None = None  # digest of its conversation; None if its client names none
+    # How the text begins that the server makes its prompt of, as code points; empty if `tokens` are known.
     text: TokenIds[int] = field(default_factory=lambda: NO_TOKENS, repr=False)
 
 

@@ -45,22 +45,16 @@ class _Params(msgspec.Struct, frozen=True):
 
 
 class SlotState(msgspec.Struct, frozen=True):
-    """One slot as `GET /slots` shows it.
-
-    Attributes:
-        id_task: number of its latest request, None when it had none.
-        n_tokens: tokens it holds; None if it had no request, even after a restore.
-        speculative: a draft model proposes tokens, or text that came before does.
-        params: of its latest request.
-    """
+    """One slot as `GET /slots` shows it."""
 
     id: int
     n_ctx: int
     is_processing: bool
-    id_task: int | None = None
+    id_task: int | None = None  # number of its latest request, None when it had none
+    # Tokens it holds; None if it had no request, even after a restore.
     n_tokens: int | None = msgspec.field(name="n_prompt_tokens", default=None)
-    speculative: bool = False
-    params: _Params | None = None
+    speculative: bool = False  # a draft model proposes tokens, or text that came before does
+    params: _Params | None = None  # of its latest request
 
     @property
     def has_draft(self) -> bool | None:

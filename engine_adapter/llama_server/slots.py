@@ -37,42 +37,28 @@ class SlotBusy(Exception):
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """One slot. Others read it; `SlotTable` changes it.
-
-    Attributes:
-        tokens: the known content, from the first token on. During a request: its prompt.
-        unknown: number of further tokens, whose ids are unknown.
-        salt: digest of the content's cache salt.
-        since: time when the operation began, or when the slot became idle.
-        uses: operations and wipes so far; if it has not changed, nothing happened.
-        saved: leading tokens of the content that lie in a saved file.
-        pinned: leading tokens that must not be overwritten before `pinned_until`.
-        kept_until: a client retains the content until this time: it is not overwritten unsaved.
-        kept_for: digest of that client's tenant.
-        due_until: its answer called a tool: the next turn, with the result, is expected until then.
-        session: digest of the content's conversation; None if its client names none.
-        is_outdated: that conversation went on in another slot.
-        memory: which of the content a prompt can resume. During a request: once its prompt is computed.
-        text: how the text begins that the server made its content of, where the tokens are not known; as code
-            points.
-    """
+    """One slot. Others read it; `SlotTable` changes it."""
 
     id: int
+    # The known content, from the first token on. During a request: its prompt.
     tokens: TokenIds[int] = field(default_factory=lambda: NO_TOKENS)
-    unknown: int = 0
-    salt: str | None = None
+    unknown: int = 0  # number of further tokens, whose ids are unknown
+    salt: str | None = None  # digest of the content's cache salt
     operation: SlotOperation | None = None
-    since: float = 0.0
-    uses: int = 0
-    saved: int = 0
-    pinned: int = 0
+    since: float = 0.0  # time when the operation began, or when the slot became idle
+    uses: int = 0  # operations and wipes so far; if it has not changed, nothing happened
+    saved: int = 0  # leading tokens of the content that lie in a saved file
+    pinned: int = 0  # leading tokens that must not be overwritten before `pinned_until`
     pinned_until: float = NEVER
-    kept_until: float = NEVER
-    kept_for: str | None = None
+    kept_until: float = NEVER  # a client retains the content until this time: it is not overwritten unsaved
+    kept_for: str | None = None  # digest of that client's tenant
+    # Its answer called a tool: the next turn, with the result, is expected until then.
     due_until: float = NEVER
-    session: int | None = None
-    is_outdated: bool = False
+    session: int | None = None  # digest of the content's conversation; None if its client names none
+    is_outdated: bool = False  # that conversation went on in another slot
+    # Which of the content a prompt can resume. During a request: once its prompt is computed.
     memory: SlotMemory = field(default_factory=SlotMemory)
+    # How the text begins that the server made its content of, where the tokens are not known; as code points.
     text: TokenIds[int] = field(default_factory=lambda: NO_TOKENS, repr=False)
 
     @property

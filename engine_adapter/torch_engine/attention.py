@@ -31,17 +31,11 @@ STAGED_BLOCKS = 16
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Planes (the keys or values of one layer) of one shape.
+    """Planes (the keys or values of one layer) of one shape."""
 
-    Attributes:
-        gpu: [planes, blocks, values of a block], so that attention reads a plane in one piece.
-        host: [blocks, planes, values of a block], so that a block is copied in one piece.
-        staging: laid out as `host`, on the device; blocks change their layout there.
-    """
-
-    gpu: Tensor
-    host: Tensor
-    staging: Tensor
+    gpu: Tensor  # [planes, blocks, values of a block], so that attention reads a plane in one piece
+    host: Tensor  # [blocks, planes, values of a block], so that a block is copied in one piece
+    staging: Tensor  # laid out as `host`, on the device; blocks change their layout there
 
 
 class KvStorage:
@@ -300,19 +294,13 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class PagedBatch:
-    """Attention of one step: writes the KV of its rows, then attends each row over its own sequence.
+    """Attention of one step: writes the KV of its rows, then attends each row over its own sequence."""
 
-    Attributes:
-        layers: those of `KvStorage`.
-        slots: [N] the token slots of the rows.
-        parts: they hold all rows, in order.
-        sums: of the keys and values of each layer: one that is no number or infinite shows in its sum.
-    """
-
-    layers: Sequence[tuple[Tensor, Tensor]]
-    slots: Tensor
-    parts: Sequence[Part]
+    layers: Sequence[tuple[Tensor, Tensor]]  # those of `KvStorage`
+    slots: Tensor  # [N] the token slots of the rows
+    parts: Sequence[Part]  # they hold all rows, in order
     scratch: Scratch
+    # Of the keys and values of each layer: one that is no number or infinite shows in its sum.
     sums: list[Tensor] = field(default_factory=list)
 
     def attend(self, call: AttentionCall) -> Tensor:

@@ -250,33 +250,23 @@ _OF_VLLM = ("json", "regex", "choice", "grammar", "json_object")
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """A structure that an answer must have.
+    """A structure that an answer must have."""
 
-    Attributes:
-        kind: `json` (a schema), `regex`, `choice` (a list of texts), `grammar` (Lark or GBNF) or `tags`: text
-            with tool calls.
-        text: its definition; JSON for `json`, `choice` and `tags`.
-        param: the field that asks for it.
-    """
-
+    # `json` (a schema), `regex`, `choice` (a list of texts), `grammar` (Lark or GBNF) or `tags`: text with
+    # tool calls.
     kind: Kind
-    text: str
-    param: str
+    text: str  # its definition; JSON for `json`, `choice` and `tags`
+    param: str  # the field that asks for it
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The ways in which an answer may use tools.
+    """The ways in which an answer may use tools."""
 
-    Attributes:
-        structure: what that asks of the answer; None where the model decides.
-        reader: makes what reads the calls of one choice; None where the text stays as it is.
-        format_: of calls between text; None if there are none.
-    """
-
-    structure: Structure | None = None
+    structure: Structure | None = None  # what that asks of the answer; None where the model decides
+    # Makes what reads the calls of one choice; None where the text stays as it is.
     reader: Callable[[], CallReader] | None = None
-    format_: CallFormat | None = None
+    format_: CallFormat | None = None  # of calls between text; None if there are none
 
 
 def structure_of(request: PromptRequest) -> Structure | None:

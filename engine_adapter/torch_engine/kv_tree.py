@@ -48,30 +48,20 @@ class Value(NamedTuple):
 
 @dataclass(eq=False, repr=False, slots=True)
 class Node:
-    """One full block, identified by its content and its place in the tree. It lies in exactly one tier.
+    """One full block, identified by its content and its place in the tree. It lies in exactly one tier."""
 
-    Attributes:
-        key: the exact content: int32 tokens, then uint64 extra ids if any of them is not 0.
-        children: by key. A look-up compares content and trusts no hash.
-        name: 64-bit hash of the chain, unique in this cache; only a name in events.
-        slot: its place in the pool of `tier`, or GONE.
-        refs: running sequences that contain this block. A block with refs lies on the GPU tier.
-        pins: pins that protect it. A parent has at least the refs and pins of its child.
-        priority: above 0 while it is retained (see below); a parent's is never below its child's.
-        salt: the cache salt, of a root alone.
-    """
-
-    key: bytes
-    name: int
+    key: bytes  # the exact content: int32 tokens, then uint64 extra ids if any of them is not 0
+    name: int  # 64-bit hash of the chain, unique in this cache; only a name in events
     parent: Node | None
-    slot: int
-    salt: str | None = None
+    slot: int  # its place in the pool of `tier`, or GONE
+    salt: str | None = None  # the cache salt, of a root alone
     tier: Tier = Tier.GPU
+    # By key. A look-up compares content and trusts no hash.
     children: dict[bytes, Node] = field(default_factory=dict)
     gpu_children: int = 0
-    refs: int = 0
-    pins: int = 0
-    priority: int = 0
+    refs: int = 0  # running sequences that contain this block. A block with refs lies on the GPU tier.
+    pins: int = 0  # pins that protect it. A parent has at least the refs and pins of its child.
+    priority: int = 0  # above 0 while it is retained (see below); a parent's is never below its child's
     kept_until: float = NEVER
     depth: int = field(init=False)
     last_used: int = field(init=False)

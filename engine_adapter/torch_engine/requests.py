@@ -78,32 +78,22 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One prompt to continue.
+    """One prompt to continue."""
 
-    Attributes:
-        request_id: unique among requests in flight.
-        token_ids: the prompt. Ids from the vocabulary size on are fake and need an extra id.
-        extra_ids: one per token, 0 for text; None for text alone.
-        embeddings: extra id → [rows, hidden]; a fake id stands for row `id - vocab_size`.
-        cache_salt: KV is shared only under the same salt.
-        retention: how long to retain its blocks, and for whom.
-        priority: the waiting request with the lowest value runs next; equal ones run in order of arrival.
-        answered: so many of the last tokens were generated before, for the same answer.
-        constraint: has accepted the tokens that were generated before; None allows every token.
-        wants_hidden: its tokens come with the hidden states that they were chosen from.
-    """
-
-    request_id: str
-    token_ids: TokenIds[int]
+    request_id: str  # unique among requests in flight
+    token_ids: TokenIds[int]  # the prompt. Ids from the vocabulary size on are fake and need an extra id.
     sampling: SamplingParams = SamplingParams()
-    extra_ids: ExtraIds[int] | None = None
+    extra_ids: ExtraIds[int] | None = None  # one per token, 0 for text; None for text alone
+    # Extra id → [rows, hidden]; a fake id stands for row `id - vocab_size`.
     embeddings: Mapping[int, Tensor] = field(default_factory=dict, repr=False)
-    cache_salt: str | None = None
-    retention: Retention = NOT_RETAINED
+    cache_salt: str | None = None  # KV is shared only under the same salt
+    retention: Retention = NOT_RETAINED  # how long to retain its blocks, and for whom
+    # The waiting request with the lowest value runs next; equal ones run in order of arrival.
     priority: int = 0
-    answered: int = 0
+    answered: int = 0  # so many of the last tokens were generated before, for the same answer
+    # Has accepted the tokens that were generated before; None allows every token.
     constraint: Grammar | None = None
-    wants_hidden: bool = False
+    wants_hidden: bool = False  # its tokens come with the hidden states that they were chosen from
 
 
 class Scheduled(msgspec.Struct, frozen=True, gc=False):

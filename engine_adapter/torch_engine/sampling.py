@@ -31,26 +31,21 @@ _SEEDS = 2**64
 
 
 class Sampler:
-    """The rules by which the tokens of one request are chosen, and their state from token to token.
-
-    Attributes:
-        random: draws its numbers, one for each token.
-        tally: the tokens that penalties concern; None without penalties.
-        constraint: allows some tokens, as a grammar does; None allows every one.
-    """
+    """The rules by which the tokens of one request are chosen, and their state from token to token."""
 
     def __init__(
         self, request: GenerationRequest, *, ends: frozenset[int], vocab_size: int, seed: int
     ) -> None:
         """`ends` are the tokens that stop the request; `seed` is used when it has none."""
         self.params = params = request.sampling
-        self.constraint = request.constraint
+        self.constraint = request.constraint  # allows some tokens, as a grammar does; None allows every one
         prompt, answered = request.token_ids, request.answered
         self.greedy = params.temperature < _COLDEST
         chosen = params.seed if params.seed is not None else seed
         # The rest of an answer takes the numbers that it would have taken without the interruption.
+        # Draws its numbers, one for each token.
         self.random = np.random.Generator(np.random.PCG64(chosen % _SEEDS).advance(answered))
-        self.tally: Tally | None = None
+        self.tally: Tally | None = None  # the tokens that penalties concern; None without penalties
         if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0:
             generated = prompt[len(prompt) - answered :]
             seen = prompt if params.repetition_penalty != 1.0 else generated

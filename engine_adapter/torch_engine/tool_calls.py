@@ -46,22 +46,14 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """The format in which a family of models writes calls.
-
-    Attributes:
-        opens: the text before a call.
-        closes: the text after it; "" when calls go on to the end of the answer.
-        names_first: the function's name may stand before its arguments: `name[ARGS]{…}`.
-        bare: an answer that begins with `{` is a call, too.
-        short_ids: a call's id has nine characters, as its chat templates insist on that.
-    """
+    """The format in which a family of models writes calls."""
 
     name: str
-    opens: str
-    closes: str = ""
-    names_first: bool = False
-    bare: bool = False
-    short_ids: bool = False
+    opens: str  # the text before a call
+    closes: str = ""  # the text after it; "" when calls go on to the end of the answer
+    names_first: bool = False  # the function's name may stand before its arguments: `name[ARGS]{…}`
+    bare: bool = False  # an answer that begins with `{` is a call, too
+    short_ids: bool = False  # a call's id has nine characters, as its chat templates insist on that
 
 
 HERMES = CallFormat("Hermes", "<tool_call>", "</tool_call>")
