@@ -113,33 +113,26 @@ class _ToolCall:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """The content of an answer of one choice. Counts are in tokens, None where the server did not tell them.
+    """The content of an answer of one choice. Counts are in tokens, None where the server tells none."""
 
-    Attributes:
-        pieces: the text of each chunk that has some, in order; `reasoning`, `calls` (by their index) and
-            `logprobs`: what else there was.
-        is_plain: the pieces are all there was: no reasoning, no tool call, no second choice.
-        has_ended: the stream told its end.
-        error: the message of an error that ended the stream; `failure`: all of that error.
-        unreadable: why an event could not be read.
-        fields: the server's own fields, of the events with the counts.
-        token_ids: the leading sampled tokens, if the server reports token ids; else None.
-    """
-
+    # The text of each chunk that has some, in order; `reasoning`, `calls` (by their index) and `logprobs`:
+    # what else there was.
     pieces: list[str] = field(default_factory=list)
-    is_plain: bool = True
+    is_plain: bool = True  # the pieces are all there was: no reasoning, no tool call, no second choice
     is_complete: bool = False
     finish_reason: str | None = None
-    error: str | None = None
+    error: str | None = None  # the message of an error that ended the stream
     usage: _Usage = field(default_factory=_Usage)
     timings: _Timings = field(default_factory=_Timings)
+    # The leading sampled tokens, if the server reports token ids; else None.
     token_ids: TokenIds[int] | None = None
     reasoning: list[str] = field(default_factory=list)
     calls: dict[int, _ToolCall] = field(default_factory=dict)
     logprobs: list[msgspec.Raw] = field(default_factory=list)
-    has_ended: bool = False
-    failure: EngineErrorBody | None = None
-    unreadable: Exception | None = None
+    has_ended: bool = False  # the stream told its end
+    failure: EngineErrorBody | None = None  # all of that error
+    unreadable: Exception | None = None  # why an event could not be read
+    # The server's own fields, of the events with the counts.
     fields: dict[str, Any] = field(default_factory=dict)
     _last: bytes = b"{}"
 

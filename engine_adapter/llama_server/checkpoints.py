@@ -58,30 +58,21 @@ class Checkpoint(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MemoryRules:
-    """The kind of a server's memory, and its flags. By default, the memory can be cut at any token.
+    """The kind of a server's memory, and its flags. By default, the memory can be cut at any token."""
 
-    Attributes:
-        slot_ctx: context of a slot, in tokens.
-        window: tokens that a layer with a sliding window sees; 0 without such layers, or with `--swa-full`.
-        is_recurrent: some layers have a recurrent state: Mamba, linear attention, short convolutions.
-        loses_window: files hold only the last window, and the server does not notice: `--swa-full`.
-        most: `--ctx-checkpoints`, the most checkpoints of a slot.
-        spacing: `--checkpoint-min-step`.
-        batch: `--batch-size`; `ubatch`: `--ubatch-size`.
-        chunk: the server moves runs of at least so many tokens, see `reusable`; 0 if it moves none.
-        is_sure: False if the server does not do as these rules say, or if a figure is a guess.
-    """
-
-    slot_ctx: int = 0
+    slot_ctx: int = 0  # context of a slot, in tokens
+    # Tokens that a layer with a sliding window sees; 0 without such layers, or with `--swa-full`.
     window: int = 0
+    # Some layers have a recurrent state: Mamba, linear attention, short convolutions.
     is_recurrent: bool = False
+    # Files hold only the last window, and the server does not notice: `--swa-full`.
     loses_window: bool = False
-    most: int = 32
-    spacing: int = 8192
-    batch: int = 2048
-    ubatch: int = 512
-    chunk: int = 0
-    is_sure: bool = True
+    most: int = 32  # `--ctx-checkpoints`, the most checkpoints of a slot
+    spacing: int = 8192  # `--checkpoint-min-step`
+    batch: int = 2048  # `--batch-size`
+    ubatch: int = 512  # `--ubatch-size`
+    chunk: int = 0  # the server moves runs of at least so many tokens, see `reusable`; 0 if it moves none
+    is_sure: bool = True  # False if the server does not do as these rules say, or if a figure is a guess
 
     @property
     def is_plain(self) -> bool:

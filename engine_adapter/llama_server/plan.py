@@ -38,29 +38,20 @@ class SlotRates:
     slots saves and restores files and waits for slots: this is learned here. Each rate is the median of its
     last samples. The first guess counts as two samples, so one outlier has no effect. Saves count as cheap:
     their real rate is learned only if they are tried.
-
-    Attributes:
-        prefill_s: tokens → seconds to compute so many prompt tokens.
-        returns: idle seconds → probability that a prompt idle for so long is requested again.
-        save_bytes_s: bytes per second from a slot to the host tier.
-        restore_bytes_s: bytes per second from the host tier to a slot.
-        disk_bytes_s: bytes per second from the disk tier to the host tier.
-        hold_s: usual seconds that a request holds a slot.
-        reuse_probability: first guess that a conversation goes on right after an answer.
-        half_life_s: idle seconds that halve this guess.
-        overhead_s: seconds of a save or a restore that do not depend on its bytes.
     """
 
+    # Tokens → seconds to compute so many prompt tokens.
     prefill_s: Callable[[int], float] = lambda tokens: tokens / 500.0  # guesses, before it is in a pool
+    # Idle seconds → probability that a prompt idle for so long is requested again.
     returns: Callable[[float], float] = lambda _idle_s: 0.0
-    save_bytes_s: float = 1e9
-    restore_bytes_s: float = 2e9
-    disk_bytes_s: float = 400e6
+    save_bytes_s: float = 1e9  # bytes per second from a slot to the host tier
+    restore_bytes_s: float = 2e9  # bytes per second from the host tier to a slot
+    disk_bytes_s: float = 400e6  # bytes per second from the disk tier to the host tier
     bytes_per_token: float = 1000.0
-    hold_s: float = 2.0
-    reuse_probability: float = 0.8
-    half_life_s: float = 1800.0
-    overhead_s: float = 0.002
+    hold_s: float = 2.0  # usual seconds that a request holds a slot
+    reuse_probability: float = 0.8  # first guess that a conversation goes on right after an answer
+    half_life_s: float = 1800.0  # idle seconds that halve this guess
+    overhead_s: float = 0.002  # seconds of a save or a restore that do not depend on its bytes
     measured: dict[str, float] = field(default_factory=dict)
     _samples: dict[str, deque[float]] = field(default_factory=dict)
 

@@ -68,37 +68,24 @@ class SlotRequest:
 
 @dataclass(slots=True)
 class SlotLease:
-    """A request's hold on a slot.
-
-    Attributes:
-        cached_tokens: prompt tokens the server will report as reused.
-        firm: False if the server may report more.
-        may_reuse: the request may use KV that lies in the slot.
-        restored: the slot's KV came from a file just before.
-        before: known tokens the slot held, if the request may use them.
-        length_before: tokens the slot held, known or not; `is_length_sure`: it is no guess.
-        started: when the request could be sent.
-        answer: its content; None until it has ended, or if it never did.
-        has_begun: the first bytes of the answer have come.
-        shows_text: the answer's text is all that was sampled: nothing is held back, parsed or trimmed.
-        shared: leading tokens of the prompt that the server takes from the slot.
-        memory: the slot's memory as the request finds it.
-    """
+    """A request's hold on a slot."""
 
     slot: int
     ask: SlotRequest
-    cached_tokens: int
-    firm: bool
-    may_reuse: bool
-    restored: bool
-    before: TokenIds[int] = field(repr=False)
-    length_before: int
-    started: float
-    answer: CompletionOutput | None = None
-    has_begun: bool = False
+    cached_tokens: int  # prompt tokens the server will report as reused
+    firm: bool  # False if the server may report more
+    may_reuse: bool  # the request may use KV that lies in the slot
+    restored: bool  # the slot's KV came from a file just before
+    before: TokenIds[int] = field(repr=False)  # known tokens the slot held, if the request may use them
+    length_before: int  # tokens the slot held, known or not
+    started: float  # when the request could be sent
+    answer: CompletionOutput | None = None  # its content; None until it has ended, or if it never did
+    has_begun: bool = False  # the first bytes of the answer have come
+    # The answer's text is all that was sampled: nothing is held back, parsed or trimmed.
     shows_text: bool = True
-    shared: int = 0
-    is_length_sure: bool = False
+    shared: int = 0  # leading tokens of the prompt that the server takes from the slot
+    is_length_sure: bool = False  # `length_before` is no guess
+    # The slot's memory as the request finds it.
     memory: SlotMemory = field(default_factory=SlotMemory, repr=False)
 
     @property

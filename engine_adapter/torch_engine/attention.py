@@ -239,19 +239,14 @@ class Scratch:
 
 @dataclass(slots=True)
 class Part:
-    """The last tokens of some sequences, equally many of each: the rows `begin` to `end` of a step.
-
-    Attributes:
-        lengths: [sequences] tokens. longest: the most of them.
-        start: the first token slot of the KV of one sequence whose blocks are contiguous.
-        blocks: [sequences * width] block ids otherwise, each sequence padded to `width` blocks.
-    """
+    """The last tokens of some sequences, equally many of each: the rows `begin` to `end` of a step."""
 
     begin: int
     end: int
-    lengths: Tensor
-    longest: int
-    start: int = 0
+    lengths: Tensor  # [sequences] tokens
+    longest: int  # the most of them
+    start: int = 0  # the first token slot of the KV of one sequence whose blocks are contiguous
+    # [sequences * width] block ids otherwise, each sequence padded to `width` blocks.
     blocks: Tensor | None = None
     masks: dict[int | None, Tensor] = field(default_factory=dict)
     sequences: int = field(init=False)

@@ -22,18 +22,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SliceResult:
-    """The result of one slice of a flush, offload or restore, in blocks.
+    """The result of one slice of a flush, offload or restore, in blocks."""
 
-    Attributes:
-        moved: blocks dropped or moved. bytes: their size.
-        remaining: blocks that another call can still move.
-        left: blocks that could not move, by reason: `in_use`, `pinned`, `no_room`.
-    """
-
-    moved: int
-    bytes: int
-    remaining: int
-    left: dict[str, int]
+    moved: int  # blocks dropped or moved
+    bytes: int  # their size
+    remaining: int  # blocks that another call can still move
+    left: dict[str, int]  # blocks that could not move, by reason: `in_use`, `pinned`, `no_room`
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,33 +38,23 @@ class _Pin:
 
 @dataclass(eq=False, slots=True)
 class KvSequence:
-    """The tokens of one request and where their KV lies.
+    """The tokens of one request and where their KV lies."""
 
-    Attributes:
-        tokens, extra_ids: prompt and output so far.
-        computed: tokens whose KV lies in `blocks`.
-        blocks: all reserved GPU slots, in order; the first `len(path)` belong to the tree.
-        path: the full blocks of the tree that the sequence holds.
-        retention: how long to retain these blocks after the end, and for whom.
-        reuses: whether it begins with cached blocks. All sequences leave theirs to others.
-        embeddings: extra id → [rows, hidden]; a fake id stands for row `id - vocab_size`.
-        root: of the tree, while it runs.
-        count: tokens that the next step computes. Blocks are reserved for them.
-        logits: after how many of the last of them logits are needed.
-    """
-
+    # tokens, extra_ids: prompt and output so far.
     tokens: array[int]
     extra_ids: array[int] | None
     salt: str | None
-    retention: Retention = NOT_RETAINED
-    reuses: bool = True
+    retention: Retention = NOT_RETAINED  # how long to retain these blocks after the end, and for whom
+    reuses: bool = True  # whether it begins with cached blocks. All sequences leave theirs to others.
+    # Extra id → [rows, hidden]; a fake id stands for row `id - vocab_size`.
     embeddings: Mapping[int, Tensor] = field(default_factory=dict, repr=False)
-    root: Node | None = None
-    path: list[Node] = field(default_factory=list)
+    root: Node | None = None  # of the tree, while it runs
+    path: list[Node] = field(default_factory=list)  # the full blocks of the tree that the sequence holds
+    # All reserved GPU slots, in order; the first `len(path)` belong to the tree.
     blocks: array[int] = field(default_factory=lambda: array("i"))
-    computed: int = 0
-    count: int = 0
-    logits: int = 0
+    computed: int = 0  # tokens whose KV lies in `blocks`
+    count: int = 0  # tokens that the next step computes. Blocks are reserved for them.
+    logits: int = 0  # after how many of the last of them logits are needed
 
     def __post_init__(self) -> None:
         self.tokens = array("i", self.tokens)  # copies, as they grow

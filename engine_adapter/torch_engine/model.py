@@ -62,29 +62,21 @@ CALL_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A causal language model, ready to run.
-
-    Attributes:
-        tokenizer: absolute directory or hub id of the tokenizer.
-        vocab_size: token ids below it are text. hidden_size: columns of an embedding.
-        max_model_len: context in tokens.
-        default_max_tokens: limit of the generation config; None if it has none.
-        device, dtype: as torch names them, e.g. `cpu`, `float32`.
-        is_default: True for the built-in random-weight model.
-    """
+    """A causal language model, ready to run."""
 
     module: Any
     name: str
-    tokenizer: str
-    vocab_size: int
-    hidden_size: int
-    max_model_len: int
+    tokenizer: str  # absolute directory or hub id of the tokenizer
+    vocab_size: int  # token ids below it are text
+    hidden_size: int  # columns of an embedding
+    max_model_len: int  # context in tokens
     eos_token_ids: frozenset[int]
-    default_max_tokens: int | None
+    default_max_tokens: int | None  # limit of the generation config; None if it has none
+    # device, dtype: as torch names them, e.g. `cpu`, `float32`.
     device: str
     dtype: str
     layers: tuple[LayerShape, ...]
-    is_default: bool
+    is_default: bool  # True for the built-in random-weight model
 
     def block_bytes(self, tokens_per_block: int) -> int:
         """Bytes of one KV block."""

@@ -39,37 +39,26 @@ class NoScores(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """The rules by which tokens are chosen and an answer stops. The caller has checked the ranges.
+    """The rules by which tokens are chosen and an answer stops. The caller has checked the ranges."""
 
-    Attributes:
-        temperature: 0 is greedy.
-        top_p, top_k, min_p: 1.0, 0 and 0.0 turn them off.
-        seed: equal seeds give equal samples; None draws one from the engine's seed.
-        presence_penalty, frequency_penalty: over generated tokens, as OpenAI's.
-        repetition_penalty: over prompt and generated tokens, as Hugging Face's; 1.0 is off.
-        max_tokens: most tokens to generate; None for as many as the context leaves.
-        min_tokens: no end or stop token before this many tokens.
-        ignore_eos: the model's end tokens do not stop; `stop_token_ids` still do.
-        logprobs: None for none; n for those of the chosen token and the n best.
-        prompt_logprobs: the same for each token of the prompt. Its KV is then computed whole, not reused.
-        logit_bias: (token id, number added to its score), each id once.
-    """
-
-    temperature: float = 1.0
+    temperature: float = 1.0  # 0 is greedy
+    # top_p, top_k, min_p: 1.0, 0 and 0.0 turn them off.
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
-    seed: int | None = None
+    seed: int | None = None  # equal seeds give equal samples; None draws one from the engine's seed
+    # presence_penalty, frequency_penalty: over generated tokens, as OpenAI's.
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    max_tokens: int | None = None
-    min_tokens: int = 0
-    ignore_eos: bool = False
+    repetition_penalty: float = 1.0  # over prompt and generated tokens, as Hugging Face's; 1.0 is off
+    max_tokens: int | None = None  # most tokens to generate; None for as many as the context leaves
+    min_tokens: int = 0  # no end or stop token before this many tokens
+    ignore_eos: bool = False  # the model's end tokens do not stop; `stop_token_ids` still do
     stop_token_ids: tuple[int, ...] = ()
-    logprobs: int | None = None
+    logprobs: int | None = None  # None for none; n for those of the chosen token and the n best
+    # The same for each token of the prompt. Its KV is then computed whole, not reused.
     prompt_logprobs: int | None = None
-    logit_bias: tuple[tuple[int, float], ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, number added to its score), each id once
 
     def ends(self, of_model: frozenset[int]) -> frozenset[int]:
         """The tokens that end an answer, with those `of_model`."""

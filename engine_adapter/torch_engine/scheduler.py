@@ -25,25 +25,19 @@ SCORED_TOKENS = 128
 
 @dataclass(eq=False, slots=True)
 class Active:
-    """A request in flight.
-
-    Attributes:
-        sequence: its tokens and blocks.
-        ends: tokens that stop it. limit: most tokens to generate.
-        scheduled: it has run before.
-        scores: logprobs of its prompt's tokens from the second on, as far as they are computed; None if
-            they are not wanted, or were delivered.
-    """
+    """A request in flight."""
 
     request: GenerationRequest
     on_output: OnOutput
     sampler: Sampler
-    ends: frozenset[int]
-    limit: int
-    sequence: KvSequence = field(init=False)
+    ends: frozenset[int]  # tokens that stop it
+    limit: int  # most tokens to generate
+    sequence: KvSequence = field(init=False)  # its tokens and blocks
+    # Logprobs of its prompt's tokens from the second on, as far as they are computed; None if they are not
+    # wanted, or were delivered.
     scores: list[tuple[float, tuple[tuple[int, float], ...]]] | None = field(init=False)
     generated: int = field(default=0, init=False)
-    scheduled: bool = field(default=False, init=False)
+    scheduled: bool = field(default=False, init=False)  # it has run before
 
     def __post_init__(self) -> None:
         request, reuses = self.request, self.request.sampling.prompt_logprobs is None
