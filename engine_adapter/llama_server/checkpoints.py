@@ -117,26 +117,19 @@ UNPROBED = MemoryRules(loses_window=True)
 
 @dataclass(frozen=True, slots=True)
 class SlotMemory:
-    """The memory of one slot.
-
-    Attributes:
-        length: tokens of its content.
-        oldest: position of the oldest token that the sliding windows hold.
-        floor: if less than this is reused, it must be nothing.
-        checkpoints: its checkpoints, in the order in which they were made.
-        is_known: False if it may have other checkpoints.
-        may_keep_first: it may have one of one token, of another prompt: computing a prompt whole leaves that.
-        exact: leading tokens whose KV is sure to have been computed where it lies, after nothing that was
-            moved; infinite if all of it was.
-    """
+    """The memory of one slot."""
 
     rules: MemoryRules = PLAIN
-    length: int = 0
-    oldest: int = 0
-    floor: int = 0
+    length: int = 0  # tokens of its content
+    oldest: int = 0  # position of the oldest token that the sliding windows hold
+    floor: int = 0  # if less than this is reused, it must be nothing
+    # Its checkpoints, in the order in which they were made.
     checkpoints: tuple[Checkpoint, ...] = field(default=(), repr=False)
-    is_known: bool = True
+    is_known: bool = True  # False if it may have other checkpoints
+    # It may have one of one token, of another prompt: computing a prompt whole leaves that.
     may_keep_first: bool = False
+    # Leading tokens whose KV is sure to have been computed where it lies, after nothing that was moved;
+    # infinite if all of it was.
     exact: float = math.inf
 
     def reused(self, shared: int, new: int) -> int:

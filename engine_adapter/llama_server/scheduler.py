@@ -163,22 +163,16 @@ def first_operation(plan: Plan) -> SlotOperation:
 
 
 class SlotScheduler:
-    """Leases slots to requests, one operation per slot at a time.
-
-    Attributes:
-        changed: set whenever a slot becomes idle.
-        is_closed: its session has ended: the slots may hold anybody's KV.
-        is_lost: the server turned out to be another process.
-        waiting: requests that came and have no slot yet.
-        has_worked: something ran since the slots were last read.
-        sleeps: the server was found asleep, and nothing has woken it since.
-    """
+    """Leases slots to requests, one operation per slot at a time."""
 
     def __init__(self, contents: SlotContents) -> None:
         self.contents = contents
-        self.changed = asyncio.Event()
-        self.is_closed = self.is_lost = self.has_worked = self.sleeps = False
-        self.waiting = 0
+        self.changed = asyncio.Event()  # set whenever a slot becomes idle
+        self.is_closed = False  # its session has ended: the slots may hold anybody's KV
+        self.is_lost = False  # the server turned out to be another process
+        self.has_worked = False  # something ran since the slots were last read
+        self.sleeps = False  # the server was found asleep, and nothing has woken it since
+        self.waiting = 0  # requests that came and have no slot yet
         self._control, self._table, self._clock = contents.control, contents.table, contents.clock
         self._turns = Turns(self._table, self._plan, self._clock)
         self._tasks = OwnTasks(f"{contents.engine}: work on its slots", EngineError)

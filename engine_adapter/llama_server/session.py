@@ -67,30 +67,23 @@ class Probed(msgspec.Struct, frozen=True):
 
 @dataclass(eq=False, repr=False)
 class ServerSession:
-    """A connected server process.
-
-    Attributes:
-        may_try: it may probe the server, and empty and save slots; else it changes nothing there.
-        told: what probing a process with the same flags has told.
-        is_too_slow: the server did not answer the probe in time before; it is not probed again.
-        rates: what is known of how long its work takes, from earlier processes too.
-        scheduler: manages its slots; None if they cannot be managed, and the server chooses them itself.
-        verbs: the admin verbs on its slots; None likewise.
-        findings: reasons why kvpin cannot use it fully, beyond the findings of the facts.
-        mirror: what its slots and files hold, as events.
-    """
+    """A connected server process."""
 
     _spec: LlamaServerSpec
     _control: ControlClient
     facts: ServerFacts
     _: KW_ONLY
-    may_try: bool = True
-    told: Probed | None = None
-    is_too_slow: bool = False
+    may_try: bool = True  # it may probe the server, and empty and save slots; else it changes nothing there
+    told: Probed | None = None  # what probing a process with the same flags has told
+    is_too_slow: bool = False  # the server did not answer the probe in time before; it is not probed again
+    # What is known of how long its work takes, from earlier processes too.
     rates: SlotRates = field(default_factory=SlotRates)
+    # Manages its slots; None if they cannot be managed, and the server chooses them itself.
     scheduler: SlotScheduler | None = field(default=None, init=False)
-    verbs: SlotVerbs | None = field(default=None, init=False)
+    verbs: SlotVerbs | None = field(default=None, init=False)  # the admin verbs on its slots; None likewise
+    # Reasons why kvpin cannot use it fully, beyond the findings of the facts.
     findings: list[Finding] = field(default_factory=list, init=False)
+    # What its slots and files hold, as events.
     mirror: MirrorEvents = field(default_factory=MirrorEvents, init=False)
     is_probing: bool = field(default=False, init=False)
     _has_files: bool = field(default=False, init=False)

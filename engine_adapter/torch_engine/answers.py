@@ -287,14 +287,7 @@ class ChoiceReader:
 
 @dataclass(kw_only=True)
 class AnswerWriter:
-    """Writes the answer to a chat, whole or as server-sent events.
-
-    Attributes:
-        choices: how many the answer has.
-        prompt_token_ids: returned with the answer; None when the client did not ask.
-        tells_tokens: whether a comment before each event of a stream holds the ids of its tokens.
-        answered: the tokens before it, of an answer that began before: a stream has no opening then.
-    """
+    """Writes the answer to a chat, whole or as server-sent events."""
 
     id_prefix: ClassVar[str] = "chatcmpl-"
     kind: ClassVar[str] = "chat.completion"
@@ -305,11 +298,13 @@ class AnswerWriter:
 
     token_bytes: TokenBytes
     model: str
-    choices: int = 1
+    choices: int = 1  # how many the answer has
     with_logprobs: bool = False
+    # Returned with the answer; None when the client did not ask.
     prompt_token_ids: Sequence[int] | None = None
     include_usage: bool = False
-    tells_tokens: bool = False
+    tells_tokens: bool = False  # whether a comment before each event of a stream holds the ids of its tokens
+    # The tokens before it, of an answer that began before: a stream has no opening then.
     answered: Sequence[int] = ()
     _untold: list[Token] = field(default_factory=list, init=False)  # generated since the last event
     _plain_ends: dict[int, tuple[bytes, bytes]] = field(default_factory=dict, init=False)

@@ -66,19 +66,14 @@ class Counters:
 
 
 class EngineCore:
-    """Runs `model`. `publish` gets the KV events of each step before the step's tokens are delivered.
-
-    Attributes:
-        counters: running totals. (Blocks evicted, offloaded, restored: `KvCache.stats`.)
-        max_model_len: most tokens of prompt and output together; the model and the cache limit it.
-        block_bytes, gpu_blocks, host_blocks: sizes of the KV tiers.
-    """
+    """Runs `model`. `publish` gets the KV events of each step before the step's tokens are delivered."""
 
     def __init__(
         self, model: LoadedModel, options: EmbeddedOptions, publish: Callable[[list[KvEvent]], None]
     ) -> None:
         """Allocates the KV pool. Raises EngineSpecError when model and options do not fit together."""
-        self.counters = Counters()
+        self.counters = Counters()  # running totals. (Blocks evicted, offloaded, restored: `KvCache.stats`.)
+        # block_bytes, gpu_blocks, host_blocks: sizes of the KV tiers.
         self.block_bytes = model.block_bytes(options.tokens_per_block)
         self.gpu_blocks = options.gpu_blocks(
             self.block_bytes,
@@ -86,6 +81,7 @@ class EngineCore:
             available=available_bytes() if model.device == "cpu" else None,
         )
         self.host_blocks = options.host_cache_bytes // self.block_bytes
+        # Most tokens of prompt and output together; the model and the cache limit it.
         self.max_model_len = min(model.max_model_len, self.gpu_blocks * options.tokens_per_block)
         _log.info(
             "KV cache: %d blocks of %d tokens, %.1f MiB; requests of up to %d tokens; "

@@ -86,18 +86,14 @@ class LoadedModel:
 
 
 class _Rows(NamedTuple):
-    """The rows of a step, a row for each token.
+    """The rows of a step, a row for each token."""
 
-    Attributes:
-        counts, ends, lengths: of each item: its rows, where they end, its tokens after the step.
-        tables: the block ids of each item.
-        positions, slots: of each row: its place in the sequence and in the KV.
-    """
-
+    # counts, ends, lengths: of each item: its rows, where they end, its tokens after the step.
     counts: Ints
     ends: Ints
     lengths: Ints
-    tables: list[Ints]
+    tables: list[Ints]  # the block ids of each item
+    # positions, slots: of each row: its place in the sequence and in the KV.
     positions: Ints
     slots: Ints
 

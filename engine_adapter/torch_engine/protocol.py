@@ -46,19 +46,15 @@ _HEADERS = {
 
 
 class ApiError(Exception):
-    """An error to answer the client with.
-
-    Attributes:
-        param: the request field at fault, None where none is.
-        code: short name for programs, e.g. `context_length_exceeded`; None takes that of the status.
-    """
+    """An error to answer the client with."""
 
     def __init__(
         self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.param = param
+        self.param = param  # the request field at fault, None where none is
+        # Short name for programs, e.g. `context_length_exceeded`; None takes that of the status.
         self.code = code
 
 

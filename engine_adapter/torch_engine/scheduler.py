@@ -75,17 +75,13 @@ class Active:
 
 
 class Scheduler:
-    """The requests in flight.
-
-    Attributes:
-        waiting: in the order in which they will run.
-        planning: the request `plan` works on; if `plan` raises, that request is at fault.
-    """
+    """The requests in flight."""
 
     def __init__(self, cache: KvCache, *, max_num_seqs: int, prefill_chunk: int) -> None:
-        self.waiting: list[Active] = []
+        self.waiting: list[Active] = []  # in the order in which they will run
         self.running: list[Active] = []
         self.preemptions = 0
+        # The request `plan` works on; if `plan` raises, that request is at fault.
         self.planning: Active | None = None
         self._cache = cache
         self._max_num_seqs = max_num_seqs

@@ -235,12 +235,7 @@ DATA_PER_CHAR = 16
 
 
 class EngineService:
-    """A running engine with all that belongs to it.
-
-    Attributes:
-        instance: random name of this process. Another name means that all KV is gone.
-        created: load time in seconds since the epoch.
-    """
+    """A running engine with all that belongs to it."""
 
     def __init__(self, options: EmbeddedOptions) -> None:
         """Loads model and tokenizer and starts the engine; slow. Raises EngineSpecError."""
@@ -251,8 +246,9 @@ class EngineService:
             options.model, device=options.device, dtype=options.dtype, served_name=options.served_model_name
         )
         self.tokenizer = ChatTokenizer.load(self.model.tokenizer)
+        # Random name of this process. Another name means that all KV is gone.
         self.instance = secrets.token_hex(8)
-        self.created = int(time.time())
+        self.created = int(time.time())  # load time in seconds since the epoch
         self.publisher = EventPublisher(host=options.host)
         self.metrics = EngineMetrics()
         self.engine = EngineCore(self.model, options, self.publisher.publish)
