@@ -2,17 +2,16 @@
 
 adapter.py      all of it as an EngineAdapter          requests.py       a slot for each; answers
 session.py      one server process and its scheduler; `write_back` of idle slots; what kvpin declares of it
-scheduler.py    leases slots                           turns.py          whose turn it is
-own_tasks.py    work that no leaving client stops      plan.py           which slot, restore what? rates
+scheduler.py    leases slots, and whose turn it is     plan.py           which slot, restore what? rates
 slots.py        what each slot holds and runs
 slot_io.py      the routes of slots; a request's token ids, by the server
 contents.py     moves KV between slots and files
 verbs.py        flush, offload, restore, pin
 server_files.py lock and records beside saved files    mirror_events.py  what is held, as KV events
 answer.py       what an answer says, and which tokens it left
-saved.py        the registry of saved prefixes         saved_files.py    their format, sidecars, checked moves
-saved_entry.py  one of them, and eviction order
-discovery.py    what a server is, by its own word      probe.py          what has to be tried out
+saved.py        the registry of saved prefixes; work that no leaving client stops
+saved_files.py  their format, sidecars, checked moves, and eviction order
+discovery.py    what a server is, by its own word, and what has to be tried out
 checkpoints.py  how much of a slot is reused
 command.py      how kvpin starts one
 options.py      settings of this kind, which routes it has

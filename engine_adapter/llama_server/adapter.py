@@ -157,7 +157,7 @@ class LlamaServerAdapter(EngineAdapter):
         if router is not self._router:
             self._router, self._known = router, None
             if router is not None:
-                router.join(name or "", self)
+                router.join(name or "", self.end_session)
         if router is None:
             if self._pulse.is_sleeping:
                 model = read_models(await self._control.get("/v1/models"))
@@ -179,9 +179,8 @@ class LlamaServerAdapter(EngineAdapter):
         model = self._control.model
         if model is None:
             return self.spec
-        options = self.spec.options
-        if self._found is not None:
-            options = structs.replace(options, host_cache_dir=self._found)
+        found = {"host_cache_dir": self._found} if self._found is not None else {}
+        options = structs.replace(self.spec.options, **found)
         return replace(self.spec, url=f"{self.spec.url}#{model}", options=options)
 
     @property
@@ -250,16 +249,14 @@ class LlamaServerAdapter(EngineAdapter):
         info = self._known if session is None else info_of(self.spec, session)
         assert info is not None  # noqa: S101 - `_meet` has set it
         if router is not None and self.spec.model is not None:
-            card, states = router.card(self.spec.model), router.states
-            url = self._place.url
             info = replace(
                 info,
-                instance=url,
+                instance=self._place.url,
                 names_process=False,
                 any_model=False,
                 routes=SERVED | ROUTER_ROUTES,
-                models=states,
-                card=card,
+                models=router.states,
+                card=router.card(self.spec.model),
             )
         self._known, self.capabilities = info, info.capabilities
         return info
@@ -394,8 +391,7 @@ class LlamaServerAdapter(EngineAdapter):
                     # The prompt could not be tokenised before. Where the server was thought to take no salts,
                     # the body has the client's own alone: then one tenant uses the server, or all share it.
                     with suppress(EngineRejected):
-                        ids = await self.tokenize(path, body)
-                        prompt = KvTarget(ids, cache_salt=body.get("cache_salt"))
+                        prompt = KvTarget(await self.tokenize(path, body), cache_salt=body.get("cache_salt"))
             async with hold_request(self._session, path, body, prompt) as hold:
                 yield hold
 
@@ -410,7 +406,7 @@ class LlamaServerAdapter(EngineAdapter):
         if isinstance(body, JsonBody) and body.get("stream") is True:
             # The server closes the connection after each stream without saying so: a next request on it would
             # be lost. With this header both sides know.
-            return structs.replace(request, headers=[*request.headers, (b"connection", b"close")])
+            request = structs.replace(request, headers=[*request.headers, (b"connection", b"close")])
         return request
 
     # --- KV -------------------------------------------------------------------------------------------
@@ -488,7 +484,7 @@ class LlamaServerAdapter(EngineAdapter):
         """Saves the slots first, so that a restart loses nothing."""
         await self.end_session(farewell=True)
         if self._router is not None:
-            await self._router.leave(self.spec.model or "", self)
+            await self._router.leave(self.spec.model or "", self.end_session)
         self._lock.free()
         if self._registry is not None:
             self._registry.unsubscribe(self._on_saved)

@@ -113,33 +113,26 @@ class _ToolCall:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """The content of an answer of one choice. Counts are in tokens, None where the server did not tell them.
+    """The content of an answer of one choice. Counts are in tokens, None where the server tells none."""
 
-    Attributes:
-        pieces: the text of each chunk that has some, in order; `reasoning`, `calls` (by their index) and
-            `logprobs`: what else there was.
-        is_plain: the pieces are all there was: no reasoning, no tool call, no second choice.
-        has_ended: the stream told its end.
-        error: the message of an error that ended the stream; `failure`: all of that error.
-        unreadable: why an event could not be read.
-        fields: the server's own fields, of the events with the counts.
-        token_ids: the leading sampled tokens, if the server reports token ids; else None.
-    """
-
+    # The text of each chunk that has some, in order; `reasoning`, `calls` (by their index) and `logprobs`:
+    # what else there was.
     pieces: list[str] = field(default_factory=list)
-    is_plain: bool = True
+    is_plain: bool = True  # the pieces are all there was: no reasoning, no tool call, no second choice
     is_complete: bool = False
     finish_reason: str | None = None
-    error: str | None = None
+    error: str | None = None  # the message of an error that ended the stream
     usage: _Usage = field(default_factory=_Usage)
     timings: _Timings = field(default_factory=_Timings)
+    # The leading sampled tokens, if the server reports token ids; else None.
     token_ids: TokenIds[int] | None = None
     reasoning: list[str] = field(default_factory=list)
     calls: dict[int, _ToolCall] = field(default_factory=dict)
     logprobs: list[msgspec.Raw] = field(default_factory=list)
-    has_ended: bool = False
-    failure: EngineErrorBody | None = None
-    unreadable: Exception | None = None
+    has_ended: bool = False  # the stream told its end
+    failure: EngineErrorBody | None = None  # all of that error
+    unreadable: Exception | None = None  # why an event could not be read
+    # The server's own fields, of the events with the counts.
     fields: dict[str, Any] = field(default_factory=dict)
     _last: bytes = b"{}"
 
@@ -165,11 +158,9 @@ class CompletionOutput:
 
     @property
     def has_chunk_per_token(self) -> bool:
-        """True if the counts prove that each sampled token has its own chunk.
-
-        The end of a turn has no text. Another token without text, or one whose text was held back because it
-        ends inside a character, makes the pieces fewer than the tokens.
-        """
+        """True if the counts prove that each sampled token has its own chunk. The end of a turn has no text.
+        Another token without text, or one whose text was held back because it ends inside a character, makes
+        the pieces fewer than the tokens."""
         ended = self.finish_reason == "stop"
         return self.is_plain and bool(self.pieces) and len(self.pieces) + ended == self.sampled_tokens
 
@@ -238,12 +229,8 @@ class CompletionOutput:
             self.error = "the server dropped tokens from its context"
 
     def assembled(self, path: str) -> bytes:
-        """The JSON answer of a chat or completion that was sent as a stream.
-
-        Raises:
-            EngineRejected: the stream has an error.
-            EngineUnavailable: it ended too early, or is no stream.
-        """
+        """The JSON answer of a chat or completion that was sent as a stream. Raises EngineRejected if that
+        has an error, and EngineUnavailable if it ended too early or is no stream."""
         finish_reason, fields = self.finish_reason, self.fields
         if self.unreadable is not None:
             raise EngineGarbled(f"llama-server sent an unreadable chunk: {self.unreadable}")
@@ -269,10 +256,7 @@ class CompletionOutput:
             message["reasoning_content"] = "".join(self.reasoning)
         if self.calls:
             message["tool_calls"] = [
-                {
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": "".join(call.arguments)},
-                }
+                {"type": "function", "function": {"name": call.name, "arguments": "".join(call.arguments)}}
                 | ({"id": call.id} if call.id else {})
                 for _, call in sorted(self.calls.items())
             ]
@@ -282,9 +266,7 @@ class CompletionOutput:
 def read_answer(raw: bytes) -> CompletionOutput:
     """Reads the bytes of a streamed answer of any route. A line that is cut short is not read."""
     answer = CompletionOutput()
-    lines = raw.split(b"\n")
-    lines.pop()
-    for line in lines:
+    for line in raw.split(b"\n")[:-1]:
         if line.startswith(b"data:"):
             answer.read(line[5:].strip())
     return answer
@@ -300,11 +282,9 @@ class _Tokenised(msgspec.Struct):
 
 
 async def known_tokens(control: ControlClient, answer: CompletionOutput) -> TokenIds[int]:
-    """The leading sampled tokens whose ids are certain; the server tokenises the text.
-
-    For requests that leave the text as it is sampled: no stop strings, which hold text back, and no parser,
-    which may drop white space.
-    """
+    """The leading sampled tokens whose ids are certain; the server tokenises the text. For requests that
+    leave the text as it is sampled: no stop strings, which hold text back, and no parser, which may drop
+    white space."""
     known: TokenIds[int] = array("i")
     if not answer.has_chunk_per_token:
         return known
@@ -323,10 +303,8 @@ def slot_content(
     prompt: TokenIds[int], answer: CompletionOutput, sampled: TokenIds[int]
 ) -> tuple[TokenIds[int], int]:
     """The slot's content after the answer: known leading tokens, and the number of unknown ones that follow.
-
     `sampled` are the known tokens of the answer. A stream that broke off leaves at least the prompt. No token
-    is known after an error, or if the server counted another number of prompt tokens.
-    """
+    is known after an error, or if the server counted another number of prompt tokens."""
     n_prompt = len(prompt) if answer.prompt_tokens is None else answer.prompt_tokens
     length = n_prompt + max((answer.sampled_tokens or 0) - 1, 0)
     began = answer.sampled_tokens is not None or answer.says_something

@@ -40,9 +40,7 @@ _PAD = 256  # the cells of a sliding window are a multiple of this
 
 class Checkpoint(NamedTuple):
     """A copy of the memory of a slot's first `tokens` tokens. It holds them from position `oldest` on.
-
-    `is_stale`: the last of them is not the content's, and the server does not compute it again.
-    """
+    `is_stale`: the last of them is not the content's, and the server does not compute it again."""
 
     tokens: int
     oldest: int
@@ -60,30 +58,21 @@ class Checkpoint(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MemoryRules:
-    """The kind of a server's memory, and its flags. By default, the memory can be cut at any token.
+    """The kind of a server's memory, and its flags. By default, the memory can be cut at any token."""
 
-    Attributes:
-        slot_ctx: context of a slot, in tokens.
-        window: tokens that a layer with a sliding window sees; 0 without such layers, or with `--swa-full`.
-        is_recurrent: some layers have a recurrent state: Mamba, linear attention, short convolutions.
-        loses_window: files hold only the last window, and the server does not notice: `--swa-full`.
-        most: `--ctx-checkpoints`, the most checkpoints of a slot.
-        spacing: `--checkpoint-min-step`.
-        batch: `--batch-size`; `ubatch`: `--ubatch-size`.
-        chunk: the server moves runs of at least so many tokens, see `reusable`; 0 if it moves none.
-        is_sure: False if the server does not do as these rules say, or if a figure is a guess.
-    """
-
-    slot_ctx: int = 0
+    slot_ctx: int = 0  # context of a slot, in tokens
+    # Tokens that a layer with a sliding window sees; 0 without such layers, or with `--swa-full`.
     window: int = 0
+    # Some layers have a recurrent state: Mamba, linear attention, short convolutions.
     is_recurrent: bool = False
+    # Files hold only the last window, and the server does not notice: `--swa-full`.
     loses_window: bool = False
-    most: int = 32
-    spacing: int = 8192
-    batch: int = 2048
-    ubatch: int = 512
-    chunk: int = 0
-    is_sure: bool = True
+    most: int = 32  # `--ctx-checkpoints`, the most checkpoints of a slot
+    spacing: int = 8192  # `--checkpoint-min-step`
+    batch: int = 2048  # `--batch-size`
+    ubatch: int = 512  # `--ubatch-size`
+    chunk: int = 0  # the server moves runs of at least so many tokens, see `reusable`; 0 if it moves none
+    is_sure: bool = True  # False if the server does not do as these rules say, or if a figure is a guess
 
     @property
     def is_plain(self) -> bool:
@@ -128,26 +117,19 @@ UNPROBED = MemoryRules(loses_window=True)
 
 @dataclass(frozen=True, slots=True)
 class SlotMemory:
-    """The memory of one slot.
-
-    Attributes:
-        length: tokens of its content.
-        oldest: position of the oldest token that the sliding windows hold.
-        floor: if less than this is reused, it must be nothing.
-        checkpoints: its checkpoints, in the order in which they were made.
-        is_known: False if it may have other checkpoints.
-        may_keep_first: it may have one of one token, of another prompt: computing a prompt whole leaves that.
-        exact: leading tokens whose KV is sure to have been computed where it lies, after nothing that was
-            moved; infinite if all of it was.
-    """
+    """The memory of one slot."""
 
     rules: MemoryRules = PLAIN
-    length: int = 0
-    oldest: int = 0
-    floor: int = 0
+    length: int = 0  # tokens of its content
+    oldest: int = 0  # position of the oldest token that the sliding windows hold
+    floor: int = 0  # if less than this is reused, it must be nothing
+    # Its checkpoints, in the order in which they were made.
     checkpoints: tuple[Checkpoint, ...] = field(default=(), repr=False)
-    is_known: bool = True
+    is_known: bool = True  # False if it may have other checkpoints
+    # It may have one of one token, of another prompt: computing a prompt whole leaves that.
     may_keep_first: bool = False
+    # Leading tokens whose KV is sure to have been computed where it lies, after nothing that was moved;
+    # infinite if all of it was.
     exact: float = math.inf
 
     def reused(self, shared: int, new: int) -> int:
@@ -190,8 +172,7 @@ class SlotMemory:
         self, shared: int, new: int, user_starts: Sequence[int] = (), *, told: int | None = None
     ) -> SlotMemory:
         """The memory once that prompt was computed. `user_starts`: where its user messages begin. `told`: how
-        many tokens the server says it reused, if it has said so.
-        """
+        many tokens the server says it reused, if it has said so."""
         rules = self.rules
         if rules.is_plain:
             is_whole = not self.reused(shared, new)

@@ -40,13 +40,11 @@ _HINT = "scripts/llama-server of kvpin's repository builds one"
 def llama_server_command(
     words: Sequence[str], *, port: int, save_dir: str | None, binary: str = BINARY
 ) -> list[str]:
-    """The whole command line. It keeps every word of the operator.
+    """The whole command line. It keeps every word of the operator: the options, with or without the name of
+    the binary before them. `save_dir` and `binary` are used unless the words name others.
 
     It has no flag that turns the web UI off: the flag's name differs between releases, and a server refuses
     to start with an unknown flag.
-
-    The words are the operator's options, with or without the name of the binary before them. `save_dir` and
-    `binary` are used unless the words name others.
     """
     program, options = _split(words, binary)
     given = {_flag(word) for word in options}
@@ -98,8 +96,7 @@ def named_save_dir(words: Sequence[str]) -> str | None:
 
 def named_api_key(words: Sequence[str]) -> str | None:
     """The first API key in the words."""
-    keys = _value(words, ("--api-key",))
-    return keys.split(",")[0].strip() or None if keys else None
+    return (_value(words, ("--api-key",)) or "").split(",")[0].strip() or None
 
 
 def advice(words: Sequence[str]) -> tuple[str, ...]:
@@ -127,11 +124,7 @@ _ADVICE: tuple[tuple[tuple[str, ...], str | tuple[str, ...], str], ...] = (
         ("--no-context-shift",),
         "--context-shift drops tokens from running slots, whose KV kvpin then no longer knows: leave it out",
     ),
-    (
-        ("--cache-reuse",),
-        "0",
-        FLAG_ALONE,
-    ),
+    (("--cache-reuse",), "0", FLAG_ALONE),
     (
         ("--sleep-idle-seconds",),
         "-1",
@@ -154,8 +147,7 @@ def _flag(word: str) -> str:
 
 def _value(words: Sequence[str], names: Collection[str]) -> str | None:
     """The value after the last use of a flag, None without one."""
-    values = [value for word, value in pairwise(words) if _flag(word) in names]
-    return values[-1] if values else None
+    return next((value for value, word in pairwise(reversed(words)) if _flag(word) in names), None)
 
 
 # --- its directory for saved KV -------------------------------------------------------------------
@@ -163,11 +155,9 @@ def _value(words: Sequence[str], names: Collection[str]) -> str | None:
 
 @functools.cache
 def default_save_dir() -> Path:
-    """`/dev/shm/kvpin-<uid>` if that is memory, otherwise `kv` in kvpin's cache directory.
-
-    A tmpfs with less than 1 GiB free is too small for KV of real models (containers get 64 MiB by default).
-    The answer does not change while the process runs.
-    """
+    """`/dev/shm/kvpin-<uid>` if that is memory, otherwise `kv` in kvpin's cache directory. A tmpfs with less
+    than 1 GiB free is too small for KV of real models (containers get 64 MiB by default). The answer does not
+    change while the process runs."""
     directory = _MEMORY / f"kvpin-{os.getuid()}"
     if is_in_memory(_MEMORY) and _room(directory) >= _ENOUGH_BYTES:
         return directory
@@ -177,10 +167,8 @@ def default_save_dir() -> Path:
 
 @functools.cache
 def default_save_bytes(directory: Path) -> int:
-    """The cap of the files in `directory`: half of the room for them, at most 8 GiB.
-
-    The answer does not change while the process runs, because servers that share a directory need equal caps.
-    """
+    """The cap of the files in `directory`: half of the room for them, at most 8 GiB. The answer does not
+    change while the process runs, because servers that share a directory need equal caps."""
     return max(min(_room(directory) // 2, _MOST_BYTES), 1)
 
 
@@ -191,9 +179,8 @@ def make_save_dir(directory: Path) -> None:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = directory.lstat()
     except OSError as error:
-        raise EngineSpecError(
-            f"the directory {str(directory)!r} for saved KV cannot be made: {error.strerror}"
-        ) from error
+        problem = f"the directory {str(directory)!r} for saved KV cannot be made: {error.strerror}"
+        raise EngineSpecError(problem) from error
     if directory != default_save_dir():
         return  # the operator chose it, and chooses who may read it
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():

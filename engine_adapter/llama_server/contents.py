@@ -11,12 +11,13 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable, Itera
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any
 
 from engine_adapter.errors import EngineError, EngineRejected
 from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server import saved_files, slot_io
-from engine_adapter.llama_server.checkpoints import MemoryRules, user_starts
+from engine_adapter.llama_server.checkpoints import MemoryRules
 from engine_adapter.llama_server.discovery import MOVES, ServerFacts
 from engine_adapter.llama_server.mirror_events import MirrorEvents
 from engine_adapter.llama_server.plan import SlotRates
@@ -24,7 +25,6 @@ from engine_adapter.llama_server.saved import Saved, SavedPrefixes, salt_digest
 from engine_adapter.llama_server.saved_files import FileFault, StateFileError
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
 from engine_adapter.llama_server.slots import NO_TOKENS, Slot, SlotTable
-from engine_adapter.llama_server.turns import SlotRequest
 from engine_adapter.types import Capability, Finding, Retention, Tier, common_prefix
 
 log = logging.getLogger("kvpin.llama_server")
@@ -55,19 +55,12 @@ class Counts:
 
 @dataclass(eq=False, repr=False)
 class SlotContents:
-    """The slots of one server process and the files it can restore.
+    """The slots of one server process and the files it can restore. `_saved` is None when nothing can be
+    saved. Every change of content goes to `_mirror`. The server reuses any prefix of a slot's content
+    [`reuses_any_prefix`], until it is seen not to."""
 
-    `_saved` is None when nothing can be saved. Every change of content goes to `_mirror`.
-
-    Attributes:
-        engine: its id, for logs.
-        facts: of the server, as far as it was probed.
-        clock: seconds, of the slot table.
-        reuses_any_prefix: the server reuses any prefix of a slot's content: true until it is seen not to.
-    """
-
-    engine: str
-    facts: ServerFacts
+    engine: str  # its id, for logs
+    facts: ServerFacts  # as far as it was probed
     control: ControlClient
     _saved: SavedPrefixes | None
     _mirror: MirrorEvents
@@ -147,10 +140,8 @@ class SlotContents:
             )
 
     async def save(self, slot: Slot) -> bool:
-        """Saves a slot on which SAVE has begun; the file's header then lists all its tokens.
-
-        False if the save failed, which leaves the slot as it was, or if somebody else changed the slot.
-        """
+        """Saves a slot on which SAVE has begun; the file's header then lists all its tokens. False if the
+        save failed, which leaves the slot as it was, or if somebody else changed the slot."""
         registry, salt, length = self._saved, slot.salt, slot.length
         if registry is None or salt == UNKNOWN_OWNER or not length:
             return False
@@ -171,16 +162,17 @@ class SlotContents:
                     replaces=self.rules.cuts_files,
                 )
         except (EngineError, StateFileError) as error:
-            self._pause_saving(error)
+            self.counts.failed_saves += 1
+            self._no_save_before = self.clock() + self._save_pause_s
+            text = "%s: a slot could not be saved %s; kvpin tries again in %.0f s: %s"
+            log.warning(text, self.engine, _room_in(registry.place.host), self._save_pause_s, error)
+            self._save_pause_s = min(2 * self._save_pause_s, MAX_SAVE_PAUSE_S)
             return False
         finally:
             if entry is None:
                 await registry.discard(name)
-        if (
-            entry is None
-            or moved.tokens != length
-            or common_prefix(entry.tokens, slot.tokens) < len(slot.tokens)
-        ):
+        kept = 0 if entry is None else common_prefix(entry.tokens, slot.tokens)
+        if entry is None or moved.tokens != length or kept < len(slot.tokens):
             # Its owner is unknown too, so the tenant that this slot served does not get it.
             self.mark_changed(slot, moved.tokens)
             if entry is not None:
@@ -194,10 +186,8 @@ class SlotContents:
         return True
 
     async def restore(self, slot: Slot, entry: Saved) -> bool:
-        """Restores a saved prefix into a slot on which RESTORE has begun.
-
-        False leaves the slot as it was, or empty if the server refused the file.
-        """
+        """Restores a saved prefix into a slot on which RESTORE has begun. False leaves the slot as it was, or
+        empty if the server refused the file."""
         if self._saved is None:
             return False
         try:
@@ -254,23 +244,14 @@ class SlotContents:
         entries = list(self.entries())
         for slot in slots:
             if slot.salt != UNKNOWN_OWNER:
-                spared = (
-                    self.rules.restored(entry.count).reused(
-                        slot.shared(entry.tokens, entry.salt), slot.length + 1
-                    )
-                    for entry in entries
-                )
+                shared = ((entry.count, slot.shared(entry.tokens, entry.salt)) for entry in entries)
+                spared = (self.rules.restored(count).reused(of, slot.length + 1) for count, of in shared)
                 slot.saved = max(spared, default=0)
 
     def learn(self, facts: ServerFacts) -> None:
         """The server was probed: it tells more of its memory."""
         self.facts = facts
         self._follow(facts.memory)
-
-    def user_starts(self, ask: SlotRequest) -> tuple[int, ...]:
-        """The positions where the user messages of a chat begin; none where they do not matter."""
-        is_needed = ask.is_chat and not self.rules.is_plain
-        return user_starts(ask.tokens, self.facts.user_mark) if is_needed else ()
 
     def note_prediction(self, *, is_right: bool) -> None:
         """A firm prediction came true, or not. Too many that do not are no longer called firm."""
@@ -321,24 +302,14 @@ class SlotContents:
         self.rules = rules
         self.table.follow(rules)
 
-    def _pause_saving(self, error: Exception) -> None:
-        self.counts.failed_saves += 1
-        self._no_save_before = self.clock() + self._save_pause_s
-        text = "%s: a slot could not be saved %s; kvpin tries again in %.0f s: %s"
-        log.warning(text, self.engine, self._where(), self._save_pause_s, error)
-        self._save_pause_s = min(2 * self._save_pause_s, MAX_SAVE_PAUSE_S)
-
-    def _where(self) -> str:
-        """The directory and its free bytes, for people."""
-        if self._saved is None:
-            return ""
-        directory = self._saved.place.host
-        try:
-            free = shutil.disk_usage(directory).free
-        except OSError as error:
-            return f"in {directory} ({error.strerror})"
-        return f"in {directory} ({free} bytes free; check its room, and that the server may write there)"
-
     def _find(self, problem: str, lacks: Collection[Capability] = ()) -> None:
         self.findings.append(Finding(problem, lacks=lacks))
         log.warning("%s: %s", self.engine, problem)
+
+
+def _room_in(directory: Path) -> str:
+    try:
+        free = shutil.disk_usage(directory).free
+    except OSError as error:
+        return f"in {directory} ({error.strerror})"
+    return f"in {directory} ({free} bytes free; check its room, and that the server may write there)"

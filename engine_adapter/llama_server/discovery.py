@@ -1,7 +1,7 @@
 """Facts about a llama-server, read from its own routes.
 
 `discover` only reads, except that it uses one slot if the model's file is out of reach. What no route tells,
-probe.py tries out.
+`probe` tries out.
 
 A digest names the model, because KV of one model is noise to another model of the same shape. A GGUF that
 kvpin can read is identified by its bytes. Otherwise the digest covers what the server says of the model, and
@@ -14,11 +14,12 @@ import asyncio
 import re
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import msgspec
 import xxhash
@@ -26,8 +27,9 @@ import xxhash
 from engine_adapter.errors import EngineRejected, EngineSpecError, EngineUnavailable
 from engine_adapter.http.adapter import read_models
 from engine_adapter.http.control import ControlClient
+from engine_adapter.llama_server import slot_io
 from engine_adapter.llama_server.checkpoints import PLAIN, MemoryRules
-from engine_adapter.llama_server.slot_io import read_slots, spare_slot
+from engine_adapter.prompt.gguf_tokenizer import read_metadata
 from engine_adapter.types import Capability, EngineSpec, Finding
 
 MOVES = (Capability.OFFLOAD, Capability.RESTORE)
@@ -44,15 +46,10 @@ _CONTINUATION = 16
 
 
 def file_digest(path: Path) -> str:
-    """Digest of a GGUF with all its parts: their sizes, and about 4 MiB of each part.
-
-    Takes milliseconds with a warm page cache. Unchanged files are read once.
-    """
-    files = []
-    for part in model_parts(path):
-        status = part.stat()
-        files.append((str(part), status.st_size, status.st_mtime_ns, status.st_ino))
-    return _digest(tuple(files))
+    """Digest of a GGUF with all its parts: their sizes, and about 4 MiB of each part. Takes milliseconds with
+    a warm page cache. Unchanged files are read once."""
+    files = ((str(part), part.stat()) for part in model_parts(path))
+    return _digest(tuple((name, each.st_size, each.st_mtime_ns, each.st_ino) for name, each in files))
 
 
 def model_parts(path: Path) -> list[Path]:
@@ -66,10 +63,8 @@ def model_parts(path: Path) -> list[Path]:
 
 async def remote_digest(control: ControlClient, meta: dict[str, Any], file_name: str, slot_id: int) -> str:
     """Digest of a model whose file is out of reach, by its `meta` in `/v1/models` and the name of its file.
-
     Slot `slot_id` continues the fixed prompt: its content is lost. Raises EngineUnavailable if the answer has
-    no tokens.
-    """
+    no tokens."""
     request = {
         "prompt": _PROMPT, "n_predict": _CONTINUATION, "temperature": 0, "ignore_eos": True,
         "return_tokens": True, "cache_prompt": False, "id_slot": slot_id,
@@ -96,7 +91,6 @@ def _digest(files: tuple[tuple[str, int, int, int], ...]) -> str:
 
 
 def _samples(size: int) -> Iterator[tuple[int, int]]:
-    """Offsets and lengths of the parts of a file that are read."""
     if size <= _WHOLE:
         yield 0, size
         return
@@ -121,49 +115,31 @@ class MemoryKind(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """One server at the time of the question.
-
-    Attributes:
-        card: its own fields of the model in `/v1/models`.
-        slot_ctx: context of each, in tokens.
-        train_ctx: context the model was trained with.
-        local_model: the file of the model, if kvpin can read it.
-        instance: a word that is new in each process, None on servers without one. Sleep keeps it.
-        is_sleeping: it was asleep, so the KV of all its slots is gone.
-        has_slots: `GET /slots` is allowed.
-        can_save: it has a `--slot-save-path`.
-        fingerprint: digest of the model and the LoRA adapters that make its KV.
-        is_unified: all slots share one KV pool (`-kvu`); None while unknown.
-        ram_cache: it keeps prompts in its own cache (`--cache-ram`); None while unknown.
-        kind: of its memory; None while unknown.
-        memory: how much of a slot it reuses, by its kind; the default while unknown.
-        has_draft: a draft model proposes tokens. Its KV is in no saved file.
-        has_media: it takes images, audio or video.
-        cache_reuse: the engine's setting: the least run of tokens that it moves; None for none.
-        user_mark: the tokens that begin a user message in a chat; empty while they do not matter.
-    """
+    """One server at the time of the question."""
 
     model: str
-    card: Mapping[str, Any] = field(repr=False)
+    card: Mapping[str, Any] = field(repr=False)  # its own fields of the model in `/v1/models`
     slots: int
-    slot_ctx: int
-    train_ctx: int | None
-    local_model: Path | None
+    slot_ctx: int  # context of each, in tokens
+    train_ctx: int | None  # context the model was trained with
+    local_model: Path | None  # the file of the model, if kvpin can read it
     vocab_size: int | None
     build: str
     chat_template: str = field(repr=False)
-    instance: str | None
-    is_sleeping: bool
-    has_slots: bool
-    can_save: bool
-    fingerprint: str
-    is_unified: bool | None = None
-    ram_cache: bool | None = None
-    kind: MemoryKind | None = None
-    memory: MemoryRules = PLAIN
+    instance: str | None  # a word that is new in each process, None on servers without one. Sleep keeps it.
+    is_sleeping: bool  # it was asleep, so the KV of all its slots is gone
+    has_slots: bool  # `GET /slots` is allowed
+    can_save: bool  # it has a `--slot-save-path`
+    fingerprint: str  # digest of the model and the LoRA adapters that make its KV
+    is_unified: bool | None = None  # all slots share one KV pool (`-kvu`); None while unknown
+    ram_cache: bool | None = None  # it keeps prompts in its own cache (`--cache-ram`); None while unknown
+    kind: MemoryKind | None = None  # of its memory; None while unknown
+    memory: MemoryRules = PLAIN  # how much of a slot it reuses, by its kind; the default while unknown
+    # The tokens that begin a user message in a chat; empty while they do not matter.
     user_mark: tuple[int, ...] = ()
-    has_draft: bool = False
-    has_media: bool = False
+    has_draft: bool = False  # a draft model proposes tokens. Its KV is in no saved file.
+    has_media: bool = False  # it takes images, audio or video
+    # The engine's setting: the least run of tokens that it moves; None for none.
     cache_reuse: int | None = None
 
     @property
@@ -260,10 +236,8 @@ def findings_of(facts: ServerFacts) -> Iterator[Finding]:
         yield Finding("kvpin cannot watch its slots", "start the server with --slots", _OF_SLOTS)
     yield from _of_memory(facts)
     if facts.is_sleeping:
-        yield Finding(
-            "it sleeps when idle and loses all KV",
-            "start the server without --sleep-idle-seconds, or with -1",
-        )
+        remedy = "start the server without --sleep-idle-seconds, or with -1"
+        yield Finding("it sleeps when idle and loses all KV", remedy)
 
 
 def _of_memory(facts: ServerFacts) -> Iterator[Finding]:
@@ -325,20 +299,17 @@ def _of_pool(facts: ServerFacts) -> Finding:
 
 
 async def _props(control: ControlClient, spec: EngineSpec) -> _Props:
+    at = f"engine {spec.id!r}: {spec.url!r}"
     try:
         props = msgspec.convert(await control.get("/props"), _Props)
     except EngineRejected as error:
         if error.status == HTTPStatus.NOT_FOUND:
-            raise EngineSpecError(
-                f"engine {spec.id!r}: {spec.url!r} is no llama-server: it has no /props"
-            ) from error
+            raise EngineSpecError(f"{at} is no llama-server: it has no /props") from error
         raise
     except msgspec.ValidationError as error:
-        raise EngineSpecError(
-            f"engine {spec.id!r}: {spec.url!r} answers /props as no known llama-server does: {error}"
-        ) from error
+        raise EngineSpecError(f"{at} answers /props as no known llama-server does: {error}") from error
     if props.total_slots < 1:
-        raise EngineSpecError(f"engine {spec.id!r}: {spec.url!r} has no slots")
+        raise EngineSpecError(f"{at} has no slots")
     return props
 
 
@@ -348,10 +319,8 @@ def _count(meta: Mapping[str, Any], name: str) -> int | None:
 
 
 def _local_model(path: str, size: object) -> Path | None:
-    """The model's file if kvpin can read it and it is not another file of the same name.
-
-    `size` is the server's figure for its tensors; the rest of the file is metadata.
-    """
+    """The model's file if kvpin can read it and it is not another file of the same name. `size` is the
+    server's figure for its tensors; the rest of the file is metadata."""
     local = Path(path)
     try:
         parts = model_parts(local)
@@ -370,8 +339,124 @@ async def _fingerprint(
     if local is not None:
         model = await asyncio.to_thread(file_digest, local)
     else:
-        slot_id = spare_slot(await read_slots(control)) if props.endpoint_slots else 0
+        slot_id = slot_io.spare_slot(await slot_io.read_slots(control)) if props.endpoint_slots else 0
         model = await remote_digest(control, meta, Path(props.model_path).name, slot_id)
     # The loaded LoRA adapters change the KV of the model.
     adapters = await control.read_optional(list[Any], "/lora-adapters")
     return xxhash.xxh3_128_hexdigest(msgspec.json.encode([model, adapters])) if adapters else model
+
+
+# --- what no route tells is tried out: the own prompt cache, how slots share KV, the memory -------------
+# Each probe computes a few short prompts on one slot, whose content is lost. The caller chooses it, and when.
+# The kind of the memory shows in how much is reused:
+#
+# 48 tokens, then 8 more           48 reused: no sliding window
+# the same 50 tokens, then others  50 reused: can be cut anywhere; fewer: from a checkpoint; 0: there is none
+
+_PROBE_TOKENS = 48
+_STATE_WORDS = 7  # of an empty slot's file, before its caches: magic, version, 4 of tokens and their count
+# Caches of a model with plain attention, and of one that has sliding windows too.
+_PLAIN_ATTENTION, _WITH_WINDOW = 1, 2
+_FIRST, _CUT = 48, 50
+# The window of a model whose file kvpin cannot read: a guess.
+_WINDOW = 1024
+
+
+def probe_file(spec: EngineSpec | None = None) -> str:
+    """The name of the small file that a probe leaves behind: a new one, because servers may share a
+    directory; or that of a server whose directory kvpin does not know, where the next probe overwrites it."""
+    name = uuid4().hex if spec is None else xxhash.xxh3_64_hexdigest(f"{spec.url} {spec.model}".encode())
+    return f"kvpin-probe-{name}.bin"
+
+
+async def probe(control: ControlClient, facts: ServerFacts, slot_id: int, *, file: str | None) -> ServerFacts:
+    """Completes `facts` by trying. Slot `slot_id` must be idle; its content is lost.
+
+    A server that can save leaves `file`, about 50 bytes, in its directory; with None it saves nothing, and
+    only its answers tell. A window of fewer than 50 tokens is not found, and beside `--cache-ram` only what a
+    file holds. Takes a few milliseconds on an idle server, plus the prefill of about 220 tokens.
+    """
+    ram_cache = await _has_ram_cache(control, slot_id)
+    caches, is_unified, can_save = None, facts.is_unified, facts.can_save
+    if can_save and file is not None:
+        try:
+            await slot_io.erase(control, slot_id)
+            size = (await slot_io.save(control, slot_id, file)).size
+        except EngineRejected:
+            can_save = False  # the directory is gone or full; the server can still be used
+        else:
+            # The file of an empty slot counts the cells of each stream, and a unified pool is one stream.
+            caches = _caches_in(size, facts.slots)
+            if is_unified is None and (caches or _caches_in(size, 1)):
+                is_unified = caches is None
+    kind = None
+    if not is_unified:
+        grown, cut = (_FIRST, _CUT) if ram_cache else await _tried(control, slot_id)
+        has_window = grown < _FIRST
+        kind = MemoryKind(
+            is_recurrent=not has_window and cut < _CUT,
+            has_window=has_window,
+            has_checkpoints=cut > 0,
+            has_window_in_files=caches == _WITH_WINDOW,
+        )
+    if facts.can_save:
+        await slot_io.erase(control, slot_id)
+    return replace(facts, ram_cache=ram_cache, is_unified=is_unified, can_save=can_save, kind=kind)
+
+
+async def _has_ram_cache(control: ControlClient, slot_id: int) -> bool:
+    """True if `--cache-ram` is on: a prompt comes back after another one has replaced it in its slot."""
+    first, second = list(range(10, 10 + _PROBE_TOKENS)), list(range(110, 110 + _PROBE_TOKENS))
+    for prompt in (first, second):
+        await prefill(control, prompt, slot_id)
+    return await prefill(control, [*first, second[0]], slot_id) > 0
+
+
+def _caches_in(size: int, streams: int) -> int | None:
+    """The number of caches in an empty slot's file of `size` bytes; None if it is of another kind."""
+    counts = (_PLAIN_ATTENTION, _WITH_WINDOW)
+    return next((each for each in counts if size == 4 * (_STATE_WORDS + each * (1 + streams))), None)
+
+
+async def prefill(control: ControlClient, prompt: list[int], slot_id: int) -> int:
+    """Computes a prompt on a slot; returns the number of reused tokens."""
+    request = {"prompt": prompt, "n_predict": 0, "cache_prompt": True, "id_slot": slot_id}
+    match await control.call("POST", "/completion", json=request):
+        case {"timings": {"cache_n": int(reused)}}:
+            return reused
+        case _:
+            raise EngineUnavailable("POST /completion: the answer has no 'timings.cache_n'")
+
+
+async def _tried(control: ControlClient, slot_id: int) -> tuple[int, int]:
+    """Tokens that the server reuses of a prompt that goes on, and of one that leaves the slot's content."""
+    first, others = list(range(210, 210 + _FIRST)), list(range(310, 318))
+    await prefill(control, first, slot_id)
+    grown = await prefill(control, [*first, *others], slot_id)
+    return grown, await prefill(control, [*first, *others[: _CUT - _FIRST], *others], slot_id)
+
+
+def memory_rules(kind: MemoryKind, facts: ServerFacts) -> MemoryRules:
+    """The rules of a memory of this kind, with the server's default flags. Reads the model's file."""
+    if not kind.is_recurrent and not kind.has_window:
+        stays = kind.has_window_in_files or facts.has_media or facts.has_draft
+        chunk = 0 if stays else facts.cache_reuse or 0
+        return replace(PLAIN, loses_window=kind.has_window_in_files, chunk=chunk)
+    window = _window(facts.local_model) if kind.has_window else 0
+    return MemoryRules(
+        slot_ctx=facts.slot_ctx,
+        window=_WINDOW if window is None else window,
+        is_recurrent=kind.is_recurrent,
+        most=PLAIN.most if kind.has_checkpoints else 0,
+        is_sure=window is not None,
+    )
+
+
+def _window(model: Path | None) -> int | None:
+    """The sliding window of a model by its file, None if that does not tell."""
+    try:
+        found = read_metadata(model) if model is not None else {}
+    except (OSError, ValueError):
+        return None
+    window = found.get(f"{found.get('general.architecture')}.attention.sliding_window")
+    return window if isinstance(window, int) and window > 0 else None

@@ -15,15 +15,7 @@ from hashlib import blake2b
 
 from xxhash import xxh3_64_intdigest
 
-from engine_adapter.types import (
-    BlocksRemoved,
-    BlocksStored,
-    KvEvent,
-    Tier,
-    TokenIds,
-    ViewCurrent,
-    ViewLost,
-)
+from engine_adapter.types import BlocksRemoved, BlocksStored, KvEvent, Tier, TokenIds, ViewCurrent, ViewLost
 
 TOKENS_PER_BLOCK = 16
 # Clients may invent salts. Beyond this number, only salts that own content are remembered.
@@ -43,11 +35,9 @@ class _Run:
 
 
 class MirrorEvents:
-    """The places of one server, and the followers of their events.
-
-    Places have the digest of a salt, because a sidecar has no more. Events of a salt's content begin once the
-    salt itself is known: no request can use the content before.
-    """
+    """The places of one server, and the followers of their events. Places have the digest of a salt, because
+    a sidecar has no more. Events of a salt's content begin once the salt itself is known: no request can use
+    the content before."""
 
     def __init__(self) -> None:
         self._salts: dict[str | None, str | None] = {None: None}
@@ -59,8 +49,9 @@ class MirrorEvents:
         """Learns the salt of a digest, and sends the events that waited for it."""
         if digest in self._salts:
             return
-        if len(self._salts) > MAX_SALTS:
-            self._forget_unused_salts()
+        if len(self._salts) > MAX_SALTS:  # a request that brings an unused salt makes it known again
+            used = {None, *(run.salt for run in self._runs.values())}
+            self._salts = {each: known for each, known in self._salts.items() if each in used}
         self._salts[digest] = salt
         for run in self._runs.values():
             if run.salt == digest and run.names:
@@ -104,18 +95,12 @@ class MirrorEvents:
         finally:
             self._followers.discard(queue)
 
-    def _forget_unused_salts(self) -> None:
-        """Forgets salts that own no content; a request that brings one makes it known again."""
-        used = {None, *(run.salt for run in self._runs.values())}
-        self._salts = {digest: salt for digest, salt in self._salts.items() if digest in used}
-
     def _store(self, run: _Run) -> None:
-        holders, first = self._holders, len(run.names)
+        first = len(run.names)
         for at, name in enumerate(run.names):
-            key = (run.tier, name)
-            holders[key] += 1
+            self._holders[run.tier, name] += 1
             # A run holds the parents of its blocks too, so only its end can be new.
-            if holders[key] == 1:
+            if self._holders[run.tier, name] == 1:
                 first = min(first, at)
         if first < len(run.names) and run.salt in self._salts:
             self._tell(self._stored(run, first))

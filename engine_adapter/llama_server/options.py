@@ -9,8 +9,6 @@ import msgspec
 from engine_adapter.options import ASK, READ, EngineOptions, NativeRoute, PromptFields, Size
 from engine_adapter.types import EngineSpec
 
-# --- the settings of a llama-server beyond those that every engine has ----------------------------------
-
 
 class LlamaServerOptions(EngineOptions, frozen=True):
     """Options of `llama_server` engines.
@@ -51,28 +49,16 @@ PINNED_ROUTES = NATIVE_COMPLETIONS | {"/v1/chat/completions", "/v1/completions",
 ROUTER_ROUTES = {LOAD: ASK}
 """What only a router has. `LOAD` does what any request for the model does."""
 _COMPLETION = NativeRoute(prompt=PromptFields(text="prompt", ids="prompt"), runs=True, lists=True)
-_SAME = {
-    "/chat/completions": "/v1/chat/completions",
-    "/chat/completions/input_tokens": "/v1/chat/completions/input_tokens",
-    "/responses": "/v1/responses",
-    "/responses/input_tokens": "/v1/responses/input_tokens",
-    "/audio/transcriptions": "/v1/audio/transcriptions",
-}
+_COUNTED = ("/chat/completions", "/responses")
+_SAME = [path + end for path in _COUNTED for end in ("", "/input_tokens")] + ["/audio/transcriptions"]
+_OWN = ("/tokenize", "/detokenize", "/apply-template", "/embedding", "/embeddings", "/rerank", "/reranking")
 ROUTES = {
-    **{path: NativeRoute(same_as=same_as) for path, same_as in _SAME.items()},
+    **{path: NativeRoute(same_as=f"/v1{path}") for path in _SAME},
     "/models": NativeRoute("GET", same_as="/v1/models"),
     **dict.fromkeys(NATIVE_COMPLETIONS, _COMPLETION),
     INFILL: NativeRoute(runs=True, lists=True),
-    "/tokenize": ASK,
-    "/detokenize": ASK,
-    "/apply-template": ASK,
-    "/embedding": ASK,
-    "/embeddings": ASK,
-    "/rerank": ASK,
-    "/reranking": ASK,
-    "/props": READ,
-    SLOTS: READ,
-    "/lora-adapters": READ,
+    **dict.fromkeys(_OWN, ASK),
+    **dict.fromkeys(("/props", SLOTS, "/lora-adapters"), READ),
 }
 SERVED = ROUTES | {"/v1/health": READ}
 """Those, and one below `/v1` that few other engines have."""

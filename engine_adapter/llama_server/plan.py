@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from engine_adapter.hold import Forecast
 from engine_adapter.llama_server.checkpoints import PLAIN, MemoryRules, reusable
-from engine_adapter.llama_server.saved_entry import Saved
+from engine_adapter.llama_server.saved_files import Saved
 from engine_adapter.llama_server.slots import NO_TOKENS, Slot, SlotOperation
 from engine_adapter.types import Tier, TokenIds
 
@@ -38,29 +38,20 @@ class SlotRates:
     slots saves and restores files and waits for slots: this is learned here. Each rate is the median of its
     last samples. The first guess counts as two samples, so one outlier has no effect. Saves count as cheap:
     their real rate is learned only if they are tried.
-
-    Attributes:
-        prefill_s: tokens → seconds to compute so many prompt tokens.
-        returns: idle seconds → probability that a prompt idle for so long is requested again.
-        save_bytes_s: bytes per second from a slot to the host tier.
-        restore_bytes_s: bytes per second from the host tier to a slot.
-        disk_bytes_s: bytes per second from the disk tier to the host tier.
-        hold_s: usual seconds that a request holds a slot.
-        reuse_probability: first guess that a conversation goes on right after an answer.
-        half_life_s: idle seconds that halve this guess.
-        overhead_s: seconds of a save or a restore that do not depend on its bytes.
     """
 
+    # Tokens → seconds to compute so many prompt tokens.
     prefill_s: Callable[[int], float] = lambda tokens: tokens / 500.0  # guesses, before it is in a pool
+    # Idle seconds → probability that a prompt idle for so long is requested again.
     returns: Callable[[float], float] = lambda _idle_s: 0.0
-    save_bytes_s: float = 1e9
-    restore_bytes_s: float = 2e9
-    disk_bytes_s: float = 400e6
+    save_bytes_s: float = 1e9  # bytes per second from a slot to the host tier
+    restore_bytes_s: float = 2e9  # bytes per second from the host tier to a slot
+    disk_bytes_s: float = 400e6  # bytes per second from the disk tier to the host tier
     bytes_per_token: float = 1000.0
-    hold_s: float = 2.0
-    reuse_probability: float = 0.8
-    half_life_s: float = 1800.0
-    overhead_s: float = 0.002
+    hold_s: float = 2.0  # usual seconds that a request holds a slot
+    reuse_probability: float = 0.8  # first guess that a conversation goes on right after an answer
+    half_life_s: float = 1800.0  # idle seconds that halve this guess
+    overhead_s: float = 0.002  # seconds of a save or a restore that do not depend on its bytes
     measured: dict[str, float] = field(default_factory=dict)
     _samples: dict[str, deque[float]] = field(default_factory=dict)
 
@@ -122,21 +113,15 @@ LEAST_REST = 0.25  # an overdue operation is expected to take this share of its 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A choice of slot for a request.
-
-    Attributes:
-        cost: what the server will report as cached, and the expected seconds: `restore_s` has the save before
-            the restore, and `interference_s` the delay of other slots' streams during both.
-        restore: the saved prefix to restore into the slot first, None to use the slot as it is.
-        save_first: save the slot's content before anything else.
-        over_pin: the slot's pin yields, because every slot has a pin in the way.
-    """
+    """A choice of slot for a request."""
 
     slot: int
+    # What the server will report as cached, and the expected seconds: `restore_s` has the save before the
+    # restore, and `interference_s` the delay of other slots' streams during both.
     cost: Forecast
-    restore: Saved | None
-    save_first: bool
-    over_pin: bool
+    restore: Saved | None  # the saved prefix to restore into the slot first, None to use the slot as it is
+    save_first: bool  # save the slot's content before anything else
+    over_pin: bool  # the slot's pin yields, because every slot has a pin in the way
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,11 +187,9 @@ def plan(
 
 
 def worth_saving(slot: Slot, rates: SlotRates, now: float, streams: int, *, idle_s: float) -> bool:
-    """True if saving an idle slot pays: a file is expected to spare more than the save costs.
-
-    The cost of the save counts once for the slot and once for each of `streams` running streams. A slot is
-    never worth saving before it has been idle for `idle_s` seconds.
-    """
+    """True if saving an idle slot pays: a file is expected to spare more than the save costs. The cost of the
+    save counts once for the slot and once for each of `streams` running streams. A slot is never worth saving
+    before it has been idle for `idle_s` seconds."""
     if not slot.is_idle or not slot.dirty or now - slot.since < idle_s:
         return False
     spared = _regret_s(slot, 0, slot.saved, rates, now) - _regret_s(slot, 0, slot.length, rates, now)
@@ -214,11 +197,9 @@ def worth_saving(slot: Slot, rates: SlotRates, now: float, streams: int, *, idle
 
 
 def _best_file(given: _Inputs, saved: Iterable[Saved]) -> _File | None:
-    """The saved prefix whose restore into any idle slot costs least; None if none beats a full prefill.
-
-    The loss in the slot does not depend on the file, so one file is the best for all slots. A file is
-    compared with the prompt at most once, and only if one token shows that it may beat the best so far.
-    """
+    """The saved prefix whose restore into any idle slot costs least; None if none beats a full prefill. The
+    loss in the slot does not depend on the file, so one file is the best for all slots. A file is compared
+    with the prompt at most once, and only if one token shows that it may beat the best so far."""
     best: _File | None = None
     length, prefill_s = len(given.prompt), given.rates.prefill_s
     least_s = prefill_s(length)
@@ -294,11 +275,9 @@ def _loss(slot: Slot, kept: int, others: int, given: _Inputs) -> tuple[float, fl
 
 
 def _regret_s(slot: Slot, kept: int, saved: int, rates: SlotRates, now: float) -> float:
-    """Expected cost of overwriting all but `kept` leading tokens, with `saved` of them in a file.
-
-    If the conversation comes back, the file is restored and the rest computed. A conversation that goes on in
-    its own slot loses nothing.
-    """
+    """Expected cost of overwriting all but `kept` leading tokens, with `saved` of them in a file. If the
+    conversation comes back, the file is restored and the rest computed. A conversation that goes on in its
+    own slot loses nothing."""
     if kept and kept == len(slot.tokens):
         return 0.0
     later_s = rates.prefill_s(max(slot.length - max(kept, saved), 0))

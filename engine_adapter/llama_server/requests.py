@@ -27,10 +27,9 @@ from engine_adapter.llama_server.answer import CHAT, COMPLETIONS, CompletionOutp
 from engine_adapter.llama_server.mirror_events import MirrorEvents
 from engine_adapter.llama_server.options import INFILL, NATIVE_COMPLETIONS, PINNED_ROUTES, SLOTS
 from engine_adapter.llama_server.saved import salt_digest
-from engine_adapter.llama_server.scheduler import SlotScheduler
+from engine_adapter.llama_server.scheduler import SlotLease, SlotRequest, SlotScheduler
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
 from engine_adapter.llama_server.session import ServerSession
-from engine_adapter.llama_server.turns import SlotLease, SlotRequest
 from engine_adapter.off_loop import JSON_BYTES_PER_MS, VALUES_PER_MS, off_loop
 from engine_adapter.types import KvTarget
 
@@ -76,17 +75,17 @@ def ask_of(prompt: KvTarget, mirror: MirrorEvents) -> SlotRequest:
 def hold_request(
     session: ServerSession | None, path: str, body: RequestBody, prompt: KvTarget | None
 ) -> AbstractAsyncContextManager[Hold]:
-    """Holds the slot that a request needs; nothing, if none is managed.
-
-    With a salt and without a slot of its owner's, it reuses nothing, and cannot name a slot.
-    """
+    """Holds the slot that a request needs; nothing, if none is managed. With a salt and without a slot of its
+    owner's, it reuses nothing, and cannot name a slot."""
     if path == SLOTS:
         return nullcontext(Hold(body, answer=SlotsAnswer()))
     if not isinstance(body, JsonBody):
         return nullcontext(Hold(body))
     scheduler = session.scheduler if session is not None else None
     if session is None or scheduler is None or path not in PINNED_ROUTES:
-        return nullcontext(Hold(_without_slot(body)))
+        # Whose KV lies on the slot that it gets is not known: with a salt, it reuses none.
+        has_salt = body.get("cache_salt") is not None
+        return nullcontext(Hold(body.replace(cache_prompt=False, id_slot=None) if has_salt else body))
     if _is_several(path, body):
         raise EngineRejected(_TOO_MANY, status=HTTPStatus.BAD_REQUEST)
     return _hold_slot(session, scheduler, path, body, prompt)
@@ -105,12 +104,11 @@ async def _hold_slot(
         ask = replace(ask_of(target, session.mirror), text=text)
     # The server's own prompt cache serves every tenant.
     may_share = session.facts.keeps_none_itself or ask.salt is None
-    wants_reuse = body.get("cache_prompt") is not False
-    reuse = ask is not _UNKNOWN and wants_reuse and may_share
+    reuse = ask is not _UNKNOWN and body.get("cache_prompt") is not False and may_share
     ask = replace(ask, reuse=reuse, is_chat=path not in _TEXTS and path != INFILL)
     async with scheduler.lease(ask) as lease:
         lease.shows_text = _shows_text(path, session.facts.chat_template, body)
-        reuses = lease.may_reuse
+        reuses, retains = lease.may_reuse, ask.retention is not None and ask.retention.priority > 0
         sent, answer = read_by(path, body, lease)
         slot = {"id_slot": lease.slot, "cache_prompt": reuses, _CHUNK: lease.memory.rules.chunk}
         yield Hold(
@@ -121,22 +119,13 @@ async def _hold_slot(
             note="" if lease.is_exact else _MOVED,
             slot=lease.slot,
             is_lost=lambda: scheduler.is_closed,
-            retains=ask.retention is not None
-            and ask.retention.priority > 0
-            and scheduler.contents.can_restore,
+            retains=retains and scheduler.contents.can_restore,
         )
 
 
-def _without_slot(body: JsonBody) -> JsonBody:
-    """A request that runs on any slot. Whose KV lies there is not known: with a salt, it reuses none."""
-    return body if body.get("cache_salt") is None else body.replace(cache_prompt=False, id_slot=None)
-
-
 def _ids_for_text(path: str, body: JsonBody, prompt: KvTarget | None) -> dict[str, object]:
-    """The text of a completion as token ids, so that the server need not tokenise it again.
-
-    A chat stays as it is: the server makes its prompt from the messages, whatever else comes with them.
-    """
+    """The text of a completion as token ids, so that the server need not tokenise it again. A chat stays as
+    it is: the server makes its prompt from the messages, whatever else comes with them."""
     is_text = path in _TEXTS and isinstance(body.get("prompt"), str)
     if not is_text or prompt is None or not prompt.exact or not prompt.token_ids:
         return {}
@@ -159,11 +148,9 @@ def _is_several(path: str, body: JsonBody) -> bool:
 
 
 def _shows_text(path: str, template: str, body: JsonBody) -> bool:
-    """True if the stream of an answer shows all text that is sampled, as it is sampled.
-
-    Stop strings hold text back. The chat parser drops white space before an answer when the template knows
-    reasoning, or when the answer is parsed.
-    """
+    """True if the stream of an answer shows all text that is sampled, as it is sampled. Stop strings hold
+    text back. The chat parser drops white space before an answer when the template knows reasoning, or when
+    the answer is parsed."""
     if body.get("stop"):
         return False
     return path == COMPLETIONS or not ("think" in template or any(body.get(name) for name in _PARSED))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import (
     AbstractContextManager,
     ExitStack,
@@ -26,7 +26,7 @@ from contextlib import (
 from dataclasses import dataclass
 from http import HTTPStatus
 from time import monotonic
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 from urllib.parse import quote
 from weakref import WeakValueDictionary
 
@@ -108,13 +108,9 @@ _TOKENISING = ("/tokenize", "/apply-template")
 
 
 class ServerClient(ControlClient):
-    """Calls a llama-server's own routes.
+    """Calls a llama-server's own routes."""
 
-    Attributes:
-        model: of a router, the model that each call is about. No call loads it. None at any other server.
-    """
-
-    model: str | None = None
+    model: str | None = None  # of a router: the one that each call is about; no call loads it
 
     def __init__(self, spec: EngineSpec) -> None:
         """Raises EngineSpecError as ControlClient does."""
@@ -144,31 +140,23 @@ class _Failure:
     until: float
 
 
-class Resident(Protocol):
-    """Who uses a model of the router."""
-
-    async def end_session(self, *, farewell: bool) -> None:
-        """Its process has ended. With `farewell` it is about to: what its slots hold is saved first."""
+EndSession = Callable[..., Awaitable[None]]
+"""Told that a model's process has ended; with `farewell`, that it is about to: its slots are saved first."""
 
 
 class Router:
-    """The models of one router, for all their adapters in this process.
-
-    Attributes:
-        loads: it loads a model when a request names it.
-        load_limit_s: a load that tells nothing for so long has failed.
-    """
+    """The models of one router, for all their adapters in this process."""
 
     _shared: ClassVar[WeakValueDictionary[tuple[str, ...], Router]] = WeakValueDictionary()
 
     def __init__(self, spec: LlamaServerSpec) -> None:
-        self.loads = True
-        self.load_limit_s = spec.options.load_s
+        self.loads = True  # when a request names a model
+        self.load_limit_s = spec.options.load_s  # a load that tells nothing for so long has failed
         self._most = 0
         self._control = ControlClient(spec)
         self._models: dict[str, RouterModel] = {}
         self._cards: dict[str, dict[str, Any]] = {}
-        self._residents: dict[str, Resident] = {}
+        self._residents: dict[str, EndSession] = {}  # who uses a model
         self._requests = Counter[str]()
         self._questions = Counter[str]()  # kvpin's own
         self._used_at: dict[str, float] = {}
@@ -189,8 +177,7 @@ class Router:
         if pulse.role != "router":
             return None
         key = (spec.server, spec.api_key or "", repr(sorted(spec.headers.items())))
-        router = cls._shared.get(key)
-        if router is None:
+        if (router := cls._shared.get(key)) is None:
             router = cls._shared[key] = cls(spec)
         router.loads, router._most = pulse.models_autoload, pulse.max_instances
         return router
@@ -218,7 +205,6 @@ class Router:
         return ModelState.FAILED if self._is_remembered(name) else model.state
 
     def _is_remembered(self, name: str) -> bool:
-        """True if a model is not to be tried again yet."""
         return name in self._failures and monotonic() < self._failures[name].until
 
     def failure(self, name: str) -> str | None:
@@ -227,11 +213,8 @@ class Router:
             return self._failures[name].why
         if self.state(name) is not ModelState.FAILED:
             return None
-        code = self.model(name).status.exit_code
-        return (
-            f"the model {name!r} failed to load: its llama-server ended with status {code}, and the router's "
-            "log says why"
-        )
+        ended = f"its llama-server ended with status {self.model(name).status.exit_code}"
+        return f"the model {name!r} failed to load: {ended}, and the router's log says why"
 
     def card(self, name: str) -> Mapping[str, Any]:
         """The router's own fields of a model, without the command line of its process. They stay current."""
@@ -261,11 +244,10 @@ class Router:
         self._note_loads(before)
         self._wake()
         for name, model in before.items():
-            now = self._models.get(name)
-            if model.process is not None and (now is None or now.process != model.process):
-                resident = self._residents.get(name)
-                if resident is not None:
-                    await resident.end_session(farewell=False)
+            now, resident = self._models.get(name), self._residents.get(name)
+            has_ended = model.process is not None and (now is None or now.process != model.process)
+            if has_ended and resident is not None:
+                await resident(farewell=False)
 
     async def has(self, name: str) -> bool:
         """Asks whether a model is in memory now."""
@@ -274,16 +256,16 @@ class Router:
 
     # --- who uses it ----------------------------------------------------------------------------------
 
-    def join(self, name: str, resident: Resident) -> None:
+    def join(self, name: str, resident: EndSession) -> None:
         """An adapter uses a model from now on; "" is the router itself."""
         self._residents[name] = resident
         self._cards.setdefault(name, {})
         if self._follower is None:
             self._follower = asyncio.get_running_loop().create_task(self._follow())
 
-    async def leave(self, name: str, resident: Resident) -> None:
+    async def leave(self, name: str, resident: EndSession) -> None:
         """An adapter no longer uses a model. The last one ends the connection to the router."""
-        if self._residents.get(name) is resident:
+        if self._residents.get(name) == resident:
             del self._residents[name]
         if not self._residents and self._follower is not None:
             follower, self._follower = self._follower, None
@@ -295,11 +277,9 @@ class Router:
 
     @asynccontextmanager
     async def using(self, name: str) -> AsyncIterator[None]:
-        """Loads a model, and keeps it loaded until the block ends.
-
-        A request for a model that is to leave waits until the other one was served, so that no model waits
-        for ever. Raises ModelFailed for a model that fails to load, or has failed lately.
-        """
+        """Loads a model, and keeps it loaded until the block ends. A request for a model that is to leave
+        waits until the other one was served, so that no model waits for ever. Raises ModelFailed for a model
+        that fails to load, or has failed lately."""
         with ExitStack() as use:
             while self.loads and not self.is_open(name):
                 if self.state(name) is not ModelState.LOADING:
@@ -318,7 +298,6 @@ class Router:
 
     @contextmanager
     def _counted(self, uses: Counter[str], name: str) -> Iterator[None]:
-        """A model has one more of these uses until the block ends."""
         uses[name] += 1
         try:
             yield
@@ -477,7 +456,7 @@ class Router:
                     while self._questions[name]:
                         await self._change()
             if name in self._residents:
-                await self._residents[name].end_session(farewell=True)
+                await self._residents[name](farewell=True)
             self._ending = name
             with suppress(EngineRejected):  # it has ended by itself
                 await self._control.call("POST", "/models/unload", json={"model": name})

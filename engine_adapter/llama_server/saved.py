@@ -16,35 +16,72 @@ import asyncio
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 from weakref import WeakValueDictionary
 
 from engine_adapter.errors import EngineSpecError
 from engine_adapter.llama_server import saved_files
-from engine_adapter.llama_server.own_tasks import OwnTasks
 from engine_adapter.llama_server.plan import SlotRates
-from engine_adapter.llama_server.saved_entry import (
+from engine_adapter.llama_server.saved_files import (
+    FileFault,
     Listener,
     Saved,
     SavedEvent,
     Stamp,
+    StateFileError,
     Work,
     least_valuable,
     salt_digest,
+    writing,
 )
-from engine_adapter.llama_server.saved_files import FileFault, StateFileError, writing
 from engine_adapter.types import Tier
 
-__all__ = ["Saved", "SavedEvent", "SavedPlace", "SavedPrefixes", "salt_digest"]
+__all__ = ["OwnTasks", "Saved", "SavedEvent", "SavedPlace", "SavedPrefixes", "salt_digest"]
 
 RETRY_S = 60.0  # pause after a saved prefix could not be read, before the next try
 
 _log = logging.getLogger("kvpin.llama_server")
+_Result = TypeVar("_Result")
+
+
+class OwnTasks:
+    """The tasks of one owner, which go on if the caller that waits for them is cancelled. `what` they do is
+    for the log. Callers handle `expected` errors. Any other is logged, because its caller may have left."""
+
+    def __init__(self, what: str, expected: type[Exception]) -> None:
+        self._what = what
+        self._expected = expected
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def start(self, work: Coroutine[Any, Any, _Result]) -> asyncio.Task[_Result]:
+        """Runs `work`."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._end)
+        return task
+
+    async def settled(self) -> None:
+        """Waits until all are over, also those that begin meanwhile."""
+        while self._tasks:
+            await asyncio.wait(tuple(self._tasks))
+
+    async def cancel(self) -> None:
+        """Cancels all, and waits until they are over."""
+        tasks = tuple(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _end(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, self._expected):
+            _log.error("%s failed", self._what, exc_info=error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +96,8 @@ class SavedPlace:
 
 
 class SavedPrefixes:
-    """The saved prefixes of the servers that share a directory.
-
-    Other kvpin processes may share the directory: files may come and go, and each process applies its caps to
-    the files it knows.
-
-    Attributes:
-        rates: what the files of a key are worth to its servers. A key without a server has the guesses.
-    """
+    """The saved prefixes of the servers that share a directory. Other kvpin processes may share the
+    directory: files may come and go, and each process applies its caps to the files it knows."""
 
     _shared: ClassVar[WeakValueDictionary[Path, SavedPrefixes]] = WeakValueDictionary()
 
@@ -80,6 +111,7 @@ class SavedPrefixes:
         self._dirs = {Tier.HOST: place.host} | ({Tier.DISK: place.disk} if place.disk else {})
         self._wanted = {Tier.HOST: place.host_bytes, Tier.DISK: place.disk_bytes}
         self._caps = self._wanted.copy()
+        # What the files of a key are worth to its servers. A key without a server has the guesses.
         self.rates: defaultdict[str, SlotRates] = defaultdict(SlotRates)
         self._entries: dict[str, Saved] = {}
         self._listeners: set[Listener] = set()
@@ -158,9 +190,7 @@ class SavedPrefixes:
 
     async def rebuild(self) -> None:
         """Reads the directories once; concurrent callers wait. After an error, the next call tries again."""
-        if self._rebuilding is None:
-            self._rebuilding = self._tasks.start(self._rebuild())
-        task = self._rebuilding
+        task = self._rebuilding = self._rebuilding or self._tasks.start(self._rebuild())
         try:
             await asyncio.shield(task)
         except StateFileError:
@@ -176,9 +206,8 @@ class SavedPrefixes:
                 with writing(directory):
                     await asyncio.to_thread(directory.mkdir, parents=True, exist_ok=True)
             found, held = await asyncio.to_thread(saved_files.scan, directory, tier, self._clock(), taken)
-            self._caps[tier] = await asyncio.to_thread(
-                saved_files.capacity, directory, self._wanted[tier], held
-            )
+            wanted = self._wanted[tier]
+            self._caps[tier] = await asyncio.to_thread(saved_files.capacity, directory, wanted, held)
             taken |= {saved.name for saved in found}
             there += found
         for saved in there:
@@ -244,8 +273,7 @@ class SavedPrefixes:
                 saved.kept_until, saved.kept_for = old.kept_until, old.kept_for
         # Announce it before its predecessors go: content that lies in a file never seems to lie in none.
         self._register(saved)
-        work = [self._drop(old) for old in replaced]
-        return work + self._retire(victims)
+        return [self._drop(old) for old in replaced] + self._retire(victims)
 
     def _continues(self, saved: Saved, old: Saved) -> bool:
         return (
@@ -259,8 +287,7 @@ class SavedPrefixes:
         """The entry that took the place of a saved prefix; itself if none has."""
         if self._is_registered(saved):
             return saved
-        found = (each for each in self.entries(saved.key) if self._continues(each, saved))
-        return next(found, saved)
+        return next((each for each in self.entries(saved.key) if self._continues(each, saved)), saved)
 
     def keep(self, saved: Saved, ttl_s: float, owner: str | None) -> None:
         """Retains a saved prefix for `ttl_s` seconds from now."""
@@ -275,9 +302,7 @@ class SavedPrefixes:
 
     async def ready(self, saved: Saved) -> str:
         """Verifies a saved prefix before a restore, moves it to the host tier, and returns its file name.
-
-        Raises StateFileError. A file that is damaged or gone was dropped then; any other stays.
-        """
+        Raises StateFileError. A file that is damaged or gone was dropped then; any other stays."""
         await saved.idle()
         self._check_registered(saved)
         saved.work = self._tasks.start(self._ready(saved))
@@ -310,15 +335,14 @@ class SavedPrefixes:
                 await asyncio.shield(self._tasks.start(self._erase(saved)))
 
     async def _ready(self, saved: Saved) -> None:
+        path = self.place.host / saved.name
         if saved.tier is Tier.DISK:
             await self._promote(saved)
         else:
-            path = self.place.host / saved.name
             saved.seen = await asyncio.to_thread(saved_files.verify, path, saved)
         saved.uses += 1
         saved.last_used = self._clock()
         with suppress(StateFileError):  # then the next start counts one use less
-            path = self.place.host / saved.name
             await asyncio.to_thread(saved_files.write_sidecar, path, saved)
 
     async def _promote(self, saved: Saved) -> None:
@@ -370,30 +394,20 @@ class SavedPrefixes:
         return self.rates[saved.key].value(saved, self._clock())
 
     def _rank(self, saved: Saved) -> tuple[bool, tuple[float, float]]:
-        """The order by which two saved prefixes compete for room."""
         return saved.kept_until > self._clock(), self._value(saved)
 
     def _retire(self, victims: Iterable[Saved]) -> list[Work]:
         """Moves victims out of the host tier: to disk if they are worth it, otherwise they are evicted."""
         work = []
         for saved in victims:
-            worse = self._worse_on_disk(saved)
-            if worse is None:
+            worse = self._victims(Tier.DISK, saved.size) if Tier.DISK in self._dirs else None
+            if worse is None or (worse and self._rank(worse[-1]) >= self._rank(saved)):
                 work += self._evict([saved])
             else:
                 saved.tier = Tier.DISK
                 saved.work = self._tasks.start(self._demote(saved, self._evict(worse)))
                 work.append(saved.work)
         return work
-
-    def _worse_on_disk(self, saved: Saved) -> list[Saved] | None:
-        """Entries to evict from disk for `saved`; None if it has no room, or holds only better entries."""
-        if Tier.DISK not in self._dirs:
-            return None
-        victims = self._victims(Tier.DISK, saved.size)
-        if victims and self._rank(victims[-1]) >= self._rank(saved):
-            return None
-        return victims
 
     def _evict(self, victims: Iterable[Saved]) -> list[Work]:
         work = [self._drop(saved) for saved in victims]
@@ -418,10 +432,8 @@ class SavedPrefixes:
         return await asyncio.to_thread(saved_files.move, *paths, saved)
 
     def _no_room(self, saved: Saved) -> StateFileError:
-        detail = (
-            f"its {saved.size} bytes do not fit into the host tier of {self._caps[Tier.HOST]} bytes"
-            " beside pinned entries and those in use"
-        )
+        room = f"the host tier of {self._caps[Tier.HOST]} bytes beside pinned entries and those in use"
+        detail = f"its {saved.size} bytes do not fit into {room}"
         return StateFileError(self.place.host / saved.name, FileFault.NO_ROOM, detail)
 
     # --- Books -----------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ StateFileError for a file or a directory that cannot be used.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import functools
 import logging
@@ -28,10 +29,11 @@ import secrets
 import stat
 import struct
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, suppress
 from enum import StrEnum
+from hashlib import blake2b
 from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -39,10 +41,10 @@ from typing import Any, BinaryIO
 import msgspec
 import xxhash
 
-from engine_adapter.llama_server.saved_entry import Saved, Sidecar, Stamp
-from engine_adapter.types import Tier, TokenIds
+from engine_adapter.types import Tier, TokenIds, common_prefix
 
 FORMAT = 1  # of sidecars
+KEPT_SHARE = 0.5  # of a tier, at most, is retained for clients
 _MOUNTS = Path("/proc/self/mounts")
 GRACE_S = 600.0  # a file without its sidecar stays this long: another process may be working on it
 
@@ -53,7 +55,132 @@ _MAGIC, _VERSION, _TOKENS_VERSION = 0x67677371, 3, 1
 _HEAD = struct.Struct("=III")
 _FRAMED, _MIN_FRAME = -1, 4  # a word that is no token id; the words of a frame without tokens and media
 _CHUNK = 1 << 20  # bytes per read: the fastest measured, and enough for xxhash to release the GIL
+_OTHER_BYTES = "its bytes are not those that were saved"
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+Stamp = tuple[int, int, int]  # inode, bytes, mtime in ns: the same file with the same content
+Work = asyncio.Task[Any]
+
+
+# --- an entry, and which of several is worth least -----------------------------------------------------
+
+
+class Sidecar(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """kvpin's record of a saved file. It has no prompt content, and only a digest of the salt."""
+
+    format: int
+    key: str  # fingerprint of model and stream layout; a server restores only its own key
+    salt: str | None  # `salt_digest` of the cache salt of the content
+    count: int = msgspec.field(name="tokens")
+    size: int
+    checksum: int  # xxh3_64 of the file
+    created: float  # seconds since the epoch, as all times here
+    last_used: float  # time of its last restore or write
+    uses: int  # restores of it and of entries it replaced
+    # A client retains it until then: it is evicted after others, as far as `kept` says. In JSON, null stands
+    # for infinity.
+    kept_until: float = 0.0
+    kept_for: str | None = None  # digest of that client's tenant
+
+
+class Saved(Sidecar, kw_only=True, eq=False):
+    """One saved prefix."""
+
+    name: str  # file name, the same in either tier
+    tokens: TokenIds[int] = msgspec.field(name="token_ids")
+    tier: Tier = Tier.HOST
+    # Until when which engine wants it kept. Servers that share a directory share its prefixes.
+    pins: dict[str, float] = msgspec.field(default_factory=dict)
+    seen: Stamp | None = None  # stamp of the file whose bytes were hashed in this process
+    retry_at: float = 0.0  # it is not restored before this time, because it could not be read
+    holds: int = 0  # restores that use it now; its files stay until they end
+    work: Work | None = None
+
+    @property
+    def pinned_until(self) -> float:
+        """It is not evicted before this time."""
+        return max(self.pins.values(), default=0.0)
+
+    def __repr__(self) -> str:
+        return f"Saved({self.name!r})"  # its tokens are secret
+
+    @property
+    def is_busy(self) -> bool:
+        """True if a file operation is running."""
+        return self.work is not None and not self.work.done()
+
+    async def idle(self) -> None:
+        """Waits until no file operation is running."""
+        while self.work is not None and not self.work.done():
+            await asyncio.wait({self.work})
+
+    def shared(self, tokens: TokenIds[int], salt: str | None) -> int:
+        """Number of leading tokens of `tokens` that it holds under `salt`."""
+        return common_prefix(self.tokens, tokens) if self.salt == salt else 0
+
+    def sidecar(self) -> bytes:
+        """The content of its sidecar."""
+        return msgspec.json.encode(msgspec.convert(self, Sidecar, from_attributes=True))
+
+
+class SavedEvent(StrEnum):
+    """An event in the life of an entry."""
+
+    ADDED = "added"
+    MOVED = "moved"  # to `Saved.tier`
+    REMOVED = "removed"  # from its tier
+
+
+Listener = Callable[[SavedEvent, Saved], None]
+
+
+def salt_digest(salt: str | None) -> str | None:
+    """The digest that stands for a cache salt in the registry and on disk; None for no salt."""
+    if salt is None:
+        return None
+    return blake2b(salt.encode(errors="surrogatepass"), digest_size=16, person=b"kvpin-salt").hexdigest()
+
+
+def kept(entries: Iterable[Saved], room: int, now: float) -> set[Saved]:
+    """The entries that count as retained: those that clients retain, up to KEPT_SHARE of `room` bytes.
+    Tenants take turns, the one with the fewest bytes so far first; each gets its last used entry first."""
+    wanted: dict[str | None, list[Saved]] = {}
+    for saved in sorted(entries, key=lambda each: each.last_used):
+        if saved.kept_until > now:
+            wanted.setdefault(saved.kept_for, []).append(saved)
+    chosen: set[Saved] = set()
+    used = dict.fromkeys(wanted, 0)
+    left = KEPT_SHARE * room
+    while wanted:
+        owner = min(wanted, key=lambda each: used[each])
+        saved = wanted[owner].pop()
+        if saved.size > left or not wanted[owner]:
+            del wanted[owner]
+        if saved.size <= left:
+            chosen.add(saved)
+            used[owner] += saved.size
+            left -= saved.size
+    return chosen
+
+
+def least_valuable(
+    entries: Iterable[Saved], size: int, room: int, now: float, value: Callable[[Saved], tuple[float, float]]
+) -> list[Saved] | None:
+    """The entries of least `value` that together hold `size` bytes of a tier of `room` bytes. None if too few
+    may go. Entries that are pinned, in use, or worked on stay; retained ones go last."""
+    entries = tuple(entries)
+    free = [saved for saved in entries if saved.pinned_until <= now and not saved.holds and not saved.is_busy]
+    staying = kept(entries, room, now)
+    victims: list[Saved] = []
+    for saved in sorted(free, key=lambda each: (each in staying, value(each))):
+        if size <= 0:
+            break
+        victims.append(saved)
+        size -= saved.size
+    return None if size > 0 else victims
+
+
+# --- errors --------------------------------------------------------------------------------------------
 
 
 class FileFault(StrEnum):
@@ -182,10 +309,6 @@ def _check_count(path: Path, unit: str, found: int, expected: int | None) -> Non
     _check(path, expected in (None, found), f"{found} {unit}, of {expected} that were saved")
 
 
-def _check_checksum(path: Path, found: int, expected: int) -> None:
-    _check(path, found == expected, "its bytes are not those that were saved")
-
-
 def _foreign(path: Path, detail: str) -> StateFileError:
     return StateFileError(path, FileFault.FOREIGN, detail)
 
@@ -260,7 +383,7 @@ def verify(path: Path, saved: Saved) -> Stamp:
     _check_count(path, "bytes", found[1], saved.size)
     _check(path, read_tokens(path) == saved.tokens, "its tokens are not those it was saved with")
     if found != saved.seen:
-        _check_checksum(path, checksum(path), saved.checksum)
+        _check(path, checksum(path) == saved.checksum, _OTHER_BYTES)
     return found
 
 
@@ -269,7 +392,7 @@ def move(source: Path, target: Path, saved: Saved) -> Stamp:
     _check_count(source, "bytes", stamp(source)[1], saved.size)
     copied = copy(source, target)
     try:
-        _check_checksum(source, copied, saved.checksum)
+        _check(source, copied == saved.checksum, _OTHER_BYTES)
         write_sidecar(target, saved)
     except StateFileError:
         remove(target)
@@ -294,19 +417,16 @@ def remove(path: Path) -> None:
 
 
 def capacity(directory: Path, wanted: int, held: int) -> int:
-    """Bytes that saved files may take: `wanted`, or less if the file system has less room.
-
-    The `held` bytes of a scan are room for entries too. Raises StateFileError where there is no directory.
-    """
+    """Bytes that saved files may take: `wanted`, or less if the file system has less room. The `held` bytes
+    of a scan are room for entries too. Raises StateFileError where there is no directory."""
     with reading(directory):
         status = os.statvfs(directory)
     room = held + status.f_bavail * status.f_frsize
     room -= room // 50  # sidecars, and blocks that are not full
     if wanted <= room or not status.f_blocks:  # a tmpfs without a limit says 0 blocks
         return wanted
-    _log.warning(
-        "%s has room for %d of %d bytes of saved prefixes: the cap is lowered", directory, room, wanted
-    )
+    text = "%s has room for %d of %d bytes of saved prefixes: the cap is lowered"
+    _log.warning(text, directory, room, wanted)
     return room
 
 
@@ -386,8 +506,7 @@ def _read_sidecar(path: Path, data: bytes) -> Sidecar:
     except RecursionError as error:
         raise _foreign(path, "kvpin did not write it: it is nested too deep") from error
     if sidecar.format != FORMAT:
-        known = f"format {sidecar.format}, known is {FORMAT}"
-        raise _foreign(path, f"another version of kvpin wrote it: {known}")
+        raise _foreign(path, f"another version of kvpin wrote it: format {sidecar.format}, known is {FORMAT}")
     return sidecar
 
 

@@ -4,6 +4,10 @@
 
 The slot table changes without awaits. The I/O in between runs in the scheduler's own tasks: a client that
 leaves never stops a save or restore half-way, and never leaves a slot busy.
+
+Requests get the cheapest idle slot, in the order of their arrival. They wait in kvpin's own queue, which
+sends one when a slot is idle. Only one whose slot was taken in that moment waits here, or one whose slot will
+be idle in a moment.
 """
 
 from __future__ import annotations
@@ -13,17 +17,16 @@ import logging
 import math
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from engine_adapter.errors import EngineError, EngineUnavailable
 from engine_adapter.hold import Forecast
 from engine_adapter.llama_server.answer import CompletionOutput, known_tokens, slot_content
-from engine_adapter.llama_server.checkpoints import SlotMemory
+from engine_adapter.llama_server.checkpoints import SlotMemory, user_starts
 from engine_adapter.llama_server.contents import SlotContents
-from engine_adapter.llama_server.own_tasks import OwnTasks
 from engine_adapter.llama_server.plan import Plan, plan
-from engine_adapter.llama_server.saved import Saved
+from engine_adapter.llama_server.saved import OwnTasks, Saved
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
 from engine_adapter.llama_server.slot_io import (
     SlotState,
@@ -33,9 +36,8 @@ from engine_adapter.llama_server.slot_io import (
     until_all_arrived,
     when_idle,
 )
-from engine_adapter.llama_server.slots import NO_TOKENS, Slot, SlotOperation
-from engine_adapter.llama_server.turns import SlotLease, SlotRequest, Turns, first_operation
-from engine_adapter.types import TOOL_S, TokenIds, common_prefix
+from engine_adapter.llama_server.slots import NO_TOKENS, Slot, SlotOperation, SlotTable
+from engine_adapter.types import TOOL_S, Retention, TokenIds, common_prefix
 
 log = logging.getLogger("kvpin.llama_server")
 
@@ -50,23 +52,127 @@ _Result = TypeVar("_Result")
 _Work = Callable[[Slot], Coroutine[Any, Any, _Result]]
 
 
-class SlotScheduler:
-    """Leases slots to requests, one operation per slot at a time.
+@dataclass(frozen=True, slots=True)
+class SlotRequest:
+    """A prompt that needs a slot."""
 
-    Attributes:
-        changed: set whenever a slot becomes idle.
-        is_closed: its session has ended: the slots may hold anybody's KV.
-        is_lost: the server turned out to be another process.
-        waiting: requests that came and have no slot yet.
-        has_worked: something ran since the slots were last read.
-        sleeps: the server was found asleep, and nothing has woken it since.
-    """
+    tokens: TokenIds[int] = field(repr=False)  # its ids; empty if they are unknown
+    salt: str | None = None  # digest of its cache salt
+    reuse: bool = True
+    retention: Retention | None = None  # how long to retain what it leaves; None for no retention
+    is_chat: bool = False  # the server knows where its messages begin
+    session: int | None = None  # digest of its conversation; None if its client names none
+    # How the text begins that the server makes its prompt of, as code points; empty if `tokens` are known.
+    text: TokenIds[int] = field(default_factory=lambda: NO_TOKENS, repr=False)
+
+
+@dataclass(slots=True)
+class SlotLease:
+    """A request's hold on a slot."""
+
+    slot: int
+    ask: SlotRequest
+    cached_tokens: int  # prompt tokens the server will report as reused
+    firm: bool  # False if the server may report more
+    may_reuse: bool  # the request may use KV that lies in the slot
+    restored: bool  # the slot's KV came from a file just before
+    before: TokenIds[int] = field(repr=False)  # known tokens the slot held, if the request may use them
+    length_before: int  # tokens the slot held, known or not
+    started: float  # when the request could be sent
+    answer: CompletionOutput | None = None  # its content; None until it has ended, or if it never did
+    has_begun: bool = False  # the first bytes of the answer have come
+    # The answer's text is all that was sampled: nothing is held back, parsed or trimmed.
+    shows_text: bool = True
+    shared: int = 0  # leading tokens of the prompt that the server takes from the slot
+    is_length_sure: bool = False  # `length_before` is no guess
+    # The slot's memory as the request finds it.
+    memory: SlotMemory = field(default_factory=SlotMemory, repr=False)
+
+    @property
+    def is_exact(self) -> bool:
+        """True if it uses no KV that was computed elsewhere and moved."""
+        return self.memory.exact == math.inf
+
+    @property
+    def leaves_own(self) -> bool:
+        """True if all KV in the slot is now its own client's, although the prompt's tokens are not known."""
+        answer, ask = self.answer, self.ask
+        is_done = answer is not None and answer.is_complete and answer.error is None
+        return is_done and not ask.tokens and ask.salt != UNKNOWN_OWNER
+
+
+Decide = Callable[[SlotRequest, Iterable[Slot]], Plan]
+# What a slot does after a request: it is idle again in a moment, and still holds its conversation.
+_SHORT = (SlotOperation.SETTLE, SlotOperation.SAVE)
+
+
+class Turns:
+    """The requests that wait for a slot. `decide` gives the best plan for one over some slots."""
+
+    def __init__(self, table: SlotTable, decide: Decide, clock: Callable[[], float]) -> None:
+        self._table = table
+        self._decide = decide
+        self._clock = clock
+        self._queue: dict[asyncio.Future[Plan], SlotRequest] = {}
+
+    async def turn(self, ask: SlotRequest) -> Plan:
+        """Waits for a slot for `ask`; the first operation of its plan has begun there. A caller that is
+        cancelled while it waits leaves nothing begun."""
+        turn: asyncio.Future[Plan] = asyncio.get_running_loop().create_future()
+        self._queue[turn] = ask
+        self._dispatch()
+        try:
+            return await turn
+        except asyncio.CancelledError:
+            is_told = self._queue.pop(turn, None) is None and not turn.cancelled()
+            if is_told and turn.exception() is None:  # its turn has just come
+                self.release(turn.result().slot)
+            raise
+
+    def release(self, slot_id: int) -> None:
+        """Ends the operation on a slot, and starts waiting requests."""
+        self._table.end(slot_id, self._clock())
+        self._dispatch()
+
+    def fail(self, error: Exception) -> None:
+        """Raises `error` in every waiting request."""
+        for turn in self._queue:
+            if not turn.done():
+                turn.set_exception(error)
+        self._queue.clear()
+
+    def _dispatch(self) -> None:
+        """Starts every waiting request that can start now."""
+        for turn, ask in tuple(self._queue.items()):
+            if self._table.in_flight == len(self._table):
+                return
+            if not turn.done():  # it has not left
+                soon = [slot for slot in self._table if slot.is_idle or slot.operation in _SHORT]
+                plan = self._decide(ask, soon)
+                if self._table[plan.slot].is_idle:
+                    self._table.begin(plan.slot, first_operation(plan), self._clock())
+                    del self._queue[turn]
+                    turn.set_result(plan)
+
+
+def first_operation(plan: Plan) -> SlotOperation:
+    """The first operation of a plan on its slot."""
+    if plan.save_first:
+        return SlotOperation.SAVE
+    return SlotOperation.REQUEST if plan.restore is None else SlotOperation.RESTORE
+
+
+class SlotScheduler:
+    """Leases slots to requests, one operation per slot at a time."""
 
     def __init__(self, contents: SlotContents) -> None:
         self.contents = contents
-        self.changed = asyncio.Event()
-        self.is_closed = self.is_lost = self.has_worked = self.sleeps = False
-        self.waiting = 0
+        self.changed = asyncio.Event()  # set whenever a slot becomes idle
+        self.is_closed = False  # its session has ended: the slots may hold anybody's KV
+        self.is_lost = False  # the server turned out to be another process
+        self.has_worked = False  # something ran since the slots were last read
+        self.sleeps = False  # the server was found asleep, and nothing has woken it since
+        self.waiting = 0  # requests that came and have no slot yet
         self._control, self._table, self._clock = contents.control, contents.table, contents.clock
         self._turns = Turns(self._table, self._plan, self._clock)
         self._tasks = OwnTasks(f"{contents.engine}: work on its slots", EngineError)
@@ -92,12 +198,19 @@ class SlotScheduler:
     @asynccontextmanager
     async def lease(self, ask: SlotRequest) -> AsyncIterator[SlotLease]:
         """Leases the best slot for a request, after the save and restore that pay."""
-        chosen = await self._turn(ask)
+        self._check_open()
+        self.waiting += 1
+        try:
+            await self.is_asleep()
+            self.sleeps = False  # the request wakes it
+            chosen = await self._turns.turn(ask)
+        finally:
+            self.waiting -= 1
         self._check_open()
         lease = await self._prepared(chosen, ask)
         self._check_open()
         # The slot is going to hold this prompt: the next request of the conversation waits for it.
-        memory = lease.memory.after(lease.shared, len(ask.tokens), self.contents.user_starts(ask))
+        memory = lease.memory.after(lease.shared, len(ask.tokens), self.user_starts(ask))
         unknown = int(not ask.tokens)  # an empty slot is nobody's
         self._table.hold(
             lease.slot, ask.tokens, ask.salt, unknown=unknown, memory=memory, text=ask.text, is_sure=False
@@ -127,18 +240,14 @@ class SlotScheduler:
 
     async def take(self, slot_id: int, operation: SlotOperation, work: _Work[_Result]) -> _Result:
         """Runs `work` as the one operation on an idle slot, to its end even if the caller is cancelled.
-
-        Raises what `work` raises.
-        """
+        Raises what `work` raises."""
         self._check_open()
         self._table.begin(slot_id, operation, self._clock())
         return await _outcome(self._tasks.start(self._taken(slot_id, work)))
 
     async def bring(self, entry: Saved) -> bool:
-        """Restores a saved prefix ahead of its request, into an empty slot or the one idle for longest.
-
-        Saves that slot first. False if every slot is busy or pinned, or if the save or restore fails.
-        """
+        """Restores a saved prefix ahead of its request, into an empty slot or the one idle for longest. Saves
+        that slot first. False if every slot is busy or pinned, or if the save or restore fails."""
         now = self._clock()
         idle = [slot for slot in self._table.idle() if slot.pinned_until <= now]
         if not idle:
@@ -170,10 +279,8 @@ class SlotScheduler:
                 self._watch_foreign(slot)
 
     async def reconcile(self) -> None:
-        """Compares the mirror with `/slots`. A slot that somebody else changed becomes unknown.
-
-        Raises EngineUnavailable if the server lost its slots: it is another process.
-        """
+        """Compares the mirror with `/slots`. A slot that somebody else changed becomes unknown. Raises
+        EngineUnavailable if the server lost its slots: it is another process."""
         uses = [slot.uses for slot in self._table]
         self.has_worked = False
         states = await read_slots(self._control)
@@ -199,9 +306,7 @@ class SlotScheduler:
 
     async def look(self) -> bool:
         """True if the server sleeps. The question does not wake it. A server that sleeps has lost all KV.
-
-        Raises EngineUnavailable if another process answers.
-        """
+        Raises EngineUnavailable if another process answers."""
         pulse = await read_pulse(self._control)
         if pulse.instance != self.contents.facts.instance:
             raise EngineUnavailable("the server was restarted")
@@ -231,17 +336,6 @@ class SlotScheduler:
         await self._tasks.cancel()
 
     # --- inside -----------------------------------------------------------------------------------
-
-    async def _turn(self, ask: SlotRequest) -> Plan:
-        """Waits for a slot, and wakes the server."""
-        self._check_open()
-        self.waiting += 1
-        try:
-            await self.is_asleep()
-            self.sleeps = False
-            return await self._turns.turn(ask)
-        finally:
-            self.waiting -= 1
 
     def _plan(self, ask: SlotRequest, slots: Iterable[Slot]) -> Plan:
         contents = self.contents
@@ -332,16 +426,14 @@ class SlotScheduler:
         try:
             known, unknown, is_own = await self._left_by(lease)
         except EngineError as error:
-            log.warning(
-                "%s: content of slot %d is unknown after a request: %s", self.contents.engine, slot.id, error
-            )
+            text = "%s: content of slot %d is unknown after a request: %s"
+            log.warning(text, self.contents.engine, slot.id, error)
         finally:
             if is_own:
-                memory = self._memory_after(lease).grown(len(known) + unknown)
-                ask = lease.ask
+                memory, ask = self._memory_after(lease).grown(len(known) + unknown), lease.ask
                 self._table.hold(slot.id, known, ask.salt, unknown=unknown, memory=memory, text=ask.text)
                 self.contents.note_files([slot])
-                self.contents.keep(slot, lease.ask.retention)
+                self.contents.keep(slot, ask.retention)
                 if lease.answer is not None and lease.answer.finish_reason == "tool_calls":
                     slot.due_until = self._clock() + TOOL_S  # the tool's result is expected
             else:
@@ -355,7 +447,12 @@ class SlotScheduler:
         rules = self.contents.rules
         if told is None or not ask.tokens or lease.memory.rules != rules:  # they may have changed meanwhile
             return rules.lost(max(len(ask.tokens), 1))
-        return lease.memory.after(lease.shared, len(ask.tokens), self.contents.user_starts(ask), told=told)
+        return lease.memory.after(lease.shared, len(ask.tokens), self.user_starts(ask), told=told)
+
+    def user_starts(self, ask: SlotRequest) -> tuple[int, ...]:
+        """The positions where the user messages of a chat begin; none where they do not matter."""
+        is_needed = ask.is_chat and not self.contents.rules.is_plain
+        return user_starts(ask.tokens, self.contents.facts.user_mark) if is_needed else ()
 
     async def _left_by(self, lease: SlotLease) -> tuple[TokenIds[int], int, bool]:
         """(known tokens, number of unknown ones, whether all are its owner's) in the slot after a request."""

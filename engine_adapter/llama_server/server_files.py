@@ -54,12 +54,10 @@ class ServerLock:
     """The lock of one server, which its address names. None for no directory is no lock."""
 
     def __init__(self, directory: Path | None, url: str) -> None:
-        self._path: Path | None = None
         self._url = _LOCALHOST.sub("127.0.0.1", url)
+        self._path = None if directory is None else _path(directory, self._url, "lock")
         self._file: FileIO | None = None  # open while the lock is held
         self._has_warned = False
-        if directory is not None:
-            self._path = _path(directory, self._url, "lock")
 
     @property
     def is_possible(self) -> bool:
@@ -109,12 +107,9 @@ class ServerLock:
 
     def _warn(self, error: OSError) -> None:
         if not self._has_warned:
-            self._has_warned = True
-            _log.warning(
-                "%s cannot be locked (%s): a second kvpin on the same server would not be noticed",
-                self._path,
-                error.strerror,
-            )
+            text = "%s cannot be locked (%s): a second kvpin on the same server would not be noticed"
+            _log.warning(text, self._path, error.strerror)
+        self._has_warned = True
 
 
 def _holder(file: FileIO) -> _Holder | None:
@@ -125,7 +120,6 @@ def _holder(file: FileIO) -> _Holder | None:
 
 
 def _is_there(file: FileIO, path: Path) -> bool:
-    """True if the path still leads to the open file."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except OSError:
@@ -160,20 +154,16 @@ def _is_gone(url: str) -> bool:
 
 
 class ServerRecord(Generic[_Content]):
-    """One record, which only this user can read; none without a directory or `instance`.
-
-    `instance` is the word of the server's process: a record of another process counts for nothing. `name` is
-    what it is about, in its file's name and in logs; `kind` is the type of its content.
-    """
+    """One record, which only this user can read; none without a directory or `instance`. `instance` is the
+    word of the server's process: a record of another process counts for nothing. `name` is what it is about,
+    in its file's name and in logs; `kind` is the type of its content."""
 
     def __init__(
         self, directory: Path | None, url: str, instance: str | None, name: str, kind: type[_Content]
     ) -> None:
-        self._path: Path | None = None
+        self._path = None if directory is None or instance is None else _path(directory, url, name)
         self._instance, self._name, self._kind = instance or "", name, kind
         self._has_warned = False
-        if directory is not None and instance is not None:
-            self._path = _path(directory, url, name)
 
     def read(self) -> _Content | None:
         """The content that was written about this process; None if there is none that can be read."""
@@ -196,12 +186,8 @@ class ServerRecord(Generic[_Content]):
             part.replace(self._path)
         except OSError as error:
             if not self._has_warned:
-                _log.warning(
-                    "%s cannot be written (%s): %s will not outlive kvpin",
-                    self._path,
-                    error.strerror,
-                    self._name,
-                )
+                text = "%s cannot be written (%s): %s will not outlive kvpin"
+                _log.warning(text, self._path, error.strerror, self._name)
             self._has_warned = True
             for each in (part, self._path):
                 with suppress(OSError):

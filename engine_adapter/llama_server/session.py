@@ -21,11 +21,17 @@ from engine_adapter.errors import EngineError
 from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server.checkpoints import UNPROBED
 from engine_adapter.llama_server.contents import SlotContents
-from engine_adapter.llama_server.discovery import MOVES, MemoryKind, ServerFacts
+from engine_adapter.llama_server.discovery import (
+    MOVES,
+    MemoryKind,
+    ServerFacts,
+    memory_rules,
+    probe,
+    probe_file,
+)
 from engine_adapter.llama_server.mirror_events import TOKENS_PER_BLOCK, MirrorEvents
 from engine_adapter.llama_server.options import SERVED, LlamaServerSpec
 from engine_adapter.llama_server.plan import SlotRates, worth_saving
-from engine_adapter.llama_server.probe import memory_rules, probe, probe_file
 from engine_adapter.llama_server.saved import SavedPrefixes
 from engine_adapter.llama_server.saved_files import StateFileError
 from engine_adapter.llama_server.scheduler import SlotScheduler
@@ -61,31 +67,23 @@ class Probed(msgspec.Struct, frozen=True):
 
 @dataclass(eq=False, repr=False)
 class ServerSession:
-    """A connected server process.
-
-    Attributes:
-        may_try: it may probe the server, and empty and save slots; else it changes nothing there.
-        told: what probing a process with the same flags has told.
-        is_too_slow: the server did not answer the probe in time before; it is not probed again.
-        rates: what is known of how long its work takes, from earlier processes too.
-        scheduler: manages its slots; None if they cannot be managed, and the server chooses them itself.
-        verbs: the admin verbs on its slots; None likewise.
-        findings: reasons why kvpin cannot use it fully, beyond the findings of the facts.
-        mirror: what its slots and files hold, as events.
-        is_probing: the probe has begun and not ended.
-    """
+    """A connected server process."""
 
     _spec: LlamaServerSpec
     _control: ControlClient
     facts: ServerFacts
     _: KW_ONLY
-    may_try: bool = True
-    told: Probed | None = None
-    is_too_slow: bool = False
+    may_try: bool = True  # it may probe the server, and empty and save slots; else it changes nothing there
+    told: Probed | None = None  # what probing a process with the same flags has told
+    is_too_slow: bool = False  # the server did not answer the probe in time before; it is not probed again
+    # What is known of how long its work takes, from earlier processes too.
     rates: SlotRates = field(default_factory=SlotRates)
+    # Manages its slots; None if they cannot be managed, and the server chooses them itself.
     scheduler: SlotScheduler | None = field(default=None, init=False)
-    verbs: SlotVerbs | None = field(default=None, init=False)
+    verbs: SlotVerbs | None = field(default=None, init=False)  # the admin verbs on its slots; None likewise
+    # Reasons why kvpin cannot use it fully, beyond the findings of the facts.
     findings: list[Finding] = field(default_factory=list, init=False)
+    # What its slots and files hold, as events.
     mirror: MirrorEvents = field(default_factory=MirrorEvents, init=False)
     is_probing: bool = field(default=False, init=False)
     _has_files: bool = field(default=False, init=False)
@@ -152,11 +150,9 @@ class ServerSession:
     def probed(self) -> Probed | None:
         """The results of the probe; None if the next process has to be probed, too."""
         facts = self.facts
-        return (
-            Probed(facts.ram_cache, facts.is_unified, facts.kind, facts.has_draft)
-            if self._has_files and facts.ram_cache is not None
-            else None
-        )
+        if not self._has_files or facts.ram_cache is None:
+            return None
+        return Probed(facts.ram_cache, facts.is_unified, facts.kind, facts.has_draft)
 
     async def is_busy_moving(self) -> bool:
         """True if the same process is saving or restoring a slot, during which it answers few questions."""
@@ -173,9 +169,8 @@ class ServerSession:
         idle = scheduler.contents.table.idle()
         if idle and not scheduler.streams and not scheduler.waiting:
             slot = min(idle, key=lambda slot: (slot.dirty, slot.length))
-            await scheduler.take(
-                slot.id, SlotOperation.FOREIGN, partial(self._try_out_on, scheduler.contents)
-            )
+            work = partial(self._try_out_on, scheduler.contents)
+            await scheduler.take(slot.id, SlotOperation.FOREIGN, work)
 
     async def _try_out_on(self, contents: SlotContents, slot: Slot) -> None:
         contents.mark_unknown(slot, None)
@@ -222,8 +217,7 @@ class ServerSession:
                 await erase(self._control, state.id)
         scheduler.adopt(await read_slots(self._control))
         if self.may_try:
-            writing = self._keep_writing_back(scheduler)
-            self._write_back = asyncio.get_running_loop().create_task(writing)
+            self._write_back = asyncio.get_running_loop().create_task(self._keep_writing_back(scheduler))
 
     async def _keep_writing_back(self, scheduler: SlotScheduler) -> None:
         while True:
@@ -284,14 +278,10 @@ class ServerSession:
             self.findings.append(Finding(problem, lacks=MOVES))
             return None
         if not self._shares_directory:
-            self.findings.append(
-                Finding(
-                    f"nothing is saved: files of the server do not arrive in host_cache_dir {directory}",
-                    f"start it with --slot-save-path {directory}, or set host_cache_dir to the directory it "
-                    "saves to",
-                    MOVES,
-                )
-            )
+            problem = f"nothing is saved: files of the server do not arrive in host_cache_dir {directory}"
+            choice = "or set host_cache_dir to the directory it saves to"
+            remedy = f"start it with --slot-save-path {directory}, {choice}"
+            self.findings.append(Finding(problem, remedy, MOVES))
             return None
         return registry
 
@@ -366,13 +356,11 @@ def _worth_most(scheduler: SlotScheduler) -> Slot | None:
 
 def absent(model: str, instance: str, card: Mapping[str, Any], *, keeps_none: bool = False) -> EngineInfo:
     """The facts about a server whose model was not in memory yet. `keeps_none`: it has no `--cache-ram`."""
-    salted = {Capability.CACHE_SALT} if keeps_none else set()
+    has = {Capability.CACHED_TOKENS, Capability.KV_EVENTS, Capability.TOKENIZE}
     return EngineInfo(
         model=model,
         instance=instance,
-        capabilities=frozenset(
-            {Capability.CACHED_TOKENS, Capability.KV_EVENTS, Capability.TOKENIZE, *salted}
-        ),
+        capabilities=frozenset(has | {Capability.CACHE_SALT} if keeps_none else has),
         tokens_per_block=TOKENS_PER_BLOCK,
         shares_prefill=True,
         any_model=True,

@@ -19,9 +19,7 @@ from engine_adapter.http.control import ANSWER_S, ControlClient
 from engine_adapter.llama_server.options import NATIVE_COMPLETIONS
 from engine_adapter.types import TokenIds, common_prefix
 
-# --- slot io --------------------------------------------------------------------------------------------
-# The routes of a llama-server's slots: what they hold, save, restore, erase, and when they are quiet.
-#
+# --- the routes of the slots: what they hold, save, restore, erase, and when they are quiet -------------
 # Each call raises EngineUnavailable when no answer comes, or one of another form, and EngineRejected for an
 # error.
 
@@ -47,22 +45,16 @@ class _Params(msgspec.Struct, frozen=True):
 
 
 class SlotState(msgspec.Struct, frozen=True):
-    """One slot as `GET /slots` shows it.
-
-    Attributes:
-        id_task: number of its latest request, None when it had none.
-        n_tokens: tokens it holds; None if it had no request, even after a restore.
-        speculative: a draft model proposes tokens, or text that came before does.
-        params: of its latest request.
-    """
+    """One slot as `GET /slots` shows it."""
 
     id: int
     n_ctx: int
     is_processing: bool
-    id_task: int | None = None
+    id_task: int | None = None  # number of its latest request, None when it had none
+    # Tokens it holds; None if it had no request, even after a restore.
     n_tokens: int | None = msgspec.field(name="n_prompt_tokens", default=None)
-    speculative: bool = False
-    params: _Params | None = None
+    speculative: bool = False  # a draft model proposes tokens, or text that came before does
+    params: _Params | None = None  # of its latest request
 
     @property
     def has_draft(self) -> bool | None:
@@ -123,25 +115,21 @@ async def restore(control: ControlClient, slot_id: int, name: str) -> Moved:
     return Moved(answer.n_restored, answer.n_read, answer.timings.restore_ms / 1000)
 
 
-async def erase(control: ControlClient, slot_id: int) -> int:
-    """Empties a slot; returns the number of tokens it held."""
-    return (await _act(control, slot_id, "erase", _Erased, {})).n_erased
+async def erase(control: ControlClient, slot_id: int) -> None:
+    """Empties a slot."""
+    await _act(control, slot_id, "erase", _Erased, {})
 
 
 async def _act(
     control: ControlClient, slot_id: int, action: str, kind: type[_Answer], fields: dict[str, str]
 ) -> _Answer:
-    """Lets the server do something with a slot. A connection can be half-open: the answer never comes.
-
-    Raises:
-        EngineLost: the server is done with all that it was sent, and did not answer; or it ends.
-    """
+    """Lets the server do something with a slot. A connection can be half-open: the answer never comes. Raises
+    EngineLost if the server is done with all that it was sent, and did not answer; or if it ends."""
     path = f"/slots/{slot_id}?action={action}"
     answer = asyncio.ensure_future(control.read(kind, "POST", path, json=fields, answer_s=MOVE_S))
     try:
         while not (await asyncio.wait({answer}, timeout=LOOK_S))[0]:
-            is_due = await _is_done(control, slot_id)
-            if is_due and not (await asyncio.wait({answer}, timeout=LATE_S))[0]:
+            if await _is_done(control, slot_id) and not (await asyncio.wait({answer}, timeout=LATE_S))[0]:
                 raise EngineLost(f"slot {slot_id}: the answer to {action!r} was lost")
         return answer.result()
     finally:
@@ -150,12 +138,9 @@ async def _act(
 
 async def _is_done(control: ControlClient, slot_id: int) -> bool:
     """True if the server has done all that it was sent for a slot before this question. Operations on a slot
-    that works for somebody else wait, and questions overtake them.
-
-    Raises:
-        EngineLost: the server ends. It takes no more connections, answers nothing that waits in its queue,
-            and does not end while somebody waits (llama.cpp 0c1e570).
-    """
+    that works for somebody else wait, and questions overtake them. Raises EngineLost if the server ends: it
+    takes no more connections, answers nothing that waits in its queue, and does not end while somebody waits
+    (llama.cpp 0c1e570)."""
     try:
         await _between_steps(partial(control.get, _QUEUED))
         return not (await read_slots(control))[slot_id].is_processing
@@ -213,11 +198,9 @@ async def when_idle(control: ControlClient, slot_id: int) -> SlotState:
 
 
 async def until_all_arrived(control: ControlClient) -> None:
-    """Waits until every request sent so far runs or is gone.
-
-    A request whose client left may still wait behind a long step and then start. The server answers `/slots`
-    during the step and does not show the request.
-    """
+    """Waits until every request sent so far runs or is gone. A request whose client left may still wait
+    behind a long step and then start. The server answers `/slots` during the step and does not show the
+    request."""
     await asyncio.sleep(_ARRIVAL_S)
     with suppress(EngineRejected):  # a server without this route
         await _between_steps(partial(control.get, _QUEUED))
@@ -234,9 +217,7 @@ async def end_copies(control: ControlClient, slot_id: int) -> None:
     await control.call("POST", "/completion", json=body)
 
 
-# --- tokens ---------------------------------------------------------------------------------------------
-# The token ids of a request, from the server that will compute it: exact for any template and flags.
-#
+# --- the token ids of a request, from the server that will compute it: exact for any template and flags ---
 # A chat costs two calls (`/apply-template`, `/tokenize`), a text one call, ready ids none.
 
 _CHAT = "/v1/chat/completions"
@@ -278,8 +259,7 @@ async def tokenize(control: ControlClient, path: str, body: JsonBody) -> TokenId
 
 async def read_user_mark(control: ControlClient) -> tuple[int, ...]:
     """The tokens that begin a user message, as the server finds them in its chat template: it compares two
-    chats, of which one has a further user message. Empty if the template does not tell.
-    """
+    chats, of which one has a further user message. Empty if the template does not tell."""
     user, begun = {"role": "user", "content": "kvpin-a"}, [{"role": "user", "content": "kvpin-b"}]
     begun.append({"role": "assistant", "content": "kvpin-c"})
     try:

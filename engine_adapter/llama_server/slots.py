@@ -37,42 +37,28 @@ class SlotBusy(Exception):
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """One slot. Others read it; `SlotTable` changes it.
-
-    Attributes:
-        tokens: the known content, from the first token on. During a request: its prompt.
-        unknown: number of further tokens, whose ids are unknown.
-        salt: digest of the content's cache salt.
-        since: time when the operation began, or when the slot became idle.
-        uses: operations and wipes so far; if it has not changed, nothing happened.
-        saved: leading tokens of the content that lie in a saved file.
-        pinned: leading tokens that must not be overwritten before `pinned_until`.
-        kept_until: a client retains the content until this time: it is not overwritten unsaved.
-        kept_for: digest of that client's tenant.
-        due_until: its answer called a tool: the next turn, with the result, is expected until then.
-        session: digest of the content's conversation; None if its client names none.
-        is_outdated: that conversation went on in another slot.
-        memory: which of the content a prompt can resume. During a request: once its prompt is computed.
-        text: how the text begins that the server made its content of, where the tokens are not known; as code
-            points.
-    """
+    """One slot. Others read it; `SlotTable` changes it."""
 
     id: int
+    # The known content, from the first token on. During a request: its prompt.
     tokens: TokenIds[int] = field(default_factory=lambda: NO_TOKENS)
-    unknown: int = 0
-    salt: str | None = None
+    unknown: int = 0  # number of further tokens, whose ids are unknown
+    salt: str | None = None  # digest of the content's cache salt
     operation: SlotOperation | None = None
-    since: float = 0.0
-    uses: int = 0
-    saved: int = 0
-    pinned: int = 0
+    since: float = 0.0  # time when the operation began, or when the slot became idle
+    uses: int = 0  # operations and wipes so far; if it has not changed, nothing happened
+    saved: int = 0  # leading tokens of the content that lie in a saved file
+    pinned: int = 0  # leading tokens that must not be overwritten before `pinned_until`
     pinned_until: float = NEVER
-    kept_until: float = NEVER
-    kept_for: str | None = None
+    kept_until: float = NEVER  # a client retains the content until this time: it is not overwritten unsaved
+    kept_for: str | None = None  # digest of that client's tenant
+    # Its answer called a tool: the next turn, with the result, is expected until then.
     due_until: float = NEVER
-    session: int | None = None
-    is_outdated: bool = False
+    session: int | None = None  # digest of the content's conversation; None if its client names none
+    is_outdated: bool = False  # that conversation went on in another slot
+    # Which of the content a prompt can resume. During a request: once its prompt is computed.
     memory: SlotMemory = field(default_factory=SlotMemory)
+    # How the text begins that the server made its content of, where the tokens are not known; as code points.
     text: TokenIds[int] = field(default_factory=lambda: NO_TOKENS, repr=False)
 
     @property
@@ -119,20 +105,15 @@ class Slot:
 
 
 class SlotTable:
-    """All slots of one server. `tell` is called after each change of what a slot is sure to hold.
-
-    Attributes:
-        violations: times that SlotBusy was raised; above 0 there is a bug.
-        most_in_flight: for each slot, the most operations ever requested at once.
-    """
+    """All slots of one server. `tell` is called after each change of what a slot is sure to hold."""
 
     def __init__(
         self, count: int, rules: MemoryRules = PLAIN, tell: Callable[[Slot], None] = lambda _: None
     ) -> None:
         self._slots = tuple(Slot(slot_id, memory=rules.restored(0)) for slot_id in range(count))
         self._tell = tell
-        self.violations = 0
-        self.most_in_flight = [0] * count
+        self.violations = 0  # times that SlotBusy was raised; above 0 there is a bug
+        self.most_in_flight = [0] * count  # for each slot, the most operations ever requested at once
 
     def __iter__(self) -> Iterator[Slot]:
         return iter(self._slots)
@@ -217,10 +198,8 @@ class SlotTable:
                 slot.is_outdated = True
 
     def pin(self, slot_id: int, tokens: int, until: float) -> int:
-        """Pins the first `tokens` known tokens of a slot until `until`; returns how many are pinned.
-
-        A slot has one pin: this replaces the last one, and 0 tokens end it.
-        """
+        """Pins the first `tokens` known tokens of a slot until `until`; returns how many are pinned. A slot
+        has one pin: this replaces the last one, and 0 tokens end it."""
         slot = self._slots[slot_id]
         slot.pinned = min(tokens, len(slot.tokens))
         slot.pinned_until = until if slot.pinned else NEVER
@@ -232,10 +211,8 @@ class SlotTable:
             slot.memory = rules.lost(slot.length)
 
     def wipe(self) -> None:
-        """The server lost all KV: contents and pins go, operations in flight go on.
-
-        Counts as a use, so that an operation in flight sees that the content has changed.
-        """
+        """The server lost all KV: contents and pins go, operations in flight go on. Counts as a use, so that
+        an operation in flight sees that the content has changed."""
         for slot in self._slots:
             self.hold(slot.id, NO_TOKENS, None)
             slot.uses += 1

@@ -172,7 +172,6 @@ class SlotVerbs:
         return [entry for entry in entries if entry not in kept], kept
 
     async def _offload(self, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
-        """Saves slots to files and empties them."""
         tally = _Tally()
         held = [slot for slot in self._contents.table if _matches(slot, target)]
         if target.token_ids is not None:
@@ -210,11 +209,7 @@ class SlotVerbs:
         table = self._contents.table
         entries = [entry for entry in self._contents.entries() if _matches(entry, target)]
         entries.sort(key=lambda entry: entry.last_used, reverse=True)
-        missing = [
-            entry
-            for entry in entries
-            if all(slot.shared(entry.tokens, entry.salt) < entry.count for slot in table)
-        ]
+        missing = [e for e in entries if all(slot.shared(e.tokens, e.salt) < e.count for slot in table)]
         if target.token_ids is None:
             return missing[: sum(slot.is_empty for slot in table.idle())]
         reached = max((_shared(slot, target) for slot in table), default=0)

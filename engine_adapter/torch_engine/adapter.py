@@ -24,6 +24,7 @@ from engine_adapter.options import ASK
 from engine_adapter.torch_engine.event_publisher import EventSource
 from engine_adapter.torch_engine.kv_cache import SliceResult
 from engine_adapter.types import (
+    NOT_RETAINED,
     TRANSLATED_ROUTES,
     Capability,
     EngineInfo,
@@ -38,12 +39,8 @@ from engine_adapter.types import (
     TokenIds,
 )
 
-# --- the routes of the embedded engine beside `/v1`. Those below `/kv` are for kvpin alone --------------
-
 ROUTES = {"/tokenize": ASK, "/detokenize": ASK}
-
-
-# --- adapter --------------------------------------------------------------------------------------------
+"""Its routes beside `/v1`. Those below `/kv` are for kvpin alone."""
 
 # In the error event of an engine that ends; a tool may have that name, too.
 _ENDS = b'"engine_unavailable"'
@@ -163,15 +160,14 @@ class EmbeddedAdapter(EngineAdapter):
     def hold(
         self, path: str, body: RequestBody, prompt: KvTarget | None
     ) -> AbstractAsyncContextManager[Hold]:
-        """The request tells the engine what to retain, and for whom. The engine
-        tells the tokens of a stream, so that another one can go on with it."""
+        """The request tells the engine what to retain, and for whom. The engine tells the tokens of a stream,
+        so that another one can go on with it."""
         if path not in _PROMPT_ROUTES or not isinstance(body, JsonBody):
             return nullcontext(Hold(body))
-        retention = prompt.retention if prompt is not None else None
+        retention = (prompt.retention if prompt is not None else None) or NOT_RETAINED
         changes: dict[str, Any] = {}
-        retains = retention is not None and retention.priority > 0
-        owner = retention.owner if retention is not None else None
-        if retention is not None and retains:
+        owner, retains = retention.owner, retention.priority > 0
+        if retains:
             asked = body.get("keep_priority")
             priority = max(asked, retention.priority) if isinstance(asked, int) else retention.priority
             changes = {"keep_priority": priority, "keep_s": retention.ttl_s}
@@ -180,7 +176,9 @@ class EmbeddedAdapter(EngineAdapter):
         if changes or is_kept_for or any(name in body for name in _KEEPING):
             # The owner is never the client's choice: it could use up the share of another owner.
             changes["keep_for"] = owner
-        cached = 0 if _computes_all(path, body) else None
+        # Logprobs of a prompt need all of it computed, whatever the engine holds.
+        computes_all = path == "/v1/completions" and body.get("echo") and body.get("logprobs") is not None
+        cached = 0 if computes_all else None
         if body.get("stream") is not True or body.get("echo"):  # an echo would be sent twice
             changed = body.replace(**changes) if changes else body
             return nullcontext(Hold(changed, cached_tokens=cached, retains=retains))
@@ -202,8 +200,7 @@ class EmbeddedAdapter(EngineAdapter):
     @override
     async def events(self, since: EventPosition | None = None) -> AsyncGenerator[KvEvent, None]:
         sources = await self._control.read(dict[str, EventSource], "GET", "/kv_event_sources")
-        source = next(iter(sources.values()), None)
-        if source is None:
+        if (source := next(iter(sources.values()), None)) is None:
             raise EngineUnavailable("the engine names no event source")
         endpoints = EventEndpoints(
             self._reachable(source.endpoint), self._reachable(source.replay_endpoint), source.topic
@@ -233,8 +230,7 @@ class EmbeddedAdapter(EngineAdapter):
 
     @override
     async def unpin(self, pin_id: str) -> bool:
-        answer = await self._control.read(_Unpinned, "POST", "/kv/unpin", json={"pin_id": pin_id})
-        return answer.unpinned
+        return (await self._control.read(_Unpinned, "POST", "/kv/unpin", json={"pin_id": pin_id})).unpinned
 
     @override
     async def put_prompt_table(self, table: PromptTable) -> None:
@@ -261,13 +257,7 @@ class EmbeddedAdapter(EngineAdapter):
         return reachable_endpoint(endpoint, self.spec.url) or endpoint
 
 
-def _computes_all(path: str, body: JsonBody) -> bool:
-    """True if the engine computes the whole prompt, whatever it holds: logprobs of a prompt need that."""
-    return path == "/v1/completions" and bool(body.get("echo")) and body.get("logprobs") is not None
-
-
 def _target_fields(target: KvTarget) -> dict[str, Any]:
-    """`target` in the fields of the engine's routes."""
     token_ids, extra_ids = target.token_ids, target.extra_ids
     return {
         "token_ids": None if token_ids is None else token_ids.tolist(),

@@ -10,6 +10,7 @@ import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from types import MappingProxyType
@@ -37,10 +38,8 @@ class Detokenizer:
     The text of a token depends on its neighbours (spaces, characters of several tokens). So each token
     decodes a short window again, and the text the window had before is cut off. Bytes of an unfinished
     character are held back until the character is whole, or cannot become so any more. Text that may begin a
-    stop string is held back until that is decided.
-
-    Attributes:
-        stopped: a stop string was found. It and everything after it are left out.
+    stop string is held back until that is decided. Once one is found [`stopped`], it and everything after it
+    are left out.
     """
 
     __slots__ = (
@@ -70,7 +69,12 @@ class Detokenizer:
         text = self._decode(self._window)
         if text.endswith(_UNFINISHED):
             return self._release(self._before_unfinished(text))
-        return self._release(self._advance(text)) if len(text) > len(self._shown) else ""
+        if len(text) <= len(self._shown):
+            return ""
+        new = text[len(self._shown) :]
+        self._window, self._read = self._read, len(self._ids)  # the window has the tokens of the last piece
+        self._shown = self._decode(self._window)
+        return self._release(new)
 
     def finish(self) -> str:
         """The text held back, after the last token."""
@@ -78,19 +82,11 @@ class Detokenizer:
             return ""
         text = self._decode(self._window)
         held = self._release(text[len(self._shown) :]) + self._held
-        self._held = ""
-        self._shown = text
+        self._held, self._shown = "", text
         return held
 
     def _decode(self, start: int, end: int | None = None) -> str:
         return self._tokenizer.decode(self._ids[start:end], skip_special_tokens=bool(self._skipped))
-
-    def _advance(self, text: str) -> str:
-        """Moves the window to the tokens of the last piece; returns the new text."""
-        new = text[len(self._shown) :]
-        self._window, self._read = self._read, len(self._ids)
-        self._shown = self._decode(self._window)
-        return new
 
     def _before_unfinished(self, text: str) -> str:
         """Moves the window to the last tokens, of which one begins a character; returns the new text before
@@ -114,8 +110,7 @@ class Detokenizer:
         text = self._held + new
         found = [at for at in map(text.find, self._stops) if at >= 0]
         if found:
-            self.stopped = True
-            self._held = ""
+            self.stopped, self._held = True, ""
             return text[: min(found)]
         keep = max(held_back(text, stop) for stop in self._stops)
         self._held = text[len(text) - keep :]
@@ -146,8 +141,9 @@ class TokenBytes:
             name: str | None = self._tokenizer.transformers.convert_ids_to_tokens(token_id)
             if name is None:
                 return b""
-            if self._is_byte_level and (found := _from_byte_level(name)) is not None:
-                return found
+            if self._is_byte_level:
+                with suppress(KeyError):  # another kind of token
+                    return bytes(map(_byte_alphabet().__getitem__, name))
             if self._is_sentencepiece:
                 byte = _BYTE.fullmatch(name)
                 return bytes.fromhex(byte[1]) if byte else name.replace(_SPACE, " ").encode()
@@ -173,14 +169,6 @@ def shown(token: bytes) -> str:
     return token.decode("utf-8", "backslashreplace")
 
 
-def _from_byte_level(name: str) -> bytes | None:
-    """The bytes for which the characters of a byte-level token stand; None for another kind of token."""
-    alphabet = _byte_alphabet()
-    if not all(character in alphabet for character in name):
-        return None
-    return bytes(alphabet[character] for character in name)
-
-
 @cache
 def _byte_alphabet() -> dict[str, int]:
     from transformers.convert_slow_tokenizer import bytes_to_unicode  # noqa: PLC0415 - slow to import
@@ -196,20 +184,13 @@ _json = msgspec.json.Encoder().encode
 
 @dataclass(slots=True)
 class Piece:
-    """A part of one choice.
-
-    Attributes:
-        text: new text, and `calls` new parts of tool calls.
-        tokens: the tokens they came from.
-        echoed: tokens of the prompt, before `tokens`.
-        finish_reason: set in the last piece.
-    """
+    """A part of one choice: new text and parts of tool calls, and the tokens they came from."""
 
     text: str = ""
     tokens: list[Token] = field(default_factory=list)
     calls: list[CallPart] = field(default_factory=list)
-    echoed: list[Token] = field(default_factory=list)
-    finish_reason: str | None = None
+    echoed: list[Token] = field(default_factory=list)  # of the prompt, before `tokens`
+    finish_reason: str | None = None  # set in the last piece
 
     def __bool__(self) -> bool:
         return bool(self.text or self.tokens or self.calls or self.echoed or self.finish_reason)
@@ -225,17 +206,11 @@ class Piece:
 
 @dataclass(slots=True)
 class Echo:
-    """The prompt, which stands before each choice of a completion with `echo`.
-
-    Attributes:
-        text: its text.
-        unscored: its tokens, while their logprobs are awaited; None otherwise.
-        tokens: its tokens with their logprobs.
-    """
+    """The prompt, which stands before each choice of a completion with `echo`."""
 
     text: str
-    unscored: TokenIds[int] | None = None
-    tokens: list[Token] = field(default_factory=list)
+    unscored: TokenIds[int] | None = None  # while logprobs are awaited
+    tokens: list[Token] = field(default_factory=list)  # with their logprobs
 
     def score(self, found: PromptScores) -> None:
         """Takes the logprobs. The first token has none."""
@@ -246,22 +221,16 @@ class Echo:
 
 @dataclass
 class ChoiceReader:
-    """One choice while it is generated.
-
-    Attributes:
-        answered: the answer's tokens before it: new text depends on them.
-        drops: the client wants no token of it.
-        finish_reason: None until it has ended.
-    """
+    """One choice while it is generated."""
 
     detokenizer: Detokenizer
     end_tokens: frozenset[int]
-    answered: Sequence[int] = ()
+    answered: Sequence[int] = ()  # the answer's tokens before it: new text depends on them
     calls: CallReader | None = None
     echo: Echo | None = None
-    drops: bool = False
+    drops: bool = False  # the client wants no token of it
     completion_tokens: int = field(default=0, init=False)
-    finish_reason: str | None = field(default=None, init=False)
+    finish_reason: str | None = field(default=None, init=False)  # until it has ended
     _new: Piece = field(init=False)
 
     def __post_init__(self) -> None:
@@ -277,7 +246,7 @@ class ChoiceReader:
             if isinstance(output, PromptScores):
                 if self.echo is not None:
                     self.echo.score(output)
-            elif isinstance(output, Token):
+            elif isinstance(output, Token) and not self.drops:
                 self._accept_token(output)
             elif isinstance(output, Finished):
                 self._end("length" if self.drops else output.reason)
@@ -292,8 +261,6 @@ class ChoiceReader:
         return new
 
     def _accept_token(self, token: Token) -> None:
-        if self.drops:
-            return
         self.completion_tokens += 1
         self._new.tokens.append(token)
         if token.token_id not in self.end_tokens:
@@ -303,8 +270,7 @@ class ChoiceReader:
 
     def _end(self, reason: str) -> None:
         self._add(self._read(self.detokenizer.finish()))
-        if self.detokenizer.stopped:
-            reason = "stop"
+        reason = "stop" if self.detokenizer.stopped else reason
         if self.calls is not None:
             self._add(self.calls.finish())
             if reason == "stop" and self.calls.ends_as is not None:
@@ -319,26 +285,9 @@ class ChoiceReader:
         self._new.calls += found.calls
 
 
-def usage_of(prompt: int, cached: int, completion: int) -> dict[str, Any]:
-    """OpenAI's `usage`: the tokens of the prompt, counted once, and of all choices."""
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
-
-
 @dataclass(kw_only=True)
 class AnswerWriter:
-    """Writes the answer to a chat, whole or as server-sent events.
-
-    Attributes:
-        choices: how many the answer has.
-        prompt_token_ids: returned with the answer; None when the client did not ask.
-        tells_tokens: whether a comment before each event of a stream holds the ids of its tokens.
-        answered: the tokens before it, of an answer that began before: a stream has no opening then.
-    """
+    """Writes the answer to a chat, whole or as server-sent events."""
 
     id_prefix: ClassVar[str] = "chatcmpl-"
     kind: ClassVar[str] = "chat.completion"
@@ -349,11 +298,13 @@ class AnswerWriter:
 
     token_bytes: TokenBytes
     model: str
-    choices: int = 1
+    choices: int = 1  # how many the answer has
     with_logprobs: bool = False
+    # Returned with the answer; None when the client did not ask.
     prompt_token_ids: Sequence[int] | None = None
     include_usage: bool = False
-    tells_tokens: bool = False
+    tells_tokens: bool = False  # whether a comment before each event of a stream holds the ids of its tokens
+    # The tokens before it, of an answer that began before: a stream has no opening then.
     answered: Sequence[int] = ()
     _untold: list[Token] = field(default_factory=list, init=False)  # generated since the last event
     _plain_ends: dict[int, tuple[bytes, bytes]] = field(default_factory=dict, init=False)
@@ -366,6 +317,8 @@ class AnswerWriter:
             "created": int(time.time()),
             "model": self.model,
         }
+        ids = self.prompt_token_ids
+        self._prompt_ids = {} if ids is None else {"prompt_token_ids": ids}
 
     def body(self, piece: Piece, logprobs: dict[str, Any] | None) -> dict[str, Any]:
         """The own fields of a choice in a whole answer."""
@@ -406,18 +359,15 @@ class AnswerWriter:
             ],
             "usage": usage,
         }
-        if self.prompt_token_ids is not None:
-            answer["prompt_token_ids"] = self.prompt_token_ids
-        return _json(answer)
+        return _json(answer | self._prompt_ids)
 
     def opening(self) -> bytes:
         """The first chunks of a stream: a chat's role, the prompt's token ids; empty if there is neither."""
         if self.answered or (self.first is None and self.prompt_token_ids is None):
             return b""
-        extra = {} if self.prompt_token_ids is None else {"prompt_token_ids": self.prompt_token_ids}
+        fields = dict(self.first or self.delta(Piece(), None))
         return b"".join(
-            self._chunk(index, dict(self.first or self.delta(Piece(), None)), Piece(), extra)
-            for index in range(self.choices)
+            self._chunk(index, fields, Piece(), self._prompt_ids) for index in range(self.choices)
         )
 
     def piece(self, index: int, piece: Piece) -> bytes:
@@ -430,7 +380,11 @@ class AnswerWriter:
             return self._told() + self._full_piece(index, piece) if piece else b""
         if not piece.text:
             return b""
-        before, after = self._plain_ends.get(index) or self._split_plain(index)
+        if index not in self._plain_ends:  # the bytes around the text are the same for every token
+            marker = secrets.token_hex(16)
+            before, _, after = self._full_piece(index, Piece(marker)).partition(_json(marker))
+            self._plain_ends[index] = before, after
+        before, after = self._plain_ends[index]
         return self._told() + before + _json(piece.text) + after
 
     def end(self, usage: dict[str, Any]) -> bytes:
@@ -457,13 +411,6 @@ class AnswerWriter:
     def _chunk(self, index: int, fields: dict[str, Any], piece: Piece, extra: Mapping[str, Any]) -> bytes:
         usage = {"usage": None} if self.include_usage else {}
         return event_of({**self._head, "choices": [self._choice(index, fields, piece)], **usage, **extra})
-
-    def _split_plain(self, index: int) -> tuple[bytes, bytes]:
-        """The bytes before and after the text of a plain chunk. They are the same for every token."""
-        marker = secrets.token_hex(16)
-        before, _, after = self._full_piece(index, Piece(marker)).partition(_json(marker))
-        self._plain_ends[index] = before, after
-        return before, after
 
     def _logprobs(self, index: int, piece: Piece) -> dict[str, Any] | None:
         tokens = piece.echoed + piece.tokens

@@ -31,27 +31,17 @@ STAGED_BLOCKS = 16
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Planes (the keys or values of one layer) of one shape.
+    """Planes (the keys or values of one layer) of one shape."""
 
-    Attributes:
-        gpu: [planes, blocks, values of a block], so that attention reads a plane in one piece.
-        host: [blocks, planes, values of a block], so that a block is copied in one piece.
-        staging: laid out as `host`, on the device; blocks change their layout there.
-    """
-
-    gpu: Tensor
-    host: Tensor
-    staging: Tensor
+    gpu: Tensor  # [planes, blocks, values of a block], so that attention reads a plane in one piece
+    host: Tensor  # [blocks, planes, values of a block], so that a block is copied in one piece
+    staging: Tensor  # laid out as `host`, on the device; blocks change their layout there
 
 
 class KvStorage:
-    """The paged KV of all layers on the device, and its host tier (pinned memory with CUDA).
-
-    Copies and forward passes share one stream, so they take effect in call order.
-
-    Attributes:
-        layers: keys and values of each layer, [token slots, heads, dim], for reading and writing.
-    """
+    """The paged KV of all layers on the device, and its host tier (pinned memory with CUDA). Copies and
+    forward passes share one stream, so they take effect in call order. Keys and values of each layer, [token
+    slots, heads, dim], are read and written in `layers`."""
 
     def __init__(
         self,
@@ -126,12 +116,6 @@ def _runs(slots: Sequence[int]) -> Iterator[tuple[slice, slice]]:
         if end == len(slots) or slots[end] != slots[end - 1] + 1:
             yield slice(begin, end), slice(slots[begin], slots[end - 1] + 1)
             begin = end
-
-
-def bytes_per_token(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:
-    """Bytes of KV of one token over all layers."""
-    values = sum(shape.heads * (shape.key_dim + shape.value_dim) for shape in shapes)
-    return values * dtype.itemsize
 
 
 # --- attention ------------------------------------------------------------------------------------------
@@ -255,19 +239,14 @@ class Scratch:
 
 @dataclass(slots=True)
 class Part:
-    """The last tokens of some sequences, equally many of each: the rows `begin` to `end` of a step.
-
-    Attributes:
-        lengths: [sequences] tokens. longest: the most of them.
-        start: the first token slot of the KV of one sequence whose blocks are contiguous.
-        blocks: [sequences * width] block ids otherwise, each sequence padded to `width` blocks.
-    """
+    """The last tokens of some sequences, equally many of each: the rows `begin` to `end` of a step."""
 
     begin: int
     end: int
-    lengths: Tensor
-    longest: int
-    start: int = 0
+    lengths: Tensor  # [sequences] tokens
+    longest: int  # the most of them
+    start: int = 0  # the first token slot of the KV of one sequence whose blocks are contiguous
+    # [sequences * width] block ids otherwise, each sequence padded to `width` blocks.
     blocks: Tensor | None = None
     masks: dict[int | None, Tensor] = field(default_factory=dict)
     sequences: int = field(init=False)
@@ -310,19 +289,13 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class PagedBatch:
-    """Attention of one step: writes the KV of its rows, then attends each row over its own sequence.
+    """Attention of one step: writes the KV of its rows, then attends each row over its own sequence."""
 
-    Attributes:
-        layers: those of `KvStorage`.
-        slots: [N] the token slots of the rows.
-        parts: they hold all rows, in order.
-        sums: of the keys and values of each layer: one that is no number or infinite shows in its sum.
-    """
-
-    layers: Sequence[tuple[Tensor, Tensor]]
-    slots: Tensor
-    parts: Sequence[Part]
+    layers: Sequence[tuple[Tensor, Tensor]]  # those of `KvStorage`
+    slots: Tensor  # [N] the token slots of the rows
+    parts: Sequence[Part]  # they hold all rows, in order
     scratch: Scratch
+    # Of the keys and values of each layer: one that is no number or infinite shows in its sum.
     sums: list[Tensor] = field(default_factory=list)
 
     def attend(self, call: AttentionCall) -> Tensor:

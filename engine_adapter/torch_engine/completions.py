@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine_adapter.errors import EngineUnavailable
 from engine_adapter.off_loop import JSON_BYTES_PER_MS, off_loop
@@ -28,7 +28,6 @@ from engine_adapter.torch_engine.answers import (
     Echo,
     Piece,
     event_of,
-    usage_of,
 )
 from engine_adapter.torch_engine.grammar import Structure, ToolUse, structure_of, tool_use_of
 from engine_adapter.torch_engine.protocol import (
@@ -57,7 +56,7 @@ from engine_adapter.torch_engine.requests import (
     SamplingParams,
     Token,
 )
-from engine_adapter.torch_engine.scheduler import check_token_id
+from engine_adapter.torch_engine.scheduler import check_token_ids
 from engine_adapter.torch_engine.service import EnginePrompt, EngineService, Generation
 from engine_adapter.torch_engine.tool_calls import format_of
 from engine_adapter.types import TOOL_S, TokenIds, extra_array
@@ -82,8 +81,12 @@ def _while_client_stays(serve: Callable[[Send], Coroutine[Any, Any, None]]) -> A
     """Runs `serve` to its end, or until the client leaves. Raises what it raises."""
 
     async def app(_scope: Scope, receive: Receive, send: Send) -> None:
+        async def client_leaves() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
         serving = asyncio.ensure_future(serve(send))
-        leaving = asyncio.ensure_future(_client_leaves(receive))
+        leaving = asyncio.ensure_future(client_leaves())
         try:
             await asyncio.wait((serving, leaving), return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -96,48 +99,29 @@ def _while_client_stays(serve: Callable[[Send], Coroutine[Any, Any, None]]) -> A
     return app
 
 
-async def _client_leaves(receive: Receive) -> None:
-    message: Message = await receive()
-    while message["type"] != "http.disconnect":
-        message = await receive()
-
-
 @dataclass(kw_only=True)
 class CompletionAnswer:
-    """The answer to one checked request while it is generated.
-
-    Attributes:
-        requests: to the engine; one per choice, as `readers`.
-        prompt_tokens, answered: tokens of the prompt, and of the answer's beginning.
-    """
+    """The answer to one checked request while it is generated."""
 
     service: EngineService
-    requests: list[GenerationRequest]
+    requests: list[GenerationRequest]  # to the engine; one per choice, as `readers`
     readers: list[ChoiceReader]
     writer: AnswerWriter
     streams: bool
     prompt_tokens: int
-    answered: int
     _started: float = field(default_factory=time.perf_counter, init=False)
     _has_token: bool = field(default=False, init=False)
 
     async def serve(self, send: Send) -> None:
-        """Sends the answer. Nothing is sent before the first token, so that a failure has its own status.
-
-        Raises:
-            RequestFailed, RequestRefused, EngineUnavailable: before anything was sent.
-        """
+        """Sends the answer. Nothing is sent before the first token, so that a failure has its own status:
+        until then, it raises RequestFailed, RequestRefused and EngineUnavailable."""
         async with Generation(self.service.engine, self.requests) as generation:
-            if self.streams:
-                await self._stream(generation, send)
-            else:
-                await self._send_whole(generation, send)
+            await (self._stream if self.streams else self._send_whole)(generation, send)
 
     async def _send_head(self, send: Send, cached_tokens: int) -> None:
         content_type = b"text/event-stream; charset=utf-8" if self.streams else b"application/json"
         headers = [(b"content-type", content_type), (b"x-kv-cached-tokens", str(cached_tokens).encode())]
-        if self.streams:
-            headers.append((b"cache-control", b"no-cache"))
+        headers += [(b"cache-control", b"no-cache")] if self.streams else []
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def _stream(self, generation: Generation, send: Send) -> None:
@@ -151,14 +135,14 @@ class CompletionAnswer:
             if self._is_done:
                 break
             if pending:
-                await _send_part(send, pending)
+                await _send_body(send, pending, more=True)
                 pending = b""
             try:
                 pieces = await self._next_pieces(generation)
             except (RequestFailed, RequestRefused, EngineUnavailable) as error:
                 await _end_broken(send, error)
                 return
-        await _send_last(send, pending + self.writer.end(self._usage(generation)))
+        await _send_body(send, pending + self.writer.end(self._usage(generation)))
 
     async def _send_whole(self, generation: Generation, send: Send) -> None:
         choices = [Piece() for _ in self.readers]
@@ -167,14 +151,13 @@ class CompletionAnswer:
                 choices[index].add(piece)
         body = self.writer.whole(choices, self._usage(generation))
         await self._send_head(send, generation.cached_tokens)
-        await _send_last(send, body)
+        await _send_body(send, body)
 
     @property
     def _is_done(self) -> bool:
         return all(reader.finish_reason is not None for reader in self.readers)
 
     async def _next_pieces(self, generation: Generation) -> list[tuple[int, Piece]]:
-        """New text and tokens of each choice."""
         for index, outputs in (await generation.outputs()).items():
             if not self._has_token and any(isinstance(output, Token) for output in outputs):
                 self._has_token = True
@@ -188,9 +171,15 @@ class CompletionAnswer:
         return [(index, piece) for index, reader in enumerate(self.readers) if (piece := reader.take())]
 
     def _usage(self, generation: Generation) -> dict[str, Any]:
-        prompt = self.prompt_tokens
-        made = sum(self.answered + reader.completion_tokens for reader in self.readers)
-        return usage_of(prompt, min(generation.cached_tokens, prompt), made)
+        """OpenAI's `usage`: the tokens of the prompt, counted once, and of all choices."""
+        prompt, answered = self.prompt_tokens, len(self.writer.answered)
+        made = sum(answered + reader.completion_tokens for reader in self.readers)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": made,
+            "total_tokens": prompt + made,
+            "prompt_tokens_details": {"cached_tokens": min(generation.cached_tokens, prompt)},
+        }
 
 
 async def _end_broken(send: Send, error: RequestFailed | RequestRefused | EngineUnavailable) -> None:
@@ -200,29 +189,20 @@ async def _end_broken(send: Send, error: RequestFailed | RequestRefused | Engine
     known = as_api_error(error)
     # A bare end would look like a whole answer.
     event = event_of(error_body(known)) if known is not None else b""
-    if isinstance(error, EngineUnavailable):
-        await _send_part(send, event)
-    else:
-        await _send_last(send, event + END_OF_STREAM)
+    has_died = isinstance(error, EngineUnavailable)
+    await _send_body(send, event if has_died else event + END_OF_STREAM, more=has_died)
 
 
-async def _send_part(send: Send, body: bytes) -> None:
-    await send({"type": "http.response.body", "body": body, "more_body": True})
-
-
-async def _send_last(send: Send, body: bytes) -> None:
-    await send({"type": "http.response.body", "body": body})
+async def _send_body(send: Send, body: bytes, *, more: bool = False) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": more})
 
 
 # --- preparing: from a request to requests of the engine, one per choice, and their readers and writer ---
 
 
 async def prepare(service: EngineService, request: PromptRequest) -> CompletionAnswer:
-    """Checks a request and renders its prompt, before the engine sees it.
-
-    Raises:
-        ApiError, ChatError, PromptTableError, RequestRefused: the client's fault.
-    """
+    """Checks a request and renders its prompt, before the engine sees it. Raises ApiError, ChatError,
+    PromptTableError and RequestRefused: the client's fault."""
     is_chat = isinstance(request, ChatRequest)
     default = service.model.default_max_tokens if is_chat else None
     sampling = sampling_of(request, default_max_tokens=default)
@@ -233,8 +213,7 @@ async def prepare(service: EngineService, request: PromptRequest) -> CompletionA
     prompt = await service.prompt(request)
     service.check_length(request, len(prompt.token_ids))
     answered = answered_of(request, sampling)
-    for index, token in enumerate(answered):
-        check_token_id(token, f"answer_token_ids[{index}]", service.model.vocab_size)
+    check_token_ids("answer_token_ids", enumerate(answered), service.model.vocab_size)
     salt = salt_of(request.cache_salt)
     grammar = None if structure is None else await service.grammars.compile(structure, salt)
     echo = _echo(service, request, prompt, sampling)
@@ -260,11 +239,16 @@ async def prepare(service: EngineService, request: PromptRequest) -> CompletionA
         tells_tokens=bool(request.stream_token_ids),
         answered=answered,
     )
-    extra_ids = prompt.extra_ids
+    extra_ids, most = prompt.extra_ids, sampling.max_tokens
     first = GenerationRequest(
         request_id=secrets.token_hex(12),
         token_ids=prompt.token_ids + answered,
-        sampling=_rest_of(sampling, len(answered)),
+        # The limits of what is still to be generated. The engine generates one token at least.
+        sampling=replace(
+            sampling,
+            max_tokens=None if most is None else max(most - len(answered), 1),
+            min_tokens=max(sampling.min_tokens - len(answered), 0),
+        ),
         extra_ids=None if extra_ids is None else extra_ids + extra_array([0] * len(answered)),
         embeddings=prompt.tensors,
         cache_salt=salt,
@@ -288,17 +272,6 @@ async def prepare(service: EngineService, request: PromptRequest) -> CompletionA
         writer=writer,
         streams=bool(request.stream),
         prompt_tokens=len(prompt.token_ids),
-        answered=len(answered),
-    )
-
-
-def _rest_of(sampling: SamplingParams, answered: int) -> SamplingParams:
-    """The limits of what is still to be generated. The engine generates one token at least."""
-    most = sampling.max_tokens
-    return replace(
-        sampling,
-        max_tokens=None if most is None else max(most - answered, 1),
-        min_tokens=max(sampling.min_tokens - answered, 0),
     )
 
 
@@ -326,10 +299,8 @@ def _tool_use(service: EngineService, request: PromptRequest) -> ToolUse | None:
     if not isinstance(request, ChatRequest):
         return None
     template = service.tokenizer.template(request.tools) if request.tools else None
-    format_ = None if template is None else format_of(template)
-    return tool_use_of(
-        request.tools, request.tool_choice, parallel=request.parallel_tool_calls, format_=format_
-    )
+    format_, parallel = format_of(template or ""), request.parallel_tool_calls
+    return tool_use_of(request.tools, request.tool_choice, parallel=parallel, format_=format_)
 
 
 def _structure(request: PromptRequest, use: ToolUse | None) -> Structure | None:
@@ -350,9 +321,8 @@ def _structure(request: PromptRequest, use: ToolUse | None) -> Structure | None:
 
 def _shows_special(service: EngineService, use: ToolUse | None) -> bool:
     """True if calls begin with a special token, which text usually leaves out."""
-    if use is None or use.format_ is None:
-        return False
-    return use.format_.opens in service.tokenizer.special_tokens
+    opens = None if use is None or use.format_ is None else use.format_.opens
+    return opens in service.tokenizer.special_tokens
 
 
 def _echo(
@@ -387,10 +357,8 @@ async def embed(service: EngineService, request: Request) -> ASGIApp:
     service.check_model(asked.model)
     hidden_size = service.model.hidden_size
     if asked.dimensions not in (None, hidden_size):
-        raise ApiError(
-            f"dimensions is {asked.dimensions}; embeddings of this model have {hidden_size}",
-            param="dimensions",
-        )
+        fault = f"dimensions is {asked.dimensions}; embeddings of this model have {hidden_size}"
+        raise ApiError(fault, param="dimensions")
     requests = await _requests(service, asked)
 
     def written(vectors: list[bytes]) -> Response:
@@ -421,8 +389,7 @@ async def _requests(service: EngineService, asked: EmbeddingRequest) -> list[Gen
         if isinstance(each, str):
             each = service.encode(each, name, special=asked.add_special_tokens)
         else:
-            for index, token in enumerate(each):
-                check_token_id(token, f"{name}[{index}]", service.model.vocab_size)
+            check_token_ids(name, enumerate(each), service.model.vocab_size)
         service.check_fits(len(each), name)
         return each
 

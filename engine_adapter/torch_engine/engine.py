@@ -26,6 +26,7 @@ from engine_adapter.memory import available_bytes
 from engine_adapter.torch_engine.attention import KvStorage
 from engine_adapter.torch_engine.kv_cache import KvCache
 from engine_adapter.torch_engine.kv_tree import CopyFailed, KvTree
+from engine_adapter.torch_engine.model import LoadedModel, Runner, first_line
 from engine_adapter.torch_engine.requests import (
     Finished,
     FinishReason,
@@ -38,7 +39,6 @@ from engine_adapter.torch_engine.requests import (
     Scheduled,
     Token,
 )
-from engine_adapter.torch_engine.runner import LoadedModel, Runner, first_line
 from engine_adapter.torch_engine.sampling import Sampler, choose_all, logprobs_of
 from engine_adapter.torch_engine.scheduler import Active, Scheduler, check_request
 from engine_adapter.torch_engine.serve import EmbeddedOptions
@@ -53,15 +53,11 @@ _log = logging.getLogger("kvpin.engine")
 
 @dataclass(slots=True)
 class Counters:
-    """Running totals for metrics. Only the engine thread writes them; any thread reads them.
-
-    Attributes:
-        prompt_tokens: tokens of all scheduled prompts; `cached_tokens` of them came from cache.
-    """
+    """Running totals for metrics. Only the engine thread writes them; any thread reads them."""
 
     steps: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
+    prompt_tokens: int = 0  # of all scheduled prompts
+    cached_tokens: int = 0  # of these, from cache
     generated_tokens: int = 0
     preemptions: int = 0
     running: int = 0
@@ -70,26 +66,22 @@ class Counters:
 
 
 class EngineCore:
-    """Runs `model`. `publish` gets the KV events of each step before the step's tokens are delivered.
-
-    Attributes:
-        counters: running totals. (Blocks evicted, offloaded, restored: `KvCache.stats`.)
-        max_model_len: most tokens of prompt and output together; the model and the cache limit it.
-        block_bytes, gpu_blocks, host_blocks: sizes of the KV tiers.
-    """
+    """Runs `model`. `publish` gets the KV events of each step before the step's tokens are delivered."""
 
     def __init__(
         self, model: LoadedModel, options: EmbeddedOptions, publish: Callable[[list[KvEvent]], None]
     ) -> None:
         """Allocates the KV pool. Raises EngineSpecError when model and options do not fit together."""
-        self.counters = Counters()
+        self.counters = Counters()  # running totals. (Blocks evicted, offloaded, restored: `KvCache.stats`.)
+        # block_bytes, gpu_blocks, host_blocks: sizes of the KV tiers.
         self.block_bytes = model.block_bytes(options.tokens_per_block)
         self.gpu_blocks = options.gpu_blocks(
             self.block_bytes,
             context=model.max_model_len,
             available=available_bytes() if model.device == "cpu" else None,
         )
-        self.host_blocks = options.host_blocks(self.block_bytes)
+        self.host_blocks = options.host_cache_bytes // self.block_bytes
+        # Most tokens of prompt and output together; the model and the cache limit it.
         self.max_model_len = min(model.max_model_len, self.gpu_blocks * options.tokens_per_block)
         _log.info(
             "KV cache: %d blocks of %d tokens, %.1f MiB; requests of up to %d tokens; "
@@ -101,7 +93,20 @@ class EngineCore:
             options.prefill_chunk,
         )
         self._model = model
-        storage = _allocate(model, options, self.gpu_blocks, self.host_blocks)
+        try:
+            storage = KvStorage(
+                model.layers,
+                gpu_blocks=self.gpu_blocks,
+                host_blocks=self.host_blocks,
+                tokens_per_block=options.tokens_per_block,
+                device=torch.device(model.device),
+                dtype=model.module.dtype,
+            )
+        except (RuntimeError, MemoryError, OSError, OverflowError) as error:
+            raise EngineSpecError(
+                f"cannot allocate {self.gpu_blocks} + {self.host_blocks} KV blocks of "
+                f"{self.block_bytes} bytes: {first_line(error)}"
+            ) from error
         tree = KvTree(
             gpu_blocks=self.gpu_blocks,
             host_blocks=self.host_blocks,
@@ -151,12 +156,8 @@ class EngineCore:
         return self._failure
 
     def submit(self, request: GenerationRequest, on_output: OnOutput) -> None:
-        """Queues a request; thread-safe.
-
-        Raises:
-            RequestRefused: the request can never run.
-            EngineUnavailable: the engine is not running.
-        """
+        """Queues a request; thread-safe. Raises RequestRefused if it can never run, and EngineUnavailable if
+        the engine is not running."""
         check_request(request, self._model.vocab_size, self.max_model_len)
         model, params = self._model, request.sampling
         ends = params.ends(model.eos_token_ids)
@@ -228,8 +229,7 @@ class EngineCore:
             self.counters.waiting = len(self._scheduler.waiting)
 
     def _cancel(self, request_id: str) -> None:
-        active = self._in_flight.get(request_id)
-        if active is not None:
+        if (active := self._in_flight.get(request_id)) is not None:
             self._finish(active, "cancelled")
 
     def _run_call(self, fn: Callable[[KvCache], T], future: Future[T]) -> None:
@@ -274,8 +274,10 @@ class EngineCore:
             self._fail(self._scheduler.planning, error)
             self._count_failed_step(error)
             return []
-        if not planned:
-            self._refuse_first()
+        if not planned:  # the cache has no room for the first waiting request although nothing else runs
+            pinned = self._cache.pinned_blocks
+            message = f"the KV cache has no room for this request beside {pinned} pinned blocks"
+            self._finish(self._scheduler.waiting[0], "cancelled", message)
         return planned
 
     def _compute(self, planned: list[Active]) -> list[Outcome]:
@@ -345,13 +347,6 @@ class EngineCore:
                 self.counters.cached_tokens += cached
                 self._deliver(active, [Scheduled(cached)])
 
-    def _refuse_first(self) -> None:
-        """Ends the first waiting request: the cache has no room for it although nothing else runs."""
-        active = self._scheduler.waiting[0]
-        pinned = self._cache.pinned_blocks
-        message = f"the KV cache has no room for this request beside {pinned} pinned blocks"
-        self._finish(active, "cancelled", message)
-
     def _finish(
         self, active: Active, reason: FinishReason, message: str | None = None, param: str | None = None
     ) -> None:
@@ -374,26 +369,8 @@ class EngineCore:
                     self._inbox.append(partial(self._cancel, active.request.request_id))
 
     def _publish_events(self) -> None:
-        events = self._cache.tree.journal.drain()
-        if events:
+        if events := self._cache.tree.journal.drain():
             self._publish(events)
-
-
-def _allocate(model: LoadedModel, options: EmbeddedOptions, gpu_blocks: int, host_blocks: int) -> KvStorage:
-    try:
-        return KvStorage(
-            model.layers,
-            gpu_blocks=gpu_blocks,
-            host_blocks=host_blocks,
-            tokens_per_block=options.tokens_per_block,
-            device=torch.device(model.device),
-            dtype=model.module.dtype,
-        )
-    except (RuntimeError, MemoryError, OSError, OverflowError) as error:
-        raise EngineSpecError(
-            f"cannot allocate {gpu_blocks} + {host_blocks} KV blocks of "
-            f"{model.block_bytes(options.tokens_per_block)} bytes: {first_line(error)}"
-        ) from error
 
 
 def _describe(error: Exception) -> str:
@@ -422,10 +399,8 @@ def compute(runner: Runner, planned: Sequence[Active]) -> list[Outcome]:
     """The outcome of each request, in order. Keeps the logprobs of prompts in `Active.scores`.
 
     When a step fails, its requests run one by one: only those that fail alone have failed. That repeats no
-    choice: tokens are chosen after the step has run. KV that was written already is written again.
-
-    Raises:
-        Exception: the device is broken, see `is_fatal`; nothing can run on it any more.
+    choice: tokens are chosen after the step has run. KV that was written already is written again. Raises an
+    error of the device, see `is_fatal`: nothing can run on it any more.
     """
     try:
         return _run(runner, planned)
@@ -464,11 +439,9 @@ def _judged(choice: Token | Exception, active: Active, hidden: Tensor | None) ->
     errors of the device."""
     if isinstance(choice, NoScores) and active.request.embeddings:
         return RequestRefused("the prompt's embeddings lead to scores that are no numbers", param="prompt")
-    if isinstance(choice, Exception):
-        if is_fatal(choice):
-            raise choice
-        return choice
-    if hidden is None or not active.request.wants_hidden:
+    if isinstance(choice, Exception) and is_fatal(choice):
+        raise choice
+    if isinstance(choice, Exception) or hidden is None or not active.request.wants_hidden:
         return choice
     return replace(choice, hidden=hidden.float().cpu().numpy().tobytes())
 
@@ -480,12 +453,8 @@ def _scores(rows: Tensor, active: Active) -> list[tuple[float, tuple[tuple[int, 
     first = max(known, begin)
     targets = active.request.token_ids[first + 1 : begin + active.sequence.count + 1]
     best = active.request.sampling.prompt_logprobs or 0
-    return [
-        score
-        for at in range(0, len(targets), _ROWS)
-        for score in logprobs_of(
-            rows[first - begin + at : first - begin + len(targets)][:_ROWS],
-            torch.tensor(targets[at : at + _ROWS], device=rows.device, dtype=torch.long),
-            best,
-        )
-    ]
+    rows, found = rows[first - begin : first - begin + len(targets)], []
+    for at in range(0, len(targets), _ROWS):
+        tokens = torch.tensor(targets[at : at + _ROWS], device=rows.device, dtype=torch.long)
+        found += logprobs_of(rows[at : at + _ROWS], tokens, best)
+    return found

@@ -35,11 +35,9 @@ class EventSource:
 
 
 class EventPublisher:
-    """Numbers, sends and keeps batches of events.
-
-    Only the engine's thread calls `publish`. A second thread answers replay requests, so that a late reader
-    never delays a step. Any thread may call `close` once the engine has stopped.
-    """
+    """Numbers, sends and keeps batches of events. Only the engine's thread calls `publish`. A second thread
+    answers replay requests, so that a late reader never delays a step. Any thread may call `close` once the
+    engine has stopped."""
 
     def __init__(self, *, host: str = "127.0.0.1", buffer_steps: int = BUFFER_STEPS) -> None:
         self._context = zmq.Context()
@@ -59,16 +57,11 @@ class EventPublisher:
             topic=TOPIC,
         )
         self._topic = TOPIC.encode()
-        self._next = 0
+        self.last_sequence = -1  # number of the last published batch
         self._lock = threading.Lock()
         self._buffer: deque[tuple[int, bytes]] = deque(maxlen=buffer_steps)
         self._thread = threading.Thread(target=self._serve_replays, name="kv-event-replay", daemon=True)
         self._thread.start()
-
-    @property
-    def last_sequence(self) -> int:
-        """Number of the last published batch, -1 before the first."""
-        return self._next - 1
 
     def publish(self, events: Sequence[KvEvent]) -> None:
         """Sends `events` as one batch; an empty list sends nothing. Never waits for a reader."""
@@ -76,8 +69,7 @@ class EventPublisher:
             return
         payload = encode_batch(events, timestamp=time.time())
         with self._lock:
-            sequence = self._next
-            self._next += 1
+            sequence = self.last_sequence = self.last_sequence + 1
             self._buffer.append((sequence, payload))
         self._pub.send_multipart((self._topic, sequence.to_bytes(8, "big"), payload))
 
@@ -104,21 +96,17 @@ class EventPublisher:
             return
         start = int.from_bytes(frames[2], "big")
         with self._lock:
-            first = self._next - len(self._buffer)
+            first = self.last_sequence + 1 - len(self._buffer)
             skip = min(max(0, start - first), len(self._buffer))
             wanted = list(islice(self._buffer, skip, None))
         for sequence, payload in wanted:
-            message = (frames[0], b"", self._topic, sequence.to_bytes(8, "big"), payload)
-            self._router.send_multipart(message)
+            self._router.send_multipart((frames[0], b"", self._topic, sequence.to_bytes(8, "big"), payload))
         self._router.send_multipart((frames[0], b"", self._topic, END_OF_REPLAY, b""))
 
 
 def _bind(socket: zmq.Socket[bytes], host: str) -> str:
-    """Binds to a free port of `host` (a name or an address); returns the ZMQ address.
-
-    Raises:
-        EngineSpecError: this machine does not have that address.
-    """
+    """Binds to a free port of `host` (a name or an address); returns the ZMQ address. Raises EngineSpecError
+    if this machine does not have that address."""
     try:
         address = str(getaddrinfo(host, None, type=SOCK_STREAM)[0][4][0])
         at = f"tcp://[{address}]" if ":" in address else f"tcp://{address}"

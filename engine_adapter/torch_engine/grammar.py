@@ -118,18 +118,12 @@ class Grammars:
         self._waiting = 0
 
     async def compile(self, structure: Structure, salt: str | None = None) -> Grammar:
-        """The grammar of a structure, for requests with this cache salt.
-
-        Raises:
-            ApiError: 400 for a structure that is wrong or too complex; 501 where llguidance is not installed;
-                503 while too many structures wait.
-        """
-        key = msgspec.msgpack.encode((salt, structure.kind, structure.text))
-        digest = hashlib.sha256(key).digest()
-        known = self._compiled.get(digest)
-        if known is not None:
+        """The grammar of a structure, for requests with this cache salt. Raises ApiError: 400 for a structure
+        that is wrong or too complex; 501 without llguidance; 503 while too many structures wait."""
+        digest = hashlib.sha256(msgspec.msgpack.encode((salt, structure.kind, structure.text))).digest()
+        if digest in self._compiled:
             self._compiled.move_to_end(digest)
-            return known
+            return self._compiled[digest]
         if self._waiting >= MAX_WAITING:
             raise ApiError("too many structures wait to be compiled", status=503, code="engine_unavailable")
         self._waiting += 1
@@ -152,7 +146,6 @@ class Grammars:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _compile(self, structure: Structure) -> Grammar:
-        """Compiles; runs in the thread."""
         try:
             import llguidance  # noqa: PLC0415 - an extra
         except ImportError:
@@ -185,16 +178,14 @@ class Grammars:
             first = int(np.unpackbits(words.view(np.uint8), bitorder="little").argmax())
             if not matcher.consume_token(first) or matcher.is_stopped():
                 break
-        fault: str = matcher.get_error()
-        return fault
+        return str(matcher.get_error())
 
     def _load(self) -> None:
         if self._tokenizer is None and self._ends:
             from llguidance.hf import from_tokenizer  # noqa: PLC0415 - an extra
 
-            self._tokenizer = from_tokenizer(
-                self._source.transformers, n_vocab=self._vocab_size, eos_token=sorted(self._ends)
-            )
+            source, ends = self._source.transformers, sorted(self._ends)
+            self._tokenizer = from_tokenizer(source, n_vocab=self._vocab_size, eos_token=ends)
 
 
 def _definition(structure: Structure, tokenizer: ChatTokenizer) -> str:
@@ -212,7 +203,7 @@ def _tags(tags: dict[str, Any], tokenizer: ChatTokenizer) -> str:
     """Text, and calls between marks. A mark may be a token of its own, or text."""
     from llguidance import grammar_from  # noqa: PLC0415 - see Grammars
 
-    added = {str(token) for token in tokenizer.transformers.added_tokens_decoder.values()}
+    added = set(map(str, tokenizer.transformers.added_tokens_decoder.values()))
     begin, end = tags["begin"], tags["end"]
     schema = json.dumps(tags["schema"] | {"x-guidance": {"whitespace_pattern": _SPACES}})
     first = f"TEXT {begin}" if begin in added else "text_to_mark"
@@ -231,8 +222,7 @@ def _tags(tags: dict[str, Any], tokenizer: ChatTokenizer) -> str:
 
 
 def _refused(structure: Structure, reason: str) -> ApiError:
-    fault = _FAULT_OF_REGEX.search(reason) if structure.kind == "regex" else None
-    if fault is not None:
+    if structure.kind == "regex" and (fault := _FAULT_OF_REGEX.search(reason)) is not None:
         reason = f"the pattern is wrong: {fault[1]}"
     return ApiError(f"{structure.param} cannot be used: {_in_short(reason)}", param=structure.param)
 
@@ -260,39 +250,33 @@ _OF_VLLM = ("json", "regex", "choice", "grammar", "json_object")
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """A structure that an answer must have.
+    """A structure that an answer must have."""
 
-    Attributes:
-        kind: `json` (a schema), `regex`, `choice` (a list of texts), `grammar` (Lark or GBNF) or `tags`: text
-            with tool calls.
-        text: its definition; JSON for `json`, `choice` and `tags`.
-        param: the field that asks for it.
-    """
-
+    # `json` (a schema), `regex`, `choice` (a list of texts), `grammar` (Lark or GBNF) or `tags`: text with
+    # tool calls.
     kind: Kind
-    text: str
-    param: str
+    text: str  # its definition; JSON for `json`, `choice` and `tags`
+    param: str  # the field that asks for it
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The ways in which an answer may use tools.
+    """The ways in which an answer may use tools."""
 
-    Attributes:
-        structure: what that asks of the answer; None where the model decides.
-        reader: makes what reads the calls of one choice; None where the text stays as it is.
-        format_: of calls between text; None if there are none.
-    """
-
-    structure: Structure | None = None
+    structure: Structure | None = None  # what that asks of the answer; None where the model decides
+    # Makes what reads the calls of one choice; None where the text stays as it is.
     reader: Callable[[], CallReader] | None = None
-    format_: CallFormat | None = None
+    format_: CallFormat | None = None  # of calls between text; None if there are none
 
 
 def structure_of(request: PromptRequest) -> Structure | None:
     """The structure that a request asks for, None for none. Raises ApiError (400) for what cannot be asked
     for, and for two structures at once."""
-    found = [each for each in (_of_format(request.response_format), *_of_vllm(request)) if each]
+    given = request.structured_outputs or {}
+    asked = [(f"guided_{kind}", kind, getattr(request, f"guided_{kind}")) for kind in _OF_VLLM]
+    asked += [(f"structured_outputs.{kind}", kind, given.get(kind)) for kind in _OF_VLLM]
+    of_vllm = (_of_kind(kind, value, param) for param, kind, value in asked)
+    found = [each for each in (_of_format(request.response_format), *of_vllm) if each]
     if len(found) > 1:
         raise ApiError(f"{found[0].param} and {found[1].param} exclude each other", param=found[1].param)
     return found[0] if found else None
@@ -304,8 +288,7 @@ def tool_use_of(
     """The ways in which the answer may use tools; None for not at all. Raises ApiError (400)."""
     if choice in ("none", None, "auto") and not tools:
         return None
-    functions = _functions(tools)
-    one = parallel is False
+    functions, one = _functions(tools), parallel is False
     if choice == "none":
         return None
     if choice in (None, "auto"):
@@ -316,7 +299,10 @@ def tool_use_of(
     if not functions:
         raise ApiError("tool_choice needs tools", param="tool_choice")
     if choice == "required":
-        return ToolUse(_made("json", _list_of_calls(functions, one=one), "tools"), ListedCalls)
+        calls = _any_call({name: _parameters(each) for name, each in functions.items()}, "parameters")
+        schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls["anyOf"]}, "$defs": calls["$defs"]}
+        schema |= {"maxItems": 1} if one else {}
+        return ToolUse(_made("json", schema, "tools"), ListedCalls)
     match choice:
         case {"type": "function", "function": {"name": str(name)}}:
             if name not in functions:
@@ -333,17 +319,8 @@ def _of_format(asked: object) -> Structure | None:
             return _made("json", _ANY_OBJECT, "response_format")
         case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
             return _made("json", schema, "response_format")
-    raise ApiError(
-        "response_format is of type text, json_object, or json_schema with json_schema.schema",
-        param="response_format",
-    )
-
-
-def _of_vllm(request: PromptRequest) -> list[Structure | None]:
-    asked = {f"guided_{kind}": (kind, getattr(request, f"guided_{kind}")) for kind in _OF_VLLM}
-    given = request.structured_outputs or {}
-    asked |= {f"structured_outputs.{kind}": (kind, given.get(kind)) for kind in _OF_VLLM}
-    return [_of_kind(kind, value, param) for param, (kind, value) in asked.items()]
+    types = "response_format is of type text, json_object, or json_schema with json_schema.schema"
+    raise ApiError(types, param="response_format")
 
 
 def _of_kind(kind: str, value: object, param: str) -> Structure | None:
@@ -399,12 +376,6 @@ def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
     return parameters if isinstance(parameters, dict) and parameters else _ANY_OBJECT
 
 
-def _list_of_calls(functions: Mapping[str, Mapping[str, Any]], *, one: bool) -> dict[str, Any]:
-    calls = _any_call({name: _parameters(function) for name, function in functions.items()}, "parameters")
-    schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls["anyOf"]}, "$defs": calls["$defs"]}
-    return schema | {"maxItems": 1} if one else schema
-
-
 def _any_call(functions: Mapping[str, dict[str, Any]], field: str) -> dict[str, Any]:
     """The schema of a call, from the parameters of each function. These stay whole, each as a definition:
     functions may have definitions of the same name."""
@@ -413,10 +384,16 @@ def _any_call(functions: Mapping[str, dict[str, Any]], field: str) -> dict[str, 
         moved = {place[8:]: _moved(functions[name], place) for name, place in places.items()}
     except RecursionError:
         raise _too_deep("tools") from None
-    return {
-        "anyOf": [_call_schema(name, {"$ref": place}, field) for name, place in places.items()],
-        "$defs": moved,
-    }
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, field: {"$ref": place}},
+            "required": ["name", field],
+            "additionalProperties": False,
+        }
+        for name, place in places.items()
+    ]
+    return {"anyOf": calls, "$defs": moved}
 
 
 def _moved(schema: Any, place: str) -> Any:  # noqa: ANN401 - JSON
@@ -433,22 +410,11 @@ def _moved(schema: Any, place: str) -> Any:  # noqa: ANN401 - JSON
     }
 
 
-def _call_schema(name: str, parameters: object, field: str) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": {"name": {"const": name}, field: parameters},
-        "required": ["name", field],
-        "additionalProperties": False,
-    }
-
-
-def _strict(functions: Mapping[str, Mapping[str, Any]], format_: CallFormat | None) -> Structure | None:
+def _strict(functions: Mapping[str, Mapping[str, Any]], format_: CallFormat) -> Structure | None:
     """The calls that `strict` tools allow, between text. Calls of other functions stay free."""
-    if format_ is not HERMES or not any(function.get("strict") is True for function in functions.values()):
+    strict = {name for name, function in functions.items() if function.get("strict") is True}
+    if format_ is not HERMES or not strict:
         return None
-    free = {
-        name: _parameters(function) if function.get("strict") is True else dict(_ANY_OBJECT)
-        for name, function in functions.items()
-    }
+    free = {name: _parameters(functions[name]) if name in strict else _ANY_OBJECT for name in functions}
     tags = {"begin": format_.opens, "end": format_.closes, "schema": _any_call(free, "arguments")}
     return _made("tags", tags, "tools")

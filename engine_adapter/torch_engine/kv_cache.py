@@ -22,18 +22,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SliceResult:
-    """The result of one slice of a flush, offload or restore, in blocks.
+    """The result of one slice of a flush, offload or restore, in blocks."""
 
-    Attributes:
-        moved: blocks dropped or moved. bytes: their size.
-        remaining: blocks that another call can still move.
-        left: blocks that could not move, by reason: `in_use`, `pinned`, `no_room`.
-    """
-
-    moved: int
-    bytes: int
-    remaining: int
-    left: dict[str, int]
+    moved: int  # blocks dropped or moved
+    bytes: int  # their size
+    remaining: int  # blocks that another call can still move
+    left: dict[str, int]  # blocks that could not move, by reason: `in_use`, `pinned`, `no_room`
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,33 +38,23 @@ class _Pin:
 
 @dataclass(eq=False, slots=True)
 class KvSequence:
-    """The tokens of one request and where their KV lies.
+    """The tokens of one request and where their KV lies."""
 
-    Attributes:
-        tokens, extra_ids: prompt and output so far.
-        computed: tokens whose KV lies in `blocks`.
-        blocks: all reserved GPU slots, in order; the first `len(path)` belong to the tree.
-        path: the full blocks of the tree that the sequence holds.
-        retention: how long to retain these blocks after the end, and for whom.
-        reuses: whether it begins with cached blocks. All sequences leave theirs to others.
-        embeddings: extra id → [rows, hidden]; a fake id stands for row `id - vocab_size`.
-        root: of the tree, while it runs.
-        count: tokens that the next step computes. Blocks are reserved for them.
-        logits: after how many of the last of them logits are needed.
-    """
-
+    # tokens, extra_ids: prompt and output so far.
     tokens: array[int]
     extra_ids: array[int] | None
     salt: str | None
-    retention: Retention = NOT_RETAINED
-    reuses: bool = True
+    retention: Retention = NOT_RETAINED  # how long to retain these blocks after the end, and for whom
+    reuses: bool = True  # whether it begins with cached blocks. All sequences leave theirs to others.
+    # Extra id → [rows, hidden]; a fake id stands for row `id - vocab_size`.
     embeddings: Mapping[int, Tensor] = field(default_factory=dict, repr=False)
-    root: Node | None = None
-    path: list[Node] = field(default_factory=list)
+    root: Node | None = None  # of the tree, while it runs
+    path: list[Node] = field(default_factory=list)  # the full blocks of the tree that the sequence holds
+    # All reserved GPU slots, in order; the first `len(path)` belong to the tree.
     blocks: array[int] = field(default_factory=lambda: array("i"))
-    computed: int = 0
-    count: int = 0
-    logits: int = 0
+    computed: int = 0  # tokens whose KV lies in `blocks`
+    count: int = 0  # tokens that the next step computes. Blocks are reserved for them.
+    logits: int = 0  # after how many of the last of them logits are needed
 
     def __post_init__(self) -> None:
         self.tokens = array("i", self.tokens)  # copies, as they grow
@@ -94,17 +78,13 @@ class KvSequence:
 
 
 class KvCache:
-    """The blocks of both tiers in a prefix tree. Not thread-safe: use it through `EngineCore.call`.
-
-    Attributes:
-        pinned_blocks: blocks under at least one pin.
-    """
+    """The blocks of both tiers in a prefix tree. Not thread-safe: use it through `EngineCore.call`."""
 
     def __init__(self, tree: KvTree, *, block_bytes: int, pin_share: float) -> None:
         """Pins hold at most `pin_share` of the GPU tier."""
         self.tree = tree
         self.tokens_per_block = tree.tokens_per_block
-        self.pinned_blocks = 0
+        self.pinned_blocks = 0  # under at least one pin
         self._block_bytes = block_bytes
         self._pin_limit = int(pin_share * tree.gpu.total)
         self._pins: dict[str, _Pin] = {}
@@ -114,11 +94,8 @@ class KvCache:
 
     def begin(self, sequence: KvSequence, *, spare: int = 0) -> bool:
         """Reserves blocks for all tokens of a sequence; its cached prefix is reused, host blocks of it are
-        restored. Needs room for `spare` more blocks, but does not reserve them.
-
-        `computed` then counts the reused tokens. The last token is never among them. Without room, returns
-        False and changes nothing.
-        """
+        restored. Needs room for `spare` more blocks, but does not reserve them. `computed` then counts the
+        reused tokens. The last token is never among them. Without room, returns False and changes nothing."""
         root = self.tree.hold_root(sequence.salt)
         path = self.tree.walk(root, self._keys_after(sequence, 0)) if sequence.reuses else []
         for node in path:
@@ -138,10 +115,8 @@ class KvCache:
         return True
 
     def extend(self, sequence: KvSequence) -> None:
-        """Replaces reserved blocks by blocks that other sequences have computed since `begin`.
-
-        Works only at a block boundary, and never covers the last token.
-        """
+        """Replaces reserved blocks by blocks that other sequences have computed since `begin`. Works only at
+        a block boundary, and never covers the last token."""
         size = self.tokens_per_block
         held = len(sequence.path)
         if sequence.computed != held * size or not sequence.reuses:
@@ -176,12 +151,9 @@ class KvCache:
             sequence.path.append(node)
 
     def end(self, sequence: KvSequence) -> None:
-        """Releases the blocks of a sequence: full blocks stay cached, others become free. Twice is fine.
-
-        Its retention starts at the time of the last `expire`.
-        """
-        root = sequence.root
-        if root is None:
+        """Releases the blocks of a sequence: full blocks stay cached, others become free. Twice is fine. Its
+        retention starts at the time of the last `expire`."""
+        if (root := sequence.root) is None:
             return
         for slot in sequence.blocks[len(sequence.path) :]:
             self.tree.gpu.give(slot)
@@ -250,13 +222,9 @@ class KvCache:
         moved = self.tree.offload(going, limit)
         remaining = len(going) - moved
         no_room = remaining if moved < limit else 0
-        return self._result(
-            moved,
-            remaining=remaining - no_room,
-            in_use=in_use,
-            pinned=len(nodes) - in_use - len(going),
-            no_room=no_room,
-        )
+        pinned = len(nodes) - in_use - len(going)
+        remaining -= no_room
+        return self._result(moved, remaining=remaining, in_use=in_use, pinned=pinned, no_room=no_room)
 
     def restore(self, target: KvTarget, max_blocks: int) -> SliceResult:
         """Moves blocks to the GPU tier, parents first. Evicts only blocks of less value. A target with token
@@ -264,18 +232,15 @@ class KvCache:
         nodes = self._scope(target)
         if target.token_ids is not None:
             self.tree.touch(nodes)
-        going = [node for node in nodes if node.tier is Tier.HOST]
         worth = self.tree.leaves[Tier.GPU].worth
-        going.sort(key=worth, reverse=True)
+        going = sorted((node for node in nodes if node.tier is Tier.HOST), key=worth, reverse=True)
         batch = going[:max_blocks]
         for node in batch:  # what makes room on the GPU must not push them out of the host tier
             self.tree.hold(node)
         try:
             if batch:
-                self.tree.make_room(
-                    min(len(batch), self.tree.gpu.free + self.tree.idle),
-                    below=worth(batch[-1]),
-                )
+                room = min(len(batch), self.tree.gpu.free + self.tree.idle)
+                self.tree.make_room(room, below=worth(batch[-1]))
             moving = batch[: self.tree.gpu.free]
             self.tree.restore(moving)
         finally:
@@ -304,8 +269,7 @@ class KvCache:
 
     def unpin(self, pin_id: str) -> bool:
         """Ends a pin; False when no pin has that id."""
-        pin = self._pins.pop(pin_id, None)
-        if pin is None:
+        if (pin := self._pins.pop(pin_id, None)) is None:
             return False
         for node in reversed(pin.nodes):
             self.tree.release(node, pin=True)
@@ -324,16 +288,11 @@ class KvCache:
         pinned = {node for pin in self._pins.values() for node in pin.nodes}
         cached = tree.idle + sum(1 for node in pinned if node.tier is Tier.GPU and not node.refs)
         gpu, host = tree.gpu, tree.host
-        in_host = host.total - host.free
+        in_gpu, in_host = gpu.total - gpu.free, host.total - host.free
         return {
             "tokens_per_block": tree.tokens_per_block,
             "block_bytes": self._block_bytes,
-            "gpu": {
-                "total": gpu.total,
-                "free": gpu.free,
-                "cached": cached,
-                "active": gpu.total - gpu.free - cached,
-            },
+            "gpu": {"total": gpu.total, "free": gpu.free, "cached": cached, "active": in_gpu - cached},
             "host": {
                 "total": host.total,
                 "free": host.free,
@@ -361,19 +320,13 @@ class KvCache:
         tree = self.tree
         if target.token_ids is None and target.cache_salt is None:
             return list(tree.below(tree.roots.values()))
-        root = tree.roots.get(target.cache_salt)
-        if root is None:
+        if (root := tree.roots.get(target.cache_salt)) is None:
             return []
         if target.token_ids is None:
             return list(tree.below([root]))
-        size = tree.tokens_per_block
-        return tree.walk(
-            root,
-            (
-                block_key(target.token_ids, target.extra_ids, index, size)
-                for index in range(len(target.token_ids) // size)
-            ),
-        )
+        tokens, extra_ids, size = target.token_ids, target.extra_ids, tree.tokens_per_block
+        keys = (block_key(tokens, extra_ids, index, size) for index in range(len(tokens) // size))
+        return tree.walk(root, keys)
 
     def _result(
         self, moved: int, *, remaining: int, in_use: int = 0, pinned: int = 0, no_room: int = 0

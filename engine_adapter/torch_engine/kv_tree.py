@@ -48,31 +48,20 @@ class Value(NamedTuple):
 
 @dataclass(eq=False, repr=False, slots=True)
 class Node:
-    """One full block, identified by its content and its place in the tree. It lies in exactly one tier.
+    """One full block, identified by its content and its place in the tree. It lies in exactly one tier."""
 
-    Attributes:
-        key: the exact content: int32 tokens, then uint64 extra ids if any of them is not 0.
-        children: by key. A look-up compares content and trusts no hash.
-        name: 64-bit hash of the chain, unique in this cache; only a name in events.
-        slot: its place in the pool of `tier`, or GONE.
-        refs: running sequences that contain this block. A block with refs lies on the GPU tier.
-        pins: pins that protect it. A parent has at least the refs and pins of its child.
-        priority: above 0 while it is retained (see below); a parent's is never below its child's.
-        kept_until: when the retention ends.
-        salt: the cache salt, of a root alone.
-    """
-
-    key: bytes
-    name: int
+    key: bytes  # the exact content: int32 tokens, then uint64 extra ids if any of them is not 0
+    name: int  # 64-bit hash of the chain, unique in this cache; only a name in events
     parent: Node | None
-    slot: int
-    salt: str | None = None
+    slot: int  # its place in the pool of `tier`, or GONE
+    salt: str | None = None  # the cache salt, of a root alone
     tier: Tier = Tier.GPU
+    # By key. A look-up compares content and trusts no hash.
     children: dict[bytes, Node] = field(default_factory=dict)
     gpu_children: int = 0
-    refs: int = 0
-    pins: int = 0
-    priority: int = 0
+    refs: int = 0  # running sequences that contain this block. A block with refs lies on the GPU tier.
+    pins: int = 0  # pins that protect it. A parent has at least the refs and pins of its child.
+    priority: int = 0  # above 0 while it is retained (see below); a parent's is never below its child's
     kept_until: float = NEVER
     depth: int = field(init=False)
     last_used: int = field(init=False)
@@ -131,11 +120,9 @@ class BlockPool:
 
 
 class LeafQueue:
-    """Evictable leaves of one tier, least valuable first.
-
-    A node is pushed whenever it may have become evictable or changed its value. Stale entries are skipped
-    when they surface, and swept when they outnumber the others.
-    """
+    """Evictable leaves of one tier, least valuable first. A node is pushed whenever it may have become
+    evictable or changed its value. Stale entries are skipped when they surface, and swept when they outnumber
+    the others."""
 
     __slots__ = ("_heap", "_limit", "_serial", "_tier", "worth")
 
@@ -185,14 +172,11 @@ KEPT_SHARE = 0.5
 
 
 class KeptBlocks:
-    """The kept blocks, by owner, in the order in which they lose their retention.
-
-    Args:
-        room: blocks of the tier where eviction loses KV.
-        freed: called with each block that loses its retention and stays cached.
-    """
+    """The kept blocks, by owner, in the order in which they lose their retention."""
 
     def __init__(self, room: int, freed: Callable[[Node], None]) -> None:
+        """`room`: blocks of the tier where eviction loses KV. `freed` is called with each block that loses
+        its retention and stays cached."""
         self.limit = int(KEPT_SHARE * room)
         self._freed = freed
         self._owners: dict[Node, str | None] = {}
@@ -205,8 +189,7 @@ class KeptBlocks:
     def keep(self, chain: Sequence[Node], retention: Retention, now: float) -> None:
         """Retains a chain, from the root down, as far as the limit reaches. A block that is retained already
         gets the higher priority and the later end."""
-        chain = chain[: self.limit]
-        if not chain:
+        if not (chain := chain[: self.limit]):
             return
         # Whole seconds, so that one look finds the ends of many requests.
         until = math.ceil(now + retention.ttl_s) if retention.ttl_s < math.inf else math.inf
@@ -262,9 +245,8 @@ class KeptBlocks:
         if node not in self._owners:
             return
         owner = self._owners.pop(node)
-        book = self._books[owner]
-        del book[node]
-        if not book:
+        del self._books[owner][node]
+        if not self._books[owner]:
             del self._books[owner]
 
 
@@ -301,9 +283,8 @@ class Journal:
     def _add(self, stored: bool, tier: Tier, node: Node) -> None:
         last = self._runs[-1] if self._runs else None
         if last is None or last[:2] != (stored, tier) or (stored and last[2][-1] is not node.parent):
-            last = stored, tier, []
-            self._runs.append(last)
-        last[2].append(node)
+            self._runs.append((stored, tier, []))
+        self._runs[-1][2].append(node)
 
     def _event(self, tier: Tier, nodes: list[Node]) -> BlocksStored:
         size = self._tokens_per_block
@@ -337,7 +318,6 @@ class KvTree:
     Attributes:
         idle: GPU blocks that can be evicted, at once or after the leaves below them.
         leaves: evictable blocks by tier, and what each is worth there.
-        kept: retained blocks.
         totals: blocks evicted from the GPU tier, offloaded and restored since the start.
     """
 
@@ -350,7 +330,7 @@ class KvTree:
         self.journal = Journal(tokens_per_block)
         self.roots: dict[str | None, Node] = {}
         self.totals = {"evicted": 0, "offloaded": 0, "restored": 0}
-        self.idle = 0
+        self.idle = self._tick = 0
         self._names: set[int] = set()
         self._copier = copier
         # With a host tier, the GPU tier loses nothing by evicting: retention counts on the host tier only.
@@ -359,7 +339,6 @@ class KvTree:
             Tier.HOST: LeafQueue(Tier.HOST),
         }
         self.kept = KeptBlocks(host_blocks or gpu_blocks, self._offer)
-        self._tick = 0
 
     # --- finding ---------------------------------------------------------------------------------
 
@@ -367,8 +346,7 @@ class KvTree:
         """The longest chain of cached blocks below `start` with these keys."""
         chain: list[Node] = []
         for key in keys:
-            child = start.children.get(key)
-            if child is None:
+            if (child := start.children.get(key)) is None:
                 break
             chain.append(child)
             start = child
@@ -400,22 +378,16 @@ class KvTree:
 
     def hold(self, node: Node, *, pin: bool = False) -> None:
         """Holds a block for a running sequence, or by a pin. The caller holds its ancestors too."""
-        if node.idle and node.tier is Tier.GPU:
-            self.idle -= 1
-        if pin:
-            node.pins += 1
-        else:
-            node.refs += 1
+        self.idle -= node.idle and node.tier is Tier.GPU
+        node.pins += pin
+        node.refs += not pin
 
     def release(self, node: Node, *, pin: bool = False) -> None:
         """Undoes one `hold`, also of a block that was dropped. Release children before their parents."""
-        if pin:
-            node.pins -= 1
-        else:
-            node.refs -= 1
+        node.pins -= pin
+        node.refs -= not pin
         if node.idle and node.slot != GONE:
-            if node.tier is Tier.GPU:
-                self.idle += 1
+            self.idle += node.tier is Tier.GPU
             self._offer(node)
 
     def touch(self, chain: Iterable[Node]) -> None:
@@ -432,11 +404,9 @@ class KvTree:
     # --- storing ---------------------------------------------------------------------------------
 
     def insert(self, parent: Node, key: bytes, slot: int) -> Node:
-        """Stores the block in `slot` of the GPU tier as a child of `parent`; returns its node, held.
-
-        If the tree has that content on the GPU tier, its block is used and `slot` becomes free. If it has
-        it on the host tier, the block moves up into `slot`.
-        """
+        """Stores the block in `slot` of the GPU tier as a child of `parent`; returns its node, held. If the
+        tree has that content on the GPU tier, its block is used and `slot` becomes free. If it has it on the
+        host tier, the block moves up into `slot`."""
         node = parent.children.get(key)
         if node is None:
             node = Node(key, self._name(parent, key), parent, slot)
@@ -466,10 +436,8 @@ class KvTree:
 
     def make_room(self, count: int, below: Value | None = None) -> bool:
         """Evicts idle leaves with a value under `below` until `count` GPU slots are free. With `below`, a
-        retained one stays if the host tier has no room for it.
-
-        Evicts nothing if that cannot be enough. Returns whether there is room.
-        """
+        retained one stays if the host tier has no room for it. Evicts nothing if that cannot be enough.
+        Returns whether there is room."""
         if self.gpu.free >= count:
             return True
         if self.gpu.free + self.idle < count:
@@ -550,8 +518,7 @@ class KvTree:
         """Enters that a host block now lies in `slot` of the GPU tier."""
         self.host.give(node.slot)
         node.tier, node.slot = Tier.GPU, slot
-        if node.idle:
-            self.idle += 1
+        self.idle += node.idle
         if node.parent is not None:
             node.parent.gpu_children += 1
 
@@ -568,8 +535,7 @@ class KvTree:
             node.slot = GONE
             self.kept.forget(node)
             self._names.discard(node.name)
-            parent = node.parent
-            if parent is not None:
+            if (parent := node.parent) is not None:
                 del parent.children[node.key]
                 self._offer(parent)
                 self._prune(parent)

@@ -11,11 +11,14 @@ from __future__ import annotations
 import logging
 import math
 from array import array
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
@@ -24,11 +27,14 @@ from engine_adapter.torch_engine.attention import (
     IMPLEMENTATION,
     KvStorage,
     LayerShape,
+    PagedBatch,
+    Part,
     Probe,
+    Scratch,
     attention_context,
 )
 from engine_adapter.torch_engine.kv_cache import KvSequence
-from engine_adapter.torch_engine.runner import LoadedModel, Runner, first_line
+from engine_adapter.torch_engine.requests import NoScores, RequestRefused
 
 _log = logging.getLogger("kvpin.engine")
 DEFAULT_MODEL = Path(__file__).parent / "default_model"
@@ -44,20 +50,190 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.05}
 """Largest deviation allowed, as a share of the logits' spread. Rounding stays well below it."""
 
 
+# --- a loaded model, and one forward pass of it: tokens of many sequences in, logits out ----------------
+
+Ints = NDArray[np.int64]
+
+PADDING_TOKENS = 256
+"""Most tokens of padding in a call for several sequences. To attend so many costs about what a call costs."""
+CALL_BYTES = 4 << 20
+"""Most KV that a call for several sequences gathers. More would not stay in a CPU's own cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A causal language model, ready to run."""
+
+    module: Any
+    name: str
+    tokenizer: str  # absolute directory or hub id of the tokenizer
+    vocab_size: int  # token ids below it are text
+    hidden_size: int  # columns of an embedding
+    max_model_len: int  # context in tokens
+    eos_token_ids: frozenset[int]
+    default_max_tokens: int | None  # limit of the generation config; None if it has none
+    # device, dtype: as torch names them, e.g. `cpu`, `float32`.
+    device: str
+    dtype: str
+    layers: tuple[LayerShape, ...]
+    is_default: bool  # True for the built-in random-weight model
+
+    def block_bytes(self, tokens_per_block: int) -> int:
+        """Bytes of one KV block."""
+        values = sum(layer.heads * (layer.key_dim + layer.value_dim) for layer in self.layers)
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return values * dtype.itemsize * tokens_per_block
+
+
+class _Rows(NamedTuple):
+    """The rows of a step, a row for each token."""
+
+    # counts, ends, lengths: of each item: its rows, where they end, its tokens after the step.
+    counts: Ints
+    ends: Ints
+    lengths: Ints
+    tables: list[Ints]  # the block ids of each item
+    # positions, slots: of each row: its place in the sequence and in the KV.
+    positions: Ints
+    slots: Ints
+
+
+class Runner:
+    """Runs a model over paged KV. Writes only to reserved blocks."""
+
+    def __init__(self, model: LoadedModel, storage: KvStorage, tokens_per_block: int) -> None:
+        self._module = model.module
+        self._embed = model.module.get_input_embeddings()
+        self._vocab_size = model.vocab_size
+        self._device = torch.device(model.device)
+        self._layers = storage.layers
+        self._size = tokens_per_block
+        self._scratch = Scratch(tokens_per_block)
+        self._most_blocks = CALL_BYTES * len(model.layers) // model.block_bytes(tokens_per_block)
+
+    @torch.inference_mode()
+    def run(self, work: Sequence[KvSequence]) -> Tensor:
+        """Logits [tokens after which they are needed, vocabulary], in order. Neighbours in `work` with a
+        single token each and similar lengths are attended in one call. Raises NoScores if the model computes
+        what is no number."""
+        rows = self._rows(work)
+        needed = np.array([item.logits for item in work], dtype=np.int64)
+        wanted = np.arange(needed.sum()) + (rows.ends - needed.cumsum()).repeat(needed)
+        parts = [self._part(rows, first, last) for first, last in self._groups(rows)]
+        batch = PagedBatch(self._layers, self._to_device(rows.slots), parts, self._scratch)
+        with attention_context(batch):
+            output = self._module(
+                **self._inputs(work),
+                position_ids=self._to_device(rows.positions)[None],
+                use_cache=False,
+                logits_to_keep=self._to_device(wanted),
+            )
+        if not torch.stack(batch.sums).isfinite().all():
+            raise NoScores("the model computes values that are no numbers")
+        logits: Tensor = output.logits[0]
+        return logits
+
+    def run_with_hidden(self, work: Sequence[KvSequence]) -> tuple[Tensor, Tensor]:
+        """The same, and the last hidden states [tokens, hidden] that the logits are made from. Raises
+        RequestRefused if the model's logits are not made by one layer."""
+        seen: list[Tensor] = []
+        head = self._module.get_output_embeddings()
+        if head is not None:
+            with head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0][0])):
+                logits = self.run(work)
+        if len(seen) != 1:
+            raise RequestRefused("this model gives no embeddings", param="model")
+        return logits, seen[0]
+
+    def _rows(self, work: Sequence[KvSequence]) -> _Rows:
+        counts = np.array([item.count for item in work])
+        lengths = np.array([item.computed for item in work]) + counts
+        blocks = -(-lengths // self._size)
+        tables = [
+            np.array(item.blocks[:used], dtype=np.int64)
+            for item, used in zip(work, blocks.tolist(), strict=True)
+        ]
+        ends = counts.cumsum()
+        owners = np.repeat(np.arange(len(work)), counts)
+        positions = np.arange(len(owners)) + (lengths - ends)[owners]
+        places = positions // self._size + (blocks.cumsum() - blocks)[owners]
+        slots = np.concatenate(tables)[places] * self._size + positions % self._size
+        return _Rows(counts, ends, lengths, tables, positions, slots)
+
+    def _part(self, rows: _Rows, first: int, last: int) -> Part:
+        """The items `first` to `last`, which attend together."""
+        begin, end = int(rows.ends[first] - rows.counts[first]), int(rows.ends[last])
+        tables, lengths = rows.tables[first : last + 1], rows.lengths[first : last + 1]
+        part = Part(begin, end, self._to_device(lengths), int(lengths.max()))
+        if first == last and bool((np.diff(tables[0]) == 1).all()):
+            part.start = int(tables[0][0]) * self._size
+        else:
+            blocks = np.zeros((len(tables), max(map(len, tables))), dtype=np.int64)
+            for padded, table in zip(blocks, tables, strict=True):
+                padded[: len(table)] = table
+            part.blocks = self._to_device(blocks.ravel())
+        return part
+
+    def _groups(self, rows: _Rows) -> list[tuple[int, int]]:
+        """The items that attend together, as first and last index: see `PADDING_TOKENS` and `CALL_BYTES`."""
+        groups: list[tuple[int, int]] = []
+        widest = used = 0  # blocks of the last group: of its longest sequence, of all
+        single = rows.counts == 1
+        together = (single[1:] & single[:-1]).tolist()
+        for index, blocks in enumerate(map(len, rows.tables)):
+            first = groups[-1][0] if groups else 0
+            wide = max(widest, blocks) * (index - first + 1)
+            if (
+                groups
+                and together[index - 1]
+                and (wide - used - blocks) * self._size <= PADDING_TOKENS
+                and wide <= self._most_blocks
+            ):
+                groups[-1] = first, index
+                widest, used = max(widest, blocks), used + blocks
+            else:
+                groups.append((index, index))
+                widest = used = blocks
+        return groups
+
+    def _inputs(self, work: Sequence[KvSequence]) -> dict[str, Tensor]:
+        """`input_ids`, or `inputs_embeds` when the step has fake ids."""
+        parts = [slice(item.computed, item.computed + item.count) for item in work]
+        tokens = np.concatenate(
+            [np.array(item.tokens[part], dtype=np.int64) for item, part in zip(work, parts, strict=True)]
+        )
+        fake = tokens >= self._vocab_size
+        if not fake.any():
+            return {"input_ids": self._to_device(tokens)[None]}
+        embeds = self._embed(self._to_device(np.where(fake, 0, tokens)))
+        begin = 0
+        for item, part in zip(work, parts, strict=True):
+            extras = np.array(() if item.extra_ids is None else item.extra_ids[part], dtype=np.uint64)
+            for extra_id, rows in item.embeddings.items():
+                at = begin + np.flatnonzero(extras == extra_id)
+                at = at[fake[at]]
+                given = rows[torch.from_numpy(tokens[at] - self._vocab_size)]
+                embeds[self._to_device(at)] = given.to(device=embeds.device, dtype=embeds.dtype)
+            begin += item.count
+        return {"inputs_embeds": embeds[None]}
+
+    def _to_device(self, values: Ints) -> Tensor:
+        return torch.from_numpy(values).to(self._device)
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line: torch adds advice on debugging to errors of the device."""
+    return str(error).partition("\n")[0]
+
+
+# --- loading -------------------------------------------------------------------------------------------
+
+
 def load_model(
-    source: str | None,
-    *,
-    device: str = "cpu",
-    dtype: str | None = None,
-    served_name: str | None = None,
+    source: str | None, *, device: str = "cpu", dtype: str | None = None, served_name: str | None = None
 ) -> LoadedModel:
-    """Loads a Hugging Face causal LM from a directory or hub id; None is `kvpin-tiny`.
-
-    `dtype` None takes the checkpoint's.
-
-    Raises:
-        EngineSpecError: the model cannot be loaded, or this engine cannot run it. The text says why.
-    """
+    """Loads a Hugging Face causal LM from a directory or hub id; None is `kvpin-tiny`. `dtype` None takes the
+    checkpoint's. EngineSpecError says why it cannot be loaded, or why this engine cannot run it."""
     if dtype is not None and dtype not in DTYPES:
         raise EngineSpecError(f"dtype is {dtype!r}; one of {', '.join(DTYPES)} is needed")
     if device.startswith("cuda") and not torch.cuda.is_available():
@@ -82,9 +258,8 @@ def load_model(
         _log.info("checking that %s answers over paged KV as it does without", model.name)
         check_model(model)
     except (EngineSpecError, *_UNRUNNABLE) as error:
-        reason = str(error)
-        if not isinstance(error, EngineSpecError):
-            reason = f"a forward pass over paged KV fails ({first_line(error)})"
+        fails = f"a forward pass over paged KV fails ({first_line(error)})"
+        reason = str(error) if isinstance(error, EngineSpecError) else fails
         raise EngineSpecError(
             f"model {name!r} ({type(module).__name__}) cannot run here: {reason}"
         ) from error
@@ -100,15 +275,19 @@ def random_model(config: PretrainedConfig, seed: int, dtype: torch.dtype = torch
     with torch.no_grad():
         for _, weight in sorted(module.named_parameters()):
             if weight.ndim > 1:
-                values = torch.randn(weight.shape, generator=draw) / math.sqrt(weight.shape[-1])
-                weight.copy_(values)
+                weight.copy_(torch.randn(weight.shape, generator=draw) / math.sqrt(weight.shape[-1]))
     return module
 
 
 def _from_source(source: str, dtype: torch.dtype | str) -> Any:  # noqa: ANN401 - a transformers model
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        _refuse_quantised(config, source)
+        for each in (config.get_text_config(), config):
+            if quantised := getattr(each, "quantization_config", None):
+                method, known = quantised.get("quant_method", "unknown"), ", ".join(DTYPES)
+                raise EngineSpecError(
+                    f"model {source!r} is quantised ({method}); this engine takes weights in {known}"
+                )
         # No pickles, and no code of the model's own: either could run anything.
         return AutoModelForCausalLM.from_pretrained(
             source,
@@ -122,20 +301,8 @@ def _from_source(source: str, dtype: torch.dtype | str) -> Any:  # noqa: ANN401 
         raise EngineSpecError(f"cannot load model {source!r}: {error}") from error
 
 
-def _refuse_quantised(config: PretrainedConfig, source: str) -> None:
-    quantised = getattr(config.get_text_config(), "quantization_config", None) or getattr(
-        config, "quantization_config", None
-    )
-    if quantised:
-        method = quantised.get("quant_method", "unknown")
-        raise EngineSpecError(
-            f"model {source!r} is quantised ({method}); this engine takes weights in {', '.join(DTYPES)}"
-        )
-
-
 def _describe(module: Any, name: str, tokenizer: str, *, is_default: bool) -> LoadedModel:  # noqa: ANN401
     config = module.config.get_text_config()
-    layers = _probe(module, config)
     generation = module.generation_config
     eos = generation.eos_token_id if generation.eos_token_id is not None else config.eos_token_id
     ends = eos if isinstance(eos, list) else [eos]
@@ -150,17 +317,15 @@ def _describe(module: Any, name: str, tokenizer: str, *, is_default: bool) -> Lo
         default_max_tokens=generation.max_new_tokens,
         device=str(module.device),
         dtype=str(module.dtype).removeprefix("torch."),
-        layers=layers,
+        layers=_probe(module, config),
         is_default=is_default,
     )
 
 
 def _context(config: PretrainedConfig) -> int:
-    """Longest sequence in tokens.
-
-    With longrope, the longest position in a batch chooses the rotary factors of all its rows; cached KV may
-    have been computed with other factors. Up to the original context, the factors never change.
-    """
+    """Longest sequence in tokens. With longrope, the longest position in a batch chooses the rotary factors
+    of all its rows; cached KV may have been computed with other factors. Up to the original context, the
+    factors never change."""
     longest: int = config.max_position_embeddings
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":
@@ -194,10 +359,8 @@ def _probe(module: Any, config: PretrainedConfig) -> tuple[LayerShape, ...]:  # 
 
 
 class _Stretched:
-    """A model that moves the tokens from the 13th on to the end of its context.
-
-    This tests long positions without long sequences.
-    """
+    """A model that moves the tokens from the 13th on to the end of its context. This tests long positions
+    without long sequences."""
 
     def __init__(self, module: Any, max_model_len: int) -> None:  # noqa: ANN401 - a transformers model
         self._module = module
@@ -233,12 +396,7 @@ def _paged_logits(model: LoadedModel, long: list[int], short: list[int]) -> Tens
     embedded = _NEAR - 3
     row = model.module.get_input_embeddings()(torch.tensor([short[embedded]], device=device))
     storage = KvStorage(
-        model.layers,
-        gpu_blocks=8,
-        host_blocks=0,
-        tokens_per_block=_BLOCK,
-        device=device,
-        dtype=row.dtype,
+        model.layers, gpu_blocks=8, host_blocks=0, tokens_per_block=_BLOCK, device=device, dtype=row.dtype
     )
     runner = Runner(model, storage, _BLOCK)
     tokens, extra_ids = array("i", short), array("Q", bytes(8 * _NEAR))

@@ -27,7 +27,6 @@ from engine_adapter.types import KvTarget, Retention, TokenIds, extra_array
 
 # --- errors in OpenAI's shape, bodies up to a limit, JSON responses -------------------------------------
 
-
 _TYPES = {
     404: "not_found_error",
     409: "conflict_error",
@@ -47,19 +46,15 @@ _HEADERS = {
 
 
 class ApiError(Exception):
-    """An error to answer the client with.
-
-    Attributes:
-        param: the request field at fault, None where none is.
-        code: short name for programs, e.g. `context_length_exceeded`; None takes that of the status.
-    """
+    """An error to answer the client with."""
 
     def __init__(
         self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.param = param
+        self.param = param  # the request field at fault, None where none is
+        # Short name for programs, e.g. `context_length_exceeded`; None takes that of the status.
         self.code = code
 
 
@@ -114,12 +109,8 @@ async def body_of(request: Request) -> bytes:
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """The whole body.
-
-    Raises:
-        ApiError: 413 for more than `limit` bytes. At most `limit` bytes are held.
-        ClientDisconnect: the client left before its request was complete.
-    """
+    """The whole body. Raises ApiError (413) for more than `limit` bytes, of which at most `limit` are held,
+    and ClientDisconnect if the client left before its request was complete."""
     declared = Headers(scope=scope).get("content-length", "")
     is_larger = declared.isascii() and declared.isdigit() and int(declared[:20]) > limit
     parts: list[bytes] = []
@@ -158,6 +149,7 @@ _MAX_BIAS = 100.0
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 _Stop = Annotated[str, Meta(min_length=1, max_length=MAX_STOP)]
 _Alternatives = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+_OWN_SPECIAL = "a chat template brings its own special tokens"
 # Fields that `SamplingParams` takes as they are.
 _SAMPLING_FIELDS = (
     "temperature", "top_p", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
@@ -349,9 +341,8 @@ def parse(body: bytes, kind: type[AnyRequest]) -> AnyRequest:
         where = f"{param or 'the body'}: {each}"
         raise ApiError(where + reason[:1].lower() + reason[1:], param=param or None) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ApiError(
-            f"the body is not valid JSON: {plain_error(str(error))}", code="invalid_json"
-        ) from error
+        fault = f"the body is not valid JSON: {plain_error(str(error))}"
+        raise ApiError(fault, code="invalid_json") from error
     except RecursionError as error:
         raise ApiError("the body is nested too deeply", code="invalid_json") from error
 
@@ -374,15 +365,8 @@ def parse_tokenize(body: bytes) -> PromptRequest:
 
 
 def sampling_of(request: PromptRequest, *, default_max_tokens: int | None) -> SamplingParams:
-    """Checked sampling parameters.
-
-    Args:
-        request: the request.
-        default_max_tokens: the limit of a chat that names none; None for as many as fit.
-
-    Raises:
-        ApiError: 400 for values that exclude each other or a feature this engine lacks.
-    """
+    """Checked sampling parameters. `default_max_tokens`: the limit of a chat that names none; None for as
+    many as fit. Raises ApiError (400) for values that exclude each other or a feature this engine lacks."""
     _check_supported(request)
     default = default_max_tokens if isinstance(request, ChatRequest) else _DEFAULT_COMPLETION_TOKENS
     max_tokens = default if request.asked_tokens is None else request.asked_tokens
@@ -415,11 +399,8 @@ def choices_of(request: PromptRequest) -> int:
 
 
 def embeds_of(request: CompletionRequest) -> object:
-    """The one value in `prompt_embeds`, which is all of the prompt then; None for a prompt of tokens.
-
-    Raises:
-        ApiError: 400 beside another prompt. An empty `prompt` is none: some clients cannot leave it out.
-    """
+    """The one value in `prompt_embeds`, which is all of the prompt then; None for a prompt of tokens. Raises
+    ApiError (400) beside another prompt. An empty `prompt` is none: some clients cannot leave it out."""
     given = request.prompt_embeds
     if given is None or given == []:
         return None
@@ -486,11 +467,8 @@ def salt_of(salt: str | None) -> str | None:
 
 
 def answered_of(request: PromptRequest, sampling: SamplingParams) -> TokenIds[int]:
-    """The beginning of the answer, with which the engine goes on.
-
-    Raises:
-        ApiError: 400 for ids that are none, and if no token is left to generate.
-    """
+    """The beginning of the answer, with which the engine goes on. Raises ApiError (400) for ids that are
+    none, and if no token is left to generate."""
     answered = token_ids_of(request.answer_token_ids or [], "answer_token_ids")
     limit = sampling.max_tokens
     rule = f"have less than {request.limit_name} tokens"
@@ -499,12 +477,9 @@ def answered_of(request: PromptRequest, sampling: SamplingParams) -> TokenIds[in
 
 
 def retention_of(request: PromptRequest) -> Retention:
-    """The retention a request asks for, with priority 0 for none.
-
-    `keep_priority` alone retains without an end. `keep_s` alone means priority 1.
-    """
-    default = 0 if request.keep_s is None else 1
-    priority = default if request.keep_priority is None else request.keep_priority
+    """The retention a request asks for, with priority 0 for none. `keep_priority` alone retains without an
+    end. `keep_s` alone means priority 1."""
+    priority = int(request.keep_s is not None) if request.keep_priority is None else request.keep_priority
     ttl_s = math.inf if request.keep_s is None else request.keep_s
     return Retention(priority, ttl_s, request.keep_for)
 
@@ -519,10 +494,8 @@ def target_of(request: SliceRequest | PinRequest) -> KvTarget:
     extra_ids = None
     if request.extra_ids is not None and any(request.extra_ids):
         if len(request.extra_ids) != len(token_ids):
-            raise ApiError(
-                f"extra_ids has {len(request.extra_ids)} entries for {len(token_ids)} token ids",
-                param="extra_ids",
-            )
+            counts = f"extra_ids has {len(request.extra_ids)} entries for {len(token_ids)} token ids"
+            raise ApiError(counts, param="extra_ids")
         for index, value in enumerate(request.extra_ids):
             _need(0 <= value <= UINT64_MAX, f"extra_ids[{index}]", "be within uint64")
         extra_ids = extra_array(request.extra_ids)
@@ -565,10 +538,7 @@ def _check_supported(request: PromptRequest) -> None:
             "modalities": (set(request.modalities or ()) - {"text"}, "this engine makes text only"),
             "prompt_table": (request.prompt_table is not None, "prompt_table needs /v1/completions"),
             "extra_ids": (request.extra_ids is not None, "extra_ids need /v1/completions"),
-            "add_special_tokens": (
-                request.add_special_tokens,
-                "a chat template brings its own special tokens",
-            ),
+            "add_special_tokens": (request.add_special_tokens, _OWN_SPECIAL),
         }
     for param, (is_asked, message) in refused.items():
         if is_asked:

@@ -39,37 +39,26 @@ class NoScores(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """The rules by which tokens are chosen and an answer stops. The caller has checked the ranges.
+    """The rules by which tokens are chosen and an answer stops. The caller has checked the ranges."""
 
-    Attributes:
-        temperature: 0 is greedy.
-        top_p, top_k, min_p: 1.0, 0 and 0.0 turn them off.
-        seed: equal seeds give equal samples; None draws one from the engine's seed.
-        presence_penalty, frequency_penalty: over generated tokens, as OpenAI's.
-        repetition_penalty: over prompt and generated tokens, as Hugging Face's; 1.0 is off.
-        max_tokens: most tokens to generate; None for as many as the context leaves.
-        min_tokens: no end or stop token before this many tokens.
-        ignore_eos: the model's end tokens do not stop; `stop_token_ids` still do.
-        logprobs: None for none; n for those of the chosen token and the n best.
-        prompt_logprobs: the same for each token of the prompt. Its KV is then computed whole, not reused.
-        logit_bias: (token id, number added to its score), each id once.
-    """
-
-    temperature: float = 1.0
+    temperature: float = 1.0  # 0 is greedy
+    # top_p, top_k, min_p: 1.0, 0 and 0.0 turn them off.
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
-    seed: int | None = None
+    seed: int | None = None  # equal seeds give equal samples; None draws one from the engine's seed
+    # presence_penalty, frequency_penalty: over generated tokens, as OpenAI's.
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    max_tokens: int | None = None
-    min_tokens: int = 0
-    ignore_eos: bool = False
+    repetition_penalty: float = 1.0  # over prompt and generated tokens, as Hugging Face's; 1.0 is off
+    max_tokens: int | None = None  # most tokens to generate; None for as many as the context leaves
+    min_tokens: int = 0  # no end or stop token before this many tokens
+    ignore_eos: bool = False  # the model's end tokens do not stop; `stop_token_ids` still do
     stop_token_ids: tuple[int, ...] = ()
-    logprobs: int | None = None
+    logprobs: int | None = None  # None for none; n for those of the chosen token and the n best
+    # The same for each token of the prompt. Its KV is then computed whole, not reused.
     prompt_logprobs: int | None = None
-    logit_bias: tuple[tuple[int, float], ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, number added to its score), each id once
 
     def ends(self, of_model: frozenset[int]) -> frozenset[int]:
         """The tokens that end an answer, with those `of_model`."""
@@ -78,32 +67,22 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One prompt to continue.
+    """One prompt to continue."""
 
-    Attributes:
-        request_id: unique among requests in flight.
-        token_ids: the prompt. Ids from the vocabulary size on are fake and need an extra id.
-        extra_ids: one per token, 0 for text; None for text alone.
-        embeddings: extra id → [rows, hidden]; a fake id stands for row `id - vocab_size`.
-        cache_salt: KV is shared only under the same salt.
-        retention: how long to retain its blocks, and for whom.
-        priority: the waiting request with the lowest value runs next; equal ones run in order of arrival.
-        answered: so many of the last tokens were generated before, for the same answer.
-        constraint: has accepted the tokens that were generated before; None allows every token.
-        wants_hidden: its tokens come with the hidden states that they were chosen from.
-    """
-
-    request_id: str
-    token_ids: TokenIds[int]
+    request_id: str  # unique among requests in flight
+    token_ids: TokenIds[int]  # the prompt. Ids from the vocabulary size on are fake and need an extra id.
     sampling: SamplingParams = SamplingParams()
-    extra_ids: ExtraIds[int] | None = None
+    extra_ids: ExtraIds[int] | None = None  # one per token, 0 for text; None for text alone
+    # Extra id → [rows, hidden]; a fake id stands for row `id - vocab_size`.
     embeddings: Mapping[int, Tensor] = field(default_factory=dict, repr=False)
-    cache_salt: str | None = None
-    retention: Retention = NOT_RETAINED
+    cache_salt: str | None = None  # KV is shared only under the same salt
+    retention: Retention = NOT_RETAINED  # how long to retain its blocks, and for whom
+    # The waiting request with the lowest value runs next; equal ones run in order of arrival.
     priority: int = 0
-    answered: int = 0
+    answered: int = 0  # so many of the last tokens were generated before, for the same answer
+    # Has accepted the tokens that were generated before; None allows every token.
     constraint: Grammar | None = None
-    wants_hidden: bool = False
+    wants_hidden: bool = False  # its tokens come with the hidden states that they were chosen from
 
 
 class Scheduled(msgspec.Struct, frozen=True, gc=False):
@@ -128,11 +107,8 @@ class Token(msgspec.Struct, frozen=True, gc=False):
 
 
 class PromptScores(msgspec.Struct, frozen=True, gc=False):
-    """Logprobs of the prompt's tokens, before the first generated one.
-
-    Attributes:
-        scores: logprob and best tokens as in `Token`, for each token from the second on.
-    """
+    """Logprobs of the prompt's tokens, before the first generated one: the logprob and best tokens, as in
+    `Token`, of each token from the second on."""
 
     scores: list[tuple[float, tuple[tuple[int, float], ...]]]
 

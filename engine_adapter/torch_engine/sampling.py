@@ -31,26 +31,21 @@ _SEEDS = 2**64
 
 
 class Sampler:
-    """The rules by which the tokens of one request are chosen, and their state from token to token.
-
-    Attributes:
-        random: draws its numbers, one for each token.
-        tally: the tokens that penalties concern; None without penalties.
-        constraint: allows some tokens, as a grammar does; None allows every one.
-    """
+    """The rules by which the tokens of one request are chosen, and their state from token to token."""
 
     def __init__(
         self, request: GenerationRequest, *, ends: frozenset[int], vocab_size: int, seed: int
     ) -> None:
         """`ends` are the tokens that stop the request; `seed` is used when it has none."""
         self.params = params = request.sampling
-        self.constraint = request.constraint
+        self.constraint = request.constraint  # allows some tokens, as a grammar does; None allows every one
         prompt, answered = request.token_ids, request.answered
         self.greedy = params.temperature < _COLDEST
         chosen = params.seed if params.seed is not None else seed
         # The rest of an answer takes the numbers that it would have taken without the interruption.
+        # Draws its numbers, one for each token.
         self.random = np.random.Generator(np.random.PCG64(chosen % _SEEDS).advance(answered))
-        self.tally: Tally | None = None
+        self.tally: Tally | None = None  # the tokens that penalties concern; None without penalties
         if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0:
             generated = prompt[len(prompt) - answered :]
             seen = prompt if params.repetition_penalty != 1.0 else generated
@@ -105,11 +100,7 @@ class Sampler:
 
 
 class Tally:
-    """Tokens that were seen, and how often the answer has them.
-
-    Attributes:
-        ids: each token once. counts: how often the answer has it, in the same order.
-    """
+    """Tokens that were seen, each once, and how often the answer has them, in the same order."""
 
     def __init__(self, seen: Iterable[int]) -> None:
         self.ids = array("q", dict.fromkeys(seen))
@@ -186,15 +177,13 @@ def _beside(scores: Tensor, values: NDArray[Any]) -> Tensor:
 def _choices(logits: Tensor, tokens: Tensor, samplers: Sequence[Sampler]) -> list[Token]:
     """The chosen tokens; with the model's own logprobs for the rows that want them."""
     choices = [Token(token) for token in tokens.tolist()]
-    wanted = {
-        row: each.params.logprobs for row, each in enumerate(samplers) if each.params.logprobs is not None
-    }
-    if not wanted:
-        return choices
-    rows = list(wanted)
-    scored = logprobs_of(logits[rows], tokens[rows], max(wanted.values()))
-    for row, (logprob, best) in zip(rows, scored, strict=True):
-        choices[row] = Token(choices[row].token_id, logprob, best[: wanted[row]])
+    asked = [each.params.logprobs for each in samplers]
+    wanted = {row: most for row, most in enumerate(asked) if most is not None}
+    if wanted:
+        rows = list(wanted)
+        scored = logprobs_of(logits[rows], tokens[rows], max(wanted.values()))
+        for row, (logprob, best) in zip(rows, scored, strict=True):
+            choices[row] = Token(choices[row].token_id, logprob, best[: wanted[row]])
     return choices
 
 
@@ -242,11 +231,9 @@ class Filters(NamedTuple):
 
 
 def draw(scores: Tensor, filters: Filters, numbers: Tensor) -> Tensor:
-    """Token ids [rows] for `scores` [rows, vocabulary] and random `numbers` [rows], from 0 to below 1.
-
-    The token of a row depends on its own scores, filters and number alone. The highest score of each row is
-    finite. Tokens with equal scores are kept or left out together.
-    """
+    """Token ids [rows] for `scores` [rows, vocabulary] and random `numbers` [rows], from 0 to below 1. The
+    token of a row depends on its own scores, filters and number alone. The highest score of each row is
+    finite. Tokens with equal scores are kept or left out together."""
     tokens = torch.full_like(filters.top_k, _NONE)
     few = filters.ranked if scores.shape[1] >= 8 * _CANDIDATES else filters.top_k > 0
     for rows, of_rows in ((few, _draw_of_best), (None, _draw_of_all)):
@@ -314,11 +301,8 @@ def _lowest(values: Tensor, filters: Filters, total: Tensor | None = None) -> Te
 
 def _first_above(sums: Tensor, chances: Tensor, numbers: Tensor) -> Tensor:
     """The place in each row whose share of the sum holds the row's number. `sums` are those of `chances`.
-    Changes `sums`.
-
-    A GPU adds in parallel, so rounding may leave a sum below the one before it, or above it at a token that
-    has no chance (PyTorch's issue 13867).
-    """
+    Changes `sums`. A GPU adds in parallel, so rounding may leave a sum below the one before it, or above it
+    at a token that has no chance (PyTorch's issue 13867)."""
     sums.masked_fill_(chances == 0, 0.0)
     total = sums.amax(-1)
     # The sum at which a row's number lies, always below its total.

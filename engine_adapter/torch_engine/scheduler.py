@@ -9,19 +9,14 @@ blocks back to the cache and waits again.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from engine_adapter.torch_engine.kv_cache import KvCache, KvSequence
 from engine_adapter.torch_engine.kv_tree import Node
-from engine_adapter.torch_engine.requests import (
-    FinishReason,
-    GenerationRequest,
-    OnOutput,
-    RequestRefused,
-)
+from engine_adapter.torch_engine.requests import FinishReason, GenerationRequest, OnOutput, RequestRefused
 from engine_adapter.torch_engine.sampling import Sampler
 
 SCORED_TOKENS = 128
@@ -30,36 +25,24 @@ SCORED_TOKENS = 128
 
 @dataclass(eq=False, slots=True)
 class Active:
-    """A request in flight.
-
-    Attributes:
-        sequence: its tokens and blocks.
-        ends: tokens that stop it. limit: most tokens to generate.
-        scheduled: it has run before.
-        scores: logprobs of its prompt's tokens from the second on, as far as they are computed; None if
-            they are not wanted, or were delivered.
-    """
+    """A request in flight."""
 
     request: GenerationRequest
     on_output: OnOutput
     sampler: Sampler
-    ends: frozenset[int]
-    limit: int
-    sequence: KvSequence = field(init=False)
+    ends: frozenset[int]  # tokens that stop it
+    limit: int  # most tokens to generate
+    sequence: KvSequence = field(init=False)  # its tokens and blocks
+    # Logprobs of its prompt's tokens from the second on, as far as they are computed; None if they are not
+    # wanted, or were delivered.
     scores: list[tuple[float, tuple[tuple[int, float], ...]]] | None = field(init=False)
     generated: int = field(default=0, init=False)
-    scheduled: bool = field(default=False, init=False)
+    scheduled: bool = field(default=False, init=False)  # it has run before
 
     def __post_init__(self) -> None:
         request, reuses = self.request, self.request.sampling.prompt_logprobs is None
-        self.sequence = KvSequence(
-            request.token_ids,
-            request.extra_ids,
-            request.cache_salt,
-            request.retention,
-            reuses=reuses,
-            embeddings=request.embeddings,
-        )
+        where = request.token_ids, request.extra_ids, request.cache_salt, request.retention
+        self.sequence = KvSequence(*where, reuses=reuses, embeddings=request.embeddings)
         self.scores = None if reuses else []
 
     @property
@@ -92,17 +75,13 @@ class Active:
 
 
 class Scheduler:
-    """The requests in flight.
-
-    Attributes:
-        waiting: in the order in which they will run.
-        planning: the request `plan` works on; if `plan` raises, that request is at fault.
-    """
+    """The requests in flight."""
 
     def __init__(self, cache: KvCache, *, max_num_seqs: int, prefill_chunk: int) -> None:
-        self.waiting: list[Active] = []
+        self.waiting: list[Active] = []  # in the order in which they will run
         self.running: list[Active] = []
         self.preemptions = 0
+        # The request `plan` works on; if `plan` raises, that request is at fault.
         self.planning: Active | None = None
         self._cache = cache
         self._max_num_seqs = max_num_seqs
@@ -127,10 +106,8 @@ class Scheduler:
 
     def plan(self) -> list[Active]:
         """Reserves blocks for the next step; returns the requests that it runs: those with a single token
-        first, by the length of their sequences, so that similar lengths attend together.
-
-        Empty although `busy` when the cache has no room for the first waiting request and nothing else runs.
-        """
+        first, by the length of their sequences, so that similar lengths attend together. Empty although
+        `busy` when the cache has no room for the first waiting request and nothing else runs."""
         self.planning = None
         planned = self._reserve_decodes()
         for active in planned:
@@ -138,8 +115,7 @@ class Scheduler:
         budget = max(1, self._prefill_chunk // 2) if planned else self._prefill_chunk
         claimed: set[tuple[Node, bytes]] = set()
         for active in self._prompts():
-            count = self._chunk(active, budget, claimed)
-            if count:
+            if count := self._chunk(active, budget, claimed):
                 active.plan(count)
                 planned.append(active)
                 budget -= count
@@ -208,15 +184,11 @@ def check_request(request: GenerationRequest, vocab_size: int, max_model_len: in
     """Raises RequestRefused for a request that can never run, or could break the device; names the field."""
     tokens = np.array(request.token_ids, dtype=np.int64)
     if not 0 < len(tokens) < max_model_len:
-        raise RequestRefused(
-            f"the prompt has {len(tokens)} tokens; with one to generate, 1 to {max_model_len - 1} fit",
-            param="prompt",
-        )
+        fault = f"the prompt has {len(tokens)} tokens; with one to generate, 1 to {max_model_len - 1} fit"
+        raise RequestRefused(fault, param="prompt")
     sampling = request.sampling
-    for index, token in enumerate(sampling.stop_token_ids):
-        check_token_id(token, f"stop_token_ids[{index}]", vocab_size)
-    for token, _ in sampling.logit_bias:
-        check_token_id(token, f"logit_bias[{token}]", vocab_size)
+    check_token_ids("stop_token_ids", enumerate(sampling.stop_token_ids), vocab_size)
+    check_token_ids("logit_bias", ((token, token) for token, _ in sampling.logit_bias), vocab_size)
     no_text = np.flatnonzero((tokens < 0) | (tokens >= vocab_size)).tolist()
     if no_text and sampling.prompt_logprobs is not None:
         raise RequestRefused("embeddings in a prompt have no logprobs", param="logprobs")
@@ -224,13 +196,14 @@ def check_request(request: GenerationRequest, vocab_size: int, max_model_len: in
         extra_id = request.extra_ids[index] if request.extra_ids is not None else 0
         rows = request.embeddings.get(extra_id)
         if rows is None or not 0 <= tokens[index] - vocab_size < len(rows):
-            raise RequestRefused(
-                f"prompt[{index}] is {tokens[index]}: no text, and no row that extra id {extra_id} has",
-                param=f"prompt[{index}]",
-            )
+            param = f"prompt[{index}]"
+            fault = f"{param} is {tokens[index]}: no text, and no row that extra id {extra_id} has"
+            raise RequestRefused(fault, param=param)
 
 
-def check_token_id(token: int, param: str, vocab_size: int) -> None:
-    """Raises RequestRefused for a token id outside the vocabulary."""
-    if not 0 <= token < vocab_size:
-        raise RequestRefused(f"{param} is {token}, outside the vocabulary of {vocab_size}", param=param)
+def check_token_ids(name: str, placed: Iterable[tuple[int, int]], vocab_size: int) -> None:
+    """Raises RequestRefused for a token id outside the vocabulary. Each comes with its place in the field."""
+    for place, token in placed:
+        if not 0 <= token < vocab_size:
+            param = f"{name}[{place}]"
+            raise RequestRefused(f"{param} is {token}, outside the vocabulary of {vocab_size}", param=param)

@@ -18,8 +18,6 @@ from typer.main import get_command
 
 from engine_adapter.errors import EngineSpecError, EngineUnavailable
 
-# --- the options of `kvpin engine`: its model, its sizes and limits, its server -------------------------
-
 DEFAULT_KV_BLOCKS = 1024
 DEFAULT_MAX_BODY_BYTES = 64 * 2**20
 KEY_VARIABLE = "KVPIN_ENGINE_KEY"
@@ -39,11 +37,7 @@ def _size(text: str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddedOptions:
-    """The options, with what the command line says of each.
-
-    Raises:
-        EngineSpecError: a value is out of range; the text names it.
-    """
+    """The options, with what the command line says of each. EngineSpecError names a value out of range."""
 
     model: Annotated[
         str | None,
@@ -66,8 +60,7 @@ class EmbeddedOptions:
     ] = 0
     max_num_seqs: Annotated[int, Option(metavar="N", help="Most requests running at once.")] = 32
     prefill_chunk: Annotated[
-        int,
-        Option(metavar="N", help="Most prompt tokens per step; half of it while other requests decode."),
+        int, Option(metavar="N", help="Most prompt tokens per step; half of it while other requests decode.")
     ] = 256
     pin_share: Annotated[
         float, Option(metavar="SHARE", help="Most of the GPU tier that pins may hold, 0 to 1.")
@@ -101,14 +94,9 @@ class EmbeddedOptions:
             raise EngineSpecError(f"host_cache_bytes is {self.host_cache_bytes}; 0 or more is needed")
 
     def gpu_blocks(self, block_bytes: int, *, context: int, available: int | None) -> int:
-        """Blocks of the GPU tier.
-
-        Without `kv_blocks` and `kv_bytes`: as many as `max_num_seqs` requests of `context` tokens need, in at
-        most `MEMORY_SHARE` of the `available` bytes. `DEFAULT_KV_BLOCKS` if those are unknown.
-
-        Raises:
-            EngineSpecError: there is no room for one block.
-        """
+        """Blocks of the GPU tier. Without `kv_blocks` and `kv_bytes`: as many as `max_num_seqs` requests of
+        `context` tokens need, in at most `MEMORY_SHARE` of the `available` bytes. `DEFAULT_KV_BLOCKS` if
+        those are unknown. Raises EngineSpecError without room for one block."""
         if self.kv_blocks is not None:
             return self.kv_blocks
         if self.kv_bytes is not None:
@@ -118,10 +106,6 @@ class EmbeddedOptions:
         needed = self.max_num_seqs * -(-context // self.tokens_per_block)
         room = int(available * MEMORY_SHARE)
         return min(needed, _blocks_in(room, block_bytes, f"{MEMORY_SHARE:.0%} of the free memory is"))
-
-    def host_blocks(self, block_bytes: int) -> int:
-        """Blocks of the host tier."""
-        return self.host_cache_bytes // block_bytes
 
 
 def _blocks_in(room: int, block_bytes: int, what: str) -> int:

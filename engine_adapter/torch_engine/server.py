@@ -50,7 +50,7 @@ from engine_adapter.torch_engine.protocol import (
     parse_tokenize,
     target_of,
 )
-from engine_adapter.torch_engine.scheduler import check_token_id
+from engine_adapter.torch_engine.scheduler import check_token_ids
 from engine_adapter.torch_engine.serve import DEFAULT_MAX_BODY_BYTES, KEY_VARIABLE, EmbeddedOptions
 from engine_adapter.torch_engine.service import EngineService, StoredTable, parse_extra_id
 from engine_adapter.types import KvEvent, KvTarget
@@ -152,7 +152,7 @@ async def unpin(service: EngineService, request: Request) -> object:
 
 async def list_tables(service: EngineService, _request: Request) -> object:
     """Every prompt table."""
-    return {"prompt_tables": [_shown(table) for table in service.tables.all()]}
+    return {"prompt_tables": [_shown(table) for table in service.tables.by_id.values()]}
 
 
 async def put_table(service: EngineService, request: Request) -> object:
@@ -170,12 +170,8 @@ async def delete_table(service: EngineService, request: Request) -> object:
 
 
 def _shown(table: StoredTable) -> dict[str, Any]:
-    return {
-        "id": table.table_id,
-        "extra_id": table.extra_id,
-        "rows": table.rows,
-        "hidden": table.tensor.shape[1],
-    }
+    hidden = table.tensor.shape[1]
+    return {"id": table.table_id, "extra_id": table.extra_id, "rows": table.rows, "hidden": hidden}
 
 
 # --- server ---------------------------------------------------------------------------------------------
@@ -267,20 +263,18 @@ async def model(service: EngineService, request: Request) -> object:
 async def tokenize(service: EngineService, request: Request) -> object:
     """The tokens of a chat or a prompt, exactly as the engine would run them."""
     prompt = await service.prompt(parse_tokenize(await body_of(request)))
-    extra_ids = prompt.extra_ids
     return {
         "count": len(prompt.token_ids),
         "max_model_len": service.engine.max_model_len,
         "tokens": prompt.token_ids.tolist(),
-        "extra_ids": None if extra_ids is None else extra_ids.tolist(),
+        "extra_ids": None if prompt.extra_ids is None else prompt.extra_ids.tolist(),
     }
 
 
 async def detokenize(service: EngineService, request: Request) -> object:
     """The text of token ids."""
     asked = parse(await body_of(request), DetokenizeRequest)
-    for index, token in enumerate(asked.tokens):
-        check_token_id(token, f"tokens[{index}]", service.model.vocab_size)
+    check_token_ids("tokens", enumerate(asked.tokens), service.model.vocab_size)
     return {"prompt": service.tokenizer.decode(asked.tokens)}
 
 
@@ -303,19 +297,16 @@ async def _answer_error(_request: Request, error: Exception) -> Response:
 
 
 async def _fault(_request: Request, _error: Exception) -> Response:
-    return error_response(
-        ApiError("internal error; the engine's log has the details", status=500, code="internal_error")
-    )
+    message = "internal error; the engine's log has the details"
+    return error_response(ApiError(message, status=500, code="internal_error"))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     """The router's own errors: 404 and 405."""
     if not isinstance(error, HTTPException):
         raise error
-    path = request.url.path
-    message = (
-        f"{request.method} {path} is not served here" if error.status_code in (404, 405) else error.detail
-    )
+    is_ours = error.status_code in (404, 405)
+    message = f"{request.method} {request.url.path} is not served here" if is_ours else error.detail
     answer = error_response(ApiError(message, status=error.status_code))
     answer.headers.update(error.headers or {})
     return answer
@@ -358,21 +349,15 @@ def _digest(text: bytes) -> bytes:
 
 # --- the process of one engine: it answers at once, loads meanwhile, ends both together -----------------
 
-
 _GRACE_S = 20
 _BACKLOG = 2048
 _log = logging.getLogger("kvpin.engine")
 
 
 def serve_engine(options: EmbeddedOptions) -> None:
-    """Serves until SIGTERM or SIGINT; running requests then have 20 s to finish.
-
-    The address answers at once. `/health` is 503 until the model is loaded.
-
-    Raises:
-        EngineSpecError: model and options cannot be served.
-        EngineUnavailable: the address cannot be bound, or the engine died, see `EngineCore.wait`.
-    """
+    """Serves until SIGTERM or SIGINT; running requests then have 20 s to finish. The address answers at once.
+    `/health` is 503 until the model is loaded. Raises EngineSpecError if model and options cannot be served,
+    and EngineUnavailable if the address cannot be bound or the engine died."""
     listener = _listen(options.host, options.port)
     process = _EngineProcess(options)
     host, port = listener.getsockname()[:2]
@@ -400,11 +385,10 @@ class _EngineProcess(EngineHost):
         key = os.environ.pop(KEY_VARIABLE, None) or None
         web = create_app(self, max_body_bytes=options.max_body_bytes, key=key)
         web.router.lifespan_context = self.lifespan
-        self.server = uvicorn.Server(
-            uvicorn.Config(
-                web, log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=_GRACE_S
-            )
+        config = uvicorn.Config(
+            web, log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=_GRACE_S
         )
+        self.server = uvicorn.Server(config)
 
     @asynccontextmanager
     async def lifespan(self, _app: Starlette) -> AsyncIterator[None]:
@@ -418,7 +402,6 @@ class _EngineProcess(EngineHost):
             await asyncio.to_thread(self.service.close)
 
     def _load(self) -> None:
-        """Loads the service, then watches its engine."""
         try:
             service = EngineService(self._options)
         except Exception as error:  # noqa: BLE001 - raised again by serve_engine, in the main thread

@@ -6,7 +6,6 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -51,7 +50,6 @@ from engine_adapter.types import ExtraIds, KvTarget, Retention, TokenIds
 
 # --- the engine's Prometheus metrics: their names begin with `kvpin_engine_` ----------------------------
 
-
 _COUNTERS = {
     "steps": "Model steps",
     "prompt_tokens": "Prompt tokens of scheduled requests",
@@ -95,9 +93,6 @@ class EngineMetrics:
         for reason, count in list(self._counters.finished.items()):
             finished.add_metric([reason], count)
         yield finished
-        yield from self._cache_metrics()
-
-    def _cache_metrics(self) -> Iterator[Metric]:
         blocks = GaugeMetricFamily(
             "kvpin_engine_kv_blocks", "KV blocks by tier and state", labels=["tier", "state"]
         )
@@ -121,18 +116,14 @@ class EngineMetrics:
 
 # --- p-tuning tables, and the embeddings behind the fake ids of a prompt --------------------------------
 
-
 MAX_TOTAL_BYTES = 1 << 30
 _MAX_ID_LENGTH = 256
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def embedding_tensor(embeddings: Embeddings, *, hidden_size: int, param: str) -> torch.Tensor:
-    """`embeddings` as a tensor [rows, hidden] on the CPU, in their own type.
-
-    Raises:
-        PromptTableError: the width is not the model's, or a value is NaN or infinite.
-    """
+    """`embeddings` as a tensor [rows, hidden] on the CPU, in their own type. Raises PromptTableError if the
+    width is not the model's, or a value is NaN or infinite."""
     if embeddings.hidden != hidden_size:
         raise PromptTableError(
             f"{param} has {embeddings.hidden} columns; the model's hidden size is {hidden_size}", param=param
@@ -164,21 +155,14 @@ class EnginePrompt:
 
 
 class PromptTables:
-    """The tables of one engine. Used from the event loop only.
-
-    An extra id stands for one content as long as the process lives, even after its table is deleted: KV of
-    that content may still be cached under it.
-    """
+    """The tables of one engine. Used from the event loop only. An extra id stands for one content as long as
+    the process lives, even after its table is deleted: KV of that content may still be cached under it."""
 
     def __init__(self, *, vocab_size: int, hidden_size: int) -> None:
         self._vocab_size = vocab_size
         self._hidden_size = hidden_size
-        self._by_id: dict[str, StoredTable] = {}
+        self.by_id: dict[str, StoredTable] = {}  # in the order they came
         self._content_of: dict[int, bytes] = {}
-
-    def all(self) -> list[StoredTable]:
-        """Every table, in the order they came."""
-        return list(self._by_id.values())
 
     def read(self, table_id: str, data: bytes, extra_id: int | None) -> StoredTable:
         """A table that is not stored yet: `data` are safetensors bytes, one tensor [rows, hidden]; without
@@ -197,48 +181,36 @@ class PromptTables:
         nothing. Raises ApiError: 409 for an id or extra id that stands for other content, 413 beyond the
         limit."""
         table_id, extra_id = table.table_id, table.extra_id
-        held = self._by_id.get(table_id)
+        held = self.by_id.get(table_id)
         if held is not None and (held.content, held.extra_id) != (table.content, extra_id):
-            raise ApiError(
-                f"prompt table {table_id!r} exists with other content or another extra id",
-                status=409,
-                param="table_id",
-            )
+            fault = f"prompt table {table_id!r} exists with other content or another extra id"
+            raise ApiError(fault, status=409, param="table_id")
         if self._content_of.get(extra_id, table.content) != table.content:
-            raise ApiError(
-                f"extra id {extra_id} has stood for other content in this process",
-                status=409,
-                param="extra_id",
-            )
+            fault = f"extra id {extra_id} has stood for other content in this process"
+            raise ApiError(fault, status=409, param="extra_id")
         if held is not None:
             return held, False
-        total = sum(other.tensor.nbytes for other in self._by_id.values())
+        total = sum(other.tensor.nbytes for other in self.by_id.values())
         if total + table.tensor.nbytes > MAX_TOTAL_BYTES:
-            raise ApiError(
-                f"prompt tables would take more than {MAX_TOTAL_BYTES} bytes; delete some first",
-                status=413,
-            )
-        self._by_id[table_id] = table
+            fault = f"prompt tables would take more than {MAX_TOTAL_BYTES} bytes; delete some first"
+            raise ApiError(fault, status=413)
+        self.by_id[table_id] = table
         self._content_of[extra_id] = table.content
         return table, True
 
     def delete(self, table_id: str) -> bool:
         """Deletes a table; False when no table has that id."""
-        return self._by_id.pop(table_id, None) is not None
+        return self.by_id.pop(table_id, None) is not None
 
     def resolve(
         self, token_ids: TokenIds[int], *, explicit: list[int] | None, table_id: str | None
     ) -> EnginePrompt:
-        """A prompt of token ids with its extra ids and rows; see `resolve_extra_ids` for the rules.
-
-        Raises:
-            PromptTableError: an id breaks a rule; names the index of the first one.
-            ApiError: 400 for an unknown table.
-        """
-        table = None if table_id is None else self._by_id.get(table_id)
+        """A prompt of token ids with its extra ids and rows; see `resolve_extra_ids` for the rules. Raises
+        PromptTableError for the first id that breaks one, and ApiError (400) for an unknown table."""
+        table = None if table_id is None else self.by_id.get(table_id)
         if table_id is not None and table is None:
             raise ApiError(f"there is no prompt table {table_id!r}", param="prompt_table")
-        by_extra_id = {stored.extra_id: stored for stored in self._by_id.values()}
+        by_extra_id = {stored.extra_id: stored for stored in self.by_id.values()}
         resolved = resolve_extra_ids(
             token_ids, vocab_size=self._vocab_size, explicit=explicit, table=table, registered=by_extra_id
         )
@@ -263,12 +235,7 @@ DATA_PER_CHAR = 16
 
 
 class EngineService:
-    """A running engine with all that belongs to it.
-
-    Attributes:
-        instance: random name of this process. Another name means that all KV is gone.
-        created: load time in seconds since the epoch.
-    """
+    """A running engine with all that belongs to it."""
 
     def __init__(self, options: EmbeddedOptions) -> None:
         """Loads model and tokenizer and starts the engine; slow. Raises EngineSpecError."""
@@ -276,14 +243,12 @@ class EngineService:
             torch.set_num_threads(options.threads)
         self.options = options
         self.model = load_model(
-            options.model,
-            device=options.device,
-            dtype=options.dtype,
-            served_name=options.served_model_name,
+            options.model, device=options.device, dtype=options.dtype, served_name=options.served_model_name
         )
         self.tokenizer = ChatTokenizer.load(self.model.tokenizer)
+        # Random name of this process. Another name means that all KV is gone.
         self.instance = secrets.token_hex(8)
-        self.created = int(time.time())
+        self.created = int(time.time())  # load time in seconds since the epoch
         self.publisher = EventPublisher(host=options.host)
         self.metrics = EngineMetrics()
         self.engine = EngineCore(self.model, options, self.publisher.publish)
@@ -304,18 +269,13 @@ class EngineService:
 
     async def call(self, fn: Callable[[KvCache], T]) -> T:
         """Runs `fn` on the cache between two steps. Raises EngineUnavailable when the engine has ended."""
-        future: Future[T] = self.engine.call(fn)
-        return await asyncio.wrap_future(future)
+        return await asyncio.wrap_future(self.engine.call(fn))
 
     def check_model(self, name: str | None) -> None:
         """Raises ApiError (404) for a model other than the served one."""
         if name is not None and name != self.model.name:
-            raise ApiError(
-                f"the model {name!r} is not served here; {self.model.name!r} is",
-                status=404,
-                param="model",
-                code="model_not_found",
-            )
+            fault = f"the model {name!r} is not served here; {self.model.name!r} is"
+            raise ApiError(fault, status=404, param="model", code="model_not_found")
 
     async def prompt(self, request: PromptRequest) -> EnginePrompt:
         """Tokenises a request. Raises ApiError, ChatError or PromptTableError for bad input."""
@@ -324,17 +284,12 @@ class EngineService:
             return await self._chat_prompt(request)
         embeds = embeds_of(request)
         if embeds is not None:
-            return await self._embedded_prompt(embeds)
+            return await off_loop(partial(self._embedded_prompt, embeds), ms=reading_ms(embeds))
         prompt = prompt_of(request.prompt)
         if isinstance(prompt, str):
-            special = request.add_special_tokens
-            token_ids = await self.tokenizer.off_loop(
-                len(prompt), lambda: self.encode(prompt, "prompt", special=special)
-            )
-        else:
-            token_ids = prompt
-        explicit: list[Any] | None = request.extra_ids
-        return self.tables.resolve(token_ids, explicit=explicit, table_id=request.prompt_table)
+            encode = partial(self.encode, prompt, "prompt", special=request.add_special_tokens)
+            prompt = await self.tokenizer.off_loop(len(prompt), encode)
+        return self.tables.resolve(prompt, explicit=request.extra_ids, table_id=request.prompt_table)
 
     def encode(self, text: str, param: str, *, special: bool | None) -> TokenIds[int]:
         """The token ids of a text, with special tokens unless that is False. Raises ApiError (400) for a text
@@ -371,16 +326,11 @@ class EngineService:
             raise ApiError("the chat template renders these messages to nothing", param="messages")
         return self._with_rows(chat, "messages")
 
-    async def _embedded_prompt(self, data: object) -> EnginePrompt:
-        def read() -> EnginePrompt:
-            rows = read_embeds(data, param="prompt_embeds", hidden_size=self.model.hidden_size)
-            prompt = ChatPrompt.of_embeddings(rows, self.model.vocab_size)
-            return self._with_rows(prompt, "prompt_embeds")
-
-        return await off_loop(read, ms=reading_ms(data))
+    def _embedded_prompt(self, data: object) -> EnginePrompt:
+        rows = read_embeds(data, param="prompt_embeds", hidden_size=self.model.hidden_size)
+        return self._with_rows(ChatPrompt.of_embeddings(rows, self.model.vocab_size), "prompt_embeds")
 
     def _with_rows(self, prompt: ChatPrompt, param: str) -> EnginePrompt:
-        """The prompt with its embeddings as tensors."""
         tensors = {
             identity: embedding_tensor(rows, hidden_size=self.model.hidden_size, param=param)
             for identity, rows in prompt.embeddings.items()
@@ -438,9 +388,6 @@ class Generation:
     Choices of one prompt share its KV: the engine computes a block for the first of them, and the others
     wait for it. Outputs wait here until they are read. `max_tokens` bounds their number, and a client that
     reads slowly delays nobody else.
-
-    Attributes:
-        cached_tokens: prompt tokens that came from cache, for the first choice.
     """
 
     def __init__(self, engine: EngineCore, requests: Sequence[GenerationRequest]) -> None:
@@ -450,7 +397,7 @@ class Generation:
         self._pending: dict[int, list[Output]] = {}
         self._wake = asyncio.Event()
         self._open: set[int] = set()
-        self.cached_tokens = 0
+        self.cached_tokens = 0  # prompt tokens that came from cache, for the first choice
 
     async def __aenter__(self) -> Self:
         """Raises RequestRefused or EngineUnavailable."""
@@ -485,11 +432,8 @@ class Generation:
 
     async def outputs(self) -> dict[int, list[Output]]:
         """The outputs of each choice since the last call, of at least one. Finished is the last of a choice.
-
-        Raises:
-            RequestFailed, RequestRefused: the engine failed on a request, or gave it up.
-            EngineUnavailable: the engine stopped.
-        """
+        Raises RequestFailed or RequestRefused if the engine failed on a request or gave it up, and
+        EngineUnavailable if it stopped."""
         while not self._pending:
             self._wake.clear()
             await self._wake.wait()
@@ -497,7 +441,12 @@ class Generation:
         for index, outputs in pending.items():
             if isinstance(last := outputs[-1], Finished):
                 self._open.discard(index)
-                _check(last)
+                if last.reason == "error":
+                    raise RequestFailed(f"the engine failed on this request: {last.message}")
+                if last.reason == "refused":
+                    raise RequestRefused(last.message or "it cannot be served", param=last.param or "prompt")
+                if last.reason == "cancelled":
+                    raise EngineUnavailable(last.message or "the engine is shutting down")
         return pending
 
     def _cancel_all(self) -> None:
@@ -505,7 +454,6 @@ class Generation:
             self.cancel(index)
 
     def _from_engine(self, index: int, outputs: list[Output]) -> None:
-        """Hands the outputs over; runs in the engine thread."""
         self._loop.call_soon_threadsafe(self._arrive, index, outputs)
 
     def _arrive(self, index: int, outputs: list[Output]) -> None:
@@ -515,12 +463,3 @@ class Generation:
             self.cached_tokens = first.cached_tokens
         self._pending.setdefault(index, []).extend(outputs)
         self._wake.set()
-
-
-def _check(last: Finished) -> None:
-    if last.reason == "error":
-        raise RequestFailed(f"the engine failed on this request: {last.message}")
-    if last.reason == "refused":
-        raise RequestRefused(last.message or "it cannot be served", param=last.param or "prompt")
-    if last.reason == "cancelled":
-        raise EngineUnavailable(last.message or "the engine is shutting down")

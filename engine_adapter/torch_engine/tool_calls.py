@@ -31,10 +31,9 @@ class CallPart(msgspec.Struct, frozen=True):
 
     def as_delta(self) -> dict[str, Any]:
         """OpenAI's entry of `delta.tool_calls`."""
-        function: dict[str, Any] = {"arguments": self.arguments}
         if self.call_id is None:
-            return {"index": self.index, "function": function}
-        function = {"name": self.name, **function}
+            return {"index": self.index, "function": {"arguments": self.arguments}}
+        function = {"name": self.name, "arguments": self.arguments}
         return {"index": self.index, "id": self.call_id, "type": "function", "function": function}
 
 
@@ -47,22 +46,14 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """The format in which a family of models writes calls.
-
-    Attributes:
-        opens: the text before a call.
-        closes: the text after it; "" when calls go on to the end of the answer.
-        names_first: the function's name may stand before its arguments: `name[ARGS]{…}`.
-        bare: an answer that begins with `{` is a call, too.
-        short_ids: a call's id has nine characters, as its chat templates insist on that.
-    """
+    """The format in which a family of models writes calls."""
 
     name: str
-    opens: str
-    closes: str = ""
-    names_first: bool = False
-    bare: bool = False
-    short_ids: bool = False
+    opens: str  # the text before a call
+    closes: str = ""  # the text after it; "" when calls go on to the end of the answer
+    names_first: bool = False  # the function's name may stand before its arguments: `name[ARGS]{…}`
+    bare: bool = False  # an answer that begins with `{` is a call, too
+    short_ids: bool = False  # a call's id has nine characters, as its chat templates insist on that
 
 
 HERMES = CallFormat("Hermes", "<tool_call>", "</tool_call>")
@@ -83,19 +74,14 @@ def format_of(template: str) -> CallFormat | None:
 
 
 class MarkedCalls:
-    """Reads a choice of a model that decides by itself between text and calls.
-
-    Args:
-        names: the functions that were offered: a call of another one is text; None for any.
-        most: calls that are given out; None for all.
-
-    Attributes:
-        ends_as: the finish reason of an answer that made calls and ended by itself; None while it made none.
-    """
+    """Reads a choice of a model that decides by itself between text and calls. `ends_as` is the finish reason
+    of an answer that made calls and ended by itself; None while it made none."""
 
     def __init__(
         self, format_: CallFormat, *, names: Container[str] | None = None, most: int | None = None
     ) -> None:
+        """`names`: the functions that were offered: a call of another one is text; None for any. `most`:
+        calls that are given out; None for all."""
         self.ends_as: str | None = None
         self._format = format_
         self._names = names
@@ -104,9 +90,8 @@ class MarkedCalls:
         self._held = ""  # text that may be the beginning of a call, or is
         self._inside = False  # `_held` begins after a call's mark
         self._mark = ""  # the mark, until a call came after it
-        self._between = re.compile(
-            f"(?:{re.escape(format_.opens)}|{_BETWEEN})*" if format_.opens else f"{_BETWEEN}*"
-        )
+        mark = f"{re.escape(format_.opens)}|" if format_.opens else ""
+        self._between = re.compile(f"(?:{mark}{_BETWEEN})*")
         self._object = _JsonObject()
         self._is_start = True
 
@@ -152,10 +137,8 @@ class MarkedCalls:
         self._mark, self._held, self._object = mark, rest, _JsonObject()
 
     def _body(self, texts: list[str], calls: list[CallPart], *, is_end: bool) -> bool:
-        """Reads the next call after a mark. Returns whether there is more to read.
-
-        Each decision falls at the first character that allows it, so it is the same however the text arrives.
-        """
+        """Reads the next call after a mark. Returns whether there is more to read. Each decision falls at the
+        first character that allows it, so it is the same however the text arrives."""
         held, closes = self._held, self._format.closes
         after = self._between.match(held)
         begin = after.end() if after is not None else 0
@@ -222,7 +205,7 @@ class MarkedCalls:
 
 
 class NamedCall:
-    """Reads a choice that is nothing but the arguments of one function. Attributes as of `MarkedCalls`."""
+    """Reads a choice that is nothing but the arguments of one function. `ends_as`: see `MarkedCalls`."""
 
     def __init__(self, name: str) -> None:
         self.ends_as: str | None = None

@@ -6,7 +6,7 @@ from array import array
 
 import msgspec
 
-from engine_adapter.llama_server.turns import SlotLease, SlotRequest
+from engine_adapter.llama_server.scheduler import SlotLease, SlotRequest
 
 DONE = b"data: [DONE]\n\n"
 

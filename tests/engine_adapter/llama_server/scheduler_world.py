@@ -14,17 +14,15 @@ import httpx
 from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server import slot_io
 from engine_adapter.llama_server.contents import SlotContents
-from engine_adapter.llama_server.discovery import ServerFacts, discover
+from engine_adapter.llama_server.discovery import ServerFacts, discover, probe
 from engine_adapter.llama_server.mirror_events import MirrorEvents
-from engine_adapter.llama_server.probe import probe
 from engine_adapter.llama_server.requests import SlotAnswer
 from engine_adapter.llama_server.saved import SavedEvent, SavedPlace, SavedPrefixes
 from engine_adapter.llama_server.saved_files import read_tokens
-from engine_adapter.llama_server.scheduler import SlotScheduler
+from engine_adapter.llama_server.scheduler import SlotRequest, SlotScheduler
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
 from engine_adapter.llama_server.slot_io import read_slots
 from engine_adapter.llama_server.slots import SlotOperation
-from engine_adapter.llama_server.turns import SlotRequest
 from engine_adapter.types import EngineSpec
 
 COMPLETIONS = "/v1/completions"

@@ -14,8 +14,8 @@ from engine_adapter.llama_server import saved_files, slot_io
 from engine_adapter.llama_server.checkpoints import PLAIN, MemoryRules
 from engine_adapter.llama_server.contents import MANY_CHANGES
 from engine_adapter.llama_server.saved_files import read_tokens
+from engine_adapter.llama_server.scheduler import SlotRequest
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
-from engine_adapter.llama_server.turns import SlotRequest
 from scripts.make_gguf import gguf_path
 from tests.engine_adapter.llama_server.scheduler_world import no_directory, scheduler_world, stopped
 from tests.engine_adapter.llama_server.slot_world import blocks_in, prompt_of
@@ -250,10 +250,10 @@ class TestNotes:
     def test_user_messages_matter_to_chats_on_a_memory_with_checkpoints(self, world):
         tokens = array("i", [7, 8, 9, 7, 8])
         plain = replace(world.facts, user_mark=(7, 8))
-        assert world.contents.user_starts(SlotRequest(tokens, is_chat=True)) == ()
+        assert world.scheduler.user_starts(SlotRequest(tokens, is_chat=True)) == ()
         world.contents.learn(replace(plain, memory=MemoryRules(1024, is_recurrent=True)))
-        assert world.contents.user_starts(SlotRequest(tokens, is_chat=True)) == (0, 3)
-        assert world.contents.user_starts(SlotRequest(tokens)) == ()
+        assert world.scheduler.user_starts(SlotRequest(tokens, is_chat=True)) == (0, 3)
+        assert world.scheduler.user_starts(SlotRequest(tokens)) == ()
 
     def test_once_in_vain_is_nothing(self, world):
         for in_vain in (True, False, True, False, True):

@@ -20,9 +20,10 @@ from engine_adapter.llama_server.discovery import (
     discover,
     file_digest,
     findings_of,
+    memory_rules,
     model_parts,
+    probe,
 )
-from engine_adapter.llama_server.probe import memory_rules, probe
 from engine_adapter.llama_server.slot_io import SlotState, spare_slot
 from engine_adapter.types import EngineSpec
 from scripts.make_gguf import gguf_path

@@ -15,7 +15,7 @@ from engine_adapter.llama_server.plan import (
     plan,
     worth_saving,
 )
-from engine_adapter.llama_server.saved_entry import Saved
+from engine_adapter.llama_server.saved_files import Saved
 from engine_adapter.llama_server.slots import Slot, SlotOperation
 from engine_adapter.types import Tier
 

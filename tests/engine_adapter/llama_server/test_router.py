@@ -138,13 +138,13 @@ async def routing(*names: str, load_s: float = 60.0, **fields: Any) -> Routing:
             assert Router.at(spec, await read_pulse(control)) is router
             adapters = {name: Adapter(fake, name) for name in names}
             for name, adapter in adapters.items():
-                router.join(name, adapter)
+                router.join(name, adapter.end_session)
             await router.refresh()
             try:
                 yield fake, router
             finally:
                 for name, adapter in adapters.items():
-                    await router.leave(name, adapter)
+                    await router.leave(name, adapter.end_session)
 
 
 async def ask(router: Router, name: str, order: list[str] | None = None) -> None:

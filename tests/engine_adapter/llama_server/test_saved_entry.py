@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_adapter.llama_server.plan import SlotRates
-from engine_adapter.llama_server.saved_entry import (
+from engine_adapter.llama_server.saved_files import (
     Saved,
     kept,
     least_valuable,

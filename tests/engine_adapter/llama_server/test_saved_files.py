@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_adapter.llama_server import saved_files
-from engine_adapter.llama_server.saved_entry import Saved
 from engine_adapter.llama_server.saved_files import (
     GRACE_S,
     FileFault,
+    Saved,
     StateFileError,
     checksum,
     copy,

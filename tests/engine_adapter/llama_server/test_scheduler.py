@@ -16,10 +16,10 @@ import pytest
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineUnavailable
 from engine_adapter.llama_server.saved import salt_digest
+from engine_adapter.llama_server.scheduler import SlotRequest
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
 from engine_adapter.llama_server.slot_io import read_slots, tokenize
 from engine_adapter.llama_server.slots import NEVER, SlotOperation
-from engine_adapter.llama_server.turns import SlotRequest
 from engine_adapter.types import Retention, ViewCurrent, ViewLost
 from tests.engine_adapter.llama_server.scheduler_world import (
     CHAT,

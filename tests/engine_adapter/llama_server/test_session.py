@@ -11,11 +11,11 @@ from engine_adapter import Capability, EngineUnavailable, KvTarget, KvVerb, NotS
 from engine_adapter.llama_server import session as session_module
 from engine_adapter.llama_server.discovery import discover
 from engine_adapter.llama_server.mirror_events import MirrorEvents
+from engine_adapter.llama_server.scheduler import SlotRequest
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
 from engine_adapter.llama_server.session import ServerSession, dirty_slots, save_all, write_back
 from engine_adapter.llama_server.slot_io import read_slots
 from engine_adapter.llama_server.slots import SlotOperation
-from engine_adapter.llama_server.turns import SlotRequest
 from scripts.make_gguf import gguf_path
 from tests.engine_adapter.llama_server.scheduler_world import no_directory, stopped
 from tests.engine_adapter.llama_server.slot_world import prompt_of, slot_world

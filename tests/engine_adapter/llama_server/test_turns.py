@@ -12,9 +12,9 @@ from engine_adapter.errors import EngineUnavailable
 from engine_adapter.hold import Forecast
 from engine_adapter.llama_server.answer import CompletionOutput
 from engine_adapter.llama_server.plan import Plan
+from engine_adapter.llama_server.scheduler import SlotRequest, Turns
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
 from engine_adapter.llama_server.slots import SlotOperation, SlotTable
-from engine_adapter.llama_server.turns import SlotRequest, Turns
 from tests.engine_adapter.llama_server.answers import lease_of
 
 ANYWHERE = -1

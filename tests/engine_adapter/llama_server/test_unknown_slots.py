@@ -16,8 +16,8 @@ import pytest
 from engine_adapter import EngineLost, EngineUnavailable, JsonBody, KvTarget, KvVerb
 from engine_adapter.llama_server import slot_io
 from engine_adapter.llama_server.checkpoints import PLAIN, UNPROBED
-from engine_adapter.llama_server.probe import memory_rules
-from engine_adapter.llama_server.turns import SlotRequest
+from engine_adapter.llama_server.discovery import memory_rules
+from engine_adapter.llama_server.scheduler import SlotRequest
 from scripts.make_gguf import gguf_path
 from tests.engine_adapter.llama_server.scheduler_world import NEVER_SENT, scheduler_world
 from tests.engine_adapter.llama_server.slot_world import START, prompt_of, slot_world

@@ -7,7 +7,7 @@ import os
 
 import torch
 
-from engine_adapter.torch_engine.runner import Runner
+from engine_adapter.torch_engine.model import Runner
 from engine_adapter.torch_engine.serve import app
 
 FAILS, BREAKS_THE_DEVICE, FAILS_LATER = 1001, 1002, 1003

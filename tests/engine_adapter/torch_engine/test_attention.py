@@ -14,7 +14,6 @@ from engine_adapter.torch_engine.attention import (
     LayerShape,
     Probe,
     attention_context,
-    bytes_per_token,
     paged_attention,
 )
 
@@ -60,6 +59,6 @@ def test_many_blocks_move_through_a_buffer_of_fixed_size():
             plane.zero_()
         kv.copy_to_gpu(slots[::-1], slots)
     assert all(torch.equal(plane, old) for plane, old in zip(planes, before, strict=True))
-    block_bytes = 2 * bytes_per_token(SHAPES, torch.float32)
+    block_bytes = 2 * 4 * sum(shape.heads * (shape.key_dim + shape.value_dim) for shape in SHAPES)
     allocated = sum(max(event.cpu_memory_usage, 0) for event in profile.events())
     assert allocated < STAGED_BLOCKS * block_bytes  # the slot numbers, and no KV

@@ -80,7 +80,7 @@ def test_bad_tables_are_the_clients_fault(tables, data):
     with pytest.raises(PromptTableError) as caught:
         tables.keep(tables.read("a", data, None))
     assert caught.value.param == "table"
-    assert tables.all() == []
+    assert tables.by_id == {}
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

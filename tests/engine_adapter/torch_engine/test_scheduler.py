@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from engine_adapter.torch_engine.model import PADDING_TOKENS, Runner
 from engine_adapter.torch_engine.requests import GenerationRequest, RequestRefused, SamplingParams
-from engine_adapter.torch_engine.runner import PADDING_TOKENS, Runner
 from engine_adapter.torch_engine.sampling import Sampler
 from engine_adapter.torch_engine.scheduler import Active, Scheduler, check_request
 from tests.engine_adapter.torch_engine.kv_world import World
