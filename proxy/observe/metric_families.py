@@ -29,17 +29,20 @@ class Family(NamedTuple):
     """The declaration of a family. docs/reference/metrics.md shows all.
 
     Attributes:
-        kind: `counter`, `gauge` or `histogram`.
         text: its meaning, in one line.
         labels: their names.
         bounds: of a histogram: the upper ends of its ranges, in rising order; a last range has no end.
     """
 
     name: str
-    kind: str
     text: str
     labels: tuple[str, ...] = ()
     bounds: tuple[float, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        """`counter`, `gauge` or `histogram`."""
+        return "histogram" if self.bounds else "counter" if self.name.endswith("_total") else "gauge"
 
     def head(self, *, openmetrics: bool) -> str:
         """The two lines before its series."""

@@ -19,7 +19,7 @@ from proxy.core.placement.decision import Placement
 from proxy.core.quotas import DAY_S, ByteBudget, UseBook
 from proxy.core.reasons import reason_of
 from proxy.fleet.discovery import Source
-from proxy.fleet.engine import Engine, EngineState
+from proxy.fleet.engine import EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.observe.metric_families import Buckets, Count, Family, SeriesOf
 from proxy.peers.peers import Peers
@@ -83,39 +83,16 @@ class _Reused(NamedTuple):
     restore_s: float
 
 
-class SavedPrefill:
-    """Values reuse in seconds of prefill. Reuse before the first learned rate of a pool waits for it."""
-
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
-        self._waiting: dict[str, deque[_Reused]] = {}  # by pool
-
-    def observe(self, record: RequestRecord) -> Iterator[tuple[str, str, float]]:
-        """Notes the reuse that an engine reported of a finished request. Yields model, engine and seconds of
-        all that can be valued now. An engine that has left saves nothing."""
-        name, placement, reported = record.served_as or "", record.placement, record.reported_tokens
-        pool = self._fleet.pools.get(name)
-        if placement is None or pool is None:
-            return
-        if reported:
-            total, restore_s = placement.n_tokens, placement.chosen.restore_s
-            reused = _Reused(
-                record.lora or name, placement.engine, total, max(total - reported, 0), restore_s
-            )
-            self._waiting.setdefault(name, deque(maxlen=MAX_WAITING)).append(reused)
-        if not pool.placer.rates.learned:
-            return
-        for each in self._waiting.pop(name, ()):
-            book = pool.placer.books.get(each.engine)
-            if book is not None:
-                spared_s = book.rates.prefill_s(each.total) - book.rates.prefill_s(each.computed)
-                yield each.model, each.engine, max(spared_s - each.restore_s, 0.0)
-
-
 # --- metrics --------------------------------------------------------------------------------------------
 
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
 _LAG_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+# These and the next are vLLM's bounds and those of OpenTelemetry's GenAI conventions: one panel may show them
+# beside ours.
+_TTFT_SECONDS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80,
+)  # fmt: skip
+_TOKEN_SECONDS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
 _BY_ENGINE = ("model", "engine")
 # Stands for the tenants that have no metrics of their own. No tenant's name: those have no spaces.
 OTHER_TENANTS = "all others"
@@ -126,11 +103,17 @@ _SLICE = 100
 
 
 class _Row(NamedTuple):
-    """A family that is counted: its text, its labels, and the bounds of its buckets if it is a histogram."""
+    """A family without its name. `read` gives label values and value of each series of a family that is not
+    counted here, but read at each scrape. `bounds`: those of a histogram's buckets."""
 
     text: str
     labels: tuple[str, ...] = ()
+    read: Callable[[Metrics], Iterable[tuple[tuple[str, ...], float]]] = lambda _: ()
     bounds: tuple[float, ...] = ()
+
+    def family(self, name: str) -> Family:
+        """The family of this name."""
+        return Family(name, self.text, self.labels, self.bounds)
 
 
 # In the order of the page.
@@ -189,34 +172,32 @@ _FAMILIES = {
         "kvpin's own time to read, tokenise and place a request, without its wait for busy "
         "engines; requests that were placed twice are not in it",
         ("model",),
-        (0.0001, 0.0002, 0.0005, *_LAG_SECONDS),
+        bounds=(0.0001, 0.0002, 0.0005, *_LAG_SECONDS),
     ),
-    # The bounds of the next two are vLLM's and those of OpenTelemetry's GenAI conventions: one panel may
-    # show them beside ours.
     "kvpin_time_to_first_token_seconds": _Row(
         "From a request's arrival to the first byte of its stream; answers that are no stream are not in it",
         _BY_ENGINE,
-        (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80),
+        bounds=_TTFT_SECONDS,
     ),
     "kvpin_time_per_output_token_seconds": _Row(
         "Mean time between the tokens of a stream, one value per stream that ended well; "
         "where the engine reports no tokens, events of the stream are counted",
         _BY_ENGINE,
-        (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5),
+        bounds=_TOKEN_SECONDS,
     ),
     "kvpin_request_duration_seconds": _Row(
-        "From a request's arrival at kvpin to the end of its answer", _BY_ENGINE, _SECONDS
+        "From a request's arrival at kvpin to the end of its answer", _BY_ENGINE, bounds=_SECONDS
     ),
     "kvpin_queued_seconds": _Row(
         "How long requests waited for engines that were busy; requests that did not wait are not in it",
         ("model",),
-        _SECONDS,
+        bounds=_SECONDS,
     ),
     "kvpin_first_leg_seconds": _Row(
-        "How long an engine took to compute a prompt for another one, or to fail", ("model",), _SECONDS
+        "How long an engine took to compute a prompt for another one, or to fail", ("model",), bounds=_SECONDS
     ),
     "kvpin_transfer_seconds": _Row(
-        "From then until the other engine answers or has fetched the KV", ("model",), _SECONDS
+        "From then until the other engine answers or has fetched the KV", ("model",), bounds=_SECONDS
     ),
     "kvpin_refused_total": _Row(
         "Requests refused before an engine was asked, by reason: busy (all engines are), "
@@ -225,7 +206,8 @@ _FAMILIES = {
         ("reason",),
     ),
     "kvpin_loop_lag_seconds": _Row(
-        "How late kvpin's event loop is, measured every 50 ms: all requests wait that long", (), _LAG_SECONDS
+        "How late kvpin's event loop is, measured every 50 ms: all requests wait that long",
+        bounds=_LAG_SECONDS,
     ),
     "kvpin_tenant_requests_total": _Row(
         "Requests; as all families by tenant, only if tenant_metrics is set", ("tenant", "status")
@@ -253,108 +235,64 @@ class WorkerNow(msgspec.Struct, array_like=True, frozen=True):
     tasks: int
 
 
-class ScrapedState(NamedTuple):
-    """The state that is read at each scrape: engines, where they are found, other kvpins if there are any,
-    memory for requests' bodies, whether the last reload succeeded, what other workers told last, and the CPU
-    time of tenants' requests by kind of work."""
-
-    fleet: Fleet
-    sources: Mapping[str, Source]
-    peers: Peers | None
-    bodies: ByteBudget
-    reload_ok: bool = True
-    others: Sequence[WorkerNow] = ()
-    cpu_s: Mapping[tuple[str, str], float] = {}
-
-
-class _Read(NamedTuple):
-    """A family that is read at each scrape: a gauge, or a counter that others count.
-
-    Attributes:
-        labels: the names of its labels.
-        series: label values and value of each series.
-    """
-
-    name: str
-    text: str
-    labels: tuple[str, ...]
-    series: Callable[[ScrapedState], Iterable[tuple[tuple[str, ...], float]]]
-
-    @property
-    def family(self) -> Family:
-        """The declaration of its family."""
-        kind = "counter" if self.name.endswith("_total") else "gauge"
-        return Family(self.name, kind, self.text, self.labels)
-
-
 # In the order of the page, after the families above.
-_READ = (
-    _Read(
-        "kvpin_tenant_cpu_seconds_total",
+_READ = {
+    "kvpin_tenant_cpu_seconds_total": _Row(
         "CPU time that reading requests took, by what: parse (JSON), media (looking for images), "
         "render (a chat's template), encode (to tokens)",
         ("tenant", "what"),
-        lambda now: now.cpu_s.items(),
+        lambda now: now.cpu_seconds().items(),
     ),
-    _Read(
-        "kvpin_restores_ahead_total",
+    "kvpin_restores_ahead_total": _Row(
         "Restores ahead of need, by what: begun, and of these used and wasted",
         ("engine", "what"),
         lambda now: (
-            ((each.id, what), count)
+            ((each.id, what), getattr(each.ahead, field))
             for each in now.fleet.engines.values()
-            for what, count in zip(("begun", "used", "wasted"), _restores(each), strict=True)
+            for what, field in (("begun", "restores"), ("used", "used"), ("wasted", "wasted"))
         ),
     ),
-    _Read(
-        "kvpin_exchange_messages_total",
+    "kvpin_exchange_messages_total": _Row(
         "Messages between kvpins, by direction: told, heard",
         ("direction",),
         lambda now: (
             [(("told",), now.peers.counts.told), (("heard",), now.peers.counts.heard)] if now.peers else []
         ),
     ),
-    _Read(
-        "kvpin_exchange_faults_total",
+    "kvpin_exchange_faults_total": _Row(
         "What went wrong between kvpins, by fault: dropped (a peer had not read enough), missed (the "
         "beginnings of requests were lost), lost (a kvpin fell silent)",
         ("fault",),
         lambda now: _faults(now.peers) if now.peers is not None else [],
     ),
-    _Read(
-        "kvpin_engine_ready",
+    "kvpin_engine_ready": _Row(
         "1 while the engine takes requests",
         ("engine",),
         lambda now: (((each.id,), each.state is EngineState.READY) for each in now.fleet.engines.values()),
     ),
-    _Read(
-        "kvpin_engine_draining",
+    "kvpin_engine_draining": _Row(
         "1 while the engine gets no new requests because it was drained on purpose",
         ("engine",),
         lambda now: (((each.id,), each.state is EngineState.DRAINING) for each in now.fleet.engines.values()),
     ),
-    _Read(
-        "kvpin_engine_precise",
+    "kvpin_engine_precise": _Row(
         "1 while the view of its cache is exact",
         ("engine",),
         lambda now: (((each.id,), each.audit.trust is Trust.PRECISE) for each in now.fleet.engines.values()),
     ),
-    _Read(
-        "kvpin_engine_owner",
+    "kvpin_engine_owner": _Row(
         "1 for the owner of an engine that only one kvpin may use",
         ("engine", "owner"),
         lambda now: (
             ((each.id, each.owner), 1) for each in now.fleet.engines.values() if each.owner is not None
         ),
     ),
-    _Read(
-        "kvpin_engine_in_flight",
+    "kvpin_engine_in_flight": _Row(
         "Requests in flight",
         ("engine",),
         lambda now: (((each.id,), each.in_flight) for each in now.fleet.engines.values()),
     ),
-    _Read(
-        "kvpin_engine_blocks",
+    "kvpin_engine_blocks": _Row(
         "Blocks that the engine is known to hold",
         ("engine", "tier"),
         lambda now: (
@@ -364,62 +302,53 @@ _READ = (
             for tier in Tier
         ),
     ),
-    _Read(
-        "kvpin_index_entries",
+    "kvpin_index_entries": _Row(
         "Different blocks in the index",
         ("model",),
         lambda now: (((pool.model,), len(pool.index)) for pool in now.fleet.pools.values()),
     ),
-    _Read(
-        "kvpin_queue_requests",
+    "kvpin_queue_requests": _Row(
         "Requests that wait now for engines that are busy",
         ("model",),
         lambda now: (((model,), count) for model, count in waiting_of(now.fleet, now.others).items()),
     ),
-    _Read(
-        "kvpin_body_bytes",
+    "kvpin_body_bytes": _Row(
         "Bytes of requests' bodies that no engine has yet",
         (),
         lambda now: [((), now.bodies.used + sum(each.body_bytes for each in now.others))],
     ),
-    _Read(
-        "kvpin_reload_ok",
+    "kvpin_reload_ok": _Row(
         "0 when the settings were refused as they were last read again (SIGHUP): the old ones stay",
         (),
         lambda now: [((), now.reload_ok)],
     ),
-    _Read(
-        "kvpin_source_answers",
+    "kvpin_source_answers": _Row(
         "1 when the source of engines answered last, 0 when it failed",
         ("source",),
         lambda now: (((each.name,), each.error is None) for each in now.sources.values()),
     ),
-    _Read(
-        "kvpin_source_engines",
+    "kvpin_source_engines": _Row(
         "Engines that the source named last",
         ("source",),
         lambda now: (((each.name,), len(each.found)) for each in now.sources.values()),
     ),
-    _Read(
-        "kvpin_exchange_up",
+    "kvpin_exchange_up": _Row(
         "1 while this kvpin can tell others of its requests; no value without an exchange",
         (),
         lambda now: [((), now.peers.stats().connected)] if now.peers is not None else [],
     ),
-    _Read(
-        "kvpin_exchange_peers",
+    "kvpin_exchange_peers": _Row(
         "Other kvpins in front of these engines; in_step: true if all their requests are known here",
         ("in_step",),
         lambda now: _peers_by_step(now.peers) if now.peers is not None else [],
     ),
-    _Read(
-        "kvpin_tasks",
+    "kvpin_tasks": _Row(
         "Tasks of the event loop; they fall with requests in flight, unless kvpin leaks",
         (),
         lambda now: [((), tasks() + sum(each.tasks for each in now.others))],
     ),
-    _Read("kvpin_build_info", "1, with the version of kvpin", ("version",), lambda _: [((_VERSION,), 1)]),
-)
+    "kvpin_build_info": _Row("1, with the version of kvpin", ("version",), lambda _: [((_VERSION,), 1)]),
+}
 
 
 def waiting_of(fleet: Fleet, others: Iterable[WorkerNow] = ()) -> Counter[str]:
@@ -428,10 +357,6 @@ def waiting_of(fleet: Fleet, others: Iterable[WorkerNow] = ()) -> Counter[str]:
     for each in others:
         waiting.update(each.waiting)
     return waiting
-
-
-def _restores(engine: Engine) -> tuple[int, int, int]:
-    return engine.ahead.restores, engine.ahead.used, engine.ahead.wasted
 
 
 def _faults(peers: Peers) -> list[tuple[tuple[str, ...], float]]:
@@ -488,26 +413,27 @@ class Metrics:
         bodies: memory for requests' bodies.
         use: counts what tenants use.
         """
-        self._fleet, self._peers, self._max_tenants = fleet, peers, tenants
-        self._sources = {} if sources is None else sources
-        self.bodies = ByteBudget(0) if bodies is None else bodies
+        self.fleet: Fleet = fleet
+        self.peers: Peers | None = peers
+        self._max_tenants = tenants
+        self.sources: Mapping[str, Source] = {} if sources is None else sources
+        self.bodies: ByteBudget = ByteBudget(0) if bodies is None else bodies
         self._counters, self._histograms = dict[str, SeriesOf[Count]](), dict[str, SeriesOf[Buckets]]()
         self.families: dict[str, SeriesOf[Count] | SeriesOf[Buckets]] = {}
         for name, row in _FAMILIES.items():
+            family = row.family(name)
             if row.bounds:
-                self.families[name] = self._histograms[name] = SeriesOf(
-                    Family(name, "histogram", *row), Buckets
-                )
+                self.families[name] = self._histograms[name] = SeriesOf(family, Buckets)
             else:
-                self.families[name] = self._counters[name] = SeriesOf(Family(name, "counter", *row), Count)
+                self.families[name] = self._counters[name] = SeriesOf(family, Count)
         self.loop_lag = self._histograms["kvpin_loop_lag_seconds"][()]
         self._tenants: set[str] = set()  # those that have series
         self._engines: set[str] = set()  # those that have series
         self.ended = 0
-        self.reload_ok = True
+        self.reload_ok: bool = True
         self.left_reuse = ReuseCounts()
         self.others: Sequence[WorkerNow] = ()
-        self._saved = SavedPrefill(fleet)
+        self._reused: dict[str, deque[_Reused]] = {}  # by pool; not valued yet
         self._use = UseBook() if use is None else use
 
     def observe(self, record: RequestRecord, trace_id: str | None = None) -> None:
@@ -560,8 +486,30 @@ class Metrics:
             counters["kvpin_cached_tokens_total"][labels].number += record.reported_tokens
             counters["kvpin_saved_prefill_seconds_total"][labels].number += 0
             counters["kvpin_mispredictions_total"][labels].number += missed
-        for served, saver, saved_s in self._saved.observe(record):
+        for served, saver, saved_s in self.saved_prefill(record):
             self._count("kvpin_saved_prefill_seconds_total", served, saver, by=saved_s)
+
+    def saved_prefill(self, record: RequestRecord) -> Iterator[tuple[str, str, float]]:
+        """Values the reuse that an engine reported of a finished request in seconds of prefill. Yields model,
+        engine and seconds of all that can be valued now: reuse before the first learned rate of a pool waits
+        for it. An engine that has left saves nothing."""
+        name, placement, reported = record.served_as or "", record.placement, record.reported_tokens
+        pool = self.fleet.pools.get(name)
+        if placement is None or pool is None:
+            return
+        if reported:
+            total, restore_s = placement.n_tokens, placement.chosen.restore_s
+            reused = _Reused(
+                record.lora or name, placement.engine, total, max(total - reported, 0), restore_s
+            )
+            self._reused.setdefault(name, deque(maxlen=MAX_WAITING)).append(reused)
+        if not pool.placer.rates.learned:
+            return
+        for each in self._reused.pop(name, ()):
+            book = pool.placer.books.get(each.engine)
+            if book is not None:
+                spared_s = book.rates.prefill_s(each.total) - book.rates.prefill_s(each.computed)
+                yield each.model, each.engine, max(spared_s - each.restore_s, 0.0)
 
     def reuse(
         self, counts_for: Callable[[str, str], bool] = lambda _model, _engine: True
@@ -584,7 +532,7 @@ class Metrics:
 
     def label(self, engine: str) -> str:
         """An engine's name in labels."""
-        if engine not in self._fleet.engines:
+        if engine not in self.fleet.engines:
             return LEFT
         if engine not in self._engines:
             self._drop_left()  # also where nobody reads the page
@@ -593,7 +541,7 @@ class Metrics:
 
     def _drop_left(self) -> None:
         """Drops the series of engines that have left the fleet."""
-        left = self._engines - self._fleet.engines.keys()
+        left = self._engines - self.fleet.engines.keys()
         if left:
             self._engines -= left
             gone = (each for engine, each in self.reuse().items() if engine in left)
@@ -649,7 +597,7 @@ class Metrics:
             self._tenants.add(tenant)
         return tenant
 
-    def _cpu_seconds(self) -> dict[tuple[str, str], float]:
+    def cpu_seconds(self) -> dict[tuple[str, str], float]:
         """The time that tenants' requests took here, by tenant and kind of work."""
         spent = defaultdict[tuple[str, str], float](float)
         for (tenant, what), seconds in THREADS.spent.items() if self._max_tenants else ():
@@ -667,7 +615,7 @@ class Metrics:
     @property
     def declared(self) -> tuple[Family, ...]:
         """All families, whether they have series or not."""
-        return (*(each.family for each in self.families.values()), *(each.family for each in _READ))
+        return tuple(row.family(name) for name, row in (_FAMILIES | _READ).items())
 
     def render(self, *, openmetrics: bool = False) -> bytes:
         """The page, in Prometheus' text format or in that of OpenMetrics."""
@@ -686,17 +634,8 @@ class Metrics:
         self._drop_left()
         for family in self.families.values():
             yield from family.lines(openmetrics=openmetrics)
-        now = ScrapedState(
-            self._fleet,
-            self._sources,
-            self._peers,
-            self.bodies,
-            self.reload_ok,
-            self.others,
-            self._cpu_seconds(),
-        )
-        for each in _READ:  # each is as it was when its first line was taken
-            yield from each.family.lines(list(each.series(now)), openmetrics=openmetrics)
+        for name, row in _READ.items():  # each is as it was when its first line was taken
+            yield from row.family(name).lines(list(row.read(self)), openmetrics=openmetrics)
         yield "# EOF\n" if openmetrics else ""
 
 

@@ -14,11 +14,11 @@ NASTY = 'a "quoted" \\ name,\nwith 100%d of it} 1'
 
 
 def counter(*labels):
-    return SeriesOf(Family("kvpin_x_total", "counter", "What x is", labels), Count)
+    return SeriesOf(Family("kvpin_x_total", "What x is", labels), Count)
 
 
 def histogram(*labels, bounds):
-    return SeriesOf(Family("kvpin_y", "histogram", "What y is", labels, bounds), Buckets)
+    return SeriesOf(Family("kvpin_y", "What y is", labels, bounds), Buckets)
 
 
 def samples(families):

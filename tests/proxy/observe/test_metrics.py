@@ -12,7 +12,7 @@ from proxy.core.quotas import DAY_S, UseBook, Used
 from proxy.fleet.engine import EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.observe import metrics
-from proxy.observe.metrics import LEFT, OTHER_TENANTS, Metrics, SavedPrefill, available_tokens
+from proxy.observe.metrics import LEFT, OTHER_TENANTS, Metrics, available_tokens
 from proxy.prompt import Prompt
 from proxy.request.records import RequestRecord
 from tests.fakes import INFO, FakeAdapter, add_ready
@@ -273,8 +273,8 @@ def learn(joined, tok_s=4000.0):
 @pytest.mark.parametrize(("restore_s", "reported"), [(60.0, 1008), (0.0, None), (0.0, 0)])
 def test_nothing_is_saved_by_a_long_restore_or_without_reuse(joined, restore_s, reported):
     learn(joined)
-    assert next(SavedPrefill(joined).observe(reused(held(1008), 1008)))[2] > 0
-    saved = SavedPrefill(joined).observe(reused(held(1008, restore_s=restore_s), reported))
+    assert next(Metrics(joined).saved_prefill(reused(held(1008), 1008)))[2] > 0
+    saved = Metrics(joined).saved_prefill(reused(held(1008, restore_s=restore_s), reported))
     assert sum(seconds for *_, seconds in saved) == 0
 
 
@@ -296,8 +296,8 @@ def test_reuse_before_the_first_learned_rate_is_valued_by_that_rate(joined):
 
 def test_not_all_of_it_waits(joined, monkeypatch):
     monkeypatch.setattr(metrics, "MAX_WAITING", 2)
-    saved, known = SavedPrefill(joined), reused(held(1008), 1008)
+    saved, known = Metrics(joined), reused(held(1008), 1008)
     for _ in range(5):
-        assert list(saved.observe(known)) == []
+        assert list(saved.saved_prefill(known)) == []
     learn(joined)
-    assert len(list(saved.observe(known))) == 2
+    assert len(list(saved.saved_prefill(known))) == 2
