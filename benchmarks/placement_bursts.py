@@ -107,7 +107,7 @@ def simulated(
     model = EngineModel(KV_TOKENS, prefill_tok_s=PREFILL_TOK_S, chunked=args.model == "chunked")
     fleet = SimFleet(count, model, BLOCK_TOKENS)
     simulation = BurstSimulation(fleet, make(policy, fleet, seed))
-    simulation.play(timed, None)
+    simulation.play(timed, lambda _: None)
     ttfts = [seconds for at, seconds in simulation.ttfts.items() if at >= before]
     return outcome(ttfts, [simulation.engine_of[at] for at in range(before, len(timed))], count)
 

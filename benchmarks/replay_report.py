@@ -19,7 +19,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from jinja2 import Environment, FileSystemLoader
 
 from proxy.api.page import text_of
@@ -86,7 +85,7 @@ def as_html(title: str, each: Sequence[Row], notes: Sequence[str]) -> str:
         cell=cell,
         share=lambda row, key: round(100 * row[key] / most[key], 1) if row[key] and key in most else 0,
         bars=_BARS,
-        curves=msgspec.to_builtins(curves(each)),
+        curves=curves(each),
         style=style,
         uplot=uplot,
         script=script,

@@ -154,8 +154,21 @@ def _read(name: str) -> str:
 # own.
 
 EXAMPLES = {
+    **{
+        words: f"kvpin {words}"
+        for words in (
+            "stats",
+            "usage",
+            "engines",
+            "engines list",
+            "tables",
+            "tables list",
+            "keys",
+            "keys list",
+            "top",
+        )
+    },
     "serve": "kvpin serve --reuse --engine vllm=http://gpu-1:8000 --engine vllm=http://gpu-2:8000",
-    "stats": "kvpin stats",
     "warm": "kvpin warm --messages-file chat.json --all-engines",
     "offload": "kvpin offload --messages-file chat.json",
     "restore": "kvpin restore --messages-file chat.json --or-warm",
@@ -164,22 +177,14 @@ EXAMPLES = {
     "flush": "kvpin flush --messages-file chat.json",
     "route": "kvpin route --messages-file chat.json",
     "requests": "kvpin requests --limit 5",
-    "usage": "kvpin usage",
-    "engines": "kvpin engines",
-    "engines list": "kvpin engines list",
     "engines add": "kvpin engines add vllm=http://gpu-3:8000,id=third",
     "engines drain": "kvpin engines drain third",
     "engines remove": "kvpin engines remove third",
-    "tables": "kvpin tables",
     "tables put": "kvpin tables put table.safetensors --id support",
-    "tables list": "kvpin tables list",
     "tables show": "kvpin tables show support",
     "tables delete": "kvpin tables delete support",
-    "keys": "kvpin keys",
     "keys add": "kvpin keys add --tenant acme --model qwen3 --expires 2027-01-31T00:00:00Z",
-    "keys list": "kvpin keys list",
     "keys remove": "kvpin keys remove key-9f86d081884c",
-    "top": "kvpin top",
     "bench": "kvpin bench http://127.0.0.1:8000 --num-prompts 4 --prefix-len 100",
     "doctor": "kvpin doctor http://gpu-1:8000 --probe",
     "init": "kvpin init http://gpu-1:8000",

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, cast
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.text import Text
@@ -77,7 +77,7 @@ _REQUESTS: Columns = {
     "cached": "reported_tokens",
     "first byte": lambda request: _ms(request["first_byte_s"]),
     "took": lambda request: _ms(request["duration_s"]),
-    "why": lambda request: _why(request, request["queued_s"], request["differs_at"]),
+    "why": lambda request: _why(request),  # noqa: PLW0108 - it is defined below
 }
 
 
@@ -119,8 +119,7 @@ def show_requests(requests: list[dict[str, Any]]) -> None:
 
 def _rules(request: dict[str, Any]) -> list[str]:
     """The rules and repairs that changed its prompt."""
-    rules: list[str] = request.get("normalised", [])
-    return rules
+    return cast("list[str]", request.get("normalised", []))
 
 
 def show_request(request: dict[str, Any]) -> None:
@@ -144,13 +143,9 @@ def show_request(request: dict[str, Any]) -> None:
     if decision is not None:
         out.print(f"\nplaced on {request['engine']}: {decision['why']}", markup=False)
         _show_costs(out, decision, decision["costs"], request["engine"], request["n_tokens"])
-    if (
-        request["stream"]
-        and request["first_byte_s"] is not None
-        and request["expected_first_token_s"] is not None
-    ):
-        expected = _ms(request["expected_first_token_s"])
-        out.print(f"first token expected after {expected}, came after {_ms(request['first_byte_s'])}")
+    expected, came = _ms(request["expected_first_token_s"]), _ms(request["first_byte_s"])
+    if request["stream"] and expected and came:
+        out.print(f"first token expected after {expected}, came after {came}")
     if parts := request["first_byte_parts"]:
         spent = ", ".join(f"{name} {_ms(seconds)}" for name, seconds in parts.items())
         what = "first byte" if request["stream"] else "answer"
@@ -168,7 +163,7 @@ def _show_costs(
         table.print(out)
         return
     shown = [name for name in _TERMS if name not in _RARE or any(cost.get(name) for cost in costs)]
-    numbers = ("cached", *map(_TERMS.__getitem__, shown))
+    numbers = ("cached", *(_TERMS[name] for name in shown))
     table = TerminalTable(("engine", *numbers), numbers=numbers, gap=1)
     costs = sorted(costs, key=lambda cost: (cost["engine"] != chosen, cost["total_s"]))
     best = costs[0]
@@ -195,10 +190,11 @@ def _prefiller(request: dict[str, Any]) -> str | None:
     return request["prefilled_by"] if request["transfer"] == "moved" else None
 
 
-def _why(request: dict[str, Any], waited: float | None, at: str | None) -> str:
+def _why(request: dict[str, Any]) -> str:
     """Text on a request: the seconds it waited for busy engines, and the engine whose KV was not used as it
     should; then the cause of its failure and the error, or why no more was reused, a mark if kvpin changed
     the prompt, and what differs first."""
+    waited, at = request["queued_s"], request["differs_at"]
     before = f"queued {waited:.1f} s; " if waited is not None else ""
     if request["prefilled_by"] is not None and _prefiller(request) is None:
         before += f"no KV from {request['prefilled_by']}: {request['transfer']}; "
@@ -208,8 +204,8 @@ def _why(request: dict[str, Any], waited: float | None, at: str | None) -> str:
     return before + str(request["miss"] or "") + mark + (f": {at}" if at is not None else "")
 
 
-def _ms(seconds: float | None) -> str:
-    return "" if seconds is None else f"{seconds * 1000:.1f} ms"
+def _ms(seconds: float | None, digits: int = 1) -> str:
+    return "" if seconds is None else f"{seconds * 1000:.{digits}f} ms"
 
 
 def _milliseconds(seconds: float | None) -> str:
@@ -253,7 +249,7 @@ _LAST_REQUESTS: Columns = {
     "available": "available_tokens",
     "predicted": predicted,
     "reported": "reported_tokens",
-    "first byte": lambda request: _whole_ms(request["first_byte_s"]),
+    "first byte": lambda request: _ms(request["first_byte_s"], 0),
     "why": "why",
 }
 
@@ -353,7 +349,3 @@ def _filled(engine: dict[str, Any], tier: str) -> str:
 
 def _share(part: int, whole: int) -> str:
     return f"{part / whole:.0%}" if whole else ""
-
-
-def _whole_ms(seconds: float | None) -> str:
-    return "" if seconds is None else f"{seconds * 1000:.0f} ms"

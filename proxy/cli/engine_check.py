@@ -144,7 +144,14 @@ async def examine(
             view = await probed_engine.first_view(takes_events=probe)
             probed = await probed_engine.probe() if probe else None
         is_there, missing = await adapter.is_loaded(), _missing(adapter, info)
-        tokenisation = await verify_exactness(builder, adapter) if is_there else _unasked(adapter.model_state)
+        now = "failed to load" if (state := adapter.model_state) is ModelState.FAILED else f"is {state}"
+        unasked = f"not asked: the model {now}, and a question would wake or load it"
+        unseen = (
+            f"the model {now}: its tokenizer and its process were not looked at; ask again when it is loaded"
+        )
+        tokenisation = Exactness(False, unasked, "none")
+        if is_there:
+            tokenisation, unseen = await verify_exactness(builder, adapter), ""
         of_kind = () if detected else await _of_kind(spec)
         findings = (
             *(of_kind or adapter.findings()),  # the flags that these name are of another kind
@@ -152,7 +159,6 @@ async def examine(
             *_of_view(view),
             *_of_probe(probed, view),
         )
-        unseen = "" if is_there else _unseen(adapter.model_state)
         return Examination(spec, detected, info, load, missing, tokenisation, view, probed, findings, unseen)
     finally:
         await adapter.aclose()
@@ -197,20 +203,6 @@ def _missing(adapter: EngineAdapter, info: EngineInfo) -> dict[str, str]:
     return {capability.value: adapter.not_supported(capability).instead for capability in lacking}
 
 
-def _unasked(state: ModelState | None) -> Exactness:
-    detail = f"not asked: the model {_now(state)}, and a question would wake or load it"
-    return Exactness(False, detail, "none")
-
-
-def _unseen(state: ModelState | None) -> str:
-    unseen = "its tokenizer and its process were not looked at; ask again when it is loaded"
-    return f"the model {_now(state)}: {unseen}"
-
-
-def _now(state: ModelState | None) -> str:
-    return "failed to load" if state is ModelState.FAILED else f"is {state}"
-
-
 def _of_tokenisation(found: Exactness) -> tuple[Finding, ...]:
     if found.source != "none":
         return ()
@@ -219,12 +211,8 @@ def _of_tokenisation(found: Exactness) -> tuple[Finding, ...]:
 
 def _of_view(view: View) -> tuple[Finding, ...]:
     if view.state == "unfit":
-        return (
-            Finding(
-                f"kvpin cannot use its KV events: {view.detail}",
-                "set its block size to a power of two",
-            ),
-        )
+        told = f"kvpin cannot use its KV events: {view.detail}"
+        return (Finding(told, "set its block size to a power of two"),)
     if view.state == "late":
         return (Finding(f"its KV events do not arrive: {view.detail}", _REACH_EVENTS),)
     return ()
@@ -320,14 +308,8 @@ def examined(
     UnusableEngine, with a line for each, if some cannot be examined.
     """
 
-    async def tried(text: str) -> Examination | UnusableEngine:
-        try:
-            return await _examine(text, dict(options), probe=probe)
-        except UnusableEngine as error:
-            return error
-
     async def all_of_them() -> list[Examination | UnusableEngine]:
-        return await asyncio.gather(*map(tried, engines))
+        return await asyncio.gather(*(_examine(text, dict(options), probe=probe) for text in engines))
 
     configure_logs(LogSettings(level="error"))
     addresses = ", ".join(each.partition(",")[0] for each in engines)
@@ -338,7 +320,7 @@ def examined(
     return [each for each in found if isinstance(each, Examination)]
 
 
-async def _examine(text: str, options: dict[str, str], *, probe: bool) -> Examination:
+async def _examine(text: str, options: dict[str, str], *, probe: bool) -> Examination | UnusableEngine:
     address = ""
     try:
         spec, more = _engine_of(text, options)
@@ -348,7 +330,7 @@ async def _examine(text: str, options: dict[str, str], *, probe: bool) -> Examin
         message = str(error)
         if isinstance(error, EngineRejected) and error.status in WANTS_KEY and not spec.api_key:
             message += _STARTED
-        raise UnusableEngine(message if address in message else f"{address}: {message}") from error
+        return UnusableEngine(message if address in message else f"{address}: {message}")
 
 
 def _warn(text: str) -> None:

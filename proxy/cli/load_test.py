@@ -13,51 +13,38 @@ import statistics
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from proxy.cli.client import authorities, untrusted
+from proxy.cli.client import authorities, key_header, untrusted
+
+if TYPE_CHECKING:
+    from proxy.cli.measure import BenchOptions
 
 _WORDS = tuple(
     f"{first}{last}" for first in ("ba", "ko", "li", "mu", "ne", "ra") for last in ("d", "l", "n", "t")
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """Requests in random order over some prefixes, each with an end of its own.
+def prompts_of(load: BenchOptions, salt: str) -> list[str]:
+    """The text of each request, in random order over the prefixes. Another salt gives other prefixes: no
+    cache holds them yet."""
+    chance = random.Random(load.seed)  # noqa: S311 - a load, no secret
+    prefixes = [
+        f"Document {salt}-{number}: {_text(chance, load.prefix_len)}" for number in range(load.num_prefixes)
+    ]
+    turns = [number % load.num_prefixes for number in range(load.num_prompts)]
+    chance.shuffle(turns)
+    return [f"{prefixes[turn]}\n\nQuestion: {_text(chance, load.suffix_len)}" for turn in turns]
 
-    Attributes:
-        num_prefixes: different prefixes. As many as requests: nothing is shared.
-        request_rate: requests a second, as a Poisson process; infinite: all at once.
-        seed: of words, order and arrivals.
-    """
 
-    num_prompts: int
-    num_prefixes: int
-    prefix_len: int
-    suffix_len: int
-    request_rate: float
-    seed: int
-
-    def prompts(self, salt: str) -> list[str]:
-        """The text of each request. Another salt gives other prefixes: no cache holds them yet."""
-        chance = random.Random(self.seed)  # noqa: S311 - a load, no secret
-        prefixes = [
-            f"Document {salt}-{number}: {_text(chance, self.prefix_len)}"
-            for number in range(self.num_prefixes)
-        ]
-        turns = [number % self.num_prefixes for number in range(self.num_prompts)]
-        chance.shuffle(turns)
-        return [f"{prefixes[turn]}\n\nQuestion: {_text(chance, self.suffix_len)}" for turn in turns]
-
-    def arrivals(self) -> Iterator[float]:
-        """Seconds from the start to each request."""
-        chance, at = random.Random(self.seed), 0.0  # noqa: S311 - likewise
-        for _ in range(self.num_prompts):
-            yield at
-            at += 0.0 if math.isinf(self.request_rate) else chance.expovariate(self.request_rate)
+def _arrivals(load: BenchOptions) -> Iterator[float]:
+    """Seconds from the start to each request."""
+    chance, at = random.Random(load.seed), 0.0  # noqa: S311 - likewise
+    for _ in range(load.num_prompts):
+        yield at
+        at += 0.0 if math.isinf(load.request_rate) else chance.expovariate(load.request_rate)
 
 
 def _text(chance: random.Random, words: int) -> str:
@@ -69,17 +56,6 @@ _TEXT_FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls")
 
 class BenchError(Exception):
     """The server cannot be measured: why, in one sentence."""
-
-
-@dataclass(frozen=True, slots=True)
-class BenchTarget:
-    """The server to measure, and the load on it. `base_url`: ends in `/v1`."""
-
-    base_url: str
-    model: str
-    api_key: str | None
-    output_len: int
-    max_concurrency: int
 
 
 @dataclass(slots=True)
@@ -104,28 +80,29 @@ class RequestSample:
 
 
 async def run(
-    target: BenchTarget, workload: Workload, salt: str, progress: Callable[[], None]
+    base_url: str, load: BenchOptions, salt: str, progress: Callable[[], None]
 ) -> tuple[list[RequestSample], float]:
-    """Sends everything; returns the samples and the seconds from the first request to the last answer.
+    """Sends everything to an address that ends in `/v1`; returns the samples and the seconds from the first
+    request to the last answer. The load names the model.
 
     One request that does not count goes ahead, to see that the server answers. Raises BenchError if it does
     not answer."""
     options: dict[str, Any] = {"limits": httpx.Limits(max_connections=None), "verify": authorities()}
     async with httpx.AsyncClient(timeout=None, trust_env=False, **options) as client:  # noqa: S113 - a load
-        first = await _ask(client, target, "Hello!")
+        first = await _ask(client, base_url, load, "Hello!")
         if first.error:
-            raise BenchError(f"{target.base_url}: {first.error}")
-        free = asyncio.Semaphore(target.max_concurrency)
+            raise BenchError(f"{base_url}: {first.error}")
+        free = asyncio.Semaphore(load.max_concurrency)
         start = time.perf_counter()
 
         async def send(prompt: str, at: float) -> RequestSample:
             await asyncio.sleep(start + at - time.perf_counter())
             async with free:
-                sample = await _ask(client, target, prompt)
+                sample = await _ask(client, base_url, load, prompt)
             progress()
             return sample
 
-        both = zip(workload.prompts(salt), workload.arrivals(), strict=True)
+        both = zip(prompts_of(load, salt), _arrivals(load), strict=True)
         samples = await asyncio.gather(*(send(prompt, at) for prompt, at in both))
         return samples, time.perf_counter() - start
 
@@ -134,7 +111,7 @@ async def first_model(base_url: str, api_key: str | None) -> str:
     """The first model that a server lists; raises BenchError."""
     async with httpx.AsyncClient(trust_env=False, verify=authorities()) as client:
         try:
-            answer = await client.get(f"{base_url}/models", headers=_headers(api_key))
+            answer = await client.get(f"{base_url}/models", headers=key_header(api_key))
             answer.raise_for_status()
             return str(answer.json()["data"][0]["id"])
         except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
@@ -148,11 +125,11 @@ async def first_model(base_url: str, api_key: str | None) -> str:
             raise BenchError(f"{base_url}/models lists no model: name one with --model") from error
 
 
-async def _ask(client: httpx.AsyncClient, target: BenchTarget, prompt: str) -> RequestSample:
+async def _ask(client: httpx.AsyncClient, base_url: str, load: BenchOptions, prompt: str) -> RequestSample:
     body = {
-        "model": target.model,
+        "model": load.model,
         "messages": [{"role": "user", "content": prompt}],
-        "max_tokens": target.output_len,
+        "max_tokens": load.output_len,
         "temperature": 0,
         "stream": True,
         "stream_options": {"include_usage": True},
@@ -161,7 +138,7 @@ async def _ask(client: httpx.AsyncClient, target: BenchTarget, prompt: str) -> R
     start = last = time.perf_counter()
     try:
         async with client.stream(
-            "POST", f"{target.base_url}/chat/completions", json=body, headers=_headers(target.api_key)
+            "POST", f"{base_url}/chat/completions", json=body, headers=key_header(load.api_key)
         ) as answer:
             if answer.is_error:
                 await answer.aread()
@@ -217,10 +194,6 @@ def _error_of(answer: httpx.Response) -> str:
         message = ""
     remedy = "; --api-key gives a client's key" if answer.status_code == httpx.codes.UNAUTHORIZED else ""
     return f"{answer.status_code} {answer.reason_phrase}{message}{remedy}"
-
-
-def _headers(api_key: str | None) -> dict[str, str]:
-    return {"authorization": f"Bearer {api_key}"} if api_key else {}
 
 
 Figures = dict[str, float | None]

@@ -78,33 +78,26 @@ class ServeFlags:
 
     def settings(self) -> Settings:
         """The settings of flags, environment and file as they are now; raises SettingsError."""
-        from proxy.settings import (  # noqa: PLC0415 - other commands start quicker
-            Settings,
-            is_command_line,
-            load_settings,
-            parse_alias_flags,
-            parse_discovery_flag,
-            parse_engine_flag,
-            parse_managed_flag,
-        )
+        from proxy import settings as read  # noqa: PLC0415 - other commands start quicker
 
-        engines = self.engine or ()
-        running = [parse_engine_flag(text) for text in engines if not is_command_line(text)]
-        started = [parse_managed_flag(text, flag="--engine") for text in engines if is_command_line(text)]
-        started += map(parse_managed_flag, self.managed or ())
-        flags = {name: value for name, value in asdict(self).items() if name in Settings.model_fields}
+        given = self.engine or ()
+        running = [read.parse_engine_flag(text) for text in given if not read.is_command_line(text)]
+        lines = [text for text in given if read.is_command_line(text)]
+        started = [read.parse_managed_flag(text, flag="--engine") for text in lines]
+        started += map(read.parse_managed_flag, self.managed or ())
+        flags = {name: value for name, value in asdict(self).items() if name in read.Settings.model_fields}
         flags |= {
             "engines": tuple(running) or None,
             "managed": tuple(started) or None,
-            "discovery": tuple(map(parse_discovery_flag, self.engines_from or ())) or None,
+            "discovery": tuple(map(read.parse_discovery_flag, self.engines_from or ())) or None,
             "api_keys": tuple({"key": key} for key in self.api_key or ()) or None,
-            "model_aliases": parse_alias_flags(self.model_alias or ()) or None,
+            "model_aliases": read.parse_alias_flags(self.model_alias or ()) or None,
             "normalise": ({"rules": self.normalise},) if self.normalise else None,
             "cors_origins": tuple(self.cors_origin or ()) or None,
             "exchange": _given(url=self.exchange),
             "logs": _given(format=self.log_format, level=self.log_level),
         }
-        return load_settings(self.config, **flags)
+        return read.load_settings(self.config, **flags)
 
 
 def serve(*, options: ServeFlags) -> None:
@@ -161,11 +154,7 @@ def check(
     Every fault is one sentence. Nothing is started. Exit status 2: there are faults. Keys that open nothing
     are warned of, rules that change no prompt, and a port that anyone may use.
     """
-    from proxy.server.checks import (  # noqa: PLC0415 - other commands start quicker
-        OPEN_TO_ALL,
-        is_open_to_all,
-        warnings_of,
-    )
+    from proxy.server import checks  # noqa: PLC0415 - other commands start quicker
     from proxy.settings import SettingsError, check_settings, settings_file  # noqa: PLC0415 - see above
 
     settings, faults = check_settings(config)
@@ -175,7 +164,10 @@ def check(
         typer.echo(f"kvpin: {fault}", err=True)
     if settings is not None:
         with suppress(SettingsError):  # the issued keys cannot be read, which is a fault
-            for warning in [*warnings_of(settings), *([OPEN_TO_ALL] if is_open_to_all(settings) else [])]:
+            for warning in [
+                *checks.warnings_of(settings),
+                *[checks.OPEN_TO_ALL] * checks.is_open_to_all(settings),
+            ]:
                 typer.echo(f"kvpin: warning: {warning}", err=True)
     if settings is None or faults:
         raise typer.Exit(_FAULTS)

@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,7 +18,7 @@ from proxy.cli.client import AdminClient, AdminError, JsonOption, base_of, fail,
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from proxy.cli.load_test import BenchTarget, Figures, RequestSample, Workload
+    from proxy.cli.load_test import Figures, RequestSample
     from proxy.replay.advise import Advice, Saving
 
 
@@ -44,7 +44,7 @@ _TITLES = {
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """The options of `kvpin bench`."""
+    """The options of `kvpin bench`: its load, and the server's model and key."""
 
     model: str | None = option("NAME", "The model [the first listed].")
     api_key: str | None = option("KEY", "The client's key.", envvar="OPENAI_API_KEY")
@@ -75,22 +75,20 @@ def bench(
     on with one that has it off. Every address gets the same prompts under prefixes of its own, which no
     cache holds yet. Exit status 1: a request failed.
     """
-    from proxy.cli.load_test import BenchError, BenchTarget, Workload, figures, first_model  # noqa: PLC0415
+    from proxy.cli.load_test import BenchError, figures, first_model  # noqa: PLC0415
 
     if not options.request_rate > 0:
         fail("--request-rate must be above 0; inf sends all at once")
     bases = [base_of(url) for url in urls]
     if len(set(bases)) < len(bases):
         fail("an address is given twice: name each server once")
-    load = Workload(**{name: getattr(options, name) for name in Workload.__slots__})
     results: dict[str, Figures] = {}
     errors: list[str] = []
     for url, base in zip(urls, bases, strict=True):
         base_url = f"{base}/v1"
         try:
-            name = options.model or asyncio.run(first_model(base_url, options.api_key))
-            target = BenchTarget(base_url, name, options.api_key, options.output_len, options.max_concurrency)
-            samples, seconds = _measure(target, load)
+            model = options.model or asyncio.run(first_model(base_url, options.api_key))
+            samples, seconds = _measure(base_url, replace(options, model=model))
         except BenchError as error:
             fail(str(error))
         results[url] = figures(samples, seconds)
@@ -103,7 +101,7 @@ def bench(
         fail(f"{len(errors)} requests failed, the first one: {errors[0]}")
 
 
-def _measure(target: BenchTarget, load: Workload) -> tuple[list[RequestSample], float]:
+def _measure(base_url: str, load: BenchOptions) -> tuple[list[RequestSample], float]:
     """Runs the load, with a progress bar on a terminal; raises BenchError."""
     from rich.console import Console  # noqa: PLC0415 - see above
     from rich.progress import Progress  # noqa: PLC0415 - see above
@@ -112,8 +110,8 @@ def _measure(target: BenchTarget, load: Workload) -> tuple[list[RequestSample], 
 
     err = Console(stderr=True)
     with Progress(console=err, transient=True, disable=not err.is_terminal) as progress:
-        task = progress.add_task(target.base_url, total=load.num_prompts)
-        return asyncio.run(run(target, load, secrets.token_hex(4), lambda: progress.advance(task)))
+        task = progress.add_task(base_url, total=load.num_prompts)
+        return asyncio.run(run(base_url, load, secrets.token_hex(4), lambda: progress.advance(task)))
 
 
 def _show(results: dict[str, Figures]) -> None:
@@ -266,14 +264,7 @@ def _table(
         out.print(nothing)
         return
     saves = "costs at most" if hints else "saves"
-    titles = (
-        title,
-        saves,
-        "of all tokens",
-        "requests",
-        "of all requests",
-        *(("what to do",) if hints else ()),
-    )
+    titles = (title, saves, "of all tokens", "requests", "of all requests", *["what to do"] * bool(hints))
     table = TerminalTable(titles, text="what to do", numbers=titles[1:5])
     for name, saving in savings.items():
         cells = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +15,6 @@ import typer
 from proxy.cli.client import option
 
 if TYPE_CHECKING:
-    from proxy.replay.figures import FigureSource
     from proxy.replay.plan import ReplayPlan
     from proxy.replay.simulated_engine import EngineModel
     from proxy.replay.trace import RecordedFigures
@@ -33,13 +33,9 @@ _SHOWN = 12  # characters that are shown of a very long amount
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
 
 
-class AmountError(ValueError):
-    """An amount cannot be read; the message says how to write it."""
-
-
 def parse_amount(text: str) -> tuple[int, bool]:
     """The number, and whether it is in bytes: `k`, `M` and `G` are plain, `kB` and `KiB` are bytes. Raises
-    AmountError if the text is not an amount."""
+    ValueError if the text is not an amount."""
     matched = _AMOUNT.fullmatch(text.strip())
     if matched is not None:
         unit = matched[2].lower()
@@ -47,27 +43,27 @@ def parse_amount(text: str) -> tuple[int, bool]:
         if factor is not None:
             number = float(matched[1]) * factor
             if not isfinite(number):
-                raise AmountError(f"{text[:_SHOWN]!r}… is too large")
+                raise ValueError(f"{text[:_SHOWN]!r}… is too large")
             return round(number), unit in _BYTES
-    raise AmountError(f"{text!r} is not an amount; write 500k, 2M or 64GiB")
+    raise ValueError(f"{text!r} is not an amount; write 500k, 2M or 64GiB")
 
 
 def parse_count(text: str) -> int:
-    """A number that is not in bytes. Raises AmountError if the text is no such number."""
+    """A number that is not in bytes. Raises ValueError if the text is no such number."""
     number, of_bytes = parse_amount(text)
     if of_bytes:
-        raise AmountError(f"{text!r} is in bytes; write a count like 500k or 2M")
+        raise ValueError(f"{text!r} is in bytes; write a count like 500k or 2M")
     return number
 
 
 def parse_tokens(text: str, bytes_per_token: int | None) -> int:
-    """Tokens, written as a count or as the bytes of their KV. Raises AmountError if the text is neither, or
+    """Tokens, written as a count or as the bytes of their KV. Raises ValueError if the text is neither, or
     is in bytes without `bytes_per_token`."""
     number, of_bytes = parse_amount(text)
     if not of_bytes:
         return number
     if not bytes_per_token:
-        raise AmountError(f"{text!r} is in bytes: give --bytes-per-token, such as 128KiB")
+        raise ValueError(f"{text!r} is in bytes: give --bytes-per-token, such as 128KiB")
     return number // bytes_per_token
 
 
@@ -78,10 +74,6 @@ _APART = (
     ("target_p99", "engines", "the search finds the number; bound it by --max-engines"),
     ("target_p99", "load", "a load grows with the engines; say --speedup instead"),
 )
-
-
-class ReplayOptionError(ValueError):
-    """An option that cannot be used; the message says which and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,49 +130,37 @@ class ReplayOptions:
     @property
     def paths(self) -> list[Path]:
         """The files that are written."""
-        named = (self.json_path, self.csv_path)
-        return [path for path in named if path is not None]
+        return [path for path in (self.json_path, self.csv_path) if path is not None]
 
     def models(self, recorded: RecordedFigures | None = None) -> tuple[EngineModel, ...]:
         """The simulated engine with its recorded figures, in each size of `gpu_tokens`. Raises
-        ReplayOptionError."""
+        ValueError."""
         from proxy.replay.figures import modelled  # noqa: PLC0415 - the other commands start quicker
         from proxy.replay.trace import RecordedFigures  # noqa: PLC0415 - likewise
 
         if self.model not in _MODELS:
-            raise ReplayOptionError(f"--model {self.model!r}: must be {' or '.join(_MODELS)}")
+            raise ValueError(f"--model {self.model!r}: must be {' or '.join(_MODELS)}")
         self._check_numbers("decode_step_ms", "decode_stream_ms", are="0 or more")
         usual = modelled(recorded or RecordedFigures(), is_chunked=self.model == "chunked")
         sizes, given = self._given()
         if self.prefill_rate is not None:
             usual = replace(usual, curve=())
         elif usual.curve and self.context_tokens != "0":
-            raise ReplayOptionError(
+            raise ValueError(
                 "--context-tokens: the recorded times of prompts contain it; give --prefill-rate as well"
             )
         model = replace(usual, context_tokens=self._read("context_tokens", parse_count), **given)
         if model.step_s + model.stream_s <= 0:
-            raise ReplayOptionError(
-                "--decode-step-ms and --decode-stream-ms: one of them must be more than 0"
-            )
+            raise ValueError("--decode-step-ms and --decode-stream-ms: one of them must be more than 0")
         return tuple(replace(model, gpu_tokens=size) for size in sizes or (model.gpu_tokens,))
-
-    def sources(self, recorded: RecordedFigures) -> dict[str, FigureSource]:
-        """Where each figure of the simulated engine comes from, by its option."""
-        from proxy.replay.figures import FIGURES, source_of  # noqa: PLC0415 - see above
-
-        return {name: source_of(name, recorded, is_given=getattr(self, name) is not None) for name in FIGURES}
 
     def _given(self) -> tuple[tuple[int, ...], dict[str, Any]]:
         """The sizes of GPUs, and the other figures of an engine, as far as options give them. Raises
-        ReplayOptionError."""
+        ValueError."""
         per_token = None
         if self.bytes_per_token is not None:
             per_token = self._read("bytes_per_token", lambda text: parse_amount(text)[0], 1)
-
-        def tokens(text: str) -> int:
-            return parse_tokens(text, per_token)
-
+        tokens = partial(parse_tokens, bytes_per_token=per_token)
         read = (
             ("host_tokens", "host_tokens", tokens, 0),
             ("prefill_tok_s", "prefill_rate", parse_count, 1),
@@ -198,7 +178,8 @@ class ReplayOptions:
         return self._read_all("gpu_tokens", tokens, 1) if self.gpu_tokens is not None else (), given
 
     def plan(self, recorded: RecordedFigures | None = None) -> ReplayPlan:
-        """The runs, for engines with these recorded figures. Raises ReplayOptionError."""
+        """The runs, for engines with these recorded figures. Raises ValueError."""
+        from proxy.replay.figures import FIGURES, source_of  # noqa: PLC0415 - likewise
         from proxy.replay.plan import P99Target, ReplayPlan  # noqa: PLC0415 - the other commands start quicker
         from proxy.replay.trace import RecordedFigures  # noqa: PLC0415 - likewise
 
@@ -206,11 +187,11 @@ class ReplayOptions:
         models = self.models(recorded)
         for one, other, why in _APART:
             if getattr(self, one) is not None and getattr(self, other) is not None:
-                raise ReplayOptionError(f"{_flag(one)} and {_flag(other)}: {why}")
+                raise ValueError(f"{_flag(one)} and {_flag(other)}: {why}")
         self._check_numbers("load", "speedup", "target_p99", are="more than 0")
         self._check_numbers("margin", are="0 or more")
         if self.target_p99 is not None and len(models) > 1:
-            raise ReplayOptionError("--target-p99 and --gpu-tokens: the search is for engines of one size")
+            raise ValueError("--target-p99 and --gpu-tokens: the search is for engines of one size")
         return ReplayPlan(
             models=models,
             engines=self._read_all("engines", parse_count, 1) if self.engines is not None else (),
@@ -221,7 +202,9 @@ class ReplayOptions:
             target=P99Target(self.target_p99, self.max_engines, self.margin)
             if self.target_p99 is not None
             else None,
-            sources=self.sources(recorded),
+            sources={
+                name: source_of(name, recorded, is_given=getattr(self, name) is not None) for name in FIGURES
+            },
         )
 
     def _seeds(self) -> tuple[int, ...]:
@@ -238,34 +221,34 @@ class ReplayOptions:
         try:
             names = resolve((self.policies or ("all" if self.target_p99 is None else "kvpin")).split(","))
         except ValueError as error:
-            raise ReplayOptionError(f"--policies: {error}") from error
+            raise ValueError(f"--policies: {error}") from error
         if self.target_p99 is None:
             return names
         if names == (ORACLE,):
-            raise ReplayOptionError(f"--target-p99: the policy {ORACLE} has no times")
+            raise ValueError(f"--target-p99: the policy {ORACLE} has no times")
         return tuple(name for name in names if name != ORACLE)
 
     def _check_numbers(self, *names: str, are: str) -> None:
-        """Raises ReplayOptionError for an option that is not what all of them `are`."""
+        """Raises ValueError for an option that is not what all of them `are`."""
         for name in names:
             value = getattr(self, name)
             is_positive = value is None or value > 0 or (value == 0 and are == "0 or more")
             if value is not None and not (isfinite(value) and is_positive):
-                raise ReplayOptionError(f"{_flag(name)} {value:g}: must be a number, {are}")
+                raise ValueError(f"{_flag(name)} {value:g}: must be a number, {are}")
 
     def _read(self, name: str, parse: Callable[[str], int], least: int = 0, text: str | None = None) -> int:
-        """The number that an option, or `text` of it, stands for; raises ReplayOptionError."""
+        """The number that an option, or `text` of it, stands for; raises ValueError."""
         text = getattr(self, name) if text is None else text
         try:
             number = parse(text)
-        except AmountError as error:
-            raise ReplayOptionError(f"{_flag(name)}: {error}") from error
+        except ValueError as error:
+            raise ValueError(f"{_flag(name)}: {error}") from error
         if number < least:
-            raise ReplayOptionError(f"{_flag(name)} {text}: must be {least:,} or more")
+            raise ValueError(f"{_flag(name)} {text}: must be {least:,} or more")
         return number
 
     def _read_all(self, name: str, parse: Callable[[str], int], least: int = 0) -> tuple[int, ...]:
-        """The numbers of an option with several, each once; raises ReplayOptionError."""
+        """The numbers of an option with several, each once; raises ValueError."""
         parts = getattr(self, name).split(",")
         return tuple(dict.fromkeys(self._read(name, parse, least, part) for part in parts))
 

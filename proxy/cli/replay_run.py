@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from io import BufferedReader, RawIOBase
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -16,7 +17,7 @@ from rich.progress import Progress
 from proxy.cli.grid import TerminalTable, console
 from proxy.cli.replay import ReplayOptions
 from proxy.replay.figures import check
-from proxy.replay.plan import Need, ReplayPlan, doubts, notes, search
+from proxy.replay.plan import Need, doubts, notes, search
 from proxy.replay.report import COLUMNS, Row, as_csv, as_json, cell, on, over_seeds, rows
 from proxy.replay.simulator import ReplayRun, RunResult, run_all
 from proxy.replay.trace import Trace, read_trace
@@ -28,11 +29,29 @@ _PIECE_BYTES = 1 << 20
 def run(traces: Sequence[Path], options: ReplayOptions) -> None:
     """Replays the trace, and writes what was asked for. Raises ValueError or TraceError."""
     options.plan()  # wrong options are told before a long trace is read
-    _check_outputs(options)
-    read = _read(traces, options.limit, options.model_name)
-    plan = options.plan(read.figures)
-    needs, outcomes = _run_plan(plan, read, options.jobs or os.cpu_count() or 1)
-    _write_all(plan, read, needs, outcomes, options)
+    for path in options.paths:
+        if path != _STDOUT:
+            _try(path)
+    trace = _read(traces, options.limit, options.model_name)
+    plan, run_these = options.plan(trace.figures), partial(_run, trace, options.jobs or os.cpu_count() or 1)
+    needs, outcomes = list[Need](), list[RunResult]()
+    if plan.target is None:
+        outcomes = run_these(plan.runs(trace))
+    else:
+        needs, outcomes = search(plan, plan.target, trace, run_these)
+    each, title, why_not = rows(outcomes), plan.title(trace), doubts(plan, trace, outcomes)
+    noted = notes(plan, trace, outcomes)
+    if (checked := check(trace, plan.models[0], run_these)) is not None:
+        sentence, is_doubt = checked
+        (why_not if is_doubt else noted).append(sentence)
+    if options.json_path is not None:
+        told = as_json(plan.settings(trace), each, why_not, needs, title=title, notes=noted)
+        _write(options.json_path, told)
+    if options.csv_path is not None:
+        _write(options.csv_path, as_csv(each))
+    if _STDOUT not in options.paths:
+        with _writing(_STDOUT):
+            _show(title, why_not, each, [*map(str, needs), *noted])
 
 
 def _read(paths: Sequence[Path], limit: int | None, model: str | None) -> Trace:
@@ -55,47 +74,11 @@ def _progress() -> Iterator[Progress]:
         yield progress
 
 
-def _run_plan(plan: ReplayPlan, trace: Trace, jobs: int) -> tuple[Sequence[Need], Sequence[RunResult]]:
-    """The engines that policies need, if asked for, and the outcomes of all runs."""
-    if plan.target is None:
-        return (), _run(trace, plan.runs(trace), jobs)
-
-    return search(plan, plan.target, trace, lambda runs: _run(trace, runs, jobs))
-
-
-def _run(trace: Trace, runs: Sequence[ReplayRun], jobs: int) -> list[RunResult]:
+def _run(trace: Trace, jobs: int, runs: Sequence[ReplayRun]) -> list[RunResult]:
     """All runs, with a progress bar on a terminal."""
     with _progress() as progress:
         task = progress.add_task(f"{len(runs)} runs", total=len(runs) * len(trace.requests))
         return run_all(trace, runs, jobs=jobs, progress=lambda done: progress.advance(task, done))
-
-
-def _write_all(
-    plan: ReplayPlan,
-    trace: Trace,
-    needs: Sequence[Need],
-    outcomes: Sequence[RunResult],
-    options: ReplayOptions,
-) -> None:
-    """Writes the files that were asked for, and the table unless a file goes to the standard output."""
-    each, title, why_not = rows(outcomes), plan.title(trace), doubts(plan, trace, outcomes)
-    noted = notes(plan, trace, outcomes)
-    checked = check(
-        trace, plan.models[0], lambda runs: _run(trace, runs, options.jobs or os.cpu_count() or 1)
-    )
-    if checked is not None:
-        sentence, is_doubt = checked
-        (why_not if is_doubt else noted).append(sentence)
-    said = [*map(str, needs), *noted]
-    if options.json_path is not None:
-        _write(
-            options.json_path, as_json(plan.settings(trace), each, why_not, needs, title=title, notes=noted)
-        )
-    if options.csv_path is not None:
-        _write(options.csv_path, as_csv(each))
-    if _STDOUT not in options.paths:
-        with _writing(_STDOUT):
-            _show(title, why_not, each, said)
 
 
 def _show(title: str, doubts: Sequence[str], each: Sequence[Row], notes: Sequence[str]) -> None:
@@ -129,13 +112,6 @@ def table_of(each: Sequence[Row]) -> TerminalTable:
             row["engines"], *size, row["policy"], *(cell(row, key, digits) for key, _, digits in COLUMNS)
         )
     return table
-
-
-def _check_outputs(options: ReplayOptions) -> None:
-    """Checks the output files before the work. Raises ValueError if one of them cannot be written."""
-    for path in options.paths:
-        if path != _STDOUT:
-            _try(path)
 
 
 def _try(path: Path) -> None:

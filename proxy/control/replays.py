@@ -110,7 +110,7 @@ def _answer(out: bytes) -> ReplayAnswer:
     from proxy.replay.report import curves  # noqa: PLC0415 - slow to import, and seldom needed
 
     document = msgspec.json.decode(out)
-    drawn = msgspec.convert(msgspec.to_builtins(curves(document["runs"])), list[CurvesAnswer])
+    drawn = msgspec.convert(curves(document["runs"]), list[CurvesAnswer])
     title = document["title"].replace(_NAME, "recording", 1)
     return ReplayAnswer(title, [*document["doubts"], *document["notes"]], drawn, document["runs"])
 

@@ -7,7 +7,7 @@ particular, so each is named where the result is shown.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
 from typing import Any
 
@@ -54,12 +54,8 @@ def modelled(recorded: RecordedFigures, *, is_chunked: bool) -> EngineModel:
     `interference` is the share that a stream adds to a step of `chunk_tokens`, most of which is prefill.
     """
     model = replace(DEFAULTS, chunked=is_chunked)
-    known: dict[str, Any] = {
-        "gpu_tokens": recorded.gpu_tokens,
-        "host_tokens": recorded.host_tokens,
-        "restore_tok_s": recorded.restore_tok_s,
-        "step_s": recorded.token_s,
-    }
+    same = {name: getattr(recorded, name) for name in ("gpu_tokens", "host_tokens", "restore_tok_s")}
+    known: dict[str, Any] = {**same, "step_s": recorded.token_s}
     if recorded.prefill:
         known |= {"curve": recorded.prefill, "prefill_tok_s": typical_tok_s(recorded.prefill)}
     model = replace(model, **{name: value for name, value in known.items() if value is not None})
@@ -68,47 +64,35 @@ def modelled(recorded: RecordedFigures, *, is_chunked: bool) -> EngineModel:
     return replace(model, stream_s=recorded.interference * model.chunk_tokens / model.prefill_tok_s)
 
 
-@dataclass(frozen=True, slots=True)
-class _Figure:
-    option: str
-    text: str
-    source: FigureSource
-
-
-def _used(models: Sequence[EngineModel], sources: Mapping[str, FigureSource]) -> Iterator[_Figure]:
-    """The figures that the result depends on. Without host memory, its figures do not count."""
+def _used(models: Sequence[EngineModel]) -> Iterator[tuple[str, str]]:
+    """The figures that the result depends on, each with its option. Without host memory, its figures do not
+    count."""
     model = models[0]
-    sizes = " or ".join(f"{each.gpu_tokens:,}" for each in models)
-    yield _Figure("gpu_tokens", f"{sizes} tokens on the GPU", sources["gpu_tokens"])
-    rate = f"prefill {model.prefill_tok_s:,.0f} tokens/s"
-    if model.curve:
-        rate += f" in prompts of {TYPICAL_TOKENS:,}"
-    yield _Figure("prefill_rate", rate, sources["prefill_rate"])
+    yield "gpu_tokens", f"{' or '.join(f'{each.gpu_tokens:,}' for each in models)} tokens on the GPU"
+    prompts = f" in prompts of {TYPICAL_TOKENS:,}" if model.curve else ""
+    yield "prefill_rate", f"prefill {model.prefill_tok_s:,.0f} tokens/s{prompts}"
     if model.host_tokens:
-        yield _Figure("host_tokens", f"{model.host_tokens:,} tokens in host memory", sources["host_tokens"])
-        restores = f"{model.restore_tok_s:,.0f} tokens/s restored"
-        yield _Figure("restore_rate", restores, sources["restore_rate"])
+        yield "host_tokens", f"{model.host_tokens:,} tokens in host memory"
+        yield "restore_rate", f"{model.restore_tok_s:,.0f} tokens/s restored"
     if model.chunked:
-        yield _Figure("chunk_tokens", f"steps of {model.chunk_tokens:,} tokens", sources["chunk_tokens"])
-        step = f"decode {1000 * model.step_s:.3g} ms a step"
-        yield _Figure("decode_step_ms", step, sources["decode_step_ms"])
-        stream = f"{1000 * model.stream_s:.3g} ms more for each stream"
-        yield _Figure("decode_stream_ms", stream, sources["decode_stream_ms"])
+        yield "chunk_tokens", f"steps of {model.chunk_tokens:,} tokens"
+        yield "decode_step_ms", f"decode {1000 * model.step_s:.3g} ms a step"
+        yield "decode_stream_ms", f"{1000 * model.stream_s:.3g} ms more for each stream"
 
 
 def used_figures(models: Sequence[EngineModel], sources: Mapping[str, FigureSource]) -> str:
     """A sentence with the figures of each engine, and where each comes from."""
-    return "each engine: " + ", ".join(f"{each.text} ({each.source})" for each in _used(models, sources))
+    return "each engine: " + ", ".join(f"{text} ({sources[option]})" for option, text in _used(models))
 
 
 def assumed_figures(models: Sequence[EngineModel], sources: Mapping[str, FigureSource]) -> str:
     """A warning that names the defaults; "" if there are none."""
-    assumed = [each for each in _used(models, sources) if each.source is FigureSource.DEFAULT]
+    assumed = [each for each in _used(models) if sources[each[0]] is FigureSource.DEFAULT]
     if not assumed:
         return ""
-    options = " and ".join(f"--{each.option.replace('_', '-')}" for each in assumed)
+    options = " and ".join(f"--{option.replace('_', '-')}" for option, _ in assumed)
     return (
-        f"DEFAULTS, NOT YOUR ENGINES: {', '.join(each.text for each in assumed)}; times and numbers of "
+        f"DEFAULTS, NOT YOUR ENGINES: {', '.join(text for _, text in assumed)}; times and numbers of "
         f"engines depend on them: give {options}"
     )
 

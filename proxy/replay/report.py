@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from io import StringIO
 from statistics import fmean
 from typing import Any
@@ -114,16 +113,8 @@ def as_json(
     """The replay in one line, its settings, why runs cannot be compared, what was left out, the engines that
     policies need, and an object for each run."""
     needed = [need.as_data() for need in needs]
-    document = {
-        "title": title,
-        "settings": settings,
-        "doubts": doubts,
-        "notes": notes,
-        "needs": needed,
-        "runs": each,
-    }
-    encoded = msgspec.json.encode(document)
-    return msgspec.json.format(encoded, indent=1).decode() + "\n"
+    about = {"title": title, "settings": settings, "doubts": doubts, "notes": notes, "needs": needed}
+    return msgspec.json.format(msgspec.json.encode({**about, "runs": each}), indent=1).decode() + "\n"
 
 
 def as_csv(each: Sequence[Row]) -> str:
@@ -144,35 +135,12 @@ _AXES = {"engines": "engines", "gpu_tokens": "GPU tokens of each engine"}
 _OTHER = {"engines": "gpu_tokens", "gpu_tokens": "engines"}
 
 
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """One policy: a value for each place on the axis, None where there is none."""
-
-    policy: str
-    y: Sequence[float | None]
-
-
-@dataclass(frozen=True, slots=True)
-class Curves:
-    """One plot.
-
-    Attributes:
-        axis: the title of its places.
-        lines: one for each policy that has a value.
-        is_log: values differ by factors: draw them on a logarithmic scale.
-    """
-
-    title: str
-    axis: str
-    x: Sequence[int]
-    lines: Sequence[Curve]
-    is_log: bool = False
-
-
-def curves(each: Sequence[Row]) -> list[Curves]:
+def curves(each: Sequence[Row]) -> list[dict[str, Any]]:
     """The plots of some runs, hits first; none where all runs were on the same engines.
 
-    The axis is what there are more of, numbers of engines or sizes. Each value of the other has its plots.
+    The axis is what there are more of, numbers of engines or sizes: `x` are its places. Each value of the
+    other has its plots. A line is a policy with a value for each place, None where there is none.
+    `is_log`: values differ by factors, and belong on a logarithmic scale.
     """
     x = max(_AXES, key=lambda name: len({row[name] for row in each}))
     other = _OTHER[x]
@@ -187,16 +155,25 @@ def curves(each: Sequence[Row]) -> list[Curves]:
         for figure, title in _FIGURES.items():
             lines = list(_lines(rows, policies, x, places, figure))
             if len(places) > 1 and lines:
-                is_log = figure != "hit_percent" and all(y is None or y > 0 for line in lines for y in line.y)
-                drawn.append(Curves(title + said, _AXES[x], places, lines, is_log))
+                is_log = figure != "hit_percent" and all(
+                    y is None or y > 0 for line in lines for y in line["y"]
+                )
+                plot = {
+                    "title": title + said,
+                    "axis": _AXES[x],
+                    "x": places,
+                    "lines": lines,
+                    "is_log": is_log,
+                }
+                drawn.append(plot)
     return drawn
 
 
 def _lines(
     rows: Sequence[Row], policies: Sequence[str], x: str, places: Sequence[int], figure: str
-) -> Iterator[Curve]:
+) -> Iterator[dict[str, Any]]:
     values = {(row["policy"], row[x]): row[figure] for row in rows}
     for policy in policies:
         y = [values.get((policy, place)) for place in places]
         if any(value is not None for value in y):
-            yield Curve(policy, y)
+            yield {"policy": policy, "y": y}

@@ -81,18 +81,14 @@ POLICIES: dict[str, Callable[[SimFleet, int], Policy]] = {
 }
 
 
-class UnknownPolicy(ValueError):
-    """There is no policy of that name; the message lists the names."""
-
-
 def resolve(names: Iterable[str]) -> tuple[str, ...]:
-    """Names, each once, in the order given; `all` stands for all. Raises UnknownPolicy if a name is
-    unknown."""
+    """Names, each once, in the order given; `all` stands for all. Raises ValueError with
+    all names if one is unknown."""
     every = (*POLICIES, ORACLE)
     resolved: dict[str, None] = {}
     for name in names:
         if name not in ("all", *every):
-            raise UnknownPolicy(f"there is no policy {name!r}; there are all, {', '.join(every)}")
+            raise ValueError(f"there is no policy {name!r}; there are all, {', '.join(every)}")
         resolved.update(dict.fromkeys(every if name == "all" else (name,)))
     return tuple(resolved)
 

@@ -21,7 +21,7 @@ from math import inf
 from engine_adapter.types import Tier
 from proxy.core.index.blocks import BlockHash, Chain, reusable_tokens
 from proxy.core.placement.rates import on_curve
-from proxy.replay.cache import TieredCache
+from proxy.replay.cache import Taken, TieredCache
 from proxy.replay.trace import TraceRequest
 
 
@@ -63,10 +63,6 @@ class EngineModel:
         """An empty cache with the room of so many engines."""
         gpu, host = self.blocks(tokens_per_block)
         return TieredCache(engines * gpu, engines * host)
-
-    def engine(self, position: int, tokens_per_block: int, listener: Listener) -> SimEngine:
-        """An idle engine."""
-        return SimEngine(position, self, tokens_per_block, listener)
 
     def work(self, cached: int, n_tokens: int) -> float:
         """Work to compute a prompt after its `cached` tokens, in tokens without context."""
@@ -212,13 +208,12 @@ class SimEngine:
         self._restored_at = now + host / model.restore_tok_s
         self._left = model.work(cached, chain.n_tokens)
         self._uncached, self._reused = chain.n_tokens - cached, taken.gpu
-        self._tell_evictions(taken.evicted[::-1], taken.gone[::-1])
+        self._tell_evictions(taken)
         listener.started(now, self._position, request, cached - host, host)
 
-    def _tell_evictions(self, evicted: Sequence[BlockHash], gone: Sequence[BlockHash] = ()) -> None:
-        """Reports evicted blocks in the order of their chains, which the index removes faster. `gone`: blocks
-        that left the host tier."""
-        listener = self._listener
+    def _tell_evictions(self, taken: Taken) -> None:
+        """Reports evicted blocks in the order of their chains, which the index removes faster."""
+        listener, evicted, gone = self._listener, taken.evicted[::-1], taken.gone[::-1]
         self.evicted += len(evicted)
         if evicted and self._model.host_tokens:
             listener.stored(self._position, Tier.HOST, evicted)
@@ -257,6 +252,6 @@ class SimEngine:
         taken = self.cache.take(Chain(hashes, len(hashes) * size, size), len(hashes))
         if taken is None:
             return
-        self._tell_evictions(taken.evicted[::-1], taken.gone[::-1])
+        self._tell_evictions(taken)
         self._fill(hashes, taken.gpu)
         self.cache.release(hashes, len(hashes))

@@ -12,11 +12,10 @@ from multiprocessing import get_context
 from multiprocessing.sharedctypes import Synchronized
 from random import Random
 
-from engine_adapter.types import Tier
 from proxy.core.index.blocks import BlockHash, reusable_tokens
 from proxy.replay.policy import Policy, SimFleet
 from proxy.replay.rules import ORACLE, make
-from proxy.replay.simulated_engine import EngineModel, Listener
+from proxy.replay.simulated_engine import EngineModel, Listener, SimEngine
 from proxy.replay.trace import Trace, TraceRequest
 
 # --- when requests arrive: as recorded, faster or slower, or scaled to a given load ---------------------
@@ -64,21 +63,19 @@ def arrivals(trace: Trace, speedup: float, seed: int) -> list[tuple[float, Trace
     if seed:
         random = Random(seed)  # noqa: S311 - a simulation
         times = [max(time + random.uniform(-JITTER_S, JITTER_S), 0.0) for time in times]
-        times = _in_turn(trace, times)
+        _sort_turns(trace, times)
     order = sorted(range(len(times)), key=times.__getitem__)
     return [(times[at], trace.requests[at]) for at in order]
 
 
-def _in_turn(trace: Trace, times: list[float]) -> list[float]:
-    """The times, sorted within each conversation."""
+def _sort_turns(trace: Trace, times: list[float]) -> None:
+    """Sorts the times within each conversation."""
     turns = defaultdict[Hashable, list[int]](list)
     for at, conversation in enumerate(_conversations(trace)):
         turns[conversation].append(at)
-    times = list(times)
     for own in turns.values():
         for at, time in zip(own, sorted(times[at] for at in own), strict=True):
             times[at] = time
-    return times
 
 
 def _conversations(trace: Trace) -> Iterator[Hashable]:
@@ -195,7 +192,7 @@ def quantile_of(ordered: Sequence[float], share: float) -> float:
     return ordered[max(ceil(share * len(ordered) - _ROUNDING) - 1, 0)]
 
 
-def simulate(trace: Trace, run: ReplayRun, progress: Callable[[int], None] | None = None) -> RunResult:
+def simulate(trace: Trace, run: ReplayRun, progress: Callable[[int], None] = lambda _: None) -> RunResult:
     """The outcome of a run; the same run always has the same outcome. `progress` is called with the number of
     requests placed since its last call.
 
@@ -210,8 +207,7 @@ def simulate(trace: Trace, run: ReplayRun, progress: Callable[[int], None] | Non
     timed = [each for each in timed if run.model.fits(each[1])] if too_long else timed
     if run.policy == ORACLE:
         hits = oracle_hits([request for _, request in timed], run.engines, run.model)
-        if progress is not None:
-            progress(len(timed))
+        progress(len(timed))
         return RunResult(run, len(served), too_long, prompt_tokens, hits, 0)
     fleet = SimFleet(run.engines, run.model, trace.tokens_per_block, trace.common_blocks)
     simulation = Simulation(fleet, make(run.policy, fleet, run.seed))
@@ -231,15 +227,18 @@ class Simulation(Listener):
 
     def __init__(self, fleet: SimFleet, policy: Policy) -> None:
         self._policy = policy
-        self._engines = [fleet.model.engine(at, fleet.tokens_per_block, self) for at in range(fleet.engines)]
+        # Ends of answers and KV events reach the policy at once.
+        self.finished = policy.finished  # type: ignore[method-assign]
+        self.stored, self.removed = policy.stored, policy.removed  # type: ignore[method-assign]
+        self._engines = [
+            SimEngine(at, fleet.model, fleet.tokens_per_block, self) for at in range(fleet.engines)
+        ]
         self._arrived: dict[int, tuple[float, int | None]] = {}  # request → when, prediction
         self.ttfts: dict[int, float] = {}
         self._gpu_hits = self._host_hits = 0
         self._predicted = self._exact = self._off = 0
 
-    def play(
-        self, timed: Sequence[tuple[float, TraceRequest]], progress: Callable[[int], None] | None
-    ) -> None:
+    def play(self, timed: Sequence[tuple[float, TraceRequest]], progress: Callable[[int], None]) -> None:
         """Plays all requests, to the last token of the last one."""
         engines, agenda = self._engines, list[tuple[float, int]]()
         for count, (now, request) in enumerate(timed, 1):
@@ -251,11 +250,10 @@ class Simulation(Listener):
             engine.submit(now, request)
             if engine.due != before:
                 heappush(agenda, (engine.due, choice.engine))
-            if progress is not None and count % REPORT_EVERY == 0:
+            if count % REPORT_EVERY == 0:
                 progress(REPORT_EVERY)
         self._until(inf, agenda)
-        if progress is not None:
-            progress(len(timed) % REPORT_EVERY)
+        progress(len(timed) % REPORT_EVERY)
 
     def _until(self, now: float, agenda: list[tuple[float, int]]) -> None:
         """Runs what is due by `now`. Skips entries that are out of date."""
@@ -303,18 +301,6 @@ class Simulation(Listener):
         self.ttfts[request.id] = now - self._arrived.pop(request.id)[0]
         self._policy.first_token(now, engine, request)
 
-    def finished(self, now: float, engine: int, request: TraceRequest) -> None:
-        """Its answer has ended."""
-        self._policy.finished(now, engine, request)
-
-    def stored(self, engine: int, tier: Tier, hashes: Sequence[BlockHash]) -> None:
-        """KV events reach the policy at once."""
-        self._policy.stored(engine, tier, hashes)
-
-    def removed(self, engine: int, tier: Tier, hashes: Sequence[BlockHash]) -> None:
-        """KV events reach the policy at once."""
-        self._policy.removed(engine, tier, hashes)
-
 
 # Seconds between looks at what the processes have done.
 _LOOK_S = 0.2
@@ -323,13 +309,16 @@ _given: list[tuple[Trace, Synchronized[int]]] = []
 
 
 def run_all(
-    trace: Trace, runs: Sequence[ReplayRun], *, jobs: int = 1, progress: Callable[[int], None] | None = None
+    trace: Trace,
+    runs: Sequence[ReplayRun],
+    *,
+    jobs: int = 1,
+    progress: Callable[[int], None] = lambda _: None,
 ) -> list[RunResult]:
     """The outcomes, in the order of the runs. `progress` is called with the number of requests served since
     its last call. Raises ValueError if no request of the trace fits an engine."""
-    tell = progress or _nobody
     if jobs == 1 or len(runs) == 1:
-        return [simulate(trace, run, tell) for run in runs]
+        return [simulate(trace, run, progress) for run in runs]
     context = get_context("spawn")  # not forked: forked processes would inherit the threads of a progress bar
     served, told = context.Value("q"), 0
     with ProcessPoolExecutor(
@@ -340,7 +329,7 @@ def run_all(
         while running:
             _, running = wait(running, _LOOK_S, FIRST_COMPLETED)
             now = served.value
-            tell(now - told)
+            progress(now - told)
             told = now
         return [future.result() for future in futures]
 
@@ -357,7 +346,3 @@ def _run(run: ReplayRun) -> RunResult:
             served.value += requests
 
     return simulate(trace, run, count)
-
-
-def _nobody(_requests: int) -> None:
-    """Ignores progress."""

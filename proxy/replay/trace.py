@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
+from os.path import commonprefix
 from pathlib import Path
 from statistics import median_low
 from typing import Annotated, BinaryIO, Generic, Protocol, TypeVar
@@ -406,18 +407,17 @@ def read_trace(
         )
     size = sizes.pop()
     chains = [tuple(line.hash_ids[: line.input_length // size]) for line in lines]
-    rechained = not _is_chained(chains)
-    if rechained:
+    if rechained := not _is_chained(chains):
         chains = _chained(chains)
     requests = _requests(lines, chains, size)
     if abouts:
-        answers = answer_blocks(requests)
-        requests = tuple(map(_with_answer, requests, answers))
+        found = zip(requests, answer_blocks(requests), strict=True)
+        requests = tuple(replace(request, answer=answer) if answer else request for request, answer in found)
     return Trace(
         path.name if len(paths) == 1 else f"{path.name} and {len(paths) - 1} more",
         requests,
         tokens_per_block=size,
-        common_blocks=_common(chains),
+        common_blocks=len(commonprefix(chains)),  # noqa: RUF071 - of block ids
         engines=len({line.engine for line in lines} - {None}),
         figures=figures_of(engines),
         unrecorded=sum(about.unrecorded for about in abouts),
@@ -472,10 +472,6 @@ def _between(request: TraceRequest, later: Sequence[BlockHash]) -> tuple[BlockHa
     own = len(request.chain.hashes)
     full = (request.n_tokens + request.output_tokens - 1) // request.chain.tokens_per_block
     return tuple(later[own:full]) if tuple(later[:own]) == request.chain.hashes else ()
-
-
-def _with_answer(request: TraceRequest, answer: tuple[BlockHash, ...]) -> TraceRequest:
-    return replace(request, answer=answer) if answer else request
 
 
 def merged(paths: Sequence[Path], files: Sequence[RecordedFile[_Line]]) -> list[_Line]:
@@ -534,13 +530,3 @@ def _chained(chains: Iterable[tuple[BlockHash, ...]]) -> list[tuple[BlockHash, .
             here.append(parent)
         chained.append(tuple(here))
     return chained
-
-
-def _common(chains: Iterable[tuple[BlockHash, ...]]) -> int:
-    """Leading blocks that all chains share. Equal ids mean equal prefixes, so one comparison per chain
-    suffices."""
-    chains = list(chains)
-    common = min(map(len, chains))
-    while common and any(chain[common - 1] != chains[0][common - 1] for chain in chains):
-        common -= 1
-    return common

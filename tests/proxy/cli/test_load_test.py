@@ -1,26 +1,27 @@
 import json
-import math
+from dataclasses import replace
 
 import pytest
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
-from proxy.cli.load_test import BenchError, BenchTarget, RequestSample, Workload, figures, first_model, run
+from proxy.cli.load_test import BenchError, RequestSample, figures, first_model, prompts_of, run
+from proxy.cli.measure import BenchOptions
 from tests.engines import served
 
-LOAD = Workload(2, 1, prefix_len=3, suffix_len=1, request_rate=float("inf"), seed=0)
-
-
-def target(url, model="m"):
-    return BenchTarget(f"{url}/v1", model, None, output_len=4, max_concurrency=2)
+LOAD = BenchOptions(
+    model="m", num_prompts=2, num_prefixes=1, prefix_len=3, suffix_len=1, output_len=4, max_concurrency=2
+)
 
 
 @pytest.mark.live
 async def test_a_stream_is_timed_and_its_usage_read(embedded_engine):
     done = []
     model = await first_model(f"{embedded_engine.url}/v1", None)
-    samples, seconds = await run(target(embedded_engine.url, model), LOAD, "timed", lambda: done.append(1))
+    samples, seconds = await run(
+        f"{embedded_engine.url}/v1", replace(LOAD, model=model), "timed", lambda: done.append(1)
+    )
     assert len(done) == len(samples) == 2
     for sample in samples:
         assert sample.error == ""
@@ -58,7 +59,7 @@ def stream(*chunks):
 )
 async def test_a_server_that_cannot_be_measured(answer, said):
     with served(app(answer)) as url, pytest.raises(BenchError) as caught:
-        await run(target(url), LOAD, "", lambda: None)
+        await run(f"{url}/v1", LOAD, "", lambda: None)
     assert str(caught.value).startswith(f"{url}/v1: ")
     assert said in str(caught.value)
 
@@ -66,7 +67,7 @@ async def test_a_server_that_cannot_be_measured(answer, said):
 async def test_a_text_may_hold_line_separators():
     chunk = '{"choices": [{"delta": {"content": "a\u2028b\u0085c"}}]}'
     with served(app(lambda: StreamingResponse([f"data: {chunk}\r\n\r\ndata: [DONE]\r\n\r\n"]))) as url:
-        samples, seconds = await run(target(url), LOAD, "", lambda: None)
+        samples, seconds = await run(f"{url}/v1", LOAD, "", lambda: None)
     assert [sample.error for sample in samples] == ["", ""]
     assert 0 < max(sample.latency_s for sample in samples) < seconds < 60
 
@@ -84,13 +85,13 @@ async def test_models_that_cannot_be_read():
 
 
 def test_prompts_share_prefixes_and_have_their_own_ends():
-    load = Workload(12, 3, prefix_len=20, suffix_len=5, request_rate=math.inf, seed=1)
-    prompts = load.prompts("salt")
+    load = BenchOptions(num_prompts=12, num_prefixes=3, prefix_len=20, suffix_len=5, seed=1)
+    prompts = prompts_of(load, "salt")
     prefixes = [prompt.partition("\n\n")[0] for prompt in prompts]
     assert len(set(prompts)) == 12
     assert sorted(map(prefixes.count, set(prefixes))) == [4, 4, 4]
-    assert prompts == load.prompts("salt")
-    assert not set(prefixes) & {prompt.partition("\n\n")[0] for prompt in load.prompts("other")}
+    assert prompts == prompts_of(load, "salt")
+    assert not set(prefixes) & {prompt.partition("\n\n")[0] for prompt in prompts_of(load, "other")}
 
 
 def test_the_words_of_vllm():

@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 from math import nan
@@ -6,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from proxy.cli.replay import ReplayOptionError, ReplayOptions, parse_amount
+from proxy.cli.replay import ReplayOptions, parse_amount
 from proxy.replay.figures import FigureSource
 from proxy.replay.simulated_engine import EngineModel
 from proxy.replay.trace import RecordedFigures
@@ -104,7 +105,7 @@ def test_what_was_recorded_counts_where_nothing_is_given():
 
 
 def test_a_context_length_needs_a_rate_beside_recorded_times():
-    with pytest.raises(ReplayOptionError, match="give --prefill-rate as well"):
+    with pytest.raises(ValueError, match="give --prefill-rate as well"):
         ReplayOptions(context_tokens="32k").models(RECORDED)
     (model,) = ReplayOptions(context_tokens="32k", prefill_rate="9k").models(RECORDED)
     assert (model.context_tokens, model.curve) == (32_000, ())
@@ -129,9 +130,8 @@ def test_all_of_an_engine():
     ],
 )
 def test_engines_that_cannot_be(options, message):
-    with pytest.raises(ReplayOptionError) as told:
+    with pytest.raises(ValueError, match=re.escape(message)):
         ReplayOptions(**options).models()
-    assert message in str(told.value)
 
 
 @pytest.mark.parametrize(

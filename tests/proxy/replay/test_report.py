@@ -4,7 +4,7 @@ from io import StringIO
 
 import pytest
 
-from proxy.replay.report import Curve, Curves, as_csv, as_json, curves, over_seeds, rows
+from proxy.replay.report import as_csv, as_json, curves, over_seeds, rows
 from proxy.replay.simulator import ReplayRun, run_all
 from tests.proxy.replay.making import ask, model_of, trace_of
 
@@ -66,12 +66,13 @@ def test_hits_and_times_over_the_engines():
     )
     hits, mean, p99 = curves(each)
     value = {(row["policy"], row["engines"]): row["hit_percent"] for row in each}
-    assert hits == Curves(
-        "token hits, %",
-        "engines",
-        [1, 2],
-        [Curve(name, [value[name, 1], value[name, 2]]) for name in ("oracle", "kvpin")],
-    )
+    assert hits == {
+        "title": "token hits, %",
+        "axis": "engines",
+        "x": [1, 2],
+        "lines": [{"policy": name, "y": [value[name, 1], value[name, 2]]} for name in ("oracle", "kvpin")],
+        "is_log": False,
+    }
     for times in (mean, p99):
-        assert [line.policy for line in times.lines] == ["kvpin"]
-        assert times.is_log
+        assert [line["policy"] for line in times["lines"]] == ["kvpin"]
+        assert times["is_log"]
