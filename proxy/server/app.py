@@ -86,10 +86,7 @@ from proxy.server.checks import (
     telemetry_module,
 )
 from proxy.server.group_secret import GroupSecret, group_secret
-from proxy.settings import (
-    EngineChanges,
-    Settings,
-)
+from proxy.settings import EngineChanges, Settings
 from proxy.steps.attempt import Attempts
 from proxy.steps.preparation import Preparation
 
@@ -126,16 +123,15 @@ class Proxy:
         issued = KeyBook()
         issued.merge(key_file.read() if key_file is not None else ())
         self.tenants = Tenants(_keys(settings), settings.tenant_limits, issued, secret.for_salts)
-        self.keys = IssuedKeys(issued, key_file, self._named_tenants, partial(self._ask_workers, KEYS_PATH))
+        named = lambda: {entry.tenant for entry in self.settings.api_keys if entry.tenant is not None}  # noqa: E731
+        self.keys = IssuedKeys(issued, key_file, named, partial(self._ask_workers, KEYS_PATH))
         self.gate = Gate(self.tenants, ByteBudget(_bodies_bytes(settings)), int(settings.limits.body_bytes))
         self.peers = self._peers()
         self.responses = ResponseStore(self.tenants.names)
         self.use = UseBook()
-        self.state = (
-            StateSaver(settings.state_dir, self.tenants, self.use, self._left_by_workers(settings.state_dir))
-            if settings.state_dir is not None
-            else None
-        )
+        self.state: StateSaver | None = None
+        if (own := settings.state_dir) is not None:
+            self.state = StateSaver(own, self.tenants, self.use, self._left_by_workers(own))
         memories = self.state.memories if self.state is not None else {}
         self.ingest = Ingest(self.fleet, self.tasks, self.tenants.owner, memories) if settings.reuse else None
         self.monitor = Monitor(
@@ -163,22 +159,18 @@ class Proxy:
             bodies=self.gate.bodies,
             use=self.use,
         )
-        self.telemetry = telemetry_module()(self.page) if settings.otel else None
+        # The metrics of a worker are sent by the one that speaks for all.
+        page = lambda: self.metrics.render() if self._speaks() else b""  # noqa: E731 - short
+        self.telemetry = telemetry_module()(page) if settings.otel else None
         self.traces = self.telemetry.traces if self.telemetry is not None else None
         self.draining = asyncio.Event()
         self.live = Live(self.fleet, self.metrics, self.tasks, self.draining, reuse=settings.reuse)
-        self.hand_over = (
-            HandOver(
-                siblings,
-                transport,
-                self.fleet,
-                self.metrics,
-                self.live,
-                is_shared=self.peers is not None,
+        self.hand_over: HandOver | None = None
+        if siblings is not None:
+            shared = self.peers is not None
+            self.hand_over = HandOver(
+                siblings, transport, self.fleet, self.metrics, self.live, is_shared=shared
             )
-            if siblings is not None
-            else None
-        )
         self.watch = EngineWatch(self.fleet)
         self.recorder = self._recorder()
         self.destinations = Destinations(self.fleet, self.tenants.names)
@@ -193,12 +185,11 @@ class Proxy:
         settings = self.settings
         if settings.record_traffic is None:
             return None
-        max_bytes, key = int(settings.record_traffic_bytes), _text(settings.record_traffic_key)
         return Recorder(
             settings.record_traffic,
-            max_bytes,
+            int(settings.record_traffic_bytes),
             self.watch.engines,
-            key,
+            _text(settings.record_traffic_key),
             self._is_system_first,
             tells_tenants=settings.record_traffic_tenants,
         )
@@ -214,24 +205,15 @@ class Proxy:
         if self.settings.exchange is None:
             return None
         owner = secrets.randbits(63)
-        bus = make_bus(self.settings.exchange, owner, self.siblings)
-        return Peers(
-            bus,
-            owner,
-            self.fleet,
-            self.tenants,
-            self.transport.hang_up,
+        bus, key = (
+            make_bus(self.settings.exchange, owner, self.siblings),
             lambda: _text(self.settings.admin_key),
-            self._speaks,
         )
+        return Peers(bus, owner, self.fleet, self.tenants, self.transport.hang_up, key, self._speaks)
 
     def _speaks(self) -> bool:
         """True for a single kvpin, and for the one worker that speaks for all."""
         return self.siblings is None or self.siblings.speaks()
-
-    def page(self) -> bytes:
-        """The metrics for a collector. Those of a worker are sent by the one that speaks for all."""
-        return self.metrics.render() if self._speaks() else b""
 
     def _group_secret(self) -> GroupSecret:
         """The secret of the kvpins that exchange hashes. Raises SettingsError if it cannot be kept."""
@@ -247,13 +229,12 @@ class Proxy:
         settings = self.settings
         make_attempts = Attempts if self.traces is None else self.traces.attempts
         media = MediaUuids(trusted=settings.trust_media_uuids)
-        rules = Normalising(
-            [
-                ChosenRules(frozenset(entry.rules), entry.tenant, entry.model, entry.repairs)
-                for entry in settings.normalise
-            ]
-        )
+        chosen = [
+            ChosenRules(frozenset(each.rules), each.tenant, each.model, each.repairs)
+            for each in settings.normalise
+        ]
         routes = translations(self.responses)
+        rules = Normalising(chosen)
         return Flow(
             fleet=self.fleet,
             preparation=Preparation(
@@ -282,17 +263,10 @@ class Proxy:
         directory = self.settings.state_dir
         return directory.parent if directory is not None and self.siblings is not None else directory
 
-    def _named_tenants(self) -> set[str]:
-        return {entry.tenant for entry in self.settings.api_keys if entry.tenant is not None}
-
     async def _ask_workers(self, path: str) -> list[bytes]:
         """The answers of the other workers at a path that only workers may ask."""
         sockets = self.siblings.sockets if self.siblings is not None else ()
         return [each.body for each in await ask(self.transport, sockets, "GET", path) if each.is_good]
-
-    def told_orders(self) -> bytes:
-        """What operators have ordered about engines, for other workers."""
-        return encode_marks(self.fleet.book.marks())
 
     async def follow_orders(self, told: bytes) -> bytes:
         """Another worker tells what operators have ordered."""
@@ -414,9 +388,7 @@ def _bodies_bytes(settings: Settings) -> int:
     """Memory of this process for requests' bodies: by default a quarter of what was available at start, which
     the workers share, but enough for the longest body."""
     limits = settings.limits
-    if limits.bodies_bytes is not None:
-        return int(limits.bodies_bytes)
-    return max(_memory() // 4 // settings.workers, int(limits.body_bytes))
+    return int(limits.bodies_bytes or max(_memory() // 4 // settings.workers, limits.body_bytes))
 
 
 def _keys(settings: Settings) -> list[ApiKey]:
@@ -456,7 +428,8 @@ def build_app(proxy: Proxy) -> Dispatcher:
         PassedToKeeper(sockets, proxy.transport) if sockets is not None else None,
     )
     guard = MetricsGuard(_text(settings.admin_key), _text(settings.metrics_key), proxy.tenants)
-    together = Together(proxy.transport, proxy.siblings, sockets or tuple, proxy.told_orders)
+    told_orders = lambda: encode_marks(proxy.fleet.book.marks())  # noqa: E731 - short
+    together = Together(proxy.transport, proxy.siblings, sockets or tuple, told_orders)
     ops = Ops(
         proxy.fleet,
         proxy.metrics,
@@ -469,10 +442,7 @@ def build_app(proxy: Proxy) -> Dispatcher:
     page = WebPage().routes() if settings.ui else []
     rest = Starlette(
         routes=[admin_api(proxy, together), *ops.routes(), *_peer_routes(proxy), *page],
-        exception_handlers={
-            **dict.fromkeys(ANSWERED, handle),
-            HTTPException: handle_http,
-        },
+        exception_handlers={**dict.fromkeys(ANSWERED, handle), HTTPException: handle_http},
     )
     rest.router.redirect_slashes = False  # such an answer leads to the host that the client named
     traces = proxy.traces

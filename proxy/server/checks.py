@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from proxy.server.tracing import otlp
 
 _NO_MODEL = "no engine and no alias has this name; is it a LoRA adapter?"
-
-
 _NONE_NAMED = "no engine is named any more: is the file complete?"
 _GIVE_DECODE = "give one of them role=decode, or none a role"
 

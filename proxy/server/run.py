@@ -262,11 +262,9 @@ class _Server:
         """Waits until an engine is ready, and this kvpin knows what the others know, but not long. Meanwhile
         connections wait in the queue of the socket, or another kvpin takes them."""
         fleet, peers, draining = self._proxy.fleet, self._proxy.peers, self._proxy.draining
-
-        def is_over() -> bool:
-            return draining.is_set() or (fleet.is_ready() and (peers is None or peers.is_ready))
-
-        await until(is_over, _FIRST_S)
+        await until(
+            lambda: draining.is_set() or (fleet.is_ready() and (peers is None or peers.is_ready)), _FIRST_S
+        )
 
     async def _join(self, tally: ConnectionTally, worker: int) -> None:
         """Tells the other workers when this one has engines."""
@@ -278,7 +276,9 @@ class _Server:
     async def _stop(self) -> None:
         """Waits for `drain_s`, closes the port, and waits for running answers."""
         settings = self._proxy.settings
-        drain_s = _drain_s(settings, self._listeners)
+        drain_s = settings.drain_s
+        if drain_s is None:
+            drain_s = 0.0 if is_local(_hosts(self._listeners)) else _DRAIN_S
         if drain_s and not self._hurry.is_set():
             log.info("stopping: not ready, still accepting requests", drain_s=drain_s)
             await within(drain_s, self._hurry.wait())
@@ -301,13 +301,6 @@ class _Server:
         for task in running:
             task.cancel(Cause.STOPPING)
         return running
-
-
-def _drain_s(settings: Settings, listeners: list[socket.socket]) -> float:
-    """Seconds for which requests are accepted after SIGTERM."""
-    if settings.drain_s is not None:
-        return settings.drain_s
-    return 0.0 if is_local(_hosts(listeners)) else _DRAIN_S
 
 
 def _warn(settings: Settings, listeners: list[socket.socket]) -> None:

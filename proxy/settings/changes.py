@@ -14,25 +14,11 @@ EngineEntry = EngineSettings | ManagedSettings
 # Settings that a running kvpin takes over.
 RELOADED = frozenset(
     {
-        "engines",
-        "managed",
-        "engines_file",
-        "discovery",
-        "api_keys",
-        "admin_key",
-        "admin_key_file",
-        "metrics_key",
-        "model_aliases",
-        "default_model",
-        "cors_origins",
-        "ui",
-        "limits",
-        "retries",
-        "graceful_shutdown_s",
-        "drain_s",
-        "tls",
+        "engines", "managed", "engines_file", "discovery", "api_keys", "admin_key", "admin_key_file",
+        "metrics_key", "model_aliases", "default_model", "cors_origins", "ui", "limits", "retries",
+        "graceful_shutdown_s", "drain_s", "tls",
     }
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -163,21 +163,15 @@ class EngineSettings(_EngineSettings):
     def of_part(self, part: int | str) -> Self:
         """A part of the server, as an engine of its own: a data-parallel rank, or a model of a router. The
         engine itself if the operator named one. Addresses of KV events are those of the first rank."""
-        return self._of_rank(part) if isinstance(part, int) else self._of_model(part)
-
-    def _of_model(self, model: str) -> Self:
-        changes = {"id": _engine_id(self.id, model), "model": model}
-        return self.model_copy(update=changes) if self.model is None else self
-
-    def _of_rank(self, rank: int) -> Self:
+        if isinstance(part, str):
+            changes: dict[str, Any] = {"id": _engine_id(self.id, part), "model": part}
+            return self.model_copy(update=changes) if self.model is None else self
         given = self.model_extra or {}
         if "dp_rank" not in option_names(self.kind) or given.get("dp_rank") is not None:
             return self
-        changes: dict[str, Any] = {"id": f"{self.id}-dp{rank}", "dp_rank": rank}
-        for name in ("events", "replay"):
-            if given.get(name):
-                changes[name] = address_of_rank(given[name], rank)
-        return self.model_copy(update=changes)
+        addresses = {name: given[name] for name in ("events", "replay") if given.get(name)}
+        changes = {name: address_of_rank(address, part) for name, address in addresses.items()}
+        return self.model_copy(update=changes | {"id": f"{self.id}-dp{part}", "dp_rank": part})
 
 
 def engine_as_json(settings: EngineSettings) -> bytes:
@@ -269,7 +263,8 @@ class EnginesFile(BaseModel):
 
     @model_validator(mode="after")
     def _name_engines(self) -> Self:
-        named = [_named_by_address(engine) for engine in self.engines]
+        ids = [engine.id or _engine_id("", engine.url.partition("://")[2]) for engine in self.engines]
+        named = [engine.model_copy(update={"id": own}) for engine, own in zip(self.engines, ids, strict=True)]
         object.__setattr__(self, "engines", tuple(named))
         require_none((*repeated_ids(named), *repeated_engines(named)))
         return self
@@ -299,12 +294,6 @@ def repeated_ids(engines: Iterable[EngineSettings | ManagedSettings]) -> Iterato
         if engine.id in seen:
             yield f"two engines have the id {engine.id!r}"
         seen.add(engine.id)
-
-
-def _named_by_address(engine: EngineSettings) -> EngineSettings:
-    if engine.id:
-        return engine
-    return engine.model_copy(update={"id": _engine_id("", engine.url.partition("://")[2])})
 
 
 _Engine = TypeVar("_Engine", bound=_EngineSettings)

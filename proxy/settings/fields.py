@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -207,44 +206,31 @@ Size = Annotated[ByteSize, Field(gt=0), BeforeValidator(_whole_size)]
 
 # --- validation errors in plain English -----------------------------------------------------------------
 
-_TABLE, _WHOLE, _NUMBER, _LIST = (
-    f"it must be {what}"
-    for what in ("a table of settings, not a single value", "a whole number", "a number", "a list")
-)
 _TIME = "it must be a time with its zone, as in 2027-01-31T00:00:00Z"
-# By the library's name of the error; in braces, what it tells of the limit.
+# By the library's names of the errors; in braces, what it tells of the limit.
 _PLAIN = {
-    "missing": "it is missing",
-    "extra_forbidden": "there is no such setting",
-    "model_type": _TABLE,
-    "model_attributes_type": _TABLE,
-    "dict_type": _TABLE,
-    "tuple_type": _LIST,
-    "too_short": "it must not be empty",
-    "timezone_aware": _TIME,
-    "datetime_type": _TIME,
-    "datetime_parsing": _TIME,
-    "datetime_from_date_parsing": _TIME,
-    "datetime_object_invalid": _TIME,
-    "list_type": _LIST,
-    "int_type": _WHOLE,
-    "int_parsing": _WHOLE,
-    "int_from_float": _WHOLE,
-    "float_type": _NUMBER,
-    "float_parsing": _NUMBER,
-    "finite_number": _NUMBER,
-    "bool_type": "it must be true or false",
-    "bool_parsing": "it must be true or false",
-    "string_type": "it must be text",
-    "path_type": "it must be a path",
-    "byte_size": "it must be a number of bytes, or one with a unit such as 4GiB",
-    "byte_size_unit": "it must be a number of bytes, or one with a unit such as 4GiB",
-    "literal_error": "it must be {expected}",
-    "greater_than": "it must be above {gt}",
-    "greater_than_equal": "it must be at least {ge}",
-    "less_than_equal": "it must be at most {le}",
-    "string_too_short": "it must not be empty",
-    "string_too_long": "it must have at most {max_length} characters",
+    name: text
+    for names, text in (
+        ("missing", "it is missing"),
+        ("extra_forbidden", "there is no such setting"),
+        ("model_type model_attributes_type dict_type", "it must be a table of settings, not a single value"),
+        ("list_type tuple_type", "it must be a list"),
+        ("too_short string_too_short", "it must not be empty"),
+        ("timezone_aware datetime_type datetime_parsing", _TIME),
+        ("datetime_from_date_parsing datetime_object_invalid", _TIME),
+        ("int_type int_parsing int_from_float", "it must be a whole number"),
+        ("float_type float_parsing finite_number", "it must be a number"),
+        ("bool_type bool_parsing", "it must be true or false"),
+        ("string_type", "it must be text"),
+        ("path_type", "it must be a path"),
+        ("byte_size byte_size_unit", "it must be a number of bytes, or one with a unit such as 4GiB"),
+        ("literal_error", "it must be {expected}"),
+        ("greater_than", "it must be above {gt}"),
+        ("greater_than_equal", "it must be at least {ge}"),
+        ("less_than_equal", "it must be at most {le}"),
+        ("string_too_long", "it must have at most {max_length} characters"),
+    )
+    for name in names.split()
 }
 # By the pattern of a text.
 _BY_PATTERN = {
@@ -263,11 +249,8 @@ def plain_message(error: ErrorDetails) -> str:
     """One error in plain English."""
     limits = error.get("ctx", {})
     plain = _BY_PATTERN.get(limits.get("pattern", "")) or _PLAIN.get(error["type"])
-    if plain is not None:
-        return plain.format_map(_shown(limits.items()))
-    return error["msg"].removeprefix("Value error, ")
-
-
-def _shown(limits: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Limits as people write them: 0 for 0.0."""
-    return {name: f"{limit:g}" if isinstance(limit, float) else limit for name, limit in limits}
+    if plain is None:
+        return error["msg"].removeprefix("Value error, ")
+    # 0 for 0.0, as people write it.
+    shown = {name: f"{limit:g}" if isinstance(limit, float) else limit for name, limit in limits.items()}
+    return plain.format_map(shown)

@@ -133,19 +133,10 @@ def load_settings(config: Path | None = None, **flags: Any) -> Settings:  # noqa
     ones as mappings; None means "not given". Raises SettingsError with a line for each fault: an unknown key,
     or a value that kvpin cannot use.
     """
-    settings, faults = _checked(config, flags, makes_key=True)
+    settings, faults = check_settings(config, makes_key=True, **flags)
     if settings is None or faults:
         raise SettingsError("\n".join(faults))
     return settings
-
-
-def check_settings(config: Path | None = None, **flags: Any) -> tuple[Settings | None, list[str]]:  # noqa: ANN401
-    """The settings as `load_settings` takes them, None if they cannot be used, and every fault in a sentence.
-
-    Settings together, and this machine, can be checked only once each setting can be used. A missing file of
-    the admin key is no fault: `load_settings` makes it.
-    """
-    return _checked(config, flags, makes_key=False)
 
 
 def settings_file(config: Path | None) -> Path | None:
@@ -154,14 +145,20 @@ def settings_file(config: Path | None) -> Path | None:
     return Path(named) if config is None and named else config
 
 
-def _checked(
-    config: Path | None, flags: Mapping[str, Any], *, makes_key: bool
+def check_settings(
+    config: Path | None = None,
+    *,
+    makes_key: bool = False,
+    **flags: Any,  # noqa: ANN401
 ) -> tuple[Settings | None, list[str]]:
-    """As `check_settings`; with `makes_key`, a missing file of the admin key is made."""
+    """The settings as `load_settings` takes them, None if they cannot be used, and every fault in a sentence.
+
+    Settings together, and this machine, can be checked only once each setting can be used. A missing file of
+    the admin key is no fault; with `makes_key`, it is made.
+    """
     given = {name: value for name, value in flags.items() if value is not None}
     config = settings_file(config)
-    from_file, switches = dict[str, Any](), dict[str, bool]()
-    faults: list[str] = []
+    from_file, switches, faults = dict[str, Any](), dict[str, bool](), list[str]()
     try:
         if config is not None:
             from_file, faults = _read_file(config, Settings)
@@ -311,10 +308,8 @@ def _unknown_keys(
 def _part_model(model: type[BaseModel], name: str) -> type[BaseModel] | None:
     """The model of a nested setting, or of the entries of a list of them."""
     annotation = model.model_fields[name].annotation
-    for candidate in (annotation, *get_args(annotation)):
-        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-            return candidate
-    return None
+    parts = (annotation, *get_args(annotation))
+    return next((each for each in parts if isinstance(each, type) and issubclass(each, BaseModel)), None)
 
 
 def _unknown_variables() -> Iterator[str]:
@@ -385,8 +380,5 @@ def _variable_of(location: tuple[int | str, ...]) -> str | None:
     """The KVPIN_ variable that sets `location` or one of its parents; the longest name wins."""
     parts = [str(part).upper() for part in location]
     names = {name.upper(): name for name in os.environ}
-    for length in range(len(parts), 0, -1):
-        found = names.get(PREFIX + DELIMITER.join(parts[:length]))
-        if found is not None:
-            return found
-    return None
+    wanted = (PREFIX + DELIMITER.join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((names[name] for name in wanted if name in names), None)

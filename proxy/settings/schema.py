@@ -405,14 +405,15 @@ class Settings(BaseSettings):
                 yield f"model_aliases: {alias!r} stands for {model!r}, which is an alias too: name its model"
 
     def _faults_of_keys(self) -> Iterator[str]:
-        digests = dict[bytes, int]()
+        digests, is_reached = dict[bytes, int](), not all(map(is_loopback, self.hosts))
         for place, entry in enumerate(self.api_keys):
             if (first := digests.setdefault(entry.digest, place)) != place:
                 yield f"api_keys[{first}] and api_keys[{place}] have the same key: a key is named once"
         for name, key in (("admin_key", self.admin_key), ("metrics_key", self.metrics_key)):
             if key is not None and key_digest(key.get_secret_value()) in digests:
                 yield f"{name} must differ from every key in api_keys"
-            if key is not None and self._may_be_guessed(key.get_secret_value()):
+            # Others than users of this machine can try short keys. The length of a hashed one is not known.
+            if key is not None and is_reached and len(key.get_secret_value()) < SHORTEST_KEY:
                 yield (
                     f"{name} needs at least {SHORTEST_KEY} characters where other machines reach kvpin "
                     "(host): make one by `openssl rand -hex 32`"
@@ -420,11 +421,6 @@ class Settings(BaseSettings):
         for entry in self.api_keys:
             if entry.limits not in (TenantLimits(), self.tenant_limits.get(entry.tenant_id)):
                 yield f"the keys of tenant {entry.tenant_id!r} have different limits: name them with one key"
-
-    def _may_be_guessed(self, key: str) -> bool:
-        """True if others than users of this machine can try short keys. The length of a hashed one is not
-        known."""
-        return len(key) < SHORTEST_KEY and not all(map(is_loopback, self.hosts))
 
     def _faults_of_traffic(self) -> Iterator[str]:
         limits = self.limits
