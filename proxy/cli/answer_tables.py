@@ -115,11 +115,8 @@ def show_engines(answer: dict[str, Any]) -> None:
     less, out = ("served", "kind", "view", "in flight", "model"), console()
     TerminalTable.of(answer["engines"], _ENGINES, text="last error", less=less).print(out)
     for each in answer.get("removed", ()):  # engines that are not connected come without it
-        why = (
-            "settings name it"
-            if each["named"]
-            else "nothing names it any more, so an undo needs its settings"
-        )
+        unnamed = "nothing names it any more, so an undo needs its settings"
+        why = "settings name it" if each["named"] else unnamed
         line = f"removed {_day(each['removed'])} UTC: {each['engine']}; {why}; undo: {each['undo']}"
         out.print(line, markup=False, style="dim", soft_wrap=True)
 
@@ -154,8 +151,10 @@ def show_stats(stats: dict[str, Any]) -> None:
     _show_unconnected(out, stats)
     if stats["pins"]:
         TerminalTable.of(stats["pins"], _PINS, text="engines").print(out)
-    if exchange is not None:
-        _show_exchange(out, exchange)
+    if exchange is not None and not exchange["connected"]:
+        out.print("the exchange is gone: this kvpin goes on alone")
+    if exchange is not None and exchange["peers"]:
+        TerminalTable.of(exchange["peers"], _PEERS).print(out)
     out.print(
         f"{ready_engines(totals['ready'], totals['engines'], totals['elsewhere'])}, "
         f"{totals['in_flight']} requests in flight, {_ended(totals)}; "
@@ -228,10 +227,8 @@ def _show_unconnected(out: Console, stats: dict[str, Any]) -> None:
 
 def show_prompt_tables(answer: dict[str, Any]) -> None:
     """Prints one row per prompt table."""
-    numbers = ("rows", "hidden", "bytes")
-    TerminalTable.of(answer["prompt_tables"], _PROMPT_TABLES, less=("extra id",), numbers=numbers).print(
-        console()
-    )
+    layout = {"less": ("extra id",), "numbers": ("rows", "hidden", "bytes")}
+    TerminalTable.of(answer["prompt_tables"], _PROMPT_TABLES, **layout).print(console())
 
 
 def show_prompt_table(prompt_table: dict[str, Any]) -> None:
@@ -244,14 +241,6 @@ def show_prompt_table(prompt_table: dict[str, Any]) -> None:
         f"plus {last}.",
         markup=False,
     )
-
-
-def _show_exchange(out: Console, exchange: dict[str, Any]) -> None:
-    """The other kvpins."""
-    if not exchange["connected"]:
-        out.print("the exchange is gone: this kvpin goes on alone")
-    if exchange["peers"]:
-        TerminalTable.of(exchange["peers"], _PEERS).print(out)
 
 
 def _show_slots(out: Console, engine: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -110,7 +110,8 @@ def init(
         found = zip(examined(engines), map(_given, engines), strict=True)
     except UnusableEngine as error:
         fail(str(error).replace("\n", "\nkvpin: "))
-    text = settings_text(found, str(_FILE if output == _STDOUT else output))
+    head = _HEAD.format(file=_plain(str(_FILE if output == _STDOUT else output)))
+    text = "\n".join([head, *(_entry(examination, options) for examination, options in found)])
     if output == _STDOUT:
         typer.echo(text, nl=False)
         return
@@ -124,31 +125,20 @@ def init(
     typer.echo(f"wrote {output}; start with: kvpin serve --config {output}")
 
 
-def settings_text(engines: Iterable[tuple[Examination, Mapping[str, str]]], file: str) -> str:
-    """The settings file for examined engines, each with the options that the operator gave."""
-    return "\n".join(
-        [_HEAD.format(file=_plain(file)), *(_entry(found, options) for found, options in engines)]
-    )
-
-
 def _entry(found: Examination, options: Mapping[str, str]) -> str:
     """One engine: what it is, what keeps kvpin from using it fully, and its settings."""
-    lines = [f"# {_plain(line)}" for line in _comments(found)]
+    info = found.info
+    comments = [
+        f"{found.spec.kind} {info.version}: serves {info.model or ', '.join(info.models)}",
+        f"{found.tokenisation.detail}; {found.view.detail}",
+    ]
+    for finding in found.findings:
+        comments.append(f"Finding: {finding.problem}")
+        comments += [f"Remedy: {finding.remedy}"] if finding.remedy else []
     settings = {"kind": found.spec.kind, "url": found.spec.url, **options}
     # JSON writes a string as TOML does.
     values = (f"{name} = {json.dumps(str(value), ensure_ascii=False)}" for name, value in settings.items())
-    lines += ["[[engines]]", *values]
-    return "\n".join(lines) + "\n"
-
-
-def _comments(found: Examination) -> Iterator[str]:
-    info = found.info
-    yield f"{found.spec.kind} {info.version}: serves {info.model or ', '.join(info.models)}"
-    yield f"{found.tokenisation.detail}; {found.view.detail}"
-    for finding in found.findings:
-        yield f"Finding: {finding.problem}"
-        if finding.remedy:
-            yield f"Remedy: {finding.remedy}"
+    return "\n".join([*(f"# {_plain(line)}" for line in comments), "[[engines]]", *values]) + "\n"
 
 
 def _given(text: str) -> dict[str, str]:

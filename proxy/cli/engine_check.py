@@ -143,7 +143,8 @@ async def examine(
         async with ProbedEngine(adapter, info, builder) as probed_engine:
             view = await probed_engine.first_view(takes_events=probe)
             probed = await probed_engine.probe() if probe else None
-        is_there, missing = await adapter.is_loaded(), _missing(adapter, info)
+        is_there, lacking = await adapter.is_loaded(), sorted(set(Capability) - info.capabilities)
+        missing = {capability.value: adapter.not_supported(capability).instead for capability in lacking}
         now = "failed to load" if (state := adapter.model_state) is ModelState.FAILED else f"is {state}"
         unasked = f"not asked: the model {now}, and a question would wake or load it"
         unseen = (
@@ -155,9 +156,7 @@ async def examine(
         of_kind = () if detected else await _of_kind(spec)
         findings = (
             *(of_kind or adapter.findings()),  # the flags that these name are of another kind
-            *(_of_tokenisation(tokenisation) if is_there else ()),
-            *_of_view(view),
-            *_of_probe(probed, view),
+            *_findings_of(tokenisation if is_there else None, view, probed),
         )
         return Examination(spec, detected, info, load, missing, tokenisation, view, probed, findings, unseen)
     finally:
@@ -198,42 +197,28 @@ async def _of_kind(spec: EngineSpec) -> tuple[Finding, ...]:
     )
 
 
-def _missing(adapter: EngineAdapter, info: EngineInfo) -> dict[str, str]:
-    lacking = sorted(set(Capability) - info.capabilities)
-    return {capability.value: adapter.not_supported(capability).instead for capability in lacking}
-
-
-def _of_tokenisation(found: Exactness) -> tuple[Finding, ...]:
-    if found.source != "none":
-        return ()
-    return (Finding(found.detail, "name its model's tokenizer: tokenizer=DIR_OR_HUB_ID"),)
-
-
-def _of_view(view: View) -> tuple[Finding, ...]:
+def _findings_of(tokenisation: Exactness | None, view: View, probe: ProbeResult | None) -> Iterator[Finding]:
+    if tokenisation is not None and tokenisation.source == "none":
+        yield Finding(tokenisation.detail, "name its model's tokenizer: tokenizer=DIR_OR_HUB_ID")
     if view.state == "unfit":
         told = f"kvpin cannot use its KV events: {view.detail}"
-        return (Finding(told, "set its block size to a power of two"),)
-    if view.state == "late":
-        return (Finding(f"its KV events do not arrive: {view.detail}", _REACH_EVENTS),)
-    return ()
-
-
-def _of_probe(probe: ProbeResult | None, view: View) -> tuple[Finding, ...]:
+        yield Finding(told, "set its block size to a power of two")
+    elif view.state == "late":
+        yield Finding(f"its KV events do not arrive: {view.detail}", _REACH_EVENTS)
     if probe is None or probe.reported == probe.predicted != 0:
-        return ()
+        return
     second = f"the second of two equal requests of {probe.n_tokens} tokens"
     if probe.error is not None:
-        finding = Finding(f"it did not serve a prompt of {probe.n_tokens} token ids: {probe.error}")
+        yield Finding(f"it did not serve a prompt of {probe.n_tokens} token ids: {probe.error}")
     elif probe.reported is None:
-        finding = Finding(f"{second} reported no cached tokens: predictions cannot be checked")
+        yield Finding(f"{second} reported no cached tokens: predictions cannot be checked")
     elif probe.reported == 0:
-        finding = Finding(f"{second} reused nothing", "turn prefix caching on")
+        yield Finding(f"{second} reused nothing", "turn prefix caching on")
     elif probe.reported > probe.predicted and view.state == "current":
         announced = f"{second} reused {probe.reported} tokens; its KV events announced {probe.predicted}"
-        finding = Finding(announced, _REACH_EVENTS)
+        yield Finding(announced, _REACH_EVENTS)
     else:
-        finding = Finding(f"{second} reused {probe.reported} tokens; kvpin predicted {probe.predicted}")
-    return (finding,)
+        yield Finding(f"{second} reused {probe.reported} tokens; kvpin predicted {probe.predicted}")
 
 
 # --- examines engines for `kvpin doctor` and `kvpin init`, and shows what was found ---------------------

@@ -153,13 +153,13 @@ def waiting_bar(fleet: Fleet, has_joined: Callable[[], bool]) -> Iterator[Callab
 
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=Console(), transient=True, refresh_per_second=2) as progress:
-        ready, text = summary(fleet, has_joined=has_joined())
-        bar = progress.add_task(text, completed=ready, total=len(fleet.engines) or None)
+        bar = progress.add_task("", total=None)
 
         def draw() -> None:
             ready, text = summary(fleet, has_joined=has_joined())
             progress.update(bar, completed=ready, total=len(fleet.engines) or None, description=text)
 
+        draw()
         yield draw
 
 
@@ -181,16 +181,8 @@ _USABLE = (EngineState.CONNECTING, EngineState.READY, EngineState.SUSPECT, Engin
 
 
 class Banner:
-    """The lines a person needs to start using kvpin.
-
-    Args:
-        fleet: the engines.
-        host: the address kvpin listens on.
-        port: its port.
-        settings: those it runs with.
-        has_joined: whether this kvpin knows what others know.
-        tenants: the keys of clients.
-    """
+    """The lines a person needs to start using kvpin, which listens on `host` and `port`. `has_joined`: this
+    kvpin knows what others know."""
 
     def __init__(
         self,
@@ -209,10 +201,8 @@ class Banner:
 
     def print_addresses(self) -> None:
         """Prints the addresses; called as soon as kvpin listens."""
-        mode = (
-            "on" if self._settings.reuse else "off: the least loaded engine is chosen (--reuse turns it on)"
-        )
-        _print(f"kvpin {version('kvpin')}, KV cache reuse {mode}")
+        off = "off: the least loaded engine is chosen (--reuse turns it on)"
+        _print(f"kvpin {version('kvpin')}, KV cache reuse {'on' if self._settings.reuse else off}")
         _print(f"  base_url  {self._base}/v1")
         _print(f"  admin     {self._base}/admin/v1")
         if self._settings.ui:

@@ -405,14 +405,7 @@ class Metrics:
         bodies: ByteBudget | None = None,
         use: UseBook | None = None,
     ) -> None:
-        """Args:
-        fleet: the engines.
-        sources: the sources of engines, by name.
-        peers: other kvpins; None without an exchange.
-        tenants: how many tenants have metrics of their own.
-        bodies: memory for requests' bodies.
-        use: counts what tenants use.
-        """
+        """`sources` of engines are by name. `tenants`: how many have metrics of their own."""
         self.fleet: Fleet = fleet
         self.peers: Peers | None = peers
         self._max_tenants = tenants

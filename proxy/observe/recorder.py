@@ -72,11 +72,8 @@ class EngineWatch:
 
     def engines(self) -> list[RecordedEngine]:
         """The engines that are connected, as they are known now."""
-        return [
-            self._recorded(pool, engine)
-            for pool in self._fleet.pools.values()
-            for engine in pool.engines.values()
-        ]
+        pools = self._fleet.pools.values()
+        return [self._recorded(pool, engine) for pool in pools for engine in pool.engines.values()]
 
     def _recorded(self, pool: Pool, engine: Engine) -> RecordedEngine:
         info, rates = engine.info, pool.placer.books[engine.id].rates
@@ -136,9 +133,7 @@ def _hashed(
     fields: Fields, keyed: Callable[[], blake2b], *, is_system_first: bool
 ) -> tuple[list[int], tuple[int, int]]:
     """The ids of a prompt, and how many there are up to the end of its tools and of its system prompt."""
-    hashed = keyed()
-    ids: list[int] = []
-    ends: list[int] = []
+    hashed, ids, ends = keyed(), list[int](), list[int]()
     tools, system, rest = prompt_parts(fields)
     for part in (system, tools, rest) if is_system_first else (tools, system, rest):
         text = b"".join(map(_plain, part))
@@ -157,11 +152,10 @@ def _plain(item: Any) -> bytes:  # noqa: ANN401 - JSON
         return msgspec.json.encode(item)
     kept = _unmarked(item)
     if isinstance(content := kept.get("content"), list):
-        content = [_unmarked(part) for part in content]
-        match content:
+        kept["content"] = [_unmarked(part) for part in content]
+        match kept["content"]:
             case [{"type": "text" | "input_text" | "output_text", "text": str(text), **rest}] if not rest:
-                content = text
-        kept["content"] = content
+                kept["content"] = text
     return msgspec.json.encode(kept)
 
 
@@ -217,9 +211,8 @@ class Hasher:
         """With a `secret`, equal prompts have equal ids in all recordings that were made with it. Tenants
         have an id only with `tells_tenants`."""
         self._tells_tenants = tells_tenants
-        self._key = secrets.token_bytes(blake2b.MAX_KEY_SIZE)
-        if secret is not None:
-            self._key = blake2b(secret.encode()).digest()
+        given = blake2b(secret.encode()).digest() if secret is not None else None
+        self._key = given or secrets.token_bytes(blake2b.MAX_KEY_SIZE)
 
     @property
     def key_name(self) -> str:

@@ -16,8 +16,6 @@ from proxy.replay.trace import Trace
 MIN_REQUESTS = 1000
 # Engines that compute less of the time than this have no queues: every policy answers at once.
 MIN_BUSY = 0.1
-
-
 # Where neither the options nor the trace say how many.
 ENGINES = 4
 
@@ -274,19 +272,13 @@ def _search(
 ) -> list[RunResult]:
     """Searches on from the p99 of what was `tried`, and adds to it. Returns the outcomes of the runs."""
     outcomes = list[RunResult]()
-    while wanted := _wanted(tried, target):
-        done = run_all([run for policy, engines in wanted for run in plan.seeded(trace, policy, engines)])
+    while wanted := {name: n for name, p99s in tried.items() if (n := next_count(p99s, target)) is not None}:
+        done = run_all([run for name, engines in wanted.items() for run in plan.seeded(trace, name, engines)])
         outcomes += done
         for outcome in done:
             p99s, engines = tried[outcome.run.policy], outcome.run.engines
             p99s[engines] = max(p99s.get(engines, 0.0), outcome.ttft_s(P99) or 0.0)
     return outcomes
-
-
-def _wanted(tried: Mapping[str, Mapping[int, float]], target: P99Target) -> list[tuple[str, int]]:
-    """The number of engines to try next, for each policy whose need is not known."""
-    following = ((policy, next_count(p99s, target)) for policy, p99s in tried.items())
-    return [(policy, engines) for policy, engines in following if engines is not None]
 
 
 def next_count(p99s: Mapping[int, float], target: P99Target) -> int | None:

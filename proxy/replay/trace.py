@@ -19,7 +19,7 @@ from itertools import groupby
 from os.path import commonprefix
 from pathlib import Path
 from statistics import median_low
-from typing import Annotated, BinaryIO, Generic, Protocol, TypeVar
+from typing import Annotated, Any, BinaryIO, Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -31,7 +31,6 @@ from proxy.core.placement.rates import OWN_PACE, TYPICAL_TOKENS, on_curve
 #
 # A recording holds it again whenever more is known. The last one of a file counts.
 
-_Number = TypeVar("_Number", int, float)
 Curve = tuple[tuple[float, float], ...]
 
 # A line of a recording that begins so is no request.
@@ -127,20 +126,12 @@ def figures_of(engines: Iterable[RecordedEngine]) -> RecordedFigures:
     by_id = groupby(sorted(engines, key=lambda each: each.id), key=lambda each: each.id)
     known = [max(same, key=lambda each: each.samples) for _, same in by_id]
     curves = sorted((tuple(each.prefill) for each in known if each.prefill), key=typical_tok_s)
-    return RecordedFigures(
-        gpu_tokens=_median(each.gpu_tokens for each in known),
-        host_tokens=_median(each.host_tokens for each in known),
-        prefill=curves[(len(curves) - 1) // 2] if curves else (),
-        interference=_median(each.interference for each in known),
-        restore_tok_s=_median(each.restore_tok_s for each in known),
-        token_s=_median(each.token_s for each in known),
-        differ=_differ(curves),
-    )
-
-
-def _median(values: Iterable[_Number | None]) -> _Number | None:
-    known = [value for value in values if value is not None]
-    return median_low(known) if known else None
+    medians = dict[str, Any]()
+    for name in ("gpu_tokens", "host_tokens", "interference", "restore_tok_s", "token_s"):
+        if told := [value for each in known if (value := getattr(each, name)) is not None]:
+            medians[name] = median_low(told)
+    middle = curves[(len(curves) - 1) // 2] if curves else ()
+    return RecordedFigures(prefill=middle, differ=_differ(curves), **medians)
 
 
 def _differ(curves: Sequence[Curve]) -> str:
