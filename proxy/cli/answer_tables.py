@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn
 
-from proxy.cli.grid import Columns, TerminalTable, console, of_state
+from proxy.cli.grid import Columns, TerminalTable, bars, console, of_state
 
 
 def _beside_state(engine: dict[str, Any]) -> str:
@@ -273,16 +273,15 @@ def show_operation(operation: dict[str, Any]) -> None:
 @contextmanager
 def progress_bar(verb: str) -> Iterator[Any]:
     """A progress bar on standard error; nothing where that is not a terminal."""
-    err = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("blocks"))
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
-        bars: dict[str, TaskID] = {}
+    with bars(*columns) as progress:
+        tasks = dict[str, TaskID]()
 
         def show(operation: dict[str, Any]) -> None:
             for part in operation["engines"]:
                 name = part["engine"]
-                if name not in bars:
-                    bars[name] = progress.add_task(f"{verb} {name}", total=None)
-                progress.update(bars[name], completed=part["done"], total=part["total"] or None)
+                if name not in tasks:
+                    tasks[name] = progress.add_task(f"{verb} {name}", total=None)
+                progress.update(tasks[name], completed=part["done"], total=part["total"] or None)
 
         yield show

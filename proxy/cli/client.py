@@ -9,13 +9,14 @@ import os
 import re
 import ssl
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import wraps
 from http import HTTPStatus
 from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_type_hints
 from urllib.parse import quote
 
@@ -60,13 +61,9 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 def _options_of(kind: Any) -> list[inspect.Parameter]:  # noqa: ANN401 - a dataclass
     hints = get_type_hints(kind, include_extras=True)
+    types = {each.name: Annotated[hints[each.name], each.metadata["option"]] for each in fields(kind)}
     return [
-        inspect.Parameter(
-            each.name,
-            _KEYWORD,
-            default=each.default,
-            annotation=Annotated[hints[each.name], each.metadata["option"]],
-        )
+        inspect.Parameter(each.name, _KEYWORD, default=each.default, annotation=types[each.name])
         for each in fields(kind)
     ]
 
@@ -162,9 +159,9 @@ class AdminClient:
         show(operation)
         return operation
 
-    def _call(self, method: str, path: str, *, headers: dict[str, str] | None = None, **options: Any) -> Any:  # noqa: ANN401 - JSON
+    def _call(self, method: str, path: str, **options: Any) -> Any:  # noqa: ANN401 - JSON
         try:
-            with self._stream(method, path, timeout=TIMEOUT_S, headers=headers or {}, **options) as answer:
+            with self._stream(method, path, TIMEOUT_S, **options) as answer:
                 content = answer.read()
         except AdminError as error:
             fail(str(error))
@@ -176,7 +173,7 @@ class AdminClient:
     def events(self, path: str) -> Iterator[tuple[str, Any]]:
         """The server-sent events of a GET: names and decoded data, until kvpin ends the stream. Raises
         AdminError if kvpin does not answer, refuses, or breaks off."""
-        with self._stream("GET", path, timeout=EVENT_S, headers={}) as answer:
+        with self._stream("GET", path, EVENT_S) as answer:
             name, rest = "", b""
             for data in answer.iter_bytes():
                 *lines, rest = (rest + data).split(b"\n")  # httpx ends lines within texts, too
@@ -197,27 +194,26 @@ class AdminClient:
         self,
         method: str,
         path: str,
+        timeout_s: float,
         *,
-        timeout: float,
-        headers: dict[str, str],
+        headers: Mapping[str, str] = MappingProxyType({}),
         **options: Any,  # noqa: ANN401
     ) -> Iterator[httpx.Response]:
         """The answer to a request, once its headers are there; raises AdminError."""
         import httpx  # noqa: PLC0415 - `kvpin serve` starts without it
 
         address = f"{base_of(self.url)}/admin/v1{path}"
-        headers = {**headers, **key_header(self.admin_key or _key_in_file())}
+        sent = {**headers, **key_header(self.admin_key or _key_in_file())}
         try:
             with (
-                httpx.Client(timeout=timeout, trust_env=False, verify=authorities()) as client,
-                client.stream(method, address, headers=headers, **options) as answer,
+                httpx.Client(timeout=timeout_s, trust_env=False, verify=authorities()) as client,
+                client.stream(method, address, headers=sent, **options) as answer,
             ):
                 if answer.is_error:
                     answer.read()
                     if not _tells_operation(answer):
-                        is_there = answer.status_code != HTTPStatus.NOT_FOUND or self._is_kvpin(
-                            client, headers
-                        )
+                        is_missing = answer.status_code == HTTPStatus.NOT_FOUND
+                        is_there = not is_missing or self._is_kvpin(client, sent)
                         raise AdminError(_error_of(answer) if is_there else f"{self.url} {_NO_KVPIN}")
                 yield answer
         except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
@@ -261,10 +257,10 @@ def key_header(key: str | None) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"} if key else {}
 
 
-def fail(message: str) -> NoReturn:
-    """Ends the program with one line on standard error and status 1."""
+def fail(message: str, status: int = 1) -> NoReturn:
+    """Ends the program with one line on standard error, and this status."""
     typer.echo(f"kvpin: {message}", err=True)
-    raise typer.Exit(1)
+    raise typer.Exit(status)
 
 
 def show(answer: Any, view: str, *, as_json: bool) -> None:  # noqa: ANN401 - JSON

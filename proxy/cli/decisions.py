@@ -16,8 +16,6 @@ from proxy.cli.answer_tables import ready_engines
 from proxy.cli.grid import Columns, TerminalTable, console, of_state
 from proxy.core.misses import Miss
 
-# --- placements of requests, and their reasons, as tables for people ------------------------------------
-
 # The terms of a cost and the titles of their columns. They fit into 80 characters without `_RARE`, which are
 # shown only where one of them is not zero.
 _TERMS = {

@@ -57,8 +57,7 @@ def doctor(
     try:
         (examination,) = examined([engine], given, probe=probe)
     except UnusableEngine as error:
-        typer.echo(f"kvpin: {error}", err=True)
-        raise typer.Exit(_UNUSABLE) from None
+        fail(str(error), _UNUSABLE)
     found = examination.as_json()
     show(found, "engine_check.show_examination", as_json=as_json)
     if found["findings"]:

@@ -37,7 +37,6 @@ from proxy.observe.logs import configure_logs
 from proxy.prompt import Exactness, PromptBuilder, RegisteredTables, verify_exactness
 from proxy.settings import LogSettings, SettingsError, UndetectedSettings, parse_engine_flag
 
-# --- examine --------------------------------------------------------------------------------------------
 # The examination of one engine: what it is, what it can do, and what keeps kvpin from using it fully.
 #
 # connect → first view of its KV events → with `probe`: two equal requests → tokenisation → findings

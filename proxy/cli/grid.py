@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from rich.cells import cell_len
 from rich.console import Console, JustifyMethod
+from rich.progress import Progress, ProgressColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -28,6 +29,12 @@ def console(file_width: int = _FILE_WIDTH) -> Console:
     """Standard output. `file_width`: characters of a line where that is no terminal."""
     made = Console(highlight=False)
     return made if made.is_terminal else Console(highlight=False, width=file_width)
+
+
+def bars(*columns: ProgressColumn) -> Progress:
+    """Progress bars on standard error; none where that is no terminal."""
+    err = Console(stderr=True)
+    return Progress(*columns, console=err, transient=True, disable=not err.is_terminal)
 
 
 @dataclass(slots=True)

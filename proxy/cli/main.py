@@ -13,7 +13,7 @@ import typer
 
 from proxy.cli import admin, doctor, measure, replay
 from proxy.cli.arguments import App
-from proxy.cli.client import option
+from proxy.cli.client import fail, option
 
 if TYPE_CHECKING:
     from proxy.settings import Settings
@@ -109,9 +109,7 @@ def serve(*, options: ServeFlags) -> None:
     try:
         status = run(options.settings)
     except (SettingsError, EngineSpecError) as error:
-        for line in str(error).splitlines():
-            typer.echo(f"kvpin: {line}", err=True)
-        status = 2
+        fail("\nkvpin: ".join(str(error).splitlines()), 2)
     raise typer.Exit(status)
 
 
@@ -127,8 +125,7 @@ def engine(context: typer.Context) -> None:
     try:
         run_engine_cli(context.args)
     except EngineSpecError as error:
-        typer.echo(f"kvpin: {error}", err=True)
-        raise typer.Exit(1) from error
+        fail(str(error))
 
 
 # --- `kvpin config` -------------------------------------------------------------------------------------

@@ -103,13 +103,10 @@ def bench(
 
 def _measure(base_url: str, load: BenchOptions) -> tuple[list[RequestSample], float]:
     """Runs the load, with a progress bar on a terminal; raises BenchError."""
-    from rich.console import Console  # noqa: PLC0415 - see above
-    from rich.progress import Progress  # noqa: PLC0415 - see above
-
+    from proxy.cli.grid import bars  # noqa: PLC0415 - see above
     from proxy.cli.load_test import run  # noqa: PLC0415 - see above
 
-    err = Console(stderr=True)
-    with Progress(console=err, transient=True, disable=not err.is_terminal) as progress:
+    with bars() as progress:
         task = progress.add_task(base_url, total=load.num_prompts)
         return asyncio.run(run(base_url, load, secrets.token_hex(4), lambda: progress.advance(task)))
 
@@ -207,16 +204,14 @@ def advise(
     try:
         advice = module.advise(module.read_recordings(*recordings))
     except TraceError as error:
-        typer.echo(f"kvpin: {error}", err=True)
-        raise typer.Exit(_UNUSABLE) from error
+        fail(str(error), _UNUSABLE)
     if not advice.requests:
         what = (
             "holds no text hashes: record chats, messages or responses, with this version of kvpin"
             if advice.unknown
             else "holds no request"
         )
-        typer.echo(f"kvpin: {', '.join(map(str, recordings))}: {what}", err=True)
-        raise typer.Exit(_UNUSABLE)
+        fail(f"{', '.join(map(str, recordings))}: {what}", _UNUSABLE)
     if json:
         typer.echo(msgspec.json.encode(advice).decode())
     else:

@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from proxy.cli.client import option
+from proxy.cli.client import fail, option
 
 if TYPE_CHECKING:
     from proxy.replay.plan import ReplayPlan
     from proxy.replay.simulated_engine import EngineModel
-    from proxy.replay.trace import RecordedFigures
+    from proxy.replay.trace import RecordedEngine
 
-
-# --- the options of `kvpin replay`. Errors name the option ----------------------------------------------
 
 # Amounts as people write them: 500k and 2M tokens, 64GiB, 128KiB.
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
@@ -132,16 +130,16 @@ class ReplayOptions:
         """The files that are written."""
         return [path for path in (self.json_path, self.csv_path) if path is not None]
 
-    def models(self, recorded: RecordedFigures | None = None) -> tuple[EngineModel, ...]:
+    def models(self, recorded: RecordedEngine | None = None) -> tuple[EngineModel, ...]:
         """The simulated engine with its recorded figures, in each size of `gpu_tokens`. Raises
         ValueError."""
         from proxy.replay.figures import modelled  # noqa: PLC0415 - the other commands start quicker
-        from proxy.replay.trace import RecordedFigures  # noqa: PLC0415 - likewise
+        from proxy.replay.trace import RecordedEngine  # noqa: PLC0415 - likewise
 
         if self.model not in _MODELS:
             raise ValueError(f"--model {self.model!r}: must be {' or '.join(_MODELS)}")
         self._check_numbers("decode_step_ms", "decode_stream_ms", are="0 or more")
-        usual = modelled(recorded or RecordedFigures(), is_chunked=self.model == "chunked")
+        usual = modelled(recorded or RecordedEngine("median"), is_chunked=self.model == "chunked")
         sizes, given = self._given()
         if self.prefill_rate is not None:
             usual = replace(usual, curve=())
@@ -177,13 +175,13 @@ class ReplayOptions:
                 given[field] = ms / 1000
         return self._read_all("gpu_tokens", tokens, 1) if self.gpu_tokens is not None else (), given
 
-    def plan(self, recorded: RecordedFigures | None = None) -> ReplayPlan:
+    def plan(self, recorded: RecordedEngine | None = None) -> ReplayPlan:
         """The runs, for engines with these recorded figures. Raises ValueError."""
         from proxy.replay.figures import FIGURES, source_of  # noqa: PLC0415 - likewise
         from proxy.replay.plan import P99Target, ReplayPlan  # noqa: PLC0415 - the other commands start quicker
-        from proxy.replay.trace import RecordedFigures  # noqa: PLC0415 - likewise
+        from proxy.replay.trace import RecordedEngine  # noqa: PLC0415 - likewise
 
-        recorded = recorded or RecordedFigures()
+        recorded = recorded or RecordedEngine("median")
         models = self.models(recorded)
         for one, other, why in _APART:
             if getattr(self, one) is not None and getattr(self, other) is not None:
@@ -283,5 +281,4 @@ def replay(
     try:
         run(traces, options)
     except (ValueError, TraceError) as error:
-        typer.echo(f"kvpin: {error}", err=True)
-        raise typer.Exit(_UNUSABLE) from error
+        fail(str(error), _UNUSABLE)

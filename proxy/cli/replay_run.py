@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 import typer
-from rich.console import Console
-from rich.progress import Progress
 
-from proxy.cli.grid import TerminalTable, console
+from proxy.cli.grid import TerminalTable, bars, console
 from proxy.cli.replay import ReplayOptions
 from proxy.replay.figures import check
 from proxy.replay.plan import Need, doubts, notes, search
@@ -56,7 +54,7 @@ def run(traces: Sequence[Path], options: ReplayOptions) -> None:
 
 def _read(paths: Sequence[Path], limit: int | None, model: str | None) -> Trace:
     """Reads the trace, with a progress bar on a terminal; raises TraceError."""
-    with _progress() as progress:
+    with bars() as progress:
 
         def opened(path: Path) -> BinaryIO:
             raw = progress.open(path, "rb", buffering=0, description=f"reading {path.name}")
@@ -66,17 +64,9 @@ def _read(paths: Sequence[Path], limit: int | None, model: str | None) -> Trace:
         return read_trace(*paths, limit=limit, model=model, opened=opened)
 
 
-@contextmanager
-def _progress() -> Iterator[Progress]:
-    """Progress bars on standard error; none where that is no terminal."""
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        yield progress
-
-
 def _run(trace: Trace, jobs: int, runs: Sequence[ReplayRun]) -> list[RunResult]:
     """All runs, with a progress bar on a terminal."""
-    with _progress() as progress:
+    with bars() as progress:
         task = progress.add_task(f"{len(runs)} runs", total=len(runs) * len(trace.requests))
         return run_all(trace, runs, jobs=jobs, progress=lambda done: progress.advance(task, done))
 

@@ -87,7 +87,7 @@ class EngineWatch:
             model=pool.model,
             gpu_tokens=gpu_tokens,
             host_tokens=host_tokens,
-            prefill=[(tokens, seconds * rates.pace) for tokens, seconds in rates.pool.curve],
+            prefill=tuple((tokens, seconds * rates.pace) for tokens, seconds in rates.pool.curve),
             samples=rates.pool.samples,
             interference=rates.pool.interference if rates.pool.learned else None,
             restore_tok_s=rates.pool.measured_restore_tok_s(Tier.HOST),

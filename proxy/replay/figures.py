@@ -14,7 +14,7 @@ from typing import Any
 from proxy.core.placement.rates import TYPICAL_TOKENS
 from proxy.replay.simulated_engine import EngineModel
 from proxy.replay.simulator import SEVERAL_SEEDS, ReplayRun, RunResult, quantile_of
-from proxy.replay.trace import RecordedFigures, Trace, typical_tok_s
+from proxy.replay.trace import RecordedEngine, Trace, typical_tok_s
 
 
 class FigureSource(StrEnum):
@@ -39,7 +39,7 @@ FIGURES = {
 }
 
 
-def source_of(option: str, recorded: RecordedFigures, *, is_given: bool) -> FigureSource:
+def source_of(option: str, recorded: RecordedEngine, *, is_given: bool) -> FigureSource:
     """Where the figure of an option comes from."""
     if is_given:
         return FigureSource.GIVEN
@@ -48,7 +48,7 @@ def source_of(option: str, recorded: RecordedFigures, *, is_given: bool) -> Figu
     return FigureSource.RECORDED if is_known else FigureSource.DEFAULT
 
 
-def modelled(recorded: RecordedFigures, *, is_chunked: bool) -> EngineModel:
+def modelled(recorded: RecordedEngine, *, is_chunked: bool) -> EngineModel:
     """The engine with its recorded figures, and the defaults for the others.
 
     `interference` is the share that a stream adds to a step of `chunk_tokens`, most of which is prefill.

@@ -102,7 +102,7 @@ class ReplayPlan:
 
 def doubts(plan: ReplayPlan, trace: Trace, outcomes: Sequence[RunResult]) -> list[str]:
     """Reasons not to rely on the result, one sentence each: the one that weighs most is the first."""
-    figures = assumed_figures(plan.models, plan.sources), trace.figures.differ
+    figures = assumed_figures(plan.models, plan.sources), trace.differ
     found = [sentence for sentence in figures if sentence]
     if trace.unrecorded:
         found.append(

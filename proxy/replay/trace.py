@@ -13,7 +13,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from os.path import commonprefix
@@ -73,7 +73,7 @@ class RecordedEngine(msgspec.Struct, omit_defaults=True):
     model: str | None = None
     gpu_tokens: int | None = None
     host_tokens: int | None = None
-    prefill: list[tuple[float, float]] = []
+    prefill: Curve = ()
     samples: int = 0
     interference: float | None = None
     restore_tok_s: float | None = None
@@ -101,37 +101,18 @@ class RecordingLine(msgspec.Struct):
     recording: Recording
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedFigures:
-    """The recorded figures of a trace's engines; None where there are none.
-
-    Replay simulates equal engines: each figure is that of the median engine.
-
-    Attributes:
-        prefill: points of a curve: prompt tokens, and seconds to compute them.
-        differ: a sentence if the engines' prefill rates are far apart; "" if they are not.
-    """
-
-    gpu_tokens: int | None = None
-    host_tokens: int | None = None
-    prefill: Curve = ()
-    interference: float | None = None
-    restore_tok_s: float | None = None
-    token_s: float | None = None
-    differ: str = ""
-
-
-def figures_of(engines: Iterable[RecordedEngine]) -> RecordedFigures:
-    """The figures of recorded engines. Of an engine that several kvpins recorded, the best known counts."""
+def figures_of(engines: Iterable[RecordedEngine]) -> tuple[RecordedEngine, str]:
+    """The median of each figure, as replay simulates equal engines; and a sentence if their prefill rates are
+    far apart; "" if they are not. Of an engine that several kvpins recorded, the best known counts."""
     by_id = groupby(sorted(engines, key=lambda each: each.id), key=lambda each: each.id)
     known = [max(same, key=lambda each: each.samples) for _, same in by_id]
-    curves = sorted((tuple(each.prefill) for each in known if each.prefill), key=typical_tok_s)
+    curves = sorted((each.prefill for each in known if each.prefill), key=typical_tok_s)
     medians = dict[str, Any]()
     for name in ("gpu_tokens", "host_tokens", "interference", "restore_tok_s", "token_s"):
         if told := [value for each in known if (value := getattr(each, name)) is not None]:
             medians[name] = median_low(told)
     middle = curves[(len(curves) - 1) // 2] if curves else ()
-    return RecordedFigures(prefill=middle, differ=_differ(curves), **medians)
+    return RecordedEngine("median", prefill=middle, **medians), _differ(curves)
 
 
 def _differ(curves: Sequence[Curve]) -> str:
@@ -253,7 +234,8 @@ class Trace:
         tokens_per_block: the same for all of them.
         common_blocks: leading blocks that all of them share, as of one system prompt.
         engines: engines that served them, as the file names them; 0 if it names none.
-        figures: what was recorded about these engines.
+        figures: those of the median engine, as far as they were recorded.
+        differ: a sentence if the recorded engines' prefill rates are far apart; "" if they are not.
         unrecorded: requests of the same time whose prompts were not known.
         rechained: the file's ids stood for a block alone; they were chained when it was read.
         failed: requests of the file that got an error; they are left out.
@@ -265,7 +247,8 @@ class Trace:
     tokens_per_block: int
     common_blocks: int
     engines: int = 0
-    figures: RecordedFigures = field(default_factory=RecordedFigures)
+    figures: RecordedEngine = RecordedEngine("median")  # noqa: RUF009 - nobody changes it
+    differ: str = ""
     unrecorded: int = 0
     rechained: bool = False
     failed: int = 0
@@ -390,7 +373,7 @@ def read_trace(
     if not lines:
         raise TraceError(f"{path}: holds no request" + (" that did not fail" if whole else ""))
     models = {line.model for line in lines}
-    engines = [each for about in abouts for each in about.engines if each.model in models]
+    figures, differ = figures_of(each for about in abouts for each in about.engines if each.model in models)
     sizes = {line.block_tokens for line in lines}
     if len(sizes) > 1:
         raise TraceError(
@@ -410,7 +393,8 @@ def read_trace(
         tokens_per_block=size,
         common_blocks=len(commonprefix(chains)),  # noqa: RUF071 - of block ids
         engines=len({line.engine for line in lines} - {None}),
-        figures=figures_of(engines),
+        figures=figures,
+        differ=differ,
         unrecorded=sum(about.unrecorded for about in abouts),
         rechained=rechained,
         failed=len(whole) - len(answered),

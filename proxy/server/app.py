@@ -25,18 +25,7 @@ from starlette.routing import Mount, Route
 from engine_adapter import HttpTransport, make_adapter
 from engine_adapter.memory import available_bytes
 from engine_adapter.off_loop import JsonSize
-from proxy.api.admin import (
-    admin_mount,
-    engine_routes,
-    event_routes,
-    key_routes,
-    kv_routes,
-    prefix_routes,
-    replay_routes,
-    request_routes,
-    table_routes,
-    use_routes,
-)
+from proxy.api import admin
 from proxy.api.auth import AdminGuard, Cors, MetricsGuard
 from proxy.api.dispatch import Dispatcher, Ops
 from proxy.api.hand_over import HAND_OVER_PATH, HandOver
@@ -159,9 +148,7 @@ class Proxy:
             bodies=self.gate.bodies,
             use=self.use,
         )
-        # The metrics of a worker are sent by the one that speaks for all.
-        page = lambda: self.metrics.render() if self._speaks() else b""  # noqa: E731 - short
-        self.telemetry = telemetry_module()(page) if settings.otel else None
+        self.telemetry = telemetry_module()(self.page) if settings.otel else None
         self.traces = self.telemetry.traces if self.telemetry is not None else None
         self.draining = asyncio.Event()
         self.live = Live(self.fleet, self.metrics, self.tasks, self.draining, reuse=settings.reuse)
@@ -214,6 +201,10 @@ class Proxy:
     def _speaks(self) -> bool:
         """True for a single kvpin, and for the one worker that speaks for all."""
         return self.siblings is None or self.siblings.speaks()
+
+    def page(self) -> bytes:
+        """The metrics for a collector. Those of a worker are sent by the one that speaks for all."""
+        return self.metrics.render() if self._speaks() else b""
 
     def _group_secret(self) -> GroupSecret:
         """The secret of the kvpins that exchange hashes. Raises SettingsError if it cannot be kept."""
@@ -480,17 +471,17 @@ def admin_api(proxy: Proxy, together: Together) -> Mount:
     targets = Targets(fleet, proxy.tenants, flow.requests, has_views=reuse)
     kv = KvOrders(fleet, flow, targets, operations)
     endpoints = (
-        *engine_routes(fleet, proxy.engines, kv, proxy.peers, reuse=reuse),
-        *key_routes(proxy.keys, proxy.tenants, fleet),
-        *kv_routes(kv, operations),
-        *request_routes(flow),
-        *use_routes(proxy.use),
-        *prefix_routes(proxy.prefixes),
-        *event_routes(proxy.live),
-        *replay_routes(Replays()),
-        *table_routes(SharedTables(fleet, proxy.tables, files)),
+        *admin.engine_routes(fleet, proxy.engines, kv, proxy.peers, reuse=reuse),
+        *admin.key_routes(proxy.keys, proxy.tenants, fleet),
+        *admin.kv_routes(kv, operations),
+        *admin.request_routes(flow),
+        *admin.use_routes(proxy.use),
+        *admin.prefix_routes(proxy.prefixes),
+        *admin.event_routes(proxy.live),
+        *admin.replay_routes(Replays()),
+        *admin.table_routes(SharedTables(fleet, proxy.tables, files)),
     )
-    return admin_mount(endpoints, AdminGuard(_text(proxy.settings.admin_key)), together.serve)
+    return admin.admin_mount(endpoints, AdminGuard(_text(proxy.settings.admin_key)), together.serve)
 
 
 def _text(key: SecretStr | None) -> str | None:

@@ -181,9 +181,7 @@ class _Server:
         paths = {peers.bus.http_socket if peers is not None else None}
         paths |= {siblings.own if siblings is not None else None}
         begin = plainly(partial(Http1Protocol, self._port, is_of_peer=True))
-        for path in paths:
-            if path is not None:
-                self._peer_ports.append(PeerPort(path, begin))
+        self._peer_ports += [PeerPort(path, begin) for path in paths if path is not None]
 
     def close_peer_ports(self) -> None:
         """Accepts no more connections of other kvpins, and speaks for no other worker."""

@@ -22,19 +22,7 @@ from uuid import uuid4
 import structlog
 from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.metrics.export import (
-    AggregationTemporality,
-    DataT,
-    Gauge,
-    Histogram,
-    HistogramDataPoint,
-    Metric,
-    MetricsData,
-    NumberDataPoint,
-    ResourceMetrics,
-    ScopeMetrics,
-    Sum,
-)
+from opentelemetry.sdk.metrics import export
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -48,23 +36,23 @@ from proxy.server.tracing.traced import Traces
 from proxy.settings import SettingsError
 
 
-def read(page: str, since_ns: int, now_ns: int) -> Iterator[Metric]:
+def read(page: str, since_ns: int, now_ns: int) -> Iterator[export.Metric]:
     """The metrics of a page in the format of Prometheus. Times are Unix times in ns: from when its counters
     count, and when it was read."""
     for family in text_string_to_metric_families(page):
         name = f"{family.name}_total" if family.type == "counter" else family.name
         unit = "s" if "_seconds" in name else ""
-        yield Metric(name, family.documentation, unit, _data(family, since_ns, now_ns))
+        yield export.Metric(name, family.documentation, unit, _data(family, since_ns, now_ns))
 
 
-def _data(family: Family, since_ns: int, now_ns: int) -> DataT:
+def _data(family: Family, since_ns: int, now_ns: int) -> export.DataT:
     if family.type == "histogram":
         points = [_histogram(samples, since_ns, now_ns) for samples in _series(family)]
-        return Histogram(points, AggregationTemporality.CUMULATIVE)
-    numbers = [NumberDataPoint(each.labels, since_ns, now_ns, each.value) for each in family.samples]
+        return export.Histogram(points, export.AggregationTemporality.CUMULATIVE)
+    numbers = [export.NumberDataPoint(each.labels, since_ns, now_ns, each.value) for each in family.samples]
     if family.type == "counter":
-        return Sum(numbers, AggregationTemporality.CUMULATIVE, is_monotonic=True)
-    return Gauge(numbers)
+        return export.Sum(numbers, export.AggregationTemporality.CUMULATIVE, is_monotonic=True)
+    return export.Gauge(numbers)
 
 
 def _series(family: Family) -> Iterator[list[Sample]]:
@@ -77,11 +65,11 @@ def _series(family: Family) -> Iterator[list[Sample]]:
             series = []
 
 
-def _histogram(samples: list[Sample], since_ns: int, now_ns: int) -> HistogramDataPoint:
+def _histogram(samples: list[Sample], since_ns: int, now_ns: int) -> export.HistogramDataPoint:
     *buckets, count, total = samples
     below = [0, *(round(bucket.value) for bucket in buckets)]
     bounds = [float(bucket.labels["le"]) for bucket in buckets]
-    return HistogramDataPoint(
+    return export.HistogramDataPoint(
         attributes=total.labels,
         start_time_unix_nano=since_ns,
         time_unix_nano=now_ns,
@@ -181,8 +169,8 @@ class Telemetry:
 
     def _send(self, exporter: OTLPMetricExporter, page: bytes, now_ns: int) -> None:
         metrics = [*read(page.decode(), self._since_ns, now_ns)]
-        scope = ScopeMetrics(InstrumentationScope(_NAME, version(_NAME)), metrics, "")
-        exporter.export(MetricsData([ResourceMetrics(self._resource, [scope], "")]))
+        scope = export.ScopeMetrics(InstrumentationScope(_NAME, version(_NAME)), metrics, "")
+        exporter.export(export.MetricsData([export.ResourceMetrics(self._resource, [scope], "")]))
 
 
 def _resource() -> Resource:

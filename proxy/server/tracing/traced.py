@@ -29,18 +29,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from msgspec.structs import replace
+from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.trace import (
-    INVALID_SPAN,
-    Span,
-    SpanKind,
-    StatusCode,
-    Tracer,
-    format_span_id,
-    format_trace_id,
-    get_current_span,
-    set_span_in_context,
-)
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from structlog.contextvars import STRUCTLOG_KEY_PREFIX
 
@@ -68,14 +58,14 @@ _SPAN_ID = ContextVar[str](f"{STRUCTLOG_KEY_PREFIX}span_id")
 
 
 @contextmanager
-def _span(tracer: Tracer, name: str, attributes: Attributes | None) -> Iterator[Span]:
+def _span(tracer: trace.Tracer, name: str, attributes: Attributes | None) -> Iterator[trace.Span]:
     """A span around what an engine does for a request whose trace is kept."""
-    if not get_current_span().is_recording():
-        yield INVALID_SPAN
+    if not trace.get_current_span().is_recording():
+        yield trace.INVALID_SPAN
         return
     with tracer.start_as_current_span(
         name,
-        kind=SpanKind.CLIENT,
+        kind=trace.SpanKind.CLIENT,
         attributes=attributes,
         record_exception=False,
         set_status_on_exception=False,
@@ -88,16 +78,16 @@ def _span(tracer: Tracer, name: str, attributes: Attributes | None) -> Iterator[
             raise
 
 
-def _fail(span: Span, kind: str) -> None:
+def _fail(span: trace.Span, kind: str) -> None:
     span.set_attribute("error.type", kind)
-    span.set_status(StatusCode.ERROR)
+    span.set_status(trace.StatusCode.ERROR)
 
 
 @dataclass(frozen=True, slots=True)
 class Traces:
     """Makes spans, which its `tracer` takes."""
 
-    tracer: Tracer
+    tracer: trace.Tracer
 
     def data_plane(self, data_plane: DataPlane) -> TracedDataPlane:
         """The data plane, with a span around each request."""
@@ -110,19 +100,19 @@ class Traces:
     def observed(self, record: RequestRecord) -> str | None:
         """Adds the spans of kvpin's own steps to the trace of a request that has just ended. Returns the
         trace's id; None if it is not kept."""
-        span = get_current_span()
+        span = trace.get_current_span()
         if not span.is_recording():
             return None
         if record.duration_s:  # it got to the flow
             self._add_steps(record, record.arrived + record.duration_s)
-        return format_trace_id(span.get_span_context().trace_id)
+        return trace.format_trace_id(span.get_span_context().trace_id)
 
     def _add_steps(self, record: RequestRecord, ended: float) -> None:
         zero = time.time() - time.monotonic()  # one for all: their order stays
 
         def add(
             name: str, began: float, ended: float, told: Attributes, within: Context | None = None
-        ) -> Span:
+        ) -> trace.Span:
             start = round((zero + began) * 1e9)
             span = self.tracer.start_span(name, within, attributes=told, start_time=start)
             span.end(round((zero + ended) * 1e9))
@@ -141,7 +131,7 @@ class Traces:
             placed = record.placed
         place = add(PLACE, prepared, placed, of_placement(record))
         if waited_s:
-            add(QUEUE, prepared, prepared + waited_s, {}, set_span_in_context(place))
+            add(QUEUE, prepared, prepared + waited_s, {}, trace.set_span_in_context(place))
         if record.moments is not None:
             add(HOLD, record.moments.placed, record.moments.sent, {})
 
@@ -151,7 +141,7 @@ class TracedDataPlane:
     """A data plane whose requests have traces."""
 
     untraced: DataPlane
-    tracer: Tracer
+    tracer: trace.Tracer
 
     async def serve(self, exchange: Exchange) -> None:
         """Serves a request in a span that goes on from the client's."""
@@ -159,14 +149,14 @@ class TracedDataPlane:
         with self.tracer.start_as_current_span(
             f"{exchange.method} {route_name(path)}",
             context=_W3C.extract(exchange.headers),
-            kind=SpanKind.SERVER,
+            kind=trace.SpanKind.SERVER,
             attributes=of_exchange(exchange.method, path),
             record_exception=False,
             set_status_on_exception=False,
         ) as span:
             context = span.get_span_context()
-            _TRACE_ID.set(format_trace_id(context.trace_id))
-            _SPAN_ID.set(format_span_id(context.span_id))
+            _TRACE_ID.set(trace.format_trace_id(context.trace_id))
+            _SPAN_ID.set(trace.format_span_id(context.span_id))
             exchange.headers = _leading_here(exchange.headers)  # another kvpin may answer it
             try:
                 await self.untraced.serve(exchange)
@@ -183,7 +173,7 @@ class TracedDataPlane:
 class TracedAttempts(Attempts):
     """Runs attempts that have spans."""
 
-    tracer: Tracer = field(kw_only=True)
+    tracer: trace.Tracer = field(kw_only=True)
 
     async def first_leg(self, attempt: Attempt, pair: Pair) -> FirstLeg | None:
         """Lets another engine compute the prompt, within a span."""

@@ -10,7 +10,7 @@ import pytest
 from proxy.cli.replay import ReplayOptions, parse_amount
 from proxy.replay.figures import FigureSource
 from proxy.replay.simulated_engine import EngineModel
-from proxy.replay.trace import RecordedFigures
+from proxy.replay.trace import RecordedEngine
 
 TRACES = Path(__file__).parents[2] / "data" / "traces"
 AGENTS, CONVERSATION = (str(TRACES / f"{name}.jsonl.gz") for name in ("agents", "conversation"))
@@ -89,7 +89,7 @@ def test_a_recording_of_several_models_is_replayed_by_name(kvpin, tmp_path):
     ]
 
 
-RECORDED = RecordedFigures(gpu_tokens=70_000, prefill=((1024.0, 0.5),), token_s=0.03)
+RECORDED = RecordedEngine("median", gpu_tokens=70_000, prefill=((1024.0, 0.5),), token_s=0.03)
 
 
 def test_what_was_recorded_counts_where_nothing_is_given():

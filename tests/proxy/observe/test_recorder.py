@@ -247,7 +247,7 @@ class TestAbout:
         assert path.stat().st_size == 0  # the next start may use the file
         recorder.observe(record())
         await recorder.write()
-        known.append(RecordedEngine("e", model="m", prefill=[(100.0, 0.5)], samples=3))
+        known.append(RecordedEngine("e", model="m", prefill=((100.0, 0.5),), samples=3))
         recorder.observe(record(None))
         await recorder.write()
         await recorder.aclose()

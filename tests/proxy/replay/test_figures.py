@@ -4,11 +4,19 @@ import pytest
 
 from proxy.replay.figures import FIGURES, FigureSource, check, modelled, source_of
 from proxy.replay.simulator import simulate
-from proxy.replay.trace import RecordedFigures
+from proxy.replay.trace import RecordedEngine
 from tests.proxy.replay.making import ask, model_of, trace_of
 
 CURVE = ((100.0, 0.3), (1000.0, 1.0), (2000.0, 3.0))
-ALL = RecordedFigures(40_000, 9000, CURVE, interference=0.1, restore_tok_s=5000.0, token_s=0.03)
+ALL = RecordedEngine(
+    "median",
+    gpu_tokens=40_000,
+    host_tokens=9000,
+    prefill=CURVE,
+    interference=0.1,
+    restore_tok_s=5000.0,
+    token_s=0.03,
+)
 
 
 def sources(recorded):
