@@ -244,8 +244,7 @@ def show_examination(found: dict[str, Any]) -> None:
         out.print(f"\n{number}. {finding['problem']}", markup=False)
         if finding["remedy"]:
             out.print(f"   → {finding['remedy']}", markup=False)
-    none = "" if found["findings"] else "no findings"
-    if told := "; but ".join(filter(None, (none, found["unseen"]))):
+    if told := "; but ".join(filter(None, ("" if found["findings"] else "no findings", found["unseen"]))):
         out.print(f"\n{told}", markup=False)
 
 

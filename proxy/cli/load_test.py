@@ -103,8 +103,7 @@ async def run(
             return sample
 
         both = zip(prompts_of(load, salt), _arrivals(load), strict=True)
-        samples = await asyncio.gather(*(send(prompt, at) for prompt, at in both))
-        return samples, time.perf_counter() - start
+        return await asyncio.gather(*(send(prompt, at) for prompt, at in both)), time.perf_counter() - start
 
 
 async def first_model(base_url: str, api_key: str | None) -> str:
@@ -210,10 +209,9 @@ def figures(samples: Sequence[RequestSample], duration_s: float) -> Figures:
         sum(getattr(sample, name) for sample in done) for name in ("prompt_tokens", "output_tokens")
     )
     cached = [sample.cached_tokens for sample in done if sample.cached_tokens is not None]
-    tpot = [(s.latency_s - s.ttft_s) / (s.output_tokens - 1) for s in done if s.output_tokens > 1]
     times = {
         "ttft": [sample.ttft_s for sample in done],
-        "tpot": tpot,
+        "tpot": [(s.latency_s - s.ttft_s) / (s.output_tokens - 1) for s in done if s.output_tokens > 1],
         "itl": [gap for sample in done for gap in sample.gaps_s],
         "e2el": [sample.latency_s for sample in done],
     }

@@ -97,12 +97,10 @@ class EngineWatch:
 
 def seconds_per_token(record: RequestRecord) -> float | None:
     """Seconds from one token of a stream to the next; None where that is not known."""
-    output, first, ended = record.output_tokens, record.first_byte_s, record.answered_s
-    if not record.stream or record.error is not None or record.died or record.placed is None:
+    output, first, ended = record.output_tokens, record.first_token_s, record.answered_s
+    if record.error is not None or record.died or first is None or ended is None:
         return None
-    if output is None or output < MIN_OUTPUT or first is None or ended is None:
-        return None
-    return (record.arrived + ended - record.placed - first) / (output - 1)
+    return None if output is None or output < MIN_OUTPUT else (ended - first) / (output - 1)
 
 
 # --- prompt text ----------------------------------------------------------------------------------------
@@ -124,8 +122,7 @@ def text_blocks(fields: Fields, keyed: Callable[[], blake2b], *, is_system_first
     for name, rules in (*((rule.value, (rule,)) for rule in Rule), (ALL, tuple(Rule))):
         changes, applied, _ = normalised(fields, rules)
         if applied:
-            now = {**fields, **changes}
-            found.changed[name], _ = _hashed(now, keyed, is_system_first=is_system_first)
+            found.changed[name], _ = _hashed({**fields, **changes}, keyed, is_system_first=is_system_first)
     return found
 
 

@@ -81,8 +81,7 @@ class TieredCache:
             elif block in idle:
                 del idle[block]
                 used[block] = 1
-        surplus = self.occupied + fresh - self.gpu_blocks
-        evicted = [idle.popitem(last=False)[0] for _ in range(surplus)]
+        evicted = [idle.popitem(last=False)[0] for _ in range(self.occupied + fresh - self.gpu_blocks)]
         self._private += fresh
         return Taken(gpu, host, evicted, gone=self._lower(evicted, found))
 

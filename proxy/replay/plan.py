@@ -71,9 +71,7 @@ class ReplayPlan:
         return [ReplayRun(policy, engines, model, speedup, seed) for seed in self.seeds]
 
     def _speedup(self, trace: Trace, model: EngineModel, engines: int) -> float:
-        if self.load is None:
-            return self.speedup
-        return speedup_for_load(trace, model, engines, self.load)
+        return self.speedup if self.load is None else speedup_for_load(trace, model, engines, self.load)
 
     def settings(self, trace: Trace) -> dict[str, Any]:
         """The settings, for JSON."""
@@ -257,8 +255,7 @@ def search(
         policy: {engines: p99_s for engines, p99_s in p99s.items() if p99_s > target.p99_s}
         for policy, p99s in tried.items()
     }
-    faster = replace(plan, speedup=plan.speedup * (1 + target.margin))
-    _search(faster, target, trace, run_all, with_margin)
+    _search(replace(plan, speedup=plan.speedup * (1 + target.margin)), target, trace, run_all, with_margin)
     needs = [_need(policy, p99s, with_margin[policy], target) for policy, p99s in tried.items()]
     return [replace(need, runs=len(plan.seeds)) for need in needs], outcomes
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
@@ -12,11 +12,11 @@ from multiprocessing import get_context
 from multiprocessing.sharedctypes import Synchronized
 from random import Random
 
-from proxy.core.index.blocks import BlockHash, reusable_tokens
+from proxy.core.index.blocks import reusable_tokens
 from proxy.replay.policy import Policy, SimFleet
 from proxy.replay.rules import ORACLE, make
 from proxy.replay.simulated_engine import EngineModel, Listener, SimEngine
-from proxy.replay.trace import Trace, TraceRequest
+from proxy.replay.trace import Trace, TraceRequest, predecessors
 
 # --- when requests arrive: as recorded, faster or slower, or scaled to a given load ---------------------
 
@@ -70,27 +70,13 @@ def arrivals(trace: Trace, speedup: float, seed: int) -> list[tuple[float, Trace
 
 def _sort_turns(trace: Trace, times: list[float]) -> None:
     """Sorts the times within each conversation."""
-    turns = defaultdict[Hashable, list[int]](list)
-    for at, conversation in enumerate(_conversations(trace)):
-        turns[conversation].append(at)
+    turns, first_of = defaultdict[int, list[int]](list), list[int]()
+    for at, before in enumerate(predecessors(trace.requests, trace.common_blocks)):
+        first_of.append(at if before is None else first_of[before])
+        turns[first_of[at]].append(at)
     for own in turns.values():
         for at, time in zip(own, sorted(times[at] for at in own), strict=True):
             times[at] = time
-
-
-def _conversations(trace: Trace) -> Iterator[Hashable]:
-    """Yields the conversation of each request: its session, or else that of the earlier request that it
-    continues, whose last block it contains. Blocks that all requests share do not count."""
-    ends: dict[BlockHash, int] = {}
-    for at, request in enumerate(trace.requests):
-        if request.session is not None:
-            yield request.session
-            continue
-        own = request.chain.hashes[trace.common_blocks :]
-        conversation = next((ends[block] for block in reversed(own) if block in ends), at)
-        if own:
-            ends[own[-1]] = conversation
-        yield conversation
 
 
 # --- one run: a trace, engines and a policy on a virtual clock ------------------------------------------

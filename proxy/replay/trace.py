@@ -420,6 +420,22 @@ def _requests(
     )
 
 
+def predecessors(requests: Sequence[TraceRequest], common_blocks: int = 0) -> Iterator[int | None]:
+    """Yields the position of the request that each one continues: the last of its session, or else the last
+    one whose last block it contains. The first `common_blocks` do not count. None if it continues none."""
+    last_of, ending = dict[str, int](), dict[BlockHash, int]()
+    for at, request in enumerate(requests):
+        if request.session is not None:
+            before = last_of.get(request.session)
+            last_of[request.session] = at
+        else:
+            own = request.chain.hashes[common_blocks:]
+            before = next((ending[block] for block in reversed(own) if block in ending), None)
+            if own:
+                ending[own[-1]] = at
+        yield before
+
+
 def answer_blocks(requests: Sequence[TraceRequest]) -> list[tuple[BlockHash, ...]]:
     """The full blocks after the prompt that each request's answer completes, in the order of the requests;
     none where no later prompt goes on with the answer.
@@ -427,18 +443,9 @@ def answer_blocks(requests: Sequence[TraceRequest]) -> list[tuple[BlockHash, ...
     The last token of an answer is never computed, so that it fills no block.
     """
     found: list[tuple[BlockHash, ...]] = [()] * len(requests)
-    last_of, ending = dict[str, int](), dict[BlockHash, int]()
-    for at, request in enumerate(requests):
-        hashes = request.chain.hashes
-        if request.session is not None:
-            before = last_of.get(request.session)
-            last_of[request.session] = at
-        else:
-            before = next((ending[block] for block in reversed(hashes) if block in ending), None)
-            if hashes:
-                ending[hashes[-1]] = at
+    for request, before in zip(requests, predecessors(requests), strict=True):
         if before is not None:
-            found[before] = found[before] or _between(requests[before], hashes)
+            found[before] = found[before] or _between(requests[before], request.chain.hashes)
     return found
 
 

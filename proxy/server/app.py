@@ -70,11 +70,10 @@ from proxy.server.checks import (
     all_engines,
     check,
     check_reload,
-    exchange_directory,
     make_bus,
     telemetry_module,
 )
-from proxy.server.group_secret import GroupSecret, group_secret
+from proxy.server.group_secret import group_secret
 from proxy.settings import EngineChanges, Settings
 from proxy.steps.attempt import Attempts
 from proxy.steps.preparation import Preparation
@@ -98,7 +97,7 @@ class Proxy:
         self.siblings = siblings
         self.transport = transport
         self.tasks = Supervisor()
-        secret = self._group_secret()
+        secret = group_secret(self._shared_state_dir(), settings.exchange)
         self.fleet = Fleet(
             settings.model_aliases,
             settings.default_model,
@@ -206,15 +205,6 @@ class Proxy:
         """The metrics for a collector. Those of a worker are sent by the one that speaks for all."""
         return self.metrics.render() if self._speaks() else b""
 
-    def _group_secret(self) -> GroupSecret:
-        """The secret of the kvpins that exchange hashes. Raises SettingsError if it cannot be kept."""
-        exchange, directory = self.settings.exchange, self._shared_state_dir()
-        if exchange is None:
-            return group_secret(directory, None, None)
-        url = exchange.url.get_secret_value()
-        place = exchange_directory(exchange)
-        return group_secret(directory, place, (url, exchange.namespace) if place is None else None)
-
     def _flow(self) -> Flow:
         """The read path."""
         settings = self.settings
@@ -276,8 +266,7 @@ class Proxy:
         self.live.finished(record)
         if self.recorder is not None:
             self.watch.observe(record)
-            body = self.flow.requests.source(record)
-            self.recorder.observe(record, body)
+            self.recorder.observe(record, self.flow.requests.source(record))
         if self.ahead is not None:
             self.ahead.observe(record)
 
@@ -405,12 +394,11 @@ def build_app(proxy: Proxy) -> Dispatcher:
     settings, sockets = proxy.settings, _sockets(proxy)
     cors = Cors(settings.cors_origins) if settings.cors_origins else None
     limits = settings.limits
-    limit = int(limits.body_bytes)
     data_plane = DataPlane(
         proxy.flow,
         proxy.tenants,
         proxy.gate,
-        limit,
+        int(limits.body_bytes),
         JsonSize(limits.json_values, limits.json_fields, int(limits.json_bytes)),
         KeptResponses(proxy.responses),
         cors,

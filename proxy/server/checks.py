@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from engine_adapter import EngineSpecError, Role, keeps_apart, managed_kind
 from engine_adapter.http.web_pages import is_loopback
@@ -173,11 +172,10 @@ def make_bus(settings: ExchangeSettings, owner: int, siblings: Siblings | None =
     Raises:
         SettingsError: it cannot be used.
     """
-    directory = exchange_directory(settings)
     try:
-        if directory is not None:
-            prepare(directory)
-            return UnixBus(directory, owner)
+        if settings.directory is not None:
+            prepare(settings.directory)
+            return UnixBus(settings.directory, owner)
         from proxy.peers.redis_bus import RedisBus  # noqa: PLC0415 - it needs an extra
 
         url, namespace = settings.url.get_secret_value(), settings.namespace
@@ -263,17 +261,10 @@ def _check_managed(engine: ManagedSettings) -> None:
 
 
 def _check_exchange(settings: ExchangeSettings) -> None:
-    directory = exchange_directory(settings)
-    if directory is None or directory.exists():
+    if settings.directory is None or settings.directory.exists():
         make_bus(settings, 0)
     else:
-        _check_place("exchange", directory)
-
-
-def exchange_directory(settings: ExchangeSettings) -> Path | None:
-    """The directory of sockets; None where the exchange is elsewhere."""
-    parts = urlsplit(settings.url.get_secret_value())
-    return Path(parts.path) if parts.scheme == "unix" else None
+        _check_place("exchange", settings.directory)
 
 
 def _check_parent(name: str, file: Path) -> None:

@@ -21,7 +21,7 @@ import msgspec
 import structlog
 
 from proxy.fleet.state_files import make_directory, read, write
-from proxy.settings import SettingsError
+from proxy.settings import ExchangeSettings, SettingsError
 
 log = structlog.get_logger(__name__)
 
@@ -58,27 +58,19 @@ class GroupSecret(msgspec.Struct, frozen=True):
         return blake2b(use, key=self.value, digest_size=_BYTES, person=b"kvpin secret").digest()
 
 
-def group_secret(
-    state_dir: Path | None, directory: Path | None, redis: tuple[str, str] | None
-) -> GroupSecret:
-    """The secret of this kvpin's group.
-
-    Args:
-        state_dir: keeps it over a restart; None without.
-        directory: of the exchange with other kvpins; None without.
-        redis: the address and the namespace of the exchange instead; None without.
-
-    Raises:
-        SettingsError: a directory cannot be used.
-    """
-    made = GroupSecret(secrets.token_bytes(_BYTES), outlives=state_dir is not None or redis is not None)
+def group_secret(state_dir: Path | None, exchange: ExchangeSettings | None) -> GroupSecret:
+    """The secret of this kvpin's group, which `state_dir` keeps over a restart. Raises SettingsError if a
+    directory cannot be used."""
+    by_redis = exchange is not None and exchange.directory is None
+    made = GroupSecret(secrets.token_bytes(_BYTES), outlives=state_dir is not None or by_redis)
     if state_dir is not None:
         make_directory(state_dir)
     own = _agreed_in(state_dir, made) if state_dir is not None else made
-    if directory is not None:
-        agreed = _agreed_in(directory, own)
-    else:
-        agreed = _agreed_by_redis(*redis, own) if redis is not None else own
+    agreed = own
+    if exchange is not None and exchange.directory is not None:
+        agreed = _agreed_in(exchange.directory, own)
+    elif exchange is not None:
+        agreed = _agreed_by_redis(exchange, own)
     if state_dir is not None and agreed != own:
         write(state_dir / FILE, msgspec.msgpack.encode(agreed))
     return agreed
@@ -98,12 +90,12 @@ def _agreed_in(directory: Path, own: GroupSecret) -> GroupSecret:
     return own
 
 
-def _agreed_by_redis(url: str, namespace: str, own: GroupSecret) -> GroupSecret:
+def _agreed_by_redis(exchange: ExchangeSettings, own: GroupSecret) -> GroupSecret:
     """The secret of the namespace. If there is none, it is `own` from now on."""
     from redis import Redis  # noqa: PLC0415 - it needs an extra
     from redis.exceptions import RedisError  # noqa: PLC0415
 
-    key = f"kvpin:{namespace}:secret"
+    url, key = exchange.url.get_secret_value(), f"kvpin:{exchange.namespace}:secret"
     try:
         with Redis.from_url(url, socket_timeout=_REDIS_S, socket_connect_timeout=_REDIS_S) as client:
             client.set(key, msgspec.msgpack.encode(own), nx=True)

@@ -138,8 +138,7 @@ class _EngineSettings(BaseModel):
                 make_options(self.kind, self.model_extra or {})
                 check_role(self.kind, self.role)
             except OptionError as error:
-                context = {"param": error.param or ""}
-                raise PydanticCustomError("option", str(error), context) from error
+                raise PydanticCustomError("option", str(error), {"param": error.param or ""}) from error
         return self
 
     def _spec(self, url: str) -> EngineSpec:

@@ -10,6 +10,7 @@ import os
 import socket
 from collections.abc import Iterator
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
@@ -245,9 +246,10 @@ class ExchangeSettings(_SettingsPart):
     """Kvpins that share one Redis and have another namespace do not hear each other."""
 
     @property
-    def is_local(self) -> bool:
-        """True if it is a directory of sockets on this machine, which only its owner may open."""
-        return self.url.get_secret_value().startswith("unix:")
+    def directory(self) -> Path | None:
+        """The directory of sockets; None where the exchange is elsewhere."""
+        parts = urlsplit(self.url.get_secret_value())
+        return Path(parts.path) if parts.scheme == "unix" else None
 
 
 class Settings(BaseSettings):

@@ -68,7 +68,6 @@ def _series(family: Family) -> Iterator[list[Sample]]:
 def _histogram(samples: list[Sample], since_ns: int, now_ns: int) -> export.HistogramDataPoint:
     *buckets, count, total = samples
     below = [0, *(round(bucket.value) for bucket in buckets)]
-    bounds = [float(bucket.labels["le"]) for bucket in buckets]
     return export.HistogramDataPoint(
         attributes=total.labels,
         start_time_unix_nano=since_ns,
@@ -76,7 +75,7 @@ def _histogram(samples: list[Sample], since_ns: int, now_ns: int) -> export.Hist
         count=round(count.value),
         sum=total.value,
         bucket_counts=[upper - lower for lower, upper in pairwise(below)],
-        explicit_bounds=bounds[:-1],
+        explicit_bounds=[float(bucket.labels["le"]) for bucket in buckets[:-1]],
         min=None,  # type: ignore[arg-type]  # not known; the encoder leaves it out
         max=None,  # type: ignore[arg-type]  # likewise
     )

@@ -391,7 +391,7 @@ async def test_what_engines_told_and_what_was_measured(tokenizer_dir):
         watch = EngineWatch(world.fleet)
         (unmeasured,) = watch.engines()
         assert (unmeasured.id, unmeasured.model, unmeasured.gpu_tokens) == ("a", "m", 64 * 16)
-        assert (unmeasured.prefill, unmeasured.interference, unmeasured.token_s) == ([], None, None)
+        assert (unmeasured.prefill, unmeasured.interference, unmeasured.token_s) == ((), None, None)
         assert (unmeasured.host_tokens, unmeasured.restore_tok_s) == (None, None)
 
         world.pool.placer.books["a"].rates.learn(LoadSample(Work(500), 0.25, 0.0))

@@ -11,23 +11,27 @@ from proxy.core.index.blocks import namespace_root
 from proxy.request.tenants import ApiKey, Tenants
 from proxy.server.app import Proxy
 from proxy.server.group_secret import FILE, GroupSecret, group_secret
-from proxy.settings import Settings, SettingsError
+from proxy.settings import ExchangeSettings, Settings, SettingsError
 from tests.fakes import INFO, FakeAdapter
 from tests.valkey import Valkey
 
 
+def directory(path):
+    return ExchangeSettings(url=f"unix:{path}")
+
+
 def test_without_a_place_that_lasts_salts_have_none_and_only_workers_share_it(tmp_path):
-    one, two = group_secret(None, None, None), group_secret(None, None, None)
+    one, two = group_secret(None, None), group_secret(None, None)
     assert one.value != two.value
     assert one.for_roots != two.for_roots
-    workers = [group_secret(None, tmp_path, None) for _ in range(2)]
+    workers = [group_secret(None, directory(tmp_path)) for _ in range(2)]
     assert workers[0] == workers[1]
     assert {each.for_salts for each in (one, two, *workers)} == {b""}
 
 
 def test_a_state_dir_keeps_it(tmp_path):
-    one = group_secret(tmp_path / "state", None, None)
-    assert group_secret(tmp_path / "state", None, None) == one
+    one = group_secret(tmp_path / "state", None)
+    assert group_secret(tmp_path / "state", None) == one
     assert one.for_salts not in (b"", one.for_roots)
     file = tmp_path / "state" / FILE
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
@@ -35,34 +39,34 @@ def test_a_state_dir_keeps_it(tmp_path):
 
 
 def test_kvpins_of_a_directory_have_the_same_one(tmp_path):
-    first = group_secret(tmp_path / "a", tmp_path / "exchange", None)
-    alone = group_secret(tmp_path / "b", None, None)
-    second = group_secret(tmp_path / "b", tmp_path / "exchange", None)
-    assert first == second == group_secret(None, tmp_path / "exchange", None) != alone
+    first = group_secret(tmp_path / "a", directory(tmp_path / "exchange"))
+    alone = group_secret(tmp_path / "b", None)
+    second = group_secret(tmp_path / "b", directory(tmp_path / "exchange"))
+    assert first == second == group_secret(None, directory(tmp_path / "exchange")) != alone
     # It is what a kvpin of the group has when it starts alone, and what it gives to a new group.
-    assert group_secret(tmp_path / "b", tmp_path / "other", None) == first
+    assert group_secret(tmp_path / "b", directory(tmp_path / "other")) == first
 
 
 def test_kvpins_of_a_redis_have_the_same_one(tmp_path):
     server = Valkey()
     try:
-        first = group_secret(tmp_path / "a", None, (server.url, "n"))
-        assert group_secret(None, None, (server.url, "n")) == first
-        assert group_secret(None, None, (server.url, "other")) != first
+        first = group_secret(tmp_path / "a", ExchangeSettings(url=server.url, namespace="n"))
+        assert group_secret(None, ExchangeSettings(url=server.url, namespace="n")) == first
+        assert group_secret(None, ExchangeSettings(url=server.url, namespace="other")) != first
         with Redis.from_url(server.url) as redis:
             assert msgspec.msgpack.decode(redis.get("kvpin:n:secret"), type=GroupSecret) == first
     finally:
         server.kill()
     # While Redis is away, a kvpin that knows the group's goes on with it.
-    assert group_secret(tmp_path / "a", None, (server.url, "n")) == first
-    assert group_secret(None, None, (server.url, "n")) != first
+    assert group_secret(tmp_path / "a", ExchangeSettings(url=server.url, namespace="n")) == first
+    assert group_secret(None, ExchangeSettings(url=server.url, namespace="n")) != first
 
 
 @pytest.mark.parametrize("content", [b"", b"x", msgspec.msgpack.encode(["short"])])
 def test_a_damaged_file_is_named(tmp_path, content):
     (tmp_path / FILE).write_bytes(content)
     with pytest.raises(SettingsError, match=f"the secret in '{tmp_path / FILE}' cannot be used"):
-        group_secret(tmp_path, None, None)
+        group_secret(tmp_path, None)
 
 
 def test_hashes_and_salts_cannot_be_computed_without_it(tmp_path):
