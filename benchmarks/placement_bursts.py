@@ -34,7 +34,7 @@ from routers import SETTLE_S, engines
 
 from proxy.core.index.blocks import Chain
 from proxy.replay.policy import Policy, SimFleet
-from proxy.replay.rules import make
+from proxy.replay.rules import POLICIES
 from proxy.replay.simulated_engine import EngineModel
 from proxy.replay.simulator import Simulation, quantile_of
 from proxy.replay.trace import TraceRequest
@@ -106,7 +106,7 @@ def simulated(
         add(before * gap_s + rest_s + at * args.gap_ms / 1000, prefix, dice.randint(*QUESTION_TOKENS))
     model = EngineModel(KV_TOKENS, prefill_tok_s=PREFILL_TOK_S, chunked=args.model == "chunked")
     fleet = SimFleet(count, model, BLOCK_TOKENS)
-    simulation = BurstSimulation(fleet, make(policy, fleet, seed))
+    simulation = BurstSimulation(fleet, POLICIES[policy](fleet, seed))
     simulation.play(timed, lambda _: None)
     ttfts = [seconds for at, seconds in simulation.ttfts.items() if at >= before]
     return outcome(ttfts, [simulation.engine_of[at] for at in range(before, len(timed))], count)

@@ -14,7 +14,7 @@ from engine_adapter.prompt.forms import Form
 from engine_adapter.torch_engine.engine import Counters
 from engine_adapter.torch_engine.service import EngineMetrics
 from engine_adapter.types import EngineSpec
-from proxy.cli.engine_check import _of_view, show_examination
+from proxy.cli.engine_check import _findings_of, show_examination
 from proxy.cli.engine_probe import View
 from proxy.core.misses import Miss
 from proxy.core.reasons import Reason
@@ -120,7 +120,7 @@ def test_the_output_of_doctor_is_what_it_prints(capsys):
             "forms": {form: {"source": "engine" if form in asked else "local"} for form in Form},
         },
         "probe": {"error": None, "reported": 48, "n_tokens": 49, "predicted": 0},
-        "findings": [{"problem": f.problem, "remedy": f.remedy} for f in _of_view(view)], "unseen": None,
+        "findings": [{"problem": f.problem, "remedy": f.remedy} for f in _findings_of(None, view, None)], "unseen": None,
     }  # fmt: skip
     show_examination(found)
     printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from operator import add as added
 from time import monotonic, time
-from typing import TypeVar
 
 import msgspec
 
@@ -20,13 +18,11 @@ from proxy.core.placement.tiering import AheadCounts
 from proxy.fleet.engine import Engine
 from proxy.fleet.fleet import Fleet
 from proxy.observe.metric_families import Taken
-from proxy.observe.metrics import Metrics, ReuseCounts, WorkerNow, tasks, waiting_of
+from proxy.observe.metrics import Metrics, ReuseCounts, WorkerNow, summed, tasks, waiting_of
 from proxy.prompt import PromptBuilder
 
 # --- handed ---------------------------------------------------------------------------------------------
 # What a worker counts, handed over to the worker that speaks for all: from then on it counts there alone.
-
-_Counts = TypeVar("_Counts", AuditCounts, AheadCounts, ReuseCounts)
 
 
 class EngineCounts(msgspec.Struct, array_like=True, frozen=True):
@@ -110,7 +106,7 @@ def add(fleet: Fleet, metrics: Metrics, counts: WorkerCounts) -> None:
         pairs = zip(family.family.labels, labels, strict=True)
         named = tuple(own[each](value) if value and each in own else value for each, value in pairs)
         family[named].give(taken)
-    metrics.left_reuse = _sum(metrics.left_reuse, counts.left_reuse)
+    metrics.left_reuse = summed(metrics.left_reuse, counts.left_reuse)
     for tenant, what, seconds in counts.cpu_s:
         THREADS.on_loop[tenant, what] += seconds
     for engine_id, more in counts.engines.items():
@@ -126,14 +122,9 @@ def _add(engine: Engine, counts: EngineCounts) -> None:
     engine.served += counts.served
     engine.prefilled += counts.prefilled
     engine.failed += counts.failed
-    engine.audit.counts = _sum(engine.audit.counts, counts.audit)
+    engine.audit.counts = summed(engine.audit.counts, counts.audit)
     engine.audit.unchecked.update(counts.unchecked)
-    engine.ahead = _sum(engine.ahead, counts.ahead)
-
-
-def _sum(one: _Counts, more: _Counts) -> _Counts:
-    """Both together, field by field."""
-    return type(one)(*map(added, msgspec.structs.astuple(one), msgspec.structs.astuple(more)))
+    engine.ahead = summed(engine.ahead, counts.ahead)
 
 
 # --- hands over what a worker counts, and its events, to the worker that speaks for all -----------------

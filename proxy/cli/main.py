@@ -86,6 +86,7 @@ class ServeFlags:
         started = [read.parse_managed_flag(text, flag="--engine") for text in lines]
         started += map(read.parse_managed_flag, self.managed or ())
         flags = {name: value for name, value in asdict(self).items() if name in read.Settings.model_fields}
+        logs = {"format": self.log_format, "level": self.log_level}
         flags |= {
             "engines": tuple(running) or None,
             "managed": tuple(started) or None,
@@ -94,8 +95,8 @@ class ServeFlags:
             "model_aliases": read.parse_alias_flags(self.model_alias or ()) or None,
             "normalise": ({"rules": self.normalise},) if self.normalise else None,
             "cors_origins": tuple(self.cors_origin or ()) or None,
-            "exchange": _given(url=self.exchange),
-            "logs": _given(format=self.log_format, level=self.log_level),
+            "exchange": {"url": self.exchange} if self.exchange is not None else None,
+            "logs": {name: value for name, value in logs.items() if value is not None} or None,
         }
         return read.load_settings(self.config, **flags)
 
@@ -111,11 +112,6 @@ def serve(*, options: ServeFlags) -> None:
     except (SettingsError, EngineSpecError) as error:
         fail("\nkvpin: ".join(str(error).splitlines()), 2)
     raise typer.Exit(status)
-
-
-def _given(**values: str | None) -> dict[str, str] | None:
-    """The parts that were given; None for none."""
-    return {name: value for name, value in values.items() if value is not None} or None
 
 
 def engine(context: typer.Context) -> None:
@@ -188,14 +184,12 @@ def _faults_of_this_machine(settings: Settings) -> Iterator[str]:
 
 
 def _summary(settings: Settings) -> str:
-    found = {
-        "engines": len(settings.engines),
-        "engines to start": len(settings.managed),
-        "sources of engines": len(settings.discovery) + (settings.engines_file is not None),
-        "API keys": len(settings.api_keys),
-        "reuse": "on" if settings.reuse else "off",
-    }
-    return "no faults; " + ", ".join(f"{name}: {value}" for name, value in found.items())
+    sources = len(settings.discovery) + (settings.engines_file is not None)
+    return (
+        f"no faults; engines: {len(settings.engines)}, engines to start: {len(settings.managed)}, "
+        f"sources of engines: {sources}, API keys: {len(settings.api_keys)}, "
+        f"reuse: {'on' if settings.reuse else 'off'}"
+    )
 
 
 # --- `kvpin` and its commands ---------------------------------------------------------------------------

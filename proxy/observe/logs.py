@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from importlib.metadata import version
 from typing import TextIO
 
@@ -46,7 +45,8 @@ def configure_logs(settings: LogSettings, stream: TextIO | None = None, *, worke
     Args:
         settings: format and level.
         stream: gets the lines, standard error by default.
-        worker: this process's number, which is on every line; None where there is one process.
+        worker: this process's number, which is on every line that is not about another worker; None where
+            there is one process.
     """
     handler = logging.StreamHandler(stream) if stream is not None else _StandardError()
     stream = handler.stream
@@ -60,7 +60,7 @@ def configure_logs(settings: LogSettings, stream: TextIO | None = None, *, worke
         cut_long,
     ]
     if worker is not None:
-        shared.append(partial(_number, worker))
+        shared.append(lambda _logger, _method, event: {**event, "worker": event.get("worker", worker)})
     # Without the cache, loggers made before this call follow it too.
     structlog.configure(
         processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
@@ -102,12 +102,6 @@ def cut_long(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
     for name, value in event.items():
         if isinstance(value, str) and len(value) > _MOST:
             event[name] = f"{value[:_MOST]}… ({len(value)} characters)"
-    return event
-
-
-def _number(worker: int, _logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-    """A structlog processor: says which worker writes the line, where the line is not about one."""
-    event.setdefault("worker", worker)
     return event
 
 

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from http import HTTPStatus
 from importlib.metadata import version
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -33,6 +33,9 @@ from proxy.request.records import RequestRecord
 
 # Requests of a pool whose reuse waits for its first learned rate; the first ones are dropped.
 MAX_WAITING = 1000
+
+
+_Counts = TypeVar("_Counts", bound=msgspec.Struct)
 
 
 class ReuseCounts(msgspec.Struct, frozen=True):
@@ -64,8 +67,9 @@ _REUSE = {
 }
 
 
-def _sum(*counts: ReuseCounts) -> ReuseCounts:
-    return ReuseCounts(*map(sum, zip(*map(msgspec.structs.astuple, counts), strict=True)))
+def summed(one: _Counts, *others: _Counts) -> _Counts:
+    """All of them together, field by field."""
+    return type(one)(*map(sum, zip(*map(msgspec.structs.astuple, (one, *others)), strict=True)))
 
 
 def available_tokens(placement: Placement) -> int:
@@ -388,12 +392,10 @@ class Metrics:
 
     Attributes:
         loop_lag: how late the event loop was, see `proxy/runtime.py`.
-        ended: requests that have ended.
         reload_ok: the settings were taken over when they were last read again.
         left_reuse: the reuse of engines that have left the fleet.
         others: what other workers told last, where this one speaks for all.
         families: those that are counted here, by name.
-        bodies: memory for requests' bodies.
     """
 
     def __init__(
@@ -521,7 +523,7 @@ class Metrics:
 
     def total_reuse(self) -> ReuseCounts:
         """The reuse of all requests."""
-        return _sum(self.left_reuse, *self.reuse().values())
+        return summed(self.left_reuse, *self.reuse().values())
 
     def label(self, engine: str) -> str:
         """An engine's name in labels."""
@@ -538,7 +540,7 @@ class Metrics:
         if left:
             self._engines -= left
             gone = (each for engine, each in self.reuse().items() if engine in left)
-            self.left_reuse = _sum(self.left_reuse, *gone)
+            self.left_reuse = summed(self.left_reuse, *gone)
             for family in self.families.values():
                 family.drop("engine", left)
                 family.drop("prefiller", left)

@@ -73,6 +73,7 @@ def affinity(request: TraceRequest, fleet: SimFleet) -> str:
 # An upper bound: one cache that all engines share. It has hits and no times.
 ORACLE = "oracle"
 
+# Those with times, by their names.
 POLICIES: dict[str, Callable[[SimFleet, int], Policy]] = {
     "kvpin": Kvpin,
     "round-robin": RoundRobin,
@@ -91,8 +92,3 @@ def resolve(names: Iterable[str]) -> tuple[str, ...]:
             raise ValueError(f"there is no policy {name!r}; there are all, {', '.join(every)}")
         resolved.update(dict.fromkeys(every if name == "all" else (name,)))
     return tuple(resolved)
-
-
-def make(name: str, fleet: SimFleet, seed: int) -> Policy:
-    """A policy by its name, other than the oracle."""
-    return POLICIES[name](fleet, seed)

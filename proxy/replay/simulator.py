@@ -14,7 +14,7 @@ from random import Random
 
 from proxy.core.index.blocks import reusable_tokens
 from proxy.replay.policy import Policy, SimFleet
-from proxy.replay.rules import ORACLE, make
+from proxy.replay.rules import ORACLE, POLICIES
 from proxy.replay.simulated_engine import EngineModel, Listener, SimEngine
 from proxy.replay.trace import Trace, TraceRequest, predecessors
 
@@ -196,7 +196,7 @@ def simulate(trace: Trace, run: ReplayRun, progress: Callable[[int], None] = lam
         progress(len(timed))
         return RunResult(run, len(served), too_long, prompt_tokens, hits, 0)
     fleet = SimFleet(run.engines, run.model, trace.tokens_per_block, trace.common_blocks)
-    simulation = Simulation(fleet, make(run.policy, fleet, run.seed))
+    simulation = Simulation(fleet, POLICIES[run.policy](fleet, run.seed))
     simulation.play(timed, progress)
     outcome = simulation.outcome(run, too_long, prompt_tokens)
     if outcome.requests != len(timed):

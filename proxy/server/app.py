@@ -111,7 +111,7 @@ class Proxy:
         issued = KeyBook()
         issued.merge(key_file.read() if key_file is not None else ())
         self.tenants = Tenants(_keys(settings), settings.tenant_limits, issued, secret.for_salts)
-        named = lambda: {entry.tenant for entry in self.settings.api_keys if entry.tenant is not None}  # noqa: E731
+        named = lambda: {each.tenant for each in self.settings.api_keys if each.tenant is not None}  # noqa: E731 - short
         self.keys = IssuedKeys(issued, key_file, named, partial(self._ask_workers, KEYS_PATH))
         self.gate = Gate(self.tenants, ByteBudget(_bodies_bytes(settings)), int(settings.limits.body_bytes))
         self.peers = self._peers()

@@ -99,10 +99,6 @@ class SettingsError(ValueError):
     """Settings that kvpin cannot start with. The text is one sentence: which setting, where, why."""
 
 
-def _kind(value: str) -> str:
-    return value.replace("-", "_")
-
-
 def _url(value: str) -> str:
     parts = urlsplit(value)
     is_place = parts.hostname and HOST.fullmatch(parts.hostname) and parts.port != 0  # ValueError above 65535
@@ -181,7 +177,7 @@ def _whole_size(value: object) -> object:
     return value
 
 
-Kind = Annotated[str, AfterValidator(_kind)]
+Kind = Annotated[str, AfterValidator(lambda value: value.replace("-", "_"))]
 # Of an engine, a tenant, or a namespace.
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
 Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]

@@ -167,11 +167,10 @@ class Orders(msgspec.Struct, frozen=True):
     def settings(self, load: Callable[[], Settings]) -> Settings:
         """The settings of this worker: those of `load`, but the engines that kvpin starts run already, and
         the workers share their requests. Raises SettingsError, also if the supervisor has refused them."""
-        refused = Path(self.directory) / _REFUSED
-        if refused.exists():
-            raise SettingsError(refused.read_text(encoding="utf-8"))
-        settings = load()
         directory = Path(self.directory)
+        if (directory / _REFUSED).exists():
+            raise SettingsError((directory / _REFUSED).read_text(encoding="utf-8"))
+        settings = load()
         started = tuple(
             StartedSettings(**dict(engine), starting_file=starting_file(directory, engine.url))
             for engine in read_engines(directory / _ENGINES)
