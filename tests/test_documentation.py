@@ -120,7 +120,8 @@ def test_the_output_of_doctor_is_what_it_prints(capsys):
             "forms": {form: {"source": "engine" if form in asked else "local"} for form in Form},
         },
         "probe": {"error": None, "reported": 48, "n_tokens": 49, "predicted": 0},
-        "findings": [{"problem": f.problem, "remedy": f.remedy} for f in _findings_of(None, view, None)], "unseen": None,
+        "findings": [{"problem": f.problem, "remedy": f.remedy} for f in _findings_of(None, view, None)],
+        "unseen": None,
     }  # fmt: skip
     show_examination(found)
     printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
