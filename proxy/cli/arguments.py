@@ -14,18 +14,12 @@ from typing import Any, TypeVar
 import typer
 from typer.core import TyperArgument, TyperCommand
 
-from proxy.cli.client import fail, option, with_options
+from proxy.cli.client import fail, flag_of, option, with_options
 
 # --- options that name what to act on, and the body they make for the admin API -------------------------
 
-# Flags that name a prompt or a prefix → their fields.
-_PREFIXES = {
-    "--messages-file": "messages_file",
-    "--prompt": "prompt",
-    "--prompt-file": "prompt_file",
-    "--token-ids": "token_ids",
-    "--prompt-cache-key": "prompt_cache_key",
-}
+# Fields that name a prompt or a prefix.
+_PREFIXES = ("messages_file", "prompt", "prompt_file", "token_ids", "prompt_cache_key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +36,7 @@ class RequestOptions:
 
     def body(self) -> dict[str, Any]:
         """The target as the admin API takes it."""
-        self._check([flag for flag in self._prefixes() if self._given(_PREFIXES[flag]) is not None])
+        self._check([flag_of(name) for name in _PREFIXES if self._given(name) is not None])
         named = ("prompt", "prompt_cache_key", "engine", "tenant", "model", "cache_salt")
         body = {name: self._given(name) for name in named}
         if self.prompt_file is not None:
@@ -64,16 +58,14 @@ class RequestOptions:
         """The value of an option; None for one that this command does not take."""
         return getattr(self, name, None)
 
-    def _prefixes(self) -> list[str]:
-        """The flags that name a prompt or a prefix."""
-        return [flag for flag, name in _PREFIXES.items() if name in {each.name for each in fields(self)}]
-
     def _check(self, given: list[str]) -> None:
         """Exactly one prefix is named. `given`: the flags that name one."""
         if len(given) > 1:
             fail(f"{given[0]} and {given[1]} exclude each other: name one target")
         if not given:
-            fail(f"this command needs a prefix: use one of {', '.join(self._prefixes())}")
+            own = {each.name for each in fields(self)}
+            flags = ", ".join(flag_of(name) for name in _PREFIXES if name in own)
+            fail(f"this command needs a prefix: use one of {flags}")
         if self._given("prompt_cache_key") is not None and self.cache_salt is not None:
             fail("leave out --cache-salt: --prompt-cache-key uses the salt of that request")
 
@@ -105,7 +97,7 @@ class TargetOptions(PrefixOptions):
         if self.everything and (self.engine is not None or self.tenant is not None):
             fail("--all means every engine and every tenant: leave out --engine and --tenant")
         if not given and self.engine is None and self.tenant is None:
-            fail(f"name a target: use one of {', '.join(_PREFIXES)}, --engine, --tenant, --all")
+            fail(f"name a target: use one of {', '.join(map(flag_of, _PREFIXES))}, --engine, --tenant, --all")
         if given:
             super(TargetOptions, self)._check(given)
 

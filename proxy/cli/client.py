@@ -68,6 +68,11 @@ def _options_of(kind: Any) -> list[inspect.Parameter]:  # noqa: ANN401 - a datac
     ]
 
 
+def flag_of(name: str) -> str:
+    """The flag of an option."""
+    return f"--{name.replace('_', '-')}"
+
+
 # --- calls of the admin API. A call that fails ends the program with one line ---------------------------
 
 _URL = "http://127.0.0.1:8000"
@@ -80,7 +85,7 @@ _KEY_HELP = f"Key of the admin API; or {KEY_FILE}."
 EVENT_S = 15.0
 # Fields of the admin API → flags; other fields come from arguments without a flag.
 _SAME = ("prompt", "token_ids", "prompt_cache_key", "engine", "tenant", "model", "cache_salt", "all", "limit")
-_FLAGS = {name: f"--{name.replace('_', '-')}" for name in _SAME} | {
+_FLAGS = {name: flag_of(name) for name in _SAME} | {
     "messages": "--messages-file",
     "ttl_s": "--ttl",
     "models": "--model",

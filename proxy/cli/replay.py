@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from proxy.cli.client import fail, option
+from proxy.cli.client import fail, flag_of, option
 
 if TYPE_CHECKING:
     from proxy.replay.plan import ReplayPlan
@@ -185,7 +185,7 @@ class ReplayOptions:
         models = self.models(recorded)
         for one, other, why in _APART:
             if getattr(self, one) is not None and getattr(self, other) is not None:
-                raise ValueError(f"{_flag(one)} and {_flag(other)}: {why}")
+                raise ValueError(f"{flag_of(one)} and {flag_of(other)}: {why}")
         self._check_numbers("load", "speedup", "target_p99", are="more than 0")
         self._check_numbers("margin", are="0 or more")
         if self.target_p99 is not None and len(models) > 1:
@@ -232,7 +232,7 @@ class ReplayOptions:
             value = getattr(self, name)
             is_positive = value is None or value > 0 or (value == 0 and are == "0 or more")
             if value is not None and not (isfinite(value) and is_positive):
-                raise ValueError(f"{_flag(name)} {value:g}: must be a number, {are}")
+                raise ValueError(f"{flag_of(name)} {value:g}: must be a number, {are}")
 
     def _read(self, name: str, parse: Callable[[str], int], least: int = 0, text: str | None = None) -> int:
         """The number that an option, or `text` of it, stands for; raises ValueError."""
@@ -240,19 +240,15 @@ class ReplayOptions:
         try:
             number = parse(text)
         except ValueError as error:
-            raise ValueError(f"{_flag(name)}: {error}") from error
+            raise ValueError(f"{flag_of(name)}: {error}") from error
         if number < least:
-            raise ValueError(f"{_flag(name)} {text}: must be {least:,} or more")
+            raise ValueError(f"{flag_of(name)} {text}: must be {least:,} or more")
         return number
 
     def _read_all(self, name: str, parse: Callable[[str], int], least: int = 0) -> tuple[int, ...]:
         """The numbers of an option with several, each once; raises ValueError."""
         parts = getattr(self, name).split(",")
         return tuple(dict.fromkeys(self._read(name, parse, least, part) for part in parts))
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 # --- `kvpin replay`: the command ------------------------------------------------------------------------

@@ -444,9 +444,8 @@ class Metrics:
         counters["kvpin_request_ends_total"][(record.cause or Cause.BUG,)].number += 1
         counters["kvpin_retries_total"][(model,)].number += max(len(record.attempts) - 1, 0)
         if record.interrupted:
-            self._count(
-                "kvpin_interrupted_streams_total", model, "migrated" if record.error is None else "broken"
-            )
+            result = "migrated" if record.error is None else "broken"
+            self._count("kvpin_interrupted_streams_total", model, result)
         if not record.attempts and (reason := _refusal(record)) is not None:
             self._count("kvpin_refused_total", reason)
         self._count_spent(record, model, engine, trace_id)
@@ -458,12 +457,8 @@ class Metrics:
         if tokens := record.answer_tokens:
             self._count("kvpin_generation_tokens_total", model, engine, by=tokens)
         if record.tokens_agree is not None:
-            self._count(
-                "kvpin_tokenisation_checks_total",
-                model,
-                engine,
-                "same" if record.tokens_agree else "different",
-            )
+            result = "same" if record.tokens_agree else "different"
+            self._count("kvpin_tokenisation_checks_total", model, engine, result)
         if placement is None:
             return
         counters["kvpin_placements_total"][model, reason_of(placement)].number += 1
@@ -494,9 +489,8 @@ class Metrics:
             return
         if reported:
             total, restore_s = placement.n_tokens, placement.chosen.restore_s
-            reused = _Reused(
-                record.lora or name, placement.engine, total, max(total - reported, 0), restore_s
-            )
+            model, computed = record.lora or name, max(total - reported, 0)
+            reused = _Reused(model, placement.engine, total, computed, restore_s)
             self._reused.setdefault(name, deque(maxlen=MAX_WAITING)).append(reused)
         if not pool.placer.rates.learned:
             return

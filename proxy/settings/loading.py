@@ -158,17 +158,14 @@ def check_settings(
     """
     given = {name: value for name, value in flags.items() if value is not None}
     config = settings_file(config)
-    from_file, switches, faults = dict[str, Any](), dict[str, bool](), list[str]()
+    from_file, faults = dict[str, Any](), list[str]()
     try:
         if config is not None:
             from_file, faults = _read_file(config, Settings)
     except SettingsError as error:
         faults.append(str(error))
-    faults += _unknown_variables()
-    try:
-        switches = _read_switches()
-    except SettingsError as error:
-        faults.append(str(error))
+    switches, wrong_switches = _read_switches()
+    faults += (*_unknown_variables(), *wrong_switches)
     loaded = _with_sources(from_file | switches)
     try:
         settings = loaded(**given)
@@ -177,12 +174,9 @@ def check_settings(
             settings = loaded(**given, admin_key=_admin_key_in(file, settings))
         loaded.exposed_keys = tuple(exposed_keys(given, config, from_file))
     except ValidationError as error:
-        wrong = (
-            _sentence(each, given, from_file, config)
-            for each in details_of(error)
-            if not _is_unknown_variable(each)
-        )
-        return None, faults + list(dict.fromkeys(line for each in wrong for line in each.splitlines()))
+        wrong = (each for each in details_of(error) if not _is_unknown_variable(each))
+        sentences = (_sentence(each, given, from_file, config) for each in wrong)
+        return None, faults + list(dict.fromkeys(line for each in sentences for line in each.splitlines()))
     except SourceError as error:
         return None, [*faults, _not_json(error)]
     except SettingsError as error:
@@ -327,8 +321,8 @@ def _unknown_variables() -> Iterator[str]:
             model, prefix = _part_model(model, name), f"{prefix}{name.upper()}{DELIMITER}"
 
 
-def _read_switches() -> dict[str, bool]:
-    """`reuse`, from the variables that NIM's users know."""
+def _read_switches() -> tuple[dict[str, bool], list[str]]:
+    """`reuse`, from the variables that NIM's users know, and a sentence if they cannot be used."""
     found: dict[str, bool] = {}
     for name in REUSE_SWITCHES:
         text = os.environ.get(name)
@@ -336,11 +330,11 @@ def _read_switches() -> dict[str, bool]:
             continue
         value = _SWITCH_VALUES.get(text.strip().lower())
         if value is None:
-            raise SettingsError(f"environment variable {name} is {text!r}: use 1, 0, true or false")
+            return {}, [f"environment variable {name} is {text!r}: use 1, 0, true or false"]
         found[name] = value
     if len(set(found.values())) > 1:
-        raise SettingsError(f"{' and '.join(found)} contradict each other: set only one")
-    return {"reuse": any(found.values())} if found else {}
+        return {}, [f"{' and '.join(found)} contradict each other: set only one"]
+    return ({"reuse": any(found.values())} if found else {}), []
 
 
 def _hint(name: str, known: list[str], variable: str = "") -> str:

@@ -400,7 +400,7 @@ async def test_what_engines_told_and_what_was_measured(tokenizer_dir):
             watch.observe(streamed(placement=placement))
         watch.observe(streamed(placement=placement, output_tokens=None))
         (measured,) = watch.engines()
-        assert (measured.prefill, measured.samples) == ([(500, 0.25)], 1)
+        assert (measured.prefill, measured.samples) == (((500, 0.25),), 1)
         assert measured.interference == 0
         assert measured.token_s == pytest.approx(0.2)
 
