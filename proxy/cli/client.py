@@ -84,16 +84,15 @@ _KEY_HELP = f"Key of the admin API; or {KEY_FILE}."
 # Seconds without an event. A snapshot comes every second.
 EVENT_S = 15.0
 # Fields of the admin API → flags; other fields come from arguments without a flag.
-_SAME = ("prompt", "token_ids", "prompt_cache_key", "engine", "tenant", "model", "cache_salt", "all", "limit")
+_SAME = (
+    "prompt", "token_ids", "prompt_cache_key", "engine", "tenant", "model", "cache_salt", "all", "limit",
+    "name", "expires", "extra_id", "new_tenant",
+)  # fmt: skip
 _FLAGS = {name: flag_of(name) for name in _SAME} | {
     "messages": "--messages-file",
     "ttl_s": "--ttl",
     "models": "--model",
-    "name": "--name",
-    "expires": "--expires",
-    "extra_id": "--extra-id",
     "table_id": "--id",
-    "new_tenant": "--new-tenant",
 }
 # Field names in messages: after a path, or by names that cannot be English words.
 _PATH = re.compile(r"^(.*) - at `\$\.(\w+)([^`]*)`$")

@@ -170,9 +170,8 @@ class ReplayOptions:
             for field, name, parse, least in read
             if getattr(self, name) is not None
         }
-        for field, ms in (("step_s", self.decode_step_ms), ("stream_s", self.decode_stream_ms)):
-            if ms is not None:
-                given[field] = ms / 1000
+        steps = {"step_s": self.decode_step_ms, "stream_s": self.decode_stream_ms}
+        given |= {field: ms / 1000 for field, ms in steps.items() if ms is not None}
         return self._read_all("gpu_tokens", tokens, 1) if self.gpu_tokens is not None else (), given
 
     def plan(self, recorded: RecordedEngine | None = None) -> ReplayPlan:

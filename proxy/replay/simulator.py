@@ -85,10 +85,8 @@ def _sort_turns(trace: Trace, times: list[float]) -> None:
 def oracle_hits(requests: Sequence[TraceRequest], engines: int, model: EngineModel) -> int:
     """Cached tokens of the requests, in this order, in an LRU cache with the room of all engines."""
     size = requests[0].chain.tokens_per_block
-    cache = replace(model, gpu_tokens=model.gpu_tokens + model.host_tokens, host_tokens=0).cache(
-        size, engines
-    )
-    hits = 0
+    whole = replace(model, gpu_tokens=model.gpu_tokens + model.host_tokens, host_tokens=0)
+    cache, hits = whole.cache(size, engines), 0
     for request in requests:
         hashes = request.chain.hashes
         taken = cache.take(request.chain, len(hashes))
