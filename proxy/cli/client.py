@@ -114,11 +114,8 @@ class AdminError(Exception):
 class AdminClient:
     """Calls `/admin/v1` of one kvpin. A failure ends the program with one line and status 1.
 
-    Its fields are options of a command, see `option`.
-
-    Attributes:
-        url: its address.
-        admin_key: its admin key; None takes the one in the file that KVPIN_ADMIN_KEY_FILE names, if any.
+    Its fields are options of a command, see `option`. Without an `admin_key`, the one in the file that
+    KVPIN_ADMIN_KEY_FILE names is taken, if any.
     """
 
     url: str = option("URL", "Address of kvpin.", _URL, envvar="KVPIN_URL")

@@ -27,12 +27,8 @@ class AdviceLine(msgspec.Struct):
 
 
 class Saving(msgspec.Struct):
-    """What a rule would have saved, or what a change of the client's cost at most.
-
-    Attributes:
-        tokens: prompt tokens, estimated by their share of the text.
-        requests: requests that it concerns.
-    """
+    """What a rule would have saved, or what a change of the client's cost at most: prompt tokens, estimated
+    by their share of the text, and the requests that it concerns."""
 
     tokens: float = 0.0
     requests: int = 0

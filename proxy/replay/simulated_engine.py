@@ -122,13 +122,9 @@ class Listener:
 
 
 class SimEngine:
-    """One engine. Call `submit` and `advance` in the order of time, `advance` at `due` at the latest.
-
-    Attributes:
-        due: when something happens next; `inf` if nothing will.
-        computed: prompt tokens computed so far.
-        evicted: blocks that left its GPU so far.
-    """
+    """One engine. Call `submit` and `advance` in the order of time, `advance` at the latest when it is `due`:
+    when something happens next; `inf` if nothing will. It has `computed` so many prompt tokens so far, and
+    `evicted` so many blocks from its GPU."""
 
     def __init__(self, position: int, model: EngineModel, tokens_per_block: int, listener: Listener) -> None:
         self._position = position

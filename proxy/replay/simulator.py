@@ -104,12 +104,8 @@ _ROUNDING = 1e-9  # 0.99 of 100 is 99
 
 @dataclass(frozen=True, slots=True)
 class ReplayRun:
-    """A run to simulate.
-
-    Attributes:
-        speedup: how much faster than recorded requests arrive.
-        seed: 0 for arrivals as recorded.
-    """
+    """A run to simulate. `speedup`: how much faster than recorded requests arrive. `seed`: 0 for arrivals as
+    recorded."""
 
     policy: str
     engines: int
@@ -180,10 +176,8 @@ def simulate(trace: Trace, run: ReplayRun, progress: Callable[[int], None] = lam
     """The outcome of a run; the same run always has the same outcome. `progress` is called with the number of
     requests placed since its last call.
 
-    Raises:
-        ValueError: no request of the trace fits an engine, or they would arrive over too long a time.
-        RuntimeError: the engines ended without having served all requests.
-    """
+    Raises ValueError if no request of the trace fits an engine, or they would arrive over too long a time;
+    RuntimeError if the engines ended without having served all requests."""
     served = fitting(trace, run.model)
     too_long = len(trace.requests) - len(served)
     prompt_tokens = sum(request.n_tokens for request in served)
@@ -203,11 +197,8 @@ def simulate(trace: Trace, run: ReplayRun, progress: Callable[[int], None] = lam
 
 
 class Simulation(Listener):
-    """The event loop, which also collects what the engines report.
-
-    Attributes:
-        ttfts: request → seconds to its first token.
-    """
+    """The event loop, which also collects what the engines report. `ttfts`: request → seconds to its first
+    token."""
 
     def __init__(self, fleet: SimFleet, policy: Policy) -> None:
         self._policy = policy

@@ -271,11 +271,8 @@ class Proxy:
             self.ahead.observe(record)
 
     def start(self) -> None:
-        """Starts the managed engines, the watch of every engine, and the search for others.
-
-        Raises:
-            SettingsError, EngineSpecError: the settings cannot be used.
-        """
+        """Starts the managed engines, the watch of every engine, and the search for others. Raises
+        SettingsError or EngineSpecError if the settings cannot be used."""
         lag = LoopLag(self.metrics.loop_lag.observe, explain=self.settings.logs.level == "debug")
         self.tasks.keep("loop lag", lag.run)
         if self.recorder is not None:
@@ -294,11 +291,8 @@ class Proxy:
             self.tasks.keep("hand over", self.hand_over.run)
 
     def reload(self, settings: Settings) -> EngineChanges:
-        """Takes over the settings that `RELOADED` names. Requests in flight go on with the old ones.
-
-        Raises:
-            SettingsError, EngineSpecError: they cannot be used. Nothing changed.
-        """
+        """Takes over the settings that `RELOADED` names. Requests in flight go on with the old ones. Raises
+        SettingsError or EngineSpecError if they cannot be used; then nothing changed."""
         check_reload(self.settings, settings, has_issued=self.tenants.issued.has_issued)
         check(settings)
         changes = self._follow(settings)

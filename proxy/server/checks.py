@@ -62,11 +62,8 @@ def faults_here(settings: Settings, starts: Iterable[ManagedSettings] | None = N
 
 def check_reload(old: Settings, new: Settings, *, has_issued: bool) -> None:
     """Refuses settings that lost all engines, or a lock that the old ones had: a file that is just being
-    written may be empty, or end too early. `has_issued`: the admin API has issued keys.
-
-    Raises:
-        SettingsError: with a line for each loss.
-    """
+    written may be empty, or end too early. `has_issued`: the admin API has issued keys. Raises SettingsError
+    with a line for each loss."""
     keeps_keys = bool(new.api_keys) or has_issued
     losses = [
         f"{what}; restart kvpin to run without {them}"
@@ -167,11 +164,8 @@ def all_engines(settings: Settings) -> tuple[EngineEntry, ...]:
 
 
 def make_bus(settings: ExchangeSettings, owner: int, siblings: Siblings | None = None) -> Bus:
-    """The exchange of the kvpin `owner`. `siblings`: the other workers of this kvpin.
-
-    Raises:
-        SettingsError: it cannot be used.
-    """
+    """The exchange of the kvpin `owner`. `siblings`: the other workers of this kvpin. Raises SettingsError if
+    it cannot be used."""
     try:
         if settings.directory is not None:
             prepare(settings.directory)

@@ -31,12 +31,7 @@ _REDIS_S = 2.0
 
 
 class GroupSecret(msgspec.Struct, frozen=True):
-    """The secret.
-
-    Attributes:
-        value: 32 random bytes.
-        outlives: it is the same after a restart.
-    """
+    """The secret: 32 random bytes, and whether they are the same after a restart."""
 
     value: bytes
     outlives: bool

@@ -180,11 +180,8 @@ def engine_as_json(settings: EngineSettings) -> bytes:
 
 
 class StartedSettings(EngineSettings):
-    """An engine that this kvpin's supervisor starts for its workers.
-
-    Attributes:
-        starting_file: it is there while the engine is in its first start.
-    """
+    """An engine that this kvpin's supervisor starts for its workers. `starting_file` is there while the
+    engine is in its first start."""
 
     starting_file: Path
 

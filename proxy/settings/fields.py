@@ -55,13 +55,8 @@ class SrvSource:
 
 @dataclass(frozen=True, slots=True)
 class KubernetesSource:
-    """The endpoint slices that a label selector matches.
-
-    Attributes:
-        namespace: empty for kvpin's own.
-        selector: as `kubectl get endpointslices --selector` takes it.
-        port: a port's name or number; empty if there is only one.
-    """
+    """The endpoint slices that a label selector, as `kubectl get endpointslices --selector` takes it, matches
+    in a namespace, empty for kvpin's own. `port` is a name or a number; empty if there is only one."""
 
     namespace: str
     selector: str

@@ -119,11 +119,8 @@ STOP_S = 3.0
 
 
 class Telemetry:
-    """Sends spans and metrics of this kvpin to its collector.
-
-    Attributes:
-        traces: makes the spans; None if none are sent.
-    """
+    """Sends spans and metrics of this kvpin to its collector. `traces` makes the spans; None if none
+    are sent."""
 
     def __init__(self, page: Callable[[], bytes]) -> None:
         """`page` renders the metrics. Raises SettingsError if OpenTelemetry's variables ask for what kvpin
