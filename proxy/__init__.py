@@ -12,7 +12,7 @@ core/       pure decisions: core/index/ knows what engines hold, core/placement/
 
 Beside it:
 control/    what the admin API does: offload, restore, pin, warm, flush, explain
-observe/    metrics, logs, request recordings, reasons of placements
+observe/    metrics, logs, request recordings
 peers/      several kvpins that act as one
 replay/     the simulator behind `kvpin replay`
 

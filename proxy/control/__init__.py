@@ -8,6 +8,7 @@ keys.py            keys of clients: issue, list, remove; prompt tables, on all e
 named_engines.py   which engines should exist, as settings, sources and operators name them
 reconciler.py      brings the fleet there: engines join, change, drain and leave
 explain.py         where would this request go, and why did the cache of past ones miss?
+live.py            events for those who watch
 prefixes.py        the prefix tree of the last prompts
 replays.py         recorded traffic on simulated engines
 

@@ -179,8 +179,8 @@ class KvOrders:
         engine.flushed.append(flush)
         if prefix is not None:
             pool.forget(engine, prefix.chain.hashes)
-        elif engine.audit.trust is Trust.APPROXIMATE or salts <= {None}:
-            # Of one salt: a block's hash does not tell whose KV it is, and no event will.
+        elif salts <= {None} or engine.audit.trust is Trust.APPROXIMATE:
+            # All KV; or that of some salts, and neither a block's hash nor an event will tell whose KV it is.
             pool.wipe(engine)
         return flush
 
@@ -188,8 +188,8 @@ class KvOrders:
         """Ends the pins on KV that is gone. Where some is left, as engines may leave pinned KV, they stay:
         who wants it flushed can end them."""
         if selection.prefix is not None:
-            first = selection.prefix.chain.hashes[:1]
-            self._fleet.pins.forget_engine(share.engine.id, lambda pin: (pin.first_block,) == first)
+            if hashes := selection.prefix.chain.hashes:
+                self._fleet.pins.forget_engine(share.engine.id, lambda pin: pin.first_block == hashes[0])
         else:
             salts = {target.cache_salt for target in share.targets}  # None: that of all KV
             self._fleet.pins.forget_engine(share.engine.id, lambda pin: None in salts or pin.salt in salts)

@@ -96,7 +96,8 @@ class Engine:
     def __init__(self, adapter: EngineAdapter, on_ready: Callable[[], None] = lambda: None) -> None:
         """`on_ready` is called whenever the engine becomes ready."""
         self.adapter = adapter
-        self.id, self.order = adapter.spec.id, order_name(adapter.spec)  # its name in operators' orders
+        self.id = adapter.spec.id
+        self.order = order_name(adapter.spec)  # its name in operators' orders
         self._state = EngineState.CONNECTING
         self._on_ready = on_ready
         self._failed = 0  # requests, since it was ready last
@@ -138,10 +139,10 @@ class Engine:
         self.leases: set[Lease] = set()
         # Requests that other kvpins have on it and that have no answer yet, by ticket.
         self.of_peers: dict[int, PeerRequest] = {}
-        # Requests of this kvpin that it answered, whose prompt it computed for another engine, and whose
-        # answer was an error or that got none: a worker hands these over. Then requests in flight of other
-        # workers that do not count as load here.
-        self.served = self.prefilled = self.failed = self.at_others = 0
+        # Requests of this kvpin, which a worker hands over: it answered them; it computed their prompt for
+        # another engine; their answer was an error, or they got none.
+        self.served = self.prefilled = self.failed = 0
+        self.at_others = 0  # requests in flight of other workers that do not count as load here
         self.empty = EmptyAnswers()  # its empty answers beside those of others
         # Lets few requests through after several failed in a row; None after none did.
         self.breaker: Breaker | None = None

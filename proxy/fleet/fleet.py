@@ -52,7 +52,8 @@ class Fleet:
     ) -> None:
         """`aliases`: further names of models and LoRA adapters. `default_model`: serves all other names.
         `queue`: the bounds of each pool's queue. `secret`: the key of namespace roots."""
-        self.name, self._secret = name, secret  # its name is for people
+        self.name = name  # of this kvpin, for people
+        self._secret = secret
         # Tells the secrets of kvpins apart, and nothing else about them.
         self.secret_name = blake2b(secret, digest_size=8, person=b"kvpin group").digest()
         self._queue = queue

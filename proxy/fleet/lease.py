@@ -63,7 +63,7 @@ class Lease(Struct, eq=False):
     removals: int  # blocks the engine had removed by then
     ended: Callable[[Lease], None]  # called once it is over
     on_lost: Callable[[], None]  # called if its engine is lost meanwhile
-    # Asked when its request is cancelled: was it because the engine was lost or too slow?.
+    # Asked when its request is cancelled: was it because the engine was lost or too slow?
     is_late: Callable[[], bool]
     tell: Callable[..., Telling] | None = None  # tells other kvpins that it begins; None if there are none
     telling: Telling | None = None  # tells them of its further steps; None before it has begun

@@ -1,7 +1,7 @@
 """Records kvpin's traffic as a trace that `kvpin replay` reads: arrival times, lengths and shared blocks. No
-text and no token ids. Now and then a line tells the figures of the engines (`recorded_engines.py`).
+text and no token ids. Now and then a line tells the figures of the engines.
 
-Beside the tokens, the text is hashed alike (`prompt_text.py`), for `kvpin advise`.
+Beside the tokens, the text is hashed alike, for `kvpin advise`.
 
 A block's id is a keyed hash of its tokens and all tokens before them, of the model, the LoRA adapter and the
 tenant's salt. The key is never stored: it is random for each recording, or a secret that several kvpins

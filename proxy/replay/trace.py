@@ -2,7 +2,7 @@
 
 Formats: Mooncake's jsonl (`timestamp` in ms, `input_length`, `output_length`, `hash_ids`, 512 tokens a
 block), the same with `session_id`, and kvpin's own recordings, which add `block_tokens` and a line about the
-recording itself (`recorded.py`). Plain or gzip. Several recordings are merged by time.
+recording itself. Plain or gzip. Several recordings are merged by time.
 """
 
 from __future__ import annotations
