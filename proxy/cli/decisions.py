@@ -32,9 +32,14 @@ _TERMS = {
     "regret_s": "regret",
     "total_s": "total",
 }
-_RARE = ("room_s", "transfer_s", "stall_s", "again_s")
+# Shown, and explained, where an engine has one.
+_RARE: Mapping[str, str] = {
+    "room_s": "room: until there is memory for it",
+    "transfer_s": "transfer: KV moves",
+    "stall_s": "stall: streams and requests that its prefill delays",
+    "again_s": "again: the next prompt with this beginning is computed once more",
+}
 _MEANINGS = "others: requests after it wait; later: its next turns wait; regret: KV it evicts"
-_OF_PAIRS = "transfer: KV moves; stall: streams and requests that its prefill delays"
 
 # What a person can do about a miss.
 _REMEDIES: Mapping[str, str] = {
@@ -173,8 +178,8 @@ def _show_costs(
     strain = f"{decision['utilisation']:.0%} utilisation, prefill counts {decision['strain']:.1f} times"
     out.print(f"tokens of {n_tokens}; milliseconds; {strain}", style="dim")
     out.print(_MEANINGS, style="dim")
-    if "transfer_s" in shown or "stall_s" in shown:
-        out.print(_OF_PAIRS, style="dim")
+    if rare := [_RARE[name] for name in shown if name in _RARE]:
+        out.print("; ".join(rare), style="dim")
 
 
 def _pair(prefiller: str | None, engine: str) -> str:
