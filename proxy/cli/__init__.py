@@ -16,4 +16,18 @@ decisions.py      placements and requests as tables; what `kvpin top` shows
 grid.py           a table that fits the terminal
 """
 
-from proxy.cli.main import main
+import signal
+import threading
+
+# Ctrl-C while modules load ends Python without a traceback.
+_waits = (
+    threading.current_thread() is threading.main_thread()
+    and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+)
+if _waits:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+from proxy.cli.main import main  # noqa: E402
+
+if _waits:
+    signal.signal(signal.SIGINT, signal.default_int_handler)

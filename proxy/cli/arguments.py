@@ -128,7 +128,7 @@ def _token_ids(text: str) -> list[int]:
 def _json(text: str, option: str) -> Any:  # noqa: ANN401 - JSON
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         fail(f"{option} is not JSON: {error}")
 
 

@@ -254,7 +254,9 @@ def untrusted(url: str, error: BaseException) -> str | None:
 
 
 def key_header(key: str | None) -> dict[str, str]:
-    """The header that carries a key, if there is one."""
+    """The header that carries a key, if there is one. One that no header can carry ends the program."""
+    if key is not None and not key.isascii():
+        fail("the key has characters beyond ASCII: no header can carry it")
     return {"authorization": f"Bearer {key}"} if key else {}
 
 

@@ -237,7 +237,7 @@ class Peers:
         if state.secret not in (b"", self._fleet.secret_name):
             self._complain(
                 "another kvpin has other hashes and salts, because Redis was away when one of both started: "
-                "restart that one",
+                "restart both, one after the other",
                 peer=peer.label,
             )
         has_marks, has_keys = self._take_marks(state.marks), self._take_keys(state.keys)

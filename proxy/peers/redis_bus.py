@@ -40,14 +40,20 @@ class RedisBus:
     them. Only other workers reach `http_socket`."""
 
     def __init__(
-        self, url: str, namespace: str, http_socket: Path | None = None, siblings: Collection[str] = ()
+        self,
+        url: str,
+        namespace: str,
+        http_socket: Path | None = None,
+        siblings: Collection[str] = (),
+        secret: bytes = b"",
     ) -> None:
-        """Kvpins of one `namespace` hear each other. `siblings`: where the other workers serve HTTP. Raises
-        ValueError if the URL cannot be used."""
+        """Kvpins of one `namespace` hear each other. `siblings`: where the other workers serve HTTP. `secret`:
+        the group's, for a server that lost it. Raises ValueError if the URL cannot be used."""
         self.dropped, self.is_private = 0, False
         self.http_socket, self._siblings = http_socket, siblings
         self._url, self._channel = url, f"kvpin:{namespace}"
         self._key = f"{self._channel}:engines"
+        self._secret = secret
         parse_url(url)
         self._kept: bytes | None = None  # it waits to be kept
         self._outbox = deque[bytes]()
@@ -96,7 +102,8 @@ class RedisBus:
         while True:
             try:
                 await self._serve(callbacks)
-            except* (RedisError, OSError) as errors:
+            # uvloop raises RuntimeError where the server closes the connection in mid-handshake.
+            except* (RedisError, OSError, RuntimeError) as errors:
                 if not self._has_complained:
                     self._has_complained = True
                     reason = str(_first(errors)) or "no answer in time"
@@ -121,6 +128,8 @@ class RedisBus:
             self._is_alone = listeners <= 1
             kept: bytes | None = None
             try:
+                if self._secret:
+                    await sender.set(f"{self._channel}:secret", self._secret, nx=True)
                 kept = await sender.get(self._key)
             except ResponseError as error:
                 self._refuse(error)

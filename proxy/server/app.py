@@ -114,7 +114,7 @@ class Proxy:
         named = lambda: {each.tenant for each in self.settings.api_keys if each.tenant is not None}  # noqa: E731 - short
         self.keys = IssuedKeys(issued, key_file, named, partial(self._ask_workers, KEYS_PATH))
         self.gate = Gate(self.tenants, ByteBudget(_bodies_bytes(settings)), int(settings.limits.body_bytes))
-        self.peers = self._peers()
+        self.peers = self._peers(secret.encoded)
         self.responses = ResponseStore(self.tenants.names)
         self.use = UseBook()
         self.state: StateSaver | None = None
@@ -186,15 +186,13 @@ class Proxy:
         prompts = pool.prompts if pool is not None else None
         return prompts is not None and prompts.local is not None and prompts.local.is_system_first
 
-    def _peers(self) -> Peers | None:
+    def _peers(self, secret: bytes) -> Peers | None:
         """The link to other kvpins, None without an exchange. Raises SettingsError if it cannot be used."""
         if self.settings.exchange is None:
             return None
         owner = secrets.randbits(63)
-        bus, key = (
-            make_bus(self.settings.exchange, owner, self.siblings),
-            lambda: _text(self.settings.admin_key),
-        )
+        bus = make_bus(self.settings.exchange, owner, self.siblings, secret)
+        key = lambda: _text(self.settings.admin_key)  # noqa: E731 - short
         return Peers(bus, owner, self.fleet, self.tenants, self.transport.hang_up, key, self._speaks)
 
     def _speaks(self) -> bool:

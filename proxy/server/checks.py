@@ -163,9 +163,11 @@ def all_engines(settings: Settings) -> tuple[EngineEntry, ...]:
     return (*settings.engines, *managed_engines(settings))
 
 
-def make_bus(settings: ExchangeSettings, owner: int, siblings: Siblings | None = None) -> Bus:
-    """The exchange of the kvpin `owner`. `siblings`: the other workers of this kvpin. Raises SettingsError if
-    it cannot be used."""
+def make_bus(
+    settings: ExchangeSettings, owner: int, siblings: Siblings | None = None, secret: bytes = b""
+) -> Bus:
+    """The exchange of the kvpin `owner`. `siblings`: the other workers of this kvpin; `secret`: the group's.
+    Raises SettingsError if it cannot be used."""
     try:
         if settings.directory is not None:
             prepare(settings.directory)
@@ -174,8 +176,8 @@ def make_bus(settings: ExchangeSettings, owner: int, siblings: Siblings | None =
 
         url, namespace = settings.url.get_secret_value(), settings.namespace
         if siblings is None:
-            return RedisBus(url, namespace)
-        return RedisBus(url, namespace, siblings.own, siblings.sockets)
+            return RedisBus(url, namespace, secret=secret)
+        return RedisBus(url, namespace, siblings.own, siblings.sockets, secret)
     except ModuleNotFoundError as error:
         raise SettingsError("exchange by Redis needs a package: pip install 'kvpin[redis]'") from error
     except (OSError, ValueError) as error:

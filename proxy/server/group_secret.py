@@ -40,6 +40,11 @@ class GroupSecret(msgspec.Struct, frozen=True):
         return f"GroupSecret(outlives={self.outlives})"
 
     @property
+    def encoded(self) -> bytes:
+        """As files and Redis keep it."""
+        return msgspec.msgpack.encode(self)
+
+    @property
     def for_roots(self) -> bytes:
         """The key of namespace roots."""
         return self._derived(b"roots")
@@ -67,7 +72,7 @@ def group_secret(state_dir: Path | None, exchange: ExchangeSettings | None) -> G
     elif exchange is not None:
         agreed = _agreed_by_redis(exchange, own)
     if state_dir is not None and agreed != own:
-        write(state_dir / FILE, msgspec.msgpack.encode(agreed))
+        write(state_dir / FILE, agreed.encoded)
     return agreed
 
 
@@ -77,7 +82,7 @@ def _agreed_in(directory: Path, own: GroupSecret) -> GroupSecret:
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
-            write(path, msgspec.msgpack.encode(own), is_first=True)
+            write(path, own.encoded, is_first=True)
         except FileExistsError:
             return _decoded(read(path))
     except (OSError, msgspec.MsgspecError) as error:
@@ -93,7 +98,7 @@ def _agreed_by_redis(exchange: ExchangeSettings, own: GroupSecret) -> GroupSecre
     url, key = exchange.url.get_secret_value(), f"kvpin:{exchange.namespace}:secret"
     try:
         with Redis.from_url(url, socket_timeout=_REDIS_S, socket_connect_timeout=_REDIS_S) as client:
-            client.set(key, msgspec.msgpack.encode(own), nx=True)
+            client.set(key, own.encoded, nx=True)
             return _decoded(client.get(key))
     except (RedisError, OSError, msgspec.MsgspecError) as error:
         log.warning(

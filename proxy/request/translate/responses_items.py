@@ -179,7 +179,7 @@ def sealed(thought: str) -> str:
 def listed(item: Json, item_id: str) -> Json:
     """An item of a request as the API lists it: with its id, its status, and parts instead of a text."""
     full = {"id": item_id, "status": "completed", **item}
-    if "role" in item:
+    if "role" in item and item.get("type") in (None, "message"):
         full["type"] = "message"
         if isinstance(content := item["content"], str):
             kind = "output_text" if item["role"] == "assistant" else "input_text"

@@ -95,6 +95,11 @@ def error(message, param=None):
     return {"error": {"message": message, "param": param}}
 
 
+def test_a_key_that_no_header_can_carry(capsys):
+    said = failure(capsys, lambda: AdminClient("http://127.0.0.1:1", "\u00e9").post("/flush", {}))
+    assert said == "kvpin: the key has characters beyond ASCII: no header can carry it\n"
+
+
 @pytest.mark.parametrize(
     ("body", "said"),
     [

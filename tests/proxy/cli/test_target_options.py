@@ -36,3 +36,10 @@ def test_bytes_that_are_no_text(tmp_path, capsys):
     with pytest.raises(typer.Exit):
         TargetOptions(prompt_file=str(tmp_path / "f")).body()
     assert "is not UTF-8 text" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["{", "[" * 100_000])
+def test_a_file_that_is_no_json(file, capsys, content):
+    with pytest.raises(typer.Exit):
+        TargetOptions(messages_file=file(content)).body()
+    assert "--messages-file" in capsys.readouterr().err

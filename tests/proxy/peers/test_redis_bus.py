@@ -67,7 +67,7 @@ async def test_one_that_starts_after_all_others_have_gone_knows_what_is_drained(
     monkeypatch.setattr(redis_bus, "_RETRY_S", 0.05)
 
     def make(_owner):
-        return RedisBus(server.url, "n")
+        return RedisBus(server.url, "n", secret=b"ours")
 
     async with world(make) as (_, (one, two)):
         one.fleet.book.drain("gpu1:8000", drained=True, now=5.0)
@@ -75,11 +75,12 @@ async def test_one_that_starts_after_all_others_have_gone_knows_what_is_drained(
         await until(lambda: one.fleet.book.marks() == two.fleet.book.marks())
         server.kill()
         await until(lambda: not one.peers.bus.is_connected and not two.peers.bus.is_connected)
-        server.start()  # it has nothing: the orders are kept there again
+        server.start()  # it has nothing: the orders and the secret are kept there again
         with Redis.from_url(server.url) as redis:
             await until(
                 lambda: decode_marks(redis.get("kvpin:n:engines") or b"\x90") == one.fleet.book.marks()
             )
+            assert redis.get("kvpin:n:secret") == b"ours"
     with Redis.from_url(server.url) as redis:
         kept = redis.get("kvpin:n:engines")
         async with world(make, 1) as (_, (later,)):

@@ -1,6 +1,8 @@
 """The secret of block hashes and salts: who has the same one, and what knowing everything else is worth."""
 
+import re
 import stat
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -14,6 +16,9 @@ from proxy.server.group_secret import FILE, GroupSecret, group_secret
 from proxy.settings import ExchangeSettings, Settings, SettingsError
 from tests.fakes import INFO, FakeAdapter
 from tests.valkey import Valkey
+
+MANY = Path("docs/many.md").read_text(encoding="utf-8")
+ACL = re.search(r"^ACL SETUSER (kvpin .*)$", MANY, re.MULTILINE)[1]
 
 
 def directory(path):
@@ -54,6 +59,10 @@ def test_kvpins_of_a_redis_have_the_same_one(tmp_path):
         assert group_secret(None, ExchangeSettings(url=server.url, namespace="n")) == first
         assert group_secret(None, ExchangeSettings(url=server.url, namespace="other")) != first
         with Redis.from_url(server.url) as redis:
+            redis.execute_command("ACL SETUSER", *ACL.split())
+            own = server.url.replace("://", "://kvpin:PASSWORD@")
+            ours = [group_secret(None, ExchangeSettings(url=own, namespace="default")) for _ in range(2)]
+            assert ours[0] == ours[1]  # the documented user may read and write it
             assert msgspec.msgpack.decode(redis.get("kvpin:n:secret"), type=GroupSecret) == first
     finally:
         server.kill()

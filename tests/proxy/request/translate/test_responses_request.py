@@ -133,6 +133,27 @@ def test_a_type_that_is_no_text_is_no_fault():
     assert chat_of(input=[item])["messages"] == [{"role": "user", "content": "hi"}]
 
 
+def test_an_item_of_another_type_that_has_a_role_is_kept_as_it_came():
+    store = ResponseStore()
+    items = [
+        {"type": "reasoning", "role": "assistant", "summary": []},
+        {
+            "type": "function_call",
+            "role": "assistant",
+            "content": None,
+            "call_id": "c",
+            "name": "f",
+            "arguments": "",
+        },
+        {"role": "user", "content": "hi"},
+    ]
+    first = answered(translation(store=store, input=items), content="x")
+    kept = [json.loads(item) for item in store.of(None).get(first["id"]).turn.asked.values()]
+    assert [item["type"] for item in kept] == ["reasoning", "function_call", "message"]
+    assert {**kept[1], **items[1]} == kept[1]
+    translation(store=store, input="more", previous_response_id=first["id"])
+
+
 def test_what_is_named_many_times_has_a_limit(monkeypatch):
     monkeypatch.setattr(responses, "MAX_NAMED_BYTES", 10_000)
     store = ResponseStore()
