@@ -204,16 +204,12 @@ class Breaker:
 
 class EmptyAnswers:
     """Whether an engine gives empty answers while others of its pool give text. A model may end its answer at
-    once; one engine alone that always does so is broken.
-
-    Attributes:
-        texts: its answers with text.
-        in_a_row: its empty answers since the last one with text.
-    """
+    once; one engine alone that always does so is broken."""
 
     __slots__ = ("_fails", "_of_others", "in_a_row", "texts")
 
     def __init__(self) -> None:
+        # `texts`: its answers with text. `in_a_row`: its empty answers since the last one with text.
         self.texts = self.in_a_row = self._of_others = 0
         self._fails = False
 

@@ -27,23 +27,16 @@ MAX_SKEW_S = 300.0
 
 
 class EngineMark(msgspec.Struct, frozen=True, array_like=True):
-    """The orders about one engine that hold.
+    """The orders about one engine that hold."""
 
-    Attributes:
-        engine: its name, as kvpins tell it to each other.
-        drained: it gets no new requests.
-        at: when the last order was given, in Unix time. Of two marks, the later one counts.
-        removed: no kvpin uses it, whatever settings and sources say.
-        added: its settings as JSON, if an operator added it; else empty: settings or sources name it.
-        seal: proves, on an exchange that others may write to, that a kvpin of the group told it.
-    """
-
-    engine: str
-    drained: bool
+    engine: str  # its name, as kvpins tell it to each other
+    drained: bool  # it gets no new requests
+    # When the last order was given, in Unix time. Of two marks, the later one counts.
     at: float
-    removed: bool = False
+    removed: bool = False  # no kvpin uses it, whatever settings and sources say
+    # Its settings as JSON, if an operator added it; else empty: settings or sources name it.
     added: bytes = b""
-    seal: bytes = b""
+    seal: bytes = b""  # proves, on an exchange that others may write to, that a kvpin of the group told it
 
     @property
     def order(self) -> tuple[bool, bool, bytes]:
@@ -62,16 +55,11 @@ def decode_marks(data: bytes) -> list[EngineMark]:
 
 
 class EngineBook:
-    """The mark of each engine that operators gave orders about.
-
-    An engine that takes requests again keeps its mark: an older order may still arrive.
-
-    Attributes:
-        listeners: called when something else is ordered about an engine.
-    """
+    """The mark of each engine that operators gave orders about. An engine that takes requests again keeps its
+    mark: an older order may still arrive."""
 
     def __init__(self) -> None:
-        self.listeners: list[Callable[[], None]] = []
+        self.listeners: list[Callable[[], None]] = []  # called when something else is ordered about an engine
         self._marks: dict[str, EngineMark] = {}
 
     def is_drained(self, engine: str) -> bool:
@@ -148,29 +136,20 @@ _SIGNATURE, _SIGNATURE_BYTES = "sha256", 32
 
 
 class IssuedKey(msgspec.Struct, frozen=True, array_like=True):
-    """A key that the admin API issued, without the key itself.
-
-    Attributes:
-        digest: SHA-256 of the key.
-        ending: its last four characters, by which people recognise it.
-        created: when it was issued, in Unix time.
-        name: what its operator calls it; may be empty.
-        models: the names that its requests may have as `model`; None for all.
-        expires: when it ends, in Unix time; None for never.
-        removed: when it was removed, in Unix time; 0 before that. Then it opens nothing any more. Its entry
-            stays as a mark: another kvpin may still tell of it.
-        limits: those of its tenant from then on, also once the key is removed; None leaves them as they are.
-    """
+    """A key that the admin API issued, without the key itself."""
 
     id: str
     tenant: str
-    digest: bytes
-    ending: str
-    created: float
-    name: str = ""
-    models: tuple[str, ...] | None = None
-    expires: float | None = None
+    digest: bytes  # SHA-256 of the key
+    ending: str  # its last four characters, by which people recognise it
+    created: float  # when it was issued, in Unix time
+    name: str = ""  # what its operator calls it; may be empty
+    models: tuple[str, ...] | None = None  # the names that its requests may have as `model`; None for all
+    expires: float | None = None  # when it ends, in Unix time; None for never
+    # When it was removed, in Unix time; 0 before that. Then it opens nothing any more. Its entry stays as a
+    # mark: another kvpin may still tell of it.
     removed: float = 0.0
+    # Those of its tenant from then on, also once the key is removed; None leaves them as they are.
     limits: TenantLimits | None = None
 
 
@@ -189,12 +168,9 @@ def signed(entries: list[IssuedKey], secret: bytes, now: float) -> bytes:
 
 
 def verified(told: bytes, secret: bytes, now: float | None) -> list[IssuedKey] | None:
-    """The entries of `signed`; None if another secret signed them, or they are none.
-
-    Also None MAX_SKEW_S after they were signed, as `now` says: whoever may write to the exchange could repeat
-    what it told before a key was removed. With `now` None, only this user may write there, and age is no
-    matter.
-    """
+    """The entries of `signed`; None if another secret signed them, or they are none. Also None MAX_SKEW_S
+    after they were signed, as `now` says: whoever may write to the exchange could repeat what it told before
+    a key was removed. With `now` None, only this user may write there, and age is no matter."""
     signature, data = told[:_SIGNATURE_BYTES], told[_SIGNATURE_BYTES:]
     if not hmac.compare_digest(hmac.digest(secret, data, _SIGNATURE), signature):
         return None
@@ -207,13 +183,9 @@ def verified(told: bytes, secret: bytes, now: float | None) -> list[IssuedKey] |
 
 @dataclass(slots=True)
 class KeyBook:
-    """The issued keys and the marks of removed ones.
+    """The issued keys and the marks of removed ones."""
 
-    Attributes:
-        listeners: called when a key came or was removed.
-    """
-
-    listeners: list[Callable[[], None]] = field(default_factory=list)
+    listeners: list[Callable[[], None]] = field(default_factory=list)  # called when a key came or was removed
     _entries: dict[str, IssuedKey] = field(default_factory=dict)
 
     @property

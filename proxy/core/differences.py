@@ -78,19 +78,13 @@ _RANKS = {Kind.TOOLS: 0, Kind.SYSTEM: 1, Kind.INPUT: 2, Kind.MEDIA: 2, Kind.OPTI
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """The first difference.
-
-    Attributes:
-        item: the message, tool or item in it.
-        part: the content part of the message.
-        offset: leading characters of the text that are equal.
-    """
+    """The first difference."""
 
     kind: Kind
     field: str
-    item: int | None = None
-    part: int | None = None
-    offset: int | None = None
+    item: int | None = None  # the message, tool or item in it
+    part: int | None = None  # the content part of the message
+    offset: int | None = None  # leading characters of the text that are equal
 
     def __str__(self) -> str:
         """For people: `messages[1].content[0], character 17`."""
@@ -111,11 +105,8 @@ def cause_as_sent(
     changed: Difference, now: Mapping[str, Any], before: Mapping[str, Any]
 ) -> Difference | None:
     """The clients' part in `changed`, the first difference of two requests as kvpin changed them. The fields
-    are as their clients sent them.
-
-    It is `changed` itself if they also differ in such a part as sent; else the first difference as sent,
-    unless it stands behind. None: kvpin's changes alone made the difference.
-    """
+    are as their clients sent them. It is `changed` itself if they also differ in such a part as sent; else
+    the first difference as sent, unless it stands behind. None: kvpin's changes alone made the difference."""
     found = list(_differences(now, before))
     if any(each.kind is changed.kind for each in found):
         return changed

@@ -38,20 +38,13 @@ _MOST_LOOKS_S = 5.0
 
 
 class Rules(Struct, frozen=True, dict=True):
-    """The limits of a request's life, in seconds, and the engines tried after the first.
+    """The limits of a request's life, in seconds, and the engines tried after the first."""
 
-    Attributes:
-        first_byte_s: from placement to the beginning of an answer.
-        idle_s: from one piece of an answer to the next.
-        total_s: from the head of the request to its end; None without an end.
-        queue_s: in the queue.
-    """
-
-    first_byte_s: float = 1800.0
-    idle_s: float = 600.0
-    total_s: float | None = None
+    first_byte_s: float = 1800.0  # from placement to the beginning of an answer
+    idle_s: float = 600.0  # from one piece of an answer to the next
+    total_s: float | None = None  # from the head of the request to its end; None without an end
     retries: int = 2
-    queue_s: float = 60.0
+    queue_s: float = 60.0  # in the queue
 
     @cached_property
     def placed_s(self) -> float:
@@ -101,17 +94,7 @@ class FailedAttempt(Struct, frozen=True):
 
 class Life:
     """One request's life, from its admission to its end. Each method notes what has happened; it raises
-    WrongPhase if that cannot be now. Times are in monotonic seconds.
-
-    Attributes:
-        rules: its limits.
-        phase: where it is.
-        engine: the engine whose turn it is, or that it was last.
-        attempts: those that have failed.
-        has_begun: the client has the beginning of an answer from an attempt that failed.
-        cause: why it ended; None before that.
-        error: of the last attempt, if that ended it.
-    """
+    WrongPhase if that cannot be now. Times are in monotonic seconds."""
 
     __slots__ = (
         "_arrived", "_budget", "_can_repeat", "_heard", "_idle_s", "_is_lost", "_is_sent", "_judged", "_seen",
@@ -130,12 +113,12 @@ class Life:
             admitted: when it could be read; None for when its head came.
         """
         self.rules, self._budget, self._arrived = rules, budget, arrived
-        self.phase = Phase.ADMITTED
-        self.engine = ""
-        self.attempts: tuple[FailedAttempt, ...] = ()
-        self.has_begun = False
-        self.cause: Cause | None = None
-        self.error: Exception | None = None
+        self.phase = Phase.ADMITTED  # where it is
+        self.engine = ""  # the engine whose turn it is, or that it was last
+        self.attempts: tuple[FailedAttempt, ...] = ()  # those that have failed
+        self.has_begun = False  # the client has the beginning of an answer from an attempt that failed
+        self.cause: Cause | None = None  # why it ended; None before that
+        self.error: Exception | None = None  # of the last attempt, if that ended it
         self._since = arrived if admitted is None else admitted  # when the phase began; a turn counts as wait
         self._can_repeat = True  # its body can be sent again
         self._judged = 0  # attempts before an answer began, which showed whose failures they were
@@ -277,10 +260,8 @@ class Life:
 
     def look(self, now: float, received: int = 0, *, at_client: bool = False) -> Cause | None:
         """Looks how long the phase lasts. Returns why what runs is to be interrupted; None if it may go on.
-
         `received`: pieces of the answer that have arrived. `at_client`: kvpin waits for the client to take
-        more: an engine is silent only while kvpin waits for it.
-        """
+        more: an engine is silent only while kvpin waits for it."""
         if self.phase is Phase.ENDED:
             raise self._wrong_phase()
         rules = self.rules

@@ -85,43 +85,27 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
-    """What a prompt reused, and what it could have: facts.
+    """What a prompt reused, and what it could have: facts."""
 
-    Attributes:
-        n_tokens: tokens of its prompt; None where the prompt is not known.
-        is_whole: False where only the tokens before the first image are known.
-        reused_tokens: prompt tokens that the engine reused.
-        predicted_tokens: prompt tokens that it was expected to reuse.
-        holder: the engine that would have reused most of its prompt.
-        held_tokens: prompt tokens that `holder` would have reused; 0 if the request was placed there.
-        tokens_per_block: the engine's block size in tokens. The engine reuses full blocks.
-        compared: the earlier request that it is compared with; None without one.
-        rules: the rules that changed its prompt.
-        cut_tokens: tokens that full attention held, and that could not be reused because another kind of
-            attention lacked its part.
-        lacks: that kind of attention.
-        is_running: the earlier request was not finished when this one began.
-        left_on: the engine that the earlier request left its KV on.
-        is_candidate: that engine could have taken this request.
-        is_emptied: it lost its cache in between.
-        flushed_at: when this kvpin flushed it there in between, in Unix time; None if it did not.
-    """
-
-    n_tokens: int | None
-    is_whole: bool = True
-    reused_tokens: int = 0
-    predicted_tokens: int = 0
-    holder: str | None = None
-    held_tokens: int = 0
+    n_tokens: int | None  # tokens of its prompt; None where the prompt is not known
+    is_whole: bool = True  # False where only the tokens before the first image are known
+    reused_tokens: int = 0  # prompt tokens that the engine reused
+    predicted_tokens: int = 0  # prompt tokens that it was expected to reuse
+    holder: str | None = None  # the engine that would have reused most of its prompt
+    held_tokens: int = 0  # prompt tokens that `holder` would have reused; 0 if the request was placed there
+    # The engine's block size in tokens. The engine reuses full blocks.
     tokens_per_block: int = 1
-    compared: Compared | None = None
-    rules: tuple[str, ...] = ()
+    compared: Compared | None = None  # the earlier request that it is compared with; None without one
+    rules: tuple[str, ...] = ()  # the rules that changed its prompt
+    # Tokens that full attention held, and that could not be reused because another kind of attention lacked
+    # its part.
     cut_tokens: int = 0
-    lacks: Attention | None = None
-    is_running: bool = False
-    left_on: str | None = None
-    is_candidate: bool = True
-    is_emptied: bool = False
+    lacks: Attention | None = None  # that kind of attention
+    is_running: bool = False  # the earlier request was not finished when this one began
+    left_on: str | None = None  # the engine that the earlier request left its KV on
+    is_candidate: bool = True  # that engine could have taken this request
+    is_emptied: bool = False  # it lost its cache in between
+    # When this kvpin flushed it there in between, in Unix time; None if it did not.
     flushed_at: float | None = None
 
     def reusable(self, tokens: int) -> int:

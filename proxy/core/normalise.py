@@ -57,17 +57,11 @@ class Rule(StrEnum):
 
 
 class Normalised(NamedTuple):
-    """What rules made of a prompt.
+    """What rules made of a prompt."""
 
-    Attributes:
-        changes: the fields that they changed, in their new form.
-        applied: the rules that changed something.
-        told: reference → value, of the values that the prompt tells in another place now.
-    """
-
-    changes: dict[str, Any]
-    applied: tuple[Rule, ...]
-    told: dict[str, str]
+    changes: dict[str, Any]  # the fields that they changed, in their new form
+    applied: tuple[Rule, ...]  # the rules that changed something
+    told: dict[str, str]  # reference → value, of the values that the prompt tells in another place now
 
 
 FINDS_VALUES = frozenset({Rule.PATHS, Rule.DATES, Rule.IDS, Rule.VOLATILE_LAST})
@@ -174,17 +168,11 @@ def _with_texts(content: Any, change: Callable[[str], str]) -> Any:  # noqa: ANN
 
 
 class _Place(NamedTuple):
-    """Where a prompt tells values.
+    """Where a prompt tells values."""
 
-    Attributes:
-        is_first: at the beginning of the first turn; else at the end of the last one.
-        finders: rule → makes what finds its values, anew for each prompt.
-        order: how values of these kinds stand there: what changes least comes first.
-    """
-
-    is_first: bool
-    finders: Mapping[Rule, Callable[[], Kinds]]
-    order: Sequence[str]
+    is_first: bool  # at the beginning of the first turn; else at the end of the last one
+    finders: Mapping[Rule, Callable[[], Kinds]]  # rule → makes what finds its values, anew for each prompt
+    order: Sequence[str]  # how values of these kinds stand there: what changes least comes first
 
 
 def _told(fields: Fields, found: Mapping[Rule, Kinds], place: _Place) -> Normalised | None:

@@ -105,14 +105,10 @@ def has_reference(text: bytes) -> bool:
 
 
 class References:
-    """The values that were found in a prompt, each with its reference.
-
-    Attributes:
-        told: reference → value, in the order of the prompt.
-    """
+    """The values that were found in a prompt, each with its reference."""
 
     def __init__(self) -> None:
-        self.told: dict[str, str] = {}
+        self.told: dict[str, str] = {}  # reference → value, in the order of the prompt
         self._of: dict[tuple[str, str], str] = {}
         self._counts: dict[str, int] = {}
         self._lines_left = _MOST_LINES

@@ -21,17 +21,11 @@ SOON_S = 1
 
 
 class TenantLimits(msgspec.Struct, frozen=True):
-    """The limits of a tenant; None for none.
+    """The limits of a tenant; None for none."""
 
-    Attributes:
-        requests_per_minute: of any kind.
-        tokens_per_minute: of prompts and answers.
-        concurrent_requests: at a time.
-    """
-
-    requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None
-    concurrent_requests: int | None = None
+    requests_per_minute: int | None = None  # of any kind
+    tokens_per_minute: int | None = None  # of prompts and answers
+    concurrent_requests: int | None = None  # at a time
 
 
 class Denied(msgspec.Struct, frozen=True):
@@ -195,16 +189,13 @@ def _changed(bucket: _Bucket | None, limit: int | None) -> _Bucket | None:
 
 
 class ByteBudget:
-    """Counts bytes in memory up to a limit.
-
-    Attributes:
-        limit: the most bytes. Bytes already taken stay if the limit is lowered.
-    """
+    """Counts bytes in memory up to a limit."""
 
     __slots__ = ("__weakref__", "_whole", "limit", "used")
 
     def __init__(self, limit: int, whole: ByteBudget | None = None) -> None:
         """`whole`: the budget of which this is a part. Its bytes count there, too."""
+        # `limit`: the most bytes. Bytes already taken stay if the limit is lowered.
         self.limit, self.used, self._whole = limit, 0, whole
 
     def has(self, size: int) -> bool:
@@ -242,18 +233,12 @@ UseKey = tuple[int, str, str]
 
 
 class Used(msgspec.Struct, array_like=True):
-    """Requests that have ended, and their tokens.
-
-    Attributes:
-        failed: those of them that ended with an error.
-        prompt_tokens: of prompts whose tokens kvpin knows.
-        cached_tokens: those that engines reported as reused.
-    """
+    """Requests that have ended, and their tokens."""
 
     requests: int = 0
-    failed: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
+    failed: int = 0  # those of them that ended with an error
+    prompt_tokens: int = 0  # of prompts whose tokens kvpin knows
+    cached_tokens: int = 0  # those that engines reported as reused
     output_tokens: int = 0
 
 

@@ -153,41 +153,27 @@ def _written(at: _Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AdminPin:
-    """One admin pin.
+    """One admin pin."""
 
-    Attributes:
-        pin_id: its name at the proxy.
-        engine_pins: engine id → that engine's own pin id.
-        blocks: blocks protected, over all engines.
-        expires: when it ends, in seconds of the caller's clock.
-        label: the operator's description; never prompt text.
-        first_block: hash of the first protected block; a flush that starts with it ends the pin.
-        instances: engine id → the process that holds it; a restart ends the pin on that engine.
-        last_block: hash of the last block of the prefix.
-        salt: the cache salt of its KV; a flush of that salt ends the pin.
-    """
-
-    pin_id: str
-    engine_pins: Mapping[str, str]
-    blocks: int
-    expires: float
-    label: str
+    pin_id: str  # its name at the proxy
+    engine_pins: Mapping[str, str]  # engine id → that engine's own pin id
+    blocks: int  # blocks protected, over all engines
+    expires: float  # when it ends, in seconds of the caller's clock
+    label: str  # the operator's description; never prompt text
+    # Hash of the first protected block; a flush that starts with it ends the pin.
     first_block: int | None = None
+    # Engine id → the process that holds it; a restart ends the pin on that engine.
     instances: Mapping[str, str] = field(default_factory=dict)
-    last_block: int | None = None
-    salt: str | None = None
+    last_block: int | None = None  # hash of the last block of the prefix
+    salt: str | None = None  # the cache salt of its KV; a flush of that salt ends the pin
 
 
 class PinBook:
-    """The active pins. When a pin expires, the book drops it, and each engine does so by itself.
-
-    Attributes:
-        listeners: called when pins come, or go before they expire.
-    """
+    """The active pins. When a pin expires, the book drops it, and each engine does so by itself."""
 
     def __init__(self) -> None:
         self._pins: dict[str, AdminPin] = {}
-        self.listeners: list[Callable[[], None]] = []
+        self.listeners: list[Callable[[], None]] = []  # called when pins come, or go before they expire
 
     def add(self, pin: AdminPin) -> None:
         """Notes a pin."""

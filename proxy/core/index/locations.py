@@ -26,16 +26,13 @@ SLICE_STEPS = 1500
 
 
 class Locations:
-    """Location bits of blocks. Not thread-safe.
-
-    Attributes:
-        retired: bits that no longer mean anything, and that some blocks may still have.
-        version: a number that changes with them.
-    """
+    """Location bits of blocks. Not thread-safe."""
 
     def __init__(self) -> None:
         self._parts: Spread[BlockHash, Segment] = spread(_PARTS)
         self._segments: list[set[Segment]] = [set() for _ in range(_SETS)]
+        # `retired`: bits that no longer mean anything, and that some blocks may still have. `version`: a
+        # number that changes with them.
         self.retired = self.version = 0
         self._leaving = 0  # retired bits that the current pass clears
         self._pass: Iterator[None] = iter(())

@@ -58,13 +58,8 @@ _MAX_ALIKE = 256
 
 
 class PrefixIndex:
-    """Index of the blocks that each engine of a pool holds, as far as known.
-
-    Not thread-safe: one event loop owns it.
-
-    Attributes:
-        grouped: the engines with further KV cache groups.
-    """
+    """Index of the blocks that each engine of a pool holds, as far as known. Not thread-safe: one event loop
+    owns it."""
 
     def __init__(self) -> None:
         self._locations = Locations()
@@ -75,6 +70,7 @@ class PrefixIndex:
         self._flights: dict[str, InFlight] = {}
         self._counts: dict[str, list[int]] = {}  # see `counts`
         self._alone: dict[str, int] = {}  # as `_shifts`, of engines without further groups
+        # The engines with further KV cache groups.
         self.grouped: dict[str, Grouped] = {}  # the other engines
         self._grouped_bits = self._group_bits = 0  # all location bits of those, and of their groups
         self._alike: dict[int, Alike] = {}  # see `_holders`

@@ -85,15 +85,10 @@ class ViewCounts:
 
 
 class EngineView:
-    """Applies one engine's events to the index of its pool.
-
-    The engine's block size need not be the pool's. A larger block becomes several entries; it may share them
-    with blocks that differ only later. Smaller blocks, pages, are gathered: an entry exists as long as the
-    last page in it does, since engines evict from the end.
-
-    Attributes:
-        complete: False if the engine may hold blocks that no event reported.
-    """
+    """Applies one engine's events to the index of its pool. The engine's block size need not be the pool's. A
+    larger block becomes several entries; it may share them with blocks that differ only later. Smaller
+    blocks, pages, are gathered: an entry exists as long as the last page in it does, since engines evict from
+    the end."""
 
     def __init__(
         self,
@@ -117,7 +112,7 @@ class EngineView:
         self._waiting: dict[Name, set[KvGroup]] = {}
         self._ends: dict[Name, BlockHash] = {}
         self.counts = ViewCounts()
-        self.complete = False
+        self.complete = False  # False if the engine may hold blocks that no event reported
 
     def apply(self, event: KvEvent) -> None:
         """Writes one event to the index."""

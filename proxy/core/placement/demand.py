@@ -48,18 +48,14 @@ class Recent:
 
     @property
     def rest(self) -> float:
-        """Mean time left of an amount of time, for somebody who comes while it runs; 0 if there was none.
-
-        It is E[s²] / 2E[s], because somebody finds a long time running more often than a short one.
-        """
+        """Mean time left of an amount of time, for somebody who comes while it runs; 0 if there was none. It
+        is E[s²] / 2E[s], because somebody finds a long time running more often than a short one."""
         return self._squares / (2 * self._sum) if self._sum else 0.0
 
 
 class Rate:
-    """The amount added per second, lately.
-
-    While the first amount is younger than `fades_s`, the rate is the one since the first amount.
-    """
+    """The amount added per second, lately. While the first amount is younger than `fades_s`, the rate is the
+    one since the first amount."""
 
     __slots__ = ("_at", "_fades_s", "_first", "_sum")
 
@@ -183,9 +179,8 @@ class Demand:
     def utilisation(self, now: float, engines: int, spare: float = 0.0) -> float:
         """Share of their time that the `engines` which compute prompts need for those placed lately;
         MIN_UTILISATION to MAX_UTILISATION. Prompts in queues count: they make work dear before any of it is
-        done.
-
-        An engine that is `spare` in a burst (0 to 1, see `spare_of`) brings it down to BURST_UTILISATION."""
+        done. An engine that is `spare` in a burst (0 to 1, see `spare_of`) brings it down to
+        BURST_UTILISATION."""
         busy = min(max(self._placed.per_s(now) / engines, MIN_UTILISATION), MAX_UTILISATION)
         return max(busy * (1 - spare), BURST_UTILISATION)
 
@@ -234,10 +229,8 @@ MAX_LOOKED_AT = 32
 
 class Residents:
     """The prompts that one engine would evict, least recently used first; each by its last full block.
-
     Engines evict the least recently used blocks, from the end of prompts. The requests that the engine served
-    tell the order; the index tells whether a prompt is still there.
-    """
+    tell the order; the index tells whether a prompt is still there."""
 
     def __init__(self, holds: Callable[[BlockHash], bool]) -> None:
         """`holds` says whether the engine still holds a block."""
@@ -311,16 +304,11 @@ STRIDE = 64
 
 class InUse:
     """GPU memory of one engine that requests in flight hold. The engine cannot evict it before they end.
-
     Blocks that requests share count once. Two prompts with one block in common have all blocks before it in
-    common, so only every 64th block of a prompt is noted; it stands for the 64 that end there.
-
-    Attributes:
-        capacity: of the GPU, in blocks.
-    """
+    common, so only every 64th block of a prompt is noted; it stands for the 64 that end there."""
 
     def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
+        self.capacity = capacity  # of the GPU, in blocks
         self.blocks = 0
         self._requests: dict[BlockHash, int] = {}  # noted block → requests that hold it
 

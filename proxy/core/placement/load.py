@@ -43,19 +43,12 @@ class Work(msgspec.Struct, frozen=True, gc=False):
 
 
 class LoadSample(msgspec.Struct, frozen=True, gc=False):
-    """Engine time that one prompt took: a mean over prompts that kept the engine busy without a gap.
+    """Engine time that one prompt took: a mean over prompts that kept the engine busy without a gap."""
 
-    Attributes:
-        work: of the prompt.
-        seconds: of the engine's time.
-        decoding: streams that were decoded meanwhile.
-        blurred: the engine also worked for clients that kvpin does not see.
-    """
-
-    work: Work
-    seconds: float
-    decoding: float
-    blurred: bool = False
+    work: Work  # of the prompt
+    seconds: float  # of the engine's time
+    decoding: float  # streams that were decoded meanwhile
+    blurred: bool = False  # the engine also worked for clients that kvpin does not see
 
 
 class Remaining(NamedTuple):
@@ -68,17 +61,11 @@ class Remaining(NamedTuple):
 
 
 class Spent(NamedTuple):
-    """An engine's work between a request and its whole answer.
+    """An engine's work between a request and its whole answer."""
 
-    Attributes:
-        seconds: time between the two.
-        computed: prompt tokens it computed meanwhile, of all requests.
-        decoding: other streams it decodes at the end.
-    """
-
-    seconds: float
-    computed: int
-    decoding: int
+    seconds: float  # time between the two
+    computed: int  # prompt tokens it computed meanwhile, of all requests
+    decoding: int  # other streams it decodes at the end
 
 
 class _Begun(NamedTuple):
@@ -123,16 +110,11 @@ class _BusyPeriod(Struct):
 
 
 class EngineLedger:
-    """Work in flight on one engine.
-
-    Attributes:
-        placed: requests that were placed on it so far.
-        backlog: requests that the engine reports to wait.
-    """
+    """Work in flight on one engine."""
 
     def __init__(self) -> None:
-        self.placed = 0
-        self.backlog = Backlog()
+        self.placed = 0  # requests that were placed on it so far
+        self.backlog = Backlog()  # requests that the engine reports to wait
         self._prefills: dict[int, _Prefill] = {}  # by ticket, in the order they were placed
         self._first: _Prefill | None = None  # of them: the one that the engine is computing
         self._expected_s = 0.0  # of all of them

@@ -57,20 +57,13 @@ LEAST_HELD = 0.5
 
 
 class Prefillers(msgspec.Struct, frozen=True):
-    """The engines that may compute a prompt for others.
+    """The engines that may compute a prompt for others."""
 
-    Attributes:
-        candidates: the engines that are meant for that.
-        decoders: the engines that can read KV from others.
-        transfer_s: (prefiller, decoder, tokens) → seconds of the transfer.
-        arrivals: engine → requests that it gets per second.
-        holders: further engines that can give KV, and do so if they hold much of the prompt.
-    """
-
-    candidates: Sequence[Candidate]
-    decoders: Collection[str]
-    transfer_s: Callable[[str, str, int], float]
-    arrivals: Callable[[str], float]
+    candidates: Sequence[Candidate]  # the engines that are meant for that
+    decoders: Collection[str]  # the engines that can read KV from others
+    transfer_s: Callable[[str, str, int], float]  # (prefiller, decoder, tokens) → seconds of the transfer
+    arrivals: Callable[[str], float]  # engine → requests that it gets per second
+    # Further engines that can give KV, and do so if they hold much of the prompt.
     holders: Sequence[Candidate] = ()
 
 
@@ -100,11 +93,9 @@ def best_pair(
     targets: Scores,
     alone_s: float = inf,
 ) -> Placement | None:
-    """The cheapest pair; None if there is none. Regret is computed for this one alone.
-
-    `targets` are the scores of the candidates. `alone_s` is the cost of the best of them: engines that hold
-    KV, and cost as much already, are left out.
-    """
+    """The cheapest pair; None if there is none. Regret is computed for this one alone. `targets` are the
+    scores of the candidates. `alone_s` is the cost of the best of them: engines that hold KV, and cost as
+    much already, are left out."""
     once = replace(outlook, turns=1.0)  # the next turns come to the decoder
     meant = len(prefillers.candidates)
     holders = sorted(prefillers.holders, key=lambda each: each.match.blocks, reverse=True)[:MAX_HOLDERS]

@@ -48,50 +48,37 @@ _NO_WORK = Work(0)
 
 @dataclass(slots=True, eq=False)
 class KnownEngine:
-    """Placement's knowledge of one engine.
-
-    Attributes:
-        residents: the prompts that any of its tiers holds.
-        on_gpu: the prompts that its GPU holds; None if it has no host tier, so that both are the same.
-        tokens_per_block: its own block size, or the pool's if that is larger.
-        gpu_blocks: capacity of its GPU, in blocks of the pool; None if unknown.
-        host_blocks: capacity of its host tier, in blocks of the pool; 0 if it has none.
-        in_use: GPU memory that requests in flight hold; None if the capacity is unknown.
-        turn: number of the placement that last chose it, 0 for none.
-        epoch: epoch of the rates that priced its ledger.
-        worked: seconds that it spent on prompts before their first tokens, over the last minutes: the next
-            turns of a conversation take minutes, too. Over a few seconds, one long prefill would drive the
-            conversations away from its engine, and their prefills elsewhere would drive the next ones away.
-        arrived: requests that were placed on it, over the last minutes, `counted` of them so far: only
-            decisions about pairs ask for it.
-        reports: its answers tell how long prompts took. First tokens may have waited for a slot, too.
-        unread: requests that have no first token yet, by their tickets.
-        unread_blocks: those of their prompts.
-        in_flight: requests that have not ended, legs included.
-        untold: requests that were served, and whose blocks no event has told of yet.
-        idle: what of it as a candidate never changes.
-    """
+    """Placement's knowledge of one engine."""
 
     engine: str
     ledger: EngineLedger
     rates: EngineRates
-    residents: Residents
+    residents: Residents  # the prompts that any of its tiers holds
+    # The prompts that its GPU holds; None if it has no host tier, so that both are the same.
     on_gpu: Residents | None
-    tokens_per_block: int
-    gpu_blocks: int | None
-    host_blocks: int
-    in_use: InUse | None
-    turn: int = 0
-    epoch: int = 0
+    tokens_per_block: int  # its own block size, or the pool's if that is larger
+    gpu_blocks: int | None  # capacity of its GPU, in blocks of the pool; None if unknown
+    host_blocks: int  # capacity of its host tier, in blocks of the pool; 0 if it has none
+    in_use: InUse | None  # GPU memory that requests in flight hold; None if the capacity is unknown
+    turn: int = 0  # number of the placement that last chose it, 0 for none
+    epoch: int = 0  # epoch of the rates that priced its ledger
+    # Seconds that it spent on prompts before their first tokens, over the last minutes: the next turns of a
+    # conversation take minutes, too. Over a few seconds, one long prefill would drive the conversations away
+    # from its engine, and their prefills elsewhere would drive the next ones away.
     worked: Rate = field(default_factory=partial(Rate, WINDOW_S))
+    # Requests that were placed on it, over the last minutes, `counted` of them so far: only decisions about
+    # pairs ask for it.
     arrived: Rate = field(default_factory=partial(Rate, WINDOW_S))
     counted: int = 0
+    # Its answers tell how long prompts took. First tokens may have waited for a slot, too.
     reports: bool = False
+    # Requests that have no first token yet, by their tickets.
     unread: dict[int, PlacedRequest] = field(default_factory=dict)
-    unread_blocks: int = 0
-    in_flight: int = 0
+    unread_blocks: int = 0  # those of their prompts
+    in_flight: int = 0  # requests that have not ended, legs included
+    # Requests that were served, and whose blocks no event has told of yet.
     untold: list[PlacedRequest] = field(default_factory=list)
-    idle: Candidate = field(init=False)
+    idle: Candidate = field(init=False)  # what of it as a candidate never changes
 
     def __post_init__(self) -> None:
         self.idle = Candidate(
@@ -111,30 +98,20 @@ class KnownEngine:
 
 
 class PlacedRequest(Struct, eq=False):
-    """A request that was placed, until it ends.
-
-    Attributes:
-        ticket: its number in the engine's ledger.
-        chain: its prompt; None if that is not known.
-        work: its work before the first token.
-        counted_s: seconds of that work which count as demand.
-        begun: when that work ended; None before.
-        part: the part of the request that runs on the engine. The engine of a decode leg computes no prompt.
-        spent: the engine's work until its answer came, if that came whole.
-        may_be_evicted: prompts in flight may evict what it counts on before its engine looks for that.
-        is_settled: it leaves no pending blocks any more.
-    """
+    """A request that was placed, until it ends."""
 
     book: KnownEngine
-    ticket: int
-    chain: Chain | None
-    work: Work
-    counted_s: float = 0.0
-    begun: float | None = None
+    ticket: int  # its number in the engine's ledger
+    chain: Chain | None  # its prompt; None if that is not known
+    work: Work  # its work before the first token
+    counted_s: float = 0.0  # seconds of that work which count as demand
+    begun: float | None = None  # when that work ended; None before
+    # The part of the request that runs on the engine. The engine of a decode leg computes no prompt.
     part: Role = Role.BOTH
-    spent: Spent | None = None
+    spent: Spent | None = None  # the engine's work until its answer came, if that came whole
+    # Prompts in flight may evict what it counts on before its engine looks for that.
     may_be_evicted: bool = False
-    is_settled: bool = False
+    is_settled: bool = False  # it leaves no pending blocks any more
 
     @property
     def hashes(self) -> tuple[BlockHash, ...]:
@@ -143,12 +120,7 @@ class PlacedRequest(Struct, eq=False):
 
 
 class Placer:
-    """Places the requests of one pool.
-
-    Attributes:
-        answering: engines that compute no prompts, and answer what others have computed: no prefill makes
-            them busy.
-    """
+    """Places the requests of one pool."""
 
     def __init__(self, tokens_per_block: int) -> None:
         self.tokens_per_block = tokens_per_block
@@ -157,6 +129,7 @@ class Placer:
         self.rates = PoolRates()
         self.transfers = Transfers(lambda: self.rates.prefill_tok_s)
         self.books: dict[str, KnownEngine] = {}
+        # Engines that compute no prompts, and answer what others have computed: no prefill makes them busy.
         self.answering = 0
         self._turn = 0
         self._sessions: OrderedDict[Hashable, str] = OrderedDict()  # → the engine it was last on
@@ -311,9 +284,8 @@ class Placer:
         part: Role = Role.BOTH,
     ) -> PlacedRequest:
         """A request, or a `part` of it, goes to an engine, which has so much work with it. Its first token
-        will be seen if it `streams`. Its times teach rates only if all its tokens are `known`.
-
-        A decode leg has no work and leaves no pending blocks, unless the engine `computes` its prompt."""
+        will be seen if it `streams`. Its times teach rates only if all its tokens are `known`. A decode leg
+        has no work and leaves no pending blocks, unless the engine `computes` its prompt."""
         book = self.books[engine]
         self._turn += 1
         book.turn = self._turn

@@ -43,15 +43,10 @@ _MEMO = 4096
 
 
 class Timings(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The last samples of one engine's rates, for a kvpin that has learned nothing of it.
+    """The last samples of one engine's rates, for a kvpin that has learned nothing of it."""
 
-    Attributes:
-        prefills: tokens, and seconds with nothing decoding.
-        are_blurred: the engine also worked for clients that kvpin does not see.
-    """
-
-    prefills: list[tuple[int, float]]
-    are_blurred: bool
+    prefills: list[tuple[int, float]]  # tokens, and seconds with nothing decoding
+    are_blurred: bool  # the engine also worked for clients that kvpin does not see
     answers: list[AnswerSample]
 
 
@@ -66,21 +61,14 @@ def on_curve(lengths: Sequence[float], seconds: Sequence[float], tokens: float) 
 
 
 class PoolRates:
-    """Rates that the engines of one pool share.
-
-    Attributes:
-        prefill_tok_s: prompt tokens computed per second, in prompts of TYPICAL_TOKENS.
-        interference: share that each decoding stream adds to the time of a prefill.
-        epoch: number that changes when rates change by more than OWN_PACE.
-        learned: any rate was learned.
-        fit: rates from whole answers; None before there are enough, and once a first token was seen.
-    """
+    """Rates that the engines of one pool share."""
 
     def __init__(self) -> None:
+        # Prompt tokens computed per second, in prompts of TYPICAL_TOKENS.
         self.prefill_tok_s = DEFAULT_PREFILL_TOK_S
-        self.interference = 0.0
-        self.epoch = 0
-        self.learned = False
+        self.interference = 0.0  # share that each decoding stream adds to the time of a prefill
+        self.epoch = 0  # number that changes when rates change by more than OWN_PACE
+        self.learned = False  # any rate was learned
         self._epoch_tok_s = self.prefill_tok_s
         self._samples: dict[int, deque[tuple[int, float]]] = {}  # octave of tokens → (tokens, seconds)
         self._points: dict[int, tuple[float, float]] = {}  # octave → medians of those
@@ -96,6 +84,7 @@ class PoolRates:
         self._ratios = WeakKeyDictionary[EngineRates, float]()  # engine → its seconds over the curve's
         self._clear = False  # a sample that is not blurred has come
         self._answers = AnswerFit()
+        # Rates from whole answers; None before there are enough, and once a first token was seen.
         self.fit: Fit | None = None
 
     @property
@@ -163,11 +152,9 @@ class PoolRates:
             self._redraw()
 
     def usual(self, engine: EngineRates, ratio: float) -> float:
-        """The median engine's seconds over the curve's, now that `engine` has this `ratio`.
-
-        An engine's pace is relative to this median, not to the curve: the curve is learned from samples that
-        contain the paces, so comparing with it would feed back.
-        """
+        """The median engine's seconds over the curve's, now that `engine` has this `ratio`. An engine's pace
+        is relative to this median, not to the curve: the curve is learned from samples that contain the
+        paces, so comparing with it would feed back."""
         self._ratios[engine] = ratio
         return median_low(self._ratios.values())
 
@@ -214,16 +201,11 @@ class PoolRates:
 
 
 class EngineRates:
-    """One engine's rates: those of its pool, at its own pace.
-
-    Attributes:
-        pool: the rates it shares with the other engines.
-        pace: its seconds over the pool's; 1.0 unless its hardware is clearly different.
-    """
+    """One engine's rates: those of its pool, at its own pace."""
 
     def __init__(self, pool: PoolRates) -> None:
-        self.pool = pool
-        self.pace = 1.0
+        self.pool = pool  # the rates it shares with the other engines
+        self.pace = 1.0  # its seconds over the pool's; 1.0 unless its hardware is clearly different
         # (tokens, seconds with nothing decoding)
         self._samples: deque[tuple[int, float]] = deque(maxlen=WINDOW)
         self._answers: deque[AnswerSample] = deque(maxlen=WINDOW)

@@ -61,11 +61,9 @@ def predict(chain: Chain, blocks: int, tokens_per_block: int) -> int:
 def reuse_of(
     held: Match | Forecast, size: int, rates: EngineRates, chain: Chain, outlook: Outlook, computes: bool
 ) -> Cost:
-    """The part of a prompt that an engine reuses, and the time for the rest, if it `computes` that itself.
-
-    It is a cost without load: `interference_s` and `stall_s` are those of one decoding stream. Engines of
-    equal match, block size and pace share it. So it is not told which one it is of.
-    """
+    """The part of a prompt that an engine reuses, and the time for the rest, if it `computes` that itself. It
+    is a cost without load: `interference_s` and `stall_s` are those of one decoding stream. Engines of equal
+    match, block size and pace share it. So it is not told which one it is of."""
     cached = host = disk = pending = 0
     restore_s = prefill_s = 0.0
     if not isinstance(held, Match):
@@ -95,17 +93,9 @@ def reuse_of(
 
 
 class Scores:
-    """The cost of each candidate: the total at once, named terms when somebody asks for them.
-
-    Values that may change later are noted at once. So the terms are those that the decision saw, however late
-    somebody asks for them.
-
-    Attributes:
-        totals: total seconds of each candidate, without regret.
-        reuses: see `reuse_of`.
-        regrets: cost of evicted KV that will be requested again, by the position of the candidate that evicts
-            it; only for candidates for which it was computed.
-    """
+    """The cost of each candidate: the total at once, named terms when somebody asks for them. Values that may
+    change later are noted at once. So the terms are those that the decision saw, however late somebody asks
+    for them."""
 
     __slots__ = "_candidates", "_terms", "regrets", "reuses", "totals"
 
@@ -149,8 +139,10 @@ class Scores:
                 turns_s * candidate.busy, again_s,
             ))  # fmt: skip
             reuses.append(reuse)
-        self._candidates, self._terms, self.reuses = candidates, terms, reuses
-        self.totals: list[float] = [*map(sum, terms)]
+        self._candidates, self._terms, self.reuses = candidates, terms, reuses  # `reuses`: see `reuse_of`
+        self.totals: list[float] = [*map(sum, terms)]  # total seconds of each candidate, without regret
+        # Cost of evicted KV that will be requested again, by the position of the candidate that evicts it;
+        # only for candidates for which it was computed.
         self.regrets: dict[int, float] = {}
 
     def within(self, limit_s: float) -> list[int]:
@@ -219,11 +211,9 @@ def _again_s(parted: int, least: int, chain: Chain, outlook: Outlook, each: Cand
 
 
 def _waiting_s(reuse: Cost, load: LoadView, per_s: float, *, is_full: bool) -> float:
-    """What a prefill costs the requests that wait for its engine.
-
-    Those that come while it runs, `per_s` a second, wait for half of it on average. Where memory `is_full`,
-    requests wait until streams end. These wait for all of it, as the streams stand still meanwhile.
-    """
+    """What a prefill costs the requests that wait for its engine. Those that come while it runs, `per_s` a
+    second, wait for half of it on average. Where memory `is_full`, requests wait until streams end. These
+    wait for all of it, as the streams stand still meanwhile."""
     work_s = reuse.restore_s + reuse.prefill_s
     for_memory = load.in_flight - load.decoding if is_full else 0
     return work_s * work_s / 2 * per_s + reuse.prefill_s * for_memory
@@ -236,11 +226,9 @@ def _followers_s(reuse: Cost, load: LoadView) -> float:
 
 
 def spare_of(candidates: Sequence[Candidate], chain: Chain) -> float:
-    """How far an engine is idle while requests in flight compute this prompt's beginning, 0 to 1.
-
-    1 if one has no queue: work there delays nobody. 0 if the least busy one is busy for as long as that
-    beginning takes, or if no request computes it: then work is worth what it is on average.
-    """
+    """How far an engine is idle while requests in flight compute this prompt's beginning, 0 to 1. 1 if one
+    has no queue: work there delays nobody. 0 if the least busy one is busy for as long as that beginning
+    takes, or if no request computes it: then work is worth what it is on average."""
     pending = max([each.match.pending for each in candidates])
     if not pending:
         return 0.0
@@ -305,10 +293,8 @@ def _is_firm(candidate: Candidate) -> bool:
 
 
 def place_least_loaded(candidates: Sequence[Candidate]) -> Placement:
-    """The engine with the fewest requests in flight. Caches do not count.
-
-    For requests whose prompt is not known (reuse off, audio). `candidates` is not empty.
-    """
+    """The engine with the fewest requests in flight. Caches do not count. For requests whose prompt is not
+    known (reuse off, audio). `candidates` is not empty."""
 
     def cost(each: Candidate) -> Cost:
         return Cost(each.engine, in_flight=each.load.in_flight, turn=each.turn, is_last=each.is_last)

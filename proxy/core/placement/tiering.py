@@ -48,28 +48,19 @@ Returns = Callable[[float], float]
 
 @dataclass(slots=True, eq=False)
 class Thread(Generic[Prompt]):
-    """A prompt that a later one may continue. Times in seconds of the caller's clock.
+    """A prompt that a later one may continue. Times in seconds of the caller's clock."""
 
-    Attributes:
-        prompt: whatever the caller needs to restore it.
-        ended: when its answer ended.
-        gaps: the last gaps, in seconds from the end of an answer to the next turn, of answers that ended with
-            a tool call if this one did, else of the others. Tools take seconds, people minutes.
-        other_gaps: those of the other kind of answers.
-        called_tool: its answer ended with a tool call.
-        restored_on: the engine that it was restored on for the turn that is due.
-        on_gpu: blocks of it that were on that GPU before.
-    """
-
-    prompt: Prompt
+    prompt: Prompt  # whatever the caller needs to restore it
     hashes: tuple[BlockHash, ...]
     n_tokens: int
-    ended: float
+    ended: float  # when its answer ended
+    # The last gaps, in seconds from the end of an answer to the next turn, of answers that ended with a tool
+    # call if this one did, else of the others. Tools take seconds, people minutes.
     gaps: tuple[float, ...] = ()
-    other_gaps: tuple[float, ...] = ()
-    called_tool: bool = False
-    restored_on: str | None = None
-    on_gpu: int = 0
+    other_gaps: tuple[float, ...] = ()  # those of the other kind of answers
+    called_tool: bool = False  # its answer ended with a tool call
+    restored_on: str | None = None  # the engine that it was restored on for the turn that is due
+    on_gpu: int = 0  # blocks of it that were on that GPU before
 
     @property
     def window(self) -> tuple[float, float] | None:
@@ -185,16 +176,11 @@ class AheadCounts(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Below(Generic[Prompt]):
-    """A thread that is due and has blocks on an engine's lower tiers.
-
-    Attributes:
-        blocks: how many of its blocks would be restored.
-        until: when its window closes.
-    """
+    """A thread that is due and has blocks on an engine's lower tiers."""
 
     thread: Thread[Prompt]
-    blocks: int
-    until: float
+    blocks: int  # how many of its blocks would be restored
+    until: float  # when its window closes
 
 
 def gain(
@@ -221,13 +207,11 @@ def gain(
 
 
 def soon(returns: Returns, idle_s: float, within_s: float) -> float:
-    """Probability that a prompt idle for `idle_s` seconds is requested again within `within_s` seconds.
-
-    The number of prompts that never come back is the same at every age. So the odds of coming back are
+    """Probability that a prompt idle for `idle_s` seconds is requested again within `within_s` seconds. The
+    number of prompts that never come back is the same at every age. So the odds of coming back are
     proportional to the number of prompts still to come. The difference between the odds at two ages is
-    proportional to the number that come in between. Ages are known to half an octave; a shorter time gets
-    its share of that.
-    """
+    proportional to the number that come in between. Ages are known to half an octave; a shorter time gets its
+    share of that."""
     over_s = max(within_s, HALF_OCTAVE * idle_s)
     if over_s <= 0:
         return 0.0

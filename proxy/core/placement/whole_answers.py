@@ -41,17 +41,11 @@ GUESS_WEIGHT = 0.25
 
 
 class AnswerSample(msgspec.Struct, frozen=True, gc=False):
-    """One whole answer.
+    """One whole answer."""
 
-    Attributes:
-        prefilled: prompt tokens that the engine computed from its beginning to its end.
-        output: tokens of the answer.
-        seconds: from the request to the answer.
-    """
-
-    prefilled: int
-    output: int
-    seconds: float
+    prefilled: int  # prompt tokens that the engine computed from its beginning to its end
+    output: int  # tokens of the answer
+    seconds: float  # from the request to the answer
 
     @property
     def prefill_share(self) -> float:
