@@ -23,22 +23,18 @@ import msgspec
 
 from proxy.core.placement.demand import Rate
 
-# A request waits here if its engine would begin it later than this.
-HOLD_S = 1.0
+HOLD_S = 1.0  # a request waits here if its engine would begin it later than this
 # An engine gets this many unanswered requests whatever they cost: one to compute, and one to compute next.
 KEPT_BUSY = 2
-# Tokens that a tenant may send in each of its turns.
-QUANTUM = 2048
+QUANTUM = 2048  # tokens that a tenant may send in each of its turns
 # Requests that one look offers to placement, which may refuse one for lack of memory although an engine is
 # free. Half of them are the first in order, half were not refused lately.
 MAX_LOOKS = 8
-# Lowest and highest priority value. 0 is usual; a lower value goes first.
-MIN_PRIORITY, MAX_PRIORITY = -8, 8
+MIN_PRIORITY, MAX_PRIORITY = -8, 8  # Lowest and highest priority value. 0 is usual; a lower value goes first.
 # The pace of a queue fades by a factor of e in this time. It counts once it was seen for LEAST_S and in so
 # many requests, or for PACE_S: the first one may be slow, and who is refused for it would have been served.
 PACE_S, LEAST_S, LEAST_LEFT = 30.0, 1.0, 8
-# A client that is refused is told to come back within this time.
-MAX_RETRY_S = 60
+MAX_RETRY_S = 60  # a client that is refused is told to come back within this time
 
 Item = TypeVar("Item")
 _order = attrgetter("order")
@@ -69,8 +65,7 @@ class Entry(Generic[Item]):
     size: int  # bytes that it holds meanwhile
     needs: Needs  # says which engines can take it
     item: Item
-    # Its place among its tenant's requests. The queue sets it.
-    order: tuple[int, int] = (0, 0)
+    order: tuple[int, int] = (0, 0)  # Its place among its tenant's requests. The queue sets it.
 
 
 @dataclass(slots=True, eq=False)

@@ -25,8 +25,7 @@ WINDOW = 50
 # A view is doubted when more than this share of the last WINDOW predictions missed, and at least this many.
 MAX_MISS_SHARE = 0.2
 MIN_MISSES = 5
-# A resync without effect doubles the misses before the next one, up to this.
-MAX_PATIENCE = 40
+MAX_PATIENCE = 40  # a resync without effect doubles the misses before the next one, up to this
 
 
 class Trust(StrEnum):
@@ -157,14 +156,10 @@ class EngineAudit:
 # --- the breaker --------------------------------------------------------------------------------------------
 
 
-# Failures in a row that open it.
-FAILURES = 5
-# Seconds that it stays open: at first, and at most.
-OPEN_S, MAX_OPEN_S = 1.0, 30.0
-# It is closed once it has allowed this many unanswered requests.
-ENOUGH = 32
-# Empty answers in a row, beside others with text, that are no accident.
-ODD = 2
+FAILURES = 5  # failures in a row that open it
+OPEN_S, MAX_OPEN_S = 1.0, 30.0  # seconds that it stays open: at first, and at most
+ENOUGH = 32  # it is closed once it has allowed this many unanswered requests
+ODD = 2  # empty answers in a row, beside others with text, that are no accident
 
 
 class Breaker:

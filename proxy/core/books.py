@@ -16,8 +16,7 @@ from proxy.core.quotas import TenantLimits
 # --- engine book ----------------------------------------------------------------------------------------
 # The orders of operators to drain, add and remove engines. Every kvpin of a group holds the same book.
 
-# A book keeps this many engines, the last changed first.
-MAX_MARKS = 1000
+MAX_MARKS = 1000  # a book keeps this many engines, the last changed first
 # Of two orders about one engine, and of two removals of keys, the later one is later by at least that,
 # whatever the clock of its kvpin says.
 _TICK_S = 0.001
@@ -31,8 +30,7 @@ class EngineMark(msgspec.Struct, frozen=True, array_like=True):
 
     engine: str  # its name, as kvpins tell it to each other
     drained: bool  # it gets no new requests
-    # When the last order was given, in Unix time. Of two marks, the later one counts.
-    at: float
+    at: float  # When the last order was given, in Unix time. Of two marks, the later one counts.
     removed: bool = False  # no kvpin uses it, whatever settings and sources say
     # Its settings as JSON, if an operator added it; else empty: settings or sources name it.
     added: bytes = b""
@@ -130,8 +128,7 @@ class EngineBook:
 
 # --- the keys that the admin API has issued. Every kvpin of a group holds the same book -----------------
 
-# A book holds this many keys, and as many marks of removed ones, the newest.
-MAX_KEYS = 2000
+MAX_KEYS = 2000  # a book holds this many keys, and as many marks of removed ones, the newest
 _SIGNATURE, _SIGNATURE_BYTES = "sha256", 32
 
 

@@ -24,17 +24,14 @@ from engine_adapter.causes import Blame, Cause
 
 # Attempts in which the engine died or sent nonsense. A request with this many probably causes it.
 MAX_POISON = 2
-# Attempts that engines denied. If two do, the request is at fault.
-MAX_DENIED = 2
+MAX_DENIED = 2  # Attempts that engines denied. If two do, the request is at fault.
 # What an engine's refusal says of it shows when another engine is asked.
 _COMPARED = (Blame.UNLESS_ALL, Blame.IF_ANSWERED)
 # Seconds that an answer of a lost engine may be silent. An engine that only failed its health check, because
 # it is busy, still sends.
 SILENCE_S = 5.0
-# How often a running answer is checked within the time that it may be silent.
-_LOOKS = 4
-# The most seconds between two looks at a request.
-_MOST_LOOKS_S = 5.0
+_LOOKS = 4  # how often a running answer is checked within the time that it may be silent
+_MOST_LOOKS_S = 5.0  # the most seconds between two looks at a request
 
 
 class Rules(Struct, frozen=True, dict=True):
@@ -321,12 +318,10 @@ def _blamed(attempts: Sequence[FailedAttempt], *kinds: Blame) -> tuple[FailedAtt
 # --- retries of all requests --------------------------------------------------------------------------------
 
 
-# Retries that each request adds: a fifth of the load.
-RETRY_SHARE = 0.2
+RETRY_SHARE = 0.2  # retries that each request adds: a fifth of the load
 # Retries that are always there for a few requests at a time, and what is added in each second.
 RETRY_FLOOR, RETRIES_PER_S = 10.0, 1.0
-# Most that is saved up.
-MOST_RETRIES = 100.0
+MOST_RETRIES = 100.0  # most that is saved up
 
 
 class RetryBudget:

@@ -93,8 +93,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     predicted_tokens: int = 0  # prompt tokens that it was expected to reuse
     holder: str | None = None  # the engine that would have reused most of its prompt
     held_tokens: int = 0  # prompt tokens that `holder` would have reused; 0 if the request was placed there
-    # The engine's block size in tokens. The engine reuses full blocks.
-    tokens_per_block: int = 1
+    tokens_per_block: int = 1  # The engine's block size in tokens. The engine reuses full blocks.
     compared: Compared | None = None  # the earlier request that it is compared with; None without one
     rules: tuple[str, ...] = ()  # the rules that changed its prompt
     # Tokens that full attention held, and that could not be reused because another kind of attention lacked

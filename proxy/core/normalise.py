@@ -117,8 +117,7 @@ def _to_days(text: str) -> str:
 
 def _to_day(line: str) -> str:
     head, rest = line[:HEAD], line[HEAD:]
-    # A time at the end of the head may go on behind it.
-    end = len(head) if rest else len(head) + 1
+    end = len(head) if rest else len(head) + 1  # a time at the end of the head may go on behind it
 
     def to_day(found: re.Match[str]) -> str:
         return found[1] if found.end() < end else found[0]

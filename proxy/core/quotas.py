@@ -16,8 +16,7 @@ from math import ceil
 import msgspec
 
 MINUTE_S = 60.0
-# Seconds after which to come back if too many requests run at a time: nobody knows when one ends.
-SOON_S = 1
+SOON_S = 1  # seconds after which to come back if too many requests run at a time: nobody knows when one ends
 
 
 class TenantLimits(msgspec.Struct, frozen=True):
@@ -222,11 +221,9 @@ DAY_S = 86_400
 """Seconds of a day. Days are those of UTC."""
 MOST_DAYS = 400
 """Days with use that are kept."""
-# The days that are kept have this many rows; older ones are dropped first.
-_MOST_ROWS = 100_000
+_MOST_ROWS = 100_000  # the days that are kept have this many rows; older ones are dropped first
 
-# A call of `sorted` keeps the interpreter's lock. This many rows take about 1 ms.
-_SORTED_AT_ONCE = 2048
+_SORTED_AT_ONCE = 2048  # A call of `sorted` keeps the interpreter's lock. This many rows take about 1 ms.
 
 UseKey = tuple[int, str, str]
 """The day's number since 1970, the tenant and the model; "" for none."""

@@ -163,8 +163,7 @@ _OBSTACLES = {
     "stall_s": "computing {computed:,} tokens{place} delays other requests by {term} in all",
     "queue_s": "{term} of prefill wait{place}",
 }
-# Terms that count for other requests, too.
-_STRAINED = ("restore_s", "prefill_s")
+_STRAINED = ("restore_s", "prefill_s")  # terms that count for other requests, too
 
 
 def _dearest(words: Mapping[str, str], rival: Cost, placement: Placement, place: str | None = None) -> str:

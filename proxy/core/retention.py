@@ -24,26 +24,20 @@ from engine_adapter.body import JsonBody
 from engine_adapter.types import Retention
 from proxy.errors import BadRequest
 
-# Above the priority of requests that ask for nothing, and the same for all clients.
-PRIORITY = 1
-# No API offers more than a day.
-MAX_TTL_S = 86_400.0
-# Anthropic's default, if a client names no time.
-EPHEMERAL_S = 300.0
-# OpenAI's default for a breakpoint.
-BREAKPOINT_S = 1800.0
+PRIORITY = 1  # above the priority of requests that ask for nothing, and the same for all clients
+MAX_TTL_S = 86_400.0  # no API offers more than a day
+EPHEMERAL_S = 300.0  # Anthropic's default, if a client names no time
+BREAKPOINT_S = 1800.0  # OpenAI's default for a breakpoint
 
 _DURATION = re.compile(r"(\d{1,9})([smhd])")
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 _NOT_KEPT = ("in_memory", "in-memory")
-# Characters of a wrong value that its error repeats.
-_SHOWN = 40
+_SHOWN = 40  # characters of a wrong value that its error repeats
 _OPTIONS, _RETENTION, _MARK = "prompt_cache_options", "prompt_cache_retention", "prompt_cache_breakpoint"
 _CACHE_CONTROL, _PROMPT_CACHE, _BREAKPOINT = b"cache_control", b"prompt_cache_", _MARK.encode()
 # Fields that have parts with such marks. Clients that translate put `cache_control` in chats, too.
 _PARTS = ("system", "messages", "tools", "input")
-# Fields of a part that have parts.
-_WITHIN = ("content", "output")
+_WITHIN = ("content", "output")  # fields of a part that have parts
 
 _Path: TypeAlias = "tuple[_Path | None, str | int]"
 """The place of a field: the path before it, and its name, or its index in a list."""

@@ -17,8 +17,7 @@ from proxy.core.index.segments import SEGMENT_BLOCKS, Segment, Spread, spread
 # A block's dict, by its remainder: Python keeps numbers up to 256 ready, and a shift takes longer.
 # Of a million blocks, each dict has 4,000.
 _PARTS = 251
-# Segments are in sets by their address, whose last four bits are 0.
-_SETS = 256
+_SETS = 256  # segments are in sets by their address, whose last four bits are 0
 # A step looks at one segment and takes a third of a microsecond; clearing one takes as long as this many
 # steps. A slice of work takes half a millisecond.
 _STEPS_TO_CLEAR = 60

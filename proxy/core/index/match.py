@@ -299,12 +299,7 @@ def in_chunks(column: str, ends: list[int], size: int) -> Match:
 
 
 def within_groups(
-    own: Grouped,
-    masks: list[int],
-    ends: list[int],
-    column: str,
-    most: int | None,
-    coming: Sequence[int] = (),
+    own: Grouped, masks: list[int], ends: list[int], column: str, most: int | None, coming: Sequence[int] = ()
 ) -> Match:
     """The part of a chain that an engine's further groups can reuse, too. `coming`: see `KvGroups.reach`.
     Blocks are pending beyond the boundary that the groups allow now, if requests in flight move it: whatever

@@ -18,8 +18,7 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 _BITS = 8
-# `spread[key >> KEY_SHIFT]` for hashes of 64 bits, which need no more hashing.
-KEY_SHIFT = 64 - _BITS
+KEY_SHIFT = 64 - _BITS  # `spread[key >> KEY_SHIFT]` for hashes of 64 bits, which need no more hashing
 _HASH_SHIFT = 61 - _BITS  # hashes of integers have 61 bits
 _MASK = (1 << _BITS) - 1
 

@@ -61,12 +61,7 @@ class OwnClaim:
         return self._since is not None and not self.is_owner
 
     def decide(
-        self,
-        now: float,
-        others: Mapping[int, Claim],
-        *,
-        may_bid: bool,
-        is_alone: bool = False,
+        self, now: float, others: Mapping[int, Claim], *, may_bid: bool, is_alone: bool = False
     ) -> None:
         """Bids, becomes the owner, or gives up.
 
@@ -116,10 +111,8 @@ _OWNER_BYTES = 8
 _HEAD = len(VERSION) + _OWNER_BYTES
 
 
-# What `packed` takes, and a digest of ids.
-_Number = Annotated[int, msgspec.Meta(ge=0)]
-# Bytes of a packed hash or digest.
-_HASH_BYTES = 8
+_Number = Annotated[int, msgspec.Meta(ge=0)]  # what `packed` takes, and a digest of ids
+_HASH_BYTES = 8  # bytes of a packed hash or digest
 
 
 def _check_packed(data: bytes) -> None:

@@ -17,8 +17,7 @@ from proxy.core.placement.demand import InUse, Residents
 from proxy.core.placement.load import IDLE, LoadView, Work
 from proxy.core.placement.rates import EngineRates
 
-# The match of an engine that holds none of a prompt.
-NOTHING = Match()
+NOTHING = Match()  # the match of an engine that holds none of a prompt
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):
@@ -63,8 +62,7 @@ class Outlook(msgspec.Struct, frozen=True, gc=False):
     spare: float = 0.0
 
 
-# No other requests run, and no prompt comes back.
-CALM = Outlook(0.0, 1.0, lambda _idle_s: 0.0)
+CALM = Outlook(0.0, 1.0, lambda _idle_s: 0.0)  # no other requests run, and no prompt comes back
 
 
 class Cost(msgspec.Struct, frozen=True, gc=False):
@@ -118,8 +116,7 @@ class Cost(msgspec.Struct, frozen=True, gc=False):
         return sum([getattr(self, term) or 0.0 for term in TERMS])
 
 
-# The terms of a cost.
-TERMS = tuple([name for name in Cost.__struct_fields__ if name.endswith("_s")])
+TERMS = tuple([name for name in Cost.__struct_fields__ if name.endswith("_s")])  # the terms of a cost
 
 
 class Placement(msgspec.Struct, frozen=True, gc=False):

@@ -17,12 +17,9 @@ from proxy.core.index.blocks import BlockHash, Chain
 #
 # How busy engines are is told by amounts that fade with time, so that no list of past events is kept.
 
-# The last minutes: long enough to see many prompts, short enough to follow the day.
-WINDOW_S = 120.0
-# The last seconds: a burst counts while it lasts.
-RATE_S = 10.0
-# A rate over less time than this would be that of its first amount.
-YOUNG_S = 1.5
+WINDOW_S = 120.0  # the last minutes: long enough to see many prompts, short enough to follow the day
+RATE_S = 10.0  # the last seconds: a burst counts while it lasts
+YOUNG_S = 1.5  # a rate over less time than this would be that of its first amount
 
 
 class Recent:
@@ -95,8 +92,7 @@ class Rate:
         return self._first is None or now - self._first < self._fades_s
 
 
-# Prompts that may come back. Older ones count as never coming back.
-MAX_PROMPTS = 50_000
+MAX_PROMPTS = 50_000  # Prompts that may come back. Older ones count as never coming back.
 # Ages are counted in half octaves from this many seconds, up to some months.
 YOUNGEST_S = 0.1
 AGES = 56
@@ -112,8 +108,7 @@ MIN_UTILISATION = 0.1
 BURST_UTILISATION = 0.02
 # More turns cannot be foreseen: the share of prompts that never return would be too small to measure.
 MAX_TURNS = 20.0
-# Keeps the price of work finite in a pool that gets more work than it can do.
-MAX_UTILISATION = 0.95
+MAX_UTILISATION = 0.95  # keeps the price of work finite in a pool that gets more work than it can do
 
 
 class Demand:
@@ -221,10 +216,8 @@ def _age(seconds: float) -> int:
 # --- in use ---------------------------------------------------------------------------------------------
 # The GPU memory that requests in flight hold, and the prompts that an engine would evict for more.
 
-# More prompts than an engine holds.
-MAX_RESIDENTS = 20_000
-# If an eviction takes more prompts than this, the rest are assumed to be like these.
-MAX_LOOKED_AT = 32
+MAX_RESIDENTS = 20_000  # more prompts than an engine holds
+MAX_LOOKED_AT = 32  # if an eviction takes more prompts than this, the rest are assumed to be like these
 
 
 class Residents:
@@ -298,8 +291,7 @@ class Residents:
         self._prompts.clear()
 
 
-# Blocks that one noted block stands for. What two prompts share is known to within this many.
-STRIDE = 64
+STRIDE = 64  # Blocks that one noted block stands for. What two prompts share is known to within this many.
 
 
 class InUse:

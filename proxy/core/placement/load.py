@@ -16,8 +16,7 @@ from msgspec import Struct
 
 from proxy.core.admission import Backlog
 
-# An engine's reported load counts for this time: a few health checks.
-REPORT_S = 15.0
+REPORT_S = 15.0  # an engine's reported load counts for this time: a few health checks
 # Prompts that are measured together. Engines mix prompts in their steps; with this many, the part of the next
 # prompt that has begun hardly counts.
 MANY = 8

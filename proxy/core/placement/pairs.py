@@ -42,8 +42,7 @@ from proxy.core.placement.scores import TIE_S, Scores, choose, place, place_leas
 # less than an answer that begins later. In benchmarks/pairs_sim.py, values from 0.03 to 0.05 gave the
 # shortest times to first token. With more, gaps between tokens are shorter, and first tokens come later.
 STALL = 0.05
-# Shorter transfers are never worth their round trips, and measure nothing else.
-MIN_PULL_TOKENS = 64
+MIN_PULL_TOKENS = 64  # shorter transfers are never worth their round trips, and measure nothing else
 # The first leg may take as long as expected and, beyond that, as long as the other engine would need alone,
 # but at least this. So the answer comes at most twice as late as without a pair.
 LEAST_PATIENCE_S = 1.0
@@ -250,10 +249,8 @@ def _both_halves(decoders: Sequence[Candidate], chain: Chain, outlook: Outlook) 
 
 # --- transfers ----------------------------------------------------------------------------------------------
 
-# Prior: moving KV is ten times as fast as computing it.
-SPEEDUP = 10.0
-# Prior: engines that meet for the first time exchange addresses and memory keys.
-HANDSHAKE_S = 0.5
+SPEEDUP = 10.0  # prior: moving KV is ten times as fast as computing it
+HANDSHAKE_S = 0.5  # prior: engines that meet for the first time exchange addresses and memory keys
 # The fastest of this many measurements counts, none older than this.
 WINDOW = 16
 KEPT_S = 300.0

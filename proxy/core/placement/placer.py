@@ -25,19 +25,12 @@ from proxy.core.index.prefix_index import PrefixIndex
 from proxy.core.placement.decision import NOTHING, Candidate, Outlook, Placement
 from proxy.core.placement.demand import WINDOW_S, Demand, InUse, Rate, Residents
 from proxy.core.placement.load import EngineLedger, LoadSample, Spent, Work
-from proxy.core.placement.pairs import (
-    Prefillers,
-    Transfers,
-    least_loaded_of,
-    place_halves,
-    place_with_pairs,
-)
+from proxy.core.placement.pairs import Prefillers, Transfers, least_loaded_of, place_halves, place_with_pairs
 from proxy.core.placement.rates import EngineRates, PoolRates
 from proxy.core.placement.scores import spare_of
 from proxy.core.placement.whole_answers import AnswerSample
 
-# Conversations whose last engine is remembered: more than run at a time.
-MAX_SESSIONS = 50_000
+MAX_SESSIONS = 50_000  # conversations whose last engine is remembered: more than run at a time
 # Of the prompts that an engine has yet to read, so many are looked at when another one joins them.
 MAX_NEIGHBOURS = 8
 # Blocks that each stream takes while a prompt waits to be read: one that it fills, and one that the engine

@@ -21,24 +21,18 @@ from engine_adapter.types import Tier
 from proxy.core.placement.load import LoadSample, Work
 from proxy.core.placement.whole_answers import REFIT, AnswerFit, AnswerSample, Fit
 
-# Prior: a small model on a CPU. Only ratios between engines matter at first.
-DEFAULT_PREFILL_TOK_S = 4000.0
+DEFAULT_PREFILL_TOK_S = 4000.0  # Prior: a small model on a CPU. Only ratios between engines matter at first.
 # Prior: restoring from memory is ten times as fast as computing, and three times as fast as from disk.
 HOST_SPEEDUP = 10.0
 DISK_SPEEDUP = 3.0
-# The first token of a shorter prompt measures the round trip.
-MIN_SAMPLE_TOKENS = 64
-# Medians are of this many samples.
-WINDOW = 16
-# A point of the curve is drawn anew after so many samples of it, once its window is full.
-EACH = 4
-# Length of a prompt whose rate stands for the whole curve.
-TYPICAL_TOKENS = 1024
+MIN_SAMPLE_TOKENS = 64  # the first token of a shorter prompt measures the round trip
+WINDOW = 16  # medians are of this many samples
+EACH = 4  # a point of the curve is drawn anew after so many samples of it, once its window is full
+TYPICAL_TOKENS = 1024  # length of a prompt whose rate stands for the whole curve
 # If three quarters of an engine's samples are this far off the usual pace, it is other hardware; less is
 # noise.
 OWN_PACE = 1.25
-# A decoding stream slows a prefill by at most this share.
-MAX_INTERFERENCE = 0.2
+MAX_INTERFERENCE = 0.2  # a decoding stream slows a prefill by at most this share
 _MEMO = 4096
 
 

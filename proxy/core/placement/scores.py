@@ -37,8 +37,7 @@ from proxy.core.placement.decision import CALM, NOTHING, Candidate, Cost, Outloo
 from proxy.core.placement.load import LoadView
 from proxy.core.placement.rates import EngineRates
 
-# Costs that differ by less than this are equal: nobody notices a millisecond.
-TIE_S = 0.001
+TIE_S = 0.001  # costs that differ by less than this are equal: nobody notices a millisecond
 # Regret is computed for this many engines at most, the cheapest first: one of them is cheap enough.
 MAX_LOOKS = 16
 # Probability that a third prompt comes with a beginning that two have. With 0.3 to 1, mean times to first

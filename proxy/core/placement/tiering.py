@@ -37,10 +37,8 @@ LEAST_SPREAD = 0.05
 # The KV that the GPU evicts must be worth less than half of the KV that is restored: both values are
 # estimates, and moving is work.
 MARGIN = 2.0
-# Stale entries that the heap may hold, in addition to one for each thread.
-SPARE = 64
-# `Demand` counts ages in half octaves.
-HALF_OCTAVE = 2**0.5 - 1
+SPARE = 64  # stale entries that the heap may hold, in addition to one for each thread
+HALF_OCTAVE = 2**0.5 - 1  # `Demand` counts ages in half octaves
 
 Prompt = TypeVar("Prompt")
 Returns = Callable[[float], float]
@@ -184,11 +182,7 @@ class Below(Generic[Prompt]):
 
 
 def gain(
-    below: Below[Prompt],
-    now: float,
-    free_blocks: int,
-    lost: Callable[[int, float], float],
-    returns: Returns,
+    below: Below[Prompt], now: float, free_blocks: int, lost: Callable[[int, float], float], returns: Returns
 ) -> float:
     """Gain of restoring a thread: blocks that are requested soon, for each block restored. Restore only if
     it is above 0.

@@ -34,8 +34,7 @@ REFIT_S = 10.0
 STEP_TOKENS = 64
 # Two answers whose shares of prefill differ by less tell nothing: their difference is noise.
 LEAST_APART = 0.02
-# A fit explains answers that take this share more or less than it says.
-CLOSE = 0.05
+CLOSE = 0.05  # a fit explains answers that take this share more or less than it says
 # Weight of that guess, for each answer: two answers of quite different kinds have a weight of 1.
 GUESS_WEIGHT = 0.25
 
