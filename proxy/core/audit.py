@@ -51,23 +51,16 @@ class Unchecked(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AuditView:
-    """Counts since start, the share of recent misses, and the reason for the trust.
-
-    Attributes:
-        checked: predictions that were compared with the engine's report; `exact`: those that were right.
-        unchecked: attempts that were not checked, by reason. A request that is tried again has several.
-        predicted_tokens, reported_tokens: cached tokens of those that were checked.
-        cached_tokens: those that the engine reported, of all requests.
-    """
+    """Counts since start, the share of recent misses, and the reason for the trust."""
 
     trust: Trust
     why: str
-    checked: int
-    exact: int
-    unchecked: dict[Unchecked, int]
-    predicted_tokens: int
-    reported_tokens: int
-    cached_tokens: int
+    checked: int  # predictions that were compared with the engine's report
+    exact: int  # those of them that were right
+    unchecked: dict[Unchecked, int]  # attempts, by reason; a request that is tried again has several
+    predicted_tokens: int  # cached tokens of those that were checked
+    reported_tokens: int  # likewise
+    cached_tokens: int  # those that the engine reported, of all requests
     recent_miss_share: float
 
 
@@ -82,14 +75,10 @@ class AuditCounts(msgspec.Struct, array_like=True):
 
 
 class EngineAudit:
-    """Compares the predictions for one engine with its reports.
-
-    Attributes:
-        counts, unchecked: those of `AuditView`. Trust does not depend on them.
-    """
+    """Compares the predictions for one engine with its reports."""
 
     def __init__(self) -> None:
-        self.counts, self.unchecked = AuditCounts(), Counter[Unchecked]()
+        self.counts, self.unchecked = AuditCounts(), Counter[Unchecked]()  # trust does not depend on them
         self.trust = Trust.APPROXIMATE
         self.why = "no events yet: learning from responses"
         self._recent: deque[bool] = deque(maxlen=WINDOW)
@@ -114,13 +103,10 @@ class EngineAudit:
 
     def observe(self, predicted: int, reported: int, *, within: int = 1, evicted_since: bool = False) -> bool:
         """Notes a finished request; both counts in tokens. Returns True if the view must be rebuilt now.
-
         Predictions are in whole blocks of the pool. An engine with smaller pages may reuse up to a block
-        more, so a report of less than `within` tokens more than predicted is exact.
-
-        A miss says nothing about the view if the engine has evicted since the prediction (`evicted_since`):
-        the blocks may have been there when they were predicted. Such a miss is counted, but lowers no trust.
-        """
+        more, so a report of less than `within` tokens more than predicted is exact. A miss says nothing about
+        the view if the engine has evicted since the prediction (`evicted_since`): the blocks may have been
+        there when they were predicted. Such a miss is counted, but lowers no trust."""
         is_exact = 0 <= reported - predicted < within
         counts = self.counts
         counts.checked += 1
@@ -144,12 +130,9 @@ class EngineAudit:
     def view(self) -> AuditView:
         """The state as data."""
         share = sum(self._recent) / len(self._recent) if self._recent else 0.0
+        counts = msgspec.structs.asdict(self.counts)
         return AuditView(
-            trust=self.trust,
-            why=self.why,
-            unchecked=dict(self.unchecked),
-            **msgspec.structs.asdict(self.counts),
-            recent_miss_share=share,
+            self.trust, self.why, unchecked=dict(self.unchecked), recent_miss_share=share, **counts
         )
 
 

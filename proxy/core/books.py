@@ -42,6 +42,9 @@ class EngineMark(msgspec.Struct, frozen=True, array_like=True):
         return self.drained, self.removed, self.added
 
 
+_NONE = EngineMark("", drained=False, at=-1.0)  # of an engine without orders
+
+
 def encode_marks(marks: list[EngineMark]) -> bytes:
     """Marks as bytes."""
     return msgspec.msgpack.encode(marks)
@@ -62,18 +65,15 @@ class EngineBook:
 
     def is_drained(self, engine: str) -> bool:
         """True if the last order about the engine was to drain it."""
-        mark = self._marks.get(engine)
-        return mark is not None and mark.drained
+        return self._marks.get(engine, _NONE).drained
 
     def is_removed(self, engine: str) -> bool:
         """True if an operator has removed the engine."""
-        mark = self._marks.get(engine)
-        return mark is not None and mark.removed
+        return self._marks.get(engine, _NONE).removed
 
     def added(self, engine: str) -> bytes:
         """The settings of an engine that an operator has added; empty for another."""
-        mark = self._marks.get(engine)
-        return mark.added if mark is not None else b""
+        return self._marks.get(engine, _NONE).added
 
     def drain(self, engine: str, *, drained: bool, now: float) -> None:
         """An operator drains the engine, or lets it take requests again, at `now` in Unix time."""
@@ -97,8 +97,8 @@ class EngineBook:
         return [mark for mark in self.marks() if mark.removed]
 
     def _order(self, engine: str, now: float, **changes: Any) -> None:  # noqa: ANN401 - fields of a mark
-        before = self._marks.get(engine, EngineMark(engine, drained=False, at=now - _TICK_S))
-        self._take([replace(before, at=max(now, before.at + _TICK_S), **changes)])
+        before = self._marks.get(engine, _NONE)
+        self._take([replace(before, engine=engine, at=max(now, before.at + _TICK_S), **changes)])
 
     def merge(self, marks: Iterable[EngineMark], *, now: float) -> bool:
         """Takes over the marks that are later than those known here. `now` is in Unix time. False if some are
@@ -111,7 +111,7 @@ class EngineBook:
     def _take(self, marks: Iterable[EngineMark]) -> None:
         is_changed = False
         for mark in marks:
-            before = self._marks.get(mark.engine, EngineMark(mark.engine, drained=False, at=-1.0))
+            before = self._marks.get(mark.engine, _NONE)
             if (before.at, before.order) < (mark.at, mark.order):
                 self._marks[mark.engine] = mark
                 is_changed |= before.order != mark.order
@@ -198,12 +198,6 @@ class KeyBook:
         """The limits of each tenant that the keys name some for: those of the newest key that does."""
         return {entry.tenant: entry.limits for entry in self.entries() if entry.limits is not None}
 
-    def _limiting(self) -> frozenset[str]:
-        """The entries that tell the limits of a tenant with a key: without its mark it would have none."""
-        tenants = {key.tenant for key in self.issued()}
-        telling = {entry.tenant: entry.id for entry in self.entries() if entry.limits is not None}
-        return frozenset(entry_id for tenant, entry_id in telling.items() if tenant in tenants)
-
     def entries(self) -> list[IssuedKey]:
         """The keys and the marks, the first issued first."""
         return sorted(self._entries.values(), key=lambda entry: (entry.created, entry.id))
@@ -212,7 +206,7 @@ class KeyBook:
         """The mark of a key that is removed at `now`, in Unix time. It is the newest mark, whatever the clock
         says: the oldest ones are dropped."""
         newest = max((entry.removed for entry in self._entries.values()), default=0.0)
-        return msgspec.structs.replace(key, name="", models=None, removed=max(now, newest + _TICK_S))
+        return replace(key, name="", models=None, removed=max(now, newest + _TICK_S))
 
     def merge(self, entries: Iterable[IssuedKey]) -> None:
         """Takes over what is new here. A removal counts for good, while its mark is among the newest."""
@@ -221,13 +215,14 @@ class KeyBook:
             known = self._entries.get(entry.id)
             if known is None or entry.removed > known.removed:
                 self._entries[entry.id] = entry
-        marks = sorted(
-            (entry for entry in self._entries.values() if entry.removed),
-            key=lambda entry: (entry.removed, entry.id),
-        )
-        needed = self._limiting() if len(marks) > MAX_KEYS else frozenset[str]()
-        for mark in marks[:-MAX_KEYS]:
-            if mark.id not in needed:
-                del self._entries[mark.id]
+        marks = [entry for entry in self._entries.values() if entry.removed]
+        if len(marks) > MAX_KEYS:
+            # An entry that tells the limits of a tenant with a key stays: without it there would be none.
+            tenants = {key.tenant for key in self.issued()}
+            telling = {entry.tenant: entry.id for entry in self.entries() if entry.limits is not None}
+            marks.sort(key=lambda entry: (entry.removed, entry.id))
+            for mark in marks[:-MAX_KEYS]:
+                if mark.tenant not in tenants or telling.get(mark.tenant) != mark.id:
+                    del self._entries[mark.id]
         for listener in self.listeners if self._entries != before else ():
             listener()

@@ -65,16 +65,11 @@ _NONE: frozenset[str] = frozenset()
 class Phase(Enum):
     """Where a request is in its life."""
 
-    ADMITTED = "admitted"
-    """It holds quota and body memory. It is read, placed, and waits for its turn."""
-    IN_TURN = "in turn"
-    """It is its turn, and an engine is free for it. Only this phase leads to an engine."""
-    LEASED = "leased"
-    """It counts as load of its engine, which has not answered yet."""
-    ANSWERING = "answering"
-    """Its answer arrives."""
-    ENDED = "ended"
-    """It is over, and everything it held was given back."""
+    ADMITTED = "admitted"  # it holds quota and body memory; it is read, placed, and waits for its turn
+    IN_TURN = "in turn"  # an engine is free for it; only this phase leads to an engine
+    LEASED = "leased"  # it counts as load of its engine, which has not answered yet
+    ANSWERING = "answering"  # its answer arrives
+    ENDED = "ended"  # it is over, and everything it held was given back
 
 
 class WrongPhase(Exception):
@@ -101,14 +96,8 @@ class Life:
     def __init__(
         self, rules: Rules, budget: RetryBudget, arrived: float, admitted: float | None = None
     ) -> None:
-        """A life that begins.
-
-        Args:
-            rules: see the attribute.
-            budget: retries of all requests together.
-            arrived: when the request's head came.
-            admitted: when it could be read; None for when its head came.
-        """
+        """A life that begins. `budget`: retries of all requests together. `arrived`: when the request's head
+        came. `admitted`: when it could be read; None for when its head came."""
         self.rules, self._budget, self._arrived = rules, budget, arrived
         self.phase = Phase.ADMITTED  # where it is
         self.engine = ""  # the engine whose turn it is, or that it was last
@@ -146,9 +135,8 @@ class Life:
     def tried(self) -> frozenset[str]:
         """The engines that failed: the next attempt is on another one, and does not wait in the queue. One
         that did not get the request is none of them."""
-        if not self.attempts:
-            return _NONE
-        return frozenset([each.engine for each in self.attempts if not each.cause.again])
+        attempts = self.attempts
+        return frozenset([each.engine for each in attempts if not each.cause.again]) if attempts else _NONE
 
     # --- What happens ---------------------------------------------------------------------------------
 
@@ -215,16 +203,9 @@ class Life:
         engine: str | None = None,
     ) -> Sequence[FailedAttempt]:
         """What runs has failed. If another engine may help, the request is to be placed again. Else it is the
-        end. Returns the attempts whose engines are to blame.
-
-        Args:
-            now: the time.
-            cause: why.
-            error: the caller's own.
-            has_begun: the client has the beginning of an answer.
-            can_go_on: another engine can go on with that answer.
-            engine: the engine that failed, if it is not the one whose turn it is.
-        """
+        end. Returns the attempts whose engines are to blame. `error` is the caller's own. `has_begun`: the
+        client has the beginning of an answer. `can_go_on`: another engine can go on with that. `engine`: the
+        one that failed, if it is not the one whose turn it is."""
         if self.phase is Phase.ADMITTED:  # it is invalid, or would wait too long
             self._end(cause, error)
             return ()

@@ -61,27 +61,18 @@ _OF_KIND = {kind: Miss.TOOLS if kind is Kind.ORDER else Miss(f"{kind}_changed") 
 
 
 class Compared(msgspec.Struct, frozen=True, kw_only=True):
-    """An earlier request of the same tenant, beside the one that is explained.
-
-    Attributes:
-        common_tokens: leading tokens that both share.
-        repeated_tokens: tokens behind the first difference that both have. They could have been reused if the
-            difference stood at the end.
-        same_model, same_lora: both ran on the same.
-        has_fields: the fields of both requests are known.
-        difference: the first difference of the fields.
-        changes: the rules and repairs of kvpin's that alone made this difference.
-    """
+    """An earlier request of the same tenant, beside the one that is explained."""
 
     request_id: str
     n_tokens: int
-    common_tokens: int = 0
+    common_tokens: int = 0  # leading tokens that both share
+    # Tokens behind the first difference that both have: reused if the difference stood at the end.
     repeated_tokens: int = 0
-    same_model: bool = True
-    same_lora: bool = True
-    has_fields: bool = False
-    difference: Difference | None = None
-    changes: tuple[str, ...] = ()
+    same_model: bool = True  # both ran on the same
+    same_lora: bool = True  # likewise
+    has_fields: bool = False  # the fields of both requests are known
+    difference: Difference | None = None  # the first difference of the fields
+    changes: tuple[str, ...] = ()  # the rules and repairs of kvpin's that alone made this difference
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):

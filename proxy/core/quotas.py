@@ -82,16 +82,9 @@ class Quota:
     """A tenant's use of its `limits`, here and at peers."""
 
     __slots__ = (
-        "_changed",
-        "_concurrent",
-        "_elsewhere",
-        "_new_requests",
-        "_new_tokens",
-        "_requests",
-        "_running",
-        "_tokens",
-        "tenant",
-    )
+        "_changed", "_concurrent", "_elsewhere", "_new_requests", "_new_tokens", "_requests", "_running",
+        "_tokens", "tenant",
+    )  # fmt: skip
 
     def __init__(self, limits: TenantLimits, tenant: str = "", changed: set[Quota] | None = None) -> None:
         """The quota puts itself into `changed` whenever there is something new to `take`."""

@@ -49,12 +49,9 @@ def may_ask(body: JsonBody) -> bool:
 
 
 def retention_of(body: JsonBody, owner: str | None = None) -> Retention:
-    """The retention that a request asks for, on behalf of `owner`; priority 0 if it asks for nothing.
-    Looks at all values of messages and tools.
-
-    Raises:
-        BadRequest: naming the field of a wish that cannot be read.
-    """
+    """The retention that a request asks for, on behalf of `owner`; priority 0 if it asks for nothing. Looks
+    at all values of messages and tools. Raises BadRequest that names the field of a wish that cannot be
+    read."""
     asked = [seconds for seconds in _asked(body) if seconds is not None] if may_ask(body) else []
     if not asked:
         return Retention(owner=owner)

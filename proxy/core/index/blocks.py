@@ -56,14 +56,9 @@ def extend(
     extra_ids: array[int] | memoryview | None,
     tokens_per_block: int,
 ) -> tuple[BlockHash, ...]:
-    """Hashes of the full blocks of `token_ids` that follow the block `parent`.
-
-    Args:
-        parent: hash of the block before, or a namespace root.
-        token_ids: int32 tokens; a tail shorter than a block is left out.
-        extra_ids: uint64 per token, or None when all are 0 (which hashes the same).
-        tokens_per_block: block size in tokens.
-    """
+    """Hashes of the full blocks of `token_ids` (int32) that follow the block or namespace root `parent`; a
+    tail shorter than a block is left out. `extra_ids`: uint64 per token, or None when all are 0, which hashes
+    the same."""
     tokens = _pieces(token_ids, 4 * tokens_per_block)
     if extra_ids is None:
         return tuple([parent := xxh3_64_intdigest(block, parent) for row in tokens for block in row])

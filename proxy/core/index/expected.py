@@ -134,10 +134,6 @@ class LearnedBlocks:
                     self._stretches.move_to_end(follows, last=False)
                 self._put(number, before or after)
 
-    def recent(self) -> list[Blocks]:
-        """All its stretches, the last to be evicted first."""
-        return [*reversed(self._stretches.values())]
-
     def adopt(self, stretch: Blocks) -> Blocks:
         """The engine served these consecutive blocks of a chain before all that is known; none of them is.
         Returns those there is room for: the first ones."""

@@ -30,9 +30,8 @@ class Locations:
     def __init__(self) -> None:
         self._parts: Spread[BlockHash, Segment] = spread(_PARTS)
         self._segments: list[set[Segment]] = [set() for _ in range(_SETS)]
-        # `retired`: bits that no longer mean anything, and that some blocks may still have. `version`: a
-        # number that changes with them.
-        self.retired = self.version = 0
+        self.retired = 0  # bits that no longer mean anything, and that some blocks may still have
+        self.version = 0  # a number that changes with the locations
         self._leaving = 0  # retired bits that the current pass clears
         self._pass: Iterator[None] = iter(())
 
@@ -87,19 +86,9 @@ class Locations:
         beside: int = 0,
         off: int = 0,
     ) -> tuple[int, int]:
-        """Sets a location bit of consecutive blocks of one chain, and clears others.
-
-        Args:
-            bit: the location bit.
-            chain: the blocks.
-            after: the block before them, if known.
-            again: counts the blocks that had the bit before.
-            beside: another location bit.
-            off: the location bits to clear, which do not include `bit`.
-
-        Returns:
-            How many blocks had not had the bit, and how many of those have `beside`.
-        """
+        """Sets a location bit of consecutive blocks of one chain, and clears the bits `off`, which do not
+        include that. `after`: the block before them, if known. `again` counts the blocks that had the bit
+        before. Returns how many had not had it, and how many of those have the bit `beside`."""
         self.version += 1
         parts, added, both, at = self._parts, 0, 0, 0
         while at < len(chain):

@@ -146,13 +146,9 @@ class KvGroups:
         self.alignment = lcm(*self._sizes.values())
 
     def room(self, blocks: int, main: int) -> int:
-        """Blocks of prompts that the engine can store before it evicts. All groups share the engine's blocks.
-        A prompt is assumed to take as much in these groups as the prompts that the engine holds.
-
-        Args:
-            blocks: of the engine.
-            main: those that the main group holds.
-        """
+        """Blocks of prompts that the engine can store before it evicts. All groups share the engine's
+        `blocks`, of which the main group holds `main`. A prompt is assumed to take as much in these groups as
+        the prompts that the engine holds."""
         free = max(blocks - main - self.held, 0)
         return free * main // (main + self.held) if main else free // (1 + len(self.bits))
 
@@ -175,17 +171,11 @@ class KvGroups:
         coming: Sequence[int] = (),
     ) -> tuple[int, Attention | None]:
         """The boundary up to which a prompt can be reused, in blocks of the pool, and the kind of groups that
-        lack what they need beyond it; None if no group does.
-
-        Args:
-            masks: location bits along the prompt's chain, by stretches of equal bits.
-            ends: where each stretch ends.
-            held: leading blocks that the main group holds, without those that no prompt of this length can
-                reuse.
-            pending: the location bit of blocks that requests in flight will leave in the groups that keep
-                all blocks; 0: they do not count.
-            coming: boundaries at which requests in flight will leave windows and states whole.
-        """
+        lack what they need beyond it; None if no group does. `masks`: location bits along the prompt's chain,
+        by stretches of equal bits; `ends`: where each stretch ends. `held`: leading blocks that the main
+        group holds, without those that no prompt of this length can reuse. `pending`: the location bit of
+        blocks that requests in flight will leave in the groups that keep all blocks; 0: they do not count.
+        `coming`: boundaries at which requests in flight will leave windows and states whole."""
         length = held // self.alignment * self.alignment
         lacks = None
         while length:

@@ -104,14 +104,7 @@ class PrefixIndex:
 
     def add_group(self, engine: str, group: KvGroup, tokens_per_block: int, pool: int) -> KvGroups:
         """Gives a further KV cache group of the engine its location bit, unless it has one. Returns all of
-        the engine's.
-
-        Args:
-            engine: has the group.
-            group: the group.
-            tokens_per_block: the group's block size.
-            pool: the pool's block size.
-        """
+        the engine's. `tokens_per_block` is the group's block size, `pool` the pool's."""
         own = self.grouped.get(engine)
         if own is None:
             shift = self._alone.pop(engine)

@@ -42,7 +42,8 @@ def slices(event: KvEvent) -> Iterable[KvEvent]:
         fits = n_tokens == len(event.hashes) * event.tokens_per_block
         return _runs(event) if fits and n_tokens > SLICE_TOKENS else (event,)
     if isinstance(event, BlocksStored | BlocksRemoved) and len(event.hashes) > SLICE_NAMES:
-        return _names(event)
+        starts = range(0, len(event.hashes), SLICE_NAMES)
+        return (replace(event, hashes=event.hashes[at : at + SLICE_NAMES]) for at in starts)
     return (event,)
 
 
@@ -58,11 +59,6 @@ def _runs(event: BlocksStored) -> Iterator[BlocksStored]:
             token_ids=event.token_ids[here],
             extra_ids=extra_ids[here] if extra_ids is not None else None,
         )
-
-
-def _names(event: BlocksStored | BlocksRemoved) -> Iterator[BlocksStored | BlocksRemoved]:
-    for at in range(0, len(event.hashes), SLICE_NAMES):
-        yield replace(event, hashes=event.hashes[at : at + SLICE_NAMES])
 
 
 # A count of holders has 20 bits for each tier.

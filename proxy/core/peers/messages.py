@@ -63,14 +63,9 @@ class OwnClaim:
     def decide(
         self, now: float, others: Mapping[int, Claim], *, may_bid: bool, is_alone: bool = False
     ) -> None:
-        """Bids, becomes the owner, or gives up.
-
-        Args:
-            now: monotonic seconds.
-            others: the claims of the other kvpins that were heard lately, by the numbers that they drew.
-            may_bid: others would hear the bid, or a lock keeps the engine from a second owner.
-            is_alone: there is no other kvpin.
-        """
+        """Bids, becomes the owner, or gives up, at `now` in monotonic seconds. `others`: the claims of the
+        kvpins that were heard lately, by the numbers that they drew. `may_bid`: they would hear the bid, or a
+        lock keeps the engine from a second owner. `is_alone`: there is no other kvpin."""
         if (own := self.claim) is not None and any(
             _rank(claim, kvpin) > _rank(own, self._kvpin) for kvpin, claim in others.items()
         ):

@@ -133,14 +133,9 @@ class EngineLedger:
         return len(self._prefills) + len(self._pulls) + len(self._decoding)
 
     def begin(self, now: float, expected_s: float, work: Work | None, *, seen: bool = True) -> int:
-        """A request was placed. Returns its ticket.
-
-        Args:
-            now: the time.
-            expected_s: seconds of the engine's time up to its first token.
-            work: tokens to compute and to restore; None if they are not known.
-            seen: its first token will be seen, because the answer is a stream.
-        """
+        """A request was placed that takes `expected_s` seconds of the engine's time up to its first token.
+        `work`: None if it is not known. `seen`: its first token will be seen, because the answer is a stream.
+        Returns its ticket."""
         self.placed += 1
         if self.backlog.waiting:
             self.backlog.placed()

@@ -287,9 +287,8 @@ class _Link:
 
 
 class Transfers:
-    """The transfers between the engines of a pool: how long it takes to move KV from one to another.
-
-        seconds = handshake, if the two have not met + tokens / rate
+    """How long it takes to move KV between the engines of a pool: a handshake, if the two have not met, and
+    tokens / rate.
 
     The engines of a pool serve the same model, so a token has the same bytes everywhere, and a rate in tokens
     a second is one in bytes a second. Each link between two engines has its own, the fastest that was

@@ -185,16 +185,8 @@ def gain(
     below: Below[Prompt], now: float, free_blocks: int, lost: Callable[[int, float], float], returns: Returns
 ) -> float:
     """Gain of restoring a thread: blocks that are requested soon, for each block restored. Restore only if
-    it is above 0.
-
-    Args:
-        below: the thread, and its blocks that an engine could restore.
-        now: the time.
-        free_blocks: empty blocks on the engine's GPU.
-        lost: (blocks that the GPU evicts, seconds) → how many of them are requested within that time, on
-            average.
-        returns: see `Demand.returns`.
-    """
+    it is above 0. `free_blocks`: empty blocks on the engine's GPU. `lost`: (blocks that the GPU evicts,
+    seconds) → how many of them are requested within that time, on average. `returns`: see `Demand`."""
     leaving = max(below.blocks - free_blocks, 0)
     price = lost(leaving, below.until - now) if leaving else 0.0
     return below.thread.chance(now, below.until, returns) - MARGIN * price / below.blocks
