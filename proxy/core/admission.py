@@ -199,7 +199,6 @@ class FairQueue(Generic[Item]):
             yield from (entry for entry in row if entry is not None)
 
     def _serve(self, entry: Entry[Item], free: Container[Needs]) -> None:
-        """Takes out a request, whose turn it is."""
         share = self._shares[entry.tenant]
         if rounds := share.rounds(entry):
             for each in self._shares.values():

@@ -51,16 +51,23 @@ class Unchecked(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AuditView:
-    """Counts since start, the share of recent misses, and the reason for the trust."""
+    """Counts since start, the share of recent misses, and the reason for the trust.
+
+    Attributes:
+        checked: predictions that were compared with the engine's report; `exact`: those that were right.
+        unchecked: attempts that were not checked, by reason. A request that is tried again has several.
+        predicted_tokens, reported_tokens: cached tokens of those that were checked.
+        cached_tokens: those that the engine reported, of all requests.
+    """
 
     trust: Trust
     why: str
-    checked: int  # predictions that were compared with the engine's report
-    exact: int  # those of them that were right
-    unchecked: dict[Unchecked, int]  # attempts, by reason; a request that is tried again has several
-    predicted_tokens: int  # cached tokens of those that were checked
-    reported_tokens: int  # likewise
-    cached_tokens: int  # those that the engine reported, of all requests
+    checked: int
+    exact: int
+    unchecked: dict[Unchecked, int]
+    predicted_tokens: int
+    reported_tokens: int
+    cached_tokens: int
     recent_miss_share: float
 
 

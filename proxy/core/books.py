@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,15 +100,14 @@ class EngineBook:
         before = self._marks.get(engine, _NONE)
         self._take([replace(before, engine=engine, at=max(now, before.at + _TICK_S), **changes)])
 
-    def merge(self, marks: Iterable[EngineMark], *, now: float) -> bool:
+    def merge(self, marks: Sequence[EngineMark], *, now: float) -> bool:
         """Takes over the marks that are later than those known here. `now` is in Unix time. False if some are
         from the future, which does not count."""
-        told = [*marks]
-        heard = [mark for mark in told if mark.at <= now + MAX_SKEW_S]
+        heard = [mark for mark in marks if mark.at <= now + MAX_SKEW_S]
         self._take(heard)
-        return len(heard) == len(told)
+        return len(heard) == len(marks)
 
-    def _take(self, marks: Iterable[EngineMark]) -> None:
+    def _take(self, marks: Sequence[EngineMark]) -> None:
         is_changed = False
         for mark in marks:
             before = self._marks.get(mark.engine, _NONE)

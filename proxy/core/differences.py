@@ -56,13 +56,19 @@ _RANKS = {Kind.TOOLS: 0, Kind.SYSTEM: 1, Kind.INPUT: 2, Kind.MEDIA: 2, Kind.OPTI
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """The first difference."""
+    """The first difference.
+
+    Attributes:
+        item: the message, tool or item in it.
+        part: the content part of the message.
+        offset: leading characters of the text that are equal.
+    """
 
     kind: Kind
     field: str
-    item: int | None = None  # the message, tool or item in it
-    part: int | None = None  # the content part of the message
-    offset: int | None = None  # leading characters of the text that are equal
+    item: int | None = None
+    part: int | None = None
+    offset: int | None = None
 
     def __str__(self) -> str:
         """For people: `messages[1].content[0], character 17`."""

@@ -292,7 +292,6 @@ class Life:
 
 
 def _blamed(attempts: Sequence[FailedAttempt], *kinds: Blame) -> tuple[FailedAttempt, ...]:
-    """The attempts with a blame of these kinds."""
     return tuple(each for each in attempts if each.cause.blame in kinds)
 
 

@@ -134,7 +134,6 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
         return self.compared.difference if self.compared is not None and is_reason else None
 
     def _beside(self, compared: Compared, n_tokens: int) -> Miss:
-        """The miss beside an earlier request."""
         if not (compared.same_model and compared.same_lora):
             return Miss.LORA if compared.same_model else Miss.MODEL
         shared = self.reusable(compared.common_tokens)

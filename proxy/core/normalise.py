@@ -1,14 +1,5 @@
 """Rules that change a prompt so that more of it equals an earlier one. Each changes only what its name says.
 
-    billing_line    drops the line x-anthropic-billing-header, with which Claude Code begins its system prompt
-    date_to_day     cuts dates with a time of day to the day, in the system prompt
-    tools_sorted    sorts the tools by name
-    schemas_sorted  sorts the fields of each tool's schema
-    paths, dates,   tell such values of the system prompt and of tools before the first turn, and leave
-    ids             references in their places (`prompt_values.py`)
-    volatile_last   tells times, counts and git's status behind the last message, likewise
-    reasoning_kept  puts back the reasoning of earlier answers: `proxy/request/normalising.py`
-
 They work on the fields of chats, of Anthropic's messages and of OpenAI's responses, in the client's own form.
 The model reads another prompt than the client sent, so all but the first are chosen by the operator.
 """
@@ -45,13 +36,16 @@ _Name = TypeVar("_Name")
 class Rule(StrEnum):
     """The name of a rule."""
 
+    # Drops the line x-anthropic-billing-header, with which Claude Code begins its system prompt.
     BILLING_LINE = "billing_line"
-    DATE_TO_DAY = "date_to_day"
-    TOOLS_SORTED = "tools_sorted"
-    VOLATILE_LAST = "volatile_last"
+    DATE_TO_DAY = "date_to_day"  # cuts dates with a time of day to the day, in the system prompt
+    TOOLS_SORTED = "tools_sorted"  # sorts the tools by name
+    VOLATILE_LAST = "volatile_last"  # tells times, counts and git's status behind the last message, as PATHS
+    # Tells such values of the system prompt and of tools before the first turn, and leaves references in
+    # their places (`prompt_values.py`). So do DATES and IDS.
     PATHS = "paths"
-    REASONING_KEPT = "reasoning_kept"
-    SCHEMAS_SORTED = "schemas_sorted"
+    REASONING_KEPT = "reasoning_kept"  # puts back that of earlier answers: `proxy/request/normalising.py`
+    SCHEMAS_SORTED = "schemas_sorted"  # sorts the fields of each tool's schema
     DATES = "dates"
     IDS = "ids"
 

@@ -188,9 +188,7 @@ def _rest(start: re.Pattern[str], *, if_it: re.Pattern[str] | None = None) -> Fi
 
 
 def _counts(line: str) -> Iterator[tuple[int, int]]:
-    if _CODE.search(line, 0, HEAD) is not None:
-        return
-    if _tells_count(line):
+    if _CODE.search(line, 0, HEAD) is None and _tells_count(line):
         yield from (found.span() for found in _NUMBER.finditer(line, 0, HEAD))
 
 

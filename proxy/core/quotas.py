@@ -20,11 +20,17 @@ SOON_S = 1  # seconds after which to come back if too many requests run at a tim
 
 
 class TenantLimits(msgspec.Struct, frozen=True):
-    """The limits of a tenant; None for none."""
+    """The limits of a tenant; None for none.
 
-    requests_per_minute: int | None = None  # of any kind
-    tokens_per_minute: int | None = None  # of prompts and answers
-    concurrent_requests: int | None = None  # at a time
+    Attributes:
+        requests_per_minute: of any kind.
+        tokens_per_minute: of prompts and answers.
+        concurrent_requests: at a time.
+    """
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    concurrent_requests: int | None = None
 
 
 class Denied(msgspec.Struct, frozen=True):
@@ -250,7 +256,6 @@ class UseBook(defaultdict[UseKey, Used]):
     """The use of all tenants. A row that is asked for begins with zeros."""
 
     def __init__(self, rows: Iterable[tuple[UseKey, Used]] = ()) -> None:
-        """Begins with these rows."""
         super().__init__(Used, rows)
 
     def add(self, rows: Iterable[tuple[UseKey, Used]]) -> None:

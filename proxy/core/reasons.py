@@ -1,9 +1,5 @@
 """One request, explained: why it was placed where it was, and what its time to the first byte was spent on.
 
-reason_of   the case that a placement is, out of seven: a word for metrics
-why         the term that made the difference, with figures, in a sentence
-tie_of      what decided when costs were equal
-parts_of    the parts of the time to the first byte
 
 A sentence is made when somebody asks, out of what was known at the decision. The parts of the time are made
 of the moments at which the request passed each step:

@@ -179,12 +179,11 @@ class EngineView:
             part = extra_ids[here] if extra_ids is not None else None
             self._append(run, names[at:end], event.token_ids[here], part, event.tier)
             run, at = BlockRun(run.after(RUN_BLOCKS - 1), size, self._tokens_per_block), end
+        token_ids = event.token_ids
         if at:
-            names, token_ids = names[at:], event.token_ids[at * size :]
+            names, token_ids = names[at:], token_ids[at * size :]
             extra_ids = extra_ids[at * size :] if extra_ids is not None else None
-            self._append(run, names, token_ids, extra_ids, event.tier)
-        else:
-            self._append(run, names, event.token_ids, extra_ids, event.tier)
+        self._append(run, names, token_ids, extra_ids, event.tier)
         self.counts.stored += len(event.hashes)
 
     def _append(

@@ -4,7 +4,7 @@ engine would evict."""
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from math import exp, expm1, log2
 
@@ -121,7 +121,8 @@ class Demand:
         self._returns = [PRIOR] * AGES
         self._until_refresh = REFRESH
         self._until_half = HALF_LIFE
-        self._prefills, self._answers = Recent(), Recent()  # seconds
+        self.prefills = Recent()  # seconds that engines spent on prompts before their first tokens
+        self.answers = Recent()  # seconds that answers took from their first token to their last
         self._placed = Rate()  # seconds of work
 
     def placed(self, now: float, seconds: float, *, learned: bool = True) -> float:
@@ -136,21 +137,13 @@ class Demand:
         """A prompt that was placed failed before its first token: what was counted was no work."""
         self._placed.add(now, -counted_s)
 
-    def worked(self, now: float, seconds: float) -> None:
-        """An engine spent `seconds` on a prompt before its first token."""
-        self._prefills.add(now, seconds)
-
-    def answered(self, now: float, seconds: float) -> None:
-        """An answer took `seconds` from its first token to its last."""
-        self._answers.add(now, seconds)
-
     def asked(self, now: float, chain: Chain, computed: int) -> None:
         """A prompt was requested, and an engine had to compute `computed` tokens of it."""
         hashes = chain.hashes
         if not hashes:
             return
         blocks = computed // chain.tokens_per_block
-        for last in continued(self._asked, hashes):
+        for last in self._asked.keys() & hashes:  # the prompts that it continues
             then, before = self._asked.pop(last)
             self._came_back[_age(now - then)] += before
             blocks += before
@@ -179,16 +172,6 @@ class Demand:
         busy = min(max(self._placed.per_s(now) / engines, MIN_UTILISATION), MAX_UTILISATION)
         return max(busy * (1 - spare), BURST_UTILISATION)
 
-    @property
-    def rest_s(self) -> float:
-        """Seconds left of the prefill that a prompt finds running, on average."""
-        return self._prefills.rest
-
-    @property
-    def answer_s(self) -> float:
-        """Seconds that answers took lately, from their first token to their last; 0 if there were none."""
-        return self._answers.mean
-
     def _refresh(self) -> None:
         self._until_refresh = REFRESH
         self._until_half -= REFRESH
@@ -201,11 +184,6 @@ class Demand:
         for age in range(AGES - 1, -1, -1):
             later += self._came_back[age]
             self._returns[age] = later / (later + never)
-
-
-def continued(prompts: Mapping[BlockHash, object], hashes: Sequence[BlockHash]) -> Collection[BlockHash]:
-    """The prompts that a prompt continues, by their last blocks."""
-    return prompts.keys() & hashes
 
 
 def _age(seconds: float) -> int:
@@ -240,7 +218,7 @@ class Residents:
         if not hashes:
             return
         prompts, blocks = self._prompts, new
-        for last in continued(prompts, hashes):
+        for last in prompts.keys() & hashes:
             blocks += prompts.pop(last)[1]
         prompts[hashes[-1]] = (now, min(blocks, len(hashes)), len(hashes))
         if len(prompts) > MAX_RESIDENTS:
@@ -284,7 +262,7 @@ class Residents:
     def has_any(self, hashes: Sequence[BlockHash]) -> bool:
         """True if a prompt with these blocks continues one of these. What an engine holds of any other prompt
         is the rest of one whose end it has evicted: that leaves first."""
-        return bool(continued(self._prompts, hashes))
+        return bool(self._prompts.keys() & hashes)
 
     def clear(self) -> None:
         """The engine lost everything."""

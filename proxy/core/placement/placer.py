@@ -260,7 +260,8 @@ class Placer:
         demand = self.demand
         computing = len(self.books) - self.answering
         strain = 1 / (1 - demand.utilisation(now, computing or 1, spare))
-        return Outlook(now, strain, demand.returns, demand.turns, demand.rest_s, demand.answer_s, spare=spare)
+        rest_s, answer_s = demand.prefills.rest, demand.answers.mean
+        return Outlook(now, strain, demand.returns, demand.turns, rest_s, answer_s, spare=spare)
 
     # --- requests ----------------------------------------------------------------------------------
 
@@ -391,7 +392,7 @@ class Placer:
             return
         decodes = placed.part is not Role.PREFILL
         if placed.begun is not None and decodes and chain is not None:  # a WebSocket may be open for hours
-            self.demand.answered(now, now - placed.begun)
+            self.demand.answers.add(now, now - placed.begun)
         if chain is not None and report is not None and (report.prefill or placed.spent is not None):
             self._learn(now, placed, chain, report)
         if placed.begun is None:
@@ -416,7 +417,7 @@ class Placer:
             computing_s = spent.seconds - rates.restore_s(work.host, work.disk)
             rates.answered(now, AnswerSample(own + others, output, computing_s))
         if spent is not None and output is not None and self.rates.fit is not None:
-            self.demand.answered(now, output * self.rates.fit.step_s)
+            self.demand.answers.add(now, output * self.rates.fit.step_s)
 
     def _count(self, now: float, placed: PlacedRequest) -> None:
         """Counts a prompt that an engine has computed, once per request. Its seconds count only after rates
@@ -429,14 +430,13 @@ class Placer:
         if self.rates.learned:
             seconds = placed.book.rates.price(placed.work)
             placed.book.worked.add(now, seconds)
-            self.demand.worked(now, seconds)
+            self.demand.prefills.add(now, seconds)
         if placed.chain is not None:
             self.demand.asked(now, placed.chain, placed.work.computed)
 
     def _was_read(self, placed: PlacedRequest) -> None:
-        book = placed.book
-        if book.unread.pop(placed.ticket, None) is not None:
-            book.unread_blocks -= len(placed.hashes)
+        del placed.book.unread[placed.ticket]
+        placed.book.unread_blocks -= len(placed.hashes)
 
     def ended(self, placed: PlacedRequest) -> bool:
         """A request was served. Its blocks stay pending until events tell of them. Returns whether they do

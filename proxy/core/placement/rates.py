@@ -74,9 +74,9 @@ class PoolRates:
         self._until_interference = WINDOW
         self._seen: Counter[int] = Counter()  # octave → samples of the curve
         self._restores = {tier: deque[float](maxlen=WINDOW) for tier in (Tier.HOST, Tier.DISK)}
-        self._restore_tok_s: dict[Tier, float] = {}
+        self.measured_tok_s: dict[Tier, float] = {}  # tokens restored from a lower tier per second
         self._ratios = WeakKeyDictionary[EngineRates, float]()  # engine → its seconds over the curve's
-        self._clear = False  # a sample that is not blurred has come
+        self.is_blurred = True  # no clear sample has come yet
         self._answers = AnswerFit()
         # Rates from whole answers; None before there are enough, and once a first token was seen.
         self.fit: Fit | None = None
@@ -107,16 +107,12 @@ class PoolRates:
 
     def restore_tok_s(self, tier: Tier) -> float:
         """Tokens restored from a lower tier per second."""
-        learned = self.measured_restore_tok_s(tier)
+        learned = self.measured_tok_s.get(tier)
         if learned is not None:
             return learned
         if tier is Tier.DISK:
             return self.restore_tok_s(Tier.HOST) / DISK_SPEEDUP
         return HOST_SPEEDUP * self.prefill_tok_s
-
-    def measured_restore_tok_s(self, tier: Tier) -> float | None:
-        """The same, as measured; None before that."""
-        return self._restore_tok_s.get(tier)
 
     def computed(self, tokens: int, seconds: float, decoding: float) -> None:
         """A prefill of `tokens` took `seconds` while `decoding` streams ran."""
@@ -152,16 +148,11 @@ class PoolRates:
         self._ratios[engine] = ratio
         return median_low(self._ratios.values())
 
-    @property
-    def is_blurred(self) -> bool:
-        """True if no clear sample has come yet."""
-        return not self._clear
-
     def admits(self, *, blurred: bool) -> bool:
         """True if a sample counts. Blurred samples count until the first clear one, which replaces them."""
-        if blurred or self._clear:
-            return not (blurred and self._clear)
-        self._clear, self._until_interference = True, WINDOW
+        if blurred or not self.is_blurred:
+            return self.is_blurred or not blurred
+        self.is_blurred, self._until_interference = False, WINDOW
         for learned in (self._samples, self._points, self._slowdowns):
             learned.clear()
         return True
@@ -169,7 +160,7 @@ class PoolRates:
     def restored(self, tier: Tier, tokens: int, seconds: float) -> None:
         """Restoring `tokens` tokens from `tier` took `seconds`."""
         self._restores[tier].append(tokens / seconds)
-        self._restore_tok_s[tier] = median(self._restores[tier])
+        self.measured_tok_s[tier] = median(self._restores[tier])
 
     def _redraw(self) -> None:
         """Draws the curve through the points, of which there is one, so that it never falls."""

@@ -130,7 +130,10 @@ class Scores:
                 if arrivals is not None:
                     stall_s += _waiting_s(reuse, load, arrivals(candidate.engine), is_full=is_full)
                 elif spare and queue_s:
-                    stall_s += spare * _followers_s(reuse, load)
+                    # All of this work delays each request that is expected to come to the engine with the
+                    # rest of the burst, judging by those that wait there now.
+                    followers = load.in_flight - load.decoding
+                    stall_s += spare * ((reuse.restore_s + reuse.prefill_s) * followers * GROWTH)
                 if again is not None:
                     again_s = again(candidate)
             terms.append((
@@ -157,11 +160,6 @@ class Scores:
         candidate = self._candidates[at]
         return not candidate.is_last, -(candidate.free_blocks or 0), candidate.turn, at
 
-    def elsewhere(self, best: int) -> int | None:
-        """Most tokens of the prompt that a candidate other than `best` would reuse; None without another."""
-        others = [*self.reuses[:best], *self.reuses[best + 1 :]]
-        return max([each.cached_tokens for each in others]) if others else None
-
     def costs(self) -> tuple[Cost, ...]:
         """The cost of every candidate, in their order."""
         return tuple([self.cost(at) for at in range(len(self.totals))])
@@ -169,18 +167,22 @@ class Scores:
     def placement(self, at: int, chain: Chain, outlook: Outlook) -> Placement:
         """The decision for one candidate."""
         chosen, candidate = self.cost(at), self._candidates[at]
+        foreseen, held, gpu_tokens = candidate.forecast, candidate.match, chosen.cached_tokens
+        others = [*self.reuses[:at], *self.reuses[at + 1 :]]
+        if foreseen is None:
+            gpu_tokens = predict(chain, held.lead, candidate.tokens_per_block)
         return Placement(
             chosen=chosen,
             predicted_tokens=chosen.cached_tokens,
             n_tokens=chain.n_tokens,
             all_costs=self.costs,
             rule="lowest cost",
-            elsewhere=self.elsewhere(at),
-            firm=_is_firm(candidate),
-            gpu_tokens=_on_gpu(candidate, chosen, chain),
+            elsewhere=max([each.cached_tokens for each in others]) if others else None,
+            firm=candidate.complete and not held.pending if foreseen is None else foreseen.firm,
+            gpu_tokens=gpu_tokens,
             strain=outlook.strain,
-            cut_tokens=candidate.match.cut * chain.tokens_per_block,
-            lacks=candidate.match.lacks,
+            cut_tokens=held.cut * chain.tokens_per_block,
+            lacks=held.lacks,
         )
 
     def cost(self, at: int) -> Cost:
@@ -216,12 +218,6 @@ def _waiting_s(reuse: Cost, load: LoadView, per_s: float, *, is_full: bool) -> f
     work_s = reuse.restore_s + reuse.prefill_s
     for_memory = load.in_flight - load.decoding if is_full else 0
     return work_s * work_s / 2 * per_s + reuse.prefill_s * for_memory
-
-
-def _followers_s(reuse: Cost, load: LoadView) -> float:
-    """What this work costs the rest of a burst: all of it for each request that is expected to come to its
-    engine, judging by those that wait there now."""
-    return (reuse.restore_s + reuse.prefill_s) * (load.in_flight - load.decoding) * GROWTH
 
 
 def spare_of(candidates: Sequence[Candidate], chain: Chain) -> float:
@@ -276,19 +272,6 @@ def regret_of(candidate: Candidate, reuse: Cost, chain: Chain, outlook: Outlook)
         moved = candidate.on_gpu.lost(outlook.now, in_need - (candidate.free_blocks or 0), returns)
         lost_s += rates.restore_s(round(moved * size), 0)
     return lost_s * outlook.strain
-
-
-def _on_gpu(candidate: Candidate, cost: Cost, chain: Chain) -> int:
-    """Predicted tokens that lie on the GPU."""
-    if candidate.forecast is not None:
-        return cost.cached_tokens
-    return predict(chain, candidate.match.lead, candidate.tokens_per_block)
-
-
-def _is_firm(candidate: Candidate) -> bool:
-    if candidate.forecast is not None:
-        return candidate.forecast.firm
-    return candidate.complete and candidate.match.pending == 0
 
 
 def place_least_loaded(candidates: Sequence[Candidate]) -> Placement:

@@ -22,7 +22,6 @@ from typing import Generic, TypeVar
 import msgspec
 
 from proxy.core.index.blocks import BlockHash
-from proxy.core.placement.demand import continued
 
 # Threads that are remembered, and tokens of their last prompts: some tens of MB.
 MAX_THREADS = 10_000
@@ -103,7 +102,7 @@ class Threads(Generic[Prompt]):
         """A request was answered. Returns the thread that it continues, the longest if there are several."""
         if not hashes:
             return None
-        found = [self._threads[last] for last in continued(self._threads, hashes)]
+        found = [self._threads[last] for last in self._threads.keys() & hashes]
         before = max(found, key=lambda thread: len(thread.hashes), default=None)
         gaps: tuple[float, ...] = ()
         other_gaps: tuple[float, ...] = ()

@@ -147,21 +147,21 @@ class TestUtilisation:
 
 
 def test_work_that_is_found_under_way_is_longer_than_most(demand):
-    assert demand.rest_s == 0.0
+    assert demand.prefills.rest == 0.0
     for _ in range(10):
-        demand.worked(0.0, 1.0)
-    assert demand.rest_s == pytest.approx(0.5)
-    demand.worked(0.0, 90.0)
-    assert demand.rest_s == pytest.approx((10 * 1.0 + 90.0**2) / (2 * 100))
+        demand.prefills.add(0.0, 1.0)
+    assert demand.prefills.rest == pytest.approx(0.5)
+    demand.prefills.add(0.0, 90.0)
+    assert demand.prefills.rest == pytest.approx((10 * 1.0 + 90.0**2) / (2 * 100))
 
 
 def test_what_answers_take_is_that_of_the_last_while(demand):
-    assert demand.answer_s == 0.0
-    demand.answered(0.0, 2.0)
-    demand.answered(0.0, 4.0)
-    assert demand.answer_s == pytest.approx(3.0)
-    demand.answered(12_000.0, 9.0)
-    assert demand.answer_s == pytest.approx(9.0)
+    assert demand.answers.mean == 0.0
+    demand.answers.add(0.0, 2.0)
+    demand.answers.add(0.0, 4.0)
+    assert demand.answers.mean == pytest.approx(3.0)
+    demand.answers.add(12_000.0, 9.0)
+    assert demand.answers.mean == pytest.approx(9.0)
 
 
 # --- memory in use, and what is evicted ----------------------------------------------------------

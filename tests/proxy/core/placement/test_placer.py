@@ -400,7 +400,7 @@ class TestWholeAnswers:
             assert not placer.rates.learned
             self.serve(placer, at, **report)
         assert placer.rates.prefill_s(2000) == pytest.approx(1.0)
-        assert placer.demand.answer_s == pytest.approx((10 + 15 % 13) / 20)
+        assert placer.demand.answers.mean == pytest.approx((10 + 15 % 13) / 20)
 
     def test_an_engine_that_times_itself_is_believed(self, placer):
         self.serve(placer, 1, prefill=(1000, 0.25))
