@@ -1,7 +1,6 @@
 """One request, explained: why it was placed where it was, and what its time to the first byte was spent on.
 
-
-A sentence is made when somebody asks, out of what was known at the decision. The parts of the time are made
+ A sentence is made when somebody asks, out of what was known at the decision. The parts of the time are made
 of the moments at which the request passed each step:
 
     read → tokenise → queue → (failed attempts) → place → gather → first leg → hold      measured here
