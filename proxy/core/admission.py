@@ -113,9 +113,6 @@ class FairQueue(Generic[Item]):
         self._added = 0
         self._served = 0
 
-    def __len__(self) -> int:
-        return self.entries
-
     def ahead(self, tenant: str | None, priority: int, tokens: int, needs: Collection[Needs]) -> int:
         """Tokens that leave the queue before a new request ends, its own included. Only requests with one of
         these `needs` count."""

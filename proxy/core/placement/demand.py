@@ -209,9 +209,6 @@ class Residents:
         # → when, blocks that no other prompt has, all blocks
         self._prompts: OrderedDict[BlockHash, tuple[float, int, int]] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._prompts)
-
     def use(self, now: float, hashes: Sequence[BlockHash], new: int) -> None:
         """The engine has served a prompt; `new` of its blocks are new here. The prompts that it continues
         become part of it."""

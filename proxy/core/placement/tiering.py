@@ -86,9 +86,6 @@ class Threads(Generic[Prompt]):
         self._opening: list[tuple[float, BlockHash]] = []  # a heap by opening time; may hold dropped threads
         self._due: OrderedDict[Thread[Prompt], float] = OrderedDict()  # → when the window closes
 
-    def __len__(self) -> int:
-        return len(self._threads)
-
     def turn(
         self,
         started: float,

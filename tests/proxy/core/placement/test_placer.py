@@ -66,7 +66,7 @@ class TestEngines:
         placer.add("a", running, gpu_blocks=7)
         book = placer.books["a"]
         assert book is not old
-        assert (book.ledger, book.gpu_blocks, book.turn, len(book.residents)) == (running, 7, 0, 0)
+        assert (book.ledger, book.gpu_blocks, book.turn, len(book.residents._prompts)) == (running, 7, 0, 0)
         assert placer.index.counts("a") == (0, 0, 0, 0)
 
     def test_what_was_begun_before_it_was_lost_settles_without_a_trace(self, placer):
