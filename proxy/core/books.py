@@ -71,10 +71,6 @@ class EngineBook:
         """True if an operator has removed the engine."""
         return self._marks.get(engine, _NONE).removed
 
-    def added(self, engine: str) -> bytes:
-        """The settings of an engine that an operator has added; empty for another."""
-        return self._marks.get(engine, _NONE).added
-
     def drain(self, engine: str, *, drained: bool, now: float) -> None:
         """An operator drains the engine, or lets it take requests again, at `now` in Unix time."""
         if drained or engine in self._marks:

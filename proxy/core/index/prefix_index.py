@@ -223,12 +223,8 @@ class PrefixIndex:
         """Blocks that lie on `tier` of the engine."""
         return self._counts[engine][PLACES[tier]]
 
-    def pending(self, engine: str) -> int:
-        """Blocks that requests in flight will leave on the engine and its GPU does not hold yet."""
-        return self._counts[engine][AT_PENDING]
-
     def counts(self, engine: str) -> tuple[int, int, int, int]:
-        """Blocks on its GPU, host tier and disk, and pending blocks."""
+        """Blocks on its GPU, host tier and disk, and those that requests in flight will leave on its GPU."""
         gpu, host, disk, pending = self._counts[engine]
         return gpu, host, disk, pending
 

@@ -72,7 +72,7 @@ class World:
 
     @property
     def pending(self):
-        return self.pool.index.pending("mine")
+        return self.pool.index.counts("mine")[3]
 
 
 @pytest.fixture
