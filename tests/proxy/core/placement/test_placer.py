@@ -89,7 +89,7 @@ class TestEngines:
         engine, _ = serve(placer, 0.0, prompt(1))
         placer.wipe(engine)
         assert placer.match(prompt(1)) == {}
-        assert len(placer.books[engine].residents) == 0
+        assert len(placer.books[engine].residents._prompts) == 0
         assert placer.books[engine].turn == 1
 
 
@@ -171,7 +171,7 @@ class TestPlacement:
         assert (first.rule, {first.engine, second.engine}) == ("least loaded", {"a", "b"})
         placer.end(1.0, placed, 0)
         placer.settled(placed)
-        assert len(placer.books[first.engine].residents) == 0
+        assert len(placer.books[first.engine].residents._prompts) == 0
         assert placer.index.counts(first.engine) == (0, 0, 0, 0)
 
     def test_work_weighs_more_where_engines_are_busy(self, placer):
@@ -375,7 +375,7 @@ class TestRequests:
         placer.end(1.0, placed, 17)
         assert placer.books["a"].on_gpu.lost(2.0, 95, lambda _idle_s: 1.0) == 91.0
         placer.wipe("a")
-        assert len(placer.books["a"].on_gpu) == 0
+        assert len(placer.books["a"].on_gpu._prompts) == 0
 
 
 class TestWholeAnswers:
