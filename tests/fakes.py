@@ -483,7 +483,7 @@ class FakeProxy:
         async with asyncio.timeout(60):
             while any(e.ledger.in_flight for e in self.fleet.engines.values()):  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
-            while any(p.index.pending(e) for p in self.fleet.pools.values() for e in p.engines):  # noqa: ASYNC110
+            while any(p.index.counts(e)[3] for p in self.fleet.pools.values() for e in p.engines):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
 
     async def close(self) -> None:

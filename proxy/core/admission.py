@@ -23,70 +23,49 @@ import msgspec
 
 from proxy.core.placement.demand import Rate
 
-# A request waits here if its engine would begin it later than this.
-HOLD_S = 1.0
+HOLD_S = 1.0  # a request waits here if its engine would begin it later than this
 # An engine gets this many unanswered requests whatever they cost: one to compute, and one to compute next.
 KEPT_BUSY = 2
-# Tokens that a tenant may send in each of its turns.
-QUANTUM = 2048
+QUANTUM = 2048  # tokens that a tenant may send in each of its turns
 # Requests that one look offers to placement, which may refuse one for lack of memory although an engine is
 # free. Half of them are the first in order, half were not refused lately.
 MAX_LOOKS = 8
-# Lowest and highest priority value. 0 is usual; a lower value goes first.
-MIN_PRIORITY, MAX_PRIORITY = -8, 8
+MIN_PRIORITY, MAX_PRIORITY = -8, 8  # Lowest and highest priority value. 0 is usual; a lower value goes first.
 # The pace of a queue fades by a factor of e in this time. It counts once it was seen for LEAST_S and in so
 # many requests, or for PACE_S: the first one may be slow, and who is refused for it would have been served.
 PACE_S, LEAST_S, LEAST_LEFT = 30.0, 1.0, 8
-# A client that is refused is told to come back within this time.
-MAX_RETRY_S = 60
+MAX_RETRY_S = 60  # a client that is refused is told to come back within this time
 
 Item = TypeVar("Item")
 _order = attrgetter("order")
 
 
 class Needs(msgspec.Struct, frozen=True, cache_hash=True):
-    """The needs of a request. The same engines can take all requests with equal needs.
+    """The needs of a request. The same engines can take all requests with equal needs."""
 
-    Attributes:
-        lora: the LoRA adapter it runs with; None for the model itself.
-        native: the route, if only engines that declare it have it.
-        route: the route, if some engines may lack it. Engines that lacked it before come last.
-        home: the only engine that can take it; None for any.
-        kind: the only kind of engine that can take it; None for any.
-        prompts: what made its prompt: engines of another builder cannot take that; None for any.
-        context: the least context of an engine that can take its prompt, in tokens; 0 for any.
-        shares: its KV is for all tenants: only engines whose KV tenants may share can take it.
-    """
-
-    lora: str | None = None
-    native: str | None = None
+    lora: str | None = None  # the LoRA adapter it runs with; None for the model itself
+    native: str | None = None  # the route, if only engines that declare it have it
+    # The route, if some engines may lack it. Engines that lacked it before come last.
     route: str | None = None
-    home: str | None = None
-    kind: str | None = None
+    home: str | None = None  # the only engine that can take it; None for any
+    kind: str | None = None  # the only kind of engine that can take it; None for any
+    # What made its prompt: engines of another builder cannot take that; None for any.
     prompts: Hashable = None
-    context: int = 0
-    shares: bool = False
+    context: int = 0  # the least context of an engine that can take its prompt, in tokens; 0 for any
+    shares: bool = False  # its KV is for all tenants: only engines whose KV tenants may share can take it
 
 
 @dataclass(slots=True, eq=False)
 class Entry(Generic[Item]):
-    """A request that waits.
-
-    Attributes:
-        priority: the lowest value goes first.
-        tokens: its cost to its tenant.
-        size: bytes that it holds meanwhile.
-        needs: says which engines can take it.
-        order: its place among its tenant's requests. The queue sets it.
-    """
+    """A request that waits."""
 
     tenant: str | None
-    priority: int
-    tokens: int
-    size: int
-    needs: Needs
+    priority: int  # the lowest value goes first
+    tokens: int  # its cost to its tenant
+    size: int  # bytes that it holds meanwhile
+    needs: Needs  # says which engines can take it
     item: Item
-    order: tuple[int, int] = (0, 0)
+    order: tuple[int, int] = (0, 0)  # Its place among its tenant's requests. The queue sets it.
 
 
 @dataclass(slots=True, eq=False)
@@ -119,28 +98,20 @@ class _Share(Generic[Item]):
 
 
 class FairQueue(Generic[Item]):
-    """A bounded queue in which tenants take turns.
-
-    Attributes:
-        max_entries: the most requests in it. A lower value counts when the next one comes.
-        max_bytes: the most bytes that they hold.
-        entries: how many there are.
-        tokens: tokens of the requests in it, by their needs and their tenants.
-    """
+    """A bounded queue in which tenants take turns."""
 
     def __init__(self, max_entries: int, max_bytes: int) -> None:
+        # The most requests in it. A lower value counts when the next one comes.
         self.max_entries = max_entries
-        self.max_bytes = max_bytes
+        self.max_bytes = max_bytes  # the most bytes that they hold
+        # Tokens of the requests in it, by their needs and their tenants.
         self.tokens: dict[Needs, dict[str | None, int]] = {}
         self._shares: dict[str | None, _Share[Item]] = {}
         self._refused: set[Entry[Item]] = set()  # by placement, lately
         self._size = 0
-        self.entries = 0
+        self.entries = 0  # how many there are
         self._added = 0
         self._served = 0
-
-    def __len__(self) -> int:
-        return self.entries
 
     def ahead(self, tenant: str | None, priority: int, tokens: int, needs: Collection[Needs]) -> int:
         """Tokens that leave the queue before a new request ends, its own included. Only requests with one of
@@ -193,10 +164,7 @@ class FairQueue(Generic[Item]):
 
     def take(self, free: Container[Needs], may_go: Callable[[Item], bool]) -> Entry[Item] | None:
         """Takes the next request out whose needs are `free`: an engine that meets them is free. None without
-        one.
-
-        `may_go` asks placement whether the request may go. It is called for few requests.
-        """
+        one. `may_go` asks placement whether the request may go. It is called for few requests."""
         asked = 0
         for place, entry in enumerate(self._in_turn(free)):
             if place >= MAX_LOOKS // 2 and entry in self._refused:
@@ -228,7 +196,6 @@ class FairQueue(Generic[Item]):
             yield from (entry for entry in row if entry is not None)
 
     def _serve(self, entry: Entry[Item], free: Container[Needs]) -> None:
-        """Takes out a request, whose turn it is."""
         share = self._shares[entry.tenant]
         if rounds := share.rounds(entry):
             for each in self._shares.values():

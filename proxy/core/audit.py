@@ -25,8 +25,7 @@ WINDOW = 50
 # A view is doubted when more than this share of the last WINDOW predictions missed, and at least this many.
 MAX_MISS_SHARE = 0.2
 MIN_MISSES = 5
-# A resync without effect doubles the misses before the next one, up to this.
-MAX_PATIENCE = 40
+MAX_PATIENCE = 40  # a resync without effect doubles the misses before the next one, up to this
 
 
 class Trust(StrEnum):
@@ -83,14 +82,10 @@ class AuditCounts(msgspec.Struct, array_like=True):
 
 
 class EngineAudit:
-    """Compares the predictions for one engine with its reports.
-
-    Attributes:
-        counts, unchecked: those of `AuditView`. Trust does not depend on them.
-    """
+    """Compares the predictions for one engine with its reports."""
 
     def __init__(self) -> None:
-        self.counts, self.unchecked = AuditCounts(), Counter[Unchecked]()
+        self.counts, self.unchecked = AuditCounts(), Counter[Unchecked]()  # trust does not depend on them
         self.trust = Trust.APPROXIMATE
         self.why = "no events yet: learning from responses"
         self._recent: deque[bool] = deque(maxlen=WINDOW)
@@ -115,13 +110,10 @@ class EngineAudit:
 
     def observe(self, predicted: int, reported: int, *, within: int = 1, evicted_since: bool = False) -> bool:
         """Notes a finished request; both counts in tokens. Returns True if the view must be rebuilt now.
-
         Predictions are in whole blocks of the pool. An engine with smaller pages may reuse up to a block
-        more, so a report of less than `within` tokens more than predicted is exact.
-
-        A miss says nothing about the view if the engine has evicted since the prediction (`evicted_since`):
-        the blocks may have been there when they were predicted. Such a miss is counted, but lowers no trust.
-        """
+        more, so a report of less than `within` tokens more than predicted is exact. A miss says nothing about
+        the view if the engine has evicted since the prediction (`evicted_since`): the blocks may have been
+        there when they were predicted. Such a miss is counted, but lowers no trust."""
         is_exact = 0 <= reported - predicted < within
         counts = self.counts
         counts.checked += 1
@@ -145,26 +137,19 @@ class EngineAudit:
     def view(self) -> AuditView:
         """The state as data."""
         share = sum(self._recent) / len(self._recent) if self._recent else 0.0
+        counts = msgspec.structs.asdict(self.counts)
         return AuditView(
-            trust=self.trust,
-            why=self.why,
-            unchecked=dict(self.unchecked),
-            **msgspec.structs.asdict(self.counts),
-            recent_miss_share=share,
+            self.trust, self.why, unchecked=dict(self.unchecked), recent_miss_share=share, **counts
         )
 
 
 # --- the breaker --------------------------------------------------------------------------------------------
 
 
-# Failures in a row that open it.
-FAILURES = 5
-# Seconds that it stays open: at first, and at most.
-OPEN_S, MAX_OPEN_S = 1.0, 30.0
-# It is closed once it has allowed this many unanswered requests.
-ENOUGH = 32
-# Empty answers in a row, beside others with text, that are no accident.
-ODD = 2
+FAILURES = 5  # failures in a row that open it
+OPEN_S, MAX_OPEN_S = 1.0, 30.0  # seconds that it stays open: at first, and at most
+ENOUGH = 32  # it is closed once it has allowed this many unanswered requests
+ODD = 2  # empty answers in a row, beside others with text, that are no accident
 
 
 class Breaker:
@@ -204,16 +189,12 @@ class Breaker:
 
 class EmptyAnswers:
     """Whether an engine gives empty answers while others of its pool give text. A model may end its answer at
-    once; one engine alone that always does so is broken.
-
-    Attributes:
-        texts: its answers with text.
-        in_a_row: its empty answers since the last one with text.
-    """
+    once; one engine alone that always does so is broken."""
 
     __slots__ = ("_fails", "_of_others", "in_a_row", "texts")
 
     def __init__(self) -> None:
+        # `texts`: its answers with text. `in_a_row`: its empty answers since the last one with text.
         self.texts = self.in_a_row = self._of_others = 0
         self._fails = False
 

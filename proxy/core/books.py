@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,8 +16,7 @@ from proxy.core.quotas import TenantLimits
 # --- engine book ----------------------------------------------------------------------------------------
 # The orders of operators to drain, add and remove engines. Every kvpin of a group holds the same book.
 
-# A book keeps this many engines, the last changed first.
-MAX_MARKS = 1000
+MAX_MARKS = 1000  # a book keeps this many engines, the last changed first
 # Of two orders about one engine, and of two removals of keys, the later one is later by at least that,
 # whatever the clock of its kvpin says.
 _TICK_S = 0.001
@@ -27,28 +26,23 @@ MAX_SKEW_S = 300.0
 
 
 class EngineMark(msgspec.Struct, frozen=True, array_like=True):
-    """The orders about one engine that hold.
+    """The orders about one engine that hold."""
 
-    Attributes:
-        engine: its name, as kvpins tell it to each other.
-        drained: it gets no new requests.
-        at: when the last order was given, in Unix time. Of two marks, the later one counts.
-        removed: no kvpin uses it, whatever settings and sources say.
-        added: its settings as JSON, if an operator added it; else empty: settings or sources name it.
-        seal: proves, on an exchange that others may write to, that a kvpin of the group told it.
-    """
-
-    engine: str
-    drained: bool
-    at: float
-    removed: bool = False
+    engine: str  # its name, as kvpins tell it to each other
+    drained: bool  # it gets no new requests
+    at: float  # When the last order was given, in Unix time. Of two marks, the later one counts.
+    removed: bool = False  # no kvpin uses it, whatever settings and sources say
+    # Its settings as JSON, if an operator added it; else empty: settings or sources name it.
     added: bytes = b""
-    seal: bytes = b""
+    seal: bytes = b""  # proves, on an exchange that others may write to, that a kvpin of the group told it
 
     @property
     def order(self) -> tuple[bool, bool, bytes]:
         """The orders without their time."""
         return self.drained, self.removed, self.added
+
+
+_NONE = EngineMark("", drained=False, at=-1.0)  # of an engine without orders
 
 
 def encode_marks(marks: list[EngineMark]) -> bytes:
@@ -62,32 +56,20 @@ def decode_marks(data: bytes) -> list[EngineMark]:
 
 
 class EngineBook:
-    """The mark of each engine that operators gave orders about.
-
-    An engine that takes requests again keeps its mark: an older order may still arrive.
-
-    Attributes:
-        listeners: called when something else is ordered about an engine.
-    """
+    """The mark of each engine that operators gave orders about. An engine that takes requests again keeps its
+    mark: an older order may still arrive."""
 
     def __init__(self) -> None:
-        self.listeners: list[Callable[[], None]] = []
+        self.listeners: list[Callable[[], None]] = []  # called when something else is ordered about an engine
         self._marks: dict[str, EngineMark] = {}
 
     def is_drained(self, engine: str) -> bool:
         """True if the last order about the engine was to drain it."""
-        mark = self._marks.get(engine)
-        return mark is not None and mark.drained
+        return self._marks.get(engine, _NONE).drained
 
     def is_removed(self, engine: str) -> bool:
         """True if an operator has removed the engine."""
-        mark = self._marks.get(engine)
-        return mark is not None and mark.removed
-
-    def added(self, engine: str) -> bytes:
-        """The settings of an engine that an operator has added; empty for another."""
-        mark = self._marks.get(engine)
-        return mark.added if mark is not None else b""
+        return self._marks.get(engine, _NONE).removed
 
     def drain(self, engine: str, *, drained: bool, now: float) -> None:
         """An operator drains the engine, or lets it take requests again, at `now` in Unix time."""
@@ -111,21 +93,20 @@ class EngineBook:
         return [mark for mark in self.marks() if mark.removed]
 
     def _order(self, engine: str, now: float, **changes: Any) -> None:  # noqa: ANN401 - fields of a mark
-        before = self._marks.get(engine, EngineMark(engine, drained=False, at=now - _TICK_S))
-        self._take([replace(before, at=max(now, before.at + _TICK_S), **changes)])
+        before = self._marks.get(engine, _NONE)
+        self._take([replace(before, engine=engine, at=max(now, before.at + _TICK_S), **changes)])
 
-    def merge(self, marks: Iterable[EngineMark], *, now: float) -> bool:
+    def merge(self, marks: Sequence[EngineMark], *, now: float) -> bool:
         """Takes over the marks that are later than those known here. `now` is in Unix time. False if some are
         from the future, which does not count."""
-        told = [*marks]
-        heard = [mark for mark in told if mark.at <= now + MAX_SKEW_S]
+        heard = [mark for mark in marks if mark.at <= now + MAX_SKEW_S]
         self._take(heard)
-        return len(heard) == len(told)
+        return len(heard) == len(marks)
 
-    def _take(self, marks: Iterable[EngineMark]) -> None:
+    def _take(self, marks: Sequence[EngineMark]) -> None:
         is_changed = False
         for mark in marks:
-            before = self._marks.get(mark.engine, EngineMark(mark.engine, drained=False, at=-1.0))
+            before = self._marks.get(mark.engine, _NONE)
             if (before.at, before.order) < (mark.at, mark.order):
                 self._marks[mark.engine] = mark
                 is_changed |= before.order != mark.order
@@ -142,35 +123,25 @@ class EngineBook:
 
 # --- the keys that the admin API has issued. Every kvpin of a group holds the same book -----------------
 
-# A book holds this many keys, and as many marks of removed ones, the newest.
-MAX_KEYS = 2000
+MAX_KEYS = 2000  # a book holds this many keys, and as many marks of removed ones, the newest
 _SIGNATURE, _SIGNATURE_BYTES = "sha256", 32
 
 
 class IssuedKey(msgspec.Struct, frozen=True, array_like=True):
-    """A key that the admin API issued, without the key itself.
-
-    Attributes:
-        digest: SHA-256 of the key.
-        ending: its last four characters, by which people recognise it.
-        created: when it was issued, in Unix time.
-        name: what its operator calls it; may be empty.
-        models: the names that its requests may have as `model`; None for all.
-        expires: when it ends, in Unix time; None for never.
-        removed: when it was removed, in Unix time; 0 before that. Then it opens nothing any more. Its entry
-            stays as a mark: another kvpin may still tell of it.
-        limits: those of its tenant from then on, also once the key is removed; None leaves them as they are.
-    """
+    """A key that the admin API issued, without the key itself."""
 
     id: str
     tenant: str
-    digest: bytes
-    ending: str
-    created: float
-    name: str = ""
-    models: tuple[str, ...] | None = None
-    expires: float | None = None
+    digest: bytes  # SHA-256 of the key
+    ending: str  # its last four characters, by which people recognise it
+    created: float  # when it was issued, in Unix time
+    name: str = ""  # what its operator calls it; may be empty
+    models: tuple[str, ...] | None = None  # the names that its requests may have as `model`; None for all
+    expires: float | None = None  # when it ends, in Unix time; None for never
+    # When it was removed, in Unix time; 0 before that. Then it opens nothing any more. Its entry stays as a
+    # mark: another kvpin may still tell of it.
     removed: float = 0.0
+    # Those of its tenant from then on, also once the key is removed; None leaves them as they are.
     limits: TenantLimits | None = None
 
 
@@ -189,12 +160,9 @@ def signed(entries: list[IssuedKey], secret: bytes, now: float) -> bytes:
 
 
 def verified(told: bytes, secret: bytes, now: float | None) -> list[IssuedKey] | None:
-    """The entries of `signed`; None if another secret signed them, or they are none.
-
-    Also None MAX_SKEW_S after they were signed, as `now` says: whoever may write to the exchange could repeat
-    what it told before a key was removed. With `now` None, only this user may write there, and age is no
-    matter.
-    """
+    """The entries of `signed`; None if another secret signed them, or they are none. Also None MAX_SKEW_S
+    after they were signed, as `now` says: whoever may write to the exchange could repeat what it told before
+    a key was removed. With `now` None, only this user may write there, and age is no matter."""
     signature, data = told[:_SIGNATURE_BYTES], told[_SIGNATURE_BYTES:]
     if not hmac.compare_digest(hmac.digest(secret, data, _SIGNATURE), signature):
         return None
@@ -207,13 +175,9 @@ def verified(told: bytes, secret: bytes, now: float | None) -> list[IssuedKey] |
 
 @dataclass(slots=True)
 class KeyBook:
-    """The issued keys and the marks of removed ones.
+    """The issued keys and the marks of removed ones."""
 
-    Attributes:
-        listeners: called when a key came or was removed.
-    """
-
-    listeners: list[Callable[[], None]] = field(default_factory=list)
+    listeners: list[Callable[[], None]] = field(default_factory=list)  # called when a key came or was removed
     _entries: dict[str, IssuedKey] = field(default_factory=dict)
 
     @property
@@ -229,12 +193,6 @@ class KeyBook:
         """The limits of each tenant that the keys name some for: those of the newest key that does."""
         return {entry.tenant: entry.limits for entry in self.entries() if entry.limits is not None}
 
-    def _limiting(self) -> frozenset[str]:
-        """The entries that tell the limits of a tenant with a key: without its mark it would have none."""
-        tenants = {key.tenant for key in self.issued()}
-        telling = {entry.tenant: entry.id for entry in self.entries() if entry.limits is not None}
-        return frozenset(entry_id for tenant, entry_id in telling.items() if tenant in tenants)
-
     def entries(self) -> list[IssuedKey]:
         """The keys and the marks, the first issued first."""
         return sorted(self._entries.values(), key=lambda entry: (entry.created, entry.id))
@@ -243,7 +201,7 @@ class KeyBook:
         """The mark of a key that is removed at `now`, in Unix time. It is the newest mark, whatever the clock
         says: the oldest ones are dropped."""
         newest = max((entry.removed for entry in self._entries.values()), default=0.0)
-        return msgspec.structs.replace(key, name="", models=None, removed=max(now, newest + _TICK_S))
+        return replace(key, name="", models=None, removed=max(now, newest + _TICK_S))
 
     def merge(self, entries: Iterable[IssuedKey]) -> None:
         """Takes over what is new here. A removal counts for good, while its mark is among the newest."""
@@ -252,13 +210,14 @@ class KeyBook:
             known = self._entries.get(entry.id)
             if known is None or entry.removed > known.removed:
                 self._entries[entry.id] = entry
-        marks = sorted(
-            (entry for entry in self._entries.values() if entry.removed),
-            key=lambda entry: (entry.removed, entry.id),
-        )
-        needed = self._limiting() if len(marks) > MAX_KEYS else frozenset[str]()
-        for mark in marks[:-MAX_KEYS]:
-            if mark.id not in needed:
-                del self._entries[mark.id]
+        marks = [entry for entry in self._entries.values() if entry.removed]
+        if len(marks) > MAX_KEYS:
+            # An entry that tells the limits of a tenant with a key stays: without it there would be none.
+            tenants = {key.tenant for key in self.issued()}
+            telling = {entry.tenant: entry.id for entry in self.entries() if entry.limits is not None}
+            marks.sort(key=lambda entry: (entry.removed, entry.id))
+            for mark in marks[:-MAX_KEYS]:
+                if mark.tenant not in tenants or telling.get(mark.tenant) != mark.id:
+                    del self._entries[mark.id]
         for listener in self.listeners if self._entries != before else ():
             listener()

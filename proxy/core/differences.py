@@ -21,23 +21,10 @@ _SYSTEM = ("system", "instructions")
 _INPUT = ("messages", "input", "prompt")
 # Fields beside them that change what engines make of a prompt.
 OPTIONS = (
-    "tool_choice",
-    "parallel_tool_calls",
-    "response_format",
-    "text",
-    "reasoning",
-    "reasoning_effort",
-    "thinking",
-    "verbosity",
-    "chat_template",
-    "chat_template_kwargs",
-    "documents",
-    "add_generation_prompt",
-    "add_special_tokens",
-    "continue_final_message",
-    "extra_ids",
-    "prompt_table",
-)
+    "tool_choice", "parallel_tool_calls", "response_format", "text", "reasoning", "reasoning_effort",
+    "thinking", "verbosity", "chat_template", "chat_template_kwargs", "documents", "add_generation_prompt",
+    "add_special_tokens", "continue_final_message", "extra_ids", "prompt_table",
+)  # fmt: skip
 CONTINUED = "previous_response_id"
 """The field of a response whose `input` goes on after another one: it does not begin the prompt."""
 PROMPT_FIELDS = (*_TOOLS, *_SYSTEM, CONTINUED, *_INPUT, *OPTIONS)
@@ -47,19 +34,10 @@ _SYSTEM_ROLES = ("system", "developer")
 _NOT_OF_A_PROMPT = dict.fromkeys(("content", "id", "status"))
 _CACHE_MARKS = ("cache_control", "prompt_cache_breakpoint")
 # A content part with one of these fields is no text.
-_MEDIA = frozenset(
-    {
-        "image_url",
-        "source",
-        "input_audio",
-        "audio_url",
-        "video_url",
-        "file",
-        "file_id",
-        "file_url",
-        "file_data",
-    }
-)
+_MEDIA = frozenset((
+    "image_url", "source", "input_audio", "audio_url", "video_url", "file", "file_id", "file_url",
+    "file_data",
+))  # fmt: skip
 
 
 class Kind(StrEnum):
@@ -111,11 +89,8 @@ def cause_as_sent(
     changed: Difference, now: Mapping[str, Any], before: Mapping[str, Any]
 ) -> Difference | None:
     """The clients' part in `changed`, the first difference of two requests as kvpin changed them. The fields
-    are as their clients sent them.
-
-    It is `changed` itself if they also differ in such a part as sent; else the first difference as sent,
-    unless it stands behind. None: kvpin's changes alone made the difference.
-    """
+    are as their clients sent them. It is `changed` itself if they also differ in such a part as sent; else
+    the first difference as sent, unless it stands behind. None: kvpin's changes alone made the difference."""
     found = list(_differences(now, before))
     if any(each.kind is changed.kind for each in found):
         return changed
@@ -186,13 +161,7 @@ def _of_message(field: str, at: int, now: Any, before: Any) -> Iterator[Differen
         yield Difference(kind, field, at)
 
 
-def _of_content(
-    kind: Kind,
-    field: str,
-    item: int | None,
-    now: Any,  # noqa: ANN401 - JSON
-    before: Any,  # noqa: ANN401 - JSON
-) -> Iterator[Difference]:
+def _of_content(kind: Kind, field: str, item: int | None, now: Any, before: Any) -> Iterator[Difference]:  # noqa: ANN401 - JSON
     """The differences of two contents: texts, or lists of parts."""
     one, other = _parts(now), _parts(before)
     for at, (part, old) in enumerate(zip(one, other, strict=False)):

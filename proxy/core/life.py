@@ -24,34 +24,24 @@ from engine_adapter.causes import Blame, Cause
 
 # Attempts in which the engine died or sent nonsense. A request with this many probably causes it.
 MAX_POISON = 2
-# Attempts that engines denied. If two do, the request is at fault.
-MAX_DENIED = 2
+MAX_DENIED = 2  # Attempts that engines denied. If two do, the request is at fault.
 # What an engine's refusal says of it shows when another engine is asked.
 _COMPARED = (Blame.UNLESS_ALL, Blame.IF_ANSWERED)
 # Seconds that an answer of a lost engine may be silent. An engine that only failed its health check, because
 # it is busy, still sends.
 SILENCE_S = 5.0
-# How often a running answer is checked within the time that it may be silent.
-_LOOKS = 4
-# The most seconds between two looks at a request.
-_MOST_LOOKS_S = 5.0
+_LOOKS = 4  # how often a running answer is checked within the time that it may be silent
+_MOST_LOOKS_S = 5.0  # the most seconds between two looks at a request
 
 
 class Rules(Struct, frozen=True, dict=True):
-    """The limits of a request's life, in seconds, and the engines tried after the first.
+    """The limits of a request's life, in seconds, and the engines tried after the first."""
 
-    Attributes:
-        first_byte_s: from placement to the beginning of an answer.
-        idle_s: from one piece of an answer to the next.
-        total_s: from the head of the request to its end; None without an end.
-        queue_s: in the queue.
-    """
-
-    first_byte_s: float = 1800.0
-    idle_s: float = 600.0
-    total_s: float | None = None
+    first_byte_s: float = 1800.0  # from placement to the beginning of an answer
+    idle_s: float = 600.0  # from one piece of an answer to the next
+    total_s: float | None = None  # from the head of the request to its end; None without an end
     retries: int = 2
-    queue_s: float = 60.0
+    queue_s: float = 60.0  # in the queue
 
     @cached_property
     def placed_s(self) -> float:
@@ -75,16 +65,11 @@ _NONE: frozenset[str] = frozenset()
 class Phase(Enum):
     """Where a request is in its life."""
 
-    ADMITTED = "admitted"
-    """It holds quota and body memory. It is read, placed, and waits for its turn."""
-    IN_TURN = "in turn"
-    """It is its turn, and an engine is free for it. Only this phase leads to an engine."""
-    LEASED = "leased"
-    """It counts as load of its engine, which has not answered yet."""
-    ANSWERING = "answering"
-    """Its answer arrives."""
-    ENDED = "ended"
-    """It is over, and everything it held was given back."""
+    ADMITTED = "admitted"  # it holds quota and body memory; it is read, placed, and waits for its turn
+    IN_TURN = "in turn"  # an engine is free for it; only this phase leads to an engine
+    LEASED = "leased"  # it counts as load of its engine, which has not answered yet
+    ANSWERING = "answering"  # its answer arrives
+    ENDED = "ended"  # it is over, and everything it held was given back
 
 
 class WrongPhase(Exception):
@@ -101,17 +86,7 @@ class FailedAttempt(Struct, frozen=True):
 
 class Life:
     """One request's life, from its admission to its end. Each method notes what has happened; it raises
-    WrongPhase if that cannot be now. Times are in monotonic seconds.
-
-    Attributes:
-        rules: its limits.
-        phase: where it is.
-        engine: the engine whose turn it is, or that it was last.
-        attempts: those that have failed.
-        has_begun: the client has the beginning of an answer from an attempt that failed.
-        cause: why it ended; None before that.
-        error: of the last attempt, if that ended it.
-    """
+    WrongPhase if that cannot be now. Times are in monotonic seconds."""
 
     __slots__ = (
         "_arrived", "_budget", "_can_repeat", "_heard", "_idle_s", "_is_lost", "_is_sent", "_judged", "_seen",
@@ -121,21 +96,15 @@ class Life:
     def __init__(
         self, rules: Rules, budget: RetryBudget, arrived: float, admitted: float | None = None
     ) -> None:
-        """A life that begins.
-
-        Args:
-            rules: see the attribute.
-            budget: retries of all requests together.
-            arrived: when the request's head came.
-            admitted: when it could be read; None for when its head came.
-        """
+        """A life that begins. `budget`: retries of all requests together. `arrived`: when the request's head
+        came. `admitted`: when it could be read; None for when its head came."""
         self.rules, self._budget, self._arrived = rules, budget, arrived
-        self.phase = Phase.ADMITTED
-        self.engine = ""
-        self.attempts: tuple[FailedAttempt, ...] = ()
-        self.has_begun = False
-        self.cause: Cause | None = None
-        self.error: Exception | None = None
+        self.phase = Phase.ADMITTED  # where it is
+        self.engine = ""  # the engine whose turn it is, or that it was last
+        self.attempts: tuple[FailedAttempt, ...] = ()  # those that have failed
+        self.has_begun = False  # the client has the beginning of an answer from an attempt that failed
+        self.cause: Cause | None = None  # why it ended; None before that
+        self.error: Exception | None = None  # of the last attempt, if that ended it
         self._since = arrived if admitted is None else admitted  # when the phase began; a turn counts as wait
         self._can_repeat = True  # its body can be sent again
         self._judged = 0  # attempts before an answer began, which showed whose failures they were
@@ -166,9 +135,8 @@ class Life:
     def tried(self) -> frozenset[str]:
         """The engines that failed: the next attempt is on another one, and does not wait in the queue. One
         that did not get the request is none of them."""
-        if not self.attempts:
-            return _NONE
-        return frozenset([each.engine for each in self.attempts if not each.cause.again])
+        attempts = self.attempts
+        return frozenset([each.engine for each in attempts if not each.cause.again]) if attempts else _NONE
 
     # --- What happens ---------------------------------------------------------------------------------
 
@@ -235,16 +203,9 @@ class Life:
         engine: str | None = None,
     ) -> Sequence[FailedAttempt]:
         """What runs has failed. If another engine may help, the request is to be placed again. Else it is the
-        end. Returns the attempts whose engines are to blame.
-
-        Args:
-            now: the time.
-            cause: why.
-            error: the caller's own.
-            has_begun: the client has the beginning of an answer.
-            can_go_on: another engine can go on with that answer.
-            engine: the engine that failed, if it is not the one whose turn it is.
-        """
+        end. Returns the attempts whose engines are to blame. `error` is the caller's own. `has_begun`: the
+        client has the beginning of an answer. `can_go_on`: another engine can go on with that. `engine`: the
+        one that failed, if it is not the one whose turn it is."""
         if self.phase is Phase.ADMITTED:  # it is invalid, or would wait too long
             self._end(cause, error)
             return ()
@@ -277,10 +238,8 @@ class Life:
 
     def look(self, now: float, received: int = 0, *, at_client: bool = False) -> Cause | None:
         """Looks how long the phase lasts. Returns why what runs is to be interrupted; None if it may go on.
-
         `received`: pieces of the answer that have arrived. `at_client`: kvpin waits for the client to take
-        more: an engine is silent only while kvpin waits for it.
-        """
+        more: an engine is silent only while kvpin waits for it."""
         if self.phase is Phase.ENDED:
             raise self._wrong_phase()
         rules = self.rules
@@ -333,19 +292,16 @@ class Life:
 
 
 def _blamed(attempts: Sequence[FailedAttempt], *kinds: Blame) -> tuple[FailedAttempt, ...]:
-    """The attempts with a blame of these kinds."""
     return tuple(each for each in attempts if each.cause.blame in kinds)
 
 
 # --- retries of all requests --------------------------------------------------------------------------------
 
 
-# Retries that each request adds: a fifth of the load.
-RETRY_SHARE = 0.2
+RETRY_SHARE = 0.2  # retries that each request adds: a fifth of the load
 # Retries that are always there for a few requests at a time, and what is added in each second.
 RETRY_FLOOR, RETRIES_PER_S = 10.0, 1.0
-# Most that is saved up.
-MOST_RETRIES = 100.0
+MOST_RETRIES = 100.0  # most that is saved up
 
 
 class RetryBudget:

@@ -1,15 +1,4 @@
-"""Brings the messages of a conversation into a shape that its chat template keeps.
-
-    developer_as_system   messages of developers become system messages
-    systems_joined        system messages before the first turn become one
-    late_system_in_turn   a later system message becomes text of the turn before it, or of the next one
-    system_in_turn        so does any system message
-    call_as_text          the call of a tool becomes text of the assistant's
-    result_in_turn        a tool's result without its call becomes a turn of the user's
-    null_as_empty         the content of a call is an empty text instead of null
-    turns_alternate       turns of one role become one, also a text of the assistant's and its call; a turn
-                          that says "(no content)" is put before a talk that the assistant begins, and
-                          between a tool's result and the user's turn right after it
+"""Repairs that bring the messages of a conversation into a shape that its chat template keeps.
 
 They work on the fields of chats, of Anthropic's messages and of OpenAI's responses, in the client's own form.
 What a message becomes depends only on those next to it: the next request of a conversation begins alike.
@@ -41,13 +30,16 @@ _Items = list[Any]
 class Repair(StrEnum):
     """The name of a repair."""
 
-    DEVELOPER_AS_SYSTEM = "developer_as_system"
-    SYSTEMS_JOINED = "systems_joined"
+    DEVELOPER_AS_SYSTEM = "developer_as_system"  # messages of developers become system messages
+    SYSTEMS_JOINED = "systems_joined"  # system messages before the first turn become one
+    # A later system message becomes text of the turn before it, or of the next one.
     LATE_SYSTEM_IN_TURN = "late_system_in_turn"
-    SYSTEM_IN_TURN = "system_in_turn"
-    CALL_AS_TEXT = "call_as_text"
-    RESULT_IN_TURN = "result_in_turn"
-    NULL_AS_EMPTY = "null_as_empty"
+    SYSTEM_IN_TURN = "system_in_turn"  # so does any system message
+    CALL_AS_TEXT = "call_as_text"  # the call of a tool becomes text of the assistant's
+    RESULT_IN_TURN = "result_in_turn"  # a tool's result without its call becomes a turn of the user's
+    NULL_AS_EMPTY = "null_as_empty"  # the content of a call is an empty text instead of null
+    # Turns of one role become one, also a text of the assistant's and its call. A turn of NO_CONTENT is put
+    # before a talk that the assistant begins, and between a tool's result and the user's turn after it.
     TURNS_ALTERNATE = "turns_alternate"
 
 
@@ -129,8 +121,8 @@ def text_of(content: Any) -> str | None:  # noqa: ANN401 - JSON
 # --- system messages ----------------------------------------------------------------------------------
 
 
-def _as_system(items: _Items) -> _Items:
-    return [{**item, "role": "system"} if _get(item, "role") == "developer" else item for item in items]
+def _as_system(item: Any) -> Any:  # noqa: ANN401 - JSON
+    return {**item, "role": "system"} if _get(item, "role") == "developer" else item
 
 
 def _joined(fields: Fields) -> dict[str, Any]:
@@ -149,8 +141,8 @@ def _joined(fields: Fields) -> dict[str, Any]:
 
 
 def _late_in_turns(items: _Items) -> _Items:
-    n_first = sum(1 for _ in takewhile(is_system, items))
-    return items[:n_first] + _in_turns([], items[n_first:])
+    head = [*takewhile(is_system, items)]
+    return head + _in_turns([], items[len(head) :])
 
 
 def _all_in_turns(fields: Fields) -> dict[str, Any]:
@@ -201,16 +193,12 @@ def _end(turns: list[Any], texts: list[str]) -> None:
 # --- turns --------------------------------------------------------------------------------------------
 
 
-def _nulls_as_empty(items: _Items) -> _Items:
-    return [{**item, "content": ""} if _is_null_call(item) else item for item in items]
-
-
-def _is_null_call(item: Any) -> bool:  # noqa: ANN401 - JSON
+def _null_as_empty(item: Any) -> Any:  # noqa: ANN401 - JSON
     match item:
-        case {"role": "assistant", "tool_calls": [_, *_]}:
-            return item.get("content") is None
+        case {"role": "assistant", "tool_calls": [_, *_]} if item.get("content") is None:
+            return {**item, "content": ""}
         case _:
-            return False
+            return item
 
 
 def _alternating(items: list[Any]) -> list[Any]:
@@ -267,7 +255,6 @@ def _is_known(item: dict[str, Any]) -> bool:
 
 
 def _as_one(run: list[dict[str, Any]]) -> dict[str, Any]:
-    """Turns of one role as one."""
     calls = {name: run[-1][name] for name in ("tool_calls",) if name in run[-1]}
     contents = [item["content"] for item in run if item.get("content") or not calls]
     first = run[0] | calls
@@ -298,10 +285,6 @@ def _apart(parts: list[Any]) -> list[Any]:
 
 
 # --- calls of tools, and their results ----------------------------------------------------------------
-
-
-def _calls_as_text(items: _Items) -> _Items:
-    return [*map(_without_calls, items)]
 
 
 def _without_calls(item: Any) -> Any:  # noqa: ANN401 - JSON
@@ -407,12 +390,12 @@ def _as_text(block: dict[str, Any]) -> dict[str, Any]:
 
 
 _STEPS: Mapping[Repair, Step] = {
-    Repair.DEVELOPER_AS_SYSTEM: _step(_as_system),
+    Repair.DEVELOPER_AS_SYSTEM: _step(lambda items: [*map(_as_system, items)]),
     Repair.SYSTEMS_JOINED: _joined,
     Repair.LATE_SYSTEM_IN_TURN: _step(_late_in_turns),
     Repair.SYSTEM_IN_TURN: _all_in_turns,
-    Repair.CALL_AS_TEXT: _step(_calls_as_text),
+    Repair.CALL_AS_TEXT: _step(lambda items: [*map(_without_calls, items)]),
     Repair.RESULT_IN_TURN: _step(_results_in_turns),
-    Repair.NULL_AS_EMPTY: _step(_nulls_as_empty),
+    Repair.NULL_AS_EMPTY: _step(lambda items: [*map(_null_as_empty, items)]),
     Repair.TURNS_ALTERNATE: _step(_alternating),
 }

@@ -61,67 +61,41 @@ _OF_KIND = {kind: Miss.TOOLS if kind is Kind.ORDER else Miss(f"{kind}_changed") 
 
 
 class Compared(msgspec.Struct, frozen=True, kw_only=True):
-    """An earlier request of the same tenant, beside the one that is explained.
-
-    Attributes:
-        common_tokens: leading tokens that both share.
-        repeated_tokens: tokens behind the first difference that both have. They could have been reused if the
-            difference stood at the end.
-        same_model, same_lora: both ran on the same.
-        has_fields: the fields of both requests are known.
-        difference: the first difference of the fields.
-        changes: the rules and repairs of kvpin's that alone made this difference.
-    """
+    """An earlier request of the same tenant, beside the one that is explained."""
 
     request_id: str
     n_tokens: int
-    common_tokens: int = 0
+    common_tokens: int = 0  # leading tokens that both share
+    # Tokens behind the first difference that both have: reused if the difference stood at the end.
     repeated_tokens: int = 0
-    same_model: bool = True
-    same_lora: bool = True
-    has_fields: bool = False
-    difference: Difference | None = None
-    changes: tuple[str, ...] = ()
+    same_model: bool = True  # both ran on the same
+    same_lora: bool = True  # likewise
+    has_fields: bool = False  # the fields of both requests are known
+    difference: Difference | None = None  # the first difference of the fields
+    changes: tuple[str, ...] = ()  # the rules and repairs of kvpin's that alone made this difference
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
-    """What a prompt reused, and what it could have: facts.
+    """What a prompt reused, and what it could have: facts."""
 
-    Attributes:
-        n_tokens: tokens of its prompt; None where the prompt is not known.
-        is_whole: False where only the tokens before the first image are known.
-        reused_tokens: prompt tokens that the engine reused.
-        predicted_tokens: prompt tokens that it was expected to reuse.
-        holder: the engine that would have reused most of its prompt.
-        held_tokens: prompt tokens that `holder` would have reused; 0 if the request was placed there.
-        tokens_per_block: the engine's block size in tokens. The engine reuses full blocks.
-        compared: the earlier request that it is compared with; None without one.
-        rules: the rules that changed its prompt.
-        cut_tokens: tokens that full attention held, and that could not be reused because another kind of
-            attention lacked its part.
-        lacks: that kind of attention.
-        is_running: the earlier request was not finished when this one began.
-        left_on: the engine that the earlier request left its KV on.
-        is_candidate: that engine could have taken this request.
-        is_emptied: it lost its cache in between.
-        flushed_at: when this kvpin flushed it there in between, in Unix time; None if it did not.
-    """
-
-    n_tokens: int | None
-    is_whole: bool = True
-    reused_tokens: int = 0
-    predicted_tokens: int = 0
-    holder: str | None = None
-    held_tokens: int = 0
-    tokens_per_block: int = 1
-    compared: Compared | None = None
-    rules: tuple[str, ...] = ()
+    n_tokens: int | None  # tokens of its prompt; None where the prompt is not known
+    is_whole: bool = True  # False where only the tokens before the first image are known
+    reused_tokens: int = 0  # prompt tokens that the engine reused
+    predicted_tokens: int = 0  # prompt tokens that it was expected to reuse
+    holder: str | None = None  # the engine that would have reused most of its prompt
+    held_tokens: int = 0  # prompt tokens that `holder` would have reused; 0 if the request was placed there
+    tokens_per_block: int = 1  # The engine's block size in tokens. The engine reuses full blocks.
+    compared: Compared | None = None  # the earlier request that it is compared with; None without one
+    rules: tuple[str, ...] = ()  # the rules that changed its prompt
+    # Tokens that full attention held, and that could not be reused because another kind of attention lacked
+    # its part.
     cut_tokens: int = 0
-    lacks: Attention | None = None
-    is_running: bool = False
-    left_on: str | None = None
-    is_candidate: bool = True
-    is_emptied: bool = False
+    lacks: Attention | None = None  # that kind of attention
+    is_running: bool = False  # the earlier request was not finished when this one began
+    left_on: str | None = None  # the engine that the earlier request left its KV on
+    is_candidate: bool = True  # that engine could have taken this request
+    is_emptied: bool = False  # it lost its cache in between
+    # When this kvpin flushed it there in between, in Unix time; None if it did not.
     flushed_at: float | None = None
 
     def reusable(self, tokens: int) -> int:
@@ -160,7 +134,6 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
         return self.compared.difference if self.compared is not None and is_reason else None
 
     def _beside(self, compared: Compared, n_tokens: int) -> Miss:
-        """The miss beside an earlier request."""
         if not (compared.same_model and compared.same_lora):
             return Miss.LORA if compared.same_model else Miss.MODEL
         shared = self.reusable(compared.common_tokens)

@@ -1,14 +1,5 @@
 """Rules that change a prompt so that more of it equals an earlier one. Each changes only what its name says.
 
-    billing_line    drops the line x-anthropic-billing-header, with which Claude Code begins its system prompt
-    date_to_day     cuts dates with a time of day to the day, in the system prompt
-    tools_sorted    sorts the tools by name
-    schemas_sorted  sorts the fields of each tool's schema
-    paths, dates,   tell such values of the system prompt and of tools before the first turn, and leave
-    ids             references in their places (`prompt_values.py`)
-    volatile_last   tells times, counts and git's status behind the last message, likewise
-    reasoning_kept  puts back the reasoning of earlier answers: `proxy/request/normalising.py`
-
 They work on the fields of chats, of Anthropic's messages and of OpenAI's responses, in the client's own form.
 The model reads another prompt than the client sent, so all but the first are chosen by the operator.
 """
@@ -45,29 +36,26 @@ _Name = TypeVar("_Name")
 class Rule(StrEnum):
     """The name of a rule."""
 
+    # Drops the line x-anthropic-billing-header, with which Claude Code begins its system prompt.
     BILLING_LINE = "billing_line"
-    DATE_TO_DAY = "date_to_day"
-    TOOLS_SORTED = "tools_sorted"
-    VOLATILE_LAST = "volatile_last"
+    DATE_TO_DAY = "date_to_day"  # cuts dates with a time of day to the day, in the system prompt
+    TOOLS_SORTED = "tools_sorted"  # sorts the tools by name
+    VOLATILE_LAST = "volatile_last"  # tells times, counts and git's status behind the last message, as PATHS
+    # Tells such values of the system prompt and of tools before the first turn, and leaves references in
+    # their places (`prompt_values.py`). So do DATES and IDS.
     PATHS = "paths"
-    REASONING_KEPT = "reasoning_kept"
-    SCHEMAS_SORTED = "schemas_sorted"
+    REASONING_KEPT = "reasoning_kept"  # puts back that of earlier answers: `proxy/request/normalising.py`
+    SCHEMAS_SORTED = "schemas_sorted"  # sorts the fields of each tool's schema
     DATES = "dates"
     IDS = "ids"
 
 
 class Normalised(NamedTuple):
-    """What rules made of a prompt.
+    """What rules made of a prompt."""
 
-    Attributes:
-        changes: the fields that they changed, in their new form.
-        applied: the rules that changed something.
-        told: reference → value, of the values that the prompt tells in another place now.
-    """
-
-    changes: dict[str, Any]
-    applied: tuple[Rule, ...]
-    told: dict[str, str]
+    changes: dict[str, Any]  # the fields that they changed, in their new form
+    applied: tuple[Rule, ...]  # the rules that changed something
+    told: dict[str, str]  # reference → value, of the values that the prompt tells in another place now
 
 
 FINDS_VALUES = frozenset({Rule.PATHS, Rule.DATES, Rule.IDS, Rule.VOLATILE_LAST})
@@ -123,8 +111,7 @@ def _to_days(text: str) -> str:
 
 def _to_day(line: str) -> str:
     head, rest = line[:HEAD], line[HEAD:]
-    # A time at the end of the head may go on behind it.
-    end = len(head) if rest else len(head) + 1
+    end = len(head) if rest else len(head) + 1  # a time at the end of the head may go on behind it
 
     def to_day(found: re.Match[str]) -> str:
         return found[1] if found.end() < end else found[0]
@@ -174,17 +161,11 @@ def _with_texts(content: Any, change: Callable[[str], str]) -> Any:  # noqa: ANN
 
 
 class _Place(NamedTuple):
-    """Where a prompt tells values.
+    """Where a prompt tells values."""
 
-    Attributes:
-        is_first: at the beginning of the first turn; else at the end of the last one.
-        finders: rule → makes what finds its values, anew for each prompt.
-        order: how values of these kinds stand there: what changes least comes first.
-    """
-
-    is_first: bool
-    finders: Mapping[Rule, Callable[[], Kinds]]
-    order: Sequence[str]
+    is_first: bool  # at the beginning of the first turn; else at the end of the last one
+    finders: Mapping[Rule, Callable[[], Kinds]]  # rule → makes what finds its values, anew for each prompt
+    order: Sequence[str]  # how values of these kinds stand there: what changes least comes first
 
 
 def _told(fields: Fields, found: Mapping[Rule, Kinds], place: _Place) -> Normalised | None:

@@ -23,8 +23,7 @@ LINE = 4096
 """Characters of each line in which values are found by their shape."""
 HEAD = 512
 """Characters of each line in which they are found by words."""
-# An empty line takes as long as 1 KiB of text.
-_MOST_LINES = 200_000
+_MOST_LINES = 200_000  # an empty line takes as long as 1 KiB of text
 REFERENCE = re.compile(r"\[\[(?:path|date|time|id|count|git) \d{1,6}\]\]")
 _REFERENCE_BYTES = re.compile(REFERENCE.pattern.encode())
 _MOST_BYTES, _PIECE = 16, 1 << 16  # of a reference, and of what is searched at once
@@ -88,12 +87,10 @@ _TELLS_TIME = re.compile(rf"\d|{_WEEKDAY}|{_MONTH}")
 _COUNTED = re.compile(r"\b(?:tokens?|context|usage|budget)\b", re.IGNORECASE)
 _LEFT = re.compile(r"\b(?:left|remaining|used)\b", re.IGNORECASE)
 _TO_DIGIT, _TO_LEFT = 60, 21  # characters between them, at most
-# A number in a program is none that changes.
-_CODE = re.compile(r"\w\(|\$\{")
+_CODE = re.compile(r"\w\(|\$\{")  # a number in a program is none that changes
 _NUMBER = re.compile(r"\d[\d,.]*(?<=\d)")
 _GIT_LINE = re.compile(r"^\W*(?:git status|current branch)\b[^\n:]{0,20}:\s*", re.IGNORECASE)
-# Claude Code ends its system prompt with it.
-GIT = "gitStatus:"
+GIT = "gitStatus:"  # Claude Code ends its system prompt with it
 
 
 def has_reference(text: bytes) -> bool:
@@ -105,14 +102,10 @@ def has_reference(text: bytes) -> bool:
 
 
 class References:
-    """The values that were found in a prompt, each with its reference.
-
-    Attributes:
-        told: reference → value, in the order of the prompt.
-    """
+    """The values that were found in a prompt, each with its reference."""
 
     def __init__(self) -> None:
-        self.told: dict[str, str] = {}
+        self.told: dict[str, str] = {}  # reference → value, in the order of the prompt
         self._of: dict[tuple[str, str], str] = {}
         self._counts: dict[str, int] = {}
         self._lines_left = _MOST_LINES
@@ -195,9 +188,7 @@ def _rest(start: re.Pattern[str], *, if_it: re.Pattern[str] | None = None) -> Fi
 
 
 def _counts(line: str) -> Iterator[tuple[int, int]]:
-    if _CODE.search(line, 0, HEAD) is not None:
-        return
-    if _tells_count(line):
+    if _CODE.search(line, 0, HEAD) is None and _tells_count(line):
         yield from (found.span() for found in _NUMBER.finditer(line, 0, HEAD))
 
 

@@ -16,8 +16,7 @@ from math import ceil
 import msgspec
 
 MINUTE_S = 60.0
-# Seconds after which to come back if too many requests run at a time: nobody knows when one ends.
-SOON_S = 1
+SOON_S = 1  # seconds after which to come back if too many requests run at a time: nobody knows when one ends
 
 
 class TenantLimits(msgspec.Struct, frozen=True):
@@ -89,16 +88,9 @@ class Quota:
     """A tenant's use of its `limits`, here and at peers."""
 
     __slots__ = (
-        "_changed",
-        "_concurrent",
-        "_elsewhere",
-        "_new_requests",
-        "_new_tokens",
-        "_requests",
-        "_running",
-        "_tokens",
-        "tenant",
-    )
+        "_changed", "_concurrent", "_elsewhere", "_new_requests", "_new_tokens", "_requests", "_running",
+        "_tokens", "tenant",
+    )  # fmt: skip
 
     def __init__(self, limits: TenantLimits, tenant: str = "", changed: set[Quota] | None = None) -> None:
         """The quota puts itself into `changed` whenever there is something new to `take`."""
@@ -195,16 +187,13 @@ def _changed(bucket: _Bucket | None, limit: int | None) -> _Bucket | None:
 
 
 class ByteBudget:
-    """Counts bytes in memory up to a limit.
-
-    Attributes:
-        limit: the most bytes. Bytes already taken stay if the limit is lowered.
-    """
+    """Counts bytes in memory up to a limit."""
 
     __slots__ = ("__weakref__", "_whole", "limit", "used")
 
     def __init__(self, limit: int, whole: ByteBudget | None = None) -> None:
         """`whole`: the budget of which this is a part. Its bytes count there, too."""
+        # `limit`: the most bytes. Bytes already taken stay if the limit is lowered.
         self.limit, self.used, self._whole = limit, 0, whole
 
     def has(self, size: int) -> bool:
@@ -231,29 +220,21 @@ DAY_S = 86_400
 """Seconds of a day. Days are those of UTC."""
 MOST_DAYS = 400
 """Days with use that are kept."""
-# The days that are kept have this many rows; older ones are dropped first.
-_MOST_ROWS = 100_000
+_MOST_ROWS = 100_000  # the days that are kept have this many rows; older ones are dropped first
 
-# A call of `sorted` keeps the interpreter's lock. This many rows take about 1 ms.
-_SORTED_AT_ONCE = 2048
+_SORTED_AT_ONCE = 2048  # A call of `sorted` keeps the interpreter's lock. This many rows take about 1 ms.
 
 UseKey = tuple[int, str, str]
 """The day's number since 1970, the tenant and the model; "" for none."""
 
 
 class Used(msgspec.Struct, array_like=True):
-    """Requests that have ended, and their tokens.
-
-    Attributes:
-        failed: those of them that ended with an error.
-        prompt_tokens: of prompts whose tokens kvpin knows.
-        cached_tokens: those that engines reported as reused.
-    """
+    """Requests that have ended, and their tokens."""
 
     requests: int = 0
-    failed: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
+    failed: int = 0  # those of them that ended with an error
+    prompt_tokens: int = 0  # of prompts whose tokens kvpin knows
+    cached_tokens: int = 0  # those that engines reported as reused
     output_tokens: int = 0
 
 
@@ -275,7 +256,6 @@ class UseBook(defaultdict[UseKey, Used]):
     """The use of all tenants. A row that is asked for begins with zeros."""
 
     def __init__(self, rows: Iterable[tuple[UseKey, Used]] = ()) -> None:
-        """Begins with these rows."""
         super().__init__(Used, rows)
 
     def add(self, rows: Iterable[tuple[UseKey, Used]]) -> None:

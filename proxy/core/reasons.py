@@ -1,11 +1,6 @@
 """One request, explained: why it was placed where it was, and what its time to the first byte was spent on.
 
-reason_of   the case that a placement is, out of seven: a word for metrics
-why         the term that made the difference, with figures, in a sentence
-tie_of      what decided when costs were equal
-parts_of    the parts of the time to the first byte
-
-A sentence is made when somebody asks, out of what was known at the decision. The parts of the time are made
+ A sentence is made when somebody asks, out of what was known at the decision. The parts of the time are made
 of the moments at which the request passed each step:
 
     read → tokenise → queue → (failed attempts) → place → gather → first leg → hold      measured here
@@ -163,8 +158,7 @@ _OBSTACLES = {
     "stall_s": "computing {computed:,} tokens{place} delays other requests by {term} in all",
     "queue_s": "{term} of prefill wait{place}",
 }
-# Terms that count for other requests, too.
-_STRAINED = ("restore_s", "prefill_s")
+_STRAINED = ("restore_s", "prefill_s")  # terms that count for other requests, too
 
 
 def _dearest(words: Mapping[str, str], rival: Cost, placement: Placement, place: str | None = None) -> str:
@@ -270,37 +264,23 @@ class TtfbPart(StrEnum):
 
 
 class Moments(msgspec.Struct, kw_only=True):
-    """When a request passed each step, in monotonic seconds, and what its engine reports.
+    """When a request passed each step, in monotonic seconds, and what its engine reports."""
 
-    Attributes:
-        came: its head was read.
-        arrived: its body was read.
-        prepared: its prompt was tokenised.
-        queued_s: seconds that it waited for busy engines after that.
-        placed: it was placed on the engine that answered.
-        gathered: no other request computes its prefix any more.
-        legs_s: seconds that another engine took to compute its prompt, or to fail, after that; and its own
-            engine, to fetch the KV before it got the request.
-        sent: it was sent to the engine.
-        began: the first byte of the answer came.
-        has_failed: other engines had failed before.
-        is_whole: the answer is no stream: its first byte came last.
-        prefill_s, decode_s: the engine's own timings; None where it reports none.
-    """
-
-    came: float
-    arrived: float
-    prepared: float
-    placed: float
-    gathered: float
-    sent: float
-    began: float
-    queued_s: float = 0.0
+    came: float  # its head was read
+    arrived: float  # its body was read
+    prepared: float  # its prompt was tokenised
+    placed: float  # it was placed on the engine that answered
+    gathered: float  # no other request computes its prefix any more
+    sent: float  # it was sent to the engine
+    began: float  # the first byte of the answer came
+    queued_s: float = 0.0  # seconds that it waited for busy engines after it was prepared
+    # Seconds that another engine took to compute its prompt, or to fail, after it was gathered; and its own
+    # engine, to fetch the KV before it got the request.
     legs_s: float = 0.0
-    has_failed: bool = False
-    is_whole: bool = False
-    prefill_s: float | None = None
-    decode_s: float | None = None
+    has_failed: bool = False  # other engines had failed before
+    is_whole: bool = False  # the answer is no stream: its first byte came last
+    prefill_s: float | None = None  # the engine's own timing; None where it reports none
+    decode_s: float | None = None  # likewise
 
 
 def parts_of(moments: Moments) -> dict[TtfbPart, float]:

@@ -24,26 +24,20 @@ from engine_adapter.body import JsonBody
 from engine_adapter.types import Retention
 from proxy.errors import BadRequest
 
-# Above the priority of requests that ask for nothing, and the same for all clients.
-PRIORITY = 1
-# No API offers more than a day.
-MAX_TTL_S = 86_400.0
-# Anthropic's default, if a client names no time.
-EPHEMERAL_S = 300.0
-# OpenAI's default for a breakpoint.
-BREAKPOINT_S = 1800.0
+PRIORITY = 1  # above the priority of requests that ask for nothing, and the same for all clients
+MAX_TTL_S = 86_400.0  # no API offers more than a day
+EPHEMERAL_S = 300.0  # Anthropic's default, if a client names no time
+BREAKPOINT_S = 1800.0  # OpenAI's default for a breakpoint
 
 _DURATION = re.compile(r"(\d{1,9})([smhd])")
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 _NOT_KEPT = ("in_memory", "in-memory")
-# Characters of a wrong value that its error repeats.
-_SHOWN = 40
+_SHOWN = 40  # characters of a wrong value that its error repeats
 _OPTIONS, _RETENTION, _MARK = "prompt_cache_options", "prompt_cache_retention", "prompt_cache_breakpoint"
 _CACHE_CONTROL, _PROMPT_CACHE, _BREAKPOINT = b"cache_control", b"prompt_cache_", _MARK.encode()
 # Fields that have parts with such marks. Clients that translate put `cache_control` in chats, too.
 _PARTS = ("system", "messages", "tools", "input")
-# Fields of a part that have parts.
-_WITHIN = ("content", "output")
+_WITHIN = ("content", "output")  # fields of a part that have parts
 
 _Path: TypeAlias = "tuple[_Path | None, str | int]"
 """The place of a field: the path before it, and its name, or its index in a list."""
@@ -55,12 +49,9 @@ def may_ask(body: JsonBody) -> bool:
 
 
 def retention_of(body: JsonBody, owner: str | None = None) -> Retention:
-    """The retention that a request asks for, on behalf of `owner`; priority 0 if it asks for nothing.
-    Looks at all values of messages and tools.
-
-    Raises:
-        BadRequest: naming the field of a wish that cannot be read.
-    """
+    """The retention that a request asks for, on behalf of `owner`; priority 0 if it asks for nothing. Looks
+    at all values of messages and tools. Raises BadRequest that names the field of a wish that cannot be
+    read."""
     asked = [seconds for seconds in _asked(body) if seconds is not None] if may_ask(body) else []
     if not asked:
         return Retention(owner=owner)
@@ -153,41 +144,27 @@ def _written(at: _Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AdminPin:
-    """One admin pin.
+    """One admin pin."""
 
-    Attributes:
-        pin_id: its name at the proxy.
-        engine_pins: engine id → that engine's own pin id.
-        blocks: blocks protected, over all engines.
-        expires: when it ends, in seconds of the caller's clock.
-        label: the operator's description; never prompt text.
-        first_block: hash of the first protected block; a flush that starts with it ends the pin.
-        instances: engine id → the process that holds it; a restart ends the pin on that engine.
-        last_block: hash of the last block of the prefix.
-        salt: the cache salt of its KV; a flush of that salt ends the pin.
-    """
-
-    pin_id: str
-    engine_pins: Mapping[str, str]
-    blocks: int
-    expires: float
-    label: str
+    pin_id: str  # its name at the proxy
+    engine_pins: Mapping[str, str]  # engine id → that engine's own pin id
+    blocks: int  # blocks protected, over all engines
+    expires: float  # when it ends, in seconds of the caller's clock
+    label: str  # the operator's description; never prompt text
+    # Hash of the first protected block; a flush that starts with it ends the pin.
     first_block: int | None = None
+    # Engine id → the process that holds it; a restart ends the pin on that engine.
     instances: Mapping[str, str] = field(default_factory=dict)
-    last_block: int | None = None
-    salt: str | None = None
+    last_block: int | None = None  # hash of the last block of the prefix
+    salt: str | None = None  # the cache salt of its KV; a flush of that salt ends the pin
 
 
 class PinBook:
-    """The active pins. When a pin expires, the book drops it, and each engine does so by itself.
-
-    Attributes:
-        listeners: called when pins come, or go before they expire.
-    """
+    """The active pins. When a pin expires, the book drops it, and each engine does so by itself."""
 
     def __init__(self) -> None:
         self._pins: dict[str, AdminPin] = {}
-        self.listeners: list[Callable[[], None]] = []
+        self.listeners: list[Callable[[], None]] = []  # called when pins come, or go before they expire
 
     def add(self, pin: AdminPin) -> None:
         """Notes a pin."""

@@ -18,7 +18,7 @@ from engine_adapter import EngineAdapter, EngineInfo, Role
 from engine_adapter.causes import Code
 from proxy.core.admission import Needs
 from proxy.core.books import EngineBook
-from proxy.core.peers.telling import OwnRequests
+from proxy.core.peers.messages import OwnRequests
 from proxy.core.retention import PinBook
 from proxy.errors import NoEngine, NotFound
 from proxy.fleet.engine import TOKENS_PER_BLOCK, Engine, EngineState

@@ -19,8 +19,7 @@ from msgspec.structs import replace
 from engine_adapter import EngineError, Hold, Role
 from engine_adapter.types import Usage
 from proxy.core.index.blocks import BlockHash
-from proxy.core.peers.messages import Step
-from proxy.core.peers.telling import Telling
+from proxy.core.peers.messages import Step, Telling
 from proxy.core.placement.decision import NOTHING, Placement
 from proxy.core.placement.load import Remaining, Work
 from proxy.core.placement.placer import PlacedRequest, Placer
@@ -187,7 +186,7 @@ class Lease(Struct, eq=False):
         """Replaces the estimate of its work on the engine."""
         self.placer.refine(self.placed, work)
         if self.telling is not None:
-            self.telling.refined(work)
+            self.telling.tell(work=work)
 
     @property
     def evicted_since(self) -> bool:
@@ -203,7 +202,7 @@ class Lease(Struct, eq=False):
         else:
             self.placer.answered(time.monotonic(), self.placed)
         if self.telling is not None:
-            self.telling.answer_began(Step.STREAMS if streamed else Step.ANSWERED)
+            self.telling.tell(step=Step.STREAMS if streamed else Step.ANSWERED)
 
 
 def leader(

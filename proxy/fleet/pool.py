@@ -29,7 +29,7 @@ from proxy.core.admission import HOLD_S, KEPT_BUSY, Needs
 from proxy.core.audit import Trust
 from proxy.core.index.blocks import BlockHash, Chain, chain, namespace_root
 from proxy.core.index.match import Match
-from proxy.core.peers.telling import OwnRequests
+from proxy.core.peers.messages import OwnRequests
 from proxy.core.placement.decision import Candidate, Cost, Placement
 from proxy.core.placement.pairs import Prefillers
 from proxy.core.placement.placer import PlacedRequest, Placer

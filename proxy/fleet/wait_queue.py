@@ -140,7 +140,7 @@ class Line:
 
     def call_next(self) -> None:
         """Calls the next request that may go. Only one at a time: each changes the load for the others."""
-        if self._called is None and self._queue:
+        if self._called is None and self._queue.entries:
             self._look()
             free = set(filter(self._is_free, frozenset().union(*self._engines.values())))
             # A request that no engine can take any more is called too: its caller then raises the error.
@@ -150,7 +150,7 @@ class Line:
                 self._paces[self._engines[self._called.needs]].took(monotonic(), self._called.tokens)
                 if not self._called.item.turn.done():
                     self._called.item.turn.set_result(True)
-        if self._queue and self._timer is None:
+        if self._queue.entries and self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
     def _gone(self) -> None:

@@ -90,7 +90,7 @@ class EngineWatch:
             prefill=tuple((tokens, seconds * rates.pace) for tokens, seconds in rates.pool.curve),
             samples=rates.pool.samples,
             interference=rates.pool.interference if rates.pool.learned else None,
-            restore_tok_s=rates.pool.measured_restore_tok_s(Tier.HOST),
+            restore_tok_s=rates.pool.measured_tok_s.get(Tier.HOST),
             token_s=median(paces) if paces else None,
         )
 

@@ -73,7 +73,7 @@ def contents(fleet: Fleet, to: int) -> Iterator[Contents]:
         for engine in list(pool.engines.values()):
             yield Contents(to, engine.id, pool.placer.books[engine.id].rates.timings)
             if engine.audit.trust is Trust.APPROXIMATE:
-                for part in in_parts(engine.learned.recent(), len, PART):
+                for part in in_parts(engine.learned.stretches()[::-1], len, PART):
                     yield Contents(to, engine.id, stretches=[packed(stretch) for stretch in part])
         for engine_id, digests in by_engine.items():
             for start in range(0, len(digests), PART):

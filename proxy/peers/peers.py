@@ -23,6 +23,7 @@ from proxy.core.peers.messages import (
     KvpinState,
     Leaving,
     Message,
+    OwnRequests,
     RequestState,
     ToldEngine,
     ToldPin,
@@ -32,7 +33,6 @@ from proxy.core.peers.messages import (
     owner_of,
     unpacked,
 )
-from proxy.core.peers.telling import OwnRequests
 from proxy.fleet.fleet import Fleet
 from proxy.peers.bus import NEEDS_KEY, Bus, BusCallbacks, proven_marks, sealed_marks, secret_of
 from proxy.peers.owners import Owners, ToldClaim

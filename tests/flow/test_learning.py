@@ -84,5 +84,5 @@ async def test_the_chain_of_a_request_is_computed_once(monkeypatch):
         flow = replace(proxy.flow, observe=ahead.observe)
         await flow.serve(call, Reply(None), Admission.of_kvpin())
         assert len(made) == 1
-        assert len(ahead._threads) == 1
+        assert len(ahead._threads._threads) == 1
         assert proxy.last.chain is None

@@ -68,7 +68,7 @@ class PairWorld(VllmWorld):
     def is_idle(self) -> bool:
         """Whether nothing is in flight or pending, here and in the ledgers."""
         index = self.proxy.fleet.pools["tiny"].index
-        return super().is_idle() and not any(index.pending(name) for name in self.fakes)
+        return super().is_idle() and not any(index.counts(name)[3] for name in self.fakes)
 
     async def alone(self, text=TEXT) -> str:
         """The text of a single engine's answer."""

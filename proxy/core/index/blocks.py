@@ -25,15 +25,10 @@ _ROW = 16
 
 
 class Chain(msgspec.Struct, frozen=True, gc=False):
-    """The full blocks of a prompt.
+    """The full blocks of a prompt."""
 
-    Attributes:
-        hashes: one per full block, each covering all before it.
-        n_tokens: tokens of the prompt, including a tail that fills no block.
-    """
-
-    hashes: tuple[BlockHash, ...]
-    n_tokens: int
+    hashes: tuple[BlockHash, ...]  # one per full block, each covering all before it
+    n_tokens: int  # tokens of the prompt, including a tail that fills no block
     tokens_per_block: int
 
     @property
@@ -45,10 +40,8 @@ class Chain(msgspec.Struct, frozen=True, gc=False):
 def namespace_root(
     model: str, *, lora: str | None = None, salt: str | None = None, secret: bytes = b""
 ) -> BlockHash:
-    """The root of all chains of a model, adapter (LoRA name and version) and tenant salt.
-
-    `secret`: up to 64 bytes that are the same wherever hashes are compared, and that no client knows.
-    """
+    """The root of all chains of a model, adapter (LoRA name and version) and tenant salt. `secret`: up to 64
+    bytes that are the same wherever hashes are compared, and that no client knows."""
     frame = bytearray()
     for kind, value in (("model", model), ("lora", lora), ("salt", salt)):
         if value is not None:
@@ -63,14 +56,9 @@ def extend(
     extra_ids: array[int] | memoryview | None,
     tokens_per_block: int,
 ) -> tuple[BlockHash, ...]:
-    """Hashes of the full blocks of `token_ids` that follow the block `parent`.
-
-    Args:
-        parent: hash of the block before, or a namespace root.
-        token_ids: int32 tokens; a tail shorter than a block is left out.
-        extra_ids: uint64 per token, or None when all are 0 (which hashes the same).
-        tokens_per_block: block size in tokens.
-    """
+    """Hashes of the full blocks of `token_ids` (int32) that follow the block or namespace root `parent`; a
+    tail shorter than a block is left out. `extra_ids`: uint64 per token, or None when all are 0, which hashes
+    the same."""
     tokens = _pieces(token_ids, 4 * tokens_per_block)
     if extra_ids is None:
         return tuple([parent := xxh3_64_intdigest(block, parent) for row in tokens for block in row])
@@ -103,11 +91,8 @@ def chain(
     tokens_per_block: int,
     known: tuple[BlockHash, ...] = (),
 ) -> Chain:
-    """The chain of a whole prompt under a namespace root.
-
-    `known` are the hashes of its leading blocks where an earlier prompt under the same root began with the
-    same tokens; they are not hashed again.
-    """
+    """The chain of a whole prompt under a namespace root. `known` are the hashes of its leading blocks where
+    an earlier prompt under the same root began with the same tokens; they are not hashed again."""
     parent, start = known[-1] if known else root, len(known) * tokens_per_block
     rest = None if extra_ids is None else memoryview(extra_ids)[start:]
     hashes = known + extend(parent, memoryview(token_ids)[start:], rest, tokens_per_block)

@@ -17,17 +17,14 @@ from proxy.core.index.segments import common
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """Pending blocks of one engine: what requests in flight are about to leave there.
+    """Pending blocks of one engine: what requests in flight are about to leave there."""
 
-    Attributes:
-        starts: last block of a chain → for each request for it, the place where its pending blocks begin, and
-            its boundaries.
-        awaited: block → requests that will leave it, without the first; the location bit stands for that one.
-        boundaries: block → requests that will leave windows and states whole up to its end.
-    """
-
+    # Last block of a chain → for each request for it, the place where its pending blocks begin, and its
+    # boundaries.
     starts: dict[BlockHash, list[tuple[int, tuple[BlockHash, ...]]]] = field(default_factory=dict)
+    # Block → requests that will leave it, without the first; the location bit stands for that one.
     awaited: Counter[BlockHash] = field(default_factory=Counter)
+    # Block → requests that will leave windows and states whole up to its end.
     boundaries: Counter[BlockHash] = field(default_factory=Counter)
 
     def begin(self, last: BlockHash, start: int, boundaries: tuple[BlockHash, ...] = ()) -> None:
@@ -83,12 +80,9 @@ Blocks = tuple[BlockHash, ...]
 
 class LearnedBlocks:
     """A model of one engine's cache: least recently used blocks are evicted first, ends of prompts before
-    their beginnings.
-
-    Of each prompt, the model stores the stretch of blocks that no later prompt used again. Later prompts
-    share beginnings, so a stretch is always an end of its prompt, and is found by its first block. A prompt
-    takes a few steps, however long it is.
-    """
+    their beginnings. Of each prompt, the model stores the stretch of blocks that no later prompt used again.
+    Later prompts share beginnings, so a stretch is always an end of its prompt, and is found by its first
+    block. A prompt takes a few steps, however long it is."""
 
     def __init__(self, capacity: int) -> None:
         """`capacity` is in blocks."""
@@ -103,11 +97,8 @@ class LearnedBlocks:
 
     def learn(self, chain: Blocks) -> Blocks:
         """The engine has just served this chain, which begins at its root. Returns the blocks that it evicts
-        for it.
-
-        Engines evict a prompt from its end. The blocks are returned in the order of their chains, beginnings
-        first: the index clears 64 of those in one step, and others one by one.
-        """
+        for it. Engines evict a prompt from its end. The blocks are returned in the order of their chains,
+        beginnings first: the index clears 64 of those in one step, and others one by one."""
         self.forget(chain)
         self._put(next(self._served), chain)
         self._size += len(chain)
@@ -142,10 +133,6 @@ class LearnedBlocks:
                     self._put(follows := next(self._served), after)
                     self._stretches.move_to_end(follows, last=False)
                 self._put(number, before or after)
-
-    def recent(self) -> list[Blocks]:
-        """All its stretches, the last to be evicted first."""
-        return [*reversed(self._stretches.values())]
 
     def adopt(self, stretch: Blocks) -> Blocks:
         """The engine served these consecutive blocks of a chain before all that is known; none of them is.

@@ -17,8 +17,7 @@ from proxy.core.index.segments import SEGMENT_BLOCKS, Segment, Spread, spread
 # A block's dict, by its remainder: Python keeps numbers up to 256 ready, and a shift takes longer.
 # Of a million blocks, each dict has 4,000.
 _PARTS = 251
-# Segments are in sets by their address, whose last four bits are 0.
-_SETS = 256
+_SETS = 256  # segments are in sets by their address, whose last four bits are 0
 # A step looks at one segment and takes a third of a microsecond; clearing one takes as long as this many
 # steps. A slice of work takes half a millisecond.
 _STEPS_TO_CLEAR = 60
@@ -26,17 +25,13 @@ SLICE_STEPS = 1500
 
 
 class Locations:
-    """Location bits of blocks. Not thread-safe.
-
-    Attributes:
-        retired: bits that no longer mean anything, and that some blocks may still have.
-        version: a number that changes with them.
-    """
+    """Location bits of blocks. Not thread-safe."""
 
     def __init__(self) -> None:
         self._parts: Spread[BlockHash, Segment] = spread(_PARTS)
         self._segments: list[set[Segment]] = [set() for _ in range(_SETS)]
-        self.retired = self.version = 0
+        self.retired = 0  # bits that no longer mean anything, and that some blocks may still have
+        self.version = 0  # a number that changes with the locations
         self._leaving = 0  # retired bits that the current pass clears
         self._pass: Iterator[None] = iter(())
 
@@ -91,19 +86,9 @@ class Locations:
         beside: int = 0,
         off: int = 0,
     ) -> tuple[int, int]:
-        """Sets a location bit of consecutive blocks of one chain, and clears others.
-
-        Args:
-            bit: the location bit.
-            chain: the blocks.
-            after: the block before them, if known.
-            again: counts the blocks that had the bit before.
-            beside: another location bit.
-            off: the location bits to clear, which do not include `bit`.
-
-        Returns:
-            How many blocks had not had the bit, and how many of those have `beside`.
-        """
+        """Sets a location bit of consecutive blocks of one chain, and clears the bits `off`, which do not
+        include that. `after`: the block before them, if known. `again` counts the blocks that had the bit
+        before. Returns how many had not had it, and how many of those have the bit `beside`."""
         self.version += 1
         parts, added, both, at = self._parts, 0, 0, 0
         while at < len(chain):

@@ -26,21 +26,13 @@ from engine_adapter.types import Attention, KvGroup, Tier
 
 @dataclass(frozen=True, slots=True)
 class GroupKind:
-    """Groups that need the same of a prompt. A prompt needs it of all of them.
+    """Groups that need the same of a prompt. A prompt needs it of all of them."""
 
-    Attributes:
-        attention: what they need.
-        window: tokens of the window or chunk.
-        size: their block size, in blocks of the pool.
-        bits: their location bits.
-        tokens_per_block: the pool's block size.
-    """
-
-    attention: Attention
-    window: int
-    size: int
-    bits: int
-    tokens_per_block: int
+    attention: Attention  # what they need
+    window: int  # tokens of the window or chunk
+    size: int  # their block size, in blocks of the pool
+    bits: int  # their location bits
+    tokens_per_block: int  # the pool's block size
 
     @property
     def need(self) -> int:
@@ -120,30 +112,21 @@ def _joined(runs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 
 
 class KvGroups:
-    """The further KV cache groups of one engine.
-
-    Attributes:
-        bits: the location bit of each.
-        mask: all these bits.
-        kinds: the groups by what they need.
-        shape: what each needs, in the order of their bits. Equal shapes that hold the same reach as far. They
-            are one object.
-        alignment: every boundary is a multiple of it, in blocks of the pool.
-        is_known: False if it is not known of each group what it needs.
-        held: blocks that all of them hold together, in blocks of the pool.
-    """
+    """The further KV cache groups of one engine."""
 
     def __init__(self, tokens_per_block: int) -> None:
         """`tokens_per_block`: the pool's block size."""
         self._tokens_per_block = tokens_per_block
         self._sizes: dict[KvGroup, int] = {}
-        self.bits: dict[int, int] = {}
-        self.mask = 0
-        self.kinds: list[GroupKind] = []
+        self.bits: dict[int, int] = {}  # the location bit of each
+        self.mask = 0  # all these bits
+        self.kinds: list[GroupKind] = []  # the groups by what they need
+        # What each needs, in the order of their bits. Equal shapes that hold the same reach as far. They are
+        # one object.
         self.shape = ""
-        self.alignment = 1
-        self.is_known = True
-        self.held = 0
+        self.alignment = 1  # every boundary is a multiple of it, in blocks of the pool
+        self.is_known = True  # False if it is not known of each group what it needs
+        self.held = 0  # blocks that all of them hold together, in blocks of the pool
 
     def add(self, group: KvGroup, tokens_per_block: int, bit: int) -> None:
         """A new group, with blocks of so many tokens. Its blocks have this location bit."""
@@ -163,13 +146,9 @@ class KvGroups:
         self.alignment = lcm(*self._sizes.values())
 
     def room(self, blocks: int, main: int) -> int:
-        """Blocks of prompts that the engine can store before it evicts. All groups share the engine's blocks.
-        A prompt is assumed to take as much in these groups as the prompts that the engine holds.
-
-        Args:
-            blocks: of the engine.
-            main: those that the main group holds.
-        """
+        """Blocks of prompts that the engine can store before it evicts. All groups share the engine's
+        `blocks`, of which the main group holds `main`. A prompt is assumed to take as much in these groups as
+        the prompts that the engine holds."""
         free = max(blocks - main - self.held, 0)
         return free * main // (main + self.held) if main else free // (1 + len(self.bits))
 
@@ -192,17 +171,11 @@ class KvGroups:
         coming: Sequence[int] = (),
     ) -> tuple[int, Attention | None]:
         """The boundary up to which a prompt can be reused, in blocks of the pool, and the kind of groups that
-        lack what they need beyond it; None if no group does.
-
-        Args:
-            masks: location bits along the prompt's chain, by stretches of equal bits.
-            ends: where each stretch ends.
-            held: leading blocks that the main group holds, without those that no prompt of this length can
-                reuse.
-            pending: the location bit of blocks that requests in flight will leave in the groups that keep
-                all blocks; 0: they do not count.
-            coming: boundaries at which requests in flight will leave windows and states whole.
-        """
+        lack what they need beyond it; None if no group does. `masks`: location bits along the prompt's chain,
+        by stretches of equal bits; `ends`: where each stretch ends. `held`: leading blocks that the main
+        group holds, without those that no prompt of this length can reuse. `pending`: the location bit of
+        blocks that requests in flight will leave in the groups that keep all blocks; 0: they do not count.
+        `coming`: boundaries at which requests in flight will leave windows and states whole."""
         length = held // self.alignment * self.alignment
         lacks = None
         while length:
@@ -218,14 +191,10 @@ class KvGroups:
 
 @dataclass(slots=True)
 class Grouped:
-    """An engine with further KV cache groups.
-
-    Attributes:
-        slots: its own slot, and those of its groups' bits.
-    """
+    """An engine with further KV cache groups."""
 
     groups: KvGroups
-    slots: list[int]
+    slots: list[int]  # its own slot, and those of its groups' bits
 
 
 # --- what an engine holds of a chain, from its location bits --------------------------------------------
@@ -248,20 +217,15 @@ _READ = {f"{held:x}": ((held & -held).bit_length() - 1, held & ON_GPU > 0) for h
 
 
 class Match(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """Number of leading blocks of a chain that one engine holds, by the fastest tier of each block.
-
-    Attributes:
-        lead: leading blocks that are on the GPU or will be.
-        cut: blocks after these that full attention holds, and that cannot be reused.
-        lacks: the kind of attention whose groups lack what they need to reuse those; None without any.
-    """
+    """Number of leading blocks of a chain that one engine holds, by the fastest tier of each block."""
 
     gpu: int = 0
     host: int = 0
     disk: int = 0
     pending: int = 0
-    lead: int = 0
-    cut: int = 0
+    lead: int = 0  # leading blocks that are on the GPU or will be
+    cut: int = 0  # blocks after these that full attention holds, and that cannot be reused
+    # The kind of attention whose groups lack what they need to reuse those; None without any.
     lacks: Attention | None = None
 
     @property
@@ -325,18 +289,11 @@ def in_chunks(column: str, ends: list[int], size: int) -> Match:
 
 
 def within_groups(
-    own: Grouped,
-    masks: list[int],
-    ends: list[int],
-    column: str,
-    most: int | None,
-    coming: Sequence[int] = (),
+    own: Grouped, masks: list[int], ends: list[int], column: str, most: int | None, coming: Sequence[int] = ()
 ) -> Match:
     """The part of a chain that an engine's further groups can reuse, too. `coming`: see `KvGroups.reach`.
-
     Blocks are pending beyond the boundary that the groups allow now, if requests in flight move it: whatever
-    full attention holds there is reused only when they have computed it again.
-    """
+    full attention holds there is reused only when they have computed it again."""
     match, groups, pending = match_of(column, ends), own.groups, PENDING << WIDTH * own.slots[0]
     held = match.blocks if most is None else min(match.blocks, most)
     reach, lacks = groups.reach(masks, ends, held, pending, coming)

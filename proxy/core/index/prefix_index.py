@@ -58,13 +58,8 @@ _MAX_ALIKE = 256
 
 
 class PrefixIndex:
-    """Index of the blocks that each engine of a pool holds, as far as known.
-
-    Not thread-safe: one event loop owns it.
-
-    Attributes:
-        grouped: the engines with further KV cache groups.
-    """
+    """Index of the blocks that each engine of a pool holds, as far as known. Not thread-safe: one event loop
+    owns it."""
 
     def __init__(self) -> None:
         self._locations = Locations()
@@ -75,6 +70,7 @@ class PrefixIndex:
         self._flights: dict[str, InFlight] = {}
         self._counts: dict[str, list[int]] = {}  # see `counts`
         self._alone: dict[str, int] = {}  # as `_shifts`, of engines without further groups
+        # The engines with further KV cache groups.
         self.grouped: dict[str, Grouped] = {}  # the other engines
         self._grouped_bits = self._group_bits = 0  # all location bits of those, and of their groups
         self._alike: dict[int, Alike] = {}  # see `_holders`
@@ -108,14 +104,7 @@ class PrefixIndex:
 
     def add_group(self, engine: str, group: KvGroup, tokens_per_block: int, pool: int) -> KvGroups:
         """Gives a further KV cache group of the engine its location bit, unless it has one. Returns all of
-        the engine's.
-
-        Args:
-            engine: has the group.
-            group: the group.
-            tokens_per_block: the group's block size.
-            pool: the pool's block size.
-        """
+        the engine's. `tokens_per_block` is the group's block size, `pool` the pool's."""
         own = self.grouped.get(engine)
         if own is None:
             shift = self._alone.pop(engine)
@@ -234,12 +223,8 @@ class PrefixIndex:
         """Blocks that lie on `tier` of the engine."""
         return self._counts[engine][PLACES[tier]]
 
-    def pending(self, engine: str) -> int:
-        """Blocks that requests in flight will leave on the engine and its GPU does not hold yet."""
-        return self._counts[engine][AT_PENDING]
-
     def counts(self, engine: str) -> tuple[int, int, int, int]:
-        """Blocks on its GPU, host tier and disk, and pending blocks."""
+        """Blocks on its GPU, host tier and disk, and those that requests in flight will leave on its GPU."""
         gpu, host, disk, pending = self._counts[engine]
         return gpu, host, disk, pending
 

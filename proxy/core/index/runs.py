@@ -37,40 +37,20 @@ class Point:
 
 
 class KeptRun(msgspec.Struct, frozen=True, array_like=True):
-    """A run as plain data, to outlive the process.
+    """A run as plain data, to outlive the process."""
 
-    Attributes:
-        base: the pool block before it.
-        size: tokens of each block.
-        lead: tokens since `base` at its beginning.
-        names: the engine's names of its blocks.
-        held: `TIER_BITS` of each, one byte a block.
-        hashes: its pool blocks, as uint64.
-        tokens: `lead` and its tokens as int32, where blocks end inside pool blocks.
-        extra_ids: one uint64 for each of these; None when all are 0.
-    """
-
-    base: BlockHash
-    size: int
-    lead: int
-    names: list[Name]
-    held: bytes
-    hashes: bytes
-    tokens: bytes | None
-    extra_ids: bytes | None
+    base: BlockHash  # the pool block before it
+    size: int  # tokens of each block
+    lead: int  # tokens since `base` at its beginning
+    names: list[Name]  # the engine's names of its blocks
+    held: bytes  # `TIER_BITS` of each, one byte a block
+    hashes: bytes  # its pool blocks, as uint64
+    tokens: bytes | None  # `lead` and its tokens as int32, where blocks end inside pool blocks
+    extra_ids: bytes | None  # one uint64 for each of these; None when all are 0
 
 
 class BlockRun:
-    """Consecutive blocks of one chain.
-
-    Attributes:
-        size: tokens of each.
-        names: the engine's names of them.
-        held: `TIER_BITS` of each, four bits a block.
-        is_whole: they end where pool blocks end.
-        shares: pool blocks may end inside them, so that other blocks of the engine may hold the same pool
-            block.
-    """
+    """Consecutive blocks of one chain."""
 
     __slots__ = (
         *("_base", "_extra_ids", "_hashes", "_lead", "_pool", "_tokens"),
@@ -79,14 +59,15 @@ class BlockRun:
 
     def __init__(self, start: Point, size: int, pool: int) -> None:
         """An empty run at `start`, of blocks of `size` tokens, over pool blocks of `pool` tokens."""
-        self.size = size
-        self.names: list[Name] = []
-        self.held = 0
+        self.size = size  # tokens of each
+        self.names: list[Name] = []  # the engine's names of them
+        self.held = 0  # `TIER_BITS` of each, four bits a block
         self._pool = pool
         self._base = start.base
         self._lead = len(start.tokens) if start.tokens is not None else 0
         self._hashes: list[BlockHash] = []
-        self.is_whole = not self._lead and not size % pool
+        self.is_whole = not self._lead and not size % pool  # they end where pool blocks end
+        # Pool blocks may end inside them, so that other blocks of the engine may hold the same pool block.
         self.shares = size != pool if self.is_whole else bool(pool % size or self._lead % size)
         self._tokens = None if self.is_whole else (start.tokens or array("i"))[:]
         self._extra_ids = start.extra_ids

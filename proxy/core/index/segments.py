@@ -18,8 +18,7 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 _BITS = 8
-# `spread[key >> KEY_SHIFT]` for hashes of 64 bits, which need no more hashing.
-KEY_SHIFT = 64 - _BITS
+KEY_SHIFT = 64 - _BITS  # `spread[key >> KEY_SHIFT]` for hashes of 64 bits, which need no more hashing
 _HASH_SHIFT = 61 - _BITS  # hashes of integers have 61 bits
 _MASK = (1 << _BITS) - 1
 
@@ -49,22 +48,14 @@ _WHOLE = tuple((n,) for n in range(SEGMENT_BLOCKS + 1))
 
 class Segment(msgspec.Struct, gc=False, eq=False):
     """Consecutive blocks of one chain. Segments form no reference cycles, so the garbage collector skips
-    them.
+    them. A place in a segment is an index into `hashes`."""
 
-    A place in a segment is an index into `hashes`.
-
-    Attributes:
-        hashes: the blocks from `first` to the last of `ends`. Removed blocks stay at either end, so that
-            nothing is copied when blocks are removed there, as most are.
-        masks: the location bits of each run of blocks that have the same.
-        ends: the end of each run.
-        first: the beginning of the first run.
-    """
-
+    # The blocks from `first` to the last of `ends`. Removed blocks stay at either end, so that nothing is
+    # copied when blocks are removed there, as most are.
     hashes: tuple[BlockHash, ...]
-    masks: tuple[int, ...]
-    ends: tuple[int, ...]
-    first: int = 0
+    masks: tuple[int, ...]  # the location bits of each run of blocks that have the same
+    ends: tuple[int, ...]  # the end of each run
+    first: int = 0  # the beginning of the first run
 
 
 def new(hashes: tuple[BlockHash, ...], mask: int) -> Segment:

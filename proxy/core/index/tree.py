@@ -18,24 +18,16 @@ Owner = TypeVar("Owner")
 
 @dataclass(slots=True, eq=False)
 class PrefixNode(Generic[Owner]):
-    """A run of blocks that all chains through it share.
+    """A run of blocks that all chains through it share."""
 
-    Attributes:
-        chain: a chain through it; its blocks from `start` to `end` are the node's own.
-        newest: the owner of the chain that was added last.
-        parent: the node before it; None for the beginning of a prompt.
-        chains: how many chains go through its first block.
-        blocks: different blocks, its own and all below.
-        children: the nodes after it, by their first block.
-    """
-
-    chain: Sequence[BlockHash]
+    chain: Sequence[BlockHash]  # a chain through it; its blocks from `start` to `end` are the node's own
     start: int
     end: int
-    newest: Owner
-    parent: PrefixNode[Owner] | None
-    chains: int = 1
-    blocks: int = 0
+    newest: Owner  # the owner of the chain that was added last
+    parent: PrefixNode[Owner] | None  # the node before it; None for the beginning of a prompt
+    chains: int = 1  # how many chains go through its first block
+    blocks: int = 0  # different blocks, its own and all below
+    # The nodes after it, by their first block.
     children: dict[BlockHash, PrefixNode[Owner]] = field(default_factory=dict)
 
     @property

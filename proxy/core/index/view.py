@@ -42,7 +42,8 @@ def slices(event: KvEvent) -> Iterable[KvEvent]:
         fits = n_tokens == len(event.hashes) * event.tokens_per_block
         return _runs(event) if fits and n_tokens > SLICE_TOKENS else (event,)
     if isinstance(event, BlocksStored | BlocksRemoved) and len(event.hashes) > SLICE_NAMES:
-        return _names(event)
+        starts = range(0, len(event.hashes), SLICE_NAMES)
+        return (replace(event, hashes=event.hashes[at : at + SLICE_NAMES]) for at in starts)
     return (event,)
 
 
@@ -58,11 +59,6 @@ def _runs(event: BlocksStored) -> Iterator[BlocksStored]:
             token_ids=event.token_ids[here],
             extra_ids=extra_ids[here] if extra_ids is not None else None,
         )
-
-
-def _names(event: BlocksStored | BlocksRemoved) -> Iterator[BlocksStored | BlocksRemoved]:
-    for at in range(0, len(event.hashes), SLICE_NAMES):
-        yield replace(event, hashes=event.hashes[at : at + SLICE_NAMES])
 
 
 # A count of holders has 20 bits for each tier.
@@ -85,15 +81,10 @@ class ViewCounts:
 
 
 class EngineView:
-    """Applies one engine's events to the index of its pool.
-
-    The engine's block size need not be the pool's. A larger block becomes several entries; it may share them
-    with blocks that differ only later. Smaller blocks, pages, are gathered: an entry exists as long as the
-    last page in it does, since engines evict from the end.
-
-    Attributes:
-        complete: False if the engine may hold blocks that no event reported.
-    """
+    """Applies one engine's events to the index of its pool. The engine's block size need not be the pool's. A
+    larger block becomes several entries; it may share them with blocks that differ only later. Smaller
+    blocks, pages, are gathered: an entry exists as long as the last page in it does, since engines evict from
+    the end."""
 
     def __init__(
         self,
@@ -117,7 +108,7 @@ class EngineView:
         self._waiting: dict[Name, set[KvGroup]] = {}
         self._ends: dict[Name, BlockHash] = {}
         self.counts = ViewCounts()
-        self.complete = False
+        self.complete = False  # False if the engine may hold blocks that no event reported
 
     def apply(self, event: KvEvent) -> None:
         """Writes one event to the index."""
@@ -188,12 +179,11 @@ class EngineView:
             part = extra_ids[here] if extra_ids is not None else None
             self._append(run, names[at:end], event.token_ids[here], part, event.tier)
             run, at = BlockRun(run.after(RUN_BLOCKS - 1), size, self._tokens_per_block), end
+        token_ids = event.token_ids
         if at:
-            names, token_ids = names[at:], event.token_ids[at * size :]
+            names, token_ids = names[at:], token_ids[at * size :]
             extra_ids = extra_ids[at * size :] if extra_ids is not None else None
-            self._append(run, names, token_ids, extra_ids, event.tier)
-        else:
-            self._append(run, names, event.token_ids, extra_ids, event.tier)
+        self._append(run, names, token_ids, extra_ids, event.tier)
         self.counts.stored += len(event.hashes)
 
     def _append(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
+from msgspec.structs import replace
 
 from engine_adapter.types import Role, Usage
 from proxy.core.books import EngineMark
@@ -38,17 +39,12 @@ class Claim(msgspec.Struct, frozen=True, array_like=True):
 
 
 class OwnClaim:
-    """This kvpin's claim to one engine.
-
-    Attributes:
-        is_owner: this kvpin may use the engine.
-        is_locked_out: a kvpin that could not be heard holds the engine's lock.
-    """
+    """This kvpin's claim to one engine."""
 
     def __init__(self, kvpin: int) -> None:
         """`kvpin` is the number that this kvpin drew."""
-        self.is_owner = False
-        self.is_locked_out = False
+        self.is_owner = False  # this kvpin may use the engine
+        self.is_locked_out = False  # a kvpin that could not be heard holds the engine's lock
         self._kvpin = kvpin
         self._epoch = 0  # of its own claim; without one, the greatest that was heard of
         self._since: float | None = None  # when it bid; None without a claim
@@ -66,21 +62,11 @@ class OwnClaim:
         return self._since is not None and not self.is_owner
 
     def decide(
-        self,
-        now: float,
-        others: Mapping[int, Claim],
-        *,
-        may_bid: bool,
-        is_alone: bool = False,
+        self, now: float, others: Mapping[int, Claim], *, may_bid: bool, is_alone: bool = False
     ) -> None:
-        """Bids, becomes the owner, or gives up.
-
-        Args:
-            now: monotonic seconds.
-            others: the claims of the other kvpins that were heard lately, by the numbers that they drew.
-            may_bid: others would hear the bid, or a lock keeps the engine from a second owner.
-            is_alone: there is no other kvpin.
-        """
+        """Bids, becomes the owner, or gives up, at `now` in monotonic seconds. `others`: the claims of the
+        kvpins that were heard lately, by the numbers that they drew. `may_bid`: they would hear the bid, or a
+        lock keeps the engine from a second owner. `is_alone`: there is no other kvpin."""
         if (own := self.claim) is not None and any(
             _rank(claim, kvpin) > _rank(own, self._kvpin) for kvpin, claim in others.items()
         ):
@@ -121,10 +107,8 @@ _OWNER_BYTES = 8
 _HEAD = len(VERSION) + _OWNER_BYTES
 
 
-# What `packed` takes, and a digest of ids.
-_Number = Annotated[int, msgspec.Meta(ge=0)]
-# Bytes of a packed hash or digest.
-_HASH_BYTES = 8
+_Number = Annotated[int, msgspec.Meta(ge=0)]  # what `packed` takes, and a digest of ids
+_HASH_BYTES = 8  # bytes of a packed hash or digest
 
 
 def _check_packed(data: bytes) -> None:
@@ -147,24 +131,15 @@ class Step(IntEnum):
 
 
 class Placing(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """How a request was placed, which does not change.
+    """How a request was placed, which does not change."""
 
-    Attributes:
-        engine: its id at the sender.
-        hashes: the request's blocks, see `packed`; None if its prompt is not known.
-        streams: its answer is a stream.
-        known: all its tokens are known, so rates may be learned from its times.
-        session: digest of its conversation; None without one.
-        part: the part of the request that the engine got.
-    """
-
-    engine: str
-    hashes: bytes | None
+    engine: str  # its id at the sender
+    hashes: bytes | None  # the request's blocks, see `packed`; None if its prompt is not known
     n_tokens: int
-    streams: bool
-    known: bool
-    session: _Number | None
-    part: Role = Role.BOTH
+    streams: bool  # its answer is a stream
+    known: bool  # all its tokens are known, so rates may be learned from its times
+    session: _Number | None  # digest of its conversation; None without one
+    part: Role = Role.BOTH  # the part of the request that the engine got
 
     def __post_init__(self) -> None:
         """Raises ValueError for hashes that are not whole: nothing of their frame counts."""
@@ -172,19 +147,13 @@ class Placing(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class RequestState(_Message, tag=0, frozen=True):
-    """A request as it is now: a message that is repeated changes nothing, and each makes up for lost ones.
+    """A request as it is now: a message that is repeated changes nothing, and each makes up for lost ones."""
 
-    Attributes:
-        id: its number at the kvpin that placed it.
-        work: its work before the first token.
-        placing: where it runs; None if the sender has told that before.
-        computed: tokens of its prompt that are new on the engine; None before it is over, and if it failed.
-    """
-
-    id: _Number
-    work: Work
+    id: _Number  # its number at the kvpin that placed it
+    work: Work  # its work before the first token
     step: Step = Step.PLACED
-    placing: Placing | None = None
+    placing: Placing | None = None  # where it runs; None if the sender has told that before
+    # Tokens of its prompt that are new on the engine; None before it is over, and if it failed.
     computed: int | None = None
     usage: Usage | None = None
 
@@ -197,61 +166,39 @@ class UseReport(_Message, tag=4, frozen=True):
 
 
 class ToldEngine(msgspec.Struct, frozen=True, array_like=True):
-    """An engine as a kvpin knows it.
+    """An engine as a kvpin knows it."""
 
-    Attributes:
-        id: the name that it has there.
-        address: its URL. One that only the kvpin's own machine can reach has that machine's name in front. A
-            data-parallel rank has its number behind.
-        is_local: only that machine can reach it.
-        model: its pool; None while it is not connected.
-        tokens_per_block: the pool's.
-        claim: the sender's claim to it; None without one.
-    """
-
-    id: str
+    id: str  # the name that it has there
+    # Its URL. One that only the kvpin's own machine can reach has that machine's name in front. A
+    # data-parallel rank has its number behind.
     address: str
-    is_local: bool
-    model: str | None
-    tokens_per_block: int | None
-    claim: Claim | None = None
+    is_local: bool  # only that machine can reach it
+    model: str | None  # its pool; None while it is not connected
+    tokens_per_block: int | None  # the pool's
+    claim: Claim | None = None  # the sender's claim to it; None without one
 
 
 class ToldPin(msgspec.Struct, frozen=True, array_like=True):
-    """A pin that a kvpin holds.
-
-    Attributes:
-        engines: their ids at the sender.
-        expires: when it ends, in Unix time.
-        label: the operator's description; never prompt text.
-    """
+    """A pin that a kvpin holds."""
 
     pin_id: str
-    engines: list[str]
+    engines: list[str]  # their ids at the sender
     blocks: int
-    expires: float
-    label: str
+    expires: float  # when it ends, in Unix time
+    label: str  # the operator's description; never prompt text
 
 
 class KvpinState(_Message, tag=5, frozen=True):
-    """The sender as it is now.
+    """The sender as it is now."""
 
-    Attributes:
-        name: for people.
-        http_socket: the path of the socket on which it serves HTTP to peers; None if there is none.
-        marks: what operators have ordered about engines.
-        pins: the pins that it holds.
-        keys: the book of issued keys, see `signed`; empty if none was issued.
-        secret: tells the secret of its hashes from others, see `Fleet.secret_name`.
-    """
-
-    name: str
+    name: str  # for people
     engines: list[ToldEngine]
+    # The path of the socket on which it serves HTTP to peers; None if there is none.
     http_socket: str | None = None
-    marks: list[EngineMark] = msgspec.field(default_factory=list)
-    pins: list[ToldPin] = msgspec.field(default_factory=list)
-    keys: bytes = b""
-    secret: bytes = b""
+    marks: list[EngineMark] = msgspec.field(default_factory=list)  # what operators have ordered about engines
+    pins: list[ToldPin] = msgspec.field(default_factory=list)  # the pins that it holds
+    keys: bytes = b""  # the book of issued keys, see `signed`; empty if none was issued
+    secret: bytes = b""  # tells the secret of its hashes from others, see `Fleet.secret_name`
 
 
 class Ask(_Message, tag=6, frozen=True):
@@ -263,21 +210,15 @@ class Ask(_Message, tag=6, frozen=True):
 
 
 class Contents(_Message, tag=7, frozen=True):
-    """A part of what an engine holds, for the kvpin `to`.
-
-    Attributes:
-        engine: its id at the sender; None when all engines were told.
-        timings: its speed.
-        stretches: consecutive blocks of one chain each that an engine without events probably holds, see
-            `packed`; the last to be evicted first.
-        sessions: digests of conversations whose last engine it is, packed; the last first.
-    """
+    """A part of what an engine holds, for the kvpin `to`."""
 
     to: int
-    engine: str | None = None
-    timings: Timings | None = None
+    engine: str | None = None  # its id at the sender; None when all engines were told
+    timings: Timings | None = None  # its speed
+    # Consecutive blocks of one chain each that an engine without events probably holds, see `packed`; the
+    # last to be evicted first.
     stretches: list[bytes] = msgspec.field(default_factory=list)
-    sessions: bytes = b""
+    sessions: bytes = b""  # digests of conversations whose last engine it is, packed; the last first
 
     def __post_init__(self) -> None:
         """Raises ValueError for hashes that are not whole."""
@@ -382,3 +323,86 @@ def disagreement(told: ToldEngine, own: Iterable[ToldEngine]) -> str | None:
         f"{mine.model!r} in blocks of {mine.tokens_per_block} here: only its load is shared; "
         "give both kvpins the same engines and models"
     )
+
+
+# --- what a kvpin tells of its own requests -----------------------------------------------------------------
+
+
+class Telling:
+    """Tells of one request, from its placement to its end."""
+
+    __slots__ = ("_own", "_placing", "_state")
+
+    def __init__(self, own: OwnRequests, state: RequestState, placing: Placing) -> None:
+        self._own, self._state = own, state
+        self._placing = replace(placing, known=False)  # who hears of it later does not know its times
+        own.tell(replace(state, placing=placing))
+
+    def ended(self, computed: int | None, usage: Usage | None) -> None:
+        """It is over, see `Placer.end`."""
+        self._own.forget(self._state.id)
+        self.tell(step=Step.OVER, computed=computed, usage=usage)
+
+    def tell(self, **changes: Any) -> None:  # noqa: ANN401 - fields of a state
+        """Its state is another one: its work, or how far it is."""
+        self._state = replace(self._state, **changes)
+        self._own.tell(self._state)
+
+    def now(self) -> RequestState:
+        """The request as it is now, for a peer that does not know it."""
+        return replace(self._state, placing=self._placing)
+
+
+class OwnRequests:
+    """The requests that this kvpin has in flight, and what is still to be told."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        """`wake` is called when there is something to tell, once until that is taken."""
+        self._wake = wake
+        self._untold: list[Message] = []
+        self._in_flight: dict[int, Telling] = {}
+        self._last = 0  # id
+
+    def begun(
+        self,
+        engine: str,
+        work: Work,
+        chain: Chain | None,
+        *,
+        streams: bool,
+        known: bool,
+        session: int | None,
+        part: Role = Role.BOTH,
+    ) -> Telling:
+        """Tells that a request, or a `part` of it, was placed. Returns the object that tells its further
+        steps."""
+        self._last += 1
+        hashes, n_tokens = (packed(chain.hashes), chain.n_tokens) if chain is not None else (None, 0)
+        placing = Placing(engine, hashes, n_tokens, streams, known, session, part)
+        telling = self._in_flight[self._last] = Telling(self, RequestState(self._last, work), placing)
+        return telling
+
+    def tell(self, message: Message) -> None:
+        """Adds a message to the next frame."""
+        if not self._untold:
+            self._wake()
+        self._untold.append(message)
+
+    def forget(self, request: int) -> None:
+        """A request is over."""
+        del self._in_flight[request]
+
+    def take(self) -> list[Message]:
+        """Takes the messages that were not sent yet."""
+        untold, self._untold = self._untold, []
+        return untold
+
+    def in_flight(self, now: float) -> Iterator[Message]:
+        """All requests in flight, for a peer that does not know them, and the heartbeat that names them."""
+        for telling in self._in_flight.values():
+            yield telling.now()
+        yield self.heartbeat(now)
+
+    def heartbeat(self, now: float) -> Heartbeat:
+        """The sign of life of this kvpin and of its requests."""
+        return Heartbeat(packed(self._in_flight), now)

@@ -4,7 +4,7 @@ engine would evict."""
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from math import exp, expm1, log2
 
@@ -17,12 +17,9 @@ from proxy.core.index.blocks import BlockHash, Chain
 #
 # How busy engines are is told by amounts that fade with time, so that no list of past events is kept.
 
-# The last minutes: long enough to see many prompts, short enough to follow the day.
-WINDOW_S = 120.0
-# The last seconds: a burst counts while it lasts.
-RATE_S = 10.0
-# A rate over less time than this would be that of its first amount.
-YOUNG_S = 1.5
+WINDOW_S = 120.0  # the last minutes: long enough to see many prompts, short enough to follow the day
+RATE_S = 10.0  # the last seconds: a burst counts while it lasts
+YOUNG_S = 1.5  # a rate over less time than this would be that of its first amount
 
 
 class Recent:
@@ -48,18 +45,14 @@ class Recent:
 
     @property
     def rest(self) -> float:
-        """Mean time left of an amount of time, for somebody who comes while it runs; 0 if there was none.
-
-        It is E[s²] / 2E[s], because somebody finds a long time running more often than a short one.
-        """
+        """Mean time left of an amount of time, for somebody who comes while it runs; 0 if there was none. It
+        is E[s²] / 2E[s], because somebody finds a long time running more often than a short one."""
         return self._squares / (2 * self._sum) if self._sum else 0.0
 
 
 class Rate:
-    """The amount added per second, lately.
-
-    While the first amount is younger than `fades_s`, the rate is the one since the first amount.
-    """
+    """The amount added per second, lately. While the first amount is younger than `fades_s`, the rate is the
+    one since the first amount."""
 
     __slots__ = ("_at", "_fades_s", "_first", "_sum")
 
@@ -99,8 +92,7 @@ class Rate:
         return self._first is None or now - self._first < self._fades_s
 
 
-# Prompts that may come back. Older ones count as never coming back.
-MAX_PROMPTS = 50_000
+MAX_PROMPTS = 50_000  # Prompts that may come back. Older ones count as never coming back.
 # Ages are counted in half octaves from this many seconds, up to some months.
 YOUNGEST_S = 0.1
 AGES = 56
@@ -116,8 +108,7 @@ MIN_UTILISATION = 0.1
 BURST_UTILISATION = 0.02
 # More turns cannot be foreseen: the share of prompts that never return would be too small to measure.
 MAX_TURNS = 20.0
-# Keeps the price of work finite in a pool that gets more work than it can do.
-MAX_UTILISATION = 0.95
+MAX_UTILISATION = 0.95  # keeps the price of work finite in a pool that gets more work than it can do
 
 
 class Demand:
@@ -130,7 +121,8 @@ class Demand:
         self._returns = [PRIOR] * AGES
         self._until_refresh = REFRESH
         self._until_half = HALF_LIFE
-        self._prefills, self._answers = Recent(), Recent()  # seconds
+        self.prefills = Recent()  # seconds that engines spent on prompts before their first tokens
+        self.answers = Recent()  # seconds that answers took from their first token to their last
         self._placed = Rate()  # seconds of work
 
     def placed(self, now: float, seconds: float, *, learned: bool = True) -> float:
@@ -145,21 +137,13 @@ class Demand:
         """A prompt that was placed failed before its first token: what was counted was no work."""
         self._placed.add(now, -counted_s)
 
-    def worked(self, now: float, seconds: float) -> None:
-        """An engine spent `seconds` on a prompt before its first token."""
-        self._prefills.add(now, seconds)
-
-    def answered(self, now: float, seconds: float) -> None:
-        """An answer took `seconds` from its first token to its last."""
-        self._answers.add(now, seconds)
-
     def asked(self, now: float, chain: Chain, computed: int) -> None:
         """A prompt was requested, and an engine had to compute `computed` tokens of it."""
         hashes = chain.hashes
         if not hashes:
             return
         blocks = computed // chain.tokens_per_block
-        for last in continued(self._asked, hashes):
+        for last in self._asked.keys() & hashes:  # the prompts that it continues
             then, before = self._asked.pop(last)
             self._came_back[_age(now - then)] += before
             blocks += before
@@ -183,21 +167,10 @@ class Demand:
     def utilisation(self, now: float, engines: int, spare: float = 0.0) -> float:
         """Share of their time that the `engines` which compute prompts need for those placed lately;
         MIN_UTILISATION to MAX_UTILISATION. Prompts in queues count: they make work dear before any of it is
-        done.
-
-        An engine that is `spare` in a burst (0 to 1, see `spare_of`) brings it down to BURST_UTILISATION."""
+        done. An engine that is `spare` in a burst (0 to 1, see `spare_of`) brings it down to
+        BURST_UTILISATION."""
         busy = min(max(self._placed.per_s(now) / engines, MIN_UTILISATION), MAX_UTILISATION)
         return max(busy * (1 - spare), BURST_UTILISATION)
-
-    @property
-    def rest_s(self) -> float:
-        """Seconds left of the prefill that a prompt finds running, on average."""
-        return self._prefills.rest
-
-    @property
-    def answer_s(self) -> float:
-        """Seconds that answers took lately, from their first token to their last; 0 if there were none."""
-        return self._answers.mean
 
     def _refresh(self) -> None:
         self._until_refresh = REFRESH
@@ -213,11 +186,6 @@ class Demand:
             self._returns[age] = later / (later + never)
 
 
-def continued(prompts: Mapping[BlockHash, object], hashes: Sequence[BlockHash]) -> Collection[BlockHash]:
-    """The prompts that a prompt continues, by their last blocks."""
-    return prompts.keys() & hashes
-
-
 def _age(seconds: float) -> int:
     """The half octave of an age."""
     return min(int(2 * log2(seconds / YOUNGEST_S)) + 1, AGES - 1) if seconds > YOUNGEST_S else 0
@@ -226,18 +194,14 @@ def _age(seconds: float) -> int:
 # --- in use ---------------------------------------------------------------------------------------------
 # The GPU memory that requests in flight hold, and the prompts that an engine would evict for more.
 
-# More prompts than an engine holds.
-MAX_RESIDENTS = 20_000
-# If an eviction takes more prompts than this, the rest are assumed to be like these.
-MAX_LOOKED_AT = 32
+MAX_RESIDENTS = 20_000  # more prompts than an engine holds
+MAX_LOOKED_AT = 32  # if an eviction takes more prompts than this, the rest are assumed to be like these
 
 
 class Residents:
     """The prompts that one engine would evict, least recently used first; each by its last full block.
-
     Engines evict the least recently used blocks, from the end of prompts. The requests that the engine served
-    tell the order; the index tells whether a prompt is still there.
-    """
+    tell the order; the index tells whether a prompt is still there."""
 
     def __init__(self, holds: Callable[[BlockHash], bool]) -> None:
         """`holds` says whether the engine still holds a block."""
@@ -245,16 +209,13 @@ class Residents:
         # → when, blocks that no other prompt has, all blocks
         self._prompts: OrderedDict[BlockHash, tuple[float, int, int]] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._prompts)
-
     def use(self, now: float, hashes: Sequence[BlockHash], new: int) -> None:
         """The engine has served a prompt; `new` of its blocks are new here. The prompts that it continues
         become part of it."""
         if not hashes:
             return
         prompts, blocks = self._prompts, new
-        for last in continued(prompts, hashes):
+        for last in prompts.keys() & hashes:
             blocks += prompts.pop(last)[1]
         prompts[hashes[-1]] = (now, min(blocks, len(hashes)), len(hashes))
         if len(prompts) > MAX_RESIDENTS:
@@ -298,29 +259,23 @@ class Residents:
     def has_any(self, hashes: Sequence[BlockHash]) -> bool:
         """True if a prompt with these blocks continues one of these. What an engine holds of any other prompt
         is the rest of one whose end it has evicted: that leaves first."""
-        return bool(continued(self._prompts, hashes))
+        return bool(self._prompts.keys() & hashes)
 
     def clear(self) -> None:
         """The engine lost everything."""
         self._prompts.clear()
 
 
-# Blocks that one noted block stands for. What two prompts share is known to within this many.
-STRIDE = 64
+STRIDE = 64  # Blocks that one noted block stands for. What two prompts share is known to within this many.
 
 
 class InUse:
     """GPU memory of one engine that requests in flight hold. The engine cannot evict it before they end.
-
     Blocks that requests share count once. Two prompts with one block in common have all blocks before it in
-    common, so only every 64th block of a prompt is noted; it stands for the 64 that end there.
-
-    Attributes:
-        capacity: of the GPU, in blocks.
-    """
+    common, so only every 64th block of a prompt is noted; it stands for the 64 that end there."""
 
     def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
+        self.capacity = capacity  # of the GPU, in blocks
         self.blocks = 0
         self._requests: dict[BlockHash, int] = {}  # noted block → requests that hold it
 

@@ -16,8 +16,7 @@ from msgspec import Struct
 
 from proxy.core.admission import Backlog
 
-# An engine's reported load counts for this time: a few health checks.
-REPORT_S = 15.0
+REPORT_S = 15.0  # an engine's reported load counts for this time: a few health checks
 # Prompts that are measured together. Engines mix prompts in their steps; with this many, the part of the next
 # prompt that has begun hardly counts.
 MANY = 8
@@ -43,19 +42,12 @@ class Work(msgspec.Struct, frozen=True, gc=False):
 
 
 class LoadSample(msgspec.Struct, frozen=True, gc=False):
-    """Engine time that one prompt took: a mean over prompts that kept the engine busy without a gap.
+    """Engine time that one prompt took: a mean over prompts that kept the engine busy without a gap."""
 
-    Attributes:
-        work: of the prompt.
-        seconds: of the engine's time.
-        decoding: streams that were decoded meanwhile.
-        blurred: the engine also worked for clients that kvpin does not see.
-    """
-
-    work: Work
-    seconds: float
-    decoding: float
-    blurred: bool = False
+    work: Work  # of the prompt
+    seconds: float  # of the engine's time
+    decoding: float  # streams that were decoded meanwhile
+    blurred: bool = False  # the engine also worked for clients that kvpin does not see
 
 
 class Remaining(NamedTuple):
@@ -68,17 +60,11 @@ class Remaining(NamedTuple):
 
 
 class Spent(NamedTuple):
-    """An engine's work between a request and its whole answer.
+    """An engine's work between a request and its whole answer."""
 
-    Attributes:
-        seconds: time between the two.
-        computed: prompt tokens it computed meanwhile, of all requests.
-        decoding: other streams it decodes at the end.
-    """
-
-    seconds: float
-    computed: int
-    decoding: int
+    seconds: float  # time between the two
+    computed: int  # prompt tokens it computed meanwhile, of all requests
+    decoding: int  # other streams it decodes at the end
 
 
 class _Begun(NamedTuple):
@@ -123,16 +109,11 @@ class _BusyPeriod(Struct):
 
 
 class EngineLedger:
-    """Work in flight on one engine.
-
-    Attributes:
-        placed: requests that were placed on it so far.
-        backlog: requests that the engine reports to wait.
-    """
+    """Work in flight on one engine."""
 
     def __init__(self) -> None:
-        self.placed = 0
-        self.backlog = Backlog()
+        self.placed = 0  # requests that were placed on it so far
+        self.backlog = Backlog()  # requests that the engine reports to wait
         self._prefills: dict[int, _Prefill] = {}  # by ticket, in the order they were placed
         self._first: _Prefill | None = None  # of them: the one that the engine is computing
         self._expected_s = 0.0  # of all of them
@@ -152,14 +133,9 @@ class EngineLedger:
         return len(self._prefills) + len(self._pulls) + len(self._decoding)
 
     def begin(self, now: float, expected_s: float, work: Work | None, *, seen: bool = True) -> int:
-        """A request was placed. Returns its ticket.
-
-        Args:
-            now: the time.
-            expected_s: seconds of the engine's time up to its first token.
-            work: tokens to compute and to restore; None if they are not known.
-            seen: its first token will be seen, because the answer is a stream.
-        """
+        """A request was placed that takes `expected_s` seconds of the engine's time up to its first token.
+        `work`: None if it is not known. `seen`: its first token will be seen, because the answer is a stream.
+        Returns its ticket."""
         self.placed += 1
         if self.backlog.waiting:
             self.backlog.placed()

@@ -42,8 +42,7 @@ from proxy.core.placement.scores import TIE_S, Scores, choose, place, place_leas
 # less than an answer that begins later. In benchmarks/pairs_sim.py, values from 0.03 to 0.05 gave the
 # shortest times to first token. With more, gaps between tokens are shorter, and first tokens come later.
 STALL = 0.05
-# Shorter transfers are never worth their round trips, and measure nothing else.
-MIN_PULL_TOKENS = 64
+MIN_PULL_TOKENS = 64  # shorter transfers are never worth their round trips, and measure nothing else
 # The first leg may take as long as expected and, beyond that, as long as the other engine would need alone,
 # but at least this. So the answer comes at most twice as late as without a pair.
 LEAST_PATIENCE_S = 1.0
@@ -57,20 +56,13 @@ LEAST_HELD = 0.5
 
 
 class Prefillers(msgspec.Struct, frozen=True):
-    """The engines that may compute a prompt for others.
+    """The engines that may compute a prompt for others."""
 
-    Attributes:
-        candidates: the engines that are meant for that.
-        decoders: the engines that can read KV from others.
-        transfer_s: (prefiller, decoder, tokens) → seconds of the transfer.
-        arrivals: engine → requests that it gets per second.
-        holders: further engines that can give KV, and do so if they hold much of the prompt.
-    """
-
-    candidates: Sequence[Candidate]
-    decoders: Collection[str]
-    transfer_s: Callable[[str, str, int], float]
-    arrivals: Callable[[str], float]
+    candidates: Sequence[Candidate]  # the engines that are meant for that
+    decoders: Collection[str]  # the engines that can read KV from others
+    transfer_s: Callable[[str, str, int], float]  # (prefiller, decoder, tokens) → seconds of the transfer
+    arrivals: Callable[[str], float]  # engine → requests that it gets per second
+    # Further engines that can give KV, and do so if they hold much of the prompt.
     holders: Sequence[Candidate] = ()
 
 
@@ -100,11 +92,9 @@ def best_pair(
     targets: Scores,
     alone_s: float = inf,
 ) -> Placement | None:
-    """The cheapest pair; None if there is none. Regret is computed for this one alone.
-
-    `targets` are the scores of the candidates. `alone_s` is the cost of the best of them: engines that hold
-    KV, and cost as much already, are left out.
-    """
+    """The cheapest pair; None if there is none. Regret is computed for this one alone. `targets` are the
+    scores of the candidates. `alone_s` is the cost of the best of them: engines that hold KV, and cost as
+    much already, are left out."""
     once = replace(outlook, turns=1.0)  # the next turns come to the decoder
     meant = len(prefillers.candidates)
     holders = sorted(prefillers.holders, key=lambda each: each.match.blocks, reverse=True)[:MAX_HOLDERS]
@@ -259,10 +249,8 @@ def _both_halves(decoders: Sequence[Candidate], chain: Chain, outlook: Outlook) 
 
 # --- transfers ----------------------------------------------------------------------------------------------
 
-# Prior: moving KV is ten times as fast as computing it.
-SPEEDUP = 10.0
-# Prior: engines that meet for the first time exchange addresses and memory keys.
-HANDSHAKE_S = 0.5
+SPEEDUP = 10.0  # prior: moving KV is ten times as fast as computing it
+HANDSHAKE_S = 0.5  # prior: engines that meet for the first time exchange addresses and memory keys
 # The fastest of this many measurements counts, none older than this.
 WINDOW = 16
 KEPT_S = 300.0
@@ -299,9 +287,8 @@ class _Link:
 
 
 class Transfers:
-    """The transfers between the engines of a pool: how long it takes to move KV from one to another.
-
-        seconds = handshake, if the two have not met + tokens / rate
+    """How long it takes to move KV between the engines of a pool: a handshake, if the two have not met, and
+    tokens / rate.
 
     The engines of a pool serve the same model, so a token has the same bytes everywhere, and a rate in tokens
     a second is one in bytes a second. Each link between two engines has its own, the fastest that was

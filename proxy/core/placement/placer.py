@@ -25,19 +25,12 @@ from proxy.core.index.prefix_index import PrefixIndex
 from proxy.core.placement.decision import NOTHING, Candidate, Outlook, Placement
 from proxy.core.placement.demand import WINDOW_S, Demand, InUse, Rate, Residents
 from proxy.core.placement.load import EngineLedger, LoadSample, Spent, Work
-from proxy.core.placement.pairs import (
-    Prefillers,
-    Transfers,
-    least_loaded_of,
-    place_halves,
-    place_with_pairs,
-)
+from proxy.core.placement.pairs import Prefillers, Transfers, least_loaded_of, place_halves, place_with_pairs
 from proxy.core.placement.rates import EngineRates, PoolRates
 from proxy.core.placement.scores import spare_of
 from proxy.core.placement.whole_answers import AnswerSample
 
-# Conversations whose last engine is remembered: more than run at a time.
-MAX_SESSIONS = 50_000
+MAX_SESSIONS = 50_000  # conversations whose last engine is remembered: more than run at a time
 # Of the prompts that an engine has yet to read, so many are looked at when another one joins them.
 MAX_NEIGHBOURS = 8
 # Blocks that each stream takes while a prompt waits to be read: one that it fills, and one that the engine
@@ -48,50 +41,37 @@ _NO_WORK = Work(0)
 
 @dataclass(slots=True, eq=False)
 class KnownEngine:
-    """Placement's knowledge of one engine.
-
-    Attributes:
-        residents: the prompts that any of its tiers holds.
-        on_gpu: the prompts that its GPU holds; None if it has no host tier, so that both are the same.
-        tokens_per_block: its own block size, or the pool's if that is larger.
-        gpu_blocks: capacity of its GPU, in blocks of the pool; None if unknown.
-        host_blocks: capacity of its host tier, in blocks of the pool; 0 if it has none.
-        in_use: GPU memory that requests in flight hold; None if the capacity is unknown.
-        turn: number of the placement that last chose it, 0 for none.
-        epoch: epoch of the rates that priced its ledger.
-        worked: seconds that it spent on prompts before their first tokens, over the last minutes: the next
-            turns of a conversation take minutes, too. Over a few seconds, one long prefill would drive the
-            conversations away from its engine, and their prefills elsewhere would drive the next ones away.
-        arrived: requests that were placed on it, over the last minutes, `counted` of them so far: only
-            decisions about pairs ask for it.
-        reports: its answers tell how long prompts took. First tokens may have waited for a slot, too.
-        unread: requests that have no first token yet, by their tickets.
-        unread_blocks: those of their prompts.
-        in_flight: requests that have not ended, legs included.
-        untold: requests that were served, and whose blocks no event has told of yet.
-        idle: what of it as a candidate never changes.
-    """
+    """Placement's knowledge of one engine."""
 
     engine: str
     ledger: EngineLedger
     rates: EngineRates
-    residents: Residents
+    residents: Residents  # the prompts that any of its tiers holds
+    # The prompts that its GPU holds; None if it has no host tier, so that both are the same.
     on_gpu: Residents | None
-    tokens_per_block: int
-    gpu_blocks: int | None
-    host_blocks: int
-    in_use: InUse | None
-    turn: int = 0
-    epoch: int = 0
+    tokens_per_block: int  # its own block size, or the pool's if that is larger
+    gpu_blocks: int | None  # capacity of its GPU, in blocks of the pool; None if unknown
+    host_blocks: int  # capacity of its host tier, in blocks of the pool; 0 if it has none
+    in_use: InUse | None  # GPU memory that requests in flight hold; None if the capacity is unknown
+    turn: int = 0  # number of the placement that last chose it, 0 for none
+    epoch: int = 0  # epoch of the rates that priced its ledger
+    # Seconds that it spent on prompts before their first tokens, over the last minutes: the next turns of a
+    # conversation take minutes, too. Over a few seconds, one long prefill would drive the conversations away
+    # from its engine, and their prefills elsewhere would drive the next ones away.
     worked: Rate = field(default_factory=partial(Rate, WINDOW_S))
+    # Requests that were placed on it, over the last minutes, `counted` of them so far: only decisions about
+    # pairs ask for it.
     arrived: Rate = field(default_factory=partial(Rate, WINDOW_S))
     counted: int = 0
+    # Its answers tell how long prompts took. First tokens may have waited for a slot, too.
     reports: bool = False
+    # Requests that have no first token yet, by their tickets.
     unread: dict[int, PlacedRequest] = field(default_factory=dict)
-    unread_blocks: int = 0
-    in_flight: int = 0
+    unread_blocks: int = 0  # those of their prompts
+    in_flight: int = 0  # requests that have not ended, legs included
+    # Requests that were served, and whose blocks no event has told of yet.
     untold: list[PlacedRequest] = field(default_factory=list)
-    idle: Candidate = field(init=False)
+    idle: Candidate = field(init=False)  # what of it as a candidate never changes
 
     def __post_init__(self) -> None:
         self.idle = Candidate(
@@ -111,30 +91,20 @@ class KnownEngine:
 
 
 class PlacedRequest(Struct, eq=False):
-    """A request that was placed, until it ends.
-
-    Attributes:
-        ticket: its number in the engine's ledger.
-        chain: its prompt; None if that is not known.
-        work: its work before the first token.
-        counted_s: seconds of that work which count as demand.
-        begun: when that work ended; None before.
-        part: the part of the request that runs on the engine. The engine of a decode leg computes no prompt.
-        spent: the engine's work until its answer came, if that came whole.
-        may_be_evicted: prompts in flight may evict what it counts on before its engine looks for that.
-        is_settled: it leaves no pending blocks any more.
-    """
+    """A request that was placed, until it ends."""
 
     book: KnownEngine
-    ticket: int
-    chain: Chain | None
-    work: Work
-    counted_s: float = 0.0
-    begun: float | None = None
+    ticket: int  # its number in the engine's ledger
+    chain: Chain | None  # its prompt; None if that is not known
+    work: Work  # its work before the first token
+    counted_s: float = 0.0  # seconds of that work which count as demand
+    begun: float | None = None  # when that work ended; None before
+    # The part of the request that runs on the engine. The engine of a decode leg computes no prompt.
     part: Role = Role.BOTH
-    spent: Spent | None = None
+    spent: Spent | None = None  # the engine's work until its answer came, if that came whole
+    # Prompts in flight may evict what it counts on before its engine looks for that.
     may_be_evicted: bool = False
-    is_settled: bool = False
+    is_settled: bool = False  # it leaves no pending blocks any more
 
     @property
     def hashes(self) -> tuple[BlockHash, ...]:
@@ -143,12 +113,7 @@ class PlacedRequest(Struct, eq=False):
 
 
 class Placer:
-    """Places the requests of one pool.
-
-    Attributes:
-        answering: engines that compute no prompts, and answer what others have computed: no prefill makes
-            them busy.
-    """
+    """Places the requests of one pool."""
 
     def __init__(self, tokens_per_block: int) -> None:
         self.tokens_per_block = tokens_per_block
@@ -157,6 +122,7 @@ class Placer:
         self.rates = PoolRates()
         self.transfers = Transfers(lambda: self.rates.prefill_tok_s)
         self.books: dict[str, KnownEngine] = {}
+        # Engines that compute no prompts, and answer what others have computed: no prefill makes them busy.
         self.answering = 0
         self._turn = 0
         self._sessions: OrderedDict[Hashable, str] = OrderedDict()  # → the engine it was last on
@@ -294,7 +260,8 @@ class Placer:
         demand = self.demand
         computing = len(self.books) - self.answering
         strain = 1 / (1 - demand.utilisation(now, computing or 1, spare))
-        return Outlook(now, strain, demand.returns, demand.turns, demand.rest_s, demand.answer_s, spare=spare)
+        rest_s, answer_s = demand.prefills.rest, demand.answers.mean
+        return Outlook(now, strain, demand.returns, demand.turns, rest_s, answer_s, spare=spare)
 
     # --- requests ----------------------------------------------------------------------------------
 
@@ -311,9 +278,8 @@ class Placer:
         part: Role = Role.BOTH,
     ) -> PlacedRequest:
         """A request, or a `part` of it, goes to an engine, which has so much work with it. Its first token
-        will be seen if it `streams`. Its times teach rates only if all its tokens are `known`.
-
-        A decode leg has no work and leaves no pending blocks, unless the engine `computes` its prompt."""
+        will be seen if it `streams`. Its times teach rates only if all its tokens are `known`. A decode leg
+        has no work and leaves no pending blocks, unless the engine `computes` its prompt."""
         book = self.books[engine]
         self._turn += 1
         book.turn = self._turn
@@ -426,7 +392,7 @@ class Placer:
             return
         decodes = placed.part is not Role.PREFILL
         if placed.begun is not None and decodes and chain is not None:  # a WebSocket may be open for hours
-            self.demand.answered(now, now - placed.begun)
+            self.demand.answers.add(now, now - placed.begun)
         if chain is not None and report is not None and (report.prefill or placed.spent is not None):
             self._learn(now, placed, chain, report)
         if placed.begun is None:
@@ -451,7 +417,7 @@ class Placer:
             computing_s = spent.seconds - rates.restore_s(work.host, work.disk)
             rates.answered(now, AnswerSample(own + others, output, computing_s))
         if spent is not None and output is not None and self.rates.fit is not None:
-            self.demand.answered(now, output * self.rates.fit.step_s)
+            self.demand.answers.add(now, output * self.rates.fit.step_s)
 
     def _count(self, now: float, placed: PlacedRequest) -> None:
         """Counts a prompt that an engine has computed, once per request. Its seconds count only after rates
@@ -464,14 +430,13 @@ class Placer:
         if self.rates.learned:
             seconds = placed.book.rates.price(placed.work)
             placed.book.worked.add(now, seconds)
-            self.demand.worked(now, seconds)
+            self.demand.prefills.add(now, seconds)
         if placed.chain is not None:
             self.demand.asked(now, placed.chain, placed.work.computed)
 
     def _was_read(self, placed: PlacedRequest) -> None:
-        book = placed.book
-        if book.unread.pop(placed.ticket, None) is not None:
-            book.unread_blocks -= len(placed.hashes)
+        del placed.book.unread[placed.ticket]
+        placed.book.unread_blocks -= len(placed.hashes)
 
     def ended(self, placed: PlacedRequest) -> bool:
         """A request was served. Its blocks stay pending until events tell of them. Returns whether they do

@@ -21,37 +21,26 @@ from engine_adapter.types import Tier
 from proxy.core.placement.load import LoadSample, Work
 from proxy.core.placement.whole_answers import REFIT, AnswerFit, AnswerSample, Fit
 
-# Prior: a small model on a CPU. Only ratios between engines matter at first.
-DEFAULT_PREFILL_TOK_S = 4000.0
+DEFAULT_PREFILL_TOK_S = 4000.0  # Prior: a small model on a CPU. Only ratios between engines matter at first.
 # Prior: restoring from memory is ten times as fast as computing, and three times as fast as from disk.
 HOST_SPEEDUP = 10.0
 DISK_SPEEDUP = 3.0
-# The first token of a shorter prompt measures the round trip.
-MIN_SAMPLE_TOKENS = 64
-# Medians are of this many samples.
-WINDOW = 16
-# A point of the curve is drawn anew after so many samples of it, once its window is full.
-EACH = 4
-# Length of a prompt whose rate stands for the whole curve.
-TYPICAL_TOKENS = 1024
+MIN_SAMPLE_TOKENS = 64  # the first token of a shorter prompt measures the round trip
+WINDOW = 16  # medians are of this many samples
+EACH = 4  # a point of the curve is drawn anew after so many samples of it, once its window is full
+TYPICAL_TOKENS = 1024  # length of a prompt whose rate stands for the whole curve
 # If three quarters of an engine's samples are this far off the usual pace, it is other hardware; less is
 # noise.
 OWN_PACE = 1.25
-# A decoding stream slows a prefill by at most this share.
-MAX_INTERFERENCE = 0.2
+MAX_INTERFERENCE = 0.2  # a decoding stream slows a prefill by at most this share
 _MEMO = 4096
 
 
 class Timings(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The last samples of one engine's rates, for a kvpin that has learned nothing of it.
+    """The last samples of one engine's rates, for a kvpin that has learned nothing of it."""
 
-    Attributes:
-        prefills: tokens, and seconds with nothing decoding.
-        are_blurred: the engine also worked for clients that kvpin does not see.
-    """
-
-    prefills: list[tuple[int, float]]
-    are_blurred: bool
+    prefills: list[tuple[int, float]]  # tokens, and seconds with nothing decoding
+    are_blurred: bool  # the engine also worked for clients that kvpin does not see
     answers: list[AnswerSample]
 
 
@@ -66,21 +55,14 @@ def on_curve(lengths: Sequence[float], seconds: Sequence[float], tokens: float) 
 
 
 class PoolRates:
-    """Rates that the engines of one pool share.
-
-    Attributes:
-        prefill_tok_s: prompt tokens computed per second, in prompts of TYPICAL_TOKENS.
-        interference: share that each decoding stream adds to the time of a prefill.
-        epoch: number that changes when rates change by more than OWN_PACE.
-        learned: any rate was learned.
-        fit: rates from whole answers; None before there are enough, and once a first token was seen.
-    """
+    """Rates that the engines of one pool share."""
 
     def __init__(self) -> None:
+        # Prompt tokens computed per second, in prompts of TYPICAL_TOKENS.
         self.prefill_tok_s = DEFAULT_PREFILL_TOK_S
-        self.interference = 0.0
-        self.epoch = 0
-        self.learned = False
+        self.interference = 0.0  # share that each decoding stream adds to the time of a prefill
+        self.epoch = 0  # number that changes when rates change by more than OWN_PACE
+        self.learned = False  # any rate was learned
         self._epoch_tok_s = self.prefill_tok_s
         self._samples: dict[int, deque[tuple[int, float]]] = {}  # octave of tokens → (tokens, seconds)
         self._points: dict[int, tuple[float, float]] = {}  # octave → medians of those
@@ -92,10 +74,11 @@ class PoolRates:
         self._until_interference = WINDOW
         self._seen: Counter[int] = Counter()  # octave → samples of the curve
         self._restores = {tier: deque[float](maxlen=WINDOW) for tier in (Tier.HOST, Tier.DISK)}
-        self._restore_tok_s: dict[Tier, float] = {}
+        self.measured_tok_s: dict[Tier, float] = {}  # tokens restored from a lower tier per second
         self._ratios = WeakKeyDictionary[EngineRates, float]()  # engine → its seconds over the curve's
-        self._clear = False  # a sample that is not blurred has come
+        self.is_blurred = True  # no clear sample has come yet
         self._answers = AnswerFit()
+        # Rates from whole answers; None before there are enough, and once a first token was seen.
         self.fit: Fit | None = None
 
     @property
@@ -124,16 +107,12 @@ class PoolRates:
 
     def restore_tok_s(self, tier: Tier) -> float:
         """Tokens restored from a lower tier per second."""
-        learned = self.measured_restore_tok_s(tier)
+        learned = self.measured_tok_s.get(tier)
         if learned is not None:
             return learned
         if tier is Tier.DISK:
             return self.restore_tok_s(Tier.HOST) / DISK_SPEEDUP
         return HOST_SPEEDUP * self.prefill_tok_s
-
-    def measured_restore_tok_s(self, tier: Tier) -> float | None:
-        """The same, as measured; None before that."""
-        return self._restore_tok_s.get(tier)
 
     def computed(self, tokens: int, seconds: float, decoding: float) -> None:
         """A prefill of `tokens` took `seconds` while `decoding` streams ran."""
@@ -163,24 +142,17 @@ class PoolRates:
             self._redraw()
 
     def usual(self, engine: EngineRates, ratio: float) -> float:
-        """The median engine's seconds over the curve's, now that `engine` has this `ratio`.
-
-        An engine's pace is relative to this median, not to the curve: the curve is learned from samples that
-        contain the paces, so comparing with it would feed back.
-        """
+        """The median engine's seconds over the curve's, now that `engine` has this `ratio`. An engine's pace
+        is relative to this median, not to the curve: the curve is learned from samples that contain the
+        paces, so comparing with it would feed back."""
         self._ratios[engine] = ratio
         return median_low(self._ratios.values())
 
-    @property
-    def is_blurred(self) -> bool:
-        """True if no clear sample has come yet."""
-        return not self._clear
-
     def admits(self, *, blurred: bool) -> bool:
         """True if a sample counts. Blurred samples count until the first clear one, which replaces them."""
-        if blurred or self._clear:
-            return not (blurred and self._clear)
-        self._clear, self._until_interference = True, WINDOW
+        if blurred or not self.is_blurred:
+            return self.is_blurred or not blurred
+        self.is_blurred, self._until_interference = False, WINDOW
         for learned in (self._samples, self._points, self._slowdowns):
             learned.clear()
         return True
@@ -188,7 +160,7 @@ class PoolRates:
     def restored(self, tier: Tier, tokens: int, seconds: float) -> None:
         """Restoring `tokens` tokens from `tier` took `seconds`."""
         self._restores[tier].append(tokens / seconds)
-        self._restore_tok_s[tier] = median(self._restores[tier])
+        self.measured_tok_s[tier] = median(self._restores[tier])
 
     def _redraw(self) -> None:
         """Draws the curve through the points, of which there is one, so that it never falls."""
@@ -214,16 +186,11 @@ class PoolRates:
 
 
 class EngineRates:
-    """One engine's rates: those of its pool, at its own pace.
-
-    Attributes:
-        pool: the rates it shares with the other engines.
-        pace: its seconds over the pool's; 1.0 unless its hardware is clearly different.
-    """
+    """One engine's rates: those of its pool, at its own pace."""
 
     def __init__(self, pool: PoolRates) -> None:
-        self.pool = pool
-        self.pace = 1.0
+        self.pool = pool  # the rates it shares with the other engines
+        self.pace = 1.0  # its seconds over the pool's; 1.0 unless its hardware is clearly different
         # (tokens, seconds with nothing decoding)
         self._samples: deque[tuple[int, float]] = deque(maxlen=WINDOW)
         self._answers: deque[AnswerSample] = deque(maxlen=WINDOW)

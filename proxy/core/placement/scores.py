@@ -37,8 +37,7 @@ from proxy.core.placement.decision import CALM, NOTHING, Candidate, Cost, Outloo
 from proxy.core.placement.load import LoadView
 from proxy.core.placement.rates import EngineRates
 
-# Costs that differ by less than this are equal: nobody notices a millisecond.
-TIE_S = 0.001
+TIE_S = 0.001  # costs that differ by less than this are equal: nobody notices a millisecond
 # Regret is computed for this many engines at most, the cheapest first: one of them is cheap enough.
 MAX_LOOKS = 16
 # Probability that a third prompt comes with a beginning that two have. With 0.3 to 1, mean times to first
@@ -61,11 +60,9 @@ def predict(chain: Chain, blocks: int, tokens_per_block: int) -> int:
 def reuse_of(
     held: Match | Forecast, size: int, rates: EngineRates, chain: Chain, outlook: Outlook, computes: bool
 ) -> Cost:
-    """The part of a prompt that an engine reuses, and the time for the rest, if it `computes` that itself.
-
-    It is a cost without load: `interference_s` and `stall_s` are those of one decoding stream. Engines of
-    equal match, block size and pace share it. So it is not told which one it is of.
-    """
+    """The part of a prompt that an engine reuses, and the time for the rest, if it `computes` that itself. It
+    is a cost without load: `interference_s` and `stall_s` are those of one decoding stream. Engines of equal
+    match, block size and pace share it. So it is not told which one it is of."""
     cached = host = disk = pending = 0
     restore_s = prefill_s = 0.0
     if not isinstance(held, Match):
@@ -95,17 +92,9 @@ def reuse_of(
 
 
 class Scores:
-    """The cost of each candidate: the total at once, named terms when somebody asks for them.
-
-    Values that may change later are noted at once. So the terms are those that the decision saw, however late
-    somebody asks for them.
-
-    Attributes:
-        totals: total seconds of each candidate, without regret.
-        reuses: see `reuse_of`.
-        regrets: cost of evicted KV that will be requested again, by the position of the candidate that evicts
-            it; only for candidates for which it was computed.
-    """
+    """The cost of each candidate: the total at once, named terms when somebody asks for them. Values that may
+    change later are noted at once. So the terms are those that the decision saw, however late somebody asks
+    for them."""
 
     __slots__ = "_candidates", "_terms", "regrets", "reuses", "totals"
 
@@ -141,7 +130,10 @@ class Scores:
                 if arrivals is not None:
                     stall_s += _waiting_s(reuse, load, arrivals(candidate.engine), is_full=is_full)
                 elif spare and queue_s:
-                    stall_s += spare * _followers_s(reuse, load)
+                    # All of this work delays each request that is expected to come to the engine with the
+                    # rest of the burst, judging by those that wait there now.
+                    followers = load.in_flight - load.decoding
+                    stall_s += spare * ((reuse.restore_s + reuse.prefill_s) * followers * GROWTH)
                 if again is not None:
                     again_s = again(candidate)
             terms.append((
@@ -149,8 +141,10 @@ class Scores:
                 turns_s * candidate.busy, again_s,
             ))  # fmt: skip
             reuses.append(reuse)
-        self._candidates, self._terms, self.reuses = candidates, terms, reuses
-        self.totals: list[float] = [*map(sum, terms)]
+        self._candidates, self._terms, self.reuses = candidates, terms, reuses  # `reuses`: see `reuse_of`
+        self.totals: list[float] = [*map(sum, terms)]  # total seconds of each candidate, without regret
+        # Cost of evicted KV that will be requested again, by the position of the candidate that evicts it;
+        # only for candidates for which it was computed.
         self.regrets: dict[int, float] = {}
 
     def within(self, limit_s: float) -> list[int]:
@@ -166,11 +160,6 @@ class Scores:
         candidate = self._candidates[at]
         return not candidate.is_last, -(candidate.free_blocks or 0), candidate.turn, at
 
-    def elsewhere(self, best: int) -> int | None:
-        """Most tokens of the prompt that a candidate other than `best` would reuse; None without another."""
-        others = [*self.reuses[:best], *self.reuses[best + 1 :]]
-        return max([each.cached_tokens for each in others]) if others else None
-
     def costs(self) -> tuple[Cost, ...]:
         """The cost of every candidate, in their order."""
         return tuple([self.cost(at) for at in range(len(self.totals))])
@@ -178,18 +167,22 @@ class Scores:
     def placement(self, at: int, chain: Chain, outlook: Outlook) -> Placement:
         """The decision for one candidate."""
         chosen, candidate = self.cost(at), self._candidates[at]
+        foreseen, held, gpu_tokens = candidate.forecast, candidate.match, chosen.cached_tokens
+        others = [*self.reuses[:at], *self.reuses[at + 1 :]]
+        if foreseen is None:
+            gpu_tokens = predict(chain, held.lead, candidate.tokens_per_block)
         return Placement(
             chosen=chosen,
             predicted_tokens=chosen.cached_tokens,
             n_tokens=chain.n_tokens,
             all_costs=self.costs,
             rule="lowest cost",
-            elsewhere=self.elsewhere(at),
-            firm=_is_firm(candidate),
-            gpu_tokens=_on_gpu(candidate, chosen, chain),
+            elsewhere=max([each.cached_tokens for each in others]) if others else None,
+            firm=candidate.complete and not held.pending if foreseen is None else foreseen.firm,
+            gpu_tokens=gpu_tokens,
             strain=outlook.strain,
-            cut_tokens=candidate.match.cut * chain.tokens_per_block,
-            lacks=candidate.match.lacks,
+            cut_tokens=held.cut * chain.tokens_per_block,
+            lacks=held.lacks,
         )
 
     def cost(self, at: int) -> Cost:
@@ -219,28 +212,18 @@ def _again_s(parted: int, least: int, chain: Chain, outlook: Outlook, each: Cand
 
 
 def _waiting_s(reuse: Cost, load: LoadView, per_s: float, *, is_full: bool) -> float:
-    """What a prefill costs the requests that wait for its engine.
-
-    Those that come while it runs, `per_s` a second, wait for half of it on average. Where memory `is_full`,
-    requests wait until streams end. These wait for all of it, as the streams stand still meanwhile.
-    """
+    """What a prefill costs the requests that wait for its engine. Those that come while it runs, `per_s` a
+    second, wait for half of it on average. Where memory `is_full`, requests wait until streams end. These
+    wait for all of it, as the streams stand still meanwhile."""
     work_s = reuse.restore_s + reuse.prefill_s
     for_memory = load.in_flight - load.decoding if is_full else 0
     return work_s * work_s / 2 * per_s + reuse.prefill_s * for_memory
 
 
-def _followers_s(reuse: Cost, load: LoadView) -> float:
-    """What this work costs the rest of a burst: all of it for each request that is expected to come to its
-    engine, judging by those that wait there now."""
-    return (reuse.restore_s + reuse.prefill_s) * (load.in_flight - load.decoding) * GROWTH
-
-
 def spare_of(candidates: Sequence[Candidate], chain: Chain) -> float:
-    """How far an engine is idle while requests in flight compute this prompt's beginning, 0 to 1.
-
-    1 if one has no queue: work there delays nobody. 0 if the least busy one is busy for as long as that
-    beginning takes, or if no request computes it: then work is worth what it is on average.
-    """
+    """How far an engine is idle while requests in flight compute this prompt's beginning, 0 to 1. 1 if one
+    has no queue: work there delays nobody. 0 if the least busy one is busy for as long as that beginning
+    takes, or if no request computes it: then work is worth what it is on average."""
     pending = max([each.match.pending for each in candidates])
     if not pending:
         return 0.0
@@ -291,24 +274,9 @@ def regret_of(candidate: Candidate, reuse: Cost, chain: Chain, outlook: Outlook)
     return lost_s * outlook.strain
 
 
-def _on_gpu(candidate: Candidate, cost: Cost, chain: Chain) -> int:
-    """Predicted tokens that lie on the GPU."""
-    if candidate.forecast is not None:
-        return cost.cached_tokens
-    return predict(chain, candidate.match.lead, candidate.tokens_per_block)
-
-
-def _is_firm(candidate: Candidate) -> bool:
-    if candidate.forecast is not None:
-        return candidate.forecast.firm
-    return candidate.complete and candidate.match.pending == 0
-
-
 def place_least_loaded(candidates: Sequence[Candidate]) -> Placement:
-    """The engine with the fewest requests in flight. Caches do not count.
-
-    For requests whose prompt is not known (reuse off, audio). `candidates` is not empty.
-    """
+    """The engine with the fewest requests in flight. Caches do not count. For requests whose prompt is not
+    known (reuse off, audio). `candidates` is not empty."""
 
     def cost(each: Candidate) -> Cost:
         return Cost(each.engine, in_flight=each.load.in_flight, turn=each.turn, is_last=each.is_last)

@@ -22,7 +22,6 @@ from typing import Generic, TypeVar
 import msgspec
 
 from proxy.core.index.blocks import BlockHash
-from proxy.core.placement.demand import continued
 
 # Threads that are remembered, and tokens of their last prompts: some tens of MB.
 MAX_THREADS = 10_000
@@ -37,10 +36,8 @@ LEAST_SPREAD = 0.05
 # The KV that the GPU evicts must be worth less than half of the KV that is restored: both values are
 # estimates, and moving is work.
 MARGIN = 2.0
-# Stale entries that the heap may hold, in addition to one for each thread.
-SPARE = 64
-# `Demand` counts ages in half octaves.
-HALF_OCTAVE = 2**0.5 - 1
+SPARE = 64  # stale entries that the heap may hold, in addition to one for each thread
+HALF_OCTAVE = 2**0.5 - 1  # `Demand` counts ages in half octaves
 
 Prompt = TypeVar("Prompt")
 Returns = Callable[[float], float]
@@ -48,28 +45,19 @@ Returns = Callable[[float], float]
 
 @dataclass(slots=True, eq=False)
 class Thread(Generic[Prompt]):
-    """A prompt that a later one may continue. Times in seconds of the caller's clock.
+    """A prompt that a later one may continue. Times in seconds of the caller's clock."""
 
-    Attributes:
-        prompt: whatever the caller needs to restore it.
-        ended: when its answer ended.
-        gaps: the last gaps, in seconds from the end of an answer to the next turn, of answers that ended with
-            a tool call if this one did, else of the others. Tools take seconds, people minutes.
-        other_gaps: those of the other kind of answers.
-        called_tool: its answer ended with a tool call.
-        restored_on: the engine that it was restored on for the turn that is due.
-        on_gpu: blocks of it that were on that GPU before.
-    """
-
-    prompt: Prompt
+    prompt: Prompt  # whatever the caller needs to restore it
     hashes: tuple[BlockHash, ...]
     n_tokens: int
-    ended: float
+    ended: float  # when its answer ended
+    # The last gaps, in seconds from the end of an answer to the next turn, of answers that ended with a tool
+    # call if this one did, else of the others. Tools take seconds, people minutes.
     gaps: tuple[float, ...] = ()
-    other_gaps: tuple[float, ...] = ()
-    called_tool: bool = False
-    restored_on: str | None = None
-    on_gpu: int = 0
+    other_gaps: tuple[float, ...] = ()  # those of the other kind of answers
+    called_tool: bool = False  # its answer ended with a tool call
+    restored_on: str | None = None  # the engine that it was restored on for the turn that is due
+    on_gpu: int = 0  # blocks of it that were on that GPU before
 
     @property
     def window(self) -> tuple[float, float] | None:
@@ -98,9 +86,6 @@ class Threads(Generic[Prompt]):
         self._opening: list[tuple[float, BlockHash]] = []  # a heap by opening time; may hold dropped threads
         self._due: OrderedDict[Thread[Prompt], float] = OrderedDict()  # → when the window closes
 
-    def __len__(self) -> int:
-        return len(self._threads)
-
     def turn(
         self,
         started: float,
@@ -114,7 +99,7 @@ class Threads(Generic[Prompt]):
         """A request was answered. Returns the thread that it continues, the longest if there are several."""
         if not hashes:
             return None
-        found = [self._threads[last] for last in continued(self._threads, hashes)]
+        found = [self._threads[last] for last in self._threads.keys() & hashes]
         before = max(found, key=lambda thread: len(thread.hashes), default=None)
         gaps: tuple[float, ...] = ()
         other_gaps: tuple[float, ...] = ()
@@ -185,49 +170,30 @@ class AheadCounts(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Below(Generic[Prompt]):
-    """A thread that is due and has blocks on an engine's lower tiers.
-
-    Attributes:
-        blocks: how many of its blocks would be restored.
-        until: when its window closes.
-    """
+    """A thread that is due and has blocks on an engine's lower tiers."""
 
     thread: Thread[Prompt]
-    blocks: int
-    until: float
+    blocks: int  # how many of its blocks would be restored
+    until: float  # when its window closes
 
 
 def gain(
-    below: Below[Prompt],
-    now: float,
-    free_blocks: int,
-    lost: Callable[[int, float], float],
-    returns: Returns,
+    below: Below[Prompt], now: float, free_blocks: int, lost: Callable[[int, float], float], returns: Returns
 ) -> float:
     """Gain of restoring a thread: blocks that are requested soon, for each block restored. Restore only if
-    it is above 0.
-
-    Args:
-        below: the thread, and its blocks that an engine could restore.
-        now: the time.
-        free_blocks: empty blocks on the engine's GPU.
-        lost: (blocks that the GPU evicts, seconds) → how many of them are requested within that time, on
-            average.
-        returns: see `Demand.returns`.
-    """
+    it is above 0. `free_blocks`: empty blocks on the engine's GPU. `lost`: (blocks that the GPU evicts,
+    seconds) → how many of them are requested within that time, on average. `returns`: see `Demand`."""
     leaving = max(below.blocks - free_blocks, 0)
     price = lost(leaving, below.until - now) if leaving else 0.0
     return below.thread.chance(now, below.until, returns) - MARGIN * price / below.blocks
 
 
 def soon(returns: Returns, idle_s: float, within_s: float) -> float:
-    """Probability that a prompt idle for `idle_s` seconds is requested again within `within_s` seconds.
-
-    The number of prompts that never come back is the same at every age. So the odds of coming back are
+    """Probability that a prompt idle for `idle_s` seconds is requested again within `within_s` seconds. The
+    number of prompts that never come back is the same at every age. So the odds of coming back are
     proportional to the number of prompts still to come. The difference between the odds at two ages is
-    proportional to the number that come in between. Ages are known to half an octave; a shorter time gets
-    its share of that.
-    """
+    proportional to the number that come in between. Ages are known to half an octave; a shorter time gets its
+    share of that."""
     over_s = max(within_s, HALF_OCTAVE * idle_s)
     if over_s <= 0:
         return 0.0

@@ -34,24 +34,17 @@ REFIT_S = 10.0
 STEP_TOKENS = 64
 # Two answers whose shares of prefill differ by less tell nothing: their difference is noise.
 LEAST_APART = 0.02
-# A fit explains answers that take this share more or less than it says.
-CLOSE = 0.05
+CLOSE = 0.05  # a fit explains answers that take this share more or less than it says
 # Weight of that guess, for each answer: two answers of quite different kinds have a weight of 1.
 GUESS_WEIGHT = 0.25
 
 
 class AnswerSample(msgspec.Struct, frozen=True, gc=False):
-    """One whole answer.
+    """One whole answer."""
 
-    Attributes:
-        prefilled: prompt tokens that the engine computed from its beginning to its end.
-        output: tokens of the answer.
-        seconds: from the request to the answer.
-    """
-
-    prefilled: int
-    output: int
-    seconds: float
+    prefilled: int  # prompt tokens that the engine computed from its beginning to its end
+    output: int  # tokens of the answer
+    seconds: float  # from the request to the answer
 
     @property
     def prefill_share(self) -> float:

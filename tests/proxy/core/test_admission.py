@@ -99,7 +99,7 @@ def test_where_it_is_full_the_tenant_with_most_loses_its_last():
     assert [each.item for each in queue.add(modest)] == ["g1"]
     assert queue.add(more) == [more]
     assert queue.add(own := entry("modest", "m2")) == [own]  # two and two: the newcomer
-    assert len(queue) == 3
+    assert queue.entries == 3
 
 
 def test_where_its_bodies_are_too_long_the_tenant_with_most_bytes_loses():
@@ -220,7 +220,7 @@ def test_each_request_leaves_once_and_none_waits_while_an_engine_that_can_take_i
                 assert found is min(own, key=lambda each: (each.priority, each.item))
                 waiting.remove(found)
                 free.remove(min(free & ENGINES[found.needs]))
-        assert len(queue) == len(waiting) <= most
+        assert queue.entries == len(waiting) <= most
         held = {needs: {} for needs in {each.needs for each in waiting}}
         for each in waiting:
             held[each.needs][each.tenant] = held[each.needs].get(each.tenant, 0) + each.tokens

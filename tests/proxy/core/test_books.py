@@ -60,12 +60,12 @@ def test_removing_and_adding_an_engine_ends_the_order_to_drain_it_at_all_kvpins(
     book.remove("a", now=1.0)
     assert (book.is_drained("a"), book.is_removed("a")) == (False, True)
     book.add("a", b"{}", now=1.0)
-    assert (book.is_drained("a"), book.is_removed("a"), book.added("a")) == (False, False, b"{}")
+    assert (book.is_drained("a"), book.is_removed("a"), book._marks["a"].added) == (False, False, b"{}")
     other.merge(decode_marks(encode_marks(book.marks())), now=NOW)
     assert other.marks() == book.marks()
     assert heard == [1, 1]
     other.drain("a", drained=True, now=1.0)
-    assert other.added("a") == b"{}", "an order to drain it takes nothing else back"
+    assert other._marks["a"].added == b"{}", "an order to drain it takes nothing else back"
 
 
 def test_an_engine_that_is_readmitted_or_added_takes_requests_as_its_settings_say():
@@ -75,7 +75,10 @@ def test_an_engine_that_is_readmitted_or_added_takes_requests_as_its_settings_sa
     book.readmit("a", now=1.0)
     book.add("b", b"{}", now=1.0)
     assert book.removals() == []
-    assert [(book.is_drained(name), book.added(name)) for name in "ab"] == [(False, b""), (False, b"{}")]
+    assert [(book.is_drained(name), book._marks[name].added) for name in "ab"] == [
+        (False, b""),
+        (False, b"{}"),
+    ]
 
 
 def test_the_oldest_orders_are_forgotten_first(monkeypatch):

@@ -267,13 +267,13 @@ async def test_engines_without_a_tier_to_restore_from_are_not_followed(info):
     world = World(**info)
     world.talk(1)
     await world.tick()
-    assert (world.restored, len(world.ahead._threads)) == (0, 0)
+    assert (world.restored, len(world.ahead._threads._threads)) == (0, 0)
 
 
 async def test_a_prompt_known_in_part_is_no_turn(world):
     world.prompt = lambda _name: structs.replace(Prompt(array("i", range(64))), whole=False)
     world.answer(1)
-    assert len(world.ahead._threads) == 0
+    assert len(world.ahead._threads._threads) == 0
 
 
 async def test_it_looks_again_and_again(virtual_time, world):

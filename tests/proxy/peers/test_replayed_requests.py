@@ -8,8 +8,7 @@ from msgspec.structs import replace
 
 from engine_adapter import Role, Tier
 from proxy.core.index.blocks import Chain
-from proxy.core.peers.messages import ToldEngine
-from proxy.core.peers.telling import OwnRequests
+from proxy.core.peers.messages import OwnRequests, ToldEngine
 from proxy.core.placement.load import Work
 from proxy.fleet.fleet import Fleet
 from proxy.peers.peer import Peer
@@ -73,7 +72,7 @@ class World:
 
     @property
     def pending(self):
-        return self.pool.index.pending("mine")
+        return self.pool.index.counts("mine")[3]
 
 
 @pytest.fixture
@@ -88,10 +87,10 @@ def test_a_request_is_replayed(world):
     assert (world.ledger.in_flight, world.pending) == (1, 10)
     assert world.placer.last_engine(5) == "mine"
     before = world.ledger.view(1.0).queue_s
-    telling.refined(Work(80))
+    telling.tell(work=Work(80))
     world.send(now=1.0)
     assert 0 < world.ledger.view(1.0).queue_s < before
-    telling.answer_began(1)
+    telling.tell(step=1)
     world.send(now=2.0)
     assert world.ledger.view(2.0).decoding == 1
     telling.ended(80, None)
@@ -102,7 +101,7 @@ def test_a_request_is_replayed(world):
 
 def test_a_request_whose_beginning_was_lost_is_missed_until_it_is_told(world):
     world.beat()
-    world.begin().answer_began(1)
+    world.begin().tell(step=1)
     world.send(lost=True)
     world.begin()
     world.send()
@@ -115,7 +114,7 @@ def test_a_request_whose_beginning_was_lost_is_missed_until_it_is_told(world):
 
 
 def test_a_request_whose_end_was_lost_ends_with_the_next_heartbeat(world):
-    world.begin().ended(None, None) or world.begin().answer_began(1)
+    world.begin().ended(None, None) or world.begin().tell(step=1)
     telling = world.begin()
     world.send()
     telling.ended(80, None)
@@ -129,8 +128,8 @@ def test_a_request_whose_end_was_lost_ends_with_the_next_heartbeat(world):
 def test_an_engine_that_comes_later_gets_its_requests_then(world):
     world.peer.here.clear()
     running, waiting = world.begin(), world.begin()
-    running.refined(Work(3))
-    running.answer_began(1)
+    running.tell(work=Work(3))
+    running.tell(step=1)
     gone = world.begin()
     gone.ended(1, None)
     world.send()
@@ -162,7 +161,7 @@ def go_on(world, rng, running):
         del running[telling]
     elif not running[telling][1]:
         work, answered = (Work(rng.randrange(165)), 0) if step == "refine" else (running[telling][0], 1)
-        telling.refined(work) if step == "refine" else telling.answer_began(1)
+        telling.tell(work=work) if step == "refine" else telling.tell(step=1)
         running[telling] = work, answered
 
 
@@ -195,8 +194,8 @@ def test_no_ghost_outlives_a_heartbeat_whatever_is_lost_repeated_or_out_of_order
 
 def test_a_message_that_comes_after_a_later_one_changes_nothing(world):
     telling = world.begin(streams=False)
-    telling.refined(Work(80))
-    telling.answer_began(2)
+    telling.tell(work=Work(80))
+    telling.tell(step=2)
     first, *rest = world.own.take()
     world.send(first, *rest, *rest)
     (request,) = world.peer._requests.values()
@@ -204,7 +203,7 @@ def test_a_message_that_comes_after_a_later_one_changes_nothing(world):
 
 
 def test_all_requests_of_a_lost_peer_are_over(world):
-    world.begin(), world.begin(None).answer_began(1)
+    world.begin(), world.begin(None).tell(step=1)
     world.send(now=4.0)
     assert world.peer.heard == 4.0
     world.peer.lose()
@@ -221,7 +220,7 @@ def test_the_times_of_a_late_peer_teach_nothing_and_it_moves_no_conversation(wor
         samples = len(world.placer.books["mine"].rates._samples)
         telling = world.begin()
         world.send(now=now)
-        telling.answer_began(1)
+        telling.tell(step=1)
         telling.ended(80, None)
         world.send(now=now + 1)
         after = len(world.placer.books["mine"].rates._samples)

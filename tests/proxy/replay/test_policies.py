@@ -65,6 +65,6 @@ def test_everything_that_kvpin_takes_it_gives_back():
         policy.first_token(now + 0.3, engine, request)
         policy.finished(now + 0.3, engine, request)
     placer = policy._placer
-    assert [placer.index.pending(name) for name in ("e0", "e1")] == [0, 0]
+    assert [placer.index.counts(name)[3] for name in ("e0", "e1")] == [0, 0]
     assert [book.ledger.in_flight for book in placer.books.values()] == [0, 0]
     assert not policy._placed

@@ -94,9 +94,9 @@ def test_what_follows_a_forgotten_middle_is_evicted_next(learned):
 def test_what_another_has_learned_is_older_than_all_that_is_known():
     learned = LearnedBlocks(5)
     learned.learn((1, 2))
-    assert learned.recent() == [(1, 2)]
+    assert learned.stretches() == [(1, 2)]
     assert learned.adopt((3, 4)) == (3, 4)
     assert learned.adopt((5, 6)) == (5,)
     assert learned.adopt((7,)) == ()
-    assert learned.recent() == [(1, 2), (3, 4), (5,)]
+    assert learned.stretches() == [(5,), (3, 4), (1, 2)]
     assert learned.learn((8, 9)) == (4, 5)

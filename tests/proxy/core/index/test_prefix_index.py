@@ -212,7 +212,7 @@ class IndexMachine(RuleBasedStateMachine):
                 known |= self.held[engine][tier]
             pending = self.pending(engine)
             expected = len(pending - self.held[engine][Tier.GPU])
-            assert self.index.pending(engine) == expected
+            assert self.index.counts(engine)[3] == expected
             held = [len(self.held[engine][tier]) for tier in Tier]
             assert self.index.counts(engine) == (*held, expected)
             known |= pending

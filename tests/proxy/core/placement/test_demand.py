@@ -147,21 +147,21 @@ class TestUtilisation:
 
 
 def test_work_that_is_found_under_way_is_longer_than_most(demand):
-    assert demand.rest_s == 0.0
+    assert demand.prefills.rest == 0.0
     for _ in range(10):
-        demand.worked(0.0, 1.0)
-    assert demand.rest_s == pytest.approx(0.5)
-    demand.worked(0.0, 90.0)
-    assert demand.rest_s == pytest.approx((10 * 1.0 + 90.0**2) / (2 * 100))
+        demand.prefills.add(0.0, 1.0)
+    assert demand.prefills.rest == pytest.approx(0.5)
+    demand.prefills.add(0.0, 90.0)
+    assert demand.prefills.rest == pytest.approx((10 * 1.0 + 90.0**2) / (2 * 100))
 
 
 def test_what_answers_take_is_that_of_the_last_while(demand):
-    assert demand.answer_s == 0.0
-    demand.answered(0.0, 2.0)
-    demand.answered(0.0, 4.0)
-    assert demand.answer_s == pytest.approx(3.0)
-    demand.answered(12_000.0, 9.0)
-    assert demand.answer_s == pytest.approx(9.0)
+    assert demand.answers.mean == 0.0
+    demand.answers.add(0.0, 2.0)
+    demand.answers.add(0.0, 4.0)
+    assert demand.answers.mean == pytest.approx(3.0)
+    demand.answers.add(12_000.0, 9.0)
+    assert demand.answers.mean == pytest.approx(9.0)
 
 
 # --- memory in use, and what is evicted ----------------------------------------------------------
@@ -232,7 +232,7 @@ def test_the_oldest_are_those_that_evictions_take_first(residents, held):
 def test_a_prompt_that_goes_on_from_others_takes_them_along_to_the_end(residents, held):
     residents.use(30.0, (*range(11, 16), *range(41, 44)), 3)
     held.add(43)
-    assert len(residents) == 3
+    assert len(residents._prompts) == 3
     idle = []
     assert residents.lost(40.0, 999, lambda idle_s: idle.append(idle_s) or 1.0) == 5 + 5 + 8
     assert idle == [30.0, 20.0, 10.0]
@@ -241,16 +241,16 @@ def test_a_prompt_that_goes_on_from_others_takes_them_along_to_the_end(residents
 def test_what_the_engine_no_longer_holds_is_forgotten(residents, held):
     held.discard(15)
     assert residents.lost(20.0, 5, always) == 5.0
-    assert len(residents) == 2
+    assert len(residents._prompts) == 2
     held.clear()
     assert residents.lost(20.0, 5, always) == 0.0
-    assert len(residents) == 0
+    assert len(residents._prompts) == 0
 
 
 def test_their_number_is_bounded(residents, monkeypatch):
     monkeypatch.setattr(module, "MAX_RESIDENTS", 3)
     residents.use(30.0, range(51, 56), 5)
-    assert len(residents) == 3
+    assert len(residents._prompts) == 3
     assert residents.lost(30.0, 1, lambda idle_s: idle_s) == 20.0
 
 

@@ -66,7 +66,7 @@ class TestEngines:
         placer.add("a", running, gpu_blocks=7)
         book = placer.books["a"]
         assert book is not old
-        assert (book.ledger, book.gpu_blocks, book.turn, len(book.residents)) == (running, 7, 0, 0)
+        assert (book.ledger, book.gpu_blocks, book.turn, len(book.residents._prompts)) == (running, 7, 0, 0)
         assert placer.index.counts("a") == (0, 0, 0, 0)
 
     def test_what_was_begun_before_it_was_lost_settles_without_a_trace(self, placer):
@@ -77,7 +77,7 @@ class TestEngines:
         placer.add(placement.engine)
         tickets.append(begin_at(placer, 1.0, placement, chain))
         placer.settled(tickets[0])
-        assert placer.index.pending(placement.engine) == len(chain.hashes)
+        assert placer.index.counts(placement.engine)[3] == len(chain.hashes)
         placer.remove(placement.engine)
         for placed in tickets:
             placer.first_token(2.0, placed)
@@ -89,7 +89,7 @@ class TestEngines:
         engine, _ = serve(placer, 0.0, prompt(1))
         placer.wipe(engine)
         assert placer.match(prompt(1)) == {}
-        assert len(placer.books[engine].residents) == 0
+        assert len(placer.books[engine].residents._prompts) == 0
         assert placer.books[engine].turn == 1
 
 
@@ -171,7 +171,7 @@ class TestPlacement:
         assert (first.rule, {first.engine, second.engine}) == ("least loaded", {"a", "b"})
         placer.end(1.0, placed, 0)
         placer.settled(placed)
-        assert len(placer.books[first.engine].residents) == 0
+        assert len(placer.books[first.engine].residents._prompts) == 0
         assert placer.index.counts(first.engine) == (0, 0, 0, 0)
 
     def test_work_weighs_more_where_engines_are_busy(self, placer):
@@ -375,7 +375,7 @@ class TestRequests:
         placer.end(1.0, placed, 17)
         assert placer.books["a"].on_gpu.lost(2.0, 95, lambda _idle_s: 1.0) == 91.0
         placer.wipe("a")
-        assert len(placer.books["a"].on_gpu) == 0
+        assert len(placer.books["a"].on_gpu._prompts) == 0
 
 
 class TestWholeAnswers:
@@ -400,7 +400,7 @@ class TestWholeAnswers:
             assert not placer.rates.learned
             self.serve(placer, at, **report)
         assert placer.rates.prefill_s(2000) == pytest.approx(1.0)
-        assert placer.demand.answer_s == pytest.approx((10 + 15 % 13) / 20)
+        assert placer.demand.answers.mean == pytest.approx((10 + 15 % 13) / 20)
 
     def test_an_engine_that_times_itself_is_believed(self, placer):
         self.serve(placer, 1, prefill=(1000, 0.25))

@@ -88,18 +88,18 @@ class TestThreads:
         threads = Threads()
         last = talk(threads, (0.0, 11.0, 23.0))
         assert last.gaps == (10.0, 11.0)
-        assert (last.prompt, last.n_tokens, last.ended, len(threads)) == ("turn 2", 64, 24.0, 1)
+        assert (last.prompt, last.n_tokens, last.ended, len(threads._threads)) == ("turn 2", 64, 24.0, 1)
         threads.turn(20.0, 30.0, tuple(range(5)), 80, "before the answer")
         assert threads._threads[4].gaps == ()
         assert threads.turn(40.0, 41.0, (), 5, "of no block") is None
-        assert len(threads) == 1
+        assert len(threads._threads) == 1
 
     def test_the_longest_of_several_is_it(self):
         threads = Threads()
         threads.turn(0.0, 1.0, (1,), 16, "document")
         threads._add(thread(name="question"))
         assert threads.turn(5.0, 6.0, (1, 2, 3), 48, "next").prompt == "question"
-        assert len(threads) == 2
+        assert len(threads._threads) == 2
 
     def test_the_time_of_tools_and_that_of_people_are_told_apart(self):
         threads, now = Threads(), 0.0
