@@ -6,9 +6,9 @@
                  └──── another engine ◄───┴────────────┘            │
                        may still answer            the last one ────┘
 
-The gate (`core/quotas.py`) admits a request by its head: its tenant's quota, and memory
-for its body. From then on `Life` decides whether to try another engine after a failed attempt, and how long
-each phase may last. `flow.py` is the loop that follows it.
+The gate (`request/gate.py`) admits a request by its head: its tenant's quota, and memory for its body. From
+then on `Life` decides whether to try another engine after a failed attempt, and how long each phase may last.
+`flow.py` is the loop that follows it.
 """
 
 from __future__ import annotations
