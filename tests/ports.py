@@ -7,9 +7,8 @@ from functools import partial
 
 import uvloop
 
-from proxy.http.http1 import Http1Protocol
+from proxy.http.http1 import IDLE_S, Http1Protocol, Port
 from proxy.http.listeners import MAX_CONNECTIONS, ConnectionLimits, Door, listen, plainly
-from proxy.http.port import IDLE_S, Port
 
 # Seconds that running answers get at the end.
 GRACE_S = 0.2

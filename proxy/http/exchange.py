@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import http
 from collections.abc import AsyncGenerator, Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from engine_adapter import HeaderPairs, Headers
 from proxy.errors import BodyTooLarge, NoEngine, SlowBody
 
-# Unread bytes of a streamed body at which its connection is not read any more.
-HIGH_WATER = 65_536
+if TYPE_CHECKING:
+    from proxy.http.http1 import Http1Protocol
+
+HIGH_WATER = 65_536  # unread bytes of a streamed body at which its connection is not read any more
 # The most seconds that a reader waits for a body. Waiting uses the seconds up. Each `BODY_BYTES_PER_S` that
 # arrive give one back, up to `BODY_S`. So a client may be silent for `BODY_S`, and slower than that rate only
 # for a short time.
@@ -29,55 +31,9 @@ class ClientLeft(Exception):
     """The client disconnected before its body was read."""
 
 
-class ClientConnection(Protocol):
-    """The connection of an exchange.
-
-    Attributes:
-        is_full: the socket takes no more bytes for now.
-        is_of_peer: another kvpin of this machine made it.
-    """
-
-    transport: asyncio.Transport
-    is_full: bool
-    is_of_peer: bool
-
-    @property
-    def date(self) -> bytes:
-        """The `date` header of an answer, as a line."""
-
-    async def drain(self) -> None:
-        """Waits until the socket takes more bytes, or the client has left."""
-
-    def pause_reading(self) -> None:
-        """Stops reading from the client."""
-
-    def resume_reading(self) -> None:
-        """Goes on reading, unless a pipelined request waits."""
-
-    def answered(self, exchange: Exchange) -> None:
-        """The answer is complete: the connection goes on with the next request, or closes."""
-
-
 class Exchange:
-    """One request, and the way back to its client.
-
-    The head of the answer leaves together with the first bytes of its body. `write` does not wait: a
-    sender of much data awaits `drain` while `is_full`.
-
-    Attributes:
-        target: path and query as sent; begins with a slash.
-        asks_for_websocket: the client asks for a WebSocket, which begins if the answer has status 101.
-        added: headers of every answer to it.
-        reword: changes the headers of its answer, when that begins; None leaves them.
-        on_left: called once if the client disconnects before its answer is complete.
-        is_slow: the client was disconnected because it read almost nothing of its answer.
-        is_late: the body did not arrive in time.
-        started, finished: the beginning of the answer was sent; all of it was.
-        status: of the answer; None before it begins.
-        keep_alive: the connection stays open after the answer.
-        is_reserved: the connection is one beyond the limit, which is not for the data plane.
-        is_from_peer: another kvpin of this machine passes this request on.
-    """
+    """One request, and the way back to its client. The head of the answer leaves together with the first
+    bytes of its body. `write` does not wait: a sender of much data awaits `drain` while `is_full`."""
 
     __slots__ = (
         "_arrived", "_chunked", "_chunks", "_complete", "_connection", "_credited", "_has_body", "_head",
@@ -89,7 +45,7 @@ class Exchange:
 
     def __init__(
         self,
-        connection: ClientConnection,
+        connection: Http1Protocol,
         method: str,
         target: bytes,
         headers: Headers,
@@ -99,21 +55,27 @@ class Exchange:
         asks_for_websocket: bool = False,
         is_reserved: bool = False,
     ) -> None:
-        """`is_1_0`: the client speaks HTTP/1.0, which has no chunks."""
+        """`target`: path and query as sent; begins with a slash. `is_1_0`: the client speaks HTTP/1.0, which
+        has no chunks. `keep_alive`: the connection stays open after the answer. `asks_for_websocket`: one
+        begins if the answer has status 101. `is_reserved`: the connection is one beyond the limit, which is
+        not for the data plane."""
         self.method, self.target, self.headers = method, target, headers
         self.asks_for_websocket = asks_for_websocket
         self.task: asyncio.Task[None] | None = None
-        self.added: HeaderPairs = []
+        self.added: HeaderPairs = []  # headers of every answer to it
+        # Changes the headers of its answer, when that begins; None leaves them.
         self.reword: Callable[[HeaderPairs], HeaderPairs] | None = None
+        # Called once if the client disconnects before its answer is complete.
         self.on_left: Callable[[], None] | None = None
+        # The client was disconnected because it read almost nothing of its answer; the body did not arrive in
+        # time; the beginning of the answer was sent; all of it was.
         self.left = self.is_slow = self.is_late = self.started = self.finished = False
-        self.status: int | None = None
+        self.status: int | None = None  # of the answer; None before it begins
         self.keep_alive, self.is_reserved = keep_alive and not is_1_0, is_reserved
-        self.is_from_peer = connection.is_of_peer
+        self.is_from_peer = connection.is_of_peer  # another kvpin of this machine passes this request on
         self._connection, self._is_1_0 = connection, is_1_0
-        # The request's body.
-        # The first piece as it came, and all others in one growing piece: small ones would take 33 bytes more
-        # each, and large ones leave holes in the heap when they are joined and freed.
+        # The body: its first piece as it came, and all others in one growing piece: small ones would take 33
+        # bytes more each, and large ones leave holes in the heap when they are joined and freed.
         self._chunks: list[bytes | bytearray] = []
         self._arrived = self._unread = 0  # bytes
         self._complete = self._invited = False
@@ -150,14 +112,9 @@ class Exchange:
         return self._complete and not self._chunks
 
     async def read(self, limit: int, hold: Callable[[int], None] = lambda _size: None) -> bytes:
-        """The whole body. `hold` is told how many bytes are here so far, and may refuse them.
-
-        Raises:
-            BodyTooLarge: it exceeds `limit` bytes.
-            SlowBody: it does not arrive in time.
-            NoEngine: it does not arrive before kvpin stops.
-            ClientLeft: the client disconnected.
-        """
+        """The whole body. `hold` is told how many bytes are here so far, and may refuse them. Raises
+        BodyTooLarge above `limit` bytes, SlowBody if it does not arrive in time, NoEngine if not before kvpin
+        stops, ClientLeft."""
         self._pauses = False
         hold(self._arrived)
         while not self._complete and self._arrived <= limit:
@@ -219,18 +176,13 @@ class Exchange:
             self.on_left()
 
     async def _more(self) -> None:
-        """Waits for more of the body, or for its end."""
-        if not self.left:
-            if self._awaits_invitation():
-                self._invited = True
-                self.transport.write(_CONTINUE)
-            self._connection.resume_reading()
-            await self._arrival()
+        """Waits for more of the body, or for its end, within the client's time limit."""
         if self.left:
             raise ClientLeft
-
-    async def _arrival(self) -> None:
-        """Waits for more bytes, within the client's time limit. Raises SlowBody and NoEngine."""
+        if self._awaits_invitation():
+            self._invited = True
+            self.transport.write(_CONTINUE)
+        self._connection.resume_reading()
         loop = asyncio.get_running_loop()
         begun = loop.time()
         earned_s = (self._arrived - self._credited) / BODY_BYTES_PER_S
@@ -247,6 +199,8 @@ class Exchange:
         finally:
             self._silence = None
             self._patience_s -= loop.time() - begun
+        if self.left:
+            raise ClientLeft
 
     def hurry(self) -> None:
         """Limits the rest of the body to a few seconds, because kvpin stops."""
@@ -284,11 +238,8 @@ class Exchange:
         await self._connection.drain()
 
     def start(self, status: int, headers: HeaderPairs) -> None:
-        """Begins the answer; names of headers are in lower case.
-
-        Raises:
-            ValueError: a header has a line break in it.
-        """
+        """Begins the answer; names of headers are in lower case. Raises ValueError for a header with a line
+        break in it."""
         if self.added:
             headers = [*headers, *self.added]
         if self.reword is not None:
@@ -304,7 +255,7 @@ class Exchange:
                 self._left_to_send = int(value)
         self._has_body = self._has_body and status not in (_NO_CONTENT, _NOT_MODIFIED)
         self._switched = status == _SWITCHED
-        self._head = status_line + self._connection.date + head
+        self._head = status_line + self._connection.port.date + head
         self.started, self.status = True, status
 
     def write(self, chunk: bytes) -> None:

@@ -13,6 +13,9 @@ import asyncio
 import fcntl
 import select
 import termios
+import time
+from collections.abc import Callable, Coroutine
+from email.utils import formatdate
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -23,28 +26,25 @@ from typing_extensions import override
 
 from engine_adapter import HeaderPairs, Headers
 from proxy.http.exchange import STOPPING_S, Exchange
-from proxy.http.listeners import Permission
-from proxy.http.port import Port
+from proxy.http.listeners import ConnectionLimits, Permission
 
 log = structlog.get_logger(__name__)
 
 # The longest head of a request, in bytes, and the most between two pieces of its body or after the last one.
 MAX_HEAD = 65_536
-# Characters of a header's line beside its name and value: a colon, a space, the line's end.
-_HEADER_MARKS = 4
+_HEADER_MARKS = 4  # characters of a header's line beside its name and value: a colon, a space, the line's end
 # Pieces that a body may come in, and the bytes after which it may come in one more: each takes as much time.
 MAX_PIECES, PIECE_BYTES = 16_384, 256
-# Pipelined requests at which a connection is not read any more.
-MAX_WAITING = 8
-# Seconds between two looks whether the client of a connection that is not read has left.
-LOOK_S = 1.0
+MAX_WAITING = 8  # pipelined requests at which a connection is not read any more
+LOOK_S = 1.0  # seconds between two looks whether the client of a connection that is not read has left
 # Seconds in which a client must take `SEND_BYTES` of an answer that fills its socket.
 SEND_S = 60.0
 SEND_BYTES = 16_384
 # Seconds that a connection beyond the limit may idle, or take for a head, or its client to read its 503.
 RESERVED_IDLE_S = 5.0
-# Seconds without a request after which a connection that has served one may be closed for another.
-IDLE_S = 1.0
+# Seconds that a connection may wait for a request, and those after which one that has served a request may be
+# closed for another.
+IDLE_S, EVICTABLE_S = 75.0, 1.0
 _NO_PLACE = 503, b"kvpin serves as many connections as it can; try again shortly.", b"retry-after: 1\r\n"
 _TOO_LONG = 431, b"The head of the request is too long."
 _TOO_FINE = 400, b"The body of the request comes in too many pieces."
@@ -53,24 +53,53 @@ _NOT_ONE_HOST = 400, b"The request must have one host header."  # RFC 9112 3.2
 _LEFT = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
 
 
-class Http1Protocol(asyncio.Protocol):
-    """One connection.
+class Port:
+    """What the connections of a kvpin share."""
 
-    Attributes:
-        is_of_peer: other kvpins of this machine make these connections; their requests are trusted.
-    """
+    def __init__(
+        self,
+        handler: Callable[[Exchange], Coroutine[Any, Any, None]],
+        limits: ConnectionLimits,
+        refused: Callable[[int], None],
+        idle_s: float = IDLE_S,
+    ) -> None:
+        """`handler` answers a request, in a task of its own. `limits` admits connections, and knows those
+        that are open. `refused` is called with the status of each request that no handler sees."""
+        self.handler, self.limits, self.refused, self.idle_s = handler, limits, refused, idle_s
+        self.answers: set[asyncio.Task[None]] = set()  # the tasks of running requests
+        self.is_stopping = False  # what arrives from now on gets a few seconds
+        self._second, self._date = 0, b""
+
+    def stop(self) -> None:
+        """Hurries the connections that are open, and those whose handshake is not over."""
+        self.is_stopping = True
+        for connection in self.limits.connections:
+            connection.hurry()
+
+    @property
+    def date(self) -> bytes:
+        """The `date` header of an answer, as a line."""
+        if (second := int(time.time())) != self._second:
+            self._second = second
+            self._date = b"date: %b\r\n" % formatdate(second, usegmt=True).encode()
+        return self._date
+
+
+class Http1Protocol(asyncio.Protocol):
+    """One connection."""
 
     __slots__ = (
         "_body_bytes", "_close_after", "_current", "_fault", "_head_bytes", "_headers", "_idle_s",
         "_idle_since", "_is_new", "_is_reserved", "_lookout", "_loop", "_parser", "_paused", "_pieces",
-        "_port", "_reading", "_room", "_socket", "_target", "_timer", "_to_websocket", "_unsent", "_waiting",
-        "is_full", "is_of_peer", "transport",
+        "_reading", "_room", "_socket", "_target", "_timer", "_to_websocket", "_unsent", "_waiting",
+        "is_full", "is_of_peer", "port", "transport",
     )  # fmt: skip
 
     def __init__(self, port: Port, *, is_of_peer: bool = False) -> None:
+        """`is_of_peer`: other kvpins of this machine make these connections; their requests are trusted."""
         self.transport: asyncio.Transport
         self.is_full, self.is_of_peer = False, is_of_peer
-        self._port, self._idle_s = port, port.idle_s
+        self.port, self._idle_s = port, port.idle_s
         self._loop = asyncio.get_running_loop()
         self._parser: Any = _parser(self)  # httptools has no types
         self._target = b""
@@ -98,18 +127,18 @@ class Http1Protocol(asyncio.Protocol):
     @override
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport  # type: ignore[assignment]  # asyncio names its base class
-        place = self._port.limits.admit(self)
+        place = self.port.limits.admit(self)
         if place is Permission.RESERVED:
             self._is_reserved, self._idle_s = True, min(self._idle_s, RESERVED_IDLE_S)
         self._timer = self._loop.call_later(self._idle_s, self._watch)
         if place is Permission.NONE:
             self._turn_away()
-        elif self._port.is_stopping:  # its TLS handshake ended after the stop began
+        elif self.port.is_stopping:  # its TLS handshake ended after the stop began
             self.hurry()
 
     @override
     def connection_lost(self, exc: Exception | None) -> None:
-        self._port.limits.connections.discard(self)
+        self.port.limits.connections.discard(self)
         for timer in (self._timer, self._lookout):
             if timer is not None:
                 timer.cancel()
@@ -145,7 +174,7 @@ class Http1Protocol(asyncio.Protocol):
     def idle_since(self) -> float | None:
         """When its last answer ended; None while a request runs, or right after one, when the next one may be
         on its way. A request runs from the end of its head."""
-        is_due = not self._is_new and self._loop.time() - self._idle_since < IDLE_S
+        is_due = not self._is_new and self._loop.time() - self._idle_since < EVICTABLE_S
         return None if self._is_running or is_due else self._idle_since
 
     @property
@@ -181,7 +210,7 @@ class Http1Protocol(asyncio.Protocol):
         self._write_plain(*_NO_PLACE)
         if self.transport.can_write_eof():
             self.transport.write_eof()
-            self._port.limits.turned_away(self)
+            self.port.limits.turned_away(self)
         else:
             self.transport.close()
 
@@ -293,7 +322,7 @@ class Http1Protocol(asyncio.Protocol):
             is_reserved=self._is_reserved,
         )
         self._is_new = False
-        if self._port.is_stopping:
+        if self.port.is_stopping:
             exchange.hurry()
         if self._to_websocket:
             self._socket = exchange
@@ -340,11 +369,8 @@ class Http1Protocol(asyncio.Protocol):
 
     def _consider(self) -> None:
         """Parses a request with an offer to upgrade to another protocol again, without the offer. Only the
-        offer of a WebSocket is noted.
-
-        Java's HttpClient offers h2c with every request. The parser stops at the offer and leaves the body
-        unread.
-        """
+        offer of a WebSocket is noted. Java's HttpClient offers h2c with every request. The parser stops at
+        the offer and leaves the body unread."""
         method, version = self._parser.get_method(), self._parser.get_http_version().encode()
         if method == b"CONNECT":
             self._refuse(400, b"CONNECT is not served.")
@@ -371,7 +397,7 @@ class Http1Protocol(asyncio.Protocol):
 
     def _write_plain(self, status: int, reason: bytes, more: bytes = b"") -> None:
         """Sends the connection's last answer, of no handler; `more`: lines of its head."""
-        self._port.refused(status)
+        self.port.refused(status)
         head = b"HTTP/1.1 %d \r\ncontent-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\n"
         end = b"connection: close\r\n\r\n"
         self.transport.write(head % (status, len(reason)) + more + end + reason)
@@ -380,15 +406,14 @@ class Http1Protocol(asyncio.Protocol):
 
     def _begin(self, exchange: Exchange) -> None:
         self._current = exchange
-        task = exchange.task = self._loop.create_task(self._port.handler(exchange))
-        self._port.answers.add(task)
+        task = exchange.task = self._loop.create_task(self.port.handler(exchange))
+        self.port.answers.add(task)
         task.add_done_callback(partial(self._over, exchange))
 
     def _over(self, exchange: Exchange, task: asyncio.Task[None]) -> None:
-        """Ends the exchange after its handler. An incomplete answer breaks the connection, so that the client
-        notices.
-        """
-        self._port.answers.discard(task)
+        """Ends the exchange after its handler. An incomplete answer breaks the connection: so the client
+        notices."""
+        self.port.answers.discard(task)
         exchange.task = exchange.on_left = None
         if not task.cancelled() and task.exception() is not None:
             log.error("request crashed", exc_info=task.exception())
@@ -416,11 +441,6 @@ class Http1Protocol(asyncio.Protocol):
         self.resume_reading()
 
     # --- flow control ---------------------------------------------------------------------------------
-
-    @property
-    def date(self) -> bytes:
-        """The `date` header of an answer, as a line."""
-        return self._port.date
 
     @override
     def pause_writing(self) -> None:

@@ -1,5 +1,5 @@
-"""The sockets that kvpin listens on: its own, or those that a service manager opened and hands on; and the
-door that accepts their connections.
+"""The limit on connections; the sockets that kvpin listens on, its own or those that a service manager opened
+and hands on; and the door that accepts their connections.
 
 A socket that is handed on (systemd's socket activation, sd_listen_fds(3)) outlives the process. Connections
 wait in its queue while one kvpin follows another, or two share it during a rolling restart.
@@ -15,9 +15,10 @@ import resource
 import socket
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from enum import Enum
 from functools import partial
+from operator import itemgetter
 from typing import Protocol
 
 import structlog
@@ -32,28 +33,21 @@ log = structlog.get_logger(__name__)
 
 # The most connections, however many files the machine allows: each may hold a head of 64 KiB.
 MAX_CONNECTIONS = 16_384
-# Connections beyond the limit, for all but the data plane, and the most whose clients may still read their
-# 503.
+# Connections beyond the limit, for all but the data plane, and the most whose clients may still read a 503.
 RESERVE = 32
-# File descriptors kept for listeners, logs, events and what adapters open.
-_OWN_FILES = 256
-# The most files that kvpin asks the machine for.
-_MAX_FILES = 65_536
-# Idle connections are closed in batches of this fraction of the limit, because finding them means a scan of
-# all.
+_OWN_FILES = 256  # descriptors kept for listeners, logs, events and what adapters open
+_MAX_FILES = 65_536  # the most that kvpin asks the machine for
+# Idle connections are closed in batches of this fraction of the limit: finding them means a scan of all.
 _BATCH = 64
-# Seconds between two warnings.
-_WARN_S = 60.0
+_WARN_S = 60.0  # between two warnings
 
 
 class Permission(Enum):
     """Permission of a new connection."""
 
     FREE = "free"
-    RESERVED = "reserved"
-    """It may ask for anything but the data plane."""
-    NONE = "none"
-    """It may ask for nothing: its client is told so."""
+    RESERVED = "reserved"  # it may ask for anything but the data plane
+    NONE = "none"  # it may ask for nothing: its client is told so
 
 
 class LimitedConnection(Protocol):
@@ -78,14 +72,10 @@ class LimitedConnection(Protocol):
 
 
 class ConnectionLimits:
-    """The limit on connections of one port, or of several that share it.
-
-    Attributes:
-        connections: those that are open, and handshakes.
-    """
+    """The limit on connections of one port, or of several that share it."""
 
     def __init__(self, limit: int) -> None:
-        self.connections: set[LimitedConnection] = set()
+        self.connections: set[LimitedConnection] = set()  # those that are open, and handshakes
         self._limit = limit
         self._warned = float("-inf")
         self._turned_away: deque[LimitedConnection] = deque()
@@ -96,8 +86,18 @@ class ConnectionLimits:
         if n_connections <= self._limit:
             self.connections.add(new)
             return Permission.FREE
-        evicted = [each for each in _longest_idle(self.connections, self._limit) if each.evict()]
-        self._warn(n_connections, len(evicted))
+        idle = [(since, each) for each in self.connections if (since := each.idle_since) is not None]
+        longest_idle = heapq.nsmallest(max(self._limit // _BATCH, 1), idle, key=itemgetter(0))
+        evicted = [each for _, each in longest_idle if each.evict()]
+        if (now := time.monotonic()) - self._warned >= _WARN_S:
+            self._warned = now
+            log.warning(
+                "connection limit reached: idle connections are closed, and clients without a place get a "
+                "503; allow kvpin more open files (ulimit -n)",
+                connections=n_connections,
+                closed=len(evicted),
+                limit=self._limit,
+            )
         self.connections.difference_update(evicted)
         if not evicted and n_connections > self._limit + RESERVE:
             return Permission.NONE
@@ -111,30 +111,10 @@ class ConnectionLimits:
         if len(self._turned_away) > RESERVE:
             self._turned_away.popleft().abort()
 
-    def _warn(self, n: int, evicted: int) -> None:
-        now = time.monotonic()
-        if now - self._warned < _WARN_S:
-            return
-        self._warned = now
-        log.warning(
-            "connection limit reached: idle connections are closed, and clients without a place get a 503; "
-            "allow kvpin more open files (ulimit -n)",
-            connections=n,
-            closed=evicted,
-            limit=self._limit,
-        )
-
-
-def _longest_idle(connections: Iterable[LimitedConnection], limit: int) -> list[LimitedConnection]:
-    idle = [(since, each) for each in connections if (since := each.idle_since) is not None]
-    return [each for _, each in heapq.nsmallest(max(limit // _BATCH, 1), idle, key=lambda pair: pair[0])]
-
 
 def connection_limit() -> int:
-    """The number of connections for which this process has file descriptors. Raises the soft limit first.
-
-    A request takes two files: its client's connection, and one to an engine.
-    """
+    """The number of connections for which this process has file descriptors. Raises the soft limit first. A
+    request takes two files: its client's connection, and one to an engine."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
     wanted = _MAX_FILES if hard == unlimited else min(hard, _MAX_FILES)
@@ -147,22 +127,16 @@ def connection_limit() -> int:
 
 # --- listeners ------------------------------------------------------------------------------------------
 
-# The first descriptor that a service manager hands on.
-_FIRST = 3
+_FIRST = 3  # the first descriptor that a service manager hands on
 _VARIABLES = ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES")
 # The most connections of a socket that are accepted before others get their turn: 64 take about 5 ms.
 _AT_ONCE = 64
-# Seconds without accepting after an error, e.g. no more files.
-_RETRY_S = 0.5
+_RETRY_S = 0.5  # without accepting, after an error, e.g. no more files
 
 
 def inherited() -> list[socket.socket]:
     """The sockets that a service manager gave to this process. Removes the environment variables that name
-    them.
-
-    Raises:
-        SettingsError: one of them is no listening TCP socket.
-    """
+    them. Raises SettingsError if one of them is no listening TCP socket."""
     said = {name: os.environ.pop(name, "") for name in _VARIABLES}
     if said["LISTEN_PID"] != str(os.getpid()) or not said["LISTEN_FDS"].isdecimal():
         return []
@@ -199,8 +173,7 @@ def listen(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port), family=family, backlog=2048)
 
 
-Begin = Callable[[socket.socket], Awaitable[object]]
-"""Gives an accepted connection its protocol."""
+Begin = Callable[[socket.socket], Awaitable[object]]  # gives an accepted connection its protocol
 
 
 def plainly(connect: Callable[[], asyncio.Protocol]) -> Begin:
@@ -212,16 +185,14 @@ class Door:
     """Accepts the connections of some sockets: in each round of the event loop all that wait.
 
     uvloop's own servers accept one in each round. A round in which 64 busy connections get their turn takes
-    some 60 ms, so that the last one of 64 new connections would wait for seconds before it is read at all.
-    """
+    some 60 ms, so that the last one of 64 new connections would wait for seconds before it is read at all."""
 
     def __init__(self, listeners: Sequence[socket.socket], begin: Begin) -> None:
         """Closing the door closes `listeners`."""
         self._listeners, self._begin_on = listeners, begin
         self._loop = asyncio.get_running_loop()
         self._held: dict[int, asyncio.TimerHandle] = {}
-        # Of accepted connections that have no protocol yet.
-        self._beginning: set[asyncio.Task[None]] = set()
+        self._beginning: set[asyncio.Task[None]] = set()  # of accepted connections without a protocol yet
         for listener in listeners:
             listener.setblocking(False)
             self._loop.add_reader(listener, self._knock, listener)
@@ -240,7 +211,6 @@ class Door:
         return True
 
     def _knock(self, listener: socket.socket) -> None:
-        """Connections wait."""
         for _ in range(_AT_ONCE):
             if not (self._is_due() and self._accept(listener)):
                 return

@@ -7,7 +7,6 @@ import contextlib
 import socket
 import ssl
 from collections.abc import Callable
-from pathlib import Path
 
 from typing_extensions import override
 
@@ -17,14 +16,14 @@ from proxy.settings import SettingsError, TlsSettings
 
 
 def server_context(tls: TlsSettings) -> ssl.SSLContext:
-    """The context of the port. Reading the files again and replacing it lets certificates be renewed.
-
-    Raises:
-        SettingsError: a file cannot be read, or does not hold what it should.
-    """
+    """The context of the port. Reading the files again and replacing it lets certificates be renewed. Raises
+    SettingsError if a file cannot be read, or does not hold what it should."""
     for name, path in (("cert", tls.cert), ("key", tls.key), ("client_ca", tls.client_ca)):
-        if path is not None:
-            _check_file(name, path)
+        try:
+            if path is not None:
+                path.open("rb").close()
+        except OSError as error:
+            raise SettingsError(f"tls.{name}: {str(path)!r} cannot be read: {error.strerror}") from error
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
@@ -34,18 +33,14 @@ def server_context(tls: TlsSettings) -> ssl.SSLContext:
         try:
             context.load_verify_locations(tls.client_ca)
         except ssl.SSLError as error:
-            raise SettingsError(
-                f"tls.client_ca: {str(tls.client_ca)!r} holds no certificates in PEM form"
-            ) from error
+            text = f"tls.client_ca: {str(tls.client_ca)!r} holds no certificates in PEM form"
+            raise SettingsError(text) from error
     return context
 
 
 def load_certificate(context: ssl.SSLContext, tls: TlsSettings) -> None:
-    """Reads the certificate, which new connections then get.
-
-    Raises:
-        SettingsError: certificate and key do not go together.
-    """
+    """Reads the certificate, which new connections then get. Raises SettingsError if certificate and key do
+    not go together."""
     try:
         context.load_cert_chain(tls.cert, tls.key, password=_no_password)
     except (OSError, ValueError) as error:
@@ -55,14 +50,6 @@ def load_certificate(context: ssl.SSLContext, tls: TlsSettings) -> None:
         ) from error
 
 
-def _check_file(name: str, path: Path) -> None:
-    try:
-        with path.open("rb"):
-            pass
-    except OSError as error:
-        raise SettingsError(f"tls.{name}: {str(path)!r} cannot be read: {error.strerror}") from error
-
-
 def _no_password() -> str:
     """Fails where OpenSSL would ask for a password on the terminal."""
     raise ValueError("the private key is encrypted")
@@ -70,8 +57,7 @@ def _no_password() -> str:
 
 # --- the TLS handshake of a connection of the HTTPS port ------------------------------------------------
 
-# Seconds that a handshake may take.
-HANDSHAKE_S = 10.0
+HANDSHAKE_S = 10.0  # that a handshake may take
 
 
 async def shake_hands(
@@ -91,11 +77,7 @@ async def shake_hands(
 
 class Handshake(asyncio.Protocol):
     """A handshake. Until it is over, the limit on connections sees it as one that waits for a request:
-    clients that connect and send nothing must not use up the process's files.
-
-    Attributes:
-        idle_since: when it began, by the loop's clock.
-    """
+    clients that connect and send nothing must not use up the process's files."""
 
     __slots__ = ("_accepted", "_connect", "_limits", "_loop", "_task", "idle_since")
 
@@ -105,7 +87,7 @@ class Handshake(asyncio.Protocol):
         self._limits, self._connect, self._accepted = limits, connect, accepted
         self._loop = asyncio.get_running_loop()
         self._task: asyncio.Task[None]
-        self.idle_since = self._loop.time()
+        self.idle_since = self._loop.time()  # when it began, by the loop's clock
 
     def start(self, context: ssl.SSLContext) -> None:
         """Starts it."""

@@ -29,7 +29,7 @@ import uvloop
 from engine_adapter import EngineSpecError, HttpTransport
 from proxy.api.siblings import PeerPort, Siblings
 from proxy.core.life import Cause
-from proxy.http.http1 import Http1Protocol
+from proxy.http.http1 import Http1Protocol, Port
 from proxy.http.listeners import (
     Begin,
     ConnectionLimits,
@@ -39,7 +39,6 @@ from proxy.http.listeners import (
     listen_on,
     plainly,
 )
-from proxy.http.port import Port
 from proxy.http.tls import load_certificate, server_context, shake_hands
 from proxy.observe.logs import Banner, configure_logs
 from proxy.runtime import settle, steady, until, within
@@ -62,8 +61,7 @@ _DRAIN_S = 5.0
 _IDLE_S = 2.0
 _HURRIED_IDLE_S = 0.25
 _POLL_S = 0.02
-# Between two looks whether a worker has engines by now.
-_LOOK_S = 0.1
+_LOOK_S = 0.1  # between two looks whether a worker has engines by now
 # Seconds that engines get to become ready before requests are taken from a socket that was handed on.
 _FIRST_S = 10.0
 # Seconds that cancelled answers get to close their connections.
@@ -74,8 +72,7 @@ _INTERRUPTED = 130
 def serve(load: Load) -> int:
     """Runs the proxy until SIGTERM or SIGINT; returns the exit status.
 
-    `load` reads the settings; SIGHUP calls it again. Raises SettingsError or EngineSpecError.
-    """
+    `load` reads the settings; SIGHUP calls it again. Raises SettingsError or EngineSpecError."""
     orders, watchdog = Orders.take(), Watchdog.take()
     if orders is not None:
         load = partial(orders.settings, load)

@@ -214,7 +214,7 @@ class TestSlowClients:
 
 class TestTooMany:
     def test_the_longest_idle_ones_make_room(self, monkeypatch):
-        monkeypatch.setattr(proxy.http.http1, "IDLE_S", 0.0)
+        monkeypatch.setattr(proxy.http.http1, "EVICTABLE_S", 0.0)
         with serving(LIMIT) as connect, capture_logs() as logs:
             idle = [connect() for _ in range(LIMIT)]
             assert ask(idle[0]).startswith(b"HTTP/1.1 200 ")
@@ -241,13 +241,13 @@ class TestTooMany:
             assert [is_turned_away(everything(each)) for each in told] == [True] * 5
 
     def test_a_kept_connection_whose_next_request_is_due_stays(self, monkeypatch):
-        monkeypatch.setattr(proxy.http.http1, "IDLE_S", 60.0)
+        monkeypatch.setattr(proxy.http.http1, "EVICTABLE_S", 60.0)
         with serving(LIMIT) as connect:
             kept = [connect() for _ in range(LIMIT)]
             for _ in range(2):
                 assert all(ask(each, b"/").startswith(b"HTTP/1.1 200 ") for each in kept)
                 assert ask(connect(), b"/").startswith(b"HTTP/1.1 503 ")
-            monkeypatch.setattr(proxy.http.http1, "IDLE_S", 0.0)
+            monkeypatch.setattr(proxy.http.http1, "EVICTABLE_S", 0.0)
             assert ask(connect(), b"/").startswith(b"HTTP/1.1 200 ")
             ((ended,), _, _) = select.select(kept, [], [], 2)
             assert ended.recv(1) == b""  # as idle connections end

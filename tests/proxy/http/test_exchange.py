@@ -15,7 +15,7 @@ class Connection:
     is_of_peer = False
 
     def __init__(self):
-        self.transport = self
+        self.transport = self.port = self
         self.date = b"date: now\r\n"
         self.is_full = False
         self.writes = []
@@ -101,7 +101,7 @@ async def test_a_body_in_small_pieces_takes_little_more_than_its_length(connecti
 
 def test_the_date_is_that_of_the_second(monkeypatch):
     port, now = port_of(None), 784_111_777.2
-    monkeypatch.setattr("proxy.http.port.time.time", lambda: now)
+    monkeypatch.setattr("proxy.http.http1.time.time", lambda: now)
     dated = port.date
     assert dated == b"date: Sun, 06 Nov 1994 08:49:37 GMT\r\n"  # the example of RFC 9110
     now += 0.5
