@@ -18,10 +18,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Container, Coroutine, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 from msgspec.structs import replace
 
@@ -32,7 +31,6 @@ from proxy.core.placement.scores import TIE_S
 from proxy.errors import ANSWERED, ModelRefused, Overloaded, TimeLimit, TooLong, message_of, status_of
 from proxy.fleet.engine import TOKENS_PER_BLOCK
 from proxy.fleet.fleet import Fleet
-from proxy.fleet.ingest import Ingest
 from proxy.request.calls import Call, Reply
 from proxy.request.comparison import Comparison, Diagnose
 from proxy.request.diagnostics import APIS, Api, IdNoted, diagnosed, writes_counted
@@ -62,42 +60,23 @@ _LEFT = {
 _REJECTIONS = (Cause.ENGINE_REJECTED, Cause.ENGINE_LACKS)
 # Of OpenAI's `prompt_cache_options`, `prompt_cache_key`, `prompt_cache_retention`, `prompt_cache_breakpoint`.
 _CACHE_FIELDS = b'"prompt_cache_'
-# Seconds that a request waits when no engine takes requests. Short: clients retry by themselves.
-ENGINE_WAIT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """Serves data-plane requests.
+    """Serves data-plane requests."""
 
-    Attributes:
-        fleet: the engines.
-        preparation: reads requests as far as placement needs it.
-        attempts: runs requests on engines.
-        tenants: tenant → cache salt.
-        requests: keeps a record of each request.
-        rules: the limits of a request's life.
-        observe: called with each finished record, for metrics.
-        placed: called whenever a request is placed on an engine, before it is sent there.
-        wait_s: how long a request waits when no engine takes requests.
-        budget: retries of all requests together.
-    """
-
-    fleet: Fleet
-    preparation: Preparation
-    attempts: Attempts
-    tenants: Tenants
-    requests: RequestRecords
-    rules: Rules
-    observe: Callable[[RequestRecord], None]
+    fleet: Fleet  # the engines
+    preparation: Preparation  # reads requests as far as placement needs it
+    attempts: Attempts  # runs requests on engines
+    tenants: Tenants  # tenant → cache salt
+    requests: RequestRecords  # keeps a record of each request
+    rules: Rules  # the limits of a request's life
+    observe: Callable[[RequestRecord], None]  # called with each finished record, for metrics
+    # Called whenever a request is placed on an engine, before it is sent there.
     placed: Callable[[RequestRecord, Placement], None] = lambda _record, _placement: None
-    wait_s: float = ENGINE_WAIT_S
-    budget: RetryBudget = field(default_factory=RetryBudget)
-
-    @property
-    def ingest(self) -> Ingest | None:
-        """Audits predictions; None when reuse is off. Placement is then by load alone."""
-        return self.attempts.ingest
+    wait_s: float = 2.0  # how long a request waits when no engine takes requests: clients retry by themselves
+    budget: RetryBudget = field(default_factory=RetryBudget)  # retries of all requests together
 
     @property
     def comparison(self) -> Comparison:
@@ -105,11 +84,8 @@ class Flow:
         return Comparison(self.requests, self.fleet.engines, TOKENS_PER_BLOCK)
 
     async def serve(self, call: Call, reply: Reply, admitted: Admission) -> RequestRecord:
-        """Answers a request. The caller closes `admitted`.
-
-        Raises:
-            ProxyError, EngineError: the request failed before the answer began.
-        """
+        """Answers a request. The caller closes `admitted`. Raises ProxyError or EngineError if it failed
+        before the answer began."""
         record = RequestRecord.of(call)
         record.came = admitted.came
         reply.recorded, reply.on_begin, reply.on_end = True, admitted.free_body, admitted.close
@@ -144,11 +120,8 @@ class Flow:
             record.chain = record.headers = None  # the log keeps records for long
 
     async def run(self, ready: Ready, reply: Reply, record: RequestRecord, admitted: Admission) -> None:
-        """Runs a request of kvpin's own, which was prepared. It waits for its turn like any other.
-
-        Raises:
-            ProxyError, EngineError: the request failed before the answer began.
-        """
+        """Runs a request of kvpin's own, which was prepared. It waits for its turn like any other. Raises
+        what `serve` raises."""
         request = Request(ready.call, reply, record, admitted, self.rules, self.budget)
         request.is_ready(ready)
         request.prepared()
@@ -226,9 +199,8 @@ class Flow:
             case Cause.ENGINE_SILENT:
                 return EngineLate(f"nothing of the answer came for {rules.idle_s:g} s (timeouts.idle_s)")
             case Cause.ENGINE_LOST:
-                return EngineLost(
-                    f"the engine was lost {'in mid-answer' if reply.started else 'before it answered'}"
-                )
+                when = "in mid-answer" if reply.started else "before it answered"
+                return EngineLost(f"the engine was lost {when}")
             case Cause.ENGINE_BUSY:
                 text = f"the engine had no room for the request within {first_byte}"
                 return Overloaded(text, retry_after_s=1)
@@ -266,7 +238,7 @@ class Flow:
     async def _prepare(self, request: Request) -> None:
         record, reply = request.record, request.reply
         try:
-            ready = await self.prepare(request.call)
+            ready = await self.preparation.prepare(request.call)
         except TooLong as error:
             request.admitted.spend_prompt(error.tokens)
             raise
@@ -308,14 +280,6 @@ class Flow:
         if ready.values:
             stages.insert(0, _values_back(ready))
 
-    def prepare(self, call: Call) -> Coroutine[Any, Any, Ready]:
-        """Reads a request as far as placement needs it: pool, prompt, block chain.
-
-        Raises:
-            ProxyError, EngineError: the request is wrong, or no engine serves its model.
-        """
-        return self.preparation.prepare(call)
-
     def _keep_for_diagnosis(self, call: Call, record: RequestRecord, reply: Reply) -> None:
         """Keeps the body. Notes the answer's id, and adds to it what the client asks for: diagnostics, and
         what the cache got. Raises BadRequest if the client names the earlier answer by another type."""
@@ -347,11 +311,7 @@ class Flow:
 
     async def _place(self, request: Request) -> bool:
         """Chooses the engine to try next. Waits where all engines are too busy. Returns False if no engine is
-        left.
-
-        Raises:
-            Overloaded: that takes too long.
-        """
+        left. Raises Overloaded if the wait takes too long."""
         placement = await self._placement(request)
         if placement is None:
             return False
@@ -451,11 +411,7 @@ class Flow:
 
     async def _in_turn(self, ready: Ready, record: RequestRecord) -> None:
         """Waits for the request's turn on an engine that is not too busy. Also returns when no engine is
-        left.
-
-        Raises:
-            Overloaded: that takes too long.
-        """
+        left. Raises Overloaded if that takes too long."""
         call, pool, began = ready.call, ready.pool, time.monotonic()
 
         def may_go() -> bool:
@@ -491,17 +447,12 @@ def _why(cancelled: asyncio.CancelledError) -> Cause:
 
 
 def _values_back(ready: Ready) -> ValuesBack:
-    """Gives the client values in the place of references."""
     body = ready.call.body
     return ValuesBack(ready.values, answers_json=isinstance(body, JsonBody) and answers_json(body))
 
 
 async def _answer_count(ready: Ready, translation: Translation, reply: Reply, record: RequestRecord) -> None:
-    """Answers how long a prompt is.
-
-    Raises:
-        NotSupported: it is not known here.
-    """
+    """Answers how long a prompt is. Raises NotSupported if that is not known here."""
     if ready.prompt is None or not ready.prompt.whole:
         raise NotSupported(
             Capability.TOKENIZE.value,

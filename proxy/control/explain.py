@@ -192,7 +192,7 @@ async def route(
     path = path or (CHAT_PATH if "messages" in body or "prompt" not in body else "/v1/completions")
     asked = body.replace(path=None, tenant=None)
     session = session_of(tenant, Headers([]), asked)
-    ready = await flow.prepare(
+    ready = await flow.preparation.prepare(
         Call("route", "POST", path, Headers([]), asked, tenant=tenant, session=session)
     )
     pool, chain = ready.pool, ready.chain
@@ -231,7 +231,7 @@ def _decided(placement: Placement, flow: Flow) -> dict[str, Any]:
     return {
         "rule": placement.rule,
         "reason": reason_of(placement),
-        "why": why(placement, is_reusing=flow.ingest is not None),
+        "why": why(placement, is_reusing=flow.attempts.ingest is not None),
         "tie": tie_of(placement),
         "utilisation": utilisation_of(placement),
         "strain": placement.strain,

@@ -160,7 +160,7 @@ class KvOrders:
             complete = not any(part.left.values())
         finally:
             if flush is not None and not complete:
-                ingest, engine, pool = self._flow.ingest, share.engine, share.pool
+                ingest, engine, pool = self._flow.attempts.ingest, share.engine, share.pool
                 if ingest is not None and engine.audit.trust is Trust.PRECISE and engine.id in pool.engines:
                     ingest.follow(engine, pool)  # some of the KV is still there: its events tell which
                 if not part.done and flush in engine.flushed:

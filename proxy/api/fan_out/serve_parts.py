@@ -63,7 +63,7 @@ def serve(flow: Flow, call: Call, reply: Reply, admitted: Admission) -> Coroutin
                 body,
                 lambda: flow.fleet.pool(call.model),
                 prompts,
-                reuse=flow.ingest is not None,
+                reuse=flow.attempts.ingest is not None,
                 listed=listed,
                 takes_best=route == COMPLETIONS,
             )
@@ -322,7 +322,7 @@ async def compute_once(flow: Flow, call: Call, body: JsonBody, admitted: Admissi
 async def _is_worth_it(flow: Flow, call: Call) -> bool:
     try:
         async with asyncio.timeout(flow.rules.placed_s):
-            ready = await flow.prepare(call)
+            ready = await flow.preparation.prepare(call)
     except TimeoutError:
         return False
     candidates = flow.candidates(ready)

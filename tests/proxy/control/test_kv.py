@@ -105,7 +105,7 @@ async def test_only_a_prefix_can_be_warmed_in_place_of_a_restore(world, pair):
 async def test_what_a_flush_leaves_is_learned_again_from_events(world, pair, left):
     a, _ = pair
     engine = world.engines["a"]
-    world.flow.ingest.follow(engine, world.pool)
+    world.flow.attempts.ingest.follow(engine, world.pool)
     a.feed.put_nowait(ViewLost("connected"))
     a.feed.put_nowait(ViewCurrent())
     await until(lambda: engine.audit.trust is Trust.PRECISE)
@@ -174,7 +174,7 @@ class TestForgottenSalts:
         async with kv_world(tokenizer_dir, api_keys=KEYS) as world:
             fake = KvFake("a")
             engine = world.add(fake)
-            world.flow.ingest.follow(engine, world.pool)
+            world.flow.attempts.ingest.follow(engine, world.pool)
             fake.feed.put_nowait(CacheCleared())
             fake.feed.put_nowait(ViewCurrent())
             await until(lambda: engine.audit.trust is Trust.PRECISE)
