@@ -38,8 +38,7 @@ from proxy.errors import BadRequest, BodyTooLarge, EncodedBody, NoMemory
 MAX_ENTRIES = 16_384
 _SHORT = 2 * MAX_ENTRIES  # bytes in which no more entries can be
 _LISTS = ("messages", "input", "tools")
-# The most fields of the body itself: each change of a body copies them.
-MAX_FIELDS = 1024
+MAX_FIELDS = 1024  # the most fields of the body itself: each change of a body copies them
 # Fields of a client's own, which templates and engines get as they are: the most bytes of one, and the most
 # lists and objects in it that lie within each other.
 OWN_FIELDS = ("chat_template_kwargs", "metadata", "mm_processor_kwargs")
@@ -60,14 +59,9 @@ _decode_items = msgspec.json.Decoder(list[Raw]).decode
 
 
 def parse(raw: bytes, most: JsonSize = JsonSize()) -> JsonBody:  # noqa: B008 - immutable
-    """The body.
-
-    Raises:
-        BodyTooLarge: it has too many bytes beside base64.
-        BadRequest: it is no JSON object, it has too many values or fields, or one of its fields too many; or
-            two names differ only in case, or such a name differs only in case from one that kvpin checks.
-        UnreadableField: such a list cannot be decoded.
-        msgspec.DecodeError: it is no JSON.
+    """The body. Raises BodyTooLarge if it has too many bytes beside base64; BadRequest if it is no object, if
+    it or one of its fields has too many values or fields, or if two names, or a name and one that kvpin
+    checks, differ only in case; UnreadableField if a list of a prompt cannot be decoded; msgspec.DecodeError.
     """
     # One byte is found thirty times as fast as more, and what is not there from the end in half the time.
     if raw.find(b"\\") >= 0 and (raw.rfind(b"\\ud") >= 0 or raw.rfind(b"\\uD") >= 0):
@@ -97,12 +91,10 @@ def parse(raw: bytes, most: JsonSize = JsonSize()) -> JsonBody:  # noqa: B008 - 
 
 def _check_kind(raw: bytes, error: msgspec.DecodeError) -> None:
     """Says of a body that cannot be decoded what it is instead, where that is known."""
-    text = None
     if isinstance(error, msgspec.ValidationError):
-        text = "the body must be a JSON object"
-    elif b"\0" in raw[:4]:
+        raise BadRequest("the body must be a JSON object", code=Code.INVALID_JSON) from error
+    if b"\0" in raw[:4]:
         text = "the body is UTF-16 or UTF-32: send it as UTF-8"
-    if text is not None:
         raise BadRequest(text, code=Code.INVALID_JSON) from error
 
 
@@ -120,16 +112,12 @@ def _check_case(names: Collection[str]) -> None:
 
 
 def _check_shape(raw: bytes, most: JsonSize) -> None:
-    shape = shape_of(raw, most)
-    match shape.above(most):
-        case None:
-            return
-        case "text":
-            raise BodyTooLarge(f"the body has more than {most.text} bytes that are not base64")
-        case what:
-            raise BadRequest(
-                f"the body has more than {getattr(most, what)} {_WHAT[what]} the limit", code=Code.TOO_COMPLEX
-            )
+    what = shape_of(raw, most).above(most)
+    if what == "text":
+        raise BodyTooLarge(f"the body has more than {most.text} bytes that are not base64")
+    if what is not None:
+        text = f"the body has more than {getattr(most, what)} {_WHAT[what]} the limit"
+        raise BadRequest(text, code=Code.TOO_COMPLEX)
 
 
 def _check_own_field(name: str, raw: memoryview) -> None:
@@ -163,11 +151,8 @@ def _lists_in(entry: Raw) -> Iterable[tuple[str, list[Raw]]]:
 
 def _check_length(param: str, entries: list[Raw]) -> None:
     if len(entries) > MAX_ENTRIES:
-        raise BadRequest(
-            f"{param} has {len(entries)} entries; the limit is {MAX_ENTRIES}",
-            param=param,
-            code=Code.ARRAY_ABOVE_MAX_LENGTH,
-        )
+        text = f"{param} has {len(entries)} entries; the limit is {MAX_ENTRIES}"
+        raise BadRequest(text, param=param, code=Code.ARRAY_ABOVE_MAX_LENGTH)
 
 
 KNOWN = ("gzip", "deflate", "zstd")
@@ -176,31 +161,20 @@ _STEP, _STEP_MS = 1 << 20, 4.0
 # zstandard has no limit on what one call unpacks. A block has at least 3 bytes and at most 128 KiB, so these
 # bytes give 11 MiB at most.
 _ZSTD_BYTES = 256
-# The largest window that HTTP allows (RFC 9659).
-_ZSTD_WINDOW = 8 << 20
+_ZSTD_WINDOW = 8 << 20  # the largest window that HTTP allows (RFC 9659)
 _GZIP, _ZLIB, _RAW = 31, 15, -15  # `wbits` of zlib
 _FAULTS = (zlib.error, zstandard.ZstdError)
 
 
 async def unpacked(raw: bytes, encoding: str, limit: int, hold: Callable[[int], None]) -> bytes:
-    """A body without its content-encoding.
-
-    Args:
-        raw: the body as it came, not empty.
-        encoding: as the client gave it.
-        limit: bytes that the body may have.
-        hold: is told how many bytes are here so far, the packed ones included, and may refuse them.
-
-    Raises:
-        EncodedBody: kvpin does not read this encoding.
-        BodyTooLarge: the body exceeds `limit`. No more than a few MiB beyond it are unpacked.
-        BadRequest: it is broken or incomplete.
-    """
+    """A body, not empty, without its content-encoding. `hold` is told how many bytes are here so far, the
+    packed ones included, and may refuse them. Raises EncodedBody for an encoding that kvpin does not read,
+    BodyTooLarge above `limit` bytes (no more than a few MiB beyond it are unpacked), BadRequest if it is
+    broken or incomplete."""
     name, body = encoding.strip().lower().removeprefix("x-"), bytearray()
     if name not in KNOWN:
-        raise EncodedBody(
-            f"the body is encoded as {encoding[:_SHOWN]!r}: send it as {', '.join(KNOWN)} or plain JSON"
-        )
+        told = encoding[:_SHOWN]
+        raise EncodedBody(f"the body is encoded as {told!r}: send it as {', '.join(KNOWN)} or plain JSON")
     pieces = _unzstd(raw) if name == "zstd" else _inflated(raw, name)
     try:
         while piece := await off_loop(partial(_step, pieces), ms=_STEP_MS):
@@ -254,8 +228,7 @@ def _unzstd(raw: bytes) -> Iterator[bytes]:
         at = min(at, len(raw)) - len(reader.unused_data)
 
 
-HALF_CHARACTERS = "half_characters"
-"""The name of this change, as the client is told of it."""
+HALF_CHARACTERS = "half_characters"  # the name of this change, as the client is told of it
 # Half of a character that UTF-16 writes as two, and the second half behind its `\u`.
 _HALF = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
 _SECOND = re.compile(rb"[dD][c-fC-F][0-9a-fA-F]{2}")
@@ -313,12 +286,10 @@ def _end_of_string(raw: bytes, start: int) -> int:
 
 
 def _n_backslashes(text: bytes) -> int:
-    """How many backslashes `text` ends with."""
     return len(text) - len(text.rstrip(_BACKSLASH))
 
 
 log = structlog.get_logger(__name__)
-_RETRY_S = 60
 
 
 @contextmanager
@@ -333,6 +304,5 @@ def room_for(what: str) -> Iterator[None]:
             what=what,
             error=error.strerror,
         )
-        raise NoMemory(
-            f"kvpin has no room for {what} in its temporary directory", retry_after_s=_RETRY_S
-        ) from error
+        text = f"kvpin has no room for {what} in its temporary directory"
+        raise NoMemory(text, retry_after_s=60) from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple, Protocol
@@ -21,16 +22,13 @@ from proxy.core.misses import REPEATED, Compared, Diagnosis
 from proxy.prompt import Prompt
 from proxy.request.records import RequestRecord, RequestRecords
 
-# Requests that share less than a block with all others are compared with this many by their text.
-_LOOKS = 16
+_LOOKS = 16  # requests that share less than a block with all others are compared with this many by their text
 # kvpin notices a restart at the next health check. A request may come earlier and miss its cache.
 _NOTICED_S = 10.0
-# Tokens that two prompts both have behind their first difference are estimated from this many samples of so
-# many tokens.
-_SAMPLES, _SAMPLE_TOKENS = 32, 16
-# Bytes may match between two tokens, too; a prompt that is made of such matches must not cost more.
-_TRIES = 8
-
+# Tokens that two prompts both have behind their first difference are estimated from so many samples of so
+# many tokens. Bytes may match between two tokens, too; a prompt that is made of such matches must not cost
+# more than these tries.
+_SAMPLES, _SAMPLE_TOKENS, _TRIES = 32, 16, 8
 
 Diagnose = Callable[[int | None], Diagnosis]
 """Why no more of a prompt was reused, where the engine reports that many reused tokens; None: as predicted.
@@ -56,17 +54,9 @@ class Flush(NamedTuple):
 class ComparedEngine(Protocol):
     """The part of an engine that a comparison needs."""
 
-    @property
-    def info(self) -> EngineInfo | None:
-        """The engine's declaration when it connected; None before that."""
-
-    @property
-    def emptied(self) -> Sequence[float]:
-        """When it lost its cache, in Unix time; the last times only."""
-
-    @property
-    def flushed(self) -> Sequence[Flush]:
-        """The last flushes that this kvpin ordered there."""
+    info: EngineInfo | None  # its declaration when it connected; None before that
+    emptied: deque[float]  # when it lost its cache, in Unix time; the last times only
+    flushed: deque[Flush]  # the last flushes that this kvpin ordered there
 
 
 class Comparison:
@@ -85,8 +75,7 @@ class Comparison:
         other = self._records.answered(answer_id, record.tenant)
         if other is None or not _may_compare(record, other):
             return None
-        # Many values are compared slowly.
-        like = await off_loop(lambda: self._likeness(record, other), ms=math.inf)
+        like = await off_loop(lambda: self._likeness(record, other), ms=math.inf)  # many values take long
         return lambda reused: self._diagnose(record, other, like, reused)
 
     async def explain(self, record: RequestRecord) -> Diagnosis:
@@ -156,11 +145,11 @@ class Comparison:
             for each in (engine.flushed if engine is not None else ())
             if over <= each.at <= _end(record) and each.concerns(prompt, facts.tokens_per_block)
         ]
+        answered = over if other.answered_s is None else other.started + other.answered_s
         return replace(
             facts,
             compared=like,
-            is_running=record.started
-            < (over if other.answered_s is None else other.started + other.answered_s),
+            is_running=record.started < answered,
             left_on=left_on,
             is_candidate=left_on in {cost.computed_by for cost in placement.costs},
             is_emptied=engine is not None and any(over <= emptied <= until for emptied in engine.emptied),
@@ -229,7 +218,7 @@ class Comparison:
             found = difference(fields, others)
             if found is None or not (is_told and (record.normalised or other.normalised)):
                 return is_told, found, ()
-            sent, others = self._records.fields_sent(record), self._records.fields_sent(other)
+            sent, others = (self._records.fields(each, as_sent=True) for each in (record, other))
             if sent is None or others is None or sent.get(CONTINUED) != others.get(CONTINUED):
                 return is_told, found, ()
             cause = cause_as_sent(found, sent, others)

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -38,17 +37,14 @@ async def naming_call(told: EngineErrorBody, body: RequestBody) -> EngineErrorBo
     place. Another engine with the same template would not read them either."""
     if not isinstance(body, JsonBody) or not _OF_ARGUMENTS.search(told.message):
         return told
-    param = await off_loop(partial(_first_broken, body), ms=len(body.raw) / JSON_BYTES_PER_MS)
+    param = None
+    with suppress(UnreadableField):  # the engine's error says more of it
+        ms = len(body.raw) / JSON_BYTES_PER_MS
+        param = await off_loop(lambda: next(_broken(body.view("messages")), None), ms=ms)
     if param is None:
         return told
     message = f"{param} is no JSON object, and the chat template of the model cannot read it: {told.message}"
     return replace(told, message=message, param=param, type="invalid_request_error", is_clients=True)
-
-
-def _first_broken(body: JsonBody) -> str | None:
-    with suppress(UnreadableField):  # the engine's error says more of it
-        return next(_broken(body.view("messages")), None)
-    return None
 
 
 def _broken(messages: Any) -> Iterator[str]:  # noqa: ANN401 - JSON
@@ -68,7 +64,6 @@ def _is_object(text: str) -> bool:
 
 
 # --- engine errors --------------------------------------------------------------------------------------
-# Errors of an engine that leave a request to another one, and the error for the client when all fail.
 
 # Statuses of an engine that could not serve the request: another engine may.
 REFUSALS = frozenset({429, *range(500, 600)} - {501})
@@ -83,26 +78,17 @@ NOT_HERE = frozenset({404, 405, 501})
 # Statuses of an engine that takes no WebSocket: uvicorn has 403, also for an unknown route; others have 426.
 _NO_WEBSOCKET = NOT_HERE | {403, 426}
 # Routes without a prompt. Not all kinds of engines have them.
-PASSED_ON = frozenset(
-    f"/v1/{name}"
-    for name in (
-        *("audio/speech", "audio/transcriptions", "audio/translations", "batches", "classify", "embeddings"),
-        *("files", "images/edits", "images/generations", "images/variations", "moderations", "pooling"),
-        *("rerank", "score", "uploads", "videos"),
-    )
-)
+PASSED_ON = frozenset(f"/v1/{name}" for name in (
+    "audio/speech", "audio/transcriptions", "audio/translations", "batches", "classify", "embeddings",
+    "files", "images/edits", "images/generations", "images/variations", "moderations", "pooling", "rerank",
+    "score", "uploads", "videos",
+))  # fmt: skip
 
 
 def cause_of_error(error: EngineRejected, call: Call, n_candidates: int, *, is_first: bool) -> Cause:
     """What an engine's error means: `ENGINE_REJECTED` if the request is at fault, else why another engine may
-    answer it.
-
-    Args:
-        error: the engine's.
-        call: the request.
-        n_candidates: engines that could have got the request, this one included.
-        is_first: it is the first engine that was asked.
-    """
+    answer it. `n_candidates`: engines that could have got the request, this one included. `is_first`: it is
+    the first engine that was asked."""
     status = error.status
     if error.headers.get(SHOULD_RETRY_HEADER) == "false":  # so the engine says that the request is at fault
         return Cause.ENGINE_REJECTED

@@ -1,4 +1,7 @@
-"""Admission of a request by its head, before any of its body is read; its priority, deadline and cost."""
+"""Admission of a request by its head, before any of its body is read; its priority, deadline and cost.
+
+tenant, head → Gate.admit → Admission → Flow.serve
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,7 @@ _TIERS = {"priority": -1, "flex": 1}
 # Tokens that an answer costs its tenant: USUAL_ANSWER if the request names no limit. If it names one, that
 # limit, but at most MOST_ANSWER: few answers come near a high limit.
 USUAL_ANSWER, MOST_ANSWER = 256, 1024
-# Estimate for a prompt that is not tokenised here.
-BYTES_PER_TOKEN = 4
+BYTES_PER_TOKEN = 4  # estimate for a prompt that is not tokenised here
 
 
 def priority_of(call: Call) -> int:
@@ -43,11 +45,8 @@ def priority_of(call: Call) -> int:
 
 
 def priority_in(headers: Mapping[str, str]) -> int | None:
-    """The priority in a request's header; None without one.
-
-    Raises:
-        BadRequest: it is no whole number within the limits.
-    """
+    """The priority in a request's header; None without one. Raises BadRequest if it is no whole number within
+    the limits."""
     given = headers.get(PRIORITY_HEADER)
     if given is None:
         return None
@@ -85,14 +84,7 @@ def tokens_of(call: Call, known: int | None) -> int:
 
 
 # --- admission of a request by its head, before any of its body is read ---------------------------------
-#     tenant, head → Gate.admit → Admission → Flow.serve
-#
-# An Admission holds its request's part of what requests share: the tenant's quota, and memory for bodies that
-# no engine has yet. It gives each back exactly once: the memory when the answer begins, the rest when the
-# client has its end (`Reply.on_end`). What an engine still does after that does not count for the tenant.
 
-# Seconds after which a client may try again when there is no memory for its body.
-_RETRY_S = 1
 _UNLIMITED = ByteBudget(1 << 62)
 
 
@@ -100,22 +92,19 @@ class Admission(Struct, eq=False):
     """The permission to serve one request. Use it as a context manager, or `close` it. Only `Gate.admit`,
     `of_kvpin` and `part` make one.
 
-    Attributes:
-        quota: the tenant's; None without limits.
-        is_counted: the request counts in the tenant's quota until it is closed.
-        whole: the request of which this is a part.
-        came: when the head was read, in monotonic seconds; None for parts, and for kvpin's own requests.
-        since: the same, also for parts: they share the time limit of their whole.
-        prompt_is_paid: the tenant was charged for the prompt; later parts inherit this.
+    It holds its request's part of what requests share: the tenant's quota, and memory for bodies that no
+    engine has yet. It gives each back exactly once: the memory when the answer begins, the rest when the
+    client has its end (`Reply.on_end`). What an engine still does after that does not count for the tenant.
     """
 
-    quota: Quota | None
+    quota: Quota | None  # the tenant's; None without limits
     _bodies: ByteBudget
-    is_counted: bool = False
-    whole: Admission | None = None
+    is_counted: bool = False  # the request counts in the tenant's quota until it is closed
+    whole: Admission | None = None  # the request of which this is a part
+    # When the head was read, in monotonic seconds; None for parts, and for kvpin's own requests.
     came: float | None = None
-    since: float | None = None
-    prompt_is_paid: bool = False
+    since: float | None = None  # the same, also for parts: they share the time limit of their whole
+    prompt_is_paid: bool = False  # the tenant was charged for the prompt; later parts inherit this
     _held: int = 0  # bytes
     _parts: set[Admission] = set()  # those that run; each has its own
 
@@ -125,14 +114,11 @@ class Admission(Struct, eq=False):
         return cls(None, _UNLIMITED)
 
     def hold(self, size: int) -> None:
-        """Notes that `size` bytes of the body are in memory by now.
-
-        Raises:
-            NoMemory: the bodies of all requests together would exceed their limit.
-        """
+        """Notes that `size` bytes of the body are in memory by now. Raises NoMemory if the bodies of all
+        requests together would exceed their limit."""
         more = size - self._held
         if more > 0 and not self._bodies.has(more):
-            raise no_memory()
+            raise _no_memory()
         self._bodies.take(more)
         self._held = size
 
@@ -181,14 +167,11 @@ class Admission(Struct, eq=False):
             self.quota.leave()
         self.is_counted = False
         if self.whole is not None:
-            self.whole._end(self)  # noqa: SLF001 - of the same class
+            running = self.whole._parts  # noqa: SLF001 - of the same class
+            running.discard(self)
+            if running and self.quota is not None:
+                self.quota.leave()
         self.whole = None
-
-    def _end(self, part: Admission) -> None:
-        """Takes a finished part off the count."""
-        self._parts.discard(part)
-        if self._parts and self.quota is not None:
-            self.quota.leave()
 
     def __enter__(self) -> Self:
         return self
@@ -197,15 +180,11 @@ class Admission(Struct, eq=False):
 
 
 class Gate:
-    """Decides by a request's head whether it is admitted.
-
-    Attributes:
-        bodies: memory for bodies that were read and that no engine has yet. One of several tenants may have
-            half of it, or one body.
-    """
+    """Decides by a request's head whether it is admitted."""
 
     def __init__(self, tenants: Tenants, bodies: ByteBudget, longest: int = 0) -> None:
-        """`longest`: bytes that one body may have."""
+        """`bodies`: memory for bodies that were read and that no engine has yet. One of several tenants may
+        have half of it, or one body. `longest`: bytes that one body may have."""
         self._tenants, self.bodies, self._longest = tenants, bodies, longest
         # A tenant's budget lives as long as its requests.
         self._by_tenant = WeakValueDictionary[str, ByteBudget]()
@@ -213,23 +192,18 @@ class Gate:
     def admit(
         self, tenant: str | None, length: int | None, now: float, *, is_from_peer: bool = False
     ) -> Admission:
-        """Admits a request of the tenant. It counts until the result is closed.
-
-        Args:
-            tenant: who sends it; None where requests need no key.
-            length: bytes of its body, if its head tells.
-            now: monotonic seconds.
-            is_from_peer: another kvpin passes the request on and has counted it. Its tokens are charged here.
-
-        Raises:
-            RateLimited: the tenant is over one of its limits.
-            NoMemory: there is no room for its body now.
-        """
+        """Admits a request of the tenant, None where requests need no key. It counts until the result is
+        closed. `length`: bytes of its body, if its head tells. `now`: monotonic seconds. `is_from_peer`:
+        another kvpin passes the request on and has counted it; its tokens are charged here. Raises
+        RateLimited if the tenant is over one of its limits, NoMemory if there is no room for its body now."""
         bodies = self.bodies
         if tenant is not None and self._tenants.isolated:
-            bodies = self._bodies_of(tenant)
+            if (own := self._by_tenant.get(tenant)) is None:
+                half = max(bodies.limit // 2, self._longest)
+                own = self._by_tenant[tenant] = ByteBudget(half, bodies)
+            bodies = own
         if length and not bodies.has(length):
-            raise no_memory()
+            raise _no_memory()
         quota = self._tenants.quota(tenant)
         if quota is None or is_from_peer:
             return Admission(quota, bodies, came=now, since=now)
@@ -240,19 +214,10 @@ class Gate:
             )
         return Admission(quota, bodies, is_counted=True, came=now, since=now)
 
-    def _bodies_of(self, tenant: str) -> ByteBudget:
-        """The memory for the bodies of one of several tenants."""
-        if (found := self._by_tenant.get(tenant)) is None:
-            found = self._by_tenant[tenant] = ByteBudget(
-                max(self.bodies.limit // 2, self._longest), self.bodies
-            )
-        return found
 
-
-def no_memory() -> NoMemory:
-    """The error of a request whose body has no room."""
+def _no_memory() -> NoMemory:
     return NoMemory(
         "the bodies of other requests take the memory for them, or the half that one of several tenants may "
         "have; try again shortly",
-        retry_after_s=_RETRY_S,
+        retry_after_s=1,
     )

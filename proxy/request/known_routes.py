@@ -21,25 +21,21 @@ from proxy.request.calls import Call
 from proxy.request.stages import Event, Stage
 from proxy.request.translate import INPUT_TOKENS_PATH, RESPONSES_PATH
 
-# --- stored ---------------------------------------------------------------------------------------------
-# Objects that engines keep for clients: what several tenants may name, and which engine keeps a response.
-#
-# Engines know no tenants. With several, a route that reaches what engines keep is refused, and so is a
-# field that names it. Responses are the exception: a tenant reaches those that it got through kvpin. With
-# one tenant, or without keys, all is passed on, and a request that names a response goes to the engine that
-# made it.
+# --- objects that engines keep for clients: what several tenants may name, which engine keeps a response ---
+# Engines know no tenants. With several, a route that reaches what engines keep is refused, and so is a field
+# that names it. Responses are the exception: a tenant reaches those that it got through kvpin. With one
+# tenant, or without keys, all is passed on, and a request that names a response goes to the engine that made
+# it.
 
 PREVIOUS = "previous_response_id"
 CONTINUING = frozenset({RESPONSES_PATH, INPUT_TOKENS_PATH})
 """Routes whose body may name a response to go on from. Where engines get chats, kvpin keeps the responses."""
 _NO_IDS = frozenset({"compact", "input_tokens"})
 # Fields with an id, a list of them, or an object with an `id`; and those that name something as an object.
-_FIELDS = frozenset(
-    (
-        *("container", "container_id", "conversation", "file_id", "file_ids", "part_ids", PREVIOUS),
-        *("skill_id", "vector_store_id", "vector_store_ids"),
-    )
-)
+_FIELDS = frozenset({
+    "container", "container_id", "conversation", "file_id", "file_ids", "part_ids", PREVIOUS, "skill_id",
+    "vector_store_id", "vector_store_ids",
+})  # fmt: skip
 _OBJECTS = frozenset({"audio", "prompt", "video", "voice"})
 _CLIENTS_OWN = frozenset({"arguments", "client_metadata", "input_schema", "metadata", "parameters", "schema"})
 # Most bodies have none of these: they are not decoded. Common beginnings make the search twice as fast.
@@ -50,10 +46,8 @@ _MAYBE = re.compile(
 # A letter of a name may be escaped. No encoder does that to letters.
 _ESCAPED = re.compile(rb"\\u00(?:5[fF]|6[1-9a-fA-F]|7[0-9aA])")
 _FORM_PARTS = re.compile(r"[\[\].']+")
-MAX_HOMES = 10_000
-"""The most responses whose engines are known, for each tenant."""
-MAX_ID = 256
-"""The most characters of an id that is kept, and of a name that an error repeats."""
+MAX_HOMES = 10_000  # the most responses whose engines are known, for each tenant
+MAX_ID = 256  # the most characters of an id that is kept, and of a name that an error repeats
 _FAILED = 300
 
 
@@ -81,12 +75,8 @@ def response_of(call: Call) -> NamedResponse | None:
 
 
 async def check_fields(call: Call) -> None:
-    """Checks what a request of one of several tenants names, beside the response of `response_of`.
-
-    Raises:
-        Forbidden: an engine may keep it for another tenant.
-        msgspec.DecodeError: the body cannot be decoded.
-    """
+    """Checks what a request of one of several tenants names, beside the response of `response_of`. Raises
+    Forbidden if an engine may keep it for another tenant, msgspec.DecodeError."""
     query = parse_qsl(call.path.partition("?")[2]) if "?" in call.path else ()
     named = next((name for name, _ in query if name in _FIELDS), None)
     if named is None and isinstance(body := call.body, JsonBody):
@@ -235,43 +225,37 @@ class ResponseNoter(Stage):
         return (event,)
 
 
-# --- known routes ---------------------------------------------------------------------------------------
-# What kvpin knows of routes that it passes on: which several tenants may use, which take only POST, and
-# what a wrong path means.
+# --- routes that kvpin passes on: which several tenants may use, which take only POST, what a wrong one means
 
+# Method → the routes that several tenants may use, beside those of one response.
 OPEN: Mapping[str, tuple[str, ...]] = {
     "POST": (
-        *("/v1/chat/completions", "/v1/chat/completions/input_tokens", "/v1/chat/completions/render"),
-        *("/v1/completions", "/v1/completions/render", RESPONSES_PATH, "/v1/responses/compact"),
-        *(INPUT_TOKENS_PATH, "/v1/messages", "/v1/messages/count_tokens", "/v1/embeddings"),
-        *("/v1/classify", "/v1/moderations", "/v1/pooling", "/v1/ranking", "/v1/rerank", "/v1/reranking"),
-        *("/v1/score", "/v1/tokenize", "/v1/detokenize", "/v1/audio/speech", "/v1/audio/transcriptions"),
-        *("/v1/audio/translations", "/v1/images/edits", "/v1/images/generations", "/v1/images/variations"),
-        *("/apply-template", "/classify", "/completion", "/completions", "/detokenize", "/embedding"),
-        *("/embeddings", "/encode", "/generate", "/infill", "/pooling", "/rerank", "/reranking", "/score"),
-        *("/tokenize", "/v2/embed", "/v2/rerank"),
+        "/v1/chat/completions", "/v1/chat/completions/input_tokens", "/v1/chat/completions/render",
+        "/v1/completions", "/v1/completions/render", RESPONSES_PATH, "/v1/responses/compact",
+        INPUT_TOKENS_PATH, "/v1/messages", "/v1/messages/count_tokens", "/v1/embeddings", "/v1/classify",
+        "/v1/moderations", "/v1/pooling", "/v1/ranking", "/v1/rerank", "/v1/reranking", "/v1/score",
+        "/v1/tokenize", "/v1/detokenize", "/v1/audio/speech", "/v1/audio/transcriptions",
+        "/v1/audio/translations", "/v1/images/edits", "/v1/images/generations", "/v1/images/variations",
+        "/apply-template", "/classify", "/completion", "/completions", "/detokenize", "/embedding",
+        "/embeddings", "/encode", "/generate", "/infill", "/pooling", "/rerank", "/reranking", "/score",
+        "/tokenize", "/v2/embed", "/v2/rerank",
     ),
     "GET": (
-        *("/v1/health", "/v1/health/live", "/v1/health/ready", "/v1/metadata", "/v1/version", "/version"),
-        *("/get_model_info", "/lora-adapters", "/model_info", "/ping", "/props", "/tokenizer_info"),
+        "/v1/health", "/v1/health/live", "/v1/health/ready", "/v1/metadata", "/v1/version", "/version",
+        "/get_model_info", "/lora-adapters", "/model_info", "/ping", "/props", "/tokenizer_info",
     ),
-}
-"""Method → the routes that several tenants may use, beside those of one response."""
+}  # fmt: skip
 _OF_A_RESPONSE = frozenset({"GET ", "DELETE ", "GET input_items", "POST cancel"})
 _CHATS = "/v1/chat/completions"
 # A GET of chats lists those that an engine keeps.
-POST_ONLY = frozenset(OPEN["POST"]) - {_CHATS, RESPONSES_PATH}
-"""Routes that take no other method."""
+POST_ONLY = frozenset(OPEN["POST"]) - {_CHATS, RESPONSES_PATH}  # routes that take no other method
 _KEPT = ("conversations", "files", "uploads", "videos", "vector_stores", "containers")
 _KNOWN = (*OPEN["POST"], *OPEN["GET"], *(f"/v1/{name}" for name in _KEPT), "/v1/models")
-ALLOW_POST = "POST, OPTIONS"
-"""The methods of such a route: kvpin itself answers OPTIONS."""
+ALLOW_POST = "POST, OPTIONS"  # the methods of such a route: kvpin itself answers OPTIONS
 # The 404 of llama-server and of FastAPI for a path that they do not have.
 _NOTHING_THERE = frozenset({"file not found", "not found"})
-# Characters of a client's path that an error repeats.
-_SHOWN = 100
-# Lower, and `/v1/video` would mean `/v1/audio`.
-_ALIKE = 0.8
+_SHOWN = 100  # characters of a client's path that an error repeats
+_ALIKE = 0.8  # lower, and `/v1/video` would mean `/v1/audio`
 
 
 def check_route(method: str, path: str) -> None:
@@ -301,13 +285,8 @@ def of_lacking(route: str, message: str) -> str:
     is nothing, and the route that may be meant."""
     is_lacking = message.strip().rstrip(".").lower() in _NOTHING_THERE
     lacks = f": no engine that was asked has the route {route[:_SHOWN]}" if is_lacking else ""
-    return lacks + did_you_mean(route)
-
-
-def did_you_mean(route: str) -> str:
-    """The end of a sentence about a route that does not exist: the known one that it is like, if any."""
     meant = _nearest(route, _KNOWN)
-    return f"; did you mean {meant}?" if meant is not None else ""
+    return f"{lacks}; did you mean {meant}?" if meant is not None else lacks
 
 
 def _nearest(route: str, among: Sequence[str]) -> str | None:

@@ -14,6 +14,7 @@ import re
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from os.path import commonprefix
 from typing import Literal
 
 import msgspec
@@ -37,11 +38,9 @@ _NAMES = ("id", "object", "created", "model", "system_fingerprint")
 
 
 class Splice:
-    """The rest of an answer, as chunks of the stream that the client reads.
-
-    An engine that takes the answer's tokens sends only what follows them. Any other runs the request again:
-    what the client has is compared and left out, and the first difference ends the answer.
-    """
+    """The rest of an answer, as chunks of the stream that the client reads. An engine that takes the answer's
+    tokens sends only what follows them. Any other runs the request again: what the client has is compared and
+    left out, and the first difference ends the answer."""
 
     def __init__(self, told: SentStream) -> None:
         """`told`: what the client has."""
@@ -53,11 +52,8 @@ class Splice:
         self._cached = told.cached_tokens
 
     def feed(self, events: bytes) -> bytes:
-        """Takes the stream's next events; returns those for the client.
-
-        Raises:
-            EngineDiverged: this engine's answer is another one.
-        """
+        """Takes the stream's next events; returns those for the client. Raises EngineDiverged if this
+        engine's answer is another one."""
         return b"".join(map(self._pass, events_in(events)))
 
     def _pass(self, part: bytes) -> bytes:
@@ -86,10 +82,10 @@ class Splice:
             rest = text
             while rest and self._known:
                 field, known = self._known.popleft()
-                length = min(len(rest), len(known))
                 self._check(field == name)
-                self._same += _common(known[:length], rest[:length])
-                self._check(known[:length] == rest[:length])
+                length = len(commonprefix((known, rest)))  # noqa: RUF071 - of texts
+                self._same += length
+                self._check(length in (len(known), len(rest)))
                 rest = rest[length:]
                 if known[length:]:
                     self._known.appendleft((field, known[length:]))
@@ -115,39 +111,23 @@ class Splice:
             )
 
 
-def _common(one: str, other: str) -> int:
-    """Characters before the first difference of texts of one length."""
-    if one == other:
-        return len(one)
-    return next(at for at, (left, right) in enumerate(zip(one, other, strict=True)) if left != right)
-
-
 ROUTES = frozenset({"/v1/chat/completions", "/v1/completions"})
+# Bytes of bodies that running streams keep together. Beyond it, streams end with their engines.
 MAX_BODIES = 256 << 20
-"""Bytes of bodies that running streams keep together. Beyond it, streams end with their engines."""
 
 
 class Passage:
-    """Reads one attempt's stream on its way to the client, so that another engine can go on with it.
-
-    Attributes:
-        reads_text: all events must pass the stages.
-    """
+    """Reads one attempt's stream on its way to the client, so that another engine can go on with it."""
 
     def __init__(self, kind: str, resume: Callable[[], Resumption] | None, before: SentStream | None) -> None:
-        """A passage.
-
-        Args:
-            kind: the engine's.
-            resume: tells the answer's tokens; None to keep its text.
-            before: what the client has already.
-        """
+        """`kind`: the engine's. `resume` tells the answer's tokens; None to keep its text. `before`: what the
+        client has already."""
         self._kind, self._resume, self._before = kind, resume, before
         # After tokens, only tokens tell the whole answer.
         self._is_known = resume is not None or before is None or before.resumption is None
         self._splice = Splice(before) if before is not None else None
         self._sent = Transcript(before, keeps_text=resume is None)
-        self.reads_text = resume is None or before is not None
+        self.reads_text = resume is None or before is not None  # all events must pass the stages
 
     @property
     def marks(self) -> tuple[bytes, ...] | None:
@@ -162,9 +142,7 @@ class Passage:
 
     def told(self, cached_tokens: int | None) -> SentStream | None:
         """The client's part of the stream, for the next attempt; None if no engine can continue it.
-
-        `cached_tokens`: prompt tokens that this engine reused, if it told.
-        """
+        `cached_tokens`: prompt tokens that this engine reused, if it told."""
         self._sent.read()
         if not (self._sent.is_plain and self._is_known):
             return None
@@ -178,14 +156,8 @@ class Passage:
 
 
 def passage_for(call: Call, hold: Hold, kind: str, before: SentStream | None) -> Passage | None:
-    """The passage of a stream that another engine could go on with; None if it ends with its engine.
-
-    Args:
-        call: the request.
-        hold: its hold on an engine.
-        kind: the engine's kind.
-        before: what the client has already; the stream goes on with that.
-    """
+    """The passage of a stream that another engine could go on with; None if it ends with its engine. `kind`:
+    the engine's. `before`: what the client has already; the stream goes on with that."""
     if before is not None:
         # An engine that ran the request again also reports the tokens that the client got from the first.
         return Passage(kind, None if before.texts else hold.resume, before)
@@ -205,6 +177,9 @@ TEXTS = ("content", "reasoning_content", "reasoning", "text")
 _RAW_BYTES = 16 << 10
 # Characters of text that are kept of one answer. A longer one ends with its engine.
 _MAX_TEXT = 1 << 20
+_ENDINGS = (b'"error"', b'"finish_reason":"')
+# Fields of a chunk that are not those of all chunks of its stream.
+_OF_A_CHUNK = frozenset({"choices", "usage", "timings"})
 _REASON = b'"finish_reason"'
 _FINISHED = re.compile(_REASON + rb'\s*:\s*"[^"]')  # some engines write "" before the end
 _DONE = re.compile(rb"\ndata: ?\[DONE\]\s*$", re.MULTILINE)  # begins with text: ten times as fast as with ^
@@ -217,15 +192,11 @@ _decode_text = msgspec.json.Decoder(str).decode
 
 
 class Chunk(msgspec.Struct):
-    """A chunk of a chat or a completion with at most one choice.
-
-    Attributes:
-        choice: its choice; None for one without choices.
-        delta: what holds the choice's text: its delta in a chat, the choice itself in a completion.
-    """
+    """A chunk of a chat or a completion with at most one choice."""
 
     fields: RawFields
-    choice: RawFields | None = None
+    choice: RawFields | None = None  # its choice; None for one without choices
+    # What holds the choice's text: its delta in a chat, the choice itself in a completion.
     delta: RawFields = {}
 
     def texts(self) -> list[tuple[str, str]] | None:
@@ -339,38 +310,26 @@ def _has_finished(tail: bytes) -> bool:
 
 
 class SentStream(msgspec.Struct, frozen=True):
-    """A stream as its client has it, all that the next attempt is built from.
+    """A stream as its client has it, all that the next attempt is built from."""
 
-    Attributes:
-        kind: the kind of engine that can go on with it.
-        head: the first chunk without what differs from chunk to chunk; None before it.
-        has_role: a chunk named the role.
-        texts: the generated text, in order, each piece with its field; without, if tokens tell it.
-        resumption: the answer's tokens, for an engine that goes on after them; None for one that runs the
-            request again.
-        cached_tokens: prompt tokens that the first engine reused; None if it did not tell.
-    """
-
-    kind: str
-    head: RawFields | None
-    has_role: bool
+    kind: str  # the kind of engine that can go on with it
+    head: RawFields | None  # the first chunk without what differs from chunk to chunk; None before it
+    has_role: bool  # a chunk named the role
+    # The generated text, in order, each piece with its field; without, if tokens tell it.
     texts: tuple[tuple[str, str], ...]
+    # The answer's tokens, for an engine that goes on after them; None for one that runs the request again.
     resumption: Resumption | None
-    cached_tokens: int | None
+    cached_tokens: int | None  # prompt tokens that the first engine reused; None if it did not tell
 
 
 class Transcript:
-    """Keeps a stream as its client gets it.
-
-    Attributes:
-        head, has_role: as of `SentStream`.
-        is_plain: all of it was read, and it is nothing but text; without the text: it has not ended.
-    """
+    """Keeps a stream as its client gets it."""
 
     def __init__(self, before: SentStream | None = None, *, keeps_text: bool) -> None:
         """`before`: what the client has already. `keeps_text`: False if the head is enough to go on."""
         self.head: RawFields | None = before.head if before is not None else None
         self.has_role = before is not None and before.has_role
+        # All of it was read, and it is nothing but text; without the text: it has not ended.
         self.is_plain = True
         self._keeps_text = keeps_text
         self._texts: list[tuple[str, list[str]]] = []
@@ -450,8 +409,3 @@ class Transcript:
             self._texts[-1][1].append(text)
         else:
             self._texts.append((name, [text]))
-
-
-_ENDINGS = (b'"error"', b'"finish_reason":"')
-# RawFields of a chunk that are not those of all chunks of its stream.
-_OF_A_CHUNK = frozenset({"choices", "usage", "timings"})

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -27,114 +27,83 @@ from proxy.request.calls import Call, Session
 MAX_TOKENS = 2_000_000
 # Characters kept of a client's model name, and of an error, which may repeat what a client or an engine sent.
 MAX_NAME, MAX_ERROR = 200, 2_000
-# A longer `prompt_cache_key` is not kept.
-MAX_KEY = 1_024
+MAX_KEY = 1_024  # a longer `prompt_cache_key` is not kept
 
 
 class RequestFacts(msgspec.Struct):
-    """A request as the admin API shows it. Times are in seconds, `started` is Unix time.
+    """A request as the admin API shows it. Times are in seconds, `started` is Unix time. Each record gets
+    lists of its own."""
 
-    Attributes:
-        request_id: kvpin's own id, unique.
-        client_request_id: the client's `x-request-id`; several clients may send the same. For one of several
-            parts of a request: the id of the whole.
-        model: the name its client sent; of a long one the beginning.
-        attempts: the engines it was sent to, in order.
-        reported_tokens: prompt tokens the engine reused; None where the engine did not tell.
-        output_tokens: tokens of the answer; None where the engine did not tell.
-        first_byte_s: from placement to the first byte. An answer that is no stream has its first byte last.
-        note: what the engine's adapter says about this answer.
-        slot: the slot of its last engine that it ran on; None for an engine without slots.
-        normalised: the rules that changed its prompt, see docs/normalise.md.
-        changed: what else kvpin changed in it, left out or turned into text, see docs/reference/fates.md.
-        queued_s: how long it waited because all engines were busy; None if it did not.
-        interrupted: how often an engine died in mid-answer. Without an error, another one went on with it.
-        cause: why it ended, see docs/reference/causes.md; None while it runs.
-        prefilled_by: the engine that computed its prompt for the one that answered, or failed to; None if
-            none was to.
-            The last attempt counts.
-        transfer: what came of that: moved, failed (the other engine computed the prompt), late (it did not
-            answer in time); None before that.
-        first_leg_s: how long that engine took.
-        transfer_s: from then to the first byte.
-    """
-
-    request_id: str
+    request_id: str  # kvpin's own id, unique
     started: float
     route: str
-    model: str | None
+    model: str | None  # the name its client sent; of a long one the beginning
     tenant: str | None
     stream: bool
+    # The client's `x-request-id`; several clients may send the same. For one of several parts of a request:
+    # the id of the whole.
     client_request_id: str | None = None
     prompt_cache_key: str | None = None
-    attempts: list[str] = []  # each record gets its own
+    attempts: list[str] = []  # the engines it was sent to, in order
     status: int | None = None
-    reported_tokens: int | None = None
-    output_tokens: int | None = None
+    reported_tokens: int | None = None  # prompt tokens the engine reused; None where the engine did not tell
+    output_tokens: int | None = None  # tokens of the answer; None where the engine did not tell
+    # From placement to the first byte. An answer that is no stream has its first byte last.
     first_byte_s: float | None = None
     duration_s: float | None = None
     error: str | None = None
-    note: str = ""
-    slot: int | None = None
-    normalised: list[str] = []  # each record gets its own
-    changed: list[str] = []  # each record gets its own
-    queued_s: float | None = None
+    note: str = ""  # what the engine's adapter says about this answer
+    slot: int | None = None  # the slot of its last engine that it ran on; None for an engine without slots
+    normalised: list[str] = []  # the rules that changed its prompt, see docs/normalise.md
+    # What else kvpin changed in it, left out or turned into text, see docs/reference/fates.md.
+    changed: list[str] = []
+    queued_s: float | None = None  # how long it waited because all engines were busy; None if it did not
+    # How often an engine died in mid-answer. Without an error, another one went on with it.
     interrupted: int = 0
-    cause: Cause | None = None
+    cause: Cause | None = None  # why it ended, see docs/reference/causes.md; None while it runs
+    # The engine that computed its prompt for the one that answered, or failed to; None if none was to. The
+    # last attempt counts.
     prefilled_by: str | None = None
+    # What came of that: moved, failed (the other engine computed the prompt), late (it did not answer in
+    # time); None before that.
     transfer: TransferResult | None = None
-    first_leg_s: float | None = None
-    transfer_s: float | None = None
+    first_leg_s: float | None = None  # how long that engine took
+    transfer_s: float | None = None  # from then to the first byte
 
 
 class RequestRecord(RequestFacts, kw_only=True):
-    """One request, filled in as it goes on.
+    """One request, filled in as it goes on."""
 
-    Attributes:
-        came, arrived: when its head was read, and when its body was, in monotonic seconds.
-        prepared: when its prompt was tokenised.
-        answered_s: from arrival to the end of the answer. The engine may be busy with the request for longer.
-        died: the engines that died in mid-answer, in order.
-        placed: when it was placed on the engine whose answer began first; None before its answer begins.
-        moments: when it passed each step before its answer began; None before that.
-        past_legs: engines that were to compute its prompt in attempts that failed, and what came of each.
-        legs_s: seconds of the legs on other engines, or by which its engine fetched KV, before it was sent.
-        session: the conversation its client says it belongs to.
-        served_as: the model of the pool it was sent to.
-        chain: the prompt's blocks, until the request is over.
-        tokens_agree: whether the engine made the same tokens of the prompt; None where it did not tell.
-        runs_prompt: it had a prompt, whether kvpin knew that or not.
-        answer_id: the id that the answer carries, of responses and messages.
-        called_tool: the answer ended with a tool call.
-        diagnosis: why no more was reused, once somebody asked.
-        events: events of the answer's stream that the client was sent.
-        headers: the client's, until the request is over.
-        refusal: the reason of `kvpin_refused_total` for which it reached no engine, if its error tells it.
-    """
-
+    # When its body was read, in monotonic seconds.
     arrived: float = msgspec.field(default_factory=time.monotonic)
-    came: float | None = None
-    prepared: float | None = None
+    came: float | None = None  # when its head was read
+    prepared: float | None = None  # when its prompt was tokenised
+    # From arrival to the end of the answer. The engine may be busy with the request for longer.
     answered_s: float | None = None
-    died: list[str] = []  # each record gets its own
+    died: list[str] = []  # the engines that died in mid-answer, in order
+    # When it was placed on the engine whose answer began first; None before its answer begins.
     placed: float | None = None
-    moments: Moments | None = None
-    past_legs: list[tuple[str, TransferResult]] = []  # each record gets its own
+    moments: Moments | None = None  # when it passed each step before its answer began; None before that
+    # Engines that were to compute its prompt in attempts that failed, and what came of each.
+    past_legs: list[tuple[str, TransferResult]] = []
+    # Seconds of the legs on other engines, or by which its engine fetched KV, before it was sent.
     legs_s: float = 0.0
-    session: Session | None = None
-    served_as: str | None = None
+    session: Session | None = None  # the conversation its client says it belongs to
+    served_as: str | None = None  # the model of the pool it was sent to
     lora: str | None = None
     prompt: Prompt | None = None
-    chain: Chain | None = None
+    chain: Chain | None = None  # the prompt's blocks, until the request is over
     placement: Placement | None = None
-    events: int = 0
-    headers: Headers | None = None
+    events: int = 0  # events of the answer's stream that the client was sent
+    headers: Headers | None = None  # the client's, until the request is over
+    # The reason of `kvpin_refused_total` for which it reached no engine, if its error tells it.
     refusal: str | None = None
+    # Whether the engine made the same tokens of the prompt; None where it did not tell.
     tokens_agree: bool | None = None
-    runs_prompt: bool = True
-    answer_id: str | None = None
-    called_tool: bool = False
-    diagnosis: Diagnosis | None = None
+    runs_prompt: bool = True  # it had a prompt, whether kvpin knew that or not
+    answer_id: str | None = None  # the id that the answer carries, of responses and messages
+    called_tool: bool = False  # the answer ended with a tool call
+    diagnosis: Diagnosis | None = None  # why no more was reused, once somebody asked
 
     @classmethod
     def of(cls, call: Call) -> RequestRecord:
@@ -270,15 +239,11 @@ def _key(record: RequestRecord) -> str:
 
 
 class RequestRecords:
-    """The last requests, newest last.
-
-    Attributes:
-        sources: the bodies of the last requests.
-    """
+    """The last requests, newest last."""
 
     def __init__(self, capacity: int, *, keeps_bodies: bool = True) -> None:
         """`keeps_bodies`: prompts are known, so that somebody may ask where two bodies differ."""
-        self.sources = Sources()
+        self.sources = Sources()  # the bodies of the last requests
         self._keeps_bodies = keeps_bodies and capacity > 0
         self.capacity = capacity
         self._records: OrderedDict[str, RequestRecord] = OrderedDict()
@@ -291,20 +256,16 @@ class RequestRecords:
         """Keeps the body of a request that will be added, if it has a prompt: as it was sent, and once rules
         changed it also as they did."""
         if self._keeps_bodies and record.runs_prompt:
-            key = _key(record) if record.normalised else record.request_id
-            self.sources.keep(key, record.tenant, raw)
+            self.sources.keep(_key(record), record.tenant, raw)
 
     def source(self, record: RequestRecord) -> bytes | None:
         """The body of a request as kvpin's rules changed it; None if it is not known."""
         return self.sources.raw(_key(record), record.tenant)
 
-    def fields(self, record: RequestRecord) -> dict[str, Any] | None:
-        """The fields that make its prompt, as kvpin's rules changed them; None if they are not known."""
-        return self.sources.fields(_key(record), record.tenant)
-
-    def fields_sent(self, record: RequestRecord) -> dict[str, Any] | None:
-        """The fields that make its prompt, as its client sent them; None if they are not known."""
-        return self.sources.fields(record.request_id, record.tenant)
+    def fields(self, record: RequestRecord, *, as_sent: bool = False) -> dict[str, Any] | None:
+        """The fields that make its prompt, as kvpin's rules changed them, or as its client sent them; None if
+        they are not known."""
+        return self.sources.fields(record.request_id if as_sent else _key(record), record.tenant)
 
     def add(self, record: RequestRecord) -> None:
         """Keeps a finished request. Drops the oldest when there is no room."""
@@ -323,10 +284,8 @@ class RequestRecords:
         that tenant's requests."""
         own = self._records.get(request_id)
         for record in (own,) if own is not None else reversed(self._records.values()):
-            if request_id in (record.request_id, record.client_request_id) and tenant in (
-                None,
-                record.tenant,
-            ):
+            is_meant = request_id in (record.request_id, record.client_request_id)
+            if is_meant and tenant in (None, record.tenant):
                 return record
         found: dict[str, RequestRecord] = {}
         for record in self._records.values() if request_id and own is None else ():
@@ -355,6 +314,7 @@ class RequestRecords:
 LIMIT_BYTES = 16 << 20
 # A larger body is mostly images. Then only the tokens show where it differs.
 MOST_BYTES = 1 << 20
+_NOTHING: Mapping[str, bytes] = {}
 
 
 class Sources:
@@ -391,20 +351,16 @@ class Sources:
 
     def raw(self, request_id: str, tenant: str | None) -> bytes | None:
         """The body of a request; None if it is not known."""
-        return self._share(tenant).get(request_id)
+        return self._shares.get(tenant, _NOTHING).get(request_id)
 
     def drop(self, request_id: str, tenant: str | None) -> None:
         """Forgets a body, if it is known."""
-        share = self._share(tenant)
-        raw = share.pop(request_id, None)
-        if raw is None:
+        share = self._shares.get(tenant)
+        if share is None or (raw := share.pop(request_id, None)) is None:
             return
         self._count(tenant, -len(raw) - self._overhead)
         if not share:
             del self._shares[tenant], self._sizes[tenant]
-
-    def _share(self, tenant: str | None) -> OrderedDict[str, bytes]:
-        return self._shares.get(tenant) or OrderedDict()
 
     def _count(self, tenant: str | None, n_bytes: int) -> None:
         self._sizes[tenant] = self._sizes.get(tenant, 0) + n_bytes

@@ -1,6 +1,5 @@
-"""API key → tenant → cache salt and limits; the models of a key, and its end.
-
-Salts keep tenants' KV apart.
+"""API key → tenant → cache salt and limits; the models of a key, and its end. The cache salts under which an
+engine may hold KV of each tenant: flushing a tenant flushes them all. Salts keep tenants' KV apart.
 """
 
 from __future__ import annotations
@@ -18,29 +17,19 @@ from proxy.core.books import IssuedKey, KeyBook
 from proxy.core.quotas import Quota, TenantLimits, Use
 from proxy.errors import BadRequest
 
-# --- API key → tenant → cache salt and limits; the models of a key, and its end -------------------------
-# Salts keep tenants' KV apart.
-
-# Fields that make no difference to the answer.
-_LEFT_OUT = OWN_IDS | HINTS
+_LEFT_OUT = OWN_IDS | HINTS  # fields that make no difference to the answer
 # Fields within other fields are refused: leaving them out would mean to write the outer one anew.
 _NOT_WITHIN = PRIVATE_FIELDS | HINTS
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """A data-plane key and the tenant it belongs to.
-
-    Attributes:
-        digest: SHA-256 of the key.
-        models: the names that its requests may have as `model`; None for all.
-        expires: when it ends, in Unix time; None for never.
-    """
+    """A data-plane key and the tenant it belongs to."""
 
     tenant: str
-    digest: bytes = field(repr=False)
-    models: frozenset[str] | None = None
-    expires: float | None = None
+    digest: bytes = field(repr=False)  # SHA-256 of the key
+    models: frozenset[str] | None = None  # the names that its requests may have as `model`; None for all
+    expires: float | None = None  # when it ends, in Unix time; None for never
 
     @classmethod
     def of(
@@ -65,14 +54,7 @@ class Tenants:
 
     With at most one tenant, all requests share KV, and a client's `cache_salt` is passed on. With several
     tenants, each has its own salt, and a client's salt divides it further. All salts of a tenant have the
-    same beginning, so the salts that engines report show whose KV it is.
-
-    Attributes:
-        isolated: tenants do not share KV.
-        open: requests need no key. Once a key was issued they do, even if none is left.
-        issued: the keys that the admin API issued.
-        listeners: called when keys have changed.
-    """
+    same beginning, so the salts that engines report show whose KV it is."""
 
     def __init__(
         self,
@@ -84,8 +66,8 @@ class Tenants:
         """Begins with these keys of the settings and their limits; `replace` changes them later. `issued`:
         those that the admin API issued; none by default. `secret`: the key of the salts."""
         self._secret = secret
-        self.listeners: list[Callable[[], None]] = []
-        self.issued = issued if issued is not None else KeyBook()
+        self.listeners: list[Callable[[], None]] = []  # called when keys have changed
+        self.issued = issued if issued is not None else KeyBook()  # the keys that the admin API issued
         self.issued.listeners.append(self._follow)
         self._quotas: dict[str, Quota] = {}
         self._changed: set[Quota] = set()
@@ -93,11 +75,8 @@ class Tenants:
 
     def replace(self, keys: Iterable[ApiKey], limits: Mapping[str, TenantLimits]) -> None:
         """The settings have only these keys and limits from now on. A tenant that stays keeps its salt, and
-        so its KV. What it has used of its limits still counts.
-
-        `limits`: of those tenants that have some.
-        """
-        self._of_settings = tuple(keys)
+        so its KV. What it has used of its limits still counts. `limits`: of those tenants that have some."""
+        self.of_settings = tuple(keys)
         self._limits = limits
         self._follow()
 
@@ -110,19 +89,15 @@ class Tenants:
         }
         for name, each in limits.items():
             self._quotas[name].change(each)
-        known = [*map(ApiKey.of_issued, self.issued.issued()), *self._of_settings]
+        known = [*map(ApiKey.of_issued, self.issued.issued()), *self.of_settings]
+        # Requests need no key. Once a key was issued they do, even if none is left.
         self.open = not known and not self.issued.has_issued
         self.names = frozenset(key.tenant for key in known)
-        self.isolated = len(self.names) > 1
+        self.isolated = len(self.names) > 1  # tenants do not share KV
         self._keys = {key.digest: key for key in known}
         self._owners = {self._own_salt(name): name for name in self.names} if self.isolated else {}
         for listener in self.listeners:
             listener()
-
-    @property
-    def count_in_settings(self) -> int:
-        """How many keys the settings have."""
-        return len(self._of_settings)
 
     @property
     def keys(self) -> Iterable[ApiKey]:
@@ -174,10 +149,7 @@ class Tenants:
 
     def without_private(self, body: JsonBody) -> JsonBody:
         """The body without what may reach another tenant's request or KV. With at most one tenant, all of it.
-
-        Raises:
-            BadRequest: a field that would change the answer if it were left out.
-        """
+        Raises BadRequest for a field that would change the answer if it were left out."""
         if not self.isolated or body.is_plain:
             return body
         for name in _private_fields(body):
@@ -211,7 +183,6 @@ _OWN_LENGTH = len("kvpin-") + 32
 
 
 # --- salts ----------------------------------------------------------------------------------------------
-# The cache salts under which an engine may hold KV of each tenant; flushing a tenant flushes them all.
 
 # Salts remembered for each tenant on each engine. Tenants are few, but a tenant may send a salt per user.
 MAX_SALTS = 4096
@@ -230,8 +201,7 @@ class TenantSalts:
     """The salts of each tenant, the last used last. One tenant's salts never push out another's.
 
     At the limit, the least recently used salt is forgotten. The engine has probably evicted its KV, but this
-    is not certain: the tenant counts as incomplete from then on.
-    """
+    is not certain: the tenant counts as incomplete from then on."""
 
     def __init__(self) -> None:
         self._salts: dict[str, OrderedDict[str, None]] = {}

@@ -43,7 +43,7 @@ def key_routes(keys: IssuedKeys, tenants: Tenants, fleet: Fleet) -> tuple[Endpoi
     @operation("GET", "/keys")
     async def list_keys() -> KeyList:
         """The keys that this API issued, without the keys themselves."""
-        return KeyList(keys.described(), needed=not tenants.open, in_settings=tenants.count_in_settings)
+        return KeyList(keys.described(), needed=not tenants.open, in_settings=len(tenants.of_settings))
 
     @operation("POST", "/keys", answer=NewKey, statuses=(201,))
     async def post_key(body: AddKey) -> Response:

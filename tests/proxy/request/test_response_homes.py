@@ -11,7 +11,6 @@ from proxy.request.known_routes import (
     Home,
     ResponseHomes,
     ResponseNoter,
-    did_you_mean,
     of_lacking,
 )
 from tests.fakes import INFO, FakeAdapter, FakeEngine, client_of, event, is_openai_error, proxy_over
@@ -157,7 +156,7 @@ def test_the_first_event_that_says_something_names_the_response():
     ],
 )
 def test_a_wrong_path_means_the_route_that_it_is_like(route, meant):
-    assert did_you_mean(route) == f"; did you mean {meant}?"
+    assert of_lacking(route, "") == f"; did you mean {meant}?"
 
 
 @pytest.mark.parametrize("said", ["File Not Found", "Not Found", "not found."])
